@@ -72,7 +72,7 @@ class Registry:
         self._components: dict[str, Component] = {}
 
     def builtin(self) -> list[str]:
-        """Names of the built-in components."""
+        """List the names of the built-in components."""
         return sorted(self._builtin)
 
     @cached_property
@@ -135,7 +135,7 @@ class Registry:
         )
 
     def summary(self, name: str) -> str:
-        """One sentence about a component, without importing it if it is built in."""
+        """Describe a component in one sentence, without importing it if it is built in."""
         return self._builtin[name][1] if name in self._builtin else self.get(name).summary
 
     def _duplicate(self, name: str, owner: str) -> str:
@@ -179,7 +179,7 @@ def require_interface(
 
 
 def _same_source(a: Any, b: Any) -> bool:
-    """Whether two objects are the same definition, imported twice (a reload, or a module run as a script)."""
+    """Check whether two objects are one definition, imported twice (a reload, or a module run as a script)."""
     return getattr(a, "__qualname__", a) == getattr(b, "__qualname__", b) and _file(a) == _file(b)
 
 
@@ -234,7 +234,7 @@ def _error_text(error: BaseException) -> str:
 
 
 def _where(error: BaseException) -> str:
-    """File and line of the error's innermost frame; a SyntaxError says it itself."""
+    """Return file and line of the error's innermost frame; a SyntaxError says it itself."""
     frames = traceback.extract_tb(error.__traceback__)
     return f" at {frames[-1].filename}, line {frames[-1].lineno}" if not isinstance(error, SyntaxError) else ""
 

@@ -96,7 +96,7 @@ class MuonAdamW(GroupOptimizer):
             self._adamw(group, [torch.empty(1)])
 
     def update_group(self, group: dict[str, Any], params: Sequence[nn.Parameter]) -> None:
-        """See ``GroupOptimizer``."""
+        """Update one group; see ``GroupOptimizer``."""
         matrices = [param for param in params if group["use_muon"] and param.dim() > 1]
         others = [param for param in params if not (group["use_muon"] and param.dim() > 1)]
         self._run(self._muon, group, matrices, lambda tensor: tensor.reshape(len(tensor), -1))
@@ -109,7 +109,7 @@ class MuonAdamW(GroupOptimizer):
         params: Sequence[nn.Parameter],
         view: Callable[[Tensor], Tensor],
     ) -> None:
-        """One step of an optimizer of torch's over views of ``params``, with their state."""
+        """Run one step of an optimizer of torch's over views of ``params``, with their state."""
         if not params:
             return
         views = []
@@ -168,7 +168,7 @@ class Orthogonal(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """One update of every matrix."""
+        """Update every matrix once."""
         from timm.optim.muon import zeropower_via_newtonschulz
 
         for group in self.param_groups:
@@ -203,7 +203,7 @@ _ROW_EPS = 1e-10
 
 
 def _scale(shape: torch.Size, adjust_lr_fn: str) -> float:
-    """By which Muon's updates of a matrix are multiplied, as ``torch.optim.Muon`` has it."""
+    """Compute the factor of Muon's updates of a matrix, as ``torch.optim.Muon`` has it."""
     num_rows, num_cols = shape
     if adjust_lr_fn == "match_rms_adamw":
         return float(0.2 * max(num_rows, num_cols) ** 0.5)
@@ -212,7 +212,7 @@ def _scale(shape: torch.Size, adjust_lr_fn: str) -> float:
 
 @OPTIMIZERS.register("muon", config=MuonConfig)
 def muon(groups: Groups, use_muon_on_heads: bool = False, **options: Any) -> torch.optim.Optimizer:
-    """Muon for matrices and convolutions, AdamW for the rest and for heads."""
+    """Build Muon for matrices and convolutions, AdamW for the rest and for heads."""
     for group in groups:
         group["use_muon"] = use_muon_on_heads or not str(group.get("name", "")).startswith("head")
     return MuonAdamW(groups, **options)
@@ -232,7 +232,7 @@ def lamb(
     trust_clip: bool = False,
     always_adapt: bool = False,
 ) -> torch.optim.Optimizer:
-    """LAMB of timm, without its own clipping by the norm of all gradients (that is ``ZERO.clip_grad``)."""
+    """Build LAMB of timm, without its own clipping by the norm of all gradients (that is ``ZERO.clip_grad``)."""
     from timm.optim import Lamb
 
     options = {"trust_clip": trust_clip, "always_adapt": always_adapt}
@@ -243,7 +243,7 @@ def lamb(
 
 @OPTIMIZERS.register("adafactor", config=AdafactorConfig)
 def adafactor(groups: Groups, beta2_decay: float = -0.8, clip_threshold: float = 1.0) -> torch.optim.Optimizer:
-    """Adafactor of torch: second moments by row and column."""
+    """Build Adafactor of torch: second moments by row and column."""
     return torch.optim.Adafactor(groups, beta2_decay=beta2_decay, d=clip_threshold)
 
 
@@ -289,7 +289,7 @@ class Shampoo(GroupOptimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "frequency": frequency, "block_size": block_size} | rest)
 
     def update_group(self, group: dict[str, Any], params: Sequence[nn.Parameter]) -> None:
-        """See ``GroupOptimizer``."""
+        """Update one group; see ``GroupOptimizer``."""
         for param in params:
             assert param.grad is not None
             self._update(group, param, param.grad)
@@ -349,7 +349,7 @@ class _Block:
 
 
 def _grid(param: Tensor, size: int) -> Iterator[_Block]:
-    """Blocks of a matrix, row by row; none of what is no matrix."""
+    """Yield blocks of a matrix, row by row; none of what is no matrix."""
     if param.dim() < 2:
         return
     num_rows, num_cols = len(param), param.shape[1:].numel()
@@ -363,7 +363,7 @@ def _grid(param: Tensor, size: int) -> Iterator[_Block]:
 
 
 def _inverse_fourth_root(matrix: Tensor, eps: float) -> Tensor:
-    """``(matrix + eps * its largest eigenvalue)^(-1/4)``; of zeros, zeros."""
+    """Compute ``(matrix + eps * its largest eigenvalue)^(-1/4)``; of zeros, zeros."""
     values, vectors = torch.linalg.eigh(matrix.double())
     # L and R have no negative eigenvalues; rounding may leave some.
     values = values.clamp(min=0.0) + eps * values[-1].clamp(min=0.0)
@@ -373,7 +373,7 @@ def _inverse_fourth_root(matrix: Tensor, eps: float) -> Tensor:
 
 @OPTIMIZERS.register("shampoo", config=ShampooConfig)
 def shampoo(groups: Groups, **options: Any) -> torch.optim.Optimizer:
-    """Shampoo at Adam's step sizes, on blocks of whole matrices."""
+    """Build Shampoo at Adam's step sizes, on blocks of whole matrices."""
     return Shampoo(groups, **options)
 
 
@@ -415,7 +415,7 @@ class AdamW8bit(GroupOptimizer):
         super().__init__(params, defaults | {"block_size": block_size, "min_elements": min_elements})
 
     def update_group(self, group: dict[str, Any], params: Sequence[nn.Parameter]) -> None:
-        """See ``GroupOptimizer``."""
+        """Update one group; see ``GroupOptimizer``."""
         for param in params:
             assert param.grad is not None
             self._update(group, param, param.grad)
@@ -453,7 +453,7 @@ class AdamW8bit(GroupOptimizer):
 
 
 def _adamw(group: dict[str, Any], step: int, values: Tensor, grad: Tensor, mean: Tensor, square: Tensor) -> None:
-    """In place."""
+    """Update the values in place."""
     beta1, beta2 = group["betas"]
     mean.mul_(beta1).add_(grad, alpha=1 - beta1)
     square.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
@@ -470,7 +470,7 @@ class _Quantized:
         self._table = torch.tensor(_table(is_signed), dtype=torch.float64, device=codes.device)
 
     def decoded(self, dtype: torch.dtype) -> Tensor:
-        """(n,) values."""
+        """Decode (n,) values."""
         values = self._table.to(dtype)[self._codes.int()]
         return values.mul_(self._scale_of_each(dtype))
 
@@ -505,5 +505,5 @@ def _zero(is_signed: bool) -> int:
 
 @OPTIMIZERS.register("adamw_8bit", config=AdamW8bitConfig)
 def adamw_8bit(groups: Groups, **options: Any) -> torch.optim.Optimizer:
-    """AdamW with state of 8 bits an element, by blocks of the full tensor."""
+    """Build AdamW with state of 8 bits an element, by blocks of the full tensor."""
     return AdamW8bit(groups, **options)

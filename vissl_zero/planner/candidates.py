@@ -36,7 +36,7 @@ class Budget:
     given: int | None = None
 
     def excess(self, forecast: Forecast) -> int | None:
-        """Bytes over the budget in memory, host memory and disk together; 0: it fits; None: not known."""
+        """Sum the bytes over the budget in memory, host memory and disk; 0: it fits; None: not known."""
         step = forecast.step
         if step is None:
             return None
@@ -88,7 +88,7 @@ class Candidate:
         return self.sharding.level > 0 and 1 < self.sharding.shard_group_size < self.world_size
 
     def settings(self) -> dict[str, Any]:
-        """Key path under ``config`` -> value: what a user would write to get this candidate."""
+        """Map key paths under ``config`` to values: what a user would write to get this candidate."""
         optimizer, params = self.sharding.offload_optimizer, self.sharding.offload_params
         return {
             "ZERO.LEVEL": self.sharding.level,
@@ -129,7 +129,7 @@ class Candidate:
 
 
 def _word(value: Any) -> str:
-    """As on the command line."""
+    """Write a value as on the command line."""
     if isinstance(value, list):
         return f"[{','.join(map(str, value))}]"
     return "null" if value is None else str(value)
@@ -138,7 +138,7 @@ def _word(value: Any) -> str:
 def sharding_plans(
     base: ShardingPlan, world_size: int, num_nodes: int, device_type: str, can_recompute: bool
 ) -> Iterator[ShardingPlan]:
-    """Every plan that computes the same as ``base`` and that the rules allow.
+    """Yield every plan that computes the same as ``base`` and that the rules allow.
 
     Args:
         base: number formats, clipping, engine; where it names a folder on a disk, state may rest there.
@@ -178,7 +178,7 @@ def sharding_plans(
 
 
 def _group_sizes(base: ShardingPlan, world_size: int, num_nodes: int) -> list[int]:
-    """Ranks that may share a copy of the state: all or, with several machines, those of one machine."""
+    """List the ranks that may share a copy of the state: all or, with several machines, those of one machine."""
     if 1 < base.shard_group_size < world_size:
         return [base.shard_group_size]  # it was asked for
     local = world_size // num_nodes
@@ -188,7 +188,7 @@ def _group_sizes(base: ShardingPlan, world_size: int, num_nodes: int) -> list[in
 
 
 def rank_candidates(found: Found, budget: Budget, world_size: int) -> list[Candidate]:
-    """Candidates, cheapest first, the first that fits chosen.
+    """Sort candidates, cheapest first, and choose the first that fits.
 
     Args:
         found: plan, micro-batches, images of one, forecast.
@@ -215,7 +215,7 @@ def chosen_of(candidates: Sequence[Candidate]) -> Candidate | None:
 
 
 def because(candidates: Sequence[Candidate], budget: Budget) -> str:
-    """Why the chosen one of ``rank_candidates`` was chosen, as one clause."""
+    """Explain why the chosen one of ``rank_candidates`` was chosen, as one clause."""
     index = next(index for index, candidate in enumerate(candidates) if candidate.is_chosen)
     step = candidates[index].forecast.step
     assert step is not None
@@ -273,7 +273,7 @@ def forecast_all(
     batch: int,
     can_recompute: bool = True,
 ) -> Found:
-    """Forecasts of all plans at one number of micro-batches. Call it in ``FakeTensorMode``.
+    """Forecast all plans at one number of micro-batches. Call it in ``FakeTensorMode``.
 
     Args:
         forecaster: of the model.
@@ -286,7 +286,7 @@ def forecast_all(
 
 
 def recomputed_in_part(found: Found, budget: Budget, forecaster: Forecaster) -> Found:
-    """Plans that recompute only as many blocks as the budget asks for.
+    """Forecast plans that recompute only as many blocks as the budget asks for.
 
     Each lies between two plans of ``found``: one that does not fit, and the same with every block recomputed. The
     blocks that save most bytes per second of recomputation come first. Call it in ``FakeTensorMode``. Cost: at most
@@ -387,7 +387,7 @@ def _relative(forecast: Forecast, unit: float) -> float | None:
 
 
 def _cost(candidate: Candidate) -> tuple[float, int, int, int]:
-    """By time; of equal ones the plainer first."""
+    """Sort candidates by time, then by simplicity."""
     sharding = candidate.sharding
     # Rounded: times are estimates, and a smaller difference must not decide against the plainer plan.
     time = float("inf") if candidate.relative_time is None else round(candidate.relative_time, 3)

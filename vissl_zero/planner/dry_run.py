@@ -118,17 +118,17 @@ class Stage:
         return self.loader.steps_per_epoch * self.plan.num_epochs
 
     def can_split(self) -> bool:
-        """Whether smaller micro-batches give the same gradients: nothing couples samples, or accumulation is exact."""
+        """Check whether smaller micro-batches give the same gradients: uncoupled samples, or exact accumulation."""
         is_undone = self.plan.exact_accumulation or not self.method.couples_samples
         return is_undone and not self.forecaster.has_batch_norm
 
     def forecast(self) -> Forecast:
-        """Of the run as it is."""
+        """Forecast the run as it is."""
         with self.mode, _default_dtype(dtype_of(self.plan.sharding.precision.wide)):
             return self.forecaster.forecast(self.plan.sharding, self.plan.accumulation_steps)
 
     def forecasts(self) -> Found:
-        """Forecasts of every way to run this at its micro-batch."""
+        """Forecast every way to run this at its micro-batch."""
         plan = self.plan
         with self.mode, _default_dtype(dtype_of(plan.sharding.precision.wide)):
             return forecast_all(
@@ -142,12 +142,12 @@ class Stage:
             )
 
     def forecasts_in_part(self, found: Found, budget: Budget) -> Found:
-        """Forecasts of ways to run this that recompute some of the blocks; ``found`` has those of ``forecasts``."""
+        """Forecast ways to run this that recompute some of the blocks; ``found`` has those of ``forecasts``."""
         with self.mode, _default_dtype(dtype_of(self.plan.sharding.precision.wide)):
             return recomputed_in_part(found, budget, self.forecaster)
 
     def forecasts_with_room(self, chosen: Candidate, budget: Budget) -> Found:
-        """Forecasts of ways to run ``chosen``, of this stage, that keep some of the parameters in memory."""
+        """Forecast ways to run ``chosen``, of this stage, that keep some of the parameters in memory."""
         with self.mode, _default_dtype(dtype_of(self.plan.sharding.precision.wide)):
             return kept_in_part(chosen, budget, self.forecaster)
 
@@ -271,7 +271,7 @@ def dry_run(plan: ResolvedRun, check: Callable[[nn.Module], object] | None = Non
 
 
 def _start(stage: Stage, num_ranks: int) -> dict[str, Any]:
-    """``built_whole`` and ``start_bytes`` of a ``DryRun``."""
+    """Compute ``built_whole`` and ``start_bytes`` of a ``DryRun``."""
     plan = stage.plan
     # What keeps parameters holds the whole model all the time.
     if not shards_parameters(plan.sharding, num_ranks, plan.world_size, plan.device):
@@ -282,7 +282,7 @@ def _start(stage: Stage, num_ranks: int) -> dict[str, Any]:
 
 @contextmanager
 def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Fake modules are made in their dtype: ``.to`` cannot replace their parameters."""
+    """Make fake modules in their dtype: ``.to`` cannot replace their parameters. A context."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

@@ -195,7 +195,7 @@ def most_bytes(rows: Sequence[Outcome]) -> int | None:
 
 
 def shortfall(rows: Sequence[Outcome]) -> int:
-    """Bytes that plans have taken beyond their forecast, the most of any that ran out of memory."""
+    """Return the most bytes beyond its forecast that any plan took that ran out of memory."""
     taken = ((row.measured_bytes, row.forecast_bytes) for row in rows if row.outcome == OUT_OF_MEMORY)
     return max([0, *(measured - forecast for measured, forecast in taken if measured is not None)])
 

@@ -204,7 +204,7 @@ class Forecaster:
         return any(isinstance(module, Unit) for module in self._subject.model.modules())
 
     def recomputable(self, plan: ShardingPlan) -> list[Recomputable]:
-        """Blocks that running again saves memory, those first that save most bytes per second."""
+        """List blocks that running again saves memory, those first that save most bytes per second."""
         kept = self.trace(plan.keeping_activations())
         every = replace(plan.keeping_activations(), checkpoint_every=1)
         again = self.trace(every)
@@ -234,7 +234,7 @@ class Forecaster:
 
     @contextmanager
     def _pretended(self, plan: ShardingPlan, modules: Iterable[nn.Module]) -> Iterator[None]:
-        """Inside, batch norms of ``modules`` share statistics with ranks that are not there."""
+        """Let batch norms of ``modules`` share statistics with ranks that are not there. A context."""
         changed = [*modules]
         with pretended_ranks(self._subject.world_size):
             group = batch_norm_group(plan.sync_bn_group, plan.timeout_s)
@@ -275,7 +275,7 @@ class Forecaster:
             return f"a test step on tensors without values failed; the run may fail too: {cause_of(error)}"
 
     def _wrap_plan(self, plan: ShardingPlan, num_ranks: int = 1) -> WrapPlan:
-        """As ``plan_wrap`` decides it, once for all plans that differ in other settings."""
+        """Decide as ``plan_wrap``, once for all plans that differ in other settings."""
         key = plan.level, plan.wrap_threshold, plan.checkpoint_every, plan.checkpoint_blocks, plan.stage_checkpoints
         if key not in self._wrap_plans:
             self._wrap_plans[key] = plan_wrap(self._subject.model, plan, 1)
@@ -321,7 +321,7 @@ class Forecaster:
         trace: StepTrace | str,
         teacher_params: int,
     ) -> Bytes:
-        """Bytes after the backward pass, as ``Sharded.ledger`` counts them."""
+        """Forecast the bytes after the backward pass, as ``ShardedModel.ledger`` counts them."""
         subject = self._subject
         sharded = sum(param.padded(num_ranks) for param in facts.params.values())
         is_whole = keeps_parameters_whole(plan, num_ranks, subject.world_size, subject.device_type)
@@ -457,7 +457,7 @@ def _stepper(
 
 
 def _stepped(subject: Subject, plan: ShardingPlan, rows: Sequence[_Trained]) -> tuple[dict[Any, int], int, int]:
-    """State bytes of a parameter by its kind, state tensors per parameter, and the most bytes made meanwhile.
+    """Measure state bytes of a parameter by its kind, state tensors per parameter, and the most bytes made meanwhile.
 
     Measured on the optimizer itself, stepped twice: the first step creates its state.
     """

@@ -67,7 +67,7 @@ _OPTIONAL = ("memory_gb", "convolution_share", "fresh", "block_s", "reduce_link"
 
 
 def profile_names() -> list[str]:
-    """Profiles that ship."""
+    """List the profiles that ship."""
     return sorted(path.name.removesuffix(".yaml") for path in _folder().iterdir() if path.name.endswith(".yaml"))
 
 

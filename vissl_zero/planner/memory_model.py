@@ -214,7 +214,7 @@ class _Step:
     # -- what is there throughout ------------------------------------------------------------------------------
 
     def constants(self) -> Iterator[tuple[str, int]]:
-        """Bytes that every moment of a step has."""
+        """Yield the bytes that every moment of a step has."""
         plan, facts = self.plan, self.facts
         update = facts.updates[self.num_ranks]
         state = update.state_bytes
@@ -232,21 +232,21 @@ class _Step:
         yield "offload_buffers", sum(pool.mapped_bytes for pool in self.offload_pools())
 
     def part(self, param: ParamFacts) -> int:
-        """Bytes of a parameter that a rank of a shard group holds."""
+        """Return the bytes of a parameter that a rank of a shard group holds."""
         return param.padded(self.num_ranks) if self.plan.level else param.num_bytes
 
     def held(self, params: Mapping[str, ParamFacts]) -> int:
-        """Bytes of parameters a rank holds between units."""
+        """Sum the bytes of parameters a rank holds between units."""
         return sum(self.part(p) if self.has_shards else p.num_bytes for p in params.values())
 
     def on_device(self, params: Mapping[str, ParamFacts], stored: Mapping[str, ParamFacts]) -> int:
-        """Bytes of them that a rank has where it computes, between units. Scalars are not cut, and stay there."""
+        """Sum their bytes where a rank computes, between units. Scalars are not cut, and stay there."""
         if self.device_type == "cpu" or self.plan.offload_params.place(self.device_type) == "device":
             return self.held(params) - self.held(stored)
         return sum(param.itemsize for param in params.values() if not param.shape)
 
     def communication(self) -> Iterator[tuple[str, int]]:
-        """Buffers between ranks. On a CPU they are of fixed size; nccl's own are not counted."""
+        """Yield buffers between ranks. On a CPU they are of fixed size; nccl's own are not counted."""
         if self.device_type != "cpu" or self.num_ranks == 1:
             return
         slots = 2 * CpuCommunicator.LAG * SLOT_BYTES
@@ -269,7 +269,7 @@ class _Step:
                 yield "communication", int(largest * self.compute_share) + self.packed()
 
     def packed(self) -> int:
-        """Bytes of the largest messages of a unit, of all ranks, that have weights in float8."""
+        """Return the bytes of the largest messages of a unit, of all ranks, that have weights in float8."""
         if self.plan.level < 3:
             return 0
         units = [[self.facts.params[name] for name in names] for names in self.units.values()]
@@ -313,7 +313,7 @@ class _Step:
             yield _Pool(state + 2 * value * (not is_whole), NUM_TRAYS)
 
     def largest_stored(self, params: Mapping[str, ParamFacts]) -> int:
-        """Most bytes of a unit among parameters on a disk, trained and frozen apart: no record has both."""
+        """Return a unit's most bytes among parameters on a disk, of trained or of frozen ones: no record has both."""
         groups: dict[tuple[str, bool], int] = {}
         for param in params.values():
             group = param.unit, param.is_trained
@@ -326,11 +326,11 @@ class _Step:
         return CHUNK_ELEMENTS * dtype_of(self.plan.precision.master).itemsize
 
     def value_record(self, params: Mapping[str, ParamFacts]) -> int:
-        """Bytes of the largest record of parameters on a disk."""
+        """Return the bytes of the largest record of parameters on a disk."""
         return min(self.chunk_bytes, self.largest_stored(params))
 
     def state_record(self) -> int:
-        """Bytes of the largest record of optimizer state on a disk."""
+        """Return the bytes of the largest record of optimizer state on a disk."""
         update = self.facts.updates[self.num_ranks]
         keys = update.num_state_keys
         if update.whole_bytes:
@@ -340,13 +340,13 @@ class _Step:
         return min(RECORD_BYTES, keys * sum(map(self.part, self.trained.values())))
 
     def whole_unit(self, unit: str) -> int:
-        """Bytes of a unit that is gathered, in the master format."""
+        """Return the bytes of a unit that is gathered, in the master format."""
         return self.whole[unit]
 
     # -- what changes --------------------------------------------------------------------------------------------
 
     def change(self, kind: str, *blocks: int) -> None:
-        """At the present place: blocks that come, by their bytes, or a negative number of bytes that go."""
+        """Record blocks that come at the present place, by their bytes, or a negative number of bytes that go."""
         if num_bytes := sum(blocks):
             self.changes[kind].append((self.place, num_bytes))
             self.blocks.append((self.place, kind, [size for size in blocks if size]))
@@ -371,7 +371,7 @@ class _Step:
             self.change(kind, -int(self.whole_unit(unit) * self.compute_share))
 
     def begin(self) -> None:
-        """Gradients of earlier micro-batches are there."""
+        """Add the gradients of earlier micro-batches."""
         if self.micro_batches == 1:
             return
         if self.plan.level == 0 or (self.plan.level == 1 and not self.plan.deterministic):
@@ -445,7 +445,7 @@ class _Step:
                 self.widened += sent - total
 
     def buckets(self) -> Iterator[Sequence[str]]:
-        """Names of gradients that leave together, in the order in which they may."""
+        """Yield the names of gradients that leave together, in the order in which they may."""
         if self.has_shards or self.world_size == 1:
             return
         names = [*self.trained][::-1]
@@ -465,7 +465,7 @@ class _Step:
             yield bucket
 
     def messages(self, names: Sequence[str]) -> Iterator[Sequence[str]]:
-        """Parameters whose gradients have left with each message, as ``plan_messages`` packs them."""
+        """Yield parameters whose gradients have left with each message, as ``plan_messages`` packs them."""
         itemsize = dtype_of(self.plan.precision.master).itemsize
         capacity = SLOT_BYTES // itemsize // self.num_ranks
         ended: list[str] = []
@@ -584,7 +584,7 @@ class _Step:
         return replay.peak_bytes + others, replay.cleared_bytes, replay.num_mapped
 
     def phases(self, places: Sequence[int], last: int) -> list[tuple[str, str]]:
-        """Of each place: the phase, and the unit entered last. ``last`` is that of the update."""
+        """Return each place's phase, and the unit entered last. ``last`` is the place of the update."""
         begins, entered = [0], [("forward", "")]
         for index, mark in enumerate(self.trace.marks):
             phase, unit = entered[-1]
@@ -603,7 +603,7 @@ class _Step:
         return [("update", "") if place == last else one for place, one in zip(places, found, strict=True)]
 
     def whole_tensors(self) -> int:
-        """Bytes of full tensors during an update, and of the messages in which they travel."""
+        """Count the bytes of full tensors during an update, and of the messages in which they travel."""
         update = self.facts.updates[self.num_ranks]
         if not (self.plan.level and update.whole_bytes):
             return 0
@@ -618,11 +618,11 @@ class _Step:
         return copies * at_once
 
     def shards(self, params: Mapping[str, ParamFacts]) -> int:
-        """Bytes of the parts of a shard group's first rank."""
+        """Sum the bytes of the parts of a shard group's first rank."""
         return sum(param.padded(self.num_ranks) for param in params.values())
 
     def elsewhere(self) -> tuple[int, int]:
-        """Bytes in host memory beside the device, and on a disk."""
+        """Return the bytes in host memory beside the device, and on a disk."""
         plan, host, disk = self.plan, 0, 0
         everything = sum(self.shards(params) for params in (self.facts.params, self.trained, self.facts.teacher))
         stored_grads = {name: param for name, param in self.stored.items() if param.is_trained}
@@ -660,7 +660,7 @@ class _Queue:
 
 
 def _drawn(total: Tensor) -> list[int]:
-    """At most ``_POINTS`` places of a timeline: the fullest of each stretch, and the last."""
+    """Select at most ``_POINTS`` places of a timeline: the fullest of each stretch, and the last."""
     stretch = max(1, -(-len(total) // _POINTS))
     starts = range(0, len(total), stretch)
     chosen = [start + int(total[start : start + stretch].argmax()) for start in starts]

@@ -78,7 +78,7 @@ def fitted(composed: Composed) -> Composed:
 
 
 def fit_plans(composed: Composed, run_dir: str | Path = "/nowhere", free_bytes: int | None = None) -> FitPlans:
-    """All plans that ``fit`` may run.
+    """List all plans that ``fit`` may run.
 
     Args:
         composed: a configuration whose ZERO.LEVEL is fit.
@@ -133,7 +133,7 @@ def plan_run(
 
 
 def _forecasts(stages: Sequence[Stage], budget: Budget) -> Found:
-    """Of all stages; beside the plan that would be chosen, those that recompute or offload no more than needed."""
+    """Forecast all stages; beside the chosen plan, those that recompute or offload no more than needed."""
     by_number = {stage.plan.accumulation_steps: stage for stage in stages}
     found = [row for stage in stages for row in stage.forecasts()]
 
@@ -243,7 +243,7 @@ class Past:
 
 
 def history(folder: Path) -> Iterator[Past]:
-    """All plans of all runs under ``folder``.
+    """Yield all plans of all runs under ``folder``.
 
     Where ``fit`` did not choose, the forecast is made now, in a second or two.
     """

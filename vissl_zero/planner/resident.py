@@ -68,7 +68,7 @@ class BlockReplay:
         return self._heap.peak_bytes
 
     def keep(self, sizes: Iterable[int]) -> None:
-        """Blocks that stay for good."""
+        """Allocate blocks that stay for good."""
         for size in sizes:
             self._heap.allocate(size)
 
@@ -159,7 +159,7 @@ class BlockReplay:
             num_bytes -= size
 
     def _end(self, loaded: int | None) -> None:
-        """Of a step: gradients and what the loop held go."""
+        """Free the gradients and the loop's tensors at the end of a step."""
         for live in self._live.values():
             while live:
                 self._heap.free(live.popleft()[0])

@@ -37,7 +37,7 @@ def machine_for(device_type: str) -> MachineProfile:
 
 
 def work_seconds(work: Work, plan: ShardingPlan, machine: MachineProfile, num_threads: int = 1) -> float:
-    """Estimated seconds of recorded operations, in the number formats of ``plan``."""
+    """Estimate the seconds of recorded operations, in the number formats of ``plan``."""
     is_half = plan.precision.autocast is not None or plan.precision.compute in _HALF
     flops = (machine.half_flops if is_half else machine.flops) * num_threads
     rates = {Kernel.CONVOLUTION: flops * machine.convolution_share}
@@ -46,7 +46,7 @@ def work_seconds(work: Work, plan: ShardingPlan, machine: MachineProfile, num_th
 
 
 def _messages(params: Mapping[str, ParamFacts], share: float) -> float:
-    """Bytes of all parameters as level 3 sends them; ``share``: of those in the master format."""
+    """Sum the bytes of all parameters as level 3 sends them; ``share``: of those in the master format."""
     return sum(param.sent(1, share) for param in params.values())
 
 
@@ -62,7 +62,7 @@ def step_seconds(  # noqa: PLR0913
     memory: StepMemory | None = None,
     num_threads: int = 1,
 ) -> float:
-    """Estimated seconds of one step of a rank.
+    """Estimate the seconds of one step of a rank.
 
     Args:
         trace, facts: as for ``step_memory``.
@@ -134,7 +134,7 @@ def _overhead_seconds(
     machine: MachineProfile,
     memory: StepMemory | None,
 ) -> float:
-    """Of a micro-batch, what neither computes nor depends on how much is sent: fresh memory, messages, bookkeeping."""
+    """Estimate what neither computes nor grows with what is sent: fresh memory, messages, bookkeeping."""
     seconds = 0.0
     if memory is not None and machine.fresh is not None:
         seconds += memory.cleared_bytes / machine.fresh + memory.num_mapped * machine.block_s

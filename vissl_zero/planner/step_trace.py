@@ -75,7 +75,7 @@ class Work:
         )
 
     def seconds(self, rate: Callable[[Kernel], float], memory: float) -> float:
-        """On a machine: every operation takes the longer of its arithmetic and its memory traffic.
+        """Estimate seconds on a machine: every operation takes the longer of its arithmetic and its memory traffic.
 
         Args:
             rate: floating-point operations a second, by kind.
@@ -95,7 +95,7 @@ class WorkCounter:
         self._num_operations = self._num_messages = 0
 
     def add(self, kernel: Kernel, flops: int, num_bytes: int, *, is_message: bool = False) -> None:
-        """One operation; ``is_message``: a collective."""
+        """Add one operation; ``is_message``: a collective."""
         per_byte = flops // max(num_bytes, 1)
         index = kernel * _BINS + min(per_byte.bit_length(), _BINS - 1)
         self._flops[index] += flops
@@ -109,7 +109,7 @@ class WorkCounter:
 
 
 def kernel_of(operation: str, flops: int) -> Kernel:
-    """Of an operation by torch's name for it, ``aten::mm``."""
+    """Sort an operation by torch's name for it, ``aten::mm``."""
     if not flops:
         return Kernel.PLAIN
     return Kernel.CONVOLUTION if "convolution" in operation else Kernel.PRODUCT
@@ -283,7 +283,7 @@ class Recorder(TorchDispatchMode):
         self.works.append(self._work.so_far())
 
     def finish(self) -> None:
-        """Nothing more is recorded: sum up."""
+        """Sum up: nothing more is recorded."""
         self.trace.work = self._work.so_far()
         work = self.trace.forward_work
         for entered, left in self.trace.forward_passes():
@@ -301,11 +301,11 @@ class Recorder(TorchDispatchMode):
         return num_bytes
 
     def peak_bytes(self) -> int:
-        """Most bytes in this account at any moment so far."""
+        """Return the most bytes in this account at any moment so far."""
         return max(accumulate(self.trace.deltas), default=0)
 
     def alive_bytes(self) -> int:
-        """Bytes in this account now."""
+        """Return the bytes in this account now."""
         return sum(num_bytes for _, num_bytes in self._alive.values())
 
     def _note(self, tensor: Tensor) -> int:
@@ -372,7 +372,7 @@ def record_step(
 
 
 def _leave_before_entering(marks: list[Mark]) -> None:
-    """One tensor is the input of a unit and the output of the one before it: the later unit is done with it first."""
+    """Reorder marks where one tensor leaves a unit and enters the next: the later unit is done with it first."""
     for index in range(1, len(marks)):
         first, second = marks[index - 1], marks[index]
         is_same = first.place == second.place and first.moment == Moment.BACKWARD_IN

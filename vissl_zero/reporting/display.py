@@ -68,7 +68,7 @@ class LiveDisplay(Hook):
 
 
 def frame(run: Run, record: StepRecord, progress: Progress) -> RenderableType:
-    """Everything a person wants to know of a run in progress; lines are cropped where the terminal is narrow."""
+    """Draw what a person wants to know of a run in progress; lines are cropped where the terminal is narrow."""
     return Group(
         _position(run, record, progress),
         _figures(run, record, progress),
@@ -116,7 +116,7 @@ def _health(record: StepRecord) -> list[RenderableType]:
 
 
 def _evaluation(run: Run) -> list[RenderableType]:
-    """Top-1 of kNN and of the classifier so far, where they are measured."""
+    """Draw top-1 of kNN and of the classifier so far, where they are measured."""
     before, latest = run.results.get("knn_top1_before"), run.results.get("knn_top1_latest")
     parts = []
     if before is not None:
@@ -204,7 +204,7 @@ class PlainLines(Hook):
 
 
 def step_line(run: Run, record: StepRecord, progress: Progress) -> str:
-    """One step in about 100 columns; columns stay where they are from line to line."""
+    """Write one step in about 100 columns; columns stay where they are from line to line."""
     width = len(str(run.num_steps))
     loss = "skipped" if record.loss is None else f"{record.loss:7.4f}"
     memory = bytes_text(total(record.bytes))
@@ -244,7 +244,7 @@ class LossHistory:
             self._steps_per_value *= 2
 
     def values(self) -> list[float]:
-        """Means over equal numbers of steps, oldest first."""
+        """Return the means over equal numbers of steps, oldest first."""
         return list(self._values)
 
 
@@ -334,7 +334,7 @@ class Display(Hook):
 
 
 def can_redraw(console: Console) -> bool:
-    """Whether lines can be redrawn: a terminal that moves its cursor and shows UTF-8.
+    """Check whether lines can be redrawn: a terminal that moves its cursor and shows UTF-8.
 
     ``Console.is_terminal`` is not asked: FORCE_COLOR makes it true for a file.
     """

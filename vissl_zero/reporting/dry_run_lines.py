@@ -29,7 +29,7 @@ _OF_PROCESS = 0.5 * _GIB  # code, libraries, torch's own buffers; CUDA's context
 
 
 def room(plan: ResolvedRun) -> tuple[int, str]:
-    """Bytes that a rank has for the model where it computes, and how they are known.
+    """Return the bytes that a rank has for the model where it computes, and how they are known.
 
     MACHINE.MEMORY_GIB, or this machine's: memory (a container's share of it) over its processes, or that of a GPU.
     """
@@ -51,7 +51,7 @@ def room(plan: ResolvedRun) -> tuple[int, str]:
 
 
 def verdict(run: DryRun) -> tuple[bool, list[str]]:
-    """Whether the run fits where it computes, and what to say about it."""
+    """Decide whether the run fits where it computes, and what to print about it."""
     available, what = room(run.plan)
     at_start = run.start_bytes if run.plan.device == "cpu" else 0  # else it takes the host's memory
     need = int(max(run.tiers["device"], at_start) + _OF_PROCESS)

@@ -90,7 +90,7 @@ class optional_output:  # noqa: N801 - used as a context, as contextlib's are
 
 
 def why_stdout_is_incomplete() -> OSError | None:
-    """Why what this process has printed is not all there; None if it is, or if whoever read it has gone away."""
+    """Return why what this process has printed is incomplete; None if it is not, or if its reader has gone away."""
     sys.stdout.flush()
     return sys.stdout.dropped if isinstance(sys.stdout, LossyStream) else None
 

@@ -69,7 +69,7 @@ class MetricsFile(Hook):
 
 
 def line(record: StepRecord) -> str:
-    """One step as strict JSON on one line; floats keep every digit (``repr``).
+    """Write one step as strict JSON on one line; floats keep every digit (``repr``).
 
     JSON has no NaN and no infinity: such a figure is null, and ``not_finite`` holds its name and what it was.
     """
@@ -82,7 +82,7 @@ def line(record: StepRecord) -> str:
 
 
 def _finite(value: Any, name: str, not_finite: dict[str, str]) -> Any:
-    """``value`` with None for every NaN or infinity in it, each noted in ``not_finite`` under its dotted name."""
+    """Replace every NaN or infinity in ``value`` by None, each noted in ``not_finite`` under its dotted name."""
     if isinstance(value, dict):
         return {key: _finite(item, f"{name}.{key}" if name else key, not_finite) for key, item in value.items()}
     if isinstance(value, float) and not math.isfinite(value):

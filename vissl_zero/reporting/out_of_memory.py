@@ -69,7 +69,7 @@ def explain(error: BaseException, plan: ResolvedRun, ledger: Bytes | None) -> Ou
 
 
 def requested_bytes(error: BaseException) -> int | None:
-    """Size of the allocation that failed, if the message has it."""
+    """Read the size of the allocation that failed, if the message has it."""
     match = re.search(r"[Tt]ried to allocate ([\d.]+) (bytes|KiB|MiB|GiB)", str(error))
     return int(float(match[1]) * _UNITS[match[2]]) if match else None
 
@@ -95,7 +95,7 @@ def _listed(title: str, found: list[Switch]) -> list[str]:
 
 
 def same_numbers(plan: ResolvedRun) -> Iterator[Switch]:
-    """Every other way to run this that trains the same in less memory, the cheapest first."""
+    """Yield every other way to run this that trains the same in less memory, the cheapest first."""
     stage = set_stage(plan)
     forecast = stage.forecast()
     if forecast.step is None:

@@ -94,7 +94,7 @@ class Page:
         return axes
 
     def text(self, left: float, top: float, text: str, size: float = 11, color: str = INK, bold: bool = False) -> None:
-        """Text whose upper left corner is here, or its upper right one if ``left`` is the right margin."""
+        """Draw text whose upper left corner is here, or its upper right one if ``left`` is the right margin."""
         align = "right" if left == WIDTH - MARGIN else "left"
         weight = "bold" if bold else "normal"
         x, y = left / WIDTH, 1 - top / self.height
@@ -235,13 +235,13 @@ def draw_loss(axes: Axes, records: Sequence[StepRecord], trivial_loss: float | N
 
 
 def draw_figure(axes: Axes, title: str, curve: Series, color: str, is_noisy: bool) -> None:
-    """Any one figure over the steps."""
+    """Draw any one figure over the steps."""
     axes.set_title(title)
     _draw(axes, curve, color, is_noisy)
 
 
 def draw_top1(axes: Axes, title: str, points: Sequence[tuple[int, float]], raw_pixels: float | None = None) -> None:
-    """Top-1 at the steps where it was measured, with that of kNN on raw pixels for comparison."""
+    """Draw top-1 at the steps where it was measured, with that of kNN on raw pixels for comparison."""
     axes.set_title(title)
     steps, values = [point[0] for point in points], [point[1] for point in points]
     axes.plot(steps, values, "o-", color=GREEN, markersize=6)
@@ -258,7 +258,7 @@ def draw_top1(axes: Axes, title: str, points: Sequence[tuple[int, float]], raw_p
 
 
 def draw_memory(axes: Axes, per_rank: Sequence[Bytes], peak_kind: str) -> None:
-    """Bytes of each kind, stacked, a bar per rank; beside it what is seen from outside."""
+    """Draw bytes of each kind, stacked, a bar per rank; beside it what is seen from outside."""
     axes.set_title("Memory by kind, peak of each rank")
     axes.grid(False)
     lefts = [0.0] * len(per_rank)
@@ -365,13 +365,13 @@ _CROP_COLUMNS = 2
 
 
 def crops_height(samples: Sequence[CropSample], width: float) -> float:
-    """Pixels that ``draw_crops`` needs."""
+    """Return the pixels that ``draw_crops`` needs."""
     rows = math.ceil(len(samples) / _CROP_COLUMNS)
     return _LABEL + rows * (_crop_tile(samples, width) + _GAP)
 
 
 def draw_crops(axes: Axes, samples: Sequence[CropSample], width: float, label: str = "") -> None:
-    """Each sample's image, then its crops, as large beside each other as the model got them.
+    """Draw each sample's image, then its crops, as large beside each other as the model got them.
 
     Args:
         label: what stands above the crops; empty: how many of which size the model saw.

@@ -28,7 +28,7 @@ NAMES = {
 
 
 def plan_table(planned: Planned) -> Table:
-    """One row per candidate, cheapest first."""
+    """Draw one row per candidate, cheapest first."""
     table = Table(box=None, pad_edge=False)
     titles = ("", "plan", "time", "needed", "peak", *(NAMES[kind] for kind in _shown(planned)), "host", "disk", "fits")
     for title in titles:
@@ -41,7 +41,7 @@ def plan_table(planned: Planned) -> Table:
 
 
 def _is_double(candidate: Candidate, row: Sequence[str], rows: Sequence[Sequence[str]]) -> bool:
-    """Whether this is level 2 with all figures of level 1: with several ranks on a CPU both are one program."""
+    """Check for level 2 with all figures of level 1: with several ranks on a CPU both are one program."""
     lower = [row[1].replace("level 2", "level 1", 1), *row[2:]]
     return candidate.sharding.level == 2 and not candidate.is_chosen and lower in [[*other[1:]] for other in rows]
 
@@ -89,7 +89,7 @@ def _speed(planned: Planned, chosen: Candidate) -> Iterator[str]:
 
 
 def history_table(rows: Sequence[Past]) -> Table:
-    """One row per plan that was run."""
+    """Draw one row per plan that was run."""
     table = Table(box=None, pad_edge=False)
     for title in ("run", "plan", "steps", "forecast", "measured", "held", "error", "outcome"):
         is_text = title in ("run", "plan", "outcome")
@@ -103,7 +103,7 @@ def history_table(rows: Sequence[Past]) -> Table:
 
 
 def as_json(planned: Planned) -> dict[str, Any]:
-    """For ``--json``: per rank, bytes; null: not known."""
+    """Convert the plan for ``--json``: per rank, bytes; null: not known."""
     return {
         "recipe": planned.plan.recipe,
         "ranks": planned.plan.world_size,

@@ -31,7 +31,7 @@ def bar(fraction: float, width: int) -> str:
 
 
 def sparkline(values: list[float], width: int) -> str:
-    """Values as a row of blocks between the lowest and the highest, empty for fewer than two.
+    """Draw values as a row of blocks between the lowest and the highest, empty for fewer than two.
 
     Args:
         values: oldest first.
@@ -48,7 +48,7 @@ def sparkline(values: list[float], width: int) -> str:
 
 
 def bytes_text(num_bytes: float) -> str:
-    """``"1.5 MiB"``: three digits or so, powers of 1024.
+    """Write ``"1.5 MiB"``: three digits or so, powers of 1024.
 
     Args:
         num_bytes: may be negative (a difference).
@@ -67,7 +67,7 @@ def _three_digits(value: float) -> str:
 
 
 def duration_text(seconds: float) -> str:
-    """``"0:07"``, ``"12:34"`` (minutes and seconds), ``"3:05:09"`` (hours), ``"2 d 3:05:09"``; ``"?"`` if unknown."""
+    """Write ``"0:07"``, ``"12:34"`` (minutes, seconds), ``"3:05:09"`` (hours), ``"2 d 3:05:09"``; else ``"?"``."""
     if not math.isfinite(seconds) or seconds < 0:
         return "?"
     minutes, second = divmod(round(seconds), 60)
@@ -98,13 +98,13 @@ _FIELDS = tuple(field.name for field in fields(Bytes))
 
 
 def shown_kinds(*figures: Bytes) -> dict[str, str]:
-    """``KINDS`` without the teacher, where no figure has one."""
+    """Return ``KINDS`` without the teacher, where no figure has one."""
     has_teacher = any(memory.teacher for memory in figures)
     return {kind: name for kind, name in KINDS.items() if kind != "teacher" or has_teacher}
 
 
 def total(memory: Bytes) -> int:
-    """Bytes of all kinds together."""
+    """Sum the bytes of all kinds."""
     return sum(getattr(memory, kind) for kind in KINDS)
 
 
@@ -115,7 +115,7 @@ def largest(figures: Iterable[Bytes]) -> Bytes:
 
 
 def gather(memory: Bytes, device: torch.device) -> list[Bytes]:
-    """Every rank's figures, in rank order. Collective: every rank calls it. Cost: one all-gather of a few numbers."""
+    """Gather every rank's figures, in rank order. Collective. Cost: one all-gather of a few numbers."""
     row = torch.tensor([list(asdict(memory).values())], dtype=torch.int64, device=device)
     return [Bytes(*figures) for figures in all_gather_rows(row).tolist()]
 

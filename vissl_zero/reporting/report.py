@@ -169,7 +169,7 @@ def _draw_neighbors(page: Page, content: ReportContent, top: float, height: floa
 
 
 def gather_content(run: Run, knn: KnnHook) -> ReportContent:
-    """Everything a finished run has to show. Not a collective; rank 0 reads some images again."""
+    """Collect everything a finished run has to show. Not a collective; rank 0 reads some images again."""
     plan = run.plan
     ranks = "1 process" if run.world_size == 1 else f"{run.world_size} processes"
     per_rank = [Bytes(**memory) for memory in run.results.get("bytes_per_rank", [])]

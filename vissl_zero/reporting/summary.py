@@ -62,7 +62,7 @@ def summarize(run: Run) -> dict[str, Any]:
 
 
 def images_per_s(records: Sequence[StepRecord]) -> float | None:
-    """Speed over the run: steps have equal numbers of images, so the harmonic mean of theirs.
+    """Compute the speed over the run: steps have equal numbers of images, so the harmonic mean of theirs.
 
     The first step is left out when there are others: it measures activations and warms caches.
     """
@@ -142,12 +142,12 @@ def _accuracy(summary: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def percent(fraction: float | None) -> str:
-    """``"93.9 %"``, ``"-"`` for None."""
+    """Write ``"93.9 %"``, ``"-"`` for None."""
     return "-" if fraction is None else f"{100 * fraction:.1f} %"
 
 
 def _memory(run: Run, per_rank: list[dict[str, int]]) -> RenderableType:
-    """Kinds down, ranks across: fits 80 columns."""
+    """Draw kinds down, ranks across: fits 80 columns."""
     columns = {f"rank {rank}": memory for rank, memory in enumerate(per_rank[:_MOST_RANKS_SHOWN])}
     if len(per_rank) > _MOST_RANKS_SHOWN:
         kinds = per_rank[0]

@@ -46,7 +46,7 @@ class Row:
 
 
 def collect(sweep_dir: Path) -> list[Row]:
-    """All jobs of a sweep folder, in their order; the values that differ between them."""
+    """Collect all jobs of a sweep folder, in their order; the values that differ between them."""
     folders = [path for path in sweep_dir.iterdir() if path.is_dir() and read_note(path) is not None]
     folders.sort(key=lambda path: (int(path.name) if path.name.isdigit() else 10**9, path.name))
     given = {folder: _pairs(note.overrides) for folder in folders if (note := read_note(folder)) is not None}

@@ -138,11 +138,11 @@ class WeightAverageHook(Hook):
         run.sharded.average(self._options.DECAY if is_warm else 0.0)
 
     def state_dict(self) -> dict[str, Any]:
-        """Whether there is an average; the average itself is the model's."""
+        """Return whether there is an average; the average itself is the model's."""
         return {"has_begun": self._has_begun}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See ``Hook``."""
+        """Restore the state; see ``Hook``."""
         self._has_begun = bool(state["has_begun"])
 
     def on_end(self, run: Run) -> None:

@@ -41,7 +41,7 @@ def trunk_options(trunk: Trunk) -> dict[str, Any]:
 
 
 def takes_other_model(cfg: RunConfig) -> bool:
-    """Whether the loss learns from the model under DISTILLATION."""
+    """Check whether the loss learns from the model under DISTILLATION."""
     method = method_of(cfg.LOSS["name"])
     return method is not None and bool(method.takes_other_model(cfg))
 
@@ -55,7 +55,7 @@ def as_teacher(cfg: RunConfig) -> RunConfig:
 
 
 def head_options(cfg: RunConfig) -> list[tuple[str, dict[str, Any]]]:
-    """Name and all keys of each head. Raises ConfigError for wrong keys."""
+    """Return name and all keys of each head. Raises ConfigError for wrong keys."""
     heads = []
     for name, options in cfg.MODEL.HEAD.PARAMS:
         heads.append(
@@ -65,7 +65,7 @@ def head_options(cfg: RunConfig) -> list[tuple[str, dict[str, Any]]]:
 
 
 def loss_options(cfg: RunConfig) -> dict[str, Any]:
-    """All keys of the chosen loss; those that other blocks decide filled in. Raises ConfigError for wrong keys."""
+    """Return all keys of the chosen loss, with those that other blocks decide. Raises ConfigError for wrong keys."""
     name = cfg.LOSS["name"]
     block: Any = cfg.LOSS.get(name) or {}
     schema = component_keys(LOSSES, name)
@@ -107,7 +107,7 @@ _KEPT = ("Resize", "CenterCrop", "RandomCrop", "RandomResizedCrop", "RandomHoriz
 
 
 def with_run_of_weights(cfg: RunConfig) -> RunConfig:
-    """``cfg``, or a copy with trunk and data filled in where they say auto.
+    """Fill in trunk and data in a copy of ``cfg`` where they say auto.
 
     What the saved configuration says is taken as data: nothing in it is imported or resolved.
 
@@ -141,7 +141,7 @@ def _network(path: str, key: str) -> Mapping[str, Any]:
 
 
 def _wanted(cfg: RunConfig) -> dict[str, str]:
-    """Keys that say auto -> what to write instead."""
+    """Map keys that say auto to what to write instead."""
     found = {}
     if cfg.MODEL.TRUNK.NAME == AUTO:
         found[_KEY] = "Write the trunk, regnet or resnet, and its keys."

@@ -33,7 +33,7 @@ _SIZED = ("RandomResizedCrop", "CenterCrop", "RandomCrop", "Resize", "FiveCrop",
 
 
 def with_image_size(cfg: RunConfig) -> RunConfig:
-    """``cfg``, or a copy whose transforms make crops of DATA.IMG_SIZE: all of their sizes times one factor.
+    """Scale the transforms of a copy of ``cfg`` to make crops of DATA.IMG_SIZE: all of their sizes times one factor.
 
     A vision transformer's smaller crops become whole patches: 224 and 96 pixels at IMG_SIZE=64 are 64 and 32.
     """
@@ -52,12 +52,12 @@ def with_image_size(cfg: RunConfig) -> RunConfig:
 
 
 def largest_crop(transforms: Sequence[Any]) -> int | None:
-    """Longest side in pixels that the last sized transform makes; None where nothing sets a size."""
+    """Return the longest side in pixels that the last sized transform makes; None where nothing sets a size."""
     return max(crop_sides(transforms), default=None)
 
 
 def crop_sides(transforms: Sequence[Any]) -> list[int]:
-    """Sides in pixels that the last sized transform makes; none where nothing sets a size."""
+    """Return the sides in pixels that the last sized transform makes; none where nothing sets a size."""
     entry, keys = _last_sized(transforms)
     values = [side for key in keys for value in _as_list(entry[key]) for side in _as_list(value)]
     return [side for side in values if isinstance(side, int) and side > 0]
@@ -97,12 +97,12 @@ def _times(value: Any, factor: float, whole: int) -> Any:
 
 
 def splits(cfg: RunConfig) -> dict[str, Split]:
-    """TRAIN, and TEST where it has a source."""
+    """Return TRAIN, and TEST where it has a source."""
     return {"TRAIN": cfg.DATA.TRAIN} | ({"TEST": cfg.DATA.TEST} if cfg.DATA.TEST.DATA_SOURCES else {})
 
 
 def sources(cfg: RunConfig, decided: Decisions) -> list[Problem]:
-    """Each split names one known source."""
+    """Check that each split names one known source."""
     found: list[Problem] = []
     for name, split in splits(cfg).items():
         key, names = f"config.DATA.{name}.DATA_SOURCES", list(dict.fromkeys(split.DATA_SOURCES))
@@ -120,7 +120,7 @@ def sources(cfg: RunConfig, decided: Decisions) -> list[Problem]:
 
 
 def labels(cfg: RunConfig, decided: Decisions) -> list[Problem]:
-    """Labels come from the folders or from files that exist."""
+    """Check that labels come from the folders or from files that exist."""
     found: list[Problem] = []
     for name, split in splits(cfg).items():
         key = f"DATA.{name}"
@@ -147,7 +147,7 @@ def datasets(cfg: RunConfig, decided: Decisions) -> list[Problem]:
 
 
 def image_size(cfg: RunConfig, decided: Decisions) -> list[Problem]:
-    """IMG_SIZE has something to scale."""
+    """Check that IMG_SIZE has something to scale."""
     size = cfg.DATA.IMG_SIZE
     if size is not None and size >= 1 and largest_crop(cfg.DATA.TRAIN.TRANSFORMS) is None:
         must = "must be left out: no transform of config.DATA.TRAIN.TRANSFORMS sets a size"
@@ -175,7 +175,7 @@ def _multiples(size: int, side: int) -> str:
 
 
 def transforms(cfg: RunConfig, decided: Decisions) -> list[Problem]:
-    """Every transform is ours, torchvision's or registered."""
+    """Check that every transform is ours, torchvision's or registered."""
     found: list[Problem] = []
     for name, split in splits(cfg).items():
         found += _unknown_transforms(split.TRANSFORMS, f"config.DATA.{name}.TRANSFORMS")
@@ -225,7 +225,7 @@ def _is_pair(pair: object) -> bool:
 
 
 def _normalize(entry: Mapping[str, object], key: str) -> list[Problem]:
-    """One number per channel of an RGB image, or one for all; a deviation is above 0."""
+    """Check for one number per channel of an RGB image, or one for all; a deviation is above 0."""
     found = []
     for name in ("mean", "std"):
         values = entry.get(name)
@@ -317,7 +317,7 @@ def _nearest(path: Path) -> str:
 
 
 def _resembles(path: Path) -> bool:
-    """Whether the folder of ``path`` exists and holds a name like its own."""
+    """Check whether the folder of ``path`` exists and holds a name like its own."""
     existing, missing = _missing_part(path)
     return existing / missing == path.absolute() and bool(_hint(existing, missing))
 
@@ -336,7 +336,7 @@ def _missing_part(path: Path) -> tuple[Path, str]:
 
 
 def image_files(folder: str | os.PathLike[str]) -> Iterator[str]:
-    """Paths of the images in a folder and below it, hidden ones left out, in no order; lists as it goes.
+    """Yield the images in a folder and below it, hidden ones left out, in no order; lists as it goes.
 
     A folder counts once in each folder of the first level (a class may be a link to another), so that links end.
     """
@@ -361,7 +361,7 @@ def _below(
 
 
 def num_images(name: str, split: Split, most: int) -> int | None:
-    """Images of a split, counted up to ``most``; None if that cannot be told without opening the source."""
+    """Count the images of a split, up to ``most``; None if that cannot be told without opening the source."""
     source = split.DATA_SOURCES[0] if len(split.DATA_SOURCES) == 1 else ""
     if source == "digits":
         count = NUM_DIGITS[name]
@@ -376,7 +376,7 @@ def num_images(name: str, split: Split, most: int) -> int | None:
 
 
 def enough(cfg: RunConfig, decided: Decisions) -> Problem | None:
-    """Every process has an image, and an epoch a step."""
+    """Check that every process has an image, and an epoch a step."""
     train, world_size = cfg.DATA.TRAIN, decided.world_size
     step = decided.micro_batch * max(1, cfg.ZERO.gradient_accumulation_steps)
     count = num_images("TRAIN", train, max(world_size, step))
@@ -394,7 +394,7 @@ def enough(cfg: RunConfig, decided: Decisions) -> Problem | None:
 
 
 def mixing(cfg: RunConfig, decided: Decisions) -> list[Problem]:
-    """Images are mixed in training, by keys that make sense, for a loss whose labels are mixed too or that has none."""
+    """Check that images are mixed in training, by keys that make sense, for a loss whose labels are mixed or absent."""
     found, key, train = [], "COLLATE_FUNCTION", cfg.DATA.TRAIN
     if cfg.DATA.TEST.COLLATE_FUNCTION == MIXING_COLLATOR:
         fix = "Write default_collate."

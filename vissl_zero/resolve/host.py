@@ -96,7 +96,7 @@ def _partition_gpus(partition: str) -> int:
 
 
 def torchrun_ranks(environment: Mapping[str, str]) -> tuple[int, int] | None:
-    """World size and ranks on this machine, if a launcher has already started this process as one of several.
+    """Return world size and ranks on this machine, if a launcher has started this process as one of several.
 
     Raises:
         ConfigError: what it has set makes no sense.
@@ -172,7 +172,7 @@ def _torch_has_cuda() -> bool:
 
 
 def idle_cores(host: Host, seconds: float = 0.2, stat: Path = Path("/proc/stat")) -> int | None:
-    """Cores of ``host`` that nothing keeps busy, at least 1, by the machine's own count; None where there is none.
+    """Measure the cores of ``host`` that nothing keeps busy, at least 1; None where the machine does not count.
 
     Threads in excess of them do not share the work: they wait for each other. On a busy machine of 2 cores a process
     with 2 threads trained 26 images/s, with 1 thread 448.
@@ -189,7 +189,7 @@ def idle_cores(host: Host, seconds: float = 0.2, stat: Path = Path("/proc/stat")
 
 
 def _ticks(stat: Path) -> tuple[int, int] | None:
-    """Idle and all ticks of all cores since the machine started."""
+    """Read idle and all ticks of all cores since the machine started."""
     try:
         name, *ticks = stat.read_text().splitlines()[0].split()
         counts = [int(tick) for tick in ticks[:8]]  # guests are counted under user already
@@ -199,13 +199,13 @@ def _ticks(stat: Path) -> tuple[int, int] | None:
 
 
 def _cores() -> int:
-    """Cores this process may use: its affinity, and a container's share of the processor if that is less."""
+    """Count the cores this process may use: its affinity, and a container's share of the processor if less."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min([cores, *(round(share) for share in _shares())]))
 
 
 def _shares(root: Path = _GROUPS, own: Path = _OWN_GROUPS) -> Iterator[float]:
-    """Cores that the control groups of this process allow: its own, every one above it, and a version-1 group."""
+    """Yield the cores that this process's control groups allow: its own, every one above it, and a version-1 group."""
     for place, is_first in _control_groups("cpu", root, own):
         try:
             if is_first:
@@ -219,7 +219,7 @@ def _shares(root: Path = _GROUPS, own: Path = _OWN_GROUPS) -> Iterator[float]:
 
 
 def _control_groups(controller: str, root: Path, own: Path) -> Iterator[tuple[Path, bool]]:
-    """Folders of the control groups of this process, its own first, then every one above; whether of version 1.
+    """Yield the folders of this process's control groups, its own first, then those above; whether of version 1.
 
     A container that sees no more than its own group finds it at the top, whatever its name is outside.
     """
@@ -242,7 +242,7 @@ _MEMORY_FILES = {  # by whether of version 1: limit, use, and the name of what i
 
 
 def available_memory(root: Path = _GROUPS, own: Path = _OWN_GROUPS) -> int:
-    """Bytes of memory, or of a container's share or another control group's limit if that is less."""
+    """Return the bytes of memory, or of a container's share or another control group's limit if that is less."""
     found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for place, is_first in _control_groups("memory", root, own):
         with suppress(OSError, ValueError):  # "max" is no number
@@ -251,7 +251,7 @@ def available_memory(root: Path = _GROUPS, own: Path = _OWN_GROUPS) -> int:
 
 
 def free_memory(root: Path = _GROUPS, own: Path = _OWN_GROUPS, info: Path = Path("/proc/meminfo")) -> int:
-    """Bytes that are free now: of the machine, and of every control group that this process is in."""
+    """Return the bytes that are free now: of the machine, and of every control group that this process is in."""
     found = [available_memory(root, own)]
     with suppress(OSError, ValueError, KeyError):
         found.append(_figures(info)["MemAvailable:"] * 1024)
@@ -264,7 +264,7 @@ def free_memory(root: Path = _GROUPS, own: Path = _OWN_GROUPS, info: Path = Path
 
 
 def settled_free_memory(most_s: float = 5.0) -> int:
-    """``free_memory`` once no more comes back, for after processes were killed: the kernel may be a moment behind."""
+    """Measure ``free_memory`` once no more comes back after processes were killed: the kernel may be behind."""
     found, end = free_memory(), time.monotonic() + most_s
     while time.monotonic() < end:
         time.sleep(_SETTLING_S)
@@ -290,5 +290,5 @@ def num_oom_kills(root: Path = _GROUPS, own: Path = _OWN_GROUPS, counters: Path 
 
 
 def _figures(path: Path) -> dict[str, int]:
-    """Of a file with a name and a number in each line."""
+    """Read a file with a name and a number in each line."""
     return {name: int(number) for name, number, *_ in (line.split() for line in path.read_text().splitlines())}

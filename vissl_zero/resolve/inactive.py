@@ -321,7 +321,7 @@ _CONDITIONS: tuple[Inactive, ...] = (
 
 
 def _has_batch_norm(head: Any) -> bool:
-    """Whether a head may have batch norm; a head of the user's may."""
+    """Check whether a head may have batch norm; a head of the user's may."""
     name, keys = head[0], head[1]
     return bool(keys.get("use_bn", name not in ("swav_head", "mlp")))
 
@@ -346,7 +346,7 @@ def _conditional(cfg: RunConfig) -> Iterator[str]:
 
 
 def _differs(cfg: RunConfig, key: str) -> bool:
-    """Whether a key exists and differs from its default."""
+    """Check whether a key exists and differs from its default."""
     return bool(_value(cfg, key) != _value(_defaults(), key))
 
 
@@ -371,7 +371,7 @@ def inactive_keys(cfg: RunConfig) -> list[str]:
 
 
 def _overridden(cfg: RunConfig) -> Iterator[str]:
-    """Keys of OPTIMIZER that give way to another one."""
+    """Yield notes on keys of OPTIMIZER that give way to another one."""
     block = cfg.OPTIMIZER
     schedules, nested = block.param_schedulers, block.base_optimizer
     if block.lr is not None and schedules.lr.auto_lr_scaling.auto_scale:
@@ -381,7 +381,7 @@ def _overridden(cfg: RunConfig) -> Iterator[str]:
 
 
 def _schedules(cfg: RunConfig) -> Iterator[str]:
-    """Keys of other schedules than the one that is named."""
+    """Yield notes on keys of other schedules than the one that is named."""
     block, unset = cfg.OPTIMIZER.param_schedulers, Scheduler()
     every = {key for keys in KEYS.values() for key in keys}
     for name in ("lr", "lr_head", "weight_decay", "weight_decay_head"):
@@ -422,12 +422,12 @@ def _value(cfg: RunConfig, path: str) -> Any:
 
 
 def refused(cfg: RunConfig, decided: Decisions) -> list[Problem]:
-    """Keys whose value would change what is trained."""
+    """Refuse keys whose value would change what is trained."""
     return [_problem(key, value) for key, value in _set_keys(cfg) if key.is_refused]
 
 
 def meters(cfg: RunConfig, decided: Decisions) -> list[Problem]:
-    """Figures on TEST that are measured here."""
+    """Check that figures on TEST are ones measured here."""
     names = [cfg.METERS.name, *cfg.METERS.names] if cfg.METERS.name else cfg.METERS.names
     must = f"must be {' or '.join(METERS)}: each image has one class here"
     fix = "Leave it out. For several classes an image, train SVMs (train_svm), which measure average precision."
@@ -435,7 +435,7 @@ def meters(cfg: RunConfig, decided: Decisions) -> list[Problem]:
 
 
 def no_effect(cfg: RunConfig) -> list[str]:
-    """Keys that were set and do nothing here, as one sentence (or none)."""
+    """Write the keys that were set and do nothing here, as one sentence (or none)."""
     keys = [key.path for key, _ in _set_keys(cfg) if not key.is_refused]
     keys += [f"LOSS.{name}" for name in cfg.LOSS if name in OTHER_LOSSES]
     if not cfg.SLURM.USE_SLURM and Slurm() != cfg.SLURM:
@@ -454,7 +454,7 @@ def _problem(key: VisslKey, value: Any) -> Problem:
 
 
 def _set_keys(cfg: RunConfig) -> list[tuple[VisslKey, Any]]:
-    """Keys of the tables whose value is not one that changes nothing."""
+    """List keys of the tables whose value is not one that changes nothing."""
     found = []
     for key in vissl_keys():
         value = _value_at(cfg, key.path)

@@ -29,7 +29,7 @@ def logger_names(hooks: Hooks) -> list[str]:
 
 
 def loggers(cfg: RunConfig, decided: Decisions) -> list[Problem]:
-    """Every logger is known, and its package is installed."""
+    """Check that every logger is known, and its package is installed."""
     found = []
     for name in dict.fromkeys(cfg.HOOKS.LOGGERS):
         if name not in LOGGERS:

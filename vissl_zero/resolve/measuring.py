@@ -36,7 +36,7 @@ def program(cfg: RunConfig, decided: Decisions) -> list[Problem]:
 
 
 def svm(cfg: RunConfig, decided: Decisions) -> list[Problem]:
-    """SVMs are tested on TEST's images; LinearSVC solves what is asked for."""
+    """Check that SVMs are tested on TEST's images, and that LinearSVC solves what is asked for."""
     if cfg.PROGRAM not in SVM_PROGRAMS:
         return []
     found, options = _no_test_images(cfg, "SVMs"), cfg.SVM
@@ -73,7 +73,7 @@ def clusters(cfg: RunConfig, decided: Decisions) -> list[Problem]:
 
 
 def low_shot(cfg: RunConfig, decided: Decisions) -> list[Problem]:
-    """Penalties are numbers above 0; there are images to test on."""
+    """Check that penalties are numbers above 0, and that there are images to test on."""
     if cfg.PROGRAM != LOW_SHOT:
         return []
     options, key, found = cfg.LOW_SHOT_BENCHMARK, "config.LOW_SHOT_BENCHMARK", []
@@ -91,7 +91,7 @@ def low_shot(cfg: RunConfig, decided: Decisions) -> list[Problem]:
 
 
 def penalties(value: Any) -> list[Any]:
-    """``LOW_SHOT_BENCHMARK.LOGISTIC_REGRESSION.LAMBDA`` as a list: one number or several."""
+    """Return ``LOW_SHOT_BENCHMARK.LOGISTIC_REGRESSION.LAMBDA`` as a list: one number or several."""
     return value if isinstance(value, list) else [value]
 
 
@@ -106,7 +106,7 @@ def _no_test_images(cfg: RunConfig, tested: str) -> list[Problem]:
 
 
 def retrieval(cfg: RunConfig, decided: Decisions) -> list[Problem]:
-    """There are images to search; pooling, whitening and scales go together."""
+    """Check that there are images to search; pooling, whitening and scales go together."""
     if cfg.PROGRAM != RETRIEVAL:
         return []
     options, found = cfg.IMG_RETRIEVAL, []
@@ -139,7 +139,7 @@ def retrieval(cfg: RunConfig, decided: Decisions) -> list[Problem]:
 
 
 def predictions(cfg: RunConfig, decided: Decisions) -> list[Problem]:
-    """Heads that predict have weights."""
+    """Check that heads that predict have weights."""
     settings, weights = cfg.MODEL.FEATURE_EVAL_SETTINGS, cfg.MODEL.WEIGHTS_INIT.PARAMS_FILE
     if cfg.PROGRAM not in (PREDICTIONS, ASSIGNMENTS):
         return []
@@ -162,18 +162,18 @@ _NOT_USED = ["mlp", {"dims": [-1, 1]}]
 
 
 def only_measures(cfg: RunConfig) -> bool:
-    """Whether FREEZE_TRUNK_AND_HEAD or EXTRACT_TRUNK_FEATURES_ONLY leaves nothing to train."""
+    """Check whether FREEZE_TRUNK_AND_HEAD or EXTRACT_TRUNK_FEATURES_ONLY leaves nothing to train."""
     settings = cfg.MODEL.FEATURE_EVAL_SETTINGS
     return settings.EVAL_MODE_ON and (settings.FREEZE_TRUNK_AND_HEAD or settings.EXTRACT_TRUNK_FEATURES_ONLY)
 
 
 def tests_alone(cfg: RunConfig) -> bool:
-    """Whether images are only measured: TEST_ONLY, and TRAIN names none."""
+    """Check whether images are only measured: TEST_ONLY, and TRAIN names none."""
     return cfg.TEST_ONLY and not cfg.DATA.TRAIN.DATA_SOURCES and bool(cfg.DATA.TEST.DATA_SOURCES)
 
 
 def without_training(cfg: RunConfig) -> RunConfig:
-    """``cfg``, or a copy that is TEST_ONLY where nothing is to be trained: its loss does not count.
+    """Set TEST_ONLY in a copy of ``cfg`` where nothing is to be trained: its loss does not count.
 
     Where TRAIN names no images, TEST's stand for them, and there is no kNN, which would find each image itself.
 

@@ -77,7 +77,7 @@ def method(cfg: RunConfig, decided: Decisions) -> list[Problem]:
 
 
 def views_apart(cfg: RunConfig, decided: Decisions) -> list[Problem]:
-    """Heads are called view by view only if they take nothing but features."""
+    """Check that heads called view by view take nothing but features."""
     names = [head[0] for head in cfg.MODEL.HEAD.PARAMS if isinstance(head, Sequence) and not isinstance(head, str)]
     together = [name for name in names if name in HEADS.builtin() and name not in _APART]
     if not cfg.MODEL.VIEWS_APART or not (together or are_tapped(cfg)):
@@ -92,7 +92,7 @@ _APART = ("mlp", "siamese_head", "identity")
 
 
 def evaluated_model(cfg: RunConfig, decided: Decisions) -> list[Problem]:
-    """Only a momentum copy can be evaluated in the student's place; of a loss of yours that shows as it is built."""
+    """Check that a momentum copy is evaluated in the student's place; of a loss of yours that shows as it is built."""
     spec = method_of(cfg.LOSS.get("name"))
     is_wrong = cfg.EVALUATED_MODEL == "teacher" and spec is not None and not spec.teacher_follows
     return [no_teacher(cfg.LOSS["name"])] if is_wrong else []
@@ -141,7 +141,7 @@ def input_type(cfg: RunConfig, decided: Decisions) -> Problem | None:
 
 
 def vision_transformer(cfg: RunConfig, decided: Decisions) -> list[Problem]:
-    """Heads divide the width of a vision transformer, and patches its image."""
+    """Check that heads divide the width of a vision transformer, and patches its image."""
     is_used = cfg.MODEL.TRUNK.NAME == "vision_transformer"
     return vision_transformer_problems(cfg.MODEL.TRUNK.VISION_TRANSFORMERS) if is_used else []
 
@@ -170,7 +170,7 @@ def regnet(cfg: RunConfig, decided: Decisions) -> list[Problem]:
 
 
 def _stretches(block: RegNetBlock, key: str) -> Problem | None:
-    """stage_checkpointing has a flag per stretch of stage_checkpoints, in each stage all true ones first."""
+    """Check that stage_checkpointing has a flag per stretch of stage_checkpoints, in each stage all true ones first."""
     for index, flags in enumerate(block.stage_checkpointing):
         ends = block.stage_checkpoints[index] if index < len(block.stage_checkpoints) else []
         if flags and (len(flags) != len(ends) or sorted(flags, reverse=True) != list(flags)):
@@ -184,7 +184,7 @@ _SIZED = ("beit", "xcit", "convnext", "swin_transformer")
 
 
 def trunk_sizes(cfg: RunConfig, decided: Decisions) -> list[Problem]:
-    """Heads divide the width of a transformer, patches its image, and lists of stages are as long as each other."""
+    """Check that heads divide a transformer's width, patches its image, and that lists of stages are equally long."""
     name = cfg.MODEL.TRUNK.NAME
     if name == "convit":
         return [*vision_transformer_problems(cfg.MODEL.TRUNK.VISION_TRANSFORMERS), *_not_in_convit(cfg)]
@@ -195,7 +195,7 @@ def trunk_sizes(cfg: RunConfig, decided: Decisions) -> list[Problem]:
 
 
 def _not_in_convit(cfg: RunConfig) -> list[Problem]:
-    """Keys of VISION_TRANSFORMERS that a ConViT does not have."""
+    """Refuse keys of VISION_TRANSFORMERS that a ConViT does not have."""
     block, unset = cfg.MODEL.TRUNK.VISION_TRANSFORMERS, VisionTransformerConfig()
     own = {item.name for item in fields(ConvitConfig)}
     return [
@@ -222,7 +222,7 @@ def frozen(cfg: RunConfig, decided: Decisions) -> list[Problem]:
 
 
 def heads(cfg: RunConfig, decided: Decisions) -> list[Problem]:
-    """Every head is ["name", {keys}], known, and has the keys it is given."""
+    """Check that every head is ["name", {keys}], known, and has the keys it is given."""
     if not cfg.MODEL.HEAD.PARAMS:
         fix = 'Write [["swav_head", {dims: [...], num_clusters: [...]}]] or [["mlp", {dims: [...]}]].'
         return [Problem(_HEADS, "[]", "must list at least one head", fix)]
@@ -254,7 +254,7 @@ def _head(head: Any, is_inner: bool = False) -> list[Problem]:
 
 
 def _joints(heads: Sequence[Any]) -> list[Problem]:
-    """Each head of a chain begins with as many features as the one before it gives."""
+    """Check that each head of a chain begins with as many features as the one before it gives."""
     widths = [list(head[1].get("dims") or []) if is_head(head) else [] for head in heads]
     return [
         Problem(
@@ -269,13 +269,13 @@ def _joints(heads: Sequence[Any]) -> list[Problem]:
 
 
 def is_head(head: Any) -> bool:
-    """Whether an entry of HEAD.PARAMS has the form ["name", {key: value}]."""
+    """Check whether an entry of HEAD.PARAMS has the form ["name", {key: value}]."""
     is_pair = isinstance(head, Sequence) and not isinstance(head, str) and len(head) == 2
     return is_pair and isinstance(head[0], str) and isinstance(head[1], Mapping)
 
 
 def _dims(name: str, options: Mapping[str, Any], is_inner: bool = False) -> list[Problem]:
-    """Widths and numbers of prototypes, as every built-in head has them."""
+    """Check widths and numbers of prototypes, as every built-in head has them."""
     found = []
     if name in builtin_keys("head") and "dims" in options and name != "chain":
         found += _widths(name, list(options["dims"]))
@@ -310,7 +310,7 @@ def evaluation(cfg: RunConfig, decided: Decisions) -> list[Problem]:
 
 
 def sweep(cfg: RunConfig, decided: Decisions) -> list[Problem]:
-    """Heads at several learning rates do not touch each other: what couples them is refused."""
+    """Check that heads at several learning rates do not touch each other: what couples them is refused."""
     factors, settings = cfg.OPTIMIZER.head_optimizer_params.lr_factors, cfg.MODEL.FEATURE_EVAL_SETTINGS
     if not factors:
         return []
@@ -327,7 +327,7 @@ def sweep(cfg: RunConfig, decided: Decisions) -> list[Problem]:
 
 
 def taps(cfg: RunConfig, decided: Decisions) -> list[Problem]:
-    """Inner layers are named with their pooling, one per head, and without a sweep of learning rates."""
+    """Check that inner layers are named with their pooling, one per head, and without a sweep of learning rates."""
     found = tap_problems(cfg)
     if are_tapped(cfg) and cfg.OPTIMIZER.head_optimizer_params.lr_factors:
         fix = "Write lr_factors: [], or leave the map out."

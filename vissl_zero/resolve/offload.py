@@ -12,7 +12,7 @@ DEVICES = tuple(TIERS)
 
 
 def offload_plans(optimizer: OffloadOptimizer, params: OffloadParam) -> tuple[OffloadPlan, OffloadPlan]:
-    """Plans of two blocks that ``offload_problems`` has nothing against."""
+    """Build the plans of two blocks that ``offload_problems`` has nothing against."""
     return (
         OffloadPlan(
             device=optimizer.device,
@@ -32,7 +32,7 @@ def offload_plans(optimizer: OffloadOptimizer, params: OffloadParam) -> tuple[Of
 
 
 def max_in_cpu(params: OffloadParam) -> int | None:
-    """``max_in_cpu``, or a number under ``fast_init``, where ColossalAI's page prints it."""
+    """Return ``max_in_cpu``, or a number under ``fast_init``, where ColossalAI's page prints it."""
     if params.max_in_cpu is not None:
         return int(params.max_in_cpu)
     return None if isinstance(params.fast_init, bool) else int(params.fast_init)
@@ -121,7 +121,7 @@ def offload_notes(optimizer: OffloadOptimizer, params: OffloadParam, has_gpu: bo
 
 
 def _set_in_vain(block: OffloadOptimizer | OffloadParam) -> list[str]:
-    """Keys that mean something with nvme only."""
+    """List keys that mean something with nvme only."""
     in_vain = ["fast_init"] if block.fast_init is True else []
     in_vain += ["nvme_path"] if block.nvme_path else []
     return in_vain + (["max_in_cpu"] if isinstance(block, OffloadParam) and max_in_cpu(block) is not None else [])
@@ -132,7 +132,7 @@ _ENGINE_KEY = "zero.engine"
 
 
 def engine_of(name: str) -> str:
-    """``auto`` is torch."""
+    """Replace ``auto`` by torch."""
     return "torch" if name == "auto" else name
 
 

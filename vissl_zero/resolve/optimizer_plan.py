@@ -26,7 +26,7 @@ _WRITE = f"Write {_KEY}.base_optimizer.name=sgd, for example, or {_KEY}.name=sgd
 
 
 def form(cfg: RunConfig, decided: Decisions) -> list[Problem]:
-    """One optimizer is named, once, or twice by the same name."""
+    """Check that one optimizer is named, once, or twice by the same name."""
     block, nested = cfg.OPTIMIZER, cfg.OPTIMIZER.base_optimizer.name
     if nested == "zero":
         must = "must be the optimizer whose state zero shards, not zero itself"
@@ -70,7 +70,7 @@ def known(cfg: RunConfig, decided: Decisions) -> list[Problem]:
 
 
 def larc(cfg: RunConfig, decided: Decisions) -> list[Problem]:
-    """LARC is not put on top of an optimizer that adapts its rates by itself."""
+    """Refuse LARC on top of an optimizer that adapts its rates by itself."""
     block, found = cfg.OPTIMIZER, []
     if uses_larc(block) and base_name(block) == "lars":
         must = "cannot be put on top of lars, which adapts its rates by itself"
@@ -79,7 +79,7 @@ def larc(cfg: RunConfig, decided: Decisions) -> list[Problem]:
 
 
 def groups(cfg: RunConfig, decided: Decisions) -> list[Problem]:
-    """Rates of several heads need groups of heads; parameters with rates of their own, keys that are known."""
+    """Check that rates of several heads have groups of heads; parameters with rates of their own, known keys."""
     block = cfg.OPTIMIZER
     try:
         rules = param_rules(block)
@@ -102,7 +102,7 @@ def groups(cfg: RunConfig, decided: Decisions) -> list[Problem]:
 
 
 def _head_rules(cfg: RunConfig) -> list[Problem]:
-    """linear_eval_heads has a block for each head, and nothing else says the heads' rates or decay."""
+    """Check that linear_eval_heads has a block for each head, and nothing else sets the heads' rates or decay."""
     block, key = cfg.OPTIMIZER, f"{_KEY}.linear_eval_heads"
     if block.param_group_constructor != "linear_eval_heads" or one_rate(block):
         return []
@@ -138,7 +138,7 @@ def used(cfg: RunConfig) -> dict[str, Scheduler]:
 
 
 def well_formed(cfg: RunConfig, decided: Decisions) -> list[Problem]:
-    """Every schedule is known and has what it needs; parts of a composite too."""
+    """Check that every schedule is known and has what it needs; parts of a composite too."""
     found: list[Problem] = []
     for name, schedule in used(cfg).items():
         found += _schedule(f"{_SCHEDULES}.{name}", asdict(schedule), cfg.OPTIMIZER.num_epochs)
@@ -160,7 +160,7 @@ def _schedule(key: str, schedule: Mapping[str, Any], num_epochs: int) -> list[Pr
 
 
 def _missing(key: str, name: str, schedule: Mapping[str, Any]) -> list[Problem]:
-    """Keys that a part of a composite, a free block, lacks or does not have."""
+    """Report keys that a part of a composite, a free block, lacks or does not have."""
     try:
         typed_options(Scheduler, schedule, key)
     except ConfigError as error:
@@ -206,7 +206,7 @@ def _composite(key: str, schedule: Mapping[str, Any], num_epochs: int) -> list[P
 
 
 def auto_scaling(cfg: RunConfig, decided: Decisions) -> list[Problem]:
-    """Scaling by the batch has a base and something to scale."""
+    """Check that scaling by the batch has a base and something to scale."""
     found: list[Problem] = []
     for name, schedule in used(cfg).items():
         auto, key = schedule.auto_lr_scaling, f"OPTIMIZER.param_schedulers.{name}.auto_lr_scaling"
@@ -219,7 +219,7 @@ def auto_scaling(cfg: RunConfig, decided: Decisions) -> list[Problem]:
 
 
 def peak_value(cfg: RunConfig, decided: Decisions) -> list[Problem]:
-    """OPTIMIZER.lr has a schedule that can be scaled to it."""
+    """Check that OPTIMIZER.lr has a schedule that can be scaled to it."""
     value, schedule = cfg.OPTIMIZER.lr, cfg.OPTIMIZER.param_schedulers.lr
     if value is None:
         return []
@@ -243,25 +243,25 @@ _BASE = "config.OPTIMIZER.base_optimizer"
 
 
 def base_name(block: Optimizer) -> str:
-    """Name of the optimizer that runs: the nested one, else the flat one, else sgd."""
+    """Return the name of the optimizer that runs: the nested one, else the flat one, else sgd."""
     flat = None if block.name == "zero" else block.name
     return block.base_optimizer.name or flat or "sgd"
 
 
 def grouping(block: Optimizer) -> str:
-    """How parameters are grouped: default, dino or single."""
+    """Return how parameters are grouped: default, dino or single."""
     if block.construct_single_param_group_only:
         return "single"
     return "dino" if block.param_group_constructor == "dino" else "default"
 
 
 def one_rate(block: Optimizer) -> bool:
-    """Whether the heads have neither rate nor weight decay of their own, whatever their keys say."""
+    """Check whether the heads have neither rate nor weight decay of their own, whatever their keys say."""
     return grouping(block) != "default"
 
 
 def param_rules(block: Optimizer) -> list[dict[str, Any]]:
-    """Entries of ``param_groups``, typed and complete.
+    """Return the entries of ``param_groups``, typed and complete.
 
     Raises:
         ConfigError: an entry that is none.
@@ -277,7 +277,7 @@ def param_rules(block: Optimizer) -> list[dict[str, Any]]:
 
 
 def head_rules(block: Optimizer) -> list[dict[str, Any]]:
-    """Entries of ``linear_eval_heads``, typed and complete; none unless ``param_group_constructor`` asks for them.
+    """Return the entries of ``linear_eval_heads``, typed; none unless ``param_group_constructor`` asks for them.
 
     Raises:
         ConfigError: an entry that is none.
@@ -295,7 +295,7 @@ def head_rules(block: Optimizer) -> list[dict[str, Any]]:
 
 
 def uses_larc(block: Optimizer) -> bool:
-    """Whether LARC is on; the nested block decides if it says so."""
+    """Check whether LARC is on; the nested block decides if it says so."""
     return bool(_nested_first(block, "use_larc"))
 
 
@@ -392,7 +392,7 @@ def _parts(scheduler: Scheduler) -> list[Any]:
 
 
 def _own_names(parts: Sequence[str]) -> list[str]:
-    """Parts of parameters' names, VISSL's with ours beside them (class_token: cls_token)."""
+    """List parts of parameters' names, VISSL's with ours beside them (class_token: cls_token)."""
     return list(dict.fromkeys(name for part in parts for name in (part, ALIASES["parameters"].get(part, part))))
 
 
@@ -429,7 +429,7 @@ class DerivedSchedules:
 
 
 def resolved_schedules(block: Optimizer, global_batch: int, num_nodes: int = 1) -> DerivedSchedules:
-    """All schedules of OPTIMIZER, learning rates scaled by the global batch if the recipe asks for it."""
+    """Resolve all schedules of OPTIMIZER, learning rates scaled by the global batch if the recipe asks for it."""
     schedulers, head = block.param_schedulers, block.head_optimizer_params
     has_own_lr = head.use_different_lr and not one_rate(block)
     lr = scaled(schedulers.lr, global_batch, num_nodes) if block.lr is None else with_peak(schedulers.lr, block.lr)
@@ -463,7 +463,7 @@ def scaled(scheduler: Scheduler, global_batch: int, num_nodes: int = 1) -> dict[
 
 
 def _as_in_vissl(schedule: dict[str, Any], wanted: float, of_one_machine: float, num_nodes: int) -> dict[str, Any]:
-    """Every part begins at ``wanted``; a line ends there and begins, as a warm-up, at the rate of one machine's batch.
+    """Begin every part at ``wanted``; a line ends there and begins, as a warm-up, at the rate of one machine's batch.
 
     On one machine a line that would not fall is left out.
     """

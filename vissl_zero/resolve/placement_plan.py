@@ -43,7 +43,7 @@ class Placement:
 
 
 def placement(cfg: RunConfig, host: Host) -> Placement:
-    """Where the ranks of ``cfg`` live on ``host``."""
+    """Decide where the ranks of ``cfg`` live on ``host``."""
     distributed, notes = cfg.DISTRIBUTED, [host.assumed] if host.assumed else []
     world_size, procs = ranks(cfg, host)
     device = _device(cfg, host, procs)
@@ -76,14 +76,14 @@ def placement(cfg: RunConfig, host: Host) -> Placement:
 
 
 def _threads(cfg: RunConfig, host: Host, procs: int) -> int:
-    """Threads of a rank: as the user says, else its share of the idle cores (of all, if bits must not depend on it)."""
+    """Choose a rank's threads: the user's, else its share of idle cores (of all, if bits must not depend on it)."""
     looks = host.num_idle_cores is not None and not cfg.TRAINER.DETERMINISTIC
     cores = host.num_idle_cores if looks and host.num_idle_cores else host.num_cores
     return cfg.TRAINER.THREADS_PER_RANK or host.num_threads or max(1, cores // procs)
 
 
 def ranks(cfg: RunConfig, host: Host) -> tuple[int, int]:
-    """World size and processes on this machine; torchrun's numbers win."""
+    """Return world size and processes on this machine; torchrun's numbers win."""
     procs = max(1, cfg.DISTRIBUTED.NUM_PROC_PER_NODE)
     return host.torchrun or (procs * max(1, cfg.DISTRIBUTED.NUM_NODES), procs)
 
@@ -116,7 +116,7 @@ def gpu(cfg: RunConfig, decided: Decisions) -> Problem | None:
 
 
 def several_machines(cfg: RunConfig, decided: Decisions) -> Problem | None:
-    """Several machines know where to meet."""
+    """Check that several machines know where to meet."""
     distributed = cfg.DISTRIBUTED
     if distributed.NUM_NODES <= 1 or decided.host.torchrun or is_submitted(cfg) or cfg.DRY_RUN:
         return None
@@ -135,7 +135,7 @@ def several_machines(cfg: RunConfig, decided: Decisions) -> Problem | None:
 
 
 def hooks(cfg: RunConfig, decided: Decisions) -> list[Problem]:
-    """Every extra hook is registered."""
+    """Check that every extra hook is registered."""
     return [HOOKS.unknown(name) for name in cfg.HOOKS.EXTRA if name not in HOOKS]
 
 
@@ -158,7 +158,7 @@ def allowed(cfg: RunConfig, decided: Decisions) -> list[Problem]:
 
 
 def restarts(cfg: RunConfig, decided: Decisions) -> list[Problem]:
-    """Restarts need a number of tries and a checkpoint to resume from."""
+    """Check that restarts have a number of tries and a checkpoint to resume from."""
     found = []
     distributed = cfg.DISTRIBUTED
     if distributed.MAX_RESTARTS > 0 and not cfg.CHECKPOINT.AUTO_RESUME:
@@ -203,7 +203,7 @@ _DECIDED = {
 
 
 def _texts(cfg: RunConfig, decided: Decisions) -> list[Problem]:
-    """Names and comments are one line each: a second one would be read as an option or a command."""
+    """Check that names and comments are one line each: a second one would be read as an option or a command."""
     slurm, found = cfg.SLURM, []
     for key in ("NAME", "COMMENT", "PARTITION", "ACCOUNT", "QOS", "CONSTRAINT", "LOG_FOLDER"):
         value = getattr(slurm, key)
@@ -235,7 +235,7 @@ def _setup(cfg: RunConfig, decided: Decisions) -> list[Problem]:
 
 
 def _additional(cfg: RunConfig, decided: Decisions) -> Iterator[Problem]:
-    """Further options are well formed and are not those that other keys decide."""
+    """Check that further options are well formed and are not those that other keys decide."""
     for name, value in cfg.SLURM.ADDITIONAL_PARAMETERS.items():
         option, key = str(name).replace("_", "-"), f"config.SLURM.ADDITIONAL_PARAMETERS.{name}"
         if not _OPTION.fullmatch(option):
@@ -252,7 +252,7 @@ def _additional(cfg: RunConfig, decided: Decisions) -> Iterator[Problem]:
 
 
 def _numbers(cfg: RunConfig, decided: Decisions) -> list[Problem]:
-    """There is time to run, and to save before it ends."""
+    """Check that there is time to run, and to save before it ends."""
     slurm = cfg.SLURM
     found = []
     minutes = 60 * slurm.TIME_HOURS + slurm.TIME_MINUTES
@@ -267,7 +267,7 @@ def _numbers(cfg: RunConfig, decided: Decisions) -> list[Problem]:
 
 
 def is_submitted(cfg: RunConfig) -> bool:
-    """Whether the run is handed in to a scheduler: its machines are not this one, and have disks of their own."""
+    """Check whether the run is handed in to a scheduler: its machines are not this one, and have disks of their own."""
     return cfg.SLURM.USE_SLURM
 
 
@@ -279,7 +279,7 @@ def slurm_job(cfg: RunConfig, decided: Decisions) -> list[Problem]:
 
 
 def is_unsafe(value: object) -> bool:
-    """Whether a text has line breaks or other control characters, which could end a line of an sbatch script."""
+    """Check for line breaks or other control characters, which could end a line of an sbatch script."""
     return isinstance(value, str) and any(
         ord(letter) < 32 or ord(letter) == 127 or letter in "\u0085\u2028\u2029" for letter in value
     )

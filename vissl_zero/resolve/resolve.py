@@ -141,7 +141,7 @@ def resolve(
 
 
 def problems(decided: Decisions) -> list[Problem]:
-    """Everything that is wrong with a configuration: values by themselves, then keys together; each problem once."""
+    """Find all that is wrong with a configuration: values by themselves, then keys together; each problem once."""
     cfg = decided.cfg
     found = list(constraint_problems(cfg, "config", unread_blocks(cfg)))
     for rule in RULES:
@@ -156,7 +156,7 @@ def problems(decided: Decisions) -> list[Problem]:
 
 
 def unread_blocks(cfg: RunConfig) -> set[str]:
-    """Paths of blocks that this run does not read: of other trunks and losses, and of what is switched off."""
+    """Return paths of blocks that this run does not read: of other trunks and losses, and of what is switched off."""
     name = cfg.MODEL.TRUNK.NAME
     others = {*TRUNK_BLOCKS.values()} - {TRUNK_BLOCKS.get(name), FURTHER_BLOCKS.get(name)}
     unread = {f"config.MODEL.TRUNK.{block}" for block in others}

@@ -122,7 +122,7 @@ class OffloadPlan:
         return TIERS[self.device] == "disk"
 
     def place(self, device_type: str) -> str:
-        """Where the state is between uses: "device", "host" or "disk".
+        """Return where the state is between uses: "device", "host" or "disk".
 
         Args:
             device_type: "cpu" or "cuda". On the CPU, host memory is the memory of the device.
@@ -215,7 +215,7 @@ class ShardingPlan:
         return bool(self.checkpoint_every or any(self.stage_checkpoints) or self.checkpoint_blocks)
 
     def ranks_per_copy(self, world_size: int) -> int:
-        """How many of ``world_size`` ranks share one copy of the state; 1 at level 0."""
+        """Return how many of ``world_size`` ranks share one copy of the state; 1 at level 0."""
         if self.level == 0:
             return 1
         return self.shard_group_size if self.shard_group_size > 1 else world_size
@@ -285,7 +285,7 @@ NO_UNITS = " has no effect at levels 1 and 2 on the CPU, where parameters stay w
 
 
 def keeps_parameters_whole(plan: ShardingPlan, num_ranks: int, world_size: int, device_type: str) -> bool:
-    """Whether the torch engine leaves parameters whole on every rank between steps, instead of gathering them.
+    """Check whether the torch engine leaves parameters whole on every rank between steps, and gathers none.
 
     So at levels 1 and 2 on the CPU, in one number format and with one copy of the state: ``fully_shard`` would copy all
     of them in and out of buffers, which costs as much there as the communication.
@@ -308,7 +308,7 @@ def keeps_parameters_whole(plan: ShardingPlan, num_ranks: int, world_size: int, 
 
 
 def shards_parameters(plan: ShardingPlan, num_ranks: int, world_size: int, device_type: str) -> bool:
-    """Whether a rank holds shards of parameters between steps; the arguments are ``keeps_parameters_whole``'s."""
+    """Check whether a rank holds shards of parameters between steps; arguments as of ``keeps_parameters_whole``."""
     return plan.level > 0 and not keeps_parameters_whole(plan, num_ranks, world_size, device_type)
 
 

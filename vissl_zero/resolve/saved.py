@@ -42,7 +42,7 @@ from vissl_zero.vissl.keys import without_vissl_keys
 
 
 def leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Key path and value of everything that is neither a dict nor a list; list positions are numbers in the path."""
+    """Yield key path and value of all that is neither dict nor list; list positions are numbers in the path."""
     if isinstance(tree, Mapping):
         items: Any = tree.items()
     elif isinstance(tree, (list, tuple)):
@@ -145,7 +145,7 @@ def _trunk_data(trunk: Trunk) -> dict[str, Any]:
 
 
 def copies_of(derive: Callable[[Any], Mapping[str, Any]], cfg: Any, keys: Mapping[str, str]) -> dict[str, str]:
-    """Which values of a plan are copies of which interpolated values: path in the plan -> key path under ``config``.
+    """Find the values of a plan that copy interpolated values: path in the plan -> key path under ``config``.
 
     Each interpolated number or text is changed in turn and the plan derived again: what follows is a copy.
 

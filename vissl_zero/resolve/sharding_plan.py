@@ -46,7 +46,7 @@ def level_value(cfg: RunConfig, decided: Decisions) -> Problem | None:
 
 
 def one_switch(cfg: RunConfig, decided: Decisions) -> Problem | None:
-    """VISSL's switches for levels 2 and 3 are not both on, unless a number decides."""
+    """Check that VISSL's switches for levels 2 and 3 are not both on, unless a number decides."""
     both = cfg.MODEL.SHARDED_DDP_SETUP.USE_SDP and cfg.MODEL.FSDP_CONFIG.AUTO_SETUP_FSDP
     if not both or chosen_level(cfg) is not None:
         return None
@@ -71,7 +71,7 @@ def engine(cfg: RunConfig, decided: Decisions) -> Problem | None:
 
 
 def clipping(cfg: RunConfig, decided: Decisions) -> list[Problem]:
-    """Both switches for clipping say the same."""
+    """Check that both switches for clipping say the same."""
     old, new = cfg.MODEL.GRAD_CLIP, cfg.ZERO.clip_grad
     if not old.USE_GRAD_CLIP:
         return []
@@ -113,7 +113,7 @@ def shard_groups(cfg: RunConfig, decided: Decisions) -> Problem | None:
 
 
 def offload(cfg: RunConfig, decided: Decisions) -> list[Problem]:
-    """Each tier can be had at this level, on this engine and device."""
+    """Check that each tier can be had at this level, on this engine and device."""
     optimizer, params = cfg.ZERO.offload_optimizer_config, cfg.ZERO.offload_param_config
     found = offload_problems(optimizer, params, decided.level, "config.ZERO")
     if found or {optimizer.device, params.device} == {"none"}:
@@ -135,7 +135,7 @@ _RECOMPUTE = "config.MODEL.ACTIVATION_CHECKPOINTING"
 
 
 def names(cfg: RunConfig, decided: Decisions) -> list[Problem]:
-    """AMP_TYPE is one of the known, in one of its spellings."""
+    """Check that AMP_TYPE is one of the known, in one of its spellings."""
     if amp_type(cfg) is not None:
         return []
     return one_of(f"{_FSDP}.AMP_TYPE", cfg.MODEL.FSDP_CONFIG.AMP_TYPE, ("O1", "O2"))
@@ -153,7 +153,7 @@ def opt_level(cfg: RunConfig, decided: Decisions) -> Problem | None:
 
 
 def float64(cfg: RunConfig, decided: Decisions) -> list[Problem]:
-    """float64 is for everything or nothing."""
+    """Check that float64 is for everything or nothing."""
     if cfg.TRAINER.DTYPE != "float64":
         return []
     found = []
@@ -167,7 +167,7 @@ def float64(cfg: RunConfig, decided: Decisions) -> list[Problem]:
 
 
 def bfloat16(cfg: RunConfig, decided: Decisions) -> list[Problem]:
-    """Parameters in bfloat16 can be updated, and nothing asks for another format."""
+    """Check that parameters in bfloat16 can be updated, and that nothing asks for another format."""
     if cfg.TRAINER.DTYPE != "bfloat16":
         return []
     asked = {"config.MODEL.AMP_PARAMS.USE_AMP=True": cfg.MODEL.AMP_PARAMS.USE_AMP}
@@ -218,7 +218,7 @@ REPEATABLE = ("sgd", "lars", "adam", "adamw", "muon", "normuon", "shampoo", "ada
 
 
 def reachable(cfg: RunConfig, decided: Decisions) -> list[Problem]:
-    """Engine, groups and optimizer are ones whose sums have one order."""
+    """Check that engine, groups and optimizer are ones whose sums have one order."""
     if not cfg.TRAINER.DETERMINISTIC:
         return []
     found = []
@@ -306,7 +306,7 @@ def _float8_plan(block: Float8) -> Float8Plan:
 
 
 def clip_grad(cfg: RunConfig) -> float | None:
-    """Largest global norm of the gradients, from ZERO.clip_grad or VISSL's MODEL.GRAD_CLIP."""
+    """Return the largest global norm of the gradients, from ZERO.clip_grad or VISSL's MODEL.GRAD_CLIP."""
     if cfg.ZERO.clip_grad is not None:
         return cfg.ZERO.clip_grad
     return cfg.MODEL.GRAD_CLIP.MAX_NORM if cfg.MODEL.GRAD_CLIP.USE_GRAD_CLIP else None
@@ -428,7 +428,7 @@ def implied_level(params_device: str) -> int | None:
 
 
 def switches(cfg: RunConfig) -> dict[str, int]:
-    """VISSL's switches that are on -> the level each stands for."""
+    """Map VISSL's switches that are on to the level each stands for."""
     found = {}
     if cfg.OPTIMIZER.name == "zero":
         found["config.OPTIMIZER.name=zero"] = 1
@@ -476,7 +476,7 @@ _AMP_TYPES = {"O1": "O1", "01": "O1", "1": "O1", "O2": "O2", "02": "O2", "2": "O
 
 
 def amp_type(cfg: RunConfig) -> str | None:
-    """``FSDP_CONFIG.AMP_TYPE`` as O1 or O2 (VISSL's documentation prints "01", with a zero); None: something else."""
+    """Return ``FSDP_CONFIG.AMP_TYPE`` as O1 or O2 (VISSL's documentation prints "01"); None: something else."""
     return _AMP_TYPES.get(cfg.MODEL.FSDP_CONFIG.AMP_TYPE.upper())
 
 
@@ -527,7 +527,7 @@ def _overridden(cfg: RunConfig, level: int, half: str | None) -> tuple[str, ...]
 
 
 def _why_not_read(cfg: RunConfig, level: int, by_hand: bool) -> str:
-    """Why AMP_TYPE decides nothing; empty if it does."""
+    """Explain why AMP_TYPE decides nothing; empty if it does."""
     if level < 3:
         return "parameters are computed in half precision at level 3 only"
     if by_hand:

@@ -55,7 +55,7 @@ _OTHER_CHOICES = ("LD_PRELOAD", "MALLOC_ARENA_MAX", "MALLOC_TOP_PAD_")
 
 
 def allocator_environment(plan: ShardingPlan, environment: Mapping[str, str]) -> dict[str, str]:
-    """Variables to add to the environment of a process that trains on the CPU; none where the user has chosen.
+    """Return the variables to add for a process that trains on the CPU; none where the user has chosen.
 
     They are read when a process starts. Systems other than glibc ignore them.
     """

@@ -94,7 +94,7 @@ def optimizer_storages(optimizer: torch.optim.Optimizer) -> Storages:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Largest memory so far: allocated by torch on a GPU, resident in this process on a CPU."""
+    """Return the largest memory so far: allocated by torch on a GPU, resident in this process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     found = _status("VmHWM")  # not ru_maxrss: a process inherits that from the one that started it
@@ -105,7 +105,7 @@ def peak_bytes(device: torch.device) -> int:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that an allocation failed: CUDA's, the CPU allocator's, or Python's own."""
+    """Check whether an error says that an allocation failed: CUDA's, the CPU allocator's, or Python's own."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(error)
@@ -151,14 +151,14 @@ class ActivationCounter(TorchDispatchMode):
         return result
 
     def alive_bytes(self, *excluded: Storages) -> int:
-        """Bytes of the storages made inside that still live and are not among ``excluded``."""
+        """Sum the bytes of the storages made inside that still live and are not among ``excluded``."""
         storages = (reference() for reference in self._made.values())
         alive = {_address(s): s.nbytes() for s in storages if s is not None and not any(s in kind for kind in excluded)}
         return sum(alive.values())
 
 
 def _address(storage: torch.UntypedStorage) -> int:
-    """Of the memory; of the object for fake and meta tensors, which have none."""
+    """Return the address of the memory; of the object for fake and meta tensors, which have none."""
     return object_address(storage) if storage.device.type == "meta" else storage.data_ptr()
 
 

@@ -39,13 +39,13 @@ class ParamFacts:
         return torch.Size(self.shape).numel() * self.itemsize
 
     def padded(self, num_ranks: int) -> int:
-        """Bytes of the largest part of any of ``num_ranks`` ranks: whole rows, as ``torch.chunk`` cuts."""
+        """Return the bytes of the largest part of any of ``num_ranks`` ranks: whole rows, as ``torch.chunk`` cuts."""
         if not self.shape:
             return self.itemsize
         return self._rows(num_ranks) * torch.Size(self.shape[1:]).numel() * self.itemsize
 
     def sent(self, num_ranks: int, share: float) -> float:
-        """Bytes of that part in a message of level 3, which has ``share`` of the bytes in the master format."""
+        """Return its bytes in a message of level 3, which has ``share`` of the bytes in the master format."""
         if not self.is_float8:
             return self.padded(num_ranks) * share
         return self.padded(num_ranks) // self.itemsize + self._rows(num_ranks)  # a scale for each row
@@ -55,7 +55,7 @@ class ParamFacts:
 
 
 def param_facts(model: nn.Module, wrap_plan: WrapPlan, trained: Iterable[str]) -> dict[str, ParamFacts]:
-    """Facts of all parameters; tied ones once.
+    """Collect the facts of all parameters; tied ones once.
 
     Args:
         model: whole.
@@ -80,7 +80,7 @@ def param_facts(model: nn.Module, wrap_plan: WrapPlan, trained: Iterable[str]) -
 
 
 def whole_units(params: Mapping[str, ParamFacts], num_ranks: int) -> dict[str, int]:
-    """Bytes of each unit while it is gathered, in the master format. Scalars are not cut, hence never gathered."""
+    """Sum each unit's bytes while it is gathered, in the master format. Scalars are not cut, hence never gathered."""
     found: dict[str, int] = {}
     for param in params.values():
         if param.shape:
@@ -90,7 +90,7 @@ def whole_units(params: Mapping[str, ParamFacts], num_ranks: int) -> dict[str, i
 
 
 def params_on_disk(params: Mapping[str, ParamFacts], plan: ShardingPlan, num_ranks: int) -> dict[str, ParamFacts]:
-    """Parameters that rest on a disk: all that are cut, but for the first ones, which ``max_in_cpu`` has room for.
+    """Select parameters that rest on a disk: all that are cut, but for the first ones, which fit ``max_in_cpu``.
 
     Args:
         params: facts of a model's parameters.
@@ -107,7 +107,7 @@ def params_on_disk(params: Mapping[str, ParamFacts], plan: ShardingPlan, num_ran
 
 
 def gathered_bytes(params: Mapping[str, ParamFacts], plan: ShardingPlan, num_ranks: int) -> int:
-    """Most bytes of full parameters at any moment of a step, beside the shards, in the format they are computed in.
+    """Return the most bytes of full parameters at any moment of a step, beside the shards, as they are computed in.
 
     At levels 1 and 2 all of them. At level 3 those of a unit and of all units around it: the root is always one. What
     is fetched ahead on a GPU is counted as communication until it is needed.
@@ -132,5 +132,5 @@ def _is_around(outer: str, unit: str) -> bool:
 
 
 def share_of(dtype: str, plan: ShardingPlan) -> float:
-    """Of the bytes in the master format."""
+    """Return the bytes of ``dtype`` as a share of those in the master dtype."""
     return dtype_of(dtype).itemsize / dtype_of(plan.precision.master).itemsize

@@ -170,11 +170,11 @@ class ShardedModel:
         """Send shards that were set from outside to the ranks that hold copies of them. May be a collective."""
 
     def _backward_pass(self) -> AbstractContextManager[None]:
-        """Around a backward pass that ``backward`` runs."""
+        """Return the context of a backward pass that ``backward`` runs."""
         return nullcontext()
 
     def _problem(self) -> str | None:
-        """Why an update would be wrong: something on this rank was changed that sharding has not seen."""
+        """Find why an update would be wrong: something on this rank was changed that sharding has not seen."""
         if any(shard.is_spent for shard in self._trained):
             return SPENT
         return self._parameter_guard.problem()
@@ -192,14 +192,14 @@ class ShardedModel:
         }
 
     def _has_gradients(self) -> Sequence[bool]:
-        """Per trained parameter, whether this rank had a gradient; empty where an absent gradient is None."""
+        """Return, per trained parameter, whether this rank had a gradient; empty where an absent gradient is None."""
         return ()
 
     def _average_replicated(self) -> None:
         """Average the gradients of parameters that every rank holds whole, unless backward has done so."""
 
     def _buffers_in_use(self) -> list[Tensor]:
-        """Buffers of communication: made in the forward pass, and no activations."""
+        """List buffers of communication: made in the forward pass, and no activations."""
         return []
 
     def backward(self, loss: Tensor, weight: float = 1.0) -> None:
@@ -256,7 +256,7 @@ class ShardedModel:
             shard.forget_grad()
 
     def retire_gradients(self) -> None:
-        """After ``step``, in a loop of the user's: free gradients as ``zero_grad`` does, and refuse their further use.
+        """Retire gradients after ``step``, in a loop of the user's: free them, and refuse their further use.
 
         At level 0 they stay, as under DistributedDataParallel.
         """
@@ -314,7 +314,7 @@ class ShardedModel:
         teaching.follow(self._teacher, self, momentum, unit_rows, moves_anchor)
 
     def _shard_teacher(self, setup: ModelSetup) -> ShardedModel:
-        """By default the teacher is whole on every rank, as the student is."""
+        """Make the teacher whole on every rank, by default, as the student is."""
         setup.fill(setup.module, "")
         setup.module.to(setup.device)
         return WholeTeacher(setup)
@@ -333,7 +333,7 @@ class ShardedModel:
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Inside, the model holds the running average in place of its weights: to evaluate or export, not to train.
+        """Put the running average in place of the weights: to evaluate or export, not to train. A context.
 
         Costs one clone of a tensor at a time.
 
@@ -356,7 +356,7 @@ class ShardedModel:
 
     @contextmanager
     def evaluated(self) -> Iterator[None]:
-        """Inside, the model holds the weights to evaluate and export; afterwards those to train, bit for bit.
+        """Put the weights to evaluate and export into the model; afterwards those to train, bit for bit. A context.
 
         They differ where the optimizer has ``eval`` and ``train`` (schedule-free ones); elsewhere this does nothing.
         Costs a copy of this rank's trained shards.
@@ -420,7 +420,7 @@ class ShardedModel:
             )
 
     def full_teacher_state(self) -> dict[str, Tensor]:
-        """As ``full_state``, of the teacher, buffers made equal on all ranks first; empty without one."""
+        """Gather as ``full_state`` the teacher, buffers made equal on all ranks first; empty without one."""
         if self._teacher is None:
             return {}
         self._teacher.consolidate_buffers()
@@ -463,7 +463,7 @@ class ShardedModel:
         return state
 
     def whole_tensors(self) -> list[WholeTensor]:
-        """Parameters and saved buffers, in the same order on every rank, to be gathered one by one.
+        """List parameters and saved buffers, in the same order on every rank, to be gathered one by one.
 
         Not a collective itself.
         """
@@ -478,7 +478,7 @@ class ShardedModel:
         return [*params, *buffers]
 
     def whole_teacher_tensors(self) -> list[WholeTensor]:
-        """As ``whole_tensors``, of the teacher, buffers made equal on all ranks first; empty without one."""
+        """List as ``whole_tensors`` those of the teacher, buffers made equal on all ranks first; empty without one."""
         if self._teacher is None:
             return []
         self._teacher.consolidate_buffers()
@@ -521,7 +521,7 @@ class ShardedModel:
         self._after_shards_change()
 
     def layout(self) -> dict[str, Any]:
-        """How the state is cut: engine, level, shard_group_size, world_size, rank. Not a collective."""
+        """Return how the state is cut: engine, level, shard_group_size, world_size, rank. Not a collective."""
         return layout_of(self._plan)
 
     def parts(self) -> Iterator[Part]:
@@ -544,7 +544,7 @@ class ShardedModel:
         self._readers.append(wait)
 
     def scalars(self) -> dict[str, dict[str, Any]]:
-        """Optimizer state that is one number per parameter, of those this rank answers for. Not a collective."""
+        """Return optimizer state that is one number per parameter, of those this rank answers for. Not a collective."""
         return scalars_of(self._shards, self.optimizer)
 
     def loss_scale_state(self) -> dict[str, float] | None:
@@ -552,11 +552,11 @@ class ShardedModel:
         return self._loss_scale.state_dict() if self._loss_scale else None
 
     def group_facts(self) -> list[dict[str, Any]]:
-        """Parameter groups: names of their parameters and their options, equal on every rank. Not a collective."""
+        """Return parameter groups: names of parameters and options, equal on every rank. Not a collective."""
         return group_facts(self._shards, self.optimizer)
 
     def buffers(self) -> dict[str, Tensor]:
-        """Buffers that belong into a checkpoint, by full name; memory is shared. Not a collective."""
+        """Return buffers that belong into a checkpoint, by full name; memory is shared. Not a collective."""
         averages = {} if self._average is None else self._average.buffers
         teacher_buffers = {} if self._teacher is None else self._teacher.buffers()
         return (
@@ -628,14 +628,14 @@ class ShardedModel:
         )
 
     def held_bytes(self) -> int:
-        """Bytes of parameters and buffers in memory now, for a model that is not trained. Not a collective."""
+        """Count the bytes of parameters and buffers in memory now, for an untrained model. Not a collective."""
         storages = parameter_storages(self._module, self._shards.values())
         storages.add(self._module.buffers())
         return storages.num_bytes
 
     @contextmanager
     def measure_activations(self) -> Iterator[None]:
-        """Around one forward pass: count what it keeps alive, for ``ledger``. Slow; meant for the first step."""
+        """Count what one forward pass keeps alive, for ``ledger``. A context. Slow; meant for the first step."""
         with ActivationCounter() as counter:
             yield
         # Looked up after the pass: it gathers parameters and takes buffers, which are counted as other kinds.
@@ -669,5 +669,5 @@ class WholeTeacher(ShardedModel):
 
 
 def _no_optimizer(groups: list[dict[str, Any]]) -> tuple[torch.optim.Optimizer, None]:
-    """Of a model that is not trained: torch's optimizers refuse to be built without a parameter."""
+    """Build an optimizer of nothing for an untrained model: torch's refuse to be built without a parameter."""
     return torch.optim.SGD([nn.Parameter(torch.empty(0))], lr=0.0), None

@@ -84,7 +84,7 @@ class Strategy(ABC):
         device: torch.device,
         fill: Fill,
     ) -> ShardedModel:
-        """``shard``, once everything has been checked."""
+        """Shard the model, once everything has been checked."""
 
 
 def update_rule_of(

@@ -51,7 +51,7 @@ def set_real_grad(param: Tensor, grad: Tensor | None) -> None:
 
 @contextmanager
 def pretended_ranks(world_size: int) -> Iterator[None]:
-    """Inside, collectives on fake tensors have the shapes of ``world_size`` ranks, and nothing is sent.
+    """Give collectives on fake tensors the shapes of ``world_size`` ranks; nothing is sent. A context.
 
     Torch's own backend for this lives among its tests. Where a process group is up already it is used as it is: fake
     tensors send nothing through it either.
@@ -69,12 +69,12 @@ def pretended_ranks(world_size: int) -> Iterator[None]:
 
 
 def runs_in_data_parallel() -> bool:
-    """Whether the forward pass of a ``DistributedDataParallel`` runs on this rank. torch.compile relies on it too."""
+    """Check for a running forward pass of ``DistributedDataParallel`` on this rank. torch.compile relies on it too."""
     return DistributedDataParallel._active_ddp_module is not None
 
 
 def is_building_data_parallel() -> bool:
-    """Whether a ``DistributedDataParallel`` is being built around the caller. Costs a walk over the stack."""
+    """Check whether a ``DistributedDataParallel`` is being built around the caller. Costs a walk over the stack."""
     frame: Any = sys._getframe()
     while frame is not None:
         if frame.f_code is DistributedDataParallel.__init__.__code__:
@@ -92,12 +92,12 @@ def call_after_backward(callback: Callable[[], None]) -> None:
 
 
 def is_in_backward() -> bool:
-    """Whether a backward pass is running on this thread."""
+    """Check whether a backward pass is running on this thread."""
     return torch._C._current_graph_task_id() != -1
 
 
 def is_nested_backward() -> bool:
-    """Whether the backward pass on this thread runs inside another one, as reentrant checkpointing does. CPU only."""
+    """Check for a backward pass on this thread inside another one, as reentrant checkpointing has it. CPU only."""
     # The CPU's backward pass runs on its caller's thread, so nested ones stand on one Python stack.
     entry = _graph._engine_run_backward.__code__
     frame, depth = sys._getframe(), 0
@@ -108,7 +108,7 @@ def is_nested_backward() -> bool:
 
 
 def is_in_reentrant_checkpoint() -> bool:
-    """Whether ``torch.utils.checkpoint`` with ``use_reentrant=True`` runs, first or again, around the caller.
+    """Check whether ``torch.utils.checkpoint`` with ``use_reentrant=True`` runs, first or again, around the caller.
 
     Costs a walk over the stack where gradients are off or a backward pass is running; elsewhere nothing.
     """
@@ -124,12 +124,12 @@ def is_in_reentrant_checkpoint() -> bool:
 
 
 def is_in_functional_transform() -> bool:
-    """Whether a transform of ``torch.func`` runs around the caller (its stack of interpreters)."""
+    """Check whether a transform of ``torch.func`` runs around the caller (its stack of interpreters)."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def has_saved_tensor_hooks() -> bool:
-    """Whether saved-tensor hooks are active in the running forward pass: only the innermost ones would run."""
+    """Check for active saved-tensor hooks in the running forward pass: only the innermost ones would run."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
@@ -174,17 +174,17 @@ def gather_of(group: Any) -> Any:
 
 
 def is_being_gathered(group: Any) -> bool:
-    """Whether a gather has begun that nothing has waited for (``_all_gather_result``)."""
+    """Check whether a gather has begun that nothing has waited for (``_all_gather_result``)."""
     return group._all_gather_result is not None
 
 
 def owner_of(param: Any) -> Any:
-    """Where the parameter stands (``_module_info``): ``module``, ``param_name``, ``shared_modules``."""
+    """Return where the parameter stands (``_module_info``): ``module``, ``param_name``, ``shared_modules``."""
     return param._module_info
 
 
 def name_of(param: Any) -> str | None:
-    """Full name of a unit's parameter (``_param_fqn``); None before the first forward pass."""
+    """Return the full name of a unit's parameter (``_param_fqn``); None before the first forward pass."""
     found: str | None = param._param_fqn
     return found
 
@@ -223,13 +223,13 @@ def is_executed(node: Any) -> bool:
 
 
 def operation_name(operation: Any) -> str:
-    """Of an operation, such as ``aten::mm`` (``_schema``)."""
+    """Return the name of an operation, such as ``aten::mm`` (``_schema``)."""
     found: str = operation._schema.name
     return found
 
 
 def writes_in_place(operation: Any) -> bool:
-    """Whether the operation changes one of its arguments (``_schema``)."""
+    """Check whether the operation changes one of its arguments (``_schema``)."""
     found: bool = operation._schema.is_mutable
     return found
 
@@ -288,7 +288,7 @@ def copy_versions(state: Any, given: Any) -> None:
 
 
 def unsaved_buffers(module: nn.Module) -> set[str]:
-    """Names of the buffers that ``state_dict`` leaves out (``_non_persistent_buffers_set``)."""
+    """Name the buffers that ``state_dict`` leaves out (``_non_persistent_buffers_set``)."""
     return module._non_persistent_buffers_set
 
 
@@ -298,7 +298,7 @@ def forward_hooks(module: nn.Module) -> dict[int, Callable[..., Any]]:
 
 
 def has_forward_hooks(module: nn.Module) -> bool:
-    """Whether the module has forward hooks or forward pre-hooks."""
+    """Check whether the module has forward hooks or forward pre-hooks."""
     return bool(module._forward_pre_hooks or module._forward_hooks)
 
 
@@ -311,22 +311,22 @@ def put_before_moves(module: nn.Module, before: Callable[..., Any]) -> None:
 
 
 def num_gradient_hooks(tensor: Tensor) -> int:
-    """How many hooks a parameter has, before and after its gradient is accumulated."""
+    """Count a parameter's hooks, before and after its gradient is accumulated."""
     return len(tensor._backward_hooks or ()) + len(getattr(tensor, "_post_accumulate_grad_hooks", None) or ())
 
 
 def num_writes(tensor: Tensor) -> int:
-    """How often the tensor was written in place, as autograd counts it (``_version``)."""
+    """Count how often the tensor was written in place, as autograd does (``_version``)."""
     return tensor._version
 
 
 def object_address(storage: torch.UntypedStorage) -> int:
-    """Of the storage's C++ object (``_cdata``): fake and meta storages have no memory to tell them apart by."""
+    """Return the address of the storage's C++ object (``_cdata``): fake and meta storages have no memory."""
     return storage._cdata
 
 
 def same_layout(left: Any, right: Any) -> bool:
-    """Whether two ``DTensor`` are cut alike."""
+    """Check whether two ``DTensor`` are cut alike."""
     is_placed_alike: bool = left.placements == right.placements and left.device_mesh == right.device_mesh
     return left.shape == right.shape and is_placed_alike
 
@@ -347,7 +347,7 @@ def set_left_to_itself(model: nn.Module, names: Any) -> None:
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
-    """Longest wait of a group's messages on the CPU: torch takes it and does not show it."""
+    """Return the longest wait of a group's messages on the CPU: torch takes it and does not show it."""
     found: timedelta = group._get_backend(torch.device("cpu")).options._timeout
     return found
 
@@ -391,7 +391,7 @@ def scaled_product(a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor) -> 
 
 
 def reshaped(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """As ``tensor.view(shape)``, but no view to autograd: one drops a unit's hooks when it is written to.
+    """Reshape as ``tensor.view(shape)``, but no view to autograd: one drops a unit's hooks when it is written to.
 
     ``tensor`` must not be used any more.
     """
@@ -400,7 +400,7 @@ def reshaped(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def compiled(function: Callable[..., Any], backend: Callable[..., Any], max_graphs: int) -> Callable[..., Any]:
-    """``torch.compile``, with graphs of its own for each shape, at most ``max_graphs``; then it runs as it is.
+    """Wrap in ``torch.compile``, with graphs of its own for each shape, at most ``max_graphs``; then it runs as it is.
 
     From now on, code that ``torch.compile`` fails on runs as it is, in this process, and is no error.
     """
@@ -415,7 +415,7 @@ def compiled(function: Callable[..., Any], backend: Callable[..., Any], max_grap
 
 
 def compile_graph(backend: str, graph: Any, inputs: list[Any]) -> Callable[..., Any]:
-    """Code for a traced graph, by a backend of ``torch.compile``. Raises whatever the backend raises."""
+    """Compile a traced graph, by a backend of ``torch.compile``. Raises whatever the backend raises."""
     from torch._dynamo.backends.registry import lookup_backend
 
     return lookup_backend(backend)(graph, inputs)
@@ -435,7 +435,7 @@ class Tracing:
         self._before = self._counts()
 
     def has_failed(self) -> bool:
-        """Whether functions were to be traced and none could be."""
+        """Check whether functions were to be traced and none could be."""
         tried, done = (now - before for now, before in zip(self._counts(), self._before, strict=True))
         return tried > 0 and done == 0
 

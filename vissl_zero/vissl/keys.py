@@ -42,7 +42,7 @@ def _read() -> dict[str, Any]:
 
 
 def _tree(entries: list[dict[str, Any]]) -> dict[str, Any]:
-    """Entries of the file as one tree of defaults."""
+    """Merge the entries of the file into one tree of defaults."""
     tree: dict[str, Any] = {}
     for path, entry in _paths(entries):
         *parents, last = path.split(".")
@@ -88,7 +88,7 @@ TASK_LEVELS: dict[str, int] = ALIASES["task_levels"]
 
 @cache
 def vissl_keys() -> tuple[VisslKey, ...]:
-    """Every key of both tables."""
+    """List every key of both tables."""
     found = []
     for name in ("refused", "no_effect"):
         for start, entry in _paths(_TABLES[name]):
@@ -107,7 +107,7 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def with_vissl_keys(path: str) -> Callable[[type[T]], type[T]]:
-    """Class decorator, above ``@dataclass``: add the tables' keys under ``path`` that the class does not have itself.
+    """Decorate a class, above ``@dataclass``: add the tables' keys under ``path`` that it does not have itself.
 
     Args:
         path: of the block under ``config:``; empty for the root.

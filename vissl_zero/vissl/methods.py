@@ -34,7 +34,7 @@ def use_own_methods(cfg: RunConfig) -> list[str]:
 
 
 def _name_heads(cfg: RunConfig) -> None:
-    """VISSL's ``ibot_head`` is another than ours."""
+    """Rename VISSL's ``ibot_head``, which is another than ours."""
     for head in [*cfg.MODEL.HEAD.PARAMS, *cfg.DISTILLATION.TEACHER_MODEL.HEAD.PARAMS]:
         if _name_of(head) == "ibot_head" and "in_dim" in head[1]:
             head[0] = _IBOT_HEAD
@@ -101,7 +101,7 @@ def _pirl(cfg: RunConfig) -> str:
 
 
 def _row(head: Any) -> list[Any]:
-    """VISSL's heads for one input: [name, keys] each, of which it reads no third part."""
+    """Return VISSL's heads for one input: [name, keys] each, of which it reads no third part."""
     heads = [head] if isinstance(head, list) and head and isinstance(head[0], str) else head
     return [part[:2] for part in heads]
 
@@ -142,7 +142,7 @@ def _ibot(cfg: RunConfig) -> str:
 
 
 def _masked_shares(entry: Mapping[str, Any]) -> tuple[list[float], float]:
-    """Least and largest share of masked patches, and how often there is one: VISSL draws one of several spans."""
+    """Return least and largest share of masked patches, and how often there is one: VISSL draws one of spans."""
     means, spreads = entry.get("pred_ratio_mean", [0.3]), entry.get("pred_ratio_var", [0.0])
     spans = [(mean - spread, mean + spread) for mean, spread in zip(means, spreads, strict=False)]
     masked = [span for span in spans if span[1] > 0]
@@ -178,7 +178,7 @@ def _msn(cfg: RunConfig) -> str:
 
 
 def _temperatures(heads: list[Any]) -> list[float]:
-    """Of each msn_head, taken out: here the loss has it. What is measured is the embedding, as with return_query."""
+    """Take the temperatures out of each msn_head: here the loss has them. Embeddings are measured, as return_query."""
     found = []
     for head in heads:
         if _name_of(head) == "msn_head":
@@ -192,7 +192,7 @@ def _teacher(cfg: RunConfig) -> Any:
 
 
 def _blocks(cfg: RunConfig) -> tuple[Any, Any]:
-    """DATA.TRAIN and MODEL; VISSL's keys are added to their classes as the tables are read."""
+    """Return DATA.TRAIN and MODEL; VISSL's keys are added to their classes as the tables are read."""
     return cfg.DATA.TRAIN, cfg.MODEL
 
 

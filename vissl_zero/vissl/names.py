@@ -34,7 +34,7 @@ def use_own_names(cfg: RunConfig, chosen: Collection[str] = ()) -> list[str]:
 
 
 def _named_regnet(trunk: Any, chosen: Collection[str]) -> list[str]:
-    """Of a RegNet's name and parameters the name counts, as in VISSL: overlays name another network than their base."""
+    """Let a RegNet's name count over its parameters, as in VISSL: overlays name another network than their base."""
     block, path = trunk.REGNET, "MODEL.TRUNK.REGNET"
     if trunk.NAME != "regnet" or block.name in (None, block.ANYNET):
         return []
@@ -49,7 +49,7 @@ def _named_regnet(trunk: Any, chosen: Collection[str]) -> list[str]:
 
 
 def _chained(cfg: RunConfig, heads: list[Any]) -> list[Any]:
-    """Several heads on one feature as one: VISSL applies them one after another. With a map of layers, one a layer."""
+    """Chain several heads on one feature: VISSL applies them in turn. With a map of layers, one a layer."""
     settings = cfg.MODEL.FEATURE_EVAL_SETTINGS
     has_map = settings.LINEAR_EVAL_FEAT_POOL_OPS_MAP and settings.EVAL_MODE_ON and settings.FREEZE_TRUNK_ONLY
     return heads if has_map or len(heads) < 2 or not all(map(_is_head, heads)) else [_chain(heads)]
@@ -67,7 +67,7 @@ def _is_head(entry: Any) -> bool:
 
 
 def _head(entry: Any) -> Any:
-    """``[name, keys]`` under the one name; anything else is for a rule to refuse."""
+    """Read ``[name, keys]`` under the one name; anything else is for a rule to refuse."""
     if isinstance(entry, list) and entry and isinstance(entry[0], str):
         return [ALIASES["heads"].get(entry[0], entry[0]), *entry[1:]]
     if isinstance(entry, list) and entry and all(map(_is_head, entry)):  # VISSL's nested form

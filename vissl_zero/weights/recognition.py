@@ -103,7 +103,7 @@ def _own(config: Mapping[str, Any]) -> Recognized | None:
 
 
 def _normalization(views: Mapping[str, Any]) -> tuple[list[float], list[float]]:
-    """Mean and deviation of three channels; ImageNet's where they are not written."""
+    """Return mean and deviation of three channels; ImageNet's where they are not written."""
     mean, std = views.get("mean"), views.get("std")
     for values in (mean, std):
         if not isinstance(values, list) or len(values) != 3 or not all(isinstance(x, int | float) for x in values):
@@ -118,7 +118,7 @@ def _architecture(config: Mapping[str, Any]) -> str:
 
 
 def _told(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Size and normalization that ``config.json`` (timm) or ``preprocessor_config.json`` (transformers) says."""
+    """Read size and normalization from ``config.json`` (timm) or ``preprocessor_config.json`` (transformers)."""
     timm, hf = config.get("pretrained_cfg"), config.get("preprocessor")
     if isinstance(timm, Mapping):
         size = timm.get("input_size")
@@ -207,7 +207,7 @@ def _ratio(inner: int, width: int) -> float:
 
 
 def _position_resize(foreign: Foreign, shapes: Shapes) -> str:
-    """How the library that wrote the file resizes positions, as far as the layout tells whose it is."""
+    """Infer how the library that wrote the file resizes positions, as far as the layout tells whose it is."""
     kind, has_registers = foreign.config.get("model_type"), "register_tokens" in shapes
     if isinstance(kind, str):
         return "antialiased" if kind == "dinov2_with_registers" else "bicubic"
@@ -217,7 +217,7 @@ def _position_resize(foreign: Foreign, shapes: Shapes) -> str:
 
 
 def _eva(shapes: Shapes, config: Mapping[str, Any]) -> Recognized | None:
-    """DINOv3's vision transformer, timm's Eva with rotary positions."""
+    """Recognize DINOv3's vision transformer, timm's Eva with rotary positions."""
     depth, patches = _depth(shapes, r"blocks\.(\d+)\.attn\.qkv\.weight"), shapes.get("patch_embed.proj.weight")
     if (
         not depth
@@ -252,7 +252,7 @@ _RESNETS: dict[tuple[int, ...], int] = {
 
 
 def _resnet(shapes: Shapes) -> Recognized | None:
-    """torchvision's, timm's and VISSL's ResNet, ResNeXt and wide ResNet of a published depth."""
+    """Recognize torchvision's, timm's and VISSL's ResNet, ResNeXt and wide ResNet of a published depth."""
     stem, last = shapes.get("conv1.weight"), shapes.get("layer1.0.conv2.weight")
     layers = tuple(_depth(shapes, rf"layer{stage}\.(\d+)\.conv1\.weight") for stage in range(1, 5))
     known = re.compile(
@@ -281,7 +281,7 @@ def _resnet(shapes: Shapes) -> Recognized | None:
 
 
 def _convnext(shapes: Shapes, config: Mapping[str, Any]) -> Recognized | None:
-    """ConvNeXt of any depth and width, in timm's names, first and second version."""
+    """Recognize ConvNeXt of any depth and width, in timm's names, first and second version."""
     depths = [_depth(shapes, rf"stages\.{stage}\.blocks\.(\d+)\.conv_dw\.weight") for stage in range(4)]
     if not all(depths) or len(shapes.get("stem.0.weight", ())) != 4 or "head.norm.weight" not in shapes:
         return None
@@ -300,7 +300,7 @@ def _convnext(shapes: Shapes, config: Mapping[str, Any]) -> Recognized | None:
 
 
 def _swin(shapes: Shapes) -> Recognized | None:
-    """Swin of any size, first version, in timm's names."""
+    """Recognize Swin of any size, first version, in timm's names."""
     stages = 0
     while f"layers.{stages}.blocks.0.attn.relative_position_bias_table" in shapes:
         stages += 1

@@ -94,7 +94,7 @@ class Source:
     views: Views
 
     def features(self, images: Tensor) -> Tensor:
-        """Features (B, F) of images (B, 3, H, W)."""
+        """Compute features (B, F) of images (B, 3, H, W)."""
         found: Tensor = self.trunk([images])[0]
         return found
 

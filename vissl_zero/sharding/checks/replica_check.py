@@ -85,7 +85,7 @@ def require_equal(what: str, facts: Sequence[str]) -> None:
 def equal_values(
     fill: Callable[[nn.Module, str], None], model: nn.Module, device: torch.device
 ) -> Iterator[Callable[[nn.Module, str], None]]:
-    """``fill``, for sharding ``model`` within; what it gave to parameters on the meta device is compared afterwards.
+    """Yield ``fill``, for sharding ``model``; compare afterwards what it gave to parameters on the meta device.
 
     Raises:
         ModelsDifferError: on every rank, with the first parameter that differs.
@@ -161,12 +161,12 @@ class StepCheck:
 
 
 def text_digest(*values: object) -> int:
-    """32 bits of the text of ``values``; the same in every process."""
+    """Digest the text of ``values`` to 32 bits; the same in every process."""
     return zlib.crc32(repr(values).encode())
 
 
 def _checksum(param: Tensor) -> Tensor:
-    """Two numbers (2,) that change with any value and with the order of values, rare coincidences apart."""
+    """Compute two numbers (2,) that change with any value and with the order of values, rare coincidences aside."""
     if param.is_meta or not param.numel() or param.is_complex():
         return torch.zeros(2, dtype=torch.float64)
     # NaN is unequal to itself, so equal models that hold one would be refused.
@@ -177,7 +177,7 @@ def _checksum(param: Tensor) -> Tensor:
 
 
 def _differing(values: Tensor) -> list[int]:
-    """Rows of ``values`` that are not the same on every rank; the same list everywhere."""
+    """List the rows of ``values`` that are not the same on every rank; the same list everywhere."""
     # One maximum of a value and of its negative gives both bounds in a single message.
     bounds = torch.stack([values, -values])
     dist.all_reduce(bounds, dist.ReduceOp.MAX)
@@ -231,7 +231,7 @@ class ParameterGuard:
 
     @contextmanager
     def own_step(self) -> Iterator[None]:
-        """Around a step that sharding makes itself."""
+        """Mark a step that sharding makes itself. A context."""
         self._is_own_step = True
         try:
             yield
@@ -313,7 +313,7 @@ class _FirstPasses:
 
 
 def _look_at_nothing(module: nn.Module, inputs: Any, output: Any) -> None:
-    """In a copy, where the hook was."""
+    """Do nothing, in a copy, where the hook was."""
 
 
 def _nothing_to_look_at() -> Callable[..., None]:
@@ -330,7 +330,7 @@ def _place(shard: Shard) -> object:
 
 
 def _tables(module: nn.Module) -> list[list[int]]:
-    """Which parameters and modules each module has, by identity."""
+    """List which parameters and modules each module has, by identity."""
     return [
         [id(part) for part in (*own_parameters(owner).values(), *own_modules(owner).values())]
         for owner in module.modules()
@@ -338,7 +338,7 @@ def _tables(module: nn.Module) -> list[list[int]]:
 
 
 def num_hooks(source: Tensor) -> int:
-    """How many hooks a parameter has, before and after its gradient is accumulated."""
+    """Count a parameter's hooks, before and after its gradient is accumulated."""
     return num_gradient_hooks(source)
 
 
@@ -355,7 +355,7 @@ def mark_sharded(model: nn.Module) -> None:
 
 
 def is_marked_sharded(model: nn.Module) -> bool:
-    """Whether ``mark_sharded`` has had it; not so for a copy, which is a plain model."""
+    """Check whether ``mark_sharded`` has had it; not so for a copy, which is a plain model."""
     return isinstance(left_to_itself(model), _NotToBeWrapped)
 
 

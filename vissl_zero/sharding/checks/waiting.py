@@ -49,13 +49,13 @@ _watch = _Watch()
 
 
 def watch_calls() -> None:
-    """From now on, in this process: a loop of the user's may leave a rank waiting."""
+    """Watch calls in this process from now on: a loop of the user's may leave a rank waiting."""
     _watch.is_on = True
 
 
 @contextmanager
 def waiting(call: str) -> Iterator[None]:
-    """Around a call that every rank must make. Cost: some microseconds.
+    """Note a call that every rank must make. A context. Cost: some microseconds.
 
     Args:
         call: as the loop has written it, for people.

@@ -71,7 +71,7 @@ class CpuCommunicator(ABC):
         return 2 * self.LAG
 
     def capacity(self, dtype: torch.dtype) -> int:
-        """Most elements per rank of one message."""
+        """Return the most elements per rank of one message."""
         return self.slot_bytes // dtype.itemsize // self.num_ranks
 
     def post(self, numel: int, dtype: torch.dtype, fill: Fill, drain: Drain, *, is_scatter: bool) -> None:
@@ -113,7 +113,7 @@ class CpuCommunicator(ABC):
         self.post(1, torch.int64, pack, unpack, is_scatter=False)
 
     def can_post(self) -> bool:
-        """Whether ``post`` would not wait for another rank. Not a collective, and ranks may differ."""
+        """Check whether ``post`` would not wait for another rank. Not a collective, and ranks may differ."""
         return len(self._pending) < self.LAG or self._has_come(self._pending[0].number)
 
     def finish(self) -> None:
@@ -122,7 +122,7 @@ class CpuCommunicator(ABC):
             self._drain_oldest()
 
     def reduce_scatter(self, output: Tensor, input: Tensor, *, is_mean: bool = False) -> None:
-        """``output`` (m,) becomes this rank's part of the sum over ranks, or mean, of ``input`` (N * m,).
+        """Set ``output`` (m,) to this rank's part of the sum over ranks, or mean, of ``input`` (N * m,).
 
         Both contiguous; summed in the order of ranks. Collective; moves (N-1)/N of ``input``.
         """
@@ -140,7 +140,7 @@ class CpuCommunicator(ABC):
         self.finish()
 
     def all_gather(self, output: Tensor, input: Tensor) -> None:
-        """``output`` (N * m,) becomes the ``input`` (m,) of all ranks, which may be this rank's part of ``output``.
+        """Set ``output`` (N * m,) to the ``input`` (m,) of all ranks, which may be this rank's part of ``output``.
 
         Both contiguous. Collective; moves (N-1)/N of ``output``.
         """
@@ -160,7 +160,7 @@ class CpuCommunicator(ABC):
     def all_to_all(
         self, received: Sequence[Sequence[Tensor]], sent: Sequence[Sequence[Tensor]], most_bytes: int
     ) -> None:
-        """``received[r]`` becomes what rank r has in its ``sent[self.rank]``: the same bytes, however they are cut.
+        """Set ``received[r]`` to what rank r has in its ``sent[self.rank]``: the same bytes, however they are cut.
 
         Nothing is packed: tensors are read and written where they are, a slot at a time.
 
@@ -201,11 +201,11 @@ class CpuCommunicator(ABC):
 
     @abstractmethod
     def buffers(self) -> list[Tensor]:
-        """Tensors that cover all its slots."""
+        """Return tensors that cover all its slots."""
 
     @abstractmethod
     def _slot(self, number: int) -> Tensor:
-        """Where this rank writes message ``number``: uint8 (slot_bytes,)."""
+        """Return where this rank writes message ``number``: uint8 (slot_bytes,)."""
 
     @abstractmethod
     def _publish(self, number: int, message: Tensor, is_scatter: bool) -> None:
@@ -213,11 +213,11 @@ class CpuCommunicator(ABC):
 
     @abstractmethod
     def _has_come(self, number: int) -> bool:
-        """Whether ``_received`` would not wait."""
+        """Check whether ``_received`` would not wait."""
 
     @abstractmethod
     def _received(self, number: int) -> Sequence[Tensor]:
-        """Message ``number`` of every rank, uint8 (slot_bytes,) laid out as it was sent. Waits for all of them."""
+        """Wait for message ``number`` of every rank, and return them: uint8 (slot_bytes,) laid out as sent."""
 
 
 class _Cursor:
@@ -239,7 +239,7 @@ class _Cursor:
 
 
 def add_in_order(parts: Sequence[Tensor], out: Tensor, *, is_mean: bool) -> None:
-    """``out`` becomes ((parts[0] + parts[1]) + parts[2]) + ..., divided by their number if ``is_mean``."""
+    """Set ``out`` to ((parts[0] + parts[1]) + parts[2]) + ..., divided by their number if ``is_mean``."""
     first, *rest = parts
     if not rest:
         out.copy_(first)
@@ -295,7 +295,7 @@ class SharedMemoryCommunicator(CpuCommunicator):
         self._slots = [list(tensor.split(slot_bytes)) for tensor in tensors]
 
     def buffers(self) -> list[Tensor]:
-        """See ``CpuCommunicator``."""
+        """Return its slots; see ``CpuCommunicator``."""
         return [slots[0] for slots in self._slots]
 
     def _slot(self, number: int) -> Tensor:
@@ -426,11 +426,11 @@ class GlooCommunicator(CpuCommunicator):
         self._works: dict[int, list[dist.Work]] = {}
 
     def buffers(self) -> list[Tensor]:
-        """See ``CpuCommunicator``."""
+        """Return its slots; see ``CpuCommunicator``."""
         return [*self._sent, *self._arrived]
 
     def announce(self, tag: int, check: Callable[[Sequence[int]], None]) -> None:
-        """See ``CpuCommunicator``. Waits: gloo cannot bear messages of different sizes from different ranks."""
+        """Send at once; see ``CpuCommunicator``. Waits: gloo cannot bear messages of different sizes."""
         super().announce(tag, check)
         self.finish()
 
@@ -464,7 +464,7 @@ class GlooCommunicator(CpuCommunicator):
 
 
 def _all_to_all(arrived: Sequence[Tensor], sent: Sequence[Tensor], group: dist.ProcessGroup) -> list[dist.Work]:
-    """As pairs of sends and receives: gloo has no all-to-all into separate tensors."""
+    """Post pairs of sends and receives: gloo has no all-to-all into separate tensors."""
     rank = group.rank()
     arrived[rank].copy_(sent[rank])
     works = []
@@ -480,7 +480,7 @@ MAX_BACKLOG_BYTES = 2**23  # of gradients that a rank keeps while others are beh
 
 
 def open_communicator(group: dist.ProcessGroup, timeout_s: float, *, use_shared_memory: bool = True) -> CpuCommunicator:
-    """Shared memory where all ranks of ``group`` run on one machine, else gloo. CPU tensors.
+    """Open shared memory where all ranks of ``group`` run on one machine, else gloo. CPU tensors.
 
     Collective over the world: every rank calls it, each with its own group.
 

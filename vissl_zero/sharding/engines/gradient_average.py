@@ -74,7 +74,7 @@ class GradientAverage:
 
     @contextmanager
     def micro_batch(self, is_last: bool) -> Iterator[None]:
-        """Around forward and backward of one micro-batch: gradients add up on this rank until the last one."""
+        """Add gradients up on this rank until the last micro-batch. A context of one forward and backward pass."""
         self._is_active = is_last
         yield
         if not (self._is_needed and is_last):
@@ -88,7 +88,7 @@ class GradientAverage:
 
     @contextmanager
     def backward_pass(self) -> Iterator[None]:
-        """Around a backward pass that the caller runs: under reentrant checkpointing, autograd hides where it ends."""
+        """Run the caller's backward pass: under reentrant checkpointing, autograd hides where it ends. A context."""
         self._is_driven = True
         try:
             yield
@@ -181,7 +181,7 @@ class GradientAverage:
 
 
 def _buckets(params: Sequence[nn.Parameter], bucket_bytes: int) -> list[list[nn.Parameter]]:
-    """Parameters of one dtype after another, the last ones first, in lists of about ``bucket_bytes``."""
+    """Group parameters of one dtype after another, the last ones first, in lists of about ``bucket_bytes``."""
     buckets: list[list[nn.Parameter]] = []
     num_bytes = 0
     for param in reversed(params):
@@ -254,7 +254,7 @@ class OrderedMeans:
 
     @contextmanager
     def micro_batch(self, is_last: bool = True) -> Iterator[None]:
-        """Around forward and backward of one micro-batch. Collective at its end: an all-to-all and an all-gather."""
+        """Run one micro-batch. Collective at its end: an all-to-all and an all-gather. A context."""
         earlier = [real_grad(param) for param in self._params]
         for param in self._params:
             set_real_grad(param, None)

@@ -30,7 +30,7 @@ _is_frozen = False  # read by every layer's forward pass, in the thread that tra
 
 @contextmanager
 def frozen_statistics(model: nn.Module) -> Iterator[None]:
-    """Within it, forward passes in training leave running statistics as they are: the same batch comes again."""
+    """Leave running statistics as they are in training's forward passes: the same batch comes again. A context."""
     global _is_frozen
     layers = (layer for layer in model.modules() if isinstance(layer, _BatchNorm))
     # Without a group of ranks, layers are torch's own, which have a switch for it.
@@ -109,7 +109,7 @@ class BatchNorm(_BatchNorm):
         return 1.0 / float(self.num_batches_tracked)
 
     def extra_repr(self) -> str:
-        """As torch prints it, and how many ranks share statistics."""
+        """Describe as torch does, and how many ranks share statistics."""
         return f"{super().extra_repr()}, ranks={1 if self.group is None else self.group.size()}"
 
 
@@ -159,7 +159,7 @@ class _Synchronized(torch.autograd.Function):
 
 
 def _group_statistics(x: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean (C,), biased variance (C,) and count (0-d) over the rows and places of all ranks, at least float32.
+    """Compute mean (C,), biased variance (C,) and count (0-d) over rows and places of all ranks, at least float32.
 
     Each rank's mean and variance are combined as in https://doi.org/10.1080/00031305.1983.10483115 (no difference of
     large sums), in the order of ranks, so that all ranks get the same bits.

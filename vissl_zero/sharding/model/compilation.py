@@ -112,7 +112,7 @@ class _Compiler:
         setattr(unit, name, MethodType(run, unit))
 
     def _is_heard(self, unit: nn.Module, inner: Sequence[nn.Module]) -> bool:
-        """Whether layers inside a unit have forward hooks, other than those of ``fully_shard``."""
+        """Check whether layers inside a unit have forward hooks, other than those of ``fully_shard``."""
         if not any(has_forward_hooks(layer) and not isinstance(layer, FSDPModule) for layer in inner):
             return False
         self._num_heard[unit] += 1
@@ -143,7 +143,7 @@ class _Compiler:
                 )
 
     def _make(self, graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        """Code for a graph, or the graph itself where that fails."""
+        """Compile a graph; return the graph itself where that fails."""
         began = time.perf_counter()
         try:
             with warnings.catch_warnings():

@@ -69,7 +69,7 @@ class Rows(NamedTuple):
         return quantize(matrix, _E5M2 if is_gradient else _E4M3)
 
     def times(self, other: Rows, dtype: torch.dtype) -> Tensor:
-        """``self @ other.T``: see ``product``."""
+        """Multiply, ``self @ other.T``: see ``product``."""
         return product(self, other, dtype)
 
     def wide(self, dtype: torch.dtype) -> Tensor:
@@ -130,7 +130,7 @@ class Blocks(NamedTuple):
         return Blocks((wide / _widened(scales, width, wide.dtype)).to(_E4M3), scales, factors)
 
     def times(self, other: Blocks, dtype: torch.dtype) -> Tensor:
-        """``self @ other.T``, (n, m) in ``dtype``, of (n, k) and (m, k) that is no gradient."""
+        """Multiply, ``self @ other.T``, (n, m) in ``dtype``, of (n, k) and (m, k) that is no gradient."""
         num_rows, width = self.values.shape
         exact = torch.promote_types(dtype, torch.float32)
         has_kernel = self.values.is_cuda and exact == torch.float32 and num_rows > 0
@@ -175,13 +175,13 @@ def as_sent(weight: Tensor) -> Tensor:
 
 
 def _powers(largest: Tensor) -> Tensor:
-    """For the largest magnitude of each block, its scale in e8m0: the least power of two, or NaN where none will do."""
+    """Compute each block's scale in e8m0 from its largest magnitude: the least power of two, or NaN."""
     codes = (_exponents(largest) + _EXPONENT_BIAS).clamp(0, _NO_NUMBER)
     return codes.to(torch.uint8).view(torch.float8_e8m0fnu)
 
 
 def _exponents(largest: Tensor) -> Tensor:
-    """Of the least powers of two that leave no magnitude above 448, int32; where none will do, that of no number."""
+    """Compute exponents of the least powers of two that leave no magnitude above 448, int32; else that of no number."""
     most, exponent_of_most = math.frexp(torch.finfo(_E4M3).max)
     mantissa, exponent = torch.frexp(largest)
     exponent = exponent - exponent_of_most + (mantissa > most)
@@ -189,7 +189,7 @@ def _exponents(largest: Tensor) -> Tensor:
 
 
 def _widened(scales: Tensor, width: int, dtype: torch.dtype) -> Tensor:
-    """(n, blocks) to (n, width): the scale of each element. Exact."""
+    """Repeat (n, blocks) to (n, width): the scale of each element. Exact."""
     return scales.to(dtype).repeat_interleave(_BLOCK, dim=1)[:, :width]
 
 
@@ -209,7 +209,7 @@ def _block_scaled_product(a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tens
 
 
 def _in_tiles(scales: Tensor) -> Tensor:
-    """Scales of blocks (n, k) in the order in which the kernel reads them, flat: tiles of 128 x 4, padded with zeros.
+    """Order scales of blocks (n, k) as the kernel reads them, flat: tiles of 128 x 4, padded with zeros.
 
     A tile holds row r and column c at 16 * (r % 32) + 4 * (r // 32) + c
     (https://docs.nvidia.com/cuda/cublas/#d-block-scaling-factors-layout).
@@ -265,7 +265,7 @@ class Float8Linear(nn.Linear):
     is_sent: bool = False
 
     def forward(self, input: Tensor) -> Tensor:
-        """(..., in_features) to (..., out_features), in autocast's format where that is on."""
+        """Map (..., in_features) to (..., out_features), in autocast's format where that is on."""
         device = input.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else input.dtype
         flat = input.reshape(math.prod(input.shape[:-1]), self.in_features)
@@ -347,5 +347,5 @@ def _device_problems(scales: str, capability: tuple[int, int], key: str) -> list
 
 
 def _linear_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """By full name."""
+    """Return the linear layers by full name."""
     return {name: layer for name, layer in model.named_modules() if type(layer) in (nn.Linear, *_LAYERS.values())}

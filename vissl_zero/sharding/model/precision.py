@@ -63,7 +63,7 @@ class LossScale:
             self.scale, self.good_steps = self.scale * 2, 0
 
     def state_dict(self) -> dict[str, float]:
-        """For checkpoints."""
+        """Return the state for checkpoints."""
         return {"scale": self.scale, "good_steps": self.good_steps}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
@@ -174,12 +174,12 @@ class RoundedKernel(UpdateKernel):
             self.keys = (*self.keys, _REST)
 
     def format_of(self, key: str, param: torch.dtype) -> torch.dtype:
-        """See ``UpdateKernel``."""
+        """Return the format of a state; see ``UpdateKernel``."""
         return NARROW if key == _REST else torch.promote_types(param, torch.float32)
 
     @torch.no_grad()
     def update(self, pieces: Sequence[UpdatePiece]) -> None:
-        """See ``UpdateKernel``."""
+        """Update the pieces; see ``UpdateKernel``."""
         wide = [self._widened(piece) for piece in pieces]
         super().update(wide)
         for given, own in zip(pieces, wide, strict=True):
@@ -211,7 +211,7 @@ class RoundedKernel(UpdateKernel):
 
 
 def rounded(build_optimizer: OptimizerFactory, plan: ShardingPlan, shards: Sequence[Shard]) -> OptimizerFactory:
-    """``build_optimizer`` for parameters in bfloat16, where the plan has them; else as it is. Not a collective.
+    """Wrap ``build_optimizer`` for parameters in bfloat16, where the plan has them. Not a collective.
 
     Args:
         build_optimizer: of the base optimizer.

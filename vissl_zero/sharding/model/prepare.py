@@ -66,7 +66,7 @@ def _cast_to_master(model: nn.Module, precision: Precision) -> None:
 
 
 def _refuse_embeddings(model: nn.Module, plan: ShardingPlan) -> None:
-    """Embeddings that write into their weight, each rank into its own rows, and those with sparse gradients."""
+    """Refuse embeddings that write into their weight, each rank into its own rows, and those with sparse gradients."""
     if collectives.world_size() == 1 and plan.level < 3:
         return
     problems = []
@@ -83,7 +83,7 @@ def _refuse_embeddings(model: nn.Module, plan: ShardingPlan) -> None:
 
 
 def _refuse_shared_memory(model: nn.Module, plan: ShardingPlan) -> None:
-    """Two parameters, or a parameter and a buffer, in one memory: sharded, each would go its own way."""
+    """Refuse two parameters, or a parameter and a buffer, in one memory: sharded, each would go its own way."""
     if not plan.level:
         return
     spans: dict[int, list[tuple[int, int, str]]] = {}
@@ -102,7 +102,7 @@ def _refuse_shared_memory(model: nn.Module, plan: ShardingPlan) -> None:
 
 
 def _ranks_per_copy(plan: ShardingPlan) -> int:
-    """How many ranks share one copy of the state; 1 at level 0."""
+    """Return how many ranks share one copy of the state; 1 at level 0."""
     world_size = collectives.world_size()
     if plan.level == 0:
         return 1

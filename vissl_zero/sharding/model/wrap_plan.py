@@ -167,12 +167,12 @@ def _called_first(container: nn.Module) -> Iterator[nn.Module]:
 
 
 def _is_callable(module: nn.Module) -> bool:
-    """Whether it has a forward pass; ModuleList, ModuleDict and ParameterList have none."""
+    """Check whether it has a forward pass; ModuleList, ModuleDict and ParameterList have none."""
     return getattr(type(module), "forward", None) is not nn.Module.forward
 
 
 def _large_layers(model: nn.Module, threshold: int) -> list[str]:
-    """Modules of any type that own, themselves, at least ``threshold`` parameters; none if it is 0."""
+    """List modules of any type that own, themselves, at least ``threshold`` parameters; none if it is 0."""
     if threshold <= 0:
         return []
     hidden = {  # nn.MultiheadAttention reads the weight of this child without calling it, so hooks on it never run
@@ -256,7 +256,7 @@ def _inner_first(model: nn.Module) -> Iterator[str]:
 
 
 def _checkpointed(model: nn.Module, blocks: Sequence[str], plan: ShardingPlan) -> list[str]:
-    """Names of the units to recompute: those that are named, every n-th, or up to VISSL's block ends per stage."""
+    """Name the units to recompute: those that are named, every n-th, or up to VISSL's block ends per stage."""
     if not plan.is_recomputed:
         return []
     candidates = [name for name in blocks if isinstance(model.get_submodule(name), Unit)]
@@ -276,7 +276,7 @@ def _checkpointed(model: nn.Module, blocks: Sequence[str], plan: ShardingPlan) -
 
 
 def _named_units(candidates: Sequence[str], names: Sequence[str]) -> list[str]:
-    """Those of the candidates that are named, in the model's order."""
+    """Select the candidates that are named, in the model's order."""
     problems = []
     for name in names:
         if name not in candidates:

@@ -146,7 +146,7 @@ def _remove(base: int, name: str) -> None:
 
 
 def stale_runs(nvme_path: str) -> list[str]:
-    """Names of folders that runs which are no longer alive have left under ``nvme_path``. Not a collective."""
+    """List folders that runs no longer alive have left under ``nvme_path``. Not a collective."""
     base = _open_base(nvme_path)
     try:
         return [name for name in sorted(_names(base)) if name.startswith(PREFIX) and _is_stale(base, name)]
@@ -160,7 +160,7 @@ def _names(folder: int) -> list[str]:
 
 
 def _is_stale(base: int, name: str) -> bool:
-    """Whether there are ranks' folders below and none of them is locked by a living process."""
+    """Check for ranks' folders below of which none is locked by a living process."""
     try:
         run = os.open(name, _FOLDER, dir_fd=base)
     except OSError:
@@ -245,7 +245,7 @@ class PageBuffer:
 
 
 def page_buffers(sizes: Sequence[int]) -> list[PageBuffer]:
-    """Buffers of zeros that lie together, ``sizes`` in bytes rounded up to whole pages; memory is taken when written.
+    """Allocate zeros that lie together, ``sizes`` in bytes rounded up to whole pages; memory is taken when written.
 
     On huge pages, where the system has them: a request is one piece of memory then and not one for each page, so that
     several fit into the queue of a virtual disk, which otherwise lets one wait for as long as there are others
@@ -335,7 +335,7 @@ class BlockFile:
         self._checksums[index] = digest
 
     def forget(self) -> None:
-        """All records are zero again."""
+        """Forget the values: all records are zero again."""
         self._checksums = [None] * len(self._sizes)
 
     def close(self) -> None:
@@ -353,7 +353,7 @@ class BlockFile:
 
 
 def checksum(data: Tensor) -> int:
-    """XXH3 of ``data`` (bytes), 64 bits. Depends on the place of every byte: pages that were exchanged are found.
+    """Compute XXH3 of ``data`` (bytes), 64 bits. Depends on every byte's place: pages that were exchanged are found.
 
     Damage that is not made on purpose passes once in 2^64. Runs at the speed of memory (15 GB/s), where CRC-32 would be
     slower than the disk; releases the interpreter's lock, and starts no threads.
@@ -364,7 +364,7 @@ def checksum(data: Tensor) -> int:
 
 
 def pages(num_bytes: int) -> int:
-    """``num_bytes`` rounded up to whole pages."""
+    """Round ``num_bytes`` up to whole pages."""
     return -(-num_bytes // PAGE) * PAGE
 
 
@@ -518,15 +518,15 @@ class NoRecords(RecordPipeline):
     def run(
         self, items: Sequence[Item], update: Callable[[int, Tray], Collection[int]], is_behind: bool = False
     ) -> None:
-        """See ``RecordPipeline``."""
+        """Run the updates; see ``RecordPipeline``."""
         for position in range(len(items)):
             update(position, [])
 
     def finish(self) -> None:
-        """See ``RecordPipeline``."""
+        """Finish; see ``RecordPipeline``."""
 
     def close(self) -> None:
-        """See ``RecordPipeline``."""
+        """Close; see ``RecordPipeline``."""
 
 
 def _exchange(tray: Tray, old: Item, columns: Collection[int], new: tuple[int, Item] | None) -> tuple[int, Tray] | None:
@@ -569,7 +569,7 @@ class PrefetchOrder:
         self._last = (None, None)
 
     def expected(self) -> Iterator[int]:
-        """Units in the order in which they are expected; may never end."""
+        """Yield units in the order in which they are expected; may never end."""
         last = self._last
         while last in self._next:
             unit = self._next[last]

@@ -50,7 +50,7 @@ class Chunk:
 
 
 def cut(tensors: Sequence[Tensor], chunk_elements: int) -> list[Chunk]:
-    """Chunks of at most ``chunk_elements`` elements that cover every element of ``tensors`` once, in order.
+    """Cut ``tensors`` into chunks of at most ``chunk_elements`` that cover every element once, in order.
 
     Args:
         tensors: shards of any shapes; empty ones take part in no chunk.
@@ -89,7 +89,7 @@ def cut(tensors: Sequence[Tensor], chunk_elements: int) -> list[Chunk]:
 
 
 def kept_in_memory(sizes: Iterable[int], most: int) -> Iterator[bool]:
-    """Of each shard, whether it stays in memory where ``max_in_cpu`` allows ``most`` elements: the first that fit do.
+    """Yield whether each shard stays in memory where ``max_in_cpu`` allows ``most`` elements: the first that fit do.
 
     Args:
         sizes: elements of each, in the order of the units.
@@ -157,7 +157,7 @@ class Layout:
         return [chunk.num_elements * chunk.itemsize for chunk in self.chunks]
 
     def is_trained(self, record: int) -> bool:
-        """Whether the shards in a record are."""
+        """Check whether the shards in a record are trained."""
         return self.params[self.chunks[record].segments[0].tensor].is_trained
 
     def view(self, segment: ChunkSegment, data: Tensor) -> Tensor:
@@ -191,7 +191,7 @@ class TensorFile:
         self._pipeline = pipeline
 
     def read(self, index: int) -> Tensor:
-        """One shard, flat."""
+        """Read one shard, flat."""
         param = self._layout.params[index]
         found = torch.empty(param.num_elements, dtype=param.dtype)
         records = self._layout.records_of[index]

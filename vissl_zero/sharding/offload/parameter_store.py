@@ -80,11 +80,11 @@ class GradientStore:
         self._stored |= grads.keys()
 
     def square(self, index: int) -> Tensor | None:
-        """Squared norm of a gradient as ``read`` would give it, if it is known without reading; 0-d."""
+        """Return the squared norm of a gradient as ``read`` would give it, if known without reading; 0-d."""
         return None if index in self._zero or index in self._changes else self._squares.get(index)
 
     def read(self, index: int, values: Tensor | None = None) -> Tensor:
-        """One gradient, flat, as the changes made so far have it.
+        """Read one gradient, flat, as the changes made so far have it.
 
         Args:
             index: of a shard that has one.
@@ -95,7 +95,7 @@ class GradientStore:
         return grad
 
     def needs_values(self, index: int) -> bool:
-        """Whether a noted change adds parameters to the gradient."""
+        """Check whether a noted change adds parameters to the gradient."""
         return any(param_factor is not None for _, param_factor in self._changes.get(index, ()))
 
     def set_zero(self, index: int) -> None:
@@ -103,7 +103,7 @@ class GradientStore:
         self._zero.add(index)
 
     def change(self, index: int, factor: Tensor | float, param_factor: Tensor | None = None) -> None:
-        """From now on the gradient is ``factor * grad + param_factor * param``."""
+        """Change the gradient to ``factor * grad + param_factor * param`` from now on."""
         self._changes.setdefault(index, []).append((factor, param_factor))
 
     def apply_changes(self, index: int, grad: Tensor, values: Tensor | None) -> None:
@@ -117,7 +117,7 @@ class GradientStore:
                 grad.addcmul_(values, param_factor)
 
     def forget(self, index: int) -> None:
-        """There is none any more."""
+        """Forget the gradient: there is none any more."""
         self._stored.discard(index)
         self._zero.discard(index)
         self._squares.pop(index, None)
@@ -193,7 +193,7 @@ class ParameterStore:
             self._ahead.give_back(buffer)
 
     def read(self, index: int) -> Tensor:
-        """One shard's parameters, flat."""
+        """Read one shard's parameters, flat."""
         self._require_sound()
         return self._values.read(index)
 
@@ -215,13 +215,13 @@ class ParameterStore:
             self.gradients.add(grads)
 
     def expect_next_step(self) -> None:
-        """After an update by ``write``: begin to read what the next forward pass will want."""
+        """Begin to read, after an update by ``write``, what the next forward pass will want."""
         self._order.restart()
         self._ahead.follow(self._expected_records())
 
     @contextmanager
     def updating(self) -> Iterator[None]:
-        """Around an update that changes the parameters' file; if it fails, nothing here is to be trusted.
+        """Guard an update that changes the parameters' file; if it fails, nothing here is to be trusted. A context.
 
         Raises:
             OffloadError: an earlier one failed.
@@ -283,56 +283,56 @@ class DiskShard(Shard):
     is_on_disk = True
 
     def values(self) -> Tensor:
-        """See ``Shard``. Reads them."""
+        """Read the values; see ``Shard``."""
         return self.store.read(self.index).view(self.local.shape)
 
     def assign(self, values: Tensor) -> None:
-        """See ``Shard``. Writes them."""
+        """Write the values; see ``Shard``."""
         self.store.write({self.index: values.to("cpu", self.local.dtype).reshape(-1)})
 
     def take_over(self, rows: Tensor) -> None:
-        """See ``Shard``. Writes them."""
+        """Write the rows; see ``Shard``."""
         self.assign(rows)
 
     def missing_gradient(self) -> str | None:
-        """See ``Shard``."""
+        """Explain a missing gradient; see ``Shard``."""
         return ON_DISK if self.index in self.store.gradients else None
 
     def take_grad(self) -> None:
-        """See ``Shard``: what the optimizer sees is that there is one."""
+        """Take the gradient; see ``Shard``. The optimizer sees only that there is one."""
         self.local.grad = torch.empty_like(self.local) if self.index in self.store.gradients else None
 
     def grad(self) -> Tensor:
-        """See ``Shard``. Reads it, and the parameters where layer-wise adaptation has added them to it."""
+        """Read the gradient, and the parameters where layer-wise adaptation has added them to it; see ``Shard``."""
         gradients = self.store.gradients
         values = self.store.read(self.index) if gradients.needs_values(self.index) else None
         return gradients.read(self.index, values).view(self.local.shape)
 
     def known_square(self) -> Tensor | None:
-        """See ``Shard``: it was computed when the gradient came in."""
+        """Return the squared norm, computed when the gradient came in; see ``Shard``."""
         return self.store.gradients.square(self.index)
 
     def change_grad(self, factor: Tensor | float, param_factor: Tensor | None = None) -> None:
-        """See ``Shard``. Carried out whenever elements of it are read."""
+        """Note a change, carried out whenever elements are read; see ``Shard``."""
         self.store.gradients.change(self.index, factor, param_factor)
 
     def forget_grad(self) -> None:
-        """See ``Shard``."""
+        """Forget the gradient; see ``Shard``."""
         super().forget_grad()
         self.store.gradients.forget(self.index)
 
     def set_zero_grad(self) -> None:
-        """See ``Shard``."""
+        """Set a zero gradient; see ``Shard``."""
         self.store.gradients.set_zero(self.index)
         self.local.grad = torch.empty_like(self.local)
 
     def full_tensor(self) -> Tensor:
-        """See ``Shard``."""
+        """Gather the parameter; see ``Shard``."""
         with self._in_memory():
             return super().full_tensor()
 
     def normalize_rows(self) -> None:
-        """See ``Shard``."""
+        """Set rows to unit length; see ``Shard``."""
         values = self.values()
         divide_by_norms(values)
         self.assign(values)
@@ -350,7 +350,7 @@ class DiskShard(Shard):
 
 
 def disk_shard(shard: Shard, store: ParameterStore | None) -> Shard:
-    """``shard`` as a ``DiskShard`` if ``store`` holds it, else unchanged."""
+    """Make ``shard`` a ``DiskShard`` if ``store`` holds it, else leave it unchanged."""
     index = None if store is None else store.layout.index_of.get(shard.name)
     if store is None or index is None:
         return shard
@@ -384,39 +384,39 @@ class HostShard(Shard):
 
     @torch.no_grad()
     def assign(self, values: Tensor) -> None:
-        """See ``Shard``."""
+        """Assign the values; see ``Shard``."""
         self.local.copy_(values)
         self.publish()
 
     @torch.no_grad()
     def take_over(self, rows: Tensor) -> None:
-        """See ``Shard``."""
+        """Copy the rows to the host; see ``Shard``."""
         self.local.copy_(rows)
 
     def held(self) -> Tensor:
-        """See ``Shard``: the rows on the device."""
+        """Return the rows on the device; see ``Shard``."""
         return self.on_device
 
     def take_grad(self) -> None:
-        """See ``Shard``. Waits for the gradient to arrive."""
+        """Take the gradient, after waiting for it to arrive; see ``Shard``."""
         self._fetch_grad()  # of a scalar, which no hook has fetched
         self._wait()
         self.local.grad = self._host_grad if self._is_there else None
 
     def forget_grad(self) -> None:
-        """See ``Shard``."""
+        """Forget the gradient; see ``Shard``."""
         super().forget_grad()
         self._is_there = False
 
     @torch.no_grad()
     def publish(self) -> None:
-        """See ``Shard``."""
+        """Copy the rows to the device; see ``Shard``."""
         # Not waited for: the next forward pass is queued on the device behind this copy.
         self.on_device.copy_(self.local, non_blocking=True)
 
     @torch.no_grad()
     def normalize_rows(self) -> None:
-        """See ``Shard``."""
+        """Set rows to unit length; see ``Shard``."""
         super().normalize_rows()
         self.publish()
 
@@ -448,13 +448,13 @@ class HostShard(Shard):
 
 
 def needs_host_shards(plan: ShardingPlan, device: torch.device) -> bool:
-    """Whether the optimizer runs on another device than the parameters are on."""
+    """Check whether the optimizer runs on another device than the parameters are on."""
     return plan.offload_optimizer.device != "none" and plan.offload_params.device == "none" and device.type != "cpu"
 
 
 @torch.no_grad()
 def host_shard(shard: Shard, pin: bool) -> HostShard:
-    """``shard``, which is on a device, with its master copy on the host."""
+    """Give ``shard``, which is on a device, its master copy on the host."""
     on_device = shard.local.detach()
     given = {field.name: getattr(shard, field.name) for field in fields(Shard)}
     given["local"] = nn.Parameter(_host_like(on_device, pin).copy_(on_device), requires_grad=shard.local.requires_grad)

@@ -75,7 +75,7 @@ class UpdateKernel:
 
     @torch.no_grad()
     def update(self, pieces: Sequence[UpdatePiece]) -> None:
-        """One step on ``pieces``; parameters and per-element state change in place, scalars in ``piece.state``.
+        """Run one step on ``pieces``; parameters and per-element state change in place, scalars in ``piece.state``.
 
         State of a piece that ``is_first`` is made by the optimizer, and copied to where it belongs.
         """
@@ -142,7 +142,7 @@ def _require_streamable(optimizer: torch.optim.Optimizer, key: str, what: str, i
 
 
 def _why_not(optimizer: torch.optim.Optimizer) -> str:
-    """Why the state of an element-wise optimizer cannot be cut, or nothing; found by trial."""
+    """Explain why the state of an element-wise optimizer cannot be cut, or return nothing; found by trial."""
     if hasattr(optimizer, "eval"):
         return "has other weights to evaluate, which it computes from all of its state"
     if any(optimizer.state.values()):
@@ -184,20 +184,20 @@ class StatePlace(ABC):
         self._positions = {param: position for position, param in enumerate(params)}
 
     def position_of(self, param: nn.Parameter) -> int:
-        """Of a parameter in the list of all."""
+        """Return the position of a parameter in the list of all."""
         return self._positions[param]
 
     def params_with_state(self) -> list[nn.Parameter]:
-        """All those updated so far."""
+        """List all parameters updated so far."""
         return sorted(self.mapping, key=self.position_of)
 
     def has_state(self, tensor: int) -> bool:
-        """Whether a parameter has been updated."""
+        """Check whether a parameter has been updated."""
         return self._params[tensor] in self.mapping
 
     @abstractmethod
     def views(self, chunk: int, segment: ChunkSegment, tray: Tray) -> dict[str, Tensor]:
-        """State of each element of ``segment`` by key; a file's record of the chunk is the first column of ``tray``."""
+        """View each element's state of ``segment`` by key; the chunk's record is the first column of ``tray``."""
 
     @abstractmethod
     def scalars(self, tensor: int) -> dict[str, Any]:
@@ -219,17 +219,17 @@ class StateInMemory(StatePlace):
                 self._state(tensor)
 
     def views(self, chunk: int, segment: ChunkSegment, tray: Tray) -> dict[str, Tensor]:
-        """See ``StatePlace``."""
+        """View the state; see ``StatePlace``."""
         state = self._state(segment.tensor)
         return {key: state[key].view(-1)[segment.start : segment.stop] for key in self._kernel.keys}
 
     def scalars(self, tensor: int) -> dict[str, Any]:
-        """See ``StatePlace``."""
+        """Return the scalars; see ``StatePlace``."""
         state = self._state(tensor)
         return {key: copied(state.get(key, first)) for key, first in self._kernel.scalars.items()}
 
     def set_scalars(self, tensor: int, values: dict[str, Any]) -> None:
-        """See ``StatePlace``."""
+        """Set the scalars; see ``StatePlace``."""
         self._state(tensor).update(values)
 
     def _state(self, tensor: int) -> dict[str, Any]:
@@ -278,7 +278,7 @@ class StateOnDisk(StatePlace):
         self.mapping = _FileMapping(self)
 
     def views(self, chunk: int, segment: ChunkSegment, tray: Tray) -> dict[str, Tensor]:
-        """See ``StatePlace``."""
+        """View the state; see ``StatePlace``."""
         data = tray[0].bytes
         num_elements, itemsize = self._chunks[chunk].num_elements, self._chunks[chunk].itemsize
         whole = data[: len(self._kernel.keys) * num_elements * itemsize].view(self._params[segment.tensor].dtype)
@@ -287,25 +287,25 @@ class StateOnDisk(StatePlace):
         return {key: whole[first : first + length] for key, first in zip(self._kernel.keys, firsts, strict=True)}
 
     def scalars(self, tensor: int) -> dict[str, Any]:
-        """See ``StatePlace``."""
+        """Return the scalars; see ``StatePlace``."""
         # A parameter that was never updated has the counters of a first step.
         values = self._scalars.get(tensor) or self._kernel.scalars
         return {key: copied(value) for key, value in values.items()}
 
     def set_scalars(self, tensor: int, values: dict[str, Any]) -> None:
-        """See ``StatePlace``."""
+        """Set the scalars; see ``StatePlace``."""
         self._scalars[tensor] = values
 
     def params_with_state(self) -> list[nn.Parameter]:
-        """See ``StatePlace``."""
+        """List parameters with state; see ``StatePlace``."""
         return [self._params[tensor] for tensor in sorted(self._scalars)]
 
     def has(self, param: nn.Parameter) -> bool:
-        """Whether there is state of ``param``."""
+        """Check whether there is state of ``param``."""
         return self._positions.get(param) in self._scalars
 
     def read(self, param: nn.Parameter) -> dict[str, Any]:
-        """State of one parameter, as the base optimizer would hold it. Reads the records it is in."""
+        """Read the state of one parameter, as the base optimizer would hold it. Reads the records it is in."""
         tensor, records = self._records_of(param)
         state: dict[str, Any] = {key: torch.empty(param.shape, dtype=param.dtype) for key in self._kernel.keys}
 
@@ -332,7 +332,7 @@ class StateOnDisk(StatePlace):
         self._scalars[tensor] = {key: copied(state[key]) for key in self._kernel.scalars}
 
     def forget(self) -> None:
-        """As before the first step."""
+        """Reset to the state before the first step."""
         self.records.forget()
         self._scalars.clear()
 

@@ -121,11 +121,11 @@ class StreamedOptimizer(torch.optim.Optimizer):
         return tuple(self._kernel.keys)
 
     def params_with_state(self) -> list[nn.Parameter]:
-        """Parameters that have state: all those updated so far."""
+        """List the parameters that have state: all those updated so far."""
         return self._place.params_with_state()
 
     def scalars_of(self, param: nn.Parameter) -> dict[str, Any]:
-        """State of one shard that is one number each."""
+        """Return the state of one shard that is one number each."""
         return self._place.scalars(self._place.position_of(param))
 
     def format_of(self, key: str, param: nn.Parameter) -> torch.dtype:
@@ -133,7 +133,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
         return self._kernel.format_of(key, param.dtype)
 
     def read_state(self, param: nn.Parameter) -> dict[str, Any]:
-        """State of one shard, as the base optimizer would hold it."""
+        """Read the state of one shard, as the base optimizer would hold it."""
         return self.state[param]
 
     def close(self) -> None:
@@ -188,7 +188,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
         return [state, Cell(values, record), Cell(grad, record)]
 
     def _first_updates(self, active: Sequence[int]) -> set[int]:
-        """Tensors whose state the base optimizer is to make in this step."""
+        """Find tensors whose state the base optimizer is to make in this step."""
         if self._kernel.begins_with_zeros:
             return set()
         # Known before the first chunk: from then on there is state of some of their elements.
@@ -228,7 +228,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
         return self._params[segment.tensor].grad is not None
 
     def _cut(self) -> tuple[list[Chunk], list[int | None]]:
-        """Chunks of all parameters, and for those in the store the record each of them is."""
+        """Cut all parameters into chunks, with the record of each that is in the store."""
         position_of = {index: position for position, index in self._stored.items()}
         chunks: list[Chunk] = []
         records: list[int | None] = []
@@ -399,7 +399,7 @@ class WholeStates(MutableMapping[Any, dict[str, Any]]):
 
 
 def padded_bytes(value: Any) -> int:
-    """Room that an entry of a state takes in the file."""
+    """Return the room that an entry of a state takes in the file."""
     return -(-value.nbytes // _ALIGNMENT) * _ALIGNMENT if _is_stored(value) else 0
 
 
@@ -410,7 +410,7 @@ def _is_stored(value: Any) -> bool:
 def _overlaps(
     stored: Sequence[StoredTensor], tensors: dict[str, Tensor], first: int, length: int
 ) -> Iterator[tuple[Tensor, int, int, int]]:
-    """Where a record that begins at byte ``first`` meets tensors: bytes, begin and end in them, place in the record."""
+    """Yield where a record that begins at byte ``first`` meets tensors: bytes, begin and end in them, place in it."""
     for tensor in stored:
         begin, end = max(first - tensor.first, 0), min(first + length - tensor.first, tensor.num_bytes)
         if begin < end:

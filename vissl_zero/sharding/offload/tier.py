@@ -55,7 +55,7 @@ def offloaded(
     store: ParameterStore | None,
     shards: Sequence[Shard],
 ) -> OptimizerFactory:
-    """``build_optimizer`` with its state where ``plan.offload_optimizer`` says.
+    """Wrap ``build_optimizer`` to put its state where ``plan.offload_optimizer`` says.
 
     Every rank must call the result. With the shards in host memory already, ``cpu`` is where the state is built anyway,
     and the optimizer is the base optimizer itself.
@@ -123,7 +123,7 @@ def whole_states(
 
 
 def _proxies(group: dict[str, Any]) -> list[nn.Parameter]:
-    """One element of the group's format, for the base optimizer to be built and tried on."""
+    """Make one element of the group's format, for the base optimizer to be built and tried on."""
     dtypes = [param.dtype for param in group["params"]]
     return [nn.Parameter(torch.zeros(1, dtype=dtypes[0] if dtypes else torch.float32))]
 

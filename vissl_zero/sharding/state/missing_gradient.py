@@ -115,7 +115,7 @@ class WatchedParameter(nn.Parameter):
             self.copy_(value)
 
     def _missing(self) -> str | None:
-        """Why the loop cannot read the gradient that there is; None where it can, or there is none."""
+        """Explain why the loop cannot read the gradient that there is; None where it can, or there is none."""
         return None
 
     def _drop_grad(self) -> None:

@@ -158,7 +158,7 @@ def _averages(average: WeightAverage, shards: Mapping[str, Shard]) -> dict[str, 
 
 
 def layout_of(plan: ShardingPlan) -> dict[str, Any]:
-    """How the state is cut on this rank."""
+    """Return how the state is cut on this rank."""
     return {
         "engine": plan.engine,
         "level": plan.level,

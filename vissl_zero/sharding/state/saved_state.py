@@ -53,19 +53,19 @@ class SavedState(Protocol):
     """A saved state: full tensors by name, of which any run of elements can be read."""
 
     def shape(self, name: str) -> tuple[int, ...] | None:
-        """Shape of a full tensor; None if there is none of that name."""
+        """Return the shape of a full tensor; None if there is none of that name."""
 
     def dtype(self, name: str) -> torch.dtype | None:
         """Return the number format of a tensor; None if there is none of that name."""
 
     def names(self, prefix: str) -> list[str]:
-        """Names of tensors that begin with ``prefix``."""
+        """List the names of tensors that begin with ``prefix``."""
 
     def read_into(self, name: str, first_element: int, out: Tensor) -> None:
         """Fill ``out`` (1-d) with the elements from ``first_element`` on."""
 
     def scalars(self, parameter: str) -> Mapping[str, Any]:
-        """Optimizer state of a parameter that is one number each."""
+        """Return the optimizer state of a parameter that is one number each."""
 
     @property
     def loss_scale(self) -> Mapping[str, Any] | None:
@@ -76,7 +76,7 @@ MODEL, OPTIMIZER, AVERAGE, TEACHER = "model/", "optimizer/", "average/", "teache
 
 
 def saved_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Full names and values of the buffers that belong into a checkpoint."""
+    """Yield full names and values of the buffers that belong into a checkpoint."""
     for prefix, owner in model.named_modules():
         for name, buffer in owner.named_buffers(recurse=False):
             if name not in unsaved_buffers(owner):
@@ -156,7 +156,7 @@ def restore_average(
 
 
 def group_facts(shards: Mapping[str, Shard], optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Options of the optimizer's groups, with the full names of their parameters. Not a collective."""
+    """Return options of the optimizer's groups, with the full names of their parameters. Not a collective."""
     names = {id(shard.local): name for name, shard in shards.items()}
     return [
         {key: _number(value) for key, value in group.items() if key != "params"}
@@ -186,7 +186,7 @@ def restore_counters(optimizer: torch.optim.Optimizer, saved: Sequence[Mapping[s
 
 
 def scalars_of(shards: Mapping[str, Shard], optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
-    """Optimizer state that is one number per parameter, of the parameters this rank answers for: ready for JSON."""
+    """Return optimizer state that is one number, of the parameters this rank answers for: ready for JSON."""
     shards = state_shards(shards, optimizer)
     names = {id(shard.local): name for name, shard in shards.items()}
     found: dict[str, dict[str, Any]] = {}
@@ -279,7 +279,7 @@ def _check_saved(
 
 
 def check_optimizer(held: Mapping[str, Collection[str]], optimizer: torch.optim.Optimizer) -> None:
-    """Where there is saved state of a parameter, it has all that ``optimizer`` keeps.
+    """Check that saved state of a parameter has all that ``optimizer`` keeps.
 
     Raises:
         CheckpointError: it is another optimizer's.
@@ -294,7 +294,7 @@ def check_optimizer(held: Mapping[str, Collection[str]], optimizer: torch.optim.
 
 
 def check_same_update(saved: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> None:
-    """Adam and AdamW keep the same state, and an option of their groups tells them apart.
+    """Check that Adam and AdamW are not exchanged: they keep the same state, and a group's option tells them apart.
 
     Raises:
         CheckpointError: groups that are about to be taken over would make one of the other.
@@ -345,19 +345,19 @@ def _read(saved: SavedState, name: str, shard: Shard, target: Tensor) -> None:
 
 
 def _own_run(shard: Shard, count: int) -> tuple[int, int]:
-    """Of ``count`` elements, those that this rank stores: its share among the ranks that hold the same."""
+    """Return those of ``count`` elements that this rank stores: its share among the ranks that hold the same."""
     # One rank's end is the next one's begin, so that the runs leave no gap and do not overlap.
     return count * shard.copy // shard.num_copies, count * (shard.copy + 1) // shard.num_copies
 
 
 def _answers_for(shard: Shard) -> bool:
-    """Whether this rank stores what a parameter has once, such as its step counter; true on one rank."""
+    """Check whether this rank stores what a parameter has once, such as its step counter; true on one rank."""
     # An empty part may begin at element 0 too: fairscale's full tensors, on ranks that do not own them.
     return shard.copy == 0 and shard.first_element == 0 and (shard.local.numel() > 0 or not shard.full_shape.numel())
 
 
 def _is_cut(shard: Shard, key: str, value: Any, per_element: Collection[str]) -> bool:
-    """Whether state has an element for each of the parameter's.
+    """Check whether state has an element for each of the parameter's.
 
     Of a parameter without dimensions, everything looks like that: its counters (torch's ``step``, NAdam's
     ``mu_product``, ASGD's ``eta``) are recognized by name.
@@ -366,7 +366,7 @@ def _is_cut(shard: Shard, key: str, value: Any, per_element: Collection[str]) ->
 
 
 def _element_keys(optimizer: torch.optim.Optimizer) -> frozenset[str]:
-    """Names of the state that has a value for each element of a parameter."""
+    """Name the state that has a value for each element of a parameter."""
     if isinstance(optimizer, StreamedOptimizer):
         return frozenset(optimizer.keys)
     return element_keys(_inside(optimizer))
@@ -395,7 +395,7 @@ def _run_of(read: Callable[[], Tensor], begin: int, end: int) -> Tensor:
 
 
 def _streamed_parts(shards: Mapping[str, Shard], optimizer: StreamedOptimizer) -> Iterator[Part]:
-    """State on the disk, read when it is written: all keys of a parameter one after the other, so it is read once."""
+    """Yield state on the disk, read when it is written: all keys of a parameter in turn, so it is read once."""
     names = {id(shard.local): name for name, shard in shards.items()}
     read = _reader(optimizer.read_state)
     for param in optimizer.params_with_state():
@@ -414,7 +414,7 @@ def _streamed_parts(shards: Mapping[str, Shard], optimizer: StreamedOptimizer) -
 
 
 def _whole_parts(shards: Mapping[str, Shard], names: Mapping[int, str], place: WholeStates) -> Iterator[Part]:
-    """As ``_streamed_parts``, of state of full tensors, which may have shapes of its own."""
+    """Yield as ``_streamed_parts`` state of full tensors, which may have shapes of its own."""
     read = _reader(place.__getitem__)
     for param in place:
         shard = shards[names[id(param)]]

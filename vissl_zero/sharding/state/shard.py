@@ -77,7 +77,7 @@ class Shard:
         return self.values()
 
     def held_shape(self) -> torch.Size:
-        """Shape of ``held``, without reading it."""
+        """Return the shape of ``held``, without reading it."""
         return self.local.shape
 
     @torch.no_grad()
@@ -89,7 +89,7 @@ class Shard:
         """Store ``rows``, which the loop has written into the source, where its values rest elsewhere too."""
 
     def missing_gradient(self) -> str | None:
-        """Why the loop cannot read the gradient that there is; None where it can, or there is none."""
+        """Explain why the loop cannot read the gradient that there is; None where it can, or there is none."""
         return None
 
     @property
@@ -111,7 +111,7 @@ class Shard:
         return self.local.grad
 
     def known_square(self) -> Tensor | None:
-        """Squared norm of ``grad``, if it is known without reading the gradient; 0-d, as ``squared_norms`` gives it."""
+        """Return the squared norm of ``grad``, if known without reading it; 0-d, as ``squared_norms`` gives it."""
         return None
 
     def set_zero_grad(self) -> None:
@@ -175,7 +175,7 @@ def whole_shard(name: str, param: nn.Parameter, contributes_to_norm: bool = True
 
 
 def squared_norms(tensors: Sequence[Tensor]) -> Tensor:
-    """Squared L2 norm of each local shard.
+    """Compute the squared L2 norm of each local shard.
 
     Args:
         tensors: T shards of any shapes, one device; an empty shard counts as zero.
@@ -190,12 +190,12 @@ def squared_norms(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def wide_dtype(tensors: Sequence[Tensor]) -> torch.dtype:
-    """Reductions run in float32 at least."""
+    """Choose float32 at least for reductions."""
     return torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
 
 
 def in_place_of_empty(tensors: Sequence[Tensor], values: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """One 0-d value per non-empty tensor, in order, and zero for the empty ones; shape (T,)."""
+    """Stack one 0-d value per non-empty tensor, in order, and zero for the empty ones; shape (T,)."""
     device = tensors[0].device if tensors else None
     zero = torch.zeros((), dtype=dtype, device=device)
     remaining = iter(values)
@@ -204,7 +204,7 @@ def in_place_of_empty(tensors: Sequence[Tensor], values: Sequence[Tensor], dtype
 
 
 def empty_state(local: Tensor, shape: Sequence[int], dtype: torch.dtype | None) -> Tensor:
-    """Memory for optimizer state of ``local``, in the order in which it lies: fused kernels pair both up."""
+    """Allocate optimizer state of ``local``, in the order in which it lies: fused kernels pair both up."""
     # A meta tensor stands for a shard on disk, whose state is in host memory or passes through it.
     device = torch.device("cpu") if local.is_meta else local.device
     if tuple(shape) != tuple(local.shape):
@@ -281,12 +281,12 @@ class RowShard(Shard):
         return self.rows_per_rank * self.row_numel
 
     def span(self, rank: int) -> tuple[int, int]:
-        """Where a rank's part begins and ends in the full parameter, flattened."""
+        """Return where a rank's part begins and ends in the full parameter, flattened."""
         numel = self.full_shape.numel()
         return min(rank * self.padded_numel, numel), min((rank + 1) * self.padded_numel, numel)
 
     def local_grad(self) -> Tensor | None:
-        """See ``Shard``."""
+        """Return this rank's gradient; see ``Shard``."""
         if self.reduced is not None or self.source._row_shard is not None:  # type: ignore[attr-defined]
             return self.reduced
         # Gradients are kept whole: these rows of theirs.
@@ -296,15 +296,15 @@ class RowShard(Shard):
         return grad.contiguous().view(-1)[self.first_element : self.first_element + numel].view(self.local.shape)
 
     def held(self) -> Tensor:
-        """See ``Shard``: the full parameter."""
+        """Return the full parameter; see ``Shard``."""
         return self.source.detach()
 
     def held_shape(self) -> torch.Size:
-        """See ``Shard``."""
+        """Return the full shape; see ``Shard``."""
         return self.source.shape
 
     def forget_grad(self) -> None:
-        """See ``Shard``."""
+        """Forget the gradient; see ``Shard``."""
         set_real_grad(self.source, None)
         self.local.grad = None
         self.reduced = None
@@ -319,7 +319,7 @@ class RowShard(Shard):
 
     @torch.no_grad()
     def normalize_rows(self) -> None:
-        """See ``Shard``. Every rank does it to its whole copy, with the same result."""
+        """Set rows to unit length; see ``Shard``. Every rank does it to its whole copy, with the same result."""
         divide_by_norms(self.source)
 
 

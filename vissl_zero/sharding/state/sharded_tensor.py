@@ -99,7 +99,7 @@ class Store(Protocol):
         """Store the rows that the loop has written."""
 
     def missing_gradient(self) -> str | None:
-        """Why the loop cannot read the gradient that there is."""
+        """Explain why the loop cannot read the gradient that there is."""
 
 
 class ShardedTensor(DTensor):
@@ -194,7 +194,7 @@ class ShardedTensor(DTensor):
         return self._local_tensor if self.store is None else self.store.held()
 
     def written(self, rows: Tensor) -> None:
-        """``rows`` have been changed."""
+        """Store ``rows``, which have been changed."""
         if self.store is not None:
             self.store.take_over(rows)
 
@@ -241,7 +241,7 @@ class ReplacedParameter(nn.Parameter):
 
 
 def sharded(tensor: DTensor) -> ShardedTensor:
-    """``tensor`` itself, given the class."""
+    """Give ``tensor`` itself the class."""
     tensor.__class__ = ShardedTensor
     assert isinstance(tensor, ShardedTensor)
     return tensor
@@ -261,7 +261,7 @@ _is_inside = False
 
 @contextmanager
 def real_gradients() -> Iterator[None]:
-    """Inside, ``grad`` of a parameter is what there is: sharding itself looks at it."""
+    """Show sharding itself the ``grad`` of a parameter that there is. A context."""
     global _is_inside
     _is_inside = True
     try:
@@ -275,7 +275,7 @@ _called = ""
 
 @contextmanager
 def _named(func: Any) -> Iterator[None]:
-    """Error messages name what the loop has called, which may be several operations of torch."""
+    """Name in error messages what the loop has called, which may be several operations of torch. A context."""
     global _called
     outer, _called = _called, _called or getattr(func, "__name__", "")
     try:
@@ -290,7 +290,7 @@ def _refusal(name: str) -> str:
 
 
 def _element_wise(func: Any, args: Any, kwargs: Any) -> Any:
-    """On local rows, of arguments sharded alike; of a full tensor that is combined into one, on its rows."""
+    """Run on local rows, of arguments sharded alike; of a full tensor that is combined into one, on its rows."""
     tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     own = [tensor for tensor in tensors if isinstance(tensor, ShardedTensor)]
     written = written_arguments(func, args, kwargs)
@@ -318,7 +318,7 @@ def _element_wise(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _on_full(func: Any, args: Any, kwargs: Any) -> Any:
-    """On full tensors, gathered one by one; every rank must call it."""
+    """Run on full tensors, gathered one by one; every rank must call it."""
     tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, ShardedTensor)]
     full = {id(tensor): whole(tensor) for tensor in tensors}
 
@@ -366,7 +366,7 @@ def _rows_of(full: Tensor, like: ShardedTensor) -> Tensor:
 
 
 def first_row(tensor: DTensor) -> int:
-    """Where this rank's rows begin: they come in chunks of equal size, the last ones smaller or empty (``chunk``)."""
+    """Return where this rank's rows begin: in chunks of equal size, the last ones smaller or empty (``chunk``)."""
     mesh, num_rows = tensor.device_mesh, tensor.shape[0]
     shard_index, num_shards = mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1)
     return min(shard_index * -(-num_rows // num_shards), num_rows)

@@ -45,7 +45,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def update(self, decay: float) -> None:
-        """``average = decay * average + (1 - decay) * weight``; a decay of 0 copies. Not a collective."""
+        """Set ``average = decay * average + (1 - decay) * weight``; a decay of 0 copies. Not a collective."""
         for shard in self._shards:
             follow_(self.params[shard.name], shard.values(), decay)
         for name, buffer in self._live_buffers.items():
@@ -90,7 +90,7 @@ def require_wide(precision: Precision, what: str) -> None:
 
 
 def follow_(average: Tensor, value: Tensor, decay: float) -> None:
-    """``average = decay * average + (1 - decay) * value``, in place; a decay of 0 copies."""
+    """Set ``average = decay * average + (1 - decay) * value``, in place; a decay of 0 copies."""
     if decay == 0:
         average.copy_(value)
     else:
@@ -113,7 +113,7 @@ ANCHOR, TRUNK = "anchor.", "trunk."
 def follow(
     teacher: ShardedModel, student: ShardedModel, momentum: float, unit_rows: Collection[str], moves_anchor: bool
 ) -> None:
-    """``teacher = momentum * teacher + (1 - momentum) * student``, element by element. Not a collective.
+    """Set ``teacher = momentum * teacher + (1 - momentum) * student``, element by element. Not a collective.
 
     Buffers are left alone: batch norm in a teacher has seen the teacher's activations.
 
@@ -150,7 +150,7 @@ def _follow_shard(shard: Shard, other: Shard, momentum: float) -> None:
 
 
 def require_same_layout(teacher: ShardedModel, student: ShardedModel) -> None:
-    """Every shard of the teacher has the elements that the student holds of that parameter.
+    """Check that every shard of the teacher has the elements that the student holds of that parameter.
 
     Raises:
         VisslZeroError: a parameter of the teacher is none of the student's, or is cut otherwise.

@@ -41,7 +41,7 @@ class StepResult:
     grad_sq: Tensor
 
     def nonfinite_gradients(self) -> list[str]:
-        """Full names of the parameters whose gradient held an inf or NaN on any rank. Waits for the device."""
+        """Name the parameters whose gradient held an inf or NaN on any rank. Waits for the device."""
         finite = self.grad_sq.isfinite().tolist()
         return [name for name, is_finite in zip(self.names, finite, strict=True) if not is_finite]
 
@@ -52,7 +52,7 @@ class StepResult:
 
 
 def dots(lefts: Sequence[Tensor], rights: Sequence[Tensor]) -> Tensor:
-    """Inner product of each pair of local shards; shapes and dtype as ``squared_norms``.
+    """Compute the inner product of each pair of local shards; shapes and dtype as ``squared_norms``.
 
     One kernel a pair: a foreach product would hold a copy of all gradients.
     """
@@ -92,7 +92,7 @@ class Clipping:
 
     @classmethod
     def of(cls, plan: ShardingPlan) -> Clipping | None:
-        """As a plan has it; None: gradients stay as they are."""
+        """Build from a plan; None: gradients stay as they are."""
         return None if plan.clip_grad is None else cls(plan.clip_grad, plan.clip_grad_per)
 
     def factors(self, names: Sequence[str], grad_sq: Tensor) -> Tensor:
@@ -115,7 +115,7 @@ class Clipping:
 
 
 def _part(name: str) -> str:
-    """``trunk``, or a head such as ``heads.0``; for other models the first part of the name."""
+    """Return ``trunk``, or a head such as ``heads.0``; for other models the first part of the name."""
     first, *rest = name.split(".")
     return f"{first}.{rest[0]}" if first == "heads" and rest else first
 
@@ -152,7 +152,7 @@ class Stepper:
         self._group_of = {shard.name: places[id(shard.local)] for shard in self._shards}
 
     def step(self, frozen: Collection[str]) -> StepResult:
-        """One step from the gradients in ``shard.local.grad``, which it may change.
+        """Run one step from the gradients in ``shard.local.grad``, which it may change.
 
         Parameters that are frozen or without gradient are left as they are: no decay, no momentum, no part in the norm.
 
@@ -190,7 +190,7 @@ class Stepper:
         return StepResult(grad_norm, False, scale, names, norms.grad_sq)
 
     def _norms(self, shards: Sequence[Shard]) -> TensorNorms:
-        """Norms of the full tensors; a gradient that no rank has counts as zero."""
+        """Compute norms of the full tensors; a gradient that no rank has counts as zero."""
         table = torch.stack(self._sums([shard for shard in shards if not shard.is_on_disk]), dim=1)
         if any(shard.is_on_disk for shard in shards):
             table = self._with_stored(shards, table)
@@ -202,7 +202,7 @@ class Stepper:
         return TensorNorms(param_sq=param_sq, grad_sq=table[0], dot=dot)
 
     def _sums(self, shards: Sequence[Shard]) -> list[Tensor]:
-        """Rows of one number per shard: squared gradient, its presence, squared parameter, their product."""
+        """Compute rows of one number per shard: squared gradient, its presence, squared parameter, their product."""
         # Counts as zero, for a gradient that is absent and for a scalar, which another rank contributes.
         nothing = torch.empty(0, device=_device(shards), dtype=_dtype(shards))
         params = [
@@ -249,7 +249,7 @@ class Stepper:
                 shard.set_zero_grad()
 
     def _constant(self, what: str, values: Sequence[float], like: Tensor) -> Tensor:
-        """``values`` as a tensor on ``like``'s device. The last step's tensor is reused if the values are equal."""
+        """Put ``values`` into a tensor on ``like``'s device. The last step's is reused if the values are equal."""
         key = (tuple(values), like.dtype, like.device)
         known, tensor = self._constants.get(what, (None, like))
         if known != key:
@@ -321,7 +321,7 @@ def _grads(shards: Sequence[Shard]) -> list[Tensor]:
 
 
 def _device(shards: Sequence[Shard]) -> torch.device:
-    """Where the sums of ``shards`` are made."""
+    """Return where the sums of ``shards`` are made."""
     return shards[0].local.device if shards and not shards[0].is_on_disk else torch.device("cpu")
 
 

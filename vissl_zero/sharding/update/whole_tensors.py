@@ -50,7 +50,7 @@ def partition(sizes: Sequence[int], num_ranks: int) -> list[int]:
 
 
 def rounds_of(sizes: Sequence[int], owners: Sequence[int]) -> list[list[int]]:
-    """Which tensors are whole at the same time: of each owner as many as take no more room than the largest tensor."""
+    """Group tensors that are whole at one time: of each owner as many as take no more room than the largest."""
     most = max([*sizes, ROUND_ELEMENTS])
     filled: defaultdict[int, int] = defaultdict(int)
     current: defaultdict[int, int] = defaultdict(int)
@@ -227,7 +227,7 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
 
     @contextmanager
     def _shown(self, mine: Sequence[nn.Parameter]) -> Iterator[None]:
-        """Outside of a step, groups show sharded parameters. The inner optimizer must find full ones in them."""
+        """Show full parameters in groups to the inner optimizer; outside of a step they are sharded. A context."""
         present = set(mine)
         self._show([[param for param in own if param in present] for own in self._whole_params])
         try:
@@ -237,7 +237,7 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
 
     @contextmanager
     def _loaded(self, mine: Sequence[nn.Parameter]) -> Iterator[None]:
-        """Inside, the state of ``mine`` is in memory, where the inner optimizer finds it."""
+        """Load the state of ``mine`` into memory, where the inner optimizer finds it. A context."""
         if self._states is None:
             yield
             return
@@ -310,11 +310,11 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
             store.write(stored)
 
     def _mine(self, tensors: Sequence[int]) -> list[tuple[int, nn.Parameter]]:
-        """Of ``tensors``, those that this rank owns."""
+        """Select those of ``tensors`` that this rank owns."""
         return [(index, whole) for index in tensors if (whole := self._wholes[index]) is not None]
 
     def _on_any_rank(self, flags: Sequence[bool]) -> list[bool]:
-        """Each flag, if it is set on at least one rank."""
+        """Return each flag, if it is set on at least one rank."""
         found = torch.tensor(flags, dtype=torch.uint8, device=self._message_device())
         dist.all_reduce(found, dist.ReduceOp.MAX, group=self._group)
         return [bool(flag) for flag in found.tolist()]
@@ -365,14 +365,14 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
             target.copy_(values)
 
     def _message_device(self) -> torch.device:
-        """Where the group's collectives take tensors."""
+        """Return where the group's collectives take tensors."""
         if dist.get_backend(self._group) == dist.Backend.NCCL:  # with offload, shards are in the host's memory
             return torch.device("cuda", torch.cuda.current_device())
         return torch.device("cpu")
 
 
 def _device(shard: Shard) -> torch.device:
-    """Where it is updated: what is on a disk passes through the host's memory."""
+    """Return where it is updated: what is on a disk passes through the host's memory."""
     return torch.device("cpu") if shard.is_on_disk else shard.local.device
 
 

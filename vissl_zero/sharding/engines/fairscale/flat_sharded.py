@@ -51,20 +51,20 @@ class FlatShard(Shard):
     has_grad: bool = True
 
     def local_grad(self) -> Tensor | None:
-        """See ``Shard``."""
+        """Return this rank's gradient; see ``Shard``."""
         grad = self.source.grad
         if grad is None or not self.has_grad:
             return None
         return grad.reshape(-1)[self.start : self.start + self.local.numel()]
 
     def forget_grad(self) -> None:
-        """See ``Shard``."""
+        """Forget the gradient; see ``Shard``."""
         super().forget_grad()
         self.has_grad = not self.is_joined
 
     @torch.no_grad()
     def full_tensor(self) -> Tensor:
-        """See ``Shard``. Costs one all-reduce of the parameter."""
+        """Gather the parameter; see ``Shard``. Costs one all-reduce of it."""
         # Each element is in the piece of one rank, so the sum over ranks is the parameter.
         flat = self.local.new_zeros(self.full_shape.numel())
         flat[self.first_element : self.first_element + self.local.numel()] = self.local
@@ -73,7 +73,7 @@ class FlatShard(Shard):
 
     @torch.no_grad()
     def normalize_rows(self) -> None:
-        """See ``Shard``. Costs one all-reduce of a number per row."""
+        """Set rows to unit length; see ``Shard``. Costs one all-reduce of a number per row."""
         places = torch.arange(self.local.numel(), device=self.local.device) + self.first_element
         # Pieces are cut anywhere, so a row's norm may be a sum over ranks.
         rows = places // self.full_shape[1:].numel()
@@ -162,13 +162,13 @@ class FsdpUnit(FullyShardedDataParallel):
         return tensor.to(self.compute_dtype) if tensor.is_floating_point() else tensor
 
     def assert_state(self, state: TrainingState | list[TrainingState]) -> None:
-        """Like fairscale's, but at the end of the backward pass a unit may be one that the loss does not depend on."""
+        """Check as fairscale, but at the end of the backward pass the loss need not depend on a unit."""
         is_unused = self.training_state in (TrainingState.IDLE, TrainingState.BACKWARD_PRE)
         if not (state is TrainingState.BACKWARD_POST and is_unused):
             super().assert_state(state)
 
     def _lazy_init(self) -> None:
-        """Like fairscale's, but for all units: the end of a backward pass visits those that were never called, too."""
+        """Prepare as fairscale, but all units: the end of a backward pass visits those that were never called, too."""
         is_first = self._is_root is None
         super()._lazy_init()
         if is_first and self._is_root:
@@ -188,7 +188,7 @@ class FsdpUnit(FullyShardedDataParallel):
         return super()._register_pre_backward_hooks(_joined(outputs))
 
     def _prep_grads_for_backward(self) -> None:
-        """Like fairscale's, which takes the reduced gradient of a single element for one that was never reduced.
+        """Prepare as fairscale, which takes the reduced gradient of a single element for one never reduced.
 
         Their shapes are the same; it would add the next micro-batch's to it and reduce both.
         """
@@ -198,7 +198,7 @@ class FsdpUnit(FullyShardedDataParallel):
         super()._prep_grads_for_backward()
 
     def _wait_for_post_backward(self) -> None:
-        """Like fairscale's, which leaves parameters of the root whole where this backward pass did not reach them."""
+        """Wait as fairscale, which leaves parameters of the root whole where this backward pass did not reach them."""
         self.drop_whole()
         super()._wait_for_post_backward()
 
@@ -281,20 +281,20 @@ class FlatSharded(ShardedModel):
         super().__init__(dataclasses.replace(setup, module=root, wrap_plan=wrap_plan), group, segments)
 
     def micro_batch(self, is_last: bool) -> AbstractContextManager[None]:
-        """Gradients of earlier micro-batches wait as pieces; nothing is left for the last one."""
+        """Keep gradients of earlier micro-batches as pieces; nothing is left for the last one."""
         return nullcontext()
 
     def _shard_teacher(self, setup: ModelSetup) -> ShardedModel:
-        """See ``ShardedModel``."""
+        """Shard a teacher; see ``ShardedModel``."""
         return FlatSharded(setup)
 
     def describe(self) -> str:
-        """See ``ShardedModel``."""
+        """Describe the plan; see ``ShardedModel``."""
         num_joined = sum(unit._num_flatten_params for unit in self._units)
         return f"{super().describe()}\n  by fairscale; the parameters of {num_joined} units are joined into one each"
 
     def plain_state(self, of_teacher: bool = False) -> dict[str, Any]:
-        """See ``ShardedModel``. Hooks and extra state of the model are left out: its parameters are joined here."""
+        """Gather the state; see ``ShardedModel``. The model's hooks and extra state are left out."""
         return self.full_teacher_state() if of_teacher else self.full_state()
 
     def _before_shards_change(self) -> None:
@@ -344,7 +344,7 @@ def _wrap(
 
 
 def _references(model: nn.Module, module: nn.Module) -> list[tuple[nn.Module, str]]:
-    """Every place where ``model`` holds ``module``: the parent, and the name of the child there."""
+    """List every place where ``model`` holds ``module``: the parent, and the name of the child there."""
     return [(parent, name) for parent in model.modules() for name, child in parent._modules.items() if child is module]
 
 
@@ -368,7 +368,7 @@ def _options(unit: PlannedUnit, own: Sequence[nn.Parameter], plan: ShardingPlan)
 
 
 def _whole_bytes(plan: ShardingPlan, wrap_plan: WrapPlan, units: Sequence[PlannedUnit]) -> int:
-    """See ``WrapPlan``; tied modules are whole with the root, and without resharding everything is, after forward."""
+    """Count as ``WrapPlan``; tied modules are whole with the root, and without resharding all is, after forward."""
     itemsize = dtype_of(plan.precision.compute).itemsize
     if not plan.reshard_after_forward:
         return itemsize * sum(unit.num_params for unit in units)

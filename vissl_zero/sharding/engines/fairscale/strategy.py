@@ -41,7 +41,7 @@ _TORCH = "Write config.ZERO.ENGINE=torch"
 
 
 def problems(plan: ShardingPlan, device: torch.device) -> list[Problem]:
-    """Everything in ``plan`` that this engine cannot run on ``device``; empty if it can."""
+    """List everything in ``plan`` that this engine cannot run on ``device``; empty if it can."""
     found = []
     if plan.level == 0:
         must = "must be 1, 2 or 3 on the fairscale engine: at level 0 there is nothing to shard"
@@ -53,7 +53,7 @@ def problems(plan: ShardingPlan, device: torch.device) -> list[Problem]:
 
 
 def has_streams(device: torch.device) -> bool:
-    """Whether ``device`` has streams, which fairscale's FSDP needs."""
+    """Check whether ``device`` has streams, which fairscale's FSDP needs."""
     return device.type == "cuda"
 
 
@@ -104,7 +104,7 @@ class FairscaleStrategy(Strategy):
         device: torch.device,
         fill: Fill,
     ) -> ShardedModel:
-        """See ``Strategy``. Collective; the process group must be up.
+        """Shard the model; see ``Strategy``. Collective; the process group must be up.
 
         Raises:
             ConfigError: group sizes that do not divide the world.
@@ -145,20 +145,20 @@ class OwnedShard(Shard):
         return self.owner == dist.get_rank()
 
     def local_grad(self) -> Tensor | None:
-        """See ``Shard``; gradients that other ranks own are ignored."""
+        """Return the gradient; see ``Shard``. Gradients that other ranks own are ignored."""
         return self.source.grad if self.is_owned and self.has_grad else None
 
     def held(self) -> Tensor:
-        """See ``Shard``: the full parameter."""
+        """Return the full parameter; see ``Shard``."""
         return self.source.detach()
 
     def held_shape(self) -> torch.Size:
-        """See ``Shard``."""
+        """Return the full shape; see ``Shard``."""
         return self.source.shape
 
     @torch.no_grad()
     def normalize_rows(self) -> None:
-        """See ``Shard``. Every rank does it to its whole copy, with the same result."""
+        """Set rows to unit length; see ``Shard``. Every rank does it to its whole copy, with the same result."""
         divide_by_norms(self.source)
 
     def share(self) -> None:
@@ -239,16 +239,16 @@ class _OwnedByRank(ShardedModel):
         )
 
     def replicated(self) -> dict[str, Tensor]:
-        """See ``ShardedModel``. All parameters are whole on every rank."""
+        """Return what is replicated; see ``ShardedModel``. All parameters are whole on every rank."""
         return super().replicated() | {shard.name: shard.source.detach() for shard in self._owned}
 
     def _after_shards_change(self) -> None:
-        """Each rank was given the parameters that it owns; it gets the others from their owners."""
+        """Send each rank's own parameters, which were just set, to the others."""
         for shard in self._owned:
             shard.share()
 
     def describe(self) -> str:
-        """See ``ShardedModel``."""
+        """Describe the plan; see ``ShardedModel``."""
         shares = [0] * dist.get_world_size()
         for shard in self._owned:
             shares[shard.owner] += shard.source.numel()
@@ -275,7 +275,7 @@ class OptimizerSharded(_OwnedByRank):
         super().__init__(setup, build_oss(setup.module, setup.groups))
 
     def micro_batch(self, is_last: bool) -> AbstractContextManager[None]:
-        """Gradients are averaged in the last micro-batch."""
+        """Average gradients in the last micro-batch."""
         return self._means.micro_batch(is_last)
 
     def _backward_pass(self) -> AbstractContextManager[None]:
@@ -316,7 +316,7 @@ class GradientSharded(_OwnedByRank):
 
     @contextmanager
     def micro_batch(self, is_last: bool) -> Iterator[None]:
-        """Gradients are reduced in the backward pass of the last micro-batch; before it they add up on each rank."""
+        """Reduce gradients in the backward pass of the last micro-batch; before it they add up on each rank."""
         self._is_last = is_last
         if is_last:
             yield
@@ -326,7 +326,7 @@ class GradientSharded(_OwnedByRank):
                 yield
 
     def step(self) -> StepResult:
-        """See ``ShardedModel``.
+        """Update the parameters; see ``ShardedModel``.
 
         Raises:
             VisslZeroError: a parameter had a gradient in an earlier micro-batch and none in the last, so that fairscale
@@ -340,7 +340,7 @@ class GradientSharded(_OwnedByRank):
         return super().step()
 
     def zero_grad(self) -> None:
-        """See ``ShardedModel``. In place: a gradient set to None leaves fairscale's buffers (fairscale #354)."""
+        """Zero in place; see ``ShardedModel``. A gradient set to None leaves fairscale's buffers (fairscale #354)."""
         self._parallel.zero_grad(set_to_none=True)  # None for those outside the buffers
         for shard in self._owned:
             shard.local.grad = None

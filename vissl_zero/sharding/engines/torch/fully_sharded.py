@@ -119,7 +119,7 @@ class FullySharded(ShardedModel):
 
     @contextmanager
     def micro_batch(self, is_last: bool) -> Iterator[None]:
-        """Between micro-batches levels 1 and 2 keep parameters whole, and level 1 keeps gradients whole.
+        """Keep parameters whole between micro-batches at levels 1 and 2, and gradients at level 1. A context.
 
         Where the order of sums is fixed, level 1 reduces in every micro-batch, as level 2 does.
         """
@@ -136,22 +136,22 @@ class FullySharded(ShardedModel):
         self._guard.end_micro_batch()
 
     def zero_grad(self) -> None:
-        """See ``ShardedModel``."""
+        """Zero the gradients; see ``ShardedModel``."""
         super().zero_grad()
         self._guard.forget()
 
     def close(self) -> None:
-        """See ``ShardedModel``."""
+        """Close the store; see ``ShardedModel``."""
         super().close()
         if self._own_store is not None:
             self._own_store.close()
 
     def _shard_teacher(self, setup: ModelSetup) -> ShardedModel:
-        """See ``ShardedModel``."""
+        """Shard a teacher; see ``ShardedModel``."""
         return FullySharded(setup)
 
     def _buffers_in_use(self) -> list[Tensor]:
-        """See ``ShardedModel``."""
+        """List the buffers; see ``ShardedModel``."""
         return [*self._comm_buffers(), *self.comm.buffers()] if self.comm else []
 
     @contextmanager
@@ -167,17 +167,17 @@ class FullySharded(ShardedModel):
             raise
 
     def _facts(self) -> dict[str, int]:
-        """See ``ShardedModel``."""
+        """Collect the facts; see ``ShardedModel``."""
         what = "which units they ran, or in which order. All ranks must run the same ones, or use level 0"
         return super()._facts() | {what: self._guard.order()}
 
     def _has_gradients(self) -> list[bool]:
-        """See ``ShardedModel``: where some rank had a gradient, all have been given zeros."""
+        """List presence of gradients; see ``ShardedModel``. Where some rank had one, all have been given zeros."""
         sources = [shard.source for shard in self._trained]
         return [not isinstance(source, DTensor) or self._guard.has_gradient(source) for source in sources]
 
     def _average_replicated(self) -> None:
-        """Scalars cannot be cut, so ``fully_shard`` leaves them and their gradients alone. Cost: a tiny all-reduce.
+        """Average scalars, which cannot be cut: ``fully_shard`` leaves them alone. Cost: a tiny all-reduce.
 
         Parameters without an element are left alone too, and have nothing to average.
         """
@@ -194,7 +194,7 @@ class FullySharded(ShardedModel):
                 set_real_grad(scalar, (total / dist.get_world_size()).to(scalar.dtype))
 
     def _before_shards_change(self) -> None:
-        """At levels 1 and 2 a forward pass without gradient leaves parameters whole; they would be out of date."""
+        """Reshard units: at levels 1 and 2 a forward pass without gradient leaves them whole, and out of date."""
         for unit in self._units:
             unit.reshard()
 
@@ -230,7 +230,7 @@ def _refuse_scripted(module: nn.Module) -> None:
 
 
 def _mesh(device: torch.device, num_shards: int, timeout_s: float) -> DeviceMesh:
-    """All ranks in one dimension, or replicas x shards where a shard group is smaller than the world."""
+    """Build a mesh of all ranks in one dimension, or replicas x shards where a shard group is less than the world."""
     world_size = dist.get_world_size()
     if num_shards == world_size:
         return init_device_mesh(device.type, (world_size,), mesh_dim_names=("shard",))
@@ -298,7 +298,7 @@ class _Replaced:
 def _use_collectives(
     units: Sequence[FSDPModule], num_ranks: int, is_ordered: bool, sent: Collection[nn.Parameter]
 ) -> None:
-    """Where there is no communicator, which sums in the order of ranks as it is: torch's own, or those of GPUs."""
+    """Set torch's own collectives, or those of GPUs, where no communicator sums in the order of ranks."""
     for unit in units:
         if is_ordered:
             unit.set_custom_reduce_scatter(OrderedReduceScatter())  # type: ignore[arg-type]

@@ -65,7 +65,7 @@ class ParameterMessages:
 
 
 def _slices(message: Message, views: Sequence[Tensor], values: Tensor) -> list[Tensor]:
-    """Where each view lies in a rank's part of a message."""
+    """Slice each view out of a rank's part of a message."""
     pairs = zip(message.pieces, views, strict=True)
     return [values[piece.offset : piece.offset + view.numel()] for piece, view in pairs]
 
@@ -199,11 +199,11 @@ class GradientMessages:
             shard.source._row_shard, shard.source._settle = shard, self.settle  # type: ignore[attr-defined]
 
     def start(self, *, is_active: bool) -> None:
-        """Before a micro-batch. Inactive: gradients add up on this rank instead."""
+        """Start a micro-batch. Inactive: gradients add up on this rank instead."""
         self._is_active = is_active
 
     def finish(self) -> None:
-        """After a micro-batch: wait until no rank has gradients left to send."""
+        """Finish a micro-batch: wait until no rank has gradients left to send."""
         if not (self._is_active and self.messages):
             return
         self.settle()
@@ -213,7 +213,7 @@ class GradientMessages:
 
     @contextmanager
     def backward_pass(self) -> Iterator[None]:
-        """Around a backward pass that the caller runs."""
+        """Run a backward pass of the caller's. A context."""
         self._is_driven = True
         try:
             yield
@@ -222,7 +222,7 @@ class GradientMessages:
         self.settle()
 
     def settle(self) -> None:
-        """Between backward passes: send everything that is left. Collective if a round is open."""
+        """Settle between backward passes: send everything that is left. Collective if a round is open."""
         # In the middle of a backward pass more gradients are to come; only its end may close the round.
         if self._is_open and not is_in_backward():
             self._end_round()

@@ -56,7 +56,7 @@ class TorchStrategy(Strategy):
         device: torch.device,
         fill: Fill,
     ) -> ShardedModel:
-        """See ``Strategy``. Collective; the process group must be up, but for level 0 on one rank.
+        """Shard the model; see ``Strategy``. Collective; the process group must be up, but for level 0 on one rank.
 
         Raises:
             ConfigError: group sizes that do not divide the world.
@@ -82,7 +82,7 @@ class TorchStrategy(Strategy):
 
 
 def _refuse_hooked(model: nn.Module) -> None:
-    """``fully_shard`` puts other tensors in the place of parameters, so a hook on one would never run."""
+    """Refuse hooks on parameters: ``fully_shard`` puts other tensors in their place, so a hook would never run."""
     hooked = [name for name, param in model.named_parameters() if num_hooks(param)]
     if hooked:
         must = "must have no hooks where fully_shard replaces parameters: they would never run"
@@ -129,14 +129,14 @@ class Replicated(ShardedModel):
         super().__init__(setup, group=None)
 
     def micro_batch(self, is_last: bool) -> AbstractContextManager[None]:
-        """Gradients are averaged in the last micro-batch; in all of them where the order of sums is fixed."""
+        """Average gradients in the last micro-batch; in all of them where the order of sums is fixed."""
         return self.means.micro_batch(is_last)
 
     def _backward_pass(self) -> AbstractContextManager[None]:
         return self.means.backward_pass() if isinstance(self.means, GradientAverage) else nullcontext()
 
     def retire_gradients(self) -> None:
-        """See ``ShardedModel``."""
+        """Retire the gradients; see ``ShardedModel``."""
         if self._loss_scale is not None:  # the step has divided them by the scale, which the next ones have
             super().retire_gradients()
 
@@ -176,7 +176,7 @@ class ReplicatedParameters(ShardedModel):
 
     @contextmanager
     def micro_batch(self, is_last: bool) -> Iterator[None]:
-        """Level 2 reduces gradients in every backward pass; level 1 keeps them whole until the last one.
+        """Reduce gradients in every backward pass at level 2; level 1 keeps them whole until the last one.
 
         Where the order of sums is fixed, level 1 does as level 2.
         """
@@ -193,7 +193,7 @@ class ReplicatedParameters(ShardedModel):
         return (self._gradients if self._means is None else self._means).backward_pass()
 
     def step(self) -> StepResult:
-        """See ``ShardedModel``."""
+        """Update the parameters; see ``ShardedModel``."""
         result = super().step()
         if not result.skipped:
             # A skipped step has changed nothing to tell.
@@ -201,13 +201,13 @@ class ReplicatedParameters(ShardedModel):
         return result
 
     def zero_grad(self) -> None:
-        """See ``ShardedModel``."""
+        """Zero the gradients; see ``ShardedModel``."""
         super().zero_grad()
         if self._means is None:
             self._gradients.forget()
 
     def replicated(self) -> dict[str, Tensor]:
-        """See ``ShardedModel``. All parameters are whole on every rank."""
+        """Return what is replicated; see ``ShardedModel``. All parameters are whole on every rank."""
         return super().replicated() | {name: shard.source.detach() for name, shard in self._shards.items()}
 
     def _after_shards_change(self) -> None:

@@ -112,7 +112,7 @@ class UnitGuard:
                 _GuardedUnit(name, number, state, self)
 
     def has_gradient(self, param: nn.Parameter) -> bool:
-        """Whether this rank had a gradient of the sharded ``param`` since ``forget``."""
+        """Check whether this rank had a gradient of the sharded ``param`` since ``forget``."""
         return id(param) in self._present
 
     def forget(self) -> None:
@@ -245,7 +245,7 @@ class _GuardedUnit:
             self._unshard(async_op)
 
     def wait(self) -> None:
-        """After the first gather, watch the gradients of the full parameters."""
+        """Watch the gradients of the full parameters after the first gather."""
         with torch.inference_mode(False), torch.no_grad():
             self._wait()
         if not self._is_watching_gradients and self._group.is_unsharded:
@@ -275,7 +275,7 @@ class _GuardedUnit:
         self._pre_backward(default_prefetch, *unused)
 
     def post_backward(self, *unused: Any) -> None:
-        """Every rank that has the unit whole reduces all its gradients: an absent one is zero."""
+        """Reduce all gradients on every rank that has the unit whole: an absent one is zero."""
         group = self._group
         if group.is_unsharded and group.reduce_grads:
             has_any = False
@@ -317,7 +317,7 @@ class _GuardedUnit:
             raise VisslZeroError(TAKEN_APART.format(type(module).__name__, self._title))
 
     def _require_unwritten(self) -> None:
-        """Full parameters are dropped after use: what forward writes into them would be lost.
+        """Refuse writes into full parameters, which are dropped after use: what forward writes would be lost.
 
         A write that torch counts is seen in every pass; one through ``.data`` by comparison: of all parameters in the
         first passes, then of one in turn; on a GPU, where to compare is to wait, of all in samples.
@@ -363,7 +363,7 @@ class _GuardedUnit:
                 self._followed.pop(module).remove()
 
     def _gather_before_backward(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        """Not where the module runs for another unit that shares it (RegNet's one ReLU): this one may be done by then.
+        """Gather, but not where the module runs for another unit that shares it (RegNet's one ReLU): this may be done.
 
         It would be gathered once more, and stay whole to the end of the backward pass.
         """
@@ -379,7 +379,7 @@ def _is_follower(hook: Any) -> bool:
 
 @torch.no_grad()
 def _has_rows_of_shard(param: Any) -> bool:
-    """Whether the full parameter holds the values of this rank's rows."""
+    """Check whether the full parameter holds the values of this rank's rows."""
     local = local_tensor(param.sharded_param)
     # A shard that is elsewhere would have to be read or copied for each comparison.
     if local.is_meta or not local.numel() or local.device != param.unsharded_param.device:
@@ -427,7 +427,7 @@ class _Forward:
             raise VisslZeroError(TAKEN_APART.format("A layer", type(self._module).__name__)) from error
 
     def _is_sample(self) -> bool:
-        """Whether to verify that what this run saves is still there in the backward pass. Not under other hooks."""
+        """Decide whether to verify that the backward pass finds what this run saves. Not under other hooks."""
         if self._group is None or not torch.is_grad_enabled() or has_saved_tensor_hooks():
             return False
         self._num_runs += 1
@@ -449,7 +449,7 @@ def _require_memory(tensor: Tensor) -> Tensor:
 def _apply_or_refuse(
     module: nn.Module, apply: Callable[..., nn.Module], fn: Callable[[Tensor], Tensor], recurse: bool = True
 ) -> nn.Module:
-    """``module.to(...)`` and the like. Even where nothing changes, torch would lay out shards of uneven rows anew."""
+    """Refuse ``module.to(...)`` and the like. Even where nothing changes, torch lays out uneven shards anew."""
     held = (local_tensor(tensor).detach() for tensor in (*module.parameters(), *module.buffers()))
     if all(fn(tensor) is tensor for tensor in held):
         return module
@@ -467,7 +467,7 @@ def _refuse_subclass(cls: type, **_: Any) -> NoReturn:
 
 
 def _save_or_refuse(save: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """``save_pretrained`` of Hugging Face and others, which would save this rank's shards."""
+    """Refuse ``save_pretrained`` of Hugging Face and others, which would save this rank's shards."""
     if not any(isinstance(value, Mapping) for value in (*args, kwargs.get("state_dict"))):
         raise VisslZeroError(
             "save_pretrained() would write this rank's parts of the parameters. On every rank, write state = "
@@ -496,7 +496,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _hidden_tensors(value: Any, seen: set[int]) -> Iterator[Tensor]:
-    """Tensors in attributes of objects that torch does not look into: all but containers and dataclasses."""
+    """Yield tensors in attributes of objects that torch does not look into: all but containers and dataclasses."""
     if value is None or isinstance(value, Tensor | nn.Module | str | bytes | int | float | Callable):
         return
     if id(value) in seen:

@@ -121,7 +121,7 @@ class Packing:
         self._matrices = [shape for shape, is_sent in zip(shapes, is_float8, strict=True) if is_sent]
 
     def num_bytes(self, itemsize: int) -> int:
-        """Of a rank's message, whose other parameters have elements of ``itemsize`` bytes."""
+        """Return the bytes of a rank's message, whose other parameters have elements of ``itemsize`` bytes."""
         return sum(self._sizes(itemsize))
 
     def pack(self, part: Tensor, message: Tensor) -> None:
@@ -154,14 +154,14 @@ class Packing:
         )
 
     def _sizes(self, itemsize: int) -> list[int]:
-        """Bytes of a message's pieces."""
+        """List the bytes of a message's pieces."""
         wide = [s.numel() * itemsize for s, is_sent in zip(self._shapes, self._is_float8, strict=True) if not is_sent]
         found = [*wide, *(shape.numel() for shape in self._matrices), *(shape[0] for shape in self._matrices)]
         return [*found, -sum(found) % self._WORD]
 
 
 def packing_of(unit: FSDPModule, sent: Collection[nn.Parameter]) -> Packing | None:
-    """How to pack the messages of a unit; None: it has none of the parameters ``sent``."""
+    """Plan how to pack the messages of a unit; None: it has none of the parameters ``sent``."""
     group = group_of(unit_state(unit))
     params = [] if group is None else group.fsdp_params
     is_float8 = [param.sharded_param in sent for param in params]
@@ -171,7 +171,7 @@ def packing_of(unit: FSDPModule, sent: Collection[nn.Parameter]) -> Packing | No
 def gather_packed(
     packing: Packing, output: Tensor, messages: Tensor, rank: int, gather: Callable[[Tensor, Tensor], Any]
 ) -> None:
-    """``output`` (N * m,), which holds this rank's part, gets those of the others; ``messages`` (N, num_bytes) is room.
+    """Fill ``output`` (N * m,), which holds this rank's part, with the others'; ``messages`` (N, num_bytes) is room.
 
     This rank's own stays unrounded, as ``UnitGuard`` expects: its layers round what all others have got rounded.
 
@@ -191,7 +191,7 @@ class PackedAllGather:
         self._packing = packing
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory for what is gathered."""
+        """Allocate memory for what is gathered."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
@@ -222,7 +222,7 @@ class _AllGather:
         return self._buffer.get(size, dtype)
 
     def unused(self, numel: int, dtype: torch.dtype) -> Tensor | None:
-        """Memory of ``numel`` elements for what this rank is about to send, or None if there is none to spare.
+        """Return memory of ``numel`` elements for what this rank is about to send, or None if there is none to spare.
 
         It is another rank's part of the buffer: overwritten when the message arrives, which is after it was sent.
 
@@ -325,14 +325,14 @@ class UnitOnDisk:
         self._unshard(async_op)
 
     def wait(self) -> None:
-        """When they have been gathered, drop the shards."""
+        """Drop the shards when they have been gathered."""
         self._wait()
         self._drop()
         if self._group.device.type == "cpu":
             self._group.comm_ctx.all_gather_state = None  # kept for the sake of a stream
 
     def post_backward(self, *unused: Any) -> None:
-        """When gradients have been reduced, move them to the disk."""
+        """Move gradients to the disk when they have been reduced."""
         self._post_backward(*unused)
         if self._group.device.type == "cpu":
             self._group.comm_ctx.reduce_scatter_states.clear()  # kept for the sake of a stream
@@ -362,7 +362,7 @@ class UnitOnDisk:
         self._store.fetch(self._position, outs)
 
     def _unused_memory(self) -> Tensor | None:
-        """Room for all shards that saves the clearing of fresh pages, or None."""
+        """Find room for all shards that saves the clearing of fresh pages, or None."""
         gather, params = gather_of(self._group), self._group.fsdp_params
         dtype = params[0].orig_dtype
         # Elsewhere the message has another format, or is not made of these shards alone.
@@ -409,7 +409,7 @@ def planned_shards(
 
 
 def _num_local(param: Tensor, num_shards: int, shard_index: int) -> int:
-    """Elements of this rank's rows, dealt as ``torch.chunk`` does."""
+    """Count the elements of this rank's rows, dealt as ``torch.chunk`` does."""
     rows_each = -(-param.shape[0] // num_shards)
     num_rows = min(max(param.shape[0] - shard_index * rows_each, 0), rows_each)
     return num_rows * param.shape[1:].numel()
