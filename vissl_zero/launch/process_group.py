@@ -337,7 +337,7 @@ class _GuardedListener:
         self._watch = Thread(target=self._watch_listener, daemon=True, name="listener of a process group")
 
     def was_reached(self) -> bool:
-        """Whether someone connected before the filter was set."""
+        """Check whether someone connected before the filter was set."""
         return any(row.local in self._addresses and row.state != LISTEN for row in connections())
 
     def __enter__(self) -> None:

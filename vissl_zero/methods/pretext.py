@@ -204,7 +204,7 @@ class SiameseConcatView(nn.Module):
         self.num_towers = num_towers
 
     def forward(self, features: Tensor) -> Tensor:
-        """Concatenate the features of each image's tiles, ordered by tile: (num_towers * m, F) -> (m, num_towers * F)."""
+        """Concatenate features of each image's tiles, ordered by tile: (num_towers * m, F) -> (m, num_towers * F)."""
         tiles = features.flatten(1).unflatten(0, (self.num_towers, len(features) // self.num_towers))
         return tiles.transpose(0, 1).flatten(1)
 

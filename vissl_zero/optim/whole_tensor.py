@@ -220,7 +220,7 @@ def muon(groups: Groups, use_muon_on_heads: bool = False, **options: Any) -> tor
 
 @OPTIMIZERS.register("normuon", config=NorMuonConfig)
 def normuon(groups: Groups, **options: Any) -> torch.optim.Optimizer:
-    """Muon whose updates are normalized row by row, AdamW for the rest and for heads."""
+    """Build Muon with updates normalized row by row, AdamW for the rest and for heads."""
     return muon(groups, **options)
 
 
@@ -490,7 +490,7 @@ class _Quantized:
 
 @lru_cache(maxsize=2)
 def _table(is_signed: bool) -> tuple[float, ...]:
-    """Dynamic tree quantization: seven powers of ten, each cut more finely than the one below; 0 and 1."""
+    """Build the dynamic tree quantization: seven powers of ten, each cut more finely than the one below; 0 and 1."""
     found = [0.0, 1.0]
     for exponent in range(7):
         count = 2 ** (exponent + (0 if is_signed else 1))

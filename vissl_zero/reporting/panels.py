@@ -185,7 +185,7 @@ class Series:
         return len(self.steps)
 
     def smooth(self) -> Series:
-        """Centered mean over a twentieth of the curve, over what there is of it at both ends; it does not lag."""
+        """Smooth by a centered mean over a twentieth of the curve, less at both ends; it does not lag."""
         half = max(1, len(self) // 40)
         sums = np.concatenate([[0.0], np.cumsum(self.values)])
         places = np.arange(len(self))

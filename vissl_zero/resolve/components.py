@@ -192,7 +192,7 @@ def _with_images(own: Split, saved: Mapping[str, Any]) -> Split:
 
 
 def plain_views(transforms: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """TRAIN's transforms with one crop of its largest size and without distortion of color or sharpness."""
+    """Return TRAIN's transforms with one crop of its largest size and without distortion of color or sharpness."""
     views: list[dict[str, Any]] = []
     for entry in transforms:
         if entry["name"] == "ImgPilToMultiCrop":

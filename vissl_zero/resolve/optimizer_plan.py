@@ -300,7 +300,7 @@ def uses_larc(block: Optimizer) -> bool:
 
 
 def weight_decay(block: Optimizer) -> float:
-    """Weight decay of the trunk's regularized parameters."""
+    """Return the weight decay of the trunk's regularized parameters."""
     value = _nested_first(block, "weight_decay")
     return _DEFAULT_WEIGHT_DECAY if value is None else float(value)
 

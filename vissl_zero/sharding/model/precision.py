@@ -139,7 +139,7 @@ _REST, _COUNT = "rounding_rest", "num_roundings"
 
 
 def stochastically_rounded(wide: Tensor, bits: Tensor) -> Tensor:
-    """``wide`` as bfloat16, each element one of its two neighbors; the mean over ``bits`` is ``wide``.
+    """Round ``wide`` to bfloat16, each element to one of its two neighbors; the mean over ``bits`` is ``wide``.
 
     Args:
         wide: (n,) float32; inf and NaN stay what they are, and what bfloat16 can hold stays as it is.

@@ -125,7 +125,7 @@ class UnitGuard:
         return text_digest(self._ran)
 
     def announce(self, number: int, *, is_reduce: bool) -> None:
-        """Before a message of unit ``number``: all ranks must be at the same one.
+        """Announce a message of unit ``number``: all ranks must be at the same one.
 
         Raises:
             VisslZeroError: on every rank, before any data are mixed.
