@@ -350,7 +350,7 @@ _COLUMNS = "trunk", "method", "level", "ranks", "memory", "optimizer", "dtype"
 
 
 def line(row: dict[str, Any]) -> str:
-    """A row of the table in docs/plan.md."""
+    """A row of the table in benchmarks/plan_accuracy.md."""
     words = [str(row[column]).removeprefix("level").replace("_", " ") for column in _COLUMNS]
     sizes = [f"{row[name] / 1e6:.2f}" for name in ("forecast", "measured")]
     return f"| {' | '.join([*words, *sizes])} | {row['error']:+.2%} |"

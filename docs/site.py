@@ -37,7 +37,31 @@ def on_files(files: Files, config: Any) -> Files:
         files.append(File.generated(config, target, content=text))
     for picture in PICTURES:
         files.append(File.generated(config, str(picture), content=(ROOT / picture).read_bytes()))
+    for source, text in _pages_of_keys().items():
+        if found := files.get_file_from_path(source):
+            files.remove(found)
+        files.append(File.generated(config, source, content=text))
     return files
+
+
+def _pages_of_keys() -> dict[str, str]:
+    """Split ``docs/keys.md``, one file in a checkout, into a page for each block, and ``keys.md``, which lists them."""
+    header, *tables = re.split(r"^## ", (ROOT / "docs/keys.md").read_text(), flags=re.MULTILINE)
+    blocks: dict[str, list[str]] = {}
+    for table in tables:
+        title = table.split("\n", 1)[0]
+        path = re.match(r"`config(?:\.(\w+))?", title)
+        name = (path[1] or "config") if path else title.split(" `")[0] + "s"
+        blocks.setdefault(name, []).append(table)
+    pages, rows = {}, ["| block | keys of |", "| --- | --- |"]
+    for name, parts in blocks.items():
+        file = name.replace(" ", "_")
+        titles = [part.split("\n", 1)[0] for part in parts]
+        rows.append(f"| [{name}](keys/{file}.md) | {', '.join(titles)} |")
+        pages[f"keys/{file}.md"] = "\n".join(
+            [f"# Keys: {name}", "[All blocks](../keys.md)\n", *("## " + p for p in parts)]
+        )
+    return {"keys.md": "\n".join([header, *rows, ""]), **pages}
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:

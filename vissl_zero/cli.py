@@ -121,7 +121,7 @@ Exit codes: 0 done, 2 an error in your input, 1 a crash, 75 saved and stopped on
 
 _HELP = {
     "list": """\
-vissl-zero list [recipes|methods|trunks|heads|losses|optimizers|schedulers|sources|transforms|hooks|engines]
+vissl-zero list [recipes|methods|trunks|heads|losses|optimizers|schedulers|sources|transforms|hooks|loggers|engines]
   --config-dir <folder>   recipes of this folder too: <folder>/config/*.yaml
 
 Lists the names that a recipe may use, with a sentence about each. Without a word: what can be listed.

@@ -41,7 +41,7 @@ KINDS = (
 )
 _POINTS = 400  # of a drawn timeline
 # Of what a rank needs, added to the forecast: for fragments that a GPU's allocator leaves, and on a CPU for what twelve
-# recipes took beyond theirs (docs/plan.md).
+# recipes took beyond theirs (benchmarks/plan_accuracy.md).
 MARGIN = 0.05
 
 

@@ -11,7 +11,8 @@ from vissl_zero.resolve.resolved import ShardingPlan
 from vissl_zero.sharding.engines.cpu_communicator import MAX_BACKLOG_BYTES
 
 _MIB = 2**20
-# Beside tensors and holes, beyond what is imported: measured in plans of twelve recipes on two ranks (docs/plan.md).
+# Beside tensors and holes, beyond what is imported: measured in plans of twelve recipes on two ranks
+# (benchmarks/plan_accuracy.md).
 _PROCESS_BYTES = 8 * _MIB  # the model's modules, threads
 _SCRATCH_BYTES = 10 * _MIB  # of autograd and kernels, for all images of a step
 _SUM_BYTES = 15 * _MIB  # what gloo holds while it sums gradients, at most; of a small model no more than these

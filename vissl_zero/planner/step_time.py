@@ -25,7 +25,7 @@ def cause_of(error: Exception) -> str:
 # Of a unit: gathered for the forward and for the backward pass, and its gradients reduced.
 _TRANSFERS = 3
 # A parameter that comes from a disk and returns to it, for each micro-batch, costs about as much as so many transfers.
-# Measured with three small networks on two ranks (docs/plan.md).
+# Measured with three small networks on two ranks (benchmarks/plan_accuracy.md).
 _STREAMED_TRANSFERS = 1.5
 _HALF = ("float16", "bfloat16")
 _ASSUMED = {"cpu": "cpu_core", "cuda": "h100x8"}

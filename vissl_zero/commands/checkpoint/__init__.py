@@ -18,7 +18,8 @@ vissl-zero checkpoint <word> <path> ...
                          anything in them
 
 PATH is a run folder (its newest checkpoint that opens, else the weights written at its end), one of its
-checkpoints/step_<steps> folders, or a safetensors file. Each word has --help. Nothing in a checkpoint is ever run.
+checkpoints/step_<steps> folders, or a safetensors file. vissl-zero checkpoint <word> --help has the options.
+Nothing in a checkpoint is ever run.
 """
 
 
