@@ -60,38 +60,38 @@ class _Own:
         epochs: such that all methods take about as long.
         views: crops per image.
         least_area: smallest share of the image in a crop.
-        colour: strength of the colour distortion.
+        color: strength of the color distortion.
         keys: of the recipe.
     """
 
     epochs: int = 4
     views: int = 2
     least_area: float = 0.3
-    colour: float = 0.5
+    color: float = 0.5
     keys: Mapping[str, Any] = field(default_factory=dict)
 
 
-def _crop(size: int, least_area: float, colour: float) -> str:
-    return f"{{name: CifarCrop, size: {size}, least_area: {least_area}, colour: {colour}}}"
+def _crop(size: int, least_area: float, color: float) -> str:
+    return f"{{name: CifarCrop, size: {size}, least_area: {least_area}, color: {color}}}"
 
 
 _TILES = "{name: ImgPatchesFromTensor, num_patches: 4, patch_jitter: 4}"
 _OWN = {
     "byol": _Own(epochs=12),
-    "data2vec": _Own(epochs=16, colour=0.0),
+    "data2vec": _Own(epochs=16, color=0.0),
     "dino": _Own(epochs=12),
     "dinov2": _Own(epochs=12),
     "ibot": _Own(epochs=16),
-    "ijepa": _Own(epochs=32, colour=0.0),
+    "ijepa": _Own(epochs=32, color=0.0),
     # Tiles of 16 pixels with gaps of up to 4 between them: without gaps, edges that meet tell the order.
     "jigsaw": _Own(epochs=40, keys={"DATA.TRAIN.TRANSFORMS": f"[{_crop(40, 0.6, 0.5)}, {_TILES}]"}),
-    "mae": _Own(epochs=48, colour=0.0),
+    "mae": _Own(epochs=48, color=0.0),
     "msn": _Own(epochs=12),
     "npid": _Own(epochs=12, views=1),
     "pirl": _Own(epochs=6),
     "rotnet": _Own(views=1),
     "simclr": _Own(epochs=12),
-    "simmim": _Own(epochs=16, colour=0.0),
+    "simmim": _Own(epochs=16, color=0.0),
     "simsiam": _Own(epochs=20),
     "swav": _Own(epochs=6),
 }
@@ -173,14 +173,14 @@ class _Bench:
         crop = _crop(_SIDE, own.least_area, own.colour)
         # A convolution sees an object as large as in the crops; positions want as many patches.
         sized = f"{{name: Resize, size: [{_SIDE}, {_SIDE}]}}, " if is_patches else ""
-        colours = f"{{name: Normalize, mean: {_MEAN.tolist()}, std: {_STD.tolist()}}}"
+        colors = f"{{name: Normalize, mean: {_MEAN.tolist()}, std: {_STD.tolist()}}}"
         values = {
             "DISTRIBUTED.NUM_PROC_PER_NODE": 1,
             "ZERO.LEVEL": 0,
             "SEED_VALUE": self.seed,
             "DATA.TRAIN.BATCHSIZE_PER_REPLICA": 64,
             "DATA.TRAIN.TRANSFORMS": f"[{copies}, {crop}]",
-            "DATA.TEST.TRANSFORMS": f"[{sized}{{name: ToTensor}}, {colours}]",
+            "DATA.TEST.TRANSFORMS": f"[{sized}{{name: ToTensor}}, {colors}]",
             "OPTIMIZER.num_epochs": own.epochs,
             "NEAREST_NEIGHBOR.USE_KNN": "false",
             "CHECKPOINT.CHECKPOINT_FREQUENCY": -1,
@@ -212,7 +212,7 @@ def _decoded(file: str) -> Image.Image:
     return Image.open(file).convert("RGB")
 
 
-# Shares of red, green and blue in grey; and their rotation by the angle of hue, in the plane of constant grey (YIQ).
+# Shares of red, green and blue in gray; and their rotation by the angle of hue, in the plane of constant gray (YIQ).
 _GREY = np.array([0.299, 0.587, 0.114])
 _TO_YIQ = np.array([_GREY, [0.596, -0.274, -0.322], [0.211, -0.523, 0.312]])
 _FROM_YIQ = np.linalg.inv(_TO_YIQ)
@@ -220,20 +220,20 @@ _FROM_YIQ = np.linalg.inv(_TO_YIQ)
 
 @TRANSFORMS.register("CifarCrop")
 class CifarCrop:
-    """A random resized crop, mirrored or not, in other colours, as a normalised tensor: SimCLR's views, cheaply.
+    """A random resized crop, mirrored or not, in other colors, as a normalized tensor: SimCLR's views, cheaply.
 
     Brightness, contrast, saturation and hue are one matrix for each crop, and values are not cut off at 0 and 1.
 
     Args:
         size: side in pixels.
         least_area: smallest share of the image's area.
-        colour: strength of the distortion; 0: none, and no grey crops.
+        color: strength of the distortion; 0: none, and no gray crops.
     """
 
-    def __init__(self, size: int, least_area: float, colour: float):
+    def __init__(self, size: int, least_area: float, color: float):
         self.size = size
         self.least_area = least_area
-        self.colour = colour
+        self.colour = color
 
     def __call__(self, image: Image.Image) -> Tensor:
         area = random.uniform(self.least_area, 1.0) * image.width * image.height
@@ -260,8 +260,8 @@ class CifarCrop:
             matrix = light * contrast * (_FROM_YIQ @ turn @ _TO_YIQ @ saturated)
             offset += light * (1 - contrast) * float(pixels.mean(axis=(0, 1)) @ _GREY)
         if random.random() < 0.2:
-            grey = np.outer(np.ones(3), _GREY)
-            matrix, offset = grey @ matrix, grey @ offset
+            gray = np.outer(np.ones(3), _GREY)
+            matrix, offset = gray @ matrix, gray @ offset
         changed: np.ndarray = pixels @ matrix.T.astype(np.float32) + offset.astype(np.float32)
         return changed
 
@@ -290,7 +290,7 @@ def _rows(images: Tensor, trunk: LoadedTrunk | None, trained: LoadedTrunk) -> Te
 
 
 def _linear_top1(index: Features, queries: Features) -> float:
-    """Multinomial logistic regression on standardised features, at most 100 iterations of L-BFGS."""
+    """Multinomial logistic regression on standardized features, at most 100 iterations of L-BFGS."""
     from sklearn.exceptions import ConvergenceWarning
     from sklearn.linear_model import LogisticRegression
 

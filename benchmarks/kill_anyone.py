@@ -3,12 +3,13 @@
     python benchmarks/kill_anyone.py --kills 200 [--minutes M] [--ranks N] [--workers W] [--seed S]
 
 Trains through the command line with loader workers and ``MAX_RESTARTS``. At a random moment a random one of launcher,
-rank, fork server, loader worker, resource tracker and janitor gets SIGKILL. What must go with it has to be gone within
-a minute, and the run has to train on (by itself, or, after a kill of the launcher, by the same command). At the end the
-run is asked to stop. Prints one JSON object: kills by role, and the processes, temporary files and shared memory that
-were left, and how long it took until all that had to go was gone (a run whose worker was killed says so first, and its
-other ranks get some seconds to do so, too). Exit code 0 if nothing was left. As root it has a /dev/shm to itself
-(``unshare --mount``). A line per kill goes to stderr. Asked to stop (SIGTERM, Ctrl-C), it kills no more and ends so.
+rank, fork server, loader worker, resource tracker and cleanup process gets SIGKILL. What must go with it has to be gone
+within a minute, and the run has to train on (by itself, or, after a kill of the launcher, by the same command). At the
+end the run is asked to stop. Prints one JSON object: kills by role, and the processes, temporary files and shared
+memory that were left, and how long it took until all that had to go was gone (a run whose worker was killed says so
+first, and its other ranks get some seconds to do so, too). Exit code 0 if nothing was left. As root it has a /dev/shm
+to itself (``unshare --mount``). A line per kill goes to stderr. Asked to stop (SIGTERM, Ctrl-C), it kills no more and
+ends so.
 
 Most of the work is to import torch again, four times a restart: some 15 s of processor time.
 """
@@ -32,7 +33,7 @@ from pathlib import Path
 _TOKEN = "VISSL_ZERO_KILL_ANYONE"
 _LONGEST_S = 60.0
 _STEP_S = 600.0
-ROLES = ("launcher", "rank", "fork server", "worker", "resource tracker", "janitor")
+ROLES = ("launcher", "rank", "fork server", "worker", "resource tracker", "cleanup process")
 
 
 class Run:
@@ -110,7 +111,7 @@ def _is_alive(pid: int) -> bool:
 def _role(command: str, parent: int) -> str:
     if "forkserver" in command:
         return "worker" if "forkserver" in Path(f"/proc/{parent}/cmdline").read_text() else "fork server"
-    names = {"vissl-zero-janitor": "janitor", "resource_tracker": "resource tracker", "rank_group": "rank"}
+    names = {"vissl-zero-cleanup": "cleanup process", "resource_tracker": "resource tracker", "rank_group": "rank"}
     return next((role for word, role in names.items() if word in command), "launcher")
 
 
@@ -122,8 +123,8 @@ def kill_once(run: Run, chance: random.Random) -> tuple[str, list[str], float]:
     assert run.process is not None
     if role == "launcher":
         run.process.wait()
-    spared = {"resource tracker": set(ROLES), "janitor": set(ROLES), "launcher": set()}
-    stays = spared.get(role, {"launcher", "janitor"})
+    spared = {"resource tracker": set(ROLES), "cleanup process": set(ROLES), "launcher": set()}
+    stays = spared.get(role, {"launcher", "cleanup process"})
     doomed = {pid: other for pid, other in alive.items() if other not in stays}
     begin = time.monotonic()
     while (left := [pid for pid in doomed if _is_alive(pid)]) and time.monotonic() < begin + _LONGEST_S:
@@ -154,7 +155,7 @@ def soak(options: argparse.Namespace, run: Run, is_asked_to_stop: Callable[[], b
     assert run.process is not None
     run.process.terminate()
     code = run.process.wait()
-    time.sleep(3.0)  # for janitors
+    time.sleep(3.0)  # for cleanup processes
     found = {
         "kills": kills.total(),
         "by role": dict(kills),

@@ -155,21 +155,21 @@ class Net:
         build: gives it.
         shape: of one of its inputs.
         loss: of the network and a batch.
-        is_labelled: batches have labels of ten classes.
+        is_labeled: batches have labels of ten classes.
         num_tokens: inputs are integers below this; 0: they are floating-point numbers.
     """
 
     build: Callable[[], nn.Module]
     shape: tuple[int, ...]
     loss: Callable[..., Tensor]
-    is_labelled: bool = True
+    is_labeled: bool = True
     num_tokens: int = 0
 
     def batch(self, size: int) -> tuple[Tensor, ...]:
         """Random inputs, and labels."""
         shape = size, *self.shape
         inputs = torch.randint(self.num_tokens, shape) if self.num_tokens else torch.randn(shape)
-        return (inputs, torch.arange(size) % 10) if self.is_labelled else (inputs,)
+        return (inputs, torch.arange(size) % 10) if self.is_labeled else (inputs,)
 
 
 def _classify(model: nn.Module, inputs: Tensor, labels: Tensor) -> Tensor:
@@ -188,11 +188,11 @@ def _own(model: nn.Module, *inputs: Tensor) -> Tensor:
 NETS = {
     "mlp": Net(_mlp, (256,), _classify),
     "small_conv": Net(_small_conv, (3, 32, 32), _classify),
-    "unet": Net(UNet, (3, 32, 32), _rebuild, is_labelled=False),
+    "unet": Net(UNet, (3, 32, 32), _rebuild, is_labeled=False),
     "gru": Net(Recurrent, (24, 64), _classify),
     "encoder": Net(_encoder, (16, 128), _classify),
-    "autoencoder": Net(_autoencoder, (1024,), _rebuild, is_labelled=False),
-    "tied_weights": Net(LanguageModel, (33,), _own, is_labelled=False, num_tokens=2000),
+    "autoencoder": Net(_autoencoder, (1024,), _rebuild, is_labeled=False),
+    "tied_weights": Net(LanguageModel, (33,), _own, is_labeled=False, num_tokens=2000),
     "own_recompute": Net(Recomputed, (16, 96), _classify),
     "torchvision_resnet18": Net(_resnet, (3, 32, 32), _classify),
     "timm_mixer": Net(_mixer, (3, 32, 32), _classify),

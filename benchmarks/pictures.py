@@ -59,7 +59,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         shown = train(f"{folder}/run", sys.argv[2:])
         display(shown, target / "display.svg")
-        # 256 colours are enough for a plot, and a third of the bytes.
+        # 256 colors are enough for a plot, and a third of the bytes.
         Image.open(f"{folder}/run/report.png").quantize(256).save(target / "report.png", optimize=True)
 
 

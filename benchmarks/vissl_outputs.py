@@ -39,7 +39,7 @@ from torch import Tensor, nn
 from vissl_zero.checkpoint.foreign_layouts import read_foreign
 from vissl_zero.data.dataset import ImageBatch
 from vissl_zero.data.pipeline import build_pipeline
-from vissl_zero.methods.dino import Centre, IBOTOutput, dino_loss, masked_patch_loss
+from vissl_zero.methods.dino import Center, IBOTOutput, dino_loss, masked_patch_loss
 from vissl_zero.methods.distillation import (
     IBOTDistillation,
     SwAVDistillation,
@@ -324,15 +324,15 @@ def _dino() -> Pairs:
         momentum=0.996, student_temp=0.1, teacher_temp_min=0.04, teacher_temp_max=0.07, teacher_temp_warmup_iters=0,
         crops_for_teacher=[0, 1], ema_center=0.9, output_dim=8, num_crops=4, normalize_last_layer=True,
     )  # fmt: skip
-    theirs, centre = vissl("losses.dino_loss").DINOLoss(keys), Centre(8, 0.9).double()
+    theirs, center = vissl("losses.dino_loss").DINOLoss(keys), Center(8, 0.9).double()
     for step in range(2):
         rows, taught = _drawn(step, 24, 8), _drawn(step + 5, 2, 6, 8)
         theirs.teacher_output, theirs.teacher_temp = taught.flatten(0, 1), 0.05
-        targets = centre.targets(taught, 0.05)
+        targets = center.targets(taught, 0.05)
         ours = _with_gradient(lambda r: dino_loss(r.unflatten(0, (4, 6)), targets), rows)  # noqa: B023
         yield from zip(ours, _with_gradient(lambda r: theirs([r]), rows), strict=True)
-        centre.update(taught)
-        yield centre.mean, theirs.center[0]
+        center.update(taught)
+        yield center.mean, theirs.center[0]
 
 
 def _patches() -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -342,12 +342,12 @@ def _patches() -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     return student, patches, teacher, seen, _drawn(5, 6, 2, 2) > 0
 
 
-@part("loss", "ibot_loss and the centre of crops")
+@part("loss", "ibot_loss and the center of crops")
 def _ibot_loss() -> Pairs:
     yield from list(_ibot())[:3]
 
 
-@part("loss", "ibot_loss, the centre of patches", said="LOSS.name: ibot_loss")
+@part("loss", "ibot_loss, the center of patches", said="LOSS.name: ibot_loss")
 def _ibot_centre() -> Pairs:
     yield list(_ibot())[3]
 
@@ -362,7 +362,7 @@ def _ibot() -> Pairs:
     )  # fmt: skip
     theirs = vissl("losses.ibot_loss").IBOTLoss(keys)
     theirs.teacher_output = [teacher, seen]
-    crops, of_patches = Centre(7, 0.9).double(), Centre(7, 0.9).double()
+    crops, of_patches = Center(7, 0.9).double(), Center(7, 0.9).double()
 
     def our(rows: Tensor) -> Tensor:
         first = dino_loss(rows.view(3, 3, 7), crops.targets(teacher.view(2, 3, 7), 0.05))
@@ -785,9 +785,9 @@ def _raw_tensor() -> Pairs:
 
 @part("transform", "MNISTImgPil2RGB")
 def _mnist() -> Pairs:
-    grey = _picture().convert("L")
-    yield from _transforms("MNISTImgPil2RGB", images=1, given=grey)
-    yield from _transforms("MNISTImgPil2RGB", images=1, given=grey, size=48, box=[1, 2])
+    gray = _picture().convert("L")
+    yield from _transforms("MNISTImgPil2RGB", images=1, given=gray)
+    yield from _transforms("MNISTImgPil2RGB", images=1, given=gray, size=48, box=[1, 2])
 
 
 @contextmanager

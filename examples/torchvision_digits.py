@@ -1,4 +1,4 @@
-"""torchvision's ResNet-18 on 1,797 scans of digits; built without weights, initialised shard by shard.
+"""torchvision's ResNet-18 on 1,797 scans of digits; built without weights, initialized shard by shard.
 
 python examples/torchvision_digits.py
 torchrun --nproc_per_node=2 examples/torchvision_digits.py --level 2

@@ -72,7 +72,7 @@ class _Task:
 def run_on_ranks(
     world_size: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 60.0, group_timeout_s: float | None = None
 ) -> list[Any]:
-    """Call ``fn(*args)`` on ``world_size`` ranks with an initialised gloo group and one thread each.
+    """Call ``fn(*args)`` on ``world_size`` ranks with an initialized gloo group and one thread each.
 
     Args:
         world_size: 1 to 4.

@@ -1,4 +1,4 @@
-"""Images labelled by clusters: ``python tools/cluster_features_and_label.py config=<recipe> [config.A.B=value]``."""
+"""Images labeled by clusters: ``python tools/cluster_features_and_label.py config=<recipe> [config.A.B=value]``."""
 
 import sys
 

@@ -41,8 +41,11 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def is_there(path: str | Path) -> bool:
-    """Whether there is something at ``path``; unlike ``Path.exists``, False for what no path can be (too long, a zero
-    byte) and for what this user may not look at."""
+    """Check whether there is something at ``path``.
+
+    Unlike ``Path.exists``, False for what no path can be (too long, a zero byte) and for what this user may not
+    look at.
+    """
     try:
         Path(path).stat()
     except (OSError, ValueError):

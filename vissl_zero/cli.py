@@ -89,7 +89,7 @@ Measure what was trained, under VISSL's names, with any recipe; nothing is train
   vissl-zero train_svm_low_shot ...                 SVMs on few images
   vissl-zero low_shot_test ...                      logistic regression on few images
   vissl-zero nearest_neighbor_test ...              kNN
-  vissl-zero cluster_features_and_label ...         images labelled by k-means of their features
+  vissl-zero cluster_features_and_label ...         images labeled by k-means of their features
   vissl-zero instance_retrieval_test ...            images found by their features
   vissl-zero extract_cluster ...                    the prototype that each image is nearest to
   vissl-zero extract_features ...                   features to files
@@ -194,7 +194,7 @@ def _speak_utf8() -> None:
     if sys.flags.utf8_mode or sys.getfilesystemencoding() == "utf-8":
         return
     command = [os.fsencode(word) for word in (sys.executable, *sys.orig_argv[1:])]
-    os.execve(sys.executable, command, {**os.environ, "PYTHONUTF8": "1"})
+    os.execve(sys.executable, command, {**os.environ, "PYTHONUTF8": "1"})  # noqa: S606 - this very program
 
 
 def _dispatch(arguments: list[str]) -> int:
@@ -230,18 +230,24 @@ def _dispatch(arguments: list[str]) -> int:
         from vissl_zero.commands.train import train
 
         return train([f"engine_name={word}", *rest])
-    if word and word[0] not in "-+~" and "=" not in word:
-        if word in ELSEWHERE:
-            raise ConfigError(f"vissl-zero {word}: is not here. {ELSEWHERE[word]}")
-        words = [*WORDS, *PROGRAMS]
-        known = f"must be config=<recipe> or one of {', '.join(words)}.{did_you_mean(word, words)}"
-        raise ConfigError(f"vissl-zero {word}: {known} See vissl-zero --help.")
+    _refuse_unknown(word)
     if {"--help", "-h"} & {*arguments}:  # Hydra's would take ten seconds to list every group and key
         print(HELP, end="")
         return 0
     from vissl_zero.commands.train import train
 
     return train(arguments)
+
+
+def _refuse_unknown(word: str) -> None:
+    """Refuse a first word that is no override, flag or command of ours."""
+    if not word or word[0] in "-+~" or "=" in word:
+        return
+    if word in ELSEWHERE:
+        raise ConfigError(f"vissl-zero {word}: is not here. {ELSEWHERE[word]}")
+    words = [*WORDS, *PROGRAMS]
+    known = f"must be config=<recipe> or one of {', '.join(words)}.{did_you_mean(word, words)}"
+    raise ConfigError(f"vissl-zero {word}: {known} See vissl-zero --help.")
 
 
 def _config_dirs(words: list[str]) -> tuple[list[str], list[str]]:

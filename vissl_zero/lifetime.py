@@ -1,8 +1,8 @@
 """Child processes and temporary folders that never outlive their owner, however it ends.
 
 SIGKILL runs no handler and no ``finally``, so the kernel has to do it: a child asks to be killed with its parent, and a
-temporary folder has a janitor, a shell that waits for its owner's end of a pipe to close. A janitor that is killed is
-replaced, and what is left where both are killed at once is removed by the next that makes such a folder. Imports no
+temporary folder has a cleanup process, a shell that waits for its owner's end of a pipe to close. If that is killed, it
+is replaced, and what is left where both are killed at once is removed by the next that makes such a folder. Imports no
 torch.
 """
 
@@ -40,14 +40,14 @@ CREATOR_VARIABLE = "VISSL_ZERO_CREATOR"  # process id of the process that a fork
 SWEEP_VARIABLE = "VISSL_ZERO_SWEEP"  # process id of the sweep that a command line is a job of
 _PR_SET_PDEATHSIG = 1
 _F_SETSIG = 10  # Linux; Python's fcntl has no name for it
-_SHARED_MEMORY = Path("/dev/shm")
+_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - names in it are random
 _DYING_S = 5.0
 _PREFIX = "vissl_zero_run_"
 _OWNER = "owner"  # locked for as long as the owner of a folder lives
 _LONGEST_PARENT = 60  # bytes: multiprocessing's sockets lie in the folder, and the kernel takes names of 107 bytes
 _MADE_S = 60.0  # a folder without that file is older than this only if its maker was killed in between
 # Arguments: the folder, the folder of shared memory. Twice, because what dies with the owner may still be writing.
-_JANITOR = """
+_CLEANUP_SCRIPT = """
 trap '' HUP INT TERM
 read -r _
 for attempt in 1 2; do
@@ -77,7 +77,7 @@ def end_with_parent(parent: int) -> None:
         os._exit(1)  # it died before we asked
 
 
-def apart(function: Callable[..., T], *arguments: Any) -> T:
+def run_in_subprocess(function: Callable[..., T], *arguments: Any) -> T:
     """Call ``function`` in a process forked for it and return its result, so that this one need not import torch.
 
     Where this one has torch already, it calls the function itself: nothing would be saved, and a process that is forked
@@ -190,7 +190,7 @@ def _start_fork_servers() -> None:
 
 
 class Scratch:
-    """A folder that only this user can enter, removed by ``close``, or by its janitor if this process is killed.
+    """A folder that only this user can enter, removed by ``close``, or by its cleanup process if this one is killed.
 
     Use it as a context, or keep it until the process ends. With it go the shared memory and the semaphores of processes
     that have called ``note_shares``.
@@ -207,16 +207,16 @@ class Scratch:
         self._open = [self._read, write]
         try:
             self._open.append(_lock_owner(self.path))
-            self._janitor = self._start_janitor()
+            self._cleanup_process = self._start_cleanup_process()
         except BaseException:
             self._close_files()
             shutil.rmtree(self.path, ignore_errors=True)
             raise
-        Thread(target=self._keep_janitor, daemon=True, name="janitor of a temporary folder").start()
+        Thread(target=self._keep_cleanup_process, daemon=True, name="cleanup process of a temporary folder").start()
 
-    def _start_janitor(self) -> subprocess.Popen[bytes]:
+    def _start_cleanup_process(self) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
-            ["/bin/sh", "-c", _JANITOR, "vissl-zero-janitor", str(self.path), str(_SHARED_MEMORY)],
+            ["/bin/sh", "-c", _CLEANUP_SCRIPT, "vissl-zero-cleanup", str(self.path), str(_SHARED_MEMORY)],
             stdin=self._read,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -224,18 +224,18 @@ class Scratch:
             start_new_session=True,  # out of reach of what kills the group
         )
 
-    def _keep_janitor(self) -> None:
-        """Replace, in a thread, a janitor that was killed while the folder is in use."""
+    def _keep_cleanup_process(self) -> None:
+        """Replace, in a thread, a cleanup process that was killed while the folder is in use."""
         while True:
-            self._janitor.wait()
+            self._cleanup_process.wait()
             if self._is_closed:
                 return
             try:
-                self._janitor = self._start_janitor()
+                self._cleanup_process = self._start_cleanup_process()
             except OSError:  # no room for a process: ``remove_abandoned`` is left
                 return
             if self._is_closed:  # while it was started
-                self._janitor.kill()
+                self._cleanup_process.kill()
 
     def close(self) -> None:
         """Remove the folder and what is shared under its processes' names; they must have been killed by now."""
@@ -245,8 +245,8 @@ class Scratch:
             time.sleep(0.01)
         remove_shares(pids)
         self._is_closed = True
-        self._janitor.kill()
-        self._janitor.wait()
+        self._cleanup_process.kill()
+        self._cleanup_process.wait()
         shutil.rmtree(self.path, ignore_errors=True)
         self._close_files()
 
@@ -266,7 +266,7 @@ class Scratch:
 def _parent() -> Path:
     """Return TMPDIR, or /tmp where that is too long a name for a folder with sockets."""
     parent = Path(tempfile.gettempdir())
-    return parent if len(os.fsencode(parent)) <= _LONGEST_PARENT else Path("/tmp")
+    return parent if len(os.fsencode(parent)) <= _LONGEST_PARENT else Path("/tmp")  # noqa: S108 - mkdtemp makes it
 
 
 def _lock_owner(folder: Path) -> int:

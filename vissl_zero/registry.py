@@ -224,11 +224,11 @@ def _broken_import(name: str, error: BaseException) -> Problem:
     elif missing and (name == missing or name.startswith(missing + ".")):
         fix = f"Put the folder that holds {name.split('.')[0]!r} on PYTHONPATH, install it, or correct the name."
     else:
-        fix = f"It ends with {_said(error)}{_where(error)}. Correct the module."
+        fix = f"It ends with {_error_text(error)}{_where(error)}. Correct the module."
     return Problem("config.IMPORTS", repr(name), "must name importable Python modules", fix)
 
 
-def _said(error: BaseException) -> str:
+def _error_text(error: BaseException) -> str:
     text = " ".join(str(error).split())
     return f"{type(error).__name__}{f': {text}' if text else ''}"
 
@@ -245,7 +245,7 @@ def broken_plugin(entry_point: EntryPoint, error: BaseException) -> Problem:
     return Problem(
         f"plugin {entry_point.name!r}",
         entry_point.value,
-        f"cannot be loaded and is left out ({_said(error)})",
+        f"cannot be loaded and is left out ({_error_text(error)})",
         f"Correct or uninstall the package {package!r}.",
     )
 
@@ -394,7 +394,7 @@ OPTIMIZERS = Registry(
         "adafactor": (f"{_OPTIM}.whole_tensor", "Adafactor of torch: second moments by row and column."),
         "normuon": (
             f"{_OPTIM}.whole_tensor",
-            "Muon whose updates are normalised row by row, AdamW for the rest and for heads.",
+            "Muon whose updates are normalized row by row, AdamW for the rest and for heads.",
         ),
         "shampoo": (f"{_OPTIM}.whole_tensor", "Shampoo at Adam's step sizes, on blocks of whole matrices."),
         "adamw_8bit": (
@@ -423,7 +423,7 @@ DATA_SOURCES = Registry(
     "data source",
     "config.DATA.TRAIN.DATA_SOURCES",
     {
-        "disk_folder": (f"{_DATA}.sources.disk", "Class folders, or one flat folder of unlabelled images."),
+        "disk_folder": (f"{_DATA}.sources.disk", "Class folders, or one flat folder of unlabeled images."),
         "disk_filelist": (f"{_DATA}.sources.disk", "Image files named by .npy or text lists."),
         "webdataset": (f"{_DATA}.sources.packed", "Tars of images, as webdataset writes them."),
         "arrow": (f"{_DATA}.sources.packed", "Arrow files of Hugging Face's datasets, as save_to_disk writes them."),
@@ -452,12 +452,12 @@ TRANSFORMS = Registry(
             "Transforms with a probability for each crop.",
         ),
         "ImgPilRandomSolarize": (f"{_DATA}.transforms", "Solarization, with a probability, as VISSL has it."),
-        "ImgPilRandomPhotometric": (f"{_DATA}.transforms", "PIRL's changes of colour, with a probability."),
+        "ImgPilRandomPhotometric": (f"{_DATA}.transforms", "PIRL's changes of color, with a probability."),
         "MNISTImgPil2RGB": (f"{_DATA}.transforms", "An RGB image, on a larger canvas if asked for."),
         "ImgPilToRawTensor": (f"{_DATA}.transforms", "A tensor with values from 0 to 255."),
         "ImgPil2LabTensor": (f"{_DATA}.transforms", "A Lab tensor, as the colorization paper has it."),
         "RandAugment": (f"{_DATA}.transforms", "Random operations, as VISSL or torchvision has them."),
-        "ImgPilColorDistortion": (f"{_DATA}.transforms", "Colour jitter and grey-scale, as SimCLR has it."),
+        "ImgPilColorDistortion": (f"{_DATA}.transforms", "Color jitter and gray-scale, as SimCLR has it."),
         "ImgPilGaussianBlur": (f"{_DATA}.transforms", "Gaussian blur of a random radius, with a probability."),
         "ImgPilRandomStroke": (f"{_DATA}.transforms", "Thicker or thinner bright strokes, for scans of handwriting."),
     },

@@ -161,7 +161,7 @@ def run_steps(model: nn.Module, optimizer: Any, loop: Loop, steps: range) -> Non
 
 
 class Normed(nn.Module):
-    """Batch norm that its user wants synchronised, between layers of the same type."""
+    """Batch norm that its user wants synchronized, between layers of the same type."""
 
     def __init__(self, norm: type[nn.Module]) -> None:
         super().__init__()

@@ -17,7 +17,7 @@ from vissl_zero.sharding.model.batch_norm import (
     batch_norm_group,
     convert_batch_norms,
     frozen_statistics,
-    synchronise_,
+    synchronize_,
 )
 
 NUM_FEATURES = 5
@@ -104,7 +104,7 @@ def test_groups_share_statistics_among_their_own_ranks_only() -> None:
 
 def _half_on_rank(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     layer = _layer(2, {}).float()
-    synchronise_(layer, dist.group.WORLD)
+    synchronize_(layer, dist.group.WORLD)
     x, grad = _rows(2, 8)
     mine = slice(4 * dist.get_rank(), 4 * dist.get_rank() + 4)
     x = (x[mine] - 100).to(dtype).requires_grad_()
@@ -115,7 +115,7 @@ def _half_on_rank(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_input_is_normalised_with_float32_statistics(dtype: torch.dtype) -> None:
+def test_half_precision_input_is_normalized_with_float32_statistics(dtype: torch.dtype) -> None:
     half, single = (run_on_ranks(2, _half_on_rank, kind)[0] for kind in (dtype, torch.float32))
     assert half[0].dtype == half[1].dtype == dtype
     assert half[2].dtype == torch.float32
@@ -156,10 +156,10 @@ def test_a_group_size_that_does_not_divide_the_world_is_refused() -> None:
 
 
 @pytest.mark.parametrize("is_ours", [False, True])
-def test_frozen_statistics_stay_while_batches_are_normalised_by_their_own(is_ours: bool) -> None:
+def test_frozen_statistics_stay_while_batches_are_normalized_by_their_own(is_ours: bool) -> None:
     layer, rows = nn.BatchNorm1d(NUM_FEATURES).double(), torch.randn(4, NUM_FEATURES, dtype=torch.float64)
     if is_ours:
-        synchronise_(layer, None)
+        synchronize_(layer, None)
     before = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
     with frozen_statistics(layer):
         inside = layer(rows)
@@ -210,7 +210,7 @@ def _train_timm(level: int | None) -> dict[str, Tensor]:
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("level", [0, 2, 3])
-def test_timms_synchronised_batch_norm_with_activation_is_one_process_with_all_rows(level: int) -> None:
+def test_timms_synchronized_batch_norm_with_activation_is_one_process_with_all_rows(level: int) -> None:
     expected = _train_timm(None)
     found = run_on_ranks(2, _train_timm, level)[0]
     assert found.keys() == expected.keys()

@@ -301,7 +301,7 @@ def _normalize(level: int) -> tuple[Tensor, Tensor, Tensor]:
 
 @LEVELS
 @pytest.mark.timeout(60)
-def test_rows_are_normalised_and_the_next_forward_pass_knows(level: int) -> None:
+def test_rows_are_normalized_and_the_next_forward_pass_knows(level: int) -> None:
     model = build(Case()).eval()
     with torch.no_grad():
         prototypes = model.get_parameter(PROTOTYPES)

@@ -370,7 +370,7 @@ class _AskOnOneRank(Hook):
 
     def on_step(self, run: Run, step: Step) -> None:
         if (run.rank, run.step) == (self._rank, self._step):
-            stopping.ask("a test")
+            stopping.request_stop("a test")
 
 
 def _stop(folder: Path) -> tuple[int, Any, list[int]]:

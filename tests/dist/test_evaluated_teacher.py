@@ -45,7 +45,7 @@ def _config(which: str, trunk: str) -> dict[str, Any]:
 
 def _features_by_hand(run: Run, model: torch.nn.Module, hook: KnnHook) -> Tensor:
     """Features of the images of the index, one batch, by the model itself."""
-    source = hook.neighbours_after.index_source  # type: ignore[union-attr]
+    source = hook.neighbors_after.index_source  # type: ignore[union-attr]
     pixels = [np.asarray(source.image(index), dtype=np.float64) / 255 for index in range(len(source))]
     images = (torch.from_numpy(np.stack(pixels)).permute(0, 3, 1, 2) - 0.3) / 0.4
     with evaluating(model):
@@ -69,7 +69,7 @@ def _train(
     run, schedules, frozen = build_run(plan, torch.device("cpu"))
     hook = KnnHook(plan)
     train(run, schedules, frozen, [hook, OnlineProbeHook()])
-    assert hook.neighbours_after is not None
+    assert hook.neighbors_after is not None
     pictures = [(picture.components, picture.attention) for picture in hook.pictures]
     ranks = {}
     if world_size == 1:

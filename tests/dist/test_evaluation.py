@@ -30,8 +30,8 @@ def _evaluate(level: int, world_size: int, max_steps: int) -> tuple[Features, di
     train(run, schedules, frozen, [hook, AccuracyHook()])
     images, _ = build_eval_images(plan.config.DATA, plan.seed)
     features = extract_features(run, images, with_pixels=True)
-    assert hook.neighbours_after is not None
-    return features, run.results, hook.neighbours_after.neighbour_ids
+    assert hook.neighbors_after is not None
+    return features, run.results, hook.neighbors_after.neighbor_ids
 
 
 @pytest.mark.slow
@@ -41,7 +41,7 @@ def _evaluate(level: int, world_size: int, max_steps: int) -> tuple[Features, di
 )
 def test_the_same_on_every_rank_and_as_in_one_process(level: int, world_size: int, max_steps: int) -> None:
     (wanted,) = run_on_ranks(1, _evaluate, 0, 1, max_steps)
-    for features, results, neighbours in run_on_ranks(world_size, _evaluate, level, world_size, max_steps):
+    for features, results, neighbors in run_on_ranks(world_size, _evaluate, level, world_size, max_steps):
         torch.testing.assert_close(features.rows, wanted[0].rows, rtol=0, atol=1e-10)
         assert torch.equal(features.labels, wanted[0].labels)
         assert torch.equal(features.pixels, wanted[0].pixels)
@@ -50,7 +50,7 @@ def test_the_same_on_every_rank_and_as_in_one_process(level: int, world_size: in
             # Ranks of matrices are sums over singular values, those of dead features too: rounding, and its root.
             is_rank = name in ("rankme_before", "rankme_after", "lidar")
             assert results[name] == (pytest.approx(value, rel=1e-5) if is_rank else value), name
-        assert neighbours == wanted[2]
+        assert neighbors == wanted[2]
 
 
 def _pictures(level: int, world_size: int) -> list[PatchPictures]:

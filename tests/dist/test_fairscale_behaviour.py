@@ -162,7 +162,7 @@ def _normalize(level: int, case: Case, changes: dict[str, Any]) -> dict[str, Any
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize(("level", "changes"), [(1, {}), (2, {}), (3, {}), (3, {"flatten_parameters": False})])
-def test_rows_are_normalised_everywhere_and_evaluation_sees_it(level: int, changes: dict) -> None:
+def test_rows_are_normalized_everywhere_and_evaluation_sees_it(level: int, changes: dict) -> None:
     case = _case(level, norm="group")
     answers = run_on_ranks(3, _normalize, level, case, changes)
     before, after = answers[0]["before"], answers[0]["after"]

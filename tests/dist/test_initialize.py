@@ -115,7 +115,7 @@ def test_resumes_in_the_middle(level: int, engine: str) -> None:
 
 
 @pytest.mark.timeout(60)
-def test_groups_synchronised_norm_buffers_and_rates_go_through_a_checkpoint(tmp_path: Path) -> None:
+def test_groups_synchronized_norm_buffers_and_rates_go_through_a_checkpoint(tmp_path: Path) -> None:
     """In groups on 4 ranks, then on 2 without, then in groups; rates set by hand before a checkpoint hold after it."""
     expected = train_normed_plainly(num_steps=6, change_at=2)
     groups = {"level": 3, "shard_group_size": 2}

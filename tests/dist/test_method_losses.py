@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.ranks import run_on_ranks
 from vissl_zero import collectives
 from vissl_zero.methods.contrastive import nnclr_loss, supcon_loss
-from vissl_zero.methods.dino import Centre, dino_loss, dinov2_loss, koleo, masked_patch_loss, sinkhorn_targets
+from vissl_zero.methods.dino import Center, dino_loss, dinov2_loss, koleo, masked_patch_loss, sinkhorn_targets
 from vissl_zero.methods.gather import count_samples
 from vissl_zero.methods.lejepa import lejepa_loss, random_directions
 from vissl_zero.methods.masked_modeling import latent_regression, mae_loss, simmim_loss
@@ -64,10 +64,10 @@ def _moco_v2(x: Tensor, mine: slice) -> Tensor:
 
 
 def _dino(x: Tensor, mine: slice) -> Tensor:
-    centre = Centre(DIM).double()
+    center = Center(DIM).double()
     teacher = x[:, :2].detach().transpose(0, 1) * 2
-    centre.update(centre.sums(teacher))
-    return dino_loss(x.transpose(0, 1), centre.targets(teacher, 0.3))
+    center.update(center.sums(teacher))
+    return dino_loss(x.transpose(0, 1), center.targets(teacher, 0.3))
 
 
 def _ibot(x: Tensor, mine: slice) -> Tensor:

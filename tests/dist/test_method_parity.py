@@ -202,7 +202,7 @@ def plain(method: str, norm: str, num_micro: int = 1, clip: float | None = None,
     rule.set_length(2 * loader.steps_per_epoch, loader.steps_per_epoch)
     result, step = Result(), 0
     see: Any = _ViewByView if views_apart else (lambda model: model)
-    if rule.looks_first:
+    if rule.needs_initial_embeddings:
         rule.on_step(0, 0)
         before = copy.deepcopy(model.state_dict())
         for micro_batches in loader.epoch(0):
@@ -219,11 +219,11 @@ def plain(method: str, norm: str, num_micro: int = 1, clip: float | None = None,
             for batch in [part.to("cpu", torch.float64) for part in micro_batches]:
                 set_random_key(plan.seed, step, batch.sample_ids)
                 with torch.no_grad():
-                    taught = rule.run_teacher(see(teacher), batch) if rule.has_teacher else None
+                    teacher_outputs = rule.run_teacher(see(teacher), batch) if rule.has_teacher else None
                 outputs = rule.run_student(see(model), batch)
-                loss = rule.loss(outputs, batch, taught) / num_micro
+                loss = rule.loss(outputs, batch, teacher_outputs) / num_micro
                 loss.backward()
-                observed.append(rule.observe(outputs, batch, taught))
+                observed.append(rule.observe(outputs, batch, teacher_outputs))
                 total += loss.item()
             rule.update_state(observed)
             norm_of_all = torch.nn.utils.clip_grad_norm_(model.parameters(), torch.inf if clip is None else clip)

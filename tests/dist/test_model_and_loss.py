@@ -1,7 +1,7 @@
 """The built-in trunk, heads and SwAV together: the same losses sharded or not, recomputed or not, at any world size.
 
 Multi-crop, a queue, dropout in a second head, and a batch that ranks cannot share evenly. Batch norm is left out here:
-how it synchronises is sharding's matter.
+how it synchronizes is sharding's matter.
 """
 
 from __future__ import annotations

@@ -126,7 +126,7 @@ def test_the_first_step_and_parameter_that_differ_are_named_on_every_rank() -> N
 @pytest.mark.timeout(90)
 def test_likely_causes_are_named() -> None:
     verdict = run_on_ranks(2, _verify, {"level": 1}, "mean", "batch")[0]
-    assert not verdict.is_equal and "batch norm is not synchronised" in str(verdict)
+    assert not verdict.is_equal and "batch norm is not synchronized" in str(verdict)
     verdict = run_on_ranks(2, _verify, {"level": 1}, "mean", "layer", "net", 0.5)[0]
     assert not verdict.is_equal and "draws random numbers" in str(verdict)
     verdict = run_on_ranks(1, _verify, {"level": 1}, "mean", "layer", "net", 0.5)[0]

@@ -30,7 +30,7 @@ def commands(page: Path) -> list[str]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder with photos, with labelled images, and with the two commands on its PATH."""
+    """A folder with photos, with labeled images, and with the two commands on its PATH."""
     for path in ("photos", "train/cat", "train/dog", "test/cat", "test/dog"):
         (tmp_path / path).mkdir(parents=True)
         for index in range(64 if path == "photos" else 8):

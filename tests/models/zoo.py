@@ -903,7 +903,7 @@ def detached_branch() -> nn.Module:
 
 
 @odd(4, 3, 6)
-def vectorised_over_the_batch() -> nn.Module:
+def vectorized_over_the_batch() -> nn.Module:
     return Model(
         lambda self, x: torch.vmap(lambda row: torch.tanh(self.b(self.a(row))))(x), a=nn.Linear(6, 6), b=nn.Linear(6, 6)
     )

@@ -1,8 +1,8 @@
-"""Every ``digits/<method>`` recipe through the front door: it honours what a script may change and is the same model.
+"""Every ``digits/<method>`` recipe through the front door: it honors what a script may change and is the same model.
 
 As it stands a recipe has 2 processes at level 3. One process at level 0 that takes as many images in two micro-batches,
 with one loss over both, trains the same weights, in float64 to 1e-10. Each micro-batch has batch statistics of its own,
-as each of two processes without synchronised batch norm has.
+as each of two processes without synchronized batch norm has.
 """
 
 from __future__ import annotations

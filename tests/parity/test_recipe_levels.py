@@ -1,6 +1,6 @@
 """One recipe, every level and several world sizes: the same losses and weights to 1e-10, through the front door.
 
-RegNet, multi-crop, synchronised batch norm, LARC, clipping, float64. Each run is the real command line in its own
+RegNet, multi-crop, synchronized batch norm, LARC, clipping, float64. Each run is the real command line in its own
 processes. The global batch is 16 images throughout. The noise floor is the difference between one process and the same
 process with another global order of summation: here, one process against two.
 """

@@ -33,7 +33,7 @@ class Pace(Hook):
     def on_step(self, run, record):
         time.sleep(float(Path(os.environ["PACE_FILE"]).read_text()))
 '''
-# Seconds a step lasts until the job is interrupted: NUM_STEPS of them outlast the slowest start of its neighbours.
+# Seconds a step lasts until the job is interrupted: NUM_STEPS of them outlast the slowest start of its neighbors.
 HELD_S = 1.5
 SMALL = [
     "config=quickstart/swav_digits",

@@ -42,11 +42,11 @@ def folder_of(owner: subprocess.Popen[str]) -> Path:
     return Path(owner.stdout.readline().strip())
 
 
-def janitors(folder: Path) -> list[int]:
+def cleanup_processes(folder: Path) -> list[int]:
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
-            if f"vissl-zero-janitor\0{folder}" in path.read_text():
+            if f"vissl-zero-cleanup\0{folder}" in path.read_text():
                 found.append(int(path.parent.name))
         except OSError:
             continue
@@ -67,26 +67,26 @@ def test_the_folder_of_a_killed_owner_is_removed(owner: subprocess.Popen[str]) -
     wait_until(lambda: not folder.exists())
 
 
-def test_a_killed_janitor_is_replaced(owner: subprocess.Popen[str]) -> None:
+def test_a_killed_cleanup_process_is_replaced(owner: subprocess.Popen[str]) -> None:
     folder = folder_of(owner)
-    (first,) = janitors(folder)
+    (first,) = cleanup_processes(folder)
     os.kill(first, signal.SIGKILL)
-    wait_until(lambda: bool(set(janitors(folder)) - {first}))
+    wait_until(lambda: bool(set(cleanup_processes(folder)) - {first}))
     owner.kill()
-    wait_until(lambda: not folder.exists() and not janitors(folder))
+    wait_until(lambda: not folder.exists() and not cleanup_processes(folder))
 
 
-def test_the_next_owner_removes_what_a_killed_owner_and_janitor_left(owner: subprocess.Popen[str]) -> None:
+def test_the_next_owner_removes_what_a_killed_owner_and_cleanup_process_left(owner: subprocess.Popen[str]) -> None:
     folder = folder_of(owner)
     (folder / f"shares.{owner.pid}").touch()
     left = Path(f"/dev/shm/sem.loky-{owner.pid}-test")
     left.touch()
-    os.kill(owner.pid, signal.SIGSTOP)  # so that it cannot replace its janitor
-    for janitor in janitors(folder):
-        os.kill(janitor, signal.SIGKILL)
+    os.kill(owner.pid, signal.SIGSTOP)  # so that it cannot replace its cleanup process
+    for process in cleanup_processes(folder):
+        os.kill(process, signal.SIGKILL)
     owner.kill()
     owner.wait()
-    time.sleep(1.5)  # longer than a janitor would take
+    time.sleep(1.5)  # longer than a cleanup process would take
     assert folder.is_dir()
     with Scratch() as other:
         assert other.is_dir()

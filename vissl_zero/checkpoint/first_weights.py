@@ -171,11 +171,11 @@ def _fill(
         if not tensors[entry.key].is_meta:
             tensors[entry.key].copy_(entry.read())
     if collectives.rank() == 0:
-        _say(f"Beginning with {len(found.entries)} tensors of {options.PARAMS_FILE} ({foreign.layout}).")
+        _print_line(f"Beginning with {len(found.entries)} tensors of {options.PARAMS_FILE} ({foreign.layout}).")
         for sentence in [*(f"passed over: {reason}" for reason in foreign.passed_over), *found.sentences()]:
-            _say(sentence)
+            _print_line(sentence)
         for head in sorted({name.rpartition(".")[0] for name in found.other_shape if name.startswith("heads.")}):
-            _say(f"{head} starts anew, since it has another shape than in the file.")
+            _print_line(f"{head} starts anew, since it has another shape than in the file.")
     return {entry.key: entry.read for entry in found.entries}
 
 
@@ -201,5 +201,5 @@ def _require(found: Match, path: str, needs: Literal["trunk", "head shapes", "he
         )
 
 
-def _say(line: str) -> None:
+def _print_line(line: str) -> None:
     rich.get_console().print(printable(line), markup=False, highlight=False, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""State of the loss and the optimizer in VISSL's checkpoints: teachers, queues, memory banks, centres, clusters.
+"""State of the loss and the optimizer in VISSL's checkpoints: teachers, queues, memory banks, centers, clusters.
 
 VISSL stores ``task.loss.state_dict()`` under ``loss`` beside ``classy_state_dict`` (vissl/hooks/log_hooks.py at
 09270ed2), or in it. Of several processes it keeps the first one's alone: of SwAV's queue and DeepCluster's memory,

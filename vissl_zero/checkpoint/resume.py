@@ -184,7 +184,7 @@ def restore(run: Run, hooks: Sequence[Hook], checkpoint: Checkpoint, with_optimi
     """Put ``run`` where the checkpoint was made. Every rank calls it, before ``train``.
 
     On the number of ranks that wrote it, what each rank had of its own (random numbers, batch norm that is not
-    synchronised) comes back too.
+    synchronized) comes back too.
 
     Raises:
         CheckpointError: it is of another model or loss.

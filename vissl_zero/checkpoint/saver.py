@@ -373,10 +373,10 @@ class CheckpointHook(Hook):
 
     def _stop(self, run: Run) -> None:
         """Save now; the loop ends after this step, with the first reason in the order of ranks."""
-        asked = stopping.asked()
-        stops = [asked] * collectives.world_size()
+        request = stopping.requested_stop()
+        stops = [request] * collectives.world_size()
         if len(stops) > 1:
-            dist.all_gather_object(stops, asked)
+            dist.all_gather_object(stops, request)
         # The first in the order of ranks, so that all ranks end with the same reason and exit code.
         run.stop = next(stop for stop in stops if stop is not None)
         self._saver.save(run, self._hooks)

@@ -26,7 +26,7 @@ from rich.text import Text
 
 from vissl_zero.atomic import is_there
 from vissl_zero.config.blocks.model_and_loss import WeightsInit
-from vissl_zero.config.catalogue import Replacement, missing, public_equivalent, use_catalogue, with_public_paths
+from vissl_zero.config.catalog import Replacement, missing, public_equivalent, use_catalog, with_public_paths
 from vissl_zero.config.compose import (
     EXPLAINABLE,
     Composed,
@@ -73,6 +73,25 @@ def explain(arguments: Sequence[str]) -> int:
     if not arguments or "--help" in arguments or "-h" in arguments:
         print(USAGE, end="")
         return 0 if arguments else 2
+    asked, overrides, flags, out = _parse(arguments)
+    files = _files(asked, "--parts" in flags)
+    accounts = accounts_of(files, overrides)
+    fixed = _fix(files, Path(out)) if out else {}
+    is_folder = Path(asked).is_dir()
+    if "--json" in flags:
+        rows = [_row(account) | {"replaced": _rows(fixed.get(account.name, ()))} for account in accounts]
+        print(json.dumps(rows if is_folder else rows[0], indent=1))
+    elif is_folder:
+        _print_folder(accounts)
+    else:
+        _print_one(accounts[0])
+    if out and "--json" not in flags:
+        print(f"written: {len(fixed)} files in {out}, {sum(map(len, fixed.values()))} lines replaced")
+    return 0 if all(account.is_accepted for account in accounts) else REFUSED
+
+
+def _parse(arguments: Sequence[str]) -> tuple[str, list[str], set[str], str]:
+    """Split the words into the recipe, file or folder, the overrides, the flags, and the folder of --fix."""
     words = [part for word in arguments for part in (word.split("=", 1) if word.startswith("--") else [word])]
     asked, overrides, flags, out = list[str](), list[str](), set[str](), ""
     while words:
@@ -96,20 +115,7 @@ def explain(arguments: Sequence[str]) -> int:
             overrides.append(word)
     if len(asked) != 1:
         raise ConfigError(f"vissl-zero explain: must name one recipe, file or folder (got {len(asked)}).\n{USAGE}")
-    files = _files(asked[0], "--parts" in flags)
-    accounts = accounts_of(files, overrides)
-    fixed = _fix(files, Path(out)) if out else {}
-    is_folder = Path(asked[0]).is_dir()
-    if "--json" in flags:
-        rows = [_row(account) | {"replaced": _rows(fixed.get(account.name, ()))} for account in accounts]
-        print(json.dumps(rows if is_folder else rows[0], indent=1))
-    elif is_folder:
-        _print_folder(accounts)
-    else:
-        _print_one(accounts[0])
-    if out and "--json" not in flags:
-        print(f"written: {len(fixed)} files in {out}, {sum(map(len, fixed.values()))} lines replaced")
-    return 0 if all(account.is_accepted for account in accounts) else REFUSED
+    return asked[0], overrides, flags, out
 
 
 def accounts_of(files: Sequence[RecipeFile], overrides: Sequence[str] = (), processes: int = 0) -> list[Account]:
@@ -358,7 +364,7 @@ def _fill_in(run: RunConfig, account: Account, stack: ExitStack) -> None:
         split.DATA_PATHS = [f"/path/to/{name}" for name in split.DATASET_NAMES]
         if "disk_filelist" in split.LABEL_SOURCES or "everstore" in split.LABEL_SOURCES:
             split.LABEL_PATHS = split.LABEL_PATHS or [f"{path}_labels.npy" for path in split.DATA_PATHS]
-    use_catalogue(run.DATA, None)
+    use_catalog(run.DATA, None)
     images = run.IMG_RETRIEVAL.DATASET_PATH
     if run.PROGRAM == RETRIEVAL and not is_there(Path(images).expanduser()):
         fix = "Write config.IMG_RETRIEVAL.DATASET_PATH=<folder>."

@@ -65,11 +65,11 @@ def export(arguments: Sequence[str]) -> int:
         if out.is_dir():
             out.rmdir()
         folder.replace(out)
-    _say(loaded, done, out, options.to)
+    _print_result(loaded, done, out, options.to)
     return 0
 
 
-def _say(loaded: LoadedTrunk, done: Exported, out: Path, target: str) -> None:
+def _print_result(loaded: LoadedTrunk, done: Exported, out: Path, target: str) -> None:
     print(f"{loaded.path} ({loaded.recognized}) -> {out}, for {target}")
     for name in sorted(file.name for file in out.iterdir()):
         print(f"  {name}")

@@ -35,13 +35,13 @@ from vissl_zero.engine.stopping import INTERRUPTED, STOPPED
 from vissl_zero.errors import ConfigError, Problem, VisslZeroError, did_you_mean
 from vissl_zero.launch.run_list import COMMAND_MARK
 from vissl_zero.launch.sweep import finish_sweep, register_launcher
-from vissl_zero.lifetime import apart
+from vissl_zero.lifetime import run_in_subprocess
 from vissl_zero.planner.fit_plans import FitOption, FitPlans, FitRun, with_option
 from vissl_zero.resolve.host import free_memory
 from vissl_zero.resolve.resolved import ResolvedRun
 
 
-def train(arguments: Sequence[str]) -> int:
+def train(arguments: Sequence[str]) -> int:  # noqa: C901 - every way that Hydra ends
     """Compose through ``@hydra.main`` and run every job of it (one, or a sweep); the worst exit code of all jobs.
 
     Args:
@@ -196,7 +196,7 @@ def _compose_and_run(cfg: DictConfig, recipe: str, output_dir: Path) -> int:
 
 def _fit(composed: Composed, output_dir: Path) -> FitRun:
     """Decide ``ZERO.LEVEL: fit``, in a process of its own: it builds the model with fake tensors, and imports torch."""
-    plans = apart(_fit_plans, composed, output_dir, free_memory())
+    plans = run_in_subprocess(_fit_plans, composed, output_dir, free_memory())
 
     def resolved(option: FitOption, why: str) -> ResolvedRun:
         return _resolved(with_option(composed, option, why), output_dir)

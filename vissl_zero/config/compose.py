@@ -26,7 +26,7 @@ from omegaconf.errors import (
 )
 from yaml import MarkedYAMLError, YAMLError
 
-from vissl_zero.config.catalogue import find_catalogue, use_catalogue, use_own_images
+from vissl_zero.config.catalog import find_catalog, use_catalog, use_own_images
 from vissl_zero.config.environment import mask_environment
 from vissl_zero.config.expansion import require_moderate_texts
 from vissl_zero.config.explanations import MOST_LISTED, explain_value, unknown_key
@@ -289,7 +289,7 @@ def typed(
         begin_program(run, run.PROGRAM)
     chosen = {word.split("=")[0].lstrip("+").removeprefix("config.") for word in overrides}
     notes = use_own_names(run, chosen) + use_own_images(run.DATA, chosen)
-    notes += use_catalogue(run.DATA, find_catalogue(_named_folders(overrides) if folders is None else folders))
+    notes += use_catalog(run.DATA, find_catalog(_named_folders(overrides) if folders is None else folders))
     if not 0 <= cfg.node_id < max(1, run.DISTRIBUTED.NUM_NODES):
         must = f"must be 0 to {run.DISTRIBUTED.NUM_NODES - 1}, as there are {run.DISTRIBUTED.NUM_NODES} machines"
         fix = "Give each machine its own number; config.DISTRIBUTED.NUM_NODES is their number."
@@ -389,7 +389,7 @@ def compose(recipe: str, overrides: Sequence[str] = ()) -> Composed:
         ConfigError: an unknown recipe, a mistyped key or a mistyped value.
     """
     register()
-    # Hydra refuses to be initialised twice in one process.
+    # Hydra refuses to be initialized twice in one process.
     GlobalHydra.instance().clear()
     try:
         with hydra.initialize_config_module("vissl_zero.conf", version_base="1.3", job_name="vissl-zero"):

@@ -110,7 +110,7 @@ def _field(default: Any, constraint: Range | Choice) -> Any:
     return field(default=default, metadata=metadata)
 
 
-def constraint_problems(value: Any, key: str, unused: Collection[str] = ()) -> Iterator[Problem]:
+def constraint_problems(value: Any, key: str, unused: Collection[str] = ()) -> Iterator[Problem]:  # noqa: C901
     """Find everything in a tree of dataclasses and plain containers that its fields do not allow.
 
     Args:

@@ -367,7 +367,7 @@ def _block_at(config: dict[str, Any], path: str) -> dict[str, Any]:
 
 def _tree(file: Path) -> Any:
     try:
-        return yaml.load(recipe_text(file), _LOADER)
+        return yaml.load(recipe_text(file), _LOADER)  # noqa: S506 - a safe loader
     except (ConfigError, yaml.YAMLError, TypeError, ValueError):  # keys that are lists, dates that are none
         return None
 

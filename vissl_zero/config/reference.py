@@ -1,5 +1,7 @@
-"""Write ``docs/keys.md``, a table of every typed key, and the table in ``docs/configuration.md`` of what VISSL means
-otherwise: ``python -m vissl_zero.config.reference``."""
+"""Write ``docs/keys.md``, a table of every typed key, and ``docs/configuration.md``'s table of VISSL's differences.
+
+Run ``python -m vissl_zero.config.reference``.
+"""
 
 from __future__ import annotations
 

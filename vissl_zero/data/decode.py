@@ -177,7 +177,7 @@ def _on(background: tuple[int, int, int], image: Image.Image) -> Image.Image:
     if "transparency" not in image.info and image.mode not in ("RGBA", "LA", "PA", "La", "RGBa"):
         return image
     if image.mode.startswith("I"):
-        return image  # 16-bit grey with one value for transparent: PNG's; its range is kept instead
+        return image  # 16-bit gray with one value for transparent: PNG's; its range is kept instead
     whole = image.convert("RGBA")
     return Image.alpha_composite(Image.new("RGBA", whole.size, (*background, 255)), whole)
 
@@ -215,10 +215,10 @@ def _as_8_bits(image: Image.Image, file: Image.Image, path: str | Path) -> Image
     if image.mode.startswith("I;16") or is_16_bits:
         depths = _tag(file, _BITS_PER_SAMPLE)
         if _tag(file, _PHOTOMETRIC) == {0}:
-            raise BrokenImageError(str(path), "its 16-bit grey is stored with 0 for white, which is not read")
+            raise BrokenImageError(str(path), "its 16-bit gray is stored with 0 for white, which is not read")
         if depths <= {16}:
-            grey = np.asarray(image).astype(np.uint32)
-            return Image.fromarray(((grey * 255 + 32_767) // 65_535).astype(np.uint8))
+            gray = np.asarray(image).astype(np.uint32)
+            return Image.fromarray(((gray * 255 + 32_767) // 65_535).astype(np.uint8))
         raise BrokenImageError(str(path), f"its pixels have {max(depths)} bits; only 1, 8 and 16 are supported")
     if image.mode in ("I", "F") or image.mode.startswith("I;"):
         kind = "floating-point numbers" if image.mode == "F" else "32-bit integers"

@@ -210,7 +210,7 @@ def label_matrix(source: Source, num_classes: int = 0) -> np.ndarray | None:
     if isinstance(source, Subset):
         whole = label_matrix(source.source, num_classes)
         return None if whole is None else whole[list(source.indices)]
-    if isinstance(source, MultiLabelled):
+    if isinstance(source, MultiLabeled):
         return source.matrix
     found = [source.label(index) for index in range(len(source))]
     labels = [label for label in found if label is not None]
@@ -304,7 +304,7 @@ def _balanced(source: Source, limit: int, skip: int, generator: torch.Generator,
 
 
 @dataclass(frozen=True)
-class Relabelled(_Derived):
+class Relabeled(_Derived):
     """A source under labels from elsewhere."""
 
     labels: tuple[int, ...]
@@ -315,7 +315,7 @@ class Relabelled(_Derived):
 
 
 @dataclass(frozen=True, eq=False)
-class MultiLabelled(_Derived):
+class MultiLabeled(_Derived):
     """A source whose images have several labels each, so that none of them is its class.
 
     Attributes:
@@ -329,7 +329,7 @@ class MultiLabelled(_Derived):
         return None
 
 
-def relabel(source: Source, paths: tuple[str, ...], class_names: tuple[str, ...]) -> Relabelled | MultiLabelled:
+def relabel(source: Source, paths: tuple[str, ...], class_names: tuple[str, ...]) -> Relabeled | MultiLabeled:
     """Put ``source`` under the labels of ``.npy`` files, one integer per image in the source's order.
 
     Args:
@@ -354,13 +354,13 @@ def relabel(source: Source, paths: tuple[str, ...], class_names: tuple[str, ...]
     if values.ndim == 2:
         if not np.isin(values, (-1, 0, 1)).all():
             raise DataError(f"{', '.join(paths)} has rows of labels: each must be 1, 0 or -1 (does not count).")
-        return MultiLabelled(source, values.astype(np.int8))
+        return MultiLabeled(source, values.astype(np.int8))
     names = class_names or tuple(str(value) for value in sorted(set(values.tolist())))
     number = {name: index for index, name in enumerate(names)}
     unknown = sorted({str(value) for value in values.tolist()} - set(names))
     if unknown:
         raise DataError(f"{', '.join(paths)} has labels that DATA.TRAIN does not have: {', '.join(unknown[:10])}.")
-    return Relabelled(source, tuple(number[str(value)] for value in values.tolist()), names)
+    return Relabeled(source, tuple(number[str(value)] for value in values.tolist()), names)
 
 
 def _read(path: str) -> np.ndarray:

@@ -1,7 +1,7 @@
-"""What is done to images beside torchvision's own transforms: colours, and several crops of an image.
+"""What is done to images beside torchvision's own transforms: colors, and several crops of an image.
 
-Colours: SimCLR's distortion and blur, BYOL's solarization, RandAugment (https://arxiv.org/abs/1909.13719, that of VISSL
-and timm, or torchvision's), images of one channel in colour. Crops: SwAV's multi-crop, copies, tiles, and what is done
+Colors: SimCLR's distortion and blur, BYOL's solarization, RandAugment (https://arxiv.org/abs/1909.13719, that of VISSL
+and timm, or torchvision's), images of one channel in color. Crops: SwAV's multi-crop, copies, tiles, and what is done
 to some of the crops alone.
 """
 
@@ -64,7 +64,7 @@ class ImgPilRandomStroke:
 
 @TRANSFORMS.register("ImgPilColorDistortion")
 class ImgPilColorDistortion:
-    """Colour jitter with probability 0.8, then grey with probability 0.2: https://arxiv.org/abs/2002.05709, appendix A.
+    """Color jitter with probability 0.8, then gray with probability 0.2: https://arxiv.org/abs/2002.05709, appendix A.
 
     Args:
         strength: scales the other four.

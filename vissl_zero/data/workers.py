@@ -37,7 +37,7 @@ warnings.filterwarnings("ignore", message="This DataLoader will create")
 START_METHOD = "forkserver"
 _PRELOAD = ["vissl_zero.data.fork_server", "vissl_zero.data.workers", "vissl_zero.data.pipeline"]
 _END = object()
-_said: set[str] = set()  # images that this process has skipped: training, kNN and probes read the same ones
+_reported: set[str] = set()  # images that this process has skipped: training, kNN and probes read the same ones
 _START_S = 120.0  # more for the first micro-batch: the fork server imports torch, perhaps from a slow disk
 _REAPED_S = 2.0  # until the fork server has told how a worker ended
 
@@ -154,8 +154,8 @@ class BatchStream:
 
     def _open(self, loaded: Loaded) -> ImageBatch:
         for name, reason in loaded.skipped.items():
-            if name not in _said:
-                _said.add(name)
+            if name not in _reported:
+                _reported.add(name)
                 skipped = printable(f"Skipping {name}: {reason}.")
                 logger.warning("%s The next readable image takes its place.", skipped)
         if loaded.batch is None:
@@ -197,7 +197,7 @@ class _Shared(Dataset[Loaded]):
 
 
 _NO_ROOM = (
-    "/dev/shm has no room for a micro-batch of {size:.3g} MiB ({error}). Give it more (docker run --shm-size=8g), "
+    "/dev/shm has no room for a micro-batch of {size:.3g} MiB ({error}). Give it more (docker run --shm-size=8g), "  # noqa: S108
     "lower config.DATA.NUM_DATALOADER_WORKERS (each worker holds up to 3 micro-batches there), or set it to 0."
 )
 

@@ -80,14 +80,14 @@ def build_run(
     method.views_apart = plan.config.MODEL.VIEWS_APART
     method.set_length(loader.steps_per_epoch * plan.num_epochs, loader.steps_per_epoch)
     add_probe(plan, method, model, num_classes, device)
-    taught = first_teacher(plan, method, model, weights, num_classes, fill_teacher)
+    teacher_and_filler = first_teacher(plan, method, model, weights, num_classes, fill_teacher)
     strategy = STRATEGIES.get(plan.sharding.engine).build()
     factory = functools.partial(build_optimizer, plan.optimizer)
     sharding = plan.sharding.of_run(plan.run_dir)
     sharded = strategy.shard(model, groups, factory, sharding, device, lambda _, name: weights.fill_(name))
     seen = model
-    if taught is not None:
-        teacher, fill_teacher_unit = taught
+    if teacher_and_filler is not None:
+        teacher, fill_teacher_unit = teacher_and_filler
         cast_to_master(teacher, precision)
         sharded.adopt_teacher(teacher, method.teacher_follows, lambda _, name: fill_teacher_unit(name))
         seen = teacher if plan.config.EVALUATED_MODEL == "teacher" else model

@@ -1,12 +1,12 @@
 """One loss over all micro-batches of a step, equal to that of as many processes with one micro-batch each.
 
 Accumulating gradients of a loss that couples samples is not the same as a larger batch: each micro-batch has its own
-negatives, centre or correlation. Here a first pass without graph collects the outputs of all micro-batches; the loss of
+negatives, center or correlation. Here a first pass without graph collects the outputs of all micro-batches; the loss of
 all of them gives a gradient for each output; a second pass runs each micro-batch again, with graph, and propagates
 those (GradCache, Gao et al. 2021, https://arxiv.org/abs/2101.06983).
 
 Exact for models without batch norm. With it, each micro-batch has statistics of its own, as one process of several has
-without synchronised batch norm, and running statistics see the micro-batches one after the other.
+without synchronized batch norm, and running statistics see the micro-batches one after the other.
 
 Cost: the student's forward pass twice (a third more computation), one loss instead of many, and the memory of all
 outputs of the step; activations are those of one micro-batch.
@@ -46,11 +46,11 @@ def accumulate_exactly(
     sharded, method = run.sharded, run.method
     num_samples = sum(batch.num_global for batch in micro_batches)
     joined = _join(micro_batches, method.loss_sees_images).to(run.device, dtype)
-    parts, taught_parts = [], []
+    parts, teacher_parts = [], []
     with torch.no_grad():
         for batch in _loaded(run, micro_batches, dtype):
             if method.has_teacher:
-                taught_parts.append(method.run_teacher(sharded.teacher, batch))
+                teacher_parts.append(method.run_teacher(sharded.teacher, batch))
             # The second pass shows the same images, and running statistics must count each batch once.
             with frozen_statistics(sharded.model):
                 parts.append(_wide(method.run_student(sharded.model, batch)))
@@ -60,8 +60,8 @@ def accumulate_exactly(
     outputs, structure = pytree.tree_flatten(method.join(parts, sizes))
     leaves = [_leaf(value) for value in outputs]
     whole = pytree.tree_unflatten(leaves, structure)
-    taught = method.join(taught_parts, sizes) if method.has_teacher else None
-    loss = method.loss(whole, joined, taught)
+    teacher_outputs = method.join(teacher_parts, sizes) if method.has_teacher else None
+    loss = method.loss(whole, joined, teacher_outputs)
     # Weighed before it is differentiated: what couples ranks sums their gradients on the way.
     weighed = loss * (joined.num_local * run.world_size / num_samples)
     wanted = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
@@ -72,7 +72,7 @@ def accumulate_exactly(
             with watch if index == 0 else nullcontext():
                 again = pytree.tree_leaves(_wide(method.run_student(sharded.model, batch)))
             sharded.backward(_surrogate(again, gradients, sizes, index))
-    method.update_state([method.observe(whole, joined, taught)])
+    method.update_state([method.observe(whole, joined, teacher_outputs)])
     return loss.detach().double() * (joined.num_local / num_samples)
 
 

@@ -83,7 +83,7 @@ class Schedules:
 
 
 def _constant(value: float) -> Schedule:
-    return lambda step: value
+    return lambda _: value
 
 
 class Frozen:
@@ -138,8 +138,8 @@ def train(run: Run, schedules: Schedules, frozen: Frozen, hooks: Sequence[Hook])
         for hook in hooks:
             hook.on_start(run)
         run.sharded.model.train()
-        if run.method.looks_first and not run.is_resumed:
-            _look_at_all(run)
+        if run.method.needs_initial_embeddings and not run.is_resumed:
+            _embed_dataset(run)
         while run.step < run.num_steps and run.stop is None:
             _train_epoch(run, schedules, frozen, hooks)
         if run.stop is None:
@@ -151,7 +151,7 @@ def train(run: Run, schedules: Schedules, frozen: Frozen, hooks: Sequence[Hook])
 
 
 @torch.no_grad()
-def _look_at_all(run: Run) -> None:
+def _embed_dataset(run: Run) -> None:
     """Give the method the untrained model's outputs for every image, in the views of the first epoch."""
     dtype = getattr(torch, run.plan.sharding.precision.master)
     run.method.on_step(0, 0)
@@ -217,9 +217,9 @@ def _train_step(
     if method.has_teacher and method.teacher_follows and not result.skipped:
         sharded.follow(method.momentum(run.step), method.normalized_rows(), method.moves_anchor(run.step))
     # All that ranks must agree on travels as one message. The norm is equal on all of them, so one rank sends it.
-    asked = torch.full_like(loss_sum, stopping.asked() is not None)
+    is_stop_requested = torch.full_like(loss_sum, stopping.requested_stop() is not None)
     norm = result.grad_norm.to(loss_sum) if run.is_main else torch.zeros_like(loss_sum)
-    parts = [torch.stack((loss_sum, asked, norm))]
+    parts = [torch.stack((loss_sum, is_stop_requested, norm))]
     if is_logged:
         parts.append(method.health_sums().to(loss_sum))
     totals = sum_later(torch.cat(parts))
@@ -289,23 +289,23 @@ def _accumulate(
         batch = cpu_batch.to(run.device, dtype)
         set_random_key(run.plan.seed, run.step, batch.sample_ids)
         batch = method.see(batch)
-        taught = _taught(sharded, method, batch)
+        teacher_outputs = _run_teacher(sharded, method, batch)
         with sharded.micro_batch(is_last=index == len(micro_batches) - 1):
             with watch if index == 0 else nullcontext():
                 outputs = method.run_student(sharded.model, batch)
-                loss = method.loss(outputs, batch, taught)
+                loss = method.loss(outputs, batch, teacher_outputs)
             # Gradients are averaged over ranks: the factor undoes that and weighs each micro-batch by its share of the
             # samples.
             sharded.backward(loss, batch.num_local * run.world_size / num_samples)
         run.show_probe(batch)
-        observed.append(method.observe(outputs, batch, taught))
+        observed.append(method.observe(outputs, batch, teacher_outputs))
         loss_sum += loss.detach() * (batch.num_local / num_samples)
     method.update_state(observed)
     return loss_sum
 
 
 @torch.no_grad()
-def _taught(sharded: ShardedModel, method: Method, batch: ImageBatch) -> list[Any] | None:
+def _run_teacher(sharded: ShardedModel, method: Method, batch: ImageBatch) -> list[Any] | None:
     """Run the teacher, where there is one, and return its outputs."""
     return method.run_teacher(sharded.teacher, batch) if method.has_teacher else None
 

@@ -8,7 +8,7 @@ of ranks or another. Asking one rank is enough. Ctrl-C does the same and ends wi
     from vissl_zero.engine import stopping
 
     stopping.listen()           # in a rank's process: SIGTERM, SIGHUP, SIGUSR1, SIGUSR2, Ctrl-C: save and stop
-    stopping.ask("preempted")   # the same without a signal; from any thread, or from a signal handler
+    stopping.request_stop("preempted")   # the same without a signal; from any thread, or from a signal handler
     stopping.end_at(deadline)   # the time limit, as Unix time; VISSL_ZERO_END_AT in the environment does it too
     ...
     if code == stopping.STOPPED:  # the exit code of a rank, of the launcher, of ``vissl-zero config=...``
@@ -55,21 +55,21 @@ class Stop:
     exit_code: int = STOPPED
 
 
-_asked: Stop | None = None
+_requested: Stop | None = None
 _end_at: float | None = None
 
 
-def ask(reason: str, exit_code: int = STOPPED) -> None:
+def request_stop(reason: str, exit_code: int = STOPPED) -> None:
     """Have this rank's run save and stop after the step that follows the one in progress. The first call counts."""
-    global _asked
-    if _asked is None:
-        _asked = Stop(reason, exit_code)
+    global _requested
+    if _requested is None:
+        _requested = Stop(reason, exit_code)
 
 
-def asked() -> Stop | None:
+def requested_stop() -> Stop | None:
     """Return the request that this rank got, or the time limit once it is reached; None: continue."""
-    if _asked is not None:
-        return _asked
+    if _requested is not None:
+        return _requested
     limit = deadline()
     if limit is not None and time.time() >= limit:
         return Stop("the time limit")
@@ -90,11 +90,11 @@ def deadline() -> float | None:
 
 def forget() -> None:
     """Forget all requests, for the next run of a process."""
-    global _asked, _end_at
-    _asked = _end_at = None
+    global _requested, _end_at
+    _requested = _end_at = None
 
 
-def heard() -> tuple[signal.Signals, ...]:
+def handled_signals() -> tuple[signal.Signals, ...]:
     """``SIGNALS``, without SIGHUP if nohup ignores it."""
     return tuple(s for s in SIGNALS if s != signal.SIGHUP or signal.getsignal(s) != signal.SIG_IGN)
 
@@ -103,7 +103,7 @@ def listen(ctrl_c: bool = True) -> None:
     """Let ``SIGNALS`` (and Ctrl-C, if wanted) mean save and stop. Only in the main thread; does nothing elsewhere."""
     if threading.current_thread() is not threading.main_thread():
         return
-    for number in heard():
+    for number in handled_signals():
         signal.signal(number, _on_signal)
     if ctrl_c:
         signal.signal(signal.SIGINT, _on_signal)
@@ -111,11 +111,11 @@ def listen(ctrl_c: bool = True) -> None:
 
 def _on_signal(number: int, frame: FrameType | None) -> None:
     if number == signal.SIGINT:
-        if _asked is not None:
+        if _requested is not None:
             raise KeyboardInterrupt
-        ask("Ctrl-C", INTERRUPTED)
+        request_stop("Ctrl-C", INTERRUPTED)
     else:
-        ask(signal.Signals(number).name)
+        request_stop(signal.Signals(number).name)
 
 
 def _from_environment() -> float | None:

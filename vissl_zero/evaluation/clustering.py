@@ -1,4 +1,4 @@
-"""Images labelled by k-means of their features: VISSL's ``cluster_features_and_label``, the first half of ClusterFit.
+"""Images labeled by k-means of their features: VISSL's ``cluster_features_and_label``, the first half of ClusterFit.
 
 And the nearest prototype of a trained head: VISSL's engine ``extract_cluster``.
 

@@ -181,7 +181,7 @@ def rankme(rows: Tensor) -> float:
     """Compute RankMe, https://arxiv.org/abs/2210.02885, section 3: exp of the entropy of singular values' shares.
 
     Args:
-        rows: (N, F) features of N images, not centred.
+        rows: (N, F) features of N images, not centered.
     Returns:
         From 1 to about F; NaN if a feature is not finite.
     Cost: a product of N * F * F multiplications and the eigenvalues of an F x F matrix. Not a collective.
@@ -191,8 +191,10 @@ def rankme(rows: Tensor) -> float:
 
 
 def lidar(views: Tensor) -> float:
-    """LiDAR, https://arxiv.org/abs/2312.04000, section 4: the smooth rank of linear discriminant analysis' matrix, with
-    images for classes and augmented views for their samples.
+    """Compute LiDAR, https://arxiv.org/abs/2312.04000, section 4.
+
+    That is the smooth rank of linear discriminant analysis' matrix, with images for classes and augmented views for
+    their samples.
 
     Args:
         views: (n, q, F) features of q views of each of n images; n and q above 1.
@@ -262,14 +264,14 @@ def _plans(run: Run, num_samples: int, epoch: int) -> Iterator[MicroBatchPlan]:
 
 
 def nearest(
-    queries: Tensor, index: Tensor, num_neighbours: int, is_cosine: bool = True, excluded: Tensor | None = None
+    queries: Tensor, index: Tensor, num_neighbors: int, is_cosine: bool = True, excluded: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Find the most similar rows of ``index`` for each query, most similar first; of equals, the first in the index.
 
     Args:
         queries: (Q, F) features.
         index: (N, F) features.
-        num_neighbours: k; fewer are returned if the index has fewer.
+        num_neighbors: k; fewer are returned if the index has fewer.
         is_cosine: compare directions; else dot products.
         excluded: (Q,) for each query the one place of the index that does not count (the query itself), or None.
     Returns:
@@ -277,7 +279,7 @@ def nearest(
     """
     if is_cosine:
         queries, index = F.normalize(queries, dim=1), F.normalize(index, dim=1)
-    num_neighbours = min(num_neighbours, len(index) - (excluded is not None))
+    num_neighbors = min(num_neighbors, len(index) - (excluded is not None))
     places = torch.arange(len(index), device=index.device, dtype=torch.float64)
     chunk = max(1, _CHUNK_ELEMENTS // max(1, len(index)))
     found = []
@@ -286,17 +288,17 @@ def nearest(
         keys = similarities - similarities.abs().amax(dim=1, keepdim=True) * _TIE_BREAK * places
         if excluded is not None:
             keys.scatter_(1, excluded[start : start + chunk, None], -torch.inf)
-        chosen = keys.topk(num_neighbours, dim=1).indices
+        chosen = keys.topk(num_neighbors, dim=1).indices
         found.append((similarities.gather(1, chosen), chosen))
     if not found:
-        return places.new_zeros(0, num_neighbours), places.new_zeros(0, num_neighbours, dtype=torch.int64)
+        return places.new_zeros(0, num_neighbors), places.new_zeros(0, num_neighbors, dtype=torch.int64)
     return torch.cat([s for s, _ in found]), torch.cat([p for _, p in found])
 
 
 _CHUNK_ELEMENTS = 2**22  # similarities at once: 32 MiB in float64
 
 
-# Between equally near neighbours the first in the index is chosen, also when the features of all images are the same (a
+# Between equally near neighbors the first in the index is chosen, also when the features of all images are the same (a
 # collapsed model): similarities are lowered by this much of the largest one per place. For a million images that is
 # less than float32 can tell apart.
 _TIE_BREAK = 2.0**-48

@@ -1,4 +1,4 @@
-"""k-nearest-neighbour classification of features: how good a trunk is, without training anything on top of it.
+"""k-nearest-neighbor classification of features: how good a trunk is, without training anything on top of it.
 
 Source: the weighted vote of https://arxiv.org/abs/1805.01978, as DINO and VISSL use it.
 
@@ -27,7 +27,7 @@ from vissl_zero.evaluation.features import (
     rankme,
     view_features,
 )
-from vissl_zero.evaluation.pictures import Neighbours, PatchPictures, find_neighbours, middles, patch_pictures
+from vissl_zero.evaluation.pictures import Neighbors, PatchPictures, find_neighbors, middles, patch_pictures
 from vissl_zero.resolve.resolved import ResolvedRun
 
 
@@ -35,7 +35,7 @@ def vote(similarities: Tensor, labels: Tensor, sigma: float, num_classes: int) -
     """Return the class with the largest sum of ``exp(similarity / sigma)``; of equals, the lowest.
 
     Args:
-        similarities: (Q, k) of the neighbours.
+        similarities: (Q, k) of the neighbors.
         labels: (Q, k) int64, their classes.
         sigma: temperature; the smaller, the more the nearest count.
         num_classes: classes are 0 to num_classes - 1.
@@ -52,13 +52,13 @@ def vote(similarities: Tensor, labels: Tensor, sigma: float, num_classes: int) -
 def knn_top1(
     queries: Features,
     index: Features,
-    num_neighbours: int = 20,
+    num_neighbors: int = 20,
     sigma: float = 0.07,
     is_cosine: bool = True,
     excluded: Tensor | None = None,
 ) -> float | None:
     """Compute ``knn_top1s`` of one number of neighbors and one temperature."""
-    found = knn_top1s(queries, index, [(num_neighbours, sigma)], is_cosine, excluded)
+    found = knn_top1s(queries, index, [(num_neighbors, sigma)], is_cosine, excluded)
     return None if found is None else found[0]
 
 
@@ -74,7 +74,7 @@ def knn_top1s(
     Args:
         queries: Q images, equal on every rank, as are all others.
         index: N images.
-        votes: of each vote, how many neighbours take part and its temperature.
+        votes: of each vote, how many neighbors take part and its temperature.
         is_cosine: compare directions; else dot products.
         excluded: as for ``nearest``.
     Returns:
@@ -110,12 +110,12 @@ class Measured:
 
 
 class KnnHook(Hook):
-    """Classifies TEST's images by their neighbours among TRAIN's, in the trunk's features and in raw pixels.
+    """Classifies TEST's images by their neighbors among TRAIN's, in the trunk's features and in raw pixels.
 
     Without TEST, images of TRAIN are classified by the others. Adds ``knn_top1_before``, ``knn_top1_after`` and
     ``knn_top1_raw_pixels`` (0 to 1; None without labels) to the run's results, and, with
     NEAREST_NEIGHBOR.EVERY_NUM_EPOCHS, ``knn_top1_latest`` while it trains and ``knn_top1_by_step`` ([step, top-1] each)
-    at the end. Neighbours are found without labels too.
+    at the end. Neighbors are found without labels too.
 
     ``rankme_before`` and ``rankme_after`` are RankMe of the features of TRAIN's images; ``lidar`` is LiDAR of views
     that training makes, at the end (LIDAR_IMAGES); ``knn_top1_by_vote`` is top-1 at the end by "k=20 T=0.07"
@@ -124,7 +124,7 @@ class KnnHook(Hook):
 
     Attributes:
         curve: (optimizer steps done, top-1) of every measurement.
-        neighbours_before, neighbours_after: images to look at; None until measured, and with USE_KNN off.
+        neighbors_before, neighbors_after: images to look at; None until measured, and with USE_KNN off.
         pictures: of the same images' patches at the end, where the trunk is a vision transformer.
     """
 
@@ -134,8 +134,8 @@ class KnnHook(Hook):
         self._query_source: Source | None = None
         self._own_places: list[int] | None = None
         self.curve: list[tuple[int, float]] = []
-        self.neighbours_before: Neighbours | None = None
-        self.neighbours_after: Neighbours | None = None
+        self.neighbors_before: Neighbors | None = None
+        self.neighbors_after: Neighbors | None = None
         self.pictures: list[PatchPictures] = []
 
     def state_dict(self) -> dict[str, Any]:
@@ -157,7 +157,7 @@ class KnnHook(Hook):
         pixels = Measured(measured.index.of_pixels(), measured.queries.of_pixels(), measured.excluded)
         run.results["knn_top1_raw_pixels"] = self._top1(pixels)
         run.results["rankme_before"] = rankme(measured.index.rows)
-        self.neighbours_before = self._neighbours(measured)
+        self.neighbors_before = self._neighbors(measured)
 
     def on_epoch_end(self, run: Run) -> None:
         every = self._options.EVERY_NUM_EPOCHS
@@ -174,7 +174,7 @@ class KnnHook(Hook):
         if run.num_steps == 0 or run.plan.config.MODEL.FEATURE_EVAL_SETTINGS.FREEZE_TRUNK_ONLY:
             # The features are what they were: no need to measure again.
             run.results["knn_top1_after"] = run.results["knn_top1_before"]
-            self.neighbours_after = self.neighbours_before
+            self.neighbors_after = self.neighbors_before
             if "rankme_before" in run.results:
                 run.results["rankme_after"] = run.results["rankme_before"]
             if self._has_more:
@@ -185,7 +185,7 @@ class KnnHook(Hook):
         run.results["knn_top1_after"] = self._record(run, measured)
         run.results["rankme_after"] = rankme(measured.index.rows)
         self._look_closer(run, measured)
-        self.neighbours_after = self._neighbours(measured)
+        self.neighbors_after = self._neighbors(measured)
         self._take_pictures(run)
         if run.results.pop("knn_top1_latest", None) is not None:
             run.results["knn_top1_by_step"] = [list(point) for point in self.curve]
@@ -214,8 +214,8 @@ class KnnHook(Hook):
 
     def _take_pictures(self, run: Run) -> None:
         """Draw the images whose neighbors are shown. Collective."""
-        if self.neighbours_after is not None:
-            shown = self.neighbours_after
+        if self.neighbors_after is not None:
+            shown = self.neighbors_after
             self.pictures = patch_pictures(run, shown.query_source, shown.query_ids)
 
     def _open_sources(self, run: Run) -> None:
@@ -264,11 +264,11 @@ class KnnHook(Hook):
         k, sigma, is_cosine = self._options.TOPK, self._options.SIGMA, self._options.L2_NORM_FEATS
         return knn_top1(measured.queries, measured.index, k, sigma, is_cosine, measured.excluded)
 
-    def _neighbours(self, measured: Measured) -> Neighbours:
+    def _neighbors(self, measured: Measured) -> Neighbors:
         assert self._index_source is not None
         assert self._query_source is not None
         is_cosine = self._options.L2_NORM_FEATS
-        return find_neighbours(
+        return find_neighbors(
             self._query_source, self._index_source, measured.queries, measured.index, is_cosine, measured.excluded
         )
 

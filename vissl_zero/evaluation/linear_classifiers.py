@@ -112,7 +112,7 @@ def train_class(rows: np.ndarray, labels: np.ndarray, options: Svm, seed: int) -
     """Choose the cost by cross validation and train with it. Not a collective.
 
     Args:
-        rows: (N, F) features of the training images, normalised.
+        rows: (N, F) features of the training images, normalized.
         labels: (N,) 1 for images of the class. 0 and -1 are both taken as others: in training VISSL leaves none out.
         options: the keys of ``SVM``.
         seed: of the solver.
@@ -184,7 +184,7 @@ def low_shot(
     """Train on the images that were drawn; return the mean average precision on TEST for each cost. Not a collective.
 
     Args:
-        train: (N, F) features, normalised.
+        train: (N, F) features, normalized.
         few: (N, C) labels as ``draw`` gives them.
         test: (M, F).
         labels: (M, C).
@@ -209,7 +209,7 @@ FOLDER = "svm"
 
 
 @dataclass(frozen=True)
-class Labelled:
+class Labeled:
     """Images of a split and their labels (N, C), 1, 0 or -1."""
 
     source: Source
@@ -220,16 +220,16 @@ class SvmHook(Hook):
     """Extracts the features of TRAIN and TEST at the end of a run, layer by layer, and hands them on."""
 
     def __init__(self) -> None:
-        self._train: Labelled | None = None
-        self._test: Labelled | None = None
+        self._train: Labeled | None = None
+        self._test: Labeled | None = None
 
     def on_start(self, run: Run) -> None:
         require_evaluation(run.plan.config.DATA, run.plan.seed)
         train, test = build_eval_sources(run.plan.config.DATA, run.plan.seed)
         if test is None:
             raise DataError("SVMs are tested on TEST's images. Name some: config.DATA.TEST.DATA_PATHS=<folder>.")
-        self._train = _labelled(train, "TRAIN", 0, run)
-        self._test = _labelled(test, "TEST", self._train.matrix.shape[1], run)
+        self._train = _labeled(train, "TRAIN", 0, run)
+        self._test = _labeled(test, "TEST", self._train.matrix.shape[1], run)
         if self._test.matrix.shape[1] != self._train.matrix.shape[1]:
             raise DataError(
                 f"TRAIN has labels of {self._train.matrix.shape[1]} classes, TEST of {self._test.matrix.shape[1]}. "
@@ -252,7 +252,7 @@ class SvmHook(Hook):
                 rich.get_console().print(line, markup=False, highlight=False, soft_wrap=True)
 
     def check(self, run: Run, matrix: np.ndarray) -> None:
-        """Refuse labels (N, C) of TRAIN that nothing can be learnt from. Raises DataError."""
+        """Refuse labels (N, C) of TRAIN that nothing can be learned from. Raises DataError."""
 
     def measure(
         self, run: Run, name: str, train: np.ndarray, labels: np.ndarray, test: np.ndarray, test_labels: np.ndarray
@@ -359,7 +359,7 @@ class TrainSvmLowShot(SvmHook):
         return f"SVM on {name}, mean average precision: {said}"
 
 
-def _labelled(source: Source, split: str, num_classes: int, run: Run) -> Labelled:
+def _labeled(source: Source, split: str, num_classes: int, run: Run) -> Labeled:
     matrix = label_matrix(source, num_classes)
     if matrix is None or not matrix.shape[1]:
         raise DataError(
@@ -369,7 +369,7 @@ def _labelled(source: Source, split: str, num_classes: int, run: Run) -> Labelle
     chosen = run.plan.config.SVM.cls_list
     if wrong := [number for number in chosen if number >= matrix.shape[1]]:
         raise DataError(f"SVM.cls_list: must name classes below {matrix.shape[1]}, not {wrong[0]}. Correct the list.")
-    return Labelled(source, matrix[:, chosen] if chosen else matrix)
+    return Labeled(source, matrix[:, chosen] if chosen else matrix)
 
 
 def _save(folder: Path, svms: list[ClassSvm], aps: list[float]) -> None:
@@ -389,7 +389,7 @@ def logistic_top1(
 ) -> tuple[float, float]:
     """Fit a multinomial logistic regression; return top-1 (0 to 1) on the training images and on the others.
 
-    Features are standardised by the training images'. The solver is scikit-learn's, of 100 iterations at most.
+    Features are standardized by the training images'. The solver is scikit-learn's, of 100 iterations at most.
 
     Args:
         train: features (N, F).

@@ -1,4 +1,4 @@
-"""Pictures of what a trunk has learned: nearest neighbours, and what it makes of an image's patches.
+"""Pictures of what a trunk has learned: nearest neighbors, and what it makes of an image's patches.
 
 Sources: figure 1 of DINOv2 (https://arxiv.org/abs/2304.07193: the first three principal components of patch features as
 red, green and blue) and figure 1 of DINO (https://arxiv.org/abs/2104.14294: attention of the class token).
@@ -27,24 +27,24 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Neighbours:
-    """Some images and their nearest neighbours; equal on every rank.
+class Neighbors:
+    """Some images and their nearest neighbors; equal on every rank.
 
     Attributes:
         query_source, index_source: where the images are from (``source.image(id)``).
         query_ids: Q places in ``query_source``.
-        neighbour_ids: Q lists of K places in ``index_source``, nearest first.
-        matches: Q lists of K, whether the neighbour has the query's label; None without labels.
+        neighbor_ids: Q lists of K places in ``index_source``, nearest first.
+        matches: Q lists of K, whether the neighbor has the query's label; None without labels.
     """
 
     query_source: Source
     index_source: Source
     query_ids: list[int]
-    neighbour_ids: list[list[int]]
+    neighbor_ids: list[list[int]]
     matches: list[list[bool]] | None
 
 
-def find_neighbours(
+def find_neighbors(
     query_source: Source,
     index_source: Source,
     queries: Features,
@@ -52,8 +52,8 @@ def find_neighbours(
     is_cosine: bool = True,
     excluded: Tensor | None = None,
     num_queries: int = 6,
-    num_neighbours: int = 5,
-) -> Neighbours:
+    num_neighbors: int = 5,
+) -> Neighbors:
     """Find neighbors of a few images, evenly spread over the source (so over its class folders too). Not a collective.
 
     Args:
@@ -61,16 +61,16 @@ def find_neighbours(
         queries, index: features of their images.
         is_cosine: compare directions; else dot products.
         excluded: place in the index, per query, that does not count (the query itself), or None.
-        num_queries, num_neighbours: how many at most.
+        num_queries, num_neighbors: how many at most.
     """
     ids = middles(len(query_source), num_queries)
     places = torch.tensor(ids, device=queries.rows.device)
     chosen, without = queries.at(places), None if excluded is None else excluded[places]
-    _, found = nearest(chosen.rows, index.rows, num_neighbours, is_cosine, without)
+    _, found = nearest(chosen.rows, index.rows, num_neighbors, is_cosine, without)
     matches = None
     if chosen.labels is not None and index.labels is not None:
         matches = (index.labels[found] == chosen.labels[:, None]).tolist()
-    return Neighbours(query_source, index_source, ids, found.tolist(), matches)
+    return Neighbors(query_source, index_source, ids, found.tolist(), matches)
 
 
 def middles(length: int, number: int) -> list[int]:
@@ -79,7 +79,7 @@ def middles(length: int, number: int) -> list[int]:
     return [(2 * part + 1) * length // (2 * number) for part in range(number)]
 
 
-_CUT = 0.02  # share of the patches at either end of a component that do not stretch its colours
+_CUT = 0.02  # share of the patches at either end of a component that do not stretch its colors
 
 
 @dataclass(frozen=True)

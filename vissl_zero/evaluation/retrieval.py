@@ -1,6 +1,6 @@
 """How images are found: one vector an image from its feature maps, whitened; a ranking's scores; and the data sets.
 
-One vector an image by regional maxima (R-MAC) or generalised means (GeM). A ranking's mean average precision and
+One vector an image by regional maxima (R-MAC) or generalized means (GeM). A ranking's mean average precision and
 precision at k leave out images that do not count. Data sets in VISSL's folders: revisited Oxford and Paris, Oxford and
 Paris, Copydays.
 
@@ -26,7 +26,7 @@ from vissl_zero.checkpoint.torch_file import NumpyArray, read_pickle
 from vissl_zero.collectives import all_reduce_sum
 from vissl_zero.errors import CheckpointError, DataError
 
-_OVERLAP = 0.4  # of neighbouring regions, as wanted
+_OVERLAP = 0.4  # of neighboring regions, as wanted
 _MOST_STEPS = 7
 
 
@@ -40,7 +40,7 @@ def regions(height: int, width: int, levels: int) -> list[tuple[int, int, int]]:
     """List squares on a map: top, left and side of each, level by level.
 
     Level l has l squares along the shorter side, and as many more along the longer one at every level as make
-    neighbours overlap by about 40 %. Levels that are finer than the map are left out.
+    neighbors overlap by about 40 %. Levels that are finer than the map are left out.
     """
     short, long = min(height, width), max(height, width)
     steps = np.arange(2, _MOST_STEPS + 1, dtype=np.float64)  # as NumPy 2 runs VISSL; NumPy 1 breaks ties in float32
@@ -59,8 +59,8 @@ def regions(height: int, width: int, levels: int) -> list[tuple[int, int, int]]:
 def _places(length: int, side: int, count: int) -> list[int]:
     """Spread ``count`` squares over a length, by their centers, so that rounding agrees with VISSL's."""
     gap = (length - side) / (count - 1) if count > 1 else 0.0
-    centre = np.floor(side / 2 - 1)
-    return [min(int(np.floor(centre + gap * index) - centre), length - side) for index in range(count)]
+    center = np.floor(side / 2 - 1)
+    return [min(int(np.floor(center + gap * index) - center), length - side) for index in range(count)]
 
 
 def regional_maxima(maps: Tensor, levels: int, normalize: bool = True) -> Tensor:
@@ -131,8 +131,8 @@ class Whitening:
             num_components: D at most; those of largest variance. -1: F.
         """
         mean = rows.double().mean(dim=0)
-        centred = rows.double() - mean
-        return cls._of_squares(mean, centred.T @ centred, num_components)
+        centered = rows.double() - mean
+        return cls._of_squares(mean, centered.T @ centered, num_components)
 
     @classmethod
     def of_all_ranks(cls, own_rows: Tensor, num_components: int) -> Whitening:
@@ -142,8 +142,8 @@ class Whitening:
         """
         count = all_reduce_sum(torch.tensor([len(own_rows)], dtype=torch.float64, device=own_rows.device))
         mean = all_reduce_sum(own_rows.double().sum(dim=0)) / count
-        centred = own_rows.double() - mean
-        return cls._of_squares(mean, all_reduce_sum(centred.T @ centred), num_components)
+        centered = own_rows.double() - mean
+        return cls._of_squares(mean, all_reduce_sum(centered.T @ centered), num_components)
 
     @classmethod
     def _of_squares(cls, mean: Tensor, squares: Tensor, num_components: int) -> Whitening:

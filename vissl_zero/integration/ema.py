@@ -22,7 +22,9 @@ _KEY = "_vissl_zero_ema"
 
 
 def ema(model: M, decay: Decay) -> M:
-    """Make a momentum teacher of ``model`` before ``initialize``, which shards both alike::
+    """Make a momentum teacher of ``model`` before ``initialize``, which shards both alike.
+
+    For example::
 
         teacher = vissl_zero.ema(model, decay=0.996)
         model, optimizer = vissl_zero.initialize(model, optimizer, zero)

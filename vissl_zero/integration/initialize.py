@@ -48,7 +48,9 @@ def initialize(
     timeout_s: float = 600.0,
     sample: Any = None,
 ) -> tuple[M, ZeroOptimizer]:
-    """Shard a model and its optimizer::
+    """Shard a model and its optimizer.
+
+    For example::
 
         model, optimizer = vissl_zero.initialize(model, optimizer=dict(type="Adam", lr=1e-3), zero=dict(level=3))
         loss = model(x).mean(); optimizer.backward(loss); optimizer.step(); optimizer.zero_grad()
@@ -124,7 +126,7 @@ def initialize(
     num_ranks = plan.ranks_per_copy(collectives.world_size())
     if plan.wrap_threshold and keeps_parameters_whole(plan, num_ranks, collectives.world_size(), where.type):
         notes = (*notes, f"zero.wrap_threshold{NO_UNITS}")
-    _say((*settings.notes, *tier_notes, *notes))
+    _print_notes((*settings.notes, *tier_notes, *notes))
     if where.type == "cpu":
         set_allocator(plan)
     with unchanged_on_error(optimizer):
@@ -173,7 +175,7 @@ def _check_groups(size: int, level: int) -> None:
         raise ConfigError([Problem("zero.shard_group_size", str(size), must, "Leave it out to share among all ranks.")])
 
 
-def _say(notes: tuple[str, ...]) -> None:
+def _print_notes(notes: tuple[str, ...]) -> None:
     if collectives.rank() == 0:
         for note in notes:
             logging.getLogger(__name__).warning("%s", note)
@@ -224,7 +226,7 @@ def choose_precision(model: nn.Module, settings: ZeroSettings) -> tuple[Precisio
     Raises:
         ConfigError: trained parameters of several formats, or half precision asked of a float64 or mixed model.
     """
-    # Frozen integers (a quantised base, a table of indices) are kept as they are.
+    # Frozen integers (a quantized base, a table of indices) are kept as they are.
     numbers = [(name, p) for name, p in model.named_parameters() if p.requires_grad or not _is_integer(p.dtype)]
     formats = {param.dtype: name for name, param in reversed(numbers)}
     if settings.rounding:

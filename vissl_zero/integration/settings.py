@@ -386,7 +386,14 @@ _OWN_OPTIMIZER = {
 }
 
 
-def from_deepspeed(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+def _fixed_scale(block: dict[str, Any]) -> list[Problem]:
+    """Take ``loss_scale`` out of DeepSpeed's ``fp16`` block, and refuse a fixed one."""
+    scale = block.pop("loss_scale", 0)
+    must = "cannot be a fixed number: the scale follows the gradients"
+    return [Problem("zero.fp16.loss_scale", str(scale), must, "Write 0, or leave it out.")] if scale else []
+
+
+def from_deepspeed(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:  # noqa: C901
     """Translate ``given`` to the names of ``zero``; it stays as it is where it is not DeepSpeed's.
 
     Raises:
@@ -423,10 +430,7 @@ def from_deepspeed(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]
         if isinstance(keys.get(name), Mapping):
             block = dict(keys[name])
             keys[name] = bool(block.pop("enabled", False))
-            if name == "fp16" and block.pop("loss_scale", 0):
-                must = "cannot be a fixed number: the scale follows the gradients"
-                fix = "Write 0, or leave it out."
-                problems.append(Problem("zero.fp16.loss_scale", str(given[name]["loss_scale"]), must, fix))
+            problems += _fixed_scale(block) if name == "fp16" else []
             notes += [f"zero.{name}.{key} has no effect: the loss scale follows its own rule." for key in block]
     if problems:
         raise ConfigError(problems)

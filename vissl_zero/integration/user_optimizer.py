@@ -162,10 +162,10 @@ def _initial_state(
 
     def maker(number: Any, dtype: torch.dtype | None, is_per_element: bool) -> Callable[[Tensor], Any]:
         if dtype is None:
-            return lambda param: number
+            return lambda _: number
         if is_per_element:
             return lambda param: torch.full_like(param, number, dtype=dtype, requires_grad=False)
-        return lambda param: torch.tensor(number, dtype=dtype)
+        return lambda _: torch.tensor(number, dtype=dtype)
 
     return {key: maker(*fact) for key, fact in first.items()}
 

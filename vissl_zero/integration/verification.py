@@ -124,7 +124,7 @@ class _Trace:
     is_random: bool
 
 
-def _compare(
+def _compare(  # noqa: PLR0913
     plain: _Trace,
     build: Build,
     step: Step,
@@ -138,8 +138,8 @@ def _compare(
     model, optimizer = _built(build, seed, dtype)
     used = next((param.dtype for param in model.parameters() if param.requires_grad), torch.float32)
     tolerance = _TOLERANCES.get(used, 1e-2) if tolerance is None else tolerance
-    if any(isinstance(m, nn.modules.batchnorm._BatchNorm) and not _is_synchronised(m) for m in model.modules()):
-        notes.append("batch norm is not synchronised: each rank normalises its own rows. Use nn.SyncBatchNorm.")
+    if any(isinstance(m, nn.modules.batchnorm._BatchNorm) and not _is_synchronized(m) for m in model.modules()):
+        notes.append("batch norm is not synchronized: each rank normalizes its own rows. Use nn.SyncBatchNorm.")
     if plain.is_random and collectives.world_size() > 1:
         notes.append("the step draws random numbers (dropout?), which fall on other samples when ranks share a batch.")
     model, sharded = initialize(model, optimizer, _options(settings))
@@ -191,7 +191,7 @@ def _run_plainly(
 ) -> _Trace:
     model, optimizer = _built(build, seed, dtype)
     for module in model.modules():
-        if _is_synchronised(module):  # of one process, that is plain batch norm, and torch's refuses to run on a CPU
+        if _is_synchronized(module):  # of one process, that is plain batch norm, and torch's refuses to run on a CPU
             module.__class__ = _BatchNorm
     plain = _PlainOptimizer(_torch_optimizer(optimizer, model), settings)
     trace = _Trace([], [_state(model)], False)
@@ -328,5 +328,5 @@ def _state(model: nn.Module) -> dict[str, Tensor]:
     return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors}
 
 
-def _is_synchronised(module: nn.Module) -> bool:
+def _is_synchronized(module: nn.Module) -> bool:
     return isinstance(module, nn.SyncBatchNorm)

@@ -25,7 +25,7 @@ from vissl_zero.launch.key_value_store import load_secret
 from vissl_zero.launch.rank_group import RankGroup
 from vissl_zero.launch.rendezvous import CRASHED, LauncherSpec, Rendezvous
 from vissl_zero.launch.run_folder import prepare_folder
-from vissl_zero.lifetime import Scratch, apart
+from vissl_zero.lifetime import Scratch, run_in_subprocess
 from vissl_zero.planner.fit_plans import FitRun
 from vissl_zero.resolve.host import RESERVE, num_oom_kills, require_interfaces, settled_free_memory
 from vissl_zero.resolve.resolve import save_resolved
@@ -36,7 +36,7 @@ from vissl_zero.version import __version__
 _NOT_FAILED = {0, stopping.STOPPED, stopping.INTERRUPTED}
 
 
-def launch_local(
+def launch_local(  # noqa: C901
     plan: ResolvedRun,
     rendezvous: Rendezvous | None = None,
     plan_folder: Path | None = None,
@@ -99,7 +99,7 @@ def launch_local(
             print(failure.text, file=sys.stderr)
             return 2
         if group.asked is not None:
-            stopping.ask(group.asked.reason, group.asked.exit_code)
+            stopping.request_stop(group.asked.reason, group.asked.exit_code)
             _explain(failure, plan)
             print(f"It was asked to stop ({group.asked.reason}) and could no longer save.", file=sys.stderr)
             return 1
@@ -123,7 +123,7 @@ def _free_for_a_rank(plan: ResolvedRun) -> int:
     """Measure the bytes that each rank may use here where it computes, once those before have ended."""
     if plan.device == "cuda":
         try:
-            return apart(_free_gpu_memory, plan.procs_per_node)
+            return run_in_subprocess(_free_gpu_memory, plan.procs_per_node)
         except Exception as error:  # noqa: BLE001 - the earlier failure suffices to continue
             print(f"The free memory of the GPUs was not found out ({error}).", file=sys.stderr)
             return sys.maxsize
@@ -153,7 +153,7 @@ def _restarted(plan: ResolvedRun, failure: Failure, num_restarts: int) -> Resolv
 def _stopped(plan: ResolvedRun, asked: stopping.Stop, codes: dict[int, int], num_procs: int) -> int:
     """Return the exit code of a run asked to stop: complete, saved, or not saved (second Ctrl-C, too early)."""
     # The request is for this process too, which may have other runs to start.
-    stopping.ask(asked.reason, asked.exit_code)
+    stopping.request_stop(asked.reason, asked.exit_code)
     if len(codes) == num_procs and set(codes.values()) == {0}:
         return 0
     print(f"\nStopped; all ranks have ended. The run folder is {plan.run_dir}", file=sys.stderr)
@@ -230,7 +230,7 @@ def launch_member(plan: ResolvedRun, spec: LauncherSpec, announce: Path | None =
         code: int | None = 2
         try:
             code = _generation(plan, rendezvous, began)
-            may_start_again = rendezvous.may_start_again and stopping.asked() is None
+            may_start_again = rendezvous.may_start_again and stopping.requested_stop() is None
             if code == CRASHED and may_start_again and rendezvous.num_restarts < most:
                 code = None
         except LaunchError as error:

@@ -292,11 +292,11 @@ class _Gloo(type(dist.ProcessGroupGloo)):  # type: ignore[misc]
         return isinstance(instance, dist.ProcessGroupGloo)
 
     def __call__(cls, store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroupGloo:
-        device, door = _closed_door()
+        device, listener = _guarded_listener()
         gloo: Any = dist.ProcessGroupGloo
         options = gloo._Options()
         options._devices, options._timeout = [device], timeout
-        with door:
+        with listener:
             return dist.ProcessGroupGloo(store, rank, size, options)
 
 
@@ -304,17 +304,17 @@ class _OwnPeersGloo(dist.ProcessGroupGloo, metaclass=_Gloo):
     """Replaces torch's class inside ``own_peers_only``. It has no instances."""
 
 
-def _closed_door() -> tuple[Any, _Door]:
+def _guarded_listener() -> tuple[Any, _GuardedListener]:
     """Build a gloo device whose listener is guarded before anyone can connect."""
     for _ in range(_MOST_TRIES):
         before = own_connections()
         # gloo opens its listener here and does not give us the socket: we find it as the new one of this process.
         device = dist.ProcessGroupGloo.create_device(interface=LOOPBACK, lazy_init=False)  # all connect at once
         listeners = {inode: fd for inode, fd in own_connections().items() if inode not in before}
-        door = _Door({inode: fd for inode, fd in listeners.items() if _set_filter(fd, _NO_DATA)})
+        listener = _GuardedListener({inode: fd for inode, fd in listeners.items() if _set_filter(fd, _NO_DATA)})
         # A stranger may connect between listen and filter. Then this port is lost; try another.
-        if not door.was_open():
-            return device, door
+        if not listener.was_reached():
+            return device, listener
         del device
     raise ProcessLostError(
         "Another user of this machine connects to every port that a rank listens on. Start in a network namespace of "
@@ -322,7 +322,7 @@ def _closed_door() -> tuple[Any, _Door]:
     )
 
 
-class _Door:
+class _GuardedListener:
     """A guarded listener. Use it as a context while peers connect; afterwards it refuses everyone.
 
     Args:
@@ -334,9 +334,9 @@ class _Door:
         self._judged: set[str] = set(own_connections())
         self._addresses = {row.local for row in connections() if row.inode in listeners}
         self._is_over = Event()
-        self._watch = Thread(target=self._watch_door, daemon=True, name="door of a process group")
+        self._watch = Thread(target=self._watch_listener, daemon=True, name="listener of a process group")
 
-    def was_open(self) -> bool:
+    def was_reached(self) -> bool:
         """Check whether someone connected before the filter was set."""
         return any(row.local in self._addresses and row.state != LISTEN for row in connections())
 
@@ -350,7 +350,7 @@ class _Door:
             _set_filter(fd, _NOTHING)
         self._look()  # connections since the last look
 
-    def _watch_door(self) -> None:
+    def _watch_listener(self) -> None:
         while not self._is_over.wait(_POLL_S):
             self._look()
 

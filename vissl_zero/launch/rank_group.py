@@ -68,7 +68,7 @@ class RankGroup:
         shared = {STORE_PATH_VARIABLE: str(private / "store")} if WORLD_SIZE_VARIABLE not in environment else {}
         # torch creates its compiler's folder on import, and leaves it in /tmp unless given another.
         shared |= {"TORCHINDUCTOR_CACHE_DIR": str(private / "inductor")} | environment
-        # A rank leaves without Python's own cleaning up, the janitor cleans up after it, and Python's tracker of
+        # A rank leaves without Python's own cleaning up, the cleanup process does it, and Python's tracker of
         # semaphores would print a page about both.
         warnings = [os.environ.get("PYTHONWARNINGS", ""), "ignore::UserWarning:multiprocessing.resource_tracker"]
         shared |= {
@@ -147,7 +147,7 @@ class RankGroup:
 
         before: dict[Any, Any] = {}
         try:
-            for number in (*stopping.heard(), signal.SIGINT):
+            for number in (*stopping.handled_signals(), signal.SIGINT):
                 before[number] = signal.signal(number, forward)
         except ValueError:  # not in the main thread: whoever runs us there answers signals
             pass
@@ -191,7 +191,7 @@ def be_killed_first(path: Path = Path("/proc/self/oom_score_adj")) -> None:
 
 
 def _on_ctrl_c(number: int, frame: FrameType | None) -> None:
-    stopping.ask("Ctrl-C", stopping.INTERRUPTED)
+    stopping.request_stop("Ctrl-C", stopping.INTERRUPTED)
 
 
 if __name__ == "__main__":

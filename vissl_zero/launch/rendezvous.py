@@ -200,7 +200,7 @@ class Rendezvous:
             try:
                 ages = own.beat()
                 last_answer = time.monotonic()
-                departed = own.said("left")
+                departed = own.published("left")
                 self._repeat(own)
                 if not self.cause and own.is_over():  # launcher 0 was gone, and has been started again
                     self.cause = self._lost(0, last_answer - began)
@@ -218,7 +218,9 @@ class Rendezvous:
 
     def _repeat(self, own: Generation) -> None:
         """Take over the first failure that another launcher has reported, if there is one."""
-        reports = {index: json.loads(text) for index, text in own.said("failed").items() if index != self.spec.index}
+        reports = {
+            index: json.loads(text) for index, text in own.published("failed").items() if index != self.spec.index
+        }
         if reports:
             self._take_over(*min(reports.items(), key=lambda pair: pair[1]["time_ns"]))
 
@@ -250,7 +252,7 @@ class Rendezvous:
                 self._see_who_has_ended(self._generation)
             if not self.cause:
                 report = failure.__dict__ | {"time_ns": failure.time_ns or time.time_ns()}
-                self._generation.say("failed", json.dumps(report).encode())
+                self._generation.publish("failed", json.dumps(report).encode())
         return self.cause
 
     def _wait_for_others(self, own: Generation, failure: Failure) -> None:
@@ -260,11 +262,11 @@ class Rendezvous:
             try:
                 if not is_told:  # at the time of the server's clock, since those of the machines may differ
                     when = own.server_time_ns() - (time.time_ns() - failure.time_ns)
-                    own.say("raised", json.dumps(failure.__dict__ | {"time_ns": when}).encode())
+                    own.publish("raised", json.dumps(failure.__dict__ | {"time_ns": when}).encode())
                     is_told = True
-                ages, stumbled = own.beat(), own.said("raised")
-                heard = stumbled.keys() | own.said("left").keys() | {i for i, age in ages.items() if age < _WELL_S}
-                if waited_s > _SETTLE_S and heard >= {*range(self.spec.count)}:
+                ages, stumbled = own.beat(), own.published("raised")
+                alive = stumbled.keys() | own.published("left").keys() | {i for i, age in ages.items() if age < _WELL_S}
+                if waited_s > _SETTLE_S and alive >= {*range(self.spec.count)}:
                     break
             except OSError:  # the server cannot be reached: the watcher will know whether it is lost
                 pass
@@ -280,7 +282,7 @@ class Rendezvous:
 
     def _see_who_has_ended(self, own: Generation) -> None:
         """Notice launchers that will not start again: done, or stopped by somebody. Crashed ones have said why."""
-        for index, code in own.said("left").items():
+        for index, code in own.published("left").items():
             if code == _AGAIN:
                 continue
             self.may_start_again = False
@@ -299,7 +301,7 @@ class Rendezvous:
         is_out_of_reach = self.is_someone_lost and self._server is None
         with contextlib.suppress(OSError):
             if self._generation is not None and not is_out_of_reach:
-                self._generation.say("left", _AGAIN if exit_code is None else str(exit_code).encode())
+                self._generation.publish("left", _AGAIN if exit_code is None else str(exit_code).encode())
                 if self._server is not None and self._watcher is not None and not self.is_someone_lost:
                     self._generation.wait_for_all("left", _FAREWELL_S)
         self._client.close()
@@ -323,7 +325,7 @@ class Generation:
         self.name, self.client = name, client
         self._spec = spec
 
-    def say(self, what: str, value: bytes) -> None:
+    def publish(self, what: str, value: bytes) -> None:
         """Note ``what`` for the others."""
         self.client.call(b"set", self._key(what, self._spec.index), value)
 
@@ -341,7 +343,7 @@ class Generation:
             return None
         return self.client.call(b"get", key)[0]
 
-    def said(self, what: str) -> dict[int, bytes]:
+    def published(self, what: str) -> dict[int, bytes]:
         """Return the values that launchers have set for ``what``, by launcher."""
         answers = {index: self.client.call(b"get", self._key(what, index)) for index in range(self._spec.count)}
         return {index: answer[0] for index, answer in answers.items() if answer}

@@ -103,7 +103,7 @@ def run_job_of_sweep(folder: Path, overrides: Sequence[str], run: Callable[[], i
     if code == stopping.STOPPED and executor == "slurm":
         code = requeue(max_requeues)
     JobNote(list(overrides), code).write(folder)
-    asked = stopping.asked()
+    asked = stopping.requested_stop()
     return asked.exit_code if code == 0 and asked is not None and executor is None else code
 
 
@@ -173,7 +173,7 @@ def finish_sweep() -> int | None:
     print(f"\nsweep folder  {folder}  ({CSV_NAME}, {PLOT_NAME})")
     missing = sum(not is_done(path) for path, _ in notes)
     again = f"The same command with hydra.sweep.dir={folder} does those."
-    if stopping.asked() is not None:
+    if stopping.requested_stop() is not None:
         print(f"Stopped: some jobs are unfinished or were not started. {again}")
     elif missing:
         print(f"{missing} of {len(notes)} jobs are not done. {again}")
@@ -273,7 +273,7 @@ class SideBySide(Launcher):
         print(f"{len(jobs)} jobs{done}, {len(slots)} at a time, in {sweep_dir}", flush=True)
         stopping.listen()
         self._run(waiting, slots, len(jobs))
-        if (asked := stopping.asked()) is not None:
+        if (asked := stopping.requested_stop()) is not None:
             raise KeyboardInterrupt if asked.exit_code == stopping.INTERRUPTED else SystemExit(asked.exit_code)
         return [_answer(job) for job in jobs]
 
@@ -304,7 +304,7 @@ class SideBySide(Launcher):
         free, queue = list(range(len(slots))), list(waiting)
         running: list[_Job] = []
         while queue or running:
-            if stopping.asked() is not None:
+            if stopping.requested_stop() is not None:
                 _end([job.process for job in running if job.process is not None])
                 return
             while queue and free:

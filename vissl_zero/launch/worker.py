@@ -138,10 +138,12 @@ def with_checkpoints(run: Run, hooks: Sequence[Hook]) -> list[Hook] | None:
             saver.latest_step = run.step
         if run.is_main:
             for line in opening_lines(found, run.plan):
-                _say(line)
+                _print_line(line)
     if run.is_resumed and run.step >= run.num_steps and _is_over(run):
         if run.is_main:
-            _say(f"The run in {run.folder} is complete (step {run.step} of {run.num_steps}); nothing is left to do.")
+            _print_line(
+                f"The run in {run.folder} is complete (step {run.step} of {run.num_steps}); nothing is left to do."
+            )
         saver.close()
         return None
     if options.CHECK_RANKS_EVERY > 0:
@@ -158,5 +160,5 @@ def _is_over(run: Run) -> bool:
         return False
 
 
-def _say(line: str) -> None:
+def _print_line(line: str) -> None:
     rich.get_console().print(line, markup=False, highlight=False, soft_wrap=True)

@@ -22,7 +22,7 @@ def nearest_neighbors(rows: Tensor, queue: Tensor) -> Tensor:
     """Find the row of the queue with the largest cosine similarity to each row; without gradient.
 
     Args:
-        rows: (n, D); not normalised.
+        rows: (n, D); not normalized.
         queue: (K, D) unit vectors.
     Returns:
         (n, D) unit vectors. n * K * D multiplications, no communication.
@@ -46,7 +46,7 @@ def nnclr_loss(
 
     Args:
         projections: (n, D) of each view, from the projector; no gradient goes into them here.
-        predictions: (n, D) of each view, from the predictor; not normalised.
+        predictions: (n, D) of each view, from the predictor; not normalized.
         queue: (K, D) unit vectors, the same on every rank.
         temperature: divides the cosine similarities.
         counts: samples of each rank; None: asked for.
@@ -87,7 +87,7 @@ class NNCLR(EmbeddingMethod):
         pairs = (projections[0], projections[1]), (predictions[0], predictions[1])
         return nnclr_loss(*pairs, self.queue.keys, self.temperature)
 
-    def observe(self, outputs: list[Any], batch: Batch, taught: list[Any] | None = None) -> Any:
+    def observe(self, outputs: list[Any], batch: Batch, teacher_outputs: list[Any] | None = None) -> Any:
         """Return the first view's projections."""
         return crops_of(outputs[0].projections, 2, batch)[0].detach()
 
@@ -106,7 +106,7 @@ def supcon_loss(
     multiplies it by temperature / 0.07.
 
     Args:
-        views: (n, D) embeddings of each view of this rank's samples; not normalised.
+        views: (n, D) embeddings of each view of this rank's samples; not normalized.
         labels: (n,) int64 classes; of a negative one, the other views of the image are the only positives.
         temperature: divides the cosine similarities.
         counts: samples of each rank; None: asked for.

@@ -66,7 +66,7 @@ def sinkhorn_targets(teacher: Tensor, temperature: float, num_iters: int = 3, co
     return sinkhorn(rows[None], temperature, num_iters, counted)[0].view(teacher.shape)
 
 
-class Centre(nn.Module):
+class Center(nn.Module):
     """Running mean of the teacher's scores over the rows of all ranks, which keeps one prototype from winning them all.
 
     Args:
@@ -122,7 +122,7 @@ _INIT_STD = 0.02
 
 @HEADS.register("dino_head", config=DINOHeadConfig)
 class DINOHead(nn.Module):
-    """An MLP with GELU, embeddings of unit length, weight-normalised prototypes.
+    """An MLP with GELU, embeddings of unit length, weight-normalized prototypes.
 
     Args: the fields of ``DINOHeadConfig``.
     """
@@ -215,7 +215,7 @@ class DINO(EmbeddingMethod):
     ):
         super().__init__()
         self.guessing_loss = math.log(output_dim)
-        self.centre = Centre(output_dim, ema_center)
+        self.centre = Center(output_dim, ema_center)
         self.first_momentum = momentum
         self.student_temp = student_temp
         self.temperature = TeacherTemperature(
@@ -234,21 +234,21 @@ class DINO(EmbeddingMethod):
         outputs: list[Any] = model(images_of(batch, self.crops_for_teacher))
         return outputs
 
-    def forward(self, outputs: list[Any], batch: Batch, taught: list[Any]) -> Tensor:
+    def forward(self, outputs: list[Any], batch: Batch, teacher_outputs: list[Any]) -> Tensor:
         """Compute the mean loss over this rank's samples; see ``dino_loss``."""
         student = output_of(outputs, "scores").scores[0].unflatten(0, (sum(batch.num_crops), batch.num_local))
-        scores = taught[0].scores[0].unflatten(0, (len(self.crops_for_teacher), batch.num_local))
+        scores = teacher_outputs[0].scores[0].unflatten(0, (len(self.crops_for_teacher), batch.num_local))
         self._note(outputs[0].embeddings)
         temperature = self.temperature.at(self._step, self._steps_per_epoch)
         return dino_loss(student, self.centre.targets(scores, temperature), self.student_temp)
 
-    def observe(self, outputs: list[Any], batch: Batch, taught: list[Any] | None = None) -> Any:
+    def observe(self, outputs: list[Any], batch: Batch, teacher_outputs: list[Any] | None = None) -> Any:
         """Sum the teacher's scores."""
-        assert taught is not None
-        return self.centre.sums(taught[0].scores[0])
+        assert teacher_outputs is not None
+        return self.centre.sums(teacher_outputs[0].scores[0])
 
     def update_state(self, observed: Sequence[Any]) -> None:
-        """Move the centre. Collective."""
+        """Move the center. Collective."""
         self.centre.update(torch.stack(tuple(observed)).sum(dim=0))
 
     def momentum(self, step: int) -> float:
@@ -260,15 +260,15 @@ def koleo(embeddings: Tensor, eps: float = 1e-8, counts: SampleCounts | None = N
     """Average minus the log of the distance to the nearest other sample of all ranks, over this rank's samples.
 
     KoLeo (Sablayrolles et al., arXiv 1806.03198) spreads embeddings by the distance to the nearest other one. As in
-    DINOv2 (arXiv 2304.07193, section 4), except that the nearest neighbour is that among the samples of all ranks:
+    DINOv2 (arXiv 2304.07193, section 4), except that the nearest neighbor is that among the samples of all ranks:
     DINOv2's own code looks at one rank only, so its result depends on the number of GPUs.
 
     Args:
-        embeddings: (n, D) of one view; not normalised.
+        embeddings: (n, D) of one view; not normalized.
         eps: added to differences and distances.
         counts: samples of each rank; None: asked for.
     Returns:
-        0-d; zero for a batch of one sample, which has no neighbour.
+        0-d; zero for a batch of one sample, which has no neighbor.
     Cost: an all-gather of the embeddings, n * N * D multiplications; an all-reduce of them in the backward pass.
     """
     counts = counts or count_samples(len(embeddings), embeddings.device)
@@ -322,7 +322,7 @@ class IBOTOutput(NamedTuple):
 
 @HEADS.register("ibot_head", config=IBOTHeadConfig)
 class IBOTHead(nn.Module):
-    """Projection MLP and weight-normalised prototypes, for class tokens and patches, shared or separate.
+    """Projection MLP and weight-normalized prototypes, for class tokens and patches, shared or separate.
 
     Args: the fields of ``IBOTHeadConfig``.
 
@@ -455,7 +455,7 @@ class PatchDistillation(EmbeddingMethod):
 class IBOT(PatchDistillation):
     """iBOT: DINO, and self-distillation of masked patches.
 
-    The centre of patches is the mean over masked ones; the paper's code takes all, which the teacher's head then scores
+    The center of patches is the mean over masked ones; the paper's code takes all, which the teacher's head then scores
     for nothing else.
 
     Args: the fields of ``IBOTLossConfig``, with out_dim, patch_out_dim and num_global_crops known.
@@ -484,8 +484,8 @@ class IBOT(PatchDistillation):
     ):
         super().__init__(num_global_crops, mask_ratio, mask_probability)
         self.guessing_loss = lambda1 * math.log(out_dim) + lambda2 * mask_probability * math.log(patch_out_dim)
-        self.centre = Centre(out_dim, center_momentum)
-        self.patch_centre = Centre(patch_out_dim, center_momentum2)
+        self.centre = Center(out_dim, center_momentum)
+        self.patch_centre = Center(patch_out_dim, center_momentum2)
         self.first_momentum = teacher_momentum
         self.num_warmup_epochs = warmup_teacher_temp_epochs
         self.crop_temperature = TeacherTemperature(warmup_teacher_temp, teacher_temp, 0, teacher_temp_interval)
@@ -508,9 +508,9 @@ class IBOT(PatchDistillation):
         super().on_step(step, epoch)
         self._step = step
 
-    def forward(self, outputs: list[Any], batch: Batch, taught: list[Any]) -> Tensor:
+    def forward(self, outputs: list[Any], batch: Batch, teacher_outputs: list[Any]) -> Tensor:
         """Compute the mean loss over this rank's samples; see ``dino_loss`` and ``masked_patch_loss``."""
-        student, teacher = output_of(outputs, "patch_scores"), taught[0]
+        student, teacher = output_of(outputs, "patch_scores"), teacher_outputs[0]
         self._note(student.embeddings)
         temperature = self.crop_temperature.at(self._step, self._steps_per_epoch)
         targets = self.by_view(self.centre.targets(teacher.scores, temperature), batch)
@@ -520,16 +520,18 @@ class IBOT(PatchDistillation):
         patches = masked_patch_loss(student.patch_scores, targets, student.is_masked, self.student_temp)
         return self.weights[0] * crops + self.weights[1] * patches
 
-    def observe(self, outputs: list[Any], batch: Batch, taught: list[Any] | None = None) -> Any:
+    def observe(self, outputs: list[Any], batch: Batch, teacher_outputs: list[Any] | None = None) -> Any:
         """Sum the teacher's scores of crops, and of masked patches."""
-        assert taught is not None
+        assert teacher_outputs is not None
         is_masked = outputs[0].is_masked
-        return self.centre.sums(taught[0].scores), self.patch_centre.sums(taught[0].patch_scores, is_masked)
+        return self.centre.sums(teacher_outputs[0].scores), self.patch_centre.sums(
+            teacher_outputs[0].patch_scores, is_masked
+        )
 
     def update_state(self, observed: Sequence[Any]) -> None:
-        """Move the centres. Collective."""
-        for centre, sums in zip((self.centre, self.patch_centre), zip(*observed, strict=True), strict=True):
-            centre.update(torch.stack(sums).sum(dim=0))
+        """Move the centers. Collective."""
+        for center, sums in zip((self.centre, self.patch_centre), zip(*observed, strict=True), strict=True):
+            center.update(torch.stack(sums).sum(dim=0))
 
     def momentum(self, step: int) -> float:
         """Return the teacher's momentum; see ``Method``."""
@@ -607,9 +609,9 @@ class DINOv2(PatchDistillation):
         super().on_step(step, epoch)
         self._step = step
 
-    def forward(self, outputs: list[Any], batch: Batch, taught: list[Any]) -> Tensor:
+    def forward(self, outputs: list[Any], batch: Batch, teacher_outputs: list[Any]) -> Tensor:
         """Compute the mean loss over this rank's samples; see ``dinov2_loss``. Collective."""
-        student, teacher = output_of(outputs, "patch_scores"), taught[0]
+        student, teacher = output_of(outputs, "patch_scores"), teacher_outputs[0]
         self._note(student.embeddings)
         num_views = sum(batch.num_crops)
         return dinov2_loss(

@@ -39,14 +39,14 @@ class DINOLossConfig:
     crops_for_teacher: list[int] = field(default_factory=lambda: [0, 1])
     """Crops that the teacher sees, the first of all."""
     ema_center: float = 0.9
-    """Weight of the past in the centre."""
+    """Weight of the past in the center."""
     output_dim: int | None = None
     """Prototypes; null: from the head, which also wins over a different number."""
 
 
 @dataclass
 class DINOHeadConfig:
-    """``dino_head``: an MLP with GELU and one layer of weight-normalised prototypes, as DINO's authors have it."""
+    """``dino_head``: an MLP with GELU and one layer of weight-normalized prototypes, as DINO's authors have it."""
 
     in_dim: int = number(MISSING, least=1)
     """Features of the trunk."""
@@ -76,7 +76,7 @@ class DINOSpec(MethodSpec):
     views = "2 or more crops of any sizes; the teacher sees the first"
     teacher = "momentum, cosine to 1"
     teacher_follows = True
-    couples = "the centre: mean of the teacher's scores over the batch"
+    couples = "the center: mean of the teacher's scores over the batch"
     recipe = "digits/dino"
 
     def inferred(self, cfg: RunConfig) -> dict[str, tuple[Any, str]]:
@@ -177,9 +177,9 @@ class IBOTLossConfig:
     student_temp: float = number(0.1, above=0, most=1000)
     """Divides the student's scores."""
     center_momentum: float = 0.9
-    """Weight of the past in the centre of crops."""
+    """Weight of the past in the center of crops."""
     center_momentum2: float = 0.9
-    """Weight of the past in the centre of patches."""
+    """Weight of the past in the center of patches."""
     lambda1: float = number(1.0, least=0)
     """Weight of the loss of crops."""
     lambda2: float = number(1.0, least=0)
@@ -211,7 +211,7 @@ class IBOTSpec(MethodSpec):
     views = "2 or more crops of any sizes, those of the first size masked; the teacher sees these whole"
     teacher = "momentum, cosine to 1"
     teacher_follows = True
-    couples = "two centres: means of the teacher's scores over the batch"
+    couples = "two centers: means of the teacher's scores over the batch"
     recipe = "digits/ibot"
 
     def inferred(self, cfg: RunConfig) -> dict[str, tuple[Any, str]]:
@@ -312,7 +312,7 @@ class DINOv2Spec(IBOTSpec):
     shape_keys = ()
     title = "DINOv2"
     paper = "https://arxiv.org/abs/2304.07193"
-    couples = "Sinkhorn over the teacher's crops and masked patches; KoLeo's nearest neighbour in the batch"
+    couples = "Sinkhorn over the teacher's crops and masked patches; KoLeo's nearest neighbor in the batch"
     recipe = "digits/dinov2"
 
     def inferred(self, cfg: RunConfig) -> dict[str, tuple[Any, str]]:

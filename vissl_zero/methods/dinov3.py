@@ -101,12 +101,12 @@ class DINOv3(DINOv2):
         outputs: list[Any] = model(batch.images[:1], see=see, anchored=self._is_anchored())
         return outputs
 
-    def forward(self, outputs: list[Any], batch: Batch, taught: list[Any]) -> Tensor:
+    def forward(self, outputs: list[Any], batch: Batch, teacher_outputs: list[Any]) -> Tensor:
         """Return the mean over this rank's samples; see ``dinov2_loss`` and ``gram_loss``. Collective."""
-        loss = super().forward(outputs, batch, taught)
+        loss = super().forward(outputs, batch, teacher_outputs)
         if not self._is_anchored():
             return loss
-        return loss + self.gram_weight * gram_loss(outputs[0].patches, taught[1])
+        return loss + self.gram_weight * gram_loss(outputs[0].patches, teacher_outputs[1])
 
     def moves_anchor(self, step: int) -> bool:
         """Check whether the anchor moves after this step; see ``Method``."""

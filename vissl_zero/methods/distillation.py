@@ -107,13 +107,13 @@ class KnowledgeDistillation(EmbeddingMethod):
             raise ConfigError([Problem(_KEY, self.teacher, must, "Name another run, or train it again.")]) from error
         return teacher.requires_grad_(False)
 
-    def forward(self, outputs: list[Any], batch: Batch, taught: list[Any]) -> Tensor:
+    def forward(self, outputs: list[Any], batch: Batch, teacher_outputs: list[Any]) -> Tensor:
         """Compute the mean loss over this rank's crops; see ``distillation_loss``. Collective where labels count.
 
         Raises:
             ConfigError: student and teacher have other numbers of outputs.
         """
-        student, teacher = at_least_float32(outputs[0]), taught[0]
+        student, teacher = at_least_float32(outputs[0]), teacher_outputs[0]
         if student.shape != teacher.shape:
             must = f"must end in the teacher's {teacher.shape[1]} outputs"
             got = f"{student.shape[1]} outputs"
@@ -200,13 +200,13 @@ class DINODistillation(EmbeddingMethod):
         outputs: list[Any] = model(images_of(batch, self.teacher_crops))
         return outputs
 
-    def forward(self, outputs: list[Any], batch: Batch, taught: list[Any]) -> Tensor:
+    def forward(self, outputs: list[Any], batch: Batch, teacher_outputs: list[Any]) -> Tensor:
         """Compute the mean loss over this rank's samples; see ``dino_distillation_loss``.
 
         Raises:
             ConfigError: student and teacher have other numbers of scores.
         """
-        student, teacher = _scores(outputs[0]), at_least_float32(_scores(taught[0]))
+        student, teacher = _scores(outputs[0]), at_least_float32(_scores(teacher_outputs[0]))
         _require_scores(student, teacher)
         self._note(student)
         targets = F.softmax(teacher / self.temperatures[0], dim=1)
@@ -251,13 +251,13 @@ class IBOTDistillation(PatchDistillation):
         """Return the model under DISTILLATION, with its weights, as it is."""
         return model.requires_grad_(False)
 
-    def forward(self, outputs: list[Any], batch: Batch, taught: list[Any]) -> Tensor:
+    def forward(self, outputs: list[Any], batch: Batch, teacher_outputs: list[Any]) -> Tensor:
         """Compute the mean loss over this rank's samples; see ``dino_distillation_loss`` and ``masked_patch_loss``.
 
         Raises:
             ConfigError: student and teacher have other numbers of scores.
         """
-        student, teacher = output_of(outputs, "patch_scores"), taught[0]
+        student, teacher = output_of(outputs, "patch_scores"), teacher_outputs[0]
         _require_scores(student.scores, teacher.scores)
         _require_scores(student.patch_scores.flatten(0, 1), teacher.patch_scores.flatten(0, 1))
         self._note(student.embeddings)
@@ -335,7 +335,7 @@ class SwAVDistillation(EmbeddingMethod):
         outputs: list[Any] = model(images_of(batch, self.teacher_crops))
         return outputs
 
-    def forward(self, outputs: list[Any], batch: Batch, taught: list[Any]) -> Tensor:
+    def forward(self, outputs: list[Any], batch: Batch, teacher_outputs: list[Any]) -> Tensor:
         """Compute the mean loss over this rank's samples; pairs of crops as in ``dino_distillation_loss``. Collective.
 
         Raises:
@@ -352,7 +352,7 @@ class SwAVDistillation(EmbeddingMethod):
             raise ConfigError([Problem("config.MODEL.HEAD.PARAMS", f"{student.shape[1]}", must, "Correct the head.")])
         scores = student @ self.prototypes.to(student.dtype).T if self.uses_teachers else student
         shape = (len(self.teacher_crops), batch.num_local)
-        targets = self._assign(at_least_float32(taught[0].scores[0]).unflatten(0, shape))
+        targets = self._assign(at_least_float32(teacher_outputs[0].scores[0]).unflatten(0, shape))
         return dino_distillation_loss(
             self._upcast(scores).unflatten(0, (self.num_crops, batch.num_local)),
             targets,
@@ -360,12 +360,12 @@ class SwAVDistillation(EmbeddingMethod):
             self.swapped_assignment,
         )
 
-    def observe(self, outputs: list[Any], batch: Batch, taught: list[Any] | None = None) -> Any:
+    def observe(self, outputs: list[Any], batch: Batch, teacher_outputs: list[Any] | None = None) -> Any:
         """Return the teacher's embeddings, once the queue has started."""
         if self.queue is None or self._step < self.queue_start:
             return None
-        assert taught is not None
-        rows = at_least_float32(taught[0].embeddings).unflatten(0, (len(self.teacher_crops), batch.num_local))
+        assert teacher_outputs is not None
+        rows = at_least_float32(teacher_outputs[0].embeddings).unflatten(0, (len(self.teacher_crops), batch.num_local))
         return rows.transpose(0, 1).flatten(0, 1)[None]
 
     def update_state(self, observed: Sequence[Any]) -> None:

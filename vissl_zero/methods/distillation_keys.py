@@ -102,7 +102,7 @@ class SwAVDistillationLossConfig:
     temperature: float = number(0.1, least=1e-4)
     """Divides the student's scores before the softmax."""
     epsilon: float = number(0.03, least=1e-4)
-    """Entropy regularisation of the assignment; larger is softer."""
+    """Entropy regularization of the assignment; larger is softer."""
     num_iters: int = number(3, least=0, most=10000)
     """Rounds of Sinkhorn's algorithm; 0: the softmax of the teacher's scores."""
     use_double_precision: bool = False

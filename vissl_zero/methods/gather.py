@@ -129,11 +129,11 @@ class _GatherSamples(torch.autograd.Function):
 
 class _SumOverRanks(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, statistic: Tensor) -> Tensor:
+    def forward(ctx: Any, statistic: Tensor) -> Tensor:  # noqa: ARG004 - autograd's signature
         return collectives.all_reduce_sum(statistic)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:  # noqa: ARG004 - autograd's signature
         return collectives.all_reduce_sum(gradients[0])
 
 

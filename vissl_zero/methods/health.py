@@ -62,7 +62,7 @@ def effective_rank(gram: Tensor) -> float:
     """Compute the exp of the entropy of normalized singular values (Roy and Vetterli 2007; RankMe, arXiv 2210.02885).
 
     Args:
-        gram: (D, D) float64, X^T X of the rows X, not centred: a model that gives one vector for all has rank 1.
+        gram: (D, D) float64, X^T X of the rows X, not centered: a model that gives one vector for all has rank 1.
     Returns:
         Between 1 and D; NaN for a matrix with NaN or infinity, 0 for no rows.
     """

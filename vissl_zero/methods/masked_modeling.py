@@ -1,4 +1,4 @@
-"""Masked image modelling: MAE, SimMIM, I-JEPA and data2vec: losses, heads, and what the loop calls.
+"""Masked image modeling: MAE, SimMIM, I-JEPA and data2vec: losses, heads, and what the loop calls.
 
 ``PatchPredictor``, a narrow transformer, is MAE's decoder and I-JEPA's predictor.
 """
@@ -234,11 +234,11 @@ class SimMIM(EmbeddingMethod):
 
 
 def latent_regression(predictions: Tensor, embeddings: Tensor, beta: float = 1.0) -> Tensor:
-    """Smooth absolute error against the teacher's embeddings, each normalised over its features.
+    """Smooth absolute error against the teacher's embeddings, each normalized over its features.
 
     Args:
         predictions: (n, ..., D), as many target patches for each image.
-        embeddings: same shape, the teacher's, without gradient; not normalised.
+        embeddings: same shape, the teacher's, without gradient; not normalized.
         beta: differences below it are squared; 1 in I-JEPA, 2 in data2vec for ViT-B.
     Returns:
         0-d, the mean over this rank's samples. No communication.
@@ -287,11 +287,11 @@ class IJEPA(EmbeddingMethod):
         outputs: list[Any] = model(batch.images, see=partial(self._see, all_are_seen=True))
         return outputs
 
-    def forward(self, outputs: list[Any], batch: Batch, taught: list[Any]) -> Tensor:
+    def forward(self, outputs: list[Any], batch: Batch, teacher_outputs: list[Any]) -> Tensor:
         """Compute the mean loss over this rank's samples; see ``latent_regression``."""
         student = output_of(outputs, "predictions")
-        self._note(taught[0].embeddings)
-        return latent_regression(student.predictions, taught[0].patches, self.beta)
+        self._note(teacher_outputs[0].embeddings)
+        return latent_regression(student.predictions, teacher_outputs[0].patches, self.beta)
 
     def momentum(self, step: int) -> float:
         """Return the teacher's momentum; see ``Method``."""
@@ -370,7 +370,7 @@ class Data2Vec(EmbeddingMethod):
     """data2vec: a teacher's embeddings of masked patches, averaged over its last blocks.
 
     Targets are those of the authors' code for images (facebookresearch/data2vec_vision af9a363,
-    beit/engine_for_cyclical.py): each block normalised, averaged, and normalised again.
+    beit/engine_for_cyclical.py): each block normalized, averaged, and normalized again.
 
     Args: the fields of ``Data2VecLossConfig``.
     """
@@ -397,11 +397,11 @@ class Data2Vec(EmbeddingMethod):
         outputs: list[Any] = model(batch.images, see=partial(self._see, is_teacher=True))
         return outputs
 
-    def forward(self, outputs: list[Any], batch: Batch, taught: list[Any]) -> Tensor:
+    def forward(self, outputs: list[Any], batch: Batch, teacher_outputs: list[Any]) -> Tensor:
         """Compute the mean loss over this rank's samples; see ``latent_regression``."""
         student = output_of(outputs, "predictions")
-        self._note(taught[0].embeddings)
-        return latent_regression(student.predictions, taught[0].targets, self.beta)
+        self._note(teacher_outputs[0].embeddings)
+        return latent_regression(student.predictions, teacher_outputs[0].targets, self.beta)
 
     def momentum(self, step: int) -> float:
         """Return the teacher's momentum; see ``Method``."""

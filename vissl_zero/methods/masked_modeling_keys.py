@@ -1,4 +1,4 @@
-"""Masked image modelling: MAE, SimMIM, I-JEPA and data2vec: keys and rules."""
+"""Masked image modeling: MAE, SimMIM, I-JEPA and data2vec: keys and rules."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ B = TypeVar("B", bound=Batch)
 class Method(nn.Module):
     """Base of all methods, registered in LOSSES: what student and teacher see, the loss, the figures.
 
-    A subclass defines ``forward(outputs, batch)``, the loss; with a teacher ``forward(outputs, batch, taught)``.
+    A subclass defines ``forward(outputs, batch)``, the loss; with a teacher it takes ``teacher_outputs``, too.
 
     ``set_images`` and ``set_length`` are called once, ``on_epoch`` where an epoch begins (in the middle of one, a
     resumed run does not). For each optimizer step, on every rank, the loop calls ``on_step`` once; then per
@@ -81,8 +81,8 @@ class Method(nn.Module):
         has_teacher: a second model is kept and run, which learns nothing by gradient (see ``run_teacher``).
         teacher_follows: it is a copy of the model that follows it by ``momentum``; else it stays as ``make_teacher``
             gave it.
-        looks_first: before the first step, all training images go through the model once without gradient, and the
-            outputs to ``observe``.
+        needs_initial_embeddings: before the first step, all training images go through the model once without gradient,
+            and the outputs to ``observe``.
         couples_samples: a sample's loss depends on others of its micro-batch, or on state that a micro-batch changes.
         remembers_images: it keeps state for each training image, whose number ``set_images`` tells.
         loss_sees_images: ``forward`` looks at ``batch.images``, which exact accumulation otherwise leaves out.
@@ -97,7 +97,7 @@ class Method(nn.Module):
     has_teacher: bool = False
     couples_samples: bool = True
     teacher_follows: bool = True
-    looks_first: bool = False
+    needs_initial_embeddings: bool = False
     remembers_images: bool = False
     loss_sees_images: bool = False
     ignored_label: int | None = None
@@ -109,15 +109,15 @@ class Method(nn.Module):
         """Compute the loss; see the class."""
         raise NotImplementedError(f"{type(self).__name__} must define forward(outputs, batch)")
 
-    def loss(self, outputs: list[Any], batch: Batch, taught: list[Any] | None = None) -> Tensor:
+    def loss(self, outputs: list[Any], batch: Batch, teacher_outputs: list[Any] | None = None) -> Tensor:
         """Compute the loss, a 0-d tensor; see the module for what its gradient must be. It calls ``forward``.
 
         Args:
             outputs: one entry per head of the model.
             batch: the micro-batch they were computed from.
-            taught: the teacher's outputs, without gradient; None without a teacher.
+            teacher_outputs: the teacher's outputs, without gradient; None without a teacher.
         """
-        loss: Tensor = self(outputs, batch) if taught is None else self(outputs, batch, taught)
+        loss: Tensor = self(outputs, batch) if teacher_outputs is None else self(outputs, batch, teacher_outputs)
         return loss
 
     def see(self, batch: B) -> B:
@@ -177,7 +177,7 @@ class Method(nn.Module):
         """Return rows (q, D) for the head to score in the coming forward pass, without gradient; None: nothing."""
         return None
 
-    def observe(self, outputs: list[Any], batch: Batch, taught: list[Any] | None = None) -> Any:
+    def observe(self, outputs: list[Any], batch: Batch, teacher_outputs: list[Any] | None = None) -> Any:
         """Return what ``update_state`` needs of a micro-batch, without graph, or None. It must not change the state.
 
         It is kept until the end of the step, so sums are better than rows where they suffice. No communication.
@@ -185,7 +185,7 @@ class Method(nn.Module):
         Args:
             outputs: the student's.
             batch: the micro-batch, or with exact accumulation all of this rank's samples of the step.
-            taught: the teacher's outputs; None without a teacher.
+            teacher_outputs: the teacher's outputs; None without a teacher.
         """
         return None
 

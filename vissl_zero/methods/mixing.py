@@ -143,8 +143,8 @@ class Mixing:
             end = begin + length
         else:
             length = (side * (1 - areas).clamp(min=0).sqrt()).long()
-            centre = (place * side).long()
-            begin, end = centre - length // 2, centre + length // 2
+            center = (place * side).long()
+            begin, end = center - length // 2, center + length // 2
         cells = torch.arange(side, device=place.device)
         return (cells >= begin[:, None]) & (cells < end[:, None])
 

@@ -19,13 +19,13 @@ _LEAST_STATISTICS_RATE = 0.01  # the features' mean and variance follow the trun
 
 
 class OnlineProbe(nn.Module):
-    """Softmax regression by Adam (Kingma and Ba 2015) on standardised features.
+    """Softmax regression by Adam (Kingma and Ba 2015) on standardized features.
 
     All state is in buffers, so it is saved, restored and compared with the rest of the method's. Every rank holds the
     whole of it, about 3 C (F + 1) numbers.
 
     **Exact.** A step's gradient is the mean over the samples of all ranks and micro-batches, summed in one all-reduce.
-    Features are standardised by the mean and variance of the steps *before*: those of the step itself would need a
+    Features are standardized by the mean and variance of the steps *before*: those of the step itself would need a
     second one. The first step therefore measures and changes no weight.
 
     Args:
@@ -79,7 +79,7 @@ class OnlineProbe(nn.Module):
         targets = batch.targets
         if targets is None or targets.dtype != torch.int64:
             must = "needs a class for each training image" if targets is None else "does not go with mixed labels"
-            fix = "Set it to false, or train on labelled images without mixing them."
+            fix = "Set it to false, or train on labeled images without mixing them."
             raise ConfigError([Problem("config.ONLINE_PROBE.USE_PROBE", "true", must, fix)])
         if not batch.num_local:
             return

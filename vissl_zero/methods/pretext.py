@@ -315,7 +315,7 @@ class MemoryBank(nn.Module):
         """Compute the cosine similarity to an image's own memory, then to those of its negatives.
 
         Args:
-            embeddings: (n, D); not normalised.
+            embeddings: (n, D); not normalized.
             sample_ids: (n,) index of each image in the data set.
             negatives: (n, M) indices.
         Returns:
@@ -330,7 +330,7 @@ class MemoryBank(nn.Module):
         """Move the memory of the images of all ranks towards their embeddings. Collective.
 
         Args:
-            embeddings: (n, D) of this rank; not normalised. Rows that are not finite are left out.
+            embeddings: (n, D) of this rank; not normalized. Rows that are not finite are left out.
             sample_ids: (n,), different from each other over all ranks.
         Cost: two gathers of rows (see ``collectives.all_gather_rows``).
         """
@@ -420,7 +420,7 @@ class NPID(EmbeddingMethod):
             return nce_loss(similarities, self.bank, self.temperature)
         return info_nce_loss(similarities, self.temperature)
 
-    def observe(self, outputs: list[Any], batch: Batch, taught: list[Any] | None = None) -> Any:
+    def observe(self, outputs: list[Any], batch: Batch, teacher_outputs: list[Any] | None = None) -> Any:
         """Return embeddings of the images, and which they are."""
         return outputs[0].detach(), batch.sample_ids
 
@@ -443,7 +443,7 @@ def pirl_loss(
     """Tell both an image and its transformed version from other images by the memory bank.
 
     Args:
-        image, transformed: (n, D) embeddings of this rank's samples, whole and as patches; not normalised.
+        image, transformed: (n, D) embeddings of this rank's samples, whole and as patches; not normalized.
         sample_ids: (n,) index of each image in the data set; ``set_random_key`` was given the same.
         bank: of all images; update it with ``image`` afterwards.
         num_negatives: images each one is contrasted with.
@@ -544,6 +544,6 @@ class PIRL(NPID):
             use_info_nce=self.loss_type == "cross_entropy",
         )
 
-    def observe(self, outputs: list[Any], batch: Batch, taught: list[Any] | None = None) -> Any:
+    def observe(self, outputs: list[Any], batch: Batch, teacher_outputs: list[Any] | None = None) -> Any:
         """Return embeddings of the whole images, and which they are."""
         return outputs[0].images.detach(), batch.sample_ids

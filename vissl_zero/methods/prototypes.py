@@ -29,7 +29,7 @@ def deepcluster_loss(
     """Compute the cross-entropy of every crop against the cluster of its image, averaged over clusterings.
 
     Args:
-        embeddings: (V, n, D) of this rank's crops; not normalised.
+        embeddings: (V, n, D) of this rank's crops; not normalized.
         centroids: per clustering (K_i, D), unit rows.
         assignments: (H, n) int64, the cluster of each image in each of the H clusterings; ``NOT_ASSIGNED`` for an image
             that had no embedding, which does not count.
@@ -40,8 +40,8 @@ def deepcluster_loss(
     """
     rows = F.normalize(at_least_float32(embeddings), dim=2)
     losses = []
-    for centres, clusters in zip(centroids, assignments, strict=True):
-        logits = (rows @ centres.to(rows.dtype).T / temperature).flatten(0, 1)
+    for centers, clusters in zip(centroids, assignments, strict=True):
+        logits = (rows @ centers.to(rows.dtype).T / temperature).flatten(0, 1)
         labels = clusters.repeat(len(rows))
         errors = F.cross_entropy(logits, labels, ignore_index=NOT_ASSIGNED, reduction="none")
         losses.append(weighted_mean(errors, (labels != NOT_ASSIGNED).to(errors.dtype), embeddings.shape[1]))
@@ -115,7 +115,7 @@ class ClusterMemory(nn.Module):
         """Remember the embeddings of the images of all ranks. Collective.
 
         Args:
-            embeddings: (C, n, D) of this rank; not normalised. Images with rows that are not finite are left out.
+            embeddings: (C, n, D) of this rank; not normalized. Images with rows that are not finite are left out.
             sample_ids: (n,), different from each other over all ranks.
         Cost: two gathers of rows (see ``collectives.all_gather_rows``).
         """
@@ -170,7 +170,7 @@ class DeepClusterV2(EmbeddingMethod):
     Args: the fields of ``DeepClusterV2LossConfig``, with embedding_dim known.
     """
 
-    looks_first = True
+    needs_initial_embeddings = True
     remembers_images = True
     memory: ClusterMemory
 
@@ -214,7 +214,7 @@ class DeepClusterV2(EmbeddingMethod):
         assignments = self.memory.assignments[:, batch.sample_ids]
         return deepcluster_loss(embeddings, self.memory.centroids, assignments, self.temperature)
 
-    def observe(self, outputs: list[Any], batch: Batch, taught: list[Any] | None = None) -> Any:
+    def observe(self, outputs: list[Any], batch: Batch, teacher_outputs: list[Any] | None = None) -> Any:
         """Return embeddings of the remembered crops, and of which images they are."""
         return self._by_crop(outputs, batch)[self.remembered_crops].detach(), batch.sample_ids
 
@@ -366,7 +366,7 @@ class MSN(EmbeddingMethod):
         """Return the teacher's embeddings."""
         return self._targets
 
-    def forward(self, outputs: list[Any], batch: Batch, taught: list[Any]) -> Tensor:
+    def forward(self, outputs: list[Any], batch: Batch, teacher_outputs: list[Any]) -> Tensor:
         """Compute the mean loss over this rank's samples; see ``msn_loss``. Collective."""
         student = output_of(outputs, "probe_scores")
         self._note(student.embeddings)

@@ -224,10 +224,10 @@ class SwAVLoss(Method):
         self._epoch = 0
         self._last: tuple[Tensor, list[Tensor]] | None = None
 
-    def forward(self, outputs: list[Any], batch: Batch, taught: list[Any] | None = None) -> Tensor:
+    def forward(self, outputs: list[Any], batch: Batch, teacher_outputs: list[Any] | None = None) -> Tensor:
         """Average over this rank's samples, layers of prototypes and pairs of crops. Collective (see ``sinkhorn``)."""
         output = self._output_of(outputs, batch)
-        assigner = output if taught is None else taught[0]
+        assigner = output if teacher_outputs is None else teacher_outputs[0]
         probe_scores: Sequence[Tensor | None] = assigner.probe_scores or [None] * len(output.scores)
         losses, assignments = [], []
         for scores, rated, queue_scores in zip(output.scores, assigner.scores, probe_scores, strict=True):
@@ -250,11 +250,11 @@ class SwAVLoss(Method):
         (joined,) = super().join([[part[0]._replace(probe_scores=None)] for part in parts], num_samples)
         return [joined._replace(probe_scores=first.probe_scores)]
 
-    def observe(self, outputs: list[Any], batch: Batch, taught: list[Any] | None = None) -> Any:
+    def observe(self, outputs: list[Any], batch: Batch, teacher_outputs: list[Any] | None = None) -> Any:
         """Return embeddings of the assigned crops, once the queue has started."""
         if self.queue is None or not self._is_queue_on():
             return None
-        assigner = self._output_of(outputs, batch) if taught is None else taught[0]
+        assigner = self._output_of(outputs, batch) if teacher_outputs is None else teacher_outputs[0]
         return self._assigned(assigner.embeddings.detach(), batch)
 
     def update_state(self, observed: Sequence[Any]) -> None:

@@ -71,7 +71,7 @@ class SwAVLossConfig:
     num_iters: int = number(3, least=1, most=10000)
     """Rounds of Sinkhorn's algorithm."""
     epsilon: float = number(0.05, least=1e-4)
-    """Entropy regularisation of the assignment; larger is softer."""
+    """Entropy regularization of the assignment; larger is softer."""
     shk_powerlaw: float = number(0.0, least=0, most=100)
     """Prototype i has a share of the images proportional to i to the power of minus this; 0: all have equal shares."""
     num_crops: int | None = None

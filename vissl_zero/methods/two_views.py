@@ -34,7 +34,7 @@ def nt_xent(views: Sequence[Tensor], temperature: float, counts: SampleCounts | 
     With more than two views, each other view of the image is found by itself; the rest of them are left out.
 
     Args:
-        views: (n, D) embeddings of each view of this rank's samples; not normalised.
+        views: (n, D) embeddings of each view of this rank's samples; not normalized.
         temperature: divides the cosine similarities.
         counts: samples of each rank; None: asked for.
     Returns:
@@ -79,8 +79,8 @@ def info_nce(queries: Tensor, keys: Tensor, queue: Tensor, temperature: float) -
     """Compute the cross-entropy of finding an image's own key among it and the keys in the queue.
 
     Args:
-        queries: (n, D), from the student; not normalised.
-        keys: (n, D), from the momentum encoder; not normalised; no gradient goes into them.
+        queries: (n, D), from the student; not normalized.
+        keys: (n, D), from the momentum encoder; not normalized; no gradient goes into them.
         queue: (K, D) unit vectors, the same on every rank.
         temperature: divides the cosine similarities.
     Returns:
@@ -122,7 +122,7 @@ class KeyQueue(nn.Module):
         """Replace the oldest keys by those of all ranks, in the order of samples. Collective.
 
         Args:
-            keys: (n, D) of this rank; not normalised; n may differ between ranks.
+            keys: (n, D) of this rank; not normalized; n may differ between ranks.
         Cost: see ``collectives.all_gather_rows``.
         """
         # A step that the loss scaler will skip may hold infinities; they must not stay for K samples.
@@ -162,16 +162,16 @@ class MoCoV2(EmbeddingMethod):
         outputs: list[Any] = model(images_of(batch, [1]))
         return outputs
 
-    def forward(self, outputs: list[Any], batch: Batch, taught: list[Any]) -> Tensor:
+    def forward(self, outputs: list[Any], batch: Batch, teacher_outputs: list[Any]) -> Tensor:
         """Compute the mean loss over this rank's samples; see ``info_nce``."""
-        (queries,), (keys,) = crops_of(outputs[0], 1, batch), crops_of(taught[0], 1, batch)
+        (queries,), (keys,) = crops_of(outputs[0], 1, batch), crops_of(teacher_outputs[0], 1, batch)
         self._note(queries)
         return info_nce(queries, keys, self.queue.keys, self.temperature)
 
-    def observe(self, outputs: list[Any], batch: Batch, taught: list[Any] | None = None) -> Any:
+    def observe(self, outputs: list[Any], batch: Batch, teacher_outputs: list[Any] | None = None) -> Any:
         """Return the keys."""
-        assert taught is not None
-        return taught[0].detach()
+        assert teacher_outputs is not None
+        return teacher_outputs[0].detach()
 
     def update_state(self, observed: Sequence[Any]) -> None:
         """Queue the keys. Collective."""
@@ -192,7 +192,7 @@ def symmetric_info_nce(
     """Match each view's query to the other view's key of the image among the keys of all images of all ranks.
 
     Args:
-        queries: (n, D) of each of the two views, from the student's predictor; not normalised.
+        queries: (n, D) of each of the two views, from the student's predictor; not normalized.
         keys: (n, D) of each, from the momentum encoder; no gradient goes into them.
         temperature: divides the cosine similarities; the loss is scaled by twice its value.
         counts: samples of each rank; None: asked for.
@@ -225,10 +225,10 @@ class MoCoV3(EmbeddingMethod):
         self.first_momentum = momentum
         self.temperature = temperature
 
-    def forward(self, outputs: list[Any], batch: Batch, taught: list[Any]) -> Tensor:
+    def forward(self, outputs: list[Any], batch: Batch, teacher_outputs: list[Any]) -> Tensor:
         """Compute the mean loss over this rank's samples; see ``symmetric_info_nce``. Collective."""
         queries = crops_of(output_of(outputs, "predictions").predictions, 2, batch)
-        keys = crops_of(output_of(taught, "projections").projections, 2, batch)
+        keys = crops_of(output_of(teacher_outputs, "projections").projections, 2, batch)
         self._note(outputs[0].projections)
         return symmetric_info_nce((queries[0], queries[1]), (keys[0], keys[1]), self.temperature)
 
@@ -241,7 +241,7 @@ def cosine(predictions: Tensor, targets: Tensor) -> Tensor:
     """Average the cosine similarity over this rank's samples; no gradient goes into the targets.
 
     Args:
-        predictions, targets: (n, D); not normalised.
+        predictions, targets: (n, D); not normalized.
     Returns:
         0-d. No communication.
     """
@@ -276,10 +276,10 @@ class BYOL(EmbeddingMethod):
         super().__init__()
         self.first_momentum = momentum
 
-    def forward(self, outputs: list[Any], batch: Batch, taught: list[Any]) -> Tensor:
+    def forward(self, outputs: list[Any], batch: Batch, teacher_outputs: list[Any]) -> Tensor:
         """Compute the mean loss over this rank's samples; see ``byol_loss``."""
         predictions = crops_of(output_of(outputs, "predictions").predictions, 2, batch)
-        targets = crops_of(output_of(taught, "projections").projections, 2, batch)
+        targets = crops_of(output_of(teacher_outputs, "projections").projections, 2, batch)
         self._note(outputs[0].projections)
         return byol_loss((predictions[0], predictions[1]), (targets[0], targets[1]))
 
@@ -314,14 +314,14 @@ class SimSiam(EmbeddingMethod):
         return simsiam_loss((predictions[0], predictions[1]), (projections[0], projections[1]))
 
 
-_BATCH_NORM_EPS = 1e-5  # the paper's code standardises with nn.BatchNorm1d(affine=False)
+_BATCH_NORM_EPS = 1e-5  # the paper's code standardizes with nn.BatchNorm1d(affine=False)
 
 
 def cross_correlation(first: Tensor, second: Tensor, eps: float = _BATCH_NORM_EPS) -> Tensor:
     """Correlate the features of two views over the samples of all ranks, (D, D); differentiable. Collective.
 
     Args:
-        first, second: (n, D) embeddings of the views of this rank's samples; not standardised.
+        first, second: (n, D) embeddings of the views of this rank's samples; not standardized.
         eps: added to the variances.
     Cost: two all-reduces, of 2D + 1 and D * D + 2D numbers, and as many in the backward pass.
     """
@@ -401,12 +401,12 @@ def vicreg_loss(
     dim = views.shape[2]
     distance = (views[:, 0] - views[:, 1]).square().sum() / max(counts.local * dim, 1)
     everyone = gather_samples(views, counts).transpose(0, 1)
-    centred = everyone - everyone.mean(dim=1, keepdim=True)
+    centered = everyone - everyone.mean(dim=1, keepdim=True)
     # One sample has no variance: torch.var would give NaN.
     divisor = max(counts.total - 1, 1)
-    deviations = torch.sqrt(centred.square().sum(dim=1) / divisor + _VARIANCE_EPS)
+    deviations = torch.sqrt(centered.square().sum(dim=1) / divisor + _VARIANCE_EPS)
     spread = F.relu(1 - deviations).mean(dim=1).sum() / 2
-    covariances = centred.transpose(1, 2) @ centred / divisor
+    covariances = centered.transpose(1, 2) @ centered / divisor
     diagonal = covariances.diagonal(dim1=1, dim2=2)
     redundancy = (covariances.square().sum() - diagonal.square().sum()) / dim
     return invariance * distance + variance * spread + covariance * redundancy

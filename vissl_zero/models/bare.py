@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 def build_bare(build: Callable[[], Model]) -> Model:
     """Build a model with the parameters of known layers on the meta device; ``FirstWeights`` fills them.
 
-    A model that cannot be filled part by part is built whole: a trunk or a method of initialisation that spans several
+    A model that cannot be filled part by part is built whole: a trunk or a method of initialization that spans several
     units (timm's own weights), tied parameters, a constructor that computes with its weights.
 
     Args:
@@ -184,7 +184,7 @@ def materialize_(module: nn.Module, full_name: str, seed: int) -> None:
         full_name: of ``module`` in the model; empty for the model itself.
         seed: of the run.
     Raises:
-        ConfigError: a module cannot initialise what it owns.
+        ConfigError: a module cannot initialize what it owns.
     """
     for name, owner in _children_first(module, full_name):
         if _own_meta(owner):

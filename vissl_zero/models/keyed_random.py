@@ -4,7 +4,7 @@ A sample meets the same dropout mask whichever rank, micro-batch row or recomput
 is the same at every level and world size. ``key_random_layers`` puts such layers in the place of the common ones;
 ``refuse_unkeyed_randomness`` finds, by name, a layer that draws from torch's global generator all the same.
 
-The generator is the finaliser of splitmix64 (Steele, Lea, Flood 2014, https://doi.org/10.1145/2714064.2660195) over a
+The generator is the finalizer of splitmix64 (Steele, Lea, Flood 2014, https://doi.org/10.1145/2714064.2660195) over a
 counter, in int64 tensor arithmetic, which wraps around in the same way on CPU and GPU.
 """
 

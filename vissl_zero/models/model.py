@@ -273,13 +273,8 @@ class Model(nn.Module):
             _require_features(self.trunk, images, features)
         if self.keeps_features:  # a teacher's too, which is in evaluation mode throughout
             self.kept_features = [rows.detach() for rows in features]
-        if features_only and self.features_are_embeddings:
-            outputs: Any = self.heads[0](torch.cat(features))
-            return list(getattr(outputs, "embeddings", outputs).split([len(rows) for rows in features]))
-        if features_only and self.feature_taps is not None:
-            return list(torch.cat(self.feature_taps(features), dim=1).split([len(rows) for rows in features]))
         if features_only:
-            return features
+            return self._features_to_show(features)
         if self.views_apart:
             return [_joined([head(rows) for rows in features]) for head in self.heads]
         inputs = self.taps(features) if self.taps is not None else [torch.cat(features)] * len(self.heads)
@@ -293,6 +288,16 @@ class Model(nn.Module):
             anchor: Any = self.anchor
             found.append(anchor(images[:1], return_tokens=True)[0][:, anchor.num_prefix_tokens :])
         return found
+
+    def _features_to_show(self, features: list[Tensor]) -> list[Any]:
+        """Return the trunk's features, or what stands for them: embeddings of the first head, or inner layers."""
+        lengths = [len(rows) for rows in features]
+        if self.features_are_embeddings:
+            outputs: Any = self.heads[0](torch.cat(features))
+            return list(getattr(outputs, "embeddings", outputs).split(lengths))
+        if self.feature_taps is not None:
+            return list(torch.cat(self.feature_taps(features), dim=1).split(lengths))
+        return features
 
     def _see(self, images: list[Tensor], see: SeePatches | None) -> tuple[list[Tokens], list[Tensor]]:
         """Compute tokens and features of images seen in part."""

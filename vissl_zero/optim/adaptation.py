@@ -56,7 +56,7 @@ class Adaptation(ABC):
             weight_decay: (T,) of each tensor's group.
             num_dims: (T,) integers, dimensions of each full tensor (a shard may have fewer).
         Returns:
-            scale (T,) and decay (T,), in the dtype of the norms. Not a collective; no host synchronisation.
+            scale (T,) and decay (T,), in the dtype of the norms. Not a collective; no host synchronization.
         """
 
 

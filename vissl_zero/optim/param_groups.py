@@ -25,7 +25,7 @@ from vissl_zero.vissl.keys import ALIASES
 _HEAD_PREFIX = "heads."
 _BLOCK = re.compile(r"trunk\.(?:net\.)?blocks\.(\d+)\.")
 _BIAS = re.compile(r"(^|_)bias(_|$)")
-# _NormBase: batch norm and instance norm of every kind, torch's synchronised one and subclasses included.
+# _NormBase: batch norm and instance norm of every kind, torch's synchronized one and subclasses included.
 _NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 
@@ -55,8 +55,10 @@ class ParamGroup:
 
 
 def param_groups(model: nn.Module, plan: OptimizerPlan) -> list[ParamGroup]:
-    """Every parameter with ``requires_grad`` in exactly one group, the same on every rank: at most four groups, two
-    more per head where heads have rates of their own, or parts of these by ``layer_decay`` and ``param_rules``.
+    """Sort every parameter with ``requires_grad`` into exactly one group, the same on every rank.
+
+    There are at most four groups, two more per head where heads have rates of their own, or parts
+    of these by ``layer_decay`` and ``param_rules``.
 
     A parameter does not decay if its full name contains an entry of ``plan.non_regularized``, if it is a bias and
     ``regularize_bias`` is off, or if it belongs to a norm layer and ``regularize_bn`` is off (so a norm's bias needs
@@ -205,7 +207,7 @@ def is_norm(module: nn.Module) -> bool:
     """Check whether the parameters of ``module`` itself scale and shift normalized values.
 
     Batch, instance, layer, group and RMS norm, subclasses included; and any class with "norm" in its name whose own
-    parameters have at most one dimension, which is how norm layers outside torch are recognised.
+    parameters have at most one dimension, which is how norm layers outside torch are recognized.
     """
     if isinstance(module, _NORMS):
         return True
@@ -274,7 +276,7 @@ def build_optimizer(
 
     A component is called as ``build(groups, **options)`` and returns a ``torch.optim.Optimizer`` whose update of a
     tensor depends on that tensor alone (``optim/update_rule.py`` finds out), alone or as a pair with an ``Adaptation``.
-    It must honour each group's ``lr`` and ``weight_decay``, which schedules set before every step.
+    It must honor each group's ``lr`` and ``weight_decay``, which schedules set before every step.
 
     Args:
         plan: name, options and LARC.

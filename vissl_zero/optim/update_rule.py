@@ -341,7 +341,7 @@ def counter_keys(optimizer: torch.optim.Optimizer) -> frozenset[str]:
             for _ in range(2):
                 param.grad = torch.ones(shape)
                 copied.step()
-        except Exception:  # noqa: BLE001 - it asks for a closure, or for matrices
+        except Exception:  # noqa: BLE001, S112 - it asks for a closure, or for matrices
             continue
         after = {key: repr(value) for key, value in copied.param_groups[0].items() if key != "params"}
         return frozenset(key for key, value in after.items() if before.get(key) != value)

@@ -49,7 +49,7 @@ class MuonAdamW(GroupOptimizer):
 
     A tensor of more than two dimensions (a convolution's kernel) counts as the matrix of its first dimension by the
     rest, as Muon's authors have it: https://kellerjordan.github.io/posts/muon/. torch orthogonalises in bfloat16; in
-    another number format, or with NorMuon's normalisation, ``Orthogonal`` runs in its place.
+    another number format, or with NorMuon's normalization, ``Orthogonal`` runs in its place.
 
     Args:
         params: parameters or groups; a group with ``use_muon=False`` is left to AdamW.
@@ -61,7 +61,7 @@ class MuonAdamW(GroupOptimizer):
         row_beta: NorMuon's running mean square of each row of the updates; None: Muon.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - hyperparameters
         self,
         params: Any,
         lr: float = 1e-3,
@@ -182,13 +182,13 @@ class Orthogonal(torch.optim.Optimizer):
                 update = zeropower_via_newtonschulz(update, group["ns_steps"], coefficients, dtype=dtype)
                 update = update.to(param.dtype)
                 if group["row_beta"] is not None:
-                    update = self._normalised(state, update, group["row_beta"])
+                    update = self._normalized(state, update, group["row_beta"])
                 lr = group["lr"]
                 param.mul_(1 - lr * group["weight_decay"])
                 param.add_(update, alpha=-lr * _scale(param.shape, group["adjust_lr_fn"]))
 
     @staticmethod
-    def _normalised(state: dict[str, Any], update: Tensor, beta: float) -> Tensor:
+    def _normalized(state: dict[str, Any], update: Tensor, beta: float) -> Tensor:
         rows = update.square().mean(dim=1, keepdim=True)
         if "row_square" not in state:
             state["row_square"] = torch.zeros_like(rows)
@@ -381,7 +381,7 @@ _ELEMENTS_AT_ONCE = 2**20  # decoded together, or rounded up to a block: bounds 
 
 
 class AdamW8bit(GroupOptimizer):
-    """AdamW with block-wise quantised moments: https://arxiv.org/abs/2110.02861.
+    """AdamW with block-wise quantized moments: https://arxiv.org/abs/2110.02861.
 
     Each block of ``block_size`` successive elements (the last may be shorter) is stored as a byte an element, an entry
     of a table of 256 values between -1 and 1 (0 and 1 for squares), and the block's largest magnitude in float32. The
@@ -394,7 +394,7 @@ class AdamW8bit(GroupOptimizer):
         params: parameters or groups.
         lr, betas, eps, weight_decay: of AdamW.
         block_size: elements that share a scale.
-        min_elements: smaller tensors are not quantised.
+        min_elements: smaller tensors are not quantized.
     """
 
     def __init__(
@@ -441,7 +441,7 @@ class AdamW8bit(GroupOptimizer):
             for first in range(0, len(values), stride):
                 run, blocks = slice(first, first + stride), slice(first // size, (first + stride) // size)
                 moments = [
-                    _Quantised(state[key].view(-1)[run], state[f"{key}_scale"][blocks], size, is_signed)
+                    _Quantized(state[key].view(-1)[run], state[f"{key}_scale"][blocks], size, is_signed)
                     for key, is_signed in (("exp_avg", True), ("exp_avg_sq", False))
                 ]
                 mean, square = (moment.decoded(param.dtype) for moment in moments)
@@ -462,7 +462,7 @@ def _adamw(group: dict[str, Any], step: int, values: Tensor, grad: Tensor, mean:
     values.addcdiv_(mean, spread, value=-group["lr"] / (1 - beta1**step))
 
 
-class _Quantised:
+class _Quantized:
     """A run of whole blocks: (n,) codes and (blocks,) scales."""
 
     def __init__(self, codes: Tensor, scales: Tensor, block_size: int, is_signed: bool):
@@ -480,7 +480,7 @@ class _Quantised:
         self._scales.copy_(blocks.view(-1, self._size).abs().amax(dim=1))
         # The clamp is for a block of zeros, whose scale is zero.
         shares = values / self._scale_of_each(values.dtype).clamp(min=torch.finfo(torch.float32).tiny)
-        # The nearest entry is the one whose neighbours' middles a value lies between.
+        # The nearest entry is the one whose neighbors' middles a value lies between.
         middles = ((self._table[1:] + self._table[:-1]) / 2).to(values.dtype)
         self._codes.copy_(torch.bucketize(shares, middles))
 

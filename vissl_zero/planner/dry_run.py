@@ -152,7 +152,7 @@ class Stage:
             return kept_in_part(chosen, budget, self.forecaster)
 
 
-def set_stage(plan: ResolvedRun, check: Callable[[nn.Module], object] | None = None) -> Stage:
+def set_stage(plan: ResolvedRun, check: Callable[[nn.Module], object] | None = None) -> Stage:  # noqa: C901
     """Build everything but the processes. Cost: indexing the data, reading a few images, a second or two.
 
     Args:
@@ -206,10 +206,10 @@ def set_stage(plan: ResolvedRun, check: Callable[[nn.Module], object] | None = N
         def run_forward() -> tuple[torch.Tensor, Any]:
             method.on_step(method.heaviest_step(), 0)
             set_random_key(plan.seed, 0, fakes.sample_ids)
-            seen, taught = method.see(fakes), None
+            seen, teacher_outputs = method.see(fakes), None
             if teacher is not None:
                 with torch.no_grad():
-                    taught = method.run_teacher(teacher, seen)
+                    teacher_outputs = method.run_teacher(teacher, seen)
             settings = plan.config.MODEL.FEATURE_EVAL_SETTINGS
             if plan.config.TEST_ONLY and not settings.EVAL_TRUNK_AND_HEAD:
                 # The heads are not used, and there may be no labels for a loss.
@@ -218,7 +218,7 @@ def set_stage(plan: ResolvedRun, check: Callable[[nn.Module], object] | None = N
             outputs = method.run_student(model, seen)
             if method.ignored_label is not None and not assumed:
                 require_classes(outputs, num_classes)
-            return method.loss(outputs, seen, taught), (outputs, taught)
+            return method.loss(outputs, seen, teacher_outputs), (outputs, teacher_outputs)
 
         subject = Subject(
             model=model,

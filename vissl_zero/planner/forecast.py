@@ -42,7 +42,7 @@ from vissl_zero.sharding.state.shard import Shard, whole_shard
 from vissl_zero.sharding.strategy import update_rule_of
 from vissl_zero.sharding.torch_private import own_buffers, own_parameters, pretended_ranks
 from vissl_zero.sharding.update.stepper import Clipping, Stepper
-from vissl_zero.sharding.update.whole_tensors import deal
+from vissl_zero.sharding.update.whole_tensors import partition
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,7 @@ class Forecaster:
         step, seconds = None, None
         unknown = trace if isinstance(trace, str) else ""
         if isinstance(trace, StepTrace) and plan.engine != "torch":
-            unknown = f"the {plan.engine} engine's own buffers are not modelled"
+            unknown = f"the {plan.engine} engine's own buffers are not modeled"
         elif isinstance(trace, StepTrace):
             # The sums are made with real tensors.
             with unset_fake_temporarily():
@@ -189,9 +189,9 @@ class Forecaster:
                 step,
                 subject.num_threads,
             )
-        taught = sum(p.num_bytes if is_whole else p.padded(num_ranks) for p in facts.teacher.values())
-        memory = self._rest(plan, wrap_plan, facts, num_ranks, trace, taught)
-        return Forecast(wrap_plan, memory, step, unknown, seconds, taught, facts.teacher_buffer_bytes)
+        teacher_bytes = sum(p.num_bytes if is_whole else p.padded(num_ranks) for p in facts.teacher.values())
+        memory = self._rest(plan, wrap_plan, facts, num_ranks, trace, teacher_bytes)
+        return Forecast(wrap_plan, memory, step, unknown, seconds, teacher_bytes, facts.teacher_buffer_bytes)
 
     @property
     def device_type(self) -> str:
@@ -399,7 +399,7 @@ def _trained(subject: Subject, model: nn.Module, num_ranks: int, rule: UpdateRul
     """List what the first rank updates of ``model``, the subject's or a copy of it."""
     params = dict(model.named_parameters())
     trained = [(group, name) for group in subject.groups for name in group.params]
-    owners = deal([params[name].numel() for _, name in trained], num_ranks)
+    owners = partition([params[name].numel() for _, name in trained], num_ranks)
     is_whole = rule is UpdateRule.PER_TENSOR
     parts = [params[name] if is_whole else _shard(params[name], num_ranks) for _, name in trained]
     treatment = {group.name: group.weight_decay if subject.is_uniform else group.name for group in subject.groups}

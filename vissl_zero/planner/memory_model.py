@@ -205,7 +205,7 @@ class _Step:
         self.changes: dict[str, list[tuple[int, int]]] = {kind: [] for kind in KINDS}
         self.spikes: list[tuple[int, int, str]] = []  # place, bytes besides, kind
         self.gathered: set[str] = set()
-        self.taught: set[str] = set()
+        self.gathered_of_teacher: set[str] = set()
         self.pending: dict[str, int] = {}
         self.widened = 0  # bytes that buckets in a wider format have more than the gradients in them
         self.place = 0
@@ -415,9 +415,9 @@ class _Step:
             if self.plan.level == 3:
                 self.free(name, self.gathered, "params")
         elif moment == Moment.TEACHER_IN:
-            self.gather(name, self.taught, "teacher")
+            self.gather(name, self.gathered_of_teacher, "teacher")
         elif moment == Moment.TEACHER_OUT and self.plan.level == 3:
-            self.free(name, self.taught, "teacher")
+            self.free(name, self.gathered_of_teacher, "teacher")
         elif moment == Moment.GRADIENT:
             self.gradient(name, mark.num_bytes, queue)
 

@@ -73,7 +73,7 @@ class BlockReplay:
         for size in sizes:
             self._heap.allocate(size)
 
-    def run(
+    def run(  # noqa: C901 - one replay, place by place
         self,
         trace: StepTrace,
         changes: Sequence[tuple[int, str, list[int]]],

@@ -50,7 +50,7 @@ def _messages(params: Mapping[str, ParamFacts], share: float) -> float:
     return sum(param.sent(1, share) for param in params.values())
 
 
-def step_seconds(
+def step_seconds(  # noqa: PLR0913
     trace: StepTrace,
     facts: ModelFacts,
     plan: ShardingPlan,
@@ -79,7 +79,7 @@ def step_seconds(
     share = dtype_of(plan.precision.compute).itemsize / dtype_of(plan.precision.master).itemsize
     params = sum(param.num_bytes for param in facts.params.values())
     grads = sum(param.num_bytes for param in facts.params.values() if param.is_trained)
-    taught = sum(param.num_bytes for param in facts.teacher.values())
+    teacher_bytes = sum(param.num_bytes for param in facts.teacher.values())
     part = grads / num_ranks
     state = facts.updates[num_ranks].state_bytes
     link = machine.near_link if num_nodes == 1 else machine.far_link
@@ -98,7 +98,7 @@ def step_seconds(
         if plan.level == 3:
             sent += cut * micro_batches * _messages(facts.teacher, share) / group_link
             # Between parameters and messages all is copied once more: read and written.
-            sent += 2 * (rounds * grads + (gathers * params + micro_batches * taught) * share) / machine.memory
+            sent += 2 * (rounds * grads + (gathers * params + micro_batches * teacher_bytes) * share) / machine.memory
         replicas = world_size // num_ranks
         sent += 2 * (replicas - 1) / replicas * part / link
     # The update reads and writes state and parameters, and reads gradients.
@@ -121,7 +121,7 @@ def step_seconds(
         update += (micro_batches + 3) * follows / machine.disk
     elif params_place == "host":
         update += (2 * micro_batches * params / num_ranks + part) / machine.host
-        update += micro_batches * taught / num_ranks / machine.host
+        update += micro_batches * teacher_bytes / num_ranks / machine.host
     per_micro_batch = compute + _overhead_seconds(trace, facts, plan, world_size, machine, memory)
     return micro_batches * per_micro_batch + sent + update
 
@@ -141,8 +141,8 @@ def _overhead_seconds(
     if world_size > 1:
         seconds += trace.work.num_messages * machine.message_s
     if plan.level == 3:
-        units, taught = ({param.unit for param in params.values()} for params in (facts.params, facts.teacher))
-        transfers: float = _TRANSFERS * len(units) + len(taught)
+        units, teacher_units = ({param.unit for param in params.values()} for params in (facts.params, facts.teacher))
+        transfers: float = _TRANSFERS * len(units) + len(teacher_units)
         num_ranks = plan.ranks_per_copy(world_size)
         stored = sum(len(params_on_disk(params, plan, num_ranks)) for params in (facts.params, facts.teacher))
         transfers += _STREAMED_TRANSFERS * stored

@@ -170,7 +170,7 @@ class PlainLines(Hook):
         self._every = max(1, every)
         self._epoch_started = time.monotonic()
         self._epoch_losses: list[float] = []
-        self._said = time.monotonic()
+        self._last_print_s = time.monotonic()
 
     def on_start(self, run: Run) -> None:
         self._progress = Progress(run)
@@ -181,24 +181,24 @@ class PlainLines(Hook):
         # What hooks after this one measured at the end of the epoch before.
         figures = {text: run.results.get(name) for name, text in _LATEST.items()}
         if said := ", ".join(f"{text} {100 * value:.1f} %" for text, value in figures.items() if value is not None):
-            self._say(f"after epoch {run.epoch}: {said}")
+            self._print(f"after epoch {run.epoch}: {said}")
 
     def on_record(self, run: Run, record: StepRecord) -> None:
         self._progress.update(record)
         if record.loss is not None:
             self._epoch_losses.append(record.loss)
         is_due = record.step % self._every == 0 or record.step == run.num_steps or len(run.records) == 1
-        if is_due or time.monotonic() - self._said >= _LONGEST_SILENCE_S:
-            self._say(step_line(run, record, self._progress))
+        if is_due or time.monotonic() - self._last_print_s >= _LONGEST_SILENCE_S:
+            self._print(step_line(run, record, self._progress))
 
     def on_epoch_end(self, run: Run) -> None:
         if self._epoch_losses:
             mean = sum(self._epoch_losses) / len(self._epoch_losses)
             took = duration_text(time.monotonic() - self._epoch_started)
-            self._say(f"epoch {run.epoch + 1}/{run.plan.num_epochs} done in {took}, mean loss {mean:.4f}")
+            self._print(f"epoch {run.epoch + 1}/{run.plan.num_epochs} done in {took}, mean loss {mean:.4f}")
 
-    def _say(self, text: str) -> None:
-        self._said = time.monotonic()
+    def _print(self, text: str) -> None:
+        self._last_print_s = time.monotonic()
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
         self._console.file.flush()
 
@@ -222,7 +222,7 @@ class LossHistory:
     """The loss from the first step to the last in a bounded number of means, so that a year's run costs the same.
 
     Args:
-        capacity: most values kept; even. When it is reached, neighbours are merged and each then stands for twice as
+        capacity: most values kept; even. When it is reached, neighbors are merged and each then stands for twice as
             many steps.
     """
 

@@ -106,7 +106,7 @@ class ReportImage(Hook):
     """Draws ``report.png`` on rank 0, after every hook that adds results.
 
     Args:
-        knn: the run's kNN hook, for its curve and neighbours.
+        knn: the run's kNN hook, for its curve and neighbors.
         console: where to print the file's path.
     """
 

@@ -4,7 +4,7 @@ The page has a fixed width. Panels are placed by the pixel, top to bottom.
 
 The panels with axes: curves over the steps, and memory as stacked bars.
 
-The sheets of pictures: the crops that the model saw first, and nearest neighbours before and after training.
+The sheets of pictures: the crops that the model saw first, and nearest neighbors before and after training.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ WIDTH = 1600  # pixels
 DPI = 100
 MARGIN = 48
 INK, SOFT, FAINT = "#1a1a1a", "#6b6b6b", "#e4e4e4"
-# Okabe and Ito's palette: told apart with any colour vision, and in grey by lightness.
+# Okabe and Ito's palette: told apart with any color vision, and in gray by lightness.
 BLUE, SKY, GREEN, ORANGE, VERMILLION, PURPLE, GREY = (
     "#0072B2",
     "#56B4E9",
@@ -115,7 +115,7 @@ class CropSample:
 
 
 @dataclass(frozen=True)
-class NeighbourRow:
+class NeighborRow:
     """A test image with the nearest training images before and after training, nearest first.
 
     Attributes:
@@ -147,7 +147,7 @@ class ReportContent:
         bytes_per_rank: peak of each kind.
         peak_kind: what Bytes.peak is: "resident" or "allocated".
         crops: some samples of the first batch.
-        neighbours: some test images.
+        neighbors: some test images.
         patches: some test images, each with the principal components of its patches and, with a class token, attention.
     """
 
@@ -162,7 +162,7 @@ class ReportContent:
     bytes_per_rank: list[Bytes] = field(default_factory=list)
     peak_kind: str = "resident"
     crops: list[CropSample] = field(default_factory=list)
-    neighbours: list[NeighbourRow] = field(default_factory=list)
+    neighbors: list[NeighborRow] = field(default_factory=list)
     patches: list[CropSample] = field(default_factory=list)
 
 
@@ -333,7 +333,7 @@ def crop_samples(batch: ImageBatch, source: Source, transforms: Sequence[Mapping
     samples = []
     for sample in range(min(_NUM_SAMPLES, batch.num_local)):
         crops = [
-            denormalised(images[crop * batch.num_local + sample], mean, std)
+            denormalized(images[crop * batch.num_local + sample], mean, std)
             for images, num_crops in zip(batch.images, batch.num_crops, strict=True)
             for crop in range(num_crops)
         ]
@@ -352,7 +352,7 @@ def original(source: Source, index: int) -> np.ndarray | None:
     return np.asarray(image.convert("RGB"))
 
 
-def denormalised(image: Tensor, mean: Sequence[float], std: Sequence[float]) -> np.ndarray:
+def denormalized(image: Tensor, mean: Sequence[float], std: Sequence[float]) -> np.ndarray:
     """Undo the normalization of a tensor (3, h, w), per channel, and return a picture (h, w, 3) uint8."""
     picture = image.double().numpy().transpose(1, 2, 0) * np.array(std) + np.array(mean)
     return np.rint(picture.clip(0, 1) * 255).astype(np.uint8)
@@ -410,14 +410,14 @@ def _crop_label(sample: CropSample) -> str:
     return f"what the model saw: {', '.join(counted)} pixels"
 
 
-def neighbours_height(rows: Sequence[NeighbourRow], width: float) -> float:
-    """Return the pixels that ``draw_neighbours`` needs."""
-    return _LABEL + len(rows) * (_neighbour_tile(rows, width) + _GAP)
+def neighbors_height(rows: Sequence[NeighborRow], width: float) -> float:
+    """Pixels that ``draw_neighbors`` needs."""
+    return _LABEL + len(rows) * (_neighbor_tile(rows, width) + _GAP)
 
 
-def draw_neighbours(axes: Axes, rows: Sequence[NeighbourRow], width: float) -> None:
+def draw_neighbors(axes: Axes, rows: Sequence[NeighborRow], width: float) -> None:
     """Draw a test image per row, then its nearest training images before and after training."""
-    tile = _neighbour_tile(rows, width)
+    tile = _neighbor_tile(rows, width)
     num = len(rows[0].before)
     block = num * (tile + _GAP)
     lefts = {"test image": 0.0, "nearest before training": tile + 5 * _GAP}
@@ -437,7 +437,7 @@ def draw_neighbours(axes: Axes, rows: Sequence[NeighbourRow], width: float) -> N
                 _show(axes, picture, left + place * (tile + _GAP), top, tile, color)
 
 
-def _neighbour_tile(rows: Sequence[NeighbourRow], width: float) -> float:
+def _neighbor_tile(rows: Sequence[NeighborRow], width: float) -> float:
     num = len(rows[0].before)
     return min(_LARGEST_TILE, (width - 9 * _GAP) / (1 + 2 * num) - _GAP)
 

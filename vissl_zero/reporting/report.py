@@ -17,7 +17,7 @@ from vissl_zero.atomic import replacing
 from vissl_zero.data.source import described
 from vissl_zero.engine.hook import Run
 from vissl_zero.evaluation.knn import KnnHook
-from vissl_zero.evaluation.pictures import Neighbours
+from vissl_zero.evaluation.pictures import Neighbors
 from vissl_zero.reporting.panels import (
     GREEN,
     MARGIN,
@@ -28,7 +28,7 @@ from vissl_zero.reporting.panels import (
     VERMILLION,
     WIDTH,
     CropSample,
-    NeighbourRow,
+    NeighborRow,
     Page,
     ReportContent,
     crops_height,
@@ -36,15 +36,15 @@ from vissl_zero.reporting.panels import (
     draw_figure,
     draw_loss,
     draw_memory,
-    draw_neighbours,
+    draw_neighbors,
     draw_top1,
     first_crops,
-    neighbours_height,
+    neighbors_height,
     original,
     series,
 )
 from vissl_zero.reporting.quantity import bytes_text, figure_text, total
-from vissl_zero.reporting.summary import percent, summarise
+from vissl_zero.reporting.summary import percent, summarize
 from vissl_zero.sharding.memory import Bytes
 
 _INNER = WIDTH - 2 * MARGIN
@@ -79,9 +79,9 @@ def draw(content: ReportContent) -> Page:
     num_ranks = len(content.bytes_per_rank[:_MOST_RANKS])
     memory = 52 + 40 * num_ranks if num_ranks else 0
     crops = _TITLE + crops_height(content.crops, _INNER) if content.crops else 0
-    neighbours = _TITLE + neighbours_height(content.neighbours, _INNER) if content.neighbours else 0
+    neighbors = _TITLE + neighbors_height(content.neighbors, _INNER) if content.neighbors else 0
     patches = _TITLE + crops_height(content.patches, _INNER) if content.patches else 0
-    page = Page(round(_HEADER + len(rows) * _PANEL_STEP + memory + crops + neighbours + patches + MARGIN))
+    page = Page(round(_HEADER + len(rows) * _PANEL_STEP + memory + crops + neighbors + patches + MARGIN))
     _draw_header(page, content)
     top = float(_HEADER)
     for row in rows:
@@ -95,9 +95,9 @@ def draw(content: ReportContent) -> Page:
         page.text(MARGIN, top, "Crops of the first batch", size=13, bold=True)
         draw_crops(page.picture(MARGIN, top + _TITLE - 14, _INNER, crops - _TITLE), content.crops, _INNER)
         top += crops
-    if content.neighbours:
-        _draw_neighbours(page, content, top, neighbours - _TITLE)
-        top += neighbours
+    if content.neighbors:
+        _draw_neighbors(page, content, top, neighbors - _TITLE)
+        top += neighbors
     if content.patches:
         page.text(MARGIN, top, "Patches of test images after training", size=13, bold=True)
         label = "first three principal components" + (", attention of the class token" * _has_attention(content))
@@ -159,13 +159,13 @@ def _draw_row(page: Page, row: Sequence[Panel], top: float) -> None:
         left += width
 
 
-def _draw_neighbours(page: Page, content: ReportContent, top: float, height: float) -> None:
-    page.text(MARGIN, top, "Nearest neighbours of test images", size=13, bold=True)
-    if any(row.after_matches is not None for row in content.neighbours):
+def _draw_neighbors(page: Page, content: ReportContent, top: float, height: float) -> None:
+    page.text(MARGIN, top, "Nearest neighbors of test images", size=13, bold=True)
+    if any(row.after_matches is not None for row in content.neighbors):
         frames = "blue frame: of the same class; orange: of another"
         page.text(WIDTH - MARGIN, top + 2, frames, size=10.5, color=SOFT)
     axes = page.picture(MARGIN, top + _TITLE - 14, _INNER, height)
-    draw_neighbours(axes, content.neighbours, _INNER)
+    draw_neighbors(axes, content.neighbors, _INNER)
 
 
 def gather_content(run: Run, knn: KnnHook) -> ReportContent:
@@ -189,16 +189,16 @@ def gather_content(run: Run, knn: KnnHook) -> ReportContent:
         bytes_per_rank=per_rank,
         peak_kind="allocated" if run.device.type == "cuda" else "resident",
         crops=first_crops(run),
-        neighbours=neighbour_rows(knn.neighbours_before, knn.neighbours_after),
+        neighbors=neighbor_rows(knn.neighbors_before, knn.neighbors_after),
         patches=patch_samples(knn),
     )
 
 
 def patch_samples(knn: KnnHook) -> list[CropSample]:
     """Test images with pictures of their patches, where the trunk is a vision transformer."""
-    if knn.neighbours_after is None:
+    if knn.neighbors_after is None:
         return []
-    source = knn.neighbours_after.query_source
+    source = knn.neighbors_after.query_source
     return [
         CropSample(original(source, picture.image_id), [picture.components, *_if_any(picture.attention)])
         for picture in knn.pictures
@@ -211,7 +211,7 @@ def _if_any(picture: np.ndarray | None) -> list[np.ndarray]:
 
 def headlines(run: Run, per_rank: list[Bytes]) -> list[tuple[str, str]]:
     """List the few figures at the top: (figure, what it is)."""
-    summary = summarise(run)
+    summary = summarize(run)
     found = []
     if summary["loss_first"] is not None:
         found.append((f"{summary['loss_first']:.3f} → {summary['loss_last']:.3f}", "loss, first step → last"))
@@ -229,11 +229,11 @@ def headlines(run: Run, per_rank: list[Bytes]) -> list[tuple[str, str]]:
     return found
 
 
-def neighbour_rows(before: Neighbours | None, after: Neighbours | None) -> list[NeighbourRow]:
+def neighbor_rows(before: Neighbors | None, after: Neighbors | None) -> list[NeighborRow]:
     """Pair the same test images with their neighbors before and after training.
 
     Args:
-        before, after: with the same queries and the same number of neighbours; None where kNN was off.
+        before, after: with the same queries and the same number of neighbors; None where kNN was off.
     Returns:
         A row per test image; those with an image that cannot be read any more are left out.
     """
@@ -243,12 +243,12 @@ def neighbour_rows(before: Neighbours | None, after: Neighbours | None) -> list[
     for place, query_id in enumerate(before.query_ids):
         wanted = [(before.query_source, query_id)]
         for found in (before, after):
-            wanted += [(found.index_source, index) for index in found.neighbour_ids[place]]
+            wanted += [(found.index_source, index) for index in found.neighbor_ids[place]]
         pictures = [original(source, index) for source, index in wanted]
         readable = [picture for picture in pictures if picture is not None]
         if len(readable) < len(pictures):
             continue
-        last = 1 + len(before.neighbour_ids[place])
+        last = 1 + len(before.neighbor_ids[place])
         matches = [None if found.matches is None else found.matches[place] for found in (before, after)]
-        rows.append(NeighbourRow(readable[0], readable[1:last], readable[last:], *matches))
+        rows.append(NeighborRow(readable[0], readable[1:last], readable[last:], *matches))
     return rows

@@ -32,7 +32,7 @@ class Summary(Hook):
     def on_end(self, run: Run) -> None:
         if not run.is_main:
             return
-        summary = summarise(run)
+        summary = summarize(run)
         try:
             with replacing(run.folder / FILE_NAME) as temporary:
                 temporary.write_text(json.dumps(summary, indent=2, allow_nan=False) + "\n", encoding="utf-8")
@@ -41,7 +41,7 @@ class Summary(Hook):
         self._console.print(table(run, summary))
 
 
-def summarise(run: Run) -> dict[str, Any]:
+def summarize(run: Run) -> dict[str, Any]:
     """Build the content of ``summary.json``; keys and units in ``docs/run_folder.md``."""
     losses = [record.loss for record in run.records if record.loss is not None]
     return {

@@ -27,7 +27,7 @@ from vissl_zero.config.components.trunks import (
 from vissl_zero.config.run_config import RunConfig
 from vissl_zero.config.weights_name import scheme_of
 from vissl_zero.errors import ConfigError, Problem
-from vissl_zero.lifetime import apart
+from vissl_zero.lifetime import run_in_subprocess
 from vissl_zero.registry import HEADS, LOSSES, METHODS, TRUNKS, WEIGHTS_READERS
 from vissl_zero.resolve.saved import RESOLVED_FILE, read_saved, with_references
 
@@ -125,7 +125,7 @@ def with_run_of_weights(cfg: RunConfig) -> RunConfig:
         raise ConfigError([problem])
     saved = None if scheme_of(path) else _saved_config(Path(path).expanduser())
     if saved is None:
-        saved = apart(_network, path, cfg.MODEL.WEIGHTS_INIT.STATE_DICT_KEY_NAME)
+        saved = run_in_subprocess(_network, path, cfg.MODEL.WEIGHTS_INIT.STATE_DICT_KEY_NAME)
         if lost := [name for name in wanted if name.endswith("DATA_SOURCES")]:
             must = f"needs a run folder or a checkpoint of one: {path} names no images"
             raise ConfigError([Problem(name, AUTO, must, wanted[name]) for name in lost])

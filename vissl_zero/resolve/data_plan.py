@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from vissl_zero.atomic import is_file, is_folder, is_there
 from vissl_zero.config.blocks.data import MIXING_COLLATOR, MixingConfig, Split
-from vissl_zero.config.catalogue import missing
+from vissl_zero.config.catalog import missing
 from vissl_zero.config.components import typed_options
 from vissl_zero.config.components.trunks import patch_side
 from vissl_zero.config.constraints import one_of

@@ -112,7 +112,7 @@ _CONDITIONS: tuple[Inactive, ...] = (
     ),
     Inactive(
         tuple(f"DATA.TEST.{key}" for key in ("BATCHSIZE_PER_REPLICA", "DROP_LAST")),
-        lambda cfg: True,
+        lambda _: True,
         "evaluation takes every image once, in batches of its own",
     ),
     Inactive(

@@ -199,16 +199,16 @@ def without_training(cfg: RunConfig) -> RunConfig:
             FREEZE_TRUNK_AND_HEAD=False,
             SHOULD_FLATTEN_FEATS=cfg.PROGRAM != RETRIEVAL,  # rows to compare, unless maps are pooled later
         )
-    neighbours, unset = cfg.NEAREST_NEIGHBOR, NearestNeighbor()
+    neighbors, unset = cfg.NEAREST_NEIGHBOR, NearestNeighbor()
     all_images: dict[str, Any] = {
         key: _ALL_IMAGES
         for key in ("MAX_TRAIN_IMAGES", "MAX_TEST_IMAGES")
-        if neighbours.USE_KNN and getattr(neighbours, key) == getattr(unset, key)
+        if neighbors.USE_KNN and getattr(neighbors, key) == getattr(unset, key)
     }
     return replace(
         cfg,
         MODEL=replace(model, FEATURE_EVAL_SETTINGS=settings),
-        NEAREST_NEIGHBOR=replace(neighbours, **all_images),
+        NEAREST_NEIGHBOR=replace(neighbors, **all_images),
         LOSS={**cfg.LOSS, "name": "CrossEntropyLoss"},
         TEST_ONLY=True,
     )

@@ -58,7 +58,7 @@ class OptimizerPlan:
         name: registry name.
         options: keyword arguments by the component's own config (momentum, nesterov, betas, eps ...), typed.
         larc: None when LARC is off.
-        weight_decay: of the regularised parameters of the trunk.
+        weight_decay: of the regularized parameters of the trunk.
         head_weight_decay: of the head's; equals ``weight_decay`` unless head_optimizer_params say otherwise.
         lr: schedule of the learning rate after automatic scaling: a plain dict with a "name" and that schedule's keys.
         lr_head: the same for the head (equal to ``lr`` unless use_different_lr).
@@ -157,7 +157,7 @@ class ShardingPlan:
         wrap_threshold: also wrap every layer with at least this many parameters; 0: blocks only.
         clip_grad: largest L2 norm of the gradients, None: off.
         clip_grad_per: of what: model (all together), part (trunk and each head apart) or tensor (each by itself).
-        sync_bn_group: ranks per batch-norm group; 0: batch norm is not synchronised.
+        sync_bn_group: ranks per batch-norm group; 0: batch norm is not synchronized.
         sync_bn_only_marked: leave batch norms alone that are not ``SyncBatchNorm`` in the model itself.
         checkpoint_every: recompute the activations of every n-th block in backward; 0: off.
         stage_checkpoints: VISSL's lists of block ends per stage, used instead of ``checkpoint_every`` when not empty.

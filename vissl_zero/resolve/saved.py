@@ -252,7 +252,7 @@ def read_saved(path: Path) -> dict[str, Any]:
         ValueError: it is not such a file.
     """
     try:
-        data = yaml.load(read_regular(path, _MAX_BYTES), Loader=_Loader)
+        data = yaml.load(read_regular(path, _MAX_BYTES), Loader=_Loader)  # noqa: S506 - a safe loader
     except (yaml.YAMLError, RecursionError, TypeError, AttributeError, LookupError, OverflowError) as error:
         raise ValueError(f"{type(error).__name__}: {' '.join(str(error).split())[:200]}") from error
     if not isinstance(data, dict) or not isinstance(data.get("config"), dict):

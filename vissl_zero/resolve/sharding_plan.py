@@ -349,6 +349,11 @@ def _recomputation(cfg: RunConfig) -> tuple[dict[str, Any], tuple[str, ...]]:
 
 def _no_effect(cfg: RunConfig, plan: ShardingPlan, place: Placement) -> list[str]:
     """Write notes on keys that were set away from their defaults and do nothing in this plan."""
+    return [*_no_effect_on_engine(cfg, plan, place), *_no_effect_of_switches(cfg, plan, place)]
+
+
+def _no_effect_on_engine(cfg: RunConfig, plan: ShardingPlan, place: Placement) -> list[str]:
+    """Write notes on keys that do nothing on this engine or at this level."""
     notes = []
     zero, optimizer = cfg.ZERO, base_name(cfg.OPTIMIZER)
     for key, (field, its_level) in _FAIRSCALE_KEYS.items():
@@ -372,12 +377,17 @@ def _no_effect(cfg: RunConfig, plan: ShardingPlan, place: Placement) -> list[str
         notes.append("config.MODEL.FSDP_CONFIG.AUTO_WRAP_THRESHOLD has no effect below level 3 of fairscale.")
     elif plan.wrap_threshold and keeps_parameters_whole(plan, plan.shard_group_size, place.world_size, place.device):
         notes.append(f"config.MODEL.FSDP_CONFIG.AUTO_WRAP_THRESHOLD{NO_UNITS}")
+    return notes
+
+
+def _no_effect_of_switches(cfg: RunConfig, plan: ShardingPlan, place: Placement) -> list[str]:
+    """Write notes on keys that do nothing because the switch that reads them is off."""
     budgets = [
         key
         for key in ("MEMORY_GB", "HOST_MEMORY_GB", "DISK_GB", "MACHINE_PROFILE")
         if getattr(cfg.ZERO, key) is not None
     ]
-    notes += [f"config.ZERO.{key} has no effect: config.ZERO.LEVEL is not fit." for key in budgets]
+    notes = [f"config.ZERO.{key} has no effect: config.ZERO.LEVEL is not fit." for key in budgets]
     clip, sync = cfg.MODEL.GRAD_CLIP, cfg.MODEL.SYNC_BN_CONFIG
     if not clip.USE_GRAD_CLIP:
         keys = [key for key in ("MAX_NORM", "NORM_TYPE") if getattr(clip, key) != getattr(GradClip, key)]

@@ -168,6 +168,7 @@ def _plain(tensor: Tensor) -> Tensor:
 
 
 def tensors_of(result: Any) -> Iterator[Tensor]:
+    """Yield the tensors in a result, which may be nested tuples and lists."""
     if isinstance(result, Tensor):
         yield result
     elif isinstance(result, tuple | list):

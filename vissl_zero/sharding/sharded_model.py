@@ -558,11 +558,11 @@ class ShardedModel:
     def buffers(self) -> dict[str, Tensor]:
         """Return buffers that belong into a checkpoint, by full name; memory is shared. Not a collective."""
         averages = {} if self._average is None else self._average.buffers
-        taught = {} if self._teacher is None else self._teacher.buffers()
+        teacher_buffers = {} if self._teacher is None else self._teacher.buffers()
         return (
             dict(self._saved_buffers())
             | {f"average:{name}": buffer for name, buffer in averages.items()}
-            | {f"teacher:{name}": buffer for name, buffer in taught.items()}
+            | {f"teacher:{name}": buffer for name, buffer in teacher_buffers.items()}
         )
 
     def replicated(self) -> dict[str, Tensor]:

@@ -45,7 +45,7 @@ class Strategy(ABC):
         device: torch.device,
         fill: Fill | None = None,
     ) -> ShardedModel:
-        """Shard ``model`` (initialised, on any device, equal on all ranks) as ``plan`` says.
+        """Shard ``model`` (initialized, on any device, equal on all ranks) as ``plan`` says.
 
         Args:
             model: whole model; it is changed in place.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 SEGMENTATION = (
-    "VISSL's segmentation by kNN labels each patch of an image by its nearest neighbours. Export the trunk (vissl-zero "
+    "VISSL's segmentation by kNN labels each patch of an image by its nearest neighbors. Export the trunk (vissl-zero "
     "checkpoint export <run> --names timm), and measure it with https://github.com/vpariza/open-hummingbird-eval."
 )
 DETECTION = (

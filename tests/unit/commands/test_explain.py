@@ -15,7 +15,7 @@ from vissl_zero.cli import main
 from vissl_zero.commands.explain import account_of, explain
 from vissl_zero.commands.plan import plan
 from vissl_zero.commands.train import train
-from vissl_zero.config.catalogue import public_equivalent, with_public_paths
+from vissl_zero.config.catalog import public_equivalent, with_public_paths
 from vissl_zero.config.compose import compose
 from vissl_zero.config.recipes import recipe_file, recipe_files, recipe_text
 from vissl_zero.errors import ConfigError

@@ -93,8 +93,8 @@ def _dino(watch: Watch) -> dict[str, Any]:
 
 
 def _ibot(watch: Watch) -> dict[str, Any]:
-    centres = {"center": watch.loss["centre.mean"][None], "center2": watch.loss["patch_centre.mean"][None, None]}
-    return {"criterion": centres, "teacher": _teacher(watch, "module.")}
+    centers = {"center": watch.loss["centre.mean"][None], "center2": watch.loss["patch_centre.mean"][None, None]}
+    return {"criterion": centers, "teacher": _teacher(watch, "module.")}
 
 
 def _msn(watch: Watch) -> dict[str, Any]:

@@ -198,14 +198,14 @@ def test_nothing_readable_is_an_error_even_when_skipping(make_data: MakeData, ph
         list(loader(make_data("disk_folder", photos, broken="skip")).epoch(0))
 
 
-@pytest.mark.parametrize("name", ["grey.png", "grey.tif", "grey.pgm"])
+@pytest.mark.parametrize("name", ["gray.png", "gray.tif", "gray.pgm"])
 def test_grey_of_16_bits_becomes_grey_of_8(tmp_path, name):
     """Pillow alone would make everything above 255 white."""
-    grey = np.array([[0, 256, 32_768, 65_535]], dtype=np.uint16)
-    if name == "grey.pgm":
-        (tmp_path / name).write_bytes(b"P5 4 1 65535\n" + grey.astype(">u2").tobytes())
+    gray = np.array([[0, 256, 32_768, 65_535]], dtype=np.uint16)
+    if name == "gray.pgm":
+        (tmp_path / name).write_bytes(b"P5 4 1 65535\n" + gray.astype(">u2").tobytes())
     else:
-        Image.fromarray(grey).save(tmp_path / name)
+        Image.fromarray(gray).save(tmp_path / name)
     assert np.asarray(read_image(tmp_path / name))[0].tolist() == [[v] * 3 for v in (0, 1, 128, 255)]
 
 

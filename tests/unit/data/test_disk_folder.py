@@ -46,7 +46,7 @@ def test_images_deeper_inside_a_class_folder_count_to_it(make_data: MakeData, ph
     assert labels(source) == [0] * 7 + [1] * 5
 
 
-def test_a_flat_folder_is_unlabelled_with_the_folders_beneath_it(make_data: MakeData, photos: Path) -> None:
+def test_a_flat_folder_is_unlabeled_with_the_folders_beneath_it(make_data: MakeData, photos: Path) -> None:
     save_image(photos / "loose.png", 8)
     source = build_source(data_block(make_data("disk_folder", photos)), "TRAIN", 0)
     assert len(source) == 12

@@ -146,7 +146,7 @@ def test_colors_fold_into_one_matrix_until_a_change_may_leave_the_range() -> Non
     for change, factor in ((colors.brighten, 0.6), (colors.saturate, 0.5), (colors.stretch, 0.7)):
         change(factor)
         assert colors._pixels is pixels  # pending
-    colors.grey()
+    colors.gray()
     assert colors._pixels is pixels
     assert np.ptp(colors.pixels, axis=2).max() == 0
     colors.brighten(4.0)

@@ -125,8 +125,8 @@ def test_labels_come_with_their_images(make_data: MakeData, photos: Path) -> Non
     (zero,) = loaders(make_data("disk_folder", photos, LABEL_TYPE="zero"), 1)
     batch = next(zero.epoch(0))[0]
     assert batch.targets is not None and batch.targets.tolist() == [0] * 8
-    (unlabelled,) = loaders(make_data("disk_folder", photos / "a"), 1)
-    assert next(unlabelled.epoch(0))[0].targets is None
+    (unlabeled,) = loaders(make_data("disk_folder", photos / "a"), 1)
+    assert next(unlabeled.epoch(0))[0].targets is None
 
 
 def test_a_batch_moves_and_changes_dtype(make_data: MakeData, photos: Path) -> None:

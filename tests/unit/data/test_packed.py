@@ -17,7 +17,7 @@ import pytest
 from tests.blocks import data_block
 from tests.unit.data.conftest import MakeData, save_image
 from vissl_zero.commands.data import data as data_command
-from vissl_zero.config.catalogue import source_of
+from vissl_zero.config.catalog import source_of
 from vissl_zero.data import pack as packing
 from vissl_zero.data.decode import BrokenImageError
 from vissl_zero.data.loader import build_loader

@@ -19,7 +19,7 @@ from vissl_zero.registry import DATA_SOURCES
 
 
 def gradients(source: Source) -> np.ndarray:
-    """Histograms of gradient directions, (N, 12): a hand-made feature that sees orientation and not colour."""
+    """Histograms of gradient directions, (N, 12): a hand-made feature that sees orientation and not color."""
     rows = []
     for index in range(len(source)):
         dy, dx = np.gradient(np.asarray(source.image(index).convert("L"), dtype=float))
@@ -59,9 +59,9 @@ def test_synthetic_classes_can_be_learned(make_data: MakeData) -> None:
     labels = [[source.label(i) for i in range(len(source))] for source in (train, test)]
     model = LogisticRegression(C=100, max_iter=1000).fit(gradients(train), labels[0])
     assert model.score(gradients(test), labels[1]) > 0.9
-    colours = [[np.asarray(s.image(i)).mean((0, 1)) for i in range(len(s))] for s in (train, test)]
-    by_colour = LogisticRegression(C=100, max_iter=1000).fit(np.array(colours[0]), labels[0])
-    assert by_colour.score(np.array(colours[1]), labels[1]) < 0.3
+    colors = [[np.asarray(s.image(i)).mean((0, 1)) for i in range(len(s))] for s in (train, test)]
+    by_colour = LogisticRegression(C=100, max_iter=1000).fit(np.array(colors[0]), labels[0])
+    assert by_colour.score(np.array(colors[1]), labels[1]) < 0.3
 
 
 def test_data_limit_draws_from_all_classes_and_always_the_same(make_data: MakeData) -> None:
@@ -100,8 +100,8 @@ def test_labels_from_a_file(make_data: MakeData, photos: Path, tmp_path: Path) -
 
 
 def test_asking_for_labels_that_are_not_there(make_data: MakeData, photos: Path) -> None:
-    labelled = make_data("disk_folder", photos, LABEL_SOURCES=["disk_folder"])
-    assert build_source(data_block(labelled), "TRAIN", 0).class_names == ("a", "b")
+    labeled = make_data("disk_folder", photos, LABEL_SOURCES=["disk_folder"])
+    assert build_source(data_block(labeled), "TRAIN", 0).class_names == ("a", "b")
     flat = make_data("disk_folder", photos / "a", LABEL_SOURCES=["disk_folder"])
     with pytest.raises(DataError, match=r"LABEL_SOURCES asks for labels, but the images have none: .*/a has no class"):
         build_source(data_block(flat), "TRAIN", 0)
@@ -129,7 +129,7 @@ class GreyConfig:
 
 
 @DATA_SOURCES.register("grey", config=GreyConfig)
-class Grey:
+class Gray:
     """A user's own source, with keys of its own."""
 
     class_names = ()
@@ -147,7 +147,7 @@ class Grey:
         return None
 
     def name(self, index: int) -> str:
-        return f"grey {index}"
+        return f"gray {index}"
 
 
 def test_a_source_of_ones_own_has_typed_keys(make_data: MakeData) -> None:

@@ -117,14 +117,14 @@ def test_colour_distortion_and_blur_do_what_they_say() -> None:
     spread = [np.asarray(blur(p=1.0, radius_min=r, radius_max=r)(image)).std() for r in (0.5, 2.0)]
     assert np.asarray(image).std() > spread[0] > spread[1]
     distort = TRANSFORMS.get("ImgPilColorDistortion").build(strength=1.0)
-    untouched = grey = 0
+    untouched = gray = 0
     for sample in range(400):
         seed_sample(0, 0, sample)
         pixels = np.asarray(distort(image)).astype(int)
         untouched += bool((pixels == np.asarray(image)).all())
-        grey += bool((np.ptp(pixels, axis=2) == 0).all())
-    assert 40 < untouched < 90  # 0.2 without jitter x 0.8 without grey = 0.16 of 400
-    assert 55 < grey < 110  # 0.2 of 400
+        gray += bool((np.ptp(pixels, axis=2) == 0).all())
+    assert 40 < untouched < 90  # 0.2 without jitter x 0.8 without gray = 0.16 of 400
+    assert 55 < gray < 110  # 0.2 of 400
 
 
 def test_a_transform_of_ones_own() -> None:
@@ -262,8 +262,8 @@ def test_pirl_s_changes_of_colour(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_image_on_a_canvas_has_three_channels() -> None:
-    grey = Image.fromarray(np.full((4, 6), 200, dtype=np.uint8))
-    plain, larger = MNISTImgPil2RGB()(grey), MNISTImgPil2RGB(size=8, box=[1, 2])(grey)
+    gray = Image.fromarray(np.full((4, 6), 200, dtype=np.uint8))
+    plain, larger = MNISTImgPil2RGB()(gray), MNISTImgPil2RGB(size=8, box=[1, 2])(gray)
     assert (plain.mode, plain.size, larger.mode, larger.size) == ("RGB", (6, 4), "RGB", (8, 8))
     pixels = np.asarray(larger)
     assert (pixels[2:6, 1:7] == 200).all() and pixels.sum() == 200 * 3 * 24 and (np.asarray(plain) == 200).all()

@@ -36,7 +36,7 @@ class _Watcher(Hook):
         if run.is_asked_to_stop:
             self.heard.append(run.step)
         if run.step == 3:
-            stopping.ask("a test")
+            stopping.request_stop("a test")
 
 
 def test_memory_is_measured_at_few_steps_and_a_request_to_stop_is_known_at_the_next_step(tmp_path):

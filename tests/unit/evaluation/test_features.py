@@ -1,4 +1,4 @@
-"""Features in the order of the images, and pixels before normalisation."""
+"""Features in the order of the images, and pixels before normalization."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_running_statistics_are_left_alone(run):
     assert all(torch.equal(buffer, before[name]) for name, buffer in run.sharded.model.named_buffers())
 
 
-def test_thumbnails_undo_the_normalisation_and_average():
+def test_thumbnails_undo_the_normalization_and_average():
     pipeline = build_pipeline([{"name": "ToTensor"}, {"name": "Normalize", "mean": [0.1] * 3, "std": [2.0] * 3}], "")
     images = torch.arange(64.0).view(1, 1, 8, 8).repeat_interleave(8, 2).repeat_interleave(8, 3).expand(2, 3, 64, 64)
     rows = thumbnails((images - 0.1) / 2.0, pipeline)

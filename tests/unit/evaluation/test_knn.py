@@ -19,12 +19,12 @@ def drawn(rows, seed, width=6):
     return torch.randn(rows, width, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
-def slow_nearest(query, index, num_neighbours, is_cosine):
+def slow_nearest(query, index, num_neighbors, is_cosine):
     """Places by similarity, then by place."""
     similarity = [float(query @ row) for row in index]
     if is_cosine:
         similarity = [s / float(query.norm() * row.norm()) for s, row in zip(similarity, index, strict=True)]
-    return sorted(range(len(index)), key=lambda place: (-similarity[place], place))[:num_neighbours]
+    return sorted(range(len(index)), key=lambda place: (-similarity[place], place))[:num_neighbors]
 
 
 @pytest.mark.parametrize("is_cosine", [True, False])
@@ -46,14 +46,14 @@ def test_of_equally_near_rows_the_first_are_taken(dtype, is_cosine):
     assert places.tolist() == [[0, 1, 2, 3, 4]] * 2
 
 
-def test_a_query_that_is_in_the_index_is_no_neighbour_of_itself():
+def test_a_query_that_is_in_the_index_is_no_neighbor_of_itself():
     rows = drawn(8, 2)
     excluded = torch.tensor([3, 5])
     _, places = nearest(rows[excluded], rows, 7, excluded=excluded)
     assert [sorted(found) for found in places.tolist()] == [[0, 1, 2, 4, 5, 6, 7], [0, 1, 2, 3, 4, 6, 7]]
 
 
-def test_fewer_rows_than_neighbours():
+def test_fewer_rows_than_neighbors():
     assert nearest(drawn(2, 0), drawn(3, 1), 20)[1].shape == (2, 3)
     assert nearest(drawn(0, 0), drawn(3, 1), 20)[1].shape == (0, 3)
 

@@ -37,21 +37,21 @@ def test_before_after_and_between():
     assert run.sharded.model.training
 
 
-def test_neighbours_are_of_the_right_images():
+def test_neighbors_are_of_the_right_images():
     _, hook = trained(make_config(), max_steps=2)
-    for found in (hook.neighbours_before, hook.neighbours_after):
+    for found in (hook.neighbors_before, hook.neighbors_after):
         assert found.query_ids == [2, 7, 12, 18, 23, 28]
-        for query, neighbours, matches in zip(found.query_ids, found.neighbour_ids, found.matches, strict=True):
+        for query, neighbors, matches in zip(found.query_ids, found.neighbor_ids, found.matches, strict=True):
             label = found.query_source.label(query)
-            assert matches == [found.index_source.label(neighbour) == label for neighbour in neighbours]
-            assert len(set(neighbours)) == 5
-    assert hook.neighbours_before.neighbour_ids != hook.neighbours_after.neighbour_ids
+            assert matches == [found.index_source.label(neighbor) == label for neighbor in neighbors]
+            assert len(set(neighbors)) == 5
+    assert hook.neighbors_before.neighbor_ids != hook.neighbors_after.neighbor_ids
 
 
 def test_nothing_is_measured_when_it_is_off():
     run, hook = trained(make_config(USE_KNN=False), max_steps=1)
     assert "knn_top1_after" not in run.results
-    assert hook.neighbours_after is None
+    assert hook.neighbors_after is None
 
 
 def test_measuring_changes_nothing_in_training():
@@ -62,9 +62,9 @@ def test_measuring_changes_nothing_in_training():
 
 def test_most_images_are_kept_to_and_spread_evenly():
     _, hook = trained(make_config(MAX_TRAIN_IMAGES=20, MAX_TEST_IMAGES=3), max_steps=1)
-    assert len(hook.neighbours_after.index_source) == 20
-    assert hook.neighbours_after.query_ids == [0, 1, 2]
-    source = hook.neighbours_after.index_source
+    assert len(hook.neighbors_after.index_source) == 20
+    assert hook.neighbors_after.query_ids == [0, 1, 2]
+    source = hook.neighbors_after.index_source
     assert isinstance(source, Subset)
     assert thinned(source, 20) is source
     assert middles(10, 3) == [1, 5, 8]
@@ -75,23 +75,23 @@ def test_without_test_images_of_train_are_asked_about():
     config = make_config()
     config["DATA"]["TEST"]["DATA_SOURCES"] = []
     run, hook = trained(config, max_steps=1)
-    assert 0.5 < run.results["knn_top1_raw_pixels"] < 1.0  # an image found as its own neighbour would give 1
-    found = hook.neighbours_after
+    assert 0.5 < run.results["knn_top1_raw_pixels"] < 1.0  # an image found as its own neighbor would give 1
+    found = hook.neighbors_after
     assert len(found.query_source) == NUM_TRAIN
     own = [found.query_source.indices[query] for query in found.query_ids]
-    assert all(place not in neighbours for place, neighbours in zip(own, found.neighbour_ids, strict=True))
+    assert all(place not in neighbors for place, neighbors in zip(own, found.neighbor_ids, strict=True))
     assert run.results["top1"] is None
 
 
 @pytest.fixture
 def photos(tmp_path):
-    """One flat folder of unlabelled images."""
+    """One flat folder of unlabeled images."""
     for index in range(20):
         Image.new("RGB", (8, 8), (index * 12, 255 - index * 12, 90)).save(tmp_path / f"{index:02}.png")
     return tmp_path
 
 
-def test_unlabelled_photos_have_neighbours_but_no_figures(photos):
+def test_unlabeled_photos_have_neighbors_but_no_figures(photos):
     config = make_config()
     config["DATA"]["TRAIN"] |= {"DATA_SOURCES": ["disk_folder"], "DATA_PATHS": [str(photos)], "DATA_LIMIT": -1}
     config["DATA"]["TEST"]["DATA_SOURCES"] = []
@@ -105,5 +105,5 @@ def test_unlabelled_photos_have_neighbours_but_no_figures(photos):
     assert run.results["knn_top1_before"] is run.results["knn_top1_after"] is run.results["knn_top1_raw_pixels"] is None
     assert hook.curve == []
     assert "knn_top1_by_step" not in run.results
-    assert hook.neighbours_after.matches is None
-    assert len(hook.neighbours_after.neighbour_ids) == 6
+    assert hook.neighbors_after.matches is None
+    assert len(hook.neighbors_after.neighbor_ids) == 6

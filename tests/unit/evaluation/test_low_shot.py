@@ -20,7 +20,7 @@ from vissl_zero.evaluation.clustering import ExtractClusters
 from vissl_zero.evaluation.linear_classifiers import LowShot, logistic_top1
 
 # What ``run_low_shot_logistic_regression`` of VISSL's vissl/utils/low_shot_utils.py at 09270ed2 gives of these digits:
-# C = 1 / (lambda / 60), features standardised by the first 60 images'.
+# C = 1 / (lambda / 60), features standardized by the first 60 images'.
 VISSL = {1.0: (1.0, 0.709), 0.01: (1.0, 0.712)}
 
 

@@ -38,10 +38,10 @@ def test_lidar_is_the_papers_formula():
     mean = views.mean(axis=(0, 1))
     between, within = np.zeros((4, 4)), 1e-4 * np.eye(4)
     for image in views:
-        centre = image.mean(axis=0)
-        between += np.outer(centre - mean, centre - mean) / 6
+        center = image.mean(axis=0)
+        between += np.outer(center - mean, center - mean) / 6
         for view in image:
-            within += np.outer(view - centre, view - centre) / (7 * 4)
+            within += np.outer(view - center, view - center) / (7 * 4)
     # The eigenvalues of W^-1/2 B W^-1/2 are those of W^-1 B.
     values = np.linalg.eigvals(np.linalg.solve(within, between)).real.clip(min=0)
     shares = values / values.sum() + 1e-7

@@ -68,7 +68,7 @@ def test_only_ignored_images_give_zero_and_no_gradient() -> None:
     assert gradient.eq(0).all()
 
 
-def test_temperature_and_normalised_outputs() -> None:
+def test_temperature_and_normalized_outputs() -> None:
     logits = _logits()
     loss = _loss(temperature=0.2, normalize_output=True)([logits], _batch([1]))
     torch.testing.assert_close(loss, F.cross_entropy(F.normalize(logits, dim=1) / 0.2, TARGETS))

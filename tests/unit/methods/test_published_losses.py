@@ -20,7 +20,7 @@ from tests.unit.methods.batches import LossBatch
 from vissl_zero.data.dataset import ImageBatch
 from vissl_zero.methods.contrastive import nnclr_loss, supcon_loss
 from vissl_zero.methods.dino import (
-    Centre,
+    Center,
     IBOTOutput,
     dino_loss,
     dinov2_loss,
@@ -127,8 +127,8 @@ def _swav(
         return SwAVOutput(rows, [rows @ layer.T for layer in layers], probed)
 
     student = output(_swav_rows()[0], loss.probe())
-    taught = None if rated is None else [output(rated, loss.probe())]
-    return loss.loss([student], LossBatch([2, 2], torch.arange(6), 6), taught)
+    teacher_outputs = None if rated is None else [output(rated, loss.probe())]
+    return loss.loss([student], LossBatch([2, 2], torch.arange(6), 6), teacher_outputs)
 
 
 def test_swav():
@@ -160,17 +160,17 @@ def test_vicreg():
 
 
 def test_dino():
-    """facebookresearch/dino 7c446df main_dino.py: two teacher views, four student views, a centre."""
+    """facebookresearch/dino 7c446df main_dino.py: two teacher views, four student views, a center."""
     student, teacher = _randn(10, 4, 6, 8), _randn(11, 2, 6, 8)
-    centre = Centre(8, 0.9).double()
-    centre.mean.copy_(_randn(9, 8) * 0.1)
-    _is(dino_loss(student, centre.targets(teacher, 0.07)), 12.103813516045745)
-    centre.update(centre.sums(teacher))
+    center = Center(8, 0.9).double()
+    center.mean.copy_(_randn(9, 8) * 0.1)
+    _is(dino_loss(student, center.targets(teacher, 0.07)), 12.103813516045745)
+    center.update(center.sums(teacher))
     after = [-0.02627772145883702, 0.15383469641282838, -0.036471944648670124, 0.03134863702576182]
     after += [0.1320562308676549, -0.02482915077759862, 0.02988401876559076, 0.01426439333174953]
-    _is(centre.mean, after)
-    centre.update(centre.sums(teacher * torch.inf))
-    _is(centre.mean, after)
+    _is(center.mean, after)
+    center.update(center.sums(teacher * torch.inf))
+    _is(center.mean, after)
 
 
 def test_nnclr():
@@ -208,12 +208,12 @@ def _masked() -> tuple[Tensor, Tensor, Tensor]:
 def test_ibot():
     """bytedance/ibot da316d8 main_ibot.py."""
     student, teacher, mask = _masked()
-    centre = Centre(7, 0.9).double()
-    centre.mean.copy_(_randn(12, 7) * 0.1)
-    _is(masked_patch_loss(student, centre.targets(teacher, 0.07), mask), 11.88465635487851)
-    centre.update(centre.sums(teacher))
+    center = Center(7, 0.9).double()
+    center.mean.copy_(_randn(12, 7) * 0.1)
+    _is(masked_patch_loss(student, center.targets(teacher, 0.07), mask), 11.88465635487851)
+    center.update(center.sums(teacher))
     after = [-0.013543190273707704, -0.12788921485993437, -0.008178795242890474, 0.040424776616997116]
-    _is(centre.mean, [*after, 0.07057642489994954, -0.10176625646708964, -0.04630791212081803])
+    _is(center.mean, [*after, 0.07057642489994954, -0.10176625646708964, -0.04630791212081803])
 
 
 def test_dinov2():
@@ -331,8 +331,8 @@ def test_distillation_of_ibot_and_msn(is_swapped: bool, ibot: float, msn: float)
     method = IBOTDistillation(3, 2, 0.1, 0.05, 0.06, lambda2=0.5, swapped_assignment=is_swapped)
     ids = torch.arange(3)
     batch = ImageBatch(images=[], num_crops=[2, 1], targets=None, sample_ids=ids, num_global=3)
-    taught = IBOTOutput(teacher, teacher, teacher, seen, None)
-    _is(method([IBOTOutput(student, student, student, patches, is_masked)], batch, [taught]), ibot)
+    teacher_outputs = IBOTOutput(teacher, teacher, teacher, seen, None)
+    _is(method([IBOTOutput(student, student, student, patches, is_masked)], batch, [teacher_outputs]), ibot)
     # MSN's head gives the softmax of scores, at its own temperature; see vissl/keys.py.
     targets = F.softmax(teacher / 0.025, dim=1).view(2, 3, 7)
     _is(dino_distillation_loss(student.view(3, 3, 7), targets, 0.1, is_swapped), msn)
@@ -411,9 +411,9 @@ def test_swav_distillation(two: bool, swapped: bool, queue: int, normalized: boo
     batch = SimpleNamespace(num_local=6, num_crops=[5])
     for seed, value in zip((2, 5), published, strict=True):
         embeddings = F.normalize(_randn(seed, 12, 4), dim=1)[: 12 if two else 6]
-        taught = SimpleNamespace(embeddings=embeddings, scores=[embeddings @ loss.prototypes.T])
-        _is(loss([_randn(0, 30, 4)], batch, [taught]), value)
-        loss.update_state([loss.observe([], batch, [taught])])
+        teacher_outputs = SimpleNamespace(embeddings=embeddings, scores=[embeddings @ loss.prototypes.T])
+        _is(loss([_randn(0, 30, 4)], batch, [teacher_outputs]), value)
+        loss.update_state([loss.observe([], batch, [teacher_outputs])])
 
 
 def test_soft_targets_are_torchs():

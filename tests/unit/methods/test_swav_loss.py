@@ -137,7 +137,7 @@ def test_a_rank_without_samples_has_a_loss_of_zero() -> None:
     assert criterion([output], _batch(0)) == 0
 
 
-def test_prototypes_are_normalised_unless_told_not_to() -> None:
+def test_prototypes_are_normalized_unless_told_not_to() -> None:
     assert _loss().normalized_rows() == ["heads.0.prototypes0.weight", "heads.0.prototypes1.weight"]
     assert _loss(normalize_last_layer=False).normalized_rows() == []
 

@@ -124,7 +124,7 @@ def test_residual_branches_start_at_zero_where_asked(depth: int) -> None:
 
 @pytest.mark.parametrize("is_standardized", [False, True])
 def test_a_resnet_begins_as_vissl_s_where_asked(is_standardized: bool) -> None:
-    """VISSL rebuilds its layers after torchvision's initialisation (resnext.py at 09270ed2), as torch builds them."""
+    """VISSL rebuilds its layers after torchvision's initialization (resnext.py at 09270ed2), as torch builds them."""
     options = {"DEPTH": 18, "STANDARDIZE_CONVOLUTIONS": is_standardized}
     own, theirs = ResNet(**options), ResNet(**options, FIRST_WEIGHTS="vissl")
     for trunk in (own, theirs):
@@ -144,7 +144,7 @@ def test_the_global_generator_is_left_alone() -> None:
     expected = torch.rand(2)
     torch.manual_seed(3)
     initialize_(nn.ModuleDict({name: nn.Identity() for name in "ab"} | {"e": nn.Embedding(2, 2)}), 0)
-    # Building the embedding drew; initialising it must not have.
+    # Building the embedding drew; initializing it must not have.
     torch.manual_seed(3)
     nn.Embedding(2, 2)
     after_building = torch.rand(2)

@@ -56,9 +56,9 @@ def test_numbers_are_uniform_and_uncorrelated() -> None:
     assert abs(uniform.mean() - 0.5) < 5 * (1 / 12 / count) ** 0.5
     histogram = torch.histc(uniform, bins=16, min=0, max=1)
     assert ((histogram - count / 16) ** 2 / (count / 16)).sum() < 60  # chi-square, 15 degrees of freedom
-    centred = (uniform - 0.5) * 12**0.5
-    for shifted in (centred.roll(1, 0), centred.roll(1, 1), centred.roll(500, 0)):
-        assert abs((centred * shifted).mean()) < 5 / count**0.5
+    centered = (uniform - 0.5) * 12**0.5
+    for shifted in (centered.roll(1, 0), centered.roll(1, 1), centered.roll(500, 0)):
+        assert abs((centered * shifted).mean()) < 5 / count**0.5
 
 
 def test_numbers_are_those_of_splitmix64_in_plain_integers() -> None:

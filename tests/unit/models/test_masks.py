@@ -34,7 +34,7 @@ def test_masks_belong_to_an_image_and_its_epoch(draw: Callable[[Tensor, int], Te
 
 
 def test_blocks_lie_together() -> None:
-    """Neighbours of a masked patch are masked far more often than at random."""
+    """Neighbors of a masked patch are masked far more often than at random."""
     set_random_key(1, 0, torch.arange(500))
     images = torch.zeros(500, 3, 12, 16)
     shares = {}

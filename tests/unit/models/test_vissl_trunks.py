@@ -214,10 +214,10 @@ def test_a_trunk_sees_lightness_alone_or_the_colours_in_the_other_order():
     image = torch.rand(2, 3, 16, 16)
     plain, other = (build_model(model_block({**config, "INPUT_TYPE": kind})).eval() for kind in ("rgb", "bgr"))
     assert torch.equal(plain([image], features_only=True)[0], other([image.flip(1)], features_only=True)[0])
-    grey = build_model(model_block({**config, "INPUT_TYPE": "lab"})).eval()
+    gray = build_model(model_block({**config, "INPUT_TYPE": "lab"})).eval()
     other_colours = torch.cat((image[:, :1], torch.rand(2, 2, 16, 16)), dim=1)
-    (seen,), (again,) = (grey([x], features_only=True) for x in (image, other_colours))
-    assert torch.equal(seen, again) and grey.trunk.stem[0].in_channels == 1
+    (seen,), (again,) = (gray([x], features_only=True) for x in (image, other_colours))
+    assert torch.equal(seen, again) and gray.trunk.stem[0].in_channels == 1
 
 
 @pytest.mark.parametrize(

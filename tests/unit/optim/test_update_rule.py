@@ -92,7 +92,7 @@ class _OneGroupOnly(_Sgd):
     """Looks at full tensors where a group says so."""
 
     def change(self, group, param):
-        if group.get("normalised"):
+        if group.get("normalized"):
             param.grad /= param.grad.norm()
 
 
@@ -123,7 +123,7 @@ class _Idle(_Sgd):
 
 
 def _two_groups(cls):
-    return lambda params: cls([{"params": params[:1]}, {"params": params[1:], "normalised": True}], lr=0.1)
+    return lambda params: cls([{"params": params[:1]}, {"params": params[1:], "normalized": True}], lr=0.1)
 
 
 @pytest.mark.parametrize(
@@ -142,13 +142,13 @@ def test_what_cannot_be_reproduced_or_tried_is_refused(cls, sentence):
 
 
 def test_a_hook_takes_trust_away():
-    def normalise(optimizer, *_):
+    def normalize(optimizer, *_):
         for param in (param for group in optimizer.param_groups for param in group["params"]):
             param.grad /= param.grad.norm()
 
     def build(params):
         optimizer = torch.optim.SGD(params, lr=0.1)
-        optimizer.register_step_pre_hook(normalise)
+        optimizer.register_step_pre_hook(normalize)
         return optimizer
 
     assert _rule(build) is UpdateRule.PER_TENSOR

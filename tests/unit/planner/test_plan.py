@@ -14,7 +14,7 @@ from vissl_zero import cli
 from vissl_zero.config.compose import compose
 from vissl_zero.engine.forecast_log import OUT_OF_MEMORY, STARTED, Outcome, note_running, outcomes
 from vissl_zero.errors import ConfigError, LaunchError, Problem
-from vissl_zero.lifetime import apart
+from vissl_zero.lifetime import run_in_subprocess
 from vissl_zero.planner.dry_run import dry_run
 from vissl_zero.planner.fit_plans import FitOption, FitPlans, FitRun, shortfall, with_settings
 from vissl_zero.planner.planning import fit_plans, fitted, history, plan_run
@@ -294,11 +294,11 @@ def refuse() -> None:
 def test_a_planner_that_is_killed_or_refuses_is_a_sentence(monkeypatch):
     """Of a process that torch has not been imported into."""
     monkeypatch.setattr(sys, "modules", {name: module for name, module in sys.modules.items() if name != "torch"})
-    assert apart(os.getppid) == os.getpid()
+    assert run_in_subprocess(os.getppid) == os.getpid()
     with pytest.raises(LaunchError, match=r"was killed \(often by the kernel, out of memory: .* Give the run more"):
-        apart(signal.raise_signal, signal.SIGKILL)
+        run_in_subprocess(signal.raise_signal, signal.SIGKILL)
     with pytest.raises(ConfigError, match=r"^config.A: must be 1 \(got 2\)\. Write 1\.$"):
-        apart(refuse)
+        run_in_subprocess(refuse)
 
 
 @pytest.mark.slow

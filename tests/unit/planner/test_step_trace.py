@@ -42,7 +42,7 @@ def test_convolutions_are_told_from_products_and_from_what_computes_nothing() ->
     assert kernel_of("aten::convolution", 0) == kernel_of("aten::add", 0) == Kernel.PLAIN
 
 
-def test_synchronised_batch_norm_makes_no_gradient_that_its_mask_excludes() -> None:
+def test_synchronized_batch_norm_makes_no_gradient_that_its_mask_excludes() -> None:
     """torch's kernel for fake tensors gives the input's gradient all the same; nothing may keep it."""
     with FakeTensorMode(), pretended_ranks(2):
         group = batch_norm_group(2, 60.0)

@@ -13,7 +13,7 @@ MEAN, STD = [0.5, 0.4, 0.3], [0.2, 0.25, 0.3]
 
 
 class Flat:
-    """Images of one grey each; image 9 is broken."""
+    """Images of one gray each; image 9 is broken."""
 
     class_names = ()
 
@@ -32,19 +32,19 @@ class Flat:
         return f"{index}.png"
 
 
-def normalised(grey: int, side: int) -> torch.Tensor:
-    image = torch.full((3, side, side), grey / 255)
+def normalized(gray: int, side: int) -> torch.Tensor:
+    image = torch.full((3, side, side), gray / 255)
     return (image - torch.tensor(MEAN).view(3, 1, 1)) / torch.tensor(STD).view(3, 1, 1)
 
 
 def batch() -> ImageBatch:
-    """Two samples (sources 4 and 9), crops of 8 px first, then 2 of 12: grey 10 * crop + sample."""
-    small = torch.stack([normalised(10 + sample, 8) for sample in range(2)])
-    large = torch.stack([normalised(10 * crop + sample, 12) for crop in (2, 3) for sample in range(2)])
+    """Two samples (sources 4 and 9), crops of 8 px first, then 2 of 12: gray 10 * crop + sample."""
+    small = torch.stack([normalized(10 + sample, 8) for sample in range(2)])
+    large = torch.stack([normalized(10 * crop + sample, 12) for crop in (2, 3) for sample in range(2)])
     return ImageBatch([small, large], [1, 2], None, torch.tensor([4, 9]), 2)
 
 
-def test_crops_are_shown_as_they_were_before_normalisation() -> None:
+def test_crops_are_shown_as_they_were_before_normalization() -> None:
     transforms = [{"name": "ToTensor"}, {"name": "Normalize", "mean": MEAN, "std": STD}]
     first, second = crop_samples(batch(), Flat(), transforms)
     assert [crop.shape for crop in first.crops] == [(12, 12, 3), (12, 12, 3), (8, 8, 3)]

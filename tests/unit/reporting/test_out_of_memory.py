@@ -37,14 +37,14 @@ def first_override(text: str) -> str:
     return lines[lines.index("The cheapest switch that would help:") + 1].split("  saves")[0].strip()
 
 
-def test_a_failed_allocation_of_the_cpu_is_recognised() -> None:
+def test_a_failed_allocation_of_the_cpu_is_recognized() -> None:
     with pytest.raises(RuntimeError) as raised:
         torch.empty(2**58, dtype=torch.uint8)
     assert is_out_of_memory(raised.value)
     assert requested_bytes(raised.value) == 2**58
 
 
-def test_other_failed_allocations_are_recognised() -> None:
+def test_other_failed_allocations_are_recognized() -> None:
     cuda = torch.OutOfMemoryError(CUDA_MESSAGE)
     assert is_out_of_memory(cuda) and requested_bytes(cuda) == 3 * 2**29
     assert is_out_of_memory(MemoryError()) and requested_bytes(MemoryError()) is None

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from tests.unit.reporting.example_run import MIB, make_record
-from vissl_zero.reporting.panels import CropSample, NeighbourRow, Page, ReportContent
+from vissl_zero.reporting.panels import CropSample, NeighborRow, Page, ReportContent
 from vissl_zero.reporting.report import draw, write_report
 from vissl_zero.sharding.memory import Bytes
 
@@ -23,9 +23,9 @@ def crop_sample() -> CropSample:
     return CropSample(picture(8), [picture(24), picture(24), picture(16), picture(16)])
 
 
-def neighbour_row() -> NeighbourRow:
+def neighbor_row() -> NeighborRow:
     near = [picture(8, seed) for seed in range(3)]
-    return NeighbourRow(picture(8), near, near, [True, False, False], [True, True, True])
+    return NeighborRow(picture(8), near, near, [True, False, False], [True, True, True])
 
 
 FULL = ReportContent(
@@ -38,7 +38,7 @@ FULL = ReportContent(
     knn_raw_pixels=0.98,
     bytes_per_rank=[Bytes(3 * MIB, 2 * MIB, 4 * MIB, 8 * MIB, 1024, 700 * MIB)] * 2,
     crops=[crop_sample()] * 3,
-    neighbours=[neighbour_row()] * 2,
+    neighbors=[neighbor_row()] * 2,
 )
 EMPTY = ReportContent("my/recipe", "ZeRO level 0")
 
@@ -72,7 +72,7 @@ def test_everything_is_there(full_page: Page) -> None:
         "Effective rank",
         "Memory by kind, peak of each rank",
         "Crops of the first batch",
-        "Nearest neighbours of test images",
+        "Nearest neighbors of test images",
         "3.40 → 2.51",
     ):
         assert title in shown
@@ -85,7 +85,7 @@ def test_everything_is_there(full_page: Page) -> None:
     [
         ({"knn": []}, "kNN top-1"),
         ({"crops": []}, "Crops of the first batch"),
-        ({"neighbours": []}, "Nearest neighbours of test images"),
+        ({"neighbors": []}, "Nearest neighbors of test images"),
         ({"bytes_per_rank": []}, "Memory by kind, peak of each rank"),
         ({"records": [make_record(1, watch={})]}, "Effective rank"),
         ({"records": [make_record(1, grad_norm=None, loss=None, skipped=True)]}, "Gradient norm, before clipping"),
@@ -105,7 +105,7 @@ def test_what_is_missing_takes_no_room(missing: dict, title: str, full_page: Pag
         replace(EMPTY, records=[make_record(1, loss=None, skipped=True, grad_norm=None, watch={})]),
         replace(EMPTY, knn=[(0, 0.5)]),
         replace(EMPTY, crops=[CropSample(None, [picture(3)])]),
-        replace(EMPTY, neighbours=[NeighbourRow(picture(5), [picture(9)], [picture(4)])]),
+        replace(EMPTY, neighbors=[NeighborRow(picture(5), [picture(9)], [picture(4)])]),
         replace(EMPTY, bytes_per_rank=[Bytes()] * 40),
     ],
 )
@@ -125,7 +125,7 @@ def test_pictures_stay_inside_the_page() -> None:
 
 
 def test_frames_tell_same_class_from_another() -> None:
-    axes = draw(replace(EMPTY, neighbours=[neighbour_row()])).figure.axes[-1]
+    axes = draw(replace(EMPTY, neighbors=[neighbor_row()])).figure.axes[-1]
     colors = [patch.get_edgecolor() for patch in axes.patches]
     assert len(colors) == 6 and len(set(colors)) == 2
     assert colors.count(colors[0]) == 4  # one match before, three after

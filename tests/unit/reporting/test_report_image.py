@@ -15,10 +15,10 @@ from vissl_zero.data.loader import Loader, build_loader
 from vissl_zero.data.source import Source
 from vissl_zero.engine.hook import Run
 from vissl_zero.evaluation.knn import KnnHook
-from vissl_zero.evaluation.pictures import Neighbours
+from vissl_zero.evaluation.pictures import Neighbors
 from vissl_zero.reporting.hooks import ReportImage
 from vissl_zero.reporting.quantity import PeakMemory
-from vissl_zero.reporting.report import gather_content, headlines, neighbour_rows
+from vissl_zero.reporting.report import gather_content, headlines, neighbor_rows
 
 
 @pytest.fixture(scope="module")
@@ -61,8 +61,8 @@ def finished_knn(run: Run, source: Source) -> KnnHook:
     knn = KnnHook(run.plan)
     knn.curve = [(0, 0.5), (3, 0.75)]
     run.results |= {"knn_top1_before": 0.5, "knn_top1_after": 0.75, "knn_top1_raw_pixels": 0.9}
-    knn.neighbours_before = Neighbours(source, source, [0, 1], [[2, 3], [4, 5]], [[True, False], [False, False]])
-    knn.neighbours_after = Neighbours(source, source, [0, 1], [[6, 7], [8, 9]], [[True, True], [True, False]])
+    knn.neighbors_before = Neighbors(source, source, [0, 1], [[2, 3], [4, 5]], [[True, False], [False, False]])
+    knn.neighbors_after = Neighbors(source, source, [0, 1], [[6, 7], [8, 9]], [[True, True], [True, False]])
     return knn
 
 
@@ -77,7 +77,7 @@ def test_a_finished_run_leaves_a_report(finished: Run, loader: Loader) -> None:
 def test_everything_a_run_has_is_gathered(finished: Run, loader: Loader) -> None:
     content = gather_content(finished, finished_knn(finished, loader.source))
     assert content.knn == [(0, 0.5), (3, 0.75)] and content.knn_raw_pixels == 0.9
-    assert [len(content.records), len(content.bytes_per_rank), len(content.neighbours)] == [3, 1, 2]
+    assert [len(content.records), len(content.bytes_per_rank), len(content.neighbors)] == [3, 1, 2]
     assert ("50.0 → 75.0 %", "kNN top-1, before → after") in content.headlines
     assert content.trivial_loss == pytest.approx(np.log(30))
     finished.results["knn_top1_before"] = None  # it resumes from an imported checkpoint
@@ -96,15 +96,15 @@ def test_the_crops_are_those_of_the_first_batch(finished: Run, loader: Loader) -
         assert shown.original is not None and (shown.original == digit).all()
 
 
-def test_without_knn_there_are_no_neighbours(finished: Run) -> None:
+def test_without_knn_there_are_no_neighbors(finished: Run) -> None:
     content = gather_content(finished, KnnHook(finished.plan))
-    assert content.neighbours == [] and content.knn == []
+    assert content.neighbors == [] and content.knn == []
 
 
-def test_neighbours_are_shown_with_their_own_images(loader: Loader) -> None:
+def test_neighbors_are_shown_with_their_own_images(loader: Loader) -> None:
     source = loader.source
-    before = Neighbours(source, source, [10], [[20, 21]], [[True, False]])
-    (row,) = neighbour_rows(before, Neighbours(source, source, [10], [[30, 31]], None))
+    before = Neighbors(source, source, [10], [[20, 21]], [[True, False]])
+    (row,) = neighbor_rows(before, Neighbors(source, source, [10], [[30, 31]], None))
     pictures = [row.query, *row.before, *row.after]
     for picture, index in zip(pictures, (10, 20, 21, 30, 31), strict=True):
         assert (picture == np.asarray(source.image(index))).all()
@@ -130,6 +130,6 @@ def test_a_row_with_an_unreadable_image_is_left_out() -> None:
             return f"{index}.png"
 
     source = Fragile()
-    before = Neighbours(source, source, [0, 1], [[1], [2]], None)
-    after = Neighbours(source, source, [0, 1], [[3], [2]], None)
-    assert len(neighbour_rows(before, after)) == 1
+    before = Neighbors(source, source, [0, 1], [[1], [2]], None)
+    after = Neighbors(source, source, [0, 1], [[3], [2]], None)
+    assert len(neighbor_rows(before, after)) == 1

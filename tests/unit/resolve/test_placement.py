@@ -193,7 +193,7 @@ def plan_of(**values):
 @pytest.mark.parametrize(
     ("sync", "size", "group"), [(False, -1, 0), (True, -1, 2), (True, 0, 2), (True, 1, 1), (True, 64, 2)]
 )
-def test_groups_of_synchronised_batch_norm(sync, size, group):
+def test_groups_of_synchronized_batch_norm(sync, size, group):
     base = "MODEL__SYNC_BN_CONFIG__"
     plan, _ = plan_of(**{f"{base}CONVERT_BN_TO_SYNC_BN": sync, f"{base}GROUP_SIZE": size})
     assert plan.sync_bn_group == group

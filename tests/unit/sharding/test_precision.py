@@ -54,7 +54,7 @@ def test_double_goes_through_untouched() -> None:
     assert model(torch.randn(3, 2).double())[1]["y"].dtype == torch.float64
 
 
-def test_stochastic_rounding_takes_a_neighbour_and_is_right_on_average() -> None:
+def test_stochastic_rounding_takes_a_neighbor_and_is_right_on_average() -> None:
     exact = torch.tensor([1.0, -2.5, 0.0, float("inf"), float("-inf")])
     bits = torch.full((5,), 65535)
     assert torch.equal(stochastically_rounded(exact, bits), exact.bfloat16())
@@ -65,7 +65,7 @@ def test_stochastic_rounding_takes_a_neighbour_and_is_right_on_average() -> None
         below, above = drawn.min(), drawn.max()
         assert below <= wide[0] <= above
         assert set(drawn.tolist()) == {float(below), float(above)}
-        # Neighbours: nothing lies between them.
+        # Neighbors: nothing lies between them.
         assert torch.nextafter(below.bfloat16(), above.bfloat16()) == above.bfloat16()
         assert abs(drawn.double().mean() - wide[0]) < 4 * (above - below) * 0.5 / 2**8
 

@@ -62,10 +62,10 @@ def test_the_master_precision_is_the_models() -> None:
     assert model.weight.dtype == torch.float64
 
 
-def _normalised_sgd(groups: list[dict[str, Any]]) -> tuple[torch.optim.Optimizer, None]:
+def _normalized_sgd(groups: list[dict[str, Any]]) -> tuple[torch.optim.Optimizer, None]:
     """As a plugin may register it in OPTIMIZERS: it divides each gradient by its norm."""
 
-    class Normalised(torch.optim.SGD):
+    class Normalized(torch.optim.SGD):
         def step(self, closure: Any = None) -> None:  # type: ignore[override]
             for group in self.param_groups:
                 for param in group["params"]:
@@ -73,7 +73,7 @@ def _normalised_sgd(groups: list[dict[str, Any]]) -> tuple[torch.optim.Optimizer
                         param.grad /= param.grad.norm()
             super().step(closure)
 
-    return Normalised(groups, momentum=0.9), None
+    return Normalized(groups, momentum=0.9), None
 
 
 def test_what_cannot_give_an_optimizer_whole_tensors_is_refused_before_the_model_is_touched() -> None:
@@ -82,12 +82,12 @@ def test_what_cannot_give_an_optimizer_whole_tensors_is_refused_before_the_model
     before = dict(model.named_parameters())
     plan = ShardingPlan(level=1, engine="fairscale")
     with pytest.raises(ConfigError, match="optimizer: updates full tensors, which cannot go with the fairscale engine"):
-        STRATEGIES.get(plan.engine).build().shard(model, [group], _normalised_sgd, plan, torch.device("cpu"))
+        STRATEGIES.get(plan.engine).build().shard(model, [group], _normalized_sgd, plan, torch.device("cpu"))
     assert all(param is before[name] for name, param in model.named_parameters())
     assert type(model) is nn.Linear
 
 
-def _globally_normalised_sgd(groups: list[dict[str, Any]]) -> tuple[torch.optim.Optimizer, None]:
+def _globally_normalized_sgd(groups: list[dict[str, Any]]) -> tuple[torch.optim.Optimizer, None]:
     class Coupled(torch.optim.SGD):
         def step(self, closure: Any = None) -> None:  # type: ignore[override]
             params = [param for group in self.param_groups for param in group["params"]]
@@ -105,13 +105,13 @@ def test_an_optimizer_that_couples_tensors_is_refused(engine: str, level: int) -
     plan = ShardingPlan(level=level, engine=engine)
     with pytest.raises(ConfigError, match="optimizer: must update each tensor from that tensor alone"):
         strategy = STRATEGIES.get(engine).build()
-        strategy.shard(nn.Linear(3, 2), [group], _globally_normalised_sgd, plan, torch.device("cpu"))
+        strategy.shard(nn.Linear(3, 2), [group], _globally_normalized_sgd, plan, torch.device("cpu"))
 
 
 def test_level_0_takes_any_optimizer() -> None:
     group = ParamGroup("all", ("weight", "bias"), False, False, 0.0)
     strategy = STRATEGIES.get("torch").build()
-    strategy.shard(nn.Linear(3, 2), [group], _normalised_sgd, ShardingPlan(level=0), torch.device("cpu"))
+    strategy.shard(nn.Linear(3, 2), [group], _normalized_sgd, ShardingPlan(level=0), torch.device("cpu"))
 
 
 def test_a_hook_on_a_parameter_is_refused_where_it_would_never_run() -> None:

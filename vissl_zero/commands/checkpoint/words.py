@@ -83,11 +83,11 @@ def _verify(path: Path) -> bool:
     except CheckpointError as error:
         problems = [str(error)]
     for problem in problems:
-        say(problem)
+        echo(problem)
     if problems:
-        say(f"INCOMPLETE OR DAMAGED: {path}", style="bold red")
+        echo(f"INCOMPLETE OR DAMAGED: {path}", style="bold red")
     else:
-        say(f"complete: {path} ({bytes_text(num_bytes)}, {what})")
+        echo(f"complete: {path} ({bytes_text(num_bytes)}, {what})")
     return not problems
 
 
@@ -118,7 +118,7 @@ def diff(arguments: Sequence[str]) -> int:
         for store in (a, b):
             if problems := list(store.verify()):
                 raise CheckpointError("\n".join(problems))
-        say(f"A {a.path}\nB {b.path}")
+        echo(f"A {a.path}\nB {b.path}")
         if isinstance(a, Checkpoint) and isinstance(b, Checkpoint):
             _pairs("", facts_that_differ(a, b), most)
         one, other = (config_of(store).get("config", {}) for store in (a, b))
@@ -137,7 +137,7 @@ def _is_within(entry: TensorDifference, tolerance: float) -> bool:
 
 def _pairs(prefix: str, pairs: Mapping[str, tuple[object, object]], most: int | None) -> None:
     if pairs:
-        say("")
+        echo("")
         rows = [(prefix + key, one, other) for key, (one, other) in pairs.items()]
         table(rows[:most], ("setting" if prefix else "", "A", "B"))
         _rest(len(rows), most)
@@ -146,9 +146,9 @@ def _pairs(prefix: str, pairs: Mapping[str, tuple[object, object]], most: int | 
 def _report(found: list[TensorDifference], tolerance: float, most: int | None) -> int:
     within = f" within {tolerance:g}" if tolerance else ""
     if not found:
-        say(f"\nAll tensors are equal{within}.")
+        echo(f"\nAll tensors are equal{within}.")
         return 0
-    say("")
+    echo("")
     worst_first = sorted(found, key=lambda entry: (entry.largest is not None, -(entry.largest or 0.0), entry.name))
     rows = [
         (entry.name, entry.what, entry.text, "" if entry.largest is None else f"{entry.largest:.3g}")
@@ -157,13 +157,13 @@ def _report(found: list[TensorDifference], tolerance: float, most: int | None) -
     table(rows[:most], ("tensor", "differs in", "", "largest difference"), right=(3,))
     _rest(len(rows), most)
     names = {entry.name for entry in found}
-    say(f"\n{len(names)} tensors differ{within}." if len(names) != 1 else f"\n1 tensor differs{within}.")
+    echo(f"\n{len(names)} tensors differ{within}." if len(names) != 1 else f"\n1 tensor differs{within}.")
     return 1
 
 
 def _rest(num_rows: int, most: int | None) -> None:
     if most is not None and num_rows > most:
-        say(f"... and {num_rows - most} more; --all lists them.")
+        echo(f"... and {num_rows - most} more; --all lists them.")
 
 
 _KINDS = {
@@ -192,7 +192,7 @@ def inspect(arguments: Sequence[str]) -> int:
         if options.tensors:
             _tensors(store.tensors.values())
         else:
-            say(f"\n{len(store.tensors)} tensors; --tensors lists them.")
+            echo(f"\n{len(store.tensors)} tensors; --tensors lists them.")
     finally:
         store.close()
     return 0
@@ -230,11 +230,11 @@ def _bytes(store: Checkpoint | WeightsFile) -> None:
             entry[index] += amount
     total = [sum(entry[index] for entry in sums.values()) for index in range(3)]
     rows = [(kind, *entry[:2], bytes_text(entry[2])) for kind, entry in [*sums.items(), ("in all", total)]]
-    say("")
+    echo("")
     table(rows, ("kind", "tensors", "elements", "size"), right=(1, 2, 3))
     if isinstance(store, Checkpoint) and len(store.ranks) > 1:
         parts = ", ".join(f"{stem} {bytes_text(rank.num_bytes)}" for stem, rank in list(store.ranks.items())[:8])
-        say(f"files: {parts}{', ...' if len(store.ranks) > 8 else ''}")
+        echo(f"files: {parts}{', ...' if len(store.ranks) > 8 else ''}")
 
 
 def _settings(store: Checkpoint | WeightsFile, is_all: bool) -> None:
@@ -244,13 +244,13 @@ def _settings(store: Checkpoint | WeightsFile, is_all: bool) -> None:
     defaults: dict[str, Any] = {} if is_all else without_vissl_keys(asdict(RunConfig()))
     found = settings_that_differ(defaults, config)
     rows = [(f"config.{key}", value) for key, (_, value) in found.items() if value != "-"]
-    say("\nSettings:" if is_all else "\nSettings other than the defaults:")
+    echo("\nSettings:" if is_all else "\nSettings other than the defaults:")
     table(rows)
 
 
 def _tensors(infos: Iterable[TensorInfo]) -> None:
     rows = [(i.name, str(i.dtype).removeprefix("torch."), list(i.shape), bytes_text(i.num_bytes)) for i in infos]
-    say("")
+    echo("")
     table(rows, ("tensor", "type", "shape", "size"), right=(3,))
 
 
@@ -277,7 +277,7 @@ def table(rows: Iterable[Sequence[object]], titles: Sequence[str] = (), right: S
     console().print(result)
 
 
-def say(text: object, style: str = "") -> None:
+def echo(text: object, style: str = "") -> None:
     """Print one line of text, whatever is in it."""
     console().print(Text(printable(text), style=style))
 
@@ -287,7 +287,7 @@ def opened(path: str) -> Checkpoint | WeightsFile:
     passed_over: list[str] = []
     store = open_store(path, passed_over)
     for reason in passed_over:
-        say(f"passed over: {reason}")
+        echo(f"passed over: {reason}")
     return store
 
 
@@ -338,10 +338,10 @@ def export(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     with weights_of(opened(options.path), "average" if options.average else "student") as weights:
         done = write_export(weights, Path(options.to), options.part, options.names, options.overwrite)
-        say(f"{weights.path} -> {done.path}: {len(done.names)} tensors, {bytes_text(done.num_bytes)}")
+        echo(f"{weights.path} -> {done.path}: {len(done.names)} tensors, {bytes_text(done.num_bytes)}")
     if done.left_out:
         names = ", ".join(done.left_out[:5]) + (" ..." if len(done.left_out) > 5 else "")
-        say(f"Left out, since {options.names} has no name for them: {names}")
+        echo(f"Left out, since {options.names} has no name for them: {names}")
     return 0
 
 
@@ -387,10 +387,10 @@ def import_(arguments: Sequence[str]) -> int:
     foreign = read_foreign(Path(options.source).expanduser(), options.key)
     found = match(foreign, shapes, options.remove_prefix)
     for reason in foreign.passed_over:
-        say(f"passed over: {reason}")
-    say(f"{options.source}: {foreign.layout}, {len(foreign.entries)} tensors")
+        echo(f"passed over: {reason}")
+    echo(f"{options.source}: {foreign.layout}, {len(foreign.entries)} tensors")
     for sentence in found.sentences():
-        say(sentence)
+        echo(sentence)
     if not found.entries:
         raise CheckpointError(
             f"{options.source}: no tensor has a name or shape that is understood; nothing was written."
@@ -399,7 +399,7 @@ def import_(arguments: Sequence[str]) -> int:
     is_understood = shapes is not None or 2 * len(found.entries) >= len(foreign.entries)
     if incomplete and not options.partial:
         count = f"{len(found.entries)} of {len(foreign.entries)} tensors fit, and the trunk lacks {len(incomplete)}"
-        say(f"Not written: {count}. --partial writes the rest all the same.")
+        echo(f"Not written: {count}. --partial writes the rest all the same.")
         return 1
     if not is_understood and not options.partial:
         raise CheckpointError(
@@ -409,8 +409,8 @@ def import_(arguments: Sequence[str]) -> int:
         )
     path, about_optimizer = write_imported(found, foreign, Path(options.to).expanduser(), config, options.overwrite)
     if about_optimizer:
-        say(about_optimizer)
-    say(f"-> {path}: {len(found.entries)} tensors, {bytes_text(sum(entry.num_bytes for entry in found.entries))}")
+        echo(about_optimizer)
+    echo(f"-> {path}: {len(found.entries)} tensors, {bytes_text(sum(entry.num_bytes for entry in found.entries))}")
     return 1 if incomplete or not is_understood else 0
 
 

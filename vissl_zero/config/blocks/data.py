@@ -76,7 +76,7 @@ class Split:
     DATA_PATHS: Texts = field(default_factory=list, metadata=TEXTS)
     """Folders with images; several are joined. In place of a recipe's digits, they imply disk_folder."""
     DATASET_NAMES: Texts = field(default_factory=list, metadata=TEXTS)
-    """Data sets by name: torchvision's for torchvision_dataset; without DATA_PATHS, those of a dataset catalogue."""
+    """Data sets by name: torchvision's for torchvision_dataset; without DATA_PATHS, those of a dataset catalog."""
     REMOVE_IMG_PATH_PREFIX: str = ""
     """Start of the paths in a disk_filelist that NEW_IMG_PATH_PREFIX replaces."""
     NEW_IMG_PATH_PREFIX: str = ""

@@ -196,7 +196,7 @@ class SyncBnConfig:
     """``MODEL.SYNC_BN_CONFIG``: batch norm over the batches of several processes."""
 
     CONVERT_BN_TO_SYNC_BN: bool = False
-    """Synchronise every batch norm, on any backend."""
+    """Synchronize every batch norm, on any backend."""
     GROUP_SIZE: int = number(-1, least=-1)
     """Processes that share statistics; -1 and 0: all (VISSL reads -1 as those of one machine)."""
 

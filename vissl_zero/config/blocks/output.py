@@ -92,24 +92,24 @@ class OnlineProbeConfig:
     EVERY_NUM_EPOCHS: int = number(1, least=0)
     """Measure on TEST's images after every k-th epoch; 0: only at the end."""
     LR: float = number(0.001, least=1e-9)
-    """Its learning rate (Adam on standardised features)."""
+    """Its learning rate (Adam on standardized features)."""
 
 
 @with_vissl_keys("NEAREST_NEIGHBOR")
 @dataclass
 class NearestNeighbor:
-    """``NEAREST_NEIGHBOR``: the trunk's features judged by a vote of their neighbours, where images have classes."""
+    """``NEAREST_NEIGHBOR``: the trunk's features judged by a vote of their neighbors, where images have classes."""
 
     USE_KNN: bool = True
     """Measure before and after training."""
     EVERY_NUM_EPOCHS: int = number(0, least=0)
     """Measure after every k-th epoch too; 0: only before and after."""
     TOPK: int = number(20, least=1)
-    """Neighbours that vote."""
+    """Neighbors that vote."""
     SIGMA: float = number(0.07, least=1e-6)
-    """Temperature of the vote: a neighbour at cosine c weighs exp(c / SIGMA)."""
+    """Temperature of the vote: a neighbor at cosine c weighs exp(c / SIGMA)."""
     ALSO_TOPK: list[int] = number([], least=1)
-    """Other numbers of neighbours to report, with SIGMA and each of ALSO_SIGMA."""
+    """Other numbers of neighbors to report, with SIGMA and each of ALSO_SIGMA."""
     ALSO_SIGMA: list[float] = number([], least=1e-6)
     """Other temperatures to report, with TOPK and each of ALSO_TOPK."""
     L2_NORM_FEATS: bool = True
@@ -304,7 +304,7 @@ class ImageRetrieval:
     IMG_SCALINGS: list[float] = number([1.0], above=0)
     """Factors of the images' size; vectors are means over them."""
     FEATS_PROCESSING_TYPE: str = choice("", "rmac", "gem", "")
-    """How maps are pooled: rmac (maxima of regions), gem (generalised mean), or not at all (empty)."""
+    """How maps are pooled: rmac (maxima of regions), gem (generalized mean), or not at all (empty)."""
     SPATIAL_LEVELS: int = number(3, least=1)
     """Levels of rmac's regions."""
     GEM_POOL_POWER: float = number(4.0, above=0)

@@ -28,7 +28,7 @@ class FsdpConfig:
     AMP_TYPE: str = "O1"
     """O1 (autocast) or O2 (parameters cast to half precision for compute); "01" and "02" mean the same."""
     FORCE_SYNC_CUDA: bool = False
-    """Synchronise the GPU around each unit; no effect on the torch engine."""
+    """Synchronize the GPU around each unit; no effect on the torch engine."""
     flatten_parameters: bool = True
     """One flat parameter per unit; no effect on the torch engine, which shards each parameter by itself."""
     mixed_precision: bool = True

@@ -47,11 +47,11 @@ class RegNetConfig:
     depth: int | None = number(None, least=1, most=10000)
     """Number of blocks over all stages."""
     w_0: int | None = number(None, least=8, most=2**20)
-    """Width of the first block before quantisation, in channels."""
+    """Width of the first block before quantization, in channels."""
     w_a: float | None = number(None, least=0, most=2**20)
     """Slope of the width over the blocks, in channels per block."""
     w_m: float | None = number(None, above=1, most=2**20)
-    """Ratio between the widths of neighbouring stages."""
+    """Ratio between the widths of neighboring stages."""
     group_width: int | None = number(None, least=1, most=2**20)
     """Channels per group of the grouped convolutions."""
     bottleneck_multiplier: float = number(1.0, above=0, most=1024)
@@ -84,7 +84,7 @@ class ResNetConfig:
     WIDTH_MULTIPLIER: int = number(1, least=1, most=1024)
     """Channels of every layer over those of the published network."""
     NORM: str = choice("BatchNorm", "BatchNorm", "GroupNorm")
-    """Normalisation: BatchNorm or GroupNorm."""
+    """Normalization: BatchNorm or GroupNorm."""
     GROUPNORM_GROUPS: int = number(32, least=1)
     """Groups of GroupNorm; no effect with BatchNorm."""
     GROUPS: int = number(1, least=1, most=2**20)

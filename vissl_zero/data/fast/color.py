@@ -1,11 +1,11 @@
-"""Changes of color as one matrix: brightness, contrast, saturation and grey, with Pillow's roundings.
+"""Changes of color as one matrix: brightness, contrast, saturation and gray, with Pillow's roundings.
 
 Of a pixel x (red, green, blue; 0 to 255) and Rec. 601's weights w = (0.299, 0.587, 0.114):
 
     brightness b:  x' = b x
-    contrast c:    x' = c x + (1 - c) m,     m = w . (mean of all x), rounded, the image's mean grey
+    contrast c:    x' = c x + (1 - c) m,     m = w . (mean of all x), rounded, the image's mean gray
     saturation s:  x' = s x + (1 - s) w . x
-    grey:          x' = w . x
+    gray:          x' = w . x
 
 Each is an affine map A x + t, so one after another they are one 3 x 4 matrix: A2 (A1 x + t1) + t2. The mean of all x
 follows the same maps, so contrast needs no pass over the pixels at any place in the order. Pillow cuts to 0 to 255
@@ -14,7 +14,7 @@ and another value of the range), so whatever follows it folds exactly; after a f
 The dropped fraction is 1/2 on average, and t has it: this leaves no bias.
 
 Hue is no such map: Pillow turns the hue of HSV, which keeps the largest and the smallest of the three channels. A
-rotation of the color space around grey, the matrix that is closest to it, differs from it by 4 steps of 8 bits on
+rotation of the color space around gray, the matrix that is closest to it, differs from it by 4 steps of 8 bits on
 average at a shift of 0.1 of the circle, and a rotation of YIQ by 6. So hue is done in HSV of 8 bits here too, between
 two matrices.
 """
@@ -64,8 +64,8 @@ class Colors:
         matrix = self._pending()
         self._change(factor * matrix + (1 - factor) * (WEIGHTS @ matrix), _DROPPED, factor > 1)
 
-    def grey(self) -> None:
-        """Set all channels to the grey value, which Pillow rounds."""
+    def gray(self) -> None:
+        """Set all channels to the gray value, which Pillow rounds."""
         matrix = self._pending()
         self._change(np.tile(WEIGHTS @ matrix, (3, 1)), 0.0, False)
 

@@ -187,15 +187,15 @@ class ColorJitter:
                 changes[index](factors[index])
 
 
-class Grey:
-    """The grey of an image, with a probability."""
+class Gray:
+    """The gray of an image, with a probability."""
 
     def __init__(self, p: float = 0.1):
         self.p = single(p)
 
     def __call__(self, picture: Picture) -> None:
         if torch.rand(1).item() < self.p:
-            picture.colors.grey()
+            picture.colors.gray()
 
 
 class Apply:
@@ -211,13 +211,13 @@ class Apply:
 
 
 class ColorDistortion:
-    """Jitter with probability 0.8, then grey with probability 0.2."""
+    """Jitter with probability 0.8, then gray with probability 0.2."""
 
     def __init__(self, **arguments: Any):
-        apply, grey = originals.ImgPilColorDistortion(**arguments)._distort.transforms
+        apply, gray = originals.ImgPilColorDistortion(**arguments)._distort.transforms
         jitter = ColorJitter()
         jitter._original = apply.transforms[0]
-        self._steps = (Apply([jitter], apply.p), Grey(grey.p))
+        self._steps = (Apply([jitter], apply.p), Gray(gray.p))
 
     def __call__(self, picture: Picture) -> None:
         for step in self._steps:
@@ -383,7 +383,7 @@ FORMS: dict[str, Callable[..., Form]] = {
     "CenterCrop": CenterCrop,
     "RandomHorizontalFlip": Flip,
     "ColorJitter": ColorJitter,
-    "RandomGrayscale": Grey,
+    "RandomGrayscale": Gray,
     "RandomApply": Apply,
     "ImgPilColorDistortion": ColorDistortion,
     "ImgPilMultiCropRandomApply": ApplyToSome,

@@ -20,10 +20,10 @@ UNLABELLED = -1
 
 @DATA_SOURCES.register("disk_folder")
 class DiskFolder(EncodedSource):
-    """Class folders, or one flat folder of unlabelled images.
+    """Class folders, or one flat folder of unlabeled images.
 
     A path that holds only folders has a class per folder (images may lie deeper inside it); a path that holds image
-    files itself is unlabelled, folders beneath it included. Several paths are joined; a class of the same name in two
+    files itself is unlabeled, folders beneath it included. Several paths are joined; a class of the same name in two
     of them is one class. Hidden files and folders are passed over. Images come in the order of the paths, then of their
     names by code point, the same on every machine.
     """
@@ -35,8 +35,8 @@ class DiskFolder(EncodedSource):
                 f"disk_folder needs a folder: set config.DATA.{request.split}.DATA_PATHS=[<folder with images>]."
             )
         found = [list_images(Path(path), f"config.DATA.{request.split}.DATA_PATHS") for path in request.paths]
-        is_labelled = all(name is not None for names in found for name, _ in names)
-        classes = sorted({name for names in found for name, _ in names if name is not None}) if is_labelled else []
+        is_labeled = all(name is not None for names in found for name, _ in names)
+        classes = sorted({name for names in found for name, _ in names if name is not None}) if is_labeled else []
         if request.class_names and classes:
             _check_known(classes, request)
             classes = list(request.class_names)

@@ -29,8 +29,8 @@ _SPLIT_KEY = {"TRAIN": 0, "TEST": 1}
 class Synthetic:
     """Seeded images with a learnable class structure, made on the fly.
 
-    Class c is a grating at an angle of c * 18 degrees and its own wavelength; phase, two colours, contrast and noise
-    differ from image to image, so that colour and brightness say nothing about the class. DATA_LIMIT images (50,000 for
+    Class c is a grating at an angle of c * 18 degrees and its own wavelength; phase, two colors, contrast and noise
+    differ from image to image, so that color and brightness say nothing about the class. DATA_LIMIT images (50,000 for
     -1) of DEFAULT_GRAY_IMG_SIZE pixels a side; image i is of class i mod 10 and depends on (seed, split, i) alone.
     """
 

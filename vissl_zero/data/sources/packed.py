@@ -148,7 +148,7 @@ def _index_of(tar: Path) -> dict[str, np.ndarray]:
             index = {name: arrays[name] for name in ("stamp", "offset", "size", "label", "key")}
         if np.array_equal(index["stamp"], stamp) and len({len(index[name]) for name in list(index)[1:]}) == 1:
             return index
-    except Exception:  # noqa: BLE001 - missing, damaged, of another version: it is made again
+    except Exception:  # noqa: BLE001, S110 - missing, damaged, of another version: it is made again
         pass
     index = {"stamp": stamp, **_read_index(tar)}
     try:

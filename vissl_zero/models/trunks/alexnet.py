@@ -42,7 +42,7 @@ class AlexNetTrunk(TimmTrunk):
 
 
 class _Sobel(nn.Module):
-    """Mean of the colours, and its slopes along both sides: what DeepCluster's AlexNet sees. Nothing is trained."""
+    """Mean of the colors, and its slopes along both sides: what DeepCluster's AlexNet sees. Nothing is trained."""
 
     filters: Tensor
 

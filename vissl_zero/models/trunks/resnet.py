@@ -41,10 +41,10 @@ class StandardizedConv2d(nn.Conv2d):
 
     def forward(self, x: Tensor) -> Tensor:
         """Convolve x with standardized weights: (b, C, H, W) -> (b, C', H', W')."""
-        centred = self.weight - self.weight.mean(dim=(1, 2, 3), keepdim=True)
+        centered = self.weight - self.weight.mean(dim=(1, 2, 3), keepdim=True)
         # The square root of the variance plus eps, not the deviation plus eps: differentiable for a constant filter.
-        scale = centred.square().mean(dim=(1, 2, 3), keepdim=True).add(_EPS**2).rsqrt()
-        return self._conv_forward(x, centred * scale, self.bias)
+        scale = centered.square().mean(dim=(1, 2, 3), keepdim=True).add(_EPS**2).rsqrt()
+        return self._conv_forward(x, centered * scale, self.bias)
 
 
 class TorchFirstStandardizedConv2d(StandardizedConv2d, TorchFirstConv2d):

@@ -339,8 +339,10 @@ class BeitTrunk(TimmTrunk):
         return features
 
     def tap(self, name: str) -> LayerTap | None:
-        """VISSL's names, class tokens after the last norm: of the last block (lastCLS), of the last n concatenated
-        (concatCLSn), of block n (blkCLSn)."""
+        """Tap VISSL's names, class tokens after the last norm.
+
+        These are of the last block (lastCLS), of the last n concatenated (concatCLSn), of block n (blkCLSn).
+        """
         depth = len(self.net.blocks)  # type: ignore[arg-type]
         found = re.fullmatch(r"(last|concat|blk)CLS(\d*)", name)
         if found is None or (found[1] == "last") == bool(found[2]):

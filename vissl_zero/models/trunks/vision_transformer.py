@@ -104,9 +104,11 @@ class TransformerTrunk(nn.Module):
     tap_names = ("lastCLS", "concatCLS4", "blkCLS0", "lastPOOL", "concatPOOL4", "stridePOOL_4", "lastBLK", "lastMAP")
 
     def tap(self, name: str) -> LayerTap | None:
-        """VISSL's names, all after the last norm: class token (CLS), mean of the patches (POOL) or all tokens (BLK) of
-        the last block, of the last n concatenated (concat...n), of n blocks at a stride, or of block n (blkCLSn); and
-        the last patches as a map (n, h, w, D) (lastMAP).
+        """Tap VISSL's names, all after the last norm.
+
+        These are class token (CLS), mean of the patches (POOL) or all tokens (BLK) of the last
+        block, of the last n concatenated (concat...n), of n blocks at a stride, or of block n (blkCLSn); and the last
+        patches as a map (n, h, w, D) (lastMAP).
 
         https://github.com/facebookresearch/vissl/blob/main/vissl/models/trunks/vision_transformer.py
         """

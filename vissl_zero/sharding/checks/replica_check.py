@@ -250,7 +250,7 @@ class ParameterGuard:
                 return _MOVED.format(shard.name)
             if num_hooks(source) != self._num_hooks[shard.name]:
                 return (
-                    f"A hook was set on {shard.name} after sharding began, where it does not see the gradient that the "
+                    f"A hook was set on {shard.name} after sharding began, where it does not see the gradient that the "  # noqa: S608
                     "update uses. Set it before initialize() at levels 0 to 2, or put a hook on a module's output."
                 )
         return None

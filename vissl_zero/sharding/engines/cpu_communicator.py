@@ -104,13 +104,13 @@ class CpuCommunicator(ABC):
         A message of 8 bytes, which the next ones need not wait for.
         """
 
-        def say(out: Tensor) -> None:
+        def pack(out: Tensor) -> None:
             out.fill_(tag)
 
-        def take(received: Sequence[Tensor]) -> None:
+        def unpack(received: Sequence[Tensor]) -> None:
             check([int(part) for part in received])
 
-        self.post(1, torch.int64, say, take, is_scatter=False)
+        self.post(1, torch.int64, pack, unpack, is_scatter=False)
 
     def can_post(self) -> bool:
         """Check whether ``post`` would not wait for another rank. Not a collective, and ranks may differ."""

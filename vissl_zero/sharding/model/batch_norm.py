@@ -59,7 +59,7 @@ class _Ranks:
 class BatchNorm(_BatchNorm):
     """Batch norm over any number of spatial dimensions, with the statistics of all ranks of a group.
 
-    A layer of the user's becomes one in place (``synchronise_``): it stays an instance of its own class (timm's
+    A layer of the user's becomes one in place (``synchronize_``): it stays an instance of its own class (timm's
     BatchNormAct2d of SyncBatchNormAct), with its name, hooks, parameters and buffers.
 
     Cost per call, with a group of N ranks and C channels: one all-gather of 2C+1 numbers in forward (again in a
@@ -90,9 +90,9 @@ class BatchNorm(_BatchNorm):
                 # Copies, not None: a recomputation must save as many tensors for backward as the first run did.
                 running = (self.running_mean.clone(), self.running_var.clone())  # type: ignore[union-attr]
             return F.batch_norm(input, *running, self.weight, self.bias, training=True, momentum=momentum, eps=self.eps)
-        output, mean, var, count = _Synchronised.apply(input, self.weight, self.bias, self.eps, self.group)
+        output, mean, var, count = _Synchronized.apply(input, self.weight, self.bias, self.eps, self.group)
         if is_counted:
-            # torch normalises with the biased variance, and tracks the unbiased one.
+            # torch normalizes with the biased variance, and tracks the unbiased one.
             # The clamp is for a batch of one row, which has no unbiased variance.
             unbiased = var * (count / (count - 1).clamp(min=1))
             self.running_mean.lerp_(mean.to(self.running_mean.dtype), momentum)  # type: ignore[union-attr]
@@ -113,7 +113,7 @@ class BatchNorm(_BatchNorm):
         return f"{super().extra_repr()}, ranks={1 if self.group is None else self.group.size()}"
 
 
-class _Synchronised(torch.autograd.Function):
+class _Synchronized(torch.autograd.Function):
     """Batch norm of the rows of all ranks; returns the output and the group's mean, biased variance and count."""
 
     @staticmethod
@@ -134,7 +134,7 @@ class _Synchronised(torch.autograd.Function):
         grad = grads[0].contiguous()
         grad_weight, grad_bias = mean.new_zeros(2, len(mean))
         if x.numel():  # the kernel divides by the number of rows
-            # torch's own kernel sums grad * normalised x, and grad, per channel: the part that needs no other rank.
+            # torch's own kernel sums grad * normalized x, and grad, per channel: the part that needs no other rank.
             # Not even a name for the first: in a forecast it is whole, whatever the mask says.
             grad_weight, grad_bias = torch.ops.aten.native_batch_norm_backward(
                 grad, x, weight, None, None, mean, inv_std, True, ctx.eps, [False, True, True]
@@ -211,7 +211,7 @@ def batch_norm_group(ranks_per_group: int, timeout_s: float) -> dist.ProcessGrou
     return mine
 
 
-def synchronise_(layer: _BatchNorm, group: dist.ProcessGroup | None) -> None:
+def synchronize_(layer: _BatchNorm, group: dist.ProcessGroup | None) -> None:
     """Make ``layer`` share its statistics among ``group``, in place.
 
     Args:
@@ -257,7 +257,7 @@ class _SyncBatchNorm(BatchNorm, nn.SyncBatchNorm):
 def convert_batch_norms(
     model: nn.Module, group: dist.ProcessGroup | None, *, is_recomputed: bool = False, only_marked: bool = False
 ) -> int:
-    """Synchronise the batch norms of ``model``, in place (see ``synchronise_``).
+    """Synchronize the batch norms of ``model``, in place (see ``synchronize_``).
 
     Args:
         model: any module; changed.
@@ -267,20 +267,20 @@ def convert_batch_norms(
     Returns:
         How many layers were changed.
     Raises:
-        ConfigError: a subclass with a forward of its own must be synchronised, which cannot be done for it.
+        ConfigError: a subclass with a forward of its own must be synchronized, which cannot be done for it.
     """
     num_changed = 0
     for name, layer in model.named_modules():
         if not isinstance(layer, _BatchNorm) or isinstance(layer, BatchNorm):
             continue
         if isinstance(layer, nn.SyncBatchNorm):
-            synchronise_(layer, group if layer.process_group is None or group is None else layer.process_group)
+            synchronize_(layer, group if layer.process_group is None or group is None else layer.process_group)
         elif only_marked or (group is None and not (is_recomputed and _is_known(type(layer)))):
             continue
         elif not _is_known(type(layer)):
             raise ConfigError([_unknown_batch_norm(name, layer)])
         else:
-            synchronise_(layer, group)
+            synchronize_(layer, group)
         num_changed += 1
     return num_changed
 
@@ -289,6 +289,6 @@ def _unknown_batch_norm(name: str, layer: nn.Module) -> Problem:
     return Problem(
         "config.MODEL.SYNC_BN_CONFIG.CONVERT_BN_TO_SYNC_BN",
         "true",
-        f"cannot synchronise {name}, a {type(layer).__name__} with a forward of its own",
-        "Use torch's BatchNorm1d, 2d or 3d there, or turn the synchronisation off.",
+        f"cannot synchronize {name}, a {type(layer).__name__} with a forward of its own",
+        "Use torch's BatchNorm1d, 2d or 3d there, or turn the synchronization off.",
     )

@@ -85,7 +85,7 @@ class _Compiler:
         name = "apply_layers" if isinstance(unit, Unit) else "forward"
         given = getattr(getattr(unit, name), "__func__", None)
         if given is None:
-            self._say_eager(self._names[unit], "its forward pass is not a method of its class")
+            self._log_eager(self._names[unit], "its forward pass is not a method of its class")
             self._num_units -= 1
             return
         shapes = tuple((key, tuple(param.shape), param.dtype) for key, param in unit.named_parameters())
@@ -117,7 +117,7 @@ class _Compiler:
             return False
         self._num_heard[unit] += 1
         if self._num_heard[unit] == _PATIENCE:
-            self._say_eager(self._names[unit], "a layer inside it has forward hooks")
+            self._log_eager(self._names[unit], "a layer inside it has forward hooks")
         return True
 
     @contextmanager
@@ -125,7 +125,9 @@ class _Compiler:
         name = self._names[unit]
         self._started = self._started or time.perf_counter()
         if self._num_done == 0:
-            _say("Compiling %d units as they first run; this step and the next ones take longer.", self._num_units)
+            _log_on_rank_0(
+                "Compiling %d units as they first run; this step and the next ones take longer.", self._num_units
+            )
         self._is_first_run, began, tracing = True, time.perf_counter(), Tracing()
         try:
             yield
@@ -134,9 +136,11 @@ class _Compiler:
             self._num_done += 1
             took, total = time.perf_counter() - began, time.perf_counter() - self._started
             if tracing.has_failed():
-                self._say_eager(name, "torch cannot trace it")
+                self._log_eager(name, "torch cannot trace it")
             if took > 1.0 or self._num_done == self._num_units:
-                _say("Compiled %d of %d units (%s), %.0f s so far.", self._num_done, self._num_units, name, total)
+                _log_on_rank_0(
+                    "Compiled %d of %d units (%s), %.0f s so far.", self._num_done, self._num_units, name, total
+                )
 
     def _make(self, graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         """Compile a graph; return the graph itself where that fails."""
@@ -147,19 +151,19 @@ class _Compiler:
                 return compile_graph(self._backend, graph, inputs)
         except Exception as error:  # noqa: BLE001 - whatever it is, the graph can run as it is
             first, *_ = [*str(error).strip().splitlines(), ""]
-            self._say_eager(self._current, f"{type(error).__name__}: {first[:200]}")
+            self._log_eager(self._current, f"{type(error).__name__}: {first[:200]}")
             return graph.forward
         finally:
             took = time.perf_counter() - began
             if took > 1.0 and not self._is_first_run:  # for training after evaluation, or for another shape
-                _say("Compiled another graph of %s, %.0f s.", self._current or "the model", took)
+                _log_on_rank_0("Compiled another graph of %s, %.0f s.", self._current or "the model", took)
 
-    def _say_eager(self, name: str, why: str) -> None:
+    def _log_eager(self, name: str, why: str) -> None:
         if name not in self._refused:
             self._refused[name] = why
             _log.warning("Uncompiled: %s runs eagerly: %s.", name or "the model", why)
 
 
-def _say(text: str, *values: Any) -> None:
+def _log_on_rank_0(text: str, *values: Any) -> None:
     if collectives.rank() == 0:
         _log.warning(text, *values)

@@ -4,7 +4,7 @@ The training loop has no case for any of it: it gives images in the master preci
 
 Parameters in bfloat16 are updated in float32, a few elements at a time, and the results are rounded. Between a bfloat16
 and the next lie 1/256 to 1/128 of it, so that rounding to the nearest would drop most updates. Two ways keep them.
-Stochastic rounding goes up or down by chance, in proportion to how near each neighbour is: the mean of the results is
+Stochastic rounding goes up or down by chance, in proportion to how near each neighbor is: the mean of the results is
 the unrounded value. Its bits are a function of the seed, the parameter's name, how often it was updated and the
 element's place in the full tensor, so that levels, cuts and numbers of ranks do not change them. Kahan sums round to
 the nearest and keep the rest, in bfloat16 too, as optimizer state: value and rest together have 16 bits.

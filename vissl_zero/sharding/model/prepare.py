@@ -73,7 +73,7 @@ def _refuse_embeddings(model: nn.Module, plan: ShardingPlan) -> None:
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
             must = "must be None where several ranks train one model: each would rescale the rows of its own batch only"
-            fix = "Leave max_norm out, and normalise in the forward pass: F.normalize(embedding(x), dim=-1)."
+            fix = "Leave max_norm out, and normalize in the forward pass: F.normalize(embedding(x), dim=-1)."
             problems.append(Problem(f"{name}.max_norm", str(module.max_norm), must, fix))
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             must = "must be False where several ranks train one model: gradients are averaged as dense tensors"

@@ -360,7 +360,7 @@ def _is_cut(shard: Shard, key: str, value: Any, per_element: Collection[str]) ->
     """Check whether state has an element for each of the parameter's.
 
     Of a parameter without dimensions, everything looks like that: its counters (torch's ``step``, NAdam's
-    ``mu_product``, ASGD's ``eta``) are recognised by name.
+    ``mu_product``, ASGD's ``eta``) are recognized by name.
     """
     return isinstance(value, Tensor) and value.shape == shard.local.shape and (value.dim() > 0 or key in per_element)
 

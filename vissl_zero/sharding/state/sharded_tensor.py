@@ -45,7 +45,7 @@ ON_FULL_TENSOR = {
     "sums, norms, extremes": "all amax amin any argmax argmin count_nonzero dist dot histc kthvalue linalg_vector_norm "
     "logsumexp max mean median min nonzero norm prod quantile std std_mean sum topk var var_mean",
     "comparison of tensors, numbers": "_local_scalar_dense allclose equal isclose",
-    "random numbers and initialisation": "bernoulli cauchy exponential eye fill_diagonal geometric log_normal normal "
+    "random numbers and initialization": "bernoulli cauchy exponential eye fill_diagonal geometric log_normal normal "
     "rand_like randn_like random uniform",
     "linear algebra": "_linalg_check_errors _linalg_det _linalg_eigh _linalg_svd linalg_cond linalg_cross linalg_det "
     "linalg_eigh linalg_eigvalsh linalg_inv_ex linalg_qr linalg_svd linalg_svdvals mm mode mv tril triu",

@@ -27,7 +27,7 @@ class StepResult:
 
     Attributes:
         grad_norm: global L2 norm of the unscaled gradients before clipping, a 0-d tensor on the device (reading it
-            synchronises).
+            synchronizes).
         skipped: the gradients held an inf or NaN under dynamic loss scaling, so nothing was updated.
         loss_scale: the scale that was used, 1.0 without loss scaling.
         names: full names of the parameters that took part, in the order of the optimizer's groups.

@@ -36,8 +36,8 @@ from vissl_zero.sharding.state.shard import Shard
 ROUND_ELEMENTS = 2**20  # of a rank's full tensors at once, where these rest on a disk: fewer rounds, fewer messages
 
 
-def deal(sizes: Sequence[int], num_ranks: int) -> list[int]:
-    """Assign each tensor to a rank: the largest first, each to the rank that has least.
+def partition(sizes: Sequence[int], num_ranks: int) -> list[int]:
+    """Which rank owns each tensor: the largest first, each to the rank that has least.
 
     The fullest rank then has at most 4/3 of the best partition's (https://doi.org/10.1137/0117039).
     """
@@ -106,7 +106,7 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
         self.num_sent = 0
         rank, num_ranks = group.rank(), group.size()
         sizes = [shard.full_shape.numel() for shard in shards]
-        self._owners = deal(sizes, num_ranks)
+        self._owners = partition(sizes, num_ranks)
         self._rounds = rounds_of(sizes, self._owners) if self._is_streamed else [list(range(len(shards)))]
         spans: list[Any] = [None] * num_ranks
         # Engines cut tensors in different ways, so each rank tells the others where its parts begin.

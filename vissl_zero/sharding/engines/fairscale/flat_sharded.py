@@ -227,7 +227,7 @@ class _Joined(torch.autograd.Function):
         return tensors
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # noqa: ARG004 - autograd's signature
         return grads
 
 

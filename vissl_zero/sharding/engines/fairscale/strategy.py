@@ -166,7 +166,7 @@ class OwnedShard(Shard):
         dist.broadcast(self.source.detach(), src=self.owner)
 
 
-def deal(module: nn.Module, groups: Sequence[ParamGroup]) -> OSS:
+def build_oss(module: nn.Module, groups: Sequence[ParamGroup]) -> OSS:
     """Assign every trained parameter to a rank, and lay out those of a rank in one flat buffer. Not a collective.
 
     OSS gives each parameter in turn to the rank that has least. Largest first, the fullest rank then has at most 4/3 of
@@ -272,7 +272,7 @@ class OptimizerSharded(_OwnedByRank):
 
     def __init__(self, setup: ModelSetup):
         self._means = GradientAverage(list(setup.module.parameters()), setup.plan.timeout_s)
-        super().__init__(setup, deal(setup.module, setup.groups))
+        super().__init__(setup, build_oss(setup.module, setup.groups))
 
     def micro_batch(self, is_last: bool) -> AbstractContextManager[None]:
         """Average gradients in the last micro-batch."""
@@ -294,12 +294,12 @@ class GradientSharded(_OwnedByRank):
 
     def __init__(self, setup: ModelSetup):
         module, plan = setup.module, setup.plan
-        oss = deal(module, setup.groups)
+        oss = build_oss(module, setup.groups)
         self._buffer_size = DEFAULT_BUFFER_SIZE if plan.reduce_buffer_size < 0 else plan.reduce_buffer_size
         self._parallel = ShardedDataParallel(
             module,
             oss,
-            broadcast_buffers=False,  # batch norm is synchronised, or differs between ranks on purpose
+            broadcast_buffers=False,  # batch norm is synchronized, or differs between ranks on purpose
             sync_models_at_startup=False,  # all ranks were found to hold the same
             reduce_buffer_size=self._buffer_size,
             # Would lay all parameters out afresh at every change between training and evaluation.

@@ -92,8 +92,8 @@ class FullySharded(ShardedModel):
             self._guard = UnitGuard(titles, self._units, self.comm, is_recording=is_recording, sent=sent)
             if self.comm is not None:
                 # A teacher on disk would hold one more unit while the student has three.
-                tell, keeps_buffers = self._guard.tell, store is None or build_optimizer is not None
-                self._comm_buffers = use_communicator(self._units, self.comm, tell, keeps_buffers, sent)
+                announce, keeps_buffers = self._guard.announce, store is None or build_optimizer is not None
+                self._comm_buffers = use_communicator(self._units, self.comm, announce, keeps_buffers, sent)
             else:
                 _use_collectives(self._units, group.size(), plan.deterministic, sent)
             shards = [disk_shard(shard, store) for shard in shards_of(module, group)]

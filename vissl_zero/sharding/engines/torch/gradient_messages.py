@@ -266,14 +266,14 @@ class GradientMessages:
     def _announce(self, is_opening: bool, *, wait: bool = False) -> bool:
         """Tell all ranks that a round begins here, or that none does. With ``wait``: whether one begins anywhere."""
 
-        def say(out: Tensor) -> None:
+        def pack(out: Tensor) -> None:
             out.fill_(is_opening)
 
-        def take(received: Sequence[Tensor]) -> None:
+        def unpack(received: Sequence[Tensor]) -> None:
             self._num_opening = float(sum(received))
 
         # As one more message, so that it keeps its place among those of the gradients.
-        self._comm.post(1, self._dtype, say, take, is_scatter=False)
+        self._comm.post(1, self._dtype, pack, unpack, is_scatter=False)
         if wait:
             self._comm.finish()
         # Meaningful with wait only: without, the answers of this announcement are still to come.

@@ -124,7 +124,7 @@ class UnitGuard:
         """Digest which units were gathered and reduced since ``forget``, and in which order."""
         return text_digest(self._ran)
 
-    def tell(self, number: int, *, is_reduce: bool) -> None:
+    def announce(self, number: int, *, is_reduce: bool) -> None:
         """Announce a message of unit ``number``: all ranks must be at the same one.
 
         Raises:
@@ -133,7 +133,7 @@ class UnitGuard:
         self._announce(2 * number + (_REDUCE if is_reduce else _GATHER))
 
     def end_micro_batch(self) -> None:
-        """Check that all ranks have run equally many units by now; raises like ``tell``. Collective."""
+        """All ranks must have run equally many units by now; raises like ``announce``. Collective."""
         self._announce(_END)
         # Announcements are read up to a few messages later; none may be open when the optimizer steps.
         if self._comm is not None:

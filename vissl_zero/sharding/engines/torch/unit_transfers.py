@@ -42,8 +42,8 @@ from vissl_zero.sharding.torch_private import (
 _MEANS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
 
 
-class Tell(Protocol):
-    """The signature of ``UnitGuard.tell``."""
+class Announce(Protocol):
+    """The signature of ``UnitGuard.announce``."""
 
     def __call__(self, number: int, *, is_reduce: bool) -> None: ...
 
@@ -51,7 +51,7 @@ class Tell(Protocol):
 def use_communicator(
     units: Sequence[FSDPModule],
     comm: CpuCommunicator,
-    tell: Tell,
+    announce: Announce,
     keeps_buffers: bool = True,
     sent: Collection[nn.Parameter] = (),
 ) -> Callable[[], list[Tensor]]:
@@ -63,7 +63,7 @@ def use_communicator(
     Args:
         units: of one model; their places here are their numbers.
         comm: among the ranks that share it.
-        tell: called before each message with the number of its unit.
+        announce: called before each message with the number of its unit.
         keeps_buffers: keep buffers for the next unit; False where memory matters more than the time to clear it.
         sent: parameters that travel in float8.
     Returns:
@@ -72,7 +72,10 @@ def use_communicator(
     buffer = _Buffer(keeps_buffers)
     for number, unit in enumerate(units):
         packing = packing_of(unit, sent)
-        gather, reduce = _AllGather(comm, buffer, number, tell, packing), _ReduceScatter(comm, buffer, number, tell)
+        gather, reduce = (
+            _AllGather(comm, buffer, number, announce, packing),
+            _ReduceScatter(comm, buffer, number, announce),
+        )
         # torch's own base classes have private names, and ask for no more than these two methods
         unit.set_custom_all_gather(gather)  # type: ignore[arg-type]
         unit.set_custom_reduce_scatter(reduce)  # type: ignore[arg-type]
@@ -204,8 +207,16 @@ class PackedAllGather:
 
 
 class _AllGather:
-    def __init__(self, comm: CpuCommunicator, buffer: _Buffer, number: int, tell: Tell, packing: Packing | None = None):
-        self._comm, self._buffer, self._number, self._tell, self._packing = comm, buffer, number, tell, packing
+    def __init__(
+        self, comm: CpuCommunicator, buffer: _Buffer, number: int, announce: Announce, packing: Packing | None = None
+    ):
+        self._comm, self._buffer, self._number, self._announce_message, self._packing = (
+            comm,
+            buffer,
+            number,
+            announce,
+            packing,
+        )
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return self._buffer.get(size, dtype)
@@ -227,7 +238,7 @@ class _AllGather:
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> None:
-        self._tell(self._number, is_reduce=False)
+        self._announce_message(self._number, is_reduce=False)
         # torch sends a unit of several number formats as bytes, in which we cannot tell its parameters apart.
         if self._packing is None or output_tensor.dtype == torch.uint8:
             self._comm.all_gather(output_tensor, input_tensor)
@@ -243,8 +254,8 @@ class _ReduceScatter:
     The two are told apart by size: the output is one of ``num_ranks`` parts of the input before it.
     """
 
-    def __init__(self, comm: CpuCommunicator, buffer: _Buffer, number: int, tell: Tell):
-        self._comm, self._buffer, self._number, self._tell = comm, buffer, number, tell
+    def __init__(self, comm: CpuCommunicator, buffer: _Buffer, number: int, announce: Announce):
+        self._comm, self._buffer, self._number, self._announce_message = comm, buffer, number, announce
         self._input_numel: int | None = None
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -260,7 +271,7 @@ class _ReduceScatter:
         assert op in _MEANS, op
         self._input_numel = None
         self._require_own_memory(output_tensor)
-        self._tell(self._number, is_reduce=True)
+        self._announce_message(self._number, is_reduce=True)
         self._comm.reduce_scatter(output_tensor, input_tensor, is_mean=op == dist.ReduceOp.AVG)
 
     def _require_own_memory(self, output: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""VISSL's dataset catalogue: names in recipes become paths of this machine, or a sentence with the line to add."""
+"""VISSL's dataset catalog: names in recipes become paths of this machine, or a sentence with the line to add."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from vissl_zero.config.blocks.data import Data, Split
-from vissl_zero.config.catalogue import find_catalogue, missing, use_catalogue
+from vissl_zero.config.catalog import find_catalog, missing, use_catalog
 from vissl_zero.config.compose import compose
 from vissl_zero.errors import ConfigError
 
@@ -28,76 +28,76 @@ def data(**keys: object) -> Data:
 
 
 @pytest.fixture
-def catalogue(tmp_path: Path) -> Path:
+def catalog(tmp_path: Path) -> Path:
     path = tmp_path / "dataset_catalog.json"
     flowers = {"train": ["/data/flowers", "/data/labels.npy"], "val": ["<img_path>", "<lbl_path>"]}
     path.write_text(json.dumps({"flowers": flowers, "empty": {}}))
     return path
 
 
-def test_paths_come_from_the_catalogue(catalogue: Path) -> None:
+def test_paths_come_from_the_catalog(catalog: Path) -> None:
     block = data(LABEL_SOURCES=["disk_filelist"])
-    (note,) = use_catalogue(block, catalogue)
+    (note,) = use_catalog(block, catalog)
     assert block.TRAIN.DATA_PATHS == ["/data/flowers"]
     assert block.TRAIN.LABEL_PATHS == ["/data/labels.npy"]
     assert "flowers is read from /data/flowers" in note
     assert missing(block) == []
 
 
-def test_paths_that_are_given_win(catalogue: Path) -> None:
+def test_paths_that_are_given_win(catalog: Path) -> None:
     block = data(DATA_PATHS=["/mine"])
-    assert use_catalogue(block, catalogue) == []
+    assert use_catalog(block, catalog) == []
     assert block.TRAIN.DATA_PATHS == ["/mine"]
     assert block.TRAIN.LABEL_PATHS == []
 
 
 @pytest.mark.parametrize("name", ["roses", "empty"])
-def test_a_name_that_is_not_there_is_answered_with_the_line_to_add(catalogue: Path, name: str) -> None:
+def test_a_name_that_is_not_there_is_answered_with_the_line_to_add(catalog: Path, name: str) -> None:
     block = data(DATASET_NAMES=[name])
-    assert use_catalogue(block, catalogue) == []
+    assert use_catalog(block, catalog) == []
     (problem,) = missing(block)
     assert f'{{"{name}": {{"train": ["/path/to/images", "<labels>"], "val"' in str(problem)
     assert "config.DATA.TRAIN.DATA_PATHS=[/path/to/images]" in str(problem)
 
 
-def test_placeholders_are_not_paths(catalogue: Path) -> None:
+def test_placeholders_are_not_paths(catalog: Path) -> None:
     block = Data(TEST=Split(DATA_SOURCES=["disk_folder"], DATASET_NAMES=["flowers"]))
-    use_catalogue(block, catalogue)
+    use_catalog(block, catalog)
     assert block.TEST.DATA_PATHS == []
     assert len(missing(block)) == 1
 
 
-def test_where_it_is_looked_for(tmp_path: Path, catalogue: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_it_is_looked_for(tmp_path: Path, catalog: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    assert find_catalogue([], {}) is None
+    assert find_catalog([], {}) is None
     own = tmp_path / "home/.vissl_zero/dataset_catalog.json"
     own.parent.mkdir(parents=True)
     own.write_text("{}")
-    assert find_catalogue([], {}) == own
+    assert find_catalog([], {}) == own
     beside = tmp_path / "recipes/config/dataset_catalog.json"
     beside.parent.mkdir(parents=True)
     beside.write_text("{}")
-    assert find_catalogue([tmp_path / "recipes"], {}) == beside
-    assert find_catalogue([tmp_path / "recipes"], {"VISSL_ZERO_CATALOG": str(catalogue)}) == catalogue
-    with pytest.raises(ConfigError, match="VISSL_ZERO_CATALOG: must name a dataset catalogue"):
-        find_catalogue([], {"VISSL_ZERO_CATALOG": "/nowhere"})
+    assert find_catalog([tmp_path / "recipes"], {}) == beside
+    assert find_catalog([tmp_path / "recipes"], {"VISSL_ZERO_CATALOG": str(catalog)}) == catalog
+    with pytest.raises(ConfigError, match="VISSL_ZERO_CATALOG: must name a dataset catalog"):
+        find_catalog([], {"VISSL_ZERO_CATALOG": "/nowhere"})
 
 
 @pytest.mark.parametrize("text", ["[", "[]", '{"a": 1}', "[" * 100_000])
-def test_a_file_that_is_no_catalogue(catalogue: Path, text: str) -> None:
-    catalogue.write_text(text)
+def test_a_file_that_is_no_catalog(catalog: Path, text: str) -> None:
+    catalog.write_text(text)
     with pytest.raises(ConfigError, match="must be JSON"):
-        use_catalogue(data(), catalogue)
+        use_catalog(data(), catalog)
 
 
 @pytest.mark.timeout(20)
-def test_a_named_pipe_is_no_catalogue(tmp_path: Path) -> None:
+def test_a_named_pipe_is_no_catalog(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(ConfigError, match="must be JSON"):
-        use_catalogue(data(), tmp_path / "pipe")
+        use_catalog(data(), tmp_path / "pipe")
 
 
-def test_a_recipe_finds_the_catalogue_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recipe_finds_the_catalog_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "configs/config"
     folder.mkdir(parents=True)
     (folder / "named.yaml").write_text(RECIPE)
@@ -111,12 +111,12 @@ def test_a_recipe_finds_the_catalogue_beside_it(tmp_path: Path, monkeypatch: pyt
 
 @pytest.mark.parametrize(("path", "source"), [("/data/flowers", "disk_folder"), ("/data/train.npy", "disk_filelist")])
 def test_everstore_is_read_from_what_stands_for_it(tmp_path: Path, path: str, source: str) -> None:
-    catalogue = tmp_path / "dataset_catalog.json"
-    catalogue.write_text(json.dumps({"flowers": {"train": [path, "<labels>"]}}))
+    catalog = tmp_path / "dataset_catalog.json"
+    catalog.write_text(json.dumps({"flowers": {"train": [path, "<labels>"]}}))
     block = data(DATA_SOURCES=["everstore"], LABEL_SOURCES=["everstore"])
-    notes = use_catalogue(block, catalogue)
+    notes = use_catalog(block, catalog)
     assert ([source], [source], [path]) == (block.TRAIN.DATA_SOURCES, block.TRAIN.LABEL_SOURCES, block.TRAIN.DATA_PATHS)
     assert any("everstore is Facebook's" in note and path in note for note in notes)
     elsewhere = data(DATA_SOURCES=["everstore"], DATASET_NAMES=["trees"])
-    use_catalogue(elsewhere, catalogue)
+    use_catalog(elsewhere, catalog)
     assert any('{"trees": {"train"' in str(problem) for problem in missing(elsewhere))

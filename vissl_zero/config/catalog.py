@@ -1,4 +1,4 @@
-"""VISSL's dataset catalogue: where the data sets that recipes name (``DATASET_NAMES``) lie on this machine.
+"""VISSL's dataset catalog: where the data sets that recipes name (``DATASET_NAMES``) lie on this machine.
 
 A JSON file in VISSL's format::
 
@@ -77,7 +77,7 @@ def _format_of(path: Path) -> str:
     return "webdataset" if any(name.endswith(".tar") for name in names) else "disk_folder"
 
 
-def find_catalogue(recipe_folders: Iterable[Path], environment: Mapping[str, str] = os.environ) -> Path | None:
+def find_catalog(recipe_folders: Iterable[Path], environment: Mapping[str, str] = os.environ) -> Path | None:
     """Find the catalog to use: VISSL_ZERO_CATALOG, else the one beside the recipes, else ``~/.vissl_zero``'s.
 
     Args:
@@ -89,29 +89,29 @@ def find_catalogue(recipe_folders: Iterable[Path], environment: Mapping[str, str
     if named := environment.get(VARIABLE):
         path = Path(named).expanduser()
         if not path.is_file():
-            raise ConfigError([Problem(VARIABLE, repr(named), "must name a dataset catalogue", "Correct the path.")])
+            raise ConfigError([Problem(VARIABLE, repr(named), "must name a dataset catalog", "Correct the path.")])
         return path
     places = [folder / part / FILE for folder in recipe_folders for part in ("config", "")]
-    return next((path for path in (*places, home_catalogue()) if path.is_file()), None)
+    return next((path for path in (*places, home_catalog()) if path.is_file()), None)
 
 
-def home_catalogue() -> Path:
+def home_catalog() -> Path:
     """Return where a user's own catalog lies."""
     return Path.home() / ".vissl_zero" / FILE
 
 
-def use_catalogue(data: Data, catalogue: Path | None) -> list[str]:
+def use_catalog(data: Data, catalog: Path | None) -> list[str]:
     """Fill in DATA_PATHS and LABEL_PATHS of splits that name data sets but no paths; returns sentences to say once.
 
-    A name that the catalogue does not have stays without paths: ``missing`` says what to add.
+    A name that the catalog does not have stays without paths: ``missing`` says what to add.
 
     Raises:
-        ConfigError: the catalogue cannot be read.
+        ConfigError: the catalog cannot be read.
     """
     wanting = {name: split for name in SPLITS if _wants_paths(split := getattr(data, name))}
-    if catalogue is None:
+    if catalog is None:
         wanting = {}
-    entries, notes = read_catalogue(catalogue) if catalogue is not None and wanting else {}, list[str]()
+    entries, notes = read_catalog(catalog) if catalog is not None and wanting else {}, list[str]()
     for name, split in wanting.items():
         found = [_paths(entries, dataset, SPLITS[name]) for dataset in split.DATASET_NAMES]
         if not all(images for images, _ in found):
@@ -120,12 +120,12 @@ def use_catalogue(data: Data, catalogue: Path | None) -> list[str]:
         if "disk_filelist" in split.LABEL_SOURCES and not split.LABEL_PATHS:
             split.LABEL_PATHS = [labels for _, labels in found if labels]
         names = ", ".join(split.DATASET_NAMES)
-        notes.append(f"config.DATA.{name}: {names} is read from {', '.join(split.DATA_PATHS)} ({catalogue}).")
+        notes.append(f"config.DATA.{name}: {names} is read from {', '.join(split.DATA_PATHS)} ({catalog}).")
     return notes + [note for name in SPLITS for note in _outside_facebook(name, getattr(data, name))]
 
 
 def _outside_facebook(name: str, split: Split) -> list[str]:
-    """Replace everstore by the folder or list that the catalogue gives for it; returns the note to print."""
+    """Replace everstore by the folder or list that the catalog gives for it; returns the note to print."""
     if split.DATA_SOURCES != [EVERSTORE] or not split.DATA_PATHS:
         return []
     source = "disk_filelist" if split.DATA_PATHS[0].endswith(_LISTS) else "disk_folder"
@@ -142,9 +142,9 @@ def missing(data: Data) -> list[Problem]:
         if not _wants_paths(split):
             continue
         line = json.dumps({split.DATASET_NAMES[0]: {part: ["/path/to/images", "<labels>"] for part in SPLITS.values()}})
-        fix = f"Add to {home_catalogue()} (or to the file that {VARIABLE} names): {line}"
+        fix = f"Add to {home_catalog()} (or to the file that {VARIABLE} names): {line}"
         paths = f"or write config.DATA.{name}.DATA_PATHS=[/path/to/images]."
-        must = "must be in a dataset catalogue, because no DATA_PATHS are given"
+        must = "must be in a dataset catalog, because no DATA_PATHS are given"
         found.append(Problem(f"config.DATA.{name}.DATASET_NAMES", str(split.DATASET_NAMES), must, f"{fix}, {paths}"))
     return found
 
@@ -154,7 +154,7 @@ def _wants_paths(split: Split) -> bool:
     return bool(split.DATASET_NAMES) and reads_files and not split.DATA_PATHS
 
 
-def read_catalogue(path: Path) -> dict[str, Any]:
+def read_catalog(path: Path) -> dict[str, Any]:
     """Read the entries of a catalog. Raises ConfigError where it is no JSON object of objects."""
     must = 'must be JSON: {"<name>": {"train": [<images>, <labels>], "val": [...]}}'
     try:
