@@ -149,7 +149,8 @@ def embed(
     with tempfile.TemporaryDirectory() as temporary:
         out = Path(temporary) / "features.npz"
         words = ["embed", str(weights), _absolute(folder), "--out", str(out), *_words(overrides or {})]
-        _wait(words, lambda line: None)
+        printed: list[str] = []  # kept for an error alone
+        _wait(words, printed.append)
         with np.load(out) as file:
             return file["features"], file["names"].tolist()
 

@@ -153,6 +153,6 @@ def _memory(run: DryRun) -> Iterator[tuple[str, str]]:
         if kind == "params":
             text += f"; {bytes_text(run.forecast.memory.params_step_peak)} at the peak of a step"
         if kind == "teacher" and rests["params"] != "none":
-            teacher, is_besides = bytes_text(run.forecast.teacher_params), run.plan.sharding.offload_params.is_on_disk
-            text += f"; {teacher} {'more' if is_besides else 'of it'} stored on {rests['params']}"
+            stored, is_besides = bytes_text(run.forecast.teacher_params), run.plan.sharding.offload_params.is_on_disk
+            text += f"; {stored} {'more' if is_besides else 'of it'} stored on {rests['params']}"
         yield name, text
