@@ -156,7 +156,7 @@ REFUSALS = {
     "no path": ({"DATA__TRAIN__DATA_SOURCES": ["disk_folder"]}, "config.DATA.TRAIN.DATA_PATHS: must name a folder"),
     "unknown transform": ({"DATA__TRAIN__TRANSFORMS": [{"name": "ToTenser"}]}, "Did you mean 'ToTensor'"),
     "nested transform": (
-        {"DATA__TEST__TRANSFORMS": [{"name": "RandomApply", "transforms": [{"name": "ColorJitter"}]}]},
+        {"DATA__TEST__TRANSFORMS": [{"name": "RandomApply", "transforms": [{"name": "ColourJitter"}]}]},
         "Did you mean 'ColorJitter'",
     ),
     "transform without a name": ({"DATA__TRAIN__TRANSFORMS": ["ToTensor"]}, "must be a list of {name: ..., ...}"),
