@@ -223,6 +223,7 @@ def matrix(request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]) -
         )
 
 
+@pytest.mark.slow
 def test_every_level_to_every_level_on_other_numbers_of_ranks(matrix: _Matrix) -> None:
     names = [f"torch {level}" for level in LEVELS]
     for num_ranks in (2, 3, 4):
@@ -266,6 +267,7 @@ def _flat_sharded(folder: Path) -> tuple[float, float]:
     return gaps[0], gaps[1]
 
 
+@pytest.mark.slow
 def test_fairscales_level_3(tmp_path: Path) -> None:
     for exact, other in run_on_ranks(2, _flat_sharded, tmp_path / "float32"):
         assert exact == 0.0 and other <= FLOAT32_TOLERANCE

@@ -109,6 +109,7 @@ def test_level_1_communicates_once_a_step_however_many_micro_batches() -> None:
     assert thrice["state"] == once["state"]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(60)
 def test_norms_take_one_all_reduce() -> None:
     # Four batch norms, two resolutions each: one all-reduce in backward per call. One for all norms of the step, and

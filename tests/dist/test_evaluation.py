@@ -60,6 +60,7 @@ def _pictures(level: int, world_size: int) -> list[PatchPictures]:
     return patch_pictures(run, source, [0, 5])
 
 
+@pytest.mark.slow
 def test_pictures_of_patches_are_the_same_at_level_3() -> None:
     wanted = run_on_ranks(1, _pictures, 0, 1)[0]
     for found in run_on_ranks(2, _pictures, 3, 2):

@@ -56,12 +56,14 @@ def test_every_level_trains_what_one_process_trains(world_size: int) -> None:
     assert _largest(VIT, world_size, (0, 1, 2, 3)) < TOLERANCE
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(280)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_every_level_trains_what_one_process_trains_in_mxfp8(world_size: int) -> None:
     assert _largest(VIT_IN_MX, world_size, (0, 1, 2, 3)) < TOLERANCE
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(280)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("case", [replace(VIT, float8=SENT, tied=True), replace(VIT_IN_MX, float8=SENT_IN_MX)])

@@ -10,6 +10,7 @@ import copy
 import dataclasses
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -292,8 +293,16 @@ def _levels(method: str, world_size: int, levels: list[int], folder: str) -> lis
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("world_size", [*(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2)), 3])
-@pytest.mark.parametrize("method", CASES)
+@pytest.mark.parametrize(
+    ("method", "world_size"),
+    # One method of each kind (pairs, prototypes, teacher, patches) is enough for every change.
+    [
+        pytest.param(
+            name, ranks, marks=[pytest.mark.slow] * (ranks < 3 or name not in ("simclr", "swav", "dino", "mae"))
+        )
+        for name, ranks in product(CASES, (1, 2, 3))
+    ],
+)
 def test_a_method_equals_plain_torch(method: str, world_size: int, tmp_path: Path) -> None:
     levels = {1: [0], 2: [1, 3], 3: [0, 1, 2, 3]}[world_size]
     for level, result in zip(

@@ -314,6 +314,7 @@ def _train_and_save(optimizer: str, zero: dict[str, Any], folder: str, load: boo
     return weights
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(90)
 def test_a_saved_state_goes_on_at_another_level_tier_and_number_of_ranks(tmp_path: Path) -> None:
     nvme = {f"offload_{kind}_config": _tier("nvme", tmp_path) for kind in ("optimizer", "param")}

@@ -217,6 +217,7 @@ def test_state_of_whole_tensors_goes_through_all_levels(name: str, tmp_path: Pat
     assert distance(got, expected) < TOLERANCE
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("name", [*WHOLE_TENSOR, "lion", "nadam", "asgd"])
 def test_state_and_parameters_rest_on_a_disk(name: str, tmp_path: Path) -> None:

@@ -38,6 +38,7 @@ def folder(tmp_path, monkeypatch):
             registry._components.pop(name, None)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_the_example_trains_and_its_trunk_can_be_used(folder):
     (folder / "my_components.py").write_text(block("python"))

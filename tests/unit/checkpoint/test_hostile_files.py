@@ -7,6 +7,7 @@ import pytest
 from tests.unit.checkpoint.hostile_files import fuzz
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_spoilt_files_are_refused_or_read():
     assert fuzz(80, seed=1) == []

@@ -116,6 +116,7 @@ def test_quotes_and_dollars_stay_text():
     assert shlex.split(found["comment"]) == [comment]
 
 
+@pytest.mark.slow
 def test_a_cluster_that_does_not_answer_is_a_sentence(tmp_path, monkeypatch):
     for name in ("sbatch", "srun"):
         (tmp_path / name).write_text("#!/bin/sh\nexec sleep 30\n")
@@ -181,6 +182,7 @@ def test_a_sweep_is_as_safe(word, message, tmp_path, monkeypatch, capsys):
     assert ended.value.code == 2 and message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_snapshot_has_the_code_and_the_imports(tmp_path, monkeypatch):
     (tmp_path / "parts_of_mine").mkdir()
     (tmp_path / "parts_of_mine/__init__.py").write_text("A = 1\n")
