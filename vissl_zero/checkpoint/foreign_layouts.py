@@ -313,8 +313,9 @@ STYLES = (HUGGING_FACE, DINOV2)
 _HF_MARK = "embeddings.patch_embeddings.projection.weight"
 _HF_BLOCK = re.compile(r"(?:encoder\.)?layers?\.(\d+)\.(.+)\.(\w+)")
 _TIMM_BLOCK = re.compile(r"blocks\.(\d+)\.(.+)\.(\w+)")
-# A block that FSDP's chunks of DINOv2 hold: blocks.<chunk>.<block>.; blocks are numbered throughout.
-_CHUNKED_BLOCK = re.compile(r"(.*\bblocks\.)\d+\.(\d+\..+)")
+# A block that FSDP's chunks of DINOv2 hold: blocks.<chunk>.<block>.; blocks are numbered throughout. Convolutional
+# networks number the blocks of each stage anew, under the same names.
+_CHUNKED_BLOCK = re.compile(r"(.*\bblocks\.)\d+\.(\d+\.(?:norm[12]|attn|mlp|ls[12])\..+)")
 # timm -> Hugging Face, outside of blocks.
 _HF_OUTSIDE = {
     "cls_token": "embeddings.cls_token",

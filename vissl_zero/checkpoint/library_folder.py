@@ -16,6 +16,7 @@ from vissl_zero.models.weight_names import plain_name
 
 _WHOLE = ("model.safetensors", "pytorch_model.bin")
 _MAX_BYTES = 2**26
+_MOST_NETWORKS = 4  # student, teacher and their averages
 # What every network of a kind has once, in its outermost module.
 _ROOTS = (
     "patch_embed.proj.weight",
@@ -91,7 +92,8 @@ def at_root(entries: Sequence[Entry]) -> tuple[list[Entry], str]:
     network keeps its heads and whatever stands beside it.
     """
     roots = _roots(entry.key for entry in entries)
-    if not roots or roots == [""]:
+    # The parts of one network repeat these names too, such as the layers of a DenseNet.
+    if not roots or roots == [""] or len(roots) > _MOST_NETWORKS:
         return list(entries), ""
     root = min(roots, key=_rank)
     inside = [replace(entry, key=entry.key.removeprefix(root)) for entry in entries if entry.key.startswith(root)]
