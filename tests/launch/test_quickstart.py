@@ -12,9 +12,11 @@ import pytest
 NUM_PROTOTYPES = 60
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize(
+    "seed",
+    [pytest.param(0, marks=pytest.mark.slow), *(pytest.param(seed, marks=pytest.mark.soak) for seed in (1, 2))],
+)
 def test_quickstart_learns(seed, tmp_path):
     command = [sys.executable, "-m", "vissl_zero.cli", "config=quickstart/swav_digits"]
     command += [f"config.SEED_VALUE={seed}", f"config.CHECKPOINT.DIR={tmp_path}/run"]
