@@ -345,7 +345,7 @@ def _to_onnx(source: Source, folder: Path) -> tuple[str, Opened, list[str]]:
     except ImportError as error:
         raise CheckpointError(f"--to onnx needs {error.name}: pip install 'vissl-zero[export]'.") from error
     side, path = _whole(source), folder / "model.onnx"
-    shape = {0: torch.export.Dim("batch", min=1, max=2**16)}
+    shape = {0: torch.export.Dim.DYNAMIC}
     program = torch.onnx.export(
         _OneTensor(source.trunk).eval(),
         (torch.zeros(2, 3, side, side),),
