@@ -46,8 +46,11 @@ SHORT = {"config.NEAREST_NEIGHBOR.USE_KNN": False, "config.DISTRIBUTED.NUM_PROC_
 
 @pytest.mark.slow
 def test_an_interrupt_saves_and_the_run_resumes(tmp_path: Path) -> None:
+    # Python leaves SIGINT ignored where a shell has started it in the background; a notebook does not.
     code = f"""
+        import signal
         import vissl_zero
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         run = vissl_zero.train("quickstart/swav_digits", {SHORT | {"config.CHECKPOINT.DIR": str(tmp_path / "run")}!r})
         print("code", run.exit_code, run.figures)
     """
