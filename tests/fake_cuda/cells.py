@@ -20,13 +20,13 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.fake_cuda.device import CUDA, Watch, present
 from vissl_zero.config.compose import compose
 from vissl_zero.data.dataset import ImageBatch
-from vissl_zero.data.loader import build_loader
+from vissl_zero.data.loader import build_train_loader
 from vissl_zero.engine import loop
 from vissl_zero.engine.build import other_model
 from vissl_zero.engine.hook import Run
@@ -35,12 +35,13 @@ from vissl_zero.methods.method import Method, build_method
 from vissl_zero.methods.mixing import mixing_of
 from vissl_zero.models.model import build_model
 from vissl_zero.optim.param_groups import build_optimizer, freeze_untrainable, param_groups
+from vissl_zero.planner.forecast import fake_
 from vissl_zero.registry import STRATEGIES
 from vissl_zero.resolve.host import Host
 from vissl_zero.resolve.resolve import resolve
 from vissl_zero.resolve.resolved import ResolvedRun
 from vissl_zero.sharding.model.precision import cast_to_master, dtype_of
-from vissl_zero.sharding.torch_private import own_buffers, own_parameters, pretended_ranks
+from vissl_zero.sharding.torch_private import pretended_ranks
 
 NUM_RANKS = 4
 NUM_STEPS = 3  # the optimizer makes its state in the first
@@ -108,16 +109,7 @@ def planned(recipe: str, overrides: list[str]) -> ResolvedRun:
 def built(plan: ResolvedRun, stack: ExitStack, watch: Watch) -> tuple[Run, Schedules, ImageBatch]:
     """As ``build_run``, of fake tensors: weights have no values, so none are drawn. ``stack`` gets their mode."""
     precision = plan.sharding.precision
-    loader = build_loader(
-        plan.config.DATA,
-        "TRAIN",
-        seed=plan.seed,
-        batch_per_rank=plan.batch_per_rank,
-        rank=0,
-        world_size=plan.world_size,
-        accumulation_steps=plan.accumulation_steps,
-        is_exact=plan.exact_accumulation,
-    )
+    loader = build_train_loader(plan, 0, plan.world_size)
     num_classes = len(loader.source.class_names)
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype_of(precision.wide))
@@ -141,7 +133,7 @@ def built(plan: ResolvedRun, stack: ExitStack, watch: Watch) -> tuple[Run, Sched
     stack.enter_context(HostFirst())
     for part in (model, method, teacher):
         if part is not None:
-            put_on_cuda(part)
+            fake_(part, CUDA)
     freeze_untrainable(model, plan.config.MODEL.NON_TRAINABLE_PARAMS)
     groups = param_groups(model, plan.optimizer)
     method.set_length(loader.steps_per_epoch * plan.num_epochs, loader.steps_per_epoch)
@@ -187,24 +179,6 @@ class HostFirst(FakeTensorMode):
     """Makes ``torch.tensor(1, device="cuda")`` on the host, and moves it: without a GPU it cannot be made there."""
 
     avoid_device_init = True  # type: ignore[assignment]
-
-
-def put_on_cuda(module: nn.Module) -> None:
-    """Put fake CUDA tensors in the place of tensors on the meta device, tied ones once."""
-    made: dict[int, Tensor] = {}
-
-    def fake(tensor: Tensor) -> Tensor:
-        if id(tensor) not in made:
-            new = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=CUDA)
-            is_param = isinstance(tensor, nn.Parameter)
-            made[id(tensor)] = nn.Parameter(new, tensor.requires_grad) if is_param else new
-        return made[id(tensor)]
-
-    for part in module.modules():
-        for table in (own_parameters(part), own_buffers(part)):
-            for name, tensor in table.items():
-                if tensor is not None:
-                    table[name] = fake(tensor)  # type: ignore[assignment]
 
 
 def break_(run: Run, how: str) -> None:

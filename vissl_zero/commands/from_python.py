@@ -123,10 +123,8 @@ def evaluate(weights: str | Path, data: str | Path, overrides: Mapping[str, Any]
         ConfigError: the weights, the folder or a key are wrong.
         LaunchError: the run crashed; with the end of what it printed.
     """
-    printed: list[str] = []
     words = ["evaluate", str(weights), "--data", _absolute(data), "--json", *_words(overrides or {})]
-    _wait(words, printed.append)
-    return dict(json.loads("".join(printed)))
+    return dict(json.loads(_output_of(words)))
 
 
 def embed(
@@ -149,8 +147,7 @@ def embed(
     with tempfile.TemporaryDirectory() as temporary:
         out = Path(temporary) / "features.npz"
         words = ["embed", str(weights), _absolute(folder), "--out", str(out), *_words(overrides or {})]
-        printed: list[str] = []  # kept for an error alone
-        _wait(words, printed.append)
+        _output_of(words)
         with np.load(out) as file:
             return file["features"], file["names"].tolist()
 
@@ -159,15 +156,17 @@ def _absolute(folder: str | Path) -> str:
     return str(Path(folder).expanduser().absolute())
 
 
-def _wait(words: Sequence[str], take: Callable[[str], object]) -> None:
-    """Run a command to its end, which must be a good one."""
-    code, tail = _command(words, take)
+def _output_of(words: Sequence[str]) -> str:
+    """Run a command to its end, which must be a good one, and return what it printed."""
+    printed: list[str] = []
+    code, tail = _command(words, printed.append)
     if code == _INPUT_IS_WRONG:
         raise ConfigError(tail)
     if code == INTERRUPTED:
         raise KeyboardInterrupt
     if code:
         raise LaunchError(f"vissl-zero {words[0]} ended with exit code {code}.\n{tail}")
+    return "".join(printed)
 
 
 def _print_now(line: str) -> None:

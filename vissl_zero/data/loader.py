@@ -22,6 +22,7 @@ from vissl_zero.data.source import Source, build_eval_sources, build_source
 from vissl_zero.data.split_pipeline import build_eval_pipeline, build_split_pipeline
 from vissl_zero.data.workers import BatchStream
 from vissl_zero.errors import DataError
+from vissl_zero.resolve.resolved import ResolvedRun
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +77,28 @@ class Loader:
         ids = plan.sample_ids[:most]
         batch = next(iter(self._stream.load([MicroBatchPlan(plan.epoch, ids, len(ids))])))
         return batch, len(plan.sample_ids), plan.num_global
+
+
+def build_train_loader(plan: ResolvedRun, rank: int, world_size: int, data: Data | None = None) -> Loader:
+    """Build the loader of the images that a run trains on. Every rank builds its own; nothing is communicated.
+
+    Args:
+        plan: of the run.
+        rank, world_size: of this process.
+        data: in the place of the plan's DATA.
+    Raises:
+        ConfigError, DataError: as ``build_loader``.
+    """
+    return build_loader(
+        plan.config.DATA if data is None else data,
+        "TRAIN",
+        seed=plan.seed,
+        batch_per_rank=plan.batch_per_rank,
+        rank=rank,
+        world_size=world_size,
+        accumulation_steps=plan.accumulation_steps,
+        is_exact=plan.exact_accumulation,
+    )
 
 
 def build_loader(

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from vissl_zero import collectives
 from vissl_zero.data.dataset import seed_sample
-from vissl_zero.data.loader import build_loader
+from vissl_zero.data.loader import build_train_loader
 from vissl_zero.engine.hook import Run
 from vissl_zero.engine.loop import Frozen, Schedules
 from vissl_zero.errors import ConfigError, Problem
@@ -55,16 +55,7 @@ def build_run(
     """
     rank, world_size = collectives.rank(), collectives.world_size()
     precision = plan.sharding.precision
-    loader = build_loader(
-        plan.config.DATA,
-        "TRAIN",
-        seed=plan.seed,
-        batch_per_rank=plan.batch_per_rank,
-        rank=rank,
-        world_size=world_size,
-        accumulation_steps=plan.accumulation_steps,
-        is_exact=plan.exact_accumulation,
-    )
+    loader = build_train_loader(plan, rank, world_size)
     num_classes = len(loader.source.class_names)
     model = build_bare(lambda: build_model(plan.config.MODEL, num_classes))
     return_free_pages()  # constructors draw numbers for weights that have no memory yet, and drop them

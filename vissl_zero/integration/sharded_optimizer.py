@@ -366,9 +366,13 @@ def save_state(sharded: ShardedModel, folder: Path, step: int) -> None:
     )
     parts = [*sharded.parts(), *replicated_parts("buffer", sharded.buffers())]
     is_first = collectives.rank() == 0
+
+    def write() -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_rank(folder, step, collectives.rank(), parts, sharded.scalars(), {})
+
     try:
-        _on_all(lambda: folder.mkdir(parents=True, exist_ok=True))
-        _on_all(lambda: write_rank(folder, step, collectives.rank(), parts, sharded.scalars(), {}))
+        _on_all(write)
         # Not in the same go: the manifest names the files of every rank, so all must have written theirs.
         _on_all(lambda: commit(folder, manifest) if is_first else None)
     except CheckpointError:

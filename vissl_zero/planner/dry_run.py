@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from vissl_zero.config.blocks.data import Data
 from vissl_zero.data.dataset import ImageBatch
-from vissl_zero.data.loader import Loader, build_loader, require_evaluation
+from vissl_zero.data.loader import Loader, build_train_loader, require_evaluation
 from vissl_zero.engine.build import add_probe, other_model
 from vissl_zero.engine.hook import Hook
 from vissl_zero.engine.loop import Frozen, Schedules
@@ -165,7 +165,8 @@ def set_stage(plan: ResolvedRun, check: Callable[[nn.Module], object] | None = N
     for name in plan.config.HOOKS.EXTRA:
         require_interface(HOOKS, name, HOOKS.get(name).build(), base=Hook)
     data, assumed = _data(plan)
-    loader = _loader(plan, data)
+    # One micro-batch: no processes for that.
+    loader = build_train_loader(plan, 0, plan.world_size, replace(data, NUM_DATALOADER_WORKERS=0))
     batch, num_local, num_global = loader.first_images(1 if assumed else _NUM_READ)  # assumed images are all equal
     if plan.config.NEAREST_NEIGHBOR.USE_KNN or batch.targets is not None:
         require_evaluation(data, plan.seed)
@@ -318,19 +319,6 @@ def _data(plan: ResolvedRun) -> tuple[Data, tuple[str, ...]]:
     return replace(data, TRAIN=train, TEST=test), (
         f"{num_images:,} images in {_ASSUMED_CLASSES:,} classes are assumed (config.DATA.TRAIN.DATA_LIMIT sets "
         f"another number): {', '.join(map(str, named))} is not on this machine.",
-    )
-
-
-def _loader(plan: ResolvedRun, data: Data) -> Loader:
-    return build_loader(
-        replace(data, NUM_DATALOADER_WORKERS=0),  # one micro-batch: no processes for that
-        "TRAIN",
-        seed=plan.seed,
-        batch_per_rank=plan.batch_per_rank,
-        rank=0,
-        world_size=plan.world_size,
-        accumulation_steps=plan.accumulation_steps,
-        is_exact=plan.exact_accumulation,
     )
 
 

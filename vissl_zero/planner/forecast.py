@@ -341,13 +341,13 @@ class Forecaster:
         )
 
 
-def fake_(module: nn.Module) -> None:
-    """Put fake CPU tensors in the place of tensors on the meta device, tied ones once. In ``FakeTensorMode``."""
+def fake_(module: nn.Module, device: torch.device = torch.device("cpu")) -> None:  # noqa: B008 - it never changes
+    """Put fake tensors on a device in the place of those that are not there, tied ones once. In ``FakeTensorMode``."""
     made: dict[int, Tensor] = {}
 
     def faked(tensor: Tensor) -> Tensor:
         if id(tensor) not in made:
-            fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+            fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
             is_param = isinstance(tensor, nn.Parameter)
             made[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if is_param else fake
         return made[id(tensor)]
@@ -355,7 +355,7 @@ def fake_(module: nn.Module) -> None:
     for part in module.modules():
         for table in (own_parameters(part), own_buffers(part)):
             for name, tensor in table.items():
-                if tensor is not None and tensor.is_meta:
+                if tensor is not None and tensor.device != device:
                     table[name] = faked(tensor)  # type: ignore[assignment]
 
 
