@@ -9,10 +9,12 @@ from pathlib import Path
 import cloudpickle
 import hydra
 import pytest
+from hydra._internal.core_plugins.file_config_source import FileConfigSource
+from hydra._internal.sources_registry import SourcesRegistry
 from hydra.core.global_hydra import GlobalHydra
 
 from vissl_zero.config.compose import compose, load, register
-from vissl_zero.config.recipes import list_recipes
+from vissl_zero.config.recipes import ModerateFiles, list_recipes, register_search_path
 from vissl_zero.errors import ConfigError
 
 RECIPE = "quickstart/swav_digits"
@@ -171,3 +173,10 @@ def test_a_folder_may_have_any_name(value: str, paths: list[str]) -> None:
 def test_a_value_that_hydra_cannot_read_is_answered_with_both_quotes() -> None:
     with pytest.raises(ConfigError, match=r"needs quotes twice, for the shell and for Hydra: .*'/my, photos'"):
         compose("pretrain/swav/my_photos", ["config.DATA.TRAIN.DATA_PATHS=['/a, b]"])
+
+
+def test_a_job_of_a_sweep_may_register_hydras_sources_again():
+    """As a job of submitit does after it has unpickled the registry: ours stays."""
+    register_search_path()
+    SourcesRegistry.instance().register(FileConfigSource)
+    assert SourcesRegistry.instance().types["file"] is ModerateFiles
