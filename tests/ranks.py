@@ -39,6 +39,8 @@ from typing import Any
 
 MAX_RANKS = 4
 GRACE_S = 3.0  # for the others to finish once one rank has failed
+START_S = 120.0  # for new processes to import torch; a test's own time starts after it
+STACK_S = 5.0  # for a rank that hung to write down where
 # fairscale's wrappers outlive their task, and so do gloo's threads of their groups, which poll without rest once the
 # other ranks have gone: hundreds of them make everything many times slower. Then new processes take over.
 MAX_THREADS = 40
@@ -135,6 +137,7 @@ class _Pool:
         context.set_forkserver_preload(_PRELOAD)
         self._pipes: list[Any] = []
         self._processes: list[Any] = []
+        self._is_ready = False
         for _ in range(MAX_RANKS):
             ours, theirs = context.Pipe()
             process = context.Process(target=_work, args=(theirs,), daemon=True)
@@ -143,7 +146,16 @@ class _Pool:
             self._pipes.append(ours)
             self._processes.append(process)
 
+    def _wait_until_ready(self) -> None:
+        if not self._is_ready:
+            for pipe in self._pipes:
+                if not pipe.poll(START_S):
+                    raise RankError(f"a process of the pool did not start within {START_S:.0f} s")
+                pipe.recv()
+            self._is_ready = True
+
     def run(self, tasks: list[_Task]) -> list[Any]:
+        self._wait_until_ready()
         for pipe, task in zip(self._pipes, tasks, strict=False):
             pipe.send(task)
         answers: dict[int, tuple[bool, Any]] = {}
@@ -178,9 +190,12 @@ class _Pool:
         """Kill everything: after a failure no group can be trusted. Hung ranks first write down where they are."""
         for task in hung:
             pid = self._processes[task.rank].pid
-            if pid is not None and self._processes[task.rank].is_alive():
+            if pid is not None and self._processes[task.rank].is_alive() and task.stack_file.exists():
                 os.kill(pid, _STACK_SIGNAL)
-        time.sleep(0.2 if hung else 0.0)
+                deadline = time.monotonic() + STACK_S
+                while not _stack(task) and time.monotonic() < deadline:
+                    time.sleep(0.05)
+        time.sleep(0.2 if hung else 0.0)  # a stack is written line by line
         for process in self._processes:
             process.kill()
             process.join()
@@ -212,6 +227,7 @@ def _work(pipe: multiprocessing.connection.Connection) -> None:
     torch.set_num_threads(1)
     gc.collect()
     gc.freeze()  # torch's own objects: collecting after each task then takes milliseconds
+    pipe.send("ready")
     while (task := pipe.recv()) is not None:
         with task.stack_file.open("w") as stack_file:
             faulthandler.register(_STACK_SIGNAL, stack_file)

@@ -29,7 +29,7 @@ def _raise_on_rank_one() -> None:
 
 def _hang_on_rank_zero() -> None:
     if dist.get_rank() == 0:
-        time.sleep(60)
+        time.sleep(600)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
@@ -39,7 +39,7 @@ def test_every_rank_runs_in_one_group(world_size: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(30)
+@pytest.mark.timeout(200)
 def test_a_rank_that_raises_fails_with_its_traceback_and_the_pool_lives_on() -> None:
     with pytest.raises(RankError, match=r"(?s)rank 1: .*ValueError: told to") as caught:
         run_on_ranks(2, _raise_on_rank_one, timeout_s=20)
@@ -47,12 +47,13 @@ def test_a_rank_that_raises_fails_with_its_traceback_and_the_pool_lives_on() -> 
     assert run_on_ranks(2, _sum_of_ranks, 0) == [1.0, 1.0]
 
 
-@pytest.mark.timeout(30)
+@pytest.mark.timeout(200)
 def test_a_rank_that_hangs_is_killed_with_its_stack() -> None:
+    run_on_ranks(2, _sum_of_ranks, 0)  # the pool has started: its seconds are not those of the hang
     started = time.monotonic()
     with pytest.raises(RankError, match="_hang_on_rank_zero"):
         run_on_ranks(2, _hang_on_rank_zero, timeout_s=2, group_timeout_s=60)
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 30
 
 
 def _leave_sums_unread(folder: str, num_groups: int) -> list[float]:
