@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import io
+import statistics
 import subprocess
 import sys
 import tokenize
@@ -18,12 +19,12 @@ from pathlib import Path
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
-def own_nodes(tree: ast.AST) -> Iterator[ast.AST]:
+def nodes_at_run_time(tree: ast.AST) -> Iterator[ast.AST]:
     """Yield all nodes but those that type checkers alone see."""
     yield tree
     for child in ast.iter_child_nodes(tree):
         if not (isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)):
-            yield from own_nodes(child)
+            yield from nodes_at_run_time(child)
 
 
 def is_tiny(function: Function) -> bool:
@@ -31,6 +32,11 @@ def is_tiny(function: Function) -> bool:
     body = function.body[ast.get_docstring(function) is not None :]
     num_lines = (body[-1].end_lineno or 0) - body[0].lineno + 1 if body else 0
     return num_lines <= 3 and not function.decorator_list and not function.name.startswith("__")
+
+
+def length(function: Function) -> int:
+    """Count the lines of a function, its docstring included."""
+    return (function.end_lineno or function.lineno) - function.lineno + 1
 
 
 def public_names(tree: ast.Module) -> int:
@@ -45,7 +51,7 @@ def public_names(tree: ast.Module) -> int:
 def imports(tree: ast.AST, modules: set[str]) -> set[str]:
     """Return the modules of ours that a module imports anywhere."""
     found: set[str] = set()
-    for node in own_nodes(tree):
+    for node in nodes_at_run_time(tree):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         if isinstance(node, ast.ImportFrom) and node.module:
@@ -83,6 +89,7 @@ def main(package: Path) -> None:
         "functions": len(functions),
         "functions per 1,000 lines": round(1000 * len(functions) / num_lines),
         "functions of at most 3 lines": sum(map(is_tiny, functions)),
+        "lines of a function, 95 % have at most": round(statistics.quantiles(map(length, functions), n=20)[-1]),
         "public names per 1,000 lines": round(1000 * sum(map(public_names, trees.values())) / num_lines, 1),
         "comments per 100 lines": round(100 * num_comments / num_lines, 1),
         "docstrings without an imperative (D401)": verdicts.count(" D401 "),
