@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import fields
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,10 +33,6 @@ from vissl_zero.resolve.resolved import ResolvedRun
 from vissl_zero.sharding.model.batch_norm import frozen_statistics
 from vissl_zero.sharding.sharded_model import ShardedModel
 from vissl_zero.sharding.update.stepper import StepResult
-
-if TYPE_CHECKING:
-    from vissl_zero.engine.hook import Run, Step
-    from vissl_zero.sharding.update.stepper import StepResult
 
 Schedule = Callable[[int], float]
 

@@ -15,8 +15,6 @@ from vissl_zero.resolve.resolved import ResolvedRun
 
 if TYPE_CHECKING:
     from vissl_zero.config.compose import Composed
-    from vissl_zero.config.run_config import RunConfig
-    from vissl_zero.resolve.resolved import ResolvedRun
 
 SHARE_LEFT = 0.9  # of a forecast that ran out of memory: what a later plan may be forecast to take
 _GIB = 2**30

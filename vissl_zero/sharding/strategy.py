@@ -7,7 +7,6 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -22,10 +21,6 @@ from vissl_zero.resolve.resolved import ShardingPlan
 from vissl_zero.sharding.checks.replica_check import equal_values
 from vissl_zero.sharding.model.float8 import require_float8
 from vissl_zero.sharding.sharded_model import ShardedModel
-
-if TYPE_CHECKING:
-    pass
-
 
 _WHOLE_TENSORS = (
     "The optimizer needs full tensors: each is gathered to one rank, updated there and sent back. A step moves "
