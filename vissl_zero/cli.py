@@ -100,7 +100,9 @@ Look into what was trained:
   vissl-zero compare <run> <run> ...                runs side by side: keys, curves, figures over seeds
   vissl-zero checkpoint inspect|verify|diff|export|import ...   (vissl-zero checkpoint --help)
 
-Pack images into few large files, which DATA_PATHS then names:
+Look at images, and pack them into few large files, which DATA_PATHS then names:
+  vissl-zero data check <folder, tars, table, ...>  classes, sizes, formats; broken files, copies; a picture
+  vissl-zero data stats <folder, tars, table, ...>  mean and deviation of the pixels, for Normalize
   vissl-zero data pack <folder> <out> --to webdataset|arrow|lmdb [--size 512]
 
 Runs submitted to SLURM:

@@ -7,7 +7,7 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,12 +69,13 @@ class Decoder:
         background = BACKGROUNDS[data_cfg.BACKGROUND]
         return Decoder(data_cfg.EXIF == "apply", background, data_cfg.MAX_PIXELS)
 
-    def image(self, data: bytes, name: str | Path) -> Image.Image:
+    def image(self, data: bytes, name: str | Path, look: Callable[[Image.Image], object] | None = None) -> Image.Image:
         """Decode a file to 8-bit RGB.
 
         Args:
             data: content of the file.
             name: of the image, for errors.
+            look: gets the file as Pillow opened it, with its format and mode, once its pixels have been read.
         Raises:
             BrokenImageError: damaged, truncated, not an image, more than ``max_pixels`` pixels, too slow to decode, or
                 of pixels whose range is not known (floating point, 32-bit integers, 12-bit TIFF).
@@ -83,19 +84,22 @@ class Decoder:
             if data[:2] == _GZIP:
                 raise BrokenImageError(str(name), "it is compressed with gzip (unpack it with gunzip)")
             try:
-                return self._decoded(data, name)
+                return self._decoded(data, name, look)
             except ValueError:
                 # Pillow limits texts and color profiles of a PNG. The pixels need neither.
                 if data[:8] != _PNG:
                     raise
-                return self._decoded(_without_texts(data), name)
+                return self._decoded(_without_texts(data), name, look)
 
-    def _decoded(self, data: bytes, name: str | Path) -> Image.Image:
+    def _decoded(self, data: bytes, name: str | Path, look: Callable[[Image.Image], object] | None) -> Image.Image:
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
             self.check(*image.size, data, name)
             turned = ImageOps.exif_transpose(image) if self.applies_exif else image
             opaque = turned if self.background is None else _on(self.background, turned)
-            return _as_8_bits(opaque, image, name).convert("RGB")
+            rgb = _as_8_bits(opaque, image, name).convert("RGB")
+            if look is not None:
+                look(image)
+            return rgb
 
     def check(self, width: int, height: int, data: bytes, name: str | Path) -> None:
         """Refuse what would take too much memory or time, before any pixel is decoded.

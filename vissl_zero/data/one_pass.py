@@ -1,0 +1,66 @@
+"""Looking once at every image of a source, in its order, by several processes where that pays."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from typing import TypeVar
+
+from vissl_zero.data.source import Source
+from vissl_zero.errors import DataError
+
+T = TypeVar("T")
+Look = Callable[[Source, range], T]
+PER_CHUNK = 256  # images
+FEW = 4096  # images, which one process has read before others have imported torch
+_REPORT_EVERY_S = 5.0
+
+
+def looked_at(source: Source, look: Look[T], report: Callable[[str], None]) -> Iterator[T]:
+    """Yield ``look(source, indices)`` for every chunk of indices, in order.
+
+    Args:
+        source: the images.
+        look: a function at the top level of a module; other processes get it by name.
+        report: gets a line of progress every few seconds.
+    Raises:
+        DataError: a process was killed.
+    """
+    total, said = len(source), time.monotonic()
+    chunks = [range(start, min(total, start + PER_CHUNK)) for start in range(0, total, PER_CHUNK)]
+    for chunk, found in zip(chunks, _found(source, look, chunks), strict=True):
+        yield found
+        if time.monotonic() > said + _REPORT_EVERY_S:
+            said = time.monotonic()
+            report(f"{chunk.stop:,} of {total:,} images")
+
+
+def _found(source: Source, look: Look[T], chunks: list[range]) -> Iterator[T]:
+    num_workers = len(os.sched_getaffinity(0))
+    if num_workers == 1 or len(source) <= FEW:
+        yield from (look(source, chunk) for chunk in chunks)
+        return
+    context = multiprocessing.get_context("spawn")  # a fork would copy the locks of torch's threads
+    try:
+        with ProcessPoolExecutor(num_workers, context, _start, (source,)) as pool:
+            yield from pool.map(_look, [look] * len(chunks), chunks)
+    except BrokenProcessPool as error:
+        raise DataError("A process that read images was killed, perhaps for want of memory. Run it again.") from error
+
+
+_source: Source | None = None
+
+
+def _start(source: Source) -> None:
+    """Keep the source of this process, so that it is not sent with every chunk."""
+    global _source
+    _source = source
+
+
+def _look(look: Look[T], chunk: range) -> T:
+    assert _source is not None
+    return look(_source, chunk)

@@ -1,0 +1,120 @@
+"""Mean and standard deviation of the pixels of a source, for ``Normalize``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from PIL import Image
+
+from vissl_zero.data.decode import BrokenImageError, Decoder
+from vissl_zero.data.one_pass import looked_at
+from vissl_zero.data.source import Source, encoded_image
+from vissl_zero.errors import DataError
+
+_CHANNELS = 3
+
+
+@dataclass(frozen=True)
+class Counted:
+    """What was counted in a chunk of images.
+
+    Attributes:
+        values: (3, 256) int64, how often each channel of the decoded RGB images has each value.
+        num_images: that could be read.
+        is_gray: whether all of them are gray.
+        bits: per channel, of the image with the most.
+    """
+
+    values: np.ndarray
+    num_images: int
+    is_gray: bool
+    bits: int
+
+
+def count(source: Source, indices: range) -> Counted:
+    """Count the values of these images' pixels; broken images are passed over."""
+    values = np.zeros((_CHANNELS, 256), np.int64)
+    num_images, is_gray, bits = 0, True, 1
+    depths: list[int] = []
+    for index in indices:
+        try:
+            image = encoded_image(source, index)
+            if isinstance(image, bytes):
+                image = Decoder().image(image, source.name(index), lambda file: depths.append(_bits(file)))
+            else:
+                depths.append(8)
+        except BrokenImageError:
+            continue
+        found = np.array(image.histogram(), np.int64).reshape(_CHANNELS, 256)
+        values += found
+        num_images += 1
+        if is_gray and not ((found == found[0]).all() and _is_gray(image)):
+            is_gray = False
+    bits = max(depths, default=1)
+    return Counted(values, num_images, is_gray, bits)
+
+
+def _is_gray(image: Image.Image) -> bool:
+    red, green, blue = (channel.tobytes() for channel in image.split())
+    return red == green == blue
+
+
+def _bits(file: Image.Image) -> int:
+    """Return the bits per channel; Pillow reads color of 16 bits as 8, and says so nowhere."""
+    return 1 if file.mode == "1" else 16 if file.mode.startswith("I") else 8
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """Statistics of all pixels, as the loader reads them: 8-bit RGB, 255 as 1.
+
+    Attributes:
+        num_images: that were read.
+        num_broken: that could not be.
+        channels: 1 where every image is gray, else 3.
+        bits: per channel, of the image with the most.
+        mean, std: of each of the three channels, over all pixels of all images.
+    """
+
+    num_images: int
+    num_broken: int
+    channels: int
+    bits: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    def normalize(self) -> str:
+        """Return the entry for TRANSFORMS, a line of YAML."""
+        mean, std = (", ".join(f"{value:.4f}" for value in values) for values in (self.mean, self.std))
+        return f"- {{name: Normalize, mean: [{mean}], std: [{std}]}}"
+
+
+def statistics(source: Source, report: Callable[[str], None]) -> Statistics:
+    """Measure all pixels of a source in one pass; each image counts by its pixels.
+
+    The counts are whole numbers, so neither the order nor the number of processes changes the result.
+
+    Args:
+        source: the images.
+        report: gets a line of progress every few seconds.
+    Raises:
+        DataError: none of the images can be read.
+    """
+    values = np.zeros((_CHANNELS, 256), np.int64)
+    num_images, is_gray, bits = 0, True, 1
+    for counted in looked_at(source, count, report):
+        values += counted.values
+        num_images += counted.num_images
+        is_gray &= counted.is_gray
+        bits = max(bits, counted.bits)
+    if not num_images:
+        raise DataError(f"None of the {len(source):,} images can be read. vissl-zero data check names the reasons.")
+    levels = np.arange(256) / 255.0
+    share = values / values.sum(1, keepdims=True)
+    mean = share @ levels
+    std = np.sqrt((share * (levels - mean[:, None]) ** 2).sum(1))
+    broken = len(source) - num_images
+    channels = 1 if is_gray else _CHANNELS
+    return Statistics(num_images, broken, channels, bits, tuple(mean.tolist()), tuple(std.tolist()))
