@@ -63,7 +63,7 @@ class MuonConfig:
     nesterov: bool = True
     """Nesterov's momentum in Muon."""
     ns_steps: int = 5
-    """Newton-Schulz iterations that orthogonalise an update."""
+    """Newton-Schulz iterations that orthogonalize an update."""
     ns_dtype: str = "bfloat16"
     """Number format of these iterations: bfloat16, float32 or float64."""
     adjust_lr_fn: str = "match_rms_adamw"
