@@ -128,7 +128,7 @@ class IBOTHeadConfig:
     num_clusters: list[int] = MISSING
     """Prototypes. One number: patches share the class token's head. Two: they have a head of their own."""
     activation_name: str = "GELU"
-    """Activation between the layers: ReLU, GELU or SiLU."""
+    """Activation between the layers: ``ReLU``, ``GELU``, or ``SiLU``."""
     normalize_last_layer: bool = True
     """Prototypes have unit length; off: the length of each is learned."""
 

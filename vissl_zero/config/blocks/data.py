@@ -72,7 +72,7 @@ class Split:
     """``DATA.TRAIN`` and ``DATA.TEST``."""
 
     DATA_SOURCES: Texts = field(default_factory=list, metadata=TEXTS)
-    """One data source: disk_folder, digits, synthetic or one of your own; empty with DATA_PATHS: disk_folder."""
+    """One data source: disk_folder, digits, synthetic, or one of your own; empty with DATA_PATHS: disk_folder."""
     DATA_PATHS: Texts = field(default_factory=list, metadata=TEXTS)
     """Folders with images; several are joined. In place of a recipe's digits, they imply disk_folder."""
     DATASET_NAMES: Texts = field(default_factory=list, metadata=TEXTS)

@@ -89,7 +89,7 @@ class ShampooConfig:
     """``shampoo``: https://arxiv.org/abs/2309.06497, at the step sizes of Adam; Adam runs on what is no matrix."""
 
     betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
-    """Weights of the past in the running mean, and in the running squares of elements, rows and columns."""
+    """Weights of the past in the running mean, and in the running squares of elements, rows, and columns."""
     eps: float = number(1e-8, above=0)
     """Added to the root of the running square of an element."""
     matrix_eps: float = number(1e-6, above=0)
