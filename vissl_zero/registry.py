@@ -428,6 +428,8 @@ DATA_SOURCES = Registry(
         "webdataset": (f"{_DATA}.sources.packed", "Tars of images, as webdataset writes them."),
         "arrow": (f"{_DATA}.sources.packed", "Arrow files of Hugging Face's datasets, as save_to_disk writes them."),
         "lmdb": (f"{_DATA}.sources.packed", "An LMDB database of image files."),
+        "manifest": (f"{_DATA}.sources.manifest", "Image files and labels in a CSV or JSON lines table."),
+        "npy": (f"{_DATA}.sources.arrays", "Pixels in .npy arrays, mapped into memory."),
         "torchvision_dataset": (
             f"{_DATA}.sources.library_sets",
             "CIFAR, MNIST, STL-10, SVHN, Places and others.",

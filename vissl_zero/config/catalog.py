@@ -29,11 +29,23 @@ VARIABLE = "VISSL_ZERO_CATALOG"
 FILE = "dataset_catalog.json"
 SPLITS = {"TRAIN": "train", "TEST": "val"}
 # Sources that read files: others make their images, or are a plugin's and know their own names.
-SOURCES = ("disk_folder", "disk_filelist", "torchvision_dataset", "webdataset", "arrow", "lmdb", "everstore")
+SOURCES = (
+    "disk_folder",
+    "disk_filelist",
+    "torchvision_dataset",
+    "webdataset",
+    "arrow",
+    "lmdb",
+    "manifest",
+    "npy",
+    "everstore",
+)
 # Facebook's own store of images: outside of it, the same data sets lie in folders or are named by lists.
 EVERSTORE = "everstore"
 _LISTS = (".npy", ".txt")
 _MAX_BYTES = 2**26
+# What a file is by the end of its name.
+_FILES = {".csv": "manifest", ".jsonl": "manifest", ".ndjson": "manifest", ".txt": "disk_filelist"}
 
 
 def use_own_images(data: Data, chosen: Collection[str]) -> list[str]:
@@ -67,6 +79,10 @@ def source_of(paths: Sequence[str]) -> str:
 
 def _format_of(path: Path) -> str:
     try:
+        if path.is_file() and (form := _FILES.get(path.suffix.lower())):
+            return form
+        if path.suffix == ".npy" and path.is_file():
+            return _of_array(path)
         names = {path.name} if path.is_file() else {entry.name for entry in path.iterdir()}
     except (OSError, ValueError):
         return "disk_folder"
@@ -75,6 +91,12 @@ def _format_of(path: Path) -> str:
     if "dataset_dict.json" in names or any(name.endswith(".arrow") for name in names):
         return "arrow"
     return "webdataset" if any(name.endswith(".tar") for name in names) else "disk_folder"
+
+
+def _of_array(path: Path) -> str:
+    """Tell an array of pixels from a list of paths by its header, which names the type of its items."""
+    with path.open("rb") as file:
+        return "npy" if b"'descr': '|u1'" in file.read(256) else "disk_filelist"
 
 
 def find_catalog(recipe_folders: Iterable[Path], environment: Mapping[str, str] = os.environ) -> Path | None:

@@ -170,7 +170,7 @@ class DiskFilelist(EncodedSource):
             raise DataError(f"disk_filelist needs a list of images: set {key}=[<paths.npy>].")
         old, new = request.path_prefix
         paths = [
-            os.fsencode(_moved(path, old, new, Path(list_file).absolute().parent))
+            os.fsencode(moved(path, old, new, Path(list_file).absolute().parent))
             for list_file in request.paths
             for path in read_list(Path(list_file), key)
         ]
@@ -194,7 +194,8 @@ class DiskFilelist(EncodedSource):
         return os.fsdecode(self._files[index])
 
 
-def _moved(path: str, old: str, new: str, folder: Path) -> str:
+def moved(path: str, old: str, new: str, folder: Path) -> str:
+    """Replace the start ``old`` of a path by ``new``; a relative path counts from ``folder``."""
     if old and path.startswith(old):
         path = new + path[len(old) :]
     return os.path.join(folder, path)  # noqa: PTH118 - millions of paths: pathlib takes 10 times as long

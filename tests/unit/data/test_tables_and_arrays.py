@@ -1,0 +1,160 @@
+"""Tables of images and arrays of pixels: the folder's pixels and labels, and errors of one sentence."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.blocks import data_block
+from tests.unit.data.conftest import MakeData, save_image
+from tests.unit.data.test_packed import hashes
+from vissl_zero.config.catalog import source_of
+from vissl_zero.data.decode import BrokenImageError
+from vissl_zero.data.source import Source, build_source, label_matrix
+from vissl_zero.errors import DataError
+
+PATHS = [f"photos/a/{index}.jpg" for index in range(6)] + [f"photos/b/{index}.png" for index in range(5)]
+
+
+def opened(data: dict[str, Any], names: tuple[str, ...] = ()) -> Source:
+    return build_source(data_block(data), "TRAIN", 0, names)
+
+
+@pytest.fixture
+def tables(photos: Path) -> dict[str, Path]:
+    rows = [(path, path.split("/")[1]) for path in PATHS]
+    csv, jsonl = photos.parent / "images.csv", photos.parent / "images.jsonl"
+    csv.write_text("split,path,label\n" + "".join(f"x,{path},{label}\n" for path, label in rows))
+    jsonl.write_text("".join(json.dumps({"path": path, "label": label}) + "\n" for path, label in rows))
+    return {"csv": csv, "jsonl": jsonl}
+
+
+@pytest.mark.parametrize("backend", ["pil", "fast"])
+def test_tables_give_the_folders_pixels(
+    make_data: MakeData, photos: Path, tables: dict[str, Path], backend: str
+) -> None:
+    keys = {"BACKEND": backend}
+    folder = make_data("disk_folder", photos) | keys
+    whole, late = hashes(folder, 1), hashes(folder, 1, start=4)
+    for table in tables.values():
+        assert source_of([str(table)]) == "manifest"
+        data = make_data("manifest", table) | keys
+        assert opened(data).class_names == ("a", "b")
+        assert hashes(data, 1) == hashes(data, 1, ranks=2) == whole and hashes(data, 1, start=4) == late
+
+
+@pytest.mark.parametrize("backend", ["pil", "fast"])
+def test_an_array_gives_the_folders_pixels(make_data: MakeData, tmp_path: Path, backend: str) -> None:
+    for index in range(10):
+        save_image(tmp_path / "p" / "ab"[index % 2] / f"{index}.png", index)
+    source = opened(make_data("disk_folder", tmp_path / "p"))
+    pixels = np.stack([np.asarray(source.image(index)) for index in range(10)])
+    np.save(tmp_path / "0.npy", pixels[:5])
+    np.save(tmp_path / "1.npy", pixels[5:])
+    np.save(tmp_path / "labels.npy", np.array([source.label(index) for index in range(10)]))
+    labels = {"LABEL_SOURCES": ["disk_filelist"], "LABEL_PATHS": [str(tmp_path / "labels.npy")]}
+    files = tmp_path / "0.npy", tmp_path / "1.npy"
+    assert source_of(list(map(str, files))) == "npy" and source_of([str(tmp_path / "labels.npy")]) == "disk_filelist"
+    keys = {"BACKEND": backend}
+    data, folder = make_data("npy", *files, **labels) | keys, make_data("disk_folder", tmp_path / "p") | keys
+    whole = hashes(folder, 1)
+    assert hashes(data, 1) == hashes(data, 1, ranks=2) == whole and hashes(data, 1, start=4) == hashes(folder, 1, 4)
+
+
+def test_two_workers_give_the_same(make_data: MakeData, tables: dict[str, Path], tmp_path: Path) -> None:
+    np.save(tmp_path / "gray.npy", np.random.default_rng(0).integers(0, 256, (9, 16, 16, 1), np.uint8))
+    for source, path in (("manifest", tables["csv"]), ("npy", tmp_path / "gray.npy")):
+        assert hashes(make_data(source, path, num_workers=2), 0) == hashes(make_data(source, path), 0)
+
+
+def test_gray_arrays_are_read_and_a_copy_holds_no_pixels(make_data: MakeData, tmp_path: Path) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (50, 8, 6), dtype=np.uint8)
+    for array in (pixels, pixels[..., None]):
+        np.save(tmp_path / "x.npy", array)
+        source = opened(make_data("npy", tmp_path / "x.npy"))
+        copy = pickle.dumps(source)
+        assert len(copy) < 1000 and source.label(3) is None
+        assert np.array_equal(np.asarray(pickle.loads(copy).image(7)), np.repeat(pixels[7, ..., None], 3, 2))
+    np.save(tmp_path / "x.npy", pixels[:3])
+    assert np.asarray(pickle.loads(copy).image(2)).shape == (8, 6, 3)
+    with pytest.raises(BrokenImageError, match="has changed since the start"):
+        pickle.loads(copy).image(7)
+
+
+def test_labels_of_a_table_are_numbers_several_or_none(make_data: MakeData, photos: Path, tmp_path: Path) -> None:
+    def of(text: str, names: tuple[str, ...] = ()) -> Source:
+        (tmp_path / "x.csv").write_text(text)
+        return opened(make_data("manifest", tmp_path / "x.csv"), names)
+
+    numbers = of("path,label\nx,10\ny,2\nz,10\n")
+    assert numbers.class_names == ("2", "10") and [numbers.label(i) for i in range(3)] == [1, 0, 1]
+    assert of("path,label\nx,b\n", ("a", "b")).label(0) == 1
+    several = of("path,labels\nphotos/a/0.jpg,cat|dog\ny,\nz,bird\n")
+    assert several.class_names == ("bird", "cat", "dog") and several.image(0).size == (16, 16)
+    matrix = label_matrix(several)
+    assert matrix is not None and matrix.tolist() == [[0, 1, 1], [0, 0, 0], [1, 0, 0]]
+    assert of("path\nx\ny\n").class_names == () and of("path\n" + str(photos / "b/0.png")).image(0).size == (16, 16)
+
+
+def test_a_name_that_is_no_text_survives(make_data: MakeData, photos: Path, tmp_path: Path) -> None:
+    for name in (b"\xff.png", "a\u2028b.png".encode()):
+        os.link(photos / "b/0.png", os.fsencode(tmp_path) + b"/" + name)
+        (tmp_path / "x.csv").write_bytes(b"path\n" + name + b"\n")
+        (tmp_path / "x.jsonl").write_bytes(b'{"path": "' + name + b'"}\n')
+        for table in ("x.csv", "x.jsonl"):
+            source = opened(make_data("manifest", tmp_path / table))
+            assert len(source) == 1 and source.image(0).size == (16, 16)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("x.csv", b"", "has no column path; its columns are none"),
+        ("x.csv", b"path\n", "names no images"),
+        ("x.csv", b"file,label\nx,1\n", "its columns are file, label. The first line must name the columns"),
+        ("x.csv", b"path,label\nx,1\ny,\n", "1 of 2 images have no label"),
+        ("x.csv", b"path,label\n,1\n", "line 2, has no path"),
+        ("x.csv", b"path,label,labels\nx,1,2\n", "has label and labels"),
+        ("x.csv", b'path\n"x', "cannot be read as a table"),
+        ("x.jsonl", b'{"path": "x"}\n[]\n', "line 2, cannot be read as a table of images .a line must be an object"),
+        ("x.jsonl", b'{"path": "x", "label": 0.5}', "line 1, has .0.5. for a label"),
+        ("x.jsonl", b'{"path": "\\ud800"}', "line 1, has no path"),
+        ("x.jsonl", b'{"path": "x", "label": 1}\n{"path": "y", "labels": [1]}', "both label and labels are used"),
+        ("none.csv", None, "is not a file"),
+        ("x.npy", b"x", "cannot be read"),
+        ("none.npy", None, "is not a file"),
+    ],
+)
+def test_wrong_files_are_one_sentence(
+    make_data: MakeData, tmp_path: Path, name: str, content: bytes | None, says: str
+) -> None:
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=says) as caught:
+        opened(make_data("npy" if name.endswith("npy") else "manifest", tmp_path / name))
+    assert "\n" not in str(caught.value)
+
+
+def test_wrong_arrays_and_classes_are_one_sentence(
+    make_data: MakeData, tmp_path: Path, tables: dict[str, Path]
+) -> None:
+    wrong = (np.zeros((2, 4, 4), np.float32), np.zeros((2, 4, 4, 2), np.uint8), np.zeros((4, 4), np.uint8))
+    for array in wrong:
+        np.save(tmp_path / "x.npy", array)
+        with pytest.raises(DataError, match=r"must hold images as uint8 of \(N, H, W\)"):
+            opened(make_data("npy", tmp_path / "x.npy"))
+    np.save(tmp_path / "x.npy", np.zeros((0, 4, 4), np.uint8))
+    with pytest.raises(DataError, match="is empty"):
+        opened(make_data("npy", tmp_path / "x.npy"))
+    with pytest.raises(DataError, match=r"has labels that DATA\.TRAIN does not have: b"):
+        opened(make_data("manifest", tables["csv"]), ("a", "c"))
+    with pytest.raises(DataError, match="needs"):
+        opened(make_data("npy"))
+    with pytest.raises(DataError, match="needs"):
+        opened(make_data("manifest"))
