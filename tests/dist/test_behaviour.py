@@ -439,7 +439,8 @@ def _raise_alone(level: int) -> tuple[str, float]:
 @pytest.mark.parametrize("level", [0, 1, 3])
 def test_a_rank_that_raises_alone_leaves_nobody_hanging(level: int) -> None:
     started = time.monotonic()
-    with pytest.raises(RankError, match=r"(?s)ended after [1-5]?[0-9] s with (?!no error).*(Timed out|timeout|Connection)"):
+    words = r"(?s)ended after [1-5]?[0-9] s with (?!no error).*(Timed out|timeout|Connection)"
+    with pytest.raises(RankError, match=words):
         run_on_ranks(2, _raise_alone, level, group_timeout_s=3, timeout_s=90)
     assert time.monotonic() - started < 90
 
