@@ -7,6 +7,8 @@ STAMP := $(VENV)/.installed
 READY := $(VENV)/.ready
 # Processes that share the tests; each has its own pool of ranks.
 WORKERS ?= 2
+# Rules of the grammar checker that misread names and terms of the field, or prefer another style.
+GRAMMAR_OFF := SentenceCapitalization,UseTitleCase,OrthographicConsistency,SplitWords,MergeWords,CompoundNouns,DisjointPrefixes,UseEllipsisCharacter,Dashes,ExpandMemoryShorthands,ExpandTimeShorthands,ExpandControl,ExpandParameter,ExpandArgument,ExpandMinimum,ExpandStandardInputAndOutput,ExpandDirectory,ExpandConfiguration,WrongNegative,Overall,MissingPreposition,MissingTo,SingleBe,PronounInflectionBe,PronounVerbAgreement,MassNouns,CapitalizePersonalPronouns,AllowTo,OneOfTheSingular,ThereToTheir,CallThem,PluralDecades,PhrasalVerbAsCompoundNoun
 
 .PHONY: help quickstart test test-slow soak gpu gpu-hour test-models lint docs format clean
 help: ## List the targets.
@@ -44,10 +46,12 @@ gpu-hour: $(STAMP) ## What the first hour on a GPU is for: bounded phases, bench
 test-models: $(STAMP) ## Real models through initialize, about 2,100 cells; half an hour, not part of CI.
 	$(BIN)/python -m pytest -m models tests/models -p no:randomly -q -s --tb=no -rN $(PYTEST_ARGS)
 
-lint: $(STAMP) ## Linter, formatter and type checker over everything.
+lint: $(STAMP) ## Linter, formatter and type checker over everything; spelling and grammar of the documentation.
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/harper --no-color lint --quiet --format compact --user-dict-path docs/dictionary.txt \
+		--ignore $(GRAMMAR_OFF) *.md docs/*.md docs/tutorials/*.md
 
 docs: $(STAMP) ## The documentation site, in build/site; a dead link is an error.
 	$(BIN)/python -m pip install --disable-pip-version-check -q --no-deps -r docs/requirements.txt

@@ -170,7 +170,7 @@ class _Bench:
     def _changes(self, trunk: str, own: _Own) -> dict[str, Any]:
         is_patches = trunk == "vision_transformer"
         copies = f"{{name: ImgReplicatePil, num_times: {own.views}}}"
-        crop = _crop(_SIDE, own.least_area, own.colour)
+        crop = _crop(_SIDE, own.least_area, own.color)
         # A convolution sees an object as large as in the crops; positions want as many patches.
         sized = f"{{name: Resize, size: [{_SIDE}, {_SIDE}]}}, " if is_patches else ""
         colors = f"{{name: Normalize, mean: {_MEAN.tolist()}, std: {_STD.tolist()}}}"
@@ -233,7 +233,7 @@ class CifarCrop:
     def __init__(self, size: int, least_area: float, color: float):
         self.size = size
         self.least_area = least_area
-        self.colour = color
+        self.color = color
 
     def __call__(self, image: Image.Image) -> Tensor:
         area = random.uniform(self.least_area, 1.0) * image.width * image.height
@@ -245,15 +245,15 @@ class CifarCrop:
         pixels = np.asarray(crop, dtype=np.float32) / 255
         if random.random() < 0.5:
             pixels = pixels[:, ::-1]
-        if self.colour:
-            pixels = self._in_other_colours(pixels)
+        if self.color:
+            pixels = self._in_other_colors(pixels)
         return torch.from_numpy(np.ascontiguousarray(((pixels - _MEAN) / _STD).transpose(2, 0, 1)))
 
-    def _in_other_colours(self, pixels: np.ndarray) -> np.ndarray:
+    def _in_other_colors(self, pixels: np.ndarray) -> np.ndarray:
         matrix, offset = np.eye(3), np.zeros(3)
         if random.random() < 0.8:
-            light, contrast, saturation = (1 + 0.8 * self.colour * random.uniform(-1, 1) for _ in range(3))
-            angle = 2 * math.pi * 0.2 * self.colour * random.uniform(-1, 1)
+            light, contrast, saturation = (1 + 0.8 * self.color * random.uniform(-1, 1) for _ in range(3))
+            angle = 2 * math.pi * 0.2 * self.color * random.uniform(-1, 1)
             turn = np.eye(3)
             turn[1:, 1:] = [[math.cos(angle), -math.sin(angle)], [math.sin(angle), math.cos(angle)]]
             saturated = saturation * np.eye(3) + (1 - saturation) * np.outer(np.ones(3), _GREY)

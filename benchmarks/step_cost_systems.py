@@ -208,7 +208,7 @@ class Pair(torch.optim.Optimizer):
 
 
 class DDPMuon(BucketViews):
-    """Every rank orthogonalises all matrices."""
+    """Every rank orthogonalizes all matrices."""
 
     def build(self, model: nn.Module, optimizer: str) -> None:
         """See ``System``."""

@@ -348,7 +348,7 @@ def _ibot_loss() -> Pairs:
 
 
 @part("loss", "ibot_loss, the center of patches", said="LOSS.name: ibot_loss")
-def _ibot_centre() -> Pairs:
+def _ibot_center() -> Pairs:
     yield list(_ibot())[3]
 
 

@@ -323,7 +323,7 @@ def note_shares() -> None:
     """Have everything that ``multiprocessing`` leaves under a name cleared away, should this process be killed.
 
     Its sockets go into the scratch folder, its semaphores get this process's number into their names (torch gives it to
-    shared memory). Processes started afterwards inherit the folder.
+    shared memory). Processes started afterward inherit the folder.
     """
     config: Any = process.current_process()._config  # type: ignore[attr-defined]
     if "tempdir" not in config:

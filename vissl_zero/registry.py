@@ -305,7 +305,7 @@ METHODS = Registry(
             "dino": {
                 "dino": "DINO: self-distillation from a teacher that sees the large crops.",
                 "ibot": "iBOT: DINO, and self-distillation of masked patches.",
-                "dinov2": "DINOv2: DINO, iBOT and KoLeo, with Sinkhorn's centring.",
+                "dinov2": "DINOv2: DINO, iBOT and KoLeo, with Sinkhorn's centering.",
             },
             "dinov3": {
                 "dinov3": (

@@ -139,11 +139,11 @@ def _translated(
 ) -> dict[str, Tensor]:
     """Translate VISSL's tensors to our names and our form."""
     found: dict[str, Tensor] = {}
-    for name, place in (("center", "centre.mean"), ("criterion.center", "centre.mean")):
+    for name, place in (("center", "center.mean"), ("criterion.center", "center.mean")):
         if name in theirs:
             found[place] = theirs[name].flatten()
     if "criterion.center2" in theirs:
-        found["patch_centre.mean"] = theirs["criterion.center2"].flatten()
+        found["patch_center.mean"] = theirs["criterion.center2"].flatten()
     if loss == "moco_loss" and "queue" in theirs:
         found["queue.keys"] = theirs["queue"].T  # a column a key
         if "queue_ptr" in theirs:

@@ -34,13 +34,13 @@ class RunConfig:
     """Everything under ``config:``: exactly what the user wrote, plus defaults. Never written back to."""
 
     SEED_VALUE: int = number(0, least=0)
-    """Seed of weights, order of images, augmentation and dropout."""
+    """Seed of weights, order of images, augmentation, and dropout."""
     LOG_FREQUENCY: int = number(10, least=1)
     """Optimizer steps between lines of the plain display, and between measurements of memory and of health."""
     IMPORTS: list[str] = field(default_factory=list)
     """Python modules of your own to import, so that they register their components."""
     PROGRAM: str = "train"
-    """What to do, as engine_name beside config says: train, or a program of VISSL, which trains nothing:
+    """What to do, as engine_name beside config says: train, or a program of VISSL. These train nothing:
     extract_features, train_svm, train_svm_low_shot, nearest_neighbor_test, cluster_features_and_label,
     instance_retrieval_test, low_shot_test, extract_cluster, extract_label_predictions."""
     DRY_RUN: bool = False

@@ -26,7 +26,7 @@ MAX_PIXELS = 89_478_485
 # Named, so that no file reaches a decoder that starts another program (EPS runs Ghostscript) or is seldom looked after.
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
-BACKGROUNDS = {"stored": None, "white": (255, 255, 255), "grey": (128, 128, 128), "black": (0, 0, 0)}
+BACKGROUNDS = {"stored": None, "white": (255, 255, 255), "gray": (128, 128, 128), "black": (0, 0, 0)}
 MAX_FILE_BYTES = 2**30
 MAX_SCANS, MAX_SCANNED = 50, 2 * 10**9  # an encoder writes about 10 scans; 2e9 pixels take a core 5 to 20 s
 _GZIP, _JPEG, _PNG, _START_OF_SCAN = b"\x1f\x8b", b"\xff\xd8", b"\x89PNG\r\n\x1a\n", b"\xff\xda"

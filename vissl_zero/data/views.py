@@ -34,7 +34,7 @@ class Views:
     def __call__(self, image: bytes | str | Path | Image.Image, epoch: int = 0, index: int = 0) -> list[Tensor]:
         """Make the crops of a sample; they depend on (SEED_VALUE, epoch, index) and the image alone.
 
-        The global random numbers of torch, numpy and Python are as before afterwards.
+        The global random numbers of torch, numpy and Python are as before afterward.
 
         Args:
             image: the content of a file, its path, or an image.

@@ -31,7 +31,7 @@ from vissl_zero.engine.hook import Run
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Set ``model`` to evaluation mode without gradients inside; afterwards every module is as it was before.
+    """Set ``model`` to evaluation mode without gradients inside; afterward every module is as it was before.
 
     Module by module, so that batch norm which a recipe keeps in evaluation mode stays there.
     """

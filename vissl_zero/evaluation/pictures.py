@@ -126,7 +126,7 @@ def patch_pictures(run: Run, source: Source, image_ids: Sequence[int]) -> list[P
     components = principal_components(caught["tokens"][:, trunk.num_prefix_tokens :]).unflatten(1, grid)
     maps = caught["attention"][:, trunk.num_prefix_tokens :].unflatten(1, grid) if trunk.num_prefix_tokens else None
     return [
-        PatchPictures(image_id, _bytes(components[at]), None if maps is None else _bytes(_grey(maps[at])))
+        PatchPictures(image_id, _bytes(components[at]), None if maps is None else _bytes(_gray(maps[at])))
         for at, image_id in enumerate(image_ids)
     ]
 
@@ -178,7 +178,7 @@ def _keep_attention(
     caught["attention"] = scores.softmax(dim=-1)[:, :, 0].mean(dim=1).detach()
 
 
-def _grey(values: Tensor) -> Tensor:
+def _gray(values: Tensor) -> Tensor:
     return (values / values.amax().clamp(min=torch.finfo(values.dtype).tiny))[..., None].expand(-1, -1, 3)
 
 

@@ -157,7 +157,7 @@ def _initial_state(
     table = [_uniform(optimizer.state.get(param, {})) for param in params if param.numel() and param.requires_grad]
     first = table[0] if table else {}
     if first is None or any(row != first for row in table):
-        fix = "Give it before its first step, and load its state through load_state_dict afterwards."
+        fix = "Give it before its first step, and load its state through load_state_dict afterward."
         raise ConfigError([Problem("optimizer", type(optimizer).__name__, "has made steps already", fix)])
 
     def maker(number: Any, dtype: torch.dtype | None, is_per_element: bool) -> Callable[[Tensor], Any]:

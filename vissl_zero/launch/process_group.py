@@ -323,7 +323,7 @@ def _guarded_listener() -> tuple[Any, _GuardedListener]:
 
 
 class _GuardedListener:
-    """A guarded listener. Use it as a context while peers connect; afterwards it refuses everyone.
+    """A guarded listener. Use it as a context while peers connect; afterward it refuses everyone.
 
     Args:
         listeners: inode -> descriptor of the one socket.

@@ -1,7 +1,7 @@
 """A run on SLURM: handed in through submitit (``config.SLURM.USE_SLURM=true``), and what each task of the job runs.
 
 What the run asks for becomes parameters of submitit, and they an sbatch script. What was submitted is noted in the run
-folder and in the user's home, so that it can be listed, followed and cancelled. Each task runs a launcher of its share
+folder and in the user's home, so that it can be listed, followed and canceled. Each task runs a launcher of its share
 of the ranks, and is requeued when it saved and stopped.
 
 A job is read from a copy of the code, and from a folder that no other user can ever write to: submitit unpickles what
@@ -337,7 +337,7 @@ class SlurmTask:
 def requeue(max_requeues: int) -> int:
     """Queue this job again after it saved and stopped. Returns the exit code.
 
-    Not if it was cancelled, has been queued often enough, or the cluster is about to do so itself.
+    Not if it was canceled, has been queued often enough, or the cluster is about to do so itself.
     """
     times = _number("SLURM_RESTART_COUNT")
     if times >= max_requeues:
@@ -348,7 +348,7 @@ def requeue(max_requeues: int) -> int:
         )
         return STOPPED
     state = job_state(_job_id())
-    if state != "RUNNING":  # cancelled, or being requeued by someone else
+    if state != "RUNNING":  # canceled, or being requeued by someone else
         print(f"Saved and stopped; the job is {state.lower() or 'gone'}.", flush=True)
         return STOPPED
     print(f"Saved and stopped; requeued ({times + 1} of at most {max_requeues} times).", flush=True)

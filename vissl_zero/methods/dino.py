@@ -215,7 +215,7 @@ class DINO(EmbeddingMethod):
     ):
         super().__init__()
         self.guessing_loss = math.log(output_dim)
-        self.centre = Center(output_dim, ema_center)
+        self.center = Center(output_dim, ema_center)
         self.first_momentum = momentum
         self.student_temp = student_temp
         self.temperature = TeacherTemperature(
@@ -240,16 +240,16 @@ class DINO(EmbeddingMethod):
         scores = teacher_outputs[0].scores[0].unflatten(0, (len(self.crops_for_teacher), batch.num_local))
         self._note(outputs[0].embeddings)
         temperature = self.temperature.at(self._step, self._steps_per_epoch)
-        return dino_loss(student, self.centre.targets(scores, temperature), self.student_temp)
+        return dino_loss(student, self.center.targets(scores, temperature), self.student_temp)
 
     def observe(self, outputs: list[Any], batch: Batch, teacher_outputs: list[Any] | None = None) -> Any:
         """Sum the teacher's scores."""
         assert teacher_outputs is not None
-        return self.centre.sums(teacher_outputs[0].scores[0])
+        return self.center.sums(teacher_outputs[0].scores[0])
 
     def update_state(self, observed: Sequence[Any]) -> None:
         """Move the center. Collective."""
-        self.centre.update(torch.stack(tuple(observed)).sum(dim=0))
+        self.center.update(torch.stack(tuple(observed)).sum(dim=0))
 
     def momentum(self, step: int) -> float:
         """Return the teacher's momentum; see ``Method``."""
@@ -484,8 +484,8 @@ class IBOT(PatchDistillation):
     ):
         super().__init__(num_global_crops, mask_ratio, mask_probability)
         self.guessing_loss = lambda1 * math.log(out_dim) + lambda2 * mask_probability * math.log(patch_out_dim)
-        self.centre = Center(out_dim, center_momentum)
-        self.patch_centre = Center(patch_out_dim, center_momentum2)
+        self.center = Center(out_dim, center_momentum)
+        self.patch_center = Center(patch_out_dim, center_momentum2)
         self.first_momentum = teacher_momentum
         self.num_warmup_epochs = warmup_teacher_temp_epochs
         self.crop_temperature = TeacherTemperature(warmup_teacher_temp, teacher_temp, 0, teacher_temp_interval)
@@ -513,10 +513,10 @@ class IBOT(PatchDistillation):
         student, teacher = output_of(outputs, "patch_scores"), teacher_outputs[0]
         self._note(student.embeddings)
         temperature = self.crop_temperature.at(self._step, self._steps_per_epoch)
-        targets = self.by_view(self.centre.targets(teacher.scores, temperature), batch)
+        targets = self.by_view(self.center.targets(teacher.scores, temperature), batch)
         crops = dino_loss(self.by_view(student.scores, batch, sum(batch.num_crops)), targets, self.student_temp)
         temperature = self.patch_temperature.at(self._step, self._steps_per_epoch)
-        targets = self.patch_centre.targets(teacher.patch_scores, temperature)
+        targets = self.patch_center.targets(teacher.patch_scores, temperature)
         patches = masked_patch_loss(student.patch_scores, targets, student.is_masked, self.student_temp)
         return self.weights[0] * crops + self.weights[1] * patches
 
@@ -524,13 +524,13 @@ class IBOT(PatchDistillation):
         """Sum the teacher's scores of crops, and of masked patches."""
         assert teacher_outputs is not None
         is_masked = outputs[0].is_masked
-        return self.centre.sums(teacher_outputs[0].scores), self.patch_centre.sums(
+        return self.center.sums(teacher_outputs[0].scores), self.patch_center.sums(
             teacher_outputs[0].patch_scores, is_masked
         )
 
     def update_state(self, observed: Sequence[Any]) -> None:
         """Move the centers. Collective."""
-        for center, sums in zip((self.centre, self.patch_centre), zip(*observed, strict=True), strict=True):
+        for center, sums in zip((self.center, self.patch_center), zip(*observed, strict=True), strict=True):
             center.update(torch.stack(sums).sum(dim=0))
 
     def momentum(self, step: int) -> float:
@@ -576,7 +576,7 @@ def dinov2_loss(
 
 @LOSSES.register("dinov2_loss", config=DINOv2LossConfig)
 class DINOv2(PatchDistillation):
-    """DINOv2: DINO, iBOT and KoLeo, with Sinkhorn's centring.
+    """DINOv2: DINO, iBOT and KoLeo, with Sinkhorn's centering.
 
     Which crops are masked, and how much, is drawn for each by itself; the paper's code masks exactly half of a batch.
 

@@ -128,7 +128,7 @@ class IBOTHeadConfig:
     num_clusters: list[int] = MISSING
     """Prototypes. One number: patches share the class token's head. Two: they have a head of their own."""
     activation_name: str = "GELU"
-    """Activation between the layers: ReLU, GELU or SiLU."""
+    """Activation between the layers: ``ReLU``, ``GELU``, or ``SiLU``."""
     normalize_last_layer: bool = True
     """Prototypes have unit length; off: the length of each is learned."""
 
@@ -275,7 +275,7 @@ def distills_patches(
 
 @dataclass
 class DINOv2LossConfig:
-    """``dinov2_loss``: DINO, iBOT and KoLeo with Sinkhorn's centring, https://arxiv.org/abs/2304.07193."""
+    """``dinov2_loss``: DINO, iBOT and KoLeo with Sinkhorn's centering, https://arxiv.org/abs/2304.07193."""
 
     momentum: float = 0.992
     """Weight of the teacher's past at the start; it grows to 1 along half a cosine."""
@@ -305,7 +305,7 @@ class DINOv2LossConfig:
 
 @METHODS.register("dinov2")
 class DINOv2Spec(IBOTSpec):
-    """DINOv2: DINO, iBOT and KoLeo, with Sinkhorn's centring."""
+    """DINOv2: DINO, iBOT and KoLeo, with Sinkhorn's centering."""
 
     losses = {"dinov2_loss": DINOv2LossConfig}
     heads = {}

@@ -1,6 +1,6 @@
 """A linear classifier on the trunk's features, trained beside the model without touching it.
 
-Its accuracy says during training what a linear probe would say afterwards. It has an update rule of its own: nothing of
+Its accuracy says during training what a linear probe would say afterward. It has an update rule of its own: nothing of
 it enters the model's loss, gradients, gradient norm or optimizer.
 """
 

@@ -445,7 +445,7 @@ def pirl_loss(
     Args:
         image, transformed: (n, D) embeddings of this rank's samples, whole and as patches; not normalized.
         sample_ids: (n,) index of each image in the data set; ``set_random_key`` was given the same.
-        bank: of all images; update it with ``image`` afterwards.
+        bank: of all images; update it with ``image`` afterward.
         num_negatives: images each one is contrasted with.
         temperature: divides the cosine similarities.
         weight: of the transformed version; the image has the rest.

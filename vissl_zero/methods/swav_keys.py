@@ -34,7 +34,7 @@ class SwAVHeadConfig:
     normalize_feats: bool = True
     """Divide embeddings by their L2 norm before they are scored."""
     activation_name: str = "ReLU"
-    """Activation between the layers: ReLU, GELU or SiLU."""
+    """Activation between the layers: ``ReLU``, ``GELU``, or ``SiLU``."""
     return_embeddings: bool = True
     """Give embeddings beside the scores. false is for losses of scores alone (dino_loss, dino_distillation_loss);
     those that need embeddings refuse it."""

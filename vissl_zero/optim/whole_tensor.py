@@ -48,7 +48,7 @@ class MuonAdamW(GroupOptimizer):
     """torch's Muon for matrices, torch's AdamW for everything else.
 
     A tensor of more than two dimensions (a convolution's kernel) counts as the matrix of its first dimension by the
-    rest, as Muon's authors have it: https://kellerjordan.github.io/posts/muon/. torch orthogonalises in bfloat16; in
+    rest, as Muon's authors have it: https://kellerjordan.github.io/posts/muon/. torch orthogonalizes in bfloat16; in
     another number format, or with NorMuon's normalization, ``Orthogonal`` runs in its place.
 
     Args:
@@ -154,7 +154,7 @@ class NorMuonAdamW(MuonAdamW):
 class Orthogonal(torch.optim.Optimizer):
     """Muon of matrices in a number format of choice, by timm's Newton-Schulz; with ``row_beta``, NorMuon.
 
-    NorMuon (https://arxiv.org/abs/2510.05491) divides each row of an orthogonalised update by the root of a running
+    NorMuon (https://arxiv.org/abs/2510.05491) divides each row of an orthogonalized update by the root of a running
     mean of its mean square, and gives the whole its former norm back.
 
     Args:

@@ -173,7 +173,7 @@ def set_stage(plan: ResolvedRun, check: Callable[[nn.Module], object] | None = N
     num_classes = _ASSUMED_CLASSES if assumed else len(loader.source.class_names)
     precision = plan.sharding.precision
     dtype = dtype_of(precision.wide)
-    # Built on the meta device, where constructors still compute (drop path rates of timm's), and faked afterwards.
+    # Built on the meta device, where constructors still compute (drop path rates of timm's), and faked afterward.
     with torch.device("meta"), _default_dtype(dtype):
         model = build_model(plan.config.MODEL, num_classes)
         method = build_method(plan.config.LOSS, len(loader.source))

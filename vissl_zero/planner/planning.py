@@ -218,7 +218,7 @@ class Past:
     Attributes:
         folder: of the run.
         plan: for people.
-        steps: optimizer steps that were run with it, those that were repeated afterwards included.
+        steps: optimizer steps that were run with it, those that were repeated afterward included.
         forecast_bytes: most a rank would hold (``StepMemory.resident_bytes``); None: not known.
         measured_bytes: of rank 0, most so far beyond ``held_bytes`` (CPU), or what torch had allocated at most (GPU);
             None: not known.

@@ -84,7 +84,7 @@ def _as_list(value: Any) -> list[Any]:
 def _scaled(transforms: Sequence[Any], factor: float, side: int) -> list[Any]:
     last, scaled = _last_sized(transforms)[0], []
     for entry in transforms:
-        whole = side if entry is last else 1  # what is cut afterwards need not be whole patches
+        whole = side if entry is last else 1  # what is cut afterward need not be whole patches
         sizes = {key: _times(entry[key], factor, whole) for key in _size_keys(entry) if key in entry}
         scaled.append({**entry, **sizes} if sizes else entry)
     return scaled

@@ -132,7 +132,7 @@ def _status(name: str) -> int | None:
 
 
 class ActivationCounter(TorchDispatchMode):
-    """Inside, notes every tensor that an operation makes; afterwards, how much of it is still alive.
+    """Inside, notes every tensor that an operation makes; afterward, how much of it is still alive.
 
     Slow (Python runs at every operation) and exact: views, in-place results and what checkpointing drops are counted as
     they are, whoever holds them.

@@ -356,7 +356,7 @@ class ShardedModel:
 
     @contextmanager
     def evaluated(self) -> Iterator[None]:
-        """Put the weights to evaluate and export into the model; afterwards those to train, bit for bit. A context.
+        """Put the weights to evaluate and export into the model; afterward those to train, bit for bit. A context.
 
         They differ where the optimizer has ``eval`` and ``train`` (schedule-free ones); elsewhere this does nothing.
         Costs a copy of this rank's trained shards.

@@ -89,11 +89,11 @@ def _moco(watch: Watch) -> dict[str, Any]:
 
 
 def _dino(watch: Watch) -> dict[str, Any]:
-    return {"center": watch.loss["centre.mean"][None], **_teacher(watch, "momentum_teacher.module.")}
+    return {"center": watch.loss["center.mean"][None], **_teacher(watch, "momentum_teacher.module.")}
 
 
 def _ibot(watch: Watch) -> dict[str, Any]:
-    centers = {"center": watch.loss["centre.mean"][None], "center2": watch.loss["patch_centre.mean"][None, None]}
+    centers = {"center": watch.loss["center.mean"][None], "center2": watch.loss["patch_center.mean"][None, None]}
     return {"criterion": centers, "teacher": _teacher(watch, "module.")}
 
 

@@ -60,8 +60,8 @@ def test_synthetic_classes_can_be_learned(make_data: MakeData) -> None:
     model = LogisticRegression(C=100, max_iter=1000).fit(gradients(train), labels[0])
     assert model.score(gradients(test), labels[1]) > 0.9
     colors = [[np.asarray(s.image(i)).mean((0, 1)) for i in range(len(s))] for s in (train, test)]
-    by_colour = LogisticRegression(C=100, max_iter=1000).fit(np.array(colors[0]), labels[0])
-    assert by_colour.score(np.array(colors[1]), labels[1]) < 0.3
+    by_color = LogisticRegression(C=100, max_iter=1000).fit(np.array(colors[0]), labels[0])
+    assert by_color.score(np.array(colors[1]), labels[1]) < 0.3
 
 
 def test_data_limit_draws_from_all_classes_and_always_the_same(make_data: MakeData) -> None:

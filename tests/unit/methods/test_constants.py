@@ -67,7 +67,7 @@ def dino() -> None:
     """facebookresearch/dino 7c446df main_dino.py, ``DINOLoss`` and the defaults of its arguments."""
     method: Any = _make("dino_loss", output_dim=5)
     assert _momenta(method) == pytest.approx([0.996, 0.998, 1.0])
-    assert (method.student_temp, method.centre.momentum) == (0.1, 0.9)
+    assert (method.student_temp, method.center.momentum) == (0.1, 0.9)
     by_step = [_dino("step", step, teacher_temp_warmup_iters=100) for step in (0, 1, 50, 99, 100, 999)]
     assert by_step == pytest.approx([0.04, 0.0403, 0.055, 0.0697, 0.07, 0.07])
     # np.linspace(.04, .07, 10 epochs), indexed by the epoch
@@ -83,7 +83,7 @@ def ibot() -> None:
     """bytedance/ibot da316d8 main_ibot.py: masks of 10 to 50 % in half of the crops; temperatures as DINO's."""
     method: Any = _make("ibot_loss", out_dim=5, patch_out_dim=7, num_global_crops=2, teacher_temp_interval="epoch")
     assert _momenta(method) == pytest.approx([0.996, 0.998, 1.0])
-    assert (method.centre.momentum, method.patch_centre.momentum, method.weights) == (0.9, 0.9, (1.0, 1.0))
+    assert (method.center.momentum, method.patch_center.momentum, method.weights) == (0.9, 0.9, (1.0, 1.0))
     temperatures = [method.crop_temperature.at(step, PER_EPOCH) for step in (0, 10 * 29, 999)]
     assert temperatures == pytest.approx([0.04, 0.07, 0.07])
     counts = _views(method, masks=True).masked.sum(dim=1)

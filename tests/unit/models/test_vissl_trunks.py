@@ -209,14 +209,14 @@ def test_sizes_that_make_no_network_are_refused():
 
 
 @torch.no_grad()
-def test_a_trunk_sees_lightness_alone_or_the_colours_in_the_other_order():
+def test_a_trunk_sees_lightness_alone_or_the_colors_in_the_other_order():
     config = {"TRUNK": {"NAME": "resnet", "RESNETS": {"DEPTH": 18}}, "HEAD": HEAD}
     image = torch.rand(2, 3, 16, 16)
     plain, other = (build_model(model_block({**config, "INPUT_TYPE": kind})).eval() for kind in ("rgb", "bgr"))
     assert torch.equal(plain([image], features_only=True)[0], other([image.flip(1)], features_only=True)[0])
     gray = build_model(model_block({**config, "INPUT_TYPE": "lab"})).eval()
-    other_colours = torch.cat((image[:, :1], torch.rand(2, 2, 16, 16)), dim=1)
-    (seen,), (again,) = (gray([x], features_only=True) for x in (image, other_colours))
+    other_colors = torch.cat((image[:, :1], torch.rand(2, 2, 16, 16)), dim=1)
+    (seen,), (again,) = (gray([x], features_only=True) for x in (image, other_colors))
     assert torch.equal(seen, again) and gray.trunk.stem[0].in_channels == 1
 
 

@@ -72,7 +72,7 @@ class Split:
     """``DATA.TRAIN`` and ``DATA.TEST``."""
 
     DATA_SOURCES: Texts = field(default_factory=list, metadata=TEXTS)
-    """One data source: disk_folder, digits, synthetic or one of your own; empty with DATA_PATHS: disk_folder."""
+    """One data source: disk_folder, digits, synthetic, or one of your own; empty with DATA_PATHS: disk_folder."""
     DATA_PATHS: Texts = field(default_factory=list, metadata=TEXTS)
     """Folders with images; several are joined. In place of a recipe's digits, they imply disk_folder."""
     DATASET_NAMES: Texts = field(default_factory=list, metadata=TEXTS)
@@ -125,7 +125,7 @@ class Data:
     several times faster; crops have the same boxes. pip install vissl-zero[fast]."""
     EXIF: str = choice("ignore", "ignore", "apply")
     """ignore: read pixels as they are stored, as VISSL does; apply: turn an image as its camera noted."""
-    BACKGROUND: str = choice("stored", "stored", "white", "grey", "black")
+    BACKGROUND: str = choice("stored", "stored", "white", "gray", "black")
     """Color behind transparent pixels; stored: the color that the file has beneath them, as VISSL takes it."""
     MAX_PIXELS: int = number(89_478_485, least=1, most=2**31)
     """Most pixels of an image; larger ones count as broken. Pillow's limit for decompression bombs."""

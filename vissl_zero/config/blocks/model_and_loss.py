@@ -78,7 +78,7 @@ class Float8:
     """Round what linear layers multiply to float8, forward and backward; a GPU needs compute capability 8.9, and the
     CPU emulates it: the same numbers, no faster."""
     SCALES: str = choice("rows", "rows", "mx")
-    """rows: a scale for each token and each channel of a weight; mx: MXFP8, a power of two for each 32 elements of
+    """rows: a scale for each token and each channel of a weight; mx: MXFP8, a power of two for every 32 elements of
     these, which needs a GPU of compute capability 10.0, or the CPU."""
     LAYERS: str = "^trunk[.](.*[.])?(qkv|proj|fc1|fc2)$"
     """Regular expression of the layers' full names, found anywhere in them; the default: the trunk's qkv, proj, fc1 and
@@ -282,8 +282,8 @@ class ModelConfig:
     HEAD: Head = field(default_factory=Head)
     """From features to what the loss takes."""
     VIEWS_APART: bool = False
-    """Pass each crop of an image through trunk and heads by itself: batch norm then has its statistics view by view, as
-    in BYOL, SimSiam, MoCo v3, Barlow Twins and VICReg; off: crops of one size together, as in SimCLR and VISSL. For
+    """Pass each crop of an image through trunk and heads by itself. Batch norm then has its statistics view by view, as
+    in BYOL, SimSiam, MoCo v3, Barlow Twins, and VICReg. Off: crops of one size go together, as in SimCLR and VISSL. For
     heads that take features alone (mlp, siamese_head, identity)."""
     AMP_PARAMS: AmpParams = field(default_factory=AmpParams)
     """Half precision."""

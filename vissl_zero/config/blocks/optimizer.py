@@ -200,17 +200,18 @@ class Optimizer:
     regularize_bias: bool = True
     """Weight decay on biases too."""
     construct_single_param_group_only: bool = False
-    """One group of all parameters: norms, biases and heads decay and follow the rate as the trunk's weights do."""
+    """One group of all parameters: norms, biases, and heads decay and follow the rate as the trunk's weights do."""
     param_group_constructor: str = choice("default", "default", "dino", "linear_eval_heads")
-    """default: by trunk, heads, norms and biases, as the keys around say; dino: two groups, and neither biases nor what
-    has norm in its name decays, heads have no rate or decay of their own; linear_eval_heads: as that list says."""
+    """default: by trunk, heads, norms, and biases, as the keys around say; linear_eval_heads: as that list says;
+    dino: two groups. There neither biases nor what has norm in its name
+    decays, and heads have no rate or decay of their own."""
     linear_eval_heads: list[Any] = field(default_factory=list)
     """A block {lr, weight_decay, regularize_bn} for each head, where param_group_constructor is linear_eval_heads."""
     non_regularized_parameters: list[str] = field(default_factory=list)
     """Parameters whose full name contains one of these have no weight decay."""
     layer_decay: float = number(1.0, above=0, most=1)
-    """Block i of n in a transformer learns at this to the power n + 1 - i of the rate, what is before the blocks to the
-    power n + 1, what is after at the rate itself, as BEiT and MAE are fine-tuned; 1: all at the same rate."""
+    """Rates of a transformer's blocks, as BEiT and MAE are fine-tuned. Block i of n learns at the rate times this to
+    the power n + 1 - i; layers before the blocks have the power n + 1, those after have 0. 1: all at the same rate."""
     param_groups: list[Any] = field(default_factory=list)
     """Parameters with a rate or decay of their own: a list of {match, max_dims, lr_factor, wd_factor, constant_lr}. The
     first entry that fits a parameter counts; its factors multiply those of layer_decay and the heads."""

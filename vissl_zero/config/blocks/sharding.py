@@ -88,7 +88,7 @@ class Zero:
     fit: the cheapest plan within the three budgets below."""
     MEMORY_GB: float | None = number(None, above=0, most=10**9)
     """With LEVEL fit, and for plan: GiB a rank may use where it computes, the process itself apart; null: what the
-    device, the container or the machine has, divided among its ranks."""
+    device, the container, or the machine has, divided among its ranks."""
     HOST_MEMORY_GB: float | None = number(None, above=0, most=10**9)
     """With LEVEL fit, and for plan: GiB of host memory a rank on a GPU may use for offloaded state; null: no limit."""
     DISK_GB: float | None = number(None, above=0, most=10**9)

@@ -45,12 +45,12 @@ class ChainConfig:
     heads: list[Any] = MISSING
     """The heads, each ["name", {key: value}]; all but the last give vectors."""
     dims: list[int] = field(default_factory=list)
-    """First and last width, where the heads have them; -1 as in an mlp."""
+    """First and last width, where the heads have them; -1 as in the head mlp."""
 
 
 @dataclass
 class EvalMLPConfig:
-    """``eval_mlp``: batch norm over channels, then an mlp; VISSL's probe of a layer's features."""
+    """``eval_mlp``: batch norm over channels, then the head mlp; VISSL's probe of a layer's features."""
 
     in_channels: int = number(MISSING, least=1, most=2**20)
     """Channels of the features."""

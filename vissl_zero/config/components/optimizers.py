@@ -63,7 +63,7 @@ class MuonConfig:
     nesterov: bool = True
     """Nesterov's momentum in Muon."""
     ns_steps: int = 5
-    """Newton-Schulz iterations that orthogonalise an update."""
+    """Newton-Schulz iterations that orthogonalize an update."""
     ns_dtype: str = "bfloat16"
     """Number format of these iterations: bfloat16, float32 or float64."""
     adjust_lr_fn: str = "match_rms_adamw"
@@ -89,7 +89,7 @@ class ShampooConfig:
     """``shampoo``: https://arxiv.org/abs/2309.06497, at the step sizes of Adam; Adam runs on what is no matrix."""
 
     betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
-    """Weights of the past in the running mean, and in the running squares of elements, rows and columns."""
+    """Weights of the past in the running mean, and in the running squares of elements, rows, and columns."""
     eps: float = number(1e-8, above=0)
     """Added to the root of the running square of an element."""
     matrix_eps: float = number(1e-6, above=0)

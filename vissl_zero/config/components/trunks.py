@@ -132,7 +132,7 @@ class VisionTransformerConfig:
     DROP_PATH_RATE: float = number(0.0, least=0, below=1)
     """Stochastic depth of the last block; grows linearly from 0 at the first."""
     QKV_BIAS: bool = False
-    """Bias in the projections to queries, keys and values; the published networks have it."""
+    """Bias in the projections to queries, keys, and values; the published networks have it."""
     NUM_REGISTERS: int = number(0, least=0, most=10000)
     """Register tokens (https://arxiv.org/abs/2309.16588)."""
     LAYER_SCALE_INIT: float | None = number(None, above=0, most=1000)
@@ -206,7 +206,7 @@ class XcitConfig:
     TOKENS_NORM: bool = True
     """Norm of all tokens in class attention, not of the class token alone."""
     QKV_BIAS: bool = True
-    """Bias in the projections to queries, keys and values."""
+    """Bias in the projections to queries, keys, and values."""
 
 
 @dataclass
@@ -274,7 +274,7 @@ class SwinConfig:
     DROP_PATH_RATE: float = number(0.1, least=0, below=1)
     """Stochastic depth of the last block; grows linearly from 0 at the first."""
     QKV_BIAS: bool = True
-    """Bias in the projections to queries, keys and values."""
+    """Bias in the projections to queries, keys, and values."""
 
 
 @dataclass

@@ -85,7 +85,7 @@ def require_equal(what: str, facts: Sequence[str]) -> None:
 def equal_values(
     fill: Callable[[nn.Module, str], None], model: nn.Module, device: torch.device
 ) -> Iterator[Callable[[nn.Module, str], None]]:
-    """Yield ``fill``, for sharding ``model``; compare afterwards what it gave to parameters on the meta device.
+    """Yield ``fill``, for sharding ``model``; compare afterward what it gave to parameters on the meta device.
 
     Raises:
         ModelsDifferError: on every rank, with the first parameter that differs.
@@ -185,7 +185,7 @@ def _differing(values: Tensor) -> list[int]:
 _FIRST_PASSES = 2
 _MOVED = (
     "The memory of {} was replaced after sharding began (by model.to(...), .half() or .data = ...), so updates would "
-    "be lost. Do that before initialize(); afterwards, write in place."
+    "be lost. Do that before initialize(); afterward, write in place."
 )
 _MISSING = (
     "{} is not in the model any more, and would not be trained: the model was changed after initialize(). Replace "
@@ -244,7 +244,7 @@ class ParameterGuard:
             if source.requires_grad and shard.name in self._frozen:
                 return (
                     f"{shard.name} was frozen when sharding began, and now has requires_grad, but would not be "
-                    "trained. Give it to initialize() with requires_grad=True, and freeze it afterwards."
+                    "trained. Give it to initialize() with requires_grad=True, and freeze it afterward."
                 )
             if self._is_moved(shard):
                 return _MOVED.format(shard.name)

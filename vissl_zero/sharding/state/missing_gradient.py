@@ -109,7 +109,7 @@ class WatchedParameter(nn.Parameter):
             raise VisslZeroError(
                 f"A parameter of shape {tuple(self.shape)} in {self.dtype} on {self.device} was given {value.dtype} of "
                 f"shape {tuple(value.shape)} on {value.device} (by model.to(...), .half() or .data = ...). Convert a "
-                "model before initialize(); afterwards shape, type and device stay."
+                "model before initialize(); afterward shape, type and device stay."
             )
         with torch.no_grad():
             self.copy_(value)

@@ -190,7 +190,7 @@ class ShardedTensor(DTensor):
         return found
 
     def rows(self) -> Tensor:
-        """Return this rank's rows, to read or to write; call ``written`` afterwards."""
+        """Return this rank's rows, to read or to write; call ``written`` afterward."""
         return self._local_tensor if self.store is None else self.store.held()
 
     def written(self, rows: Tensor) -> None:

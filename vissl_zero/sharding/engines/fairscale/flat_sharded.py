@@ -332,7 +332,7 @@ def _wrap(
         own = [param for param in module.parameters() if not hasattr(param, "_is_sharded")]
         if not own and name != ROOT:
             continue
-        # Before wrapping: afterwards the wrapper would be among the parents.
+        # Before wrapping: afterward the wrapper would be among the parents.
         references = _references(model, module)
         options = groups | _options(unit, own, plan) | {"compute_device": device}
         root = FsdpUnit(module, plan.force_sync_cuda and not unit.is_float32, **options)
