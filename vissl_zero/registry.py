@@ -429,6 +429,7 @@ DATA_SOURCES = Registry(
         "arrow": (f"{_DATA}.sources.packed", "Arrow files of Hugging Face's datasets, as save_to_disk writes them."),
         "lmdb": (f"{_DATA}.sources.packed", "An LMDB database of image files."),
         "manifest": (f"{_DATA}.sources.manifest", "Image files and labels in a CSV or JSON lines table."),
+        "hdf5": (f"{_DATA}.sources.hdf5", "Pixels or files in an HDF5 file."),
         "npy": (f"{_DATA}.sources.arrays", "Pixels in .npy arrays, mapped into memory."),
         "torchvision_dataset": (
             f"{_DATA}.sources.library_sets",

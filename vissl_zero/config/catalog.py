@@ -38,6 +38,7 @@ SOURCES = (
     "lmdb",
     "manifest",
     "npy",
+    "hdf5",
     "everstore",
 )
 # Facebook's own store of images: outside of it, the same data sets lie in folders or are named by lists.
@@ -45,7 +46,14 @@ EVERSTORE = "everstore"
 _LISTS = (".npy", ".txt")
 _MAX_BYTES = 2**26
 # What a file is by the end of its name.
-_FILES = {".csv": "manifest", ".jsonl": "manifest", ".ndjson": "manifest", ".txt": "disk_filelist"}
+_FILES = {
+    ".csv": "manifest",
+    ".jsonl": "manifest",
+    ".ndjson": "manifest",
+    ".txt": "disk_filelist",
+    ".h5": "hdf5",
+    ".hdf5": "hdf5",
+}
 
 
 def use_own_images(data: Data, chosen: Collection[str]) -> list[str]:

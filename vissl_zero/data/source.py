@@ -51,8 +51,8 @@ class EncodedSource:
     def __init__(self, decoder: Decoder):
         self.decoder = decoder
 
-    def encoded(self, index: int) -> bytes:
-        """Read the file of an image, not decoded. Raises BrokenImageError."""
+    def encoded(self, index: int) -> bytes | Image.Image:
+        """Read the file of an image, not decoded; an RGB image where it has none. Raises BrokenImageError."""
         raise NotImplementedError
 
     def name(self, index: int) -> str:
@@ -60,7 +60,8 @@ class EncodedSource:
 
     def image(self, index: int) -> Image.Image:
         """Read and decode the file. Raises BrokenImageError."""
-        return self.decoder.image(self.encoded(index), self.name(index))
+        found = self.encoded(index)
+        return self.decoder.image(found, self.name(index)) if isinstance(found, bytes) else found
 
 
 def encoded_image(source: Source, index: int) -> bytes | Image.Image:

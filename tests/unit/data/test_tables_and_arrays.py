@@ -8,6 +8,7 @@ import pickle
 from pathlib import Path
 from typing import Any
 
+import h5py
 import numpy as np
 import pytest
 
@@ -16,7 +17,7 @@ from tests.unit.data.conftest import MakeData, save_image
 from tests.unit.data.test_packed import hashes
 from vissl_zero.config.catalog import source_of
 from vissl_zero.data.decode import BrokenImageError
-from vissl_zero.data.source import Source, build_source, label_matrix
+from vissl_zero.data.source import Source, build_source, encoded_image, label_matrix
 from vissl_zero.errors import DataError
 
 PATHS = [f"photos/a/{index}.jpg" for index in range(6)] + [f"photos/b/{index}.png" for index in range(5)]
@@ -69,7 +70,10 @@ def test_an_array_gives_the_folders_pixels(make_data: MakeData, tmp_path: Path, 
 
 def test_two_workers_give_the_same(make_data: MakeData, tables: dict[str, Path], tmp_path: Path) -> None:
     np.save(tmp_path / "gray.npy", np.random.default_rng(0).integers(0, 256, (9, 16, 16, 1), np.uint8))
-    for source, path in (("manifest", tables["csv"]), ("npy", tmp_path / "gray.npy")):
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        file["images"] = np.load(tmp_path / "gray.npy")
+    paths = {"manifest": tables["csv"], "npy": tmp_path / "gray.npy", "hdf5": tmp_path / "x.h5"}
+    for source, path in paths.items():
         assert hashes(make_data(source, path, num_workers=2), 0) == hashes(make_data(source, path), 0)
 
 
@@ -158,3 +162,58 @@ def test_wrong_arrays_and_classes_are_one_sentence(
         opened(make_data("npy"))
     with pytest.raises(DataError, match="needs"):
         opened(make_data("manifest"))
+
+
+@pytest.mark.parametrize("backend", ["pil", "fast"])
+def test_hdf5_gives_the_folders_pixels(make_data: MakeData, photos: Path, tmp_path: Path, backend: str) -> None:
+    keys = {"BACKEND": backend}
+    for index in range(10):
+        save_image(tmp_path / "p" / "ab"[index % 2] / f"{index}.png", index)
+    for folder, holds_files in ((photos, True), (tmp_path / "p", False)):
+        source = opened(make_data("disk_folder", folder))
+        path = tmp_path / ("files.h5" if holds_files else "pixels.hdf5")
+        with h5py.File(path, "w") as file:
+            if holds_files:
+                files = [np.frombuffer(encoded_image(source, index), np.uint8) for index in range(len(source))]
+                images = file.create_dataset("image", (len(files),), h5py.vlen_dtype(np.uint8))
+                for index, content in enumerate(files):
+                    images[index] = content
+            else:
+                file["x"] = np.stack([np.asarray(source.image(index)) for index in range(len(source))])
+            file["labels"] = np.array([source.label(index) for index in range(len(source))])
+            file["labels"].attrs["class_names"] = source.class_names
+        assert source_of([str(path)]) == "hdf5"
+        data, whole = make_data("hdf5", path) | keys, make_data("disk_folder", folder) | keys
+        assert opened(data).class_names == ("a", "b")
+        assert hashes(data, 1) == hashes(data, 1, ranks=2) == hashes(whole, 1)
+        assert hashes(data, 1, start=4) == hashes(whole, 1, start=4)
+        assert len(pickle.dumps(opened(data))) < 2000
+
+
+def test_wrong_hdf5_files_are_one_sentence(make_data: MakeData, tmp_path: Path) -> None:
+    path = tmp_path / "x.h5"
+    path.write_bytes(b"x")
+    with pytest.raises(DataError, match="cannot be read as an HDF5 file"):
+        opened(make_data("hdf5", path))
+    with pytest.raises(DataError, match="is not a file"):
+        opened(make_data("hdf5", tmp_path))
+    wrong: tuple[tuple[dict[str, Any], str], ...] = (
+        ({"features": np.zeros(3)}, "has none of images, image, data, x; it has features"),
+        ({"images": np.zeros((2, 3, 3))}, "must hold images as uint8"),
+        ({"images": np.zeros((2, 3, 3), np.uint8), "labels": np.zeros(3, int)}, "labels must be 2 integers"),
+    )
+    for number, (content, says) in enumerate(wrong):
+        path = tmp_path / f"{number}.h5"
+        with h5py.File(path, "w") as file:
+            for name, values in content.items():
+                file[name] = values
+        with pytest.raises(DataError, match=says) as caught:
+            opened(make_data("hdf5", path))
+        assert "\n" not in str(caught.value)
+    path = tmp_path / "fine.h5"
+    with h5py.File(path, "w") as file:
+        file["images"] = np.zeros((2, 3, 3), np.uint8)
+    copy = pickle.dumps(opened(make_data("hdf5", path)))
+    path.write_bytes(b"x")
+    with pytest.raises(BrokenImageError, match="cannot be read"):
+        pickle.loads(copy).image(0)

@@ -29,8 +29,8 @@ _INDEX_FILE = ".vissl_zero_index.npz"
 _MOST_JSON = 2**26
 
 
-class _Packed(EncodedSource):
-    """What the packed sources share: labels, and their numbers in TRAIN.
+class Packed(EncodedSource):
+    """Share labels and their numbers in TRAIN among the packed sources.
 
     Args:
         request: of the source.
@@ -63,14 +63,16 @@ class _Packed(EncodedSource):
         return None if label == UNLABELLED else label
 
 
-def _one_path(request: SourceRequest, what: str) -> Path:
+def one_path(request: SourceRequest, what: str) -> Path:
+    """Return the only path of a request. Raises DataError where there are several, or nothing is there."""
     key = f"config.DATA.{request.split}.DATA_PATHS"
     if len(request.paths) != 1 or not Path(request.paths[0]).exists():
         raise DataError(f"{key} must name {what} that exists, got {', '.join(request.paths) or 'nothing'}.")
     return Path(request.paths[0])
 
 
-def _missing(library: str, extra: str) -> DataError:
+def missing(library: str, extra: str) -> DataError:
+    """Return the error that says how to install a library."""
     return DataError(f"This data source needs {library}. Run pip install vissl-zero[{extra}].")
 
 
@@ -88,7 +90,7 @@ def _class_names(folder: Path) -> list[str]:
 
 
 @DATA_SOURCES.register("webdataset")
-class WebDataset(_Packed):
+class WebDataset(Packed):
     """Tars as webdataset writes them: files that share a name up to its first dot are a sample.
 
     An image, and ``cls`` (the number of its class) or ``json`` with a ``label``. ``classes.json`` beside the tars may
@@ -198,7 +200,7 @@ _SPLITS = {"TRAIN": ("train",), "TEST": ("test", "validation", "val")}
 
 
 @DATA_SOURCES.register("arrow")
-class ArrowFiles(_Packed):
+class ArrowFiles(Packed):
     """A data set of Hugging Face's ``datasets`` on disk: ``save_to_disk``'s folder, or a folder of its Arrow files.
 
     Images are a column of files (``Image``, or binary), labels an integer column (``label``); names of classes are
@@ -207,7 +209,7 @@ class ArrowFiles(_Packed):
     """
 
     def __init__(self, request: SourceRequest):
-        folder = _one_path(request, "a data set's folder")
+        folder = one_path(request, "a data set's folder")
         if (folder / "dataset_dict.json").is_file():
             found = [folder / name for name in _SPLITS[request.split] if (folder / name).is_dir()]
             if not found:
@@ -232,7 +234,7 @@ class ArrowFiles(_Packed):
             try:
                 import pyarrow as pa
             except ModuleNotFoundError as error:
-                raise _missing("pyarrow", "arrow") from error
+                raise missing("pyarrow", "arrow") from error
             self._tables = [_table(pa, os.fsdecode(file)) for file in self._files]
         return self._tables
 
@@ -305,7 +307,7 @@ def _environment(path: str, process: int) -> Any:
     try:
         import lmdb
     except ModuleNotFoundError as error:
-        raise _missing("lmdb", "lmdb") from error
+        raise missing("lmdb", "lmdb") from error
     try:
         return lmdb.open(path, readonly=True, lock=False, readahead=False, subdir=Path(path).is_dir())
     except lmdb.Error as error:
@@ -313,14 +315,14 @@ def _environment(path: str, process: int) -> Any:
 
 
 @DATA_SOURCES.register("lmdb")
-class Lmdb(_Packed):
+class Lmdb(Packed):
     """An LMDB database: a file under each key, images in the order of the keys.
 
     ``__labels__`` may hold the labels, an array in .npy's format, and ``__classes__`` their names, a JSON list.
     """
 
     def __init__(self, request: SourceRequest):
-        self._path = str(_one_path(request, "an LMDB database"))
+        self._path = str(one_path(request, "an LMDB database"))
         with self._read() as transaction:
             keys = [bytes(key) for key in transaction.cursor().iternext(values=False)]
             kept = transaction.get(LABELS_KEY), transaction.get(CLASSES_KEY)
