@@ -90,7 +90,7 @@ def _relinked(markdown: str, folder: Path, site_folder: Path) -> str:
             return match[0]
         path = target.relative_to(ROOT).as_posix()
         if not (path in PAGES or path.startswith("docs/") or Path(path) in PICTURES):
-            return f"`{path}`" if text.rstrip("/") == path else f"{text} (`{path}`)"
+            return f"`{path}`" if text.strip("`").rstrip("/") == path else f"{text} (`{path}`)"
         path = PAGES.get(path, path).removeprefix("docs/")
         return f"{bang}[{text}]({'../' * len(site_folder.parts)}{path}{anchor})"
 

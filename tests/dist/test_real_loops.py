@@ -11,6 +11,7 @@ import dataclasses
 import io
 import shutil
 import tempfile
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 import vissl_zero
 from tests.ranks import run_on_ranks
+from vissl_zero.errors import VisslZeroError
 
 TOLERANCE = 1e-10
 Init = Callable[..., tuple[nn.Module, Any]]
@@ -537,6 +539,43 @@ def zero_grad_of_the_optimizer_that_was_given(init: Init) -> dict[str, Tensor]:
         optimizer.backward(model(rows(step, 7)).square().mean())
         optimizer.step()
         optimizer.zero_grad()
+    return optimizer.full_state()
+
+
+class _SlowWeights(torch.optim.Optimizer):
+    """As pytorch_optimizer's Lookahead: slow weights are copied when it is built; groups are the inner optimizer's."""
+
+    def __init__(self, inner: torch.optim.Optimizer):
+        self.inner = inner
+        self.state = {p: {"slow": p.detach().clone()} for group in inner.param_groups for p in group["params"]}
+        self.defaults = inner.defaults
+        self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        return self.inner.param_groups
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        self.inner.step()
+        for group in self.param_groups:
+            group["num_steps"] = group.get("num_steps", 0) + 1
+            for param in group["params"] if group["num_steps"] % 2 == 0 else ():
+                param.copy_(self.state[param]["slow"].lerp_(param, 0.5))
+
+
+@case()
+def slow_weights_copied_when_the_optimizer_is_built(init: Init) -> dict[str, Tensor]:
+    model = chain()
+    inner = torch.optim.Adagrad(model.parameters(), lr=0.1, initial_accumulator_value=0.1)
+    model, optimizer = init(model, _SlowWeights(inner))
+    for step in range(5):
+        optimizer.backward(model(rows(step, 7)).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    if not isinstance(optimizer, Plain):
+        with pytest.raises(VisslZeroError, match="cannot store the state of the optimizer inside"):
+            optimizer.state_dict()
     return optimizer.full_state()
 
 

@@ -24,6 +24,7 @@ from vissl_zero.checkpoint.saver import commit, discard, write_rank
 from vissl_zero.checkpoint.snapshot import replicated_parts
 from vissl_zero.errors import CheckpointError, VisslZeroError
 from vissl_zero.integration.ema import Ema
+from vissl_zero.optim.update_rule import with_wrapped
 from vissl_zero.sharding.checks.waiting import waiting
 from vissl_zero.sharding.sharded_model import ShardedModel
 from vissl_zero.sharding.state.saved_state import check_same_update, take_group_options
@@ -163,7 +164,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             VisslZeroError: between the calls of ``step`` that make one update.
         """
         self._require_boundary("state_dict()")
-        self._refuse_extra_state("state_dict()")
+        self._require_storable("state_dict()")
         with self._on_rows():
             return self._sharded.state_dict()
 
@@ -194,7 +195,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             VisslZeroError: between the calls of ``step`` that make one update.
         """
         self._require_boundary("save()")
-        self._refuse_extra_state("save()")
+        self._require_storable("save()")
         with self._on_rows(), waiting("optimizer.save()"):
             save_state(self._sharded, Path(folder), self.num_updates)
 
@@ -209,6 +210,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             VisslZeroError: between the calls of ``step`` that make one update.
         """
         self._require_boundary("load()")
+        self._require_storable("load()")
         with self._on_rows(), waiting("optimizer.load()"):
             self.num_updates = load_state(self._sharded, Path(folder))
 
@@ -282,8 +284,19 @@ class ZeroOptimizer(torch.optim.Optimizer):
         finally:
             self._show(self._params)
 
-    def _refuse_extra_state(self, method: str) -> None:
-        """Refuse modules with a state of their own, which may be any object: a checkpoint has tensors and numbers."""
+    def _require_storable(self, method: str) -> None:
+        """Refuse state that a checkpoint has no place for.
+
+        A module's own may be any object, and a checkpoint has tensors and numbers. Of optimizers inside each other, as
+        in Lookahead, only the outer one's state would be saved.
+        """
+        optimizer = self._sharded.optimizer
+        if any(layer.state is not optimizer.state for layer in with_wrapped(optimizer)):
+            name = type(optimizer).__name__
+            raise VisslZeroError(
+                f"{method} cannot store the state of the optimizer inside {name}. Use it without {name}, or save the "
+                "weights alone with optimizer.full_state()."
+            )
         for name, module in self._model.named_modules():
             if type(module).get_extra_state is not nn.Module.get_extra_state:
                 raise VisslZeroError(

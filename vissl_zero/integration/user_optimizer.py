@@ -20,6 +20,7 @@ from vissl_zero.errors import ConfigError, Problem, did_you_mean
 from vissl_zero.optim.adaptation import Adaptation, Larc, OptimizerFactory
 from vissl_zero.optim.elementwise import lars, sgd
 from vissl_zero.optim.param_groups import ParamGroup
+from vissl_zero.optim.update_rule import with_wrapped
 from vissl_zero.optim.whole_tensor import AdamW8bit, MuonAdamW, NorMuonAdamW, Shampoo
 
 Groups = list[dict[str, Any]]
@@ -117,7 +118,8 @@ def _from_class(build: Callable[..., Any]) -> OptimizerFactory:
 
 
 def _from_instance(optimizer: torch.optim.Optimizer, model: nn.Module) -> tuple[list[ParamGroup], OptimizerFactory]:
-    initial = [_initial_state(optimizer, group["params"]) for group in optimizer.param_groups]
+    layers = with_wrapped(optimizer)
+    initial = [[_initial_state(layer, group["params"]) for group in layer.param_groups] for layer in layers]
     names = {param: name for name, param in model.named_parameters()}
     foreign = [tuple(p.shape) for group in optimizer.param_groups for p in group["params"] if p not in names]
     if foreign:
@@ -131,14 +133,16 @@ def _from_instance(optimizer: torch.optim.Optimizer, model: nn.Module) -> tuple[
     ]
 
     def factory(local_groups: Groups) -> Built:
-        # What it held is keyed by whole parameters, which it would keep alive.
-        optimizer.state = defaultdict(dict)
-        for group, local, state in zip(optimizer.param_groups, local_groups, initial, strict=True):
+        for group, local in zip(optimizer.param_groups, local_groups, strict=True):
             group["params"] = list(local["params"])
-            for param in local["params"] if state else ():
-                if not param.requires_grad:
-                    continue
-                optimizer.state[param] = {key: make(param) for key, make in state.items()}
+        # What they held is keyed by whole parameters, which it would keep alive. A shared state stays shared.
+        fresh: dict[int, defaultdict[Tensor, dict[str, Any]]] = {id(layer.state): defaultdict(dict) for layer in layers}
+        for layer, states in zip(layers, initial, strict=True):
+            layer.state = fresh[id(layer.state)]
+            for group, state in zip(layer.param_groups, states, strict=True):
+                for param in group["params"] if state else ():
+                    if param.requires_grad:
+                        layer.state[param] = {key: make(param) for key, make in state.items()}
         return optimizer, None
 
     return groups, factory
@@ -147,56 +151,61 @@ def _from_instance(optimizer: torch.optim.Optimizer, model: nn.Module) -> tuple[
 def _initial_state(
     optimizer: torch.optim.Optimizer, params: Sequence[nn.Parameter]
 ) -> dict[str, Callable[[Tensor], Any]]:
-    """Find how to rebuild the state before an optimizer's first step: Adagrad's sums, all of one value.
+    """Find how to rebuild the state before a first step: one number everywhere, or a copy of the parameter.
 
     Frozen parameters need none.
 
     Raises:
         ConfigError: it has made steps.
     """
-    table = [_uniform(optimizer.state.get(param, {})) for param in params if param.numel() and param.requires_grad]
-    first = table[0] if table else {}
-    if first is None or any(row != first for row in table):
+    rows = [(param, optimizer.state.get(param, {})) for param in params if param.numel() and param.requires_grad]
+    keys = {key for _, state in rows for key in state}
+    makers = {key: _maker(key, [(state.get(key, _NOTHING), param) for param, state in rows]) for key in keys}
+    if None in makers.values():
         fix = "Give it before its first step, and load its state through load_state_dict afterward."
         raise ConfigError([Problem("optimizer", type(optimizer).__name__, "has made steps already", fix)])
+    return cast(dict[str, Callable[[Tensor], Any]], makers)
 
-    def maker(number: Any, dtype: torch.dtype | None, is_per_element: bool) -> Callable[[Tensor], Any]:
-        if dtype is None:
-            return lambda _: number
-        if is_per_element:
-            return lambda param: torch.full_like(param, number, dtype=dtype, requires_grad=False)
+
+_NOTHING = object()
+
+
+def _maker(key: str, found: Sequence[tuple[Any, Tensor]]) -> Callable[[Tensor], Any] | None:
+    """Return what makes a key's first state for any parameter; None where steps have left traces.
+
+    Args:
+        key: of the state.
+        found: its value, or ``_NOTHING``, and the parameter, for each parameter.
+    """
+    value, _ = found[0]
+    if not isinstance(value, Tensor):
+        is_equal = all(not isinstance(other, Tensor) and other == value for other, _ in found)
+        return (lambda _: value) if is_equal and value is not _NOTHING and not (key == "step" and value) else None
+    if all(isinstance(other, Tensor) and other.dtype == p.dtype and torch.equal(other, p) for other, p in found):
+        return lambda param: param.detach().clone()  # Lookahead's slow weights
+    if not all(isinstance(other, Tensor) and other.numel() and other.dtype == value.dtype for other, _ in found):
+        return None
+    number, dtype = value.flatten()[0].item(), value.dtype
+    if not all(bool((other == number).all()) for other, _ in found) or (key == "step" and number):
+        return None
+    if key == "step":  # by the name and not the shape: the state of a 0-d parameter is 0-d as well
         return lambda _: torch.tensor(number, dtype=dtype)
-
-    return {key: maker(*fact) for key, fact in first.items()}
-
-
-def _uniform(state: Mapping[str, Any]) -> dict[str, tuple[Any, torch.dtype | None, bool]] | None:
-    """Describe state by key: number, type, whether it is there for each element; None where steps have left traces."""
-    found: dict[str, tuple[Any, torch.dtype | None, bool]] = {}
-    for key, value in state.items():
-        if not isinstance(value, Tensor):
-            found[key] = value, None, False
-        elif value.numel() and bool((value == value.flatten()[0]).all()):
-            # By the name and not the shape: the state of a 0-d parameter is 0-d as well.
-            found[key] = value.flatten()[0].item(), value.dtype, key != "step"
-        else:
-            return None
-    return None if found.get("step", (0,))[0] else found
+    return lambda param: torch.full_like(param, number, dtype=dtype, requires_grad=False)
 
 
 @contextmanager
 def unchanged_on_error(optimizer: Any) -> Iterator[None]:
     """Give a ready optimizer its parameters back if what is done inside fails."""
-    groups = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else []
-    before = [(group, group["params"]) for group in groups]
-    state = optimizer.state if groups else None
+    layers = with_wrapped(optimizer) if isinstance(optimizer, torch.optim.Optimizer) else []
+    before = [(group, group["params"]) for layer in layers[:1] for group in layer.param_groups]
+    states = [layer.state for layer in layers]
     try:
         yield
     except BaseException:
         for group, params in before:
             group["params"] = params
-        if state is not None:
-            optimizer.state = state
+        for layer, state in zip(layers, states, strict=True):
+            layer.state = state
         raise
 
 

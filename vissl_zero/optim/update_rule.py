@@ -12,7 +12,7 @@ import enum
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -261,29 +261,41 @@ def _copied(
     for key, value in vars(optimizer).items():
         if key == "step":  # a scheduler wraps it
             continue
-        if isinstance(value, torch.optim.Optimizer) and _is_same_groups(value.param_groups, shared):
+        if is_wrapped(value, shared):
             value = _copied(value, shared, groups)
         elif isinstance(value, Tensor):
             value = value.clone()
         elif isinstance(value, dict | list | set):
             value = copy.copy(value)
         copied.__dict__[key] = value
-    copied.param_groups = groups
+    if not isinstance(getattr(type(optimizer), "param_groups", None), property):  # else they are those of its optimizer
+        copied.param_groups = groups
     copied.state = defaultdict(dict)
     filled = [(param, state) for param, state in optimizer.state.items() if state]
-    if filled:  # Adagrad makes its state when it is built
+    if filled:  # Adagrad and Lookahead make their state when they are built
         like, template = max(filled, key=lambda pair: (pair[0].dim(), pair[0].numel()))
         for param in (param for group in groups for param in group["params"]):
             copied.state[param] = {key: _fresh(key, value, like, param) for key, value in template.items()}
     return copied
 
 
-def _is_same_groups(groups: Sequence[dict[str, Any]], others: Sequence[dict[str, Any]]) -> bool:
-    return len(groups) == len(others) and all(a is b for a, b in zip(groups, others, strict=True))
+def is_wrapped(value: Any, groups: Sequence[dict[str, Any]]) -> TypeGuard[torch.optim.Optimizer]:
+    """Check whether ``value`` is an optimizer over the same groups as the one that holds it."""
+    others = value.param_groups if isinstance(value, torch.optim.Optimizer) else []
+    return len(others) == len(groups) and all(a is b for a, b in zip(groups, others, strict=True))
+
+
+def with_wrapped(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    """List the optimizer and those that it wraps over the same groups, as Lookahead does: each may have a state."""
+    wrapped = [value for value in vars(optimizer).values() if is_wrapped(value, optimizer.param_groups)]
+    return [optimizer, *(layer for other in wrapped for layer in with_wrapped(other))]
 
 
 def _fresh(key: str, value: Any, like: Tensor, param: Tensor) -> Any:
     """Make the state that ``value`` is for ``like``, for another parameter."""
+    is_numbers = isinstance(value, Tensor) and value.dim() and not value.is_meta
+    if is_numbers and value.dtype == like.dtype and torch.equal(value, like):
+        return param.detach().clone()
     if isinstance(value, Tensor) and value.shape == like.shape and (like.dim() or key != "step"):
         return torch.full_like(param, value.flatten()[0].item() if value.numel() and not value.is_meta else 0.0)
     return copy.deepcopy(value)

@@ -106,8 +106,9 @@ def update_rule_of(
         [
             {
                 "name": group.name,
-                # The trial makes tensors of its own: only the number of dimensions matters to the constructor.
-                "params": [nn.Parameter(torch.zeros([min(n, 2) for n in shape])) for shape in own],
+                # The trial makes tensors of its own: only the number of dimensions matters to the constructor. Their
+                # values tell state that is a copy of the parameter from state that is zero.
+                "params": [nn.Parameter(torch.full([min(n, 2) for n in shape], 1 / 7)) for shape in own],
                 "lr": 0.0,
                 "weight_decay": group.weight_decay,
             }
