@@ -15,6 +15,7 @@ from typing import Any
 from vissl_zero.atomic import is_folder, is_there, read_regular
 from vissl_zero.config.blocks.data import Data, Split
 from vissl_zero.config.blocks.model_and_loss import RegNetBlock, Trunk, VisionTransformerBlock
+from vissl_zero.config.catalog import source_of
 from vissl_zero.config.components import builtin_keys, component_keys, typed_options
 from vissl_zero.config.components.trunks import (
     TRUNK_BLOCKS,
@@ -159,9 +160,10 @@ def _says_auto(entries: Sequence[Any]) -> bool:
 
 
 def _with_data(own: Data, saved: Mapping[str, Any], path: str) -> Data:
-    """Take the images and transforms of the run where ``own`` says auto. Paths that the user names are a disk_folder.
+    """Take the images and transforms of the run where ``own`` says auto.
 
-    Paths that the user names are a disk_folder. TEST is then not the run's: its classes would be others.
+    Paths that the user names imply the source that reads what is there. TEST is then not the run's: its classes would
+    be others.
     """
     if any("${" in str(saved[name].get(key, "")) for name in ("TRAIN", "TEST") for key in _IMAGES):
         own_paths = own.TRAIN.DATA_PATHS and own.TEST.DATA_PATHS
@@ -185,7 +187,7 @@ def _with_images(own: Split, saved: Mapping[str, Any]) -> Split:
     if not _says_auto(own.DATA_SOURCES):
         return own
     if own.DATA_PATHS:
-        return replace(own, DATA_SOURCES=["disk_folder"])
+        return replace(own, DATA_SOURCES=[source_of(own.DATA_PATHS)])
     filled = {key: saved[key] for key in _IMAGES if key in saved} or {"DATA_SOURCES": []}
     limit = own.DATA_LIMIT if own.DATA_LIMIT != -1 else saved.get("DATA_LIMIT", -1)
     return replace(own, **filled, DATA_LIMIT=limit)

@@ -68,6 +68,14 @@ def test_an_array_gives_the_folders_pixels(make_data: MakeData, tmp_path: Path, 
     assert hashes(data, 1) == hashes(data, 1, ranks=2) == whole and hashes(data, 1, start=4) == hashes(folder, 1, 4)
 
 
+def test_a_file_is_recognized_by_its_name_where_all_paths_agree(tmp_path: Path) -> None:
+    for name in ("x.TXT", "x.csv"):
+        (tmp_path / name).write_text("path\n")
+    assert source_of([str(tmp_path / "x.TXT")]) == "disk_filelist"
+    assert source_of([str(tmp_path / name) for name in ("x.csv", "x.TXT")]) == "disk_folder"
+    assert source_of([str(tmp_path / "none.csv")]) == "disk_folder"
+
+
 def test_two_workers_give_the_same(make_data: MakeData, tables: dict[str, Path], tmp_path: Path) -> None:
     np.save(tmp_path / "gray.npy", np.random.default_rng(0).integers(0, 256, (9, 16, 16, 1), np.uint8))
     with h5py.File(tmp_path / "x.h5", "w") as file:

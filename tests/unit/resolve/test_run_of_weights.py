@@ -113,6 +113,9 @@ def test_images_that_the_user_names_are_used_at_the_runs_size(tmp_path):
         assert getattr(data, split).DATA_SOURCES == ["disk_folder"] and getattr(data, split).DATA_LIMIT == -1
     assert data.TRAIN.TRANSFORMS[0]["size"] == 40
     assert data.TEST.TRANSFORMS == []  # resized and cropped as TRAIN's, whatever size the images have
+    (tmp_path / "x.csv").write_text("path,label\ntrain/a/1.png,a\n")
+    table = f"config.DATA.TRAIN.DATA_PATHS=[{tmp_path / 'x.csv'}]"
+    assert resolved(run, table, test).config.DATA.TRAIN.DATA_SOURCES == ["manifest"]
     # The run's own TEST has other classes, so it is not taken.
     with pytest.raises(ConfigError, match=r"TEST.DATA_SOURCES: must name the images that the probe is measured on"):
         resolved(run, train)
