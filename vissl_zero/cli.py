@@ -1,6 +1,6 @@
 """The command line: ``vissl-zero config=<recipe> [+config/<group>=<file>] [config.A.B=value ...]``.
 
-Subcommands: ``vissl-zero list``, ``doctor``, ``plan``, ``explain``, ``verify``, ``checkpoint``, ``jobs`` and
+Subcommands: ``vissl-zero new``, ``list``, ``doctor``, ``plan``, ``explain``, ``verify``, ``checkpoint``, ``jobs`` and
 ``--version``.
 Everything else is Hydra's: ``--cfg job``, ``-m`` for sweeps, ``hydra/launcher=...``, shell completion.
 
@@ -36,6 +36,7 @@ _COMMANDS = (
     "runs",
     "compare",
     "data",
+    "new",
 )
 _FILES = {"embed": "evaluate"}  # the file, where it is not named as the command
 WORDS = ("list", "doctor", *_COMMANDS)
@@ -68,6 +69,9 @@ Train:
     config.DISTRIBUTED.NUM_PROC_PER_NODE=2          processes
     config.SEED_VALUE=1                             seed
     config.CHECKPOINT.DIR=runs/mine                 the run folder
+
+Begin with images of your own:
+  vissl-zero new <name> [--images <folder>]         asks four questions and writes a short recipe that trains
 
 Look before you train:
   vissl-zero config=<recipe> --dry-run              check everything and print the plan; train nothing

@@ -275,6 +275,7 @@ class OnlineProbeHook(Hook):
         )
         if not found:
             return None
-        self._curve.append([run.step, found[0].top1])
+        if not self._curve or self._curve[-1][0] < run.step:
+            self._curve.append([run.step, found[0].top1])
         run.results["probe_top1_by_step"] = [list(point) for point in self._curve]
         return found[0].top1

@@ -23,6 +23,7 @@ from vissl_zero.engine import stopping
 from vissl_zero.engine.build import build_run
 from vissl_zero.engine.hook import Hook, Run
 from vissl_zero.engine.loop import train
+from vissl_zero.evaluation.early_stopping import EarlyStoppingHook
 from vissl_zero.launch.failure import FAILURE_FOLDER_VARIABLE, write_failure
 from vissl_zero.launch.process_group import is_first_to_fail, process_group
 from vissl_zero.launch.rendezvous import FIRST_LOCAL_RANK_VARIABLE, FIRST_RANK_VARIABLE, WORLD_SIZE_VARIABLE
@@ -139,7 +140,8 @@ def with_checkpoints(run: Run, hooks: Sequence[Hook]) -> list[Hook] | None:
         if run.is_main:
             for line in opening_lines(found, run.plan):
                 _print_line(line)
-    if run.is_resumed and run.step >= run.num_steps and _is_over(run):
+    has_stopped = any(isinstance(hook, EarlyStoppingHook) and hook.has_stopped for hook in hooks)
+    if run.is_resumed and (run.step >= run.num_steps or has_stopped) and _is_over(run):
         if run.is_main:
             _print_line(
                 f"The run in {run.folder} is complete (step {run.step} of {run.num_steps}); nothing is left to do."

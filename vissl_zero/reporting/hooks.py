@@ -9,6 +9,7 @@ from vissl_zero.config.programs import PROGRAMS
 from vissl_zero.data.source import PART, described
 from vissl_zero.engine.hook import Hook, Run, StepRecord
 from vissl_zero.evaluation.accuracy import AccuracyHook, OnlineProbeHook
+from vissl_zero.evaluation.early_stopping import EarlyStoppingHook
 from vissl_zero.evaluation.knn import KnnHook
 from vissl_zero.methods.health import CollapseRule
 from vissl_zero.registry import HOOKS, require_interface
@@ -39,6 +40,8 @@ def build_hooks(plan: ResolvedRun) -> list[Hook]:
     hooks: list[Hook] = [Opening(), Display(), MetricsFile(), CollapseWatch(), knn, AccuracyHook()]
     if plan.config.ONLINE_PROBE.USE_PROBE:
         hooks.append(OnlineProbeHook())
+    if options.EARLY_STOPPING.METRIC:
+        hooks.append(EarlyStoppingHook(options.EARLY_STOPPING))
     if plan.config.CHECKPOINT.SAVE_BEST:
         hooks.append(BestWeights())
     program = PROGRAMS.get(plan.config.PROGRAM)

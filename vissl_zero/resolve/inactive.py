@@ -48,6 +48,11 @@ _SWITCHES: dict[str, tuple[str, ...]] = {
         "HOOKS.EMA_MODEL.WARMUP",
         "HOOKS.EMA_MODEL.DECAY",
     ),
+    "HOOKS.EARLY_STOPPING.METRIC": (
+        "HOOKS.EARLY_STOPPING.PATIENCE",
+        "HOOKS.EARLY_STOPPING.MODE",
+        "HOOKS.EARLY_STOPPING.MIN_DELTA",
+    ),
     "NEAREST_NEIGHBOR.USE_KNN": (
         "NEAREST_NEIGHBOR.EVERY_NUM_EPOCHS",
         "NEAREST_NEIGHBOR.TOPK",
@@ -87,14 +92,15 @@ def _does_not_mix(split: str) -> Callable[[RunConfig], bool]:
     return lambda cfg: getattr(cfg.DATA, split).COLLATE_FUNCTION != MIXING_COLLATOR
 
 
-def _can_measure_top1(cfg: RunConfig) -> bool:
+def can_measure_top1(cfg: RunConfig) -> bool:
+    """Check whether the method may predict classes, and TEST has images."""
     predicts_no_class = cfg.LOSS["name"] in builtin_keys("loss") and cfg.LOSS["name"] not in _WITH_CLASSES
     return bool(cfg.DATA.TEST.DATA_SOURCES) and not predicts_no_class
 
 
 def _does_not_count(meter: str) -> Callable[[RunConfig], bool]:
     return lambda cfg: (
-        meter not in (cfg.METERS.name, *cfg.METERS.names) or not (cfg.TEST_MODEL and _can_measure_top1(cfg))
+        meter not in (cfg.METERS.name, *cfg.METERS.names) or not (cfg.TEST_MODEL and can_measure_top1(cfg))
     )
 
 
@@ -286,7 +292,7 @@ _CONDITIONS: tuple[Inactive, ...] = (
     ),
     Inactive(
         ("TEST_EVERY_NUM_EPOCH", "CHECKPOINT.SAVE_BEST", "METERS.name", "METERS.names", "METERS.model_output_mask"),
-        lambda cfg: not (cfg.TEST_MODEL and _can_measure_top1(cfg)),
+        lambda cfg: not (cfg.TEST_MODEL and can_measure_top1(cfg)),
         "no top-1 on TEST is measured",
     ),
     Inactive(
@@ -296,7 +302,7 @@ _CONDITIONS: tuple[Inactive, ...] = (
     ),
     Inactive(
         ("TEST_MODEL",),
-        lambda cfg: cfg.PROGRAM == TRAIN and not _can_measure_top1(cfg),
+        lambda cfg: cfg.PROGRAM == TRAIN and not can_measure_top1(cfg),
         "no top-1 on TEST is measured either way",
     ),
     *(

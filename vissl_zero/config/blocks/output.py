@@ -68,6 +68,20 @@ class EmaModel:
     """Weight of the past in the average, 0 to 1, per update."""
 
 
+@dataclass
+class EarlyStopping:
+    """``HOOKS.EARLY_STOPPING``: end a run whose figure no longer gets better, as its last step would end it."""
+
+    METRIC: str = ""
+    """The figure: loss (mean of an epoch), top1, knn_top1 or probe_top1, if the run measures it; empty: never stop."""
+    PATIENCE: int = number(5, least=1)
+    """Measurements in a row without a better one after which the run ends."""
+    MODE: str = choice("auto", "auto", "max", "min")
+    """Whether higher (max) or lower (min) is better; auto: lower for loss, higher for the others."""
+    MIN_DELTA: float = number(0.0, least=0)
+    """By how much, in the metric's unit, a figure must exceed the best to be better."""
+
+
 @with_vissl_keys("HOOKS")
 @dataclass
 class Hooks:
@@ -81,6 +95,8 @@ class Hooks:
     """VISSL's switch of TensorBoard."""
     EMA_MODEL: EmaModel = field(default_factory=EmaModel)
     """A running average of the weights."""
+    EARLY_STOPPING: EarlyStopping = field(default_factory=EarlyStopping)
+    """End the run when a figure no longer gets better."""
 
 
 @dataclass

@@ -1,0 +1,234 @@
+"""``vissl-zero new``: write a short recipe for a folder of images, from four questions or their flags."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import NoReturn
+
+from vissl_zero.config.compose import compose
+from vissl_zero.config.recipes import recipe_names
+from vissl_zero.errors import ConfigError, DataError, printable
+
+_NUM_LOOKED_AT = 64
+_SIDES = (32, 64, 96, 128, 160, 192, 224)
+_MOST_IMAGES = 64  # of a batch
+_LEAST_IMAGES = 8
+_VALIDATION = ("val", "test")
+_PACKAGE = "# @package _global_"
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"vissl-zero new: {message}. See vissl-zero new --help.")
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a quick look at a folder shows.
+
+    Attributes:
+        train: folder to train on.
+        val: folder to measure on; None without labels.
+        num_images: of ``train``.
+        num_classes: of ``train``; 0 without labels.
+        side: median of the shorter sides of the images looked at, pixels.
+        is_gray: whether all of them are gray.
+    """
+
+    train: Path
+    val: Path | None
+    num_images: int
+    num_classes: int
+    side: int
+    is_gray: bool
+
+
+def new(arguments: Sequence[str]) -> int:
+    """Ask what the flags leave open, and write the recipe; returns the exit code.
+
+    Raises:
+        ConfigError: an answer is wrong, or no plan fits the memory.
+        DataError: the folder has no images that can be used.
+    """
+    parser = _Parser(
+        prog="vissl-zero new",
+        description="Write a recipe of at most 25 lines that trains on a folder of images. Asks on a terminal for "
+        "what the flags leave open; elsewhere the flags' defaults hold.",
+    )
+    parser.add_argument("name", help="recipe to write: configs/config/<name>.yaml; config=<name> trains it")
+    parser.add_argument("--images", metavar="FOLDER", help="images; with labels, train/ and val/ of class folders")
+    parser.add_argument("--labels", help="yes: train a classifier; no: learn without labels; auto (default): look")
+    parser.add_argument("--memory-gb", metavar="X", help="GiB that a process may use; auto (default): what is free")
+    parser.add_argument("--epochs", metavar="N", help="passes over the images, 20 by default")
+    try:
+        options = parser.parse_args(list(arguments))
+    except SystemExit as ended:  # --help
+        return int(ended.code or 0)
+    path = _place(options.name)
+    images = _answer(options.images, "--images", "Which folder holds the images?", "")
+    labels = _answer(options.labels, "--labels", "Train with their labels (yes, no, auto)?", "auto")
+    memory = _memory(_answer(options.memory_gb, "--memory-gb", "GiB for each process (a number, auto)?", "auto"))
+    epochs = _epochs(_answer(options.epochs, "--epochs", "How many epochs?", "20"))
+    facts = look_at(Path(images).expanduser(), labels)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        batch = _fitting(path, facts, memory, epochs)
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+    gray = ", gray" if facts.is_gray else ""
+    kinds = f", {facts.num_classes} classes" if facts.val else ""
+    print(printable(f"{facts.train}: {facts.num_images:,} images, median {facts.side} pixels{gray}{kinds}"))
+    print(f"a plan fits with a batch of {batch} images")
+    print(f"wrote {printable(path)}. Train it: vissl-zero config={options.name}")
+    return 0
+
+
+def _place(name: str) -> Path:
+    if not all(part and part.replace("_", "a").replace("-", "a").isalnum() for part in name.split("/")):
+        raise ConfigError(f"vissl-zero new {name}: must be letters, digits, - and _, as in my_recipe. Correct it.")
+    path = Path("configs/config") / f"{name}.yaml"
+    if path.exists() or name in recipe_names():
+        raise ConfigError(f"vissl-zero new {name}: there is a recipe of this name. Choose another one.")
+    return path
+
+
+def _answer(given: str | None, flag: str, question: str, default: str) -> str:
+    """Return the value of a flag, or ask for it; without a terminal its default."""
+    if given is None and sys.stdin.isatty():
+        given = input(f"{question}{f' [{default}]' if default else ''} ").strip()
+    answer = given or default
+    if not answer:
+        raise ConfigError(
+            f"vissl-zero new {flag}: must be given where there is no terminal to ask. Write {flag} <value>."
+        )
+    return answer
+
+
+def _memory(text: str) -> float | None:
+    if text == "auto":
+        return None
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0
+    if not 0 < number < 10**9:
+        raise ConfigError(f"vissl-zero new --memory-gb: must be a number above 0, or auto (got {text!r}).")
+    return number
+
+
+def _epochs(text: str) -> int:
+    if not (text.isascii() and text.isdecimal() and 0 < int(text) < 10**6):
+        raise ConfigError(f"vissl-zero new --epochs: must be a whole number, at least 1 (got {text!r}).")
+    return int(text)
+
+
+def look_at(folder: Path, labels: str) -> Facts:
+    """Count the images of a folder, and decode a few of them.
+
+    Args:
+        folder: holds images; or train/ and val/ with a folder for each class.
+        labels: yes, no or auto.
+    Raises:
+        ConfigError: ``labels`` is another word.
+        DataError: there is no such folder, there are too few images, or no labels.
+    """
+    from vissl_zero.data.check import look
+    from vissl_zero.data.source import SourceRequest
+    from vissl_zero.registry import DATA_SOURCES
+
+    if labels not in ("yes", "no", "auto"):
+        raise ConfigError(f"vissl-zero new --labels: must be yes, no or auto (got {labels!r}).")
+    if not folder.is_dir():
+        raise DataError(f"vissl-zero new --images {folder}: must be a folder with images. Correct the path.")
+    folder = folder.absolute()
+    if "${" in str(folder):
+        raise DataError(f"vissl-zero new --images {folder}: must not have ${{ in its path. Rename the folder.")
+    val = next((folder / name for name in _VALIDATION if (folder / name).is_dir()), None)
+    is_split = (folder / "train").is_dir() and val is not None
+    if labels == "yes" and not is_split:
+        raise DataError(
+            f"vissl-zero new --images {folder}: must hold train/ and val/, each with a folder for each class, for "
+            "--labels yes. Move some images of each class to val/, or write --labels no."
+        )
+    train = folder / "train" if is_split else folder
+    source = DATA_SOURCES.get("disk_folder").build(SourceRequest("TRAIN", (str(train),)))
+    names = source.class_names
+    if labels == "yes" and len(names) < 2:
+        raise DataError(f"vissl-zero new --images {train}: must have a folder for each class. Or write --labels no.")
+    if len(source) < _LEAST_IMAGES:
+        raise DataError(
+            f"vissl-zero new --images {train}: must hold {_LEAST_IMAGES} images or more (got {len(source)})."
+        )
+    rows = look(source, range(0, len(source), -(-len(source) // _NUM_LOOKED_AT))).rows
+    rows = rows[~rows["broken"]]
+    if not len(rows):
+        raise DataError(
+            f"vissl-zero new --images {train}: must hold images that can be read. See vissl-zero data check."
+        )
+    has_labels = is_split and len(names) > 1 and labels != "no"
+    side = int(median(min(row["width"], row["height"]) for row in rows))
+    num_classes = len(names) if has_labels else 0
+    return Facts(train, val if has_labels else None, len(source), num_classes, side, bool(rows["gray"].all()))
+
+
+def recipe(facts: Facts, memory: float | None, epochs: int, batch: int) -> str:
+    """Return the recipe's text, with a comment on each line below the first."""
+    side = max([side for side in _SIDES if side <= facts.side], default=_SIDES[0])
+    base = "supervised/folder" if facts.val else "pretrain/simclr/my_photos"
+    method = "a ResNet-18 that learns the classes" if facts.val else "SimCLR with a ResNet-18, without labels"
+    lines = [
+        (f"defaults: [/config/{base}]", method),
+        ("config:", "every key: vissl-zero config=<this recipe> --cfg job"),
+        ("  DATA:", "what is read"),
+        (f"    IMG_SIZE: {side}", f"side of the largest crop, pixels; the images' median is {facts.side}"),
+        ("    TRAIN:", "what is trained on"),
+        ("      DATA_SOURCES: [disk_folder]", "a folder of image files"),
+        (f"      DATA_PATHS: [{_quoted(facts.train)}]", f"{facts.num_images:,} images"),
+        (f"      BATCHSIZE_PER_REPLICA: {batch}", "images per process and micro-batch"),
+    ]
+    if facts.val:
+        lines += [
+            ("    TEST:", "what is measured on"),
+            ("      DATA_SOURCES: [disk_folder]", "the same classes"),
+            (f"      DATA_PATHS: [{_quoted(facts.val)}]", "other images than those above"),
+        ]
+    lines += [
+        ("  OPTIMIZER:", "how it learns"),
+        (f"    num_epochs: {epochs}", "passes over the images"),
+        ("  ZERO:", "how memory is used"),
+        ("    LEVEL: fit", "the cheapest plan that fits; vissl-zero plan lists them"),
+    ]
+    if memory is not None:
+        lines.append((f"    MEMORY_GB: {memory:g}", "GiB that a process may use"))
+    return "\n".join([_PACKAGE, *(f"{line}  # {comment}" for line, comment in lines)]) + "\n"
+
+
+def _quoted(path: Path) -> str:
+    return json.dumps(str(path), ensure_ascii=False)
+
+
+def _fitting(path: Path, facts: Facts, memory: float | None, epochs: int) -> int:
+    """Write the recipe with the largest batch for which a plan fits; return the batch."""
+    from vissl_zero.planner.planning import plan_run
+
+    batch = _LEAST_IMAGES
+    while batch * 2 <= min(_MOST_IMAGES, facts.num_images):
+        batch *= 2
+    while True:
+        path.write_text(recipe(facts, memory, epochs, batch), encoding="utf-8")
+        name = path.relative_to("configs/config").with_suffix("").as_posix()
+        if plan_run(compose(name, ["config.DRY_RUN=true"]).run, name).chosen is not None:
+            return batch
+        if batch == _LEAST_IMAGES:
+            raise ConfigError(
+                f"vissl-zero new --memory-gb: must be more: no plan fits, even with a batch of {batch} images. "
+                "Give more memory, or smaller images."
+            )
+        batch //= 2

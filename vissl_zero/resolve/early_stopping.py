@@ -1,0 +1,46 @@
+"""Which figures early stopping can follow, and the epochs that measure them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vissl_zero.config.run_config import RunConfig
+from vissl_zero.errors import Problem
+from vissl_zero.resolve.inactive import can_measure_top1
+
+if TYPE_CHECKING:
+    from vissl_zero.resolve.decisions import Decisions
+
+KEY = "config.HOOKS.EARLY_STOPPING.METRIC"
+
+
+def periods(cfg: RunConfig) -> dict[str, int]:
+    """Return the figures that a run measures while it trains, and every how many epochs.
+
+    Args:
+        cfg: the whole configuration.
+    """
+    every = {
+        "loss": 1,
+        "top1": cfg.TEST_EVERY_NUM_EPOCH if cfg.TEST_MODEL and can_measure_top1(cfg) else 0,
+        "knn_top1": cfg.NEAREST_NEIGHBOR.EVERY_NUM_EPOCHS if cfg.NEAREST_NEIGHBOR.USE_KNN else 0,
+        "probe_top1": cfg.ONLINE_PROBE.EVERY_NUM_EPOCHS if cfg.ONLINE_PROBE.USE_PROBE else 0,
+    }
+    if cfg.MODEL.FEATURE_EVAL_SETTINGS.FREEZE_TRUNK_ONLY:
+        every["knn_top1"] = 0  # a frozen trunk is measured once
+    return {name: number for name, number in every.items() if number > 0}
+
+
+def early_stopping(cfg: RunConfig, decided: Decisions) -> list[Problem]:
+    """Check that the run measures the figure that early stopping follows."""
+    metric, known = cfg.HOOKS.EARLY_STOPPING.METRIC, periods(cfg)
+    if not metric or metric in known:
+        return []
+    fix = (
+        "Write one of them, or have it measured: knn_top1 by config.NEAREST_NEIGHBOR.EVERY_NUM_EPOCHS=1, probe_top1 "
+        "by config.ONLINE_PROBE.USE_PROBE=true, top1 by a method that predicts classes and images in DATA.TEST."
+    )
+    return [Problem(KEY, repr(metric), f"must be a figure that this run measures ({', '.join(known)})", fix)]
+
+
+EARLY_STOPPING_RULES = (early_stopping,)
