@@ -1135,7 +1135,10 @@ def main() -> int:
         parser.error(f"{args.checkout} is no checkout of VISSL: it has no vissl/losses.")
     torch.set_num_threads(1)
     use_checkout(checkout)
-    page = (Path(__file__).parents[1] / "docs/vissl.md").read_text(encoding="utf-8")
+    root = Path(__file__).parents[1]
+    page = "".join(
+        (root / name).read_text(encoding="utf-8") for name in ("docs/vissl.md", "benchmarks/vissl_parity.md")
+    )
     rows = []
     with tempfile.TemporaryDirectory() as folder:  # some losses call collectives of one process
         torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)

@@ -55,6 +55,7 @@ def test_a_batch_walks_through_few_files(tmp_path: Path) -> None:
     entered = run_on_ranks(2, _walk, plan)[0]
     print(*(f"{path}: {', '.join(names)}" for path, names in entered.items()), sep="\n")
     assert len(entered) <= 31
-    table = (PACKAGE.parent / "docs" / "architecture.md").read_text().split("**A batch, from file to update.**")[1]
-    table = table.split("**One gradient")[0]
+    table = (
+        (PACKAGE.parent / "docs" / "walks.md").read_text().split("## A batch, from file to update")[1].split("\n## ")[0]
+    )
     assert [path for path in entered if f"`{path}`" not in table] == []

@@ -21,6 +21,7 @@ from vissl_zero.models.weight_names import to_our_names
 from vissl_zero.resolve.resolved import ResolvedRun
 
 COUNTERS = "num_batches_tracked"  # unused where batch norm has a momentum; older files lack it
+_OPTIONAL = (COUNTERS, "mask_token")  # weights of a method that masks no patches have no mask token
 
 
 @dataclass
@@ -46,9 +47,9 @@ class Match:
     num_foreign: int = 0
 
     def lacks(self, part: str) -> list[str]:
-        """List the tensors of a part ("trunk", "heads") that the file did not fill, without batch norm's counters."""
+        """List the tensors of a part ("trunk", "heads") that the file did not fill and that it should have."""
         names = [*self.missing, *self.other_shape]
-        return sorted(name for name in names if name.startswith(f"{part}.") and not name.endswith(COUNTERS))
+        return sorted(name for name in names if name.startswith(f"{part}.") and not name.endswith(_OPTIONAL))
 
     def sentences(self, most: int = 10) -> Iterator[str]:
         """Yield a paragraph for each kind of entry that did not match."""

@@ -221,7 +221,12 @@ def _trunk(cfg: RunConfig, saved: Mapping[str, Any]) -> Trunk:
     if isinstance(given := saved.get("PARAMS"), Mapping):
         is_timm = trunk_component(filled["NAME"]) != filled["NAME"]  # then the name is in NAME
         filled["PARAMS"] = {key: value for key, value in given.items() if not (is_timm and key == "name")}
-    return replace(own, **filled)
+    trunk = replace(own, **filled)
+    # A method that masks patches may continue from weights of one that does not.
+    if own.VISION_TRANSFORMERS.USE_MASK_TOKEN and trunk.NAME.startswith("timm/"):
+        return replace(trunk, PARAMS={**trunk.PARAMS, "use_mask_token": True})
+    has_token = own.VISION_TRANSFORMERS.USE_MASK_TOKEN or trunk.VISION_TRANSFORMERS.USE_MASK_TOKEN
+    return replace(trunk, VISION_TRANSFORMERS=replace(trunk.VISION_TRANSFORMERS, USE_MASK_TOKEN=has_token))
 
 
 def missing_weights(path: str) -> Problem | None:
