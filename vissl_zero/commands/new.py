@@ -102,7 +102,10 @@ def _place(name: str) -> Path:
 def _answer(given: str | None, flag: str, question: str, default: str) -> str:
     """Return the value of a flag, or ask for it; without a terminal its default."""
     if given is None and sys.stdin.isatty():
-        given = input(f"{question}{f' [{default}]' if default else ''} ").strip()
+        try:
+            given = input(f"{question}{f' [{default}]' if default else ''} ").strip()
+        except EOFError:  # Ctrl-D
+            given = None
     answer = given or default
     if not answer:
         raise ConfigError(

@@ -56,6 +56,18 @@ def test_a_wrong_answer_is_one_sentence_and_writes_nothing(
     assert not (images.parent / "configs").exists()
 
 
+def test_ctrl_d_at_a_question_is_one_sentence(
+    images: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def closed(_: str) -> str:
+        raise EOFError
+
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True)
+    monkeypatch.setattr("builtins.input", closed)
+    assert main(["new", "x"]) == 2
+    assert "--images: must be given" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_the_recipe_trains_as_it_stands(images: Path) -> None:
     import vissl_zero
