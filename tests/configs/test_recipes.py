@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -44,10 +43,9 @@ def test_recipe_resolves(recipe, images):
         if getattr(compose(recipe.name).run.DATA, split).DATA_SOURCES == ["disk_folder"]:
             overrides.append(f"config.DATA.{split}.DATA_PATHS=[{images}/{part}]")
     if compose(recipe.name).run.MODEL.TRUNK.NAME == "auto":
-        trunk: dict[str, Any] = {"NAME": "resnet", "RESNETS": {"DEPTH": 18, "unknown": 1}}
-        if recipe.name.startswith("continue/"):
-            trunk = asdict(compose("digits/ibot").run.MODEL.TRUNK)
-            trunk["VISION_TRANSFORMERS"]["USE_MASK_TOKEN"] = False  # iBOT adds it
+        trunk = {"NAME": "resnet", "RESNETS": {"DEPTH": 18, "unknown": 1}}
+        if compose(recipe.name).run.MODEL.WEIGHTS_INIT.CONTINUE:
+            trunk = {"NAME": "vision_transformer", "VISION_TRANSFORMERS": {"IMAGE_SIZE": 224, "PATCH_SIZE": 16}}
         data = asdict(compose("supervised/digits").run.DATA)
         (images / "config.resolved.yaml").write_text(
             yaml.safe_dump({"config": {"MODEL": {"TRUNK": trunk}, "DATA": data}})
@@ -57,8 +55,6 @@ def test_recipe_resolves(recipe, images):
     assert plan.recipe == recipe.name
     assert plan.config.MODEL.TRUNK.NAME in ("regnet", "resnet", "vision_transformer")
     assert plan.notes == ()
-    if recipe.name == "continue/ibot":
-        assert plan.config.MODEL.TRUNK.VISION_TRANSFORMERS.USE_MASK_TOKEN
 
 
 @pytest.mark.parametrize("recipe", [*RECIPES, *PARTS], ids=lambda recipe: recipe.name)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 import rich
@@ -17,11 +19,11 @@ from vissl_zero.checkpoint.shard_file import Entry
 from vissl_zero.config.blocks.model_and_loss import ModelConfig, WeightsInit
 from vissl_zero.errors import CheckpointError, printable
 from vissl_zero.models.model import build_model
+from vissl_zero.models.trunks.vision_transformer import TokenEmbedding, interpolated
 from vissl_zero.models.weight_names import to_our_names
 from vissl_zero.resolve.resolved import ResolvedRun
 
 COUNTERS = "num_batches_tracked"  # unused where batch norm has a momentum; older files lack it
-_OPTIONAL = (COUNTERS, "mask_token")  # weights of a method that masks no patches have no mask token
 
 
 @dataclass
@@ -33,8 +35,10 @@ class Match:
         theirs: our name -> name in the file, of what fits.
         missing: of the model, and not in the file.
         other_shape: name -> (shape in the file, shape in the model); left out.
+        names_of_others: our name -> name in the file, of these.
         unknown: names in the file that no tensor of the model has.
         no_tensors: entries of the file that are no tensors.
+        resized: our names of positions among ``entries`` that are interpolated as they are read.
         num_foreign: tensors of the file.
     """
 
@@ -42,14 +46,16 @@ class Match:
     theirs: dict[str, str] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
     other_shape: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
+    names_of_others: dict[str, str] = field(default_factory=dict)
     unknown: list[str] = field(default_factory=list)
     no_tensors: list[str] = field(default_factory=list)
+    resized: list[str] = field(default_factory=list)
     num_foreign: int = 0
 
     def lacks(self, part: str) -> list[str]:
-        """List the tensors of a part ("trunk", "heads") that the file did not fill and that it should have."""
+        """List the tensors of a part ("trunk", "heads") that the file did not fill, without batch norm's counters."""
         names = [*self.missing, *self.other_shape]
-        return sorted(name for name in names if name.startswith(f"{part}.") and not name.endswith(_OPTIONAL))
+        return sorted(name for name in names if name.startswith(f"{part}.") and not name.endswith(COUNTERS))
 
     def sentences(self, most: int = 10) -> Iterator[str]:
         """Yield a paragraph for each kind of entry that did not match."""
@@ -97,6 +103,7 @@ def match(
             found.unknown.append(entry.key)
         elif shapes is not None and tuple(shapes[name]) != entry.shape:
             found.other_shape[name] = (entry.shape, tuple(shapes[name]))
+            found.names_of_others[name] = entry.key
         else:
             found.entries.append(Entry(name, entry.dtype, entry.shape, entry.read))
             found.theirs[name] = entry.key
@@ -167,12 +174,19 @@ def _fill(
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     prefixes = options.REMOVE_PREFIX, options.APPEND_PREFIX
     found = match(foreign, shapes, *prefixes, skip=[*options.SKIP_LAYERS, *([] if wants_heads else ["heads."])])
-    _require(found, options.PARAMS_FILE, needs)
+    if options.CONTINUE:
+        _adapt(found, model, {entry.key: as_token(entry) for entry in foreign.entries})
+    _require(found, options.PARAMS_FILE, needs, _MAY_LACK if options.CONTINUE else "")
     for entry in found.entries:
         if not tensors[entry.key].is_meta:
             tensors[entry.key].copy_(entry.read())
     if collectives.rank() == 0:
         _print_line(f"Beginning with {len(found.entries)} tensors of {options.PARAMS_FILE} ({foreign.layout}).")
+        if options.CONTINUE:
+            anew = len([name for name in found.missing if not name.endswith(COUNTERS)]) + len(found.other_shape)
+            out = len(found.unknown) + len(found.no_tensors) + len(found.other_shape)
+            counts = f"{len(found.entries) - len(found.resized)} tensors as they are, {len(found.resized)} resized"
+            _print_line(f"Continuing with {counts}; {anew} of the model start anew, {out} of the file are left out.")
         for sentence in [*(f"passed over: {reason}" for reason in foreign.passed_over), *found.sentences()]:
             _print_line(sentence)
         for head in sorted({name.rpartition(".")[0] for name in found.other_shape if name.startswith("heads.")}):
@@ -180,7 +194,35 @@ def _fill(
     return {entry.key: entry.read for entry in found.entries}
 
 
-def _require(found: Match, path: str, needs: Literal["trunk", "head shapes", "heads"]) -> None:
+_MAY_LACK = ".mask_token"  # most files have none: few methods train it
+
+
+def _adapt(found: Match, model: nn.Module, foreign: Mapping[str, Entry]) -> None:
+    """Take positions of another image size too, interpolated as the trunk interpolates its own."""
+    for name, (theirs, ours) in list(found.other_shape.items()):
+        parent, _, key = name.rpartition(".")
+        embedding = model.get_submodule(parent) if key == "pos_embed" else None
+        if not isinstance(embedding, TokenEmbedding) or theirs[-1] != ours[-1]:
+            continue
+        prefix = embedding.num_prefix_positions
+        side = math.isqrt(max(theirs[1] - prefix, 0))
+        if not side or side * side != theirs[1] - prefix:
+            continue
+        entry = foreign[found.names_of_others[name]]
+        read = partial(_resized, entry.read, prefix, side, embedding.grid_size, embedding.position_resize)
+        found.entries.append(Entry(name, entry.dtype, ours, read))
+        found.theirs[name] = entry.key
+        found.resized.append(name)
+        del found.other_shape[name]
+
+
+def _resized(read: Callable[[], Tensor], prefix: int, side: int, grid: tuple[int, int], how: str) -> Tensor:
+    positions = read()
+    patches = interpolated(positions[:, prefix:], (side, side), grid, how)
+    return torch.cat([positions[:, :prefix], patches], dim=1)
+
+
+def _require(found: Match, path: str, needs: Literal["trunk", "head shapes", "heads"], may_lack: str = "") -> None:
     key = "config.MODEL.WEIGHTS_INIT.PARAMS_FILE"
     if needs == "heads" and (lost := found.lacks("heads")):
         raise CheckpointError(
@@ -190,7 +232,8 @@ def _require(found: Match, path: str, needs: Literal["trunk", "head shapes", "he
             "config.MODEL.FEATURE_EVAL_SETTINGS.EVAL_MODE_ON=true and EVAL_TRUNK_AND_HEAD=false (recipe benchmark/knn)."
         )
     is_asserted = needs == "head shapes"
-    wrong = found.lacks("trunk") + (sorted(n for n in found.other_shape if n.startswith("heads.")) * is_asserted)
+    lacks = [name for name in found.lacks("trunk") if not may_lack or not name.endswith(may_lack)]
+    wrong = lacks + (sorted(n for n in found.other_shape if n.startswith("heads.")) * is_asserted)
     if wrong or not found.entries:
         some = ", ".join(wrong[:3]) + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else "")
         count = f"{len(found.entries)} of its {found.num_foreign} tensors fit, {len(wrong)} of the model's lack theirs"

@@ -7,10 +7,11 @@ A run is evaluated before the first step, every k epochs if asked, and at the en
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import rich
 import torch
 from torch import Tensor
 
@@ -109,6 +110,21 @@ class Measured:
     excluded: Tensor | None
 
 
+_FALLEN = 0.5  # of the first weights' RankMe; a change of images moves it far less than a collapse
+
+
+def fall_of_rank(results: Mapping[str, Any]) -> str:
+    """Say that features use far fewer dimensions than at the start (``rankme_before``); empty where they do not."""
+    before, after = results.get("rankme_before"), results.get("rankme_after")
+    if before is None or after is None or after >= _FALLEN * before:
+        return ""
+    return (
+        f"RankMe fell from {before:.1f} to {after:.1f}: the features use far fewer dimensions than those of the "
+        "weights that this run continued from. Continue with smaller steps (config.OPTIMIZER.param_schedulers.lr) or "
+        "for fewer epochs, and compare with vissl-zero evaluate."
+    )
+
+
 class KnnHook(Hook):
     """Classifies TEST's images by their neighbors among TRAIN's, in the trunk's features and in raw pixels.
 
@@ -184,6 +200,8 @@ class KnnHook(Hook):
         measured = self._measure(run)
         run.results["knn_top1_after"] = self._record(run, measured)
         run.results["rankme_after"] = rankme(measured.index.rows)
+        if run.is_main and run.plan.config.MODEL.WEIGHTS_INIT.CONTINUE and (said := fall_of_rank(run.results)):
+            rich.get_console().print(said, markup=False, highlight=False, soft_wrap=True)
         self._look_closer(run, measured)
         self.neighbors_after = self._neighbors(measured)
         self._take_pictures(run)

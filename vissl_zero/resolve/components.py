@@ -221,12 +221,13 @@ def _trunk(cfg: RunConfig, saved: Mapping[str, Any]) -> Trunk:
     if isinstance(given := saved.get("PARAMS"), Mapping):
         is_timm = trunk_component(filled["NAME"]) != filled["NAME"]  # then the name is in NAME
         filled["PARAMS"] = {key: value for key, value in given.items() if not (is_timm and key == "name")}
-    trunk = replace(own, **filled)
-    # A method that masks patches may continue from weights of one that does not.
-    if own.VISION_TRANSFORMERS.USE_MASK_TOKEN and trunk.NAME.startswith("timm/"):
-        return replace(trunk, PARAMS={**trunk.PARAMS, "use_mask_token": True})
-    has_token = own.VISION_TRANSFORMERS.USE_MASK_TOKEN or trunk.VISION_TRANSFORMERS.USE_MASK_TOKEN
-    return replace(trunk, VISION_TRANSFORMERS=replace(trunk.VISION_TRANSFORMERS, USE_MASK_TOKEN=has_token))
+    if own.VISION_TRANSFORMERS.USE_MASK_TOKEN:  # the method's need, whatever the weights were trained for
+        if filled["NAME"] == "vision_transformer":
+            filled["VISION_TRANSFORMERS"].USE_MASK_TOKEN = True
+        elif trunk_component(filled["NAME"]) == "timm":
+            filled["PARAMS"] = {**filled.get("PARAMS", {}), "use_mask_token": True}
+            filled["VISION_TRANSFORMERS"] = VisionTransformerBlock()
+    return replace(own, **filled)
 
 
 def missing_weights(path: str) -> Problem | None:

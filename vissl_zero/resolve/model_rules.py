@@ -348,6 +348,24 @@ def weights(cfg: RunConfig, decided: Decisions) -> Problem | None:
     return missing_weights(cfg.MODEL.WEIGHTS_INIT.PARAMS_FILE)
 
 
+def continued(cfg: RunConfig, decided: Decisions) -> list[Problem]:
+    """Check that what continues has weights to continue from, and trains trunk and heads."""
+    key, found = "config.MODEL.WEIGHTS_INIT", []
+    if cfg.DISTILLATION.TEACHER_MODEL.WEIGHTS_INIT.CONTINUE:
+        name = "config.DISTILLATION.TEACHER_MODEL.WEIGHTS_INIT.CONTINUE"
+        found.append(Problem(name, "true", "must be false: this teacher is not trained", f"Leave {name} out."))
+    if not cfg.MODEL.WEIGHTS_INIT.CONTINUE:
+        return found
+    if not cfg.MODEL.WEIGHTS_INIT.PARAMS_FILE:
+        must = "must name the weights that CONTINUE goes on from"
+        fix = f"Write {key}.PARAMS_FILE=<file, run folder or timm:<model>>, or {key}.CONTINUE=false."
+        found.append(Problem(f"{key}.PARAMS_FILE", "''", must, fix))
+    if cfg.TEST_ONLY or cfg.MODEL.FEATURE_EVAL_SETTINGS.EVAL_MODE_ON:
+        must = "is for pretraining; TEST_ONLY and EVAL_MODE_ON measure or freeze the trunk"
+        found.append(Problem(f"{key}.CONTINUE", "true", must, f"Write {key}.CONTINUE=false."))
+    return found
+
+
 MODEL_RULES = (
     trunk,
     regnet,
@@ -362,6 +380,7 @@ MODEL_RULES = (
     sweep,
     probe,
     weights,
+    continued,
     known,
     method,
     evaluated_model,

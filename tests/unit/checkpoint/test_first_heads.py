@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.blocks import model_block
 from tests.unit.evaluation.example_run import make_config, make_plan
-from vissl_zero.checkpoint.first_weights import Match, load_first_weights
+from vissl_zero.checkpoint.first_weights import load_first_weights
 from vissl_zero.errors import CheckpointError
 from vissl_zero.models.init import initialize_
 from vissl_zero.models.model import Model, build_model
@@ -60,8 +60,3 @@ def test_heads_that_the_weights_lack_are_not_measured(trained, tmp_path):
     config, model = model_of(5, trained[0], **settings)
     load_first_weights(model, make_plan(config))
     assert torch.equal(model.heads[0].clf[0].weight, state["heads.0.clf.0.weight"])
-
-
-def test_a_trunk_may_lack_the_mask_token_of_another_method_and_nothing_else():
-    found = Match(missing=["trunk.embedding.unit.mask_token", "trunk.stem.weight"], other_shape={})
-    assert found.lacks("trunk") == ["trunk.stem.weight"]

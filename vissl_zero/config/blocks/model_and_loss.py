@@ -242,6 +242,9 @@ class WeightsInit:
     """Taken off the names in the file that begin with it."""
     APPEND_PREFIX: str = ""
     """Put before all names in the file, after REMOVE_PREFIX."""
+    CONTINUE: bool = False
+    """Continue pretraining: positions are resized to the trunk's images, a mask token that the file lacks starts anew,
+    a fall of RankMe is told. A momentum teacher begins with the student's weights, as always. Not for a teacher."""
 
 
 @with_vissl_keys("MODEL.FEATURE_EVAL_SETTINGS")
