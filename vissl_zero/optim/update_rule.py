@@ -293,8 +293,8 @@ def with_wrapped(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer
 
 def _fresh(key: str, value: Any, like: Tensor, param: Tensor) -> Any:
     """Make the state that ``value`` is for ``like``, for another parameter."""
-    is_numbers = isinstance(value, Tensor) and value.dim() and not value.is_meta
-    if is_numbers and value.dtype == like.dtype and torch.equal(value, like):
+    has_values = isinstance(value, Tensor) and value.dim() and not (value.is_meta or like.is_meta)
+    if has_values and (value.dtype, value.shape) == (like.dtype, like.shape) and torch.equal(value, like):
         return param.detach().clone()
     if isinstance(value, Tensor) and value.shape == like.shape and (like.dim() or key != "step"):
         return torch.full_like(param, value.flatten()[0].item() if value.numel() and not value.is_meta else 0.0)
