@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -162,8 +163,11 @@ def _write(run_folder: Path, images: Path, out: Path) -> tuple[int, int]:
     return rows.shape[0], rows.shape[1]
 
 
+_OVERRIDE = re.compile(r"[+]{0,2}(config|hydra)[./\w@]*=|~(config|hydra)[./]")  # a file may be called config.pth
+
+
 def _overrides(arguments: Sequence[str]) -> list[str]:
-    return [word for word in arguments if word.lstrip("+~").startswith(("config.", "config/", "hydra"))]
+    return [word for word in arguments if _OVERRIDE.match(word)]
 
 
 def _without_overrides(arguments: Sequence[str]) -> list[str]:

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 import vissl_zero
 from vissl_zero.cli import main
+from vissl_zero.commands.evaluate import _overrides, _without_overrides
 
 COLORS = {"blue": (0, 0, 200), "green": (0, 200, 0), "red": (200, 0, 0)}
 
@@ -109,3 +110,9 @@ def test_wrong_words_get_a_sentence(words, wanted, tmp_path, monkeypatch, capsys
 def test_weights_that_are_not_there_end_with_the_commands_code(folder, capfd):
     assert main(["evaluate", "torchhub:dinov2_vits14_reg", "--data", str(folder)]) == 2
     assert "curl -L --create-dirs" in capfd.readouterr().err
+
+
+def test_a_file_may_be_called_as_an_override_begins():
+    words = ["config.pth", "hydra_run/weights.pth", "config.ZERO.LEVEL=3", "+config/zero=both", "~config.HOOKS.X"]
+    assert _overrides(words) == words[2:]
+    assert _without_overrides(words) == words[:2]
