@@ -27,7 +27,7 @@ from vissl_zero.integration.ema import Ema
 from vissl_zero.optim.update_rule import with_wrapped
 from vissl_zero.sharding.checks.waiting import waiting
 from vissl_zero.sharding.sharded_model import ShardedModel
-from vissl_zero.sharding.state.saved_state import check_same_update, take_group_options
+from vissl_zero.sharding.state.saved_state import check_same_update, inner_optimizer, take_group_options
 from vissl_zero.sharding.update.stepper import StepResult
 from vissl_zero.version import __version__
 
@@ -290,7 +290,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         A module's own may be any object, and a checkpoint has tensors and numbers. Of optimizers inside each other, as
         in Lookahead, only the outer one's state would be saved.
         """
-        optimizer = self._sharded.optimizer
+        optimizer = inner_optimizer(self._sharded.optimizer)  # ours around it is no foreign one
         if any(layer.state is not optimizer.state for layer in with_wrapped(optimizer)):
             name = type(optimizer).__name__
             raise VisslZeroError(

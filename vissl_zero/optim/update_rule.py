@@ -293,12 +293,17 @@ def with_wrapped(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer
 
 def _fresh(key: str, value: Any, like: Tensor, param: Tensor) -> Any:
     """Make the state that ``value`` is for ``like``, for another parameter."""
-    has_values = isinstance(value, Tensor) and value.dim() and not (value.is_meta or like.is_meta)
-    if has_values and (value.dtype, value.shape) == (like.dtype, like.shape) and torch.equal(value, like):
+    is_alike = isinstance(value, Tensor) and value.dim() and (value.dtype, value.shape) == (like.dtype, like.shape)
+    if is_alike and _has_memory(value) and _has_memory(like) and torch.equal(value, like):
         return param.detach().clone()
     if isinstance(value, Tensor) and value.shape == like.shape and (like.dim() or key != "step"):
         return torch.full_like(param, value.flatten()[0].item() if value.numel() and not value.is_meta else 0.0)
     return copy.deepcopy(value)
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    """Check whether values may be read: an offloaded parameter is on the meta device, or its storage was given back."""
+    return not tensor.is_meta and tensor.untyped_storage().nbytes() >= tensor.nbytes
 
 
 def state_keys(optimizer: torch.optim.Optimizer) -> frozenset[str]:

@@ -178,7 +178,7 @@ def take_group_options(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
 
 def restore_counters(optimizer: torch.optim.Optimizer, saved: Sequence[Mapping[str, Any]]) -> None:
     """Take from saved groups what an optimizer counts there itself (LAMB's ``step``); options stay as they are."""
-    if keys := counter_keys(_inside(optimizer)):
+    if keys := counter_keys(inner_optimizer(optimizer)):
         by_name = {group.get("name"): group for group in saved}
         for group in optimizer.param_groups:
             found = by_name.get(group.get("name"), {})
@@ -255,7 +255,7 @@ def restore_state(
         # Of state on disk, this writes the records.
         optimizer.state[shard.local] = state
     if not isinstance(optimizer, StreamedOptimizer):
-        complete_momenta(_inside(optimizer))
+        complete_momenta(inner_optimizer(optimizer))
     if loss_scale is not None and saved.loss_scale is not None:
         loss_scale.load_state_dict(dict(saved.loss_scale))
 
@@ -307,10 +307,10 @@ def check_same_update(saved: Sequence[Mapping[str, Any]], groups: Sequence[Mappi
 def _state_keys(optimizer: torch.optim.Optimizer) -> frozenset[str]:
     if isinstance(optimizer, StreamedOptimizer):
         return frozenset(optimizer.keys)
-    return state_keys(_inside(optimizer))
+    return state_keys(inner_optimizer(optimizer))
 
 
-def _inside(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+def inner_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Return the optimizer that updates, where it is wrapped: fairscale's OSS has it too."""
     return optimizer.inner if isinstance(optimizer, WholeTensorOptimizer) else getattr(optimizer, "optim", optimizer)
 
@@ -369,7 +369,7 @@ def _element_keys(optimizer: torch.optim.Optimizer) -> frozenset[str]:
     """Name the state that has a value for each element of a parameter."""
     if isinstance(optimizer, StreamedOptimizer):
         return frozenset(optimizer.keys)
-    return element_keys(_inside(optimizer))
+    return element_keys(inner_optimizer(optimizer))
 
 
 def _part(name: str, shard: Shard, value: Tensor, read: Callable[[], Tensor] | None = None) -> Iterator[Part]:
