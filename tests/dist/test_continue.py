@@ -20,7 +20,7 @@ from vissl_zero.errors import CheckpointError, ConfigError
 from vissl_zero.evaluation.knn import fall_of_rank
 from vissl_zero.models.init import initialize_
 from vissl_zero.models.model import build_model
-from vissl_zero.models.trunks.vision_transformer import interpolated
+from vissl_zero.models.trunks.token_embedding import interpolated
 from vissl_zero.resolve.resolve import resolve
 from vissl_zero.resolve.resolved import ResolvedRun
 

@@ -134,7 +134,6 @@ def test_configuration_and_launcher_import_no_torch(module):
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
 
 
-@pytest.mark.slow
 def test_a_rank_imports_nothing_before_its_first_step_that_it_may_never_need():
     slow = {"hydra", "matplotlib", "timm", "sklearn", "tensorboard"}
     modules = "vissl_zero.launch.worker, vissl_zero.models.trunks.regnet, vissl_zero.methods.swav"

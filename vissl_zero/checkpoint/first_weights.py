@@ -19,7 +19,7 @@ from vissl_zero.checkpoint.shard_file import Entry
 from vissl_zero.config.blocks.model_and_loss import ModelConfig, WeightsInit
 from vissl_zero.errors import CheckpointError, printable
 from vissl_zero.models.model import build_model
-from vissl_zero.models.trunks.vision_transformer import TokenEmbedding, interpolated
+from vissl_zero.models.trunks.token_embedding import TokenEmbedding, interpolated
 from vissl_zero.models.weight_names import to_our_names
 from vissl_zero.resolve.resolved import ResolvedRun
 

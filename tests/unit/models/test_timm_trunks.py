@@ -15,7 +15,8 @@ from vissl_zero.models.init import initialize_
 from vissl_zero.models.keyed_random import key_random_layers, set_random_key
 from vissl_zero.models.model import Unit, build_model
 from vissl_zero.models.trunks.timm_trunk import TimmTrunk, build_timm_trunk
-from vissl_zero.models.trunks.vision_transformer import TransformerTrunk, VisionTransformer, interpolated
+from vissl_zero.models.trunks.token_embedding import interpolated
+from vissl_zero.models.trunks.vision_transformer import TransformerTrunk, VisionTransformer
 
 SMALL = {"IMAGE_SIZE": 16, "PATCH_SIZE": 4, "NUM_LAYERS": 2, "NUM_HEADS": 2, "HIDDEN_DIM": 8, "MLP_DIM": 12}
 OURS = {"unit", "embedding", "pooling"}

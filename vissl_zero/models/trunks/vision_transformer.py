@@ -1,7 +1,6 @@
 """Vision transformers: timm's layers (https://arxiv.org/abs/2010.11929), cut into units that take all resolutions.
 
-Ours is only what sharding and self-supervised methods need: units, position embeddings for any resolution, masked and
-left-out patches, and keyed random numbers.
+Ours is only what sharding and self-supervised methods need: units, and the embedding of ``token_embedding.py``.
 """
 
 from __future__ import annotations
@@ -13,15 +12,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from timm.models.vision_transformer import VisionTransformer as TimmVisionTransformer
 from timm.models.vision_transformer import global_pool_nlc
 from torch import Tensor, nn
 
 from vissl_zero.config.components.trunks import VisionTransformerConfig, vision_transformer_problems
-from vissl_zero.errors import ConfigError, Problem
-from vissl_zero.models.keyed_random import keyed_bits
+from vissl_zero.errors import ConfigError
 from vissl_zero.models.model import LayerTap, Unit
+from vissl_zero.models.trunks.token_embedding import TokenEmbedding
 from vissl_zero.registry import TRUNKS
 
 _INIT_STD = 0.02
@@ -145,94 +143,6 @@ class TransformerTrunk(nn.Module):
         """Compute features (b_r, D) of tokens after the last norm."""
         features: list[Tensor] = self.pooling(tokens)
         return features
-
-
-class TokenEmbedding(nn.Module):
-    """Patches to tokens: embedding, masks, positions, class and register tokens.
-
-    Args:
-        vit: whose parts are taken.
-        use_mask_token: make ``mask_token``, (1, 1, D).
-        patch_drop_rate: share of patches left out in training, by keyed numbers.
-        position_resize: as for ``interpolated``.
-    """
-
-    def __init__(self, vit: TimmVisionTransformer, use_mask_token: bool, patch_drop_rate: float, position_resize: str):
-        super().__init__()
-        self.position_resize = position_resize
-        self.patch_embed = vit.patch_embed
-        self.cls_token = vit.cls_token
-        self.reg_token = vit.reg_token
-        self.pos_embed = vit.pos_embed
-        self.mask_token = nn.Parameter(torch.zeros(1, 1, vit.num_features)) if use_mask_token else None
-        self.pos_drop = vit.pos_drop
-        self.norm_pre = vit.norm_pre
-        self.grid_size: tuple[int, int] = vit.patch_embed.grid_size
-        self.num_prefix_positions = 0 if vit.no_embed_class else vit.num_prefix_tokens
-        self.patch_drop_rate = patch_drop_rate
-
-    def forward(self, images: Tensor, mask: Tensor | None = None, kept: Tensor | None = None) -> Tensor:
-        """Embed images (b, 3, H, W) as tokens (b, prefix + patches seen, D); see ``TransformerTrunk.forward``."""
-        self._require_whole_patches(images.shape[-2:])
-        patches = self.patch_embed(images)
-        height, width = patches.shape[1:3]
-        patches = patches.flatten(1, 2)
-        if mask is not None:
-            if self.mask_token is None:
-                raise ValueError("masks need a trunk with a mask token (USE_MASK_TOKEN: true)")
-            patches = torch.where(mask[:, :, None], self.mask_token.to(patches.dtype), patches)
-        prefix = [token.expand(len(patches), -1, -1) for token in (self.cls_token, self.reg_token) if token is not None]
-        if self.pos_embed is not None:
-            num_prefix = self.num_prefix_positions
-            patches = patches + interpolated(
-                self.pos_embed[:, num_prefix:], self.grid_size, (height, width), self.position_resize
-            )
-            if num_prefix:
-                prefix = [torch.cat(prefix, dim=1) + self.pos_embed[:, :num_prefix]]
-        if self.training and self.patch_drop_rate and kept is None:
-            kept = self._draw_kept(patches)
-        if kept is not None:
-            patches = patches.gather(1, kept[:, :, None].expand(-1, -1, patches.shape[2]))
-        tokens: Tensor = self.norm_pre(self.pos_drop(torch.cat([*prefix, patches], dim=1)))
-        return tokens
-
-    def _require_whole_patches(self, size: Sequence[int]) -> None:
-        sides = zip(size, self.patch_embed.patch_size, strict=True)
-        wrong = [str(side) for side, patch in sides if side % patch]
-        if wrong and not self.patch_embed.dynamic_img_pad:
-            must = f"must be whole patches of {self.patch_embed.patch_size[0]} pixels"
-            fix = "Make crops of whole patches: config.DATA.TRAIN.TRANSFORMS, or another config.DATA.IMG_SIZE."
-            raise ConfigError([Problem("sides of the images", ", ".join(wrong), must, fix)])
-
-    def _draw_kept(self, patches: Tensor) -> Tensor:
-        num_kept = max(1, int(patches.shape[1] * (1 - self.patch_drop_rate)))
-        numbers = keyed_bits(patches.shape[0], patches.shape[1], "trunk.embedding.patch_drop", patches.device)
-        return numbers.argsort(dim=1)[:, :num_kept].sort(dim=1).values
-
-
-_OFFSET = 0.1  # patches: https://github.com/facebookresearch/dino/issues/8
-
-
-def interpolated(positions: Tensor, grid: tuple[int, int], wanted: tuple[int, int], how: str = "antialiased") -> Tensor:
-    """Interpolate position embeddings (1, h * w, D) of a grid for another one, bicubic; the same if the grids are.
-
-    Args:
-        positions: of the grid that they were made for.
-        grid, wanted: height and width, in patches.
-        how: antialiased, as ``timm.layers.resample_abs_pos_embed``; bicubic, without antialiasing, as transformers'
-            ViT and DINOv2; offset, the same by the factor of 0.1 patches more than there are, as DINO and DINOv2.
-    All compute in float32 whatever they are given.
-    """
-    if grid == wanted:
-        return positions
-    wide = positions.to(torch.promote_types(positions.dtype, torch.float32))
-    maps = wide.unflatten(1, grid).permute(0, 3, 1, 2)
-    if how == "offset":
-        factors = [(side + _OFFSET) / before for side, before in zip(wanted, grid, strict=True)]
-        maps = F.interpolate(maps, scale_factor=factors, mode="bicubic")
-    else:
-        maps = F.interpolate(maps, size=wanted, mode="bicubic", antialias=how == "antialiased")
-    return maps.permute(0, 2, 3, 1).flatten(1, 2).to(positions.dtype)
 
 
 class _TransformerUnit(Unit):
