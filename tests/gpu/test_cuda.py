@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import copy
 import json
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.command_line import run_command
 from vissl_zero.checkpoint.snapshot import HostMemory
 from vissl_zero.sharding.model.float8 import Float8Linear, MxLinear
 from vissl_zero.sharding.state.saved_state import Part
@@ -32,9 +31,7 @@ COMMON = [
 
 
 def losses(folder: Path, *overrides: str) -> list[float]:
-    command = [sys.executable, "-m", "vissl_zero.cli", *COMMON, f"config.CHECKPOINT.DIR={folder}", *overrides]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    run_command(*COMMON, f"config.CHECKPOINT.DIR={folder}", *overrides, timeout_s=240)
     return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 

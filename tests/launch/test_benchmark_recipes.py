@@ -3,19 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import pytest
 
+from tests.command_line import run_command
 from vissl_zero.evaluation.feature_files import read_features
-
-
-def run(*words: str) -> str:
-    command = [sys.executable, "-m", "vissl_zero.cli", *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return done.stdout
 
 
 @pytest.mark.slow
@@ -23,13 +15,14 @@ def run(*words: str) -> str:
 def test_benchmarks_of_a_checkpoint(tmp_path):
     trained = tmp_path / "trained"
     small = ["config.DATA.TRAIN.DATA_LIMIT=320", "config.DATA.TEST.DATA_LIMIT=90"]
-    run("config=quickstart/swav_digits", "config.TRAINER.MAX_STEPS=4", *small, f"config.CHECKPOINT.DIR={trained}")
+    words = ["config=quickstart/swav_digits", f"config.CHECKPOINT.DIR={trained}"]
+    run_command(*words, "config.TRAINER.MAX_STEPS=4", *small)
     (trained / "weights.safetensors").unlink()
     figures = {}
     for name, level, ranks in (("knn", 0, 1), ("linear", 3, 2), ("extract_features", 2, 2)):
         words = [f"config.MODEL.WEIGHTS_INIT.PARAMS_FILE={trained}", f"config.CHECKPOINT.DIR={tmp_path}/{name}"]
         words += [f"config.ZERO.LEVEL={level}", f"config.DISTRIBUTED.NUM_PROC_PER_NODE={ranks}"]
-        said = run(f"config=benchmark/{name}", *words, *small)
+        said = run_command(f"config=benchmark/{name}", *words, *small).stdout
         assert "(the checkpoint of step 4, " in said
         figures[name] = json.loads((tmp_path / name / "summary.json").read_text())
     after = json.loads((trained / "summary.json").read_text())["knn_top1_after"]
@@ -46,11 +39,11 @@ def test_knn_of_a_teachers_weights(tmp_path):
     trained, small = tmp_path / "trained", ["config.DATA.TRAIN.DATA_LIMIT=320", "config.DATA.TEST.DATA_LIMIT=90"]
     words = ["config.ZERO.LEVEL=3", "config.DISTRIBUTED.NUM_PROC_PER_NODE=2", "config.EVALUATED_MODEL=teacher"]
     words += ["config.LOSS.moco_loss.momentum=0.9", "config.TRAINER.MAX_STEPS=4", f"config.CHECKPOINT.DIR={trained}"]
-    run("config=digits/moco_v2", *words, *small)
+    run_command("config=digits/moco_v2", *words, *small)
     wanted, found = json.loads((trained / "summary.json").read_text()), {}
     for name in ("weights", "weights_teacher"):
         weights = f"config.MODEL.WEIGHTS_INIT.PARAMS_FILE={trained}/{name}.safetensors"
-        run("config=benchmark/knn", weights, f"config.CHECKPOINT.DIR={tmp_path}/{name}", *small)
+        run_command("config=benchmark/knn", weights, f"config.CHECKPOINT.DIR={tmp_path}/{name}", *small)
         found[name] = json.loads((tmp_path / name / "summary.json").read_text())
     teacher, student = found["weights_teacher"], found["weights"]
     assert teacher["knn_top1_after"] == pytest.approx(wanted["knn_top1_after"], abs=2 / 90)

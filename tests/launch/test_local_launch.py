@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.command_line import COMMAND
 from tests.small_trunk import SMALL_TRUNK
 from vissl_zero.launch.process_group import LISTEN, connections
 
@@ -49,7 +50,7 @@ class Saboteur(Hook):
 
 
 def start(folder: Path, *overrides: str, **environment: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "vissl_zero.cli", *SMALL, f"config.CHECKPOINT.DIR={folder}/run", *overrides]
+    command = [*COMMAND, *SMALL, f"config.CHECKPOINT.DIR={folder}/run", *overrides]
     (folder / "saboteur_of_tests.py").write_text(SABOTEUR)
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")]), **environment}
     return subprocess.Popen(

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from tests.command_line import COMMAND, run_command
 from tests.launch.test_local_launch import SABOTEUR
 
 pytestmark = [
@@ -59,7 +60,7 @@ def machines() -> Iterator[list[str]]:
 
 def start(namespace: str, node_id: int, folder: Path, *overrides: str, **variables: str) -> subprocess.Popen[str]:
     """One machine's command, as the README has it."""
-    command = ["ip", "netns", "exec", namespace, sys.executable, "-m", "vissl_zero.cli", *SMALL]
+    command = ["ip", "netns", "exec", namespace, *COMMAND, *SMALL]
     command += ["config.DISTRIBUTED.NUM_NODES=2", "config.DISTRIBUTED.NUM_PROC_PER_NODE=1", f"node_id={node_id}"]
     command += ["config.DISTRIBUTED.RUN_ID=10.77.0.1:29600", f"config.CHECKPOINT.DIR={folder}/run", *overrides]
     (folder / "saboteur_of_tests.py").write_text(SABOTEUR)
@@ -104,10 +105,8 @@ def ends(processes: list[subprocess.Popen[str]], within_s: float) -> list[tuple[
 
 def differs_from_one_machine(folder: Path, num_steps: int) -> float:
     """Largest difference of the weights in ``folder/run`` from those that one machine of two ranks trains."""
-    command = [sys.executable, "-m", "vissl_zero.cli", *SMALL, f"config.TRAINER.MAX_STEPS={num_steps}"]
-    command.append(f"config.CHECKPOINT.DIR={folder}/one")
-    one = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, cwd=folder)
-    assert one.returncode == 0, one.stdout + one.stderr
+    words = [*SMALL, f"config.TRAINER.MAX_STEPS={num_steps}", f"config.CHECKPOINT.DIR={folder}/one"]
+    run_command(*words, timeout_s=200, cwd=folder)
     alone, together = load_file(folder / "one/weights.safetensors"), load_file(folder / "run/weights.safetensors")
     assert alone.keys() == together.keys()
     return max((alone[name].double() - together[name].double()).abs().max().item() for name in alone)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
 
 import pytest
+
+from tests.command_line import run_command
 
 NUM_PROTOTYPES = 60
 
@@ -18,10 +18,8 @@ NUM_PROTOTYPES = 60
     [pytest.param(0, marks=pytest.mark.slow), *(pytest.param(seed, marks=pytest.mark.soak) for seed in (1, 2))],
 )
 def test_quickstart_learns(seed, tmp_path):
-    command = [sys.executable, "-m", "vissl_zero.cli", "config=quickstart/swav_digits"]
-    command += [f"config.SEED_VALUE={seed}", f"config.CHECKPOINT.DIR={tmp_path}/run"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=1100, check=False)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    words = ["config=quickstart/swav_digits", f"config.SEED_VALUE={seed}", f"config.CHECKPOINT.DIR={tmp_path}/run"]
+    run_command(*words, timeout_s=1100)
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     print(f"seed {seed}: {summary}")
     assert summary["level"] == 3 and summary["world_size"] == 2

@@ -17,6 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.command_line import COMMAND
 from tests.small_trunk import SMALL_TRUNK
 from vissl_zero.checkpoint import newest_checkpoint
 from vissl_zero.cli import main
@@ -116,7 +117,7 @@ def start(
 ) -> subprocess.Popen[str]:
     """Start a run in ``folder/name``; ``enter`` is called in the new process, before anything else."""
     (folder / "killer_of_tests.py").write_text(KILLER)
-    command = [sys.executable, "-m", "vissl_zero.cli", *recipe, f"config.CHECKPOINT.DIR={folder}/{name}", *overrides]
+    command = [*COMMAND, *recipe, f"config.CHECKPOINT.DIR={folder}/{name}", *overrides]
     path = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
     return subprocess.Popen(
         command,

@@ -7,12 +7,12 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
+from tests.command_line import COMMAND
 from vissl_zero.engine import stopping
 from vissl_zero.engine.stopping import JobNote
 from vissl_zero.errors import ConfigError, LaunchError
@@ -31,7 +31,7 @@ SMALL = [
 
 
 def sweep(folder: Path, *overrides: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "vissl_zero.cli", *SMALL, *overrides]
+    command = [*COMMAND, *SMALL, *overrides]
     return subprocess.Popen(
         command, cwd=folder, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
     )

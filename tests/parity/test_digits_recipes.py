@@ -8,14 +8,13 @@ as each of two processes without synchronized batch norm has.
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.command_line import run_command
 from vissl_zero.registry import METHODS
 
 NUM_STEPS = 3
@@ -37,9 +36,7 @@ ALONE = (
 
 def train(recipe: str, folder: Path, *overrides: str) -> tuple[dict[str, int], list[float], dict[str, torch.Tensor]]:
     """Level and processes, losses, and weights of student and teacher after a run of the command line."""
-    command = [sys.executable, "-m", "vissl_zero.cli", f"config={recipe}", f"config.CHECKPOINT.DIR={folder}"]
-    done = subprocess.run([*command, *COMMON, *overrides], capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    run_command(f"config={recipe}", f"config.CHECKPOINT.DIR={folder}", *COMMON, *overrides, timeout_s=240)
     summary = json.loads((folder / "summary.json").read_text())
     losses = [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
     weights = {

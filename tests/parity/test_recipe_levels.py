@@ -8,14 +8,13 @@ process with another global order of summation: here, one process against two.
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.command_line import run_command
 from tests.small_trunk import SMALL_TRUNK
 
 NUM_STEPS = 8
@@ -54,15 +53,13 @@ SLOW = ("level 0", "level 1", "level 2", "level 3, four processes", "level 1, fo
 
 def train(folder: Path, level: int, num_procs: int, batch: int) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Losses per step and final weights of one run of the command line."""
-    command = [sys.executable, "-m", "vissl_zero.cli", *RECIPE]
-    command += [
+    overrides = [
         f"config.ZERO.LEVEL={level}",
         f"config.DISTRIBUTED.NUM_PROC_PER_NODE={num_procs}",
         f"config.DATA.TRAIN.BATCHSIZE_PER_REPLICA={batch}",
         f"config.CHECKPOINT.DIR={folder}",
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    run_command(*RECIPE, *overrides, timeout_s=240)
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line)["loss"] for line in lines], load_file(folder / "weights.safetensors")
 

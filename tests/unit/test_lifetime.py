@@ -53,6 +53,12 @@ def cleanup_processes(folder: Path) -> list[int]:
     return found
 
 
+def cleanup_process(folder: Path) -> int:
+    """Wait until the cleanup process is seen in /proc, and return its number."""
+    wait_until(lambda: len(cleanup_processes(folder)) == 1)
+    return cleanup_processes(folder)[0]
+
+
 def wait_until(is_so: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 20.0
     while not is_so():
@@ -69,7 +75,7 @@ def test_the_folder_of_a_killed_owner_is_removed(owner: subprocess.Popen[str]) -
 
 def test_a_killed_cleanup_process_is_replaced(owner: subprocess.Popen[str]) -> None:
     folder = folder_of(owner)
-    (first,) = cleanup_processes(folder)
+    first = cleanup_process(folder)
     os.kill(first, signal.SIGKILL)
     wait_until(lambda: bool(set(cleanup_processes(folder)) - {first}))
     owner.kill()
@@ -81,9 +87,9 @@ def test_the_next_owner_removes_what_a_killed_owner_and_cleanup_process_left(own
     (folder / f"shares.{owner.pid}").touch()
     left = Path(f"/dev/shm/sem.loky-{owner.pid}-test")
     left.touch()
+    process = cleanup_process(folder)
     os.kill(owner.pid, signal.SIGSTOP)  # so that it cannot replace its cleanup process
-    for process in cleanup_processes(folder):
-        os.kill(process, signal.SIGKILL)
+    os.kill(process, signal.SIGKILL)
     owner.kill()
     owner.wait()
     time.sleep(1.5)  # longer than a cleanup process would take

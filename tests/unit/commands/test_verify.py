@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
+from tests.command_line import run_command
 from vissl_zero.commands.verify import _report, compare, verify
 from vissl_zero.errors import ConfigError
 
@@ -95,7 +94,5 @@ def test_the_two_runs_differ_in_sharding_alone(tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.timeout(280)
 def test_the_quickstart_is_the_same_model_at_level_3():
-    command = [sys.executable, "-m", "vissl_zero.cli", "verify", "config=quickstart/swav_digits", "--steps", "2"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=270, check=False)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    done = run_command("verify", "config=quickstart/swav_digits", "--steps", "2", timeout_s=270)
     assert "The same model: every loss and weight within 1e-10 over 2 steps." in done.stdout

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import inspect
 
+import prodigyopt
 import pytest
+import timm.optim
 import torch
 from torch import nn
 
@@ -58,10 +60,8 @@ def test_options_of_an_element_wise_optimizer(options, monkeypatch):
 )
 def test_optimizers_of_timm_as_people_build_them(name, expected):
     """With a group without weight decay, as ``create_optimizer_v2`` makes it, on which LARS and LAMB rest in places."""
-    pytest.importorskip("vissl_zero.torchvision_compat")
-    timm = pytest.importorskip("timm.optim")
     model = nn.Sequential(nn.Linear(7, 40), nn.Conv2d(3, 5, 3), nn.LayerNorm(40))
-    optimizer = timm.create_optimizer_v2(model, name, lr=1e-2, weight_decay=0.05)
+    optimizer = timm.optim.create_optimizer_v2(model, name, lr=1e-2, weight_decay=0.05)
     assert len(optimizer.param_groups) > 1
     shapes = [[tuple(param.shape) for param in group["params"]] for group in optimizer.param_groups]
     if expected is None:
@@ -72,7 +72,6 @@ def test_optimizers_of_timm_as_people_build_them(name, expected):
 
 
 def test_prodigy_couples_all_tensors():
-    prodigyopt = pytest.importorskip("prodigyopt")
     with pytest.raises(ConfigError, match="from that tensor alone"):
         _rule(lambda params: prodigyopt.Prodigy(params, lr=1.0))
 
@@ -155,8 +154,7 @@ def test_a_hook_takes_trust_away():
 
 
 def test_one_that_wraps_another_is_tried_with_it():
-    timm = pytest.importorskip("timm.optim")
-    build = lambda params: timm.Lookahead(torch.optim.AdamW(params, lr=0.1))  # noqa: E731
+    build = lambda params: timm.optim.Lookahead(torch.optim.AdamW(params, lr=0.1))  # noqa: E731
     assert _rule(build) is UpdateRule.ELEMENT_WISE
 
 
