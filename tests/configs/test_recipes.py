@@ -11,6 +11,7 @@ import yaml
 from tests.unit.config.example_config import CPU_HOST
 from vissl_zero.config.compose import compose
 from vissl_zero.config.recipes import list_recipes
+from vissl_zero.data.split_pipeline import build_split_pipeline
 from vissl_zero.resolve.resolve import resolve
 from vissl_zero.resolve.resolved import LarcPlan, Precision, ResolvedRun
 
@@ -55,6 +56,9 @@ def test_recipe_resolves(recipe, images):
     assert plan.recipe == recipe.name
     assert plan.config.MODEL.TRUNK.NAME in ("regnet", "resnet", "vision_transformer")
     assert plan.notes == ()
+    for split in ("TRAIN", "TEST"):
+        if getattr(plan.config.DATA, split).TRANSFORMS:
+            assert build_split_pipeline(plan.config.DATA, split).transforms
 
 
 @pytest.mark.parametrize("recipe", [*RECIPES, *PARTS], ids=lambda recipe: recipe.name)

@@ -265,6 +265,39 @@ def test_plain_backward_is_refused_where_it_would_be_wrong() -> None:
     assert run_on_ranks(1, _plain_backward, {})[0] == ""
 
 
+def _step_on_every_second_micro_batch(zero: dict) -> None:
+    model, optimizer = vissl_zero.initialize(text(), {"type": "SGD", "lr": 0.1}, {"level": 2, **zero})
+    for index in range(4):
+        optimizer.backward(loss_of(model, tokens_of(0, 0), 1))
+        if index % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.timeout(60)
+def test_a_second_micro_batch_before_a_step_is_refused_where_steps_are_counted() -> None:
+    with pytest.raises(RankError, match=r"Call step\(\) and zero_grad\(\) after every micro-batch"):
+        run_on_ranks(1, _step_on_every_second_micro_batch, {"gradient_accumulation_steps": 2})
+    run_on_ranks(1, _step_on_every_second_micro_batch, {})  # gradients add up until its own step
+
+
+def _evaluation_in_a_micro_batch() -> None:
+    zero = {"level": 2, "gradient_accumulation_steps": 2}
+    model, optimizer = vissl_zero.initialize(text(), {"type": "SGD", "lr": 0.1}, zero)
+    for _ in range(2):
+        optimizer.backward(model(tokens_of(0, 0)).mean())
+        with torch.no_grad():
+            model(tokens_of(0, 0))  # an evaluation is no second micro-batch
+        optimizer.step()
+        optimizer.zero_grad()
+    assert optimizer.num_updates == 1
+
+
+@pytest.mark.timeout(60)
+def test_an_evaluation_between_micro_batches_is_no_second_one() -> None:
+    run_on_ranks(1, _evaluation_in_a_micro_batch)
+
+
 def _state_between_micro_batches() -> None:
     zero = {"level": 2, "gradient_accumulation_steps": 2}
     model, optimizer = vissl_zero.initialize(text(), {"type": "SGD", "lr": 0.1}, zero)

@@ -261,7 +261,7 @@ def rand_augment(
     return chosen
 
 
-_INTERPOLATIONS = {mode.value: mode for mode in (InterpolationMode.BILINEAR, InterpolationMode.BICUBIC)}
+_INTERPOLATIONS = (InterpolationMode.BILINEAR, InterpolationMode.BICUBIC)
 
 
 @TRANSFORMS.register("ImgPilToMultiCrop")
@@ -282,10 +282,10 @@ class ImgPilToMultiCrop:
         num_crops: Sequence[int],
         size_crops: Sequence[int],
         crop_scales: Sequence[Sequence[float]],
-        interpolation: str = "bilinear",
+        interpolation: str | InterpolationMode = "bilinear",
     ):
-        if interpolation not in _INTERPOLATIONS:
-            raise ValueError(f"interpolation must be {' or '.join(_INTERPOLATIONS)}, not {interpolation}")
+        if interpolation not in {*_INTERPOLATIONS, *(mode.value for mode in _INTERPOLATIONS)}:
+            raise ValueError(f"interpolation must be bilinear or bicubic, not {interpolation}")
         if not len(num_crops) == len(size_crops) == len(crop_scales) or sum(num_crops) != total_num_crops:
             got = f"total_num_crops {total_num_crops}, num_crops {list(num_crops)}, size_crops {list(size_crops)}"
             raise ConfigError(
@@ -301,7 +301,7 @@ class ImgPilToMultiCrop:
         self.size_crops = tuple(size_crops)
         self._crops = [
             torchvision.transforms.RandomResizedCrop(
-                size, scale=tuple(scale), interpolation=_INTERPOLATIONS[interpolation]
+                size, scale=tuple(scale), interpolation=InterpolationMode(interpolation)
             )
             for count, size, scale in zip(num_crops, size_crops, crop_scales, strict=True)
             for _ in range(count)

@@ -77,6 +77,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.num_updates = 0
         self._num_micro_batches = 0
         self._is_in_backward = False
+        self._is_backward_done = self._is_run_again = False  # in the open micro-batch
         self._model = model
         self._tied = _tied_names(model)
         # No call of the loop marks the start of its forward pass: a micro-batch is open from one step to the next.
@@ -90,8 +91,17 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
         Args:
             loss: 0-d, this rank's mean over its own samples.
+        Raises:
+            VisslZeroError: under accumulation, for a second micro-batch before ``step``.
         """
-        self._is_in_backward = True
+        if self._is_run_again and self._accumulation_steps > 1:
+            raise VisslZeroError(
+                "The model ran forward and backward twice without optimizer.step() in between, with "
+                f"gradient_accumulation_steps={self._accumulation_steps}. Call step() and zero_grad() after every "
+                f"micro-batch: it counts them. If both are losses of one "
+                "micro-batch, add them and call backward() once."
+            )
+        self._is_in_backward = self._is_backward_done = True
         try:
             with waiting("optimizer.backward()"):
                 self._sharded.backward(loss, 1.0 / self._accumulation_steps)
@@ -308,6 +318,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return state | {name: state[first] for name, first in self._tied.items() if first in state}
 
     def _open_micro_batch(self) -> None:
+        self._is_backward_done = self._is_run_again = False
         is_last = self._num_micro_batches == self._accumulation_steps - 1
         self._micro_batch.enter_context(self._sharded.micro_batch(is_last))
 
@@ -321,6 +332,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def _watch(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
         """Make every output refuse gradients that do not come from ``backward``."""
         if torch.is_grad_enabled():
+            self._is_run_again = self._is_backward_done
             for output in pytree.tree_leaves(outputs):
                 if isinstance(output, Tensor) and output.requires_grad:
                     output.register_hook(self._refuse_plain_backward)
