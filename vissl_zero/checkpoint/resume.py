@@ -14,13 +14,16 @@ from torch import Tensor
 from vissl_zero import collectives
 from vissl_zero.checkpoint.comparison import describe, differences, require_resumable
 from vissl_zero.checkpoint.folder import (
+    FOLDER_NAME,
     IMPORTED,
+    MANIFEST_NAME,
     Checkpoint,
     LaterFormatError,
     find_checkpoints,
     open_checkpoint,
     remove_leftovers,
     stem_of,
+    step_of,
 )
 from vissl_zero.checkpoint.snapshot import hook_names, restore_random_state, stored_name
 from vissl_zero.engine.hook import Hook, Run
@@ -50,14 +53,14 @@ def find_resumable(run_folder: Path, nth_newest: int = 1) -> Found:
     """Find the newest checkpoint all of whose data fit their checksums. Collective; ranks share the reading.
 
     Args:
-        run_folder: the same on every rank.
+        run_folder: the same on every rank; or the folder of one checkpoint, the only one that counts then.
         nth_newest: 1: the newest, 2: the one before it, ...
     Raises:
         LaterFormatError: a later vissl_zero has written one that is newer than the newest complete one.
         CheckpointError: there are checkpoints, and none is complete.
     """
     # One rank lists the folder: two could see different ones, and resume from different steps.
-    paths = collectives.broadcast_object(find_checkpoints(run_folder) if collectives.rank() == 0 else [])
+    paths = collectives.broadcast_object(_candidates(run_folder) if collectives.rank() == 0 else [])
     found = Found()
     for path in paths[nth_newest - 1 :]:
         problems = _problems(path)
@@ -65,6 +68,8 @@ def find_resumable(run_folder: Path, nth_newest: int = 1) -> Found:
             found.path = path
             return found
         found.skipped += problems
+    if paths == [run_folder]:
+        raise CheckpointError("\n".join(found.skipped[:_MOST_LINES]))
     if paths:
         reasons = "\n".join(found.skipped[:_MOST_LINES] or [f"There is no {nth_newest}th newest."])
         raise CheckpointError(
@@ -72,6 +77,12 @@ def find_resumable(run_folder: Path, nth_newest: int = 1) -> Found:
             "Restore one from a copy, or move the folder 'checkpoints' away to train from the start."
         )
     return found
+
+
+def _candidates(folder: Path) -> list[Path]:
+    # By its name too, so that one that is not there is named and no other is taken in its place.
+    is_one = (folder / MANIFEST_NAME).exists() or (step_of(folder) is not None and folder.parent.name == FOLDER_NAME)
+    return [folder] if is_one else find_checkpoints(folder)
 
 
 def resume(run: Run, hooks: Sequence[Hook], plan: ResolvedRun) -> Found:

@@ -206,7 +206,8 @@ def weights_of(store: Checkpoint | WeightsFile, which: str = "student") -> Weigh
     Args:
         store: open.
         which: "student", the model that was trained; "average", the running average of its weights
-            (``HOOKS.EMA_MODEL``); "teacher", the momentum copy that some methods have.
+            (``HOOKS.EMA_MODEL``; of a loop of the user's own, ``vissl_zero.ema``); "teacher", the momentum copy that
+            some methods have.
     Raises:
         CheckpointError: it holds none.
     """
@@ -224,6 +225,13 @@ def weights_of(store: Checkpoint | WeightsFile, which: str = "student") -> Weigh
         for key in store.tensors
         if key.startswith(prefix) and not key.startswith(others)
     }
+    if which == "average" and not stored and not store.manifest.recipe:
+        # A loop of the user's own; what ``vissl_zero.ema`` keeps is stored as a teacher.
+        if not any(key.startswith("teacher/") for key in store.tensors):
+            raise CheckpointError(
+                f"{store.path} holds no running average. vissl_zero.ema(model, decay) before initialize() keeps one."
+            )
+        return weights_of(store, "teacher")
     if which != "student" and not stored:
         raise CheckpointError(f"{store.path} holds {_MISSING[which]}.")
     return Weights(store, stored)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from vissl_zero import collectives
+from vissl_zero.checkpoint.extra import extra_parts, read_extra
 from vissl_zero.checkpoint.folder import Manifest, open_checkpoint
 from vissl_zero.checkpoint.resume import StoredState, find_resumable, restore_buffers
 from vissl_zero.checkpoint.saver import commit, discard, write_rank
@@ -27,7 +28,7 @@ from vissl_zero.integration.ema import Ema
 from vissl_zero.optim.update_rule import with_wrapped
 from vissl_zero.sharding.checks.waiting import waiting
 from vissl_zero.sharding.sharded_model import ShardedModel
-from vissl_zero.sharding.state.saved_state import check_same_update, inner_optimizer, take_group_options
+from vissl_zero.sharding.state.saved_state import Part, check_same_update, inner_optimizer, take_group_options
 from vissl_zero.sharding.update.stepper import StepResult
 from vissl_zero.version import __version__
 
@@ -109,8 +110,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self._is_in_backward = False
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update, on every k-th call under accumulation; then free the gradients, but for level 0.
+        """Update the weights; then free the gradients, but for level 0.
 
+        Under accumulation, call it after every micro-batch: every k-th call updates the weights, the others only count.
         Unscale, agree on inf, clip, adapt, update: in this order, with norms over full parameters. A step whose
         gradients hold an inf under loss scaling changes nothing but the scale.
 
@@ -192,29 +194,38 @@ class ZeroOptimizer(torch.optim.Optimizer):
         with self._on_rows():
             self._sharded.load_state_dict(state_dict)
 
-    def save(self, folder: str | Path) -> None:
+    def save(self, folder: str | Path, extra: dict[str, Any] | None = None) -> None:
         """Write a checkpoint of all ranks to ``<folder>/checkpoints/step_<number of updates>``.
 
         Tensors pass through memory one by one. Any level, tier and number of ranks can ``load`` it; ``vissl-zero
-        checkpoint`` reads it. Your own epoch, scheduler and random state are yours to keep.
+        checkpoint`` reads it. Earlier checkpoints stay.
 
         Args:
             folder: on a file system that all ranks share.
+            extra: what ``load`` is to return, such as ``{"scheduler": scheduler.state_dict(), "epoch": epoch}``. Rank
+                0's is written; gather what differs between ranks. It may hold what ``torch.load(weights_only=True)``
+                reads: numbers, texts, bytes, None, tensors that are not sharded, and lists, tuples, sets and dicts of
+                these.
         Raises:
-            CheckpointError: a rank could not write its part; earlier checkpoints stay.
+            CheckpointError: a rank could not write its part, or ``extra`` could not be read back; earlier checkpoints
+                stay.
             VisslZeroError: between the calls of ``step`` that make one update.
         """
         self._require_boundary("save()")
         self._require_storable("save()")
         with self._on_rows(), waiting("optimizer.save()"):
-            save_state(self._sharded, Path(folder), self.num_updates)
+            save_state(self._sharded, Path(folder), self.num_updates, extra_parts(extra))
 
-    def load(self, folder: str | Path) -> None:
-        """Restore parameters, optimizer state, buffers, loss scale and groups from the newest complete checkpoint.
+    def load(self, folder: str | Path) -> dict[str, Any] | None:
+        """Restore parameters, optimizer state, buffers, loss scale and groups from a complete checkpoint.
+
+        Build a scheduler before this call: building it sets learning rates, which this call restores.
 
         Args:
-            folder: that ``save`` was given; all data are read against their checksums first.
-
+            folder: that ``save`` was given, to take the newest complete one; or one of its ``checkpoints/step_<number
+                of updates>``. All data are read against their checksums first.
+        Returns:
+            ``extra`` of ``save`` on every rank, tensors on the CPU; None if none was saved.
         Raises:
             CheckpointError: there is none, it is damaged or of another model.
             VisslZeroError: between the calls of ``step`` that make one update.
@@ -222,7 +233,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._require_boundary("load()")
         self._require_storable("load()")
         with self._on_rows(), waiting("optimizer.load()"):
-            self.num_updates = load_state(self._sharded, Path(folder))
+            self.num_updates, extra = load_state(self._sharded, Path(folder))
+        return extra
 
     @contextmanager
     def full_parameters(self) -> Iterator[dict[str, Tensor]]:
@@ -361,13 +373,14 @@ def _tied_names(model: nn.Module) -> dict[str, str]:
     return {name: first[param] for name, param in names if first[param] != name}
 
 
-def save_state(sharded: ShardedModel, folder: Path, step: int) -> None:
+def save_state(sharded: ShardedModel, folder: Path, step: int, extra: Sequence[Part] = ()) -> None:
     """Write ``<folder>/checkpoints/step_<step>``: each rank what it holds, one tensor in memory at a time. Collective.
 
     Args:
         sharded: between two steps.
         folder: on a file system that all ranks share.
         step: optimizer steps done.
+        extra: what this rank stores beside the training state.
     Raises:
         CheckpointError: a rank could not write its part; what was written is removed, earlier checkpoints stay.
     """
@@ -389,7 +402,7 @@ def save_state(sharded: ShardedModel, folder: Path, step: int) -> None:
         groups=sharded.group_facts(),
         loss_scale=sharded.loss_scale_state(),
     )
-    parts = [*sharded.parts(), *replicated_parts("buffer", sharded.buffers())]
+    parts = [*sharded.parts(), *replicated_parts("buffer", sharded.buffers()), *extra]
     is_first = collectives.rank() == 0
 
     def write() -> None:
@@ -407,19 +420,24 @@ def save_state(sharded: ShardedModel, folder: Path, step: int) -> None:
         raise
 
 
-def load_state(sharded: ShardedModel, folder: Path) -> int:
-    """Restore the newest complete checkpoint under ``folder``, whatever level, tier and number of ranks wrote it.
+def load_state(sharded: ShardedModel, folder: Path) -> tuple[int, dict[str, Any] | None]:
+    """Restore the newest complete checkpoint in ``folder``, whatever level, tier and number of ranks wrote it.
 
     Collective; ranks share the reading of checksums.
 
+    Args:
+        sharded: between two steps.
+        folder: as ``save_state`` got it, or that of one checkpoint.
     Returns:
-        Optimizer steps that had been done.
+        Optimizer steps that had been done, and the user's ``extra``.
     Raises:
         CheckpointError: there is none that is whole, or it is of another model.
     """
     found = find_resumable(folder)
     if found.path is None:
-        raise CheckpointError(f"{folder} holds no checkpoint. Name the folder that save() was given.")
+        raise CheckpointError(
+            f"{folder} holds no checkpoint. Name the folder that save() was given, or one of its checkpoints/step_*."
+        )
     for sentence in found.skipped if collectives.rank() == 0 else ():
         logging.getLogger(__name__).warning("skipped: %s", sentence)
     with open_checkpoint(found.path) as checkpoint:
@@ -428,12 +446,13 @@ def load_state(sharded: ShardedModel, folder: Path) -> int:
         if [group["params"] for group in saved] != [group["params"] for group in sharded.group_facts()]:
             raise CheckpointError(f"{checkpoint.path} groups parameters differently. Give the same groups.")
         check_same_update(saved, groups)
+        extra = read_extra(checkpoint)
         # After the checks above: what does not fit must not overwrite a part of the state.
         sharded.restore(StoredState(checkpoint))
         restore_buffers(sharded, checkpoint)
         for group, values in zip(groups, saved, strict=True):
             take_group_options(group, values)
-        return checkpoint.manifest.step
+        return checkpoint.manifest.step, extra
 
 
 def _on_all(work: Callable[[], object]) -> None:

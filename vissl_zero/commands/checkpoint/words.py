@@ -173,6 +173,7 @@ _KINDS = {
     "teacher": "parameters of the teacher",
     "optimizer": "optimizer state",
     "criterion": "state of the loss",
+    "extra": "extra of optimizer.save()",
     "of_rank": "of single ranks",
 }
 
@@ -333,7 +334,9 @@ def export(arguments: Sequence[str]) -> int:
     parser.add_argument("--to", required=True, metavar="FILE", help="file to write")
     parser.add_argument("--part", choices=PARTS, default="model", help="trunk and heads (model), or one of them")
     parser.add_argument("--names", choices=NAMES, default="own", help="whose names (own)")
-    parser.add_argument("--average", action="store_true", help="the running average of the weights (HOOKS.EMA_MODEL)")
+    parser.add_argument(
+        "--average", action="store_true", help="the running average of the weights (HOOKS.EMA_MODEL, vissl_zero.ema)"
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace FILE if it exists")
     options = parser.parse_args(arguments)
     with weights_of(opened(options.path), "average" if options.average else "student") as weights:
