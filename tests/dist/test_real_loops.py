@@ -614,7 +614,7 @@ def held_by_a_module_in_data_parallel(init: Init) -> dict[str, Tensor]:
 # --- copies, hooks and parameters ------------------------------------------------------------------------------------
 
 
-@case(level_3="cannot be copied")
+@case(level_3="(AveragedModel), call vissl_zero.ema(model, decay) before initialize()")
 def averaged_model(init: Init) -> dict[str, Tensor]:
     model, optimizer = init(chain())
     follow = torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)

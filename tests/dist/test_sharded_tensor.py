@@ -363,7 +363,7 @@ def _call_on_one_rank() -> str:
 @pytest.mark.slow
 def test_a_call_that_one_rank_makes_is_named_while_it_waits():
     first, second = run_on_ranks(2, _call_on_one_rank, timeout_s=60)
-    assert "Rank 0 waits in optimizer.full_state()" in first
+    assert "Rank 0 waits in optimizer.full_state()" in first and "the same number of batches" in first
     assert second == ""
 
 

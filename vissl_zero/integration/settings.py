@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -135,7 +135,7 @@ def read_settings(zero: Any) -> ZeroSettings:
     given = {_RECIPE_KEYS.get(str(key), str(key)): value for key, value in mapped.items()}
     blocks = {name: typed_options(schema, _block(given, name), f"zero.{name}") for name, schema in _BLOCKS.items()}
     if unknown := [key for key in given if key not in _names()]:
-        typed_options(_AllKeys, dict.fromkeys(unknown), "zero")
+        _refuse(unknown)
     is_fitted = given.get("level") == _FIT
     if is_fitted:
         given["level"] = None if given.get("type") else 3  # whatever is allowed at level 3 may be chosen
@@ -199,6 +199,22 @@ class _AllKeys(_Keys):
 
 def _names() -> set[str]:
     return {f.name for f in fields(_AllKeys)}
+
+
+def _refuse(unknown: list[str]) -> NoReturn:
+    """Refuse keys of ``zero`` that are none; for DeepSpeed's, name ours.
+
+    Raises:
+        ConfigError: always.
+    """
+    must = "is DeepSpeed's key"
+    problems = [Problem(f"zero.{key}", "", must, _theirs()[key]) for key in unknown if key in _theirs()]
+    if others := [key for key in unknown if key not in _theirs()]:
+        try:
+            typed_options(_AllKeys, dict.fromkeys(others), "zero")
+        except ConfigError as error:
+            problems += error.problems
+    raise ConfigError(problems)
 
 
 def _mapping(zero: Any) -> Mapping[Any, Any]:
@@ -381,9 +397,32 @@ _TUNES = (
     "stage3_gather_16bit_weights_on_model_save",
 )
 _OWN_OPTIMIZER = {
-    "optimizer": "Give it as initialize(model, optimizer=dict(type='AdamW', lr=...), zero=...).",
-    "scheduler": "Build torch's scheduler over the optimizer that initialize() returns.",
+    "optimizer": "Remove this block: initialize() uses the optimizer that you pass to it, dict(type='AdamW', lr=...).",
+    "scheduler": "Remove this block: build torch's scheduler over the optimizer that initialize() returns.",
 }
+_RENAMED = {
+    "stage": "level",
+    "offload_optimizer": "offload_optimizer_config",
+    "offload_param": "offload_param_config",
+    "gradient_clipping": "clip_grad",
+}
+
+
+def _theirs() -> dict[str, str]:
+    """Say what to do about each of DeepSpeed's keys where ours are expected."""
+    renamed = {key: f"Write {ours}, or give the keys in DeepSpeed's format." for key, ours in _RENAMED.items()}
+    in_vain = {key: f"Leave it out: {why}." for key, why in (_IN_VAIN | dict.fromkeys(_TUNES, _TUNING)).items()}
+    return renamed | in_vain | _OWN_OPTIMIZER
+
+
+def _automatic(tree: Any, path: str) -> list[Problem]:
+    """Refuse values that Hugging Face's Trainer would fill in."""
+    if isinstance(tree, Mapping):
+        return [problem for key, value in tree.items() for problem in _automatic(value, f"{path}.{key}")]
+    if tree != "auto":
+        return []
+    fix = "Write true or false." if path.endswith(".enabled") else "Write the number."
+    return [Problem(path, "'auto'", "is filled in by Hugging Face's Trainer, and by nothing here", fix)]
 
 
 def _fixed_scale(block: dict[str, Any]) -> list[Problem]:
@@ -407,16 +446,20 @@ def from_deepspeed(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]
         problem = Problem(f"zero.{_MARK}", repr(zero), "must be a dict", "Write it as dict(stage=3).")
         raise ConfigError([problem])
     zero = dict(zero)
-    keys["level"] = zero.pop("stage", 0)
-    for name, ours in (("offload_optimizer", "offload_optimizer_config"), ("offload_param", "offload_param_config")):
-        if name in zero:
-            keys[ours] = zero.pop(name)
     for name in [name for name in zero if name in _TUNES]:
         notes.append(f"zero.{_MARK}.{name} has no effect: {_TUNING}.")
         zero.pop(name)
     for name in [name for name in keys if name in _IN_VAIN]:
         notes.append(f"zero.{name} has no effect: {_IN_VAIN[name]}.")
         keys.pop(name)
+    # As it is typed, before a key gets our name; blocks that are refused as a whole are not looked into.
+    typed = {name: value for name, value in keys.items() if name not in _OWN_OPTIMIZER}
+    if problems := _automatic(typed | {_MARK: zero}, "zero"):
+        raise ConfigError(problems)
+    keys["level"] = zero.pop("stage", 0)
+    for name in ("offload_optimizer", "offload_param"):
+        if name in zero:
+            keys[_RENAMED[name]] = zero.pop(name)
     for name, value in zero.items():
         must, fix = "is a DeepSpeed key without a counterpart", "Leave it out."
         problems.append(Problem(f"zero.{_MARK}.{name}", repr(value), must, fix))

@@ -113,12 +113,26 @@ def test_deepspeed_names_are_read(tmp_path):
     )
     assert read_settings(str(path)) == read_settings(given) == replace(read_settings(ours), notes=notes)
     assert read_settings({"zero_optimization": {}, "gradient_clipping": 0}) == read_settings({"level": 0})
+    filled_in = {"zero_optimization": {"stage": 2, "reduce_bucket_size": "auto"}, "train_batch_size": "auto"}
+    assert len(read_settings(filled_in).notes) == 2
 
 
 @pytest.mark.parametrize(
     ("more", "sentence"),
     [
-        ({"optimizer": {"type": "Adam"}}, "zero.optimizer: is not read from zero. Give it as initialize"),
+        (
+            {"optimizer": {"type": "Adam", "params": {"lr": "auto"}}},
+            "zero.optimizer: is not read from zero. Remove this block: initialize() uses the optimizer that you pass",
+        ),
+        (
+            {"scheduler": {"type": "WarmupLR"}},
+            "zero.scheduler: is not read from zero. Remove this block: build torch's",
+        ),
+        (
+            {"gradient_clipping": "auto"},
+            "zero.gradient_clipping: is filled in by Hugging Face's Trainer, and by nothing here (got 'auto').",
+        ),
+        ({"fp16": {"enabled": "auto"}}, "zero.fp16.enabled: is filled in by Hugging Face's Trainer"),
         ({"fp16": {"enabled": True, "loss_scale": 128}}, "zero.fp16.loss_scale: cannot be a fixed number"),
         ({"zero_optimization": {"stage": 3, "mics_shard_size": 2}}, "mics_shard_size: is a DeepSpeed key"),
         ({"zero_optimization": {"stage": 4}}, "zero.level: must be 0, 1, 2 or 3 (got 4)"),
@@ -144,6 +158,17 @@ def test_max_in_cpu_as_yaml_writes_it(tmp_path):
     [
         ({"levl": 3}, "zero.levl: is not a key. Did you mean 'level'?"),
         ({}, "zero.level: must be given: 0, 1, 2, 3 or 'fit'. Write zero=dict(level=3)."),
+        ({"stage": 3}, "zero.stage: is DeepSpeed's key. Write level, or give the keys in DeepSpeed's format."),
+        (
+            {"level": 3, "gradient_clipping": 1.0},
+            "zero.gradient_clipping: is DeepSpeed's key. Write clip_grad, or give the keys in DeepSpeed's format.",
+        ),
+        (
+            {"level": 3, "train_micro_batch_size_per_gpu": 8},
+            "zero.train_micro_batch_size_per_gpu: is DeepSpeed's key. Leave it out: your loader decides it.",
+        ),
+        ({"level": 3, "overlap_comm": True}, "zero.overlap_comm: is DeepSpeed's key. Leave it out: it tunes"),
+        ({"level": 3, "optimizer": {}}, "zero.optimizer: is DeepSpeed's key. Remove this block: initialize() uses"),
         ({"level": 4}, "zero.level: must be 0, 1, 2 or 3 (got 4)."),
         ({"level": "x"}, "zero.level: must be a whole number (got 'x')."),
         (
@@ -184,3 +209,5 @@ def test_all_mistakes_at_once():
     with pytest.raises(ConfigError) as caught:
         read_settings({"level": 9, "clip_grad": -1, "gradient_accumulation_steps": 0})
     assert len(caught.value.problems) == 3
+    with pytest.raises(ConfigError, match=r"(?s)zero\.stage: is DeepSpeed's key.*zero\.levl: is not a key"):
+        read_settings({"stage": 3, "levl": 3})

@@ -81,5 +81,6 @@ def waiting(call: str) -> Iterator[None]:
 def _sentence(call: str) -> str:
     return (
         f"Rank {collectives.rank()} waits in {call}: another rank has not called it. Every rank must call it, in the "
-        "same order. If it stands under if rank == 0: ..., call it on all ranks, and use the result on one."
+        "same order. If it stands under if rank == 0: ..., call it on all ranks, and use the result on one. In a loop, "
+        "give every rank the same number of batches."
     )

@@ -478,7 +478,8 @@ def _save_or_refuse(save: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 def _refuse_copy(memo: Any) -> NoReturn:
     raise VisslZeroError(
-        "A model whose parameters are sharded cannot be copied or pickled: each rank has a part of them. Take full "
+        "A model whose parameters are sharded cannot be copied or pickled: each rank has a part of them. For an "
+        "average of the weights (AveragedModel), call vissl_zero.ema(model, decay) before initialize(). Take full "
         "weights with full_state() or full_parameters(), or use ZeRO level 0, or level 1 or 2 on the CPU, where a copy "
         "is a plain model."
     )
