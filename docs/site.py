@@ -17,7 +17,10 @@ ROOT = Path(__file__).parents[1]
 PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 PAGES |= {"SECURITY.md": "security.md", "UPGRADING.md": "upgrading.md"}
 PAGES |= {f"benchmarks/{path.name}": f"benchmarks/{path.name}" for path in sorted((ROOT / "benchmarks").glob("*.md"))}
+# A browser would download a program; a page shows it.
+PROGRAMS = {f"examples/{path.name}": f"examples/{path.stem}.md" for path in sorted((ROOT / "examples").glob("*.py"))}
 PICTURES = [path.relative_to(ROOT) for path in sorted((ROOT / "benchmarks").glob("*.svg"))]
+SITE = PAGES | PROGRAMS
 VERSION = re.compile(r'__version__ = "(.+)"')
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)#:\s]+)(#[^)]*)?\)")
 
@@ -34,6 +37,9 @@ def on_files(files: Files, config: Any) -> Files:
     """Add the pages and pictures that live outside ``docs/``."""
     for source, target in PAGES.items():
         text = _relinked((ROOT / source).read_text(), (ROOT / source).parent, Path(target).parent)
+        files.append(File.generated(config, target, content=text))
+    for source, target in PROGRAMS.items():
+        text = f"# `{source}`\n```python\n{(ROOT / source).read_text()}```\n"
         files.append(File.generated(config, target, content=text))
     for picture in PICTURES:
         files.append(File.generated(config, str(picture), content=(ROOT / picture).read_bytes()))
@@ -79,7 +85,7 @@ def on_page_content(html: str, **_: Any) -> str:
 def _relinked(markdown: str, folder: Path, site_folder: Path) -> str:
     """``markdown`` of a page in ``folder``, its links as ``site_folder`` of the site sees their targets.
 
-    A link to a file that the site does not hold (an example, source code) becomes its path. A link to nothing stays, so
+    A link to a file that the site does not hold (source code) becomes its path. A link to nothing stays, so
     that the strict build fails on it.
     """
 
@@ -89,9 +95,9 @@ def _relinked(markdown: str, folder: Path, site_folder: Path) -> str:
         if not (target.is_relative_to(ROOT) and target.exists()):
             return match[0]
         path = target.relative_to(ROOT).as_posix()
-        if not (path in PAGES or path.startswith("docs/") or Path(path) in PICTURES):
+        if not (path in SITE or path.startswith("docs/") or Path(path) in PICTURES):
             return f"`{path}`" if text.strip("`").rstrip("/") == path else f"{text} (`{path}`)"
-        path = PAGES.get(path, path).removeprefix("docs/")
+        path = SITE.get(path, path).removeprefix("docs/")
         return f"{bang}[{text}]({'../' * len(site_folder.parts)}{path}{anchor})"
 
     return LINK.sub(replace, markdown)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -88,6 +89,11 @@ def test_a_tutorial_runs_as_printed(page, folder):
             finish(text, start(f"{sys.executable} snippet.py", folder))
     if page.stem == "your_own_loop":
         assert "equal: 4 steps in float64" in said["torchrun --nproc-per-node 2 prove.py"]
+        parts = [said[f"torchrun --nproc-per-node {ranks} complete.py {until}"] for ranks, until in ((2, 2), (1, 4))]
+        shutil.rmtree(folder / "runs/own")
+        line = "torchrun --nproc-per-node 2 complete.py 4"
+        epochs = [re.findall(r"epoch \d: loss .*", text) for text in (*parts, finish(line, start(line, folder)))]
+        assert epochs[0] + epochs[1] == epochs[2] and len(epochs[0]) == len(epochs[1]) == 2
     for line, output in said.items():
         if "--dry-run" in line:
             assert "nothing was started" in output, line

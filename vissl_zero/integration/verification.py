@@ -69,10 +69,11 @@ def verify(
 
     Args:
         build: returns a new model and its optimizer (a torch optimizer, a class, or ``dict(type=..., lr=...)`` of a
-            torch optimizer). It is called twice, each time after ``torch.manual_seed(seed)``.
+            torch optimizer). It is called several times, each time after ``torch.manual_seed(seed)``.
         step: your loop's body, ``step(model, optimizer, batch) -> loss``: forward, ``optimizer.backward(loss)`` or
             ``loss.backward()``, ``optimizer.step()`` and ``optimizer.zero_grad()``. The loss is the mean over the
-            samples of ``batch``.
+            samples of ``batch``; of several micro-batches, the mean of theirs. It is called at least twice for each
+            batch, after ``torch.manual_seed`` with the same number.
         batches: a few complete batches, the same on every rank: tensors, or any nesting of them. Each rank gets its
             share of the rows (dim 0) of the tensors that have as many rows as the first one; their number must be a
             multiple of the ranks.
