@@ -89,6 +89,24 @@ class Float8:
 
 
 @dataclass
+class Lora:
+    """``MODEL.LORA``: freeze the trunk and train low-rank adapters of its linear layers; heads train as ever."""
+
+    USE_LORA: bool = False
+    """Add a trained product of two thin matrices, times LORA_ALPHA / R, to the frozen weight of each target
+    (https://arxiv.org/abs/2106.09685); needs pip install 'vissl-zero[lora]'."""
+    R: int = number(8, least=1)
+    """Rank of the product: rows of the first matrix, which starts at random, and columns of the second, at zero."""
+    LORA_ALPHA: int = number(8, least=1)
+    """Numerator of the factor of the product."""
+    LORA_DROPOUT: float = number(0.0, least=0, below=1)
+    """Share of a target's inputs that its adapter does not see in training."""
+    TARGET_MODULES: Any = field(default_factory=lambda: ["attn.qkv", "attn.proj"])
+    """Linear layers of the trunk, by the names of their library, as peft takes them: a list of names or ends of names,
+    or a regular expression of whole names, such as '.*[.]mlp[.]fc[12]'."""
+
+
+@dataclass
 class RegNetBlock(RegNetConfig):
     """``MODEL.TRUNK.REGNET``: RegNet's own keys and where its activations are recomputed."""
 
@@ -292,6 +310,8 @@ class ModelConfig:
     """Half precision."""
     FLOAT8: Float8 = field(default_factory=Float8)
     """Products of linear layers in float8."""
+    LORA: Lora = field(default_factory=Lora)
+    """Low-rank adapters in place of the trunk's own weights."""
     SYNC_BN_CONFIG: SyncBnConfig = field(default_factory=SyncBnConfig)
     """Batch norm over several processes."""
     ACTIVATION_CHECKPOINTING: ActivationCheckpointing = field(default_factory=ActivationCheckpointing)
