@@ -58,6 +58,12 @@ def test_with_clipping_accumulation_and_recomputation(trunk: str) -> None:
     assert _largest(case, 2, (0, 1, 2, 3), checkpoint_every=1) < TOLERANCE
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(280)
+def test_compiled() -> None:
+    assert _largest(VIT, 2, (0, 3), compile="aot_eager") < TOLERANCE
+
+
 def test_adapters_and_heads_alone_are_trained() -> None:
     """Or the tests above could not fail."""
     before, after = build(VIT).state_dict(), train_plainly(VIT).state

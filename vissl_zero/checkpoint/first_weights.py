@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from vissl_zero import collectives
+from vissl_zero.checkpoint.adapter_folder import read_adapters
 from vissl_zero.checkpoint.foreign_layouts import Foreign, as_token, read_foreign
 from vissl_zero.checkpoint.named_weights import locate
 from vissl_zero.checkpoint.shard_file import Entry
-from vissl_zero.config.blocks.model_and_loss import ModelConfig, WeightsInit
+from vissl_zero.config.blocks.model_and_loss import Lora, ModelConfig, WeightsInit
 from vissl_zero.errors import CheckpointError, printable
 from vissl_zero.models.model import build_model
 from vissl_zero.models.trunks.token_embedding import TokenEmbedding, interpolated
@@ -151,10 +152,39 @@ def load_first_weights(model: nn.Module, plan: ResolvedRun) -> Mapping[str, Call
         return {}
     # What is measured must have been trained: a head that begins at random would give figures of nothing.
     is_measured = settings.FREEZE_TRUNK_AND_HEAD or plan.config.TEST_ONLY
+    needs: Literal["trunk", "head shapes", "heads"] = "trunk"
     if is_measured and not settings.EXTRACT_TRUNK_FEATURES_ONLY and wants_heads:
-        return _fill(model, options, wants_heads, needs="heads")
-    asserts = wants_heads and settings.ASSERT_HEAD_LAYER_SHAPE_INIT
-    return _fill(model, options, wants_heads, needs="head shapes" if asserts else "trunk")
+        needs = "heads"
+    elif wants_heads and settings.ASSERT_HEAD_LAYER_SHAPE_INIT:
+        needs = "head shapes"
+    found = _fill(model, options, wants_heads, needs)
+    if plan.config.MODEL.LORA.USE_LORA:
+        found |= _fill_adapters(model, plan.config.MODEL.LORA, has_some=any(map(is_adapters, found)))
+        if (is_measured or settings.FREEZE_TRUNK_ONLY) and not any(map(is_adapters, found)):
+            raise CheckpointError(
+                f"config.MODEL.LORA.USE_LORA: must be false, as this run trains no adapters, and {options.PARAMS_FILE} "
+                "has none. Write false, or give the run that has trained some."
+            )
+    return found
+
+
+def _fill_adapters(model: nn.Module, options: Lora, has_some: bool) -> dict[str, Callable[[], Tensor]]:
+    """Fill the adapters of ``model`` from ADAPTER_FOLDER, if it is given; what is on the meta device is left alone."""
+    if not options.ADAPTER_FOLDER:
+        return {}
+    if has_some:
+        raise CheckpointError(
+            "config.MODEL.LORA.ADAPTER_FOLDER: must be empty, as the weights of WEIGHTS_INIT have adapters of their "
+            "own. Leave it out, or give the weights that this adapter was trained over."
+        )
+    found = read_adapters(model, options)
+    parameters = dict(model.named_parameters())
+    for name, read in found.items():
+        if not parameters[name].is_meta:
+            parameters[name].copy_(read())
+    if collectives.rank() == 0:
+        _print_line(f"Beginning with {len(found)} tensors of the adapter in {options.ADAPTER_FOLDER}.")
+    return found
 
 
 @torch.no_grad()

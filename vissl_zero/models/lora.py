@@ -27,7 +27,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from vissl_zero.config.blocks.model_and_loss import Lora
 from vissl_zero.errors import ConfigError, Problem, did_you_mean
 from vissl_zero.models.init import GeneratorFor
-from vissl_zero.models.weight_names import timm_name
+from vissl_zero.models.weight_names import adapter_name, is_adapters, timm_name
 
 ADAPTER = "default"  # peft's name of the only adapter of a layer
 _TARGETS = "config.MODEL.LORA.TARGET_MODULES"
@@ -46,7 +46,7 @@ class AdaptedLinear(PeftLinear):
     @torch.no_grad()
     def init_parameters(self, generator_for: GeneratorFor) -> None:
         """Draw A (r, in_features) uniformly within 1 / sqrt(in_features) and set B (out_features, r) to 0."""
-        first, second = _matrices(self)
+        first, second = (getattr(self, key)[ADAPTER].weight for key in ("lora_A", "lora_B"))
         bound = 1 / math.sqrt(first.shape[1])
         first.copy_(torch.empty(first.shape).uniform_(-bound, bound, generator=generator_for("lora_A")))
         second.zero_()
@@ -100,21 +100,13 @@ def write_adapter(trunk: nn.Module, folder: Path) -> None:
     """
     configs: Any = trunk.peft_config
     own: LoraConfig = configs[ADAPTER]
-    layers = {timm_name(f"trunk.{path}"): layer for path, layer in adapted_layers(trunk)}
-    tensors = {
-        f"base_model.model.{name}.{key}.weight": matrix.detach().contiguous()
-        for name, layer in layers.items()
-        for key, matrix in zip(("lora_A", "lora_B"), _matrices(layer), strict=True)
-    }
+    state = trunk.state_dict(prefix="trunk.")
+    tensors = {adapter_name(name): tensor.contiguous() for name, tensor in state.items() if is_adapters(name)}
+    targets = [timm_name(f"trunk.{path}") for path, _ in adapted_layers(trunk)]
     save_file(tensors, folder / SAFETENSORS_WEIGHTS_NAME, {"format": "pt"})
-    written = LoraConfig(r=own.r, lora_alpha=own.lora_alpha, lora_dropout=own.lora_dropout, target_modules=[*layers])
+    written = LoraConfig(r=own.r, lora_alpha=own.lora_alpha, lora_dropout=own.lora_dropout, target_modules=targets)
     written.inference_mode = True  # as peft saves what was trained
     written.save_pretrained(str(folder))
-
-
-def _matrices(layer: Any) -> tuple[Tensor, Tensor]:
-    """Return A (r, in_features) and B (out_features, r)."""
-    return layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
 
 
 def _without_adapters(trunk: nn.Module, merges: bool) -> nn.Module:

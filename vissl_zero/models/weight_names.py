@@ -148,6 +148,11 @@ def is_adapters(name: str) -> bool:
     return ".lora_A." in name or ".lora_B." in name
 
 
+def adapter_name(name: str) -> str:
+    """Return the name in peft's file of a tensor of an adapter here (``trunk.<layer>.lora_A.default.weight``)."""
+    return f"base_model.model.{timm_name(name).replace('.default.', '.')}"
+
+
 def without_wrappers(name: str) -> str:
     """Strip from a parameter's name what sharding and compilers put into it."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)

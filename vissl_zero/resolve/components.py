@@ -241,7 +241,8 @@ def _lora(cfg: RunConfig, saved: Mapping[str, Any]) -> Lora:
     own, given = cfg.MODEL.LORA, saved.get("LORA")
     if not isinstance(given, Mapping) or not given.get("USE_LORA"):
         return own
-    runs = replace(own, **_known(given, Lora))
+    # The adapter that the run began with has been trained since: its folder is not taken.
+    runs = replace(own, **{**_known(given, Lora), "ADAPTER_FOLDER": own.ADAPTER_FOLDER})
     if own.USE_LORA and replace(own, LORA_DROPOUT=runs.LORA_DROPOUT) != runs:
         wanted = f"R: {runs.R}, LORA_ALPHA: {runs.LORA_ALPHA}, TARGET_MODULES: {runs.TARGET_MODULES}"
         must = f"must be as in the run that the weights are of, whose adapters are trained further: {{{wanted}}}"

@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from importlib.util import find_spec
 from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vissl_zero.config.blocks.model_and_loss import RegNetBlock
+from vissl_zero.config.blocks.model_and_loss import ADAPTER_FILES, RegNetBlock
 from vissl_zero.config.components import builtin_keys, component_keys, typed_options
 from vissl_zero.config.components.heads import KEY as TAPS
 from vissl_zero.config.components.heads import are_tapped
@@ -111,6 +112,19 @@ def lora(cfg: RunConfig, decided: Decisions) -> list[Problem]:
     if cfg.MODEL.FLOAT8.USE_FLOAT8:
         must = "cannot go with LORA, whose frozen layers have no float8 form"
         found.append(Problem("config.MODEL.FLOAT8.USE_FLOAT8", "True", must, "Write false, or leave LORA out."))
+    return found
+
+
+def adapter_folder(cfg: RunConfig, decided: Decisions) -> list[Problem]:
+    """Check that an adapter to begin with exists, and has weights under it."""
+    key, folder, found = "config.MODEL.LORA.ADAPTER_FOLDER", cfg.MODEL.LORA.ADAPTER_FOLDER, list[Problem]()
+    if not folder or not cfg.MODEL.LORA.USE_LORA:
+        return []
+    if not all((Path(folder).expanduser() / name).is_file() for name in ADAPTER_FILES):
+        found.append(Problem(key, folder, f"must be a folder with {' and '.join(ADAPTER_FILES)}", "Correct the path."))
+    if not cfg.MODEL.WEIGHTS_INIT.PARAMS_FILE:
+        fix = "Write config.MODEL.WEIGHTS_INIT.PARAMS_FILE=<the weights that it was trained over>."
+        found.append(Problem(key, folder, "needs the weights under the adapter", fix))
     return found
 
 
@@ -414,6 +428,7 @@ MODEL_RULES = (
     weights,
     continued,
     lora,
+    adapter_folder,
     known,
     method,
     evaluated_model,

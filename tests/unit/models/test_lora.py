@@ -141,3 +141,14 @@ def test_weights_with_adapters_go_on_and_are_never_dropped(tmp_path: Path) -> No
         _begun(settings(USE_LORA=False), tensors, tmp_path)
     with pytest.raises(CheckpointError, match=r"lora_A\.default\.weight"):
         _begun(settings(R=3), tensors, tmp_path)
+    with pytest.raises(CheckpointError, match="must be empty, as the weights of WEIGHTS_INIT have adapters"):
+        _begun(settings(ADAPTER_FOLDER="adapter"), tensors, tmp_path)
+
+
+def test_adapters_that_nothing_trains_are_refused(tmp_path: Path) -> None:
+    frozen = settings()
+    frozen.FEATURE_EVAL_SETTINGS.EVAL_MODE_ON = frozen.FEATURE_EVAL_SETTINGS.FREEZE_TRUNK_ONLY = True
+    tensors = drawn(settings(USE_LORA=False)).state_dict()
+    with pytest.raises(CheckpointError, match="must be false, as this run trains no adapters"):
+        _begun(frozen, tensors, tmp_path)
+    _begun(frozen, drawn(settings()).state_dict(), tmp_path)

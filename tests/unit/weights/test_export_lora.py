@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import timm
@@ -13,14 +15,18 @@ from safetensors.torch import load_file
 from torch import nn
 
 import vissl_zero
+from tests.unit.config.example_config import complaints
 from tests.unit.evaluation.example_run import make_config, make_plan
+from vissl_zero.checkpoint.first_weights import load_first_weights
 from vissl_zero.cli import main
-from vissl_zero.config.blocks.model_and_loss import Lora
+from vissl_zero.config.block_data import block_of
+from vissl_zero.config.blocks.model_and_loss import Lora, ModelConfig
 from vissl_zero.config.compose import load
 from vissl_zero.engine.build import build_run
 from vissl_zero.engine.loop import train
-from vissl_zero.errors import ConfigError
+from vissl_zero.errors import CheckpointError, ConfigError
 from vissl_zero.evaluation import trunk as trunk_file
+from vissl_zero.models.model import Model, build_model
 from vissl_zero.reporting.weight_files import FinalWeights
 from vissl_zero.resolve.components import with_run_of_weights
 from vissl_zero.resolve.resolve import save_resolved
@@ -126,3 +132,61 @@ def test_a_recipe_that_takes_the_run_s_trunk_takes_its_adapters(of_vit: Path) ->
     own.LORA_ALPHA = 6
     with pytest.raises(ConfigError, match=r"must be as in the run .* \{R: 3, LORA_ALPHA: 12, TARGET_MODULES: \['attn"):
         with_run_of_weights(cfg)
+
+
+def _saved_by_peft(folder: Path, **options: Any) -> nn.Module:
+    """A model of timm's with an adapter of numbers of its own, both saved."""
+    net = timm.create_model("vit_tiny_patch16_224", num_classes=0, **VIT)
+    torch.save(net.state_dict(), folder / "base.pth")
+    config = {"r": 3, "lora_alpha": 12, "target_modules": ["attn.qkv", "mlp.fc1"]} | options
+    model = peft.get_peft_model(net, peft.LoraConfig(**config))
+    for name, param in model.named_parameters():
+        if ".lora_" in name:
+            nn.init.normal_(param, std=0.1)
+    model.save_pretrained(folder / "saved")
+    (folder / "adapter").mkdir()
+    for file in (folder / "saved").iterdir():  # as in Hugging Face's cache
+        (folder / "adapter" / file.name).symlink_to(file)
+    return model.eval()
+
+
+def _begun(folder: Path, **lora: Any) -> Model:
+    run = load("supervised/digits")
+    trunk = {"NAME": "timm/vit_tiny_patch16_224", "PARAMS": {"name": "vit_tiny_patch16_224", "model_args": VIT}}
+    block = LORA | {"TARGET_MODULES": ["attn.qkv", "fc1"], "ADAPTER_FOLDER": str(folder / "adapter")} | lora
+    run.MODEL = block_of(ModelConfig, {"TRUNK": trunk, "HEAD": {"PARAMS": []}, "LORA": block})
+    run.MODEL.WEIGHTS_INIT.PARAMS_FILE = str(folder / "base.pth")
+    model = build_model(run.MODEL)
+    load_first_weights(model, SimpleNamespace(config=run))
+    return model.eval()
+
+
+def test_a_run_begins_with_an_adapter_of_peft(tmp_path: Path) -> None:
+    theirs, ours = _saved_by_peft(tmp_path), _begun(tmp_path)
+    images = torch.randn(2, 3, 32, 32)
+    with torch.no_grad():
+        torch.testing.assert_close(ours([images], features_only=True)[0], theirs(images), rtol=1e-6, atol=1e-6)
+    for lora, said in (
+        ({"R": 2}, "has r=3, and must have 2. Write config.MODEL.LORA.R=3."),
+        ({"LORA_ALPHA": 8}, "has lora_alpha=12, and must have 8"),
+        ({"TARGET_MODULES": ["attn.qkv"]}, "the model lacks base_model.model.blocks.0.mlp.fc1.lora_A.weight (4 such)"),
+        ({"TARGET_MODULES": ["attn.qkv", "fc1", "fc2"]}, "the file lacks base_model.model.blocks.0.mlp.fc2.lora_A"),
+    ):
+        with pytest.raises(CheckpointError) as caught:
+            _begun(tmp_path, **lora)
+        assert said in str(caught.value)
+
+
+@pytest.mark.parametrize("options", [{"use_rslora": True}, {"use_dora": True}, {"rank_pattern": {"fc1": 2}}])
+def test_adapters_that_compute_something_else_are_refused(tmp_path: Path, options: dict[str, Any]) -> None:
+    _saved_by_peft(tmp_path, **options)
+    with pytest.raises(CheckpointError, match=f"has {next(iter(options))}=.* Save one with plain LoRA"):
+        _begun(tmp_path)
+
+
+def test_rules_of_the_folder(tmp_path: Path) -> None:
+    missing = complaints(MODEL__LORA=Lora(True, ADAPTER_FOLDER=str(tmp_path)))
+    assert (
+        "must be a folder with adapter_config.json and" in missing[0]
+        and "needs the weights under the adapter" in missing[1]
+    )

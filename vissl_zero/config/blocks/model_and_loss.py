@@ -25,6 +25,7 @@ from vissl_zero.config.constraints import choice, number
 from vissl_zero.vissl.keys import with_vissl_keys
 
 DEFAULT = "CrossEntropyLoss"
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")  # what peft saves in a folder
 
 
 def default_loss() -> dict[str, Any]:
@@ -103,7 +104,10 @@ class Lora:
     """Share of a target's inputs that its adapter does not see in training."""
     TARGET_MODULES: Any = field(default_factory=lambda: ["attn.qkv", "attn.proj"])
     """Linear layers of the trunk, by the names of their library, as peft takes them: a list of names or ends of names,
-    or a regular expression of whole names, such as '.*[.]mlp[.]fc[12]'."""
+    or a regular expression of whole names, such as '.*[.]attn[.]proj'."""
+    ADAPTER_FOLDER: str = ""
+    """Folder of peft, or of vissl-zero export --to peft, with adapters to begin with; R, LORA_ALPHA and TARGET_MODULES
+    must be theirs, and WEIGHTS_INIT the weights under them."""
 
 
 @dataclass
