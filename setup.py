@@ -68,7 +68,7 @@ setup(
         # DATA.BACKEND=fast.
         "fast": ["simplejpeg>=1.8", "opencv-python-headless>=4.10"],
         # MODEL.LORA, and vissl-zero export --to peft.
-        "lora": ["peft>=0.17"],
+        "lora": ["peft>=0.18"],
         # Data sources; the standard library reads the tars of webdataset.
         "webdataset": [],
         "arrow": ["pyarrow>=17"],
