@@ -86,8 +86,13 @@ def test_products_of_float8_are_the_emulated_ones(dtype, tokens, kind):
     """Forward and backward, against the same layer on the CPU; the kernel rounds its sums to bfloat16."""
     if torch.cuda.get_device_capability() < kind.least_capability:
         pytest.skip("a GPU without this float8")
+    assert_as_on_the_cpu(kind(96, 160), dtype, tokens)
+
+
+def assert_as_on_the_cpu(layer: torch.nn.Linear, dtype: torch.dtype, tokens: int) -> None:
+    """Compare output and gradients of a float8 layer on both devices."""
     torch.manual_seed(0)
-    layer, x, grad = kind(96, 160), torch.randn(tokens, 96), torch.randn(tokens, 160)
+    x, grad = torch.randn(tokens, layer.in_features), torch.randn(tokens, layer.out_features)
     found = []
     for device in ("cpu", "cuda"):
         own = copy.deepcopy(layer).to(device, dtype)
@@ -101,9 +106,7 @@ def test_products_of_float8_are_the_emulated_ones(dtype, tokens, kind):
 
 @FLOAT8
 def test_widths_that_the_kernel_does_not_take_are_emulated():
-    layer = Float8Linear(24, 10).cuda()
-    layer(torch.randn(5, 24, device="cuda")).sum().backward()
-    assert layer.weight.grad.isfinite().all()
+    assert_as_on_the_cpu(Float8Linear(24, 10), torch.float32, tokens=5)
 
 
 VIT_IN_FLOAT8 = [
@@ -118,7 +121,7 @@ VIT_IN_FLOAT8 = [
 @FLOAT8
 @pytest.mark.parametrize("level", [0, 3])
 def test_float8_trains_under_autocast(level, tmp_path):
-    found = losses(
-        tmp_path / "run", f"config.ZERO.LEVEL={level}", *VIT_IN_FLOAT8, "config.MODEL.AMP_PARAMS.USE_AMP=true"
-    )
-    assert len(found) == 6 and all(loss == loss for loss in found)
+    """As on the CPU, where the products are emulated; bfloat16 rounds differently on the two."""
+    words = [f"config.ZERO.LEVEL={level}", *VIT_IN_FLOAT8, "config.MODEL.AMP_PARAMS.USE_AMP=true"]
+    found = losses(tmp_path / "gpu", *words)
+    assert found == pytest.approx(losses(tmp_path / "cpu", *words, "config.MACHINE.DEVICE=cpu"), rel=0.05)
