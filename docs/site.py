@@ -44,6 +44,12 @@ def on_files(files: Files, config: Any) -> Files:
     return files
 
 
+def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:
+    """Refuse a page with a table that Markdown takes for text: a blank line is missing before it."""
+    assert "| ---" not in html, f"{page.file.src_path}: a table needs a blank line before it"
+    return html
+
+
 def _pages_of_keys() -> dict[str, str]:
     """Split ``docs/keys.md``, one file in a checkout, into a page for each block, and ``keys.md``, which lists them."""
     header, *tables = re.split(r"^## ", (ROOT / "docs/keys.md").read_text(), flags=re.MULTILINE)
