@@ -44,12 +44,6 @@ def on_files(files: Files, config: Any) -> Files:
     return files
 
 
-def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:
-    """Refuse a page with a table that Markdown takes for text: a blank line is missing before it."""
-    assert "| ---" not in html, f"{page.file.src_path}: a table needs a blank line before it"
-    return html
-
-
 def _pages_of_keys() -> dict[str, str]:
     """Split ``docs/keys.md``, one file in a checkout, into a page for each block, and ``keys.md``, which lists them."""
     header, *tables = re.split(r"^## ", (ROOT / "docs/keys.md").read_text(), flags=re.MULTILINE)
@@ -77,8 +71,9 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     return _relinked(markdown, ROOT / "docs" / Path(page.file.src_uri).parent, Path(page.file.src_uri).parent)
 
 
-def on_page_content(html: str, **_: Any) -> str:
-    """End a docstring's sentence before code with one colon: ``::`` means something to docstrings only."""
+def on_page_content(html: str, page: Any, **_: Any) -> str:
+    """End a docstring's sentence before code with one colon; refuse a table that Markdown takes for text."""
+    assert "| ---" not in html, f"{page.file.src_path}: a table needs a blank line before it"
     return html.replace("::</p>", ":</p>")
 
 

@@ -38,7 +38,8 @@ def run(plan: ResolvedRun, user_yaml: str, node_id: int = 0, fit: FitRun | None 
     """
     if plan.config.DRY_RUN:  # under torchrun every rank comes here
         is_silent = is_under_torchrun() and os.environ["RANK"] != "0"  # RANK alone may be left over
-        return 0 if is_silent else print_dry_run(plan, _submission(plan), budget_bytes=fit.choice.budget_bytes if fit else None)
+        budget = fit.choice.budget_bytes if fit else None
+        return 0 if is_silent else print_dry_run(plan, _submission(plan), budget_bytes=budget)
     if is_under_torchrun():
         return _run_as_rank(plan, user_yaml)
     if plan.config.SLURM.USE_SLURM:

@@ -17,7 +17,7 @@ from vissl_zero.errors import ConfigError, LaunchError, Problem
 from vissl_zero.lifetime import run_in_subprocess
 from vissl_zero.planner.dry_run import dry_run
 from vissl_zero.planner.fit_plans import FitOption, FitPlans, FitRun, shortfall, with_settings
-from vissl_zero.planner.planning import fit_plans, fitted, history, plan_run
+from vissl_zero.planner.planning import fit_plans, fitted, history, plan_run, remedies
 from vissl_zero.resolve.resolve import resolve, save_resolved
 
 RECIPE = "digits/supervised"
@@ -148,6 +148,7 @@ def test_nothing_fits_names_the_smallest_memory_that_would_do(capsys):
     assert cli.main(["plan", RECIPE, "--memory-gb", "0.0001"]) == 1
     out = capsys.readouterr().out
     assert "too much" in out and "no plan is known to fit. The smallest takes " in out
+    assert "speed: at most" in out
     assert "Plans that use a disk join in if config.ZERO.offload_optimizer_config.nvme_path=<folder>" in out
 
 
@@ -158,11 +159,27 @@ def test_nothing_fits_names_the_smallest_memory_that_would_do(capsys):
         ([RECIPE, "--jsn"], "--jsn is not a flag. Did you mean '--json'"),
         (["--json"], "must name a recipe"),
         ([RECIPE, "--memory-gb"], "--memory-gb needs a value"),
+        ([RECIPE, "--memory-gb", "40GB"], "config.ZERO.MEMORY_GB: must be a number (got '40GB'). Write 40 (GiB, no"),
     ],
 )
 def test_wrong_words_are_refused_with_a_sentence(words, said, capsys):
     assert cli.main(["plan", *words]) == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_where_nothing_fits_exact_accumulation_or_a_smaller_batch_is_named():
+    words = ["config.ZERO.LEVEL=fit", "config.MODEL.TRUNK.VISION_TRANSFORMERS.NUM_LAYERS=8"]
+    every = plan_run(compose("digits/dino", [DRY, *words]).run).candidates
+    least = min(candidate.forecast.step.resident_bytes for candidate in every)
+    planned = plan_run(compose("digits/dino", [DRY, *words, f"config.ZERO.MEMORY_GB={(least - 2**20) / 2**30}"]).run)
+    same, fewer = remedies(planned)
+    assert planned.chosen is None and same.candidate.fits and fewer.candidate.fits
+    assert (
+        same.candidate.micro_batches > planned.plan.accumulation_steps and same.num_images == planned.plan.global_batch
+    )
+    assert str(same).startswith(f"To keep {same.num_images} images a step: config.TRAINER.EXACT_ACCUMULATION=true")
+    assert fewer.num_images < same.num_images and "BATCHSIZE_PER_REPLICA=" in str(fewer)
 
 
 @pytest.mark.slow
