@@ -169,16 +169,14 @@ def test_wrong_words_are_refused_with_a_sentence(words, said, capsys):
 
 @pytest.mark.slow
 def test_where_nothing_fits_exact_accumulation_or_a_smaller_batch_is_named():
-    words = ["config.ZERO.LEVEL=fit", "config.MODEL.TRUNK.VISION_TRANSFORMERS.NUM_LAYERS=8"]
-    every = plan_run(compose("digits/dino", [DRY, *words]).run).candidates
-    least = min(candidate.forecast.step.resident_bytes for candidate in every)
-    planned = plan_run(compose("digits/dino", [DRY, *words, f"config.ZERO.MEMORY_GB={(least - 2**20) / 2**30}"]).run)
+    words = ["config.MACHINE.DEVICE=gpu", "config.DISTRIBUTED.NUM_PROC_PER_NODE=8", "config.ZERO.MEMORY_GB=4"]
+    planned = plan_run(compose("pretrain/dino/vit_small", [DRY, *words]).run)
     same, fewer = remedies(planned)
     assert planned.chosen is None and same.candidate.fits and fewer.candidate.fits
     assert (
         same.candidate.micro_batches > planned.plan.accumulation_steps and same.num_images == planned.plan.global_batch
     )
-    assert str(same).startswith(f"To keep {same.num_images} images a step: config.TRAINER.EXACT_ACCUMULATION=true")
+    assert str(same).startswith(f"To keep {same.num_images:,} images a step: config.TRAINER.EXACT_ACCUMULATION=true")
     assert fewer.num_images < same.num_images and "BATCHSIZE_PER_REPLICA=" in str(fewer)
 
 
@@ -188,7 +186,7 @@ def test_two_recipes_are_planned_and_drawn_side_by_side(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert printed.count("chosen: level") == 2 and "digits/dino: 2 ranks" in printed
     assert "level 1 " in printed and "level 2 " not in printed, "level 2 is shown where it differs"
-    assert "images/s" in printed and max(map(len, printed.split("write:")[1].splitlines()[1:12])) < 100
+    assert "images/s" in printed and max(map(len, printed.split("write:")[1].splitlines()[1:3])) < 100
     assert (tmp_path / "plan.png").read_bytes()[:4] == b"\x89PNG"
 
 
