@@ -67,6 +67,8 @@ setup(
         "export": ["onnx>=1.18", "onnxscript>=0.3", "onnxruntime>=1.20", "pyarrow>=16"],
         # DATA.BACKEND=fast.
         "fast": ["simplejpeg>=1.8", "opencv-python-headless>=4.10"],
+        # MODEL.LORA, and vissl-zero export --to peft.
+        "lora": ["peft>=0.18"],
         # Data sources; the standard library reads the tars of webdataset.
         "webdataset": [],
         "arrow": ["pyarrow>=17"],

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from vissl_zero.config.blocks.model_and_loss import Lora
 from vissl_zero.models.keyed_random import key_random_layers
 from vissl_zero.models.model import Model, Unit
 from vissl_zero.models.trunks.timm_trunk import build_timm_trunk
@@ -57,6 +58,7 @@ class Case:
         lr: in the first step.
         trunk: "conv", or one of ``TRUNKS``.
         float8: linear layers that multiply in float8.
+        lora: adapters of the trunk, whose own weights are frozen.
     """
 
     optimizer: str = "sgd"
@@ -87,6 +89,7 @@ class Case:
     lr: float = LR
     trunk: str = "conv"
     float8: Float8Plan = field(default_factory=Float8Plan)
+    lora: Lora | None = None
 
 
 @dataclass
@@ -235,6 +238,10 @@ def build(case: Case) -> nn.Module:
     """The model with its initial weights; the same on every rank."""
     torch.manual_seed(7)
     trunk = TRUNKS[case.trunk](case) if case.trunk in TRUNKS else Trunk(case)
+    if case.lora is not None:
+        from vissl_zero.models.lora import adapt_  # peft takes seconds to import
+
+        adapt_(trunk, case.lora)
     model = Model(trunk, [Head(trunk.feature_dim, case)]).to(dtype_of(case.dtype))
     key_random_layers(model)
     if case.frozen_trunk:

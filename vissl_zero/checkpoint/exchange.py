@@ -28,7 +28,7 @@ from vissl_zero.config.block_data import block_of
 from vissl_zero.config.blocks.model_and_loss import ModelConfig
 from vissl_zero.errors import CheckpointError
 from vissl_zero.models.model import build_model
-from vissl_zero.models.weight_names import STYLES, to_other_names
+from vissl_zero.models.weight_names import STYLES, is_adapters, to_other_names
 from vissl_zero.sharding.state.saved_state import OPTIMIZER, Part
 from vissl_zero.version import __version__
 
@@ -77,6 +77,7 @@ def export(weights: Weights, path: Path, part: str = "model", names: str = "own"
     left_out: list[str] = []
     pairs = {name: name for name in ours}
     if names != "own":
+        _require_no_adapters(ours, weights.path, names)
         renamed = to_other_names(ours, "timm" if names in TRANSFORMER_STYLES else names)
         pairs, left_out = renamed.names, renamed.unknown
         _require_trunk_names(pairs, left_out, names)
@@ -127,6 +128,14 @@ def _metadata(weights: Weights) -> dict[str, str]:
         manifest = weights.store.manifest
         return known | {"recipe": manifest.recipe, "step": str(manifest.step)}
     return {**weights.store.metadata, **known}
+
+
+def _require_no_adapters(ours: list[str], path: Path, names: str) -> None:
+    if any(map(is_adapters, ours)):
+        raise CheckpointError(
+            f"{path} holds LoRA adapters, for which {names} has no names. vissl-zero export --to timm merges them into "
+            "the weights, --to peft writes them alone; leave out --names to keep ours."
+        )
 
 
 def _require_trunk_names(pairs: dict[str, str], left_out: list[str], names: str) -> None:

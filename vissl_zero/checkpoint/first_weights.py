@@ -13,14 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from vissl_zero import collectives
+from vissl_zero.checkpoint.adapter_folder import read_adapters
 from vissl_zero.checkpoint.foreign_layouts import Foreign, as_token, read_foreign
 from vissl_zero.checkpoint.named_weights import locate
 from vissl_zero.checkpoint.shard_file import Entry
-from vissl_zero.config.blocks.model_and_loss import ModelConfig, WeightsInit
+from vissl_zero.config.blocks.model_and_loss import Lora, ModelConfig, WeightsInit
 from vissl_zero.errors import CheckpointError, printable
 from vissl_zero.models.model import build_model
 from vissl_zero.models.trunks.token_embedding import TokenEmbedding, interpolated
-from vissl_zero.models.weight_names import to_our_names
+from vissl_zero.models.weight_names import is_adapters, to_our_names, without_base_layer
 from vissl_zero.resolve.resolved import ResolvedRun
 
 COUNTERS = "num_batches_tracked"  # unused where batch norm has a momentum; older files lack it
@@ -93,10 +94,11 @@ def match(
     entries = [as_token(entry) for entry in foreign.entries]
     renamed = {append_prefix + entry.key.removeprefix(remove_prefix): entry for entry in entries}
     direct = {name: name for name in renamed if shapes is not None and name in shapes}
-    ours = to_our_names((name for name in renamed if name not in direct), shapes or ())
+    adapted = {without_base_layer(name): name for name in shapes or ()}
+    ours = to_our_names((name for name in renamed if name not in direct), adapted)
     found.unknown += [renamed[name].key for name in ours.unknown]
-    for name, old in {**ours.names, **direct}.items():
-        entry = renamed[old]
+    for plain, old in {**ours.names, **direct}.items():
+        name, entry = adapted.get(plain, plain), renamed[old]
         if any(part in name for part in skip):
             continue
         if shapes is not None and name not in shapes:
@@ -109,7 +111,8 @@ def match(
             found.theirs[name] = entry.key
     taken = {*found.theirs, *found.other_shape}
     wanted = [name for name in shapes or () if name not in taken and not any(part in name for part in skip)]
-    found.missing = sorted(wanted)
+    starts_adapters = not any(map(is_adapters, renamed))  # weights without any are what adapters are added to
+    found.missing = sorted(name for name in wanted if not (starts_adapters and is_adapters(name)))
     return found
 
 
@@ -149,10 +152,39 @@ def load_first_weights(model: nn.Module, plan: ResolvedRun) -> Mapping[str, Call
         return {}
     # What is measured must have been trained: a head that begins at random would give figures of nothing.
     is_measured = settings.FREEZE_TRUNK_AND_HEAD or plan.config.TEST_ONLY
+    needs: Literal["trunk", "head shapes", "heads"] = "trunk"
     if is_measured and not settings.EXTRACT_TRUNK_FEATURES_ONLY and wants_heads:
-        return _fill(model, options, wants_heads, needs="heads")
-    asserts = wants_heads and settings.ASSERT_HEAD_LAYER_SHAPE_INIT
-    return _fill(model, options, wants_heads, needs="head shapes" if asserts else "trunk")
+        needs = "heads"
+    elif wants_heads and settings.ASSERT_HEAD_LAYER_SHAPE_INIT:
+        needs = "head shapes"
+    found = _fill(model, options, wants_heads, needs)
+    if plan.config.MODEL.LORA.USE_LORA:
+        found |= _fill_adapters(model, plan.config.MODEL.LORA, has_some=any(map(is_adapters, found)))
+        if (is_measured or settings.FREEZE_TRUNK_ONLY) and not any(map(is_adapters, found)):
+            raise CheckpointError(
+                f"config.MODEL.LORA.USE_LORA: must be false, as this run trains no adapters, and {options.PARAMS_FILE} "
+                "has none. Write false, or give the run that has trained some."
+            )
+    return found
+
+
+def _fill_adapters(model: nn.Module, options: Lora, has_some: bool) -> dict[str, Callable[[], Tensor]]:
+    """Fill the adapters of ``model`` from ADAPTER_FOLDER, if it is given; what is on the meta device is left alone."""
+    if not options.ADAPTER_FOLDER:
+        return {}
+    if has_some:
+        raise CheckpointError(
+            "config.MODEL.LORA.ADAPTER_FOLDER: must be empty, as the weights of WEIGHTS_INIT have adapters of their "
+            "own. Leave it out, or give the weights that this adapter was trained over."
+        )
+    found = read_adapters(model, options)
+    parameters = dict(model.named_parameters())
+    for name, read in found.items():
+        if not parameters[name].is_meta:
+            parameters[name].copy_(read())
+    if collectives.rank() == 0:
+        _print_line(f"Beginning with {len(found)} tensors of the adapter in {options.ADAPTER_FOLDER}.")
+    return found
 
 
 @torch.no_grad()
@@ -172,6 +204,7 @@ def _fill(
     foreign = read_foreign(locate(options.PARAMS_FILE).path, "" if key in FOUND_BY_ITSELF else key)
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    _require_place_for_adapters(foreign, shapes, options.PARAMS_FILE)
     prefixes = options.REMOVE_PREFIX, options.APPEND_PREFIX
     found = match(foreign, shapes, *prefixes, skip=[*options.SKIP_LAYERS, *([] if wants_heads else ["heads."])])
     if options.CONTINUE:
@@ -192,6 +225,16 @@ def _fill(
         for head in sorted({name.rpartition(".")[0] for name in found.other_shape if name.startswith("heads.")}):
             _print_line(f"{head} starts anew, since it has another shape than in the file.")
     return {entry.key: entry.read for entry in found.entries}
+
+
+def _require_place_for_adapters(foreign: Foreign, shapes: Mapping[str, Sequence[int]], path: str) -> None:
+    """Refuse weights with LoRA adapters for a model without: what is left would be another network."""
+    if any(is_adapters(entry.key) for entry in foreign.entries) and not any(map(is_adapters, shapes)):
+        raise CheckpointError(
+            f"config.MODEL.WEIGHTS_INIT.PARAMS_FILE: {path} holds LoRA adapters, and this model has none. Write "
+            "config.MODEL.TRUNK.NAME=auto, which takes MODEL.LORA from the run, or give merged weights "
+            "(vissl-zero export <run> --to safetensors)."
+        )
 
 
 _MAY_LACK = ".mask_token"  # most files have none: few methods train it

@@ -15,15 +15,18 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from vissl_zero.atomic import read_object, replacing
-from vissl_zero.config.weights_name import absolute
-from vissl_zero.errors import ConfigError, DataError
+from vissl_zero.config.weights_name import absolute, scheme_of
+from vissl_zero.errors import ConfigError, DataError, did_you_mean, printable
+
+if TYPE_CHECKING:
+    from vissl_zero.evaluation.feature_files import ExtractedFeatures
 
 _WEIGHTS = (
     "run folder, file, folder of transformers or timm, timm:<name>, hf:<repo>, torchvision:<name> or torchhub:<name>"
@@ -60,6 +63,8 @@ def evaluate(arguments: Sequence[str]) -> int:
     )
     options = parser.parse_args(_without_overrides(arguments))
     train, val = _splits(Path(options.data).expanduser())
+    for name in options.weights:
+        _require_weights(name)
     rows = []
     for name in options.weights:
         words = ["config=benchmark/evaluate", _word("DATA.TRAIN.DATA_PATHS", train), _word("DATA.TEST.DATA_PATHS", val)]
@@ -116,17 +121,33 @@ def embed(arguments: Sequence[str]) -> int:
     folder, out = Path(options.folder).expanduser(), Path(options.out).expanduser()
     if out.suffix not in _ENDINGS:
         raise ConfigError(f"--out {out}: the ending decides the format, and must be one of {', '.join(_ENDINGS)}.")
+    _require_existing(folder)
     if not folder.is_dir():
-        raise DataError(f"{folder}: must be a folder with images. Correct the path.")
+        raise DataError(f"{folder}: must be a folder with images, not a file. The weights come first, then the folder.")
     if out.suffix == ".parquet":
         _require_pyarrow()
+    _require_weights(options.weights)
     words = ["config=benchmark/embed", _word("DATA.TRAIN.DATA_PATHS", folder), *_overrides(arguments)]
     with tempfile.TemporaryDirectory() as run_folder:
         code, _ = _run(options.weights, words, Path(run_folder))
         if not code:
-            count, width = _write(Path(run_folder), folder, out)
-            print(f"{out}: {count} images, {width} features each")
+            written = _write(Path(run_folder), folder, out)
+            print(f"{out}: {len(written.images)} images, {written.rows.shape[1]} features each")
+            if written.skipped:
+                print(f"broken and left out: {printable(', '.join(written.skipped))}")
     return code
+
+
+def _require_weights(name: str) -> None:
+    if not scheme_of(name):
+        _require_existing(Path(name).expanduser())
+
+
+def _require_existing(path: Path) -> None:
+    """Refuse a path that does not exist, with the names beside it that are like it."""
+    if not path.exists():
+        beside = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+        raise DataError(f"{path}: there is no such file or folder.{did_you_mean(path.name, beside)}")
 
 
 def _require_pyarrow() -> None:
@@ -136,8 +157,8 @@ def _require_pyarrow() -> None:
         raise ConfigError("--out .parquet needs pyarrow: pip install 'vissl-zero[export]', or write .npz.") from error
 
 
-def _write(run_folder: Path, images: Path, out: Path) -> tuple[int, int]:
-    """Write the features of a run as one file; return N and F."""
+def _write(run_folder: Path, images: Path, out: Path) -> ExtractedFeatures:
+    """Write the features of a run as one file, and return them."""
     import numpy as np
 
     from vissl_zero.evaluation.feature_files import read_features
@@ -160,7 +181,7 @@ def _write(run_folder: Path, images: Path, out: Path) -> tuple[int, int]:
 
             columns = arrow.FixedSizeListArray.from_arrays(arrow.array(rows.ravel()), rows.shape[1])
             parquet.write_table(arrow.table({"name": names, "features": columns}), temporary)
-    return rows.shape[0], rows.shape[1]
+    return found
 
 
 _OVERRIDE = re.compile(r"[+]{0,2}(config|hydra)[./\w@]*=|~(config|hydra)[./]")  # a file may be called config.pth

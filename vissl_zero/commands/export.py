@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from vissl_zero.evaluation.trunk import LoadedTrunk
     from vissl_zero.weights.to_library import Exported, Views
 
-TARGETS = ("timm", "transformers", "torchvision", "torchhub", "onnx", "safetensors")
+TARGETS = ("timm", "transformers", "torchvision", "torchhub", "peft", "onnx", "safetensors")
 _FIGURES = ("steps", "final_loss", "knn_top1_before", "knn_top1_after", "top1", "rankme_after")
 
 

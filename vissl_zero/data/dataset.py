@@ -72,7 +72,8 @@ class MicroBatchDataset(Dataset[Loaded]):
         try:
             with borrowed_randomness():
                 samples = [self._sample(sample_id, plan.epoch, skipped) for sample_id in plan.sample_ids]
-            return Loaded(self._collate(samples, plan), skipped=skipped)
+            stand_ins = tuple(place for place, id_ in enumerate(plan.sample_ids) if id_ in self._broken)
+            return Loaded(replace(self._collate(samples, plan), stand_ins=stand_ins), skipped=skipped)
         except VisslZeroError as error:
             return Loaded(None, error=str(error))
 
@@ -138,6 +139,7 @@ class ImageBatch:
         sample_ids: (B,) int64, each sample's index in the source. A sample replaced because its file is broken keeps
             its own index here; image and label are the replacement's.
         num_global: samples of this micro-batch over all ranks, right for a partial last batch too.
+        stand_ins: places from 0 to B - 1 of the samples that were replaced.
     """
 
     images: list[Tensor]
@@ -145,6 +147,7 @@ class ImageBatch:
     targets: Tensor | None
     sample_ids: Tensor
     num_global: int
+    stand_ins: tuple[int, ...] = ()
 
     @property
     def num_local(self) -> int:

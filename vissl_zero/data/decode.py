@@ -42,7 +42,8 @@ class BrokenImageError(DataError):
         self.reason = reason
         super().__init__(
             f"The image {name} cannot be used: {reason}. "
-            "Delete or repair the file, or set config.DATA.ON_BROKEN_IMAGE=skip to use another image in its place."
+            "Delete or repair the file, or set config.DATA.ON_BROKEN_IMAGE=skip: the next image takes its place, "
+            "and embed leaves it out."
         )
 
     def __reduce__(self) -> tuple[type, tuple[str, str]]:  # an exception is otherwise made again from its message

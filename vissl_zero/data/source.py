@@ -17,6 +17,7 @@ from PIL import Image
 
 from vissl_zero.config.blocks.data import Data, DataLimitSampling, Split, split_of
 from vissl_zero.config.components import typed_options
+from vissl_zero.config.run_config import RunConfig
 from vissl_zero.data.decode import Decoder, read_array
 from vissl_zero.errors import ConfigError, DataError, Problem
 from vissl_zero.registry import DATA_SOURCES, require_interface
@@ -220,7 +221,12 @@ def label_matrix(source: Source, num_classes: int = 0) -> np.ndarray | None:
     return np.eye(max(num_classes, len(source.class_names), 1 + max(labels, default=0)), dtype=np.int8)[labels]
 
 
-PART = "part of these images"  # where TEST has none
+def described_splits(config: RunConfig) -> str:
+    """Describe the images that are trained on, and those that are measured on, for people."""
+    train, test = (described(config.DATA, split) for split in ("TRAIN", "TEST"))
+    if not test and not config.NEAREST_NEIGHBOR.USE_KNN:
+        return train
+    return f"{train}; measured on {test or 'some of them'}"
 
 
 def described(data_cfg: Data, split: str) -> str:

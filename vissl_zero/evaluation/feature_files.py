@@ -1,9 +1,10 @@
 """Features of images in files: safetensors shards and an index, and the hook that writes them.
 
-``<folder>/<SPLIT>.json``, written last, is the index: ``num_images``, ``feature_dim``, ``class_names`` and ``shards``
-(file -> number of rows); of inner layers also ``layers`` (name -> first column, and the one after the last). A shard
-has ``features`` (n, F), ``image`` (n,), the place of each row's image in the split, and ``label`` (n,), -1 without
-labels. ``<SPLIT>_images.txt`` names the images, one a line, in their order.
+``<folder>/<SPLIT>.json``, written last, is the index: ``num_images``, ``feature_dim``, ``class_names``, ``skipped``
+(names of broken images, which have no row) and ``shards`` (file -> number of rows); of inner layers also ``layers``
+(name -> first column, and the one after the last). A shard has ``features`` (n, F), ``image`` (n,), the place of each
+row's image in the split, and ``label`` (n,), -1 without labels. ``<SPLIT>_images.txt`` names all ``num_images`` images,
+one a line, in their order.
 
 VISSL's engine ``extract_label_predictions`` writes what a classifier says of each image in the same way.
 """
@@ -11,6 +12,7 @@ VISSL's engine ``extract_label_predictions`` writes what a classifier says of ea
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,6 +43,7 @@ _ROWS_PER_SHARD = 2**16
 class ExtractFeatures(Hook):
     """Writes the trunk's features at the end of the run, each image once, whatever the number of ranks.
 
+    A broken image under ON_BROKEN_IMAGE=skip gets no row: features of another would stand under its name.
     Images are transformed as for evaluation (TEST.TRANSFORMS). Every rank writes the rows of its share as they come.
     The format is that of ``evaluation/feature_files.py``.
     """
@@ -63,24 +66,28 @@ class ExtractFeatures(Hook):
     def _extract(self, run: Run, split: str, source: Source) -> int:
         """Write the features of a split to files. Collective."""
         writer = ShardWriter(run.folder / FEATURES_FOLDER, split, run.rank, _ROWS_PER_SHARD)
-        feature_dim = 0
+        feature_dim, skipped = 0, list[str]()
         with run.sharded.evaluated(), evaluating(run.sharded.model):
             for batch, num_own in own_batches(run, eval_images(source, run.plan.config.DATA, run.plan.seed)):
                 (features,) = run.sharded.model(batch.images, features_only=True)
                 feature_dim = features.shape[1]
                 labels = torch.full_like(batch.sample_ids, -1) if batch.targets is None else batch.targets
-                rows = features[:num_own].to(torch.promote_types(features.dtype, torch.float32))
-                writer.add(rows, batch.sample_ids[:num_own], labels[:num_own])
+                skipped += [source.name(int(batch.sample_ids[place])) for place in batch.stand_ins if place < num_own]
+                kept = [place for place in range(num_own) if place not in batch.stand_ins]
+                rows = features[kept].to(torch.promote_types(features.dtype, torch.float32))
+                writer.add(rows, batch.sample_ids[kept], labels[kept])
         writer.flush()
-        of_ranks: list[dict[str, int]] = [writer.shards]
+        of_ranks = [(writer.shards, skipped)]
         if run.world_size > 1:
-            of_ranks = [{} for _ in range(run.world_size)]
-            dist.all_gather_object(of_ranks, writer.shards)
+            of_ranks = of_ranks * run.world_size
+            dist.all_gather_object(of_ranks, (writer.shards, skipped))
         if run.is_main:
-            shards = {name: rows for own in of_ranks for name, rows in own.items()}
+            shards = {name: rows for own, _ in of_ranks for name, rows in own.items()}
+            skipped = sorted(name for _, names in of_ranks for name in names)
             images = [source.name(index) for index in range(len(source))]
             names = list(source.class_names)
-            write_index(run.folder / FEATURES_FOLDER, split, shards, feature_dim, images, names, layers_of(run))
+            folder = run.folder / FEATURES_FOLDER
+            write_index(folder, split, shards, feature_dim, images, names, layers_of(run), skipped)
         return len(source)
 
 
@@ -94,7 +101,8 @@ class ExtractedFeatures:
     Attributes:
         rows: (N, F).
         labels: (N,) int64, -1 without labels.
-        images: names of the images.
+        images: names of the N images.
+        skipped: names of broken images, which have no row.
         class_names: by label.
         layers: columns of each inner layer; empty where the features are the trunk's.
     """
@@ -103,6 +111,7 @@ class ExtractedFeatures:
     labels: Tensor
     images: list[str]
     class_names: list[str]
+    skipped: list[str] = field(default_factory=list)
     layers: dict[str, slice] = field(default_factory=dict)
 
 
@@ -150,11 +159,15 @@ def write_index(
     images: list[str],
     class_names: list[str],
     layers: Mapping[str, slice],
+    skipped: list[str],
 ) -> None:
     """Write the index, when all ranks have written their shards. One rank calls this."""
     lines = "".join(name.replace("\n", " ") + "\n" for name in images)
-    (folder / f"{split}_images.txt").write_text(lines, encoding="utf-8")
+    # Names of files need not be UTF-8, and only a line feed ends a line: str.splitlines would cut at U+2028 too.
+    (folder / f"{split}_images.txt").write_bytes(os.fsencode(lines))
     index = {"split": split, "num_images": len(images), "feature_dim": feature_dim, "class_names": class_names}
+    if skipped:
+        index["skipped"] = skipped
     if layers:
         index["layers"] = {name: [columns.start, columns.stop] for name, columns in layers.items()}
     (folder / f"{split}.json").write_text(json.dumps({**index, "shards": shards}, indent=2) + "\n", encoding="utf-8")
@@ -174,18 +187,20 @@ def read_features(folder: str | Path, split: str = "TRAIN") -> ExtractedFeatures
     try:
         index = read_object(folder / f"{split}.json")
         parts = [load_file(folder / Path(name).name) for name in index["shards"]]
-        images = (folder / f"{split}_images.txt").read_text(encoding="utf-8").splitlines()
+        images = os.fsdecode((folder / f"{split}_images.txt").read_bytes()).split("\n")[:-1]
         places = torch.cat([part["image"] for part in parts])
         order = places.argsort()
-        is_complete = torch.equal(places[order], torch.arange(index["num_images"]))
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
+        skipped = list(index.get("skipped", []))
+        is_complete = len(set(places.tolist())) == len(places) == index["num_images"] - len(skipped)
+        images = [images[place] for place in places[order]]
+    except (OSError, ValueError, LookupError, TypeError, RuntimeError, SafetensorError) as error:
         raise DataError(f"{folder} has no readable features of {split} ({error}). Extract them again.") from error
-    if not is_complete or len(images) != len(places):
+    if not is_complete:
         raise DataError(f"{folder} lacks images of {split}, or has some twice. Extract them again.")
     rows = torch.cat([part["features"] for part in parts])[order]
     labels = torch.cat([part["label"] for part in parts])[order]
     layers = {name: slice(*ends) for name, ends in index.get("layers", {}).items()}
-    return ExtractedFeatures(rows, labels, images, list(index["class_names"]), layers)
+    return ExtractedFeatures(rows, labels, images, list(index["class_names"]), skipped, layers)
 
 
 PREDICTIONS_FOLDER = "label_predictions"

@@ -14,6 +14,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,7 @@ def load_trunk(run_folder: str | Path, *, which: str = "student", imports: bool 
         try:
             load_plugins(list(map(str, config["IMPORTS"])) if imports else [])
             _require_known(config, path)
+            _require_peft(config, path)
             name = str(config["MODEL"]["TRUNK"]["NAME"])
             return LoadedTrunk(_trunk(config, weights), config, source, name)
         except CheckpointError:
@@ -232,6 +234,11 @@ def _require_known(config: Mapping[str, Any], path: Path) -> None:
         raise CheckpointError(
             f"{path} is of a run with a custom trunk, {name!r}. Import the module that registers it first.{trusting}"
         )
+
+
+def _require_peft(config: Mapping[str, Any], path: Path) -> None:
+    if config["MODEL"].get("LORA", {}).get("USE_LORA") and find_spec("peft") is None:
+        raise CheckpointError(f"{path} has LoRA adapters, which need the package peft: pip install 'vissl-zero[lora]'.")
 
 
 def _trunk(config: Mapping[str, Any], weights: Weights) -> nn.Module:

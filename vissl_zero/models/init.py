@@ -24,6 +24,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 
 from vissl_zero.models.keyed_random import stable_hash
+from vissl_zero.models.weight_names import without_base_layer
 
 GeneratorFor = Callable[[str], torch.Generator]
 
@@ -139,8 +140,10 @@ def _own(module: nn.Module) -> Iterable[tuple[str, Tensor]]:
 def _initialize(modules: Mapping[str, nn.Module], keys: Mapping[str, str], seed: int) -> None:
     """Fill ``modules``, by name, each from a generator keyed by its place in ``keys``."""
     # Innermost first, so that init_parameters of a parent has the last word; among equals by name, so that what is tied
-    # or shared under two names keeps what it was given under the same one, however the model was built.
-    for name in sorted(modules, key=lambda name: (-len(name.split(".")) if name else 0, name)):
+    # or shared under two names keeps what it was given under the same one, however the model was built. Layers with
+    # adapters come last: what is around them knows nothing of adapters, and would draw these like any other layer.
+    order = sorted(modules, key=lambda name: (-len(name.split(".")) if name else 0, name))
+    for name in sorted(order, key=lambda name: hasattr(modules[name], "lora_A")):
         module = modules[name]
         generator_for = partial(_generator, seed, keys[name])
         if next(module.parameters(recurse=False), None) is not None:
@@ -218,4 +221,5 @@ def _uniform(tensor: Tensor, fan_in: int, generator: torch.Generator) -> None:
 
 def _generator(seed: int, module_name: str, parameter: str) -> torch.Generator:
     # torch takes 64 bits, but a negative seed and its unsigned twin are the same: 63 keep it simple.
-    return torch.Generator().manual_seed(stable_hash(seed, f"{module_name}.{parameter}") >> 1)
+    full_name = without_base_layer(f"{module_name}.{parameter}")
+    return torch.Generator().manual_seed(stable_hash(seed, full_name) >> 1)

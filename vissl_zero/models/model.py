@@ -400,6 +400,10 @@ def build_model(model_config: ModelConfig | TeacherModel, num_classes: int = 0) 
         torch.manual_seed(_CONSTRUCTION_SEED)
         trunk = build_trunk(model_config.TRUNK)
         _see_as(trunk, model_config.INPUT_TYPE, model_config.TRUNK.NAME)
+        if isinstance(model_config, ModelConfig) and model_config.LORA.USE_LORA:
+            from vissl_zero.models.lora import adapt_  # peft takes seconds to import, and may not be installed
+
+            adapt_(trunk, model_config.LORA)
         taps, heads = build_taps(trunk, settings), []
         feature_taps = None
         if settings.EXTRACT_TRUNK_FEATURES_ONLY:

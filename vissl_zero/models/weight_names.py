@@ -104,7 +104,7 @@ def to_our_names(names: Iterable[str], ours: Iterable[str] = ()) -> Renamed:
         names: of the tensors from elsewhere.
         ours: names in the model, which tell where the units of a ``timm/...`` trunk are.
     """
-    by_timm_name = {_timm_name(name): name for name in ours if name.startswith(_TIMM_TRUNK)}
+    by_timm_name = {timm_name(name): name for name in ours if name.startswith(_TIMM_TRUNK)}
     result = Renamed()
     for name in names:
         found = by_timm_name.get(plain_name(name)) or _our_name(name)
@@ -138,6 +138,21 @@ def to_other_names(names: Iterable[str], style: str) -> Renamed:
     return result
 
 
+def without_base_layer(name: str) -> str:
+    """Return the name that a frozen weight below an adapter of peft has without the adapter."""
+    return name.replace(".base_layer.", ".")
+
+
+def is_adapters(name: str) -> bool:
+    """Check whether a tensor is of a LoRA adapter, by its name here or in a file of peft."""
+    return ".lora_A." in name or ".lora_B." in name
+
+
+def adapter_name(name: str) -> str:
+    """Return the name in peft's file of a tensor of an adapter here (``trunk.<layer>.lora_A.default.weight``)."""
+    return f"base_model.model.{timm_name(name).replace('.default.', '.')}"
+
+
 def without_wrappers(name: str) -> str:
     """Strip from a parameter's name what sharding and compilers put into it."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
@@ -158,14 +173,14 @@ def _replaced(name: str, starts: Iterable[tuple[str, str]]) -> str:
     return next((new + name.removeprefix(old) for old, new in starts if name.startswith(old)), name)
 
 
-def _timm_name(name: str) -> str:
+def timm_name(name: str) -> str:
     """Return timm's name of a parameter of a transformer or of a ``timm/...`` trunk of ours."""
     plain = name.removeprefix(_TIMM_TRUNK) if name.startswith(_TIMM_TRUNK) else name.removeprefix("trunk.")
     return ".".join(part for part in plain.split(".") if part not in _TRANSFORMER_PARTS)
 
 
 def _torchvision_transformer_name(name: str) -> str | None:
-    timm = _timm_name(name)
+    timm = timm_name(name)
     if match := re.fullmatch(r"blocks\.(\d+)\.(.+)", timm):
         inner = _replaced(match[2], [(ours, theirs) for theirs, ours in _TORCHVISION_BLOCK[:6]])
         return f"encoder.layers.encoder_layer_{match[1]}.{inner}" if inner != match[2] else None
@@ -199,9 +214,9 @@ def _our_block(found: dict[str, str]) -> str:
 
 def _other_name(name: str, style: str, is_regnet: bool) -> str | None:
     if name.startswith(_TIMM_TRUNK):
-        return _timm_name(name) if style == "timm" else None
+        return timm_name(name) if style == "timm" else None
     if _OUR_TRANSFORMER.match(name):
-        return _timm_name(name) if style == "timm" else _torchvision_transformer_name(name)
+        return timm_name(name) if style == "timm" else _torchvision_transformer_name(name)
     if name.startswith(f"{_OUR_CLASSIFIER}."):
         classifier = "head.fc" if is_regnet and style == "timm" else "fc"
         return f"{classifier}.{name.removeprefix(f'{_OUR_CLASSIFIER}.')}"

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-from vissl_zero.data.source import PART, described
+from vissl_zero.data.source import described_splits
 from vissl_zero.errors import printable
 from vissl_zero.planner.candidates import Budget
 from vissl_zero.planner.dry_run import DryRun
@@ -90,7 +90,7 @@ def dry_run_lines(run: DryRun, budget: Budget | None = None) -> Iterator[str]:
         "sharding": f"ZeRO level {plan.sharding.level}, {plan.sharding.engine} engine, {_ranks(plan)}",
         "precision": _precision(plan),
         "model": f"{run.num_params:,} parameters, {run.num_trained:,} of them trained",
-        "images": f"{described(plan.config.DATA, 'TRAIN')}; measured on {described(plan.config.DATA, 'TEST') or PART}",
+        "images": described_splits(plan.config),
         "data": f"{run.num_images:,} images{_classes(run.class_names)}; {plan.global_batch} a step = "
         f"{plan.batch_per_rank} x {plan.world_size} processes x {plan.accumulation_steps} micro-batches",
         "crops": ", ".join(f"{number} of {height} x {width} pixels" for number, height, width in run.crops),

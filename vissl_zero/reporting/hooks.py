@@ -6,7 +6,7 @@ import rich
 from rich.console import Console
 
 from vissl_zero.config.programs import PROGRAMS
-from vissl_zero.data.source import PART, described
+from vissl_zero.data.source import described_splits
 from vissl_zero.engine.hook import Hook, Run, StepRecord
 from vissl_zero.evaluation.accuracy import AccuracyHook, OnlineProbeHook
 from vissl_zero.evaluation.early_stopping import EarlyStoppingHook
@@ -76,9 +76,8 @@ def opening_lines(run: Run) -> list[str]:
         f"({plan.sharding.engine} engine), {ranks} on {run.device.type}",
         f"{_length(run)}; run folder {run.folder}",
     ]
-    data = run.plan.config.DATA
-    count = "" if data.TRAIN.DATA_LIMIT > 0 else f" ({len(run.loader.source):,} images)"
-    lines.append(f"data {described(data, 'TRAIN')}{count}; measured on {described(data, 'TEST') or PART}")
+    count = "" if plan.config.DATA.TRAIN.DATA_LIMIT > 0 else f"{len(run.loader.source):,} images: "
+    lines.append(f"data {count}{described_splits(plan.config)}")
     tiers = {"optimizer state": plan.sharding.offload_optimizer, "parameters": plan.sharding.offload_params}
     if stored := [f"{what} {_place(tier)}" for what, tier in tiers.items() if tier.device != "none"]:
         lines.append(f"stored {', '.join(stored)}; memory figures include their buffers")

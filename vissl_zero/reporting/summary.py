@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from vissl_zero.atomic import replacing
-from vissl_zero.data.source import PART, described
+from vissl_zero.data.source import described, described_splits
 from vissl_zero.engine.hook import Hook, Run, StepRecord
 from vissl_zero.reporting.quantity import bytes_text, figure_text, shown_kinds
 from vissl_zero.reporting.weight_files import BEST_FILE_NAME
@@ -83,8 +83,7 @@ def table(run: Run, summary: dict[str, Any]) -> RenderableType:
 
 
 def _lines(run: Run, summary: dict[str, Any]) -> list[tuple[str, str]]:
-    train, test = summary["data"]["train"], summary["data"]["test"]
-    lines = [("data", f"{train}; measured on {test or PART}")]
+    lines = [("data", described_splits(run.plan.config))]
     if summary["loss_first"] is not None:
         of = f"; the sum of {len(rates)} classifiers, most too fast or slow" if (rates := _rates(run)) else ""
         lines.append(("loss", f"{summary['loss_first']:.4f} -> {summary['loss_last']:.4f}  (first step -> last{of})"))

@@ -14,7 +14,7 @@ from typing import Any
 
 from vissl_zero.atomic import is_folder, is_there, read_regular
 from vissl_zero.config.blocks.data import Data, Split
-from vissl_zero.config.blocks.model_and_loss import RegNetBlock, Trunk, VisionTransformerBlock
+from vissl_zero.config.blocks.model_and_loss import Lora, RegNetBlock, Trunk, VisionTransformerBlock
 from vissl_zero.config.catalog import source_of
 from vissl_zero.config.components import builtin_keys, component_keys, typed_options
 from vissl_zero.config.components.trunks import (
@@ -131,7 +131,9 @@ def with_run_of_weights(cfg: RunConfig) -> RunConfig:
             must = f"needs a run folder or a checkpoint of one: {path} names no images"
             raise ConfigError([Problem(name, AUTO, must, wanted[name]) for name in lost])
     data = _with_data(cfg.DATA, saved["DATA"], path) if set(wanted) - {_KEY} else cfg.DATA
-    model = replace(cfg.MODEL, TRUNK=_trunk(cfg, saved["MODEL"]["TRUNK"])) if _KEY in wanted else cfg.MODEL
+    model = cfg.MODEL
+    if _KEY in wanted:
+        model = replace(model, TRUNK=_trunk(cfg, saved["MODEL"]["TRUNK"]), LORA=_lora(cfg, saved["MODEL"]))
     return replace(cfg, MODEL=model, DATA=data)
 
 
@@ -230,6 +232,26 @@ def _trunk(cfg: RunConfig, saved: Mapping[str, Any]) -> Trunk:
     return replace(own, **filled)
 
 
+def _lora(cfg: RunConfig, saved: Mapping[str, Any]) -> Lora:
+    """Take the adapters of the run, without which its weights are not what was trained.
+
+    Raises:
+        ConfigError: the recipe asks for others.
+    """
+    own, given = cfg.MODEL.LORA, saved.get("LORA")
+    if not isinstance(given, Mapping) or not given.get("USE_LORA"):
+        return own
+    # The adapter that the run began with has been trained since: its folder is not taken.
+    runs = replace(own, **{**_known(given, Lora), "ADAPTER_FOLDER": own.ADAPTER_FOLDER})
+    if own.USE_LORA and replace(own, LORA_DROPOUT=runs.LORA_DROPOUT) != runs:
+        wanted = f"R: {runs.R}, LORA_ALPHA: {runs.LORA_ALPHA}, TARGET_MODULES: {runs.TARGET_MODULES}"
+        must = f"must be as in the run that the weights are of, whose adapters are trained further: {{{wanted}}}"
+        fix = "Write these, or give its merged weights (vissl-zero export <run> --to safetensors)."
+        got = f"R: {own.R}, LORA_ALPHA: {own.LORA_ALPHA}, TARGET_MODULES: {own.TARGET_MODULES}"
+        raise ConfigError([Problem("config.MODEL.LORA", got, must, fix)])
+    return own if own.USE_LORA else runs
+
+
 def missing_weights(path: str) -> Problem | None:
     """Check that PARAMS_FILE names what exists."""
     if not path or scheme_of(path) or is_there(Path(path).expanduser()):
@@ -239,7 +261,8 @@ def missing_weights(path: str) -> Problem | None:
 
 
 def _known(
-    given: Mapping[Any, Any], block: type[RegNetBlock] | type[ResNetConfig] | type[VisionTransformerBlock]
+    given: Mapping[Any, Any],
+    block: type[RegNetBlock] | type[ResNetConfig] | type[VisionTransformerBlock] | type[Lora],
 ) -> dict[str, Any]:
     names = {field.name for field in fields(block)}
     return {str(key): value for key, value in given.items() if key in names}

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
+from importlib.util import find_spec
 from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vissl_zero.config.blocks.model_and_loss import RegNetBlock
+from vissl_zero.config.blocks.model_and_loss import ADAPTER_FILES, RegNetBlock
 from vissl_zero.config.components import builtin_keys, component_keys, typed_options
 from vissl_zero.config.components.heads import KEY as TAPS
 from vissl_zero.config.components.heads import are_tapped
@@ -89,6 +92,49 @@ def views_apart(cfg: RunConfig, decided: Decisions) -> list[Problem]:
 
 
 _APART = ("mlp", "siamese_head", "identity")
+
+
+def lora(cfg: RunConfig, decided: Decisions) -> list[Problem]:
+    """Check that peft is there, that targets are names or a pattern, and that float8 is off. The model has the rest."""
+    block, key, found = cfg.MODEL.LORA, "config.MODEL.LORA", list[Problem]()
+    if not block.USE_LORA:
+        return []
+    if find_spec("peft") is None:
+        fix = f"Run pip install 'vissl-zero[lora]', or write {key}.USE_LORA=false."
+        found.append(Problem(f"{key}.USE_LORA", "True", "needs the package peft, which is not installed", fix))
+    if not _are_targets(block.TARGET_MODULES):
+        must = "must be a list of names of layers, or one regular expression of whole names"
+        fix = f"Write {key}.TARGET_MODULES=[attn.qkv,attn.proj], for example."
+        found.append(Problem(f"{key}.TARGET_MODULES", str(block.TARGET_MODULES), must, fix))
+    if cfg.ZERO.ENGINE == "fairscale":
+        must = "is not available on fairscale, where its parity has not been shown"
+        found.append(Problem(f"{key}.USE_LORA", "True", must, "Write config.ZERO.ENGINE=torch."))
+    if cfg.MODEL.FLOAT8.USE_FLOAT8:
+        must = "cannot go with LORA, whose frozen layers have no float8 form"
+        found.append(Problem("config.MODEL.FLOAT8.USE_FLOAT8", "True", must, "Write false, or leave LORA out."))
+    return found
+
+
+def adapter_folder(cfg: RunConfig, decided: Decisions) -> list[Problem]:
+    """Check that an adapter to begin with exists, and has weights under it."""
+    key, folder, found = "config.MODEL.LORA.ADAPTER_FOLDER", cfg.MODEL.LORA.ADAPTER_FOLDER, list[Problem]()
+    if not folder or not cfg.MODEL.LORA.USE_LORA:
+        return []
+    if not all((Path(folder).expanduser() / name).is_file() for name in ADAPTER_FILES):
+        found.append(Problem(key, folder, f"must be a folder with {' and '.join(ADAPTER_FILES)}", "Correct the path."))
+    if not cfg.MODEL.WEIGHTS_INIT.PARAMS_FILE:
+        fix = "Write config.MODEL.WEIGHTS_INIT.PARAMS_FILE=<the weights that it was trained over>."
+        found.append(Problem(key, folder, "needs the weights under the adapter", fix))
+    return found
+
+
+def _are_targets(value: Any) -> bool:
+    if not isinstance(value, str):
+        return isinstance(value, Sequence) and len(value) > 0 and all(isinstance(name, str) for name in value)
+    try:
+        return bool(re.compile(value).pattern)
+    except re.error:
+        return False
 
 
 def evaluated_model(cfg: RunConfig, decided: Decisions) -> list[Problem]:
@@ -381,6 +427,8 @@ MODEL_RULES = (
     probe,
     weights,
     continued,
+    lora,
+    adapter_folder,
     known,
     method,
     evaluated_model,

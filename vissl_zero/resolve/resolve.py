@@ -221,6 +221,8 @@ def _filled(cfg: RunConfig) -> RunConfig:
     cfg.LOSS = {"name": loss, loss: loss_options(cfg)}
     teacher = as_teacher(cfg)
     _fill_model(cfg)
+    if model.LORA.ADAPTER_FOLDER:
+        model.LORA.ADAPTER_FOLDER = str(Path(model.LORA.ADAPTER_FOLDER).expanduser().absolute())
     model.HEAD.PARAMS *= len(cfg.OPTIMIZER.head_optimizer_params.lr_factors) or 1
     if takes_other_model(cfg):
         _fill_model(teacher)  # shares the blocks of cfg.DISTILLATION.TEACHER_MODEL

@@ -9,8 +9,9 @@ Formats: timm 1.0.31, ``timm/models/_hub.py`` (config.json); transformers 5.23, 
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from vissl_zero.checkpoint.shard_file import Entry, write_shard_file
 from vissl_zero.checkpoint.torch_file import write_torch_file
 from vissl_zero.data.pipeline import derive_eval_transforms
 from vissl_zero.errors import CheckpointError
-from vissl_zero.models.weight_names import to_other_names
+from vissl_zero.models.weight_names import is_adapters, to_other_names
 from vissl_zero.weights.library_index import models_of
 from vissl_zero.weights.recognition import Recognized, recognize
 
@@ -98,6 +99,19 @@ class Source:
         found: Tensor = self.trunk([images])[0]
         return found
 
+    @property
+    def is_adapted(self) -> bool:
+        """Check whether the trunk has LoRA adapters."""
+        return any(map(is_adapters, self.trunk.state_dict()))
+
+    def merged(self) -> Source:
+        """Return the same with the adapters, if there are any, added to the weights."""
+        if not self.is_adapted:
+            return self
+        from vissl_zero.models.lora import merged
+
+        return replace(self, trunk=merged(self.trunk))
+
     def entries(self, style: str) -> list[Entry]:
         """Return the trunk's tensors under timm's or torchvision's names.
 
@@ -131,7 +145,7 @@ def write(source: Source, target: str, folder: Path) -> Exported:
     Raises:
         CheckpointError: the library has no such network, is not installed, or computes something else.
     """
-    call, opened, notes = TARGETS[target](source, folder)
+    call, opened, notes = TARGETS[target](source if target == "peft" else source.merged(), folder)
     images = torch.randn(2, 3, *[_whole(source)] * 2, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         wanted, found = source.features(images), opened(images)
@@ -338,6 +352,31 @@ class _OneTensor(nn.Module):
         return features
 
 
+def _to_peft(source: Source, folder: Path) -> tuple[str, Opened, list[str]]:
+    if not source.is_adapted:
+        raise CheckpointError(
+            "--to peft: takes runs with MODEL.LORA, and this trunk has no adapters. --to timm, torchvision and "
+            "safetensors take whole weights."
+        )
+    from peft import PeftModel
+
+    from vissl_zero.models.lora import unadapted, write_adapter
+
+    library = "torchvision" if source.config["NAME"].startswith("torchvision/") else "timm"
+    base: Any
+    with tempfile.TemporaryDirectory() as temporary:
+        _, base, _ = TARGETS[library](replace(source, trunk=unadapted(source.trunk)), Path(temporary))
+        config = json.loads((Path(temporary) / CONFIG).read_text(encoding="utf-8"))
+    write_adapter(source.trunk, folder)
+    model = PeftModel.from_pretrained(base, folder).eval()
+    arguments = "".join(f", {key}={value!r}" for key, value in config["model_args"].items())
+    network = f'timm.create_model("{config.get("architecture")}", num_classes=0{arguments})'
+    if library == "torchvision":
+        network = f'torchvision.models.get_model("{config["model"]}"{arguments}), without {config["classifier"]},'
+    notes = [f"base is {network} with the weights that the run began with."]
+    return f'peft.PeftModel.from_pretrained(base, "{folder.name}")', model, notes
+
+
 def _to_onnx(source: Source, folder: Path) -> tuple[str, Opened, list[str]]:
     try:
         import onnxruntime
@@ -376,6 +415,7 @@ TARGETS: dict[str, Callable[[Source, Path], tuple[str, Opened, list[str]]]] = {
     "transformers": _to_transformers,
     "torchvision": _to_torchvision,
     "torchhub": _to_torchhub,
+    "peft": _to_peft,
     "onnx": _to_onnx,
     "safetensors": _to_safetensors,
 }

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -80,6 +82,31 @@ def test_embed_writes_the_features_of_load_trunk_with_names(folder, tmp_path, en
 
 
 @pytest.mark.slow
+def test_embed_leaves_broken_files_out_and_names_them_on_any_number_of_ranks(folder, tmp_path, capfd):
+    """No row may stand under the name of another image; odd names survive."""
+    photos, names = tmp_path / "photos", ["a\u2028b.jpg", "b.jpg", "d.JPG", "e.jpeg", os.fsdecode(b"f\xff.jpg")]
+    photos.mkdir()
+    for index, name in enumerate(names):
+        shutil.copy(folder / f"val/{'red' if index % 2 else 'blue'}/{index % 4}.jpg", photos / name)
+    (photos / "c.jpg").write_bytes(b"no image")
+    rows = []
+    for num_ranks in (1, 2):
+        words = [*SMALL, "config.DATA.ON_BROKEN_IMAGE=skip", f"config.DISTRIBUTED.NUM_PROC_PER_NODE={num_ranks}"]
+        out = tmp_path / f"{num_ranks}.npz"
+        assert main(["embed", str(folder / "tiny.pth"), str(photos), "--out", str(out), *words]) == 0
+        said = capfd.readouterr().out
+        assert "5 images, 64 features each" in said and "left out" in said and "c.jpg" in said
+        with np.load(out) as file:
+            assert sorted(file["names"]) == sorted(names)
+            rows.append(file["features"][np.argsort(file["names"])])
+    np.testing.assert_allclose(*rows, atol=1e-6)
+    trunk = vissl_zero.load_trunk(folder / "tiny.pth")
+    views = torch.stack([trunk.transform(Image.open(photos / name)) for name in sorted(names)])
+    with torch.no_grad():
+        np.testing.assert_allclose(rows[0], trunk(views).numpy(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.slow
 def test_python_gives_the_figures_and_features_of_the_commands(folder):
     small = dict(word.split("=") for word in SMALL)
     found = vissl_zero.evaluate(folder / "tiny.pth", folder, small)
@@ -98,7 +125,7 @@ def test_python_gives_the_figures_and_features_of_the_commands(folder):
         (["evaluate", "a.pth"], "the following arguments are required: --data"),
         (["evaluate", "a.pth", "--data", "."], r"must hold train/ and val/, each with a folder"),
         (["embed", "a.pth", ".", "--out", "x.csv"], r"must be one of .npz, .parquet, .safetensors"),
-        (["embed", "a.pth", "nowhere", "--out", "x.npz"], "nowhere: must be a folder with images"),
+        (["embed", "a.pth", "nowhere", "--out", "x.npz"], "nowhere: there is no such file or folder"),
     ],
 )
 def test_wrong_words_get_a_sentence(words, wanted, tmp_path, monkeypatch, capsys):

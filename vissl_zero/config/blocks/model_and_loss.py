@@ -25,6 +25,7 @@ from vissl_zero.config.constraints import choice, number
 from vissl_zero.vissl.keys import with_vissl_keys
 
 DEFAULT = "CrossEntropyLoss"
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")  # what peft saves in a folder
 
 
 def default_loss() -> dict[str, Any]:
@@ -86,6 +87,27 @@ class Float8:
     GATHER: bool = False
     """Level 3 sends the weights of these layers in float8: a byte an element and one a row, in place of two to eight an
     element. All levels round them so first, so that all train the same; 0 to 2 send what they send without it."""
+
+
+@dataclass
+class Lora:
+    """``MODEL.LORA``: freeze the trunk and train low-rank adapters of its linear layers; heads train as ever."""
+
+    USE_LORA: bool = False
+    """Add a trained product of two thin matrices, times LORA_ALPHA / R, to the frozen weight of each target
+    (https://arxiv.org/abs/2106.09685); needs pip install 'vissl-zero[lora]'."""
+    R: int = number(8, least=1)
+    """Rank of the product: rows of the first matrix, which starts at random, and columns of the second, at zero."""
+    LORA_ALPHA: int = number(8, least=1)
+    """Numerator of the factor of the product."""
+    LORA_DROPOUT: float = number(0.0, least=0, below=1)
+    """Share of a target's inputs that its adapter does not see in training."""
+    TARGET_MODULES: Any = field(default_factory=lambda: ["attn.qkv", "attn.proj"])
+    """Linear layers of the trunk, by the names of their library, as peft takes them: a list of names or ends of names,
+    or a regular expression of whole names, such as '.*[.]attn[.]proj'."""
+    ADAPTER_FOLDER: str = ""
+    """Folder of peft, or of vissl-zero export --to peft, with adapters to begin with; R, LORA_ALPHA and TARGET_MODULES
+    must be theirs, and WEIGHTS_INIT the weights under them."""
 
 
 @dataclass
@@ -292,6 +314,8 @@ class ModelConfig:
     """Half precision."""
     FLOAT8: Float8 = field(default_factory=Float8)
     """Products of linear layers in float8."""
+    LORA: Lora = field(default_factory=Lora)
+    """Low-rank adapters in place of the trunk's own weights."""
     SYNC_BN_CONFIG: SyncBnConfig = field(default_factory=SyncBnConfig)
     """Batch norm over several processes."""
     ACTIVATION_CHECKPOINTING: ActivationCheckpointing = field(default_factory=ActivationCheckpointing)

@@ -46,6 +46,7 @@ from vissl_zero.errors import ConfigError, Problem, did_you_mean
 from vissl_zero.models.keyed_random import current_scope, resolution_scope
 from vissl_zero.models.model import LayerTap, Unit, recomputation_contexts
 from vissl_zero.models.trunks.vision_transformer import TransformerTrunk
+from vissl_zero.models.weight_names import is_adapters, without_base_layer
 from vissl_zero.registry import TRUNKS
 
 _KEY = "config.MODEL.TRUNK"
@@ -151,7 +152,9 @@ class TimmTrunk(nn.Module):
             torch.manual_seed(generator_for("").initial_seed())
             fresh = self._build().state_dict()
         for name, tensor in self.net.state_dict().items():
-            tensor.copy_(fresh[".".join(part for part in name.split(".") if part != "unit")])
+            if not is_adapters(name):
+                plain = without_base_layer(name)
+                tensor.copy_(fresh[".".join(part for part in plain.split(".") if part != "unit")])
 
 
 class _SingleUnit(Unit):

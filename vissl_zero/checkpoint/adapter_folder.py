@@ -1,0 +1,79 @@
+"""Adapters that peft has saved: adapter_config.json, which says what they are, and adapter_model.safetensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from vissl_zero.atomic import as_object, read_regular
+from vissl_zero.checkpoint.weights import open_weights
+from vissl_zero.config.blocks.model_and_loss import ADAPTER_FILES, Lora
+from vissl_zero.errors import CheckpointError
+from vissl_zero.models.weight_names import adapter_name, is_adapters
+
+_KEY = "config.MODEL.LORA.ADAPTER_FOLDER"
+_MAX_BYTES = 2**20
+# What peft has beside plain LoRA of weights, and what plain LoRA says there.
+_PLAIN: dict[str, Any] = {
+    "use_dora": False,
+    "use_rslora": False,
+    "lora_bias": False,
+    "bias": "none",
+    "rank_pattern": {},
+    "alpha_pattern": {},
+    "modules_to_save": None,
+    "fan_in_fan_out": False,
+}
+
+
+def read_adapters(model: nn.Module, options: Lora) -> dict[str, Callable[[], Tensor]]:
+    """Find what reads each adapter tensor of ``model``, by full name; all are there, and none is left over.
+
+    Args:
+        model: with adapters; only names and shapes are looked at.
+        options: of these adapters, and the folder.
+    Raises:
+        CheckpointError: unreadable, damaged, or of other layers, ranks or factors.
+    """
+    folder = Path(options.ADAPTER_FOLDER)
+    _require_same(_config(folder / ADAPTER_FILES[0]), options)
+    weights = open_weights(folder / ADAPTER_FILES[1], [], with_data=True)
+    shapes = {name: tuple(param.shape) for name, param in model.named_parameters() if is_adapters(name)}
+    ours = {adapter_name(name): name for name in shapes}
+    if lost := sorted(ours.keys() ^ weights.tensors.keys()):
+        where = "the file" if lost[0] in ours else "the model"
+        raise CheckpointError(
+            f"{_KEY}: {folder} is of other layers: {where} lacks {lost[0]} ({len(lost)} such). Write the adapter's "
+            "config.MODEL.LORA.TARGET_MODULES, and the trunk that it was trained over."
+        )
+    for theirs, name in ours.items():
+        if weights.tensors[theirs].shape != shapes[name]:
+            found, wanted = list(weights.tensors[theirs].shape), list(shapes[name])
+            raise CheckpointError(
+                f"{_KEY}: {theirs} is {found} in the file, and {wanted} here. Write the trunk's size."
+            )
+    return {name: partial(weights.read, theirs) for theirs, name in ours.items()}
+
+
+def _config(path: Path) -> Mapping[str, Any]:
+    try:
+        return as_object(read_regular(path, _MAX_BYTES, follow_links=True))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{_KEY}: {path} cannot be read ({error}). Copy it again from where peft saved it."
+        ) from error
+
+
+def _require_same(config: Mapping[str, Any], options: Lora) -> None:
+    """Refuse adapters that compute something else than those of ``options`` would with the same numbers."""
+    wanted = {"peft_type": "LORA", **_PLAIN, "r": options.R, "lora_alpha": options.LORA_ALPHA}
+    for key, value in wanted.items():
+        found = config.get(key, _PLAIN.get(key))
+        if found != value and (found or value):
+            own = {"r": "R", "lora_alpha": "LORA_ALPHA"}.get(key)
+            fix = f"Write config.MODEL.LORA.{own}={found}." if own else "Save one with plain LoRA."
+            raise CheckpointError(f"{_KEY}: {options.ADAPTER_FOLDER} has {key}={found}, and must have {value}. {fix}")

@@ -1,0 +1,149 @@
+"""LoRA: frozen linear layers, to each of which a trained product of two thin matrices is added, through peft.
+
+``build_model`` imports this module for trunks with adapters alone, since peft takes seconds to import. An adapted layer
+``<name>`` has its own weights at ``<name>.base_layer`` and the matrices at ``<name>.lora_A.default`` and
+``<name>.lora_B.default``.
+
+LoRA: https://arxiv.org/abs/2106.09685.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, inject_adapter_in_model
+from peft.tuners.lora import Linear as PeftLinear
+from peft.utils import SAFETENSORS_WEIGHTS_NAME
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from vissl_zero.config.blocks.model_and_loss import Lora
+from vissl_zero.errors import ConfigError, Problem, did_you_mean
+from vissl_zero.models.init import GeneratorFor
+from vissl_zero.models.weight_names import adapter_name, is_adapters, timm_name
+
+ADAPTER = "default"  # peft's name of the only adapter of a layer
+_TARGETS = "config.MODEL.LORA.TARGET_MODULES"
+
+
+class AdaptedLinear(PeftLinear):
+    """A frozen linear layer with an adapter, which begins as the layer alone: A is drawn as peft draws it, B is 0."""
+
+    @property
+    def weight(self) -> Tensor:
+        """Refuse to give the frozen weight alone: a trunk that multiplies by it never calls the adapter."""
+        must = "must not name layers whose weight the trunk reads itself, past the adapter"
+        got = f"a layer from {self.in_features} to {self.out_features} features"
+        raise ConfigError([Problem(_TARGETS, got, must, "Name other layers, such as attn.proj, mlp.fc1 and mlp.fc2.")])
+
+    @torch.no_grad()
+    def init_parameters(self, generator_for: GeneratorFor) -> None:
+        """Draw A (r, in_features) uniformly within 1 / sqrt(in_features) and set B (out_features, r) to 0."""
+        first, second = (getattr(self, key)[ADAPTER].weight for key in ("lora_A", "lora_B"))
+        bound = 1 / math.sqrt(first.shape[1])
+        first.copy_(torch.empty(first.shape).uniform_(-bound, bound, generator=generator_for("lora_A")))
+        second.zero_()
+
+
+def adapt_(trunk: nn.Module, options: Lora) -> None:
+    """Freeze a trunk and put adapters around its targets; in place.
+
+    Args:
+        trunk: just built; its weights may be on the meta device.
+        options: rank, factor, dropout and targets.
+    Raises:
+        ConfigError: no layer, or one of another kind, is a target; or the trunk has running statistics.
+    """
+    if norm := next((name for name, m in trunk.named_modules() if _counts_statistics(m)), ""):
+        must = "needs a trunk without running statistics, which training would move, and an adapter does not hold"
+        fix = "Take a vision transformer, ConvNeXt or Swin, or train all weights."
+        raise ConfigError([Problem("config.MODEL.LORA.USE_LORA", f"batch norm at {norm}", must, fix)])
+    config = LoraConfig(
+        r=options.R,
+        lora_alpha=options.LORA_ALPHA,
+        lora_dropout=options.LORA_DROPOUT,
+        target_modules=_targets(trunk, options.TARGET_MODULES),
+        init_lora_weights=False,  # ``init_parameters`` draws, by keys
+    )
+    config._register_custom_module({nn.Linear: AdaptedLinear})
+    inject_adapter_in_model(config, trunk)
+
+
+def adapted_layers(trunk: nn.Module) -> Iterator[tuple[str, AdaptedLinear]]:
+    """Yield path and module of each layer with an adapter."""
+    return ((name, module) for name, module in trunk.named_modules() if isinstance(module, AdaptedLinear))
+
+
+def merged(trunk: nn.Module) -> nn.Module:
+    """Return a copy of a trunk with plain layers in place of adapted ones, W + lora_alpha / r B A."""
+    return _without_adapters(trunk, merges=True)
+
+
+def unadapted(trunk: nn.Module) -> nn.Module:
+    """Return a copy of a trunk with the frozen layers alone."""
+    return _without_adapters(trunk, merges=False)
+
+
+def write_adapter(trunk: nn.Module, folder: Path) -> None:
+    """Write adapters as peft opens them over the library's own model: adapter_model.safetensors, adapter_config.json.
+
+    Args:
+        trunk: with adapters; on the CPU.
+        folder: exists.
+    """
+    configs: Any = trunk.peft_config
+    own: LoraConfig = configs[ADAPTER]
+    state = trunk.state_dict(prefix="trunk.")
+    tensors = {adapter_name(name): tensor.contiguous() for name, tensor in state.items() if is_adapters(name)}
+    targets = [timm_name(f"trunk.{path}") for path, _ in adapted_layers(trunk)]
+    save_file(tensors, folder / SAFETENSORS_WEIGHTS_NAME, {"format": "pt"})
+    written = LoraConfig(r=own.r, lora_alpha=own.lora_alpha, lora_dropout=own.lora_dropout, target_modules=targets)
+    written.inference_mode = True  # as peft saves what was trained
+    written.save_pretrained(str(folder))
+
+
+def _without_adapters(trunk: nn.Module, merges: bool) -> nn.Module:
+    plain = copy.deepcopy(trunk)
+    for name, layer in list(adapted_layers(plain)):
+        if merges:
+            layer.merge()
+        parent, _, child = name.rpartition(".")
+        setattr(plain.get_submodule(parent), child, layer.base_layer)
+    return plain
+
+
+def _counts_statistics(module: nn.Module) -> bool:
+    return isinstance(module, _NormBase) and module.track_running_stats
+
+
+def _targets(trunk: nn.Module, wanted: str | list[str]) -> list[str]:
+    """List the paths of the layers that are meant, by the names that peft would find in the library's own model."""
+    modules = {timm_name(f"trunk.{name}"): (name, module) for name, module in trunk.named_modules() if name}
+    linear = [name for name, (_, module) in modules.items() if type(module) is nn.Linear]
+    entries = [wanted] if isinstance(wanted, str) else list(wanted)
+    found: dict[str, nn.Module] = {}
+    for entry in entries:
+        meant = [name for name in modules if _is_meant(name, entry, is_pattern=isinstance(wanted, str))]
+        if not meant:
+            near = did_you_mean(entry, {*linear, *(name.rpartition(".")[2] for name in linear)})
+            fix = f"Linear layers: {', '.join(linear[:8])}{', ...' * (len(linear) > 8)}.{near}"
+            raise ConfigError([Problem(_TARGETS, repr(entry), "must name layers of the trunk", fix)])
+        found |= {modules[name][0]: modules[name][1] for name in meant}
+    # Subclasses too are refused: torch's attention multiplies by the weight of its own without calling the layer.
+    if other := next((name for name, module in found.items() if type(module) is not nn.Linear), ""):
+        got = f"{timm_name(f'trunk.{other}')}, {type(found[other]).__name__}"
+        fix = f"Write longer ends of names that only linear layers have: {', '.join(linear[:4]) or 'it has none'}."
+        raise ConfigError([Problem(_TARGETS, got, "must name linear layers (torch.nn.Linear) alone", fix)])
+    return list(found)
+
+
+def _is_meant(name: str, entry: str, is_pattern: bool) -> bool:
+    """Check a name as peft does: against a pattern of whole names, or a name or the end of one."""
+    return bool(re.fullmatch(entry, name)) if is_pattern else name == entry or name.endswith(f".{entry}")
