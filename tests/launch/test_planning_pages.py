@@ -19,9 +19,9 @@ PAGES = ("plan.md", "fits.md", "scale.md", "cluster.md", "tutorials/when_memory_
 def commands(page: str) -> list[str]:
     """List the commands of a page's blocks that plan, or that a dry run can rehearse; placeholders are filled in."""
     text = (DOCS / page).read_text().replace("\\\n", " ")
-    blocks = re.findall(r"^```(?:bash)?\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
-    lines = [line for block in blocks for line in block.splitlines()]
-    found = [line.replace("<recipe>", "quickstart/swav_digits") for line in lines if line.startswith("vissl-zero ")]
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    lines = [line for word, block in blocks if word in ("", "bash") for line in block.splitlines()]
+    found = [line.replace("<recipe>", "digits/supervised") for line in lines if line.startswith("vissl-zero ")]
     return [line for line in found if line.split()[1] == "plan" or line.split()[1].startswith(("config=", "-m"))]
 
 
