@@ -77,8 +77,9 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     return _relinked(markdown, ROOT / "docs" / Path(page.file.src_uri).parent, Path(page.file.src_uri).parent)
 
 
-def on_page_content(html: str, **_: Any) -> str:
-    """End a docstring's sentence before code with one colon: ``::`` means something to docstrings only."""
+def on_page_content(html: str, page: Any, **_: Any) -> str:
+    """End a docstring's sentence before code with one colon; refuse a table that Markdown takes for text."""
+    assert "| ---" not in html, f"{page.file.src_path}: a table needs a blank line before it"
     return html.replace("::</p>", ":</p>")
 
 

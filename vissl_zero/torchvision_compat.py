@@ -40,6 +40,11 @@ def install() -> None:
         sys.meta_path.insert(0, _OperatorFinder())
 
 
+def is_repaired() -> bool:
+    """Check whether torchvision was imported and its operators did not load."""
+    return _library is not None
+
+
 def _declare_missing() -> None:
     global _library
     import torch

@@ -14,6 +14,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from vissl_zero import torchvision_compat
 from vissl_zero.version import __version__
 
 PACKAGES = ["torch", "torchvision", "hydra-core", "omegaconf", "fairscale", "classy-vision", "submitit", "safetensors"]
@@ -55,9 +56,25 @@ def _versions() -> Iterator[Finding]:
     yield Finding("Python", None, f"{platform.python_version()} on {platform.platform()}")
     for package in PACKAGES:
         try:
-            yield Finding(package, True, version(package))
+            found = version(package)
         except PackageNotFoundError:
             yield Finding(package, False, "not installed; pip install -r requirements.txt")
+            continue
+        yield _torchvision(found) if package == "torchvision" else Finding(package, True, found)
+
+
+def _torchvision(number: str) -> Finding:
+    """Import it: beside a CPU build of torch its wheel for CUDA works only once vissl_zero is imported."""
+    try:
+        import torch
+        import torchvision
+    except (ImportError, RuntimeError) as error:
+        return Finding("torchvision", False, f"{number}; {error}")
+    if not torchvision_compat.is_repaired():
+        return Finding("torchvision", True, number)
+    built = torchvision.version.__version__
+    fix = "import vissl_zero before torchvision or timm"
+    return Finding("torchvision", True, f"{built}, repaired by vissl_zero, as torch is {torch.__version__}: {fix}")
 
 
 def _engines_and_backends() -> Iterator[Finding]:

@@ -93,7 +93,7 @@ def plan(recipe: str, overrides: Mapping[str, Any] | None = None, *, memory_gb: 
     Args:
         recipe: what ``config=`` names.
         overrides: as for ``train``.
-        memory_gb: of each device, in 10^9 bytes as the command takes it; None: this machine's.
+        memory_gb: GiB for a rank's tensors, as of ``--memory-gb``: 38 for a card of 40 GB; None: this machine's.
     Returns:
         What docs/plan.md describes: the plans, and which one is chosen.
     Raises:

@@ -19,7 +19,7 @@ USAGE = """\
 vissl-zero plan <recipe | file.yaml> [<another> ...] [config.A.B=value ...]
   --ranks N            processes; more than 8 are machines of 8
   --gpus               plan for GPUs even if this machine has none
-  --memory-gb X        GiB that a rank may use on its device (config.ZERO.MEMORY_GB)
+  --memory-gb X        GiB for a rank's tensors on its device: 38 for a card of 40 GB (config.ZERO.MEMORY_GB)
   --host-memory-gb X   GiB of host memory that a rank on a GPU may use (config.ZERO.HOST_MEMORY_GB)
   --disk-gb X          GiB of disk a rank may use (config.ZERO.DISK_GB)
   --machine X          a profile (h100x8, h200x8, a100x8, cpu_core) or a YAML file (config.ZERO.MACHINE_PROFILE)
@@ -44,7 +44,7 @@ _VALUES = {
 _FLAGS = ("--history", "--ranks", "--gpus", "--png", "--json", *_VALUES)
 NOTHING_FITS = 1
 _PER_MACHINE = 8
-_WIDTH = 220  # columns: a wrapped table is better than a cut one
+_WIDTH = 260  # columns: a wrapped table is better than a cut one
 
 
 def plan(arguments: Sequence[str]) -> int:
@@ -58,11 +58,11 @@ def plan(arguments: Sequence[str]) -> int:
         return 0 if arguments else 2
     if arguments[0] == "--history":
         return _history(arguments[1:])
-    recipes, overrides, is_json, png = _parse(arguments)
+    recipes, overrides, assumed, is_json, png = _parse(arguments)
     with TemporaryDirectory(prefix="vissl_zero_plan_") as scratch:
         files = [_recipe(name, Path(scratch)) for name in recipes]
         composed = [
-            replace(compose(file.recipe, [*file.overrides, *overrides]), recipe=name)
+            replace(compose(file.recipe, [*file.overrides, *overrides, *assumed]), recipe=name)
             for name, file in zip(recipes, files, strict=True)
         ]
     from vissl_zero.planner.planning import plan_run
@@ -75,7 +75,7 @@ def plan(arguments: Sequence[str]) -> int:
     else:
         console = Console(width=max(_WIDTH, Console().width), soft_wrap=True)
         for one in plans:
-            first, *rest = plan_lines(one)
+            first, *rest = plan_lines(one, overrides)
             console.print(first, markup=False, highlight=False)
             console.print(plan_table(one))
             for line in rest:
@@ -99,11 +99,12 @@ def _history(words: Sequence[str]) -> int:
     return 0
 
 
-def _parse(arguments: Sequence[str]) -> tuple[list[str], list[str], bool, Path | None]:
-    """Parse recipes, overrides, whether to print JSON, and the file for the plot."""
+def _parse(arguments: Sequence[str]) -> tuple[list[str], list[str], list[str], bool, Path | None]:
+    """Parse recipes, overrides of the run, overrides of the plan alone, whether to print JSON, and the plot's file."""
     words = [part for word in arguments for part in (word.split("=", 1) if word.startswith("--") else [word])]
     recipes: list[str] = []
-    overrides = ["config.DRY_RUN=true"]
+    overrides: list[str] = []
+    assumed = ["config.DRY_RUN=true"]
     is_json, png = False, None
     while words:
         word = words.pop(0)
@@ -116,7 +117,7 @@ def _parse(arguments: Sequence[str]) -> tuple[list[str], list[str], bool, Path |
         elif word == "--png":
             png = Path(_value(word, words))
         elif word in _VALUES:
-            overrides.append(f"{_VALUES[word]}={_value(word, words)}")
+            assumed.append(f"{_VALUES[word]}={_value(word, words)}")
         elif word.startswith("-"):
             raise ConfigError(f"vissl-zero plan: {word} is not a flag.{did_you_mean(word, _FLAGS)}\n{USAGE}")
         elif word.startswith("config=") or ("=" not in word and not word.startswith(("+", "~"))):
@@ -125,7 +126,7 @@ def _parse(arguments: Sequence[str]) -> tuple[list[str], list[str], bool, Path |
             overrides.append(word)
     if not recipes:
         raise ConfigError(f"vissl-zero plan: must name a recipe. Write config=<recipe>.\n{USAGE}")
-    return recipes, overrides, is_json, png
+    return recipes, overrides, assumed, is_json, png
 
 
 def _recipe(name: str, scratch: Path) -> RecipeFile:

@@ -44,12 +44,13 @@ EXPLAINABLE = (HydraException, OmegaConfBaseException, YAMLError, RecursionError
 BEFORE_A_JOB = (OSError, ValueError, UserWarning)
 
 
-def explain(error: BaseException, folders: Sequence[str] = ()) -> ConfigError:
+def explain(error: BaseException, folders: Sequence[str] = (), overrides: Sequence[str] = ()) -> ConfigError:
     """Convert an error into a ``ConfigError`` with one sentence.
 
     Args:
         error: of ``EXPLAINABLE`` or ``BEFORE_A_JOB``.
         folders: that --config-dir and hydra.searchpath name, to look for recipes in.
+        overrides: of the command line.
     """
     if isinstance(error, BEFORE_A_JOB) and not isinstance(error, EXPLAINABLE):
         return ConfigError([_around_a_job(error)])
@@ -62,7 +63,7 @@ def explain(error: BaseException, folders: Sequence[str] = ()) -> ConfigError:
     if isinstance(cause, OmegaConfBaseException):
         return ConfigError([explain_value(cause, schema())])
     if isinstance(error, MissingConfigException):
-        return ConfigError([_missing_file(error, folders)])
+        return ConfigError([_missing_file(error, folders, overrides)])
     if isinstance(error, OverrideParseException):
         fix = (
             "Write key=value. A value with blanks, commas or brackets of its own needs quotes twice, for the shell and "
@@ -107,7 +108,7 @@ def _around_a_job(error: OSError | ValueError | UserWarning) -> Problem:
     return Problem("command line", "", text.rstrip("."), "See vissl-zero --help and --hydra-help.")
 
 
-def _missing_file(error: MissingConfigException, folders: Sequence[str]) -> Problem:
+def _missing_file(error: MissingConfigException, folders: Sequence[str], overrides: Sequence[str]) -> Problem:
     name = (error.missing_cfg_file or "").removesuffix(".yaml")
     group, _, option = name.partition("/")
     if not name:
@@ -119,6 +120,10 @@ def _missing_file(error: MissingConfigException, folders: Sequence[str]) -> Prob
     for folder in folders:
         if fix := _level_of_folder(Path(folder), option):
             return Problem("--config-dir", repr(str(folder)), "must name the folder that holds config/", fix)
+    if any(word.removeprefix("config=") == f"{option}.yaml" for word in overrides):
+        own = Path(option).name
+        fix = f"Put it in configs/config/ and write config={own}."
+        return Problem("config", repr(f"{option}.yaml"), "must name a recipe, not a file", fix)
     arguments = {recipe.name: recipe.argument for recipe in list_recipes(folders)}
     if Path(option).is_absolute() or option.startswith("."):
         fix = "A recipe is named by its path under a folder config/, which --config-dir or ./configs holds."
@@ -408,7 +413,7 @@ def explained(error: BaseException, overrides: Sequence[str], folders: Sequence[
         overrides: of the command line, ``config=`` too.
         folders: that --config-dir and hydra.searchpath name.
     """
-    first = explain(error, [*folders, *map(str, _searchpath_or_none(overrides))])
+    first = explain(error, [*folders, *map(str, _searchpath_or_none(overrides))], overrides)
     try:
         tree = untyped(plain_words(overrides), folders)
         found = of_another_program(tree)

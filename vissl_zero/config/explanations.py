@@ -87,6 +87,7 @@ def _unset_variable(error: InterpolationResolutionError) -> str:
 
 
 _VARIABLE = re.compile(r"\$\{oc\.env:(\w+)\}")
+_WITH_UNIT = re.compile(r"([\d.]+) ?Gi?B?", re.IGNORECASE)
 # What a typed node takes, in words.
 _TAKES: dict[type[Node], str] = {
     IntegerNode: "a whole number",
@@ -115,7 +116,9 @@ def _wrong_type(key: str, error: OmegaConfBaseException) -> Problem:
     if not takes:
         return Problem(key, "", _sentence(error), "See docs/configuration.md.")
     got = "" if value is None or isinstance(node, ListConfig) else repr(str(value))
-    return Problem(key, got, f"must be {takes}", f"Correct the value of {key}.")
+    unit = _WITH_UNIT.fullmatch(str(value)) if key.endswith(("_GB", "_GIB")) else None
+    fix = f"Write {unit[1]} (GiB, no unit)." if unit else f"Correct the value of {key}."
+    return Problem(key, got, f"must be {takes}", fix)
 
 
 def unknown_key(key: str, tree: DictConfig, prefix: str = "") -> Problem:

@@ -38,7 +38,8 @@ def run(plan: ResolvedRun, user_yaml: str, node_id: int = 0, fit: FitRun | None 
     """
     if plan.config.DRY_RUN:  # under torchrun every rank comes here
         is_silent = is_under_torchrun() and os.environ["RANK"] != "0"  # RANK alone may be left over
-        return 0 if is_silent else print_dry_run(plan, _submission(plan))
+        budget = fit.choice.budget_bytes if fit else None
+        return 0 if is_silent else print_dry_run(plan, _submission(plan), budget_bytes=budget)
     if is_under_torchrun():
         return _run_as_rank(plan, user_yaml)
     if plan.config.SLURM.USE_SLURM:
@@ -94,7 +95,9 @@ def _submission(plan: ResolvedRun) -> str:
     return script(plan)
 
 
-def print_dry_run(plan: ResolvedRun, submission: str = "", console: Console | None = None) -> int:
+def print_dry_run(
+    plan: ResolvedRun, submission: str = "", console: Console | None = None, budget_bytes: int | None = None
+) -> int:
     """Print the plan for ``config.DRY_RUN=true``; return the exit code: 0, or ``DOES_NOT_FIT``.
 
     Everything a person can check before spending hours, without starting anything. The recipe has been composed,
@@ -105,12 +108,14 @@ def print_dry_run(plan: ResolvedRun, submission: str = "", console: Console | No
         plan: the resolved run.
         submission: the sbatch script, where the run would be submitted.
         console: where to print.
+        budget_bytes: that ``fit`` chose the plan for; None: it did not choose.
     Raises:
         ConfigError, DataError, CheckpointError, LaunchError: what the run would be refused for.
     """
     import rich
 
     from vissl_zero.checkpoint.first_weights import load_first_weights
+    from vissl_zero.planner.candidates import Budget
     from vissl_zero.planner.dry_run import dry_run
     from vissl_zero.reporting.dry_run_lines import dry_run_lines, title, verdict
 
@@ -118,11 +123,12 @@ def print_dry_run(plan: ResolvedRun, submission: str = "", console: Console | No
     out.print(title(plan), markup=False, highlight=False, soft_wrap=True)  # the model takes seconds, or a minute
     resumed = _resumed(plan)
     run = dry_run(plan, None if resumed else lambda model: load_first_weights(model, plan))
-    for line in [*dry_run_lines(run), *resumed]:
+    budget = None if budget_bytes is None else Budget(budget_bytes, source="the budget of config.ZERO.LEVEL=fit")
+    for line in [*dry_run_lines(run, budget), *resumed]:
         out.print(line, markup=False, highlight=False, soft_wrap=True)
     if submission:
         out.print(f"\nsbatch script:\n{submission}", markup=False, highlight=False, soft_wrap=True)
-    return 0 if verdict(run)[0] else DOES_NOT_FIT
+    return 0 if verdict(run, budget)[0] else DOES_NOT_FIT
 
 
 def _resumed(plan: ResolvedRun) -> list[str]:

@@ -225,7 +225,7 @@ def because(candidates: Sequence[Candidate], budget: Budget) -> str:
     last = candidates[index - 1]
     if last.forecast.step is None:
         return f"{text}; the memory of {last} is unknown."
-    return f"{text}; the next cheaper, {last}, would take {_gib(last.forecast.step.resident_bytes)} GiB."
+    return f"{text}; the next faster plan ({last}) needs {_gib(last.forecast.step.resident_bytes)} GiB."
 
 
 def smallest(candidates: Sequence[Candidate]) -> Candidate | None:
@@ -247,10 +247,12 @@ def nothing_fits(
     """
     least = smallest(candidates)
     if least is None or least.forecast.step is None:
-        alone = "parameters in half precision train the same at level 3 alone, over several ranks"
-        reason = next((candidate.forecast.unknown for candidate in candidates), alone)
-        must = f"needs a forecast, and there is none ({reason})"
-        return Problem(f"{block}{level}", "'fit'", must, f"Write {level}=0, 1, 2 or 3.")
+        # Parameters in half precision train the same at level 3 alone, over several ranks: there may be no candidate.
+        formats = {(each.sharding.precision.compute, each.sharding.precision.master) for each in candidates}
+        is_half = all(compute != master for compute, master in formats)
+        reason = next((candidate.forecast.unknown for candidate in candidates), "")
+        must = "can't forecast bf16 or fp16 yet" if is_half else f"needs a forecast, and there is none ({reason})"
+        return Problem(f"{block}{level}", "'fit'", must, f"Set {level}=0, 1, 2 or 3.")
     need = least.forecast.step.resident_bytes
     must = f"is too little for every plan that trains the same model; the smallest takes {_gib(need)} GiB ({least})"
     has_disk = any(candidate.sharding.offload_optimizer.nvme_path for candidate in candidates)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
 
 from vissl_zero.config.blocks.data import Data
 from vissl_zero.data.dataset import ImageBatch
@@ -73,6 +74,12 @@ class DryRun:
     lr_last: float
     built_whole: str = ""
     start_bytes: int = 0
+
+    @property
+    def needed(self) -> int:
+        """Bytes that a rank needs where it computes, as of ``vissl-zero plan``; if unknown, without activations."""
+        step = self.forecast.step
+        return self.tiers["device"] if step is None else step.resident_bytes
 
     @property
     def tiers(self) -> dict[str, int]:
@@ -238,9 +245,26 @@ def set_stage(plan: ResolvedRun, check: Callable[[nn.Module], object] | None = N
             num_threads=plan.threads_per_rank,
         )
         forecaster = Forecaster(subject, plan.sharding)
+        if plan.exact_accumulation and plan.accumulation_steps > 1:
+            subject.step_outputs = _step_outputs(run_forward)
     sizes = [(int(image.shape[-2]), int(image.shape[-1])) for image in batch.images]
     crops = tuple((number, *size) for number, size in zip(batch.num_crops, sizes, strict=True))
     return Stage(plan, forecaster, mode, model, method, groups, loader, crops, assumed)
+
+
+def _step_outputs(run_forward: Callable[[], tuple[torch.Tensor, Any]]) -> list[torch.Tensor]:
+    """Make a tensor as large as a micro-batch's share of what exact accumulation holds; none if unknown."""
+    try:
+        with torch.no_grad():
+            _, outputs = run_forward()
+    except Exception:  # noqa: BLE001 - the recording fails too, and says why
+        return []
+    student, teacher = (
+        sum(leaf.numel() * max(leaf.itemsize, 4) for leaf in pytree.tree_leaves(part) if isinstance(leaf, torch.Tensor))
+        for part in outputs
+    )
+    # Of the student in parts, joined, and their gradients; of the teacher in parts and joined.
+    return [torch.empty(3 * student + 2 * teacher, dtype=torch.uint8)]
 
 
 def dry_run(plan: ResolvedRun, check: Callable[[nn.Module], object] | None = None) -> DryRun:

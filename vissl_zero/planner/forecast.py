@@ -96,6 +96,7 @@ class Subject:
         device_type: "cpu" or "cuda".
         run_forward: runs the model and the loss on one micro-batch; the loss, and what the loop holds meanwhile.
         inputs: images of that micro-batch.
+        step_outputs: with exact accumulation, what it holds of each micro-batch until the end of the step.
         is_averaged: a running average of the weights is kept (``Sharded.average``).
         is_uniform: parameter groups differ in their rates and their weight decay alone.
         teacher: the teacher that ``Sharded.adopt_teacher`` will get.
@@ -111,6 +112,7 @@ class Subject:
     device_type: str
     run_forward: Callable[[], tuple[Tensor, Any]]
     inputs: Sequence[Tensor] = ()
+    step_outputs: Sequence[Tensor] = ()
     is_averaged: bool = False
     is_uniform: bool = False
     teacher: nn.Module | None = None
@@ -189,6 +191,10 @@ class Forecaster:
                 step,
                 subject.num_threads,
             )
+            if subject.step_outputs:  # the student's forward pass runs once more
+                machine = subject.machine or machine_for(subject.device_type)
+                work = work_seconds(trace.work, plan, machine, subject.num_threads)
+                seconds += micro_batches * work / (4 if plan.is_recomputed else 3)
         teacher_bytes = sum(p.num_bytes if is_whole else p.padded(num_ranks) for p in facts.teacher.values())
         memory = self._rest(plan, wrap_plan, facts, num_ranks, trace, teacher_bytes)
         return Forecast(wrap_plan, memory, step, unknown, seconds, teacher_bytes, facts.teacher_buffer_bytes)
@@ -262,13 +268,12 @@ class Forecaster:
             return f"parameters computed in {plan.precision.compute} are not recorded"
         _recompute(subject.model, checkpointed)
         units = self._wrap_plan(replace(plan, level=3))
+        inputs = [*subject.inputs, *subject.step_outputs]
         others = [] if subject.loss is None else [*subject.loss.buffers(), *subject.loss.parameters()]
         modules = [subject.model, *([] if subject.teacher is None else [subject.teacher])]
         try:
             with self._pretended(plan, modules):
-                return record_step(
-                    subject.model, units, subject.run_forward, subject.inputs, subject.teacher, others
-                ).trace
+                return record_step(subject.model, units, subject.run_forward, inputs, subject.teacher, others).trace
         except VisslZeroError:
             raise
         except Exception as error:  # noqa: BLE001 - a model or a loss of the user's may ask a fake tensor for its values

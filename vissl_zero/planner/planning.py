@@ -20,7 +20,16 @@ from vissl_zero.config.compose import Composed
 from vissl_zero.config.run_config import RunConfig
 from vissl_zero.engine.forecast_log import OUT_OF_MEMORY, RUNNING, Outcome, measured_peaks, outcomes
 from vissl_zero.errors import ConfigError, Problem, VisslZeroError
-from vissl_zero.planner.candidates import Budget, Candidate, Found, because, chosen_of, nothing_fits, rank_candidates
+from vissl_zero.planner.candidates import (
+    Budget,
+    Candidate,
+    Found,
+    because,
+    chosen_of,
+    nothing_fits,
+    rank_candidates,
+    smallest,
+)
 from vissl_zero.planner.dry_run import Stage, described_machine, dry_run, set_stage
 from vissl_zero.planner.fit_plans import FitOption, FitPlans, most_bytes, shortfall, with_option
 from vissl_zero.planner.machine_profile import MachineProfile
@@ -35,6 +44,7 @@ DONE, NOT_DONE = "done", "not done"
 _GIB = 2**30
 _ASSUMED_GPU = 80 * _GIB
 _SPLITS = (2, 4, 8)  # micro-batches tried, times those of the recipe
+_FEW = 8  # images: a smaller batch is a multiple of it
 
 
 @dataclass(frozen=True)
@@ -42,6 +52,7 @@ class Planned:
     """A recipe and all ways to run it.
 
     Attributes:
+        config: as composed.
         plan: the run as it would be at level 0.
         candidates: cheapest first.
         budget: of a rank.
@@ -50,6 +61,7 @@ class Planned:
         machine: whose rates time the candidates.
     """
 
+    config: RunConfig
     plan: ResolvedRun
     candidates: list[Candidate]
     budget: Budget
@@ -129,7 +141,7 @@ def plan_run(
     budget = budget_of(cfg, plan, free_bytes)
     candidates = rank_candidates(_forecasts(stages, budget), budget, plan.world_size)
     machine = described_machine(plan) or machine_for(plan.device)
-    return Planned(plan, candidates, budget, stage.assumed, len(stage.loader.source), machine)
+    return Planned(cfg, plan, candidates, budget, stage.assumed, len(stage.loader.source), machine)
 
 
 def _forecasts(stages: Sequence[Stage], budget: Budget) -> Found:
@@ -179,11 +191,12 @@ def _plain_budget(cfg: RunConfig, plan: ResolvedRun, free_bytes: int | None) -> 
 
         found = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else _ASSUMED_GPU
         what = "a GPU of this machine" if torch.cuda.is_available() else "a GPU, assumed"
-        memory = int(given * _GIB) if given else found
+        memory, what = (int(given * _GIB), f"a GPU of {given:g} GiB") if given else (found, what)
     else:
         free = free_memory() if free_bytes is None else free_bytes
         memory = (int(given * _GIB) if given else free) // plan.procs_per_node
-        what = "this machine" if plan.procs_per_node == 1 else f"this machine over {plan.procs_per_node} processes"
+        what = f"a machine of {given:g} GiB" if given else "this machine"
+        what += "" if plan.procs_per_node == 1 else f" over {plan.procs_per_node} processes"
     memory = max(0, memory - RESERVE)
     source = f"{what}, less {RESERVE / _GIB:g} GiB for the process itself"
     return Budget(memory, host, disk, source, given=memory if is_given else None)
@@ -201,7 +214,7 @@ def _without_choice(cfg: RunConfig) -> RunConfig:
 
 def _nothing_fits(planned: Planned) -> Problem:
     halves = ", or let AMP compute in bfloat16, or halve config.DATA.TRAIN.BATCHSIZE_PER_REPLICA (both change numbers)"
-    return nothing_fits(
+    problem = nothing_fits(
         planned.candidates,
         planned.budget,
         level="config.ZERO.LEVEL",
@@ -209,6 +222,91 @@ def _nothing_fits(planned: Planned) -> Problem:
         disk=" or name a disk (nvme_path)",
         others="" if planned.plan.sharding.precision.autocast else halves,
     )
+    return replace(problem, fix=" ".join([problem.fix, *(str(remedy) for remedy in remedies(planned))]))
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """A change that lets a run fit that no plan fits.
+
+    Attributes:
+        candidate: the cheapest with it.
+        override: what to add to the command.
+        num_images: of a step.
+        is_same: a step has as many images as before.
+    """
+
+    candidate: Candidate
+    override: str
+    num_images: int
+    is_same: bool
+
+    def __str__(self) -> str:
+        step, time = self.candidate.forecast.step, self.candidate.relative_time
+        assert step is not None
+        what = (
+            f"To keep {self.num_images:,} images a step" if self.is_same else f"For {self.num_images:,} images a step"
+        )
+        times = f", {time:.2f} x the time" if self.is_same and time is not None else ""
+        forecast = f"forecast {step.resident_bytes / _GIB:.3g} GiB{times}: {self.candidate}"
+        return f"{what}: {self.override} ({forecast})."
+
+
+def remedies(planned: Planned) -> list[Remedy]:
+    """Find what lets a run fit that no plan fits: one loss over micro-batches, and the largest batch without it.
+
+    Cost: up to six forecasts, a few seconds each.
+    """
+    found: list[Remedy] = []
+    with suppress(VisslZeroError):
+        found += _exact_remedy(planned)
+    with suppress(VisslZeroError):
+        found += _batch_remedy(planned)
+    return found
+
+
+def _exact_remedy(planned: Planned) -> Iterator[Remedy]:
+    """Try micro-batches with one loss over all of them, from the largest on."""
+    plan, key = planned.plan, "config.TRAINER.EXACT_ACCUMULATION=true"
+    if plan.exact_accumulation:
+        return
+    before: Found = [(c.sharding, c.micro_batches, c.batch_per_rank, c.forecast) for c in planned.candidates]
+    for times in _SPLITS:
+        batch, number = plan.batch_per_rank // times, plan.accumulation_steps * times
+        if plan.batch_per_rank % times or any(candidate.micro_batches == number for candidate in planned.candidates):
+            continue
+        stage = set_stage(replace(plan, exact_accumulation=True, batch_per_rank=batch, accumulation_steps=number))
+        if not stage.can_split():
+            return
+        if chosen := chosen_of(rank_candidates([*before, *stage.forecasts()], planned.budget, plan.world_size)):
+            yield Remedy(chosen, key, plan.global_batch, is_same=True)
+            return
+
+
+def _batch_remedy(planned: Planned) -> Iterator[Remedy]:
+    """Find the largest micro-batch of the smallest plan: a line through two forecasts, and a third that confirms it."""
+    plan, least = planned.plan, smallest(planned.candidates)
+    if least is None or least.forecast.step is None or least.batch_per_rank < _FEW:
+        return
+
+    def at(batch: int) -> Candidate:
+        images = batch * plan.world_size * least.micro_batches
+        part = replace(plan, batch_per_rank=batch, accumulation_steps=least.micro_batches, global_batch=images)
+        forecast = set_stage(replace(part, sharding=least.sharding)).forecast()
+        found = [(least.sharding, least.micro_batches, batch, forecast)]
+        return rank_candidates(found, planned.budget, plan.world_size)[0]
+
+    half = least.batch_per_rank // 2
+    fewer = at(half).forecast.step
+    if fewer is None:
+        return
+    per_image = (least.forecast.step.resident_bytes - fewer.resident_bytes) / (least.batch_per_rank - half)
+    left = planned.budget.memory - fewer.resident_bytes
+    most = min(half + int(left // max(per_image, 1)), least.batch_per_rank - 1)
+    if most >= 1 and (found := at(most // _FEW * _FEW or most)).fits:
+        override = f"config.DATA.TRAIN.BATCHSIZE_PER_REPLICA={found.batch_per_rank}"
+        images = found.batch_per_rank * plan.world_size * found.micro_batches
+        yield Remedy(found, override, images, is_same=False)
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,11 @@ import torch
 
 from vissl_zero.data.source import described_splits
 from vissl_zero.errors import printable
+from vissl_zero.planner.candidates import Budget
 from vissl_zero.planner.dry_run import DryRun
 from vissl_zero.reporting.out_of_memory import Switch, other_numbers, same_numbers
 from vissl_zero.reporting.quantity import bytes_text, shown_kinds
-from vissl_zero.resolve.host import available_memory
+from vissl_zero.resolve.host import RESERVE, available_memory
 from vissl_zero.resolve.logger_rules import logger_names
 from vissl_zero.resolve.resolved import ResolvedRun
 from vissl_zero.sharding.memory import Bytes
@@ -25,11 +26,10 @@ PLACES = {
 _CLASSES_SHOWN = 10
 _GIB = 2**30
 _ASSUMED_GPU = 80 * _GIB
-_OF_PROCESS = 0.5 * _GIB  # code, libraries, torch's own buffers; CUDA's context on a GPU
 
 
 def room(plan: ResolvedRun) -> tuple[int, str]:
-    """Return the bytes that a rank has for the model where it computes, and how they are known.
+    """Return the bytes that a rank has where it computes, and how they are known.
 
     MACHINE.MEMORY_GIB, or this machine's: memory (a container's share of it) over its processes, or that of a GPU.
     """
@@ -50,12 +50,19 @@ def room(plan: ResolvedRun) -> tuple[int, str]:
     return whole // procs, what if procs == 1 else f"{what}, for {procs} processes"
 
 
-def verdict(run: DryRun) -> tuple[bool, list[str]]:
-    """Decide whether the run fits where it computes, and what to print about it."""
-    available, what = room(run.plan)
+def verdict(run: DryRun, budget: Budget | None = None) -> tuple[bool, list[str]]:
+    """Decide whether the run fits where it computes, and what to print about it.
+
+    Args:
+        run: what was found.
+        budget: that ``fit`` chose the plan for; None: what the machine has, less the process itself.
+    """
+    if budget is None:
+        available, what = room(run.plan)
+        budget = Budget(available - RESERVE, source=f"{what}, less {RESERVE / _GIB:g} GiB for the process itself")
     at_start = run.start_bytes if run.plan.device == "cpu" else 0  # else it takes the host's memory
-    need = int(max(run.tiers["device"], at_start) + _OF_PROCESS)
-    figures = f"{bytes_text(need)} with the process itself, of {bytes_text(available)} ({what})"
+    need, available = max(run.needed, at_start), budget.memory
+    figures = f"{bytes_text(need)} of {bytes_text(available)} ({budget.source})"
     if run.forecast.unknown:
         return True, [f"unknown: activations were not counted; {figures}"]
     if need <= available:
@@ -76,9 +83,9 @@ def title(plan: ResolvedRun) -> str:
     return f"vissl_zero {__version__}, dry run of {plan.recipe}: nothing was started"
 
 
-def dry_run_lines(run: DryRun) -> Iterator[str]:
+def dry_run_lines(run: DryRun, budget: Budget | None = None) -> Iterator[str]:
     """Describe the plan for people, ASCII but for what the user named, without its title; the verdict comes last."""
-    plan = run.plan
+    plan, tiers = run.plan, {**run.tiers, "device": run.needed}
     rows = {
         "sharding": f"ZeRO level {plan.sharding.level}, {plan.sharding.engine} engine, {_ranks(plan)}",
         "precision": _precision(plan),
@@ -92,7 +99,7 @@ def dry_run_lines(run: DryRun) -> Iterator[str]:
         f"{plan.optimizer.weight_decay:g}",
         "lr": f"{run.lr_first:.4g} at the first step, {run.lr_peak:.4g} at most, {run.lr_last:.4g} at the last "
         "(after scaling)",
-        **{PLACES[run.plan.device][name]: f"{bytes_text(held)} a rank at most" for name, held in run.tiers.items()},
+        **{PLACES[run.plan.device][name]: f"{bytes_text(held)} a rank at most" for name, held in tiers.items()},
         **({"start": f"{bytes_text(run.start_bytes)} a rank: {_whole(run)}"} if run.start_bytes else {}),
         "memory by kind": "a rank, after the backward pass",
         **{f"  {name}": text for name, text in _memory(run)},
@@ -104,7 +111,7 @@ def dry_run_lines(run: DryRun) -> Iterator[str]:
     yield from (f"note: {note}" for note in (*plan.notes, *run.assumed))
     yield "wrap plan:"
     yield run.forecast.wrap_plan.describe()
-    first, *rest = verdict(run)[1]
+    first, *rest = verdict(run, budget)[1]
     yield f"{'verdict':20}{first}"
     yield from rest
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -11,7 +13,7 @@ from rich.table import Table
 
 from vissl_zero.planner.candidates import Candidate, because, smallest
 from vissl_zero.planner.memory_model import KINDS
-from vissl_zero.planner.planning import Past, Planned
+from vissl_zero.planner.planning import Past, Planned, remedies
 from vissl_zero.reporting.quantity import bytes_text
 
 NAMES = {
@@ -25,15 +27,26 @@ NAMES = {
     "communication": "communication",
     "offload_buffers": "offload buffers",
 }
+_BUDGETS = [f"config.ZERO.{key}" for key in ("MEMORY_GB", "HOST_MEMORY_GB", "DISK_GB", "MACHINE_PROFILE")]
 
 
 def plan_table(planned: Planned) -> Table:
     """Draw one row per candidate, cheapest first."""
     table = Table(box=None, pad_edge=False)
-    titles = ("", "plan", "time", "needed", "peak", *(NAMES[kind] for kind in _shown(planned)), "host", "disk", "fits")
+    kinds, tiers = _shown(planned), _tiers(planned)
+    titles = (
+        "",
+        "plan",
+        "time\n(level 0 = 1)",
+        "needed",
+        "memory\nat the peak",
+        *(NAMES[kind] for kind in kinds),
+        *tiers,
+        "fits",
+    )
     for title in titles:
         table.add_column(title, justify="left" if title in ("", "plan", "fits") else "right", no_wrap=True)
-    rows = [_row(candidate, _shown(planned)) for candidate in planned.candidates]
+    rows = [_row(candidate, kinds, tiers) for candidate in planned.candidates]
     for candidate, row in zip(planned.candidates, rows, strict=True):
         if not _is_double(candidate, row, rows):
             table.add_row(*row, style="bold green" if candidate.is_chosen else None)
@@ -46,16 +59,20 @@ def _is_double(candidate: Candidate, row: Sequence[str], rows: Sequence[Sequence
     return candidate.sharding.level == 2 and not candidate.is_chosen and lower in [[*other[1:]] for other in rows]
 
 
-def plan_lines(planned: Planned) -> Iterator[str]:
-    """Yield what to print beside the table."""
+def plan_lines(planned: Planned, overrides: Sequence[str] = ()) -> Iterator[str]:
+    """Yield what to print beside the table.
+
+    Args:
+        planned: a recipe.
+        overrides: the user's, for the command that runs the chosen plan.
+    """
     plan, chosen = planned.plan, planned.chosen
     yield (
         f"{plan.recipe}: {plan.world_size} ranks on {plan.num_nodes} machine(s), {plan.device}; "
         f"{plan.global_batch} images a step, {planned.num_images:,} in all"
     )
     yield f"budget: {bytes_text(planned.budget.memory)} a rank ({planned.budget.source})"
-    machine = planned.machine
-    yield f"time: as of {machine.name}{f' ({machine.source})' if machine.source else ''}"
+    yield f"time: as of {planned.machine.name}; it ranks plans and promises no seconds (docs/plan.md)"
     yield from (f"assumed: {sentence}" for sentence in planned.assumed)
     unknown = {c.forecast.unknown for c in planned.candidates if c.forecast.unknown}
     yield from (f"not known: {reason}" for reason in sorted(unknown))
@@ -64,12 +81,15 @@ def plan_lines(planned: Planned) -> Iterator[str]:
         step = None if least is None else least.forecast.step
         at_least = "" if step is None else f" The smallest takes {bytes_text(step.resident_bytes)}: {least}."
         yield f"chosen: none; no plan is known to fit.{at_least}"
+        found = remedies(planned)
+        yield from map(str, found)
+        if is_kept := [remedy.candidate for remedy in found if remedy.is_same]:
+            yield from _speed(planned, is_kept[0])
+        elif least is not None:
+            yield from _speed(planned, least)
         sharding = plan.sharding
         if sharding.offload_optimizer.nvme_path is None and sharding.offload_params.nvme_path is None:
-            yield (
-                "Plans that use a disk join in if config.ZERO.offload_optimizer_config.nvme_path=<folder> names it; a "
-                "smaller config.DATA.TRAIN.BATCHSIZE_PER_REPLICA or more processes take less on each."
-            )
+            yield "Plans that use a disk join in if config.ZERO.offload_optimizer_config.nvme_path=<folder> names it."
         return
     assert chosen.forecast.step is not None
     step = chosen.forecast.step
@@ -77,7 +97,20 @@ def plan_lines(planned: Planned) -> Iterator[str]:
     yield f"its peak falls in the {step.phase}{f', after entering {step.unit}' if step.unit else ''}."
     yield from _speed(planned, chosen)
     yield "write:"
-    yield from (f"  {word}" for word in chosen.overrides())
+    yield " \\\n    ".join(_command(planned, chosen, overrides))
+
+
+def _command(planned: Planned, chosen: Candidate, overrides: Sequence[str]) -> list[str]:
+    """List the words of the command that runs a plan: those of the user, and what the recipe does not say already."""
+    recipe = planned.plan.recipe
+    changed = {
+        f"config.{path}": override
+        for (path, value), override in zip(chosen.settings().items(), chosen.overrides(), strict=True)
+        if path == "ZERO.LEVEL" or str(value) != str(functools.reduce(getattr, path.split("."), planned.config))
+    }
+    own = [word for word in overrides if word.lstrip("+").split("=")[0] not in {*changed, *_BUDGETS}]
+    name = "<recipe>" if recipe.endswith(".yaml") else recipe
+    return [f"vissl-zero config={name}", *map(shlex.quote, [*own, *changed.values()])]
 
 
 def _speed(planned: Planned, chosen: Candidate) -> Iterator[str]:
@@ -85,7 +118,13 @@ def _speed(planned: Planned, chosen: Candidate) -> Iterator[str]:
     if seconds := chosen.forecast.seconds:
         rate = planned.plan.global_batch / seconds
         hours = planned.num_images / rate / 3600
-        yield f"speed: at most about {rate:,.3g} images/s, {hours:,.3g} hours an epoch; small layers are slower"
+        whole = hours * planned.plan.num_epochs
+        if planned.plan.max_steps is not None:
+            whole = min(whole, seconds * planned.plan.max_steps / 3600)
+        yield (
+            f"speed: at most about {rate:,.3g} images/s, {hours:,.3g} hours an epoch, {whole:,.3g} hours for the run; "
+            "small layers are slower"
+        )
 
 
 def history_table(rows: Sequence[Past]) -> Table:
@@ -201,15 +240,23 @@ def _shown(planned: Planned) -> list[str]:
     return [kind for kind in KINDS if any(step is not None and step.by_kind[kind] for step in steps)]
 
 
-def _row(candidate: Candidate, kinds: Sequence[str]) -> list[str]:
+def _tiers(planned: Planned) -> list[str]:
+    """Return the places beside the device where any plan holds something."""
+    steps = [candidate.forecast.step for candidate in planned.candidates if candidate.forecast.step is not None]
+    used = {"host": any(step.host_bytes for step in steps), "disk": any(step.disk_bytes for step in steps)}
+    return [name for name, is_used in used.items() if is_used]
+
+
+def _row(candidate: Candidate, kinds: Sequence[str], tiers: Sequence[str]) -> list[str]:
     step, time = candidate.forecast.step, candidate.relative_time
     head = ["=>" if candidate.is_chosen else "", str(candidate), "?" if time is None else f"{time:.2f}"]
     if step is None:
-        return [*head, *["?"] * (len(kinds) + 4), "not known"]
+        return [*head, *["?"] * (len(kinds) + len(tiers) + 2), "not known"]
     fits = "yes" if candidate.fits else f"{bytes_text(candidate.excess or 0)} too much"
     held = [bytes_text(step.by_kind[kind]) for kind in kinds]
     sizes = bytes_text(step.resident_bytes), bytes_text(step.peak_bytes)
-    return [*head, *sizes, *held, bytes_text(step.host_bytes), bytes_text(step.disk_bytes), fits]
+    elsewhere = [bytes_text(getattr(step, f"{name}_bytes")) for name in tiers]
+    return [*head, *sizes, *held, *elsewhere, fits]
 
 
 def _json(candidate: Candidate) -> dict[str, Any]:

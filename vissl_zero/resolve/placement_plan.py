@@ -49,6 +49,8 @@ def placement(cfg: RunConfig, host: Host) -> Placement:
     device = _device(cfg, host, procs)
     if device == "cpu" and host.num_gpus and cfg.MACHINE.DEVICE == "auto" and distributed.BACKEND != "gloo":
         notes.append(f"{procs} processes do not fit on {host.num_gpus} GPU(s), so the CPU is used.")
+    if device == "cpu" and cfg.DRY_RUN and cfg.MACHINE.DEVICE == "auto" and is_submitted(cfg):
+        notes.append("planned for CPUs; no GPUs are requested. Add config.MACHINE.DEVICE=gpu.")
     if device == "cpu" and distributed.BACKEND == "nccl":
         notes.append("config.DISTRIBUTED.BACKEND: nccl needs GPUs; gloo is used on the CPU.")
     if host.torchrun and procs != distributed.NUM_PROC_PER_NODE != 1:

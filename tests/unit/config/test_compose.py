@@ -105,6 +105,12 @@ def test_a_packaged_recipe_wins_over_one_of_the_same_name(tmp_path, monkeypatch)
     assert load(RECIPE).SEED_VALUE == 0
 
 
+def test_a_file_in_place_of_a_recipe_is_told_where_it_belongs():
+    fix = r"got 'my_dinov2\.yaml'\)\. Put it in configs/config/ and write config=my_dinov2\."
+    with pytest.raises(ConfigError, match=fix):
+        compose("my_dinov2.yaml")
+
+
 def test_no_foreign_recipes():
     # classy-vision puts recipes called "args" and more into every Hydra program's config group.
     with pytest.raises(ConfigError, match="must name a recipe"):

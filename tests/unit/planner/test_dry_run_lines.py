@@ -54,6 +54,17 @@ def test_a_machine_with_gpus_and_images_that_are_elsewhere():
     assert dry_run(planned("quickstart/swav_digits", *words, "config.DATA.TRAIN.DATA_LIMIT=5120")).num_images == 5120
 
 
+def test_a_job_planned_for_cpus_says_so_and_fit_has_one_budget():
+    slurm = ["config.SLURM.USE_SLURM=true", "config.MACHINE.MEMORY_GIB=200"]
+    plan = planned("quickstart/swav_digits", NO_QUEUE, *slurm)
+    assert "planned for CPUs; no GPUs are requested. Add config.MACHINE.DEVICE=gpu." in plan.notes
+    assert not any("planned for CPUs" in note for note in planned("quickstart/swav_digits", NO_QUEUE).notes)
+    console = Console(file=io.StringIO())
+    print_dry_run(plan, console=console, budget_bytes=2**30)
+    verdict_line = console.file.getvalue().split("verdict")[1].split("\n")[0]
+    assert " of 1.00 GiB (the budget of config.ZERO.LEVEL=fit)" in verdict_line and "200" not in verdict_line
+
+
 def test_a_path_that_is_mistyped_is_no_other_machine(tmp_path):
     for folder in ("train", "val"):
         (tmp_path / folder).mkdir()
