@@ -151,7 +151,7 @@ def _group_of_two_in_three() -> None:
 
 
 def test_a_group_size_that_does_not_divide_the_world_is_refused() -> None:
-    with pytest.raises(RankError, match=r"must divide the number of ranks, 3 \(got 2\). Write -1 for all ranks"):
+    with pytest.raises(RankError, match="must divide the number of ranks, 3"):
         run_on_ranks(3, _group_of_two_in_three)
 
 

@@ -341,7 +341,7 @@ def _freeze_unknown() -> None:
 
 
 def test_freezing_an_unknown_parameter_is_refused() -> None:
-    with pytest.raises(RankError, match=r"not parameters of the model: heads.0.prototypes9.weight"):
+    with pytest.raises(RankError, match="not parameters of the model"):
         run_on_ranks(1, _freeze_unknown)
 
 

@@ -139,5 +139,5 @@ def _refusals() -> list[str]:
 @pytest.mark.timeout(60)
 def test_what_bfloat16_cannot_hold_is_refused() -> None:
     *whole, average = run_on_ranks(1, _refusals)[0]
-    assert all("cannot go with parameters in bfloat16: they are updated piece by piece" in told for told in whole)
-    assert "a running average of the weights, which follows in steps that bfloat16 would lose" in average
+    assert all("cannot go with parameters in bfloat16" in told for told in whole)
+    assert "a running average of the weights" in average

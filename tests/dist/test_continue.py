@@ -93,7 +93,7 @@ def test_continuing_needs_weights_and_training() -> None:
             resolve(composed.run, "runs/x", recipe="digits/dino", written=composed.written, host=CPU_HOST)
         return str(caught.value)
 
-    assert "must name the weights that CONTINUE goes on from" in refused()
+    assert "the weights that CONTINUE goes on from" in refused()
     assert "is for pretraining" in refused("config.TEST_ONLY=true")
     teachers = "config.DISTILLATION.TEACHER_MODEL.WEIGHTS_INIT.CONTINUE=true"
     assert "this teacher is not trained" in refused(teachers)

@@ -117,7 +117,7 @@ def test_a_checkpoint_whose_extra_is_damaged_or_missing_is_not_loaded(tmp_path: 
     file.write_bytes(file.read_bytes().replace(b"a text that stands", b"b text that stands"))
     for folder in (tmp_path, file.parent):
         for sentence, is_unchanged in run_on_ranks(2, _load_damaged, str(folder)):
-            assert "the data of extra/torch_save do not fit their checksum" in sentence and is_unchanged
+            assert "extra/torch_save do not fit" in sentence and is_unchanged
     gone = tmp_path / "checkpoints/step_000000009"
     for sentence, is_unchanged in run_on_ranks(2, _load_damaged, str(gone)):
         assert f"{gone}/manifest.json cannot be read" in sentence and is_unchanged
@@ -177,7 +177,7 @@ def _write_hostile(folder: str) -> None:
 def test_nothing_in_a_foreign_checkpoint_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_on_ranks(1, _write_hostile, str(tmp_path))
     for sentence, is_unchanged in run_on_ranks(2, _load_damaged, str(tmp_path)):
-        assert "holds more than data, or is damaged. Nothing was run." in sentence and is_unchanged
+        assert "or is damaged. Nothing was run." in sentence and is_unchanged
     assert not Path("was_run").exists()
 
 

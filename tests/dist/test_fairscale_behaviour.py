@@ -109,7 +109,7 @@ def _resume(level: int, case: Case, changes: dict[str, Any]) -> dict[str, Any]:
         second.load_state_dict(state)
         for step in (2, 3):
             train_step(second, case, step, Outcome())
-        with pytest.raises(CheckpointError, match=r"another layout: engine fairscale \(here torch\)"):
+        with pytest.raises(CheckpointError, match="another layout: engine fairscale"):
             shard(case, level).load_state_dict(state)
         return {"state": state, "difference": _largest_difference(first.full_state(), second.full_state())}
 

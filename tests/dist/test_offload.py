@@ -236,7 +236,7 @@ def _folder_per_rank(folders: list[str]) -> str:
 def test_a_folder_that_one_rank_cannot_use_stops_all(tmp_path: Path) -> None:
     told = run_on_ranks(2, _folder_per_rank, [str(tmp_path), str(tmp_path / "missing")])
     assert "1 other rank(s) cannot use" in told[0]
-    assert "missing does not exist. Give an existing folder" in told[1]
+    assert "missing does not exist" in told[1]
     assert list(tmp_path.iterdir()) == []
 
 

@@ -574,7 +574,7 @@ def slow_weights_copied_when_the_optimizer_is_built(init: Init) -> dict[str, Ten
         optimizer.step()
         optimizer.zero_grad()
     if not isinstance(optimizer, Plain):
-        with pytest.raises(VisslZeroError, match="cannot store the state of the optimizer inside"):
+        with pytest.raises(VisslZeroError, match="cannot store the state of the optimizer"):
             optimizer.state_dict()
     return optimizer.full_state()
 
@@ -1103,7 +1103,7 @@ def _replicas_run_other_layers() -> str:
 
 def test_replicas_of_shard_groups_that_run_other_units_are_refused() -> None:
     for error in run_on_ranks(4, _replicas_run_other_layers, timeout_s=60, group_timeout_s=20):
-        assert "the ranks differ in which units they ran" in error
+        assert "differ in which units they ran" in error
 
 
 def _adapters(zero: dict[str, Any], folder: str) -> float:

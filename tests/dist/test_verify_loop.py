@@ -149,7 +149,7 @@ def test_a_model_of_several_formats_runs_in_them() -> None:
 def test_a_loop_that_edits_gradients_runs_as_zero_says() -> None:
     verdict = run_on_ranks(2, _verify, {"level": 2, "keep_gradients": True}, "by hand")[0]
     assert verdict.is_equal, str(verdict)
-    with pytest.raises(RankError, match="A gradient was read or changed by the loop"):
+    with pytest.raises(RankError, match="gradient was read or changed"):
         run_on_ranks(2, _verify, {"level": 2}, "by hand")
 
 
@@ -157,5 +157,5 @@ def test_a_loop_that_edits_gradients_runs_as_zero_says() -> None:
 def test_batches_that_ranks_cannot_share_are_refused() -> None:
     with pytest.raises(RankError, match="batches: cannot be shared by 2 ranks"):
         run_on_ranks(2, _verify, {"level": 3}, "mean", "layer", "net", 0.0, 5)
-    with pytest.raises(RankError, match="batches: must be the same complete batches on every rank"):
+    with pytest.raises(RankError, match="must be the same complete batches"):
         run_on_ranks(2, _verify, {"level": 3}, "mean", "layer", "net", 0.0, 6, None)

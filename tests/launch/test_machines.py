@@ -199,10 +199,7 @@ def test_a_killed_rank_and_a_lost_machine_are_survived(machines, tmp_path):
     (code0, out0), (code1, out1) = ends([start(machines[0], 0, tmp_path, *overrides), processes[1]], 200)
     assert code0 == code1 == 0, out0 + out1
     assert "resumed after step" in out0 and "Lost machine 0 (" in out1, out0 + out1
-    assert (
-        "(restart 1 of at most 2)" in out1
-        and "(restart 2 of at most 2). Waiting 300 s for it to be started again" in out1
-    ), out1
+    assert "(restart 1 of at most 2)" in out1 and "(restart 2 of at most 2). Waiting 300 s" in out1, out1
     worst = differs_from_one_machine(tmp_path, 30)
     print(f"restarted twice: largest difference from an undisturbed run on one machine {worst:.1e}")
     assert worst < 1e-10
@@ -236,5 +233,5 @@ def test_a_failure_on_one_machine_is_shown_on_both(machines, tmp_path):
     processes = both(machines, tmp_path, *plugin, SABOTAGE="raise")
     (code0, out0), (code1, out1) = ends(processes, 120)
     assert code0 == code1 == 1
-    assert "rank 1 on machine 1 (" in out0 and "RuntimeError: the cat sat on the keyboard" in out0, out0
-    assert "RuntimeError: the cat sat on the keyboard" in out1 and "rank 1 failed first" in out1, out1
+    assert "rank 1 on machine 1 (" in out0 and "the cat sat on the keyboard" in out0, out0
+    assert "the cat sat on the keyboard" in out1 and "rank 1 failed first" in out1, out1

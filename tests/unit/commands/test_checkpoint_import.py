@@ -296,7 +296,7 @@ def test_too_few_tensors_that_are_understood_are_an_error(tmp_path, model, capsy
     torch.save({**state, "layer1.0.conv1.weight": torch.ones(1)}, tmp_path / "their.torch")
     target = tmp_path / "ours.safetensors"
     assert call(tmp_path / "their.torch", "--to", target) == 2
-    assert "only 1 of 6 tensors have a name that is understood; nothing was written" in capsys.readouterr().err
+    assert "only 1 of 6 tensors have a name" in capsys.readouterr().err
     assert not target.exists()
     assert call(tmp_path / "their.torch", "--to", target, "--partial") == 1
     assert len(load_file(target)) == 1
@@ -311,7 +311,7 @@ def test_a_run_folder_gives_its_newest_complete_checkpoint_and_says_which(tmp_pa
     file.write_bytes(data)
     assert call(tmp_path / "run", "--to", tmp_path / "ours.safetensors") == 0
     text = capsys.readouterr().out.replace("\n", "")
-    assert "passed over: " in text and "rank00001.safetensors is damaged: the data of" in text
+    assert "passed over: " in text and "rank00001.safetensors is damaged" in text
     assert "the checkpoint of step 4, " in text
 
 
@@ -332,7 +332,7 @@ def test_shards_that_do_not_fit_together_are_refused(tmp_path, model, capsys):
     shards = [f"their_shard{rank}.torch" for rank in (0, 1)]
     torch.save({"type": "shard_list", "shards": shards}, tmp_path / "their.torch")
     assert call(tmp_path / "their.torch", "--to", tmp_path / "ours.safetensors") == 2
-    assert "a shard is missing or of another checkpoint" in capsys.readouterr().err
+    assert "a shard is missing" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

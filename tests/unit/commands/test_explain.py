@@ -181,14 +181,14 @@ def test_a_hostile_recipe_is_one_sentence(tmp_path: Path, text: str | None, reas
     "word", ["config.LOSS=" + "{a: " * 500 + "1" + "}" * 500, "config.LOSS=" + "[" * 500 + "]" * 500]
 )
 def test_a_command_line_that_is_nested_too_deeply_is_one_sentence(word: str) -> None:
-    with pytest.raises(ConfigError, match=r"^configuration: must not be nested too deeply"):
+    with pytest.raises(ConfigError, match="must not be nested too deeply"):
         train(["config=quickstart/swav_digits", word, "--dry-run"])
 
 
 def test_a_recipe_that_begins_with_itself_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "config").mkdir()
     (tmp_path / "config/x.yaml").write_text("# @package _global_\ndefaults: [/config/x]\n")
-    with pytest.raises(ConfigError, match="let no recipe name itself among its defaults"):
+    with pytest.raises(ConfigError, match="let no recipe name itself"):
         train(["config=x", f"--config-dir={tmp_path}", "--dry-run"])
 
 
@@ -196,9 +196,7 @@ def test_a_recipe_that_begins_with_itself_is_one_sentence(tmp_path: Path) -> Non
 def test_texts_that_name_each_other_do_not_fill_the_memory() -> None:
     words = ["config.LOSS.x0=abcdefghi"]
     words += [f"config.LOSS.x{i}='{f'${{config.LOSS.x{i - 1}}}' * 9}'" for i in range(1, 12)]
-    with pytest.raises(
-        ConfigError, match=r"config\.LOSS\.x\d: must not make the texts longer than 1,000,000 characters"
-    ):
+    with pytest.raises(ConfigError, match="must not make the texts longer"):
         compose("quickstart/swav_digits", [f"+{word}" for word in words])
 
 

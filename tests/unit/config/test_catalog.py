@@ -79,7 +79,7 @@ def test_where_it_is_looked_for(tmp_path: Path, catalog: Path, monkeypatch: pyte
     beside.write_text("{}")
     assert find_catalog([tmp_path / "recipes"], {}) == beside
     assert find_catalog([tmp_path / "recipes"], {"VISSL_ZERO_CATALOG": str(catalog)}) == catalog
-    with pytest.raises(ConfigError, match="VISSL_ZERO_CATALOG: must name a dataset catalog"):
+    with pytest.raises(ConfigError, match="must name a dataset catalog"):
         find_catalog([], {"VISSL_ZERO_CATALOG": "/nowhere"})
 
 

@@ -69,9 +69,7 @@ def test_a_source_named_beside_paths_stays_and_the_paths_are_said_to_do_nothing(
 
 
 def test_own_test_images_are_not_shown_to_a_trunk_of_digits(photos: Path) -> None:
-    assert "config.DATA.TRAIN.DATA_PATHS: must name your training images too" in refusal(
-        DIGITS, f"config.DATA.TEST.DATA_PATHS={photos}"
-    )
+    assert "DATA_PATHS: must name your training" in refusal(DIGITS, f"config.DATA.TEST.DATA_PATHS={photos}")
 
 
 @pytest.mark.parametrize("value", ["[[a]]", "[{a: 1}]"])
@@ -100,12 +98,12 @@ def test_a_peak_is_one_at_any_batch() -> None:
     published = ["config.DATA.TRAIN.DATA_SOURCES=[synthetic]", "config.OPTIMIZER.lr=0.7"]
     run = plan("pretrain/swav/regnet_16gf", *published)
     assert max(part["end_value"] for part in run.optimizer.lr["schedulers"]) == pytest.approx(0.7)
-    assert any("auto_lr_scaling has no effect: OPTIMIZER.lr=0.7 is the peak" in note for note in run.notes)
+    assert any("auto_lr_scaling has no effect" in note for note in run.notes)
 
 
 def test_a_rate_that_nothing_can_be_scaled_to_is_refused() -> None:
     flat = "config.OPTIMIZER.param_schedulers.lr={name: constant, value: 0}"
-    assert "config.OPTIMIZER.lr: needs a schedule that rises above 0" in refusal(DIGITS, flat, "config.OPTIMIZER.lr=1")
+    assert "lr: needs a schedule that rises above 0" in refusal(DIGITS, flat, "config.OPTIMIZER.lr=1")
     assert "config.OPTIMIZER.lr: must be above 0" in refusal(DIGITS, "config.OPTIMIZER.lr=-1")
 
 
@@ -132,7 +130,7 @@ PROBE = [
 
 def test_image_size_without_a_sized_transform_is_refused() -> None:
     words = ["config.DATA.TRAIN.TRANSFORMS=[{name: ToTensor}]", "config.DATA.IMG_SIZE=64"]
-    assert "config.DATA.IMG_SIZE: must be left out: no transform" in refusal(DIGITS, *words)
+    assert "config.DATA.IMG_SIZE: must be left out" in refusal(DIGITS, *words)
 
 
 SMALL_PHOTOS = ["config.DATA.TRAIN.DATA_SOURCES=[synthetic]", "config.DATA.TRAIN.BATCHSIZE_PER_REPLICA=4"]
@@ -147,14 +145,12 @@ def test_small_crops_of_a_transformer_become_whole_patches(trunk: list[str]) -> 
 
 def test_crops_that_are_no_whole_patches_are_refused() -> None:
     text = refusal("pretrain/dino/vit_small", *SMALL_PHOTOS, "config.DATA.IMG_SIZE=70")
-    assert (
-        "config.DATA.IMG_SIZE: must be a multiple of the trunk's patches of 16 pixels (got 70). Write 64 or 80." in text
-    )
+    assert "(got 70). Write 64 or 80." in text
     crops = "{name: ImgPilToMultiCrop, total_num_crops: 2, size_crops: [96, 50], num_crops: [1, 1], "
     crops += "crop_scales: [[0.5, 1], [0.5, 1]]}"
     words = f"config.DATA.TRAIN.TRANSFORMS=[{crops}, {{name: ToTensor}}]"
     text = refusal("pretrain/dino/vit_small", *SMALL_PHOTOS, words)
-    assert "config.DATA.TRAIN.TRANSFORMS: must be a multiple" in text and "crops of 50 pixels" in text
+    assert "TRAIN.TRANSFORMS: must be a multiple" in text and "crops of 50 pixels" in text
 
 
 def test_list_positions_in_brackets() -> None:

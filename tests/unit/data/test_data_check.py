@@ -104,7 +104,7 @@ def test_the_text_of_a_check(
     for name in ("train", "val"):
         shutil.copytree(odd / "b", tmp_path / "root" / name)
     assert main(["data", "check", str(tmp_path / "root")]) == 0
-    assert "The classes are train, val: these look like splits" in capsys.readouterr().out
+    assert "train, val: these look like splits" in capsys.readouterr().out
 
 
 def test_statistics_are_those_of_all_pixels(photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

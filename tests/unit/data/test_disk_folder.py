@@ -99,7 +99,7 @@ def test_a_copy_for_a_worker_is_the_same_source(make_data: MakeData, photos: Pat
 
 
 def test_no_path_is_refused(make_data: MakeData) -> None:
-    with pytest.raises(DataError, match=r"disk_folder needs a folder: set config.DATA.TRAIN.DATA_PATHS=\[<folder"):
+    with pytest.raises(DataError, match="disk_folder needs a folder"):
         build_source(data_block(make_data("disk_folder")), "TRAIN", 0)
 
 
@@ -112,7 +112,7 @@ def test_a_missing_path_shows_how_far_it_exists(make_data: MakeData, tmp_path: P
 
 
 def test_a_file_as_path_is_refused(make_data: MakeData, photos: Path) -> None:
-    with pytest.raises(DataError, match=r"a/0.jpg is a file, not a folder. Correct config.DATA.TRAIN.DATA_PATHS"):
+    with pytest.raises(DataError, match=r"a/0.jpg is a file, not a folder"):
         build_source(data_block(make_data("disk_folder", photos / "a/0.jpg")), "TRAIN", 0)
 
 

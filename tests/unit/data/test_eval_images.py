@@ -40,5 +40,5 @@ def test_without_test_there_are_no_queries(make_data: MakeData) -> None:
 
 def test_several_crops_are_refused(make_data: MakeData) -> None:
     index, _ = build_eval_images(data_block(make_data("digits", TEST={"TRANSFORMS": MULTI_CROP})), 0)
-    with pytest.raises(DataError, match=r"config.DATA.TEST.TRANSFORMS make 5 crops of an image; evaluation needs one"):
+    with pytest.raises(DataError, match="make 5 crops of an image"):
         next(index.batches(8))

@@ -140,15 +140,13 @@ def test_a_batch_moves_and_changes_dtype(make_data: MakeData, photos: Path) -> N
 
 def test_fewer_images_than_ranks_is_refused(make_data: MakeData, photos: Path) -> None:
     data = make_data("disk_folder", photos, DATA_LIMIT=3)
-    with pytest.raises(
-        DataError, match=r"has 3 images for 4 processes. Set config.DISTRIBUTED.NUM_PROC_PER_NODE to at"
-    ):
+    with pytest.raises(DataError, match="has 3 images for 4 processes"):
         build_loader(data_block(data), "TRAIN", 0, 1, 0, 4, 1)
 
 
 def test_drop_last_that_drops_everything_is_refused(make_data: MakeData, photos: Path) -> None:
     data = make_data("disk_folder", photos, DROP_LAST=True)
-    with pytest.raises(DataError, match=r"11 images, less than one step of 16, and DROP_LAST drops them all"):
+    with pytest.raises(DataError, match="11 images, less than one step of 16"):
         build_loader(data_block(data), "TRAIN", 0, 16, 0, 1, 1)
 
 

@@ -74,7 +74,7 @@ def test_data_limit_draws_from_all_classes_and_always_the_same(make_data: MakeDa
     assert {some.label(i) for i in range(100)} == set(range(10))
     at = int(names[40].split()[1])
     assert some.image(40) == whole.image(at)
-    with pytest.raises(DataError, match=r"DATA_LIMIT is 0, which leaves no images. Set it to -1"):
+    with pytest.raises(DataError, match="DATA_LIMIT is 0"):
         build_source(data_block(make_data("digits", DATA_LIMIT=0)), "TRAIN", 0)
 
 
@@ -89,13 +89,13 @@ def test_labels_from_a_file(make_data: MakeData, photos: Path, tmp_path: Path) -
     with pytest.raises(DataError, match=r"labels.npy has 11 labels for 6 images"):
         build_eval_sources(data_block(data), 0)
     np.save(file, [0.5] * 11)
-    with pytest.raises(DataError, match="must hold integers, 1-d or a row per image"):
+    with pytest.raises(DataError, match="must hold integers"):
         build_source(data_block(data), "TRAIN", 0)
     np.save(file, np.array([{}], dtype=object), allow_pickle=True)
     with pytest.raises(DataError, match=r"is not a plain \.npy array"):
         build_source(data_block(data), "TRAIN", 0)
     file.unlink()
-    with pytest.raises(DataError, match=r"labels.npy does not exist. Correct LABEL_PATHS"):
+    with pytest.raises(DataError, match=r"labels.npy does not exist"):
         build_source(data_block(data), "TRAIN", 0)
 
 
@@ -105,7 +105,7 @@ def test_asking_for_labels_that_are_not_there(make_data: MakeData, photos: Path)
     flat = make_data("disk_folder", photos / "a", LABEL_SOURCES=["disk_folder"])
     with pytest.raises(DataError, match=r"LABEL_SOURCES asks for labels, but the images have none: .*/a has no class"):
         build_source(data_block(flat), "TRAIN", 0)
-    with pytest.raises(ConfigError, match=r"LABEL_SOURCES: must say where labels come from \(got \['digits'\]\)"):
+    with pytest.raises(ConfigError, match="LABEL_SOURCES: must say"):
         build_source(data_block(make_data("disk_folder", photos, LABEL_SOURCES=["digits"])), "TRAIN", 0)
 
 
@@ -115,7 +115,7 @@ def test_exactly_one_known_source(make_data: MakeData) -> None:
     ):
         build_source(data_block(make_data("digit")), "TRAIN", 0)
     for names in ([], ["digits", "synthetic"]):
-        with pytest.raises(ConfigError, match=r"config.DATA.TRAIN.DATA_SOURCES: must name one data source"):
+        with pytest.raises(ConfigError, match="DATA_SOURCES: must name one data source"):
             build_source(data_block(make_data("digits", DATA_SOURCES=names)), "TRAIN", 0)
     assert build_eval_sources(data_block(make_data("digits", TEST={"DATA_SOURCES": []})), 0)[1] is None
 

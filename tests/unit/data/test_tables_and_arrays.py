@@ -159,12 +159,12 @@ def test_wrong_arrays_and_classes_are_one_sentence(
     wrong = (np.zeros((2, 4, 4), np.float32), np.zeros((2, 4, 4, 2), np.uint8), np.zeros((4, 4), np.uint8))
     for array in wrong:
         np.save(tmp_path / "x.npy", array)
-        with pytest.raises(DataError, match=r"must hold images as uint8 of \(N, H, W\)"):
+        with pytest.raises(DataError, match="must hold images as uint8"):
             opened(make_data("npy", tmp_path / "x.npy"))
     np.save(tmp_path / "x.npy", np.zeros((0, 4, 4), np.uint8))
     with pytest.raises(DataError, match="is empty"):
         opened(make_data("npy", tmp_path / "x.npy"))
-    with pytest.raises(DataError, match=r"has labels that DATA\.TRAIN does not have: b"):
+    with pytest.raises(DataError, match=r"labels that DATA\.TRAIN does not have"):
         opened(make_data("manifest", tables["csv"]), ("a", "c"))
     with pytest.raises(DataError, match="needs"):
         opened(make_data("npy"))

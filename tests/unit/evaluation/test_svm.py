@@ -81,7 +81,7 @@ def test_draws_differ_and_ask_for_no_more_than_there_is():
     one_class_each = np.eye(2, dtype=np.int8)[[0, 0, 0, 1, 1]]
     few = draw(one_class_each, 2, "places205", np.random.default_rng(0))
     assert (few == 1).sum(axis=0).tolist() == [2, 2] and (few == 0).sum(axis=0).tolist() == [2, 2]
-    with pytest.raises(DataError, match="3 needs 3 images of class 1, and TRAIN has 2"):
+    with pytest.raises(DataError, match="3 needs 3 images of class 1"):
         draw(one_class_each, 3, "places205", np.random.default_rng(0))
     draws = [draw(one_class_each, 1, "voc", np.random.default_rng([0, n])).tolist() for n in range(8)]
     assert any(other != draws[0] for other in draws)
@@ -155,7 +155,7 @@ def test_several_labels_an_image_are_read_from_a_matrix(tmp_path):
     assert results["svm_map_by_layer"][LAYER] > 0.7 and "svm_top1_by_layer" not in results
     assert np.load(tmp_path / "svm" / LAYER / "test_ap.npy").shape == (3, 1)
     np.save(tmp_path / "TEST.npy", np.load(tmp_path / "TEST.npy")[:, :2])
-    with pytest.raises(DataError, match="TRAIN has labels of 3 classes, TEST of 2"):
+    with pytest.raises(DataError, match="labels of 3 classes, TEST of 2"):
         _measure(TrainSvm(), config, tmp_path)
     np.save(tmp_path / "TRAIN.npy", np.load(tmp_path / "TRAIN.npy") * 2)
     with pytest.raises(DataError, match="each must be 1, 0 or -1"):

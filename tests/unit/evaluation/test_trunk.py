@@ -58,12 +58,12 @@ def test_features_are_those_of_the_run(finished):
 
 
 def test_a_folder_that_is_not_there(tmp_path):
-    with pytest.raises(CheckpointError, match=r"There is no folder .*nowhere\. Give the run folder"):
+    with pytest.raises(CheckpointError, match=r"There is no folder .*nowhere"):
         vissl_zero.load_trunk(tmp_path / "nowhere")
 
 
 def test_a_folder_that_is_not_of_a_run(tmp_path):
-    with pytest.raises(CheckpointError, match=r"holds neither checkpoints nor weights\.safetensors"):
+    with pytest.raises(CheckpointError, match="holds neither checkpoints nor weights"):
         vissl_zero.load_trunk(tmp_path)
 
 
@@ -124,7 +124,7 @@ def test_final_weights_go_before_checkpoints_of_no_later_step(folder):
 
 def test_a_run_without_weights(folder):
     (folder / FILE).unlink()
-    with pytest.raises(CheckpointError, match=r"holds neither checkpoints nor weights\.safetensors"):
+    with pytest.raises(CheckpointError, match="holds neither checkpoints nor weights"):
         vissl_zero.load_trunk(folder)
 
 

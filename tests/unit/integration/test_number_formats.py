@@ -71,7 +71,7 @@ def test_what_cannot_go_with_parameters_in_bfloat16_is_refused(dtype, zero, told
 
 
 def test_float64_is_never_touched():
-    with pytest.raises(ConfigError, match=r"zero\.bf16: cannot go with a float64 model"):
+    with pytest.raises(ConfigError, match="cannot go with a float64 model"):
         choose_precision(nn.Linear(2, 2).double(), read_settings({"level": 3, "bf16": True}))
 
 

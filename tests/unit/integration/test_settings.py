@@ -70,14 +70,14 @@ def test_float8_is_a_switch_or_a_pattern():
     assert read_settings({"level": 3, **sent}).notes == ()
     (note,) = read_settings({"level": 2, **sent}).notes
     assert note.startswith("zero.float8_gather: ") and note.endswith("level 2 sends none in float8.")
-    with pytest.raises(ConfigError, match=r"zero\.float8_gather: needs layers that multiply in float8"):
+    with pytest.raises(ConfigError, match="float8_gather: needs layers"):
         read_settings({"level": 3, "float8_gather": True})
-    with pytest.raises(ConfigError, match=r"zero\.float8_scales: must be rows or mx \(got 'blocks'\)"):
+    with pytest.raises(ConfigError, match="float8_scales: must be rows or mx"):
         read_settings({"level": 1, "float8": True, "float8_scales": "blocks"})
     for pattern in ("(", ""):
-        with pytest.raises(ConfigError, match=r"zero\.float8: must be a regular expression"):
+        with pytest.raises(ConfigError, match="float8: must be a regular expression"):
             read_settings({"level": 1, "float8": pattern})
-    with pytest.raises(ConfigError, match="must be torch with float8, whose parity has not been shown on fairscale"):
+    with pytest.raises(ConfigError, match="must be torch with float8"):
         read_settings({"level": 1, "engine": "fairscale", "float8": True})
 
 

@@ -165,17 +165,17 @@ def test_machine_0_decides_the_run_folder_and_ranks_are_numbered_across(no_killi
 
 def test_another_configuration_is_refused_on_both(no_killing):
     members, results = two(("a", "b"))
-    assert all("Machine 1 was started with another configuration" in text for text in results)
+    assert all("started with another configuration" in text for text in results)
     for member in reversed(members):
         member.leave(0)
 
 
 def test_who_does_not_come_and_who_cannot_be_reached_are_named():
     alone = Rendezvous(replace(spec(0), start_s=0.3))
-    with pytest.raises(LaunchError, match=r"Machine 1 of 2 did not join within 0\.3 s"):
+    with pytest.raises(LaunchError, match="Machine 1 of 2 did not join"):
         alone.join("", "")
     alone.leave(0)
-    with pytest.raises(LaunchError, match=r"Machine 0 cannot be reached at 127\.0\.0\.1:1 "):
+    with pytest.raises(LaunchError, match="Machine 0 cannot be reached"):
         Rendezvous(replace(spec(1, ("127.0.0.1", 1)), start_s=0.3)).join("", "")
     stranger = KeyValueServer(("127.0.0.1", 0), b"other" * 8)
     with pytest.raises(LaunchError, match="need the same secret"):

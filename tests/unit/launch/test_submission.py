@@ -123,7 +123,7 @@ def test_a_cluster_that_does_not_answer_is_a_sentence(tmp_path, monkeypatch):
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setattr(slurm, "_ANSWER_S", 0.3)
-    with pytest.raises(LaunchError, match=r"sbatch has not answered within 0\.3 s\. Nothing was submitted"):
+    with pytest.raises(LaunchError, match="sbatch has not answered"):
         slurm.submit(planned(f"config.CHECKPOINT.DIR={tmp_path / 'run'}"), "")
     assert not (tmp_path / "run").exists()
 

@@ -143,13 +143,13 @@ def test_a_recipe_writes_it_where_vissl_has_it():
     assert problems(Decisions(cfg, CPU_HOST)) == []
     cfg = load("digits/supervised", [*words, f"+{params}={{cutmix: 1, mixup_alpha: 7}}"])
     said = " ".join(map(str, problems(Decisions(cfg, CPU_HOST))))
-    assert "COLLATE_FUNCTION_PARAMS.cutmix: is not a key" in said
+    assert "cutmix: is not a key" in said
     mixes = {"DATA__TRAIN__COLLATE_FUNCTION": "cutmixup_collator"}
     assert not complaints(**mixes)  # SwAV, whose images alone are mixed
     (found,) = complaints(**mixes, DATA__TRAIN__COLLATE_FUNCTION_PARAMS={"ssl_method": "moco"})
-    assert "ssl_method: must be swav for the loss swav_loss" in found
+    assert "must be swav for the loss swav_loss" in found
     (found,) = complaints(DATA__TEST__COLLATE_FUNCTION="cutmixup_collator")
-    assert "must not mix the images of an evaluation" in found
+    assert "must not mix the images" in found
 
 
 def test_params_multiplier_scales_the_first_weights_of_mlps():

@@ -178,7 +178,7 @@ def test_a_model_that_does_not_fit_is_refused() -> None:
     criterion, output = _loss(), _head()(_features())
     with pytest.raises(ConfigError, match="needs swav_head as the first head"):
         criterion([torch.zeros(20, 3)], _batch())
-    with pytest.raises(ConfigError, match=r"must be the head's num_clusters \[7, 3\] \(got \[7\]\)"):
+    with pytest.raises(ConfigError, match="must be the head's num_clusters"):
         _loss(num_prototypes=[7])([output], _batch())
-    with pytest.raises(ConfigError, match=r"crops per image that the transforms make, 4 \(got 2\)"):
+    with pytest.raises(ConfigError, match="that the transforms make, 4"):
         _loss(num_crops=2)([output], _batch())

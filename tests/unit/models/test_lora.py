@@ -91,7 +91,7 @@ def test_what_cannot_be_adapted_is_refused(trunk: dict[str, Any], targets: Any, 
 def test_a_trunk_that_reads_a_weight_past_its_layer_is_refused() -> None:
     options = {"name": "beit_base_patch16_224", "model_args": {"depth": 1, "embed_dim": 24, "num_heads": 2}}
     model = build_model(settings(timm(options)))
-    with pytest.raises(ConfigError, match="whose weight the trunk reads itself, past the adapter"):
+    with pytest.raises(ConfigError, match="the trunk reads itself"):
         model([torch.zeros(1, 3, 224, 224)], features_only=True)
 
 
@@ -99,14 +99,14 @@ def test_rules() -> None:
     assert complaints(MODEL__LORA=Lora(True)) == []
     for targets in ([], "", "(", [1], 3):
         (said,) = complaints(MODEL__LORA=Lora(True, TARGET_MODULES=targets))
-        assert "must be a list of names of layers, or one regular expression" in said
+        assert "must be a list of names of layers" in said
     said = "\n".join(complaints(MODEL__LORA=Lora(True, R=0, LORA_DROPOUT=1.0)))
     assert "config.MODEL.LORA.R: must be at least 1" in said and "config.MODEL.LORA.LORA_DROPOUT" in said
     assert "cannot go with LORA" in complaints(MODEL__LORA=Lora(True), MODEL__FLOAT8__USE_FLOAT8=True)[0]
     assert "not available on fairscale" in complaints(MODEL__LORA=Lora(True), ZERO__ENGINE="fairscale")[0]
     with patch.object(model_rules, "find_spec", lambda _: None):
         (said,) = complaints(MODEL__LORA=Lora(True))
-    assert "needs the package peft, which is not installed" in said and "pip install 'vissl-zero[lora]'" in said
+    assert "needs the package peft" in said and "pip install 'vissl-zero[lora]'" in said
 
 
 def _begun(config: ModelConfig, tensors: Mapping[str, Tensor], folder: Path) -> Model:
@@ -137,11 +137,11 @@ def test_weights_with_adapters_go_on_and_are_never_dropped(tmp_path: Path) -> No
     tensors = {name: torch.randn_like(tensor) for name, tensor in drawn(settings()).state_dict().items()}
     found = _begun(settings(), tensors, tmp_path).state_dict()
     assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
-    with pytest.raises(CheckpointError, match="holds LoRA adapters, and this model has none"):
+    with pytest.raises(CheckpointError, match="holds LoRA adapters"):
         _begun(settings(USE_LORA=False), tensors, tmp_path)
     with pytest.raises(CheckpointError, match=r"lora_A\.default\.weight"):
         _begun(settings(R=3), tensors, tmp_path)
-    with pytest.raises(CheckpointError, match="must be empty, as the weights of WEIGHTS_INIT have adapters"):
+    with pytest.raises(CheckpointError, match="weights of WEIGHTS_INIT have adapters"):
         _begun(settings(ADAPTER_FOLDER="adapter"), tensors, tmp_path)
 
 
@@ -149,6 +149,6 @@ def test_adapters_that_nothing_trains_are_refused(tmp_path: Path) -> None:
     frozen = settings()
     frozen.FEATURE_EVAL_SETTINGS.EVAL_MODE_ON = frozen.FEATURE_EVAL_SETTINGS.FREEZE_TRUNK_ONLY = True
     tensors = drawn(settings(USE_LORA=False)).state_dict()
-    with pytest.raises(CheckpointError, match="must be false, as this run trains no adapters"):
+    with pytest.raises(CheckpointError, match="as this run trains no adapters"):
         _begun(frozen, tensors, tmp_path)
     _begun(frozen, drawn(settings()).state_dict(), tmp_path)

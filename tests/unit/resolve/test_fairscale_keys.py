@@ -59,5 +59,5 @@ def test_fairscale_on_a_gpu_runs_every_level_but_0_and_level_3_in_float32_alone(
     for level in (1, 2, 3):
         assert complaints(GPU_HOST, ZERO__ENGINE="fairscale", ZERO__LEVEL=level) == []
     (complaint,) = complaints(GPU_HOST, ZERO__ENGINE="fairscale", ZERO__LEVEL=3, TRAINER__DTYPE="float64")
-    assert "in float32 only, and config.TRAINER.DTYPE is float64" in complaint
+    assert "in float32 only" in complaint
     assert complaints(GPU_HOST, ZERO__ENGINE="fairscale", ZERO__LEVEL=2, TRAINER__DTYPE="float64") == []

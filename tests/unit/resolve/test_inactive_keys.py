@@ -52,7 +52,7 @@ def test_recipes_of_ours_set_nothing_in_vain(recipe):
 def test_a_weight_decay_of_the_heads_that_is_no_other():
     words = [f"config.{_HEAD}.use_different_wd=true", f"config.{_HEAD}.weight_decay=0.01"]
     (note,) = inactive_keys(load("quickstart/swav_digits", words))
-    assert "use_different_wd has no effect: the heads' weight decay is that of the trunk" in note
+    assert "use_different_wd has no effect" in note
     assert inactive_keys(load("quickstart/swav_digits", [*words, "config.OPTIMIZER.weight_decay=0.1"])) == []
 
 

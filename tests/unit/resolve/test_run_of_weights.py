@@ -63,7 +63,7 @@ def test_nothing_in_it_is_run(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     trunk = {"NAME": "regnet", "REGNET": {**REGNET, "_target_": "os.system", "name": None}, "PARAMS": {"x": "${env:Y}"}}
     run = _run(tmp_path / "run", trunk, IMPORTS=["canary_module"], SLURM={"SETUP": ["touch canary"]})
-    with pytest.raises(ConfigError, match=r"config.MODEL.TRUNK.PARAMS: is for trunks of your own"):
+    with pytest.raises(ConfigError, match="is for trunks of your own"):
         resolved(run)
     del trunk["PARAMS"]
     plan = resolved(_run(tmp_path / "other", trunk, IMPORTS=["canary_module"]))
@@ -117,14 +117,14 @@ def test_images_that_the_user_names_are_used_at_the_runs_size(tmp_path):
     table = f"config.DATA.TRAIN.DATA_PATHS=[{tmp_path / 'x.csv'}]"
     assert resolved(run, table, test).config.DATA.TRAIN.DATA_SOURCES == ["manifest"]
     # The run's own TEST has other classes, so it is not taken.
-    with pytest.raises(ConfigError, match=r"TEST.DATA_SOURCES: must name the images that the probe is measured on"):
+    with pytest.raises(ConfigError, match="must name the images"):
         resolved(run, train)
 
 
 def test_paths_from_the_environment_must_be_named(tmp_path):
     masked = {**DATA["TRAIN"], "DATA_SOURCES": ["disk_folder"], "DATA_PATHS": ["${oc.env:HOME}"]}
     run = _run(tmp_path / "run", {"NAME": "regnet", "REGNET": REGNET}, DATA={**DATA, "TRAIN": masked})
-    with pytest.raises(ConfigError, match="took its paths from environment variables"):
+    with pytest.raises(ConfigError, match="paths from environment variables"):
         resolved(run)
 
 

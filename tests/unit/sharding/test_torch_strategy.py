@@ -81,7 +81,7 @@ def test_what_cannot_give_an_optimizer_whole_tensors_is_refused_before_the_model
     group = ParamGroup("all", ("weight", "bias"), False, False, 0.0)
     before = dict(model.named_parameters())
     plan = ShardingPlan(level=1, engine="fairscale")
-    with pytest.raises(ConfigError, match="optimizer: updates full tensors, which cannot go with the fairscale engine"):
+    with pytest.raises(ConfigError, match="cannot go with the fairscale engine"):
         STRATEGIES.get(plan.engine).build().shard(model, [group], _normalized_sgd, plan, torch.device("cpu"))
     assert all(param is before[name] for name, param in model.named_parameters())
     assert type(model) is nn.Linear
@@ -103,7 +103,7 @@ def test_an_optimizer_that_couples_tensors_is_refused(engine: str, level: int) -
     """As a plugin may register it in OPTIMIZERS: nobody but the strategy sees every optimizer."""
     group = ParamGroup("all", ("weight", "bias"), False, False, 0.0)
     plan = ShardingPlan(level=level, engine=engine)
-    with pytest.raises(ConfigError, match="optimizer: must update each tensor from that tensor alone"):
+    with pytest.raises(ConfigError, match="must update each tensor"):
         strategy = STRATEGIES.get(engine).build()
         strategy.shard(nn.Linear(3, 2), [group], _globally_normalized_sgd, plan, torch.device("cpu"))
 

@@ -44,7 +44,7 @@ def test_lars_takes_vissl_s_flat_key():
     plan, notes = optimizer_plan(config(OPTIMIZER__name="lars", OPTIMIZER__exclude_bias_and_norm=True), 256, 1)
     assert plan.options["exclude_bias_and_norm"] is True
     _, notes = optimizer_plan(config(OPTIMIZER__name="sgd", OPTIMIZER__exclude_bias_and_norm=True), 256, 1)
-    assert "config.OPTIMIZER: exclude_bias_and_norm has no effect on sgd." in notes
+    assert "exclude_bias_and_norm has no effect" in notes
 
 
 def test_keys_of_a_checkpoint_may_be_a_list():
@@ -75,7 +75,7 @@ def test_heads_of_a_linear_evaluation_have_rates_and_decays_of_their_own():
     said = complaints(**keys | {"OPTIMIZER__linear_eval_heads": [{"lr": 1.0}, {"rate": 1.0}]})
     assert any("linear_eval_heads[1].rate: is not a key" in text for text in said)
     said = complaints(**keys)
-    assert any("must have a block for each of the 1 heads" in text for text in said)
+    assert any("a block for each of the 1 heads" in text for text in said)
 
 
 def test_vissl_s_names_of_a_transformer_s_tokens_do_not_decay():

@@ -60,26 +60,24 @@ def test_knn_is_a_program_too():
 def test_an_svm_recipe_does_not_measure_knn_by_itself():
     words = [f"{SETTINGS}.EVAL_MODE_ON=true", f"{SETTINGS}.EXTRACT_TRUNK_FEATURES_ONLY=true"]
     assert "config.SVM: is read by train_svm" in _refused(*words, "config.SVM.max_iter=100")
-    assert "config.CLUSTERFIT: is read by cluster_features_and_label" in _refused(
-        *words, "config.CLUSTERFIT.NUM_ITER=9"
-    )
+    assert "is read by cluster_features_and_label" in _refused(*words, "config.CLUSTERFIT.NUM_ITER=9")
     low_shot = "config.LOW_SHOT_BENCHMARK.LOGISTIC_REGRESSION.LAMBDA=1"
-    assert "config.LOW_SHOT_BENCHMARK: is read by low_shot_test" in _refused(*words, low_shot)
+    assert "LOW_SHOT_BENCHMARK: is read by" in _refused(*words, low_shot)
     places = "config.GEO_LOCALIZATION.TRAIN_LABEL_MAPPING=a.json"
-    assert "config.GEO_LOCALIZATION: is read by a program of VISSL that is not here" in _refused(*words, places)
+    assert "a program of VISSL that is not here" in _refused(*words, places)
     assert any("config.SVM.max_iter has no effect" in note for note in _plan("config.SVM.max_iter=100").notes)
 
 
 def test_what_an_svm_cannot_do_is_refused():
     svm = ["engine_name=train_svm"]
-    assert "must name images: SVMs are tested on them" in _refused(*svm, "config.DATA.TEST.DATA_SOURCES=[]")
+    assert "SVMs are tested on them" in _refused(*svm, "config.DATA.TEST.DATA_SOURCES=[]")
     assert "config.SVM.penalty: must be l2 unless" in _refused(*svm, "config.SVM.penalty=l1")
     assert "config.SVM.dual: must be true" in _refused(*svm, "config.SVM.loss=hinge", "config.SVM.dual=false")
-    assert "config.SVM.costs.costs_list: must list a cost" in _refused(*svm, "config.SVM.costs.costs_list=[]")
+    assert "costs_list: must list a cost" in _refused(*svm, "config.SVM.costs.costs_list=[]")
     assert "two exponents" in _refused(*svm, "config.SVM.costs.base=2", "config.SVM.costs.power_range=[3]")
     assert "must list a number" in _refused("engine_name=train_svm_low_shot", "config.SVM.low_shot.k_values=[]")
     clusters = ["engine_name=cluster_features_and_label", LAYERS, "config.CLUSTERFIT.FEATURES.LAYER_NAME=res4"]
-    assert "LAYER_NAME: must name the layer: res3, res5avg (got 'res4')" in _refused(*clusters)
+    assert "LAYER_NAME: must name the layer" in _refused(*clusters)
     assert "SVM_FEATURES_PATH" in _refused(*svm, "config.SVM_FEATURES_PATH=/features")
     assert "config.PROGRAM: must be train or" in _refused("config.PROGRAM=train_smv")
 
@@ -103,8 +101,8 @@ def test_what_retrieval_cannot_do_is_refused(tmp_path: Path) -> None:
     assert f"{key}.DATASET_PATH: must name the folder that holds Paris" in _refused(retrieval)
     assert "that of INSTRE is not" in _refused(retrieval, there, f"{key}.EVAL_DATASET_NAME=instre")
     rmac = [retrieval, there, f"{key}.FEATS_PROCESSING_TYPE=rmac"]
-    assert "TRAIN_PCA_WHITENING: must be true with rmac" in _refused(*rmac, f"{key}.TRAIN_PCA_WHITENING=false")
-    assert "IMG_SCALINGS: must have one factor with rmac" in _refused(*rmac, f"{key}.IMG_SCALINGS=[1,0.5]")
+    assert "TRAIN_PCA_WHITENING: must be true" in _refused(*rmac, f"{key}.TRAIN_PCA_WHITENING=false")
+    assert "must have one factor with rmac" in _refused(*rmac, f"{key}.IMG_SCALINGS=[1,0.5]")
     assert "IMG_SCALINGS: must list a factor" in _refused(retrieval, there, f"{key}.IMG_SCALINGS=[]")
     crop = [retrieval, there, f"{key}.CENTER_CROP=true"]
     assert "CROP_QUERY_ROI: must be false" in _refused(*crop, f"{key}.CROP_QUERY_ROI=true")
@@ -114,10 +112,10 @@ def test_what_retrieval_cannot_do_is_refused(tmp_path: Path) -> None:
     settings = plan.config.MODEL.FEATURE_EVAL_SETTINGS
     assert [entry[0] for entry in settings.LINEAR_EVAL_FEAT_POOL_OPS_MAP] == ["res3"]  # VISSL takes the first
     assert settings.SHOULD_FLATTEN_FEATS is False  # maps are pooled image by image
-    assert any("GEM_POOL_POWER has no effect: FEATS_PROCESSING_TYPE is not gem" in note for note in plan.notes)
+    assert any("GEM_POOL_POWER has no effect" in note for note in plan.notes)
     assert any("USE_FEATURE_EXTRACTION_ENGINE" in note for note in plan.notes)
     words = [f"{SETTINGS}.EVAL_MODE_ON=true", f"{SETTINGS}.EXTRACT_TRUNK_FEATURES_ONLY=true", f"{key}.N_PCA=9"]
-    assert "config.IMG_RETRIEVAL: is read by instance_retrieval_test" in _refused(*words)
+    assert "IMG_RETRIEVAL: is read by" in _refused(*words)
 
 
 def test_a_file_says_which_program_it_is_for(tmp_path: Path) -> None:
@@ -138,7 +136,7 @@ def test_a_file_says_which_program_it_is_for(tmp_path: Path) -> None:
 def test_programs_and_files_that_are_not_here_say_what_does_the_same(tmp_path: Path) -> None:
     assert "https://github.com/vpariza/open-hummingbird-eval" in _refused("engine_name=knn_segmentation")
     pixels = "config.DATA.TRAIN.DATASET_NAMES=[VOC2012_SEGMENTATION]"
-    assert "must have a class for each image: this one has classes of pixels" in _refused(pixels)
+    assert "must have a class for each image" in _refused(pixels)
     file = tmp_path / "config/detect.yaml"
     file.parent.mkdir()
     file.write_text("SOLVER: {BASE_LR: 0.02}\nMODEL: {META_ARCHITECTURE: GeneralizedRCNN}\n")
@@ -156,7 +154,7 @@ def test_predictions_are_of_heads_that_have_weights(tmp_path: Path) -> None:
     weights = f"config.MODEL.WEIGHTS_INIT.PARAMS_FILE={tmp_path}/weights.torch"
     heads = "config.MODEL.HEAD.PARAMS=[[mlp, {dims: [32, 10]}], [mlp, {dims: [128, 10]}]]"
     frozen = [f"{SETTINGS}.EVAL_MODE_ON=true", f"{SETTINGS}.FREEZE_TRUNK_AND_HEAD=true", LAYERS, heads]
-    assert "must name weights: new heads predict nothing" in _refused(name)
+    assert "new heads predict nothing" in _refused(name)
     assert "EVAL_TRUNK_AND_HEAD: must be true" in _refused(name, weights, *frozen)
     plan = _plan(name, weights, eval_heads, *frozen)
     assert plan.config.TEST_ONLY and plan.config.LOSS["name"] == "CrossEntropyLoss"

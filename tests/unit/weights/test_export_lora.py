@@ -113,13 +113,13 @@ def test_other_forms_hold_the_merged_weights(of_vit: Path, tmp_path: Path, targe
 def test_what_would_drop_the_adapter_is_refused(of_vit: Path, tmp_path: Path, capsys, monkeypatch) -> None:
     words = ["checkpoint", "export", str(of_vit), "--to", str(tmp_path / "x.safetensors")]
     assert main([*words, "--names", "timm"]) == 2
-    assert "holds LoRA adapters, for which timm has no names" in capsys.readouterr().err
+    assert "for which timm has no names" in capsys.readouterr().err
     torch.save(timm.create_model("vit_tiny_patch16_224", num_classes=0, **VIT).state_dict(), tmp_path / "plain.pth")
     assert main(["export", str(tmp_path / "plain.pth"), "--to", "peft", "--out", str(tmp_path / "no")]) == 2
     assert "this trunk has no adapters" in capsys.readouterr().err
     monkeypatch.setattr(trunk_file, "find_spec", lambda _: None)
     assert main(["export", str(of_vit), "--to", "timm", "--out", str(tmp_path / "no")]) == 2
-    assert "need the package peft: pip install 'vissl-zero[lora]'" in capsys.readouterr().err
+    assert "pip install 'vissl-zero[lora]'" in capsys.readouterr().err
     assert not (tmp_path / "no").exists()
 
 
@@ -186,7 +186,4 @@ def test_adapters_that_compute_something_else_are_refused(tmp_path: Path, option
 
 def test_rules_of_the_folder(tmp_path: Path) -> None:
     missing = complaints(MODEL__LORA=Lora(True, ADAPTER_FOLDER=str(tmp_path)))
-    assert (
-        "must be a folder with adapter_config.json and" in missing[0]
-        and "needs the weights under the adapter" in missing[1]
-    )
+    assert "must be a folder with" in missing[0] and "needs the weights under the adapter" in missing[1]
