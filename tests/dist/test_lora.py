@@ -17,8 +17,6 @@ from tests.ranks import run_on_ranks
 from vissl_zero.config.blocks.model_and_loss import Lora
 from vissl_zero.resolve.resolved import OffloadPlan
 
-pytest.importorskip("peft")
-
 TOLERANCE = 1e-10
 # Two resolutions in each step; 8 and 5 samples are 3 ranks' unequal shares, and a rank of 2 leaves one without rows.
 LORA = Lora(True, R=2, LORA_ALPHA=6, LORA_DROPOUT=0.3, TARGET_MODULES=["qkv", "attn.proj", "fc2"])

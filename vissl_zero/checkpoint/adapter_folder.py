@@ -17,17 +17,13 @@ from vissl_zero.models.weight_names import adapter_name, is_adapters
 
 _KEY = "config.MODEL.LORA.ADAPTER_FOLDER"
 _MAX_BYTES = 2**20
-# What peft has beside plain LoRA of weights, and what plain LoRA says there.
-_PLAIN: dict[str, Any] = {
-    "use_dora": False,
-    "use_rslora": False,
-    "lora_bias": False,
-    "bias": "none",
-    "rank_pattern": {},
-    "alpha_pattern": {},
-    "modules_to_save": None,
-    "fan_in_fan_out": False,
+# What may differ from plain LoRA's settings: all else that peft has, or will have, may change what an adapter computes.
+_FREE = {
+    *("auto_mapping", "base_model_name_or_path", "exclude_modules", "inference_mode", "layers_pattern"),
+    *("layers_to_transform", "lora_dropout", "peft_version", "revision", "target_modules", "task_type", "eva_config"),
 }
+# Those that leave the frozen weights as they are: PiSSA, OLoRA and others subtract their first product from them.
+_PLAIN_STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
 
 
 def read_adapters(model: nn.Module, options: Lora) -> dict[str, Callable[[], Tensor]]:
@@ -70,10 +66,15 @@ def _config(path: Path) -> Mapping[str, Any]:
 
 def _require_same(config: Mapping[str, Any], options: Lora) -> None:
     """Refuse adapters that compute something else than those of ``options`` would with the same numbers."""
-    wanted = {"peft_type": "LORA", **_PLAIN, "r": options.R, "lora_alpha": options.LORA_ALPHA}
-    for key, value in wanted.items():
-        found = config.get(key, _PLAIN.get(key))
-        if found != value and (found or value):
-            own = {"r": "R", "lora_alpha": "LORA_ALPHA"}.get(key)
-            fix = f"Write config.MODEL.LORA.{own}={found}." if own else "Save one with plain LoRA."
-            raise CheckpointError(f"{_KEY}: {options.ADAPTER_FOLDER} has {key}={found}, and must have {value}. {fix}")
+    from peft import LoraConfig  # takes seconds to import
+
+    wanted = {**LoraConfig().to_dict(), "r": options.R, "lora_alpha": options.LORA_ALPHA}
+    for key, found in {"peft_type": None, "r": None, "lora_alpha": None, **config}.items():
+        value = wanted.get(key)
+        if key in _FREE or found == value or not (found or value):
+            continue
+        if key == "init_lora_weights" and found in _PLAIN_STARTS:
+            continue
+        own = {"r": "R", "lora_alpha": "LORA_ALPHA"}.get(key)
+        fix = f"Write config.MODEL.LORA.{own}={found}." if own else "Save one with plain LoRA."
+        raise CheckpointError(f"{_KEY}: {options.ADAPTER_FOLDER} has {key}={found}, and must have {value}. {fix}")

@@ -105,6 +105,7 @@ def _plain(dtype: torch.dtype) -> str:
 
 # Keys under ``config`` that decide shapes of tensors, and keys that decide which images come when and how they look.
 _SHAPES = ("MODEL.TRUNK", "MODEL.HEAD", "MODEL.NON_TRAINABLE_PARAMS", "LOSS.name")
+_ADAPTERS = tuple(f"MODEL.LORA.{key}" for key in ("USE_LORA", "R", "LORA_ALPHA", "TARGET_MODULES"))
 ORDER = ("SEED_VALUE", "DATA.ON_BROKEN_IMAGE", "DATA.TRAIN")
 _NOT_ORDER = ("DATA.TRAIN.BATCHSIZE_PER_REPLICA",)  # the batch over all ranks counts
 OPTIMIZER = "OPTIMIZER.name"
@@ -148,7 +149,8 @@ def refused(saved: Mapping[str, Any], now: Mapping[str, Any], allowed: Sequence[
         allowed: ``CHECKPOINT.ALLOW_CHANGED``: keys, or blocks of keys.
     """
     found: dict[str, tuple[Any, Any, str]] = {}
-    shapes = [*_SHAPES, *_shapes_of_loss(now)]
+    has_adapters = any(_at(tree, "config.MODEL.LORA.USE_LORA") for tree in (saved, now))
+    shapes = [*_SHAPES, *(_ADAPTERS if has_adapters else ()), *_shapes_of_loss(now)]
     for key, (before, after) in differences(saved, now).items():
         if _is_under(key, shapes):
             found[key] = (before, after, "the model's or the loss's tensors have other shapes or another meaning")

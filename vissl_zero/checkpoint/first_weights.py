@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Literal
 
 import rich
@@ -22,6 +23,7 @@ from vissl_zero.errors import CheckpointError, printable
 from vissl_zero.models.model import build_model
 from vissl_zero.models.trunks.token_embedding import TokenEmbedding, interpolated
 from vissl_zero.models.weight_names import is_adapters, to_our_names, without_base_layer
+from vissl_zero.resolve.components import saved_config
 from vissl_zero.resolve.resolved import ResolvedRun
 
 COUNTERS = "num_batches_tracked"  # unused where batch norm has a momentum; older files lack it
@@ -99,7 +101,7 @@ def match(
     found.unknown += [renamed[name].key for name in ours.unknown]
     for plain, old in {**ours.names, **direct}.items():
         name, entry = adapted.get(plain, plain), renamed[old]
-        if any(part in name for part in skip):
+        if _is_skipped(name, skip):
             continue
         if shapes is not None and name not in shapes:
             found.unknown.append(entry.key)
@@ -110,10 +112,14 @@ def match(
             found.entries.append(Entry(name, entry.dtype, entry.shape, entry.read))
             found.theirs[name] = entry.key
     taken = {*found.theirs, *found.other_shape}
-    wanted = [name for name in shapes or () if name not in taken and not any(part in name for part in skip)]
+    wanted = [name for name in shapes or () if name not in taken and not _is_skipped(name, skip)]
     starts_adapters = not any(map(is_adapters, renamed))  # weights without any are what adapters are added to
     found.missing = sorted(name for name in wanted if not (starts_adapters and is_adapters(name)))
     return found
+
+
+def _is_skipped(name: str, skip: Sequence[str]) -> bool:
+    return any(part in name or part in without_base_layer(name) for part in skip)
 
 
 def shapes_of(model_config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -159,6 +165,11 @@ def load_first_weights(model: nn.Module, plan: ResolvedRun) -> Mapping[str, Call
         needs = "head shapes"
     found = _fill(model, options, wants_heads, needs)
     if plan.config.MODEL.LORA.USE_LORA:
+        if any(map(is_adapters, found)) and saved_config(Path(options.PARAMS_FILE).expanduser()) is None:
+            raise CheckpointError(
+                f"config.MODEL.WEIGHTS_INIT.PARAMS_FILE: {options.PARAMS_FILE} has adapters, and no configuration "
+                "beside it says their LORA_ALPHA. Give the folder of the run."
+            )
         found |= _fill_adapters(model, plan.config.MODEL.LORA, has_some=any(map(is_adapters, found)))
         if (is_measured or settings.FREEZE_TRUNK_ONLY) and not any(map(is_adapters, found)):
             raise CheckpointError(

@@ -14,9 +14,7 @@ from torch import Tensor
 from vissl_zero import collectives
 from vissl_zero.checkpoint.comparison import describe, differences, require_resumable
 from vissl_zero.checkpoint.folder import (
-    FOLDER_NAME,
     IMPORTED,
-    MANIFEST_NAME,
     Checkpoint,
     LaterFormatError,
     find_checkpoints,
@@ -80,9 +78,8 @@ def find_resumable(run_folder: Path, nth_newest: int = 1) -> Found:
 
 
 def _candidates(folder: Path) -> list[Path]:
-    # By its name too, so that one that is not there is named and no other is taken in its place.
-    is_one = (folder / MANIFEST_NAME).exists() or (step_of(folder) is not None and folder.parent.name == FOLDER_NAME)
-    return [folder] if is_one else find_checkpoints(folder)
+    # By its name, so that one that is not there is named and no other is taken in its place.
+    return find_checkpoints(folder) if step_of(folder) is None else [folder]
 
 
 def resume(run: Run, hooks: Sequence[Hook], plan: ResolvedRun) -> Found:

@@ -180,7 +180,8 @@ def _write(run_folder: Path, images: Path, out: Path) -> ExtractedFeatures:
             import pyarrow.parquet as parquet
 
             columns = arrow.FixedSizeListArray.from_arrays(arrow.array(rows.ravel()), rows.shape[1])
-            parquet.write_table(arrow.table({"name": names, "features": columns}), temporary)
+            texts = [os.fsencode(name).decode("utf-8", "backslashreplace") for name in names]  # Parquet has UTF-8 alone
+            parquet.write_table(arrow.table({"name": texts, "features": columns}), temporary)
     return found
 
 

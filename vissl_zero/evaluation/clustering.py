@@ -20,7 +20,7 @@ from vissl_zero.data.loader import eval_images, rank_slice
 from vissl_zero.data.source import Source, build_eval_sources, splits_to_read
 from vissl_zero.engine.hook import Hook, Run
 from vissl_zero.errors import ConfigError, DataError, Problem
-from vissl_zero.evaluation.features import evaluating, extract_features, layers_of, own_batches
+from vissl_zero.evaluation.features import evaluating, extract_features, layers_of, own_batches, rows_to_write
 from vissl_zero.evaluation.retrieval import Whitening
 from vissl_zero.registry import HOOKS
 
@@ -180,16 +180,19 @@ class ExtractClusters(Hook):
                 if not scores:
                     must, fix = "must begin with a swav_head that has prototypes", "Name such a head and its weights."
                     raise ConfigError([Problem("config.MODEL.HEAD.PARAMS", "another head", must, fix)])
-                ids.append(batch.sample_ids[:num_own])
-                labels.append(scores[0][:num_own].argmax(dim=1))
+                kept = rows_to_write(batch, num_own)
+                ids.append(batch.sample_ids[kept])
+                labels.append(scores[0][kept].argmax(dim=1))
                 num_clusters = scores[0].shape[1]
-        found = all_gather_rows(torch.cat(labels))[all_gather_rows(torch.cat(ids)).argsort()].cpu()
+        places = all_gather_rows(torch.cat(ids))
+        order = places.argsort()
+        found, inds = all_gather_rows(torch.cat(labels))[order].cpu(), places[order].tolist()
         folder = run.folder / ASSIGNMENTS
         files = [folder / f"{split.lower()}_{kind}.npy" for kind in ("images", "labels")]
         run.results.setdefault("clusters", {})[split] = [str(file) for file in files]
         if run.is_main:
             folder.mkdir(parents=True, exist_ok=True)
-            np.save(files[0], np.array([source.name(index) for index in range(len(source))]))
+            np.save(files[0], np.array([source.name(index) for index in inds]))
             np.save(files[1], found.numpy())
             line = f"{split}: {len(found):,} images in {len(found.unique()):,} of {num_clusters:,} clusters: {files[0]}"
             rich.get_console().print(line, markup=False, highlight=False, soft_wrap=True)

@@ -33,7 +33,7 @@ from vissl_zero.data.source import Source, build_eval_sources, splits_to_read
 from vissl_zero.engine.hook import Hook, Run
 from vissl_zero.errors import ConfigError, DataError, Problem
 from vissl_zero.evaluation.accuracy import TOP_K
-from vissl_zero.evaluation.features import evaluating, layers_of, own_batches
+from vissl_zero.evaluation.features import evaluating, layers_of, own_batches, rows_to_write
 from vissl_zero.registry import HOOKS
 
 _ROWS_PER_SHARD = 2**16
@@ -73,7 +73,7 @@ class ExtractFeatures(Hook):
                 feature_dim = features.shape[1]
                 labels = torch.full_like(batch.sample_ids, -1) if batch.targets is None else batch.targets
                 skipped += [source.name(int(batch.sample_ids[place])) for place in batch.stand_ins if place < num_own]
-                kept = [place for place in range(num_own) if place not in batch.stand_ins]
+                kept = rows_to_write(batch, num_own)
                 rows = features[kept].to(torch.promote_types(features.dtype, torch.float32))
                 writer.add(rows, batch.sample_ids[kept], labels[kept])
         writer.flush()
@@ -213,7 +213,8 @@ class ExtractLabelPredictions(Hook):
     ``label_predictions/rank0_<split>_<layer>_<kind>.npy`` in the run folder, under VISSL's names and in the order of
     the images; layer is "heads" where the heads see no inner layers. Kinds: ``predictions`` (N, k) int64, the ``TOP_K``
     most likely classes at most, best first; ``conf_scores`` (N, C), softmax; ``targets`` (N, 1), -1 without labels;
-    ``inds`` (N,); ``images`` (N,), which ``disk_filelist`` reads with ``labels`` (N,), the best class.
+    ``inds`` (N,), places in the split; ``images`` (N,), which ``disk_filelist`` reads with ``labels`` (N,), the best
+    class.
     """
 
     def on_end(self, run: Run) -> None:
@@ -235,29 +236,32 @@ class ExtractLabelPredictions(Hook):
                 if not all(isinstance(output, Tensor) and output.ndim == 2 for output in outputs):
                     must = "must be classifiers, such as mlp or eval_mlp: predictions are of classes"
                     raise ConfigError([Problem("config.MODEL.HEAD.PARAMS", "another head", must, "Name such a head.")])
-                scores.append([output[:num_own].float().softmax(dim=1) for output in outputs])
-                ids.append(batch.sample_ids[:num_own])
+                kept = rows_to_write(batch, num_own)
+                scores.append([output[kept].float().softmax(dim=1) for output in outputs])
+                ids.append(batch.sample_ids[kept])
                 found = torch.full_like(batch.sample_ids, -1) if batch.targets is None else batch.targets
-                targets.append(found[:num_own])
-        order = all_gather_rows(torch.cat(ids)).argsort()
+                targets.append(found[kept])
+        places = all_gather_rows(torch.cat(ids))
+        order = places.argsort()
+        inds = places[order].cpu()
         labels = all_gather_rows(torch.cat(targets))[order].cpu()
         entries = run.plan.config.MODEL.FEATURE_EVAL_SETTINGS.LINEAR_EVAL_FEAT_POOL_OPS_MAP
         heads = [all_gather_rows(torch.cat(parts))[order].cpu() for parts in zip(*scores, strict=True)]
         plain = ["heads"] if len(heads) == 1 else [f"heads{index}" for index in range(len(heads))]
         for name, rows in zip(layer_names(entries) or plain, heads, strict=True):
             if run.is_main:
-                _save(run.folder / PREDICTIONS_FOLDER, f"rank0_{split.lower()}_{name}", rows, labels, source)
+                _save(run.folder / PREDICTIONS_FOLDER, f"rank0_{split.lower()}_{name}", rows, labels, inds, source)
 
 
-def _save(folder: Path, stem: str, scores: Tensor, labels: Tensor, source: Source) -> None:
+def _save(folder: Path, stem: str, scores: Tensor, labels: Tensor, inds: Tensor, source: Source) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     best = scores.topk(min(TOP_K, scores.shape[1]), dim=1).indices
     arrays = {
         "predictions": best.numpy(),
         "conf_scores": scores.numpy(),
         "targets": labels.numpy()[:, None],
-        "inds": np.arange(len(scores)),
-        "images": np.array([source.name(index) for index in range(len(source))]),
+        "inds": inds.numpy(),
+        "images": np.array([source.name(index) for index in inds.tolist()]),
         "labels": best[:, 0].numpy(),
     }
     for kind, array in arrays.items():

@@ -86,6 +86,11 @@ def own_batches(run: Run, images: EvalImages) -> Iterator[tuple[ImageBatch, int]
             rich.get_console().print(text, markup=False, highlight=False, soft_wrap=True)
 
 
+def rows_to_write(batch: ImageBatch, num_own: int) -> list[int]:
+    """List the rows of ``own_batches`` that may be written under their images' names: not those of broken images."""
+    return [place for place in range(num_own) if place not in batch.stand_ins]
+
+
 # Raw pixels are compared as thumbnails: on larger images the background would decide, at a hundred times the memory.
 THUMBNAIL_SIDE = 16
 

@@ -102,7 +102,7 @@ class KnowledgeDistillation(EmbeddingMethod):
             arrays = load_file(folder / WEIGHTS_FILE).items()
             weights = {name: torch.from_numpy(array).to(dtypes[name]) for name, array in arrays}
             teacher.load_state_dict(weights, assign=True)
-        except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
+        except (OSError, ValueError, LookupError, TypeError, ImportError, RuntimeError, SafetensorError) as error:
             must = f"must be the folder of a run that has ended ({' '.join(str(error).split())[:200]})"
             raise ConfigError([Problem(_KEY, self.teacher, must, "Name another run, or train it again.")]) from error
         return teacher.requires_grad_(False)

@@ -305,6 +305,8 @@ def _batch_remedy(planned: Planned) -> Iterator[Remedy]:
     most = min(half + int(left // max(per_image, 1)), least.batch_per_rank - 1)
     if most >= 1 and (found := at(most // _FEW * _FEW or most)).fits:
         override = f"config.DATA.TRAIN.BATCHSIZE_PER_REPLICA={found.batch_per_rank}"
+        if found.micro_batches != plan.accumulation_steps:
+            override += f" config.ZERO.gradient_accumulation_steps={found.micro_batches}"
         images = found.batch_per_rank * plan.world_size * found.micro_batches
         yield Remedy(found, override, images, is_same=False)
 

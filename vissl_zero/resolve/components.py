@@ -115,25 +115,28 @@ def with_run_of_weights(cfg: RunConfig) -> RunConfig:
     Raises:
         ConfigError: there are no weights, or the run they are of is not known.
     """
-    wanted = _wanted(cfg)
+    wanted, path = _wanted(cfg), cfg.MODEL.WEIGHTS_INIT.PARAMS_FILE
     if not wanted:
+        if cfg.MODEL.LORA.USE_LORA and path and not scheme_of(path):
+            run = saved_config(Path(path).expanduser())
+            _lora(cfg, {} if run is None else run["MODEL"])  # refuses adapters that would be scaled otherwise
         return cfg
-    path, key = cfg.MODEL.WEIGHTS_INIT.PARAMS_FILE, next(iter(wanted))
+    key = next(iter(wanted))
     if not path:
         fix = "Write config.MODEL.WEIGHTS_INIT.PARAMS_FILE=<run folder>, or a trunk: regnet or resnet, and its keys."
         raise ConfigError([Problem(key, AUTO, "needs initial weights", fix)])
     if problem := missing_weights(path):
         raise ConfigError([problem])
-    saved = None if scheme_of(path) else _saved_config(Path(path).expanduser())
+    saved = None if scheme_of(path) else saved_config(Path(path).expanduser())
     if saved is None:
         saved = run_in_subprocess(_network, path, cfg.MODEL.WEIGHTS_INIT.STATE_DICT_KEY_NAME)
         if lost := [name for name in wanted if name.endswith("DATA_SOURCES")]:
             must = f"needs a run folder or a checkpoint of one: {path} names no images"
             raise ConfigError([Problem(name, AUTO, must, wanted[name]) for name in lost])
     data = _with_data(cfg.DATA, saved["DATA"], path) if set(wanted) - {_KEY} else cfg.DATA
-    model = cfg.MODEL
+    model, lora = cfg.MODEL, _lora(cfg, saved["MODEL"])
     if _KEY in wanted:
-        model = replace(model, TRUNK=_trunk(cfg, saved["MODEL"]["TRUNK"]), LORA=_lora(cfg, saved["MODEL"]))
+        model = replace(model, TRUNK=_trunk(cfg, saved["MODEL"]["TRUNK"]), LORA=lora)
     return replace(cfg, MODEL=model, DATA=data)
 
 
@@ -249,7 +252,17 @@ def _lora(cfg: RunConfig, saved: Mapping[str, Any]) -> Lora:
         fix = "Write these, or give its merged weights (vissl-zero export <run> --to safetensors)."
         got = f"R: {own.R}, LORA_ALPHA: {own.LORA_ALPHA}, TARGET_MODULES: {own.TARGET_MODULES}"
         raise ConfigError([Problem("config.MODEL.LORA", got, must, fix)])
+    if not own.USE_LORA and not _is_trunk_frozen(cfg):
+        must = "must be true, as the weights are of a run with adapters: its trunk would stay frozen"
+        fix = "Write true, or give the run's merged weights (vissl-zero export <run> --to safetensors)."
+        raise ConfigError([Problem("config.MODEL.LORA.USE_LORA", "False", must, fix)])
     return own if own.USE_LORA else runs
+
+
+def _is_trunk_frozen(cfg: RunConfig) -> bool:
+    settings = cfg.MODEL.FEATURE_EVAL_SETTINGS
+    is_frozen = settings.FREEZE_TRUNK_ONLY or settings.FREEZE_TRUNK_AND_HEAD
+    return cfg.TEST_ONLY or (settings.EVAL_MODE_ON and is_frozen)
 
 
 def missing_weights(path: str) -> Problem | None:
@@ -268,7 +281,7 @@ def _known(
     return {str(key): value for key, value in given.items() if key in names}
 
 
-def _saved_config(path: Path) -> Mapping[str, Any] | None:
+def saved_config(path: Path) -> Mapping[str, Any] | None:
     """Read the configuration of the run at ``path``: a run folder, one of its checkpoints, or a file in it."""
     folder = path if is_folder(path) else path.parent
     for place in (folder, *sorted(folder.glob("checkpoints/step_*"), reverse=True)):

@@ -102,6 +102,9 @@ def lora(cfg: RunConfig, decided: Decisions) -> list[Problem]:
     if find_spec("peft") is None:
         fix = f"Run pip install 'vissl-zero[lora]', or write {key}.USE_LORA=false."
         found.append(Problem(f"{key}.USE_LORA", "True", "needs the package peft, which is not installed", fix))
+    if not cfg.MODEL.WEIGHTS_INIT.PARAMS_FILE:
+        fix = "Write config.MODEL.WEIGHTS_INIT.PARAMS_FILE=<weights>."
+        found.append(Problem(f"{key}.USE_LORA", "True", "needs weights: the trunk stays as it begins", fix))
     if not _are_targets(block.TARGET_MODULES):
         must = "must be a list of names of layers, or one regular expression of whole names"
         fix = f"Write {key}.TARGET_MODULES=[attn.qkv,attn.proj], for example."
@@ -116,15 +119,12 @@ def lora(cfg: RunConfig, decided: Decisions) -> list[Problem]:
 
 
 def adapter_folder(cfg: RunConfig, decided: Decisions) -> list[Problem]:
-    """Check that an adapter to begin with exists, and has weights under it."""
+    """Check that an adapter to begin with exists."""
     key, folder, found = "config.MODEL.LORA.ADAPTER_FOLDER", cfg.MODEL.LORA.ADAPTER_FOLDER, list[Problem]()
     if not folder or not cfg.MODEL.LORA.USE_LORA:
         return []
     if not all((Path(folder).expanduser() / name).is_file() for name in ADAPTER_FILES):
         found.append(Problem(key, folder, f"must be a folder with {' and '.join(ADAPTER_FILES)}", "Correct the path."))
-    if not cfg.MODEL.WEIGHTS_INIT.PARAMS_FILE:
-        fix = "Write config.MODEL.WEIGHTS_INIT.PARAMS_FILE=<the weights that it was trained over>."
-        found.append(Problem(key, folder, "needs the weights under the adapter", fix))
     return found
 
 

@@ -134,6 +134,7 @@ def test_what_is_not_whole_does_not_open(tmp_path, name, how):
         open_checkpoint(path)
     assert not canary.exists()
     write(tmp_path, 3)
+    (tmp_path / "manifest.json").write_text("{}")  # somebody else's
     assert find_resumable(tmp_path).path == path.with_name("step_000000003")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,9 +11,11 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import yaml
 from torch import Tensor
 
 from tests.unit.config.example_config import complaints
+from vissl_zero.checkpoint import first_weights
 from vissl_zero.checkpoint.first_weights import load_first_weights
 from vissl_zero.config.block_data import block_of
 from vissl_zero.config.blocks.model_and_loss import Lora, ModelConfig
@@ -22,8 +25,6 @@ from vissl_zero.models.bare import build_bare
 from vissl_zero.models.init import FirstWeights, initialize_
 from vissl_zero.models.model import Model, build_model
 from vissl_zero.resolve import model_rules
-
-pytest.importorskip("peft")
 
 OWN_VIT = {"IMAGE_SIZE": 8, "PATCH_SIZE": 4, "NUM_LAYERS": 2, "NUM_HEADS": 2, "HIDDEN_DIM": 8, "MLP_DIM": 16}
 OWN = {"NAME": "vision_transformer", "VISION_TRANSFORMERS": OWN_VIT}
@@ -96,22 +97,26 @@ def test_a_trunk_that_reads_a_weight_past_its_layer_is_refused() -> None:
 
 
 def test_rules() -> None:
-    assert complaints(MODEL__LORA=Lora(True)) == []
+    weights = {"MODEL__WEIGHTS_INIT__PARAMS_FILE": __file__}  # it exists
+    assert complaints(**weights, MODEL__LORA=Lora(True)) == []
+    assert "needs weights" in complaints(MODEL__LORA=Lora(True))[0]
     for targets in ([], "", "(", [1], 3):
-        (said,) = complaints(MODEL__LORA=Lora(True, TARGET_MODULES=targets))
+        (said,) = complaints(**weights, MODEL__LORA=Lora(True, TARGET_MODULES=targets))
         assert "must be a list of names of layers" in said
-    said = "\n".join(complaints(MODEL__LORA=Lora(True, R=0, LORA_DROPOUT=1.0)))
+    said = "\n".join(complaints(**weights, MODEL__LORA=Lora(True, R=0, LORA_DROPOUT=1.0)))
     assert "config.MODEL.LORA.R: must be at least 1" in said and "config.MODEL.LORA.LORA_DROPOUT" in said
-    assert "cannot go with LORA" in complaints(MODEL__LORA=Lora(True), MODEL__FLOAT8__USE_FLOAT8=True)[0]
-    assert "not available on fairscale" in complaints(MODEL__LORA=Lora(True), ZERO__ENGINE="fairscale")[0]
+    assert "cannot go with LORA" in complaints(**weights, MODEL__LORA=Lora(True), MODEL__FLOAT8__USE_FLOAT8=True)[0]
+    assert "not available on fairscale" in complaints(**weights, MODEL__LORA=Lora(True), ZERO__ENGINE="fairscale")[0]
     with patch.object(model_rules, "find_spec", lambda _: None):
-        (said,) = complaints(MODEL__LORA=Lora(True))
+        (said,) = complaints(**weights, MODEL__LORA=Lora(True))
     assert "needs the package peft" in said and "pip install 'vissl-zero[lora]'" in said
 
 
 def _begun(config: ModelConfig, tensors: Mapping[str, Tensor], folder: Path) -> Model:
     """A model that begins with a file of these tensors."""
     torch.save(dict(tensors), folder / "weights.pth")
+    data = asdict(load("supervised/digits").DATA)
+    (folder / "config.resolved.yaml").write_text(yaml.safe_dump({"config": {"MODEL": {"TRUNK": {}}, "DATA": data}}))
     config.WEIGHTS_INIT.PARAMS_FILE = str(folder / "weights.pth")
     model = drawn(config, seed=9)
     run = load("supervised/digits")
@@ -143,6 +148,11 @@ def test_weights_with_adapters_go_on_and_are_never_dropped(tmp_path: Path) -> No
         _begun(settings(R=3), tensors, tmp_path)
     with pytest.raises(CheckpointError, match="weights of WEIGHTS_INIT have adapters"):
         _begun(settings(ADAPTER_FOLDER="adapter"), tensors, tmp_path)
+    with (
+        patch.object(first_weights, "saved_config", lambda _: None),
+        pytest.raises(CheckpointError, match="beside it says their LORA_ALPHA"),
+    ):
+        _begun(settings(), tensors, tmp_path)
 
 
 def test_adapters_that_nothing_trains_are_refused(tmp_path: Path) -> None:

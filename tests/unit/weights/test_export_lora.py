@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import peft
 import pytest
 import timm
 import torch
@@ -30,8 +31,6 @@ from vissl_zero.models.model import Model, build_model
 from vissl_zero.reporting.weight_files import FinalWeights
 from vissl_zero.resolve.components import with_run_of_weights
 from vissl_zero.resolve.resolve import save_resolved
-
-peft = pytest.importorskip("peft")
 
 VIT = {"img_size": 32, "patch_size": 8, "depth": 2}
 LORA = {"USE_LORA": True, "R": 3, "LORA_ALPHA": 12}
@@ -132,6 +131,13 @@ def test_a_recipe_that_takes_the_run_s_trunk_takes_its_adapters(of_vit: Path) ->
     own.LORA_ALPHA = 6
     with pytest.raises(ConfigError, match=r"must be as in the run .* \{R: 3, LORA_ALPHA: 12, TARGET_MODULES: \['attn"):
         with_run_of_weights(cfg)
+    cfg.MODEL.TRUNK.NAME = "vision_transformer"  # named, and not taken from the run
+    with pytest.raises(ConfigError, match="must be as in the run"):
+        with_run_of_weights(cfg)
+    full = load("finetune/classification")
+    full.MODEL.WEIGHTS_INIT.PARAMS_FILE = str(of_vit)
+    with pytest.raises(ConfigError, match="its trunk would stay frozen"):
+        with_run_of_weights(full)
 
 
 def _saved_by_peft(folder: Path, **options: Any) -> nn.Module:
@@ -177,7 +183,10 @@ def test_a_run_begins_with_an_adapter_of_peft(tmp_path: Path) -> None:
         assert said in str(caught.value)
 
 
-@pytest.mark.parametrize("options", [{"use_rslora": True}, {"use_dora": True}, {"rank_pattern": {"fc1": 2}}])
+OTHER = [{"use_rslora": True}, {"use_dora": True}, {"rank_pattern": {"fc1": 2}}, {"init_lora_weights": "pissa"}]
+
+
+@pytest.mark.parametrize("options", OTHER)
 def test_adapters_that_compute_something_else_are_refused(tmp_path: Path, options: dict[str, Any]) -> None:
     _saved_by_peft(tmp_path, **options)
     with pytest.raises(CheckpointError, match=f"has {next(iter(options))}=.* Save one with plain LoRA"):
@@ -186,4 +195,4 @@ def test_adapters_that_compute_something_else_are_refused(tmp_path: Path, option
 
 def test_rules_of_the_folder(tmp_path: Path) -> None:
     missing = complaints(MODEL__LORA=Lora(True, ADAPTER_FOLDER=str(tmp_path)))
-    assert "must be a folder with" in missing[0] and "needs the weights under the adapter" in missing[1]
+    assert "needs weights" in missing[0] and "must be a folder with" in missing[1]
