@@ -116,13 +116,16 @@ def test_a_checkpoint_has_it_for_every_level(first_level: int, second_level: int
             torch.testing.assert_close(tensor, other[name], rtol=0, atol=1e-13)
 
 
+_LATE_S = 16.0  # far beyond the timeout of 3 s, also on a busy machine
+
+
 def _raise_alone() -> None:
     case = Case(norm="none")
     sharded = shard(case, 3, shard_group_size=2, timeout_s=3.0)
     train_step(sharded, case, 0, Outcome())
     started = time.monotonic()
     if dist.get_rank() == 3:
-        time.sleep(8.0)
+        time.sleep(_LATE_S)
         raise ValueError("rank 3 alone")
     try:
         for unit in sharded._units:  # type: ignore[attr-defined]
@@ -130,12 +133,12 @@ def _raise_alone() -> None:
             unit.reshard()
     except RuntimeError as error:
         raise AssertionError(f"gave up after {time.monotonic() - started:.0f} s") from error
-    time.sleep(8.0)
+    time.sleep(_LATE_S)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(60)
 def test_a_shard_group_has_the_timeout_of_the_run() -> None:
     """Rank 2 waits for rank 3 in a group of their own."""
-    with pytest.raises(RankError, match=r"gave up after [3-5] s"):
+    with pytest.raises(RankError, match=r"gave up after ([3-9]|1[0-2]) s"):
         run_on_ranks(4, _raise_alone, timeout_s=30, group_timeout_s=30)
