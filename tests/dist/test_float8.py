@@ -16,6 +16,7 @@ from torch import nn
 
 import vissl_zero
 from tests.dist.case import SEED, Case, Outcome, build, forward, loss_of, micro_batches, rows_of
+from tests.dist.levels import largest_distance
 from tests.dist.plain import train_plainly
 from tests.dist.training import train_sharded
 from tests.ranks import run_on_ranks
@@ -38,29 +39,17 @@ VIT = Case(trunk="vit", norm="none", optimizer="adamw", lr=0.01, batch_sizes=(8,
 VIT_IN_MX = replace(VIT, trunk="vit_wide", float8=MX)
 
 
-def _levels(case: Case, levels: tuple[int, ...], plan: dict[str, Any]) -> list[Outcome]:
-    return [train_sharded(case, level, plan) for level in levels]
-
-
-def _largest(case: Case, world_size: int, levels: tuple[int, ...], **plan: Any) -> float:
-    outcomes = run_on_ranks(world_size, _levels, case, levels, plan, timeout_s=280)[0]
-    reference = train_plainly(case)
-    distances = [max(outcome.distance(reference).values()) for outcome in outcomes]
-    print(f"{world_size} ranks, levels {levels}: {', '.join(f'{distance:.1e}' for distance in distances)}")
-    return max(distances)
-
-
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_every_level_trains_what_one_process_trains(world_size: int) -> None:
-    assert _largest(VIT, world_size, (0, 1, 2, 3)) < TOLERANCE
+    assert largest_distance(VIT, world_size, (0, 1, 2, 3)) < TOLERANCE
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(280)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_every_level_trains_what_one_process_trains_in_mxfp8(world_size: int) -> None:
-    assert _largest(VIT_IN_MX, world_size, (0, 1, 2, 3)) < TOLERANCE
+    assert largest_distance(VIT_IN_MX, world_size, (0, 1, 2, 3)) < TOLERANCE
 
 
 @pytest.mark.slow
@@ -70,7 +59,7 @@ def test_every_level_trains_what_one_process_trains_in_mxfp8(world_size: int) ->
 def test_every_level_trains_what_one_process_trains_where_weights_are_sent_in_float8(
     case: Case, world_size: int
 ) -> None:
-    assert _largest(case, world_size, (0, 1, 2, 3)) < TOLERANCE
+    assert largest_distance(case, world_size, (0, 1, 2, 3)) < TOLERANCE
 
 
 @pytest.mark.timeout(200)
@@ -81,7 +70,7 @@ def test_weights_are_sent_in_float8_from_other_tiers_and_in_shard_groups(
     if "offload_params" in changes:
         changes = {"offload_params": OffloadPlan(changes["offload_params"], str(tmp_path), pin_memory=False)}
     world_size = 4 if "shard_group_size" in changes else 3
-    assert _largest(replace(VIT, float8=SENT, num_steps=2), world_size, (3,), **changes) < TOLERANCE
+    assert largest_distance(replace(VIT, float8=SENT, num_steps=2), world_size, (3,), **changes) < TOLERANCE
 
 
 def _with_collectives(case: Case) -> tuple[Outcome, int]:
@@ -113,12 +102,12 @@ def test_weights_are_sent_in_float8_as_gpus_send_them() -> None:
 def test_with_accumulation_clipping_and_recomputation(plan: Float8Plan) -> None:
     # Not three steps: on some CPUs a difference of 1e-16 rounds one value to the next number of the format by then.
     case = Case(trunk="vit", norm="none", num_micro_batches=2, num_steps=2, clip=0.05, float8=plan)
-    assert _largest(case, 2, (0, 3), checkpoint_every=1) < TOLERANCE
+    assert largest_distance(case, 2, (0, 3), checkpoint_every=1) < TOLERANCE
 
 
 def test_other_layers_by_name() -> None:
     case = Case(trunk="vit", norm="none", num_steps=3, float8=Float8Plan("fc1|projection_head"))
-    assert _largest(case, 2, (2,)) < TOLERANCE
+    assert largest_distance(case, 2, (2,)) < TOLERANCE
 
 
 @pytest.mark.slow
@@ -126,7 +115,7 @@ def test_other_layers_by_name() -> None:
 @pytest.mark.parametrize("plan", [ROWS, MX, SENT])
 def test_compiled(plan: Float8Plan) -> None:
     case = Case(trunk="vit", norm="none", optimizer="adamw", lr=0.01, num_steps=4, float8=plan)
-    assert _largest(case, 2, (3,), compile="aot_eager") < TOLERANCE
+    assert largest_distance(case, 2, (3,), compile="aot_eager") < TOLERANCE
 
 
 def test_float8_is_what_runs() -> None:

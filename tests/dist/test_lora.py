@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from tests.dist.case import Case, Outcome, build
+from tests.dist.case import Case, build
+from tests.dist.levels import largest_distance
 from tests.dist.plain import train_plainly
 from tests.dist.test_method_parity import Result, _train, make_method_plan
-from tests.dist.training import train_sharded
 from tests.ranks import run_on_ranks
 from vissl_zero.config.blocks.model_and_loss import Lora
 from vissl_zero.resolve.resolved import OffloadPlan
@@ -23,28 +22,16 @@ LORA = Lora(True, R=2, LORA_ALPHA=6, LORA_DROPOUT=0.3, TARGET_MODULES=["qkv", "a
 VIT = Case(trunk="vit", norm="none", optimizer="adamw", lr=0.01, num_steps=2, batch_sizes=(8, 5), lora=LORA)
 
 
-def _levels(case: Case, levels: tuple[int, ...], plan: dict[str, Any]) -> list[Outcome]:
-    return [train_sharded(case, level, plan) for level in levels]
-
-
-def _largest(case: Case, world_size: int, levels: tuple[int, ...], **plan: Any) -> float:
-    outcomes = run_on_ranks(world_size, _levels, case, levels, plan, timeout_s=280)[0]
-    reference = train_plainly(case)
-    stored = {name: tensor for name, tensor in reference.state.items() if name in outcomes[0].state}  # no index tables
-    distances = [max(outcome.distance(replace(reference, state=stored)).values()) for outcome in outcomes]
-    print(f"{world_size} ranks, levels {levels}: {', '.join(f'{distance:.1e}' for distance in distances)}")
-    return max(distances)
-
-
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_every_level_trains_what_one_process_trains(world_size: int) -> None:
-    assert _largest(VIT, world_size, (0, 1, 2, 3)) < TOLERANCE
+    assert largest_distance(VIT, world_size, (0, 1, 2, 3)) < TOLERANCE
 
 
 @pytest.mark.timeout(200)
 def test_with_optimizer_state_on_nvme(tmp_path: Path) -> None:
-    assert _largest(VIT, 2, (3,), offload_optimizer=OffloadPlan("nvme", str(tmp_path), pin_memory=False)) < TOLERANCE
+    tier = OffloadPlan("nvme", str(tmp_path), pin_memory=False)
+    assert largest_distance(VIT, 2, (3,), offload_optimizer=tier) < TOLERANCE
 
 
 @pytest.mark.slow
@@ -53,13 +40,13 @@ def test_with_optimizer_state_on_nvme(tmp_path: Path) -> None:
 def test_with_clipping_accumulation_and_recomputation(trunk: str) -> None:
     lora = replace(LORA, TARGET_MODULES="blocks.*[.](qkv|fc1)|layers.*[.](qkv|fc1)")
     case = replace(VIT, trunk=trunk, lora=lora, clip=0.05, num_micro_batches=2)
-    assert _largest(case, 2, (0, 1, 2, 3), checkpoint_every=1) < TOLERANCE
+    assert largest_distance(case, 2, (0, 1, 2, 3), checkpoint_every=1) < TOLERANCE
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(280)
 def test_compiled() -> None:
-    assert _largest(VIT, 2, (0, 3), compile="aot_eager") < TOLERANCE
+    assert largest_distance(VIT, 2, (0, 3), compile="aot_eager") < TOLERANCE
 
 
 def test_adapters_and_heads_alone_are_trained() -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import pytest
 
 from tests.dist.case import Case, Outcome
+from tests.dist.levels import stored
 from tests.dist.plain import train_plainly
 from tests.dist.training import train_sharded
 from tests.ranks import run_on_ranks
@@ -42,10 +41,6 @@ def _at_levels(trunk: str, places: list[tuple[int, int]]) -> list[Outcome]:
     return [train_sharded(_case(trunk), level, {"checkpoint_every": every}) for level, every in places]
 
 
-def _without(outcome: Outcome, names: Set[str]) -> Outcome:
-    return replace(outcome, state={name: tensor for name, tensor in outcome.state.items() if name not in names})
-
-
 # Ranks, and (level, every how many blocks are recomputed; 0: none).
 PLACES = {1: [(0, 1), (3, 1)], 2: [(0, 0), (1, 1), (2, 0), (3, 1)], 3: [(0, 1), (1, 0), (2, 1), (3, 0), (3, 2)]}
 FEWER = {2: [(2, 1), (3, 0)], 3: [(0, 0), (3, 1)]}
@@ -61,10 +56,7 @@ def test_equals_plain_torch(trunk: str) -> None:
     for world_size, places in (PLACES if trunk == "vit" else FEWER).items():
         outcomes = run_on_ranks(world_size, _at_levels, trunk, places, timeout_s=240)[0]
         for place, outcome in zip(places, outcomes, strict=True):
-            # Tables that are no part of a checkpoint.
-            extra = reference.state.keys() - outcome.state.keys()
-            assert all(name.endswith(("relative_position_index", "attn_mask")) for name in extra)
-            distance = outcome.distance(_without(reference, extra))
+            distance = outcome.distance(stored(reference, outcome))
             print(f"{trunk} on {world_size} ranks, {place}: {distance}, noise floor {noise:.1e}")
             assert max(distance.values()) < TOLERANCE, (world_size, place, distance)
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import re
 import shlex
-import subprocess
 from pathlib import Path
 
 import pytest
 
-from tests.command_line import COMMAND
+from tests.command_line import run_command
 from vissl_zero.config.compose import compose
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -40,7 +39,5 @@ def test_planning_commands_are_accepted_as_printed(line, tmp_path):
     _, *words = shlex.split(line)
     if words[0] != "plan" and "--dry-run" not in words:
         words.append("--dry-run")
-    done = subprocess.run([*COMMAND, *words], cwd=tmp_path, capture_output=True, text=True, timeout=280, check=False)
-    assert done.returncode in (0, 1) and "Traceback" not in done.stderr, (
-        line + done.stderr[-2000:]
-    )  # 1: it does not fit
+    done = run_command(*words, cwd=tmp_path, returncodes=(0, 1))  # 1: it does not fit
+    assert "Traceback" not in done.stderr, line + done.stderr[-2000:]

@@ -72,7 +72,7 @@ def test_mistyped_keys_of_ones_own_are_refused(tmp_path, old, new, message):
     recipe = tmp_path / "configs/config/my_recipe.yaml"
     recipe.write_text(recipe.read_text().replace(old, new))
     words = ["config=my_recipe", f"config.CHECKPOINT.DIR={tmp_path}/run"]
-    done = run_command(*words, timeout_s=100, returncode=2, cwd=tmp_path, env=environment)
+    done = run_command(*words, timeout_s=100, returncodes=(2,), cwd=tmp_path, env=environment)
     assert message in done.stderr and "Traceback" not in done.stderr
 
 

@@ -17,12 +17,23 @@ from vissl_zero.models.weight_names import adapter_name, is_adapters
 
 _KEY = "config.MODEL.LORA.ADAPTER_FOLDER"
 _MAX_BYTES = 2**20
-# What may differ from plain LoRA's settings: all else that peft has, or will have, may change what an adapter computes.
-_FREE = {
-    *("auto_mapping", "base_model_name_or_path", "exclude_modules", "inference_mode", "layers_pattern"),
-    *("layers_to_transform", "lora_dropout", "peft_version", "revision", "target_modules", "task_type", "eva_config"),
-}
-# Those that leave the frozen weights as they are: PiSSA, OLoRA and others subtract their first product from them.
+# Settings of peft that do not change what an adapter computes. Any other that is not plain LoRA's is refused, so that
+# what a later peft adds is not ignored.
+_WITHOUT_EFFECT = (
+    "auto_mapping",
+    "base_model_name_or_path",
+    "eva_config",
+    "exclude_modules",
+    "inference_mode",
+    "layers_pattern",
+    "layers_to_transform",
+    "lora_dropout",
+    "peft_version",
+    "revision",
+    "target_modules",
+    "task_type",
+)
+# Initializations that leave the frozen weights as they are; PiSSA and OLoRA subtract their first product from them.
 _PLAIN_STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
 
 
@@ -71,7 +82,7 @@ def _require_same(config: Mapping[str, Any], options: Lora) -> None:
     wanted = {**LoraConfig().to_dict(), "r": options.R, "lora_alpha": options.LORA_ALPHA}
     for key, found in {"peft_type": None, "r": None, "lora_alpha": None, **config}.items():
         value = wanted.get(key)
-        if key in _FREE or found == value or not (found or value):
+        if key in _WITHOUT_EFFECT or found == value or not (found or value):
             continue
         if key == "init_lora_weights" and found in _PLAIN_STARTS:
             continue

@@ -23,7 +23,8 @@ from rich.text import Text
 
 from vissl_zero.atomic import read_object, replacing
 from vissl_zero.config.weights_name import absolute, scheme_of
-from vissl_zero.errors import ConfigError, DataError, did_you_mean, printable
+from vissl_zero.errors import ConfigError, DataError, printable
+from vissl_zero.resolve.data_plan import names_like
 
 if TYPE_CHECKING:
     from vissl_zero.evaluation.feature_files import ExtractedFeatures
@@ -146,8 +147,7 @@ def _require_weights(name: str) -> None:
 def _require_existing(path: Path) -> None:
     """Refuse a path that does not exist, with the names beside it that are like it."""
     if not path.exists():
-        beside = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
-        raise DataError(f"{path}: there is no such file or folder.{did_you_mean(path.name, beside)}")
+        raise DataError(f"{path}: there is no such file or folder.{names_like(path.parent, path.name)}")
 
 
 def _require_pyarrow() -> None:

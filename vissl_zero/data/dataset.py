@@ -72,8 +72,7 @@ class MicroBatchDataset(Dataset[Loaded]):
         try:
             with borrowed_randomness():
                 samples = [self._sample(sample_id, plan.epoch, skipped) for sample_id in plan.sample_ids]
-            stand_ins = tuple(place for place, id_ in enumerate(plan.sample_ids) if id_ in self._broken)
-            return Loaded(replace(self._collate(samples, plan), stand_ins=stand_ins), skipped=skipped)
+            return Loaded(self._collate(samples, plan), skipped=skipped)
         except VisslZeroError as error:
             return Loaded(None, error=str(error))
 
@@ -117,6 +116,7 @@ class MicroBatchDataset(Dataset[Loaded]):
             targets=self._targets([label for _, label in samples], ids),
             sample_ids=ids,
             num_global=plan.num_global,
+            stand_ins=tuple(place for place, id_ in enumerate(plan.sample_ids) if id_ in self._broken),
         )
 
     def _targets(self, labels: list[int | None], ids: Tensor) -> Tensor | None:

@@ -99,8 +99,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             raise VisslZeroError(
                 "The model ran forward and backward twice without optimizer.step() in between, with "
                 f"gradient_accumulation_steps={self._accumulation_steps}. Call step() and zero_grad() after every "
-                f"micro-batch: it counts them. If both are losses of one "
-                "micro-batch, add them and call backward() once."
+                "micro-batch: step() counts them. If both losses are of one micro-batch, add them and call backward() "
+                "once."
             )
         self._is_in_backward = self._is_backward_done = True
         try:

@@ -244,12 +244,10 @@ class Remedy:
     def __str__(self) -> str:
         step, time = self.candidate.forecast.step, self.candidate.relative_time
         assert step is not None
-        what = (
-            f"To keep {self.num_images:,} images a step" if self.is_same else f"For {self.num_images:,} images a step"
-        )
+        begin = "To keep" if self.is_same else "For"
         times = f", {time:.2f} x the time" if self.is_same and time is not None else ""
         forecast = f"forecast {step.resident_bytes / _GIB:.3g} GiB{times}: {self.candidate}"
-        return f"{what}: {self.override} ({forecast})."
+        return f"{begin} {self.num_images:,} images a step: {self.override} ({forecast})."
 
 
 def remedies(planned: Planned) -> list[Remedy]:

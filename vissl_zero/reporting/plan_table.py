@@ -83,10 +83,9 @@ def plan_lines(planned: Planned, overrides: Sequence[str] = ()) -> Iterator[str]
         yield f"chosen: none; no plan is known to fit.{at_least}"
         found = remedies(planned)
         yield from map(str, found)
-        if is_kept := [remedy.candidate for remedy in found if remedy.is_same]:
-            yield from _speed(planned, is_kept[0])
-        elif least is not None:
-            yield from _speed(planned, least)
+        candidate = next((remedy.candidate for remedy in found if remedy.is_same), least)
+        if candidate is not None:
+            yield from _speed(planned, candidate)
         sharding = plan.sharding
         if sharding.offload_optimizer.nvme_path is None and sharding.offload_params.nvme_path is None:
             yield "Plans that use a disk join in if config.ZERO.offload_optimizer_config.nvme_path=<folder> names it."

@@ -313,16 +313,17 @@ def _path_problem(key: str, path: Path) -> Problem | None:
 
 def _nearest(path: Path) -> str:
     existing, missing = _missing_part(path)
-    return f"{existing} exists, {missing!r} in it does not.{_hint(existing, missing)}"
+    return f"{existing} exists, {missing!r} in it does not.{names_like(existing, missing)}"
 
 
 def _resembles(path: Path) -> bool:
     """Check whether the folder of ``path`` exists and holds a name like its own."""
     existing, missing = _missing_part(path)
-    return existing / missing == path.absolute() and bool(_hint(existing, missing))
+    return existing / missing == path.absolute() and bool(names_like(existing, missing))
 
 
-def _hint(folder: Path, name: str) -> str:
+def names_like(folder: Path, name: str) -> str:
+    """Write ``" Did you mean 'a'?"`` for the names in ``folder`` that are like ``name``, or an empty string."""
     try:
         return did_you_mean(name, sorted(entry.name for entry in folder.iterdir()))
     except OSError:
