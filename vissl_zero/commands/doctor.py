@@ -64,7 +64,7 @@ def _versions() -> Iterator[Finding]:
 
 
 def _torchvision(number: str) -> Finding:
-    """Import it: beside a CPU build of torch its wheel for CUDA works only once vissl_zero is imported."""
+    """Check that torchvision imports: its CUDA wheel beside a CPU build of torch needs vissl_zero imported first."""
     try:
         import torch
         import torchvision

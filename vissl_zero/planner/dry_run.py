@@ -77,7 +77,7 @@ class DryRun:
 
     @property
     def needed(self) -> int:
-        """Bytes that a rank needs where it computes, as of ``vissl-zero plan``; if unknown, without activations."""
+        """Return the bytes that a rank needs on its device, as ``vissl-zero plan`` does; without activations if unknown."""
         step = self.forecast.step
         return self.tiers["device"] if step is None else step.resident_bytes
 
@@ -253,7 +253,7 @@ def set_stage(plan: ResolvedRun, check: Callable[[nn.Module], object] | None = N
 
 
 def _step_outputs(run_forward: Callable[[], tuple[torch.Tensor, Any]]) -> list[torch.Tensor]:
-    """Make a tensor as large as a micro-batch's share of what exact accumulation holds; none if unknown."""
+    """Return a tensor as large as what exact accumulation keeps of one micro-batch; an empty list if unknown."""
     try:
         with torch.no_grad():
             _, outputs = run_forward()

@@ -227,12 +227,12 @@ def _nothing_fits(planned: Planned) -> Problem:
 
 @dataclass(frozen=True)
 class Remedy:
-    """A change that lets a run fit that no plan fits.
+    """A change to a recipe that makes a plan fit where none does.
 
     Attributes:
-        candidate: the cheapest with it.
+        candidate: the cheapest plan with this change.
         override: what to add to the command.
-        num_images: of a step.
+        num_images: images in a step.
         is_same: a step has as many images as before.
     """
 
@@ -251,7 +251,7 @@ class Remedy:
 
 
 def remedies(planned: Planned) -> list[Remedy]:
-    """Find what lets a run fit that no plan fits: one loss over micro-batches, and the largest batch without it.
+    """Find changes that make a plan fit where none does: exact accumulation, and the largest batch without it.
 
     Cost: up to six forecasts, a few seconds each.
     """

@@ -236,7 +236,7 @@ def _trunk(cfg: RunConfig, saved: Mapping[str, Any]) -> Trunk:
 
 
 def _lora(cfg: RunConfig, saved: Mapping[str, Any]) -> Lora:
-    """Take the adapters of the run, without which its weights are not what was trained.
+    """Return the LoRA settings of the run that the weights come from, or the recipe's own if that run has none.
 
     Raises:
         ConfigError: the recipe asks for others.
@@ -253,7 +253,7 @@ def _lora(cfg: RunConfig, saved: Mapping[str, Any]) -> Lora:
         got = f"R: {own.R}, LORA_ALPHA: {own.LORA_ALPHA}, TARGET_MODULES: {own.TARGET_MODULES}"
         raise ConfigError([Problem("config.MODEL.LORA", got, must, fix)])
     if not own.USE_LORA and not _is_trunk_frozen(cfg):
-        must = "must be true, as the weights are of a run with adapters: its trunk would stay frozen"
+        must = "must be true: the weights come from a run with LoRA, and its trunk would stay frozen"
         fix = "Write true, or give the run's merged weights (vissl-zero export <run> --to safetensors)."
         raise ConfigError([Problem("config.MODEL.LORA.USE_LORA", "False", must, fix)])
     return own if own.USE_LORA else runs

@@ -311,7 +311,7 @@ def _state_keys(optimizer: torch.optim.Optimizer) -> frozenset[str]:
 
 
 def inner_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Return the optimizer that updates, where it is wrapped: fairscale's OSS has it too."""
+    """Return the optimizer that computes the updates, from inside fairscale's OSS or our ``WholeTensorOptimizer``."""
     return optimizer.inner if isinstance(optimizer, WholeTensorOptimizer) else getattr(optimizer, "optim", optimizer)
 
 
