@@ -77,7 +77,7 @@ class DryRun:
 
     @property
     def needed(self) -> int:
-        """Return the bytes that a rank needs on its device, as ``vissl-zero plan`` does; without activations if unknown."""
+        """Return the bytes that a rank needs on its device, as ``vissl-zero plan`` does; if unknown, no activations."""
         step = self.forecast.step
         return self.tiers["device"] if step is None else step.resident_bytes
 

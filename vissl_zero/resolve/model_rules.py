@@ -104,7 +104,9 @@ def lora(cfg: RunConfig, decided: Decisions) -> list[Problem]:
         found.append(Problem(f"{key}.USE_LORA", "True", "needs the package peft, which is not installed", fix))
     if not cfg.MODEL.WEIGHTS_INIT.PARAMS_FILE:
         fix = "Write config.MODEL.WEIGHTS_INIT.PARAMS_FILE=<weights>."
-        found.append(Problem(f"{key}.USE_LORA", "True", "needs weights to begin with, because the trunk stays frozen", fix))
+        found.append(
+            Problem(f"{key}.USE_LORA", "True", "needs weights to begin with, because the trunk stays frozen", fix)
+        )
     if not _are_targets(block.TARGET_MODULES):
         must = "must be a list of names of layers, or one regular expression of whole names"
         fix = f"Write {key}.TARGET_MODULES=[attn.qkv,attn.proj], for example."
