@@ -14,6 +14,7 @@ from vissl_zero.config.blocks.output import EarlyStopping
 from vissl_zero.engine.hook import Hook, Run, StepRecord
 from vissl_zero.errors import ConfigError, Problem
 from vissl_zero.resolve.early_stopping import KEY, periods
+from vissl_zero.terminal import say
 
 
 class EarlyStoppingHook(Hook):
@@ -103,4 +104,4 @@ class EarlyStoppingHook(Hook):
         }
         if run.is_main:
             said = f"stopped early: {self._options.METRIC} was best at step {self._best_step} ({self._best:.6g})"
-            self._console.print(said, markup=False, highlight=False, soft_wrap=True)
+            say(said, self._console)
