@@ -22,6 +22,7 @@ from rich.text import Text
 
 from vissl_zero.atomic import read_object, replacing
 from vissl_zero.commands.arguments import CommandParser
+from vissl_zero.config.override_words import as_word
 from vissl_zero.config.weights_name import absolute, scheme_of
 from vissl_zero.errors import ConfigError, DataError, printable
 from vissl_zero.resolve.data_plan import names_like
@@ -189,13 +190,7 @@ def _without_overrides(arguments: Sequence[str]) -> list[str]:
 
 
 def _word(key: str, path: Path) -> str:
-    return f"config.{key}=[{_quoted(str(path.absolute()))}]"
-
-
-def _quoted(text: str) -> str:
-    """Put a text into the quotes of Hydra's grammar."""
-    escaped = text.replace("\\'", "\\\\'").replace("'", "\\'")
-    return f"'{escaped}'"
+    return f"config.{key}={as_word([path.absolute()])}"
 
 
 def _run(weights: str, words: Sequence[str], folder: Path | None = None) -> tuple[int, dict[str, Any]]:
@@ -203,8 +198,8 @@ def _run(weights: str, words: Sequence[str], folder: Path | None = None) -> tupl
     if folder is None:
         with tempfile.TemporaryDirectory() as temporary:
             return _run(weights, words, Path(temporary))
-    place = [f"config.CHECKPOINT.DIR={_quoted(str(folder))}", f"hydra.run.dir={_quoted(str(folder))}"]
-    init = f"config.MODEL.WEIGHTS_INIT.PARAMS_FILE={_quoted(absolute(weights))}"
+    place = [f"config.CHECKPOINT.DIR={as_word(folder)}", f"hydra.run.dir={as_word(folder)}"]
+    init = f"config.MODEL.WEIGHTS_INIT.PARAMS_FILE={as_word(absolute(weights))}"
     command = [sys.executable, "-m", "vissl_zero.cli", *words, init, *place]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, errors="replace") as run:
         for line in run.stdout or ():

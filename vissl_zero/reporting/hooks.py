@@ -44,7 +44,7 @@ def build_hooks(plan: ResolvedRun) -> list[Hook]:
     if options.EARLY_STOPPING.METRIC:
         hooks.append(EarlyStoppingHook(options.EARLY_STOPPING))
     if plan.config.CHECKPOINT.SAVE_BEST:
-        hooks.append(BestWeights())
+        hooks.append(BestWeights(plan.config.CHECKPOINT.BEST_METRIC))
     program = PROGRAMS.get(plan.config.PROGRAM)
     for name in dict.fromkeys([*([program] if program else []), *options.EXTRA]):
         hooks.append(HOOKS.get(name).build())
