@@ -220,3 +220,41 @@ def _two_backward_passes(level: int) -> str:
 @pytest.mark.timeout(120)
 def test_fairscale_refuses_a_second_backward_pass_where_it_would_reduce_twice() -> None:
     assert any("Two backward passes reached" in said for said in run_on_ranks(RANKS, _two_backward_passes, 2))
+
+
+def _adversarial(zero: dict[str, Any]) -> list[dict[str, Any]]:
+    (maker, own), (critic, others) = (sharded(zero, gradient_accumulation_steps=2) for _ in range(2))
+    for micro in range(4):
+        noise = batch(micro, collectives.rank())
+        others.backward(critic(maker(noise).detach().repeat(1, 2)[:, :6]).square().mean())
+        others.step()
+        others.zero_grad()
+        critic.requires_grad_(False)
+        own.backward(critic(maker(noise).repeat(1, 2)[:, :6]).mean())
+        critic.requires_grad_(True)
+        own.step()
+        own.zero_grad()
+    return [own.full_state(), others.full_state()]
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("zero", LEVELS, ids=NAMES)
+def test_two_models_with_accumulation_pass_losses_through_each_other(zero: dict[str, Any]) -> None:
+    maker, critic = Net(), Net()
+    own, others = (torch.optim.AdamW(model.parameters(), lr=1e-2) for model in (maker, critic))
+    for micro in range(4):
+        drawn = [batch(micro, rank) for rank in range(RANKS)]
+        made = [maker(noise) for noise in drawn]
+        loss = torch.stack([critic(one.detach().repeat(1, 2)[:, :6]).square().mean() for one in made]).mean()
+        (loss / 2).backward()
+        if micro % 2:
+            others.step()
+            others.zero_grad()
+        critic.requires_grad_(False)
+        (torch.stack([critic(one.repeat(1, 2)[:, :6]).mean() for one in made]).mean() / 2).backward()
+        critic.requires_grad_(True)
+        if micro % 2:
+            own.step()
+            own.zero_grad()
+    found = run_on_ranks(RANKS, _adversarial, zero)[0]
+    assert max(map(distance, (maker, critic), found)) < 1e-12

@@ -506,8 +506,16 @@ def load_state(sharded: ShardedModel, folder: Path) -> tuple[int, dict[str, Any]
     with open_checkpoint(found.path) as checkpoint:
         saved = checkpoint.manifest.groups
         groups = sharded.optimizer.param_groups
-        if [group["params"] for group in saved] != [group["params"] for group in sharded.group_facts()]:
-            raise CheckpointError(f"{checkpoint.path} groups parameters differently. Give the same groups.")
+        places, saved_places = (_places(facts) for facts in (sharded.group_facts(), saved))
+        if places != saved_places:
+            name = next(name for name in {**places, **saved_places} if places.get(name) != saved_places.get(name))
+            there, here = (
+                f"in group {found[name][0]}" if name in found else "in no group" for found in (saved_places, places)
+            )
+            raise CheckpointError(
+                f"{checkpoint.path} groups parameters differently: {name} is {there} there, and {here} here. Give "
+                "initialize() the groups that were saved, in their order; freeze by requires_grad_(False) after it."
+            )
         check_same_update(saved, groups)
         extra = read_extra(checkpoint)
         # After the checks above: what does not fit must not overwrite a part of the state.
@@ -516,6 +524,11 @@ def load_state(sharded: ShardedModel, folder: Path) -> tuple[int, dict[str, Any]
         for group, values in zip(groups, saved, strict=True):
             take_group_options(group, values)
         return checkpoint.manifest.step, extra
+
+
+def _places(groups: Sequence[dict[str, Any]]) -> dict[str, tuple[int, int]]:
+    """Map the name of each parameter to its group and its place there."""
+    return {name: (number, place) for number, group in enumerate(groups) for place, name in enumerate(group["params"])}
 
 
 def _on_all(work: Callable[[], object]) -> None:
