@@ -259,12 +259,19 @@ def distillation() -> None:
     assert not METHODS.get("distillation").build().teacher_follows
 
 
+def feature_distillation() -> None:
+    """lightly-train distillation.py: temperature .07, 8,192 features for large data, all rows of unit length."""
+    method: Any = _make("feature_distillation_loss", embedding_dim=4)
+    assert (method.temperature, method.queue.embeddings.shape, method.normalize) == (0.07, (1, 8192, 4), True)
+    assert not METHODS.get("feature_distillation").build().teacher_follows
+
+
 CONSTANTS: dict[str, Callable[[], None]] = {
     check.__name__: check
     for check in (
         *(dino, ibot, dinov2, dinov3, mae, simmim, ijepa, data2vec, msn, moco_v2, moco_v3, byol, simsiam, simclr),
         *(nnclr, supcon, lejepa, barlow_twins, vicreg, swav, swav_momentum, deepcluster_v2, npid, pirl, rotnet),
-        *(jigsaw, supervised, distillation),
+        *(jigsaw, supervised, distillation, feature_distillation),
     )
 }
 
