@@ -11,6 +11,7 @@ from vissl_zero.engine.hook import Hook, Run, StepRecord
 from vissl_zero.evaluation.accuracy import AccuracyHook, OnlineProbeHook
 from vissl_zero.evaluation.early_stopping import EarlyStoppingHook
 from vissl_zero.evaluation.knn import KnnHook
+from vissl_zero.evaluation.segmentation import SegmentationHook
 from vissl_zero.methods.health import CollapseRule
 from vissl_zero.registry import HOOKS, require_interface
 from vissl_zero.reporting.display import Display
@@ -36,8 +37,8 @@ def build_hooks(plan: ResolvedRun) -> list[Hook]:
         RegistryError: config.HOOKS.EXTRA names an unknown hook.
     """
     options = plan.config.HOOKS
-    knn = KnnHook(plan)
-    hooks: list[Hook] = [Opening(), Display(), MetricsFile(), CollapseWatch(), knn, AccuracyHook()]
+    knn, segmentation = KnnHook(plan), SegmentationHook()
+    hooks: list[Hook] = [Opening(), Display(), MetricsFile(), CollapseWatch(), knn, AccuracyHook(), segmentation]
     if plan.config.ONLINE_PROBE.USE_PROBE:
         hooks.append(OnlineProbeHook())
     if options.EARLY_STOPPING.METRIC:
@@ -52,7 +53,7 @@ def build_hooks(plan: ResolvedRun) -> list[Hook]:
         hooks.append(WeightAverageHook(average))
     if not plan.config.TEST_ONLY:
         hooks.append(FinalWeights())
-    return [*hooks, PeakMemory(), Summary(), ReportImage(knn), Logging(logger_names(plan.config.HOOKS))]
+    return [*hooks, PeakMemory(), Summary(), ReportImage(knn, segmentation), Logging(logger_names(plan.config.HOOKS))]
 
 
 class Opening(Hook):
@@ -109,13 +110,14 @@ class ReportImage(Hook):
 
     Args:
         knn: the run's kNN hook, for its curve and neighbors.
+        segmentation: the hook with segmented images; None: there are none.
         console: where to print the file's path.
     """
 
     FILE = "report.png"
 
-    def __init__(self, knn: KnnHook, console: Console | None = None):
-        self._knn = knn
+    def __init__(self, knn: KnnHook, segmentation: SegmentationHook | None = None, console: Console | None = None):
+        self._knn, self._segmentation = knn, segmentation
         self._console = console or rich.get_console()
 
     def on_end(self, run: Run) -> None:
@@ -128,7 +130,8 @@ class ReportImage(Hook):
                 write_report,
             )
 
-            write_report(gather_content(run, self._knn), path)
+            pictures = self._segmentation.pictures if self._segmentation else []
+            write_report(gather_content(run, self._knn, pictures), path)
             self._console.print(f"report      {path}", markup=False, highlight=False, soft_wrap=True)
 
 

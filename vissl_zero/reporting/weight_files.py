@@ -44,11 +44,13 @@ class FinalWeights(Hook):
 class BestWeights(Hook):
     """Writes ``weights_best.safetensors`` whenever the top-1 on TEST is higher than ever before; ``top1_best`` says it.
 
+    Of a method that segments, the mean intersection over union: ``miou_best``.
+
     Comes after the hook that measures. Cost: as ``FinalWeights``, at each such epoch.
     """
 
     def __init__(self) -> None:
-        self._best: list[float] = []  # [step, top-1]
+        self._best: list[float] = []  # [step, figure]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the best weights so far."""
@@ -64,13 +66,14 @@ class BestWeights(Hook):
         self._keep_if_best(run)
 
     def _keep_if_best(self, run: Run) -> None:
-        curve = run.results.get("top1_by_step") or []
+        figure = "miou" if run.method.predicts_pixels else "top1"
+        curve = run.results.get(f"{figure}_by_step") or []
         if not curve or curve[-1][0] != run.step:
             return
         if not self._best or curve[-1][1] > self._best[1]:
             self._best = list(curve[-1])
             _write(run, BEST_FILE_NAME)
-        run.results["top1_best"], run.results["best_step"] = self._best[1], self._best[0]
+        run.results[f"{figure}_best"], run.results["best_step"] = self._best[1], self._best[0]
 
 
 def _write(run: Run, name: str, which: str = "student") -> None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from vissl_zero.config.run_config import RunConfig
 from vissl_zero.errors import Problem
-from vissl_zero.resolve.inactive import can_measure_top1
+from vissl_zero.resolve.inactive import can_measure_top1, segments
 
 if TYPE_CHECKING:
     from vissl_zero.resolve.decisions import Decisions
@@ -23,6 +23,7 @@ def periods(cfg: RunConfig) -> dict[str, int]:
     every = {
         "loss": 1,
         "top1": cfg.TEST_EVERY_NUM_EPOCH if cfg.TEST_MODEL and can_measure_top1(cfg) else 0,
+        "miou": cfg.TEST_EVERY_NUM_EPOCH if cfg.TEST_MODEL and segments(cfg) else 0,
         "knn_top1": cfg.NEAREST_NEIGHBOR.EVERY_NUM_EPOCHS if cfg.NEAREST_NEIGHBOR.USE_KNN else 0,
         "probe_top1": cfg.ONLINE_PROBE.EVERY_NUM_EPOCHS if cfg.ONLINE_PROBE.USE_PROBE else 0,
     }
