@@ -10,7 +10,7 @@ TO_TENSOR: list[dict[str, Any]] = [{"name": "ToTensor"}, {"name": "Normalize", "
 
 
 def make_segmentation_config(num_train: int = 66, num_test: int = 31, **split: Any) -> dict[str, Any]:
-    """RegNet with maps as large as images, a linear head, scenes of 16 x 16 pixels; ``split``: keys of TRAIN and TEST."""
+    """RegNet with maps as large as images, a linear head, scenes of 16 pixels; ``split``: of TRAIN and TEST."""
     config = make_config(USE_KNN=False)
     source = {"DATA_SOURCES": ["digit_scenes"], "DEFAULT_GRAY_IMG_SIZE": 16, "TRANSFORMS": TO_TENSOR, **split}
     config["DATA"]["TRAIN"] |= {**source, "DATA_LIMIT": num_train}

@@ -27,7 +27,8 @@ class CheckpointConfig:
     CHECKPOINT_ITER_FREQUENCY: int = number(-1, least=1, also=(-1,))
     """Optimizer steps between checkpoints; -1: only by epochs."""
     SAVE_BEST: bool = False
-    """Keep the weights with the highest top-1 on TEST of a supervised run as weights_best.safetensors."""
+    """Keep the weights with the highest top-1 on TEST of a supervised run, or mIoU of one that segments, as
+    weights_best.safetensors."""
     KEEP_LAST: int = number(2, least=1, also=(-1,))
     """How many of the newest checkpoints are kept; -1: all."""
     KEEP_EVERY: int = number(-1, least=1, also=(-1,))
@@ -73,7 +74,8 @@ class EarlyStopping:
     """``HOOKS.EARLY_STOPPING``: end a run whose figure no longer gets better, as its last step would end it."""
 
     METRIC: str = ""
-    """The figure: loss (mean of an epoch), top1, knn_top1 or probe_top1, if the run measures it; empty: never stop."""
+    """The figure: loss (mean of an epoch), top1, miou, knn_top1 or probe_top1, if the run measures it; empty: never
+    stop."""
     PATIENCE: int = number(5, least=1)
     """Measurements in a row without a better one after which the run ends."""
     MODE: str = choice("auto", "auto", "max", "min")

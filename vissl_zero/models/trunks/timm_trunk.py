@@ -145,18 +145,18 @@ class TimmTrunk(nn.Module):
                 link = self.get_submodule(name)
                 xs = link(xs) if isinstance(link, Unit) else [link(x) for x in xs]
                 if return_maps and name == f"net.{self._map_link}":
-                    maps = [
-                        as_map(x, image, self.net, self._is_channels_last) for x, image in zip(xs, images, strict=True)
-                    ]
-            return [*maps, *xs]
+                    maps = xs
+            return [*self._as_maps(maps, images), *xs]
         features = []
         for index, x in enumerate(images):
             with resolution_scope(index, len(x)), self._caught_maps(maps if return_maps else None):
                 features.append(self.net(x))
-        return [
-            *(as_map(*pair, self.net, self._is_channels_last) for pair in zip(maps, images, strict=bool(maps))),
-            *features,
-        ]
+        return [*self._as_maps(maps, images), *features]
+
+    def _as_maps(self, outputs: list[Tensor], images: list[Tensor]) -> list[Tensor]:
+        """Shape what the layer of the last maps gave for each resolution; nothing of nothing."""
+        pairs = zip(outputs, images, strict=bool(outputs))
+        return [as_map(output, image, self.net, self._is_channels_last) for output, image in pairs]
 
     @contextmanager
     def _caught_maps(self, maps: list[Tensor] | None) -> Iterator[None]:
@@ -286,8 +286,10 @@ def _last_map(call: _Call, links: list[str], num_features: int, num_patches: int
     outputs = {inner.name: inner.left[0] for inner in _calls_below(call)}
     for name in reversed(links):
         output = outputs.get(name)
-        if output is None or output.ndim == 3:
-            are_patches = output is not None and 0 < num_patches <= output.shape[1] < num_patches + _MOST_PREFIX
+        if output is None:
+            break
+        if output.ndim == 3:
+            are_patches = 0 < num_patches <= output.shape[1] < num_patches + _MOST_PREFIX
             return (name, int(output.shape[2]), True) if are_patches else ("", None, False)
         if output.ndim == 4 and output[0].numel() > max(output.shape[1], output.shape[3]):  # more than one pixel
             is_last = output.shape[1] != num_features == output.shape[3]
