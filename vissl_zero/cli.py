@@ -185,6 +185,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return INTERRUPTED
+    except SystemExit as ended:  # argparse's --help, Hydra's own errors
+        if isinstance(ended.code, str):
+            raise
+        return int(ended.code or 0)
 
 
 def _trains(arguments: list[str]) -> bool:
@@ -251,6 +255,10 @@ def _refuse_unknown(word: str) -> None:
         return
     if word in ELSEWHERE:
         raise ConfigError(f"vissl-zero {word}: is not here. {ELSEWHERE[word]}")
+    if word in ("train", "run", "fit", "pretrain"):
+        raise ConfigError(
+            f"vissl-zero {word}: is no command, as training has no word. Write vissl-zero config=<recipe>."
+        )
     words = [*WORDS, *PROGRAMS]
     known = f"must be config=<recipe> or one of {', '.join(words)}.{did_you_mean(word, words)}"
     raise ConfigError(f"vissl-zero {word}: {known} See vissl-zero --help.")

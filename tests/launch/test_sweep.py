@@ -11,8 +11,10 @@ import time
 from pathlib import Path
 
 import pytest
+import yaml
 
-from tests.command_line import COMMAND
+from tests.command_line import COMMAND, run_command
+from vissl_zero.cli import main
 from vissl_zero.engine import stopping
 from vissl_zero.engine.stopping import JobNote
 from vissl_zero.errors import ConfigError, LaunchError
@@ -71,6 +73,42 @@ def test_jobs_run_side_by_side_and_a_failing_one_hides_no_other(tmp_path):
     other = sweep(tmp_path, *overrides[:-1], "config.ZERO.LEVEL=1,2")
     out, _ = other.communicate(timeout=120)
     assert other.returncode == 2 and "holds a different job" in out and "Traceback" not in out
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_seeds_are_trained_one_after_the_other_and_joined_in_a_table(tmp_path):
+    words = [word for word in SMALL[1:] if not word.startswith("hydra.sweep.dir")]
+    folder = tmp_path / "three (3)"
+    words += ["config.TRAINER.MAX_STEPS=2", "config.SEEDS=[3, 1, 2]", f"config.CHECKPOINT.DIR='{folder}'"]
+    out = run_command(*words, cwd=tmp_path, timeout_s=300).stdout
+    summaries = [json.loads((folder / name / "summary.json").read_text()) for name in "012"]
+    assert [
+        yaml.safe_load((folder / name / "config.user.yaml").read_text())["config"]["SEED_VALUE"] for name in "012"
+    ] == [3, 1, 2]
+    losses = [summary["loss_last"] for summary in summaries]
+    (group,) = json.loads((folder / "seeds.json").read_text())
+    found = group["figures"]["loss_last"]
+    assert found["mean"] == pytest.approx(sum(losses) / 3, rel=1e-12) and len({*losses}) == 3
+    assert min(losses) <= found["low"] < found["mean"] < found["high"] <= max(losses)
+    assert "mean over seeds" in out and f"[{found['low']:.4g}, {found['high']:.4g}]" in out
+    again = run_command(*words, cwd=tmp_path, timeout_s=120)  # nothing is left to do
+    assert again.stdout.count("done before") == 3 and "mean over seeds" in again.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        (["config.SEEDS=[1,1]"], "must be different whole numbers from 0"),
+        (["config.SEEDS=[0,1]", "-m", "config.ZERO.LEVEL=0,3"], "must be empty in a sweep"),
+        (["config.SEEDS=[a]"], "config.SEEDS"),
+    ],
+)
+def test_seeds_that_are_wrong_get_a_sentence(words, wanted, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["config=quickstart/swav_digits", *words]) == 2
+    assert wanted in capsys.readouterr().err
+    assert not [*(tmp_path / "runs").glob("*/*")]
 
 
 @pytest.mark.slow

@@ -55,6 +55,7 @@ def command(tmp_path, monkeypatch, capsys):
             "instance_retrieval_test. Did you mean 'doctor'?",
         ),
         (["jobs", "logs", "no such job"], "vissl-zero jobs logs: no such job is not a vissl-zero job."),
+        (["train", QUICKSTART], "training has no word. Write vissl-zero config=<recipe>."),
         (["jobs", "list", "more"], "takes no 'more'. Leave it out."),
         ([QUICKSTART, "--dry-rum"], "--dry-rum is not a flag. Did you mean '--dry-run'"),
         ([QUICKSTART, "--cfg", "job", "-m"], "Only one of --run, --multirun, --cfg"),

@@ -107,6 +107,8 @@ def _plain(dtype: torch.dtype) -> str:
 _SHAPES = ("MODEL.TRUNK", "MODEL.HEAD", "MODEL.NON_TRAINABLE_PARAMS", "LOSS.name")
 _ADAPTERS = tuple(f"MODEL.LORA.{key}" for key in ("USE_LORA", "R", "LORA_ALPHA", "TARGET_MODULES"))
 ORDER = ("SEED_VALUE", "DATA.ON_BROKEN_IMAGE", "DATA.TRAIN")
+_IMG_SIZE, _TRANSFORMS = "DATA.IMG_SIZE", "DATA.TRAIN.TRANSFORMS"
+_OTHER_IMAGES = "other images come, in another order or otherwise transformed"
 _NOT_ORDER = ("DATA.TRAIN.BATCHSIZE_PER_REPLICA",)  # the batch over all ranks counts
 OPTIMIZER = "OPTIMIZER.name"
 BATCH = "DATA.TRAIN.BATCHSIZE_PER_REPLICA"
@@ -151,11 +153,14 @@ def refused(saved: Mapping[str, Any], now: Mapping[str, Any], allowed: Sequence[
     found: dict[str, tuple[Any, Any, str]] = {}
     has_adapters = any(_at(tree, "config.MODEL.LORA.USE_LORA") for tree in (saved, now))
     shapes = [*_SHAPES, *(_ADAPTERS if has_adapters else ()), *_shapes_of_loss(now)]
-    for key, (before, after) in differences(saved, now).items():
+    changed = differences(saved, now)
+    if _IMG_SIZE in changed and changed.pop(_TRANSFORMS, False):  # named in its place: the crops follow from it
+        found[_IMG_SIZE] = (*changed[_IMG_SIZE], _OTHER_IMAGES)
+    for key, (before, after) in changed.items():
         if _is_under(key, shapes):
             found[key] = (before, after, "the model's or the loss's tensors have other shapes or another meaning")
         elif _is_under(key, ORDER) and not _is_under(key, _NOT_ORDER):
-            found[key] = (before, after, "other images come, in another order or otherwise transformed")
+            found[key] = (before, after, _OTHER_IMAGES)
     before, after = _at(saved, "optimizer.name"), _at(now, "optimizer.name")
     if before != after:
         found[OPTIMIZER] = (before, after, "its state does not fit")

@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-import rich
 import torch
 from torch import Tensor, nn
 
@@ -19,12 +18,13 @@ from vissl_zero.checkpoint.foreign_layouts import Foreign, as_token, read_foreig
 from vissl_zero.checkpoint.named_weights import locate
 from vissl_zero.checkpoint.shard_file import Entry
 from vissl_zero.config.blocks.model_and_loss import Lora, ModelConfig, WeightsInit
-from vissl_zero.errors import CheckpointError, printable
+from vissl_zero.errors import CheckpointError
 from vissl_zero.models.model import build_model
 from vissl_zero.models.trunks.token_embedding import TokenEmbedding, interpolated
 from vissl_zero.models.weight_names import is_adapters, to_our_names, without_base_layer
 from vissl_zero.resolve.components import saved_config
 from vissl_zero.resolve.resolved import ResolvedRun
+from vissl_zero.terminal import say
 
 COUNTERS = "num_batches_tracked"  # unused where batch norm has a momentum; older files lack it
 
@@ -194,7 +194,7 @@ def _fill_adapters(model: nn.Module, options: Lora, has_some: bool) -> dict[str,
         if not parameters[name].is_meta:
             parameters[name].copy_(read())
     if collectives.rank() == 0:
-        _print_line(f"Beginning with {len(found)} tensors of the adapter in {options.ADAPTER_FOLDER}.")
+        say(f"Beginning with {len(found)} tensors of the adapter in {options.ADAPTER_FOLDER}.")
     return found
 
 
@@ -225,16 +225,16 @@ def _fill(
         if not tensors[entry.key].is_meta:
             tensors[entry.key].copy_(entry.read())
     if collectives.rank() == 0:
-        _print_line(f"Beginning with {len(found.entries)} tensors of {options.PARAMS_FILE} ({foreign.layout}).")
+        say(f"Beginning with {len(found.entries)} tensors of {options.PARAMS_FILE} ({foreign.layout}).")
         if options.CONTINUE:
             anew = len([name for name in found.missing if not name.endswith(COUNTERS)]) + len(found.other_shape)
             out = len(found.unknown) + len(found.no_tensors) + len(found.other_shape)
             counts = f"{len(found.entries) - len(found.resized)} tensors as they are, {len(found.resized)} resized"
-            _print_line(f"Continuing with {counts}; {anew} of the model start anew, {out} of the file are left out.")
+            say(f"Continuing with {counts}; {anew} of the model start anew, {out} of the file are left out.")
         for sentence in [*(f"passed over: {reason}" for reason in foreign.passed_over), *found.sentences()]:
-            _print_line(sentence)
+            say(sentence)
         for head in sorted({name.rpartition(".")[0] for name in found.other_shape if name.startswith("heads.")}):
-            _print_line(f"{head} starts anew, since it has another shape than in the file.")
+            say(f"{head} starts anew, since it has another shape than in the file.")
     return {entry.key: entry.read for entry in found.entries}
 
 
@@ -297,7 +297,3 @@ def _require(found: Match, path: str, needs: Literal["trunk", "head shapes", "he
             "Write config.MODEL.TRUNK.NAME=auto for the trunk that the weights are of, correct the heads, or leave "
             f"tensors out with SKIP_LAYERS.\n{about}"
         )
-
-
-def _print_line(line: str) -> None:
-    rich.get_console().print(printable(line), markup=False, highlight=False, soft_wrap=True)

@@ -43,6 +43,7 @@ from vissl_zero.engine.hook import Hook, Run, Step
 from vissl_zero.errors import CheckpointError
 from vissl_zero.sharding.sharded_model import ShardedModel
 from vissl_zero.sharding.state.saved_state import Part
+from vissl_zero.terminal import say
 
 
 def write_rank(
@@ -384,9 +385,5 @@ class CheckpointHook(Hook):
         if run.is_main:
             latest = self._saver.latest_step
             saved = "no checkpoint could be saved" if latest is None else f"the checkpoint of step {latest} is saved"
-            self._console.print(
-                f"Stopping after step {run.step} ({run.stop.reason}); {saved}. The same command resumes from there.",
-                markup=False,
-                highlight=False,
-                soft_wrap=True,
-            )
+            text = f"Stopping after step {run.step} ({run.stop.reason}); {saved}. The same command resumes from there."
+            say(text, self._console)

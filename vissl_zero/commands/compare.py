@@ -11,15 +11,11 @@ from rich.table import Table
 from rich.text import Text
 
 from vissl_zero.atomic import replacing
-from vissl_zero.errors import ConfigError, Problem, did_you_mean, printable
+from vissl_zero.commands.arguments import CommandParser
+from vissl_zero.errors import ConfigError, Problem, printable
 from vissl_zero.launch.run_list import find_runs
+from vissl_zero.terminal import say
 
-USAGE = """\
-vissl-zero compare <folder> <folder> ... [--html <file>] [--json]
-  folder          of a run, or of several (a sweep); seeds of one recipe are joined
-  --html <file>   the page, comparison.html by default; it needs no network
-  --json          print data instead of the table
-"""
 _WORD = "vissl-zero compare"
 
 
@@ -29,10 +25,14 @@ def compare(arguments: Sequence[str]) -> int:
     Raises:
         ConfigError: an unknown flag, or folders that are no runs.
     """
-    if {"-h", "--help"} & {*arguments}:
-        print(USAGE, end="")
-        return 0
-    folders, out, is_json = _parse(arguments)
+    parser = CommandParser(prog=_WORD, description="Compare runs in a table, and on a page that needs no network.")
+    parser.add_argument(
+        "folders", nargs="+", metavar="folder", help="of a run, or of several (a sweep); seeds of one recipe are joined"
+    )
+    parser.add_argument("--html", metavar="FILE", type=Path, default=Path("comparison.html"), help="page to write")
+    parser.add_argument("--json", action="store_true", help="print data in place of the table")
+    options = parser.parse_args(arguments)
+    folders, out = _runs_of(options.folders), options.html.expanduser()
     from vissl_zero.reporting.comparison import as_json, differing, grouped, page, read_run, rows_of
 
     try:
@@ -41,7 +41,7 @@ def compare(arguments: Sequence[str]) -> int:
         raise ConfigError([Problem(_WORD, str(error), "must name runs that can be read", "Leave it out.")]) from error
     with replacing(out) as temporary:
         temporary.write_text(page(runs), encoding="utf-8")
-    if is_json:
+    if options.json:
         print(json.dumps(as_json(runs), indent=1))
         return 0
     console = Console(width=max(Console().width, 40 + 60 * len(runs)), soft_wrap=True)
@@ -49,32 +49,22 @@ def compare(arguments: Sequence[str]) -> int:
     groups = grouped(runs)
     heads = [f"{group.name} ({len(group.runs)})" for group in groups]
     console.print(_table(["figure", *heads], list(rows_of(groups))))
-    console.print(f"page: {out}", markup=False, highlight=False)
+    say(f"page: {out}", console)
     return 0
 
 
-def _parse(arguments: Sequence[str]) -> tuple[list[Path], Path, bool]:
-    words = [part for word in arguments for part in (word.split("=", 1) if word.startswith("--") else [word])]
+def _runs_of(names: Sequence[str]) -> list[Path]:
+    """Find the runs in the named folders."""
     folders: list[Path] = []
-    out, is_json = Path("comparison.html"), False
-    while words:
-        word = words.pop(0)
-        if word == "--json":
-            is_json = True
-        elif word == "--html" and words:
-            out = Path(words.pop(0)).expanduser()
-        elif word.startswith("-"):
-            near = did_you_mean(word, ["--html", "--json"])
-            raise ConfigError(f"{_WORD}: {word} is not a flag, or lacks a value.{near} See {_WORD} --help.")
-        else:
-            found = list(find_runs(Path(word).expanduser()))
-            if not found:
-                must = "must be the folder of a run, or of several"
-                raise ConfigError([Problem(_WORD, word, must, "vissl-zero runs lists them.")])
-            folders += found
+    for name in names:
+        found = list(find_runs(Path(name).expanduser()))
+        if not found:
+            must = "must be the folder of a run, or of several"
+            raise ConfigError([Problem(_WORD, name, must, "vissl-zero runs lists them.")])
+        folders += found
     if len(folders) < 2:
         raise ConfigError([Problem(_WORD, f"{len(folders)} runs", "needs two runs at least", "Name two folders.")])
-    return list(dict.fromkeys(folders)), out, is_json
+    return list(dict.fromkeys(folders))
 
 
 def _table(heads: Sequence[str], rows: Sequence[tuple[str, Sequence[object]]]) -> Table:

@@ -8,8 +8,9 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
+from vissl_zero.commands.arguments import CommandParser
 from vissl_zero.config.catalog import source_of
 from vissl_zero.errors import ConfigError, DataError, printable
 from vissl_zero.reporting.quantity import bytes_text
@@ -22,11 +23,6 @@ _SHEET = "data_check.png"
 _MOST_CLASSES = 10
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"vissl-zero data: {message}. See vissl-zero data --help.")
-
-
 def data(words: Sequence[str]) -> int:
     """Run a word of ``vissl-zero data``; returns the exit code.
 
@@ -34,9 +30,9 @@ def data(words: Sequence[str]) -> int:
         ConfigError: wrong arguments.
         DataError: the images cannot be read, or packed.
     """
-    parser = _Parser(prog="vissl-zero data")
-    verbs = parser.add_subparsers(dest="verb", required=True, parser_class=_Parser)
-    source = _Parser(add_help=False)
+    parser = CommandParser(prog="vissl-zero data")
+    verbs = parser.add_subparsers(dest="verb", required=True, parser_class=CommandParser)
+    source = CommandParser(add_help=False)
     source.add_argument(
         "paths", nargs="+", metavar="source", help="what DATA_PATHS would name; its format is recognized"
     )
@@ -51,10 +47,7 @@ def data(words: Sequence[str]) -> int:
     pack.add_argument("out", type=Path, help="folder to write, new or begun")
     pack.add_argument("--to", required=True, choices=("webdataset", "arrow", "lmdb"), help="format")
     pack.add_argument("--size", type=_side, help="reduce larger images to this shorter side, pixels")
-    try:
-        options = parser.parse_args(list(words))
-    except SystemExit as ended:  # --help
-        return int(ended.code or 0)
+    options = parser.parse_args(words)
     if options.verb == "pack":
         _pack(options.folder, options.out, options.to, options.size)
     elif options.verb == "check":

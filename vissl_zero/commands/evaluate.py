@@ -6,7 +6,6 @@ spread over ranks as every run does: ``config.ZERO.LEVEL=3`` and other overrides
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
@@ -15,13 +14,15 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from vissl_zero.atomic import read_object, replacing
+from vissl_zero.commands.arguments import CommandParser
+from vissl_zero.config.override_words import as_word
 from vissl_zero.config.weights_name import absolute, scheme_of
 from vissl_zero.errors import ConfigError, DataError, printable
 from vissl_zero.resolve.data_plan import names_like
@@ -38,21 +39,13 @@ _ENDINGS = (".npz", ".parquet", ".safetensors")
 _VALIDATION = ("val", "test")
 
 
-class _Parser(argparse.ArgumentParser):
-    """Parse the words of a command; an error is one sentence."""
-
-    def error(self, message: str) -> NoReturn:
-        """Raise argparse's message as a ``ConfigError``; argparse calls this."""
-        raise ConfigError(f"{self.prog}: {message}. {self.prog} --help says what it takes.")
-
-
 def evaluate(arguments: Sequence[str]) -> int:
     """Measure weights on class folders and print a table or JSON; returns 0, or the exit code of the run that failed.
 
     Raises:
         ConfigError, DataError: the arguments, or the folder, are wrong.
     """
-    parser = _Parser(
+    parser = CommandParser(
         prog="vissl-zero evaluate",
         description="kNN, a linear probe and RankMe of weights on class folders; nothing is trained. Exit codes: 0 "
         "done, 2 your input, 1 a crash. Further config.<key>=<value> are passed to the run (benchmark/evaluate).",
@@ -109,7 +102,7 @@ def embed(arguments: Sequence[str]) -> int:
     Raises:
         ConfigError, DataError: the arguments, or the folder, are wrong.
     """
-    parser = _Parser(
+    parser = CommandParser(
         prog="vissl-zero embed",
         description="Features of all images in a folder and the folders in it, with their names (paths below the "
         "folder), as arrays features (N, F) and names (N,). Further config.<key>=<value> are passed to the run "
@@ -197,13 +190,7 @@ def _without_overrides(arguments: Sequence[str]) -> list[str]:
 
 
 def _word(key: str, path: Path) -> str:
-    return f"config.{key}=[{_quoted(str(path.absolute()))}]"
-
-
-def _quoted(text: str) -> str:
-    """Put a text into the quotes of Hydra's grammar."""
-    escaped = text.replace("\\'", "\\\\'").replace("'", "\\'")
-    return f"'{escaped}'"
+    return f"config.{key}={as_word([path.absolute()])}"
 
 
 def _run(weights: str, words: Sequence[str], folder: Path | None = None) -> tuple[int, dict[str, Any]]:
@@ -211,8 +198,12 @@ def _run(weights: str, words: Sequence[str], folder: Path | None = None) -> tupl
     if folder is None:
         with tempfile.TemporaryDirectory() as temporary:
             return _run(weights, words, Path(temporary))
-    place = [f"config.CHECKPOINT.DIR={_quoted(str(folder))}", f"hydra.run.dir={_quoted(str(folder))}"]
-    init = f"config.MODEL.WEIGHTS_INIT.PARAMS_FILE={_quoted(absolute(weights))}"
+    place = [f"config.CHECKPOINT.DIR={as_word(folder)}", f"hydra.run.dir={as_word(folder)}"]
+    init = f"config.MODEL.WEIGHTS_INIT.PARAMS_FILE={as_word(absolute(weights))}"
     command = [sys.executable, "-m", "vissl_zero.cli", *words, init, *place]
-    code = subprocess.run(command, stdout=sys.stderr, check=False).returncode
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, errors="replace") as run:
+        for line in run.stdout or ():
+            if str(folder) not in line:  # it is temporary: the user would look for it in vain
+                print(line, end="", file=sys.stderr, flush=True)
+    code = run.returncode
     return (code, {}) if code else (0, read_object(folder / "summary.json"))

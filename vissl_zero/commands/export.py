@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from vissl_zero.atomic import read_object
-from vissl_zero.errors import CheckpointError, ConfigError
+from vissl_zero.commands.arguments import CommandParser
+from vissl_zero.errors import CheckpointError
 from vissl_zero.version import __version__
 
 if TYPE_CHECKING:
@@ -20,19 +20,13 @@ TARGETS = ("timm", "transformers", "torchvision", "torchhub", "peft", "onnx", "s
 _FIGURES = ("steps", "final_loss", "knn_top1_before", "knn_top1_after", "top1", "rankme_after")
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        """Raise argparse's message as a ``ConfigError``; argparse calls this."""
-        raise ConfigError(f"{self.prog}: {message}. {self.prog} --help says what it takes.")
-
-
 def export(arguments: Sequence[str]) -> int:
     """Write the folder, open it again with the library, and print the call that does so; returns 0.
 
     Raises:
         ConfigError, CheckpointError: the arguments, or what they name, are wrong.
     """
-    parser = _Parser(
+    parser = CommandParser(
         prog="vissl-zero export",
         description="Write a trunk as a folder that another library opens, with config.json, preprocessor_config.json "
         "and a model card. The library opens it again, and features are compared, before it is done.",

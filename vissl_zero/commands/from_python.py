@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vissl_zero.config.override_words import as_word
 from vissl_zero.engine.stopping import INTERRUPTED, STOPPED, read_summary
 from vissl_zero.errors import ConfigError, LaunchError
 from vissl_zero.lifetime import SWEEP_VARIABLE
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
 _INPUT_IS_WRONG = 2
 _TAIL_LINES = 40
-_PLAIN = re.compile(r"[A-Za-z_][\w./-]*")
-_RESERVED = {"true", "false", "null", "nan", "inf"}
 
 
 @dataclass(frozen=True)
@@ -208,23 +206,4 @@ def _command(words: Sequence[str], take: Callable[[str], object] = _print_now) -
 
 
 def _words(overrides: Mapping[str, Any]) -> list[str]:
-    return [f"{key}={_written(value)}" for key, value in overrides.items()]
-
-
-def _written(value: Any) -> str:
-    """Return a value as Hydra's grammar writes it."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, int | float):
-        return repr(value)
-    if isinstance(value, Mapping):
-        return "{" + ",".join(f"{key}:{_written(item)}" for key, item in value.items()) + "}"
-    if isinstance(value, list | tuple):
-        return "[" + ",".join(map(_written, value)) + "]"
-    text = str(value)
-    if _PLAIN.fullmatch(text) and text.lower() not in _RESERVED:
-        return text
-    quoted = re.sub(r"(\\*)'", r"\1\1\\'", text)
-    return "'" + re.sub(r"(\\+)$", r"\1\1", quoted) + "'"
+    return [f"{key}={as_word(value)}" for key, value in overrides.items()]

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import NoReturn
 
+from vissl_zero.commands.arguments import CommandParser
 from vissl_zero.config.compose import compose
 from vissl_zero.config.recipes import recipe_names
 from vissl_zero.errors import ConfigError, DataError, printable
@@ -21,11 +20,6 @@ _MOST_IMAGES = 64  # of a batch
 _LEAST_IMAGES = 8
 _VALIDATION = ("val", "test")
 _PACKAGE = "# @package _global_"
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"vissl-zero new: {message}. See vissl-zero new --help.")
 
 
 @dataclass(frozen=True)
@@ -56,7 +50,7 @@ def new(arguments: Sequence[str]) -> int:
         ConfigError: an answer is wrong, or no plan fits the memory.
         DataError: the folder has no images that can be used.
     """
-    parser = _Parser(
+    parser = CommandParser(
         prog="vissl-zero new",
         description="Write a recipe of at most 25 lines that trains on a folder of images. Asks on a terminal for "
         "what the flags leave open; elsewhere the flags' defaults hold.",
@@ -66,10 +60,7 @@ def new(arguments: Sequence[str]) -> int:
     parser.add_argument("--labels", help="yes: train a classifier; no: learn without labels; auto (default): look")
     parser.add_argument("--memory-gb", metavar="X", help="GiB that a process may use; auto (default): what is free")
     parser.add_argument("--epochs", metavar="N", help="passes over the images, 20 by default")
-    try:
-        options = parser.parse_args(list(arguments))
-    except SystemExit as ended:  # --help
-        return int(ended.code or 0)
+    options = parser.parse_args(arguments)
     path = _place(options.name)
     images = _answer(options.images, "--images", "Which folder holds the images?", "")
     labels = _answer(options.labels, "--labels", "Train with their labels (yes, no, auto)?", "auto")

@@ -14,6 +14,7 @@ from rich.console import Console
 from vissl_zero.config.compose import compose
 from vissl_zero.config.recipes import RecipeFile, recipe_file, recipe_names, recipe_text
 from vissl_zero.errors import ConfigError, Problem, did_you_mean
+from vissl_zero.terminal import say
 
 USAGE = """\
 vissl-zero plan <recipe | file.yaml> [<another> ...] [config.A.B=value ...]
@@ -76,10 +77,10 @@ def plan(arguments: Sequence[str]) -> int:
         console = Console(width=max(_WIDTH, Console().width), soft_wrap=True)
         for one in plans:
             first, *rest = plan_lines(one, overrides)
-            console.print(first, markup=False, highlight=False)
+            say(first, console)
             console.print(plan_table(one))
             for line in rest:
-                console.print(line, markup=False, highlight=False)
+                say(line, console)
     if png is not None and draw_plans(plans, png) and not is_json:
         print(f"drawn: {png}")
     return 0 if all(one.chosen is not None for one in plans) else NOTHING_FITS

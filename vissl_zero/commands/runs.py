@@ -10,19 +10,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from vissl_zero.errors import ConfigError, Problem, did_you_mean
+from vissl_zero.commands.arguments import CommandParser
+from vissl_zero.errors import ConfigError, Problem
 from vissl_zero.launch.run_list import FIGURES, STATES, ListedRun, as_json, find_runs, listed
 from vissl_zero.reporting.quantity import figure_text
+from vissl_zero.terminal import say
 
-USAGE = """\
-vissl-zero runs [folder] [--state <state>] [--recipe <text>] [--sort <column>] [--json]
-  folder            where to look, at any depth; runs by default
-  --state <state>   running, waiting, stopped, failed or done
-  --recipe <text>   recipes that contain it
-  --sort <column>   age (newest first, default), folder, recipe, state, step, loss_last, top1, knn_top1_after,
-                    images_per_s
-  --json            a list of objects: folder, state, why, recipe, step, figures, age_s, resume
-"""
 _COLUMNS = ("age", "folder", "recipe", "state", "step", *FIGURES)
 _NAMES = {"loss_last": "loss", "top1": "top-1", "knn_top1_after": "kNN top-1", "images_per_s": "images/s"}
 _SHARES = ("top1", "knn_top1_after")
@@ -35,47 +28,34 @@ def runs(arguments: Sequence[str]) -> int:
     Raises:
         ConfigError: an unknown flag or value, or a folder that does not exist.
     """
-    if {"-h", "--help"} & {*arguments}:
-        print(USAGE, end="")
-        return 0
-    folder, options, is_json = _parse(arguments)
+    parser = CommandParser(
+        prog="vissl-zero runs", description="Print a table of runs, with the command that resumes each."
+    )
+    parser.add_argument("folder", nargs="?", type=Path, help="where to look, at any depth (runs)")
+    parser.add_argument("--state", choices=STATES, help="runs in this state")
+    parser.add_argument("--recipe", metavar="TEXT", default="", help="recipes that contain it")
+    parser.add_argument("--sort", choices=_COLUMNS, default="age", help="column; newest first by default")
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="print a list of objects: folder, state, why, recipe, step, figures, age_s, resume",
+    )
+    options = parser.parse_args(arguments)
+    folder = (options.folder or Path("runs")).expanduser()
+    if options.folder and not folder.is_dir():
+        raise ConfigError(
+            [Problem("vissl-zero runs", str(folder), "must be one folder that exists", "Correct the path.")]
+        )
     found = [listed(path) for path in find_runs(folder)]
-    found = [run for run in found if options["--state"] in ("", run.state) and options["--recipe"] in run.recipe]
-    found.sort(key=lambda run: _order(run, options["--sort"] or "age"))
-    if is_json:
+    found = [run for run in found if options.state in (None, run.state) and options.recipe in run.recipe]
+    found.sort(key=lambda run: _order(run, options.sort))
+    if options.json:
         print(json.dumps([as_json(run) for run in found], indent=1))
     elif found:
         _print(found)
     else:
-        print(f"No run in {folder}." if not any(options.values()) else f"No such run in {folder}.")
+        print(f"No{' such' if options.state or options.recipe else ''} run in {folder}.")
     return 0
-
-
-def _parse(arguments: Sequence[str]) -> tuple[Path, dict[str, str], bool]:
-    allowed = {"--state": STATES, "--sort": _COLUMNS, "--recipe": ()}
-    options, folders, is_json = dict.fromkeys(allowed, ""), [], False
-    words = [part for word in arguments for part in (word.split("=", 1) if word.startswith("--") else [word])]
-    while words:
-        word = words.pop(0)
-        if word == "--json":
-            is_json = True
-        elif word in allowed:
-            if not words or (allowed[word] and words[0] not in allowed[word]):
-                must = f"must be {', '.join(allowed[word])}" if allowed[word] else "needs a value"
-                raise ConfigError(
-                    [Problem(f"vissl-zero runs {word}", words[0] if words else "nothing", must, "See --help.")]
-                )
-            options[word] = words.pop(0)
-        elif word.startswith("-"):
-            near = did_you_mean(word, [*allowed, "--json"])
-            raise ConfigError(f"vissl-zero runs: {word} is not a flag.{near} See vissl-zero runs --help.")
-        else:
-            folders.append(Path(word).expanduser())
-    folder = folders[0] if folders else Path("runs")
-    if len(folders) > 1 or (folders and not folder.is_dir()):
-        got = " ".join(map(str, folders))
-        raise ConfigError([Problem("vissl-zero runs", got, "must be one folder that exists", "Correct the path.")])
-    return folder, options, is_json
 
 
 def _order(run: ListedRun, column: str) -> tuple[bool, float | str]:
@@ -99,9 +79,9 @@ def _print(found: Sequence[ListedRun]) -> None:
     console.print(table)
     for run in found:
         if run.why and run.state in ("failed", "running", "waiting"):
-            console.print(f"{run.state}: {run.folder}: {run.why}", markup=False, highlight=False)
+            say(f"{run.state}: {run.folder}: {run.why}", console)
         if run.resume:
-            console.print(f"resume: {run.resume}", markup=False, highlight=False)
+            say(f"resume: {run.resume}", console)
 
 
 def _figure(name: str, value: float | None) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
+from typing import NoReturn
 
 import hydra
 from hydra._internal.utils import get_args_parser
@@ -30,6 +31,7 @@ from vissl_zero.config.compose import (
     register,
     remember_new,
 )
+from vissl_zero.config.override_words import as_word
 from vissl_zero.config.recipes import recipe_names
 from vissl_zero.engine.stopping import INTERRUPTED, STOPPED
 from vissl_zero.errors import ConfigError, Problem, VisslZeroError, did_you_mean
@@ -156,6 +158,8 @@ def _run_job(cfg: DictConfig) -> int:
         must = "must be false: the paths of a recipe are relative to the folder where the command is given"
         print(Problem("hydra.job.chdir", "true", must, "Leave it out."), file=sys.stderr)
         return 2
+    if cfg.config.SEEDS:
+        return _train_seeds(cfg.config.SEEDS, folder, is_sweep=hydra_cfg.mode == RunMode.MULTIRUN)
     if hydra_cfg.mode != RunMode.MULTIRUN or cfg.config.DRY_RUN:  # a dry run leaves nothing behind
         return _compose_and_run(cfg, recipe, folder)
     from vissl_zero.launch.sweep import run_job_of_sweep
@@ -166,6 +170,35 @@ def _run_job(cfg: DictConfig) -> int:
         lambda: _compose_and_run(cfg, recipe, folder),
         int(cfg.config.SLURM.MAX_REQUEUES),
     )
+
+
+def _train_seeds(seeds: Sequence[int], folder: Path, is_sweep: bool) -> NoReturn:
+    """Become the sweep over SEED_VALUE that ``config.SEEDS`` stands for.
+
+    Args:
+        seeds: of ``config.SEEDS``.
+        folder: the run folder, which becomes the sweep's.
+        is_sweep: this is a job of a sweep already.
+    Raises:
+        ConfigError: the seeds are wrong, or this process is one of several.
+    """
+    fix = "Correct it."
+    must = ""
+    if len({*seeds}) < len(seeds) or min(seeds) < 0:
+        must = "must be different whole numbers from 0"
+    elif is_sweep:
+        must, fix = "must be empty in a sweep", "Sweep over config.SEED_VALUE beside the other keys."
+    elif {"RANK", "WORLD_SIZE"} <= os.environ.keys():
+        must, fix = "must be empty under torchrun", "Start it with vissl-zero, which starts the processes of each run."
+    if must:
+        _remove_if_empty(folder)
+        raise ConfigError([Problem("config.SEEDS", f"[{', '.join(map(str, seeds))}]", must, fix)])
+    ours = ("config.SEEDS=", "+config.SEEDS=", "config.CHECKPOINT.DIR=", "hydra.run.dir=")
+    words = [word for word in sys.argv[1:] if not word.startswith(ours)]
+    swept = ",".join(map(str, seeds))
+    words += ["config.SEEDS=[]", f"config.SEED_VALUE={swept}", f"hydra.sweep.dir={as_word(folder)}"]
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, "-m", "vissl_zero.cli", "-m", *words])  # noqa: S606 - this very program
 
 
 def _compose_and_run(cfg: DictConfig, recipe: str, output_dir: Path) -> int:

@@ -35,6 +35,10 @@ class RunConfig:
 
     SEED_VALUE: int = number(0, least=0)
     """Seed of weights, order of images, augmentation, and dropout."""
+    SEEDS: list[int] = field(default_factory=list)
+    """Train once with each of these as SEED_VALUE, in folders 0, 1, ... of the run folder, and print each figure's mean
+    with a 95 % bootstrap interval; empty: once, with SEED_VALUE. One after the other; hydra/launcher=local: side by
+    side."""
     LOG_FREQUENCY: int = number(10, least=1)
     """Optimizer steps between lines of the plain display, and between measurements of memory and of health."""
     IMPORTS: list[str] = field(default_factory=list)

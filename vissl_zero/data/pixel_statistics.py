@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from PIL import Image
+from PIL.TiffImagePlugin import TiffImageFile
 
 from vissl_zero.data.decode import BrokenImageError, Decoder
 from vissl_zero.data.one_pass import looked_at
@@ -14,6 +15,7 @@ from vissl_zero.data.source import Source, encoded_image
 from vissl_zero.errors import DataError
 
 _CHANNELS = 3
+_BITS_PER_SAMPLE = 258  # TIFF's tag
 
 
 @dataclass(frozen=True)
@@ -36,24 +38,29 @@ class Counted:
 def count(source: Source, indices: range) -> Counted:
     """Count the values of these images' pixels; broken images are passed over."""
     values = np.zeros((_CHANNELS, 256), np.int64)
-    num_images, is_gray, bits = 0, True, 1
-    depths: list[int] = []
+    num_images, is_gray, most_bits = 0, True, 1
     for index in indices:
         try:
-            image = encoded_image(source, index)
-            if isinstance(image, bytes):
-                image = Decoder().image(image, source.name(index), lambda file: depths.append(_bits(file)))
-            else:
-                depths.append(8)
+            image, bits = _read(source, index)
         except BrokenImageError:
             continue
         found = np.array(image.histogram(), np.int64).reshape(_CHANNELS, 256)
         values += found
         num_images += 1
+        most_bits = max(most_bits, bits)
         if is_gray and not ((found == found[0]).all() and _is_gray(image)):
             is_gray = False
-    bits = max(depths, default=1)
-    return Counted(values, num_images, is_gray, bits)
+    return Counted(values, num_images, is_gray, most_bits)
+
+
+def _read(source: Source, index: int) -> tuple[Image.Image, int]:
+    """Decode an image, and return it with its bits per channel."""
+    data = encoded_image(source, index)
+    if not isinstance(data, bytes):
+        return data, 8
+    depths: list[int] = []
+    image = Decoder().image(data, source.name(index), lambda file: depths.append(_bits(file, data)))
+    return image, depths[-1]
 
 
 def _is_gray(image: Image.Image) -> bool:
@@ -61,8 +68,12 @@ def _is_gray(image: Image.Image) -> bool:
     return red == green == blue
 
 
-def _bits(file: Image.Image) -> int:
+def _bits(file: Image.Image, data: bytes) -> int:
     """Return the bits per channel; Pillow reads color of 16 bits as 8, and says so nowhere."""
+    if file.format == "PNG":
+        return data[24]
+    if isinstance(file, TiffImageFile):
+        return max(file.tag_v2.get(_BITS_PER_SAMPLE, (1,)))
     return 1 if file.mode == "1" else 16 if file.mode.startswith("I") else 8
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-import rich
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
@@ -23,6 +22,7 @@ from vissl_zero.errors import ConfigError, DataError, Problem
 from vissl_zero.evaluation.features import evaluating, extract_features, layers_of, own_batches, rows_to_write
 from vissl_zero.evaluation.retrieval import Whitening
 from vissl_zero.registry import HOOKS
+from vissl_zero.terminal import say
 
 ASSIGNMENTS = "cluster_assignments"  # folder in the run folder
 _CHUNK_ELEMENTS = 2**24  # distances at once: 64 MiB in float32
@@ -136,7 +136,7 @@ class ClusterFeatures(Hook):
             if run.is_main:
                 used = len(labels.unique())
                 line = f"{split}: {len(labels):,} images in {used:,} of {len(centroids):,} clusters: {files[0]}"
-                rich.get_console().print(line, markup=False, highlight=False, soft_wrap=True)
+                say(line)
 
     def _write(self, run: Run, split: str, labels: Tensor, distances: Tensor, centroids: Tensor) -> list[str]:
         """Write two lists on rank 0; return their paths."""
@@ -195,4 +195,4 @@ class ExtractClusters(Hook):
             np.save(files[0], np.array([source.name(index) for index in inds]))
             np.save(files[1], found.numpy())
             line = f"{split}: {len(found):,} images in {len(found.unique()):,} of {num_clusters:,} clusters: {files[0]}"
-            rich.get_console().print(line, markup=False, highlight=False, soft_wrap=True)
+            say(line)

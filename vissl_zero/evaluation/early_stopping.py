@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import rich
-import torch
 from rich.console import Console
 
-from vissl_zero.collectives import all_reduce_max
 from vissl_zero.config.blocks.output import EarlyStopping
 from vissl_zero.engine.hook import Hook, Run, StepRecord
-from vissl_zero.errors import ConfigError, Problem
-from vissl_zero.resolve.early_stopping import KEY, periods
+from vissl_zero.evaluation.followed_figure import FollowedFigure
+from vissl_zero.resolve.followed_figure import EARLY_STOPPING
+from vissl_zero.terminal import say
 
 
 class EarlyStoppingHook(Hook):
@@ -33,7 +31,7 @@ class EarlyStoppingHook(Hook):
         self._best: float | None = None
         self._best_step = 0
         self._num_worse = 0
-        self._losses = [0.0, 0.0]  # sum and number, of this epoch
+        self._figure = FollowedFigure(options.METRIC, EARLY_STOPPING, options.MODE)
 
     @property
     def has_stopped(self) -> bool:
@@ -46,13 +44,14 @@ class EarlyStoppingHook(Hook):
             "best": self._best,
             "best_step": self._best_step,
             "num_worse": self._num_worse,
-            "losses": list(self._losses),
+            **self._figure.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state; see ``Hook``."""
         self._best, self._best_step = state["best"], int(state["best_step"])
-        self._num_worse, self._losses = int(state["num_worse"]), list(state["losses"])
+        self._num_worse = int(state["num_worse"])
+        self._figure.load_state_dict(state)
 
     def on_start(self, run: Run) -> None:
         """End a run at once that had stopped when it was saved."""
@@ -61,8 +60,7 @@ class EarlyStoppingHook(Hook):
 
     def on_record(self, run: Run, record: StepRecord) -> None:
         """Add up the losses of the epoch, which are equal on all ranks."""
-        if record.loss is not None:
-            self._losses = [self._losses[0] + record.loss, self._losses[1] + 1]
+        self._figure.add(record)
 
     def on_epoch_end(self, run: Run) -> None:
         """Compare the figure with the best. Collective.
@@ -70,29 +68,15 @@ class EarlyStoppingHook(Hook):
         Raises:
             ConfigError: nothing has measured the figure: images have no labels.
         """
-        metric, (total, count) = self._options.METRIC, self._losses
-        self._losses = [0.0, 0.0]
-        if (run.epoch + 1) % periods(run.plan.config)[metric] or run.step >= run.num_steps:
+        figure = self._figure.at_epoch_end(run)
+        if figure is None:
             return
-        figure = total / count if metric == "loss" and count else run.results.get(f"{metric}_latest")
-        if figure is None and metric != "loss":
-            must = "must be a figure that this run measures"
-            raise ConfigError([Problem(KEY, repr(metric), must, "It needs images with labels. Write loss.")])
-        if figure is None:  # every step was skipped
-            return
-        figure = float(all_reduce_max(torch.tensor(figure, dtype=torch.float64)))
-        self._compare(run.step, figure)
-        if self.has_stopped:
-            self._end(run)
-
-    def _compare(self, step: int, figure: float) -> None:
-        mode = self._options.MODE
-        sign = -1 if mode == "min" or (mode == "auto" and self._options.METRIC == "loss") else 1
-        best = -math.inf if self._best is None else sign * self._best
-        if sign * figure > best + self._options.MIN_DELTA:
-            self._best, self._best_step, self._num_worse = figure, step, 0
+        if self._figure.is_better(figure, self._best, self._options.MIN_DELTA):
+            self._best, self._best_step, self._num_worse = figure, run.step, 0
         else:
             self._num_worse += 1
+        if self.has_stopped:
+            self._end(run)
 
     def _end(self, run: Run) -> None:
         run.num_steps = run.step
@@ -103,4 +87,4 @@ class EarlyStoppingHook(Hook):
         }
         if run.is_main:
             said = f"stopped early: {self._options.METRIC} was best at step {self._best_step} ({self._best:.6g})"
-            self._console.print(said, markup=False, highlight=False, soft_wrap=True)
+            say(said, self._console)

@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-import rich
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
@@ -35,6 +34,7 @@ from vissl_zero.errors import ConfigError, DataError, Problem
 from vissl_zero.evaluation.accuracy import TOP_K
 from vissl_zero.evaluation.features import evaluating, layers_of, own_batches, rows_to_write
 from vissl_zero.registry import HOOKS
+from vissl_zero.terminal import say
 
 _ROWS_PER_SHARD = 2**16
 
@@ -61,7 +61,7 @@ class ExtractFeatures(Hook):
         if run.is_main:
             said = ", ".join(f"{count} images of {split}" for split, count in counts.items())
             line = f"Features of {said}: {run.folder / FEATURES_FOLDER}"
-            rich.get_console().print(line, markup=False, highlight=False, soft_wrap=True)
+            say(line)
 
     def _extract(self, run: Run, split: str, source: Source) -> int:
         """Write the features of a split to files. Collective."""
@@ -223,7 +223,7 @@ class ExtractLabelPredictions(Hook):
             self._predict(run, split, source)
         if run.is_main:
             line = f"Label predictions: {run.folder / PREDICTIONS_FOLDER}"
-            rich.get_console().print(line, markup=False, highlight=False, soft_wrap=True)
+            say(line)
 
     def _predict(self, run: Run, split: str, source: Source) -> None:
         """Write the predictions of a split to files. Collective."""

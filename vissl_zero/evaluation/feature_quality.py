@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import rich
 
 from vissl_zero.checkpoint.named_weights import locate
 from vissl_zero.data.loader import eval_images
@@ -25,6 +24,7 @@ from vissl_zero.evaluation.knn import knn_top1s
 from vissl_zero.evaluation.linear_classifiers import shared
 from vissl_zero.evaluation.trunk import is_of_no_run
 from vissl_zero.registry import HOOKS
+from vissl_zero.terminal import say
 from vissl_zero.weights.reading import find
 
 PENALTIES = (0.001, 0.01, 0.1, 1.0, 10.0)  # scikit-learn's C
@@ -61,7 +61,7 @@ class FeatureQuality(Hook):
         run.results.update(found)
         if run.is_main:
             text = f"kNN {knn:.1%} (k={k}, T={temperature}), linear {linear:.1%}, {found['num_features']} features"
-            rich.get_console().print(text, markup=False, highlight=False, soft_wrap=True)
+            say(text)
 
 
 def _recognized(run: Run) -> str:

@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-import rich
 import torch
 import torch.nn.functional as F
 import torchvision
@@ -27,6 +26,7 @@ from vissl_zero.data.source import Source
 from vissl_zero.data.split_pipeline import build_split_pipeline
 from vissl_zero.data.workers import BatchStream
 from vissl_zero.engine.hook import Run
+from vissl_zero.terminal import say
 
 
 @contextmanager
@@ -83,7 +83,7 @@ def own_batches(run: Run, images: EvalImages) -> Iterator[tuple[ImageBatch, int]
         if run.is_main and now - said >= _SECONDS_BETWEEN_LINES and num_done < len(images):
             said = now
             text = f"evaluating: {num_done:,} of {len(images):,} images, {num_done / (now - began):.0f} images/s"
-            rich.get_console().print(text, markup=False, highlight=False, soft_wrap=True)
+            say(text)
 
 
 def rows_to_write(batch: ImageBatch, num_own: int) -> list[int]:

@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import rich
 import torch
 from torch import Tensor
 
@@ -30,6 +29,7 @@ from vissl_zero.evaluation.features import (
 )
 from vissl_zero.evaluation.pictures import Neighbors, PatchPictures, find_neighbors, middles, patch_pictures
 from vissl_zero.resolve.resolved import ResolvedRun
+from vissl_zero.terminal import say
 
 
 def vote(similarities: Tensor, labels: Tensor, sigma: float, num_classes: int) -> Tensor:
@@ -201,7 +201,7 @@ class KnnHook(Hook):
         run.results["knn_top1_after"] = self._record(run, measured)
         run.results["rankme_after"] = rankme(measured.index.rows)
         if run.is_main and run.plan.config.MODEL.WEIGHTS_INIT.CONTINUE and (said := fall_of_rank(run.results)):
-            rich.get_console().print(said, markup=False, highlight=False, soft_wrap=True)
+            say(said)
         self._look_closer(run, measured)
         self.neighbors_after = self._neighbors(measured)
         self._take_pictures(run)

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-import rich
 import torch
 from safetensors.torch import save_file
 
@@ -32,6 +31,7 @@ from vissl_zero.errors import DataError
 from vissl_zero.evaluation.features import Features, extract_features, layers_of
 from vissl_zero.registry import HOOKS
 from vissl_zero.resolve.measuring import penalties
+from vissl_zero.terminal import say
 
 Job = TypeVar("Job")
 Done = TypeVar("Done")
@@ -249,7 +249,7 @@ class SvmHook(Hook):
             rows = [prepare(found.rows[:, columns].cpu().numpy()) for found in (train, test)]
             line = self.measure(run, name, rows[0], self._train.matrix, rows[1], self._test.matrix)
             if run.is_main:
-                rich.get_console().print(line, markup=False, highlight=False, soft_wrap=True)
+                say(line)
 
     def check(self, run: Run, matrix: np.ndarray) -> None:
         """Refuse labels (N, C) of TRAIN that nothing can be learned from. Raises DataError."""
@@ -458,7 +458,7 @@ class LowShot(Hook):
             if run.is_main:
                 line = f"Low shot on {name}: top-1 {rows['mean']:.1%}, std {rows['std']:.1%} over {len(best)} draws of "
                 line += f"{len(found[0].rows):,} images"
-                rich.get_console().print(line, markup=False, highlight=False, soft_wrap=True)
+                say(line)
 
 
 def _measured(test: Features, columns: slice, job: tuple[Features, float]) -> tuple[float, float]:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import rich
 import torch
 import torch.nn.functional as F
 from PIL import Image
@@ -41,6 +40,7 @@ from vissl_zero.evaluation.retrieval import (
     unit_vectors,
 )
 from vissl_zero.registry import HOOKS
+from vissl_zero.terminal import say
 
 FOLDER = "instance_retrieval"
 _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -98,7 +98,7 @@ class InstanceRetrieval(Hook):
             _write(run.folder / FOLDER, results, similarity if options.SAVE_RETRIEVAL_RANKINGS_SCORES else None)
             said = ", ".join(f"{_NAMES.get(name, name)} {mean:.1%}" for name, mean in results["mAP"].items())
             line = f"{self._found.name}: mean average precision {said}"
-            rich.get_console().print(line, markup=False, highlight=False, soft_wrap=True)
+            say(line)
 
     def _whitening(self, run: Run, options: ImageRetrieval) -> Whitening:
         """Fit the whitening on the training images. Collective."""
@@ -201,7 +201,7 @@ def _each(
             if run.is_main and now - said >= _SECONDS_BETWEEN_LINES and num_done < len(files):
                 said = now
                 text = f"{what}: {num_done:,} of {len(files):,}, {num_done / (now - began):.1f} images/s"
-                rich.get_console().print(text, markup=False, highlight=False, soft_wrap=True)
+                say(text)
 
 
 def _ahead(load: Callable[[int], Tensor], items: Sequence[int], num_threads: int) -> Iterator[Tensor]:

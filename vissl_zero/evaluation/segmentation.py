@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import rich
 import torch
 from torch import Tensor
 
@@ -25,6 +24,7 @@ from vissl_zero.evaluation.features import evaluated, own_batches
 from vissl_zero.evaluation.pictures import middles
 from vissl_zero.methods.segmentation import as_large_as
 from vissl_zero.resolve.pairs import IGNORED, listed
+from vissl_zero.terminal import say
 
 _NUM_PICTURES = 8
 
@@ -222,8 +222,7 @@ def require_pairs(run: Run) -> None:
     if data.ON_BROKEN_IMAGE != "skip":
         raise DataError(f"{len(found):,} pairs of image and mask cannot be used: {listed(found)}. {_FIX}")
     if run.is_main:
-        text = f"warning: {len(found):,} pairs of image and mask are skipped: {listed(found)}."
-        rich.get_console().print(text, markup=False, highlight=False, soft_wrap=True)
+        say(f"warning: {len(found):,} pairs of image and mask are skipped: {listed(found)}.")
 
 
 def _require_outputs(run: Run, source: Source) -> None:

@@ -164,13 +164,22 @@ def finish_sweep() -> int | None:
     if not notes:
         _remove_if_unused(folder)
         return None
-    from vissl_zero.reporting.sweep_summary import CSV_NAME, PLOT_NAME, collect, print_sweep, write_sweep
+    from vissl_zero.reporting.sweep_summary import (
+        CSV_NAME,
+        PLOT_NAME,
+        SEEDS_NAME,
+        collect,
+        join_seeds,
+        print_sweep,
+        write_sweep,
+    )
 
     rows = collect(folder)
     write_sweep(folder, rows)
     print()
     print_sweep(rows)
-    print(f"\nsweep folder  {folder}  ({CSV_NAME}, {PLOT_NAME})")
+    files = [CSV_NAME, PLOT_NAME, *([SEEDS_NAME] if join_seeds(folder, rows) else [])]
+    print(f"\nsweep folder  {folder}  ({', '.join(files)})")
     missing = sum(not is_done(path) for path, _ in notes)
     again = f"The same command with hydra.sweep.dir={folder} does those."
     if stopping.requested_stop() is not None:

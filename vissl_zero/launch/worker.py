@@ -11,7 +11,6 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import rich
 import torch
 
 from vissl_zero.atomic import read_object
@@ -35,6 +34,7 @@ from vissl_zero.reporting.quantity import FitMeasurement
 from vissl_zero.resolve.resolved import ResolvedRun
 from vissl_zero.resolve.saved import load_resolved
 from vissl_zero.sharding.memory import is_out_of_memory
+from vissl_zero.terminal import say
 
 _AFTER_FIRST_S = 2.0
 
@@ -139,13 +139,11 @@ def with_checkpoints(run: Run, hooks: Sequence[Hook]) -> list[Hook] | None:
             saver.latest_step = run.step
         if run.is_main:
             for line in opening_lines(found, run.plan):
-                _print_line(line)
+                say(line)
     has_stopped = any(isinstance(hook, EarlyStoppingHook) and hook.has_stopped for hook in hooks)
     if run.is_resumed and (run.step >= run.num_steps or has_stopped) and _is_over(run):
         if run.is_main:
-            _print_line(
-                f"The run in {run.folder} is complete (step {run.step} of {run.num_steps}); nothing is left to do."
-            )
+            say(f"The run in {run.folder} is complete (step {run.step} of {run.num_steps}); nothing is left to do.")
         saver.close()
         return None
     if options.CHECK_RANKS_EVERY > 0:
@@ -160,7 +158,3 @@ def _is_over(run: Run) -> bool:
         return read_object(run.folder / summary.FILE_NAME).get("num_steps") == run.step
     except (OSError, ValueError):
         return False
-
-
-def _print_line(line: str) -> None:
-    rich.get_console().print(line, markup=False, highlight=False, soft_wrap=True)

@@ -17,6 +17,7 @@ from rich.text import Text
 
 from vissl_zero.engine.hook import Hook, Run, StepRecord
 from vissl_zero.reporting.quantity import bar, bytes_text, duration_text, figure_text, shown_kinds, sparkline, total
+from vissl_zero.terminal import say
 
 _SECONDS_BETWEEN_FRAMES = 0.25
 _BAR_WIDTH = 24
@@ -203,7 +204,7 @@ class PlainLines(Hook):
 
     def _print(self, text: str) -> None:
         self._last_print_s = time.monotonic()
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+        say(text, self._console)
         self._console.file.flush()
 
 

@@ -23,6 +23,7 @@ from vissl_zero.reporting.summary import Summary
 from vissl_zero.reporting.weight_files import BestWeights, FinalWeights, WeightAverageHook
 from vissl_zero.resolve.logger_rules import logger_names
 from vissl_zero.resolve.resolved import OffloadPlan, ResolvedRun
+from vissl_zero.terminal import say
 from vissl_zero.version import __version__
 
 
@@ -44,7 +45,7 @@ def build_hooks(plan: ResolvedRun) -> list[Hook]:
     if options.EARLY_STOPPING.METRIC:
         hooks.append(EarlyStoppingHook(options.EARLY_STOPPING))
     if plan.config.CHECKPOINT.SAVE_BEST:
-        hooks.append(BestWeights())
+        hooks.append(BestWeights(plan.config.CHECKPOINT.BEST_METRIC))
     program = PROGRAMS.get(plan.config.PROGRAM)
     for name in dict.fromkeys([*([program] if program else []), *options.EXTRA]):
         hooks.append(HOOKS.get(name).build())
@@ -65,7 +66,7 @@ class Opening(Hook):
     def on_start(self, run: Run) -> None:
         if run.is_main:
             for text in opening_lines(run):
-                self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+                say(text, self._console)
 
 
 def opening_lines(run: Run) -> list[str]:
@@ -132,7 +133,7 @@ class ReportImage(Hook):
 
             pictures = self._segmentation.pictures if self._segmentation else []
             write_report(gather_content(run, self._knn, pictures), path)
-            self._console.print(f"report      {path}", markup=False, highlight=False, soft_wrap=True)
+            say(f"report      {path}", self._console)
 
 
 class CollapseWatch(Hook):
@@ -154,7 +155,7 @@ class CollapseWatch(Hook):
         if warning:
             self._rule = None  # never twice
             run.results["collapse_warning_step"] = record.step
-            self._console.print(f"warning: {warning}", markup=False, highlight=False, soft_wrap=True)
+            say(f"warning: {warning}", self._console)
 
     @staticmethod
     def _update(rule: CollapseRule, record: StepRecord) -> str | None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from vissl_zero.errors import masked
+from vissl_zero.terminal import say
 
 _LOST = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ESTALE, errno.EPIPE, errno.ENXIO}
 
@@ -85,7 +86,7 @@ class optional_output:  # noqa: N801 - used as a context, as contextlib's are
             return False
         why = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
         text = f"warning: {self._name} cannot be written ({why}); the run goes on without it."
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+        say(text, self._console)
         return True
 
 

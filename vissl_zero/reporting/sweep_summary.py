@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,11 +18,12 @@ from rich.text import Text
 
 from vissl_zero.atomic import replacing
 from vissl_zero.engine.stopping import is_done, read_note, read_summary
+from vissl_zero.reporting.comparison import as_json, grouped, read_run, rows_of
 from vissl_zero.reporting.panels import BLUE, GREEN, KIND_COLORS, MARGIN, ORANGE, STYLE, VERMILLION, WIDTH, Page
 from vissl_zero.reporting.quantity import KINDS, bytes_text, figure_text, shown_kinds
 from vissl_zero.sharding.memory import Bytes
 
-CSV_NAME, PLOT_NAME = "sweep.csv", "sweep.png"
+CSV_NAME, PLOT_NAME, SEEDS_NAME = "sweep.csv", "sweep.png", "seeds.json"
 _FIGURES = {
     "loss_last": "loss",
     "top1": "top-1",
@@ -109,6 +111,35 @@ def print_sweep(rows: Sequence[Row], console: Console | None = None) -> None:
     # Cut columns say nothing: a narrow terminal wraps the lines instead.
     wide = Console(file=out.file, width=max(out.width, 60 + 14 * (len(swept) + len(shown))), soft_wrap=True)
     wide.print(table)
+
+
+def join_seeds(sweep_dir: Path, rows: Sequence[Row], console: Console | None = None) -> bool:
+    """Print each figure's mean over seeds with its 95 % bootstrap interval, and write them as JSON.
+
+    Args:
+        sweep_dir: folder of the jobs.
+        rows: all jobs; those that are done count.
+        console: where to print.
+    Returns:
+        Whether there are jobs that differ in their seed alone.
+    """
+    groups = grouped([read_run(sweep_dir / row.name) for row in rows if row.state == "done"])
+    groups = [group for group in groups if len(group.runs) > 1]
+    if not groups:
+        return False
+    with replacing(sweep_dir / SEEDS_NAME) as temporary:
+        content = as_json([run for group in groups for run in group.runs])["groups"]
+        temporary.write_text(json.dumps(content, indent=1), encoding="utf-8")
+    table = Table(box=None, pad_edge=False, title_justify="left")
+    table.add_column("mean over seeds", no_wrap=True)
+    for group in groups:
+        table.add_column(Text(f"{group.name if len(groups) > 1 else ''} {len(group.runs)} seeds".strip()), no_wrap=True)
+    for title, cells in rows_of(groups):
+        table.add_row(title, *map(Text, cells))
+    out = console or rich.get_console()
+    out.print()
+    Console(file=out.file, width=max(out.width, 30 + 40 * len(groups)), soft_wrap=True).print(table)
+    return True
 
 
 def _is_measured(rows: Sequence[Row], name: str) -> bool:

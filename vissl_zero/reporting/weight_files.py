@@ -19,9 +19,11 @@ from vissl_zero.atomic import replacing
 from vissl_zero.checkpoint.shard_file import Entry, in_file_order, write_shard_file
 from vissl_zero.checkpoint.weights import TEACHER_WEIGHTS_FILE
 from vissl_zero.config.blocks.output import EmaModel
-from vissl_zero.engine.hook import Hook, Run, Step
+from vissl_zero.engine.hook import Hook, Run, Step, StepRecord
 from vissl_zero.errors import CheckpointError
+from vissl_zero.evaluation.followed_figure import FollowedFigure
 from vissl_zero.registry import HOOKS
+from vissl_zero.resolve.followed_figure import BEST
 from vissl_zero.sharding.state.shard import WholeTensor
 from vissl_zero.version import __version__
 
@@ -42,38 +44,44 @@ class FinalWeights(Hook):
 
 
 class BestWeights(Hook):
-    """Writes ``weights_best.safetensors`` whenever the top-1 on TEST is higher than ever before; ``top1_best`` says it.
+    """Writes ``weights_best.safetensors`` whenever a figure is better than ever before.
 
-    Of a method that segments, the mean intersection over union: ``miou_best``.
+    Comes after the hooks that measure. Adds ``<metric>_best`` and ``best_step`` to the results. Cost: as
+    ``FinalWeights``, at each such epoch.
 
-    Comes after the hook that measures. Cost: as ``FinalWeights``, at each such epoch.
+    Args:
+        metric: ``CHECKPOINT.BEST_METRIC``.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, metric: str) -> None:
+        self._figure = FollowedFigure(metric, BEST)
         self._best: list[float] = []  # [step, figure]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the best weights so far."""
-        return {"best": self._best}
+        """Return the best figure so far, and what the next one needs."""
+        return {"best": self._best, **self._figure.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._best = list(state["best"])
+        self._figure.load_state_dict(state)
+
+    def on_record(self, run: Run, record: StepRecord) -> None:
+        self._figure.add(record)
 
     def on_epoch_end(self, run: Run) -> None:
-        self._keep_if_best(run)
+        """Keep the weights if they are the best. Collective."""
+        self._keep_if_best(run, self._figure.at_epoch_end(run))
 
     def on_end(self, run: Run) -> None:
-        self._keep_if_best(run)
+        """Keep the weights if they are the best. Collective."""
+        self._keep_if_best(run, self._figure.at_end(run))
 
-    def _keep_if_best(self, run: Run) -> None:
-        figure = "miou" if run.method.predicts_pixels else "top1"
-        curve = run.results.get(f"{figure}_by_step") or []
-        if not curve or curve[-1][0] != run.step:
-            return
-        if not self._best or curve[-1][1] > self._best[1]:
-            self._best = list(curve[-1])
+    def _keep_if_best(self, run: Run, figure: float | None) -> None:
+        if figure is not None and self._figure.is_better(figure, self._best[1] if self._best else None):
+            self._best = [run.step, figure]
             _write(run, BEST_FILE_NAME)
-        run.results[f"{figure}_best"], run.results["best_step"] = self._best[1], self._best[0]
+        if self._best:
+            run.results[f"{self._figure.metric}_best"], run.results["best_step"] = self._best[1], self._best[0]
 
 
 def _write(run: Run, name: str, which: str = "student") -> None:

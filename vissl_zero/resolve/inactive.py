@@ -309,7 +309,7 @@ _CONDITIONS: tuple[Inactive, ...] = (
         "construct_single_param_group_only is set",
     ),
     Inactive(
-        ("TEST_EVERY_NUM_EPOCH", "CHECKPOINT.SAVE_BEST"),
+        ("TEST_EVERY_NUM_EPOCH",),
         lambda cfg: not (cfg.TEST_MODEL and measures_test(cfg)),
         "neither top-1 nor mIoU on TEST is measured",
     ),
@@ -318,6 +318,12 @@ _CONDITIONS: tuple[Inactive, ...] = (
         lambda cfg: not (cfg.TEST_MODEL and can_measure_top1(cfg)),
         "no top-1 on TEST is measured",
     ),
+    Inactive(
+        ("CHECKPOINT.SAVE_BEST",),
+        lambda cfg: cfg.CHECKPOINT.BEST_METRIC == "top1" and not (cfg.TEST_MODEL and can_measure_top1(cfg)),
+        "no top-1 on TEST is measured",
+    ),
+    Inactive(("CHECKPOINT.BEST_METRIC",), lambda cfg: not cfg.CHECKPOINT.SAVE_BEST, "SAVE_BEST is false"),
     Inactive(
         ("EVALUATED_MODEL",),
         lambda cfg: not (cfg.NEAREST_NEIGHBOR.USE_KNN or cfg.ONLINE_PROBE.USE_PROBE),

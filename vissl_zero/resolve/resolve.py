@@ -31,7 +31,7 @@ from vissl_zero.resolve.components import (
 )
 from vissl_zero.resolve.data_plan import DATA_RULES, with_image_size
 from vissl_zero.resolve.decisions import Decisions
-from vissl_zero.resolve.early_stopping import EARLY_STOPPING_RULES
+from vissl_zero.resolve.followed_figure import FOLLOWED_FIGURE_RULES
 from vissl_zero.resolve.host import Host, assumed_host, cluster_host, idle_cores, this_host
 from vissl_zero.resolve.inactive import VISSL_RULES, inactive_keys, no_effect
 from vissl_zero.resolve.logger_rules import LOGGER_RULES
@@ -64,7 +64,7 @@ RULES: tuple[Rule, ...] = (
     *PLACEMENT_RULES,
     *PROGRAM_RULES,
     *LOGGER_RULES,
-    *EARLY_STOPPING_RULES,
+    *FOLLOWED_FIGURE_RULES,
     *VISSL_RULES,
 )
 

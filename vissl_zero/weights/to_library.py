@@ -269,7 +269,8 @@ def _to_transformers(source: Source, folder: Path) -> tuple[str, Opened, list[st
             "torchvision, onnx and safetensors take others."
         )
     kind = "vit" if "blocks.0.ls1.gamma" not in shapes else "registers" if "reg_token" in shapes else "dinov2"
-    config = _hf_config(kind, shapes, args, network, source.views)
+    heads = next(module.num_heads for module in source.trunk.modules() if hasattr(module, "num_heads"))
+    config = _hf_config(kind, shapes, args | {"num_heads": heads}, network, source.views)
     entries = [Entry(_timms(e.key), e.dtype, e.shape, e.read) for e in timm_entries]
     entries = [e for e in entries if kind != "vit" or e.key != "mask_token"]
     found, unknown = from_timm(entries, HUGGING_FACE)

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -78,7 +79,10 @@ def test_embed_writes_the_features_of_load_trunk_with_names(folder, tmp_path, en
     views = torch.stack([trunk.transform(Image.open(folder / "val" / name)) for name in names])
     with torch.no_grad():
         np.testing.assert_allclose(features, trunk(views).numpy(), rtol=1e-5, atol=1e-5)
-    assert "12 images, 64 features each" in capfd.readouterr().out
+    written = capfd.readouterr()
+    assert "12 images, 64 features each" in written.out
+    # The run's own folder is gone when the user reads this.
+    assert tempfile.gettempdir() not in written.err.replace(str(folder), "")
 
 
 @pytest.mark.slow
@@ -122,6 +126,7 @@ def test_python_gives_the_figures_and_features_of_the_commands(folder):
 @pytest.mark.parametrize(
     ("words", "wanted"),
     [
+        (["embed", "a.pth", ".", "--output", "x.npz"], r"--output is not a flag. Did you mean '--out'"),
         (["evaluate", "a.pth"], "the following arguments are required: --data"),
         (["evaluate", "a.pth", "--data", "."], r"must hold train/ and val/, each with a folder"),
         (["embed", "a.pth", ".", "--out", "x.csv"], r"must be one of .npz, .parquet, .safetensors"),

@@ -11,7 +11,7 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 import vissl_zero
-from vissl_zero.commands.from_python import _written
+from vissl_zero.config.override_words import as_word
 from vissl_zero.errors import ConfigError
 
 
@@ -20,7 +20,7 @@ from vissl_zero.errors import ConfigError
     [1, 2.5, 1e-9, True, None, "a", "two words", "it's", "/my, photos", "a\\", "null", "", [1, "x y"], {"a": [True]}],
 )
 def test_a_value_arrives_as_it_was_given(value: Any) -> None:
-    found = OverridesParser.create().parse_override(f"key={_written(value)}").value()
+    found = OverridesParser.create().parse_override(f"key={as_word(value)}").value()
     assert (str(found) if isinstance(value, str) and found is not None else found) == value
 
 

@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import cv2
 import numpy as np
 import pytest
 from PIL import Image
@@ -128,6 +129,11 @@ def test_statistics_are_those_of_all_pixels(photos: Path, tmp_path: Path, capsys
     found = json.loads(capsys.readouterr().out)
     assert (found["channels"], found["bits"]) == (1, 16) and found["mean"][0] == found["mean"][2]
     np.testing.assert_allclose(found["mean"][0], (deep / 65_535).mean(), atol=1 / 255)
+    (tmp_path / "deep_color").mkdir()
+    cv2.imwrite(str(tmp_path / "deep_color/0.png"), np.stack([deep, deep, 65_535 - deep], 2))
+    assert main(["data", "stats", str(tmp_path / "deep_color"), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["channels"], found["bits"]) == (3, 16)
 
 
 def test_arrays_and_tables_are_checked(photos: Path, tmp_path: Path, checked: Any) -> None:

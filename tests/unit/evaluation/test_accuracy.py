@@ -12,9 +12,11 @@ from tests.blocks import data_block
 from tests.unit.evaluation.example_run import NUM_TEST, make_config, make_plan
 from vissl_zero.data.loader import build_eval_images, eval_images
 from vissl_zero.engine.build import build_run
+from vissl_zero.engine.hook import Hook
 from vissl_zero.engine.loop import train
 from vissl_zero.errors import ConfigError
 from vissl_zero.evaluation.accuracy import AccuracyHook, accuracies
+from vissl_zero.evaluation.knn import KnnHook
 from vissl_zero.methods.method import Method
 from vissl_zero.planner.dry_run import dry_run
 from vissl_zero.reporting.weight_files import BestWeights
@@ -145,7 +147,7 @@ def probe(folder, factors, **changes):
     optimizer = replace(plan.optimizer, head_lr_factors=tuple(factors), weight_decay=0.01, head_weight_decay=0.01)
     plan = replace(plan, optimizer=optimizer)
     run, schedules, frozen = build_run(plan, torch.device("cpu"))
-    train(run, schedules, frozen, [AccuracyHook(), BestWeights()])
+    train(run, schedules, frozen, [AccuracyHook(), BestWeights("top1")])
     state = run.sharded.full_state()
     return [state[f"heads.{index}.clf.0.weight"] for index in range(len(factors))], run.results
 
@@ -174,3 +176,28 @@ def test_accuracy_follows_training_and_the_best_weights_are_kept(tmp_path):
     with safe_open(tmp_path / "weights_best.safetensors", framework="pt") as file:
         assert file.metadata()["step"] == str(first)
     assert results["top1"] <= results["top5"] <= 1 and "top1_latest" not in results
+
+
+@pytest.mark.parametrize(("metric", "is_best"), [("loss", min), ("knn_top1", max)])
+def test_the_best_weights_are_those_of_the_figure_that_is_named(tmp_path, metric, is_best):
+    config = make_config(USE_KNN=True)
+    config["NEAREST_NEIGHBOR"] |= {"EVERY_NUM_EPOCHS": 1}
+    plan = make_plan(config, tmp_path, num_epochs=3)
+    run, schedules, frozen = build_run(plan, torch.device("cpu"))
+    losses: dict[int, list[float]] = {}
+
+    class Losses(Hook):
+        def on_record(self, run, record):
+            losses.setdefault((record.step - 1) // run.steps_per_epoch, []).append(record.loss)
+
+    train(run, schedules, frozen, [Losses(), KnnHook(plan), BestWeights(metric)])
+    ends = [(epoch + 1) * run.steps_per_epoch for epoch in range(3)]
+    if metric == "loss":
+        curve = [(step, sum(losses[epoch]) / len(losses[epoch])) for epoch, step in enumerate(ends)]
+    else:
+        curve = [(int(step), top1) for step, top1 in run.results["knn_top1_by_step"] if step in ends]
+    best = is_best(figure for _, figure in curve)
+    first = next(step for step, figure in curve if figure == best)
+    assert (run.results[f"{metric}_best"], run.results["best_step"]) == (best, first)
+    with safe_open(tmp_path / "weights_best.safetensors", framework="pt") as file:
+        assert file.metadata()["step"] == str(first)

@@ -42,7 +42,7 @@ def test_overlap_is_counted_by_hand() -> None:
 def _trained(config: dict[str, Any], folder: Path, **plan: Any) -> tuple[Run, SegmentationHook]:
     run, schedules, frozen = build_run(make_plan(config, folder, **plan), torch.device("cpu"))
     hook = SegmentationHook()
-    train(run, schedules, frozen, [hook, BestWeights()])
+    train(run, schedules, frozen, [hook, BestWeights("miou")])
     return run, hook
 
 

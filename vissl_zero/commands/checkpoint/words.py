@@ -6,12 +6,11 @@ text only.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -24,6 +23,7 @@ from vissl_zero.checkpoint.first_weights import match, shapes_of
 from vissl_zero.checkpoint.folder import MANIFEST_NAME, Checkpoint, TensorInfo, find_checkpoints, open_checkpoint
 from vissl_zero.checkpoint.foreign_layouts import read_foreign
 from vissl_zero.checkpoint.weights import WeightsFile, config_of, open_store, open_weights, weights_of
+from vissl_zero.commands.arguments import CommandParser
 from vissl_zero.config.compose import compose
 from vissl_zero.config.run_config import RunConfig
 from vissl_zero.errors import CheckpointError, ConfigError, printable
@@ -39,9 +39,9 @@ def verify(arguments: Sequence[str]) -> int:
     Raises:
         CheckpointError: the path names nothing that could be verified.
     """
-    parser = Parser(
-        "verify",
-        "Read everything against the checksums: of a run folder, all its checkpoints.\n"
+    parser = CommandParser(
+        prog="vissl-zero checkpoint verify",
+        description="Read everything against the checksums: of a run folder, all its checkpoints.\n"
         "Exit codes: 0 complete, 1 incomplete or damaged, 2 your input.",
     )
     parser.add_argument("path", nargs="+", help="run folder, checkpoint folder or safetensors file")
@@ -100,10 +100,11 @@ def diff(arguments: Sequence[str]) -> int:
     Raises:
         ConfigError, CheckpointError: the arguments, or what they name, are wrong.
     """
-    parser = Parser(
-        "diff",
-        "Settings and tensors that differ; data are read in chunks.\nTwo checkpoints are compared as a whole, anything "
-        "else by its weights.\nExit codes: 0 the tensors are equal, 1 they are not, 2 your input.",
+    parser = CommandParser(
+        prog="vissl-zero checkpoint diff",
+        description="Settings and tensors that differ; data are read in chunks.\n"
+        "Two checkpoints are compared as a whole, anything else by its weights.\n"
+        "Exit codes: 0 the tensors are equal, 1 they are not, 2 your input.",
     )
     parser.add_argument("a", metavar="A", help="run folder, checkpoint folder or safetensors file")
     parser.add_argument("b", metavar="B", help="another one, as A")
@@ -180,7 +181,9 @@ _KINDS = {
 
 def inspect(arguments: Sequence[str]) -> int:
     """Print the contents; returns 0. Reads headers and manifests, not the data."""
-    parser = Parser("inspect", "Contents of a checkpoint. Reads the manifests, not the data.")
+    parser = CommandParser(
+        prog="vissl-zero checkpoint inspect", description="Contents of a checkpoint. Reads the manifests, not the data."
+    )
     parser.add_argument("path", help="run folder, checkpoint folder or safetensors file")
     parser.add_argument("--tensors", action="store_true", help="list every tensor")
     parser.add_argument("--config", action="store_true", help="list every setting, those at their defaults too")
@@ -292,21 +295,6 @@ def opened(path: str) -> Checkpoint | WeightsFile:
     return store
 
 
-class Parser(argparse.ArgumentParser):
-    """Parse the arguments of one subcommand; errors are reported in one sentence."""
-
-    def __init__(self, word: str, description: str):
-        super().__init__(
-            prog=f"vissl-zero checkpoint {word}",
-            description=description,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-
-    def error(self, message: str) -> NoReturn:
-        """Raise argparse's message as a ``ConfigError``; argparse calls this."""
-        raise ConfigError(f"{self.prog}: {message}. {self.prog} --help says what it takes.")
-
-
 _EXPORT = """\
 Write the model of a checkpoint as one file, one tensor in memory at a time. Data are checked against their checksums
 first. The ending of FILE decides the format: .safetensors, or .pt, .pth, .torch for a plain torch state dict (which
@@ -329,7 +317,7 @@ def export(arguments: Sequence[str]) -> int:
     Raises:
         ConfigError, CheckpointError: the arguments, or what they name, are wrong.
     """
-    parser = Parser("export", _EXPORT)
+    parser = CommandParser(prog="vissl-zero checkpoint export", description=_EXPORT)
     parser.add_argument("path", help="run folder, checkpoint folder or safetensors file")
     parser.add_argument("--to", required=True, metavar="FILE", help="file to write")
     parser.add_argument("--part", choices=PARTS, default="model", help="trunk and heads (model), or one of them")
@@ -372,7 +360,7 @@ def import_(arguments: Sequence[str]) -> int:
     Raises:
         ConfigError, CheckpointError: the arguments, or what they name, are wrong.
     """
-    parser = Parser("import", _IMPORT)
+    parser = CommandParser(prog="vissl-zero checkpoint import", description=_IMPORT)
     parser.add_argument("source", help="file to read")
     parser.add_argument(
         "words", nargs="*", metavar="config=...", help="recipe and overrides of the model to compare with"

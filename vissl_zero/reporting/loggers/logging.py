@@ -15,6 +15,7 @@ from vissl_zero.reporting import metrics_file
 from vissl_zero.reporting.loggers.logger import LoggedRun, Logger, run_id
 from vissl_zero.reporting.quantity import KINDS
 from vissl_zero.resolve.saved import config_data
+from vissl_zero.terminal import say
 
 _ATTACHED = ("config.user.yaml", "config.resolved.yaml", "summary.json", "report.png")
 
@@ -139,7 +140,7 @@ class Logging(Hook):
                 self._held.pop(name, None)
                 why = " ".join(str(error).split()) or type(error).__name__
                 text = f"warning: the logger {name} fails ({why}) and is left out; training continues."
-                self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+                say(text, self._console)
 
 
 def _merged(rows: Iterator[Row], evaluations: Sequence[Row]) -> Iterator[Row]:

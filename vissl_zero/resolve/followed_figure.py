@@ -1,4 +1,4 @@
-"""Which figures early stopping can follow, and the epochs that measure them."""
+"""Which figures early stopping and the best weights can follow, and the epochs that measure them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from vissl_zero.resolve.inactive import can_measure_top1, segments
 if TYPE_CHECKING:
     from vissl_zero.resolve.decisions import Decisions
 
-KEY = "config.HOOKS.EARLY_STOPPING.METRIC"
+EARLY_STOPPING, BEST = "config.HOOKS.EARLY_STOPPING.METRIC", "config.CHECKPOINT.BEST_METRIC"
 
 
 def periods(cfg: RunConfig) -> dict[str, int]:
@@ -32,16 +32,19 @@ def periods(cfg: RunConfig) -> dict[str, int]:
     return {name: number for name, number in every.items() if number > 0}
 
 
-def early_stopping(cfg: RunConfig, decided: Decisions) -> list[Problem]:
-    """Check that the run measures the figure that early stopping follows."""
-    metric, known = cfg.HOOKS.EARLY_STOPPING.METRIC, periods(cfg)
-    if not metric or metric in known:
-        return []
+def followed_figures(cfg: RunConfig, decided: Decisions) -> list[Problem]:
+    """Check that the run measures the figures that early stopping and the best weights follow."""
+    known = periods(cfg)
+    wanted = {EARLY_STOPPING: cfg.HOOKS.EARLY_STOPPING.METRIC}
+    if cfg.CHECKPOINT.SAVE_BEST and cfg.CHECKPOINT.BEST_METRIC != "top1":
+        wanted[BEST] = cfg.CHECKPOINT.BEST_METRIC
     fix = (
         "Write one of them, or have it measured: knn_top1 by config.NEAREST_NEIGHBOR.EVERY_NUM_EPOCHS=1, probe_top1 "
-        "by config.ONLINE_PROBE.USE_PROBE=true, top1 by a method that predicts classes and images in DATA.TEST."
+        "by config.ONLINE_PROBE.USE_PROBE=true, top1 by a method that predicts classes and images in DATA.TEST, "
+        "miou by config=finetune/segmentation."
     )
-    return [Problem(KEY, repr(metric), f"must be a figure that this run measures ({', '.join(known)})", fix)]
+    must = f"must be a figure that this run measures ({', '.join(known)})"
+    return [Problem(key, repr(metric), must, fix) for key, metric in wanted.items() if metric and metric not in known]
 
 
-EARLY_STOPPING_RULES = (early_stopping,)
+FOLLOWED_FIGURE_RULES = (followed_figures,)

@@ -1,0 +1,32 @@
+"""The argument parser of all commands that take flags."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from vissl_zero.errors import ConfigError, did_you_mean
+
+
+class CommandParser(argparse.ArgumentParser):
+    """Parse the words of a command; an error is one sentence, with the flag that was meant."""
+
+    def __init__(self, **options: Any):
+        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **options)
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """Refuse an unknown flag by its name, before argparse reports what else is missing; argparse calls this."""
+        flags = set(self._option_string_actions)
+        unknown = [word for word in args or () if word.startswith("--") and word.partition("=")[0] not in flags]
+        if unknown and self._subparsers is None:
+            flag = unknown[0].partition("=")[0]
+            self.error(f"{flag} is not a flag.{did_you_mean(flag, flags)}")
+        return super().parse_known_args(args, namespace)
+
+    def error(self, message: str) -> NoReturn:
+        """Raise argparse's message as a ``ConfigError``; argparse calls this."""
+        end = "" if message.endswith((".", "?")) else "."
+        raise ConfigError(f"{self.prog}: {message}{end} See {self.prog} --help.")

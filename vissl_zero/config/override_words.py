@@ -1,0 +1,29 @@
+"""Values as words of Hydra's grammar. Imports nothing of Hydra."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+_PLAIN = re.compile(r"[A-Za-z_][\w./-]*")
+_RESERVED = {"true", "false", "null", "nan", "inf"}
+
+
+def as_word(value: Any) -> str:
+    """Return a number, text, None, list or dict as the part of an override after its ``=``."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, int | float):
+        return repr(value)
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{key}:{as_word(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ",".join(map(as_word, value)) + "]"
+    text = str(value)
+    if _PLAIN.fullmatch(text) and text.lower() not in _RESERVED:
+        return text
+    quoted = re.sub(r"(\\*)'", r"\1\1\\'", text)
+    return "'" + re.sub(r"(\\+)$", r"\1\1", quoted) + "'"

@@ -1,0 +1,80 @@
+"""A figure that a run measures again and again, which early stopping and the best weights follow."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from vissl_zero.collectives import all_reduce_max
+from vissl_zero.engine.hook import Run, StepRecord
+from vissl_zero.errors import ConfigError, Problem
+from vissl_zero.resolve.followed_figure import periods
+
+_AT_END = {"top1": "top1", "miou": "miou", "knn_top1": "knn_top1_after", "probe_top1": "probe_top1"}
+
+
+class FollowedFigure:
+    """Reads one figure of a run after each measurement, equal on all ranks.
+
+    Args:
+        metric: loss (mean of an epoch), top1, miou, knn_top1 or probe_top1.
+        key: the configuration key that names it, for messages.
+        mode: max or min, whichever is better; auto: min for loss, max for the others.
+    """
+
+    def __init__(self, metric: str, key: str, mode: str = "auto"):
+        self.metric, self._key = metric, key
+        self._sign = -1 if mode == "min" or (mode == "auto" and metric == "loss") else 1
+        self._losses = [0.0, 0.0]  # sum and number, of this epoch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the losses of an epoch in progress."""
+        return {"losses": list(self._losses)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the state."""
+        self._losses = list(state["losses"])
+
+    def add(self, record: StepRecord) -> None:
+        """Add the loss of a step, which is equal on all ranks."""
+        if record.loss is not None:
+            self._losses = [self._losses[0] + record.loss, self._losses[1] + 1]
+
+    def at_epoch_end(self, run: Run) -> float | None:
+        """Return the figure if this epoch has measured it, and is not the last. Collective.
+
+        Raises:
+            ConfigError: nothing has measured the figure: images have no labels.
+        """
+        total, count = self._losses
+        if run.step >= run.num_steps:
+            return None
+        self._losses = [0.0, 0.0]
+        every = periods(run.plan.config).get(self.metric, 0)
+        if not every or (run.epoch + 1) % every:
+            return None
+        if self.metric == "loss":
+            return _shared(total / count) if count else None  # None: every step was skipped
+        if (figure := run.results.get(f"{self.metric}_latest")) is None:
+            must = "must be a figure that this run measures"
+            raise ConfigError([Problem(self._key, repr(self.metric), must, "It needs images with labels. Write loss.")])
+        return _shared(figure)
+
+    def at_end(self, run: Run) -> float | None:
+        """Return the figure at the end of the run; None if nothing has measured it. Collective."""
+        total, count = self._losses
+        if self.metric == "loss":
+            return _shared(total / count) if count else None
+        figure = run.results.get(_AT_END[self.metric])
+        return None if figure is None else _shared(figure)
+
+    def is_better(self, figure: float, best: float | None, by: float = 0.0) -> bool:
+        """Check whether ``figure`` is better than ``best`` by more than ``by``."""
+        return self._sign * figure > (-math.inf if best is None else self._sign * best) + by
+
+
+def _shared(figure: float) -> float:
+    """Take the largest of all ranks, so that each decides by the same figure."""
+    return float(all_reduce_max(torch.tensor(figure, dtype=torch.float64)))
