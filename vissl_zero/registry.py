@@ -297,6 +297,9 @@ METHODS = Registry(
             "distillation": {
                 "distillation": "Distillation: the probabilities of a trained, frozen classifier.",
             },
+            "feature_distillation": {
+                "feature_distillation": "Feature distillation: the features of a teacher, of weights of any origin.",
+            },
             "pretext": {
                 "rotnet": "RotNet: predicts which of four rotations an image has.",
                 "jigsaw": "Jigsaw: predicts the order of an image's shuffled tiles.",
@@ -357,7 +360,10 @@ TRUNKS = Registry(
 WEIGHTS_READERS = Registry(
     "reader of weights",
     "config.MODEL.WEIGHTS_INIT.PARAMS_FILE",
-    {"network": ("vissl_zero.weights.reading", "The network that weights are of, as a run's configuration.")},
+    {
+        "network": ("vissl_zero.weights.reading", "The network that weights are of, as a run's configuration."),
+        "teacher": ("vissl_zero.weights.reading", "The same, and how many features it has."),
+    },
 )
 HEADS = Registry(
     "head",

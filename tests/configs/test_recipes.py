@@ -59,6 +59,8 @@ def test_recipe_resolves(recipe, images):
             yaml.safe_dump({"config": {"MODEL": {"TRUNK": trunk}, "DATA": data}})
         )
         overrides.append(f"config.MODEL.WEIGHTS_INIT.PARAMS_FILE={images}")
+    if recipe.name.startswith("distill/"):
+        overrides.append("config.LOSS.feature_distillation_loss.teacher=digits")
     plan = resolved(recipe.name, *overrides)
     assert plan.recipe == recipe.name
     assert plan.config.MODEL.TRUNK.NAME in ("regnet", "resnet", "vision_transformer")

@@ -27,7 +27,7 @@ from vissl_zero.checkpoint.folder import newest_checkpoint
 from vissl_zero.checkpoint.resume import restore
 from vissl_zero.checkpoint.saver import Saver
 from vissl_zero.data.loader import build_loader
-from vissl_zero.engine.build import build_run
+from vissl_zero.engine.build import build_run, other_model
 from vissl_zero.engine.hook import Hook, Run, Step, StepRecord
 from vissl_zero.engine.loop import train
 from vissl_zero.errors import CheckpointError
@@ -108,6 +108,20 @@ CASES: dict[str, tuple[str, dict[str, Any], Any, list[int]]] = {
         ["mlp", {"dims": [6, 10]}],
         [2, 1],
     ),
+    # The queue is longer than a batch's crops and no multiple of them; the widths of both models differ.
+    "feature_distillation": (
+        "feature_distillation_loss",
+        {
+            "embedding_dim": 10,
+            "queue_size": 40,
+            "temperature": 0.5,
+            "global_weight": 0.3,
+            "teacher_mean": [0.2, 0.3, 0.4],
+        }
+        | {"teacher_std": [0.2, 0.3, 0.5], "student_mean": [0.3] * 3, "student_std": [0.4] * 3},
+        ["mlp", {"dims": [6, 10]}],
+        [2, 1],
+    ),
     "rotnet": ("rotnet_loss", {}, ["mlp", {"dims": [6, 4]}], [2]),
     "jigsaw": ("jigsaw_loss", {"num_towers": 4, "num_permutations": 7}, JIGSAW, [2]),
     "dino": ("dino_loss", {"output_dim": 5, "momentum": 0.7, "teacher_temp_warmup_iters": 3}, DINO, [2, 1]),
@@ -116,6 +130,17 @@ CASES: dict[str, tuple[str, dict[str, Any], Any, list[int]]] = {
 TRANSFORMERS = ("mae", "simmim", "ijepa", "data2vec", "ibot", "dinov2", "dinov3", "msn")
 MASK_TOKEN = ("simmim", "data2vec", "ibot", "dinov2", "dinov3")
 TIMM_VIT = {"img_size": 8, "patch_size": 2, "depth": 2, "num_heads": 2, "embed_dim": 6, "mlp_ratio": 1.5}
+# Of methods that learn from the model under DISTILLATION, which has random weights here.
+OTHER_TEACHER: dict[str, dict[str, Any]] = {
+    "feature_distillation": {
+        "TRUNK": {
+            "NAME": "vision_transformer",
+            "VISION_TRANSFORMERS": {"IMAGE_SIZE": 8, "PATCH_SIZE": 2, "NUM_LAYERS": 1, "NUM_HEADS": 2}
+            | {"HIDDEN_DIM": 10, "MLP_DIM": 14},
+        },
+        "HEAD": {"PARAMS": [["identity", {}]]},
+    }
+}
 VIT = {"IMAGE_SIZE": 8, "PATCH_SIZE": 2, "NUM_LAYERS": 2, "NUM_HEADS": 2, "HIDDEN_DIM": 6, "MLP_DIM": 10}
 
 
@@ -183,7 +208,10 @@ def make_method_plan(
         }
     config["MODEL"]["HEAD"]["PARAMS"] = [head]
     config["LOSS"] = {"name": loss, loss: keys}
-    plan = make_plan(config, folder, level=level, world_size=world_size)
+    has_other = method in OTHER_TEACHER
+    if has_other:
+        config["DISTILLATION"]["TEACHER_MODEL"] |= OTHER_TEACHER[method]
+    plan = make_plan(config, folder, level=level, world_size=world_size, learns_from_other=has_other)
     sgd = OptimizerPlan("sgd", {"momentum": 0.9}, lr={"name": "constant", "value": LR})
     fields = {"batch_per_rank": BATCH // world_size, "global_batch": BATCH, "max_steps": NUM_STEPS, "optimizer": sgd}
     return dataclasses.replace(plan, **(fields | changes))
@@ -211,7 +239,10 @@ def plain(method: str, norm: str, num_micro: int = 1, clip: float | None = None,
     model.double().train()
     loader = build_loader(plan.config.DATA, "TRAIN", plan.seed, BATCH // num_micro, 0, 1, num_micro)
     rule = build_method(plan.config.LOSS, len(loader.source)).double()
-    teacher = rule.make_teacher(copy.deepcopy(model)).double().train(rule.teacher_follows)
+    origin = other_model(plan, 0)
+    if origin is not None:
+        initialize_(origin, plan.seed)
+    teacher = rule.make_teacher(origin or copy.deepcopy(model)).double().train(rule.teacher_follows)
     unit_rows = rule.normalized_rows()
     params = dict(model.named_parameters())
     followers = dict(teacher.named_parameters()) if rule.teacher_follows else {}
@@ -351,7 +382,7 @@ def test_views_apart_are_a_pass_per_view(method: str) -> None:
             assert result.distance(expected) < TOLERANCE, f"level {level}, {world_size} ranks"
 
 
-STATEFUL = ("dino", "ibot", "moco_v2", "nnclr", "npid", "pirl", "deepcluster_v2")
+STATEFUL = ("dino", "ibot", "feature_distillation", "moco_v2", "nnclr", "npid", "pirl", "deepcluster_v2")
 
 
 def _one_step(methods: list[str], num_micro: int) -> list[Result]:

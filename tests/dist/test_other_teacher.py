@@ -5,15 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import timm
 import torch
 
 from tests.ranks import run_on_ranks
 from vissl_zero.checkpoint.first_weights import load_teacher
+from vissl_zero.checkpoint.folder import newest_checkpoint
+from vissl_zero.checkpoint.resume import restore
+from vissl_zero.checkpoint.saver import Saver
 from vissl_zero.config.compose import compose
 from vissl_zero.engine.build import build_run, other_model
 from vissl_zero.engine.hook import Hook, Run, StepRecord
 from vissl_zero.engine.loop import train
-from vissl_zero.errors import ConfigError
+from vissl_zero.errors import CheckpointError, ConfigError
 from vissl_zero.models.init import initialize_
 from vissl_zero.resolve.host import Host
 from vissl_zero.resolve.resolve import resolve
@@ -126,3 +130,65 @@ def test_what_is_wrong_with_the_teacher_is_said_under_its_own_keys(tmp_path: Pat
     with pytest.raises(ConfigError) as caught:
         _plan(tmp_path / "missing.pth", 0)
     assert f"{TEACHER}.WEIGHTS_INIT.PARAMS_FILE" in str(caught.value)
+
+
+def _named(teacher: Path, level: int, tier: Path | None = None) -> ResolvedRun:
+    words = [
+        f"config.LOSS.feature_distillation_loss.teacher={teacher}",
+        "config.LOSS.feature_distillation_loss.global_weight=0.5",
+        "config.DISTRIBUTED.NUM_PROC_PER_NODE=2",
+        "config.DATA.TRAIN.BATCHSIZE_PER_REPLICA=8",
+        "config.MACHINE.DEVICE=cpu",
+        "config.TRAINER.DTYPE=float64",
+        "config.TRAINER.MAX_STEPS=2",
+        f"config.ZERO.LEVEL={level}",
+    ]
+    if tier is not None:
+        nvme = f"{{device: nvme, nvme_path: {tier}}}"
+        words += [f"config.ZERO.offload_param_config={nvme}", f"config.ZERO.offload_optimizer_config={nvme}"]
+    host = Host(num_gpus=0, why_no_gpu="", num_cores=2)
+    run = compose("digits/feature_distillation", words).run
+    return resolve(run, str(teacher.parent / "run"), host=host)
+
+
+def _save(plan: ResolvedRun, folder: str) -> list[str]:
+    """Train, save, and name what is in the checkpoint."""
+    run, schedules, frozen = build_run(plan, torch.device("cpu"), fill_teacher=lambda model: load_teacher(model, plan))
+    train(run, schedules, frozen, [])
+    saver = Saver(Path(folder), is_async=False, keep_last=-1, keep_every=-1)
+    saver.save(run, [])
+    saver.close()
+    run.sharded.close()
+    with newest_checkpoint(folder) as checkpoint:
+        return list(checkpoint.tensors)
+
+
+def _restore(plan: ResolvedRun, folder: str) -> str:
+    run, _, _ = build_run(plan, torch.device("cpu"), fill_teacher=lambda model: load_teacher(model, plan))
+    try:
+        with newest_checkpoint(folder) as checkpoint:
+            restore(run, [], checkpoint)
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        run.sharded.close()
+    return ""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_a_teacher_named_by_its_weights_is_alike_at_levels_and_not_in_checkpoints(tmp_path: Path) -> None:
+    weights = tmp_path / "vit.pth"
+    net = timm.create_model("vit_tiny_patch16_224", embed_dim=64, depth=2, num_heads=1, img_size=24, patch_size=8)
+    torch.save(net.state_dict(), weights)
+    first, third, on_disk = (
+        run_on_ranks(2, _losses, _named(weights, *cell), timeout_s=100)[0] for cell in ((0,), (3,), (3, tmp_path))
+    )
+    assert len(first) == 2 and first == pytest.approx(third, rel=1e-10) and first == pytest.approx(on_disk, rel=1e-10)
+    (tmp_path / "run").mkdir()
+    names = run_on_ranks(2, _save, _named(weights, 3), str(tmp_path / "run"), timeout_s=100)[0]
+    assert "criterion/queue.embeddings" in names and not [name for name in names if "teacher" in name]
+    assert not run_on_ranks(2, _restore, _named(weights, 0), str(tmp_path / "run"), timeout_s=100)[0]
+    torch.save({name: 2 * tensor for name, tensor in net.state_dict().items()}, weights)
+    said = run_on_ranks(2, _restore, _named(weights, 0), str(tmp_path / "run"), timeout_s=100)[0]
+    assert "The teacher's weights are not those that this run began with" in said

@@ -205,11 +205,19 @@ def load_teacher(model: nn.Module, plan: ResolvedRun) -> Mapping[str, Callable[[
     Args, Returns and Raises: as for ``load_first_weights``; the heads must be complete too.
     """
     options = plan.config.DISTILLATION.TEACHER_MODEL.WEIGHTS_INIT
-    return _fill(model, options, wants_heads=True, needs="head shapes")
+    found = _fill(model, options, wants_heads=True, needs="head shapes", opening="The teacher has")
+    keys = plan.config.LOSS[plan.config.LOSS["name"]]
+    if collectives.rank() == 0 and "teacher_mean" in keys:
+        say(f"Its images are normalized by mean {keys['teacher_mean']} and std {keys['teacher_std']}.")
+    return found
 
 
 def _fill(
-    model: nn.Module, options: WeightsInit, wants_heads: bool, needs: Literal["trunk", "head shapes", "heads"]
+    model: nn.Module,
+    options: WeightsInit,
+    wants_heads: bool,
+    needs: Literal["trunk", "head shapes", "heads"],
+    opening: str = "Beginning with",
 ) -> dict[str, Callable[[], Tensor]]:
     key = options.STATE_DICT_KEY_NAME
     foreign = read_foreign(locate(options.PARAMS_FILE).path, "" if key in FOUND_BY_ITSELF else key)
@@ -225,7 +233,7 @@ def _fill(
         if not tensors[entry.key].is_meta:
             tensors[entry.key].copy_(entry.read())
     if collectives.rank() == 0:
-        say(f"Beginning with {len(found.entries)} tensors of {options.PARAMS_FILE} ({foreign.layout}).")
+        say(f"{opening} {len(found.entries)} tensors of {options.PARAMS_FILE} ({foreign.layout}).")
         if options.CONTINUE:
             anew = len([name for name in found.missing if not name.endswith(COUNTERS)]) + len(found.other_shape)
             out = len(found.unknown) + len(found.no_tensors) + len(found.other_shape)

@@ -24,7 +24,7 @@ from vissl_zero.checkpoint.folder import (
     step_of,
 )
 from vissl_zero.checkpoint.snapshot import hook_names, restore_random_state, stored_name
-from vissl_zero.engine.hook import Hook, Run
+from vissl_zero.engine.hook import TEACHER_CHECKSUM, Hook, Run
 from vissl_zero.errors import CheckpointError, printable
 from vissl_zero.resolve.resolved import ResolvedRun
 from vissl_zero.resolve.saved import as_data
@@ -204,6 +204,7 @@ def restore(run: Run, hooks: Sequence[Hook], checkpoint: Checkpoint, with_optimi
         for prefix in ("teacher/", "criterion/")
         if manifest.recipe.startswith(IMPORTED) and not any(name.startswith(prefix) for name in checkpoint.tensors)
     }
+    _require_same_teacher(run, manifest.results)
     run.sharded.restore(StoredState(checkpoint, with_optimizer), with_teacher="teacher/" not in lacks)
     if with_optimizer:
         restore_counters(run.sharded.optimizer, checkpoint.manifest.groups)
@@ -231,7 +232,8 @@ def restore_buffers(sharded: ShardedModel, checkpoint: Checkpoint, with_teacher:
         CheckpointError: the model has others.
     """
     buffers = {n: b for n, b in sharded.buffers().items() if with_teacher or not n.startswith("teacher:")}
-    _require_same_names("buffers", buffers, checkpoint, "buffer/")
+    has_teacher = any(name.startswith("teacher:") for name in buffers)
+    _require_same_names("buffers", buffers, checkpoint, "buffer/", "" if has_teacher else "teacher:")
     for name, buffer in buffers.items():
         stored = stored_name(checkpoint.tensors, "buffer", name, checkpoint.manifest.world_size)
         _require_shape(stored, tuple(buffer.shape), checkpoint)
@@ -253,8 +255,22 @@ def _restore_criterion(run: Run, checkpoint: Checkpoint) -> None:
     run.method.load_state_dict(state)
 
 
-def _require_same_names(kind: str, here: Mapping[str, Any], checkpoint: Checkpoint, prefix: str) -> None:
+def _require_same_teacher(run: Run, results: Mapping[str, Any]) -> None:
+    """Require that a frozen teacher, which checkpoints leave out, has the weights that the run began with."""
+    before, now = (found.get(TEACHER_CHECKSUM) for found in (results, run.results))
+    if None not in (before, now) and before != now:
+        raise CheckpointError(
+            "The teacher's weights are not those that this run began with. Put its file back, or begin a new run in "
+            "another folder (config.CHECKPOINT.DIR)."
+        )
+
+
+def _require_same_names(
+    kind: str, here: Mapping[str, Any], checkpoint: Checkpoint, prefix: str, passed_over: str = ""
+) -> None:
     stored = {name.removeprefix(prefix) for name in checkpoint.tensors if name.startswith(prefix)}
+    # Earlier versions stored a frozen teacher too.
+    stored -= {name for name in stored if passed_over and name.startswith(passed_over)}
     if missing := sorted(here.keys() ^ stored):
         raise CheckpointError(f"{checkpoint.path} is of another model: {kind} that differ: {', '.join(missing[:5])}.")
 

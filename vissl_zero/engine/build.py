@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from vissl_zero import collectives
 from vissl_zero.data.dataset import seed_sample
 from vissl_zero.data.loader import build_train_loader
-from vissl_zero.engine.hook import Run
+from vissl_zero.engine.hook import TEACHER_CHECKSUM, Run
 from vissl_zero.engine.loop import Frozen, Schedules
 from vissl_zero.errors import ConfigError, Problem
 from vissl_zero.methods.method import Method, build_method
@@ -98,6 +98,8 @@ def build_run(
         seen=seen,
         num_steps=num_steps if plan.max_steps is None else min(num_steps, plan.max_steps),
     )
+    if (checksum := sharded.teacher_checksum()) is not None:
+        run.results[TEACHER_CHECKSUM] = checksum
     return run, Schedules(plan, groups, loader.steps_per_epoch), frozen
 
 

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from vissl_zero.models.model import Model
     from vissl_zero.resolve.resolved import ResolvedRun
 
+TEACHER_CHECKSUM = "teacher_checksum"  # among results: of a frozen teacher, which checkpoints leave out
+
 
 @dataclass(frozen=True, kw_only=True)
 class Step:

@@ -11,7 +11,7 @@ from vissl_zero.errors import Problem
 from vissl_zero.methods.dino_keys import IBOT_HEADS, patch_distillation
 from vissl_zero.methods.spec import MethodSpec, crops_of, heads_of, loss_keys, one_head, patch_trunk
 from vissl_zero.registry import METHODS
-from vissl_zero.resolve.components import as_teacher
+from vissl_zero.resolve.components import as_teacher, missing_weights
 from vissl_zero.resolve.saved import RESOLVED_FILE
 
 if TYPE_CHECKING:
@@ -137,8 +137,8 @@ class SwAVDistillationLossConfig:
 _TEACHER = "config.DISTILLATION.TEACHER_MODEL"
 
 
-def _teacher_problems(cfg: RunConfig, decided: Decisions) -> list[Problem]:
-    """Check the model under DISTILLATION, under its own keys; it has weights."""
+def teacher_trunk_problems(cfg: RunConfig, decided: Decisions) -> list[Problem]:
+    """Check the model under DISTILLATION, under its own keys."""
     from vissl_zero.resolve import model_rules as rules
     from vissl_zero.resolve.inactive import refused
 
@@ -147,11 +147,16 @@ def _teacher_problems(cfg: RunConfig, decided: Decisions) -> list[Problem]:
         said = rule(shadow, decided)
         found += [said] if isinstance(said, Problem) else said or []
     found += [problem for problem in refused(shadow, decided) if problem.key.startswith("config.MODEL.")]
-    path = cfg.DISTILLATION.TEACHER_MODEL.WEIGHTS_INIT.PARAMS_FILE
-    if not path or not Path(path).expanduser().exists():
-        must, fix = "must name the teacher's weights", f"Write {_TEACHER}.WEIGHTS_INIT.PARAMS_FILE=<file>."
-        found.append(Problem("config.MODEL.WEIGHTS_INIT.PARAMS_FILE", repr(path), must, fix))
     return [replace(problem, key=problem.key.replace("config.MODEL", _TEACHER, 1)) for problem in found]
+
+
+def _teacher_problems(cfg: RunConfig, decided: Decisions) -> list[Problem]:
+    """Check the model under DISTILLATION, and that it has weights."""
+    path, key = cfg.DISTILLATION.TEACHER_MODEL.WEIGHTS_INIT.PARAMS_FILE, f"{_TEACHER}.WEIGHTS_INIT.PARAMS_FILE"
+    found = teacher_trunk_problems(cfg, decided)
+    if not path or missing_weights(path):
+        found.append(Problem(key, repr(path), "must name the teacher's weights", f"Write {key}=<file>."))
+    return found
 
 
 @METHODS.register("distillation")

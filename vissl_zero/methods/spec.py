@@ -54,6 +54,14 @@ class MethodSpec:
         """Check whether the teacher is the model under DISTILLATION, with weights of its own."""
         return False
 
+    def teacher_weights(self, cfg: RunConfig) -> str:
+        """Name the weights whose network is the teacher; empty: it is made otherwise."""
+        return ""
+
+    def teacher_head(self, cfg: RunConfig) -> list[Any]:
+        """Return HEAD.PARAMS of such a teacher: its features as they are."""
+        return [["identity", {}]]
+
     def problems(self, cfg: RunConfig, decided: Decisions) -> list[Problem]:
         """Check a recipe that names one of ``losses``; the types of the keys have been checked."""
         return []

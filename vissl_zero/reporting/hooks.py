@@ -54,7 +54,13 @@ def build_hooks(plan: ResolvedRun) -> list[Hook]:
         hooks.append(WeightAverageHook(average))
     if not plan.config.TEST_ONLY:
         hooks.append(FinalWeights())
-    return [*hooks, PeakMemory(), Summary(), ReportImage(knn, segmentation), Logging(logger_names(plan.config.HOOKS))]
+    return [
+        *hooks,
+        PeakMemory(),
+        Summary(),
+        ReportImage(knn, segmentation=segmentation),
+        Logging(logger_names(plan.config.HOOKS)),
+    ]
 
 
 class Opening(Hook):
@@ -111,13 +117,13 @@ class ReportImage(Hook):
 
     Args:
         knn: the run's kNN hook, for its curve and neighbors.
-        segmentation: the hook with segmented images; None: there are none.
         console: where to print the file's path.
+        segmentation: the hook with segmented images; None: there are none.
     """
 
     FILE = "report.png"
 
-    def __init__(self, knn: KnnHook, segmentation: SegmentationHook | None = None, console: Console | None = None):
+    def __init__(self, knn: KnnHook, console: Console | None = None, segmentation: SegmentationHook | None = None):
         self._knn, self._segmentation = knn, segmentation
         self._console = console or rich.get_console()
 

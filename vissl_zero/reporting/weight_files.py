@@ -39,7 +39,7 @@ class FinalWeights(Hook):
 
     def on_end(self, run: Run) -> None:
         _write(run, WEIGHTS_NAME)
-        if run.method.has_teacher:
+        if run.method.has_teacher and run.method.teacher_follows:
             _write(run, TEACHER_WEIGHTS_FILE, which="teacher")
 
 

@@ -136,7 +136,7 @@ def with_run_of_weights(cfg: RunConfig) -> RunConfig:
     data = _with_data(cfg.DATA, saved["DATA"], path) if set(wanted) - {_KEY} else cfg.DATA
     model, lora = cfg.MODEL, _lora(cfg, saved["MODEL"])
     if _KEY in wanted:
-        model = replace(model, TRUNK=_trunk(cfg, saved["MODEL"]["TRUNK"]), LORA=lora)
+        model = replace(model, TRUNK=trunk_of(model.TRUNK, saved["MODEL"]["TRUNK"]), LORA=lora)
     return replace(cfg, MODEL=model, DATA=data)
 
 
@@ -215,8 +215,9 @@ def plain_views(transforms: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]
     return views
 
 
-def _trunk(cfg: RunConfig, saved: Mapping[str, Any]) -> Trunk:
-    own, filled = cfg.MODEL.TRUNK, dict[str, Any](NAME=str(saved.get("NAME", "")))
+def trunk_of(own: Trunk, saved: Mapping[str, Any]) -> Trunk:
+    """Return ``own`` with the name and the keys that a saved configuration has."""
+    filled = dict[str, Any](NAME=str(saved.get("NAME", "")))
     if isinstance(given := saved.get("REGNET"), Mapping):
         filled["REGNET"] = replace(own.REGNET, **_known(given, RegNetBlock))
     if isinstance(given := saved.get("RESNETS"), Mapping):
@@ -265,12 +266,15 @@ def _is_trunk_frozen(cfg: RunConfig) -> bool:
     return cfg.TEST_ONLY or (settings.EVAL_MODE_ON and is_frozen)
 
 
-def missing_weights(path: str) -> Problem | None:
-    """Check that PARAMS_FILE names what exists."""
+_WEIGHTS = "config.MODEL.WEIGHTS_INIT.PARAMS_FILE"
+
+
+def missing_weights(path: str, key: str = _WEIGHTS) -> Problem | None:
+    """Check that the key of weights names what exists."""
     if not path or scheme_of(path) or is_there(Path(path).expanduser()):
         return None
     must = "must name a run folder, a checkpoint or a file of weights that exists"
-    return Problem("config.MODEL.WEIGHTS_INIT.PARAMS_FILE", repr(path), must, "Correct the path.")
+    return Problem(key, repr(path), must, "Correct the path.")
 
 
 def _known(

@@ -438,6 +438,7 @@ _MIXABLE = {
     "swav_loss": "swav",
     "simclr_info_nce_loss": "simclr",
     "moco_loss": "moco",
+    "feature_distillation_loss": "",
 }
 DATA_RULES = (
     *(mixing, sources, datasets, same_origin, image_size, whole_patches, labels, transforms),

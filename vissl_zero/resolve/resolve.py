@@ -37,6 +37,7 @@ from vissl_zero.resolve.inactive import VISSL_RULES, inactive_keys, no_effect
 from vissl_zero.resolve.logger_rules import LOGGER_RULES
 from vissl_zero.resolve.measuring import PROGRAM_RULES, only_measures, tests_alone, without_training
 from vissl_zero.resolve.model_rules import MODEL_RULES
+from vissl_zero.resolve.named_teacher import with_named_teacher
 from vissl_zero.resolve.optimizer_plan import OPTIMIZER_RULES, optimizer_plan
 from vissl_zero.resolve.pairs import PAIR_RULES
 from vissl_zero.resolve.placement_plan import (
@@ -97,7 +98,7 @@ def resolve(
         raise ConfigError([problem])
     if tests_alone(cfg):
         notes = (*notes, "TEST's images alone are measured: config.DATA.TRAIN names none, so there is no kNN.")
-    cfg = with_image_size(with_run_of_weights(without_training(cfg)))
+    cfg = with_named_teacher(with_image_size(with_run_of_weights(without_training(cfg))))
     decided = Decisions(cfg, host or _host(cfg))
     # Modules that cannot be imported are problems only beside others, which they may explain; else they are notes.
     if found := problems(decided):

@@ -154,6 +154,7 @@ class ShardedModel:
         self._parameter_guard = ParameterGuard(module, self._shards.values(), self.optimizer)
         self._average: WeightAverage | None = None
         self._teacher: ShardedModel | None = None
+        self._teacher_follows = True
         self._frozen: frozenset[str] = frozenset()
         self._activation_bytes = 0
         self._whole: dict[str, Tensor] | None = None
@@ -285,7 +286,7 @@ class ShardedModel:
         Args:
             teacher: if it ``follows``, a copy of the model, possibly without some parts; else any model.
             follows: ``follow`` will be called, and batch norm takes the statistics of the teacher's own batches; else
-                it runs in evaluation mode throughout.
+                it runs in evaluation mode throughout, and saved states leave it out: ``fill`` gives it again.
             fill: as for ``Strategy.shard``.
 
         Raises:
@@ -297,9 +298,29 @@ class ShardedModel:
         with equal_values(fill or partial(materialize_, seed=self._plan.seed), teacher, self._device) as checked:
             setup = ModelSetup(teacher, (), None, self._plan, wrap_plan, self._device, checked)
             self._teacher = self._shard_teacher(setup)
+        self._teacher_follows = follows
         if follows:
             teaching.require_same_layout(self._teacher, self)
         teaching.set_modes(self._teacher.model, has_own_statistics=follows)
+
+    def _saved_teacher(self) -> ShardedModel | None:
+        """Return the teacher if saved states hold it: one that follows, as only training knows its weights."""
+        return self._teacher if self._teacher_follows else None
+
+    @torch.no_grad()
+    def teacher_checksum(self) -> int | None:
+        """Add up the bits of a teacher that saved states leave out; None without one. Collective.
+
+        Returns:
+            The sum of all elements in float32, read as whole numbers: the same on every rank and in every layout.
+        """
+        if self._teacher is None or self._teacher_follows:
+            return None
+        buffers = self._teacher.buffers().values() if collectives.rank() == 0 else ()  # equal on every rank
+        total = torch.zeros((), dtype=torch.int64, device=self._device)
+        for values in (*(part.read for part in teacher_parts(self._teacher._shards)), *(b.detach for b in buffers)):
+            total += values().float().contiguous().view(torch.int32).sum(dtype=torch.int64).to(total.device)
+        return int(collectives.all_reduce_sum(total))
 
     def follow(self, momentum: float, unit_rows: Collection[str] = (), moves_anchor: bool = False) -> None:
         """Move the teacher: ``momentum * teacher + (1 - momentum) * model``; parameters only. Not a collective.
@@ -491,7 +512,8 @@ class ShardedModel:
         """
         buffers = dict(self._saved_buffers())
         state = rank_state(self._plan, self._shards, self.optimizer, buffers, self._loss_scale, self._average)
-        return state | {"teacher": None if self._teacher is None else self._teacher.state_dict()}
+        teacher = self._saved_teacher()
+        return state | {"teacher": None if teacher is None else teacher.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what ``state_dict`` of the same level, engine, world size and rank gave.
@@ -514,10 +536,10 @@ class ShardedModel:
         else:
             self._average = WeightAverage(self._shards.values(), buffers)
             self._average.load(saved["params"], saved["buffers"])
-        if self._teacher is not None:
+        if (teacher := self._saved_teacher()) is not None:
             if state["teacher"] is None:
                 raise CheckpointError("The saved state has no teacher. Resume with the method that was trained.")
-            self._teacher.load_state_dict(state["teacher"])
+            teacher.load_state_dict(state["teacher"])
         self._after_shards_change()
 
     def layout(self) -> dict[str, Any]:
@@ -532,8 +554,8 @@ class ShardedModel:
         yield from parts_of(self._shards, self.optimizer)
         if self._average is not None:
             yield from average_parts(self._shards, self._average)
-        if self._teacher is not None:
-            yield from teacher_parts(self._teacher._shards)
+        if (teacher := self._saved_teacher()) is not None:
+            yield from teacher_parts(teacher._shards)
 
     def before_next_change(self, wait: Callable[[], object]) -> None:
         """Call ``wait`` once, before anything that ``parts`` returned changes, because a reader still uses it.
@@ -558,7 +580,8 @@ class ShardedModel:
     def buffers(self) -> dict[str, Tensor]:
         """Return buffers that belong into a checkpoint, by full name; memory is shared. Not a collective."""
         averages = {} if self._average is None else self._average.buffers
-        teacher_buffers = {} if self._teacher is None else self._teacher.buffers()
+        teacher = self._saved_teacher()
+        teacher_buffers = {} if teacher is None else teacher.buffers()
         return (
             dict(self._saved_buffers())
             | {f"average:{name}": buffer for name, buffer in averages.items()}
@@ -596,10 +619,9 @@ class ShardedModel:
         self._before_shards_change()
         restore_state(saved, self._shards, self.optimizer, self._loss_scale)
         self._average = restore_average(saved, self._shards, dict(self._saved_buffers()))
-        if self._teacher is not None:
-            self._teacher._before_shards_change()
-            if with_teacher:
-                restore_teacher(saved, self._teacher._shards)
+        if with_teacher and (teacher := self._saved_teacher()) is not None:
+            teacher._before_shards_change()
+            restore_teacher(saved, teacher._shards)
         self._after_shards_change()
 
     def close(self) -> None:
