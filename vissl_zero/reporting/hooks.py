@@ -54,13 +54,8 @@ def build_hooks(plan: ResolvedRun) -> list[Hook]:
         hooks.append(WeightAverageHook(average))
     if not plan.config.TEST_ONLY:
         hooks.append(FinalWeights())
-    return [
-        *hooks,
-        PeakMemory(),
-        Summary(),
-        ReportImage(knn, segmentation=segmentation),
-        Logging(logger_names(plan.config.HOOKS)),
-    ]
+    report = ReportImage(knn, segmentation=segmentation)
+    return [*hooks, PeakMemory(), Summary(), report, Logging(logger_names(plan.config.HOOKS))]
 
 
 class Opening(Hook):

@@ -29,7 +29,7 @@ class CheckpointConfig:
     SAVE_BEST: bool = False
     """Keep the weights with the best BEST_METRIC as weights_best.safetensors."""
     BEST_METRIC: str = choice("top1", "top1", "miou", "knn_top1", "probe_top1", "loss")
-    """The figure that SAVE_BEST follows: top-1 on TEST of a run that predicts classes, mean IoU on TEST of one that
+    """The figure that SAVE_BEST follows: top-1 on TEST of a run that predicts classes, mIoU on TEST of one that
     segments, top-1 of kNN or of the online probe (highest), or the loss (mean of an epoch; lowest)."""
     KEEP_LAST: int = number(2, least=1, also=(-1,))
     """How many of the newest checkpoints are kept; -1: all."""
