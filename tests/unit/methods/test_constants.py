@@ -20,6 +20,7 @@ from tests.configs.test_recipes import resolved
 from vissl_zero.methods.contrastive import supcon_loss
 from vissl_zero.methods.gather import EmbeddingQueue
 from vissl_zero.methods.method import Method, build_method
+from vissl_zero.methods.segmentation import FCNHead
 from vissl_zero.methods.two_views import KeyQueue
 from vissl_zero.models.keyed_random import set_random_key
 from vissl_zero.models.model import build_model
@@ -27,6 +28,7 @@ from vissl_zero.models.patches import sine_positions
 from vissl_zero.optim.param_groups import param_groups
 from vissl_zero.optim.schedules import build_schedule
 from vissl_zero.registry import LOSSES, METHODS
+from vissl_zero.resolve.pairs import IGNORED
 
 NUM_STEPS, PER_EPOCH = 1000, 10
 GRID, PATCH = 14, 16
@@ -249,6 +251,15 @@ def jigsaw() -> None:
     assert _make("jigsaw_loss", num_towers=9, num_permutations=100).guessing_loss == pytest.approx(math.log(100))
 
 
+def segmentation() -> None:
+    """PASCAL VOC's border is 255; mmsegmentation's decode heads begin with deviation .01 and no bias."""
+    assert IGNORED == 255
+    head = FCNHead([8, 4000])
+    head.init_parameters(lambda _: torch.Generator().manual_seed(0))
+    last: Any = head.layers[-1]
+    assert last.weight.std().item() == pytest.approx(0.01, rel=0.02) and not last.bias.any()
+
+
 def supervised() -> None:
     """Labels of -1 do not count, as in VISSL."""
     assert _make("CrossEntropyLoss").ignored_label == -1
@@ -271,7 +282,7 @@ CONSTANTS: dict[str, Callable[[], None]] = {
     for check in (
         *(dino, ibot, dinov2, dinov3, mae, simmim, ijepa, data2vec, msn, moco_v2, moco_v3, byol, simsiam, simclr),
         *(nnclr, supcon, lejepa, barlow_twins, vicreg, swav, swav_momentum, deepcluster_v2, npid, pirl, rotnet),
-        *(jigsaw, supervised, distillation, feature_distillation),
+        *(jigsaw, supervised, segmentation, distillation, feature_distillation),
     )
 }
 
