@@ -98,7 +98,7 @@ class Zero:
     """With LEVEL fit, and for plan: GiB on the disk of nvme_path a rank may use for offloaded state; null: no limit."""
     MACHINE_PROFILE: str | None = None
     """With LEVEL fit, and for plan: the machine that time is estimated for and, with GPUs, whose memory counts: a
-    profile that ships (h100x8, h200x8, a100x8, a100_40gbx8, cpu_core) or a YAML file; null: cpu_core, or h100x8 with
+    profile that ships (h100x8, h200x8, a100x8, a100_40gbx8, cpu_core) or a YAML file. null: cpu_core, or h100x8 with
     GPUs."""
     type: str | None = None
     """ZeroRedundancyOptimizer_Level_1, _2 or _3: the level as ColossalAI writes it. AMP says what is float16."""
