@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def _train(recipe: str, processes: int) -> dict[str, float]:
-    """kNN top-1 before and after, and of raw pixels, in percent; seconds by the clock and of the processor."""
+    """Figures of ``_reached``, in percent; seconds by the clock and of the processor."""
     cfg = compose(recipe).run
     batch = cfg.DATA.TRAIN.BATCHSIZE_PER_REPLICA * int(cfg.DISTRIBUTED.NUM_PROC_PER_NODE) // processes
     changes = [f"config.DISTRIBUTED.NUM_PROC_PER_NODE={processes}", f"config.DATA.TRAIN.BATCHSIZE_PER_REPLICA={batch}"]
@@ -65,11 +65,17 @@ def _train(recipe: str, processes: int) -> dict[str, float]:
             subprocess.run([*command, *changes], check=True, stdout=subprocess.DEVNULL)
         times = {"seconds": time.perf_counter() - began, "processor_seconds": _processor_seconds() - used}
         summary = json.loads((folder / "summary.json").read_text())
-    reached = {
-        name: round(100 * summary[f"knn_top1_{key}"], 1)
-        for name, key in (("untrained", "before"), ("trained", "after"), ("raw_pixels", "raw_pixels"))
-    }
-    return reached | {name: round(seconds, 1) for name, seconds in times.items()}
+    return _reached(summary) | {name: round(seconds, 1) for name, seconds in times.items()}
+
+
+def _reached(summary: dict[str, Any]) -> dict[str, float]:
+    """Read kNN top-1 before and after, and of raw pixels, or of pixels with classes mIoU before and after."""
+    if "miou" in summary:
+        shares = {"miou_untrained": summary["miou_by_step"][0][1], "miou_trained": summary["miou"]}
+    else:
+        names = (("untrained", "before"), ("trained", "after"), ("raw_pixels", "raw_pixels"))
+        shares = {name: summary[f"knn_top1_{key}"] for name, key in names}
+    return {name: round(100 * share, 1) for name, share in shares.items()}
 
 
 def _processor_seconds() -> float:

@@ -265,6 +265,9 @@ METHODS = Registry(
             "supervised": {
                 "supervised": "Supervised cross-entropy.",
             },
+            "segmentation": {
+                "segmentation": "Segmentation: cross-entropy of the class of every pixel.",
+            },
             "two_views": {
                 "simclr": "SimCLR: NT-Xent between views, negatives from all ranks.",
                 "moco_v2": "MoCo v2: InfoNCE against a queue of the teacher's keys.",
@@ -442,6 +445,8 @@ DATA_SOURCES = Registry(
             "CIFAR, MNIST, STL-10, SVHN, Places and others.",
         ),
         "digits": (f"{_DATA}.sources.library_sets", "1,797 real scans of digits, 8x8, that come with scikit-learn."),
+        "digit_scenes": (f"{_DATA}.sources.library_sets", "Digits on a canvas, with the class of every pixel."),
+        "segmentation_folder": (f"{_DATA}.sources.segmentation", "Images and masks: images/ and masks/ of a folder."),
         "synthetic": (
             f"{_DATA}.sources.library_sets",
             "Seeded images with a learnable class structure, made on the fly.",

@@ -29,6 +29,11 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
             if index < 2:
                 path.parent.mkdir(parents=True, exist_ok=True)
             path.touch()
+    for kind in ("images", "masks"):
+        (folder / "pairs" / kind).mkdir(parents=True)
+        for index in range(64):
+            (folder / "pairs" / kind / f"{index}.png").touch()
+    (folder / "pairs" / "classes.txt").write_text("sky\nground\n")
     return folder
 
 
@@ -43,6 +48,8 @@ def test_recipe_resolves(recipe, images):
     for split, part in (("TRAIN", "train"), ("TEST", "test")):
         if getattr(compose(recipe.name).run.DATA, split).DATA_SOURCES == ["disk_folder"]:
             overrides.append(f"config.DATA.{split}.DATA_PATHS=[{images}/{part}]")
+        if getattr(compose(recipe.name).run.DATA, split).DATA_SOURCES == ["segmentation_folder"]:
+            overrides.append(f"config.DATA.{split}.DATA_PATHS=[{images}/pairs]")
     if compose(recipe.name).run.MODEL.TRUNK.NAME == "auto":
         trunk = {"NAME": "resnet", "RESNETS": {"DEPTH": 18, "unknown": 1}}
         if compose(recipe.name).run.MODEL.WEIGHTS_INIT.CONTINUE:

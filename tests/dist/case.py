@@ -149,11 +149,15 @@ class Trunk(nn.Module):
         blocks = list(self.blocks)
         return [blocks[:1], blocks[1:]]
 
-    def forward(self, images: list[Tensor]) -> list[Tensor]:
+    @property
+    def map_dim(self) -> int:
+        return self.feature_dim
+
+    def forward(self, images: list[Tensor], return_maps: bool = False) -> list[Tensor]:
         xs = self.stem(images)
         for block in self.blocks:
             xs = block(xs)
-        return [x.mean(dim=(2, 3)) for x in xs]
+        return [*(xs if return_maps else ()), *(x.mean(dim=(2, 3)) for x in xs)]
 
 
 class Head(nn.Module):

@@ -11,6 +11,7 @@ import torch
 from tests.blocks import data_block
 from tests.ranks import run_on_ranks
 from tests.unit.evaluation.example_run import make_config, make_plan
+from tests.unit.evaluation.example_segmentation import make_segmentation_config
 from tests.unit.evaluation.test_patch_pictures import make_transformer_config
 from vissl_zero.data.loader import build_eval_images
 from vissl_zero.data.source import build_eval_sources
@@ -20,6 +21,7 @@ from vissl_zero.evaluation.accuracy import AccuracyHook
 from vissl_zero.evaluation.features import Features, extract_features
 from vissl_zero.evaluation.knn import KnnHook
 from vissl_zero.evaluation.pictures import PatchPictures, patch_pictures
+from vissl_zero.evaluation.segmentation import SegmentationHook
 
 
 def _evaluate(level: int, world_size: int, max_steps: int) -> tuple[Features, dict[str, Any], list[list[int]]]:
@@ -98,3 +100,21 @@ def test_probes_of_layers_are_the_same_at_every_level() -> None:
                 assert other.keys() == state.keys()
                 for name, tensor in state.items():
                     torch.testing.assert_close(other[name], tensor, rtol=0, atol=1e-10)
+
+
+def _overlaps(level: int, world_size: int, batch: int) -> dict[str, Any]:
+    """Of a segmentation trained for three steps; 31 test images leave some ranks without one in the last batch."""
+    changes = {"max_steps": 3, "batch_per_rank": batch // world_size}
+    plan = make_plan(make_segmentation_config(), level=level, world_size=world_size, **changes)
+    run, schedules, frozen = build_run(plan, torch.device("cpu"))
+    train(run, schedules, frozen, [SegmentationHook()])
+    return run.results
+
+
+@pytest.mark.slow
+def test_overlaps_of_classes_are_the_same_on_every_rank() -> None:
+    for world_size, level, batch in ((2, 1, 10), (2, 3, 10), (3, 0, 15), (3, 3, 15)):
+        wanted = run_on_ranks(1, _overlaps, 0, 1, batch)[0]
+        assert 0 < wanted["miou"] < 1
+        for results in run_on_ranks(world_size, _overlaps, level, world_size, batch):
+            assert results == wanted

@@ -120,7 +120,7 @@ def test_a_checkpoint_whose_extra_is_damaged_or_missing_is_not_loaded(tmp_path: 
             assert "extra/torch_save do not fit" in sentence and is_unchanged
     gone = tmp_path / "checkpoints/step_000000009"
     for sentence, is_unchanged in run_on_ranks(2, _load_damaged, str(gone)):
-        assert f"{gone}/manifest.json cannot be read" in sentence and is_unchanged
+        assert f"{gone} does not exist. Beside it are step_" in sentence and is_unchanged
 
 
 class _Evil:

@@ -55,6 +55,8 @@ CLUSTERS = {"num_crops": 3, "num_prototypes": [5], "embedding_dim": 4, "queue": 
 # method -> loss, its keys, head, crops of each of two sizes
 CASES: dict[str, tuple[str, dict[str, Any], Any, list[int]]] = {
     "supervised": ("CrossEntropyLoss", {}, ["mlp", {"dims": [6, 10]}], [2, 1]),
+    # Not all pixels count, and more of them on some ranks than on others; see make_method_plan.
+    "segmentation": ("segmentation_loss", {}, ["fcn_head", {"dims": [-1, 5, 11]}], [1]),
     "simclr": ("simclr_info_nce_loss", {"temperature": 0.3}, MLP, [2]),
     "simsiam": ("simsiam_loss", {}, SIAMESE, [2]),
     "barlow_twins": ("barlow_twins_loss", {"lambda_": 0.1}, MLP, [2]),
@@ -142,6 +144,13 @@ OTHER_TEACHER: dict[str, dict[str, Any]] = {
 VIT = {"IMAGE_SIZE": 8, "PATCH_SIZE": 2, "NUM_LAYERS": 2, "NUM_HEADS": 2, "HIDDEN_DIM": 6, "MLP_DIM": 10}
 
 
+# Maps of a chain of units, and of units within timm's own forward pass.
+MAPS = {
+    "timm/convnext_atto": {"depths": (1, 1, 1, 2), "dims": (5, 6, 7, 8)},
+    "timm/xcit_nano_12_p16_224": {"depth": 1, "embed_dim": 8, "num_heads": 2, "cls_attn_layers": 1},
+}
+
+
 @dataclass
 class TrunkKeys:
     norm: str = "batch"
@@ -179,6 +188,11 @@ def make_method_plan(
     sizes = {"size_crops": [8, 6][: len(crops)], "num_crops": crops, "total_num_crops": sum(crops)}
     scales = {"crop_scales": [[0.5, 1.0], [0.4, 0.8]][: len(crops)]}
     data["TRANSFORMS"] = [{"name": "ImgPilToMultiCrop", **sizes, **scales}, *data["TRANSFORMS"]]
+    if method == "segmentation":
+        head = [head[0], {**head[1], "use_bn": norm == "batch"}]
+        data |= {"DATA_SOURCES": ["digit_scenes"], "DEFAULT_GRAY_IMG_SIZE": 64 if norm in MAPS else 8}
+        shifted = {"name": "RandomAffine", "degrees": 30, "translate": [0.4, 0.4]}  # what is left free does not count
+        data["TRANSFORMS"] = [shifted, *data["TRANSFORMS"][1:]]
     config["MODEL"]["TRUNK"] = {"NAME": "parity_trunk", "PARAMS": {"norm": norm}}
     if method in TRANSFORMERS or norm == "vit":
         vit = {**VIT, "USE_MASK_TOKEN": method in MASK_TOKEN}
@@ -187,6 +201,11 @@ def make_method_plan(
         name, has_token = "vit_tiny_patch16_224", method in MASK_TOKEN
         keys_of_timm = {"name": name, "use_mask_token": has_token, "model_args": TIMM_VIT}
         config["MODEL"]["TRUNK"] = {"NAME": f"timm/{name}", "PARAMS": keys_of_timm}
+    if norm in MAPS:
+        config["MODEL"]["TRUNK"] = {
+            "NAME": norm,
+            "PARAMS": {"name": norm.removeprefix("timm/"), "model_args": MAPS[norm]},
+        }
     config["MODEL"]["HEAD"]["PARAMS"] = [head]
     config["LOSS"] = {"name": loss, loss: keys}
     has_other = method in OTHER_TEACHER
@@ -478,6 +497,18 @@ def test_a_method_that_masks_takes_a_trunk_of_timms_and_fairscale(method: str) -
     cells = [("torch", 0), ("torch", 3), ("fairscale", 1), ("fairscale", 2)]
     for cell, result in zip(cells, run_on_ranks(2, _masked, method, cells)[0], strict=True):
         assert result.distance(plain(method, "timm")) < TOLERANCE, cell
+
+
+def _mapped(trunk: str, levels: list[int]) -> list[Result]:
+    return [_train(make_method_plan("segmentation", level, 2, trunk)) for level in levels]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("trunk", MAPS)
+def test_segmentation_takes_maps_of_timms(trunk: str) -> None:
+    for level, result in zip((1, 3), run_on_ranks(2, _mapped, trunk, [1, 3])[0], strict=True):
+        assert result.distance(plain("segmentation", trunk)) < TOLERANCE, f"level {level}"
 
 
 def _exactly(method: str, norm: str, world_size: int, level: int, num_micro: int) -> Result:

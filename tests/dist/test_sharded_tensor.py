@@ -59,6 +59,14 @@ def _assigned_full(model: nn.Module, _: Any) -> None:
 
 
 @torch.no_grad()
+def _through_full_tensor(model: nn.Module, _: Any) -> None:
+    """What refusals tell a loop to do."""
+    weight = model[0].weight
+    full = weight.full_tensor() if hasattr(weight, "full_tensor") else weight.detach().clone()
+    weight.copy_(full / full.norm())
+
+
+@torch.no_grad()
 def _masked(model: nn.Module, _: Any) -> None:
     model[0].weight.mul_(_MASK)
     model[2].weight.sub_(torch.linspace(0, 1, 6, dtype=torch.float64))  # one row, for all
@@ -115,6 +123,7 @@ _EXACT: dict[str, Between] = {
     for found in (
         _assigned,
         _assigned_full,
+        _through_full_tensor,
         _masked,
         _with_masked_copy,
         _scaled_by_norm,

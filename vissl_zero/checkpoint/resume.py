@@ -66,6 +66,13 @@ def find_resumable(run_folder: Path, nth_newest: int = 1) -> Found:
             found.path = path
             return found
         found.skipped += problems
+    if paths == [run_folder] and not run_folder.exists():
+        there = [path.name for path in find_checkpoints(run_folder.parent.parent)]
+        raise CheckpointError(
+            f"{run_folder} does not exist. Beside it are {', '.join(there[:5])}."
+            if there
+            else f"{run_folder} does not exist, nor any checkpoint beside it. Correct the path."
+        )
     if paths == [run_folder]:
         raise CheckpointError("\n".join(found.skipped[:_MOST_LINES]))
     if paths:

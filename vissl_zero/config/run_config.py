@@ -52,10 +52,11 @@ class RunConfig:
     TEST_ONLY: bool = False
     """Only measure; train nothing."""
     TEST_EVERY_NUM_EPOCH: int = number(1, least=0)
-    """Epochs between measurements of top-1 on TEST while a supervised run trains; 0: only at the end."""
+    """Epochs between measurements on TEST while a run trains, of top-1 where it is supervised, of mIoU where it
+    segments; 0: only at the end."""
     TEST_MODEL: bool = True
-    """Measure top-1 on TEST of a run that predicts classes, and extract TEST's features; false: use TRAIN alone for
-    both. kNN follows NEAREST_NEIGHBOR."""
+    """Measure top-1 or mIoU on TEST of a run that predicts classes, and extract TEST's features; false: use TRAIN
+    alone for both. kNN follows NEAREST_NEIGHBOR."""
     EVALUATED_MODEL: str = choice("student", "student", "teacher")
     """Whose features kNN, RankMe, LiDAR, the online probe and the report's pictures are about: the model that is
     trained, or the momentum copy of a method that has one, as the papers of DINO, BYOL and I-JEPA have it."""

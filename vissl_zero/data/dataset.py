@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -76,8 +76,8 @@ class MicroBatchDataset(Dataset[Loaded]):
         except VisslZeroError as error:
             return Loaded(None, error=str(error))
 
-    def _sample(self, sample_id: int, epoch: int, skipped: dict[str, str]) -> tuple[list[Any], int | None]:
-        """Load crops and label of one sample, or of the first readable image after it."""
+    def _sample(self, sample_id: int, epoch: int, skipped: dict[str, str]) -> _Sample:
+        """Load one sample, or the first readable image after it."""
         for shift in range(len(self.source)):
             index = (sample_id + shift) % len(self.source)
             try:
@@ -88,7 +88,7 @@ class MicroBatchDataset(Dataset[Loaded]):
                 # By the sample asked for, and after the image was read: neither a stand-in nor a decoder moves the
                 # random numbers.
                 seed_sample(self.seed, epoch, sample_id)
-                return self.pipeline.crops(image), self.source.label(index)
+                return _Sample(*self.pipeline.sample(image), self.source.label(index))
             except BrokenImageError as error:
                 if not self.skip_broken:
                     raise
@@ -96,8 +96,8 @@ class MicroBatchDataset(Dataset[Loaded]):
                 skipped[error.name] = error.reason
         raise DataError(f"None of the {len(self.source)} images can be read. Correct DATA_PATHS or repair the files.")
 
-    def _collate(self, samples: Sequence[tuple[list[Any], int | None]], plan: MicroBatchPlan) -> ImageBatch:
-        crops = [crops for crops, _ in samples]
+    def _collate(self, samples: Sequence[_Sample], plan: MicroBatchPlan) -> ImageBatch:
+        crops = [sample.crops for sample in samples]
         shapes = [tuple(crop.shape) for crop in crops[0]]
         for sample_id, other in zip(plan.sample_ids, crops, strict=True):
             if [tuple(crop.shape) for crop in other] != shapes:
@@ -113,10 +113,11 @@ class MicroBatchDataset(Dataset[Loaded]):
         return ImageBatch(
             images=[self.pipeline.stacked([sample[crop] for crop in same for sample in crops]) for same in resolutions],
             num_crops=[len(same) for same in resolutions],
-            targets=self._targets([label for _, label in samples], ids),
+            targets=self._targets([sample.label for sample in samples], ids),
             sample_ids=ids,
             num_global=plan.num_global,
             stand_ins=tuple(place for place, id_ in enumerate(plan.sample_ids) if id_ in self._broken),
+            masks=torch.stack(masks) if (masks := [s.mask for s in samples if s.mask is not None]) else None,
         )
 
     def _targets(self, labels: list[int | None], ids: Tensor) -> Tensor | None:
@@ -125,6 +126,14 @@ class MicroBatchDataset(Dataset[Loaded]):
         if self.label_type == "zero":
             return torch.zeros_like(ids)
         return None if None in labels else torch.tensor(labels, dtype=torch.int64)
+
+
+class _Sample(NamedTuple):
+    """What a worker makes of an image: its crops, its mask (H, W), and its label; None where it has none."""
+
+    crops: list[Any]
+    mask: Tensor | None
+    label: int | None
 
 
 @dataclass(frozen=True)
@@ -140,6 +149,7 @@ class ImageBatch:
             its own index here; image and label are the replacement's.
         num_global: samples of this micro-batch over all ranks, right for a partial last batch too.
         stand_ins: places from 0 to B - 1 of the samples that were replaced.
+        masks: (B, H, W) uint8, the class of each pixel of the one crop, 255 where it does not count; None without.
     """
 
     images: list[Tensor]
@@ -148,6 +158,7 @@ class ImageBatch:
     sample_ids: Tensor
     num_global: int
     stand_ins: tuple[int, ...] = ()
+    masks: Tensor | None = None
 
     @property
     def num_local(self) -> int:
@@ -160,6 +171,7 @@ class ImageBatch:
             self,
             images=[image.to(device=device, dtype=dtype, non_blocking=True) for image in self.images],
             targets=None if self.targets is None else self.targets.to(device, non_blocking=True),
+            masks=None if self.masks is None else self.masks.to(device, non_blocking=True),
             sample_ids=self.sample_ids.to(device, non_blocking=True),
         )
 
@@ -169,6 +181,7 @@ class ImageBatch:
             self,
             images=[image.pin_memory() for image in self.images],
             targets=None if self.targets is None else self.targets.pin_memory(),
+            masks=None if self.masks is None else self.masks.pin_memory(),
             sample_ids=self.sample_ids.pin_memory(),
         )
 

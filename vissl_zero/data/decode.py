@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import ExifTags, Image, ImageOps
 
 from vissl_zero.atomic import open_regular, read_regular
 from vissl_zero.config.blocks.data import Data
@@ -30,6 +30,8 @@ BACKGROUNDS = {"stored": None, "white": (255, 255, 255), "gray": (128, 128, 128)
 MAX_FILE_BYTES = 2**30
 MAX_SCANS, MAX_SCANNED = 50, 2 * 10**9  # an encoder writes about 10 scans; 2e9 pixels take a core 5 to 20 s
 _GZIP, _JPEG, _PNG, _START_OF_SCAN = b"\x1f\x8b", b"\xff\xd8", b"\x89PNG\r\n\x1a\n", b"\xff\xda"
+_ON_ITS_SIDE = (5, 6, 7, 8)  # orientations of EXIF
+_PNG_BITS = 24  # where a PNG has its bits a sample; the next byte is the kind of color
 _TEXTS = (b"tEXt", b"zTXt", b"iTXt", b"iCCP")
 _BITS_PER_SAMPLE, _PHOTOMETRIC = 258, 262  # tags of TIFF
 
@@ -101,6 +103,35 @@ class Decoder:
             if look is not None:
                 look(image)
             return rgb
+
+    def mask(self, data: bytes, name: str | Path) -> np.ndarray:
+        """Decode a PNG whose pixels are classes: its indices as stored, or its colors.
+
+        Args:
+            data: content of the file.
+            name: of the mask, for errors.
+        Returns:
+            (H, W) uint8 of a palette or of gray, or (H, W, 3) uint8.
+        Raises:
+            BrokenImageError: it is no PNG, is damaged, or has more than 8 bits.
+        """
+        if data[:8] != _PNG:
+            raise BrokenImageError(str(name), "it is no PNG, and other formats change the classes of a mask")
+        with _named(name), _limit_of(self.max_pixels), Image.open(io.BytesIO(data), formats=("PNG",)) as image:
+            self.check(*image.size, data, name)
+            bits, color = data[_PNG_BITS], data[_PNG_BITS + 1]
+            if bits > 8:
+                raise BrokenImageError(str(name), f"its pixels have {bits} bits; a mask has at most 8")
+            values = np.asarray(image, dtype=np.uint8)
+            # Pillow spreads gray of 2 and 4 bits over 0 to 255.
+            values = values // (255 // (2**bits - 1)) if color == 0 and 1 < bits < 8 else values
+        return values if values.ndim == 2 else values[..., 0] if values.shape[2] == 2 else values[..., :3]
+
+    def size(self, data: bytes, name: str | Path) -> tuple[int, int]:
+        """Read width and height of an image as it would be decoded. Raises BrokenImageError."""
+        with _named(name), _limit_of(self.max_pixels), Image.open(io.BytesIO(data), formats=FORMATS) as image:
+            is_turned = self.applies_exif and image.getexif().get(ExifTags.Base.Orientation, 1) in _ON_ITS_SIDE
+            return (image.height, image.width) if is_turned else (image.width, image.height)
 
     def check(self, width: int, height: int, data: bytes, name: str | Path) -> None:
         """Refuse what would take too much memory or time, before any pixel is decoded.

@@ -17,9 +17,10 @@ from torch import Tensor
 
 from vissl_zero.config.blocks.data import Data, split_of
 from vissl_zero.data.dataset import ImageBatch, MicroBatchDataset, MicroBatchPlan, shuffled
+from vissl_zero.data.pairs import with_masks
 from vissl_zero.data.pipeline import Pipeline
 from vissl_zero.data.source import Source, build_eval_sources, build_source
-from vissl_zero.data.split_pipeline import build_eval_pipeline, build_split_pipeline
+from vissl_zero.data.split_pipeline import build_eval_pipeline, build_split_pipeline, eval_transforms
 from vissl_zero.data.workers import BatchStream
 from vissl_zero.errors import DataError
 from vissl_zero.resolve.resolved import ResolvedRun
@@ -127,7 +128,7 @@ def build_loader(
     """
     cfg = split_of(data_cfg, split)
     source = build_source(data_cfg, split, seed)
-    transform = build_split_pipeline(data_cfg, split)
+    transform = with_masks(build_split_pipeline(data_cfg, split), source, data_cfg, cfg.TRANSFORMS)
     order = EpochOrder(
         num_samples=len(source),
         micro_batch=batch_per_rank * world_size,
@@ -333,6 +334,6 @@ def eval_images(source: Source, data_cfg: Data, seed: int) -> EvalImages:
     Raises:
         ConfigError: a transform is unknown, or its arguments do not fit.
     """
-    pipeline = build_eval_pipeline(data_cfg)
+    pipeline = with_masks(build_eval_pipeline(data_cfg), source, data_cfg, eval_transforms(data_cfg))
     dataset = MicroBatchDataset(source, pipeline, seed, skip_broken=data_cfg.ON_BROKEN_IMAGE == "skip")
     return EvalImages(source, pipeline, BatchStream(dataset, data_cfg))

@@ -68,6 +68,10 @@ class Pipeline:
         """Make the crops of an image, float (3, H, W) each; see ``crops``."""
         return self.crops(image)
 
+    def sample(self, read: Any) -> tuple[list[Any], Tensor | None]:
+        """Make the crops of what ``read`` gave, and the mask of the image where it has one."""
+        return self.crops(read), None
+
     def stacked(self, crops: Sequence[Any]) -> Tensor:
         """Gather crops of one shape in one new tensor (N, 3, H, W)."""
         return torch.stack(list(crops))
@@ -80,10 +84,17 @@ class Pipeline:
         """
         crops: list[Any] = [image]
         for transform in self.transforms:
-            if getattr(transform, "takes_all_crops", False):
-                crops = list(_applied(transform, crops))
-            else:
-                crops = [made for crop in crops for made in _as_list(_applied(transform, crop))]
+            crops = self.step(transform, crops)
+        return self.finished(crops)
+
+    def step(self, transform: Callable[[Any], Any], crops: list[Any]) -> list[Any]:
+        """Apply one transform to all crops. Raises DataError as ``crops``."""
+        if getattr(transform, "takes_all_crops", False):
+            return list(_applied(transform, crops))
+        return [made for crop in crops for made in _as_list(_applied(transform, crop))]
+
+    def finished(self, crops: list[Any]) -> list[Any]:
+        """Return the crops, which must be tensors by now. Raises DataError as ``crops``."""
         if not all(isinstance(crop, Tensor) and crop.ndim == 3 and torch.is_floating_point(crop) for crop in crops):
             raise DataError(
                 f"TRANSFORMS must turn an image into (3, H, W) float tensors, but end in {type(crops[0]).__name__}. "

@@ -6,10 +6,10 @@ each image, or a row of several labels for each, as VISSL writes those of VOC07.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -69,6 +69,26 @@ def encoded_image(source: Source, index: int) -> bytes | Image.Image:
     """Return the file of an image where ``source`` has files, else the image."""
     read = getattr(source, "encoded", None)
     return source.image(index) if read is None else read(index)
+
+
+def masks_of(source: Source) -> Callable[[int], Image.Image] | None:
+    """Return what reads the mask of an image: "L", the class of each pixel, 255 where it does not count.
+
+    None where the images have no masks: a source has them by a method ``mask(index)``.
+    """
+    return _of_index(source, "mask")
+
+
+def checks_of(source: Source) -> Callable[[int], None] | None:
+    """Return what looks at an image without keeping it, and raises BrokenImageError; None without ``check(index)``."""
+    return _of_index(source, "check")
+
+
+def _of_index(source: Source, name: str) -> Callable[[int], Any] | None:
+    if not isinstance(source, _Derived):
+        return getattr(source, name, None)
+    of_whole = _of_index(source.source, name)
+    return None if of_whole is None else lambda index: of_whole(source._at(index))
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,13 @@ def build_eval_pipeline(data_cfg: Data) -> Pipeline:
 
     The size is that of TRAIN's largest crops (no resizing where TRAIN has none), Normalize is TRAIN's own.
     """
-    if data_cfg.TEST.TRANSFORMS:
-        return build_split_pipeline(data_cfg, "TEST")
-    entries = derive_eval_transforms(data_cfg.TRAIN.TRANSFORMS)
-    return _with_backend(data_cfg, entries, "config.DATA.TRAIN.TRANSFORMS")
+    split = "TEST" if data_cfg.TEST.TRANSFORMS else "TRAIN"
+    return _with_backend(data_cfg, eval_transforms(data_cfg), f"config.DATA.{split}.TRANSFORMS")
+
+
+def eval_transforms(data_cfg: Data) -> Sequence[Mapping[str, Any]]:
+    """Return the transforms of ``build_eval_pipeline``."""
+    return data_cfg.TEST.TRANSFORMS or derive_eval_transforms(data_cfg.TRAIN.TRANSFORMS)
 
 
 def described_views(data_cfg: Data) -> str:

@@ -12,14 +12,14 @@ from vissl_zero.engine.hook import Run, StepRecord
 from vissl_zero.errors import ConfigError, Problem
 from vissl_zero.resolve.followed_figure import periods
 
-_AT_END = {"top1": "top1", "knn_top1": "knn_top1_after", "probe_top1": "probe_top1"}
+_AT_END = {"top1": "top1", "miou": "miou", "knn_top1": "knn_top1_after", "probe_top1": "probe_top1"}
 
 
 class FollowedFigure:
     """Reads one figure of a run after each measurement, equal on all ranks.
 
     Args:
-        metric: loss (mean of an epoch), top1, knn_top1 or probe_top1.
+        metric: loss (mean of an epoch), top1, miou, knn_top1 or probe_top1.
         key: the configuration key that names it, for messages.
         mode: max or min, whichever is better; auto: min for loss, max for the others.
     """

@@ -81,9 +81,7 @@ def initialize(
     if is_marked_sharded(model):
         fix = "Build the model again, or keep the optimizer it has."
         raise ConfigError([Problem("model", type(model).__name__, "was already passed to initialize()", fix)])
-    if lazy := [name for name, param in model.named_parameters() if is_lazy(param)]:
-        fix = "Run one batch through the model first, with torch.no_grad()."
-        raise ConfigError([Problem("model", lazy[0], "has a lazy layer that has seen no input", fix)])
+    _require_fresh(model)
     follower = take_ema(model)
     precision, notes = choose_precision(model, settings)
     groups, build_optimizer = read_optimizer(optimizer, model)
@@ -165,6 +163,16 @@ def _facts(plan: ShardingPlan, accumulation_steps: int) -> list[str]:
     }
     values = {name: getattr(plan, name) for name in names} | tiers
     return [f"{name}={value}" for name, value in values.items()]
+
+
+def _require_fresh(model: nn.Module) -> None:
+    """Refuse parameters without a shape, and gradients, which are of this rank alone."""
+    if lazy := [name for name, param in model.named_parameters() if is_lazy(param)]:
+        fix = "Run one batch through the model first, with torch.no_grad()."
+        raise ConfigError([Problem("model", lazy[0], "has a lazy layer that has seen no input", fix)])
+    if begun := [name for name, param in model.named_parameters() if param.grad is not None]:
+        fix = "Call model.zero_grad() first, and initialize() before the first backward pass."
+        raise ConfigError([Problem("model", begun[0], "has a gradient already, of this rank alone", fix)])
 
 
 def _check_groups(size: int, level: int) -> None:

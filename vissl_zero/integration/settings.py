@@ -425,6 +425,30 @@ def _automatic(tree: Any, path: str) -> list[Problem]:
     return [Problem(path, "'auto'", "is filled in by Hugging Face's Trainer, and by nothing here", fix)]
 
 
+def _said_twice(given: Mapping[str, Any]) -> list[Problem]:
+    """Find our names beside DeepSpeed's for the same thing."""
+    both = [(f"{_MARK}.{theirs}", ours) for theirs, ours in _RENAMED.items() if theirs != "gradient_clipping"]
+    both += [("gradient_clipping", "clip_grad")] if "gradient_clipping" in given else []
+    must, fix = "says the same as DeepSpeed's {}", "Leave one of them out."
+    return [
+        Problem(f"zero.{ours}", repr(given[ours]), must.format(f"zero.{name}"), fix)
+        for name, ours in both
+        if ours in given
+    ]
+
+
+_BATCH, _MICRO, _STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
+
+
+def _batch_problems(given: Mapping[str, Any]) -> list[Problem]:
+    """Refuse batch sizes from which DeepSpeed would work out how many micro-batches make an update."""
+    if _STEPS in given or not {_BATCH, _MICRO} <= given.keys():
+        return []
+    must = f"must be given beside {_BATCH} and {_MICRO}, from which it is not worked out"
+    fix = f"Write {_STEPS}={given[_BATCH]} / ({given[_MICRO]} x ranks)."
+    return [Problem(f"zero.{_STEPS}", "", must, fix)]
+
+
 def _fixed_scale(block: dict[str, Any]) -> list[Problem]:
     """Take ``loss_scale`` out of DeepSpeed's ``fp16`` block, and refuse a fixed one."""
     scale = block.pop("loss_scale", 0)
@@ -440,7 +464,8 @@ def from_deepspeed(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]
     """
     if _MARK not in given:
         return dict(given), []
-    keys, problems, notes = dict(given), [], []
+    keys, notes = dict(given), []
+    problems = [*_said_twice(given), *_batch_problems(given)]
     zero = keys.pop(_MARK)
     if not isinstance(zero, Mapping):
         problem = Problem(f"zero.{_MARK}", repr(zero), "must be a dict", "Write it as dict(stage=3).")
@@ -454,8 +479,8 @@ def from_deepspeed(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]
         keys.pop(name)
     # As it is typed, before a key gets our name; blocks that are refused as a whole are not looked into.
     typed = {name: value for name, value in keys.items() if name not in _OWN_OPTIMIZER}
-    if problems := _automatic(typed | {_MARK: zero}, "zero"):
-        raise ConfigError(problems)
+    if automatic := _automatic(typed | {_MARK: zero}, "zero"):
+        raise ConfigError(automatic)
     keys["level"] = zero.pop("stage", 0)
     for name in ("offload_optimizer", "offload_param"):
         if name in zero:

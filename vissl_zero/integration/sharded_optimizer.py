@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,33 @@ from vissl_zero.sharding.sharded_model import ShardedModel
 from vissl_zero.sharding.state.saved_state import Part, check_same_update, inner_optimizer, take_group_options
 from vissl_zero.sharding.update.stepper import StepResult
 from vissl_zero.version import __version__
+
+_STATE = (
+    "The state of the sharded optimizer (moments, step counts) is not in optimizer.state, which is for what wrappers "
+    "keep by parameter. Read or store it by optimizer.state_dict() or save(); to start anew, call initialize() again."
+)
+
+
+class _OfParameter(dict[str, Any]):
+    """What a wrapper keeps for one parameter."""
+
+    def __missing__(self, key: str) -> NoReturn:
+        raise VisslZeroError(f"optimizer.state[...][{key!r}]: is not there. {_STATE}")
+
+
+class StateOfWrappers(defaultdict[Any, Any]):
+    """``optimizer.state``: keyed access for wrappers; what would reach the state of the base optimizer is refused."""
+
+    def __init__(self) -> None:
+        super().__init__(_OfParameter)
+
+    def _refuse(self, *_: Any) -> NoReturn:
+        raise VisslZeroError(_STATE)
+
+    clear = values = items = keys = __iter__ = _refuse
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StateOfWrappers:
+        return StateOfWrappers()
 
 
 class ZeroOptimizer(torch.optim.Optimizer):
@@ -66,7 +93,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._is_built = False
         super().__init__(base.param_groups, base.defaults)
         # The very objects, so that a learning rate set here reaches the base optimizer.
-        self.param_groups, self.state = base.param_groups, defaultdict(dict)
+        self.param_groups, self.state = base.param_groups, StateOfWrappers()
         self._is_built = True
         self._rows = [group["params"] for group in base.param_groups]
         self._params = _own_params(sharded, model) or self._rows
@@ -77,6 +104,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._accumulation_steps = accumulation_steps
         self.num_updates = 0
         self._num_micro_batches = 0
+        self._marks: list[tuple[int, ...] | None] | None = None  # of gradients that later micro-batches add to
         self._is_in_backward = False
         self._is_backward_done = self._is_run_again = False  # in the open micro-batch
         self._model = model
@@ -87,6 +115,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if is_plain_refused:
             model.register_forward_hook(self._watch)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute, but for those that would part the loop from the update."""
+        if name == "state" and getattr(self, "_is_built", False):
+            raise VisslZeroError(_STATE)
+        super().__setattr__(name, value)
+
     def backward(self, loss: Tensor) -> None:
         """Accumulate the gradients of ``loss``, averaged over ranks and over the calls that make one update.
 
@@ -95,6 +129,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Raises:
             VisslZeroError: under accumulation, for a second micro-batch before ``step``.
         """
+        self._require_same_gradients()
         if self._is_run_again and self._accumulation_steps > 1:
             raise VisslZeroError(
                 "The model ran forward and backward twice without optimizer.step() in between, with "
@@ -108,6 +143,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 self._sharded.backward(loss, 1.0 / self._accumulation_steps)
         finally:
             self._is_in_backward = False
+        is_last = self._num_micro_batches == self._accumulation_steps - 1
+        self._marks = None if is_last or collectives.world_size() == 1 else self._sharded.gradient_marks()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the weights; then free the gradients, but for level 0.
@@ -127,12 +164,15 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._require_same_groups()
         with waiting("optimizer.step()"):
+            if self._num_micro_batches < self._accumulation_steps - 1:
+                self._require_same_gradients()
             self._micro_batch.close()
             self._num_micro_batches += 1
             try:
                 if self._num_micro_batches == self._accumulation_steps:
-                    self._num_micro_batches = 0
+                    self._num_micro_batches, self._marks = 0, None
                     self._update()
             finally:  # also after a refusal: a loop that catches the error can continue
                 self._open_micro_batch()
@@ -334,6 +374,28 @@ class ZeroOptimizer(torch.optim.Optimizer):
         is_last = self._num_micro_batches == self._accumulation_steps - 1
         self._micro_batch.enter_context(self._sharded.micro_batch(is_last))
 
+    def _require_same_gradients(self) -> None:
+        """Refuse gradients that the loop has changed before the last micro-batch: they may not be means yet."""
+        if self._marks is not None and self._marks != self._sharded.gradient_marks():
+            raise VisslZeroError(
+                "A gradient was changed before the last micro-batch of an update, when it is not yet the mean over "
+                f"ranks. Change gradients between backward() and the last of {self._accumulation_steps} calls of "
+                "step(), or clip by zero=dict(clip_grad=...)."
+            )
+
+    def _require_same_groups(self) -> None:
+        """Refuse parameters that were put into groups or taken out of them: the update would not know."""
+        groups = self._sharded.optimizer.param_groups
+        is_same = self.param_groups is groups and len(groups) == len(self._params)
+        for group, own in zip(groups, self._params if is_same else (), strict=False):
+            found = group["params"]
+            is_same &= len(found) == len(own) and all(a is b for a, b in zip(found, own, strict=True))
+        if not is_same:
+            raise VisslZeroError(
+                "optimizer.param_groups was replaced, or parameters in it. Groups are fixed once initialize() has "
+                "sharded them: change lr and the like in place, and freeze by requires_grad_(False)."
+            )
+
     def _require_boundary(self, method: str) -> None:
         if self._num_micro_batches:
             raise VisslZeroError(
@@ -350,10 +412,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
                     output.register_hook(self._refuse_plain_backward)
 
     def _refuse_plain_backward(self, grad: Tensor) -> None:
-        if not self._is_in_backward:
+        if not self._is_in_backward and any(param.requires_grad for param in self._model.parameters()):
             raise VisslZeroError(
-                "Call optimizer.backward(loss) instead of loss.backward(): "
-                "with gradient accumulation or loss scaling the loss is scaled there."
+                "Call optimizer.backward(loss) instead of loss.backward(): with gradient accumulation or loss scaling "
+                "the loss is scaled there. If this backward pass is of another model's optimizer and only passes "
+                "through this model, freeze this one meanwhile: model.requires_grad_(False)."
             )
 
 
@@ -443,8 +506,16 @@ def load_state(sharded: ShardedModel, folder: Path) -> tuple[int, dict[str, Any]
     with open_checkpoint(found.path) as checkpoint:
         saved = checkpoint.manifest.groups
         groups = sharded.optimizer.param_groups
-        if [group["params"] for group in saved] != [group["params"] for group in sharded.group_facts()]:
-            raise CheckpointError(f"{checkpoint.path} groups parameters differently. Give the same groups.")
+        places, saved_places = (_places(facts) for facts in (sharded.group_facts(), saved))
+        if places != saved_places:
+            name = next(name for name in {**places, **saved_places} if places.get(name) != saved_places.get(name))
+            there, here = (
+                f"in group {found[name][0]}" if name in found else "in no group" for found in (saved_places, places)
+            )
+            raise CheckpointError(
+                f"{checkpoint.path} groups parameters differently: {name} is {there} there, and {here} here. Give "
+                "initialize() the groups that were saved, in their order; freeze by requires_grad_(False) after it."
+            )
         check_same_update(saved, groups)
         extra = read_extra(checkpoint)
         # After the checks above: what does not fit must not overwrite a part of the state.
@@ -453,6 +524,11 @@ def load_state(sharded: ShardedModel, folder: Path) -> tuple[int, dict[str, Any]
         for group, values in zip(groups, saved, strict=True):
             take_group_options(group, values)
         return checkpoint.manifest.step, extra
+
+
+def _places(groups: Sequence[dict[str, Any]]) -> dict[str, tuple[int, int]]:
+    """Map the name of each parameter to its group and its place there."""
+    return {name: (number, place) for number, group in enumerate(groups) for place, name in enumerate(group["params"])}
 
 
 def _on_all(work: Callable[[], object]) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vissl_zero.engine import stopping
-from vissl_zero.errors import LaunchError
+from vissl_zero.errors import VisslZeroError
 from vissl_zero.launch.launcher import launch_local, launch_machine
 from vissl_zero.launch.run_folder import RunLock, prepare_folder, require_free, require_plain_files
 from vissl_zero.planner.fit_plans import FitRun
@@ -71,11 +71,11 @@ def _run_as_rank(plan: ResolvedRun, user_yaml: str) -> int:
         with process_group(plan.backend, rank_device(plan), plan.sharding.timeout_s):
             # Every rank composed by itself, and the clock in the folder's name may differ: rank 0 decides.
             plan = replace(plan, run_dir=collectives.broadcast_object(plan.run_dir))
-            problem: LaunchError | None = None
+            problem: VisslZeroError | None = None
             if collectives.rank() == 0:
                 try:
                     lock = prepare_folder(plan, user_yaml)
-                except LaunchError as error:
+                except VisslZeroError as error:
                     problem = error
             if problem := collectives.broadcast_object(problem):
                 raise problem

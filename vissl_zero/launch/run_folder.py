@@ -19,9 +19,10 @@ from types import TracebackType
 from typing import Any
 
 from vissl_zero.atomic import LOCK_NAME, irregular, replacing
-from vissl_zero.errors import LaunchError
+from vissl_zero.errors import CheckpointError, LaunchError
 from vissl_zero.resolve.resolve import save_resolved
 from vissl_zero.resolve.resolved import ResolvedRun
+from vissl_zero.resolve.saved import as_data
 
 _OUR_FILES = {
     "config.resolved.yaml",
@@ -48,6 +49,7 @@ def prepare_folder(plan: ResolvedRun, user_yaml: str) -> RunLock:
     Raises:
         LaunchError: another run is alive in the folder, it holds one that is not to be continued, or it cannot be
             written.
+        ConfigError: the run there cannot go on with this configuration; its files stay as they are.
     """
     folder = Path(plan.run_dir)
     try:
@@ -56,6 +58,7 @@ def prepare_folder(plan: ResolvedRun, user_yaml: str) -> RunLock:
         lock = RunLock(folder)
         try:
             require_free(folder, plan)
+            _require_resumable(folder, plan)  # before its files are overwritten: weights are read by them
             with replacing(folder / "config.user.yaml") as temporary:
                 temporary.write_text(user_yaml, encoding="utf-8")
             save_resolved(plan, folder / "config.resolved.yaml")
@@ -96,6 +99,23 @@ def require_free(folder: Path, plan: ResolvedRun) -> None:
         f"config.CHECKPOINT.DIR: {folder} already holds a run, and nothing there is overwritten. "
         "Name another folder, or move that one away."
     )
+
+
+def _require_resumable(folder: Path, plan: ResolvedRun) -> None:
+    """Refuse what the newest checkpoint in the folder cannot go on with. Imports torch, where there is one."""
+    options = plan.config.CHECKPOINT
+    is_newest = options.LATEST_CHECKPOINT_RESUME_FILE_NUM == 1
+    if not (options.AUTO_RESUME and is_newest and any(folder.glob("checkpoints/step_*"))):
+        return
+    from vissl_zero.checkpoint.comparison import require_resumable
+    from vissl_zero.checkpoint.folder import newest_checkpoint
+
+    try:
+        with newest_checkpoint(folder, []) as checkpoint:
+            saved = checkpoint.manifest.config
+    except CheckpointError:  # none opens: the run says why
+        return
+    require_resumable(saved, as_data(plan), options.ALLOW_CHANGED)
 
 
 class RunLock:

@@ -50,6 +50,10 @@ class Batch(Protocol):
         """(B,) int64 class of each sample; None without labels."""
 
     @property
+    def masks(self) -> Tensor | None:
+        """(B, H, W) uint8 class of each pixel of the one crop, 255 where it does not count; None without masks."""
+
+    @property
     def sample_ids(self) -> Tensor:
         """(B,) int64 index of each sample in the source."""
 
@@ -88,6 +92,7 @@ class Method(nn.Module):
         loss_sees_images: ``forward`` looks at ``batch.images``, which exact accumulation otherwise leaves out.
         ignored_label: for a method whose first head predicts classes: the label of images that do not count; None for
             all others.
+        predicts_pixels: its first head predicts the class of each pixel, which ``batch.masks`` tells.
         mixing: mixes the images of a micro-batch; set after construction, where DATA.TRAIN asks for it.
         views_apart: each crop of an image goes through the model by itself, so that batch norm has its statistics view
             by view; set after construction, by MODEL.VIEWS_APART.
@@ -101,6 +106,7 @@ class Method(nn.Module):
     remembers_images: bool = False
     loss_sees_images: bool = False
     ignored_label: int | None = None
+    predicts_pixels: bool = False
     guessing_loss: float | None = None
     mixing: Mixing | None = None
     views_apart: bool = False

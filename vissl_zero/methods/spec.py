@@ -200,6 +200,8 @@ def table() -> str:
 
 def _reached(method: str) -> str:
     figures = json.loads(FIGURES.read_text()).get(method) if FIGURES.exists() else None
+    if figures and "miou_trained" in figures:
+        return f"mIoU: {figures['miou_untrained']} -> {figures['miou_trained']} %"
     if not figures or "trained" not in figures:
         return "not measured"
     return f"{figures['untrained']} -> {figures['trained']} % ({figures['raw_pixels']} %)"

@@ -209,8 +209,9 @@ class Model(nn.Module):
     Args:
         trunk: list of R image tensors -> list of R features (b_r, F).
         heads: each takes the rows of all resolutions, concatenated; one whose ``forward`` has a parameter ``probe`` is
-            given that too (see ``Method.probe``), and one with a parameter ``tokens`` a list of ``Tokens``, one per
-            resolution, which a vision transformer alone has.
+            given that too (see ``Method.probe``), one with a parameter ``tokens`` a list of ``Tokens``, one per
+            resolution, which a vision transformer alone has, and one with ``maps`` the trunk's last maps
+            (b_r, map_dim, h_r, w_r), one per resolution.
         taps: gives each head the features of a layer of its own, in place of the trunk's.
 
     Attributes:
@@ -237,6 +238,7 @@ class Model(nn.Module):
         self.feature_taps: Taps | None = None
         self._asks = [_EXTRAS & inspect.signature(head.forward).parameters.keys() for head in heads]
         self._shows_tokens = any("tokens" in asked for asked in self._asks)
+        self._shows_maps = any("maps" in asked for asked in self._asks)
         if self._shows_tokens:
             _require_patches(trunk)
 
@@ -262,12 +264,8 @@ class Model(nn.Module):
         """
         for taps in filter(None, (self.taps, self.feature_taps)):
             taps.clear()
-        tokens: list[Tokens] = []
         with torch.no_grad() if self.trunk_is_frozen else nullcontext():
-            if see is None and (features_only or not self._shows_tokens):
-                features: list[Tensor] = self.trunk(images)
-            else:
-                tokens, features = self._see(images, see)
+            tokens, maps, features = self._of_trunk(images, see, features_only)
         is_first, self._is_checked = not self._is_checked, True
         if is_first:
             _require_features(self.trunk, images, features)
@@ -281,7 +279,7 @@ class Model(nn.Module):
         if is_first and self.taps is not None:
             for index, (head, rows) in enumerate(zip(self.heads, inputs, strict=True)):
                 require_width(head, index, rows)
-        extras = {"probe": probe, "tokens": tokens}
+        extras = {"probe": probe, "tokens": tokens, "maps": maps}
         heads = zip(self.heads, inputs, self._asks, strict=True)
         found = [head(rows, **{name: extras[name] for name in asked}) for head, rows, asked in heads]
         if anchored:
@@ -298,6 +296,18 @@ class Model(nn.Module):
         if self.feature_taps is not None:
             return list(torch.cat(self.feature_taps(features), dim=1).split(lengths))
         return features
+
+    def _of_trunk(
+        self, images: list[Tensor], see: SeePatches | None, features_only: bool
+    ) -> tuple[list[Tokens], list[Tensor], list[Tensor]]:
+        """Compute tokens and maps, where heads ask for them, and features."""
+        if see is not None or (self._shows_tokens and not features_only):
+            tokens, features = self._see(images, see)
+            return tokens, [], features
+        if features_only or not self._shows_maps:
+            return [], [], self.trunk(images)
+        shown: list[Tensor] = self.trunk(images, return_maps=True)
+        return [], shown[: len(images)], shown[len(images) :]
 
     def _see(self, images: list[Tensor], see: SeePatches | None) -> tuple[list[Tokens], list[Tensor]]:
         """Compute tokens and features of images seen in part."""
@@ -349,7 +359,7 @@ class Model(nn.Module):
         return units
 
 
-_EXTRAS = {"probe", "tokens"}
+_EXTRAS = {"probe", "tokens", "maps"}
 
 
 def _require_patches(trunk: nn.Module) -> nn.Module:
@@ -409,10 +419,12 @@ def build_model(model_config: ModelConfig | TeacherModel, num_classes: int = 0) 
         if settings.EXTRACT_TRUNK_FEATURES_ONLY:
             taps, feature_taps = None, taps
         for head_name, given in head_config.PARAMS:
-            options = _with_classes(given if taps else _with_width(given, trunk), num_classes)
+            build = HEADS.get(head_name).build
+            width = _width_for(build, trunk)
+            options = _with_classes(given if taps else _with_width(given, width), num_classes)
             if taps is None:
-                _check_width(head_name, options, trunk)
-            heads.append(HEADS.get(head_name).build(**options))
+                _check_width(head_name, options, width)
+            heads.append(build(**options))
             require_interface(HEADS, head_name, heads[-1], base=nn.Module)
         model = Model(trunk, heads, taps)
     model.trunk_is_frozen = settings.FREEZE_TRUNK_ONLY
@@ -459,9 +471,22 @@ def build_trunk(trunk_config: Trunk) -> nn.Module:
     return trunk
 
 
-def _with_width(options: Mapping[str, Any], trunk: nn.Module) -> Mapping[str, Any]:
+def _width_for(head: Any, trunk: nn.Module) -> int | None:
+    """Return the width of what a head is given of the trunk: features, or maps where it asks for them."""
+    forward = getattr(head, "forward", None)
+    if forward is None or "maps" not in inspect.signature(forward).parameters:
+        return getattr(trunk, "feature_dim", None)
+    width: int | None = getattr(trunk, "map_dim", None)
+    if width is None:
+        must = "must be a trunk with maps (map_dim, and forward with return_maps), which the head looks at"
+        fix = "Write NAME: resnet, regnet, vision_transformer, or a model of timm's; see docs/extending.md."
+        raise ConfigError([Problem("config.MODEL.TRUNK.NAME", type(trunk).__name__, must, fix)])
+    return width
+
+
+def _with_width(options: Mapping[str, Any], feature_dim: int | None) -> Mapping[str, Any]:
     """Set a head's first width, where it is -1, to that of the trunk's features."""
-    dims, feature_dim = options.get("dims"), getattr(trunk, "feature_dim", None)
+    dims = options.get("dims")
     return {**options, "dims": [feature_dim, *dims[1:]]} if dims and dims[0] == -1 and feature_dim else options
 
 
@@ -477,8 +502,8 @@ def _with_classes(options: Mapping[str, Any], num_classes: int) -> Mapping[str, 
     return {**options, "dims": [*dims[:-1], num_classes]}
 
 
-def _check_width(name: str, options: Mapping[str, Any], trunk: nn.Module) -> None:
-    dims, feature_dim = options.get("dims"), getattr(trunk, "feature_dim", None)
+def _check_width(name: str, options: Mapping[str, Any], feature_dim: int | None) -> None:
+    dims = options.get("dims")
     if dims and feature_dim is not None and dims[0] != feature_dim:
         must = f"dims of {name} must begin with the trunk's {feature_dim} features"
         fix = f"Write dims: {[feature_dim, *dims[1:]]}."

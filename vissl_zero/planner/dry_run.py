@@ -35,6 +35,7 @@ from vissl_zero.planner.candidates import Budget, Candidate, Found, forecast_all
 from vissl_zero.planner.forecast import Forecast, Forecaster, Subject, fake_
 from vissl_zero.planner.machine_profile import MachineProfile, read_profile
 from vissl_zero.registry import HOOKS, load_plugins, require_interface
+from vissl_zero.resolve.pairs import SOURCE as MASKED
 from vissl_zero.resolve.resolved import ResolvedRun, shards_parameters
 from vissl_zero.sharding.model.precision import cast_to_master, dtype_of
 from vissl_zero.sharding.state.teacher import require_wide
@@ -178,7 +179,7 @@ def set_stage(plan: ResolvedRun, check: Callable[[nn.Module], object] | None = N
     # One micro-batch: no processes for that.
     loader = build_train_loader(plan, 0, plan.world_size, replace(data, NUM_DATALOADER_WORKERS=0))
     batch, num_local, num_global = loader.first_images(1 if assumed else _NUM_READ)  # assumed images are all equal
-    if plan.config.NEAREST_NEIGHBOR.USE_KNN or batch.targets is not None:
+    if plan.config.NEAREST_NEIGHBOR.USE_KNN or batch.targets is not None or batch.masks is not None:
         require_evaluation(data, plan.seed)
     num_classes = _ASSUMED_CLASSES if assumed else len(loader.source.class_names)
     precision = plan.sharding.precision
@@ -335,7 +336,7 @@ def _data(plan: ResolvedRun) -> tuple[Data, tuple[str, ...]]:
     num_images = data.TRAIN.DATA_LIMIT if data.TRAIN.DATA_LIMIT > 0 else _ASSUMED_IMAGES
     train = replace(
         data.TRAIN,
-        DATA_SOURCES=["synthetic"],
+        DATA_SOURCES=["digit_scenes" if data.TRAIN.DATA_SOURCES == [MASKED] else "synthetic"],
         DATA_PATHS=[],
         LABEL_SOURCES=[],
         LABEL_PATHS=[],
@@ -357,6 +358,7 @@ def _faked(batch: ImageBatch, num_local: int, num_global: int, dtype: torch.dtyp
         images=[torch.zeros(shape, dtype=dtype) for shape in shapes],
         num_crops=batch.num_crops,
         targets=None if batch.targets is None else torch.zeros(num_local, dtype=torch.int64),
+        masks=None if batch.masks is None else torch.zeros(num_local, *batch.masks.shape[1:], dtype=torch.uint8),
         sample_ids=torch.arange(num_local),
         num_global=num_global,
     )

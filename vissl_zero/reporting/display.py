@@ -126,6 +126,9 @@ def _evaluation(run: Run) -> list[RenderableType]:
     if run.results.get("top1_latest") is not None:
         curve = [top1 for _, top1 in run.results["top1_by_step"]]
         parts.append(f"top-1 on TEST {100 * curve[-1]:.1f} % (best {100 * max(curve):.1f} %)  {sparkline(curve, 16)}")
+    if run.results.get("miou_latest") is not None:
+        curve = [miou for _, miou in run.results["miou_by_step"]]
+        parts.append(f"mIoU on TEST {100 * curve[-1]:.1f} % (best {100 * max(curve):.1f} %)  {sparkline(curve, 16)}")
     if run.results.get("probe_top1_latest") is not None:
         curve = [top1 for _, top1 in run.results["probe_top1_by_step"]]
         parts.append(f"linear probe {100 * curve[-1]:.1f} %  {sparkline(curve, 16)}")
@@ -153,6 +156,7 @@ _LONGEST_SILENCE_S = 10.0
 _LATEST = {
     "top1_latest": "top-1 on TEST",
     "top5_latest": "top-5",
+    "miou_latest": "mIoU on TEST",
     "knn_top1_latest": "kNN top-1",
     "probe_top1_latest": "linear probe",
 }

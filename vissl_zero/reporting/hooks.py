@@ -12,6 +12,7 @@ from vissl_zero.errors import counted
 from vissl_zero.evaluation.accuracy import AccuracyHook, OnlineProbeHook
 from vissl_zero.evaluation.early_stopping import EarlyStoppingHook
 from vissl_zero.evaluation.knn import KnnHook
+from vissl_zero.evaluation.segmentation import SegmentationHook
 from vissl_zero.methods.health import CollapseRule
 from vissl_zero.registry import HOOKS, require_interface
 from vissl_zero.reporting.display import Display
@@ -38,8 +39,8 @@ def build_hooks(plan: ResolvedRun) -> list[Hook]:
         RegistryError: config.HOOKS.EXTRA names an unknown hook.
     """
     options = plan.config.HOOKS
-    knn = KnnHook(plan)
-    hooks: list[Hook] = [Opening(), Display(), MetricsFile(), CollapseWatch(), knn, AccuracyHook()]
+    knn, segmentation = KnnHook(plan), SegmentationHook()
+    hooks: list[Hook] = [Opening(), Display(), MetricsFile(), CollapseWatch(), knn, AccuracyHook(), segmentation]
     if plan.config.ONLINE_PROBE.USE_PROBE:
         hooks.append(OnlineProbeHook())
     if options.EARLY_STOPPING.METRIC:
@@ -54,7 +55,8 @@ def build_hooks(plan: ResolvedRun) -> list[Hook]:
         hooks.append(WeightAverageHook(average))
     if not plan.config.TEST_ONLY:
         hooks.append(FinalWeights())
-    return [*hooks, PeakMemory(), Summary(), ReportImage(knn), Logging(logger_names(plan.config.HOOKS))]
+    report = ReportImage(knn, segmentation=segmentation)
+    return [*hooks, PeakMemory(), Summary(), report, Logging(logger_names(plan.config.HOOKS))]
 
 
 class Opening(Hook):
@@ -113,12 +115,13 @@ class ReportImage(Hook):
     Args:
         knn: the run's kNN hook, for its curve and neighbors.
         console: where to print the file's path.
+        segmentation: the hook with segmented images; None: there are none.
     """
 
     FILE = "report.png"
 
-    def __init__(self, knn: KnnHook, console: Console | None = None):
-        self._knn = knn
+    def __init__(self, knn: KnnHook, console: Console | None = None, segmentation: SegmentationHook | None = None):
+        self._knn, self._segmentation = knn, segmentation
         self._console = console or rich.get_console()
 
     def on_end(self, run: Run) -> None:
@@ -131,7 +134,8 @@ class ReportImage(Hook):
                 write_report,
             )
 
-            write_report(gather_content(run, self._knn), path)
+            pictures = self._segmentation.pictures if self._segmentation else []
+            write_report(gather_content(run, self._knn, pictures), path)
             say(f"report      {path}", self._console)
 
 

@@ -144,11 +144,13 @@ class ReportContent:
         knn: (optimizer step, top-1 from 0 to 1), in order; the first is before training.
         knn_raw_pixels: top-1 of kNN on raw pixels.
         top1: (optimizer step, top-1 of the classifier on TEST), in order.
+        miou: (optimizer step, mean intersection over union on TEST), in order.
         bytes_per_rank: peak of each kind.
         peak_kind: what Bytes.peak is: "resident" or "allocated".
         crops: some samples of the first batch.
         neighbors: some test images.
         patches: some test images, each with the principal components of its patches and, with a class token, attention.
+        segmented: some test images, each with mask and prediction.
     """
 
     title: str
@@ -159,11 +161,13 @@ class ReportContent:
     knn: list[tuple[int, float]] = field(default_factory=list)
     knn_raw_pixels: float | None = None
     top1: list[tuple[int, float]] = field(default_factory=list)
+    miou: list[tuple[int, float]] = field(default_factory=list)
     bytes_per_rank: list[Bytes] = field(default_factory=list)
     peak_kind: str = "resident"
     crops: list[CropSample] = field(default_factory=list)
     neighbors: list[NeighborRow] = field(default_factory=list)
     patches: list[CropSample] = field(default_factory=list)
+    segmented: list[CropSample] = field(default_factory=list)
 
 
 _MOST_POINTS = 1500  # about what a panel has pixels for
@@ -328,8 +332,7 @@ def crop_samples(batch: ImageBatch, source: Source, transforms: Sequence[Mapping
         source: where the samples come from.
         transforms: TRANSFORMS, for the mean and standard deviation to undo.
     """
-    normalize: Mapping[str, Any] = next((entry for entry in transforms if entry["name"] == "Normalize"), {})
-    mean, std = normalize.get("mean", [0.0] * 3), normalize.get("std", [1.0] * 3)
+    mean, std = normalization(transforms)
     samples = []
     for sample in range(min(_NUM_SAMPLES, batch.num_local)):
         crops = [
@@ -340,6 +343,12 @@ def crop_samples(batch: ImageBatch, source: Source, transforms: Sequence[Mapping
         crops.sort(key=lambda crop: -crop.shape[0])
         samples.append(CropSample(original(source, int(batch.sample_ids[sample])), crops))
     return samples
+
+
+def normalization(transforms: Sequence[Mapping[str, Any]]) -> tuple[list[float], list[float]]:
+    """Return mean and standard deviation of the transforms' Normalize, 0 and 1 without one."""
+    normalize: Mapping[str, Any] = next((entry for entry in transforms if entry["name"] == "Normalize"), {})
+    return normalize.get("mean", [0.0] * 3), normalize.get("std", [1.0] * 3)
 
 
 def original(source: Source, index: int) -> np.ndarray | None:

@@ -121,9 +121,14 @@ def _speed(planned: Planned, chosen: Candidate) -> Iterator[str]:
         if planned.plan.max_steps is not None:
             whole = min(whole, seconds * planned.plan.max_steps / 3600)
         yield (
-            f"speed: at most about {rate:,.3g} images/s, {hours:,.3g} hours an epoch, {whole:,.3g} hours for the run; "
-            "small layers are slower"
+            f"speed: at most about {_short(rate)} images/s, {_short(hours)} hours an epoch, {_short(whole)} hours for "
+            "the run; small layers are slower"
         )
+
+
+def _short(number: float) -> str:
+    """Write three digits, the rest as zeros: 1,490."""
+    return f"{float(f'{number:.3g}'):,.0f}" if number >= 1000 else f"{number:.3g}"
 
 
 def history_table(rows: Sequence[Past]) -> Table:

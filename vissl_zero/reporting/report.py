@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import matplotlib as mpl
 import numpy as np
@@ -15,9 +16,11 @@ from matplotlib.axes import Axes
 
 from vissl_zero.atomic import replacing
 from vissl_zero.data.source import described
+from vissl_zero.data.sources.segmentation import voc_colors
 from vissl_zero.engine.hook import Run
 from vissl_zero.evaluation.knn import KnnHook
 from vissl_zero.evaluation.pictures import Neighbors
+from vissl_zero.evaluation.segmentation import SegmentedImage
 from vissl_zero.reporting.panels import (
     GREEN,
     MARGIN,
@@ -32,6 +35,7 @@ from vissl_zero.reporting.panels import (
     Page,
     ReportContent,
     crops_height,
+    denormalized,
     draw_crops,
     draw_figure,
     draw_loss,
@@ -40,6 +44,7 @@ from vissl_zero.reporting.panels import (
     draw_top1,
     first_crops,
     neighbors_height,
+    normalization,
     original,
     series,
 )
@@ -81,7 +86,9 @@ def draw(content: ReportContent) -> Page:
     crops = _TITLE + crops_height(content.crops, _INNER) if content.crops else 0
     neighbors = _TITLE + neighbors_height(content.neighbors, _INNER) if content.neighbors else 0
     patches = _TITLE + crops_height(content.patches, _INNER) if content.patches else 0
-    page = Page(round(_HEADER + len(rows) * _PANEL_STEP + memory + crops + neighbors + patches + MARGIN))
+    segmented = _TITLE + crops_height(content.segmented, _INNER) if content.segmented else 0
+    pictures = crops + neighbors + patches + segmented
+    page = Page(round(_HEADER + len(rows) * _PANEL_STEP + memory + pictures + MARGIN))
     _draw_header(page, content)
     top = float(_HEADER)
     for row in rows:
@@ -102,6 +109,11 @@ def draw(content: ReportContent) -> Page:
         page.text(MARGIN, top, "Patches of test images after training", size=13, bold=True)
         label = "first three principal components" + (", attention of the class token" * _has_attention(content))
         draw_crops(page.picture(MARGIN, top + _TITLE - 14, _INNER, patches - _TITLE), content.patches, _INNER, label)
+        top += patches
+    if content.segmented:
+        page.text(MARGIN, top, "Segmented test images", size=13, bold=True)
+        axes = page.picture(MARGIN, top + _TITLE - 14, _INNER, segmented - _TITLE)
+        draw_crops(axes, content.segmented, _INNER, "mask, prediction")
     return page
 
 
@@ -117,6 +129,8 @@ def panel_rows(content: ReportContent) -> list[list[Panel]]:
         first.append(Panel(1.0, lambda axes: draw_top1(axes, "kNN top-1", content.knn, content.knn_raw_pixels)))
     if content.top1:
         first.append(Panel(1.0, lambda axes: draw_top1(axes, "Top-1 on TEST", content.top1)))
+    if content.miou:
+        first.append(Panel(1.0, lambda axes: draw_top1(axes, "mIoU on TEST", content.miou)))
     lr = series(records, lambda record: record.lr)
     norm = series(records, lambda record: record.grad_norm)
     second = [Panel(1.0, lambda axes: draw_figure(axes, "Learning rate", lr, ORANGE, is_noisy=False))]
@@ -168,7 +182,7 @@ def _draw_neighbors(page: Page, content: ReportContent, top: float, height: floa
     draw_neighbors(axes, content.neighbors, _INNER)
 
 
-def gather_content(run: Run, knn: KnnHook) -> ReportContent:
+def gather_content(run: Run, knn: KnnHook, segmented: Sequence[SegmentedImage] = ()) -> ReportContent:
     """Collect everything a finished run has to show. Not a collective; rank 0 reads some images again."""
     plan = run.plan
     ranks = "1 process" if run.world_size == 1 else f"{run.world_size} processes"
@@ -185,13 +199,29 @@ def gather_content(run: Run, knn: KnnHook) -> ReportContent:
         trivial_loss=run.method.guessing_loss,
         knn=knn.curve,
         top1=[(int(step), top1) for step, top1 in run.results.get("top1_by_step", [])],
+        miou=[(int(step), miou) for step, miou in run.results.get("miou_by_step", [])],
         knn_raw_pixels=run.results.get("knn_top1_raw_pixels"),
         bytes_per_rank=per_rank,
         peak_kind="allocated" if run.device.type == "cuda" else "resident",
         crops=first_crops(run),
         neighbors=neighbor_rows(knn.neighbors_before, knn.neighbors_after),
         patches=patch_samples(knn),
+        segmented=segmented_samples(segmented, plan.config.DATA.TRAIN.TRANSFORMS),
     )
+
+
+def segmented_samples(segmented: Sequence[SegmentedImage], transforms: Sequence[Mapping[str, Any]]) -> list[CropSample]:
+    """Show images as the model got them, each with mask and prediction in PASCAL VOC's colors.
+
+    Args:
+        segmented: of TEST.
+        transforms: TRAIN's, for the mean and standard deviation to undo.
+    """
+    mean, std = normalization(transforms)
+    colors = voc_colors()
+    return [
+        CropSample(denormalized(one.image, mean, std), [colors[one.mask], colors[one.predicted]]) for one in segmented
+    ]
 
 
 def patch_samples(knn: KnnHook) -> list[CropSample]:
@@ -222,6 +252,8 @@ def headlines(run: Run, per_rank: list[Bytes]) -> list[tuple[str, str]]:
         found.append(knn)
     if summary.get("top1") is not None:
         found.append((percent(summary["top1"]), "top-1 of the trained classifier"))
+    if summary.get("miou") is not None:
+        found.append((percent(summary["miou"]), "mean IoU on TEST"))
     if summary["images_per_s"] is not None:
         found.append((figure_text(summary["images_per_s"], 3), "images/s over all ranks"))
     if per_rank:

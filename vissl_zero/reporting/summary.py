@@ -22,6 +22,7 @@ from vissl_zero.version import __version__
 
 FILE_NAME = "summary.json"
 _MOST_RANKS_SHOWN = 4
+_MOST_CLASSES_SHOWN = 5
 
 
 class Summary(Hook):
@@ -106,8 +107,7 @@ def _lines(run: Run, summary: dict[str, Any]) -> list[tuple[str, str]]:
         lines.append((f"kNN {vote}", percent(share)))
     if summary.get("probe_top1") is not None:
         lines.append(("linear probe", f"{percent(summary['probe_top1'])}  (trained beside the model)"))
-    if "top1" in summary:
-        lines += _accuracy(summary)
+    lines += [*_accuracy(summary), *_overlap(summary)]
     if summary["num_steps"]:
         speed, steps = figure_text(summary["images_per_s"], 4), summary["num_steps"]
         lines.append(("speed", f"{speed} images/s, {steps} steps of {run.plan.global_batch} images"))
@@ -132,6 +132,8 @@ def _rates(run: Run) -> tuple[float, ...]:
 
 
 def _accuracy(summary: dict[str, Any]) -> list[tuple[str, str]]:
+    if "top1" not in summary:
+        return []
     lines = [("top-1", percent(summary["top1"]))]
     if summary.get("top5") is not None:
         lines.append(("top-5", percent(summary["top5"])))
@@ -147,6 +149,23 @@ def _accuracy(summary: dict[str, Any]) -> list[tuple[str, str]]:
     if "best_lr" in summary and knn is not None and summary["top1"] is not None and summary["top1"] < knn:
         why = "the classifier is undertrained: try more epochs (config.OPTIMIZER.num_epochs) or other learning rates"
         lines.append(("warning", f"the probe is below kNN ({percent(summary['top1'])} < {percent(knn)}); {why}"))
+    return lines
+
+
+def _overlap(summary: dict[str, Any]) -> list[tuple[str, str]]:
+    if summary.get("miou") is None:
+        return []
+    step, first = summary["miou_by_step"][0]
+    before = f"{percent(first)} -> " if step == 0 and summary["num_steps"] else ""
+    lines = [
+        ("mIoU", f"{before}{percent(summary['miou'])}  (mean intersection over union on TEST)"),
+        ("pixels", f"{percent(summary['pixel_accuracy'])} have their class"),
+    ]
+    by_class = sorted((share, name) for name, share in summary["iou_by_class"].items() if share is not None)
+    worst = ", ".join(f"{name}: {percent(share)}" for share, name in by_class[:_MOST_CLASSES_SHOWN])
+    lines.append(("least IoU", worst))
+    if "miou_best" in summary:
+        lines.append(("best", f"{percent(summary['miou_best'])} at step {summary['best_step']:.0f}: {BEST_FILE_NAME}"))
     return lines
 
 

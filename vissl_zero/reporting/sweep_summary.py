@@ -24,8 +24,15 @@ from vissl_zero.reporting.quantity import KINDS, bytes_text, figure_text, shown_
 from vissl_zero.sharding.memory import Bytes
 
 CSV_NAME, PLOT_NAME, SEEDS_NAME = "sweep.csv", "sweep.png", "seeds.json"
-_FIGURES = {"loss_last": "loss", "top1": "top-1", "knn_top1_after": "kNN top-1", "images_per_s": "images/s"}
-_SHARES = ("top1", "knn_top1_after")
+_FIGURES = {
+    "loss_last": "loss",
+    "top1": "top-1",
+    "miou": "mean IoU",
+    "knn_top1_after": "kNN top-1",
+    "images_per_s": "images/s",
+}
+_SHARES = ("top1", "miou", "knn_top1_after")
+_OPTIONAL = ("top1", "miou")
 _PANEL_HEIGHT, _PANEL_STEP = 210, 330
 _MOST_LABELS = 24
 
@@ -92,7 +99,7 @@ def print_sweep(rows: Sequence[Row], console: Console | None = None) -> None:
     table = Table(box=None, pad_edge=False)
     swept = list(rows[0].values) if rows else []
     shown = shown_kinds(*(Bytes(teacher=row.summary.get("bytes", {}).get("teacher", 0)) for row in rows))
-    measured = [name for name in _FIGURES if name != "top1" or _is_measured(rows, name)]
+    measured = [name for name in _FIGURES if name not in _OPTIONAL or _is_measured(rows, name)]
     figures = [_FIGURES[name] for name in measured]
     for name in ("job", *(key.rpartition(".")[2] for key in swept), "state", *figures, *shown):
         table.add_column(name, no_wrap=True, justify="left" if name == "state" else "right")
@@ -150,7 +157,7 @@ def _draw(rows: Sequence[Row]) -> Page:
     swept = ", ".join(rows[0].values) if rows else ""
     page.text(MARGIN + 110, 36, f"{done} of {len(rows)} jobs done; over {swept or 'nothing'}", size=11)
     half = (WIDTH - 2 * MARGIN - 70) / 2
-    accuracy = "top1" if _is_measured(rows, "top1") else "knn_top1_after"
+    accuracy = next((name for name in _OPTIONAL if _is_measured(rows, name)), "knn_top1_after")
     panels: list[tuple[str, Callable[[Row], Any], str]] = [
         ("Loss, last step", lambda row: row.summary.get("loss_last"), BLUE),
         (_FIGURES[accuracy], lambda row: row.summary.get(accuracy), GREEN),

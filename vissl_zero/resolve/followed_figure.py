@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from vissl_zero.config.run_config import RunConfig
 from vissl_zero.errors import Problem
-from vissl_zero.resolve.inactive import can_measure_top1
+from vissl_zero.resolve.inactive import can_measure_top1, segments
 
 if TYPE_CHECKING:
     from vissl_zero.resolve.decisions import Decisions
@@ -23,6 +23,7 @@ def periods(cfg: RunConfig) -> dict[str, int]:
     every = {
         "loss": 1,
         "top1": cfg.TEST_EVERY_NUM_EPOCH if cfg.TEST_MODEL and can_measure_top1(cfg) else 0,
+        "miou": cfg.TEST_EVERY_NUM_EPOCH if cfg.TEST_MODEL and segments(cfg) else 0,
         "knn_top1": cfg.NEAREST_NEIGHBOR.EVERY_NUM_EPOCHS if cfg.NEAREST_NEIGHBOR.USE_KNN else 0,
         "probe_top1": cfg.ONLINE_PROBE.EVERY_NUM_EPOCHS if cfg.ONLINE_PROBE.USE_PROBE else 0,
     }
@@ -39,7 +40,8 @@ def followed_figures(cfg: RunConfig, decided: Decisions) -> list[Problem]:
         wanted[BEST] = cfg.CHECKPOINT.BEST_METRIC
     fix = (
         "Write one of them, or have it measured: knn_top1 by config.NEAREST_NEIGHBOR.EVERY_NUM_EPOCHS=1, probe_top1 "
-        "by config.ONLINE_PROBE.USE_PROBE=true, top1 by a method that predicts classes and images in DATA.TEST."
+        "by config.ONLINE_PROBE.USE_PROBE=true, top1 by a method that predicts classes and images in DATA.TEST, "
+        "miou by config=finetune/segmentation."
     )
     must = f"must be a figure that this run measures ({', '.join(known)})"
     return [Problem(key, repr(metric), must, fix) for key, metric in wanted.items() if metric and metric not in known]

@@ -23,6 +23,7 @@ from vissl_zero.config.run_config import RunConfig
 from vissl_zero.errors import Problem
 from vissl_zero.resolve.components import takes_other_model
 from vissl_zero.resolve.optimizer_plan import KEYS, one_rate
+from vissl_zero.resolve.pairs import SOURCE as FOLDER_OF_PAIRS
 from vissl_zero.vissl.keys import OTHER_LOSSES, VisslKey, vissl_keys
 
 if TYPE_CHECKING:
@@ -88,7 +89,7 @@ class Inactive:
 
 
 def _without_size(split: str) -> Callable[[RunConfig], bool]:
-    return lambda cfg: getattr(cfg.DATA, split).DATA_SOURCES in (["digits"], ["disk_folder"], [])
+    return lambda cfg: getattr(cfg.DATA, split).DATA_SOURCES in (["digits"], ["disk_folder"], [FOLDER_OF_PAIRS], [])
 
 
 def _without_limit(split: str) -> Callable[[RunConfig], bool]:
@@ -105,6 +106,16 @@ def can_measure_top1(cfg: RunConfig) -> bool:
     return bool(cfg.DATA.TEST.DATA_SOURCES) and not predicts_no_class
 
 
+def measures_test(cfg: RunConfig) -> bool:
+    """Check whether a figure on TEST may be measured: top-1, or the overlap of classes of pixels."""
+    return can_measure_top1(cfg) or segments(cfg)
+
+
+def segments(cfg: RunConfig) -> bool:
+    """Check whether the method predicts the class of each pixel, and TEST has images."""
+    return bool(cfg.DATA.TEST.DATA_SOURCES) and cfg.LOSS["name"] == "segmentation_loss"
+
+
 def _does_not_count(meter: str) -> Callable[[RunConfig], bool]:
     return lambda cfg: (
         meter not in (cfg.METERS.name, *cfg.METERS.names) or not (cfg.TEST_MODEL and can_measure_top1(cfg))
@@ -113,7 +124,7 @@ def _does_not_count(meter: str) -> Callable[[RunConfig], bool]:
 
 _REGNET, _RESNET, _EVAL = "MODEL.TRUNK.REGNET", "MODEL.TRUNK.RESNETS", "MODEL.FEATURE_EVAL_SETTINGS"
 _WITH_CLASSES = ("CrossEntropyLoss", "cross_entropy_multiple_output_single_target")
-_BUILT_IN = (["digits"], ["synthetic"])
+_BUILT_IN = (["digits"], ["synthetic"], ["digit_scenes"])
 _CONDITIONS: tuple[Inactive, ...] = (
     *(
         Inactive(
@@ -298,7 +309,12 @@ _CONDITIONS: tuple[Inactive, ...] = (
         "construct_single_param_group_only is set",
     ),
     Inactive(
-        ("TEST_EVERY_NUM_EPOCH", "METERS.name", "METERS.names", "METERS.model_output_mask"),
+        ("TEST_EVERY_NUM_EPOCH",),
+        lambda cfg: not (cfg.TEST_MODEL and measures_test(cfg)),
+        "neither top-1 nor mIoU on TEST is measured",
+    ),
+    Inactive(
+        ("METERS.name", "METERS.names", "METERS.model_output_mask"),
         lambda cfg: not (cfg.TEST_MODEL and can_measure_top1(cfg)),
         "no top-1 on TEST is measured",
     ),
@@ -315,8 +331,8 @@ _CONDITIONS: tuple[Inactive, ...] = (
     ),
     Inactive(
         ("TEST_MODEL",),
-        lambda cfg: cfg.PROGRAM == TRAIN and not can_measure_top1(cfg),
-        "no top-1 on TEST is measured either way",
+        lambda cfg: cfg.PROGRAM == TRAIN and not measures_test(cfg),
+        "neither top-1 nor mIoU on TEST is measured either way",
     ),
     *(
         Inactive(

@@ -159,7 +159,7 @@ def no_teacher(loss: str) -> Problem:
 
 
 _HEADS = "config.MODEL.HEAD.PARAMS"
-_CLASSIFIERS = ("mlp", "eval_mlp")
+_CLASSIFIERS = ("mlp", "eval_mlp", "fcn_head")
 
 
 def trunk(cfg: RunConfig, decided: Decisions) -> list[Problem]:

@@ -39,6 +39,7 @@ from vissl_zero.resolve.measuring import PROGRAM_RULES, only_measures, tests_alo
 from vissl_zero.resolve.model_rules import MODEL_RULES
 from vissl_zero.resolve.named_teacher import with_named_teacher
 from vissl_zero.resolve.optimizer_plan import OPTIMIZER_RULES, optimizer_plan
+from vissl_zero.resolve.pairs import PAIR_RULES
 from vissl_zero.resolve.placement_plan import (
     GPU_NAMES,
     PLACEMENT_RULES,
@@ -57,6 +58,7 @@ Rule = Callable[[RunConfig, Decisions], Problem | list[Problem] | None]
 # All of them run, and all problems are reported together. A rule is a pure function of configuration and decisions.
 RULES: tuple[Rule, ...] = (
     *DATA_RULES,
+    *PAIR_RULES,
     *MODEL_RULES,
     *OPTIMIZER_RULES,
     *SHARDING_RULES,

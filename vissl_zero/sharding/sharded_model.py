@@ -56,7 +56,7 @@ from vissl_zero.sharding.state.saved_state import (
 from vissl_zero.sharding.state.shard import Shard, WholeTensor, shards_of, whole_shard
 from vissl_zero.sharding.state.sharded_tensor import whole
 from vissl_zero.sharding.state.teacher import WeightAverage
-from vissl_zero.sharding.torch_private import copy_versions
+from vissl_zero.sharding.torch_private import copy_versions, marks
 from vissl_zero.sharding.update.stepper import Clipping, Stepper, StepResult
 from vissl_zero.sharding.update.whole_tensors import WholeTensorOptimizer
 
@@ -252,9 +252,16 @@ class ShardedModel:
         return result
 
     def zero_grad(self) -> None:
-        """Forget the gradients; after ``step``, before the next forward. Not a collective."""
-        for shard in self._shards.values():
+        """Forget the gradients of what the optimizer updates; after ``step``, before the next forward.
+
+        Another optimizer of the loop's may update the other parameters, and needs theirs. Not a collective.
+        """
+        for shard in self._trained:
             shard.forget_grad()
+
+    def gradient_marks(self) -> list[tuple[int, ...] | None]:
+        """Return what changes with any change of a gradient in memory. Not a collective."""
+        return marks([shard.source for shard in self._trained if not shard.is_on_disk])
 
     def retire_gradients(self) -> None:
         """Retire gradients after ``step``, in a loop of the user's: free them, and refuse their further use.

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.autograd import graph as _graph
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointFunction
 
@@ -41,6 +42,19 @@ foreach_norm = torch._foreach_norm
 def real_grad(param: Tensor) -> Tensor | None:
     """Return the gradient that autograd has left on this rank, also where a subclass shows users another one."""
     found: Tensor | None = _GRAD.__get__(param)
+    return found
+
+
+def marks(params: Iterable[Tensor]) -> list[tuple[int, ...] | None]:
+    """Return, per parameter, what changes with any change of its gradient; None where there is none in memory."""
+    found: list[tuple[int, ...] | None] = []
+    for param in params:
+        grad = real_grad(param)
+        own = grad._local_tensor if isinstance(grad, DTensor) else grad
+        if grad is None or own is None or own.is_meta:
+            found.append(None)
+        else:
+            found.append((own.data_ptr(), own._version, grad._version))
     return found
 
 

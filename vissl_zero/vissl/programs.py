@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 SEGMENTATION = (
-    "VISSL's segmentation by kNN labels each patch of an image by its nearest neighbors. Export the trunk (vissl-zero "
-    "checkpoint export <run> --names timm), and measure it with https://github.com/vpariza/open-hummingbird-eval."
+    "VISSL's segmentation by kNN labels each patch of an image by its nearest neighbors. For a head, write "
+    "config=finetune/segmentation. For kNN, export the trunk (vissl-zero checkpoint export <run> --names timm), and "
+    "measure it with https://github.com/vpariza/open-hummingbird-eval."
 )
 DETECTION = (
     "VISSL detects objects with Detectron2. Export the trunk (vissl-zero checkpoint export <run> --names torchvision), "

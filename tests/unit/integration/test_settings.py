@@ -121,6 +121,15 @@ def test_deepspeed_names_are_read(tmp_path):
     ("more", "sentence"),
     [
         (
+            {"gradient_clipping": 1.0, "clip_grad": 0.1},
+            "zero.clip_grad: says the same as DeepSpeed's zero.gradient_clip",
+        ),
+        ({"level": 2}, "zero.level: says the same as DeepSpeed's zero.zero_optimization.stage"),
+        (
+            {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 8},
+            "Write gradient_accumulation_steps=64 / (8 x ranks)",
+        ),
+        (
             {"optimizer": {"type": "Adam", "params": {"lr": "auto"}}},
             "zero.optimizer: is not read from zero. Remove this block: initialize() uses the optimizer that you pass",
         ),

@@ -6,9 +6,11 @@ import os
 
 import pytest
 
+from tests.unit.commands.example_checkpoint import state_of, tiny_model, write_checkpoint
 from tests.unit.evaluation.example_run import make_config, make_plan
-from vissl_zero.errors import LaunchError
+from vissl_zero.errors import ConfigError, LaunchError
 from vissl_zero.launch.run_folder import prepare_folder
+from vissl_zero.resolve.saved import as_data
 
 
 def test_both_configurations_are_there_at_once_or_not_at_all(tmp_path):
@@ -39,3 +41,18 @@ def test_what_is_no_file_of_ours_is_named(tmp_path, name, kind):
     with pytest.raises(LaunchError, match=f"{path} is {says}, where a run writes its own files"):
         prepare_folder(plan, "")
     assert mine.read_text() == "mine"
+
+
+def test_a_configuration_that_cannot_resume_the_run_overwrites_nothing(tmp_path):
+    plan = make_plan(make_config(), tmp_path)
+    prepare_folder(plan, "first\n").release()
+    write_checkpoint(tmp_path, state_of(tiny_model()), resolved=as_data(plan))
+    resolved = (tmp_path / "config.resolved.yaml").read_bytes()
+    other = make_config()
+    other["SEED_VALUE"] = 7
+    with pytest.raises(ConfigError, match=r"config\.SEED_VALUE: was"):
+        prepare_folder(make_plan(other, tmp_path), "second\n")
+    assert (tmp_path / "config.user.yaml").read_text() == "first\n"
+    assert (tmp_path / "config.resolved.yaml").read_bytes() == resolved
+    prepare_folder(plan, "third\n").release()  # the lock is free, and the same configuration resumes
+    assert (tmp_path / "config.user.yaml").read_text() == "third\n"

@@ -15,6 +15,7 @@ class LossBatch:
     sample_ids: Tensor
     num_global: int
     targets: Tensor | None = None
+    masks: Tensor | None = None
 
     @property
     def num_local(self) -> int:

@@ -27,6 +27,7 @@ from vissl_zero.models.patches import sine_positions
 from vissl_zero.optim.param_groups import param_groups
 from vissl_zero.optim.schedules import build_schedule
 from vissl_zero.registry import LOSSES, METHODS
+from vissl_zero.resolve.pairs import IGNORED
 
 NUM_STEPS, PER_EPOCH = 1000, 10
 GRID, PATCH = 14, 16
@@ -249,6 +250,12 @@ def jigsaw() -> None:
     assert _make("jigsaw_loss", num_towers=9, num_permutations=100).guessing_loss == pytest.approx(math.log(100))
 
 
+def segmentation() -> None:
+    """PASCAL VOC's border is 255, and no class has a weight of its own."""
+    assert IGNORED == 255
+    assert _make("segmentation_loss").class_weights is None
+
+
 def supervised() -> None:
     """Labels of -1 do not count, as in VISSL."""
     assert _make("CrossEntropyLoss").ignored_label == -1
@@ -271,7 +278,7 @@ CONSTANTS: dict[str, Callable[[], None]] = {
     for check in (
         *(dino, ibot, dinov2, dinov3, mae, simmim, ijepa, data2vec, msn, moco_v2, moco_v3, byol, simsiam, simclr),
         *(nnclr, supcon, lejepa, barlow_twins, vicreg, swav, swav_momentum, deepcluster_v2, npid, pirl, rotnet),
-        *(jigsaw, supervised, distillation, feature_distillation),
+        *(jigsaw, supervised, segmentation, distillation, feature_distillation),
     )
 }
 

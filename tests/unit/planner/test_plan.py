@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -15,7 +16,8 @@ from vissl_zero.config.compose import compose
 from vissl_zero.engine.forecast_log import OUT_OF_MEMORY, STARTED, Outcome, note_running, outcomes
 from vissl_zero.errors import ConfigError, LaunchError, Problem
 from vissl_zero.lifetime import run_in_subprocess
-from vissl_zero.planner.dry_run import dry_run
+from vissl_zero.planner.candidates import Budget
+from vissl_zero.planner.dry_run import dry_run, set_stage
 from vissl_zero.planner.fit_plans import FitOption, FitPlans, FitRun, shortfall, with_settings
 from vissl_zero.planner.planning import fit_plans, fitted, history, plan_run, remedies
 from vissl_zero.resolve.resolve import resolve, save_resolved
@@ -105,6 +107,35 @@ def test_no_more_blocks_are_recomputed_than_the_budget_asks_for(capsys):
     assert list(run.sharding.checkpoint_blocks) == chosen["recomputed"]
 
 
+def test_some_blocks_are_recomputed_at_the_cheapest_level_and_in_the_smallest_number():
+    """The search agrees with every number of blocks at every level."""
+    vit = "IMAGE_SIZE: 16, PATCH_SIZE: 8, NUM_LAYERS: 6, NUM_HEADS: 4, HIDDEN_DIM: 32, MLP_DIM: 128"
+    words = [
+        DRY,
+        f"config.MODEL.TRUNK={{NAME: vision_transformer, VISION_TRANSFORMERS: {{{vit}}}}}",
+        "config.MODEL.HEAD.PARAMS=[[mlp, {dims: [-1, 10]}]]",
+        "config.DATA.TRAIN.BATCHSIZE_PER_REPLICA=64",
+        "config.DISTRIBUTED.NUM_PROC_PER_NODE=4",
+        "config.MACHINE.DEVICE=gpu",
+    ]
+    stage = set_stage(resolve(compose(RECIPE, words).run, "/nowhere", recipe=RECIPE))
+    found = stage.forecasts()
+    kept = [row for row in found if not row[0].is_recomputed]
+    with stage.mode:
+        names = [block.name for block in stage.forecaster.recomputable(kept[0][0])]
+        every = [
+            (number, stage.forecaster.forecast(replace(plan, checkpoint_blocks=tuple(names[:number]))))
+            for number in range(1, len(names))
+            for plan, *_ in kept
+        ]
+    for needed in sorted({forecast.step.resident_bytes for _, forecast in every})[1::4]:
+        budget = Budget(needed)
+        own = found + stage.forecasts_in_part(found, budget)
+        fitting = [row[3].seconds for row in own if budget.excess(row[3]) == 0]
+        others = [forecast.seconds for _, forecast in every if budget.excess(forecast) == 0]
+        assert min(fitting) <= min(others) * 1.001
+
+
 @pytest.mark.slow
 def test_a_disk_is_used_only_where_it_is_named_and_there_is_room(tmp_path):
     folder = f"config.ZERO.offload_optimizer_config.nvme_path={tmp_path}"
@@ -165,6 +196,16 @@ def test_nothing_fits_names_the_smallest_memory_that_would_do(capsys):
 def test_wrong_words_are_refused_with_a_sentence(words, said, capsys):
     assert cli.main(["plan", *words]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_module_of_the_working_directory_is_imported_as_in_training(tmp_path, monkeypatch, capsys):
+    """A console script has no working directory in its path."""
+    (tmp_path / "own_planned.py").write_text("raise ValueError('found')\n")
+    monkeypatch.chdir(tmp_path)
+    elsewhere = [path for path in sys.path if path not in ("", str(tmp_path))]
+    monkeypatch.setattr(sys, "path", elsewhere)
+    assert cli.main(["plan", RECIPE, "config.IMPORTS=[own_planned]"]) == 2
+    assert "It ends with ValueError: found" in capsys.readouterr().err
 
 
 @pytest.mark.slow

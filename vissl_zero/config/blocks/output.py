@@ -28,9 +28,9 @@ class CheckpointConfig:
     """Optimizer steps between checkpoints; -1: only by epochs."""
     SAVE_BEST: bool = False
     """Keep the weights with the best BEST_METRIC as weights_best.safetensors."""
-    BEST_METRIC: str = choice("top1", "top1", "knn_top1", "probe_top1", "loss")
-    """The figure that SAVE_BEST follows: top-1 on TEST of a run that predicts classes, of kNN or of the online probe
-    (highest), or the loss (mean of an epoch; lowest)."""
+    BEST_METRIC: str = choice("top1", "top1", "miou", "knn_top1", "probe_top1", "loss")
+    """The figure that SAVE_BEST follows: top-1 on TEST of a run that predicts classes, mIoU on TEST of one that
+    segments, top-1 of kNN or of the online probe (highest), or the loss (mean of an epoch; lowest)."""
     KEEP_LAST: int = number(2, least=1, also=(-1,))
     """How many of the newest checkpoints are kept; -1: all."""
     KEEP_EVERY: int = number(-1, least=1, also=(-1,))
@@ -76,7 +76,8 @@ class EarlyStopping:
     """``HOOKS.EARLY_STOPPING``: end a run whose figure no longer gets better, as its last step would end it."""
 
     METRIC: str = ""
-    """The figure: loss (mean of an epoch), top1, knn_top1 or probe_top1, if the run measures it; empty: never stop."""
+    """The figure: loss (mean of an epoch), top1, miou, knn_top1 or probe_top1, if the run measures it; empty: never
+    stop."""
     PATIENCE: int = number(5, least=1)
     """Measurements in a row without a better one after which the run ends."""
     MODE: str = choice("auto", "auto", "max", "min")

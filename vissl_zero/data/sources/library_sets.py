@@ -106,6 +106,62 @@ class Digits:
         return f"digit {self._first + index}"
 
 
+_CELLS = 4  # of a scene: its quadrants
+_INK = 96  # of 255, from which on a pixel is the digit's
+
+
+@DATA_SOURCES.register("digit_scenes")
+class DigitScenes:
+    """Up to four of the digits on a canvas, each in a corner of its own, with the class of every pixel.
+
+    Class 0 is the ground, class d + 1 the strokes of digit d. Scene i shows scan i of its split (as ``digits`` has
+    them), and others at random; a digit is three eighths of the canvas high. DATA_LIMIT scenes (as many as scans for
+    -1) of DEFAULT_GRAY_IMG_SIZE pixels a side; scene i depends on (seed, split, i) alone.
+    """
+
+    class_names = ("ground", *(f"digit {digit}" for digit in range(10)))
+
+    def __init__(self, request: SourceRequest):
+        self._digits = Digits(request)
+        self._num_images = request.limit if request.limit > 0 else len(self._digits)
+        self._size = request.image_size
+        self._key = (request.seed, _SPLIT_KEY[request.split])
+
+    def __len__(self) -> int:
+        return self._num_images
+
+    def image(self, index: int) -> Image.Image:
+        """Draw scene ``index``."""
+        return self._scene(index)[0]
+
+    def mask(self, index: int) -> Image.Image:
+        """Return the class of each of its pixels."""
+        return self._scene(index)[1]
+
+    def label(self, index: int) -> int | None:
+        """Return None: its pixels have classes, the whole has none."""
+        return None
+
+    def name(self, index: int) -> str:
+        return f"scene {index}"
+
+    def _scene(self, index: int) -> tuple[Image.Image, Image.Image]:
+        rng = np.random.default_rng((*self._key, index))
+        half, side = self._size // 2, max(1, self._size * 3 // 8)
+        scans = [index % len(self._digits), *rng.integers(len(self._digits), size=rng.integers(_CELLS)).tolist()]
+        ground = rng.integers(0, 60)
+        canvas = np.full((self._size, self._size), ground, np.uint8)
+        mask = np.zeros((self._size, self._size), np.uint8)
+        for scan, cell in zip(scans, rng.permutation(_CELLS).tolist(), strict=False):
+            down, right = rng.integers(half - side + 1, size=2).tolist()
+            top, left = half * (cell // 2) + down, half * (cell % 2) + right
+            box = (slice(top, top + side), slice(left, left + side))
+            ink = np.asarray(self._digits.image(scan).convert("L").resize((side, side), Image.Resampling.BILINEAR))
+            canvas[box] = np.maximum(canvas[box], ink)
+            mask[box][ink >= _INK] = 1 + (self._digits.label(scan) or 0)
+        return Image.fromarray(canvas).convert("RGB"), Image.fromarray(mask)
+
+
 _BY_FLAG = ({"train": True}, {"train": False})
 _TRAIN_TEST = ({"split": "train"}, {"split": "test"})
 _TRAIN_VAL = ({"split": "train"}, {"split": "val"})

@@ -84,14 +84,24 @@ class StagedTrunk(nn.Module):
         self.stages = nn.ModuleList(nn.ModuleList(Unit(block) for block in stage) for stage in stages)
         self.feature_dim = feature_dim
 
-    def forward(self, images: list[Tensor]) -> list[Tensor]:
-        """Compute average-pooled features (b_r, F) of R image tensors (b_r, 3, H_r, W_r)."""
+    @property
+    def map_dim(self) -> int:
+        """Channels of the last stage."""
+        return self.feature_dim
+
+    def forward(self, images: list[Tensor], return_maps: bool = False) -> list[Tensor]:
+        """Compute average-pooled features (b_r, F) of R image tensors (b_r, 3, H_r, W_r).
+
+        Args:
+            images: of each resolution.
+            return_maps: give the maps (b_r, F, h_r, w_r) of the last stage too, before the features.
+        """
         xs: list[Tensor] = self.stem(images)
         for stage in self.stages:
             assert isinstance(stage, nn.ModuleList)
             for unit in stage:
                 xs = unit(xs)
-        return [x.mean(dim=(2, 3)) for x in xs]
+        return [*(xs if return_maps else ()), *(x.mean(dim=(2, 3)) for x in xs)]
 
     tap_names = ("conv1", "res1", "res2", "res3", "res4", "res5", "res5avg", "avgpool", "flatten")
 

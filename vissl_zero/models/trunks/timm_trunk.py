@@ -14,6 +14,7 @@ from __future__ import annotations
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -45,6 +46,7 @@ from vissl_zero.config.components.trunks import (
 from vissl_zero.errors import ConfigError, Problem, did_you_mean
 from vissl_zero.models.keyed_random import current_scope, resolution_scope
 from vissl_zero.models.model import LayerTap, Unit, recomputation_contexts
+from vissl_zero.models.patches import grid_of
 from vissl_zero.models.trunks.vision_transformer import TransformerTrunk
 from vissl_zero.models.weight_names import is_adapters, without_base_layer
 from vissl_zero.registry import TRUNKS
@@ -59,6 +61,7 @@ _WITHOUT_EFFECT = {
 }
 # A module that holds a smaller part of the model is one unit, whatever is in it.
 _MOST_UNITS = 64
+_MOST_PREFIX = 32  # class and register tokens before the patches, at most
 _PROBE_SIDE = 64  # of the image for models that take any
 
 
@@ -109,13 +112,15 @@ class TimmTrunk(nn.Module):
 
     Attributes:
         feature_dim: F, of the pooled features.
+        map_dim: channels of the last maps; None where the model has none that could be found.
         is_chain: units take all resolutions at once; else each is gathered once per resolution.
     """
 
     def __init__(self, net: nn.Module, build: Callable[[], nn.Module]):
         super().__init__()
         self._build = build
-        links, self.feature_dim = _trace(net)
+        links, self.feature_dim, last_map = _trace(net)
+        self._map_link, self.map_dim, self._is_channels_last = last_map
         self.is_chain = links is not None
         for name in links or _blocks(net):
             parent, _, child = name.rpartition(".")
@@ -126,19 +131,44 @@ class TimmTrunk(nn.Module):
         self.net = net
         self._links = [f"net.{name}" for name in links or ()]
 
-    def forward(self, images: list[Tensor]) -> list[Tensor]:
-        """Compute pooled features (b_r, F) of R image tensors (b_r, 3, H_r, W_r)."""
+    def forward(self, images: list[Tensor], return_maps: bool = False) -> list[Tensor]:
+        """Compute pooled features (b_r, F) of R image tensors (b_r, 3, H_r, W_r).
+
+        Args:
+            images: of each resolution.
+            return_maps: give the last maps (b_r, map_dim, h_r, w_r) too, before the features.
+        """
+        maps: list[Tensor] = []
         if self.is_chain:
             xs = images
             for name in self._links:
                 link = self.get_submodule(name)
                 xs = link(xs) if isinstance(link, Unit) else [link(x) for x in xs]
-            return xs
+                if return_maps and name == f"net.{self._map_link}":
+                    maps = xs
+            return [*self._as_maps(maps, images), *xs]
         features = []
         for index, x in enumerate(images):
-            with resolution_scope(index, len(x)):
+            with resolution_scope(index, len(x)), self._caught_maps(maps if return_maps else None):
                 features.append(self.net(x))
-        return features
+        return [*self._as_maps(maps, images), *features]
+
+    def _as_maps(self, outputs: list[Tensor], images: list[Tensor]) -> list[Tensor]:
+        """Shape what the layer of the last maps gave for each resolution; nothing of nothing."""
+        pairs = zip(outputs, images, strict=bool(outputs))
+        return [as_map(output, image, self.net, self._is_channels_last) for output, image in pairs]
+
+    @contextmanager
+    def _caught_maps(self, maps: list[Tensor] | None) -> Iterator[None]:
+        """Append what the layer of the last maps gives inside, unless None. A context."""
+        if maps is None:
+            yield
+            return
+        handle = self.net.get_submodule(self._map_link).register_forward_hook(lambda *given: maps.append(given[2]))
+        try:
+            yield
+        finally:
+            handle.remove()
 
     def last_link(self, path: str) -> str:
         """Find what gives the output of ``path``, a part of the network that may be split into links."""
@@ -205,8 +235,11 @@ class _Call:
         return names if is_chain and len(set(names)) == len(names) else [self.name]
 
 
-def _trace(net: nn.Module) -> tuple[list[str] | None, int]:
-    """Find the modules that a training pass is a chain of, None if it is none, and the number of features."""
+_LastMap = tuple[str, int | None, bool]  # the link that gives it, its channels, whether they come last
+
+
+def _trace(net: nn.Module) -> tuple[list[str] | None, int, _LastMap]:
+    """Find the modules that a training pass is a chain of, None if it is none; the number of features; the last map."""
     names = {module: name for name, module in net.named_modules()}
     root = _Call("", 0, False, (None, 0))
     stack = [root]
@@ -226,12 +259,14 @@ def _trace(net: nn.Module) -> tuple[list[str] | None, int]:
     buffers = [(buffer, buffer.clone()) for buffer in net.buffers()]
     try:
         with torch.no_grad():
+            probe = _probe(net)
             try:
-                features = net.train()(_probe(net))
+                features = net.train()(probe)
             except RuntimeError:  # too small for it; what it was trained on is not
                 root.inner.clear()
                 del stack[1:]
-                features = net(_probe(net, is_own_size=True))
+                probe = _probe(net, is_own_size=True)
+                features = net(probe)
     finally:
         for handle in handles:
             handle.remove()
@@ -239,7 +274,49 @@ def _trace(net: nn.Module) -> tuple[list[str] | None, int]:
             buffer.copy_(before)
     (call,) = root.inner
     links = call.links(call.num_params // _MOST_UNITS)
-    return (None if links == [""] else links), features.shape[1]
+    num_features = int(features.shape[1])
+    if links == [""]:
+        height, width = _patches(probe, net)
+        return None, num_features, _last_map(call, [inner.name for inner in call.inner], num_features, height * width)
+    return links, num_features, _last_map(call, links, num_features)
+
+
+def _last_map(call: _Call, links: list[str], num_features: int, num_patches: int = 0) -> _LastMap:
+    """Find the last link that gives maps, or tokens of all patches, which only pooled features may follow."""
+    outputs = {inner.name: inner.left[0] for inner in _calls_below(call)}
+    for name in reversed(links):
+        output = outputs.get(name)
+        if output is None:
+            break
+        if output.ndim == 3:
+            are_patches = 0 < num_patches <= output.shape[1] < num_patches + _MOST_PREFIX
+            return (name, int(output.shape[2]), True) if are_patches else ("", None, False)
+        if output.ndim == 4 and output[0].numel() > max(output.shape[1], output.shape[3]):  # more than one pixel
+            is_last = output.shape[1] != num_features == output.shape[3]
+            return name, int(output.shape[3 if is_last else 1]), is_last
+    return "", None, False
+
+
+def _calls_below(call: _Call) -> Iterator[_Call]:
+    for inner in call.inner:
+        yield inner
+        yield from _calls_below(inner)
+
+
+def as_map(output: Tensor, image: Tensor, net: Any, is_channels_last: bool) -> Tensor:
+    """Shape a layer's output as a map (b, D, h, w): maps, channels last or not, or tokens (b, prefix + h * w, D)."""
+    if output.ndim == 4:
+        return output.permute(0, 3, 1, 2) if is_channels_last else output
+    grid = _patches(image, net)
+    return output[:, output.shape[1] - grid[0] * grid[1] :].transpose(1, 2).unflatten(2, grid)
+
+
+def _patches(image: Tensor, net: Any) -> tuple[int, int]:
+    """Count the patches per column and row that a network cuts images into; 0 where it cuts none."""
+    side = getattr(getattr(net, "patch_embed", None), "patch_size", None)
+    if side is None:
+        return 0, 0
+    return grid_of(image, (side, side) if isinstance(side, int) else (int(side[0]), int(side[1])))
 
 
 def _versioned(value: Any) -> tuple[Any, int]:
@@ -329,17 +406,21 @@ class BeitTrunk(TimmTrunk):
         build = _checked("BEIT", _beit, BeitConfig(**options))
         super().__init__(build(), build)
 
-    def forward(self, images: list[Tensor]) -> list[Tensor]:
-        """Compute R class tokens (b_r, F) of R image tensors (b_r, 3, H, W)."""
-        features, self._classes = [], []
+    def forward(self, images: list[Tensor], return_maps: bool = False) -> list[Tensor]:
+        """Compute R class tokens (b_r, F) of R image tensors (b_r, 3, H, W); as a ``TimmTrunk``."""
+        maps, features, self._classes = list[Tensor](), [], []
         for index, x in enumerate(images):
             with resolution_scope(index, len(x)):
                 last, inner = self.net.forward_intermediates(  # type: ignore[operator]
-                    x, indices=sorted(self._tapped), return_prefix_tokens=True, norm=True, output_fmt="NLC"
+                    x, indices=sorted(self._tapped) or [0], return_prefix_tokens=True, norm=True, output_fmt="NLC"
                 )
             features.append(last[:, 0])
-            self._classes.append({b: t[1][:, 0] for b, t in zip(sorted(self._tapped), inner, strict=True)})
-        return features
+            if return_maps:
+                maps.append(as_map(last, x, self.net, is_channels_last=True))
+            self._classes.append(
+                {b: t[1][:, 0] for b, t in zip(sorted(self._tapped), inner, strict=bool(self._tapped))}
+            )
+        return [*maps, *features]
 
     def tap(self, name: str) -> LayerTap | None:
         """Tap VISSL's names, class tokens after the last norm.

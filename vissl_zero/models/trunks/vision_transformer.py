@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from vissl_zero.config.components.trunks import VisionTransformerConfig, vision_transformer_problems
 from vissl_zero.errors import ConfigError
 from vissl_zero.models.model import LayerTap, Unit
+from vissl_zero.models.patches import grid_of
 from vissl_zero.models.trunks.token_embedding import TokenEmbedding
 from vissl_zero.registry import TRUNKS
 
@@ -71,6 +72,7 @@ class TransformerTrunk(nn.Module):
         kept: PatchMasks = None,
         return_tokens: bool = False,
         last_blocks: int = 0,
+        return_maps: bool = False,
     ) -> list[Tensor]:
         """Run one pass over all resolutions.
 
@@ -80,6 +82,8 @@ class TransformerTrunk(nn.Module):
             kept: per resolution (b_r, k_r) int64, the patches that are seen, the others being left out; None: all.
             return_tokens: give tokens after the last norm instead of features.
             last_blocks: give the tokens of that many last blocks too, before the norm.
+            return_maps: give the patches' tokens after the last norm as maps (b_r, D, h_r, w_r), before the features;
+                all patches must be seen.
         Returns:
             R pooled features (b_r, D), or R tensors of tokens (b_r, num_prefix_tokens + patches seen, D), followed by R
             of each of the last blocks in their order.
@@ -97,7 +101,19 @@ class TransformerTrunk(nn.Module):
         flat: list[Tensor] = self.norm([x for tokens in (*caught.values(), xs) for x in tokens])
         *tapped, xs = [flat[start : start + len(xs)] for start in range(0, len(flat), len(xs))]
         self._normed = dict(zip(caught, tapped, strict=True))
-        return [*xs, *last] if return_tokens else self.pooled(xs)
+        if return_tokens:
+            return [*xs, *last]
+        shown = zip(xs, images, strict=True) if return_maps else ()
+        return [*(self._as_map(tokens, image) for tokens, image in shown), *self.pooled(xs)]
+
+    @property
+    def map_dim(self) -> int:
+        """Width of a token."""
+        return self.feature_dim
+
+    def _as_map(self, tokens: Tensor, image: Tensor) -> Tensor:
+        patches = tokens[:, self.num_prefix_tokens :]
+        return patches.transpose(1, 2).unflatten(2, grid_of(image, self.patch_size))
 
     tap_names = ("lastCLS", "concatCLS4", "blkCLS0", "lastPOOL", "concatPOOL4", "stridePOOL_4", "lastBLK", "lastMAP")
 

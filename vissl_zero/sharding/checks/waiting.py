@@ -42,7 +42,7 @@ class _Watch:
             call, since = self.call, self.since
             if call and since != said and time.monotonic() - since > AFTER_S:
                 said = since
-                logging.getLogger(__name__).warning("%s", _sentence(call))
+                logging.getLogger(__name__).warning("%s", _warning(call))
 
 
 _watch = _Watch()
@@ -78,9 +78,17 @@ def waiting(call: str) -> Iterator[None]:
         _watch.call = ""
 
 
+_FIX = (
+    "Every rank must call it, in the same order. If it stands under if rank == 0: ..., call it on all ranks, and use "
+    "the result on one. In a loop, give every rank the same number of batches."
+)
+
+
 def _sentence(call: str) -> str:
-    return (
-        f"Rank {collectives.rank()} waits in {call}: another rank has not called it. Every rank must call it, in the "
-        "same order. If it stands under if rank == 0: ..., call it on all ranks, and use the result on one. In a loop, "
-        "give every rank the same number of batches."
-    )
+    return f"Rank {collectives.rank()} waits in {call}: another rank has not called it. {_FIX}"
+
+
+def _warning(call: str) -> str:
+    """Say what is not certain yet: a first backward pass may compile for minutes."""
+    where = f"Rank {collectives.rank()} waits in {call}, since {AFTER_S:.0f} s"
+    return f"{where}: it compiles or computes, or another rank has not called it. {_FIX}"

@@ -25,9 +25,22 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from vissl_zero import collectives
+from vissl_zero.sharding.checks.replica_check import text_digest
 from vissl_zero.sharding.engines.cpu_communicator import add_in_order
-from vissl_zero.sharding.torch_private import call_after_backward, call_on_gradient, real_grad, set_real_grad
+from vissl_zero.sharding.torch_private import (
+    call_after_backward,
+    call_on_gradient,
+    foreach_norm,
+    marks,
+    real_grad,
+    set_real_grad,
+)
 
+# A fact that ranks must agree on.
+OWN_GRADIENTS = (
+    "the gradients that the loop has set or changed. Let them come from optimizer.backward(loss), or compute them from "
+    "what is the same on every rank"
+)
 # As DistributedDataParallel has it.
 BUCKET_BYTES = 25 * 2**20
 
@@ -64,6 +77,8 @@ class GradientAverage:
         self._sent: list[tuple[Tensor, dist.Work]] = []
         self._present: list[bool] = []  # of the parameters in the buckets that were sent
         self._opening: tuple[Tensor, dist.Work] | None = None
+        self._has_own = False  # whether gradients of earlier micro-batches have not been averaged
+        self._means: list[tuple[int, ...] | None] = []
         if not self._is_needed:
             return
         self._group = dist.group.WORLD
@@ -82,7 +97,8 @@ class GradientAverage:
         if self._is_open:
             self._end_round()
         # Not before all ranks have said that they have no more: one that left early would keep the others waiting.
-        while self._agree_to_open(False):  # another rank has run one more backward pass
+        # A rank also opens for what earlier micro-batches have left, where this one had no backward pass.
+        while self._agree_to_open(self._has_own):  # another rank may have run one more backward pass
             self._is_open = True
             self._end_round()
 
@@ -97,8 +113,19 @@ class GradientAverage:
         if self._is_open:
             self._end_round()
 
+    def changed(self) -> int:
+        """Digest the gradients if the loop has changed one since it became a mean; 0 if not. Not a collective.
+
+        A gradient that the loop has set itself is this rank's own, unless it was computed from means.
+        """
+        if not self._is_needed or marks(self._params) == self._means:
+            return 0
+        grads = [grad for param in self._params if (grad := real_grad(param)) is not None]
+        return text_digest([float(norm) for norm in foreach_norm(grads, 2)])
+
     def _on_gradient(self, param: nn.Parameter) -> None:
         if not self._is_active:
+            self._has_own = True
             return
         if not self._is_open:
             self._is_open = True
@@ -180,7 +207,8 @@ class GradientAverage:
         self._ready.clear()
         self._present = []
         self._opening = None
-        self._is_open = False
+        self._is_open = self._has_own = False
+        self._means = marks(self._params)
 
 
 def _buckets(params: Sequence[nn.Parameter], bucket_bytes: int) -> list[list[nn.Parameter]]:

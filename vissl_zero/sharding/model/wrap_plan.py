@@ -63,7 +63,8 @@ class WrapPlan:
         """Format a table for people: one line per unit, and what is whole on a rank at each moment."""
         total = sum(unit.num_params for unit in self.units)
         largest = max((unit.num_params for unit in self.units), default=0)
-        lines = [f"ZeRO level {self.level} over {self.num_ranks} ranks, {total:,} parameters, {_MOMENT[self.level]}"]
+        ranks = f" over {self.num_ranks} rank{'s' * (self.num_ranks > 1)}" if self.level else ""  # 0 shards nothing
+        lines = [f"ZeRO level {self.level}{ranks}, {total:,} parameters, {_MOMENT[self.level]}"]
         if self.level:
             width = max(len(_title(unit)) for unit in self.units)
             for unit in self.units:

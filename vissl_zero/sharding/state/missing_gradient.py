@@ -92,7 +92,7 @@ class WatchedParameter(nn.Parameter):
         if value is None:
             self.is_spent = False
             self._drop_grad()
-        elif why is None:
+        elif why is None and (why := self._only_from_backward()) is None:
             set_real_grad(self, value)
         elif not isinstance(value, MissingGradient):
             raise VisslZeroError(why)
@@ -116,6 +116,10 @@ class WatchedParameter(nn.Parameter):
 
     def _missing(self) -> str | None:
         """Explain why the loop cannot read the gradient that there is; None where it can, or there is none."""
+        return None
+
+    def _only_from_backward(self) -> str | None:
+        """Explain why the loop cannot set a gradient; None where it can."""
         return None
 
     def _drop_grad(self) -> None:

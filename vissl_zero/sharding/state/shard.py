@@ -233,6 +233,9 @@ class WholeParameter(WatchedParameter):
         self._settle()
         return None if self._row_shard.reduced is None else ELSEWHERE
 
+    def _only_from_backward(self) -> str | None:
+        return None if self._row_shard is None else ELSEWHERE
+
     def _drop_grad(self) -> None:
         if self._row_shard is None:
             set_real_grad(self, None)

@@ -193,6 +193,10 @@ class ShardedTensor(DTensor):
         """Return this rank's rows, to read or to write; call ``written`` afterward."""
         return self._local_tensor if self.store is None else self.store.held()
 
+    def full_tensor(self, *, grad_placements: Any = None) -> Tensor:
+        """Gather the full tensor; also of one whose rows are on a disk. Collective."""
+        return whole(self) if local_tensor(self).is_meta else super().full_tensor(grad_placements=grad_placements)
+
     def written(self, rows: Tensor) -> None:
         """Store ``rows``, which have been changed."""
         if self.store is not None:

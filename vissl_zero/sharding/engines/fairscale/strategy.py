@@ -309,6 +309,7 @@ class GradientSharded(_OwnedByRank):
         super().__init__(setup, oss, self._parallel)
         self._is_last = True
         self._reduced: set[str] = set()
+        self._again = ""
         for shard in self._owned:
             shard.source.register_post_accumulate_grad_hook(partial(self._note, shard))
         self._parameter_guard.accept_hooks()
@@ -346,11 +347,23 @@ class GradientSharded(_OwnedByRank):
             shard.local.grad = None
             shard.has_grad = False
         self._reduced.clear()
+        self._again = ""
+
+    def _problem(self) -> str | None:
+        """Find why an update would be wrong; see ``ShardedModel``."""
+        if self._again:
+            return (
+                f"Two backward passes reached {self._again} before optimizer.step(), and fairscale reduces a gradient "
+                'once. Add the losses and call backward() once, or write engine="torch".'
+            )
+        return super()._problem()
 
     def _note(self, shard: OwnedShard, param: nn.Parameter) -> None:
         """Note that the backward pass has just added to the gradient of ``shard``."""
         shard.has_grad = True
         if self._is_last:
+            if shard.name in self._reduced:
+                self._again = shard.name
             self._reduced.add(shard.name)
 
     def _moment(self) -> str:

@@ -185,6 +185,7 @@ class GradientMessages:
         self._ones = torch.ones(capacity, dtype=self._dtype)
         self._is_summing = False  # whether ``_reduced`` holds gradients of this step already
         self._is_active = True
+        self._has_own = False  # whether gradients of earlier micro-batches have not been sent
         self._ready: set[Tensor] = set()
         self._sending: dict[Tensor, Tensor | None] = {}
         self._num_posted = 0
@@ -207,8 +208,9 @@ class GradientMessages:
         if not (self._is_active and self.messages):
             return
         self.settle()
-        # Ranks leave together: while one still opens a round, all others take part in it with zeros.
-        while self._announce(False, wait=True):
+        # Ranks leave together: while one still opens a round, all others take part in it with zeros. A rank also opens
+        # one for what earlier micro-batches have left, where this one had no backward pass.
+        while self._announce(self._has_own, wait=True):
             self._end_round()
 
     @contextmanager
@@ -233,6 +235,7 @@ class GradientMessages:
 
     def _on_gradient(self, param: Tensor) -> None:
         if not self._is_active:
+            self._has_own = True
             return
         # Other ranks may have no gradients in this pass: the announcement makes them join with zeros.
         if not self._is_open:
@@ -289,7 +292,7 @@ class GradientMessages:
             self._ready.clear()
             self._sending.clear()
             self._num_posted = self._backlog_bytes = 0
-            self._is_open = False
+            self._is_open = self._has_own = False
             self._is_summing = True
             # Reentrant checkpointing adds to a gradient after it was sent, where segments share a parameter.
             is_begun = any(real_grad(source) is not None for source in self._last_use)

@@ -29,7 +29,7 @@ from vissl_zero.registry import STRATEGIES
 from vissl_zero.resolve.resolved import ShardingPlan, keeps_parameters_whole
 from vissl_zero.sharding.checks.replica_check import num_hooks
 from vissl_zero.sharding.engines.cpu_communicator import open_communicator
-from vissl_zero.sharding.engines.gradient_average import GradientAverage, OrderedMeans
+from vissl_zero.sharding.engines.gradient_average import OWN_GRADIENTS, GradientAverage, OrderedMeans
 from vissl_zero.sharding.engines.torch.fully_sharded import FullySharded
 from vissl_zero.sharding.engines.torch.gradient_messages import GradientMessages, ParameterMessages, plan_messages
 from vissl_zero.sharding.model.prepare import prepare
@@ -135,6 +135,12 @@ class Replicated(ShardedModel):
     def _backward_pass(self) -> AbstractContextManager[None]:
         return self.means.backward_pass() if isinstance(self.means, GradientAverage) else nullcontext()
 
+    def _facts(self) -> dict[str, int]:
+        """Collect the facts; see ``ShardedModel``."""
+        return super()._facts() | (
+            {} if isinstance(self.means, OrderedMeans) else {OWN_GRADIENTS: self.means.changed()}
+        )
+
     def retire_gradients(self) -> None:
         """Retire the gradients; see ``ShardedModel``."""
         if self._loss_scale is not None:  # the step has divided them by the scale, which the next ones have
@@ -159,6 +165,9 @@ class ReplicatedParameters(ShardedModel):
         shards = list(row_shards(module, setup.trained, group.size(), group.rank()))
         rows = [shard for shard in shards if isinstance(shard, RowShard)]
         self._means: GradientAverage | None = None
+        left_out = [param for name, param in module.named_parameters() if name not in setup.trained]
+        # Another optimizer of the loop's may update these.
+        self._means_of_others = GradientAverage(left_out, plan.timeout_s)
         # Reversed: the backward pass finishes the last parameters first.
         messages = plan_messages(rows[::-1], group.size(), self.comm.capacity(rows[0].source.dtype)) if rows else []
         # The loop wants to read and change full gradients, so they are averaged in place and not sent away.
@@ -180,17 +189,25 @@ class ReplicatedParameters(ShardedModel):
 
         Where the order of sums is fixed, level 1 does as level 2.
         """
-        if self._means is not None:
-            with self._means.micro_batch(is_last):
-                yield
-            return
-        self._gradients.start(is_active=is_last or self._plan.level == 2 or self._plan.deterministic)
-        yield
-        # Not in a finally: after an error on this rank, waiting for the others could last until the timeout.
-        self._gradients.finish()
+        with self._means_of_others.micro_batch(is_last):
+            if self._means is not None:
+                with self._means.micro_batch(is_last):
+                    yield
+                return
+            self._gradients.start(is_active=is_last or self._plan.level == 2 or self._plan.deterministic)
+            yield
+            # Not in a finally: after an error on this rank, waiting for the others could last until the timeout.
+            self._gradients.finish()
 
-    def _backward_pass(self) -> AbstractContextManager[None]:
-        return (self._gradients if self._means is None else self._means).backward_pass()
+    @contextmanager
+    def _backward_pass(self) -> Iterator[None]:
+        means = self._gradients if self._means is None else self._means
+        with self._means_of_others.backward_pass(), means.backward_pass():
+            yield
+
+    def _facts(self) -> dict[str, int]:
+        """Collect the facts; see ``ShardedModel``."""
+        return super()._facts() | ({} if self._means is None else {OWN_GRADIENTS: self._means.changed()})
 
     def step(self) -> StepResult:
         """Update the parameters; see ``ShardedModel``."""

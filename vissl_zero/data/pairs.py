@@ -1,0 +1,97 @@
+"""An image and its mask through the same transforms: the same draws for both, and nearest pixels for the mask."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from vissl_zero.config.blocks.data import Data
+from vissl_zero.data.decode import BrokenImageError
+from vissl_zero.data.pipeline import Pipeline, build_pipeline
+from vissl_zero.data.source import Source, masks_of
+from vissl_zero.data.sources.segmentation import different_sizes
+from vissl_zero.errors import ConfigError, Problem
+from vissl_zero.resolve.pairs import GEOMETRIC
+
+
+class PairPipeline(Pipeline):
+    """Transforms of images with masks, one after another; each makes one image of one.
+
+    Images come out as they would without masks.
+
+    Args:
+        pipeline: of images alone.
+        of_masks: for each of its transforms the one of masks, None where masks stay as they are.
+    """
+
+    def __init__(self, pipeline: Pipeline, of_masks: Sequence[Callable[[Any], Any] | None]):
+        super().__init__(pipeline.transforms)
+        self._of_masks = tuple(of_masks)
+
+    def read(self, source: Source, index: int) -> tuple[Image.Image, Image.Image]:
+        """Read an image and its mask. Raises BrokenImageError, where they have different sizes too."""
+        read_mask = masks_of(source)
+        assert read_mask is not None, "the source has masks"
+        image, mask = source.image(index), read_mask(index)
+        if image.size != mask.size:
+            raise BrokenImageError(source.name(index), different_sizes(image.size, mask.size))
+        return image, mask
+
+    def sample(self, read: tuple[Image.Image, Image.Image]) -> tuple[list[Any], Tensor | None]:
+        """Transform an image and its mask (H, W)."""
+        image, mask = read
+        states, crops = [], [image]
+        for transform in self.transforms:
+            states.append(torch.get_rng_state())
+            crops = self.step(transform, crops)
+        after = torch.get_rng_state()
+        mask = _shifted(mask, 1)
+        for state, moved in zip(states, self._of_masks, strict=True):
+            if moved is not None:
+                torch.set_rng_state(state)
+                mask = moved(mask)
+        torch.set_rng_state(after)
+        return self.finished(crops), torch.from_numpy(np.asarray(_shifted(mask, -1)).copy())
+
+
+def _shifted(mask: Image.Image, by: int) -> Image.Image:
+    """Add to all classes, 255 and 1 being 0: what transforms add to an image is 0, and must not count."""
+    return mask.point([(value + by) % 256 for value in range(256)])
+
+
+def with_masks(pipeline: Pipeline, source: Source, data_cfg: Data, entries: Sequence[Mapping[str, Any]]) -> Pipeline:
+    """Return the pipeline for the images of ``source``: that of pairs where they have masks.
+
+    Args:
+        pipeline: of images alone.
+        source: of the images.
+        data_cfg: for its backend.
+        entries: the transforms of the pipeline.
+    Raises:
+        ConfigError: the backend has no masks.
+    """
+    if masks_of(source) is None:
+        return pipeline
+    if data_cfg.BACKEND != "pil":
+        must = "must be pil for images with masks"
+        raise ConfigError([Problem("config.DATA.BACKEND", data_cfg.BACKEND, must, "Write config.DATA.BACKEND=pil.")])
+    return PairPipeline(pipeline, [_of_masks(entry) for entry in entries])
+
+
+def _of_masks(entry: Mapping[str, Any]) -> Callable[[Any], Any] | None:
+    """Build the transform of masks that goes with one of images: nearest pixels, and no color for what it adds."""
+    if entry["name"] not in GEOMETRIC:
+        return None
+    key = "config.DATA.TRAIN.TRANSFORMS"
+    (plain,) = build_pipeline([entry], key).transforms
+    own = {word: value for word, value in entry.items() if word != "fill"}
+    if "interpolation" in inspect.signature(type(plain)).parameters:
+        own["interpolation"] = "nearest"
+    (transform,) = build_pipeline([own], key).transforms
+    return transform

@@ -1,0 +1,252 @@
+"""Intersection over union on images that the model was not trained on, while it trains and at the end.
+
+And before that: every image and mask is looked at once, so that all wrong ones are named before the first step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vissl_zero.collectives import all_gather_objects, all_reduce_sum
+from vissl_zero.data.decode import BrokenImageError
+from vissl_zero.data.loader import EvalImages, build_eval_images, require_evaluation
+from vissl_zero.data.source import Source, checks_of, masks_of
+from vissl_zero.engine.hook import Hook, Run
+from vissl_zero.errors import ConfigError, DataError, Problem
+from vissl_zero.evaluation.features import evaluated, own_batches
+from vissl_zero.evaluation.pictures import middles
+from vissl_zero.methods.segmentation import as_large_as
+from vissl_zero.resolve.pairs import IGNORED, listed
+from vissl_zero.terminal import say
+
+_NUM_PICTURES = 8
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """How predicted classes of pixels and true ones overlap.
+
+    Attributes:
+        miou: mean of the classes' intersection over union, of those that are predicted or there.
+        pixel_accuracy: share of the pixels that count whose class is predicted.
+        by_class: intersection over union; None of a class that is neither predicted nor there.
+    """
+
+    miou: float
+    pixel_accuracy: float
+    by_class: list[float | None]
+
+
+def overlap(confusion: Tensor) -> Overlap | None:
+    """Compute the figures of a confusion matrix; None where no pixel counts.
+
+    Args:
+        confusion: (C, K) int64, pixels by true class and by prediction; K at least C.
+    """
+    right, total = confusion.diagonal(), int(confusion.sum())
+    if not total:
+        return None
+    unions = confusion.sum(dim=1) + confusion.sum(dim=0)[: len(confusion)] - right
+    shares = zip(right.tolist(), unions.tolist(), strict=True)
+    by_class = [own / union if union else None for own, union in shares]
+    known = [share for share in by_class if share is not None]
+    return Overlap(sum(known) / len(known), int(right.sum()) / total, by_class)
+
+
+@dataclass(frozen=True)
+class SegmentedImage:
+    """An image of TEST with what the model makes of it.
+
+    Attributes:
+        image: (3, H, W), as the transforms make it, on the CPU.
+        mask: (H, W) uint8, the class of each pixel, 255 where it does not count.
+        predicted: (H, W) uint8.
+    """
+
+    image: Tensor
+    mask: np.ndarray
+    predicted: np.ndarray
+
+
+class SegmentationHook(Hook):
+    """Mean intersection over union on TEST's images: before training, every TEST_EVERY_NUM_EPOCH epochs, and last.
+
+    Adds to the results: ``miou_latest`` while it trains, ``miou_by_step`` ([step, mIoU] each); at the end ``miou``,
+    ``pixel_accuracy`` and ``iou_by_class`` (0 to 1; None where TEST has no images). Nothing is added for other methods,
+    or without TEST_MODEL.
+
+    Attributes:
+        pictures: a few images of TEST with what the model makes of them at the end; on rank 0.
+    """
+
+    def __init__(self) -> None:
+        self._curve: list[list[float]] = []
+        self.pictures: list[SegmentedImage] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the curve so far."""
+        return {"curve": self._curve}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._curve = [list(point) for point in state["curve"]]
+
+    def on_start(self, run: Run) -> None:
+        """Look at all images and masks, and measure the untrained model. Collective."""
+        if not run.method.predicts_pixels:
+            return
+        require_pairs(run)
+        if run.num_steps and not run.is_resumed and run.plan.config.TEST_EVERY_NUM_EPOCH > 0:
+            self._measure(run)
+
+    def on_epoch_end(self, run: Run) -> None:
+        every = run.plan.config.TEST_EVERY_NUM_EPOCH
+        if every < 1 or (run.epoch + 1) % every or run.step >= run.num_steps:  # on_end measures the last
+            return
+        if (found := self._measure(run)) is not None:
+            run.results["miou_latest"] = found.miou
+
+    def on_end(self, run: Run) -> None:
+        if not _is_measured(run):
+            return
+        found, images = self._measure(run), _test_images(run)
+        run.results.pop("miou_latest", None)
+        run.results["miou"] = None if found is None else found.miou
+        if found is None or images is None:
+            return
+        run.results["pixel_accuracy"] = found.pixel_accuracy
+        run.results["iou_by_class"] = dict(zip(images.source.class_names, found.by_class, strict=True))
+        self.pictures = segmented_images(run, images)
+
+    def _measure(self, run: Run) -> Overlap | None:
+        """Measure the model as it is now, which joins the curve. Collective."""
+        images = _test_images(run) if _is_measured(run) else None
+        found = None if images is None else overlap(confusion_of(run, images))
+        if found is None:
+            return None
+        if not self._curve or self._curve[-1][0] < run.step:
+            self._curve.append([run.step, found.miou])
+        run.results["miou_by_step"] = [list(point) for point in self._curve]
+        return found
+
+
+def _is_measured(run: Run) -> bool:
+    return run.method.predicts_pixels and run.plan.config.TEST_MODEL
+
+
+def _test_images(run: Run) -> EvalImages | None:
+    """Open TEST's images: each time, so that loader workers live only as long as the evaluation."""
+    _, images = build_eval_images(run.plan.config.DATA, run.plan.seed)
+    return images if images is not None and masks_of(images.source) is not None else None
+
+
+def confusion_of(run: Run, images: EvalImages) -> Tensor:
+    """Count the pixels of images by class and by what the model predicts. Collective; equal on every rank.
+
+    Args:
+        run: with a sharded model in any mode.
+        images: with masks, of any number; each is counted once.
+    Returns:
+        (C, K) int64 for C classes and K outputs.
+    """
+    run.sharded.consolidate_buffers()  # running statistics may differ between ranks; the result must not
+    num_classes = len(images.source.class_names)
+    counts = list[Tensor]()
+    with evaluated(run) as model:
+        for batch, num_own in own_batches(run, images):
+            assert batch.masks is not None, "the source has masks"
+            logits = as_large_as(model(batch.images)[0], batch.masks)
+            counts.append(_confusion(logits[:num_own], batch.masks[:num_own], num_classes))
+    return all_reduce_sum(torch.stack(counts).sum(dim=0))
+
+
+def _confusion(logits: Tensor, masks: Tensor, num_classes: int) -> Tensor:
+    """Count pixels by class and prediction, (num_classes, K), of logits (n, K, H, W) and masks (n, H, W)."""
+    width, is_counted = logits.shape[1], masks != IGNORED
+    cells = masks[is_counted].long() * width + logits.argmax(dim=1)[is_counted]
+    return torch.bincount(cells, minlength=num_classes * width).view(num_classes, width)
+
+
+def segmented_images(run: Run, images: EvalImages) -> list[SegmentedImage]:
+    """Segment a few images, evenly spread over the source; none if they cannot be read any more. Collective.
+
+    Cost: a forward pass for each, on every rank.
+    """
+    dtype = getattr(torch, run.plan.sharding.precision.master)
+    try:
+        read = [images.transform.sample(images.transform.read(images.source, at)) for at in _chosen(images)]
+    except (DataError, OSError):  # a report is no reason to fail a run that has ended well
+        return []
+    found = []
+    with evaluated(run) as model:
+        for (image,), mask in read:
+            assert mask is not None, "the source has masks"
+            logits = as_large_as(model([image[None].to(run.device, dtype)])[0], mask[None])
+            predicted = logits[0].argmax(dim=0).to(torch.uint8).cpu().numpy()
+            found.append(SegmentedImage(image, mask.numpy(), predicted))
+    return found if run.is_main else []
+
+
+def _chosen(images: EvalImages) -> list[int]:
+    return middles(len(images), _NUM_PICTURES)
+
+
+_FIX = "Repair or delete them, or set config.DATA.ON_BROKEN_IMAGE=skip."
+
+
+def require_pairs(run: Run) -> None:
+    """Check every image and mask before training: sizes, formats and classes. Collective; ranks share the work.
+
+    With ``ON_BROKEN_IMAGE: skip``, what is wrong is printed, and left out as it is met.
+
+    Raises:
+        ConfigError: a head has fewer outputs than there are classes, or the images have no masks.
+        DataError: with all images and masks that cannot be used.
+    Cost: decodes each mask and reads the header of each image.
+    """
+    data = run.plan.config.DATA
+    require_evaluation(data, run.plan.seed)
+    test = _test_images(run)
+    sources = [run.loader.source] * (run.num_steps > 0) + ([test.source] if test is not None else [])
+    for source in sources:
+        _require_outputs(run, source)
+    found = [line for source in sources for line in _wrong(run, source)]
+    if not found:
+        return
+    if data.ON_BROKEN_IMAGE != "skip":
+        raise DataError(f"{len(found):,} pairs of image and mask cannot be used: {listed(found)}. {_FIX}")
+    if run.is_main:
+        say(f"warning: {len(found):,} pairs of image and mask are skipped: {listed(found)}.")
+
+
+def _require_outputs(run: Run, source: Source) -> None:
+    outputs, num_classes = run.plan.config.MODEL.HEAD.PARAMS[0][1].get("dims", [-1])[-1], len(source.class_names)
+    if masks_of(source) is not None and 0 < outputs < num_classes:
+        must, fix = f"must end in an output for each of the {num_classes} classes", "Write -1 for the last of dims."
+        raise ConfigError([Problem("config.MODEL.HEAD.PARAMS", f"{outputs} outputs", must, fix)])
+
+
+def _wrong(run: Run, source: Source) -> list[str]:
+    """List what is wrong with the pairs of a source, in its order. Collective; equal on every rank."""
+    check = checks_of(source)
+    if check is None:
+        return []
+    own = range(run.rank, len(source), run.world_size)
+    with ThreadPoolExecutor(max(1, run.plan.config.DATA.NUM_DATALOADER_WORKERS)) as pool:  # decoders let others run
+        said = pool.map(lambda index: (index, _said(check, index)), own)
+        problems = [(index, text) for index, text in said if text]
+    return [text for _, text in sorted(line for lines in all_gather_objects(problems) for line in lines)]
+
+
+def _said(check: Callable[[int], None], index: int) -> str:
+    try:
+        check(index)
+    except BrokenImageError as error:
+        return f"{error.name}: {error.reason}"
+    return ""

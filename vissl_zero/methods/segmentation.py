@@ -1,0 +1,121 @@
+"""Segmentation: the class of every pixel, from a trunk's last maps.
+
+Head and loss are those of fully convolutional networks (https://arxiv.org/abs/1411.4038): classes at the resolution of
+the maps, made as large as the image by bilinear interpolation. ``fcn_head`` has the layers of mmsegmentation's FCNHead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vissl_zero.errors import ConfigError, Problem
+from vissl_zero.methods.gather import at_least_float32, weighted_mean
+from vissl_zero.methods.method import Batch, Method
+from vissl_zero.methods.segmentation_keys import FCNHeadConfig, SegmentationLossConfig
+from vissl_zero.registry import HEADS, LOSSES
+from vissl_zero.resolve.pairs import IGNORED
+
+
+@HEADS.register("fcn_head", config=FCNHeadConfig)
+class FCNHead(nn.Module):
+    """A 1x1 convolution, after 3x3 convolutions with a norm and ReLU where there are widths between.
+
+    Args: the fields of ``FCNHeadConfig``.
+    """
+
+    def __init__(self, dims: Sequence[int], use_bn: bool = True):
+        super().__init__()
+        layers: list[nn.Module] = []
+        for width_in, width_out in pairwise(dims[:-1]):
+            layers.append(nn.Conv2d(width_in, width_out, 3, padding=1, bias=not use_bn))
+            layers += [nn.BatchNorm2d(width_out)] if use_bn else []
+            layers.append(nn.ReLU(inplace=True))
+        self.layers = nn.Sequential(*layers, nn.Conv2d(dims[-2], dims[-1], 1))
+
+    def forward(self, features: Tensor, maps: list[Tensor]) -> Tensor:
+        """Compute logits (n, C, h, w) of the one resolution's maps (n, D, h, w)."""
+        (own,) = maps
+        logits: Tensor = self.layers(own)
+        return logits
+
+
+def pixel_cross_entropy(logits: Tensor, masks: Tensor, weights: Tensor | None = None) -> Tensor:
+    """Average the cross-entropy over the pixels that count, of all ranks.
+
+    Args:
+        logits: (n, C, H, W) of this rank's images.
+        masks: (n, H, W), the class of each pixel, ``IGNORED`` where it does not count.
+        weights: (C,) of each class; None: all equal.
+    Returns:
+        0-d; the loop's mean over ranks is the mean over pixels, however they are spread. Collective.
+    Cost: one all-reduce of two numbers.
+    """
+    classes = masks.long()
+    counts = classes != IGNORED
+    known = torch.where(counts, classes, 0)
+    # torch's own cross-entropy of maps is not deterministic on CUDA.
+    errors = -F.log_softmax(at_least_float32(logits), dim=1).gather(1, known[:, None]).squeeze(1)
+    shares = counts.to(errors.dtype) if weights is None else counts * weights.to(errors.dtype)[known]
+    return weighted_mean(errors, shares, len(logits))
+
+
+def as_large_as(logits: Tensor, masks: Tensor) -> Tensor:
+    """Interpolate logits (n, C, h, w) to the size of masks (n, H, W)."""
+    return F.interpolate(at_least_float32(logits), size=masks.shape[1:], mode="bilinear", align_corners=False)
+
+
+@LOSSES.register("segmentation_loss", config=SegmentationLossConfig)
+class Segmentation(Method):
+    """Segmentation: cross-entropy of the class of every pixel.
+
+    Args: the fields of ``SegmentationLossConfig``.
+    """
+
+    class_weights: Tensor | None
+    predicts_pixels = True
+
+    def __init__(self, weight: Sequence[float] | None = None):
+        super().__init__()
+        self.register_buffer("class_weights", None if weight is None else torch.tensor(weight))
+        self._counts: Tensor | None = None  # pixels that count, and those of them that are right
+
+    def forward(self, outputs: list[Any], batch: Batch) -> Tensor:
+        """Compute the mean over all pixels that count; see ``pixel_cross_entropy``. Collective.
+
+        Raises:
+            ConfigError: the images have no masks, or there are several crops.
+        """
+        masks = masks_of(batch)
+        logits = as_large_as(outputs[0], masks)
+        self._counts = torch.stack([(masks != IGNORED).sum(), (logits.detach().argmax(dim=1) == masks).sum()])
+        return pixel_cross_entropy(logits, masks, self.class_weights)
+
+    def health_sums(self) -> Tensor:
+        """Return how many pixels count, and how many of them are right."""
+        return super().health_sums() if self._counts is None else self._counts
+
+    def health(self, sums: Tensor) -> dict[str, float]:
+        """Compute ``pixel_accuracy``: the share of pixels that are right."""
+        if self._counts is None:
+            return {}
+        counted, right = sums.tolist()
+        return {"pixel_accuracy": right / max(counted, 1)}
+
+
+def masks_of(batch: Batch) -> Tensor:
+    """Return the masks of a micro-batch.
+
+    Raises:
+        ConfigError: the images have none.
+    """
+    if batch.masks is None:
+        fix = "Write config.DATA.TRAIN.DATA_SOURCES=[segmentation_folder], with images/ and masks/ in the folder."
+        must = "must be a source of images with masks for segmentation_loss"
+        raise ConfigError([Problem("config.DATA.TRAIN.DATA_SOURCES", "", must, fix)])
+    return batch.masks

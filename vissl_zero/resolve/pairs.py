@@ -1,0 +1,165 @@
+"""Images with masks (``segmentation_folder``): which files belong together, and how many classes their pixels have.
+
+A folder has ``images/`` and ``masks/``, files of the same names in both, and perhaps ``classes.txt``, a name a line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from vissl_zero.atomic import is_there
+from vissl_zero.config.run_config import RunConfig
+from vissl_zero.errors import Problem
+from vissl_zero.resolve.data_plan import image_files, splits
+
+if TYPE_CHECKING:
+    from vissl_zero.resolve.decisions import Decisions
+
+SOURCE = "segmentation_folder"
+IMAGES, MASKS, CLASSES = "images", "masks", "classes.txt"
+IGNORED = 255  # the class of pixels that do not count
+_MOST_NAMED = 20
+
+# Transforms that move pixels are made of image and mask by the same draws; the others are of the image alone.
+GEOMETRIC = (
+    *("Resize", "CenterCrop", "RandomCrop", "RandomResizedCrop", "RandomHorizontalFlip", "RandomVerticalFlip"),
+    *("Pad", "RandomRotation", "RandomAffine", "RandomPerspective", "ElasticTransform"),
+)
+OF_IMAGES = (
+    *("ToTensor", "Normalize", "ColorJitter", "Grayscale", "RandomGrayscale", "GaussianBlur", "RandomSolarize"),
+    *("RandomPosterize", "RandomInvert", "RandomAdjustSharpness", "RandomAutocontrast", "RandomEqualize"),
+    *("RandomApply", "ImgPilColorDistortion", "ImgPilGaussianBlur", "ImgPilRandomSolarize", "ImgPilRandomPhotometric"),
+    "ImgPilRandomStroke",
+)
+
+
+class Pair(NamedTuple):
+    """Paths of an image and of its mask."""
+
+    image: str
+    mask: str
+
+
+def list_pairs(root: Path) -> tuple[list[Pair], list[str]]:
+    """List the images below ``root`` with their masks, by name; and a clause for each that has no usable mask."""
+    if missing := [name for name in (IMAGES, MASKS) if not (root / name).is_dir()]:
+        return [], [f"{root} has no folder {' and no folder '.join(missing)}"]
+    try:
+        images, masks = _by_stem(root / IMAGES), _by_stem(root / MASKS)
+    except OSError as error:
+        return [], [f"{error.filename or root} cannot be listed ({error.strerror})"]
+    pairs, problems = [], []
+    for stem in sorted(images):
+        image, mask = images[stem], masks.get(stem, [])
+        pngs = [path for path in mask if path.lower().endswith(".png")]
+        if len(image) > 1:
+            problems.append(f"{' and '.join(sorted(image))} would have the same mask")
+        elif not mask:
+            problems.append(f"{image[0]} has no mask {root / MASKS / stem}.png")
+        elif not pngs:
+            problems.append(f"the mask {mask[0]} is no PNG, and other formats change values")
+        else:
+            pairs.append(Pair(image[0], pngs[0]))
+    return pairs, problems if images else [f"{root / IMAGES} holds no images"]
+
+
+def _by_stem(folder: Path) -> Mapping[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for path in image_files(str(folder)):
+        found.setdefault(str(Path(path).relative_to(folder).with_suffix("")), []).append(path)
+    return found
+
+
+def listed(problems: Sequence[str]) -> str:
+    """Join clauses to one text, the first 20 of them."""
+    more = len(problems) - _MOST_NAMED
+    return "; ".join(problems[:_MOST_NAMED]) + (f"; and {more:,} more" if more > 0 else "")
+
+
+def names_of_classes(root: Path, num_classes: int) -> tuple[str, ...]:
+    """Return the names in ``classes.txt`` of a folder, else the numbers below ``num_classes``; none where it is 0.
+
+    Raises:
+        OSError, UnicodeDecodeError: the file cannot be read.
+    """
+    path = root / CLASSES
+    if not path.is_file():
+        return tuple(map(str, range(num_classes)))
+    return tuple(line.strip() for line in path.read_text(encoding="utf-8-sig").splitlines() if line.strip())
+
+
+def pairs(cfg: RunConfig, decided: Decisions) -> list[Problem]:
+    """Check that each image has a mask, and that the number of classes is known."""
+    found: list[Problem] = []
+    for split, options in splits(cfg).items():
+        key = f"config.DATA.{split}"
+        if options.DATA_SOURCES != [SOURCE] or (cfg.DRY_RUN and not any(map(is_there, options.DATA_PATHS))):
+            continue
+        if not options.DATA_PATHS:
+            fix = f"Write {key}.DATA_PATHS=[/path/to/folder], with {IMAGES}/ and {MASKS}/ in it."
+            found.append(Problem(f"{key}.DATA_PATHS", "[]", "must name a folder with images and masks", fix))
+            continue
+        roots = [Path(path) for path in options.DATA_PATHS]
+        if said := [clause for root in roots for clause in list_pairs(root)[1]]:
+            fix = f"Put a PNG of the same name under {MASKS}/ for each file under {IMAGES}/."
+            must = f"must hold a mask for each image, and {listed(said)}"
+            found.append(Problem(f"{key}.DATA_PATHS", str(options.DATA_PATHS), must, fix))
+        elif problem := _classes(roots, options.SOURCE_PARAMS.get("num_classes", 0), key, split == "TRAIN"):
+            found.append(problem)
+    return found
+
+
+def transforms_of_pairs(cfg: RunConfig) -> list[Problem]:
+    """Check that every transform says what becomes of a mask, and that the backend has masks."""
+    found: list[Problem] = []
+    for split, options in splits(cfg).items():
+        key = f"config.DATA.{split}.TRANSFORMS"
+        for name in _names(options.TRANSFORMS):
+            if name in (*GEOMETRIC, *OF_IMAGES):
+                continue
+            must = "must leave one image, with a mask that moves as it does"
+            fix = f"Known: {', '.join((*GEOMETRIC, *OF_IMAGES))}."
+            found.append(Problem(key, name, must, fix))
+        applied = [entry["transforms"] for entry in _entries(options.TRANSFORMS) if "transforms" in entry]
+        for name in (name for inner in applied for name in _names(inner) if name in GEOMETRIC):
+            found.append(
+                Problem(key, name, "must not stand inside RandomApply, which is of images alone", "Move it out.")
+            )
+    if cfg.DATA.BACKEND != "pil":
+        fix = "Write config.DATA.BACKEND=pil."
+        found.append(Problem("config.DATA.BACKEND", cfg.DATA.BACKEND, "must be pil for images with masks", fix))
+    return found
+
+
+def _entries(transforms: Sequence[Any]) -> list[Mapping[str, Any]]:
+    return [entry for entry in transforms if isinstance(entry, Mapping)]
+
+
+def _names(transforms: Any) -> list[str]:
+    return [str(entry.get("name")) for entry in _entries(transforms)]
+
+
+def _classes(roots: Sequence[Path], given: object, key: str, is_train: bool) -> Problem | None:
+    """Check that ``classes.txt`` and the given number agree. TEST has TRAIN's classes."""
+    if not isinstance(given, int):
+        return None  # the rule of types speaks
+    try:
+        named = [names_of_classes(root, 0) for root in roots]
+    except (OSError, UnicodeDecodeError) as error:
+        return Problem(
+            f"{key}.DATA_PATHS", CLASSES, f"cannot be read as text ({error})", "Write a name a line in UTF-8."
+        )
+    counts = {len(names) for names in named if names} | ({given} if given else set())
+    if len(counts) > 1 or len({names for names in named if names}) > 1:
+        must = f"must be the number of names in {CLASSES}, the same in each folder"
+        got = f"{given}, and {', '.join(str(len(names)) for names in named)} names"
+        return Problem(f"{key}.SOURCE_PARAMS.num_classes", got, must, "Correct one of them, or leave the key out.")
+    if not counts and is_train:
+        fix = f"Write {key}.SOURCE_PARAMS.num_classes=21, or {CLASSES} with a name a line beside {IMAGES}/."
+        return Problem(f"{key}.SOURCE_PARAMS.num_classes", "0", "must say how many classes pixels have", fix)
+    return None
+
+
+PAIR_RULES = (pairs,)
