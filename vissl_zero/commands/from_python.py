@@ -121,7 +121,7 @@ def evaluate(weights: str | Path, data: str | Path, overrides: Mapping[str, Any]
         ConfigError: the weights, the folder or a key are wrong.
         LaunchError: the run crashed; with the end of what it printed.
     """
-    words = ["evaluate", str(weights), "--data", _absolute(data), "--json", *_words(overrides or {})]
+    words = ["evaluate", str(weights), "--data", _absolute(data), "--json", "--quiet", *_words(overrides or {})]
     return dict(json.loads(_output_of(words)))
 
 
@@ -144,7 +144,7 @@ def embed(
 
     with tempfile.TemporaryDirectory() as temporary:
         out = Path(temporary) / "features.npz"
-        words = ["embed", str(weights), _absolute(folder), "--out", str(out), *_words(overrides or {})]
+        words = ["embed", str(weights), _absolute(folder), "--out", str(out), "--quiet", *_words(overrides or {})]
         _output_of(words)
         with np.load(out) as file:
             return file["features"], file["names"].tolist()

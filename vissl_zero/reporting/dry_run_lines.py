@@ -92,7 +92,7 @@ def dry_run_lines(run: DryRun, budget: Budget | None = None) -> Iterator[str]:
         "sharding": f"ZeRO level {plan.sharding.level}, {plan.sharding.engine} engine, {_ranks(plan)}",
         "precision": _precision(plan),
         "model": f"{run.num_params:,} parameters, {run.num_trained:,} of them trained",
-        "images": described_splits(plan.config),
+        "images": described_splits(plan.config, bool(run.class_names or run.assumed)),
         "data": f"{run.num_images:,} images{_classes(run.class_names)}; {plan.global_batch} a step = "
         f"{plan.batch_per_rank} x {plan.world_size} processes x {plan.accumulation_steps} micro-batches",
         "crops": ", ".join(f"{number} of {height} x {width} pixels" for number, height, width in run.crops),
@@ -110,7 +110,7 @@ def dry_run_lines(run: DryRun, budget: Budget | None = None) -> Iterator[str]:
         f"checkpoints/ {'tensorboard/ ' if _has_events(plan) else ''}logs/",
     }
     yield from (f"{name:20}{text}" for name, text in rows.items())
-    yield from (f"note: {note}" for note in (*plan.notes, *run.assumed))
+    yield from (f"note: {note}" for note in (*plan.notes, *run.assumed, *run.left_out))
     yield "wrap plan:"
     yield run.forecast.wrap_plan.describe()
     first, *rest = verdict(run, budget)[1]
