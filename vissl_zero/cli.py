@@ -167,6 +167,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _speak_utf8()
     # With `... | head`, the run continues after the reader has closed the pipe.
     tolerate_lost_output()
+    _find_own_modules()
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         code = _dispatch(arguments)
@@ -194,6 +195,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _trains(arguments: list[str]) -> bool:
     """Check whether there is more to a command than what it prints."""
     return arguments[0] not in (*WORDS, "--version") and not {word.split("=")[0] for word in arguments} & _PRINT_ONLY
+
+
+def _find_own_modules() -> None:
+    """Let ``config.IMPORTS`` name modules of the working directory, where a console script does not look."""
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.append(here)
 
 
 def _speak_utf8() -> None:

@@ -112,6 +112,12 @@ class Problem:
         return f"{self.key}: {self.must}{got}. {self.fix}"
 
 
+def counted(number: int, noun: str) -> str:
+    """Write a number with its noun: ``"1 image"``, ``"2,000 images"``, ``"2 classes"``."""
+    ending = "" if number == 1 else "es" if noun.endswith("s") else "s"
+    return f"{number:,} {noun}{ending}"
+
+
 def did_you_mean(name: str, known: Iterable[str], num_matches: int = 3) -> str:
     """Write ``" Did you mean 'a', 'b'?"`` for the closest known names, or an empty string."""
     matches = get_close_matches(name, list(known), n=num_matches, cutoff=0.5)

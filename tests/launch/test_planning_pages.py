@@ -15,29 +15,52 @@ DOCS = Path(__file__).parents[2] / "docs"
 PAGES = ("plan.md", "fits.md", "scale.md", "cluster.md", "tutorials/when_memory_is_short.md")
 
 
-def commands(page: str) -> list[str]:
-    """List the commands of a page's blocks that plan, or that a dry run can rehearse; placeholders are filled in."""
+def printed(page: str) -> list[tuple[str, str]]:
+    """List the commands of a page's blocks that plan, or that a dry run can rehearse, each with the output shown.
+
+    Placeholders are filled in. The output is that of the block after a block of one command; empty: none is shown.
+    """
     text = (DOCS / page).read_text().replace("\\\n", " ")
     blocks = re.findall(r"^```(\w*)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
-    lines = [line for word, block in blocks if word in ("", "bash") for line in block.splitlines()]
-    found = [line.replace("<recipe>", "digits/supervised") for line in lines if line.startswith("vissl-zero ")]
-    return [line for line in found if line.split()[1] == "plan" or line.split()[1].startswith(("config=", "-m"))]
+    found: list[tuple[str, str]] = []
+    for index, (word, block) in enumerate(blocks):
+        if word in ("", "bash"):
+            lines = [line.replace("<recipe>", "digits/supervised") for line in block.splitlines()]
+            own = [line for line in lines if line.startswith("vissl-zero ")]
+            after = blocks[index + 1] if index + 1 < len(blocks) else ("", "")
+            shown = after[1] if after[0] == "text" and len(own) == 1 else ""
+            found += [(line, shown) for line in own]
+    kept = ("plan", "config=", "-m")
+    return [(line, shown) for line, shown in found if line.split()[1].startswith(kept)]
 
 
 def test_pages_print_commands():
-    assert [page for page in PAGES if not commands(page)] == ["scale.md"], "pages without commands"
+    assert [page for page in PAGES if not printed(page)] == ["scale.md"], "pages without commands"
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("line", [line for page in PAGES for line in commands(page)])
-def test_planning_commands_are_accepted_as_printed(line, tmp_path):
+@pytest.mark.parametrize(("line", "shown"), [pair for page in PAGES for pair in printed(page)])
+def test_planning_commands_are_accepted_and_answer_as_printed(line, shown, tmp_path):
     for folder in ("runs/last", "scratch"):
         (tmp_path / folder).mkdir(parents=True)
     for file in ("runs/last/config.user.yaml", "mine.yaml"):
         (tmp_path / file).write_text(compose("digits/swav", []).user_yaml())
+    modules = re.findall(
+        r"^```python\n# (\w+\.py)\n(.*?)^```$", (DOCS / "fits.md").read_text(), re.DOTALL | re.MULTILINE
+    )
+    for name, text in modules:
+        (tmp_path / name).write_text(text)
     _, *words = shlex.split(line)
     if words[0] != "plan" and "--dry-run" not in words:
         words.append("--dry-run")
     done = run_command(*words, cwd=tmp_path, returncodes=(0, 1))  # 1: it does not fit
     assert "Traceback" not in done.stderr, line + done.stderr[-2000:]
+    said = _plain(done.stdout)
+    for piece in re.split(r"\n|\.\.\.", shown):  # "...": more is printed there
+        assert _plain(piece) in said, f"{line}\nanswers no more: {piece}\n{done.stdout[-2000:]}"
+
+
+def _plain(text: str) -> str:
+    """Join words by single blanks, and lines that a backslash continues."""
+    return " ".join(text.replace("\\\n", " ").split())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,6 +27,7 @@ from vissl_zero.resolve.components import saved_config
 from vissl_zero.resolve.resolved import ResolvedRun
 from vissl_zero.terminal import say
 
+_CLASSIFIER = re.compile(r"(?:head|heads\.head|head_dist|head\.fc|fc|classifier|last_linear)\.(?:weight|bias)")
 COUNTERS = "num_batches_tracked"  # unused where batch norm has a momentum; older files lack it
 
 
@@ -65,10 +67,14 @@ class Match:
         shapes = [
             f"{name} {list(theirs)} in the file, {list(ours)} here" for name, (theirs, ours) in self.other_shape.items()
         ]
+        classifiers = [name for name in self.unknown if _CLASSIFIER.fullmatch(name)]
+        unknown = [name for name in self.unknown if name not in classifiers]
+        if classifiers:  # of the classes that the weights were trained on: nothing is lost without it
+            yield f"classifier left out: {', '.join(classifiers)}"
         kinds = (
             ("other shape, left out", shapes),
             ("not in the file", [name for name in self.missing if not name.endswith(COUNTERS)]),
-            ("not understood, left out", self.unknown),
+            ("not understood, left out", unknown),
             ("not plain tensors, left out", self.no_tensors),
         )
         for title, names in kinds:

@@ -28,7 +28,13 @@ from torch import Tensor
 
 from vissl_zero.checkpoint.folder import Checkpoint
 from vissl_zero.checkpoint.foreign_state import LossState, OptimizerState, full_tensors, loss_state, optimizer_state
-from vissl_zero.checkpoint.library_folder import at_root, folder_config, is_library_folder, library_files
+from vissl_zero.checkpoint.library_folder import (
+    at_root,
+    folder_config,
+    is_library_file,
+    is_library_folder,
+    library_files,
+)
 from vissl_zero.checkpoint.library_names import renamed
 from vissl_zero.checkpoint.shard_file import Entry
 from vissl_zero.checkpoint.torch_file import NumpyArray, is_plain_tensor, read_torch_file
@@ -84,6 +90,11 @@ def read_foreign(path: Path, key: str = "") -> Foreign:
         raise CheckpointError(f"There is no file {path}.")
     if is_library_folder(path):
         return _library_folder(path, key)
+    found = _file_or_ours(path, key)
+    return replace(found, config=folder_config(path.parent)) if is_library_file(path) else found
+
+
+def _file_or_ours(path: Path, key: str) -> Foreign:
     if not is_torch_file(path):
         return _ours_or_safetensors(path)
     content = read_torch_file(path)

@@ -43,6 +43,11 @@ def is_library_folder(path: Path) -> bool:
     return path.is_dir() and any((path / name).is_file() or _index(path, name).is_file() for name in _WHOLE)
 
 
+def is_library_file(path: Path) -> bool:
+    """Return whether a file has the name that transformers and timm give it, so that ``config.json`` is of it."""
+    return path.name in _WHOLE and path.is_file()
+
+
 def library_files(path: Path) -> list[Path]:
     """Return the files of weights of such a folder; of several, those that the index names.
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from vissl_zero.commands.arguments import CommandParser
 from vissl_zero.config.catalog import source_of
-from vissl_zero.errors import ConfigError, DataError, printable
+from vissl_zero.errors import ConfigError, DataError, counted, printable
 from vissl_zero.reporting.quantity import bytes_text
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def _pack(folder: Path, out: Path, form: str, size: int | None) -> None:
 
     count = packing.pack(folder, out, form, size, _report)
     where = printable(out)
-    print(f"{count:,} images are in {where}. Train on them with config.DATA.TRAIN.DATA_PATHS={where}.")
+    print(f"{counted(count, 'image')} in {where}. Train on them with config.DATA.TRAIN.DATA_PATHS={where}.")
 
 
 def _opened(paths: Sequence[str]) -> tuple[Source, str]:
@@ -89,11 +89,13 @@ def _opened(paths: Sequence[str]) -> tuple[Source, str]:
 
 def _check(paths: Sequence[str], picture: Path, is_json: bool) -> None:
     from vissl_zero.data.check import check
+    from vissl_zero.data.source import left_out
     from vissl_zero.reporting.data_sheet import NUM_SAMPLES, write_sheet
 
     if picture.suffix.lower() != ".png":
         raise ConfigError(f"vissl-zero data check --picture: must end in .png, not {str(picture)!r}.")
     source, title = _opened(paths)
+    lost = list(left_out(source))
     found = check(source, title, NUM_SAMPLES, _report)
     names = source.class_names
     samples = []
@@ -102,24 +104,24 @@ def _check(paths: Sequence[str], picture: Path, is_json: bool) -> None:
         caption = Path(source.name(index)).name if label is None else names[label]
         samples.append((source.image(index), caption))
     try:
-        write_sheet(picture, f"{title}: {found.num_images:,} images", samples, found.classes)
+        write_sheet(picture, f"{title}: {counted(found.num_images, 'image')}", samples, found.classes)
     except OSError as error:
         fix = "Name a file that can be written: --picture <file.png>."
         raise DataError(f"The picture {picture} cannot be written: {error.strerror}. {fix}") from error
     if is_json:
-        print(json.dumps({**asdict(found), "warnings": found.warnings(), "picture": str(picture)}, indent=1))
+        print(json.dumps({**asdict(found), "warnings": [*lost, *found.warnings()], "picture": str(picture)}, indent=1))
         return
     for line in _described(found):
         print(printable(line))
     print(f"picture       {printable(picture)}")
-    for warning in found.warnings():
+    for warning in [*lost, *found.warnings()]:
         print(f"warning: {printable(warning)}")
 
 
 def _described(found: Findings) -> list[str]:
     """Describe a source, a line for each kind of fact."""
     size = f", {bytes_text(found.num_bytes)}" if found.num_bytes else ""
-    lines = [f"{found.source}: {found.num_images:,} images{size}"]
+    lines = [f"{found.source}: {counted(found.num_images, 'image')}{size}"]
     if found.classes:
         ordered = sorted(found.classes.items(), key=lambda pair: -pair[1])
         shown = ordered if len(ordered) <= _MOST_CLASSES else [*ordered[:3], *ordered[-3:]]
@@ -146,7 +148,7 @@ def _stats(paths: Sequence[str], is_json: bool) -> None:
         print(json.dumps({"source": title, **asdict(found), "normalize": found.normalize()}, indent=1))
         return
     broken = f" ({found.num_broken:,} more cannot be read)" if found.num_broken else ""
-    print(printable(f"{title}: {found.num_images:,} images{broken}"))
+    print(printable(f"{title}: {counted(found.num_images, 'image')}{broken}"))
     print(f"channels      {found.channels}{' (gray, read as three equal ones)' if found.channels == 1 else ''}")
     print(f"bits          {found.bits}{' (read as 8)' if found.bits != 8 else ''}")
     for name, values in (("mean", found.mean), ("std", found.std)):

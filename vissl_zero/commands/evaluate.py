@@ -9,11 +9,14 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
-import tempfile
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -24,7 +27,8 @@ from vissl_zero.atomic import read_object, replacing
 from vissl_zero.commands.arguments import CommandParser
 from vissl_zero.config.override_words import as_word
 from vissl_zero.config.weights_name import absolute, scheme_of
-from vissl_zero.errors import ConfigError, DataError, printable
+from vissl_zero.errors import ConfigError, DataError, counted, printable
+from vissl_zero.lifetime import SWEEP_VARIABLE, Scratch
 from vissl_zero.resolve.data_plan import names_like
 
 if TYPE_CHECKING:
@@ -55,6 +59,7 @@ def evaluate(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--json", action="store_true", help="print JSON alone on stdout: an object, or a list of several"
     )
+    parser.add_argument("--quiet", action="store_true", help="print nothing of the run on stderr but errors")
     options = parser.parse_args(_without_overrides(arguments))
     train, val = _splits(Path(options.data).expanduser())
     for name in options.weights:
@@ -62,7 +67,8 @@ def evaluate(arguments: Sequence[str]) -> int:
     rows = []
     for name in options.weights:
         words = ["config=benchmark/evaluate", _word("DATA.TRAIN.DATA_PATHS", train), _word("DATA.TEST.DATA_PATHS", val)]
-        code, results = _run(name, [*words, *_overrides(arguments)])
+        with Scratch() as folder:
+            code, results = _run(name, [*words, *_overrides(arguments)], folder, options.quiet)
         if code:
             return code
         rows.append({"weights": name} | {key: results[key] for key in _FIGURES})
@@ -105,12 +111,14 @@ def embed(arguments: Sequence[str]) -> int:
     parser = CommandParser(
         prog="vissl-zero embed",
         description="Features of all images in a folder and the folders in it, with their names (paths below the "
-        "folder), as arrays features (N, F) and names (N,). Further config.<key>=<value> are passed to the run "
-        "(benchmark/embed).",
+        "folder), as arrays features (N, F) and names (N,). Images are resized to the size that the weights were made "
+        "for, and normalized as they expect; both are printed. config.DATA.IMG_SIZE=224 chooses another size: time "
+        "grows with its square. Further config.<key>=<value> are passed to the run (benchmark/embed).",
     )
     parser.add_argument("weights", help=_WEIGHTS)
     parser.add_argument("folder", help="images, or folders of them")
     parser.add_argument("--out", required=True, metavar="FILE", help=f"ends in one of {', '.join(_ENDINGS)}")
+    parser.add_argument("--quiet", action="store_true", help="print nothing of the run on stderr but errors")
     options = parser.parse_args(_without_overrides(arguments))
     folder, out = Path(options.folder).expanduser(), Path(options.out).expanduser()
     if out.suffix not in _ENDINGS:
@@ -122,11 +130,11 @@ def embed(arguments: Sequence[str]) -> int:
         _require_pyarrow()
     _require_weights(options.weights)
     words = ["config=benchmark/embed", _word("DATA.TRAIN.DATA_PATHS", folder), *_overrides(arguments)]
-    with tempfile.TemporaryDirectory() as run_folder:
-        code, _ = _run(options.weights, words, Path(run_folder))
+    with Scratch() as run_folder:
+        code, _ = _run(options.weights, words, run_folder, options.quiet)
         if not code:
-            written = _write(Path(run_folder), folder, out)
-            print(f"{out}: {len(written.images)} images, {written.rows.shape[1]} features each")
+            written = _write(run_folder, folder, out)
+            print(f"{out}: {counted(len(written.images), 'image')}, {written.rows.shape[1]} features each")
             if written.skipped:
                 print(f"broken and left out: {printable(', '.join(written.skipped))}")
     return code
@@ -193,17 +201,35 @@ def _word(key: str, path: Path) -> str:
     return f"config.{key}={as_word([path.absolute()])}"
 
 
-def _run(weights: str, words: Sequence[str], folder: Path | None = None) -> tuple[int, dict[str, Any]]:
+def _run(weights: str, words: Sequence[str], folder: Path, is_quiet: bool) -> tuple[int, dict[str, Any]]:
     """Run one evaluation with what it prints on stderr; return its exit code and its results."""
-    if folder is None:
-        with tempfile.TemporaryDirectory() as temporary:
-            return _run(weights, words, Path(temporary))
     place = [f"config.CHECKPOINT.DIR={as_word(folder)}", f"hydra.run.dir={as_word(folder)}"]
     init = f"config.MODEL.WEIGHTS_INIT.PARAMS_FILE={as_word(absolute(weights))}"
     command = [sys.executable, "-m", "vissl_zero.cli", *words, init, *place]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, errors="replace") as run:
+    environment = {**os.environ, SWEEP_VARIABLE: str(os.getpid())}  # it ends with this process, however that ends
+    run = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, errors="replace", env=environment)
+    with run, _ending_first(run):
         for line in run.stdout or ():
-            if str(folder) not in line:  # it is temporary: the user would look for it in vain
+            if not is_quiet and str(folder) not in line:  # it is temporary: the user would look for it in vain
                 print(line, end="", file=sys.stderr, flush=True)
     code = run.returncode
     return (code, {}) if code else (0, read_object(folder / "summary.json"))
+
+
+@contextmanager
+def _ending_first(run: subprocess.Popen[str]) -> Iterator[None]:
+    """End ``run`` at once where this process is asked to end: it trains nothing, so it has nothing to save."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        run.kill()  # the kernel ends its ranks
+        raise SystemExit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

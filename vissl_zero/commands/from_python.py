@@ -97,7 +97,7 @@ def plan(recipe: str, overrides: Mapping[str, Any] | None = None, *, memory_gb: 
     Raises:
         ConfigError: the recipe or a key is wrong.
     """
-    memory = [] if memory_gb is None else [f"--memory-gb={memory_gb:g}"]
+    memory = [] if memory_gb is None else [f"--memory-gb={memory_gb}"]
     command = [sys.executable, "-m", "vissl_zero.cli", "plan", f"config={recipe}", *_words(overrides or {}), "--json"]
     done = subprocess.run([*command, *memory], capture_output=True, text=True, check=False)
     if done.returncode == _INPUT_IS_WRONG:
@@ -121,7 +121,7 @@ def evaluate(weights: str | Path, data: str | Path, overrides: Mapping[str, Any]
         ConfigError: the weights, the folder or a key are wrong.
         LaunchError: the run crashed; with the end of what it printed.
     """
-    words = ["evaluate", str(weights), "--data", _absolute(data), "--json", *_words(overrides or {})]
+    words = ["evaluate", str(weights), "--data", _absolute(data), "--json", "--quiet", *_words(overrides or {})]
     return dict(json.loads(_output_of(words)))
 
 
@@ -144,7 +144,7 @@ def embed(
 
     with tempfile.TemporaryDirectory() as temporary:
         out = Path(temporary) / "features.npz"
-        words = ["embed", str(weights), _absolute(folder), "--out", str(out), *_words(overrides or {})]
+        words = ["embed", str(weights), _absolute(folder), "--out", str(out), "--quiet", *_words(overrides or {})]
         _output_of(words)
         with np.load(out) as file:
             return file["features"], file["names"].tolist()

@@ -73,7 +73,6 @@ def train(arguments: Sequence[str]) -> int:  # noqa: C901 - every way that Hydra
     register()
     register_launcher()
     remember_new(Path("runs"))
-    sys.path.append(str(Path.cwd()))  # modules that config.IMPORTS names; a console script does not look there
     warnings.filterwarnings("error", message="provider=hydra.searchpath")  # a folder that is not there
     flags, overrides, folders = _for_hydra(arguments)
     sys.argv = [sys.argv[0], *flags, *overrides]

@@ -14,7 +14,7 @@ from PIL import Image
 from vissl_zero.data.decode import BrokenImageError, Decoder
 from vissl_zero.data.one_pass import looked_at
 from vissl_zero.data.source import Source, encoded_image, label_matrix
-from vissl_zero.errors import DataError
+from vissl_zero.errors import DataError, counted
 
 _MOST_NAMED = 10
 _ORIENTATION = 0x0112
@@ -133,20 +133,21 @@ class Findings:
         """Say what may harm training, and what to do about it: a sentence each."""
         found = []
         if self.flagged["broken"]:
-            fix = "Repair or delete them, or set config.DATA.ON_BROKEN_IMAGE=skip."
-            found.append(f"{self.flagged['broken']:,} images cannot be used. {fix}")
+            fix = "Repair or delete what is broken, or set config.DATA.ON_BROKEN_IMAGE=skip."
+            found.append(f"{counted(self.flagged['broken'], 'image')} cannot be used. {fix}")
         if self.num_relabeled:
-            found.append(f"{self.num_relabeled:,} images occur again under another class.")
+            again = "occurs" if self.num_relabeled == 1 else "occur"
+            found.append(f"{counted(self.num_relabeled, 'image')} {again} again under another class.")
         if same := self.num_duplicates - self.num_relabeled:
-            found.append(f"{same:,} images are copies of others.")
+            found.append("1 image is a copy of another." if same == 1 else f"{same:,} images are copies of others.")
         if self.flagged["exif_rotated"]:
-            fix = "config.DATA.EXIF=apply turns them; they are used lying otherwise."
-            found.append(f"{self.flagged['exif_rotated']:,} images are stored turned (EXIF). {fix}")
+            fix = "config.DATA.EXIF=apply turns what lies otherwise."
+            found.append(f"{counted(self.flagged['exif_rotated'], 'image')} stored turned (EXIF). {fix}")
         if self.flagged["transparent"]:
-            fix = "config.DATA.BACKGROUND=white lays them on white; else the color stored beneath shows."
-            found.append(f"{self.flagged['transparent']:,} images have transparent pixels. {fix}")
+            fix = "config.DATA.BACKGROUND=white lays transparent pixels on white; else the color stored beneath shows."
+            found.append(f"{counted(self.flagged['transparent'], 'image')} with transparent pixels. {fix}")
         if empty := [name for name, count in self.classes.items() if not count]:
-            found.append(f"{len(empty):,} classes have no images: {', '.join(empty[:_MOST_NAMED])}.")
+            found.append(f"{counted(len(empty), 'class')} without images: {', '.join(empty[:_MOST_NAMED])}.")
         if self.classes and self.classes.keys() <= _SPLITS:
             names = ", ".join(self.classes)
             found.append(f"The classes are {names}: these look like splits. Name one of the folders.")
@@ -171,7 +172,7 @@ def check(source: Source, title: str, num_samples: int, report: Callable[[str], 
     readable = np.flatnonzero(~rows["broken"])
     if not len(readable):
         name, reason = next(iter(broken.values()))
-        raise DataError(f"None of the {len(rows):,} images of {title} can be read. The first is {name}: {reason}.")
+        raise DataError(f"None of {counted(len(rows), 'image')} of {title} can be read. The first is {name}: {reason}.")
     used = rows[readable]
     sides = {"width": used["width"], "height": used["height"]}
     sides["shorter side"] = np.minimum(used["width"], used["height"])

@@ -53,6 +53,8 @@ def pack(folder: Path, out: Path, form: str, size: int | None, report: Callable[
         BrokenImageError: an image cannot be used: read, or decoded where ``size`` is given.
     """
     source = DiskFolder(SourceRequest("TRAIN", (str(folder),)))
+    for line in source.left_out:
+        report(line)
     out.mkdir(parents=True, exist_ok=True)
     names = xxhash.xxh3_64_hexdigest(b"\0".join(os.fsencode(source.name(i)) for i in range(len(source))))
     begun = {"folder": ascii(str(folder.resolve())), "to": form, "size": size, "images": len(source), "names": names}

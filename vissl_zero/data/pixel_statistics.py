@@ -121,7 +121,7 @@ def statistics(source: Source, report: Callable[[str], None]) -> Statistics:
         is_gray &= counted.is_gray
         bits = max(bits, counted.bits)
     if not num_images:
-        raise DataError(f"None of the {len(source):,} images can be read. vissl-zero data check names the reasons.")
+        raise DataError(f"No image can be read (of {len(source):,}). vissl-zero data check names the reasons.")
     levels = np.arange(256) / 255.0
     share = values / values.sum(1, keepdims=True)
     mean = share @ levels

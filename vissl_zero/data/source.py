@@ -220,6 +220,22 @@ def splits_to_read(data_cfg: Data, seed: int) -> dict[str, Source]:
     return {"TEST": test} if data_cfg.TRAIN == data_cfg.TEST else {"TRAIN": train, "TEST": test}
 
 
+def left_out(source: Source) -> Sequence[str]:
+    """Say what beside the images of a source is not read, in sentences; nothing where a source cannot tell."""
+    while isinstance(source, _Derived):
+        source = source.source
+    found: Sequence[str] = getattr(source, "left_out", ())
+    return found
+
+
+def left_out_of_run(data_cfg: Data, train: Source, seed: int) -> list[str]:
+    """Say what the folders of TRAIN and of TEST hold and a run does not read. Cost: lists TEST's folders."""
+    found = [*left_out(train)]
+    if data_cfg.TEST.DATA_SOURCES == ["disk_folder"] and data_cfg.TEST.DATA_PATHS != data_cfg.TRAIN.DATA_PATHS:
+        found += left_out(build_source(data_cfg, "TEST", seed))
+    return found
+
+
 def label_matrix(source: Source, num_classes: int = 0) -> np.ndarray | None:
     """Build a matrix of the labels of all images; None where an image has none.
 
@@ -241,10 +257,15 @@ def label_matrix(source: Source, num_classes: int = 0) -> np.ndarray | None:
     return np.eye(max(num_classes, len(source.class_names), 1 + max(labels, default=0)), dtype=np.int8)[labels]
 
 
-def described_splits(config: RunConfig) -> str:
-    """Describe the images that are trained on, and those that are measured on, for people."""
+def described_splits(config: RunConfig, is_labeled: bool = True) -> str:
+    """Describe the images that are trained on, and those that are measured on, for people.
+
+    Args:
+        config: of the run.
+        is_labeled: whether the images of TRAIN have classes; without, kNN has nothing to measure.
+    """
     train, test = (described(config.DATA, split) for split in ("TRAIN", "TEST"))
-    if not test and not config.NEAREST_NEIGHBOR.USE_KNN:
+    if not test and not (config.NEAREST_NEIGHBOR.USE_KNN and is_labeled):
         return train
     return f"{train}; measured on {test or 'some of them'}"
 

@@ -10,6 +10,8 @@ from vissl_zero.data.decode import Decoder
 from vissl_zero.data.pipeline import Pipeline, build_pipeline, derive_eval_transforms
 from vissl_zero.errors import ConfigError, Problem
 
+_IMAGENET = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
+
 
 def build_eval_pipeline(data_cfg: Data) -> Pipeline:
     """Build the pipeline of TEST's TRANSFORMS, or Resize, CenterCrop, ToTensor and Normalize as TRAIN's imply.
@@ -23,6 +25,30 @@ def build_eval_pipeline(data_cfg: Data) -> Pipeline:
 def eval_transforms(data_cfg: Data) -> Sequence[Mapping[str, Any]]:
     """Return the transforms of ``build_eval_pipeline``."""
     return data_cfg.TEST.TRANSFORMS or derive_eval_transforms(data_cfg.TRAIN.TRANSFORMS)
+
+
+def described_views(data_cfg: Data) -> str:
+    """Describe what ``build_eval_pipeline`` does to an image, for people: sizes in pixels, mean and deviation."""
+    entries = data_cfg.TEST.TRANSFORMS or derive_eval_transforms(data_cfg.TRAIN.TRANSFORMS)
+    return ", ".join(text for entry in entries if (text := _in_words(entry)))
+
+
+def _in_words(entry: Mapping[str, Any]) -> str:
+    name, size = entry["name"], entry.get("size")
+    sides = list(size) if isinstance(size, Sequence) else [size]
+    if name == "ToTensor":
+        return ""
+    if name == "Resize":
+        how = f" ({entry['interpolation']})" if "interpolation" in entry else ""
+        return (f"resized to {sides[0]} x {sides[1]}" if len(sides) > 1 else f"shorter side resized to {size}") + how
+    if name == "CenterCrop":
+        return f"center crop {sides[0]} x {sides[-1]}"
+    if name == "Normalize":
+        mean, std = (", ".join(f"{value:g}" for value in entry[key]) for key in ("mean", "std"))
+        is_usual = [list(entry["mean"]), list(entry["std"])] == [*_IMAGENET]
+        return f"mean {mean}, std {std}{' (those of ImageNet)' if is_usual else ''}"
+    arguments = ", ".join(f"{key} {value}" for key, value in entry.items() if key != "name")
+    return f"{name} {arguments}".strip()
 
 
 def build_split_pipeline(data_cfg: Data, split: str) -> Pipeline:

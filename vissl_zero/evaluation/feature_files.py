@@ -33,6 +33,7 @@ from vissl_zero.engine.hook import Hook, Run
 from vissl_zero.errors import ConfigError, DataError, Problem
 from vissl_zero.evaluation.accuracy import TOP_K
 from vissl_zero.evaluation.features import evaluating, layers_of, own_batches, rows_to_write
+from vissl_zero.evaluation.opening import say_opening
 from vissl_zero.registry import HOOKS
 from vissl_zero.terminal import say
 
@@ -50,6 +51,7 @@ class ExtractFeatures(Hook):
 
     def on_end(self, run: Run) -> None:
         train, test = build_eval_sources(run.plan.config.DATA, run.plan.seed)
+        say_opening(run)
         run.sharded.consolidate_buffers()  # running statistics may differ between ranks; features must not
         (run.folder / FEATURES_FOLDER).mkdir(exist_ok=True)
         counts = {

@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from vissl_zero.checkpoint.named_weights import locate
 from vissl_zero.data.loader import eval_images
 from vissl_zero.data.source import build_eval_sources
 from vissl_zero.engine.hook import Hook, Run
@@ -22,10 +21,9 @@ from vissl_zero.errors import DataError
 from vissl_zero.evaluation.features import Features, extract_features, rankme
 from vissl_zero.evaluation.knn import knn_top1s
 from vissl_zero.evaluation.linear_classifiers import shared
-from vissl_zero.evaluation.trunk import is_of_no_run
+from vissl_zero.evaluation.opening import recognized, say_opening
 from vissl_zero.registry import HOOKS
 from vissl_zero.terminal import say
-from vissl_zero.weights.reading import find
 
 PENALTIES = (0.001, 0.01, 0.1, 1.0, 10.0)  # scikit-learn's C
 PROTOCOL = (
@@ -47,6 +45,7 @@ class FeatureQuality(Hook):
         train, test = build_eval_sources(data, run.plan.seed)
         if test is None:
             raise DataError("feature_quality needs images of TEST. Write config.DATA.TEST.DATA_PATHS=[<folder>].")
+        say_opening(run)
         run.sharded.consolidate_buffers()  # running statistics may differ between ranks; features must not
         index, queries = (extract_features(run, eval_images(split, data, run.plan.seed)) for split in (train, test))
         if index.labels is None or queries.labels is None:
@@ -57,21 +56,11 @@ class FeatureQuality(Hook):
         found: dict[str, Any] = {"knn_top1": knn, "knn_k": k, "knn_temperature": temperature}
         found |= {"linear_top1": linear, "linear_penalty": penalty, "linear_protocol": PROTOCOL}
         found |= {"rankme": rankme(index.rows), "num_features": index.rows.shape[1]}
-        found |= {"num_train": len(index.rows), "num_val": len(queries.rows), "recognized": _recognized(run)}
+        found |= {"num_train": len(index.rows), "num_val": len(queries.rows), "recognized": recognized(run)}
         run.results.update(found)
         if run.is_main:
             text = f"kNN {knn:.1%} (k={k}, T={temperature}), linear {linear:.1%}, {found['num_features']} features"
             say(text)
-
-
-def _recognized(run: Run) -> str:
-    """Name the network for people."""
-    model = run.plan.config.MODEL
-    name = model.WEIGHTS_INIT.PARAMS_FILE
-    if name and is_of_no_run(name):
-        return find(name, model.WEIGHTS_INIT.STATE_DICT_KEY_NAME).network.text
-    where = f" of {locate(name).path}" if name else ""
-    return f"{model.TRUNK.NAME}{where}"
 
 
 def linear_top1(train: Features, test: Features) -> tuple[float, float]:

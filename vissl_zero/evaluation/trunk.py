@@ -42,7 +42,7 @@ from vissl_zero.config.blocks.data import Data
 from vissl_zero.config.blocks.model_and_loss import ModelConfig
 from vissl_zero.config.components.trunks import trunk_component, trunk_params
 from vissl_zero.config.weights_name import scheme_of
-from vissl_zero.data.split_pipeline import build_eval_pipeline
+from vissl_zero.data.split_pipeline import build_eval_pipeline, described_views
 from vissl_zero.errors import CheckpointError
 from vissl_zero.models.model import build_model
 from vissl_zero.registry import TRUNKS, load_plugins
@@ -55,6 +55,21 @@ _WEIGHTS_FILES = (WEIGHTS_FILE, AVERAGED_WEIGHTS_FILE, TEACHER_WEIGHTS_FILE)
 _LEAST_LIMIT = 100_000
 
 
+class Transform:
+    """Transforms an RGB image to (3, H, W) float32: sized and normalized as for the run's own evaluation."""
+
+    def __init__(self, data_cfg: Data):
+        self._pipeline, self._words = build_eval_pipeline(data_cfg), described_views(data_cfg)
+
+    def __call__(self, image: Image.Image) -> Tensor:
+        """Transform an image."""
+        (crop,) = self._pipeline(image)
+        return crop
+
+    def __repr__(self) -> str:
+        return f"Transform({self._words})"
+
+
 class LoadedTrunk(nn.Module):
     """A trunk that takes one tensor and gives one, in evaluation mode.
 
@@ -63,6 +78,7 @@ class LoadedTrunk(nn.Module):
         feature_dim: features per image.
         path: of the weights: a file, or a checkpoint's folder.
         recognized: the network in words, where it was found from the tensors; else the trunk's name.
+        transform: from an RGB image to (3, H, W) float32, as for the run's own evaluation; print it to see its steps.
         config: what builds it, ``MODEL`` (TRUNK) and ``DATA`` (TRAIN and TEST with TRANSFORMS).
     """
 
@@ -73,18 +89,13 @@ class LoadedTrunk(nn.Module):
         self.recognized = recognized
         self.trunk = trunk
         self.feature_dim: int = trunk.feature_dim  # type: ignore[assignment]
-        self._pipeline = build_eval_pipeline(block_of(Data, config["DATA"]))
+        self.transform = Transform(block_of(Data, config["DATA"]))
         self.eval()
 
     def forward(self, images: Tensor) -> Tensor:
         """Compute features (B, feature_dim) of images (B, 3, H, W) that went through ``transform``."""
         features: Tensor = self.trunk([images])[0]
         return features
-
-    def transform(self, image: Image.Image) -> Tensor:
-        """Transform an RGB image to (3, H, W) float32: sized and normalized as for the run's own evaluation."""
-        (crop,) = self._pipeline(image)
-        return crop
 
 
 def load_trunk(run_folder: str | Path, *, which: str = "student", imports: bool = False) -> LoadedTrunk:

@@ -6,7 +6,7 @@ the maps, made as large as the image by bilinear interpolation. ``fcn_head`` has
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -37,14 +37,6 @@ class FCNHead(nn.Module):
             layers += [nn.BatchNorm2d(width_out)] if use_bn else []
             layers.append(nn.ReLU(inplace=True))
         self.layers = nn.Sequential(*layers, nn.Conv2d(dims[-2], dims[-1], 1))
-
-    @torch.no_grad()
-    def init_parameters(self, generator_for: Callable[[str], torch.Generator]) -> None:
-        """Draw the last layer from a normal of deviation 0.01, as mmsegmentation does: all classes begin alike."""
-        last: Any = self.layers[-1]
-        drawn = torch.empty(last.weight.shape).normal_(std=0.01, generator=generator_for("layers.last.weight"))
-        last.weight.copy_(drawn)
-        last.bias.zero_()
 
     def forward(self, features: Tensor, maps: list[Tensor]) -> Tensor:
         """Compute logits (n, C, h, w) of the one resolution's maps (n, D, h, w)."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import repeat
+from itertools import accumulate
 from typing import Any
 
 from vissl_zero.errors import Problem
@@ -187,13 +187,14 @@ def _group_sizes(base: ShardingPlan, world_size: int, num_nodes: int) -> list[in
     return [world_size, local] if can_be_grouped else [world_size]
 
 
-def rank_candidates(found: Found, budget: Budget, world_size: int) -> list[Candidate]:
+def rank_candidates(found: Found, budget: Budget, world_size: int, level: int = 0) -> list[Candidate]:
     """Sort candidates, cheapest first, and choose the first that fits.
 
     Args:
         found: plan, micro-batches, images of one, forecast.
         budget: of a rank.
         world_size: ranks.
+        level: as written; of plans that take equally long it comes first.
     """
     plain = [forecast.seconds for plan, _, _, forecast in found if plan.level == 0 and forecast.seconds]
     known = [forecast.seconds for _, _, _, forecast in found if forecast.seconds]
@@ -202,7 +203,7 @@ def rank_candidates(found: Found, budget: Budget, world_size: int) -> list[Candi
         Candidate(plan, number, batch, forecast, world_size, _relative(forecast, unit), budget.excess(forecast))
         for plan, number, batch, forecast in found
     ]
-    candidates.sort(key=_cost)
+    candidates.sort(key=lambda candidate: _cost(candidate, level))
     chosen = next((index for index, candidate in enumerate(candidates) if candidate.fits), None)
     if chosen is not None:
         candidates[chosen] = replace(candidates[chosen], is_chosen=True)
@@ -222,10 +223,34 @@ def because(candidates: Sequence[Candidate], budget: Budget) -> str:
     text = f"the cheapest that fits, {_gib(step.resident_bytes)} of {_gib(budget.memory)} GiB ({budget.source})"
     if not index:
         return f"{text}."
-    last = candidates[index - 1]
+    rows = without_doubles(candidates[: index + 1])
+    if len(rows) == 1:
+        return f"{text}."
+    last = rows[-2]
     if last.forecast.step is None:
         return f"{text}; the memory of {last} is unknown."
-    return f"{text}; the next faster plan ({last}) needs {_gib(last.forecast.step.resident_bytes)} GiB."
+    return f"{text}; the next cheaper plan ({last}) needs {_gib(last.forecast.step.resident_bytes)} GiB."
+
+
+def without_doubles(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Leave out each plan of level 2 with all figures of level 1, unless it is chosen."""
+    figures = {(candidate.sharding, candidate.micro_batches): _figures(candidate) for candidate in candidates}
+
+    def is_double(candidate: Candidate) -> bool:
+        lower = replace(candidate.sharding, level=1), candidate.micro_batches
+        is_same = figures.get(lower) == _figures(candidate)
+        return candidate.sharding.level == 2 and not candidate.is_chosen and is_same
+
+    return [candidate for candidate in candidates if not is_double(candidate)]
+
+
+def _figures(candidate: Candidate) -> tuple[Any, ...]:
+    """Return what people see of a plan, time to a hundredth."""
+    step, time = candidate.forecast.step, candidate.relative_time
+    return (
+        None if time is None else round(time, 2),
+        None if step is None else (step.resident_bytes, step.host_bytes, step.disk_bytes, *step.by_kind.values()),
+    )
 
 
 def smallest(candidates: Sequence[Candidate]) -> Candidate | None:
@@ -298,30 +323,29 @@ def recomputed_in_part(found: Found, budget: Budget, forecaster: Forecaster) -> 
         found: all at one number of micro-batches, made by ``forecaster``.
         budget: of a rank.
     """
-    fitting = [forecast.seconds for *_, forecast in found if budget.excess(forecast) == 0 and forecast.seconds]
+    best = min((row[3].seconds for row in found if row[3].seconds and budget.excess(row[3]) == 0), default=None)
     parts = [
-        _Part(plan, micro_batches, batch, forecast.seconds, budget.excess(forecast) or 0)
-        for plan, micro_batches, batch, forecast in found
-        if not plan.is_recomputed and budget.excess(forecast) and forecast.seconds
+        _Part(row, budget.excess(row[3]) or 0)
+        for row in found
+        if not row[0].is_recomputed and row[3].seconds and budget.excess(row[3])
     ]
-    kept = {plan: forecast for plan, _, _, forecast in found if not plan.is_recomputed}
-    blocks = forecaster.recomputable(parts[0].plan) if parts else []
+    blocks = forecaster.recomputable(parts[0].row[0]) if parts else []
     more: Found = []
     for _ in range(_TRIES):
-        parts = [part for part in map(_Part.with_enough, parts, repeat(blocks)) if part.number < len(blocks)]
-        part = min(parts, key=lambda part: part.seconds, default=None)
-        if part is None or not fitting or part.seconds >= min(fitting):
+        tried = [(part.seconds(blocks, number), number) for part in parts if (number := part.guess(blocks))]
+        seconds, number = min(tried, default=(0.0, 0))
+        if best is None or not number or seconds >= best:
             break
-        names = tuple(block.name for block in blocks[: part.number])
-        outcome = forecaster.forecast(replace(part.plan, checkpoint_blocks=names), part.micro_batches)
-        named = replace(part.plan, checkpoint_blocks=outcome.wrap_plan.checkpointed)  # in the model's order
-        more.append((named, part.micro_batches, part.batch, outcome))
-        excess = budget.excess(outcome)
-        if not excess:
-            break
-        # Blocks may save less together than alone: what these have saved stands for what the others will.
-        share = min(1.0, max(0.1, ((budget.excess(kept[part.plan]) or 0) - excess) / part.freed))
-        parts[parts.index(part)] = replace(part, excess=part.freed + int(excess / share) + 1)
+        names = tuple(block.name for block in blocks[:number])
+        for part in parts:  # one recording serves all of them
+            plan, micro_batches, batch, _ = part.row
+            outcome = forecaster.forecast(replace(plan, checkpoint_blocks=names), micro_batches)
+            is_fitting = budget.excess(outcome) == 0
+            part.note(blocks, number, outcome, is_fitting)
+            if outcome.seconds and outcome.seconds < best and is_fitting:
+                best = outcome.seconds
+                named = replace(plan, checkpoint_blocks=outcome.wrap_plan.checkpointed)  # in the model's order
+                more.append((named, micro_batches, batch, outcome))
     return more
 
 
@@ -355,43 +379,58 @@ def kept_in_part(chosen: Candidate, budget: Budget, forecaster: Forecaster) -> F
     return []
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Part:
-    """A plan that does not fit, with the first ``number`` blocks recomputed.
+    """A plan that does not fit, and how many blocks it may have to recompute to fit.
 
     Attributes:
-        plan, micro_batches, batch: without recomputation.
-        seconds: estimated, of a step.
+        row: without recomputation.
         excess: bytes that have to be freed.
-        number, freed: blocks recomputed, and the bytes that these save.
+        failed: a number of blocks that is too small.
+        enough: a number that suffices; None: none is known.
+        share: of the bytes that blocks save alone, what they save together.
     """
 
-    plan: ShardingPlan
-    micro_batches: int
-    batch: int
-    seconds: float
+    row: tuple[ShardingPlan, int, int, Forecast]
     excess: int
-    number: int = 0
-    freed: int = 0
+    failed: int = 0
+    enough: int | None = None
+    share: float = 1.0
 
-    def with_enough(self, blocks: Sequence[Recomputable]) -> _Part:
-        """Add as many blocks as it takes; all of them where all are too few."""
-        number, freed, seconds = self.number, self.freed, self.seconds
-        while number < len(blocks) and freed < self.excess:
-            freed += blocks[number].saved_bytes
-            seconds += blocks[number].seconds * self.micro_batches
-            number += 1
-        return replace(self, number=number, freed=freed, seconds=seconds)
+    def guess(self, blocks: Sequence[Recomputable]) -> int:
+        """Return the number to try next, one fewer than suffices at most; 0: there is none left."""
+        sums = accumulate(block.saved_bytes * self.share for block in blocks)
+        number = next((index for index, freed in enumerate(sums, 1) if freed >= self.excess), len(blocks))
+        if self.enough is not None:
+            number = min(number, self.enough - 1)
+        number = max(number, self.failed + 1)
+        return number if number < (self.enough or len(blocks)) else 0
+
+    def seconds(self, blocks: Sequence[Recomputable], number: int) -> float:
+        """Estimate a step that recomputes the first ``number`` blocks."""
+        _, micro_batches, _, kept = self.row
+        return (kept.seconds or 0.0) + micro_batches * sum(block.seconds for block in blocks[:number])
+
+    def note(self, blocks: Sequence[Recomputable], number: int, outcome: Forecast, is_fitting: bool) -> None:
+        """Learn from a forecast with the first ``number`` blocks recomputed."""
+        before, after = self.row[3].step, outcome.step
+        if before is not None and after is not None:
+            freed = before.resident_bytes - after.resident_bytes
+            self.share = max(0.1, freed / sum(block.saved_bytes for block in blocks[:number]))
+        if is_fitting:
+            self.enough = min(number, self.enough or number)
+        else:
+            self.failed = max(number, self.failed)
 
 
 def _relative(forecast: Forecast, unit: float) -> float | None:
     return None if forecast.seconds is None else forecast.seconds / unit
 
 
-def _cost(candidate: Candidate) -> tuple[float, int, int, int]:
+def _cost(candidate: Candidate, level: int) -> tuple[float, bool, int, int, int]:
     """Sort candidates by time, then by simplicity."""
     sharding = candidate.sharding
     # Rounded: times are estimates, and a smaller difference must not decide against the plainer plan.
     time = float("inf") if candidate.relative_time is None else round(candidate.relative_time, 3)
     num_tiers = (sharding.offload_optimizer.device != "none") + (sharding.offload_params.device != "none")
-    return time, sharding.level, num_tiers + candidate.is_grouped, candidate.micro_batches
+    return time, sharding.level != level, sharding.level, num_tiers + candidate.is_grouped, candidate.micro_batches

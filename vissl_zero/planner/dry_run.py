@@ -6,7 +6,7 @@ It can describe another machine. Images that are not here are assumed, and the a
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from vissl_zero.config.blocks.data import Data
 from vissl_zero.data.dataset import ImageBatch
 from vissl_zero.data.loader import Loader, build_train_loader, require_evaluation
+from vissl_zero.data.source import left_out_of_run
 from vissl_zero.engine.build import add_probe, other_model
 from vissl_zero.engine.hook import Hook
 from vissl_zero.engine.loop import Frozen, Schedules
@@ -56,6 +57,7 @@ class DryRun:
         crops: number, height and width in pixels of an image's crops at each resolution.
         assumed: sentences on what was assumed of the images; empty where they are here.
         lr_first, lr_peak, lr_last: learning rate of the trunk at the first step, at its highest and at the last step.
+        left_out: sentences on what the folders of images hold and the run does not read.
         built_whole: why every rank builds the model whole before it is sharded; empty if it does not.
         start_bytes: memory of a rank that this takes.
     """
@@ -73,6 +75,7 @@ class DryRun:
     lr_first: float
     lr_peak: float
     lr_last: float
+    left_out: Sequence[str] = ()
     built_whole: str = ""
     start_bytes: int = 0
 
@@ -285,6 +288,7 @@ def dry_run(plan: ResolvedRun, check: Callable[[nn.Module], object] | None = Non
         num_trained=sum(param.numel() for param in params if param.requires_grad),
         num_images=len(stage.loader.source),
         class_names=() if stage.assumed else stage.loader.source.class_names,
+        left_out=() if stage.assumed else left_out_of_run(plan.config.DATA, stage.loader.source, plan.seed),
         crops=stage.crops,
         assumed=stage.assumed,
         steps_per_epoch=per_epoch,

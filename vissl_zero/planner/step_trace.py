@@ -115,8 +115,19 @@ def kernel_of(operation: str, flops: int) -> Kernel:
     return Kernel.CONVOLUTION if "convolution" in operation else Kernel.PRODUCT
 
 
+def _backward_flops(outputs: Tensor, images: Tensor, weight: Tensor, *rest: Any, out_val: Any) -> int:
+    """Count the arithmetic of a convolution's backward pass: of each gradient that is asked for, that of the forward.
+
+    torch counts the weight's gradient as if there were one group.
+    """
+    *_, is_transposed, _, _, mask = rest
+    few = images if is_transposed else outputs
+    return 2 * len(few) * few.shape[2:].numel() * weight.numel() * sum(mask[:2])
+
+
 # Torch counts attention of its GPU kernels alone.
 _COUNTED: dict[Any, Callable[..., Any]] = {cpu: flop_registry[gpu] for cpu, gpu in ATTENTION_ON_CPU.items()}
+_COUNTED[torch.ops.aten.convolution_backward] = _backward_flops
 
 
 def convolution_scratch(func: Any, args: Sequence[Any], result: Any) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -43,7 +44,8 @@ def write_sheet(path: Path, title: str, samples: Sequence[tuple[Image.Image, str
             page.text(left, top + _SIDE + 4, _short(caption), size=8, color=SOFT)
         if classes:
             _draw_classes(page, bars_top + 40, classes)
-    with replacing(path) as temporary:
+    with replacing(path) as temporary, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing")  # names in letters that matplotlib's font lacks
         page.figure.savefig(temporary, format="png")
 
 

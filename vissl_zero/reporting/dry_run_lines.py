@@ -55,11 +55,13 @@ def verdict(run: DryRun, budget: Budget | None = None) -> tuple[bool, list[str]]
 
     Args:
         run: what was found.
-        budget: that ``fit`` chose the plan for; None: what the machine has, less the process itself.
+        budget: that ``fit`` chose the plan for; None: ZERO.MEMORY_GB, or what the machine has, less the process itself.
     """
     if budget is None:
         available, what = room(run.plan)
         budget = Budget(available - RESERVE, source=f"{what}, less {RESERVE / _GIB:g} GiB for the process itself")
+        if (given := run.plan.config.ZERO.MEMORY_GB) is not None:
+            budget = Budget(int(given * _GIB), source="config.ZERO.MEMORY_GB")
     at_start = run.start_bytes if run.plan.device == "cpu" else 0  # else it takes the host's memory
     need, available = max(run.needed, at_start), budget.memory
     figures = f"{bytes_text(need)} of {bytes_text(available)} ({budget.source})"
@@ -90,7 +92,7 @@ def dry_run_lines(run: DryRun, budget: Budget | None = None) -> Iterator[str]:
         "sharding": f"ZeRO level {plan.sharding.level}, {plan.sharding.engine} engine, {_ranks(plan)}",
         "precision": _precision(plan),
         "model": f"{run.num_params:,} parameters, {run.num_trained:,} of them trained",
-        "images": described_splits(plan.config),
+        "images": described_splits(plan.config, bool(run.class_names or run.assumed)),
         "data": f"{run.num_images:,} images{_classes(run.class_names)}; {plan.global_batch} a step = "
         f"{plan.batch_per_rank} x {plan.world_size} processes x {plan.accumulation_steps} micro-batches",
         "crops": ", ".join(f"{number} of {height} x {width} pixels" for number, height, width in run.crops),
@@ -108,7 +110,7 @@ def dry_run_lines(run: DryRun, budget: Budget | None = None) -> Iterator[str]:
         f"checkpoints/ {'tensorboard/ ' if _has_events(plan) else ''}logs/",
     }
     yield from (f"{name:20}{text}" for name, text in rows.items())
-    yield from (f"note: {note}" for note in (*plan.notes, *run.assumed))
+    yield from (f"note: {note}" for note in (*plan.notes, *run.assumed, *run.left_out))
     yield "wrap plan:"
     yield run.forecast.wrap_plan.describe()
     first, *rest = verdict(run, budget)[1]

@@ -6,8 +6,9 @@ import rich
 from rich.console import Console
 
 from vissl_zero.config.programs import PROGRAMS
-from vissl_zero.data.source import described_splits
+from vissl_zero.data.source import described_splits, left_out_of_run
 from vissl_zero.engine.hook import Hook, Run, StepRecord
+from vissl_zero.errors import counted
 from vissl_zero.evaluation.accuracy import AccuracyHook, OnlineProbeHook
 from vissl_zero.evaluation.early_stopping import EarlyStoppingHook
 from vissl_zero.evaluation.knn import KnnHook
@@ -79,8 +80,8 @@ def opening_lines(run: Run) -> list[str]:
         f"({plan.sharding.engine} engine), {ranks} on {run.device.type}",
         f"{_length(run)}; run folder {run.folder}",
     ]
-    count = "" if plan.config.DATA.TRAIN.DATA_LIMIT > 0 else f"{len(run.loader.source):,} images: "
-    lines.append(f"data {count}{described_splits(plan.config)}")
+    count = "" if plan.config.DATA.TRAIN.DATA_LIMIT > 0 else f"{counted(len(run.loader.source), 'image')}: "
+    lines.append(f"data {count}{described_splits(plan.config, bool(run.loader.source.class_names))}")
     tiers = {"optimizer state": plan.sharding.offload_optimizer, "parameters": plan.sharding.offload_params}
     if stored := [f"{what} {_place(tier)}" for what, tier in tiers.items() if tier.device != "none"]:
         lines.append(f"stored {', '.join(stored)}; memory figures include their buffers")
@@ -91,7 +92,8 @@ def opening_lines(run: Run) -> list[str]:
         )
     if run.step:
         lines.append(f"resumed after step {run.step}")
-    lines += [f"note: {note}" for note in plan.notes]
+    notes = (*plan.notes, *left_out_of_run(plan.config.DATA, run.loader.source, plan.seed))
+    lines += [f"note: {note}" for note in notes]
     if plan.sharding.verbose:
         lines += ["wrap plan:", run.sharded.describe()]
     return lines

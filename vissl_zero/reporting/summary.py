@@ -14,6 +14,7 @@ from rich.text import Text
 from vissl_zero.atomic import replacing
 from vissl_zero.data.source import described, described_splits
 from vissl_zero.engine.hook import Hook, Run, StepRecord
+from vissl_zero.errors import printable
 from vissl_zero.reporting.quantity import bytes_text, figure_text, shown_kinds
 from vissl_zero.reporting.weight_files import BEST_FILE_NAME
 from vissl_zero.sharding.memory import Bytes
@@ -77,16 +78,17 @@ def table(run: Run, summary: dict[str, Any]) -> RenderableType:
     rows.add_column(no_wrap=True, style="bold")
     rows.add_column(overflow="fold")
     for name, text in _lines(run, summary):
-        rows.add_row(name, text)
+        rows.add_row(name, Text(printable(text)))  # as text: a folder may be called [best]
     if not summary["num_steps"]:  # nothing was trained, so nothing of it was measured
         return Group(Text(), rows, Text())
     return Group(Text(), rows, Text(), _memory(run, summary["bytes_per_rank"]), Text())
 
 
 def _lines(run: Run, summary: dict[str, Any]) -> list[tuple[str, str]]:
-    lines = [("data", described_splits(run.plan.config))]
+    lines = [("data", described_splits(run.plan.config, bool(run.loader.source.class_names)))]
     if summary["loss_first"] is not None:
-        of = f"; the sum of {len(rates)} classifiers, most too fast or slow" if (rates := _rates(run)) else ""
+        rates = _rates(run)
+        of = _last_batch(run) + (f"; the sum of {len(rates)} classifiers, most too fast or slow" if rates else "")
         lines.append(("loss", f"{summary['loss_first']:.4f} -> {summary['loss_last']:.4f}  (first step -> last{of})"))
     if summary["knn_top1_after"] is not None:
         before, after = percent(summary["knn_top1_before"]), percent(summary["knn_top1_after"])
@@ -115,6 +117,14 @@ def _lines(run: Run, summary: dict[str, Any]) -> list[tuple[str, str]]:
         ("sharding", f"ZeRO level {summary['level']}, {summary['engine']} engine, {ranks} on {run.device.type}"),
         ("run folder", str(run.folder)),
     ]
+
+
+def _last_batch(run: Run) -> str:
+    """Say where the last step has fewer images than the others, so that its loss is noisier and may be another."""
+    rest = len(run.loader.source) % run.plan.global_batch
+    is_end = run.steps_per_epoch > 0 and run.step % run.steps_per_epoch == 0
+    is_smaller = is_end and rest and not run.plan.config.DATA.TRAIN.DROP_LAST
+    return f", which has {rest} of {run.plan.global_batch} images" if is_smaller else ""
 
 
 def _rates(run: Run) -> tuple[float, ...]:

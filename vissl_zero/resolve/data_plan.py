@@ -23,6 +23,7 @@ from vissl_zero.config.run_config import RunConfig
 from vissl_zero.errors import ConfigError, Problem, did_you_mean
 from vissl_zero.registry import DATA_SOURCES, TRANSFORMS
 from vissl_zero.resolve.fast_forms import fast_backend
+from vissl_zero.resolve.other_files import endings_in, held
 from vissl_zero.vissl.programs import SEGMENTATION
 
 if TYPE_CHECKING:
@@ -306,7 +307,7 @@ def _path_problem(key: str, path: Path) -> Problem | None:
         fix = f"Make it readable ({error.strerror}: {error.filename})."
         return Problem(key, repr(str(path)), "must name a folder that can be listed", fix)
     if is_empty:
-        fix = f"Put images there ({', '.join(EXTENSIONS)}), or name another folder."
+        fix = f"Put images there ({', '.join(EXTENSIONS)}), or name another folder.{held(endings_in(path))}"
         return Problem(key, repr(str(path)), "must name a folder that holds images", fix)
     return None
 

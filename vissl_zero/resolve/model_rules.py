@@ -143,7 +143,13 @@ def evaluated_model(cfg: RunConfig, decided: Decisions) -> list[Problem]:
     """Check that a momentum copy is evaluated in the student's place; of a loss of yours that shows as it is built."""
     spec = method_of(cfg.LOSS.get("name"))
     is_wrong = cfg.EVALUATED_MODEL == "teacher" and spec is not None and not spec.teacher_follows
-    return [no_teacher(cfg.LOSS["name"])] if is_wrong else []
+    if not is_wrong:
+        return []
+    if not cfg.TEST_ONLY:
+        return [no_teacher(cfg.LOSS["name"])]
+    must = "must be student: this run trains nothing, and its weights are one model"
+    fix = "Name the momentum copy itself as the weights: <run folder>/weights_teacher.safetensors."
+    return [Problem("config.EVALUATED_MODEL", "teacher", must, fix)]
 
 
 def no_teacher(loss: str) -> Problem:

@@ -6,7 +6,11 @@ import json
 import os
 import re
 import shutil
+import signal
+import subprocess
+import sys
 import tempfile
+import time
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +23,7 @@ from safetensors.torch import load_file
 import vissl_zero
 from vissl_zero.cli import main
 from vissl_zero.commands.evaluate import _overrides, _without_overrides
+from vissl_zero.errors import ConfigError
 
 COLORS = {"blue": (0, 0, 200), "green": (0, 200, 0), "red": (200, 0, 0)}
 
@@ -149,3 +154,54 @@ def test_a_file_may_be_called_as_an_override_begins():
     words = ["config.pth", "hydra_run/weights.pth", "config.ZERO.LEVEL=3", "+config/zero=both", "~config.HOOKS.X"]
     assert _overrides(words) == words[2:]
     assert _without_overrides(words) == words[:2]
+
+
+def _running(text: str) -> list[int]:
+    """Processes with a text in their command line, those that have ended apart."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
+            if text in (folder / "cmdline").read_text() and state not in "ZX":
+                found.append(int(folder.name))
+        except OSError:
+            continue
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_embed_takes_its_run_and_its_folder_along(folder, tmp_path, number):
+    command = [sys.executable, "-m", "vissl_zero.cli", "embed", str(folder / "tiny.pth"), str(folder / "val")]
+    with tempfile.TemporaryDirectory(dir="/tmp") as short:  # sockets need a short name
+        environment = {**os.environ, "TMPDIR": short}
+        process = subprocess.Popen([*command, "--out", str(tmp_path / "x.npz"), *SMALL], env=environment)
+        deadline = time.monotonic() + 60
+        while len(_running(short)) < 2 and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert len(_running(short)) >= 2  # the run, and what removes the folder
+        process.send_signal(number)
+        assert process.wait(timeout=30) == (143 if number == signal.SIGTERM else -9)
+        while (_running(short) or list(Path(short).iterdir())) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not _running(short) and not list(Path(short).iterdir())
+
+
+@pytest.mark.slow
+def test_embed_says_what_it_does_before_its_work(folder, tmp_path, capfd):
+    """The network, the images' size, photos that are not read; and from Python an error is its sentence alone."""
+    photos = tmp_path / "photos"
+    shutil.copytree(folder / "val/red", photos)
+    (photos / "x.heic").touch()
+    words = [str(folder / "tiny.pth"), str(photos), "--out", str(tmp_path / "x.npz"), *SMALL]
+    assert main(["embed", *words, "config.DATA.IMG_SIZE=48"]) == 0
+    said = capfd.readouterr().err
+    assert f"note: 1 file in {photos} is left out: .heic 1 (convert it to JPEG or PNG)." in said
+    assert "network: vision transformer: 1 blocks of 64" in said
+    assert "images: shorter side resized to 48, center crop 48 x 48, mean 0.485, 0.456, 0.406, std" in said
+    assert main(["embed", *words, "--quiet"]) == 0
+    assert capfd.readouterr().err == ""
+    (photos / "y.jpg").write_bytes(b"no image")
+    with pytest.raises(ConfigError) as caught:
+        vissl_zero.embed(folder / "tiny.pth", photos, dict(word.split("=") for word in SMALL))
+    assert str(caught.value).startswith(f"The image {photos}/y.jpg cannot be used: ")

@@ -63,7 +63,13 @@ def test_a_check_finds_each_kind(odd: Path, checked: Any, tmp_path: Path) -> Non
     assert (found["num_duplicates"], found["num_relabeled"]) == (2, 1)
     assert found["duplicates"][1] == [str(odd / "b/0.png"), str(odd / "a/relabeled.png")]
     said = "\n".join(found["warnings"])
-    for words in ("1 images cannot be used", "under another class", "copies", "config.DATA.EXIF", "DATA.BACKGROUND"):
+    for words in (
+        "1 image cannot be used",
+        "under another class",
+        "a copy of another",
+        "config.DATA.EXIF",
+        "DATA.BACKGROUND",
+    ):
         assert words in said
     for form in ("webdataset", "lmdb", "arrow"):
         packing.pack(odd, tmp_path / form, form, None, lambda line: None)
@@ -151,7 +157,7 @@ def test_what_cannot_be_read_is_one_sentence(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken/0.png").write_bytes(b"x")
-    cases = (["none"], "does not exist"), (["broken"], "None of the 1 images"), ([], "the following arguments")
+    cases = (["none"], "does not exist"), (["broken"], "can be read"), ([], "the following arguments")
     for words, says in cases:
         assert main(["data", verb, *words]) == 2
         said = capsys.readouterr()
@@ -161,3 +167,16 @@ def test_what_cannot_be_read_is_one_sentence(
         for picture, says in (("x.jpg", "must end in .png"), ("none/x.png", "cannot be written")):
             assert main(["data", "check", "fine", "--picture", picture]) == 2
             assert says in capsys.readouterr().err
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_check_names_what_it_leaves_out_and_says_nothing_of_fonts(
+    photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_image(photos / "猫/0.jpg", 1)
+    (photos / "猫/1.heic").touch()
+    assert main(["data", "check", str(photos), "--picture", str(tmp_path / "x.png")]) == 0
+    said = capsys.readouterr()
+    assert f"warning: 1 file in {photos} is left out: .heic 1 (convert it" in said.out and "Glyph" not in said.err
+    assert main(["data", "stats", str(photos / "猫")]) == 0
+    assert "猫: 1 image\n" in capsys.readouterr().out

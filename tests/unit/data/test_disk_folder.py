@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import pickle
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,11 @@ import pytest
 
 from tests.blocks import data_block
 from tests.unit.data.conftest import MakeData, save_image
-from vissl_zero.data.source import Source, build_eval_sources, build_source
+from vissl_zero.config.blocks.data import Split
+from vissl_zero.config.run_config import RunConfig
+from vissl_zero.data.source import Source, build_eval_sources, build_source, left_out
 from vissl_zero.errors import DataError
-from vissl_zero.resolve.data_plan import image_files
+from vissl_zero.resolve.data_plan import image_files, paths
 
 
 def names(source: Source, root: Path) -> list[str]:
@@ -143,3 +146,27 @@ def test_a_class_may_be_a_link_to_another(make_data: MakeData, photos: Path) -> 
     (photos / "again").symlink_to(photos / "a", target_is_directory=True)
     source = build_source(data_block(make_data("disk_folder", photos)), "TRAIN", 0)
     assert source.class_names == ("a", "again", "b") and len(source) == 6 + 6 + 5
+
+
+def test_pictures_that_are_not_read_are_named_and_so_are_folders_without_images(
+    make_data: MakeData, photos: Path, tmp_path: Path
+) -> None:
+    data = data_block(make_data("disk_folder", photos))
+    assert left_out(build_source(data, "TRAIN", 0)) == []
+    for name in ("a/1.HEIC", "a/deep/2.heic", "b/3.avif", "b/notes.txt", "b/.hidden.heic"):
+        (photos / name).parent.mkdir(exist_ok=True)
+        (photos / name).touch()
+    (photos / "c").mkdir()
+    assert left_out(build_source(replace(data, TRAIN=replace(data.TRAIN, DATA_LIMIT=3)), "TRAIN", 0)) == [
+        f"3 files in {photos} are left out: .heic 2, .avif 1 (convert them to JPEG or PNG).",
+        "1 folder has no images, and is no class: c.",
+    ]
+    (tmp_path / "phone").mkdir()
+    (tmp_path / "phone/1.heic").touch()
+    sentence = "It does hold 1 .heic file. Convert them to JPEG or PNG."
+    with pytest.raises(DataError) as caught:
+        build_source(data_block(make_data("disk_folder", tmp_path / "phone")), "TRAIN", 0)
+    assert sentence in str(caught.value)
+    split = Split(DATA_SOURCES=["disk_folder"], DATA_PATHS=[str(tmp_path / "phone")])
+    (problem,) = paths(RunConfig(DATA=replace(data, TRAIN=split, TEST=Split())), None)  # type: ignore[arg-type]
+    assert problem.fix.endswith(sentence)

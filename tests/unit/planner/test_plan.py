@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -15,9 +17,11 @@ from vissl_zero.config.compose import compose
 from vissl_zero.engine.forecast_log import OUT_OF_MEMORY, STARTED, Outcome, note_running, outcomes
 from vissl_zero.errors import ConfigError, LaunchError, Problem
 from vissl_zero.lifetime import run_in_subprocess
-from vissl_zero.planner.dry_run import dry_run
+from vissl_zero.planner.candidates import Budget
+from vissl_zero.planner.dry_run import dry_run, set_stage
 from vissl_zero.planner.fit_plans import FitOption, FitPlans, FitRun, shortfall, with_settings
 from vissl_zero.planner.planning import fit_plans, fitted, history, plan_run, remedies
+from vissl_zero.reporting.dry_run_lines import verdict
 from vissl_zero.resolve.resolve import resolve, save_resolved
 
 RECIPE = "digits/supervised"
@@ -105,6 +109,35 @@ def test_no_more_blocks_are_recomputed_than_the_budget_asks_for(capsys):
     assert list(run.sharding.checkpoint_blocks) == chosen["recomputed"]
 
 
+def test_some_blocks_are_recomputed_at_the_cheapest_level_and_in_the_smallest_number():
+    """The search agrees with every number of blocks at every level."""
+    vit = "IMAGE_SIZE: 16, PATCH_SIZE: 8, NUM_LAYERS: 6, NUM_HEADS: 4, HIDDEN_DIM: 32, MLP_DIM: 128"
+    words = [
+        DRY,
+        f"config.MODEL.TRUNK={{NAME: vision_transformer, VISION_TRANSFORMERS: {{{vit}}}}}",
+        "config.MODEL.HEAD.PARAMS=[[mlp, {dims: [-1, 10]}]]",
+        "config.DATA.TRAIN.BATCHSIZE_PER_REPLICA=64",
+        "config.DISTRIBUTED.NUM_PROC_PER_NODE=4",
+        "config.MACHINE.DEVICE=gpu",
+    ]
+    stage = set_stage(resolve(compose(RECIPE, words).run, "/nowhere", recipe=RECIPE))
+    found = stage.forecasts()
+    kept = [row for row in found if not row[0].is_recomputed]
+    with stage.mode:
+        names = [block.name for block in stage.forecaster.recomputable(kept[0][0])]
+        every = [
+            (number, stage.forecaster.forecast(replace(plan, checkpoint_blocks=tuple(names[:number]))))
+            for number in range(1, len(names))
+            for plan, *_ in kept
+        ]
+    for needed in sorted({forecast.step.resident_bytes for _, forecast in every})[1::4]:
+        budget = Budget(needed)
+        own = found + stage.forecasts_in_part(found, budget)
+        fitting = [row[3].seconds for row in own if budget.excess(row[3]) == 0]
+        others = [forecast.seconds for _, forecast in every if budget.excess(forecast) == 0]
+        assert min(fitting) <= min(others) * 1.001
+
+
 @pytest.mark.slow
 def test_a_disk_is_used_only_where_it_is_named_and_there_is_room(tmp_path):
     folder = f"config.ZERO.offload_optimizer_config.nvme_path={tmp_path}"
@@ -160,11 +193,58 @@ def test_nothing_fits_names_the_smallest_memory_that_would_do(capsys):
         (["--json"], "must name a recipe"),
         ([RECIPE, "--memory-gb"], "--memory-gb needs a value"),
         ([RECIPE, "--memory-gb", "40GB"], "config.ZERO.MEMORY_GB: must be a number (got '40GB'). Write 40 (GiB, no"),
+        ([RECIPE, "--memory-gb", "40GB"], "For a card of 40 GB write 38."),
+        ([RECIPE, "--memory-gb", "38000"], "Write GiB, not MB."),
+        ([RECIPE, "DATA.TRAIN.BATCHSIZE_PER_REPLICA=32"], "Write config.DATA.TRAIN.BATCHSIZE_PER_REPLICA=32."),
+        (
+            ["digits/dino", "--machine", "a100x8", "config.MODEL.FLOAT8.USE_FLOAT8=true"],
+            "needs a GPU of compute capability 8.9 or above",
+        ),
     ],
 )
 def test_wrong_words_are_refused_with_a_sentence(words, said, capsys):
     assert cli.main(["plan", *words]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_what_is_printed_runs_and_says_what_the_plan_left_out(capsys):
+    words = ["--ranks", "16", "--machine", "a100x8", "--memory-gb", "2", "config.ZERO.LEVEL=2"]
+    assert cli.main(["plan", RECIPE, *words]) == 0
+    out = capsys.readouterr().out
+    assert ", cuda; " in out  # the profile has GPUs
+    assert re.search(r"([\d,]+) -> ([\d,]+) images a step \(the recipe has \d+ rank", out)
+    assert "config.DISTRIBUTED.RUN_ID=<address of machine 0>:<port> node_id=<0 to 1>" in out
+    assert "config.ZERO.MEMORY_GB=2" in out.split("write:")[1]
+    assert "chosen: level 2" in out or "config.ZERO.LEVEL=2 is not taken: level 2" in out
+    table = out.split("budget:")[0]
+    left_out = re.search(r"not in the table: (\d+) plans of level 2", table)
+    planned_rows = planned("config.MACHINE.DEVICE=gpu", *_words_of(words)).candidates
+    rows = [line for line in table.splitlines() if re.match(r"(=>)?\s+level \d", line)]
+    assert len(rows) + (int(left_out[1]) if left_out else 0) == len(planned_rows)
+
+
+def _words_of(words):
+    return [
+        "config.DISTRIBUTED.NUM_PROC_PER_NODE=8",
+        "config.DISTRIBUTED.NUM_NODES=2",
+        "config.ZERO.MEMORY_GB=2",
+        words[-1],
+    ]
+
+
+def test_a_dry_run_judges_against_the_budget_of_the_plan(capsys):
+    run = dry_run(resolve(compose(RECIPE, [DRY, "config.ZERO.MEMORY_GB=0.75"]).run, "/nowhere", recipe=RECIPE))
+    assert "of 768 MiB (config.ZERO.MEMORY_GB)" in verdict(run)[1][0]
+
+
+def test_a_module_of_the_working_directory_is_imported_as_in_training(tmp_path, monkeypatch, capsys):
+    """A console script has no working directory in its path."""
+    (tmp_path / "own_planned.py").write_text("raise ValueError('found')\n")
+    monkeypatch.chdir(tmp_path)
+    elsewhere = [path for path in sys.path if path not in ("", str(tmp_path))]
+    monkeypatch.setattr(sys, "path", elsewhere)
+    assert cli.main(["plan", RECIPE, "config.IMPORTS=[own_planned]"]) == 2
+    assert "It ends with ValueError: found" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -42,6 +42,26 @@ def test_convolutions_are_told_from_products_and_from_what_computes_nothing() ->
     assert kernel_of("aten::convolution", 0) == kernel_of("aten::add", 0) == Kernel.PLAIN
 
 
+@pytest.mark.parametrize("groups", [1, 16])
+@pytest.mark.parametrize("kind", [nn.Conv2d, nn.ConvTranspose2d])
+def test_each_gradient_of_a_convolution_costs_as_much_as_its_forward_pass(kind: type[nn.Module], groups: int) -> None:
+    def flops(images: torch.Tensor, is_trained: bool) -> int:
+        with Recorder(Storages([images])) as recorder:
+            outputs = layer(images)
+            if is_trained:
+                outputs.backward(torch.zeros_like(outputs))
+        recorder.finish()
+        return sum(recorder.trace.work.flops)
+
+    with FakeTensorMode():
+        layer = kind(32, 48, 3, padding=1, stride=2, groups=groups)
+        images, learned = torch.zeros(4, 32, 14, 14), torch.zeros(4, 32, 14, 14, requires_grad=True)
+        forward = flops(images, False)
+        assert forward > 0
+        assert flops(images, True) == 2 * forward  # of the weight alone
+        assert flops(learned, True) == 3 * forward
+
+
 def test_synchronized_batch_norm_makes_no_gradient_that_its_mask_excludes() -> None:
     """torch's kernel for fake tensors gives the input's gradient all the same; nothing may keep it."""
     with FakeTensorMode(), pretended_ranks(2):

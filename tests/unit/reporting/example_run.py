@@ -52,6 +52,15 @@ def make_plan(folder: Path, **changes: Any) -> ResolvedRun:
     return ResolvedRun(**(fields | changes))
 
 
+class _Images:
+    """300 images without labels, and with nothing to look at."""
+
+    class_names = ()
+
+    def __len__(self) -> int:
+        return 300
+
+
 def make_run(folder: Path, rank: int = 0, **changes: Any) -> Run:
     """A run of 2 epochs of 10 steps that has not begun; ``changes`` are fields of ResolvedRun.
 
@@ -61,7 +70,7 @@ def make_run(folder: Path, rank: int = 0, **changes: Any) -> Run:
     missing: Any = None
     swav = {"num_crops": 4, "num_prototypes": [30], "embedding_dim": 8}
     method = build_method({"name": "swav_loss", "swav_loss": swav})
-    loader: Any = SimpleNamespace(source=range(300))
+    loader: Any = SimpleNamespace(source=_Images())
     return Run(plan, missing, method, loader, torch.device("cpu"), rank, plan.world_size, 10, 20)
 
 

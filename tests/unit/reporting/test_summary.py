@@ -119,3 +119,12 @@ def test_the_data_are_named_and_a_probe_below_knn_says_so(run: Run, records: lis
     run.plan = replace(run.plan, optimizer=replace(run.plan.optimizer, head_lr_factors=(0.1, 1.0)))
     _, text = finish(run, records, **{**results, "top1": 0.4})
     assert "below kNN" not in text and "the sum of 2 classifiers" in " ".join(text.split())
+
+
+def test_a_folder_with_brackets_keeps_its_name_and_a_small_last_batch_is_named(
+    tmp_path: Path, records: list[StepRecord]
+) -> None:
+    (tmp_path / "[best]").mkdir()
+    _, text = finish(make_run(tmp_path / "[best]"), records)
+    assert "[best]" in text.replace("\n", "").replace(" ", "")
+    assert "(first step -> last, which has 12 of 32 images)" in " ".join(text.split())  # 300 images

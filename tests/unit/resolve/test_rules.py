@@ -260,6 +260,10 @@ REFUSALS = {
         {"EVALUATED_MODEL": "teacher"},
         "config.EVALUATED_MODEL: must be student: swav_loss has no teacher that follows the model (got teacher)",
     ),
+    "a teacher of weights that are one model": (
+        {"EVALUATED_MODEL": "teacher", "TEST_ONLY": True},
+        "Name the momentum copy itself as the weights: <run folder>/weights_teacher.safetensors.",
+    ),
     "VISSL's key": (
         {"MODEL__FEATURE_EVAL_SETTINGS__EXTRACT_TRUNK_FEATURES_ONLY": True},
         "EXTRACT_TRUNK_FEATURES_ONLY: needs EVAL_MODE_ON (got True)",

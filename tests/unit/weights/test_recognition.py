@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,11 +12,14 @@ import timm
 import torch
 import torchvision
 import transformers
+from PIL import Image
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
 import vissl_zero
+from vissl_zero.checkpoint.first_weights import match
+from vissl_zero.checkpoint.foreign_layouts import read_foreign
 from vissl_zero.cli import main
 from vissl_zero.errors import CheckpointError
 
@@ -292,3 +297,26 @@ def test_a_recipe_takes_its_trunk_from_the_file(tmp_path, capsys):
     words = ["config=digits/supervised", "config.MODEL.TRUNK={NAME: auto}", "--cfg", "job"]
     assert main([*words, f"config.MODEL.WEIGHTS_INIT.PARAMS_FILE={tmp_path / 'a.pth'}"]) == 0
     capsys.readouterr()
+
+
+def test_a_file_takes_size_and_normalization_of_the_config_beside_it_and_says_so(tmp_path):
+    net = plain_transformer(img_size=32, depth=1)
+    save_file(net.state_dict(), tmp_path / "model.safetensors")
+    told = {"input_size": [3, 48, 48], "mean": [0.5, 0.5, 0.5], "std": [0.5, 0.25, 0.5]}
+    (tmp_path / "config.json").write_text(json.dumps({"architecture": "x", "pretrained_cfg": told}))
+    words = "Transform(shorter side resized to 48, center crop 48 x 48, mean 0.5, 0.5, 0.5, std 0.5, 0.25, 0.5)"
+    for path in (tmp_path, tmp_path / "model.safetensors"):
+        transform = vissl_zero.load_trunk(path).transform
+        assert repr(transform) == words and transform(Image.new("RGB", (60, 90))).shape == (3, 48, 48)
+    (tmp_path / "model.safetensors").rename(tmp_path / "other.safetensors")  # whose config.json that is, nobody knows
+    shown = repr(vissl_zero.load_trunk(tmp_path / "other.safetensors").transform)
+    assert shown.startswith("Transform(shorter side resized to 32") and shown.endswith("(those of ImageNet))")
+
+
+def test_a_classifier_that_is_left_out_is_no_riddle(tmp_path):
+    torch.save(plain_transformer(depth=1, num_classes=9).state_dict(), tmp_path / "tiny.pth")
+    foreign = read_foreign(tmp_path / "tiny.pth")
+    foreign.entries.append(replace(foreign.entries[0], key="surprise"))
+    classifier, rest = match(foreign, {}).sentences(most=100)
+    assert classifier == "classifier left out: head.weight, head.bias"
+    assert "\n  surprise" in rest and "\n  head." not in rest

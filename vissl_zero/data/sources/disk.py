@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import stat
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +14,7 @@ from vissl_zero.data.decode import EXTENSIONS, read_array, read_file
 from vissl_zero.data.source import EncodedSource, SourceRequest
 from vissl_zero.errors import DataError, did_you_mean
 from vissl_zero.registry import DATA_SOURCES
+from vissl_zero.resolve.other_files import PICTURES, endings_in, held, left_out
 
 UNLABELLED = -1
 
@@ -26,6 +27,9 @@ class DiskFolder(EncodedSource):
     files itself is unlabeled, folders beneath it included. Several paths are joined; a class of the same name in two
     of them is one class. Hidden files and folders are passed over. Images come in the order of the paths, then of their
     names by code point, the same on every machine.
+
+    Attributes:
+        left_out: sentences on what in the folders is not read: pictures of other formats, folders without images.
     """
 
     def __init__(self, request: SourceRequest):
@@ -34,7 +38,8 @@ class DiskFolder(EncodedSource):
             raise DataError(
                 f"disk_folder needs a folder: set config.DATA.{request.split}.DATA_PATHS=[<folder with images>]."
             )
-        found = [list_images(Path(path), f"config.DATA.{request.split}.DATA_PATHS") for path in request.paths]
+        others, key = Counter[str](), f"config.DATA.{request.split}.DATA_PATHS"
+        found = [list_images(Path(path), key, others) for path in request.paths]
         is_labeled = all(name is not None for names in found for name, _ in names)
         classes = sorted({name for names in found for name, _ in names if name is not None}) if is_labeled else []
         if request.class_names and classes:
@@ -42,6 +47,7 @@ class DiskFolder(EncodedSource):
             classes = list(request.class_names)
         # A single folder beneath the path is a place, not a label, unless TRAIN says that it is a class.
         self.class_names: tuple[str, ...] = tuple(classes) if len(classes) > 1 else ()
+        self.left_out = _left_out(request.paths, others, {name for names in found for name, _ in names})
         number = {name: index for index, name in enumerate(self.class_names)}
         # Fixed-width bytes, not a list of str: a copy goes to every loader worker (ImageNet: 68 MB instead of 140 MB).
         self._files = np.array([os.fsencode(file) for names in found for _, file in names])
@@ -63,12 +69,13 @@ class DiskFolder(EncodedSource):
         return os.fsdecode(self._files[index])
 
 
-def list_images(root: Path, key: str) -> list[tuple[str | None, str]]:
+def list_images(root: Path, key: str, others: Counter[str] | None = None) -> list[tuple[str | None, str]]:
     """List class name (None without labels) and path of every image beneath ``root``, sorted.
 
     Args:
         root: a folder with class folders, or with images.
         key: the configuration key that named it, for messages.
+        others: pictures that are not read are added to it, by their ending.
     Raises:
         DataError: ``root`` is missing, is not a folder, cannot be read or holds no image.
     """
@@ -80,10 +87,11 @@ def list_images(root: Path, key: str) -> list[tuple[str | None, str]]:
         flat = any(_is_image(entry) for entry in entries)
         top = identity(root.stat())
         seen = {top}
+        others = Counter() if others is None else others
         found: list[tuple[str | None, str]] = [
             (None if flat else entry.name, file)
             for entry in entries
-            for file in _beneath(entry, seen if flat else {top})
+            for file in _beneath(entry, seen if flat else {top}, others)
         ]
     except OSError as error:
         raise DataError(
@@ -104,12 +112,15 @@ def _is_image(entry: os.DirEntry[str]) -> bool:
     return entry.name.lower().endswith(EXTENSIONS) and entry.is_file()
 
 
-def _beneath(entry: os.DirEntry[str], seen: set[tuple[int, int]], depth: int = 0) -> Iterator[str]:
+def _beneath(
+    entry: os.DirEntry[str], seen: set[tuple[int, int]], others: Counter[str], depth: int = 0
+) -> Iterator[str]:
     """Yield the images at or below ``entry``, sorted; folders that were seen are passed over, so that links end.
 
     Args:
         entry: a file or folder.
         seen: device and inode of folders; those found are added.
+        others: pictures that are not read are added, by their ending.
         depth: of the entry.
     """
     if depth > 32:
@@ -119,7 +130,9 @@ def _beneath(entry: os.DirEntry[str], seen: set[tuple[int, int]], depth: int = 0
     elif entry.is_dir() and (own := identity(entry.stat())) not in seen:
         seen.add(own)
         for child in sorted(_visible(entry), key=lambda child: child.name):
-            yield from _beneath(child, seen, depth + 1)
+            yield from _beneath(child, seen, others, depth + 1)
+    elif (ending := os.path.splitext(entry.name)[1].lower()) in PICTURES:  # noqa: PTH122 - millions of names
+        others[ending] += 1
 
 
 def identity(folder: os.stat_result) -> tuple[int, int]:
@@ -143,11 +156,21 @@ def _nearest(path: Path) -> str:
     return f" ({parent} does)" if parent else ""
 
 
+def _left_out(paths: Sequence[str], others: Counter[str], classes: set[str | None]) -> list[str]:
+    found = [left_out(others, ", ".join(paths))] if others else []
+    if None not in classes:
+        names = {entry.name for path in paths for entry in _visible(Path(path)) if entry.is_dir()}
+        if empty := sorted(names - classes):
+            what = "1 folder has" if len(empty) == 1 else f"{len(empty):,} folders have"
+            shown = ", ".join(empty[:10]) + (", ..." if len(empty) > 10 else "")
+            found.append(f"{what} no images, and {'is' if len(empty) == 1 else 'are'} no class: {shown}.")
+    return found
+
+
 def _nothing_in(root: Path, key: str) -> str:
-    others = Counter(Path(name).suffix.lower() for _, _, names in os.walk(root) for name in names)
-    others.pop("", None)
-    seen = f" It does hold {', '.join(f'{n} {s}' for s, n in others.most_common(3))} files." if others else ""
-    return f"The data path {root} holds no image files ({', '.join(EXTENSIONS)}).{seen} Correct {key}."
+    return (
+        f"The data path {root} holds no image files ({', '.join(EXTENSIONS)}).{held(endings_in(root))} Correct {key}."
+    )
 
 
 @DATA_SOURCES.register("disk_filelist")

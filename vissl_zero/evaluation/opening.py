@@ -1,0 +1,27 @@
+"""What a measurement says before its work: which network was recognized, and how images are shown to it."""
+
+from __future__ import annotations
+
+from vissl_zero.checkpoint.named_weights import locate
+from vissl_zero.data.split_pipeline import described_views
+from vissl_zero.engine.hook import Run
+from vissl_zero.evaluation.trunk import is_of_no_run
+from vissl_zero.terminal import say
+from vissl_zero.weights.reading import find
+
+
+def say_opening(run: Run) -> None:
+    """Say on rank 0 of a run that trains nothing what is measured, and in which size and normalization."""
+    if run.is_main and run.plan.config.TEST_ONLY:
+        say(f"network: {recognized(run)}")
+        say(f"images: {described_views(run.plan.config.DATA)}. config.DATA.IMG_SIZE chooses another size.")
+
+
+def recognized(run: Run) -> str:
+    """Name the network for people."""
+    model = run.plan.config.MODEL
+    name = model.WEIGHTS_INIT.PARAMS_FILE
+    if name and is_of_no_run(name):
+        return find(name, model.WEIGHTS_INIT.STATE_DICT_KEY_NAME).network.text
+    where = f" of {locate(name).path}" if name else ""
+    return f"{model.TRUNK.NAME}{where}"
