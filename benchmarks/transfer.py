@@ -45,7 +45,7 @@ _SMALL = (
 )
 _COLORS = f"{{name: Normalize, mean: {_MEAN.tolist()}, std: {_STD.tolist()}}}"
 _PRETRAINED, _TUNED, _STUDENT = 16, 20, 4  # epochs
-_RATES = {"from nothing": 0.002, "fine-tuned": 0.001, "LoRA": 0.005}  # the best of three by seed 0
+_RATES = {"from nothing": 0.002, "fine-tuned": 0.001, "LoRA": 0.005}  # the best tried by seed 0
 _TABLES = {
     "with 1,000 labels, 320 steps": {
         "from nothing": "trunk and head from nothing",

@@ -116,10 +116,11 @@ CASES: dict[str, tuple[str, dict[str, Any], Any, list[int]]] = {
             "queue_size": 40,
             "temperature": 0.5,
             "global_weight": 0.3,
+            "dense_weight": 0.7,
             "teacher_mean": [0.2, 0.3, 0.4],
         }
         | {"teacher_std": [0.2, 0.3, 0.5], "student_mean": [0.3] * 3, "student_std": [0.4] * 3},
-        ["mlp", {"dims": [6, 10]}],
+        ["map_projection_head", {"dims": [6, 10]}],
         [2, 1],
     ),
     "rotnet": ("rotnet_loss", {}, ["mlp", {"dims": [6, 4]}], [2]),
@@ -138,7 +139,7 @@ OTHER_TEACHER: dict[str, dict[str, Any]] = {
             "VISION_TRANSFORMERS": {"IMAGE_SIZE": 8, "PATCH_SIZE": 2, "NUM_LAYERS": 1, "NUM_HEADS": 2}
             | {"HIDDEN_DIM": 10, "MLP_DIM": 14},
         },
-        "HEAD": {"PARAMS": [["identity", {}]]},
+        "HEAD": {"PARAMS": [["feature_maps", {}]]},
     }
 }
 VIT = {"IMAGE_SIZE": 8, "PATCH_SIZE": 2, "NUM_LAYERS": 2, "NUM_HEADS": 2, "HIDDEN_DIM": 6, "MLP_DIM": 10}

@@ -46,6 +46,11 @@ def test_planning_commands_are_accepted_and_answer_as_printed(line, shown, tmp_p
         (tmp_path / folder).mkdir(parents=True)
     for file in ("runs/last/config.user.yaml", "mine.yaml"):
         (tmp_path / file).write_text(compose("digits/swav", []).user_yaml())
+    modules = re.findall(
+        r"^```python\n# (\w+\.py)\n(.*?)^```$", (DOCS / "fits.md").read_text(), re.DOTALL | re.MULTILINE
+    )
+    for name, text in modules:
+        (tmp_path / name).write_text(text)
     _, *words = shlex.split(line)
     if words[0] != "plan" and "--dry-run" not in words:
         words.append("--dry-run")

@@ -97,7 +97,7 @@ def plan(recipe: str, overrides: Mapping[str, Any] | None = None, *, memory_gb: 
     Raises:
         ConfigError: the recipe or a key is wrong.
     """
-    memory = [] if memory_gb is None else [f"--memory-gb={memory_gb:g}"]
+    memory = [] if memory_gb is None else [f"--memory-gb={memory_gb}"]
     command = [sys.executable, "-m", "vissl_zero.cli", "plan", f"config={recipe}", *_words(overrides or {}), "--json"]
     done = subprocess.run([*command, *memory], capture_output=True, text=True, check=False)
     if done.returncode == _INPUT_IS_WRONG:

@@ -14,6 +14,7 @@ from rich.console import Console
 from vissl_zero.config.compose import compose
 from vissl_zero.config.recipes import RecipeFile, recipe_file, recipe_names, recipe_text
 from vissl_zero.errors import ConfigError, Problem, did_you_mean
+from vissl_zero.planner.machine_profile import read_profile
 from vissl_zero.terminal import say
 
 USAGE = """\
@@ -23,7 +24,8 @@ vissl-zero plan <recipe | file.yaml> [<another> ...] [config.A.B=value ...]
   --memory-gb X        GiB for a rank's tensors on its device: 38 for a card of 40 GB (config.ZERO.MEMORY_GB)
   --host-memory-gb X   GiB of host memory that a rank on a GPU may use (config.ZERO.HOST_MEMORY_GB)
   --disk-gb X          GiB of disk a rank may use (config.ZERO.DISK_GB)
-  --machine X          a profile (h100x8, h200x8, a100x8, cpu_core) or a YAML file (config.ZERO.MACHINE_PROFILE)
+  --machine X          a profile (h100x8, h200x8, a100x8 of 80 GB, a100_40gbx8, cpu_core) or a YAML file
+                       (config.ZERO.MACHINE_PROFILE); one of GPUs implies --gpus
   --images N           images to assume (config.DATA.TRAIN.DATA_LIMIT)
   --png FILE           plot memory over a step into this file
   --json               print JSON to standard output
@@ -60,8 +62,13 @@ def plan(arguments: Sequence[str]) -> int:
     if arguments[0] == "--history":
         return _history(arguments[1:])
     recipes, overrides, assumed, is_json, png = _parse(arguments)
+    profile = next((word.split("=", 1)[1] for word in assumed if word.startswith(f"{_VALUES['--machine']}=")), None)
+    is_device_given = any(word.startswith("config.MACHINE.DEVICE=") for word in overrides)
+    if profile and not is_device_given and read_profile(profile).capability is not None:
+        overrides.append("config.MACHINE.DEVICE=gpu")
     with TemporaryDirectory(prefix="vissl_zero_plan_") as scratch:
         files = [_recipe(name, Path(scratch)) for name in recipes]
+        ranks = [_num_ranks(file) if _sets_ranks(overrides) else None for file in files]
         composed = [
             replace(compose(file.recipe, [*file.overrides, *overrides, *assumed]), recipe=name)
             for name, file in zip(recipes, files, strict=True)
@@ -75,8 +82,8 @@ def plan(arguments: Sequence[str]) -> int:
         print(json.dumps(as_json(plans[0]) if len(plans) == 1 else {"plans": [as_json(one) for one in plans]}))
     else:
         console = Console(width=max(_WIDTH, Console().width), soft_wrap=True)
-        for one in plans:
-            first, *rest = plan_lines(one, overrides)
+        for one, recipe_ranks in zip(plans, ranks, strict=True):
+            first, *rest = plan_lines(one, overrides, recipe_ranks)
             say(first, console)
             console.print(plan_table(one))
             for line in rest:
@@ -84,6 +91,17 @@ def plan(arguments: Sequence[str]) -> int:
     if png is not None and draw_plans(plans, png) and not is_json:
         print(f"drawn: {png}")
     return 0 if all(one.chosen is not None for one in plans) else NOTHING_FITS
+
+
+def _sets_ranks(overrides: Sequence[str]) -> bool:
+    """Check whether the user says how many ranks there are."""
+    return any(word.startswith(("config.DISTRIBUTED.NUM_PROC", "config.DISTRIBUTED.NUM_NODES")) for word in overrides)
+
+
+def _num_ranks(file: RecipeFile) -> int:
+    """Return the ranks of a recipe as it is written."""
+    processes = compose(file.recipe, file.overrides).run.DISTRIBUTED
+    return processes.NUM_PROC_PER_NODE * processes.NUM_NODES
 
 
 def _history(words: Sequence[str]) -> int:

@@ -61,6 +61,8 @@ def explain(error: BaseException, folders: Sequence[str] = (), overrides: Sequen
     if isinstance(cause, YAMLError):
         return ConfigError([_yaml(cause)])
     if isinstance(cause, OmegaConfBaseException):
+        if without_prefix := list(_without_prefix(overrides)):
+            return ConfigError(without_prefix)
         return ConfigError([explain_value(cause, schema())])
     if isinstance(error, MissingConfigException):
         return ConfigError([_missing_file(error, folders, overrides)])
@@ -77,6 +79,16 @@ def explain(error: BaseException, folders: Sequence[str] = (), overrides: Sequen
     if "You must specify 'config'" in text:
         return ConfigError([no_recipe(folders)])
     return ConfigError([Problem("command line", "", text.rstrip("."), "See vissl-zero --help.")])
+
+
+def _without_prefix(overrides: Sequence[str]) -> Iterator[Problem]:
+    """Yield the problem of each override that lacks ``config.`` before its key."""
+    tree = schema()
+    for word in overrides:
+        key, is_override, _ = word.lstrip("+~").partition("=")
+        block = key.split(".")[0]
+        if is_override and block not in tree and block in tree.config:
+            yield Problem(key, "", "is not a key", f"Write config.{word.lstrip('+~')}.")
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:

@@ -87,7 +87,7 @@ def _unset_variable(error: InterpolationResolutionError) -> str:
 
 
 _VARIABLE = re.compile(r"\$\{oc\.env:(\w+)\}")
-_WITH_UNIT = re.compile(r"([\d.]+) ?Gi?B?", re.IGNORECASE)
+_WITH_UNIT = re.compile(r"(\d+\.?\d*) ?Gi?B?", re.IGNORECASE)
 # What a typed node takes, in words.
 _TAKES: dict[type[Node], str] = {
     IntegerNode: "a whole number",
@@ -117,7 +117,12 @@ def _wrong_type(key: str, error: OmegaConfBaseException) -> Problem:
         return Problem(key, "", _sentence(error), "See docs/configuration.md.")
     got = "" if value is None or isinstance(node, ListConfig) else repr(str(value))
     unit = _WITH_UNIT.fullmatch(str(value)) if key.endswith(("_GB", "_GIB")) else None
-    fix = f"Write {unit[1]} (GiB, no unit)." if unit else f"Correct the value of {key}."
+    card = (
+        f" For a card of {unit[1]} GB write {0.95 * float(unit[1]):.3g}."
+        if unit and key.endswith("ZERO.MEMORY_GB")
+        else ""
+    )
+    fix = f"Write {unit[1]} (GiB, no unit).{card}" if unit else f"Correct the value of {key}."
     return Problem(key, got, f"must be {takes}", fix)
 
 

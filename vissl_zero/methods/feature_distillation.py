@@ -8,18 +8,24 @@ own, here all share one.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vissl_zero import collectives
-from vissl_zero.methods.feature_distillation_keys import FeatureDistillationLossConfig
+from vissl_zero.errors import ConfigError, Problem
+from vissl_zero.methods.feature_distillation_keys import (
+    FeatureDistillationLossConfig,
+    FeatureMapsConfig,
+    MapProjectionHeadConfig,
+)
 from vissl_zero.methods.gather import EmbeddingQueue, at_least_float32
 from vissl_zero.methods.method import Batch, EmbeddingMethod
+from vissl_zero.models.mlp_heads import MLP
 from vissl_zero.models.model import Model
-from vissl_zero.registry import LOSSES
+from vissl_zero.registry import HEADS, LOSSES
 
 
 def queue_distillation_loss(student: Tensor, teacher: Tensor, classes: Tensor, temperature: float = 0.07) -> Tensor:
@@ -53,6 +59,61 @@ def feature_distance(student: Tensor, teacher: Tensor, normalize: bool = True) -
     return squares.sum() * student.shape[-1] / max(student.numel(), 1)
 
 
+def resized(maps: Tensor, size: tuple[int, int]) -> Tensor:
+    """Interpolate maps (n, D, h, w) bilinearly, as products: torch's own gradient is not deterministic on CUDA."""
+    rows, columns = (
+        F.interpolate(torch.eye(old, dtype=maps.dtype, device=maps.device)[None], size=new, mode="linear")[0]
+        for old, new in zip(maps.shape[2:], size, strict=True)
+    )
+    return torch.einsum("ndhw,hi,wj->ndij", maps, rows, columns)
+
+
+class FeatureMaps(NamedTuple):
+    """Features and maps, projected or as they are.
+
+    Attributes:
+        embeddings: (b, D) of all resolutions.
+        maps: (b_r, D, h_r, w_r) of each.
+    """
+
+    embeddings: Tensor
+    maps: list[Tensor]
+
+
+@HEADS.register("map_projection_head", config=MapProjectionHeadConfig)
+class MapProjectionHead(nn.Module):
+    """A projection of features, and one of each place of the last maps.
+
+    Args: the fields of ``MapProjectionHeadConfig``.
+    """
+
+    def __init__(self, dims: Sequence[int], use_bn: bool = False, use_relu: bool = False):
+        super().__init__()
+        self.projection = MLP(dims, use_bn, use_relu)
+        self.map_projection = MLP(dims, use_bn, use_relu)
+        self._width = dims[0]
+
+    def forward(self, features: Tensor, maps: list[Tensor]) -> FeatureMaps:
+        """Project features (b, F), and maps (b_r, F, h_r, w_r) of each resolution."""
+        if features.shape[1] != self._width:
+            must = f"must be a trunk whose features are as many as the channels of its maps, {self._width}"
+            fix = "Take another trunk, or dense_weight 0 and an mlp."
+            raise ConfigError([Problem("config.MODEL.TRUNK.NAME", f"{features.shape[1]} features", must, fix)])
+        places = [self.map_projection(own.movedim(1, 3).flatten(0, 2)) for own in maps]
+        shapes = [(len(own), *own.shape[2:]) for own in maps]
+        shown = [rows.unflatten(0, shape).movedim(3, 1) for rows, shape in zip(places, shapes, strict=True)]
+        return FeatureMaps(self.projection(features), shown)
+
+
+@HEADS.register("feature_maps", config=FeatureMapsConfig)
+class FeatureMapsHead(nn.Module):
+    """Features and the last maps as they are."""
+
+    def forward(self, features: Tensor, maps: list[Tensor]) -> FeatureMaps:
+        """Return both."""
+        return FeatureMaps(features, maps)
+
+
 @LOSSES.register("feature_distillation_loss", config=FeatureDistillationLossConfig)
 class FeatureDistillation(EmbeddingMethod):
     """Feature distillation: the features of a teacher, of weights of any origin.
@@ -72,6 +133,7 @@ class FeatureDistillation(EmbeddingMethod):
         teacher: str = "",
         queue_weight: float = 1.0,
         global_weight: float = 0.0,
+        dense_weight: float = 0.0,
         normalize: bool = True,
         temperature: float = 0.07,
         queue_size: int = 8192,
@@ -82,7 +144,7 @@ class FeatureDistillation(EmbeddingMethod):
     ):
         super().__init__()
         self.teacher = teacher
-        self.queue_weight, self.global_weight = queue_weight, global_weight
+        self.queue_weight, self.global_weight, self.dense_weight = queue_weight, global_weight, dense_weight
         self.normalize, self.temperature = normalize, temperature
         self.queue = EmbeddingQueue(1, queue_size, embedding_dim) if queue_weight else None
         self.couples_samples = self.queue is not None
@@ -103,7 +165,7 @@ class FeatureDistillation(EmbeddingMethod):
 
     def forward(self, outputs: list[Any], batch: Batch, teacher_outputs: list[Any]) -> Tensor:
         """Compute the mean loss over this rank's crops; see ``queue_distillation_loss``. Collective with a queue."""
-        student, teacher = at_least_float32(outputs[0]), at_least_float32(teacher_outputs[0])
+        student, teacher = (at_least_float32(_features(output[0])) for output in (outputs, teacher_outputs))
         self._note(student)
         terms = []
         if self.queue is not None:
@@ -113,6 +175,8 @@ class FeatureDistillation(EmbeddingMethod):
             terms.append(self.queue_weight * divergence)
         if self.global_weight:
             terms.append(self.global_weight * feature_distance(student, teacher, self.normalize))
+        if self.dense_weight:
+            terms.append(self.dense_weight * self._dense(outputs[0].maps, teacher_outputs[0].maps))
         return torch.stack(terms).sum()
 
     def observe(self, outputs: list[Any], batch: Batch, teacher_outputs: list[Any] | None = None) -> Any:
@@ -120,7 +184,7 @@ class FeatureDistillation(EmbeddingMethod):
         assert teacher_outputs is not None
         if self.queue is None:
             return None
-        return _by_sample(F.normalize(at_least_float32(teacher_outputs[0]), dim=1), batch)[None]
+        return _by_sample(F.normalize(at_least_float32(_features(teacher_outputs[0])), dim=1), batch)[None]
 
     def update_state(self, observed: Sequence[Any]) -> None:
         """Queue the teacher's features. Collective."""
@@ -133,12 +197,31 @@ class FeatureDistillation(EmbeddingMethod):
         past = queue.embeddings[0, : queue.num_filled].to(newest.dtype)
         return torch.cat((collectives.all_gather_rows(newest), past))[: queue.embeddings.shape[1]]
 
+    def _dense(self, student: list[Tensor], teacher: list[Tensor]) -> Tensor:
+        """Compute the mean distance of places, resolutions weighed by their crops."""
+        total, num_crops = student[0].new_zeros(()), sum(map(len, student))
+        for own, theirs in zip(student, teacher, strict=True):
+            if own.shape[1] != theirs.shape[1]:
+                must = f"must end in the {theirs.shape[1]} channels of the teacher's maps"
+                fix = "Take another teacher, or dense_weight 0 and an mlp."
+                raise ConfigError([Problem("config.MODEL.HEAD.PARAMS", f"{own.shape[1]}", must, fix)])
+            places = resized(at_least_float32(own), (theirs.shape[2], theirs.shape[3])).movedim(1, 3)
+            distance = feature_distance(places, at_least_float32(theirs).movedim(1, 3), self.normalize)
+            total = total + distance * (len(own) / max(num_crops, 1))
+        return total
+
     def _recolored(self, images: Tensor) -> Tensor:
         """Normalize images (b, 3, H, W) as the teacher's, which are normalized as the student's."""
         if not self._is_recolored:
             return images
         scales, shifts = (images.new_tensor(values)[:, None, None] for values in (self._scales, self._shifts))
         return images * scales + shifts
+
+
+def _features(output: Any) -> Tensor:
+    """Return the features of a head's output, which may have maps beside them."""
+    features: Tensor = getattr(output, "embeddings", output)
+    return features
 
 
 def _by_sample(rows: Tensor, batch: Batch) -> Tensor:

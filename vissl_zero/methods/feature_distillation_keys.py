@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from omegaconf import MISSING
+
 from vissl_zero.config.constraints import number
 from vissl_zero.errors import Problem
 from vissl_zero.methods.distillation_keys import teacher_folder, teacher_trunk_problems
@@ -28,6 +30,9 @@ class FeatureDistillationLossConfig:
     """Weight of the divergence of the softmax of similarities to the teacher's features of the batch and of a queue."""
     global_weight: float = number(0.0, least=0)
     """Weight of the squared distance between features of an image."""
+    dense_weight: float = number(0.0, least=0)
+    """Weight of the same distance at each place of the last maps, the student's resized to the teacher's; the head must
+    be map_projection_head."""
     normalize: bool = True
     """Divide features by their L2 norm before their distance is taken; false: the mean over features as they are."""
     temperature: float = number(0.07, least=1e-4)
@@ -47,6 +52,24 @@ class FeatureDistillationLossConfig:
 
 
 _CHANNELS = 3
+_MAP_HEAD = "map_projection_head"
+
+
+@dataclass
+class MapProjectionHeadConfig:
+    """``map_projection_head``: a projection of features, and one of each place of the last maps."""
+
+    dims: list[int] = MISSING
+    """Widths of both, from the trunk's maps to the teacher's width; -1 stands for either."""
+    use_bn: bool = False
+    """Batch norm between layers."""
+    use_relu: bool = False
+    """ReLU between layers."""
+
+
+@dataclass
+class FeatureMapsConfig:
+    """``feature_maps``: features and the last maps as they are; of a teacher."""
 
 
 @METHODS.register("feature_distillation")
@@ -54,6 +77,7 @@ class FeatureDistillationSpec(MethodSpec):
     """Feature distillation: the features of a teacher, of weights of any origin."""
 
     losses = {"feature_distillation_loss": FeatureDistillationLossConfig}
+    heads = {_MAP_HEAD: MapProjectionHeadConfig, "feature_maps": FeatureMapsConfig}
     shape_keys = ("embedding_dim", "queue_size")
     title = "Feature distillation"
     paper = "https://arxiv.org/abs/2106.05237"
@@ -71,6 +95,10 @@ class FeatureDistillationSpec(MethodSpec):
         name: str = loss_keys(cfg).teacher
         return str(teacher_folder(name)) if name == "digits" else name
 
+    def teacher_head(self, cfg: RunConfig) -> list[Any]:
+        """Return one that gives the maps too, where they count."""
+        return [["feature_maps", {}]] if loss_keys(cfg).dense_weight else super().teacher_head(cfg)
+
     def inferred(self, cfg: RunConfig) -> dict[str, tuple[Any, str]]:
         """Infer the student's normalization."""
         mean, std = normalization(cfg.DATA.TRAIN.TRANSFORMS)
@@ -79,7 +107,7 @@ class FeatureDistillationSpec(MethodSpec):
     def problems(self, cfg: RunConfig, decided: Decisions) -> list[Problem]:
         """Check for a teacher, a term that counts, one head that ends in the teacher's width."""
         keys, path = loss_keys(cfg), f"config.LOSS.{cfg.LOSS['name']}"
-        found = one_head(cfg, "mlp")
+        found = one_head(cfg, _MAP_HEAD if keys.dense_weight else "mlp")
         if not keys.teacher:
             fix = f"Write {path}.teacher=torchhub:dinov2_vitb14, for example; docs/weights.md has all names."
             return [*found, Problem(f"{path}.teacher", "''", "must name the weights to learn from", fix)]

@@ -187,13 +187,14 @@ def _group_sizes(base: ShardingPlan, world_size: int, num_nodes: int) -> list[in
     return [world_size, local] if can_be_grouped else [world_size]
 
 
-def rank_candidates(found: Found, budget: Budget, world_size: int) -> list[Candidate]:
+def rank_candidates(found: Found, budget: Budget, world_size: int, level: int = 0) -> list[Candidate]:
     """Sort candidates, cheapest first, and choose the first that fits.
 
     Args:
         found: plan, micro-batches, images of one, forecast.
         budget: of a rank.
         world_size: ranks.
+        level: as written; of plans that take equally long it comes first.
     """
     plain = [forecast.seconds for plan, _, _, forecast in found if plan.level == 0 and forecast.seconds]
     known = [forecast.seconds for _, _, _, forecast in found if forecast.seconds]
@@ -202,7 +203,7 @@ def rank_candidates(found: Found, budget: Budget, world_size: int) -> list[Candi
         Candidate(plan, number, batch, forecast, world_size, _relative(forecast, unit), budget.excess(forecast))
         for plan, number, batch, forecast in found
     ]
-    candidates.sort(key=_cost)
+    candidates.sort(key=lambda candidate: _cost(candidate, level))
     chosen = next((index for index, candidate in enumerate(candidates) if candidate.fits), None)
     if chosen is not None:
         candidates[chosen] = replace(candidates[chosen], is_chosen=True)
@@ -222,10 +223,34 @@ def because(candidates: Sequence[Candidate], budget: Budget) -> str:
     text = f"the cheapest that fits, {_gib(step.resident_bytes)} of {_gib(budget.memory)} GiB ({budget.source})"
     if not index:
         return f"{text}."
-    last = candidates[index - 1]
+    rows = without_doubles(candidates[: index + 1])
+    if len(rows) == 1:
+        return f"{text}."
+    last = rows[-2]
     if last.forecast.step is None:
         return f"{text}; the memory of {last} is unknown."
-    return f"{text}; the next faster plan ({last}) needs {_gib(last.forecast.step.resident_bytes)} GiB."
+    return f"{text}; the next cheaper plan ({last}) needs {_gib(last.forecast.step.resident_bytes)} GiB."
+
+
+def without_doubles(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Leave out each plan of level 2 with all figures of level 1, unless it is chosen."""
+    figures = {(candidate.sharding, candidate.micro_batches): _figures(candidate) for candidate in candidates}
+
+    def is_double(candidate: Candidate) -> bool:
+        lower = replace(candidate.sharding, level=1), candidate.micro_batches
+        is_same = figures.get(lower) == _figures(candidate)
+        return candidate.sharding.level == 2 and not candidate.is_chosen and is_same
+
+    return [candidate for candidate in candidates if not is_double(candidate)]
+
+
+def _figures(candidate: Candidate) -> tuple[Any, ...]:
+    """Return what people see of a plan, time to a hundredth."""
+    step, time = candidate.forecast.step, candidate.relative_time
+    return (
+        None if time is None else round(time, 2),
+        None if step is None else (step.resident_bytes, step.host_bytes, step.disk_bytes, *step.by_kind.values()),
+    )
 
 
 def smallest(candidates: Sequence[Candidate]) -> Candidate | None:
@@ -402,10 +427,10 @@ def _relative(forecast: Forecast, unit: float) -> float | None:
     return None if forecast.seconds is None else forecast.seconds / unit
 
 
-def _cost(candidate: Candidate) -> tuple[float, int, int, int]:
+def _cost(candidate: Candidate, level: int) -> tuple[float, bool, int, int, int]:
     """Sort candidates by time, then by simplicity."""
     sharding = candidate.sharding
     # Rounded: times are estimates, and a smaller difference must not decide against the plainer plan.
     time = float("inf") if candidate.relative_time is None else round(candidate.relative_time, 3)
     num_tiers = (sharding.offload_optimizer.device != "none") + (sharding.offload_params.device != "none")
-    return time, sharding.level, num_tiers + candidate.is_grouped, candidate.micro_batches
+    return time, sharding.level != level, sharding.level, num_tiers + candidate.is_grouped, candidate.micro_batches

@@ -41,6 +41,7 @@ class MachineProfile:
         message_s: seconds of a collective of a few numbers.
         transfer_s: seconds that level 3 takes to gather or reduce a unit beside sending it, on a CPU.
         memory_gb: GiB on a rank's device; None: use this machine's device, or an assumed one.
+        capability: NVIDIA's compute capability of a rank's GPU; None: not known, or no GPU.
         source: where the figures are from.
     """
 
@@ -60,10 +61,20 @@ class MachineProfile:
     message_s: float = 0.0
     transfer_s: float = 0.0
     memory_gb: float | None = None
+    capability: float | None = None
     source: str = ""
 
 
-_OPTIONAL = ("memory_gb", "convolution_share", "fresh", "block_s", "reduce_link", "message_s", "transfer_s")
+_OPTIONAL = (
+    "memory_gb",
+    "capability",
+    "convolution_share",
+    "fresh",
+    "block_s",
+    "reduce_link",
+    "message_s",
+    "transfer_s",
+)
 
 
 def profile_names() -> list[str]:

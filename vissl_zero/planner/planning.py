@@ -38,6 +38,7 @@ from vissl_zero.resolve.host import RESERVE, free_memory
 from vissl_zero.resolve.resolve import resolve
 from vissl_zero.resolve.resolved import ResolvedRun
 from vissl_zero.resolve.saved import load_resolved
+from vissl_zero.sharding.model.float8 import device_problems
 
 FIT = "fit"
 DONE, NOT_DONE = "done", "not done"
@@ -128,6 +129,11 @@ def plan_run(
     plan = resolve(plain, run_dir, recipe=recipe)
     tiers = cfg.ZERO.offload_optimizer_config, cfg.ZERO.offload_param_config
     folder = next((tier.nvme_path for tier in tiers if tier.nvme_path), None)
+    machine = described_machine(plan) or machine_for(plan.device)
+    if plan.sharding.float8.layers and plan.device == "cuda" and machine.capability is not None:
+        capability = divmod(round(10 * machine.capability), 10)
+        if found := device_problems(plan.sharding.float8.scales, capability, "config.MODEL.FLOAT8"):
+            raise ConfigError(found)
     base = replace(plan.sharding, offload_optimizer=replace(plan.sharding.offload_optimizer, nvme_path=folder))
     plan = replace(plan, sharding=base)
     stage = set_stage(plan)
@@ -139,8 +145,7 @@ def plan_run(
                 part = replace(plan, batch_per_rank=batch, accumulation_steps=number)
                 stages.append(set_stage(part))
     budget = budget_of(cfg, plan, free_bytes)
-    candidates = rank_candidates(_forecasts(stages, budget), budget, plan.world_size)
-    machine = described_machine(plan) or machine_for(plan.device)
+    candidates = rank_candidates(_forecasts(stages, budget), budget, plan.world_size, base.level)
     return Planned(cfg, plan, candidates, budget, stage.assumed, len(stage.loader.source), machine)
 
 

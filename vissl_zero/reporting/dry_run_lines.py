@@ -55,11 +55,13 @@ def verdict(run: DryRun, budget: Budget | None = None) -> tuple[bool, list[str]]
 
     Args:
         run: what was found.
-        budget: that ``fit`` chose the plan for; None: what the machine has, less the process itself.
+        budget: that ``fit`` chose the plan for; None: ZERO.MEMORY_GB, or what the machine has, less the process itself.
     """
     if budget is None:
         available, what = room(run.plan)
         budget = Budget(available - RESERVE, source=f"{what}, less {RESERVE / _GIB:g} GiB for the process itself")
+        if (given := run.plan.config.ZERO.MEMORY_GB) is not None:
+            budget = Budget(int(given * _GIB), source="config.ZERO.MEMORY_GB")
     at_start = run.start_bytes if run.plan.device == "cpu" else 0  # else it takes the host's memory
     need, available = max(run.needed, at_start), budget.memory
     figures = f"{bytes_text(need)} of {bytes_text(available)} ({budget.source})"

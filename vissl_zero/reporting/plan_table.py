@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.table import Table
 
-from vissl_zero.planner.candidates import Candidate, because, smallest
+from vissl_zero.planner.candidates import Candidate, because, smallest, without_doubles
 from vissl_zero.planner.memory_model import KINDS
 from vissl_zero.planner.planning import Past, Planned, remedies
 from vissl_zero.reporting.quantity import bytes_text
@@ -46,31 +46,30 @@ def plan_table(planned: Planned) -> Table:
     )
     for title in titles:
         table.add_column(title, justify="left" if title in ("", "plan", "fits") else "right", no_wrap=True)
-    rows = [_row(candidate, kinds, tiers) for candidate in planned.candidates]
-    for candidate, row in zip(planned.candidates, rows, strict=True):
-        if not _is_double(candidate, row, rows):
-            table.add_row(*row, style="bold green" if candidate.is_chosen else None)
+    for candidate in without_doubles(planned.candidates):
+        table.add_row(*_row(candidate, kinds, tiers), style="bold green" if candidate.is_chosen else None)
     return table
 
 
-def _is_double(candidate: Candidate, row: Sequence[str], rows: Sequence[Sequence[str]]) -> bool:
-    """Check for level 2 with all figures of level 1: with several ranks on a CPU both are one program."""
-    lower = [row[1].replace("level 2", "level 1", 1), *row[2:]]
-    return candidate.sharding.level == 2 and not candidate.is_chosen and lower in [[*other[1:]] for other in rows]
-
-
-def plan_lines(planned: Planned, overrides: Sequence[str] = ()) -> Iterator[str]:
+def plan_lines(planned: Planned, overrides: Sequence[str] = (), recipe_ranks: int | None = None) -> Iterator[str]:
     """Yield what to print beside the table.
 
     Args:
         planned: a recipe.
         overrides: the user's, for the command that runs the chosen plan.
+        recipe_ranks: ranks that the recipe itself asks for.
     """
     plan, chosen = planned.plan, planned.chosen
+    written = plan.global_batch // plan.world_size * (recipe_ranks or plan.world_size)
+    images = f"{plan.global_batch:,} images a step"
+    if written != plan.global_batch:
+        images = f"{written:,} -> {images} (the recipe has {recipe_ranks} rank{'s' * (recipe_ranks != 1)})"
     yield (
         f"{plan.recipe}: {plan.world_size} ranks on {plan.num_nodes} machine(s), {plan.device}; "
-        f"{plan.global_batch} images a step, {planned.num_images:,} in all"
+        f"{images}, {planned.num_images:,} in all"
     )
+    if num_doubles := len(planned.candidates) - len(without_doubles(planned.candidates)):
+        yield f"not in the table: {num_doubles} plans of level 2, each with the memory and time of the same at level 1"
     yield f"budget: {bytes_text(planned.budget.memory)} a rank ({planned.budget.source})"
     yield f"time: as of {planned.machine.name}; it ranks plans and promises no seconds (docs/plan.md)"
     yield from (f"assumed: {sentence}" for sentence in planned.assumed)
@@ -93,10 +92,31 @@ def plan_lines(planned: Planned, overrides: Sequence[str] = ()) -> Iterator[str]
     assert chosen.forecast.step is not None
     step = chosen.forecast.step
     yield f"chosen: {chosen}; {because(planned.candidates, planned.budget)}"
+    yield from _own_level(planned, chosen, overrides)
     yield f"its peak falls in the {step.phase}{f', after entering {step.unit}' if step.unit else ''}."
     yield from _speed(planned, chosen)
     yield "write:"
     yield " \\\n    ".join(_command(planned, chosen, overrides))
+    if plan.num_nodes > 1 and planned.config.DISTRIBUTED.RUN_ID == "auto" and not planned.config.SLURM.USE_SLURM:
+        yield (
+            "Where the machines meet: add config.SLURM.USE_SLURM=true, or start it on each machine with "
+            f"config.DISTRIBUTED.RUN_ID=<address of machine 0>:<port> node_id=<0 to {plan.num_nodes - 1}> "
+            "(docs/cluster.md)."
+        )
+
+
+def _own_level(planned: Planned, chosen: Candidate, overrides: Sequence[str]) -> Iterator[str]:
+    """Say why the level that the user wrote is not the chosen one."""
+    level = planned.plan.sharding.level
+    is_written = any(word.startswith("config.ZERO.LEVEL=") for word in overrides)
+    own = next((candidate for candidate in planned.candidates if candidate.sharding.level == level), None)
+    if not is_written or own is None or str(planned.config.ZERO.LEVEL) == "fit" or chosen.sharding.level == level:
+        return
+    own = next((each for each in planned.candidates if each.sharding.level == level and each.fits), own)
+    time = "unknown" if own.relative_time is None else f"{own.relative_time:.3f}"
+    than = "unknown" if chosen.relative_time is None else f"{chosen.relative_time:.3f}"
+    what = f"{own} fits" if own.fits else f"{own} does not fit"
+    yield f"config.ZERO.LEVEL={level} is not taken: {what}, in a time of {time} against {than}."
 
 
 def _command(planned: Planned, chosen: Candidate, overrides: Sequence[str]) -> list[str]:
@@ -107,6 +127,10 @@ def _command(planned: Planned, chosen: Candidate, overrides: Sequence[str]) -> l
         for (path, value), override in zip(chosen.settings().items(), chosen.overrides(), strict=True)
         if path == "ZERO.LEVEL" or str(value) != str(functools.reduce(getattr, path.split("."), planned.config))
     }
+    if planned.config.ZERO.MEMORY_GB is not None:  # a dry run judges against it too
+        changed["config.ZERO.MEMORY_GB"] = f"config.ZERO.MEMORY_GB={planned.config.ZERO.MEMORY_GB:g}"
+    elif planned.budget.given is not None and planned.config.MACHINE.MEMORY_GIB is None:  # of a profile
+        changed["config.ZERO.MEMORY_GB"] = f"config.ZERO.MEMORY_GB={planned.budget.given / 2**30:g}"
     own = [word for word in overrides if word.lstrip("+").split("=")[0] not in {*changed, *_BUDGETS}]
     name = "<recipe>" if recipe.endswith(".yaml") else recipe
     return [f"vissl-zero config={name}", *map(shlex.quote, [*own, *changed.values()])]

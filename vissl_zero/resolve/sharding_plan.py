@@ -382,12 +382,10 @@ def _no_effect_on_engine(cfg: RunConfig, plan: ShardingPlan, place: Placement) -
 
 def _no_effect_of_switches(cfg: RunConfig, plan: ShardingPlan, place: Placement) -> list[str]:
     """Write notes on keys that do nothing because the switch that reads them is off."""
-    budgets = [
-        key
-        for key in ("MEMORY_GB", "HOST_MEMORY_GB", "DISK_GB", "MACHINE_PROFILE")
-        if getattr(cfg.ZERO, key) is not None
-    ]
+    budgets = [key for key in ("HOST_MEMORY_GB", "DISK_GB", "MACHINE_PROFILE") if getattr(cfg.ZERO, key) is not None]
     notes = [f"config.ZERO.{key} has no effect: config.ZERO.LEVEL is not fit." for key in budgets]
+    if cfg.ZERO.MEMORY_GB is not None and not cfg.DRY_RUN:
+        notes.append("config.ZERO.MEMORY_GB has an effect on dry runs only: config.ZERO.LEVEL is not fit.")
     clip, sync = cfg.MODEL.GRAD_CLIP, cfg.MODEL.SYNC_BN_CONFIG
     if not clip.USE_GRAD_CLIP:
         keys = [key for key in ("MAX_NORM", "NORM_TYPE") if getattr(clip, key) != getattr(GradClip, key)]

@@ -66,3 +66,8 @@ def test_an_interrupt_saves_and_the_run_resumes(tmp_path: Path) -> None:
     run = vissl_zero.train("quickstart/swav_digits", overrides)
     assert run.is_complete and run.figures["num_steps"] == steps + 3
     assert run.load_trunk() is not None
+
+
+def test_a_budget_with_a_unit_is_refused_in_a_sentence():
+    with pytest.raises(ConfigError, match=r"config.ZERO.MEMORY_GB: must be a number \(got '40GB'\)"):
+        vissl_zero.plan("digits/supervised", memory_gb="40GB")

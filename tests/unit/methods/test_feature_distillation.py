@@ -10,7 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vissl_zero.methods.feature_distillation import FeatureDistillation, feature_distance, queue_distillation_loss
+from vissl_zero.errors import ConfigError
+from vissl_zero.methods.feature_distillation import (
+    FeatureDistillation,
+    FeatureMaps,
+    feature_distance,
+    queue_distillation_loss,
+    resized,
+)
 
 
 def _rows(seed: int, *shape: int) -> Tensor:
@@ -65,6 +72,24 @@ def test_without_a_queue_the_distance_alone_counts_and_nothing_couples_images():
     assert method([student], _batch(4), [teacher]) == pytest.approx(2 * feature_distance(student, teacher).item())
     assert not method.couples_samples and not list(method.buffers())
     assert _method().couples_samples
+
+
+def test_maps_are_resized_as_torch_does():
+    maps = _rows(0, 2, 5, 3, 4)
+    for size in ((7, 2), (3, 4), (1, 9)):
+        expected = F.interpolate(maps, size, mode="bilinear", align_corners=False)
+        assert torch.allclose(resized(maps, size), expected, rtol=0, atol=1e-12)
+
+
+def test_places_count_alike_whatever_the_grids_and_must_have_the_teacher_s_channels():
+    method, rows = _method(queue_weight=0, global_weight=1, dense_weight=2), _rows(0, 4, 5)
+    own, theirs = [_rows(1, 1, 5, 2, 2), _rows(2, 3, 5, 1, 1)], [_rows(3, 1, 5, 4, 4), _rows(4, 3, 5, 2, 2)]
+    loss = method([FeatureMaps(rows, own)], _batch(1, 4), [FeatureMaps(rows, theirs)])
+    pairs = zip(own, theirs, strict=True)
+    by_crop = [(2 - 2 * F.cosine_similarity(resized(a, b.shape[2:]), b)).mean(dim=(1, 2)) for a, b in pairs]
+    assert loss == pytest.approx(2 * torch.cat(by_crop).mean().item(), rel=1e-12)
+    with pytest.raises(ConfigError, match="must end in the 3 channels of the teacher's maps"):
+        method([FeatureMaps(rows, own[:1])], _batch(1, 4), [FeatureMaps(rows, [theirs[0][:, :3]])])
 
 
 def test_the_teacher_sees_images_normalized_as_its_weights_expect():

@@ -92,3 +92,10 @@ def test_a_profile_says_what_memory_its_gpus_have():
     words = ["config.DRY_RUN=true", "config.MACHINE.DEVICE=gpu", "config.ZERO.MACHINE_PROFILE=h200x8"]
     budget = plan_run(compose(RECIPE, words).run, RECIPE).budget
     assert budget.memory == 131 * 2**30 - 2**29 and "H200" in budget.source
+
+
+def test_the_two_sizes_of_a_card_are_two_profiles():
+    large, small = read_profile("a100x8"), read_profile("a100_40gbx8")
+    assert "80GB" in large.name and "40GB" in small.name
+    assert large.memory_gb > 2 * 38 and 38 < small.memory_gb <= 40 and large.memory > small.memory
+    assert large.capability == small.capability == 8.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from vissl_zero.planner.candidates import Budget
 from vissl_zero.planner.dry_run import dry_run, set_stage
 from vissl_zero.planner.fit_plans import FitOption, FitPlans, FitRun, shortfall, with_settings
 from vissl_zero.planner.planning import fit_plans, fitted, history, plan_run, remedies
+from vissl_zero.reporting.dry_run_lines import verdict
 from vissl_zero.resolve.resolve import resolve, save_resolved
 
 RECIPE = "digits/supervised"
@@ -191,11 +193,48 @@ def test_nothing_fits_names_the_smallest_memory_that_would_do(capsys):
         (["--json"], "must name a recipe"),
         ([RECIPE, "--memory-gb"], "--memory-gb needs a value"),
         ([RECIPE, "--memory-gb", "40GB"], "config.ZERO.MEMORY_GB: must be a number (got '40GB'). Write 40 (GiB, no"),
+        ([RECIPE, "--memory-gb", "40GB"], "For a card of 40 GB write 38."),
+        ([RECIPE, "--memory-gb", "38000"], "Write GiB, not MB."),
+        ([RECIPE, "DATA.TRAIN.BATCHSIZE_PER_REPLICA=32"], "Write config.DATA.TRAIN.BATCHSIZE_PER_REPLICA=32."),
+        (
+            ["digits/dino", "--machine", "a100x8", "config.MODEL.FLOAT8.USE_FLOAT8=true"],
+            "needs a GPU of compute capability 8.9 or above",
+        ),
     ],
 )
 def test_wrong_words_are_refused_with_a_sentence(words, said, capsys):
     assert cli.main(["plan", *words]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_what_is_printed_runs_and_says_what_the_plan_left_out(capsys):
+    words = ["--ranks", "16", "--machine", "a100x8", "--memory-gb", "2", "config.ZERO.LEVEL=2"]
+    assert cli.main(["plan", RECIPE, *words]) == 0
+    out = capsys.readouterr().out
+    assert ", cuda; " in out  # the profile has GPUs
+    assert re.search(r"([\d,]+) -> ([\d,]+) images a step \(the recipe has \d+ rank", out)
+    assert "config.DISTRIBUTED.RUN_ID=<address of machine 0>:<port> node_id=<0 to 1>" in out
+    assert "config.ZERO.MEMORY_GB=2" in out.split("write:")[1]
+    assert "chosen: level 2" in out or "config.ZERO.LEVEL=2 is not taken: level 2" in out
+    table = out.split("budget:")[0]
+    left_out = re.search(r"not in the table: (\d+) plans of level 2", table)
+    planned_rows = planned("config.MACHINE.DEVICE=gpu", *_words_of(words)).candidates
+    rows = [line for line in table.splitlines() if re.match(r"(=>)?\s+level \d", line)]
+    assert len(rows) + (int(left_out[1]) if left_out else 0) == len(planned_rows)
+
+
+def _words_of(words):
+    return [
+        "config.DISTRIBUTED.NUM_PROC_PER_NODE=8",
+        "config.DISTRIBUTED.NUM_NODES=2",
+        "config.ZERO.MEMORY_GB=2",
+        words[-1],
+    ]
+
+
+def test_a_dry_run_judges_against_the_budget_of_the_plan(capsys):
+    run = dry_run(resolve(compose(RECIPE, [DRY, "config.ZERO.MEMORY_GB=0.75"]).run, "/nowhere", recipe=RECIPE))
+    assert "of 768 MiB (config.ZERO.MEMORY_GB)" in verdict(run)[1][0]
 
 
 def test_a_module_of_the_working_directory_is_imported_as_in_training(tmp_path, monkeypatch, capsys):

@@ -79,6 +79,9 @@ class OffloadParam:
     """Folder on the NVMe disk."""
 
 
+_GIB_NOT_MB = "Write GiB, not MB."
+
+
 @dataclass
 class Zero:
     """``ZERO``: how training state is spread over processes. Changes memory and speed, never the model."""
@@ -86,16 +89,17 @@ class Zero:
     LEVEL: int | str = "auto"
     """0: nothing sharded (DDP); 1: optimizer state; 2: + gradients; 3: + parameters; auto: from VISSL's switches;
     fit: the cheapest plan within the three budgets below."""
-    MEMORY_GB: float | None = number(None, above=0, most=10**9)
-    """With LEVEL fit, and for plan: GiB a rank may use where it computes, the process itself apart; null: what the
-    device, the container, or the machine has, divided among its ranks."""
-    HOST_MEMORY_GB: float | None = number(None, above=0, most=10**9)
+    MEMORY_GB: float | None = number(None, above=0, most=2000, fix=_GIB_NOT_MB)
+    """With LEVEL fit, for plan, and for dry runs: GiB a rank may use where it computes, the process itself apart; null:
+    what the device, the container, or the machine has, divided among its ranks."""
+    HOST_MEMORY_GB: float | None = number(None, above=0, most=20_000, fix=_GIB_NOT_MB)
     """With LEVEL fit, and for plan: GiB of host memory a rank on a GPU may use for offloaded state; null: no limit."""
     DISK_GB: float | None = number(None, above=0, most=10**9)
     """With LEVEL fit, and for plan: GiB on the disk of nvme_path a rank may use for offloaded state; null: no limit."""
     MACHINE_PROFILE: str | None = None
     """With LEVEL fit, and for plan: the machine that time is estimated for and, with GPUs, whose memory counts: a
-    profile that ships (h100x8, h200x8, a100x8, cpu_core) or a YAML file; null: cpu_core, or h100x8 with GPUs."""
+    profile that ships (h100x8, h200x8, a100x8, a100_40gbx8, cpu_core) or a YAML file. null: cpu_core, or h100x8 with
+    GPUs."""
     type: str | None = None
     """ZeroRedundancyOptimizer_Level_1, _2 or _3: the level as ColossalAI writes it. AMP says what is float16."""
     ENGINE: str = "auto"

@@ -330,13 +330,13 @@ def require_float8(model: nn.Module, plan: Float8Plan, device: torch.device, key
         fix = f"Linear layers of this model: {', '.join(kinds) or 'none'}."
         found.append(Problem(key, repr(plan.layers), "must match the name of a linear layer", fix))
     if device.type == "cuda":
-        found += _device_problems(plan.scales, torch.cuda.get_device_capability(device), key)
+        found += device_problems(plan.scales, torch.cuda.get_device_capability(device), key)
     if found:
         raise ConfigError(found)
 
 
-def _device_problems(scales: str, capability: tuple[int, int], key: str) -> list[Problem]:
-    """Refuse an emulation on a GPU: it would be slower than what the GPU has."""
+def device_problems(scales: str, capability: tuple[int, int], key: str) -> list[Problem]:
+    """Refuse an emulation on a GPU of this compute capability: it would be slower than what the GPU has."""
     able = [name for name, layer in _LAYERS.items() if capability >= layer.least_capability]
     if scales in able:
         return []
