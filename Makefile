@@ -14,7 +14,7 @@ GRAMMAR_OFF := SentenceCapitalization,UseTitleCase,OrthographicConsistency,Split
 help: ## List the targets.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
 
-$(READY): requirements.txt setup.py
+$(READY): requirements.txt setup.py setup.cfg
 	@echo "Installing into $(VENV): one or two minutes, without further words."
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --disable-pip-version-check -q -c requirements.txt setuptools
