@@ -117,7 +117,7 @@ def opening_lines(found: Found, plan: ResolvedRun) -> list[str]:
     with open_checkpoint(found.path) as checkpoint:
         manifest = checkpoint.manifest
     found_here = differences(manifest.config, as_data(plan))
-    changed = describe({key: values for key, values in found_here.items() if key != "config.DRY_RUN"})
+    changed = describe({key: values for key, values in found_here.items() if key != "DRY_RUN"})
     ranks = "1 process" if manifest.world_size == 1 else f"{manifest.world_size} processes"
     lines.append(
         f"Resuming from {found.path.name} (step {manifest.step}, epoch {manifest.epoch}; written at ZeRO level "

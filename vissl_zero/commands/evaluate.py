@@ -59,7 +59,7 @@ def evaluate(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--json", action="store_true", help="print JSON alone on stdout: an object, or a list of several"
     )
-    parser.add_argument("--quiet", action="store_true", help="print nothing of the run on stderr but errors")
+    parser.add_argument("--quiet", action="store_true", help="print nothing of the run on stderr but notes and errors")
     options = parser.parse_args(_without_overrides(arguments))
     train, val = _splits(Path(options.data).expanduser())
     for name in options.weights:
@@ -208,11 +208,15 @@ def _run(weights: str, words: Sequence[str], folder: Path, is_quiet: bool) -> tu
     command = [sys.executable, "-m", "vissl_zero.cli", *words, init, *place]
     environment = {**os.environ, SWEEP_VARIABLE: str(os.getpid())}  # it ends with this process, however that ends
     run = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, errors="replace", env=environment)
+    notes = []
     with run, _ending_first(run):
         for line in run.stdout or ():
-            if not is_quiet and str(folder) not in line:  # it is temporary: the user would look for it in vain
+            if is_quiet and line.startswith("note: "):
+                notes.append(line)
+            elif not is_quiet and str(folder) not in line:  # it is temporary: the user would look for it in vain
                 print(line, end="", file=sys.stderr, flush=True)
-    code = run.returncode
+    if not (code := run.returncode):  # else the error stands alone
+        print(end="".join(notes), file=sys.stderr)
     return (code, {}) if code else (0, read_object(folder / "summary.json"))
 
 

@@ -164,6 +164,8 @@ def _output_of(words: Sequence[str]) -> str:
         raise KeyboardInterrupt
     if code:
         raise LaunchError(f"vissl-zero {words[0]} ended with exit code {code}.\n{tail}")
+    if tail:  # such as photos that are not read
+        print(tail, file=sys.stderr)
     return "".join(printed)
 
 

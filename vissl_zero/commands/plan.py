@@ -68,7 +68,7 @@ def plan(arguments: Sequence[str]) -> int:
         overrides.append("config.MACHINE.DEVICE=gpu")
     with TemporaryDirectory(prefix="vissl_zero_plan_") as scratch:
         files = [_recipe(name, Path(scratch)) for name in recipes]
-        ranks = [_num_ranks(file) if _sets_ranks(overrides) else None for file in files]
+        images = [_images_a_step(file) if _sets_ranks(overrides) else None for file in files]
         composed = [
             replace(compose(file.recipe, [*file.overrides, *overrides, *assumed]), recipe=name)
             for name, file in zip(recipes, files, strict=True)
@@ -82,8 +82,8 @@ def plan(arguments: Sequence[str]) -> int:
         print(json.dumps(as_json(plans[0]) if len(plans) == 1 else {"plans": [as_json(one) for one in plans]}))
     else:
         console = Console(width=max(_WIDTH, Console().width), soft_wrap=True)
-        for one, recipe_ranks in zip(plans, ranks, strict=True):
-            first, *rest = plan_lines(one, overrides, recipe_ranks)
+        for one, recipe_images in zip(plans, images, strict=True):
+            first, *rest = plan_lines(one, overrides, recipe_images)
             say(first, console)
             console.print(plan_table(one))
             for line in rest:
@@ -98,10 +98,11 @@ def _sets_ranks(overrides: Sequence[str]) -> bool:
     return any(word.startswith(("config.DISTRIBUTED.NUM_PROC", "config.DISTRIBUTED.NUM_NODES")) for word in overrides)
 
 
-def _num_ranks(file: RecipeFile) -> int:
-    """Return the ranks of a recipe as it is written."""
-    processes = compose(file.recipe, file.overrides).run.DISTRIBUTED
-    return processes.NUM_PROC_PER_NODE * processes.NUM_NODES
+def _images_a_step(file: RecipeFile) -> int:
+    """Return the images of a step of a recipe as it is written."""
+    written = compose(file.recipe, file.overrides).run
+    num_ranks = written.DISTRIBUTED.NUM_PROC_PER_NODE * written.DISTRIBUTED.NUM_NODES
+    return num_ranks * written.DATA.TRAIN.BATCHSIZE_PER_REPLICA * written.ZERO.gradient_accumulation_steps
 
 
 def _history(words: Sequence[str]) -> int:

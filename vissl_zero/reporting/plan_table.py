@@ -51,19 +51,18 @@ def plan_table(planned: Planned) -> Table:
     return table
 
 
-def plan_lines(planned: Planned, overrides: Sequence[str] = (), recipe_ranks: int | None = None) -> Iterator[str]:
+def plan_lines(planned: Planned, overrides: Sequence[str] = (), recipe_images: int | None = None) -> Iterator[str]:
     """Yield what to print beside the table.
 
     Args:
         planned: a recipe.
         overrides: the user's, for the command that runs the chosen plan.
-        recipe_ranks: ranks that the recipe itself asks for.
+        recipe_images: in a step of the recipe itself; None: not looked up.
     """
     plan, chosen = planned.plan, planned.chosen
-    written = plan.global_batch // plan.world_size * (recipe_ranks or plan.world_size)
     images = f"{plan.global_batch:,} images a step"
-    if written != plan.global_batch:
-        images = f"{written:,} -> {images} (the recipe has {recipe_ranks} rank{'s' * (recipe_ranks != 1)})"
+    if recipe_images not in (None, plan.global_batch):
+        images = f"{recipe_images:,} -> {images}"
     yield (
         f"{plan.recipe}: {plan.world_size} ranks on {plan.num_nodes} machine(s), {plan.device}; "
         f"{images}, {planned.num_images:,} in all"

@@ -200,7 +200,10 @@ def test_embed_says_what_it_does_before_its_work(folder, tmp_path, capfd):
     assert "network: vision transformer: 1 blocks of 64" in said
     assert "images: shorter side resized to 48, center crop 48 x 48, mean 0.485, 0.456, 0.406, std" in said
     assert main(["embed", *words, "--quiet"]) == 0
-    assert capfd.readouterr().err == ""
+    note = capfd.readouterr().err
+    assert note.startswith("note: 1 file in ") and note.count("\n") == 1
+    vissl_zero.embed(folder / "tiny.pth", photos, dict(word.split("=") for word in SMALL))
+    assert capfd.readouterr().err == note
     (photos / "y.jpg").write_bytes(b"no image")
     with pytest.raises(ConfigError) as caught:
         vissl_zero.embed(folder / "tiny.pth", photos, dict(word.split("=") for word in SMALL))

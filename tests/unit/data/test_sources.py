@@ -13,7 +13,14 @@ from sklearn.linear_model import LogisticRegression
 from tests.blocks import data_block
 from tests.unit.data.conftest import MakeData
 from vissl_zero.config.run_config import RunConfig
-from vissl_zero.data.source import Source, SourceRequest, Subset, build_eval_sources, build_source
+from vissl_zero.data.source import (
+    Source,
+    SourceRequest,
+    Subset,
+    build_eval_sources,
+    build_source,
+    described_splits,
+)
 from vissl_zero.errors import ConfigError, DataError
 from vissl_zero.registry import DATA_SOURCES
 
@@ -193,3 +200,11 @@ def test_a_balanced_limit_that_cannot_be_drawn_is_refused() -> None:
         _drawn(1430, IS_BALANCED=True)
     with pytest.raises(ConfigError, match=r"SKIP_NUM_SAMPLES: must leave"):
         _drawn(1000, SKIP_NUM_SAMPLES=1000)
+
+
+def test_only_images_with_classes_are_said_to_be_measured_on(make_data: MakeData, photos: Path) -> None:
+    data = data_block(make_data("disk_folder", photos, TEST={"DATA_SOURCES": []}))
+    config = RunConfig(DATA=data)
+    config.NEAREST_NEIGHBOR.USE_KNN = True
+    assert described_splits(config) == f"disk_folder {photos}; measured on some of them"
+    assert described_splits(config, is_labeled=False) == f"disk_folder {photos}"
