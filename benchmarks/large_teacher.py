@@ -3,7 +3,7 @@
     python benchmarks/large_teacher.py <folder> [--gib 1.0] [--write]
 
 The teacher is a vision transformer of ViT-L's sizes with random weights (1.1 GiB), as timm saves it; the student is
-that of ``digits/feature_distillation``. Each run is started as a user starts it, all its processes in one memory cgroup.
+that of ``digits/feature_distillation``. Each run starts as a user starts it, its processes in one memory cgroup.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ def test_a_timm_trunk_needs_no_number_of_heads_for_transformers(tmp_path):
     trunk = vissl_zero.load_trunk(exported(tmp_path, "vit", "timm")[0]).trunk
     config = {"NAME": "timm/vit_tiny_patch16_224", "PARAMS": {"model_args": TINY}}
     (tmp_path / "hf").mkdir()
-    views = Views.of({"TEST": {"TRANSFORMS": []}, "IMG_SIZE": 32, "TRAIN": {"TRANSFORMS": []}})
+    views = Views(32, 32, [0.5] * 3, [0.5] * 3)
     assert write(Source(trunk, config, views), "transformers", tmp_path / "hf").difference < 1e-5
     assert json.loads((tmp_path / "hf/config.json").read_text())["num_attention_heads"] == 3
 
