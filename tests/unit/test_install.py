@@ -26,5 +26,7 @@ def test_a_script_beside_a_clone_gets_the_package(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(
         f"import site; site.addsitedir({str(site)!r}); import vissl_zero; print(vissl_zero.embed)"
     )
-    done = subprocess.run([sys.executable, "-E", tmp_path / "script.py"], check=True, capture_output=True, text=True)
+    # -S: this very environment's own installation must not come before it.
+    command = [sys.executable, "-ES", tmp_path / "script.py"]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
     assert done.stdout == "1\n"
