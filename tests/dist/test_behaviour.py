@@ -430,7 +430,8 @@ def _raise_alone(level: int) -> tuple[str, float]:
         ended = "no error"
     except (RuntimeError, ValueError) as error:
         ended = str(error)
-    time.sleep(max(0.0, 6.0 - (time.monotonic() - started)) if dist.get_rank() == 1 else 0.0)
+    # Long enough for the other rank to notice first: a busy machine takes more than 5 s to notice a limit of 3.
+    time.sleep(max(0.0, 16.0 - (time.monotonic() - started)) if dist.get_rank() == 1 else 0.0)
     raise AssertionError(f"ended after {time.monotonic() - started:.0f} s with {ended}")
 
 
