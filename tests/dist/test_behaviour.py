@@ -16,7 +16,7 @@ from tests.ranks import RankError, close_pool, run_on_ranks
 from tests.unit.evaluation.example_run import make_config, make_plan
 from vissl_zero.engine.build import build_run
 from vissl_zero.engine.loop import train
-from vissl_zero.errors import CheckpointError, ConfigError
+from vissl_zero.errors import CheckpointError, ConfigError, VisslZeroError
 from vissl_zero.optim.adaptation import Larc
 from vissl_zero.optim.param_groups import ParamGroup
 from vissl_zero.registry import TRUNKS
@@ -428,7 +428,8 @@ def _raise_alone(level: int) -> tuple[str, float]:
             raise ValueError("rank 1 alone")
         train_step(sharded, case, 1, Outcome())
         ended = "no error"
-    except (RuntimeError, ValueError) as error:
+    # The last where a loop of the user's has run in this process before: its waiting calls are watched.
+    except (RuntimeError, ValueError, VisslZeroError) as error:
         ended = str(error)
     # Long enough for the other rank to notice first: a busy machine takes more than 5 s to notice a limit of 3.
     time.sleep(max(0.0, 16.0 - (time.monotonic() - started)) if dist.get_rank() == 1 else 0.0)
@@ -440,7 +441,7 @@ def _raise_alone(level: int) -> tuple[str, float]:
 @pytest.mark.parametrize("level", [0, 1, 3])
 def test_a_rank_that_raises_alone_leaves_nobody_hanging(level: int) -> None:
     started = time.monotonic()
-    words = r"(?s)ended after [1-5]?[0-9] s with (?!no error).*(Timed out|timeout|Connection)"
+    words = r"(?s)ended after [1-5]?[0-9] s with (?!no error).*(Timed out|timeout|Connection|waits in)"
     with pytest.raises(RankError, match=words):
         run_on_ranks(2, _raise_alone, level, group_timeout_s=3, timeout_s=90)
     assert time.monotonic() - started < 90
