@@ -31,7 +31,7 @@ MAX_FILE_BYTES = 2**30
 MAX_SCANS, MAX_SCANNED = 50, 2 * 10**9  # an encoder writes about 10 scans; 2e9 pixels take a core 5 to 20 s
 _GZIP, _JPEG, _PNG, _START_OF_SCAN = b"\x1f\x8b", b"\xff\xd8", b"\x89PNG\r\n\x1a\n", b"\xff\xda"
 _ON_ITS_SIDE = (5, 6, 7, 8)  # orientations of EXIF
-_PNG_BITS = 24  # where a PNG has its bits a sample; the next byte is the kind of color
+PNG_BITS = 24  # where a PNG has its bits a sample; the next byte is the kind of color
 _TEXTS = (b"tEXt", b"zTXt", b"iTXt", b"iCCP")
 _BITS_PER_SAMPLE, _PHOTOMETRIC = 258, 262  # tags of TIFF
 
@@ -119,7 +119,7 @@ class Decoder:
             raise BrokenImageError(str(name), "it is no PNG, and other formats change the classes of a mask")
         with _named(name), _limit_of(self.max_pixels), Image.open(io.BytesIO(data), formats=("PNG",)) as image:
             self.check(*image.size, data, name)
-            bits, color = data[_PNG_BITS], data[_PNG_BITS + 1]
+            bits, color = data[PNG_BITS], data[PNG_BITS + 1]
             if bits > 8:
                 raise BrokenImageError(str(name), f"its pixels have {bits} bits; a mask has at most 8")
             values = np.asarray(image, dtype=np.uint8)

@@ -9,7 +9,7 @@ import numpy as np
 from PIL import Image
 from PIL.TiffImagePlugin import TiffImageFile
 
-from vissl_zero.data.decode import BrokenImageError, Decoder
+from vissl_zero.data.decode import PNG_BITS, BrokenImageError, Decoder
 from vissl_zero.data.one_pass import looked_at
 from vissl_zero.data.source import Source, encoded_image
 from vissl_zero.errors import DataError
@@ -71,7 +71,7 @@ def _is_gray(image: Image.Image) -> bool:
 def _bits(file: Image.Image, data: bytes) -> int:
     """Return the bits per channel; Pillow reads color of 16 bits as 8, and says so nowhere."""
     if file.format == "PNG":
-        return data[24]
+        return data[PNG_BITS]
     if isinstance(file, TiffImageFile):
         return max(file.tag_v2.get(_BITS_PER_SAMPLE, (1,)))
     return 1 if file.mode == "1" else 16 if file.mode.startswith("I") else 8

@@ -29,8 +29,7 @@ def eval_transforms(data_cfg: Data) -> Sequence[Mapping[str, Any]]:
 
 def described_views(data_cfg: Data) -> str:
     """Describe what ``build_eval_pipeline`` does to an image, for people: sizes in pixels, mean and deviation."""
-    entries = data_cfg.TEST.TRANSFORMS or derive_eval_transforms(data_cfg.TRAIN.TRANSFORMS)
-    return ", ".join(text for entry in entries if (text := _in_words(entry)))
+    return ", ".join(text for entry in eval_transforms(data_cfg) if (text := _in_words(entry)))
 
 
 def _in_words(entry: Mapping[str, Any]) -> str:

@@ -12,7 +12,7 @@ from vissl_zero.errors import Problem
 from vissl_zero.methods.distillation_keys import teacher_folder, teacher_trunk_problems
 from vissl_zero.methods.spec import MethodSpec, head_width, loss_keys, one_head
 from vissl_zero.registry import METHODS
-from vissl_zero.resolve.named_teacher import normalization
+from vissl_zero.resolve.components import normalization
 
 if TYPE_CHECKING:
     from vissl_zero.config.run_config import RunConfig

@@ -27,6 +27,7 @@ from vissl_zero.data.source import Source
 from vissl_zero.engine.hook import Run, StepRecord
 from vissl_zero.errors import DataError
 from vissl_zero.reporting.quantity import bytes_text, largest, shown_kinds, total
+from vissl_zero.resolve.components import normalization
 from vissl_zero.sharding.memory import Bytes
 
 WIDTH = 1600  # pixels
@@ -343,12 +344,6 @@ def crop_samples(batch: ImageBatch, source: Source, transforms: Sequence[Mapping
         crops.sort(key=lambda crop: -crop.shape[0])
         samples.append(CropSample(original(source, int(batch.sample_ids[sample])), crops))
     return samples
-
-
-def normalization(transforms: Sequence[Mapping[str, Any]]) -> tuple[list[float], list[float]]:
-    """Return mean and standard deviation of the transforms' Normalize, 0 and 1 without one."""
-    normalize: Mapping[str, Any] = next((entry for entry in transforms if entry["name"] == "Normalize"), {})
-    return normalize.get("mean", [0.0] * 3), normalize.get("std", [1.0] * 3)
 
 
 def original(source: Source, index: int) -> np.ndarray | None:

@@ -17,6 +17,7 @@ from matplotlib.axes import Axes
 from vissl_zero.atomic import replacing
 from vissl_zero.data.source import described
 from vissl_zero.data.sources.segmentation import voc_colors
+from vissl_zero.data.split_pipeline import eval_transforms
 from vissl_zero.engine.hook import Run
 from vissl_zero.evaluation.knn import KnnHook
 from vissl_zero.evaluation.pictures import Neighbors
@@ -44,12 +45,12 @@ from vissl_zero.reporting.panels import (
     draw_top1,
     first_crops,
     neighbors_height,
-    normalization,
     original,
     series,
 )
 from vissl_zero.reporting.quantity import bytes_text, figure_text, total
 from vissl_zero.reporting.summary import percent, summarize
+from vissl_zero.resolve.components import normalization
 from vissl_zero.sharding.memory import Bytes
 
 _INNER = WIDTH - 2 * MARGIN
@@ -206,7 +207,7 @@ def gather_content(run: Run, knn: KnnHook, segmented: Sequence[SegmentedImage] =
         crops=first_crops(run),
         neighbors=neighbor_rows(knn.neighbors_before, knn.neighbors_after),
         patches=patch_samples(knn),
-        segmented=segmented_samples(segmented, plan.config.DATA.TRAIN.TRANSFORMS),
+        segmented=segmented_samples(segmented, eval_transforms(plan.config.DATA)),
     )
 
 
@@ -215,7 +216,7 @@ def segmented_samples(segmented: Sequence[SegmentedImage], transforms: Sequence[
 
     Args:
         segmented: of TEST.
-        transforms: TRAIN's, for the mean and standard deviation to undo.
+        transforms: of evaluation, for the mean and standard deviation to undo.
     """
     mean, std = normalization(transforms)
     colors = voc_colors()

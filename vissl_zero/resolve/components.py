@@ -215,6 +215,14 @@ def plain_views(transforms: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]
     return views
 
 
+def normalization(transforms: Sequence[Any]) -> tuple[list[float], list[float]]:
+    """Return mean and standard deviation of the last Normalize; 0 and 1 without one."""
+    for entry in reversed(transforms):
+        if isinstance(entry, Mapping) and entry.get("name") == "Normalize":
+            return list(entry["mean"]), list(entry["std"])
+    return [0.0] * 3, [1.0] * 3
+
+
 def trunk_of(own: Trunk, saved: Mapping[str, Any]) -> Trunk:
     """Return ``own`` with the name and the keys that a saved configuration has."""
     filled = dict[str, Any](NAME=str(saved.get("NAME", "")))

@@ -13,7 +13,7 @@ from vissl_zero.config.weights_name import absolute, scheme_of
 from vissl_zero.errors import ConfigError, Problem
 from vissl_zero.lifetime import run_in_subprocess
 from vissl_zero.registry import WEIGHTS_READERS
-from vissl_zero.resolve.components import method_of, missing_weights, saved_config, trunk_of
+from vissl_zero.resolve.components import method_of, missing_weights, normalization, saved_config, trunk_of
 
 
 def with_named_teacher(cfg: RunConfig) -> RunConfig:
@@ -61,14 +61,6 @@ def with_named_teacher(cfg: RunConfig) -> RunConfig:
         LOSS={**cfg.LOSS, loss: filled},
         DISTILLATION=replace(cfg.DISTILLATION, TEACHER_MODEL=teacher),
     )
-
-
-def normalization(transforms: Sequence[Any]) -> tuple[list[float], list[float]]:
-    """Return mean and standard deviation of the last Normalize; 0 and 1 without one."""
-    for entry in reversed(transforms):
-        if isinstance(entry, Mapping) and entry.get("name") == "Normalize":
-            return list(entry["mean"]), list(entry["std"])
-    return [0.0] * 3, [1.0] * 3
 
 
 def _teacher(name: str, saved: Mapping[str, Any] | None) -> Mapping[str, Any]:
