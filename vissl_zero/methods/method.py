@@ -315,6 +315,32 @@ class EmbeddingMethod(Method):
         return start + (end - start) * min(step / self._num_steps, 1.0)
 
 
+class GuessingMethod(Method):
+    """Base of methods that guess classes; ``health`` is the share of the last guesses that are right.
+
+    Attributes:
+        share_name: of that share.
+    """
+
+    share_name: str
+    _counts: Tensor | None = None
+
+    def health_sums(self) -> Tensor:
+        """Return how many guesses the last micro-batch had, and how many of them are right."""
+        return super().health_sums() if self._counts is None else self._counts
+
+    def health(self, sums: Tensor) -> dict[str, float]:
+        """Compute the share of guesses that are right."""
+        if self._counts is None:
+            return {}
+        counted, right = sums.tolist()
+        return {self.share_name: right / max(counted, 1)}
+
+    def _note_guesses(self, counted: Tensor, right: Tensor) -> None:
+        """Remember the numbers, 0-d, that ``health`` is about."""
+        self._counts = torch.stack((counted, right))
+
+
 def crops_of(rows: Tensor, num_crops: int, batch: Batch) -> tuple[Tensor, ...]:
     """Split rows (num_crops * B, D) crop by crop, (B, D) each.
 

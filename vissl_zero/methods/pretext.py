@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from vissl_zero import collectives
 from vissl_zero.errors import ConfigError, Problem
 from vissl_zero.methods.gather import at_least_float32
-from vissl_zero.methods.method import Batch, EmbeddingMethod, Method, crops_of, images_of, output_of
+from vissl_zero.methods.method import Batch, EmbeddingMethod, GuessingMethod, crops_of, images_of, output_of
 from vissl_zero.methods.pretext_keys import (
     GRIDS,
     NUM_ANGLES,
@@ -38,7 +38,7 @@ from vissl_zero.models.mlp_heads import MLP, Chain
 from vissl_zero.registry import HEADS, LOSSES
 
 
-class PretextTask(Method):
+class PretextTask(GuessingMethod):
     """Base of methods that guess what was done to an image; define ``labels``, and ``run_student``, which does it.
 
     Args:
@@ -46,12 +46,12 @@ class PretextTask(Method):
     """
 
     couples_samples = False
+    share_name = "pretext_top1"
 
     def __init__(self, num_classes: int):
         super().__init__()
         self.num_classes = num_classes
         self.guessing_loss = math.log(num_classes)
-        self._counts: Tensor | None = None
 
     def labels(self, batch: Batch, num_rows: int, device: torch.device) -> Tensor:
         """Return (num_rows,) int64: what was done to each row of the outputs."""
@@ -70,19 +70,8 @@ class PretextTask(Method):
             raise ConfigError([Problem("config.MODEL.HEAD.PARAMS", got, must, "Correct the last width.")])
         labels = self.labels(batch, len(logits), logits.device)
         right = (logits.detach().argmax(dim=1) == labels).sum()
-        self._counts = torch.stack((right.new_tensor(len(logits)), right))
+        self._note_guesses(right.new_tensor(len(logits)), right)
         return F.cross_entropy(logits, labels, reduction="sum") / max(len(logits), 1)
-
-    def health_sums(self) -> Tensor:
-        """Count the rows of the last micro-batch, and those that are guessed right."""
-        return super().health_sums() if self._counts is None else self._counts
-
-    def health(self, sums: Tensor) -> dict[str, float]:
-        """Compute ``pretext_top1``: share of rows whose class is guessed right."""
-        if self._counts is None:
-            return {}
-        num_rows, right = sums.tolist()
-        return {"pretext_top1": right / max(num_rows, 1)}
 
 
 @LOSSES.register("rotnet_loss", config=RotNetLossConfig)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from vissl_zero.errors import ConfigError, Problem
 from vissl_zero.methods.gather import at_least_float32, weighted_mean
-from vissl_zero.methods.method import Batch, Method
+from vissl_zero.methods.method import Batch, GuessingMethod
 from vissl_zero.methods.segmentation_keys import FCNHeadConfig, SegmentationLossConfig
 from vissl_zero.registry import HEADS, LOSSES
 from vissl_zero.resolve.pairs import IGNORED
@@ -71,7 +71,7 @@ def as_large_as(logits: Tensor, masks: Tensor) -> Tensor:
 
 
 @LOSSES.register("segmentation_loss", config=SegmentationLossConfig)
-class Segmentation(Method):
+class Segmentation(GuessingMethod):
     """Segmentation: cross-entropy of the class of every pixel.
 
     Args: the fields of ``SegmentationLossConfig``.
@@ -79,11 +79,11 @@ class Segmentation(Method):
 
     class_weights: Tensor | None
     predicts_pixels = True
+    share_name = "pixel_accuracy"
 
     def __init__(self, weight: Sequence[float] | None = None):
         super().__init__()
         self.register_buffer("class_weights", None if weight is None else torch.tensor(weight))
-        self._counts: Tensor | None = None  # pixels that count, and those of them that are right
 
     def forward(self, outputs: list[Any], batch: Batch) -> Tensor:
         """Compute the mean over all pixels that count; see ``pixel_cross_entropy``. Collective.
@@ -93,19 +93,8 @@ class Segmentation(Method):
         """
         masks = masks_of(batch)
         logits = as_large_as(outputs[0], masks)
-        self._counts = torch.stack([(masks != IGNORED).sum(), (logits.detach().argmax(dim=1) == masks).sum()])
+        self._note_guesses((masks != IGNORED).sum(), (logits.detach().argmax(dim=1) == masks).sum())
         return pixel_cross_entropy(logits, masks, self.class_weights)
-
-    def health_sums(self) -> Tensor:
-        """Return how many pixels count, and how many of them are right."""
-        return super().health_sums() if self._counts is None else self._counts
-
-    def health(self, sums: Tensor) -> dict[str, float]:
-        """Compute ``pixel_accuracy``: the share of pixels that are right."""
-        if self._counts is None:
-            return {}
-        counted, right = sums.tolist()
-        return {"pixel_accuracy": right / max(counted, 1)}
 
 
 def masks_of(batch: Batch) -> Tensor:
