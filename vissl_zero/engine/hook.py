@@ -168,6 +168,15 @@ class Run:
     seen: Model | None = None
     results: dict[str, Any] = field(default_factory=dict)
 
+    def is_due(self, every_num_epochs: int) -> bool:
+        """Check whether the epoch that ends is one to measure: each so many, but for the last, which the end measures.
+
+        Args:
+            every_num_epochs: 0: none is.
+        """
+        is_one = every_num_epochs > 0 and (self.epoch + 1) % every_num_epochs == 0
+        return is_one and self.step < self.num_steps
+
     def settle(self) -> None:
         """Read the figures of the newest step now instead of a step later; every rank must. Waits for the device.
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +16,8 @@ from vissl_zero.config.blocks.output import METERS, Meters
 from vissl_zero.config.components.heads import layer_names, told_apart
 from vissl_zero.config.programs import PREDICTIONS, TRAIN
 from vissl_zero.data.loader import EvalImages, build_eval_images, require_evaluation
-from vissl_zero.engine.hook import Hook, Run, Step
+from vissl_zero.engine.hook import Run, Step
+from vissl_zero.evaluation.curve import CurveHook
 from vissl_zero.evaluation.features import evaluated, own_batches
 from vissl_zero.resolve.optimizer_plan import peak
 
@@ -39,7 +39,7 @@ class Accuracy:
     by_k: Mapping[int, float] = field(default_factory=dict)
 
 
-class AccuracyHook(Hook):
+class AccuracyHook(CurveHook):
     """Top-1 and top-5 on TEST's images of a run that predicts classes, every TEST_EVERY_NUM_EPOCH epochs and last.
 
     Adds to the results: ``top1_latest``, ``top5_latest`` and ``top1_by_step`` ([step, top-1] each) while it trains;
@@ -50,25 +50,14 @@ class AccuracyHook(Hook):
     and the heads are as new.
     """
 
-    def __init__(self) -> None:
-        self._curve: list[list[float]] = []
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the curve so far."""
-        return {"curve": self._curve}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._curve = [list(point) for point in state["curve"]]
+    figure = "top1"
 
     def on_start(self, run: Run) -> None:
         if _ignored_label(run) is not None:
             require_evaluation(run.plan.config.DATA, run.plan.seed)
 
     def on_epoch_end(self, run: Run) -> None:
-        every = run.plan.config.TEST_EVERY_NUM_EPOCH
-        if every < 1 or (run.epoch + 1) % every or run.step >= run.num_steps:  # on_end measures the last
-            return
-        if (found := self._measure(run)) is not None:
+        if run.is_due(run.plan.config.TEST_EVERY_NUM_EPOCH) and (found := self._measure(run)) is not None:
             run.results |= {"top1_latest": found.top1, "top5_latest": found.top5}
 
     def on_end(self, run: Run) -> None:
@@ -102,9 +91,7 @@ class AccuracyHook(Hook):
             run.results["top1_by_layer"] = {name: head.top1 for name, head in named}
             run.results["top5_by_layer"] = {name: head.top5 for name, head in named if head.top5 is not None}
             run.results["best_layer"] = named[best][0]
-        if not self._curve or self._curve[-1][0] < run.step:
-            self._curve.append([run.step, heads[best].top1])
-        run.results["top1_by_step"] = [list(point) for point in self._curve]
+        self._add(run, heads[best].top1)
         return heads[best]
 
 
@@ -220,23 +207,18 @@ def accuracies_of(
     return found
 
 
-class OnlineProbeHook(Hook):
+class OnlineProbeHook(CurveHook):
     """Steps the probe with the model and measures it on TEST's images, every EVERY_NUM_EPOCHS epochs and at the end.
 
     Adds to the results: ``probe_top1_latest`` while it trains, ``probe_top1`` at the end, ``probe_top1_by_step``
     ([step, top-1] each), and ``probe_top1_train``, of the newest epoch's training views (0 to 1).
     """
 
+    figure = "probe_top1"
+
     def __init__(self) -> None:
-        self._curve: list[list[float]] = []
+        super().__init__()
         self._seen = torch.zeros(2)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the curve so far."""
-        return {"curve": self._curve}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._curve = [list(point) for point in state["curve"]]
 
     def on_start(self, run: Run) -> None:
         require_evaluation(run.plan.config.DATA, run.plan.seed)
@@ -249,10 +231,9 @@ class OnlineProbeHook(Hook):
             self._seen += torch.stack(run.probe.step())
 
     def on_epoch_end(self, run: Run) -> None:
-        every = run.plan.config.ONLINE_PROBE.EVERY_NUM_EPOCHS
         count, right = self._seen.tolist()
         run.results["probe_top1_train"] = right / count if count else None
-        if every and (run.epoch + 1) % every == 0 and run.step < run.num_steps:  # on_end measures the last
+        if run.is_due(run.plan.config.ONLINE_PROBE.EVERY_NUM_EPOCHS):
             run.results["probe_top1_latest"] = self._measure(run)
 
     def on_end(self, run: Run) -> None:
@@ -275,7 +256,5 @@ class OnlineProbeHook(Hook):
         )
         if not found:
             return None
-        if not self._curve or self._curve[-1][0] < run.step:
-            self._curve.append([run.step, found[0].top1])
-        run.results["probe_top1_by_step"] = [list(point) for point in self._curve]
+        self._add(run, found[0].top1)
         return found[0].top1

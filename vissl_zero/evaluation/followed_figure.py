@@ -52,8 +52,7 @@ class FollowedFigure:
         if run.step >= run.num_steps:
             return None
         self._losses = [0.0, 0.0]
-        every = periods(run.plan.config).get(self.metric, 0)
-        if not every or (run.epoch + 1) % every:
+        if not run.is_due(periods(run.plan.config).get(self.metric, 0)):
             return None
         if self.metric == "loss":
             return _shared(total / count) if count else None  # None: every step was skipped

@@ -176,12 +176,8 @@ class KnnHook(Hook):
         self.neighbors_before = self._neighbors(measured)
 
     def on_epoch_end(self, run: Run) -> None:
-        every = self._options.EVERY_NUM_EPOCHS
         is_frozen = run.plan.config.MODEL.FEATURE_EVAL_SETTINGS.FREEZE_TRUNK_ONLY
-        is_due = (
-            every > 0 and not is_frozen and (run.epoch + 1) % every == 0 and run.step < run.num_steps
-        )  # on_end measures the last
-        if self._index_source is not None and is_due:
+        if self._index_source is not None and not is_frozen and run.is_due(self._options.EVERY_NUM_EPOCHS):
             run.results["knn_top1_latest"] = self._record(run, self._measure(run))
 
     def on_end(self, run: Run) -> None:

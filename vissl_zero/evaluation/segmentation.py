@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -18,8 +17,9 @@ from vissl_zero.collectives import all_gather_objects, all_reduce_sum
 from vissl_zero.data.decode import BrokenImageError
 from vissl_zero.data.loader import EvalImages, build_eval_images, require_evaluation
 from vissl_zero.data.source import Source, checks_of, masks_of
-from vissl_zero.engine.hook import Hook, Run
+from vissl_zero.engine.hook import Run
 from vissl_zero.errors import ConfigError, DataError, Problem
+from vissl_zero.evaluation.curve import CurveHook
 from vissl_zero.evaluation.features import evaluated, own_batches
 from vissl_zero.evaluation.pictures import middles
 from vissl_zero.methods.segmentation import as_large_as
@@ -75,7 +75,7 @@ class SegmentedImage:
     predicted: np.ndarray
 
 
-class SegmentationHook(Hook):
+class SegmentationHook(CurveHook):
     """Mean intersection over union on TEST's images: before training, every TEST_EVERY_NUM_EPOCH epochs, and last.
 
     Adds to the results: ``miou_latest`` while it trains, ``miou_by_step`` ([step, mIoU] each); at the end ``miou``,
@@ -86,16 +86,11 @@ class SegmentationHook(Hook):
         pictures: a few images of TEST with what the model makes of them at the end; on rank 0.
     """
 
+    figure = "miou"
+
     def __init__(self) -> None:
-        self._curve: list[list[float]] = []
+        super().__init__()
         self.pictures: list[SegmentedImage] = []
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the curve so far."""
-        return {"curve": self._curve}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._curve = [list(point) for point in state["curve"]]
 
     def on_start(self, run: Run) -> None:
         """Look at all images and masks, and measure the untrained model. Collective."""
@@ -106,10 +101,7 @@ class SegmentationHook(Hook):
             self._measure(run)
 
     def on_epoch_end(self, run: Run) -> None:
-        every = run.plan.config.TEST_EVERY_NUM_EPOCH
-        if every < 1 or (run.epoch + 1) % every or run.step >= run.num_steps:  # on_end measures the last
-            return
-        if (found := self._measure(run)) is not None:
+        if run.is_due(run.plan.config.TEST_EVERY_NUM_EPOCH) and (found := self._measure(run)) is not None:
             run.results["miou_latest"] = found.miou
 
     def on_end(self, run: Run) -> None:
@@ -130,9 +122,7 @@ class SegmentationHook(Hook):
         found = None if images is None else overlap(confusion_of(run, images))
         if found is None:
             return None
-        if not self._curve or self._curve[-1][0] < run.step:
-            self._curve.append([run.step, found.miou])
-        run.results["miou_by_step"] = [list(point) for point in self._curve]
+        self._add(run, found.miou)
         return found
 
 
