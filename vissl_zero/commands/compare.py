@@ -7,12 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from vissl_zero.atomic import replacing
 from vissl_zero.commands.arguments import CommandParser
-from vissl_zero.errors import ConfigError, Problem, printable
+from vissl_zero.errors import ConfigError, Problem
 from vissl_zero.launch.run_list import find_runs
 from vissl_zero.terminal import say
 
@@ -33,7 +31,7 @@ def compare(arguments: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print data in place of the table")
     options = parser.parse_args(arguments)
     folders, out = _runs_of(options.folders), options.html.expanduser()
-    from vissl_zero.reporting.comparison import as_json, differing, grouped, page, read_run, rows_of
+    from vissl_zero.reporting.comparison import as_json, differing, grouped, page, read_run, rows_of, text_table
 
     try:
         runs = [read_run(folder) for folder in folders]
@@ -45,10 +43,10 @@ def compare(arguments: Sequence[str]) -> int:
         print(json.dumps(as_json(runs), indent=1))
         return 0
     console = Console(width=max(Console().width, 40 + 60 * len(runs)), soft_wrap=True)
-    console.print(_table(["key", *(run.folder.name for run in runs)], list(differing(runs).items())))
+    console.print(text_table(["key", *(run.folder.name for run in runs)], differing(runs).items()))
     groups = grouped(runs)
     heads = [f"{group.name} ({len(group.runs)})" for group in groups]
-    console.print(_table(["figure", *heads], list(rows_of(groups))))
+    console.print(text_table(["figure", *heads], rows_of(groups)))
     say(f"page: {out}", console)
     return 0
 
@@ -65,12 +63,3 @@ def _runs_of(names: Sequence[str]) -> list[Path]:
     if len(folders) < 2:
         raise ConfigError([Problem(_WORD, f"{len(folders)} runs", "needs two runs at least", "Name two folders.")])
     return list(dict.fromkeys(folders))
-
-
-def _table(heads: Sequence[str], rows: Sequence[tuple[str, Sequence[object]]]) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for head in heads:
-        table.add_column(Text(printable(head)), no_wrap=True)
-    for name, cells in rows:
-        table.add_row(Text(name), *(Text(printable(cell)) for cell in cells))
-    return table

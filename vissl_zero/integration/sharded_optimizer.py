@@ -56,9 +56,6 @@ class StateOfWrappers(defaultdict[Any, Any]):
 
     clear = values = items = keys = __iter__ = _refuse
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> StateOfWrappers:
-        return StateOfWrappers()
-
 
 class ZeroOptimizer(torch.optim.Optimizer):
     """Optimizer over this rank's shards; schedulers and loggers take it for the torch optimizer it is.

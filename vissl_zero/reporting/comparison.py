@@ -5,13 +5,15 @@ from __future__ import annotations
 import base64
 import html
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from string import Template
 from typing import Any
 
 import numpy as np
+from rich.table import Table
+from rich.text import Text
 
 from vissl_zero.engine.hook import Records
 from vissl_zero.engine.stopping import read_summary
@@ -146,6 +148,16 @@ def rows_of(groups: Sequence[Group]) -> Iterator[tuple[str, list[str]]]:
             yield title, [estimate_text(name, column.get(name)) for column in columns]
 
 
+def text_table(heads: Sequence[str], rows: Iterable[tuple[str, Sequence[object]]]) -> Table:
+    """Return a table for a terminal: a row for each name, with as many cells as there are heads after the first."""
+    table = Table(box=None, pad_edge=False)
+    for head in heads:
+        table.add_column(Text(printable(head)), no_wrap=True)
+    for name, cells in rows:
+        table.add_row(Text(name), *(Text(printable(cell)) for cell in cells))
+    return table
+
+
 def page(runs: Sequence[ComparedRun]) -> str:
     """Return one self-contained HTML page; it loads nothing from anywhere."""
     groups = grouped(runs)
@@ -187,16 +199,20 @@ def _report(run: ComparedRun) -> str:
 
 def as_json(runs: Sequence[ComparedRun]) -> Mapping[str, Any]:
     """Return the comparison as data: differing keys by run, figures by group."""
-    groups = grouped(runs)
     return {
         "runs": [str(run.folder) for run in runs],
         "keys": differing(runs),
-        "groups": [
-            {
-                "name": group.name,
-                "runs": [str(run.folder) for run in group.runs],
-                "figures": {name: vars(found) for name, found in figures_of(group).items()},
-            }
-            for group in groups
-        ],
+        "groups": groups_as_json(grouped(runs)),
     }
+
+
+def groups_as_json(groups: Sequence[Group]) -> list[dict[str, Any]]:
+    """Return the figures of groups as data."""
+    return [
+        {
+            "name": group.name,
+            "runs": [str(run.folder) for run in group.runs],
+            "figures": {name: vars(found) for name, found in figures_of(group).items()},
+        }
+        for group in groups
+    ]

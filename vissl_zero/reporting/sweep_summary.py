@@ -18,7 +18,7 @@ from rich.text import Text
 
 from vissl_zero.atomic import replacing
 from vissl_zero.engine.stopping import is_done, read_note, read_summary
-from vissl_zero.reporting.comparison import as_json, grouped, read_run, rows_of
+from vissl_zero.reporting.comparison import grouped, groups_as_json, read_run, rows_of, text_table
 from vissl_zero.reporting.panels import BLUE, GREEN, KIND_COLORS, MARGIN, ORANGE, STYLE, VERMILLION, WIDTH, Page
 from vissl_zero.reporting.quantity import KINDS, bytes_text, figure_text, shown_kinds
 from vissl_zero.sharding.memory import Bytes
@@ -128,14 +128,9 @@ def join_seeds(sweep_dir: Path, rows: Sequence[Row], console: Console | None = N
     if not groups:
         return False
     with replacing(sweep_dir / SEEDS_NAME) as temporary:
-        content = as_json([run for group in groups for run in group.runs])["groups"]
-        temporary.write_text(json.dumps(content, indent=1), encoding="utf-8")
-    table = Table(box=None, pad_edge=False, title_justify="left")
-    table.add_column("mean over seeds", no_wrap=True)
-    for group in groups:
-        table.add_column(Text(f"{group.name if len(groups) > 1 else ''} {len(group.runs)} seeds".strip()), no_wrap=True)
-    for title, cells in rows_of(groups):
-        table.add_row(title, *map(Text, cells))
+        temporary.write_text(json.dumps(groups_as_json(groups), indent=1), encoding="utf-8")
+    heads = [f"{group.name if len(groups) > 1 else ''} {len(group.runs)} seeds".strip() for group in groups]
+    table = text_table(["mean over seeds", *heads], rows_of(groups))
     out = console or rich.get_console()
     out.print()
     Console(file=out.file, width=max(out.width, 30 + 40 * len(groups)), soft_wrap=True).print(table)
