@@ -264,7 +264,7 @@ def _refuse_unknown(word: str) -> None:
         raise ConfigError(f"vissl-zero {word}: is not here. {ELSEWHERE[word]}")
     if word in ("train", "run", "fit", "pretrain"):
         raise ConfigError(
-            f"vissl-zero {word}: is no command, as training has no word. Write vissl-zero config=<recipe>."
+            f"vissl-zero {word}: is not a command: training has no word. Write vissl-zero config=<recipe>."
         )
     words = [*WORDS, *PROGRAMS]
     known = f"must be config=<recipe> or one of {', '.join(words)}.{did_you_mean(word, words)}"

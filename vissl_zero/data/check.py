@@ -141,13 +141,13 @@ class Findings:
         if same := self.num_duplicates - self.num_relabeled:
             found.append("1 image is a copy of another." if same == 1 else f"{same:,} images are copies of others.")
         if self.flagged["exif_rotated"]:
-            fix = "config.DATA.EXIF=apply turns what lies otherwise."
-            found.append(f"{counted(self.flagged['exif_rotated'], 'image')} stored turned (EXIF). {fix}")
+            fix = "config.DATA.EXIF=apply rotates them; by default they are read as stored."
+            found.append(f"EXIF asks to rotate {counted(self.flagged['exif_rotated'], 'image')}. {fix}")
         if self.flagged["transparent"]:
-            fix = "config.DATA.BACKGROUND=white lays transparent pixels on white; else the color stored beneath shows."
-            found.append(f"{counted(self.flagged['transparent'], 'image')} with transparent pixels. {fix}")
+            fix = "config.DATA.BACKGROUND=white shows white behind them; by default the stored color shows."
+            found.append(f"There are transparent pixels in {counted(self.flagged['transparent'], 'image')}. {fix}")
         if empty := [name for name, count in self.classes.items() if not count]:
-            found.append(f"{counted(len(empty), 'class')} without images: {', '.join(empty[:_MOST_NAMED])}.")
+            found.append(f"There are no images of {counted(len(empty), 'class')}: {', '.join(empty[:_MOST_NAMED])}.")
         if self.classes and self.classes.keys() <= _SPLITS:
             names = ", ".join(self.classes)
             found.append(f"The classes are {names}: these look like splits. Name one of the folders.")

@@ -46,7 +46,7 @@ class _OfParameter(dict[str, Any]):
 
 
 class StateOfWrappers(defaultdict[Any, Any]):
-    """``optimizer.state``: keyed access for wrappers; what would reach the state of the base optimizer is refused."""
+    """``optimizer.state``: wrappers read and write by parameter; what is meant for the base optimizer is refused."""
 
     def __init__(self) -> None:
         super().__init__(_OfParameter)
@@ -372,10 +372,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._micro_batch.enter_context(self._sharded.micro_batch(is_last))
 
     def _require_same_gradients(self) -> None:
-        """Refuse gradients that the loop has changed before the last micro-batch: they may not be means yet."""
+        """Refuse gradients that the loop has changed before the last micro-batch, when they may not be averaged yet."""
         if self._marks is not None and self._marks != self._sharded.gradient_marks():
             raise VisslZeroError(
-                "A gradient was changed before the last micro-batch of an update, when it is not yet the mean over "
+                "A gradient was changed before the last micro-batch of an update, when it is not yet averaged over "
                 f"ranks. Change gradients between backward() and the last of {self._accumulation_steps} calls of "
                 "step(), or clip by zero=dict(clip_grad=...)."
             )

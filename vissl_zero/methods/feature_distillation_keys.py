@@ -27,7 +27,8 @@ class FeatureDistillationLossConfig:
     """Weights of the teacher, whose trunk is detected: a file, a run folder, hf:<repo>, timm:<model>,
     torchvision:<model> or torchhub:<model>; digits: a small one of scans that comes with the package."""
     queue_weight: float = number(1.0, least=0)
-    """Weight of the divergence of the softmax of similarities to the teacher's features of the batch and of a queue."""
+    """Weight of the KL divergence between student and teacher, each as softmax over similarities to the teacher's
+    features of the batch and of a queue."""
     global_weight: float = number(0.0, least=0)
     """Weight of the squared distance between features of an image."""
     dense_weight: float = number(0.0, least=0)
@@ -46,9 +47,9 @@ class FeatureDistillationLossConfig:
     teacher_std: list[float] | None = None
     """Their standard deviation; null: as its weights say, or ImageNet's."""
     student_mean: list[float] | None = None
-    """Mean by which the transforms normalize; null: from the transforms, which also win over a different one."""
+    """Mean that the transforms subtract; null: read from the transforms, which override any other value."""
     student_std: list[float] | None = None
-    """Their standard deviation; null: from the transforms, which also win over a different one."""
+    """Standard deviation that the transforms divide by; null: as for ``student_mean``."""
 
 
 _CHANNELS = 3

@@ -260,7 +260,7 @@ class ShardedModel:
             shard.forget_grad()
 
     def gradient_marks(self) -> list[tuple[int, ...] | None]:
-        """Return what changes with any change of a gradient in memory. Not a collective."""
+        """Return marks that every change of a gradient changes (``marks``). Not a collective."""
         return marks([shard.source for shard in self._trained if not shard.is_on_disk])
 
     def retire_gradients(self) -> None:

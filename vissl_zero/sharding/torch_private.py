@@ -46,7 +46,10 @@ def real_grad(param: Tensor) -> Tensor | None:
 
 
 def marks(params: Iterable[Tensor]) -> list[tuple[int, ...] | None]:
-    """Return, per parameter, what changes with any change of its gradient; None where there is none in memory."""
+    """Return address and version counters of each parameter's gradient, which every change of it changes.
+
+    None for a parameter without a gradient in memory.
+    """
     found: list[tuple[int, ...] | None] = []
     for param in params:
         grad = real_grad(param)

@@ -90,5 +90,5 @@ def _sentence(call: str) -> str:
 
 def _warning(call: str) -> str:
     """Say what is not certain yet: a first backward pass may compile for minutes."""
-    where = f"Rank {collectives.rank()} waits in {call}, since {AFTER_S:.0f} s"
-    return f"{where}: it compiles or computes, or another rank has not called it. {_FIX}"
+    where = f"Rank {collectives.rank()} waits in {call} for more than {AFTER_S:.0f} s"
+    return f"{where}: this rank compiles or computes, or another rank has not made the call. {_FIX}"

@@ -97,7 +97,7 @@ class GradientAverage:
         if self._is_open:
             self._end_round()
         # Not before all ranks have said that they have no more: one that left early would keep the others waiting.
-        # A rank also opens for what earlier micro-batches have left, where this one had no backward pass.
+        # A rank also opens a round for gradients of earlier micro-batches, if this one had no backward pass.
         while self._agree_to_open(self._has_own):  # another rank may have run one more backward pass
             self._is_open = True
             self._end_round()
@@ -114,9 +114,9 @@ class GradientAverage:
             self._end_round()
 
     def changed(self) -> int:
-        """Digest the gradients if the loop has changed one since it became a mean; 0 if not. Not a collective.
+        """Digest the gradients if the loop has changed any since they were averaged; 0 if not. Not a collective.
 
-        A gradient that the loop has set itself is this rank's own, unless it was computed from means.
+        Such a gradient may be this rank's alone, so ranks compare their digests.
         """
         if not self._is_needed or marks(self._params) == self._means:
             return 0

@@ -209,7 +209,7 @@ class GradientMessages:
             return
         self.settle()
         # Ranks leave together: while one still opens a round, all others take part in it with zeros. A rank also opens
-        # one for what earlier micro-batches have left, where this one had no backward pass.
+        # a round for gradients of earlier micro-batches, if this one had no backward pass.
         while self._announce(self._has_own, wait=True):
             self._end_round()
 
