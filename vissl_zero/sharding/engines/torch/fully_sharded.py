@@ -181,7 +181,7 @@ class FullySharded(ShardedModel):
 
         Parameters without an element are left alone too, and have nothing to average.
         """
-        scalars = [shard.source for shard in self._trained if shard.source.dim() == 0]
+        scalars = [shard.source for shard in self._trained if not shard.full_shape]
         if not scalars or self._scalar_means is not None:
             return
         # In float64, so that scalars of different formats share one message.
