@@ -436,6 +436,7 @@ DATA_SOURCES = Registry(
         "disk_filelist": (f"{_DATA}.sources.disk", "Image files named by .npy or text lists."),
         "webdataset": (f"{_DATA}.sources.packed", "Tars of images, as webdataset writes them."),
         "arrow": (f"{_DATA}.sources.packed", "Arrow files of Hugging Face's datasets, as save_to_disk writes them."),
+        "parquet": (f"{_DATA}.sources.parquet", "Parquet files of images, as the Hugging Face hub has them."),
         "lmdb": (f"{_DATA}.sources.packed", "An LMDB database of image files."),
         "manifest": (f"{_DATA}.sources.manifest", "Image files and labels in a CSV or JSON lines table."),
         "hdf5": (f"{_DATA}.sources.hdf5", "Pixels or files in an HDF5 file."),

@@ -132,7 +132,7 @@ def test_what_is_wrong_with_the_teacher_is_said_under_its_own_keys(tmp_path: Pat
     assert f"{TEACHER}.WEIGHTS_INIT.PARAMS_FILE" in str(caught.value)
 
 
-def _named(teacher: Path, level: int, tier: Path | None = None) -> ResolvedRun:
+def _named(teacher: Path, level: int) -> ResolvedRun:
     words = [
         f"config.LOSS.feature_distillation_loss.teacher={teacher}",
         "config.LOSS.feature_distillation_loss.global_weight=0.5",
@@ -143,9 +143,6 @@ def _named(teacher: Path, level: int, tier: Path | None = None) -> ResolvedRun:
         "config.TRAINER.MAX_STEPS=2",
         f"config.ZERO.LEVEL={level}",
     ]
-    if tier is not None:
-        nvme = f"{{device: nvme, nvme_path: {tier}}}"
-        words += [f"config.ZERO.offload_param_config={nvme}", f"config.ZERO.offload_optimizer_config={nvme}"]
     host = Host(num_gpus=0, why_no_gpu="", num_cores=2)
     run = compose("digits/feature_distillation", words).run
     return resolve(run, str(teacher.parent / "run"), host=host)
@@ -177,14 +174,10 @@ def _restore(plan: ResolvedRun, folder: str) -> str:
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-def test_a_teacher_named_by_its_weights_is_alike_at_levels_and_not_in_checkpoints(tmp_path: Path) -> None:
+def test_a_teacher_named_by_its_weights_is_not_in_checkpoints(tmp_path: Path) -> None:
     weights = tmp_path / "vit.pth"
     net = timm.create_model("vit_tiny_patch16_224", embed_dim=64, depth=2, num_heads=1, img_size=24, patch_size=8)
     torch.save(net.state_dict(), weights)
-    first, third, on_disk = (
-        run_on_ranks(2, _losses, _named(weights, *cell), timeout_s=100)[0] for cell in ((0,), (3,), (3, tmp_path))
-    )
-    assert len(first) == 2 and first == pytest.approx(third, rel=1e-10) and first == pytest.approx(on_disk, rel=1e-10)
     (tmp_path / "run").mkdir()
     names = run_on_ranks(2, _save, _named(weights, 3), str(tmp_path / "run"), timeout_s=100)[0]
     assert "criterion/queue.embeddings" in names and not [name for name in names if "teacher" in name]

@@ -21,7 +21,7 @@ from tests.dist.cells import CELLS, FEATURES, OPTIMIZERS, PLACES, SETTINGS, WORL
 from tests.dist.conftest import Compared
 from tests.dist.cuda_streams import streams_on_cpu
 from tests.dist.plain import train_plainly
-from tests.dist.training import train_sharded
+from tests.dist.training import DEVICE, train_sharded
 from tests.ranks import RankError, run_on_ranks
 
 TOLERANCE, NOISE_FLOOR = 1e-10, 5e-12  # processors round differently
@@ -81,7 +81,7 @@ def _train(cells: list[Cell], folder: str) -> dict[Cell, Outcome]:
 
 
 def _streams(cell: Cell) -> AbstractContextManager[None]:
-    return streams_on_cpu() if cell.is_float32 else nullcontext()
+    return streams_on_cpu() if cell.is_float32 and DEVICE.type == "cpu" else nullcontext()
 
 
 @pytest.mark.timeout(300)

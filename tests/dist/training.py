@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -37,6 +38,8 @@ from vissl_zero.sharding.update.stepper import StepResult
 __all__ = ["Case", "Outcome", "build", "loss_of", "micro_batches", "shard", "train_plainly", "train_step"]
 
 WHOLE_TENSOR = {"muon": muon, "lamb": lamb, "adamw_8bit": partial(adamw_8bit, block_size=32, min_elements=50)}
+# "cuda": the same matrix on a GPU, which all ranks share (gloo; nccl refuses that). The reference stays on the CPU.
+DEVICE = torch.device(os.environ.get("VISSL_ZERO_TEST_DEVICE", "cpu"))
 DOUBLE = Precision(master="float64", compute="float64", reduce="float64")
 
 
@@ -66,7 +69,7 @@ def shard(case: Case, level: int, **changes: Any) -> ShardedModel:
             groups_of(model, case),
             lambda groups: (_own_optimizer(case.optimizer, groups), adaptations.get(case.optimizer)),
             plan,
-            torch.device("cpu"),
+            DEVICE,
         )
     )
 
@@ -119,13 +122,13 @@ def train_step(sharded: ShardedModel, case: Case, step: int, outcome: Outcome) -
     rank, world_size = dist.get_rank(), dist.get_world_size()
     for index, batch in enumerate(batches):
         rows = rows_of(rank, world_size, batch[0].shape[1])
-        images = [crops[:, rows] for crops in batch]
-        set_random_key(SEED, step, rows)
+        images = [crops[:, rows].to(DEVICE) for crops in batch]
+        set_random_key(SEED, step, rows.to(DEVICE))
         with sharded.micro_batch(is_last=index == len(batches) - 1):
             loss = loss_of(forward(sharded.model, case, images), len(rows))
             is_bad = step == case.inf_step and index == 0 and rank == world_size - 1
             sharded.backward(loss * float("inf") if is_bad else loss, len(rows) * world_size / num_samples)
-        total += loss.detach() * (len(rows) / num_samples)
+        total += loss.detach().cpu() * (len(rows) / num_samples)
     result = sharded.step()
     sharded.zero_grad()
     outcome.losses.append(float(collectives.all_reduce_sum(total)))

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import copy
-import json
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch
 
-from tests.command_line import run_command
+from tests.gpu.runs import losses
 from vissl_zero.checkpoint.snapshot import HostMemory
 from vissl_zero.sharding.model.float8 import Float8Linear, MxLinear
 from vissl_zero.sharding.state.saved_state import Part
@@ -20,37 +18,64 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
     pytest.mark.timeout(280),
 ]
-COMMON = [
-    "config=quickstart/swav_digits",
-    "config.MACHINE.DEVICE=gpu",
-    "config.DISTRIBUTED.NUM_PROC_PER_NODE=1",
-    "config.DATA.TRAIN.BATCHSIZE_PER_REPLICA=16",
-    "config.NEAREST_NEIGHBOR.USE_KNN=false",
-    "config.TRAINER.MAX_STEPS=6",
-]
-
-
-def losses(folder: Path, *overrides: str) -> list[float]:
-    run_command(*COMMON, f"config.CHECKPOINT.DIR={folder}", *overrides, timeout_s=240)
-    return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+RECIPE, STEPS = "quickstart/swav_digits", "config.TRAINER.MAX_STEPS=6"
+DOUBLE = "config.TRAINER.DTYPE=float64"
 
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    return losses(tmp_path_factory.mktemp("gpu") / "run", "config.ZERO.LEVEL=0", "config.TRAINER.DTYPE=float64")
+    return losses(tmp_path_factory.mktemp("gpu") / "run", RECIPE, STEPS, "config.ZERO.LEVEL=0", DOUBLE)
 
 
 @pytest.mark.parametrize("level", [1, 2, 3])
 def test_levels_are_equal_in_float64(level, reference, tmp_path):
-    found = losses(tmp_path / "run", f"config.ZERO.LEVEL={level}", "config.TRAINER.DTYPE=float64")
+    found = losses(tmp_path / "run", RECIPE, STEPS, f"config.ZERO.LEVEL={level}", DOUBLE)
     assert found == pytest.approx(reference, abs=1e-10)
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_fairscale_is_equal_in_float64(level, reference, tmp_path):
+    engine = [f"config.ZERO.LEVEL={level}", "config.ZERO.ENGINE=fairscale"]
+    assert losses(tmp_path / "run", RECIPE, STEPS, *engine, DOUBLE) == pytest.approx(reference, abs=1e-10)
+
+
+def test_level_3_of_fairscale_is_close_in_float32(reference, tmp_path):
+    engine = ["config.ZERO.LEVEL=3", "config.ZERO.ENGINE=fairscale"]
+    assert losses(tmp_path / "run", RECIPE, STEPS, *engine) == pytest.approx(reference, rel=1e-3)
+
+
+@pytest.mark.parametrize("what", [["optimizer"], ["optimizer", "param"]], ids=str)
+@pytest.mark.parametrize("place", ["cpu", "nvme"])
+def test_tiers_are_equal_in_float64(place, what, reference, tmp_path):
+    keys = [f"config.ZERO.offload_{kind}_config.device={place}" for kind in what]
+    keys += [f"config.ZERO.offload_{kind}_config.nvme_path={tmp_path}" for kind in what if place == "nvme"]
+    found = losses(tmp_path / "run", RECIPE, STEPS, "config.ZERO.LEVEL=3", DOUBLE, *keys)
+    assert found == pytest.approx(reference, abs=1e-10)
+
+
+@pytest.mark.parametrize("level", [0, 3])
+def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(level, reference, tmp_path):
+    words = [f"config.ZERO.LEVEL={level}", DOUBLE, "config.CHECKPOINT.CHECKPOINT_ITER_FREQUENCY=3"]
+    assert len(losses(tmp_path / "run", RECIPE, *words, "config.TRAINER.MAX_STEPS=3")) == 3
+    assert losses(tmp_path / "run", RECIPE, *words, STEPS) == pytest.approx(reference, abs=1e-10)
+
+
+@pytest.mark.parametrize("level", [0, 3])
+def test_deterministic_runs_give_the_same_bits(level, tmp_path):
+    words = [f"config.ZERO.LEVEL={level}", STEPS, "config.TRAINER.DETERMINISTIC=true"]
+    assert losses(tmp_path / "a", RECIPE, *words) == losses(tmp_path / "b", RECIPE, *words)
+
+
+def test_the_gpu_computes_what_the_cpu_does(reference, tmp_path):
+    found = losses(tmp_path / "run", RECIPE, STEPS, "config.ZERO.LEVEL=0", DOUBLE, device="cpu")
+    assert found == pytest.approx(reference, abs=1e-9)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("level", [0, 3])
 def test_half_precision_trains(dtype, level, reference, tmp_path):
     amp = ["config.MODEL.AMP_PARAMS.USE_AMP=true", f"config.MODEL.AMP_PARAMS.DTYPE={dtype}"]
-    found = losses(tmp_path / "run", f"config.ZERO.LEVEL={level}", *amp)
+    found = losses(tmp_path / "run", RECIPE, STEPS, f"config.ZERO.LEVEL={level}", *amp)
     assert found[0] == pytest.approx(reference[0], rel=0.05)
 
 
@@ -122,6 +147,6 @@ VIT_IN_FLOAT8 = [
 @pytest.mark.parametrize("level", [0, 3])
 def test_float8_trains_under_autocast(level, tmp_path):
     """As on the CPU, where the products are emulated; bfloat16 rounds differently on the two."""
-    words = [f"config.ZERO.LEVEL={level}", *VIT_IN_FLOAT8, "config.MODEL.AMP_PARAMS.USE_AMP=true"]
-    found = losses(tmp_path / "gpu", *words)
-    assert found == pytest.approx(losses(tmp_path / "cpu", *words, "config.MACHINE.DEVICE=cpu"), rel=0.05)
+    words = [STEPS, f"config.ZERO.LEVEL={level}", *VIT_IN_FLOAT8, "config.MODEL.AMP_PARAMS.USE_AMP=true"]
+    found = losses(tmp_path / "gpu", RECIPE, *words)
+    assert found == pytest.approx(losses(tmp_path / "cpu", RECIPE, *words, device="cpu"), rel=0.05)

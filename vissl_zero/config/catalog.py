@@ -35,6 +35,7 @@ SOURCES = (
     "torchvision_dataset",
     "webdataset",
     "arrow",
+    "parquet",
     "lmdb",
     "manifest",
     "npy",
@@ -51,6 +52,7 @@ _FILES = {
     ".jsonl": "manifest",
     ".ndjson": "manifest",
     ".txt": "disk_filelist",
+    ".parquet": "parquet",
     ".h5": "hdf5",
     ".hdf5": "hdf5",
 }
@@ -98,6 +100,8 @@ def _format_of(path: Path) -> str:
         return "lmdb"
     if "dataset_dict.json" in names or any(name.endswith(".arrow") for name in names):
         return "arrow"
+    if any(name.endswith(".parquet") for name in names) or ("data" in names and any(path.glob("data/*.parquet"))):
+        return "parquet"
     return "webdataset" if any(name.endswith(".tar") for name in names) else "disk_folder"
 
 

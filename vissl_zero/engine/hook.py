@@ -32,13 +32,15 @@ TEACHER_CHECKSUM = "teacher_checksum"  # among results: of a frozen teacher, whi
 class Step:
     """An optimizer step as soon as it was launched, with the figures that each rank knows by itself.
 
-    Rank 0 writes its own. They are equal on every rank except for ``bytes`` and, by little, ``images_per_s``.
+    Rank 0 writes its own. They are equal on every rank except for ``bytes``, ``data_wait`` and, by little,
+    ``images_per_s``.
 
     Attributes:
         step: optimizer steps so far, this one included (the first is 1).
         epoch: of the step, from 0.
         lr: learning rate of the trunk.
         images_per_s: source images per second over all ranks, data loading included.
+        data_wait: share of the step's time in which this rank waited for its loader, 0 to 1.
         bytes: this rank's memory by kind, as it was last measured.
         skipped: the loss scaler skipped the update.
         loss_scale: 1.0 without loss scaling.
@@ -49,6 +51,7 @@ class Step:
     lr: float
     images_per_s: float
     bytes: Bytes
+    data_wait: float = 0.0
     skipped: bool = False
     loss_scale: float = 1.0
 

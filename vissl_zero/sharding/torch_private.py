@@ -10,7 +10,7 @@ import inspect
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import cache, partial
 from typing import Any
@@ -22,6 +22,7 @@ from torch.autograd import Variable
 from torch.autograd import graph as _graph
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointFunction
 
 from vissl_zero.errors import VisslZeroError
@@ -351,6 +352,34 @@ def same_layout(left: Any, right: Any) -> bool:
 # For a class of tensors whose operations are caught below: nothing is caught above (``_disabled_torch_function_impl``).
 as_plain_tensors: Any = torch._C.DisableTorchFunctionSubclass  # a context in which nothing is caught above
 without_functions: Any = torch._C._disabled_torch_function_impl
+
+
+class _DispatchToSubclass(TorchDispatchMode):
+    """Sends an operation to the class of a ``DTensor``'s subclass; see ``with_own_dispatch``."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for kind in types:
+            if issubclass(kind, DTensor) and kind is not DTensor:
+                return kind.__torch_dispatch__(func, types, args, kwargs)
+        return func(*args, **(kwargs or {}))
+
+
+# torch 2.11 carries an operation on a subclass of DTensor out as DTensor does, and never calls the subclass's
+# ``__torch_dispatch__`` (pytorch#177878).
+_SKIPS_SUBCLASSES = "should not actually get called" in inspect.getsource(DTensor.__torch_dispatch__)
+
+
+def with_own_dispatch() -> AbstractContextManager[Any]:
+    """Let a subclass of ``DTensor`` carry out its operations itself, as other tensor classes do. A context."""
+    return _DispatchToSubclass() if _SKIPS_SUBCLASSES else nullcontext()
+
+
+def forget_reduced(group: Any) -> None:
+    """Release the input of the last reduction, which a unit's group keeps for the sake of a stream."""
+    if hasattr(group.comm_ctx, "reduce_scatter_states"):
+        group.comm_ctx.reduce_scatter_states.clear()
+    else:  # before torch 2.12
+        group.comm_ctx.reduce_scatter_state = None
 
 
 def left_to_itself(model: nn.Module) -> Any:

@@ -23,7 +23,14 @@ def test_rankme_is_the_papers_formula():
     rows = np.random.default_rng(0).normal(size=(40, 6)) * [5, 3, 2, 1, 0.5, 0.1]
     values = np.linalg.svd(rows, compute_uv=False)
     shares = values / values.sum() + 1e-7
-    assert rankme(torch.from_numpy(rows)) == pytest.approx(math.exp(-(shares * np.log(shares)).sum()), rel=1e-9)
+    assert rankme(torch.from_numpy(rows)) == pytest.approx(math.exp(-(shares * np.log(shares)).sum()), rel=1e-12)
+
+
+def test_rankme_of_features_that_are_hardly_used_is_no_rounding():
+    """An orthogonal matrix keeps singular values: the root of rounding would be 1e-8."""
+    rows = torch.randn(9000, 6, dtype=torch.float64) * torch.tensor([1, 1e-3, 1e-6, 1e-9, 1e-9, 0])
+    turned = rows @ torch.linalg.qr(torch.randn(6, 6, dtype=torch.float64)).Q
+    assert rankme(turned) == pytest.approx(rankme(rows), rel=1e-13)
 
 
 def test_rankme_of_known_spreads():

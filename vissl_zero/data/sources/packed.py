@@ -196,7 +196,7 @@ def _label_in(content: bytes, extension: str) -> int:
     return label if type(label) is int else UNLABELLED
 
 
-_SPLITS = {"TRAIN": ("train",), "TEST": ("test", "validation", "val")}
+SPLITS = {"TRAIN": ("train",), "TEST": ("test", "validation", "val")}
 
 
 @DATA_SOURCES.register("arrow")
@@ -211,17 +211,17 @@ class ArrowFiles(Packed):
     def __init__(self, request: SourceRequest):
         folder = one_path(request, "a data set's folder")
         if (folder / "dataset_dict.json").is_file():
-            found = [folder / name for name in _SPLITS[request.split] if (folder / name).is_dir()]
+            found = [folder / name for name in SPLITS[request.split] if (folder / name).is_dir()]
             if not found:
-                raise DataError(f"{folder} has no split {' or '.join(_SPLITS[request.split])}.")
+                raise DataError(f"{folder} has no split {' or '.join(SPLITS[request.split])}.")
             folder = found[0]
         self._files = [os.fsencode(file) for file in _arrow_files(folder)]
         self._tables: list[Any] = []
         tables = self._open()
         self._starts = np.cumsum([0, *(len(table) for table in tables)])
         schema = tables[0].schema
-        self._column = _image_column(schema, folder)
-        names, column = _label_column(schema)
+        self._column = image_column(schema, folder)
+        names, column = label_column(schema)
         labels = [table[column].to_numpy() for table in tables] if column else []
         every = np.concatenate(labels) if labels else np.full(int(self._starts[-1]), UNLABELLED)
         super().__init__(request, every.astype(np.int64), names)
@@ -242,17 +242,22 @@ class ArrowFiles(Packed):
         """Read the file out of its table. Raises BrokenImageError."""
         at = int(np.searchsorted(self._starts, index, "right")) - 1
         value = self._open()[at][self._column][index - int(self._starts[at])].as_py()
-        if isinstance(value, dict):
-            value = value["bytes"] if value.get("bytes") is not None else value.get("path")
-        if isinstance(value, str):
-            return read_file(value)
-        if value is None:
-            raise BrokenImageError(self.name(index), "its row has no image")
-        return bytes(value)
+        return file_in(value, self.name(index))
 
     def name(self, index: int) -> str:
         """Return the folder's first file, and the row."""
         return f"{Path(os.fsdecode(self._files[0])).parent} row {index}"
+
+
+def file_in(value: Any, name: str) -> bytes:
+    """Return the file in a row of ``image_column``, or read the one that it names. Raises BrokenImageError."""
+    if isinstance(value, dict):
+        value = value["bytes"] if value.get("bytes") is not None else value.get("path")
+    if isinstance(value, str):
+        return read_file(value)
+    if value is None:
+        raise BrokenImageError(name, "its row has no image")
+    return bytes(value)
 
 
 def _table(pa: Any, file: str) -> Any:
@@ -281,15 +286,16 @@ def _arrow_files(folder: Path) -> list[Path]:
     return files
 
 
-def _image_column(schema: Any, folder: Path) -> str:
+def image_column(schema: Any, path: Path) -> str:
+    """Return the first column of files: binary, or Hugging Face's structure of bytes and path. Raises DataError."""
     for field in schema:
         kind = str(field.type)
         if kind.startswith("struct<bytes: ") or kind in ("binary", "large_binary"):
             return str(field.name)
-    raise DataError(f"{folder} has no column of image files; its columns are {', '.join(schema.names)}.")
+    raise DataError(f"{path} has no column of image files; its columns are {', '.join(schema.names)}.")
 
 
-def _label_column(schema: Any) -> tuple[list[str], str]:
+def label_column(schema: Any) -> tuple[list[str], str]:
     """Return the names of the classes and the column of labels; an empty name without."""
     column = next((name for name in ("label", "labels", "fine_label") if name in schema.names), "")
     if not column or "int" not in str(schema.field(column).type):

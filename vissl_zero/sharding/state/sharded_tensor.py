@@ -27,6 +27,7 @@ from vissl_zero.sharding.torch_private import (
     same_layout,
     set_local_tensor,
     set_real_grad,
+    with_own_dispatch,
     written_arguments,
 )
 
@@ -121,7 +122,7 @@ class ShardedTensor(DTensor):
             raise VisslZeroError(_GRADIENT_OF_A_WEIGHT)
         if func in _READ_WHOLE:
             args = (whole(args[0]), *args[1:])
-        with as_plain_tensors(), _named(func):
+        with as_plain_tensors(), with_own_dispatch(), _named(func):
             return func(*args, **(kwargs or {}))
 
     @classmethod

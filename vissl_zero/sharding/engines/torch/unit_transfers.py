@@ -29,6 +29,7 @@ from vissl_zero.sharding.model.wrap_plan import WrapPlan
 from vissl_zero.sharding.offload.layout import StoredParam
 from vissl_zero.sharding.offload.parameter_store import ParameterStore
 from vissl_zero.sharding.torch_private import (
+    forget_reduced,
     gather_of,
     group_of,
     is_being_gathered,
@@ -335,7 +336,7 @@ class UnitOnDisk:
         """Move gradients to the disk when they have been reduced."""
         self._post_backward(*unused)
         if self._group.device.type == "cpu":
-            self._group.comm_ctx.reduce_scatter_states.clear()  # kept for the sake of a stream
+            forget_reduced(self._group)
         grads: dict[int, Tensor] = {}
         for index, param in self._params.items():
             if (grad := param.sharded_param.grad) is not None:
