@@ -129,7 +129,7 @@ def _pngs() -> Iterator[OddFile]:
     notes = PngInfo()
     notes.add_text("parameters", "x" * 3_000_000, zip=True)
     yield OddFile(
-        "text.png", "text of 3,000,000 bytes", "read without the text", saved(image, "PNG", pnginfo=notes), "", whole
+        "text.png", "text of 3,000,000 bytes", "read without it", saved(image, "PNG", pnginfo=notes), "", whole
     )
     other = Image.new("RGB", image.size)
     moving = saved(image, "PNG", save_all=True, append_images=[other])
