@@ -61,6 +61,8 @@ setup(
             "ruff",
             "mypy",
             "pre-commit",
+            "nbclient",  # runs the notebooks of examples/
+            "ipykernel",
             "lightly>=1.6,<1.7",  # compared with, by benchmarks/twins.py and its test
         ],
         # vissl-zero export --to onnx, and embed --out X.parquet.
