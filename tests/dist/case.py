@@ -314,4 +314,4 @@ def loss_of(outputs: list[Any], num_samples: int) -> Tensor:
     """Mean over samples of something that depends on every row, differently."""
     embeddings, (scores,) = outputs[0]
     rows = (scores.exp().sum(1) + embeddings.sin().sum(1) + 1.0).log().view(-1, num_samples)
-    return (rows * torch.linspace(0.5, 1.5, len(rows), dtype=rows.dtype)[:, None]).sum(0).mean()
+    return (rows * torch.linspace(0.5, 1.5, len(rows), dtype=rows.dtype, device=rows.device)[:, None]).sum(0).mean()

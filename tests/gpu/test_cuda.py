@@ -121,7 +121,7 @@ def assert_as_on_the_cpu(layer: torch.nn.Linear, dtype: torch.dtype, tokens: int
     found = []
     for device in ("cpu", "cuda"):
         own = copy.deepcopy(layer).to(device, dtype)
-        given = x.to(device, dtype).requires_grad_()
+        given = x.detach().to(device, dtype).clone().requires_grad_()
         output = own(given)
         output.backward(grad.to(device, dtype))
         found.append([tensor.detach().float().cpu() for tensor in (output, given.grad, own.weight.grad)])

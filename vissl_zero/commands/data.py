@@ -1,13 +1,15 @@
-"""``vissl-zero data check|stats|pack``: look at images before training, and pack them into few large files."""
+"""``vissl-zero data check|stats|pack|bench``: look at images before training, pack them, and time their loading."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from statistics import median as middle
 from typing import TYPE_CHECKING
 
 from vissl_zero.commands.arguments import CommandParser
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
 
 _SHEET = "data_check.png"
 _MOST_CLASSES = 10
+_NEWEST = 50  # steps
 
 
 def data(words: Sequence[str]) -> int:
@@ -47,9 +50,18 @@ def data(words: Sequence[str]) -> int:
     pack.add_argument("out", type=Path, help="folder to write, new or begun")
     pack.add_argument("--to", required=True, choices=("webdataset", "arrow", "lmdb"), help="format")
     pack.add_argument("--size", type=_side, help="reduce larger images to this shorter side, pixels")
+    bench = verbs.add_parser("bench", help="time each part of loading", description=_BENCH)
+    bench.add_argument("words", nargs="+", metavar="config=<recipe>", help="recipe and overrides, as for training")
+    bench.add_argument("--images", type=_whole, default=256, help="to measure, 256 by default")
+    wait = bench.add_mutually_exclusive_group()
+    wait.add_argument("--step-seconds", type=_seconds, help="what a step takes beside loading")
+    wait.add_argument("--run", type=Path, help="folder of a run whose speed tells that")
+    bench.add_argument("--json", action="store_true", help="print an object of JSON")
     options = parser.parse_args(words)
     if options.verb == "pack":
         _pack(options.folder, options.out, options.to, options.size)
+    elif options.verb == "bench":
+        _bench(options)
     elif options.verb == "check":
         _check(options.paths, options.picture, options.json)
     else:
@@ -65,6 +77,11 @@ _STATS = "Measure mean and standard deviation of each channel over all pixels, a
 _PACK = (
     "Pack a folder of images in its order. An interrupted run goes on where it stopped; packed.json has a checksum for "
     "each part."
+)
+
+_BENCH = (
+    "Time reading, decoding, each transform and collating on one core, say whether training will wait for the loader, "
+    "and what to change."
 )
 
 
@@ -154,6 +171,80 @@ def _stats(paths: Sequence[str], is_json: bool) -> None:
     for name, values in (("mean", found.mean), ("std", found.std)):
         print(f"{name:<14}{', '.join(f'{value:.6f}' for value in values)}")
     print(f"For TRANSFORMS, after ToTensor:\n  {found.normalize()}")
+
+
+def _bench(options: argparse.Namespace) -> None:
+    from vissl_zero.config.compose import compose
+    from vissl_zero.data.bench import advice, measure, supply_of
+    from vissl_zero.resolve.resolve import resolve
+
+    recipe = next((word.split("=", 1)[1] for word in options.words if word.startswith("config=")), None)
+    if recipe is None:
+        raise ConfigError("vissl-zero data bench: needs a recipe: vissl-zero data bench config=<recipe>.")
+    composed = compose(recipe, [word for word in options.words if not word.startswith("config=")])
+    plan = resolve(composed.run, ".", recipe=composed.recipe, written=composed.written, notes=composed.notes)
+    step = options.step_seconds if options.run is None else _step_seconds(options.run, plan.global_batch)
+    data = plan.config.DATA
+    cost = measure(data, plan.seed, plan.batch_per_rank, options.images)
+    supply = supply_of(plan, cost)
+    changes = advice(data, cost, supply, step)
+    if options.json:
+        facts = {
+            **asdict(cost),
+            "images_per_s": 1 / cost.total,
+            "images_per_s_of_a_rank": supply.rate,
+            "loading_step_seconds": supply.step_seconds,
+            "step_seconds": step,
+            "data_wait": None if step is None else supply.data_wait(step),
+            "advice": changes,
+        }
+        print(json.dumps(facts, indent=1))
+        return
+    broken = f" ({cost.num_broken:,} more cannot be used)" if cost.num_broken else ""
+    print(f"{counted(cost.num_images, 'image')}{broken}, one core, BACKEND {data.BACKEND}")
+    print(f"{'part':<26}{'ms an image':>12}{'share':>8}{'images/s':>11}")
+    for part, seconds in (*cost.seconds.items(), ("all", cost.total)):
+        rate = f"{1 / seconds:11,.0f}" if seconds else f"{'':>11}"
+        print(f"{part:<26}{1e3 * seconds:12.3f}{100 * seconds / cost.total:6.0f} %{rate}")
+    has = f"{counted(supply.workers, 'worker')} on {counted(supply.cores, 'core')} for each rank"
+    print(f"{has}: {supply.rate:,.0f} images/s, {supply.step_seconds:.3g} s for the images of a step.")
+    if step is None:
+        print("Training waits where a step takes less beside loading: --run <run folder> or --step-seconds tells.")
+    elif wait := supply.data_wait(step):
+        print(f"A step takes {step:.3g} s beside loading: training will wait {100 * wait:.0f} % of the time.")
+    else:
+        print(f"A step takes {step:.3g} s beside loading: training will not wait.")
+    for change in changes:
+        print(f"- {change}")
+
+
+def _step_seconds(folder: Path, images: int) -> float:
+    """Return what a step of so many images takes beside loading, from the newest steps of a run."""
+    from vissl_zero.reporting.metrics_file import FILE_NAME, read_records
+
+    try:
+        records = [*read_records(folder / FILE_NAME, after=1)][-_NEWEST:]
+    except OSError as error:
+        raise DataError(f"{folder / FILE_NAME} cannot be read: {error.strerror}. Name a run folder.") from error
+    if not records:
+        raise DataError(f"{folder / FILE_NAME} has no step after the first. Name another run, or --step-seconds.")
+    return middle(images / record.images_per_s * (1 - record.data_wait) for record in records)
+
+
+def _whole(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number, at least 1, not {text!r}")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        found = float(text)
+    except ValueError:
+        found = math.nan
+    if not 0 < found < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a number of seconds above 0, not {text!r}")
+    return found
 
 
 def _side(text: str) -> int:

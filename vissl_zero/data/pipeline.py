@@ -82,10 +82,14 @@ class Pipeline:
         Raises:
             DataError: the transforms do not end in tensors, or one of ours or torchvision's cannot take what it gets.
         """
-        crops: list[Any] = [image]
+        crops: list[Any] = [self.begun(image)]
         for transform in self.transforms:
             crops = self.step(transform, crops)
         return self.finished(crops)
+
+    def begun(self, image: Any) -> Any:
+        """Return what the first transform takes."""
+        return image
 
     def step(self, transform: Callable[[Any], Any], crops: list[Any]) -> list[Any]:
         """Apply one transform to all crops. Raises DataError as ``crops``."""

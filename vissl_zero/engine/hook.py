@@ -32,13 +32,15 @@ TEACHER_CHECKSUM = "teacher_checksum"  # among results: of a frozen teacher, whi
 class Step:
     """An optimizer step as soon as it was launched, with the figures that each rank knows by itself.
 
-    Rank 0 writes its own. They are equal on every rank except for ``bytes`` and, by little, ``images_per_s``.
+    Rank 0 writes its own. They are equal on every rank except for ``bytes``, ``data_wait`` and, by little,
+    ``images_per_s``.
 
     Attributes:
         step: optimizer steps so far, this one included (the first is 1).
         epoch: of the step, from 0.
         lr: learning rate of the trunk.
         images_per_s: source images per second over all ranks, data loading included.
+        data_wait: share of the step's time in which this rank waited for its loader, 0 to 1.
         bytes: this rank's memory by kind, as it was last measured.
         skipped: the loss scaler skipped the update.
         loss_scale: 1.0 without loss scaling.
@@ -49,6 +51,7 @@ class Step:
     lr: float
     images_per_s: float
     bytes: Bytes
+    data_wait: float = 0.0
     skipped: bool = False
     loss_scale: float = 1.0
 
@@ -138,6 +141,7 @@ class Run:
         first_step: optimizer steps done when this process began; not 0 where it resumes from a checkpoint.
         is_asked_to_stop: some rank was asked to save and stop (``engine/stopping.py``), according to the newest
             record; equal on every rank.
+        lr_factor: set by a hook, equal on every rank: what the schedules' learning rates are multiplied by from now on.
         stop: set by a hook, equal on every rank: leave the loop after this step, without ``on_end``.
         unsettled: reads the figures of the newest step; None where that has been done. See ``settle``.
         bytes: this rank's memory by kind, as it was last measured.
@@ -161,6 +165,7 @@ class Run:
     epoch_samples: int = 0
     first_step: int = 0
     is_asked_to_stop: bool = False
+    lr_factor: float = 1.0
     stop: Stop | None = None
     unsettled: Callable[[], None] | None = None
     records: Records = field(default_factory=Records)

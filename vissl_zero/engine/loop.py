@@ -67,15 +67,15 @@ class Schedules:
         """Return the trunk's learning rate at optimizer step ``step`` (from 0)."""
         return self._lr(step)
 
-    def apply(self, sharded: ShardedModel, step: int) -> float:
+    def apply(self, sharded: ShardedModel, step: int, lr_factor: float = 1.0) -> float:
         """Set every group's ``lr`` and ``weight_decay`` for optimizer step ``step`` (from 0); gives the trunk's LR."""
         for group in sharded.optimizer.param_groups:
             name = group["name"]
-            group["lr"] = self._lr_of[name](step) * self._groups[name].lr_factor
+            group["lr"] = self._lr_of[name](step) * self._groups[name].lr_factor * lr_factor
             schedule = self._wd_of.get(name)
             if schedule is not None:
                 group["weight_decay"] = schedule(step) * self._groups[name].wd_factor
-        return self._lr(step)
+        return self._lr(step) * lr_factor
 
 
 def _constant(value: float) -> Schedule:
@@ -169,9 +169,10 @@ def _train_epoch(run: Run, schedules: Schedules, frozen: Frozen, hooks: Sequence
         run.method.on_epoch(run.epoch)
     started = time.perf_counter()
     for micro_batches in run.loader.epoch(run.epoch, run.epoch_samples):
-        lr = schedules.apply(run.sharded, run.step)
+        loaded = time.perf_counter()
+        lr = schedules.apply(run.sharded, run.step, run.lr_factor)
         run.sharded.freeze(frozen.at(run.step))
-        step = _train_step(run, micro_batches, lr, started, hooks)
+        step = _train_step(run, micro_batches, lr, (started, loaded), hooks)
         for hook in hooks:
             hook.on_step(run, step)
         if run.stop is not None or run.step >= run.num_steps:
@@ -188,9 +189,9 @@ def _train_epoch(run: Run, schedules: Schedules, frozen: Frozen, hooks: Sequence
 
 
 def _train_step(
-    run: Run, micro_batches: Sequence[ImageBatch], lr: float, started: float, hooks: Sequence[Hook]
+    run: Run, micro_batches: Sequence[ImageBatch], lr: float, times: tuple[float, float], hooks: Sequence[Hook]
 ) -> Step:
-    """Run one optimizer step over its micro-batches. ``started``: clock before the data was asked for.
+    """Run one optimizer step over its micro-batches. ``times``: the clock before and after the loader gave them.
 
     Its figures may not have arrived when this returns: ``run.settle``, which the next step calls, reads them.
     """
@@ -222,11 +223,13 @@ def _train_step(
     run.step += 1
     run.position += num_samples
     run.epoch_samples += num_samples
+    (started, loaded), now = times, time.perf_counter()
     step = Step(
         step=run.step,
         epoch=run.epoch,
         lr=lr,
-        images_per_s=num_samples / (time.perf_counter() - started),
+        images_per_s=num_samples / (now - started),
+        data_wait=(loaded - started) / (now - started),
         bytes=run.bytes,
         skipped=result.skipped,
         loss_scale=result.loss_scale,

@@ -101,6 +101,7 @@ def _figures(run: Run, record: StepRecord, progress: Progress) -> RenderableType
         loss.append(f"  first {progress.loss_first:.4f}  ", style="dim")
         loss.append(sparkline(progress.losses.values(), _SPARKLINE_WIDTH), style="cyan")
     rest = [f"lr {figure_text(record.lr, 3)}", f"{progress.images_per_s:.0f} images/s"]
+    rest.append(f"data wait {100 * progress.data_wait:.0f} %")
     if record.grad_norm is not None:
         rest.append(f"gradient norm {figure_text(record.grad_norm, 3)}")
     if run.plan.sharding.precision.use_loss_scale:
@@ -215,7 +216,8 @@ def step_line(run: Run, record: StepRecord, progress: Progress) -> str:
     memory = bytes_text(total(record.bytes))
     return (
         f"epoch {record.epoch + 1}/{run.plan.num_epochs}  step {record.step:{width}d}/{run.num_steps}  loss {loss}  "
-        f"lr {figure_text(record.lr, 3):<8}  {progress.images_per_s:6.0f} images/s  memory {memory:>8}  "
+        f"lr {figure_text(record.lr, 3):<8}  {progress.images_per_s:6.0f} images/s  "
+        f"data wait {100 * progress.data_wait:2.0f} %  memory {memory:>8}  "
         f"{duration_text(progress.time_left_s)} left"
     )
 
@@ -259,7 +261,7 @@ class Progress:
     Attributes:
         loss_first: of the first step that was not skipped, None before.
         num_skipped: steps the loss scaler skipped.
-        images_per_s: running mean; NaN before the first step.
+        images_per_s, data_wait: running means; NaN before the first step.
         losses: the loss so far.
     """
 
@@ -268,7 +270,7 @@ class Progress:
         self._global_batch = run.plan.global_batch
         self._step = run.step
         self._num_seen = 0
-        self._seconds_per_step = math.nan
+        self._seconds_per_step = self._waited_per_step = math.nan
         self.loss_first: float | None = None
         self.num_skipped = 0
         self.losses = LossHistory()
@@ -278,10 +280,12 @@ class Progress:
         self._step = record.step
         self._num_seen += 1
         seconds = self._global_batch / record.images_per_s
+        waited = seconds * record.data_wait
         if self._num_seen <= 2:  # the first step also measures activations: forget it as soon as there is another
-            self._seconds_per_step = seconds
+            self._seconds_per_step, self._waited_per_step = seconds, waited
         else:
             self._seconds_per_step += _SMOOTHING * (seconds - self._seconds_per_step)
+            self._waited_per_step += _SMOOTHING * (waited - self._waited_per_step)
         if record.skipped:
             self.num_skipped += 1
         if record.loss is not None and math.isfinite(record.loss):
@@ -291,6 +295,11 @@ class Progress:
     @property
     def images_per_s(self) -> float:
         return self._global_batch / self._seconds_per_step
+
+    @property
+    def data_wait(self) -> float:
+        """Share of the time in which this rank waited for its loader."""
+        return self._waited_per_step / self._seconds_per_step
 
     @property
     def time_left_s(self) -> float:

@@ -56,7 +56,7 @@ from vissl_zero.sharding.state.saved_state import (
 from vissl_zero.sharding.state.shard import Shard, WholeTensor, shards_of, whole_shard
 from vissl_zero.sharding.state.sharded_tensor import whole
 from vissl_zero.sharding.state.teacher import WeightAverage
-from vissl_zero.sharding.torch_private import copy_versions, marks
+from vissl_zero.sharding.torch_private import as_plain_tensors, copy_versions, marks
 from vissl_zero.sharding.update.stepper import Clipping, Stepper, StepResult
 from vissl_zero.sharding.update.whole_tensors import WholeTensorOptimizer
 
@@ -183,12 +183,14 @@ class ShardedModel:
     def _facts(self) -> dict[str, int]:
         """Collect what must be the same on every rank in this step."""
         rates = [(group["lr"], group.get("weight_decay")) for group in self.optimizer.param_groups]
+        with as_plain_tensors():
+            trained = [shard.source.requires_grad for shard in self._trained]
         return {
             "the learning rate or weight decay of a group. Set them to the same values on every rank": text_digest(
                 rates
             ),
             "which parameters are frozen. Freeze the same ones on every rank": text_digest(
-                sorted(self._frozen), [shard.source.requires_grad for shard in self._trained]
+                sorted(self._frozen), trained
             ),
         }
 

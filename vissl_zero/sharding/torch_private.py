@@ -29,6 +29,9 @@ from vissl_zero.errors import VisslZeroError
 
 # torch's own property, which the classes of shard.py hide from users behind another one.
 _GRAD: Any = torch._C.TensorBase.grad
+# A context in which no class of tensors catches a function of torch. A Python call for each attribute of each parameter
+# is what a step on a GPU would wait for.
+as_plain_tensors: Any = torch._C.DisableTorchFunctionSubclass
 # torch has no flag for reentrant checkpointing, so the stack is searched for these two functions.
 _REENTRANT = {CheckpointFunction.forward.__code__, CheckpointFunction.backward.__code__}
 
@@ -42,7 +45,8 @@ foreach_norm = torch._foreach_norm
 
 def real_grad(param: Tensor) -> Tensor | None:
     """Return the gradient that autograd has left on this rank, also where a subclass shows users another one."""
-    found: Tensor | None = _GRAD.__get__(param)
+    with as_plain_tensors():
+        found: Tensor | None = _GRAD.__get__(param)
     return found
 
 
@@ -64,7 +68,8 @@ def marks(params: Iterable[Tensor]) -> list[tuple[int, ...] | None]:
 
 def set_real_grad(param: Tensor, grad: Tensor | None) -> None:
     """Set what ``real_grad`` gives."""
-    _GRAD.__set__(param, grad)
+    with as_plain_tensors():
+        _GRAD.__set__(param, grad)
 
 
 @contextmanager
@@ -330,7 +335,8 @@ def put_before_moves(module: nn.Module, before: Callable[..., Any]) -> None:
 
 def num_gradient_hooks(tensor: Tensor) -> int:
     """Count a parameter's hooks, before and after its gradient is accumulated."""
-    return len(tensor._backward_hooks or ()) + len(getattr(tensor, "_post_accumulate_grad_hooks", None) or ())
+    with as_plain_tensors():
+        return len(tensor._backward_hooks or ()) + len(getattr(tensor, "_post_accumulate_grad_hooks", None) or ())
 
 
 def num_writes(tensor: Tensor) -> int:
@@ -350,7 +356,6 @@ def same_layout(left: Any, right: Any) -> bool:
 
 
 # For a class of tensors whose operations are caught below: nothing is caught above (``_disabled_torch_function_impl``).
-as_plain_tensors: Any = torch._C.DisableTorchFunctionSubclass  # a context in which nothing is caught above
 without_functions: Any = torch._C._disabled_torch_function_impl
 
 
@@ -372,6 +377,12 @@ _SKIPS_SUBCLASSES = "should not actually get called" in inspect.getsource(DTenso
 def with_own_dispatch() -> AbstractContextManager[Any]:
     """Let a subclass of ``DTensor`` carry out its operations itself, as other tensor classes do. A context."""
     return _DispatchToSubclass() if _SKIPS_SUBCLASSES else nullcontext()
+
+
+# Attributes that no operation computes.
+_FACTS = """requires_grad grad grad_fn is_leaf shape ndim dtype device layout
+    _version _backward_hooks _post_accumulate_grad_hooks"""
+FACTS = frozenset(getattr(torch._C.TensorBase, name) for name in _FACTS.split())
 
 
 def forget_reduced(group: Any) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import math
 import sys
+import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +59,21 @@ def test_memory_is_measured_at_few_steps_and_a_request_to_stop_is_known_at_the_n
     ]  # step 4 carries it to all ranks; what follows is for a hook
     assert run.records[4].bytes == run.records[3].bytes and all(record.bytes.grads > 0 for record in run.records)
     assert [record.step for record in run.records if record.watch] == [1, 2, 4, 7]
+
+
+def test_the_wait_for_the_loader_is_a_share_of_the_step(tmp_path):
+    run, schedules, frozen = build_run(make_plan(make_config(), tmp_path, max_steps=3), torch.device("cpu"))
+    epoch = run.loader.epoch
+
+    def slow(*arguments: int) -> Iterator[Any]:
+        for number, step in enumerate(epoch(*arguments)):
+            time.sleep(0.4 if number == 1 else 0.0)
+            yield step
+
+    run.loader.epoch = slow  # type: ignore[method-assign]
+    train(run, schedules, frozen, [])
+    waited = [record.data_wait * run.plan.global_batch / record.images_per_s for record in run.records]
+    assert waited[1] >= 0.4 and all(0 < record.data_wait < 1 for record in run.records)
 
 
 def test_a_trunk_with_a_layer_that_draws_from_the_global_generator_is_refused_in_the_first_step(tmp_path):

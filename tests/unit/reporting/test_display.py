@@ -69,7 +69,7 @@ def test_the_live_display_shows_the_run(run: Run, records: list[StepRecord], mon
     play(run, Display(console), records)
     last = text_of(console).rsplit("epoch ", 1)[1]
     assert last.startswith("2/2  step 20/20")
-    for part in ("0:00 left", "loss 2.48", "first 3.28", "lr 0.0429", "images/s", "gradient norm 1.25"):
+    for part in ("0:00 left", "loss 2.48", "first 3.28", "lr 0.0429", "images/s   data wait 0 %", "gradient norm 1.25"):
         assert part in last
     for part in ("parameters      3.00 MiB", "gradients       2.00 MiB", "optimizer state 4.00 MiB"):
         assert part in last

@@ -6,7 +6,7 @@ import pytest
 
 from tests.unit.reporting.example_run import make_record
 from vissl_zero.engine.hook import Run
-from vissl_zero.reporting.display import LossHistory, Progress
+from vissl_zero.reporting.display import LossHistory, Progress, step_line
 from vissl_zero.reporting.quantity import bar, sparkline
 
 
@@ -21,6 +21,18 @@ def test_time_left_follows_the_speed(run: Run) -> None:
         progress.update(make_record(step, images_per_s=64.0))
     assert progress.time_left_s == 0.0 and progress.fraction == 1.0
     assert 55 < progress.images_per_s < 64
+
+
+def test_the_wait_for_data_is_a_share_of_the_time(run: Run) -> None:
+    progress = Progress(run)
+    assert math.isnan(progress.data_wait)
+    progress.update(make_record(1, images_per_s=1.0, data_wait=0.9))  # workers start
+    progress.update(make_record(2, images_per_s=32.0, data_wait=0.0))
+    assert progress.data_wait == 0.0
+    for step in range(3, 100):
+        progress.update(make_record(step, images_per_s=16.0 if step % 2 else 32.0, data_wait=0.5 if step % 2 else 0.0))
+    assert progress.data_wait == pytest.approx(1 / 3, abs=0.03)  # 1 of 3 seconds
+    assert "data wait 34 %" in step_line(run, make_record(99), progress)
 
 
 def test_a_resumed_run_starts_where_it_was(run: Run) -> None:

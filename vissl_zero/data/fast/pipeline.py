@@ -42,22 +42,26 @@ class FastPipeline(Pipeline):
     def open(self, image: bytes | Image.Image, name: str, decoder: Decoder) -> Picture | EncodedPicture:
         return opened(image, name, decoder)
 
-    def crops(self, image: Any) -> list[Any]:
-        """Make the crops of an image, as ``Pipeline.crops`` does; values are looked up in ``stacked``.
+    def begun(self, image: Any) -> Any:
+        return opened(image, "image", self._decoder) if isinstance(image, Image.Image) else image
+
+    def step(self, transform: Any, crops: list[Any]) -> list[Any]:
+        """Apply a form to all crops.
 
         Raises:
             BrokenImageError: a JPEG is damaged behind its header.
             DataError: a crop cannot be made.
         """
-        pictures: list[Any] = [opened(image, "image", self._decoder) if isinstance(image, Image.Image) else image]
-        for form in self.transforms:
-            if not getattr(form, "takes_files", False):
-                pictures = [picture.opened() for picture in pictures]
-            try:
-                pictures = _after(form, pictures)
-            except ValueError as error:
-                raise DataError(f"TRANSFORMS: {type(form).__name__}: {error}.") from error
-        return [Finished(picture.opened().pixels, self._values) for picture in pictures]
+        if not getattr(transform, "takes_files", False):
+            crops = [picture.opened() for picture in crops]
+        try:
+            return _after(transform, crops)
+        except ValueError as error:
+            raise DataError(f"TRANSFORMS: {type(transform).__name__}: {error}.") from error
+
+    def finished(self, crops: list[Any]) -> list[Any]:
+        """Return the pixels of the crops; values are looked up in ``stacked``. Raises BrokenImageError."""
+        return [Finished(picture.opened().pixels, self._values) for picture in crops]
 
     def stacked(self, crops: Sequence[Any]) -> Tensor:
         """Write crops of one shape into one new tensor (N, 3, H, W)."""

@@ -160,6 +160,7 @@ def scalars(record: StepRecord) -> dict[str, float]:
         "train/loss": record.loss,
         "train/lr": record.lr,
         "train/images_per_s": record.images_per_s,
+        "train/data_wait": record.data_wait,
         "train/grad_norm": record.grad_norm,
         "train/loss_scale": record.loss_scale,
         "memory/peak": record.bytes.peak,

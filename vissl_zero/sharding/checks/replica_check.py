@@ -22,6 +22,7 @@ from vissl_zero import collectives
 from vissl_zero.errors import VisslZeroError
 from vissl_zero.sharding.state.shard import Shard
 from vissl_zero.sharding.torch_private import (
+    as_plain_tensors,
     is_building_data_parallel,
     left_to_itself,
     local_tensor,
@@ -237,6 +238,10 @@ class ParameterGuard:
 
     def problem(self) -> str | None:
         """Find the first change that an update would not see, as a sentence for people; None if there is none."""
+        with as_plain_tensors():
+            return self._problem()
+
+    def _problem(self) -> str | None:
         if self._is_followed and (problem := self._rebuilt()) is not None:
             return problem
         for shard in self._shards:

@@ -20,6 +20,7 @@ from vissl_zero.errors import VisslZeroError
 from vissl_zero.sharding.checks.waiting import waiting
 from vissl_zero.sharding.state.missing_gradient import SPENT, MissingGradient
 from vissl_zero.sharding.torch_private import (
+    FACTS,
     as_plain_tensors,
     local_tensor,
     operation_name,
@@ -118,6 +119,9 @@ class ShardedTensor(DTensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__self__", None) in FACTS:  # read and written many times in each step
+            with as_plain_tensors():
+                return func(*args, **(kwargs or {}))
         if func is torch.autograd.grad:
             raise VisslZeroError(_GRADIENT_OF_A_WEIGHT)
         if func in _READ_WHOLE:

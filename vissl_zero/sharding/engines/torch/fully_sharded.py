@@ -181,7 +181,7 @@ class FullySharded(ShardedModel):
 
         Parameters without an element are left alone too, and have nothing to average.
         """
-        scalars = [shard.source for shard in self._trained if shard.source.dim() == 0]
+        scalars = [shard.source for shard in self._trained if not shard.full_shape]
         if not scalars or self._scalar_means is not None:
             return
         # In float64, so that scalars of different formats share one message.
@@ -269,6 +269,10 @@ def _wrap(
             ignored_params=scalars,
             offload_policy=_offload_policy(plan, mesh),
         )
+        if mesh.device_type == "cuda" and "cuda:nccl" not in dist.get_backend_config():
+            first = modules[0]
+            assert isinstance(first, FSDPModule)
+            first.set_force_sum_reduction_for_comms(True)  # gloo, of ranks that share a GPU, has no mean
         for old in replaced:
             old.mark()
         if store is not None:
