@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from typing import TypeVar
 
+from vissl_zero.data.slow_work import SlowWork
 from vissl_zero.data.source import Source
 from vissl_zero.errors import DataError
 
@@ -17,7 +17,6 @@ T = TypeVar("T")
 Look = Callable[[Source, range], T]
 PER_CHUNK = 256  # images
 FEW = 4096  # images, which one process has read before others have imported torch
-_REPORT_EVERY_S = 5.0
 
 
 def looked_at(source: Source, look: Look[T], report: Callable[[str], None]) -> Iterator[T]:
@@ -30,13 +29,11 @@ def looked_at(source: Source, look: Look[T], report: Callable[[str], None]) -> I
     Raises:
         DataError: a process was killed.
     """
-    total, said = len(source), time.monotonic()
+    total, work = len(source), SlowWork(report)
     chunks = [range(start, min(total, start + PER_CHUNK)) for start in range(0, total, PER_CHUNK)]
     for chunk, found in zip(chunks, _found(source, look, chunks), strict=True):
         yield found
-        if time.monotonic() > said + _REPORT_EVERY_S:
-            said = time.monotonic()
-            report(f"{chunk.stop:,} of {total:,} images")
+        work.tell(f"{chunk.stop:,} of {total:,} images")
 
 
 def _found(source: Source, look: Look[T], chunks: list[range]) -> Iterator[T]:

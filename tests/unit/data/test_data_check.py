@@ -15,7 +15,7 @@ from PIL import Image
 
 from tests.unit.data.conftest import save_image
 from vissl_zero.cli import main
-from vissl_zero.data import one_pass
+from vissl_zero.data import one_pass, slow_work
 from vissl_zero.data import pack as packing
 
 
@@ -90,7 +90,7 @@ def test_several_processes_find_the_same(
     counted = capsys.readouterr().out
     monkeypatch.setattr(one_pass, "FEW", 0)
     monkeypatch.setattr(one_pass, "PER_CHUNK", 4)
-    monkeypatch.setattr(one_pass, "_REPORT_EVERY_S", 0.0)
+    monkeypatch.setattr(slow_work, "EVERY_S", 0.0)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0})
     assert main(["data", "stats", str(odd), "--json"]) == 0
     said = capsys.readouterr()

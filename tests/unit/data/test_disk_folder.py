@@ -12,7 +12,9 @@ from tests.blocks import data_block
 from tests.unit.data.conftest import MakeData, save_image
 from vissl_zero.config.blocks.data import Split
 from vissl_zero.config.run_config import RunConfig
+from vissl_zero.data import slow_work
 from vissl_zero.data.source import Source, build_eval_sources, build_source, left_out
+from vissl_zero.data.sources import disk
 from vissl_zero.errors import DataError
 from vissl_zero.resolve.data_plan import image_files, paths
 
@@ -47,6 +49,19 @@ def test_images_deeper_inside_a_class_folder_count_to_it(make_data: MakeData, ph
         "a/5.jpg",
     ]
     assert labels(source) == [0] * 7 + [1] * 5
+
+
+def test_long_listings_are_made_in_parts_and_say_how_far_they_are(
+    make_data: MakeData, photos: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = build_source(data_block(make_data("disk_folder", photos)), "TRAIN", 0)
+    assert not caplog.messages
+    monkeypatch.setattr(slow_work, "EVERY_S", -1.0)
+    for per_part in (4, 11):
+        monkeypatch.setattr(disk, "_PER_PART", per_part)
+        source = build_source(data_block(make_data("disk_folder", photos)), "TRAIN", 0)
+        assert names(source, photos) == names(whole, photos) and labels(source) == labels(whole)
+    assert caplog.messages == [f"Listing {photos}: {number} images" for number in (4, 8, 11)]
 
 
 def test_a_flat_folder_is_unlabeled_with_the_folders_beneath_it(make_data: MakeData, photos: Path) -> None:

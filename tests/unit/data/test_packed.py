@@ -19,6 +19,7 @@ from tests.unit.data.conftest import MakeData, save_image
 from vissl_zero.commands.data import data as data_command
 from vissl_zero.config.catalog import source_of
 from vissl_zero.data import pack as packing
+from vissl_zero.data import slow_work
 from vissl_zero.data.decode import BrokenImageError
 from vissl_zero.data.loader import build_loader
 from vissl_zero.data.source import build_source
@@ -104,6 +105,14 @@ def test_larger_images_are_reduced(photos: Path, tmp_path: Path, make_data: Make
     source = build_source(data_block(make_data("webdataset", tmp_path / "out")), "TRAIN", 0)
     sizes = {source.image(index).size for index in range(len(source))}
     assert sizes == {(16, 16), (30, 20)}
+
+
+def test_reading_many_tars_says_how_far_it_is(
+    packed: dict[str, Path], make_data: MakeData, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slow_work, "EVERY_S", -1.0)
+    build_source(data_block(make_data("webdataset", packed["webdataset"])), "TRAIN", 0)
+    assert caplog.messages == [f"Reading the index of tars: {number} of 3" for number in (1, 2, 3)]
 
 
 def test_an_index_is_made_again_when_a_tar_changes(packed: dict[str, Path], make_data: MakeData) -> None:

@@ -8,8 +8,12 @@ import math
 import os
 import signal
 import struct
+import subprocess
+import sys
+import textwrap
 import traceback
 from collections.abc import Callable, Iterator, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -115,19 +119,41 @@ def log_records(data: bytes, block: int = 32768) -> Iterator[bytes]:
             record = b""
 
 
+def from_trackio(folder: Path) -> dict[int, float]:
+    """In a process of its own: the library looks for its folder once, when it is imported."""
+    code = """
+        import json
+        from trackio.sqlite_storage import SQLiteStorage as Runs
+        (run,) = Runs.get_runs("vissl_zero")
+        rows = Runs.get_logs("vissl_zero", run)
+        print(json.dumps([(row["step"], row["train/loss"]) for row in rows if "train/loss" in row]))
+    """
+    environment = {**os.environ, "TRACKIO_DIR": str(folder / "trackio")}
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    found = json.loads(subprocess.check_output(command, env=environment, timeout=60).splitlines()[-1])
+    assert len(dict(found)) == len(found)
+    return dict(found)
+
+
 READERS: dict[str, Callable[[Path], dict[int, float]]] = {
     "tensorboard": from_events,
     "csv": from_csv,
     "mlflow": from_mlflow,
     "wandb": from_wandb,
+    "trackio": from_trackio,
 }
 IN_A_SECOND = ["tensorboard", "csv"]
-LIBRARIES = [pytest.param(name, marks=pytest.mark.slow) for name in ("mlflow", "wandb")]
+# Trackio is not among the pinned packages: it wants an older pillow than torchvision's tests.
+NEEDS_TRACKIO = pytest.mark.skipif(find_spec("trackio") is None, reason="needs pip install trackio")
+LIBRARIES = [
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("mlflow", "wandb")),
+    pytest.param("trackio", marks=[pytest.mark.slow, NEEDS_TRACKIO]),
+]
 
 
 @pytest.fixture(autouse=True)
 def no_settings_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in os.environ if name.startswith(("WANDB_", "MLFLOW_"))]:
+    for name in [name for name in os.environ if name.startswith(("WANDB_", "MLFLOW_", "TRACKIO_"))]:
         monkeypatch.delenv(name)
 
 

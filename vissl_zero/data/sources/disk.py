@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import stat
+from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -11,12 +13,15 @@ from pathlib import Path
 import numpy as np
 
 from vissl_zero.data.decode import EXTENSIONS, read_array, read_file
+from vissl_zero.data.slow_work import SlowWork
 from vissl_zero.data.source import EncodedSource, SourceRequest
-from vissl_zero.errors import DataError, did_you_mean
+from vissl_zero.errors import DataError, did_you_mean, printable
 from vissl_zero.registry import DATA_SOURCES
 from vissl_zero.resolve.other_files import PICTURES, endings_in, held, left_out
 
 UNLABELLED = -1
+_PER_PART = 2**16  # paths
+logger = logging.getLogger(__name__)
 
 
 @DATA_SOURCES.register("disk_folder")
@@ -39,19 +44,21 @@ class DiskFolder(EncodedSource):
                 f"disk_folder needs a folder: set config.DATA.{request.split}.DATA_PATHS=[<folder with images>]."
             )
         others, key = Counter[str](), f"config.DATA.{request.split}.DATA_PATHS"
-        found = [list_images(Path(path), key, others) for path in request.paths]
-        is_labeled = all(name is not None for names in found for name, _ in names)
-        classes = sorted({name for names in found for name, _ in names if name is not None}) if is_labeled else []
+        files, seen = _Files(), dict[str | None, int]()  # class or None -> its number in order of appearance
+        of_image = array("i")
+        for name, file in (image for path in request.paths for image in images_below(Path(path), key, others)):
+            files.add(file)
+            of_image.append(seen.setdefault(name, len(seen)))
+        classes = sorted(name for name in seen if name is not None) if None not in seen else []
         if request.class_names and classes:
             _check_known(classes, request)
             classes = list(request.class_names)
         # A single folder beneath the path is a place, not a label, unless TRAIN says that it is a class.
         self.class_names: tuple[str, ...] = tuple(classes) if len(classes) > 1 else ()
-        self.left_out = _left_out(request.paths, others, {name for names in found for name, _ in names})
+        self.left_out = _left_out(request.paths, others, {*seen})
         number = {name: index for index, name in enumerate(self.class_names)}
-        # Fixed-width bytes, not a list of str: a copy goes to every loader worker (ImageNet: 68 MB instead of 140 MB).
-        self._files = np.array([os.fsencode(file) for names in found for _, file in names])
-        self._labels = np.array([number.get(name or "", UNLABELLED) for names in found for name, _ in names])
+        self._files = files.array()
+        self._labels = np.array([number.get(name or "", UNLABELLED) for name in seen])[np.array(of_image)]
 
     def __len__(self) -> int:
         return len(self._files)
@@ -69,8 +76,30 @@ class DiskFolder(EncodedSource):
         return os.fsdecode(self._files[index])
 
 
-def list_images(root: Path, key: str, others: Counter[str] | None = None) -> list[tuple[str | None, str]]:
-    """List class name (None without labels) and path of every image beneath ``root``, sorted.
+class _Files:
+    """Gathers paths as bytes of one width, in parts.
+
+    A copy goes to every loader worker, and a list of a million texts would take 200 MiB while it is made.
+    """
+
+    def __init__(self) -> None:
+        self._parts: list[np.ndarray] = []
+        self._newest: list[bytes] = []
+
+    def add(self, file: str) -> None:
+        """Append a path."""
+        self._newest.append(os.fsencode(file))
+        if len(self._newest) == _PER_PART:
+            self._parts.append(np.array(self._newest))
+            self._newest = []
+
+    def array(self) -> np.ndarray:
+        """Return all paths, (N,)."""
+        return np.concatenate([*self._parts, np.array(self._newest, np.bytes_)])
+
+
+def images_below(root: Path, key: str, others: Counter[str] | None = None) -> Iterator[tuple[str | None, str]]:
+    """Yield class name (None without labels) and path of every image beneath ``root``, sorted.
 
     Args:
         root: a folder with class folders, or with images.
@@ -82,27 +111,29 @@ def list_images(root: Path, key: str, others: Counter[str] | None = None) -> lis
     if not root.is_dir():
         what = "is a file, not a folder" if root.exists() else f"does not exist{_nearest(root)}"
         raise DataError(f"The data path {root} {what}. Correct {key}.")
+    work, number = SlowWork(logger.warning), 0
+    others = Counter() if others is None else others
     try:
-        entries = sorted(_visible(root), key=lambda entry: entry.name)
-        flat = any(_is_image(entry) for entry in entries)
+        children = _children(root)
+        flat = any(isinstance(child, str) for child in children)
         top = identity(root.stat())
         seen = {top}
-        others = Counter() if others is None else others
-        found: list[tuple[str | None, str]] = [
-            (None if flat else entry.name, file)
-            for entry in entries
-            for file in _beneath(entry, seen if flat else {top}, others)
-        ]
+        for child in children:
+            name = None if flat or isinstance(child, str) else child.name
+            for file in _beneath(root, child, seen if flat else {top}, others):
+                number += 1
+                if number % _PER_PART == 0:
+                    work.tell(f"Listing {printable(root)}: {number:,} images")
+                yield name, file
     except OSError as error:
         raise DataError(
             f"The data path {error.filename or root} cannot be listed: {error.strerror}. Correct {key}."
         ) from error
-    if not found:
+    if not number:
         raise DataError(_nothing_in(root, key))
-    return found
 
 
-def _visible(folder: os.PathLike[str]) -> Iterator[os.DirEntry[str]]:
+def _visible(folder: str | os.PathLike[str]) -> Iterator[os.DirEntry[str]]:
     with os.scandir(folder) as entries:
         yield from (entry for entry in entries if not entry.name.startswith("."))
 
@@ -112,26 +143,37 @@ def _is_image(entry: os.DirEntry[str]) -> bool:
     return entry.name.lower().endswith(EXTENSIONS) and entry.is_file()
 
 
+def _children(folder: str | os.PathLike[str]) -> list[str | os.DirEntry[str]]:
+    """List what is visible in a folder, sorted by name: images, perhaps a million, by name alone, the rest by entry."""
+    found = [entry.name if _is_image(entry) else entry for entry in _visible(folder)]
+    return sorted(found, key=lambda child: child if isinstance(child, str) else child.name)
+
+
 def _beneath(
-    entry: os.DirEntry[str], seen: set[tuple[int, int]], others: Counter[str], depth: int = 0
+    folder: str | os.PathLike[str],
+    child: str | os.DirEntry[str],
+    seen: set[tuple[int, int]],
+    others: Counter[str],
+    depth: int = 0,
 ) -> Iterator[str]:
-    """Yield the images at or below ``entry``, sorted; folders that were seen are passed over, so that links end.
+    """Yield the images at or below ``child``, sorted; folders that were seen are passed over, so that links end.
 
     Args:
-        entry: a file or folder.
+        folder: that ``child`` is in.
+        child: an image's name, or an entry of another file or folder.
         seen: device and inode of folders; those found are added.
         others: pictures that are not read are added, by their ending.
-        depth: of the entry.
+        depth: of the child.
     """
-    if depth > 32:
-        raise OSError(40, "more than 32 folders deep", entry.path)
-    if _is_image(entry):
-        yield entry.path
-    elif entry.is_dir() and (own := identity(entry.stat())) not in seen:
+    if isinstance(child, str):
+        yield os.path.join(folder, child)  # noqa: PTH118 - millions of names
+    elif depth > 32:
+        raise OSError(40, "more than 32 folders deep", child.path)
+    elif child.is_dir() and (own := identity(child.stat())) not in seen:
         seen.add(own)
-        for child in sorted(_visible(entry), key=lambda child: child.name):
-            yield from _beneath(child, seen, others, depth + 1)
-    elif (ending := os.path.splitext(entry.name)[1].lower()) in PICTURES:  # noqa: PTH122 - millions of names
+        for below in _children(child.path):
+            yield from _beneath(child.path, below, seen, others, depth + 1)
+    elif (ending := os.path.splitext(child.name)[1].lower()) in PICTURES:  # noqa: PTH122 - millions of names
         others[ending] += 1
 
 

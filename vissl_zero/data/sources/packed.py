@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import os
 import tarfile
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,7 @@ import numpy as np
 
 from vissl_zero.atomic import read_object, replacing
 from vissl_zero.data.decode import EXTENSIONS, BrokenImageError, read_file
+from vissl_zero.data.slow_work import SlowWork
 from vissl_zero.data.source import EncodedSource, SourceRequest
 from vissl_zero.errors import DataError, did_you_mean
 from vissl_zero.registry import DATA_SOURCES
@@ -25,6 +27,7 @@ from vissl_zero.registry import DATA_SOURCES
 CLASSES_FILE = "classes.json"
 LABELS_KEY, CLASSES_KEY = b"__labels__", b"__classes__"  # of an LMDB database
 UNLABELLED = -1
+logger = logging.getLogger(__name__)
 _INDEX_FILE = ".vissl_zero_index.npz"
 _MOST_JSON = 2**26
 
@@ -104,7 +107,10 @@ class WebDataset(Packed):
         if not request.paths:
             raise DataError(f"webdataset needs tars: set config.DATA.{request.split}.DATA_PATHS=[<folder of tars>].")
         self._tars = [os.fsencode(tar) for path in request.paths for tar in tars_in(Path(path), request.split)]
-        found = [_index_of(Path(os.fsdecode(tar))) for tar in self._tars]
+        work, found = SlowWork(logger.warning), []
+        for number, tar in enumerate(self._tars):
+            found.append(_index_of(Path(os.fsdecode(tar))))
+            work.tell(f"Reading the index of tars: {number + 1:,} of {len(self._tars):,}")
         self._tar = np.repeat(np.arange(len(found)), [len(index["offset"]) for index in found])
         self._offset, self._size, labels, self._key = (
             np.concatenate([index[part] for index in found]) for part in ("offset", "size", "label", "key")

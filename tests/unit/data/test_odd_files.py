@@ -1,0 +1,70 @@
+"""Odd files: each is read as docs/data.md says or named, alike by both backends; none ends a run under ``skip``."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.blocks import data_block
+from tests.unit.data.conftest import MakeData
+from tests.unit.data.odd_files import OddFile, odd_files, table, write
+from vissl_zero.data import workers
+from vissl_zero.data.decode import BrokenImageError, Decoder
+from vissl_zero.data.fast.pipeline import build_fast_pipeline
+from vissl_zero.data.loader import build_loader
+
+ROOT = Path(__file__).parents[3]
+ODD = odd_files()
+
+
+def read_fast(odd: OddFile) -> np.ndarray:
+    """(H, W, 3) as the fast backend reads it."""
+    whole = build_fast_pipeline([{"name": "ToTensor"}], "t", Decoder())
+    (crop,) = whole(whole.open(odd.content, odd.name, Decoder()))
+    return 255 * crop.numpy().transpose(1, 2, 0)
+
+
+@pytest.mark.parametrize("odd", ODD, ids=[ascii(odd.name) for odd in ODD])
+def test_an_odd_file_is_read_as_documented_or_named(odd: OddFile) -> None:
+    if odd.reason:
+        for read in (lambda: Decoder().image(odd.content, odd.name), lambda: read_fast(odd)):
+            with pytest.raises(BrokenImageError, match=rf"(?i)^The image {re.escape(odd.name)} .*({odd.reason})"):
+                read()
+        return
+    image = Decoder().image(odd.content, odd.name)
+    assert (image.mode, image.size) == ("RGB", odd.size)
+    if odd.pixels is not None:
+        assert np.abs(np.asarray(image).astype(float) - odd.pixels).mean() <= odd.within
+    assert np.abs(read_fast(odd) - np.asarray(image)).mean() < 1.5  # another decoder of JPEG
+
+
+@pytest.mark.parametrize("backend", ["pil", "fast"])
+def test_no_odd_file_ends_a_run_under_skip(
+    make_data: MakeData,
+    tmp_path: Path,
+    backend: str,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(workers, "_reported", set())
+    folder = tmp_path / "odd"
+    broken = {str(folder / odd.name) for odd in write(folder) if odd.reason}
+    (folder / "folder.jpg").mkdir()  # passed over, as are the next ones
+    (folder / "._hidden.jpg").write_bytes(b"AppleDouble")
+    (folder / "nowhere.jpg").symlink_to(folder / "none.jpg")
+    os.mkfifo(folder / "pipe.jpg")
+    data = data_block(make_data("disk_folder", folder, broken="skip") | {"BACKEND": backend})
+    steps = list(build_loader(data, "TRAIN", 1, 8, 0, 1, 1).epoch(0))
+    assert sorted(i for step in steps for i in step[0].sample_ids.tolist()) == list(range(len(ODD)))
+    said = [message for message in caplog.messages if message.startswith("Skipping")]
+    assert len(broken) == len(said) == sum(any(name in message for name in broken) for message in said)
+
+
+def test_the_documentation_lists_them_all() -> None:
+    assert len(ODD) >= 40 and len({odd.name for odd in ODD}) == len(ODD)
+    fix = "write the table that `python -m tests.unit.data.odd_files` prints into docs/data.md"
+    assert table() in (ROOT / "docs/data.md").read_text(), fix
