@@ -80,6 +80,8 @@ setup(
         "wandb": ["wandb>=0.18"],
         "mlflow": ["mlflow-skinny>=3", "sqlalchemy>=2", "alembic>=1.13"],
         "trackio": ["trackio>=0.20"],
+        # hydra/sweeper=optuna.
+        "optuna": ["hydra-optuna-sweeper>=1.3,<1.4"],
         # Only compared with, by benchmarks/step_cost.py; how to build it: benchmarks/step_cost_deepspeed.py.
         "deepspeed": ["deepspeed>=0.19.8,<0.20", "ninja"],
     },

@@ -1,6 +1,7 @@
 """The command line: ``vissl-zero config=<recipe> [+config/<group>=<file>] [config.A.B=value ...]``.
 
-Subcommands: ``vissl-zero new``, ``list``, ``doctor``, ``plan``, ``explain``, ``verify``, ``checkpoint``, ``jobs`` and
+Subcommands: ``vissl-zero new``, ``list``, ``doctor``, ``plan``, ``explain``, ``verify``, ``lr-find``, ``checkpoint``,
+``jobs`` and
 ``--version``.
 Everything else is Hydra's: ``--cfg job``, ``-m`` for sweeps, ``hydra/launcher=...``, shell completion.
 
@@ -37,6 +38,7 @@ _COMMANDS = (
     "compare",
     "data",
     "new",
+    "lr-find",
 )
 _FILES = {"embed": "evaluate"}  # the file, where it is not named as the command
 WORDS = ("list", "doctor", *_COMMANDS)
@@ -81,6 +83,7 @@ Look before you train:
   vissl-zero plan config=<recipe> [--memory-gb X]   every way to run it: memory, time, and the cheapest that fits
   vissl-zero explain <recipe, file or folder>       for each key: used, without effect, unlike VISSL, refused
   vissl-zero verify config=<recipe>                 prove that sharding does not change what it trains
+  vissl-zero lr-find config=<recipe>                a learning rate for it: a short training with a rate that rises
   vissl-zero doctor                                 what works on this machine, and why the rest does not
 
 Use weights of any origin: a run folder, a file, timm:<name>, hf:<repo>, torchvision:<name>, torchhub:<name>:
@@ -224,7 +227,8 @@ def _dispatch(arguments: list[str]) -> int:
         print(HELP, end="")
         return 0
     if word in _COMMANDS:
-        command = getattr(import_module(f"vissl_zero.commands.{_FILES.get(word, word)}"), word)
+        name = word.replace("-", "_")
+        command = getattr(import_module(f"vissl_zero.commands.{_FILES.get(word, name)}"), name)
         is_jobs_help = word == "jobs" and {"--help", "-h"} & {*rest}  # its words have no help of their own
         return int(command(["--help"] if is_jobs_help else rest))
     if word == "list":

@@ -505,6 +505,10 @@ HOOKS = Registry(
             "vissl_zero.evaluation.linear_classifiers",
             "The same on few images, drawn several times.",
         ),
+        "learning_rate_range_test": (
+            "vissl_zero.evaluation.learning_rate_range",
+            "Raises the learning rate from step to step; vissl-zero lr-find runs it.",
+        ),
         "weight_trace": ("vissl_zero.reporting.weight_files", "Saves the full weights after every step."),
     },
 )

@@ -8,17 +8,20 @@ import os
 import signal
 import subprocess
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import yaml
+from hydra.types import RunMode
+from omegaconf import OmegaConf
 
 from tests.command_line import COMMAND, run_command
 from vissl_zero.cli import main
 from vissl_zero.engine import stopping
 from vissl_zero.engine.stopping import JobNote
 from vissl_zero.errors import ConfigError, LaunchError
-from vissl_zero.launch.sweep import claim, divide
+from vissl_zero.launch.sweep import claim, divide, objective, read_figure
 from vissl_zero.resolve.host import Host
 
 SMALL = [
@@ -245,3 +248,39 @@ def test_a_folder_is_claimed_by_one_job(tmp_path):
     (foreign / "metrics.jsonl").write_text("{}\n")
     with pytest.raises(LaunchError, match="holds a different job"):
         claim(foreign, ["a=1"])
+
+
+SEARCH = ["hydra/sweeper=optuna", "hydra.sweeper.n_trials=3", "hydra.sweeper.n_jobs=1", "hydra.sweeper.sampler.seed=1"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(find_spec("optuna") is None, reason="needs pip install hydra-optuna-sweeper")
+@pytest.mark.parametrize("launcher", ["basic", "local"])
+def test_optuna_searches_by_a_figure_and_continues(tmp_path: Path, launcher: str) -> None:
+    words = [*SEARCH, "config.TRAINER.MAX_STEPS=2", "config.OBJECTIVE=loss_last", f"hydra/launcher={launcher}"]
+    words.append("config.OPTIMIZER.lr=tag(log,interval(0.0001,0.1))")
+    first = sweep(tmp_path, *words)
+    out, _ = first.communicate(timeout=250)
+    assert first.returncode == 0, out
+    rows = results(tmp_path)
+    assert len({row["config.OPTIMIZER.lr"] for row in rows.values()}) == 3
+    best = yaml.safe_load((tmp_path / "sweep/optimization_results.yaml").read_text())
+    losses = [json.loads((tmp_path / f"sweep/{name}/summary.json").read_text())["loss_last"] for name in "012"]
+    assert best["best_value"] == min(losses)
+    again = sweep(tmp_path, *words)
+    out, _ = again.communicate(timeout=100)
+    assert again.returncode == 0 and "done before" in out, out
+
+
+def test_a_search_needs_a_figure_that_is_there(tmp_path: Path) -> None:
+    searching = OmegaConf.create({"mode": "MULTIRUN", "runtime": {"choices": {"hydra/sweeper": "optuna"}}})
+    searching.mode = RunMode.MULTIRUN
+    config = OmegaConf.create({"OBJECTIVE": "", "DRY_RUN": False})
+    with pytest.raises(ConfigError, match=r"config.OBJECTIVE: must name the figure that optuna searches by"):
+        objective(searching, config)
+    assert read_figure(tmp_path, "loss_last") is None
+    (tmp_path / "summary.json").write_text('{"loss_last": 1.5, "data": {}}')
+    assert read_figure(tmp_path, "loss_last") == 1.5
+    with pytest.raises(ConfigError, match=r"must be a number in summary.json.*Did you mean 'loss_last'"):
+        read_figure(tmp_path, "loss_lst")

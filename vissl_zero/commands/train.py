@@ -36,7 +36,7 @@ from vissl_zero.config.recipes import recipe_names
 from vissl_zero.engine.stopping import INTERRUPTED, STOPPED
 from vissl_zero.errors import ConfigError, Problem, VisslZeroError, did_you_mean
 from vissl_zero.launch.run_list import COMMAND_MARK
-from vissl_zero.launch.sweep import finish_sweep, register_launcher
+from vissl_zero.launch.sweep import finish_sweep, objective, read_figure, register_launcher
 from vissl_zero.lifetime import run_in_subprocess
 from vissl_zero.planner.fit_plans import FitOption, FitPlans, FitRun, with_option
 from vissl_zero.resolve.host import free_memory
@@ -58,17 +58,19 @@ def train(arguments: Sequence[str]) -> int:  # noqa: C901 - every way that Hydra
     in_job = False
 
     @hydra.main(version_base="1.3", config_path="pkg://vissl_zero.conf", config_name="defaults")
-    def job(cfg: DictConfig) -> int:
+    def job(cfg: DictConfig) -> int | float | None:
         nonlocal in_job
         in_job = True
+        figure = objective(HydraConfig.get(), cfg.config)
         code = _run_job(cfg)
         if code == INTERRUPTED:
             raise KeyboardInterrupt  # ends a sweep
         if code == STOPPED and "SUBMITIT_EXECUTOR" not in os.environ:
             raise SystemExit(STOPPED)  # ends a sweep too, but for one whose jobs are queued again one by one
         codes.append(code)
+        result = read_figure(Path(HydraConfig.get().runtime.output_dir), figure) if figure else code
         in_job = False
-        return code
+        return result
 
     register()
     register_launcher()

@@ -39,6 +39,9 @@ class RunConfig:
     """Train once with each of these as SEED_VALUE, in folders 0, 1, ... of the run folder, and print each figure's mean
     with a 95 % bootstrap interval; empty: once, with SEED_VALUE. One after the other; hydra/launcher=local: side by
     side."""
+    OBJECTIVE: str = ""
+    """The number of a run's summary by which a searching sweeper (Optuna) chooses, such as loss_last or
+    knn_top1_after; in other sweeps and in single runs it changes nothing."""
     LOG_FREQUENCY: int = number(10, least=1)
     """Optimizer steps between lines of the plain display, and between measurements of memory and of health."""
     IMPORTS: list[str] = field(default_factory=list)

@@ -141,6 +141,7 @@ class Run:
         first_step: optimizer steps done when this process began; not 0 where it resumes from a checkpoint.
         is_asked_to_stop: some rank was asked to save and stop (``engine/stopping.py``), according to the newest
             record; equal on every rank.
+        lr_factor: set by a hook, equal on every rank: what the schedules' learning rates are multiplied by from now on.
         stop: set by a hook, equal on every rank: leave the loop after this step, without ``on_end``.
         unsettled: reads the figures of the newest step; None where that has been done. See ``settle``.
         bytes: this rank's memory by kind, as it was last measured.
@@ -164,6 +165,7 @@ class Run:
     epoch_samples: int = 0
     first_step: int = 0
     is_asked_to_stop: bool = False
+    lr_factor: float = 1.0
     stop: Stop | None = None
     unsettled: Callable[[], None] | None = None
     records: Records = field(default_factory=Records)

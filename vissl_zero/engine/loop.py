@@ -67,15 +67,15 @@ class Schedules:
         """Return the trunk's learning rate at optimizer step ``step`` (from 0)."""
         return self._lr(step)
 
-    def apply(self, sharded: ShardedModel, step: int) -> float:
+    def apply(self, sharded: ShardedModel, step: int, lr_factor: float = 1.0) -> float:
         """Set every group's ``lr`` and ``weight_decay`` for optimizer step ``step`` (from 0); gives the trunk's LR."""
         for group in sharded.optimizer.param_groups:
             name = group["name"]
-            group["lr"] = self._lr_of[name](step) * self._groups[name].lr_factor
+            group["lr"] = self._lr_of[name](step) * self._groups[name].lr_factor * lr_factor
             schedule = self._wd_of.get(name)
             if schedule is not None:
                 group["weight_decay"] = schedule(step) * self._groups[name].wd_factor
-        return self._lr(step)
+        return self._lr(step) * lr_factor
 
 
 def _constant(value: float) -> Schedule:
@@ -170,7 +170,7 @@ def _train_epoch(run: Run, schedules: Schedules, frozen: Frozen, hooks: Sequence
     started = time.perf_counter()
     for micro_batches in run.loader.epoch(run.epoch, run.epoch_samples):
         loaded = time.perf_counter()
-        lr = schedules.apply(run.sharded, run.step)
+        lr = schedules.apply(run.sharded, run.step, run.lr_factor)
         run.sharded.freeze(frozen.at(run.step))
         step = _train_step(run, micro_batches, lr, (started, loaded), hooks)
         for hook in hooks:

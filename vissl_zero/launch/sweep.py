@@ -26,12 +26,12 @@ from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.experimental.callback import Callback
 from hydra.plugins.launcher import Launcher
-from hydra.types import HydraContext, TaskFunction
+from hydra.types import HydraContext, RunMode, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 
 from vissl_zero.engine import stopping
-from vissl_zero.engine.stopping import JobNote, is_done, read_note
-from vissl_zero.errors import ConfigError, LaunchError, Problem, VisslZeroError
+from vissl_zero.engine.stopping import JobNote, is_done, read_note, read_summary
+from vissl_zero.errors import ConfigError, LaunchError, Problem, VisslZeroError, did_you_mean
 from vissl_zero.launch.slurm import private_folder, requeue
 from vissl_zero.lifetime import SWEEP_VARIABLE
 from vissl_zero.resolve.host import Host, this_host
@@ -105,6 +105,40 @@ def run_job_of_sweep(folder: Path, overrides: Sequence[str], run: Callable[[], i
     JobNote(list(overrides), code).write(folder)
     asked = stopping.requested_stop()
     return asked.exit_code if code == 0 and asked is not None and executor is None else code
+
+
+def objective(hydra: Any, config: Any) -> str:
+    """Return the figure that a searching sweeper (``hydra/sweeper=optuna``) goes by; empty where none searches.
+
+    Args:
+        hydra: Hydra's own configuration.
+        config: of a job, below ``config``.
+    Raises:
+        ConfigError: a sweeper searches, and no figure is named.
+    """
+    sweeper = str(hydra.runtime.choices.get("hydra/sweeper", "basic"))
+    if hydra.mode != RunMode.MULTIRUN or sweeper == "basic" or config.DRY_RUN:
+        return ""
+    if not config.OBJECTIVE:
+        must, fix = f"must name the figure that {sweeper} searches by", "Write config.OBJECTIVE=loss_last, for example."
+        raise ConfigError([Problem("config.OBJECTIVE", "", must, fix)])
+    return str(config.OBJECTIVE)
+
+
+def read_figure(folder: Path, name: str) -> float | None:
+    """Read a figure of a job's ``summary.json``; None: the job did not get that far, which a sweeper counts as failed.
+
+    Raises:
+        ConfigError: there is no such figure.
+    """
+    found = read_summary(folder)
+    if not found:
+        return None
+    numbers = {key: value for key, value in found.items() if isinstance(value, int | float)}
+    if name not in numbers:
+        near = did_you_mean(name, numbers) or f" There are {', '.join(sorted(numbers))}."
+        raise ConfigError([Problem("config.OBJECTIVE", repr(name), "must be a number in summary.json", near.strip())])
+    return float(numbers[name])
 
 
 _sweep_dir: Path | None = None
@@ -258,7 +292,7 @@ class SideBySide(Launcher):
         self._config, self._context = config, hydra_context
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        """Run all jobs; what each returned is its exit code.
+        """Run all jobs; what each returned is its exit code, or the figure that a sweeper searches by.
 
         Raises:
             ConfigError, LaunchError: wrong keys of the launcher, or a folder that holds something else.
@@ -269,6 +303,7 @@ class SideBySide(Launcher):
         assert self._config is not None
         sweep_dir = Path(str(self._config.hydra.sweep.dir)).absolute()
         jobs = [self._job(sweep_dir, initial_job_idx + index, list(o)) for index, o in enumerate(job_overrides)]
+        figure = self._objective(jobs[0])
         common = set(jobs[0].overrides).intersection(*(job.overrides for job in jobs)) if len(jobs) > 1 else set()
         waiting = []
         for job in jobs:
@@ -284,7 +319,14 @@ class SideBySide(Launcher):
         self._run(waiting, slots, len(jobs))
         if (asked := stopping.requested_stop()) is not None:
             raise KeyboardInterrupt if asked.exit_code == stopping.INTERRUPTED else SystemExit(asked.exit_code)
-        return [_answer(job) for job in jobs]
+        return [_answer(job, figure) for job in jobs]
+
+    def _objective(self, job: _Job) -> str:
+        assert self._context is not None and self._config is not None
+        if self._config.hydra.runtime.choices.get("hydra/sweeper", "basic") == "basic":  # composing costs a moment
+            return ""
+        tree = self._context.config_loader.load_sweep_config(self._config, job.overrides)
+        return objective(self._config.hydra, tree.config)
 
     def _job(self, sweep_dir: Path, number: int, overrides: list[str]) -> _Job:
         assert self._config is not None
@@ -408,7 +450,7 @@ def _end(running: list[subprocess.Popen[bytes]]) -> None:
             process.wait()
 
 
-def _answer(job: _Job) -> JobReturn:
+def _answer(job: _Job, figure: str) -> JobReturn:
     answer: Any = JobReturn(overrides=job.overrides, working_dir=str(job.folder), status=JobStatus.COMPLETED)
-    answer.return_value = job.code
+    answer.return_value = read_figure(job.folder, figure) if figure else job.code
     return answer
