@@ -1,13 +1,14 @@
-"""Names of transformers' and facebookresearch's newer networks, as timm's: ConvNeXt, ResNet and DINOv3.
+"""Names of transformers' and facebookresearch's newer networks, as timm's: ConvNeXt 1 and 2, ResNet and DINOv3.
 
 timm's DINOv3 is its ``Eva``: queries, keys and values in one layer whose bias has no part for keys.
 
-Sources: transformers 5.23, ``models/{convnext,resnet,dinov3_vit,dinov3_convnext}``; facebookresearch/dinov3 54694f7,
-``dinov3/models/vision_transformer.py`` and ``dinov3/layers``; timm 1.0.31, ``models/eva.py``.
+Sources: transformers 5.23, ``models/{convnext,convnextv2,resnet,dinov3_vit,dinov3_convnext}``; facebookresearch/dinov3
+54694f7, ``dinov3/models/vision_transformer.py`` and ``dinov3/layers``; timm 1.0.31, ``models/eva.py``.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -37,6 +38,7 @@ _CONVNEXT_PARTS = (
     (r"layernorm|layer_norm", "norm"),
     (r"pwconv1|pointwise_conv1", "mlp.fc1"),
     (r"pwconv2|pointwise_conv2", "mlp.fc2"),
+    (r"grn", "mlp.grn"),
 )
 _STAGE = r"(?:model\.|encoder\.)?stages\.(\d+)\."
 _CONVNEXT: _Rules = (
@@ -93,7 +95,7 @@ def renamed(entries: Sequence[Entry]) -> list[Entry]:
             prefix = min(marks, key=len).removesuffix(layout.mark).removesuffix("model.")
             found = [replace(e, key=_new_name(e.key.removeprefix(prefix), layout.rules)) for e in entries]
             is_dinov3 = layout.rules in (_DINOV3, _DINOV3_HF)
-            return list(_fused(_without_plain_mlp(found))) if is_dinov3 else found
+            return list(_fused(_without_plain_mlp(found))) if is_dinov3 else list(map(_in_one_dimension, found))
     return list(entries)
 
 
@@ -102,6 +104,13 @@ def _new_name(name: str, rules: _Rules) -> str:
         if match := re.fullmatch(old, name):
             return re.sub(r"\+(\d+)", lambda number: str(int(number[1]) + 1), match.expand(new))
     return name
+
+
+def _in_one_dimension(entry: Entry) -> Entry:
+    """Flatten the weights of ConvNeXt V2's response normalization, (1, 1, 1, C) in transformers."""
+    if ".grn." not in entry.key:
+        return entry
+    return replace(entry, shape=(math.prod(entry.shape),), read=lambda: entry.read().flatten())
 
 
 def _without_plain_mlp(entries: list[Entry]) -> list[Entry]:

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import json
+import re
+import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
 
 from vissl_zero.commands.arguments import CommandParser
 from vissl_zero.config.compose import compose
 from vissl_zero.config.recipes import recipe_names
 from vissl_zero.errors import ConfigError, DataError, printable
+from vissl_zero.planner.machine_profile import MachineProfile, profile_names, read_profile
+
+if TYPE_CHECKING:
+    from vissl_zero.planner.planning import Planned
 
 _NUM_LOOKED_AT = 64
 _SIDES = (32, 64, 96, 128, 160, 192, 224)
@@ -20,6 +28,7 @@ _MOST_IMAGES = 64  # of a batch
 _LEAST_IMAGES = 8
 _VALIDATION = ("val", "test")
 _PACKAGE = "# @package _global_"
+_NUM_TIMED, _NUM_WARM = 8, 3  # steps of the measurement, and those before the speed is steady
 
 
 @dataclass(frozen=True)
@@ -43,6 +52,30 @@ class Facts:
     is_gray: bool
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where the recipe will run.
+
+    Attributes:
+        memory: GiB that a process may use; None: what is free.
+        profile: of the machine; empty: this one.
+    """
+
+    memory: float | None = None
+    profile: str = ""
+
+    @property
+    def machine(self) -> MachineProfile | None:
+        """The rates of the machine; None for this one."""
+        return read_profile(self.profile) if self.profile else None
+
+    @property
+    def procs(self) -> int:
+        """Processes on it: a profile that ends with x8 is of a machine of eight."""
+        count = re.search(r"x(\d+)$", self.profile)
+        return int(count[1]) if count else 1
+
+
 def new(arguments: Sequence[str]) -> int:
     """Ask what the flags leave open, and write the recipe; returns the exit code.
 
@@ -59,17 +92,25 @@ def new(arguments: Sequence[str]) -> int:
     parser.add_argument("--images", metavar="FOLDER", help="images; with labels, train/ and val/ of class folders")
     parser.add_argument("--labels", help="yes: train a classifier; no: learn without labels; auto (default): look")
     parser.add_argument("--memory-gb", metavar="X", help="GiB that a process may use; auto (default): what is free")
+    parser.add_argument("--machine", metavar="X", help=f"another machine: {', '.join(profile_names())}, or a YAML file")
     parser.add_argument("--epochs", metavar="N", help="passes over the images, 20 by default")
+    parser.add_argument("--hours", metavar="X", help="how long it may train, in place of --epochs")
     options = parser.parse_args(arguments)
     path = _place(options.name)
     images = _answer(options.images, "--images", "Which folder holds the images?", "")
     labels = _answer(options.labels, "--labels", "Train with their labels (yes, no, auto)?", "auto")
-    memory = _memory(_answer(options.memory_gb, "--memory-gb", "GiB for each process (a number, auto)?", "auto"))
-    epochs = _epochs(_answer(options.epochs, "--epochs", "How many epochs?", "20"))
+    place = _asked_place(options.memory_gb, options.machine)
+    epochs, hours = _asked_length(options.epochs, options.hours)
     facts = look_at(Path(images).expanduser(), labels)
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        batch = _fitting(path, facts, memory, epochs)
+        batch, planned = _fitting(path, facts, place, epochs)
+        said = ""
+        if hours is not None:
+            speed, source = _speed(path, place, planned)
+            epochs = max(1, int(hours * 3600 * speed / facts.num_images))
+            said = f"{hours:g} hours are about {epochs:,} epochs at {speed:,.0f} images/s, {source}"
+            path.write_text(recipe(facts, place, epochs, batch), encoding="utf-8")
     except BaseException:
         path.unlink(missing_ok=True)
         raise
@@ -77,6 +118,8 @@ def new(arguments: Sequence[str]) -> int:
     kinds = f", {facts.num_classes} classes" if facts.val else ""
     print(printable(f"{facts.train}: {facts.num_images:,} images, median {facts.side} pixels{gray}{kinds}"))
     print(f"a plan fits with a batch of {batch} images")
+    if said:
+        print(said)
     print(f"wrote {printable(path)}. Train it: vissl-zero config={options.name}")
     return 0
 
@@ -105,22 +148,42 @@ def _answer(given: str | None, flag: str, question: str, default: str) -> str:
     return answer
 
 
-def _memory(text: str) -> float | None:
-    if text == "auto":
-        return None
+def _asked_place(memory: str | None, machine: str | None) -> Place:
+    """Read ``--memory-gb`` and ``--machine``, or ask for one of them."""
+    if machine is None:
+        memory = _answer(memory, "--memory-gb", "Memory of a process in GiB, or a machine such as a100x8?", "auto")
+        if memory in profile_names():
+            memory, machine = None, memory
+    place = Place(None if memory in (None, "auto") else _number("--memory-gb", str(memory), ", or auto"), machine or "")
+    if place.profile:
+        read_profile(place.profile)  # refuses one that is not there
+    return place
+
+
+def _asked_length(epochs: str | None, hours: str | None) -> tuple[int, float | None]:
+    """Read ``--epochs`` or ``--hours``, or ask for one of them; the epochs are 1 where hours are given."""
+    if epochs is not None and hours is not None:
+        raise ConfigError("vissl-zero new --hours: must be left out beside --epochs. Give one of them.")
+    if hours is None:
+        epochs = _answer(epochs, "--epochs", "How long (epochs such as 20, or hours such as 2h)?", "20")
+        if epochs.endswith("h"):
+            hours = epochs.removesuffix("h")
+    if hours is not None:
+        return 1, _number("--hours", hours)
+    assert epochs is not None
+    if not (epochs.isascii() and epochs.isdecimal() and 0 < int(epochs) < 10**6):
+        raise ConfigError(f"vissl-zero new --epochs: must be a whole number, at least 1 (got {epochs!r}).")
+    return int(epochs), None
+
+
+def _number(flag: str, text: str, also: str = "") -> float:
     try:
         number = float(text)
     except ValueError:
         number = 0
     if not 0 < number < 10**9:
-        raise ConfigError(f"vissl-zero new --memory-gb: must be a number above 0, or auto (got {text!r}).")
+        raise ConfigError(f"vissl-zero new {flag}: must be a number above 0{also} (got {text!r}).")
     return number
-
-
-def _epochs(text: str) -> int:
-    if not (text.isascii() and text.isdecimal() and 0 < int(text) < 10**6):
-        raise ConfigError(f"vissl-zero new --epochs: must be a whole number, at least 1 (got {text!r}).")
-    return int(text)
 
 
 def look_at(folder: Path, labels: str) -> Facts:
@@ -172,7 +235,7 @@ def look_at(folder: Path, labels: str) -> Facts:
     return Facts(train, val if has_labels else None, len(source), num_classes, side, bool(rows["gray"].all()))
 
 
-def recipe(facts: Facts, memory: float | None, epochs: int, batch: int) -> str:
+def recipe(facts: Facts, place: Place, epochs: int, batch: int) -> str:
     """Return the recipe's text, with a comment on each line below the first."""
     side = max([side for side in _SIDES if side <= facts.side], default=_SIDES[0])
     base = "supervised/folder" if facts.val else "pretrain/simclr/my_photos"
@@ -199,30 +262,72 @@ def recipe(facts: Facts, memory: float | None, epochs: int, batch: int) -> str:
         ("  ZERO:", "how memory is used"),
         ("    LEVEL: fit", "the cheapest plan that fits; vissl-zero plan lists them"),
     ]
-    if memory is not None:
-        lines.append((f"    MEMORY_GB: {memory:g}", "GiB that a process may use"))
+    if place.memory is not None:
+        lines.append((f"    MEMORY_GB: {place.memory:g}", "GiB that a process may use"))
+    if place.machine is not None:
+        lines.append((f"    MACHINE_PROFILE: {_quoted(place.profile)}", "whose memory and rates plans are for"))
+        if place.machine.capability is not None:
+            lines += [("  MACHINE:", "what computes"), ("    DEVICE: gpu", "NVIDIA's")]
+    if place.procs > 1:
+        lines.append(("  DISTRIBUTED:", "how many compute"))
+        lines.append((f"    NUM_PROC_PER_NODE: {place.procs}", "processes, one for each GPU"))
     return "\n".join([_PACKAGE, *(f"{line}  # {comment}" for line, comment in lines)]) + "\n"
 
 
-def _quoted(path: Path) -> str:
+def _quoted(path: Path | str) -> str:
     return json.dumps(str(path), ensure_ascii=False)
 
 
-def _fitting(path: Path, facts: Facts, memory: float | None, epochs: int) -> int:
-    """Write the recipe with the largest batch for which a plan fits; return the batch."""
+def _fitting(path: Path, facts: Facts, place: Place, epochs: int) -> tuple[int, Planned]:
+    """Write the recipe with the largest batch for which a plan fits; return the batch and the plans."""
     from vissl_zero.planner.planning import plan_run
 
     batch = _LEAST_IMAGES
-    while batch * 2 <= min(_MOST_IMAGES, facts.num_images):
+    while batch * 2 <= min(_MOST_IMAGES, facts.num_images // place.procs):
         batch *= 2
     while True:
-        path.write_text(recipe(facts, memory, epochs, batch), encoding="utf-8")
-        name = path.relative_to("configs/config").with_suffix("").as_posix()
-        if plan_run(compose(name, ["config.DRY_RUN=true"]).run, name).chosen is not None:
-            return batch
+        path.write_text(recipe(facts, place, epochs, batch), encoding="utf-8")
+        planned = plan_run(compose(_name(path), ["config.DRY_RUN=true"]).run, _name(path))
+        if planned.chosen is not None:
+            return batch, planned
         if batch == _LEAST_IMAGES:
             raise ConfigError(
                 f"vissl-zero new --memory-gb: must be more: no plan fits, even with a batch of {batch} images. "
                 "Give more memory, or smaller images."
             )
         batch //= 2
+
+
+def _name(path: Path) -> str:
+    return path.relative_to("configs/config").with_suffix("").as_posix()
+
+
+def _speed(path: Path, place: Place, planned: Planned) -> tuple[float, str]:
+    """Return images per second of the recipe, and where that is from: the forecast, or steps on this machine.
+
+    Raises:
+        ConfigError: neither can be had.
+    """
+    chosen = planned.chosen
+    if place.profile:
+        if chosen is None or chosen.forecast.seconds is None:
+            raise ConfigError("vissl-zero new --hours: the time of a step is not known there. Give --epochs.")
+        images = chosen.batch_per_rank * chosen.micro_batches * chosen.world_size
+        return images / chosen.forecast.seconds, f"the planner's forecast for {place.profile}, data loading left out"
+    print(f"measuring {_NUM_TIMED} steps ...", flush=True)
+    with TemporaryDirectory(prefix="vissl_zero_new_") as scratch:
+        words = [
+            f"config={_name(path)}",
+            f"config.CHECKPOINT.DIR={scratch}/run",
+            "config.NEAREST_NEIGHBOR.USE_KNN=false",
+        ]
+        words += [f"config.TRAINER.MAX_STEPS={_NUM_TIMED}", f"config.OPTIMIZER.num_epochs={_NUM_TIMED}"]
+        words += ["config.TEST_MODEL=false", "config.HOOKS.LOGGERS=[]"]
+        command = [sys.executable, "-m", "vissl_zero.cli", *words]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise ConfigError(
+                f"vissl-zero new --hours: the steps to measure failed. Give --epochs.\n{done.stderr.strip()}"
+            )
+        rows = (Path(scratch) / "run/metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return median(json.loads(row)["images_per_s"] for row in rows[_NUM_WARM:]), f"measured in {_NUM_TIMED} steps here"

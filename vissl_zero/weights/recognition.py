@@ -194,6 +194,8 @@ def _transformer(shapes: Shapes, foreign: Foreign) -> Recognized | None:
     if eps := _number(foreign.config, "layer_norm_eps") or (1e-5 if args["pre_norm"] else None):  # CLIP's
         params["layer_norm_eps"] = eps
     name = "vit_giant_patch14_dinov2" if is_gated else f"vit_base_patch{patch if patch in (8, 16, 32) else 16}_224"
+    if args["pre_norm"]:
+        name = "vit_base_patch32_clip_224"  # with CLIP's epsilon in timm too, where layer_norm_eps is not known
     text = f"vision transformer: {depth} blocks of {width}, {args['num_heads']} heads, patches of {patch}"
     text += f", {registers} registers" if registers else ""
     return Recognized(

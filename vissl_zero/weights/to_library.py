@@ -176,17 +176,26 @@ def _to_timm(source: Source, folder: Path) -> tuple[str, Opened, list[str]]:
     pretrained = {"input_size": [3, views.size, views.size], "fixed_input_size": False, "interpolation": "bilinear"}
     pretrained |= {"crop_pct": views.size / views.resize, "mean": list(views.mean), "std": list(views.std)}
     pretrained |= {"num_classes": 0, "crop_mode": "center"}
-    if getattr(source.trunk, "patch_size", None):
-        args["dynamic_img_size"] = True
     feature_dim = int(source.trunk.feature_dim)  # type: ignore[arg-type]
-    config = {"architecture": architecture, "num_classes": 0, "num_features": feature_dim, "model_args": args}
-    _write_json(folder / CONFIG, config | {"pretrained_cfg": pretrained})
+    config = {"architecture": architecture, "num_classes": 0, "num_features": feature_dim, "pretrained_cfg": pretrained}
     entries = [Entry(_timms(e.key), e.dtype, e.shape, e.read) for e in entries]
     write_shard_file(folder / WEIGHTS, entries, {"format": "pt"}, with_checksums=False)
+    call = f'timm.create_model("local-dir:{folder.name}", pretrained=True)'
+    return call, _opened_by_timm(folder, config, args), []
+
+
+def _opened_by_timm(folder: Path, config: Mapping[str, Any], args: Mapping[str, Any]) -> nn.Module:
+    """Write ``config.json``, for images of any size if the model takes them, and open the folder."""
     import timm
 
-    model = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
-    return f'timm.create_model("local-dir:{folder.name}", pretrained=True)', model, []
+    for sizes in ({"dynamic_img_size": True}, {}):
+        _write_json(folder / CONFIG, {**config, "model_args": {**args, **sizes}})
+        try:
+            return timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
+        except TypeError as error:
+            if "dynamic_img_size" not in str(error):
+                raise
+    raise AssertionError
 
 
 def _timms(name: str) -> str:

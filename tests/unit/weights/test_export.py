@@ -34,6 +34,10 @@ MODELS = {
     ),
     "dinov3": lambda: timm.create_model("vit_tiny_patch16_dinov3_qkvb", depth=2, global_pool="token"),
     "convnext": lambda: timm.create_model("convnext_atto", depths=[1, 1, 1, 1]),
+    "clip": lambda: timm.create_model("vit_base_patch32_clip_224", **TINY, embed_dim=64, num_heads=1),
+    "timm's swin": lambda: timm.create_model(
+        "swin_tiny_patch4_window7_224", embed_dim=12, depths=[1, 1, 1, 1], num_heads=[1, 1, 2, 2]
+    ),
     "resnet": lambda: torchvision.models.resnet18(),
     "swin": lambda: torchvision.models.swin_t(),
 }
@@ -92,6 +96,17 @@ def test_the_librarys_own_calls_open_the_folders(tmp_path, capsys):
     processor = transformers.AutoImageProcessor.from_pretrained(out)
     assert processor.crop_size["height"] == 32
     capsys.readouterr()
+
+
+@pytest.mark.parametrize(("name", "sides"), [("clip", (32, 48)), ("timm's swin", (224, 96))])
+def test_timm_gives_the_trunks_features_at_two_sizes(tmp_path, name, sides):
+    """CLIP's epsilon is not that of other transformers, and Swin takes other sizes if it is told so."""
+    file, out = exported(tmp_path, name, "timm")
+    ours, theirs = vissl_zero.load_trunk(file), timm.create_model(f"local-dir:{out}", pretrained=True).eval()
+    for side in sides:
+        images = torch.randn(2, 3, side, side)
+        with torch.no_grad():
+            torch.testing.assert_close(theirs(images), ours(images), rtol=0, atol=1e-6)
 
 
 def test_a_timm_trunk_needs_no_number_of_heads_for_transformers(tmp_path):

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import timm
@@ -71,6 +72,7 @@ HF = {
         )
     ),
     "convnext": lambda: transformers.ConvNextModel(transformers.ConvNextConfig(**CONVNEXT)),
+    "convnextv2": lambda: transformers.ConvNextV2Model(transformers.ConvNextV2Config(**CONVNEXT)),
     "dinov3 convnext": lambda: transformers.DINOv3ConvNextModel(transformers.DINOv3ConvNextConfig(**CONVNEXT)),
 }
 
@@ -135,22 +137,15 @@ def test_the_right_network_of_a_file_is_taken(tmp_path, how):
     assert text == "vision transformer: 2 blocks of 192, 3 heads, patches of 8, made for images of 32"
 
 
-@pytest.mark.parametrize("registers", [0, 4])
-def test_dinov2s_own_layout_is_resized_as_dinov2_does(tmp_path, registers):
-    """Without registers by the factor of a tenth of a patch more, with them antialiased to the size.
+def resized_as_in_dinov2(net: nn.Module, **options: Any) -> Callable[[Tensor], Tensor]:
+    """Give features of a ``plain_transformer`` with ``options``, its positions resized as in DINOv2's hub.
 
+    Without registers by the factor of a tenth of a patch more, as in DINO's, with them antialiased to the size:
     facebookresearch/dinov2 b8931f7, ``interpolate_pos_encoding`` and hubconf's ``interpolate_offset``.
     """
-    net = plain_transformer(init_values=1.0, reg_tokens=registers, no_embed_class=registers > 0)
-    state = dict(net.state_dict())
-    state["mask_token"] = torch.zeros(1, 192)
-    positions = state["pos_embed"]
-    if registers:
-        state["register_tokens"] = state.pop("reg_token")
-        state["pos_embed"] = torch.cat([torch.zeros(1, 1, 192), positions], dim=1)
-    torch.save(state, tmp_path / "dinov2.pth")
+    positions, registers = net.state_dict()["pos_embed"], options.get("reg_tokens", 0)
 
-    def expected(x: Tensor) -> Tensor:
+    def features(x: Tensor) -> Tensor:
         side = x.shape[-1] // 8
         maps = positions[:, positions.shape[1] - 16 :].unflatten(1, (4, 4)).permute(0, 3, 1, 2)
         if side != 4 and not registers:
@@ -159,18 +154,33 @@ def test_dinov2s_own_layout_is_resized_as_dinov2_does(tmp_path, registers):
             maps = functional.interpolate(maps, size=(side, side), mode="bicubic", antialias=True)
         patches = maps.permute(0, 2, 3, 1).flatten(1, 2)
         whole = patches if registers else torch.cat([positions[:, :1], patches], dim=1)
-        other = plain_transformer(
-            img_size=x.shape[-1], init_values=1.0, reg_tokens=registers, no_embed_class=registers > 0
-        )
+        other = plain_transformer(img_size=x.shape[-1], no_embed_class=registers > 0, **options)
         other.load_state_dict({**net.state_dict(), "pos_embed": whole})
         return other(x)
 
-    require_equal(tmp_path / "dinov2.pth", expected, (32, 48, 16))
+    return features
 
 
-def test_dinov3s_own_layout_is_read(tmp_path):
-    """facebookresearch/dinov3's names: one qkv bias whose keys are masked, periods, storage tokens."""
-    theirs = randomized(HF["gated dinov3"]())
+@pytest.mark.parametrize("registers", [0, 4])
+def test_dinov2s_own_layout_is_resized_as_dinov2_does(tmp_path, registers):
+    net = plain_transformer(init_values=1.0, reg_tokens=registers, no_embed_class=registers > 0)
+    state = dict(net.state_dict())
+    state["mask_token"] = torch.zeros(1, 192)
+    if registers:
+        state["register_tokens"] = state.pop("reg_token")
+        state["pos_embed"] = torch.cat([torch.zeros(1, 1, 192), state["pos_embed"]], dim=1)
+    torch.save(state, tmp_path / "dinov2.pth")
+
+    require_equal(
+        tmp_path / "dinov2.pth", resized_as_in_dinov2(net, init_values=1.0, reg_tokens=registers), (32, 48, 16)
+    )
+
+
+def in_dinov3s_names(theirs: nn.Module) -> dict[str, Tensor]:
+    """Write weights of ``HF["gated dinov3"]`` under facebookresearch/dinov3's names.
+
+    One qkv bias whose keys are masked, periods, storage tokens.
+    """
     state, own = {}, theirs.state_dict()
     rename = {"embeddings.cls_token": "cls_token", "embeddings.register_tokens": "storage_tokens"}
     rename |= {f"embeddings.patch_embeddings.{kind}": f"patch_embed.proj.{kind}" for kind in ("weight", "bias")}
@@ -189,6 +199,12 @@ def test_dinov3s_own_layout_is_read(tmp_path):
         for theirs_name, name in layers.items():
             state |= {f"{new}{name}.{k}": own[f"{old}{theirs_name}.{k}"] for k in ("weight", "bias")}
     state |= {"mask_token": torch.zeros(1, 64), "rope_embed.periods": torch.ones(4)}
+    return state
+
+
+def test_dinov3s_own_layout_is_read(tmp_path):
+    theirs = randomized(HF["gated dinov3"]())
+    state = in_dinov3s_names(theirs)
     torch.save(state, tmp_path / "dinov3.pth")
     with pytest.raises(AssertionError, match="not close"):  # 16 channels a head are no published model's: 64 are
         require_equal(tmp_path / "dinov3.pth", lambda x: theirs(x).last_hidden_state[:, 0], (32,))
