@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from vissl_zero import collectives
 from vissl_zero.sharding.state.missing_gradient import ELSEWHERE, OF_THIS_RANK, WatchedParameter
 from vissl_zero.sharding.state.sharded_tensor import ShardedTensor, first_row, sharded
-from vissl_zero.sharding.torch_private import foreach_norm, real_grad, set_real_grad
+from vissl_zero.sharding.torch_private import foreach_norm, local_tensor, real_grad, set_real_grad
 
 # As torch.nn.functional.normalize has it, so that a row of zeros is not divided by zero.
 MIN_ROW_NORM = 1e-12
@@ -61,7 +61,7 @@ class Shard:
     def local_grad(self) -> Tensor | None:
         """Return the gradient of these rows that the last backward left, or None."""
         grad = real_grad(self.source)
-        return grad.to_local() if isinstance(grad, DTensor) else grad
+        return None if grad is None else local_tensor(grad)
 
     def take_grad(self) -> None:
         """Hand the gradient to the optimizer's view of the parameter. No copy."""
