@@ -1,4 +1,4 @@
-"""Images per second of one core: torchvision v2, ours on Pillow, ours fast.
+"""Images per second of one core: torchvision v2, lightly, ours on Pillow, ours fast.
 
     python benchmarks/augmentation.py [--views swav224|cifar] [--rounds 7] [--files FOLDER]
 
@@ -31,6 +31,7 @@ from vissl_zero.data.source import EncodedSource
 from vissl_zero.data.split_pipeline import build_split_pipeline
 
 if True:  # after vissl_zero, without which some builds of torchvision cannot be imported
+    from lightly.transforms import SwaVTransform
     from torchvision.transforms import InterpolationMode, v2
 
 MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
@@ -135,6 +136,28 @@ def torchvision_v2(views: dict[str, list], files: list[bytes]) -> Callable[[int]
     return load
 
 
+def lightly(views: dict[str, list], files: list[bytes]) -> Callable[[int], object]:
+    """lightly's transform of SwAV, on images that Pillow decodes."""
+    transform = SwaVTransform(
+        crop_sizes=tuple(views["sizes"]),
+        crop_counts=tuple(views["counts"]),
+        crop_min_scales=tuple(low for low, _ in views["scales"]),
+        crop_max_scales=tuple(high for _, high in views["scales"]),
+        normalize={"mean": MEAN, "std": STD},
+    )
+
+    def load(start: int, count: int = 24) -> object:
+        samples = []
+        for index in range(start, start + count):
+            seed_sample(0, 0, index)
+            samples.append(transform(Image.open(io.BytesIO(files[index % len(files)])).convert("RGB")))
+        first = views["counts"][0]
+        parts = (range(first), range(first, sum(views["counts"])))
+        return [torch.stack([sample[crop] for crop in part for sample in samples]) for part in parts]
+
+    return load
+
+
 def decode(how: str, files: list[bytes]) -> Callable[[int], object]:
     """Decoding alone."""
 
@@ -164,6 +187,7 @@ def main() -> None:
     views = VIEWS[options.views]
     systems = {
         "torchvision v2, simplejpeg": torchvision_v2(views, files),
+        "lightly's SwaVTransform": lightly(views, files),
         "ours, pil": ours("pil", views, files),
         "ours, fast": ours("fast", views, files),
         "decode: simplejpeg": decode("simplejpeg", files),

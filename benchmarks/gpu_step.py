@@ -1,7 +1,7 @@
 """Time, memory and idle share of a training step on one GPU, beside DDP and fully_shard written by hand.
 
-    python benchmarks/gpu_step.py --model vit_b [--systems "DDP by hand" "level 3"] [--rounds 15] [--json step.json]
-    python benchmarks/gpu_step.py --offload 1.6
+    python benchmarks/gpu_step.py --models vit_s vit_b [--systems "level 0" "level 3"] [--rounds 15] [--json step.json]
+    python benchmarks/gpu_step.py --models --offload 1.6
 
 All systems are in one process and take turns: in each round each trains three steps, in an order that changes from
 round to round. A ratio is that of two times of one round; the median is printed. Time is that of the device (CUDA
@@ -247,10 +247,10 @@ def _reset_peak() -> None:
 def main() -> None:
     """Parse, run, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="vit_b", choices=list(MODELS))
+    parser.add_argument("--models", nargs="*", default=["vit_b"], choices=list(MODELS))
     parser.add_argument("--systems", nargs="+", default=list(PLAIN), choices=list(SYSTEMS))
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--offload", type=float, help="billion parameters, in place of a comparison")
+    parser.add_argument("--offload", type=float, help="billion parameters; after the comparisons")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     if DEVICE == "cuda":
@@ -258,7 +258,13 @@ def main() -> None:
     device = torch.device("cuda", 0) if DEVICE == "cuda" else None
     backend = "cpu:gloo,cuda:nccl" if DEVICE == "cuda" else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, device_id=device)
-    rows = offload(given.offload) if given.offload else compare(given.model, given.systems, given.rounds)
+    rows = []
+    for model in given.models:
+        rows += compare(model, given.systems, given.rounds)
+        if given.json:
+            given.json.write_text(json.dumps(rows, indent=1))
+    if given.offload:
+        rows += offload(given.offload)
     if given.json:
         given.json.write_text(json.dumps(rows, indent=1))
     dist.destroy_process_group()

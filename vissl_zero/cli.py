@@ -110,7 +110,7 @@ Look into what was trained:
 Look at images, and pack them into few large files, which DATA_PATHS then names:
   vissl-zero data check <folder, tars, table, ...>  classes, sizes, formats; broken files, copies; a picture
   vissl-zero data stats <folder, tars, table, ...>  mean and deviation of the pixels, for Normalize
-  vissl-zero data pack <folder> <out> --to webdataset|arrow|lmdb [--size 512]
+  vissl-zero data pack <source> <out> --to webdataset|arrow|lmdb [--size 512]
   vissl-zero data bench config=<recipe> [--run <run folder>]     what loading costs; will training wait for it?
 
 Runs submitted to SLURM:

@@ -79,7 +79,7 @@ def trained(recipe: str, overrides: list[str], broken: str) -> dict[str, Any]:
             for step in range(NUM_STEPS):
                 lr = schedules.apply(run.sharded, step)
                 watch.reads, watch.uploads, watch.collectives, watch.on_host = [], [], [], 0
-                loop._train_step(run, [batch] * plan.accumulation_steps, lr, 0.0, [])
+                loop._train_step(run, [batch] * plan.accumulation_steps, lr, (0.0, 0.0), [])
         stray = [name for name, param in run.sharded._shards.items() if param.local.device.type != "cuda"]
     return {
         "reads": watch.reads,

@@ -45,8 +45,8 @@ def data(words: Sequence[str]) -> int:
     )
     check.add_argument("--picture", type=Path, default=Path(_SHEET), help=f"where to draw it; {_SHEET} by default")
     verbs.add_parser("stats", parents=[source], help="measure mean and deviation of the pixels", description=_STATS)
-    pack = verbs.add_parser("pack", help="write a folder of images into few large files", description=_PACK)
-    pack.add_argument("folder", type=Path, help="folder of images, as DATA_PATHS would name it")
+    pack = verbs.add_parser("pack", help="write images into few large files", description=_PACK)
+    pack.add_argument("source", type=Path, help="what DATA_PATHS would name; its format is recognized")
     pack.add_argument("out", type=Path, help="folder to write, new or begun")
     pack.add_argument("--to", required=True, choices=("webdataset", "arrow", "lmdb"), help="format")
     pack.add_argument("--size", type=_side, help="reduce larger images to this shorter side, pixels")
@@ -59,7 +59,7 @@ def data(words: Sequence[str]) -> int:
     bench.add_argument("--json", action="store_true", help="print an object of JSON")
     options = parser.parse_args(words)
     if options.verb == "pack":
-        _pack(options.folder, options.out, options.to, options.size)
+        _pack(options.source.expanduser(), options.out, options.to, options.size)
     elif options.verb == "bench":
         _bench(options)
     elif options.verb == "check":
@@ -75,8 +75,8 @@ _CHECK = (
 )
 _STATS = "Measure mean and standard deviation of each channel over all pixels, and print the line for TRANSFORMS."
 _PACK = (
-    "Pack a folder of images in its order. An interrupted run goes on where it stopped; packed.json has a checksum for "
-    "each part."
+    "Pack images in the order of their source. An interrupted run goes on where it stopped; packed.json has a checksum "
+    "for each part."
 )
 
 _BENCH = (
@@ -85,10 +85,10 @@ _BENCH = (
 )
 
 
-def _pack(folder: Path, out: Path, form: str, size: int | None) -> None:
+def _pack(source: Path, out: Path, form: str, size: int | None) -> None:
     from vissl_zero.data import pack as packing
 
-    count = packing.pack(folder, out, form, size, _report)
+    count = packing.pack(source, out, form, size, _report)
     where = printable(out)
     print(f"{counted(count, 'image')} in {where}. Train on them with config.DATA.TRAIN.DATA_PATHS={where}.")
 

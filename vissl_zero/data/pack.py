@@ -1,4 +1,4 @@
-"""Packing a folder of images into tars, Arrow files or an LMDB database, in the folder's order."""
+"""Packing a source of images into tars, Arrow files or an LMDB database, in the source's order."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ import xxhash
 from PIL import Image
 
 from vissl_zero.atomic import read_object, replacing
-from vissl_zero.data.decode import Decoder
-from vissl_zero.data.source import SourceRequest
-from vissl_zero.data.sources.disk import DiskFolder
+from vissl_zero.config.catalog import source_of
+from vissl_zero.data.decode import EXTENSIONS, FORMATS, Decoder
+from vissl_zero.data.source import MultiLabeled, Source, SourceRequest, encoded_image, left_out
 from vissl_zero.data.sources.packed import CLASSES_FILE, CLASSES_KEY, LABELS_KEY
 from vissl_zero.errors import DataError
+from vissl_zero.registry import DATA_SOURCES
 
 PER_PART = 1000  # images
 PROGRESS_FILE = "packed.json"
@@ -29,7 +30,7 @@ _QUALITY = 95
 
 @dataclass(frozen=True)
 class Row:
-    """An image to pack: its number, its file, the extension of its name, and its label."""
+    """An image to pack: its number, its file, the extension that its format has, and its label."""
 
     index: int
     data: bytes
@@ -37,11 +38,11 @@ class Row:
     label: int | None
 
 
-def pack(folder: Path, out: Path, form: str, size: int | None, report: Callable[[str], None]) -> int:
-    """Pack a folder; one that was interrupted goes on with the first part that is missing.
+def pack(path: Path, out: Path, form: str, size: int | None, report: Callable[[str], None]) -> int:
+    """Pack what DATA_PATHS recognizes at ``path``; if it was interrupted, go on with the first part that is missing.
 
     Args:
-        folder: of images, as ``disk_folder`` reads it.
+        path: of a folder of images, or of images in another format.
         out: folder to write; new, or begun with the same arguments.
         form: one of ``WRITERS``.
         size: shorter side in pixels that larger images are reduced to, as JPEG; None: files as they are.
@@ -49,15 +50,20 @@ def pack(folder: Path, out: Path, form: str, size: int | None, report: Callable[
     Returns:
         Images packed, over all calls.
     Raises:
-        DataError: the folder has no images, ``out`` holds something else, or a library is missing.
+        DataError: there are no images, or they have several labels each; ``out`` holds something else; or a library is
+            missing.
         BrokenImageError: an image cannot be used: read, or decoded where ``size`` is given.
     """
-    source = DiskFolder(SourceRequest("TRAIN", (str(folder),)))
-    for line in source.left_out:
+    source: Source = DATA_SOURCES.get(source_of([str(path)])).build(SourceRequest("TRAIN", (str(path),)))
+    if isinstance(source, MultiLabeled):
+        raise DataError(
+            f"{path} has several labels for an image, which packed formats do not hold. Train on it as it is."
+        )
+    for line in left_out(source):
         report(line)
     out.mkdir(parents=True, exist_ok=True)
     names = xxhash.xxh3_64_hexdigest(b"\0".join(os.fsencode(source.name(i)) for i in range(len(source))))
-    begun = {"folder": ascii(str(folder.resolve())), "to": form, "size": size, "images": len(source), "names": names}
+    begun = {"folder": ascii(str(path.resolve())), "to": form, "size": size, "images": len(source), "names": names}
     done = _parts_of(out, begun)
     write = WRITERS[form]
     parts = -(-len(source) // PER_PART)
@@ -96,9 +102,11 @@ def _write(path: Path, content: Any) -> None:
         temporary.write_text(json.dumps(content, indent=1))
 
 
-def _row(source: DiskFolder, index: int, size: int | None) -> Row:
-    data, name = source.encoded(index), source.name(index)
-    extension = Path(name).suffix.lower().lstrip(".")
+def _row(source: Source, index: int, size: int | None) -> Row:
+    found, name = encoded_image(source, index), source.name(index)
+    data = found if isinstance(found, bytes) else _png(found)
+    extension = Path(name).suffix.lower()
+    extension = (extension if extension in EXTENSIONS else _extension_of(data)).lstrip(".")
     if size is not None:
         image = Decoder().image(data, name)
         if min(image.size) > size:
@@ -108,6 +116,21 @@ def _row(source: DiskFolder, index: int, size: int | None) -> Row:
             image.resize(sides, Image.Resampling.BICUBIC).save(file, "JPEG", quality=_QUALITY)
             data, extension = file.getvalue(), "jpg"
     return Row(index, data, extension, source.label(index))
+
+
+def _png(image: Image.Image) -> bytes:
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return file.getvalue()
+
+
+def _extension_of(data: bytes) -> str:
+    """Tell a file's extension by its content; one that is unknown is packed as it is."""
+    try:
+        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+            return f".{str(image.format).lower().replace('jpeg', 'jpg')}"
+    except Exception:  # noqa: BLE001 - broken: training says so
+        return ".jpg"
 
 
 def _tar(out: Path, part: int, parts: int, rows: Sequence[Row], names: Sequence[str]) -> None:
@@ -151,7 +174,7 @@ def _lmdb(out: Path, part: int, parts: int, rows: Sequence[Row], names: Sequence
 WRITERS = {"webdataset": _tar, "arrow": _arrow, "lmdb": _lmdb}
 
 
-def _finish(out: Path, form: str, source: DiskFolder, parts: int) -> None:
+def _finish(out: Path, form: str, source: Source, parts: int) -> None:
     """Write what holds for all parts."""
     names = list(source.class_names)
     if form == "webdataset" and names:
@@ -178,7 +201,7 @@ def _finish(out: Path, form: str, source: DiskFolder, parts: int) -> None:
             transaction.put(CLASSES_KEY, json.dumps(names).encode())
 
 
-def _labels(source: DiskFolder) -> Iterator[int]:
+def _labels(source: Source) -> Iterator[int]:
     for index in range(len(source)):
         label = source.label(index)
         assert label is not None  # there are classes

@@ -58,22 +58,28 @@ Groups = list[dict[str, Any]]
 def sgd(groups: Groups, momentum: float = 0.9, nesterov: bool = False) -> torch.optim.Optimizer:
     """Build SGD with momentum, plain or Nesterov."""
     optimizer = torch.optim.SGD(groups, momentum=momentum, nesterov=nesterov, fused=True)
-    complete_momenta(optimizer)
+    complete_state(optimizer)
     return optimizer
 
 
-def complete_momenta(optimizer: torch.optim.Optimizer) -> None:
-    """Give a momentum of zero to what has none, where the optimizer is fused SGD with momentum.
+def complete_state(optimizer: torch.optim.Optimizer) -> None:
+    """Give fused kernels the state that they ask for, in a new optimizer and after state was restored.
 
-    Its fused kernel wants all buffers or none: a parameter that is thawed later would have none yet, and it raises.
-    Starting from zero gives the same first step as starting from the gradient, bit for bit.
+    A momentum of zero to what has none, where the optimizer is SGD with momentum. Its fused kernel wants all buffers
+    or none: a parameter that is thawed later would have none yet, and it raises. Starting from zero gives the same
+    first step as starting from the gradient, bit for bit.
+
+    Counters of steps on the parameter's device. Restored ones are in host memory, where torch's own
+    ``load_state_dict`` does not leave them either.
     """
-    if isinstance(optimizer, torch.optim.SGD):
-        for group in optimizer.param_groups:
-            is_asked = group["fused"] and group["momentum"] and not group["dampening"]
-            for parameter in group["params"] if is_asked else ():
-                if optimizer.state[parameter].get("momentum_buffer") is None:
-                    optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+    for group in optimizer.param_groups:
+        has_momenta = isinstance(optimizer, torch.optim.SGD) and group["momentum"] and not group["dampening"]
+        for parameter in group["params"] if group.get("fused") else ():
+            if has_momenta and optimizer.state[parameter].get("momentum_buffer") is None:
+                optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+            step = optimizer.state[parameter].get("step") if parameter in optimizer.state else None
+            if isinstance(step, Tensor) and step.device != parameter.device:
+                optimizer.state[parameter]["step"] = step.to(parameter.device)
 
 
 @OPTIMIZERS.register("adam", config=AdamConfig)

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.autograd import graph as _graph
+from torch.distributed.fsdp._fully_shard import _fsdp_state
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -167,6 +168,10 @@ def lazy_init(root: Any) -> None:
 
 
 # What fully_shard keeps of a unit. Its public class has methods that change settings, and none that show these.
+
+
+# torch 2.11 follows the tensors in tuples, lists and dicts alone, from 2.12 on those in dataclasses too.
+FOLLOWS_DATACLASSES = hasattr(_fsdp_state, "collect_grad_tensors")
 
 
 def unit_state(unit: Any) -> Any:

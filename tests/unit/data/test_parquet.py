@@ -15,6 +15,7 @@ from tests.blocks import data_block
 from tests.unit.data.conftest import MakeData
 from tests.unit.data.test_same_pixels import write_parquet
 from vissl_zero.config.catalog import source_of
+from vissl_zero.data import pack as packing
 from vissl_zero.data.decode import BrokenImageError
 from vissl_zero.data.source import Source, build_eval_sources, build_source
 from vissl_zero.data.sources import parquet
@@ -64,6 +65,26 @@ def test_files_may_be_binary_or_only_named(make_data: MakeData, folder: Source, 
     assert source.encoded(0) == content and source.label(0) is None  # one has no label, so none has
     with pytest.raises(BrokenImageError, match="its row has no image"):
         source.image(1)
+
+
+@pytest.mark.parametrize("form", packing.WRITERS)
+def test_other_sources_are_packed_like_a_folder(make_data: MakeData, folder: Source, tmp_path: Path, form: str) -> None:
+    write_parquet(tmp_path / "x.parquet", folder, range(11))
+    np.save(tmp_path / "x.npy", np.random.default_rng(0).integers(0, 256, (3, 8, 6), np.uint8))
+    for path in (tmp_path / "x.parquet", tmp_path / "x.npy"):
+        out = tmp_path / f"{form}_of_{path.name}"
+        packing.pack(path, out, form, None, lambda line: None)
+        source, packed = (
+            build_source(data_block(make_data(kind, p)), "TRAIN", 0)
+            for kind, p in ((path.suffix[1:], path), (form, out))
+        )
+        assert packed.class_names == source.class_names and len(packed) == len(source)
+        for index in range(len(source)):
+            assert packed.label(index) == source.label(index)
+            assert np.array_equal(np.asarray(packed.image(index)), np.asarray(source.image(index)))
+    (tmp_path / "x.csv").write_text("path,labels\nx.jpg,a|b\n")
+    with pytest.raises(DataError, match="has several labels for an image"):
+        packing.pack(tmp_path / "x.csv", tmp_path / "out", form, None, lambda line: None)
 
 
 def test_few_row_groups_stay_in_memory_and_none_is_pickled(

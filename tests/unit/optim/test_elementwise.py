@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from vissl_zero.optim.elementwise import adam, adamw, sgd
+from vissl_zero.optim.elementwise import adam, adamw, complete_state, sgd
 
 SIZE = 37
 CASES = {
@@ -57,3 +57,13 @@ def test_momentum_is_there_before_the_first_step():
     optimizer = sgd([{"params": [param], "lr": 0.1, "weight_decay": 0.0}])
     assert torch.equal(optimizer.state[param]["momentum_buffer"], torch.zeros(3))
     assert not sgd([{"params": [param], "lr": 0.1, "weight_decay": 0.0}], momentum=0.0).state
+
+
+@pytest.mark.parametrize("is_fused", [True, False])
+def test_restored_counters_go_where_fused_kernels_read_them(is_fused):
+    param = torch.nn.Parameter(torch.zeros(3, device="meta"))  # stands for a GPU
+    optimizer = torch.optim.AdamW([param])
+    optimizer.param_groups[0]["fused"] = is_fused
+    optimizer.state[param]["step"] = torch.tensor(7.0)
+    complete_state(optimizer)
+    assert optimizer.state[param]["step"].device.type == ("meta" if is_fused else "cpu")

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from vissl_zero import collectives
 from vissl_zero.errors import CheckpointError
-from vissl_zero.optim.elementwise import complete_momenta
+from vissl_zero.optim.elementwise import complete_state
 from vissl_zero.optim.update_rule import element_keys
 from vissl_zero.resolve.resolved import ShardingPlan
 from vissl_zero.sharding.model.precision import LossScale
@@ -25,6 +25,7 @@ from vissl_zero.sharding.state.saved_state import (
     check_optimizer,
     check_same_update,
     group_facts,
+    inner_optimizer,
     state_shards,
     take_group_options,
 )
@@ -90,6 +91,8 @@ def load_rank_state(
     for name, values in state["optimizer"]["state"].items():
         local = state_shards(shards, optimizer)[name].local
         optimizer.state[local] = {key: _value(value, local) for key, value in values.items()}
+    if not isinstance(optimizer, StreamedOptimizer):
+        complete_state(inner_optimizer(optimizer))
     if loss_scale is not None:
         loss_scale.load_state_dict(state["loss_scale"])
 
@@ -142,7 +145,7 @@ def load_torch_state(state: Mapping[str, Any], shards: Mapping[str, Shard], opti
             for key, value in own.items()
         }
     if not isinstance(optimizer, WholeTensorOptimizer):
-        complete_momenta(optimizer)
+        complete_state(optimizer)
 
 
 def _elements_of(shard: Shard, whole: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from vissl_zero.errors import CheckpointError
-from vissl_zero.optim.elementwise import complete_momenta
+from vissl_zero.optim.elementwise import complete_state
 from vissl_zero.optim.update_rule import counter_keys, element_keys, state_keys
 from vissl_zero.sharding.model.precision import LossScale
 from vissl_zero.sharding.offload.streamed_optimizer import StreamedOptimizer, WholeStates
@@ -255,7 +255,7 @@ def restore_state(
         # Of state on disk, this writes the records.
         optimizer.state[shard.local] = state
     if not isinstance(optimizer, StreamedOptimizer):
-        complete_momenta(inner_optimizer(optimizer))
+        complete_state(inner_optimizer(optimizer))
     if loss_scale is not None and saved.loss_scale is not None:
         loss_scale.load_state_dict(dict(saved.loss_scale))
 

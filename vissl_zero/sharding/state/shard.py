@@ -186,7 +186,7 @@ def squared_norms(tensors: Sequence[Tensor]) -> Tensor:
     dtype = wide_dtype(tensors)
     # In the wide type: squares of large values overflow in half precision.
     norms = foreach_norm(filled, 2, dtype=dtype) if filled else ()
-    return in_place_of_empty(tensors, [norm.square() for norm in norms], dtype)
+    return in_place_of_empty(tensors, norms, dtype).square()  # one kernel for all
 
 
 def wide_dtype(tensors: Sequence[Tensor]) -> torch.dtype:

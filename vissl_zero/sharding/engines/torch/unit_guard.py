@@ -26,6 +26,7 @@ from vissl_zero.sharding.checks.waiting import waiting
 from vissl_zero.sharding.engines.cpu_communicator import CpuCommunicator
 from vissl_zero.sharding.state.sharded_tensor import real_gradients
 from vissl_zero.sharding.torch_private import (
+    FOLLOWS_DATACLASSES,
     call_on_gradient,
     finish_unit_after_backward,
     forward_hooks,
@@ -510,6 +511,8 @@ def _hidden_tensors(value: Any, seen: set[int]) -> Iterator[Tensor]:
         items = list(value)
     elif dataclasses.is_dataclass(value):
         items = [getattr(value, field.name) for field in dataclasses.fields(value)]
+        if not FOLLOWS_DATACLASSES:
+            yield from (tensor for item in items for tensor in _tensors(item))
     elif hasattr(value, "__dict__"):
         items = list(vars(value).values())
         yield from (tensor for item in items for tensor in _tensors(item))
