@@ -16,6 +16,7 @@ import torch
 from vissl_zero.engine.stopping import Stop
 from vissl_zero.sharding.memory import Bytes
 from vissl_zero.sharding.sharded_model import ShardedModel
+from vissl_zero.sharding.update.histograms import Histograms
 
 if TYPE_CHECKING:
     from vissl_zero.data.dataset import ImageBatch
@@ -141,6 +142,7 @@ class Run:
         first_step: optimizer steps done when this process began; not 0 where it resumes from a checkpoint.
         is_asked_to_stop: some rank was asked to save and stop (``engine/stopping.py``), according to the newest
             record; equal on every rank.
+        histograms: of the newest step, where HOOKS.HISTOGRAMS_EVERY asks for them; else None.
         lr_factor: set by a hook, equal on every rank: what the schedules' learning rates are multiplied by from now on.
         stop: set by a hook, equal on every rank: leave the loop after this step, without ``on_end``.
         unsettled: reads the figures of the newest step; None where that has been done. See ``settle``.
@@ -165,6 +167,7 @@ class Run:
     epoch_samples: int = 0
     first_step: int = 0
     is_asked_to_stop: bool = False
+    histograms: Histograms | None = None
     lr_factor: float = 1.0
     stop: Stop | None = None
     unsettled: Callable[[], None] | None = None

@@ -207,7 +207,9 @@ def _train_step(
     is_logged = _is_logged(run, run.step + 1)
     if is_logged:
         run.bytes = sharded.ledger()  # before the step, while gradients exist
-    result = sharded.step()
+    every = run.plan.config.HOOKS.HISTOGRAMS_EVERY
+    result = sharded.step(with_histograms=every > 0 and (run.step + 1) % every == 0)
+    run.histograms = result.histograms
     sharded.zero_grad()
     # After the update, as SwAV's prototypes must have unit length in every forward pass.
     sharded.normalize_rows(method.normalized_rows())

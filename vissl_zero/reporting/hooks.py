@@ -16,6 +16,7 @@ from vissl_zero.evaluation.segmentation import SegmentationHook
 from vissl_zero.methods.health import CollapseRule
 from vissl_zero.registry import HOOKS, require_interface
 from vissl_zero.reporting.display import Display
+from vissl_zero.reporting.histogram_file import HistogramFile
 from vissl_zero.reporting.loggers.logging import Logging
 from vissl_zero.reporting.lossy_output import optional_output
 from vissl_zero.reporting.metrics_file import MetricsFile
@@ -41,6 +42,8 @@ def build_hooks(plan: ResolvedRun) -> list[Hook]:
     options = plan.config.HOOKS
     knn, segmentation = KnnHook(plan), SegmentationHook()
     hooks: list[Hook] = [Opening(), Display(), MetricsFile(), CollapseWatch(), knn, AccuracyHook(), segmentation]
+    if options.HISTOGRAMS_EVERY:
+        hooks.append(HistogramFile())
     if plan.config.ONLINE_PROBE.USE_PROBE:
         hooks.append(OnlineProbeHook())
     if options.EARLY_STOPPING.METRIC:

@@ -229,8 +229,12 @@ class ShardedModel:
             raise ValueError(f"freeze: not parameters of the model: {', '.join(unknown)}")
         self._frozen = frozenset(names)
 
-    def step(self) -> StepResult:
-        """Unscale, agree on inf, clip, adapt (LARC/LARS), update. One all-reduce for all norms."""
+    def step(self, with_histograms: bool = False) -> StepResult:
+        """Unscale, agree on inf, clip, adapt (LARC/LARS), update. One all-reduce for all norms.
+
+        Args:
+            with_histograms: count weights and gradients too, before clipping; the same on every rank.
+        """
         # Full copies would keep the old values after the update.
         self._before_shards_change()
         # Before take_grad, which reads the gradients that this averages.
@@ -247,7 +251,7 @@ class ShardedModel:
         # An asynchronous checkpoint may still copy the shards that are about to change.
         self._wait_for_readers()
         with self._parameter_guard.own_step():
-            result = self._stepper.step(self._frozen)
+            result = self._stepper.step(self._frozen, with_histograms)
         if not result.skipped:
             for shard in self._trained:
                 shard.publish()

@@ -95,6 +95,9 @@ class Hooks:
     """Names of hooks of your own, called after the built-in ones that measure and before those that report."""
     LOGGERS: list[str] = field(default_factory=lambda: ["tensorboard"])
     """Where figures go besides metrics.jsonl: tensorboard, csv, wandb, mlflow, trackio, or a logger of your own."""
+    HISTOGRAMS_EVERY: int = number(0, least=0)
+    """Optimizer steps between histograms of each trained weight and its gradient, written to histograms.jsonl and shown
+    by the loggers tensorboard and wandb; 0: none."""
     TENSORBOARD_SETUP: TensorboardSetup = field(default_factory=TensorboardSetup)
     """VISSL's switch of TensorBoard."""
     EMA_MODEL: EmaModel = field(default_factory=EmaModel)

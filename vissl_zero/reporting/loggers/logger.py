@@ -53,6 +53,9 @@ class Logger:
         """Log all finite figures of ``step``, by tag (``train/loss``); called once per step, in order."""
         raise NotImplementedError
 
+    def log_histograms(self, counts: Mapping[str, Mapping[int, int]], step: int) -> None:
+        """Log histograms after the figures of ``step``: tag -> bucket -> elements (``Histograms.EDGES``), if it can."""
+
     def attach(self, files: Sequence[Path]) -> None:
         """Keep files with the run: configuration, summary, report. The run folder has them anyway."""
 

@@ -9,9 +9,10 @@ from typing import Any
 import rich
 from rich.console import Console
 
-from vissl_zero.engine.hook import Hook, Run, StepRecord
+from vissl_zero.engine.hook import Hook, Run, Step, StepRecord
 from vissl_zero.registry import LOGGERS, require_interface
-from vissl_zero.reporting import metrics_file
+from vissl_zero.reporting import histogram_file, metrics_file
+from vissl_zero.reporting.histogram_file import Counts, read_histograms, tagged
 from vissl_zero.reporting.loggers.logger import LoggedRun, Logger, run_id
 from vissl_zero.reporting.quantity import KINDS
 from vissl_zero.resolve.saved import config_data
@@ -47,6 +48,7 @@ class Logging(Hook):
             require_interface(LOGGERS, name, self._loggers[name], base=Logger)
         self._held: dict[str, int] = {}  # the last step that each holds
         self._row: Row | None = None
+        self._histograms: dict[int, Counts] = {}  # of steps that are not logged yet
         self._evaluations: list[Row] = []
         self._newest: dict[str, float] = {}
         self._is_over = False
@@ -72,6 +74,10 @@ class Logging(Hook):
             self._row = (0, {})
         self._add_results(run)
 
+    def on_step(self, run: Run, step: Step) -> None:
+        if self._loggers and run.histograms is not None:
+            self._histograms[step.step] = tagged(run.histograms)
+
     def on_record(self, run: Run, record: StepRecord) -> None:
         self._send_row()
         self._row = (record.step, scalars(record))
@@ -96,8 +102,11 @@ class Logging(Hook):
         if not self._held or not run.is_resumed or min(self._held.values()) >= run.step:
             return
         after = min(self._held.values())
+        if (path := run.folder / histogram_file.FILE_NAME).exists():
+            self._histograms = dict(read_histograms(path))
         for step, figures in _merged(self._known(run, max(after, 0)), self._evaluations):
             self._send(step, figures)
+        self._histograms = {}
 
     def _known(self, run: Run, after: int) -> Iterator[Row]:
         for record in metrics_file.read_records(run.folder / metrics_file.FILE_NAME, after):
@@ -127,7 +136,10 @@ class Logging(Hook):
             if step > self._held[name]:
                 self._held[name] = step
                 logger.log(figures, step)
+                if counts:
+                    logger.log_histograms(counts, step)
 
+        counts = self._histograms.pop(step, None)
         self._each(log)
 
     def _each(self, call: Callable[[str, Logger], None]) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from vissl_zero.registry import LOGGERS
 from vissl_zero.reporting.loggers.logger import LoggedRun, Logger
+from vissl_zero.sharding.update.histograms import EDGES
 
 FOLDER_NAME = "tensorboard"
 _FLUSH_S = 10
@@ -39,6 +40,10 @@ class TensorBoard(Logger):
         """Write all figures of a step as one event: 0.05 ms, where an ``add_scalar`` for each takes 0.7."""
         assert self._events is not None
         self._events.add(figures, step)
+
+    def log_histograms(self, counts: Mapping[str, Mapping[int, int]], step: int) -> None:
+        assert self._events is not None
+        self._events.add_histograms(counts, step)
 
     def close(self, is_over: bool) -> None:
         if self._events is not None:
@@ -79,6 +84,29 @@ class EventFile:
         if time.monotonic() - self._flushed > _FLUSH_S:
             self._file.flush()
             self._flushed = time.monotonic()
+
+    def add_histograms(self, counts: Mapping[str, Mapping[int, int]], step: int) -> None:
+        """Write histograms of a step: tag -> bucket of ``EDGES`` -> elements."""
+        from tensorboard.compat.proto.summary_pb2 import HistogramProto, Summary
+
+        values = []
+        for tag, row in counts.items():
+            buckets = range(max(min(row), 1), min(max(row), len(EDGES) - 1) + 1)
+            inner = {bucket: row.get(bucket, 0) for bucket in buckets}
+            for bucket, count in row.items():  # open buckets join their neighbors: TensorBoard draws none
+                if bucket not in inner:
+                    near = min(max(bucket, 1), len(EDGES) - 1)
+                    inner[near] = inner.get(near, 0) + count
+            places = sorted(inner)
+            proto = HistogramProto(
+                min=EDGES[places[0] - 1],
+                max=EDGES[places[-1]],
+                num=sum(inner.values()),
+                bucket_limit=[EDGES[bucket] for bucket in places],
+                bucket=[inner[bucket] for bucket in places],
+            )
+            values.append(Summary.Value(tag=tag, histo=proto))
+        self._add(step=step, summary=Summary(value=values))
 
     def close(self) -> None:
         """Write what waits, and close."""

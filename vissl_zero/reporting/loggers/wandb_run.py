@@ -10,8 +10,10 @@ from typing import Any
 
 from vissl_zero.registry import LOGGERS
 from vissl_zero.reporting.loggers.logger import LoggedRun, Logger
+from vissl_zero.sharding.update.histograms import EDGES
 
 FOLDER_NAME = "wandb"
+_OPEN = 1e5  # in place of infinity, where the outer buckets end
 
 
 @LOGGERS.register("wandb")
@@ -50,6 +52,14 @@ class WandbRun(Logger):
 
     def log(self, figures: Mapping[str, float], step: int) -> None:
         self._run.log(dict(figures), step=step)
+
+    def log_histograms(self, counts: Mapping[str, Mapping[int, int]], step: int) -> None:
+        import numpy as np
+        import wandb
+
+        edges, places = np.array([-_OPEN, *EDGES, _OPEN]), range(len(EDGES) + 1)
+        shown = {tag: (np.array([row.get(place, 0) for place in places]), edges) for tag, row in counts.items()}
+        self._run.log({tag: wandb.Histogram(np_histogram=pair) for tag, pair in shown.items()}, step=step)
 
     def attach(self, files: Sequence[Path]) -> None:
         import wandb

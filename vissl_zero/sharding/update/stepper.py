@@ -19,6 +19,7 @@ from vissl_zero.resolve.resolved import ShardingPlan
 from vissl_zero.sharding.model.precision import LossScale
 from vissl_zero.sharding.state.shard import Shard, in_place_of_empty, squared_norms, wide_dtype
 from vissl_zero.sharding.torch_private import foreach_addcmul_, foreach_mul_
+from vissl_zero.sharding.update.histograms import Histograms, histograms_of
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class StepResult:
         loss_scale: the scale that was used, 1.0 without loss scaling.
         names: full names of the parameters that took part, in the order of the optimizer's groups.
         grad_sq: (len(names),) squared norms of their gradients, on the device.
+        histograms: of their weights and gradients, where asked for and not skipped.
     """
 
     grad_norm: Tensor
@@ -39,6 +41,7 @@ class StepResult:
     loss_scale: float
     names: Sequence[str]
     grad_sq: Tensor
+    histograms: Histograms | None = None
 
     def nonfinite_gradients(self) -> list[str]:
         """Name the parameters whose gradient held an inf or NaN on any rank. Waits for the device."""
@@ -151,13 +154,14 @@ class Stepper:
         places = {id(param): index for index, group in enumerate(optimizer.param_groups) for param in group["params"]}
         self._group_of = {shard.name: places[id(shard.local)] for shard in self._shards}
 
-    def step(self, frozen: Collection[str]) -> StepResult:
+    def step(self, frozen: Collection[str], with_histograms: bool = False) -> StepResult:
         """Run one step from the gradients in ``shard.local.grad``, which it may change.
 
         Parameters that are frozen or without gradient are left as they are: no decay, no momentum, no part in the norm.
 
         Args:
             frozen: full names; the same on every rank.
+            with_histograms: count weights and gradients too, before clipping; the same on every rank.
         Cost: one all-reduce of at most 4 numbers per parameter, none at level 0. Waits for the device only where the
             outcome decides what to do: under loss scaling, and where this rank lacks a gradient that others may have.
         """
@@ -183,11 +187,12 @@ class Stepper:
             self._loss_scale.update(found_inf)
             if found_inf:
                 return StepResult(grad_norm, True, scale, names, norms.grad_sq)
+        found = histograms_of(shards, self._group) if with_histograms else None
         self._rescale(shards, norms)
         # LARC and LARS have put the decay into the gradient: the optimizer must not apply it again.
         with nullcontext() if self._adaptation is None else decay_absorbed(self._optimizer):
             self._optimizer.step()
-        return StepResult(grad_norm, False, scale, names, norms.grad_sq)
+        return StepResult(grad_norm, False, scale, names, norms.grad_sq, found)
 
     def _norms(self, shards: Sequence[Shard]) -> TensorNorms:
         """Compute norms of the full tensors; a gradient that no rank has counts as zero."""

@@ -326,7 +326,7 @@ class GradientSharded(_OwnedByRank):
             with self._parallel.no_sync():
                 yield
 
-    def step(self) -> StepResult:
+    def step(self, with_histograms: bool = False) -> StepResult:
         """Update the parameters; see ``ShardedModel``.
 
         Raises:
@@ -338,7 +338,7 @@ class GradientSharded(_OwnedByRank):
                 f"The last micro-batch of the step did not use {missed[0]}, which an earlier one did. fairscale "
                 "reduces gradients in the last one only; write config.ZERO.ENGINE=torch."
             )
-        return super().step()
+        return super().step(with_histograms)
 
     def zero_grad(self) -> None:
         """Zero in place; see ``ShardedModel``. A gradient set to None leaves fairscale's buffers (fairscale #354)."""

@@ -209,9 +209,9 @@ class ReplicatedParameters(ShardedModel):
         """Collect the facts; see ``ShardedModel``."""
         return super()._facts() | ({} if self._means is None else {OWN_GRADIENTS: self._means.changed()})
 
-    def step(self) -> StepResult:
+    def step(self, with_histograms: bool = False) -> StepResult:
         """Update the parameters; see ``ShardedModel``."""
-        result = super().step()
+        result = super().step(with_histograms)
         if not result.skipped:
             # A skipped step has changed nothing to tell.
             self._parameters.share()
