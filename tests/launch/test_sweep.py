@@ -256,9 +256,8 @@ SEARCH = ["hydra/sweeper=optuna", "hydra.sweeper.n_trials=3", "hydra.sweeper.n_j
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(find_spec("optuna") is None, reason="needs pip install hydra-optuna-sweeper")
-@pytest.mark.parametrize("launcher", ["basic", "local"])
-def test_optuna_searches_by_a_figure_and_continues(tmp_path: Path, launcher: str) -> None:
-    words = [*SEARCH, "config.TRAINER.MAX_STEPS=2", "config.OBJECTIVE=loss_last", f"hydra/launcher={launcher}"]
+def test_optuna_searches_by_a_figure_and_continues(tmp_path: Path) -> None:
+    words = [*SEARCH, "config.TRAINER.MAX_STEPS=2", "config.OBJECTIVE=loss_last", "hydra/launcher=local"]
     words.append("config.OPTIMIZER.lr=tag(log,interval(0.0001,0.1))")
     first = sweep(tmp_path, *words)
     out, _ = first.communicate(timeout=250)

@@ -16,9 +16,9 @@ def test_rehearsal_fills_file_and_table(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads(file.read_text())
-    assert [row["phase"] for row in rows] == ["tests", "exactness", "exactness"]
-    assert rows[1]["losses"] == pytest.approx(rows[2]["losses"], abs=1e-8)
-    assert table.read_text().count("\n| ") == 2 + len(rows)
+    assert [row["phase"] for row in rows] == ["tests", "speed"]
+    assert [row["system"] for row in rows[1]["rows"]][-1] == "level 3"
+    assert table.read_text().count("\n| ") == 4 + len(rows) + len(rows[1]["rows"])
     assert "at most" in done.stdout.splitlines()[0]
     subprocess.run(command, check=True, timeout=60, capture_output=True)  # what is done is not run again
     assert json.loads(file.read_text()) == rows
