@@ -99,9 +99,7 @@ JOBS: dict[str, dict[str, Any]] = {
     },
     "distill/photos": {
         "LOSS.feature_distillation_loss.teacher": WEIGHTS,
-        # Mixing takes an image's partner from its own process, as VISSL and timm do.
-        "DATA.TRAIN.COLLATE_FUNCTION": "default_collate",
-        "DATA.TRAIN.COLLATE_FUNCTION_PARAMS": {},
+        "DATA.TRAIN.DATA_LIMIT": NUM_STEPS * BATCH,  # images are mixed in pairs, which a step of 5 would part
         "LOSS.feature_distillation_loss.queue_size": 40,
         "DATA.TRAIN.DATA_PATHS": [f"{PHOTOS}/train"],
         "DATA.TRAIN.TRANSFORMS": ONE,
@@ -184,7 +182,8 @@ def _run(job: str, cell: Cell, root: str) -> Outcome:
     keys |= {"DATA.NUM_DATALOADER_WORKERS": 0, "DATA.TRAIN.BATCHSIZE_PER_REPLICA": BATCH // cell.world_size}
     keys |= {"ZERO.LEVEL": cell.level, "DISTRIBUTED.NUM_PROC_PER_NODE": cell.world_size}
     if not job.startswith("benchmark"):
-        keys |= {"DATA.TRAIN.DATA_LIMIT": NUM_TRAINED, "OPTIMIZER.num_epochs": 1, "CHECKPOINT.CHECKPOINT_FREQUENCY": -1}
+        keys |= {"OPTIMIZER.num_epochs": 1, "CHECKPOINT.CHECKPOINT_FREQUENCY": -1}
+        keys.setdefault("DATA.TRAIN.DATA_LIMIT", NUM_TRAINED)
     name = f"{job}-{cell}".replace("/", "-").replace(" ", "_").replace(",", "")
     if cell.is_on_nvme:
         tier = {"device": "nvme", "nvme_path": f"{root}/{name}"}

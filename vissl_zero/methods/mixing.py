@@ -3,8 +3,10 @@
 Losses without labels see the mixed images alone, each crop mixed by itself, as VISSL's ``cutmixup_collator`` does with
 an ``ssl_method``.
 
-An image's partner is the one at the other end of its process's micro-batch, as in timm and VISSL. Draws are keyed by
-(seed, step, image), so that they are the same at any level and after a resume.
+An image's partner is its neighbor in the batch (the first and the second, the third and the fourth), and draws are
+keyed by (seed, step, image), or by (seed, step) where the whole batch shares one. So mixed images are the same at any
+level, after a resume, and on any number of ranks whose micro-batches are even. timm and VISSL take the image at the
+other end of a process's micro-batch, and draw once for each process: in a shuffled batch this is as random.
 """
 
 from __future__ import annotations
@@ -82,10 +84,16 @@ class Mixing:
         mixed, shares = [], []
         for index, crops in enumerate(images):
             views = len(crops) // max(num_samples, 1)
-            with resolution_scope(index, len(crops)):
-                draws = keyed_bits(len(crops), 4 * _TRIES + _SHARES, "mixing", crops.device)
-            uniforms = self._shared((draws.double() / 2**NUM_BITS).unflatten(0, (views, num_samples))).flatten(0, 1)
-            partners = crops.unflatten(0, (views, num_samples)).flip(1).flatten(0, 1)
+            is_one = self.config.mode == "batch"  # each crop has a draw of its own
+            with resolution_scope(index, views if is_one else len(crops)):
+                draws = keyed_bits(
+                    views if is_one else len(crops), 4 * _TRIES + _SHARES, "mixing", crops.device, by_sample=not is_one
+                )
+            uniforms = (draws.double() / 2**NUM_BITS).unflatten(0, (views, 1 if is_one else num_samples))
+            if self.config.mode == "pair":
+                uniforms = uniforms[:, _places(uniforms.shape[1], crops.device) // 2 * 2]
+            uniforms = uniforms.expand(views, num_samples, -1).flatten(0, 1)
+            partners = crops.unflatten(0, (views, num_samples))[:, _partners(num_samples, crops.device)].flatten(0, 1)
             images_of_both, own = self._mix(crops, partners, uniforms)
             mixed.append(images_of_both)
             shares.append(own)
@@ -104,16 +112,8 @@ class Mixing:
         labels = smooth_targets(targets, self.config.num_classes, self.config.label_smoothing).to(dtype)
         own = torch.cat(shares)
         views = len(own) // max(len(targets), 1)
-        return mix_targets(labels.repeat(views, 1), labels.flip(0).repeat(views, 1), own)
-
-    def _shared(self, uniforms: Tensor) -> Tensor:
-        """Share (V, B, m) draws where ``mode`` lets images share them."""
-        if self.config.mode == "elem":
-            return uniforms
-        if self.config.mode == "batch":
-            return uniforms[:, :1].expand_as(uniforms)  # each crop has a draw of its own
-        place = torch.arange(uniforms.shape[1], device=uniforms.device)
-        return uniforms[:, torch.minimum(place, place.flip(0))]
+        partners = labels[_partners(len(labels), labels.device)]
+        return mix_targets(labels.repeat(views, 1), partners.repeat(views, 1), own)
 
     def _mix(self, images: Tensor, partners: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
         """Mix images of both; return (rows,) the share of each that is its own, too."""
@@ -147,6 +147,16 @@ class Mixing:
             begin, end = center - length // 2, center + length // 2
         cells = torch.arange(side, device=place.device)
         return (cells >= begin[:, None]) & (cells < end[:, None])
+
+
+def _places(num_samples: int, device: torch.device) -> Tensor:
+    return torch.arange(num_samples, device=device)
+
+
+def _partners(num_samples: int, device: torch.device) -> Tensor:
+    """Return the place of each image's partner; the last of an odd number is its own."""
+    places = _places(num_samples, device)
+    return torch.where(places ^ 1 < num_samples, places ^ 1, places)
 
 
 def mixing_of(train: Split) -> Mixing | None:

@@ -86,7 +86,9 @@ def stable_hash(*parts: object) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
 
 
-def keyed_bits(rows: int, row_size: int, layer: str, device: torch.device, epoch: int | None = None) -> Tensor:
+def keyed_bits(
+    rows: int, row_size: int, layer: str, device: torch.device, epoch: int | None = None, by_sample: bool = True
+) -> Tensor:
     """Draw uniform 53-bit integers for the rows of a crop-major batch.
 
     Row j belongs to sample ``j % B`` and crop ``j // B`` of the current resolution, B being the number of sample ids.
@@ -98,12 +100,13 @@ def keyed_bits(rows: int, row_size: int, layer: str, device: torch.device, epoch
         row_size: numbers per row.
         layer: full name of the layer that asks.
         epoch: key by it in place of the optimizer step, as views are; None: by the step.
+        by_sample: False: for all samples together, one row for each crop.
     Returns:
         (rows, row_size) int64 in [0, 2**53).
     Raises:
         RuntimeError: no key was set, or it is for another number of samples.
     """
-    return _bits(rows, row_size, layer, device, epoch)
+    return _bits(rows, row_size, layer, device, epoch, by_sample)
 
 
 def element_bits(key: int, first: int, count: int, device: torch.device) -> Tensor:
@@ -127,12 +130,14 @@ def change_drawing(wrap: Callable[[Callable[..., Tensor]], Callable[..., Tensor]
         _bits = wrap(_draw)
 
 
-def _draw(rows: int, row_size: int, layer: str, device: torch.device, epoch: int | None) -> Tensor:
+def _draw(
+    rows: int, row_size: int, layer: str, device: torch.device, epoch: int | None, by_sample: bool = True
+) -> Tensor:
     if _current is None:
         raise RuntimeError(
             "A keyed layer ran in training without a key: call set_random_key(seed, step, sample_ids) first."
         )
-    sample_ids = _current.sample_ids.to(device)
+    sample_ids = _current.sample_ids.to(device) if by_sample else torch.zeros(1, dtype=torch.int64, device=device)
     num_samples = len(sample_ids)
     if num_samples == 0 or rows % num_samples:
         if rows == 0:

@@ -102,6 +102,20 @@ def splits(cfg: RunConfig) -> dict[str, Split]:
     return {"TRAIN": cfg.DATA.TRAIN} | ({"TEST": cfg.DATA.TEST} if cfg.DATA.TEST.DATA_SOURCES else {})
 
 
+def mixing_notes(cfg: RunConfig, world_size: int) -> list[str]:
+    """Write a note where images are mixed in pairs that the ranks part: the number of ranks then makes a difference."""
+    train = cfg.DATA.TRAIN
+    if train.COLLATE_FUNCTION != MIXING_COLLATOR or world_size == 1:
+        return []
+    if train.BATCHSIZE_PER_REPLICA % 2:
+        fix = "an odd number of images a rank leaves one unmixed. Write an even BATCHSIZE_PER_REPLICA"
+    elif not train.DROP_LAST:
+        fix = "the last step of an epoch may leave a rank an odd number. Write config.DATA.TRAIN.DROP_LAST=true"
+    else:
+        return []
+    return [f"Images are mixed in pairs, and {fix} to train the same model on any number of ranks."]
+
+
 def sources(cfg: RunConfig, decided: Decisions) -> list[Problem]:
     """Check that each split names one known source."""
     found: list[Problem] = []

@@ -29,7 +29,7 @@ from vissl_zero.resolve.components import (
     trunk_options,
     with_run_of_weights,
 )
-from vissl_zero.resolve.data_plan import DATA_RULES, with_image_size
+from vissl_zero.resolve.data_plan import DATA_RULES, mixing_notes, with_image_size
 from vissl_zero.resolve.decisions import Decisions
 from vissl_zero.resolve.followed_figure import FOLLOWED_FIGURE_RULES
 from vissl_zero.resolve.host import Host, assumed_host, cluster_host, idle_cores, this_host
@@ -139,7 +139,13 @@ def resolve(
         max_steps=cfg.TRAINER.MAX_STEPS,
         sharding=sharding,
         optimizer=optimizer,
-        notes=(*notes, *inferred_notes(cfg), *inactive_keys(cfg), *no_effect(cfg)),
+        notes=(
+            *notes,
+            *mixing_notes(cfg, place.world_size),
+            *inferred_notes(cfg),
+            *inactive_keys(cfg),
+            *no_effect(cfg),
+        ),
         interpolations=interpolations,
         copies=copies_of(derived, cfg, interpolations) if interpolations else {},
     )

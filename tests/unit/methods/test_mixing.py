@@ -18,12 +18,14 @@ from vissl_zero.models.init import initialize_
 from vissl_zero.models.keyed_random import set_random_key
 from vissl_zero.models.mlp_heads import EvalMLP
 from vissl_zero.models.model import build_model
+from vissl_zero.resolve.data_plan import mixing_notes
 from vissl_zero.resolve.decisions import Decisions
 from vissl_zero.resolve.resolve import problems
 
 B, C, SIDE = 6, 5, 16
 IMAGES = torch.arange(B, dtype=torch.float64)[:, None, None, None].expand(B, 3, SIDE, SIDE).clone()
 LABELS = torch.tensor([0, 1, 2, 3, 4, 0])
+PARTNERS = [1, 0, 3, 2, 5, 4]
 
 
 def mixed(step: int = 0, **keys: object) -> tuple[torch.Tensor, torch.Tensor]:
@@ -50,14 +52,14 @@ def test_mixup_is_a_weighted_mean_of_image_and_label(mode):
     images, labels = mixed(mixup_alpha=0.8, mode=mode)
     shares = []
     for row in range(B):
-        partner = B - 1 - row
+        partner = row ^ 1
         if LABELS[row] == LABELS[partner]:
             assert labels[row, LABELS[row]] == pytest.approx(1)
             continue
         share = own_share(labels, row)
         shares.append(round(share, 9))
         assert torch.allclose(images[row], torch.full_like(images[row], share * row + (1 - share) * partner))
-    assert len(set(shares)) == {"batch": 1, "pair": 2, "elem": 4}[mode]
+    assert len(set(shares)) == {"batch": 1, "pair": 3, "elem": 6}[mode]
 
 
 @pytest.mark.parametrize("keys", [{"cutmix_alpha": 1.0}, {"cutmix_minmax": [0.25, 0.75]}])
@@ -67,7 +69,7 @@ def test_cutmix_pastes_a_box_of_the_share_that_the_label_has(keys):
         images, labels = mixed(step, mixup_alpha=0.0, mode="elem", **keys)
         for row in (1, 2, 3, 4):
             pasted = images[row, 0] != row
-            assert set(images[row].unique().tolist()) <= {float(row), float(B - 1 - row)}
+            assert set(images[row].unique().tolist()) <= {float(row), float(row ^ 1)}
             assert own_share(labels, row) == pytest.approx(1 - pasted.double().mean().item())
             rows, columns = pasted.any(dim=1), pasted.any(dim=0)
             assert torch.equal(pasted, rows[:, None] & columns[None, :])
@@ -95,6 +97,29 @@ def test_draws_follow_the_step_and_repeat():
     assert torch.equal(first[0], again[0]) and not torch.equal(first[0], later[0])
 
 
+@pytest.mark.parametrize("mode", ["batch", "pair", "elem"])
+@pytest.mark.parametrize("cuts", [(2, 4), (4, 2), (2, 2, 2)])
+def test_ranks_mix_what_one_process_mixes(mode, cuts):
+    keys = {"mixup_alpha": 1.0, "cutmix_alpha": 1.0, "mode": mode}
+    whole, labels = mixed(**keys)
+    found, first = [], 0
+    for size in cuts:
+        rows = slice(first, first + size)
+        first += size
+        set_random_key(3, 0, torch.arange(B)[rows])
+        mixing = Mixing(MixingConfig(num_classes=C, label_smoothing=0.0, **keys))
+        (images,), shares = mixing([IMAGES[rows]], size)
+        found.append((images, mixing.labels(LABELS[rows], shares, torch.float64)))
+    assert torch.equal(torch.cat([images for images, _ in found]), whole)
+    assert torch.equal(torch.cat([own for _, own in found]), labels)
+
+
+def test_the_last_of_an_odd_number_is_not_mixed():
+    set_random_key(3, 0, torch.arange(5))
+    (images,), _ = Mixing(MixingConfig(mixup_alpha=1.0))([IMAGES[:5]], 5)
+    assert torch.equal(images[4], IMAGES[4]) and not torch.equal(images[0], IMAGES[0])
+
+
 def test_the_loss_is_the_cross_entropy_of_the_mixed_labels():
     set_random_key(3, 0, torch.arange(B))
     loss = CrossEntropy()
@@ -119,10 +144,10 @@ def test_a_loss_without_labels_sees_mixed_images_each_crop_mixed_by_itself():
     method.mixing = Mixing(MixingConfig())
     batch = ImageBatch([IMAGES.repeat(2, 1, 1, 1)], [2], None, torch.arange(B), B)
     first, second = method.see(batch).images[0].unflatten(0, (2, B))
-    shares = [1 - view[0].mean().item() / (B - 1) for view in (first, second)]
+    shares = [1 - view[0].mean().item() for view in (first, second)]
     assert shares[0] != pytest.approx(shares[1])
     for view, share in zip((first, second), shares, strict=True):
-        assert torch.allclose(view, share * IMAGES + (1 - share) * IMAGES.flip(0))
+        assert torch.allclose(view, share * IMAGES + (1 - share) * IMAGES[PARTNERS])
 
 
 class _Sum:
@@ -150,6 +175,21 @@ def test_a_recipe_writes_it_where_vissl_has_it():
     assert "must be swav for the loss swav_loss" in found
     (found,) = complaints(DATA__TEST__COLLATE_FUNCTION="cutmixup_collator")
     assert "must not mix the images" in found
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["config.DATA.TRAIN.BATCHSIZE_PER_REPLICA=7"], "an even BATCHSIZE_PER_REPLICA"),
+        (["config.DATA.TRAIN.BATCHSIZE_PER_REPLICA=8", "config.DATA.TRAIN.DROP_LAST=false"], "DROP_LAST=true"),
+        (["config.DATA.TRAIN.BATCHSIZE_PER_REPLICA=8", "config.DATA.TRAIN.DROP_LAST=true"], ""),
+    ],
+)
+def test_ranks_that_part_a_pair_are_told(words, said):
+    cfg = load("digits/supervised", ["config.DATA.TRAIN.COLLATE_FUNCTION=cutmixup_collator", *words])
+    assert mixing_notes(cfg, world_size=1) == []
+    notes = mixing_notes(cfg, world_size=2)
+    assert said in "".join(notes) and bool(notes) == bool(said)
 
 
 def test_params_multiplier_scales_the_first_weights_of_mlps():
