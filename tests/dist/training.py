@@ -38,7 +38,8 @@ from vissl_zero.sharding.update.stepper import StepResult
 __all__ = ["Case", "Outcome", "build", "loss_of", "micro_batches", "shard", "train_plainly", "train_step"]
 
 WHOLE_TENSOR = {"muon": muon, "lamb": lamb, "adamw_8bit": partial(adamw_8bit, block_size=32, min_elements=50)}
-# "cuda": the same matrix on a GPU, which all ranks share (gloo; nccl refuses that). The reference stays on the CPU.
+# "cuda": the cells of one rank on a GPU; nccl refuses several on one card, and gloo crashes (pytorch#152645). The
+# reference stays on the CPU.
 DEVICE = torch.device(os.environ.get("VISSL_ZERO_TEST_DEVICE", "cpu"))
 DOUBLE = Precision(master="float64", compute="float64", reduce="float64")
 

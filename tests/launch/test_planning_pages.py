@@ -31,7 +31,8 @@ def printed(page: str) -> list[tuple[str, str]]:
             shown = after[1] if after[0] == "text" and len(own) == 1 else ""
             found += [(line, shown) for line in own]
     kept = ("plan", "config=", "-m")
-    return [(line, shown) for line, shown in found if line.split()[1].startswith(kept)]
+    # A search needs figures of training, so that no dry run can rehearse it.
+    return [(line, shown) for line, shown in found if line.split()[1].startswith(kept) and "sweeper=" not in line]
 
 
 def test_pages_print_commands():

@@ -17,6 +17,7 @@ from hydra.types import RunMode
 from omegaconf import OmegaConf
 
 from tests.command_line import COMMAND, run_command
+from tests.unit.config.example_config import complaints
 from vissl_zero.cli import main
 from vissl_zero.engine import stopping
 from vissl_zero.engine.stopping import JobNote
@@ -278,8 +279,16 @@ def test_a_search_needs_a_figure_that_is_there(tmp_path: Path) -> None:
     config = OmegaConf.create({"OBJECTIVE": "", "DRY_RUN": False})
     with pytest.raises(ConfigError, match=r"config.OBJECTIVE: must name the figure that optuna searches by"):
         objective(searching, config)
+    with pytest.raises(ConfigError, match=r"config.DRY_RUN: must be false: optuna searches by figures"):
+        objective(searching, OmegaConf.create({"OBJECTIVE": "loss_last", "DRY_RUN": True}))
     assert read_figure(tmp_path, "loss_last") is None
     (tmp_path / "summary.json").write_text('{"loss_last": 1.5, "data": {}}')
     assert read_figure(tmp_path, "loss_last") == 1.5
     with pytest.raises(ConfigError, match=r"must be a number in summary.json.*Did you mean 'loss_last'"):
         read_figure(tmp_path, "loss_lst")
+
+
+def test_an_objective_that_names_nothing_is_refused() -> None:
+    assert complaints(OBJECTIVE="knn_top1_after") == []
+    (found,) = complaints(OBJECTIVE="1e9")
+    assert "OBJECTIVE: must name a number of summary.json (got '1e9')" in found

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from vissl_zero.atomic import read_object
 from vissl_zero.commands.arguments import CommandParser
 from vissl_zero.errors import CheckpointError
+from vissl_zero.torchvision_compat import is_repaired
 from vissl_zero.version import __version__
 
 if TYPE_CHECKING:
@@ -71,6 +72,8 @@ def _print_result(loaded: LoadedTrunk, done: Exported, out: Path, target: str) -
     print(f"checked      features differ from the trunk's by {done.difference:.2g} at most")
     for note in done.notes:
         print(f"note         {note}")
+    if target != "safetensors" and is_repaired():
+        print("note         torchvision here is for another build of torch: import vissl_zero before the library.")
 
 
 def _call(done: Exported, target: str) -> str:

@@ -114,11 +114,14 @@ def objective(hydra: Any, config: Any) -> str:
         hydra: Hydra's own configuration.
         config: of a job, below ``config``.
     Raises:
-        ConfigError: a sweeper searches, and no figure is named.
+        ConfigError: a sweeper searches, and no figure is named, or nothing is measured.
     """
     sweeper = str(hydra.runtime.choices.get("hydra/sweeper", "basic"))
-    if hydra.mode != RunMode.MULTIRUN or sweeper == "basic" or config.DRY_RUN:
+    if hydra.mode != RunMode.MULTIRUN or sweeper == "basic":
         return ""
+    if config.DRY_RUN:
+        must, fix = f"must be false: {sweeper} searches by figures of training", f"Leave out hydra/sweeper={sweeper}."
+        raise ConfigError([Problem("config.DRY_RUN", "True", must, fix)])
     if not config.OBJECTIVE:
         must, fix = f"must name the figure that {sweeper} searches by", "Write config.OBJECTIVE=loss_last, for example."
         raise ConfigError([Problem("config.OBJECTIVE", "", must, fix)])

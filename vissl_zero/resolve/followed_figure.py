@@ -47,4 +47,12 @@ def followed_figures(cfg: RunConfig, decided: Decisions) -> list[Problem]:
     return [Problem(key, repr(metric), must, fix) for key, metric in wanted.items() if metric and metric not in known]
 
 
-FOLLOWED_FIGURE_RULES = (followed_figures,)
+def objective(cfg: RunConfig, decided: Decisions) -> Problem | None:
+    """Check that the figure of a search is a name; whether a run's summary has it is known when one has ended."""
+    if not cfg.OBJECTIVE or cfg.OBJECTIVE.isidentifier():
+        return None
+    fix = "Write loss_last or knn_top1_after, for example."
+    return Problem("config.OBJECTIVE", repr(cfg.OBJECTIVE), "must name a number of summary.json", fix)
+
+
+FOLLOWED_FIGURE_RULES = (followed_figures, objective)

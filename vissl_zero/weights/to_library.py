@@ -8,6 +8,7 @@ Formats: timm 1.0.31, ``timm/models/_hub.py`` (config.json); transformers 5.23, 
 
 from __future__ import annotations
 
+import copy
 import json
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +25,7 @@ from vissl_zero.checkpoint.shard_file import Entry, write_shard_file
 from vissl_zero.checkpoint.torch_file import write_torch_file
 from vissl_zero.data.pipeline import derive_eval_transforms
 from vissl_zero.errors import CheckpointError
+from vissl_zero.models.trunks.token_embedding import TokenEmbedding, interpolated
 from vissl_zero.models.weight_names import is_adapters, to_other_names
 from vissl_zero.weights.library_index import models_of
 from vissl_zero.weights.recognition import Recognized, recognize
@@ -31,6 +33,7 @@ from vissl_zero.weights.recognition import Recognized, recognize
 WEIGHTS, CONFIG, PREPROCESSOR, CARD = "model.safetensors", "config.json", "preprocessor_config.json", "README.md"
 _TOLERANCE = 1e-4  # of the largest feature, in float32
 _PREFIX = "trunk."
+_RESIZERS = ("timm", "transformers", "torchhub")  # each has a way of its own to resize position embeddings
 
 
 @dataclass(frozen=True)
@@ -112,6 +115,29 @@ class Source:
 
         return replace(self, trunk=merged(self.trunk))
 
+    def of_size(self, side: int) -> Source:
+        """Return the same with positions for images of ``side`` pixels, if a library would resize them otherwise.
+
+        DINO and DINOv2 resize with an offset, transformers without antialiasing; timm has neither.
+        """
+        trunk = copy.deepcopy(self.trunk)
+        embedding = next((module for module in trunk.modules() if isinstance(module, TokenEmbedding)), None)
+        if embedding is None or embedding.pos_embed is None or embedding.position_resize == "antialiased":
+            return self
+        height, width = (side // patch for patch in embedding.patch_embed.patch_size)
+        if (height, width) == embedding.grid_size:
+            return self
+        num_prefix, positions = embedding.num_prefix_positions, embedding.pos_embed.detach()
+        resized = interpolated(
+            positions[:, num_prefix:], embedding.grid_size, (height, width), embedding.position_resize
+        )
+        embedding.pos_embed = nn.Parameter(torch.cat([positions[:, :num_prefix], resized], dim=1))
+        embedding.grid_size = height, width
+        config = copy.deepcopy(dict(self.config))
+        if args := config.get("PARAMS", {}).get("model_args"):
+            args["img_size"] = side
+        return replace(self, trunk=trunk, config=config)
+
     def entries(self, style: str) -> list[Entry]:
         """Return the trunk's tensors under timm's or torchvision's names.
 
@@ -145,15 +171,20 @@ def write(source: Source, target: str, folder: Path) -> Exported:
     Raises:
         CheckpointError: the library has no such network, is not installed, or computes something else.
     """
-    call, opened, notes = TARGETS[target](source if target == "peft" else source.merged(), folder)
-    images = torch.randn(2, 3, *[_whole(source)] * 2, generator=torch.Generator().manual_seed(0))
+    side = _whole(source)
+    given = source if target == "peft" else source.merged()
+    written = given.of_size(side) if target in _RESIZERS else given
+    call, opened, notes = TARGETS[target](written, folder)
+    if written is not given:
+        notes = [*notes, f"Position embeddings are those of images of {side} pixels."]
+    images = torch.randn(2, 3, side, side, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         wanted, found = source.features(images), opened(images)
     difference = float((wanted - found).abs().max())
     if found.shape != wanted.shape or difference > _TOLERANCE * max(1.0, float(wanted.abs().max())):
         raise CheckpointError(
-            f"{target} opens the folder, and its features differ from the trunk's by {difference:.2g}: not written. "
-            f"--to safetensors keeps everything. The trunk: {json.dumps(dict(source.config))[:300]}"
+            f"{target} opens the folder, and for images of {side} pixels its features differ from those of the trunk, "
+            f"{source.config['NAME']}, by {difference:.2g}: not written. --to safetensors keeps everything."
         )
     return Exported(folder, call, difference, notes)
 

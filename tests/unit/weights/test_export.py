@@ -14,6 +14,7 @@ from torch import nn
 
 import vissl_zero
 from vissl_zero.cli import main
+from vissl_zero.models.trunks.timm_trunk import build_timm_trunk
 from vissl_zero.weights.to_library import Source, Views, write
 
 TINY = {"img_size": 32, "patch_size": 8, "depth": 2}
@@ -148,3 +149,14 @@ def test_what_has_no_form_there_is_refused(tmp_path, monkeypatch, capsys, words,
     assert main(["export", "in.pth", *words]) == 2
     assert wanted in capsys.readouterr().err
     assert not Path("out").exists()
+
+
+@pytest.mark.parametrize("target", ["timm", "transformers", "torchhub"])
+@pytest.mark.parametrize("how", ["offset", "bicubic"])
+def test_positions_that_the_library_would_resize_otherwise_go_out_at_the_size_of_the_run(how, target, tmp_path):
+    arguments = {"position_resize": how, "model_args": {**TINY, "init_values": 1.0}}
+    trunk = randomized(build_timm_trunk("vit_tiny_patch16_224", **arguments))
+    views = Views(24, 24, [0.5] * 3, [0.5] * 3)
+    done = write(Source(trunk, {"NAME": "timm/vit_tiny_patch16_224", "PARAMS": arguments}, views), target, tmp_path)
+    assert done.difference < 1e-5
+    assert any("24 pixels" in note for note in done.notes)

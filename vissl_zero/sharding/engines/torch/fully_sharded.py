@@ -269,10 +269,6 @@ def _wrap(
             ignored_params=scalars,
             offload_policy=_offload_policy(plan, mesh),
         )
-        if mesh.device_type == "cuda" and "cuda:nccl" not in dist.get_backend_config():
-            first = modules[0]
-            assert isinstance(first, FSDPModule)
-            first.set_force_sum_reduction_for_comms(True)  # gloo, of ranks that share a GPU, has no mean
         for old in replaced:
             old.mark()
         if store is not None:
