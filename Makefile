@@ -40,7 +40,7 @@ soak: $(STAMP) ## Thousands of spoilt files and mutated configurations, rest of 
 gpu: $(STAMP) ## The tests that need a CUDA device; counted as skipped without one.
 	$(BIN)/python -m pytest tests/gpu -rs $(PYTEST_ARGS)
 
-gpu-hour: $(STAMP) ## What the first hour on a GPU is for: bounded phases, benchmarks/gpu.md; its costs are printed first.
+gpu-hour: $(STAMP) ## What the first hour on a GPU is for: bounded phases, benchmarks/gpu_hour.md; its costs are printed first.
 	$(BIN)/python tools/gpu_hour.py $(HOUR_ARGS)
 
 test-models: $(STAMP) ## Real models through initialize, about 2,100 cells; half an hour, not part of CI.

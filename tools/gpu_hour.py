@@ -22,7 +22,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-TABLE = Path("benchmarks/gpu.md")
+TABLE = Path("benchmarks/gpu_hour.md")  # beside gpu.md, which is written by hand
 _PYTEST = ("-m", "pytest", "-q", "-p", "no:randomly", "-n", str(max(1, (os.cpu_count() or 1) * 3 // 4)))
 _STEP = "benchmarks/gpu_step.py"
 
@@ -119,7 +119,7 @@ def run(cell: Cell, limit_s: float, is_rehearsal: bool) -> dict[str, Any]:
 
 
 def as_table(cells: list[dict[str, Any]]) -> str:
-    """Write ``benchmarks/gpu.md``."""
+    """Write the page of what the cells have found."""
     cards = ", ".join(sorted({cell["card"] for cell in cells}))
     lines = [f"# On a GPU\n\n`python tools/gpu_hour.py` on {cards}, {date.today():%Y-%m-%d}.\n"]
     lines += ["| phase | cell | s | result |", "| --- | --- | --- | --- |"]

@@ -175,13 +175,14 @@ def _stats(paths: Sequence[str], is_json: bool) -> None:
 
 def _bench(options: argparse.Namespace) -> None:
     from vissl_zero.config.compose import compose
+    from vissl_zero.config.override_words import recipe_and_overrides
     from vissl_zero.data.bench import advice, measure, supply_of
     from vissl_zero.resolve.resolve import resolve
 
-    recipe = next((word.split("=", 1)[1] for word in options.words if word.startswith("config=")), None)
+    recipe, overrides = recipe_and_overrides(options.words)
     if recipe is None:
         raise ConfigError("vissl-zero data bench: needs a recipe: vissl-zero data bench config=<recipe>.")
-    composed = compose(recipe, [word for word in options.words if not word.startswith("config=")])
+    composed = compose(recipe, overrides)
     plan = resolve(composed.run, ".", recipe=composed.recipe, written=composed.written, notes=composed.notes)
     step = options.step_seconds if options.run is None else _step_seconds(options.run, plan.global_batch)
     data = plan.config.DATA

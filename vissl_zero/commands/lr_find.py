@@ -12,6 +12,7 @@ from pathlib import Path
 
 from vissl_zero.commands.arguments import CommandParser
 from vissl_zero.config.compose import compose
+from vissl_zero.config.override_words import recipe_and_overrides
 from vissl_zero.errors import ConfigError, Problem
 
 _FEWEST_STEPS = 20
@@ -54,12 +55,11 @@ def lr_find(arguments: Sequence[str]) -> int:
     parser.add_argument("--png", metavar="FILE", default="lr_find.png", help="picture to write (lr_find.png)")
     parser.add_argument("--json", action="store_true", help="print JSON on the last line")
     options = parser.parse_args(arguments)
-    recipe = next((word.removeprefix("config=") for word in options.words if word.startswith("config=")), None)
+    recipe, overrides = recipe_and_overrides(options.words)
     if recipe is None:
         raise ConfigError("vissl-zero lr-find: must name a recipe. Write config=<recipe>.")
     if options.steps < _FEWEST_STEPS:
         raise ConfigError(f"vissl-zero lr-find --steps: must be {_FEWEST_STEPS} or more (got {options.steps}).")
-    overrides = [word for word in options.words if not word.startswith("config=")]
     with tempfile.TemporaryDirectory(prefix="vissl_zero_lr_find_") as scratch:
         folder = Path(scratch) / "run"
         if code := _train(recipe, overrides, options.steps, folder):

@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from vissl_zero.config.compose import compose
+from vissl_zero.config.override_words import recipe_and_overrides
 from vissl_zero.config.run_config import RunConfig
 from vissl_zero.errors import ConfigError, Problem
 from vissl_zero.resolve.resolve import resolve
@@ -79,10 +80,9 @@ def verify(arguments: Sequence[str]) -> int:
         print(USAGE, end="")
         return 0 if arguments else 2
     words, num_steps, tolerance = _parse(arguments)
-    recipe = next((word.removeprefix("config=") for word in words if word.startswith("config=")), None)
+    recipe, overrides = recipe_and_overrides(words)
     if recipe is None:
         raise ConfigError(f"vissl-zero verify: must name a recipe. Write config=<recipe>.\n{USAGE}")
-    overrides = [word for word in words if not word.startswith("config=")]
     _require_trainable(compose(recipe, overrides).run)
     with tempfile.TemporaryDirectory(prefix="vissl_zero_verify_") as scratch:
         folders = [Path(scratch) / "unsharded", Path(scratch) / "sharded"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 _PLAIN = re.compile(r"[A-Za-z_][\w./-]*")
@@ -27,3 +27,9 @@ def as_word(value: Any) -> str:
         return text
     quoted = re.sub(r"(\\*)'", r"\1\1\\'", text)
     return "'" + re.sub(r"(\\+)$", r"\1\1", quoted) + "'"
+
+
+def recipe_and_overrides(words: Sequence[str]) -> tuple[str | None, list[str]]:
+    """Split the words of a command into the recipe that ``config=`` names, None without one, and the overrides."""
+    recipe = next((word.removeprefix("config=") for word in words if word.startswith("config=")), None)
+    return recipe, [word for word in words if not word.startswith("config=")]

@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
+from tests.benchmark_scripts import load_benchmark
 from vissl_zero.registry import METHODS
 
 ROOT = Path(__file__).parents[3]
 NUM_STEPS = 6
 
-
-def _load() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("twins", ROOT / "benchmarks" / "twins.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["twins"] = module  # dataclasses look their annotations up there
-    spec.loader.exec_module(module)
-    return module
-
-
-twins = _load()
+twins = load_benchmark("twins")
 OF_LIGHTLY = [twin for twin in twins.TWINS if not twin.repository]
 
 

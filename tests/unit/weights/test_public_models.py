@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
+from tests.benchmark_scripts import load_benchmark
+
 ROOT = Path(__file__).parents[3]
 
-
-def _load() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("public_models", ROOT / "benchmarks" / "public_models.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["public_models"] = module  # dataclasses look their annotations up there
-    spec.loader.exec_module(module)
-    return module
-
-
-public_models = _load()
+public_models = load_benchmark("public_models")
 
 
 @pytest.mark.parametrize("name", ["transformers convnextv2", "dinov2, 4 registers, by hand"])

@@ -25,6 +25,7 @@ from vissl_zero.checkpoint.foreign_layouts import read_foreign
 from vissl_zero.checkpoint.weights import WeightsFile, config_of, open_store, open_weights, weights_of
 from vissl_zero.commands.arguments import CommandParser
 from vissl_zero.config.compose import compose
+from vissl_zero.config.override_words import recipe_and_overrides
 from vissl_zero.config.run_config import RunConfig
 from vissl_zero.errors import CheckpointError, ConfigError, printable
 from vissl_zero.reporting.quantity import bytes_text
@@ -414,9 +415,9 @@ def _target(
             return {name: info.shape for name, info in weights.tensors.items()}, {}
     if not words:
         return None, {}
-    recipe = next((word.removeprefix("config=") for word in words if word.startswith("config=")), None)
+    recipe, overrides = recipe_and_overrides(words)
     if recipe is None:
         raise ConfigError(f"{program}: {words[0]!r} is neither a recipe (config=<recipe>) nor an override of one.")
-    composed = compose(recipe, [word for word in words if not word.startswith("config=")])
+    composed = compose(recipe, overrides)
     plan = resolve(composed.run, Path.cwd(), recipe=recipe, written=composed.written)
     return shapes_of(plan.config.MODEL), as_data(plan)
