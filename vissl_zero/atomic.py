@@ -110,12 +110,12 @@ def read_object(path: str | Path, most_bytes: int = 2**26) -> dict[str, Any]:
 def as_object(text: str | bytes) -> dict[str, Any]:
     """Parse a JSON object. Raises ValueError where ``text`` is none."""
     try:
-        found = json.loads(text)
+        content = json.loads(text)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise ValueError("it is no JSON object")
-    return found
+    return content
 
 
 def irregular(facts: os.stat_result) -> str:

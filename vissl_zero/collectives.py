@@ -135,9 +135,9 @@ def all_gather_objects(value: T) -> list[T]:
     """Gather what each rank holds, in the order of ranks: small things that can be pickled."""
     if not is_distributed():
         return [value]
-    found: list[T] = [value] * world_size()
-    dist.all_gather_object(found, value)
-    return found
+    gathered: list[T] = [value] * world_size()
+    dist.all_gather_object(gathered, value)
+    return gathered
 
 
 def broadcast_object(value: T) -> T:

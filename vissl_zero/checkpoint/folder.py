@@ -367,10 +367,10 @@ class Checkpoint:
 
     def scalars(self, parameter: str) -> dict[str, Any]:
         """Read the optimizer state of a parameter that is one number each (Adam's ``step``)."""
-        found: dict[str, Any] = {}
+        scalars: dict[str, Any] = {}
         for rank in self.ranks.values():
-            found |= rank.scalars.get(parameter, {})
-        return found
+            scalars |= rank.scalars.get(parameter, {})
+        return scalars
 
     def verify(self, stems: Sequence[str] | None = None, names: Container[str] | None = None) -> Iterator[str]:
         """Compare the data with the checksums; yields a sentence for each damaged tensor.
@@ -474,8 +474,8 @@ def find_checkpoints(run_folder: str | Path) -> list[Path]:
     folder = Path(run_folder) / FOLDER_NAME
     if not folder.is_dir():
         return []
-    found = [(step, path) for path in folder.iterdir() if (step := step_of(path)) is not None and path.is_dir()]
-    return [path for _, path in sorted(found, reverse=True)]
+    checkpoints = [(step, path) for path in folder.iterdir() if (step := step_of(path)) is not None and path.is_dir()]
+    return [path for _, path in sorted(checkpoints, reverse=True)]
 
 
 def newest_checkpoint(path: str | Path, passed_over: list[str] | None = None, with_data: bool = False) -> Checkpoint:
@@ -520,10 +520,10 @@ def _opened(path: Path, with_data: bool) -> Checkpoint:
 def remove_leftovers(run_folder: Path) -> list[str]:
     """Remove what interrupted saves have left; gives the names. One process calls this, with no save under way."""
     folder = run_folder / FOLDER_NAME
-    found = sorted(p for p in folder.iterdir() if _PARTIAL.fullmatch(p.name)) if folder.is_dir() else []
-    for path in found:
+    leftovers = sorted(p for p in folder.iterdir() if _PARTIAL.fullmatch(p.name)) if folder.is_dir() else []
+    for path in leftovers:
         _remove(path)
-    return [path.name for path in found]
+    return [path.name for path in leftovers]
 
 
 def _remove(path: Path) -> None:
@@ -548,8 +548,8 @@ def prune(run_folder: Path, keep_last: int, keep_every: int, newest: int | None 
     if keep_last < 0:
         return []
     removed = []
-    found = [p for p in find_checkpoints(run_folder) if newest is None or (step_of(p) or 0) <= newest]
-    for path in found[max(keep_last, 1) :]:
+    checkpoints = [p for p in find_checkpoints(run_folder) if newest is None or (step_of(p) or 0) <= newest]
+    for path in checkpoints[max(keep_last, 1) :]:
         step = step_of(path)
         if keep_every > 0 and step is not None and step % keep_every == 0:
             continue

@@ -303,9 +303,9 @@ def _checked(header: Mapping[str, Any]) -> dict[str, str]:
     Raises:
         ValueError, KeyError, TypeError: the header is not what was written.
     """
-    found = json.loads(header["__metadata__"][CHECKSUMS])
-    tensors: dict[str, str] = found["tensors"]
-    if found["header"] != _header_digest(header) or tensors.keys() != header.keys() - {"__metadata__"}:
+    checksums = json.loads(header["__metadata__"][CHECKSUMS])
+    tensors: dict[str, str] = checksums["tensors"]
+    if checksums["header"] != _header_digest(header) or tensors.keys() != header.keys() - {"__metadata__"}:
         raise ValueError
     return tensors
 

@@ -264,9 +264,9 @@ def _is_equal_everywhere(tensors: Mapping[str, Tensor]) -> bool:
     if collectives.world_size() == 1:
         return True
     own = torch.tensor([digest_of(tensors)])
-    found = [torch.empty_like(own) for _ in range(collectives.world_size())]
-    dist.all_gather(found, own)
-    return len({int(number) for number in found}) == 1
+    gathered = [torch.empty_like(own) for _ in range(collectives.world_size())]
+    dist.all_gather(gathered, own)
+    return len({int(number) for number in gathered}) == 1
 
 
 def _part(name: str, tensor: Tensor) -> Part:
@@ -309,10 +309,10 @@ def require_equal_ranks(run: Run) -> None:
     rates = [float(group["lr"]) for group in run.sharded.optimizer.param_groups]
     tensors["learning rates"] = torch.tensor([*rates, float(run.step)], dtype=torch.float64)
     own = torch.tensor([digest_of({"": tensor}) for tensor in tensors.values()])
-    found = [torch.empty_like(own) for _ in range(collectives.world_size())]
-    dist.all_gather(found, own)
+    gathered = [torch.empty_like(own) for _ in range(collectives.world_size())]
+    dist.all_gather(gathered, own)
     differing = [
-        (name, [rank for rank, numbers in enumerate(found) if numbers[index] != found[0][index]])
+        (name, [rank for rank, numbers in enumerate(gathered) if numbers[index] != gathered[0][index]])
         for index, name in enumerate(tensors)
     ]
     if wrong := [(name, ranks) for name, ranks in differing if ranks]:

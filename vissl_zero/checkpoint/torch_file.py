@@ -277,7 +277,7 @@ class _Builder(pickle.Unpickler):
     """Builds nothing but containers, numbers, texts and what stands for NumPy's arrays."""
 
     def find_class(self, module: str, name: str) -> Any:
-        stand_in = next((found for found, of in _STAND_INS if of == f"{module}.{name}"), None)
+        stand_in = next((replacement for replacement, of in _STAND_INS if of == f"{module}.{name}"), None)
         if stand_in is None and f"{module}.{name}" == "_codecs.encode":
             return lambda text, _: text.encode("latin1")  # how Python 3 writes bytes for Python 2
         if stand_in is None:

@@ -169,8 +169,8 @@ def open_store(
     final = path / WEIGHTS_FILE
     if (path / MANIFEST_NAME).exists():
         return newest_checkpoint(path, with_data=with_data)
-    if found := find_checkpoints(path):
-        if (step := final_step(path)) is not None and step > (step_of(found[0]) or 0):
+    if checkpoints := find_checkpoints(path):
+        if (step := final_step(path)) is not None and step > (step_of(checkpoints[0]) or 0):
             return _weights_file(final, with_data)
         return newest_checkpoint(path, passed_over, with_data)
     if os.path.lexists(final):

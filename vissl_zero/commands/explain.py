@@ -138,12 +138,12 @@ def topic(problem: Problem) -> str:
 def _files(asked: str, with_parts: bool) -> list[RecipeFile]:
     path = Path(asked).expanduser()
     if path.is_dir():
-        found = list(recipe_files(path.absolute(), with_parts))
-        if not found:
+        files = list(recipe_files(path.absolute(), with_parts))
+        if not files:
             must = "must hold recipes: files that name a trunk, data and an optimizer"
             fix = "Name another folder; --parts takes in files that name no more than a trunk."
             raise ConfigError([Problem("vissl-zero explain", repr(asked), must, fix)])
-        return found
+        return files
     if path.suffix == ".yaml":
         if not path.is_file():
             raise ConfigError([Problem("vissl-zero explain", repr(asked), "must exist", "Correct the path.")])
@@ -156,7 +156,7 @@ def _fix(files: Sequence[RecipeFile], out: Path) -> dict[str, list[Replacement]]
     """Write copies with public paths; what was replaced in each, by the recipe's name."""
     if not all(file.folder for file in files):
         raise ConfigError("vissl-zero explain: --fix needs a file or a folder, not the name of a recipe.")
-    found = {}
+    replacements = {}
     for file in files:
         text, replaced = with_public_paths(recipe_text(file.file))
         target = out / "config" / file.file.relative_to(Path(file.folder) / "config")
@@ -164,8 +164,8 @@ def _fix(files: Sequence[RecipeFile], out: Path) -> dict[str, list[Replacement]]
             raise ConfigError(f"vissl-zero explain: --fix {out}: must be another folder than {file.folder}.")
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(text, encoding="utf-8")
-        found[str(file)] = replaced
-    return found
+        replacements[str(file)] = replaced
+    return replacements
 
 
 def _row(account: Account) -> dict[str, Any]:
@@ -402,8 +402,8 @@ def _sort_keys(account: Account, run: RunConfig, written: Mapping[str, Any], not
     if not run.SLURM.USE_SLURM:
         inactive["SLURM"] = "SLURM.USE_SLURM is off."
     for note in notes:
-        if found := _SENTENCE.fullmatch(note):
-            inactive |= {key.removeprefix("config."): found["why"] for key in found["keys"].split(", ")}
+        if parts := _SENTENCE.fullmatch(note):
+            inactive |= {key.removeprefix("config."): parts["why"] for key in parts["keys"].split(", ")}
         elif not note.startswith("Keys without effect here"):
             account.notes.append(note)
     refused = {re.sub(r"\[\d+\]", "", problem.key).removeprefix("config.") for problem in account.refused}

@@ -69,18 +69,18 @@ def lr_find(arguments: Sequence[str]) -> int:
 
         rows = [(row.lr, row.loss) for row in read_records(folder / FILE_NAME) if row.loss is not None]
     rates, losses = [lr for lr, _ in rows], [loss for _, loss in rows]
-    found, smooth = suggested(rates, losses)
-    if found is None:
+    rate, smooth = suggested(rates, losses)
+    if rate is None:
         raise ConfigError("vissl-zero lr-find: the loss never falls at any rate. Give more --steps, or another seed.")
     from vissl_zero.reporting.learning_rate_curve import draw_rates
 
-    draw_rates(rates, losses, smooth, found, Path(options.png))
+    draw_rates(rates, losses, smooth, rate, Path(options.png))
     if options.json:
-        print(json.dumps({"suggestion": found, "rates": rates, "losses": losses}))
+        print(json.dumps({"suggestion": rate, "rates": rates, "losses": losses}))
         return 0
     lowest = rates[smooth.index(min(smooth))]
-    print(f"The smoothed loss is lowest at a learning rate of {lowest:.2g}; the middle of its fall is at {found:.2g}.")
-    print(f"Write config.OPTIMIZER.lr={found:.2g}, the peak of the recipe's schedule. Drawn: {options.png}")
+    print(f"The smoothed loss is lowest at a learning rate of {lowest:.2g}; the middle of its fall is at {rate:.2g}.")
+    print(f"Write config.OPTIMIZER.lr={rate:.2g}, the peak of the recipe's schedule. Drawn: {options.png}")
     return 0
 
 

@@ -147,8 +147,8 @@ def _recipes_of_glob(word: str, folders: Sequence[str]) -> str:
         return word
     glob = OverridesParser.create().parse_override(word).value()
     assert isinstance(glob, Glob)
-    found = glob.filter(recipe_names(folders))
-    return f"config={','.join(found)}" if found else word
+    matching = glob.filter(recipe_names(folders))
+    return f"config={','.join(matching)}" if matching else word
 
 
 def _run_job(cfg: DictConfig) -> int:

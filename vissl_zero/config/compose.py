@@ -73,9 +73,11 @@ def explain(error: BaseException, folders: Sequence[str] = (), overrides: Sequen
         )
         return ConfigError([Problem("command line", repr(error.override), "must be an override", fix)])
     text = " ".join(str(error).split())
-    if found := re.match(r"Ambiguous value for argument '([^=']+)=(.*?)'", text):
+    if ambiguous := re.match(r"Ambiguous value for argument '([^=']+)=(.*?)'", text):
         fix = "A number has a point: 0.1. Write [a,b] for a list; add -m to run once with each value."
-        return ConfigError([Problem(found[1], repr(found[2]), "must be one value, and commas separate several", fix)])
+        return ConfigError(
+            [Problem(ambiguous[1], repr(ambiguous[2]), "must be one value, and commas separate several", fix)]
+        )
     if "You must specify 'config'" in text:
         return ConfigError([no_recipe(folders)])
     return ConfigError([Problem("command line", "", text.rstrip("."), "See vissl-zero --help.")])
@@ -186,8 +188,8 @@ _OF_DETECTRON = {"_BASE_", "SOLVER", "DATASETS"}
 
 def of_another_program(tree: DictConfig) -> list[Problem]:
     """Check whether an untyped tree is no recipe but a file of Detectron2's, as VISSL's object_detection are."""
-    found = tree.get("config")
-    if not isinstance(found, DictConfig) or found._is_none() or not {*map(str, found)} & _OF_DETECTRON:
+    block = tree.get("config")
+    if not isinstance(block, DictConfig) or block._is_none() or not {*map(str, block)} & _OF_DETECTRON:
         return []
     return [Problem("config", "", "must name a recipe, and this is a configuration of Detectron2", DETECTION)]
 
@@ -380,12 +382,12 @@ def _quoted(value: str) -> str:
 
 def _other_programs(cfg: DictConfig) -> list[Problem]:
     """Refuse VISSL's other programs, which a recipe's root names."""
-    found = []
+    programs = []
     if cfg.engine_name not in (TRAIN, *PROGRAMS):
-        found.append(unknown_engine(cfg.engine_name))
+        programs.append(unknown_engine(cfg.engine_name))
     if cfg.VERSION != 1:
-        found.append(Problem("VERSION", repr(cfg.VERSION), "must be 1", "Use a recipe of version 1."))
-    return found
+        programs.append(Problem("VERSION", repr(cfg.VERSION), "must be 1", "Use a recipe of version 1."))
+    return programs
 
 
 def unknown_engine(name: object) -> Problem:
@@ -428,14 +430,14 @@ def explained(error: BaseException, overrides: Sequence[str], folders: Sequence[
     first = explain(error, [*folders, *map(str, _searchpath_or_none(overrides))], overrides)
     try:
         tree = untyped(plain_words(overrides), folders)
-        found = of_another_program(tree)
-        if found:
-            return ConfigError(found)
-        found = every_mistake(tree)
+        problems = of_another_program(tree)
+        if problems:
+            return ConfigError(problems)
+        problems = every_mistake(tree)
     except Exception:  # noqa: BLE001 - what is wrong beyond the first mistake cannot be composed either
         return first
     # Where even the first mistake is not found again, the untyped tree is not what the user meant.
-    return ConfigError(found) if first.problems[0].key in [problem.key for problem in found] else first
+    return ConfigError(problems) if first.problems[0].key in [problem.key for problem in problems] else first
 
 
 def _searchpath_or_none(overrides: Sequence[str]) -> list[Path]:

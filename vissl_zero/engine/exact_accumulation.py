@@ -65,8 +65,8 @@ def accumulate_exactly(
     # Weighed before it is differentiated: what couples ranks sums their gradients on the way.
     weighed = loss * (joined.num_local * run.world_size / num_samples)
     wanted = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
-    found = iter(torch.autograd.grad(weighed, wanted, allow_unused=True))
-    gradients = [next(found) if isinstance(leaf, Tensor) and leaf.requires_grad else None for leaf in leaves]
+    feature_grads = iter(torch.autograd.grad(weighed, wanted, allow_unused=True))
+    gradients = [next(feature_grads) if isinstance(leaf, Tensor) and leaf.requires_grad else None for leaf in leaves]
     for index, batch in enumerate(_loaded(run, micro_batches, dtype)):
         with sharded.micro_batch(is_last=index == len(micro_batches) - 1):
             with watch if index == 0 else nullcontext():

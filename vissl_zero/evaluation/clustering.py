@@ -186,13 +186,13 @@ class ExtractClusters(Hook):
                 num_clusters = scores[0].shape[1]
         places = all_gather_rows(torch.cat(ids))
         order = places.argsort()
-        found, inds = all_gather_rows(torch.cat(labels))[order].cpu(), places[order].tolist()
+        assigned, inds = all_gather_rows(torch.cat(labels))[order].cpu(), places[order].tolist()
         folder = run.folder / ASSIGNMENTS
         files = [folder / f"{split.lower()}_{kind}.npy" for kind in ("images", "labels")]
         run.results.setdefault("clusters", {})[split] = [str(file) for file in files]
         if run.is_main:
             folder.mkdir(parents=True, exist_ok=True)
             np.save(files[0], np.array([source.name(index) for index in inds]))
-            np.save(files[1], found.numpy())
-            line = f"{split}: {len(found):,} images in {len(found.unique()):,} of {num_clusters:,} clusters: {files[0]}"
-            say(line)
+            np.save(files[1], assigned.numpy())
+            used = len(assigned.unique())
+            say(f"{split}: {len(assigned):,} images in {used:,} of {num_clusters:,} clusters: {files[0]}")

@@ -241,8 +241,8 @@ class ExtractLabelPredictions(Hook):
                 kept = rows_to_write(batch, num_own)
                 scores.append([output[kept].float().softmax(dim=1) for output in outputs])
                 ids.append(batch.sample_ids[kept])
-                found = torch.full_like(batch.sample_ids, -1) if batch.targets is None else batch.targets
-                targets.append(found[kept])
+                predicted = torch.full_like(batch.sample_ids, -1) if batch.targets is None else batch.targets
+                targets.append(predicted[kept])
         places = all_gather_rows(torch.cat(ids))
         order = places.argsort()
         inds = places[order].cpu()

@@ -251,7 +251,7 @@ def view_features(run: Run, source: Source, num_views: int) -> Tensor:
     dtype = getattr(torch, run.plan.sharding.precision.master)
     passes, epoch = list[Tensor](), 0
     with evaluated(run) as model:
-        while sum(found.shape[1] for found in passes) < num_views:
+        while sum(view_rows.shape[1] for view_rows in passes) < num_views:
             rows, ids = [], []
             for batch in BatchStream(dataset, data_cfg).load(_plans(run, len(source), epoch)):
                 own = rank_slice(batch.num_global, run.rank, run.world_size)
@@ -291,17 +291,17 @@ def nearest(
     num_neighbors = min(num_neighbors, len(index) - (excluded is not None))
     places = torch.arange(len(index), device=index.device, dtype=torch.float64)
     chunk = max(1, _CHUNK_ELEMENTS // max(1, len(index)))
-    found = []
+    best = []
     for start in range(0, len(queries), chunk):
         similarities = (queries[start : start + chunk] @ index.T).double()
         keys = similarities - similarities.abs().amax(dim=1, keepdim=True) * _TIE_BREAK * places
         if excluded is not None:
             keys.scatter_(1, excluded[start : start + chunk, None], -torch.inf)
         chosen = keys.topk(num_neighbors, dim=1).indices
-        found.append((similarities.gather(1, chosen), chosen))
-    if not found:
+        best.append((similarities.gather(1, chosen), chosen))
+    if not best:
         return places.new_zeros(0, num_neighbors), places.new_zeros(0, num_neighbors, dtype=torch.int64)
-    return torch.cat([s for s, _ in found]), torch.cat([p for _, p in found])
+    return torch.cat([s for s, _ in best]), torch.cat([p for _, p in best])
 
 
 _CHUNK_ELEMENTS = 2**22  # similarities at once: 32 MiB in float64

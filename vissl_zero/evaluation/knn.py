@@ -59,8 +59,8 @@ def knn_top1(
     excluded: Tensor | None = None,
 ) -> float | None:
     """Compute ``knn_top1s`` of one number of neighbors and one temperature."""
-    found = knn_top1s(queries, index, [(num_neighbors, sigma)], is_cosine, excluded)
-    return None if found is None else found[0]
+    top1s = knn_top1s(queries, index, [(num_neighbors, sigma)], is_cosine, excluded)
+    return None if top1s is None else top1s[0]
 
 
 def knn_top1s(

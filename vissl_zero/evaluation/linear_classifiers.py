@@ -122,7 +122,7 @@ def train_class(rows: np.ndarray, labels: np.ndarray, options: Svm, seed: int) -
     signs, costs = np.where(labels == 1, 1, -1), costs_of(options)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Liblinear failed to converge")  # reported once, at the end
-        found = [
+        scores = [
             float(
                 cross_val_score(
                     solver(options, cost, seed), rows, signs, cv=options.cross_val_folds, scoring="average_precision"
@@ -130,14 +130,14 @@ def train_class(rows: np.ndarray, labels: np.ndarray, options: Svm, seed: int) -
             )
             for cost in costs
         ]
-        cost = costs[int(np.argmax(found))]
-        return _fitted(rows, signs, options, cost, seed, found)
+        cost = costs[int(np.argmax(scores))]
+        return _fitted(rows, signs, options, cost, seed, scores)
 
 
-def _fitted(rows: np.ndarray, signs: np.ndarray, options: Svm, cost: float, seed: int, found: list[float]) -> ClassSvm:
+def _fitted(rows: np.ndarray, signs: np.ndarray, options: Svm, cost: float, seed: int, scores: list[float]) -> ClassSvm:
     fitted = solver(options, cost, seed).fit(rows, signs)
     is_converged = int(np.max(fitted.n_iter_)) < options.max_iter
-    return ClassSvm(found, cost, fitted.coef_[0], float(fitted.intercept_[0]), is_converged)
+    return ClassSvm(scores, cost, fitted.coef_[0], float(fitted.intercept_[0]), is_converged)
 
 
 def average_precision_of(svm: ClassSvm, rows: np.ndarray, labels: np.ndarray) -> float:
@@ -195,13 +195,13 @@ def low_shot(
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Liblinear failed to converge")
         for cost in costs_of(options):
-            found = []
+            accuracies = []
             for column in range(few.shape[1]):
                 counts = few[:, column] != -1
                 signs = np.where(few[counts, column] == 1, 1, -1)
                 svm = _fitted(train[counts], signs, options, cost, seed, [])
-                found.append(average_precision_of(svm, test, labels[:, column]))
-            means.append(float(np.nanmean(found)))
+                accuracies.append(average_precision_of(svm, test, labels[:, column]))
+            means.append(float(np.nanmean(accuracies)))
     return means
 
 
@@ -340,10 +340,13 @@ class TrainSvmLowShot(SvmHook):
             few = self._draw(run, labels, job[1], job[0])
             return low_shot(train, few, test, test_labels, options, seed)
 
-        found = np.array(shared(jobs, work)).reshape(len(k_values), len(samples), -1)
+        precisions = np.array(shared(jobs, work)).reshape(len(k_values), len(samples), -1)
         stats: dict[str, np.ndarray] = {
-            "mean": found.mean(axis=1), "min": found.min(axis=1), "max": found.max(axis=1), "std": found.std(axis=1)
-        }  # fmt: skip
+            "mean": precisions.mean(axis=1),
+            "min": precisions.min(axis=1),
+            "max": precisions.max(axis=1),
+            "std": precisions.std(axis=1),
+        }
         best = stats["mean"].argmax(axis=1)
         rows: dict[str, Any] = {
             f"k={k}": {stat: float(values[index, best[index]]) for stat, values in stats.items()}
@@ -464,5 +467,5 @@ class LowShot(Hook):
 def _measured(test: Features, columns: slice, job: tuple[Features, float]) -> tuple[float, float]:
     train, penalty = job
     assert train.labels is not None and test.labels is not None
-    rows = [found.rows[:, columns].cpu().numpy() for found in (train, test)]
+    rows = [features.rows[:, columns].cpu().numpy() for features in (train, test)]
     return logistic_top1(rows[0], train.labels.cpu().numpy(), rows[1], test.labels.cpu().numpy(), penalty)

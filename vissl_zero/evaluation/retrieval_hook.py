@@ -68,8 +68,8 @@ class InstanceRetrieval(Hook):
     def on_start(self, run: Run) -> None:
         options = _options(run)
         root, train = Path(options.DATASET_PATH).expanduser(), options.TRAIN_DATASET_NAME
-        found = retrieval_set(root, options.EVAL_DATASET_NAME, options.USE_DISTRACTORS)
-        self._found = first(found, options.NUM_DATABASE_SAMPLES, options.NUM_QUERY_SAMPLES)
+        images = retrieval_set(root, options.EVAL_DATASET_NAME, options.USE_DISTRACTORS)
+        self._found = first(images, options.NUM_DATABASE_SAMPLES, options.NUM_QUERY_SAMPLES)
         if options.TRAIN_PCA_WHITENING:
             files = images_to_whiten_by(root, train, options.WHITEN_IMG_LIST, options.USE_DISTRACTORS)
             count = options.NUM_TRAINING_SAMPLES
@@ -193,9 +193,9 @@ def _each(
                 scaled = image
                 if scale != 1:
                     scaled = F.interpolate(image, scale_factor=scale, mode="bilinear", align_corners=False)
-                (found,) = run.sharded.model([scaled], features_only=True)
-                found = found.to(torch.promote_types(found.dtype, torch.float32))
-                maps.append(found if found.ndim == 4 else found.flatten(1)[:, :, None, None])
+                (features,) = run.sharded.model([scaled], features_only=True)
+                features = features.to(torch.promote_types(features.dtype, torch.float32))
+                maps.append(features if features.ndim == 4 else features.flatten(1)[:, :, None, None])
             yield maps, index < len(files)
             now, num_done = time.monotonic(), min(index + 1, len(files))
             if run.is_main and now - said >= _SECONDS_BETWEEN_LINES and num_done < len(files):

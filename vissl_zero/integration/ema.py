@@ -91,5 +91,5 @@ class Ema:
 
 def take_ema(model: nn.Module) -> Ema | None:
     """Take the teacher that ``ema`` has made of ``model``, if any; from now on it is its caller's."""
-    found: Ema | None = model.__dict__.pop(_KEY, None)
-    return found
+    ema: Ema | None = model.__dict__.pop(_KEY, None)
+    return ema

@@ -64,17 +64,17 @@ def choose_plan(
             with mode:
                 machines, micro_batches = (collectives.world_size(), _num_nodes()), settings.gradient_accumulation_steps
                 plans = forecast_all(forecaster, base, *machines, device.type, micro_batches, 0, can_recompute=False)
-                found = rank_candidates(plans, budget, collectives.world_size())
-                if (first := chosen_of(found)) is not None:
+                ranked = rank_candidates(plans, budget, collectives.world_size())
+                if (first := chosen_of(ranked)) is not None:
                     plans += kept_in_part(first, budget, forecaster)
-            found = rank_candidates(plans, budget, collectives.world_size())
-        chosen = chosen_of(found)
+            ranked = rank_candidates(plans, budget, collectives.world_size())
+        chosen = chosen_of(ranked)
         if chosen is None:
             words = {"block": "zero.", "level": "level", "memory": "memory_gb"}
             disk = ", name a disk (offload_optimizer_config=dict(nvme_path=...))"
             others = ", or give smaller micro-batches"
-            raise ConfigError([nothing_fits(found, budget, disk=disk, others=others, **words)])
-        outcome = chosen.sharding, f"zero.level=fit took {chosen}: {because(found, budget)}"
+            raise ConfigError([nothing_fits(ranked, budget, disk=disk, others=others, **words)])
+        outcome = chosen.sharding, f"zero.level=fit took {chosen}: {because(ranked, budget)}"
     # Broadcast like a choice: raised by rank 0 alone, it would leave the others waiting for its choice.
     except ConfigError as error:
         outcome = error

@@ -280,30 +280,32 @@ def _level(keys: _Keys) -> tuple[int, list[Problem]]:
 
 
 def _range_problems(keys: _Keys) -> list[Problem]:
-    found = []
+    problems = []
     if keys.gradient_accumulation_steps < 1:
         key = "zero.gradient_accumulation_steps"
-        found.append(Problem(key, str(keys.gradient_accumulation_steps), "must be at least 1", "Write 1 for none."))
+        problems.append(Problem(key, str(keys.gradient_accumulation_steps), "must be at least 1", "Write 1 for none."))
     if keys.clip_grad is not None and not keys.clip_grad > 0:
-        found.append(Problem("zero.clip_grad", str(keys.clip_grad), "must be above 0", "Leave it out for no clipping."))
+        problems.append(
+            Problem("zero.clip_grad", str(keys.clip_grad), "must be above 0", "Leave it out for no clipping.")
+        )
     if keys.fp16 and keys.bf16:
-        found.append(Problem("zero.bf16", "True", "contradicts zero.fp16=True", "Leave one of them out."))
+        problems.append(Problem("zero.bf16", "True", "contradicts zero.fp16=True", "Leave one of them out."))
     if keys.shard_group_size != -1 and keys.shard_group_size < 2:
         must = "must be -1 for all ranks, or at least 2"
-        found.append(Problem("zero.shard_group_size", str(keys.shard_group_size), must, "Leave it out."))
+        problems.append(Problem("zero.shard_group_size", str(keys.shard_group_size), must, "Leave it out."))
     for key in _BUDGET:
         value = getattr(keys, key)
         if value is not None and not value > 0:
-            found.append(
+            problems.append(
                 Problem(f"zero.{key}", str(value), "must be above 0 GiB", "Leave it out to use what is available.")
             )
     if isinstance(keys.float8, str):
-        found += pattern_problems("zero.float8", keys.float8)
+        problems += pattern_problems("zero.float8", keys.float8)
     if keys.float8_gather and keys.float8 is False:
-        found.append(Problem("zero.float8_gather", "True", NEEDS_FLOAT8, "Write float8=True, or leave it out."))
+        problems.append(Problem("zero.float8_gather", "True", NEEDS_FLOAT8, "Write float8=True, or leave it out."))
     if keys.wrap_threshold < 0:
-        found.append(Problem("zero.wrap_threshold", str(keys.wrap_threshold), "must be at least 0", "Write 0."))
-    return found
+        problems.append(Problem("zero.wrap_threshold", str(keys.wrap_threshold), "must be at least 0", "Write 0."))
+    return problems
 
 
 def _rounding_problems(
@@ -352,16 +354,18 @@ def _budget_problems(keys: _Keys) -> list[Problem]:
 
 def _no_effect(keys: _Keys, level: int) -> list[str]:
     """Write sentences on keys that do nothing at this level, or without another key."""
-    found = []
+    problems = []
     if keys.float8_scales != "rows" and keys.float8 is False:
-        found.append("zero.float8_scales has no effect without zero.float8.")
+        problems.append("zero.float8_scales has no effect without zero.float8.")
     if keys.float8_gather and level < 3:
-        found.append(SENDS_NOTHING.format(key="zero.float8_gather", level=level))
+        problems.append(SENDS_NOTHING.format(key="zero.float8_gather", level=level))
     if level:
-        return found
+        return problems
     in_vain = {"wrap_threshold": keys.wrap_threshold > 0, "shard_group_size": keys.shard_group_size != -1}
-    found += [f"zero.{key} has no effect at level 0: nothing is sharded." for key, is_set in in_vain.items() if is_set]
-    return found
+    problems += [
+        f"zero.{key} has no effect at level 0: nothing is sharded." for key, is_set in in_vain.items() if is_set
+    ]
+    return problems
 
 
 def _float8_plan(keys: _Keys) -> Float8Plan:

@@ -385,8 +385,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         groups = self._sharded.optimizer.param_groups
         is_same = self.param_groups is groups and len(groups) == len(self._params)
         for group, own in zip(groups, self._params if is_same else (), strict=False):
-            found = group["params"]
-            is_same &= len(found) == len(own) and all(a is b for a, b in zip(found, own, strict=True))
+            params = group["params"]
+            is_same &= len(params) == len(own) and all(a is b for a, b in zip(params, own, strict=True))
         if not is_same:
             raise VisslZeroError(
                 "optimizer.param_groups was replaced, or parameters in it. Groups are fixed once initialize() has "
@@ -493,21 +493,21 @@ def load_state(sharded: ShardedModel, folder: Path) -> tuple[int, dict[str, Any]
     Raises:
         CheckpointError: there is none that is whole, or it is of another model.
     """
-    found = find_resumable(folder)
-    if found.path is None:
+    resumable = find_resumable(folder)
+    if resumable.path is None:
         raise CheckpointError(
             f"{folder} holds no checkpoint. Name the folder that save() was given, or one of its checkpoints/step_*."
         )
-    for sentence in found.skipped if collectives.rank() == 0 else ():
+    for sentence in resumable.skipped if collectives.rank() == 0 else ():
         logging.getLogger(__name__).warning("skipped: %s", sentence)
-    with open_checkpoint(found.path) as checkpoint:
+    with open_checkpoint(resumable.path) as checkpoint:
         saved = checkpoint.manifest.groups
         groups = sharded.optimizer.param_groups
         places, saved_places = (_places(facts) for facts in (sharded.group_facts(), saved))
         if places != saved_places:
             name = next(name for name in {**places, **saved_places} if places.get(name) != saved_places.get(name))
             there, here = (
-                f"in group {found[name][0]}" if name in found else "in no group" for found in (saved_places, places)
+                f"in group {groups[name][0]}" if name in groups else "in no group" for groups in (saved_places, places)
             )
             raise CheckpointError(
                 f"{checkpoint.path} groups parameters differently: {name} is {there} there, and {here} here. Give "

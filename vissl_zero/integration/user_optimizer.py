@@ -170,23 +170,23 @@ def _initial_state(
 _NOTHING = object()
 
 
-def _maker(key: str, found: Sequence[tuple[Any, Tensor]]) -> Callable[[Tensor], Any] | None:
+def _maker(key: str, values: Sequence[tuple[Any, Tensor]]) -> Callable[[Tensor], Any] | None:
     """Return what makes a key's first state for any parameter; None where steps have left traces.
 
     Args:
         key: of the state.
         found: its value, or ``_NOTHING``, and the parameter, for each parameter.
     """
-    value, _ = found[0]
+    value, _ = values[0]
     if not isinstance(value, Tensor):
-        is_equal = all(not isinstance(other, Tensor) and other == value for other, _ in found)
+        is_equal = all(not isinstance(other, Tensor) and other == value for other, _ in values)
         return (lambda _: value) if is_equal and value is not _NOTHING and not (key == "step" and value) else None
-    if all(isinstance(other, Tensor) and other.dtype == p.dtype and torch.equal(other, p) for other, p in found):
+    if all(isinstance(other, Tensor) and other.dtype == p.dtype and torch.equal(other, p) for other, p in values):
         return lambda param: param.detach().clone()  # Lookahead's slow weights
-    if not all(isinstance(other, Tensor) and other.numel() and other.dtype == value.dtype for other, _ in found):
+    if not all(isinstance(other, Tensor) and other.numel() and other.dtype == value.dtype for other, _ in values):
         return None
     number, dtype = value.flatten()[0].item(), value.dtype
-    if not all(bool((other == number).all()) for other, _ in found) or (key == "step" and number):
+    if not all(bool((other == number).all()) for other, _ in values) or (key == "step" and number):
         return None
     if key == "step":  # by the name and not the shape: the state of a 0-d parameter is 0-d as well
         return lambda _: torch.tensor(number, dtype=dtype)

@@ -367,11 +367,11 @@ def interface_towards(host: str, port: int) -> str | None:
 
 def interfaces() -> Mapping[str, str]:
     """List the IPv4 address of each network interface that has one."""
-    found = {}
+    addresses = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             request = array.array("B", struct.pack("256s", name.encode()[:15]))
             with contextlib.suppress(OSError):
                 answer = fcntl.ioctl(probe.fileno(), 0x8915, bytes(request))  # SIOCGIFADDR
-                found[name] = socket.inet_ntoa(answer[20:24])
-    return found
+                addresses[name] = socket.inet_ntoa(answer[20:24])
+    return addresses

@@ -269,10 +269,10 @@ def _generation(plan: ResolvedRun, rendezvous: Rendezvous, began: float) -> int:
 
 def _fingerprint(plan: ResolvedRun) -> str:
     """Digest what must be equal on all machines: the plan without folders and machine-specific values."""
-    found = asdict(plan)
+    settings = asdict(plan)
     for name in ("run_dir", "notes", "interpolations", "copies", "threads_per_rank", "recipe"):
-        del found[name]
-    config = found["config"]
-    found["config"] = {**config, "CHECKPOINT": None, "DISTRIBUTED": {**config["DISTRIBUTED"], "SECRET_FILE": None}}
-    text = json.dumps(found, sort_keys=True, default=str) + __version__
+        del settings[name]
+    config = settings["config"]
+    settings["config"] = {**config, "CHECKPOINT": None, "DISTRIBUTED": {**config["DISTRIBUTED"], "SECRET_FILE": None}}
+    text = json.dumps(settings, sort_keys=True, default=str) + __version__
     return hashlib.sha256(text.encode()).hexdigest()

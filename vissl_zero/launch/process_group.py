@@ -247,22 +247,22 @@ def own_peers_only() -> Iterator[bool]:
 
 def own_connections() -> dict[str, int]:
     """Map the inode of each of this process's sockets to its descriptor."""
-    found = {}
+    inodes = {}
     for path in Path("/proc/self/fd").iterdir():
         with suppress(OSError):  # closed meanwhile
             target = str(path.readlink())
             if target.startswith("socket:["):
-                found[target[8:-1]] = int(path.name)
-    return found
+                inodes[target[8:-1]] = int(path.name)
+    return inodes
 
 
 def connections() -> list[Connection]:
     """List all TCP sockets of this machine (of this network namespace), as the kernel has them."""
-    found = []
+    connections = []
     for table in (Path("/proc/net/tcp"), Path("/proc/net/tcp6")):
         with suppress(OSError):
-            found += [Connection(line.split()) for line in table.read_text().splitlines()[1:]]
-    return found
+            connections += [Connection(line.split()) for line in table.read_text().splitlines()[1:]]
+    return connections
 
 
 class Connection:

@@ -165,7 +165,7 @@ class Rendezvous:
     def variables(self) -> dict[str, str]:
         """Return the environment of this launcher's ranks."""
         spec, (host, port) = self.spec, self.address
-        found = {
+        variables = {
             ADDRESS_VARIABLE: f"{host}:{port}",
             SECRET_VARIABLE: spec.secret.hex(),
             GENERATION_VARIABLE: self.generation_name,
@@ -175,8 +175,8 @@ class Rendezvous:
         }
         interface = interface_towards(host, port)
         if interface and "GLOO_SOCKET_IFNAME" not in os.environ:
-            found["GLOO_SOCKET_IFNAME"] = interface
-        return found
+            variables["GLOO_SOCKET_IFNAME"] = interface
+        return variables
 
     def watch_over(self, end_ranks: Callable[[], None]) -> None:
         """Have this launcher's ranks ended once another launcher is lost or has failed.
@@ -393,8 +393,8 @@ def enter(client: Client, spec: LauncherSpec, hello: bytes, after: str) -> Gener
     while True:
         is_taken = False
         try:
-            found = client.call(b"get", _NAME)
-            if found and (name := found[0].decode()) != after:
+            number = client.call(b"get", _NAME)
+            if number and (name := number[0].decode()) != after:
                 entered = Generation(name, client, spec)
                 if entered.claim(hello):
                     return entered

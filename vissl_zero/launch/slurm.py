@@ -179,7 +179,7 @@ def parameters(plan: ResolvedRun) -> dict[str, Any]:
     is_per_process = slurm.TASK_PER == "process"
     procs = plan.procs_per_node
     further = {str(name).replace("_", "-"): value for name, value in slurm.ADDITIONAL_PARAMETERS.items()}
-    found: dict[str, Any] = {
+    parameters: dict[str, Any] = {
         "job_name": slurm.NAME,
         "comment": slurm.COMMENT,
         "partition": slurm.PARTITION,
@@ -198,7 +198,7 @@ def parameters(plan: ResolvedRun) -> dict[str, Any]:
         "srun_args": ["--kill-on-bad-exit=0", f"--cpus-per-task={slurm.NUM_CPU_PER_PROC * _procs_per_task(plan)}"],
         "additional_parameters": {"requeue": True, **further},
     }
-    return {name: value for name, value in found.items() if value != ""}
+    return {name: value for name, value in parameters.items() if value != ""}
 
 
 def _own_code(plan: ResolvedRun) -> list[str]:
@@ -261,13 +261,13 @@ def note(job: Submitted) -> None:
 
 def noted() -> list[Submitted]:
     """List all runs that were noted, oldest first; files that cannot be read are left out."""
-    found = []
+    jobs = []
     for path in jobs_folder().glob("*.json"):
         try:
-            found.append(Submitted(**read_object(path)))
+            jobs.append(Submitted(**read_object(path)))
         except (OSError, ValueError, TypeError):
             continue
-    return sorted(found, key=lambda job: job.submitted)
+    return sorted(jobs, key=lambda job: job.submitted)
 
 
 _MEET_S = 300.0

@@ -134,10 +134,10 @@ def read_figure(folder: Path, name: str) -> float | None:
     Raises:
         ConfigError: there is no such figure.
     """
-    found = read_summary(folder)
-    if not found:
+    summary = read_summary(folder)
+    if not summary:
         return None
-    numbers = {key: value for key, value in found.items() if isinstance(value, int | float)}
+    numbers = {key: value for key, value in summary.items() if isinstance(value, int | float)}
     if name not in numbers:
         near = did_you_mean(name, numbers) or f" There are {', '.join(sorted(numbers))}."
         raise ConfigError([Problem("config.OBJECTIVE", repr(name), "must be a number in summary.json", near.strip())])
@@ -182,8 +182,8 @@ def _remove_if_unused(folder: Path) -> None:
 def _check(launcher: Any) -> None:
     """Refuse texts that would end a line of the sbatch script; ``setup`` is shell."""
     texts = [(key, value) for key, value in leaves(launcher) if not key.startswith("setup")]
-    if found := [_two_lines(key, value) for key, value in texts if is_unsafe(value)]:
-        raise ConfigError(found)
+    if unsafe := [_two_lines(key, value) for key, value in texts if is_unsafe(value)]:
+        raise ConfigError(unsafe)
 
 
 def _two_lines(key: str, value: str) -> Problem:

@@ -281,11 +281,11 @@ class Model(nn.Module):
                 require_width(head, index, rows)
         extras = {"probe": probe, "tokens": tokens, "maps": maps}
         heads = zip(self.heads, inputs, self._asks, strict=True)
-        found = [head(rows, **{name: extras[name] for name in asked}) for head, rows, asked in heads]
+        outputs = [head(rows, **{name: extras[name] for name in asked}) for head, rows, asked in heads]
         if anchored:
             anchor: Any = self.anchor
-            found.append(anchor(images[:1], return_tokens=True)[0][:, anchor.num_prefix_tokens :])
-        return found
+            outputs.append(anchor(images[:1], return_tokens=True)[0][:, anchor.num_prefix_tokens :])
+        return outputs
 
     def _features_to_show(self, features: list[Tensor]) -> list[Any]:
         """Return the trunk's features, or what stands for them: embeddings of the first head, or inner layers."""
@@ -375,13 +375,13 @@ def _require_features(trunk: nn.Module, images: list[Tensor], features: Any) -> 
     """Refuse what is not a list with the features of each resolution. Costs nothing: shapes alone, once."""
     wanted = [(len(image), trunk.feature_dim) for image in images]
     is_list = isinstance(features, (list, tuple)) and all(isinstance(rows, Tensor) for rows in features)
-    found = [tuple(rows.shape) for rows in features] if is_list else type(features).__name__
-    if found != wanted:
+    got = [tuple(rows.shape) for rows in features] if is_list else type(features).__name__
+    if got != wanted:
         must = (
             f"{type(trunk).__qualname__}.forward must return a list with a tensor (images, feature_dim) per resolution"
         )
         fix = f"Return shapes {wanted}: forward gets a list of {len(images)} tensors. See docs/extending.md."
-        raise ConfigError([Problem("config.MODEL.TRUNK.NAME", str(found), must, fix)])
+        raise ConfigError([Problem("config.MODEL.TRUNK.NAME", str(got), must, fix)])
 
 
 def _outermost_units(module: nn.Module) -> list[nn.Module]:

@@ -140,14 +140,14 @@ def _depths_from_top(model: nn.Module) -> dict[str, int]:
     As https://github.com/facebookresearch/mae/blob/be47fef/util/lr_decay.py counts; DINOv2's pre-training has the same.
     """
     names = [name for name, _ in model.named_parameters() if name.startswith("trunk.")]
-    found = {name: int(match[1]) for name in names if (match := _BLOCK.match(name))}
-    if not found:
+    blocks = {name: int(match[1]) for name in names if (match := _BLOCK.match(name))}
+    if not blocks:
         must = "needs a trunk with a list of blocks, as vision transformers have"
         key = "config.OPTIMIZER.layer_decay"
         raise ConfigError([Problem(key, "below 1", must, f"Write {key}=1, or give rates by name in param_groups.")])
-    count = max(found.values()) + 1
-    before = names[: names.index(next(iter(found)))]
-    return {name: count - block for name, block in found.items()} | dict.fromkeys(before, count + 1)
+    count = max(blocks.values()) + 1
+    before = names[: names.index(next(iter(blocks)))]
+    return {name: count - block for name, block in blocks.items()} | dict.fromkeys(before, count + 1)
 
 
 def _required(groups: list[ParamGroup]) -> list[ParamGroup]:
@@ -168,7 +168,7 @@ def _plain_groups(model: nn.Module, plan: OptimizerPlan) -> list[ParamGroup]:
         name for name in names if plan.grouping == "dino" and (name.endswith(".bias") or _is_norm_name(model, name))
     }
     members = {True: [name for name in names if name not in apart], False: [name for name in names if name in apart]}
-    return _required([_group("trunk", is_decayed, found, plan) for is_decayed, found in members.items() if found])
+    return _required([_group("trunk", is_decayed, params, plan) for is_decayed, params in members.items() if params])
 
 
 def _is_norm_name(model: nn.Module, name: str) -> bool:
@@ -192,10 +192,10 @@ def freeze_untrainable(model: nn.Module, names: Sequence[str]) -> None:
     problems = []
     for entry in names:
         wanted = entry.removeprefix("module.")
-        found = [p for name, p in parameters.items() if name == wanted or name.startswith(f"{wanted}.")]
-        for parameter in found:
+        matching = [p for name, p in parameters.items() if name == wanted or name.startswith(f"{wanted}.")]
+        for parameter in matching:
             parameter.requires_grad_(False)
-        if not found:
+        if not matching:
             fix = f"Use a full name.{did_you_mean(wanted, known)}"
             must = "must name parameters or modules of the model"
             problems.append(Problem("config.MODEL.NON_TRAINABLE_PARAMS", repr(entry), must, fix))

@@ -197,11 +197,11 @@ def _distinct_groups(
     optimizer: torch.optim.Optimizer, shapes: Sequence[Sequence[tuple[int, ...]]]
 ) -> list[tuple[int, Sequence[tuple[int, ...]]]]:
     """Choose one group of each kind of settings, with the shapes of all groups of that kind."""
-    found: dict[str, tuple[int, list[tuple[int, ...]]]] = {}
+    groups: dict[str, tuple[int, list[tuple[int, ...]]]] = {}
     for index, (group, own) in enumerate(zip(optimizer.param_groups, shapes, strict=True)):
         settings = {key: value for key, value in group.items() if key not in _NOT_SETTINGS}
-        found.setdefault(repr(sorted(settings.items())), (index, []))[1].extend(own)
-    return [(index, own) for index, own in found.values() if own]
+        groups.setdefault(repr(sorted(settings.items())), (index, []))[1].extend(own)
+    return [(index, own) for index, own in groups.values() if own]
 
 
 def _run(optimizer: torch.optim.Optimizer, cases: Sequence[tuple[int, _Case]]) -> list[list[Tensor]]:
@@ -308,8 +308,8 @@ def _has_memory(tensor: Tensor) -> bool:
 
 def state_keys(optimizer: torch.optim.Optimizer) -> frozenset[str]:
     """Name what the optimizer keeps for each parameter, whatever its shape; empty if it cannot be tried out."""
-    found = [state.keys() for state in (_state_of(optimizer, (2,)), _state_of(optimizer, (2, 2))) if state]
-    return frozenset.intersection(*map(frozenset, found)) if found else frozenset()
+    keys = [state.keys() for state in (_state_of(optimizer, (2,)), _state_of(optimizer, (2, 2))) if state]
+    return frozenset.intersection(*map(frozenset, keys)) if keys else frozenset()
 
 
 def element_keys(optimizer: torch.optim.Optimizer) -> frozenset[str]:

@@ -491,12 +491,12 @@ class _Quantized:
 @lru_cache(maxsize=2)
 def _table(is_signed: bool) -> tuple[float, ...]:
     """Build the dynamic tree quantization: seven powers of ten, each cut more finely than the one below; 0 and 1."""
-    found = [0.0, 1.0]
+    levels = [0.0, 1.0]
     for exponent in range(7):
         count = 2 ** (exponent + (0 if is_signed else 1))
         middles = [10.0 ** (exponent - 6) * (0.1 + 0.9 * (k + 0.5) / count) for k in range(count)]
-        found += middles + ([-value for value in middles] if is_signed else [])
-    return tuple(sorted(found))
+        levels += middles + ([-value for value in middles] if is_signed else [])
+    return tuple(sorted(levels))
 
 
 def _zero(is_signed: bool) -> int:

@@ -187,7 +187,7 @@ def _group_sizes(base: ShardingPlan, world_size: int, num_nodes: int) -> list[in
     return [world_size, local] if can_be_grouped else [world_size]
 
 
-def rank_candidates(found: Found, budget: Budget, world_size: int, level: int = 0) -> list[Candidate]:
+def rank_candidates(plans: Found, budget: Budget, world_size: int, level: int = 0) -> list[Candidate]:
     """Sort candidates, cheapest first, and choose the first that fits.
 
     Args:
@@ -196,12 +196,12 @@ def rank_candidates(found: Found, budget: Budget, world_size: int, level: int = 
         world_size: ranks.
         level: as written; of plans that take equally long it comes first.
     """
-    plain = [forecast.seconds for plan, _, _, forecast in found if plan.level == 0 and forecast.seconds]
-    known = [forecast.seconds for _, _, _, forecast in found if forecast.seconds]
+    plain = [forecast.seconds for plan, _, _, forecast in plans if plan.level == 0 and forecast.seconds]
+    known = [forecast.seconds for _, _, _, forecast in plans if forecast.seconds]
     unit = min(plain or known or [1.0])
     candidates = [
         Candidate(plan, number, batch, forecast, world_size, _relative(forecast, unit), budget.excess(forecast))
-        for plan, number, batch, forecast in found
+        for plan, number, batch, forecast in plans
     ]
     candidates.sort(key=lambda candidate: _cost(candidate, level))
     chosen = next((index for index, candidate in enumerate(candidates) if candidate.fits), None)
@@ -312,7 +312,7 @@ def forecast_all(
     return [(plan, micro_batches, batch, forecaster.forecast(plan, micro_batches)) for plan in plans]
 
 
-def recomputed_in_part(found: Found, budget: Budget, forecaster: Forecaster) -> Found:
+def recomputed_in_part(plans: Found, budget: Budget, forecaster: Forecaster) -> Found:
     """Forecast plans that recompute only as many blocks as the budget asks for.
 
     Each lies between two plans of ``found``: one that does not fit, and the same with every block recomputed. The
@@ -323,10 +323,10 @@ def recomputed_in_part(found: Found, budget: Budget, forecaster: Forecaster) -> 
         found: all at one number of micro-batches, made by ``forecaster``.
         budget: of a rank.
     """
-    best = min((row[3].seconds for row in found if row[3].seconds and budget.excess(row[3]) == 0), default=None)
+    best = min((row[3].seconds for row in plans if row[3].seconds and budget.excess(row[3]) == 0), default=None)
     parts = [
         _Part(row, budget.excess(row[3]) or 0)
-        for row in found
+        for row in plans
         if not row[0].is_recomputed and row[3].seconds and budget.excess(row[3])
     ]
     blocks = forecaster.recomputable(parts[0].row[0]) if parts else []

@@ -96,8 +96,8 @@ def read_profile(profile: str) -> MachineProfile:
         raise _wrong(profile, f"must be YAML ({str(error).splitlines()[0]})", "Correct the file.") from error
     if not isinstance(given, Mapping):
         raise _wrong(profile, "must map the names of rates to numbers", f"See {_folder() / 'h100x8.yaml'}.")
-    if found := list(_problems(profile, given)):
-        raise ConfigError(found)
+    if problems := list(_problems(profile, given)):
+        raise ConfigError(problems)
     texts = {"name", "source"}
     values: dict[str, Any] = {key: str(value) if key in texts else float(value) for key, value in given.items()}
     return MachineProfile(**values)

@@ -599,8 +599,8 @@ class _Step:
                 unit = mark.name
             begins.append(mark.place + index)
             entered.append((phase, unit))
-        found = [entered[bisect_right(begins, place) - 1] for place in places]
-        return [("update", "") if place == last else one for place, one in zip(places, found, strict=True)]
+        phases = [entered[bisect_right(begins, place) - 1] for place in places]
+        return [("update", "") if place == last else one for place, one in zip(places, phases, strict=True)]
 
     def whole_tensors(self) -> int:
         """Count the bytes of full tensors during an update, and of the messages in which they travel."""

@@ -132,8 +132,8 @@ def plan_run(
     machine = described_machine(plan) or machine_for(plan.device)
     if plan.sharding.float8.layers and plan.device == "cuda" and machine.capability is not None:
         capability = divmod(round(10 * machine.capability), 10)
-        if found := device_problems(plan.sharding.float8.scales, capability, "config.MODEL.FLOAT8"):
-            raise ConfigError(found)
+        if problems := device_problems(plan.sharding.float8.scales, capability, "config.MODEL.FLOAT8"):
+            raise ConfigError(problems)
     base = replace(plan.sharding, offload_optimizer=replace(plan.sharding.offload_optimizer, nvme_path=folder))
     plan = replace(plan, sharding=base)
     stage = set_stage(plan)
@@ -152,17 +152,17 @@ def plan_run(
 def _forecasts(stages: Sequence[Stage], budget: Budget) -> Found:
     """Forecast all stages; beside the chosen plan, those that recompute or offload no more than needed."""
     by_number = {stage.plan.accumulation_steps: stage for stage in stages}
-    found = [row for stage in stages for row in stage.forecasts()]
+    rows = [row for stage in stages for row in stage.forecasts()]
 
     def chosen() -> Candidate | None:
-        return chosen_of(rank_candidates(found, budget, stages[0].plan.world_size))
+        return chosen_of(rank_candidates(rows, budget, stages[0].plan.world_size))
 
     if (first := chosen()) is not None and first.is_recomputed:
-        own = [row for row in found if row[1] == first.micro_batches]
-        found += by_number[first.micro_batches].forecasts_in_part(own, budget)
+        own = [row for row in rows if row[1] == first.micro_batches]
+        rows += by_number[first.micro_batches].forecasts_in_part(own, budget)
     if (second := chosen()) is not None:
-        found += by_number[second.micro_batches].forecasts_with_room(second, budget)
-    return found
+        rows += by_number[second.micro_batches].forecasts_with_room(second, budget)
+    return rows
 
 
 def budget_of(cfg: RunConfig, plan: ResolvedRun, free_bytes: int | None = None) -> Budget:
@@ -194,9 +194,9 @@ def _plain_budget(cfg: RunConfig, plan: ResolvedRun, free_bytes: int | None) -> 
     elif plan.device == "cuda":
         import torch
 
-        found = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else _ASSUMED_GPU
+        total = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else _ASSUMED_GPU
         what = "a GPU of this machine" if torch.cuda.is_available() else "a GPU, assumed"
-        memory, what = (int(given * _GIB), f"a GPU of {given:g} GiB") if given else (found, what)
+        memory, what = (int(given * _GIB), f"a GPU of {given:g} GiB") if given else (total, what)
     else:
         free = free_memory() if free_bytes is None else free_bytes
         memory = (int(given * _GIB) if given else free) // plan.procs_per_node
@@ -260,12 +260,12 @@ def remedies(planned: Planned) -> list[Remedy]:
 
     Cost: up to six forecasts, a few seconds each.
     """
-    found: list[Remedy] = []
+    remedies: list[Remedy] = []
     with suppress(VisslZeroError):
-        found += _exact_remedy(planned)
+        remedies += _exact_remedy(planned)
     with suppress(VisslZeroError):
-        found += _batch_remedy(planned)
-    return found
+        remedies += _batch_remedy(planned)
+    return remedies
 
 
 def _exact_remedy(planned: Planned) -> Iterator[Remedy]:
@@ -296,8 +296,8 @@ def _batch_remedy(planned: Planned) -> Iterator[Remedy]:
         images = batch * plan.world_size * least.micro_batches
         part = replace(plan, batch_per_rank=batch, accumulation_steps=least.micro_batches, global_batch=images)
         forecast = set_stage(replace(part, sharding=least.sharding)).forecast()
-        found = [(least.sharding, least.micro_batches, batch, forecast)]
-        return rank_candidates(found, planned.budget, plan.world_size)[0]
+        smaller = [(least.sharding, least.micro_batches, batch, forecast)]
+        return rank_candidates(smaller, planned.budget, plan.world_size)[0]
 
     half = least.batch_per_rank // 2
     fewer = at(half).forecast.step
@@ -306,12 +306,12 @@ def _batch_remedy(planned: Planned) -> Iterator[Remedy]:
     per_image = (least.forecast.step.resident_bytes - fewer.resident_bytes) / (least.batch_per_rank - half)
     left = planned.budget.memory - fewer.resident_bytes
     most = min(half + int(left // max(per_image, 1)), least.batch_per_rank - 1)
-    if most >= 1 and (found := at(most // _FEW * _FEW or most)).fits:
-        override = f"config.DATA.TRAIN.BATCHSIZE_PER_REPLICA={found.batch_per_rank}"
-        if found.micro_batches != plan.accumulation_steps:
-            override += f" config.ZERO.gradient_accumulation_steps={found.micro_batches}"
-        images = found.batch_per_rank * plan.world_size * found.micro_batches
-        yield Remedy(found, override, images, is_same=False)
+    if most >= 1 and (remedy := at(most // _FEW * _FEW or most)).fits:
+        override = f"config.DATA.TRAIN.BATCHSIZE_PER_REPLICA={remedy.batch_per_rank}"
+        if remedy.micro_batches != plan.accumulation_steps:
+            override += f" config.ZERO.gradient_accumulation_steps={remedy.micro_batches}"
+        images = remedy.batch_per_rank * plan.world_size * remedy.micro_batches
+        yield Remedy(remedy, override, images, is_same=False)
 
 
 @dataclass(frozen=True)
@@ -360,17 +360,17 @@ def history(folder: Path) -> Iterator[Past]:
 def _fitted_past(folder: Path, rows: Sequence[Outcome]) -> list[Past]:
     """List each plan that ``fit`` chose, in order; one that was started again in between has one row for both."""
     peaks = dict(measured_peaks(folder))
-    found: list[Past] = []
+    past: list[Past] = []
     for index, row in enumerate(rows):
-        if not found or (found[-1].plan, found[-1].forecast_bytes) != (row.plan, row.forecast_bytes):
-            found.append(Past(folder, row.plan, 0, row.forecast_bytes, None, None, NOT_DONE))
+        if not past or (past[-1].plan, past[-1].forecast_bytes) != (row.plan, row.forecast_bytes):
+            past.append(Past(folder, row.plan, 0, row.forecast_bytes, None, None, NOT_DONE))
         if row.outcome == RUNNING:
-            found[-1] = _with_process(found[-1], row, rows[index + 1 :], peaks)
+            past[-1] = _with_process(past[-1], row, rows[index + 1 :], peaks)
         elif row.outcome == OUT_OF_MEMORY:
-            found[-1] = replace(found[-1], outcome=OUT_OF_MEMORY)
-    if found[-1].outcome == NOT_DONE and (folder / "summary.json").exists():
-        found[-1] = replace(found[-1], outcome=DONE)
-    return found
+            past[-1] = replace(past[-1], outcome=OUT_OF_MEMORY)
+    if past[-1].outcome == NOT_DONE and (folder / "summary.json").exists():
+        past[-1] = replace(past[-1], outcome=DONE)
+    return past
 
 
 def _with_process(past: Past, begun: Outcome, later: Sequence[Outcome], peaks: Mapping[int, int]) -> Past:

@@ -214,11 +214,11 @@ class StepTrace:
 
     def forward_bytes(self) -> dict[str, int]:
         """Return what the forward pass of each unit leaves for the backward pass, its output included."""
-        found: dict[str, int] = {}
+        bytes_by_name: dict[str, int] = {}
         for entered, left in self.forward_passes():
             kept = sum(self.deltas[self.marks[entered].place : self.marks[left].place])
-            found[self.marks[entered].name] = found.get(self.marks[entered].name, 0) + kept
-        return found
+            bytes_by_name[self.marks[entered].name] = bytes_by_name.get(self.marks[entered].name, 0) + kept
+        return bytes_by_name
 
     def forward_passes(self) -> Iterator[tuple[int, int]]:
         """Yield the indices of the two marks around each forward pass of a unit."""

@@ -38,8 +38,8 @@ def room(plan: ResolvedRun) -> tuple[int, str]:
         if given:
             return int(given * _GIB), f"a GPU of {given:g} GiB"
         if torch.cuda.is_available():
-            found = torch.cuda.get_device_properties(0).total_memory
-            return found, f"a GPU of this machine, {bytes_text(found)}"
+            total = torch.cuda.get_device_properties(0).total_memory
+            return total, f"a GPU of this machine, {bytes_text(total)}"
         return (
             _ASSUMED_GPU,
             f"a GPU of {_ASSUMED_GPU // _GIB} GiB, assumed (config.MACHINE.MEMORY_GIB sets another number)",

@@ -79,9 +79,9 @@ def plan_lines(planned: Planned, overrides: Sequence[str] = (), recipe_images: i
         step = None if least is None else least.forecast.step
         at_least = "" if step is None else f" The smallest takes {bytes_text(step.resident_bytes)}: {least}."
         yield f"chosen: none; no plan is known to fit.{at_least}"
-        found = remedies(planned)
-        yield from map(str, found)
-        candidate = next((remedy.candidate for remedy in found if remedy.is_same), least)
+        remedy_list = remedies(planned)
+        yield from map(str, remedy_list)
+        candidate = next((remedy.candidate for remedy in remedy_list if remedy.is_same), least)
         if candidate is not None:
             yield from _speed(planned, candidate)
         sharding = plan.sharding
@@ -194,7 +194,7 @@ def draw_plans(plans: Sequence[Planned], path: Path) -> bool:
 
     from vissl_zero.reporting.panels import DPI, STYLE, WIDTH
 
-    drawn = [(planned, found) for planned in plans if (found := _to_draw(planned)) is not None]
+    drawn = [(planned, drawable) for planned in plans if (drawable := _to_draw(planned)) is not None]
     if not drawn:
         return False
     with mpl.rc_context(STYLE):

@@ -142,22 +142,22 @@ def with_run_of_weights(cfg: RunConfig) -> RunConfig:
 
 def _network(path: str, key: str) -> Mapping[str, Any]:
     """Recognize the network that weights are of, and how images are shown to it; imports torch."""
-    found: Mapping[str, Any] = WEIGHTS_READERS.get("network").build(path, key)
-    return found
+    network: Mapping[str, Any] = WEIGHTS_READERS.get("network").build(path, key)
+    return network
 
 
 def _wanted(cfg: RunConfig) -> dict[str, str]:
     """Map keys that say auto to what to write instead."""
-    found = {}
+    chosen = {}
     if cfg.MODEL.TRUNK.NAME == AUTO:
-        found[_KEY] = "Write the trunk, regnet or resnet, and its keys."
+        chosen[_KEY] = "Write the trunk, regnet or resnet, and its keys."
     for name, split in (("TRAIN", cfg.DATA.TRAIN), ("TEST", cfg.DATA.TEST)):
         fix = "Add +config/benchmark/data=folder (224 pixels), and the DATA_PATHS of your images."
         if _says_auto(split.DATA_SOURCES) and not split.DATA_PATHS:
-            found[f"config.DATA.{name}.DATA_SOURCES"] = fix
+            chosen[f"config.DATA.{name}.DATA_SOURCES"] = fix
         if _says_auto(split.TRANSFORMS):
-            found[f"config.DATA.{name}.TRANSFORMS"] = fix
-    return found
+            chosen[f"config.DATA.{name}.TRANSFORMS"] = fix
+    return chosen
 
 
 def _says_auto(entries: Sequence[Any]) -> bool:

@@ -243,35 +243,35 @@ _MEMORY_FILES = {  # by whether of version 1: limit, use, and the name of what i
 
 def available_memory(root: Path = _GROUPS, own: Path = _OWN_GROUPS) -> int:
     """Return the bytes of memory, or of a container's share or another control group's limit if that is less."""
-    found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for place, is_first in _control_groups("memory", root, own):
         with suppress(OSError, ValueError):  # "max" is no number
-            found.append(int((place / _MEMORY_FILES[is_first][0]).read_text()))
-    return min(found)
+            limits.append(int((place / _MEMORY_FILES[is_first][0]).read_text()))
+    return min(limits)
 
 
 def free_memory(root: Path = _GROUPS, own: Path = _OWN_GROUPS, info: Path = Path("/proc/meminfo")) -> int:
     """Return the bytes that are free now: of the machine, and of every control group that this process is in."""
-    found = [available_memory(root, own)]
+    least = [available_memory(root, own)]
     with suppress(OSError, ValueError, KeyError):
-        found.append(_figures(info)["MemAvailable:"] * 1024)
+        least.append(_figures(info)["MemAvailable:"] * 1024)
     for place, is_first in _control_groups("memory", root, own):
         limit, used, cached = _MEMORY_FILES[is_first]
         with suppress(OSError, ValueError, KeyError):  # "max" is no number, and the topmost group has no files
             free = int((place / limit).read_text()) - int((place / used).read_text())
-            found.append(free + _figures(place / "memory.stat")[cached])  # what is cached of files goes first
-    return max(0, min(found))
+            least.append(free + _figures(place / "memory.stat")[cached])  # what is cached of files goes first
+    return max(0, min(least))
 
 
 def settled_free_memory(most_s: float = 5.0) -> int:
     """Measure ``free_memory`` once no more comes back after processes were killed: the kernel may be behind."""
-    found, end = free_memory(), time.monotonic() + most_s
+    free, end = free_memory(), time.monotonic() + most_s
     while time.monotonic() < end:
         time.sleep(_SETTLING_S)
-        before, found = found, max(found, free_memory())
-        if found - before < 2**20:
+        before, free = free, max(free, free_memory())
+        if free - before < 2**20:
             break
-    return found
+    return free
 
 
 def num_oom_kills(root: Path = _GROUPS, own: Path = _OWN_GROUPS, counters: Path = Path("/proc/vmstat")) -> int:

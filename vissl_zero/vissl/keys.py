@@ -89,13 +89,13 @@ TASK_LEVELS: dict[str, int] = ALIASES["task_levels"]
 @cache
 def vissl_keys() -> tuple[VisslKey, ...]:
     """List every key of both tables."""
-    found = []
+    keys = []
     for name in ("refused", "no_effect"):
         for start, entry in _paths(_TABLES[name]):
             for path, value in _leaves(_default(entry["default"]), start):
                 allowed = value.values if isinstance(value, OneOf) else (value,)
-                found.append(VisslKey(path, allowed, name == "refused", entry["why"]))
-    return tuple(found)
+                keys.append(VisslKey(path, allowed, name == "refused", entry["why"]))
+    return tuple(keys)
 
 
 def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:

@@ -179,12 +179,12 @@ def _msn(cfg: RunConfig) -> str:
 
 def _temperatures(heads: list[Any]) -> list[float]:
     """Take the temperatures out of each msn_head: here the loss has them. Embeddings are measured, as return_query."""
-    found = []
+    temperatures = []
     for head in heads:
         if _name_of(head) == "msn_head":
-            found.append(float(head[1].pop("temperature", 0.1)))
+            temperatures.append(float(head[1].pop("temperature", 0.1)))
             head[1].pop("return_query", None)
-    return found
+    return temperatures
 
 
 def _teacher(cfg: RunConfig) -> Any:

@@ -380,12 +380,12 @@ ANYNET_PARAMETERS = ("depths", "widths", "group_widths", "bottleneck_multipliers
 def vision_transformer_problems(config: VisionTransformerConfig) -> list[Problem]:
     """Refuse sizes that make no vision transformer."""
     key = "config.MODEL.TRUNK.VISION_TRANSFORMERS"
-    found = list(constraint_problems(config, key))
+    problems = list(constraint_problems(config, key))
     for name, divisor in (("HIDDEN_DIM", "NUM_HEADS"), ("IMAGE_SIZE", "PATCH_SIZE")):
-        if not found and getattr(config, name) % getattr(config, divisor):
+        if not problems and getattr(config, name) % getattr(config, divisor):
             must = f"must be a multiple of {divisor}, {getattr(config, divisor)}"
-            found.append(Problem(f"{key}.{name}", str(getattr(config, name)), must, "Change one of them."))
-    return found
+            problems.append(Problem(f"{key}.{name}", str(getattr(config, name)), must, "Change one of them."))
+    return problems
 
 
 def patch_side(trunk: Any) -> int:
@@ -405,14 +405,14 @@ def patch_side(trunk: Any) -> int:
 
 def size_problems(key: str, config: Any) -> list[Problem]:
     """Refuse sizes that make no network: out of range, what must divide and does not, lists of unequal length."""
-    found = list(constraint_problems(config, key))
-    if found:
-        return found
+    problems = list(constraint_problems(config, key))
+    if problems:
+        return problems
     for name, divisor in (("HIDDEN_DIM", "NUM_HEADS"), ("IMAGE_SIZE", "PATCH_SIZE")):
         if hasattr(config, name) and getattr(config, name) % getattr(config, divisor):
             must = f"must be a multiple of {divisor}, {getattr(config, divisor)}"
-            found.append(Problem(f"{key}.{name}", str(getattr(config, name)), must, "Change one of them."))
-    return found + _stage_problems(key, config)
+            problems.append(Problem(f"{key}.{name}", str(getattr(config, name)), must, "Change one of them."))
+    return problems + _stage_problems(key, config)
 
 
 def _stage_problems(key: str, config: Any) -> list[Problem]:
@@ -462,10 +462,10 @@ def trunk_params(name: str, params: Mapping[str, Any]) -> dict[str, Any]:
 def regnet_problems(config: RegNetConfig) -> list[Problem]:
     """Refuse parameters of a RegNet that make none; those that are null are left to others to miss."""
     key = "config.MODEL.TRUNK.REGNET"
-    found = list(constraint_problems(config, key))
+    problems = list(constraint_problems(config, key))
     if config.w_0 is not None and config.w_0 % 8:
-        found.append(Problem(f"{key}.w_0", str(config.w_0), "must be a multiple of 8", "Write 16, for example."))
-    return found
+        problems.append(Problem(f"{key}.w_0", str(config.w_0), "must be a multiple of 8", "Write 16, for example."))
+    return problems
 
 
 def own_fields(given: Mapping[str, Any], schema: type | None) -> dict[str, Any]:

@@ -428,12 +428,12 @@ class BeitTrunk(TimmTrunk):
         These are of the last block (lastCLS), of the last n concatenated (concatCLSn), of block n (blkCLSn).
         """
         depth = len(self.net.blocks)  # type: ignore[arg-type]
-        found = re.fullmatch(r"(last|concat|blk)CLS(\d*)", name)
-        if found is None or (found[1] == "last") == bool(found[2]):
+        match = re.fullmatch(r"(last|concat|blk)CLS(\d*)", name)
+        if match is None or (match[1] == "last") == bool(match[2]):
             return None
-        count = int(found[2] or 1)
-        blocks = [count] if found[1] == "blk" else [*range(max(0, depth - count), depth)]
-        if max(blocks, default=depth) >= depth or (found[1] != "blk" and count > depth):
+        count = int(match[2] or 1)
+        blocks = [count] if match[1] == "blk" else [*range(max(0, depth - count), depth)]
+        if max(blocks, default=depth) >= depth or (match[1] != "blk" and count > depth):
             return None
         self._tapped |= set(blocks)
 

@@ -193,17 +193,17 @@ class TensorFile:
     def read(self, index: int) -> Tensor:
         """Read one shard, flat."""
         param = self._layout.params[index]
-        found = torch.empty(param.num_elements, dtype=param.dtype)
+        tensor = torch.empty(param.num_elements, dtype=param.dtype)
         records = self._layout.records_of[index]
 
         def copy(position: int, tray: Tray) -> tuple[int, ...]:
             for segment in self._layout.chunks[records[position]].segments:
                 if segment.tensor == index:
-                    found[segment.start : segment.stop] = self._layout.view(segment, tray[0].bytes)
+                    tensor[segment.start : segment.stop] = self._layout.view(segment, tray[0].bytes)
             return ()
 
         self._pipeline.run([[Cell(self.records, record)] for record in records], copy)
-        return found
+        return tensor
 
     def write(
         self,

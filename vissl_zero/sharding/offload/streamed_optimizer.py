@@ -325,14 +325,14 @@ class WholeStates(MutableMapping[Any, dict[str, Any]]):
     def __getitem__(self, param: Any) -> dict[str, Any]:
         index = self._index_of(param)
         stored = self._stored[index]
-        found = {tensor.key: torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in stored}
+        tensors = {tensor.key: torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in stored}
 
         def copy(first: int, record: Tensor) -> None:
-            for flat, begin, end, place in _overlaps(stored, found, first, len(record)):
+            for flat, begin, end, place in _overlaps(stored, tensors, first, len(record)):
                 flat[begin:end] = record[place : place + end - begin]
 
         self._run(index, copy, is_written=False)
-        return found | self.numbers(param)
+        return tensors | self.numbers(param)
 
     def __setitem__(self, param: Any, state: dict[str, Any]) -> None:
         index = self._indices[param]

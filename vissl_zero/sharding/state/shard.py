@@ -199,8 +199,8 @@ def in_place_of_empty(tensors: Sequence[Tensor], values: Sequence[Tensor], dtype
     device = tensors[0].device if tensors else None
     zero = torch.zeros((), dtype=dtype, device=device)
     remaining = iter(values)
-    found = [next(remaining) if tensor.numel() else zero for tensor in tensors]
-    return torch.stack(found) if found else zero.new_zeros(0)
+    filled = [next(remaining) if tensor.numel() else zero for tensor in tensors]
+    return torch.stack(filled) if filled else zero.new_zeros(0)
 
 
 def empty_state(local: Tensor, shape: Sequence[int], dtype: torch.dtype | None) -> Tensor:

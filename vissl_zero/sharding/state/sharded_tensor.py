@@ -169,8 +169,8 @@ class ShardedTensor(DTensor):
         """The gradient, sharded as the parameter; a tensor that refuses to be used where it cannot be read."""
         if not _is_inside and (why := self._missing()) is not None:
             return MissingGradient(self, why)
-        found = real_grad(self)
-        return sharded(found) if type(found) is DTensor else found
+        gradient = real_grad(self)
+        return sharded(gradient) if type(gradient) is DTensor else gradient
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
@@ -317,9 +317,9 @@ def _element_wise(func: Any, args: Any, kwargs: Any) -> Any:
             return rows[id(leaf)]
         return _rows_of(leaf, like) if isinstance(leaf, Tensor) and leaf.dim() else leaf
 
-    found = func(*pytree.tree_map(local, args), **pytree.tree_map(local, kwargs))
+    result = func(*pytree.tree_map(local, args), **pytree.tree_map(local, kwargs))
     if not written:
-        return pytree.tree_map(lambda leaf: _like(like, leaf) if isinstance(leaf, Tensor) else leaf, found)
+        return pytree.tree_map(lambda leaf: _like(like, leaf) if isinstance(leaf, Tensor) else leaf, result)
     for tensor in written:
         if isinstance(tensor, ShardedTensor):
             tensor.written(rows[id(tensor)])
@@ -334,14 +334,14 @@ def _on_full(func: Any, args: Any, kwargs: Any) -> Any:
     def gathered(leaf: Any) -> Any:
         return full[id(leaf)] if isinstance(leaf, ShardedTensor) else leaf
 
-    found = func(*pytree.tree_map(gathered, args), **pytree.tree_map(gathered, kwargs))
+    result = func(*pytree.tree_map(gathered, args), **pytree.tree_map(gathered, kwargs))
     written = written_arguments(func, args, kwargs)
     for tensor in written:
         if isinstance(tensor, ShardedTensor):
             rows = tensor.rows()
             rows.copy_(_rows_of(full[id(tensor)], tensor))
             tensor.written(rows)
-    return written[0] if written else found
+    return written[0] if written else result
 
 
 def _one_by_one(func: Any, args: Any, kwargs: Any) -> Any:
@@ -352,14 +352,14 @@ def _one_by_one(func: Any, args: Any, kwargs: Any) -> Any:
         own = [[arg[index]] if isinstance(arg, list | tuple) and len(arg) == num else arg for arg in args]
         leaves = pytree.tree_leaves((own, kwargs))
         if not any(isinstance(leaf, ShardedTensor) for leaf in leaves):
-            found = func(*own, **kwargs)
+            result = func(*own, **kwargs)
         elif (name := operation_name(func).removeprefix("aten::_foreach_").removesuffix("_")) in _ELEMENT_WISE:
-            found = _element_wise(func, own, kwargs)
+            result = _element_wise(func, own, kwargs)
         elif name in _ON_FULL_TENSOR:
-            found = _on_full(func, own, kwargs)
+            result = _on_full(func, own, kwargs)
         else:
             raise VisslZeroError(_refusal(name))
-        results += found if isinstance(found, list | tuple) else []
+        results += result if isinstance(result, list | tuple) else []
     return results or None
 
 

@@ -187,12 +187,12 @@ class Stepper:
             self._loss_scale.update(found_inf)
             if found_inf:
                 return StepResult(grad_norm, True, scale, names, norms.grad_sq)
-        found = histograms_of(shards, self._group) if with_histograms else None
+        histograms = histograms_of(shards, self._group) if with_histograms else None
         self._rescale(shards, norms)
         # LARC and LARS have put the decay into the gradient: the optimizer must not apply it again.
         with nullcontext() if self._adaptation is None else decay_absorbed(self._optimizer):
             self._optimizer.step()
-        return StepResult(grad_norm, False, scale, names, norms.grad_sq, found)
+        return StepResult(grad_norm, False, scale, names, norms.grad_sq, histograms)
 
     def _norms(self, shards: Sequence[Shard]) -> TensorNorms:
         """Compute norms of the full tensors; a gradient that no rank has counts as zero."""

@@ -315,9 +315,9 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
 
     def _on_any_rank(self, flags: Sequence[bool]) -> list[bool]:
         """Return each flag, if it is set on at least one rank."""
-        found = torch.tensor(flags, dtype=torch.uint8, device=self._message_device())
-        dist.all_reduce(found, dist.ReduceOp.MAX, group=self._group)
-        return [bool(flag) for flag in found.tolist()]
+        message = torch.tensor(flags, dtype=torch.uint8, device=self._message_device())
+        dist.all_reduce(message, dist.ReduceOp.MAX, group=self._group)
+        return [bool(flag) for flag in message.tolist()]
 
     def _all_to_all(
         self,
@@ -378,13 +378,13 @@ def _device(shard: Shard) -> torch.device:
 
 def _values_and_gradient(shard: Shard, has_values: bool, has_gradient: bool) -> list[Tensor]:
     """Return the values, the gradient or both of the rows, each as a tensor (n,)."""
-    found = [shard.values()] if has_values else []
+    tensors = [shard.values()] if has_values else []
     if has_gradient:
         # Zeros where this rank alone has none: the size of a message must not depend on who has one.
         missing = shard.local.grad is None
         zeros = torch.zeros(shard.local.shape, dtype=shard.local.dtype, device=_device(shard)) if missing else None
-        found.append(shard.grad() if zeros is None else zeros)
-    return [tensor.reshape(-1) for tensor in found]
+        tensors.append(shard.grad() if zeros is None else zeros)
+    return [tensor.reshape(-1) for tensor in tensors]
 
 
 def _rows(whole: Tensor, span: tuple[int, int]) -> Tensor:

@@ -233,11 +233,11 @@ class _Joined(torch.autograd.Function):
 
 def _joined(outputs: Any) -> Any:
     """Put all tensors of ``outputs`` that require a gradient behind one node of the graph."""
-    found: list[Tensor] = []
-    apply_to_tensors(lambda tensor: found.append(tensor) if tensor.requires_grad else None, outputs)
-    if len(found) < 2 or not torch.is_grad_enabled():
+    pieces: list[Tensor] = []
+    apply_to_tensors(lambda tensor: pieces.append(tensor) if tensor.requires_grad else None, outputs)
+    if len(pieces) < 2 or not torch.is_grad_enabled():
         return outputs
-    joined = iter(_Joined.apply(*found))
+    joined = iter(_Joined.apply(*pieces))
     return apply_to_tensors(lambda tensor: next(joined) if tensor.requires_grad else tensor, outputs)
 
 

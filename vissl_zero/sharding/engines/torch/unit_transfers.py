@@ -147,18 +147,18 @@ class Packing:
 
     def _sorted(self, parts: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """Split (..., m) into views of parameters: those sent as they are (..., k), and weights (..., rows, k)."""
-        found = list(zip(parts.split([shape.numel() for shape in self._shapes], dim=-1), self._is_float8, strict=True))
-        weights = [piece for piece, is_sent in found if is_sent]
+        pieces = list(zip(parts.split([shape.numel() for shape in self._shapes], dim=-1), self._is_float8, strict=True))
+        weights = [piece for piece, is_sent in pieces if is_sent]
         return (
-            [piece for piece, is_sent in found if not is_sent],
+            [piece for piece, is_sent in pieces if not is_sent],
             [weight.unflatten(-1, shape) for weight, shape in zip(weights, self._matrices, strict=True)],
         )
 
     def _sizes(self, itemsize: int) -> list[int]:
         """List the bytes of a message's pieces."""
         wide = [s.numel() * itemsize for s, is_sent in zip(self._shapes, self._is_float8, strict=True) if not is_sent]
-        found = [*wide, *(shape.numel() for shape in self._matrices), *(shape[0] for shape in self._matrices)]
-        return [*found, -sum(found) % self._WORD]
+        sizes = [*wide, *(shape.numel() for shape in self._matrices), *(shape[0] for shape in self._matrices)]
+        return [*sizes, -sum(sizes) % self._WORD]
 
 
 def packing_of(unit: FSDPModule, sent: Collection[nn.Parameter]) -> Packing | None:
