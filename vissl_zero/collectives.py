@@ -113,9 +113,9 @@ def all_gather_number(number: int, device: torch.device) -> list[int]:
     """Gather the number of every rank, by rank; ``device`` as of ``device_of_numbers``. Cost: one all-gather."""
     if world_size() == 1:
         return [number]
-    own = torch.tensor(number, device=device_of_numbers(device))
+    local = torch.tensor(number, device=device_of_numbers(device))
     # A fake tensor stands for those of all ranks.
-    return [number] * world_size() if isinstance(own, FakeTensor) else _all_gather(own).tolist()
+    return [number] * world_size() if isinstance(local, FakeTensor) else _all_gather(local).tolist()
 
 
 def all_gather_into(gathered: Tensor, tensor: Tensor, group: dist.ProcessGroup | None = None) -> None:

@@ -86,6 +86,6 @@ def _require_same(config: Mapping[str, Any], options: Lora) -> None:
             continue
         if key == "init_lora_weights" and theirs in _PLAIN_STARTS:
             continue
-        own = {"r": "R", "lora_alpha": "LORA_ALPHA"}.get(key)
-        fix = f"Write config.MODEL.LORA.{own}={theirs}." if own else "Save one with plain LoRA."
+        key_here = {"r": "R", "lora_alpha": "LORA_ALPHA"}.get(key)
+        fix = f"Write config.MODEL.LORA.{key_here}={theirs}." if key_here else "Save one with plain LoRA."
         raise CheckpointError(f"{_KEY}: {options.ADAPTER_FOLDER} has {key}={theirs}, and must have {value}. {fix}")

@@ -192,8 +192,8 @@ def write_imported(
         raise CheckpointError(f"{target} has checkpoints, and nothing is overwritten. Name another folder.")
     state, about = _optimizer_state(matched, foreign.optimizer, config or {})
     of_loss, more = _loss_parts(matched, foreign, config or {})
-    said = " ".join(filter(None, [about, *more]))
-    return _write_checkpoint(matched, state, of_loss, foreign, target, config or {}), said
+    note = " ".join(filter(None, [about, *more]))
+    return _write_checkpoint(matched, state, of_loss, foreign, target, config or {}), note
 
 
 def _write_file(path: Path, matched: Match, metadata: Mapping[str, str]) -> None:
@@ -229,25 +229,25 @@ def _loss_parts(matched: Match, foreign: Foreign, config: Mapping[str, Any]) -> 
     method = method_of(tree["LOSS"], foreign.loss)
     if method is None:
         return [], ["The file has no memory of images: the memory starts from scratch."]
-    tensors, said = as_ours(method, tree["LOSS"], foreign.loss)
+    tensors, sentences = as_ours(method, tree["LOSS"], foreign.loss)
     parts = [_part_of(Entry.of(f"criterion/{name}", value.contiguous())) for name, value in tensors.items()]
     if not method.has_teacher or tree.get("DISTILLATION") is not None:
-        return parts, said
+        return parts, sentences
     with torch.device("meta"):
         teacher = method.make_teacher(build_model(block_of(ModelConfig, tree["MODEL"])))
     shapes = {name: tuple(value.shape) for name, value in teacher.state_dict().items()}
-    own, students = match(Foreign("", foreign.loss.teacher), shapes), match(Foreign("", matched.entries), shapes)
-    if own.lacks("trunk") or own.lacks("heads"):
-        own = students
-        said.append("The file has no matching teacher, so the teacher starts as a copy of the model.")
+    teachers, students = match(Foreign("", foreign.loss.teacher), shapes), match(Foreign("", matched.entries), shapes)
+    if teachers.lacks("trunk") or teachers.lacks("heads"):
+        teachers = students
+        sentences.append("The file has no matching teacher, so the teacher starts as a copy of the model.")
     else:
-        said.append(f"The teacher is imported: {len(own.entries)} tensors.")
-    taken = {entry.key for entry in own.entries}
+        sentences.append(f"The teacher is imported: {len(teachers.entries)} tensors.")
+    taken = {entry.key for entry in teachers.entries}
     # Older files lack batch norm's counters.
-    for entry in [*own.entries, *(entry for entry in students.entries if entry.key not in taken)]:
+    for entry in [*teachers.entries, *(entry for entry in students.entries if entry.key not in taken)]:
         place = "buffer/teacher:" if entry.key.endswith(_BUFFER_ENDINGS) else "teacher/"
         parts.append(_part_of(Entry(place + entry.key, entry.dtype, entry.shape, entry.read)))
-    return parts, said
+    return parts, sentences
 
 
 def _part_of(entry: Entry) -> Part:

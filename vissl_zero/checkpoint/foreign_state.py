@@ -60,17 +60,17 @@ def loss_state(contents: Sequence[Mapping[str, Any]]) -> LossState:
     """
     states = [_of(content) for content in contents]
     first, loaded = states[0], LossState()
-    given = {name: value for name, value in first.items() if isinstance(name, str)}
-    if isinstance(given.get("teacher_meta"), Mapping):
+    named = {name: value for name, value in first.items() if isinstance(name, str)}
+    if isinstance(named.get("teacher_meta"), Mapping):
         if not all(isinstance(state.get("teacher"), Mapping) for state in states):
             raise CheckpointError("The shards lack parts of the teacher.")
         loaded.teacher = full_tensors([state["teacher"] for state in states], [s["teacher_meta"] for s in states])
-    elif isinstance(given.get("teacher"), Mapping):
-        plain = {str(name).removeprefix("module."): value for name, value in given["teacher"].items()}
+    elif isinstance(named.get("teacher"), Mapping):
+        plain = {str(name).removeprefix("module."): value for name, value in named["teacher"].items()}
         loaded.teacher = [Entry.of(name, value.detach()) for name, value in plain.items() if is_plain_tensor(value)]
-    inner = given.get("criterion")
-    given |= {f"criterion.{name}": value for name, value in inner.items()} if isinstance(inner, Mapping) else {}
-    for name, value in given.items():
+    inner = named.get("criterion")
+    named |= {f"criterion.{name}": value for name, value in inner.items()} if isinstance(inner, Mapping) else {}
+    for name, value in named.items():
         if not is_plain_tensor(value):
             continue
         if match := _TEACHER.match(name):
@@ -115,7 +115,7 @@ def as_ours(method: Method, loss_config: Mapping[str, Any], state: LossState) ->
         Tensors by our names, and a sentence for each thing that was taken or could not be.
     """
     ours = {name: value.clone() for name, value in method.state_dict().items() if isinstance(value, Tensor)}
-    said: list[str] = []
+    sentences: list[str] = []
     done: list[str] = []
     taken = _translated(str(loss_config["name"]), loss_config, state.tensors, ours)
     for name, value in taken.items():
@@ -123,15 +123,15 @@ def as_ours(method: Method, loss_config: Mapping[str, Any], state: LossState) ->
             continue
         if tuple(value.shape) != tuple(ours[name].shape):
             shapes = f"{tuple(value.shape)} in the file, {tuple(ours[name].shape)} here"
-            said.append(f"The loss's {name} is not imported: its shape is {shapes}. It starts from scratch.")
+            sentences.append(f"The loss's {name} is not imported: its shape is {shapes}. It starts from scratch.")
             continue
         ours[name] = value.to(ours[name].dtype).clone()
         done.append(name)
     if done:
-        said.insert(0, f"State of the loss is imported: {', '.join(sorted(done))}.")
+        sentences.insert(0, f"State of the loss is imported: {', '.join(sorted(done))}.")
     elif ours:
-        said.insert(0, f"The file has no state of the loss: {', '.join(sorted(ours))} start from scratch.")
-    return ours, said
+        sentences.insert(0, f"The file has no state of the loss: {', '.join(sorted(ours))} start from scratch.")
+    return ours, sentences
 
 
 def _translated(
@@ -283,21 +283,21 @@ def _default_groups(
     for entry in params:
         module, _, name = entry.key.rpartition(".")
         modules.setdefault(module, {})[name] = entry
-    for module, own in modules.items():
+    for module, module_params in modules.items():
         first = 2 if "head" in module else 0
-        weight = own.get("weight")
-        is_layer = "weight_v" in own or (weight is not None and len(weight.shape) > 1)
+        weight = module_params.get("weight")
+        is_layer = "weight_v" in module_params or (weight is not None and len(weight.shape) > 1)
         is_norm = f"{module}.running_mean" in keys or (is_layer_norm and weight is not None and len(weight.shape) == 1)
         if not is_layer and not is_norm:
-            groups[4] += own.values()
+            groups[4] += module_params.values()
             continue
         for name in ("weight_g", "weight_v", "weight", "bias"):
             decays = norm if is_norm else True
             if name == "bias":
                 # As in VISSL's default.py: the bias of a norm decays only where both flags allow it.
                 decays = bias and (norm or not is_norm)
-            if name in own:
-                groups[first + (not decays)].append(own[name])
+            if name in module_params:
+                groups[first + (not decays)].append(module_params[name])
     return groups if groups[4] else groups[:4]
 
 
@@ -396,8 +396,10 @@ def _old_groups_of_unit(unit: Mapping[str, Any], of_ranks: Sequence[Mapping[str,
     else:
         keys, members = names, [([name], [shape]) for name, shape in zip(names, shapes, strict=True)]
     return [
-        _Group(_join(path, key), [_join(path, name) for name in own], its, [rank[i] for rank in paddings], False)
-        for i, (key, (own, its)) in enumerate(zip(keys, members, strict=True))
+        _Group(
+            _join(path, key), [_join(path, name) for name in group_params], its, [rank[i] for rank in paddings], False
+        )
+        for i, (key, (group_params, its)) in enumerate(zip(keys, members, strict=True))
     ]
 
 

@@ -133,20 +133,20 @@ def opening_lines(resumable: Found, plan: ResolvedRun) -> list[str]:
 def _problems(path: Path) -> list[str]:
     """List what is wrong with a checkpoint; each rank reads its share of the files. The same list on every rank."""
     rank, world_size = collectives.rank(), collectives.world_size()
-    own: list[str] = []
+    local_problems: list[str] = []
     later: LaterFormatError | None = None
     try:
         with open_checkpoint(path) as checkpoint:
-            own = list(checkpoint.verify(list(checkpoint.ranks)[rank::world_size]))
+            local_problems = list(checkpoint.verify(list(checkpoint.ranks)[rank::world_size]))
     except LaterFormatError as error:
         later = error
     except CheckpointError as error:
-        own = [str(error)]
-    gathered: list[tuple[list[str], LaterFormatError | None]] = [(own, later)]
+        local_problems = [str(error)]
+    gathered: list[tuple[list[str], LaterFormatError | None]] = [(local_problems, later)]
     if world_size > 1:
         gathered = gathered * world_size
         # Damage that one rank has found must turn all of them to the checkpoint before.
-        dist.all_gather_object(gathered, (own, later))
+        dist.all_gather_object(gathered, (local_problems, later))
     if refusal := next((each for _, each in gathered if each), None):
         raise LaterFormatError(
             f"{refusal}\nTo resume without it, move {path} away: continuing from an older checkpoint would replace it."

@@ -304,15 +304,15 @@ class Saver:
 
     def _give_up(self, save: _Save) -> None:
         error = save.work.exception()
-        own = None if error is None else str(error) or type(error).__name__
+        local_error = None if error is None else str(error) or type(error).__name__
         if collectives.all_reduce_max(torch.tensor(float(self._is_gone()))):
             self._save = None
             self._require_folder()
             raise CheckpointError(f"{self._run_folder} cannot be seen by every rank any more. Is the file system down?")
-        reasons = [own]
+        reasons = [local_error]
         if collectives.world_size() > 1:
             reasons = [None] * collectives.world_size()
-            dist.all_gather_object(reasons, own)
+            dist.all_gather_object(reasons, local_error)
         if collectives.rank() == 0:
             discard(self._run_folder, save.manifest.step)
             rank, reason = next((r, text) for r, text in enumerate(reasons) if text is not None)

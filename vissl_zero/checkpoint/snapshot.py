@@ -246,8 +246,8 @@ def replicated_parts(prefix: str, tensors: Mapping[str, Tensor]) -> list[Part]:
 
 def stored_name(names: Mapping[str, object], prefix: str, name: str, world_size: int) -> str:
     """Return the name under which this rank finds a tensor in a checkpoint that ``world_size`` ranks have written."""
-    own = f"of_rank/{collectives.rank()}/{prefix}/{name}"
-    return own if world_size == collectives.world_size() and own in names else f"{prefix}/{name}"
+    per_rank = f"of_rank/{collectives.rank()}/{prefix}/{name}"
+    return per_rank if world_size == collectives.world_size() and per_rank in names else f"{prefix}/{name}"
 
 
 def digest_of(tensors: Mapping[str, Tensor]) -> int:
@@ -263,9 +263,9 @@ def digest_of(tensors: Mapping[str, Tensor]) -> int:
 def _is_equal_everywhere(tensors: Mapping[str, Tensor]) -> bool:
     if collectives.world_size() == 1:
         return True
-    own = torch.tensor([digest_of(tensors)])
-    gathered = [torch.empty_like(own) for _ in range(collectives.world_size())]
-    dist.all_gather(gathered, own)
+    local_digest = torch.tensor([digest_of(tensors)])
+    gathered = [torch.empty_like(local_digest) for _ in range(collectives.world_size())]
+    dist.all_gather(gathered, local_digest)
     return len({int(number) for number in gathered}) == 1
 
 
@@ -308,9 +308,9 @@ def require_equal_ranks(run: Run) -> None:
     tensors |= {f"loss.{name}": value for name, value in state.items() if isinstance(value, Tensor)}
     rates = [float(group["lr"]) for group in run.sharded.optimizer.param_groups]
     tensors["learning rates"] = torch.tensor([*rates, float(run.step)], dtype=torch.float64)
-    own = torch.tensor([digest_of({"": tensor}) for tensor in tensors.values()])
-    gathered = [torch.empty_like(own) for _ in range(collectives.world_size())]
-    dist.all_gather(gathered, own)
+    local_digests = torch.tensor([digest_of({"": tensor}) for tensor in tensors.values()])
+    gathered = [torch.empty_like(local_digests) for _ in range(collectives.world_size())]
+    dist.all_gather(gathered, local_digests)
     differing = [
         (name, [rank for rank, numbers in enumerate(gathered) if numbers[index] != gathered[0][index]])
         for index, name in enumerate(tensors)

@@ -313,9 +313,9 @@ def _inspect_pickle(file: IO[bytes], path: Path, refused: Sequence[str] = _REFUS
         name = opcode.name
         if name in refused:
             raise pickle.UnpicklingError(name)
-        if name == "GLOBAL" and (asked := str(argument).replace(" ", ".", 1)) not in _KNOWN:
+        if name == "GLOBAL" and (global_name := str(argument).replace(" ", ".", 1)) not in _KNOWN:
             raise CheckpointError(
-                f"{path} is refused: it holds more than data ({asked[:80]}), which loading it would run. "
+                f"{path} is refused: it holds more than data ({global_name[:80]}), which loading it would run. "
                 "Nothing was run. Ask whoever made it for a plain state dict, or for safetensors."
             )
         if name in ("BINPUT", "LONG_BINPUT", "PUT"):

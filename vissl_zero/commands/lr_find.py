@@ -90,14 +90,14 @@ def _train(recipe: str, overrides: Sequence[str], num_steps: int, folder: Path) 
     from vissl_zero.planner.planning import fitted
     from vissl_zero.resolve.resolve import resolve
 
-    given = compose(recipe, overrides).run
-    if given.TEST_ONLY or given.PROGRAM != "train" or given.DISTRIBUTED.NUM_NODES > 1:
+    cfg = compose(recipe, overrides).run
+    if cfg.TEST_ONLY or cfg.PROGRAM != "train" or cfg.DISTRIBUTED.NUM_NODES > 1:
         must = "must train, on one machine, to have a learning rate to find"
         raise ConfigError([Problem("vissl-zero lr-find", recipe, must, "Name a recipe that trains.")])
-    hooks = ",".join([*given.HOOKS.EXTRA, "learning_rate_range_test"])
+    hooks = ",".join([*cfg.HOOKS.EXTRA, "learning_rate_range_test"])
     forced = [
         *_FORCED,
-        f"config.OPTIMIZER.num_epochs={max(given.OPTIMIZER.num_epochs, num_steps)}",
+        f"config.OPTIMIZER.num_epochs={max(cfg.OPTIMIZER.num_epochs, num_steps)}",
         f"config.TRAINER.MAX_STEPS={num_steps}",
         f"config.LOG_FREQUENCY={num_steps}",
         f"config.CHECKPOINT.DIR={folder}",

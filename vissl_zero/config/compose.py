@@ -135,8 +135,8 @@ def _missing_file(error: MissingConfigException, folders: Sequence[str], overrid
         if fix := _level_of_folder(Path(folder), option):
             return Problem("--config-dir", repr(str(folder)), "must name the folder that holds config/", fix)
     if any(word.removeprefix("config=") == f"{option}.yaml" for word in overrides):
-        own = Path(option).name
-        fix = f"Put it in configs/config/ and write config={own}."
+        file_name = Path(option).name
+        fix = f"Put it in configs/config/ and write config={file_name}."
         return Problem("config", repr(f"{option}.yaml"), "must name a recipe, not a file", fix)
     arguments = {recipe.name: recipe.argument for recipe in list_recipes(folders)}
     if Path(option).is_absolute() or option.startswith("."):
@@ -194,12 +194,12 @@ def of_another_program(tree: DictConfig) -> list[Problem]:
     return [Problem("config", "", "must name a recipe, and this is a configuration of Detectron2", DETECTION)]
 
 
-def every_mistake(given: DictConfig, typed: DictConfig | None = None, prefix: str = "") -> list[Problem]:
+def every_mistake(tree: DictConfig, typed: DictConfig | None = None, prefix: str = "") -> list[Problem]:
     """List every key and value of an untyped tree that the typed one refuses."""
     node = copy.deepcopy(schema()) if typed is None else typed
     is_open, problems = OmegaConf.get_type(node) is dict, []
-    for name in map(str, given):
-        child, below = given._get_node(name), node._get_node(name) if name in node else None
+    for name in map(str, tree):
+        child, below = tree._get_node(name), node._get_node(name) if name in node else None
         if name not in node:
             problems += [] if is_open else [unknown_key(f"{prefix}{name}", schema())]
         elif isinstance(child, DictConfig) and isinstance(below, DictConfig) and not below._is_none():

@@ -138,16 +138,16 @@ def first_teacher(
     """
     if not method.has_teacher:
         return None
-    given, its_weights = _origin(plan, model, weights, num_classes, load)
+    source, its_weights = _origin(plan, model, weights, num_classes, load)
     teacher: Model | None = None
     # torch raises where a weight without memory is copied into a buffer of the method's.
     with lost_operations() as lost, suppress(NotImplementedError):
-        teacher = method.make_teacher(given)
-    if teacher is None or lost or (teacher is not given and any(param.is_meta for param in teacher.parameters())):
-        given, its_weights = _origin(plan, model, weights, num_classes, load)
+        teacher = method.make_teacher(source)
+    if teacher is None or lost or (teacher is not source and any(param.is_meta for param in teacher.parameters())):
+        source, its_weights = _origin(plan, model, weights, num_classes, load)
         its_weights.fill_("")  # the method computes with the weights
-        teacher = method.make_teacher(given)
-    return teacher, its_weights.of_copy(teacher).fill_ if teacher is given else lambda _: None
+        teacher = method.make_teacher(source)
+    return teacher, its_weights.of_copy(teacher).fill_ if teacher is source else lambda _: None
 
 
 def _origin(

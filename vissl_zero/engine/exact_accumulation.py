@@ -121,6 +121,8 @@ def _surrogate(outputs: Sequence[Any], gradients: Sequence[Tensor | None], sizes
                 terms.append((output * 0).sum())
             else:
                 views = len(gradient) // sum(sizes)
-                own = gradient.unflatten(0, (views, sum(sizes))).split(list(sizes), dim=1)[index].flatten(0, 1)
-                terms.append((output * own).sum())
+                crop_gradient = (
+                    gradient.unflatten(0, (views, sum(sizes))).split(list(sizes), dim=1)[index].flatten(0, 1)
+                )
+                terms.append((output * crop_gradient).sum())
     return torch.stack(terms).sum()

@@ -61,8 +61,8 @@ class ExtractFeatures(Hook):
         }
         run.results["features_extracted"] = counts
         if run.is_main:
-            said = ", ".join(f"{count} images of {split}" for split, count in counts.items())
-            line = f"Features of {said}: {run.folder / FEATURES_FOLDER}"
+            counts_text = ", ".join(f"{count} images of {split}" for split, count in counts.items())
+            line = f"Features of {counts_text}: {run.folder / FEATURES_FOLDER}"
             say(line)
 
     def _extract(self, run: Run, split: str, source: Source) -> int:
@@ -84,7 +84,7 @@ class ExtractFeatures(Hook):
             of_ranks = of_ranks * run.world_size
             dist.all_gather_object(of_ranks, (writer.shards, skipped))
         if run.is_main:
-            shards = {name: rows for own, _ in of_ranks for name, rows in own.items()}
+            shards = {name: rows for rows_by_name, _ in of_ranks for name, rows in rows_by_name.items()}
             skipped = sorted(name for _, names in of_ranks for name in names)
             images = [source.name(index) for index in range(len(source))]
             names = list(source.class_names)

@@ -89,8 +89,8 @@ def _held_out(rows: np.ndarray, labels: np.ndarray, penalty: float) -> float:
     """Measure top-1 on every tenth image of each class, after a fit to the others; the same where a class has one."""
     place = np.zeros(len(labels), dtype=int)
     for label in np.unique(labels):
-        own = np.flatnonzero(labels == label)
-        place[own] = np.arange(len(own))
+        members = np.flatnonzero(labels == label)
+        place[members] = np.arange(len(members))
     held = place % 10 == 1
     if not held.any() or len(np.unique(labels[~held])) < 2:
         return 0.0

@@ -75,13 +75,13 @@ def own_batches(run: Run, images: EvalImages) -> Iterator[tuple[ImageBatch, int]
     call it on every batch, whatever the number is.
     """
     dtype = getattr(torch, run.plan.sharding.precision.master)
-    began, said, num_done = time.monotonic(), time.monotonic(), 0
+    began, last_progress, num_done = time.monotonic(), time.monotonic(), 0
     for batch in images.batches(run.plan.batch_per_rank * run.world_size, run.rank, run.world_size):
-        own = rank_slice(batch.num_global, run.rank, run.world_size)
-        yield batch.to(run.device, dtype), own.stop - own.start
+        local_slice = rank_slice(batch.num_global, run.rank, run.world_size)
+        yield batch.to(run.device, dtype), local_slice.stop - local_slice.start
         num_done, now = num_done + batch.num_global, time.monotonic()
-        if run.is_main and now - said >= _SECONDS_BETWEEN_LINES and num_done < len(images):
-            said = now
+        if run.is_main and now - last_progress >= _SECONDS_BETWEEN_LINES and num_done < len(images):
+            last_progress = now
             text = f"evaluating: {num_done:,} of {len(images):,} images, {num_done / (now - began):.0f} images/s"
             say(text)
 
@@ -254,8 +254,8 @@ def view_features(run: Run, source: Source, num_views: int) -> Tensor:
         while sum(view_rows.shape[1] for view_rows in passes) < num_views:
             rows, ids = [], []
             for batch in BatchStream(dataset, data_cfg).load(_plans(run, len(source), epoch)):
-                own = rank_slice(batch.num_global, run.rank, run.world_size)
-                num_own = own.stop - own.start  # 0 for the copy that a rank without a sample has
+                local_slice = rank_slice(batch.num_global, run.rank, run.world_size)
+                num_own = local_slice.stop - local_slice.start  # 0 for the copy that a rank without a sample has
                 moved = batch.to(run.device, dtype)
                 (features,) = model(moved.images[:1], features_only=True)
                 by_crop = features.unflatten(0, (batch.num_crops[0], -1)).transpose(0, 1)  # rows are crop-major

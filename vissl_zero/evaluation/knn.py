@@ -84,9 +84,9 @@ def knn_top1s(
     """
     if queries.labels is None or index.labels is None:
         return None
-    own = rank_slice(len(queries.rows), rank(), world_size())
-    without = None if excluded is None else excluded[own]
-    similarities, places = nearest(queries.rows[own], index.rows, max(k for k, _ in votes), is_cosine, without)
+    local_slice = rank_slice(len(queries.rows), rank(), world_size())
+    without = None if excluded is None else excluded[local_slice]
+    similarities, places = nearest(queries.rows[local_slice], index.rows, max(k for k, _ in votes), is_cosine, without)
     num_classes = int(max(index.labels.max(), queries.labels.max())) + 1
     shares = []
     for k, sigma in votes:
@@ -196,8 +196,8 @@ class KnnHook(Hook):
         measured = self._measure(run)
         run.results["knn_top1_after"] = self._record(run, measured)
         run.results["rankme_after"] = rankme(measured.index.rows)
-        if run.is_main and run.plan.config.MODEL.WEIGHTS_INIT.CONTINUE and (said := fall_of_rank(run.results)):
-            say(said)
+        if run.is_main and run.plan.config.MODEL.WEIGHTS_INIT.CONTINUE and (warning := fall_of_rank(run.results)):
+            say(warning)
         self._look_closer(run, measured)
         self.neighbors_after = self._neighbors(measured)
         self._take_pictures(run)
@@ -251,20 +251,24 @@ class KnnHook(Hook):
         # Images are opened each time, so that loader workers live only as long as the evaluation.
         index = extract_features(run, eval_images(self._index_source, data_cfg, seed), with_pixels)
         if self._own_places is not None:
-            own = torch.tensor(self._own_places, device=index.rows.device)
-            return self._of_best_layer(run, Measured(index, index.at(own), own))
+            own_places = torch.tensor(self._own_places, device=index.rows.device)
+            return self._of_best_layer(run, Measured(index, index.at(own_places), own_places))
         queries = extract_features(run, eval_images(self._query_source, data_cfg, seed), with_pixels)
         return self._of_best_layer(run, Measured(index, queries, None))
 
     def _of_best_layer(self, run: Run, measured: Measured) -> Measured:
         """Keep, of what is measured of inner layers, the best layer alone."""
         by_layer = {
-            name: Measured(measured.index.of_columns(own), measured.queries.of_columns(own), measured.excluded)
-            for name, own in layers_of(run).items()
+            name: Measured(
+                measured.index.of_columns(layer_features),
+                measured.queries.of_columns(layer_features),
+                measured.excluded,
+            )
+            for name, layer_features in layers_of(run).items()
         }
         if not by_layer:
             return measured
-        shares = {name: self._top1(own) for name, own in by_layer.items()}
+        shares = {name: self._top1(layer_features) for name, layer_features in by_layer.items()}
         run.results["knn_top1_by_layer"] = shares
         return by_layer[max(shares, key=lambda name: shares[name] or 0.0)]
 

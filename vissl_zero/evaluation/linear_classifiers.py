@@ -58,8 +58,8 @@ class ClassSvm:
 
 def shared(jobs: Sequence[Job], work: Callable[[Job], Done]) -> list[Done]:
     """Run ``work`` on each job, in their order; results are equal on every rank. Collective: each does its share."""
-    own = [work(job) for job in jobs[rank() :: world_size()]]
-    of_ranks = all_gather_objects(own)
+    results = [work(job) for job in jobs[rank() :: world_size()]]
+    of_ranks = all_gather_objects(results)
     return [of_ranks[index % world_size()][index // world_size()] for index in range(len(jobs))]
 
 
@@ -296,17 +296,17 @@ class TrainSvm(SvmHook):
         ]
         mean = float(np.nanmean(aps))
         run.results.setdefault("svm_map_by_layer", {})[name] = mean
-        said = f"SVM on {name}: mean average precision {mean:.1%}"
+        summary = f"SVM on {name}: mean average precision {mean:.1%}"
         if (test_labels.sum(axis=1) == 1).all() and (test_labels >= 0).all() and len(svms) > 1:
             scores = np.stack([test @ svm.weight + svm.bias for svm in svms], axis=1)
             top1 = float((scores.argmax(axis=1) == test_labels.argmax(axis=1)).mean())
             run.results.setdefault("svm_top1_by_layer", {})[name] = top1
-            said += f", top-1 {top1:.1%}"
+            summary += f", top-1 {top1:.1%}"
         if num_open := sum(not svm.is_converged for svm in svms):
-            said += f"; {num_open} of {len(svms)} solvers stopped at SVM.max_iter"
+            summary += f"; {num_open} of {len(svms)} solvers stopped at SVM.max_iter"
         if run.is_main:
             _save(run.folder / FOLDER / name, svms, aps)
-        return said
+        return summary
 
 
 @HOOKS.register("train_svm_low_shot")
@@ -358,8 +358,8 @@ class TrainSvmLowShot(SvmHook):
             folder.mkdir(parents=True, exist_ok=True)
             for stat, values in stats.items():
                 np.save(folder / f"test_ap_{stat}.npy", values)
-        said = ", ".join(f"{k} {row['mean']:.1%} ({row['min']:.1%} to {row['max']:.1%})" for k, row in rows.items())
-        return f"SVM on {name}, mean average precision: {said}"
+        summary = ", ".join(f"{k} {row['mean']:.1%} ({row['min']:.1%} to {row['max']:.1%})" for k, row in rows.items())
+        return f"SVM on {name}, mean average precision: {summary}"
 
 
 def _labeled(source: Source, split: str, num_classes: int, run: Run) -> Labeled:
@@ -452,9 +452,9 @@ class LowShot(Hook):
             reached = shared(jobs, partial(_measured, test, columns))
             seeds: dict[str, Any] = {}
             for index, seed in enumerate(options.SEEDS):
-                own = reached[index * len(lambdas) :][: len(lambdas)]
-                by_penalty = {str(penalty): list(pair) for penalty, pair in zip(lambdas, own, strict=True)}
-                seeds[str(seed)] = {"top1": max(pair[1] for pair in own), "top1_by_lambda": by_penalty}
+                of_layer = reached[index * len(lambdas) :][: len(lambdas)]
+                by_penalty = {str(penalty): list(pair) for penalty, pair in zip(lambdas, of_layer, strict=True)}
+                seeds[str(seed)] = {"top1": max(pair[1] for pair in of_layer), "top1_by_lambda": by_penalty}
             best = [of["top1"] for of in seeds.values()]
             rows: dict[str, Any] = {"mean": float(np.mean(best)), "std": float(np.std(best)), "seeds": seeds}
             run.results.setdefault("low_shot_by_layer", {})[name] = rows

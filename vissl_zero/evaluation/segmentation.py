@@ -55,7 +55,7 @@ def overlap(confusion: Tensor) -> Overlap | None:
         return None
     unions = confusion.sum(dim=1) + confusion.sum(dim=0)[: len(confusion)] - right
     shares = zip(right.tolist(), unions.tolist(), strict=True)
-    by_class = [own / union if union else None for own, union in shares]
+    by_class = [intersection / union if union else None for intersection, union in shares]
     known = [share for share in by_class if share is not None]
     return Overlap(sum(known) / len(known), int(right.sum()) / total, by_class)
 
@@ -227,10 +227,10 @@ def _wrong(run: Run, source: Source) -> list[str]:
     check = checks_of(source)
     if check is None:
         return []
-    own = range(run.rank, len(source), run.world_size)
+    indices = range(run.rank, len(source), run.world_size)
     with ThreadPoolExecutor(max(1, run.plan.config.DATA.NUM_DATALOADER_WORKERS)) as pool:  # decoders let others run
-        said = pool.map(lambda index: (index, _said(check, index)), own)
-        problems = [(index, text) for index, text in said if text]
+        complaints = pool.map(lambda index: (index, _said(check, index)), indices)
+        problems = [(index, text) for index, text in complaints if text]
     return [text for _, text in sorted(line for lines in all_gather_objects(problems) for line in lines)]
 
 

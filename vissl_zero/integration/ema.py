@@ -85,8 +85,8 @@ class Ema:
     @torch.no_grad()
     def follow(self, model: nn.Module, num_updates: int) -> None:
         """Move the teacher of a model that is not sharded."""
-        for own, value in zip(self.teacher.parameters(), model.parameters(), strict=True):
-            follow_(own, value, self.decay_at(num_updates))
+        for average, value in zip(self.teacher.parameters(), model.parameters(), strict=True):
+            follow_(average, value, self.decay_at(num_updates))
 
 
 def take_ema(model: nn.Module) -> Ema | None:

@@ -206,8 +206,8 @@ def _forward(model: nn.Module, sample: Any) -> tuple[Tensor, Any]:
     args, kwargs = _arguments(model.forward, sample)
     outputs = model(*args, **kwargs)
     leaves = [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.requires_grad]
-    own = next((leaf for leaf in leaves if leaf.dim() == 0), None)
-    return sum((leaf.mean() for leaf in leaves), torch.zeros(())) if own is None else own, outputs
+    scalar = next((leaf for leaf in leaves if leaf.dim() == 0), None)
+    return sum((leaf.mean() for leaf in leaves), torch.zeros(())) if scalar is None else scalar, outputs
 
 
 def _arguments(forward: Callable[..., Any], sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -221,10 +221,10 @@ def _arguments(forward: Callable[..., Any], sample: Any) -> tuple[tuple[Any, ...
         return (sample,), {}
     if any(param.kind is param.VAR_POSITIONAL for param in params):
         return tuple(sample), {}
-    own = [param for param in params if param.kind in (param.POSITIONAL_ONLY, param.POSITIONAL_OR_KEYWORD)]
-    taken = list(sample[: len(own)])
+    positional = [param for param in params if param.kind in (param.POSITIONAL_ONLY, param.POSITIONAL_OR_KEYWORD)]
+    taken = list(sample[: len(positional)])
     # A class number an image is no mask, whatever else the model would take (timm's forward(x, attn_mask=None)).
-    while taken and own[len(taken) - 1].default is not inspect.Parameter.empty and _is_labels(taken[-1]):
+    while taken and positional[len(taken) - 1].default is not inspect.Parameter.empty and _is_labels(taken[-1]):
         taken.pop()
     return tuple(taken), {}
 

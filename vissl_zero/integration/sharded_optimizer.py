@@ -331,8 +331,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self._sharded.follow(self._follower.decay_at(self.num_updates))
 
     def _show(self, params: Sequence[list[nn.Parameter]]) -> None:
-        for group, own in zip(self.param_groups, params, strict=True):
-            group["params"] = own
+        for group, group_params in zip(self.param_groups, params, strict=True):
+            group["params"] = group_params
 
     @contextmanager
     def _on_rows(self) -> Iterator[None]:
@@ -384,9 +384,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Refuse parameters that were put into groups or taken out of them: the update would not know."""
         groups = self._sharded.optimizer.param_groups
         is_same = self.param_groups is groups and len(groups) == len(self._params)
-        for group, own in zip(groups, self._params if is_same else (), strict=False):
+        for group, own_params in zip(groups, self._params if is_same else (), strict=False):
             params = group["params"]
-            is_same &= len(params) == len(own) and all(a is b for a, b in zip(params, own, strict=True))
+            is_same &= len(params) == len(own_params) and all(a is b for a, b in zip(params, own_params, strict=True))
         if not is_same:
             raise VisslZeroError(
                 "optimizer.param_groups was replaced, or parameters in it. Groups are fixed once initialize() has "
@@ -421,9 +421,9 @@ def _own_params(sharded: ShardedModel, model: nn.Module) -> list[list[nn.Paramet
     """List the model's parameters of each group; None where the engine has put others in their place."""
     params = dict(model.named_parameters())
     names = [group["params"] for group in sharded.group_facts()]
-    if any(name not in params for own in names for name in own):
+    if any(name not in params for group_names in names for name in group_names):
         return None
-    return [[params[name] for name in own] for own in names]
+    return [[params[name] for name in group_names] for group_names in names]
 
 
 def _tied_names(model: nn.Module) -> dict[str, str]:

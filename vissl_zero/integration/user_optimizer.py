@@ -209,8 +209,8 @@ def unchanged_on_error(optimizer: Any) -> Iterator[None]:
         raise
 
 
-def _from_dict(given: Mapping[str, Any] | DictConfig) -> OptimizerFactory:
-    plain = OmegaConf.to_container(given, resolve=True) if isinstance(given, DictConfig) else dict(given)
+def _from_dict(config: Mapping[str, Any] | DictConfig) -> OptimizerFactory:
+    plain = OmegaConf.to_container(config, resolve=True) if isinstance(config, DictConfig) else dict(config)
     assert isinstance(plain, dict)
     options = {str(key): value for key, value in plain.items()}
     name = options.pop("type", None)
@@ -281,8 +281,8 @@ def _class_from_elsewhere(name: str) -> Callable[..., torch.optim.Optimizer]:
         from schedulefree import AdamWScheduleFree
 
         return cast(Callable[..., torch.optim.Optimizer], AdamWScheduleFree)
-    own = {"Muon": MuonAdamW, "NorMuon": NorMuonAdamW, "Shampoo": Shampoo, "AdamW8bit": AdamW8bit}
-    return own.get(name, torch.optim.Adafactor)
+    replacements = {"Muon": MuonAdamW, "NorMuon": NorMuonAdamW, "Shampoo": Shampoo, "AdamW8bit": AdamW8bit}
+    return replacements.get(name, torch.optim.Adafactor)
 
 
 def _names(schema: type) -> tuple[str, ...]:
@@ -298,19 +298,19 @@ def _without_strategy_keys(group: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in _STRATEGY_KEYS}
 
 
-def optimizer_facts(given: Any) -> list[str]:
+def optimizer_facts(optimizer: Any) -> list[str]:
     """Write sentences about the ``optimizer`` argument of ``initialize`` that must be the same on every rank."""
-    if isinstance(given, torch.optim.Optimizer):
+    if isinstance(optimizer, torch.optim.Optimizer):
         options = [
             {key: value for key, value in group.items() if key != "params"} | {"params": len(group["params"])}
-            for group in given.param_groups
+            for group in optimizer.param_groups
         ]
-        return [type(given).__name__, *(_option_facts(group, f" of group {i}") for i, group in enumerate(options))]
-    if isinstance(given, functools.partial):
-        return [*optimizer_facts(given.func), _option_facts(given.keywords, "")]
-    if isinstance(given, Mapping):
-        return [_option_facts(given, "")]
-    return [str(getattr(given, "__qualname__", type(given).__name__))]
+        return [type(optimizer).__name__, *(_option_facts(group, f" of group {i}") for i, group in enumerate(options))]
+    if isinstance(optimizer, functools.partial):
+        return [*optimizer_facts(optimizer.func), _option_facts(optimizer.keywords, "")]
+    if isinstance(optimizer, Mapping):
+        return [_option_facts(optimizer, "")]
+    return [str(getattr(optimizer, "__qualname__", type(optimizer).__name__))]
 
 
 def _option_facts(options: Mapping[str, Any], where: str) -> str:

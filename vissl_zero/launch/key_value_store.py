@@ -102,11 +102,11 @@ def prove(sock: socket.socket, secret: bytes, is_server: bool) -> None:
     ours = secrets.token_bytes(_NONCE_BYTES)
     send(sock, [ours])
     theirs = b"".join(receive(sock, 256, deadline))
-    own, other = (b"server", b"client") if is_server else (b"client", b"server")
+    own_role, other = (b"server", b"client") if is_server else (b"client", b"server")
     # An echo of our own number would let a stranger reflect our proof back to us.
     if len(theirs) != _NONCE_BYTES or theirs == ours:
         raise RefusedError("no proper greeting")
-    send(sock, [_proof(secret, own, ours, theirs)])
+    send(sock, [_proof(secret, own_role, ours, theirs)])
     try:
         proof = b"".join(receive(sock, 256, deadline))
     except ConnectionError as error:
@@ -359,10 +359,10 @@ def interface_towards(host: str, port: int) -> str | None:
         family, kind, _, _, target = socket.getaddrinfo(host, port or 1, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
             probe.connect(target)  # a datagram socket: nothing is sent
-            own = probe.getsockname()[0]
+            local_address = probe.getsockname()[0]
     except OSError:
         return None
-    return next((name for name, address in interfaces().items() if address == own), None)
+    return next((name for name, address in interfaces().items() if address == local_address), None)
 
 
 def interfaces() -> Mapping[str, str]:

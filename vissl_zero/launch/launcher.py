@@ -90,9 +90,9 @@ def launch_local(  # noqa: C901
             return rendezvous.exit_code
         if failure.is_out_of_memory and fit and group.asked is None:
             fit.ran_out()
-            if num_restarts < most_restarts and (said := fit.go_on(_free_for_a_rank(plan))):
+            if num_restarts < most_restarts and (reason := fit.go_on(_free_for_a_rank(plan))):
                 num_restarts += 1
-                plan = _smaller(fit, said, failure, num_restarts, most_restarts)
+                plan = _smaller(fit, reason, failure, num_restarts, most_restarts)
                 num_procs, environment = plan.procs_per_node, _environment(plan, rendezvous, began)
                 continue
         if failure.is_user_error:
@@ -111,9 +111,9 @@ def launch_local(  # noqa: C901
         num_procs = plan.procs_per_node
 
 
-def _smaller(fit: FitRun, said: str, failure: Failure, num_restarts: int, most: int) -> ResolvedRun:
+def _smaller(fit: FitRun, reason: str, failure: Failure, num_restarts: int, most: int) -> ResolvedRun:
     """Announce and note that the run continues with what ``fit`` has chosen now; returns its plan."""
-    print(f"{failure.text.rstrip()}\n{said} (restart {num_restarts} of at most {most}).", file=sys.stderr, flush=True)
+    print(f"{failure.text.rstrip()}\n{reason} (restart {num_restarts} of at most {most}).", file=sys.stderr, flush=True)
     save_resolved(fit.choice.run, fit.folder / "config.resolved.yaml")
     fit.started()
     return fit.choice.run
@@ -150,14 +150,14 @@ def _restarted(plan: ResolvedRun, failure: Failure, num_restarts: int) -> Resolv
     return fewer
 
 
-def _stopped(plan: ResolvedRun, asked: stopping.Stop, codes: dict[int, int], num_procs: int) -> int:
+def _stopped(plan: ResolvedRun, stop: stopping.Stop, codes: dict[int, int], num_procs: int) -> int:
     """Return the exit code of a run asked to stop: complete, saved, or not saved (second Ctrl-C, too early)."""
     # The request is for this process too, which may have other runs to start.
-    stopping.request_stop(asked.reason, asked.exit_code)
+    stopping.request_stop(stop.reason, stop.exit_code)
     if len(codes) == num_procs and set(codes.values()) == {0}:
         return 0
     print(f"\nStopped; all ranks have ended. The run folder is {plan.run_dir}", file=sys.stderr)
-    return asked.exit_code
+    return stop.exit_code
 
 
 def _explain(failure: Failure, plan: ResolvedRun) -> None:

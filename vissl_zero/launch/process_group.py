@@ -119,11 +119,11 @@ def require_own_peers() -> None:
     Raises:
         ProcessLostError: somebody has; a crash, after which a run may start again.
     """
-    rows, own = connections(), own_connections()
-    listening = {row.local for row in rows if row.inode in own and row.state == LISTEN}
+    rows, inodes = connections(), own_connections()
+    listening = {row.local for row in rows if row.inode in inodes and row.state == LISTEN}
     ends = {(row.local, row.remote): row for row in rows}
     for row in rows:
-        if row.inode not in own or row.local not in listening:
+        if row.inode not in inodes or row.local not in listening:
             continue
         other = ends.get((row.remote, row.local))
         if other is not None and other.inode != "0" and not other.is_own:  # one that is closed fails by itself

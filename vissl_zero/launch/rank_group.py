@@ -82,9 +82,9 @@ class RankGroup:
         command = [sys.executable, "-m", "vissl_zero.launch.rank_group", plan_folder]
         try:
             for index in range(num_procs):
-                own = shared | {"RANK": str(index), "LOCAL_RANK": str(index)}
+                of_rank = shared | {"RANK": str(index), "LOCAL_RANK": str(index)}
                 with _output(log_folder, first_rank + index) as log:
-                    self._ranks.append(subprocess.Popen(command, env=own, stdout=log, stderr=log))
+                    self._ranks.append(subprocess.Popen(command, env=of_rank, stdout=log, stderr=log))
         except BaseException:
             self.kill()  # whoever asked for the group does not get it, and could not end those that run
             raise

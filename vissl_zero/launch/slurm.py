@@ -87,8 +87,8 @@ def _ask_cluster(plan: ResolvedRun) -> None:
         answer = _answer(["sbatch", "--test-only", file.name])
     if answer.returncode:
         lines = [line.removeprefix("sbatch: error: ") for line in answer.stderr.splitlines() if line.strip()]
-        asked = {name: value for name, value in parameters(plan).items() if name in _SIZES and value}
-        wanted = ", ".join(f"{name.replace('_', '-')} {value}" for name, value in asked.items())
+        sizes = {name: value for name, value in parameters(plan).items() if name in _SIZES and value}
+        wanted = ", ".join(f"{name.replace('_', '-')} {value}" for name, value in sizes.items())
         raise LaunchError(
             f"config.SLURM: the cluster refuses the job ({'; '.join(dict.fromkeys(lines))}). It asks for {wanted}. "
             f"{_offer()} See PARTITION, MEM_GB, NUM_CPU_PER_PROC of config.SLURM and NUM_NODES, NUM_PROC_PER_NODE of "
@@ -476,10 +476,10 @@ def _is_own_group(gid: int) -> bool:
         return True
     try:
         members = set(grp.getgrgid(gid).gr_mem)
-        own = pwd.getpwuid(os.getuid())
+        user = pwd.getpwuid(os.getuid())
     except KeyError:
         return False
-    return own.pw_gid == gid and own.pw_name == grp.getgrgid(gid).gr_name and members <= {own.pw_name}
+    return user.pw_gid == gid and user.pw_name == grp.getgrgid(gid).gr_name and members <= {user.pw_name}
 
 
 def _user(uid: int) -> str:

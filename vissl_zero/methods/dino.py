@@ -276,10 +276,10 @@ def koleo(embeddings: Tensor, eps: float = 1e-8, counts: SampleCounts | None = N
     everyone = gather_samples(rows, counts)
     if counts.total < 2:
         return everyone.sum() * 0.0
-    own = counts.first + torch.arange(counts.local, device=rows.device)
+    row_ids = counts.first + torch.arange(counts.local, device=rows.device)
     with torch.no_grad():
         similarity = rows @ everyone.T
-        nearest = similarity.scatter(1, own[:, None], -torch.inf).argmax(dim=1)
+        nearest = similarity.scatter(1, row_ids[:, None], -torch.inf).argmax(dim=1)
     distances = torch.linalg.vector_norm(rows - everyone[nearest] + eps, dim=1)
     return -torch.log(distances + eps).sum() / max(counts.local, 1)
 

@@ -361,9 +361,9 @@ def images_of(batch: Batch, crops: Sequence[int]) -> list[Tensor]:
     """
     chosen, first = [], 0
     for images, count in zip(batch.images, batch.num_crops, strict=True):
-        own = [crop - first for crop in crops if first <= crop < first + count]
-        if own:
-            chosen.append(images.unflatten(0, (count, batch.num_local))[own].flatten(0, 1))
+        inside = [crop - first for crop in crops if first <= crop < first + count]
+        if inside:
+            chosen.append(images.unflatten(0, (count, batch.num_local))[inside].flatten(0, 1))
         first += count
     return chosen
 

@@ -110,10 +110,10 @@ class Mixing:
             (rows, num_classes), rows sum to 1.
         """
         labels = smooth_targets(targets, self.config.num_classes, self.config.label_smoothing).to(dtype)
-        own = torch.cat(shares)
-        views = len(own) // max(len(targets), 1)
+        mixed = torch.cat(shares)
+        views = len(mixed) // max(len(targets), 1)
         partners = labels[_partners(len(labels), labels.device)]
-        return mix_targets(labels.repeat(views, 1), partners.repeat(views, 1), own)
+        return mix_targets(labels.repeat(views, 1), partners.repeat(views, 1), mixed)
 
     def _mix(self, images: Tensor, partners: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
         """Mix images of both; return (rows,) the share of each that is its own, too."""

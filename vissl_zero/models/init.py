@@ -79,8 +79,8 @@ class FirstWeights:
         """Fill module ``name`` and all of the unit around it, where that has not been done; "" is the model."""
         name = next((unit for unit in self._units if _is_in(name, unit)), name)
         modules = {key: self._waiting.pop(key) for key in list(self._waiting) if _is_in(key, name)}
-        own = [(f"{name}.{key}", t) for name, module in modules.items() for key, t in _own(module)]
-        dtypes = [(full_name, tensor, tensor.dtype) for full_name, tensor in own]
+        tensors = [(f"{name}.{key}", t) for name, module in modules.items() for key, t in _own(module)]
+        dtypes = [(full_name, tensor, tensor.dtype) for full_name, tensor in tensors]
         for full_name, tensor, _ in dtypes:
             if isinstance(tensor, nn.Parameter) and tensor.is_meta:
                 replace_data_(tensor, torch.empty(tensor.shape, dtype=self._dtypes[full_name]))

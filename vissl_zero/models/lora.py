@@ -99,12 +99,14 @@ def write_adapter(trunk: nn.Module, folder: Path) -> None:
         folder: exists.
     """
     configs: Any = trunk.peft_config
-    own: LoraConfig = configs[ADAPTER]
+    adapter: LoraConfig = configs[ADAPTER]
     state = trunk.state_dict(prefix="trunk.")
     tensors = {adapter_name(name): tensor.contiguous() for name, tensor in state.items() if is_adapters(name)}
     targets = [timm_name(f"trunk.{path}") for path, _ in adapted_layers(trunk)]
     save_file(tensors, folder / SAFETENSORS_WEIGHTS_NAME, {"format": "pt"})
-    written = LoraConfig(r=own.r, lora_alpha=own.lora_alpha, lora_dropout=own.lora_dropout, target_modules=targets)
+    written = LoraConfig(
+        r=adapter.r, lora_alpha=adapter.lora_alpha, lora_dropout=adapter.lora_dropout, target_modules=targets
+    )
     written.inference_mode = True  # as peft saves what was trained
     written.save_pretrained(str(folder))
 

@@ -99,9 +99,9 @@ class Taps:
 
 def _tap(trunk: nn.Module, name: str) -> LayerTap:
     find: Any = getattr(trunk, "tap", None)
-    own = find(name) if callable(find) else None
-    if isinstance(own, LayerTap):
-        return own
+    tap = find(name) if callable(find) else None
+    if isinstance(tap, LayerTap):
+        return tap
     paths = [path for path, _ in trunk.named_modules() if path]
     if name not in paths:
         names = [*getattr(trunk, "tap_names", ()), *paths]
@@ -281,7 +281,7 @@ class Model(nn.Module):
                 require_width(head, index, rows)
         extras = {"probe": probe, "tokens": tokens, "maps": maps}
         heads = zip(self.heads, inputs, self._asks, strict=True)
-        outputs = [head(rows, **{name: extras[name] for name in asked}) for head, rows, asked in heads]
+        outputs = [head(rows, **{name: extras[name] for name in wanted_inputs}) for head, rows, wanted_inputs in heads]
         if anchored:
             anchor: Any = self.anchor
             outputs.append(anchor(images[:1], return_tokens=True)[0][:, anchor.num_prefix_tokens :])
@@ -418,10 +418,10 @@ def build_model(model_config: ModelConfig | TeacherModel, num_classes: int = 0) 
         feature_taps = None
         if settings.EXTRACT_TRUNK_FEATURES_ONLY:
             taps, feature_taps = None, taps
-        for head_name, given in head_config.PARAMS:
+        for head_name, params in head_config.PARAMS:
             build = HEADS.get(head_name).build
             width = _width_for(build, trunk)
-            options = _with_classes(given if taps else _with_width(given, width), num_classes)
+            options = _with_classes(params if taps else _with_width(params, width), num_classes)
             if taps is None:
                 _check_width(head_name, options, width)
             heads.append(build(**options))

@@ -112,17 +112,17 @@ def _refined(groups: list[ParamGroup], model: nn.Module, plan: OptimizerPlan) ->
 
 
 def _part_of_group(group: ParamGroup, depth: int, rule: int, names: list[str], plan: OptimizerPlan) -> ParamGroup:
-    own = plan.param_rules[rule] if rule >= 0 else {}
-    wd_factor = group.wd_factor * own.get("wd_factor", 1.0)
+    rule_options = plan.param_rules[rule] if rule >= 0 else {}
+    wd_factor = group.wd_factor * rule_options.get("wd_factor", 1.0)
     return replace(
         group,
-        name=group.name + (f".below_{depth}" if depth else "") + (f".rule_{rule}" if own else ""),
+        name=group.name + (f".below_{depth}" if depth else "") + (f".rule_{rule}" if rule_options else ""),
         params=tuple(names),
         is_decayed=group.is_decayed and wd_factor > 0,
         weight_decay=group.weight_decay * wd_factor,
-        lr_factor=group.lr_factor * plan.layer_decay**depth * own.get("lr_factor", 1.0),
+        lr_factor=group.lr_factor * plan.layer_decay**depth * rule_options.get("lr_factor", 1.0),
         wd_factor=wd_factor,
-        has_constant_lr=bool(own.get("constant_lr", False)),
+        has_constant_lr=bool(rule_options.get("constant_lr", False)),
     )
 
 
@@ -211,8 +211,8 @@ def is_norm(module: nn.Module) -> bool:
     """
     if isinstance(module, _NORMS):
         return True
-    own = list(module.parameters(recurse=False))
-    return "norm" in type(module).__name__.lower() and bool(own) and all(p.ndim <= 1 for p in own)
+    params = list(module.parameters(recurse=False))
+    return "norm" in type(module).__name__.lower() and bool(params) and all(p.ndim <= 1 for p in params)
 
 
 def _owned_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, nn.Module]]:
@@ -230,8 +230,8 @@ def _decays(name: str, module: nn.Module, plan: OptimizerPlan) -> bool:
 
 
 def _norms_decay(name: str, plan: OptimizerPlan) -> bool:
-    own = plan.head_rules[int(name.split(".")[1])] if plan.head_rules and name.startswith(_HEAD_PREFIX) else {}
-    says = own.get("regularize_bn")
+    head_rule = plan.head_rules[int(name.split(".")[1])] if plan.head_rules and name.startswith(_HEAD_PREFIX) else {}
+    says = head_rule.get("regularize_bn")
     return plan.regularize_bn if says is None else bool(says)
 
 
@@ -246,8 +246,11 @@ def _group(part: str, is_decayed: bool, names: Iterable[str], plan: OptimizerPla
     weight_decay = plan.head_weight_decay if is_head else plan.weight_decay
     factor = plan.head_lr_factors[int(part.rpartition("_")[2])] if is_head and plan.head_lr_factors else 1.0
     if is_head and plan.head_rules:
-        own = plan.head_rules[int(part.rpartition("_")[2])]
-        factor, weight_decay = own["lr"], plan.weight_decay if own["weight_decay"] is None else own["weight_decay"]
+        head_rule = plan.head_rules[int(part.rpartition("_")[2])]
+        factor, weight_decay = (
+            head_rule["lr"],
+            plan.weight_decay if head_rule["weight_decay"] is None else head_rule["weight_decay"],
+        )
     name = part + ("" if is_decayed else "_no_decay")
     return ParamGroup(name, tuple(names), is_head, is_decayed, weight_decay if is_decayed else 0.0, factor)
 

@@ -84,7 +84,10 @@ def _try_out(
     device = torch.device("cpu") if device.type == "meta" else device
     groups = _distinct_groups(optimizer, shapes)
     small = [
-        (index, case) for index, own in groups for shape in _small_shapes(own) for case in _small_cases(shape, device)
+        (index, case)
+        for index, group_shapes in groups
+        for shape in _small_shapes(group_shapes)
+        for case in _small_cases(shape, device)
     ]
     apart = [_run(optimizer, [pair])[0] for pair in small]
     moved = {index for (index, _), changes in zip(small, apart, strict=True) if any(c.any() for c in changes)}
@@ -102,8 +105,8 @@ def _try_out(
         for (index, case), changes in zip(small, apart, strict=True)
     ):
         return UpdateRule.PER_TENSOR
-    for index, own in groups:
-        for shape in _large_shapes(own):
+    for index, group_shapes in groups:
+        for shape in _large_shapes(group_shapes):
             for case in _cases(shape, device):
                 changes = _run(optimizer, [(index, case)])[0]
                 if not _runs_on_pieces(optimizer, index, case, changes, is_flattened):
@@ -198,10 +201,10 @@ def _distinct_groups(
 ) -> list[tuple[int, Sequence[tuple[int, ...]]]]:
     """Choose one group of each kind of settings, with the shapes of all groups of that kind."""
     groups: dict[str, tuple[int, list[tuple[int, ...]]]] = {}
-    for index, (group, own) in enumerate(zip(optimizer.param_groups, shapes, strict=True)):
+    for index, (group, group_shapes) in enumerate(zip(optimizer.param_groups, shapes, strict=True)):
         settings = {key: value for key, value in group.items() if key not in _NOT_SETTINGS}
-        groups.setdefault(repr(sorted(settings.items())), (index, []))[1].extend(own)
-    return [(index, own) for index, own in groups.values() if own]
+        groups.setdefault(repr(sorted(settings.items())), (index, []))[1].extend(group_shapes)
+    return [(index, group_shapes) for index, group_shapes in groups.values() if group_shapes]
 
 
 def _run(optimizer: torch.optim.Optimizer, cases: Sequence[tuple[int, _Case]]) -> list[list[Tensor]]:
@@ -217,8 +220,8 @@ def _run(optimizer: torch.optim.Optimizer, cases: Sequence[tuple[int, _Case]]) -
         for param, grad in zip(params, grads, strict=True):
             param.grad = grad.clone()
         copied.step()
-        for param, old, own in zip(params, before, changes, strict=True):
-            own.append(param.detach() - old)
+        for param, old, change in zip(params, before, changes, strict=True):
+            change.append(param.detach() - old)
     return changes
 
 
@@ -324,11 +327,11 @@ def trial_state(optimizer: torch.optim.Optimizer, index: int, like: nn.Parameter
     Cost: nothing where the optimizer does not look at values, else a step of this one parameter.
     """
 
-    def tried(given: nn.Parameter) -> dict[str, Any]:
-        given.grad = torch.zeros_like(given)
-        copied = trial(optimizer, {index: [given]})
+    def tried(param: nn.Parameter) -> dict[str, Any]:
+        param.grad = torch.zeros_like(param)
+        copied = trial(optimizer, {index: [param]})
         copied.step()
-        return dict(copied.state[given])
+        return dict(copied.state[param])
 
     with suppress(Exception), FakeTensorMode(allow_non_fake_inputs=True):
         return tried(nn.Parameter(torch.empty(like.shape, dtype=like.dtype)))

@@ -454,11 +454,11 @@ def _stepper(
         for group in subject.groups
         if any(row.group is group for row in rows)
     ]
-    own = [*shards.values()]
+    local_shards = [*shards.values()]
     # In a recorder, though nothing is counted: it keeps fused kernels from running on memory that is not there.
     with Recorder(Storages(), has_values=True):
-        optimizer, adaptation = rounded(subject.build_optimizer, plan, own)(tables)
-    return Stepper(own, optimizer, adaptation, Clipping.of(plan), None, None), shards, optimizer
+        optimizer, adaptation = rounded(subject.build_optimizer, plan, local_shards)(tables)
+    return Stepper(local_shards, optimizer, adaptation, Clipping.of(plan), None, None), shards, optimizer
 
 
 def _stepped(subject: Subject, plan: ShardingPlan, rows: Sequence[_Trained]) -> tuple[dict[Any, int], int, int]:
@@ -467,8 +467,8 @@ def _stepped(subject: Subject, plan: ShardingPlan, rows: Sequence[_Trained]) -> 
     Measured on the optimizer itself, stepped twice: the first step creates its state.
     """
     stepper, shards, optimizer = _stepper(subject, plan, rows)
-    own = [*shards.values()]
-    for shard in own:
+    local_shards = [*shards.values()]
+    for shard in local_shards:
         shard.local.grad = torch.zeros_like(shard.local)
     with Recorder(Storages(), has_values=True):
         stepper.step(())
@@ -476,7 +476,7 @@ def _stepped(subject: Subject, plan: ShardingPlan, rows: Sequence[_Trained]) -> 
         row.kind: [(key, value) for key, value in optimizer.state[shards[id(row)].local].items() if key != "step"]
         for row in rows
     }
-    constants = Storages([*(shard.local for shard in own), *(shard.local.grad for shard in own)])
+    constants = Storages([*(shard.local for shard in local_shards), *(shard.local.grad for shard in local_shards)])
     constants.add(value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor))
     with Recorder(constants, has_values=True) as recorder:
         stepper.step(())

@@ -91,15 +91,15 @@ def read_profile(profile: str) -> MachineProfile:
     text = _text(profile)
     try:
         require_moderate(text)
-        given = yaml.safe_load(text)
+        entries = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError) as error:
         raise _wrong(profile, f"must be YAML ({str(error).splitlines()[0]})", "Correct the file.") from error
-    if not isinstance(given, Mapping):
+    if not isinstance(entries, Mapping):
         raise _wrong(profile, "must map the names of rates to numbers", f"See {_folder() / 'h100x8.yaml'}.")
-    if problems := list(_problems(profile, given)):
+    if problems := list(_problems(profile, entries)):
         raise ConfigError(problems)
     texts = {"name", "source"}
-    values: dict[str, Any] = {key: str(value) if key in texts else float(value) for key, value in given.items()}
+    values: dict[str, Any] = {key: str(value) if key in texts else float(value) for key, value in entries.items()}
     return MachineProfile(**values)
 
 
@@ -114,18 +114,18 @@ def _text(profile: str) -> str:
         raise _wrong(profile, "must be a profile that ships, or a YAML file that can be read", known) from error
 
 
-def _problems(profile: str, given: Mapping[Any, Any]) -> Any:
+def _problems(profile: str, values: Mapping[Any, Any]) -> Any:
     known = {item.name for item in fields(MachineProfile)}
-    for key in given:
+    for key in values:
         if key not in known:
             near = did_you_mean(str(key), sorted(known))
             yield Problem(f"{_KEY}: {profile}", repr(key), "is not a field of a machine", f"Leave it out.{near}")
     for item in fields(MachineProfile):
-        value: Any = given.get(item.name)
+        value: Any = values.get(item.name)
         if item.name in ("name", "source"):
             if item.name == "name" and not value:
                 yield Problem(f"{_KEY}: {profile}", "", "lacks name", "Say what the machine is.")
-        elif item.name in given or item.name not in _OPTIONAL:
+        elif item.name in values or item.name not in _OPTIONAL:
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             if not is_number or not 0 < value < float("inf"):
                 got = "" if value is None else repr(value)

@@ -508,8 +508,8 @@ class _Step:
         trace, length = self.trace, self.place + 1
         series = {kind: torch.zeros(length, dtype=torch.int64) for kind in KINDS}
         places = torch.tensor([mark.place for mark in trace.marks], dtype=torch.int64)
-        own = torch.arange(len(trace.deltas))
-        merged = own + torch.searchsorted(places, own, right=True)
+        numbers = torch.arange(len(trace.deltas))
+        merged = numbers + torch.searchsorted(places, numbers, right=True)
         series["activations"][merged] = torch.tensor(trace.deltas, dtype=torch.int64)
         for kind, changes in self.changes.items():
             if changes:

@@ -158,8 +158,8 @@ def _forecasts(stages: Sequence[Stage], budget: Budget) -> Found:
         return chosen_of(rank_candidates(rows, budget, stages[0].plan.world_size))
 
     if (first := chosen()) is not None and first.is_recomputed:
-        own = [row for row in rows if row[1] == first.micro_batches]
-        rows += by_number[first.micro_batches].forecasts_in_part(own, budget)
+        same_number = [row for row in rows if row[1] == first.micro_batches]
+        rows += by_number[first.micro_batches].forecasts_in_part(same_number, budget)
     if (second := chosen()) is not None:
         rows += by_number[second.micro_batches].forecasts_with_room(second, budget)
     return rows
@@ -186,21 +186,21 @@ def _plain_budget(cfg: RunConfig, plan: ResolvedRun, free_bytes: int | None) -> 
     if zero.MEMORY_GB is not None:
         memory = int(zero.MEMORY_GB * _GIB)
         return Budget(memory, host, disk, "config.ZERO.MEMORY_GB", given=memory)
-    given = cfg.MACHINE.MEMORY_GIB
-    is_given = bool(given)
+    gib = cfg.MACHINE.MEMORY_GIB
+    is_given = bool(gib)
     machine = described_machine(plan)
-    if plan.device == "cuda" and zero.MACHINE_PROFILE and machine and machine.memory_gb and not given:
+    if plan.device == "cuda" and zero.MACHINE_PROFILE and machine and machine.memory_gb and not gib:
         memory, what, is_given = int(machine.memory_gb * _GIB), machine.name, True
     elif plan.device == "cuda":
         import torch
 
         total = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else _ASSUMED_GPU
         what = "a GPU of this machine" if torch.cuda.is_available() else "a GPU, assumed"
-        memory, what = (int(given * _GIB), f"a GPU of {given:g} GiB") if given else (total, what)
+        memory, what = (int(gib * _GIB), f"a GPU of {gib:g} GiB") if gib else (total, what)
     else:
         free = free_memory() if free_bytes is None else free_bytes
-        memory = (int(given * _GIB) if given else free) // plan.procs_per_node
-        what = f"a machine of {given:g} GiB" if given else "this machine"
+        memory = (int(gib * _GIB) if gib else free) // plan.procs_per_node
+        what = f"a machine of {gib:g} GiB" if gib else "this machine"
         what += "" if plan.procs_per_node == 1 else f" over {plan.procs_per_node} processes"
     memory = max(0, memory - RESERVE)
     source = f"{what}, less {RESERVE / _GIB:g} GiB for the process itself"
@@ -380,8 +380,8 @@ def _with_process(past: Past, begun: Outcome, later: Sequence[Outcome], peaks: M
         last, most = later[0].step or first, later[0].peak_bytes
     else:
         end = next((row.step for row in later if row.outcome == RUNNING and row.step is not None), sys.maxsize)
-        own = {step: peak for step, peak in peaks.items() if first < step <= end}
-        last, most = max(own, default=first), max(own.values(), default=None)
+        step_peaks = {step: peak for step, peak in peaks.items() if first < step <= end}
+        last, most = max(step_peaks, default=first), max(step_peaks.values(), default=None)
     known = [size for size in (past.measured_bytes, None if most is None else most - held) if size is not None]
     return replace(past, steps=past.steps + last - first, measured_bytes=max(known, default=None), held_bytes=held)
 

@@ -298,9 +298,9 @@ class Recorder(TorchDispatchMode):
         self.trace.work = self._work.so_far()
         work = self.trace.forward_work
         for entered, left in self.trace.forward_passes():
-            own = self.works[left].plus(self.works[entered], -1)
+            own_work = self.works[left].plus(self.works[entered], -1)
             name = self.trace.marks[entered].name
-            work[name] = work[name].plus(own) if name in work else own
+            work[name] = work[name].plus(own_work) if name in work else own_work
 
     def release(self, tensor: Tensor) -> int:
         """Take a storage out of this account, which it is to be freed from no more; its bytes, or the tensor's."""

@@ -186,8 +186,8 @@ class PlainLines(Hook):
         self._epoch_losses.clear()
         # What hooks after this one measured at the end of the epoch before.
         figures = {text: run.results.get(name) for name, text in _LATEST.items()}
-        if said := ", ".join(f"{text} {100 * value:.1f} %" for text, value in figures.items() if value is not None):
-            self._print(f"after epoch {run.epoch}: {said}")
+        if summary := ", ".join(f"{text} {100 * value:.1f} %" for text, value in figures.items() if value is not None):
+            self._print(f"after epoch {run.epoch}: {summary}")
 
     def on_record(self, run: Run, record: StepRecord) -> None:
         self._progress.update(record)

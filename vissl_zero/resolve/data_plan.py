@@ -371,8 +371,8 @@ def _below(
                 yield entry.path
             elif entry.is_dir():
                 within, facts = set(top) if seen is None else seen, entry.stat()
-                if (own := (facts.st_dev, facts.st_ino)) not in within:
-                    within.add(own)
+                if (inode := (facts.st_dev, facts.st_ino)) not in within:
+                    within.add(inode)
                     yield from _below(entry.path, within, top)
 
 

@@ -114,13 +114,13 @@ def rank_numbers(environment: Mapping[str, str]) -> dict[str, int]:
         ConfigError: they are no numbers, or do not fit together: left over from another run, perhaps.
     """
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    given = {name: environment[name] for name in names if name in environment}
-    numbers = {name: int(text) for name, text in given.items() if text.isdecimal() and text.isascii()}
+    present = {name: environment[name] for name in names if name in environment}
+    numbers = {name: int(text) for name, text in present.items() if text.isdecimal() and text.isascii()}
     local = numbers.get("LOCAL_WORLD_SIZE", numbers.get("WORLD_SIZE", 0))
-    if numbers.keys() != given.keys() or not (
+    if numbers.keys() != present.keys() or not (
         numbers.get("LOCAL_RANK", 0) < local <= numbers["WORLD_SIZE"] and numbers["RANK"] < numbers["WORLD_SIZE"]
     ):
-        got = ", ".join(f"{name}={text}" for name, text in given.items())
+        got = ", ".join(f"{name}={text}" for name, text in present.items())
         fix = "Unset them: only torchrun should set them, for each process that it starts."
         raise ConfigError([Problem("environment", got, "must number the processes of a run", fix)])
     port = environment.get("MASTER_PORT", "1")

@@ -187,13 +187,13 @@ _INPUT_TYPES = {"bgr": ("resnet", "regnet"), "lab": ("resnet", "alexnet_coloriza
 
 def input_type(cfg: RunConfig, decided: Decisions) -> Problem | None:
     """Check that the trunk can look at images in this way, as in VISSL."""
-    key, name, given = "config.MODEL.INPUT_TYPE", cfg.MODEL.TRUNK.NAME, cfg.MODEL.INPUT_TYPE
-    if name == "alexnet_colorization" and given != "lab":
+    key, name, order = "config.MODEL.INPUT_TYPE", cfg.MODEL.TRUNK.NAME, cfg.MODEL.INPUT_TYPE
+    if name == "alexnet_colorization" and order != "lab":
         fix = "Write lab, and ImgPil2LabTensor at the end of the transforms."
-        return Problem(key, given, "must be lab for alexnet_colorization", fix)
-    if given == "rgb" or name in _INPUT_TYPES.get(given, (name,)):
+        return Problem(key, order, "must be lab for alexnet_colorization", fix)
+    if order == "rgb" or name in _INPUT_TYPES.get(order, (name,)):
         return None
-    return Problem(key, given, f"must be rgb for {name}", f"Trunks for {given}: {', '.join(_INPUT_TYPES[given])}.")
+    return Problem(key, order, f"must be rgb for {name}", f"Trunks for {order}: {', '.join(_INPUT_TYPES[order])}.")
 
 
 def vision_transformer(cfg: RunConfig, decided: Decisions) -> list[Problem]:
@@ -214,14 +214,16 @@ def regnet(cfg: RunConfig, decided: Decisions) -> list[Problem]:
         return anynet_problems(block, key)
     if stages:
         return [Problem(key, ", ".join(stages), "needs name: anynet", f"Write {key}.name=anynet, or leave them out.")]
-    given = [name for name in REGNET_PARAMETERS if getattr(block, name) is not None]
-    if block.name and given:
-        fix = f"Leave out the name, or {', '.join(given)}."
-        return [Problem(key, f"name and {', '.join(given)}", "must have a name or parameters, not both", fix)]
-    missing = [name for name in REGNET_PARAMETERS if name not in given]
+    written = [name for name in REGNET_PARAMETERS if getattr(block, name) is not None]
+    if block.name and written:
+        fix = f"Leave out the name, or {', '.join(written)}."
+        return [Problem(key, f"name and {', '.join(written)}", "must have a name or parameters, not both", fix)]
+    missing = [name for name in REGNET_PARAMETERS if name not in written]
     if not block.name and missing:
         fix = f"Add {', '.join(missing)}, or write name: regnet_y_400mf."
-        return [Problem(key, f"only {', '.join(given)}" if given else "", "must have a name or all parameters", fix)]
+        return [
+            Problem(key, f"only {', '.join(written)}" if written else "", "must have a name or all parameters", fix)
+        ]
     return regnet_problems(block)
 
 
@@ -253,7 +255,7 @@ def trunk_sizes(cfg: RunConfig, decided: Decisions) -> list[Problem]:
 def _not_in_convit(cfg: RunConfig) -> list[Problem]:
     """Refuse keys of VISION_TRANSFORMERS that a ConViT does not have."""
     block, unset = cfg.MODEL.TRUNK.VISION_TRANSFORMERS, VisionTransformerConfig()
-    own = {item.name for item in fields(ConvitConfig)}
+    known_names = {item.name for item in fields(ConvitConfig)}
     return [
         Problem(
             f"config.MODEL.TRUNK.VISION_TRANSFORMERS.{item.name}",
@@ -262,7 +264,7 @@ def _not_in_convit(cfg: RunConfig) -> list[Problem]:
             "Leave it out.",
         )
         for item in fields(VisionTransformerConfig)
-        if item.name not in own and getattr(block, item.name) != getattr(unset, item.name)
+        if item.name not in known_names and getattr(block, item.name) != getattr(unset, item.name)
     ]
 
 

@@ -75,16 +75,20 @@ def _param_problems(params: OffloadParam, level: int, key: str) -> list[Problem]
         problems.append(
             Problem(f"{key}.fast_init", str(params.fast_init), "is a number, and max_in_cpu is given too", fix)
         )
-    given = (
+    written = (
         params.fast_init if params.max_in_cpu is None and not isinstance(params.fast_init, bool) else params.max_in_cpu
     )
-    if given is not None and not math.isfinite(given):
+    if written is not None and not math.isfinite(written):
         must = "must be a number of elements"
         problems.append(
-            Problem(f"{key}.max_in_cpu", str(given), must, "Write 1e9, for example, or device: cpu to keep all there.")
+            Problem(
+                f"{key}.max_in_cpu", str(written), must, "Write 1e9, for example, or device: cpu to keep all there."
+            )
         )
-    elif given is not None and given < 0:
-        problems.append(Problem(f"{key}.max_in_cpu", f"{given:g}", "must be at least 0", "Write 0 to keep none there."))
+    elif written is not None and written < 0:
+        problems.append(
+            Problem(f"{key}.max_in_cpu", f"{written:g}", "must be at least 0", "Write 0 to keep none there.")
+        )
     return problems
 
 

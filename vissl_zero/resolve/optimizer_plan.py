@@ -314,15 +314,15 @@ def optimizer_options(block: Optimizer) -> tuple[dict[str, Any], tuple[str, ...]
     name = base_name(block)
     schema = component_keys(OPTIMIZERS, name)
     known = set(getattr(schema, "__dataclass_fields__", ()))
-    given, notes = {}, []
+    options, notes = {}, []
     for key in _OWN_KEYS:
         value = _nested_first(block, key)
         if value is not None and key in known:
-            given[key] = value
+            options[key] = value
         elif value is not None:
             notes.append(f"config.OPTIMIZER: {key} has no effect on {name}.")
-    given |= {**block.PARAMS, **block.base_optimizer.PARAMS}
-    return typed_options(schema, given, f"{_BASE}.PARAMS"), tuple(notes)
+    options |= {**block.PARAMS, **block.base_optimizer.PARAMS}
+    return typed_options(schema, options, f"{_BASE}.PARAMS"), tuple(notes)
 
 
 def _nested_first(block: Optimizer, key: str) -> Any:
@@ -332,13 +332,13 @@ def _nested_first(block: Optimizer, key: str) -> Any:
 
 def _larc(block: Optimizer) -> tuple[LarcPlan | None, tuple[str, ...]]:
     flat, nested = block.larc_config, block.base_optimizer.larc_config
-    given = {key: getattr(block.larc_config, key) for key in vars(flat) if getattr(flat, key) is not None}
-    given |= {key: value for key, value in vars(nested).items() if value is not None}
+    written = {key: getattr(block.larc_config, key) for key in vars(flat) if getattr(flat, key) is not None}
+    written |= {key: value for key, value in vars(nested).items() if value is not None}
     if uses_larc(block):
-        return LarcPlan(**given), ()
+        return LarcPlan(**written), ()
     return None, (
         "config.OPTIMIZER: LARC is off (use_larc is not True), so larc_config has no effect.",
-    ) if given else ()
+    ) if written else ()
 
 
 def optimizer_plan(cfg: RunConfig, global_batch: int, num_nodes: int) -> tuple[OptimizerPlan, tuple[str, ...]]:

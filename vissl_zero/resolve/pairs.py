@@ -102,9 +102,9 @@ def pairs(cfg: RunConfig, decided: Decisions) -> list[Problem]:
             problems.append(Problem(f"{key}.DATA_PATHS", "[]", "must name a folder with images and masks", fix))
             continue
         roots = [Path(path) for path in options.DATA_PATHS]
-        if said := [clause for root in roots for clause in list_pairs(root)[1]]:
+        if complaints := [clause for root in roots for clause in list_pairs(root)[1]]:
             fix = f"Put a PNG of the same name under {MASKS}/ for each file under {IMAGES}/."
-            must = f"must hold a mask for each image, and {listed(said)}"
+            must = f"must hold a mask for each image, and {listed(complaints)}"
             problems.append(Problem(f"{key}.DATA_PATHS", str(options.DATA_PATHS), must, fix))
         elif problem := _classes(roots, options.SOURCE_PARAMS.get("num_classes", 0), key, split == "TRAIN"):
             problems.append(problem)

@@ -143,13 +143,13 @@ def names(cfg: RunConfig, decided: Decisions) -> list[Problem]:
 
 def opt_level(cfg: RunConfig, decided: Decisions) -> Problem | None:
     """Refuse apex's other levels, which are not supported; torch's autocast has none, in VISSL too."""
-    given = cfg.MODEL.AMP_PARAMS.AMP_ARGS.opt_level
+    level_text = cfg.MODEL.AMP_PARAMS.AMP_ARGS.opt_level
     is_apex = cfg.MODEL.AMP_PARAMS.AMP_TYPE == "apex"
-    if not cfg.MODEL.AMP_PARAMS.USE_AMP or given in ("O1", "01") or not is_apex:
+    if not cfg.MODEL.AMP_PARAMS.USE_AMP or level_text in ("O1", "01") or not is_apex:
         return None
     key = "config.MODEL.AMP_PARAMS.AMP_ARGS.opt_level"
     fix = f"For half-precision parameters use level 3 with config.{_FSDP}.AMP_TYPE=O2."
-    return Problem(key, repr(given), "must be O1: autocast replaces apex here", fix)
+    return Problem(key, repr(level_text), "must be O1: autocast replaces apex here", fix)
 
 
 def float64(cfg: RunConfig, decided: Decisions) -> list[Problem]:
@@ -170,12 +170,12 @@ def bfloat16(cfg: RunConfig, decided: Decisions) -> list[Problem]:
     """Check that parameters in bfloat16 can be updated, and that nothing asks for another format."""
     if cfg.TRAINER.DTYPE != "bfloat16":
         return []
-    asked = {"config.MODEL.AMP_PARAMS.USE_AMP=True": cfg.MODEL.AMP_PARAMS.USE_AMP}
+    switches_on = {"config.MODEL.AMP_PARAMS.USE_AMP=True": cfg.MODEL.AMP_PARAMS.USE_AMP}
     key = f"config.{_FSDP}.compute_dtype"
-    asked[f"{key}={cfg.MODEL.FSDP_CONFIG.compute_dtype}"] = cfg.MODEL.FSDP_CONFIG.compute_dtype in HALF
+    switches_on[f"{key}={cfg.MODEL.FSDP_CONFIG.compute_dtype}"] = cfg.MODEL.FSDP_CONFIG.compute_dtype in HALF
     tiers = offload_plans(cfg.ZERO.offload_optimizer_config, cfg.ZERO.offload_param_config)
     is_on_disk = any(tier.is_on_disk for tier in tiers)
-    return narrow_problems("config.TRAINER.DTYPE", "bfloat16", cfg.ZERO.ENGINE, is_on_disk, asked)
+    return narrow_problems("config.TRAINER.DTYPE", "bfloat16", cfg.ZERO.ENGINE, is_on_disk, switches_on)
 
 
 def narrow_problems(
@@ -189,9 +189,11 @@ def narrow_problems(
         is_on_disk: optimizer state or parameters are on NVMe.
         others: further settings -> whether they are there.
     """
-    asked = {"the fairscale engine": engine == "fairscale", "state on NVMe (device: cpu)": is_on_disk, **others}
+    switches_on = {"the fairscale engine": engine == "fairscale", "state on NVMe (device: cpu)": is_on_disk, **others}
     fix = f"Leave one of them out: {key} keeps parameters, and computes, in bfloat16."
-    return [Problem(key, repr(value), f"cannot go with {other}", fix) for other, is_there in asked.items() if is_there]
+    return [
+        Problem(key, repr(value), f"cannot go with {other}", fix) for other, is_there in switches_on.items() if is_there
+    ]
 
 
 NEEDS_FLOAT8 = "needs layers that multiply in float8: their weights alone are sent so"

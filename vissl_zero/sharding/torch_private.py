@@ -59,11 +59,11 @@ def marks(params: Iterable[Tensor]) -> list[tuple[int, ...] | None]:
     all_marks: list[tuple[int, ...] | None] = []
     for param in params:
         grad = real_grad(param)
-        own = grad._local_tensor if isinstance(grad, DTensor) else grad
-        if grad is None or own is None or own.is_meta:
+        local = grad._local_tensor if isinstance(grad, DTensor) else grad
+        if grad is None or local is None or local.is_meta:
             all_marks.append(None)
         else:
-            all_marks.append((own.data_ptr(), own._version, grad._version))
+            all_marks.append((local.data_ptr(), local._version, grad._version))
     return all_marks
 
 
@@ -310,9 +310,9 @@ def without_memory(cls: type, like: Tensor) -> Any:
     return Tensor._make_wrapper_subclass(cls, like.shape, dtype=like.dtype, device=like.device)
 
 
-def copy_versions(state: Any, given: Any) -> None:
+def copy_versions(state: Any, source: Any) -> None:
     """Give a state dict the versions of modules that another one has, which loading reads (``_metadata``)."""
-    state._metadata = given._metadata
+    state._metadata = source._metadata
 
 
 def unsaved_buffers(module: nn.Module) -> set[str]:

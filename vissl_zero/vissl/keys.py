@@ -126,8 +126,8 @@ def _below(tree: Mapping[str, Any], path: str) -> Mapping[str, Any]:
 
 
 def _extend(cls: type[T], path: str, trees: list[Mapping[str, Any]]) -> type[T]:
-    own = {f.name for f in fields(cls)}  # type: ignore[arg-type]
-    names = [name for name in dict.fromkeys(name for tree in trees for name in tree) if name not in own]
+    field_names = {f.name for f in fields(cls)}  # type: ignore[arg-type]
+    names = [name for name in dict.fromkeys(name for tree in trees for name in tree) if name not in field_names]
     extra = [_field(name, f"{path}.{name}", [tree[name] for tree in trees if name in tree]) for name in names]
     extended = make_dataclass(cls.__name__, extra, bases=(cls,))
     extended.__module__, extended.__doc__ = cls.__module__, cls.__doc__

@@ -396,9 +396,9 @@ def patch_side(trunk: Any) -> int:
     """
     if trunk.NAME in ("vision_transformer", "convit"):
         return max(1, trunk.VISION_TRANSFORMERS.PATCH_SIZE)
-    given = (trunk.PARAMS.get("model_args") or {}).get("patch_size")
-    if trunk.NAME.startswith("timm/") and isinstance(given, int):
-        return max(1, given)
+    patch_size = (trunk.PARAMS.get("model_args") or {}).get("patch_size")
+    if trunk.NAME.startswith("timm/") and isinstance(patch_size, int):
+        return max(1, patch_size)
     named = re.match(r"timm/(?:vit|deit)\w*_patch(\d+)_", f"{trunk.NAME}_")
     return int(named[1]) if named else 1
 
@@ -468,14 +468,14 @@ def regnet_problems(config: RegNetConfig) -> list[Problem]:
     return problems
 
 
-def own_fields(given: Mapping[str, Any], schema: type | None) -> dict[str, Any]:
+def own_fields(values: Mapping[str, Any], schema: type | None) -> dict[str, Any]:
     """Return what of a block belongs to a component: blocks also hold VISSL's other keys."""
     assert schema is not None
     kept: dict[str, Any] = {}
     for item in fields(schema):
-        if item.name not in given:
+        if item.name not in values:
             continue
-        value = given[item.name]
+        value = values[item.name]
         default = item.default_factory() if callable(item.default_factory) else None
         is_block = is_dataclass(default) and isinstance(value, Mapping)
         kept[item.name] = own_fields(value, type(default)) if is_block else value
@@ -495,7 +495,7 @@ def own_trunk_keys(trunk: Any, schema: type) -> dict[str, Any]:
         trunk: the block ``MODEL.TRUNK``.
         schema: dataclass of the keys that the trunk's constructor takes.
     """
-    given: dict[str, Any] = {}
+    keys: dict[str, Any] = {}
     for name in trunk_block_names(trunk.NAME):
-        given |= asdict(getattr(trunk, name))
-    return own_fields(given, schema)
+        keys |= asdict(getattr(trunk, name))
+    return own_fields(keys, schema)

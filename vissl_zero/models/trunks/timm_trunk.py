@@ -225,13 +225,13 @@ class _Call:
         """
         if self.num_params < least_params:
             return [self.name]
-        given, names = self.entered, list[str]()
+        current, names = self.entered, list[str]()
         for call in self.inner:
-            if not _same(call.entered, given):
+            if not _same(call.entered, current):
                 return [self.name]
             names += call.links(least_params)
-            given = call.left
-        is_chain = self.inner and not self.owns_parameters and _same(given, self.left)
+            current = call.left
+        is_chain = self.inner and not self.owns_parameters and _same(current, self.left)
         return names if is_chain and len(set(names)) == len(names) else [self.name]
 
 

@@ -60,8 +60,8 @@ class MlflowRun(Logger):
     def _log_config(self, client: MlflowClient, run: LoggedRun) -> None:
         from mlflow.entities import Param
 
-        given = {path.removeprefix("config."): str(value) for path, value in leaves(run.config) if value is not None}
-        params = [Param(path.replace("[", ".").replace("]", ""), text[:_LONGEST]) for path, text in given.items()]
+        settings = {path.removeprefix("config."): str(value) for path, value in leaves(run.config) if value is not None}
+        params = [Param(path.replace("[", ".").replace("]", ""), text[:_LONGEST]) for path, text in settings.items()]
         for start in range(0, len(params), _MOST_PARAMS):
             client.log_batch(self._id, params=params[start : start + _MOST_PARAMS])
 

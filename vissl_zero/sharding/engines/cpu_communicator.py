@@ -498,8 +498,8 @@ def open_communicator(group: dist.ProcessGroup, timeout_s: float, *, use_shared_
     dist.all_gather_object(wishes, None if comm else tuple(dist.get_process_group_ranks(group)))
     # new_group is a collective of the world, so every rank makes all groups, its own or not, in one order.
     for ranks in sorted({wish for wish in wishes if wish}):
-        own = dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_s), backend="gloo")
+        gloo_group = dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_s), backend="gloo")
         if dist.get_rank() in ranks:
-            comm = GlooCommunicator(own, SLOT_BYTES)
+            comm = GlooCommunicator(gloo_group, SLOT_BYTES)
     assert comm is not None
     return comm

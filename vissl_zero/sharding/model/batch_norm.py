@@ -231,23 +231,23 @@ def share_among(model: nn.Module, group: dist.ProcessGroup | None) -> None:
             layer.__dict__["_ranks"] = _Ranks(group)
 
 
-def _is_known(given: type[_BatchNorm]) -> bool:
-    return given in _CONVERTIBLE or _has_activation(given)
+def _is_known(kind: type[_BatchNorm]) -> bool:
+    return kind in _CONVERTIBLE or _has_activation(kind)
 
 
-def _has_activation(given: type[_BatchNorm]) -> bool:
+def _has_activation(kind: type[_BatchNorm]) -> bool:
     """Check for timm's batch norm with an activation, of which it has a form on top of ``nn.SyncBatchNorm``."""
-    return given.__name__ == "BatchNormAct2d" and given.__module__.startswith("timm.")
+    return kind.__name__ == "BatchNormAct2d" and kind.__module__.startswith("timm.")
 
 
 @cache
-def _class_of(given: type[_BatchNorm]) -> type[_BatchNorm]:
-    if _has_activation(given):
+def _class_of(kind: type[_BatchNorm]) -> type[_BatchNorm]:
+    if _has_activation(kind):
         import timm.layers
 
-        given = timm.layers.SyncBatchNormAct
-    bases = (BatchNorm, given) if given in _CONVERTIBLE else (given, _SyncBatchNorm)
-    return type(given.__name__, bases, {"__module__": given.__module__, "__doc__": given.__doc__})
+        kind = timm.layers.SyncBatchNormAct
+    bases = (BatchNorm, kind) if kind in _CONVERTIBLE else (kind, _SyncBatchNorm)
+    return type(kind.__name__, bases, {"__module__": kind.__module__, "__doc__": kind.__doc__})
 
 
 class _SyncBatchNorm(BatchNorm, nn.SyncBatchNorm):

@@ -456,9 +456,9 @@ def needs_host_shards(plan: ShardingPlan, device: torch.device) -> bool:
 def host_shard(shard: Shard, pin: bool) -> HostShard:
     """Give ``shard``, which is on a device, its master copy on the host."""
     on_device = shard.local.detach()
-    given = {field.name: getattr(shard, field.name) for field in fields(Shard)}
-    given["local"] = nn.Parameter(_host_like(on_device, pin).copy_(on_device), requires_grad=shard.local.requires_grad)
-    return HostShard(**given, on_device=on_device, pin=pin)
+    values = {field.name: getattr(shard, field.name) for field in fields(Shard)}
+    values["local"] = nn.Parameter(_host_like(on_device, pin).copy_(on_device), requires_grad=shard.local.requires_grad)
+    return HostShard(**values, on_device=on_device, pin=pin)
 
 
 def _host_like(tensor: Tensor, pin: bool) -> Tensor:

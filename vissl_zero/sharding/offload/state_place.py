@@ -101,11 +101,11 @@ class UpdateKernel:
             for group, params in zip(groups, held, strict=True):
                 group["params"] = params
             self.optimizer.state = defaultdict(dict)
-        for piece, own in made:
+        for piece, place in made:
             if piece.is_first:
-                for key in own.keys() & set(self.keys):
-                    piece.state[key].copy_(own[key])
-                piece.state.update({key: own[key] for key in own.keys() & self.scalars.keys()})
+                for key in place.keys() & set(self.keys):
+                    piece.state[key].copy_(place[key])
+                piece.state.update({key: place[key] for key in place.keys() & self.scalars.keys()})
 
 
 @dataclass(eq=False)

@@ -244,8 +244,8 @@ class StreamedOptimizer(torch.optim.Optimizer):
         itemsize = max((param.element_size() for param in self._params), default=8)
         num_bytes = _DEVICE_BYTES if any(param.is_cuda for param in self._params) else RECORD_BYTES
         elements = max(num_bytes // (itemsize * max(1, len(self._kernel.keys))) // ALIGN, 1) * ALIGN
-        own = cut(rest, elements)
-        return chunks + own, records + [None] * len(own)
+        piece = cut(rest, elements)
+        return chunks + piece, records + [None] * len(piece)
 
 
 def _end(pipeline: RecordPipeline, file: BlockFile | None, folder: RunFolder | None) -> None:
@@ -301,9 +301,11 @@ class WholeStates(MutableMapping[Any, dict[str, Any]]):
         self._sizes = list(sizes)
         pieces = [[min(RECORD_BYTES, size - at) for at in range(0, size, RECORD_BYTES)] for size in sizes]
         self._firsts = [0, *accumulate(map(len, pieces))]
-        self._file = folder.file(_FILE, [piece for own in pieces for piece in own], is_touched=not is_fast_init)
+        self._file = folder.file(
+            _FILE, [piece for group_pieces in pieces for piece in group_pieces], is_touched=not is_fast_init
+        )
         self.disk_bytes = self._file.num_bytes
-        self._pipeline = RecordPipeline([max((piece for own in pieces for piece in own), default=0)])
+        self._pipeline = RecordPipeline([max((piece for group_pieces in pieces for piece in group_pieces), default=0)])
         self._stored: dict[int, list[StoredTensor]] = {}
         self._numbers: dict[int, dict[str, Any]] = {}
         self._is_closed = False

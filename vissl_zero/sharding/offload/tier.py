@@ -80,7 +80,7 @@ def offloaded(
         optimizer, adaptation = build_optimizer([{**group, "params": _proxies(group)} for group in groups])
         kernel = UpdateKernel(optimizer, _KEY if is_on_disk else _PARAM_KEY)
         params = [list(group["params"]) for group in groups]
-        together = [param for own in params for param in own]
+        together = [param for group_params in params for param in group_params]
         stored = {k: index_of[id(param)] for k, param in enumerate(together) if id(param) in index_of}
         if is_on_disk and kernel.keys:
             fast_init = plan.offload_optimizer.fast_init
@@ -96,8 +96,8 @@ def offloaded(
         if stored:
             return StreamedOptimizer(kernel, params, None, False, store, stored), adaptation
         # Nothing is to be streamed, so the base optimizer gets its parameters in the place of the proxies.
-        for group, own in zip(optimizer.param_groups, params, strict=True):
-            group["params"] = own
+        for group, group_params in zip(optimizer.param_groups, params, strict=True):
+            group["params"] = group_params
         return optimizer, adaptation
 
     return factory

@@ -159,8 +159,8 @@ class ShardedTensor(DTensor):
             return
         is_other_parameter = isinstance(value, ShardedTensor) and (value.owner is not None or value.store is not None)
         if is_other_parameter or value.shape != self.shape or value.dtype != self.dtype:
-            given = "another parameter's memory" if is_other_parameter else f"{tuple(value.shape)}, {value.dtype}"
-            raise VisslZeroError(_OTHER_DATA.format(given, tuple(self.shape), self.dtype))
+            description = "another parameter's memory" if is_other_parameter else f"{tuple(value.shape)}, {value.dtype}"
+            raise VisslZeroError(_OTHER_DATA.format(description, tuple(self.shape), self.dtype))
         with torch.no_grad():
             self.copy_(value)
 
@@ -301,16 +301,16 @@ def _refusal(name: str) -> str:
 def _element_wise(func: Any, args: Any, kwargs: Any) -> Any:
     """Run on local rows, of arguments sharded alike; of a full tensor that is combined into one, on its rows."""
     tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-    own = [tensor for tensor in tensors if isinstance(tensor, ShardedTensor)]
+    sharded = [tensor for tensor in tensors if isinstance(tensor, ShardedTensor)]
     written = written_arguments(func, args, kwargs)
-    like = own[0]
+    like = sharded[0]
     is_in_place = bool(written) and all(isinstance(tensor, ShardedTensor) for tensor in written)
-    is_alike = all(same_layout(tensor, like) for tensor in own)
+    is_alike = all(same_layout(tensor, like) for tensor in sharded)
     has_full = any(tensor.dim() and not isinstance(tensor, ShardedTensor) for tensor in tensors)
     is_moved = "device" in kwargs and kwargs["device"] not in (None, like.device)
     if not is_alike or is_moved or (written and not is_in_place) or (has_full and not is_in_place):
         return _on_full(func, args, kwargs)
-    rows = {id(tensor): tensor.rows() for tensor in own}
+    rows = {id(tensor): tensor.rows() for tensor in sharded}
 
     def local(leaf: Any) -> Any:
         if isinstance(leaf, ShardedTensor):
@@ -349,14 +349,14 @@ def _one_by_one(func: Any, args: Any, kwargs: Any) -> Any:
     num = max(len(arg) for arg in args if isinstance(arg, list | tuple))
     results: list[Any] = []
     for index in range(num):
-        own = [[arg[index]] if isinstance(arg, list | tuple) and len(arg) == num else arg for arg in args]
-        leaves = pytree.tree_leaves((own, kwargs))
+        one_each = [[arg[index]] if isinstance(arg, list | tuple) and len(arg) == num else arg for arg in args]
+        leaves = pytree.tree_leaves((one_each, kwargs))
         if not any(isinstance(leaf, ShardedTensor) for leaf in leaves):
-            result = func(*own, **kwargs)
+            result = func(*one_each, **kwargs)
         elif (name := operation_name(func).removeprefix("aten::_foreach_").removesuffix("_")) in _ELEMENT_WISE:
-            result = _element_wise(func, own, kwargs)
+            result = _element_wise(func, one_each, kwargs)
         elif name in _ON_FULL_TENSOR:
-            result = _on_full(func, own, kwargs)
+            result = _on_full(func, one_each, kwargs)
         else:
             raise VisslZeroError(_refusal(name))
         results += result if isinstance(result, list | tuple) else []

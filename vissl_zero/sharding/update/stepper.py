@@ -308,16 +308,16 @@ def _multiply(shards: Sequence[Shard], factor: Tensor | float) -> None:
         factor.unbind() if isinstance(factor, Tensor) and has_own else [factor] * len(shards)
     )
     in_memory: list[tuple[Tensor, Tensor | float]] = []
-    for shard, own in zip(shards, factors, strict=True):
+    for shard, factor_of_shard in zip(shards, factors, strict=True):
         if shard.local.grad is None:
             continue
         if shard.notes_changes:
-            shard.change_grad(own)
+            shard.change_grad(factor_of_shard)
         else:
-            in_memory.append((shard.local.grad, own))
+            in_memory.append((shard.local.grad, factor_of_shard))
     if in_memory:
         grads = [grad for grad, _ in in_memory]
-        each: Any = [own for _, own in in_memory] if has_own else factor
+        each: Any = [factor_of_shard for _, factor_of_shard in in_memory] if has_own else factor
         foreach_mul_(grads, each)
 
 

@@ -213,13 +213,13 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
 
     def _counts(self) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         """Collect the inner optimizer's counts of its steps outside the state of tensors: its own, its groups'."""
-        own = {key: value for key, value in vars(self.inner).items() if type(value) in (int, float)}
+        counters = {key: value for key, value in vars(self.inner).items() if type(value) in (int, float)}
         groups = [{key: copied(group[key]) for key in self._counters & group.keys()} for group in self.param_groups]
-        return own, groups
+        return counters, groups
 
-    def _set_counts(self, own: dict[str, Any], groups: Sequence[dict[str, Any]]) -> None:
+    def _set_counts(self, counters: dict[str, Any], groups: Sequence[dict[str, Any]]) -> None:
         """Take back what it counted in a round: the next one is still the same step."""
-        vars(self.inner).update(own)
+        vars(self.inner).update(counters)
         for group, counts in zip(self.param_groups, groups, strict=True):
             for key in self._counters & group.keys():
                 del group[key]
@@ -229,7 +229,7 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
     def _shown(self, mine: Sequence[nn.Parameter]) -> Iterator[None]:
         """Show full parameters in groups to the inner optimizer; outside of a step they are sharded. A context."""
         present = set(mine)
-        self._show([[param for param in own if param in present] for own in self._whole_params])
+        self._show([[param for param in group_params if param in present] for group_params in self._whole_params])
         try:
             yield
         finally:
@@ -250,8 +250,10 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
         self.inner.state.clear()
 
     def _show(self, params: Sequence[list[nn.Parameter]]) -> None:
-        for group, own in zip(self.param_groups if self._is_built else self.inner.param_groups, params, strict=True):
-            group["params"] = own
+        for group, group_params in zip(
+            self.param_groups if self._is_built else self.inner.param_groups, params, strict=True
+        ):
+            group["params"] = group_params
 
     @staticmethod
     def _forget(wholes: Sequence[nn.Parameter]) -> None:
@@ -348,7 +350,9 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
             num_bytes = [list(column) for column in zip(*num_bytes, strict=True)]
         others = [rank for rank in range(self._group.size()) if rank != me]
         self.num_sent += sum(num_bytes[me][rank] for rank in others)
-        targets, parts = ([[_as_bytes(tensor) for tensor in own] for own in given] for given in (received, sent))
+        targets, parts = (
+            [[_as_bytes(tensor) for tensor in of_rank] for of_rank in given] for given in (received, sent)
+        )
         if self._comm is not None:
             most = max(num for sender, row in enumerate(num_bytes) for to, num in enumerate(row) if sender != to)
             self._comm.all_to_all(targets, parts, most)

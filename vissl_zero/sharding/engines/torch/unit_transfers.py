@@ -395,15 +395,15 @@ def planned_shards(
     taken: set[nn.Parameter] = set()
     units = []
     for unit in wrap_plan.units:
-        own = [param for name in unit.modules for param in module.get_submodule(name).parameters()]
-        own = [param for param in dict.fromkeys(own) if param not in taken and param.dim() and param.numel()]
-        taken |= set(own)
+        params = [param for name in unit.modules for param in module.get_submodule(name).parameters()]
+        params = [param for param in dict.fromkeys(params) if param not in taken and param.dim() and param.numel()]
+        taken |= set(params)
         units.append(
             [
                 StoredParam(
                     names[param], _num_local(param, num_shards, shard_index), param.dtype, names[param] in trained
                 )
-                for param in own
+                for param in params
             ]
         )
     return units
