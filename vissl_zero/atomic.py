@@ -67,7 +67,7 @@ def open_regular(path: str | Path, *, follow_links: bool = False) -> int:
     """Open ``path`` for reading and return its file descriptor. Never wait: a named pipe in place of a file is refused.
 
     Args:
-        path: of a file.
+        path: path of a file.
         follow_links: take what a link points to; for paths that the user names.
     Raises:
         OSError: missing, unreadable, or not a regular file; ``strerror`` says which.

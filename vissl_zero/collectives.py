@@ -103,8 +103,8 @@ def device_of_numbers(device: torch.device, group: dist.ProcessGroup | None = No
     for what its own device still has to compute.
 
     Args:
-        device: that a group of nccl alone needs.
-        group: whose ranks agree; None: all.
+        device: device that a group of nccl alone needs.
+        group: group whose ranks agree; None: all.
     """
     return torch.device("cpu") if "cpu:" in dist.get_backend_config(group) else device
 
@@ -124,7 +124,7 @@ def all_gather_into(gathered: Tensor, tensor: Tensor, group: dist.ProcessGroup |
     Args:
         gathered: 1-d and contiguous, the group's size times as long as ``tensor``.
         tensor: 1-d and contiguous, of the same length and dtype on every rank.
-        group: whose ranks call this; None: all.
+        group: group whose ranks call this; None: all.
     """
     # torch 2.13's name for it, and the one before.
     gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor

@@ -196,7 +196,7 @@ class Scratch:
     that have called ``note_shares``.
 
     Attributes:
-        path: of the folder.
+        path: path of the folder.
     """
 
     def __init__(self) -> None:

@@ -157,7 +157,7 @@ def require_interface(
     """Refuse a component of the user's that lacks what the program will ask of it, before anything is run.
 
     Args:
-        registry: of its kind.
+        registry: registry of its kind.
         name: what YAML says.
         part: the built component.
         base: a class that it must be an instance of.

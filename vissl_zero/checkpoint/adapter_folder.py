@@ -41,8 +41,8 @@ def read_adapters(model: nn.Module, options: Lora) -> dict[str, Callable[[], Ten
     """Find what reads each adapter tensor of ``model``, by full name; all are there, and none is left over.
 
     Args:
-        model: with adapters; only names and shapes are looked at.
-        options: of these adapters, and the folder.
+        model: model with adapters; only names and shapes are looked at.
+        options: options of these adapters, and the folder.
     Raises:
         CheckpointError: unreadable, damaged, or of other layers, ranks or factors.
     """

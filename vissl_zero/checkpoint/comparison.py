@@ -25,7 +25,7 @@ class TensorDifference:
     """What is different about one tensor.
 
     Attributes:
-        name: as stored; plain in a file of weights.
+        name: name as stored; plain in a file of weights.
         what: "only in A", "only in B", "shape", "type" or "values".
         text: shapes or types, or how many elements differ.
         largest: largest absolute difference of two elements; NaN where a NaN meets a number; None without values.

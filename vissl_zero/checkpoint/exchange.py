@@ -42,8 +42,8 @@ class Exported:
     """What was written.
 
     Attributes:
-        path: of the file.
-        names: of its tensors.
+        path: path of the file.
+        names: names of its tensors.
         num_bytes: size of the file.
         left_out: our names of tensors that the other library has no name for.
     """

@@ -38,7 +38,7 @@ class Match:
     Attributes:
         entries: what fits, under our names.
         theirs: our name -> name in the file, of what fits.
-        missing: of the model, and not in the file.
+        missing: names of the model that the file lacks.
         other_shape: name -> (shape in the file, shape in the model); left out.
         names_of_others: our name -> name in the file, of these.
         unknown: names in the file that no tensor of the model has.
@@ -94,7 +94,7 @@ def match(
 
     Args:
         foreign: the weights.
-        shapes: of the model's parameters and buffers by name; None: whatever has a name of ours is taken.
+        shapes: shapes of the model's parameters and buffers by name; None: whatever has a name of ours is taken.
         remove_prefix: taken off the names that begin with it, first; then append_prefix is put before all.
         skip: names that contain one of these are left out, as VISSL's SKIP_LAYERS.
     """
@@ -152,7 +152,7 @@ def load_first_weights(model: nn.Module, plan: ResolvedRun) -> Mapping[str, Call
 
     Args:
         model: unsharded, on the CPU; what is on the meta device is left alone.
-        plan: of the run.
+        plan: plan of the run.
     Returns:
         By full name, what reads each tensor that was found.
     Raises:

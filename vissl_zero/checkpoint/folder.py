@@ -44,7 +44,7 @@ class PieceFacts:
 
     Attributes:
         dtype: safetensors' name ("F32").
-        shape: of the full tensor.
+        shape: shape of the full tensor.
         first_element, num_elements: the part, of the full tensor flattened.
         digest: XXH3-64 of its bytes, hexadecimal.
     """
@@ -62,7 +62,7 @@ class RankManifest:
 
     Attributes:
         num_bytes, header_digest: of ``rank<k>.safetensors``.
-        pieces: by tensor name.
+        pieces: pieces by tensor name.
         scalars: state that is one number per parameter (Adam's step): {parameter: {key: value}}; only what this rank
             answers for.
         rng: this rank's random number generators, by name, as hexadecimal text.
@@ -288,7 +288,7 @@ class Checkpoint:
     Args:
         path: the folder.
     Attributes:
-        manifest: of the whole.
+        manifest: manifest of the whole.
         ranks: manifests of the ranks that wrote it, by file stem ("rank00000").
         tensors: name -> TensorInfo. Names are ``model/<full name>`` (parameters), ``buffer/<full name>``,
             ``optimizer/<key>/<full name of the parameter>``, ``criterion/<name>``; what differs between ranks stands
@@ -482,7 +482,7 @@ def newest_checkpoint(path: str | Path, passed_over: list[str] | None = None, wi
     """Open the checkpoint at ``path``, or, for a run folder, its newest that opens.
 
     Args:
-        path: of either.
+        path: path of a run folder or a checkpoint.
         passed_over: gets a sentence for each newer one that does not open.
         with_data: read the data against their checksums too; what is damaged does not count as opening.
     Raises:
@@ -538,7 +538,7 @@ def prune(run_folder: Path, keep_last: int, keep_every: int, newest: int | None 
     """Remove all checkpoints but the newest ``keep_last`` and those at multiples of ``keep_every`` steps.
 
     Args:
-        run_folder: of the run.
+        run_folder: folder of the run.
         keep_last: at least 1; -1: all.
         keep_every: in optimizer steps; -1: none.
         newest: steps of the newest to count; later ones, of another course of the run or damaged, are left alone.

@@ -80,7 +80,7 @@ def read_foreign(path: Path, key: str = "") -> Foreign:
     """Open weights of whatever layout.
 
     Args:
-        path: of the file; of ours too, a run folder or a checkpoint.
+        path: path of the file; of ours too, a run folder or a checkpoint.
         key: where a torch file holds the state dict, with dots between ("model.encoder"); empty: found by itself.
     Raises:
         CheckpointError: unreadable, damaged, refused, or without weights.
@@ -368,7 +368,7 @@ def to_timm(entries: Sequence[Entry]) -> list[Entry]:
     """Rename the tensors to timm's layout, lazily; what is in no layout known here stays as it is.
 
     Args:
-        entries: of a whole state dict, since one name alone does not tell whose it is.
+        entries: entries of a whole state dict, since one name alone does not tell whose it is.
     """
     result = renamed(entries)
     if mark := next((entry.key for entry in result if entry.key.endswith(_HF_MARK)), None):

@@ -54,7 +54,7 @@ def loss_state(contents: Sequence[Mapping[str, Any]]) -> LossState:
     """Read it.
 
     Args:
-        contents: of the file, or of each shard in order.
+        contents: contents of the file, or of each shard in order.
     Raises:
         CheckpointError: shards of the teacher do not fit together.
     """
@@ -108,9 +108,9 @@ def as_ours(method: Method, loss_config: Mapping[str, Any], state: LossState) ->
     """Build the state of ``method``: what VISSL's file has, and the rest as a new run has it.
 
     Args:
-        method: of ``method_of``.
+        method: method of ``method_of``.
         loss_config: the resolved ``LOSS`` block.
-        state: of the file.
+        state: state of the file.
     Returns:
         Tensors by our names, and a sentence for each thing that was taken or could not be.
     """
@@ -328,7 +328,7 @@ class _Group:
     """Parameters that one tensor holds, one after the other: those of a flattened unit, or a single one.
 
     Attributes:
-        key: of that tensor in a rank's state.
+        key: key of that tensor in a rank's state.
         names, shapes: of the parameters.
         padding: elements at the end of each rank's part that mean nothing.
         is_whole: every rank has all of it.

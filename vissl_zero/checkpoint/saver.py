@@ -90,7 +90,7 @@ def commit(run_folder: Path, manifest: Manifest) -> Path:
     """Give the checkpoint its manifest and its name. One rank calls this, when all ranks have written their part.
 
     Args:
-        run_folder: of the run.
+        run_folder: folder of the run.
         manifest: all but ``ranks``, which is read from the files.
     Raises:
         OSError: no room, or the disk failed.
@@ -173,10 +173,10 @@ class Saver:
         is_async: copy to host memory, and write from there, while training continues; only its next update waits, until
             the copy is made.
         keep_last, keep_every: see ``prune``.
-        device: of training.
+        device: device of training.
 
     Attributes:
-        latest_step: of the newest checkpoint that is known to be complete; None: there is none.
+        latest_step: latest step of the newest checkpoint that is known to be complete; None: there is none.
     """
 
     def __init__(

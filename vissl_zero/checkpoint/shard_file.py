@@ -111,7 +111,7 @@ def write_shard_file(
     """Write a new file, synced to the disk. One tensor at a time is in memory besides what ``read`` shares.
 
     Args:
-        path: of the file.
+        path: path of the file.
         entries: what to write.
         metadata: texts for the header.
         with_checksums: add checksums of the header and of every tensor to it, and who wrote the file.

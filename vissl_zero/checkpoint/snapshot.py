@@ -39,7 +39,7 @@ class Snapshot:
         replicated: buffers and state of the loss; the forward pass changes them too.
         scalars: see ``RankManifest``.
         rng: likewise.
-        manifest: of the whole.
+        manifest: manifest of the whole.
     """
 
     parts: list[Part]
@@ -58,7 +58,8 @@ class HostMemory:
     """Buffers that one save after the other is copied into: fresh memory would cost more than the copy itself.
 
     Args:
-        device: whose memory is copied. From a GPU, copies go through a stream of their own, beside the computation.
+        device: device whose memory is copied. From a GPU, copies go through a stream of their own, beside the
+            computation.
     """
 
     def __init__(self, device: torch.device | None = None):
@@ -98,8 +99,8 @@ def take_snapshot(run: Run, hooks: Sequence[Hook], is_epoch_over: bool) -> Snaps
     """Describe the run as it is, between two steps. Collective; copies nothing.
 
     Args:
-        run: in progress.
-        hooks: whose state is stored.
+        run: run in progress.
+        hooks: hooks whose state is stored.
         is_epoch_over: nothing is left to do in ``run.epoch``, the end of the epoch in hooks included.
     Raises:
         CheckpointError: the loss, the optimizer or a hook has state that cannot be stored.

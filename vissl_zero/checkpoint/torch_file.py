@@ -64,8 +64,8 @@ def write_torch_file(path: Path, entries: Sequence[Entry]) -> None:
     """Write a new file, synced to the disk. One tensor at a time is in memory.
 
     Args:
-        path: of the file; it must not exist.
-        entries: in the order of the state dict, of types for which ``can_hold``.
+        path: path of the file; it must not exist.
+        entries: entries in the order of the state dict, of types for which ``can_hold``.
     Raises:
         OSError: no room, or the disk failed; or the file exists.
     """

@@ -244,7 +244,7 @@ class Account:
     """What becomes of one recipe.
 
     Attributes:
-        name: of the recipe, with the parts that were added to it.
+        name: name of the recipe, with the parts that were added to it.
         file: the recipe's own file, where it is known.
         used: keys that it writes and that count.
         without_effect: key -> why it changes nothing here.
@@ -276,7 +276,7 @@ def account_of(
 
     Args:
         recipe: what to account for.
-        overrides: of the command line.
+        overrides: overrides of the command line.
         then: further called with an accepted run, while stand-ins are there; may raise ConfigError.
     """
     account = Account(str(recipe), str(recipe.file) if recipe.folder else "")

@@ -38,8 +38,8 @@ class Facts:
     Attributes:
         train: folder to train on.
         val: folder to measure on; None without labels.
-        num_images: of ``train``.
-        num_classes: of ``train``; 0 without labels.
+        num_images: number of images in ``train``.
+        num_classes: number of classes in ``train``; 0 without labels.
         side: median of the shorter sides of the images looked at, pixels.
         is_gray: whether all of them are gray.
     """
@@ -58,7 +58,7 @@ class Place:
 
     Attributes:
         memory: GiB that a process may use; None: what is free.
-        profile: of the machine; empty: this one.
+        profile: profile of the machine; empty: this one.
     """
 
     memory: float | None = None

@@ -177,7 +177,7 @@ def _train_seeds(seeds: Sequence[int], folder: Path, is_sweep: bool) -> NoReturn
     """Become the sweep over SEED_VALUE that ``config.SEEDS`` stands for.
 
     Args:
-        seeds: of ``config.SEEDS``.
+        seeds: seeds of ``config.SEEDS``.
         folder: the run folder, which becomes the sweep's.
         is_sweep: this is a job of a sweep already.
     Raises:

@@ -58,7 +58,7 @@ class StepDifference:
     """How far two runs are apart after one step.
 
     Attributes:
-        step: from 1.
+        step: number of the step, from 1.
         loss: absolute difference of the losses.
         parameter: largest absolute difference of an element of a parameter or buffer.
         name: where that is.

@@ -116,7 +116,7 @@ def find_catalog(recipe_folders: Iterable[Path], environment: Mapping[str, str] 
 
     Args:
         recipe_folders: folders that hold ``config/``, in the order in which recipes are looked for.
-        environment: of the process.
+        environment: environment of the process.
     Raises:
         ConfigError: the variable names no file.
     """

@@ -48,9 +48,9 @@ def explain(error: BaseException, folders: Sequence[str] = (), overrides: Sequen
     """Convert an error into a ``ConfigError`` with one sentence.
 
     Args:
-        error: of ``EXPLAINABLE`` or ``BEFORE_A_JOB``.
-        folders: that --config-dir and hydra.searchpath name, to look for recipes in.
-        overrides: of the command line.
+        error: error of ``EXPLAINABLE`` or ``BEFORE_A_JOB``.
+        folders: folders that --config-dir and hydra.searchpath name, to look for recipes in.
+        overrides: overrides of the command line.
     """
     if isinstance(error, BEFORE_A_JOB) and not isinstance(error, EXPLAINABLE):
         return ConfigError([_around_a_job(error)])
@@ -282,8 +282,8 @@ def typed(
     Args:
         cfg: what Hydra composed.
         recipe: what ``config=`` named.
-        overrides: of the command line.
-        folders: in which Hydra looked for recipes, those of the command line first; unset: those that
+        overrides: overrides of the command line.
+        folders: folders in which Hydra looked for recipes, those of the command line first; unset: those that
             ``overrides`` name and ``recipe_folders()``.
     Raises:
         ConfigError: an interpolation cannot be resolved or a value is missing.
@@ -423,9 +423,9 @@ def explained(error: BaseException, overrides: Sequence[str], folders: Sequence[
     """Collect all refusals while composing in one ConfigError: every mistyped key and value; Hydra stops at the first.
 
     Args:
-        error: of ``EXPLAINABLE`` or ``BEFORE_A_JOB``.
-        overrides: of the command line, ``config=`` too.
-        folders: that --config-dir and hydra.searchpath name.
+        error: error of ``EXPLAINABLE`` or ``BEFORE_A_JOB``.
+        overrides: overrides of the command line, ``config=`` too.
+        folders: folders that --config-dir and hydra.searchpath name.
     """
     first = explain(error, [*folders, *map(str, _searchpath_or_none(overrides))], overrides)
     try:

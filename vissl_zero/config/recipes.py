@@ -170,7 +170,7 @@ class RecipeFile:
     Attributes:
         overlay: name of a part that is laid over the recipe; empty for none.
         folder: holds ``config/``; empty for recipes that are found without it.
-        program: that the recipe is for, where no ``engine_name`` in it says so: VISSL's SVM recipes.
+        program: program that the recipe is for, where no ``engine_name`` in it says so: VISSL's SVM recipes.
     """
 
     recipe: str

@@ -46,8 +46,8 @@ def build_run(
     by unit (``models/bare.py``).
 
     Args:
-        plan: of the run.
-        device: of this rank.
+        plan: plan of the run.
+        device: device of this rank.
         fill: puts other initial weights into the model, the same on every rank.
         fill_teacher: puts the weights into the model under DISTILLATION, where there is one.
     Raises:
@@ -129,11 +129,11 @@ def first_teacher(
     """Build the teacher, and what gives its modules their weights by name; None without one.
 
     Args:
-        plan: of the run.
+        plan: plan of the run.
         method: makes it.
         model: the one that is trained; a teacher may be a copy of it.
-        weights: of that.
-        num_classes: of its images.
+        weights: its first weights.
+        num_classes: number of classes of its images.
         load: puts weights into the model under DISTILLATION.
     """
     if not method.has_teacher:
@@ -192,7 +192,7 @@ def other_model(plan: ResolvedRun, num_classes: int) -> Model | None:
     """Build the model under DISTILLATION, without its weights; None where the teacher is another.
 
     Args:
-        plan: of the run.
-        num_classes: of its images.
+        plan: plan of the run.
+        num_classes: number of classes of its images.
     """
     return build_model(plan.config.DISTILLATION.TEACHER_MODEL, num_classes) if plan.learns_from_other else None

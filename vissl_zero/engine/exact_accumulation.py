@@ -36,9 +36,9 @@ def accumulate_exactly(
     """Accumulate gradients of the loss over all micro-batches of all ranks.
 
     Args:
-        run: in progress; ``method.on_step`` has been called.
-        micro_batches: of this rank, on the CPU.
-        dtype: of images.
+        run: run in progress; ``method.on_step`` has been called.
+        micro_batches: micro batches of this rank, on the CPU.
+        dtype: data type of images.
         watch: entered around the first forward pass with graph.
     Returns:
         0-d float64: this rank's share of the step's loss.

@@ -47,7 +47,7 @@ class Stop:
     """Why a run is to end.
 
     Attributes:
-        reason: for people ("SIGUSR1", "the time limit", ...).
+        reason: reason for people ("SIGUSR1", "the time limit", ...).
         exit_code: ``STOPPED``, or ``INTERRUPTED`` for Ctrl-C.
     """
 
@@ -133,7 +133,7 @@ class JobNote:
     """One job of a sweep.
 
     Attributes:
-        overrides: as Hydra gave them to the job.
+        overrides: overrides as Hydra gave them to the job.
         code: exit code; None while it runs, or where it was interrupted.
     """
 

@@ -29,8 +29,8 @@ class Accuracy:
     """Shares of images, 0 to 1, of one head.
 
     Attributes:
-        top1: whose largest logit is their label's.
-        top5: whose label is among the ``TOP_K`` largest logits; None for a head with at most as many outputs.
+        top1: share of images whose largest logit is their label's.
+        top5: share whose label is among the ``TOP_K`` largest logits; None for a head with at most as many outputs.
         by_k: k -> whose label is among the k largest logits, of other k.
     """
 
@@ -134,8 +134,8 @@ def accuracies(run: Run, images: EvalImages, ignored_label: int) -> list[Accurac
     """Measure the accuracy of each head. Collective.
 
     Args:
-        run: with a sharded model in any mode.
-        images: of any number; each is counted once.
+        run: run with a sharded model in any mode.
+        images: images of any number; each is counted once.
         ignored_label: images with this label do not count.
     Returns:
         Equal on every rank; empty if no image has a label.
@@ -168,8 +168,8 @@ def accuracies_of(
     """Measure classifiers on top of the model (``EVALUATED_MODEL``), in evaluation mode. Collective.
 
     Args:
-        run: with a sharded model in any mode.
-        images: of any number; each is counted once.
+        run: run with a sharded model in any mode.
+        images: images of any number; each is counted once.
         score: model, images of one resolution -> logits (n, C) of each classifier.
         num_classifiers: how many ``score`` gives.
         counts_label: labels (n,) -> which of the images count.

@@ -57,8 +57,8 @@ def kmeans(rows: Tensor, num_clusters: int, num_iterations: int, seed: int) -> T
     Args:
         rows: (N, F), N at least K, equal on every rank.
         num_clusters: K.
-        num_iterations: at most.
-        seed: of the draw.
+        num_iterations: most iterations.
+        seed: seed of the draw.
     Cost: N * K * F / ranks multiplications and an all-reduce of K * F numbers an iteration.
     """
     drawn = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))[:num_clusters]

@@ -105,7 +105,7 @@ class ExtractedFeatures:
         labels: (N,) int64, -1 without labels.
         images: names of the N images.
         skipped: names of broken images, which have no row.
-        class_names: by label.
+        class_names: class names by label.
         layers: columns of each inner layer; empty where the features are the trunk's.
     """
 
@@ -123,7 +123,7 @@ class ShardWriter:
     Args:
         folder: exists.
         split: "TRAIN" or "TEST".
-        rank: of the writer.
+        rank: rank of the writer.
         rows_per_shard: bounds memory.
     Attributes:
         shards: file name -> number of rows, of what has been written.

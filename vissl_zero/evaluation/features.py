@@ -240,7 +240,7 @@ def view_features(run: Run, source: Source, num_views: int) -> Tensor:
     they follow from the seed and the image alone.
 
     Args:
-        run: with a sharded model in any mode; see ``evaluated``.
+        run: run with a sharded model in any mode; see ``evaluated``.
         source: the images.
         num_views: q.
     Cost: n * num_views forward passes, shared among ranks; augmentations are drawn again.

@@ -75,9 +75,9 @@ def knn_top1s(
     Args:
         queries: Q images, equal on every rank, as are all others.
         index: N images.
-        votes: of each vote, how many neighbors take part and its temperature.
+        votes: for each vote, the number of neighbors and the temperature.
         is_cosine: compare directions; else dot products.
-        excluded: as for ``nearest``.
+        excluded: see ``nearest``.
     Returns:
         0 to 1 for each vote, equal on every rank; None if queries or index have no labels.
     Cost: Q * N * F / ranks multiplications, and an all-gather for each vote.
@@ -100,9 +100,9 @@ class Measured:
     """Features of one moment of training.
 
     Attributes:
-        index: of TRAIN's images.
-        queries: of TEST's images, or of some of TRAIN's.
-        excluded: for each query its own place in the index, if it is one of TRAIN's.
+        index: index of TRAIN's images.
+        queries: queries of TEST's images, or of some of TRAIN's.
+        excluded: place of each query in the index, if it is one of TRAIN's.
     """
 
     index: Features
@@ -141,7 +141,7 @@ class KnnHook(Hook):
     Attributes:
         curve: (optimizer steps done, top-1) of every measurement.
         neighbors_before, neighbors_after: images to look at; None until measured, and with USE_KNN off.
-        pictures: of the same images' patches at the end, where the trunk is a vision transformer.
+        pictures: pictures of the same images' patches at the end, where the trunk is a vision transformer.
     """
 
     def __init__(self, plan: ResolvedRun):

@@ -42,10 +42,10 @@ class ClassSvm:
     """The classifier of one class.
 
     Attributes:
-        average_precisions: of cross validation, for each cost.
+        average_precisions: average precision in cross validation for each cost.
         cost: the one with the highest; of equals, the first.
         weight: (F,).
-        bias: of the class's score.
+        bias: bias of the class's score.
         is_converged: the solver ended before max_iter.
     """
 
@@ -115,7 +115,7 @@ def train_class(rows: np.ndarray, labels: np.ndarray, options: Svm, seed: int) -
         rows: (N, F) features of the training images, normalized.
         labels: (N,) 1 for images of the class. 0 and -1 are both taken as others: in training VISSL leaves none out.
         options: the keys of ``SVM``.
-        seed: of the solver.
+        seed: seed of the solver.
     """
     from sklearn.model_selection import cross_val_score
 
@@ -154,7 +154,7 @@ def draw(matrix: np.ndarray, k: int, dataset_name: str, generator: np.random.Gen
         k: images with each class.
         dataset_name: "voc": for each class k images with it and (C - 1) * k without it; else k images of each class,
             each of which counts for all classes.
-        generator: of the draw.
+        generator: generator of the draw.
     Raises:
         DataError: there are not as many.
     """
@@ -189,7 +189,7 @@ def low_shot(
         test: (M, F).
         labels: (M, C).
         options: the keys of ``SVM``.
-        seed: of the solver.
+        seed: seed of the solver.
     """
     means = []
     with warnings.catch_warnings():

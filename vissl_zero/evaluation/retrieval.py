@@ -68,8 +68,8 @@ def regional_maxima(maps: Tensor, levels: int, normalize: bool = True) -> Tensor
 
     Args:
         maps: (B, C, H, W).
-        levels: of ``regions``.
-        normalize: to unit length.
+        levels: levels of ``regions``.
+        normalize: whether to scale to unit length.
     Returns:
         (B, R, C).
     """
@@ -100,8 +100,8 @@ def descriptor(maps: Sequence[Tensor], kind: str, power: float, normalize: bool)
     Args:
         maps: one tensor a scale; of equal shape unless ``kind`` is gem.
         kind: "gem", or "" for the maps themselves, as vectors.
-        power: of gem.
-        normalize: to unit length, with 1e-6 added to the norm.
+        power: power of gem.
+        normalize: whether to scale to unit length, with 1e-6 added to the norm.
     """
     if kind == "gem":
         rows = torch.stack([generalized_mean(of_scale, power) for of_scale in maps]).mean(dim=0)
@@ -180,7 +180,7 @@ def average_precision(places: np.ndarray, num_good: int) -> float:
     """Compute the area under precision over recall, by trapezoids.
 
     Args:
-        places: of the good images in the ranking, from 0, ascending; ignored images are left out of the count.
+        places: places of the good images in the ranking, from 0, ascending; ignored images are left out of the count.
         num_good: how many there are.
     """
     counts = np.arange(len(places))
@@ -196,7 +196,7 @@ def scores(similarity: np.ndarray, wanted: Sequence[Wanted]) -> tuple[float, lis
 
     Args:
         similarity: (queries, images), higher is more similar. Ties keep the order of the images.
-        wanted: for some or all of the queries. Numbers at or above ``images`` are left out.
+        wanted: answers to some or all of the queries. Numbers at or above ``images`` are left out.
     """
     precisions, at = [], []
     for query in wanted:
@@ -240,10 +240,10 @@ class RetrievalSet:
     """Queries, images to find, and which of them a query should find.
 
     Attributes:
-        name: of the data set.
+        name: name of the data set.
         images: files of the database.
         queries: files.
-        boxes: of the object in each query, in pixels (left, top, right, bottom); None where there are none.
+        boxes: boxes of the object in each query, in pixels (left, top, right, bottom); None where there are none.
         wanted: figure -> what each query it counts should find: e, m and h (easy, medium, hard), the changes of
             Copydays, or all.
     """
@@ -261,7 +261,7 @@ def retrieval_set(root: Path, name: str, with_distractors: bool = False) -> Retr
     Args:
         root: ``IMG_RETRIEVAL.DATASET_PATH``.
         name: roxford5k, rparis6k, copydays, or any other for the format of Oxford and Paris.
-        with_distractors: of Copydays, ``database_and_distractors`` in place of ``database``.
+        with_distractors: for Copydays, use ``database_and_distractors`` in place of ``database``.
     Raises:
         DataError: the folder is not of that format.
     """
@@ -278,8 +278,8 @@ def images_to_whiten_by(root: Path, name: str, image_list: str, with_distractors
 
     Args:
         root, name: as of ``retrieval_set``; any other name is a folder of .jpg files.
-        image_list: of the data set called whitening: a text file with a path below the folder in each line.
-        with_distractors: as there.
+        image_list: image list of the data set called whitening: a text file with a path below the folder in each line.
+        with_distractors: see ``retrieval_set``.
     """
     folder = root / name
     if name in (*REVISITED, COPYDAYS, *OXFORD):

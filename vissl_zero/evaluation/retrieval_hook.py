@@ -228,7 +228,7 @@ def prepared(image: Image.Image, options: ImageRetrieval, box: Box | None = None
 
     Args:
         image: whole.
-        options: of ``IMG_RETRIEVAL``.
+        options: options of ``IMG_RETRIEVAL``.
         box: left, top, right and bottom in pixels of ``image``, of what is seen.
     """
     side, ratio = options.RESIZE_IMG, 1.0

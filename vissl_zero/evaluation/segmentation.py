@@ -140,8 +140,8 @@ def confusion_of(run: Run, images: EvalImages) -> Tensor:
     """Count the pixels of images by class and by what the model predicts. Collective; equal on every rank.
 
     Args:
-        run: with a sharded model in any mode.
-        images: with masks, of any number; each is counted once.
+        run: run with a sharded model in any mode.
+        images: images with masks, of any number; each is counted once.
     Returns:
         (C, K) int64 for C classes and K outputs.
     """

@@ -74,11 +74,12 @@ class LoadedTrunk(nn.Module):
     """A trunk that takes one tensor and gives one, in evaluation mode.
 
     Attributes:
-        trunk: as it was trained: list of tensors -> list of features.
+        trunk: network as it was trained: list of tensors -> list of features.
         feature_dim: features per image.
-        path: of the weights: a file, or a checkpoint's folder.
+        path: path of the weights: a file, or a checkpoint's folder.
         recognized: the network in words, where it was found from the tensors; else the trunk's name.
-        transform: from an RGB image to (3, H, W) float32, as for the run's own evaluation; print it to see its steps.
+        transform: transform from an RGB image to (3, H, W) float32, as for the run's own evaluation; print it to see
+            its steps.
         config: what builds it, ``MODEL`` (TRUNK) and ``DATA`` (TRAIN and TEST with TRANSFORMS).
     """
 

@@ -39,7 +39,7 @@ def ema(model: M, decay: Decay) -> M:
 
     Args:
         model: not yet given to ``initialize``.
-        decay: from 0 (copy) to 1 (stay), or a function of the number of the update, 1 for the first.
+        decay: decay from 0 (copy) to 1 (stay), or a function of the number of the update, 1 for the first.
     Returns:
         The teacher, an object of the model's class, frozen. Until ``initialize``, a full copy. Every rank must call it
         equally often, in the same order as the model.

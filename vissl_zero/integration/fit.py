@@ -47,9 +47,9 @@ def choose_plan(
 
     Args:
         model: whole, on any device; left as it is.
-        optimizer: as for ``initialize``; left as it is.
+        optimizer: see ``initialize``; left as it is.
         base: number formats, shard groups, clipping; a folder on a disk, where state may rest there.
-        settings: with the budget.
+        settings: settings with the budget.
         sample: see ``initialize``.
         device: where to train.
     Raises:

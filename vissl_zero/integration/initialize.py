@@ -64,9 +64,10 @@ def initialize(
         optimizer: ``dict(type="Adam", lr=...)``, a class, or a torch optimizer over the model's parameters.
         zero: keys of ``docs/initialize.md`` as a dict, a DictConfig or the path of a YAML file.
         device: where to train; by default the model's GPU, else this rank's, else the CPU.
-        seed: of the weights of a model on the meta device, and of stochastic rounding.
-        timeout_s: of every collective, where the process group is started here.
-        sample: for ``level="fit"``: a micro-batch of a rank, as a tensor, or a tuple or dict of the model's arguments
+        seed: seed of the weights of a model on the meta device, and of stochastic rounding.
+        timeout_s: timeout of every collective, in seconds, where the process group is started here.
+        sample: sample for ``level="fit"``: a micro-batch of a rank, as a tensor, or a tuple or dict of the model's
+            arguments
             (what the model does not take is left out), real or on the meta device; or a function of the model that
             gives the loss.
     Returns:
@@ -343,8 +344,8 @@ def join_ranks(device: torch.device, timeout_s: float) -> None:
     Every rank that torchrun started must call it. Without torchrun's environment, this process is a world of one.
 
     Args:
-        device: of this rank.
-        timeout_s: of every collective of a group started here.
+        device: device of this rank.
+        timeout_s: timeout of every collective of a group started here, in seconds.
     Raises:
         ConfigError: torchrun's environment is incomplete, or left over from another run.
     """

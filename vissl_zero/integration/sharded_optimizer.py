@@ -238,7 +238,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         checkpoint`` reads it. Earlier checkpoints stay.
 
         Args:
-            folder: on a file system that all ranks share.
+            folder: folder on a file system that all ranks share.
             extra: what ``load`` is to return, such as ``{"scheduler": scheduler.state_dict(), "epoch": epoch}``. Rank
                 0's is written; gather what differs between ranks. It may hold what ``torch.load(weights_only=True)``
                 reads: numbers, texts, bytes, None, tensors that are not sharded, and lists, tuples, sets and dicts of
@@ -259,8 +259,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Build a scheduler before this call: building it sets learning rates, which this call restores.
 
         Args:
-            folder: that ``save`` was given, to take the newest complete one; or one of its ``checkpoints/step_<number
-                of updates>``. All data are read against their checksums first.
+            folder: folder that ``save`` was given, to take the newest complete one; or one of its
+                ``checkpoints/step_<number of updates>``. All data are read against their checksums first.
         Returns:
             ``extra`` of ``save`` on every rank, tensors on the CPU; None if none was saved.
         Raises:
@@ -438,7 +438,7 @@ def save_state(sharded: ShardedModel, folder: Path, step: int, extra: Sequence[P
 
     Args:
         sharded: between two steps.
-        folder: on a file system that all ranks share.
+        folder: folder on a file system that all ranks share.
         step: optimizer steps done.
         extra: what this rank stores beside the training state.
     Raises:
@@ -487,7 +487,7 @@ def load_state(sharded: ShardedModel, folder: Path) -> tuple[int, dict[str, Any]
 
     Args:
         sharded: between two steps.
-        folder: as ``save_state`` got it, or that of one checkpoint.
+        folder: the folder that ``save_state`` got, or that of one checkpoint.
     Returns:
         Optimizer steps that had been done, and the user's ``extra``.
     Raises:

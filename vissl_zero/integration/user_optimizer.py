@@ -174,7 +174,7 @@ def _maker(key: str, values: Sequence[tuple[Any, Tensor]]) -> Callable[[Tensor],
     """Return what makes a key's first state for any parameter; None where steps have left traces.
 
     Args:
-        key: of the state.
+        key: key of the state.
         found: its value, or ``_NOTHING``, and the parameter, for each parameter.
     """
     value, _ = values[0]

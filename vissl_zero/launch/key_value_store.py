@@ -55,8 +55,8 @@ def receive(sock: socket.socket, max_bytes: int = MAX_FRAME, deadline: float | N
     """Read one frame.
 
     Args:
-        sock: to read from.
-        max_bytes: of the frame.
+        sock: socket to read from.
+        max_bytes: most bytes of a frame.
         deadline: when all of it must have come, on the monotonic clock; None: the socket's timeout, for each part.
     Raises:
         ConnectionError: the other side is gone, or sends what is no frame.
@@ -127,7 +127,7 @@ class KeyValueServer:
 
     Args:
         address: host and port to listen on; port 0 takes a free one.
-        secret: of the run.
+        secret: secret of the run.
     Attributes:
         address: what it actually listens on.
     """
@@ -244,9 +244,9 @@ class Client:
     """Talks to the server; safe to use from several threads, each call on a connection of its own.
 
     Args:
-        address: of the server.
-        secret: of the run.
-        timeout_s: to connect, and to wait for an answer.
+        address: address of the server.
+        secret: secret of the run.
+        timeout_s: timeout to connect and to wait for an answer, in seconds.
     """
 
     def __init__(self, address: tuple[str, int], secret: bytes, timeout_s: float):

@@ -46,12 +46,12 @@ def launch_local(  # noqa: C901
     """Start this machine's ranks and wait for them; restart them at most ``DISTRIBUTED.MAX_RESTARTS`` times.
 
     Args:
-        plan: of the run.
+        plan: plan of the run.
         rendezvous: joined already, where other machines (or other launchers here) take part; they are started again
             all together or not at all, by ``launch_member``.
-        plan_folder: with ``config.resolved.yaml``, if that is not the run folder.
+        plan_folder: folder with ``config.resolved.yaml``, if that is not the run folder.
         began: when the time limit began to count, as Unix time; None: now.
-        fit: whose choice ``plan`` is, and what chooses again where memory runs out. Not with ``rendezvous``.
+        fit: the fit that chose ``plan``, and chooses again where memory runs out. Not with ``rendezvous``.
     Returns:
         Exit code: 0, 75 (saved and stopped because it was asked to), 130 (Ctrl-C; saved, too), 2 (a user's error, its
         sentence printed) or 1 (a crash, its traceback printed).
@@ -215,8 +215,8 @@ def launch_member(plan: ResolvedRun, spec: LauncherSpec, announce: Path | None =
     """Join, start the ranks and wait for them; restart at most ``DISTRIBUTED.MAX_RESTARTS`` times if one is lost.
 
     Args:
-        plan: of the run.
-        spec: of this launcher.
+        plan: plan of the run.
+        spec: specification of this launcher.
         announce: file that launcher 0 writes its address to.
     Returns:
         Exit code, as ``launch_local``.

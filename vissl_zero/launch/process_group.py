@@ -53,8 +53,8 @@ def process_group(backend: str, device: torch.device, timeout_s: float) -> Itera
 
     Args:
         backend: such as "gloo" or "cpu:gloo,cuda:nccl".
-        device: of this rank; selected as the current one if it is a GPU.
-        timeout_s: of every collective, in seconds.
+        device: device of this rank; selected as the current one if it is a GPU.
+        timeout_s: timeout of every collective, in seconds.
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store: dist.Store

@@ -40,12 +40,12 @@ class RankGroup:
     Rank 0 keeps the terminal (the live display needs it); the others write to ``<log folder>/rank<k>.log``.
 
     Args:
-        num_procs: to start.
+        num_procs: number of processes to start.
         first_rank: global rank of the first of them.
-        plan_folder: with ``config.resolved.yaml``.
+        plan_folder: folder with ``config.resolved.yaml``.
         private: a folder that only this user can enter, for rendezvous, failure reports and what ranks leave behind.
         log_folder: made if it is not there.
-        environment: of the ranks, beside what this class sets.
+        environment: environment of the ranks, beside what this class sets.
     """
 
     def __init__(

@@ -55,9 +55,9 @@ class Rendezvous:
 
     Attributes:
         spec: where this launcher stands; of launcher 0 with the port that it listens on.
-        num_restarts: of the run so far, as all launchers agree after ``join``.
+        num_restarts: number of restarts of the run so far, as all launchers agree after ``join``.
         cause: why the ranks here were stopped, if not by themselves.
-        exit_code: that goes with it.
+        exit_code: the exit code that goes with it.
         is_someone_lost: whether ``cause`` is a launcher that was silent for too long.
         may_start_again: whether all launchers are present or may come back.
     """
@@ -300,7 +300,7 @@ class Rendezvous:
         """Stop watching. Launcher 0 serves for a moment longer, so that the others can leave in good order.
 
         Args:
-            exit_code: of this launcher; None: it will join the next generation.
+            exit_code: exit code of this launcher; None: it will join the next generation.
         """
         self._stopping.set()
         # Machine 0 may be the lost one, and then a farewell would only wait for its timeout.
@@ -323,8 +323,8 @@ class Generation:
     """One launcher's part in a generation; ``enter`` returns it.
 
     Attributes:
-        name: of the generation.
-        client: of the server.
+        name: name of the generation.
+        client: client of the server.
     """
 
     def __init__(self, name: str, client: Client, spec: LauncherSpec):
@@ -386,8 +386,8 @@ def enter(client: Client, spec: LauncherSpec, hello: bytes, after: str) -> Gener
     """Join the generation that is served, as soon as it is not ``after``.
 
     Args:
-        client: with a short timeout; this function retries for ``spec.start_s``.
-        spec: of this launcher.
+        client: client with a short timeout; this function retries for ``spec.start_s``.
+        spec: specification of this launcher.
         hello: its first message, different from any other launcher's.
         after: name of the generation that it has left, or "".
     Raises:
@@ -435,8 +435,8 @@ class LauncherSpec:
         procs: ranks that each launcher starts.
         first_local_rank: ``local_rank`` of this launcher's first rank (not 0 where SLURM starts one launcher per rank).
         address: where launcher 0 listens, or will listen; port 0: a free one.
-        secret: of the run.
-        timeout_s: of a collective.
+        secret: secret of the run.
+        timeout_s: timeout of a collective, in seconds.
         start_s: how long launchers wait for each other at the start, and for a lost one to come back.
         comes_back: whether a person may restart a lost launcher. A batch system restarts the whole job instead.
     """

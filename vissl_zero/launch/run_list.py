@@ -31,7 +31,7 @@ class ListedRun:
     Attributes:
         folder: the run folder.
         state: one of ``STATES``.
-        why: of a run that runs, where; of one that failed or stopped, the reason; may be empty.
+        why: where a run runs, or why one failed or stopped; may be empty.
         recipe: what ``config=`` named.
         step: optimizer steps done.
         figures: results by name; only the last loss and the speed where the run has not ended.

@@ -280,7 +280,7 @@ class SlurmTask:
     Attributes:
         run_dir: the run folder, with ``config.resolved.yaml``.
         folder: the job's submission folder, which this user alone can enter, on a disk that all nodes share.
-        secret: of the run.
+        secret: secret of the run.
         max_requeues: SLURM.MAX_REQUEUES.
     """
 

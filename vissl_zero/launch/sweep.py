@@ -74,10 +74,10 @@ def run_job_of_sweep(folder: Path, overrides: Sequence[str], run: Callable[[], i
     """Run a job in this process unless it was done before. No error ends a sweep.
 
     Args:
-        folder: of the job.
-        overrides: as Hydra gives them.
+        folder: folder of the job.
+        overrides: overrides as Hydra gives them.
         run: does the job; its exit code.
-        max_requeues: of a SLURM job that saved and stopped.
+        max_requeues: most requeues of a SLURM job that saved and stopped.
     Returns:
         Its exit code, which its note keeps; where the sweep was asked to stop while a job came to its end, that of
         stopping.
@@ -112,7 +112,7 @@ def objective(hydra: Any, config: Any) -> str:
 
     Args:
         hydra: Hydra's own configuration.
-        config: of a job, below ``config``.
+        config: config of a job, below ``config``.
     Raises:
         ConfigError: a sweeper searches, and no figure is named, or nothing is measured.
     """

@@ -49,7 +49,7 @@ def feature_distance(student: Tensor, teacher: Tensor, normalize: bool = True) -
 
     Args:
         student, teacher: (n, ..., D); no gradient goes into the teacher's.
-        normalize: of unit vectors, which is 2 minus 2 cosines; else the mean over features as they are.
+        normalize: compare unit vectors, which is 2 minus 2 cosines; else the mean over features as they are.
     Returns:
         0-d, the mean over this rank's rows. No communication.
     """

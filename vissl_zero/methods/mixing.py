@@ -51,7 +51,7 @@ def beta_from(uniforms: Tensor, alpha: float) -> Tensor:
 
     Args:
         uniforms: (n, tries, 2) in [0, 1).
-        alpha: above 0; the larger, the more tries are rejected.
+        alpha: alpha above 0; the larger, the more tries are rejected.
     Returns:
         (n,) in [0, 1].
     """
@@ -66,7 +66,7 @@ class Mixing:
     """Mixes micro-batches of one process.
 
     Args:
-        config: as a recipe has it.
+        config: config as a recipe has it.
     """
 
     def __init__(self, config: MixingConfig):
@@ -104,8 +104,8 @@ class Mixing:
 
         Args:
             targets: (B,) int64.
-            shares: from ``__call__``.
-            dtype: of the labels.
+            shares: shares from ``__call__``.
+            dtype: data type of the labels.
         Returns:
             (rows, num_classes), rows sum to 1.
         """

@@ -101,7 +101,7 @@ class KeyQueue(nn.Module):
     Args:
         length: keys kept, K.
         embedding_dim: D.
-        seed: of the first, random keys.
+        seed: seed of the first, random keys.
 
     Attributes:
         keys: buffer (K, D), unit rows.

@@ -181,8 +181,8 @@ def materialize_(module: nn.Module, full_name: str, seed: int) -> None:
 
     Args:
         module: a unit about to be sharded, or a whole model; parts that have values are left alone.
-        full_name: of ``module`` in the model; empty for the model itself.
-        seed: of the run.
+        full_name: full name of ``module`` in the model; empty for the model itself.
+        seed: seed of the run.
     Raises:
         ConfigError: a module cannot initialize what it owns.
     """

@@ -35,7 +35,7 @@ def initialize_(model: nn.Module, seed: int) -> None:
 
     Args:
         model: whole and unsharded; on any device, in any number format.
-        seed: of the run.
+        seed: seed of the run.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     _initialize(modules, {name: name for name in modules}, seed)
@@ -49,11 +49,11 @@ class FirstWeights:
 
     Args:
         model: just built.
-        seed: of the run.
+        seed: seed of the run.
         drawn_as: name of a head -> the name it is drawn by in place of its own.
 
     Attributes:
-        loaded: by full name what gives weights to begin with in place of those drawn.
+        loaded: weights to begin with in place of drawn ones, by full name.
     """
 
     def __init__(self, model: nn.Module, seed: int, drawn_as: Mapping[str, str] | None = None):

@@ -95,7 +95,7 @@ def write_adapter(trunk: nn.Module, folder: Path) -> None:
     """Write adapters as peft opens them over the library's own model: adapter_model.safetensors, adapter_config.json.
 
     Args:
-        trunk: with adapters; on the CPU.
+        trunk: trunk with adapters; on the CPU.
         folder: exists.
     """
     configs: Any = trunk.peft_config

@@ -54,7 +54,7 @@ class Taps:
     Args:
         trunk: whole, not wrapped. It may have ``tap(name) -> LayerTap | None`` for names of its own; every other name
             is the path of a module, whose output must be maps, vectors or a list of them.
-        entries: of LINEAR_EVAL_FEAT_POOL_OPS_MAP, one per head.
+        entries: entries of LINEAR_EVAL_FEAT_POOL_OPS_MAP, one per head.
         should_flatten: make vectors of what is pooled.
     Raises:
         ConfigError: a name is neither.
@@ -399,7 +399,7 @@ def build_model(model_config: ModelConfig | TeacherModel, num_classes: int = 0) 
 
     Args:
         model_config: ``config.MODEL`` after resolution, or the teacher under ``config.DISTILLATION``.
-        num_classes: of the images, for a head whose last width is -1; 0: they have none.
+        num_classes: number of classes of the images, for a head whose last width is -1; 0: they have none.
 
     Raises:
         ConfigError: a name or a key is wrong, or a head does not fit the trunk.

@@ -101,7 +101,7 @@ def to_our_names(names: Iterable[str], ours: Iterable[str] = ()) -> Renamed:
     classy-vision's, torchvision's and timm's are understood. ``heads.`` is kept; ``fc.`` is the first head's layer.
 
     Args:
-        names: of the tensors from elsewhere.
+        names: names of the tensors from elsewhere.
         ours: names in the model, which tell where the units of a ``timm/...`` trunk are.
     """
     by_timm_name = {timm_name(name): name for name in ours if name.startswith(_TIMM_TRUNK)}

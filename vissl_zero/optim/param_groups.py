@@ -38,9 +38,9 @@ class ParamGroup:
         params: full names, in the model's order.
         is_head: under ``heads.``; follows the head's schedules.
         is_decayed: follows the weight decay; the others have 0.
-        weight_decay: at the start; a schedule may change it.
-        lr_factor: of the scheduled learning rate.
-        wd_factor: of the scheduled weight decay; ``weight_decay`` has it already.
+        weight_decay: weight decay at the start; a schedule may change it.
+        lr_factor: factor of the scheduled learning rate.
+        wd_factor: factor of the scheduled weight decay; ``weight_decay`` has it already.
         has_constant_lr: follows no schedule, but has its largest value throughout.
     """
 

@@ -58,7 +58,7 @@ def update_rule(
 
     Args:
         optimizer: left as it is; copies of it run, without its state, with the settings of each group.
-        shapes: of the full parameters of each group.
+        shapes: shapes of the full parameters of each group.
         is_flattened: pieces will be one-dimensional, not rows.
     Raises:
         ConfigError: it couples tensors (a global norm, one step size for all), it is random, or it cannot be tried.
@@ -244,7 +244,7 @@ def trial(optimizer: torch.optim.Optimizer, params: Mapping[int, Sequence[nn.Par
 
     Args:
         optimizer: left as it is. One that wraps another over the same groups is copied with it.
-        params: by position of the group whose options they get. Other groups are left out.
+        params: parameters by the position of the group whose options they get. Other groups are left out.
     """
     groups = []
     for index, own in params.items():

@@ -53,7 +53,7 @@ class MuonAdamW(GroupOptimizer):
 
     Args:
         params: parameters or groups; a group with ``use_muon=False`` is left to AdamW.
-        lr: of both: with ``adjust_lr_fn="match_rms_adamw"`` Muon's updates have the size of AdamW's.
+        lr: learning rate of both: with ``adjust_lr_fn="match_rms_adamw"`` Muon's updates have the size of AdamW's.
         weight_decay: decoupled, of both.
         momentum, nesterov, ns_steps, adjust_lr_fn: of ``torch.optim.Muon``.
         betas, eps: of ``torch.optim.AdamW``.
@@ -260,8 +260,8 @@ class Shampoo(GroupOptimizer):
 
     Args:
         params: parameters or groups.
-        lr: of Adam's size.
-        betas: of the running mean, and of all running squares.
+        lr: learning rate, of Adam's size.
+        betas: betas of the running mean, and of all running squares.
         eps: added to the root of Adam's running square.
         matrix_eps: added to L and R before the root, as a share of their largest eigenvalue.
         weight_decay: decoupled.

@@ -53,7 +53,7 @@ class DryRun:
         forecast: units and memory.
         num_params, num_trained: elements of the model, and those the optimizer updates.
         num_images, steps_per_epoch, num_steps: length of the run.
-        class_names: of the images; empty without labels, and where images are assumed.
+        class_names: class names of the images; empty without labels, and where images are assumed.
         crops: number, height and width in pixels of an image's crops at each resolution.
         assumed: sentences on what was assumed of the images; empty where they are here.
         lr_first, lr_peak, lr_last: learning rate of the trunk at the first step, at its highest and at the last step.
@@ -107,8 +107,8 @@ class Stage:
 
     Attributes:
         plan: the resolved run.
-        forecaster: to be called in ``mode``.
-        mode: of the fake tensors.
+        forecaster: forecaster to be called in ``mode``.
+        mode: mode of the fake tensors.
         model, method, groups, loader: of the run.
         crops, assumed: see ``DryRun``.
     """
@@ -167,7 +167,7 @@ def set_stage(plan: ResolvedRun, check: Callable[[nn.Module], object] | None = N
     """Build everything but the processes. Cost: indexing the data, reading a few images, a second or two.
 
     Args:
-        plan: of the run.
+        plan: plan of the run.
         check: gets the model on the meta device, if the images are here, and raises what the run would be refused for.
     Raises:
         ConfigError, DataError: what the run would be refused for.

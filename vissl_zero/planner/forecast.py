@@ -51,7 +51,7 @@ class Forecast:
 
     Attributes:
         wrap_plan: the units.
-        memory: of the rank that holds most, after the last backward pass of a step, as ``metrics.jsonl`` has it;
+        memory: memory of the rank that holds most, after the last backward pass of a step, as ``metrics.jsonl`` has it;
             ``peak`` is 0 (it depends on the allocator and the machine). Parameters, gradients and optimizer state are
             counted wherever they are; of the teacher, what is in memory.
         step: memory over a step; None where it is not known.
@@ -74,9 +74,9 @@ class Recomputable(NamedTuple):
     """A block that may be run again in the backward pass.
 
     Attributes:
-        name: of the unit.
-        saved_bytes: of activations that are then not kept.
-        seconds: that its forward pass takes once more, estimated, for one micro-batch.
+        name: name of the unit.
+        saved_bytes: saved bytes of activations that are then not kept.
+        seconds: seconds that its forward pass takes once more, estimated, for one micro-batch.
     """
 
     name: str
@@ -91,18 +91,18 @@ class Subject:
     Attributes:
         model: changed in place.
         groups: parameter groups.
-        build_optimizer: as for ``Strategy.shard``.
+        build_optimizer: see ``Strategy.shard``.
         world_size, num_nodes: ranks and machines of the run.
         device_type: "cpu" or "cuda".
         run_forward: runs the model and the loss on one micro-batch; the loss, and what the loop holds meanwhile.
         inputs: images of that micro-batch.
-        step_outputs: with exact accumulation, what it holds of each micro-batch until the end of the step.
+        step_outputs: what exact accumulation holds of each micro-batch until the end of the step.
         is_averaged: a running average of the weights is kept (``Sharded.average``).
         is_uniform: parameter groups differ in their rates and their weight decay alone.
         teacher: the teacher that ``Sharded.adopt_teacher`` will get.
         loss: buffers of it are counted.
-        machine: whose rates estimate the time; None: what is assumed of the device.
-        num_threads: of torch in a rank, on the CPU.
+        machine: machine whose rates estimate the time; None: what is assumed of the device.
+        num_threads: number of threads of torch in a rank, on the CPU.
     """
 
     model: nn.Module
@@ -129,7 +129,7 @@ class Forecaster:
 
     Args:
         subject: what is trained.
-        plan: whose number formats all plans asked about share.
+        plan: plan whose number formats all plans asked about share.
     """
 
     def __init__(self, subject: Subject, plan: ShardingPlan):

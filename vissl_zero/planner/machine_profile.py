@@ -26,15 +26,15 @@ class MachineProfile:
     """Rates that a rank sees.
 
     Attributes:
-        name: for people.
-        flops: of matrix products in float32, a second.
+        name: name for people.
+        flops: operations a second of matrix products in float32.
         half_flops: the same in float16 or bfloat16.
         memory: bytes a second where it computes.
         near_link, far_link: bytes a second a rank sends to others on its machine, and to other machines.
         host: bytes a second between device and host memory.
         disk: bytes a second of a rank's share of a local disk.
         operation_s: seconds that one operation costs beside what it computes.
-        convolution_share: of the rate of matrix products, what convolutions reach, forward and backward.
+        convolution_share: rate of convolutions over that of matrix products, forward and backward.
         fresh: bytes per second at which the system provides fresh memory, on a CPU; None: free of cost.
         block_s: seconds that a large block of fresh memory costs beside its bytes.
         reduce_link: bytes per second that a rank sends in an all-reduce on its machine; None: ``near_link``.

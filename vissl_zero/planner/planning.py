@@ -53,13 +53,13 @@ class Planned:
     """A recipe and all ways to run it.
 
     Attributes:
-        config: as composed.
+        config: config as composed.
         plan: the run as it would be at level 0.
         candidates: cheapest first.
-        budget: of a rank.
+        budget: budget of a rank.
         assumed: sentences on what was assumed of the images.
-        num_images: of the run.
-        machine: whose rates time the candidates.
+        num_images: number of images of the run.
+        machine: machine whose rates time the candidates.
     """
 
     config: RunConfig
@@ -96,7 +96,7 @@ def fit_plans(composed: Composed, run_dir: str | Path = "/nowhere", free_bytes: 
     Args:
         composed: a configuration whose ZERO.LEVEL is fit.
         run_dir: where it would write.
-        free_bytes: of this machine; None: what is free in this process.
+        free_bytes: free bytes of this machine; None: what is free in this process.
     Raises: as ``fitted``.
     """
     planned = plan_run(composed.run, composed.recipe, run_dir, free_bytes)
@@ -118,10 +118,10 @@ def plan_run(
     """Forecast every way to run a recipe that trains the same.
 
     Args:
-        cfg: as ``compose`` gives it; with ``DRY_RUN`` images need not be here.
+        cfg: configuration as ``compose`` gives it; with ``DRY_RUN`` images need not be here.
         recipe: what ``config=`` named.
         run_dir: where it would write.
-        free_bytes: of this machine; None: what is free in this process.
+        free_bytes: free bytes of this machine; None: what is free in this process.
     Raises:
         ConfigError, DataError: what the run would be refused for.
     """
@@ -319,13 +319,13 @@ class Past:
     """A plan that was run.
 
     Attributes:
-        folder: of the run.
-        plan: for people.
+        folder: folder of the run.
+        plan: description for people.
         steps: optimizer steps that were run with it, those that were repeated afterward included.
         forecast_bytes: most a rank would hold (``StepMemory.resident_bytes``); None: not known.
-        measured_bytes: of rank 0, most so far beyond ``held_bytes`` (CPU), or what torch had allocated at most (GPU);
-            None: not known.
-        held_bytes: that rank 0 held beside the plan; None: not known.
+        measured_bytes: measured bytes of rank 0, most so far beyond ``held_bytes`` (CPU), or what torch had allocated
+            at most (GPU); None: not known.
+        held_bytes: held bytes that rank 0 held beside the plan; None: not known.
         outcome: "done", "out of memory" or "not done".
     """
 

@@ -85,12 +85,12 @@ class BlockReplay:
         """Replay some steps.
 
         Args:
-            trace: of a micro-batch.
+            trace: trace of a micro-batch.
             changes: place among its deltas and marks, kind, and bytes of blocks that come, or of all that go, negative.
             spikes: place, bytes, kind of what comes and goes at once.
             images: bytes of those of a step.
             states: optimizer state that the first update makes.
-            temporaries: of an update.
+            temporaries: temporaries of an update.
         """
         at: dict[int, list[tuple[str, list[int]]]] = defaultdict(list)
         for place, kind, sizes in changes:

@@ -71,8 +71,8 @@ def step_seconds(  # noqa: PLR0913
         micro_batches: per step.
         machine: its rates.
         device_type: "cpu" or "cuda": on the CPU the tier ``cpu`` is where state is anyway.
-        memory: of the same step; None where it is not known.
-        num_threads: of a rank, on the CPU: they share the arithmetic.
+        memory: memory of the same step; None where it is not known.
+        num_threads: number of threads of a rank, on the CPU: they share the arithmetic.
     """
     num_ranks = plan.ranks_per_copy(world_size)
     compute = work_seconds(trace.work, plan, machine, num_threads)

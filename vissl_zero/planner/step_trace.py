@@ -56,8 +56,8 @@ class Work:
 
     Attributes:
         flops, moved_bytes: floating-point operations, and bytes read and written: one entry for each kind and bin.
-        num_operations: that were run.
-        num_messages: of them, collectives.
+        num_operations: number of operations that were run.
+        num_messages: number of collectives among them.
     """
 
     flops: tuple[int, ...] = (0,) * (_BINS * len(Kernel))
@@ -179,8 +179,8 @@ class Mark:
     Attributes:
         place: number of entries of ``StepTrace.deltas`` that come before it.
         moment: what happens.
-        name: of the unit (its first module), or of the parameter whose gradient is finished.
-        num_bytes: of that gradient's storage.
+        name: name of the unit (its first module), or of the parameter whose gradient is finished.
+        num_bytes: bytes of that gradient's storage.
     """
 
     place: int
@@ -196,11 +196,11 @@ class StepTrace:
     Attributes:
         deltas: bytes of activations and temporaries, positive where made and negative where freed, in order. A finished
             gradient leaves this account for that of gradients.
-        marks: in order.
-        input_bytes: of the images, alive throughout.
-        work: of all operations, those of a recomputation included.
+        marks: marks in order.
+        input_bytes: input bytes of the images, alive throughout.
+        work: work of all operations, those of a recomputation included.
         kept_bytes: alive when the loss is known.
-        forward_work: of the forward pass alone, by unit.
+        forward_work: forward work of the forward pass alone, by unit.
         scratch: bytes that kernels of a CPU take while they run, beside their outputs; by the number of deltas before.
     """
 
@@ -242,7 +242,7 @@ class Recorder(TorchDispatchMode):
 
     Attributes:
         trace: what was noted.
-        works: for each of its marks, what was done before it.
+        works: work done before each of its marks.
         is_backward: the loss is known: modules that are entered now are run again.
     """
 
@@ -352,7 +352,7 @@ def record_step(
         wrap_plan: its units at level 3, whose names the marks carry.
         run_forward: runs teacher, model and loss; the loss, and what the loop holds beside it until the update.
         inputs: what every micro-batch holds before it begins.
-        teacher: whose units are marked too.
+        teacher: teacher whose units are marked too.
         others: tensors of other accounts (buffers of the loss).
     """
     constants = Storages([*model.parameters(), *model.buffers(), *inputs, *others])

@@ -259,7 +259,7 @@ class Progress:
     """Follows a run step by step.
 
     Attributes:
-        loss_first: of the first step that was not skipped, None before.
+        loss_first: loss of the first step that was not skipped, None before.
         num_skipped: steps the loss scaler skipped.
         images_per_s, data_wait: running means; NaN before the first step.
         losses: the loss so far.

@@ -55,7 +55,8 @@ def verdict(run: DryRun, budget: Budget | None = None) -> tuple[bool, list[str]]
 
     Args:
         run: what was found.
-        budget: that ``fit`` chose the plan for; None: ZERO.MEMORY_GB, or what the machine has, less the process itself.
+        budget: budget that ``fit`` chose the plan for; None: ZERO.MEMORY_GB, or what the machine has, less the process
+            itself.
     """
     if budget is None:
         available, what = room(run.plan)

@@ -57,7 +57,7 @@ def plan_lines(planned: Planned, overrides: Sequence[str] = (), recipe_images: i
     Args:
         planned: a recipe.
         overrides: the user's, for the command that runs the chosen plan.
-        recipe_images: in a step of the recipe itself; None: not looked up.
+        recipe_images: recipe images in a step of the recipe itself; None: not looked up.
     """
     plan, chosen = planned.plan, planned.chosen
     images = f"{plan.global_batch:,} images a step"

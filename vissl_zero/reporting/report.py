@@ -215,8 +215,8 @@ def segmented_samples(segmented: Sequence[SegmentedImage], transforms: Sequence[
     """Show images as the model got them, each with mask and prediction in PASCAL VOC's colors.
 
     Args:
-        segmented: of TEST.
-        transforms: of evaluation, for the mean and standard deviation to undo.
+        segmented: images of TEST with their masks.
+        transforms: transforms of evaluation, for the mean and standard deviation to undo.
     """
     mean, std = normalization(transforms)
     colors = voc_colors()

@@ -45,7 +45,7 @@ class Row:
         name: its folder's.
         values: swept key -> value as text.
         state: "done", "failed (2)" with the exit code, or "not done".
-        summary: of the run; empty if it did not come to its end.
+        summary: summary of the run; empty if it did not come to its end.
     """
 
     name: str

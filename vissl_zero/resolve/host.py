@@ -30,8 +30,8 @@ class Host:
     Attributes:
         num_gpus: usable ones.
         why_no_gpu: a clause that says why there is none, else empty.
-        num_cores: that this process may use.
-        num_idle_cores: of them, those that nothing else keeps busy now; None: not looked at.
+        num_cores: number of cores that this process may use.
+        num_idle_cores: number of them that nothing else keeps busy now; None: not measured.
         num_threads: OMP_NUM_THREADS, if the user has set it, else None.
         assumed: a sentence on what of it is not so here (a dry run of another machine), else empty.
         torchrun: (world size, local world size) if torchrun started this process, else None.

@@ -148,7 +148,7 @@ def engine_problems(
     """Check what cannot be done, each with the reason.
 
     Args:
-        name: as given.
+        name: name as given.
         level: ZeRO level.
         is_half: half precision is asked for, or comes with ``type=``.
         is_offloaded: the optimizer or parameters rest elsewhere.

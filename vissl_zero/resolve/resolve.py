@@ -82,7 +82,7 @@ def resolve(
     """Check a configuration and decide every derived value. Imports the user's modules (``IMPORTS``), never torch.
 
     Args:
-        cfg: as ``compose`` gives it.
+        cfg: configuration as ``compose`` gives it.
         run_dir: the run folder where CHECKPOINT.DIR is null.
         recipe: what ``config=`` named.
         written: the tree with ``${...}`` as written (``Composed.written``), so that their values can be masked on disk.

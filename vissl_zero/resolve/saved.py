@@ -114,7 +114,7 @@ def config_data(config: RunConfig, learns_from_other: bool) -> dict[str, Any]:
     """Return the tree as plain containers: without blocks that are not chosen, and VISSL's unused keys at defaults.
 
     Args:
-        config: with the keys of the chosen components filled in.
+        config: config with the keys of the chosen components filled in.
         learns_from_other: keep the model under DISTILLATION.
     """
     tree = without_vissl_keys(asdict(config))

@@ -185,7 +185,7 @@ def narrow_problems(
 
     Args:
         key, value: that ask for them.
-        engine: of the run.
+        engine: engine of the run.
         is_on_disk: optimizer state or parameters are on NVMe.
         others: further settings -> whether they are there.
     """

@@ -20,7 +20,7 @@ class ParamFacts:
     """A parameter as far as memory goes.
 
     Attributes:
-        shape: of the whole.
+        shape: shape of the whole.
         itemsize: bytes of an element.
         unit: first module of the unit that holds it at level 3.
         is_trained: an optimizer updates it.
@@ -95,7 +95,7 @@ def params_on_disk(params: Mapping[str, ParamFacts], plan: ShardingPlan, num_ran
     Args:
         params: facts of a model's parameters.
         plan: where they rest.
-        num_ranks: that share one copy of the state.
+        num_ranks: number of ranks that share one copy of the state.
     """
     if not plan.offload_params.is_on_disk:
         return {}
@@ -115,7 +115,7 @@ def gathered_bytes(params: Mapping[str, ParamFacts], plan: ShardingPlan, num_ran
     Args:
         params: facts of a model's parameters.
         plan: level and number formats.
-        num_ranks: that share one copy of the state.
+        num_ranks: number of ranks that share one copy of the state.
     """
     units = whole_units(params, num_ranks)
     if plan.level == 0:

@@ -71,7 +71,7 @@ class ModelSetup:
         build_optimizer: called once with this rank's shards; None for a model that is not trained.
         plan: level, clipping, precision.
         wrap_plan: the units.
-        device: of the computation.
+        device: device of the computation.
         fill: gives a unit its weights, where it was built without memory for them.
     """
 
@@ -300,7 +300,7 @@ class ShardedModel:
             teacher: if it ``follows``, a copy of the model, possibly without some parts; else any model.
             follows: ``follow`` will be called, and batch norm takes the statistics of the teacher's own batches; else
                 it runs in evaluation mode throughout, and saved states leave it out: ``fill`` gives it again.
-            fill: as for ``Strategy.shard``.
+            fill: see ``Strategy.shard``.
 
         Raises:
             VisslZeroError: this engine cannot cut it as the model.

@@ -110,7 +110,7 @@ def with_vissl_keys(path: str) -> Callable[[type[T]], type[T]]:
     """Decorate a class, above ``@dataclass``: add the tables' keys under ``path`` that it does not have itself.
 
     Args:
-        path: of the block under ``config:``; empty for the root.
+        path: path of the block under ``config:``; empty for the root.
     """
 
     def decorate(cls: type[T]) -> type[T]:

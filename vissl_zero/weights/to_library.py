@@ -71,7 +71,7 @@ class Exported:
     """What was written.
 
     Attributes:
-        folder: of the files.
+        folder: folder of the files.
         call: Python that opens it; ``model`` and ``images`` follow from it.
         difference: the largest between features of the opened model and of the trunk, on random images.
         notes: sentences on what the folder lacks.
@@ -90,7 +90,7 @@ class Source:
     Attributes:
         trunk: takes a list of images (B, 3, H, W), gives a list of features; in evaluation mode, on the CPU.
         config: ``MODEL.TRUNK`` that builds it.
-        views: of evaluation.
+        views: views of evaluation.
     """
 
     trunk: nn.Module

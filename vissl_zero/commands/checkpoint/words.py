@@ -271,7 +271,7 @@ def table(rows: Iterable[Sequence[object]], titles: Sequence[str] = (), right: S
 
     Args:
         rows: cells; anything.
-        titles: of the columns; none: no header.
+        titles: titles of the columns; none: no header.
         right: columns to align to the right.
     """
     cells = [[printable(cell) for cell in row] for row in rows]

@@ -135,7 +135,7 @@ class TimmTrunk(nn.Module):
         """Compute pooled features (b_r, F) of R image tensors (b_r, 3, H_r, W_r).
 
         Args:
-            images: of each resolution.
+            images: images of each resolution.
             return_maps: give the last maps (b_r, map_dim, h_r, w_r) too, before the features.
         """
         maps: list[Tensor] = []

@@ -39,7 +39,7 @@ class TransformerTrunk(nn.Module):
         vit: built with ``dynamic_img_size=True`` and without a classifier; taken apart.
         use_mask_token: make the vector that stands for masked patches.
         patch_drop_rate: share of patches left out in training.
-        position_resize: as for ``interpolated``.
+        position_resize: see ``interpolated``.
 
     Attributes:
         feature_dim: D, of pooled features and of tokens.

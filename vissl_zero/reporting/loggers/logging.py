@@ -34,7 +34,7 @@ class Logging(Hook):
     Comes last, after every hook that adds results or writes files. Cost: 0.02 to 0.2 ms per step and logger, on rank 0.
 
     Args:
-        names: of the loggers.
+        names: names of the loggers.
         console: where warnings go.
     Raises:
         RegistryError: a name is unknown.

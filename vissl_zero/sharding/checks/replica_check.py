@@ -118,7 +118,7 @@ class StepCheck:
     """Compares, before every update, what must be the same on all ranks.
 
     Args:
-        device: of the model; used where the process group has no CPU backend.
+        device: device of the model; used where the process group has no CPU backend.
     """
 
     def __init__(self, device: torch.device):
@@ -204,7 +204,7 @@ class ParameterGuard:
     Args:
         module: already sharded.
         shards: this rank's part of every parameter.
-        optimizer: that runs on them; from now on only inside ``own_step``.
+        optimizer: optimizer that runs on them; from now on only inside ``own_step``.
     """
 
     def __init__(self, module: nn.Module, shards: Iterable[Shard], optimizer: torch.optim.Optimizer):

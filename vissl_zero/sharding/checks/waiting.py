@@ -61,7 +61,7 @@ def waiting(call: str) -> Iterator[None]:
     """Note a call that every rank must make. A context. Cost: some microseconds.
 
     Args:
-        call: as the loop has written it, for people.
+        call: call as the loop has written it, for people.
     Raises:
         VisslZeroError: other ranks did not take part within the time limit, or have ended.
     """

@@ -55,11 +55,11 @@ class GradientAverage:
 
     Args:
         params: the same on every rank, in the order of the model; those without ``requires_grad`` are left out.
-        timeout_s: of a collective.
+        timeout_s: timeout of a collective, in seconds.
         bucket_bytes: gradients sent at once.
 
     Attributes:
-        sent_bytes: of gradients, as a ring all-reduce sends them.
+        sent_bytes: sent bytes of gradients, as a ring all-reduce sends them.
 
     Cost per backward pass: one all-reduce of the gradients, and two of at most two bytes per parameter.
     """

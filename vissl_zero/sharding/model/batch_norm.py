@@ -188,7 +188,7 @@ def batch_norm_group(ranks_per_group: int, timeout_s: float) -> dist.ProcessGrou
 
     Args:
         ranks_per_group: consecutive ranks that share statistics; -1: all; 0: none.
-        timeout_s: of the collectives of a new group.
+        timeout_s: timeout of the collectives of a new group, in seconds.
     Raises:
         ConfigError: it does not divide the world.
     Cost: collective over the world where it is neither all nor one.
@@ -215,7 +215,7 @@ def synchronize_(layer: _BatchNorm, group: dist.ProcessGroup | None) -> None:
     """Make ``layer`` share its statistics among ``group``, in place.
 
     Args:
-        layer: of a class of torch's, timm's BatchNormAct2d, or of a class derived from ``nn.SyncBatchNorm`` whose
+        layer: layer of a class of torch's, timm's BatchNormAct2d, or of a class derived from ``nn.SyncBatchNorm`` whose
             forward pass calls its parent's.
         group: every member must run the same layers in the same order, with any number of rows, zero included. None:
             this rank's batch alone.

@@ -41,8 +41,8 @@ def compile_units(model: nn.Module, units: Sequence[nn.Module], backend: str) ->
 
     Args:
         model: not sharded yet.
-        units: to compile.
-        backend: of ``torch.compile``: "inductor", or "aot_eager", which traces and makes no code.
+        units: units to compile.
+        backend: backend of ``torch.compile``: "inductor", or "aot_eager", which traces and makes no code.
     """
     chosen = set(units)
     names = {
@@ -64,7 +64,7 @@ class _Compiler:
     """Compiles the units of one model, and reports its progress and what it could not compile.
 
     Args:
-        names: of the units.
+        names: names of the units.
         backend: what makes code of a graph.
     """
 

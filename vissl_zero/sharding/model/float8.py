@@ -251,8 +251,8 @@ class Float8Linear(nn.Linear):
     """A linear layer that multiplies in float8. Its parameters, and the format of its output, are ``nn.Linear``'s.
 
     Attributes:
-        kind: of matrix that it multiplies.
-        least_capability: of a GPU that multiplies such matrices.
+        kind: kind of matrix that it multiplies.
+        least_capability: least capability of a GPU that multiplies such matrices.
         is_sent: the weight is rounded first, as ranks send it; its gradient is that of the rounded one.
     """
 

@@ -159,9 +159,9 @@ class RoundedKernel(UpdateKernel):
 
     Args:
         optimizer: built over float32 proxies.
-        shards: by position of the parameter.
+        shards: shards by position of the parameter.
         rounding: "stochastic" or "kahan".
-        seed: of the run.
+        seed: seed of the run.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, shards: Sequence[Shard], rounding: str, seed: int):
@@ -214,9 +214,9 @@ def rounded(build_optimizer: OptimizerFactory, plan: ShardingPlan, shards: Seque
     """Wrap ``build_optimizer`` for parameters in bfloat16, where the plan has them. Not a collective.
 
     Args:
-        build_optimizer: of the base optimizer.
+        build_optimizer: builds the base optimizer.
         plan: number formats, seed.
-        shards: that are to be trained, all in memory.
+        shards: shards that are to be trained, all in memory.
     Raises:
         ConfigError: (from the result) the optimizer cannot be run on pieces.
     """

@@ -170,7 +170,7 @@ class StatePlace(ABC):
         kernel: the base optimizer.
     Attributes:
         mapping: what ``optimizer.state`` is.
-        file: of a record per chunk; None if the state is in memory.
+        file: file of a record per chunk; None if the state is in memory.
         record_bytes: size of the largest record.
     """
 
@@ -249,7 +249,7 @@ class StateOnDisk(StatePlace):
     Args:
         params: all parameters.
         kernel: the base optimizer.
-        chunks: of the parameters.
+        chunks: chunks of the parameters.
         folder: where the file goes.
         is_fast_init: leave the file's blocks untouched until they are first written.
     Raises:

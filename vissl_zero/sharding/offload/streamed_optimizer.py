@@ -54,8 +54,8 @@ class StreamedOptimizer(torch.optim.Optimizer):
         folder: where the file of state goes, removed with this object or at the end of the process; None: the state
             stays in memory.
         is_fast_init: leave the file's blocks untouched until they are first written.
-        store: of parameters and gradients on a disk, closed with this object; None: there are none.
-        stored: by position in the list of all parameters, the index in ``store`` of those that are there.
+        store: store of parameters and gradients on a disk, closed with this object; None: there are none.
+        stored: index in ``store`` of the parameters that are there, by position in the list of all parameters.
     Raises:
         OffloadError: the disk has no room.
     """
@@ -287,9 +287,9 @@ class WholeStates(MutableMapping[Any, dict[str, Any]]):
     Tensors rest in the file; numbers, and tensors without dimensions, in memory.
 
     Args:
-        params: that this rank updates.
+        params: parameters that this rank updates.
         sizes: bytes of room for the state of each; see ``padded_bytes``.
-        folder: of the file, removed with this object or at the end of the process.
+        folder: folder of the file, removed with this object or at the end of the process.
         is_fast_init: leave the file's blocks untouched until they are first written.
     Raises:
         OffloadError: the disk has no room.

@@ -37,7 +37,7 @@ def stored_parameters(units: Sequence[Sequence[StoredParam]], plan: OffloadPlan)
 
     Args:
         units: the shards of each unit. The first of them stay in memory, as many as ``plan.max_in_cpu`` allows.
-        plan: of parameters.
+        plan: plan of parameters.
     Raises:
         OffloadError: a rank has no disk space or cannot use the folder.
     """
@@ -61,9 +61,9 @@ def offloaded(
     and the optimizer is the base optimizer itself.
 
     Args:
-        build_optimizer: of the base optimizer, over local shards.
+        build_optimizer: builds the base optimizer over local shards.
         plan: level and tiers.
-        store: of parameters on a disk, or None.
+        store: store of parameters on a disk, or None.
         shards: the shards that are to be trained.
     Raises:
         ConfigError: (from the result) the optimizer cannot be streamed.
@@ -109,9 +109,9 @@ def whole_states(
     """Open a place on the disk for the state of full tensors, or None if it stays in memory. Collective.
 
     Args:
-        plan: of the optimizer.
+        plan: plan of the optimizer.
         optimizer: left as it is; its state of each parameter is tried out.
-        params: that this rank updates, in groups of ``optimizer``.
+        params: parameters that this rank updates, in groups of ``optimizer``.
     Raises:
         OffloadError: a rank has no disk space or cannot use the folder.
     """

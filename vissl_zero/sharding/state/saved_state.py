@@ -32,10 +32,10 @@ class Part:
 
     Attributes:
         name: ``model/<full name>``, ``optimizer/<key>/<full name of the parameter>``, ...
-        full_shape: of the full tensor.
+        full_shape: shape of the full tensor.
         first_element: place of the first element in the full tensor, flattened.
         num_elements: length of the run.
-        dtype: of the elements.
+        dtype: data type of the elements.
         read: gives them, (num_elements,) or any shape of as many; memory may be shared with training.
         is_streamed: ``read`` takes them from a disk, so that a copy in memory would defeat their offload tier.
     """

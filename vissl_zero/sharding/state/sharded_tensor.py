@@ -108,9 +108,9 @@ class ShardedTensor(DTensor):
     """See the module. Made by giving a ``DTensor`` this class, or by an operation of the table.
 
     Attributes:
-        store: of a parameter, where its values rest; None for what was computed.
+        store: where a parameter's values rest; None for what was computed.
         owner: the parameter whose memory this shares; None for what was computed.
-        is_spent: of a parameter: the last update has used its gradient up.
+        is_spent: whether the last update has used up a parameter's gradient.
     """
 
     store: Store | None = None

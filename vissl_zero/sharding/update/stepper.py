@@ -33,7 +33,7 @@ class StepResult:
         loss_scale: the scale that was used, 1.0 without loss scaling.
         names: full names of the parameters that took part, in the order of the optimizer's groups.
         grad_sq: (len(names),) squared norms of their gradients, on the device.
-        histograms: of their weights and gradients, where asked for and not skipped.
+        histograms: histograms of their weights and gradients, where asked for and not skipped.
     """
 
     grad_norm: Tensor
@@ -130,7 +130,7 @@ class Stepper:
         shards: the trained parameters; the same names in the same order on every rank.
         optimizer: over their ``local`` tensors.
         adaptation: layer-wise adaptation of the gradients, or None.
-        clipping: of the gradients, or None.
+        clipping: clipping of the gradients, or None.
         loss_scale: None without float16.
         group: the ranks among which parameters are sharded; None where every rank has them whole, with equal gradients.
     """

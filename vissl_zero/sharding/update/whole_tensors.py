@@ -71,9 +71,9 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
     groups list all shards; during a step, they list the full tensors that this rank owns. ``state`` is by these.
 
     Args:
-        build: of the optimizer, over full tensors.
+        build: builds the optimizer over full tensors.
         groups: its groups, over ``local`` of ``shards``.
-        shards: of all trained parameters, the same names in the same order on every rank.
+        shards: shards of all trained parameters, the same names in the same order on every rank.
         group: the ranks among which they are cut. Every one of them must construct it, and call ``step``.
         tier: where the state is stored.
         comm: among the ranks of ``group``, for shards in the host's memory; None: the group's own collectives.
@@ -82,8 +82,8 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
         OffloadError: a rank has no disk space or cannot use the folder.
     Attributes:
         inner: the optimizer.
-        adaptation: that ``build`` returned.
-        owned: by full name, the full tensors of this rank; without memory between steps.
+        adaptation: adaptation that ``build`` returned.
+        owned: full tensors of this rank by full name; without memory between steps.
     Cost: a step moves (N-1)/N of all gradients to owners, of all parameters where ranks hold rows only, and of all
     parameters back; a rank holds 1/N of both in full during the step. ``num_sent``: bytes that this rank sent to others
     so far.
@@ -333,8 +333,8 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
 
         Args:
             received, sent: by rank, tensors (n,).
-            num_times: by tensor, how many times its elements are sent: values, gradients or both.
-            to_owners: from shards to owners; else back.
+            num_times: how many times the elements of each tensor are sent: values, gradients or both.
+            to_owners: whether they go from shards to owners; else back.
         """
         me = self._group.rank()
         for target, values in zip(received[me], sent[me], strict=True):

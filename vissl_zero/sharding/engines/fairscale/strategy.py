@@ -205,7 +205,7 @@ class _OwnedByRank(ShardedModel):
     """What levels 1 and 2 have in common. See ``ShardedModel``.
 
     Args:
-        setup: as in ``ShardedModel``.
+        setup: see ``ShardedModel``.
         oss: has dealt its parameters.
         model: what to call, where that is a wrapper around the model.
     """

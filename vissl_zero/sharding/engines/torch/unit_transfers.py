@@ -62,7 +62,7 @@ def use_communicator(
     fetched ahead would occupy more memory.
 
     Args:
-        units: of one model; their places here are their numbers.
+        units: units of one model; their places here are their numbers.
         comm: among the ranks that share it.
         announce: called before each message with the number of its unit.
         keeps_buffers: keep buffers for the next unit; False where memory matters more than the time to clear it.
@@ -111,8 +111,8 @@ class Packing:
     A message is bytes: the rest, then values of weights, then their scales, then zeros up to a whole number of words.
 
     Args:
-        shapes: of this rank's part of each parameter, in order, padded; equal on every rank.
-        is_float8: of each parameter, whether it is sent so.
+        shapes: shapes of this rank's part of each parameter, in order, padded; equal on every rank.
+        is_float8: whether each parameter is sent as float8.
     """
 
     _WORD = 16  # bytes, which the size of an element of any format divides
@@ -228,8 +228,8 @@ class _AllGather:
         It is another rank's part of the buffer: overwritten when the message arrives, which is after it was sent.
 
         Args:
-            numel: of all that this rank sends in the next gather.
-            dtype: of it.
+            numel: number of elements of all that this rank sends in the next gather.
+            dtype: its data type.
         """
         num_ranks = self._comm.num_ranks
         if not self._buffer.is_kept or num_ranks == 1:
@@ -291,9 +291,9 @@ class UnitOnDisk:
 
     Args:
         unit: just wrapped, with its shards in memory; those that the store knows are moved there.
-        position: of the unit in the store.
+        position: position of the unit in the store.
         names: full names of the unit's parameters, by the parameter as the model holds it now.
-        store: of the shards.
+        store: store of the shards.
     """
 
     def __init__(self, unit: nn.Module, position: int, names: dict[nn.Parameter, str], store: ParameterStore):
@@ -388,7 +388,7 @@ def planned_shards(
         module: not yet wrapped; may be on the meta device.
         wrap_plan: its units.
         trained: full names of the parameters that the optimizer updates.
-        mesh: of the ranks.
+        mesh: mesh of the ranks.
     """
     num_shards, shard_index = mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1)
     names = {param: name for name, param in module.named_parameters()}
