@@ -65,13 +65,13 @@ class Changes:
             noted: for each crop, for each transform, its changes in order.
             levels: as above.
         """
-        found: dict[tuple[int, int, int], list[tuple[int, tuple[float, ...]]]] = defaultdict(list)
+        notes: dict[tuple[int, int, int], list[tuple[int, tuple[float, ...]]]] = defaultdict(list)
         for row, transforms in enumerate(noted):
             for number, changes in enumerate(transforms):
                 for place, (kind, values) in enumerate(changes):
-                    found[number, place, kind.value].append((row, values))
+                    notes[number, place, kind.value].append((row, values))
         rounds, rows, numbers = [], list[int](), list[float]()
-        for (_, _, kind_value), changed in sorted(found.items()):
+        for (_, _, kind_value), changed in sorted(notes.items()):
             width = max(len(values) for _, values in changed)
             rounds.append((Kind(kind_value), len(changed), width))
             for row, values in changed:
@@ -110,11 +110,11 @@ class Changes:
 
 
 def _looked_up(pixels: Tensor, levels: Tensor) -> Tensor:
-    found = torch.empty(pixels.shape, dtype=levels.dtype, device=pixels.device)
+    looked_up = torch.empty(pixels.shape, dtype=levels.dtype, device=pixels.device)
     for channel, values in enumerate(levels):
         plane = pixels[:, channel]
-        found[:, channel] = values.index_select(0, plane.reshape(-1).int()).view(plane.shape)
-    return found
+        looked_up[:, channel] = values.index_select(0, plane.reshape(-1).int()).view(plane.shape)
+    return looked_up
 
 
 class _Pictures:

@@ -51,7 +51,7 @@ class MicroBatchDataset(Dataset[Loaded]):
 
     Args:
         source: the images.
-        pipeline: from an image to its crops.
+        pipeline: pipeline from an image to its crops.
         seed: SEED_VALUE.
         skip_broken: use the next readable image of the source in place of a broken one, instead of raising.
         label_type: LABEL_TYPE, what a sample's target is: "standard" (its class), "sample_index" or "zero".

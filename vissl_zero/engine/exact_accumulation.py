@@ -36,9 +36,9 @@ def accumulate_exactly(
     """Accumulate gradients of the loss over all micro-batches of all ranks.
 
     Args:
-        run: in progress; ``method.on_step`` has been called.
-        micro_batches: of this rank, on the CPU.
-        dtype: of images.
+        run: run in progress; ``method.on_step`` has been called.
+        micro_batches: micro batches of this rank, on the CPU.
+        dtype: data type of images.
         watch: entered around the first forward pass with graph.
     Returns:
         0-d float64: this rank's share of the step's loss.
@@ -68,8 +68,8 @@ def accumulate_exactly(
     # Weighed before it is differentiated: what couples ranks sums their gradients on the way.
     weighed = loss * (joined.num_local * run.world_size / num_samples)
     wanted = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
-    found = iter(torch.autograd.grad(weighed, wanted, allow_unused=True))
-    gradients = [next(found) if isinstance(leaf, Tensor) and leaf.requires_grad else None for leaf in leaves]
+    feature_grads = iter(torch.autograd.grad(weighed, wanted, allow_unused=True))
+    gradients = [next(feature_grads) if isinstance(leaf, Tensor) and leaf.requires_grad else None for leaf in leaves]
     for index, batch in enumerate(_loaded(run, micro_batches, dtype)):
         with sharded.micro_batch(is_last=index == len(micro_batches) - 1):
             with watch if index == 0 else nullcontext():
@@ -125,6 +125,8 @@ def _surrogate(outputs: Sequence[Any], gradients: Sequence[Tensor | None], sizes
                 terms.append((output * 0).sum())
             else:
                 views = len(gradient) // sum(sizes)
-                own = gradient.unflatten(0, (views, sum(sizes))).split(list(sizes), dim=1)[index].flatten(0, 1)
-                terms.append((output * own).sum())
+                crop_gradient = (
+                    gradient.unflatten(0, (views, sum(sizes))).split(list(sizes), dim=1)[index].flatten(0, 1)
+                )
+                terms.append((output * crop_gradient).sum())
     return torch.stack(terms).sum()

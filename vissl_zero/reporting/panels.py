@@ -75,7 +75,7 @@ class Page:
     Draw within ``matplotlib.rc_context(STYLE)``.
 
     Args:
-        height: of the page, in pixels.
+        height: height of the page, in pixels.
     """
 
     def __init__(self, height: int):
@@ -141,7 +141,7 @@ class ReportContent:
         title, subtitle: the recipe; level, engine, ranks, length.
         headlines: few (figure, what it is) pairs.
         records: the steps.
-        steps_per_epoch: for the epoch marks of the kNN curve.
+        steps_per_epoch: steps per epoch for the epoch marks of the kNN curve.
         trivial_loss: loss of guessing, drawn as a line; None where there is no such thing.
         knn: (optimizer step, top-1 from 0 to 1), in order; the first is before training.
         knn_raw_pixels: top-1 of kNN on raw pixels.
@@ -330,7 +330,7 @@ def crop_samples(batch: ImageBatch, source: Source, transforms: Sequence[Mapping
     """Convert the first samples of a batch into pictures.
 
     Args:
-        batch: as the loader gives it, on the CPU.
+        batch: batch as the loader gives it, on the CPU.
         source: where the samples come from.
         transforms: TRANSFORMS, for the mean and standard deviation to undo.
     """

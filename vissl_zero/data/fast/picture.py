@@ -48,7 +48,7 @@ class Cut:
 
         Args:
             pixels: (H, W, 3) uint8.
-            scale: by how much they are smaller than the image of the box, down and across; box edges are rounded.
+            scale: size of the image of the box over theirs, down and across; box edges are rounded.
         """
         top, bottom = _edges(self.top, self.height, scale[0], pixels.shape[0])
         left, right = _edges(self.left, self.width, scale[1], pixels.shape[1])
@@ -145,7 +145,7 @@ class EncodedPicture:
 
     Args:
         data: content of the file.
-        name: of the image, for errors.
+        name: name of the image, for errors.
         decoder: limits and what is done to odd files.
     Raises:
         BrokenImageError: it cannot be used.

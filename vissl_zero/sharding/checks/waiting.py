@@ -36,12 +36,12 @@ class _Watch:
             self._thread.start()
 
     def _look(self) -> None:
-        said = 0.0
+        reported = 0.0
         while True:
             time.sleep(_POLL_S)
             call, since = self.call, self.since
-            if call and since != said and time.monotonic() - since > AFTER_S:
-                said = since
+            if call and since != reported and time.monotonic() - since > AFTER_S:
+                reported = since
                 logging.getLogger(__name__).warning("%s", _warning(call))
 
 
@@ -58,7 +58,7 @@ def waiting(call: str) -> Iterator[None]:
     """Note a call that every rank must make. A context. Cost: some microseconds.
 
     Args:
-        call: as the loop has written it, for people.
+        call: call as the loop has written it, for people.
     Raises:
         VisslZeroError: other ranks did not take part within the time limit, or have ended.
     """

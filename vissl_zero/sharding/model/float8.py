@@ -135,15 +135,15 @@ class Blocks(NamedTuple):
         exact = torch.promote_types(dtype, torch.float32)
         has_kernel = self.values.is_cuda and exact == torch.float32 and num_rows > 0
         if has_kernel and width % _BLOCK == len(other.values) % _SIDE == 0:
-            found = _block_scaled_product(self.values, self.scales, other.values, other.scales)
-            return (found if self.factors is None else found * self.factors).to(dtype)
+            product = _block_scaled_product(self.values, self.scales, other.values, other.scales)
+            return (product if self.factors is None else product * self.factors).to(dtype)
         return (self.wide(exact) @ other.wide(exact).t()).to(dtype)
 
     def wide(self, dtype: torch.dtype) -> Tensor:
         """Scale the matrix (n, k) back, in ``dtype``."""
         exact = torch.promote_types(dtype, torch.float32)
-        found = self.values.to(exact) * _widened(self.scales, self.values.shape[1], exact)
-        return (found if self.factors is None else found * self.factors).to(dtype)
+        values = self.values.to(exact) * _widened(self.scales, self.values.shape[1], exact)
+        return (values if self.factors is None else values * self.factors).to(dtype)
 
 
 def packed(weight: Tensor) -> Rows:
@@ -204,8 +204,8 @@ def _block_scaled_product(a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tens
     """
     kind, order = F.ScalingType.BlockWise1x32, F.SwizzleType.SWIZZLE_32_4_4
     scales = _in_tiles(a_scales), kind, _in_tiles(b_scales), kind
-    found: Tensor = F.scaled_mm(a, b.t(), *scales, swizzle_a=order, swizzle_b=order, output_dtype=torch.bfloat16)
-    return found
+    product: Tensor = F.scaled_mm(a, b.t(), *scales, swizzle_a=order, swizzle_b=order, output_dtype=torch.bfloat16)
+    return product
 
 
 def _in_tiles(scales: Tensor) -> Tensor:
@@ -231,8 +231,8 @@ class _Product(torch.autograd.Function):
         ctx.save_for_backward(*(scaled[:2] if weight.requires_grad else (None, None)), weight)
         ctx.formats, ctx.kind, ctx.is_sent = (x.dtype, dtype), kind, is_sent
         used = as_sent(weight) if is_sent else weight
-        found: Tensor = scaled.times(kind.of(used, is_gradient=False), dtype)
-        return found
+        product: Tensor = scaled.times(kind.of(used, is_gradient=False), dtype)
+        return product
 
     @staticmethod
     @once_differentiable
@@ -255,8 +255,8 @@ class Float8Linear(nn.Linear):
     """A linear layer that multiplies in float8. Its parameters, and the format of its output, are ``nn.Linear``'s.
 
     Attributes:
-        kind: of matrix that it multiplies.
-        least_capability: of a GPU that multiplies such matrices.
+        kind: kind of matrix that it multiplies.
+        least_capability: least capability of a GPU that multiplies such matrices.
         is_sent: the weight is rounded first, as ranks send it; its gradient is that of the rounded one.
     """
 
@@ -324,15 +324,15 @@ def require_float8(model: nn.Module, plan: Float8Plan, device: torch.device, key
     """
     if not plan.layers:
         return
-    names, found = _linear_layers(model), []
+    names, problems = _linear_layers(model), []
     if not any(re.search(plan.layers, name) for name in names):
         kinds = dict.fromkeys(re.sub(r"\b\d+\b", "*", name) for name in names)
         fix = f"Linear layers of this model: {', '.join(kinds) or 'none'}."
-        found.append(Problem(key, repr(plan.layers), "must match the name of a linear layer", fix))
+        problems.append(Problem(key, repr(plan.layers), "must match the name of a linear layer", fix))
     if device.type == "cuda":
-        found += device_problems(plan.scales, torch.cuda.get_device_capability(device), key)
-    if found:
-        raise ConfigError(found)
+        problems += device_problems(plan.scales, torch.cuda.get_device_capability(device), key)
+    if problems:
+        raise ConfigError(problems)
 
 
 def device_problems(scales: str, capability: tuple[int, int], key: str) -> list[Problem]:
@@ -340,7 +340,7 @@ def device_problems(scales: str, capability: tuple[int, int], key: str) -> list[
     able = [name for name, layer in _LAYERS.items() if capability >= layer.least_capability]
     if scales in able:
         return []
-    least, got = (".".join(map(str, found)) for found in (_LAYERS[scales].least_capability, capability))
+    least, got = (".".join(map(str, version)) for version in (_LAYERS[scales].least_capability, capability))
     must = f"needs a GPU of compute capability {least} or above, which multiplies float8 with scales of {scales!r}"
     fix = f"This GPU has scales of {able[0]!r}." if able else "Turn it off: bfloat16 is what this GPU has."
     return [Problem(key, f"capability {got}", must, fix)]

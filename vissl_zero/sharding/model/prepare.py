@@ -93,8 +93,8 @@ def _refuse_shared_memory(model: nn.Module, plan: ShardingPlan) -> None:
             extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
             spans.setdefault(tensor.untyped_storage().data_ptr(), []).append((start, start + extent, name))
     names = {name for name, _ in model.named_parameters()}
-    for found in spans.values():
-        for (_, stop, first), (start, _, second) in pairwise(sorted(found)):
+    for places in spans.values():
+        for (_, stop, first), (start, _, second) in pairwise(sorted(places)):
             if start < stop and {first, second} & names:
                 must = f"must not share memory with {first} above ZeRO level 0, where parameters are cut"
                 fix = "Assign one Parameter to both places (b.weight = a.weight), clone it, or use level 0."

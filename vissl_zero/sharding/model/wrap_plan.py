@@ -46,7 +46,7 @@ class WrapPlan:
         level: ZeRO level.
         num_ranks: ranks that share one copy of the state.
         compute: dtype that parameters have in forward and backward.
-        units: in the order in which they are to be wrapped.
+        units: units in the order in which they are to be wrapped.
         checkpointed: names of the units that are recomputed in backward (at level 0 too).
         whole_bytes: parameters that are whole on a rank at the peak of a step, beside its shards
             (``param_facts.gathered_bytes``).

@@ -33,7 +33,7 @@ class StepResult:
         loss_scale: the scale that was used, 1.0 without loss scaling.
         names: full names of the parameters that took part, in the order of the optimizer's groups.
         grad_sq: (len(names),) squared norms of their gradients, on the device.
-        histograms: of their weights and gradients, where asked for and not skipped.
+        histograms: histograms of their weights and gradients, where asked for and not skipped.
     """
 
     grad_norm: Tensor
@@ -130,7 +130,7 @@ class Stepper:
         shards: the trained parameters; the same names in the same order on every rank.
         optimizer: over their ``local`` tensors.
         adaptation: layer-wise adaptation of the gradients, or None.
-        clipping: of the gradients, or None.
+        clipping: clipping of the gradients, or None.
         loss_scale: None without float16.
         group: the ranks among which parameters are sharded; None where every rank has them whole, with equal gradients.
     """
@@ -187,12 +187,12 @@ class Stepper:
             self._loss_scale.update(found_inf)
             if found_inf:
                 return StepResult(grad_norm, True, scale, names, norms.grad_sq)
-        found = histograms_of(shards, self._group) if with_histograms else None
+        histograms = histograms_of(shards, self._group) if with_histograms else None
         self._rescale(shards, norms)
         # LARC and LARS have put the decay into the gradient: the optimizer must not apply it again.
         with nullcontext() if self._adaptation is None else decay_absorbed(self._optimizer):
             self._optimizer.step()
-        return StepResult(grad_norm, False, scale, names, norms.grad_sq, found)
+        return StepResult(grad_norm, False, scale, names, norms.grad_sq, histograms)
 
     def _norms(self, shards: Sequence[Shard]) -> TensorNorms:
         """Compute norms of the full tensors; a gradient that no rank has counts as zero."""
@@ -308,16 +308,16 @@ def _multiply(shards: Sequence[Shard], factor: Tensor | float) -> None:
         factor.unbind() if isinstance(factor, Tensor) and has_own else [factor] * len(shards)
     )
     in_memory: list[tuple[Tensor, Tensor | float]] = []
-    for shard, own in zip(shards, factors, strict=True):
+    for shard, factor_of_shard in zip(shards, factors, strict=True):
         if shard.local.grad is None:
             continue
         if shard.notes_changes:
-            shard.change_grad(own)
+            shard.change_grad(factor_of_shard)
         else:
-            in_memory.append((shard.local.grad, own))
+            in_memory.append((shard.local.grad, factor_of_shard))
     if in_memory:
         grads = [grad for grad, _ in in_memory]
-        each: Any = [own for _, own in in_memory] if has_own else factor
+        each: Any = [factor_of_shard for _, factor_of_shard in in_memory] if has_own else factor
         foreach_mul_(grads, each)
 
 

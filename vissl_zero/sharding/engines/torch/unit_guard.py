@@ -84,7 +84,7 @@ class UnitGuard:
 
     Args:
         names: full names of the modules of each unit, the same on every rank.
-        units: in the same order; one of the modules of each.
+        units: one of the modules of each unit, in the same order.
         comm: over which all messages of the units go; None where torch's own collectives carry them.
         is_recording: whether to keep ``order``, which is compared before the update where ``comm`` does not reach
             all ranks.
