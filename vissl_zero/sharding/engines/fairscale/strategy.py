@@ -313,7 +313,8 @@ class GradientSharded(_OwnedByRank):
         self._reduced: set[str] = set()
         self._again = ""
         for shard in self._owned:
-            shard.source.register_post_accumulate_grad_hook(partial(self._note, shard))
+            if shard.source.requires_grad:  # a group of the user's may hold frozen parameters
+                shard.source.register_post_accumulate_grad_hook(partial(self._note, shard))
         self._parameter_guard.accept_hooks()
         self.zero_grad()
 
