@@ -45,7 +45,10 @@ def accumulate_exactly(
     """
     sharded, method = run.sharded, run.method
     num_samples = sum(batch.num_global for batch in micro_batches)
-    joined = _join(micro_batches, method.loss_sees_images).to(run.device, dtype)
+    if method.loss_sees_images:  # once: the loss sees the whole step's
+        joined = _join([batch.to(run.device, dtype) for batch in micro_batches], with_images=True)
+    else:
+        joined = _join(micro_batches, with_images=False).to(run.device, dtype)
     parts, teacher_parts = [], []
     with torch.no_grad():
         for batch in _loaded(run, micro_batches, dtype):
@@ -91,6 +94,7 @@ def _join(micro_batches: Sequence[ImageBatch], with_images: bool) -> ImageBatch:
     return replace(
         first,
         images=[join_rows(images, sizes) for images in columns] if with_images else [],
+        changes=(),
         targets=None if first.targets is None else torch.cat([t for t in targets if t is not None]),
         masks=None if first.masks is None else torch.cat([b.masks for b in micro_batches if b.masks is not None]),
         sample_ids=torch.cat([batch.sample_ids for batch in micro_batches]),

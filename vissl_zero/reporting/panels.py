@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -321,7 +322,7 @@ _NUM_SAMPLES = 8
 def first_crops(run: Run) -> list[CropSample]:
     """Load samples of this rank's first batch; none if the images cannot be read any more. Cost: loads one step."""
     try:
-        batch = next(iter(run.loader.epoch(0)))[0]
+        batch = next(iter(run.loader.epoch(0)))[0].to("cpu", torch.float32)
     except DataError:  # a report is no reason to fail a run that has ended well
         return []
     return crop_samples(batch, run.loader.source, run.plan.config.DATA.TRAIN.TRANSFORMS)

@@ -50,9 +50,12 @@ _LIBRARIES = {"simplejpeg": "simplejpeg", "cv2": "opencv-python-headless"}
 
 
 def fast_backend(cfg: RunConfig, decided: Decisions) -> list[Problem]:
-    """Check that the fast backend has its libraries, and a fast form of every transform."""
+    """Check that the fast backend has its libraries, and a fast form of every transform; AUGMENT_ON needs it."""
     if cfg.DATA.BACKEND != "fast":
-        return []
+        if cfg.DATA.AUGMENT_ON == "workers":
+            return []
+        fix = "Write config.DATA.BACKEND=fast, or config.DATA.AUGMENT_ON=workers."
+        return [Problem("config.DATA.AUGMENT_ON", "device", "must be workers for config.DATA.BACKEND=pil", fix)]
     problems: list[Problem] = []
     missing = [name for module, name in _LIBRARIES.items() if find_spec(module) is None]
     if missing:
