@@ -650,13 +650,14 @@ class ShardedModel:
 
         Not a collective.
         """
-        shards = self._shards.values()
+        shards, average = self._shards.values(), self._average
+        averaged = [] if average is None else [*average.params.values(), *average.buffers.values()]
         return Bytes(
             params=parameter_storages(self._module, shards).num_bytes,
             grads=gradient_storages(self._module, shards).num_bytes,
             optimizer=optimizer_storages(self.optimizer).num_bytes,
             activations=self._activation_bytes,
-            buffers=Storages([*self._module.buffers(), *self._average_tensors()]).num_bytes,
+            buffers=Storages([*self._module.buffers(), *averaged]).num_bytes,
             teacher=0 if self._teacher is None else self._teacher.held_bytes(),
             peak=peak_bytes(self._device),
             params_step_peak=Storages(shard.local for shard in shards).num_bytes + self._wrap_plan.whole_bytes,
@@ -686,10 +687,6 @@ class ShardedModel:
     def _wait_for_readers(self) -> None:
         while self._readers:
             self._readers.pop()()
-
-    def _average_tensors(self) -> Iterable[Tensor]:
-        average = self._average
-        return () if average is None else (*average.params.values(), *average.buffers.values())
 
     def _saved_buffers(self) -> Iterator[tuple[str, Tensor]]:
         return saved_buffers(self._module)

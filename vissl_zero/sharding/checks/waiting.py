@@ -42,7 +42,10 @@ class _Watch:
             call, since = self.call, self.since
             if call and since != reported and time.monotonic() - since > AFTER_S:
                 reported = since
-                logging.getLogger(__name__).warning("%s", _warning(call))
+                where = f"Rank {collectives.rank()} waits in {call} for more than {AFTER_S:.0f} s"
+                # Not certain yet: a first backward pass may compile for minutes.
+                why = "this rank compiles or computes, or another rank has not made the call"
+                logging.getLogger(__name__).warning("%s: %s. %s", where, why, _FIX)
 
 
 _watch = _Watch()
@@ -86,9 +89,3 @@ _FIX = (
 
 def _sentence(call: str) -> str:
     return f"Rank {collectives.rank()} waits in {call}: another rank has not called it. {_FIX}"
-
-
-def _warning(call: str) -> str:
-    """Say what is not certain yet: a first backward pass may compile for minutes."""
-    where = f"Rank {collectives.rank()} waits in {call} for more than {AFTER_S:.0f} s"
-    return f"{where}: this rank compiles or computes, or another rank has not made the call. {_FIX}"

@@ -126,7 +126,9 @@ class Blocks(NamedTuple):
             factors = wide.abs().amax(dim=1, keepdim=True).clamp(min=torch.finfo(wide.dtype).tiny)
             wide = wide / factors
         blocks = F.pad(wide, (0, -width % _BLOCK)).view(num_rows, math.ceil(width / _BLOCK), _BLOCK)
-        scales = _powers(blocks.abs().amax(dim=2))
+        # In e8m0: the least power of two that is large enough for the largest magnitude, or NaN.
+        codes = (_exponents(blocks.abs().amax(dim=2)) + _EXPONENT_BIAS).clamp(0, _NO_NUMBER)
+        scales = codes.to(torch.uint8).view(torch.float8_e8m0fnu)
         return Blocks((wide / _widened(scales, width, wide.dtype)).to(_E4M3), scales, factors)
 
     def times(self, other: Blocks, dtype: torch.dtype) -> Tensor:
@@ -172,12 +174,6 @@ def unpacked(rows: Rows, out: Tensor) -> Tensor:
 def as_sent(weight: Tensor) -> Tensor:
     """Round a weight (n, k) as it is sent, in its own format. Rounding twice gives the same bits."""
     return unpacked(packed(weight), torch.empty_like(weight))
-
-
-def _powers(largest: Tensor) -> Tensor:
-    """Compute each block's scale in e8m0 from its largest magnitude: the least power of two, or NaN."""
-    codes = (_exponents(largest) + _EXPONENT_BIAS).clamp(0, _NO_NUMBER)
-    return codes.to(torch.uint8).view(torch.float8_e8m0fnu)
 
 
 def _exponents(largest: Tensor) -> Tensor:

@@ -187,7 +187,7 @@ def _large_layers(model: nn.Module, threshold: int) -> list[str]:
         if name
         and name not in hidden
         and _is_callable(module)
-        and _elements(module.parameters(recurse=False)) >= threshold
+        and sum(param.numel() for param in module.parameters(recurse=False)) >= threshold
     ]
 
 
@@ -317,10 +317,6 @@ def _stage_units(model: nn.Module, ends: Sequence[Sequence[int]]) -> list[str]:
 
 def _has_parameters(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None
-
-
-def _elements(params: Iterator[nn.Parameter]) -> int:
-    return sum(param.numel() for param in params)
 
 
 def _title(unit: PlannedUnit) -> str:

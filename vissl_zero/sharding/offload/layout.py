@@ -223,13 +223,11 @@ class TensorFile:
         records = sorted({record for index in values for record in self._layout.records_of[index]})
 
         def update(position: int, tray: Tray) -> tuple[int, ...]:
-            for segment in self._segments(records[position], values):
-                stored = self._layout.view(segment, tray[0].bytes)
-                combine(segment.tensor, stored, values[segment.tensor][segment.start : segment.stop])
+            for segment in self._layout.chunks[records[position]].segments:
+                if segment.tensor in values:
+                    stored = self._layout.view(segment, tray[0].bytes)
+                    combine(segment.tensor, stored, values[segment.tensor][segment.start : segment.stop])
             return (0,)
 
         items = [[Cell(self.records, record, is_read(record))] for record in records]
         self._pipeline.run(items, update, is_behind)
-
-    def _segments(self, record: int, values: Mapping[int, Tensor]) -> list[ChunkSegment]:
-        return [segment for segment in self._layout.chunks[record].segments if segment.tensor in values]

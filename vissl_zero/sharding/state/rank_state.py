@@ -49,13 +49,17 @@ def rank_state(
     for param, values in optimizer.state.items():
         shard = owned[names[id(param)]]
         state[shard.name] = {key: _entry(shard, value) for key, value in values.items()}
+    averages = None
+    if average is not None:
+        averaged = {name: _entry(shards[name], tensor) for name, tensor in average.params.items()}
+        averages = {"params": averaged, "buffers": dict(average.buffers)}
     return {
         "layout": layout_of(plan),
         "params": {name: _entry(shard, shard.values()) for name, shard in shards.items()},
         "optimizer": {"groups": group_facts(shards, optimizer), "state": state},
         "buffers": dict(buffers),
         "loss_scale": loss_scale.state_dict() if loss_scale else None,
-        "average": None if average is None else _averages(average, shards),
+        "average": averages,
     }
 
 
@@ -160,11 +164,6 @@ def _elements_of(shard: Shard, whole: Tensor) -> Tensor:
     run = whole.reshape(-1)[shard.first_element : shard.first_element + shard.local.numel()]
     dtype = shard.local.dtype if whole.is_floating_point() else whole.dtype
     return empty_state(shard.local, shard.local.shape, dtype).copy_(run.view(shard.local.shape))
-
-
-def _averages(average: WeightAverage, shards: Mapping[str, Shard]) -> dict[str, Any]:
-    params = {name: _entry(shards[name], tensor) for name, tensor in average.params.items()}
-    return {"params": params, "buffers": dict(average.buffers)}
 
 
 def layout_of(plan: ShardingPlan) -> dict[str, Any]:

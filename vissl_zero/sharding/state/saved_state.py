@@ -284,7 +284,10 @@ def check_optimizer(held: Mapping[str, Collection[str]], optimizer: torch.optim.
     Raises:
         CheckpointError: it is another optimizer's.
     """
-    expected = _state_keys(optimizer)
+    if isinstance(optimizer, StreamedOptimizer):
+        expected = frozenset(optimizer.keys)
+    else:
+        expected = state_keys(inner_optimizer(optimizer))
     for name, keys in held.items():
         if keys and (missing := expected - set(keys)):
             raise CheckpointError(
@@ -302,12 +305,6 @@ def check_same_update(saved: Sequence[Mapping[str, Any]], groups: Sequence[Mappi
     key = "decoupled_weight_decay"
     if any(key in a and key in b and a[key] != b[key] for a, b in zip(saved, groups, strict=True)):
         raise CheckpointError("The checkpoint is of another optimizer: one of Adam and AdamW, and this is the other.")
-
-
-def _state_keys(optimizer: torch.optim.Optimizer) -> frozenset[str]:
-    if isinstance(optimizer, StreamedOptimizer):
-        return frozenset(optimizer.keys)
-    return state_keys(inner_optimizer(optimizer))
 
 
 def inner_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

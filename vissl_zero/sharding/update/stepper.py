@@ -198,7 +198,8 @@ class Stepper:
         """Compute norms of the full tensors; a gradient that no rank has counts as zero."""
         table = torch.stack(self._sums([shard for shard in shards if not shard.is_on_disk]), dim=1)
         if any(shard.is_on_disk for shard in shards):
-            table = self._with_stored(shards, table)
+            in_memory = iter(table)
+            table = torch.stack([self._of_stored(shard) if shard.is_on_disk else next(in_memory) for shard in shards])
         # One message for all rows: another all-reduce would pay its latency a second time.
         table = sum_over_group(table.T.contiguous(), self._group)
         self._agree_on_missing(shards, table[1])
@@ -229,11 +230,6 @@ class Stepper:
             else:
                 rows.append(torch.zeros_like(grad_sq))
         return rows
-
-    def _with_stored(self, shards: Sequence[Shard], in_memory: Tensor) -> Tensor:
-        """Insert the sums of shards on disk, one by one."""
-        others = iter(in_memory)
-        return torch.stack([self._of_stored(shard) if shard.is_on_disk else next(others) for shard in shards])
 
     def _of_stored(self, shard: Shard) -> Tensor:
         """Return the sums of one shard on disk, which is read only where they are not known yet."""
@@ -295,7 +291,7 @@ class Stepper:
         chosen = [row for row in chosen if not row[0].notes_changes]
         if chosen:
             chosen_shards, grad_factors, param_factors = (list(column) for column in zip(*chosen, strict=True))
-            grads = _grads(chosen_shards)
+            grads = [shard.local.grad for shard in chosen_shards if shard.local.grad is not None]
             with torch.no_grad():
                 foreach_mul_(grads, grad_factors)
                 foreach_addcmul_(grads, [shard.local for shard in chosen_shards], param_factors)
@@ -319,10 +315,6 @@ def _multiply(shards: Sequence[Shard], factor: Tensor | float) -> None:
         grads = [grad for grad, _ in in_memory]
         each: Any = [factor_of_shard for _, factor_of_shard in in_memory] if has_own else factor
         foreach_mul_(grads, each)
-
-
-def _grads(shards: Sequence[Shard]) -> list[Tensor]:
-    return [shard.local.grad for shard in shards if shard.local.grad is not None]
 
 
 def _device(shards: Sequence[Shard]) -> torch.device:

@@ -333,7 +333,12 @@ def _wrap(
         if not params and name != ROOT:
             continue
         # Before wrapping: afterward the wrapper would be among the parents.
-        references = _references(model, module)
+        references = [
+            (parent, child_name)
+            for parent in model.modules()
+            for child_name, child in parent._modules.items()
+            if child is module
+        ]
         options = groups | _options(unit, params, plan) | {"compute_device": device}
         root = FsdpUnit(module, plan.force_sync_cuda and not unit.is_float32, **options)
         units.append(dataclasses.replace(unit, num_params=sum(param.numel() for param in params)))
@@ -341,11 +346,6 @@ def _wrap(
             parent._modules[child_name] = root
     assert isinstance(root, FsdpUnit)
     return root, tuple(units)
-
-
-def _references(model: nn.Module, module: nn.Module) -> list[tuple[nn.Module, str]]:
-    """List every place where ``model`` holds ``module``: the parent, and the name of the child there."""
-    return [(parent, name) for parent in model.modules() for name, child in parent._modules.items() if child is module]
 
 
 def _options(unit: PlannedUnit, params: Sequence[nn.Parameter], plan: ShardingPlan) -> dict[str, Any]:

@@ -198,17 +198,6 @@ def owned_shards(module: nn.Module, oss: OSS) -> Iterator[Shard]:
         yield OwnedShard(name, param, nn.Parameter(local), param.shape, owner=owners[param])
 
 
-def run_inside(oss: OSS, optimizer: torch.optim.Optimizer) -> None:
-    """Make ``oss.step`` run ``optimizer``, which is over this rank's shards, and then broadcast what it updated.
-
-    OSS copies parameter groups, and a learning rate set on one copy may not reach the other. Here both have the same
-    groups and the same state: there is nothing to copy.
-    """
-    oss.optim = optimizer
-    oss.param_groups = optimizer.param_groups
-    oss.state = optimizer.state
-
-
 DEFAULT_BUFFER_SIZE = 2**23  # elements; fairscale's own default
 
 
@@ -229,7 +218,9 @@ class _OwnedByRank(ShardedModel):
 
         def build_inside(local_groups: list[dict[str, Any]]) -> tuple[OSS, Adaptation | None]:
             optimizer, adaptation = build_optimizer(local_groups)
-            run_inside(oss, optimizer)
+            # OSS copies parameter groups, and a learning rate set on one copy may not reach the other. Here both have
+            # the same groups and the same state: there is nothing to copy.
+            oss.optim, oss.param_groups, oss.state = optimizer, optimizer.param_groups, optimizer.state
             return oss, adaptation
 
         # Beside the parameters that it owns, a rank holds all others in full.

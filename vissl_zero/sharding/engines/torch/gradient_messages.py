@@ -251,13 +251,10 @@ class GradientMessages:
         # it.
         while (
             self._num_posted < len(self.messages)
-            and self._is_complete(self.messages[self._num_posted])
+            and all(piece.shard.source in self._ready for piece in self.messages[self._num_posted].pieces)
             and (self._backlog_bytes > MAX_BACKLOG_BYTES or self._comm.can_post())
         ):
             self._post_next()
-
-    def _is_complete(self, message: Message) -> bool:
-        return all(piece.shard.source in self._ready for piece in message.pieces)
 
     def _after_backward(self) -> None:
         self._is_callback_queued = False
