@@ -21,6 +21,7 @@ from vissl_zero.checkpoint.folder import (
     step_of,
 )
 from vissl_zero.checkpoint.shard_file import ShardFile
+from vissl_zero.engine.stopping import read_jobs
 from vissl_zero.errors import CheckpointError
 from vissl_zero.resolve.saved import RESOLVED_FILE, read_saved
 
@@ -175,6 +176,8 @@ def open_store(
         return newest_checkpoint(path, passed_over, with_data)
     if os.path.lexists(final):
         return _weights_file(final, with_data)
+    if jobs := read_jobs(path):
+        raise CheckpointError(f"{path} holds several runs. Name one of them: {', '.join(map(str, jobs))}.")
     raise CheckpointError(
         f"{path} holds neither checkpoints nor {WEIGHTS_FILE}. Give a run folder, one of its "
         "checkpoints/step_<steps> folders, or a safetensors file."

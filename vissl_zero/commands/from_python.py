@@ -16,9 +16,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vissl_zero.config.override_words import as_word
-from vissl_zero.engine.stopping import INTERRUPTED, STOPPED, read_summary
-from vissl_zero.errors import ConfigError, LaunchError
+from vissl_zero.atomic import read_regular
+from vissl_zero.config.override_words import as_word, pairs_of
+from vissl_zero.engine.stopping import INTERRUPTED, STOPPED, read_jobs, read_summary
+from vissl_zero.errors import ConfigError, LaunchError, Problem
 from vissl_zero.lifetime import SWEEP_VARIABLE
 
 if TYPE_CHECKING:
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
     from vissl_zero.evaluation.trunk import LoadedTrunk
 
+Overrides = Mapping[str, Any] | Sequence[str]
+_FOLDER = "config.CHECKPOINT.DIR"
 _INPUT_IS_WRONG = 2
 _TAIL_LINES = 40
 
@@ -48,18 +51,37 @@ class Run:
         return self.exit_code == 0
 
     @property
+    def seeds(self) -> list[Run]:
+        """Return the run of each of ``config.SEEDS``, in their order; empty for a run of one seed."""
+        jobs = read_jobs(self.folder)
+        return [Run(path, STOPPED if note.code is None else note.code) for path, note in jobs.items()]
+
+    @property
     def figures(self) -> dict[str, Any]:
-        """Return ``summary.json`` of a complete run (keys: docs/run_folder.md); empty for one that was stopped."""
-        return read_summary(self.folder)
+        """Return ``summary.json`` of a complete run (keys: docs/run_folder.md); empty for one that was stopped.
+
+        Of several seeds these are the means of ``seeds.json`` (keys: docs/runs.md).
+        """
+        if (summary := read_summary(self.folder)) or not self.is_complete:
+            return summary
+        seeds = self.seeds
+        if len(seeds) < 2:
+            return seeds[0].figures if seeds else {}
+        (group,) = json.loads(read_regular(self.folder / "seeds.json", 2**26))
+        return {name: estimate["mean"] for name, estimate in group["figures"].items()}
 
     def load_trunk(self, **options: Any) -> LoadedTrunk:
-        """Return the trained trunk; ``options`` are those of ``vissl_zero.load_trunk``. Imports torch."""
+        """Return the trained trunk; ``options`` are those of ``vissl_zero.load_trunk``. Imports torch.
+
+        Raises:
+            CheckpointError: as ``vissl_zero.load_trunk``; of several seeds, each of ``seeds`` has its trunk.
+        """
         import vissl_zero
 
         return vissl_zero.load_trunk(self.folder, **options)
 
 
-def train(recipe: str, overrides: Mapping[str, Any] | None = None) -> Run:
+def train(recipe: str, overrides: Overrides | None = None) -> Run:
     """Train a recipe in processes of its own, and wait for its end.
 
     The same as ``vissl-zero config=<recipe> key=value ...``, with the same checks. Progress is printed line by line, as
@@ -69,25 +91,27 @@ def train(recipe: str, overrides: Mapping[str, Any] | None = None) -> Run:
     Args:
         recipe: what ``config=`` names, such as "pretrain/simclr/my_photos".
         overrides: full key -> value, such as ``{"config.ZERO.LEVEL": 3}``. Values are plain Python: numbers, texts,
-            None, lists, dicts. Without "config.CHECKPOINT.DIR" the run gets a new folder below ./runs.
+            None, lists, dicts. Or a list of words as of the command line: ``["config.ZERO.LEVEL=3"]``. Without
+            "config.CHECKPOINT.DIR" the run gets a new folder below ./runs.
     Raises:
         ConfigError: the recipe, a key or the data are wrong; everything that is wrong, all at once.
         LaunchError: the run crashed; with the end of what it printed.
     """
-    words = dict(overrides or {})
-    stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S-%f")[:-3]
-    new_folder = Path("runs") / f"{stamp}_{recipe.replace('/', '-')}"
-    folder = words.get("config.CHECKPOINT.DIR") or new_folder
-    words["config.CHECKPOINT.DIR"] = str(folder)
-    code, tail = _command([f"config={recipe}", *_words(words)])
+    words = [_recipe_word(recipe), *_words(overrides)]
+    folder = _named_folder(words)
+    if not folder:
+        stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S-%f")[:-3]
+        folder = str(Path("runs") / f"{stamp}_{recipe.replace('/', '-')}")
+        words.append(f"{_FOLDER}={as_word(folder)}")
+    code, tail = _command(words)
     if code == _INPUT_IS_WRONG:
         raise ConfigError(tail)
     if code not in (0, STOPPED, INTERRUPTED):
         raise LaunchError(f"The run in {folder} ended with exit code {code}.\n{tail}")
-    return Run(Path(str(folder)).expanduser().absolute(), code)
+    return Run(Path(folder).expanduser().absolute(), code)
 
 
-def plan(recipe: str, overrides: Mapping[str, Any] | None = None, *, memory_gb: float | None = None) -> dict[str, Any]:
+def plan(recipe: str, overrides: Overrides | None = None, *, memory_gb: float | None = None) -> dict[str, Any]:
     """List every way to run a recipe with its memory and time, without training: ``vissl-zero plan --json``.
 
     Args:
@@ -100,7 +124,7 @@ def plan(recipe: str, overrides: Mapping[str, Any] | None = None, *, memory_gb: 
         ConfigError: the recipe or a key is wrong.
     """
     memory = [] if memory_gb is None else [f"--memory-gb={memory_gb}"]
-    command = [sys.executable, "-m", "vissl_zero.cli", "plan", f"config={recipe}", *_words(overrides or {}), "--json"]
+    command = [sys.executable, "-m", "vissl_zero.cli", "plan", _recipe_word(recipe), *_words(overrides), "--json"]
     done = subprocess.run([*command, *memory], capture_output=True, text=True, check=False)
     if done.returncode == _INPUT_IS_WRONG:
         raise ConfigError(done.stderr.strip())
@@ -110,7 +134,7 @@ def plan(recipe: str, overrides: Mapping[str, Any] | None = None, *, memory_gb: 
         raise LaunchError(f"vissl-zero plan ended with exit code {done.returncode}.\n{done.stderr.strip()}") from None
 
 
-def evaluate(weights: str | Path, data: str | Path, overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def evaluate(weights: str | Path, data: str | Path, overrides: Overrides | None = None) -> dict[str, Any]:
     """Measure weights on class folders, without a recipe: ``vissl-zero evaluate --json``. Nothing is trained.
 
     Args:
@@ -123,12 +147,12 @@ def evaluate(weights: str | Path, data: str | Path, overrides: Mapping[str, Any]
         ConfigError: the weights, the folder or a key are wrong.
         LaunchError: the run crashed; with the end of what it printed.
     """
-    words = ["evaluate", str(weights), "--data", _absolute(data), "--json", "--quiet", *_words(overrides or {})]
+    words = ["evaluate", str(weights), "--data", _absolute(data), "--json", "--quiet", *_words(overrides)]
     return dict(json.loads(_output_of(words)))
 
 
 def embed(
-    weights: str | Path, folder: str | Path, overrides: Mapping[str, Any] | None = None
+    weights: str | Path, folder: str | Path, overrides: Overrides | None = None
 ) -> tuple[np.ndarray[Any, Any], list[str]]:
     """Compute the features of all images in a folder and the folders in it, as ``vissl-zero embed`` does.
 
@@ -146,7 +170,7 @@ def embed(
 
     with tempfile.TemporaryDirectory() as temporary:
         out = Path(temporary) / "features.npz"
-        words = ["embed", str(weights), _absolute(folder), "--out", str(out), "--quiet", *_words(overrides or {})]
+        words = ["embed", str(weights), _absolute(folder), "--out", str(out), "--quiet", *_words(overrides)]
         _output_of(words)
         with np.load(out) as file:
             return file["features"], file["names"].tolist()
@@ -204,5 +228,34 @@ def _command(words: Sequence[str], take: Callable[[str], object] = _print_now) -
     return code, "".join(tail).strip()
 
 
-def _words(overrides: Mapping[str, Any]) -> list[str]:
-    return [f"{key}={as_word(value)}" for key, value in overrides.items()]
+def _recipe_word(recipe: str) -> str:
+    if isinstance(recipe, str):
+        return f"config={recipe}"
+    fix = f'To resume a run, give its recipe, and its folder as {{"{_FOLDER}": <folder>}} in overrides.'
+    raise ConfigError([Problem("recipe", repr(recipe), "must be the name of a recipe, a text", fix)])
+
+
+def _words(overrides: Overrides | None) -> list[str]:
+    if isinstance(overrides, Mapping):
+        return [f"{key}={as_word(value)}" for key, value in overrides.items()]
+    if overrides is None:
+        return []
+    if isinstance(overrides, list | tuple) and all(isinstance(word, str) for word in overrides):
+        return list(overrides)
+    must = "must be a dict of keys and values, or a list of words"
+    fix = 'Write {"config.ZERO.LEVEL": 3} or ["config.ZERO.LEVEL=3"], for example.'
+    raise ConfigError([Problem("overrides", repr(overrides), must, fix)])
+
+
+def _named_folder(words: Sequence[str]) -> str:
+    """Return the run folder that the words name, without the quotes of Hydra's grammar; empty without one."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import OverrideParseException
+
+    from vissl_zero.config.compose import plain_words
+
+    word = f"{_FOLDER}={pairs_of(words).get(_FOLDER, '')}"
+    try:
+        return str(OverridesParser.create().parse_override(*plain_words([word])).value() or "")
+    except OverrideParseException:
+        return word  # the command says what is wrong with it

@@ -29,6 +29,11 @@ def as_word(value: Any) -> str:
     return "'" + re.sub(r"(\\+)$", r"\1\1", quoted) + "'"
 
 
+def pairs_of(words: Sequence[str]) -> dict[str, str]:
+    """Return key -> value of overrides, whatever their order; the last of equal keys wins, as in Hydra."""
+    return {key.lstrip("+"): value for key, _, value in (word.partition("=") for word in words)}
+
+
 def recipe_and_overrides(words: Sequence[str]) -> tuple[str | None, list[str]]:
     """Split the words of a command into the recipe that ``config=`` names, None without one, and the overrides."""
     recipe = next((word.removeprefix("config=") for word in words if word.startswith("config=")), None)

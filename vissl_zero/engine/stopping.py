@@ -157,6 +157,13 @@ def read_note(folder: Path) -> JobNote | None:
     return note if is_list and (note.code is None or type(note.code) is int) else None
 
 
+def read_jobs(sweep_dir: Path) -> dict[Path, JobNote]:
+    """Read the notes of all jobs in a sweep's folder, by the job's folder, in the order of the jobs."""
+    folders = [path for path in sweep_dir.iterdir() if path.is_dir()] if sweep_dir.is_dir() else []
+    folders.sort(key=lambda path: (int(path.name) if path.name.isdecimal() else 10**9, path.name))
+    return {path: note for path in folders if (note := read_note(path)) is not None}
+
+
 def read_summary(folder: Path) -> dict[str, Any]:
     """Read ``summary.json`` of a job, empty if it did not get that far."""
     try:

@@ -26,6 +26,7 @@ from vissl_zero.resolve.saved import leaves, read_saved
 FIGURES = {
     "loss_last": "loss, last step",
     "top1": "top-1",
+    "top5": "top-5",
     "miou": "mean IoU",
     "knn_top1_after": "kNN top-1",
     "probe_top1": "linear probe top-1",
@@ -34,7 +35,7 @@ FIGURES = {
     "memory": "memory of a rank",
     "peak": "peak of the process",
 }
-_SHARES = ("top1", "miou", "knn_top1_after", "probe_top1")
+_SHARES = ("top1", "top5", "miou", "knn_top1_after", "probe_top1")
 _BYTES = ("memory", "peak")
 # Keys that do not make another experiment.
 _SEED = "SEED_VALUE"

@@ -17,7 +17,8 @@ from rich.table import Table
 from rich.text import Text
 
 from vissl_zero.atomic import replacing
-from vissl_zero.engine.stopping import is_done, read_note, read_summary
+from vissl_zero.config.override_words import pairs_of
+from vissl_zero.engine.stopping import is_done, read_jobs, read_note, read_summary
 from vissl_zero.reporting.comparison import grouped, groups_as_json, read_run, rows_of, text_table
 from vissl_zero.reporting.panels import BLUE, GREEN, KIND_COLORS, MARGIN, ORANGE, STYLE, VERMILLION, WIDTH, Page
 from vissl_zero.reporting.quantity import KINDS, bytes_text, figure_text, shown_kinds
@@ -56,19 +57,13 @@ class Row:
 
 def collect(sweep_dir: Path) -> list[Row]:
     """Collect all jobs of a sweep folder, in their order; the values that differ between them."""
-    folders = [path for path in sweep_dir.iterdir() if path.is_dir() and read_note(path) is not None]
-    folders.sort(key=lambda path: (int(path.name) if path.name.isdigit() else 10**9, path.name))
-    pairs_of = {folder: _pairs(note.overrides) for folder in folders if (note := read_note(folder)) is not None}
-    keys = dict.fromkeys(key for pairs in pairs_of.values() for key in pairs)
-    swept = [key for key in keys if len({pairs.get(key) for pairs in pairs_of.values()}) > 1]
+    pairs = {folder: pairs_of(note.overrides) for folder, note in read_jobs(sweep_dir).items()}
+    keys = dict.fromkeys(key for values in pairs.values() for key in values)
+    swept = [key for key in keys if len({values.get(key) for values in pairs.values()}) > 1]
     return [
-        Row(folder.name, {key: pairs.get(key, "") for key in swept}, _state(folder), read_summary(folder))
-        for folder, pairs in pairs_of.items()
+        Row(folder.name, {key: values.get(key, "") for key in swept}, _state(folder), read_summary(folder))
+        for folder, values in pairs.items()
     ]
-
-
-def _pairs(overrides: Sequence[str]) -> dict[str, str]:
-    return {key.lstrip("+"): value for key, _, value in (word.partition("=") for word in overrides)}
 
 
 def _state(folder: Path) -> str:

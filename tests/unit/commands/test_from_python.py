@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import textwrap
@@ -12,7 +13,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 import vissl_zero
 from vissl_zero.config.override_words import as_word
-from vissl_zero.errors import ConfigError
+from vissl_zero.engine.stopping import JobNote
+from vissl_zero.errors import CheckpointError, ConfigError
 
 
 @pytest.mark.parametrize(
@@ -32,6 +34,47 @@ def test_importing_the_package_costs_no_torch() -> None:
 def test_a_wrong_key_is_a_config_error() -> None:
     with pytest.raises(ConfigError, match=r"config.ZERO.LEVL: is not a key"):
         vissl_zero.train("quickstart/swav_digits", {"config.ZERO.LEVL": 3})
+
+
+@pytest.mark.parametrize(
+    ("recipe", "overrides", "wanted"),
+    [
+        (
+            Path("runs/mine"),
+            None,
+            r"recipe: must be the name of a recipe, a text \(got .*runs/mine.*config.CHECKPOINT.DIR",
+        ),
+        ("digits/simsiam", "config.SEED_VALUE=1", r"overrides: must be a dict of keys and values, or a list of words"),
+        ("digits/simsiam", [("config.SEED_VALUE", 1)], r"overrides: must be a dict .*Write "),
+        ("digits/simsiam", ["config.ZERO.LEVL=3"], r"config.ZERO.LEVL: is not a key"),
+    ],
+)
+def test_what_is_no_recipe_or_no_overrides_gets_a_sentence(
+    recipe: Any, overrides: Any, wanted: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=wanted):
+        vissl_zero.train(recipe, overrides)
+
+
+def test_overrides_are_words_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = vissl_zero.train("quickstart/swav_digits", ["config.CHECKPOINT.DIR='it is'", "config.DRY_RUN=true"])
+    assert run.folder == tmp_path / "it is" and run.is_complete and run.figures == {} and run.seeds == []
+
+
+def test_a_run_of_several_seeds_has_means_and_a_run_for_each_seed(tmp_path: Path) -> None:
+    for name, loss in {"0": 1.0, "1": 2.0, "10": 3.0}.items():
+        JobNote([], 0).write(tmp_path / name)
+        (tmp_path / name / "summary.json").write_text(json.dumps({"loss_last": loss}))
+    group = {"name": "", "runs": [], "figures": {"loss_last": {"mean": 2.0, "low": 1.0, "high": 3.0}}}
+    (tmp_path / "seeds.json").write_text(json.dumps([group]))
+    run = vissl_zero.Run(tmp_path, 0)
+    assert run.figures == {"loss_last": 2.0}
+    assert [seed.figures["loss_last"] for seed in run.seeds] == [1.0, 2.0, 3.0]
+    assert vissl_zero.Run(tmp_path, 75).figures == {}
+    with pytest.raises(CheckpointError, match=f"holds several runs. Name one of them: {tmp_path}/0, {tmp_path}/1"):
+        run.load_trunk()
 
 
 def test_a_folder_without_splits_is_a_config_error(tmp_path: Path) -> None:
