@@ -23,6 +23,7 @@ from vissl_zero.engine import stopping
 from vissl_zero.engine.stopping import JobNote
 from vissl_zero.errors import ConfigError, LaunchError
 from vissl_zero.launch.sweep import claim, divide, objective, read_figure
+from vissl_zero.resolve.followed_figure import SUMMARY_NUMBERS
 from vissl_zero.resolve.host import Host
 
 SMALL = [
@@ -76,7 +77,7 @@ def test_jobs_run_side_by_side_and_a_failing_one_hides_no_other(tmp_path):
 
     other = sweep(tmp_path, *overrides[:-1], "config.ZERO.LEVEL=1,2")
     out, _ = other.communicate(timeout=120)
-    assert other.returncode == 2 and "holds a different job" in out and "Traceback" not in out
+    assert other.returncode == 2 and "hold different jobs" in out and "Traceback" not in out
 
 
 @pytest.mark.slow
@@ -113,6 +114,35 @@ def test_seeds_that_are_wrong_get_a_sentence(words, wanted, tmp_path, monkeypatc
     assert main(["config=quickstart/swav_digits", *words]) == 2
     assert wanted in capsys.readouterr().err
     assert not [*(tmp_path / "runs").glob("*/*")]
+
+
+def test_a_folder_of_other_jobs_is_refused_before_one_starts(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    words = [*(word.replace("=false", "=False") for word in SMALL[1:]), "config.OPTIMIZER.lr=0.1"]  # as Hydra writes it
+    for seed in (0, 1):
+        JobNote([word for word in (*words, f"config.SEED_VALUE={seed}") if "hydra" not in word], 0).write(
+            Path(f"sweep/{seed}")
+        )
+    before = sorted(path for path in Path().rglob("*"))
+    assert main(["-m", *words, "config.OPTIMIZER.lr=0.2", "config.SEED_VALUE=0,1,2"]) == 2
+    out, err = capsys.readouterr()
+    assert "sweep/1 hold different jobs (config.OPTIMIZER.lr=0.1 there, config.OPTIMIZER.lr=0.2 here)" in err
+    assert err.count("hold different jobs") == 1 and "loss" not in out
+    assert sorted(path for path in Path().rglob("*")) == before
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_a_dry_run_of_several_jobs_writes_nothing(tmp_path):
+    (tmp_path / "sweep").mkdir()
+    (tmp_path / "sweep/multirun.yaml").write_text("of an earlier sweep")
+    run_command(*SMALL, "config.ZERO.LEVEL=0,3", "--dry-run", cwd=tmp_path, timeout_s=100)
+    assert [path.name for path in tmp_path.rglob("*")] == ["sweep", "multirun.yaml"]
+    assert (tmp_path / "sweep/multirun.yaml").read_text() == "of an earlier sweep"
+    words = [*SMALL[1:-1], "config.SEEDS=[0,1]", "config.SEED_VALUE=5", "config.CHECKPOINT.DIR=seeds", "--dry-run"]
+    out = run_command(*words, cwd=tmp_path, timeout_s=100).stdout
+    assert "note: config.SEED_VALUE has no effect: config.SEEDS lists the seeds." in out
+    assert str(tmp_path / "seeds/1") in out and not (tmp_path / "seeds").exists()
 
 
 @pytest.mark.slow
@@ -241,6 +271,9 @@ def test_a_folder_is_claimed_by_one_job(tmp_path):
     assert claim(job, ["a=1"]) and not (job / "metrics.jsonl").exists()  # interrupted without a checkpoint: made anew
     with pytest.raises(LaunchError, match="holds a different job"):
         claim(job, ["a=2"])
+    JobNote(["a=0", "b=[1,2]", "a=1"]).write(job)
+    assert claim(job, ["+b=[1,2]", "a=1"])  # the order of overrides makes no other job
+    JobNote(["a=1"]).write(job)
     (job / "summary.json").write_text('{"loss_last": 1}')
     JobNote(["a=1"], 0).write(job)
     assert not claim(job, ["a=1"])
@@ -284,11 +317,37 @@ def test_a_search_needs_a_figure_that_is_there(tmp_path: Path) -> None:
     assert read_figure(tmp_path, "loss_last") is None
     (tmp_path / "summary.json").write_text('{"loss_last": 1.5, "data": {}}')
     assert read_figure(tmp_path, "loss_last") == 1.5
+    unknown = OmegaConf.create({"OBJECTIVE": "accuracy", "DRY_RUN": False, "HOOKS": {"EXTRA": []}})
+    with pytest.raises(ConfigError, match=r"config.OBJECTIVE: must name a number of summary.json \(got 'accuracy'\)"):
+        objective(searching, unknown)
+    unknown.HOOKS.EXTRA = ["mine"]
+    assert objective(searching, unknown) == "accuracy"
     with pytest.raises(ConfigError, match=r"must be a number in summary.json.*Did you mean 'loss_last'"):
         read_figure(tmp_path, "loss_lst")
 
 
+@pytest.mark.skipif(find_spec("optuna") is None, reason="needs pip install hydra-optuna-sweeper")
+@pytest.mark.parametrize(
+    ("word", "wanted"),
+    [
+        ("config.OBJECTIVE=accuracy", "config.OBJECTIVE: must name a number of summary.json"),
+        ("config.OBJECTIVE=", "config.OBJECTIVE: must name the figure that optuna searches by"),
+        ("hydra.sweeper.n_trials=0", "hydra.sweeper.n_trials: must be at least 1 (got 0)"),
+    ],
+)
+def test_a_search_that_cannot_end_well_is_refused_once_and_starts_nothing(
+    word: str, wanted: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = [*SMALL, *SEARCH, "config.OBJECTIVE=loss_last", "config.OPTIMIZER.lr=interval(0.01,0.1)", word]
+    assert main(words) == 2
+    assert capsys.readouterr().err.count(wanted) == 1 and not [*tmp_path.iterdir()]
+
+
 def test_an_objective_that_names_nothing_is_refused() -> None:
-    assert complaints(OBJECTIVE="knn_top1_after") == []
+    for name in (*SUMMARY_NUMBERS, "top3", "precision_at_5"):
+        assert complaints(OBJECTIVE=name) == []
+    described = (Path(__file__).parents[2] / "docs/run_folder.md").read_text()
+    assert [name for name in SUMMARY_NUMBERS if f"`{name}`" not in described] == []
     (found,) = complaints(OBJECTIVE="1e9")
     assert "OBJECTIVE: must name a number of summary.json (got '1e9')" in found

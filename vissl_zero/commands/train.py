@@ -40,6 +40,7 @@ from vissl_zero.launch.sweep import finish_sweep, objective, read_figure, regist
 from vissl_zero.lifetime import run_in_subprocess
 from vissl_zero.planner.fit_plans import FitOption, FitPlans, FitRun, with_option
 from vissl_zero.resolve.host import free_memory
+from vissl_zero.resolve.inactive import SEED_BESIDE_SEEDS
 from vissl_zero.resolve.resolved import ResolvedRun
 
 
@@ -160,7 +161,7 @@ def _run_job(cfg: DictConfig) -> int:
         print(Problem("hydra.job.chdir", "true", must, "Leave it out."), file=sys.stderr)
         return 2
     if cfg.config.SEEDS:
-        return _train_seeds(cfg.config.SEEDS, folder, is_sweep=hydra_cfg.mode == RunMode.MULTIRUN)
+        return _train_seeds(cfg.config, folder, is_sweep=hydra_cfg.mode == RunMode.MULTIRUN)
     if hydra_cfg.mode != RunMode.MULTIRUN or cfg.config.DRY_RUN:  # a dry run leaves nothing behind
         return _compose_and_run(cfg, recipe, folder)
     from vissl_zero.launch.sweep import run_job_of_sweep
@@ -173,16 +174,17 @@ def _run_job(cfg: DictConfig) -> int:
     )
 
 
-def _train_seeds(seeds: Sequence[int], folder: Path, is_sweep: bool) -> NoReturn:
+def _train_seeds(cfg: DictConfig, folder: Path, is_sweep: bool) -> NoReturn:
     """Become the sweep over SEED_VALUE that ``config.SEEDS`` stands for.
 
     Args:
-        seeds: seeds of ``config.SEEDS``.
+        cfg: what is below ``config``, with ``SEEDS``.
         folder: the run folder, which becomes the sweep's.
         is_sweep: this is a job of a sweep already.
     Raises:
         ConfigError: the seeds are wrong, or this process is one of several.
     """
+    seeds: Sequence[int] = cfg.SEEDS
     fix = "Correct it."
     must = ""
     if len({*seeds}) < len(seeds) or min(seeds) < 0:
@@ -194,6 +196,9 @@ def _train_seeds(seeds: Sequence[int], folder: Path, is_sweep: bool) -> NoReturn
     if must:
         _remove_if_empty(folder)
         raise ConfigError([Problem("config.SEEDS", f"[{', '.join(map(str, seeds))}]", must, fix)])
+    if cfg.SEED_VALUE:
+        print(f"note: config.SEED_VALUE has no effect: {SEED_BESIDE_SEEDS}.")
+    _remove_if_empty(folder)  # the sweep makes it again, and takes back no folder that it has found
     ours = ("config.SEEDS=", "+config.SEEDS=", "config.CHECKPOINT.DIR=", "hydra.run.dir=")
     words = [word for word in sys.argv[1:] if not word.startswith(ours)]
     swept = ",".join(map(str, seeds))

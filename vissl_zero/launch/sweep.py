@@ -15,31 +15,71 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn, JobStatus
+from hydra.errors import HydraException
 from hydra.experimental.callback import Callback
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, RunMode, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 
+from vissl_zero.config.compose import remember_new
+from vissl_zero.config.override_words import pairs_of
 from vissl_zero.engine import stopping
-from vissl_zero.engine.stopping import JobNote, is_done, read_note, read_summary
+from vissl_zero.engine.stopping import JobNote, is_done, read_jobs, read_note, read_summary
 from vissl_zero.errors import ConfigError, LaunchError, Problem, VisslZeroError, did_you_mean
 from vissl_zero.launch.slurm import private_folder, requeue
 from vissl_zero.lifetime import SWEEP_VARIABLE
+from vissl_zero.resolve.followed_figure import unknown_number
 from vissl_zero.resolve.host import Host, this_host
 from vissl_zero.resolve.placement_plan import is_unsafe
 from vissl_zero.resolve.saved import leaves
 
+_NUMBERED = "${hydra:job.num}"  # hydra.sweep.subdir of defaults.yaml
 # What an attempt that left no checkpoint leaves, and what the next one would stumble over.
 _LEFTOVERS = ("metrics.jsonl", "summary.json", "tensorboard", "logs")
+
+
+def require_own(jobs: Mapping[Path, Sequence[str]]) -> None:
+    """Require that no folder holds a run of something else. The order of overrides makes no other run.
+
+    Args:
+        jobs: folder -> overrides of its job.
+    Raises:
+        LaunchError: some do; all of them are named.
+    """
+    foreign = [folder for folder, overrides in jobs.items() if _is_foreign(folder, overrides)]
+    if not foreign:
+        return
+    first, note = foreign[0], read_note(foreign[0])
+    wanted, found = pairs_of(jobs[first]), pairs_of(note.overrides) if note else {}
+    other = " ".join(f"{key}={value}" for key, value in wanted.items() if found.get(key) != value)
+    missing = " ".join(f"{key}={value}" for key, value in found.items() if wanted.get(key) != value)
+    holds = "hold different jobs" if len(foreign) > 1 else "holds a different job"
+    key = "config.CHECKPOINT.DIR" if "config.SEEDS" in wanted else "hydra.sweep.dir"  # what the user wrote
+    raise LaunchError(
+        f"{key}: {', '.join(map(str, foreign))} {holds} ({missing or 'nothing'} there, "
+        f"{other or 'nothing'} here). Name another folder, or repeat the command that was started there to run the "
+        "missing jobs."
+    )
+
+
+def _is_foreign(folder: Path, overrides: Sequence[str]) -> bool:
+    note = read_note(folder)
+    if note is None:
+        return (folder / "metrics.jsonl").exists()
+    return pairs_of(note.overrides) != pairs_of(overrides)
 
 
 def claim(folder: Path, overrides: Sequence[str]) -> bool:
@@ -50,13 +90,7 @@ def claim(folder: Path, overrides: Sequence[str]) -> bool:
     Raises:
         LaunchError: the folder holds a run of something else.
     """
-    note = read_note(folder)
-    is_foreign = note.overrides != list(overrides) if note else (folder / "metrics.jsonl").exists()
-    if is_foreign:
-        raise LaunchError(
-            f"hydra.sweep.dir: {folder} holds a different job ({' '.join(overrides)}). Name another folder, "
-            "or repeat the command that was started there to run the missing jobs."
-        )
+    require_own({folder: overrides})
     if is_done(folder):
         return False
     if not any((folder / "checkpoints").glob("*")):
@@ -114,7 +148,7 @@ def objective(hydra: Any, config: Any) -> str:
         hydra: Hydra's own configuration.
         config: config of a job, below ``config``.
     Raises:
-        ConfigError: a sweeper searches, and no figure is named, or nothing is measured.
+        ConfigError: a sweeper searches, and no figure or an unknown one is named, or nothing is measured.
     """
     sweeper = str(hydra.runtime.choices.get("hydra/sweeper", "basic"))
     if hydra.mode != RunMode.MULTIRUN or sweeper == "basic":
@@ -125,7 +159,23 @@ def objective(hydra: Any, config: Any) -> str:
     if not config.OBJECTIVE:
         must, fix = f"must name the figure that {sweeper} searches by", "Write config.OBJECTIVE=loss_last, for example."
         raise ConfigError([Problem("config.OBJECTIVE", "", must, fix)])
+    if problem := unknown_number(str(config.OBJECTIVE), config.HOOKS.EXTRA):
+        raise ConfigError([problem])
     return str(config.OBJECTIVE)
+
+
+def _check_search(config: DictConfig) -> None:
+    """Refuse what no trial of a search could mend, once and before the first.
+
+    Raises:
+        ConfigError: as ``objective``, or there is no trial to do.
+    """
+    for key in ("hydra.sweeper.n_trials", "hydra.sweeper.n_jobs"):
+        number = OmegaConf.select(config, key)
+        if number is not None and number < 1:
+            raise ConfigError([Problem(key, str(number), "must be at least 1", f"Write {key}=1, or more.")])
+    if config.hydra.runtime.choices.get("config") not in (None, "???"):  # else recipes are swept: each has its own
+        objective(config.hydra, config.config)
 
 
 def read_figure(folder: Path, name: str) -> float | None:
@@ -145,31 +195,57 @@ def read_figure(folder: Path, name: str) -> float | None:
 
 
 _sweep_dir: Path | None = None
+_scratch: TemporaryDirectory[str] | None = None  # gets what Hydra writes of a sweep whose jobs are looked at only
 
 
 class SweepFolder(Callback):
     """Called by Hydra, in the process that the user started."""
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Remember where the sweep goes; close the folder that submitit unpickles from.
+        """Check a sweep before its first job, and remember where it goes; close the folder of submitit.
 
         Raises:
-            SystemExit: that folder is open to others, or a text for sbatch has several lines. (Hydra continues after
-                any other exception of a callback.)
+            SystemExit: its folder holds other jobs, it searches by nothing, submitit's folder is open to others, or a
+                text for sbatch has several lines. (Hydra continues after any other exception of a callback.)
         """
-        global _sweep_dir
-        _sweep_dir = Path(str(config.hydra.sweep.dir)).absolute()
-        folder = OmegaConf.select(config, "hydra.launcher.submitit_folder")
-        if folder is None:
-            return
+        global _sweep_dir, _scratch
+        folder = Path(str(config.hydra.sweep.dir)).absolute()
+        submitted = OmegaConf.select(config, "hydra.launcher.submitit_folder")
         try:
-            _check(OmegaConf.to_container(config.hydra.launcher, resolve=True))
-            logs = private_folder(Path(str(folder).split("%")[0]).absolute())
+            _check_search(config)
+            jobs = _jobs(config, folder)
+            require_own(jobs)
+            if config.config.DRY_RUN:
+                for path in jobs:
+                    remember_new(path)  # Hydra makes them
+                _scratch = TemporaryDirectory()
+                config.hydra.sweep.dir = _scratch.name
+                return
+            if submitted is not None:
+                _check(OmegaConf.to_container(config.hydra.launcher, resolve=True))
+                logs = private_folder(Path(str(submitted).split("%")[0]).absolute())
+                print(f"sweep folder  {folder}\nlogs          {logs}", flush=True)
         except VisslZeroError as error:
             print(error, file=sys.stderr)
-            _sweep_dir = None
             raise SystemExit(2) from error
-        print(f"sweep folder  {_sweep_dir}\nlogs          {logs}", flush=True)
+        _sweep_dir = folder
+
+
+def _jobs(config: DictConfig, sweep_dir: Path) -> dict[Path, list[str]]:
+    """Return folder -> overrides of all jobs; empty where they are not known yet (a search), or named by the user."""
+    sweep = OmegaConf.to_container(config.hydra.sweep, resolve=False)
+    assert isinstance(sweep, dict)
+    if config.hydra.runtime.choices.get("hydra/sweeper") != "basic" or sweep["subdir"] != _NUMBERED:
+        return {}
+    params = OmegaConf.select(config, "hydra.sweeper.params") or {}
+    words = [*(f"{key}={value}" for key, value in params.items()), *config.hydra.overrides.task]
+    words = [word for word in words if not word.startswith("config.DRY_RUN=")]  # as the jobs would be trained
+    parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
+    try:
+        (jobs,) = BasicSweeper.split_arguments(parser.parse_overrides(words), None)
+    except HydraException:  # which the sweeper explains
+        return {}
+    return {sweep_dir / str(number): overrides for number, overrides in enumerate(jobs)}
 
 
 def _check(launcher: Any) -> None:
@@ -186,13 +262,16 @@ def _check(launcher: Any) -> None:
 
 def finish_sweep() -> int | None:
     """Write and print the summary of the sweep that this process ran; its worst exit code, or None without a sweep."""
-    global _sweep_dir
+    global _sweep_dir, _scratch
     folder, _sweep_dir = _sweep_dir, None
+    if _scratch is not None:
+        _scratch.cleanup()
+        _scratch = None
     if folder is None or not folder.is_dir():
         return None
-    notes = [(path, note) for path in folder.iterdir() if path.is_dir() and (note := read_note(path)) is not None]
+    notes = read_jobs(folder)
     if not notes:
-        # Hydra leaves this of a sweep whose jobs were looked at only, or refused.
+        # Hydra leaves this of a sweep whose jobs were refused.
         if {path.name for path in folder.iterdir()} == {"multirun.yaml"}:
             (folder / "multirun.yaml").unlink()
             folder.rmdir()
@@ -213,13 +292,13 @@ def finish_sweep() -> int | None:
     print_sweep(rows)
     files = [CSV_NAME, PLOT_NAME, *([SEEDS_NAME] if join_seeds(folder, rows) else [])]
     print(f"\nsweep folder  {folder}  ({', '.join(files)})")
-    missing = sum(not is_done(path) for path, _ in notes)
+    missing = sum(not is_done(path) for path in notes)
     again = f"The same command with hydra.sweep.dir={folder} does those."
     if stopping.requested_stop() is not None:
         print(f"Stopped: some jobs are unfinished or were not started. {again}")
     elif missing:
         print(f"{missing} of {len(notes)} jobs are not done. {again}")
-    return max((note.code or 0 for _, note in notes), default=0)
+    return max((note.code or 0 for note in notes.values()), default=0)
 
 
 OUTPUT = "output.log"
@@ -302,6 +381,7 @@ class SideBySide(Launcher):
         assert self._config is not None
         sweep_dir = Path(str(self._config.hydra.sweep.dir)).absolute()
         jobs = [self._job(sweep_dir, initial_job_idx + index, list(o)) for index, o in enumerate(job_overrides)]
+        require_own({job.folder: job.overrides for job in jobs})
         figure = self._objective(jobs[0])
         common = set(jobs[0].overrides).intersection(*(job.overrides for job in jobs)) if len(jobs) > 1 else set()
         waiting = []

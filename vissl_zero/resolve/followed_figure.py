@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from vissl_zero.config.blocks.output import METERS
 from vissl_zero.config.run_config import RunConfig
-from vissl_zero.errors import Problem
+from vissl_zero.errors import Problem, did_you_mean
 from vissl_zero.resolve.inactive import can_measure_top1, segments
 
 if TYPE_CHECKING:
     from vissl_zero.resolve.decisions import Decisions
 
+# Of docs/run_folder.md; what METERS counts is named by its k.
+SUMMARY_NUMBERS = (
+    *("level", "world_size", "num_steps", "loss_first", "loss_last", "images_per_s", "memory_before_bytes"),
+    *("knn_top1_before", "knn_top1_after", "knn_top1_raw_pixels", "rankme_before", "rankme_after", "lidar"),
+    *("top1", "top5", "probe_top1", "probe_top1_train", "miou", "pixel_accuracy"),
+    *("loss_best", "top1_best", "knn_top1_best", "probe_top1_best", "miou_best", "best_step"),
+    *("best_lr", "best_head", "collapse_warning_step"),
+)
 EARLY_STOPPING, BEST = "config.HOOKS.EARLY_STOPPING.METRIC", "config.CHECKPOINT.BEST_METRIC"
 
 
@@ -48,11 +59,17 @@ def followed_figures(cfg: RunConfig, decided: Decisions) -> list[Problem]:
 
 
 def objective(cfg: RunConfig, decided: Decisions) -> Problem | None:
-    """Check that the figure of a search is a name; whether a run's summary has it is known when one has ended."""
-    if not cfg.OBJECTIVE or cfg.OBJECTIVE.isidentifier():
+    """Check the name of the figure of a search; whether this run's summary has it is known when it has ended."""
+    return unknown_number(cfg.OBJECTIVE, cfg.HOOKS.EXTRA) if cfg.OBJECTIVE else None
+
+
+def unknown_number(name: str, own_hooks: Sequence[str]) -> Problem | None:
+    """Check that ``summary.json`` may have a number of this name; hooks of the user's own add others."""
+    of_meter = re.fullmatch(f"({'|'.join(METERS.values())})[0-9]+", name)
+    if name in SUMMARY_NUMBERS or of_meter or (own_hooks and name.isidentifier()):
         return None
-    fix = "Write loss_last or knn_top1_after, for example."
-    return Problem("config.OBJECTIVE", repr(cfg.OBJECTIVE), "must name a number of summary.json", fix)
+    fix = "Write loss_last or knn_top1_after, for example." + did_you_mean(name, SUMMARY_NUMBERS)
+    return Problem("config.OBJECTIVE", repr(name), "must name a number of summary.json", fix)
 
 
 FOLLOWED_FIGURE_RULES = (followed_figures, objective)

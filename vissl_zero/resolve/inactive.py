@@ -123,9 +123,11 @@ def _does_not_count(meter: str) -> Callable[[RunConfig], bool]:
 
 
 _REGNET, _RESNET, _EVAL = "MODEL.TRUNK.REGNET", "MODEL.TRUNK.RESNETS", "MODEL.FEATURE_EVAL_SETTINGS"
+SEED_BESIDE_SEEDS = "config.SEEDS lists the seeds"
 _WITH_CLASSES = ("CrossEntropyLoss", "cross_entropy_multiple_output_single_target")
 _BUILT_IN = (["digits"], ["synthetic"], ["digit_scenes"])
 _CONDITIONS: tuple[Inactive, ...] = (
+    Inactive(("SEED_VALUE",), lambda cfg: bool(cfg.SEEDS), SEED_BESIDE_SEEDS),
     *(
         Inactive(
             (f"DATA.{split}.DEFAULT_GRAY_IMG_SIZE",),
