@@ -53,6 +53,32 @@ def test_every_figure_of_every_step(run: Run, records: list[StepRecord]) -> None
     assert written["evaluation/knn_top1_before"] == [(0, 0.5)]
 
 
+def test_the_table_begins_with_what_was_measured_before_training(run: Run, records: list[StepRecord]) -> None:
+    run.results |= {"knn_top1_before": 0.5, "memory_before_bytes": 7}
+    hook = Logging(["csv"])
+    play(run, hook, records)
+    first, second, *_ = table(run.folder)
+    assert {tag: text for tag, text in first.items() if text} == {
+        "step": "0",
+        "evaluation/knn_top1_before": "0.5",
+        "evaluation/memory_before_bytes": "7.0",
+    }
+    assert second["step"] == "1" and second["train/loss"] and not second["evaluation/knn_top1_before"]
+
+
+def test_a_table_of_step_0_alone_is_filled_up_without_repeating_it(tmp_path: Path) -> None:
+    """Killed before its second row, with a checkpoint of another place: step 0 is in the checkpoint too."""
+    run = make_run(tmp_path)
+    hook = Logging(["csv"])
+    run.results["knn_top1_before"] = 0.5
+    play(run, hook, [make_record(1)])
+    path = tmp_path / "metrics.csv"
+    path.write_text("step,evaluation/knn_top1_before\n0,0.5\n")
+    (tmp_path / "metrics.jsonl").unlink(missing_ok=True)
+    part(tmp_path, "csv", range(2, 4), hook.state_dict())
+    assert [row["step"] for row in table(tmp_path)] == ["0", "2", "3"]
+
+
 def test_skipped_and_not_finite_figures_are_left_out(run: Run) -> None:
     skipped = make_record(1, loss=None, grad_norm=None, skipped=True)
     play(run, events(), [skipped, make_record(2, grad_norm=math.inf)])
@@ -69,7 +95,7 @@ def table(folder: Path) -> list[dict[str, str]]:
 def from_csv(folder: Path) -> dict[int, float]:
     rows = table(folder)
     assert len({row["step"] for row in rows}) == len(rows)
-    return {int(row["step"]): float(row["train/loss"]) for row in rows}
+    return {int(row["step"]): float(row["train/loss"]) for row in rows if row["train/loss"]}
 
 
 def from_events(folder: Path) -> dict[int, float]:
@@ -211,6 +237,18 @@ def test_a_run_killed_three_times_has_every_step_once(tmp_path: Path, name: str)
     state = part(folder, name, range(11, 26), state, is_killed=True)
     part(folder, name, range(21, 31), state)
     assert READERS[name](folder) == pytest.approx({step: make_record(step).loss for step in range(1, 31)})
+
+
+@pytest.mark.slow
+def test_wandb_keeps_copies_and_prints_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "summary.json").write_text("{}")
+    (tmp_path / "config.user.yaml").write_text("a: 1")
+    part(tmp_path, "wandb", range(1, 3), {})
+    (files,) = (tmp_path / "wandb").glob("offline-run-*/files")
+    kept = {path.name: path for path in files.iterdir()}
+    for name in ("summary.json", "config.user.yaml"):
+        assert not kept[name].is_symlink() and kept[name].read_text() == (tmp_path / name).read_text()
+    assert "".join(capfd.readouterr()) == ""
 
 
 def test_what_the_library_lost_is_logged_again(tmp_path: Path) -> None:
