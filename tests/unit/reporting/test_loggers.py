@@ -6,7 +6,9 @@ import csv
 import json
 import math
 import os
+import shutil
 import signal
+import socket
 import struct
 import subprocess
 import sys
@@ -237,6 +239,44 @@ def test_a_run_killed_three_times_has_every_step_once(tmp_path: Path, name: str)
     state = part(folder, name, range(11, 26), state, is_killed=True)
     part(folder, name, range(21, 31), state)
     assert READERS[name](folder) == pytest.approx({step: make_record(step).loss for step in range(1, 31)})
+
+
+@pytest.mark.slow
+def test_a_copied_folder_keeps_its_files_in_mlflow_of_its_own(tmp_path: Path) -> None:
+    from mlflow.artifacts import list_artifacts
+    from mlflow.tracking import MlflowClient
+
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "summary.json").write_text("of the first")
+    state = part(folder, "mlflow", range(1, 11), {}, is_killed=True)
+    copied = Path(shutil.copytree(folder, tmp_path / "another place" / "copied"))
+    (copied / "summary.json").write_text("of the copy")
+    for place in (folder, copied):
+        part(place, "mlflow", range(11, 13), state)
+    for place, text in ((folder, "of the first"), (copied, "of the copy")):
+        uri = f"sqlite:///{place / 'mlflow.db'}"
+        client = MlflowClient(tracking_uri=uri)
+        experiment = client.get_experiment_by_name("vissl_zero")
+        assert experiment.artifact_location == str(place / "mlflow_files")
+        (run,) = client.search_runs([experiment.experiment_id])
+        assert Path(run.info.artifact_uri) == place / "mlflow_files" / run.info.run_id / "artifacts"
+        assert [file.path for file in list_artifacts(artifact_uri=run.info.artifact_uri)] == ["artifacts/summary.json"]
+        assert (Path(run.info.artifact_uri) / "summary.json").read_text() == text
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(60)
+def test_a_server_that_is_gone_is_left_out_with_one_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """MLflow itself would try again for minutes."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{port}")
+    part(tmp_path, "mlflow", range(1, 4), {})
+    assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 3
+    assert "".join(capfd.readouterr()).count("warning: the logger mlflow fails (API request to") == 1
 
 
 @pytest.mark.slow
