@@ -6,6 +6,7 @@ import csv
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import socket
@@ -31,6 +32,7 @@ from vissl_zero.reporting.hooks import Logging
 from vissl_zero.reporting.loggers.logger import LoggedRun, Logger, run_id
 from vissl_zero.reporting.loggers.tensorboard_events import EventFile
 from vissl_zero.reporting.metrics_file import MetricsFile
+from vissl_zero.reporting.summary import summarize
 
 
 def events() -> Logging:
@@ -79,6 +81,16 @@ def test_a_table_of_step_0_alone_is_filled_up_without_repeating_it(tmp_path: Pat
     (tmp_path / "metrics.jsonl").unlink(missing_ok=True)
     part(tmp_path, "csv", range(2, 4), hook.state_dict())
     assert [row["step"] for row in table(tmp_path)] == ["0", "2", "3"]
+
+
+def test_the_page_names_the_numbers_of_the_summary_that_are_not_logged(run: Run, records: list[StepRecord]) -> None:
+    run.results["knn_top1_before"] = 0.5
+    play(run, Logging(["csv"]), records)
+    numbers = {name for name, value in summarize(run).items() if isinstance(value, int | float)}
+    logged = {tag.removeprefix("evaluation/") for tag in table(run.folder)[0]}
+    page = (Path(__file__).parents[3] / "docs" / "loggers.md").read_text(encoding="utf-8")
+    named = page.split("Of the numbers there, ")[1].split(" are not logged")[0]
+    assert set(re.findall(r"`(\w+)`", named)) == numbers - logged
 
 
 def test_skipped_and_not_finite_figures_are_left_out(run: Run) -> None:
@@ -263,6 +275,18 @@ def test_a_copied_folder_keeps_its_files_in_mlflow_of_its_own(tmp_path: Path) ->
         assert Path(run.info.artifact_uri) == place / "mlflow_files" / run.info.run_id / "artifacts"
         assert [file.path for file in list_artifacts(artifact_uri=run.info.artifact_uri)] == ["artifacts/summary.json"]
         assert (Path(run.info.artifact_uri) / "summary.json").read_text() == text
+
+
+@pytest.mark.slow
+def test_a_database_of_the_user_keeps_its_files_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """MLflow puts them into the working directory. The next run would else write into the folder of this one."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'all.db'}")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "summary.json").write_text("{}")
+    part(tmp_path / "run", "mlflow", range(1, 3), {})
+    assert len(list((tmp_path / "mlruns").rglob("summary.json"))) == 1
+    assert not (tmp_path / "run" / "mlflow_files").exists()
 
 
 @pytest.mark.slow

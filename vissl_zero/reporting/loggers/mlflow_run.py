@@ -37,8 +37,8 @@ class MlflowRun(Logger):
     """A run of MLflow, in mlflow.db or at MLFLOW_TRACKING_URI.
 
     The run is found again by its tag ``vissl_zero.run_id``. MLflow cannot take a step back, so what it holds stays.
-    Experiment: ``MLFLOW_EXPERIMENT_NAME``, else vissl_zero. Files are in mlflow_files/, or where the user's server keeps
-    them. Cost: a request of 40 ms every 5 s; once, ten seconds in which MLflow makes its tables.
+    Experiment: ``MLFLOW_EXPERIMENT_NAME``, else vissl_zero. Files go to mlflow_files/, or where the server keeps them.
+    Cost: a request of 40 ms every 5 s; once, ten seconds in which MLflow makes its tables.
     """
 
     def __init__(self) -> None:
