@@ -58,10 +58,9 @@ def as_teacher(cfg: RunConfig) -> RunConfig:
 def head_options(cfg: RunConfig) -> list[tuple[str, dict[str, Any]]]:
     """Return name and all keys of each head. Raises ConfigError for wrong keys."""
     heads = []
-    for name, options in cfg.MODEL.HEAD.PARAMS:
-        heads.append(
-            (name, typed_options(component_keys(HEADS, name), options or {}, f"config.MODEL.HEAD.PARAMS.{name}"))
-        )
+    for index, (name, options) in enumerate(cfg.MODEL.HEAD.PARAMS):
+        key = f"config.MODEL.HEAD.PARAMS[{index}][1]"
+        heads.append((name, typed_options(component_keys(HEADS, name), options or {}, key)))
     return heads
 
 
