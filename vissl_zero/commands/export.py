@@ -100,7 +100,7 @@ def _card(loaded: LoadedTrunk, done: Exported, views: Views, target: str, licens
         f"the middle, scaled to 0 to 1 and normalized by mean {list(views.mean)} and deviation {list(views.std)} "
         f"(`preprocessor_config.json`).",
         f"Opened by {target}, features differ from the trunk's by {done.difference:.2g} at most.",
-        f"| | |\n| --- | --- |\n| trunk | {loaded.config['MODEL']['TRUNK']['NAME']} |\n"
+        f"| | |\n| --- | --- |\n| trunk | {loaded.recognized} |\n"
         f"{rows}| written by | vissl_zero {__version__}, `{command}` |",
     )
     return "\n\n".join(paragraphs) + "\n"

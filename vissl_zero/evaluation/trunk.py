@@ -47,6 +47,7 @@ from vissl_zero.errors import CheckpointError
 from vissl_zero.models.model import build_model
 from vissl_zero.registry import TRUNKS, load_plugins
 from vissl_zero.resolve.saved import RESOLVED_FILE, leaves, read_saved, with_references
+from vissl_zero.weights.network_name import network_name
 from vissl_zero.weights.reading import as_run, find
 
 _PREFIX = "trunk."
@@ -77,7 +78,7 @@ class LoadedTrunk(nn.Module):
         trunk: as it was trained: list of tensors -> list of features.
         feature_dim: features per image.
         path: of the weights: a file, or a checkpoint's folder.
-        recognized: the network in words, where it was found from the tensors; else the trunk's name.
+        recognized: the network in words, with its sizes.
         transform: from an RGB image to (3, H, W) float32, as for the run's own evaluation; print it to see its steps.
         config: what builds it, ``MODEL`` (TRUNK) and ``DATA`` (TRAIN and TEST with TRANSFORMS).
     """
@@ -131,8 +132,7 @@ def load_trunk(run_folder: str | Path, *, which: str = "student", imports: bool 
             load_plugins(list(map(str, config["IMPORTS"])) if imports else [])
             _require_known(config, path)
             _require_peft(config, path)
-            name = str(config["MODEL"]["TRUNK"]["NAME"])
-            return LoadedTrunk(_trunk(config, weights), config, source, name)
+            return LoadedTrunk(_trunk(config, weights), config, source, network_name(config["MODEL"]["TRUNK"]))
         except CheckpointError:
             raise
         except Exception as error:

@@ -28,6 +28,7 @@ from vissl_zero.errors import CheckpointError
 from vissl_zero.models.trunks.token_embedding import TokenEmbedding, interpolated
 from vissl_zero.models.weight_names import is_adapters, to_other_names
 from vissl_zero.weights.library_index import models_of
+from vissl_zero.weights.network_name import network_name
 from vissl_zero.weights.recognition import Recognized, recognize
 
 WEIGHTS, CONFIG, PREPROCESSOR, CARD = "model.safetensors", "config.json", "preprocessor_config.json", "README.md"
@@ -151,7 +152,7 @@ class Source:
         if renamed.unknown:
             raise CheckpointError(
                 f"{style} has no such network: no name for {renamed.unknown[0].removeprefix(_PREFIX)} of a "
-                f"{self.config['NAME']}. --to safetensors and --to onnx take every trunk."
+                f"{network_name(self.config)}. --to safetensors and --to onnx take every trunk."
             )
         return [Entry.of(new, state[old].contiguous()) for new, old in renamed.names.items()]
 
@@ -184,7 +185,7 @@ def write(source: Source, target: str, folder: Path) -> Exported:
     if found.shape != wanted.shape or difference > _TOLERANCE * max(1.0, float(wanted.abs().max())):
         raise CheckpointError(
             f"{target} opens the folder, and for images of {side} pixels its features differ from those of the trunk, "
-            f"{source.config['NAME']}, by {difference:.2g}: not written. --to safetensors keeps everything."
+            f"{network_name(source.config)}, by {difference:.2g}: not written. --to safetensors keeps everything."
         )
     return Exported(folder, call, difference, notes)
 
@@ -237,7 +238,7 @@ def _in_timm(source: Source, entries: list[Entry]) -> Recognized:
     """Find timm's model of the trunk: the one that it was built from, or the one with its tensors."""
     name, params = source.config["NAME"], source.config.get("PARAMS", {})
     if name.startswith("timm/"):
-        return Recognized(name, {"NAME": name, "PARAMS": params})
+        return Recognized(network_name(source.config), {"NAME": name, "PARAMS": params})
     if name == "resnet":
         found = [model for model in models_of({e.key: e.shape for e in entries}) if model.startswith("timm/")]
         if found:
@@ -271,7 +272,9 @@ def _to_torchvision(source: Source, folder: Path) -> tuple[str, Opened, list[str
     else:
         found = [one for one in models_of(shapes) if one.startswith("torchvision/")]
         if not found:
-            raise CheckpointError(f"torchvision has no {name} of these sizes. --to safetensors takes every trunk.")
+            raise CheckpointError(
+                f"torchvision has no {network_name(source.config)} of these sizes. --to safetensors takes every trunk."
+            )
         model = found[0].removeprefix("torchvision/")
     net = torchvision.models.get_model(model, weights=None, **options)
     classifier = _without_classifier(net)
