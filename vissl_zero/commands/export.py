@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vissl_zero.atomic import read_object
-from vissl_zero.commands.arguments import CommandParser
+from vissl_zero.commands.arguments import CommandParser, output
 from vissl_zero.errors import CheckpointError
 from vissl_zero.torchvision_compat import is_repaired
 from vissl_zero.version import __version__
@@ -34,13 +34,13 @@ def export(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("weights", help="run folder, file, timm:<name>, hf:<repo>, torchvision:<name>, torchhub:<name>")
     parser.add_argument("--to", required=True, choices=TARGETS, help="the library, or kind of file")
-    parser.add_argument("--out", required=True, metavar="FOLDER", help="to write; must be empty or new")
+    parser.add_argument("--out", required=True, type=output, metavar="FOLDER", help="to write; must be empty or new")
     parser.add_argument("--license", default="other", help="for the model card (other), such as apache-2.0")
     parser.add_argument(
         "--which", default="student", choices=("student", "teacher"), help="of a run of yours (student)"
     )
     options = parser.parse_args(arguments)
-    out = Path(options.out).expanduser()
+    out = options.out
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise CheckpointError(f"--out {out}: is not empty, and nothing is overwritten. Name a new folder.")
     from vissl_zero.evaluation.trunk import load_trunk

@@ -113,6 +113,11 @@ def _recipes(folders: Sequence[str]) -> str:
 
 
 def _around_a_job(error: OSError | ValueError | UserWarning) -> Problem:
+    if isinstance(error, FileExistsError | NotADirectoryError):
+        fix = "Name another folder; that of a sweep is hydra.sweep.dir."
+        return Problem(
+            "config.CHECKPOINT.DIR", repr(str(error.filename)), "must name a folder, and a file is there", fix
+        )
     if isinstance(error, OSError) and error.filename is not None:
         fix = "Name another folder with config.CHECKPOINT.DIR (a sweep: hydra.sweep.dir), or change its permissions."
         return Problem(str(error.filename), "", f"cannot be used ({error.strerror})", fix)

@@ -45,11 +45,16 @@ class FeatureQuality(Hook):
         train, test = build_eval_sources(data, run.plan.seed)
         if test is None:
             raise DataError("feature_quality needs images of TEST. Write config.DATA.TEST.DATA_PATHS=[<folder>].")
+        for source, paths in ((train, data.TRAIN.DATA_PATHS), (test, data.TEST.DATA_PATHS)):
+            if source.label(0) is None:
+                where = ", ".join(paths) or "The data"
+                raise DataError(
+                    f"{where}: has images without a class. Put those of each class into a folder of its own."
+                )
         say_opening(run)
         run.sharded.consolidate_buffers()  # running statistics may differ between ranks; features must not
         index, queries = (extract_features(run, eval_images(split, data, run.plan.seed)) for split in (train, test))
-        if index.labels is None or queries.labels is None:
-            raise DataError("The images have no classes: put those of each class into a folder of its own.")
+        assert index.labels is not None and queries.labels is not None
         k, temperature = min(options.TOPK, len(index.rows)), options.SIGMA
         (knn,) = knn_top1s(queries, index, [(k, temperature)]) or [float("nan")]
         penalty, linear = linear_top1(index, queries)

@@ -46,6 +46,7 @@ from vissl_zero.data.split_pipeline import build_eval_pipeline, described_views
 from vissl_zero.errors import CheckpointError
 from vissl_zero.models.model import build_model
 from vissl_zero.registry import TRUNKS, load_plugins
+from vissl_zero.resolve.data_plan import names_like
 from vissl_zero.resolve.saved import RESOLVED_FILE, leaves, read_saved, with_references
 from vissl_zero.weights.network_name import network_name
 from vissl_zero.weights.reading import as_run, find
@@ -181,7 +182,8 @@ def _with_name(trunk: Mapping[str, Any]) -> dict[str, Any]:
 def _store(path: Path, final_name: str) -> Checkpoint | WeightsFile:
     """Open the final weights, unless a checkpoint is of a later step; else the newest complete checkpoint."""
     if not path.exists():
-        raise CheckpointError(f"There is no folder {path}. Give the run folder that training printed at its end.")
+        hint = names_like(path.parent, path.name)
+        raise CheckpointError(f"There is no {path}.{hint} Give a file of weights, or the folder of a run.")
     passed_over: list[str] = []
     store = open_store(path, passed_over)
     final = path / final_name

@@ -133,13 +133,29 @@ def test_python_gives_the_figures_and_features_of_the_commands(folder):
     [
         (["embed", "a.pth", ".", "--output", "x.npz"], r"--output is not a flag. Did you mean '--out'"),
         (["evaluate", "a.pth"], "the following arguments are required: --data"),
-        (["evaluate", "a.pth", "--data", "."], r"must hold train/ and val/, each with a folder"),
+        (["evaluate", "a.pth", "--data", "."], r"must be a folder that holds train/ and val/, each with a folder"),
+        (["evaluate", "a.pth", "--data", ""], "--data: must be a path, and is empty"),
+        (["evaluate", "a.pth", "--data", "nowhere"], "nowhere: there is no such file or folder. Correct the path"),
+        (["evaluate", "a.pth", "--data", "a.txt"], "--data a.txt: must be a folder .*, and is a file. Name"),
+        (["evaluate", "", "--data", "data"], "weights: must be a path, and is empty"),
+        (
+            ["embed", "a.pth", ".", "--out", "a.txt/x.npz"],
+            "a.txt/x.npz: must be in a folder, and a.txt is a file. Name",
+        ),
+        (["export", "a.pth", "--to", "timm", "--out", "a.txt/x"], "a.txt/x: must be in a folder, and a.txt is a file"),
+        (["compare", "a", "b", "--html", "a.txt/x"], "a.txt/x: must be in a folder, and a.txt is a file"),
+        (["plan", "config=digits/mae", "--png", "a.txt/x"], "a.txt/x: must be in a folder, and a.txt is a file"),
+        (["lr-find", "config=digits/mae", "--png", "a.txt/x"], "a.txt/x: must be in a folder, and a.txt is a file"),
+        (["data", "pack", ".", "a.txt/x", "--to", "arrow"], "a.txt/x: must be in a folder, and a.txt is a file"),
         (["embed", "a.pth", ".", "--out", "x.csv"], r"must be one of .npz, .parquet, .safetensors"),
         (["embed", "a.pth", "nowhere", "--out", "x.npz"], "nowhere: there is no such file or folder"),
     ],
 )
 def test_wrong_words_get_a_sentence(words, wanted, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").touch()
+    for name in ("train", "val"):
+        (tmp_path / "data" / name).mkdir(parents=True)
     assert main(words) == 2
     assert re.search(wanted, capsys.readouterr().err)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from PIL import Image
 from safetensors.torch import load_file, save_file
 
 import vissl_zero
@@ -58,13 +59,24 @@ def test_features_are_those_of_the_run(finished):
 
 
 def test_a_folder_that_is_not_there(tmp_path):
-    with pytest.raises(CheckpointError, match=r"There is no folder .*nowhere"):
+    with pytest.raises(CheckpointError, match=r"There is no .*nowhere"):
         vissl_zero.load_trunk(tmp_path / "nowhere")
 
 
 def test_a_folder_that_is_not_of_a_run(tmp_path):
     with pytest.raises(CheckpointError, match="holds neither checkpoints nor weights"):
         vissl_zero.load_trunk(tmp_path)
+
+
+def test_images_in_the_place_of_weights_are_named(tmp_path):
+    Image.new("RGB", (4, 4)).save(tmp_path / "a.jpg")
+    for path in (tmp_path, tmp_path / "a.jpg"):
+        with pytest.raises(
+            CheckpointError, match=r"image.*, and weights are wanted here\. Images are named .*\. Give a"
+        ):
+            vissl_zero.load_trunk(path)
+    with pytest.raises(CheckpointError, match=r"There is no .*b\.jpg\. Did you mean 'a\.jpg'\? Give a file of weights"):
+        vissl_zero.load_trunk(tmp_path / "b.jpg")
 
 
 def test_nothing_that_the_folder_names_is_run(folder, tmp_path, monkeypatch):
