@@ -31,7 +31,16 @@ def compare(arguments: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print data in place of the table")
     options = parser.parse_args(arguments)
     folders, out = _runs_of(options.folders), options.html
-    from vissl_zero.reporting.comparison import as_json, differing, grouped, page, read_run, rows_of, text_table
+    from vissl_zero.reporting.comparison import (
+        as_json,
+        differing,
+        grouped,
+        names_of,
+        page,
+        read_run,
+        rows_of,
+        text_table,
+    )
 
     try:
         runs = [read_run(folder) for folder in folders]
@@ -44,7 +53,7 @@ def compare(arguments: Sequence[str]) -> int:
         print(json.dumps(as_json(runs), indent=1))
         return 0
     console = Console(width=max(Console().width, 40 + 60 * len(runs)), soft_wrap=True)
-    console.print(text_table(["key", *(run.folder.name for run in runs)], differing(runs).items()))
+    console.print(text_table(["key", *names_of(runs)], differing(runs).items()))
     groups = grouped(runs)
     heads = [f"{group.name} ({len(group.runs)})" for group in groups]
     console.print(text_table(["figure", *heads], rows_of(groups)))

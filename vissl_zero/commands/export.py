@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import tempfile
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,7 +48,11 @@ def export(arguments: Sequence[str]) -> int:
     from vissl_zero.evaluation.trunk import load_trunk
     from vissl_zero.weights.to_library import Source, Views, write, write_preprocessor
 
-    loaded = load_trunk(options.weights, which=options.which)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        loaded = load_trunk(options.weights, which=options.which)
+    for warning in caught:
+        print(f"note: {warning.message}", file=sys.stderr)
     views = Views.of(loaded.config["DATA"])
     out.parent.mkdir(parents=True, exist_ok=True)
     # Beside its place and under its own name, which the calls that open it quote; moved when it is whole.

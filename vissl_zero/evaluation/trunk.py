@@ -124,7 +124,7 @@ def load_trunk(run_folder: str | Path, *, which: str = "student", imports: bool 
     if which not in _FINAL_FILES:
         raise ValueError(f"which must be {' or '.join(map(repr, _FINAL_FILES))}, not {which!r}")
     if is_of_no_run(str(run_folder)):
-        return _of_no_run(str(run_folder))
+        return _of_no_run(str(run_folder), which)
     path = Path(run_folder).expanduser()
     with weights_of(_store(path, _FINAL_FILES[which]), which) as weights:
         source = weights.path
@@ -154,8 +154,11 @@ def is_of_no_run(name: str) -> bool:
     return path.is_file() and not has_run and path.suffix != ".json"
 
 
-def _of_no_run(name: str) -> LoadedTrunk:
+def _of_no_run(name: str, which: str) -> LoadedTrunk:
     found = find(name)
+    if which == "teacher" and "teacher" not in found.weights.layout:
+        what = f"is of no run here, and holds no teacher ({found.weights.layout})"
+        raise CheckpointError(f"{name} {what}. Take the student, which is the default.")
     config = as_run(found.network)
     block = {"TRUNK": _with_name(config["MODEL"]["TRUNK"]), "HEAD": {"PARAMS": []}}
     trunk = build_model(block_of(ModelConfig, block)).trunk
@@ -194,9 +197,12 @@ def _store(path: Path, final_name: str) -> Checkpoint | WeightsFile:
         return WeightsFile(final)
     if isinstance(store, WeightsFile) or store.path == path:
         return store
-    if final.is_file() and (final_step(path) or 0) >= store.manifest.step:
+    last_step = final_step(path) or 0
+    if final.is_file() and last_step >= store.manifest.step:
         store.close()
         return WeightsFile(final)
+    if last_step == store.manifest.step:  # the run has ended; what has no file of its own is in the checkpoint
+        return store
     about = f"{path} has no final weights yet: these are of step {store.manifest.step}, {store.path}."
     warnings.warn(" ".join([about, *map("Passed over: {}".format, passed_over)]), stacklevel=3)
     return store

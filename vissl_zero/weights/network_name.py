@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vissl_zero.errors import counted
@@ -32,7 +32,7 @@ def network_name(trunk: Mapping[str, Any]) -> str:
     if name.startswith("timm/vit") and args.keys() >= {*_SIZES}:
         kind = "DINOv3 vision transformer" if "dinov3" in name else "vision transformer"
         registers = args.get("reg_tokens") or args.get("num_reg_tokens") or 0
-        return _of_transformer(kind, *(args[key] for key in _SIZES), registers, args.get("img_size"))
+        return _of_transformer(kind, [args[key] for key in _SIZES], registers, args.get("img_size"))
     return _with(name, args)
 
 
@@ -45,7 +45,8 @@ def _block(parent: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     return found if isinstance(found, Mapping) else {}
 
 
-def _of_transformer(kind: str, width: int, depth: int, heads: int, patch: int, registers: int, size: Any) -> str:
+def _of_transformer(kind: str, sizes: Sequence[int], registers: int, size: Any) -> str:
+    width, depth, heads, patch = sizes
     text = f"{kind}: {counted(depth, 'block')} of {width}, {counted(heads, 'head')}, patches of {patch}"
     text += f", {counted(registers, 'register')}" if registers else ""
     return text + (f", made for images of {size}" if size else "")
@@ -55,8 +56,8 @@ def _of_our_transformer(block: Mapping[str, Any]) -> str:
     keys = ("HIDDEN_DIM", "NUM_LAYERS", "NUM_HEADS", "PATCH_SIZE")
     if not block.keys() >= {*keys}:
         return "vision_transformer"
-    sizes = (block[key] for key in keys)
-    return _of_transformer("vision transformer", *sizes, block.get("NUM_REGISTERS", 0), block.get("IMAGE_SIZE"))
+    sizes = [block[key] for key in keys]
+    return _of_transformer("vision transformer", sizes, block.get("NUM_REGISTERS", 0), block.get("IMAGE_SIZE"))
 
 
 def _of_resnet(block: Mapping[str, Any]) -> str:

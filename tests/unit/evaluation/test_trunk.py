@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torchvision
 import yaml
 from PIL import Image
 from safetensors.torch import load_file, save_file
@@ -15,6 +16,7 @@ from safetensors.torch import load_file, save_file
 import vissl_zero
 from tests.unit.commands.example_checkpoint import write_checkpoint
 from tests.unit.evaluation.example_run import make_config, make_plan
+from vissl_zero.checkpoint.weights import final_step
 from vissl_zero.data.loader import build_eval_images
 from vissl_zero.engine.build import build_run
 from vissl_zero.engine.loop import train
@@ -104,6 +106,19 @@ def _write_checkpoint(folder: Path, step: int, scale: float = 1.0) -> Path:
     tensors = {f"{'buffer' if n.endswith(is_buffer) else 'model'}/{n}": t for n, t in state.items()}
     tensors = {n: t * scale if n.startswith("model/") else t for n, t in tensors.items()}
     return write_checkpoint(folder, tensors, step, config)
+
+
+def test_a_run_that_has_ended_is_not_called_unfinished(folder, recwarn):
+    _write_checkpoint(folder, final_step(folder), scale=2.0)
+    with pytest.raises(CheckpointError, match=r"holds no teacher\."):
+        vissl_zero.load_trunk(folder, which="teacher")
+    assert not [warning for warning in recwarn if "no final weights" in str(warning.message)]
+
+
+def test_weights_of_others_without_a_teacher_are_not_taken_for_one(tmp_path):
+    torch.save(torchvision.models.resnet18().state_dict(), tmp_path / "a.pth")
+    with pytest.raises(CheckpointError, match=r"is of no run here, and holds no teacher .*Take the student"):
+        vissl_zero.load_trunk(tmp_path / "a.pth", which="teacher")
 
 
 def test_a_run_in_progress_gives_its_newest_complete_checkpoint(folder):
