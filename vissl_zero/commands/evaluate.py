@@ -38,7 +38,7 @@ _WEIGHTS = (
     "run folder, file, folder of transformers or timm, timm:<name>, hf:<repo>, torchvision:<name> or torchhub:<name>"
 )
 _OF_PROBES = ("knn_top1", "knn_k", "knn_temperature", "linear_top1", "linear_penalty", "linear_protocol")
-_FIGURES = (*_OF_PROBES, "rankme", "num_features", "num_train", "num_val", "recognized")
+_FIGURES = (*_OF_PROBES, "rankme", "num_features", "image_size", "num_train", "num_val", "recognized")
 _ENDINGS = (".npz", ".parquet", ".safetensors")
 _VALIDATION = ("val", "test")
 
@@ -103,7 +103,9 @@ def _table(rows: Sequence[dict[str, Any]]) -> None:
         table.add_row(*(Text(str(cell)) for cell in (row["weights"], *figures, row["recognized"])))
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
     console.print(table)
-    console.print(Text(f"\nTop-1 on {first['num_val']} images after {first['num_train']} of train. "), end="")
+    sizes = ", ".join(dict.fromkeys(f"{row['image_size']}" for row in rows))
+    text = f"\nTop-1 on {first['num_val']} images after {first['num_train']} of train, {sizes} pixels a side. "
+    console.print(Text(text), end="")
     console.print(Text(f"Linear: {first['linear_protocol']}."))
 
 

@@ -16,6 +16,7 @@ import numpy as np
 
 from vissl_zero.data.loader import eval_images
 from vissl_zero.data.source import build_eval_sources
+from vissl_zero.data.split_pipeline import eval_transforms
 from vissl_zero.engine.hook import Hook, Run
 from vissl_zero.errors import DataError
 from vissl_zero.evaluation.features import Features, extract_features, rankme
@@ -23,6 +24,7 @@ from vissl_zero.evaluation.knn import knn_top1s
 from vissl_zero.evaluation.linear_classifiers import shared
 from vissl_zero.evaluation.opening import recognized, say_opening
 from vissl_zero.registry import HOOKS
+from vissl_zero.resolve.data_plan import crop_sides
 from vissl_zero.terminal import say
 
 PENALTIES = (0.001, 0.01, 0.1, 1.0, 10.0)  # scikit-learn's C
@@ -37,7 +39,8 @@ class FeatureQuality(Hook):
     """Measure the trunk's features at the end of the run, each image once, on any number of ranks.
 
     Adds ``knn_top1`` with ``knn_k`` and ``knn_temperature``, ``linear_top1`` with ``linear_penalty`` and
-    ``linear_protocol``, ``rankme``, ``num_features``, ``num_train``, ``num_val`` and ``recognized`` to the results.
+    ``linear_protocol``, ``rankme``, ``num_features``, ``image_size``, ``num_train``, ``num_val`` and ``recognized`` to
+    the results.
     """
 
     def on_end(self, run: Run) -> None:
@@ -61,6 +64,7 @@ class FeatureQuality(Hook):
         found: dict[str, Any] = {"knn_top1": knn, "knn_k": k, "knn_temperature": temperature}
         found |= {"linear_top1": linear, "linear_penalty": penalty, "linear_protocol": PROTOCOL}
         found |= {"rankme": rankme(index.rows), "num_features": index.rows.shape[1]}
+        found |= {"image_size": max(crop_sides(eval_transforms(data)), default=None)}
         found |= {"num_train": len(index.rows), "num_val": len(queries.rows), "recognized": recognized(run)}
         run.results.update(found)
         if run.is_main:

@@ -57,6 +57,7 @@ def test_evaluate_prints_the_figures_that_scripts_read(folder, level, capfd):
     assert found["knn_top1"] == 1.0 and found["knn_k"] == 20 and found["knn_temperature"] == 0.07
     assert found["linear_top1"] == 1.0 and found["num_features"] == 64
     assert found["num_train"] == 36 and found["num_val"] == 12
+    assert found["image_size"] == 32
     assert found["recognized"].startswith("vision transformer: 1 block of 64, 1 head, patches of 16")
 
 
