@@ -129,9 +129,8 @@ def new(arguments: Sequence[str]) -> int:
 
 def _place(name: str) -> Path:
     if not all(part and part.replace("_", "a").replace("-", "a").isalnum() for part in name.split("/")):
-        raise ConfigError(
-            f"vissl-zero new {name}: must be letters, digits, - and _, with / between folders, as in my_recipe or mine/swav. Correct it."
-        )
+        must = "must be letters, digits, - and _, with / between folders, as in my_recipe or mine/swav"
+        raise ConfigError(f"vissl-zero new {name}: {must}. Correct it.")
     path = Path("configs/config") / f"{name}.yaml"
     if path.exists() or name in recipe_names():
         raise ConfigError(f"vissl-zero new {name}: there is a recipe of this name. Choose another one.")
