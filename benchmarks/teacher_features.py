@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-_EPOCHS, _IMAGES, _SIDE = 3, 512, 96
+_EPOCHS, _IMAGES, _SIDE = 4, 128, 96
 _TABLE = Path(__file__).with_name("teacher_features.md")
 _CACHE = "config.DISTILLATION.CACHE_FEATURES=true"
 
@@ -71,7 +71,7 @@ def main() -> None:
                 for name, words in (("run", ()), ("read", (_CACHE,)))
             )
             pairs.append((run, read))
-            print(f"{run:.1f} s, {read:.1f} s")
+            print(f"{run:.1f} s, {read:.1f} s", flush=True)
     runs, reads = zip(*pairs, strict=True)
     ratios = sorted(run / read for run, read in pairs)
     lines = [
