@@ -55,11 +55,11 @@ def _runs_of(names: Sequence[str]) -> list[Path]:
     """Find the runs in the named folders."""
     folders: list[Path] = []
     for name in names:
-        found = list(find_runs(Path(name).expanduser()))
-        if not found:
+        runs = list(find_runs(Path(name).expanduser()))
+        if not runs:
             must = "must be the folder of a run, or of several"
             raise ConfigError([Problem(_WORD, name, must, "vissl-zero runs lists them.")])
-        folders += found
+        folders += runs
     if len(folders) < 2:
         raise ConfigError([Problem(_WORD, f"{len(folders)} runs", "needs two runs at least", "Name two folders.")])
     return list(dict.fromkeys(folders))

@@ -118,7 +118,7 @@ def _facts(source: Path) -> dict[str, Any]:
     if not summary.is_file():
         return {}
     try:
-        found = read_object(summary)
+        content = read_object(summary)
     except (OSError, ValueError):
         return {}
     from vissl_zero.resolve.saved import RESOLVED_FILE, read_saved
@@ -131,4 +131,4 @@ def _facts(source: Path) -> dict[str, Any]:
         facts["data"] = ", ".join(saved["config"]["DATA"]["TRAIN"]["DATA_SOURCES"])
     except (OSError, ValueError, LookupError, TypeError):
         pass
-    return facts | {key: found[key] for key in _FIGURES if found.get(key) is not None}
+    return facts | {key: content[key] for key in _FIGURES if content.get(key) is not None}

@@ -38,8 +38,8 @@ class Facts:
     Attributes:
         train: folder to train on.
         val: folder to measure on; None without labels.
-        num_images: of ``train``.
-        num_classes: of ``train``; 0 without labels.
+        num_images: number of images in ``train``.
+        num_classes: number of classes in ``train``; 0 without labels.
         side: median of the shorter sides of the images looked at, pixels.
         is_gray: whether all of them are gray.
     """
@@ -58,7 +58,7 @@ class Place:
 
     Attributes:
         memory: GiB that a process may use; None: what is free.
-        profile: of the machine; empty: this one.
+        profile: profile of the machine; empty: this one.
     """
 
     memory: float | None = None
@@ -105,11 +105,11 @@ def new(arguments: Sequence[str]) -> int:
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         batch, planned = _fitting(path, facts, place, epochs)
-        said = ""
+        note = ""
         if hours is not None:
             speed, source = _speed(path, place, planned)
             epochs = max(1, int(hours * 3600 * speed / facts.num_images))
-            said = f"{hours:g} hours are about {epochs:,} epochs at {speed:,.0f} images/s, {source}"
+            note = f"{hours:g} hours are about {epochs:,} epochs at {speed:,.0f} images/s, {source}"
             path.write_text(recipe(facts, place, epochs, batch), encoding="utf-8")
     except BaseException:
         path.unlink(missing_ok=True)
@@ -118,8 +118,8 @@ def new(arguments: Sequence[str]) -> int:
     kinds = f", {facts.num_classes} classes" if facts.val else ""
     print(printable(f"{facts.train}: {facts.num_images:,} images, median {facts.side} pixels{gray}{kinds}"))
     print(f"a plan fits with a batch of {batch} images")
-    if said:
-        print(said)
+    if note:
+        print(note)
     print(f"wrote {printable(path)}. Train it: vissl-zero config={options.name}")
     return 0
 
@@ -133,14 +133,14 @@ def _place(name: str) -> Path:
     return path
 
 
-def _answer(given: str | None, flag: str, question: str, default: str) -> str:
+def _answer(typed: str | None, flag: str, question: str, default: str) -> str:
     """Return the value of a flag, or ask for it; without a terminal its default."""
-    if given is None and sys.stdin.isatty():
+    if typed is None and sys.stdin.isatty():
         try:
-            given = input(f"{question}{f' [{default}]' if default else ''} ").strip()
+            typed = input(f"{question}{f' [{default}]' if default else ''} ").strip()
         except EOFError:  # Ctrl-D
-            given = None
-    answer = given or default
+            typed = None
+    answer = typed or default
     if not answer:
         raise ConfigError(
             f"vissl-zero new {flag}: must be given where there is no terminal to ask. Write {flag} <value>."

@@ -77,7 +77,7 @@ def plan(arguments: Sequence[str]) -> int:
     from vissl_zero.reporting.plan_table import as_json, draw_plans, plan_lines, plan_table
 
     logging.getLogger("torch").setLevel(logging.ERROR)
-    plans = [plan_run(found.run, found.recipe) for found in composed]
+    plans = [plan_run(run.run, run.recipe) for run in composed]
     if is_json:
         print(json.dumps(as_json(plans[0]) if len(plans) == 1 else {"plans": [as_json(one) for one in plans]}))
     else:

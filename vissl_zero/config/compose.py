@@ -48,9 +48,9 @@ def explain(error: BaseException, folders: Sequence[str] = (), overrides: Sequen
     """Convert an error into a ``ConfigError`` with one sentence.
 
     Args:
-        error: of ``EXPLAINABLE`` or ``BEFORE_A_JOB``.
-        folders: that --config-dir and hydra.searchpath name, to look for recipes in.
-        overrides: of the command line.
+        error: error of ``EXPLAINABLE`` or ``BEFORE_A_JOB``.
+        folders: folders that --config-dir and hydra.searchpath name, to look for recipes in.
+        overrides: overrides of the command line.
     """
     if isinstance(error, BEFORE_A_JOB) and not isinstance(error, EXPLAINABLE):
         return ConfigError([_around_a_job(error)])
@@ -73,9 +73,11 @@ def explain(error: BaseException, folders: Sequence[str] = (), overrides: Sequen
         )
         return ConfigError([Problem("command line", repr(error.override), "must be an override", fix)])
     text = " ".join(str(error).split())
-    if found := re.match(r"Ambiguous value for argument '([^=']+)=(.*?)'", text):
+    if ambiguous := re.match(r"Ambiguous value for argument '([^=']+)=(.*?)'", text):
         fix = "A number has a point: 0.1. Write [a,b] for a list; add -m to run once with each value."
-        return ConfigError([Problem(found[1], repr(found[2]), "must be one value, and commas separate several", fix)])
+        return ConfigError(
+            [Problem(ambiguous[1], repr(ambiguous[2]), "must be one value, and commas separate several", fix)]
+        )
     if "You must specify 'config'" in text:
         return ConfigError([no_recipe(folders)])
     return ConfigError([Problem("command line", "", text.rstrip("."), "See vissl-zero --help.")])
@@ -133,8 +135,8 @@ def _missing_file(error: MissingConfigException, folders: Sequence[str], overrid
         if fix := _level_of_folder(Path(folder), option):
             return Problem("--config-dir", repr(str(folder)), "must name the folder that holds config/", fix)
     if any(word.removeprefix("config=") == f"{option}.yaml" for word in overrides):
-        own = Path(option).name
-        fix = f"Put it in configs/config/ and write config={own}."
+        file_name = Path(option).name
+        fix = f"Put it in configs/config/ and write config={file_name}."
         return Problem("config", repr(f"{option}.yaml"), "must name a recipe, not a file", fix)
     arguments = {recipe.name: recipe.argument for recipe in list_recipes(folders)}
     if Path(option).is_absolute() or option.startswith("."):
@@ -186,18 +188,18 @@ _OF_DETECTRON = {"_BASE_", "SOLVER", "DATASETS"}
 
 def of_another_program(tree: DictConfig) -> list[Problem]:
     """Check whether an untyped tree is no recipe but a file of Detectron2's, as VISSL's object_detection are."""
-    found = tree.get("config")
-    if not isinstance(found, DictConfig) or found._is_none() or not {*map(str, found)} & _OF_DETECTRON:
+    block = tree.get("config")
+    if not isinstance(block, DictConfig) or block._is_none() or not {*map(str, block)} & _OF_DETECTRON:
         return []
     return [Problem("config", "", "must name a recipe, and this is a configuration of Detectron2", DETECTION)]
 
 
-def every_mistake(given: DictConfig, typed: DictConfig | None = None, prefix: str = "") -> list[Problem]:
+def every_mistake(tree: DictConfig, typed: DictConfig | None = None, prefix: str = "") -> list[Problem]:
     """List every key and value of an untyped tree that the typed one refuses."""
     node = copy.deepcopy(schema()) if typed is None else typed
     is_open, problems = OmegaConf.get_type(node) is dict, []
-    for name in map(str, given):
-        child, below = given._get_node(name), node._get_node(name) if name in node else None
+    for name in map(str, tree):
+        child, below = tree._get_node(name), node._get_node(name) if name in node else None
         if name not in node:
             problems += [] if is_open else [unknown_key(f"{prefix}{name}", schema())]
         elif isinstance(child, DictConfig) and isinstance(below, DictConfig) and not below._is_none():
@@ -280,8 +282,8 @@ def typed(
     Args:
         cfg: what Hydra composed.
         recipe: what ``config=`` named.
-        overrides: of the command line.
-        folders: in which Hydra looked for recipes, those of the command line first; unset: those that
+        overrides: overrides of the command line.
+        folders: folders in which Hydra looked for recipes, those of the command line first; unset: those that
             ``overrides`` name and ``recipe_folders()``.
     Raises:
         ConfigError: an interpolation cannot be resolved or a value is missing.
@@ -380,12 +382,12 @@ def _quoted(value: str) -> str:
 
 def _other_programs(cfg: DictConfig) -> list[Problem]:
     """Refuse VISSL's other programs, which a recipe's root names."""
-    found = []
+    programs = []
     if cfg.engine_name not in (TRAIN, *PROGRAMS):
-        found.append(unknown_engine(cfg.engine_name))
+        programs.append(unknown_engine(cfg.engine_name))
     if cfg.VERSION != 1:
-        found.append(Problem("VERSION", repr(cfg.VERSION), "must be 1", "Use a recipe of version 1."))
-    return found
+        programs.append(Problem("VERSION", repr(cfg.VERSION), "must be 1", "Use a recipe of version 1."))
+    return programs
 
 
 def unknown_engine(name: object) -> Problem:
@@ -421,21 +423,21 @@ def explained(error: BaseException, overrides: Sequence[str], folders: Sequence[
     """Collect all refusals while composing in one ConfigError: every mistyped key and value; Hydra stops at the first.
 
     Args:
-        error: of ``EXPLAINABLE`` or ``BEFORE_A_JOB``.
-        overrides: of the command line, ``config=`` too.
-        folders: that --config-dir and hydra.searchpath name.
+        error: error of ``EXPLAINABLE`` or ``BEFORE_A_JOB``.
+        overrides: overrides of the command line, ``config=`` too.
+        folders: folders that --config-dir and hydra.searchpath name.
     """
     first = explain(error, [*folders, *map(str, _searchpath_or_none(overrides))], overrides)
     try:
         tree = untyped(plain_words(overrides), folders)
-        found = of_another_program(tree)
-        if found:
-            return ConfigError(found)
-        found = every_mistake(tree)
+        problems = of_another_program(tree)
+        if problems:
+            return ConfigError(problems)
+        problems = every_mistake(tree)
     except Exception:  # noqa: BLE001 - what is wrong beyond the first mistake cannot be composed either
         return first
     # Where even the first mistake is not found again, the untyped tree is not what the user meant.
-    return ConfigError(found) if first.problems[0].key in [problem.key for problem in found] else first
+    return ConfigError(problems) if first.problems[0].key in [problem.key for problem in problems] else first
 
 
 def _searchpath_or_none(overrides: Sequence[str]) -> list[Path]:

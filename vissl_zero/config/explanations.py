@@ -132,7 +132,7 @@ def unknown_key(key: str, tree: DictConfig, prefix: str = "") -> Problem:
     Args:
         key: path in ``tree``.
         tree: where to look.
-        prefix: of that path, for messages.
+        prefix: prefix of that path, for messages.
     """
     node: Any = tree
     parts, depth = key.split("."), 0

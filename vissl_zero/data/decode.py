@@ -77,7 +77,7 @@ class Decoder:
 
         Args:
             data: content of the file.
-            name: of the image, for errors.
+            name: name of the image, for errors.
             look: gets the file as Pillow opened it, with its format and mode, once its pixels have been read.
         Raises:
             BrokenImageError: damaged, truncated, not an image, more than ``max_pixels`` pixels, too slow to decode, or
@@ -109,7 +109,7 @@ class Decoder:
 
         Args:
             data: content of the file.
-            name: of the mask, for errors.
+            name: name of the mask, for errors.
         Returns:
             (H, W) uint8 of a palette or of gray, or (H, W, 3) uint8.
         Raises:

@@ -33,8 +33,8 @@ class Loader:
 
     Attributes:
         source: all images, those of other ranks included.
-        transform: from an image to its crops.
-        order: which samples are in which step.
+        transform: transform from an image to its crops.
+        order: decides which samples are in which step.
     """
 
     def __init__(self, source: Source, transform: Pipeline, order: EpochOrder, stream: BatchStream):
@@ -52,7 +52,7 @@ class Loader:
         """Yield the micro-batches of each step of an epoch. Begin one epoch after the other, not two at once.
 
         Args:
-            epoch: from 0.
+            epoch: number of the epoch, from 0.
             start_sample: samples of this epoch that were already trained on, over all ranks.
         Raises:
             DataError: an image cannot be used. On this rank alone.
@@ -84,9 +84,9 @@ def build_train_loader(plan: ResolvedRun, rank: int, world_size: int, data: Data
     """Build the loader of the images that a run trains on. Every rank builds its own; nothing is communicated.
 
     Args:
-        plan: of the run.
+        plan: plan of the run.
         rank, world_size: of this process.
-        data: in the place of the plan's DATA.
+        data: replaces the plan's DATA.
     Raises:
         ConfigError, DataError: as ``build_loader``.
     """
@@ -187,7 +187,7 @@ class EpochOrder:
         micro_batch: samples of a global micro-batch (all ranks).
         accumulation_steps: micro-batches per step.
         rank, world_size: of this process.
-        seed: of the shuffling.
+        seed: seed of the shuffling.
         is_exact: a rank's micro-batches are consecutive parts of its part of the step, so that a rank's samples lie
             together as they would with as many ranks more; otherwise each micro-batch is dealt to ranks by itself.
         drop_last: leave out the samples after the last whole step.
@@ -225,7 +225,7 @@ class EpochOrder:
         """Yield the micro-batches of each step.
 
         Args:
-            epoch: from 0.
+            epoch: number of the epoch, from 0.
             start_sample: samples of the epoch already trained on, over all ranks; any number, so that a run may resume
                 with another batch size or world size.
         """

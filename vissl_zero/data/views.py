@@ -23,7 +23,7 @@ class Views:
     """From an image to its crops, as the loader makes them. Picklable, so that loader workers can have it.
 
     Args:
-        pipeline: of DATA.TRAIN.TRANSFORMS.
+        pipeline: pipeline of DATA.TRAIN.TRANSFORMS.
         decoder: reads files.
         seed: SEED_VALUE.
         period: AUGMENTATION_PERIOD.
@@ -39,8 +39,8 @@ class Views:
 
         Args:
             image: the content of a file, its path, or an image.
-            epoch: from 0.
-            index: of the image in its source.
+            epoch: number of the epoch, from 0.
+            index: index of the image in its source.
         Returns:
             (3, H, W) float32 each, in the order in which the transforms make them.
         Raises:

@@ -39,7 +39,7 @@ class Step:
 
     Attributes:
         step: optimizer steps so far, this one included (the first is 1).
-        epoch: of the step, from 0.
+        epoch: epoch of the step, from 0.
         lr: learning rate of the trunk.
         images_per_s: source images per second over all ranks, data loading included.
         data_wait: share of the step's time in which this rank waited for its loader, 0 to 1.
@@ -143,7 +143,7 @@ class Run:
         first_step: optimizer steps done when this process began; not 0 where it resumes from a checkpoint.
         is_asked_to_stop: some rank was asked to save and stop (``engine/stopping.py``), according to the newest
             record; equal on every rank.
-        histograms: of the newest step, where HOOKS.HISTOGRAMS_EVERY asks for them; else None.
+        histograms: histograms of the newest step, where HOOKS.HISTOGRAMS_EVERY asks for them; else None.
         lr_factor: set by a hook, equal on every rank: what the schedules' learning rates are multiplied by from now on.
         stop: set by a hook, equal on every rank: leave the loop after this step, without ``on_end``.
         unsettled: reads the figures of the newest step; None where that has been done. See ``settle``.

@@ -40,7 +40,7 @@ class Schedules:
 
     Args:
         plan: the resolved run.
-        groups: as given to the strategy; a group's ``name`` finds it in the optimizer.
+        groups: groups as given to the strategy; a group's ``name`` finds it in the optimizer.
         steps_per_epoch: optimizer steps of one epoch.
     """
 
@@ -327,10 +327,10 @@ def diverged(run: Run, step: Step, result: StepResult, loss: float, local_loss: 
     """Build the error to raise; rank 0 writes ``diverged.json`` into the run folder.
 
     Args:
-        run: in progress, perhaps a step further.
-        step: that went wrong.
-        result: of its update.
-        loss: of all ranks.
+        run: run in progress, perhaps a step further.
+        step: step that went wrong.
+        result: result of its update.
+        loss: loss of all ranks.
         local_loss: this rank's share of it, 0-d.
     Cost: collective; one all-gather of a number per rank.
     """

@@ -86,5 +86,5 @@ class EarlyStoppingHook(Hook):
             "best_step": self._best_step,
         }
         if run.is_main:
-            said = f"stopped early: {self._options.METRIC} was best at step {self._best_step} ({self._best:.6g})"
-            say(said, self._console)
+            sentence = f"stopped early: {self._options.METRIC} was best at step {self._best_step} ({self._best:.6g})"
+            say(sentence, self._console)

@@ -53,13 +53,13 @@ class FeatureQuality(Hook):
         k, temperature = min(options.TOPK, len(index.rows)), options.SIGMA
         (knn,) = knn_top1s(queries, index, [(k, temperature)]) or [float("nan")]
         penalty, linear = linear_top1(index, queries)
-        found: dict[str, Any] = {"knn_top1": knn, "knn_k": k, "knn_temperature": temperature}
-        found |= {"linear_top1": linear, "linear_penalty": penalty, "linear_protocol": PROTOCOL}
-        found |= {"rankme": rankme(index.rows), "num_features": index.rows.shape[1]}
-        found |= {"num_train": len(index.rows), "num_val": len(queries.rows), "recognized": recognized(run)}
-        run.results.update(found)
+        figures: dict[str, Any] = {"knn_top1": knn, "knn_k": k, "knn_temperature": temperature}
+        figures |= {"linear_top1": linear, "linear_penalty": penalty, "linear_protocol": PROTOCOL}
+        figures |= {"rankme": rankme(index.rows), "num_features": index.rows.shape[1]}
+        figures |= {"num_train": len(index.rows), "num_val": len(queries.rows), "recognized": recognized(run)}
+        run.results.update(figures)
         if run.is_main:
-            text = f"kNN {knn:.1%} (k={k}, T={temperature}), linear {linear:.1%}, {found['num_features']} features"
+            text = f"kNN {knn:.1%} (k={k}, T={temperature}), linear {linear:.1%}, {figures['num_features']} features"
             say(text)
 
 
@@ -89,8 +89,8 @@ def _held_out(rows: np.ndarray, labels: np.ndarray, penalty: float) -> float:
     """Measure top-1 on every tenth image of each class, after a fit to the others; the same where a class has one."""
     place = np.zeros(len(labels), dtype=int)
     for label in np.unique(labels):
-        own = np.flatnonzero(labels == label)
-        place[own] = np.arange(len(own))
+        members = np.flatnonzero(labels == label)
+        place[members] = np.arange(len(members))
     held = place % 10 == 1
     if not held.any() or len(np.unique(labels[~held])) < 2:
         return 0.0

@@ -35,7 +35,7 @@ def run(plan: ResolvedRun, user_yaml: str, node_id: int = 0, fit: FitRun | None 
         plan: the resolved run.
         user_yaml: the configuration as the user wrote it, interpolations unresolved, for ``config.user.yaml``.
         node_id: number of this machine, where machines are started by hand.
-        fit: whose choice ``plan`` is, and what chooses again where memory runs out; on one machine.
+        fit: the fit that chose ``plan``, and chooses again where memory runs out; on one machine.
     """
     if plan.config.DRY_RUN:  # under torchrun every rank comes here
         is_silent = is_under_torchrun() and os.environ["RANK"] != "0"  # RANK alone may be left over
@@ -109,7 +109,7 @@ def print_dry_run(
         plan: the resolved run.
         submission: the sbatch script, where the run would be submitted.
         console: where to print.
-        budget_bytes: that ``fit`` chose the plan for; None: it did not choose.
+        budget_bytes: bytes that ``fit`` chose the plan for; None: it did not choose.
     Raises:
         ConfigError, DataError, CheckpointError, LaunchError: what the run would be refused for.
     """

@@ -87,8 +87,8 @@ def _ask_cluster(plan: ResolvedRun) -> None:
         answer = _answer(["sbatch", "--test-only", file.name])
     if answer.returncode:
         lines = [line.removeprefix("sbatch: error: ") for line in answer.stderr.splitlines() if line.strip()]
-        asked = {name: value for name, value in parameters(plan).items() if name in _SIZES and value}
-        wanted = ", ".join(f"{name.replace('_', '-')} {value}" for name, value in asked.items())
+        sizes = {name: value for name, value in parameters(plan).items() if name in _SIZES and value}
+        wanted = ", ".join(f"{name.replace('_', '-')} {value}" for name, value in sizes.items())
         raise LaunchError(
             f"config.SLURM: the cluster refuses the job ({'; '.join(dict.fromkeys(lines))}). It asks for {wanted}. "
             f"{_offer()} See PARTITION, MEM_GB, NUM_CPU_PER_PROC of config.SLURM and NUM_NODES, NUM_PROC_PER_NODE of "
@@ -179,7 +179,7 @@ def parameters(plan: ResolvedRun) -> dict[str, Any]:
     is_per_process = slurm.TASK_PER == "process"
     procs = plan.procs_per_node
     further = {str(name).replace("_", "-"): value for name, value in slurm.ADDITIONAL_PARAMETERS.items()}
-    found: dict[str, Any] = {
+    parameters: dict[str, Any] = {
         "job_name": slurm.NAME,
         "comment": slurm.COMMENT,
         "partition": slurm.PARTITION,
@@ -198,7 +198,7 @@ def parameters(plan: ResolvedRun) -> dict[str, Any]:
         "srun_args": ["--kill-on-bad-exit=0", f"--cpus-per-task={slurm.NUM_CPU_PER_PROC * _procs_per_task(plan)}"],
         "additional_parameters": {"requeue": True, **further},
     }
-    return {name: value for name, value in found.items() if value != ""}
+    return {name: value for name, value in parameters.items() if value != ""}
 
 
 def _own_code(plan: ResolvedRun) -> list[str]:
@@ -261,13 +261,13 @@ def note(job: Submitted) -> None:
 
 def noted() -> list[Submitted]:
     """List all runs that were noted, oldest first; files that cannot be read are left out."""
-    found = []
+    jobs = []
     for path in jobs_folder().glob("*.json"):
         try:
-            found.append(Submitted(**read_object(path)))
+            jobs.append(Submitted(**read_object(path)))
         except (OSError, ValueError, TypeError):
             continue
-    return sorted(found, key=lambda job: job.submitted)
+    return sorted(jobs, key=lambda job: job.submitted)
 
 
 _MEET_S = 300.0
@@ -280,7 +280,7 @@ class SlurmTask:
     Attributes:
         run_dir: the run folder, with ``config.resolved.yaml``.
         folder: the job's submission folder, which this user alone can enter, on a disk that all nodes share.
-        secret: of the run.
+        secret: secret of the run.
         max_requeues: SLURM.MAX_REQUEUES.
     """
 
@@ -476,10 +476,10 @@ def _is_own_group(gid: int) -> bool:
         return True
     try:
         members = set(grp.getgrgid(gid).gr_mem)
-        own = pwd.getpwuid(os.getuid())
+        user = pwd.getpwuid(os.getuid())
     except KeyError:
         return False
-    return own.pw_gid == gid and own.pw_name == grp.getgrgid(gid).gr_name and members <= {own.pw_name}
+    return user.pw_gid == gid and user.pw_name == grp.getgrgid(gid).gr_name and members <= {user.pw_name}
 
 
 def _user(uid: int) -> str:

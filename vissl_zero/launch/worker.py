@@ -134,11 +134,11 @@ def with_checkpoints(run: Run, hooks: Sequence[Hook]) -> list[Hook] | None:
     options = run.plan.config.CHECKPOINT
     saver = Saver(run.folder, options.ASYNC, options.KEEP_LAST, options.KEEP_EVERY, run.device)
     if options.AUTO_RESUME:
-        found = resume(run, hooks, run.plan)
-        if found.path is not None:
+        resumed = resume(run, hooks, run.plan)
+        if resumed.path is not None:
             saver.latest_step = run.step
         if run.is_main:
-            for line in opening_lines(found, run.plan):
+            for line in opening_lines(resumed, run.plan):
                 say(line)
     has_stopped = any(isinstance(hook, EarlyStoppingHook) and hook.has_stopped for hook in hooks)
     if run.is_resumed and (run.step >= run.num_steps or has_stopped) and _is_over(run):

@@ -32,9 +32,9 @@ def gram_loss(student: Tensor, anchor: Tensor) -> Tensor:
         0-d, the mean over this rank's images and pairs of patches. No communication.
     Cost: 4 * I * P * P * D multiplications and 2 * I * P * P numbers.
     """
-    own = F.normalize(at_least_float32(student), dim=2)
+    patches = F.normalize(at_least_float32(student), dim=2)
     theirs = F.normalize(at_least_float32(anchor.detach()), dim=2)
-    squares = (own @ own.transpose(1, 2) - theirs @ theirs.transpose(1, 2)).square()
+    squares = (patches @ patches.transpose(1, 2) - theirs @ theirs.transpose(1, 2)).square()
     return squares.sum() / max(squares.numel(), 1)
 
 

@@ -90,8 +90,8 @@ class Method(nn.Module):
         couples_samples: a sample's loss depends on others of its micro-batch, or on state that a micro-batch changes.
         remembers_images: it keeps state for each training image, whose number ``set_images`` tells.
         loss_sees_images: ``forward`` looks at ``batch.images``, which exact accumulation otherwise leaves out.
-        ignored_label: for a method whose first head predicts classes: the label of images that do not count; None for
-            all others.
+        ignored_label: ignored label for a method whose first head predicts classes: the label of images that do not
+            count; None for all others.
         predicts_pixels: its first head predicts the class of each pixel, which ``batch.masks`` tells.
         mixing: mixes the images of a micro-batch; set after construction, where DATA.TRAIN asks for it.
         views_apart: each crop of an image goes through the model by itself, so that batch norm has its statistics view
@@ -172,7 +172,7 @@ class Method(nn.Module):
 
         Args:
             parts: outputs of student or teacher, a micro-batch each.
-            num_samples: of each.
+            num_samples: number of samples in each.
         """
         columns = zip(*map(pytree.tree_leaves, parts), strict=True)
         joined = [join_rows(column, num_samples) if isinstance(column[0], Tensor) else column[0] for column in columns]
@@ -230,7 +230,7 @@ class Method(nn.Module):
         """Return what tells from ``health``, step by step, that the model collapses; None: nothing does.
 
         Args:
-            num_steps: of the run.
+            num_steps: number of steps of the run.
         """
         return None
 
@@ -256,7 +256,7 @@ def build_method(loss_config: Mapping[str, Any], num_images: int = 0) -> Method:
 
     Args:
         loss_config: ``config.LOSS`` after resolution: ``{name: <loss>, <loss>: {key: value}}``.
-        num_images: of the training data.
+        num_images: number of images of the training data.
 
     Raises:
         ConfigError: the name or a key is wrong.
@@ -319,7 +319,7 @@ class GuessingMethod(Method):
     """Base of methods that guess classes; ``health`` is the share of the last guesses that are right.
 
     Attributes:
-        share_name: of that share.
+        share_name: name of that share.
     """
 
     share_name: str
@@ -357,13 +357,13 @@ def images_of(batch: Batch, crops: Sequence[int]) -> list[Tensor]:
     """Select the images of some crops, as a model takes them: a tensor per resolution that has any, rows crop-major.
 
     Args:
-        crops: in ascending order.
+        crops: crops in ascending order.
     """
     chosen, first = [], 0
     for images, count in zip(batch.images, batch.num_crops, strict=True):
-        own = [crop - first for crop in crops if first <= crop < first + count]
-        if own:
-            chosen.append(images.unflatten(0, (count, batch.num_local))[own].flatten(0, 1))
+        inside = [crop - first for crop in crops if first <= crop < first + count]
+        if inside:
+            chosen.append(images.unflatten(0, (count, batch.num_local))[inside].flatten(0, 1))
         first += count
     return chosen
 

@@ -79,7 +79,7 @@ class ClusterMemory(nn.Module):
         embedding_dim: D.
         num_clusters: K_i of each of the H clusterings.
         num_crops: crops that are remembered, C; clustering i is of crop ``i % C``.
-        seed: of the first centroids.
+        seed: seed of the first centroids.
 
     Attributes:
         embeddings: buffer (C, S, D), unit rows. It takes C * S * D numbers on every rank.

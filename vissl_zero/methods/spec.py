@@ -26,7 +26,7 @@ class MethodSpec:
             in LOSSES beside the mathematics.
         heads: heads that come with the method, registered in HEADS beside it -> dataclass of their keys.
         shape_keys: keys of the loss that decide shapes of its own state, so that a checkpoint cannot change them.
-        teacher_follows: as ``Method``'s, where there is a teacher: a copy of the model that EVALUATED_MODEL may name.
+        teacher_follows: see ``Method``; such a teacher is a copy of the model that EVALUATED_MODEL may name.
         teacher_keys: losses whose frozen teacher gives the same for the same crops of an image -> keys of the loss
             that decide it too.
         title, paper, views, teacher, couples, recipe: its row of ``docs/methods.md``: name and source; what it sees of

@@ -94,7 +94,7 @@ class CrossEntropy(Method):
 
         Args:
             outputs: per head, logits (num_crops * B, number of classes).
-            batch: with targets.
+            batch: batch with targets.
         Raises:
             ConfigError: the images have no labels, or a head has fewer outputs than there are classes.
         Cost: one all-reduce of one number per head.

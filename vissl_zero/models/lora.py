@@ -95,16 +95,18 @@ def write_adapter(trunk: nn.Module, folder: Path) -> None:
     """Write adapters as peft opens them over the library's own model: adapter_model.safetensors, adapter_config.json.
 
     Args:
-        trunk: with adapters; on the CPU.
+        trunk: trunk with adapters; on the CPU.
         folder: exists.
     """
     configs: Any = trunk.peft_config
-    own: LoraConfig = configs[ADAPTER]
+    adapter: LoraConfig = configs[ADAPTER]
     state = trunk.state_dict(prefix="trunk.")
     tensors = {adapter_name(name): tensor.contiguous() for name, tensor in state.items() if is_adapters(name)}
     targets = [timm_name(f"trunk.{path}") for path, _ in adapted_layers(trunk)]
     save_file(tensors, folder / SAFETENSORS_WEIGHTS_NAME, {"format": "pt"})
-    written = LoraConfig(r=own.r, lora_alpha=own.lora_alpha, lora_dropout=own.lora_dropout, target_modules=targets)
+    written = LoraConfig(
+        r=adapter.r, lora_alpha=adapter.lora_alpha, lora_dropout=adapter.lora_dropout, target_modules=targets
+    )
     written.inference_mode = True  # as peft saves what was trained
     written.save_pretrained(str(folder))
 
@@ -128,20 +130,20 @@ def _targets(trunk: nn.Module, wanted: str | list[str]) -> list[str]:
     modules = {timm_name(f"trunk.{name}"): (name, module) for name, module in trunk.named_modules() if name}
     linear = [name for name, (_, module) in modules.items() if type(module) is nn.Linear]
     entries = [wanted] if isinstance(wanted, str) else list(wanted)
-    found: dict[str, nn.Module] = {}
+    targets: dict[str, nn.Module] = {}
     for entry in entries:
         meant = [name for name in modules if _is_meant(name, entry, is_pattern=isinstance(wanted, str))]
         if not meant:
             near = did_you_mean(entry, {*linear, *(name.rpartition(".")[2] for name in linear)})
             fix = f"Linear layers: {', '.join(linear[:8])}{', ...' * (len(linear) > 8)}.{near}"
             raise ConfigError([Problem(_TARGETS, repr(entry), "must name layers of the trunk", fix)])
-        found |= {modules[name][0]: modules[name][1] for name in meant}
+        targets |= {modules[name][0]: modules[name][1] for name in meant}
     # Subclasses too are refused: torch's attention multiplies by the weight of its own without calling the layer.
-    if other := next((name for name, module in found.items() if type(module) is not nn.Linear), ""):
-        got = f"{timm_name(f'trunk.{other}')}, {type(found[other]).__name__}"
+    if other := next((name for name, module in targets.items() if type(module) is not nn.Linear), ""):
+        got = f"{timm_name(f'trunk.{other}')}, {type(targets[other]).__name__}"
         fix = f"Write longer ends of names that only linear layers have: {', '.join(linear[:4]) or 'it has none'}."
         raise ConfigError([Problem(_TARGETS, got, "must name linear layers (torch.nn.Linear) alone", fix)])
-    return list(found)
+    return list(targets)
 
 
 def _is_meant(name: str, entry: str, is_pattern: bool) -> bool:

@@ -54,7 +54,7 @@ class Taps:
     Args:
         trunk: whole, not wrapped. It may have ``tap(name) -> LayerTap | None`` for names of its own; every other name
             is the path of a module, whose output must be maps, vectors or a list of them.
-        entries: of LINEAR_EVAL_FEAT_POOL_OPS_MAP, one per head.
+        entries: entries of LINEAR_EVAL_FEAT_POOL_OPS_MAP, one per head.
         should_flatten: make vectors of what is pooled.
     Raises:
         ConfigError: a name is neither.
@@ -99,9 +99,9 @@ class Taps:
 
 def _tap(trunk: nn.Module, name: str) -> LayerTap:
     find: Any = getattr(trunk, "tap", None)
-    own = find(name) if callable(find) else None
-    if isinstance(own, LayerTap):
-        return own
+    tap = find(name) if callable(find) else None
+    if isinstance(tap, LayerTap):
+        return tap
     paths = [path for path, _ in trunk.named_modules() if path]
     if name not in paths:
         names = [*getattr(trunk, "tap_names", ()), *paths]
@@ -281,11 +281,11 @@ class Model(nn.Module):
                 require_width(head, index, rows)
         extras = {"probe": probe, "tokens": tokens, "maps": maps}
         heads = zip(self.heads, inputs, self._asks, strict=True)
-        found = [head(rows, **{name: extras[name] for name in asked}) for head, rows, asked in heads]
+        outputs = [head(rows, **{name: extras[name] for name in wanted_inputs}) for head, rows, wanted_inputs in heads]
         if anchored:
             anchor: Any = self.anchor
-            found.append(anchor(images[:1], return_tokens=True)[0][:, anchor.num_prefix_tokens :])
-        return found
+            outputs.append(anchor(images[:1], return_tokens=True)[0][:, anchor.num_prefix_tokens :])
+        return outputs
 
     def _features_to_show(self, features: list[Tensor]) -> list[Any]:
         """Return the trunk's features, or what stands for them: embeddings of the first head, or inner layers."""
@@ -375,13 +375,13 @@ def _require_features(trunk: nn.Module, images: list[Tensor], features: Any) -> 
     """Refuse what is not a list with the features of each resolution. Costs nothing: shapes alone, once."""
     wanted = [(len(image), trunk.feature_dim) for image in images]
     is_list = isinstance(features, (list, tuple)) and all(isinstance(rows, Tensor) for rows in features)
-    found = [tuple(rows.shape) for rows in features] if is_list else type(features).__name__
-    if found != wanted:
+    got = [tuple(rows.shape) for rows in features] if is_list else type(features).__name__
+    if got != wanted:
         must = (
             f"{type(trunk).__qualname__}.forward must return a list with a tensor (images, feature_dim) per resolution"
         )
         fix = f"Return shapes {wanted}: forward gets a list of {len(images)} tensors. See docs/extending.md."
-        raise ConfigError([Problem("config.MODEL.TRUNK.NAME", str(found), must, fix)])
+        raise ConfigError([Problem("config.MODEL.TRUNK.NAME", str(got), must, fix)])
 
 
 def _outermost_units(module: nn.Module) -> list[nn.Module]:
@@ -399,7 +399,7 @@ def build_model(model_config: ModelConfig | TeacherModel, num_classes: int = 0) 
 
     Args:
         model_config: ``config.MODEL`` after resolution, or the teacher under ``config.DISTILLATION``.
-        num_classes: of the images, for a head whose last width is -1; 0: they have none.
+        num_classes: number of classes of the images, for a head whose last width is -1; 0: they have none.
 
     Raises:
         ConfigError: a name or a key is wrong, or a head does not fit the trunk.
@@ -418,10 +418,10 @@ def build_model(model_config: ModelConfig | TeacherModel, num_classes: int = 0) 
         feature_taps = None
         if settings.EXTRACT_TRUNK_FEATURES_ONLY:
             taps, feature_taps = None, taps
-        for head_name, given in head_config.PARAMS:
+        for head_name, params in head_config.PARAMS:
             build = HEADS.get(head_name).build
             width = _width_for(build, trunk)
-            options = _with_classes(given if taps else _with_width(given, width), num_classes)
+            options = _with_classes(params if taps else _with_width(params, width), num_classes)
             if taps is None:
                 _check_width(head_name, options, width)
             heads.append(build(**options))

@@ -101,12 +101,12 @@ def differing(runs: Sequence[ComparedRun]) -> dict[str, list[Any]]:
 def grouped(runs: Sequence[ComparedRun]) -> list[Group]:
     """Join the seeds of one recipe; a group is named by the values of the keys that differ between groups."""
     keys = [key for key in differing(runs) if key not in _PLACES]
-    found: dict[tuple[str, ...], Group] = {}
+    groups: dict[tuple[str, ...], Group] = {}
     for run in runs:
         values = tuple(str(run.config.get(key)) for key in keys)
         name = ", ".join(f"{key.rpartition('.')[2]}={value}" for key, value in zip(keys, values, strict=True))
-        found.setdefault(values, Group(printable(name[:80]) or run.folder.name)).runs.append(run)
-    return list(found.values())
+        groups.setdefault(values, Group(printable(name[:80]) or run.folder.name)).runs.append(run)
+    return list(groups.values())
 
 
 def estimate(values: Sequence[float]) -> Estimate:
@@ -125,13 +125,13 @@ def figures_of(group: Group) -> dict[str, Estimate]:
     return {name: estimate([run.figures[name] for run in group.runs]) for name in shared}
 
 
-def estimate_text(name: str, found: Estimate | None) -> str:
+def estimate_text(name: str, estimate: Estimate | None) -> str:
     """Return a figure for people: the mean, and the interval where there are several seeds."""
-    if found is None:
+    if estimate is None:
         return "-"
-    if found.low is None or found.high is None:
-        return _text(name, found.mean)
-    return f"{_text(name, found.mean)} [{_text(name, found.low)}, {_text(name, found.high)}]"
+    if estimate.low is None or estimate.high is None:
+        return _text(name, estimate.mean)
+    return f"{_text(name, estimate.mean)} [{_text(name, estimate.low)}, {_text(name, estimate.high)}]"
 
 
 def _text(name: str, value: float) -> str:
@@ -212,7 +212,7 @@ def groups_as_json(groups: Sequence[Group]) -> list[dict[str, Any]]:
         {
             "name": group.name,
             "runs": [str(run.folder) for run in group.runs],
-            "figures": {name: vars(found) for name, found in figures_of(group).items()},
+            "figures": {name: vars(estimate) for name, estimate in figures_of(group).items()},
         }
         for group in groups
     ]

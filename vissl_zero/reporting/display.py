@@ -186,8 +186,8 @@ class PlainLines(Hook):
         self._epoch_losses.clear()
         # What hooks after this one measured at the end of the epoch before.
         figures = {text: run.results.get(name) for name, text in _LATEST.items()}
-        if said := ", ".join(f"{text} {100 * value:.1f} %" for text, value in figures.items() if value is not None):
-            self._print(f"after epoch {run.epoch}: {said}")
+        if summary := ", ".join(f"{text} {100 * value:.1f} %" for text, value in figures.items() if value is not None):
+            self._print(f"after epoch {run.epoch}: {summary}")
 
     def on_record(self, run: Run, record: StepRecord) -> None:
         self._progress.update(record)
@@ -259,7 +259,7 @@ class Progress:
     """Follows a run step by step.
 
     Attributes:
-        loss_first: of the first step that was not skipped, None before.
+        loss_first: loss of the first step that was not skipped, None before.
         num_skipped: steps the loss scaler skipped.
         images_per_s, data_wait: running means; NaN before the first step.
         losses: the loss so far.

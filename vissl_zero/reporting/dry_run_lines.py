@@ -33,19 +33,19 @@ def room(plan: ResolvedRun) -> tuple[int, str]:
 
     MACHINE.MEMORY_GIB, or this machine's: memory (a container's share of it) over its processes, or that of a GPU.
     """
-    given = plan.config.MACHINE.MEMORY_GIB
+    gib = plan.config.MACHINE.MEMORY_GIB
     if plan.device == "cuda":
-        if given:
-            return int(given * _GIB), f"a GPU of {given:g} GiB"
+        if gib:
+            return int(gib * _GIB), f"a GPU of {gib:g} GiB"
         if torch.cuda.is_available():
-            found = torch.cuda.get_device_properties(0).total_memory
-            return found, f"a GPU of this machine, {bytes_text(found)}"
+            total = torch.cuda.get_device_properties(0).total_memory
+            return total, f"a GPU of this machine, {bytes_text(total)}"
         return (
             _ASSUMED_GPU,
             f"a GPU of {_ASSUMED_GPU // _GIB} GiB, assumed (config.MACHINE.MEMORY_GIB sets another number)",
         )
-    whole = int(given * _GIB) if given else available_memory()
-    what = f"a machine of {bytes_text(whole)}" if given else f"this machine, {bytes_text(whole)}"
+    whole = int(gib * _GIB) if gib else available_memory()
+    what = f"a machine of {bytes_text(whole)}" if gib else f"this machine, {bytes_text(whole)}"
     procs = plan.procs_per_node
     return whole // procs, what if procs == 1 else f"{what}, for {procs} processes"
 
@@ -55,13 +55,14 @@ def verdict(run: DryRun, budget: Budget | None = None) -> tuple[bool, list[str]]
 
     Args:
         run: what was found.
-        budget: that ``fit`` chose the plan for; None: ZERO.MEMORY_GB, or what the machine has, less the process itself.
+        budget: budget that ``fit`` chose the plan for; None: ZERO.MEMORY_GB, or what the machine has, less the process
+            itself.
     """
     if budget is None:
         available, what = room(run.plan)
         budget = Budget(available - RESERVE, source=f"{what}, less {RESERVE / _GIB:g} GiB for the process itself")
-        if (given := run.plan.config.ZERO.MEMORY_GB) is not None:
-            budget = Budget(int(given * _GIB), source="config.ZERO.MEMORY_GB")
+        if (gb := run.plan.config.ZERO.MEMORY_GB) is not None:
+            budget = Budget(int(gb * _GIB), source="config.ZERO.MEMORY_GB")
     at_start = run.start_bytes if run.plan.device == "cpu" else 0  # else it takes the host's memory
     need, available = max(run.needed, at_start), budget.memory
     figures = f"{bytes_text(need)} of {bytes_text(available)} ({budget.source})"

@@ -71,7 +71,7 @@ class optional_output:  # noqa: N801 - used as a context, as contextlib's are
     Not only ``OSError``: a library that draws or writes may pass a disk's failure on as anything.
 
     Args:
-        name: of the file.
+        name: name of the file.
         console: rich's, to print the warning on.
     """
 

@@ -376,9 +376,9 @@ def _trunk_decay(cfg: RunConfig) -> float | None:
 
 def _conditional(cfg: RunConfig) -> Iterator[str]:
     for entry in _CONDITIONS:
-        found = [key for key in entry.keys if _differs(cfg, key)]
-        if found and entry.when(cfg):
-            yield f"{_have(found)}: {entry.why}."
+        keys = [key for key in entry.keys if _differs(cfg, key)]
+        if keys and entry.when(cfg):
+            yield f"{_have(keys)}: {entry.why}."
 
 
 def _differs(cfg: RunConfig, key: str) -> bool:
@@ -429,8 +429,8 @@ def _schedules(cfg: RunConfig) -> Iterator[str]:
         ):
             continue
         other = sorted(every - {*KEYS[schedule.name]})
-        if found := [key for key in other if getattr(schedule, key) != getattr(unset, key)]:
-            yield f"{_have([f'{_SCHEDULES}.{name}.{key}' for key in found])}: the schedule is {schedule.name}."
+        if set_keys := [key for key in other if getattr(schedule, key) != getattr(unset, key)]:
+            yield f"{_have([f'{_SCHEDULES}.{name}.{key}' for key in set_keys])}: the schedule is {schedule.name}."
         if name.startswith("weight_decay") and schedule.auto_lr_scaling.auto_scale:
             yield f"{_have([f'{_SCHEDULES}.{name}.auto_lr_scaling'])}: only learning rates are scaled."
 
@@ -493,12 +493,12 @@ def _problem(key: VisslKey, value: Any) -> Problem:
 
 def _set_keys(cfg: RunConfig) -> list[tuple[VisslKey, Any]]:
     """List keys of the tables whose value is not one that changes nothing."""
-    found = []
+    keys = []
     for key in vissl_keys():
         value = _value_at(cfg, key.path)
         if value is not _MISSING and value not in key.allowed:
-            found.append((key, value))
-    return found
+            keys.append((key, value))
+    return keys
 
 
 _MISSING = object()  # of a block that was deleted, or is no block

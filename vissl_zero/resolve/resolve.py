@@ -84,7 +84,7 @@ def resolve(
     """Check a configuration and decide every derived value. Imports the user's modules (``IMPORTS``), never torch.
 
     Args:
-        cfg: as ``compose`` gives it.
+        cfg: configuration as ``compose`` gives it.
         run_dir: the run folder where CHECKPOINT.DIR is null.
         recipe: what ``config=`` named.
         written: the tree with ``${...}`` as written (``Composed.written``), so that their values can be masked on disk.
@@ -103,8 +103,8 @@ def resolve(
     cfg = with_named_teacher(with_image_size(with_run_of_weights(without_training(cfg))))
     decided = Decisions(cfg, host or _host(cfg))
     # Modules that cannot be imported are problems only beside others, which they may explain; else they are notes.
-    if found := problems(decided):
-        raise ConfigError([*found, *broken])
+    if all_problems := problems(decided):
+        raise ConfigError([*all_problems, *broken])
     place, step = decided.placement, decided.global_batch
     sharding, sharding_notes = sharding_plan(decided)
     optimizer, optimizer_notes = optimizer_plan(cfg, step, place.num_nodes)
@@ -156,16 +156,16 @@ def resolve(
 def problems(decided: Decisions) -> list[Problem]:
     """Find all that is wrong with a configuration: values by themselves, then keys together; each problem once."""
     cfg = decided.cfg
-    found = list(constraint_problems(cfg, "config", unread_blocks(cfg)))
+    collected = list(constraint_problems(cfg, "config", unread_blocks(cfg)))
     for rule in RULES:
         try:
             verdict = rule(cfg, decided)
         except (TypeError, ValueError, KeyError, IndexError, AttributeError, OverflowError):
-            if not found:
+            if not collected:
                 raise
             continue  # it stumbles over a value that is among the problems already
-        found += [verdict] if isinstance(verdict, Problem) else verdict or []
-    return list(dict.fromkeys(found))
+        collected += [verdict] if isinstance(verdict, Problem) else verdict or []
+    return list(dict.fromkeys(collected))
 
 
 def unread_blocks(cfg: RunConfig) -> set[str]:
@@ -187,7 +187,9 @@ def unread_blocks(cfg: RunConfig) -> set[str]:
 
 def part_alone(cfg: RunConfig, recipe: str) -> Problem | None:
     """Refuse a part of a recipe as one: its comment says so, it names no images and no heads, or heads and no more."""
-    part = next((found for found in list_recipes() if found.name == recipe and found.is_part), None)
+    part = next(
+        (recipe_part for recipe_part in list_recipes() if recipe_part.name == recipe and recipe_part.is_part), None
+    )
     has_method = cfg.TEST_ONLY or cfg.LOSS["name"] != default_loss()["name"] or Optimizer() != cfg.OPTIMIZER
     is_whole = cfg.DATA.TRAIN.DATA_SOURCES or (cfg.MODEL.HEAD.PARAMS and has_method)
     if not recipe or (part is None and is_whole):

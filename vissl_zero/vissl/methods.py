@@ -156,7 +156,7 @@ def _masked_shares(entry: Mapping[str, Any]) -> tuple[list[float], float]:
 
 def _msn(cfg: RunConfig) -> str:
     modeling = _blocks(cfg)[1].TRUNK.VISION_TRANSFORMERS.MASKED_IMAGE_MODELING
-    own, others = _temperatures(cfg.MODEL.HEAD.PARAMS), _temperatures(_teacher(cfg).HEAD.PARAMS)
+    ours, others = _temperatures(cfg.MODEL.HEAD.PARAMS), _temperatures(_teacher(cfg).HEAD.PARAMS)
     old, name = cfg.LOSS.get("msn_distillation_loss"), cfg.LOSS.get("name")
     if name == "msn_distillation_loss" and isinstance(old, Mapping) and others:
         # The teacher's head gives the softmax that DINO's distillation takes of scores.
@@ -170,8 +170,8 @@ def _msn(cfg: RunConfig) -> str:
         return ""
     loss = cfg.LOSS[name]
     loss.patch_drop = float(modeling.PARAMS.get("drop_ratio", 0.0))
-    if name == "msn_loss" and own:
-        loss.temperature = own[0]
+    if name == "msn_loss" and ours:
+        loss.temperature = ours[0]
     modeling.NAME, modeling.PARAMS = "", {}
     the_loss = " The loss is the paper's." if name == "msn_loss" else ""
     return f"MASKED_IMAGE_MODELING: {name} leaves patches out; its patch_drop is drop_ratio.{the_loss}"
@@ -179,12 +179,12 @@ def _msn(cfg: RunConfig) -> str:
 
 def _temperatures(heads: list[Any]) -> list[float]:
     """Take the temperatures out of each msn_head: here the loss has them. Embeddings are measured, as return_query."""
-    found = []
+    temperatures = []
     for head in heads:
         if _name_of(head) == "msn_head":
-            found.append(float(head[1].pop("temperature", 0.1)))
+            temperatures.append(float(head[1].pop("temperature", 0.1)))
             head[1].pop("return_query", None)
-    return found
+    return temperatures
 
 
 def _teacher(cfg: RunConfig) -> Any:

@@ -16,7 +16,7 @@ def use_own_names(cfg: RunConfig, chosen: Collection[str] = ()) -> list[str]:
     """Replace VISSL's second names (``regnet_fsdp``, ...) and forms by the one of each, in place; returns notes.
 
     Args:
-        cfg: as composed.
+        cfg: configuration as composed.
         chosen: keys under ``config:`` that the command line sets: what a recipe may leave over is a mistake there.
     """
     notes = use_own_methods(cfg)

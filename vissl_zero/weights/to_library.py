@@ -56,9 +56,9 @@ class Views:
     def of(cls, data: Mapping[str, Any]) -> Views:
         """Read them from the TRANSFORMS of evaluation, or those that TRAIN's imply, of a DATA block."""
         transforms = data["TEST"]["TRANSFORMS"] or derive_eval_transforms(data["TRAIN"]["TRANSFORMS"])
-        found = {entry["name"]: entry for entry in transforms}
-        resize, crop = _side(found.get("Resize", {}).get("size")), _side(found.get("CenterCrop", {}).get("size"))
-        normalize = found.get("Normalize", {})
+        by_name = {entry["name"]: entry for entry in transforms}
+        resize, crop = _side(by_name.get("Resize", {}).get("size")), _side(by_name.get("CenterCrop", {}).get("size"))
+        normalize = by_name.get("Normalize", {})
         size = crop or resize or 224
         return cls(size, resize or size, normalize.get("mean", [0.0] * 3), normalize.get("std", [1.0] * 3))
 
@@ -72,7 +72,7 @@ class Exported:
     """What was written.
 
     Attributes:
-        folder: of the files.
+        folder: folder of the files.
         call: Python that opens it; ``model`` and ``images`` follow from it.
         difference: the largest between features of the opened model and of the trunk, on random images.
         notes: sentences on what the folder lacks.
@@ -91,7 +91,7 @@ class Source:
     Attributes:
         trunk: takes a list of images (B, 3, H, W), gives a list of features; in evaluation mode, on the CPU.
         config: ``MODEL.TRUNK`` that builds it.
-        views: of evaluation.
+        views: views of evaluation.
     """
 
     trunk: nn.Module
@@ -100,8 +100,8 @@ class Source:
 
     def features(self, images: Tensor) -> Tensor:
         """Compute features (B, F) of images (B, 3, H, W)."""
-        found: Tensor = self.trunk([images])[0]
-        return found
+        rows: Tensor = self.trunk([images])[0]
+        return rows
 
     @property
     def is_adapted(self) -> bool:
@@ -180,9 +180,9 @@ def write(source: Source, target: str, folder: Path) -> Exported:
         notes = [*notes, f"Position embeddings are those of images of {side} pixels."]
     images = torch.randn(2, 3, side, side, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        wanted, found = source.features(images), opened(images)
-    difference = float((wanted - found).abs().max())
-    if found.shape != wanted.shape or difference > _TOLERANCE * max(1.0, float(wanted.abs().max())):
+        wanted, got = source.features(images), opened(images)
+    difference = float((wanted - got).abs().max())
+    if got.shape != wanted.shape or difference > _TOLERANCE * max(1.0, float(wanted.abs().max())):
         raise CheckpointError(
             f"{target} opens the folder, and for images of {side} pixels its features differ from those of the trunk, "
             f"{source.config['NAME']}, by {difference:.2g}: not written. --to safetensors keeps everything."
@@ -240,9 +240,9 @@ def _in_timm(source: Source, entries: list[Entry]) -> Recognized:
     if name.startswith("timm/"):
         return Recognized(name, {"NAME": name, "PARAMS": params})
     if name == "resnet":
-        found = [model for model in models_of({e.key: e.shape for e in entries}) if model.startswith("timm/")]
-        if found:
-            return Recognized(found[0], {"NAME": found[0]})
+        candidates = [model for model in models_of({e.key: e.shape for e in entries}) if model.startswith("timm/")]
+        if candidates:
+            return Recognized(candidates[0], {"NAME": candidates[0]})
     network = recognize(Foreign("", entries))
     if not network.trunk["NAME"].startswith("timm/"):
         other = next((model for model in network.others if model.startswith("timm/")), "")
@@ -270,10 +270,10 @@ def _to_torchvision(source: Source, folder: Path) -> tuple[str, Opened, list[str
             dict(source.config.get("PARAMS", {}).get("model_args") or {}),
         )
     else:
-        found = [one for one in models_of(shapes) if one.startswith("torchvision/")]
-        if not found:
+        candidates = [one for one in models_of(shapes) if one.startswith("torchvision/")]
+        if not candidates:
             raise CheckpointError(f"torchvision has no {name} of these sizes. --to safetensors takes every trunk.")
-        model = found[0].removeprefix("torchvision/")
+        model = candidates[0].removeprefix("torchvision/")
     net = torchvision.models.get_model(model, weights=None, **options)
     classifier = _without_classifier(net)
     net.load_state_dict({entry.key: entry.read() for entry in entries})
@@ -377,11 +377,11 @@ def _to_transformers(source: Source, folder: Path) -> tuple[str, Opened, list[st
     config = _hf_config(kind, shapes, args | {"num_heads": heads}, network, source.views)
     entries = [Entry(_timms(e.key), e.dtype, e.shape, e.read) for e in timm_entries]
     entries = [e for e in entries if kind != "vit" or e.key != "mask_token"]
-    found, unknown = from_timm(entries, HUGGING_FACE)
+    entries_there, unknown = from_timm(entries, HUGGING_FACE)
     if unknown:
         raise CheckpointError(f"--to transformers: {config['architectures'][0]} has no place for {unknown[0]}.")
     _write_json(folder / CONFIG, config)
-    write_shard_file(folder / WEIGHTS, found, {"format": "pt"}, with_checksums=False)
+    write_shard_file(folder / WEIGHTS, entries_there, {"format": "pt"}, with_checksums=False)
     import transformers
 
     transformers.utils.logging.set_verbosity_error()

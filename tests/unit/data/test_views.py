@@ -22,15 +22,16 @@ from vissl_zero.resolve.resolve import resolve
 RECIPE = "pretrain/swav/my_photos"
 
 
-@pytest.mark.parametrize("backend", ["pil", "fast"])
-def test_views_are_the_loaders_crops(tmp_path: Path, backend: str) -> None:
+@pytest.mark.parametrize(("backend", "place"), [("pil", "workers"), ("fast", "workers"), ("fast", "device")])
+def test_views_are_the_loaders_crops(tmp_path: Path, backend: str, place: str) -> None:
     for index in range(3):
         save_image(tmp_path / f"{index}.jpg", index, (60, 50))
-    overrides = [f"config.DATA.BACKEND={backend}", "config.SEED_VALUE=5", "config.DATA.IMG_SIZE=32"]
+    how = [f"config.DATA.BACKEND={backend}", f"config.DATA.AUGMENT_ON={place}"]
+    overrides = [*how, "config.SEED_VALUE=5", "config.DATA.IMG_SIZE=32"]
     mine = [f"config.DATA.TRAIN.DATA_PATHS={tmp_path}", "config.DATA.NUM_DATALOADER_WORKERS=0"]
     plan = resolve(compose(RECIPE, [*overrides, *mine]).run, tmp_path)
     loader = build_loader(data_block(plan.config.DATA), "TRAIN", plan.seed, 3, 0, 1, 1)
-    (batch,) = next(loader.epoch(2))
+    batch = next(loader.epoch(2))[0].to("cpu", torch.float32)
     views = pickle.loads(pickle.dumps(vissl_zero.load_views(RECIPE, overrides=overrides)))
     before = torch.get_rng_state(), random.getstate()
     for row, index in enumerate(batch.sample_ids.tolist()):

@@ -126,6 +126,9 @@ class Data:
     BACKEND: str = choice("pil", "pil", "fast")
     """What decodes and transforms images. pil: Pillow, as VISSL; fast: arrays of 8 bits (simplejpeg, torch, OpenCV),
     several times faster; crops have the same boxes. pip install vissl-zero[fast]."""
+    AUGMENT_ON: str = choice("workers", "workers", "device")
+    """Where training images change colors, are mirrored, blurred and normalized. workers: before a batch is given away;
+    device: on whole batches of 8 bits, with the same draws; needs BACKEND fast. Workers crop and resize either way."""
     EXIF: str = choice("ignore", "ignore", "apply")
     """ignore: read pixels as they are stored, as VISSL does; apply: turn an image as its camera noted."""
     BACKGROUND: str = choice("stored", "stored", "white", "gray", "black")

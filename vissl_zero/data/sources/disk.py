@@ -159,11 +159,11 @@ def _beneath(
     """Yield the images at or below ``child``, sorted; folders that were seen are passed over, so that links end.
 
     Args:
-        folder: that ``child`` is in.
+        folder: folder that ``child`` is in.
         child: an image's name, or an entry of another file or folder.
         seen: device and inode of folders; those found are added.
         others: pictures that are not read are added, by their ending.
-        depth: of the child.
+        depth: depth of the child.
     """
     if isinstance(child, str):
         yield os.path.join(folder, child)  # noqa: PTH118 - millions of names

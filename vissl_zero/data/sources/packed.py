@@ -36,9 +36,9 @@ class Packed(EncodedSource):
     """Share labels and their numbers in TRAIN among the packed sources.
 
     Args:
-        request: of the source.
+        request: request of the source.
         labels: (N,) integers, -1 without.
-        names: of the classes; empty: their numbers.
+        names: names of the classes; empty: their numbers.
     """
 
     def __init__(self, request: SourceRequest, labels: np.ndarray, names: Sequence[str]):

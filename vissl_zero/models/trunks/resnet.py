@@ -93,7 +93,7 @@ class StagedTrunk(nn.Module):
         """Compute average-pooled features (b_r, F) of R image tensors (b_r, 3, H_r, W_r).
 
         Args:
-            images: of each resolution.
+            images: images of each resolution.
             return_maps: give the maps (b_r, F, h_r, w_r) of the last stage too, before the features.
         """
         xs: list[Tensor] = self.stem(images)

@@ -23,10 +23,10 @@ class TokenEmbedding(nn.Module):
     """Patches to tokens: embedding, masks, positions, class and register tokens.
 
     Args:
-        vit: whose parts are taken.
+        vit: the vision transformer whose parts are taken.
         use_mask_token: make ``mask_token``, (1, 1, D).
         patch_drop_rate: share of patches left out in training, by keyed numbers.
-        position_resize: as for ``interpolated``.
+        position_resize: see ``interpolated``.
     """
 
     def __init__(self, vit: TimmVisionTransformer, use_mask_token: bool, patch_drop_rate: float, position_resize: str):
@@ -89,7 +89,7 @@ def interpolated(positions: Tensor, grid: tuple[int, int], wanted: tuple[int, in
     """Interpolate position embeddings (1, h * w, D) of a grid for another one, bicubic; the same if the grids are.
 
     Args:
-        positions: of the grid that they were made for.
+        positions: positions of the grid that they were made for.
         grid, wanted: height and width, in patches.
         how: antialiased, as ``timm.layers.resample_abs_pos_embed``; bicubic, without antialiasing, as transformers'
             ViT and DINOv2; offset, the same by the factor of 0.1 patches more than there are, as DINO and DINOv2.
