@@ -90,12 +90,12 @@ class Method(nn.Module):
         couples_samples: a sample's loss depends on others of its micro-batch, or on state that a micro-batch changes.
         remembers_images: it keeps state for each training image, whose number ``set_images`` tells.
         loss_sees_images: ``forward`` looks at ``batch.images``, which exact accumulation otherwise leaves out.
-        ignored_label: ignored label for a method whose first head predicts classes: the label of images that do not
-            count; None for all others.
+        ignored_label: label of images that do not count, where the first head predicts classes; None elsewhere.
         predicts_pixels: its first head predicts the class of each pixel, which ``batch.masks`` tells.
         mixing: mixes the images of a micro-batch; set after construction, where DATA.TRAIN asks for it.
         views_apart: each crop of an image goes through the model by itself, so that batch norm has its statistics view
             by view; set after construction, by MODEL.VIEWS_APART.
+        num_prototypes: number of prototypes in each layer, for a method whose ``health`` counts those in use.
         guessing_loss: loss of a model that tells nothing apart, drawn in the report; None where it is not known.
     """
 
@@ -107,6 +107,7 @@ class Method(nn.Module):
     loss_sees_images: bool = False
     ignored_label: int | None = None
     predicts_pixels: bool = False
+    num_prototypes: Sequence[int] = ()
     guessing_loss: float | None = None
     mixing: Mixing | None = None
     views_apart: bool = False

@@ -16,6 +16,7 @@ from vissl_zero.evaluation.segmentation import SegmentationHook
 from vissl_zero.methods.health import CollapseRule
 from vissl_zero.registry import HOOKS, require_interface
 from vissl_zero.reporting.display import Display
+from vissl_zero.reporting.findings import FindingsHook, add_finding
 from vissl_zero.reporting.histogram_file import HistogramFile
 from vissl_zero.reporting.loggers.logging import Logging
 from vissl_zero.reporting.lossy_output import optional_output
@@ -59,7 +60,7 @@ def build_hooks(plan: ResolvedRun) -> list[Hook]:
     if not plan.config.TEST_ONLY:
         hooks.append(FinalWeights())
     report = ReportImage(knn, segmentation=segmentation)
-    return [*hooks, PeakMemory(), Summary(), report, Logging(logger_names(plan.config.HOOKS))]
+    return [*hooks, FindingsHook(), PeakMemory(), Summary(), report, Logging(logger_names(plan.config.HOOKS))]
 
 
 class Opening(Hook):
@@ -161,6 +162,7 @@ class CollapseWatch(Hook):
         if warning:
             self._rule = None  # never twice
             run.results["collapse_warning_step"] = record.step
+            add_finding(run, warning)
             say(f"warning: {warning}", self._console)
 
     @staticmethod

@@ -140,6 +140,7 @@ class ReportContent:
     Attributes:
         title, subtitle: the recipe; level, engine, ranks, length.
         headlines: few (figure, what it is) pairs.
+        findings: sentences on what went wrong.
         records: the steps.
         steps_per_epoch: steps per epoch for the epoch marks of the kNN curve.
         trivial_loss: loss of guessing, drawn as a line; None where there is no such thing.
@@ -158,6 +159,7 @@ class ReportContent:
     title: str
     subtitle: str
     headlines: list[tuple[str, str]] = field(default_factory=list)
+    findings: Sequence[str] = ()
     records: Sequence[StepRecord] = field(default_factory=list)
     trivial_loss: float | None = None
     knn: list[tuple[int, float]] = field(default_factory=list)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ from vissl_zero.engine.hook import Run
 from vissl_zero.evaluation.knn import KnnHook
 from vissl_zero.evaluation.pictures import Neighbors
 from vissl_zero.evaluation.segmentation import SegmentedImage
+from vissl_zero.reporting.findings import FINDINGS
 from vissl_zero.reporting.panels import (
     GREEN,
     MARGIN,
@@ -60,6 +62,8 @@ _PANEL = 230  # height of a panel's drawing area
 _PANEL_STEP = _PANEL + 100
 _AXIS_ROOM = 62  # pixels left of a panel, for its tick labels
 _MOST_RANKS = 16
+_FINDING = 24  # height of a line on what went wrong
+_FINDING_WIDTH = 170  # its characters
 _WATCH_COLORS = (PURPLE, GREEN, VERMILLION)
 
 
@@ -89,9 +93,13 @@ def draw(content: ReportContent) -> Page:
     patches = _TITLE + crops_height(content.patches, _INNER) if content.patches else 0
     segmented = _TITLE + crops_height(content.segmented, _INNER) if content.segmented else 0
     pictures = crops + neighbors + patches + segmented
-    page = Page(round(_HEADER + len(rows) * _PANEL_STEP + memory + pictures + MARGIN))
+    findings = [line for sentence in content.findings for line in textwrap.wrap(sentence, _FINDING_WIDTH)]
+    header = _HEADER + _FINDING * len(findings)
+    page = Page(round(header + len(rows) * _PANEL_STEP + memory + pictures + MARGIN))
     _draw_header(page, content)
-    top = float(_HEADER)
+    for index, line in enumerate(findings):
+        page.text(MARGIN, _HEADER - 36 + index * _FINDING, line, color=VERMILLION)
+    top = float(header)
     for row in rows:
         _draw_row(page, row, top)
         top += _PANEL_STEP
@@ -196,6 +204,7 @@ def gather_content(run: Run, knn: KnnHook, segmented: Sequence[SegmentedImage] =
             f"{described(plan.config.DATA, 'TRAIN')}"
         ),
         headlines=headlines(run, per_rank),
+        findings=run.results.get(FINDINGS, []),
         records=run.records,
         trivial_loss=run.method.guessing_loss,
         knn=knn.curve,

@@ -279,7 +279,7 @@ def same_origin(cfg: RunConfig, decided: Decisions) -> Problem | None:
 
 
 # As the data room reads them; a test holds the two together.
-EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
+EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ".dcm")
 NUM_DIGITS = {"TRAIN": 1_437, "TEST": 360}
 
 

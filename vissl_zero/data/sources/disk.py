@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from vissl_zero.data.decode import EXTENSIONS, read_array, read_file
+from vissl_zero.data.dicom import ENDING, require_pydicom
 from vissl_zero.data.slow_work import SlowWork
 from vissl_zero.data.source import EncodedSource, SourceRequest
 from vissl_zero.errors import DataError, did_you_mean, printable
@@ -58,6 +59,8 @@ class DiskFolder(EncodedSource):
         self.left_out = _left_out(request.paths, others, {*seen})
         number = {name: index for index, name in enumerate(self.class_names)}
         self._files = files.array()
+        if np.char.endswith(np.char.lower(self._files), ENDING.encode()).any():
+            require_pydicom()
         self._labels = np.array([number.get(name or "", UNLABELLED) for name in seen])[np.array(of_image)]
 
     def __len__(self) -> int:
