@@ -76,7 +76,7 @@ def main() -> None:
     ratios = sorted(run / read for run, read in pairs)
     lines = [
         "# Features of a teacher, read from the disk",
-        f"`python benchmarks/teacher_features.py --rounds {options.rounds}`, {datetime.now(UTC):%Y-%m-%d}, one core: a "
+        f"`python benchmarks/teacher_features.py --rounds {options.rounds}`, {datetime.now(UTC):%Y-%m-%d}: a "
         f"ViT-S/16 teaches a ResNet-10, {_IMAGES} images of {_SIDE} pixels, epochs after the first.",
         "",
         "| teacher | median of an epoch |",

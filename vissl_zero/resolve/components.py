@@ -263,17 +263,13 @@ def _lora(cfg: RunConfig, saved: Mapping[str, Any]) -> Lora:
         fix = "Write these, or give its merged weights (vissl-zero export <run> --to safetensors)."
         got = f"R: {block.R}, LORA_ALPHA: {block.LORA_ALPHA}, TARGET_MODULES: {block.TARGET_MODULES}"
         raise ConfigError([Problem("config.MODEL.LORA", got, must, fix)])
-    if not block.USE_LORA and not _is_trunk_frozen(cfg):
+    settings = cfg.MODEL.FEATURE_EVAL_SETTINGS
+    is_frozen = settings.EVAL_MODE_ON and (settings.FREEZE_TRUNK_ONLY or settings.FREEZE_TRUNK_AND_HEAD)
+    if not block.USE_LORA and not (cfg.TEST_ONLY or is_frozen):
         must = "must be true: the weights come from a run with LoRA, and its trunk would stay frozen"
         fix = "Write true, or give the run's merged weights (vissl-zero export <run> --to safetensors)."
         raise ConfigError([Problem("config.MODEL.LORA.USE_LORA", "False", must, fix)])
     return block if block.USE_LORA else runs
-
-
-def _is_trunk_frozen(cfg: RunConfig) -> bool:
-    settings = cfg.MODEL.FEATURE_EVAL_SETTINGS
-    is_frozen = settings.FREEZE_TRUNK_ONLY or settings.FREEZE_TRUNK_AND_HEAD
-    return cfg.TEST_ONLY or (settings.EVAL_MODE_ON and is_frozen)
 
 
 _WEIGHTS = "config.MODEL.WEIGHTS_INIT.PARAMS_FILE"

@@ -219,15 +219,11 @@ def _masked_folder(run_dir: str, value: Any, text: str | None) -> str:
     """Write the run folder with the interpolated ``CHECKPOINT.DIR`` in it as written."""
     if not text or not isinstance(value, str):
         return run_dir
-    if run_dir == str(Path(value).expanduser().absolute()) and not _is_relative(value):
+    if run_dir == str(Path(value).expanduser().absolute()) and value.startswith(("/", "~")):
         return text
     # The last place: a folder further up may have the same name.
     before, separator, after = f"{run_dir}/".rpartition(f"/{Path(value)}/")
     return f"{before}/{text}/{after}".rstrip("/") if separator else run_dir
-
-
-def _is_relative(path: str) -> bool:
-    return not path.startswith(("/", "~"))
 
 
 def _plain(value: Any) -> Any:
