@@ -83,7 +83,7 @@ def _loaded(run: Run, micro_batches: Sequence[ImageBatch], dtype: torch.dtype) -
     """Yield each micro-batch on the device, random layers keyed by it."""
     for batch in micro_batches:
         set_random_key(run.plan.seed, run.step, batch.sample_ids)
-        yield run.method.see(batch.to(run.device, dtype))
+        yield run.method.prepare(batch.to(run.device, dtype))
 
 
 def _join(micro_batches: Sequence[ImageBatch], with_images: bool) -> ImageBatch:

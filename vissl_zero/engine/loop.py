@@ -156,7 +156,7 @@ def _embed_dataset(run: Run) -> None:
             for cpu_batch in micro_batches:
                 batch = cpu_batch.to(run.device, dtype)
                 set_random_key(run.plan.seed, 0, batch.sample_ids)
-                batch = run.method.see(batch)
+                batch = run.method.prepare(batch)
                 outputs = run.method.run_student(run.sharded.model, batch)
                 run.method.update_state([run.method.observe(outputs, batch)])
 
@@ -289,7 +289,7 @@ def _accumulate(
     for index, cpu_batch in enumerate(micro_batches):
         batch = cpu_batch.to(run.device, dtype)
         set_random_key(run.plan.seed, run.step, batch.sample_ids)
-        batch = method.see(batch)
+        batch = method.prepare(batch)
         teacher_outputs = run.run_teacher(batch) if method.has_teacher else None
         with sharded.micro_batch(is_last=index == len(micro_batches) - 1):
             with watch if index == 0 else nullcontext():
