@@ -29,7 +29,7 @@ from vissl_zero.data.source import Source
 from vissl_zero.errors import ConfigError, Problem, VisslZeroError
 from vissl_zero.resolve.components import method_of
 from vissl_zero.resolve.resolved import ResolvedRun
-from vissl_zero.terminal import say
+from vissl_zero.terminal import print_line
 
 FOLDER = "teacher_features"
 _ROWS, _PLACES, _ABOUT = ".rows", ".places", "about.json"
@@ -200,7 +200,9 @@ class TeacherFeatures:
     def _stop_writing(self, error: OSError) -> None:
         """Go on without further rows, as a full disk ends no run."""
         self._is_writing, self._unwritten = False, []
-        say(f"WARNING: {self.folder} cannot be written ({error.strerror}). The teacher computes what is not there.")
+        print_line(
+            f"WARNING: {self.folder} cannot be written ({error.strerror}). The teacher computes what is not there."
+        )
 
     def _require_same(self, found: list[Any], places: np.ndarray) -> None:
         """Raise VisslZeroError on all ranks where what is on the disk is not what the teacher gives now. Collective."""
