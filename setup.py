@@ -76,6 +76,8 @@ setup(
         "arrow": ["pyarrow>=17"],
         "lmdb": ["lmdb>=1.5"],
         "hdf5": ["h5py>=3.10"],
+        # Images whose files are DICOM.
+        "dicom": ["pydicom>=3"],
         # Loggers (config.HOOKS.LOGGERS). mlflow-skinny with the two packages of its database: all of mlflow is 1 GB.
         "wandb": ["wandb>=0.18"],
         "mlflow": ["mlflow-skinny>=3", "sqlalchemy>=2", "alembic>=1.13"],

@@ -95,9 +95,10 @@ def entries(views: dict[str, list]) -> list[dict]:
     ]
 
 
-def ours(backend: str, views: dict[str, list], files: list[bytes]) -> Callable[[int], object]:
+def ours(backend: str, views: dict[str, list], files: list[bytes], place: str = "workers") -> Callable[[int], object]:
     """One image through the loader's own micro-batch: read, decode, transform, collate."""
-    pipeline = build_split_pipeline(Data(BACKEND=backend, TRAIN=Split(TRANSFORMS=entries(views))), "TRAIN")
+    split = Split(TRANSFORMS=entries(views))
+    pipeline = build_split_pipeline(Data(BACKEND=backend, AUGMENT_ON=place, TRAIN=split), "TRAIN")
     dataset = MicroBatchDataset(Files(files, 2**31), pipeline, 0)
 
     def load(start: int, count: int = 24) -> object:
@@ -190,6 +191,7 @@ def main() -> None:
         "lightly's SwaVTransform": lightly(views, files),
         "ours, pil": ours("pil", views, files),
         "ours, fast": ours("fast", views, files),
+        "ours, fast, a worker's part": ours("fast", views, files, "device"),
         "decode: simplejpeg": decode("simplejpeg", files),
         "decode: simplejpeg, half size": decode("half", files),
         "decode: Pillow": decode("Pillow", files),

@@ -2,12 +2,14 @@
 
     python benchmarks/gpu_step.py --models vit_s vit_b [--systems "level 0" "level 3"] [--rounds 15] [--json step.json]
     python benchmarks/gpu_step.py --models --offload 1.6
+    python benchmarks/gpu_step.py --models --input 256
 
 All systems are in one process and take turns: in each round each trains three steps, in an order that changes from
 round to round. A ratio is that of two times of one round; the median is printed. Time is that of the device (CUDA
 events); peak memory is what a system holds between steps, and what a step adds to that. The idle share is that of the
 step in which no kernel runs: kernels from the profiler, the step's time from rounds without it.
 
+With ``--input`` a micro-batch of so many images in SwAV's views goes to the device, augmented by workers or there.
 With ``--offload`` a vision transformer of so many billion parameters trains at level 3 with everything on the CPU tier.
 """
 
@@ -31,6 +33,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import vissl_zero  # before torchvision and timm, which it lets be imported beside a CPU build of torch
+from vissl_zero.config.blocks.data import Data, Split
+from vissl_zero.data.loader import build_loader
 
 from timm.models.vision_transformer import VisionTransformer  # isort: skip
 from torchvision.models import regnet_y_16gf  # isort: skip
@@ -199,6 +203,35 @@ def offload(billions: float) -> list[dict[str, Any]]:
     return [row]
 
 
+def input_pipeline(num_images: int, rounds: int) -> list[dict[str, Any]]:
+    """Copy a micro-batch to the device; where workers have not augmented it, the device does."""
+    crops = {"num_crops": [2, 6], "size_crops": [224, 96], "crop_scales": [[0.14, 1.0], [0.05, 0.14]]}
+    views = [
+        {"name": "ImgPilToMultiCrop", "total_num_crops": 8, **crops},
+        {"name": "RandomHorizontalFlip", "p": 0.5},
+        {"name": "ImgPilColorDistortion", "strength": 1.0},
+        {"name": "ImgPilGaussianBlur", "p": 0.5, "radius_min": 0.1, "radius_max": 2.0},
+        {"name": "ToTensor"},
+        {"name": "Normalize", "mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225]},
+    ]
+    split = Split(DATA_SOURCES=["synthetic"], DATA_LIMIT=num_images, DEFAULT_GRAY_IMG_SIZE=400, TRANSFORMS=views)
+    rows = []
+    for place in ("workers", "device"):
+        data = Data(BACKEND="fast", AUGMENT_ON=place, TRAIN=split, NUM_DATALOADER_WORKERS=0)
+        loader = build_loader(data, "TRAIN", 0, num_images, 0, 1, 1)
+        ((batch,),) = loader.epoch(0)
+        batch = batch.pin_memory() if DEVICE == "cuda" else batch
+        copy = partial(batch.to, DEVICE, torch.float32)
+        copy()
+        _reset_peak()
+        seconds = statistics.median(_timed(copy) for _ in range(rounds))
+        row = {"model": f"SwAV's views of {num_images} images", "system": f"augmented on {place}", "batch": num_images}
+        row |= {"ms": round(1e3 * seconds, 2), "images_per_s": round(num_images / seconds), "peak_bytes": _peak()}
+        rows.append(row)
+        print(json.dumps(rows[-1]), flush=True)
+    return rows
+
+
 def _timed(work: Callable[[], Any]) -> float:
     """Seconds of the device."""
     if DEVICE == "cpu":
@@ -250,6 +283,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="*", default=["vit_b"], choices=list(MODELS))
     parser.add_argument("--systems", nargs="+", default=list(PLAIN), choices=list(SYSTEMS))
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--input", type=int, help="images of a micro-batch; after the comparisons")
     parser.add_argument("--offload", type=float, help="billion parameters; after the comparisons")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
@@ -263,6 +297,8 @@ def main() -> None:
         rows += compare(model, given.systems, given.rounds)
         if given.json:
             given.json.write_text(json.dumps(rows, indent=1))
+    if given.input:
+        rows += input_pipeline(given.input, given.rounds)
     if given.offload:
         rows += offload(given.offload)
     if given.json:

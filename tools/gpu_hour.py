@@ -58,6 +58,11 @@ def cells() -> list[Cell]:
         Cell("speed", "ViT-L, RegNetY-16GF, ViT-S", (_STEP, "--models", "vit_l", "regnet_y_16gf", "vit_s"), 3.0),
         Cell("speed", "ViT-B, compiled", (_STEP, "--models", "vit_b", "--systems", *compiled), 3.0),
         Cell("speed", "ViT-B, float8", (_STEP, "--models", "vit_b", "--systems", "level 3", "level 3, float8"), 1.5),
+        Cell(
+            *("input", "SwAV's views of 256 images", (_STEP, "--models", "--input", "256")),
+            minutes=2.0,
+            rehearsal=(_STEP, "--models", "--input", "4", "--rounds", "2"),
+        ),
         *(
             Cell("offload", f"{size:g} billion parameters", (_STEP, "--models", "--offload", f"{size:g}"), 3.0)
             for size in (0.8, 3.2, 6.4)

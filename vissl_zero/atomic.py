@@ -67,7 +67,7 @@ def open_regular(path: str | Path, *, follow_links: bool = False) -> int:
     """Open ``path`` for reading and return its file descriptor. Never wait: a named pipe in place of a file is refused.
 
     Args:
-        path: of a file.
+        path: path of a file.
         follow_links: take what a link points to; for paths that the user names.
     Raises:
         OSError: missing, unreadable, or not a regular file; ``strerror`` says which.
@@ -110,12 +110,12 @@ def read_object(path: str | Path, most_bytes: int = 2**26) -> dict[str, Any]:
 def as_object(text: str | bytes) -> dict[str, Any]:
     """Parse a JSON object. Raises ValueError where ``text`` is none."""
     try:
-        found = json.loads(text)
+        content = json.loads(text)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise ValueError("it is no JSON object")
-    return found
+    return content
 
 
 def irregular(facts: os.stat_result) -> str:

@@ -103,8 +103,8 @@ def device_of_numbers(device: torch.device, group: dist.ProcessGroup | None = No
     for what its own device still has to compute.
 
     Args:
-        device: that a group of nccl alone needs.
-        group: whose ranks agree; None: all.
+        device: device that a group of nccl alone needs.
+        group: group whose ranks agree; None: all.
     """
     return torch.device("cpu") if "cpu:" in dist.get_backend_config(group) else device
 
@@ -113,9 +113,9 @@ def all_gather_number(number: int, device: torch.device) -> list[int]:
     """Gather the number of every rank, by rank; ``device`` as of ``device_of_numbers``. Cost: one all-gather."""
     if world_size() == 1:
         return [number]
-    own = torch.tensor(number, device=device_of_numbers(device))
+    local = torch.tensor(number, device=device_of_numbers(device))
     # A fake tensor stands for those of all ranks.
-    return [number] * world_size() if isinstance(own, FakeTensor) else _all_gather(own).tolist()
+    return [number] * world_size() if isinstance(local, FakeTensor) else _all_gather(local).tolist()
 
 
 def all_gather_into(gathered: Tensor, tensor: Tensor, group: dist.ProcessGroup | None = None) -> None:
@@ -124,7 +124,7 @@ def all_gather_into(gathered: Tensor, tensor: Tensor, group: dist.ProcessGroup |
     Args:
         gathered: 1-d and contiguous, the group's size times as long as ``tensor``.
         tensor: 1-d and contiguous, of the same length and dtype on every rank.
-        group: whose ranks call this; None: all.
+        group: group whose ranks call this; None: all.
     """
     # torch 2.13's name for it, and the one before.
     gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
@@ -135,9 +135,9 @@ def all_gather_objects(value: T) -> list[T]:
     """Gather what each rank holds, in the order of ranks: small things that can be pickled."""
     if not is_distributed():
         return [value]
-    found: list[T] = [value] * world_size()
-    dist.all_gather_object(found, value)
-    return found
+    gathered: list[T] = [value] * world_size()
+    dist.all_gather_object(gathered, value)
+    return gathered
 
 
 def broadcast_object(value: T) -> T:

@@ -196,7 +196,7 @@ class Scratch:
     that have called ``note_shares``.
 
     Attributes:
-        path: of the folder.
+        path: path of the folder.
     """
 
     def __init__(self) -> None:
@@ -313,8 +313,8 @@ _own: Scratch | None = None
 def scratch_folder() -> Path:
     """Return the launcher's scratch folder, or one of this process."""
     global _own
-    if given := os.environ.get(SCRATCH_VARIABLE):
-        return Path(given)
+    if configured := os.environ.get(SCRATCH_VARIABLE):
+        return Path(configured)
     _own = _own or Scratch()
     return _own.path
 

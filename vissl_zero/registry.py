@@ -79,11 +79,11 @@ class Registry:
     def _builtin(self) -> dict[str, tuple[str, str]]:
         if self._of_methods is None:
             return self._declared
-        found = dict(self._declared)
+        builtin = dict(self._declared)
         for method, (module, sentence) in METHODS._builtin.items():
             names = getattr(METHODS.get(method).build, self._of_methods)
-            found |= {name: (module.removesuffix("_keys"), sentence) for name in names}
-        return found
+            builtin |= {name: (module.removesuffix("_keys"), sentence) for name in names}
+        return builtin
 
     def register(self, name: str, *, config: type | None = None) -> Callable[[T], T]:
         """Register a class or function under ``name``. A decorator.
@@ -157,7 +157,7 @@ def require_interface(
     """Refuse a component of the user's that lacks what the program will ask of it, before anything is run.
 
     Args:
-        registry: of its kind.
+        registry: registry of its kind.
         name: what YAML says.
         part: the built component.
         base: a class that it must be an instance of.

@@ -30,8 +30,15 @@ TIERS = {"none": [], "cpu": ["config.ZERO.offload_param_config.device=cpu"]}
 Cell = dict[str, Any]
 
 
-def cell(method: str, level: int, precision: str = "float32", tier: str = "none", broken: str = "") -> Cell:
-    overrides = [f"config.ZERO.LEVEL={level}", *PRECISIONS[precision], *TIERS[tier]]
+def cell(
+    method: str,
+    level: int,
+    precision: str = "float32",
+    tier: str = "none",
+    broken: str = "",
+    more: Sequence[str] = (),
+) -> Cell:
+    overrides = [f"config.ZERO.LEVEL={level}", *PRECISIONS[precision], *TIERS[tier], *more]
     return {"recipe": f"digits/{method}", "overrides": overrides, "broken": broken, "precision": precision}
 
 
@@ -79,8 +86,10 @@ def require_no_waiting(cells: Sequence[Cell], found: Sequence[dict[str, Any]]) -
     assert not wrong, "\n".join(map(str, wrong))
 
 
+ON_DEVICE = ["config.DATA.BACKEND=fast", "config.DATA.AUGMENT_ON=device"]
 FAST = [
     cell("simclr", 0),
+    cell("simclr", 0, more=ON_DEVICE),
     cell("swav", 1, "bfloat16"),
     cell("dino", 2, "float16"),
     cell("dino", 3, "bfloat16", "cpu"),
@@ -91,7 +100,8 @@ MISTAKES = [cell("simclr", 0, broken=how) for how in ("read", "tensor", "upload"
 def test_steps_do_not_wait_for_the_device_and_mistakes_are_found(library):
     found = trained(library, [*FAST, *MISTAKES])
     require_no_waiting(FAST, found)
-    right, (read, mixed, upload) = found[0], found[len(FAST) :]
+    right, on_device, (read, mixed, upload) = found[0], found[1], found[len(FAST) :]
+    assert on_device["uploads"] == right["uploads"]
     assert read["reads"] == ["item"]
     assert "FakeTensorDeviceMismatchError" in mixed["error"]
     assert upload["uploads"] == right["uploads"] + 1

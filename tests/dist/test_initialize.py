@@ -68,6 +68,30 @@ def test_fairscale_equals_plain_torch(level: int) -> None:
     assert _distance(run_on_ranks(2, train, on_fairscale, level)[0], train_plainly(loop)) < TOLERANCE
 
 
+def _frozen_half(level: int | None, engine: str) -> dict[str, Tensor]:
+    """Weights after 3 steps of SGD over all parameters, half of them frozen; ``level`` None: plain torch."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 2)).double()
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+    if level is not None:
+        model, optimizer = vissl_zero.initialize(model, optimizer, {"level": level, "engine": engine})
+    for step in range(3):
+        images = torch.randn(8, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+        rows = images if level is None else images[dist.get_rank() :: 2]
+        loss = model(rows).square().mean()
+        loss.backward() if level is None else optimizer.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    return _cloned(model.state_dict()) if level is None else optimizer.full_state()
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(("level", "engine"), [(3, "torch"), (1, "fairscale"), (2, "fairscale")])
+def test_an_optimizer_may_hold_frozen_parameters(level: int, engine: str) -> None:
+    assert _distance(run_on_ranks(2, _frozen_half, level, engine)[0], _frozen_half(None, "")) < TOLERANCE
+
+
 @pytest.mark.timeout(60)
 def test_larc_is_the_same_at_every_level() -> None:
     loop = Loop("larc_dict", clip=0.5, accumulation=2)

@@ -54,6 +54,20 @@ def sharded(zero: dict[str, Any], trained: str = "", **more: Any) -> tuple[Net, 
     return vissl_zero.initialize(model, torch.optim.AdamW(params, lr=1e-2), {"engine": "torch", **zero, **more})
 
 
+def _step_without_gradients(zero: dict[str, Any]) -> dict[str, Any]:
+    model, optimizer = sharded(zero)
+    optimizer.backward(model(batch(0, collectives.rank())).square().mean())
+    optimizer.zero_grad()  # a batch that the loop drops
+    optimizer.step()
+    return optimizer.full_state()
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("zero", LEVELS, ids=NAMES)
+def test_a_step_without_gradients_changes_nothing(zero: dict[str, Any]) -> None:
+    assert distance(Net(), run_on_ranks(RANKS, _step_without_gradients, zero)[0]) == 0.0
+
+
 def _skip_the_last_backward(zero: dict[str, Any]) -> dict[str, Any]:
     model, optimizer = sharded(zero, gradient_accumulation_steps=2)
     for micro in range(8):

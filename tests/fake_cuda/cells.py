@@ -167,7 +167,13 @@ def built(plan: ResolvedRun, stack: ExitStack, watch: Watch) -> tuple[Run, Sched
     shapes = [(crops * 4, *image.shape[1:]) for image, crops in zip(batch.images, batch.num_crops, strict=True)]
     fake = replace(
         batch,
-        images=[torch.empty(shape, pin_memory=True) for shape in shapes],
+        images=[
+            torch.empty(shape, dtype=image.dtype, pin_memory=True)
+            for shape, image in zip(shapes, batch.images, strict=True)
+        ],
+        changes=tuple(
+            change.each(lambda t: torch.empty(t.shape, dtype=t.dtype, pin_memory=True)) for change in batch.changes
+        ),
         targets=None if batch.targets is None else torch.empty(4, dtype=torch.int64),
         masks=None if batch.masks is None else torch.empty(4, *batch.masks.shape[1:], dtype=torch.uint8),
         sample_ids=torch.empty(4, dtype=torch.int64),

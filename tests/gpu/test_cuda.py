@@ -9,7 +9,11 @@ import pytest
 import torch
 
 from tests.gpu.runs import losses
+from tests.unit.data.test_device_augmentation import END, SEVERAL, noted
 from vissl_zero.checkpoint.snapshot import HostMemory
+from vissl_zero.data.decode import Decoder
+from vissl_zero.data.fast.device_pipeline import DevicePipeline
+from vissl_zero.data.fast.pipeline import build_fast_pipeline
 from vissl_zero.sharding.model.float8 import Float8Linear, MxLinear
 from vissl_zero.sharding.state.saved_state import Part
 
@@ -150,3 +154,13 @@ def test_float8_trains_under_autocast(level, tmp_path):
     words = [STEPS, f"config.ZERO.LEVEL={level}", *VIT_IN_FLOAT8, "config.MODEL.AMP_PARAMS.USE_AMP=true"]
     found = losses(tmp_path / "gpu", RECIPE, *words)
     assert found == pytest.approx(losses(tmp_path / "cpu", RECIPE, *words, device="cpu"), rel=0.05)
+
+
+def test_augmentation_on_the_device_is_that_on_the_cpu():
+    pipeline = build_fast_pipeline(
+        [{"name": "Resize", "size": [61, 53]}, *SEVERAL, *END], "t", Decoder(), DevicePipeline
+    )
+    crops = noted(pipeline, 24)
+    changes, pixels = pipeline.changes(crops), pipeline.stacked(crops)
+    found = changes.each(torch.Tensor.cuda)(pixels.cuda()).cpu()
+    assert 255 * (found - changes(pixels)).abs().mean() < 1e-3

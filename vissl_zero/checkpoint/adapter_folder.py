@@ -41,8 +41,8 @@ def read_adapters(model: nn.Module, options: Lora) -> dict[str, Callable[[], Ten
     """Find what reads each adapter tensor of ``model``, by full name; all are there, and none is left over.
 
     Args:
-        model: with adapters; only names and shapes are looked at.
-        options: of these adapters, and the folder.
+        model: model with adapters; only names and shapes are looked at.
+        options: options of these adapters, and the folder.
     Raises:
         CheckpointError: unreadable, damaged, or of other layers, ranks or factors.
     """
@@ -59,9 +59,9 @@ def read_adapters(model: nn.Module, options: Lora) -> dict[str, Callable[[], Ten
         )
     for theirs, name in ours.items():
         if weights.tensors[theirs].shape != shapes[name]:
-            found, wanted = list(weights.tensors[theirs].shape), list(shapes[name])
+            shape, wanted = list(weights.tensors[theirs].shape), list(shapes[name])
             raise CheckpointError(
-                f"{_KEY}: {theirs} is {found} in the file, and {wanted} here. Write the trunk's size."
+                f"{_KEY}: {theirs} is {shape} in the file, and {wanted} here. Write the trunk's size."
             )
     return {name: partial(weights.read, theirs) for theirs, name in ours.items()}
 
@@ -80,12 +80,12 @@ def _require_same(config: Mapping[str, Any], options: Lora) -> None:
     from peft import LoraConfig  # takes seconds to import
 
     wanted = {**LoraConfig().to_dict(), "r": options.R, "lora_alpha": options.LORA_ALPHA}
-    for key, found in {"peft_type": None, "r": None, "lora_alpha": None, **config}.items():
+    for key, theirs in {"peft_type": None, "r": None, "lora_alpha": None, **config}.items():
         value = wanted.get(key)
-        if key in _WITHOUT_EFFECT or found == value or not (found or value):
+        if key in _WITHOUT_EFFECT or theirs == value or not (theirs or value):
             continue
-        if key == "init_lora_weights" and found in _PLAIN_STARTS:
+        if key == "init_lora_weights" and theirs in _PLAIN_STARTS:
             continue
-        own = {"r": "R", "lora_alpha": "LORA_ALPHA"}.get(key)
-        fix = f"Write config.MODEL.LORA.{own}={found}." if own else "Save one with plain LoRA."
-        raise CheckpointError(f"{_KEY}: {options.ADAPTER_FOLDER} has {key}={found}, and must have {value}. {fix}")
+        key_here = {"r": "R", "lora_alpha": "LORA_ALPHA"}.get(key)
+        fix = f"Write config.MODEL.LORA.{key_here}={theirs}." if key_here else "Save one with plain LoRA."
+        raise CheckpointError(f"{_KEY}: {options.ADAPTER_FOLDER} has {key}={theirs}, and must have {value}. {fix}")

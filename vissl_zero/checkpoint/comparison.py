@@ -25,7 +25,7 @@ class TensorDifference:
     """What is different about one tensor.
 
     Attributes:
-        name: as stored; plain in a file of weights.
+        name: name as stored; plain in a file of weights.
         what: "only in A", "only in B", "shape", "type" or "values".
         text: shapes or types, or how many elements differ.
         largest: largest absolute difference of two elements; NaN where a NaN meets a number; None without values.
@@ -43,8 +43,10 @@ def compare(a: Checkpoint | WeightsFile, b: Checkpoint | WeightsFile) -> Iterato
     Two checkpoints are compared as a whole, but for what belongs to single ranks and is in one of them only; anything
     else by its weights.
     """
-    is_whole = isinstance(a, Checkpoint) and isinstance(b, Checkpoint)
-    left, right = (_everything(store) if is_whole else weights_of(store) for store in (a, b))
+    if isinstance(a, Checkpoint) and isinstance(b, Checkpoint):
+        left, right = (Weights(store, {name: name for name in store.tensors}) for store in (a, b))
+    else:
+        left, right = weights_of(a), weights_of(b)
     for name in sorted({*left.tensors, *right.tensors}):
         one, other = left.tensors.get(name), right.tensors.get(name)
         if one is None or other is None:
@@ -69,10 +71,6 @@ def facts_that_differ(a: Checkpoint, b: Checkpoint) -> dict[str, tuple[Any, Any]
 def settings_that_differ(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Compare two configurations: key path -> values that differ; "-" for a key that one of them lacks."""
     return dict(sorted(differing(settings(a), settings(b), absent="-").items()))
-
-
-def _everything(store: Checkpoint | WeightsFile) -> Weights:
-    return Weights(store, {name: name for name in store.tensors})
 
 
 def _values(name: str, a: Weights, b: Weights) -> Iterator[TensorDifference]:
@@ -131,10 +129,10 @@ def settings(tree: Any, path: str = "") -> dict[str, Any]:
     """Collect values by key path. A list is one value, and so is an empty block (``saved.leaves`` splits lists)."""
     if not isinstance(tree, Mapping) or (path and not tree):
         return {path: tree}
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for key, value in tree.items():
-        found |= settings(value, f"{path}.{key}" if path else str(key))
-    return found
+        flat |= settings(value, f"{path}.{key}" if path else str(key))
+    return flat
 
 
 def differing(before: Mapping[str, Any], after: Mapping[str, Any], absent: Any = None) -> dict[str, tuple[Any, Any]]:
@@ -150,20 +148,23 @@ def refused(saved: Mapping[str, Any], now: Mapping[str, Any], allowed: Sequence[
         saved, now: as for ``differences``.
         allowed: ``CHECKPOINT.ALLOW_CHANGED``: keys, or blocks of keys.
     """
-    found: dict[str, tuple[Any, Any, str]] = {}
+    differing: dict[str, tuple[Any, Any, str]] = {}
     has_adapters = any(_at(tree, "config.MODEL.LORA.USE_LORA") for tree in (saved, now))
-    shapes = [*_SHAPES, *(_ADAPTERS if has_adapters else ()), *_shapes_of_loss(now)]
+    shapes = [*_SHAPES, *(_ADAPTERS if has_adapters else ())]
+    loss = _at(now, "config.LOSS.name")
+    if method := method_of(loss):
+        shapes += [f"LOSS.{loss}.{key}" for key in method.shape_keys]
     changed = differences(saved, now)
     if _IMG_SIZE in changed and changed.pop(_TRANSFORMS, False):  # named in its place: the crops follow from it
-        found[_IMG_SIZE] = (*changed[_IMG_SIZE], _OTHER_IMAGES)
+        differing[_IMG_SIZE] = (*changed[_IMG_SIZE], _OTHER_IMAGES)
     for key, (before, after) in changed.items():
         if _is_under(key, shapes):
-            found[key] = (before, after, "the model's or the loss's tensors have other shapes or another meaning")
+            differing[key] = (before, after, "the model's or the loss's tensors have other shapes or another meaning")
         elif _is_under(key, ORDER) and not _is_under(key, _NOT_ORDER):
-            found[key] = (before, after, _OTHER_IMAGES)
+            differing[key] = (before, after, _OTHER_IMAGES)
     before, after = _at(saved, "optimizer.name"), _at(now, "optimizer.name")
     if before != after:
-        found[OPTIMIZER] = (before, after, "its state does not fit")
+        differing[OPTIMIZER] = (before, after, "its state does not fit")
     plain = [key.removeprefix(_ROOT) for key in allowed]
     batch = [] if _is_under(BATCH, plain) else _other_batch(_at(saved, "global_batch"), now)
     return batch + [
@@ -173,7 +174,7 @@ def refused(saved: Mapping[str, Any], now: Mapping[str, Any], allowed: Sequence[
             f"was {before} when the checkpoint was made: {reason}",
             f"Put it back, {_OR_ELSE.format('name', key)}",
         )
-        for key, (before, after, reason) in found.items()
+        for key, (before, after, reason) in differing.items()
         if not _is_under(key, plain)
     ]
 
@@ -193,12 +194,6 @@ def _other_batch(before: Any, now: Mapping[str, Any]) -> list[Problem]:
     return [Problem(_ROOT + BATCH, got, f"must make steps of {before} images, as when the checkpoint was made", fix)]
 
 
-def _shapes_of_loss(resolved: Mapping[str, Any]) -> list[str]:
-    loss = _at(resolved, "config.LOSS.name")
-    method = method_of(loss)
-    return [f"LOSS.{loss}.{key}" for key in (method.shape_keys if method else ())]
-
-
 def require_resumable(saved: Mapping[str, Any], now: Mapping[str, Any], allowed: Sequence[str]) -> None:
     """Refuse what ``refused`` finds.
 
@@ -209,9 +204,11 @@ def require_resumable(saved: Mapping[str, Any], now: Mapping[str, Any], allowed:
         raise ConfigError(problems)
 
 
-def describe(found: Mapping[str, tuple[Any, Any]]) -> list[str]:
+def describe(differing: Mapping[str, tuple[Any, Any]]) -> list[str]:
     """Format a line for each difference, for people."""
-    return [f"config.{key}: {before} in the checkpoint, {after} now" for key, (before, after) in sorted(found.items())]
+    return [
+        f"config.{key}: {before} in the checkpoint, {after} now" for key, (before, after) in sorted(differing.items())
+    ]
 
 
 def _is_under(key: str, blocks: Sequence[str]) -> bool:
@@ -219,5 +216,5 @@ def _is_under(key: str, blocks: Sequence[str]) -> bool:
 
 
 def _at(data: Mapping[str, Any], place: str) -> Any:
-    found = find(data, place)
-    return None if found is None else found[0][found[1]]
+    value = find(data, place)
+    return None if value is None else value[0][value[1]]

@@ -42,8 +42,8 @@ class Exported:
     """What was written.
 
     Attributes:
-        path: of the file.
-        names: of its tensors.
+        path: path of the file.
+        names: names of its tensors.
         num_bytes: size of the file.
         left_out: our names of tensors that the other library has no name for.
     """
@@ -93,17 +93,13 @@ def export(weights: Weights, path: Path, part: str = "model", names: str = "own"
     return Exported(path, [entry.key for entry in entries], path.stat().st_size, left_out)
 
 
-def _writer(path: Path) -> Callable[[Path, list[Entry], dict[str, str]], None]:
+def _writer(path: Path) -> Callable[[Path, list[Entry], dict[str, str]], object]:
     if path.suffix in SAFETENSORS:
-        return _write_safetensors
+        return partial(write_shard_file, with_checksums=True)
     if path.suffix in TORCH:
         return _write_torch
     endings = ", ".join((*SAFETENSORS, *TORCH))
     raise CheckpointError(f"{path}: the ending decides the format, and must be one of {endings}.")
-
-
-def _write_safetensors(path: Path, entries: list[Entry], metadata: dict[str, str]) -> None:
-    write_shard_file(path, entries, metadata, with_checksums=True)
 
 
 def _write_torch(path: Path, entries: list[Entry], metadata: dict[str, str]) -> None:
@@ -112,7 +108,7 @@ def _write_torch(path: Path, entries: list[Entry], metadata: dict[str, str]) -> 
     write_torch_file(path, entries)
 
 
-def write_aside(path: Path, write: Callable[[Path], None]) -> None:
+def write_aside(path: Path, write: Callable[[Path], object]) -> None:
     """Write a file that the user names through a temporary file beside it; make its folder, and explain a failure."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -164,7 +160,7 @@ _BUFFER_ENDINGS = ("running_mean", "running_var", COUNTERS)
 
 
 def write_imported(
-    found: Match, foreign: Foreign, target: Path, config: Mapping[str, Any] | None = None, overwrite: bool = False
+    matched: Match, foreign: Foreign, target: Path, config: Mapping[str, Any] | None = None, overwrite: bool = False
 ) -> tuple[Path, str]:
     """Write what matched; gives where it is, and a sentence on the optimizer's state, if the file may have some.
 
@@ -181,7 +177,8 @@ def write_imported(
         if target.exists() and not overwrite:
             raise CheckpointError(f"{target} exists, and nothing is overwritten. Name another, or add --overwrite.")
         metadata = {"format": "pt", "imported": foreign.layout}
-        write_aside(target, lambda temporary: _write_file(temporary, found, metadata))
+        write = partial(write_shard_file, entries=matched.entries, metadata=metadata, with_checksums=True)
+        write_aside(target, write)
         reason = foreign.optimizer.reason
         if foreign.optimizer.of:
             reason = "a file of weights has no place for it; a folder (--to) has"
@@ -190,22 +187,18 @@ def write_imported(
         raise CheckpointError(f"{target}: must end in .safetensors, or name a new run folder, for a checkpoint.")
     if find_checkpoints(target):
         raise CheckpointError(f"{target} has checkpoints, and nothing is overwritten. Name another folder.")
-    state, about = _optimizer_state(found, foreign.optimizer, config or {})
-    of_loss, more = _loss_parts(found, foreign, config or {})
-    said = " ".join(filter(None, [about, *more]))
-    return _write_checkpoint(found, state, of_loss, foreign, target, config or {}), said
-
-
-def _write_file(path: Path, found: Match, metadata: Mapping[str, str]) -> None:
-    write_shard_file(path, found.entries, metadata, with_checksums=True)
+    state, about = _optimizer_state(matched, foreign.optimizer, config or {})
+    of_loss, more = _loss_parts(matched, foreign, config or {})
+    note = " ".join(filter(None, [about, *more]))
+    return _write_checkpoint(matched, state, of_loss, foreign, target, config or {}), note
 
 
 def _optimizer_state(
-    found: Match, optimizer: OptimizerState, config: Mapping[str, Any]
+    matched: Match, optimizer: OptimizerState, config: Mapping[str, Any]
 ) -> tuple[dict[str, Mapping[str, Any]], str]:
     """Translate the state to our names, all of it or none, and say so in a sentence."""
     name = config.get("optimizer", {}).get("name", "")
-    state = {ours: optimizer.of[theirs] for ours, theirs in found.theirs.items() if theirs in optimizer.of}
+    state = {ours: optimizer.of[theirs] for ours, theirs in matched.theirs.items() if theirs in optimizer.of}
     reason = optimizer.reason
     if optimizer.of and not name:
         reason = "without a recipe (config=...) the optimizer is not known"
@@ -213,7 +206,7 @@ def _optimizer_state(
         keys = sorted({key for of_one in optimizer.of.values() for key in of_one})
         reason = f"it is {', '.join(keys)}, and the recipe's optimizer is {name}"
     elif len(state) != len(optimizer.of):
-        lost = sorted(optimizer.of.keys() - set(found.theirs.values()))
+        lost = sorted(optimizer.of.keys() - set(matched.theirs.values()))
         reason = f"{len(lost)} parameters that have some are left out themselves, such as {lost[0]}"
     if reason:
         return {}, f"Optimizer state is not imported: {reason}. A run that resumes from here starts with none."
@@ -221,7 +214,7 @@ def _optimizer_state(
     return state, f"Optimizer state is imported: {', '.join(kinds)} of {len(state)} parameters." if state else ""
 
 
-def _loss_parts(found: Match, foreign: Foreign, config: Mapping[str, Any]) -> tuple[list[Part], list[str]]:
+def _loss_parts(matched: Match, foreign: Foreign, config: Mapping[str, Any]) -> tuple[list[Part], list[str]]:
     """Collect the entries of a recipe's loss and teacher, and sentences on them; nothing without a recipe."""
     tree = config.get("config", {})
     if "LOSS" not in tree:
@@ -229,25 +222,25 @@ def _loss_parts(found: Match, foreign: Foreign, config: Mapping[str, Any]) -> tu
     method = method_of(tree["LOSS"], foreign.loss)
     if method is None:
         return [], ["The file has no memory of images: the memory starts from scratch."]
-    tensors, said = as_ours(method, tree["LOSS"], foreign.loss)
+    tensors, sentences = as_ours(method, tree["LOSS"], foreign.loss)
     parts = [_part_of(Entry.of(f"criterion/{name}", value.contiguous())) for name, value in tensors.items()]
     if not method.has_teacher or tree.get("DISTILLATION") is not None:
-        return parts, said
+        return parts, sentences
     with torch.device("meta"):
         teacher = method.make_teacher(build_model(block_of(ModelConfig, tree["MODEL"])))
     shapes = {name: tuple(value.shape) for name, value in teacher.state_dict().items()}
-    own, students = match(Foreign("", foreign.loss.teacher), shapes), match(Foreign("", found.entries), shapes)
-    if own.lacks("trunk") or own.lacks("heads"):
-        own = students
-        said.append("The file has no matching teacher, so the teacher starts as a copy of the model.")
+    teachers, students = match(Foreign("", foreign.loss.teacher), shapes), match(Foreign("", matched.entries), shapes)
+    if teachers.lacks("trunk") or teachers.lacks("heads"):
+        teachers = students
+        sentences.append("The file has no matching teacher, so the teacher starts as a copy of the model.")
     else:
-        said.append(f"The teacher is imported: {len(own.entries)} tensors.")
-    taken = {entry.key for entry in own.entries}
+        sentences.append(f"The teacher is imported: {len(teachers.entries)} tensors.")
+    taken = {entry.key for entry in teachers.entries}
     # Older files lack batch norm's counters.
-    for entry in [*own.entries, *(entry for entry in students.entries if entry.key not in taken)]:
+    for entry in [*teachers.entries, *(entry for entry in students.entries if entry.key not in taken)]:
         place = "buffer/teacher:" if entry.key.endswith(_BUFFER_ENDINGS) else "teacher/"
         parts.append(_part_of(Entry(place + entry.key, entry.dtype, entry.shape, entry.read)))
-    return parts, said
+    return parts, sentences
 
 
 def _part_of(entry: Entry) -> Part:
@@ -255,7 +248,7 @@ def _part_of(entry: Entry) -> Part:
 
 
 def _write_checkpoint(
-    found: Match,
+    matched: Match,
     state: Mapping[str, Mapping[str, Any]],
     of_loss: list[Part],
     foreign: Foreign,
@@ -263,7 +256,7 @@ def _write_checkpoint(
     config: Mapping[str, Any],
 ) -> Path:
     parts, numbers = [*of_loss], {}
-    for entry in found.entries:
+    for entry in matched.entries:
         prefix = BUFFERS if entry.key.endswith(_BUFFER_ENDINGS) else PARAMETERS
         shape = torch.Size(entry.shape)
         parts.append(Part(prefix + entry.key, shape, 0, entry.num_elements, entry.dtype, entry.read))

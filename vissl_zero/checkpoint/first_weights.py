@@ -25,7 +25,7 @@ from vissl_zero.models.trunks.token_embedding import TokenEmbedding, interpolate
 from vissl_zero.models.weight_names import is_adapters, to_our_names, without_base_layer
 from vissl_zero.resolve.components import saved_config
 from vissl_zero.resolve.resolved import ResolvedRun
-from vissl_zero.terminal import say
+from vissl_zero.terminal import print_line
 
 # What public files hold beside the trunk, and why nothing is lost without it.
 _BESIDE_THE_TRUNK = (
@@ -47,7 +47,7 @@ class Match:
     Attributes:
         entries: what fits, under our names.
         theirs: our name -> name in the file, of what fits.
-        missing: of the model, and not in the file.
+        missing: names of the model that the file lacks.
         other_shape: name -> (shape in the file, shape in the model); left out.
         names_of_others: our name -> name in the file, of these.
         unknown: names in the file that no tensor of the model has.
@@ -105,34 +105,34 @@ def match(
 
     Args:
         foreign: the weights.
-        shapes: of the model's parameters and buffers by name; None: whatever has a name of ours is taken.
+        shapes: shapes of the model's parameters and buffers by name; None: whatever has a name of ours is taken.
         remove_prefix: taken off the names that begin with it, first; then append_prefix is put before all.
         skip: names that contain one of these are left out, as VISSL's SKIP_LAYERS.
     """
-    found = Match(no_tensors=list(foreign.no_tensors), num_foreign=len(foreign.entries))
+    matched = Match(no_tensors=list(foreign.no_tensors), num_foreign=len(foreign.entries))
     entries = [as_token(entry) for entry in foreign.entries]
     renamed = {append_prefix + entry.key.removeprefix(remove_prefix): entry for entry in entries}
     direct = {name: name for name in renamed if shapes is not None and name in shapes}
     adapted = {without_base_layer(name): name for name in shapes or ()}
     ours = to_our_names((name for name in renamed if name not in direct), adapted)
-    found.unknown += [renamed[name].key for name in ours.unknown]
+    matched.unknown += [renamed[name].key for name in ours.unknown]
     for plain, old in {**ours.names, **direct}.items():
         name, entry = adapted.get(plain, plain), renamed[old]
         if _is_skipped(name, skip):
             continue
         if shapes is not None and name not in shapes:
-            found.unknown.append(entry.key)
+            matched.unknown.append(entry.key)
         elif shapes is not None and tuple(shapes[name]) != entry.shape:
-            found.other_shape[name] = (entry.shape, tuple(shapes[name]))
-            found.names_of_others[name] = entry.key
+            matched.other_shape[name] = (entry.shape, tuple(shapes[name]))
+            matched.names_of_others[name] = entry.key
         else:
-            found.entries.append(Entry(name, entry.dtype, entry.shape, entry.read))
-            found.theirs[name] = entry.key
-    taken = {*found.theirs, *found.other_shape}
+            matched.entries.append(Entry(name, entry.dtype, entry.shape, entry.read))
+            matched.theirs[name] = entry.key
+    taken = {*matched.theirs, *matched.other_shape}
     wanted = [name for name in shapes or () if name not in taken and not _is_skipped(name, skip)]
     starts_adapters = not any(map(is_adapters, renamed))  # weights without any are what adapters are added to
-    found.missing = sorted(name for name in wanted if not (starts_adapters and is_adapters(name)))
-    return found
+    matched.missing = sorted(name for name in wanted if not (starts_adapters and is_adapters(name)))
+    return matched
 
 
 def _is_skipped(name: str, skip: Sequence[str]) -> bool:
@@ -163,7 +163,7 @@ def load_first_weights(model: nn.Module, plan: ResolvedRun) -> Mapping[str, Call
 
     Args:
         model: unsharded, on the CPU; what is on the meta device is left alone.
-        plan: of the run.
+        plan: plan of the run.
     Returns:
         By full name, what reads each tensor that was found.
     Raises:
@@ -180,20 +180,20 @@ def load_first_weights(model: nn.Module, plan: ResolvedRun) -> Mapping[str, Call
         needs = "heads"
     elif wants_heads and settings.ASSERT_HEAD_LAYER_SHAPE_INIT:
         needs = "head shapes"
-    found = _fill(model, options, wants_heads, needs)
+    matched = _fill(model, options, wants_heads, needs)
     if plan.config.MODEL.LORA.USE_LORA:
-        if any(map(is_adapters, found)) and saved_config(Path(options.PARAMS_FILE).expanduser()) is None:
+        if any(map(is_adapters, matched)) and saved_config(Path(options.PARAMS_FILE).expanduser()) is None:
             raise CheckpointError(
                 f"config.MODEL.WEIGHTS_INIT.PARAMS_FILE: {options.PARAMS_FILE} has adapters, and no configuration "
                 "beside it says their LORA_ALPHA. Give the folder of the run."
             )
-        found |= _fill_adapters(model, plan.config.MODEL.LORA, has_some=any(map(is_adapters, found)))
-        if (is_measured or settings.FREEZE_TRUNK_ONLY) and not any(map(is_adapters, found)):
+        matched |= _fill_adapters(model, plan.config.MODEL.LORA, has_some=any(map(is_adapters, matched)))
+        if (is_measured or settings.FREEZE_TRUNK_ONLY) and not any(map(is_adapters, matched)):
             raise CheckpointError(
                 f"config.MODEL.LORA.USE_LORA: must be false, as this run trains no adapters, and {options.PARAMS_FILE} "
                 "has none. Write false, or give the run that has trained some."
             )
-    return found
+    return matched
 
 
 def _fill_adapters(model: nn.Module, options: Lora, has_some: bool) -> dict[str, Callable[[], Tensor]]:
@@ -211,7 +211,7 @@ def _fill_adapters(model: nn.Module, options: Lora, has_some: bool) -> dict[str,
         if not parameters[name].is_meta:
             parameters[name].copy_(read())
     if collectives.rank() == 0:
-        say(f"Beginning with {len(found)} tensors of the adapter in {options.ADAPTER_FOLDER}.")
+        print_line(f"Beginning with {len(found)} tensors of the adapter in {options.ADAPTER_FOLDER}.")
     return found
 
 
@@ -222,11 +222,11 @@ def load_teacher(model: nn.Module, plan: ResolvedRun) -> Mapping[str, Callable[[
     Args, Returns and Raises: as for ``load_first_weights``; the heads must be complete too.
     """
     options = plan.config.DISTILLATION.TEACHER_MODEL.WEIGHTS_INIT
-    found = _fill(model, options, wants_heads=True, needs="head shapes", opening="The teacher has")
+    matched = _fill(model, options, wants_heads=True, needs="head shapes", opening="The teacher has")
     keys = plan.config.LOSS[plan.config.LOSS["name"]]
     if collectives.rank() == 0 and "teacher_mean" in keys:
-        say(f"Its images are normalized by mean {keys['teacher_mean']} and std {keys['teacher_std']}.")
-    return found
+        print_line(f"Its images are normalized by mean {keys['teacher_mean']} and std {keys['teacher_std']}.")
+    return matched
 
 
 def _fill(
@@ -242,25 +242,27 @@ def _fill(
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     _require_place_for_adapters(foreign, shapes, options.PARAMS_FILE)
     prefixes = options.REMOVE_PREFIX, options.APPEND_PREFIX
-    found = match(foreign, shapes, *prefixes, skip=[*options.SKIP_LAYERS, *([] if wants_heads else ["heads."])])
+    matched = match(foreign, shapes, *prefixes, skip=[*options.SKIP_LAYERS, *([] if wants_heads else ["heads."])])
     if options.CONTINUE:
-        _adapt(found, model, {entry.key: as_token(entry) for entry in foreign.entries})
-    _require(found, options.PARAMS_FILE, needs, _MAY_LACK if options.CONTINUE else "")
-    for entry in found.entries:
+        _adapt(matched, model, {entry.key: as_token(entry) for entry in foreign.entries})
+    _require(matched, options.PARAMS_FILE, needs, _MAY_LACK if options.CONTINUE else "")
+    for entry in matched.entries:
         if not tensors[entry.key].is_meta:
             tensors[entry.key].copy_(entry.read())
     if collectives.rank() == 0:
-        say(f"{opening} {len(found.entries)} tensors of {options.PARAMS_FILE} ({foreign.layout}).")
+        print_line(f"{opening} {len(matched.entries)} tensors of {options.PARAMS_FILE} ({foreign.layout}).")
         if options.CONTINUE:
-            anew = len([name for name in found.missing if not name.endswith(COUNTERS)]) + len(found.other_shape)
-            out = len(found.unknown) + len(found.no_tensors) + len(found.other_shape)
-            counts = f"{len(found.entries) - len(found.resized)} tensors as they are, {len(found.resized)} resized"
-            say(f"Continuing with {counts}; {anew} of the model start anew, {out} of the file are left out.")
-        for sentence in [*(f"passed over: {reason}" for reason in foreign.passed_over), *found.sentences()]:
-            say(sentence)
-        for head in sorted({name.rpartition(".")[0] for name in found.other_shape if name.startswith("heads.")}):
-            say(f"{head} starts anew, since it has another shape than in the file.")
-    return {entry.key: entry.read for entry in found.entries}
+            anew = len([name for name in matched.missing if not name.endswith(COUNTERS)]) + len(matched.other_shape)
+            out = len(matched.unknown) + len(matched.no_tensors) + len(matched.other_shape)
+            counts = (
+                f"{len(matched.entries) - len(matched.resized)} tensors as they are, {len(matched.resized)} resized"
+            )
+            print_line(f"Continuing with {counts}; {anew} of the model start anew, {out} of the file are left out.")
+        for sentence in [*(f"passed over: {reason}" for reason in foreign.passed_over), *matched.sentences()]:
+            print_line(sentence)
+        for head in sorted({name.rpartition(".")[0] for name in matched.other_shape if name.startswith("heads.")}):
+            print_line(f"{head} starts anew, since it has another shape than in the file.")
+    return {entry.key: entry.read for entry in matched.entries}
 
 
 def _require_place_for_adapters(foreign: Foreign, shapes: Mapping[str, Sequence[int]], path: str) -> None:
@@ -276,9 +278,9 @@ def _require_place_for_adapters(foreign: Foreign, shapes: Mapping[str, Sequence[
 _MAY_LACK = ".mask_token"  # most files have none: few methods train it
 
 
-def _adapt(found: Match, model: nn.Module, foreign: Mapping[str, Entry]) -> None:
+def _adapt(matched: Match, model: nn.Module, foreign: Mapping[str, Entry]) -> None:
     """Take positions of another image size too, interpolated as the trunk interpolates its own."""
-    for name, (theirs, ours) in list(found.other_shape.items()):
+    for name, (theirs, ours) in list(matched.other_shape.items()):
         parent, _, key = name.rpartition(".")
         embedding = model.get_submodule(parent) if key == "pos_embed" else None
         if not isinstance(embedding, TokenEmbedding) or theirs[-1] != ours[-1]:
@@ -287,12 +289,12 @@ def _adapt(found: Match, model: nn.Module, foreign: Mapping[str, Entry]) -> None
         side = math.isqrt(max(theirs[1] - prefix, 0))
         if not side or side * side != theirs[1] - prefix:
             continue
-        entry = foreign[found.names_of_others[name]]
+        entry = foreign[matched.names_of_others[name]]
         read = partial(_resized, entry.read, prefix, side, embedding.grid_size, embedding.position_resize)
-        found.entries.append(Entry(name, entry.dtype, ours, read))
-        found.theirs[name] = entry.key
-        found.resized.append(name)
-        del found.other_shape[name]
+        matched.entries.append(Entry(name, entry.dtype, ours, read))
+        matched.theirs[name] = entry.key
+        matched.resized.append(name)
+        del matched.other_shape[name]
 
 
 def _resized(read: Callable[[], Tensor], prefix: int, side: int, grid: tuple[int, int], how: str) -> Tensor:
@@ -301,9 +303,9 @@ def _resized(read: Callable[[], Tensor], prefix: int, side: int, grid: tuple[int
     return torch.cat([positions[:, :prefix], patches], dim=1)
 
 
-def _require(found: Match, path: str, needs: Literal["trunk", "head shapes", "heads"], may_lack: str = "") -> None:
+def _require(matched: Match, path: str, needs: Literal["trunk", "head shapes", "heads"], may_lack: str = "") -> None:
     key = "config.MODEL.WEIGHTS_INIT.PARAMS_FILE"
-    if needs == "heads" and (lost := found.lacks("heads")):
+    if needs == "heads" and (lost := matched.lacks("heads")):
         raise CheckpointError(
             f"{key}: {path} has no trained weights of heads that this run measures ({', '.join(lost[:3])}"
             f"{', ...' if len(lost) > 3 else ''}): figures of random heads would mean nothing. Give the weights of the "
@@ -311,12 +313,14 @@ def _require(found: Match, path: str, needs: Literal["trunk", "head shapes", "he
             "config.MODEL.FEATURE_EVAL_SETTINGS.EVAL_MODE_ON=true and EVAL_TRUNK_AND_HEAD=false (recipe benchmark/knn)."
         )
     is_asserted = needs == "head shapes"
-    lacks = [name for name in found.lacks("trunk") if not may_lack or not name.endswith(may_lack)]
-    wrong = lacks + (sorted(n for n in found.other_shape if n.startswith("heads.")) * is_asserted)
-    if wrong or not found.entries:
+    lacks = [name for name in matched.lacks("trunk") if not may_lack or not name.endswith(may_lack)]
+    wrong = lacks + (sorted(n for n in matched.other_shape if n.startswith("heads.")) * is_asserted)
+    if wrong or not matched.entries:
         some = ", ".join(wrong[:3]) + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else "")
-        count = f"{len(found.entries)} of its {found.num_foreign} tensors fit, {len(wrong)} of the model's lack theirs"
-        about = "\n".join(found.sentences())
+        count = (
+            f"{len(matched.entries)} of its {matched.num_foreign} tensors fit, {len(wrong)} of the model's lack theirs"
+        )
+        about = "\n".join(matched.sentences())
         raise CheckpointError(
             f"{key}: {path} does not fit the model ({count}): {some or 'no tensor matches'}. "
             "Write config.MODEL.TRUNK.NAME=auto for the trunk that the weights are of, correct the heads, or leave "

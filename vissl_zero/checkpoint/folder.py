@@ -44,7 +44,7 @@ class PieceFacts:
 
     Attributes:
         dtype: safetensors' name ("F32").
-        shape: of the full tensor.
+        shape: shape of the full tensor.
         first_element, num_elements: the part, of the full tensor flattened.
         digest: XXH3-64 of its bytes, hexadecimal.
     """
@@ -62,7 +62,7 @@ class RankManifest:
 
     Attributes:
         num_bytes, header_digest: of ``rank<k>.safetensors``.
-        pieces: by tensor name.
+        pieces: pieces by tensor name.
         scalars: state that is one number per parameter (Adam's step): {parameter: {key: value}}; only what this rank
             answers for.
         rng: this rank's random number generators, by name, as hexadecimal text.
@@ -130,17 +130,6 @@ class TensorInfo(Sized):
 def stem_of(rank: int) -> str:
     """Name a rank's two files, without ending."""
     return f"rank{rank:05d}"
-
-
-def require_plain_name(name: str) -> str:
-    """Return a rank's file stem, or raise: a name in a manifest must not lead out of the folder.
-
-    Raises:
-        CheckpointError: it is anything but ``rank`` and digits.
-    """
-    if not _RANK_FILE.fullmatch(name):
-        raise CheckpointError(f"The manifest names a file {name!r}; only rank<number> files belong to a checkpoint.")
-    return name
 
 
 def write_json(path: Path, body: Mapping[str, Any]) -> str:
@@ -228,8 +217,11 @@ def manifest_from(body: dict[str, Any], path: Path) -> Manifest:
     is_sound = is_sound and isinstance(m.groups, list) and all(isinstance(group, dict) for group in m.groups)
     if not is_sound or not all(isinstance(block, dict) for block in blocks):
         raise CheckpointError(f"{path} has fields of the wrong kind.")
-    for name in manifest.ranks:
-        require_plain_name(name)
+    for name in manifest.ranks:  # one must not lead out of the folder
+        if not _RANK_FILE.fullmatch(name):
+            raise CheckpointError(
+                f"The manifest names a file {name!r}; only rank<number> files belong to a checkpoint."
+            )
     return manifest
 
 
@@ -288,7 +280,7 @@ class Checkpoint:
     Args:
         path: the folder.
     Attributes:
-        manifest: of the whole.
+        manifest: manifest of the whole.
         ranks: manifests of the ranks that wrote it, by file stem ("rank00000").
         tensors: name -> TensorInfo. Names are ``model/<full name>`` (parameters), ``buffer/<full name>``,
             ``optimizer/<key>/<full name of the parameter>``, ``criterion/<name>``; what differs between ranks stands
@@ -367,10 +359,10 @@ class Checkpoint:
 
     def scalars(self, parameter: str) -> dict[str, Any]:
         """Read the optimizer state of a parameter that is one number each (Adam's ``step``)."""
-        found: dict[str, Any] = {}
+        scalars: dict[str, Any] = {}
         for rank in self.ranks.values():
-            found |= rank.scalars.get(parameter, {})
-        return found
+            scalars |= rank.scalars.get(parameter, {})
+        return scalars
 
     def verify(self, stems: Sequence[str] | None = None, names: Container[str] | None = None) -> Iterator[str]:
         """Compare the data with the checksums; yields a sentence for each damaged tensor.
@@ -474,15 +466,15 @@ def find_checkpoints(run_folder: str | Path) -> list[Path]:
     folder = Path(run_folder) / FOLDER_NAME
     if not folder.is_dir():
         return []
-    found = [(step, path) for path in folder.iterdir() if (step := step_of(path)) is not None and path.is_dir()]
-    return [path for _, path in sorted(found, reverse=True)]
+    checkpoints = [(step, path) for path in folder.iterdir() if (step := step_of(path)) is not None and path.is_dir()]
+    return [path for _, path in sorted(checkpoints, reverse=True)]
 
 
 def newest_checkpoint(path: str | Path, passed_over: list[str] | None = None, with_data: bool = False) -> Checkpoint:
     """Open the checkpoint at ``path``, or, for a run folder, its newest that opens.
 
     Args:
-        path: of either.
+        path: path of a run folder or a checkpoint.
         passed_over: gets a sentence for each newer one that does not open.
         with_data: read the data against their checksums too; what is damaged does not count as opening.
     Raises:
@@ -520,10 +512,10 @@ def _opened(path: Path, with_data: bool) -> Checkpoint:
 def remove_leftovers(run_folder: Path) -> list[str]:
     """Remove what interrupted saves have left; gives the names. One process calls this, with no save under way."""
     folder = run_folder / FOLDER_NAME
-    found = sorted(p for p in folder.iterdir() if _PARTIAL.fullmatch(p.name)) if folder.is_dir() else []
-    for path in found:
+    leftovers = sorted(p for p in folder.iterdir() if _PARTIAL.fullmatch(p.name)) if folder.is_dir() else []
+    for path in leftovers:
         _remove(path)
-    return [path.name for path in found]
+    return [path.name for path in leftovers]
 
 
 def _remove(path: Path) -> None:
@@ -538,7 +530,7 @@ def prune(run_folder: Path, keep_last: int, keep_every: int, newest: int | None 
     """Remove all checkpoints but the newest ``keep_last`` and those at multiples of ``keep_every`` steps.
 
     Args:
-        run_folder: of the run.
+        run_folder: folder of the run.
         keep_last: at least 1; -1: all.
         keep_every: in optimizer steps; -1: none.
         newest: steps of the newest to count; later ones, of another course of the run or damaged, are left alone.
@@ -548,8 +540,8 @@ def prune(run_folder: Path, keep_last: int, keep_every: int, newest: int | None 
     if keep_last < 0:
         return []
     removed = []
-    found = [p for p in find_checkpoints(run_folder) if newest is None or (step_of(p) or 0) <= newest]
-    for path in found[max(keep_last, 1) :]:
+    checkpoints = [p for p in find_checkpoints(run_folder) if newest is None or (step_of(p) or 0) <= newest]
+    for path in checkpoints[max(keep_last, 1) :]:
         step = step_of(path)
         if keep_every > 0 and step is not None and step % keep_every == 0:
             continue

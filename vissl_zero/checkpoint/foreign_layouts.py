@@ -80,7 +80,7 @@ def read_foreign(path: Path, key: str = "") -> Foreign:
     """Open weights of whatever layout.
 
     Args:
-        path: of the file; of ours too, a run folder or a checkpoint.
+        path: path of the file; of ours too, a run folder or a checkpoint.
         key: where a torch file holds the state dict, with dots between ("model.encoder"); empty: found by itself.
     Raises:
         CheckpointError: unreadable, damaged, refused, or without weights.
@@ -90,8 +90,8 @@ def read_foreign(path: Path, key: str = "") -> Foreign:
         raise CheckpointError(f"There is no file {path}. Correct the path.")
     if is_library_folder(path):
         return _library_folder(path, key)
-    found = _file_or_ours(path, key)
-    return replace(found, config=folder_config(path.parent)) if is_library_file(path) else found
+    foreign = _file_or_ours(path, key)
+    return replace(foreign, config=folder_config(path.parent)) if is_library_file(path) else foreign
 
 
 def _file_or_ours(path: Path, key: str) -> Foreign:
@@ -122,19 +122,19 @@ def _ours_or_safetensors(path: Path) -> Foreign:
 
 def _library_folder(path: Path, key: str) -> Foreign:
     """Read what ``save_pretrained`` and ``push_to_hf_hub`` write: one file of weights, or several and an index."""
-    found = Foreign(f"a folder of transformers or timm, {path.name}", config=folder_config(path))
+    foreign = Foreign(f"a folder of transformers or timm, {path.name}", config=folder_config(path))
     for file in library_files(path):
         part = read_foreign(file, key) if is_torch_file(file) else None
         if part is not None:
-            found.entries += part.entries
+            foreign.entries += part.entries
             continue
         weights = open_weights(file, with_data=True)
-        found.entries += [
+        foreign.entries += [
             Entry(i.name, i.dtype, i.shape, partial(weights.read, i.name)) for i in weights.tensors.values()
         ]
-    rooted, which = at_root(found.entries)
-    found.entries, found.layout = to_timm(rooted), found.layout + which
-    return _not_empty(found, path)
+    rooted, which = at_root(foreign.entries)
+    foreign.entries, foreign.layout = to_timm(rooted), foreign.layout + which
+    return _not_empty(foreign, path)
 
 
 def _foreign(content: Any, key: str, path: Path) -> Foreign:
@@ -157,13 +157,13 @@ def _foreign(content: Any, key: str, path: Path) -> Foreign:
 
 def _consolidated(content: Mapping[str, Any], path: Path) -> Foreign:
     model = _mapping(content, _MODEL, path)
-    found = Foreign("VISSL, consolidated", iteration=_count(content, "iteration"), epoch=_epoch(content))
-    _add(found, model.get("trunk", {}), "trunk.")
+    foreign = Foreign("VISSL, consolidated", iteration=_count(content, "iteration"), epoch=_epoch(content))
+    _add(foreign, model.get("trunk", {}), "trunk.")
     for prefix, head in _heads(model.get("heads", {})):
-        _add(found, head, prefix)
-    found.optimizer = optimizer_state(content["classy_state_dict"], found.entries)
-    found.loss = loss_state([content])
-    return _not_empty(found, path)
+        _add(foreign, head, prefix)
+    foreign.optimizer = optimizer_state(content["classy_state_dict"], foreign.entries)
+    foreign.loss = loss_state([content])
+    return _not_empty(foreign, path)
 
 
 def _sharded(content: Mapping[str, Any], path: Path) -> Foreign:
@@ -174,35 +174,35 @@ def _sharded(content: Mapping[str, Any], path: Path) -> Foreign:
     shards = [read_torch_file(_beside(path, str(name), path.resolve().parent)) for name in names]
     base = [_mapping(shard, _MODEL[:2], path) for shard in shards]
     models, metas = ([_mapping(entry, (part,), path) for entry in base] for part in ("model", "meta"))
-    found = Foreign(f"VISSL, {len(names)} shards", iteration=_count(shards[0], "iteration"), epoch=_epoch(shards[0]))
-    found.loss = loss_state(shards)
-    found.optimizer = OptimizerState(reason="each shard numbers the state of its own pieces, and names no parameter")
-    _add_entries(found, _whole(models, metas, "trunk"), "trunk.")
+    foreign = Foreign(f"VISSL, {len(names)} shards", iteration=_count(shards[0], "iteration"), epoch=_epoch(shards[0]))
+    foreign.loss = loss_state(shards)
+    foreign.optimizer = OptimizerState(reason="each shard numbers the state of its own pieces, and names no parameter")
+    _add_entries(foreign, _whole(models, metas, "trunk"), "trunk.")
     metas_of_heads, heads = metas[0].get("heads") or [], models[0].get("heads", {})
     if not metas_of_heads:
         for prefix, head in _heads(heads):
-            _add(found, head, prefix)
+            _add(foreign, head, prefix)
     for index, meta in enumerate(metas_of_heads):
         prefix = f"heads.{index}."
         if meta:
             states = [model["heads"][index] for model in models]
-            _add_entries(found, full_tensors(states, [entry["heads"][index] for entry in metas]), prefix)
+            _add_entries(foreign, full_tensors(states, [entry["heads"][index] for entry in metas]), prefix)
         else:
-            _add(found, heads[index], prefix)
-    return _not_empty(found, path)
+            _add(foreign, heads[index], prefix)
+    return _not_empty(foreign, path)
 
 
 def _whole(models: list[Mapping[str, Any]], metas: list[Mapping[str, Any]], part: str) -> list[Entry]:
     if not metas[0].get(part):
-        found = Foreign("")
-        _add(found, models[0].get(part, {}), "")
-        return found.entries
+        foreign = Foreign("")
+        _add(foreign, models[0].get(part, {}), "")
+        return foreign.entries
     return full_tensors([model[part] for model in models], [meta[part] for meta in metas])
 
 
 def _sliced(content: Mapping[str, Any], path: Path) -> Foreign:
-    found = Foreign("VISSL, sliced", iteration=_count(content, "iteration"), epoch=_epoch(content))
-    found.optimizer = OptimizerState(reason="slices are weights alone")
+    foreign = Foreign("VISSL, sliced", iteration=_count(content, "iteration"), epoch=_epoch(content))
+    foreign.optimizer = OptimizerState(reason="slices are weights alone")
     if "classy_state_dict" in content:
         model = _mapping(content, _MODEL, path)
         places = [(prefix, part) for prefix, part in (("trunk.", model.get("trunk")), ("heads.", model.get("heads")))]
@@ -212,8 +212,8 @@ def _sliced(content: Mapping[str, Any], path: Path) -> Foreign:
         for name, place in (slices or {}).items():
             file = _beside(path, str(place), path.resolve().parent / f"{path.resolve().stem}_layers")
             tensor = _slice(file)
-            found.entries.append(Entry(f"{prefix}{name}", tensor.dtype, tuple(tensor.shape), partial(_slice, file)))
-    return _not_empty(found, path)
+            foreign.entries.append(Entry(f"{prefix}{name}", tensor.dtype, tuple(tensor.shape), partial(_slice, file)))
+    return _not_empty(foreign, path)
 
 
 def _slice(path: Path) -> Tensor:
@@ -244,30 +244,30 @@ def _beside(path: Path, name: str, folder: Path) -> Path:
 def _state_dict(content: Any, layout: str, path: Path) -> Foreign:
     if not isinstance(content, Mapping):
         raise CheckpointError(f"{path} holds no state dict but a {type(content).__name__}.")
-    found = Foreign(layout)
-    _add(found, content, "")
-    if not found.entries:
+    foreign = Foreign(layout)
+    _add(foreign, content, "")
+    if not foreign.entries:
         keys = ", ".join(map(str, list(content)[:8]))
         raise CheckpointError(f"{path} has no tensors at its top; it has {keys}. Say where with --key.")
-    rooted, which = at_root(found.entries)
-    found.entries, found.layout = to_timm(rooted), layout + which
-    return found
+    rooted, which = at_root(foreign.entries)
+    foreign.entries, foreign.layout = to_timm(rooted), layout + which
+    return foreign
 
 
-def _add(found: Foreign, state: Any, prefix: str) -> None:
+def _add(foreign: Foreign, state: Any, prefix: str) -> None:
     if not isinstance(state, Mapping):
-        found.no_tensors.append(prefix.rstrip("."))
+        foreign.no_tensors.append(prefix.rstrip("."))
         return
     for name, value in state.items():
         tensor = _tensor(value) if isinstance(name, str) else None
         if tensor is None:
-            found.no_tensors.append(f"{prefix}{name}")
+            foreign.no_tensors.append(f"{prefix}{name}")
         else:
-            found.entries.append(Entry.of(f"{prefix}{name}", tensor))
+            foreign.entries.append(Entry.of(f"{prefix}{name}", tensor))
 
 
-def _add_entries(found: Foreign, entries: list[Entry], prefix: str) -> None:
-    found.entries += [Entry(f"{prefix}{entry.key}", entry.dtype, entry.shape, entry.read) for entry in entries]
+def _add_entries(foreign: Foreign, entries: list[Entry], prefix: str) -> None:
+    foreign.entries += [Entry(f"{prefix}{entry.key}", entry.dtype, entry.shape, entry.read) for entry in entries]
 
 
 def _tensor(value: Any) -> Tensor | None:
@@ -301,10 +301,10 @@ def _at(content: Any, key: str, path: Path) -> Any:
     return content
 
 
-def _not_empty(found: Foreign, path: Path) -> Foreign:
-    if not found.entries:
+def _not_empty(foreign: Foreign, path: Path) -> Foreign:
+    if not foreign.entries:
         raise CheckpointError(f"{path} holds no weights.")
-    return found
+    return foreign
 
 
 def _count(content: Mapping[str, Any], key: str) -> int:
@@ -368,7 +368,7 @@ def to_timm(entries: Sequence[Entry]) -> list[Entry]:
     """Rename the tensors to timm's layout, lazily; what is in no layout known here stays as it is.
 
     Args:
-        entries: of a whole state dict, since one name alone does not tell whose it is.
+        entries: entries of a whole state dict, since one name alone does not tell whose it is.
     """
     result = renamed(entries)
     if mark := next((entry.key for entry in result if entry.key.endswith(_HF_MARK)), None):
@@ -402,9 +402,9 @@ def from_timm(entries: Sequence[Entry], style: str) -> tuple[list[Entry], list[s
     result, unknown = list[Entry](), list[str]()
     for entry in entries:
         flat = _reshaped(entry, entry.shape[1:]) if entry.key == "mask_token" else entry
-        found = _to_hugging_face(flat, layers) if style == HUGGING_FACE else [_to_dinov2(flat, layers)]
-        result += found
-        unknown += [] if found else [entry.key]
+        translated = _to_hugging_face(flat, layers) if style == HUGGING_FACE else [_to_dinov2(flat, layers)]
+        result += translated
+        unknown += [] if translated else [entry.key]
     return result, unknown
 
 
@@ -473,8 +473,8 @@ def _to_dinov2(entry: Entry, layers: Mapping[str, str]) -> Entry:
 
 def _without_class_position(entries: list[Entry]) -> list[Entry]:
     """Convert positions for DINOv2 with registers: the class token has its own in it, patches have theirs alone."""
-    found = {_last(entry): entry for entry in entries}
-    registers, token, positions = (found.get(name) for name in ("register_tokens", "cls_token", "pos_embed"))
+    by_name = {_last(entry): entry for entry in entries}
+    registers, token, positions = (by_name.get(name) for name in ("register_tokens", "cls_token", "pos_embed"))
     if registers is None or token is None or positions is None:
         return entries
     shape = (1, positions.shape[1] - 1, *positions.shape[2:])
@@ -487,8 +487,8 @@ def _without_class_position(entries: list[Entry]) -> list[Entry]:
 
 def _with_class_position(entries: Sequence[Entry]) -> list[Entry]:
     """Add the class token's position, which is 0 since it is in the token."""
-    found = {entry.key: entry for entry in entries}
-    registers, positions = found.get("reg_token"), found.get("pos_embed")
+    by_name = {entry.key: entry for entry in entries}
+    registers, positions = by_name.get("reg_token"), by_name.get("pos_embed")
     if registers is None or positions is None:
         return list(entries)
     shape = (1, positions.shape[1] + 1, *positions.shape[2:])

@@ -54,30 +54,30 @@ def loss_state(contents: Sequence[Mapping[str, Any]]) -> LossState:
     """Read it.
 
     Args:
-        contents: of the file, or of each shard in order.
+        contents: contents of the file, or of each shard in order.
     Raises:
         CheckpointError: shards of the teacher do not fit together.
     """
     states = [_of(content) for content in contents]
-    first, found = states[0], LossState()
-    given = {name: value for name, value in first.items() if isinstance(name, str)}
-    if isinstance(given.get("teacher_meta"), Mapping):
+    first, loaded = states[0], LossState()
+    named = {name: value for name, value in first.items() if isinstance(name, str)}
+    if isinstance(named.get("teacher_meta"), Mapping):
         if not all(isinstance(state.get("teacher"), Mapping) for state in states):
             raise CheckpointError("The shards lack parts of the teacher.")
-        found.teacher = full_tensors([state["teacher"] for state in states], [s["teacher_meta"] for s in states])
-    elif isinstance(given.get("teacher"), Mapping):
-        plain = {str(name).removeprefix("module."): value for name, value in given["teacher"].items()}
-        found.teacher = [Entry.of(name, value.detach()) for name, value in plain.items() if is_plain_tensor(value)]
-    inner = given.get("criterion")
-    given |= {f"criterion.{name}": value for name, value in inner.items()} if isinstance(inner, Mapping) else {}
-    for name, value in given.items():
+        loaded.teacher = full_tensors([state["teacher"] for state in states], [s["teacher_meta"] for s in states])
+    elif isinstance(named.get("teacher"), Mapping):
+        plain = {str(name).removeprefix("module."): value for name, value in named["teacher"].items()}
+        loaded.teacher = [Entry.of(name, value.detach()) for name, value in plain.items() if is_plain_tensor(value)]
+    inner = named.get("criterion")
+    named |= {f"criterion.{name}": value for name, value in inner.items()} if isinstance(inner, Mapping) else {}
+    for name, value in named.items():
         if not is_plain_tensor(value):
             continue
         if match := _TEACHER.match(name):
-            found.teacher.append(Entry.of(name[match.end() :], value.detach()))
+            loaded.teacher.append(Entry.of(name[match.end() :], value.detach()))
         else:
-            found.tensors[name] = value.detach()
-    return found
+            loaded.tensors[name] = value.detach()
+    return loaded
 
 
 def _of(content: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -108,14 +108,14 @@ def as_ours(method: Method, loss_config: Mapping[str, Any], state: LossState) ->
     """Build the state of ``method``: what VISSL's file has, and the rest as a new run has it.
 
     Args:
-        method: of ``method_of``.
+        method: method of ``method_of``.
         loss_config: the resolved ``LOSS`` block.
-        state: of the file.
+        state: state of the file.
     Returns:
         Tensors by our names, and a sentence for each thing that was taken or could not be.
     """
     ours = {name: value.clone() for name, value in method.state_dict().items() if isinstance(value, Tensor)}
-    said: list[str] = []
+    sentences: list[str] = []
     done: list[str] = []
     taken = _translated(str(loss_config["name"]), loss_config, state.tensors, ours)
     for name, value in taken.items():
@@ -123,41 +123,41 @@ def as_ours(method: Method, loss_config: Mapping[str, Any], state: LossState) ->
             continue
         if tuple(value.shape) != tuple(ours[name].shape):
             shapes = f"{tuple(value.shape)} in the file, {tuple(ours[name].shape)} here"
-            said.append(f"The loss's {name} is not imported: its shape is {shapes}. It starts from scratch.")
+            sentences.append(f"The loss's {name} is not imported: its shape is {shapes}. It starts from scratch.")
             continue
         ours[name] = value.to(ours[name].dtype).clone()
         done.append(name)
     if done:
-        said.insert(0, f"State of the loss is imported: {', '.join(sorted(done))}.")
+        sentences.insert(0, f"State of the loss is imported: {', '.join(sorted(done))}.")
     elif ours:
-        said.insert(0, f"The file has no state of the loss: {', '.join(sorted(ours))} start from scratch.")
-    return ours, said
+        sentences.insert(0, f"The file has no state of the loss: {', '.join(sorted(ours))} start from scratch.")
+    return ours, sentences
 
 
 def _translated(
     loss: str, config: Mapping[str, Any], theirs: Mapping[str, Tensor], ours: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     """Translate VISSL's tensors to our names and our form."""
-    found: dict[str, Tensor] = {}
+    translated: dict[str, Tensor] = {}
     for name, place in (("center", "center.mean"), ("criterion.center", "center.mean")):
         if name in theirs:
-            found[place] = theirs[name].flatten()
+            translated[place] = theirs[name].flatten()
     if "criterion.center2" in theirs:
-        found["patch_center.mean"] = theirs["criterion.center2"].flatten()
+        translated["patch_center.mean"] = theirs["criterion.center2"].flatten()
     if loss == "moco_loss" and "queue" in theirs:
-        found["queue.keys"] = theirs["queue"].T  # a column a key
+        translated["queue.keys"] = theirs["queue"].T  # a column a key
         if "queue_ptr" in theirs:
-            found["queue.position"] = theirs["queue_ptr"].flatten()[0]
+            translated["queue.position"] = theirs["queue_ptr"].flatten()[0]
     if "nce_average.memory" in theirs:
-        found["bank.memory"] = theirs["nce_average.memory"]
+        translated["bank.memory"] = theirs["nce_average.memory"]
         if "nce_average.params" in theirs:  # negatives, temperature, Z, momentum
             normalizer = theirs["nce_average.params"].flatten()[2]
-            found["bank.normalizer"], found["bank._extra_state"] = normalizer, normalizer > 0
+            translated["bank.normalizer"], translated["bank._extra_state"] = normalizer, normalizer > 0
     if "local_memory_embeddings" in theirs and "memory.embeddings" in ours:
-        found |= _clusters(theirs, ours)
+        translated |= _clusters(theirs, ours)
     if "local_emb_queue" in theirs and "queue.embeddings" in ours:
-        found |= _queue(theirs, ours, (config.get(loss) or {}).get("queue") or {})
-    return found
+        translated |= _queue(theirs, ours, (config.get(loss) or {}).get("queue") or {})
+    return translated
 
 
 def _queue(theirs: Mapping[str, Tensor], ours: Mapping[str, Tensor], options: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -174,15 +174,15 @@ def _queue(theirs: Mapping[str, Tensor], ours: Mapping[str, Tensor], options: Ma
 def _clusters(theirs: Mapping[str, Tensor], ours: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Take the first process's part of DeepCluster's memory, and the clusters of all images."""
     is_global = re.compile(r"assignments|centroids\d+").fullmatch
-    found = {f"memory.{name}": value for name, value in theirs.items() if is_global(name)}
+    memory_state = {f"memory.{name}": value for name, value in theirs.items() if is_global(name)}
     rows, index = theirs["local_memory_embeddings"], theirs.get("local_memory_index")
     memory, known = ours["memory.embeddings"].clone(), ours["memory.is_known"].clone()
     if index is not None and rows.shape[0] == memory.shape[0] and rows.shape[2] == memory.shape[2]:
         kept = (rows.norm(dim=2) > 0).all(dim=0) & (index < memory.shape[1])
         memory[:, index[kept]] = rows[:, kept].to(memory.dtype)
         known[index[kept]] = True
-        found |= {"memory.embeddings": memory, "memory.is_known": known}
-    return found
+        memory_state |= {"memory.embeddings": memory, "memory.is_known": known}
+    return memory_state
 
 
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
@@ -228,15 +228,15 @@ def optimizer_state(classy_state: Mapping[str, Any], entries: Sequence[Entry]) -
         return OptimizerState(reason="the file holds none")
     if unknown := {key for state in states.values() for key in state} - set().union(*_KEYS_OF.values()):
         return OptimizerState(reason=f"{', '.join(sorted(unknown))}: not state of SGD, Adam or AdamW")
-    found: list[dict[str, Any]] = []
+    checked: list[dict[str, Any]] = []
     for sorting in _sortings(entries):
         taken = _take(sorting, groups, states)
-        if taken is not None and not any(_is_same(taken, other) for other in found):
-            found.append(taken)
-    if len(found) != 1:
-        fits = "fit no order in which VISSL sorts" if not found else "fit more than one order of"
+        if taken is not None and not any(_is_same(taken, other) for other in checked):
+            checked.append(taken)
+    if len(checked) != 1:
+        fits = "fit no order in which VISSL sorts" if not checked else "fit more than one order of"
         return OptimizerState(reason=f"its numbers, which stand for parameters, {fits} the parameters of this model")
-    return OptimizerState({name: state for name, state in found[0].items() if state})
+    return OptimizerState({name: state for name, state in checked[0].items() if state})
 
 
 def _checked(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -245,15 +245,15 @@ def _checked(state: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError, TypeError, AttributeError, RuntimeError: it is something else.
     """
-    found: dict[str, Any] = {}
+    checked: dict[str, Any] = {}
     for key, value in state.items():
         if key == "step":
-            found[key] = float(value)
+            checked[key] = float(value)
         elif value is not None:
             if not isinstance(key, str) or value.layout != torch.strided or value.is_quantized:
                 raise ValueError
-            found[key] = value.detach()
-    return found
+            checked[key] = value.detach()
+    return checked
 
 
 def _sortings(entries: Sequence[Entry]) -> Iterator[list[list[Entry]]]:
@@ -283,21 +283,21 @@ def _default_groups(
     for entry in params:
         module, _, name = entry.key.rpartition(".")
         modules.setdefault(module, {})[name] = entry
-    for module, own in modules.items():
+    for module, module_params in modules.items():
         first = 2 if "head" in module else 0
-        weight = own.get("weight")
-        is_layer = "weight_v" in own or (weight is not None and len(weight.shape) > 1)
+        weight = module_params.get("weight")
+        is_layer = "weight_v" in module_params or (weight is not None and len(weight.shape) > 1)
         is_norm = f"{module}.running_mean" in keys or (is_layer_norm and weight is not None and len(weight.shape) == 1)
         if not is_layer and not is_norm:
-            groups[4] += own.values()
+            groups[4] += module_params.values()
             continue
         for name in ("weight_g", "weight_v", "weight", "bias"):
             decays = norm if is_norm else True
             if name == "bias":
                 # As in VISSL's default.py: the bias of a norm decays only where both flags allow it.
                 decays = bias and (norm or not is_norm)
-            if name in own:
-                groups[first + (not decays)].append(own[name])
+            if name in module_params:
+                groups[first + (not decays)].append(module_params[name])
     return groups if groups[4] else groups[:4]
 
 
@@ -328,7 +328,7 @@ class _Group:
     """Parameters that one tensor holds, one after the other: those of a flattened unit, or a single one.
 
     Attributes:
-        key: of that tensor in a rank's state.
+        key: key of that tensor in a rank's state.
         names, shapes: of the parameters.
         padding: elements at the end of each rank's part that mean nothing.
         is_whole: every rank has all of it.
@@ -353,8 +353,8 @@ def full_tensors(states: Sequence[Mapping[str, Tensor]], metadata: Sequence[Mapp
     try:
         entries = [entry for group in _groups(metadata) for entry in _entries(group, states)]
         for source, target in _shared(metadata[0]):
-            found = next(entry for entry in entries if entry.key == source)
-            entries.append(Entry(target, found.dtype, found.shape, found.read))
+            source_entry = next(entry for entry in entries if entry.key == source)
+            entries.append(Entry(target, source_entry.dtype, source_entry.shape, source_entry.read))
         names = {entry.key for entry in entries}
         buffers = {name: states[0][name] for name in metadata[0]["buffer_names"] if name not in names}
         if not all(is_plain_tensor(buffer) for buffer in buffers.values()):
@@ -396,8 +396,10 @@ def _old_groups_of_unit(unit: Mapping[str, Any], of_ranks: Sequence[Mapping[str,
     else:
         keys, members = names, [([name], [shape]) for name, shape in zip(names, shapes, strict=True)]
     return [
-        _Group(_join(path, key), [_join(path, name) for name in own], its, [rank[i] for rank in paddings], False)
-        for i, (key, (own, its)) in enumerate(zip(keys, members, strict=True))
+        _Group(
+            _join(path, key), [_join(path, name) for name in group_params], its, [rank[i] for rank in paddings], False
+        )
+        for i, (key, (group_params, its)) in enumerate(zip(keys, members, strict=True))
     ]
 
 
@@ -433,13 +435,13 @@ def _entries(group: _Group, states: Sequence[Mapping[str, Tensor]]) -> list[Entr
 
 def _gather(parts: Sequence[Tensor], first: int, size: int, shape: tuple[int, ...]) -> Tensor:
     """Take elements of the parts laid end to end."""
-    found, start = [], 0
+    pieces, start = [], 0
     for part in parts:
         begin, end = max(first - start, 0), min(first + size - start, part.numel())
         if begin < end:
-            found.append(part[begin:end])
+            pieces.append(part[begin:end])
         start += part.numel()
-    return torch.cat(found).view(shape) if found else torch.empty(shape, dtype=parts[0].dtype)
+    return torch.cat(pieces).view(shape) if pieces else torch.empty(shape, dtype=parts[0].dtype)
 
 
 def _shared(metadata: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -84,10 +84,10 @@ def folder_config(path: Path) -> dict[str, Any]:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(read_regular(path, _MAX_BYTES, follow_links=True))
+        content = json.loads(read_regular(path, _MAX_BYTES, follow_links=True))
     except (OSError, ValueError, RecursionError):
         return {}
-    return dict(found) if isinstance(found, Mapping) else {}
+    return dict(content) if isinstance(content, Mapping) else {}
 
 
 def at_root(entries: Sequence[Entry]) -> tuple[list[Entry], str]:
@@ -113,12 +113,12 @@ def at_root(entries: Sequence[Entry]) -> tuple[list[Entry], str]:
 
 
 def _roots(names: Any) -> list[str]:
-    found: set[str] = set()
+    roots: set[str] = set()
     for name in names:
         for mark in _ROOTS:
             if name == mark or name.endswith(f".{mark}"):
-                found.add(name.removesuffix(mark))
-    outermost = [root for root in found if not any(root != other and root.startswith(other) for other in found)]
+                roots.add(name.removesuffix(mark))
+    outermost = [root for root in roots if not any(root != other and root.startswith(other) for other in roots)]
     return sorted(outermost)
 
 

@@ -93,9 +93,11 @@ def renamed(entries: Sequence[Entry]) -> list[Entry]:
         marks = [entry.key for entry in entries if f".{entry.key}".endswith(f".{layout.mark}")]
         if marks:
             prefix = min(marks, key=len).removesuffix(layout.mark).removesuffix("model.")
-            found = [replace(e, key=_new_name(e.key.removeprefix(prefix), layout.rules)) for e in entries]
+            translated = [replace(e, key=_new_name(e.key.removeprefix(prefix), layout.rules)) for e in entries]
             is_dinov3 = layout.rules in (_DINOV3, _DINOV3_HF)
-            return list(_fused(_without_plain_mlp(found))) if is_dinov3 else list(map(_in_one_dimension, found))
+            return (
+                list(_fused(_without_plain_mlp(translated))) if is_dinov3 else list(map(_in_one_dimension, translated))
+            )
     return list(entries)
 
 

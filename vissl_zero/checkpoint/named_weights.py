@@ -56,8 +56,8 @@ def locate(name: str) -> Located:
     if not scheme:
         return Located(Path(name).expanduser())
     rest = name.split(":", 1)[1]
-    found = {"hf": _hugging_face, "timm": _timm, "torchvision": _torchvision, "torchhub": _torch_hub}
-    return found[scheme](rest)
+    finders = {"hf": _hugging_face, "timm": _timm, "torchvision": _torchvision, "torchhub": _torch_hub}
+    return finders[scheme](rest)
 
 
 def hub_folder() -> Path:
@@ -78,12 +78,12 @@ def _snapshot(repo: str, name: str) -> Path:
     from huggingface_hub.errors import HFValidationError
 
     try:
-        found = [try_to_load_from_cache(repo, file) for file in _HF_FILES]
+        cached = [try_to_load_from_cache(repo, file) for file in _HF_FILES]
     except HFValidationError as error:
         raise CheckpointError(
             f"{name}: {repo!r} is neither a folder nor <owner>/<name> of the Hub. Correct it."
         ) from error
-    for place in found:
+    for place in cached:
         if isinstance(place, str):
             return Path(place).parent
     raise CheckpointError(

@@ -58,14 +58,18 @@ def find_resumable(run_folder: Path, nth_newest: int = 1) -> Found:
         CheckpointError: there are checkpoints, and none is complete.
     """
     # One rank lists the folder: two could see different ones, and resume from different steps.
-    paths = collectives.broadcast_object(_candidates(run_folder) if collectives.rank() == 0 else [])
-    found = Found()
+    paths: list[Path] = []
+    if collectives.rank() == 0:
+        # One checkpoint by its name, so that one that is not there is named and no other is taken in its place.
+        paths = find_checkpoints(run_folder) if step_of(run_folder) is None else [run_folder]
+    paths = collectives.broadcast_object(paths)
+    resumable = Found()
     for path in paths[nth_newest - 1 :]:
         problems = _problems(path)
         if not problems:
-            found.path = path
-            return found
-        found.skipped += problems
+            resumable.path = path
+            return resumable
+        resumable.skipped += problems
     if paths == [run_folder] and not run_folder.exists():
         there = [path.name for path in find_checkpoints(run_folder.parent.parent)]
         raise CheckpointError(
@@ -74,19 +78,14 @@ def find_resumable(run_folder: Path, nth_newest: int = 1) -> Found:
             else f"{run_folder} does not exist, nor any checkpoint beside it. Correct the path."
         )
     if paths == [run_folder]:
-        raise CheckpointError("\n".join(found.skipped[:_MOST_LINES]))
+        raise CheckpointError("\n".join(resumable.skipped[:_MOST_LINES]))
     if paths:
-        reasons = "\n".join(found.skipped[:_MOST_LINES] or [f"There is no {nth_newest}th newest."])
+        reasons = "\n".join(resumable.skipped[:_MOST_LINES] or [f"There is no {nth_newest}th newest."])
         raise CheckpointError(
             f"No checkpoint in {run_folder} is complete, so there is nothing to resume from:\n{reasons}\n"
             "Restore one from a copy, or move the folder 'checkpoints' away to train from the start."
         )
-    return found
-
-
-def _candidates(folder: Path) -> list[Path]:
-    # By its name, so that one that is not there is named and no other is taken in its place.
-    return find_checkpoints(folder) if step_of(folder) is None else [folder]
+    return resumable
 
 
 def resume(run: Run, hooks: Sequence[Hook], plan: ResolvedRun) -> Found:
@@ -99,28 +98,28 @@ def resume(run: Run, hooks: Sequence[Hook], plan: ResolvedRun) -> Found:
     options = plan.config.CHECKPOINT
     if collectives.rank() == 0:
         remove_leftovers(run.folder)
-    found = find_resumable(run.folder, options.LATEST_CHECKPOINT_RESUME_FILE_NUM)
-    if found.path is None:
-        return found
-    with open_checkpoint(found.path) as checkpoint:
+    resumable = find_resumable(run.folder, options.LATEST_CHECKPOINT_RESUME_FILE_NUM)
+    if resumable.path is None:
+        return resumable
+    with open_checkpoint(resumable.path) as checkpoint:
         require_resumable(checkpoint.manifest.config, as_data(plan), options.ALLOW_CHANGED)
         has_optimizer = checkpoint.manifest.config.get("optimizer", {}).get("name") == plan.optimizer.name
         restore(run, hooks, checkpoint, with_optimizer=has_optimizer)
-    return found
+    return resumable
 
 
-def opening_lines(found: Found, plan: ResolvedRun) -> list[str]:
+def opening_lines(resumable: Found, plan: ResolvedRun) -> list[str]:
     """Describe a resume to the user. Not a collective."""
-    if found.path is None:
+    if resumable.path is None:
         return []
-    lines = [f"skipped: {sentence}" for sentence in found.skipped[:_MOST_LINES]]
-    with open_checkpoint(found.path) as checkpoint:
+    lines = [f"skipped: {sentence}" for sentence in resumable.skipped[:_MOST_LINES]]
+    with open_checkpoint(resumable.path) as checkpoint:
         manifest = checkpoint.manifest
     found_here = differences(manifest.config, as_data(plan))
     changed = describe({key: values for key, values in found_here.items() if key != "DRY_RUN"})
     ranks = "1 process" if manifest.world_size == 1 else f"{manifest.world_size} processes"
     lines.append(
-        f"Resuming from {found.path.name} (step {manifest.step}, epoch {manifest.epoch}; written at ZeRO level "
+        f"Resuming from {resumable.path.name} (step {manifest.step}, epoch {manifest.epoch}; written at ZeRO level "
         f"{manifest.level}, {manifest.engine} engine, {ranks})."
     )
     if changed:
@@ -133,23 +132,23 @@ def opening_lines(found: Found, plan: ResolvedRun) -> list[str]:
 def _problems(path: Path) -> list[str]:
     """List what is wrong with a checkpoint; each rank reads its share of the files. The same list on every rank."""
     rank, world_size = collectives.rank(), collectives.world_size()
-    own: list[str] = []
+    local_problems: list[str] = []
     later: LaterFormatError | None = None
     try:
         with open_checkpoint(path) as checkpoint:
-            own = list(checkpoint.verify(list(checkpoint.ranks)[rank::world_size]))
+            local_problems = list(checkpoint.verify(list(checkpoint.ranks)[rank::world_size]))
     except LaterFormatError as error:
         later = error
     except CheckpointError as error:
-        own = [str(error)]
-    gathered: list[tuple[list[str], LaterFormatError | None]] = [(own, later)]
+        local_problems = [str(error)]
+    gathered: list[tuple[list[str], LaterFormatError | None]] = [(local_problems, later)]
     if world_size > 1:
         gathered = gathered * world_size
         # Damage that one rank has found must turn all of them to the checkpoint before.
-        dist.all_gather_object(gathered, (own, later))
-    if found := next((error for _, error in gathered if error), None):
+        dist.all_gather_object(gathered, (local_problems, later))
+    if refusal := next((each for _, each in gathered if each), None):
         raise LaterFormatError(
-            f"{found}\nTo resume without it, move {path} away: continuing from an older checkpoint would replace it."
+            f"{refusal}\nTo resume without it, move {path} away: continuing from an older checkpoint would replace it."
         )
     return list(dict.fromkeys(sentence for sentences, _ in gathered for sentence in sentences))
 

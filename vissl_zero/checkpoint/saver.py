@@ -43,7 +43,7 @@ from vissl_zero.engine.hook import Hook, Run, Step
 from vissl_zero.errors import CheckpointError
 from vissl_zero.sharding.sharded_model import ShardedModel
 from vissl_zero.sharding.state.saved_state import Part
-from vissl_zero.terminal import say
+from vissl_zero.terminal import print_line
 
 
 def write_rank(
@@ -90,7 +90,7 @@ def commit(run_folder: Path, manifest: Manifest) -> Path:
     """Give the checkpoint its manifest and its name. One rank calls this, when all ranks have written their part.
 
     Args:
-        run_folder: of the run.
+        run_folder: folder of the run.
         manifest: all but ``ranks``, which is read from the files.
     Raises:
         OSError: no room, or the disk failed.
@@ -173,10 +173,10 @@ class Saver:
         is_async: copy to host memory, and write from there, while training continues; only its next update waits, until
             the copy is made.
         keep_last, keep_every: see ``prune``.
-        device: of training.
+        device: device of training.
 
     Attributes:
-        latest_step: of the newest checkpoint that is known to be complete; None: there is none.
+        latest_step: latest step of the newest checkpoint that is known to be complete; None: there is none.
     """
 
     def __init__(
@@ -304,15 +304,15 @@ class Saver:
 
     def _give_up(self, save: _Save) -> None:
         error = save.work.exception()
-        own = None if error is None else str(error) or type(error).__name__
+        local_error = None if error is None else str(error) or type(error).__name__
         if collectives.all_reduce_max(torch.tensor(float(self._is_gone()))):
             self._save = None
             self._require_folder()
             raise CheckpointError(f"{self._run_folder} cannot be seen by every rank any more. Is the file system down?")
-        reasons = [own]
+        reasons = [local_error]
         if collectives.world_size() > 1:
             reasons = [None] * collectives.world_size()
-            dist.all_gather_object(reasons, own)
+            dist.all_gather_object(reasons, local_error)
         if collectives.rank() == 0:
             discard(self._run_folder, save.manifest.step)
             rank, reason = next((r, text) for r, text in enumerate(reasons) if text is not None)
@@ -386,4 +386,4 @@ class CheckpointHook(Hook):
             latest = self._saver.latest_step
             saved = "no checkpoint could be saved" if latest is None else f"the checkpoint of step {latest} is saved"
             text = f"Stopping after step {run.step} ({run.stop.reason}); {saved}. The same command resumes from there."
-            say(text, self._console)
+            print_line(text, self._console)

@@ -111,7 +111,7 @@ def write_shard_file(
     """Write a new file, synced to the disk. One tensor at a time is in memory besides what ``read`` shares.
 
     Args:
-        path: of the file.
+        path: path of the file.
         entries: what to write.
         metadata: texts for the header.
         with_checksums: add checksums of the header and of every tensor to it, and who wrote the file.
@@ -303,9 +303,9 @@ def _checked(header: Mapping[str, Any]) -> dict[str, str]:
     Raises:
         ValueError, KeyError, TypeError: the header is not what was written.
     """
-    found = json.loads(header["__metadata__"][CHECKSUMS])
-    tensors: dict[str, str] = found["tensors"]
-    if found["header"] != _header_digest(header) or tensors.keys() != header.keys() - {"__metadata__"}:
+    checksums = json.loads(header["__metadata__"][CHECKSUMS])
+    tensors: dict[str, str] = checksums["tensors"]
+    if checksums["header"] != _header_digest(header) or tensors.keys() != header.keys() - {"__metadata__"}:
         raise ValueError
     return tensors
 

@@ -39,7 +39,7 @@ class Snapshot:
         replicated: buffers and state of the loss; the forward pass changes them too.
         scalars: see ``RankManifest``.
         rng: likewise.
-        manifest: of the whole.
+        manifest: manifest of the whole.
     """
 
     parts: list[Part]
@@ -58,7 +58,8 @@ class HostMemory:
     """Buffers that one save after the other is copied into: fresh memory would cost more than the copy itself.
 
     Args:
-        device: whose memory is copied. From a GPU, copies go through a stream of their own, beside the computation.
+        device: device whose memory is copied. From a GPU, copies go through a stream of their own, beside the
+            computation.
     """
 
     def __init__(self, device: torch.device | None = None):
@@ -98,8 +99,8 @@ def take_snapshot(run: Run, hooks: Sequence[Hook], is_epoch_over: bool) -> Snaps
     """Describe the run as it is, between two steps. Collective; copies nothing.
 
     Args:
-        run: in progress.
-        hooks: whose state is stored.
+        run: run in progress.
+        hooks: hooks whose state is stored.
         is_epoch_over: nothing is left to do in ``run.epoch``, the end of the epoch in hooks included.
     Raises:
         CheckpointError: the loss, the optimizer or a hook has state that cannot be stored.
@@ -246,8 +247,8 @@ def replicated_parts(prefix: str, tensors: Mapping[str, Tensor]) -> list[Part]:
 
 def stored_name(names: Mapping[str, object], prefix: str, name: str, world_size: int) -> str:
     """Return the name under which this rank finds a tensor in a checkpoint that ``world_size`` ranks have written."""
-    own = f"of_rank/{collectives.rank()}/{prefix}/{name}"
-    return own if world_size == collectives.world_size() and own in names else f"{prefix}/{name}"
+    per_rank = f"of_rank/{collectives.rank()}/{prefix}/{name}"
+    return per_rank if world_size == collectives.world_size() and per_rank in names else f"{prefix}/{name}"
 
 
 def digest_of(tensors: Mapping[str, Tensor]) -> int:
@@ -263,10 +264,10 @@ def digest_of(tensors: Mapping[str, Tensor]) -> int:
 def _is_equal_everywhere(tensors: Mapping[str, Tensor]) -> bool:
     if collectives.world_size() == 1:
         return True
-    own = torch.tensor([digest_of(tensors)])
-    found = [torch.empty_like(own) for _ in range(collectives.world_size())]
-    dist.all_gather(found, own)
-    return len({int(number) for number in found}) == 1
+    local_digest = torch.tensor([digest_of(tensors)])
+    gathered = [torch.empty_like(local_digest) for _ in range(collectives.world_size())]
+    dist.all_gather(gathered, local_digest)
+    return len({int(number) for number in gathered}) == 1
 
 
 def _part(name: str, tensor: Tensor) -> Part:
@@ -308,11 +309,11 @@ def require_equal_ranks(run: Run) -> None:
     tensors |= {f"loss.{name}": value for name, value in state.items() if isinstance(value, Tensor)}
     rates = [float(group["lr"]) for group in run.sharded.optimizer.param_groups]
     tensors["learning rates"] = torch.tensor([*rates, float(run.step)], dtype=torch.float64)
-    own = torch.tensor([digest_of({"": tensor}) for tensor in tensors.values()])
-    found = [torch.empty_like(own) for _ in range(collectives.world_size())]
-    dist.all_gather(found, own)
+    local_digests = torch.tensor([digest_of({"": tensor}) for tensor in tensors.values()])
+    gathered = [torch.empty_like(local_digests) for _ in range(collectives.world_size())]
+    dist.all_gather(gathered, local_digests)
     differing = [
-        (name, [rank for rank, numbers in enumerate(found) if numbers[index] != found[0][index]])
+        (name, [rank for rank, numbers in enumerate(gathered) if numbers[index] != gathered[0][index]])
         for index, name in enumerate(tensors)
     ]
     if wrong := [(name, ranks) for name, ranks in differing if ranks]:

@@ -64,8 +64,8 @@ def write_torch_file(path: Path, entries: Sequence[Entry]) -> None:
     """Write a new file, synced to the disk. One tensor at a time is in memory.
 
     Args:
-        path: of the file; it must not exist.
-        entries: in the order of the state dict, of types for which ``can_hold``.
+        path: path of the file; it must not exist.
+        entries: entries in the order of the state dict, of types for which ``can_hold``.
     Raises:
         OSError: no room, or the disk failed; or the file exists.
     """
@@ -277,7 +277,7 @@ class _Builder(pickle.Unpickler):
     """Builds nothing but containers, numbers, texts and what stands for NumPy's arrays."""
 
     def find_class(self, module: str, name: str) -> Any:
-        stand_in = next((found for found, of in _STAND_INS if of == f"{module}.{name}"), None)
+        stand_in = next((replacement for replacement, of in _STAND_INS if of == f"{module}.{name}"), None)
         if stand_in is None and f"{module}.{name}" == "_codecs.encode":
             return lambda text, _: text.encode("latin1")  # how Python 3 writes bytes for Python 2
         if stand_in is None:
@@ -313,9 +313,9 @@ def _inspect_pickle(file: IO[bytes], path: Path, refused: Sequence[str] = _REFUS
         name = opcode.name
         if name in refused:
             raise pickle.UnpicklingError(name)
-        if name == "GLOBAL" and (asked := str(argument).replace(" ", ".", 1)) not in _KNOWN:
+        if name == "GLOBAL" and (global_name := str(argument).replace(" ", ".", 1)) not in _KNOWN:
             raise CheckpointError(
-                f"{path} is refused: it holds more than data ({asked[:80]}), which loading it would run. "
+                f"{path} is refused: it holds more than data ({global_name[:80]}), which loading it would run. "
                 "Nothing was run. Ask whoever made it for a plain state dict, or for safetensors."
             )
         if name in ("BINPUT", "LONG_BINPUT", "PUT"):

@@ -46,9 +46,9 @@ class WeightsFile:
     """A safetensors file, read as a checkpoint is.
 
     Args:
-        path: of the file; a link to a file is followed.
+        path: path of the file; a link to a file is followed.
     Attributes:
-        path: as given.
+        path: path as given.
         tensors: name -> TensorInfo.
         metadata: texts in the file's header.
     Raises:
@@ -93,7 +93,7 @@ class Weights:
         store: an open checkpoint or file; closed with this.
         stored: plain name -> name in the store.
     Attributes:
-        path: of the store.
+        path: path of the store.
         tensors: plain name -> TensorInfo, parameters first.
     """
 
@@ -152,7 +152,7 @@ def open_store(
     or if they are of a later step.
 
     Args:
-        path: of any of these.
+        path: path of any of these.
         passed_over: gets a sentence for each newer checkpoint of the run folder that does not open.
         with_data: read the data against their checksums too, where there are any.
     Raises:
@@ -178,8 +178,8 @@ def open_store(
     final = path / WEIGHTS_FILE
     if (path / MANIFEST_NAME).exists():
         return newest_checkpoint(path, with_data=with_data)
-    if found := find_checkpoints(path):
-        if (step := final_step(path)) is not None and step > (step_of(found[0]) or 0):
+    if checkpoints := find_checkpoints(path):
+        if (step := final_step(path)) is not None and step > (step_of(checkpoints[0]) or 0):
             return _weights_file(final, with_data)
         return newest_checkpoint(path, passed_over, with_data)
     if os.path.lexists(final):

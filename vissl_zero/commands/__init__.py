@@ -1,0 +1,1 @@
+"""Subcommands of ``vissl-zero``: one file each."""

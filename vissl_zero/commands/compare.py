@@ -12,7 +12,7 @@ from vissl_zero.atomic import replacing
 from vissl_zero.commands.arguments import CommandParser, output
 from vissl_zero.errors import ConfigError, Problem, counted
 from vissl_zero.launch.run_list import find_runs
-from vissl_zero.terminal import say
+from vissl_zero.terminal import print_line
 
 _WORD = "vissl-zero compare"
 
@@ -57,7 +57,7 @@ def compare(arguments: Sequence[str]) -> int:
     groups = grouped(runs)
     heads = [f"{group.name} ({len(group.runs)})" for group in groups]
     console.print(text_table(["figure", *heads], rows_of(groups)))
-    say(f"page: {out}", console)
+    print_line(f"page: {out}", console)
     return 0
 
 
@@ -65,11 +65,11 @@ def _runs_of(names: Sequence[str]) -> list[Path]:
     """Find the runs in the named folders."""
     folders: list[Path] = []
     for name in names:
-        found = list(find_runs(Path(name).expanduser()))
-        if not found:
+        runs = list(find_runs(Path(name).expanduser()))
+        if not runs:
             must = "must be the folder of a run, or of several"
             raise ConfigError([Problem(_WORD, name, must, "vissl-zero runs lists them.")])
-        folders += found
+        folders += runs
     if len(folders) < 2:
         raise ConfigError(
             [Problem(_WORD, counted(len(folders), "run"), "needs two runs at least", "Name two folders.")]

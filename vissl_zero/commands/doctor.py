@@ -56,11 +56,11 @@ def _versions() -> Iterator[Finding]:
     yield Finding("Python", None, f"{platform.python_version()} on {platform.platform()}")
     for package in PACKAGES:
         try:
-            found = version(package)
+            installed = version(package)
         except PackageNotFoundError:
             yield Finding(package, False, "not installed; pip install -r requirements.txt")
             continue
-        yield _torchvision(found) if package == "torchvision" else Finding(package, True, found)
+        yield _torchvision(installed) if package == "torchvision" else Finding(package, True, installed)
 
 
 def _torchvision(number: str) -> Finding:

@@ -178,9 +178,9 @@ def _write(run_folder: Path, images: Path, out: Path) -> ExtractedFeatures:
 
     from vissl_zero.evaluation.feature_files import read_features
 
-    found = read_features(run_folder)
-    rows = found.rows.numpy()
-    names = [os.path.relpath(name, images.absolute()) for name in found.images]
+    features = read_features(run_folder)
+    rows = features.rows.numpy()
+    names = [os.path.relpath(name, images.absolute()) for name in features.images]
     out.parent.mkdir(parents=True, exist_ok=True)
     with replacing(out) as temporary:
         if out.suffix == ".npz":
@@ -189,7 +189,7 @@ def _write(run_folder: Path, images: Path, out: Path) -> ExtractedFeatures:
         elif out.suffix == ".safetensors":
             from safetensors.torch import save_file
 
-            save_file({"features": found.rows.contiguous()}, temporary, {"names": json.dumps(names)})
+            save_file({"features": features.rows.contiguous()}, temporary, {"names": json.dumps(names)})
         else:
             import pyarrow as arrow
             import pyarrow.parquet as parquet
@@ -197,7 +197,7 @@ def _write(run_folder: Path, images: Path, out: Path) -> ExtractedFeatures:
             columns = arrow.FixedSizeListArray.from_arrays(arrow.array(rows.ravel()), rows.shape[1])
             texts = [os.fsencode(name).decode("utf-8", "backslashreplace") for name in names]  # Parquet has UTF-8 alone
             parquet.write_table(arrow.table({"name": texts, "features": columns}), temporary)
-    return found
+    return features
 
 
 _OVERRIDE = re.compile(r"[+]{0,2}(config|hydra)[./\w@]*=|~(config|hydra)[./]")  # a file may be called config.pth

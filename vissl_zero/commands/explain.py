@@ -74,11 +74,11 @@ def explain(arguments: Sequence[str]) -> int:
     if not arguments or "--help" in arguments or "-h" in arguments:
         print(USAGE, end="")
         return 0 if arguments else 2
-    asked, overrides, flags, out = _parse(arguments)
-    files = _files(asked, "--parts" in flags)
+    recipe, overrides, flags, out = _parse(arguments)
+    files = _files(recipe, "--parts" in flags)
     accounts = accounts_of(files, overrides)
     fixed = _fix(files, Path(out)) if out else {}
-    is_folder = Path(asked).is_dir()
+    is_folder = Path(recipe).is_dir()
     if "--json" in flags:
         rows = [_row(account) | {"replaced": _rows(fixed.get(account.name, ()))} for account in accounts]
         print(json.dumps(rows if is_folder else rows[0], indent=1))
@@ -94,7 +94,7 @@ def explain(arguments: Sequence[str]) -> int:
 def _parse(arguments: Sequence[str]) -> tuple[str, list[str], set[str], str]:
     """Split the words into the recipe, file or folder, the overrides, the flags, and the folder of --fix."""
     words = [part for word in arguments for part in (word.split("=", 1) if word.startswith("--") else [word])]
-    asked, overrides, flags, out = list[str](), list[str](), set[str](), ""
+    recipes, overrides, flags, out = list[str](), list[str](), set[str](), ""
     while words:
         word = words.pop(0)
         if word in ("--config-dir", "-cd"):
@@ -111,12 +111,12 @@ def _parse(arguments: Sequence[str]) -> tuple[str, list[str], set[str], str]:
             near = did_you_mean(word, (*_FLAGS, "--config-dir"))
             raise ConfigError(f"vissl-zero explain: {word} is not a flag.{near}\n{USAGE}")
         elif word.startswith("config=") or ("=" not in word and not word.startswith(("+", "~"))):
-            asked.append(word.removeprefix("config="))
+            recipes.append(word.removeprefix("config="))
         else:
             overrides.append(word)
-    if len(asked) != 1:
-        raise ConfigError(f"vissl-zero explain: must name one recipe, file or folder (got {len(asked)}).\n{USAGE}")
-    return asked[0], overrides, flags, out
+    if len(recipes) != 1:
+        raise ConfigError(f"vissl-zero explain: must name one recipe, file or folder (got {len(recipes)}).\n{USAGE}")
+    return recipes[0], overrides, flags, out
 
 
 def accounts_of(files: Sequence[RecipeFile], overrides: Sequence[str] = (), processes: int = 0) -> list[Account]:
@@ -136,28 +136,28 @@ def topic(problem: Problem) -> str:
     return f"{key} {problem.got}" if is_name and re.fullmatch(r"'[^']*'|[\w.]+", problem.got) else key
 
 
-def _files(asked: str, with_parts: bool) -> list[RecipeFile]:
-    path = Path(asked).expanduser()
+def _files(name: str, with_parts: bool) -> list[RecipeFile]:
+    path = Path(name).expanduser()
     if path.is_dir():
-        found = list(recipe_files(path.absolute(), with_parts))
-        if not found:
+        files = list(recipe_files(path.absolute(), with_parts))
+        if not files:
             must = "must hold recipes: files that name a trunk, data and an optimizer"
             fix = "Name another folder; --parts takes in files that name no more than a trunk."
-            raise ConfigError([Problem("vissl-zero explain", repr(asked), must, fix)])
-        return found
+            raise ConfigError([Problem("vissl-zero explain", repr(name), must, fix)])
+        return files
     if path.suffix == ".yaml":
         if not path.is_file():
-            raise ConfigError([Problem("vissl-zero explain", repr(asked), "must exist", "Correct the path.")])
+            raise ConfigError([Problem("vissl-zero explain", repr(name), "must exist", "Correct the path.")])
         recipe_text(path)
         return [recipe_file(path)]
-    return [RecipeFile(asked)]
+    return [RecipeFile(name)]
 
 
 def _fix(files: Sequence[RecipeFile], out: Path) -> dict[str, list[Replacement]]:
     """Write copies with public paths; what was replaced in each, by the recipe's name."""
     if not all(file.folder for file in files):
         raise ConfigError("vissl-zero explain: --fix needs a file or a folder, not the name of a recipe.")
-    found = {}
+    replacements = {}
     for file in files:
         text, replaced = with_public_paths(recipe_text(file.file))
         target = out / "config" / file.file.relative_to(Path(file.folder) / "config")
@@ -165,8 +165,8 @@ def _fix(files: Sequence[RecipeFile], out: Path) -> dict[str, list[Replacement]]
             raise ConfigError(f"vissl-zero explain: --fix {out}: must be another folder than {file.folder}.")
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(text, encoding="utf-8")
-        found[str(file)] = replaced
-    return found
+        replacements[str(file)] = replaced
+    return replacements
 
 
 def _row(account: Account) -> dict[str, Any]:
@@ -245,7 +245,7 @@ class Account:
     """What becomes of one recipe.
 
     Attributes:
-        name: of the recipe, with the parts that were added to it.
+        name: name of the recipe, with the parts that were added to it.
         file: the recipe's own file, where it is known.
         used: keys that it writes and that count.
         without_effect: key -> why it changes nothing here.
@@ -277,7 +277,7 @@ def account_of(
 
     Args:
         recipe: what to account for.
-        overrides: of the command line.
+        overrides: overrides of the command line.
         then: further called with an accepted run, while stand-ins are there; may raise ConfigError.
     """
     account = Account(str(recipe), str(recipe.file) if recipe.folder else "")
@@ -403,8 +403,8 @@ def _sort_keys(account: Account, run: RunConfig, written: Mapping[str, Any], not
     if not run.SLURM.USE_SLURM:
         inactive["SLURM"] = "SLURM.USE_SLURM is off."
     for note in notes:
-        if found := _SENTENCE.fullmatch(note):
-            inactive |= {key.removeprefix("config."): found["why"] for key in found["keys"].split(", ")}
+        if parts := _SENTENCE.fullmatch(note):
+            inactive |= {key.removeprefix("config."): parts["why"] for key in parts["keys"].split(", ")}
         elif not note.startswith("Keys without effect here"):
             account.notes.append(note)
     refused = {re.sub(r"\[\d+\]", "", problem.key).removeprefix("config.") for problem in account.refused}

@@ -75,7 +75,9 @@ def train(recipe: str, overrides: Mapping[str, Any] | None = None) -> Run:
         LaunchError: the run crashed; with the end of what it printed.
     """
     words = dict(overrides or {})
-    folder = words.setdefault("config.CHECKPOINT.DIR", None) or _new_folder(recipe)
+    stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S-%f")[:-3]
+    new_folder = Path("runs") / f"{stamp}_{recipe.replace('/', '-')}"
+    folder = words.get("config.CHECKPOINT.DIR") or new_folder
     words["config.CHECKPOINT.DIR"] = str(folder)
     code, tail = _command([f"config={recipe}", *_words(words)])
     if code == _INPUT_IS_WRONG:
@@ -90,7 +92,7 @@ def plan(recipe: str, overrides: Mapping[str, Any] | None = None, *, memory_gb: 
 
     Args:
         recipe: what ``config=`` names.
-        overrides: as for ``train``.
+        overrides: see ``train``.
         memory_gb: GiB for a rank's tensors, as of ``--memory-gb``: 38 for a card of 40 GB; None: this machine's.
     Returns:
         What docs/plan.md describes: the plans, and which one is chosen.
@@ -114,7 +116,7 @@ def evaluate(weights: str | Path, data: str | Path, overrides: Mapping[str, Any]
     Args:
         weights: a run folder, a file, or a name such as "timm:vit_small_patch16_224" (docs/weights.md).
         data: a folder with train/ and val/, each with a folder for each class.
-        overrides: as for ``train``, such as ``{"config.ZERO.LEVEL": 3}``.
+        overrides: see ``train``; ``{"config.ZERO.LEVEL": 3}``, for example.
     Returns:
         Top-1 by kNN and by a linear probe, RankMe, what was recognized, and the protocol of each figure.
     Raises:
@@ -131,9 +133,9 @@ def embed(
     """Compute the features of all images in a folder and the folders in it, as ``vissl-zero embed`` does.
 
     Args:
-        weights: as for ``evaluate``.
+        weights: see ``evaluate``.
         folder: holds images, or folders of them.
-        overrides: as for ``train``.
+        overrides: see ``train``.
     Returns:
         Features of shape (N, F), and N names: paths below the folder.
     Raises:
@@ -171,11 +173,6 @@ def _output_of(words: Sequence[str]) -> str:
 
 def _print_now(line: str) -> None:
     print(line, end="", flush=True)
-
-
-def _new_folder(recipe: str) -> Path:
-    stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S-%f")[:-3]
-    return Path("runs") / f"{stamp}_{recipe.replace('/', '-')}"
 
 
 def _command(words: Sequence[str], take: Callable[[str], object] = _print_now) -> tuple[int, str]:

@@ -70,14 +70,14 @@ def _list() -> int:
     table = Table(box=None, pad_edge=False)
     for column in ("job", "name", "state", "steps", "submitted", "run folder"):
         table.add_column(column, no_wrap=True)
-    found = noted()
-    for job in found:
+    jobs = noted()
+    for job in jobs:
         when = time.strftime("%m-%d %H:%M", time.localtime(job.submitted))
         row = (job.job_id, job.name, state_of(job), _steps(job), when, job.run_dir)
         table.add_row(*map(Text, row))
-    if found:
+    if jobs:
         # A path that is cut is of no use: a narrow terminal wraps the lines instead.
-        Console(width=max(len(job.run_dir) + len(job.name) for job in found) + 60, soft_wrap=True).print(table)
+        Console(width=max(len(job.run_dir) + len(job.name) for job in jobs) + 60, soft_wrap=True).print(table)
     else:
         print("No run was submitted from this account.")
     return 0

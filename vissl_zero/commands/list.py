@@ -41,8 +41,8 @@ def list_kind(kind: str = "", folders: Sequence[str] = ()) -> int:
         ConfigError: another word.
     """
     if kind not in KINDS:
-        asked = f"vissl-zero list {kind}".rstrip()
-        raise ConfigError(f"{asked}: must be one of {', '.join(KINDS)}.{did_you_mean(kind, KINDS)}")
+        command = f"vissl-zero list {kind}".rstrip()
+        raise ConfigError(f"{command}: must be one of {', '.join(KINDS)}.{did_you_mean(kind, KINDS)}")
     if kind == "recipes":
         _print((recipe.argument, recipe.summary) for recipe in list_recipes(folders))
     else:

@@ -70,18 +70,18 @@ def lr_find(arguments: Sequence[str]) -> int:
 
         rows = [(row.lr, row.loss) for row in read_records(folder / FILE_NAME) if row.loss is not None]
     rates, losses = [lr for lr, _ in rows], [loss for _, loss in rows]
-    found, smooth = suggested(rates, losses)
-    if found is None:
+    rate, smooth = suggested(rates, losses)
+    if rate is None:
         raise ConfigError("vissl-zero lr-find: the loss never falls at any rate. Give more --steps, or another seed.")
     from vissl_zero.reporting.learning_rate_curve import draw_rates
 
-    draw_rates(rates, losses, smooth, found, options.png)
+    draw_rates(rates, losses, smooth, rate, options.png)
     if options.json:
-        print(json.dumps({"suggestion": found, "rates": rates, "losses": losses}))
+        print(json.dumps({"suggestion": rate, "rates": rates, "losses": losses}))
         return 0
     lowest = rates[smooth.index(min(smooth))]
-    print(f"The smoothed loss is lowest at a learning rate of {lowest:.2g}; the middle of its fall is at {found:.2g}.")
-    print(f"Write config.OPTIMIZER.lr={found:.2g}, the peak of the recipe's schedule. Drawn: {options.png}")
+    print(f"The smoothed loss is lowest at a learning rate of {lowest:.2g}; the middle of its fall is at {rate:.2g}.")
+    print(f"Write config.OPTIMIZER.lr={rate:.2g}, the peak of the recipe's schedule. Drawn: {options.png}")
     return 0
 
 
@@ -91,14 +91,14 @@ def _train(recipe: str, overrides: Sequence[str], num_steps: int, folder: Path) 
     from vissl_zero.planner.planning import fitted
     from vissl_zero.resolve.resolve import resolve
 
-    given = compose(recipe, overrides).run
-    if given.TEST_ONLY or given.PROGRAM != "train" or given.DISTRIBUTED.NUM_NODES > 1:
+    cfg = compose(recipe, overrides).run
+    if cfg.TEST_ONLY or cfg.PROGRAM != "train" or cfg.DISTRIBUTED.NUM_NODES > 1:
         must = "must train, on one machine, to have a learning rate to find"
         raise ConfigError([Problem("vissl-zero lr-find", recipe, must, "Name a recipe that trains.")])
-    hooks = ",".join([*given.HOOKS.EXTRA, "learning_rate_range_test"])
+    hooks = ",".join([*cfg.HOOKS.EXTRA, "learning_rate_range_test"])
     forced = [
         *_FORCED,
-        f"config.OPTIMIZER.num_epochs={max(given.OPTIMIZER.num_epochs, num_steps)}",
+        f"config.OPTIMIZER.num_epochs={max(cfg.OPTIMIZER.num_epochs, num_steps)}",
         f"config.TRAINER.MAX_STEPS={num_steps}",
         f"config.LOG_FREQUENCY={num_steps}",
         f"config.CHECKPOINT.DIR={folder}",

@@ -16,7 +16,7 @@ from vissl_zero.config.compose import compose
 from vissl_zero.config.recipes import RecipeFile, recipe_file, recipe_names, recipe_text
 from vissl_zero.errors import ConfigError, Problem, did_you_mean
 from vissl_zero.planner.machine_profile import read_profile
-from vissl_zero.terminal import say
+from vissl_zero.terminal import print_line
 
 USAGE = """\
 vissl-zero plan <recipe | file.yaml> [<another> ...] [config.A.B=value ...]
@@ -78,17 +78,17 @@ def plan(arguments: Sequence[str]) -> int:
     from vissl_zero.reporting.plan_table import as_json, draw_plans, plan_lines, plan_table
 
     logging.getLogger("torch").setLevel(logging.ERROR)
-    plans = [plan_run(found.run, found.recipe) for found in composed]
+    plans = [plan_run(run.run, run.recipe) for run in composed]
     if is_json:
         print(json.dumps(as_json(plans[0]) if len(plans) == 1 else {"plans": [as_json(one) for one in plans]}))
     else:
         console = Console(width=max(_WIDTH, Console().width), soft_wrap=True)
         for one, recipe_images in zip(plans, images, strict=True):
             first, *rest = plan_lines(one, overrides, recipe_images)
-            say(first, console)
+            print_line(first, console)
             console.print(plan_table(one))
             for line in rest:
-                say(line, console)
+                print_line(line, console)
     if png is not None and draw_plans(plans, png) and not is_json:
         print(f"drawn: {png}")
     return 0 if all(one.chosen is not None for one in plans) else NOTHING_FITS

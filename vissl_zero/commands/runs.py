@@ -14,7 +14,7 @@ from vissl_zero.commands.arguments import CommandParser
 from vissl_zero.errors import ConfigError, Problem
 from vissl_zero.launch.run_list import FIGURES, STATES, ListedRun, as_json, find_runs, listed
 from vissl_zero.reporting.quantity import figure_text
-from vissl_zero.terminal import say
+from vissl_zero.terminal import print_line
 
 _COLUMNS = ("age", "folder", "recipe", "state", "step", *FIGURES)
 _NAMES = {"loss_last": "loss", "top1": "top-1", "knn_top1_after": "kNN top-1", "images_per_s": "images/s"}
@@ -46,13 +46,13 @@ def runs(arguments: Sequence[str]) -> int:
         raise ConfigError(
             [Problem("vissl-zero runs", str(folder), "must be one folder that exists", "Correct the path.")]
         )
-    found = [listed(path) for path in find_runs(folder)]
-    found = [run for run in found if options.state in (None, run.state) and options.recipe in run.recipe]
-    found.sort(key=lambda run: _order(run, options.sort))
+    listed_runs = [listed(path) for path in find_runs(folder)]
+    listed_runs = [run for run in listed_runs if options.state in (None, run.state) and options.recipe in run.recipe]
+    listed_runs.sort(key=lambda run: _order(run, options.sort))
     if options.json:
-        print(json.dumps([as_json(run) for run in found], indent=1))
-    elif found:
-        _print(found)
+        print(json.dumps([as_json(run) for run in listed_runs], indent=1))
+    elif listed_runs:
+        _print(listed_runs)
     else:
         print(f"No{' such' if options.state or options.recipe else ''} run in {folder}.")
     return 0
@@ -66,22 +66,22 @@ def _order(run: ListedRun, column: str) -> tuple[bool, float | str]:
     return False, run.age_s if column == "age" else -run.step if column == "step" else str(getattr(run, column))
 
 
-def _print(found: Sequence[ListedRun]) -> None:
+def _print(listed_runs: Sequence[ListedRun]) -> None:
     table = Table(box=None, pad_edge=False)
-    shown = [name for name in FIGURES if any(name in run.figures for run in found)]
+    shown = [name for name in FIGURES if any(name in run.figures for run in listed_runs)]
     for column in ("state", "step", *(_NAMES[name] for name in shown), "age", "recipe", "folder"):
         is_text = column in ("state", "recipe", "folder")
         table.add_column(column, no_wrap=True, justify="left" if is_text else "right")
-    for run in found:
+    for run in listed_runs:
         figures = [_figure(name, run.figures.get(name)) for name in shown]
         table.add_row(*map(Text, (run.state, str(run.step), *figures, _age(run.age_s), run.recipe, run.folder)))
-    console = Console(width=max(len(run.folder) + len(run.recipe) for run in found) + 90, soft_wrap=True)
+    console = Console(width=max(len(run.folder) + len(run.recipe) for run in listed_runs) + 90, soft_wrap=True)
     console.print(table)
-    for run in found:
+    for run in listed_runs:
         if run.why and run.state in ("failed", "running", "waiting"):
-            say(f"{run.state}: {run.folder}: {run.why}", console)
+            print_line(f"{run.state}: {run.folder}: {run.why}", console)
         if run.resume:
-            say(f"resume: {run.resume}", console)
+            print_line(f"resume: {run.resume}", console)
 
 
 def _figure(name: str, value: float | None) -> str:

@@ -148,8 +148,8 @@ def _recipes_of_glob(word: str, folders: Sequence[str]) -> str:
         return word
     glob = OverridesParser.create().parse_override(word).value()
     assert isinstance(glob, Glob)
-    found = glob.filter(recipe_names(folders))
-    return f"config={','.join(found)}" if found else word
+    matching = glob.filter(recipe_names(folders))
+    return f"config={','.join(matching)}" if matching else word
 
 
 def _run_job(cfg: DictConfig) -> int:
@@ -178,7 +178,7 @@ def _train_seeds(seeds: Sequence[int], folder: Path, is_sweep: bool) -> NoReturn
     """Become the sweep over SEED_VALUE that ``config.SEEDS`` stands for.
 
     Args:
-        seeds: of ``config.SEEDS``.
+        seeds: seeds of ``config.SEEDS``.
         folder: the run folder, which becomes the sweep's.
         is_sweep: this is a job of a sweep already.
     Raises:

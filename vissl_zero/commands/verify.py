@@ -58,7 +58,7 @@ class StepDifference:
     """How far two runs are apart after one step.
 
     Attributes:
-        step: from 1.
+        step: number of the step, from 1.
         loss: absolute difference of the losses.
         parameter: largest absolute difference of an element of a parameter or buffer.
         name: where that is.
@@ -99,17 +99,17 @@ def verify(arguments: Sequence[str]) -> int:
 
 def _require_trainable(cfg: RunConfig) -> None:
     """Check that there are steps to compare, and that this machine can take them."""
-    found = []
+    problems = []
     if cfg.TEST_ONLY:
-        found.append(
+        problems.append(
             Problem("config.TEST_ONLY", "True", "must be false to verify", "A run without steps proves nothing.")
         )
     if cfg.DISTRIBUTED.NUM_NODES > 1:
         key, number = "config.DISTRIBUTED.NUM_NODES", str(cfg.DISTRIBUTED.NUM_NODES)
         fix = f"Write {key}=1, with config.DISTRIBUTED.NUM_PROC_PER_NODE processes in all."
-        found.append(Problem(key, number, "must be 1 to verify, which runs on this machine", fix))
-    if found:
-        raise ConfigError(found)
+        problems.append(Problem(key, number, "must be 1 to verify, which runs on this machine", fix))
+    if problems:
+        raise ConfigError(problems)
 
 
 def _parse(arguments: Sequence[str]) -> tuple[list[str], int, float]:

@@ -1,0 +1,1 @@
+"""What may be written: typed keys with their limits, composition, recipes. It decides nothing."""

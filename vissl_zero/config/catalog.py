@@ -83,8 +83,8 @@ def use_own_images(data: Data, chosen: Collection[str]) -> list[str]:
 
 def source_of(paths: Sequence[str]) -> str:
     """Return the source that reads what is at ``paths``: disk_folder unless all of them are of one packed format."""
-    found = {_format_of(Path(path).expanduser()) for path in paths}
-    return found.pop() if len(found) == 1 else "disk_folder"
+    formats = {_format_of(Path(path).expanduser()) for path in paths}
+    return formats.pop() if len(formats) == 1 else "disk_folder"
 
 
 def _format_of(path: Path) -> str:
@@ -92,7 +92,8 @@ def _format_of(path: Path) -> str:
         if path.is_file() and (form := _FILES.get(path.suffix.lower())):
             return form
         if path.suffix == ".npy" and path.is_file():
-            return _of_array(path)
+            with path.open("rb") as file:  # its header names the type of its items: pixels, or the characters of paths
+                return "npy" if b"'descr': '|u1'" in file.read(256) else "disk_filelist"
         names = {path.name} if path.is_file() else {entry.name for entry in path.iterdir()}
     except (OSError, ValueError):
         return "disk_folder"
@@ -105,18 +106,12 @@ def _format_of(path: Path) -> str:
     return "webdataset" if any(name.endswith(".tar") for name in names) else "disk_folder"
 
 
-def _of_array(path: Path) -> str:
-    """Tell an array of pixels from a list of paths by its header, which names the type of its items."""
-    with path.open("rb") as file:
-        return "npy" if b"'descr': '|u1'" in file.read(256) else "disk_filelist"
-
-
 def find_catalog(recipe_folders: Iterable[Path], environment: Mapping[str, str] = os.environ) -> Path | None:
     """Find the catalog to use: VISSL_ZERO_CATALOG, else the one beside the recipes, else ``~/.vissl_zero``'s.
 
     Args:
         recipe_folders: folders that hold ``config/``, in the order in which recipes are looked for.
-        environment: of the process.
+        environment: environment of the process.
     Raises:
         ConfigError: the variable names no file.
     """
@@ -147,12 +142,12 @@ def use_catalog(data: Data, catalog: Path | None) -> list[str]:
         wanting = {}
     entries, notes = read_catalog(catalog) if catalog is not None and wanting else {}, list[str]()
     for name, split in wanting.items():
-        found = [_paths(entries, dataset, SPLITS[name]) for dataset in split.DATASET_NAMES]
-        if not all(images for images, _ in found):
+        paths = [_paths(entries, dataset, SPLITS[name]) for dataset in split.DATASET_NAMES]
+        if not all(images for images, _ in paths):
             continue
-        split.DATA_PATHS = [images for images, _ in found]
+        split.DATA_PATHS = [images for images, _ in paths]
         if "disk_filelist" in split.LABEL_SOURCES and not split.LABEL_PATHS:
-            split.LABEL_PATHS = [labels for _, labels in found if labels]
+            split.LABEL_PATHS = [labels for _, labels in paths if labels]
         names = ", ".join(split.DATASET_NAMES)
         notes.append(f"config.DATA.{name}: {names} is read from {', '.join(split.DATA_PATHS)} ({catalog}).")
     return notes + [note for name in SPLITS for note in _outside_facebook(name, getattr(data, name))]
@@ -170,7 +165,7 @@ def _outside_facebook(name: str, split: Split) -> list[str]:
 
 def missing(data: Data) -> list[Problem]:
     """Report data sets that are named and in no catalog, with the line to add."""
-    found = []
+    problems = []
     for name in SPLITS:
         split = getattr(data, name)
         if not _wants_paths(split):
@@ -179,8 +174,8 @@ def missing(data: Data) -> list[Problem]:
         fix = f"Add to {home_catalog()} (or to the file that {VARIABLE} names): {line}"
         paths = f"or write config.DATA.{name}.DATA_PATHS=[/path/to/images]."
         must = "must be in a dataset catalog, because no DATA_PATHS are given"
-        found.append(Problem(f"config.DATA.{name}.DATASET_NAMES", str(split.DATASET_NAMES), must, f"{fix}, {paths}"))
-    return found
+        problems.append(Problem(f"config.DATA.{name}.DATASET_NAMES", str(split.DATASET_NAMES), must, f"{fix}, {paths}"))
+    return problems
 
 
 def _wants_paths(split: Split) -> bool:
@@ -236,15 +231,15 @@ def with_public_paths(text: str) -> tuple[str, list[Replacement]]:
     Args:
         text: YAML, as VISSL writes it: one value a line, or a list within a line.
     """
-    lines, found = [], []
+    lines, replacements = [], []
     for number, line in enumerate(text.split("\n"), 1):
         code, mark, comment = line.partition(" #")
         fixed, why = _fixed(code)
         if why:
-            found.append(Replacement(number, code.strip(), fixed.strip()))
+            replacements.append(Replacement(number, code.strip(), fixed.strip()))
             line = f"{fixed.rstrip()}  # vissl-zero: {'; '.join(why)}{mark}{comment}"
         lines.append(line)
-    return "\n".join(lines), found
+    return "\n".join(lines), replacements
 
 
 def _fixed(code: str) -> tuple[str, list[str]]:
@@ -262,8 +257,8 @@ def _fixed(code: str) -> tuple[str, list[str]]:
     if _TO_SPECIFY.search(code):
         code = _TO_SPECIFY.sub("/path/to/weights.torch", code)
         why.append("name the initial weights")
-    if found := _EVERSTORE.search(code):
+    if setting := _EVERSTORE.search(code):
         code = _EVERSTORE.sub(r"\g<key>: [disk_filelist]", code)
-        what = "a list of images" if found["key"] == "DATA_SOURCES" else "a list of labels"
+        what = "a list of images" if setting["key"] == "DATA_SOURCES" else "a list of labels"
         why.append(f"everstore is Facebook's; name {what} (.npy) or write disk_folder")
     return code, why

@@ -51,9 +51,9 @@ def explain(error: BaseException, folders: Sequence[str] = (), overrides: Sequen
     """Convert an error into a ``ConfigError`` with one sentence.
 
     Args:
-        error: of ``EXPLAINABLE`` or ``BEFORE_A_JOB``.
-        folders: that --config-dir and hydra.searchpath name, to look for recipes in.
-        overrides: of the command line.
+        error: error of ``EXPLAINABLE`` or ``BEFORE_A_JOB``.
+        folders: folders that --config-dir and hydra.searchpath name, to look for recipes in.
+        overrides: overrides of the command line.
     """
     if isinstance(error, BEFORE_A_JOB) and not isinstance(error, EXPLAINABLE):
         return ConfigError([_around_a_job(error)])
@@ -76,9 +76,11 @@ def explain(error: BaseException, folders: Sequence[str] = (), overrides: Sequen
         )
         return ConfigError([Problem("command line", repr(error.override), "must be an override", fix)])
     text = " ".join(str(error).split())
-    if found := re.match(r"Ambiguous value for argument '([^=']+)=(.*?)'", text):
+    if ambiguous := re.match(r"Ambiguous value for argument '([^=']+)=(.*?)'", text):
         fix = "A number has a point: 0.1. Write [a,b] for a list; add -m to run once with each value."
-        return ConfigError([Problem(found[1], repr(found[2]), "must be one value, and commas separate several", fix)])
+        return ConfigError(
+            [Problem(ambiguous[1], repr(ambiguous[2]), "must be one value, and commas separate several", fix)]
+        )
     if "You must specify 'config'" in text:
         return ConfigError([no_recipe(folders)])
     return ConfigError([Problem("command line", "", text.rstrip("."), "See vissl-zero --help.")])
@@ -105,11 +107,6 @@ def no_recipe(folders: Sequence[str] = ()) -> Problem:
     number = len(recipe_names(folders))
     fix = f"Write config=<recipe>. First: config=quickstart/swav_digits; vissl-zero list recipes lists {number}"
     return Problem("config", "", "must name a recipe", f"{fix}, vissl-zero --help the rest.")
-
-
-def _recipes(folders: Sequence[str]) -> str:
-    names = recipe_names(folders)
-    return ", ".join(names if len(names) <= MOST_LISTED else [*names[:MOST_LISTED], "..."])
 
 
 def _around_a_job(error: OSError | ValueError | UserWarning) -> Problem:
@@ -141,8 +138,8 @@ def _missing_file(error: MissingConfigException, folders: Sequence[str], overrid
         if fix := _level_of_folder(Path(folder), option):
             return Problem("--config-dir", repr(str(folder)), "must name the folder that holds config/", fix)
     if any(word.removeprefix("config=") == f"{option}.yaml" for word in overrides):
-        own = Path(option).name
-        fix = f"Put it in configs/config/ and write config={own}."
+        file_name = Path(option).name
+        fix = f"Put it in configs/config/ and write config={file_name}."
         return Problem("config", repr(f"{option}.yaml"), "must name a recipe, not a file", fix)
     arguments = {recipe.name: recipe.argument for recipe in list_recipes(folders)}
     if Path(option).is_absolute() or option.startswith("."):
@@ -150,7 +147,8 @@ def _missing_file(error: MissingConfigException, folders: Sequence[str], overrid
     elif near := get_close_matches(option, arguments, cutoff=0.5):
         fix = f"Did you mean {' or '.join(arguments[name] for name in near)}?"
     else:
-        fix = f"Recipes: {_recipes(folders)}."
+        names = recipe_names(folders)
+        fix = f"Recipes: {', '.join(names if len(names) <= MOST_LISTED else [*names[:MOST_LISTED], '...'])}."
     where = f" --config-dir {folders[0]}" if folders else ""
     return Problem("config", repr(option), "must name a recipe", f"{fix} vissl-zero list recipes{where} lists all.")
 
@@ -194,18 +192,18 @@ _OF_DETECTRON = {"_BASE_", "SOLVER", "DATASETS"}
 
 def of_another_program(tree: DictConfig) -> list[Problem]:
     """Check whether an untyped tree is no recipe but a file of Detectron2's, as VISSL's object_detection are."""
-    found = tree.get("config")
-    if not isinstance(found, DictConfig) or found._is_none() or not {*map(str, found)} & _OF_DETECTRON:
+    block = tree.get("config")
+    if not isinstance(block, DictConfig) or block._is_none() or not {*map(str, block)} & _OF_DETECTRON:
         return []
     return [Problem("config", "", "must name a recipe, and this is a configuration of Detectron2", DETECTION)]
 
 
-def every_mistake(given: DictConfig, typed: DictConfig | None = None, prefix: str = "") -> list[Problem]:
+def every_mistake(tree: DictConfig, typed: DictConfig | None = None, prefix: str = "") -> list[Problem]:
     """List every key and value of an untyped tree that the typed one refuses."""
     node = copy.deepcopy(schema()) if typed is None else typed
     is_open, problems = OmegaConf.get_type(node) is dict, []
-    for name in map(str, given):
-        child, below = given._get_node(name), node._get_node(name) if name in node else None
+    for name in map(str, tree):
+        child, below = tree._get_node(name), node._get_node(name) if name in node else None
         if name not in node:
             problems += [] if is_open else [unknown_key(f"{prefix}{name}", schema())]
         elif isinstance(child, DictConfig) and isinstance(below, DictConfig) and not below._is_none():
@@ -288,8 +286,8 @@ def typed(
     Args:
         cfg: what Hydra composed.
         recipe: what ``config=`` named.
-        overrides: of the command line.
-        folders: in which Hydra looked for recipes, those of the command line first; unset: those that
+        overrides: overrides of the command line.
+        folders: folders in which Hydra looked for recipes, those of the command line first; unset: those that
             ``overrides`` name and ``recipe_folders()``.
     Raises:
         ConfigError: an interpolation cannot be resolved or a value is missing.
@@ -314,17 +312,13 @@ def typed(
         begin_program(run, run.PROGRAM)
     chosen = {word.split("=")[0].lstrip("+").removeprefix("config.") for word in overrides}
     notes = use_own_names(run, chosen) + use_own_images(run.DATA, chosen)
-    notes += use_catalog(run.DATA, find_catalog(_named_folders(overrides) if folders is None else folders))
+    folders = [*_searchpath(overrides), *recipe_folders()] if folders is None else folders
+    notes += use_catalog(run.DATA, find_catalog(folders))
     if not 0 <= cfg.node_id < max(1, run.DISTRIBUTED.NUM_NODES):
         must = f"must be 0 to {run.DISTRIBUTED.NUM_NODES - 1}, as there are {run.DISTRIBUTED.NUM_NODES} machines"
         fix = "Give each machine its own number; config.DISTRIBUTED.NUM_NODES is their number."
         raise ConfigError([Problem("node_id", str(cfg.node_id), must, fix)])
     return Composed(run, {str(key): value for key, value in written.items()}, recipe, cfg.node_id, tuple(notes))
-
-
-def _named_folders(overrides: Sequence[str]) -> list[Path]:
-    """List the folders outside of packages in which recipes are looked for, those of the command line first."""
-    return [*_searchpath(overrides), *recipe_folders()]
 
 
 def _searchpath(overrides: Sequence[str]) -> list[Path]:
@@ -388,12 +382,12 @@ def _quoted(value: str) -> str:
 
 def _other_programs(cfg: DictConfig) -> list[Problem]:
     """Refuse VISSL's other programs, which a recipe's root names."""
-    found = []
+    programs = []
     if cfg.engine_name not in (TRAIN, *PROGRAMS):
-        found.append(unknown_engine(cfg.engine_name))
+        programs.append(unknown_engine(cfg.engine_name))
     if cfg.VERSION != 1:
-        found.append(Problem("VERSION", repr(cfg.VERSION), "must be 1", "Use a recipe of version 1."))
-    return found
+        programs.append(Problem("VERSION", repr(cfg.VERSION), "must be 1", "Use a recipe of version 1."))
+    return programs
 
 
 def unknown_engine(name: object) -> Problem:
@@ -429,9 +423,9 @@ def explained(error: BaseException, overrides: Sequence[str], folders: Sequence[
     """Collect all refusals while composing in one ConfigError: every mistyped key and value; Hydra stops at the first.
 
     Args:
-        error: of ``EXPLAINABLE``, ``BEFORE_A_JOB`` or ``IN_A_LIST``.
-        overrides: of the command line, ``config=`` too.
-        folders: that --config-dir and hydra.searchpath name.
+        error: error of ``EXPLAINABLE``, ``BEFORE_A_JOB`` or ``IN_A_LIST``.
+        overrides: overrides of the command line, ``config=`` too.
+        folders: folders that --config-dir and hydra.searchpath name.
     Raises:
         TypeError: ``error`` itself, where no mistake of the user's is found behind it.
     """
@@ -443,16 +437,16 @@ def explained(error: BaseException, overrides: Sequence[str], folders: Sequence[
     first = explain(error, [*folders, *map(str, _searchpath_or_none(overrides))], overrides) if not lost else None
     try:
         tree = untyped([word for word in words if word not in lost], folders)
-        found = of_another_program(tree)
-        if found:
-            return ConfigError(found)
-        found = every_mistake(tree)
+        problems = of_another_program(tree)
+        if problems:
+            return ConfigError(problems)
+        problems = every_mistake(tree)
     except Exception:  # noqa: BLE001 - what is wrong beyond the first mistake cannot be composed either
         return first or ConfigError(in_lists)
     if first is None:
-        return ConfigError([*in_lists, *found])
+        return ConfigError([*in_lists, *problems])
     # Where even the first mistake is not found again, the untyped tree is not what the user meant.
-    return ConfigError(found) if first.problems[0].key in [problem.key for problem in found] else first
+    return ConfigError(problems) if first.problems[0].key in [problem.key for problem in problems] else first
 
 
 def _blocked(words: Sequence[str], folders: Sequence[str]) -> dict[str, Problem]:

@@ -123,9 +123,9 @@ def constraint_problems(value: Any, key: str, unused: Collection[str] = ()) -> I
     if is_dataclass(value) and not isinstance(value, type):
         for item in fields(value):
             inner, path = getattr(value, item.name), f"{key}.{item.name}"
-            found = [*_of_type(inner, str(item.type), path)] or [*constraint_problems(inner, path, unused)]
-            yield from found
-            if _KEY in item.metadata and not found and path not in unused:
+            problems = [*_of_type(inner, str(item.type), path)] or [*constraint_problems(inner, path, unused)]
+            yield from problems
+            if _KEY in item.metadata and not problems and path not in unused:
                 yield from _outside(inner, item.metadata[_KEY], path)
     elif isinstance(value, Mapping):
         for name, inner in value.items():
@@ -141,10 +141,10 @@ def constraint_problems(value: Any, key: str, unused: Collection[str] = ()) -> I
 
 def _of_type(value: Any, annotation: str, key: str) -> Iterator[Problem]:
     """Refuse elements of a typed list that are something else: OmegaConf lets containers among numbers pass."""
-    found = re.fullmatch(r"list\[(int|float|str)\](?: \| None)?", annotation)
-    if not found or not isinstance(value, (list, tuple)):
+    list_type = re.fullmatch(r"list\[(int|float|str)\](?: \| None)?", annotation)
+    if not list_type or not isinstance(value, (list, tuple)):
         return
-    kind, words = _ELEMENTS[found[1]]
+    kind, words = _ELEMENTS[list_type[1]]
     # A bool is an int to Python.
     wrong = [item for item in value if not isinstance(item, kind) or (isinstance(item, bool) and kind is not str)]
     if wrong:
@@ -180,13 +180,6 @@ def at_least(key: str, value: float | None, least: float, fix: str = "") -> list
     if value is None or value >= least:
         return []
     return [Problem(f"config.{key}", str(value), f"must be at least {least}", fix or f"Write config.{key}={least}.")]
-
-
-def at_most(key: str, value: float, most: float) -> list[Problem]:
-    """Check that ``value`` is at most ``most``."""
-    if value <= most:
-        return []
-    return [Problem(f"config.{key}", str(value), f"must be at most {most}", f"Lower config.{key}.")]
 
 
 def above_zero(key: str, value: float | None) -> list[Problem]:

@@ -32,8 +32,8 @@ def begin_program(run: RunConfig, name: str) -> None:
     """Make of a recipe a run of a program, in place: nothing is trained, and trunk and heads are frozen.
 
     Args:
-        run: as it was written; with heads of VISSL's names.
-        name: of ``PROGRAMS``.
+        run: run as it was written; with heads of VISSL's names.
+        name: name of ``PROGRAMS``.
     """
     run.PROGRAM, run.TEST_ONLY = name, True
     run.CHECKPOINT.CHECKPOINT_FREQUENCY = run.CHECKPOINT.CHECKPOINT_ITER_FREQUENCY = -1

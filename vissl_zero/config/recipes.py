@@ -122,15 +122,15 @@ def list_recipes(folders: Sequence[str | Path] = ()) -> list[Recipe]:
         folders: more folders to look in (--config-dir, hydra.searchpath); theirs come first.
     """
     roots = [*map(Path, folders), Path(str(files("vissl_zero.conf"))), *recipe_folders()]
-    found: dict[str, Recipe] = {}
+    recipes: dict[str, Recipe] = {}
     for root in roots:
         for folder, _, names in sorted(os.walk(root / "config")):
             for name in sorted(names):
                 path = Path(folder) / name
                 if name.endswith(".yaml") and is_file(path):
                     recipe = _read(str(path.relative_to(root / "config").with_suffix("")), path)
-                    found.setdefault(recipe.name, recipe)
-    return list(found.values())
+                    recipes.setdefault(recipe.name, recipe)
+    return list(recipes.values())
 
 
 def recipe_names(folders: Sequence[str | Path] = ()) -> list[str]:
@@ -170,7 +170,7 @@ class RecipeFile:
     Attributes:
         overlay: name of a part that is laid over the recipe; empty for none.
         folder: holds ``config/``; empty for recipes that are found without it.
-        program: that the recipe is for, where no ``engine_name`` in it says so: VISSL's SVM recipes.
+        program: program that the recipe is for, where no ``engine_name`` in it says so: VISSL's SVM recipes.
     """
 
     recipe: str
@@ -209,7 +209,7 @@ def recipe_files(folder: Path, with_parts: bool = False) -> Iterator[RecipeFile]
     inside = sorted(folder.rglob("*.yaml"))
     above = [file for parent in folder.parents if parent.is_relative_to(root) for file in sorted(parent.glob("*.yaml"))]
     blocks = {file: _blocks(file) for file in (*inside, *above)}
-    bases = [file for file, found in blocks.items() if found >= _COMPLETE | {"loss"}]
+    bases = [file for file, names in blocks.items() if names >= _COMPLETE | {"loss"}]
 
     def name(file: Path) -> str:
         return file.relative_to(root).with_suffix("").as_posix()
@@ -325,8 +325,8 @@ def _begins_with_recipe(file: Path) -> bool:
 
 def _base(file: Path, bases: list[Path], root: Path) -> Path | None:
     for folder in file.parents:
-        if found := [base for base in bases if base.parent == folder and base != file]:
-            return found[0]
+        if complete := [base for base in bases if base.parent == folder and base != file]:
+            return complete[0]
         if folder == root:
             break
     return None
@@ -337,18 +337,18 @@ def _blocks(file: Path) -> set[str]:
     tree = _tree(file)
     config = _block(tree, "config")
     data = _block(config, "DATA")
-    found = {"trunk"} if _block(_block(config, "MODEL"), "TRUNK").get("NAME") else set()
-    found |= {"data"} if data.get("TRAIN") or data.get("TEST") else set()
-    found |= {"optimizer"} if config.get("OPTIMIZER") else set()
+    blocks = {"trunk"} if _block(_block(config, "MODEL"), "TRUNK").get("NAME") else set()
+    blocks |= {"data"} if data.get("TRAIN") or data.get("TEST") else set()
+    blocks |= {"optimizer"} if config.get("OPTIMIZER") else set()
     # Recipes of VISSL's programs train nothing, so that they name neither.
     engine = tree.get("engine_name") if isinstance(tree, dict) else None
     is_of_program = (
         _block(config, "NEAREST_NEIGHBOR") or _program(tree) or (isinstance(engine, str) and engine in PROGRAMS)
     )
     names_images = _block(data, "TRAIN").get("DATA_SOURCES") or _block(config, "IMG_RETRIEVAL")
-    if names_images and is_of_program and "trunk" in found:
-        found |= {"data", "optimizer", "loss"}
-    return found | ({"loss"} if _block(config, "LOSS").get("name") else set())
+    if names_images and is_of_program and "trunk" in blocks:
+        blocks |= {"data", "optimizer", "loss"}
+    return blocks | ({"loss"} if _block(config, "LOSS").get("name") else set())
 
 
 def _program(tree: Any) -> str:

@@ -89,15 +89,15 @@ def _default(value: Any) -> str:
 
 def keys_of(schema: type) -> list[Key]:
     """List the fields written in a dataclass's source or its bases', with the sentence under each."""
-    found: dict[str, Key] = {}
+    keys: dict[str, Key] = {}
     for cls in reversed(schema.__mro__):
         body = _body(cls.__module__, cls.__name__)
         for statement, following in zip(body, [*body[1:], None], strict=False):
             if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
                 name, annotation = statement.target.id, ast.unparse(statement.annotation)
                 if not annotation.startswith("ClassVar"):
-                    found[name] = Key(name, annotation, _text(following))
-    return list(found.values())
+                    keys[name] = Key(name, annotation, _text(following))
+    return list(keys.values())
 
 
 @cache

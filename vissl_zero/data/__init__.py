@@ -1,0 +1,1 @@
+"""From files to batches: sources, transforms, the order of samples, loaders."""

@@ -33,8 +33,8 @@ class LoadingCost:
     """What an image costs one core.
 
     Attributes:
-        num_images: that were measured.
-        num_broken: that could not be used.
+        num_images: number of images that were measured.
+        num_broken: number of images that could not be used.
         seconds: part -> seconds an image: read, decode, each transform, collate. Reading is measured by the clock, the
             rest in processor time.
     """
@@ -73,7 +73,7 @@ def measure(data: Data, seed: int, batch: int, num_images: int) -> LoadingCost:
         data: the resolved DATA block.
         seed: SEED_VALUE.
         batch: images that are collated at a time.
-        num_images: to measure at most.
+        num_images: number of images to measure at most.
     Raises:
         ConfigError, DataError: as ``build_loader``; also where none of the images can be used.
     """
@@ -125,10 +125,10 @@ class Supply:
     """What the loader of a rank gives beside what a step needs.
 
     Attributes:
-        images_per_step: of a rank.
+        images_per_step: images that a rank takes in a step.
         workers: NUM_DATALOADER_WORKERS.
-        cores: of this machine, for each of its ranks.
-        seconds: of a core, an image.
+        cores: cores of this machine, for each of its ranks.
+        seconds: seconds of a core for an image.
     """
 
     images_per_step: int
@@ -170,9 +170,9 @@ def advice(data: Data, cost: LoadingCost, supply: Supply, step_seconds: float | 
 
     Args:
         data: the resolved DATA block.
-        cost: of an image.
-        supply: of a rank.
-        step_seconds: of all else that a step does; None: not known.
+        cost: cost of an image.
+        supply: supply of a rank.
+        step_seconds: step seconds of all else that a step does; None: not known.
     """
     if step_seconds is not None and not supply.data_wait(step_seconds):
         return []

@@ -103,15 +103,15 @@ class Findings:
 
     Attributes:
         source: its name under DATA_SOURCES, and its path.
-        num_images: with the broken ones.
-        num_bytes: of the files; 0 where the source has none.
+        num_images: number of images, the broken ones included.
+        num_bytes: number of bytes of the files; 0 where the source has none.
         classes: name -> images, of all classes; empty without labels.
         sizes: "width", "height" and "shorter side" -> minimum, median and maximum in pixels.
         formats: "JPEG RGB" -> images, most first.
         flagged: flag of ``FLAGS`` -> images.
         broken: the first of them: (name, reason).
         num_duplicates: images whose content an earlier one has.
-        num_relabeled: of these, those that have another class than it.
+        num_relabeled: number of these with another class than it.
         duplicates: the first of them: (name, name of the earlier one).
         samples: indices of readable images, spread over the source.
     """

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from vissl_zero.data.changes import Changes
 from vissl_zero.data.decode import BrokenImageError
 from vissl_zero.data.pipeline import Pipeline
 from vissl_zero.data.source import Source
@@ -50,7 +51,7 @@ class MicroBatchDataset(Dataset[Loaded]):
 
     Args:
         source: the images.
-        pipeline: from an image to its crops.
+        pipeline: pipeline from an image to its crops.
         seed: SEED_VALUE.
         skip_broken: use the next readable image of the source in place of a broken one, instead of raising.
         label_type: LABEL_TYPE, what a sample's target is: "standard" (its class), "sample_index" or "zero".
@@ -110,8 +111,11 @@ class MicroBatchDataset(Dataset[Loaded]):
             [index for index, shape in enumerate(shapes) if shape == wanted] for wanted in dict.fromkeys(shapes)
         ]
         ids = torch.tensor(plan.sample_ids, dtype=torch.int64)
+        stacks = [[sample[crop] for crop in same for sample in crops] for same in resolutions]
+        changes = [self.pipeline.changes(stack) for stack in stacks]
         return ImageBatch(
-            images=[self.pipeline.stacked([sample[crop] for crop in same for sample in crops]) for same in resolutions],
+            images=[self.pipeline.stacked(stack) for stack in stacks],
+            changes=tuple(change for change in changes if change is not None),
             num_crops=[len(same) for same in resolutions],
             targets=self._targets([sample.label for sample in samples], ids),
             sample_ids=ids,
@@ -150,6 +154,7 @@ class ImageBatch:
         num_global: samples of this micro-batch over all ranks, right for a partial last batch too.
         stand_ins: places from 0 to B - 1 of the samples that were replaced.
         masks: (B, H, W) uint8, the class of each pixel of the one crop, 255 where it does not count; None without.
+        changes: of the images of each resolution, which are uint8 then; ``to`` does them. Empty: they are done.
     """
 
     images: list[Tensor]
@@ -159,6 +164,14 @@ class ImageBatch:
     num_global: int
     stand_ins: tuple[int, ...] = ()
     masks: Tensor | None = None
+    changes: tuple[Changes, ...] = ()
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All tensors."""
+        single = (self.targets, self.sample_ids, self.masks)
+        changes = [tensor for change in self.changes for tensor in change.tensors]
+        return [*self.images, *changes, *(tensor for tensor in single if tensor is not None)]
 
     @property
     def num_local(self) -> int:
@@ -166,10 +179,17 @@ class ImageBatch:
         return len(self.sample_ids)
 
     def to(self, device: torch.device | str, dtype: torch.dtype) -> ImageBatch:
-        """Copy the batch to ``device``, images as ``dtype``; asynchronously from pinned memory."""
+        """Copy the batch to ``device``, do its changes, images as ``dtype``; asynchronously from pinned memory."""
+        if self.changes:
+            copies = [image.to(device, non_blocking=True, copy=True) for image in self.images]
+            changes = [change.each(lambda tensor: tensor.to(device, non_blocking=True)) for change in self.changes]
+            images = [change(copy).to(dtype) for change, copy in zip(changes, copies, strict=True)]
+        else:
+            images = [image.to(device=device, dtype=dtype, non_blocking=True) for image in self.images]
         return replace(
             self,
-            images=[image.to(device=device, dtype=dtype, non_blocking=True) for image in self.images],
+            images=images,
+            changes=(),
             targets=None if self.targets is None else self.targets.to(device, non_blocking=True),
             masks=None if self.masks is None else self.masks.to(device, non_blocking=True),
             sample_ids=self.sample_ids.to(device, non_blocking=True),
@@ -180,6 +200,7 @@ class ImageBatch:
         return replace(
             self,
             images=[image.pin_memory() for image in self.images],
+            changes=tuple(change.each(Tensor.pin_memory) for change in self.changes),
             targets=None if self.targets is None else self.targets.pin_memory(),
             masks=None if self.masks is None else self.masks.pin_memory(),
             sample_ids=self.sample_ids.pin_memory(),
@@ -192,6 +213,11 @@ _SHUFFLE = -1  # in place of a sample id
 def key_of(seed: int, epoch: int, sample_id: int) -> int:
     """Mix (seed, epoch, sample) to 64 bits, the same on every machine."""
     return int.from_bytes(blake2b(struct.pack("<qqq", seed, epoch, sample_id), digest_size=8).digest(), "little")
+
+
+def epoch_of_views(epoch: int, period: int | None) -> int:
+    """Return the epoch whose augmentations an epoch shows: AUGMENTATION_PERIOD repeats those of the first ones."""
+    return epoch % period if period else epoch
 
 
 def seed_sample(seed: int, epoch: int, sample_id: int) -> None:

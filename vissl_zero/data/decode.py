@@ -17,6 +17,7 @@ from PIL import ExifTags, Image, ImageOps
 
 from vissl_zero.atomic import open_regular, read_regular
 from vissl_zero.config.blocks.data import Data
+from vissl_zero.data.dicom import ENDING, dicom_image, is_dicom, require_pydicom
 from vissl_zero.errors import DataError
 
 # What Pillow itself calls suspicious: a quarter of a GiB as 24-bit pixels. Pillow only warns there; here it is refused,
@@ -25,7 +26,7 @@ MAX_PIXELS = 89_478_485
 
 # Named, so that no file reaches a decoder that starts another program (EPS runs Ghostscript) or is seldom looked after.
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
-EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
+EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ENDING)
 BACKGROUNDS = {"stored": None, "white": (255, 255, 255), "gray": (128, 128, 128), "black": (0, 0, 0)}
 MAX_FILE_BYTES = 2**30
 MAX_SCANS, MAX_SCANNED = 50, 2 * 10**9  # an encoder writes about 10 scans; 2e9 pixels take a core 5 to 20 s
@@ -77,13 +78,21 @@ class Decoder:
 
         Args:
             data: content of the file.
-            name: of the image, for errors.
+            name: name of the image, for errors.
             look: gets the file as Pillow opened it, with its format and mode, once its pixels have been read.
         Raises:
             BrokenImageError: damaged, truncated, not an image, more than ``max_pixels`` pixels, too slow to decode, or
                 of pixels whose range is not known (floating point, 32-bit integers, 12-bit TIFF).
         """
+        if is_dicom(data):
+            require_pydicom()
         with _named(name), _limit_of(self.max_pixels):
+            if is_dicom(data):
+                decoded = dicom_image(data, lambda width, height: self.check(width, height, data, name))
+                decoded.format = "DICOM"
+                if look is not None:
+                    look(decoded)
+                return decoded.convert("RGB")
             if data[:2] == _GZIP:
                 raise BrokenImageError(str(name), "it is compressed with gzip (unpack it with gunzip)")
             try:
@@ -109,7 +118,7 @@ class Decoder:
 
         Args:
             data: content of the file.
-            name: of the mask, for errors.
+            name: name of the mask, for errors.
         Returns:
             (H, W) uint8 of a palette or of gray, or (H, W, 3) uint8.
         Raises:
@@ -129,6 +138,8 @@ class Decoder:
 
     def size(self, data: bytes, name: str | Path) -> tuple[int, int]:
         """Read width and height of an image as it would be decoded. Raises BrokenImageError."""
+        if is_dicom(data):
+            return self.image(data, name).size
         with _named(name), _limit_of(self.max_pixels), Image.open(io.BytesIO(data), formats=FORMATS) as image:
             is_turned = self.applies_exif and image.getexif().get(ExifTags.Base.Orientation, 1) in _ON_ITS_SIDE
             return (image.height, image.width) if is_turned else (image.width, image.height)

@@ -16,7 +16,7 @@ from PIL import Image
 from torch import Tensor
 
 from vissl_zero.config.blocks.data import Data, split_of
-from vissl_zero.data.dataset import ImageBatch, MicroBatchDataset, MicroBatchPlan, shuffled
+from vissl_zero.data.dataset import ImageBatch, MicroBatchDataset, MicroBatchPlan, epoch_of_views, shuffled
 from vissl_zero.data.pairs import with_masks
 from vissl_zero.data.pipeline import Pipeline
 from vissl_zero.data.source import Source, build_eval_sources, build_source
@@ -33,8 +33,8 @@ class Loader:
 
     Attributes:
         source: all images, those of other ranks included.
-        transform: from an image to its crops.
-        order: which samples are in which step.
+        transform: transform from an image to its crops.
+        order: decides which samples are in which step.
     """
 
     def __init__(self, source: Source, transform: Pipeline, order: EpochOrder, stream: BatchStream):
@@ -52,7 +52,7 @@ class Loader:
         """Yield the micro-batches of each step of an epoch. Begin one epoch after the other, not two at once.
 
         Args:
-            epoch: from 0.
+            epoch: number of the epoch, from 0.
             start_sample: samples of this epoch that were already trained on, over all ranks.
         Raises:
             DataError: an image cannot be used. On this rank alone.
@@ -84,9 +84,9 @@ def build_train_loader(plan: ResolvedRun, rank: int, world_size: int, data: Data
     """Build the loader of the images that a run trains on. Every rank builds its own; nothing is communicated.
 
     Args:
-        plan: of the run.
+        plan: plan of the run.
         rank, world_size: of this process.
-        data: in the place of the plan's DATA.
+        data: replaces the plan's DATA.
     Raises:
         ConfigError, DataError: as ``build_loader``.
     """
@@ -134,6 +134,7 @@ def build_loader(
         micro_batch=batch_per_rank * world_size,
         accumulation_steps=accumulation_steps,
         is_exact=is_exact,
+        augmentation_period=data_cfg.AUGMENTATION_PERIOD,
         rank=rank,
         world_size=world_size,
         seed=seed,
@@ -186,10 +187,11 @@ class EpochOrder:
         micro_batch: samples of a global micro-batch (all ranks).
         accumulation_steps: micro-batches per step.
         rank, world_size: of this process.
-        seed: of the shuffling.
+        seed: seed of the shuffling.
         is_exact: a rank's micro-batches are consecutive parts of its part of the step, so that a rank's samples lie
             together as they would with as many ranks more; otherwise each micro-batch is dealt to ranks by itself.
         drop_last: leave out the samples after the last whole step.
+        augmentation_period: epochs after which augmentations repeat; None: never. The order never does.
     """
 
     num_samples: int
@@ -200,6 +202,7 @@ class EpochOrder:
     seed: int
     drop_last: bool = False
     is_exact: bool = False
+    augmentation_period: int | None = None
 
     @property
     def num_kept(self) -> int:
@@ -222,16 +225,17 @@ class EpochOrder:
         """Yield the micro-batches of each step.
 
         Args:
-            epoch: from 0.
+            epoch: number of the epoch, from 0.
             start_sample: samples of the epoch already trained on, over all ranks; any number, so that a run may resume
                 with another batch size or world size.
         """
         order = shuffled(self.num_samples, self.seed, epoch)[start_sample : self.num_kept]
         if len(order) % self.micro_batch < self.world_size:  # a tail of another length than an epoch from its start has
             order = order[: len(order) - len(order) % self.micro_batch]
+        views = epoch_of_views(epoch, self.augmentation_period)
         for step in order.split(self.micro_batch * self.accumulation_steps):
             if len(step):  # split of an empty tensor gives one empty part
-                yield self._dealt(epoch, step)
+                yield self._dealt(views, step)
 
     def first(self) -> MicroBatchPlan:
         """Make the first micro-batch of an epoch without shuffling: of a run's size, at no cost for any data set."""

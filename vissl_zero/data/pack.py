@@ -42,7 +42,7 @@ def pack(path: Path, out: Path, form: str, size: int | None, report: Callable[[s
     """Pack what DATA_PATHS recognizes at ``path``; if it was interrupted, go on with the first part that is missing.
 
     Args:
-        path: of a folder of images, or of images in another format.
+        path: path of a folder of images, or of images in another format.
         out: folder to write; new, or begun with the same arguments.
         form: one of ``WRITERS``.
         size: shorter side in pixels that larger images are reduced to, as JPEG; None: files as they are.

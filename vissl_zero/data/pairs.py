@@ -26,8 +26,8 @@ class PairPipeline(Pipeline):
     Images come out as they would without masks.
 
     Args:
-        pipeline: of images alone.
-        of_masks: for each of its transforms the one of masks, None where masks stay as they are.
+        pipeline: pipeline of images alone.
+        of_masks: the transform of masks for each of its transforms; None where masks stay as they are.
     """
 
     def __init__(self, pipeline: Pipeline, of_masks: Sequence[Callable[[Any], Any] | None]):
@@ -69,9 +69,9 @@ def with_masks(pipeline: Pipeline, source: Source, data_cfg: Data, entries: Sequ
     """Return the pipeline for the images of ``source``: that of pairs where they have masks.
 
     Args:
-        pipeline: of images alone.
-        source: of the images.
-        data_cfg: for its backend.
+        pipeline: pipeline of images alone.
+        source: source of the images.
+        data_cfg: names the backend.
         entries: the transforms of the pipeline.
     Raises:
         ConfigError: the backend has no masks.

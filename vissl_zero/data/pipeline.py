@@ -13,6 +13,7 @@ from PIL import Image
 from torch import Tensor
 
 from vissl_zero.config.components import typed_options
+from vissl_zero.data.changes import Changes
 from vissl_zero.data.decode import Decoder
 from vissl_zero.data.source import Source
 from vissl_zero.errors import ConfigError, DataError, Problem, did_you_mean
@@ -75,6 +76,10 @@ class Pipeline:
     def stacked(self, crops: Sequence[Any]) -> Tensor:
         """Gather crops of one shape in one new tensor (N, 3, H, W)."""
         return torch.stack(list(crops))
+
+    def changes(self, crops: Sequence[Any]) -> Changes | None:
+        """Return what the device is to do to the crops that ``stacked`` has gathered; None: nothing."""
+        return None
 
     def crops(self, image: Any) -> list[Any]:
         """Make the crops of an image, with their ``shape``, in the order in which they were made.

@@ -24,7 +24,7 @@ class Counted:
 
     Attributes:
         values: (3, 256) int64, how often each channel of the decoded RGB images has each value.
-        num_images: that could be read.
+        num_images: number of images that could be read.
         is_gray: whether all of them are gray.
         bits: per channel, of the image with the most.
     """
@@ -82,8 +82,8 @@ class Statistics:
     """Statistics of all pixels, as the loader reads them: 8-bit RGB, 255 as 1.
 
     Attributes:
-        num_images: that were read.
-        num_broken: that could not be.
+        num_images: number of images that were read.
+        num_broken: number of images that could not be read.
         channels: 1 where every image is gray, else 3.
         bits: per channel, of the image with the most.
         mean, std: of each of the three channels, over all pixels of all images.

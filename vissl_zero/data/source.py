@@ -286,7 +286,7 @@ def described_splits(config: RunConfig, is_labeled: bool = True) -> str:
     """Describe the images that are trained on, and those that are measured on, for people.
 
     Args:
-        config: of the run.
+        config: config of the run.
         is_labeled: whether the images of TRAIN have classes; without, kNN has nothing to measure.
     """
     train, test = (described(config.DATA, split) for split in ("TRAIN", "TEST"))

@@ -19,7 +19,7 @@ def build_eval_pipeline(data_cfg: Data) -> Pipeline:
     The size is that of TRAIN's largest crops (no resizing where TRAIN has none), Normalize is TRAIN's own.
     """
     split = "TEST" if data_cfg.TEST.TRANSFORMS else "TRAIN"
-    return _with_backend(data_cfg, eval_transforms(data_cfg), f"config.DATA.{split}.TRANSFORMS")
+    return _with_backend(data_cfg, eval_transforms(data_cfg), f"config.DATA.{split}.TRANSFORMS", on_device=False)
 
 
 def eval_transforms(data_cfg: Data) -> Sequence[Mapping[str, Any]]:
@@ -56,15 +56,17 @@ def build_split_pipeline(data_cfg: Data, split: str) -> Pipeline:
     Raises:
         ConfigError: as ``build_pipeline``; also transforms that the backend does not have.
     """
-    return _with_backend(data_cfg, split_of(data_cfg, split).TRANSFORMS, f"config.DATA.{split}.TRANSFORMS")
+    on_device, key = data_cfg.AUGMENT_ON == "device", f"config.DATA.{split}.TRANSFORMS"
+    return _with_backend(data_cfg, split_of(data_cfg, split).TRANSFORMS, key, on_device)
 
 
-def _with_backend(data_cfg: Data, entries: Sequence[Mapping[str, Any]], key: str) -> Pipeline:
+def _with_backend(data_cfg: Data, entries: Sequence[Mapping[str, Any]], key: str, on_device: bool) -> Pipeline:
     if data_cfg.BACKEND == "pil":
         return build_pipeline(entries, key)
     try:
-        from vissl_zero.data.fast.pipeline import build_fast_pipeline
+        from vissl_zero.data.fast.device_pipeline import DevicePipeline
+        from vissl_zero.data.fast.pipeline import FastPipeline, build_fast_pipeline
     except ModuleNotFoundError as error:
         fix = "Run pip install vissl-zero[fast], or write config.DATA.BACKEND=pil."
         raise ConfigError([Problem("config.DATA.BACKEND", "fast", f"needs {error.name}", fix)]) from error
-    return build_fast_pipeline(entries, key, Decoder.of(data_cfg))
+    return build_fast_pipeline(entries, key, Decoder.of(data_cfg), DevicePipeline if on_device else FastPipeline)

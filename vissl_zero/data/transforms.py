@@ -169,7 +169,7 @@ class ImgPil2LabTensor:
     """A Lab tensor: lightness from -50 to 50, a and b from -128 to 127, in steps of 8 bits as OpenCV has them.
 
     Args:
-        indices: as in VISSL, which does not use them either; only empty.
+        indices: must be empty; VISSL does not use them either.
     """
 
     def __init__(self, indices: Sequence[int] = ()):
@@ -327,7 +327,7 @@ class ImgPatchesFromTensor:
 
     Args:
         num_patches: tiles, a square number.
-        patch_jitter: by how much a tile's side is smaller than its cell's, in pixels; at least 1.
+        patch_jitter: difference between the sides of a cell and of its tile, in pixels; at least 1.
     """
 
     def __init__(self, num_patches: int = 9, patch_jitter: int = 21):
@@ -397,7 +397,7 @@ class ImgPilMultiCropRandomApply:
 
     Args:
         transforms: applied one after another, all or none of them.
-        prob: for each crop, in the order in which crops are made.
+        prob: probability for each crop, in the order in which crops are made.
     """
 
     takes_all_crops = True

@@ -183,12 +183,11 @@ class _Shared(Dataset[Loaded]):
         loaded = self._dataset[plan]
         if loaded.batch is None:
             return loaded
-        tensors = [*loaded.batch.images, loaded.batch.targets, loaded.batch.sample_ids]
-        size = sum(tensor.nbytes for tensor in tensors if tensor is not None)
+        tensors = loaded.batch.tensors
+        size = sum(tensor.nbytes for tensor in tensors)
         try:
             for tensor in tensors:
-                if tensor is not None:
-                    tensor.share_memory_()
+                tensor.share_memory_()
         except RuntimeError as error:
             if "shared memory" not in str(error):
                 raise

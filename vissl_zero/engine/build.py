@@ -15,6 +15,7 @@ from vissl_zero.data.dataset import seed_sample
 from vissl_zero.data.loader import build_train_loader
 from vissl_zero.engine.hook import TEACHER_CHECKSUM, Run
 from vissl_zero.engine.loop import Frozen, Schedules
+from vissl_zero.engine.teacher_features import TeacherFeatures, folder_of
 from vissl_zero.errors import ConfigError, Problem
 from vissl_zero.methods.method import Method, build_method
 from vissl_zero.methods.mixing import mixing_of
@@ -46,8 +47,8 @@ def build_run(
     by unit (``models/bare.py``).
 
     Args:
-        plan: of the run.
-        device: of this rank.
+        plan: plan of the run.
+        device: device of this rank.
         fill: puts other initial weights into the model, the same on every rank.
         fill_teacher: puts the weights into the model under DISTILLATION, where there is one.
     Raises:
@@ -100,6 +101,10 @@ def build_run(
     )
     if (checksum := sharded.teacher_checksum()) is not None:
         run.results[TEACHER_CHECKSUM] = checksum
+        if plan.config.DISTILLATION.CACHE_FEATURES:
+            source, views = loader.source, plan.config.DATA.AUGMENTATION_PERIOD
+            assert views is not None
+            run.teacher_features = TeacherFeatures(folder_of(plan, source, checksum), len(source), views, device)
     return run, Schedules(plan, groups, loader.steps_per_epoch), frozen
 
 
@@ -129,25 +134,25 @@ def first_teacher(
     """Build the teacher, and what gives its modules their weights by name; None without one.
 
     Args:
-        plan: of the run.
+        plan: plan of the run.
         method: makes it.
         model: the one that is trained; a teacher may be a copy of it.
-        weights: of that.
-        num_classes: of its images.
+        weights: its first weights.
+        num_classes: number of classes of its images.
         load: puts weights into the model under DISTILLATION.
     """
     if not method.has_teacher:
         return None
-    given, its_weights = _origin(plan, model, weights, num_classes, load)
+    source, its_weights = _origin(plan, model, weights, num_classes, load)
     teacher: Model | None = None
     # torch raises where a weight without memory is copied into a buffer of the method's.
     with lost_operations() as lost, suppress(NotImplementedError):
-        teacher = method.make_teacher(given)
-    if teacher is None or lost or (teacher is not given and any(param.is_meta for param in teacher.parameters())):
-        given, its_weights = _origin(plan, model, weights, num_classes, load)
+        teacher = method.make_teacher(source)
+    if teacher is None or lost or (teacher is not source and any(param.is_meta for param in teacher.parameters())):
+        source, its_weights = _origin(plan, model, weights, num_classes, load)
         its_weights.fill_("")  # the method computes with the weights
-        teacher = method.make_teacher(given)
-    return teacher, its_weights.of_copy(teacher).fill_ if teacher is given else lambda _: None
+        teacher = method.make_teacher(source)
+    return teacher, its_weights.of_copy(teacher).fill_ if teacher is source else lambda _: None
 
 
 def _origin(
@@ -192,7 +197,7 @@ def other_model(plan: ResolvedRun, num_classes: int) -> Model | None:
     """Build the model under DISTILLATION, without its weights; None where the teacher is another.
 
     Args:
-        plan: of the run.
-        num_classes: of its images.
+        plan: plan of the run.
+        num_classes: number of classes of its images.
     """
     return build_model(plan.config.DISTILLATION.TEACHER_MODEL, num_classes) if plan.learns_from_other else None

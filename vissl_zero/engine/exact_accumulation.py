@@ -36,21 +36,24 @@ def accumulate_exactly(
     """Accumulate gradients of the loss over all micro-batches of all ranks.
 
     Args:
-        run: in progress; ``method.on_step`` has been called.
-        micro_batches: of this rank, on the CPU.
-        dtype: of images.
+        run: run in progress; ``method.on_step`` has been called.
+        micro_batches: micro batches of this rank, on the CPU.
+        dtype: data type of images.
         watch: entered around the first forward pass with graph.
     Returns:
         0-d float64: this rank's share of the step's loss.
     """
     sharded, method = run.sharded, run.method
     num_samples = sum(batch.num_global for batch in micro_batches)
-    joined = _join(micro_batches, method.loss_sees_images).to(run.device, dtype)
+    if method.loss_sees_images:  # once: the loss sees the whole step's
+        joined = _join([batch.to(run.device, dtype) for batch in micro_batches], with_images=True)
+    else:
+        joined = _join(micro_batches, with_images=False).to(run.device, dtype)
     parts, teacher_parts = [], []
     with torch.no_grad():
         for batch in _loaded(run, micro_batches, dtype):
             if method.has_teacher:
-                teacher_parts.append(method.run_teacher(sharded.teacher, batch))
+                teacher_parts.append(run.run_teacher(batch))
             # The second pass shows the same images, and running statistics must count each batch once.
             with frozen_statistics(sharded.model):
                 parts.append(_wide(method.run_student(sharded.model, batch)))
@@ -65,8 +68,8 @@ def accumulate_exactly(
     # Weighed before it is differentiated: what couples ranks sums their gradients on the way.
     weighed = loss * (joined.num_local * run.world_size / num_samples)
     wanted = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
-    found = iter(torch.autograd.grad(weighed, wanted, allow_unused=True))
-    gradients = [next(found) if isinstance(leaf, Tensor) and leaf.requires_grad else None for leaf in leaves]
+    feature_grads = iter(torch.autograd.grad(weighed, wanted, allow_unused=True))
+    gradients = [next(feature_grads) if isinstance(leaf, Tensor) and leaf.requires_grad else None for leaf in leaves]
     for index, batch in enumerate(_loaded(run, micro_batches, dtype)):
         with sharded.micro_batch(is_last=index == len(micro_batches) - 1):
             with watch if index == 0 else nullcontext():
@@ -80,7 +83,7 @@ def _loaded(run: Run, micro_batches: Sequence[ImageBatch], dtype: torch.dtype) -
     """Yield each micro-batch on the device, random layers keyed by it."""
     for batch in micro_batches:
         set_random_key(run.plan.seed, run.step, batch.sample_ids)
-        yield run.method.see(batch.to(run.device, dtype))
+        yield run.method.prepare(batch.to(run.device, dtype))
 
 
 def _join(micro_batches: Sequence[ImageBatch], with_images: bool) -> ImageBatch:
@@ -91,6 +94,7 @@ def _join(micro_batches: Sequence[ImageBatch], with_images: bool) -> ImageBatch:
     return replace(
         first,
         images=[join_rows(images, sizes) for images in columns] if with_images else [],
+        changes=(),
         targets=None if first.targets is None else torch.cat([t for t in targets if t is not None]),
         masks=None if first.masks is None else torch.cat([b.masks for b in micro_batches if b.masks is not None]),
         sample_ids=torch.cat([batch.sample_ids for batch in micro_batches]),
@@ -121,6 +125,8 @@ def _surrogate(outputs: Sequence[Any], gradients: Sequence[Tensor | None], sizes
                 terms.append((output * 0).sum())
             else:
                 views = len(gradient) // sum(sizes)
-                own = gradient.unflatten(0, (views, sum(sizes))).split(list(sizes), dim=1)[index].flatten(0, 1)
-                terms.append((output * own).sum())
+                crop_gradient = (
+                    gradient.unflatten(0, (views, sum(sizes))).split(list(sizes), dim=1)[index].flatten(0, 1)
+                )
+                terms.append((output * crop_gradient).sum())
     return torch.stack(terms).sum()

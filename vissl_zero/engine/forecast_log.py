@@ -56,12 +56,12 @@ def note_running(folder: Path, step: int, held_bytes: int) -> None:
 
 def outcomes(folder: Path) -> list[Outcome]:
     """Read the lines of a run folder in order; damaged ones are passed over."""
-    found = []
+    outcomes = []
     with suppress(OSError, UnicodeDecodeError):
         for line in (folder / FILE_NAME).read_text(encoding="utf-8").splitlines():
             with suppress(ValueError, TypeError):
-                found.append(Outcome(**json.loads(line)))
-    return found
+                outcomes.append(Outcome(**json.loads(line)))
+    return outcomes
 
 
 def measured_peaks(folder: Path, after: int = 0) -> Iterator[tuple[int, int]]:

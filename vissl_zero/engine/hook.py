@@ -21,6 +21,7 @@ from vissl_zero.sharding.update.histograms import Histograms
 if TYPE_CHECKING:
     from vissl_zero.data.dataset import ImageBatch
     from vissl_zero.data.loader import Loader
+    from vissl_zero.engine.teacher_features import TeacherFeatures
     from vissl_zero.methods.method import Method
     from vissl_zero.methods.online_probe import OnlineProbe
     from vissl_zero.models.model import Model
@@ -38,7 +39,7 @@ class Step:
 
     Attributes:
         step: optimizer steps so far, this one included (the first is 1).
-        epoch: of the step, from 0.
+        epoch: epoch of the step, from 0.
         lr: learning rate of the trunk.
         images_per_s: source images per second over all ranks, data loading included.
         data_wait: share of the step's time in which this rank waited for its loader, 0 to 1.
@@ -142,13 +143,14 @@ class Run:
         first_step: optimizer steps done when this process began; not 0 where it resumes from a checkpoint.
         is_asked_to_stop: some rank was asked to save and stop (``engine/stopping.py``), according to the newest
             record; equal on every rank.
-        histograms: of the newest step, where HOOKS.HISTOGRAMS_EVERY asks for them; else None.
+        histograms: histograms of the newest step, where HOOKS.HISTOGRAMS_EVERY asks for them; else None.
         lr_factor: set by a hook, equal on every rank: what the schedules' learning rates are multiplied by from now on.
         stop: set by a hook, equal on every rank: leave the loop after this step, without ``on_end``.
         unsettled: reads the figures of the newest step; None where that has been done. See ``settle``.
         bytes: this rank's memory by kind, as it was last measured.
         seen: the model inside ``sharded`` that EVALUATED_MODEL names, for the features it keeps of its newest pass
             (``kept_features``).
+        teacher_features: what a frozen teacher gives, on disk; None: it is run in each step.
         results: figures for ``summary.json`` that hooks add (``knn_top1_before`` ...).
     """
 
@@ -174,6 +176,7 @@ class Run:
     records: Records = field(default_factory=Records)
     bytes: Bytes = field(default_factory=Bytes)
     seen: Model | None = None
+    teacher_features: TeacherFeatures | None = None
     results: dict[str, Any] = field(default_factory=dict)
 
     def is_due(self, every_num_epochs: int) -> bool:
@@ -202,6 +205,17 @@ class Run:
         """The classifier that is trained beside the model (``ONLINE_PROBE``)."""
         probe: OnlineProbe | None = getattr(self.method, "online_probe", None)
         return probe
+
+    @torch.no_grad()
+    def run_teacher(self, batch: ImageBatch) -> list[Any]:
+        """Compute the teacher's outputs for a micro-batch, or read them where they are kept. Collective."""
+
+        def compute() -> list[Any]:
+            return self.method.run_teacher(self.sharded.teacher, batch)
+
+        if self.teacher_features is None:
+            return compute()
+        return self.teacher_features.outputs(self.epoch, batch.sample_ids, compute)
 
     def show_probe(self, batch: ImageBatch) -> None:
         """Let the probe learn from the features of the newest forward pass, which was of ``batch``."""

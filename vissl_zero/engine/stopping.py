@@ -47,7 +47,7 @@ class Stop:
     """Why a run is to end.
 
     Attributes:
-        reason: for people ("SIGUSR1", "the time limit", ...).
+        reason: reason for people ("SIGUSR1", "the time limit", ...).
         exit_code: ``STOPPED``, or ``INTERRUPTED`` for Ctrl-C.
     """
 
@@ -79,8 +79,8 @@ def requested_stop() -> Stop | None:
 def end_at(unix_time_s: float | None) -> None:
     """Stop when the clock says so; the earlier of this and ``VISSL_ZERO_END_AT`` counts. None: no limit."""
     global _end_at
-    given = [limit for limit in (unix_time_s, _from_environment()) if limit is not None]
-    _end_at = min(given, default=None)
+    limits = [limit for limit in (unix_time_s, _from_environment()) if limit is not None]
+    _end_at = min(limits, default=None)
 
 
 def deadline() -> float | None:
@@ -133,7 +133,7 @@ class JobNote:
     """One job of a sweep.
 
     Attributes:
-        overrides: as Hydra gave them to the job.
+        overrides: overrides as Hydra gave them to the job.
         code: exit code; None while it runs, or where it was interrupted.
     """
 

@@ -1,0 +1,1 @@
+"""Measures of trained features: kNN, linear classifiers, retrieval, clustering, segmentation, files."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from vissl_zero.collectives import all_reduce_sum
 from vissl_zero.config.blocks.output import METERS, Meters
-from vissl_zero.config.components.heads import layer_names, told_apart
+from vissl_zero.config.components.heads import distinct_names, layer_names
 from vissl_zero.config.programs import PREDICTIONS, TRAIN
 from vissl_zero.data.loader import EvalImages, build_eval_images, require_evaluation
 from vissl_zero.engine.hook import Run, Step
@@ -29,8 +29,8 @@ class Accuracy:
     """Shares of images, 0 to 1, of one head.
 
     Attributes:
-        top1: whose largest logit is their label's.
-        top5: whose label is among the ``TOP_K`` largest logits; None for a head with at most as many outputs.
+        top1: share of images whose largest logit is their label's.
+        top5: share whose label is among the ``TOP_K`` largest logits; None for a head with at most as many outputs.
         by_k: k -> whose label is among the k largest logits, of other k.
     """
 
@@ -57,20 +57,20 @@ class AccuracyHook(CurveHook):
             require_evaluation(run.plan.config.DATA, run.plan.seed)
 
     def on_epoch_end(self, run: Run) -> None:
-        if run.is_due(run.plan.config.TEST_EVERY_NUM_EPOCH) and (found := self._measure(run)) is not None:
-            run.results |= {"top1_latest": found.top1, "top5_latest": found.top5}
+        if run.is_due(run.plan.config.TEST_EVERY_NUM_EPOCH) and (accuracy := self._measure(run)) is not None:
+            run.results |= {"top1_latest": accuracy.top1, "top5_latest": accuracy.top5}
 
     def on_end(self, run: Run) -> None:
         if _ignored_label(run) is None:
             return
-        found = self._measure(run)
+        accuracy = self._measure(run)
         for name in ("top1_latest", "top5_latest"):
             run.results.pop(name, None)
-        run.results["top1"] = None if found is None else found.top1
-        if found is not None and found.top5 is not None:
-            run.results["top5"] = found.top5
-        if found is not None:
-            run.results |= further_figures(run.plan.config.METERS, found)
+        run.results["top1"] = None if accuracy is None else accuracy.top1
+        if accuracy is not None and accuracy.top5 is not None:
+            run.results["top5"] = accuracy.top5
+        if accuracy is not None:
+            run.results |= further_figures(run.plan.config.METERS, accuracy)
 
     def _measure(self, run: Run) -> Accuracy | None:
         """Measure the accuracy of the best head as it is now, which joins the curve. Collective."""
@@ -83,7 +83,7 @@ class AccuracyHook(CurveHook):
         best = max(range(len(heads)), key=lambda index: heads[index].top1)
         if factors := run.plan.optimizer.head_lr_factors:
             rates = [peak(run.plan.optimizer.lr_head or run.plan.optimizer.lr) * factor for factor in factors]
-            names = told_apart([f"{lr:g}" for lr in rates])
+            names = distinct_names([f"{lr:g}" for lr in rates])
             run.results["top1_by_lr"] = {name: head.top1 for name, head in zip(names, heads, strict=True)}
             run.results["best_lr"], run.results["best_head"] = rates[best], best
         if entries := run.plan.config.MODEL.FEATURE_EVAL_SETTINGS.LINEAR_EVAL_FEAT_POOL_OPS_MAP:
@@ -113,14 +113,14 @@ def _numbers(meters: Meters, meter: str) -> list[int]:
     return list(getattr(meters, meter).topk_values) if meter in (meters.name, *meters.names) else []
 
 
-def further_figures(meters: Meters, found: Accuracy) -> dict[str, float]:
+def further_figures(meters: Meters, accuracy: Accuracy) -> dict[str, float]:
     """Compute what METERS names beyond top-1 and top-5, by its name among the results.
 
     Args:
         meters: the resolved block.
         found: accuracy at every number that the block names.
     """
-    shares = {1: found.top1, TOP_K: found.top5, **found.by_k}
+    shares = {1: accuracy.top1, TOP_K: accuracy.top5, **accuracy.by_k}
     figures = {}
     for meter, prefix in METERS.items():
         for k in _numbers(meters, meter):
@@ -134,8 +134,8 @@ def accuracies(run: Run, images: EvalImages, ignored_label: int) -> list[Accurac
     """Measure the accuracy of each head. Collective.
 
     Args:
-        run: with a sharded model in any mode.
-        images: of any number; each is counted once.
+        run: run with a sharded model in any mode.
+        images: images of any number; each is counted once.
         ignored_label: images with this label do not count.
     Returns:
         Equal on every rank; empty if no image has a label.
@@ -168,8 +168,8 @@ def accuracies_of(
     """Measure classifiers on top of the model (``EVALUATED_MODEL``), in evaluation mode. Collective.
 
     Args:
-        run: with a sharded model in any mode.
-        images: of any number; each is counted once.
+        run: run with a sharded model in any mode.
+        images: images of any number; each is counted once.
         score: model, images of one resolution -> logits (n, C) of each classifier.
         num_classifiers: how many ``score`` gives.
         counts_label: labels (n,) -> which of the images count.
@@ -199,12 +199,12 @@ def accuracies_of(
     *counts, num_images = all_reduce_sum(torch.cat([right.flatten(), num_counted])).tolist()
     if not num_images:
         return []
-    found = []
+    accuracies = []
     for index, width in enumerate(widths):
         shares = [count / num_images for count in counts[index * len(ks) : (index + 1) * len(ks)]]
         by_k = {k: share for k, share in zip(ks[2:], shares[2:], strict=True) if k < width}
-        found.append(Accuracy(shares[0], shares[1] if width > TOP_K else None, by_k))
-    return found
+        accuracies.append(Accuracy(shares[0], shares[1] if width > TOP_K else None, by_k))
+    return accuracies
 
 
 class OnlineProbeHook(CurveHook):
@@ -247,14 +247,14 @@ class OnlineProbeHook(CurveHook):
         probe = run.probe
         if images is None or probe is None:
             return None
-        found = accuracies_of(
+        accuracies = accuracies_of(
             run,
             images,
             lambda model, batch: [probe.scores(*model(batch, features_only=True))],
             num_classifiers=1,
             counts_label=lambda labels: labels >= 0,
         )
-        if not found:
+        if not accuracies:
             return None
-        self._add(run, found[0].top1)
-        return found[0].top1
+        self._add(run, accuracies[0].top1)
+        return accuracies[0].top1

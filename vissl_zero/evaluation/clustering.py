@@ -22,7 +22,7 @@ from vissl_zero.errors import ConfigError, DataError, Problem
 from vissl_zero.evaluation.features import evaluating, extract_features, layers_of, own_batches, rows_to_write
 from vissl_zero.evaluation.retrieval import Whitening
 from vissl_zero.registry import HOOKS
-from vissl_zero.terminal import say
+from vissl_zero.terminal import print_line
 
 ASSIGNMENTS = "cluster_assignments"  # folder in the run folder
 _CHUNK_ELEMENTS = 2**24  # distances at once: 64 MiB in float32
@@ -39,10 +39,10 @@ def nearest_centroids(rows: Tensor, centroids: Tensor) -> tuple[Tensor, Tensor]:
     Returns:
         Numbers (N,) int64 and squared distances (N,), equal on every rank.
     """
-    own = rows[rank_slice(len(rows), rank(), world_size())]
+    local_rows = rows[rank_slice(len(rows), rank(), world_size())]
     squares = centroids.square().sum(dim=1)
     labels, distances = [rows.new_zeros(0, dtype=torch.int64)], [rows.new_zeros(0)]
-    for part in own.split(max(1, _CHUNK_ELEMENTS // len(centroids))):
+    for part in local_rows.split(max(1, _CHUNK_ELEMENTS // len(centroids))):
         nearest = (squares - 2 * part @ centroids.T).min(dim=1)
         labels.append(nearest.indices)
         distances.append((nearest.values + part.square().sum(dim=1)).clamp(min=0))
@@ -57,20 +57,20 @@ def kmeans(rows: Tensor, num_clusters: int, num_iterations: int, seed: int) -> T
     Args:
         rows: (N, F), N at least K, equal on every rank.
         num_clusters: K.
-        num_iterations: at most.
-        seed: of the draw.
+        num_iterations: most iterations.
+        seed: seed of the draw.
     Cost: N * K * F / ranks multiplications and an all-reduce of K * F numbers an iteration.
     """
     drawn = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))[:num_clusters]
     centroids, before = rows[drawn.to(rows.device)].clone(), None
-    own = rank_slice(len(rows), rank(), world_size())
+    local_slice = rank_slice(len(rows), rank(), world_size())
     for _ in range(num_iterations):
         labels, distances = nearest_centroids(rows, centroids)
         if before is not None and torch.equal(labels, before):
             break
         before = labels
         sums = torch.zeros(num_clusters, rows.shape[1], dtype=torch.float64, device=rows.device)
-        sums = all_reduce_sum(sums.index_add_(0, labels[own], rows[own].double()))
+        sums = all_reduce_sum(sums.index_add_(0, labels[local_slice], rows[local_slice].double()))
         counts = torch.bincount(labels, minlength=num_clusters)
         centroids = (sums / counts.clamp(min=1)[:, None]).to(rows.dtype)
         empty = (counts == 0).nonzero()[:, 0]
@@ -136,7 +136,7 @@ class ClusterFeatures(Hook):
             if run.is_main:
                 used = len(labels.unique())
                 line = f"{split}: {len(labels):,} images in {used:,} of {len(centroids):,} clusters: {files[0]}"
-                say(line)
+                print_line(line)
 
     def _write(self, run: Run, split: str, labels: Tensor, distances: Tensor, centroids: Tensor) -> list[str]:
         """Write two lists on rank 0; return their paths."""
@@ -186,13 +186,13 @@ class ExtractClusters(Hook):
                 num_clusters = scores[0].shape[1]
         places = all_gather_rows(torch.cat(ids))
         order = places.argsort()
-        found, inds = all_gather_rows(torch.cat(labels))[order].cpu(), places[order].tolist()
+        assigned, inds = all_gather_rows(torch.cat(labels))[order].cpu(), places[order].tolist()
         folder = run.folder / ASSIGNMENTS
         files = [folder / f"{split.lower()}_{kind}.npy" for kind in ("images", "labels")]
         run.results.setdefault("clusters", {})[split] = [str(file) for file in files]
         if run.is_main:
             folder.mkdir(parents=True, exist_ok=True)
             np.save(files[0], np.array([source.name(index) for index in inds]))
-            np.save(files[1], found.numpy())
-            line = f"{split}: {len(found):,} images in {len(found.unique()):,} of {num_clusters:,} clusters: {files[0]}"
-            say(line)
+            np.save(files[1], assigned.numpy())
+            used = len(assigned.unique())
+            print_line(f"{split}: {len(assigned):,} images in {used:,} of {num_clusters:,} clusters: {files[0]}")

@@ -33,9 +33,9 @@ from vissl_zero.engine.hook import Hook, Run
 from vissl_zero.errors import ConfigError, DataError, Problem
 from vissl_zero.evaluation.accuracy import TOP_K
 from vissl_zero.evaluation.features import evaluating, layers_of, own_batches, rows_to_write
-from vissl_zero.evaluation.opening import say_opening
+from vissl_zero.evaluation.opening import print_opening
 from vissl_zero.registry import HOOKS
-from vissl_zero.terminal import say
+from vissl_zero.terminal import print_line
 
 _ROWS_PER_SHARD = 2**16
 
@@ -51,7 +51,7 @@ class ExtractFeatures(Hook):
 
     def on_end(self, run: Run) -> None:
         train, test = build_eval_sources(run.plan.config.DATA, run.plan.seed)
-        say_opening(run)
+        print_opening(run)
         run.sharded.consolidate_buffers()  # running statistics may differ between ranks; features must not
         (run.folder / FEATURES_FOLDER).mkdir(exist_ok=True)
         counts = {
@@ -61,9 +61,9 @@ class ExtractFeatures(Hook):
         }
         run.results["features_extracted"] = counts
         if run.is_main:
-            said = ", ".join(f"{count} images of {split}" for split, count in counts.items())
-            line = f"Features of {said}: {run.folder / FEATURES_FOLDER}"
-            say(line)
+            counts_text = ", ".join(f"{count} images of {split}" for split, count in counts.items())
+            line = f"Features of {counts_text}: {run.folder / FEATURES_FOLDER}"
+            print_line(line)
 
     def _extract(self, run: Run, split: str, source: Source) -> int:
         """Write the features of a split to files. Collective."""
@@ -84,7 +84,7 @@ class ExtractFeatures(Hook):
             of_ranks = of_ranks * run.world_size
             dist.all_gather_object(of_ranks, (writer.shards, skipped))
         if run.is_main:
-            shards = {name: rows for own, _ in of_ranks for name, rows in own.items()}
+            shards = {name: rows for rows_by_name, _ in of_ranks for name, rows in rows_by_name.items()}
             skipped = sorted(name for _, names in of_ranks for name in names)
             images = [source.name(index) for index in range(len(source))]
             names = list(source.class_names)
@@ -105,7 +105,7 @@ class ExtractedFeatures:
         labels: (N,) int64, -1 without labels.
         images: names of the N images.
         skipped: names of broken images, which have no row.
-        class_names: by label.
+        class_names: class names by label.
         layers: columns of each inner layer; empty where the features are the trunk's.
     """
 
@@ -123,7 +123,7 @@ class ShardWriter:
     Args:
         folder: exists.
         split: "TRAIN" or "TEST".
-        rank: of the writer.
+        rank: rank of the writer.
         rows_per_shard: bounds memory.
     Attributes:
         shards: file name -> number of rows, of what has been written.
@@ -225,7 +225,7 @@ class ExtractLabelPredictions(Hook):
             self._predict(run, split, source)
         if run.is_main:
             line = f"Label predictions: {run.folder / PREDICTIONS_FOLDER}"
-            say(line)
+            print_line(line)
 
     def _predict(self, run: Run, split: str, source: Source) -> None:
         """Write the predictions of a split to files. Collective."""
@@ -241,8 +241,8 @@ class ExtractLabelPredictions(Hook):
                 kept = rows_to_write(batch, num_own)
                 scores.append([output[kept].float().softmax(dim=1) for output in outputs])
                 ids.append(batch.sample_ids[kept])
-                found = torch.full_like(batch.sample_ids, -1) if batch.targets is None else batch.targets
-                targets.append(found[kept])
+                predicted = torch.full_like(batch.sample_ids, -1) if batch.targets is None else batch.targets
+                targets.append(predicted[kept])
         places = all_gather_rows(torch.cat(ids))
         order = places.argsort()
         inds = places[order].cpu()

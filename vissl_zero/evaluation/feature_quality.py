@@ -22,10 +22,10 @@ from vissl_zero.errors import DataError
 from vissl_zero.evaluation.features import Features, extract_features, rankme
 from vissl_zero.evaluation.knn import knn_top1s
 from vissl_zero.evaluation.linear_classifiers import shared
-from vissl_zero.evaluation.opening import recognized, say_opening
+from vissl_zero.evaluation.opening import print_opening, recognized
 from vissl_zero.registry import HOOKS
 from vissl_zero.resolve.data_plan import crop_sides
-from vissl_zero.terminal import say
+from vissl_zero.terminal import print_line
 
 PENALTIES = (0.001, 0.01, 0.1, 1.0, 10.0)  # scikit-learn's C
 PROTOCOL = (
@@ -54,22 +54,22 @@ class FeatureQuality(Hook):
                 raise DataError(
                     f"{where}: has images without a class. Put those of each class into a folder of its own."
                 )
-        say_opening(run)
+        print_opening(run)
         run.sharded.consolidate_buffers()  # running statistics may differ between ranks; features must not
         index, queries = (extract_features(run, eval_images(split, data, run.plan.seed)) for split in (train, test))
         assert index.labels is not None and queries.labels is not None
         k, temperature = min(options.TOPK, len(index.rows)), options.SIGMA
         (knn,) = knn_top1s(queries, index, [(k, temperature)]) or [float("nan")]
         penalty, linear = linear_top1(index, queries)
-        found: dict[str, Any] = {"knn_top1": knn, "knn_k": k, "knn_temperature": temperature}
-        found |= {"linear_top1": linear, "linear_penalty": penalty, "linear_protocol": PROTOCOL}
-        found |= {"rankme": rankme(index.rows), "num_features": index.rows.shape[1]}
-        found |= {"image_size": max(crop_sides(eval_transforms(data)), default=None)}
-        found |= {"num_train": len(index.rows), "num_val": len(queries.rows), "recognized": recognized(run)}
-        run.results.update(found)
+        figures: dict[str, Any] = {"knn_top1": knn, "knn_k": k, "knn_temperature": temperature}
+        figures |= {"linear_top1": linear, "linear_penalty": penalty, "linear_protocol": PROTOCOL}
+        figures |= {"rankme": rankme(index.rows), "num_features": index.rows.shape[1]}
+        figures |= {"image_size": max(crop_sides(eval_transforms(data)), default=None)}
+        figures |= {"num_train": len(index.rows), "num_val": len(queries.rows), "recognized": recognized(run)}
+        run.results.update(figures)
         if run.is_main:
-            text = f"kNN {knn:.1%} (k={k}, T={temperature}), linear {linear:.1%}, {found['num_features']} features"
-            say(text)
+            text = f"kNN {knn:.1%} (k={k}, T={temperature}), linear {linear:.1%}, {figures['num_features']} features"
+            print_line(text)
 
 
 def linear_top1(train: Features, test: Features) -> tuple[float, float]:
@@ -98,8 +98,8 @@ def _held_out(rows: np.ndarray, labels: np.ndarray, penalty: float) -> float:
     """Measure top-1 on every tenth image of each class, after a fit to the others; the same where a class has one."""
     place = np.zeros(len(labels), dtype=int)
     for label in np.unique(labels):
-        own = np.flatnonzero(labels == label)
-        place[own] = np.arange(len(own))
+        members = np.flatnonzero(labels == label)
+        place[members] = np.arange(len(members))
     held = place % 10 == 1
     if not held.any() or len(np.unique(labels[~held])) < 2:
         return 0.0

@@ -26,7 +26,7 @@ from vissl_zero.data.source import Source
 from vissl_zero.data.split_pipeline import build_split_pipeline
 from vissl_zero.data.workers import BatchStream
 from vissl_zero.engine.hook import Run
-from vissl_zero.terminal import say
+from vissl_zero.terminal import print_line
 
 
 @contextmanager
@@ -75,15 +75,15 @@ def own_batches(run: Run, images: EvalImages) -> Iterator[tuple[ImageBatch, int]
     call it on every batch, whatever the number is.
     """
     dtype = getattr(torch, run.plan.sharding.precision.master)
-    began, said, num_done = time.monotonic(), time.monotonic(), 0
+    began, last_progress, num_done = time.monotonic(), time.monotonic(), 0
     for batch in images.batches(run.plan.batch_per_rank * run.world_size, run.rank, run.world_size):
-        own = rank_slice(batch.num_global, run.rank, run.world_size)
-        yield batch.to(run.device, dtype), own.stop - own.start
+        local_slice = rank_slice(batch.num_global, run.rank, run.world_size)
+        yield batch.to(run.device, dtype), local_slice.stop - local_slice.start
         num_done, now = num_done + batch.num_global, time.monotonic()
-        if run.is_main and now - said >= _SECONDS_BETWEEN_LINES and num_done < len(images):
-            said = now
+        if run.is_main and now - last_progress >= _SECONDS_BETWEEN_LINES and num_done < len(images):
+            last_progress = now
             text = f"evaluating: {num_done:,} of {len(images):,} images, {num_done / (now - began):.0f} images/s"
-            say(text)
+            print_line(text)
 
 
 def rows_to_write(batch: ImageBatch, num_own: int) -> list[int]:
@@ -240,7 +240,7 @@ def view_features(run: Run, source: Source, num_views: int) -> Tensor:
     they follow from the seed and the image alone.
 
     Args:
-        run: with a sharded model in any mode; see ``evaluated``.
+        run: run with a sharded model in any mode; see ``evaluated``.
         source: the images.
         num_views: q.
     Cost: n * num_views forward passes, shared among ranks; augmentations are drawn again.
@@ -251,11 +251,11 @@ def view_features(run: Run, source: Source, num_views: int) -> Tensor:
     dtype = getattr(torch, run.plan.sharding.precision.master)
     passes, epoch = list[Tensor](), 0
     with evaluated(run) as model:
-        while sum(found.shape[1] for found in passes) < num_views:
+        while sum(view_rows.shape[1] for view_rows in passes) < num_views:
             rows, ids = [], []
             for batch in BatchStream(dataset, data_cfg).load(_plans(run, len(source), epoch)):
-                own = rank_slice(batch.num_global, run.rank, run.world_size)
-                num_own = own.stop - own.start  # 0 for the copy that a rank without a sample has
+                local_slice = rank_slice(batch.num_global, run.rank, run.world_size)
+                num_own = local_slice.stop - local_slice.start  # 0 for the copy that a rank without a sample has
                 moved = batch.to(run.device, dtype)
                 (features,) = model(moved.images[:1], features_only=True)
                 by_crop = features.unflatten(0, (batch.num_crops[0], -1)).transpose(0, 1)  # rows are crop-major
@@ -291,17 +291,17 @@ def nearest(
     num_neighbors = min(num_neighbors, len(index) - (excluded is not None))
     places = torch.arange(len(index), device=index.device, dtype=torch.float64)
     chunk = max(1, _CHUNK_ELEMENTS // max(1, len(index)))
-    found = []
+    best = []
     for start in range(0, len(queries), chunk):
         similarities = (queries[start : start + chunk] @ index.T).double()
         keys = similarities - similarities.abs().amax(dim=1, keepdim=True) * _TIE_BREAK * places
         if excluded is not None:
             keys.scatter_(1, excluded[start : start + chunk, None], -torch.inf)
         chosen = keys.topk(num_neighbors, dim=1).indices
-        found.append((similarities.gather(1, chosen), chosen))
-    if not found:
+        best.append((similarities.gather(1, chosen), chosen))
+    if not best:
         return places.new_zeros(0, num_neighbors), places.new_zeros(0, num_neighbors, dtype=torch.int64)
-    return torch.cat([s for s, _ in found]), torch.cat([p for _, p in found])
+    return torch.cat([s for s, _ in best]), torch.cat([p for _, p in best])
 
 
 _CHUNK_ELEMENTS = 2**22  # similarities at once: 32 MiB in float64

@@ -29,7 +29,7 @@ from vissl_zero.evaluation.features import (
 )
 from vissl_zero.evaluation.pictures import Neighbors, PatchPictures, find_neighbors, middles, patch_pictures
 from vissl_zero.resolve.resolved import ResolvedRun
-from vissl_zero.terminal import say
+from vissl_zero.terminal import print_line
 
 
 def vote(similarities: Tensor, labels: Tensor, sigma: float, num_classes: int) -> Tensor:
@@ -59,8 +59,8 @@ def knn_top1(
     excluded: Tensor | None = None,
 ) -> float | None:
     """Compute ``knn_top1s`` of one number of neighbors and one temperature."""
-    found = knn_top1s(queries, index, [(num_neighbors, sigma)], is_cosine, excluded)
-    return None if found is None else found[0]
+    top1s = knn_top1s(queries, index, [(num_neighbors, sigma)], is_cosine, excluded)
+    return None if top1s is None else top1s[0]
 
 
 def knn_top1s(
@@ -75,18 +75,18 @@ def knn_top1s(
     Args:
         queries: Q images, equal on every rank, as are all others.
         index: N images.
-        votes: of each vote, how many neighbors take part and its temperature.
+        votes: for each vote, the number of neighbors and the temperature.
         is_cosine: compare directions; else dot products.
-        excluded: as for ``nearest``.
+        excluded: see ``nearest``.
     Returns:
         0 to 1 for each vote, equal on every rank; None if queries or index have no labels.
     Cost: Q * N * F / ranks multiplications, and an all-gather for each vote.
     """
     if queries.labels is None or index.labels is None:
         return None
-    own = rank_slice(len(queries.rows), rank(), world_size())
-    without = None if excluded is None else excluded[own]
-    similarities, places = nearest(queries.rows[own], index.rows, max(k for k, _ in votes), is_cosine, without)
+    local_slice = rank_slice(len(queries.rows), rank(), world_size())
+    without = None if excluded is None else excluded[local_slice]
+    similarities, places = nearest(queries.rows[local_slice], index.rows, max(k for k, _ in votes), is_cosine, without)
     num_classes = int(max(index.labels.max(), queries.labels.max())) + 1
     shares = []
     for k, sigma in votes:
@@ -100,9 +100,9 @@ class Measured:
     """Features of one moment of training.
 
     Attributes:
-        index: of TRAIN's images.
-        queries: of TEST's images, or of some of TRAIN's.
-        excluded: for each query its own place in the index, if it is one of TRAIN's.
+        index: index of TRAIN's images.
+        queries: queries of TEST's images, or of some of TRAIN's.
+        excluded: place of each query in the index, if it is one of TRAIN's.
     """
 
     index: Features
@@ -141,7 +141,7 @@ class KnnHook(Hook):
     Attributes:
         curve: (optimizer steps done, top-1) of every measurement.
         neighbors_before, neighbors_after: images to look at; None until measured, and with USE_KNN off.
-        pictures: of the same images' patches at the end, where the trunk is a vision transformer.
+        pictures: pictures of the same images' patches at the end, where the trunk is a vision transformer.
     """
 
     def __init__(self, plan: ResolvedRun):
@@ -196,8 +196,8 @@ class KnnHook(Hook):
         measured = self._measure(run)
         run.results["knn_top1_after"] = self._record(run, measured)
         run.results["rankme_after"] = rankme(measured.index.rows)
-        if run.is_main and run.plan.config.MODEL.WEIGHTS_INIT.CONTINUE and (said := fall_of_rank(run.results)):
-            say(said)
+        if run.is_main and run.plan.config.MODEL.WEIGHTS_INIT.CONTINUE and (warning := fall_of_rank(run.results)):
+            print_line(warning)
         self._look_closer(run, measured)
         self.neighbors_after = self._neighbors(measured)
         self._take_pictures(run)
@@ -251,20 +251,24 @@ class KnnHook(Hook):
         # Images are opened each time, so that loader workers live only as long as the evaluation.
         index = extract_features(run, eval_images(self._index_source, data_cfg, seed), with_pixels)
         if self._own_places is not None:
-            own = torch.tensor(self._own_places, device=index.rows.device)
-            return self._of_best_layer(run, Measured(index, index.at(own), own))
+            own_places = torch.tensor(self._own_places, device=index.rows.device)
+            return self._of_best_layer(run, Measured(index, index.at(own_places), own_places))
         queries = extract_features(run, eval_images(self._query_source, data_cfg, seed), with_pixels)
         return self._of_best_layer(run, Measured(index, queries, None))
 
     def _of_best_layer(self, run: Run, measured: Measured) -> Measured:
         """Keep, of what is measured of inner layers, the best layer alone."""
         by_layer = {
-            name: Measured(measured.index.of_columns(own), measured.queries.of_columns(own), measured.excluded)
-            for name, own in layers_of(run).items()
+            name: Measured(
+                measured.index.of_columns(layer_features),
+                measured.queries.of_columns(layer_features),
+                measured.excluded,
+            )
+            for name, layer_features in layers_of(run).items()
         }
         if not by_layer:
             return measured
-        shares = {name: self._top1(own) for name, own in by_layer.items()}
+        shares = {name: self._top1(layer_features) for name, layer_features in by_layer.items()}
         run.results["knn_top1_by_layer"] = shares
         return by_layer[max(shares, key=lambda name: shares[name] or 0.0)]
 

@@ -61,7 +61,7 @@ def suggested(rates: Sequence[float], losses: Sequence[float]) -> tuple[float | 
 
     Args:
         rates: ascending.
-        losses: of the same steps.
+        losses: losses of the same steps.
     Returns:
         The rate, None if the loss never falls; and the smoothed losses.
     """

@@ -31,7 +31,7 @@ from vissl_zero.errors import DataError
 from vissl_zero.evaluation.features import Features, extract_features, layers_of
 from vissl_zero.registry import HOOKS
 from vissl_zero.resolve.measuring import penalties
-from vissl_zero.terminal import say
+from vissl_zero.terminal import print_line
 
 Job = TypeVar("Job")
 Done = TypeVar("Done")
@@ -42,10 +42,10 @@ class ClassSvm:
     """The classifier of one class.
 
     Attributes:
-        average_precisions: of cross validation, for each cost.
+        average_precisions: average precision in cross validation for each cost.
         cost: the one with the highest; of equals, the first.
         weight: (F,).
-        bias: of the class's score.
+        bias: bias of the class's score.
         is_converged: the solver ended before max_iter.
     """
 
@@ -58,8 +58,8 @@ class ClassSvm:
 
 def shared(jobs: Sequence[Job], work: Callable[[Job], Done]) -> list[Done]:
     """Run ``work`` on each job, in their order; results are equal on every rank. Collective: each does its share."""
-    own = [work(job) for job in jobs[rank() :: world_size()]]
-    of_ranks = all_gather_objects(own)
+    results = [work(job) for job in jobs[rank() :: world_size()]]
+    of_ranks = all_gather_objects(results)
     return [of_ranks[index % world_size()][index // world_size()] for index in range(len(jobs))]
 
 
@@ -115,14 +115,14 @@ def train_class(rows: np.ndarray, labels: np.ndarray, options: Svm, seed: int) -
         rows: (N, F) features of the training images, normalized.
         labels: (N,) 1 for images of the class. 0 and -1 are both taken as others: in training VISSL leaves none out.
         options: the keys of ``SVM``.
-        seed: of the solver.
+        seed: seed of the solver.
     """
     from sklearn.model_selection import cross_val_score
 
     signs, costs = np.where(labels == 1, 1, -1), costs_of(options)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Liblinear failed to converge")  # reported once, at the end
-        found = [
+        scores = [
             float(
                 cross_val_score(
                     solver(options, cost, seed), rows, signs, cv=options.cross_val_folds, scoring="average_precision"
@@ -130,14 +130,14 @@ def train_class(rows: np.ndarray, labels: np.ndarray, options: Svm, seed: int) -
             )
             for cost in costs
         ]
-        cost = costs[int(np.argmax(found))]
-        return _fitted(rows, signs, options, cost, seed, found)
+        cost = costs[int(np.argmax(scores))]
+        return _fitted(rows, signs, options, cost, seed, scores)
 
 
-def _fitted(rows: np.ndarray, signs: np.ndarray, options: Svm, cost: float, seed: int, found: list[float]) -> ClassSvm:
+def _fitted(rows: np.ndarray, signs: np.ndarray, options: Svm, cost: float, seed: int, scores: list[float]) -> ClassSvm:
     fitted = solver(options, cost, seed).fit(rows, signs)
     is_converged = int(np.max(fitted.n_iter_)) < options.max_iter
-    return ClassSvm(found, cost, fitted.coef_[0], float(fitted.intercept_[0]), is_converged)
+    return ClassSvm(scores, cost, fitted.coef_[0], float(fitted.intercept_[0]), is_converged)
 
 
 def average_precision_of(svm: ClassSvm, rows: np.ndarray, labels: np.ndarray) -> float:
@@ -154,7 +154,7 @@ def draw(matrix: np.ndarray, k: int, dataset_name: str, generator: np.random.Gen
         k: images with each class.
         dataset_name: "voc": for each class k images with it and (C - 1) * k without it; else k images of each class,
             each of which counts for all classes.
-        generator: of the draw.
+        generator: generator of the draw.
     Raises:
         DataError: there are not as many.
     """
@@ -189,19 +189,19 @@ def low_shot(
         test: (M, F).
         labels: (M, C).
         options: the keys of ``SVM``.
-        seed: of the solver.
+        seed: seed of the solver.
     """
     means = []
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Liblinear failed to converge")
         for cost in costs_of(options):
-            found = []
+            accuracies = []
             for column in range(few.shape[1]):
                 counts = few[:, column] != -1
                 signs = np.where(few[counts, column] == 1, 1, -1)
                 svm = _fitted(train[counts], signs, options, cost, seed, [])
-                found.append(average_precision_of(svm, test, labels[:, column]))
-            means.append(float(np.nanmean(found)))
+                accuracies.append(average_precision_of(svm, test, labels[:, column]))
+            means.append(float(np.nanmean(accuracies)))
     return means
 
 
@@ -249,7 +249,7 @@ class SvmHook(Hook):
             rows = [prepare(found.rows[:, columns].cpu().numpy()) for found in (train, test)]
             line = self.measure(run, name, rows[0], self._train.matrix, rows[1], self._test.matrix)
             if run.is_main:
-                say(line)
+                print_line(line)
 
     def check(self, run: Run, matrix: np.ndarray) -> None:
         """Refuse labels (N, C) of TRAIN that nothing can be learned from. Raises DataError."""
@@ -296,17 +296,17 @@ class TrainSvm(SvmHook):
         ]
         mean = float(np.nanmean(aps))
         run.results.setdefault("svm_map_by_layer", {})[name] = mean
-        said = f"SVM on {name}: mean average precision {mean:.1%}"
+        summary = f"SVM on {name}: mean average precision {mean:.1%}"
         if (test_labels.sum(axis=1) == 1).all() and (test_labels >= 0).all() and len(svms) > 1:
             scores = np.stack([test @ svm.weight + svm.bias for svm in svms], axis=1)
             top1 = float((scores.argmax(axis=1) == test_labels.argmax(axis=1)).mean())
             run.results.setdefault("svm_top1_by_layer", {})[name] = top1
-            said += f", top-1 {top1:.1%}"
+            summary += f", top-1 {top1:.1%}"
         if num_open := sum(not svm.is_converged for svm in svms):
-            said += f"; {num_open} of {len(svms)} solvers stopped at SVM.max_iter"
+            summary += f"; {num_open} of {len(svms)} solvers stopped at SVM.max_iter"
         if run.is_main:
             _save(run.folder / FOLDER / name, svms, aps)
-        return said
+        return summary
 
 
 @HOOKS.register("train_svm_low_shot")
@@ -340,10 +340,13 @@ class TrainSvmLowShot(SvmHook):
             few = self._draw(run, labels, job[1], job[0])
             return low_shot(train, few, test, test_labels, options, seed)
 
-        found = np.array(shared(jobs, work)).reshape(len(k_values), len(samples), -1)
+        precisions = np.array(shared(jobs, work)).reshape(len(k_values), len(samples), -1)
         stats: dict[str, np.ndarray] = {
-            "mean": found.mean(axis=1), "min": found.min(axis=1), "max": found.max(axis=1), "std": found.std(axis=1)
-        }  # fmt: skip
+            "mean": precisions.mean(axis=1),
+            "min": precisions.min(axis=1),
+            "max": precisions.max(axis=1),
+            "std": precisions.std(axis=1),
+        }
         best = stats["mean"].argmax(axis=1)
         rows: dict[str, Any] = {
             f"k={k}": {stat: float(values[index, best[index]]) for stat, values in stats.items()}
@@ -355,8 +358,8 @@ class TrainSvmLowShot(SvmHook):
             folder.mkdir(parents=True, exist_ok=True)
             for stat, values in stats.items():
                 np.save(folder / f"test_ap_{stat}.npy", values)
-        said = ", ".join(f"{k} {row['mean']:.1%} ({row['min']:.1%} to {row['max']:.1%})" for k, row in rows.items())
-        return f"SVM on {name}, mean average precision: {said}"
+        summary = ", ".join(f"{k} {row['mean']:.1%} ({row['min']:.1%} to {row['max']:.1%})" for k, row in rows.items())
+        return f"SVM on {name}, mean average precision: {summary}"
 
 
 def _labeled(source: Source, split: str, num_classes: int, run: Run) -> Labeled:
@@ -449,20 +452,20 @@ class LowShot(Hook):
             reached = shared(jobs, partial(_measured, test, columns))
             seeds: dict[str, Any] = {}
             for index, seed in enumerate(options.SEEDS):
-                own = reached[index * len(lambdas) :][: len(lambdas)]
-                by_penalty = {str(penalty): list(pair) for penalty, pair in zip(lambdas, own, strict=True)}
-                seeds[str(seed)] = {"top1": max(pair[1] for pair in own), "top1_by_lambda": by_penalty}
+                of_layer = reached[index * len(lambdas) :][: len(lambdas)]
+                by_penalty = {str(penalty): list(pair) for penalty, pair in zip(lambdas, of_layer, strict=True)}
+                seeds[str(seed)] = {"top1": max(pair[1] for pair in of_layer), "top1_by_lambda": by_penalty}
             best = [of["top1"] for of in seeds.values()]
             rows: dict[str, Any] = {"mean": float(np.mean(best)), "std": float(np.std(best)), "seeds": seeds}
             run.results.setdefault("low_shot_by_layer", {})[name] = rows
             if run.is_main:
                 line = f"Low shot on {name}: top-1 {rows['mean']:.1%}, std {rows['std']:.1%} over {len(best)} draws of "
                 line += f"{len(found[0].rows):,} images"
-                say(line)
+                print_line(line)
 
 
 def _measured(test: Features, columns: slice, job: tuple[Features, float]) -> tuple[float, float]:
     train, penalty = job
     assert train.labels is not None and test.labels is not None
-    rows = [found.rows[:, columns].cpu().numpy() for found in (train, test)]
+    rows = [features.rows[:, columns].cpu().numpy() for features in (train, test)]
     return logistic_top1(rows[0], train.labels.cpu().numpy(), rows[1], test.labels.cpu().numpy(), penalty)

@@ -66,11 +66,11 @@ def find_neighbors(
     ids = middles(len(query_source), num_queries)
     places = torch.tensor(ids, device=queries.rows.device)
     chosen, without = queries.at(places), None if excluded is None else excluded[places]
-    _, found = nearest(chosen.rows, index.rows, num_neighbors, is_cosine, without)
+    _, neighbors = nearest(chosen.rows, index.rows, num_neighbors, is_cosine, without)
     matches = None
     if chosen.labels is not None and index.labels is not None:
-        matches = (index.labels[found] == chosen.labels[:, None]).tolist()
-    return Neighbors(query_source, index_source, ids, found.tolist(), matches)
+        matches = (index.labels[neighbors] == chosen.labels[:, None]).tolist()
+    return Neighbors(query_source, index_source, ids, neighbors.tolist(), matches)
 
 
 def middles(length: int, number: int) -> list[int]:
@@ -150,10 +150,10 @@ def principal_components(tokens: Tensor) -> Tensor:
 def _images(run: Run, source: Source, image_ids: Sequence[int]) -> list[Tensor]:
     pipeline = build_eval_pipeline(run.plan.config.DATA)
     try:
-        found = [pipeline(source.image(image_id))[0] for image_id in image_ids]
+        images = [pipeline(source.image(image_id))[0] for image_id in image_ids]
     except (DataError, OSError):  # a report is no reason to fail a run that has ended well
         return []
-    return found if len({image.shape for image in found}) == 1 else []
+    return images if len({image.shape for image in images}) == 1 else []
 
 
 def _transformer(model: nn.Module) -> TransformerTrunk | None:
@@ -183,5 +183,5 @@ def _gray(values: Tensor) -> Tensor:
 
 
 def _bytes(picture: Tensor) -> np.ndarray:
-    found: np.ndarray = (picture.double() * 255).round().to(torch.uint8).cpu().numpy()
-    return found
+    pixels: np.ndarray = (picture.double() * 255).round().to(torch.uint8).cpu().numpy()
+    return pixels

@@ -46,14 +46,14 @@ def regions(height: int, width: int, levels: int) -> list[tuple[int, int, int]]:
     steps = np.arange(2, _MOST_STEPS + 1, dtype=np.float64)  # as NumPy 2 runs VISSL; NumPy 1 breaks ties in float32
     overlaps = (short**2 - short * ((long - short) / (steps - 1))) / short**2
     more = int(np.abs(overlaps - _OVERLAP).argmin()) + 1
-    found = []
+    squares = []
     for level in range(1, levels + 1):
         side = 2 * short // (level + 1)
         if side:
             tops = _places(height, side, level + more * (height > width))
             lefts = _places(width, side, level + more * (width > height))
-            found += [(top, left, side) for top in tops for left in lefts]
-    return found
+            squares += [(top, left, side) for top in tops for left in lefts]
+    return squares
 
 
 def _places(length: int, side: int, count: int) -> list[int]:
@@ -68,16 +68,16 @@ def regional_maxima(maps: Tensor, levels: int, normalize: bool = True) -> Tensor
 
     Args:
         maps: (B, C, H, W).
-        levels: of ``regions``.
-        normalize: to unit length.
+        levels: levels of ``regions``.
+        normalize: whether to scale to unit length.
     Returns:
         (B, R, C).
     """
-    found = [
+    maxima = [
         maps[:, :, top : top + side, left : left + side].amax(dim=(2, 3))
         for top, left, side in regions(maps.shape[2], maps.shape[3], levels)
     ]
-    rows = torch.stack(found, dim=1)
+    rows = torch.stack(maxima, dim=1)
     return unit_vectors(rows) if normalize else rows
 
 
@@ -100,8 +100,8 @@ def descriptor(maps: Sequence[Tensor], kind: str, power: float, normalize: bool)
     Args:
         maps: one tensor a scale; of equal shape unless ``kind`` is gem.
         kind: "gem", or "" for the maps themselves, as vectors.
-        power: of gem.
-        normalize: to unit length, with 1e-6 added to the norm.
+        power: power of gem.
+        normalize: whether to scale to unit length, with 1e-6 added to the norm.
     """
     if kind == "gem":
         rows = torch.stack([generalized_mean(of_scale, power) for of_scale in maps]).mean(dim=0)
@@ -180,12 +180,12 @@ def average_precision(places: np.ndarray, num_good: int) -> float:
     """Compute the area under precision over recall, by trapezoids.
 
     Args:
-        places: of the good images in the ranking, from 0, ascending; ignored images are left out of the count.
+        places: places of the good images in the ranking, from 0, ascending; ignored images are left out of the count.
         num_good: how many there are.
     """
-    found = np.arange(len(places))
-    before = np.where(places == 0, 1.0, found / np.maximum(places, 1))
-    after = (found + 1) / (places + 1)
+    counts = np.arange(len(places))
+    before = np.where(places == 0, 1.0, counts / np.maximum(places, 1))
+    after = (counts + 1) / (places + 1)
     return float((before + after).sum() / 2 / num_good)
 
 
@@ -196,7 +196,7 @@ def scores(similarity: np.ndarray, wanted: Sequence[Wanted]) -> tuple[float, lis
 
     Args:
         similarity: (queries, images), higher is more similar. Ties keep the order of the images.
-        wanted: for some or all of the queries. Numbers at or above ``images`` are left out.
+        wanted: answers to some or all of the queries. Numbers at or above ``images`` are left out.
     """
     precisions, at = [], []
     for query in wanted:
@@ -240,10 +240,10 @@ class RetrievalSet:
     """Queries, images to find, and which of them a query should find.
 
     Attributes:
-        name: of the data set.
+        name: name of the data set.
         images: files of the database.
         queries: files.
-        boxes: of the object in each query, in pixels (left, top, right, bottom); None where there are none.
+        boxes: boxes of the object in each query, in pixels (left, top, right, bottom); None where there are none.
         wanted: figure -> what each query it counts should find: e, m and h (easy, medium, hard), the changes of
             Copydays, or all.
     """
@@ -261,7 +261,7 @@ def retrieval_set(root: Path, name: str, with_distractors: bool = False) -> Retr
     Args:
         root: ``IMG_RETRIEVAL.DATASET_PATH``.
         name: roxford5k, rparis6k, copydays, or any other for the format of Oxford and Paris.
-        with_distractors: of Copydays, ``database_and_distractors`` in place of ``database``.
+        with_distractors: for Copydays, use ``database_and_distractors`` in place of ``database``.
     Raises:
         DataError: the folder is not of that format.
     """
@@ -278,8 +278,8 @@ def images_to_whiten_by(root: Path, name: str, image_list: str, with_distractors
 
     Args:
         root, name: as of ``retrieval_set``; any other name is a folder of .jpg files.
-        image_list: of the data set called whitening: a text file with a path below the folder in each line.
-        with_distractors: as there.
+        image_list: image list of the data set called whitening: a text file with a path below the folder in each line.
+        with_distractors: see ``retrieval_set``.
     """
     folder = root / name
     if name in (*REVISITED, COPYDAYS, *OXFORD):
@@ -295,13 +295,13 @@ def _revisited(folder: Path, name: str) -> RetrievalSet:
     gnd = folder / f"gnd_{name}.json"
     try:
         if gnd.is_file():
-            found: Any = read_object(gnd, _MOST_BYTES)
+            content: Any = read_object(gnd, _MOST_BYTES)
         else:
             gnd = folder / f"gnd_{name}.pkl"
-            found = read_pickle(gnd)
-        images, queries = ([folder / "jpg" / f"{stem}.jpg" for stem in found[key]] for key in ("imlist", "qimlist"))
-        truth = [{key: _numbers(query[key]) for key in ("easy", "hard", "junk")} for query in found["gnd"]]
-        boxes = [tuple(_numbers(query["bbx"], float).tolist()) for query in found["gnd"]]
+            content = read_pickle(gnd)
+        images, queries = ([folder / "jpg" / f"{stem}.jpg" for stem in content[key]] for key in ("imlist", "qimlist"))
+        truth = [{key: _numbers(query[key]) for key in ("easy", "hard", "junk")} for query in content["gnd"]]
+        boxes = [tuple(_numbers(query["bbx"], float).tolist()) for query in content["gnd"]]
         if len(queries) != len(truth) or any(len(box) != 4 for box in boxes):
             raise ValueError("queries and their boxes do not fit")
     except CheckpointError as error:
@@ -325,8 +325,8 @@ def _revisited(folder: Path, name: str) -> RetrievalSet:
 
 def _numbers(values: Any, kind: type = int) -> np.ndarray:
     if isinstance(values, NumpyArray):
-        found = values.tensor()
-        values = [] if found is None else found.tolist()
+        numbers = values.tensor()
+        values = [] if numbers is None else numbers.tolist()
     return np.array([kind(value) for value in values], dtype=np.int64 if kind is int else np.float64)
 
 
@@ -401,12 +401,14 @@ def _lines(file: Path) -> list[str]:
     return [line.strip() for line in text.splitlines() if line.strip()]
 
 
-def first(found: RetrievalSet, num_images: int, num_queries: int) -> RetrievalSet:
+def first(dataset: RetrievalSet, num_images: int, num_queries: int) -> RetrievalSet:
     """Keep the first images and queries, -1 for all; as in VISSL, never more queries than images."""
-    images = found.images if num_images < 0 else found.images[:num_images]
-    most = num_queries if num_queries >= 0 else num_images if num_images >= 0 else len(found.queries)
-    wanted = {name: [each for each in of if each.query < most] for name, of in found.wanted.items()}
-    return RetrievalSet(found.name, images, found.queries[:most], found.boxes, {n: w for n, w in wanted.items() if w})
+    images = dataset.images if num_images < 0 else dataset.images[:num_images]
+    most = num_queries if num_queries >= 0 else num_images if num_images >= 0 else len(dataset.queries)
+    wanted = {name: [each for each in of if each.query < most] for name, of in dataset.wanted.items()}
+    return RetrievalSet(
+        dataset.name, images, dataset.queries[:most], dataset.boxes, {n: w for n, w in wanted.items() if w}
+    )
 
 
 def require_files(files: Sequence[Path]) -> None:

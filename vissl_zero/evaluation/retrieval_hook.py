@@ -40,7 +40,7 @@ from vissl_zero.evaluation.retrieval import (
     unit_vectors,
 )
 from vissl_zero.registry import HOOKS
-from vissl_zero.terminal import say
+from vissl_zero.terminal import print_line
 
 FOLDER = "instance_retrieval"
 _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -68,8 +68,8 @@ class InstanceRetrieval(Hook):
     def on_start(self, run: Run) -> None:
         options = _options(run)
         root, train = Path(options.DATASET_PATH).expanduser(), options.TRAIN_DATASET_NAME
-        found = retrieval_set(root, options.EVAL_DATASET_NAME, options.USE_DISTRACTORS)
-        self._found = first(found, options.NUM_DATABASE_SAMPLES, options.NUM_QUERY_SAMPLES)
+        images = retrieval_set(root, options.EVAL_DATASET_NAME, options.USE_DISTRACTORS)
+        self._found = first(images, options.NUM_DATABASE_SAMPLES, options.NUM_QUERY_SAMPLES)
         if options.TRAIN_PCA_WHITENING:
             files = images_to_whiten_by(root, train, options.WHITEN_IMG_LIST, options.USE_DISTRACTORS)
             count = options.NUM_TRAINING_SAMPLES
@@ -96,9 +96,9 @@ class InstanceRetrieval(Hook):
         run.results["instance_retrieval"] = results
         if run.is_main:
             _write(run.folder / FOLDER, results, similarity if options.SAVE_RETRIEVAL_RANKINGS_SCORES else None)
-            said = ", ".join(f"{_NAMES.get(name, name)} {mean:.1%}" for name, mean in results["mAP"].items())
-            line = f"{self._found.name}: mean average precision {said}"
-            say(line)
+            summary = ", ".join(f"{_NAMES.get(name, name)} {mean:.1%}" for name, mean in results["mAP"].items())
+            line = f"{self._found.name}: mean average precision {summary}"
+            print_line(line)
 
     def _whitening(self, run: Run, options: ImageRetrieval) -> Whitening:
         """Fit the whitening on the training images. Collective."""
@@ -109,8 +109,8 @@ class InstanceRetrieval(Hook):
             elif is_own:
                 rows.append(_plain(maps, options))
         width = _common_width(rows)
-        own = torch.cat(rows) if rows else torch.zeros(0, width, device=run.device)
-        return Whitening.of_all_ranks(own, options.N_PCA)
+        local_rows = torch.cat(rows) if rows else torch.zeros(0, width, device=run.device)
+        return Whitening.of_all_ranks(local_rows, options.N_PCA)
 
 
 def _options(run: Run) -> ImageRetrieval:
@@ -145,10 +145,12 @@ def _vectors(
         elif is_own:
             row = _plain(maps, options)
             rows.append(row if whitening is None else whitening(row))
-    own = torch.cat(rows) if _common_width(rows) and rows else torch.zeros(0, _common_width(rows), device=run.device)
+    local_rows = (
+        torch.cat(rows) if _common_width(rows) and rows else torch.zeros(0, _common_width(rows), device=run.device)
+    )
     # Rank r has images r, r + n, r + 2 n, ...
     order = torch.tensor([index for rank in range(run.world_size) for index in range(rank, len(files), run.world_size)])
-    return all_gather_rows(own)[order.argsort().to(own.device)]
+    return all_gather_rows(local_rows)[order.argsort().to(local_rows.device)]
 
 
 def _plain(maps: Sequence[Tensor], options: ImageRetrieval) -> Tensor:
@@ -178,30 +180,32 @@ def _each(
     """
     dtype = getattr(torch, run.plan.sharding.precision.master)
     num_steps = -(-len(files) // run.world_size)
-    own = [step * run.world_size + run.rank for step in range(num_steps)]
+    image_ids = [step * run.world_size + run.rank for step in range(num_steps)]
 
     def load(index: int) -> Tensor:
         index = min(index, len(files) - 1)
         return prepared(read_image(files[index]), options, None if boxes is None else boxes[index])
 
-    began, said = time.monotonic(), time.monotonic()
+    began, last_progress = time.monotonic(), time.monotonic()
     with run.sharded.evaluated(), evaluating(run.sharded.model):
-        for index, image in zip(own, _ahead(load, own, run.plan.config.DATA.NUM_DATALOADER_WORKERS), strict=True):
+        for index, image in zip(
+            image_ids, _ahead(load, image_ids, run.plan.config.DATA.NUM_DATALOADER_WORKERS), strict=True
+        ):
             image = image[None].to(run.device, dtype)
             maps = []
             for scale in options.IMG_SCALINGS:
                 scaled = image
                 if scale != 1:
                     scaled = F.interpolate(image, scale_factor=scale, mode="bilinear", align_corners=False)
-                (found,) = run.sharded.model([scaled], features_only=True)
-                found = found.to(torch.promote_types(found.dtype, torch.float32))
-                maps.append(found if found.ndim == 4 else found.flatten(1)[:, :, None, None])
+                (features,) = run.sharded.model([scaled], features_only=True)
+                features = features.to(torch.promote_types(features.dtype, torch.float32))
+                maps.append(features if features.ndim == 4 else features.flatten(1)[:, :, None, None])
             yield maps, index < len(files)
             now, num_done = time.monotonic(), min(index + 1, len(files))
-            if run.is_main and now - said >= _SECONDS_BETWEEN_LINES and num_done < len(files):
-                said = now
+            if run.is_main and now - last_progress >= _SECONDS_BETWEEN_LINES and num_done < len(files):
+                last_progress = now
                 text = f"{what}: {num_done:,} of {len(files):,}, {num_done / (now - began):.1f} images/s"
-                say(text)
+                print_line(text)
 
 
 def _ahead(load: Callable[[int], Tensor], items: Sequence[int], num_threads: int) -> Iterator[Tensor]:
@@ -224,7 +228,7 @@ def prepared(image: Image.Image, options: ImageRetrieval, box: Box | None = None
 
     Args:
         image: whole.
-        options: of ``IMG_RETRIEVAL``.
+        options: options of ``IMG_RETRIEVAL``.
         box: left, top, right and bottom in pixels of ``image``, of what is seen.
     """
     side, ratio = options.RESIZE_IMG, 1.0

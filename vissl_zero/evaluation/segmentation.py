@@ -24,7 +24,7 @@ from vissl_zero.evaluation.features import evaluated, own_batches
 from vissl_zero.evaluation.pictures import middles
 from vissl_zero.methods.segmentation import as_large_as
 from vissl_zero.resolve.pairs import IGNORED, listed
-from vissl_zero.terminal import say
+from vissl_zero.terminal import print_line
 
 _NUM_PICTURES = 8
 
@@ -55,7 +55,7 @@ def overlap(confusion: Tensor) -> Overlap | None:
         return None
     unions = confusion.sum(dim=1) + confusion.sum(dim=0)[: len(confusion)] - right
     shares = zip(right.tolist(), unions.tolist(), strict=True)
-    by_class = [own / union if union else None for own, union in shares]
+    by_class = [intersection / union if union else None for intersection, union in shares]
     known = [share for share in by_class if share is not None]
     return Overlap(sum(known) / len(known), int(right.sum()) / total, by_class)
 
@@ -101,29 +101,29 @@ class SegmentationHook(CurveHook):
             self._measure(run)
 
     def on_epoch_end(self, run: Run) -> None:
-        if run.is_due(run.plan.config.TEST_EVERY_NUM_EPOCH) and (found := self._measure(run)) is not None:
-            run.results["miou_latest"] = found.miou
+        if run.is_due(run.plan.config.TEST_EVERY_NUM_EPOCH) and (overlaps := self._measure(run)) is not None:
+            run.results["miou_latest"] = overlaps.miou
 
     def on_end(self, run: Run) -> None:
         if not _is_measured(run):
             return
-        found, images = self._measure(run), _test_images(run)
+        overlaps, images = self._measure(run), _test_images(run)
         run.results.pop("miou_latest", None)
-        run.results["miou"] = None if found is None else found.miou
-        if found is None or images is None:
+        run.results["miou"] = None if overlaps is None else overlaps.miou
+        if overlaps is None or images is None:
             return
-        run.results["pixel_accuracy"] = found.pixel_accuracy
-        run.results["iou_by_class"] = dict(zip(images.source.class_names, found.by_class, strict=True))
+        run.results["pixel_accuracy"] = overlaps.pixel_accuracy
+        run.results["iou_by_class"] = dict(zip(images.source.class_names, overlaps.by_class, strict=True))
         self.pictures = segmented_images(run, images)
 
     def _measure(self, run: Run) -> Overlap | None:
         """Measure the model as it is now, which joins the curve. Collective."""
         images = _test_images(run) if _is_measured(run) else None
-        found = None if images is None else overlap(confusion_of(run, images))
-        if found is None:
+        overlaps = None if images is None else overlap(confusion_of(run, images))
+        if overlaps is None:
             return None
-        self._add(run, found.miou)
-        return found
+        self._add(run, overlaps.miou)
+        return overlaps
 
 
 def _is_measured(run: Run) -> bool:
@@ -140,8 +140,8 @@ def confusion_of(run: Run, images: EvalImages) -> Tensor:
     """Count the pixels of images by class and by what the model predicts. Collective; equal on every rank.
 
     Args:
-        run: with a sharded model in any mode.
-        images: with masks, of any number; each is counted once.
+        run: run with a sharded model in any mode.
+        images: images with masks, of any number; each is counted once.
     Returns:
         (C, K) int64 for C classes and K outputs.
     """
@@ -173,14 +173,14 @@ def segmented_images(run: Run, images: EvalImages) -> list[SegmentedImage]:
         read = [images.transform.sample(images.transform.read(images.source, at)) for at in _chosen(images)]
     except (DataError, OSError):  # a report is no reason to fail a run that has ended well
         return []
-    found = []
+    chosen = []
     with evaluated(run) as model:
         for (image,), mask in read:
             assert mask is not None, "the source has masks"
             logits = as_large_as(model([image[None].to(run.device, dtype)])[0], mask[None])
             predicted = logits[0].argmax(dim=0).to(torch.uint8).cpu().numpy()
-            found.append(SegmentedImage(image, mask.numpy(), predicted))
-    return found if run.is_main else []
+            chosen.append(SegmentedImage(image, mask.numpy(), predicted))
+    return chosen if run.is_main else []
 
 
 def _chosen(images: EvalImages) -> list[int]:
@@ -206,13 +206,13 @@ def require_pairs(run: Run) -> None:
     sources = [run.loader.source] * (run.num_steps > 0) + ([test.source] if test is not None else [])
     for source in sources:
         _require_outputs(run, source)
-    found = [line for source in sources for line in _wrong(run, source)]
-    if not found:
+    problems = [line for source in sources for line in _wrong(run, source)]
+    if not problems:
         return
     if data.ON_BROKEN_IMAGE != "skip":
-        raise DataError(f"{len(found):,} pairs of image and mask cannot be used: {listed(found)}. {_FIX}")
+        raise DataError(f"{len(problems):,} pairs of image and mask cannot be used: {listed(problems)}. {_FIX}")
     if run.is_main:
-        say(f"warning: {len(found):,} pairs of image and mask are skipped: {listed(found)}.")
+        print_line(f"warning: {len(problems):,} pairs of image and mask are skipped: {listed(problems)}.")
 
 
 def _require_outputs(run: Run, source: Source) -> None:
@@ -227,14 +227,14 @@ def _wrong(run: Run, source: Source) -> list[str]:
     check = checks_of(source)
     if check is None:
         return []
-    own = range(run.rank, len(source), run.world_size)
+    indices = range(run.rank, len(source), run.world_size)
     with ThreadPoolExecutor(max(1, run.plan.config.DATA.NUM_DATALOADER_WORKERS)) as pool:  # decoders let others run
-        said = pool.map(lambda index: (index, _said(check, index)), own)
-        problems = [(index, text) for index, text in said if text]
+        complaints = pool.map(lambda index: (index, _problem_of(check, index)), indices)
+        problems = [(index, text) for index, text in complaints if text]
     return [text for _, text in sorted(line for lines in all_gather_objects(problems) for line in lines)]
 
 
-def _said(check: Callable[[int], None], index: int) -> str:
+def _problem_of(check: Callable[[int], None], index: int) -> str:
     try:
         check(index)
     except BrokenImageError as error:

@@ -76,11 +76,12 @@ class LoadedTrunk(nn.Module):
     """A trunk that takes one tensor and gives one, in evaluation mode.
 
     Attributes:
-        trunk: as it was trained: list of tensors -> list of features.
+        trunk: network as it was trained: list of tensors -> list of features.
         feature_dim: features per image.
-        path: of the weights: a file, or a checkpoint's folder.
+        path: path of the weights: a file, or a checkpoint's folder.
         recognized: the network in words, with its sizes.
-        transform: from an RGB image to (3, H, W) float32, as for the run's own evaluation; print it to see its steps.
+        transform: transform from an RGB image to (3, H, W) float32, as for the run's own evaluation; print it to see
+            its steps.
         config: what builds it, ``MODEL`` (TRUNK) and ``DATA`` (TRAIN and TEST with TRANSFORMS).
     """
 
@@ -155,24 +156,24 @@ def is_of_no_run(name: str) -> bool:
 
 
 def _of_no_run(name: str, which: str) -> LoadedTrunk:
-    found = find(name)
-    if which == "teacher" and "teacher" not in found.weights.layout:
-        what = f"is of no run here, and holds no teacher ({found.weights.layout})"
+    weights = find(name)
+    if which == "teacher" and "teacher" not in weights.weights.layout:
+        what = f"is of no run here, and holds no teacher ({weights.weights.layout})"
         raise CheckpointError(f"{name} {what}. Take the student, which is the default.")
-    config = as_run(found.network)
+    config = as_run(weights.network)
     block = {"TRUNK": _with_name(config["MODEL"]["TRUNK"]), "HEAD": {"PARAMS": []}}
     trunk = build_model(block_of(ModelConfig, block)).trunk
     tensors = {f"{_PREFIX}{key}": tensor for key, tensor in trunk.state_dict().items()}
-    matched = match(found.weights, {key: tensor.shape for key, tensor in tensors.items()})
+    matched = match(weights.weights, {key: tensor.shape for key, tensor in tensors.items()})
     if lost := matched.lacks("trunk"):
         raise CheckpointError(
-            f"{name} was taken for {found.network.text}, and lacks {len(lost)} of its tensors, such as {lost[0]}. "
+            f"{name} was taken for {weights.network.text}, and lacks {len(lost)} of its tensors, such as {lost[0]}. "
             "Write the trunk in a recipe (config.MODEL.TRUNK.NAME), and give its run folder."
         )
     with torch.no_grad():
         for entry in matched.entries:
             tensors[entry.key].copy_(entry.read())
-    return LoadedTrunk(trunk, config, locate(name).path, found.network.text)
+    return LoadedTrunk(trunk, config, locate(name).path, weights.network.text)
 
 
 def _with_name(trunk: Mapping[str, Any]) -> dict[str, Any]:
@@ -296,10 +297,10 @@ def _at_most(num_modules: int, path: Path) -> Iterator[None]:
         handle.remove()
 
 
-def _require_fit(found: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]], path: Path) -> None:
-    missing = sorted(wanted.keys() - found.keys())
-    extra = sorted(found.keys() - wanted.keys())
-    other = sorted(name for name in wanted.keys() & found.keys() if wanted[name] != found[name])
+def _require_fit(shapes: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]], path: Path) -> None:
+    missing = sorted(wanted.keys() - shapes.keys())
+    extra = sorted(shapes.keys() - wanted.keys())
+    other = sorted(name for name in wanted.keys() & shapes.keys() if wanted[name] != shapes[name])
     for names, what in (
         (missing, "lacks"),
         (extra, f"has, and the trunk of {RESOLVED_FILE} has not,"),

@@ -38,7 +38,7 @@ class ClassyZero(ClassyOptimizer):
 
     Args:
         base_optimizer: Classy's, element-wise.
-        zero: as for ``initialize``.
+        zero: see ``initialize``.
     Attributes:
         model: set by the task before ``set_param_groups``; sharded in place there.
     """

@@ -39,7 +39,7 @@ def ema(model: M, decay: Decay) -> M:
 
     Args:
         model: not yet given to ``initialize``.
-        decay: from 0 (copy) to 1 (stay), or a function of the number of the update, 1 for the first.
+        decay: decay from 0 (copy) to 1 (stay), or a function of the number of the update, 1 for the first.
     Returns:
         The teacher, an object of the model's class, frozen. Until ``initialize``, a full copy. Every rank must call it
         equally often, in the same order as the model.
@@ -85,11 +85,11 @@ class Ema:
     @torch.no_grad()
     def follow(self, model: nn.Module, num_updates: int) -> None:
         """Move the teacher of a model that is not sharded."""
-        for own, value in zip(self.teacher.parameters(), model.parameters(), strict=True):
-            follow_(own, value, self.decay_at(num_updates))
+        for average, value in zip(self.teacher.parameters(), model.parameters(), strict=True):
+            follow_(average, value, self.decay_at(num_updates))
 
 
 def take_ema(model: nn.Module) -> Ema | None:
     """Take the teacher that ``ema`` has made of ``model``, if any; from now on it is its caller's."""
-    found: Ema | None = model.__dict__.pop(_KEY, None)
-    return found
+    ema: Ema | None = model.__dict__.pop(_KEY, None)
+    return ema

@@ -47,9 +47,9 @@ def choose_plan(
 
     Args:
         model: whole, on any device; left as it is.
-        optimizer: as for ``initialize``; left as it is.
+        optimizer: see ``initialize``; left as it is.
         base: number formats, shard groups, clipping; a folder on a disk, where state may rest there.
-        settings: with the budget.
+        settings: settings with the budget.
         sample: see ``initialize``.
         device: where to train.
     Raises:
@@ -64,17 +64,17 @@ def choose_plan(
             with mode:
                 machines, micro_batches = (collectives.world_size(), _num_nodes()), settings.gradient_accumulation_steps
                 plans = forecast_all(forecaster, base, *machines, device.type, micro_batches, 0, can_recompute=False)
-                found = rank_candidates(plans, budget, collectives.world_size())
-                if (first := chosen_of(found)) is not None:
+                ranked = rank_candidates(plans, budget, collectives.world_size())
+                if (first := chosen_of(ranked)) is not None:
                     plans += kept_in_part(first, budget, forecaster)
-            found = rank_candidates(plans, budget, collectives.world_size())
-        chosen = chosen_of(found)
+            ranked = rank_candidates(plans, budget, collectives.world_size())
+        chosen = chosen_of(ranked)
         if chosen is None:
             words = {"block": "zero.", "level": "level", "memory": "memory_gb"}
             disk = ", name a disk (offload_optimizer_config=dict(nvme_path=...))"
             others = ", or give smaller micro-batches"
-            raise ConfigError([nothing_fits(found, budget, disk=disk, others=others, **words)])
-        outcome = chosen.sharding, f"zero.level=fit took {chosen}: {because(found, budget)}"
+            raise ConfigError([nothing_fits(ranked, budget, disk=disk, others=others, **words)])
+        outcome = chosen.sharding, f"zero.level=fit took {chosen}: {because(ranked, budget)}"
     # Broadcast like a choice: raised by rank 0 alone, it would leave the others waiting for its choice.
     except ConfigError as error:
         outcome = error
@@ -206,8 +206,8 @@ def _forward(model: nn.Module, sample: Any) -> tuple[Tensor, Any]:
     args, kwargs = _arguments(model.forward, sample)
     outputs = model(*args, **kwargs)
     leaves = [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.requires_grad]
-    own = next((leaf for leaf in leaves if leaf.dim() == 0), None)
-    return sum((leaf.mean() for leaf in leaves), torch.zeros(())) if own is None else own, outputs
+    scalar = next((leaf for leaf in leaves if leaf.dim() == 0), None)
+    return sum((leaf.mean() for leaf in leaves), torch.zeros(())) if scalar is None else scalar, outputs
 
 
 def _arguments(forward: Callable[..., Any], sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -221,10 +221,10 @@ def _arguments(forward: Callable[..., Any], sample: Any) -> tuple[tuple[Any, ...
         return (sample,), {}
     if any(param.kind is param.VAR_POSITIONAL for param in params):
         return tuple(sample), {}
-    own = [param for param in params if param.kind in (param.POSITIONAL_ONLY, param.POSITIONAL_OR_KEYWORD)]
-    taken = list(sample[: len(own)])
+    positional = [param for param in params if param.kind in (param.POSITIONAL_ONLY, param.POSITIONAL_OR_KEYWORD)]
+    taken = list(sample[: len(positional)])
     # A class number an image is no mask, whatever else the model would take (timm's forward(x, attn_mask=None)).
-    while taken and own[len(taken) - 1].default is not inspect.Parameter.empty and _is_labels(taken[-1]):
+    while taken and positional[len(taken) - 1].default is not inspect.Parameter.empty and _is_labels(taken[-1]):
         taken.pop()
     return tuple(taken), {}
 

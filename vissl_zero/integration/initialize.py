@@ -64,9 +64,10 @@ def initialize(
         optimizer: ``dict(type="Adam", lr=...)``, a class, or a torch optimizer over the model's parameters.
         zero: keys of ``docs/initialize.md`` as a dict, a DictConfig or the path of a YAML file.
         device: where to train; by default the model's GPU, else this rank's, else the CPU.
-        seed: of the weights of a model on the meta device, and of stochastic rounding.
-        timeout_s: of every collective, where the process group is started here.
-        sample: for ``level="fit"``: a micro-batch of a rank, as a tensor, or a tuple or dict of the model's arguments
+        seed: seed of the weights of a model on the meta device, and of stochastic rounding.
+        timeout_s: timeout of every collective, in seconds, where the process group is started here.
+        sample: sample for ``level="fit"``: a micro-batch of a rank, as a tensor, or a tuple or dict of the model's
+            arguments
             (what the model does not take is left out), real or on the meta device; or a function of the model that
             gives the loss.
     Returns:
@@ -114,8 +115,8 @@ def initialize(
     if settings.is_fitted:
         # Only rank 0's choice counts: a smaller budget of another rank would go unheard.
         require_equal("the budget", [f"{settings.memory_gb}, {settings.host_memory_gb}, {settings.disk_gb}"])
-        plan, said = choose_plan(model, optimizer, plan, settings, sample, where)
-        notes, tier_notes = (*notes, said), ()
+        plan, note = choose_plan(model, optimizer, plan, settings, sample, where)
+        notes, tier_notes = (*notes, note), ()
     elif sample is not None:
         notes = (*notes, "sample has no effect: zero names a level.")
     # Ranks that differ would meet in different collectives and wait there until the timeout.
@@ -247,22 +248,22 @@ def choose_precision(model: nn.Module, settings: ZeroSettings) -> tuple[Precisio
     if len(formats) > 1:
         master = _format_of_mixed(model, formats, settings)
         return Precision(master, None, master, master, False), _without_scaling(settings)
-    own = _the_only(formats)
-    half = _half(own, settings)
-    if own == "float64" and half and (settings.fp16 or settings.bf16):
+    precision = _the_only(formats)
+    half = _half(precision, settings)
+    if precision == "float64" and half and (settings.fp16 or settings.bf16):
         key = "zero.fp16" if settings.fp16 else "zero.bf16"
         fix = "Build the model in float32, or leave the key out."
         raise ConfigError([Problem(key, "True", "cannot go with a float64 model, which is trained as it is", fix)])
-    refused = {"float16": settings.fp16, "bfloat16": settings.bf16}.get(own) is False
-    if refused and half == own:
-        key = "zero.fp16" if own == "float16" else "zero.bf16"
+    refused = {"float16": settings.fp16, "bfloat16": settings.bf16}.get(precision) is False
+    if refused and half == precision:
+        key = "zero.fp16" if precision == "float16" else "zero.bf16"
         fix = "Cast it with model.float() for float32, or leave the key out."
-        raise ConfigError([Problem(key, "False", f"contradicts the model, which is in {own}", fix)])
-    master = "float64" if own == "float64" else "float32"
-    half = None if own == "float64" else half
+        raise ConfigError([Problem(key, "False", f"contradicts the model, which is in {precision}", fix)])
+    master = "float64" if precision == "float64" else "float32"
+    half = None if precision == "float64" else half
     use_scale = half == "float16" and settings.dynamic_loss_scale is not False
     notes = []
-    if half == "float16" and settings.is_typed and settings.fp16 is None and own != half:
+    if half == "float16" and settings.is_typed and settings.fp16 is None and precision != half:
         scaling = "scaling the loss" if use_scale else "without scaling the loss"
         notes.append(f"zero.type computes in float16, {scaling}, over float32 parameters; fp16=False keeps to float32.")
     if half != "float16":
@@ -323,13 +324,13 @@ def _without_scaling(settings: ZeroSettings) -> tuple[str, ...]:
     return ("zero.dynamic_loss_scale has no effect: nothing is computed in float16.",)
 
 
-def _half(own: str, settings: ZeroSettings) -> str | None:
+def _half(precision: str, settings: ZeroSettings) -> str | None:
     if settings.bf16:
         return "bfloat16"
     if settings.fp16:
         return "float16"
-    if own in ("float16", "bfloat16"):
-        return own
+    if precision in ("float16", "bfloat16"):
+        return precision
     is_automatic = settings.is_typed and settings.level >= 2 and settings.fp16 is None and settings.bf16 is None
     return "float16" if is_automatic else None
 
@@ -343,19 +344,19 @@ def join_ranks(device: torch.device, timeout_s: float) -> None:
     Every rank that torchrun started must call it. Without torchrun's environment, this process is a world of one.
 
     Args:
-        device: of this rank.
-        timeout_s: of every collective of a group started here.
+        device: device of this rank.
+        timeout_s: timeout of every collective of a group started here, in seconds.
     Raises:
         ConfigError: torchrun's environment is incomplete, or left over from another run.
     """
     if dist.is_initialized():
         return
-    given = [name for name in _TORCHRUN if name in os.environ]
-    is_launched = "RANK" in given or "WORLD_SIZE" in given
-    if is_launched and len(given) < len(_TORCHRUN):
-        missing = ", ".join(name for name in _TORCHRUN if name not in given)
+    variables = [name for name in _TORCHRUN if name in os.environ]
+    is_launched = "RANK" in variables or "WORLD_SIZE" in variables
+    if is_launched and len(variables) < len(_TORCHRUN):
+        missing = ", ".join(name for name in _TORCHRUN if name not in variables)
         fix = "Start the program with torchrun, or unset RANK and WORLD_SIZE to train in one process."
-        raise ConfigError([Problem("environment", "", f"has {', '.join(given)} but not {missing}", fix)])
+        raise ConfigError([Problem("environment", "", f"has {', '.join(variables)} but not {missing}", fix)])
     if is_launched:
         rank_numbers(os.environ)
     require_interfaces(os.environ)

@@ -132,14 +132,14 @@ def read_settings(zero: Any) -> ZeroSettings:
         ConfigError: all problems found in it: unknown keys with the closest known ones, wrong types, contradictions.
     """
     mapped, mapped_notes = from_deepspeed(_mapping(zero))
-    given = {_RECIPE_KEYS.get(str(key), str(key)): value for key, value in mapped.items()}
-    blocks = {name: typed_options(schema, _block(given, name), f"zero.{name}") for name, schema in _BLOCKS.items()}
-    if unknown := [key for key in given if key not in _names()]:
+    settings = {_RECIPE_KEYS.get(str(key), str(key)): value for key, value in mapped.items()}
+    blocks = {name: typed_options(schema, _block(settings, name), f"zero.{name}") for name, schema in _BLOCKS.items()}
+    if unknown := [key for key in settings if key not in _names()]:
         _refuse(unknown)
-    is_fitted = given.get("level") == _FIT
+    is_fitted = settings.get("level") == _FIT
     if is_fitted:
-        given["level"] = None if given.get("type") else 3  # whatever is allowed at level 3 may be chosen
-    keys = _Keys(**typed_options(_Keys, {key: given[key] for key in given if key not in _BLOCKS}, "zero"))
+        settings["level"] = None if settings.get("type") else 3  # whatever is allowed at level 3 may be chosen
+    keys = _Keys(**typed_options(_Keys, {key: settings[key] for key in settings if key not in _BLOCKS}, "zero"))
     optimizer = OffloadOptimizer(**blocks["offload_optimizer_config"])
     params = OffloadParam(**blocks["offload_param_config"])
     implied = implied_level(params.device) if keys.level is None and keys.type is None else None
@@ -250,8 +250,8 @@ def _from_file(path: Path) -> Any:
     return tree
 
 
-def _block(given: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    block = given.get(name)
+def _block(settings: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    block = settings.get(name)
     if block is None:
         return {}
     if not isinstance(block, Mapping):
@@ -280,30 +280,32 @@ def _level(keys: _Keys) -> tuple[int, list[Problem]]:
 
 
 def _range_problems(keys: _Keys) -> list[Problem]:
-    found = []
+    problems = []
     if keys.gradient_accumulation_steps < 1:
         key = "zero.gradient_accumulation_steps"
-        found.append(Problem(key, str(keys.gradient_accumulation_steps), "must be at least 1", "Write 1 for none."))
+        problems.append(Problem(key, str(keys.gradient_accumulation_steps), "must be at least 1", "Write 1 for none."))
     if keys.clip_grad is not None and not keys.clip_grad > 0:
-        found.append(Problem("zero.clip_grad", str(keys.clip_grad), "must be above 0", "Leave it out for no clipping."))
+        problems.append(
+            Problem("zero.clip_grad", str(keys.clip_grad), "must be above 0", "Leave it out for no clipping.")
+        )
     if keys.fp16 and keys.bf16:
-        found.append(Problem("zero.bf16", "True", "contradicts zero.fp16=True", "Leave one of them out."))
+        problems.append(Problem("zero.bf16", "True", "contradicts zero.fp16=True", "Leave one of them out."))
     if keys.shard_group_size != -1 and keys.shard_group_size < 2:
         must = "must be -1 for all ranks, or at least 2"
-        found.append(Problem("zero.shard_group_size", str(keys.shard_group_size), must, "Leave it out."))
+        problems.append(Problem("zero.shard_group_size", str(keys.shard_group_size), must, "Leave it out."))
     for key in _BUDGET:
         value = getattr(keys, key)
         if value is not None and not value > 0:
-            found.append(
+            problems.append(
                 Problem(f"zero.{key}", str(value), "must be above 0 GiB", "Leave it out to use what is available.")
             )
     if isinstance(keys.float8, str):
-        found += pattern_problems("zero.float8", keys.float8)
+        problems += pattern_problems("zero.float8", keys.float8)
     if keys.float8_gather and keys.float8 is False:
-        found.append(Problem("zero.float8_gather", "True", NEEDS_FLOAT8, "Write float8=True, or leave it out."))
+        problems.append(Problem("zero.float8_gather", "True", NEEDS_FLOAT8, "Write float8=True, or leave it out."))
     if keys.wrap_threshold < 0:
-        found.append(Problem("zero.wrap_threshold", str(keys.wrap_threshold), "must be at least 0", "Write 0."))
-    return found
+        problems.append(Problem("zero.wrap_threshold", str(keys.wrap_threshold), "must be at least 0", "Write 0."))
+    return problems
 
 
 def _rounding_problems(
@@ -328,7 +330,7 @@ def _rounding_problems(
 
 def _fit_problems(keys: _Keys, optimizer: OffloadOptimizer, params: OffloadParam) -> list[Problem]:
     """Check what contradicts a plan that is yet to be chosen."""
-    given = {
+    excluded = {
         "type": keys.type is not None,
         "engine": keys.engine not in ("auto", "torch"),
         "keep_gradients": keys.keep_gradients,
@@ -338,7 +340,7 @@ def _fit_problems(keys: _Keys, optimizer: OffloadOptimizer, params: OffloadParam
     must = "cannot go with level='fit', which chooses it"
     return [
         Problem(f"zero.{key}", "", must, "Leave it out, or write a level.")
-        for key, is_given in given.items()
+        for key, is_given in excluded.items()
         if is_given
     ]
 
@@ -352,16 +354,18 @@ def _budget_problems(keys: _Keys) -> list[Problem]:
 
 def _no_effect(keys: _Keys, level: int) -> list[str]:
     """Write sentences on keys that do nothing at this level, or without another key."""
-    found = []
+    problems = []
     if keys.float8_scales != "rows" and keys.float8 is False:
-        found.append("zero.float8_scales has no effect without zero.float8.")
+        problems.append("zero.float8_scales has no effect without zero.float8.")
     if keys.float8_gather and level < 3:
-        found.append(SENDS_NOTHING.format(key="zero.float8_gather", level=level))
+        problems.append(SENDS_NOTHING.format(key="zero.float8_gather", level=level))
     if level:
-        return found
+        return problems
     in_vain = {"wrap_threshold": keys.wrap_threshold > 0, "shard_group_size": keys.shard_group_size != -1}
-    found += [f"zero.{key} has no effect at level 0: nothing is sharded." for key, is_set in in_vain.items() if is_set]
-    return found
+    problems += [
+        f"zero.{key} has no effect at level 0: nothing is sharded." for key, is_set in in_vain.items() if is_set
+    ]
+    return problems
 
 
 def _float8_plan(keys: _Keys) -> Float8Plan:
@@ -425,27 +429,27 @@ def _automatic(tree: Any, path: str) -> list[Problem]:
     return [Problem(path, "'auto'", "is filled in by Hugging Face's Trainer, and by nothing here", fix)]
 
 
-def _said_twice(given: Mapping[str, Any]) -> list[Problem]:
+def _repeated(settings: Mapping[str, Any]) -> list[Problem]:
     """Find our names beside DeepSpeed's for the same thing."""
     both = [(f"{_MARK}.{theirs}", ours) for theirs, ours in _RENAMED.items() if theirs != "gradient_clipping"]
-    both += [("gradient_clipping", "clip_grad")] if "gradient_clipping" in given else []
+    both += [("gradient_clipping", "clip_grad")] if "gradient_clipping" in settings else []
     must, fix = "says the same as DeepSpeed's {}", "Leave one of them out."
     return [
-        Problem(f"zero.{ours}", repr(given[ours]), must.format(f"zero.{name}"), fix)
+        Problem(f"zero.{ours}", repr(settings[ours]), must.format(f"zero.{name}"), fix)
         for name, ours in both
-        if ours in given
+        if ours in settings
     ]
 
 
 _BATCH, _MICRO, _STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 
 
-def _batch_problems(given: Mapping[str, Any]) -> list[Problem]:
+def _batch_problems(settings: Mapping[str, Any]) -> list[Problem]:
     """Refuse batch sizes from which DeepSpeed would work out how many micro-batches make an update."""
-    if _STEPS in given or not {_BATCH, _MICRO} <= given.keys():
+    if _STEPS in settings or not {_BATCH, _MICRO} <= settings.keys():
         return []
     must = f"must be given beside {_BATCH} and {_MICRO}, from which it is not worked out"
-    fix = f"Write {_STEPS}={given[_BATCH]} / ({given[_MICRO]} x ranks)."
+    fix = f"Write {_STEPS}={settings[_BATCH]} / ({settings[_MICRO]} x ranks)."
     return [Problem(f"zero.{_STEPS}", "", must, fix)]
 
 
@@ -456,16 +460,16 @@ def _fixed_scale(block: dict[str, Any]) -> list[Problem]:
     return [Problem("zero.fp16.loss_scale", str(scale), must, "Write 0, or leave it out.")] if scale else []
 
 
-def from_deepspeed(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:  # noqa: C901
+def from_deepspeed(settings: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:  # noqa: C901
     """Translate ``given`` to the names of ``zero``; it stays as it is where it is not DeepSpeed's.
 
     Raises:
         ConfigError: a key that asks for other numbers than the same key here would give.
     """
-    if _MARK not in given:
-        return dict(given), []
-    keys, notes = dict(given), []
-    problems = [*_said_twice(given), *_batch_problems(given)]
+    if _MARK not in settings:
+        return dict(settings), []
+    keys, notes = dict(settings), []
+    problems = [*_repeated(settings), *_batch_problems(settings)]
     zero = keys.pop(_MARK)
     if not isinstance(zero, Mapping):
         problem = Problem(f"zero.{_MARK}", repr(zero), "must be a dict", "Write it as dict(stage=3).")

@@ -105,7 +105,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._is_in_backward = False
         self._is_backward_done = self._is_run_again = False  # in the open micro-batch
         self._model = model
-        self._tied = _tied_names(model)
+        # Further names of tied parameters, each with the first one.
+        first = {param: name for name, param in model.named_parameters()}
+        names = model.named_parameters(remove_duplicate=False)
+        self._tied = {name: first[param] for name, param in names if first[param] != name}
         # No call of the loop marks the start of its forward pass: a micro-batch is open from one step to the next.
         self._micro_batch = ExitStack()
         self._open_micro_batch()
@@ -238,7 +241,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         checkpoint`` reads it. Earlier checkpoints stay.
 
         Args:
-            folder: on a file system that all ranks share.
+            folder: folder on a file system that all ranks share.
             extra: what ``load`` is to return, such as ``{"scheduler": scheduler.state_dict(), "epoch": epoch}``. Rank
                 0's is written; gather what differs between ranks. It may hold what ``torch.load(weights_only=True)``
                 reads: numbers, texts, bytes, None, tensors that are not sharded, and lists, tuples, sets and dicts of
@@ -259,8 +262,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Build a scheduler before this call: building it sets learning rates, which this call restores.
 
         Args:
-            folder: that ``save`` was given, to take the newest complete one; or one of its ``checkpoints/step_<number
-                of updates>``. All data are read against their checksums first.
+            folder: folder that ``save`` was given, to take the newest complete one; or one of its
+                ``checkpoints/step_<number of updates>``. All data are read against their checksums first.
         Returns:
             ``extra`` of ``save`` on every rank, tensors on the CPU; None if none was saved.
         Raises:
@@ -331,8 +334,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self._sharded.follow(self._follower.decay_at(self.num_updates))
 
     def _show(self, params: Sequence[list[nn.Parameter]]) -> None:
-        for group, own in zip(self.param_groups, params, strict=True):
-            group["params"] = own
+        for group, group_params in zip(self.param_groups, params, strict=True):
+            group["params"] = group_params
 
     @contextmanager
     def _on_rows(self) -> Iterator[None]:
@@ -384,9 +387,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Refuse parameters that were put into groups or taken out of them: the update would not know."""
         groups = self._sharded.optimizer.param_groups
         is_same = self.param_groups is groups and len(groups) == len(self._params)
-        for group, own in zip(groups, self._params if is_same else (), strict=False):
-            found = group["params"]
-            is_same &= len(found) == len(own) and all(a is b for a, b in zip(found, own, strict=True))
+        for group, own_params in zip(groups, self._params if is_same else (), strict=False):
+            params = group["params"]
+            is_same &= len(params) == len(own_params) and all(a is b for a, b in zip(params, own_params, strict=True))
         if not is_same:
             raise VisslZeroError(
                 "optimizer.param_groups was replaced, or parameters in it. Groups are fixed once initialize() has "
@@ -421,16 +424,9 @@ def _own_params(sharded: ShardedModel, model: nn.Module) -> list[list[nn.Paramet
     """List the model's parameters of each group; None where the engine has put others in their place."""
     params = dict(model.named_parameters())
     names = [group["params"] for group in sharded.group_facts()]
-    if any(name not in params for own in names for name in own):
+    if any(name not in params for group_names in names for name in group_names):
         return None
-    return [[params[name] for name in own] for own in names]
-
-
-def _tied_names(model: nn.Module) -> dict[str, str]:
-    """Map further names of tied parameters to their first ones."""
-    first = {param: name for name, param in model.named_parameters()}
-    names = model.named_parameters(remove_duplicate=False)
-    return {name: first[param] for name, param in names if first[param] != name}
+    return [[params[name] for name in group_names] for group_names in names]
 
 
 def save_state(sharded: ShardedModel, folder: Path, step: int, extra: Sequence[Part] = ()) -> None:
@@ -438,7 +434,7 @@ def save_state(sharded: ShardedModel, folder: Path, step: int, extra: Sequence[P
 
     Args:
         sharded: between two steps.
-        folder: on a file system that all ranks share.
+        folder: folder on a file system that all ranks share.
         step: optimizer steps done.
         extra: what this rank stores beside the training state.
     Raises:
@@ -487,27 +483,27 @@ def load_state(sharded: ShardedModel, folder: Path) -> tuple[int, dict[str, Any]
 
     Args:
         sharded: between two steps.
-        folder: as ``save_state`` got it, or that of one checkpoint.
+        folder: the folder that ``save_state`` got, or that of one checkpoint.
     Returns:
         Optimizer steps that had been done, and the user's ``extra``.
     Raises:
         CheckpointError: there is none that is whole, or it is of another model.
     """
-    found = find_resumable(folder)
-    if found.path is None:
+    resumable = find_resumable(folder)
+    if resumable.path is None:
         raise CheckpointError(
             f"{folder} holds no checkpoint. Name the folder that save() was given, or one of its checkpoints/step_*."
         )
-    for sentence in found.skipped if collectives.rank() == 0 else ():
+    for sentence in resumable.skipped if collectives.rank() == 0 else ():
         logging.getLogger(__name__).warning("skipped: %s", sentence)
-    with open_checkpoint(found.path) as checkpoint:
+    with open_checkpoint(resumable.path) as checkpoint:
         saved = checkpoint.manifest.groups
         groups = sharded.optimizer.param_groups
         places, saved_places = (_places(facts) for facts in (sharded.group_facts(), saved))
         if places != saved_places:
             name = next(name for name in {**places, **saved_places} if places.get(name) != saved_places.get(name))
             there, here = (
-                f"in group {found[name][0]}" if name in found else "in no group" for found in (saved_places, places)
+                f"in group {groups[name][0]}" if name in groups else "in no group" for groups in (saved_places, places)
             )
             raise CheckpointError(
                 f"{checkpoint.path} groups parameters differently: {name} is {there} there, and {here} here. Give "

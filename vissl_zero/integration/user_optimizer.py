@@ -170,23 +170,23 @@ def _initial_state(
 _NOTHING = object()
 
 
-def _maker(key: str, found: Sequence[tuple[Any, Tensor]]) -> Callable[[Tensor], Any] | None:
+def _maker(key: str, values: Sequence[tuple[Any, Tensor]]) -> Callable[[Tensor], Any] | None:
     """Return what makes a key's first state for any parameter; None where steps have left traces.
 
     Args:
-        key: of the state.
+        key: key of the state.
         found: its value, or ``_NOTHING``, and the parameter, for each parameter.
     """
-    value, _ = found[0]
+    value, _ = values[0]
     if not isinstance(value, Tensor):
-        is_equal = all(not isinstance(other, Tensor) and other == value for other, _ in found)
+        is_equal = all(not isinstance(other, Tensor) and other == value for other, _ in values)
         return (lambda _: value) if is_equal and value is not _NOTHING and not (key == "step" and value) else None
-    if all(isinstance(other, Tensor) and other.dtype == p.dtype and torch.equal(other, p) for other, p in found):
+    if all(isinstance(other, Tensor) and other.dtype == p.dtype and torch.equal(other, p) for other, p in values):
         return lambda param: param.detach().clone()  # Lookahead's slow weights
-    if not all(isinstance(other, Tensor) and other.numel() and other.dtype == value.dtype for other, _ in found):
+    if not all(isinstance(other, Tensor) and other.numel() and other.dtype == value.dtype for other, _ in values):
         return None
     number, dtype = value.flatten()[0].item(), value.dtype
-    if not all(bool((other == number).all()) for other, _ in found) or (key == "step" and number):
+    if not all(bool((other == number).all()) for other, _ in values) or (key == "step" and number):
         return None
     if key == "step":  # by the name and not the shape: the state of a 0-d parameter is 0-d as well
         return lambda _: torch.tensor(number, dtype=dtype)
@@ -209,8 +209,8 @@ def unchanged_on_error(optimizer: Any) -> Iterator[None]:
         raise
 
 
-def _from_dict(given: Mapping[str, Any] | DictConfig) -> OptimizerFactory:
-    plain = OmegaConf.to_container(given, resolve=True) if isinstance(given, DictConfig) else dict(given)
+def _from_dict(config: Mapping[str, Any] | DictConfig) -> OptimizerFactory:
+    plain = OmegaConf.to_container(config, resolve=True) if isinstance(config, DictConfig) else dict(config)
     assert isinstance(plain, dict)
     options = {str(key): value for key, value in plain.items()}
     name = options.pop("type", None)
@@ -281,8 +281,8 @@ def _class_from_elsewhere(name: str) -> Callable[..., torch.optim.Optimizer]:
         from schedulefree import AdamWScheduleFree
 
         return cast(Callable[..., torch.optim.Optimizer], AdamWScheduleFree)
-    own = {"Muon": MuonAdamW, "NorMuon": NorMuonAdamW, "Shampoo": Shampoo, "AdamW8bit": AdamW8bit}
-    return own.get(name, torch.optim.Adafactor)
+    replacements = {"Muon": MuonAdamW, "NorMuon": NorMuonAdamW, "Shampoo": Shampoo, "AdamW8bit": AdamW8bit}
+    return replacements.get(name, torch.optim.Adafactor)
 
 
 def _names(schema: type) -> tuple[str, ...]:
@@ -298,19 +298,19 @@ def _without_strategy_keys(group: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in _STRATEGY_KEYS}
 
 
-def optimizer_facts(given: Any) -> list[str]:
+def optimizer_facts(optimizer: Any) -> list[str]:
     """Write sentences about the ``optimizer`` argument of ``initialize`` that must be the same on every rank."""
-    if isinstance(given, torch.optim.Optimizer):
+    if isinstance(optimizer, torch.optim.Optimizer):
         options = [
             {key: value for key, value in group.items() if key != "params"} | {"params": len(group["params"])}
-            for group in given.param_groups
+            for group in optimizer.param_groups
         ]
-        return [type(given).__name__, *(_option_facts(group, f" of group {i}") for i, group in enumerate(options))]
-    if isinstance(given, functools.partial):
-        return [*optimizer_facts(given.func), _option_facts(given.keywords, "")]
-    if isinstance(given, Mapping):
-        return [_option_facts(given, "")]
-    return [str(getattr(given, "__qualname__", type(given).__name__))]
+        return [type(optimizer).__name__, *(_option_facts(group, f" of group {i}") for i, group in enumerate(options))]
+    if isinstance(optimizer, functools.partial):
+        return [*optimizer_facts(optimizer.func), _option_facts(optimizer.keywords, "")]
+    if isinstance(optimizer, Mapping):
+        return [_option_facts(optimizer, "")]
+    return [str(getattr(optimizer, "__qualname__", type(optimizer).__name__))]
 
 
 def _option_facts(options: Mapping[str, Any], where: str) -> str:

@@ -27,11 +27,11 @@ class Verdict:
 
     Attributes:
         is_equal: losses, parameters and buffers agreed after every step.
-        num_steps: that were compared.
+        num_steps: number of steps that were compared.
         step: the first that differs, from 1; 0: the models differed before training. None if all agree.
         name: what differs there most: a parameter's or buffer's full name, or "loss".
         difference: largest absolute difference of an element there; over all steps if all agree.
-        dtype: that both runs computed in.
+        dtype: data type that both runs computed in.
         notes: what may explain a difference, and what was not tested.
     """
 
@@ -77,11 +77,11 @@ def verify(
         batches: a few complete batches, the same on every rank: tensors, or any nesting of them. Each rank gets its
             share of the rows (dim 0) of the tensors that have as many rows as the first one; their number must be a
             multiple of the ranks.
-        zero: as for ``initialize``. Half precision is left out: it would hide a difference.
+        zero: see ``initialize``. Half precision is left out: it would hide a difference.
         tolerance: largest difference, relative where values are above 1; 1e-10 in float64. Where the model cannot run
             in float64, both run in its own format, and it is 1e-4.
-        seed: of the weights.
-        timeout_s: of every collective, where the process group is started here.
+        seed: seed of the weights.
+        timeout_s: timeout of every collective, in seconds, where the process group is started here.
     Raises:
         ConfigError: what is given cannot be used.
     """

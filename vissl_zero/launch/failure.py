@@ -79,7 +79,7 @@ def first_failure(folder: Path, exit_codes: dict[int, int], is_short_of_memory: 
 
     Args:
         folder: where ranks wrote their failures.
-        exit_codes: of the ranks that ended badly, as ``Popen.returncode`` gives them (negative: a signal).
+        exit_codes: exit codes of the ranks that ended badly, as ``Popen.returncode`` gives them (negative: a signal).
         is_short_of_memory: the kernel has killed processes for their memory meanwhile.
     """
     reports = [report for path in sorted(folder.glob("rank*.json")) if (report := _read(path)) is not None]

@@ -55,8 +55,8 @@ def receive(sock: socket.socket, max_bytes: int = MAX_FRAME, deadline: float | N
     """Read one frame.
 
     Args:
-        sock: to read from.
-        max_bytes: of the frame.
+        sock: socket to read from.
+        max_bytes: most bytes of a frame.
         deadline: when all of it must have come, on the monotonic clock; None: the socket's timeout, for each part.
     Raises:
         ConnectionError: the other side is gone, or sends what is no frame.
@@ -102,11 +102,11 @@ def prove(sock: socket.socket, secret: bytes, is_server: bool) -> None:
     ours = secrets.token_bytes(_NONCE_BYTES)
     send(sock, [ours])
     theirs = b"".join(receive(sock, 256, deadline))
-    own, other = (b"server", b"client") if is_server else (b"client", b"server")
+    own_role, other = (b"server", b"client") if is_server else (b"client", b"server")
     # An echo of our own number would let a stranger reflect our proof back to us.
     if len(theirs) != _NONCE_BYTES or theirs == ours:
         raise RefusedError("no proper greeting")
-    send(sock, [_proof(secret, own, ours, theirs)])
+    send(sock, [_proof(secret, own_role, ours, theirs)])
     try:
         proof = b"".join(receive(sock, 256, deadline))
     except ConnectionError as error:
@@ -127,7 +127,7 @@ class KeyValueServer:
 
     Args:
         address: host and port to listen on; port 0 takes a free one.
-        secret: of the run.
+        secret: secret of the run.
     Attributes:
         address: what it actually listens on.
     """
@@ -190,20 +190,16 @@ class KeyValueServer:
         with self._changed:
             if operation == b"wait":
                 return [b"1" if self._wait(float(rest[0]), rest[1:]) else b"0"]
-            if operation == b"beat":
-                return [self._beat(rest[0].decode())]
+            if operation == b"beat":  # answered by the seconds since each launcher's last
+                now = time.monotonic()
+                self._heard[rest[0].decode()] = now
+                return [json.dumps({name: now - when for name, when in self._heard.items()}).encode()]
             answer = self._change(operation, rest)
             self._changed.notify_all()
             return answer
 
     def _wait(self, timeout_s: float, keys: list[bytes]) -> bool:
         return self._changed.wait_for(lambda: all(key in self._values for key in keys), timeout_s)
-
-    def _beat(self, name: str) -> bytes:
-        """Record a launcher's heartbeat; returns the seconds since each one's last."""
-        now = time.monotonic()
-        self._heard[name] = now
-        return json.dumps({other: now - when for other, when in self._heard.items()}).encode()
 
     def _change(self, operation: bytes, rest: list[bytes]) -> list[bytes]:
         values = self._values
@@ -244,9 +240,9 @@ class Client:
     """Talks to the server; safe to use from several threads, each call on a connection of its own.
 
     Args:
-        address: of the server.
-        secret: of the run.
-        timeout_s: to connect, and to wait for an answer.
+        address: address of the server.
+        secret: secret of the run.
+        timeout_s: timeout to connect and to wait for an answer, in seconds.
     """
 
     def __init__(self, address: tuple[str, int], secret: bytes, timeout_s: float):
@@ -359,19 +355,19 @@ def interface_towards(host: str, port: int) -> str | None:
         family, kind, _, _, target = socket.getaddrinfo(host, port or 1, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
             probe.connect(target)  # a datagram socket: nothing is sent
-            own = probe.getsockname()[0]
+            local_address = probe.getsockname()[0]
     except OSError:
         return None
-    return next((name for name, address in interfaces().items() if address == own), None)
+    return next((name for name, address in interfaces().items() if address == local_address), None)
 
 
 def interfaces() -> Mapping[str, str]:
     """List the IPv4 address of each network interface that has one."""
-    found = {}
+    addresses = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             request = array.array("B", struct.pack("256s", name.encode()[:15]))
             with contextlib.suppress(OSError):
                 answer = fcntl.ioctl(probe.fileno(), 0x8915, bytes(request))  # SIOCGIFADDR
-                found[name] = socket.inet_ntoa(answer[20:24])
-    return found
+                addresses[name] = socket.inet_ntoa(answer[20:24])
+    return addresses

@@ -46,12 +46,12 @@ def launch_local(  # noqa: C901
     """Start this machine's ranks and wait for them; restart them at most ``DISTRIBUTED.MAX_RESTARTS`` times.
 
     Args:
-        plan: of the run.
+        plan: plan of the run.
         rendezvous: joined already, where other machines (or other launchers here) take part; they are started again
             all together or not at all, by ``launch_member``.
-        plan_folder: with ``config.resolved.yaml``, if that is not the run folder.
+        plan_folder: folder with ``config.resolved.yaml``, if that is not the run folder.
         began: when the time limit began to count, as Unix time; None: now.
-        fit: whose choice ``plan`` is, and what chooses again where memory runs out. Not with ``rendezvous``.
+        fit: the fit that chose ``plan``, and chooses again where memory runs out. Not with ``rendezvous``.
     Returns:
         Exit code: 0, 75 (saved and stopped because it was asked to), 130 (Ctrl-C; saved, too), 2 (a user's error, its
         sentence printed) or 1 (a crash, its traceback printed).
@@ -90,9 +90,9 @@ def launch_local(  # noqa: C901
             return rendezvous.exit_code
         if failure.is_out_of_memory and fit and group.asked is None:
             fit.ran_out()
-            if num_restarts < most_restarts and (said := fit.go_on(_free_for_a_rank(plan))):
+            if num_restarts < most_restarts and (reason := fit.go_on(_free_for_a_rank(plan))):
                 num_restarts += 1
-                plan = _smaller(fit, said, failure, num_restarts, most_restarts)
+                plan = _smaller(fit, reason, failure, num_restarts, most_restarts)
                 num_procs, environment = plan.procs_per_node, _environment(plan, rendezvous, began)
                 continue
         if failure.is_user_error:
@@ -111,9 +111,9 @@ def launch_local(  # noqa: C901
         num_procs = plan.procs_per_node
 
 
-def _smaller(fit: FitRun, said: str, failure: Failure, num_restarts: int, most: int) -> ResolvedRun:
+def _smaller(fit: FitRun, reason: str, failure: Failure, num_restarts: int, most: int) -> ResolvedRun:
     """Announce and note that the run continues with what ``fit`` has chosen now; returns its plan."""
-    print(f"{failure.text.rstrip()}\n{said} (restart {num_restarts} of at most {most}).", file=sys.stderr, flush=True)
+    print(f"{failure.text.rstrip()}\n{reason} (restart {num_restarts} of at most {most}).", file=sys.stderr, flush=True)
     save_resolved(fit.choice.run, fit.folder / "config.resolved.yaml")
     fit.started()
     return fit.choice.run
@@ -150,14 +150,14 @@ def _restarted(plan: ResolvedRun, failure: Failure, num_restarts: int) -> Resolv
     return fewer
 
 
-def _stopped(plan: ResolvedRun, asked: stopping.Stop, codes: dict[int, int], num_procs: int) -> int:
+def _stopped(plan: ResolvedRun, stop: stopping.Stop, codes: dict[int, int], num_procs: int) -> int:
     """Return the exit code of a run asked to stop: complete, saved, or not saved (second Ctrl-C, too early)."""
     # The request is for this process too, which may have other runs to start.
-    stopping.request_stop(asked.reason, asked.exit_code)
+    stopping.request_stop(stop.reason, stop.exit_code)
     if len(codes) == num_procs and set(codes.values()) == {0}:
         return 0
     print(f"\nStopped; all ranks have ended. The run folder is {plan.run_dir}", file=sys.stderr)
-    return asked.exit_code
+    return stop.exit_code
 
 
 def _explain(failure: Failure, plan: ResolvedRun) -> None:
@@ -215,8 +215,8 @@ def launch_member(plan: ResolvedRun, spec: LauncherSpec, announce: Path | None =
     """Join, start the ranks and wait for them; restart at most ``DISTRIBUTED.MAX_RESTARTS`` times if one is lost.
 
     Args:
-        plan: of the run.
-        spec: of this launcher.
+        plan: plan of the run.
+        spec: specification of this launcher.
         announce: file that launcher 0 writes its address to.
     Returns:
         Exit code, as ``launch_local``.
@@ -271,10 +271,10 @@ def _generation(plan: ResolvedRun, rendezvous: Rendezvous, began: float) -> int:
 
 def _fingerprint(plan: ResolvedRun) -> str:
     """Digest what must be equal on all machines: the plan without folders and machine-specific values."""
-    found = asdict(plan)
+    settings = asdict(plan)
     for name in ("run_dir", "notes", "interpolations", "copies", "threads_per_rank", "recipe"):
-        del found[name]
-    config = found["config"]
-    found["config"] = {**config, "CHECKPOINT": None, "DISTRIBUTED": {**config["DISTRIBUTED"], "SECRET_FILE": None}}
-    text = json.dumps(found, sort_keys=True, default=str) + __version__
+        del settings[name]
+    config = settings["config"]
+    settings["config"] = {**config, "CHECKPOINT": None, "DISTRIBUTED": {**config["DISTRIBUTED"], "SECRET_FILE": None}}
+    text = json.dumps(settings, sort_keys=True, default=str) + __version__
     return hashlib.sha256(text.encode()).hexdigest()

@@ -53,8 +53,8 @@ def process_group(backend: str, device: torch.device, timeout_s: float) -> Itera
 
     Args:
         backend: such as "gloo" or "cpu:gloo,cuda:nccl".
-        device: of this rank; selected as the current one if it is a GPU.
-        timeout_s: of every collective, in seconds.
+        device: device of this rank; selected as the current one if it is a GPU.
+        timeout_s: timeout of every collective, in seconds.
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store: dist.Store
@@ -119,11 +119,11 @@ def require_own_peers() -> None:
     Raises:
         ProcessLostError: somebody has; a crash, after which a run may start again.
     """
-    rows, own = connections(), own_connections()
-    listening = {row.local for row in rows if row.inode in own and row.state == LISTEN}
+    rows, inodes = connections(), own_connections()
+    listening = {row.local for row in rows if row.inode in inodes and row.state == LISTEN}
     ends = {(row.local, row.remote): row for row in rows}
     for row in rows:
-        if row.inode not in own or row.local not in listening:
+        if row.inode not in inodes or row.local not in listening:
             continue
         other = ends.get((row.remote, row.local))
         if other is not None and other.inode != "0" and not other.is_own:  # one that is closed fails by itself
@@ -247,22 +247,22 @@ def own_peers_only() -> Iterator[bool]:
 
 def own_connections() -> dict[str, int]:
     """Map the inode of each of this process's sockets to its descriptor."""
-    found = {}
+    inodes = {}
     for path in Path("/proc/self/fd").iterdir():
         with suppress(OSError):  # closed meanwhile
             target = str(path.readlink())
             if target.startswith("socket:["):
-                found[target[8:-1]] = int(path.name)
-    return found
+                inodes[target[8:-1]] = int(path.name)
+    return inodes
 
 
 def connections() -> list[Connection]:
     """List all TCP sockets of this machine (of this network namespace), as the kernel has them."""
-    found = []
+    connections = []
     for table in (Path("/proc/net/tcp"), Path("/proc/net/tcp6")):
         with suppress(OSError):
-            found += [Connection(line.split()) for line in table.read_text().splitlines()[1:]]
-    return found
+            connections += [Connection(line.split()) for line in table.read_text().splitlines()[1:]]
+    return connections
 
 
 class Connection:

@@ -40,12 +40,12 @@ class RankGroup:
     Rank 0 keeps the terminal (the live display needs it); the others write to ``<log folder>/rank<k>.log``.
 
     Args:
-        num_procs: to start.
+        num_procs: number of processes to start.
         first_rank: global rank of the first of them.
-        plan_folder: with ``config.resolved.yaml``.
+        plan_folder: folder with ``config.resolved.yaml``.
         private: a folder that only this user can enter, for rendezvous, failure reports and what ranks leave behind.
         log_folder: made if it is not there.
-        environment: of the ranks, beside what this class sets.
+        environment: environment of the ranks, beside what this class sets.
     """
 
     def __init__(
@@ -82,9 +82,9 @@ class RankGroup:
         command = [sys.executable, "-m", "vissl_zero.launch.rank_group", plan_folder]
         try:
             for index in range(num_procs):
-                own = shared | {"RANK": str(index), "LOCAL_RANK": str(index)}
+                of_rank = shared | {"RANK": str(index), "LOCAL_RANK": str(index)}
                 with _output(log_folder, first_rank + index) as log:
-                    self._ranks.append(subprocess.Popen(command, env=own, stdout=log, stderr=log))
+                    self._ranks.append(subprocess.Popen(command, env=of_rank, stdout=log, stderr=log))
         except BaseException:
             self.kill()  # whoever asked for the group does not get it, and could not end those that run
             raise

@@ -55,9 +55,9 @@ class Rendezvous:
 
     Attributes:
         spec: where this launcher stands; of launcher 0 with the port that it listens on.
-        num_restarts: of the run so far, as all launchers agree after ``join``.
+        num_restarts: number of restarts of the run so far, as all launchers agree after ``join``.
         cause: why the ranks here were stopped, if not by themselves.
-        exit_code: that goes with it.
+        exit_code: the exit code that goes with it.
         is_someone_lost: whether ``cause`` is a launcher that was silent for too long.
         may_start_again: whether all launchers are present or may come back.
     """
@@ -97,8 +97,8 @@ class Rendezvous:
                 ) from error
             self.address = self._server.address
         self._client = Client(self.address, spec.secret, min(5.0, max(1.0, spec.silence_s / 4)))
-        if self._server is not None:
-            open_generation(secrets.token_hex(8), self._client)
+        if self._server is not None:  # it listens: launchers may join
+            self._client.call(b"set", _NAME, secrets.token_hex(8).encode())
         if announce is not None:
             with replacing(announce) as temporary:
                 temporary.write_text(json.dumps(self.address))
@@ -165,7 +165,7 @@ class Rendezvous:
     def variables(self) -> dict[str, str]:
         """Return the environment of this launcher's ranks."""
         spec, (host, port) = self.spec, self.address
-        found = {
+        variables = {
             ADDRESS_VARIABLE: f"{host}:{port}",
             SECRET_VARIABLE: spec.secret.hex(),
             GENERATION_VARIABLE: self.generation_name,
@@ -175,8 +175,8 @@ class Rendezvous:
         }
         interface = interface_towards(host, port)
         if interface and "GLOO_SOCKET_IFNAME" not in os.environ:
-            found["GLOO_SOCKET_IFNAME"] = interface
-        return found
+            variables["GLOO_SOCKET_IFNAME"] = interface
+        return variables
 
     def watch_over(self, end_ranks: Callable[[], None]) -> None:
         """Have this launcher's ranks ended once another launcher is lost or has failed.
@@ -192,17 +192,17 @@ class Rendezvous:
         """Return the global rank of this launcher's rank 0."""
         return self.spec.index * self.spec.procs
 
-    def _watch(self, own: Generation) -> None:
+    def _watch(self, generation: Generation) -> None:
         """Notice, in a thread, who is lost or has failed, and stop this launcher's ranks."""
         began = last_answer = time.monotonic()
         silence_s = self.spec.silence_s
         while not self._stopping.wait(_BEAT_S) and not self.cause:
             try:
-                ages = own.beat()
+                ages = generation.beat()
                 last_answer = time.monotonic()
-                departed = own.published("left")
-                self._repeat(own)
-                if not self.cause and own.is_over():  # launcher 0 was gone, and has been started again
+                departed = generation.published("left")
+                self._repeat(generation)
+                if not self.cause and generation.is_over():  # launcher 0 was gone, and has been started again
                     self.cause = self._lost(0, last_answer - began)
             except OSError:
                 if (age_s := time.monotonic() - last_answer) > silence_s and not self._stopping.is_set():
@@ -216,10 +216,12 @@ class Rendezvous:
         if self.cause:
             self._end_ranks()  # they wait for a peer that will not answer, and would do so until the timeout
 
-    def _repeat(self, own: Generation) -> None:
+    def _repeat(self, generation: Generation) -> None:
         """Take over the first failure that another launcher has reported, if there is one."""
         reports = {
-            index: json.loads(text) for index, text in own.published("failed").items() if index != self.spec.index
+            index: json.loads(text)
+            for index, text in generation.published("failed").items()
+            if index != self.spec.index
         }
         if reports:
             self._take_over(*min(reports.items(), key=lambda pair: pair[1]["time_ns"]))
@@ -255,17 +257,21 @@ class Rendezvous:
                 self._generation.publish("failed", json.dumps(report).encode())
         return self.cause
 
-    def _wait_for_others(self, own: Generation, failure: Failure) -> None:
+    def _wait_for_others(self, generation: Generation, failure: Failure) -> None:
         """Wait until it is known whether another machine failed or was lost before ``failure``, and set ``cause``."""
         began, is_told, stumbled = time.monotonic(), False, dict[int, bytes]()
         while not self.cause and (waited_s := time.monotonic() - began) < self.spec.silence_s + _SETTLE_S:
             try:
                 if not is_told:  # at the time of the server's clock, since those of the machines may differ
-                    when = own.server_time_ns() - (time.time_ns() - failure.time_ns)
-                    own.publish("raised", json.dumps(failure.__dict__ | {"time_ns": when}).encode())
+                    when = generation.server_time_ns() - (time.time_ns() - failure.time_ns)
+                    generation.publish("raised", json.dumps(failure.__dict__ | {"time_ns": when}).encode())
                     is_told = True
-                ages, stumbled = own.beat(), own.published("raised")
-                alive = stumbled.keys() | own.published("left").keys() | {i for i, age in ages.items() if age < _WELL_S}
+                ages, stumbled = generation.beat(), generation.published("raised")
+                alive = (
+                    stumbled.keys()
+                    | generation.published("left").keys()
+                    | {i for i, age in ages.items() if age < _WELL_S}
+                )
                 if waited_s > _SETTLE_S and alive >= {*range(self.spec.count)}:
                     break
             except OSError:  # the server cannot be reached: the watcher will know whether it is lost
@@ -280,9 +286,9 @@ class Rendezvous:
         self.exit_code = 2 if report["is_user_error"] else CRASHED
         self.cause = f"rank {report['rank']} on {self._names[index]} failed first:\n{report['text']}"
 
-    def _see_who_has_ended(self, own: Generation) -> None:
+    def _see_who_has_ended(self, generation: Generation) -> None:
         """Notice launchers that will not start again: done, or stopped by somebody. Crashed ones have said why."""
-        for index, code in own.published("left").items():
+        for index, code in generation.published("left").items():
             if code == _AGAIN:
                 continue
             self.may_start_again = False
@@ -294,7 +300,7 @@ class Rendezvous:
         """Stop watching. Launcher 0 serves for a moment longer, so that the others can leave in good order.
 
         Args:
-            exit_code: of this launcher; None: it will join the next generation.
+            exit_code: exit code of this launcher; None: it will join the next generation.
         """
         self._stopping.set()
         # Machine 0 may be the lost one, and then a farewell would only wait for its timeout.
@@ -317,8 +323,8 @@ class Generation:
     """One launcher's part in a generation; ``enter`` returns it.
 
     Attributes:
-        name: of the generation.
-        client: of the server.
+        name: name of the generation.
+        client: client of the server.
     """
 
     def __init__(self, name: str, client: Client, spec: LauncherSpec):
@@ -371,17 +377,12 @@ class Generation:
         return f"{self.name}/{what}/{index}".encode()
 
 
-def open_generation(name: str, client: Client) -> None:
-    """Let launchers join. Launcher 0 calls it once its server listens."""
-    client.call(b"set", _NAME, name.encode())
-
-
 def enter(client: Client, spec: LauncherSpec, hello: bytes, after: str) -> Generation:
     """Join the generation that is served, as soon as it is not ``after``.
 
     Args:
-        client: with a short timeout; this function retries for ``spec.start_s``.
-        spec: of this launcher.
+        client: client with a short timeout; this function retries for ``spec.start_s``.
+        spec: specification of this launcher.
         hello: its first message, different from any other launcher's.
         after: name of the generation that it has left, or "".
     Raises:
@@ -393,8 +394,8 @@ def enter(client: Client, spec: LauncherSpec, hello: bytes, after: str) -> Gener
     while True:
         is_taken = False
         try:
-            found = client.call(b"get", _NAME)
-            if found and (name := found[0].decode()) != after:
+            number = client.call(b"get", _NAME)
+            if number and (name := number[0].decode()) != after:
                 entered = Generation(name, client, spec)
                 if entered.claim(hello):
                     return entered
@@ -429,8 +430,8 @@ class LauncherSpec:
         procs: ranks that each launcher starts.
         first_local_rank: ``local_rank`` of this launcher's first rank (not 0 where SLURM starts one launcher per rank).
         address: where launcher 0 listens, or will listen; port 0: a free one.
-        secret: of the run.
-        timeout_s: of a collective.
+        secret: secret of the run.
+        timeout_s: timeout of a collective, in seconds.
         start_s: how long launchers wait for each other at the start, and for a lost one to come back.
         comes_back: whether a person may restart a lost launcher. A batch system restarts the whole job instead.
     """

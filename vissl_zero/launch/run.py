@@ -15,7 +15,7 @@ from vissl_zero.launch.run_folder import RunLock, prepare_folder, require_free, 
 from vissl_zero.planner.fit_plans import FitRun
 from vissl_zero.resolve.resolved import ResolvedRun
 from vissl_zero.resolve.saved import as_data
-from vissl_zero.terminal import say
+from vissl_zero.terminal import print_line
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -35,7 +35,7 @@ def run(plan: ResolvedRun, user_yaml: str, node_id: int = 0, fit: FitRun | None 
         plan: the resolved run.
         user_yaml: the configuration as the user wrote it, interpolations unresolved, for ``config.user.yaml``.
         node_id: number of this machine, where machines are started by hand.
-        fit: whose choice ``plan`` is, and what chooses again where memory runs out; on one machine.
+        fit: the fit that chose ``plan``, and chooses again where memory runs out; on one machine.
     """
     if plan.config.DRY_RUN:  # under torchrun every rank comes here
         is_silent = is_under_torchrun() and os.environ["RANK"] != "0"  # RANK alone may be left over
@@ -109,7 +109,7 @@ def print_dry_run(
         plan: the resolved run.
         submission: the sbatch script, where the run would be submitted.
         console: where to print.
-        budget_bytes: that ``fit`` chose the plan for; None: it did not choose.
+        budget_bytes: bytes that ``fit`` chose the plan for; None: it did not choose.
     Raises:
         ConfigError, DataError, CheckpointError, LaunchError: what the run would be refused for.
     """
@@ -121,14 +121,14 @@ def print_dry_run(
     from vissl_zero.reporting.dry_run_lines import dry_run_lines, title, verdict
 
     out = console or rich.get_console()
-    say(title(plan), out)  # the model takes seconds, or a minute
+    print_line(title(plan), out)  # the model takes seconds, or a minute
     resumed = _resumed(plan)
     run = dry_run(plan, None if resumed else lambda model: load_first_weights(model, plan))
     budget = None if budget_bytes is None else Budget(budget_bytes, source="the budget of config.ZERO.LEVEL=fit")
     for line in [*dry_run_lines(run, budget), *resumed]:
-        say(line, out)
+        print_line(line, out)
     if submission:
-        say(f"\nsbatch script:\n{submission}", out)
+        print_line(f"\nsbatch script:\n{submission}", out)
     return 0 if verdict(run, budget)[0] else DOES_NOT_FIT
 
 

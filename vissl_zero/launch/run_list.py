@@ -31,7 +31,7 @@ class ListedRun:
     Attributes:
         folder: the run folder.
         state: one of ``STATES``.
-        why: of a run that runs, where; of one that failed or stopped, the reason; may be empty.
+        why: where a run runs, or why one failed or stopped; may be empty.
         recipe: what ``config=`` named.
         step: optimizer steps done.
         figures: results by name; only the last loss and the speed where the run has not ended.
@@ -131,8 +131,8 @@ def _resume(folder: Path) -> str:
         text = read_regular(folder / "config.user.yaml", _MOST_BYTES).decode(errors="replace")
     except OSError:
         text = ""
-    found = [line.removeprefix(COMMAND_MARK) for line in text.splitlines() if line.startswith(COMMAND_MARK)]
-    words = shlex.split(found[0]) if found else ["vissl-zero", f"config={_recipe(folder)}"]
+    commands = [line.removeprefix(COMMAND_MARK) for line in text.splitlines() if line.startswith(COMMAND_MARK)]
+    words = shlex.split(commands[0]) if commands else ["vissl-zero", f"config={_recipe(folder)}"]
     words = [word for word in words if not word.startswith("config.CHECKPOINT.DIR=")]
     return shlex.join([*words, f"config.CHECKPOINT.DIR={folder}"])
 

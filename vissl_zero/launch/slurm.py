@@ -87,8 +87,8 @@ def _ask_cluster(plan: ResolvedRun) -> None:
         answer = _answer(["sbatch", "--test-only", file.name])
     if answer.returncode:
         lines = [line.removeprefix("sbatch: error: ") for line in answer.stderr.splitlines() if line.strip()]
-        asked = {name: value for name, value in parameters(plan).items() if name in _SIZES and value}
-        wanted = ", ".join(f"{name.replace('_', '-')} {value}" for name, value in asked.items())
+        sizes = {name: value for name, value in parameters(plan).items() if name in _SIZES and value}
+        wanted = ", ".join(f"{name.replace('_', '-')} {value}" for name, value in sizes.items())
         raise LaunchError(
             f"config.SLURM: the cluster refuses the job ({'; '.join(dict.fromkeys(lines))}). It asks for {wanted}. "
             f"{_offer()} See PARTITION, MEM_GB, NUM_CPU_PER_PROC of config.SLURM and NUM_NODES, NUM_PROC_PER_NODE of "
@@ -176,10 +176,13 @@ def code_folder(plan: ResolvedRun) -> Path:
 def parameters(plan: ResolvedRun) -> dict[str, Any]:
     """Collect submitit's parameters; empty keys are left out, so that the cluster's own defaults hold."""
     slurm = plan.config.SLURM
-    is_per_process = slurm.TASK_PER == "process"
     procs = plan.procs_per_node
+    procs_per_task = 1 if slurm.TASK_PER == "process" else procs
+    setup = list(slurm.SETUP)
+    if slurm.SNAPSHOT_CODE:  # the job imports the code from there
+        setup.append(f'export PYTHONPATH={shlex.quote(str(code_folder(plan)))}"${{PYTHONPATH:+:$PYTHONPATH}}"')
     further = {str(name).replace("_", "-"): value for name, value in slurm.ADDITIONAL_PARAMETERS.items()}
-    found: dict[str, Any] = {
+    parameters: dict[str, Any] = {
         "job_name": slurm.NAME,
         "comment": slurm.COMMENT,
         "partition": slurm.PARTITION,
@@ -189,27 +192,16 @@ def parameters(plan: ResolvedRun) -> dict[str, Any]:
         "time": 60 * slurm.TIME_HOURS + slurm.TIME_MINUTES,
         "mem": f"{slurm.MEM_GB}GB" if slurm.MEM_GB else "0",
         "nodes": plan.num_nodes,
-        "ntasks_per_node": procs if is_per_process else 1,
-        "cpus_per_task": slurm.NUM_CPU_PER_PROC * (1 if is_per_process else procs),
+        "ntasks_per_node": procs // procs_per_task,
+        "cpus_per_task": slurm.NUM_CPU_PER_PROC * procs_per_task,
         "gpus_per_node": procs if plan.device == "cuda" else "",
         "signal_delay_s": slurm.SIGNAL_DELAY_S,
-        "setup": [*slurm.SETUP, *_own_code(plan)] or "",
+        "setup": setup or "",
         # Launchers notice by themselves when another is gone, and must have the time to say so.
-        "srun_args": ["--kill-on-bad-exit=0", f"--cpus-per-task={slurm.NUM_CPU_PER_PROC * _procs_per_task(plan)}"],
+        "srun_args": ["--kill-on-bad-exit=0", f"--cpus-per-task={slurm.NUM_CPU_PER_PROC * procs_per_task}"],
         "additional_parameters": {"requeue": True, **further},
     }
-    return {name: value for name, value in found.items() if value != ""}
-
-
-def _own_code(plan: ResolvedRun) -> list[str]:
-    """Return the command that has the job import the snapshot of the code, if there is one."""
-    if not plan.config.SLURM.SNAPSHOT_CODE:
-        return []
-    return [f'export PYTHONPATH={shlex.quote(str(code_folder(plan)))}"${{PYTHONPATH:+:$PYTHONPATH}}"']
-
-
-def _procs_per_task(plan: ResolvedRun) -> int:
-    return 1 if plan.config.SLURM.TASK_PER == "process" else plan.procs_per_node
+    return {name: value for name, value in parameters.items() if value != ""}
 
 
 def script(plan: ResolvedRun) -> str:
@@ -261,13 +253,13 @@ def note(job: Submitted) -> None:
 
 def noted() -> list[Submitted]:
     """List all runs that were noted, oldest first; files that cannot be read are left out."""
-    found = []
+    jobs = []
     for path in jobs_folder().glob("*.json"):
         try:
-            found.append(Submitted(**read_object(path)))
+            jobs.append(Submitted(**read_object(path)))
         except (OSError, ValueError, TypeError):
             continue
-    return sorted(found, key=lambda job: job.submitted)
+    return sorted(jobs, key=lambda job: job.submitted)
 
 
 _MEET_S = 300.0
@@ -280,7 +272,7 @@ class SlurmTask:
     Attributes:
         run_dir: the run folder, with ``config.resolved.yaml``.
         folder: the job's submission folder, which this user alone can enter, on a disk that all nodes share.
-        secret: of the run.
+        secret: secret of the run.
         max_requeues: SLURM.MAX_REQUEUES.
     """
 
@@ -476,10 +468,10 @@ def _is_own_group(gid: int) -> bool:
         return True
     try:
         members = set(grp.getgrgid(gid).gr_mem)
-        own = pwd.getpwuid(os.getuid())
+        user = pwd.getpwuid(os.getuid())
     except KeyError:
         return False
-    return own.pw_gid == gid and own.pw_name == grp.getgrgid(gid).gr_name and members <= {own.pw_name}
+    return user.pw_gid == gid and user.pw_name == grp.getgrgid(gid).gr_name and members <= {user.pw_name}
 
 
 def _user(uid: int) -> str:

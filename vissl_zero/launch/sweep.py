@@ -74,10 +74,10 @@ def run_job_of_sweep(folder: Path, overrides: Sequence[str], run: Callable[[], i
     """Run a job in this process unless it was done before. No error ends a sweep.
 
     Args:
-        folder: of the job.
-        overrides: as Hydra gives them.
+        folder: folder of the job.
+        overrides: overrides as Hydra gives them.
         run: does the job; its exit code.
-        max_requeues: of a SLURM job that saved and stopped.
+        max_requeues: most requeues of a SLURM job that saved and stopped.
     Returns:
         Its exit code, which its note keeps; where the sweep was asked to stop while a job came to its end, that of
         stopping.
@@ -103,8 +103,8 @@ def run_job_of_sweep(folder: Path, overrides: Sequence[str], run: Callable[[], i
     if code == stopping.STOPPED and executor == "slurm":
         code = requeue(max_requeues)
     JobNote(list(overrides), code).write(folder)
-    asked = stopping.requested_stop()
-    return asked.exit_code if code == 0 and asked is not None and executor is None else code
+    stop = stopping.requested_stop()
+    return stop.exit_code if code == 0 and stop is not None and executor is None else code
 
 
 def objective(hydra: Any, config: Any) -> str:
@@ -112,7 +112,7 @@ def objective(hydra: Any, config: Any) -> str:
 
     Args:
         hydra: Hydra's own configuration.
-        config: of a job, below ``config``.
+        config: config of a job, below ``config``.
     Raises:
         ConfigError: a sweeper searches, and no figure is named, or nothing is measured.
     """
@@ -134,10 +134,10 @@ def read_figure(folder: Path, name: str) -> float | None:
     Raises:
         ConfigError: there is no such figure.
     """
-    found = read_summary(folder)
-    if not found:
+    summary = read_summary(folder)
+    if not summary:
         return None
-    numbers = {key: value for key, value in found.items() if isinstance(value, int | float)}
+    numbers = {key: value for key, value in summary.items() if isinstance(value, int | float)}
     if name not in numbers:
         near = did_you_mean(name, numbers) or f" There are {', '.join(sorted(numbers))}."
         raise ConfigError([Problem("config.OBJECTIVE", repr(name), "must be a number in summary.json", near.strip())])
@@ -172,23 +172,16 @@ class SweepFolder(Callback):
         print(f"sweep folder  {_sweep_dir}\nlogs          {logs}", flush=True)
 
 
-def _remove_if_unused(folder: Path) -> None:
-    """Take back what Hydra leaves of a sweep whose jobs were looked at only, or refused."""
-    if {path.name for path in folder.iterdir()} == {"multirun.yaml"}:
-        (folder / "multirun.yaml").unlink()
-        folder.rmdir()
-
-
 def _check(launcher: Any) -> None:
     """Refuse texts that would end a line of the sbatch script; ``setup`` is shell."""
-    texts = [(key, value) for key, value in leaves(launcher) if not key.startswith("setup")]
-    if found := [_two_lines(key, value) for key, value in texts if is_unsafe(value)]:
-        raise ConfigError(found)
-
-
-def _two_lines(key: str, value: str) -> Problem:
     must = "must be one line of printable text: the next line would be read as an option or a command"
-    return Problem(f"hydra.launcher.{key}", repr(value), must, "Remove the line breaks.")
+    problems = [
+        Problem(f"hydra.launcher.{key}", repr(value), must, "Remove the line breaks.")
+        for key, value in leaves(launcher)
+        if not key.startswith("setup") and is_unsafe(value)
+    ]
+    if problems:
+        raise ConfigError(problems)
 
 
 def finish_sweep() -> int | None:
@@ -199,7 +192,10 @@ def finish_sweep() -> int | None:
         return None
     notes = [(path, note) for path in folder.iterdir() if path.is_dir() and (note := read_note(path)) is not None]
     if not notes:
-        _remove_if_unused(folder)
+        # Hydra leaves this of a sweep whose jobs were looked at only, or refused.
+        if {path.name for path in folder.iterdir()} == {"multirun.yaml"}:
+            (folder / "multirun.yaml").unlink()
+            folder.rmdir()
         return None
     from vissl_zero.reporting.sweep_summary import (
         CSV_NAME,
@@ -320,8 +316,8 @@ class SideBySide(Launcher):
         print(f"{len(jobs)} jobs{done}, {len(slots)} at a time, in {sweep_dir}", flush=True)
         stopping.listen()
         self._run(waiting, slots, len(jobs))
-        if (asked := stopping.requested_stop()) is not None:
-            raise KeyboardInterrupt if asked.exit_code == stopping.INTERRUPTED else SystemExit(asked.exit_code)
+        if (stop := stopping.requested_stop()) is not None:
+            raise KeyboardInterrupt if stop.exit_code == stopping.INTERRUPTED else SystemExit(stop.exit_code)
         return [_answer(job, figure) for job in jobs]
 
     def _objective(self, job: _Job) -> str:
@@ -334,13 +330,13 @@ class SideBySide(Launcher):
     def _job(self, sweep_dir: Path, number: int, overrides: list[str]) -> _Job:
         assert self._config is not None
         folder = sweep_dir / str(number)
-        own = [word for word in overrides if not word.lstrip("+~").startswith(("hydra.sweep", "hydra/launcher"))]
-        given = OmegaConf.to_container(self._config.hydra.overrides.hydra, resolve=False)
-        assert isinstance(given, list)
-        outer = [str(word) for word in given if not str(word).startswith(_NOT_FOR_JOBS)]
+        words = [word for word in overrides if not word.lstrip("+~").startswith(("hydra.sweep", "hydra/launcher"))]
+        hydra_overrides = OmegaConf.to_container(self._config.hydra.overrides.hydra, resolve=False)
+        assert isinstance(hydra_overrides, list)
+        outer = [str(word) for word in hydra_overrides if not str(word).startswith(_NOT_FOR_JOBS)]
         sources = self._config.hydra.runtime.config_sources
         folders = [str(source.path) for source in sources if source.provider == "command-line"]
-        command = [sys.executable, "-m", "vissl_zero.cli", *own, *outer, f"hydra.run.dir={folder}"]
+        command = [sys.executable, "-m", "vissl_zero.cli", *words, *outer, f"hydra.run.dir={folder}"]
         command += [word for path in folders for word in ("--config-dir", path)]
         return _Job(number, folder, overrides, command)
 

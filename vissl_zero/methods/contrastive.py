@@ -55,9 +55,9 @@ def nnclr_loss(
     Cost: one all-gather of 2n rows, and an all-reduce of 2N rows in the backward pass.
     """
     counts = counts or count_samples(len(predictions[0]), predictions[0].device)
-    own = F.normalize(at_least_float32(torch.stack(predictions, dim=1)), dim=2)
-    everyone = gather_samples(own, counts)  # (N, 2, D)
-    labels = counts.first + torch.arange(counts.local, device=own.device)
+    p = F.normalize(at_least_float32(torch.stack(predictions, dim=1)), dim=2)
+    everyone = gather_samples(p, counts)  # (N, 2, D)
+    labels = counts.first + torch.arange(counts.local, device=p.device)
     terms = []
     for view, projection in enumerate(projections):
         logits = nearest_neighbors(projection, queue) @ everyone[:, 1 - view].T / temperature
@@ -114,19 +114,19 @@ def supcon_loss(
         0-d, the mean over this rank's V * n anchors; with one class per image it is ``nt_xent``.
     Cost: an all-gather of V * n rows and n labels, and an all-reduce of V * N rows in the backward pass.
     """
-    own = F.normalize(at_least_float32(torch.stack(tuple(views), dim=1)), dim=2)  # (n, V, D)
-    counts = counts or count_samples(len(own), own.device)
+    z = F.normalize(at_least_float32(torch.stack(tuple(views), dim=1)), dim=2)  # (n, V, D)
+    counts = counts or count_samples(len(z), z.device)
     num_views = len(views)
-    everyone = gather_samples(own, counts).flatten(0, 1)  # (N V, D), image by image
-    places = counts.first + torch.arange(counts.local, device=own.device)
+    everyone = gather_samples(z, counts).flatten(0, 1)  # (N V, D), image by image
+    places = counts.first + torch.arange(counts.local, device=z.device)
     every_label = collectives.all_gather_rows(labels, counts.per_rank)
     # An image without a class is one of its own: numbers below all others that are different for each image.
     numbers = torch.arange(counts.total, device=labels.device)
     every_label = torch.where(every_label < 0, -1 - numbers, every_label)
     same = (every_label[places][:, None] == every_label[None]).repeat_interleave(num_views, 0)
     is_positive = same.repeat_interleave(num_views, 1)
-    itself = (places[:, None] * num_views + torch.arange(num_views, device=own.device)).flatten()[:, None]
-    logits = own.flatten(0, 1) @ everyone.T / temperature
+    itself = (places[:, None] * num_views + torch.arange(num_views, device=z.device)).flatten()[:, None]
+    logits = z.flatten(0, 1) @ everyone.T / temperature
     # Not minus infinity: its product with a weight of 0 below would be undefined.
     logits = logits.scatter(1, itself, torch.finfo(logits.dtype).min / 2)
     weights = is_positive.to(logits.dtype).scatter(1, itself, 0.0)

@@ -72,9 +72,9 @@ class SupConSpec(MethodSpec):
 
     def problems(self, cfg: RunConfig, decided: Decisions) -> list[Problem]:
         """Check for two views, one projection head, a class for each image."""
-        found = [*one_head(cfg, "mlp"), *two_views(cfg)]
+        problems = [*one_head(cfg, "mlp"), *two_views(cfg)]
         if cfg.DATA.TRAIN.LABEL_TYPE != "standard":
             fix = "Write config.DATA.TRAIN.LABEL_TYPE=standard."
             must = "must be standard for supcon_loss"
-            found.append(Problem("config.DATA.TRAIN.LABEL_TYPE", cfg.DATA.TRAIN.LABEL_TYPE, must, fix))
-        return found
+            problems.append(Problem("config.DATA.TRAIN.LABEL_TYPE", cfg.DATA.TRAIN.LABEL_TYPE, must, fix))
+        return problems

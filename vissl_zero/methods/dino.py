@@ -276,10 +276,10 @@ def koleo(embeddings: Tensor, eps: float = 1e-8, counts: SampleCounts | None = N
     everyone = gather_samples(rows, counts)
     if counts.total < 2:
         return everyone.sum() * 0.0
-    own = counts.first + torch.arange(counts.local, device=rows.device)
+    row_ids = counts.first + torch.arange(counts.local, device=rows.device)
     with torch.no_grad():
         similarity = rows @ everyone.T
-        nearest = similarity.scatter(1, own[:, None], -torch.inf).argmax(dim=1)
+        nearest = similarity.scatter(1, row_ids[:, None], -torch.inf).argmax(dim=1)
     distances = torch.linalg.vector_norm(rows - everyone[nearest] + eps, dim=1)
     return -torch.log(distances + eps).sum() / max(counts.local, 1)
 
@@ -327,8 +327,8 @@ class IBOTHead(nn.Module):
     Args: the fields of ``IBOTHeadConfig``.
 
     Attributes:
-        class_head: of all crops.
-        patch_head: of patches; None where they share ``class_head``.
+        class_head: class head of all crops.
+        patch_head: patch head of patches; None where they share ``class_head``.
     """
 
     def __init__(
@@ -367,7 +367,7 @@ class IBOTDINOHead(DINOHead):
     Args: the fields of ``IBOTDINOHeadConfig``.
 
     Attributes:
-        prototypes1: of patches; None where they share ``prototypes0``.
+        prototypes1: prototypes1 of patches; None where they share ``prototypes0``.
     """
 
     def __init__(
@@ -405,9 +405,9 @@ class PatchDistillation(EmbeddingMethod):
     Heads score the largest number of patches that a crop may have masked, so shapes are the same in every step.
 
     Args:
-        num_global_crops: of the first size.
+        num_global_crops: number of global crops of the first size.
         mask_ratio: least and largest share of the patches that are masked.
-        mask_probability: of a crop to be masked.
+        mask_probability: probability that a crop is masked.
     """
 
     has_teacher = True
@@ -420,19 +420,19 @@ class PatchDistillation(EmbeddingMethod):
 
     def run_student(self, model: nn.Module, batch: Batch) -> list[Any]:
         """Run the student on all crops, those of the first size masked."""
-        outputs: list[Any] = model(batch.images, see=partial(self._see, masks=True))
+        outputs: list[Any] = model(batch.images, choose_patches=partial(self._choose_patches, masks=True))
         return outputs
 
     def run_teacher(self, model: nn.Module, batch: Batch) -> list[Any]:
         """Run the teacher on the crops of the first size, whole."""
-        outputs: list[Any] = model(batch.images[:1], see=partial(self._see, masks=False))
+        outputs: list[Any] = model(batch.images[:1], choose_patches=partial(self._choose_patches, masks=False))
         return outputs
 
     def by_view(self, rows: Tensor, batch: Batch, num_views: int | None = None) -> Tensor:
         """Reshape rows (views * n, ...) to (views, n, ...); by default of the crops that the teacher sees."""
         return rows.unflatten(0, (num_views or self.num_global_crops, batch.num_local))
 
-    def _see(self, images: Sequence[Tensor], patch_size: tuple[int, int], masks: bool) -> list[PatchView]:
+    def _choose_patches(self, images: Sequence[Tensor], patch_size: tuple[int, int], masks: bool) -> list[PatchView]:
         grid = grid_of(images[0], patch_size)
         num_patches = grid[0] * grid[1]
         probability = self.mask_probability if self._is_masking() else 0.0
@@ -562,7 +562,7 @@ def dinov2_loss(
         class_tokens: (T, n, D) the student's class tokens of these views before the head, for KoLeo.
         teacher_temperature: divides the teacher's scores.
         student_temperature: divides the student's.
-        weights: of DINO, iBOT and KoLeo; KoLeo is added up over views, as in the paper's code.
+        weights: weights of DINO, iBOT and KoLeo; KoLeo is added up over views, as in the paper's code.
         counts: samples of each rank; None: asked for.
     Returns:
         0-d, the mean over this rank's samples.

@@ -257,7 +257,7 @@ def distills_patches(
     cfg: RunConfig, path: str, ratio: Sequence[float], probability: float, heads: Sequence[str]
 ) -> list[Problem]:
     """Check what the distillation of patches asks for, with one of these heads."""
-    found = [
+    problems = [
         *one_head(cfg, *heads),
         *patch_trunk(cfg, mask_token=True),
         *two_views(cfg, exactly=False),
@@ -265,12 +265,12 @@ def distills_patches(
     ]
     if len(ratio) != 2 or not 0 <= ratio[0] <= ratio[1] <= 1 or ratio[1] == 0:
         must = "must be two shares of the patches, the least and the largest"
-        found.append(Problem(f"config.{path}.mask_ratio", str(list(ratio)), must, "Write [0.1, 0.5]."))
+        problems.append(Problem(f"config.{path}.mask_ratio", str(list(ratio)), must, "Write [0.1, 0.5]."))
     clusters = prototypes_of(cfg)
     if clusters is not None and len(clusters) not in (1, 2):
         must = "must be one number, or one for crops and one for patches"
-        found.append(Problem("config.MODEL.HEAD.PARAMS", str(list(clusters)), must, "Write num_clusters: [8192]."))
-    return found
+        problems.append(Problem("config.MODEL.HEAD.PARAMS", str(list(clusters)), must, "Write num_clusters: [8192]."))
+    return problems
 
 
 @dataclass
@@ -323,5 +323,5 @@ class DINOv2Spec(IBOTSpec):
     def problems(self, cfg: RunConfig, decided: Decisions) -> list[Problem]:
         """Check the recipe as iBOT's."""
         keys, path = loss_keys(cfg), f"LOSS.{cfg.LOSS['name']}"
-        found = patch_distillation(cfg, path, keys.mask_ratio, keys.mask_probability)
-        return [*found, *share(f"{path}.momentum", keys.momentum)]
+        problems = patch_distillation(cfg, path, keys.mask_ratio, keys.mask_probability)
+        return [*problems, *share(f"{path}.momentum", keys.momentum)]

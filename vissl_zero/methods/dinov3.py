@@ -32,9 +32,9 @@ def gram_loss(student: Tensor, anchor: Tensor) -> Tensor:
         0-d, the mean over this rank's images and pairs of patches. No communication.
     Cost: 4 * I * P * P * D multiplications and 2 * I * P * P numbers.
     """
-    own = F.normalize(at_least_float32(student), dim=2)
+    patches = F.normalize(at_least_float32(student), dim=2)
     theirs = F.normalize(at_least_float32(anchor.detach()), dim=2)
-    squares = (own @ own.transpose(1, 2) - theirs @ theirs.transpose(1, 2)).square()
+    squares = (patches @ patches.transpose(1, 2) - theirs @ theirs.transpose(1, 2)).square()
     return squares.sum() / max(squares.numel(), 1)
 
 
@@ -97,8 +97,8 @@ class DINOv3(DINOv2):
 
     def run_teacher(self, model: nn.Module, batch: Batch) -> list[Any]:
         """Show the crops of the first size whole; once anchoring has started, the anchor's patches of them follow."""
-        see = partial(self._see, masks=False)
-        outputs: list[Any] = model(batch.images[:1], see=see, anchored=self._is_anchored())
+        choose = partial(self._choose_patches, masks=False)
+        outputs: list[Any] = model(batch.images[:1], choose_patches=choose, anchored=self._is_anchored())
         return outputs
 
     def forward(self, outputs: list[Any], batch: Batch, teacher_outputs: list[Any]) -> Tensor:

@@ -49,5 +49,5 @@ class DINOv3Spec(DINOv2Spec):
     def problems(self, cfg: RunConfig, decided: Decisions) -> list[Problem]:
         """Check the recipe as DINOv2's, with its own head."""
         keys, path = loss_keys(cfg), f"LOSS.{cfg.LOSS['name']}"
-        found = distills_patches(cfg, path, keys.mask_ratio, keys.mask_probability, ("dinov3_head",))
-        return [*found, *share(f"{path}.momentum", keys.momentum)]
+        problems = distills_patches(cfg, path, keys.mask_ratio, keys.mask_probability, ("dinov3_head",))
+        return [*problems, *share(f"{path}.momentum", keys.momentum)]

@@ -49,7 +49,7 @@ def feature_distance(student: Tensor, teacher: Tensor, normalize: bool = True) -
 
     Args:
         student, teacher: (n, ..., D); no gradient goes into the teacher's.
-        normalize: of unit vectors, which is 2 minus 2 cosines; else the mean over features as they are.
+        normalize: compare unit vectors, which is 2 minus 2 cosines; else the mean over features as they are.
     Returns:
         0-d, the mean over this rank's rows. No communication.
     """
@@ -99,8 +99,8 @@ class MapProjectionHead(nn.Module):
             must = f"must be a trunk whose features are as many as the channels of its maps, {self._width}"
             fix = "Take another trunk, or dense_weight 0 and an mlp."
             raise ConfigError([Problem("config.MODEL.TRUNK.NAME", f"{features.shape[1]} features", must, fix)])
-        places = [self.map_projection(own.movedim(1, 3).flatten(0, 2)) for own in maps]
-        shapes = [(len(own), *own.shape[2:]) for own in maps]
+        places = [self.map_projection(crop_maps.movedim(1, 3).flatten(0, 2)) for crop_maps in maps]
+        shapes = [(len(crop_maps), *crop_maps.shape[2:]) for crop_maps in maps]
         shown = [rows.unflatten(0, shape).movedim(3, 1) for rows, shape in zip(places, shapes, strict=True)]
         return FeatureMaps(self.projection(features), shown)
 
@@ -200,14 +200,14 @@ class FeatureDistillation(EmbeddingMethod):
     def _dense(self, student: list[Tensor], teacher: list[Tensor]) -> Tensor:
         """Compute the mean distance of places, resolutions weighed by their crops."""
         total, num_crops = student[0].new_zeros(()), sum(map(len, student))
-        for own, theirs in zip(student, teacher, strict=True):
-            if own.shape[1] != theirs.shape[1]:
+        for ours, theirs in zip(student, teacher, strict=True):
+            if ours.shape[1] != theirs.shape[1]:
                 must = f"must end in the {theirs.shape[1]} channels of the teacher's maps"
                 fix = "Take another teacher, or dense_weight 0 and an mlp."
-                raise ConfigError([Problem("config.MODEL.HEAD.PARAMS", f"{own.shape[1]}", must, fix)])
-            places = resized(at_least_float32(own), (theirs.shape[2], theirs.shape[3])).movedim(1, 3)
+                raise ConfigError([Problem("config.MODEL.HEAD.PARAMS", f"{ours.shape[1]}", must, fix)])
+            places = resized(at_least_float32(ours), (theirs.shape[2], theirs.shape[3])).movedim(1, 3)
             distance = feature_distance(places, at_least_float32(theirs).movedim(1, 3), self.normalize)
-            total = total + distance * (len(own) / max(num_crops, 1))
+            total = total + distance * (len(ours) / max(num_crops, 1))
         return total
 
     def _recolored(self, images: Tensor) -> Tensor:

@@ -35,7 +35,7 @@ class SampleCounts:
     """How many samples of a batch each rank holds.
 
     Attributes:
-        per_rank: by rank; zero is allowed.
+        per_rank: number of samples of each rank; zero is allowed.
     """
 
     per_rank: tuple[int, ...]
@@ -71,7 +71,7 @@ def gather_samples(rows: Tensor, counts: SampleCounts | None = None) -> Tensor:
 
     Args:
         rows: (n_r, ...) of this rank; trailing dimensions and dtype equal on all ranks.
-        counts: of the batch; None asks the ranks for them (see ``count_samples``).
+        counts: counts of the batch; None asks the ranks for them (see ``count_samples``).
     Returns:
         (N, ...), identical on every rank.
     Cost: one all-gather of ``max n_r`` rows per rank; backward, one all-reduce of N rows.

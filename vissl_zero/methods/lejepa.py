@@ -62,9 +62,9 @@ def lejepa_loss(
 
     Args:
         views: (V, n, D) embeddings; the global views come first.
-        num_global: of them.
+        num_global: number of global ones among them.
         directions: (D, K), see ``sigreg``.
-        weight: of SIGReg; the distance has 1 - weight.
+        weight: weight of SIGReg; the distance has 1 - weight.
         num_points, max_point: see ``sigreg``.
     Returns:
         0-d. The distance is the mean over this rank's samples; SIGReg is the same on every rank.

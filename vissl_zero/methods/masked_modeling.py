@@ -102,7 +102,7 @@ class MAE(EmbeddingMethod):
 
     def run_student(self, model: nn.Module, batch: Batch) -> list[Any]:
         """Run the student on a random part of the patches."""
-        outputs: list[Any] = model(batch.images, see=self._see)
+        outputs: list[Any] = model(batch.images, choose_patches=self._choose_patches)
         return outputs
 
     def forward(self, outputs: list[Any], batch: Batch) -> Tensor:
@@ -122,10 +122,10 @@ class MAE(EmbeddingMethod):
     def collapse_rule(self, num_steps: int) -> None:
         """Return None: MAE has no embeddings whose collapse could be measured."""
 
-    def _see(self, images: Sequence[Tensor], patch_size: tuple[int, int]) -> list[PatchView]:
-        (own,) = images
-        height, width = grid_of(own, patch_size)
-        order = random_order(own, height * width, self.epoch, "mask")
+    def _choose_patches(self, images: Sequence[Tensor], patch_size: tuple[int, int]) -> list[PatchView]:
+        (view,) = images
+        height, width = grid_of(view, patch_size)
+        order = random_order(view, height * width, self.epoch, "mask")
         num_kept = max(1, int(height * width * (1 - self.mask_ratio)))
         return [PatchView(kept=order[:, :num_kept], wanted=order[:, num_kept:])]
 
@@ -203,7 +203,7 @@ class SimMIM(EmbeddingMethod):
 
     def run_student(self, model: nn.Module, batch: Batch) -> list[Any]:
         """Run the student on all patches, some of them masked."""
-        outputs: list[Any] = model(batch.images, see=self._see)
+        outputs: list[Any] = model(batch.images, choose_patches=self._choose_patches)
         return outputs
 
     def forward(self, outputs: list[Any], batch: Batch) -> Tensor:
@@ -219,16 +219,16 @@ class SimMIM(EmbeddingMethod):
     def collapse_rule(self, num_steps: int) -> None:
         """Return None: SimMIM has no embeddings whose collapse could be measured."""
 
-    def _see(self, images: Sequence[Tensor], patch_size: tuple[int, int]) -> list[PatchView]:
-        (own,) = images
-        grid, side = grid_of(own, patch_size), self.mask_patch_size
-        if side % patch_size[0] or side % patch_size[1] or own.shape[2] % side or own.shape[3] % side:
-            must = f"must be a multiple of the patches, {patch_size[0]}, and divide the images, {own.shape[2]} pixels"
+    def _choose_patches(self, images: Sequence[Tensor], patch_size: tuple[int, int]) -> list[PatchView]:
+        (view,) = images
+        grid, side = grid_of(view, patch_size), self.mask_patch_size
+        if side % patch_size[0] or side % patch_size[1] or view.shape[2] % side or view.shape[3] % side:
+            must = f"must be a multiple of the patches, {patch_size[0]}, and divide the images, {view.shape[2]} pixels"
             fix = f"Write {patch_size[0]}, for example."
             raise ConfigError([Problem("config.LOSS.simmim_loss.mask_patch_size", str(side), must, fix)])
-        height, width = own.shape[2] // side, own.shape[3] // side
+        height, width = view.shape[2] // side, view.shape[3] // side
         num_masked = math.ceil(height * width * self.mask_ratio - 1e-9)
-        order = random_order(own, height * width, self.epoch, "mask")
+        order = random_order(view, height * width, self.epoch, "mask")
         squares = as_mask(order[:, :num_masked], height * width).unflatten(1, (height, width))
         mask = squares.repeat_interleave(grid[0] // height, dim=1).repeat_interleave(grid[1] // width, dim=2)
         return [PatchView(masked=mask.flatten(1))]
@@ -280,12 +280,12 @@ class IJEPA(EmbeddingMethod):
 
     def run_student(self, model: nn.Module, batch: Batch) -> list[Any]:
         """Run the student on the context."""
-        outputs: list[Any] = model(batch.images, see=partial(self._see, all_are_seen=False))
+        outputs: list[Any] = model(batch.images, choose_patches=partial(self._choose_patches, all_are_seen=False))
         return outputs
 
     def run_teacher(self, model: nn.Module, batch: Batch) -> list[Any]:
         """Run the teacher on whole images, of which the targets' embeddings are taken."""
-        outputs: list[Any] = model(batch.images, see=partial(self._see, all_are_seen=True))
+        outputs: list[Any] = model(batch.images, choose_patches=partial(self._choose_patches, all_are_seen=True))
         return outputs
 
     def forward(self, outputs: list[Any], batch: Batch, teacher_outputs: list[Any]) -> Tensor:
@@ -298,16 +298,18 @@ class IJEPA(EmbeddingMethod):
         """Return the teacher's momentum; see ``Method``."""
         return self._linear_momentum(self.first_momentum, step)
 
-    def _see(self, images: Sequence[Tensor], patch_size: tuple[int, int], all_are_seen: bool) -> list[PatchView]:
-        (own,) = images
-        grid = grid_of(own, patch_size)
+    def _choose_patches(
+        self, images: Sequence[Tensor], patch_size: tuple[int, int], all_are_seen: bool
+    ) -> list[PatchView]:
+        (view,) = images
+        grid = grid_of(view, patch_size)
         num_patches = grid[0] * grid[1]
         size = max(1, int(num_patches * self.target_scale))
-        targets = block_targets(own, grid, self.num_targets, size, self.target_ratio, self.epoch, "targets")
+        targets = block_targets(view, grid, self.num_targets, size, self.target_ratio, self.epoch, "targets")
         if all_are_seen:
             return [PatchView(wanted=targets)]
         num_seen = max(1, int(num_patches * self.context_scale))
-        context = outside(own, targets, num_patches, self.epoch, "context")[:, :num_seen]
+        context = outside(view, targets, num_patches, self.epoch, "context")[:, :num_seen]
         return [PatchView(kept=context, wanted=targets)]
 
 
@@ -390,12 +392,12 @@ class Data2Vec(EmbeddingMethod):
 
     def run_student(self, model: nn.Module, batch: Batch) -> list[Any]:
         """Run the student on all patches, some of them masked."""
-        outputs: list[Any] = model(batch.images, see=partial(self._see, is_teacher=False))
+        outputs: list[Any] = model(batch.images, choose_patches=partial(self._choose_patches, is_teacher=False))
         return outputs
 
     def run_teacher(self, model: nn.Module, batch: Batch) -> list[Any]:
         """Run the teacher on whole images; the last blocks' tokens are taken where the student's are masked."""
-        outputs: list[Any] = model(batch.images, see=partial(self._see, is_teacher=True))
+        outputs: list[Any] = model(batch.images, choose_patches=partial(self._choose_patches, is_teacher=True))
         return outputs
 
     def forward(self, outputs: list[Any], batch: Batch, teacher_outputs: list[Any]) -> Tensor:
@@ -408,13 +410,15 @@ class Data2Vec(EmbeddingMethod):
         """Return the teacher's momentum; see ``Method``."""
         return self.constant_momentum
 
-    def _see(self, images: Sequence[Tensor], patch_size: tuple[int, int], is_teacher: bool) -> list[PatchView]:
-        (own,) = images
-        grid = grid_of(own, patch_size)
+    def _choose_patches(
+        self, images: Sequence[Tensor], patch_size: tuple[int, int], is_teacher: bool
+    ) -> list[PatchView]:
+        (view,) = images
+        grid = grid_of(view, patch_size)
         num_patches = grid[0] * grid[1]
         num_masked = math.ceil(num_patches * self.mask_ratio - 1e-9)
-        counts = torch.full((len(own),), num_masked, device=own.device)
-        masked = block_order(own, grid, counts, self.epoch, "mask")[:, :num_masked]
+        counts = torch.full((len(view),), num_masked, device=view.device)
+        masked = block_order(view, grid, counts, self.epoch, "mask")[:, :num_masked]
         if is_teacher:
             return [PatchView(wanted=masked, last_blocks=self.average_top_k_layers)]
         return [PatchView(masked=as_mask(masked, num_patches), wanted=masked)]

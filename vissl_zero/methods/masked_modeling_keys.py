@@ -109,20 +109,20 @@ class IJEPASpec(MethodSpec):
     def problems(self, cfg: RunConfig, decided: Decisions) -> list[Problem]:
         """Check the recipe: a vision transformer, a predictor, one size of crops, room for context beside targets."""
         keys, path = loss_keys(cfg), f"LOSS.{cfg.LOSS['name']}"
-        found = [*one_head(cfg, "patch_predictor"), *patch_trunk(cfg), *one_size(cfg)]
-        found += share(f"{path}.momentum", keys.momentum)
+        problems = [*one_head(cfg, "patch_predictor"), *patch_trunk(cfg), *one_size(cfg)]
+        problems += share(f"{path}.momentum", keys.momentum)
         if len(keys.target_ratio) != 2 or not 0 < keys.target_ratio[0] <= keys.target_ratio[1]:
             got, must = str(list(keys.target_ratio)), "must be two numbers above 0, the least and the largest"
-            found.append(Problem(f"config.{path}.target_ratio", got, must, "Write [0.75, 1.5]."))
+            problems.append(Problem(f"config.{path}.target_ratio", got, must, "Write [0.75, 1.5]."))
         if head_width(cfg) == -1:
             must, fix = "must end in the trunk's features, which are predicted", "Write their number in its place."
-            found.append(Problem("config.MODEL.HEAD.PARAMS[0][1].dims", "-1", must, fix))
+            problems.append(Problem("config.MODEL.HEAD.PARAMS[0][1].dims", "-1", must, fix))
         taken = keys.num_targets * keys.target_scale
         if taken + keys.context_scale > 1 + 1e-9:
             must = f"must leave room for the context: {taken:g} of the patches may be targets"
             fix = f"Write context_scale={max(1 - taken, 0):.2g}, or lower target_scale."
-            found.append(Problem(f"config.{path}.context_scale", str(keys.context_scale), must, fix))
-        return found
+            problems.append(Problem(f"config.{path}.context_scale", str(keys.context_scale), must, fix))
+        return problems
 
 
 @dataclass
@@ -163,10 +163,10 @@ class Data2VecSpec(MethodSpec):
     def problems(self, cfg: RunConfig, decided: Decisions) -> list[Problem]:
         """Check the recipe: a vision transformer with mask token, blocks enough, a head of latents, one crop size."""
         keys, path = loss_keys(cfg), f"LOSS.{cfg.LOSS['name']}"
-        found = [*one_head(cfg, "latent_head"), *patch_trunk(cfg, mask_token=True), *one_size(cfg)]
-        found += share(f"{path}.momentum", keys.momentum)
+        problems = [*one_head(cfg, "latent_head"), *patch_trunk(cfg, mask_token=True), *one_size(cfg)]
+        problems += share(f"{path}.momentum", keys.momentum)
         depth = cfg.MODEL.TRUNK.VISION_TRANSFORMERS.NUM_LAYERS
         if cfg.MODEL.TRUNK.NAME == "vision_transformer" and keys.average_top_k_layers > depth:
             key, got = f"config.{path}.average_top_k_layers", str(keys.average_top_k_layers)
-            found.append(Problem(key, got, f"must be at most the trunk's {depth} blocks", f"Write {depth} or less."))
-        return found
+            problems.append(Problem(key, got, f"must be at most the trunk's {depth} blocks", f"Write {depth} or less."))
+        return problems

@@ -76,7 +76,7 @@ class Method(nn.Module):
 
     ``set_images`` and ``set_length`` are called once, ``on_epoch`` where an epoch begins (in the middle of one, a
     resumed run does not). For each optimizer step, on every rank, the loop calls ``on_step`` once; then per
-    micro-batch ``see``, ``run_teacher`` (where ``has_teacher``), ``run_student``, ``loss``, the backward pass and
+    micro-batch ``prepare``, ``run_teacher`` (where ``has_teacher``), ``run_student``, ``loss``, the backward pass and
     ``observe``; then ``update_state`` once. So centers, queues and memories stand still within a step and move once per
     step, however many micro-batches it has. State that a resumed run needs belongs in buffers or in
     ``get_extra_state``.
@@ -90,12 +90,12 @@ class Method(nn.Module):
         couples_samples: a sample's loss depends on others of its micro-batch, or on state that a micro-batch changes.
         remembers_images: it keeps state for each training image, whose number ``set_images`` tells.
         loss_sees_images: ``forward`` looks at ``batch.images``, which exact accumulation otherwise leaves out.
-        ignored_label: for a method whose first head predicts classes: the label of images that do not count; None for
-            all others.
+        ignored_label: label of images that do not count, where the first head predicts classes; None elsewhere.
         predicts_pixels: its first head predicts the class of each pixel, which ``batch.masks`` tells.
         mixing: mixes the images of a micro-batch; set after construction, where DATA.TRAIN asks for it.
         views_apart: each crop of an image goes through the model by itself, so that batch norm has its statistics view
             by view; set after construction, by MODEL.VIEWS_APART.
+        num_prototypes: number of prototypes in each layer, for a method whose ``health`` counts those in use.
         guessing_loss: loss of a model that tells nothing apart, drawn in the report; None where it is not known.
     """
 
@@ -107,6 +107,7 @@ class Method(nn.Module):
     loss_sees_images: bool = False
     ignored_label: int | None = None
     predicts_pixels: bool = False
+    num_prototypes: Sequence[int] = ()
     guessing_loss: float | None = None
     mixing: Mixing | None = None
     views_apart: bool = False
@@ -126,7 +127,7 @@ class Method(nn.Module):
         loss: Tensor = self(outputs, batch) if teacher_outputs is None else self(outputs, batch, teacher_outputs)
         return loss
 
-    def see(self, batch: B) -> B:
+    def prepare(self, batch: B) -> B:
         """Make the micro-batch what student, teacher and loss see: mixed by ``mixing``, a tensor per crop if apart."""
         if self.mixing is not None:
             images, _ = self.mixing(batch.images, batch.num_local)
@@ -172,7 +173,7 @@ class Method(nn.Module):
 
         Args:
             parts: outputs of student or teacher, a micro-batch each.
-            num_samples: of each.
+            num_samples: number of samples in each.
         """
         columns = zip(*map(pytree.tree_leaves, parts), strict=True)
         joined = [join_rows(column, num_samples) if isinstance(column[0], Tensor) else column[0] for column in columns]
@@ -230,7 +231,7 @@ class Method(nn.Module):
         """Return what tells from ``health``, step by step, that the model collapses; None: nothing does.
 
         Args:
-            num_steps: of the run.
+            num_steps: number of steps of the run.
         """
         return None
 
@@ -256,7 +257,7 @@ def build_method(loss_config: Mapping[str, Any], num_images: int = 0) -> Method:
 
     Args:
         loss_config: ``config.LOSS`` after resolution: ``{name: <loss>, <loss>: {key: value}}``.
-        num_images: of the training data.
+        num_images: number of images of the training data.
 
     Raises:
         ConfigError: the name or a key is wrong.
@@ -319,7 +320,7 @@ class GuessingMethod(Method):
     """Base of methods that guess classes; ``health`` is the share of the last guesses that are right.
 
     Attributes:
-        share_name: of that share.
+        share_name: name of that share.
     """
 
     share_name: str
@@ -357,13 +358,13 @@ def images_of(batch: Batch, crops: Sequence[int]) -> list[Tensor]:
     """Select the images of some crops, as a model takes them: a tensor per resolution that has any, rows crop-major.
 
     Args:
-        crops: in ascending order.
+        crops: crops in ascending order.
     """
     chosen, first = [], 0
     for images, count in zip(batch.images, batch.num_crops, strict=True):
-        own = [crop - first for crop in crops if first <= crop < first + count]
-        if own:
-            chosen.append(images.unflatten(0, (count, batch.num_local))[own].flatten(0, 1))
+        inside = [crop - first for crop in crops if first <= crop < first + count]
+        if inside:
+            chosen.append(images.unflatten(0, (count, batch.num_local))[inside].flatten(0, 1))
         first += count
     return chosen
 

@@ -51,7 +51,7 @@ def beta_from(uniforms: Tensor, alpha: float) -> Tensor:
 
     Args:
         uniforms: (n, tries, 2) in [0, 1).
-        alpha: above 0; the larger, the more tries are rejected.
+        alpha: alpha above 0; the larger, the more tries are rejected.
     Returns:
         (n,) in [0, 1].
     """
@@ -66,7 +66,7 @@ class Mixing:
     """Mixes micro-batches of one process.
 
     Args:
-        config: as a recipe has it.
+        config: config as a recipe has it.
     """
 
     def __init__(self, config: MixingConfig):
@@ -104,16 +104,16 @@ class Mixing:
 
         Args:
             targets: (B,) int64.
-            shares: from ``__call__``.
-            dtype: of the labels.
+            shares: shares from ``__call__``.
+            dtype: data type of the labels.
         Returns:
             (rows, num_classes), rows sum to 1.
         """
         labels = smooth_targets(targets, self.config.num_classes, self.config.label_smoothing).to(dtype)
-        own = torch.cat(shares)
-        views = len(own) // max(len(targets), 1)
+        mixed = torch.cat(shares)
+        views = len(mixed) // max(len(targets), 1)
         partners = labels[_partners(len(labels), labels.device)]
-        return mix_targets(labels.repeat(views, 1), partners.repeat(views, 1), own)
+        return mix_targets(labels.repeat(views, 1), partners.repeat(views, 1), mixed)
 
     def _mix(self, images: Tensor, partners: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
         """Mix images of both; return (rows,) the share of each that is its own, too."""

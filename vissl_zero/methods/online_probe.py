@@ -32,8 +32,8 @@ class OnlineProbe(nn.Module):
         feature_dim: F.
         num_classes: C.
         lr: Adam's rate.
-        dtype: of the state; float32 or float64.
-        device: of the state.
+        dtype: data type of the state; float32 or float64.
+        device: device of the state.
     """
 
     weight: Tensor
@@ -71,7 +71,7 @@ class OnlineProbe(nn.Module):
         """Add what the rows of the first resolution say to the gradient of this step. Not a collective.
 
         Args:
-            features: of the trunk, per resolution (crops * B, F), crop-major; only the first is looked at.
+            features: features of the trunk, per resolution (crops * B, F), crop-major; only the first is looked at.
             batch: they are of; samples with a negative label don't count.
         Raises:
             ConfigError: the labels are none, or no class numbers.

@@ -146,7 +146,7 @@ def permutations(num_tiles: int, count: int) -> Tensor:
 
     Args:
         num_tiles: T, at most 9.
-        count: at most T!.
+        count: number of orders, at most T!.
     Returns:
         (count, T) int64; the same everywhere.
     Cost: T! * count comparisons of orders, once.
@@ -259,7 +259,7 @@ class MemoryBank(nn.Module):
         num_images: S, of the data set.
         embedding_dim: D.
         momentum: weight of what is remembered.
-        seed: of the first, random embeddings.
+        seed: seed of the first, random embeddings.
 
     Attributes:
         memory: buffer (S, D), unit rows. It takes S * D numbers on every rank.
@@ -434,10 +434,10 @@ def pirl_loss(
     Args:
         image, transformed: (n, D) embeddings of this rank's samples, whole and as patches; not normalized.
         sample_ids: (n,) index of each image in the data set; ``set_random_key`` was given the same.
-        bank: of all images; update it with ``image`` afterward.
+        bank: bank of all images; update it with ``image`` afterward.
         num_negatives: images each one is contrasted with.
         temperature: divides the cosine similarities.
-        weight: of the transformed version; the image has the rest.
+        weight: weight of the transformed version; the image has the rest.
         use_info_nce: cross-entropy instead of noise-contrastive estimation.
     Returns:
         0-d, the mean over this rank's samples. Collective in the first call only.

@@ -139,8 +139,8 @@ class JigsawSpec(MethodSpec):
         return [Problem(key, repr(file), "must name a file that exists", "Correct the path, or leave it out.")]
 
     def _orders(self, cfg: RunConfig) -> list[Problem]:
-        found = {key: value for key, (value, _) in self.inferred(cfg).items()}
-        tiles, orders = found["num_towers"], found["num_permutations"]
+        values = {key: value for key, (value, _) in self.inferred(cfg).items()}
+        tiles, orders = values["num_towers"], values["num_permutations"]
         if tiles not in GRIDS or not isinstance(orders, int) or orders <= math.factorial(tiles):
             return []
         must = f"num_permutations must be at most the {math.factorial(tiles)} orders of {tiles} tiles"
@@ -153,8 +153,8 @@ def towers_of(cfg: RunConfig, default: int | None) -> int | None:
     if name == "chain":
         parts = [keys for part, keys in head["heads"] if part == "siamese_concat_view"]
         head, default = parts[0] if parts else {}, None
-    found: int | None = head.get("num_towers", default) if head else None
-    return found
+    num_towers: int | None = head.get("num_towers", default) if head else None
+    return num_towers
 
 
 def wrong_towers(cfg: RunConfig, grids: Mapping[int, int]) -> list[Problem]:

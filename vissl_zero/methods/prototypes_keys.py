@@ -70,15 +70,15 @@ class DeepClusterV2Spec(MethodSpec):
     def problems(self, cfg: RunConfig, decided: Decisions) -> list[Problem]:
         """Check for one projection head, clusters, crops that there are."""
         keys, path = loss_keys(cfg), f"config.LOSS.{cfg.LOSS['name']}"
-        found = one_head(cfg, "mlp")
+        problems = one_head(cfg, "mlp")
         if not keys.num_clusters or min(keys.num_clusters) < 1:
             must, fix = "must have one or more numbers, each at least 1", "Write [3000, 3000, 3000]."
-            found.append(Problem(f"{path}.num_clusters", str(list(keys.num_clusters)), must, fix))
+            problems.append(Problem(f"{path}.num_clusters", str(list(keys.num_clusters)), must, fix))
         count, crops = sum(crops_of(cfg) or [1]), keys.memory_params.crops_for_mb
         if not crops or not all(0 <= crop < count for crop in crops):
             must = f"must list crops from 0 to {count - 1}"
-            found.append(Problem(f"{path}.memory_params.crops_for_mb", str(list(crops)), must, "Write [0]."))
-        return found
+            problems.append(Problem(f"{path}.memory_params.crops_for_mb", str(list(crops)), must, "Write [0]."))
+        return problems
 
 
 @dataclass
@@ -146,11 +146,11 @@ class MSNSpec(MethodSpec):
     def problems(self, cfg: RunConfig, decided: Decisions) -> list[Problem]:
         """Check the recipe: a vision transformer, one head with a layer of unit-length prototypes, two large crops."""
         keys, path = loss_keys(cfg), f"LOSS.{cfg.LOSS['name']}"
-        found = [*one_head(cfg, "swav_head", "msn_head"), *patch_trunk(cfg), *two_views(cfg, exactly=False)]
+        problems = [*one_head(cfg, "swav_head", "msn_head"), *patch_trunk(cfg), *two_views(cfg, exactly=False)]
         counts = crops_of(cfg)
         if counts and sum(counts) >= 2 and counts[0] < 2:
             must = "must begin with two crops of the first size: the teacher's and one of the student's"
-            found.append(
+            problems.append(
                 Problem("config.DATA.TRAIN.TRANSFORMS", str(counts), must, "Write num_crops: [2, 10], for example.")
             )
         for name, options in heads_of(cfg):
@@ -159,6 +159,6 @@ class MSNSpec(MethodSpec):
             ):
                 must = "must have one layer of prototypes of unit length for msn_loss"
                 fix = "Write num_clusters: [1024] and use_weight_norm_prototypes: true."
-                found.append(Problem("config.MODEL.HEAD.PARAMS", str(dict(options)), must, fix))
+                problems.append(Problem("config.MODEL.HEAD.PARAMS", str(dict(options)), must, fix))
         momenta = [(f"{path}.{name}", getattr(keys, name)) for name in ("momentum", "final_momentum")]
-        return [*found, *(problem for key, value in momenta for problem in share(key, value))]
+        return [*problems, *(problem for key, value in momenta for problem in share(key, value))]

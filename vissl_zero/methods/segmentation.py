@@ -40,8 +40,8 @@ class FCNHead(nn.Module):
 
     def forward(self, features: Tensor, maps: list[Tensor]) -> Tensor:
         """Compute logits (n, C, h, w) of the one resolution's maps (n, D, h, w)."""
-        (own,) = maps
-        logits: Tensor = self.layers(own)
+        (feature_map,) = maps
+        logits: Tensor = self.layers(feature_map)
         return logits
 
 

@@ -51,12 +51,12 @@ class SegmentationSpec(MethodSpec):
 
     def problems(self, cfg: RunConfig, decided: Decisions) -> list[Problem]:
         """Check for one head of pixels, transforms that masks can follow, and images that are not mixed."""
-        found = [*one_head(cfg, "fcn_head"), *transforms_of_pairs(cfg)]
+        problems = [*one_head(cfg, "fcn_head"), *transforms_of_pairs(cfg)]
         if cfg.DATA.TRAIN.COLLATE_FUNCTION == MIXING_COLLATOR:
             must, fix = "must not mix images with masks", "Write default_collate."
-            found.append(Problem("config.DATA.TRAIN.COLLATE_FUNCTION", MIXING_COLLATOR, must, fix))
+            problems.append(Problem("config.DATA.TRAIN.COLLATE_FUNCTION", MIXING_COLLATOR, must, fix))
         if cfg.MODEL.VIEWS_APART:
-            found.append(
+            problems.append(
                 Problem("config.MODEL.VIEWS_APART", "True", "must be false: there is one view", "Leave it out.")
             )
-        return found
+        return problems

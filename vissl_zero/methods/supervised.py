@@ -74,7 +74,7 @@ class CrossEntropy(Method):
         self.temperature = temperature
         self._last: tuple[list[Tensor], Tensor] | None = None
 
-    def see(self, batch: B) -> B:
+    def prepare(self, batch: B) -> B:
         """Return the batch as it is: ``run_student`` mixes the images, with their labels."""
         return batch
 
@@ -94,7 +94,7 @@ class CrossEntropy(Method):
 
         Args:
             outputs: per head, logits (num_crops * B, number of classes).
-            batch: with targets.
+            batch: batch with targets.
         Raises:
             ConfigError: the images have no labels, or a head has fewer outputs than there are classes.
         Cost: one all-reduce of one number per head.

@@ -46,12 +46,12 @@ class SupervisedSpec(MethodSpec):
 
     def problems(self, cfg: RunConfig, decided: Decisions) -> list[Problem]:
         """Check that there are classes to tell apart."""
-        keys, found = loss_keys(cfg), list[Problem]()
+        keys, problems = loss_keys(cfg), list[Problem]()
         if keys.weight is not None and cfg.DATA.TRAIN.COLLATE_FUNCTION == MIXING_COLLATOR:
             must = "must be null where images are mixed"
-            found.append(Problem(f"config.LOSS.{cfg.LOSS['name']}.weight", str(keys.weight), must, "Leave it out."))
+            problems.append(Problem(f"config.LOSS.{cfg.LOSS['name']}.weight", str(keys.weight), must, "Leave it out."))
         if cfg.DATA.TRAIN.LABEL_TYPE != "standard" and not cfg.TEST_ONLY:
             fix = "Write config.DATA.TRAIN.LABEL_TYPE=standard."
             must = "must be standard for a supervised loss"
-            found.append(Problem("config.DATA.TRAIN.LABEL_TYPE", cfg.DATA.TRAIN.LABEL_TYPE, must, fix))
-        return found
+            problems.append(Problem("config.DATA.TRAIN.LABEL_TYPE", cfg.DATA.TRAIN.LABEL_TYPE, must, fix))
+        return problems

@@ -41,10 +41,10 @@ def nt_xent(views: Sequence[Tensor], temperature: float, counts: SampleCounts | 
         0-d, the mean over this rank's pairs of different views of an image.
     Cost: an all-gather of V * n rows, and an all-reduce of V * N rows in the backward pass.
     """
-    own = F.normalize(at_least_float32(torch.stack(tuple(views))), dim=2)
-    counts = counts or count_samples(own.shape[1], own.device)
-    everyone = gather_samples(own.transpose(0, 1), counts).transpose(0, 1)
-    logits = own.flatten(0, 1) @ everyone.flatten(0, 1).T / temperature  # (V n, V N), both view-major
+    z = F.normalize(at_least_float32(torch.stack(tuple(views))), dim=2)
+    counts = counts or count_samples(z.shape[1], z.device)
+    everyone = gather_samples(z.transpose(0, 1), counts).transpose(0, 1)
+    logits = z.flatten(0, 1) @ everyone.flatten(0, 1).T / temperature  # (V n, V N), both view-major
     numbers = range(len(views))
     others = torch.tensor([[other for other in numbers if other != view] for view in numbers], device=logits.device)
     image = (counts.first + torch.arange(counts.local, device=logits.device)).repeat(len(views))[:, None]
@@ -101,7 +101,7 @@ class KeyQueue(nn.Module):
     Args:
         length: keys kept, K.
         embedding_dim: D.
-        seed: of the first, random keys.
+        seed: seed of the first, random keys.
 
     Attributes:
         keys: buffer (K, D), unit rows.

@@ -238,5 +238,5 @@ class VICRegSpec(MethodSpec):
         """Check for two views, one projection head."""
         keys, path = loss_keys(cfg), f"LOSS.{cfg.LOSS['name']}"
         names = ("sim_coeff", "std_coeff", "cov_coeff")
-        numbers = [found for name in names for found in at_least(f"{path}.{name}", getattr(keys, name), 0)]
+        numbers = [problem for name in names for problem in at_least(f"{path}.{name}", getattr(keys, name), 0)]
         return [*one_head(cfg, "mlp"), *two_views(cfg), *numbers]

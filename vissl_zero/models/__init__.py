@@ -1,0 +1,1 @@
+"""Trunks, heads, taps, keyed randomness and initialization."""

@@ -43,9 +43,9 @@ def build_bare(build: Callable[[], Model]) -> Model:
         build: draws from the global generator only under a seed of its own; called again for a whole model.
     """
     try:
-        with _bare_parameters() as asked:
+        with _bare_parameters() as requested:
             model = build()
-        reason = "a constructor asks whether its weights are there" if asked else _why_whole(model)
+        reason = "a constructor asks whether its weights are there" if requested else _why_whole(model)
     except Exception as error:  # noqa: BLE001 - what is wrong with the model itself is raised again below
         reason = f"its constructor failed without weights ({' '.join(str(error).split())[:200]})"
     if not reason:
@@ -129,8 +129,8 @@ class _DrawAndDrop(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()) and _has_meta((args, kwargs)):
-            given, named = tree_map(_with_memory, (args, kwargs))
-            func(*given, **named)
+            positional, named = tree_map(_with_memory, (args, kwargs))
+            func(*positional, **named)
         return func(*args, **kwargs)
 
 
@@ -181,8 +181,8 @@ def materialize_(module: nn.Module, full_name: str, seed: int) -> None:
 
     Args:
         module: a unit about to be sharded, or a whole model; parts that have values are left alone.
-        full_name: of ``module`` in the model; empty for the model itself.
-        seed: of the run.
+        full_name: full name of ``module`` in the model; empty for the model itself.
+        seed: seed of the run.
     Raises:
         ConfigError: a module cannot initialize what it owns.
     """
@@ -232,8 +232,8 @@ def _unset(tensor: Tensor) -> Tensor:
 
 
 def _own_meta(module: nn.Module) -> dict[str, Tensor]:
-    own = {**module._parameters, **module._buffers}
-    return {key: tensor for key, tensor in own.items() if tensor is not None and tensor.is_meta}
+    tensors = {**module._parameters, **module._buffers}
+    return {key: tensor for key, tensor in tensors.items() if tensor is not None and tensor.is_meta}
 
 
 def _children_first(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:

@@ -35,7 +35,7 @@ def initialize_(model: nn.Module, seed: int) -> None:
 
     Args:
         model: whole and unsharded; on any device, in any number format.
-        seed: of the run.
+        seed: seed of the run.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     _initialize(modules, {name: name for name in modules}, seed)
@@ -49,11 +49,11 @@ class FirstWeights:
 
     Args:
         model: just built.
-        seed: of the run.
+        seed: seed of the run.
         drawn_as: name of a head -> the name it is drawn by in place of its own.
 
     Attributes:
-        loaded: by full name what gives weights to begin with in place of those drawn.
+        loaded: weights to begin with in place of drawn ones, by full name.
     """
 
     def __init__(self, model: nn.Module, seed: int, drawn_as: Mapping[str, str] | None = None):
@@ -79,8 +79,8 @@ class FirstWeights:
         """Fill module ``name`` and all of the unit around it, where that has not been done; "" is the model."""
         name = next((unit for unit in self._units if _is_in(name, unit)), name)
         modules = {key: self._waiting.pop(key) for key in list(self._waiting) if _is_in(key, name)}
-        own = [(f"{name}.{key}", t) for name, module in modules.items() for key, t in _own(module)]
-        dtypes = [(full_name, tensor, tensor.dtype) for full_name, tensor in own]
+        tensors = [(f"{name}.{key}", t) for name, module in modules.items() for key, t in _own(module)]
+        dtypes = [(full_name, tensor, tensor.dtype) for full_name, tensor in tensors]
         for full_name, tensor, _ in dtypes:
             if isinstance(tensor, nn.Parameter) and tensor.is_meta:
                 replace_data_(tensor, torch.empty(tensor.shape, dtype=self._dtypes[full_name]))

@@ -50,7 +50,7 @@ def set_random_key(seed: int, step: int, sample_ids: Tensor) -> None:
     The loop calls it before each forward pass in training, and leaves it alone until the backward pass has ended.
 
     Args:
-        seed: of the run.
+        seed: seed of the run.
         step: optimizer step, from 0.
         sample_ids: (B,) int64, the index of each of this rank's samples in the source.
     """
@@ -63,7 +63,7 @@ def resolution_scope(index: int, num_rows: int | None = None) -> Iterator[None]:
     """Tell keyed layers what they are applied to; ``Unit`` does.
 
     Args:
-        index: of the resolution in the list.
+        index: index of the resolution in the list.
         num_rows: rows of its batch (crops times samples). A layer inside may see a multiple of them, the windows of
             each row one after another.
     """
@@ -113,7 +113,7 @@ def element_bits(key: int, first: int, count: int, device: torch.device) -> Tens
     """Draw uniform 53-bit integers for a run of elements of a tensor, whatever runs it is cut into.
 
     Args:
-        key: of the tensor and the moment, from ``stable_hash``.
+        key: key of the tensor and the moment, from ``stable_hash``.
         first: place of the first element in the full tensor, flattened.
         count: elements.
     Returns:

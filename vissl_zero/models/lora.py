@@ -61,10 +61,11 @@ def adapt_(trunk: nn.Module, options: Lora) -> None:
     Raises:
         ConfigError: no layer, or one of another kind, is a target; or the trunk has running statistics.
     """
-    if norm := next((name for name, m in trunk.named_modules() if _counts_statistics(m)), ""):
+    counting = [name for name, m in trunk.named_modules() if isinstance(m, _NormBase) and m.track_running_stats]
+    if counting:
         must = "needs a trunk without running statistics, which training would move, and an adapter does not hold"
         fix = "Take a vision transformer, ConvNeXt or Swin, or train all weights."
-        raise ConfigError([Problem("config.MODEL.LORA.USE_LORA", f"batch norm at {norm}", must, fix)])
+        raise ConfigError([Problem("config.MODEL.LORA.USE_LORA", f"batch norm at {counting[0]}", must, fix)])
     config = LoraConfig(
         r=options.R,
         lora_alpha=options.LORA_ALPHA,
@@ -95,16 +96,18 @@ def write_adapter(trunk: nn.Module, folder: Path) -> None:
     """Write adapters as peft opens them over the library's own model: adapter_model.safetensors, adapter_config.json.
 
     Args:
-        trunk: with adapters; on the CPU.
+        trunk: trunk with adapters; on the CPU.
         folder: exists.
     """
     configs: Any = trunk.peft_config
-    own: LoraConfig = configs[ADAPTER]
+    adapter: LoraConfig = configs[ADAPTER]
     state = trunk.state_dict(prefix="trunk.")
     tensors = {adapter_name(name): tensor.contiguous() for name, tensor in state.items() if is_adapters(name)}
     targets = [timm_name(f"trunk.{path}") for path, _ in adapted_layers(trunk)]
     save_file(tensors, folder / SAFETENSORS_WEIGHTS_NAME, {"format": "pt"})
-    written = LoraConfig(r=own.r, lora_alpha=own.lora_alpha, lora_dropout=own.lora_dropout, target_modules=targets)
+    written = LoraConfig(
+        r=adapter.r, lora_alpha=adapter.lora_alpha, lora_dropout=adapter.lora_dropout, target_modules=targets
+    )
     written.inference_mode = True  # as peft saves what was trained
     written.save_pretrained(str(folder))
 
@@ -119,31 +122,26 @@ def _without_adapters(trunk: nn.Module, merges: bool) -> nn.Module:
     return plain
 
 
-def _counts_statistics(module: nn.Module) -> bool:
-    return isinstance(module, _NormBase) and module.track_running_stats
-
-
 def _targets(trunk: nn.Module, wanted: str | list[str]) -> list[str]:
     """List the paths of the layers that are meant, by the names that peft would find in the library's own model."""
     modules = {timm_name(f"trunk.{name}"): (name, module) for name, module in trunk.named_modules() if name}
     linear = [name for name, (_, module) in modules.items() if type(module) is nn.Linear]
     entries = [wanted] if isinstance(wanted, str) else list(wanted)
-    found: dict[str, nn.Module] = {}
+    targets: dict[str, nn.Module] = {}
     for entry in entries:
-        meant = [name for name in modules if _is_meant(name, entry, is_pattern=isinstance(wanted, str))]
+        # As peft does: a pattern is of whole names; in a list stand names or their ends.
+        if isinstance(wanted, str):
+            meant = [name for name in modules if re.fullmatch(entry, name)]
+        else:
+            meant = [name for name in modules if f".{name}".endswith(f".{entry}")]
         if not meant:
             near = did_you_mean(entry, {*linear, *(name.rpartition(".")[2] for name in linear)})
             fix = f"Linear layers: {', '.join(linear[:8])}{', ...' * (len(linear) > 8)}.{near}"
             raise ConfigError([Problem(_TARGETS, repr(entry), "must name layers of the trunk", fix)])
-        found |= {modules[name][0]: modules[name][1] for name in meant}
+        targets |= {modules[name][0]: modules[name][1] for name in meant}
     # Subclasses too are refused: torch's attention multiplies by the weight of its own without calling the layer.
-    if other := next((name for name, module in found.items() if type(module) is not nn.Linear), ""):
-        got = f"{timm_name(f'trunk.{other}')}, {type(found[other]).__name__}"
+    if other := next((name for name, module in targets.items() if type(module) is not nn.Linear), ""):
+        got = f"{timm_name(f'trunk.{other}')}, {type(targets[other]).__name__}"
         fix = f"Write longer ends of names that only linear layers have: {', '.join(linear[:4]) or 'it has none'}."
         raise ConfigError([Problem(_TARGETS, got, "must name linear layers (torch.nn.Linear) alone", fix)])
-    return list(found)
-
-
-def _is_meant(name: str, entry: str, is_pattern: bool) -> bool:
-    """Check a name as peft does: against a pattern of whole names, or a name or the end of one."""
-    return bool(re.fullmatch(entry, name)) if is_pattern else name == entry or name.endswith(f".{entry}")
+    return list(targets)

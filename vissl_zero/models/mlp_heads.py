@@ -39,8 +39,8 @@ class Chain(nn.Sequential):
 
     def __init__(self, heads: Sequence[Any], dims: Sequence[int] = ()):
         built: list[nn.Module] = []
-        for index, (name, given) in enumerate(heads):
-            keys = dict(given)
+        for index, (name, params) in enumerate(heads):
+            keys = dict(params)
             if dims and keys.get("dims"):
                 first = dims[0] if index == 0 else keys["dims"][0]
                 last = dims[-1] if index == len(heads) - 1 else keys["dims"][-1]

@@ -28,7 +28,7 @@ from vissl_zero.config.components.trunks import TRUNK_BLOCKS, own_trunk_keys, tr
 from vissl_zero.errors import ConfigError, Problem, did_you_mean
 from vissl_zero.models.keyed_random import key_random_layers, resolution_scope
 from vissl_zero.models.mlp_heads import MLP
-from vissl_zero.models.patches import PatchView, SeePatches, Tokens, grid_of
+from vissl_zero.models.patches import ChoosePatches, PatchView, Tokens, grid_of
 from vissl_zero.registry import HEADS, TRUNKS, require_interface
 
 # Outputs of each tapped layer, and the trunk's features, as a tensor per resolution -> the same of the tap.
@@ -54,7 +54,7 @@ class Taps:
     Args:
         trunk: whole, not wrapped. It may have ``tap(name) -> LayerTap | None`` for names of its own; every other name
             is the path of a module, whose output must be maps, vectors or a list of them.
-        entries: of LINEAR_EVAL_FEAT_POOL_OPS_MAP, one per head.
+        entries: entries of LINEAR_EVAL_FEAT_POOL_OPS_MAP, one per head.
         should_flatten: make vectors of what is pooled.
     Raises:
         ConfigError: a name is neither.
@@ -99,9 +99,9 @@ class Taps:
 
 def _tap(trunk: nn.Module, name: str) -> LayerTap:
     find: Any = getattr(trunk, "tap", None)
-    own = find(name) if callable(find) else None
-    if isinstance(own, LayerTap):
-        return own
+    tap = find(name) if callable(find) else None
+    if isinstance(tap, LayerTap):
+        return tap
     paths = [path for path, _ in trunk.named_modules() if path]
     if name not in paths:
         names = [*getattr(trunk, "tap_names", ()), *paths]
@@ -247,7 +247,7 @@ class Model(nn.Module):
         images: list[Tensor],
         probe: Tensor | None = None,
         features_only: bool = False,
-        see: SeePatches | None = None,
+        choose_patches: ChoosePatches | None = None,
         anchored: bool = False,
     ) -> list[Any]:
         """Run one pass over all resolutions.
@@ -257,7 +257,7 @@ class Model(nn.Module):
             probe: (q, D) rows that the heads score in the same pass, without gradient.
             features_only: stop after the trunk, or after the first head where ``features_are_embeddings``; see
                 ``feature_taps``.
-            see: decides which patches are hidden, seen and asked for; None: all are seen.
+            choose_patches: decides which patches are hidden, seen and asked for; None: all are seen.
             anchored: give the anchor's patches of the first resolution (b_0, P, F) too, after all outputs of heads.
         Returns:
             One output per head, or the R features (b_r, F) of the trunk.
@@ -265,7 +265,7 @@ class Model(nn.Module):
         for taps in filter(None, (self.taps, self.feature_taps)):
             taps.clear()
         with torch.no_grad() if self.trunk_is_frozen else nullcontext():
-            tokens, maps, features = self._of_trunk(images, see, features_only)
+            tokens, maps, features = self._of_trunk(images, choose_patches, features_only)
         is_first, self._is_checked = not self._is_checked, True
         if is_first:
             _require_features(self.trunk, images, features)
@@ -281,11 +281,11 @@ class Model(nn.Module):
                 require_width(head, index, rows)
         extras = {"probe": probe, "tokens": tokens, "maps": maps}
         heads = zip(self.heads, inputs, self._asks, strict=True)
-        found = [head(rows, **{name: extras[name] for name in asked}) for head, rows, asked in heads]
+        outputs = [head(rows, **{name: extras[name] for name in wanted_inputs}) for head, rows, wanted_inputs in heads]
         if anchored:
             anchor: Any = self.anchor
-            found.append(anchor(images[:1], return_tokens=True)[0][:, anchor.num_prefix_tokens :])
-        return found
+            outputs.append(anchor(images[:1], return_tokens=True)[0][:, anchor.num_prefix_tokens :])
+        return outputs
 
     def _features_to_show(self, features: list[Tensor]) -> list[Any]:
         """Return the trunk's features, or what stands for them: embeddings of the first head, or inner layers."""
@@ -298,22 +298,24 @@ class Model(nn.Module):
         return features
 
     def _of_trunk(
-        self, images: list[Tensor], see: SeePatches | None, features_only: bool
+        self, images: list[Tensor], choose_patches: ChoosePatches | None, features_only: bool
     ) -> tuple[list[Tokens], list[Tensor], list[Tensor]]:
         """Compute tokens and maps, where heads ask for them, and features."""
-        if see is not None or (self._shows_tokens and not features_only):
-            tokens, features = self._see(images, see)
+        if choose_patches is not None or (self._shows_tokens and not features_only):
+            tokens, features = self._encode_patches(images, choose_patches)
             return tokens, [], features
         if features_only or not self._shows_maps:
             return [], [], self.trunk(images)
         shown: list[Tensor] = self.trunk(images, return_maps=True)
         return [], shown[: len(images)], shown[len(images) :]
 
-    def _see(self, images: list[Tensor], see: SeePatches | None) -> tuple[list[Tokens], list[Tensor]]:
+    def _encode_patches(
+        self, images: list[Tensor], choose_patches: ChoosePatches | None
+    ) -> tuple[list[Tokens], list[Tensor]]:
         """Compute tokens and features of images seen in part."""
         trunk: Any = _require_patches(self.trunk)
         size = trunk.patch_size
-        views = [PatchView() for _ in images] if see is None else see(images, size)
+        views = [PatchView() for _ in images] if choose_patches is None else choose_patches(images, size)
         masked, kept = [view.masked for view in views], [view.kept for view in views]
         last_blocks = max(view.last_blocks for view in views)
         if last_blocks > len(trunk.blocks):
@@ -375,13 +377,13 @@ def _require_features(trunk: nn.Module, images: list[Tensor], features: Any) -> 
     """Refuse what is not a list with the features of each resolution. Costs nothing: shapes alone, once."""
     wanted = [(len(image), trunk.feature_dim) for image in images]
     is_list = isinstance(features, (list, tuple)) and all(isinstance(rows, Tensor) for rows in features)
-    found = [tuple(rows.shape) for rows in features] if is_list else type(features).__name__
-    if found != wanted:
+    got = [tuple(rows.shape) for rows in features] if is_list else type(features).__name__
+    if got != wanted:
         must = (
             f"{type(trunk).__qualname__}.forward must return a list with a tensor (images, feature_dim) per resolution"
         )
         fix = f"Return shapes {wanted}: forward gets a list of {len(images)} tensors. See docs/extending.md."
-        raise ConfigError([Problem("config.MODEL.TRUNK.NAME", str(found), must, fix)])
+        raise ConfigError([Problem("config.MODEL.TRUNK.NAME", str(got), must, fix)])
 
 
 def _outermost_units(module: nn.Module) -> list[nn.Module]:
@@ -399,7 +401,7 @@ def build_model(model_config: ModelConfig | TeacherModel, num_classes: int = 0) 
 
     Args:
         model_config: ``config.MODEL`` after resolution, or the teacher under ``config.DISTILLATION``.
-        num_classes: of the images, for a head whose last width is -1; 0: they have none.
+        num_classes: number of classes of the images, for a head whose last width is -1; 0: they have none.
 
     Raises:
         ConfigError: a name or a key is wrong, or a head does not fit the trunk.
@@ -418,10 +420,10 @@ def build_model(model_config: ModelConfig | TeacherModel, num_classes: int = 0) 
         feature_taps = None
         if settings.EXTRACT_TRUNK_FEATURES_ONLY:
             taps, feature_taps = None, taps
-        for head_name, given in head_config.PARAMS:
+        for head_name, params in head_config.PARAMS:
             build = HEADS.get(head_name).build
             width = _width_for(build, trunk)
-            options = given if taps else _with_width(given, width)
+            options = params if taps else _with_width(params, width)
             last = _pixels_of_patch(trunk) if getattr(build, "predicts_pixels", False) else num_classes
             options = _with_last(options, last)
             if taps is None:

@@ -34,7 +34,7 @@ class PatchView(NamedTuple):
 
 
 # From the image tensors of all resolutions and a patch's (height, width) to a view of each.
-SeePatches = Callable[[Sequence[Tensor], tuple[int, int]], list[PatchView]]
+ChoosePatches = Callable[[Sequence[Tensor], tuple[int, int]], list[PatchView]]
 
 
 class Tokens(NamedTuple):
@@ -96,8 +96,8 @@ def random_order(images: Tensor, num_patches: int, epoch: int, name: str) -> Ten
     Args:
         images: (b, 3, H, W), crop-major.
         num_patches: P.
-        epoch: from 0.
-        name: of this draw; another one is independent.
+        epoch: number of the epoch, from 0.
+        name: name of this draw; another one is independent.
     Returns:
         (b, P) int64.
     """
@@ -199,7 +199,7 @@ def masked_counts(
         images: (b, 3, H, W), crop-major.
         num_patches: P.
         ratio: least and largest share.
-        probability: of an image to be masked at all.
+        probability: probability of an image to be masked at all.
         epoch, name: as for ``random_order``.
     Returns:
         (b,) int64, at most ``int(ratio[1] * P)``.

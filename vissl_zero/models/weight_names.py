@@ -101,17 +101,17 @@ def to_our_names(names: Iterable[str], ours: Iterable[str] = ()) -> Renamed:
     classy-vision's, torchvision's and timm's are understood. ``heads.`` is kept; ``fc.`` is the first head's layer.
 
     Args:
-        names: of the tensors from elsewhere.
+        names: names of the tensors from elsewhere.
         ours: names in the model, which tell where the units of a ``timm/...`` trunk are.
     """
     by_timm_name = {timm_name(name): name for name in ours if name.startswith(_TIMM_TRUNK)}
     result = Renamed()
     for name in names:
-        found = by_timm_name.get(plain_name(name)) or _our_name(name)
-        if found is None or found in result.names:
+        our_name = by_timm_name.get(plain_name(name)) or _our_name(name)
+        if our_name is None or our_name in result.names:
             result.unknown.append(name)
         else:
-            result.names[found] = name
+            result.names[our_name] = name
     return result
 
 
@@ -205,11 +205,11 @@ def _without_prefix(name: str) -> str:
     return next((name.removeprefix(prefix) for prefix in _PREFIXES if name.startswith(prefix)), name)
 
 
-def _our_block(found: dict[str, str]) -> str:
-    at = int(found["at"]) if "at" in found else int(found["at_from_1"]) - 1
-    layer, _, stat = found["rest"].rpartition(".")
+def _our_block(sizes: dict[str, str]) -> str:
+    at = int(sizes["at"]) if "at" in sizes else int(sizes["at_from_1"]) - 1
+    layer, _, stat = sizes["rest"].rpartition(".")
     # A ResNet's ``conv1`` and ``bn1`` are in no RegNet; names of RegNet's that are ours already stay.
-    return f"stages.{int(found['stage']) - 1}.{at}.0.{_INNER_TO_OURS.get(layer, layer)}.{stat}"
+    return f"stages.{int(sizes['stage']) - 1}.{at}.0.{_INNER_TO_OURS.get(layer, layer)}.{stat}"
 
 
 def _other_name(name: str, style: str, is_regnet: bool) -> str | None:

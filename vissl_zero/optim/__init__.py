@@ -1,0 +1,1 @@
+"""Base optimizers, parameter groups, schedules, and what an update rule depends on."""

@@ -51,7 +51,7 @@ class Adaptation(ABC):
         The decay is in the gradient then, so the base optimizer must run without: see ``decay_absorbed``.
 
         Args:
-            norms: of T tensors.
+            norms: norms of T tensors.
             lr: (T,) learning rate of each tensor's group; may be 0.
             weight_decay: (T,) of each tensor's group.
             num_dims: (T,) integers, dimensions of each full tensor (a shard may have fewer).

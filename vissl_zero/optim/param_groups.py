@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -38,9 +38,9 @@ class ParamGroup:
         params: full names, in the model's order.
         is_head: under ``heads.``; follows the head's schedules.
         is_decayed: follows the weight decay; the others have 0.
-        weight_decay: at the start; a schedule may change it.
-        lr_factor: of the scheduled learning rate.
-        wd_factor: of the scheduled weight decay; ``weight_decay`` has it already.
+        weight_decay: weight decay at the start; a schedule may change it.
+        lr_factor: factor of the scheduled learning rate.
+        wd_factor: factor of the scheduled weight decay; ``weight_decay`` has it already.
         has_constant_lr: follows no schedule, but has its largest value throughout.
     """
 
@@ -79,8 +79,9 @@ def _default_groups(model: nn.Module, plan: OptimizerPlan) -> list[ParamGroup]:
     _warn_of_unmatched(plan.non_regularized, model)
     heads = [f"head_{index}" for index in range(max(len(plan.head_lr_factors), len(plan.head_rules)))] or ["head"]
     members: dict[tuple[str, bool], list[str]] = {(part, d): [] for part in ("trunk", *heads) for d in (True, False)}
-    for name, parameter, module in _owned_parameters(model):
+    for name, parameter in model.named_parameters():
         if parameter.requires_grad:
+            module = model.get_submodule(name.rpartition(".")[0])
             members[_part(name, heads), _decays(name, module, plan)].append(name)
     groups = [_group(part, is_decayed, names, plan) for (part, is_decayed), names in members.items() if names]
     return _required(groups)
@@ -112,17 +113,17 @@ def _refined(groups: list[ParamGroup], model: nn.Module, plan: OptimizerPlan) ->
 
 
 def _part_of_group(group: ParamGroup, depth: int, rule: int, names: list[str], plan: OptimizerPlan) -> ParamGroup:
-    own = plan.param_rules[rule] if rule >= 0 else {}
-    wd_factor = group.wd_factor * own.get("wd_factor", 1.0)
+    rule_options = plan.param_rules[rule] if rule >= 0 else {}
+    wd_factor = group.wd_factor * rule_options.get("wd_factor", 1.0)
     return replace(
         group,
-        name=group.name + (f".below_{depth}" if depth else "") + (f".rule_{rule}" if own else ""),
+        name=group.name + (f".below_{depth}" if depth else "") + (f".rule_{rule}" if rule_options else ""),
         params=tuple(names),
         is_decayed=group.is_decayed and wd_factor > 0,
         weight_decay=group.weight_decay * wd_factor,
-        lr_factor=group.lr_factor * plan.layer_decay**depth * own.get("lr_factor", 1.0),
+        lr_factor=group.lr_factor * plan.layer_decay**depth * rule_options.get("lr_factor", 1.0),
         wd_factor=wd_factor,
-        has_constant_lr=bool(own.get("constant_lr", False)),
+        has_constant_lr=bool(rule_options.get("constant_lr", False)),
     )
 
 
@@ -140,14 +141,14 @@ def _depths_from_top(model: nn.Module) -> dict[str, int]:
     As https://github.com/facebookresearch/mae/blob/be47fef/util/lr_decay.py counts; DINOv2's pre-training has the same.
     """
     names = [name for name, _ in model.named_parameters() if name.startswith("trunk.")]
-    found = {name: int(match[1]) for name in names if (match := _BLOCK.match(name))}
-    if not found:
+    blocks = {name: int(match[1]) for name in names if (match := _BLOCK.match(name))}
+    if not blocks:
         must = "needs a trunk with a list of blocks, as vision transformers have"
         key = "config.OPTIMIZER.layer_decay"
         raise ConfigError([Problem(key, "below 1", must, f"Write {key}=1, or give rates by name in param_groups.")])
-    count = max(found.values()) + 1
-    before = names[: names.index(next(iter(found)))]
-    return {name: count - block for name, block in found.items()} | dict.fromkeys(before, count + 1)
+    count = max(blocks.values()) + 1
+    before = names[: names.index(next(iter(blocks)))]
+    return {name: count - block for name, block in blocks.items()} | dict.fromkeys(before, count + 1)
 
 
 def _required(groups: list[ParamGroup]) -> list[ParamGroup]:
@@ -168,7 +169,7 @@ def _plain_groups(model: nn.Module, plan: OptimizerPlan) -> list[ParamGroup]:
         name for name in names if plan.grouping == "dino" and (name.endswith(".bias") or _is_norm_name(model, name))
     }
     members = {True: [name for name in names if name not in apart], False: [name for name in names if name in apart]}
-    return _required([_group("trunk", is_decayed, found, plan) for is_decayed, found in members.items() if found])
+    return _required([_group("trunk", is_decayed, params, plan) for is_decayed, params in members.items() if params])
 
 
 def _is_norm_name(model: nn.Module, name: str) -> bool:
@@ -192,10 +193,10 @@ def freeze_untrainable(model: nn.Module, names: Sequence[str]) -> None:
     problems = []
     for entry in names:
         wanted = entry.removeprefix("module.")
-        found = [p for name, p in parameters.items() if name == wanted or name.startswith(f"{wanted}.")]
-        for parameter in found:
+        matching = [p for name, p in parameters.items() if name == wanted or name.startswith(f"{wanted}.")]
+        for parameter in matching:
             parameter.requires_grad_(False)
-        if not found:
+        if not matching:
             fix = f"Use a full name.{did_you_mean(wanted, known)}"
             must = "must name parameters or modules of the model"
             problems.append(Problem("config.MODEL.NON_TRAINABLE_PARAMS", repr(entry), must, fix))
@@ -211,14 +212,8 @@ def is_norm(module: nn.Module) -> bool:
     """
     if isinstance(module, _NORMS):
         return True
-    own = list(module.parameters(recurse=False))
-    return "norm" in type(module).__name__.lower() and bool(own) and all(p.ndim <= 1 for p in own)
-
-
-def _owned_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, nn.Module]]:
-    """Yield full name, parameter and the module that holds it; a tied parameter once, by its first name."""
-    for name, parameter in model.named_parameters():
-        yield name, parameter, model.get_submodule(name.rpartition(".")[0])
+    params = list(module.parameters(recurse=False))
+    return "norm" in type(module).__name__.lower() and bool(params) and all(p.ndim <= 1 for p in params)
 
 
 def _decays(name: str, module: nn.Module, plan: OptimizerPlan) -> bool:
@@ -226,13 +221,10 @@ def _decays(name: str, module: nn.Module, plan: OptimizerPlan) -> bool:
         return False
     if not plan.regularize_bias and _BIAS.search(name.rpartition(".")[2]):
         return False
-    return _norms_decay(name, plan) or not is_norm(module)
-
-
-def _norms_decay(name: str, plan: OptimizerPlan) -> bool:
-    own = plan.head_rules[int(name.split(".")[1])] if plan.head_rules and name.startswith(_HEAD_PREFIX) else {}
-    says = own.get("regularize_bn")
-    return plan.regularize_bn if says is None else bool(says)
+    head_rule = plan.head_rules[int(name.split(".")[1])] if plan.head_rules and name.startswith(_HEAD_PREFIX) else {}
+    of_head = head_rule.get("regularize_bn")
+    norms_decay = plan.regularize_bn if of_head is None else bool(of_head)
+    return norms_decay or not is_norm(module)
 
 
 def _part(name: str, heads: Sequence[str]) -> str:
@@ -246,8 +238,11 @@ def _group(part: str, is_decayed: bool, names: Iterable[str], plan: OptimizerPla
     weight_decay = plan.head_weight_decay if is_head else plan.weight_decay
     factor = plan.head_lr_factors[int(part.rpartition("_")[2])] if is_head and plan.head_lr_factors else 1.0
     if is_head and plan.head_rules:
-        own = plan.head_rules[int(part.rpartition("_")[2])]
-        factor, weight_decay = own["lr"], plan.weight_decay if own["weight_decay"] is None else own["weight_decay"]
+        head_rule = plan.head_rules[int(part.rpartition("_")[2])]
+        factor, weight_decay = (
+            head_rule["lr"],
+            plan.weight_decay if head_rule["weight_decay"] is None else head_rule["weight_decay"],
+        )
     name = part + ("" if is_decayed else "_no_decay")
     return ParamGroup(name, tuple(names), is_head, is_decayed, weight_decay if is_decayed else 0.0, factor)
 

@@ -70,19 +70,19 @@ def _update_interval(config: Mapping[str, Any]) -> UpdateInterval | None:
 
 def _build_progression(config: Mapping[str, Any], num_epochs: int) -> Progression:
     # A copy: classy-vision's composite corrects its lengths in place. A key that is null is not there.
-    given = {key: value for key, value in copy.deepcopy(dict(config)).items() if value is not None}
-    if "name" not in given:
+    options = {key: value for key, value in copy.deepcopy(dict(config)).items() if value is not None}
+    if "name" not in options:
         raise ConfigError(
-            [Problem(_KEY, str(given), "a schedule must have a name", f"Known: {', '.join(SCHEDULERS)}.")]
+            [Problem(_KEY, str(options), "a schedule must have a name", f"Known: {', '.join(SCHEDULERS)}.")]
         )
-    component = SCHEDULERS.get(given["name"])
+    component = SCHEDULERS.get(options["name"])
     try:
-        progression: Progression = component.build(given, num_epochs)
+        progression: Progression = component.build(options, num_epochs)
     except (ValueError, TypeError, KeyError, AssertionError) as error:  # all of these, for a value that is wrong
         reason = f"missing {error}" if isinstance(error, KeyError) else str(error)
-        must = f"the {given['name']} schedule cannot be built: {reason}"
+        must = f"the {options['name']} schedule cannot be built: {reason}"
         fix = "See docs/optimizers.md for the keys of each schedule."
-        raise ConfigError([Problem(_KEY, str(given), must, fix)]) from error
+        raise ConfigError([Problem(_KEY, str(options), must, fix)]) from error
     return progression
 
 

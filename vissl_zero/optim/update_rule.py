@@ -58,7 +58,7 @@ def update_rule(
 
     Args:
         optimizer: left as it is; copies of it run, without its state, with the settings of each group.
-        shapes: of the full parameters of each group.
+        shapes: shapes of the full parameters of each group.
         is_flattened: pieces will be one-dimensional, not rows.
     Raises:
         ConfigError: it couples tensors (a global norm, one step size for all), it is random, or it cannot be tried.
@@ -84,7 +84,10 @@ def _try_out(
     device = torch.device("cpu") if device.type == "meta" else device
     groups = _distinct_groups(optimizer, shapes)
     small = [
-        (index, case) for index, own in groups for shape in _small_shapes(own) for case in _small_cases(shape, device)
+        (index, case)
+        for index, group_shapes in groups
+        for shape in _small_shapes(group_shapes)
+        for case in (*_cases(shape, device), *_cases_by_angle(shape, device))
     ]
     apart = [_run(optimizer, [pair])[0] for pair in small]
     moved = {index for (index, _), changes in zip(small, apart, strict=True) if any(c.any() for c in changes)}
@@ -102,8 +105,8 @@ def _try_out(
         for (index, case), changes in zip(small, apart, strict=True)
     ):
         return UpdateRule.PER_TENSOR
-    for index, own in groups:
-        for shape in _large_shapes(own):
+    for index, group_shapes in groups:
+        for shape in _large_shapes(group_shapes):
             for case in _cases(shape, device):
                 changes = _run(optimizer, [(index, case)])[0]
                 if not _runs_on_pieces(optimizer, index, case, changes, is_flattened):
@@ -137,10 +140,6 @@ class _Case:
         sizes = [1, num_rows // 2 - 1, num_rows - num_rows // 2, 0] if num_rows > 2 else [1] * num_rows
         columns = zip(*(tensor.split(sizes) for tensor in tensors), strict=True)
         return [_Case(start, grads) for start, *grads in columns]
-
-
-def _small_cases(shape: tuple[int, ...], device: torch.device) -> list[_Case]:
-    return [*_cases(shape, device), *_cases_by_angle(shape, device)]
 
 
 def _cases(shape: tuple[int, ...], device: torch.device) -> Iterator[_Case]:
@@ -197,11 +196,11 @@ def _distinct_groups(
     optimizer: torch.optim.Optimizer, shapes: Sequence[Sequence[tuple[int, ...]]]
 ) -> list[tuple[int, Sequence[tuple[int, ...]]]]:
     """Choose one group of each kind of settings, with the shapes of all groups of that kind."""
-    found: dict[str, tuple[int, list[tuple[int, ...]]]] = {}
-    for index, (group, own) in enumerate(zip(optimizer.param_groups, shapes, strict=True)):
+    groups: dict[str, tuple[int, list[tuple[int, ...]]]] = {}
+    for index, (group, group_shapes) in enumerate(zip(optimizer.param_groups, shapes, strict=True)):
         settings = {key: value for key, value in group.items() if key not in _NOT_SETTINGS}
-        found.setdefault(repr(sorted(settings.items())), (index, []))[1].extend(own)
-    return [(index, own) for index, own in found.values() if own]
+        groups.setdefault(repr(sorted(settings.items())), (index, []))[1].extend(group_shapes)
+    return [(index, group_shapes) for index, group_shapes in groups.values() if group_shapes]
 
 
 def _run(optimizer: torch.optim.Optimizer, cases: Sequence[tuple[int, _Case]]) -> list[list[Tensor]]:
@@ -217,8 +216,8 @@ def _run(optimizer: torch.optim.Optimizer, cases: Sequence[tuple[int, _Case]]) -
         for param, grad in zip(params, grads, strict=True):
             param.grad = grad.clone()
         copied.step()
-        for param, old, own in zip(params, before, changes, strict=True):
-            own.append(param.detach() - old)
+        for param, old, change in zip(params, before, changes, strict=True):
+            change.append(param.detach() - old)
     return changes
 
 
@@ -241,7 +240,7 @@ def trial(optimizer: torch.optim.Optimizer, params: Mapping[int, Sequence[nn.Par
 
     Args:
         optimizer: left as it is. One that wraps another over the same groups is copied with it.
-        params: by position of the group whose options they get. Other groups are left out.
+        params: parameters by the position of the group whose options they get. Other groups are left out.
     """
     groups = []
     for index, own in params.items():
@@ -308,8 +307,8 @@ def _has_memory(tensor: Tensor) -> bool:
 
 def state_keys(optimizer: torch.optim.Optimizer) -> frozenset[str]:
     """Name what the optimizer keeps for each parameter, whatever its shape; empty if it cannot be tried out."""
-    found = [state.keys() for state in (_state_of(optimizer, (2,)), _state_of(optimizer, (2, 2))) if state]
-    return frozenset.intersection(*map(frozenset, found)) if found else frozenset()
+    keys = [state.keys() for state in (_state_of(optimizer, (2,)), _state_of(optimizer, (2, 2))) if state]
+    return frozenset.intersection(*map(frozenset, keys)) if keys else frozenset()
 
 
 def element_keys(optimizer: torch.optim.Optimizer) -> frozenset[str]:
@@ -324,11 +323,11 @@ def trial_state(optimizer: torch.optim.Optimizer, index: int, like: nn.Parameter
     Cost: nothing where the optimizer does not look at values, else a step of this one parameter.
     """
 
-    def tried(given: nn.Parameter) -> dict[str, Any]:
-        given.grad = torch.zeros_like(given)
-        copied = trial(optimizer, {index: [given]})
+    def tried(param: nn.Parameter) -> dict[str, Any]:
+        param.grad = torch.zeros_like(param)
+        copied = trial(optimizer, {index: [param]})
         copied.step()
-        return dict(copied.state[given])
+        return dict(copied.state[param])
 
     with suppress(Exception), FakeTensorMode(allow_non_fake_inputs=True):
         return tried(nn.Parameter(torch.empty(like.shape, dtype=like.dtype)))

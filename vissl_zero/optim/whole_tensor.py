@@ -53,7 +53,7 @@ class MuonAdamW(GroupOptimizer):
 
     Args:
         params: parameters or groups; a group with ``use_muon=False`` is left to AdamW.
-        lr: of both: with ``adjust_lr_fn="match_rms_adamw"`` Muon's updates have the size of AdamW's.
+        lr: learning rate of both: with ``adjust_lr_fn="match_rms_adamw"`` Muon's updates have the size of AdamW's.
         weight_decay: decoupled, of both.
         momentum, nesterov, ns_steps, adjust_lr_fn: of ``torch.optim.Muon``.
         betas, eps: of ``torch.optim.AdamW``.
@@ -260,8 +260,8 @@ class Shampoo(GroupOptimizer):
 
     Args:
         params: parameters or groups.
-        lr: of Adam's size.
-        betas: of the running mean, and of all running squares.
+        lr: learning rate, of Adam's size.
+        betas: betas of the running mean, and of all running squares.
         eps: added to the root of Adam's running square.
         matrix_eps: added to L and R before the root, as a share of their largest eigenvalue.
         weight_decay: decoupled.
@@ -491,12 +491,12 @@ class _Quantized:
 @lru_cache(maxsize=2)
 def _table(is_signed: bool) -> tuple[float, ...]:
     """Build the dynamic tree quantization: seven powers of ten, each cut more finely than the one below; 0 and 1."""
-    found = [0.0, 1.0]
+    levels = [0.0, 1.0]
     for exponent in range(7):
         count = 2 ** (exponent + (0 if is_signed else 1))
         middles = [10.0 ** (exponent - 6) * (0.1 + 0.9 * (k + 0.5) / count) for k in range(count)]
-        found += middles + ([-value for value in middles] if is_signed else [])
-    return tuple(sorted(found))
+        levels += middles + ([-value for value in middles] if is_signed else [])
+    return tuple(sorted(levels))
 
 
 def _zero(is_signed: bool) -> int:

@@ -58,7 +58,7 @@ class Candidate:
         batch_per_rank: images of one of them.
         forecast: what it would hold.
         world_size: ranks.
-        relative_time: of a step, against level 0 without recomputation; None: not known.
+        relative_time: relative time of a step, against level 0 without recomputation; None: not known.
         excess: bytes too much for the budget; None: not known.
         is_chosen: the cheapest that fits.
     """
@@ -187,21 +187,21 @@ def _group_sizes(base: ShardingPlan, world_size: int, num_nodes: int) -> list[in
     return [world_size, local] if can_be_grouped else [world_size]
 
 
-def rank_candidates(found: Found, budget: Budget, world_size: int, level: int = 0) -> list[Candidate]:
+def rank_candidates(plans: Found, budget: Budget, world_size: int, level: int = 0) -> list[Candidate]:
     """Sort candidates, cheapest first, and choose the first that fits.
 
     Args:
         found: plan, micro-batches, images of one, forecast.
-        budget: of a rank.
+        budget: budget of a rank.
         world_size: ranks.
-        level: as written; of plans that take equally long it comes first.
+        level: level as written; of plans that take equally long it comes first.
     """
-    plain = [forecast.seconds for plan, _, _, forecast in found if plan.level == 0 and forecast.seconds]
-    known = [forecast.seconds for _, _, _, forecast in found if forecast.seconds]
+    plain = [forecast.seconds for plan, _, _, forecast in plans if plan.level == 0 and forecast.seconds]
+    known = [forecast.seconds for _, _, _, forecast in plans if forecast.seconds]
     unit = min(plain or known or [1.0])
     candidates = [
         Candidate(plan, number, batch, forecast, world_size, _relative(forecast, unit), budget.excess(forecast))
-        for plan, number, batch, forecast in found
+        for plan, number, batch, forecast in plans
     ]
     candidates.sort(key=lambda candidate: _cost(candidate, level))
     chosen = next((index for index, candidate in enumerate(candidates) if candidate.fits), None)
@@ -303,7 +303,7 @@ def forecast_all(
     """Forecast all plans at one number of micro-batches. Call it in ``FakeTensorMode``.
 
     Args:
-        forecaster: of the model.
+        forecaster: forecaster of the model.
         base, world_size, num_nodes, device_type: as for ``sharding_plans``.
         micro_batches, batch: per step, and images of one.
         can_recompute: units may be run again in backward, where the model has any.
@@ -312,7 +312,7 @@ def forecast_all(
     return [(plan, micro_batches, batch, forecaster.forecast(plan, micro_batches)) for plan in plans]
 
 
-def recomputed_in_part(found: Found, budget: Budget, forecaster: Forecaster) -> Found:
+def recomputed_in_part(plans: Found, budget: Budget, forecaster: Forecaster) -> Found:
     """Forecast plans that recompute only as many blocks as the budget asks for.
 
     Each lies between two plans of ``found``: one that does not fit, and the same with every block recomputed. The
@@ -321,12 +321,12 @@ def recomputed_in_part(found: Found, budget: Budget, forecaster: Forecaster) -> 
 
     Args:
         found: all at one number of micro-batches, made by ``forecaster``.
-        budget: of a rank.
+        budget: budget of a rank.
     """
-    best = min((row[3].seconds for row in found if row[3].seconds and budget.excess(row[3]) == 0), default=None)
+    best = min((row[3].seconds for row in plans if row[3].seconds and budget.excess(row[3]) == 0), default=None)
     parts = [
         _Part(row, budget.excess(row[3]) or 0)
-        for row in found
+        for row in plans
         if not row[0].is_recomputed and row[3].seconds and budget.excess(row[3])
     ]
     blocks = forecaster.recomputable(parts[0].row[0]) if parts else []
@@ -355,9 +355,9 @@ def kept_in_part(chosen: Candidate, budget: Budget, forecaster: Forecaster) -> F
     Call it in ``FakeTensorMode``. Cost: at most ``_TRIES`` forecasts, and no recording.
 
     Args:
-        chosen: of ``rank_candidates``.
-        budget: of a rank.
-        forecaster: that made its forecast.
+        chosen: the candidate chosen among those of ``rank_candidates``.
+        budget: budget of a rank.
+        forecaster: forecaster that made its forecast.
     """
     plan, forecast = chosen.sharding, chosen.forecast
     if forecast.step is None or not plan.offload_params.is_on_disk or plan.offload_params.max_in_cpu is not None:
@@ -388,7 +388,7 @@ class _Part:
         excess: bytes that have to be freed.
         failed: a number of blocks that is too small.
         enough: a number that suffices; None: none is known.
-        share: of the bytes that blocks save alone, what they save together.
+        share: bytes that blocks save together over the sum of what each saves alone.
     """
 
     row: tuple[ShardingPlan, int, int, Forecast]

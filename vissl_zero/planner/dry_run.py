@@ -53,7 +53,7 @@ class DryRun:
         forecast: units and memory.
         num_params, num_trained: elements of the model, and those the optimizer updates.
         num_images, steps_per_epoch, num_steps: length of the run.
-        class_names: of the images; empty without labels, and where images are assumed.
+        class_names: class names of the images; empty without labels, and where images are assumed.
         crops: number, height and width in pixels of an image's crops at each resolution.
         assumed: sentences on what was assumed of the images; empty where they are here.
         lr_first, lr_peak, lr_last: learning rate of the trunk at the first step, at its highest and at the last step.
@@ -107,8 +107,8 @@ class Stage:
 
     Attributes:
         plan: the resolved run.
-        forecaster: to be called in ``mode``.
-        mode: of the fake tensors.
+        forecaster: forecaster to be called in ``mode``.
+        mode: mode of the fake tensors.
         model, method, groups, loader: of the run.
         crops, assumed: see ``DryRun``.
     """
@@ -152,10 +152,10 @@ class Stage:
                 plan.batch_per_rank,
             )
 
-    def forecasts_in_part(self, found: Found, budget: Budget) -> Found:
+    def forecasts_in_part(self, plans: Found, budget: Budget) -> Found:
         """Forecast ways to run this that recompute some of the blocks; ``found`` has those of ``forecasts``."""
         with self.mode, _default_dtype(dtype_of(self.plan.sharding.precision.wide)):
-            return recomputed_in_part(found, budget, self.forecaster)
+            return recomputed_in_part(plans, budget, self.forecaster)
 
     def forecasts_with_room(self, chosen: Candidate, budget: Budget) -> Found:
         """Forecast ways to run ``chosen``, of this stage, that keep some of the parameters in memory."""
@@ -167,7 +167,7 @@ def set_stage(plan: ResolvedRun, check: Callable[[nn.Module], object] | None = N
     """Build everything but the processes. Cost: indexing the data, reading a few images, a second or two.
 
     Args:
-        plan: of the run.
+        plan: plan of the run.
         check: gets the model on the meta device, if the images are here, and raises what the run would be refused for.
     Raises:
         ConfigError, DataError: what the run would be refused for.
@@ -218,7 +218,7 @@ def set_stage(plan: ResolvedRun, check: Callable[[nn.Module], object] | None = N
         def run_forward() -> tuple[torch.Tensor, Any]:
             method.on_step(method.heaviest_step(), 0)
             set_random_key(plan.seed, 0, fakes.sample_ids)
-            seen, teacher_outputs = method.see(fakes), None
+            seen, teacher_outputs = method.prepare(fakes), None
             if teacher is not None:
                 with torch.no_grad():
                     teacher_outputs = method.run_teacher(teacher, seen)
@@ -274,7 +274,7 @@ def _step_outputs(run_forward: Callable[[], tuple[torch.Tensor, Any]]) -> list[t
 def dry_run(plan: ResolvedRun, check: Callable[[nn.Module], object] | None = None) -> DryRun:
     """Forecast what a run will hold and how long it is; arguments, cost and errors as of ``set_stage``."""
     stage = set_stage(plan, check)
-    found = stage.forecast()
+    forecast = stage.forecast()
     num_steps, per_epoch = stage.num_steps, stage.loader.steps_per_epoch
     schedules = Schedules(plan, stage.groups, per_epoch)
     rates = [schedules.lr(step) for step in range(0, num_steps, max(1, num_steps // 1000))]
@@ -283,7 +283,7 @@ def dry_run(plan: ResolvedRun, check: Callable[[nn.Module], object] | None = Non
     params = list(stage.model.parameters())
     return DryRun(
         plan=plan,
-        forecast=found,
+        forecast=forecast,
         num_params=sum(param.numel() for param in params),
         num_trained=sum(param.numel() for param in params if param.requires_grad),
         num_images=len(stage.loader.source),
@@ -296,7 +296,7 @@ def dry_run(plan: ResolvedRun, check: Callable[[nn.Module], object] | None = Non
         lr_first=rates[0],
         lr_peak=max(rates),
         lr_last=schedules.lr(max(end - 1, 0)),
-        **_start(stage, found.wrap_plan.num_ranks),
+        **_start(stage, forecast.wrap_plan.num_ranks),
     )
 
 

@@ -25,7 +25,7 @@ class FitOption:
     """A plan that trains the same and that host memory and disk have room for.
 
     Attributes:
-        plan: for people.
+        plan: description for people.
         forecast_bytes: most a rank would hold where it computes: on the CPU resident, on a GPU allocated.
         settings: key path under ``config`` -> value.
     """
@@ -55,8 +55,8 @@ class FitPlans:
     """All plans, cheapest first, of which one is running.
 
     Args:
-        options: of ``planner/planning.py``; the first of them that fits is taken.
-        budget_bytes: that it fits into.
+        options: options of ``planner/planning.py``; the first of them that fits is taken.
+        budget_bytes: bytes that it fits into.
         given_bytes: where the user has said what a rank may use; None: what is free counts.
         why: the sentence on the first choice.
     """
@@ -78,7 +78,7 @@ class FitPlans:
         those that failed, else None.
 
         Args:
-            rows: of the log; one at least ran out of memory.
+            rows: rows of the log; one at least ran out of memory.
             free_bytes: what a rank may use now, by measurement.
         """
         most, free = most_bytes(rows), self.allowed(free_bytes) - shortfall(rows)
@@ -97,7 +97,7 @@ class FitRun:
     """The plan that ``fit`` chose for a run, and how the run continues when memory runs out.
 
     Args:
-        plans: of the run.
+        plans: plans of the run.
         resolved: an option and a sentence on it -> the run.
     """
 

@@ -51,7 +51,7 @@ class Forecast:
 
     Attributes:
         wrap_plan: the units.
-        memory: of the rank that holds most, after the last backward pass of a step, as ``metrics.jsonl`` has it;
+        memory: memory of the rank that holds most, after the last backward pass of a step, as ``metrics.jsonl`` has it;
             ``peak`` is 0 (it depends on the allocator and the machine). Parameters, gradients and optimizer state are
             counted wherever they are; of the teacher, what is in memory.
         step: memory over a step; None where it is not known.
@@ -74,9 +74,9 @@ class Recomputable(NamedTuple):
     """A block that may be run again in the backward pass.
 
     Attributes:
-        name: of the unit.
-        saved_bytes: of activations that are then not kept.
-        seconds: that its forward pass takes once more, estimated, for one micro-batch.
+        name: name of the unit.
+        saved_bytes: saved bytes of activations that are then not kept.
+        seconds: seconds that its forward pass takes once more, estimated, for one micro-batch.
     """
 
     name: str
@@ -91,18 +91,18 @@ class Subject:
     Attributes:
         model: changed in place.
         groups: parameter groups.
-        build_optimizer: as for ``Strategy.shard``.
+        build_optimizer: see ``Strategy.shard``.
         world_size, num_nodes: ranks and machines of the run.
         device_type: "cpu" or "cuda".
         run_forward: runs the model and the loss on one micro-batch; the loss, and what the loop holds meanwhile.
         inputs: images of that micro-batch.
-        step_outputs: with exact accumulation, what it holds of each micro-batch until the end of the step.
+        step_outputs: what exact accumulation holds of each micro-batch until the end of the step.
         is_averaged: a running average of the weights is kept (``Sharded.average``).
         is_uniform: parameter groups differ in their rates and their weight decay alone.
         teacher: the teacher that ``Sharded.adopt_teacher`` will get.
         loss: buffers of it are counted.
-        machine: whose rates estimate the time; None: what is assumed of the device.
-        num_threads: of torch in a rank, on the CPU.
+        machine: machine whose rates estimate the time; None: what is assumed of the device.
+        num_threads: number of threads of torch in a rank, on the CPU.
     """
 
     model: nn.Module
@@ -129,7 +129,7 @@ class Forecaster:
 
     Args:
         subject: what is trained.
-        plan: whose number formats all plans asked about share.
+        plan: plan whose number formats all plans asked about share.
     """
 
     def __init__(self, subject: Subject, plan: ShardingPlan):
@@ -454,11 +454,11 @@ def _stepper(
         for group in subject.groups
         if any(row.group is group for row in rows)
     ]
-    own = [*shards.values()]
+    local_shards = [*shards.values()]
     # In a recorder, though nothing is counted: it keeps fused kernels from running on memory that is not there.
     with Recorder(Storages(), has_values=True):
-        optimizer, adaptation = rounded(subject.build_optimizer, plan, own)(tables)
-    return Stepper(own, optimizer, adaptation, Clipping.of(plan), None, None), shards, optimizer
+        optimizer, adaptation = rounded(subject.build_optimizer, plan, local_shards)(tables)
+    return Stepper(local_shards, optimizer, adaptation, Clipping.of(plan), None, None), shards, optimizer
 
 
 def _stepped(subject: Subject, plan: ShardingPlan, rows: Sequence[_Trained]) -> tuple[dict[Any, int], int, int]:
@@ -467,8 +467,8 @@ def _stepped(subject: Subject, plan: ShardingPlan, rows: Sequence[_Trained]) -> 
     Measured on the optimizer itself, stepped twice: the first step creates its state.
     """
     stepper, shards, optimizer = _stepper(subject, plan, rows)
-    own = [*shards.values()]
-    for shard in own:
+    local_shards = [*shards.values()]
+    for shard in local_shards:
         shard.local.grad = torch.zeros_like(shard.local)
     with Recorder(Storages(), has_values=True):
         stepper.step(())
@@ -476,7 +476,7 @@ def _stepped(subject: Subject, plan: ShardingPlan, rows: Sequence[_Trained]) -> 
         row.kind: [(key, value) for key, value in optimizer.state[shards[id(row)].local].items() if key != "step"]
         for row in rows
     }
-    constants = Storages([*(shard.local for shard in own), *(shard.local.grad for shard in own)])
+    constants = Storages([*(shard.local for shard in local_shards), *(shard.local.grad for shard in local_shards)])
     constants.add(value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor))
     with Recorder(constants, has_values=True) as recorder:
         stepper.step(())

@@ -27,9 +27,9 @@ class Heap:
         kept_bytes: free bytes at the heap's end that stay.
 
     Attributes:
-        resident_bytes: of all blocks, and of the holes between them.
+        resident_bytes: resident bytes of all blocks, and of the holes between them.
         peak_bytes: the most of it so far.
-        cleared_bytes: that the system has handed out so far. It clears each page before.
+        cleared_bytes: cleared bytes that the system has handed out so far. It clears each page before.
         num_mapped: blocks that were mapped singly so far.
     """
 

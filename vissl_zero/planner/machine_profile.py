@@ -26,15 +26,15 @@ class MachineProfile:
     """Rates that a rank sees.
 
     Attributes:
-        name: for people.
-        flops: of matrix products in float32, a second.
+        name: name for people.
+        flops: operations a second of matrix products in float32.
         half_flops: the same in float16 or bfloat16.
         memory: bytes a second where it computes.
         near_link, far_link: bytes a second a rank sends to others on its machine, and to other machines.
         host: bytes a second between device and host memory.
         disk: bytes a second of a rank's share of a local disk.
         operation_s: seconds that one operation costs beside what it computes.
-        convolution_share: of the rate of matrix products, what convolutions reach, forward and backward.
+        convolution_share: rate of convolutions over that of matrix products, forward and backward.
         fresh: bytes per second at which the system provides fresh memory, on a CPU; None: free of cost.
         block_s: seconds that a large block of fresh memory costs beside its bytes.
         reduce_link: bytes per second that a rank sends in an all-reduce on its machine; None: ``near_link``.
@@ -91,15 +91,15 @@ def read_profile(profile: str) -> MachineProfile:
     text = _text(profile)
     try:
         require_moderate(text)
-        given = yaml.safe_load(text)
+        entries = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError) as error:
         raise _wrong(profile, f"must be YAML ({str(error).splitlines()[0]})", "Correct the file.") from error
-    if not isinstance(given, Mapping):
+    if not isinstance(entries, Mapping):
         raise _wrong(profile, "must map the names of rates to numbers", f"See {_folder() / 'h100x8.yaml'}.")
-    if found := list(_problems(profile, given)):
-        raise ConfigError(found)
+    if problems := list(_problems(profile, entries)):
+        raise ConfigError(problems)
     texts = {"name", "source"}
-    values: dict[str, Any] = {key: str(value) if key in texts else float(value) for key, value in given.items()}
+    values: dict[str, Any] = {key: str(value) if key in texts else float(value) for key, value in entries.items()}
     return MachineProfile(**values)
 
 
@@ -114,18 +114,18 @@ def _text(profile: str) -> str:
         raise _wrong(profile, "must be a profile that ships, or a YAML file that can be read", known) from error
 
 
-def _problems(profile: str, given: Mapping[Any, Any]) -> Any:
+def _problems(profile: str, values: Mapping[Any, Any]) -> Any:
     known = {item.name for item in fields(MachineProfile)}
-    for key in given:
+    for key in values:
         if key not in known:
             near = did_you_mean(str(key), sorted(known))
             yield Problem(f"{_KEY}: {profile}", repr(key), "is not a field of a machine", f"Leave it out.{near}")
     for item in fields(MachineProfile):
-        value: Any = given.get(item.name)
+        value: Any = values.get(item.name)
         if item.name in ("name", "source"):
             if item.name == "name" and not value:
                 yield Problem(f"{_KEY}: {profile}", "", "lacks name", "Say what the machine is.")
-        elif item.name in given or item.name not in _OPTIONAL:
+        elif item.name in values or item.name not in _OPTIONAL:
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             if not is_number or not 0 < value < float("inf"):
                 got = "" if value is None else repr(value)

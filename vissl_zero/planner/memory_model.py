@@ -69,12 +69,12 @@ class ModelFacts:
     """What does not depend on the level.
 
     Attributes:
-        params: of the model, by full name, in its order.
+        params: parameters of the model, by full name, in its order.
         buffer_bytes: running statistics and other buffers, and buffers of the loss.
         average_bytes: a running average of the weights keeps, of the whole model; 0 without one.
         teacher: parameters of the teacher, by full name; empty without one.
         teacher_buffer_bytes: its buffers.
-        updates: by the number of ranks that share a copy of the state.
+        updates: updates by the number of ranks that share a copy of the state.
     """
 
     params: Mapping[str, ParamFacts]
@@ -90,9 +90,9 @@ class _Pool(NamedTuple):
     """Buffers that lie together (``offload/block_file.py``).
 
     Attributes:
-        num_bytes: of one.
-        number: of them.
-        used: that are ever written to: the others take no memory. None: all.
+        num_bytes: bytes of one.
+        number: number of such blocks.
+        used: number of those ever written to: the others take no memory. None: all.
     """
 
     num_bytes: int
@@ -123,15 +123,16 @@ class StepMemory:
         resident_bytes: most that a rank needs for them, with ``MARGIN``. On a CPU what the process holds beyond itself
             before the model is built: with what lies free between blocks, and what kernels and libraries add. On a GPU
             ``peak_bytes``.
-        cleared_bytes: that the system hands out anew in a step, and clears before; 0 on a GPU, where torch keeps them.
+        cleared_bytes: cleared bytes that the system hands out anew in a step, and clears before; 0 on a GPU, where
+            torch keeps them.
         num_mapped: blocks of these that are mapped singly.
         by_kind: bytes at that moment; see ``KINDS``.
         phase: "teacher", "forward", "backward" or "update": in which the peak falls.
         unit: the module entered last before it; empty for the model itself.
-        host_bytes: in host memory beside that, where it computes on a GPU; 0 on the CPU.
-        disk_bytes: on a disk.
+        host_bytes: bytes in host memory beside that, where it computes on a GPU; 0 on the CPU.
+        disk_bytes: bytes on a disk.
         timeline: per kind, bytes at up to ``_POINTS`` moments, each the one with most of its stretch.
-        phases: of these moments.
+        phases: phases of these moments.
     """
 
     peak_bytes: int
@@ -160,8 +161,8 @@ def step_memory(
     """Forecast the last micro-batch of a step and its update: earlier ones hold no more.
 
     Args:
-        trace: of a micro-batch as ``plan`` runs it (recomputation, number formats).
-        facts: of the model.
+        trace: trace of a micro-batch as ``plan`` runs it (recomputation, number formats).
+        facts: facts of the model.
         plan: level, tiers, shard group.
         world_size: ranks.
         device_type: "cpu" or "cuda".
@@ -508,8 +509,8 @@ class _Step:
         trace, length = self.trace, self.place + 1
         series = {kind: torch.zeros(length, dtype=torch.int64) for kind in KINDS}
         places = torch.tensor([mark.place for mark in trace.marks], dtype=torch.int64)
-        own = torch.arange(len(trace.deltas))
-        merged = own + torch.searchsorted(places, own, right=True)
+        numbers = torch.arange(len(trace.deltas))
+        merged = numbers + torch.searchsorted(places, numbers, right=True)
         series["activations"][merged] = torch.tensor(trace.deltas, dtype=torch.int64)
         for kind, changes in self.changes.items():
             if changes:
@@ -599,8 +600,8 @@ class _Step:
                 unit = mark.name
             begins.append(mark.place + index)
             entered.append((phase, unit))
-        found = [entered[bisect_right(begins, place) - 1] for place in places]
-        return [("update", "") if place == last else one for place, one in zip(places, found, strict=True)]
+        phases = [entered[bisect_right(begins, place) - 1] for place in places]
+        return [("update", "") if place == last else one for place, one in zip(places, phases, strict=True)]
 
     def whole_tensors(self) -> int:
         """Count the bytes of full tensors during an update, and of the messages in which they travel."""

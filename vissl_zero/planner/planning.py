@@ -53,13 +53,13 @@ class Planned:
     """A recipe and all ways to run it.
 
     Attributes:
-        config: as composed.
+        config: config as composed.
         plan: the run as it would be at level 0.
         candidates: cheapest first.
-        budget: of a rank.
+        budget: budget of a rank.
         assumed: sentences on what was assumed of the images.
-        num_images: of the run.
-        machine: whose rates time the candidates.
+        num_images: number of images of the run.
+        machine: machine whose rates time the candidates.
     """
 
     config: RunConfig
@@ -96,7 +96,7 @@ def fit_plans(composed: Composed, run_dir: str | Path = "/nowhere", free_bytes: 
     Args:
         composed: a configuration whose ZERO.LEVEL is fit.
         run_dir: where it would write.
-        free_bytes: of this machine; None: what is free in this process.
+        free_bytes: free bytes of this machine; None: what is free in this process.
     Raises: as ``fitted``.
     """
     planned = plan_run(composed.run, composed.recipe, run_dir, free_bytes)
@@ -118,10 +118,10 @@ def plan_run(
     """Forecast every way to run a recipe that trains the same.
 
     Args:
-        cfg: as ``compose`` gives it; with ``DRY_RUN`` images need not be here.
+        cfg: configuration as ``compose`` gives it; with ``DRY_RUN`` images need not be here.
         recipe: what ``config=`` named.
         run_dir: where it would write.
-        free_bytes: of this machine; None: what is free in this process.
+        free_bytes: free bytes of this machine; None: what is free in this process.
     Raises:
         ConfigError, DataError: what the run would be refused for.
     """
@@ -132,8 +132,8 @@ def plan_run(
     machine = described_machine(plan) or machine_for(plan.device)
     if plan.sharding.float8.layers and plan.device == "cuda" and machine.capability is not None:
         capability = divmod(round(10 * machine.capability), 10)
-        if found := device_problems(plan.sharding.float8.scales, capability, "config.MODEL.FLOAT8"):
-            raise ConfigError(found)
+        if problems := device_problems(plan.sharding.float8.scales, capability, "config.MODEL.FLOAT8"):
+            raise ConfigError(problems)
     base = replace(plan.sharding, offload_optimizer=replace(plan.sharding.offload_optimizer, nvme_path=folder))
     plan = replace(plan, sharding=base)
     stage = set_stage(plan)
@@ -152,17 +152,17 @@ def plan_run(
 def _forecasts(stages: Sequence[Stage], budget: Budget) -> Found:
     """Forecast all stages; beside the chosen plan, those that recompute or offload no more than needed."""
     by_number = {stage.plan.accumulation_steps: stage for stage in stages}
-    found = [row for stage in stages for row in stage.forecasts()]
+    rows = [row for stage in stages for row in stage.forecasts()]
 
     def chosen() -> Candidate | None:
-        return chosen_of(rank_candidates(found, budget, stages[0].plan.world_size))
+        return chosen_of(rank_candidates(rows, budget, stages[0].plan.world_size))
 
     if (first := chosen()) is not None and first.is_recomputed:
-        own = [row for row in found if row[1] == first.micro_batches]
-        found += by_number[first.micro_batches].forecasts_in_part(own, budget)
+        same_number = [row for row in rows if row[1] == first.micro_batches]
+        rows += by_number[first.micro_batches].forecasts_in_part(same_number, budget)
     if (second := chosen()) is not None:
-        found += by_number[second.micro_batches].forecasts_with_room(second, budget)
-    return found
+        rows += by_number[second.micro_batches].forecasts_with_room(second, budget)
+    return rows
 
 
 def budget_of(cfg: RunConfig, plan: ResolvedRun, free_bytes: int | None = None) -> Budget:
@@ -186,21 +186,21 @@ def _plain_budget(cfg: RunConfig, plan: ResolvedRun, free_bytes: int | None) -> 
     if zero.MEMORY_GB is not None:
         memory = int(zero.MEMORY_GB * _GIB)
         return Budget(memory, host, disk, "config.ZERO.MEMORY_GB", given=memory)
-    given = cfg.MACHINE.MEMORY_GIB
-    is_given = bool(given)
+    gib = cfg.MACHINE.MEMORY_GIB
+    is_given = bool(gib)
     machine = described_machine(plan)
-    if plan.device == "cuda" and zero.MACHINE_PROFILE and machine and machine.memory_gb and not given:
+    if plan.device == "cuda" and zero.MACHINE_PROFILE and machine and machine.memory_gb and not gib:
         memory, what, is_given = int(machine.memory_gb * _GIB), machine.name, True
     elif plan.device == "cuda":
         import torch
 
-        found = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else _ASSUMED_GPU
+        total = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else _ASSUMED_GPU
         what = "a GPU of this machine" if torch.cuda.is_available() else "a GPU, assumed"
-        memory, what = (int(given * _GIB), f"a GPU of {given:g} GiB") if given else (found, what)
+        memory, what = (int(gib * _GIB), f"a GPU of {gib:g} GiB") if gib else (total, what)
     else:
         free = free_memory() if free_bytes is None else free_bytes
-        memory = (int(given * _GIB) if given else free) // plan.procs_per_node
-        what = f"a machine of {given:g} GiB" if given else "this machine"
+        memory = (int(gib * _GIB) if gib else free) // plan.procs_per_node
+        what = f"a machine of {gib:g} GiB" if gib else "this machine"
         what += "" if plan.procs_per_node == 1 else f" over {plan.procs_per_node} processes"
     memory = max(0, memory - RESERVE)
     source = f"{what}, less {RESERVE / _GIB:g} GiB for the process itself"
@@ -260,12 +260,12 @@ def remedies(planned: Planned) -> list[Remedy]:
 
     Cost: up to six forecasts, a few seconds each.
     """
-    found: list[Remedy] = []
+    remedies: list[Remedy] = []
     with suppress(VisslZeroError):
-        found += _exact_remedy(planned)
+        remedies += _exact_remedy(planned)
     with suppress(VisslZeroError):
-        found += _batch_remedy(planned)
-    return found
+        remedies += _batch_remedy(planned)
+    return remedies
 
 
 def _exact_remedy(planned: Planned) -> Iterator[Remedy]:
@@ -296,8 +296,8 @@ def _batch_remedy(planned: Planned) -> Iterator[Remedy]:
         images = batch * plan.world_size * least.micro_batches
         part = replace(plan, batch_per_rank=batch, accumulation_steps=least.micro_batches, global_batch=images)
         forecast = set_stage(replace(part, sharding=least.sharding)).forecast()
-        found = [(least.sharding, least.micro_batches, batch, forecast)]
-        return rank_candidates(found, planned.budget, plan.world_size)[0]
+        smaller = [(least.sharding, least.micro_batches, batch, forecast)]
+        return rank_candidates(smaller, planned.budget, plan.world_size)[0]
 
     half = least.batch_per_rank // 2
     fewer = at(half).forecast.step
@@ -306,12 +306,12 @@ def _batch_remedy(planned: Planned) -> Iterator[Remedy]:
     per_image = (least.forecast.step.resident_bytes - fewer.resident_bytes) / (least.batch_per_rank - half)
     left = planned.budget.memory - fewer.resident_bytes
     most = min(half + int(left // max(per_image, 1)), least.batch_per_rank - 1)
-    if most >= 1 and (found := at(most // _FEW * _FEW or most)).fits:
-        override = f"config.DATA.TRAIN.BATCHSIZE_PER_REPLICA={found.batch_per_rank}"
-        if found.micro_batches != plan.accumulation_steps:
-            override += f" config.ZERO.gradient_accumulation_steps={found.micro_batches}"
-        images = found.batch_per_rank * plan.world_size * found.micro_batches
-        yield Remedy(found, override, images, is_same=False)
+    if most >= 1 and (remedy := at(most // _FEW * _FEW or most)).fits:
+        override = f"config.DATA.TRAIN.BATCHSIZE_PER_REPLICA={remedy.batch_per_rank}"
+        if remedy.micro_batches != plan.accumulation_steps:
+            override += f" config.ZERO.gradient_accumulation_steps={remedy.micro_batches}"
+        images = remedy.batch_per_rank * plan.world_size * remedy.micro_batches
+        yield Remedy(remedy, override, images, is_same=False)
 
 
 @dataclass(frozen=True)
@@ -319,13 +319,13 @@ class Past:
     """A plan that was run.
 
     Attributes:
-        folder: of the run.
-        plan: for people.
+        folder: folder of the run.
+        plan: description for people.
         steps: optimizer steps that were run with it, those that were repeated afterward included.
         forecast_bytes: most a rank would hold (``StepMemory.resident_bytes``); None: not known.
-        measured_bytes: of rank 0, most so far beyond ``held_bytes`` (CPU), or what torch had allocated at most (GPU);
-            None: not known.
-        held_bytes: that rank 0 held beside the plan; None: not known.
+        measured_bytes: measured bytes of rank 0, most so far beyond ``held_bytes`` (CPU), or what torch had allocated
+            at most (GPU); None: not known.
+        held_bytes: held bytes that rank 0 held beside the plan; None: not known.
         outcome: "done", "out of memory" or "not done".
     """
 
@@ -360,17 +360,17 @@ def history(folder: Path) -> Iterator[Past]:
 def _fitted_past(folder: Path, rows: Sequence[Outcome]) -> list[Past]:
     """List each plan that ``fit`` chose, in order; one that was started again in between has one row for both."""
     peaks = dict(measured_peaks(folder))
-    found: list[Past] = []
+    past: list[Past] = []
     for index, row in enumerate(rows):
-        if not found or (found[-1].plan, found[-1].forecast_bytes) != (row.plan, row.forecast_bytes):
-            found.append(Past(folder, row.plan, 0, row.forecast_bytes, None, None, NOT_DONE))
+        if not past or (past[-1].plan, past[-1].forecast_bytes) != (row.plan, row.forecast_bytes):
+            past.append(Past(folder, row.plan, 0, row.forecast_bytes, None, None, NOT_DONE))
         if row.outcome == RUNNING:
-            found[-1] = _with_process(found[-1], row, rows[index + 1 :], peaks)
+            past[-1] = _with_process(past[-1], row, rows[index + 1 :], peaks)
         elif row.outcome == OUT_OF_MEMORY:
-            found[-1] = replace(found[-1], outcome=OUT_OF_MEMORY)
-    if found[-1].outcome == NOT_DONE and (folder / "summary.json").exists():
-        found[-1] = replace(found[-1], outcome=DONE)
-    return found
+            past[-1] = replace(past[-1], outcome=OUT_OF_MEMORY)
+    if past[-1].outcome == NOT_DONE and (folder / "summary.json").exists():
+        past[-1] = replace(past[-1], outcome=DONE)
+    return past
 
 
 def _with_process(past: Past, begun: Outcome, later: Sequence[Outcome], peaks: Mapping[int, int]) -> Past:
@@ -380,8 +380,8 @@ def _with_process(past: Past, begun: Outcome, later: Sequence[Outcome], peaks: M
         last, most = later[0].step or first, later[0].peak_bytes
     else:
         end = next((row.step for row in later if row.outcome == RUNNING and row.step is not None), sys.maxsize)
-        own = {step: peak for step, peak in peaks.items() if first < step <= end}
-        last, most = max(own, default=first), max(own.values(), default=None)
+        step_peaks = {step: peak for step, peak in peaks.items() if first < step <= end}
+        last, most = max(step_peaks, default=first), max(step_peaks.values(), default=None)
     known = [size for size in (past.measured_bytes, None if most is None else most - held) if size is not None]
     return replace(past, steps=past.steps + last - first, measured_bytes=max(known, default=None), held_bytes=held)
 

@@ -33,16 +33,16 @@ def process_bytes(
         gradients: bytes of each.
         is_whole: all ranks keep full parameters between steps, and send a gradient as soon as it is finished.
     """
-    found = _PROCESS_BYTES + _SCRATCH_BYTES // micro_batches
+    total = _PROCESS_BYTES + _SCRATCH_BYTES // micro_batches
     if plan.level == 0 and world_size > 1:
-        found += min(_SUM_BYTES, sum(gradients))
+        total += min(_SUM_BYTES, sum(gradients))
     if is_whole:  # while another rank is behind, a gradient waits
-        found += min(MAX_BACKLOG_BYTES, max(gradients, default=0))
+        total += min(MAX_BACKLOG_BYTES, max(gradients, default=0))
     if plan.offload_params.is_on_disk:
-        found += _STORE_BYTES
+        total += _STORE_BYTES
     elif plan.offload_optimizer.is_on_disk:
-        found += _STREAM_BYTES.get(plan.level, 0)
-    return found
+        total += _STREAM_BYTES.get(plan.level, 0)
+    return total
 
 
 class BlockReplay:
@@ -85,12 +85,12 @@ class BlockReplay:
         """Replay some steps.
 
         Args:
-            trace: of a micro-batch.
+            trace: trace of a micro-batch.
             changes: place among its deltas and marks, kind, and bytes of blocks that come, or of all that go, negative.
             spikes: place, bytes, kind of what comes and goes at once.
             images: bytes of those of a step.
             states: optimizer state that the first update makes.
-            temporaries: of an update.
+            temporaries: temporaries of an update.
         """
         at: dict[int, list[tuple[str, list[int]]]] = defaultdict(list)
         for place, kind, sizes in changes:

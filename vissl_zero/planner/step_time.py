@@ -71,8 +71,8 @@ def step_seconds(  # noqa: PLR0913
         micro_batches: per step.
         machine: its rates.
         device_type: "cpu" or "cuda": on the CPU the tier ``cpu`` is where state is anyway.
-        memory: of the same step; None where it is not known.
-        num_threads: of a rank, on the CPU: they share the arithmetic.
+        memory: memory of the same step; None where it is not known.
+        num_threads: number of threads of a rank, on the CPU: they share the arithmetic.
     """
     num_ranks = plan.ranks_per_copy(world_size)
     compute = work_seconds(trace.work, plan, machine, num_threads)
@@ -110,9 +110,9 @@ def step_seconds(  # noqa: PLR0913
     elif optimizer_place == "host":
         update += moved / machine.host
     if params_place == "disk":
-        own = params_on_disk(facts.params, plan, num_ranks).values()
-        values = sum(param.num_bytes for param in own) / num_ranks
-        trained = sum(param.num_bytes for param in own if param.is_trained) / num_ranks
+        on_disk = params_on_disk(facts.params, plan, num_ranks).values()
+        values = sum(param.num_bytes for param in on_disk) / num_ranks
+        trained = sum(param.num_bytes for param in on_disk if param.is_trained) / num_ranks
         follows = sum(param.num_bytes for param in params_on_disk(facts.teacher, plan, num_ranks).values()) / num_ranks
         # Parameters are read for each pass, read and written by the update; gradients are read and written per
         # micro-batch.

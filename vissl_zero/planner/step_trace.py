@@ -56,8 +56,8 @@ class Work:
 
     Attributes:
         flops, moved_bytes: floating-point operations, and bytes read and written: one entry for each kind and bin.
-        num_operations: that were run.
-        num_messages: of them, collectives.
+        num_operations: number of operations that were run.
+        num_messages: number of collectives among them.
     """
 
     flops: tuple[int, ...] = (0,) * (_BINS * len(Kernel))
@@ -179,8 +179,8 @@ class Mark:
     Attributes:
         place: number of entries of ``StepTrace.deltas`` that come before it.
         moment: what happens.
-        name: of the unit (its first module), or of the parameter whose gradient is finished.
-        num_bytes: of that gradient's storage.
+        name: name of the unit (its first module), or of the parameter whose gradient is finished.
+        num_bytes: bytes of that gradient's storage.
     """
 
     place: int
@@ -196,11 +196,11 @@ class StepTrace:
     Attributes:
         deltas: bytes of activations and temporaries, positive where made and negative where freed, in order. A finished
             gradient leaves this account for that of gradients.
-        marks: in order.
-        input_bytes: of the images, alive throughout.
-        work: of all operations, those of a recomputation included.
+        marks: marks in order.
+        input_bytes: input bytes of the images, alive throughout.
+        work: work of all operations, those of a recomputation included.
         kept_bytes: alive when the loss is known.
-        forward_work: of the forward pass alone, by unit.
+        forward_work: forward work of the forward pass alone, by unit.
         scratch: bytes that kernels of a CPU take while they run, beside their outputs; by the number of deltas before.
     """
 
@@ -214,11 +214,11 @@ class StepTrace:
 
     def forward_bytes(self) -> dict[str, int]:
         """Return what the forward pass of each unit leaves for the backward pass, its output included."""
-        found: dict[str, int] = {}
+        bytes_by_name: dict[str, int] = {}
         for entered, left in self.forward_passes():
             kept = sum(self.deltas[self.marks[entered].place : self.marks[left].place])
-            found[self.marks[entered].name] = found.get(self.marks[entered].name, 0) + kept
-        return found
+            bytes_by_name[self.marks[entered].name] = bytes_by_name.get(self.marks[entered].name, 0) + kept
+        return bytes_by_name
 
     def forward_passes(self) -> Iterator[tuple[int, int]]:
         """Yield the indices of the two marks around each forward pass of a unit."""
@@ -242,7 +242,7 @@ class Recorder(TorchDispatchMode):
 
     Attributes:
         trace: what was noted.
-        works: for each of its marks, what was done before it.
+        works: work done before each of its marks.
         is_backward: the loss is known: modules that are entered now are run again.
     """
 
@@ -298,9 +298,9 @@ class Recorder(TorchDispatchMode):
         self.trace.work = self._work.so_far()
         work = self.trace.forward_work
         for entered, left in self.trace.forward_passes():
-            own = self.works[left].plus(self.works[entered], -1)
+            own_work = self.works[left].plus(self.works[entered], -1)
             name = self.trace.marks[entered].name
-            work[name] = work[name].plus(own) if name in work else own
+            work[name] = work[name].plus(own_work) if name in work else own_work
 
     def release(self, tensor: Tensor) -> int:
         """Take a storage out of this account, which it is to be freed from no more; its bytes, or the tensor's."""
@@ -352,7 +352,7 @@ def record_step(
         wrap_plan: its units at level 3, whose names the marks carry.
         run_forward: runs teacher, model and loss; the loss, and what the loop holds beside it until the update.
         inputs: what every micro-batch holds before it begins.
-        teacher: whose units are marked too.
+        teacher: teacher whose units are marked too.
         others: tensors of other accounts (buffers of the loss).
     """
     constants = Storages([*model.parameters(), *model.buffers(), *inputs, *others])

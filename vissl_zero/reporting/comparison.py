@@ -267,7 +267,7 @@ def groups_as_json(groups: Sequence[Group]) -> list[dict[str, Any]]:
         {
             "name": group.name,
             "runs": [str(run.folder) for run in group.runs],
-            "figures": {name: vars(found) for name, found in figures_of(group).items()},
+            "figures": {name: vars(estimate) for name, estimate in figures_of(group).items()},
         }
         for group in groups
     ]

@@ -26,7 +26,7 @@ def write_sheet(path: Path, title: str, samples: Sequence[tuple[Image.Image, str
     """Write the picture, as PNG.
 
     Args:
-        path: of the picture; one that exists is replaced.
+        path: path of the picture; one that exists is replaced.
         title: the headline.
         samples: images and their captions.
         classes: name -> images; empty without labels.

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from vissl_zero.engine.hook import Hook, Run, StepRecord
 from vissl_zero.reporting.quantity import bar, bytes_text, duration_text, figure_text, shown_kinds, sparkline, total
-from vissl_zero.terminal import say
+from vissl_zero.terminal import print_line
 
 _SECONDS_BETWEEN_FRAMES = 0.25
 _BAR_WIDTH = 24
@@ -186,8 +186,8 @@ class PlainLines(Hook):
         self._epoch_losses.clear()
         # What hooks after this one measured at the end of the epoch before.
         figures = {text: run.results.get(name) for name, text in _LATEST.items()}
-        if said := ", ".join(f"{text} {100 * value:.1f} %" for text, value in figures.items() if value is not None):
-            self._print(f"after epoch {run.epoch}: {said}")
+        if summary := ", ".join(f"{text} {100 * value:.1f} %" for text, value in figures.items() if value is not None):
+            self._print(f"after epoch {run.epoch}: {summary}")
 
     def on_record(self, run: Run, record: StepRecord) -> None:
         self._progress.update(record)
@@ -205,7 +205,7 @@ class PlainLines(Hook):
 
     def _print(self, text: str) -> None:
         self._last_print_s = time.monotonic()
-        say(text, self._console)
+        print_line(text, self._console)
         self._console.file.flush()
 
 
@@ -259,7 +259,7 @@ class Progress:
     """Follows a run step by step.
 
     Attributes:
-        loss_first: of the first step that was not skipped, None before.
+        loss_first: loss of the first step that was not skipped, None before.
         num_skipped: steps the loss scaler skipped.
         images_per_s, data_wait: running means; NaN before the first step.
         losses: the loss so far.

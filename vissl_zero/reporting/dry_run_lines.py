@@ -33,19 +33,19 @@ def room(plan: ResolvedRun) -> tuple[int, str]:
 
     MACHINE.MEMORY_GIB, or this machine's: memory (a container's share of it) over its processes, or that of a GPU.
     """
-    given = plan.config.MACHINE.MEMORY_GIB
+    gib = plan.config.MACHINE.MEMORY_GIB
     if plan.device == "cuda":
-        if given:
-            return int(given * _GIB), f"a GPU of {given:g} GiB"
+        if gib:
+            return int(gib * _GIB), f"a GPU of {gib:g} GiB"
         if torch.cuda.is_available():
-            found = torch.cuda.get_device_properties(0).total_memory
-            return found, f"a GPU of this machine, {bytes_text(found)}"
+            total = torch.cuda.get_device_properties(0).total_memory
+            return total, f"a GPU of this machine, {bytes_text(total)}"
         return (
             _ASSUMED_GPU,
             f"a GPU of {_ASSUMED_GPU // _GIB} GiB, assumed (config.MACHINE.MEMORY_GIB sets another number)",
         )
-    whole = int(given * _GIB) if given else available_memory()
-    what = f"a machine of {bytes_text(whole)}" if given else f"this machine, {bytes_text(whole)}"
+    whole = int(gib * _GIB) if gib else available_memory()
+    what = f"a machine of {bytes_text(whole)}" if gib else f"this machine, {bytes_text(whole)}"
     procs = plan.procs_per_node
     return whole // procs, what if procs == 1 else f"{what}, for {procs} processes"
 
@@ -55,13 +55,14 @@ def verdict(run: DryRun, budget: Budget | None = None) -> tuple[bool, list[str]]
 
     Args:
         run: what was found.
-        budget: that ``fit`` chose the plan for; None: ZERO.MEMORY_GB, or what the machine has, less the process itself.
+        budget: budget that ``fit`` chose the plan for; None: ZERO.MEMORY_GB, or what the machine has, less the process
+            itself.
     """
     if budget is None:
         available, what = room(run.plan)
         budget = Budget(available - RESERVE, source=f"{what}, less {RESERVE / _GIB:g} GiB for the process itself")
-        if (given := run.plan.config.ZERO.MEMORY_GB) is not None:
-            budget = Budget(int(given * _GIB), source="config.ZERO.MEMORY_GB")
+        if (gb := run.plan.config.ZERO.MEMORY_GB) is not None:
+            budget = Budget(int(gb * _GIB), source="config.ZERO.MEMORY_GB")
     at_start = run.start_bytes if run.plan.device == "cpu" else 0  # else it takes the host's memory
     need, available = max(run.needed, at_start), budget.memory
     figures = f"{bytes_text(need)} of {bytes_text(available)} ({budget.source})"
@@ -88,6 +89,7 @@ def title(plan: ResolvedRun) -> str:
 def dry_run_lines(run: DryRun, budget: Budget | None = None) -> Iterator[str]:
     """Describe the plan for people, ASCII but for what the user named, without its title; the verdict comes last."""
     plan, tiers = run.plan, {**run.tiers, "device": run.needed}
+    events = "tensorboard/ " if "tensorboard" in logger_names(plan.config.HOOKS) else ""
     rows = {
         "sharding": f"ZeRO level {plan.sharding.level}, {plan.sharding.engine} engine, {_ranks(plan)}",
         "precision": _precision(plan),
@@ -107,7 +109,7 @@ def dry_run_lines(run: DryRun, budget: Budget | None = None) -> Iterator[str]:
         **{f"  {name}": text for name, text in _memory(run)},
         "writes to": plan.run_dir,
         "": f"config.user.yaml config.resolved.yaml metrics.jsonl summary.json weights.safetensors report.png "
-        f"checkpoints/ {'tensorboard/ ' if _has_events(plan) else ''}logs/",
+        f"checkpoints/ {events}logs/",
     }
     yield from (f"{name:20}{text}" for name, text in rows.items())
     yield from (f"note: {note}" for note in (*plan.notes, *run.assumed, *run.left_out))
@@ -128,10 +130,6 @@ def _classes(names: Sequence[str]) -> str:
         return ""
     shown = ", ".join(printable(name) for name in names[:_CLASSES_SHOWN])
     return f" in {len(names):,} classes ({shown}{', ...' if len(names) > _CLASSES_SHOWN else ''})"
-
-
-def _has_events(plan: ResolvedRun) -> bool:
-    return "tensorboard" in logger_names(plan.config.HOOKS)
 
 
 def _ranks(plan: ResolvedRun) -> str:

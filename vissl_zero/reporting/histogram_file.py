@@ -42,11 +42,13 @@ class HistogramFile(Hook):
                 file.write(_line(step.step, tagged(run.histograms)))
 
 
-def tagged(found: Histograms) -> Counts:
+def tagged(histograms: Histograms) -> Counts:
     """Return the counts under the tags of loggers: ``weights/<name>``, ``gradients/<name>``."""
     counts: Counts = {}
-    for kind, table in (("weights", found.weights), ("gradients", found.gradients)):
-        counts |= {f"{kind}/{name}": row for name, row in zip(found.names, map(_sparse, table), strict=True) if row}
+    for kind, table in (("weights", histograms.weights), ("gradients", histograms.gradients)):
+        counts |= {
+            f"{kind}/{name}": row for name, row in zip(histograms.names, map(_sparse, table), strict=True) if row
+        }
     return counts
 
 

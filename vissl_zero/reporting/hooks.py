@@ -16,6 +16,7 @@ from vissl_zero.evaluation.segmentation import SegmentationHook
 from vissl_zero.methods.health import CollapseRule
 from vissl_zero.registry import HOOKS, require_interface
 from vissl_zero.reporting.display import Display
+from vissl_zero.reporting.findings import FindingsHook, add_finding
 from vissl_zero.reporting.histogram_file import HistogramFile
 from vissl_zero.reporting.loggers.logging import Logging
 from vissl_zero.reporting.lossy_output import optional_output
@@ -25,7 +26,7 @@ from vissl_zero.reporting.summary import Summary
 from vissl_zero.reporting.weight_files import BestWeights, FinalWeights, WeightAverageHook
 from vissl_zero.resolve.logger_rules import logger_names
 from vissl_zero.resolve.resolved import OffloadPlan, ResolvedRun
-from vissl_zero.terminal import say
+from vissl_zero.terminal import print_line
 from vissl_zero.version import __version__
 
 
@@ -59,7 +60,7 @@ def build_hooks(plan: ResolvedRun) -> list[Hook]:
     if not plan.config.TEST_ONLY:
         hooks.append(FinalWeights())
     report = ReportImage(knn, segmentation=segmentation)
-    return [*hooks, PeakMemory(), Summary(), report, Logging(logger_names(plan.config.HOOKS))]
+    return [*hooks, FindingsHook(), PeakMemory(), Summary(), report, Logging(logger_names(plan.config.HOOKS))]
 
 
 class Opening(Hook):
@@ -71,7 +72,7 @@ class Opening(Hook):
     def on_start(self, run: Run) -> None:
         if run.is_main:
             for text in opening_lines(run):
-                say(text, self._console)
+                print_line(text, self._console)
 
 
 def opening_lines(run: Run) -> list[str]:
@@ -139,7 +140,7 @@ class ReportImage(Hook):
 
             pictures = self._segmentation.pictures if self._segmentation else []
             write_report(gather_content(run, self._knn, pictures), path)
-            say(f"report      {path}", self._console)
+            print_line(f"report      {path}", self._console)
 
 
 class CollapseWatch(Hook):
@@ -161,7 +162,8 @@ class CollapseWatch(Hook):
         if warning:
             self._rule = None  # never twice
             run.results["collapse_warning_step"] = record.step
-            say(f"warning: {warning}", self._console)
+            add_finding(run, warning)
+            print_line(f"warning: {warning}", self._console)
 
     @staticmethod
     def _update(rule: CollapseRule, record: StepRecord) -> str | None:

@@ -12,7 +12,7 @@ _ROOM = 0.1  # above and below the smoothed curve, of its height
 
 
 def draw_rates(
-    rates: Sequence[float], losses: Sequence[float], smooth: Sequence[float], found: float, path: Path
+    rates: Sequence[float], losses: Sequence[float], smooth: Sequence[float], suggested: float, path: Path
 ) -> None:
     """Draw the losses, their running mean and the rate that was found into ``path``.
 
@@ -24,7 +24,7 @@ def draw_rates(
     axes = figure.add_subplot()
     axes.plot(rates, losses, color="#9a9a9a", linewidth=0.8, label="loss of a step")
     axes.plot(rates, smooth, color="#0072B2", label="smoothed")
-    axes.axvline(found, color="#D55E00", linestyle="--", label=f"{found:.2g}")
+    axes.axvline(suggested, color="#D55E00", linestyle="--", label=f"{suggested:.2g}")
     height = max(smooth) - min(smooth)
     axes.set_ylim(min(smooth) - _ROOM * height, max(smooth) + _ROOM * height)
     axes.set_xscale("log")

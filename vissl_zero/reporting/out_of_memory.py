@@ -90,8 +90,8 @@ def _advice(plan: ResolvedRun, need: int) -> list[str]:
     return _listed("No single switch frees enough; these free the most:", useful[:_MOST_OTHERS])
 
 
-def _listed(title: str, found: list[Switch]) -> list[str]:
-    return [title, *(f"  {switch}" for switch in found)] if found else []
+def _listed(title: str, switches: list[Switch]) -> list[str]:
+    return [title, *(f"  {switch}" for switch in switches)] if switches else []
 
 
 def same_numbers(plan: ResolvedRun) -> Iterator[Switch]:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -74,7 +75,7 @@ class Page:
     Draw within ``matplotlib.rc_context(STYLE)``.
 
     Args:
-        height: of the page, in pixels.
+        height: height of the page, in pixels.
     """
 
     def __init__(self, height: int):
@@ -139,8 +140,9 @@ class ReportContent:
     Attributes:
         title, subtitle: the recipe; level, engine, ranks, length.
         headlines: few (figure, what it is) pairs.
+        findings: sentences on what went wrong.
         records: the steps.
-        steps_per_epoch: for the epoch marks of the kNN curve.
+        steps_per_epoch: steps per epoch for the epoch marks of the kNN curve.
         trivial_loss: loss of guessing, drawn as a line; None where there is no such thing.
         knn: (optimizer step, top-1 from 0 to 1), in order; the first is before training.
         knn_raw_pixels: top-1 of kNN on raw pixels.
@@ -157,6 +159,7 @@ class ReportContent:
     title: str
     subtitle: str
     headlines: list[tuple[str, str]] = field(default_factory=list)
+    findings: Sequence[str] = ()
     records: Sequence[StepRecord] = field(default_factory=list)
     trivial_loss: float | None = None
     knn: list[tuple[int, float]] = field(default_factory=list)
@@ -325,7 +328,7 @@ _NUM_SAMPLES = 8
 def first_crops(run: Run) -> list[CropSample]:
     """Load samples of this rank's first batch; none if the images cannot be read any more. Cost: loads one step."""
     try:
-        batch = next(iter(run.loader.epoch(0)))[0]
+        batch = next(iter(run.loader.epoch(0)))[0].to("cpu", torch.float32)
     except DataError:  # a report is no reason to fail a run that has ended well
         return []
     return crop_samples(batch, run.loader.source, run.plan.config.DATA.TRAIN.TRANSFORMS)
@@ -335,7 +338,7 @@ def crop_samples(batch: ImageBatch, source: Source, transforms: Sequence[Mapping
     """Convert the first samples of a batch into pictures.
 
     Args:
-        batch: as the loader gives it, on the CPU.
+        batch: batch as the loader gives it, on the CPU.
         source: where the samples come from.
         transforms: TRANSFORMS, for the mean and standard deviation to undo.
     """

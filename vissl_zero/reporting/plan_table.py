@@ -57,7 +57,7 @@ def plan_lines(planned: Planned, overrides: Sequence[str] = (), recipe_images: i
     Args:
         planned: a recipe.
         overrides: the user's, for the command that runs the chosen plan.
-        recipe_images: in a step of the recipe itself; None: not looked up.
+        recipe_images: recipe images in a step of the recipe itself; None: not looked up.
     """
     plan, chosen = planned.plan, planned.chosen
     images = f"{plan.global_batch:,} images a step"
@@ -79,9 +79,9 @@ def plan_lines(planned: Planned, overrides: Sequence[str] = (), recipe_images: i
         step = None if least is None else least.forecast.step
         at_least = "" if step is None else f" The smallest takes {bytes_text(step.resident_bytes)}: {least}."
         yield f"chosen: none; no plan is known to fit.{at_least}"
-        found = remedies(planned)
-        yield from map(str, found)
-        candidate = next((remedy.candidate for remedy in found if remedy.is_same), least)
+        remedy_list = remedies(planned)
+        yield from map(str, remedy_list)
+        candidate = next((remedy.candidate for remedy in remedy_list if remedy.is_same), least)
         if candidate is not None:
             yield from _speed(planned, candidate)
         sharding = plan.sharding
@@ -108,13 +108,20 @@ def _own_level(planned: Planned, chosen: Candidate, overrides: Sequence[str]) ->
     """Say why the level that the user wrote is not the chosen one."""
     level = planned.plan.sharding.level
     is_written = any(word.startswith("config.ZERO.LEVEL=") for word in overrides)
-    own = next((candidate for candidate in planned.candidates if candidate.sharding.level == level), None)
-    if not is_written or own is None or str(planned.config.ZERO.LEVEL) == "fit" or chosen.sharding.level == level:
+    candidate_there = next((candidate for candidate in planned.candidates if candidate.sharding.level == level), None)
+    if (
+        not is_written
+        or candidate_there is None
+        or str(planned.config.ZERO.LEVEL) == "fit"
+        or chosen.sharding.level == level
+    ):
         return
-    own = next((each for each in planned.candidates if each.sharding.level == level and each.fits), own)
-    time = "unknown" if own.relative_time is None else f"{own.relative_time:.3f}"
+    candidate_there = next(
+        (each for each in planned.candidates if each.sharding.level == level and each.fits), candidate_there
+    )
+    time = "unknown" if candidate_there.relative_time is None else f"{candidate_there.relative_time:.3f}"
     than = "unknown" if chosen.relative_time is None else f"{chosen.relative_time:.3f}"
-    what = f"{own} fits" if own.fits else f"{own} does not fit"
+    what = f"{candidate_there} fits" if candidate_there.fits else f"{candidate_there} does not fit"
     yield f"config.ZERO.LEVEL={level} is not taken: {what}, in a time of {time} against {than}."
 
 
@@ -130,9 +137,9 @@ def _command(planned: Planned, chosen: Candidate, overrides: Sequence[str]) -> l
         changed["config.ZERO.MEMORY_GB"] = f"config.ZERO.MEMORY_GB={planned.config.ZERO.MEMORY_GB:g}"
     elif planned.budget.given is not None and planned.config.MACHINE.MEMORY_GIB is None:  # of a profile
         changed["config.ZERO.MEMORY_GB"] = f"config.ZERO.MEMORY_GB={planned.budget.given / 2**30:g}"
-    own = [word for word in overrides if word.lstrip("+").split("=")[0] not in {*changed, *_BUDGETS}]
+    kept = [word for word in overrides if word.lstrip("+").split("=")[0] not in {*changed, *_BUDGETS}]
     name = "<recipe>" if recipe.endswith(".yaml") else recipe
-    return [f"vissl-zero config={name}", *map(shlex.quote, [*own, *changed.values()])]
+    return [f"vissl-zero config={name}", *map(shlex.quote, [*kept, *changed.values()])]
 
 
 def _speed(planned: Planned, chosen: Candidate) -> Iterator[str]:
@@ -194,7 +201,8 @@ def draw_plans(plans: Sequence[Planned], path: Path) -> bool:
 
     from vissl_zero.reporting.panels import DPI, STYLE, WIDTH
 
-    drawn = [(planned, found) for planned in plans if (found := _to_draw(planned)) is not None]
+    shown = [(planned, planned.chosen or smallest(planned.candidates)) for planned in plans]
+    drawn = [(planned, candidate) for planned, candidate in shown if candidate is not None]
     if not drawn:
         return False
     with mpl.rc_context(STYLE):
@@ -204,10 +212,6 @@ def draw_plans(plans: Sequence[Planned], path: Path) -> bool:
             _draw(axes, planned, candidate)
         figure.savefig(path)
     return True
-
-
-def _to_draw(planned: Planned) -> Candidate | None:
-    return planned.chosen or smallest(planned.candidates)
 
 
 def _draw(axes: Any, planned: Planned, candidate: Candidate) -> None:

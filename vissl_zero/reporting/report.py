@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ from vissl_zero.engine.hook import Run
 from vissl_zero.evaluation.knn import KnnHook
 from vissl_zero.evaluation.pictures import Neighbors
 from vissl_zero.evaluation.segmentation import SegmentedImage
+from vissl_zero.reporting.findings import FINDINGS
 from vissl_zero.reporting.panels import (
     GREEN,
     MARGIN,
@@ -60,6 +62,8 @@ _PANEL = 230  # height of a panel's drawing area
 _PANEL_STEP = _PANEL + 100
 _AXIS_ROOM = 62  # pixels left of a panel, for its tick labels
 _MOST_RANKS = 16
+_FINDING = 24  # height of a line on what went wrong
+_FINDING_WIDTH = 170  # its characters
 _WATCH_COLORS = (PURPLE, GREEN, VERMILLION)
 
 
@@ -89,9 +93,13 @@ def draw(content: ReportContent) -> Page:
     patches = _TITLE + crops_height(content.patches, _INNER) if content.patches else 0
     segmented = _TITLE + crops_height(content.segmented, _INNER) if content.segmented else 0
     pictures = crops + neighbors + patches + segmented
-    page = Page(round(_HEADER + len(rows) * _PANEL_STEP + memory + pictures + MARGIN))
+    findings = [line for sentence in content.findings for line in textwrap.wrap(sentence, _FINDING_WIDTH)]
+    header = _HEADER + _FINDING * len(findings)
+    page = Page(round(header + len(rows) * _PANEL_STEP + memory + pictures + MARGIN))
     _draw_header(page, content)
-    top = float(_HEADER)
+    for index, line in enumerate(findings):
+        page.text(MARGIN, _HEADER - 36 + index * _FINDING, line, color=VERMILLION)
+    top = float(header)
     for row in rows:
         _draw_row(page, row, top)
         top += _PANEL_STEP
@@ -196,6 +204,7 @@ def gather_content(run: Run, knn: KnnHook, segmented: Sequence[SegmentedImage] =
             f"{described(plan.config.DATA, 'TRAIN')}"
         ),
         headlines=headlines(run, per_rank),
+        findings=run.results.get(FINDINGS, []),
         records=run.records,
         trivial_loss=run.method.guessing_loss,
         knn=knn.curve,
@@ -215,8 +224,8 @@ def segmented_samples(segmented: Sequence[SegmentedImage], transforms: Sequence[
     """Show images as the model got them, each with mask and prediction in PASCAL VOC's colors.
 
     Args:
-        segmented: of TEST.
-        transforms: of evaluation, for the mean and standard deviation to undo.
+        segmented: images of TEST with their masks.
+        transforms: transforms of evaluation, for the mean and standard deviation to undo.
     """
     mean, std = normalization(transforms)
     colors = voc_colors()
@@ -243,23 +252,23 @@ def _if_any(picture: np.ndarray | None) -> list[np.ndarray]:
 def headlines(run: Run, per_rank: list[Bytes]) -> list[tuple[str, str]]:
     """List the few figures at the top: (figure, what it is)."""
     summary = summarize(run)
-    found = []
+    lines = []
     if summary["loss_first"] is not None:
-        found.append((f"{summary['loss_first']:.3f} → {summary['loss_last']:.3f}", "loss, first step → last"))
+        lines.append((f"{summary['loss_first']:.3f} → {summary['loss_last']:.3f}", "loss, first step → last"))
     if summary["knn_top1_after"] is not None:
         before, after = summary["knn_top1_before"], percent(summary["knn_top1_after"])
         # A run that resumes from an imported checkpoint has not seen its own beginning.
         knn = (after, "kNN top-1") if before is None else (f"{100 * before:.1f} → {after}", "kNN top-1, before → after")
-        found.append(knn)
+        lines.append(knn)
     if summary.get("top1") is not None:
-        found.append((percent(summary["top1"]), "top-1 of the trained classifier"))
+        lines.append((percent(summary["top1"]), "top-1 of the trained classifier"))
     if summary.get("miou") is not None:
-        found.append((percent(summary["miou"]), "mean IoU on TEST"))
+        lines.append((percent(summary["miou"]), "mean IoU on TEST"))
     if summary["images_per_s"] is not None:
-        found.append((figure_text(summary["images_per_s"], 3), "images/s over all ranks"))
+        lines.append((figure_text(summary["images_per_s"], 3), "images/s over all ranks"))
     if per_rank:
-        found.append((bytes_text(max(total(memory) for memory in per_rank)), "peak memory by kind, largest rank"))
-    return found
+        lines.append((bytes_text(max(total(memory) for memory in per_rank)), "peak memory by kind, largest rank"))
+    return lines
 
 
 def neighbor_rows(before: Neighbors | None, after: Neighbors | None) -> list[NeighborRow]:
@@ -275,13 +284,13 @@ def neighbor_rows(before: Neighbors | None, after: Neighbors | None) -> list[Nei
     rows = []
     for place, query_id in enumerate(before.query_ids):
         wanted = [(before.query_source, query_id)]
-        for found in (before, after):
-            wanted += [(found.index_source, index) for index in found.neighbor_ids[place]]
+        for neighbors in (before, after):
+            wanted += [(neighbors.index_source, index) for index in neighbors.neighbor_ids[place]]
         pictures = [original(source, index) for source, index in wanted]
         readable = [picture for picture in pictures if picture is not None]
         if len(readable) < len(pictures):
             continue
         last = 1 + len(before.neighbor_ids[place])
-        matches = [None if found.matches is None else found.matches[place] for found in (before, after)]
+        matches = [None if neighbors.matches is None else neighbors.matches[place] for neighbors in (before, after)]
         rows.append(NeighborRow(readable[0], readable[1:last], readable[last:], *matches))
     return rows

@@ -45,7 +45,7 @@ class Row:
         name: its folder's.
         values: swept key -> value as text.
         state: "done", "failed (2)" with the exit code, or "not done".
-        summary: of the run; empty if it did not come to its end.
+        summary: summary of the run; empty if it did not come to its end.
     """
 
     name: str
@@ -58,12 +58,12 @@ def collect(sweep_dir: Path) -> list[Row]:
     """Collect all jobs of a sweep folder, in their order; the values that differ between them."""
     folders = [path for path in sweep_dir.iterdir() if path.is_dir() and read_note(path) is not None]
     folders.sort(key=lambda path: (int(path.name) if path.name.isdigit() else 10**9, path.name))
-    given = {folder: _pairs(note.overrides) for folder in folders if (note := read_note(folder)) is not None}
-    keys = dict.fromkeys(key for pairs in given.values() for key in pairs)
-    swept = [key for key in keys if len({pairs.get(key) for pairs in given.values()}) > 1]
+    pairs_of = {folder: _pairs(note.overrides) for folder in folders if (note := read_note(folder)) is not None}
+    keys = dict.fromkeys(key for pairs in pairs_of.values() for key in pairs)
+    swept = [key for key in keys if len({pairs.get(key) for pairs in pairs_of.values()}) > 1]
     return [
         Row(folder.name, {key: pairs.get(key, "") for key in swept}, _state(folder), read_summary(folder))
-        for folder, pairs in given.items()
+        for folder, pairs in pairs_of.items()
     ]
 
 

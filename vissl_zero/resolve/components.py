@@ -50,9 +50,9 @@ def takes_other_model(cfg: RunConfig) -> bool:
 
 def as_teacher(cfg: RunConfig) -> RunConfig:
     """Make a configuration whose MODEL is the teacher under DISTILLATION, for rules and for its resolved keys."""
-    given = cfg.DISTILLATION.TEACHER_MODEL
-    model = type(cfg.MODEL)(TRUNK=given.TRUNK, HEAD=given.HEAD, INPUT_TYPE=given.INPUT_TYPE)
-    model.WEIGHTS_INIT = given.WEIGHTS_INIT
+    teacher = cfg.DISTILLATION.TEACHER_MODEL
+    model = type(cfg.MODEL)(TRUNK=teacher.TRUNK, HEAD=teacher.HEAD, INPUT_TYPE=teacher.INPUT_TYPE)
+    model.WEIGHTS_INIT = teacher.WEIGHTS_INIT
     return replace(cfg, MODEL=model)
 
 
@@ -70,8 +70,8 @@ def loss_options(cfg: RunConfig) -> dict[str, Any]:
     name = cfg.LOSS["name"]
     block: Any = cfg.LOSS.get(name) or {}
     schema = component_keys(LOSSES, name)
-    given = own_fields(asdict(block), schema) if is_dataclass(block) and not isinstance(block, type) else block
-    options = typed_options(schema, given, f"config.LOSS.{name}")
+    written = own_fields(asdict(block), schema) if is_dataclass(block) and not isinstance(block, type) else block
+    options = typed_options(schema, written, f"config.LOSS.{name}")
     inferred = _inferred(cfg).items()
     return options | {key: value for key, (value, _) in inferred if value is not None}
 
@@ -80,9 +80,9 @@ def inferred_notes(cfg: RunConfig) -> list[str]:
     """Write notes where the loss's keys say something else than the blocks they are taken from."""
     name, notes = cfg.LOSS["name"], []
     for key, (value, origin) in _inferred(cfg).items():
-        said = getattr(cfg.LOSS[name], key)
-        if said is not None and value is not None and said != value:
-            notes.append(f"config.LOSS.{name}.{key}: {value} is used, taken from the {origin}, not {said}.")
+        written = getattr(cfg.LOSS[name], key)
+        if written is not None and value is not None and written != value:
+            notes.append(f"config.LOSS.{name}.{key}: {value} is used, taken from the {origin}, not {written}.")
     return notes
 
 
@@ -144,60 +144,60 @@ def with_run_of_weights(cfg: RunConfig) -> RunConfig:
 
 def _network(path: str, key: str) -> Mapping[str, Any]:
     """Recognize the network that weights are of, and how images are shown to it; imports torch."""
-    found: Mapping[str, Any] = WEIGHTS_READERS.get("network").build(path, key)
-    return found
+    network: Mapping[str, Any] = WEIGHTS_READERS.get("network").build(path, key)
+    return network
 
 
 def _wanted(cfg: RunConfig) -> dict[str, str]:
     """Map keys that say auto to what to write instead."""
-    found = {}
+    chosen = {}
     if cfg.MODEL.TRUNK.NAME == AUTO:
-        found[_KEY] = "Write the trunk, regnet or resnet, and its keys."
+        chosen[_KEY] = "Write the trunk, regnet or resnet, and its keys."
     for name, split in (("TRAIN", cfg.DATA.TRAIN), ("TEST", cfg.DATA.TEST)):
         fix = "Add +config/benchmark/data=folder (224 pixels), and the DATA_PATHS of your images."
-        if _says_auto(split.DATA_SOURCES) and not split.DATA_PATHS:
-            found[f"config.DATA.{name}.DATA_SOURCES"] = fix
-        if _says_auto(split.TRANSFORMS):
-            found[f"config.DATA.{name}.TRANSFORMS"] = fix
-    return found
+        if _is_auto(split.DATA_SOURCES) and not split.DATA_PATHS:
+            chosen[f"config.DATA.{name}.DATA_SOURCES"] = fix
+        if _is_auto(split.TRANSFORMS):
+            chosen[f"config.DATA.{name}.TRANSFORMS"] = fix
+    return chosen
 
 
-def _says_auto(entries: Sequence[Any]) -> bool:
+def _is_auto(entries: Sequence[Any]) -> bool:
     return list(entries) in ([AUTO], [{"name": AUTO}])
 
 
-def _with_data(own: Data, saved: Mapping[str, Any], path: str) -> Data:
+def _with_data(data: Data, saved: Mapping[str, Any], path: str) -> Data:
     """Take the images and transforms of the run where ``own`` says auto.
 
     Paths that the user names imply the source that reads what is there. TEST is then not the run's: its classes would
     be others.
     """
     if any("${" in str(saved[name].get(key, "")) for name in ("TRAIN", "TEST") for key in _IMAGES):
-        own_paths = own.TRAIN.DATA_PATHS and own.TEST.DATA_PATHS
+        own_paths = data.TRAIN.DATA_PATHS and data.TEST.DATA_PATHS
         if not own_paths:
             must = f"must be named: the run at {path} took its paths from environment variables"
             fix = "Write config.DATA.TRAIN.DATA_PATHS=[...] config.DATA.TEST.DATA_PATHS=[...]."
-            raise ConfigError([Problem("config.DATA.TRAIN.DATA_PATHS", str(own.TRAIN.DATA_PATHS), must, fix)])
-    train = _with_images(own.TRAIN, saved["TRAIN"])
-    is_other = (_says_auto(own.TRAIN.DATA_SOURCES) and own.TRAIN.DATA_PATHS) or not _says_auto(own.TRAIN.DATA_SOURCES)
-    test = _with_images(own.TEST, {} if is_other else saved["TEST"])
-    if _says_auto(own.TRAIN.TRANSFORMS):
+            raise ConfigError([Problem("config.DATA.TRAIN.DATA_PATHS", str(data.TRAIN.DATA_PATHS), must, fix)])
+    train = _with_images(data.TRAIN, saved["TRAIN"])
+    is_other = (_is_auto(data.TRAIN.DATA_SOURCES) and data.TRAIN.DATA_PATHS) or not _is_auto(data.TRAIN.DATA_SOURCES)
+    test = _with_images(data.TEST, {} if is_other else saved["TEST"])
+    if _is_auto(data.TRAIN.TRANSFORMS):
         train = replace(train, TRANSFORMS=plain_views(saved["TRAIN"]["TRANSFORMS"]))
-    if _says_auto(own.TEST.TRANSFORMS):
+    if _is_auto(data.TEST.TRANSFORMS):
         # Other images may have other sizes: none here means resized and cropped as TRAIN's are.
-        is_runs = bool(test.DATA_SOURCES) and not is_other and not own.TEST.DATA_PATHS
+        is_runs = bool(test.DATA_SOURCES) and not is_other and not data.TEST.DATA_PATHS
         test = replace(test, TRANSFORMS=list(saved["TEST"]["TRANSFORMS"]) if is_runs else [])
-    return replace(own, TRAIN=train, TEST=test)
+    return replace(data, TRAIN=train, TEST=test)
 
 
-def _with_images(own: Split, saved: Mapping[str, Any]) -> Split:
-    if not _says_auto(own.DATA_SOURCES):
-        return own
-    if own.DATA_PATHS:
-        return replace(own, DATA_SOURCES=[source_of(own.DATA_PATHS)])
+def _with_images(split: Split, saved: Mapping[str, Any]) -> Split:
+    if not _is_auto(split.DATA_SOURCES):
+        return split
+    if split.DATA_PATHS:
+        return replace(split, DATA_SOURCES=[source_of(split.DATA_PATHS)])
     filled = {key: saved[key] for key in _IMAGES if key in saved} or {"DATA_SOURCES": []}
-    limit = own.DATA_LIMIT if own.DATA_LIMIT != -1 else saved.get("DATA_LIMIT", -1)
-    return replace(own, **filled, DATA_LIMIT=limit)
+    limit = split.DATA_LIMIT if split.DATA_LIMIT != -1 else saved.get("DATA_LIMIT", -1)
+    return replace(split, **filled, DATA_LIMIT=limit)
 
 
 def plain_views(transforms: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -225,25 +225,25 @@ def normalization(transforms: Sequence[Any]) -> tuple[list[float], list[float]]:
     return [0.0] * 3, [1.0] * 3
 
 
-def trunk_of(own: Trunk, saved: Mapping[str, Any]) -> Trunk:
+def trunk_of(trunk: Trunk, saved: Mapping[str, Any]) -> Trunk:
     """Return ``own`` with the name and the keys that a saved configuration has."""
     filled = dict[str, Any](NAME=str(saved.get("NAME", "")))
-    if isinstance(given := saved.get("REGNET"), Mapping):
-        filled["REGNET"] = replace(own.REGNET, **_known(given, RegNetBlock))
-    if isinstance(given := saved.get("RESNETS"), Mapping):
-        filled["RESNETS"] = replace(own.RESNETS, **_known(given, ResNetConfig))
-    if isinstance(given := saved.get("VISION_TRANSFORMERS"), Mapping):
-        filled["VISION_TRANSFORMERS"] = replace(own.VISION_TRANSFORMERS, **_known(given, VisionTransformerBlock))
-    if isinstance(given := saved.get("PARAMS"), Mapping):
+    if isinstance(block := saved.get("REGNET"), Mapping):
+        filled["REGNET"] = replace(trunk.REGNET, **_known(block, RegNetBlock))
+    if isinstance(block := saved.get("RESNETS"), Mapping):
+        filled["RESNETS"] = replace(trunk.RESNETS, **_known(block, ResNetConfig))
+    if isinstance(block := saved.get("VISION_TRANSFORMERS"), Mapping):
+        filled["VISION_TRANSFORMERS"] = replace(trunk.VISION_TRANSFORMERS, **_known(block, VisionTransformerBlock))
+    if isinstance(block := saved.get("PARAMS"), Mapping):
         is_timm = trunk_component(filled["NAME"]) != filled["NAME"]  # then the name is in NAME
-        filled["PARAMS"] = {key: value for key, value in given.items() if not (is_timm and key == "name")}
-    if own.VISION_TRANSFORMERS.USE_MASK_TOKEN:  # the method's need, whatever the weights were trained for
+        filled["PARAMS"] = {key: value for key, value in block.items() if not (is_timm and key == "name")}
+    if trunk.VISION_TRANSFORMERS.USE_MASK_TOKEN:  # the method's need, whatever the weights were trained for
         if filled["NAME"] == "vision_transformer":
             filled["VISION_TRANSFORMERS"].USE_MASK_TOKEN = True
         elif trunk_component(filled["NAME"]) == "timm":
             filled["PARAMS"] = {**filled.get("PARAMS", {}), "use_mask_token": True}
             filled["VISION_TRANSFORMERS"] = VisionTransformerBlock()
-    return replace(own, **filled)
+    return replace(trunk, **filled)
 
 
 def _lora(cfg: RunConfig, saved: Mapping[str, Any]) -> Lora:
@@ -252,28 +252,24 @@ def _lora(cfg: RunConfig, saved: Mapping[str, Any]) -> Lora:
     Raises:
         ConfigError: the recipe asks for others.
     """
-    own, given = cfg.MODEL.LORA, saved.get("LORA")
-    if not isinstance(given, Mapping) or not given.get("USE_LORA"):
-        return own
+    block, saved_block = cfg.MODEL.LORA, saved.get("LORA")
+    if not isinstance(saved_block, Mapping) or not saved_block.get("USE_LORA"):
+        return block
     # The adapter that the run began with has been trained since: its folder is not taken.
-    runs = replace(own, **{**_known(given, Lora), "ADAPTER_FOLDER": own.ADAPTER_FOLDER})
-    if own.USE_LORA and replace(own, LORA_DROPOUT=runs.LORA_DROPOUT) != runs:
+    runs = replace(block, **{**_known(saved_block, Lora), "ADAPTER_FOLDER": block.ADAPTER_FOLDER})
+    if block.USE_LORA and replace(block, LORA_DROPOUT=runs.LORA_DROPOUT) != runs:
         wanted = f"R: {runs.R}, LORA_ALPHA: {runs.LORA_ALPHA}, TARGET_MODULES: {runs.TARGET_MODULES}"
         must = f"must be as in the run that the weights are of, whose adapters are trained further: {{{wanted}}}"
         fix = "Write these, or give its merged weights (vissl-zero export <run> --to safetensors)."
-        got = f"R: {own.R}, LORA_ALPHA: {own.LORA_ALPHA}, TARGET_MODULES: {own.TARGET_MODULES}"
+        got = f"R: {block.R}, LORA_ALPHA: {block.LORA_ALPHA}, TARGET_MODULES: {block.TARGET_MODULES}"
         raise ConfigError([Problem("config.MODEL.LORA", got, must, fix)])
-    if not own.USE_LORA and not _is_trunk_frozen(cfg):
+    settings = cfg.MODEL.FEATURE_EVAL_SETTINGS
+    is_frozen = settings.EVAL_MODE_ON and (settings.FREEZE_TRUNK_ONLY or settings.FREEZE_TRUNK_AND_HEAD)
+    if not block.USE_LORA and not (cfg.TEST_ONLY or is_frozen):
         must = "must be true: the weights come from a run with LoRA, and its trunk would stay frozen"
         fix = "Write true, or give the run's merged weights (vissl-zero export <run> --to safetensors)."
         raise ConfigError([Problem("config.MODEL.LORA.USE_LORA", "False", must, fix)])
-    return own if own.USE_LORA else runs
-
-
-def _is_trunk_frozen(cfg: RunConfig) -> bool:
-    settings = cfg.MODEL.FEATURE_EVAL_SETTINGS
-    is_frozen = settings.FREEZE_TRUNK_ONLY or settings.FREEZE_TRUNK_AND_HEAD
-    return cfg.TEST_ONLY or (settings.EVAL_MODE_ON and is_frozen)
+    return block if block.USE_LORA else runs
 
 
 _WEIGHTS = "config.MODEL.WEIGHTS_INIT.PARAMS_FILE"

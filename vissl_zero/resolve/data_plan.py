@@ -118,47 +118,47 @@ def mixing_notes(cfg: RunConfig, world_size: int) -> list[str]:
 
 def sources(cfg: RunConfig, decided: Decisions) -> list[Problem]:
     """Check that each split names one known source."""
-    found: list[Problem] = []
+    problems: list[Problem] = []
     for name, split in splits(cfg).items():
         key, names = f"config.DATA.{name}.DATA_SOURCES", list(dict.fromkeys(split.DATA_SOURCES))
         if not names:
             fix = f"Write config.DATA.{name}.DATA_PATHS=<folder of images>."
-            found.append(
+            problems.append(
                 Problem(key, "[]", "must name a data source", f"{fix} Known sources: {', '.join(DATA_SOURCES)}.")
             )
         elif len(names) != 1:
             fix = f"Known: {', '.join(DATA_SOURCES)}. Several DATA_PATHS of one source are joined."
-            found.append(Problem(key, str(names), "must name one data source", fix))
+            problems.append(Problem(key, str(names), "must name one data source", fix))
         elif names[0] not in DATA_SOURCES:
-            found.append(replace(DATA_SOURCES.unknown(names[0]), key=key))
-    return found
+            problems.append(replace(DATA_SOURCES.unknown(names[0]), key=key))
+    return problems
 
 
 def labels(cfg: RunConfig, decided: Decisions) -> list[Problem]:
     """Check that labels come from the folders or from files that exist."""
-    found: list[Problem] = []
+    problems: list[Problem] = []
     for name, split in splits(cfg).items():
         key = f"DATA.{name}"
         for source in split.LABEL_SOURCES:
-            found += one_of(f"{key}.LABEL_SOURCES", source, tuple(DATA_SOURCES))
+            problems += one_of(f"{key}.LABEL_SOURCES", source, tuple(DATA_SOURCES))
         if "disk_filelist" in split.LABEL_SOURCES and not split.LABEL_PATHS:
             fix = f"Write config.{key}.LABEL_PATHS=[<labels.npy>]."
-            found.append(Problem(f"config.{key}.LABEL_PATHS", "[]", "must name the files of labels", fix))
+            problems.append(Problem(f"config.{key}.LABEL_PATHS", "[]", "must name the files of labels", fix))
         for path in split.LABEL_PATHS:
             if not is_file(path) and not cfg.DRY_RUN:
                 fix = "Correct the path."
-                found.append(Problem(f"config.{key}.LABEL_PATHS", repr(path), "must name files that exist", fix))
-    return found
+                problems.append(Problem(f"config.{key}.LABEL_PATHS", repr(path), "must name files that exist", fix))
+    return problems
 
 
 def datasets(cfg: RunConfig, decided: Decisions) -> list[Problem]:
     """Check that data sets named without paths are in a catalog, and have classes of images, not of pixels."""
-    found = missing(cfg.DATA)
+    problems = missing(cfg.DATA)
     for name, split in splits(cfg).items():
         if of_pixels := [dataset for dataset in split.DATASET_NAMES if dataset.endswith("_SEGMENTATION")]:
             must = "must have a class for each image: this one has classes of pixels"
-            found.append(Problem(f"config.DATA.{name}.DATASET_NAMES", str(of_pixels), must, SEGMENTATION))
-    return found
+            problems.append(Problem(f"config.DATA.{name}.DATASET_NAMES", str(of_pixels), must, SEGMENTATION))
+    return problems
 
 
 def image_size(cfg: RunConfig, decided: Decisions) -> list[Problem]:
@@ -176,12 +176,12 @@ def whole_patches(cfg: RunConfig, decided: Decisions) -> list[Problem]:
     must = f"must be a multiple of the trunk's patches of {side} pixels"
     if size is not None and size % side:
         return [Problem("config.DATA.IMG_SIZE", str(size), must, f"Write {_multiples(size, side)}.")]
-    found: list[Problem] = []
+    problems: list[Problem] = []
     for name, split in splits(cfg).items():
         for crop in sorted({crop for crop in crop_sides(split.TRANSFORMS) if crop % side}):
             fix = f"Write {_multiples(crop, side)}."
-            found.append(Problem(f"config.DATA.{name}.TRANSFORMS", f"crops of {crop} pixels", must, fix))
-    return found
+            problems.append(Problem(f"config.DATA.{name}.TRANSFORMS", f"crops of {crop} pixels", must, fix))
+    return problems
 
 
 def _multiples(size: int, side: int) -> str:
@@ -191,17 +191,17 @@ def _multiples(size: int, side: int) -> str:
 
 def transforms(cfg: RunConfig, decided: Decisions) -> list[Problem]:
     """Check that every transform is ours, torchvision's or registered."""
-    found: list[Problem] = []
+    problems: list[Problem] = []
     for name, split in splits(cfg).items():
-        found += _unknown_transforms(split.TRANSFORMS, f"config.DATA.{name}.TRANSFORMS")
-    return found
+        problems += _unknown_transforms(split.TRANSFORMS, f"config.DATA.{name}.TRANSFORMS")
+    return problems
 
 
 def _unknown_transforms(entries: list[object], key: str) -> list[Problem]:
-    found: list[Problem] = []
+    problems: list[Problem] = []
     for entry in entries:
         if not isinstance(entry, Mapping) or "name" not in entry:
-            found.append(Problem(key, str(entry), "must be a list of {name: ..., ...}", "Add the transform's name."))
+            problems.append(Problem(key, str(entry), "must be a list of {name: ..., ...}", "Add the transform's name."))
             continue
         name = str(entry["name"])
         if name not in TRANSFORMS and name not in torchvision_names():
@@ -209,13 +209,13 @@ def _unknown_transforms(entries: list[object], key: str) -> list[Problem]:
             fix = (
                 f"Known: {', '.join(TRANSFORMS)} and the classes of torchvision.transforms.{did_you_mean(name, known)}"
             )
-            found.append(Problem(key, repr(name), "must name known transforms", fix))
+            problems.append(Problem(key, repr(name), "must name known transforms", fix))
         if name in _SHAPES:
-            found += _SHAPES[name](entry, f"{key}.{name}")
+            problems += _SHAPES[name](entry, f"{key}.{name}")
         for value in entry.values():
             if isinstance(value, list) and value and all(isinstance(v, Mapping) and "name" in v for v in value):
-                found += _unknown_transforms(list(value), key)
-    return found
+                problems += _unknown_transforms(list(value), key)
+    return problems
 
 
 def _multi_crop(entry: Mapping[str, object], key: str) -> list[Problem]:
@@ -241,14 +241,14 @@ def _is_pair(pair: object) -> bool:
 
 def _normalize(entry: Mapping[str, object], key: str) -> list[Problem]:
     """Check for one number per channel of an RGB image, or one for all; a deviation is above 0."""
-    found = []
+    problems = []
     for name in ("mean", "std"):
         values = entry.get(name)
         is_list = isinstance(values, list) and len(values) in (1, 3) and all(type(v) in (int, float) for v in values)
         if not is_list or (name == "std" and not all(value > 0 for value in values)):  # type: ignore[attr-defined]
             must = "must be 3 numbers, one for each of red, green and blue" + (", above 0" if name == "std" else "")
-            found.append(Problem(f"{key}.{name}", str(values), must, f"Write {name}: [0.5, 0.5, 0.5], for example."))
-    return found
+            problems.append(Problem(f"{key}.{name}", str(values), must, f"Write {name}: [0.5, 0.5, 0.5], for example."))
+    return problems
 
 
 _SHAPES = {"ImgPilToMultiCrop": _multi_crop, "Normalize": _normalize}
@@ -279,7 +279,7 @@ def same_origin(cfg: RunConfig, decided: Decisions) -> Problem | None:
 
 
 # As the data room reads them; a test holds the two together.
-EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
+EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ".dcm")
 NUM_DIGITS = {"TRAIN": 1_437, "TEST": 360}
 
 
@@ -289,7 +289,7 @@ def paths(cfg: RunConfig, decided: Decisions | None = None) -> list[Problem]:
     A dry run may be of a machine that has them, if none of the paths is here. A path that is missing beside others, or
     resembles a folder beside it, is a mistake.
     """
-    found: list[Problem] = []
+    problems: list[Problem] = []
     named = [path for split in splits(cfg).values() for path in split.DATA_PATHS]
     is_elsewhere = cfg.DRY_RUN and all(named) and not any(is_there(path) or _resembles(Path(path)) for path in named)
     for name, split in splits(cfg).items():
@@ -298,9 +298,9 @@ def paths(cfg: RunConfig, decided: Decisions | None = None) -> list[Problem]:
             continue
         if not split.DATA_PATHS:
             fix = f"Write {key}=[/path/to/images]."
-            found.append(Problem(key, "[]", "must name a folder with images", fix))
-        found += [problem for path in split.DATA_PATHS if not is_elsewhere and (problem := _path_problem(key, path))]
-    return found
+            problems.append(Problem(key, "[]", "must name a folder with images", fix))
+        problems += [problem for path in split.DATA_PATHS if not is_elsewhere and (problem := _path_problem(key, path))]
+    return problems
 
 
 def _path_problem(key: str, text: str) -> Problem | None:
@@ -372,8 +372,8 @@ def _below(
                 yield entry.path
             elif entry.is_dir():
                 within, facts = set(top) if seen is None else seen, entry.stat()
-                if (own := (facts.st_dev, facts.st_ino)) not in within:
-                    within.add(own)
+                if (inode := (facts.st_dev, facts.st_ino)) not in within:
+                    within.add(inode)
                     yield from _below(entry.path, within, top)
 
 
@@ -412,39 +412,39 @@ def enough(cfg: RunConfig, decided: Decisions) -> Problem | None:
 
 def mixing(cfg: RunConfig, decided: Decisions) -> list[Problem]:
     """Check that images are mixed in training, by keys that make sense, for a loss whose labels are mixed or absent."""
-    found, key, train = [], "COLLATE_FUNCTION", cfg.DATA.TRAIN
+    problems, key, train = [], "COLLATE_FUNCTION", cfg.DATA.TRAIN
     if cfg.DATA.TEST.COLLATE_FUNCTION == MIXING_COLLATOR:
         fix = "Write default_collate."
-        found.append(
+        problems.append(
             Problem(f"config.DATA.TEST.{key}", MIXING_COLLATOR, "must not mix the images of an evaluation", fix)
         )
     if train.COLLATE_FUNCTION != MIXING_COLLATOR:
-        return found
+        return problems
     loss, params = cfg.LOSS.get("name"), f"config.DATA.TRAIN.{key}_PARAMS"
     if loss not in _MIXABLE:
         fix = f"Write multicrop_collator, or one of these losses: {', '.join(_MIXABLE)}."
         return [
-            *found,
+            *problems,
             Problem(f"config.DATA.TRAIN.{key}", MIXING_COLLATOR, f"must not mix images for the loss {loss}", fix),
         ]
     try:
         keys = MixingConfig(**typed_options(MixingConfig, train.COLLATE_FUNCTION_PARAMS, params))
     except ConfigError as error:
-        return [*found, *error.problems]
+        return [*problems, *error.problems]
     if not (keys.mixup_alpha or keys.cutmix_alpha or keys.cutmix_minmax):
         must = "must have a mixup_alpha or a cutmix_alpha above 0, or cutmix_minmax"
-        found.append(Problem(params, str(keys), must, "Write mixup_alpha: 0.8, or another collator."))
+        problems.append(Problem(params, str(keys), must, "Write mixup_alpha: 0.8, or another collator."))
     sides = keys.cutmix_minmax
     if sides is not None and not (len(sides) == 2 and 0 <= sides[0] < sides[1] <= 1):
         must = "must be two shares of the side, the smaller first"
-        found.append(Problem(f"{params}.cutmix_minmax", str(sides), must, "Write [0.2, 0.8], for example."))
+        problems.append(Problem(f"{params}.cutmix_minmax", str(sides), must, "Write [0.2, 0.8], for example."))
     if keys.ssl_method not in ("", _MIXABLE[loss]):
         must = f"must be {_MIXABLE[loss] or 'empty'} for the loss {loss}"
-        found.append(Problem(f"{params}.ssl_method", keys.ssl_method, must, "Correct it, or leave it out."))
+        problems.append(Problem(f"{params}.ssl_method", keys.ssl_method, must, "Correct it, or leave it out."))
     if cfg.ONLINE_PROBE.USE_PROBE:
         fix = "Set it to false, or write another collator."
-        found.append(Problem("config.ONLINE_PROBE.USE_PROBE", "True", "must be false where images are mixed", fix))
-    return found
+        problems.append(Problem("config.ONLINE_PROBE.USE_PROBE", "True", "must be false where images are mixed", fix))
+    return problems
 
 
 # Losses for which images can be mixed -> what VISSL's ssl_method says for them; none has labels to mix.

@@ -50,19 +50,22 @@ _LIBRARIES = {"simplejpeg": "simplejpeg", "cv2": "opencv-python-headless"}
 
 
 def fast_backend(cfg: RunConfig, decided: Decisions) -> list[Problem]:
-    """Check that the fast backend has its libraries, and a fast form of every transform."""
+    """Check that the fast backend has its libraries, and a fast form of every transform; AUGMENT_ON needs it."""
     if cfg.DATA.BACKEND != "fast":
-        return []
-    found: list[Problem] = []
+        if cfg.DATA.AUGMENT_ON == "workers":
+            return []
+        fix = "Write config.DATA.BACKEND=fast, or config.DATA.AUGMENT_ON=workers."
+        return [Problem("config.DATA.AUGMENT_ON", "device", "must be workers for config.DATA.BACKEND=pil", fix)]
+    problems: list[Problem] = []
     missing = [name for module, name in _LIBRARIES.items() if find_spec(module) is None]
     if missing:
         must = f"needs {' and '.join(missing)}"
         fix = "Run pip install vissl-zero[fast], or write config.DATA.BACKEND=pil."
-        found.append(Problem("config.DATA.BACKEND", "fast", must, fix))
+        problems.append(Problem("config.DATA.BACKEND", "fast", must, fix))
     for name, split in (("TRAIN", cfg.DATA.TRAIN), ("TEST", cfg.DATA.TEST)):
         if split.TRANSFORMS:
-            found += refused(split.TRANSFORMS, f"config.DATA.{name}.TRANSFORMS")
-    return found
+            problems += refused(split.TRANSFORMS, f"config.DATA.{name}.TRANSFORMS")
+    return problems
 
 
 def refused(entries: Sequence[Any], key: str) -> list[Problem]:
@@ -74,11 +77,11 @@ def refused(entries: Sequence[Any], key: str) -> list[Problem]:
     """
     names = [str(entry.get("name")) if isinstance(entry, Mapping) else str(entry) for entry in entries]
     at = next((index for index, name in enumerate(names) if name in ENDS), len(names))
-    found = [problem for entry in entries[:at] for problem in _refused(entry, key)]
+    problems = [problem for entry in entries[:at] for problem in _refused(entry, key)]
     if names[at + 1 :] not in ([], ["Normalize"]) or at == len(names):
         must = f"must end in {' or '.join(ENDS)}, then at most Normalize, for config.DATA.BACKEND=fast"
-        found.append(Problem(key, ", ".join(names[at:]) or names[-1] if names else "[]", must, _FIX))
-    return found
+        problems.append(Problem(key, ", ".join(names[at:]) or names[-1] if names else "[]", must, _FIX))
+    return problems
 
 
 _FIX = "Correct the list, or write config.DATA.BACKEND=pil."
@@ -92,14 +95,14 @@ def _refused(entry: Any, key: str) -> list[Problem]:
         must = "must have a fast form for config.DATA.BACKEND=fast"
         fix = f"Leave it out, or write config.DATA.BACKEND=pil. There are: {', '.join(FAST_FORMS)}."
         return [Problem(key, repr(name), must, fix)]
-    found, known = [], FAST_FORMS[name]
+    problems, known = [], FAST_FORMS[name]
     for argument in (word for word in entry if word not in (*known, "name")):
         must = "has no fast form (config.DATA.BACKEND=fast)"
-        found.append(Problem(f"{key}.{name}.{argument}", str(entry[argument]), must, _FIX))
+        problems.append(Problem(f"{key}.{name}.{argument}", str(entry[argument]), must, _FIX))
     for argument, limit in known.items():
         if limit is not None and (value := entry.get(argument, limit[0])) not in limit[1]:
             must = f"must be {' or '.join(limit[1])} for config.DATA.BACKEND=fast"
-            found.append(Problem(f"{key}.{name}.{argument}", str(value), must, _FIX))
+            problems.append(Problem(f"{key}.{name}.{argument}", str(value), must, _FIX))
     for inner in entry.get("transforms") or ():
-        found += _refused(inner, key)
-    return found
+        problems += _refused(inner, key)
+    return problems

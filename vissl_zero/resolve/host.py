@@ -30,8 +30,8 @@ class Host:
     Attributes:
         num_gpus: usable ones.
         why_no_gpu: a clause that says why there is none, else empty.
-        num_cores: that this process may use.
-        num_idle_cores: of them, those that nothing else keeps busy now; None: not looked at.
+        num_cores: number of cores that this process may use.
+        num_idle_cores: number of them that nothing else keeps busy now; None: not measured.
         num_threads: OMP_NUM_THREADS, if the user has set it, else None.
         assumed: a sentence on what of it is not so here (a dry run of another machine), else empty.
         torchrun: (world size, local world size) if torchrun started this process, else None.
@@ -57,7 +57,10 @@ def this_host(environment: Mapping[str, str] | None = None) -> Host:
     torchrun, threads = torchrun_ranks(environment), environment.get("OMP_NUM_THREADS", "")
     # torchrun sets the variable to 1 itself, for every user.
     num_threads = int(threads) if threads.isdigit() and int(threads) > 0 and torchrun is None else None
-    return Host(num_gpus, why_no_gpu, _cores(), num_threads=num_threads, torchrun=torchrun)
+    # Those that the process may use: its affinity, and a container's share of the processor if less.
+    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    num_cores = max(1, min([num_cores, *(round(share) for share in _shares())]))
+    return Host(num_gpus, why_no_gpu, num_cores, num_threads=num_threads, torchrun=torchrun)
 
 
 def cluster_host(num_procs: int, num_cores: int, device: str, partition: str) -> Host:
@@ -114,13 +117,13 @@ def rank_numbers(environment: Mapping[str, str]) -> dict[str, int]:
         ConfigError: they are no numbers, or do not fit together: left over from another run, perhaps.
     """
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    given = {name: environment[name] for name in names if name in environment}
-    numbers = {name: int(text) for name, text in given.items() if text.isdecimal() and text.isascii()}
+    present = {name: environment[name] for name in names if name in environment}
+    numbers = {name: int(text) for name, text in present.items() if text.isdecimal() and text.isascii()}
     local = numbers.get("LOCAL_WORLD_SIZE", numbers.get("WORLD_SIZE", 0))
-    if numbers.keys() != given.keys() or not (
+    if numbers.keys() != present.keys() or not (
         numbers.get("LOCAL_RANK", 0) < local <= numbers["WORLD_SIZE"] and numbers["RANK"] < numbers["WORLD_SIZE"]
     ):
-        got = ", ".join(f"{name}={text}" for name, text in given.items())
+        got = ", ".join(f"{name}={text}" for name, text in present.items())
         fix = "Unset them: only torchrun should set them, for each process that it starts."
         raise ConfigError([Problem("environment", got, "must number the processes of a run", fix)])
     port = environment.get("MASTER_PORT", "1")
@@ -198,12 +201,6 @@ def _ticks(stat: Path) -> tuple[int, int] | None:
     return (counts[3] + counts[4], sum(counts)) if name == "cpu" and len(counts) > 4 else None
 
 
-def _cores() -> int:
-    """Count the cores this process may use: its affinity, and a container's share of the processor if less."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min([cores, *(round(share) for share in _shares())]))
-
-
 def _shares(root: Path = _GROUPS, own: Path = _OWN_GROUPS) -> Iterator[float]:
     """Yield the cores that this process's control groups allow: its own, every one above it, and a version-1 group."""
     for place, is_first in _control_groups("cpu", root, own):
@@ -243,35 +240,35 @@ _MEMORY_FILES = {  # by whether of version 1: limit, use, and the name of what i
 
 def available_memory(root: Path = _GROUPS, own: Path = _OWN_GROUPS) -> int:
     """Return the bytes of memory, or of a container's share or another control group's limit if that is less."""
-    found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for place, is_first in _control_groups("memory", root, own):
         with suppress(OSError, ValueError):  # "max" is no number
-            found.append(int((place / _MEMORY_FILES[is_first][0]).read_text()))
-    return min(found)
+            limits.append(int((place / _MEMORY_FILES[is_first][0]).read_text()))
+    return min(limits)
 
 
 def free_memory(root: Path = _GROUPS, own: Path = _OWN_GROUPS, info: Path = Path("/proc/meminfo")) -> int:
     """Return the bytes that are free now: of the machine, and of every control group that this process is in."""
-    found = [available_memory(root, own)]
+    least = [available_memory(root, own)]
     with suppress(OSError, ValueError, KeyError):
-        found.append(_figures(info)["MemAvailable:"] * 1024)
+        least.append(_figures(info)["MemAvailable:"] * 1024)
     for place, is_first in _control_groups("memory", root, own):
         limit, used, cached = _MEMORY_FILES[is_first]
         with suppress(OSError, ValueError, KeyError):  # "max" is no number, and the topmost group has no files
             free = int((place / limit).read_text()) - int((place / used).read_text())
-            found.append(free + _figures(place / "memory.stat")[cached])  # what is cached of files goes first
-    return max(0, min(found))
+            least.append(free + _figures(place / "memory.stat")[cached])  # what is cached of files goes first
+    return max(0, min(least))
 
 
 def settled_free_memory(most_s: float = 5.0) -> int:
     """Measure ``free_memory`` once no more comes back after processes were killed: the kernel may be behind."""
-    found, end = free_memory(), time.monotonic() + most_s
+    free, end = free_memory(), time.monotonic() + most_s
     while time.monotonic() < end:
         time.sleep(_SETTLING_S)
-        before, found = found, max(found, free_memory())
-        if found - before < 2**20:
+        before, free = free, max(free, free_memory())
+        if free - before < 2**20:
             break
-    return found
+    return free
 
 
 def num_oom_kills(root: Path = _GROUPS, own: Path = _OWN_GROUPS, counters: Path = Path("/proc/vmstat")) -> int:

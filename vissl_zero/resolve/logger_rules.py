@@ -30,14 +30,14 @@ def logger_names(hooks: Hooks) -> list[str]:
 
 def loggers(cfg: RunConfig, decided: Decisions) -> list[Problem]:
     """Check that every logger is known, and its package is installed."""
-    found = []
+    problems = []
     for name in dict.fromkeys(cfg.HOOKS.LOGGERS):
         if name not in LOGGERS:
-            found.append(LOGGERS.unknown(name))
+            problems.append(LOGGERS.unknown(name))
         elif missing := [package for package in PACKAGES.get(name, ()) if find_spec(package) is None]:
             must = f"needs the package {' and '.join(missing)}, which is not installed"
-            found.append(Problem(KEY, name, must, f"Run pip install 'vissl-zero[{name}]', or leave {name} out."))
-    return found
+            problems.append(Problem(KEY, name, must, f"Run pip install 'vissl-zero[{name}]', or leave {name} out."))
+    return problems
 
 
 LOGGER_RULES = (loggers,)

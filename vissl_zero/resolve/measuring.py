@@ -39,25 +39,29 @@ def svm(cfg: RunConfig, decided: Decisions) -> list[Problem]:
     """Check that SVMs are tested on TEST's images, and that LinearSVC solves what is asked for."""
     if cfg.PROGRAM not in SVM_PROGRAMS:
         return []
-    found, options = _no_test_images(cfg, "SVMs"), cfg.SVM
+    problems, options = _no_test_images(cfg, "SVMs"), cfg.SVM
     if options.penalty == "l1" and (options.dual or options.loss != "squared_hinge"):
         got = f"'l1', dual {options.dual}, loss {options.loss!r}"
         must = "must be l2 unless dual is false and loss is squared_hinge"
-        found.append(Problem("config.SVM.penalty", got, must, "Write config.SVM.penalty=l2, or config.SVM.dual=false."))
+        problems.append(
+            Problem("config.SVM.penalty", got, must, "Write config.SVM.penalty=l2, or config.SVM.dual=false.")
+        )
     if options.loss == "hinge" and not options.dual:
-        found.append(Problem("config.SVM.dual", "false", "must be true with loss hinge", "Write config.SVM.dual=true."))
+        problems.append(
+            Problem("config.SVM.dual", "false", "must be true with loss hinge", "Write config.SVM.dual=true.")
+        )
     powers = options.costs.power_range
     if options.costs.base > 0 and not (len(powers) == 2 and powers[0] < powers[1]):
         must = "must be two exponents, the smaller one first"
-        found.append(Problem("config.SVM.costs.power_range", str(powers), must, "Write [4, 20], for example."))
+        problems.append(Problem("config.SVM.costs.power_range", str(powers), must, "Write [4, 20], for example."))
     if not options.costs.costs_list and options.costs.base <= 0:
         fix = "Write config.SVM.costs.costs_list=[0.1,1,10]."
-        found.append(Problem("config.SVM.costs.costs_list", "[]", "must list a cost", fix))
+        problems.append(Problem("config.SVM.costs.costs_list", "[]", "must list a cost", fix))
     low_shot = options.low_shot
     for name in ("sample_inds", "k_values") if cfg.PROGRAM == "train_svm_low_shot" else ():
         if not getattr(low_shot, name):
-            found.append(Problem(f"config.SVM.low_shot.{name}", "[]", "must list a number", "Write [1, 2], say."))
-    return found
+            problems.append(Problem(f"config.SVM.low_shot.{name}", "[]", "must list a number", "Write [1, 2], say."))
+    return problems
 
 
 def clusters(cfg: RunConfig, decided: Decisions) -> list[Problem]:
@@ -76,18 +80,18 @@ def low_shot(cfg: RunConfig, decided: Decisions) -> list[Problem]:
     """Check that penalties are numbers above 0, and that there are images to test on."""
     if cfg.PROGRAM != LOW_SHOT:
         return []
-    options, key, found = cfg.LOW_SHOT_BENCHMARK, "config.LOW_SHOT_BENCHMARK", []
+    options, key, problems = cfg.LOW_SHOT_BENCHMARK, "config.LOW_SHOT_BENCHMARK", []
     if options.METHOD == "svm":
         fix = "Give the recipe to vissl-zero train_svm; METHOD is logistic_regression."
-        found.append(Problem(f"{key}.METHOD", "'svm'", "must be logistic_regression: SVMs are a program here", fix))
+        problems.append(Problem(f"{key}.METHOD", "'svm'", "must be logistic_regression: SVMs are a program here", fix))
     values, key = options.LOGISTIC_REGRESSION.LAMBDA, f"{key}.LOGISTIC_REGRESSION"
     listed = penalties(values)
     if not listed or not all(type(value) in (int, float) and value > 0 for value in listed):
         must = "must be a number above 0, or a list of such"
-        found.append(Problem(f"{key}.LAMBDA", repr(values), must, f"Write {key}.LAMBDA=[1.0,0.1]."))
+        problems.append(Problem(f"{key}.LAMBDA", repr(values), must, f"Write {key}.LAMBDA=[1.0,0.1]."))
     if not options.LOGISTIC_REGRESSION.SEEDS:
-        found.append(Problem(f"{key}.SEEDS", "[]", "must list a seed", f"Write {key}.SEEDS=[0]."))
-    return found + _no_test_images(cfg, "classifiers")
+        problems.append(Problem(f"{key}.SEEDS", "[]", "must list a seed", f"Write {key}.SEEDS=[0]."))
+    return problems + _no_test_images(cfg, "classifiers")
 
 
 def penalties(value: Any) -> list[Any]:
@@ -109,33 +113,33 @@ def retrieval(cfg: RunConfig, decided: Decisions) -> list[Problem]:
     """Check that there are images to search; pooling, whitening and scales go together."""
     if cfg.PROGRAM != RETRIEVAL:
         return []
-    options, found = cfg.IMG_RETRIEVAL, []
+    options, problems = cfg.IMG_RETRIEVAL, []
     path, key = options.DATASET_PATH, "config.IMG_RETRIEVAL"
     if not path or not (cfg.DRY_RUN or is_folder(Path(path).expanduser())):
         must = f"must name the folder that holds {options.EVAL_DATASET_NAME}"
-        found.append(Problem(f"{key}.DATASET_PATH", repr(path), must, f"Write {key}.DATASET_PATH=<folder>."))
+        problems.append(Problem(f"{key}.DATASET_PATH", repr(path), must, f"Write {key}.DATASET_PATH=<folder>."))
     if options.EVAL_DATASET_NAME == "instre":
         must = "must be a data set whose format is read here, and that of INSTRE is not"
         fix = "Write roxford5k, rparis6k or copydays, or put its lists into the form of Oxford's."
-        found.append(Problem(f"{key}.EVAL_DATASET_NAME", "'instre'", must, fix))
+        problems.append(Problem(f"{key}.EVAL_DATASET_NAME", "'instre'", must, fix))
     if not options.IMG_SCALINGS:
-        found.append(Problem(f"{key}.IMG_SCALINGS", "[]", "must list a factor", f"Write {key}.IMG_SCALINGS=[1]."))
+        problems.append(Problem(f"{key}.IMG_SCALINGS", "[]", "must list a factor", f"Write {key}.IMG_SCALINGS=[1]."))
     if options.FEATS_PROCESSING_TYPE == "rmac" and not options.TRAIN_PCA_WHITENING:
         must, fix = "must be true with rmac, which whitens regions", f"Write {key}.TRAIN_PCA_WHITENING=true, or gem."
-        found.append(Problem(f"{key}.TRAIN_PCA_WHITENING", "false", must, fix))
+        problems.append(Problem(f"{key}.TRAIN_PCA_WHITENING", "false", must, fix))
     if options.FEATS_PROCESSING_TYPE == "rmac" and len(options.IMG_SCALINGS) > 1:
         must, fix = "must have one factor with rmac", f"Write {key}.IMG_SCALINGS=[1], or gem."
-        found.append(Problem(f"{key}.IMG_SCALINGS", str(options.IMG_SCALINGS), must, fix))
+        problems.append(Problem(f"{key}.IMG_SCALINGS", str(options.IMG_SCALINGS), must, fix))
     if options.CENTER_CROP and options.RESIZE_IMG < 1:
         must, fix = "must be a side in pixels with CENTER_CROP", f"Write {key}.RESIZE_IMG=224."
-        found.append(Problem(f"{key}.RESIZE_IMG", str(options.RESIZE_IMG), must, fix))
+        problems.append(Problem(f"{key}.RESIZE_IMG", str(options.RESIZE_IMG), must, fix))
     if options.CENTER_CROP and options.CROP_QUERY_ROI:
         must, fix = "must be false with CENTER_CROP, which the boxes do not fit", f"Write {key}.CROP_QUERY_ROI=false."
-        found.append(Problem(f"{key}.CROP_QUERY_ROI", "true", must, fix))
+        problems.append(Problem(f"{key}.CROP_QUERY_ROI", "true", must, fix))
     if options.TRAIN_PCA_WHITENING and options.TRAIN_DATASET_NAME == "whitening" and not options.WHITEN_IMG_LIST:
         must, fix = "must name a list of images", f"Write {key}.WHITEN_IMG_LIST=<file>."
-        found.append(Problem(f"{key}.WHITEN_IMG_LIST", "''", must, fix))
-    return found
+        problems.append(Problem(f"{key}.WHITEN_IMG_LIST", "''", must, fix))
+    return problems
 
 
 def predictions(cfg: RunConfig, decided: Decisions) -> list[Problem]:

@@ -41,24 +41,24 @@ def known(cfg: RunConfig, decided: Decisions) -> list[Problem]:
     """Check that the loss is known and has the keys it is given, and that no other block is mistyped."""
     name = cfg.LOSS.get("name")
     blocks = [key for key in cfg.LOSS if key != "name" and key not in _UNREAD]
-    found = [
+    problems = [
         Problem(f"config.LOSS.{key}", "", "is not the name of a loss", did_you_mean(key, LOSSES).strip() or _known())
         for key in blocks
         if key not in LOSSES and key not in OTHER_LOSSES
     ]
     if not isinstance(name, str) or name not in LOSSES:
-        return [LOSSES.unknown(str(name)), *found]
+        return [LOSSES.unknown(str(name)), *problems]
     wrong = [key for key in blocks if not _is_block(cfg.LOSS[key])]
     for key in wrong:
         fix = f"Write config.LOSS.{key}.<key>=<value>."
-        found.append(Problem(f"config.LOSS.{key}", str(cfg.LOSS[key]), "must be a block of keys", fix))
+        problems.append(Problem(f"config.LOSS.{key}", str(cfg.LOSS[key]), "must be a block of keys", fix))
     if name in wrong:
-        return found
+        return problems
     try:
         loss_options(cfg)
     except ConfigError as error:
-        found += error.problems
-    return found
+        problems += error.problems
+    return problems
 
 
 _UNREAD = [key for key, value in NO_EFFECT["LOSS"].items() if not isinstance(value, Mapping)]
@@ -96,38 +96,40 @@ _APART = ("mlp", "siamese_head", "identity")
 
 def lora(cfg: RunConfig, decided: Decisions) -> list[Problem]:
     """Check that peft is there, that targets are names or a pattern, and that float8 is off. The model has the rest."""
-    block, key, found = cfg.MODEL.LORA, "config.MODEL.LORA", list[Problem]()
+    block, key, problems = cfg.MODEL.LORA, "config.MODEL.LORA", list[Problem]()
     if not block.USE_LORA:
         return []
     if find_spec("peft") is None:
         fix = f"Run pip install 'vissl-zero[lora]', or write {key}.USE_LORA=false."
-        found.append(Problem(f"{key}.USE_LORA", "True", "needs the package peft, which is not installed", fix))
+        problems.append(Problem(f"{key}.USE_LORA", "True", "needs the package peft, which is not installed", fix))
     if not cfg.MODEL.WEIGHTS_INIT.PARAMS_FILE:
         fix = "Write config.MODEL.WEIGHTS_INIT.PARAMS_FILE=<weights>."
-        found.append(
+        problems.append(
             Problem(f"{key}.USE_LORA", "True", "needs weights to begin with, because the trunk stays frozen", fix)
         )
     if not _are_targets(block.TARGET_MODULES):
         must = "must be a list of names of layers, or one regular expression of whole names"
         fix = f"Write {key}.TARGET_MODULES=[attn.qkv,attn.proj], for example."
-        found.append(Problem(f"{key}.TARGET_MODULES", str(block.TARGET_MODULES), must, fix))
+        problems.append(Problem(f"{key}.TARGET_MODULES", str(block.TARGET_MODULES), must, fix))
     if cfg.ZERO.ENGINE == "fairscale":
         must = "is not available on fairscale, where its parity has not been shown"
-        found.append(Problem(f"{key}.USE_LORA", "True", must, "Write config.ZERO.ENGINE=torch."))
+        problems.append(Problem(f"{key}.USE_LORA", "True", must, "Write config.ZERO.ENGINE=torch."))
     if cfg.MODEL.FLOAT8.USE_FLOAT8:
         must = "cannot go with LORA, whose frozen layers have no float8 form"
-        found.append(Problem("config.MODEL.FLOAT8.USE_FLOAT8", "True", must, "Write false, or leave LORA out."))
-    return found
+        problems.append(Problem("config.MODEL.FLOAT8.USE_FLOAT8", "True", must, "Write false, or leave LORA out."))
+    return problems
 
 
 def adapter_folder(cfg: RunConfig, decided: Decisions) -> list[Problem]:
     """Check that an adapter to begin with exists."""
-    key, folder, found = "config.MODEL.LORA.ADAPTER_FOLDER", cfg.MODEL.LORA.ADAPTER_FOLDER, list[Problem]()
+    key, folder, problems = "config.MODEL.LORA.ADAPTER_FOLDER", cfg.MODEL.LORA.ADAPTER_FOLDER, list[Problem]()
     if not folder or not cfg.MODEL.LORA.USE_LORA:
         return []
     if not all((Path(folder).expanduser() / name).is_file() for name in ADAPTER_FILES):
-        found.append(Problem(key, folder, f"must be a folder with {' and '.join(ADAPTER_FILES)}", "Correct the path."))
-    return found
+        problems.append(
+            Problem(key, folder, f"must be a folder with {' and '.join(ADAPTER_FILES)}", "Correct the path.")
+        )
+    return problems
 
 
 def _are_targets(value: Any) -> bool:
@@ -189,13 +191,13 @@ _INPUT_TYPES = {"bgr": ("resnet", "regnet"), "lab": ("resnet", "alexnet_coloriza
 
 def input_type(cfg: RunConfig, decided: Decisions) -> Problem | None:
     """Check that the trunk can look at images in this way, as in VISSL."""
-    key, name, given = "config.MODEL.INPUT_TYPE", cfg.MODEL.TRUNK.NAME, cfg.MODEL.INPUT_TYPE
-    if name == "alexnet_colorization" and given != "lab":
+    key, name, order = "config.MODEL.INPUT_TYPE", cfg.MODEL.TRUNK.NAME, cfg.MODEL.INPUT_TYPE
+    if name == "alexnet_colorization" and order != "lab":
         fix = "Write lab, and ImgPil2LabTensor at the end of the transforms."
-        return Problem(key, given, "must be lab for alexnet_colorization", fix)
-    if given == "rgb" or name in _INPUT_TYPES.get(given, (name,)):
+        return Problem(key, order, "must be lab for alexnet_colorization", fix)
+    if order == "rgb" or name in _INPUT_TYPES.get(order, (name,)):
         return None
-    return Problem(key, given, f"must be rgb for {name}", f"Trunks for {given}: {', '.join(_INPUT_TYPES[given])}.")
+    return Problem(key, order, f"must be rgb for {name}", f"Trunks for {order}: {', '.join(_INPUT_TYPES[order])}.")
 
 
 def vision_transformer(cfg: RunConfig, decided: Decisions) -> list[Problem]:
@@ -216,14 +218,16 @@ def regnet(cfg: RunConfig, decided: Decisions) -> list[Problem]:
         return anynet_problems(block, key)
     if stages:
         return [Problem(key, ", ".join(stages), "needs name: anynet", f"Write {key}.name=anynet, or leave them out.")]
-    given = [name for name in REGNET_PARAMETERS if getattr(block, name) is not None]
-    if block.name and given:
-        fix = f"Leave out the name, or {', '.join(given)}."
-        return [Problem(key, f"name and {', '.join(given)}", "must have a name or parameters, not both", fix)]
-    missing = [name for name in REGNET_PARAMETERS if name not in given]
+    written = [name for name in REGNET_PARAMETERS if getattr(block, name) is not None]
+    if block.name and written:
+        fix = f"Leave out the name, or {', '.join(written)}."
+        return [Problem(key, f"name and {', '.join(written)}", "must have a name or parameters, not both", fix)]
+    missing = [name for name in REGNET_PARAMETERS if name not in written]
     if not block.name and missing:
         fix = f"Add {', '.join(missing)}, or write name: regnet_y_400mf."
-        return [Problem(key, f"only {', '.join(given)}" if given else "", "must have a name or all parameters", fix)]
+        return [
+            Problem(key, f"only {', '.join(written)}" if written else "", "must have a name or all parameters", fix)
+        ]
     return regnet_problems(block)
 
 
@@ -255,7 +259,7 @@ def trunk_sizes(cfg: RunConfig, decided: Decisions) -> list[Problem]:
 def _not_in_convit(cfg: RunConfig) -> list[Problem]:
     """Refuse keys of VISION_TRANSFORMERS that a ConViT does not have."""
     block, unset = cfg.MODEL.TRUNK.VISION_TRANSFORMERS, VisionTransformerConfig()
-    own = {item.name for item in fields(ConvitConfig)}
+    known_names = {item.name for item in fields(ConvitConfig)}
     return [
         Problem(
             f"config.MODEL.TRUNK.VISION_TRANSFORMERS.{item.name}",
@@ -264,19 +268,21 @@ def _not_in_convit(cfg: RunConfig) -> list[Problem]:
             "Leave it out.",
         )
         for item in fields(VisionTransformerConfig)
-        if item.name not in own and getattr(block, item.name) != getattr(unset, item.name)
+        if item.name not in known_names and getattr(block, item.name) != getattr(unset, item.name)
     ]
 
 
 def frozen(cfg: RunConfig, decided: Decisions) -> list[Problem]:
     """Check that what is frozen for a time has a name and a number of steps."""
-    key, found = "config.MODEL.TEMP_FROZEN_PARAMS_ITER_MAP", []
+    key, problems = "config.MODEL.TEMP_FROZEN_PARAMS_ITER_MAP", []
     for entry in cfg.MODEL.TEMP_FROZEN_PARAMS_ITER_MAP:
         pair = list(entry) if isinstance(entry, (list, tuple)) else []
         if [type(part) for part in pair] != [str, int] or pair[1] < 0:
             fix = "Write [[heads.0.prototypes0.weight, 313]], for example."
-            found.append(Problem(key, str(entry), "must hold pairs of a parameter's name and a number of steps", fix))
-    return found
+            problems.append(
+                Problem(key, str(entry), "must hold pairs of a parameter's name and a number of steps", fix)
+            )
+    return problems
 
 
 def heads(cfg: RunConfig, decided: Decisions) -> list[Problem]:
@@ -302,13 +308,13 @@ def _head(head: Any, key: str, is_inner: bool = False) -> list[Problem]:
         return [HEADS.unknown(name)]
     try:
         key = f"{key}[1]"
-        found = _dims(name, typed_options(component_keys(HEADS, name), options, key), key, is_inner)
+        problems = _dims(name, typed_options(component_keys(HEADS, name), options, key), key, is_inner)
         for row_key in (row_key for row_key in _ROWS.get(name, ()) if options.get(row_key)):
             row = options[row_key]
             for index, part in enumerate(row):
-                found += _head(part, f"{key}.{row_key}[{index}]", is_inner or index < len(row) - 1)
-            found += _joints(row)
-        return found
+                problems += _head(part, f"{key}.{row_key}[{index}]", is_inner or index < len(row) - 1)
+            problems += _joints(row)
+        return problems
     except ConfigError as error:
         return list(error.problems)
 
@@ -336,16 +342,16 @@ def is_head(head: Any) -> bool:
 
 def _dims(name: str, options: Mapping[str, Any], key: str, is_inner: bool = False) -> list[Problem]:
     """Check widths and numbers of prototypes, as every built-in head has them."""
-    found = []
+    problems = []
     if name in builtin_keys("head") and "dims" in options and name != "chain":
-        found += _widths(name, list(options["dims"]), key)
+        problems += _widths(name, list(options["dims"]), key)
     if name in builtin_keys("head") and "num_clusters" in options:
         got = str(list(options["num_clusters"]))
         is_projection = is_inner and name == "swav_head" and not options["num_clusters"]
         if not is_projection and (not options["num_clusters"] or min(options["num_clusters"]) < 1):
             must = "must have at least 1 prototype in each layer"
-            found.append(Problem(f"{key}.num_clusters", got, must, "Write num_clusters: [3000], for example."))
-    return found
+            problems.append(Problem(f"{key}.num_clusters", got, must, "Write num_clusters: [3000], for example."))
+    return problems
 
 
 def _widths(name: str, dims: list[int], key: str) -> list[Problem]:
@@ -372,25 +378,27 @@ def sweep(cfg: RunConfig, decided: Decisions) -> list[Problem]:
     factors, settings = cfg.OPTIMIZER.head_optimizer_params.lr_factors, cfg.MODEL.FEATURE_EVAL_SETTINGS
     if not factors:
         return []
-    key, found = "config.OPTIMIZER.head_optimizer_params.lr_factors", []
+    key, problems = "config.OPTIMIZER.head_optimizer_params.lr_factors", []
     if len(cfg.MODEL.HEAD.PARAMS) != 1:
-        found.append(Problem(_HEADS, f"{len(cfg.MODEL.HEAD.PARAMS)} heads", f"must be one head, as {key} is given", ""))
+        problems.append(
+            Problem(_HEADS, f"{len(cfg.MODEL.HEAD.PARAMS)} heads", f"must be one head, as {key} is given", "")
+        )
     if not settings.FREEZE_TRUNK_ONLY:
         fix = "Write config.MODEL.FEATURE_EVAL_SETTINGS={EVAL_MODE_ON: true, FREEZE_TRUNK_ONLY: true}, or leave it out."
-        found.append(Problem(key, str(factors), "needs a frozen trunk: else the heads would share one", fix))
+        problems.append(Problem(key, str(factors), "needs a frozen trunk: else the heads would share one", fix))
     if cfg.ZERO.clip_grad is not None or cfg.MODEL.GRAD_CLIP.USE_GRAD_CLIP:
         fix = "Leave one of the two out."
-        found.append(Problem(key, str(factors), "cannot go with clipping, which joins the heads' gradients", fix))
-    return found
+        problems.append(Problem(key, str(factors), "cannot go with clipping, which joins the heads' gradients", fix))
+    return problems
 
 
 def taps(cfg: RunConfig, decided: Decisions) -> list[Problem]:
     """Check that inner layers are named with their pooling, one per head, and without a sweep of learning rates."""
-    found = tap_problems(cfg)
+    problems = tap_problems(cfg)
     if are_tapped(cfg) and cfg.OPTIMIZER.head_optimizer_params.lr_factors:
         fix = "Write lr_factors: [], or leave the map out."
-        found.append(Problem(TAPS, "a map", "cannot go with head_optimizer_params.lr_factors: one head each", fix))
-    return found
+        problems.append(Problem(TAPS, "a map", "cannot go with head_optimizer_params.lr_factors: one head each", fix))
+    return problems
 
 
 def probe(cfg: RunConfig, decided: Decisions) -> Problem | None:
@@ -408,20 +416,20 @@ def weights(cfg: RunConfig, decided: Decisions) -> Problem | None:
 
 def continued(cfg: RunConfig, decided: Decisions) -> list[Problem]:
     """Check that what continues has weights to continue from, and trains trunk and heads."""
-    key, found = "config.MODEL.WEIGHTS_INIT", []
+    key, problems = "config.MODEL.WEIGHTS_INIT", []
     if cfg.DISTILLATION.TEACHER_MODEL.WEIGHTS_INIT.CONTINUE:
         name = "config.DISTILLATION.TEACHER_MODEL.WEIGHTS_INIT.CONTINUE"
-        found.append(Problem(name, "true", "must be false: this teacher is not trained", f"Leave {name} out."))
+        problems.append(Problem(name, "true", "must be false: this teacher is not trained", f"Leave {name} out."))
     if not cfg.MODEL.WEIGHTS_INIT.CONTINUE:
-        return found
+        return problems
     if not cfg.MODEL.WEIGHTS_INIT.PARAMS_FILE:
         must = "must name the weights that CONTINUE goes on from"
         fix = f"Write {key}.PARAMS_FILE=<file, run folder or timm:<model>>, or {key}.CONTINUE=false."
-        found.append(Problem(f"{key}.PARAMS_FILE", "''", must, fix))
+        problems.append(Problem(f"{key}.PARAMS_FILE", "''", must, fix))
     if cfg.TEST_ONLY or cfg.MODEL.FEATURE_EVAL_SETTINGS.EVAL_MODE_ON:
         must = "is for pretraining; TEST_ONLY and EVAL_MODE_ON measure or freeze the trunk"
-        found.append(Problem(f"{key}.CONTINUE", "true", must, f"Write {key}.CONTINUE=false."))
-    return found
+        problems.append(Problem(f"{key}.CONTINUE", "true", must, f"Write {key}.CONTINUE=false."))
+    return problems
 
 
 MODEL_RULES = (

@@ -65,8 +65,8 @@ def with_named_teacher(cfg: RunConfig) -> RunConfig:
 
 def _teacher(name: str, saved: Mapping[str, Any] | None) -> Mapping[str, Any]:
     """Recognize the network of a teacher, and count its features; imports torch."""
-    found: Mapping[str, Any] = WEIGHTS_READERS.get("teacher").build(name, saved)
-    return found
+    teacher: Mapping[str, Any] = WEIGHTS_READERS.get("teacher").build(name, saved)
+    return teacher
 
 
 def _with_last(head: Any, width: int) -> Any:

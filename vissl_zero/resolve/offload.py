@@ -46,44 +46,50 @@ def offload_problems(optimizer: OffloadOptimizer, params: OffloadParam, level: i
         level: ZeRO level.
         root: key path of what holds them, such as ``config.ZERO``.
     """
-    found: list[Problem] = []
+    problems: list[Problem] = []
     for name, block in (("offload_optimizer_config", optimizer), ("offload_param_config", params)):
         key = f"{root}.{name}"
         if block.device not in DEVICES:
             fix = did_you_mean(block.device, DEVICES).strip() or "Choose one of them."
-            found.append(Problem(f"{key}.device", repr(block.device), "must be none, cpu or nvme", fix))
+            problems.append(Problem(f"{key}.device", repr(block.device), "must be none, cpu or nvme", fix))
         if TIERS.get(block.device) == "disk" and not block.nvme_path:
-            found.append(Problem(f"{key}.nvme_path", "", "must be given with nvme", "Name a folder on a local disk."))
+            problems.append(
+                Problem(f"{key}.nvme_path", "", "must be given with nvme", "Name a folder on a local disk.")
+            )
     if optimizer.device in DEVICES[1:] and level == 0:
         must = "needs ZeRO level 1, 2 or 3: at level 0 nothing is sharded, and every rank would move the whole state"
-        found.append(
+        problems.append(
             Problem(f"{root}.offload_optimizer_config.device", repr(optimizer.device), must, "Raise the level.")
         )
-    found += _param_problems(params, level, f"{root}.offload_param_config")
-    return found
+    problems += _param_problems(params, level, f"{root}.offload_param_config")
+    return problems
 
 
 def _param_problems(params: OffloadParam, level: int, key: str) -> list[Problem]:
-    found = []
+    problems = []
     if params.device in DEVICES[1:] and level != 3:
         must = f"needs ZeRO level 3: at level {level} parameters are whole in memory throughout a step"
-        found.append(Problem(f"{key}.device", repr(params.device), must, "Use level 3, or device: none."))
+        problems.append(Problem(f"{key}.device", repr(params.device), must, "Use level 3, or device: none."))
     if params.max_in_cpu is not None and not isinstance(params.fast_init, bool):
         fix = "Write the number under max_in_cpu, and true or false under fast_init."
-        found.append(
+        problems.append(
             Problem(f"{key}.fast_init", str(params.fast_init), "is a number, and max_in_cpu is given too", fix)
         )
-    given = (
+    written = (
         params.fast_init if params.max_in_cpu is None and not isinstance(params.fast_init, bool) else params.max_in_cpu
     )
-    if given is not None and not math.isfinite(given):
+    if written is not None and not math.isfinite(written):
         must = "must be a number of elements"
-        found.append(
-            Problem(f"{key}.max_in_cpu", str(given), must, "Write 1e9, for example, or device: cpu to keep all there.")
+        problems.append(
+            Problem(
+                f"{key}.max_in_cpu", str(written), must, "Write 1e9, for example, or device: cpu to keep all there."
+            )
         )
-    elif given is not None and given < 0:
-        found.append(Problem(f"{key}.max_in_cpu", f"{given:g}", "must be at least 0", "Write 0 to keep none there."))
-    return found
+    elif written is not None and written < 0:
+        problems.append(
+            Problem(f"{key}.max_in_cpu", f"{written:g}", "must be at least 0", "Write 0 to keep none there.")
+        )
+    return problems
 
 
 def offload_notes(optimizer: OffloadOptimizer, params: OffloadParam, has_gpu: bool, root: str) -> tuple[str, ...]:
@@ -142,7 +148,7 @@ def engine_problems(
     """Check what cannot be done, each with the reason.
 
     Args:
-        name: as given.
+        name: name as given.
         level: ZeRO level.
         is_half: half precision is asked for, or comes with ``type=``.
         is_offloaded: the optimizer or parameters rest elsewhere.

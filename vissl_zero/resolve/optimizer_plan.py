@@ -38,13 +38,13 @@ def form(cfg: RunConfig, decided: Decisions) -> list[Problem]:
                 Problem(f"{_KEY}.name", got, "must name one optimizer", f"Write {_KEY}.name=zero, or leave one out.")
             ]
         return []
-    found = []
+    problems = []
     if block.use_zero is False:
         fix = f"Leave use_zero out, or write {_KEY}.name={nested or 'sgd'} for unsharded state."
-        found.append(Problem(f"{_KEY}.use_zero", "False", "contradicts name: zero", fix))
+        problems.append(Problem(f"{_KEY}.use_zero", "False", "contradicts name: zero", fix))
     if nested is None:
-        found.append(Problem(f"{_KEY}.base_optimizer", "", "must name the optimizer that zero shards", _WRITE))
-    return found
+        problems.append(Problem(f"{_KEY}.base_optimizer", "", "must name the optimizer that zero shards", _WRITE))
+    return problems
 
 
 def known(cfg: RunConfig, decided: Decisions) -> list[Problem]:
@@ -57,25 +57,25 @@ def known(cfg: RunConfig, decided: Decisions) -> list[Problem]:
         options, _ = optimizer_options(cfg.OPTIMIZER)
     except ConfigError as error:
         return list(error.problems)
-    found = []
+    problems = []
     if options.get("nesterov") and not options.get("momentum"):
         fix = f"Give it a momentum, or write {_KEY}.nesterov=False."
-        found.append(Problem(f"{_KEY}.nesterov", "True", "needs a momentum above 0", fix))
+        problems.append(Problem(f"{_KEY}.nesterov", "True", "needs a momentum above 0", fix))
     betas = options.get("betas")
     if betas is not None and not (len(betas) == 2 and all(0 <= beta < 1 for beta in betas)):
-        found.append(
+        problems.append(
             Problem(f"{_KEY}.betas", str(betas), "must be two numbers from 0 to below 1", "Write [0.9, 0.999].")
         )
-    return found
+    return problems
 
 
 def larc(cfg: RunConfig, decided: Decisions) -> list[Problem]:
     """Refuse LARC on top of an optimizer that adapts its rates by itself."""
-    block, found = cfg.OPTIMIZER, []
+    block, problems = cfg.OPTIMIZER, []
     if uses_larc(block) and base_name(block) == "lars":
         must = "cannot be put on top of lars, which adapts its rates by itself"
-        found.append(Problem(f"{_KEY}.use_larc", "True", must, f"Write {_KEY}.use_larc=False, or use sgd."))
-    return found
+        problems.append(Problem(f"{_KEY}.use_larc", "True", must, f"Write {_KEY}.use_larc=False, or use sgd."))
+    return problems
 
 
 def groups(cfg: RunConfig, decided: Decisions) -> list[Problem]:
@@ -89,8 +89,8 @@ def groups(cfg: RunConfig, decided: Decisions) -> list[Problem]:
         if rule["constant_lr"] and block.param_schedulers.lr.name not in KEYS:
             must = f"needs a schedule whose peak is known, and {block.param_schedulers.lr.name} is one of your own"
             return [Problem(f"{_KEY}.param_groups[{index}].constant_lr", "True", must, "Leave it out.")]
-    if found := _head_rules(cfg):
-        return found
+    if problems := _head_rules(cfg):
+        return problems
     if one_rate(block) and block.head_optimizer_params.lr_factors:
         fix = (
             f"Write lr_factors: [], or leave {_KEY}.construct_single_param_group_only and param_group_constructor out."
@@ -130,28 +130,28 @@ _SCHEDULES = "config.OPTIMIZER.param_schedulers"
 def used(cfg: RunConfig) -> dict[str, Scheduler]:
     """Return the schedules that this run follows."""
     block = cfg.OPTIMIZER.param_schedulers
-    found = {"lr": block.lr}
+    values = {"lr": block.lr}
     if cfg.OPTIMIZER.head_optimizer_params.use_different_lr:
-        found["lr_head"] = block.lr_head
+        values["lr_head"] = block.lr_head
     named = {"weight_decay": block.weight_decay, "weight_decay_head": block.weight_decay_head}
-    return found | {name: schedule for name, schedule in named.items() if schedule.name}
+    return values | {name: schedule for name, schedule in named.items() if schedule.name}
 
 
 def well_formed(cfg: RunConfig, decided: Decisions) -> list[Problem]:
     """Check that every schedule is known and has what it needs; parts of a composite too."""
-    found: list[Problem] = []
+    problems: list[Problem] = []
     for name, schedule in used(cfg).items():
-        found += _schedule(f"{_SCHEDULES}.{name}", asdict(schedule), cfg.OPTIMIZER.num_epochs)
-    return found
+        problems += _schedule(f"{_SCHEDULES}.{name}", asdict(schedule), cfg.OPTIMIZER.num_epochs)
+    return problems
 
 
 def _schedule(key: str, schedule: Mapping[str, Any], num_epochs: int) -> list[Problem]:
     name = schedule.get("name")
     if not isinstance(name, str) or name not in SCHEDULERS:
         return [replace(SCHEDULERS.unknown(str(name)), key=f"{key}.name")]
-    found = _missing(key, name, schedule)
-    if found:
-        return found
+    problems = _missing(key, name, schedule)
+    if problems:
+        return problems
     if name == "multistep":
         return _multistep(key, schedule["values"], schedule["milestones"], num_epochs)
     if name == "composite":
@@ -195,27 +195,27 @@ def _composite(key: str, schedule: Mapping[str, Any], num_epochs: int) -> list[P
     if not min(lengths) > 0 or not abs(sum(lengths) - 1) <= 1e-6:
         fix = "They are shares of the whole run, such as [0.1, 0.9]."
         return [Problem(f"{key}.lengths", str(list(lengths)), "must be positive and sum to 1", fix)]
-    found: list[Problem] = []
+    problems: list[Problem] = []
     for index, part in enumerate(parts):
         where = f"{key}.schedulers[{index}]"
         if isinstance(part, Mapping):
-            found += _schedule(where, part, num_epochs)
+            problems += _schedule(where, part, num_epochs)
         else:
-            found.append(Problem(where, str(part), "must be a block with a name", "Write {name: linear, ...}."))
-    return found
+            problems.append(Problem(where, str(part), "must be a block with a name", "Write {name: linear, ...}."))
+    return problems
 
 
 def auto_scaling(cfg: RunConfig, decided: Decisions) -> list[Problem]:
     """Check that scaling by the batch has a base and something to scale."""
-    found: list[Problem] = []
+    problems: list[Problem] = []
     for name, schedule in used(cfg).items():
         auto, key = schedule.auto_lr_scaling, f"OPTIMIZER.param_schedulers.{name}.auto_lr_scaling"
         if not auto.auto_scale:
             continue
         if schedule.name in KEYS and not _schedule(key, asdict(schedule), 10**9) and peak(plain(schedule)) <= 0:
             fix = "Write the schedule for base_value; its shape is kept."
-            found.append(Problem(f"config.{key}", "", "needs a schedule that rises above 0", fix))
-    return found
+            problems.append(Problem(f"config.{key}", "", "needs a schedule that rises above 0", fix))
+    return problems
 
 
 def peak_value(cfg: RunConfig, decided: Decisions) -> list[Problem]:
@@ -223,14 +223,14 @@ def peak_value(cfg: RunConfig, decided: Decisions) -> list[Problem]:
     value, schedule = cfg.OPTIMIZER.lr, cfg.OPTIMIZER.param_schedulers.lr
     if value is None:
         return []
-    found = []
+    problems = []
     if schedule.name not in KEYS:
         must = f"must be left out: the schedule {schedule.name} is not one that can be scaled"
-        found.append(Problem("config.OPTIMIZER.lr", str(value), must, f"Write the rate into {_SCHEDULES}.lr."))
+        problems.append(Problem("config.OPTIMIZER.lr", str(value), must, f"Write the rate into {_SCHEDULES}.lr."))
     elif not _schedule(_SCHEDULES, asdict(schedule), 10**9) and peak(plain(schedule)) <= 0:
         must = f"needs a schedule that rises above 0 ({_SCHEDULES}.lr)"
-        found.append(Problem("config.OPTIMIZER.lr", str(value), must, "Its shape is kept, and its peak is moved."))
-    return found
+        problems.append(Problem("config.OPTIMIZER.lr", str(value), must, "Its shape is kept, and its peak is moved."))
+    return problems
 
 
 OPTIMIZER_RULES = (form, known, larc, groups, well_formed, auto_scaling, peak_value)
@@ -314,15 +314,15 @@ def optimizer_options(block: Optimizer) -> tuple[dict[str, Any], tuple[str, ...]
     name = base_name(block)
     schema = component_keys(OPTIMIZERS, name)
     known = set(getattr(schema, "__dataclass_fields__", ()))
-    given, notes = {}, []
+    options, notes = {}, []
     for key in _OWN_KEYS:
         value = _nested_first(block, key)
         if value is not None and key in known:
-            given[key] = value
+            options[key] = value
         elif value is not None:
             notes.append(f"config.OPTIMIZER: {key} has no effect on {name}.")
-    given |= {**block.PARAMS, **block.base_optimizer.PARAMS}
-    return typed_options(schema, given, f"{_BASE}.PARAMS"), tuple(notes)
+    options |= {**block.PARAMS, **block.base_optimizer.PARAMS}
+    return typed_options(schema, options, f"{_BASE}.PARAMS"), tuple(notes)
 
 
 def _nested_first(block: Optimizer, key: str) -> Any:
@@ -332,13 +332,13 @@ def _nested_first(block: Optimizer, key: str) -> Any:
 
 def _larc(block: Optimizer) -> tuple[LarcPlan | None, tuple[str, ...]]:
     flat, nested = block.larc_config, block.base_optimizer.larc_config
-    given = {key: getattr(block.larc_config, key) for key in vars(flat) if getattr(flat, key) is not None}
-    given |= {key: value for key, value in vars(nested).items() if value is not None}
+    written = {key: getattr(block.larc_config, key) for key in vars(flat) if getattr(flat, key) is not None}
+    written |= {key: value for key, value in vars(nested).items() if value is not None}
     if uses_larc(block):
-        return LarcPlan(**given), ()
+        return LarcPlan(**written), ()
     return None, (
         "config.OPTIMIZER: LARC is off (use_larc is not True), so larc_config has no effect.",
-    ) if given else ()
+    ) if written else ()
 
 
 def optimizer_plan(cfg: RunConfig, global_batch: int, num_nodes: int) -> tuple[OptimizerPlan, tuple[str, ...]]:
@@ -432,7 +432,11 @@ def resolved_schedules(block: Optimizer, global_batch: int, num_nodes: int = 1) 
     """Resolve all schedules of OPTIMIZER, learning rates scaled by the global batch if the recipe asks for it."""
     schedulers, head = block.param_schedulers, block.head_optimizer_params
     has_own_lr = head.use_different_lr and not one_rate(block)
-    lr = scaled(schedulers.lr, global_batch, num_nodes) if block.lr is None else with_peak(schedulers.lr, block.lr)
+    if block.lr is None:
+        lr = scaled(schedulers.lr, global_batch, num_nodes)
+    else:  # by one factor, so that the largest rate is this one at any batch
+        lr = plain(schedulers.lr)
+        lr = _multiplied(lr, block.lr / peak(lr))
     decay = plain(schedulers.weight_decay) if schedulers.weight_decay.name else None
     decay_head = None if head.use_different_wd and not one_rate(block) else decay
     if schedulers.weight_decay_head.name and not one_rate(block):
@@ -492,12 +496,6 @@ def _without_part(schedule: dict[str, Any], index: int) -> dict[str, Any]:
         return {**interval, **parts[0]}
     shares = [length / sum(lengths) for length in lengths]
     return {**schedule, "schedulers": parts, "lengths": shares, "interval_scaling": scaling}
-
-
-def with_peak(scheduler: Scheduler, value: float) -> dict[str, Any]:
-    """Multiply a schedule by one factor, so that the largest value it takes is ``value`` at any batch."""
-    schedule = plain(scheduler)
-    return _multiplied(schedule, value / peak(schedule))
 
 
 def plain(scheduler: Scheduler) -> dict[str, Any]:

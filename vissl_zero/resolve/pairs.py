@@ -66,10 +66,10 @@ def list_pairs(root: Path) -> tuple[list[Pair], list[str]]:
 
 
 def _by_stem(folder: Path) -> Mapping[str, list[str]]:
-    found: dict[str, list[str]] = {}
+    by_stem: dict[str, list[str]] = {}
     for path in image_files(str(folder)):
-        found.setdefault(str(Path(path).relative_to(folder).with_suffix("")), []).append(path)
-    return found
+        by_stem.setdefault(str(Path(path).relative_to(folder).with_suffix("")), []).append(path)
+    return by_stem
 
 
 def listed(problems: Sequence[str]) -> str:
@@ -92,28 +92,28 @@ def names_of_classes(root: Path, num_classes: int) -> tuple[str, ...]:
 
 def pairs(cfg: RunConfig, decided: Decisions) -> list[Problem]:
     """Check that each image has a mask, and that the number of classes is known."""
-    found: list[Problem] = []
+    problems: list[Problem] = []
     for split, options in splits(cfg).items():
         key = f"config.DATA.{split}"
         if options.DATA_SOURCES != [SOURCE] or (cfg.DRY_RUN and not any(map(is_there, options.DATA_PATHS))):
             continue
         if not options.DATA_PATHS:
             fix = f"Write {key}.DATA_PATHS=[/path/to/folder], with {IMAGES}/ and {MASKS}/ in it."
-            found.append(Problem(f"{key}.DATA_PATHS", "[]", "must name a folder with images and masks", fix))
+            problems.append(Problem(f"{key}.DATA_PATHS", "[]", "must name a folder with images and masks", fix))
             continue
         roots = [Path(path) for path in options.DATA_PATHS]
-        if said := [clause for root in roots for clause in list_pairs(root)[1]]:
+        if complaints := [clause for root in roots for clause in list_pairs(root)[1]]:
             fix = f"Put a PNG of the same name under {MASKS}/ for each file under {IMAGES}/."
-            must = f"must hold a mask for each image, and {listed(said)}"
-            found.append(Problem(f"{key}.DATA_PATHS", str(options.DATA_PATHS), must, fix))
+            must = f"must hold a mask for each image, and {listed(complaints)}"
+            problems.append(Problem(f"{key}.DATA_PATHS", str(options.DATA_PATHS), must, fix))
         elif problem := _classes(roots, options.SOURCE_PARAMS.get("num_classes", 0), key, split == "TRAIN"):
-            found.append(problem)
-    return found
+            problems.append(problem)
+    return problems
 
 
 def transforms_of_pairs(cfg: RunConfig) -> list[Problem]:
     """Check that every transform says what becomes of a mask, and that the backend has masks."""
-    found: list[Problem] = []
+    problems: list[Problem] = []
     for split, options in splits(cfg).items():
         key = f"config.DATA.{split}.TRANSFORMS"
         for name in _names(options.TRANSFORMS):
@@ -121,16 +121,16 @@ def transforms_of_pairs(cfg: RunConfig) -> list[Problem]:
                 continue
             must = "must leave one image, with a mask that moves as it does"
             fix = f"Known: {', '.join((*GEOMETRIC, *OF_IMAGES))}."
-            found.append(Problem(key, name, must, fix))
+            problems.append(Problem(key, name, must, fix))
         applied = [entry["transforms"] for entry in _entries(options.TRANSFORMS) if "transforms" in entry]
         for name in (name for inner in applied for name in _names(inner) if name in GEOMETRIC):
-            found.append(
+            problems.append(
                 Problem(key, name, "must not stand inside RandomApply, which is of images alone", "Move it out.")
             )
     if cfg.DATA.BACKEND != "pil":
         fix = "Write config.DATA.BACKEND=pil."
-        found.append(Problem("config.DATA.BACKEND", cfg.DATA.BACKEND, "must be pil for images with masks", fix))
-    return found
+        problems.append(Problem("config.DATA.BACKEND", cfg.DATA.BACKEND, "must be pil for images with masks", fix))
+    return problems
 
 
 def _entries(transforms: Sequence[Any]) -> list[Mapping[str, Any]]:

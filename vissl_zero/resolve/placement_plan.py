@@ -151,30 +151,30 @@ def folder(cfg: RunConfig, decided: Decisions) -> list[Problem]:
 
 def allowed(cfg: RunConfig, decided: Decisions) -> list[Problem]:
     """Check that what may change is a key or a block that there is."""
-    found, known = [], [field.name for field in fields(cfg)]
+    problems, known = [], [field.name for field in fields(cfg)]
     for key in cfg.CHECKPOINT.ALLOW_CHANGED:
         if key.removeprefix("config.").split(".")[0] not in known:
             fix = did_you_mean(key, known).strip() or "Write it as the refused resume printed it, such as LOSS.name."
-            found.append(Problem("config.CHECKPOINT.ALLOW_CHANGED", repr(key), "must name keys or blocks", fix))
-    return found
+            problems.append(Problem("config.CHECKPOINT.ALLOW_CHANGED", repr(key), "must name keys or blocks", fix))
+    return problems
 
 
 def restarts(cfg: RunConfig, decided: Decisions) -> list[Problem]:
     """Check that restarts have a number of tries and a checkpoint to resume from."""
-    found = []
+    problems = []
     distributed = cfg.DISTRIBUTED
     if distributed.MAX_RESTARTS > 0 and not cfg.CHECKPOINT.AUTO_RESUME:
         must = "needs AUTO_RESUME: a restarted run resumes from its newest checkpoint"
         fix = "Write config.CHECKPOINT.AUTO_RESUME=true, or MAX_RESTARTS=0."
-        found.append(Problem("config.DISTRIBUTED.MAX_RESTARTS", str(distributed.MAX_RESTARTS), must, fix))
+        problems.append(Problem("config.DISTRIBUTED.MAX_RESTARTS", str(distributed.MAX_RESTARTS), must, fix))
     least = distributed.MIN_PROC_PER_NODE
     if least != -1 and not 1 <= least <= distributed.NUM_PROC_PER_NODE:
         must = f"must be -1, or from 1 to NUM_PROC_PER_NODE ({distributed.NUM_PROC_PER_NODE})"
-        found.append(Problem("config.DISTRIBUTED.MIN_PROC_PER_NODE", str(least), must, "Write -1."))
+        problems.append(Problem("config.DISTRIBUTED.MIN_PROC_PER_NODE", str(least), must, "Write -1."))
     if least != -1 and distributed.NUM_NODES > 1:
         must = "must be -1 with more than one machine: they restart with all of their processes"
-        found.append(Problem("config.DISTRIBUTED.MIN_PROC_PER_NODE", str(least), must, "Write -1."))
-    return found
+        problems.append(Problem("config.DISTRIBUTED.MIN_PROC_PER_NODE", str(least), must, "Write -1."))
+    return problems
 
 
 _OPTION = re.compile(r"[a-z][a-z0-9-]*")
@@ -206,23 +206,23 @@ _DECIDED = {
 
 def _texts(cfg: RunConfig, decided: Decisions) -> list[Problem]:
     """Check that names and comments are one line each: a second one would be read as an option or a command."""
-    slurm, found = cfg.SLURM, []
+    slurm, problems = cfg.SLURM, []
     for key in ("NAME", "COMMENT", "PARTITION", "ACCOUNT", "QOS", "CONSTRAINT", "LOG_FOLDER"):
         value = getattr(slurm, key)
         if is_unsafe(value):
-            found.append(_one_line(f"config.SLURM.{key}", value))
+            problems.append(_one_line(f"config.SLURM.{key}", value))
     folder = cfg.CHECKPOINT.DIR or ""
     if is_unsafe(folder):
-        found.append(_one_line("config.CHECKPOINT.DIR", folder))
+        problems.append(_one_line("config.CHECKPOINT.DIR", folder))
     if "%" in folder:
         must = "must not contain %, which SLURM replaces"
-        found.append(Problem("config.CHECKPOINT.DIR", repr(folder), must, "Name another folder."))
+        problems.append(Problem("config.CHECKPOINT.DIR", repr(folder), must, "Name another folder."))
     if not slurm.NAME.strip():
-        found.append(Problem("config.SLURM.NAME", repr(slurm.NAME), "must have a letter", "Name the job."))
+        problems.append(Problem("config.SLURM.NAME", repr(slurm.NAME), "must have a letter", "Name the job."))
     if "%" in slurm.LOG_FOLDER:
         must = "must not contain %, which SLURM replaces"
-        found.append(Problem("config.SLURM.LOG_FOLDER", repr(slurm.LOG_FOLDER), must, "Name another folder."))
-    return found
+        problems.append(Problem("config.SLURM.LOG_FOLDER", repr(slurm.LOG_FOLDER), must, "Name another folder."))
+    return problems
 
 
 def _setup(cfg: RunConfig, decided: Decisions) -> list[Problem]:
@@ -256,16 +256,16 @@ def _additional(cfg: RunConfig, decided: Decisions) -> Iterator[Problem]:
 def _numbers(cfg: RunConfig, decided: Decisions) -> list[Problem]:
     """Check that there is time to run, and to save before it ends."""
     slurm = cfg.SLURM
-    found = []
+    problems = []
     minutes = 60 * slurm.TIME_HOURS + slurm.TIME_MINUTES
     if minutes < 1:
         fix = "Set config.SLURM.TIME_HOURS or config.SLURM.TIME_MINUTES."
-        found.append(Problem("config.SLURM.TIME_HOURS", "0", "must leave time to run", fix))
+        problems.append(Problem("config.SLURM.TIME_HOURS", "0", "must leave time to run", fix))
     elif 60 * minutes <= slurm.SIGNAL_DELAY_S:
         must = f"must be less than the time limit, {60 * minutes} s"
         fix = "Lower it, or raise config.SLURM.TIME_HOURS or TIME_MINUTES."
-        found.append(Problem("config.SLURM.SIGNAL_DELAY_S", str(slurm.SIGNAL_DELAY_S), must, fix))
-    return found
+        problems.append(Problem("config.SLURM.SIGNAL_DELAY_S", str(slurm.SIGNAL_DELAY_S), must, fix))
+    return problems
 
 
 def is_submitted(cfg: RunConfig) -> bool:

@@ -49,6 +49,7 @@ from vissl_zero.resolve.placement_plan import (
 from vissl_zero.resolve.resolved import ResolvedRun
 from vissl_zero.resolve.saved import config_data, copies_of, find, leaves, load_resolved, save_resolved
 from vissl_zero.resolve.sharding_plan import SHARDING_RULES, sharding_plan
+from vissl_zero.resolve.teacher_features import teacher_features
 
 __all__ = ["load_resolved", "resolve", "save_resolved"]
 
@@ -66,6 +67,7 @@ RULES: tuple[Rule, ...] = (
     *PROGRAM_RULES,
     *LOGGER_RULES,
     *FOLLOWED_FIGURE_RULES,
+    teacher_features,
     *VISSL_RULES,
 )
 
@@ -82,7 +84,7 @@ def resolve(
     """Check a configuration and decide every derived value. Imports the user's modules (``IMPORTS``), never torch.
 
     Args:
-        cfg: as ``compose`` gives it.
+        cfg: configuration as ``compose`` gives it.
         run_dir: the run folder where CHECKPOINT.DIR is null.
         recipe: what ``config=`` named.
         written: the tree with ``${...}`` as written (``Composed.written``), so that their values can be masked on disk.
@@ -105,8 +107,8 @@ def resolve(
         raise ConfigError([*error.problems, *paths(cfg)]) from error
     decided = Decisions(cfg, host or _host(cfg))
     # Modules that cannot be imported are problems only beside others, which they may explain; else they are notes.
-    if found := problems(decided):
-        raise ConfigError([*found, *broken])
+    if all_problems := problems(decided):
+        raise ConfigError([*all_problems, *broken])
     place, step = decided.placement, decided.global_batch
     sharding, sharding_notes = sharding_plan(decided)
     optimizer, optimizer_notes = optimizer_plan(cfg, step, place.num_nodes)
@@ -158,16 +160,16 @@ def resolve(
 def problems(decided: Decisions) -> list[Problem]:
     """Find all that is wrong with a configuration: values by themselves, then keys together; each problem once."""
     cfg = decided.cfg
-    found = list(constraint_problems(cfg, "config", unread_blocks(cfg)))
+    collected = list(constraint_problems(cfg, "config", unread_blocks(cfg)))
     for rule in RULES:
         try:
             verdict = rule(cfg, decided)
         except (TypeError, ValueError, KeyError, IndexError, AttributeError, OverflowError):
-            if not found:
+            if not collected:
                 raise
             continue  # it stumbles over a value that is among the problems already
-        found += [verdict] if isinstance(verdict, Problem) else verdict or []
-    return list(dict.fromkeys(found))
+        collected += [verdict] if isinstance(verdict, Problem) else verdict or []
+    return list(dict.fromkeys(collected))
 
 
 def unread_blocks(cfg: RunConfig) -> set[str]:
@@ -189,7 +191,9 @@ def unread_blocks(cfg: RunConfig) -> set[str]:
 
 def part_alone(cfg: RunConfig, recipe: str) -> Problem | None:
     """Refuse a part of a recipe as one: its comment says so, it names no images and no heads, or heads and no more."""
-    part = next((found for found in list_recipes() if found.name == recipe and found.is_part), None)
+    part = next(
+        (recipe_part for recipe_part in list_recipes() if recipe_part.name == recipe and recipe_part.is_part), None
+    )
     has_method = cfg.TEST_ONLY or cfg.LOSS["name"] != default_loss()["name"] or Optimizer() != cfg.OPTIMIZER
     is_whole = cfg.DATA.TRAIN.DATA_SOURCES or (cfg.MODEL.HEAD.PARAMS and has_method)
     if not recipe or (part is None and is_whole):
@@ -230,6 +234,8 @@ def _filled(cfg: RunConfig) -> RunConfig:
         cfg.DATA.WORKER_TIMEOUT_S = cfg.DISTRIBUTED.TIMEOUT_S / 2
     for split in (cfg.DATA.TRAIN, cfg.DATA.TEST):
         split.DATA_PATHS = [str(Path(path).expanduser().absolute()) for path in split.DATA_PATHS]
+    if cfg.DISTILLATION.CACHE_FOLDER:
+        cfg.DISTILLATION.CACHE_FOLDER = str(Path(cfg.DISTILLATION.CACHE_FOLDER).expanduser().absolute())
     loss = cfg.LOSS["name"]
     cfg.LOSS = {"name": loss, loss: loss_options(cfg)}
     teacher = as_teacher(cfg)

@@ -58,16 +58,17 @@ class OptimizerPlan:
         name: registry name.
         options: keyword arguments by the component's own config (momentum, nesterov, betas, eps ...), typed.
         larc: None when LARC is off.
-        weight_decay: of the regularized parameters of the trunk.
-        head_weight_decay: of the head's; equals ``weight_decay`` unless head_optimizer_params say otherwise.
+        weight_decay: weight decay of the regularized parameters of the trunk.
+        head_weight_decay: weight decay of the head's; equals ``weight_decay`` unless head_optimizer_params say
+            otherwise.
         lr: schedule of the learning rate after automatic scaling: a plain dict with a "name" and that schedule's keys.
         lr_head: the same for the head (equal to ``lr`` unless use_different_lr).
         wd_schedule, wd_head_schedule: schedules of the weight decay, or None.
         regularize_bn, regularize_bias, non_regularized: which parameters decay.
-        head_lr_factors: of the learning rate, one per head; empty: 1 for all.
+        head_lr_factors: factors of the learning rate, one per head; empty: 1 for all.
         grouping: default (by trunk, heads, norms and biases), dino (biases and norms apart) or single (one group).
         head_rules: decay and rate of each head, the keys of ``LinearEvalHead``; empty: all heads have the same.
-        layer_decay: of the learning rate from one block of a transformer to the one before.
+        layer_decay: decay of the learning rate from one block of a transformer to the one before.
         param_rules: what some parameters have of their own, the keys of ``ParamGroupKeys``; the first that fits counts.
     """
 
@@ -156,17 +157,18 @@ class ShardingPlan:
         shard_group_size: ranks that share one copy of the state; the world size unless HSDP.
         wrap_threshold: also wrap every layer with at least this many parameters; 0: blocks only.
         clip_grad: largest L2 norm of the gradients, None: off.
-        clip_grad_per: of what: model (all together), part (trunk and each head apart) or tensor (each by itself).
+        clip_grad_per: whose norm is clipped: model (all together), part (trunk and each head by itself) or tensor (each
+            by itself).
         sync_bn_group: ranks per batch-norm group; 0: batch norm is not synchronized.
         sync_bn_only_marked: leave batch norms alone that are not ``SyncBatchNorm`` in the model itself.
         checkpoint_every: recompute the activations of every n-th block in backward; 0: off.
         stage_checkpoints: VISSL's lists of block ends per stage, used instead of ``checkpoint_every`` when not empty.
         checkpoint_blocks: full names of the blocks to recompute, used instead of both when not empty.
         precision: number formats.
-        timeout_s: of every collective.
+        timeout_s: timeout of every collective, in seconds.
         deterministic: the same bits at levels 0 to 3 of the torch engine, at one number of ranks.
         verbose: print the wrap plan.
-        seed: of weights that have no values yet (a model built on the meta device), and of stochastic rounding.
+        seed: seed of weights that have no values yet (a model built on the meta device), and of stochastic rounding.
         offload_optimizer, offload_params: where optimizer state and parameters rest.
         reduce_buffer_size: elements per communication buffer of fairscale's ShardedDDP at level 2; -1: its own 2**23.
         flatten_parameters: fairscale at level 3 joins the parameters of a unit into one flat tensor.
@@ -292,7 +294,7 @@ def keeps_parameters_whole(plan: ShardingPlan, num_ranks: int, world_size: int, 
 
     Args:
         plan: level, engine, precision, tiers.
-        num_ranks: that share one copy of the state.
+        num_ranks: number of ranks that share one copy of the state.
         world_size: all ranks.
         device_type: "cpu" or "cuda".
     """

@@ -114,24 +114,26 @@ def config_data(config: RunConfig, learns_from_other: bool) -> dict[str, Any]:
     """Return the tree as plain containers: without blocks that are not chosen, and VISSL's unused keys at defaults.
 
     Args:
-        config: with the keys of the chosen components filled in.
+        config: config with the keys of the chosen components filled in.
         learns_from_other: keep the model under DISTILLATION.
     """
     tree = without_vissl_keys(asdict(config))
     tree["MODEL"]["TRUNK"] = _trunk_data(config.MODEL.TRUNK)
     loss = config.LOSS["name"]
     tree["LOSS"] = {"name": loss, loss: tree["LOSS"][loss]}
-    del tree["DISTILLATION"]
+    block, kept = tree.pop("DISTILLATION"), dict[str, Any]()
+    if block["CACHE_FEATURES"]:
+        kept = {key: block[key] for key in ("CACHE_FEATURES", "CACHE_FOLDER")}
     if learns_from_other:
         teacher = config.DISTILLATION.TEACHER_MODEL
-        tree["DISTILLATION"] = {
-            "TEACHER_MODEL": {
-                "TRUNK": _trunk_data(teacher.TRUNK),
-                "HEAD": asdict(teacher.HEAD),
-                "INPUT_TYPE": teacher.INPUT_TYPE,
-                "WEIGHTS_INIT": asdict(teacher.WEIGHTS_INIT),
-            }
+        kept["TEACHER_MODEL"] = {
+            "TRUNK": _trunk_data(teacher.TRUNK),
+            "HEAD": asdict(teacher.HEAD),
+            "INPUT_TYPE": teacher.INPUT_TYPE,
+            "WEIGHTS_INIT": asdict(teacher.WEIGHTS_INIT),
         }
+    if kept:
+        tree["DISTILLATION"] = kept
     return tree
 
 
@@ -154,7 +156,7 @@ def copies_of(derive: Callable[[Any], Mapping[str, Any]], cfg: Any, keys: Mappin
         cfg: the configuration; it stays as it is.
         keys: key paths under ``config`` that were interpolated.
     """
-    found: dict[str, str] = {}
+    copies: dict[str, str] = {}
     before = dict(leaves(derive(cfg)))
     for key in keys:
         changed = copy.deepcopy(cfg)
@@ -170,8 +172,8 @@ def copies_of(derive: Callable[[Any], Mapping[str, Any]], cfg: Any, keys: Mappin
             after = dict(leaves(derive(changed)))
         except (VisslZeroError, ValueError, LookupError):
             continue  # a name that decides what runs, such as the optimizer's: no other will do
-        found |= {path: key for path, it in before.items() if it == value and after.get(path) == other}
-    return found
+        copies |= {path: key for path, it in before.items() if it == value and after.get(path) == other}
+    return copies
 
 
 def _place(tree: Any, path: str) -> tuple[Any, Any] | None:
@@ -217,15 +219,11 @@ def _masked_folder(run_dir: str, value: Any, text: str | None) -> str:
     """Write the run folder with the interpolated ``CHECKPOINT.DIR`` in it as written."""
     if not text or not isinstance(value, str):
         return run_dir
-    if run_dir == str(Path(value).expanduser().absolute()) and not _is_relative(value):
+    if run_dir == str(Path(value).expanduser().absolute()) and value.startswith(("/", "~")):
         return text
     # The last place: a folder further up may have the same name.
-    before, found, after = f"{run_dir}/".rpartition(f"/{Path(value)}/")
-    return f"{before}/{text}/{after}".rstrip("/") if found else run_dir
-
-
-def _is_relative(path: str) -> bool:
-    return not path.startswith(("/", "~"))
+    before, separator, after = f"{run_dir}/".rpartition(f"/{Path(value)}/")
+    return f"{before}/{text}/{after}".rstrip("/") if separator else run_dir
 
 
 def _plain(value: Any) -> Any:
@@ -269,7 +267,7 @@ class _Loader(yaml.SafeLoader):
 
 def with_references(config: Mapping[str, Any]) -> dict[str, Any]:
     """Replace ``${config.A.B}`` in a saved configuration by what stands there. Nothing else is resolved."""
-    found = copy.deepcopy(dict(config))
+    tree = copy.deepcopy(dict(config))
     for path, value in leaves(config):
         text = value
         for _ in range(10):
@@ -278,10 +276,10 @@ def with_references(config: Mapping[str, Any]) -> dict[str, Any]:
             if target is None:
                 break
             text = target[0][target[1]]
-        place = find(found, path)
+        place = find(tree, path)
         if text is not value and place is not None:
             place[0][place[1]] = copy.deepcopy(text)
-    return found
+    return tree
 
 
 def load_resolved(path: Path) -> ResolvedRun:

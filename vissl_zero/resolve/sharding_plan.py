@@ -75,15 +75,15 @@ def clipping(cfg: RunConfig, decided: Decisions) -> list[Problem]:
     old, new = cfg.MODEL.GRAD_CLIP, cfg.ZERO.clip_grad
     if not old.USE_GRAD_CLIP:
         return []
-    found = []
+    problems = []
     if new is not None and new != old.MAX_NORM:
         must = f"differs from config.ZERO.clip_grad={new}"
         fix = "Write one of the two, or the same value in both."
-        found.append(Problem("config.MODEL.GRAD_CLIP.MAX_NORM", str(old.MAX_NORM), must, fix))
+        problems.append(Problem("config.MODEL.GRAD_CLIP.MAX_NORM", str(old.MAX_NORM), must, fix))
     if old.NORM_TYPE != 2:
         key = "config.MODEL.GRAD_CLIP.NORM_TYPE"
-        found.append(Problem(key, str(old.NORM_TYPE), "must be 2", "Only the L2 norm is clipped."))
-    return found
+        problems.append(Problem(key, str(old.NORM_TYPE), "must be 2", "Only the L2 norm is clipped."))
+    return problems
 
 
 def sync_bn_group(cfg: RunConfig, decided: Decisions) -> Problem | None:
@@ -115,9 +115,9 @@ def shard_groups(cfg: RunConfig, decided: Decisions) -> Problem | None:
 def offload(cfg: RunConfig, decided: Decisions) -> list[Problem]:
     """Check that each tier can be had at this level, on this engine and device."""
     optimizer, params = cfg.ZERO.offload_optimizer_config, cfg.ZERO.offload_param_config
-    found = offload_problems(optimizer, params, decided.level, "config.ZERO")
-    if found or {optimizer.device, params.device} == {"none"}:
-        return found
+    problems = offload_problems(optimizer, params, decided.level, "config.ZERO")
+    if problems or {optimizer.device, params.device} == {"none"}:
+        return problems
     if cfg.ZERO.ENGINE == "fairscale":
         must = "must be torch or auto where state is offloaded"
         return [Problem(_ENGINE, "'fairscale'", must, f"Write {_ENGINE}=torch, or device: none.")]
@@ -143,39 +143,39 @@ def names(cfg: RunConfig, decided: Decisions) -> list[Problem]:
 
 def opt_level(cfg: RunConfig, decided: Decisions) -> Problem | None:
     """Refuse apex's other levels, which are not supported; torch's autocast has none, in VISSL too."""
-    given = cfg.MODEL.AMP_PARAMS.AMP_ARGS.opt_level
+    level_text = cfg.MODEL.AMP_PARAMS.AMP_ARGS.opt_level
     is_apex = cfg.MODEL.AMP_PARAMS.AMP_TYPE == "apex"
-    if not cfg.MODEL.AMP_PARAMS.USE_AMP or given in ("O1", "01") or not is_apex:
+    if not cfg.MODEL.AMP_PARAMS.USE_AMP or level_text in ("O1", "01") or not is_apex:
         return None
     key = "config.MODEL.AMP_PARAMS.AMP_ARGS.opt_level"
     fix = f"For half-precision parameters use level 3 with config.{_FSDP}.AMP_TYPE=O2."
-    return Problem(key, repr(given), "must be O1: autocast replaces apex here", fix)
+    return Problem(key, repr(level_text), "must be O1: autocast replaces apex here", fix)
 
 
 def float64(cfg: RunConfig, decided: Decisions) -> list[Problem]:
     """Check that float64 is for everything or nothing."""
     if cfg.TRAINER.DTYPE != "float64":
         return []
-    found = []
+    problems = []
     if cfg.MODEL.AMP_PARAMS.USE_AMP:
         fix = "Write config.MODEL.AMP_PARAMS.USE_AMP=False."
-        found.append(Problem("config.TRAINER.DTYPE", "'float64'", "cannot go with half precision (AMP)", fix))
+        problems.append(Problem("config.TRAINER.DTYPE", "'float64'", "cannot go with half precision (AMP)", fix))
     if cfg.MODEL.FSDP_CONFIG.compute_dtype in HALF:
         key, got = f"config.{_FSDP}.compute_dtype", repr(cfg.MODEL.FSDP_CONFIG.compute_dtype)
-        found.append(Problem(key, got, "cannot go with config.TRAINER.DTYPE=float64", "Leave one of them out."))
-    return found
+        problems.append(Problem(key, got, "cannot go with config.TRAINER.DTYPE=float64", "Leave one of them out."))
+    return problems
 
 
 def bfloat16(cfg: RunConfig, decided: Decisions) -> list[Problem]:
     """Check that parameters in bfloat16 can be updated, and that nothing asks for another format."""
     if cfg.TRAINER.DTYPE != "bfloat16":
         return []
-    asked = {"config.MODEL.AMP_PARAMS.USE_AMP=True": cfg.MODEL.AMP_PARAMS.USE_AMP}
+    switches_on = {"config.MODEL.AMP_PARAMS.USE_AMP=True": cfg.MODEL.AMP_PARAMS.USE_AMP}
     key = f"config.{_FSDP}.compute_dtype"
-    asked[f"{key}={cfg.MODEL.FSDP_CONFIG.compute_dtype}"] = cfg.MODEL.FSDP_CONFIG.compute_dtype in HALF
+    switches_on[f"{key}={cfg.MODEL.FSDP_CONFIG.compute_dtype}"] = cfg.MODEL.FSDP_CONFIG.compute_dtype in HALF
     tiers = offload_plans(cfg.ZERO.offload_optimizer_config, cfg.ZERO.offload_param_config)
     is_on_disk = any(tier.is_on_disk for tier in tiers)
-    return narrow_problems("config.TRAINER.DTYPE", "bfloat16", cfg.ZERO.ENGINE, is_on_disk, asked)
+    return narrow_problems("config.TRAINER.DTYPE", "bfloat16", cfg.ZERO.ENGINE, is_on_disk, switches_on)
 
 
 def narrow_problems(
@@ -185,13 +185,15 @@ def narrow_problems(
 
     Args:
         key, value: that ask for them.
-        engine: of the run.
+        engine: engine of the run.
         is_on_disk: optimizer state or parameters are on NVMe.
         others: further settings -> whether they are there.
     """
-    asked = {"the fairscale engine": engine == "fairscale", "state on NVMe (device: cpu)": is_on_disk, **others}
+    switches_on = {"the fairscale engine": engine == "fairscale", "state on NVMe (device: cpu)": is_on_disk, **others}
     fix = f"Leave one of them out: {key} keeps parameters, and computes, in bfloat16."
-    return [Problem(key, repr(value), f"cannot go with {other}", fix) for other, is_there in asked.items() if is_there]
+    return [
+        Problem(key, repr(value), f"cannot go with {other}", fix) for other, is_there in switches_on.items() if is_there
+    ]
 
 
 NEEDS_FLOAT8 = "needs layers that multiply in float8: their weights alone are sent so"
@@ -206,11 +208,11 @@ def float8(cfg: RunConfig, decided: Decisions) -> list[Problem]:
     if not cfg.MODEL.FLOAT8.USE_FLOAT8:
         key, fix = "config.MODEL.FLOAT8.GATHER", "Write config.MODEL.FLOAT8.USE_FLOAT8=true, or leave it out."
         return [Problem(key, "True", NEEDS_FLOAT8, fix)] if cfg.MODEL.FLOAT8.GATHER else []
-    found = pattern_problems("config.MODEL.FLOAT8.LAYERS", cfg.MODEL.FLOAT8.LAYERS)
+    problems = pattern_problems("config.MODEL.FLOAT8.LAYERS", cfg.MODEL.FLOAT8.LAYERS)
     if cfg.ZERO.ENGINE == "fairscale":
         must = "is not available on fairscale, where its parity has not been shown"
-        found.append(Problem("config.MODEL.FLOAT8.USE_FLOAT8", "True", must, f"Write {_ENGINE}=torch."))
-    return found
+        problems.append(Problem("config.MODEL.FLOAT8.USE_FLOAT8", "True", must, f"Write {_ENGINE}=torch."))
+    return problems
 
 
 _DETERMINISTIC = "config.TRAINER.DETERMINISTIC"
@@ -221,20 +223,20 @@ def reachable(cfg: RunConfig, decided: Decisions) -> list[Problem]:
     """Check that engine, groups and optimizer are ones whose sums have one order."""
     if not cfg.TRAINER.DETERMINISTIC:
         return []
-    found = []
+    problems = []
     if cfg.ZERO.ENGINE == "fairscale":
         must = "is not available on fairscale, which sums over ranks in its own order"
-        found.append(Problem(_DETERMINISTIC, "True", must, "Write config.ZERO.ENGINE=torch."))
+        problems.append(Problem(_DETERMINISTIC, "True", must, "Write config.ZERO.ENGINE=torch."))
     if cfg.ZERO.SHARD_GROUP_SIZE not in (-1, decided.world_size):
         must = "is not available with shard groups, which sum inside each group first"
-        found.append(Problem(_DETERMINISTIC, "True", must, "Write config.ZERO.SHARD_GROUP_SIZE=-1."))
+        problems.append(Problem(_DETERMINISTIC, "True", must, "Write config.ZERO.SHARD_GROUP_SIZE=-1."))
     if cfg.TRAINER.COMPILE:
         must = "is not available with config.TRAINER.COMPILE: levels begin to compile at different steps"
-        found.append(Problem(_DETERMINISTIC, "True", must, "Turn one of the two off."))
+        problems.append(Problem(_DETERMINISTIC, "True", must, "Turn one of the two off."))
     if base_name(cfg.OPTIMIZER) not in REPEATABLE:
         must = f"needs {', '.join(REPEATABLE[:-1])} or {REPEATABLE[-1]}, whose rounding does not depend on the cut"
-        found.append(Problem(_DETERMINISTIC, "True", must, "Use one of them."))
-    return found
+        problems.append(Problem(_DETERMINISTIC, "True", must, "Use one of them."))
+    return problems
 
 
 SHARDING_RULES = (
@@ -416,8 +418,8 @@ TYPES = "must be ZeroRedundancyOptimizer_Level_1, _2 or _3"
 
 def typed_level(name: str) -> int | None:
     """Read the level from ColossalAI's name of it; None: it is no such name."""
-    found = _TYPE.fullmatch(name)
-    return int(found[1]) if found else None
+    match = _TYPE.fullmatch(name)
+    return int(match[1]) if match else None
 
 
 def implied_level(params_device: str) -> int | None:
@@ -427,19 +429,19 @@ def implied_level(params_device: str) -> int | None:
 
 def switches(cfg: RunConfig) -> dict[str, int]:
     """Map VISSL's switches that are on to the level each stands for."""
-    found = {}
+    levels = {}
     if cfg.OPTIMIZER.name == "zero":
-        found["config.OPTIMIZER.name=zero"] = 1
+        levels["config.OPTIMIZER.name=zero"] = 1
     elif cfg.OPTIMIZER.use_zero:
-        found["config.OPTIMIZER.use_zero"] = 1
+        levels["config.OPTIMIZER.use_zero"] = 1
     if cfg.MODEL.SHARDED_DDP_SETUP.USE_SDP:
-        found[_USE_SDP] = 2
+        levels[_USE_SDP] = 2
     if cfg.MODEL.FSDP_CONFIG.AUTO_SETUP_FSDP:
-        found[_AUTO_FSDP] = 3
+        levels[_AUTO_FSDP] = 3
     task = cfg.TRAINER.TASK_NAME  # type: ignore[attr-defined] # from the tables of VISSL's keys
     if task in TASK_LEVELS:
-        found[f"config.TRAINER.TASK_NAME={task}"] = TASK_LEVELS[task]
-    return found
+        levels[f"config.TRAINER.TASK_NAME={task}"] = TASK_LEVELS[task]
+    return levels
 
 
 def chosen_level(cfg: RunConfig) -> int | None:
@@ -452,18 +454,18 @@ def chosen_level(cfg: RunConfig) -> int | None:
 
 def level(cfg: RunConfig) -> tuple[int, tuple[str, ...]]:
     """Decide the level, and write a note for each switch that a number overrides."""
-    chosen, found = chosen_level(cfg), switches(cfg)
-    if chosen is None and not found and (implied := implied_level(cfg.ZERO.offload_param_config.device)):
+    chosen, levels = chosen_level(cfg), switches(cfg)
+    if chosen is None and not levels and (implied := implied_level(cfg.ZERO.offload_param_config.device)):
         return implied, (IMPLIED.format(key="config.ZERO.LEVEL"),)
     if chosen is None:
         # The highest: VISSL's USE_SDP switches use_zero on by itself (its utils/hydra_config.py), so several may be on.
-        return max(found.values(), default=0), ()
+        return max(levels.values(), default=0), ()
     key = "config.ZERO.type" if str(cfg.ZERO.LEVEL) == "auto" else f"config.ZERO.LEVEL={chosen}"
-    if chosen == 0 and not found:
+    if chosen == 0 and not levels:
         return 0, (f"{key} shards nothing, as auto would here.",)
     notes = [
         f"{key} wins over {switch}, which stands for level {meant}."
-        for switch, meant in found.items()
+        for switch, meant in levels.items()
         if meant != chosen
     ]
     return chosen, tuple(notes)

@@ -97,9 +97,9 @@ def peak_bytes(device: torch.device) -> int:
     """Return the largest memory so far: allocated by torch on a GPU, resident in this process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    found = _status("VmHWM")  # not ru_maxrss: a process inherits that from the one that started it
-    if found is not None:
-        return found
+    high_water = _status("VmHWM")  # not ru_maxrss: a process inherits that from the one that started it
+    if high_water is not None:
+        return high_water
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 

@@ -20,7 +20,7 @@ class ParamFacts:
     """A parameter as far as memory goes.
 
     Attributes:
-        shape: of the whole.
+        shape: shape of the whole.
         itemsize: bytes of an element.
         unit: first module of the unit that holds it at level 3.
         is_trained: an optimizer updates it.
@@ -64,29 +64,29 @@ def param_facts(model: nn.Module, wrap_plan: WrapPlan, trained: Iterable[str]) -
     """
     owners = {name: unit.modules[0] for unit in wrap_plan.units for name in unit.modules}
     updated, sent = set(trained), sent_weights(model)
-    found = {}
+    facts = {}
     for name, param in model.named_parameters():
         module = name.rpartition(".")[0]
         while module not in owners:
             module = module.rpartition(".")[0]
-        found[name] = ParamFacts(
+        facts[name] = ParamFacts(
             tuple(param.shape),
             param.element_size(),
             owners[module],
             name in updated and param.requires_grad,
             param in sent,
         )
-    return found
+    return facts
 
 
 def whole_units(params: Mapping[str, ParamFacts], num_ranks: int) -> dict[str, int]:
     """Sum each unit's bytes while it is gathered, in the master format. Scalars are not cut, hence never gathered."""
-    found: dict[str, int] = {}
+    bytes_by_unit: dict[str, int] = {}
     for param in params.values():
         if param.shape:
             # Padding included: torch gathers parts of equal length.
-            found[param.unit] = found.get(param.unit, 0) + param.padded(num_ranks) * num_ranks
-    return found
+            bytes_by_unit[param.unit] = bytes_by_unit.get(param.unit, 0) + param.padded(num_ranks) * num_ranks
+    return bytes_by_unit
 
 
 def params_on_disk(params: Mapping[str, ParamFacts], plan: ShardingPlan, num_ranks: int) -> dict[str, ParamFacts]:
@@ -95,7 +95,7 @@ def params_on_disk(params: Mapping[str, ParamFacts], plan: ShardingPlan, num_ran
     Args:
         params: facts of a model's parameters.
         plan: where they rest.
-        num_ranks: that share one copy of the state.
+        num_ranks: number of ranks that share one copy of the state.
     """
     if not plan.offload_params.is_on_disk:
         return {}
@@ -115,7 +115,7 @@ def gathered_bytes(params: Mapping[str, ParamFacts], plan: ShardingPlan, num_ran
     Args:
         params: facts of a model's parameters.
         plan: level and number formats.
-        num_ranks: that share one copy of the state.
+        num_ranks: number of ranks that share one copy of the state.
     """
     units = whole_units(params, num_ranks)
     if plan.level == 0:

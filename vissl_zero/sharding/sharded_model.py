@@ -71,7 +71,7 @@ class ModelSetup:
         build_optimizer: called once with this rank's shards; None for a model that is not trained.
         plan: level, clipping, precision.
         wrap_plan: the units.
-        device: of the computation.
+        device: device of the computation.
         fill: gives a unit its weights, where it was built without memory for them.
     """
 
@@ -125,8 +125,8 @@ class ShardedModel:
         self._plan = plan
         self._wrap_plan = setup.wrap_plan
         self._device = setup.device
-        found = shards_of(module, group) if shards is None else shards
-        self._shards = {shard.name: shard for shard in found}
+        shard_table = shards_of(module, group) if shards is None else shards
+        self._shards = {shard.name: shard for shard in shard_table}
         self._trained = [self._shards[name] for parameter_group in groups for name in parameter_group.params]
         optimizer_groups: list[dict[str, Any]] = [
             {
@@ -300,7 +300,7 @@ class ShardedModel:
             teacher: if it ``follows``, a copy of the model, possibly without some parts; else any model.
             follows: ``follow`` will be called, and batch norm takes the statistics of the teacher's own batches; else
                 it runs in evaluation mode throughout, and saved states leave it out: ``fill`` gives it again.
-            fill: as for ``Strategy.shard``.
+            fill: see ``Strategy.shard``.
 
         Raises:
             VisslZeroError: this engine cannot cut it as the model.
@@ -607,14 +607,14 @@ class ShardedModel:
         These are parameters held whole and, where batch norm is synchronized over all ranks, buffers.
         """
         world_size = collectives.world_size()
-        found = {name: shard.local.detach() for name, shard in self._shards.items() if shard.num_copies == world_size}
+        tensors = {name: shard.local.detach() for name, shard in self._shards.items() if shard.num_copies == world_size}
         # Smaller groups have statistics of their own, so buffers differ between ranks on purpose.
         if self._plan.sync_bn_group in (-1, world_size):
-            found |= self.buffers()
+            tensors |= self.buffers()
         if self._teacher is not None:
             alike = self._teacher.replicated().items()
-            found |= {f"teacher:{name}": tensor for name, tensor in alike}
-        return found
+            tensors |= {f"teacher:{name}": tensor for name, tensor in alike}
+        return tensors
 
     def restore(self, saved: SavedState, with_teacher: bool = True) -> None:
         """Take parameters, optimizer state and loss scale from a store, whatever layout wrote it.
@@ -650,13 +650,14 @@ class ShardedModel:
 
         Not a collective.
         """
-        shards = self._shards.values()
+        shards, average = self._shards.values(), self._average
+        averaged = [] if average is None else [*average.params.values(), *average.buffers.values()]
         return Bytes(
             params=parameter_storages(self._module, shards).num_bytes,
             grads=gradient_storages(self._module, shards).num_bytes,
             optimizer=optimizer_storages(self.optimizer).num_bytes,
             activations=self._activation_bytes,
-            buffers=Storages([*self._module.buffers(), *self._average_tensors()]).num_bytes,
+            buffers=Storages([*self._module.buffers(), *averaged]).num_bytes,
             teacher=0 if self._teacher is None else self._teacher.held_bytes(),
             peak=peak_bytes(self._device),
             params_step_peak=Storages(shard.local for shard in shards).num_bytes + self._wrap_plan.whole_bytes,
@@ -686,10 +687,6 @@ class ShardedModel:
     def _wait_for_readers(self) -> None:
         while self._readers:
             self._readers.pop()()
-
-    def _average_tensors(self) -> Iterable[Tensor]:
-        average = self._average
-        return () if average is None else (*average.params.values(), *average.buffers.values())
 
     def _saved_buffers(self) -> Iterator[tuple[str, Tensor]]:
         return saved_buffers(self._module)

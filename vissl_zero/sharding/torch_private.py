@@ -47,8 +47,8 @@ foreach_norm = torch._foreach_norm
 def real_grad(param: Tensor) -> Tensor | None:
     """Return the gradient that autograd has left on this rank, also where a subclass shows users another one."""
     with as_plain_tensors():
-        found: Tensor | None = _GRAD.__get__(param)
-    return found
+        grad: Tensor | None = _GRAD.__get__(param)
+    return grad
 
 
 def marks(params: Iterable[Tensor]) -> list[tuple[int, ...] | None]:
@@ -56,15 +56,15 @@ def marks(params: Iterable[Tensor]) -> list[tuple[int, ...] | None]:
 
     None for a parameter without a gradient in memory.
     """
-    found: list[tuple[int, ...] | None] = []
+    all_marks: list[tuple[int, ...] | None] = []
     for param in params:
         grad = real_grad(param)
-        own = grad._local_tensor if isinstance(grad, DTensor) else grad
-        if grad is None or own is None or own.is_meta:
-            found.append(None)
+        local = grad._local_tensor if isinstance(grad, DTensor) else grad
+        if grad is None or local is None or local.is_meta:
+            all_marks.append(None)
         else:
-            found.append((own.data_ptr(), own._version, grad._version))
-    return found
+            all_marks.append((local.data_ptr(), local._version, grad._version))
+    return all_marks
 
 
 def set_real_grad(param: Tensor, grad: Tensor | None) -> None:
@@ -181,8 +181,8 @@ def unit_state(unit: Any) -> Any:
 
 def modules_of(state: Any) -> tuple[nn.Module, ...]:
     """Return the modules of a unit (``_modules`` of its state)."""
-    found: tuple[nn.Module, ...] = state._modules
-    return found
+    modules: tuple[nn.Module, ...] = state._modules
+    return modules
 
 
 def group_of(state: Any) -> Any:
@@ -213,14 +213,14 @@ def owner_of(param: Any) -> Any:
 
 def name_of(param: Any) -> str | None:
     """Return the full name of a unit's parameter (``_param_fqn``); None before the first forward pass."""
-    found: str | None = param._param_fqn
-    return found
+    name: str | None = param._param_fqn
+    return name
 
 
 def shard_data(param: Any) -> Tensor:
     """Return this rank's rows, flat and padded, which the next gather sends (``_sharded_param_data``)."""
-    found: Tensor = param._sharded_param_data
-    return found
+    data: Tensor = param._sharded_param_data
+    return data
 
 
 def set_shard_data(param: Any, data: Tensor) -> None:
@@ -233,8 +233,8 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
     ``to_local()`` gives a new view each time, and records it for autograd.
     """
-    found: Tensor = getattr(tensor, "_local_tensor", tensor)
-    return found
+    local: Tensor = getattr(tensor, "_local_tensor", tensor)
+    return local
 
 
 def set_local_tensor(tensor: Any, local: Tensor) -> None:
@@ -252,25 +252,25 @@ def is_executed(node: Any) -> bool:
 
 def operation_name(operation: Any) -> str:
     """Return the name of an operation, such as ``aten::mm`` (``_schema``)."""
-    found: str = operation._schema.name
-    return found
+    name: str = operation._schema.name
+    return name
 
 
 def writes_in_place(operation: Any) -> bool:
     """Check whether the operation changes one of its arguments (``_schema``)."""
-    found: bool = operation._schema.is_mutable
-    return found
+    is_mutable: bool = operation._schema.is_mutable
+    return is_mutable
 
 
 def written_arguments(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
     """List the tensors that the operation changes (``_schema``)."""
-    found: list[Tensor] = []
+    written: list[Tensor] = []
     for index, argument in enumerate(operation._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[index] if index < len(args) else kwargs.get(argument.name)
             values = value if isinstance(value, list | tuple) else [value]
-            found += [tensor for tensor in values if isinstance(tensor, Tensor)]
-    return found
+            written += [tensor for tensor in values if isinstance(tensor, Tensor)]
+    return written
 
 
 def overloads_of(operation: Any) -> Any:
@@ -310,9 +310,9 @@ def without_memory(cls: type, like: Tensor) -> Any:
     return Tensor._make_wrapper_subclass(cls, like.shape, dtype=like.dtype, device=like.device)
 
 
-def copy_versions(state: Any, given: Any) -> None:
+def copy_versions(state: Any, source: Any) -> None:
     """Give a state dict the versions of modules that another one has, which loading reads (``_metadata``)."""
-    state._metadata = given._metadata
+    state._metadata = source._metadata
 
 
 def unsaved_buffers(module: nn.Module) -> set[str]:
@@ -410,8 +410,8 @@ def set_left_to_itself(model: nn.Module, names: Any) -> None:
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
     """Return the longest wait of a group's messages on the CPU: torch takes it and does not show it."""
-    found: timedelta = group._get_backend(torch.device("cpu")).options._timeout
-    return found
+    timeout: timedelta = group._get_backend(torch.device("cpu")).options._timeout
+    return timeout
 
 
 def call_on_gradient(params: Iterable[Tensor], method: Callable[[Any], None]) -> None:
@@ -457,8 +457,8 @@ def reshaped(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
 
     ``tensor`` must not be used any more.
     """
-    found: Tensor = torch.ops.aten._unsafe_view(tensor, shape)
-    return found
+    view: Tensor = torch.ops.aten._unsafe_view(tensor, shape)
+    return view
 
 
 def compiled(function: Callable[..., Any], backend: Callable[..., Any], max_graphs: int) -> Callable[..., Any]:
@@ -472,8 +472,8 @@ def compiled(function: Callable[..., Any], backend: Callable[..., Any], max_grap
     settings.recompile_limit = max(settings.recompile_limit, max_graphs)
     known = inspect.signature(torch.compile).parameters
     options: dict[str, Any] = {"isolate_recompiles": True} if "isolate_recompiles" in known else {}  # newer torch
-    found: Callable[..., Any] = torch.compile(function, backend=backend, dynamic=False, **options)
-    return found
+    compiled_function: Callable[..., Any] = torch.compile(function, backend=backend, dynamic=False, **options)
+    return compiled_function
 
 
 def compile_graph(backend: str, graph: Any, inputs: list[Any]) -> Callable[..., Any]:

@@ -1,0 +1,1 @@
+"""VISSL's heritage: keys without effect here, second names, forms of methods, programs."""

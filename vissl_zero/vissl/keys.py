@@ -89,13 +89,13 @@ TASK_LEVELS: dict[str, int] = ALIASES["task_levels"]
 @cache
 def vissl_keys() -> tuple[VisslKey, ...]:
     """List every key of both tables."""
-    found = []
+    keys = []
     for name in ("refused", "no_effect"):
         for start, entry in _paths(_TABLES[name]):
             for path, value in _leaves(_default(entry["default"]), start):
                 allowed = value.values if isinstance(value, OneOf) else (value,)
-                found.append(VisslKey(path, allowed, name == "refused", entry["why"]))
-    return tuple(found)
+                keys.append(VisslKey(path, allowed, name == "refused", entry["why"]))
+    return tuple(keys)
 
 
 def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
@@ -110,7 +110,7 @@ def with_vissl_keys(path: str) -> Callable[[type[T]], type[T]]:
     """Decorate a class, above ``@dataclass``: add the tables' keys under ``path`` that it does not have itself.
 
     Args:
-        path: of the block under ``config:``; empty for the root.
+        path: path of the block under ``config:``; empty for the root.
     """
 
     def decorate(cls: type[T]) -> type[T]:
@@ -126,8 +126,8 @@ def _below(tree: Mapping[str, Any], path: str) -> Mapping[str, Any]:
 
 
 def _extend(cls: type[T], path: str, trees: list[Mapping[str, Any]]) -> type[T]:
-    own = {f.name for f in fields(cls)}  # type: ignore[arg-type]
-    names = [name for name in dict.fromkeys(name for tree in trees for name in tree) if name not in own]
+    field_names = {f.name for f in fields(cls)}  # type: ignore[arg-type]
+    names = [name for name in dict.fromkeys(name for tree in trees for name in tree) if name not in field_names]
     extra = [_field(name, f"{path}.{name}", [tree[name] for tree in trees if name in tree]) for name in names]
     extended = make_dataclass(cls.__name__, extra, bases=(cls,))
     extended.__module__, extended.__doc__ = cls.__module__, cls.__doc__

@@ -27,16 +27,11 @@ def use_own_methods(cfg: RunConfig) -> list[str]:
     Raises:
         ConfigError: one with a value that cannot be had here.
     """
-    _name_heads(cfg)
+    for head in [*cfg.MODEL.HEAD.PARAMS, *cfg.DISTILLATION.TEACHER_MODEL.HEAD.PARAMS]:
+        if _name_of(head) == "ibot_head" and "in_dim" in head[1]:  # VISSL's, which is another than ours
+            head[0] = _IBOT_HEAD
     forms = (_rotnet, _jigsaw, _pirl, _ibot, _msn)
     return [note for form in forms if (note := form(cfg))]
-
-
-def _name_heads(cfg: RunConfig) -> None:
-    """Rename VISSL's ``ibot_head``, which is another than ours."""
-    for head in [*cfg.MODEL.HEAD.PARAMS, *cfg.DISTILLATION.TEACHER_MODEL.HEAD.PARAMS]:
-        if _name_of(head) == "ibot_head" and "in_dim" in head[1]:
-            head[0] = _IBOT_HEAD
 
 
 def _rotnet(cfg: RunConfig) -> str:
@@ -155,7 +150,7 @@ def _masked_shares(entry: Mapping[str, Any], key: str) -> tuple[list[float], flo
 
 def _msn(cfg: RunConfig) -> str:
     modeling = _blocks(cfg)[1].TRUNK.VISION_TRANSFORMERS.MASKED_IMAGE_MODELING
-    own, others = _temperatures(cfg.MODEL.HEAD.PARAMS), _temperatures(_teacher(cfg).HEAD.PARAMS)
+    ours, others = _temperatures(cfg.MODEL.HEAD.PARAMS), _temperatures(_teacher(cfg).HEAD.PARAMS)
     old, name = cfg.LOSS.get("msn_distillation_loss"), cfg.LOSS.get("name")
     if name == "msn_distillation_loss" and isinstance(old, Mapping) and others:
         # The teacher's head gives the softmax that DINO's distillation takes of scores.
@@ -169,8 +164,8 @@ def _msn(cfg: RunConfig) -> str:
         return ""
     loss = cfg.LOSS[name]
     loss.patch_drop = float(modeling.PARAMS.get("drop_ratio", 0.0))
-    if name == "msn_loss" and own:
-        loss.temperature = own[0]
+    if name == "msn_loss" and ours:
+        loss.temperature = ours[0]
     modeling.NAME, modeling.PARAMS = "", {}
     the_loss = " The loss is the paper's." if name == "msn_loss" else ""
     return f"MASKED_IMAGE_MODELING: {name} leaves patches out; its patch_drop is drop_ratio.{the_loss}"
@@ -178,12 +173,12 @@ def _msn(cfg: RunConfig) -> str:
 
 def _temperatures(heads: list[Any]) -> list[float]:
     """Take the temperatures out of each msn_head: here the loss has them. Embeddings are measured, as return_query."""
-    found = []
+    temperatures = []
     for head in heads:
         if _name_of(head) == "msn_head":
-            found.append(float(head[1].pop("temperature", 0.1)))
+            temperatures.append(float(head[1].pop("temperature", 0.1)))
             head[1].pop("return_query", None)
-    return found
+    return temperatures
 
 
 def _teacher(cfg: RunConfig) -> Any:

@@ -44,8 +44,8 @@ def fingerprint(shapes: Mapping[str, Iterable[int]]) -> str:
 
 @cache
 def _index() -> dict[str, list[str]]:
-    found: dict[str, list[str]] = json.loads(INDEX_FILE.read_text(encoding="utf-8"))
-    return found
+    names: dict[str, list[str]] = json.loads(INDEX_FILE.read_text(encoding="utf-8"))
+    return names
 
 
 def models_of(shapes: Mapping[str, Iterable[int]]) -> list[str]:
@@ -76,11 +76,11 @@ def _libraries() -> Iterator[tuple[str, Mapping[str, Iterable[int]]]]:
 
 def write_index() -> None:
     """Build every model without memory for its weights, and write their fingerprints. Takes minutes."""
-    found: dict[str, list[str]] = {}
+    index: dict[str, list[str]] = {}
     for name, shapes in _libraries():
-        found.setdefault(fingerprint(shapes), []).append(name)
+        index.setdefault(fingerprint(shapes), []).append(name)
     rows = [
-        f"{json.dumps(key)}: {json.dumps(sorted(names, key=lambda n: (len(n), n)))}" for key, names in found.items()
+        f"{json.dumps(key)}: {json.dumps(sorted(names, key=lambda n: (len(n), n)))}" for key, names in index.items()
     ]
     INDEX_FILE.write_text("{\n" + ",\n".join(sorted(rows)) + "\n}\n", encoding="utf-8")
 

@@ -55,7 +55,7 @@ def teacher_of(name: str, saved: Mapping[str, Any] | None) -> dict[str, Any]:
     """Describe the network of weights as ``network_of``, and count its features (``feature_dim``).
 
     Args:
-        name: as for ``find``.
+        name: see ``find``.
         saved: the configuration of the run that the weights are of; None: they are recognized.
     Raises:
         CheckpointError, ConfigError: as ``find``, or the trunk cannot be built.

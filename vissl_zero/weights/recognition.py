@@ -66,25 +66,25 @@ def recognize(foreign: Foreign, model: str = "", preprocessing: Mapping[str, Any
         CheckpointError: no known network has these tensors.
     """
     shapes = {plain_name(entry.key): tuple(entry.shape) for entry in foreign.entries}
-    told = {**_told(foreign.config), **(preprocessing or {})}
+    told = {**_stated(foreign.config), **(preprocessing or {})}
     if (own := _own(foreign.config)) is not None:
         return own
     model = model or _architecture(foreign.config)
-    found = _transformer(shapes, foreign) or _eva(shapes, foreign.config) or _resnet(shapes)
-    found = found or _convnext(shapes, foreign.config) or _swin(shapes) or _indexed(shapes, model)
-    if found is None:
+    network = _transformer(shapes, foreign) or _eva(shapes, foreign.config) or _resnet(shapes)
+    network = network or _convnext(shapes, foreign.config) or _swin(shapes) or _indexed(shapes, model)
+    if network is None:
         some = ", ".join(entry.key for entry in foreign.entries[:4])
         raise CheckpointError(
             f"No network that is known here has these {len(foreign.entries)} tensors ({some}, ...). Write the trunk: "
             "config.MODEL.TRUNK.NAME=timm/<model> or torchvision/<model>, or a run folder in place of the file."
         )
     return Recognized(
-        found.text,
-        found.trunk,
-        int(told.get("size") or found.size),
-        list(told.get("mean") or found.mean),
-        list(told.get("std") or found.std),
-        [other for other in found.others if other != found.trunk["NAME"]],
+        network.text,
+        network.trunk,
+        int(told.get("size") or network.size),
+        list(told.get("mean") or network.mean),
+        list(told.get("std") or network.std),
+        [other for other in network.others if other != network.trunk["NAME"]],
     )
 
 
@@ -119,7 +119,7 @@ def _architecture(config: Mapping[str, Any]) -> str:
     return f"timm/{name}" if isinstance(name, str) else ""
 
 
-def _told(config: Mapping[str, Any]) -> dict[str, Any]:
+def _stated(config: Mapping[str, Any]) -> dict[str, Any]:
     """Read size and normalization from ``config.json`` (timm) or ``preprocessor_config.json`` (transformers)."""
     timm, hf = config.get("pretrained_cfg"), config.get("preprocessor")
     if isinstance(timm, Mapping):
@@ -319,9 +319,9 @@ def _swin(shapes: Shapes) -> Recognized | None:
 
 def _indexed(shapes: Shapes, model: str) -> Recognized | None:
     """Recognize a published model of timm or torchvision, by the names and shapes of all its tensors."""
-    found = models_of(shapes)
-    name = model if model in found or (model and not found) else next(iter(found), "")
+    candidates = models_of(shapes)
+    name = model if model in candidates or (model and not candidates) else next(iter(candidates), "")
     if not name:
         return None
     size = re.search(r"_(\d{3})(?:\D|$)", name)
-    return Recognized(name, {"NAME": name}, int(size[1]) if size else _USUAL_SIZE, others=found)
+    return Recognized(name, {"NAME": name}, int(size[1]) if size else _USUAL_SIZE, others=candidates)

@@ -27,6 +27,7 @@ from vissl_zero.data.pipeline import derive_eval_transforms
 from vissl_zero.errors import CheckpointError
 from vissl_zero.models.trunks.token_embedding import TokenEmbedding, interpolated
 from vissl_zero.models.weight_names import is_adapters, to_other_names
+from vissl_zero.weights import to_detectron2 as d2
 from vissl_zero.weights.library_index import models_of
 from vissl_zero.weights.network_name import network_name
 from vissl_zero.weights.recognition import Recognized, recognize
@@ -56,9 +57,9 @@ class Views:
     def of(cls, data: Mapping[str, Any]) -> Views:
         """Read them from the TRANSFORMS of evaluation, or those that TRAIN's imply, of a DATA block."""
         transforms = data["TEST"]["TRANSFORMS"] or derive_eval_transforms(data["TRAIN"]["TRANSFORMS"])
-        found = {entry["name"]: entry for entry in transforms}
-        resize, crop = _side(found.get("Resize", {}).get("size")), _side(found.get("CenterCrop", {}).get("size"))
-        normalize = found.get("Normalize", {})
+        by_name = {entry["name"]: entry for entry in transforms}
+        resize, crop = _side(by_name.get("Resize", {}).get("size")), _side(by_name.get("CenterCrop", {}).get("size"))
+        normalize = by_name.get("Normalize", {})
         size = crop or resize or 224
         return cls(size, resize or size, normalize.get("mean", [0.0] * 3), normalize.get("std", [1.0] * 3))
 
@@ -72,7 +73,7 @@ class Exported:
     """What was written.
 
     Attributes:
-        folder: of the files.
+        folder: folder of the files.
         call: Python that opens it; ``model`` and ``images`` follow from it.
         difference: the largest between features of the opened model and of the trunk, on random images.
         notes: sentences on what the folder lacks.
@@ -91,7 +92,7 @@ class Source:
     Attributes:
         trunk: takes a list of images (B, 3, H, W), gives a list of features; in evaluation mode, on the CPU.
         config: ``MODEL.TRUNK`` that builds it.
-        views: of evaluation.
+        views: views of evaluation.
     """
 
     trunk: nn.Module
@@ -100,8 +101,8 @@ class Source:
 
     def features(self, images: Tensor) -> Tensor:
         """Compute features (B, F) of images (B, 3, H, W)."""
-        found: Tensor = self.trunk([images])[0]
-        return found
+        rows: Tensor = self.trunk([images])[0]
+        return rows
 
     @property
     def is_adapted(self) -> bool:
@@ -180,9 +181,9 @@ def write(source: Source, target: str, folder: Path) -> Exported:
         notes = [*notes, f"Position embeddings are those of images of {side} pixels."]
     images = torch.randn(2, 3, side, side, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        wanted, found = source.features(images), opened(images)
-    difference = float((wanted - found).abs().max())
-    if found.shape != wanted.shape or difference > _TOLERANCE * max(1.0, float(wanted.abs().max())):
+        wanted, got = source.features(images), opened(images)
+    difference = float((wanted - got).abs().max())
+    if got.shape != wanted.shape or difference > _TOLERANCE * max(1.0, float(wanted.abs().max())):
         raise CheckpointError(
             f"{target} opens the folder, and for images of {side} pixels its features differ from those of the trunk, "
             f"{network_name(source.config)}, by {difference:.2g}: not written. --to safetensors keeps everything."
@@ -240,9 +241,9 @@ def _in_timm(source: Source, entries: list[Entry]) -> Recognized:
     if name.startswith("timm/"):
         return Recognized(network_name(source.config), {"NAME": name, "PARAMS": params})
     if name == "resnet":
-        found = [model for model in models_of({e.key: e.shape for e in entries}) if model.startswith("timm/")]
-        if found:
-            return Recognized(found[0], {"NAME": found[0]})
+        candidates = [model for model in models_of({e.key: e.shape for e in entries}) if model.startswith("timm/")]
+        if candidates:
+            return Recognized(candidates[0], {"NAME": candidates[0]})
     network = recognize(Foreign("", entries))
     if not network.trunk["NAME"].startswith("timm/"):
         other = next((model for model in network.others if model.startswith("timm/")), "")
@@ -270,12 +271,12 @@ def _to_torchvision(source: Source, folder: Path) -> tuple[str, Opened, list[str
             dict(source.config.get("PARAMS", {}).get("model_args") or {}),
         )
     else:
-        found = [one for one in models_of(shapes) if one.startswith("torchvision/")]
-        if not found:
+        candidates = [one for one in models_of(shapes) if one.startswith("torchvision/")]
+        if not candidates:
             raise CheckpointError(
                 f"torchvision has no {network_name(source.config)} of these sizes. --to safetensors takes every trunk."
             )
-        model = found[0].removeprefix("torchvision/")
+        model = candidates[0].removeprefix("torchvision/")
     net = torchvision.models.get_model(model, weights=None, **options)
     classifier = _without_classifier(net)
     net.load_state_dict({entry.key: entry.read() for entry in entries})
@@ -292,6 +293,69 @@ def _without_classifier(net: nn.Module) -> str:
     parent, _, child = name.rpartition(".")
     setattr(net.get_submodule(parent), child, nn.Identity())
     return name
+
+
+def _to_detectron2(source: Source, folder: Path) -> tuple[str, Opened, list[str]]:
+    """Write ``model.pkl``; as detectron2 is not among our packages, timm or torchvision computes with what is in it."""
+    entries = source.entries("torchvision" if source.config["NAME"].startswith("torchvision/") else "timm")
+    shapes = {entry.key: entry.shape for entry in entries}
+    tensors = {entry.key: entry.read() for entry in entries}
+    if "pos_embed" in shapes:
+        return _transformer_to_detectron2(source, folder, entries, tensors)
+    names = d2.resnet_names(list(shapes))
+    settings = d2.resnet_settings(shapes)
+    d2.write_model(folder / d2.MODEL, {new: tensors[old] for old, new in names.items()})
+    pixels = {
+        f"PIXEL_{name}": [255 * value for value in values]
+        for name, values in (("MEAN", source.views.mean), ("STD", source.views.std))
+    }
+    model = {"WEIGHTS": f"{folder.name}/{d2.MODEL}", **pixels, "RESNETS": settings}
+    _write_json(folder / d2.SETTINGS, {"MODEL": model, "INPUT": {"FORMAT": "RGB"}})  # JSON is YAML
+    kept = d2.read_model(folder / d2.MODEL)
+    call = "from detectron2.config import get_cfg; cfg = get_cfg(); "
+    notes = ["Merge it after a configuration of detectron2, such as COCO-Detection/faster_rcnn_R_50_FPN_1x.yaml."]
+    given = {old: kept[new] for old, new in names.items()}
+    return call + f'cfg.merge_from_file("{folder.name}/{d2.SETTINGS}")', _torchvisions_resnet(given, settings), notes
+
+
+def _torchvisions_resnet(tensors: Mapping[str, Tensor], settings: Mapping[str, Any]) -> Opened:
+    """Build torchvision's ResNet without classifier of detectron2's settings."""
+    import torchvision
+
+    groups = {"groups": settings.get("NUM_GROUPS", 1), "width_per_group": settings.get("WIDTH_PER_GROUP", 64)}
+    net = torchvision.models.get_model(f"resnet{settings['DEPTH']}", weights=None, **groups)
+    _without_classifier(net)
+    lost = net.load_state_dict(tensors, strict=False)
+    assert all(name.endswith("num_batches_tracked") for name in lost.missing_keys), lost
+    return net.eval()
+
+
+def _transformer_to_detectron2(
+    source: Source, folder: Path, entries: list[Entry], tensors: Mapping[str, Tensor]
+) -> tuple[str, Opened, list[str]]:
+    prefix = "backbone.net."
+    d2.write_model(
+        folder / d2.MODEL, {f"{prefix}{name}": tensor for name, tensor in d2.transformer_tensors(tensors).items()}
+    )
+    kept = {name.removeprefix(prefix): value for name, value in d2.read_model(folder / d2.MODEL).items()}
+    heads: Any = next(module.num_heads for module in source.trunk.modules() if hasattr(module, "num_heads"))
+    settings = d2.transformer_settings({name: value.shape for name, value in kept.items()}, heads)
+    trunk = copy.deepcopy(source.trunk)
+    state = trunk.state_dict()
+    for name, old in to_other_names([f"{_PREFIX}{own}" for own in state], "timm").names.items():
+        values = kept.get(name)
+        state[old.removeprefix(_PREFIX)] = values if values is not None else _one_if_scale(name, tensors[name])
+    trunk.load_state_dict(state)
+    arguments = ", ".join(f"{name}={value!r}" for name, value in settings.items())
+    notes = [
+        f"Of a configuration of ViTDet, set these of model.backbone.net: {arguments}.",
+        "detectron2's transformer has no class token and no last norm. Layer scales are in the layers before them.",
+    ]
+    return f'train.init_checkpoint = "{folder.name}/{d2.MODEL}"', lambda images: trunk([images])[0], notes
+
+
+def _one_if_scale(name: str, tensor: Tensor) -> Tensor:
+    return torch.ones_like(tensor) if name.endswith(".gamma") else tensor
 
 
 _HF_KINDS = {
@@ -316,11 +380,11 @@ def _to_transformers(source: Source, folder: Path) -> tuple[str, Opened, list[st
     config = _hf_config(kind, shapes, args | {"num_heads": heads}, network, source.views)
     entries = [Entry(_timms(e.key), e.dtype, e.shape, e.read) for e in timm_entries]
     entries = [e for e in entries if kind != "vit" or e.key != "mask_token"]
-    found, unknown = from_timm(entries, HUGGING_FACE)
+    entries_there, unknown = from_timm(entries, HUGGING_FACE)
     if unknown:
         raise CheckpointError(f"--to transformers: {config['architectures'][0]} has no place for {unknown[0]}.")
     _write_json(folder / CONFIG, config)
-    write_shard_file(folder / WEIGHTS, found, {"format": "pt"}, with_checksums=False)
+    write_shard_file(folder / WEIGHTS, entries_there, {"format": "pt"}, with_checksums=False)
     import transformers
 
     transformers.utils.logging.set_verbosity_error()
@@ -459,6 +523,7 @@ TARGETS: dict[str, Callable[[Source, Path], tuple[str, Opened, list[str]]]] = {
     "transformers": _to_transformers,
     "torchvision": _to_torchvision,
     "torchhub": _to_torchhub,
+    "detectron2": _to_detectron2,
     "peft": _to_peft,
     "onnx": _to_onnx,
     "safetensors": _to_safetensors,

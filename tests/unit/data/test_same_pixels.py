@@ -14,6 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 from PIL import Image
 
 from tests.blocks import data_block
@@ -27,6 +28,7 @@ from vissl_zero.data.sources.packed import UNLABELLED
 
 SOURCES = ("disk_folder", "disk_filelist", "webdataset", "arrow", "parquet", "lmdb", "hdf5", "npy")
 BACKENDS = ("pil", "fast")
+ON_DEVICE = "fast, on the device"
 NUM_IMAGES, BATCH, SEED = 15, 6, 5  # the last batch has an image for each of three ranks
 
 
@@ -48,10 +50,12 @@ Hashes = dict[tuple[int, int], tuple[int, str]]  # (epoch, sample) -> label and 
 WHOLE = [Case(*each) for each in itertools.product(SOURCES, (1, 2, 3), (0, 2, 3), (False, True), BACKENDS)]
 # Without workers a case takes a tenth of a second; with them, several.
 FAST = [Case(source, 3, 0, True, backend) for source in SOURCES for backend in BACKENDS]
+FAST += [Case("disk_folder", 2, 0, True, ON_DEVICE)]
 SLOW = [
     Case(source, 1 + index % 3, 2 + index % 2, index % 2 == 0, BACKENDS[index // 2 % 2])
     for index, source in enumerate(SOURCES)
 ]
+SLOW += [Case("webdataset", 3, 2, True, ON_DEVICE)]
 
 
 @pytest.fixture(scope="module")
@@ -106,13 +110,15 @@ def loaders(keys: dict[str, Any], case: Case) -> list[Loader]:
     """The loader of each rank of a case."""
     paths = {name: [str(path) for path in keys.get(name, [])] for name in ("DATA_PATHS", "LABEL_PATHS")}
     train = {"DATA_SOURCES": [case.source], "TRANSFORMS": MULTI_CROP, **keys, **paths}
-    keys = {"BACKEND": case.backend, "NUM_DATALOADER_WORKERS": case.workers, "WORKER_TIMEOUT_S": 120.0}
+    backend, place = ("fast", "device") if case.backend == ON_DEVICE else (case.backend, "workers")
+    keys = {"BACKEND": backend, "AUGMENT_ON": place, "NUM_DATALOADER_WORKERS": case.workers, "WORKER_TIMEOUT_S": 120.0}
     data = data_block({**keys, "TRAIN": train})
     return [build_loader(data, "TRAIN", SEED, BATCH // case.ranks, rank, case.ranks, 1) for rank in range(case.ranks)]
 
 
-def add(found: Hashes, epoch: int, batch: ImageBatch) -> None:
+def add(found: Hashes, epoch: int, loaded: ImageBatch) -> None:
     """Note label and hash of each sample of a batch; a sample comes once."""
+    batch = loaded.to("cpu", torch.float32)
     assert batch.targets is not None
     for row, sample in enumerate(batch.sample_ids.tolist()):
         crops = b"".join(images[row :: batch.num_local].numpy().tobytes() for images in batch.images)

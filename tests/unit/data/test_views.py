@@ -22,15 +22,16 @@ from vissl_zero.resolve.resolve import resolve
 RECIPE = "pretrain/swav/my_photos"
 
 
-@pytest.mark.parametrize("backend", ["pil", "fast"])
-def test_views_are_the_loaders_crops(tmp_path: Path, backend: str) -> None:
+@pytest.mark.parametrize(("backend", "place"), [("pil", "workers"), ("fast", "workers"), ("fast", "device")])
+def test_views_are_the_loaders_crops(tmp_path: Path, backend: str, place: str) -> None:
     for index in range(3):
         save_image(tmp_path / f"{index}.jpg", index, (60, 50))
-    overrides = [f"config.DATA.BACKEND={backend}", "config.SEED_VALUE=5", "config.DATA.IMG_SIZE=32"]
+    how = [f"config.DATA.BACKEND={backend}", f"config.DATA.AUGMENT_ON={place}"]
+    overrides = [*how, "config.SEED_VALUE=5", "config.DATA.IMG_SIZE=32"]
     mine = [f"config.DATA.TRAIN.DATA_PATHS={tmp_path}", "config.DATA.NUM_DATALOADER_WORKERS=0"]
     plan = resolve(compose(RECIPE, [*overrides, *mine]).run, tmp_path)
     loader = build_loader(data_block(plan.config.DATA), "TRAIN", plan.seed, 3, 0, 1, 1)
-    (batch,) = next(loader.epoch(2))
+    batch = next(loader.epoch(2))[0].to("cpu", torch.float32)
     views = pickle.loads(pickle.dumps(vissl_zero.load_views(RECIPE, overrides=overrides)))
     before = torch.get_rng_state(), random.getstate()
     for row, index in enumerate(batch.sample_ids.tolist()):
@@ -42,6 +43,8 @@ def test_views_are_the_loaders_crops(tmp_path: Path, backend: str) -> None:
             assert all(torch.equal(a, b) for a, b in zip(crops, expected, strict=True))
         assert not torch.equal(views(path, epoch=1, index=index)[0], expected[0])
     assert torch.equal(torch.get_rng_state(), before[0]) and random.getstate() == before[1]
+    again = vissl_zero.load_views(RECIPE, overrides=[*overrides, "config.DATA.AUGMENTATION_PERIOD=2"])
+    assert torch.equal(again(path, epoch=3, index=1)[0], views(path, epoch=1, index=1)[0])
     with pytest.raises(BrokenImageError, match="the file no longer exists"):
         views(tmp_path / "none.jpg")
 

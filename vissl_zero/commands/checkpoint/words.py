@@ -58,8 +58,8 @@ def _meant(path: Path) -> list[Path]:
             return [path]
         open_store(path).close()  # says what else is wrong
         return [path]
-    if found := find_checkpoints(path)[::-1]:
-        return found
+    if checkpoints := find_checkpoints(path)[::-1]:
+        return checkpoints
     if path.name.startswith("step_") or any(path.glob("rank*.json")):
         return [path]  # one that has lost its manifest
     store = open_store(path)  # the weights of a run folder, or an error that says what to give
@@ -126,11 +126,11 @@ def diff(arguments: Sequence[str]) -> int:
         one, other = (config_of(store).get("config", {}) for store in (a, b))
         if isinstance(one, Mapping) and isinstance(other, Mapping) and one and other:
             _pairs("config.", settings_that_differ(one, other), most)
-        found = [entry for entry in compare(a, b) if not _is_within(entry, options.tolerance)]
+        differences = [entry for entry in compare(a, b) if not _is_within(entry, options.tolerance)]
     finally:
         a.close()
         b.close()
-    return _report(found, options.tolerance, most)
+    return _report(differences, options.tolerance, most)
 
 
 def _is_within(entry: TensorDifference, tolerance: float) -> bool:
@@ -145,20 +145,22 @@ def _pairs(prefix: str, pairs: Mapping[str, tuple[object, object]], most: int | 
         _rest(len(rows), most)
 
 
-def _report(found: list[TensorDifference], tolerance: float, most: int | None) -> int:
+def _report(differences: list[TensorDifference], tolerance: float, most: int | None) -> int:
     within = f" within {tolerance:g}" if tolerance else ""
-    if not found:
+    if not differences:
         echo(f"\nAll tensors are equal{within}.")
         return 0
     echo("")
-    worst_first = sorted(found, key=lambda entry: (entry.largest is not None, -(entry.largest or 0.0), entry.name))
+    worst_first = sorted(
+        differences, key=lambda entry: (entry.largest is not None, -(entry.largest or 0.0), entry.name)
+    )
     rows = [
         (entry.name, entry.what, entry.text, "" if entry.largest is None else f"{entry.largest:.3g}")
         for entry in worst_first
     ]
     table(rows[:most], ("tensor", "differs in", "", "largest difference"), right=(3,))
     _rest(len(rows), most)
-    names = {entry.name for entry in found}
+    names = {entry.name for entry in differences}
     echo(f"\n{len(names)} tensors differ{within}." if len(names) != 1 else f"\n1 tensor differs{within}.")
     return 1
 
@@ -247,8 +249,8 @@ def _settings(store: Checkpoint | WeightsFile, is_all: bool) -> None:
     if not isinstance(config, Mapping) or not config:
         return
     defaults: dict[str, Any] = {} if is_all else without_vissl_keys(asdict(RunConfig()))
-    found = settings_that_differ(defaults, config)
-    rows = [(f"config.{key}", value) for key, (_, value) in found.items() if value != "-"]
+    differing = settings_that_differ(defaults, config)
+    rows = [(f"config.{key}", value) for key, (_, value) in differing.items() if value != "-"]
     echo("\nSettings:" if is_all else "\nSettings other than the defaults:")
     table(rows)
 
@@ -269,7 +271,7 @@ def table(rows: Iterable[Sequence[object]], titles: Sequence[str] = (), right: S
 
     Args:
         rows: cells; anything.
-        titles: of the columns; none: no header.
+        titles: titles of the columns; none: no header.
         right: columns to align to the right.
     """
     cells = [[printable(cell) for cell in row] for row in rows]
@@ -379,32 +381,32 @@ def import_(arguments: Sequence[str]) -> int:
         raise ConfigError(f"{parser.prog}: give a recipe or --like, not both.")
     shapes, config = _target(parser.prog, options.words, options.like)
     foreign = read_foreign(Path(options.source).expanduser(), options.key)
-    found = match(foreign, shapes, options.remove_prefix)
+    matched = match(foreign, shapes, options.remove_prefix)
     for reason in foreign.passed_over:
         echo(f"passed over: {reason}")
     echo(f"{options.source}: {foreign.layout}, {len(foreign.entries)} tensors")
-    for sentence in found.sentences():
+    for sentence in matched.sentences():
         echo(sentence)
-    if not found.entries:
+    if not matched.entries:
         raise CheckpointError(
             f"{options.source}: no tensor has a name or shape that is understood; nothing was written."
         )
-    incomplete = found.lacks("trunk")
-    is_understood = shapes is not None or 2 * len(found.entries) >= len(foreign.entries)
+    incomplete = matched.lacks("trunk")
+    is_understood = shapes is not None or 2 * len(matched.entries) >= len(foreign.entries)
     if incomplete and not options.partial:
-        count = f"{len(found.entries)} of {len(foreign.entries)} tensors fit, and the trunk lacks {len(incomplete)}"
+        count = f"{len(matched.entries)} of {len(foreign.entries)} tensors fit, and the trunk lacks {len(incomplete)}"
         echo(f"Not written: {count}. --partial writes the rest all the same.")
         return 1
     if not is_understood and not options.partial:
         raise CheckpointError(
-            f"{options.source}: only {len(found.entries)} of {len(foreign.entries)} tensors have a name that is "
+            f"{options.source}: only {len(matched.entries)} of {len(foreign.entries)} tensors have a name that is "
             "understood; nothing was written. Name a recipe or --like for the model they are of, --key or "
             "--remove-prefix for their place, or --partial to write these few all the same."
         )
-    path, about_optimizer = write_imported(found, foreign, options.to, config, options.overwrite)
+    path, about_optimizer = write_imported(matched, foreign, options.to, config, options.overwrite)
     if about_optimizer:
         echo(about_optimizer)
-    echo(f"-> {path}: {len(found.entries)} tensors, {bytes_text(sum(entry.num_bytes for entry in found.entries))}")
+    echo(f"-> {path}: {len(matched.entries)} tensors, {bytes_text(sum(entry.num_bytes for entry in matched.entries))}")
     return 1 if incomplete or not is_understood else 0
 
 

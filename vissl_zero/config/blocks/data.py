@@ -120,9 +120,15 @@ class Data:
     """What is evaluated on; without a source, part of TRAIN."""
     IMG_SIZE: int | None = number(None, least=1, most=65536)
     """Side in pixels of the largest training crop: all sizes in TRANSFORMS are scaled with it; null: as written."""
+    AUGMENTATION_PERIOD: int | None = number(None, least=1)
+    """Epochs after which the random crops and colors of each training image repeat; 1: every epoch shows the same;
+    null: they never repeat."""
     BACKEND: str = choice("pil", "pil", "fast")
     """What decodes and transforms images. pil: Pillow, as VISSL; fast: arrays of 8 bits (simplejpeg, torch, OpenCV),
     several times faster; crops have the same boxes. pip install vissl-zero[fast]."""
+    AUGMENT_ON: str = choice("workers", "workers", "device")
+    """Where training images change colors, are mirrored, blurred and normalized. workers: before a batch is given away;
+    device: on whole batches of 8 bits, with the same draws; needs BACKEND fast. Workers crop and resize either way."""
     EXIF: str = choice("ignore", "ignore", "apply")
     """ignore: read pixels as they are stored, as VISSL does; apply: turn an image as its camera noted."""
     BACKGROUND: str = choice("stored", "stored", "white", "gray", "black")

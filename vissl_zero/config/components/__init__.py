@@ -121,7 +121,7 @@ def component_keys(registry: Registry, name: str) -> type | None:
     return builtin_keys(registry.kind).get(name) or registry.get(name).config
 
 
-def typed_options(component: Component | type | None, given: Mapping[str, Any], key_path: str) -> dict[str, Any]:
+def typed_options(component: Component | type | None, options: Mapping[str, Any], key_path: str) -> dict[str, Any]:
     """Fill in all keys of a component: ``given`` over the defaults, with the types of its dataclass.
 
     Args:
@@ -133,15 +133,15 @@ def typed_options(component: Component | type | None, given: Mapping[str, Any], 
     """
     schema = component.config if isinstance(component, Component) else component
     if schema is None:
-        if given:
+        if options:
             fix = "Register the component with config=<a dataclass of its keys>."
             raise ConfigError(
-                [Problem(key_path, str(dict(given)), "must be empty: this component declares no keys", fix)]
+                [Problem(key_path, str(dict(options)), "must be empty: this component declares no keys", fix)]
             )
         return {}
     node, problems = OmegaConf.structured(schema), []
     names = [f.name for f in fields(schema)]
-    for name, value in given.items():
+    for name, value in options.items():
         if name not in names:
             fix = did_you_mean(str(name), names).strip() or f"Known: {', '.join(names)}."
             problems.append(Problem(f"{key_path}.{name}", "", "is not a key", fix))

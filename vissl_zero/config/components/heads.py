@@ -150,10 +150,10 @@ def layer_names(entries: Sequence[Any]) -> list[str]:
         layer if layers.count(layer) == 1 else f"{layer} {pooling}{list(args)}"
         for layer, (_, (pooling, args)) in zip(layers, entries, strict=True)
     ]
-    return told_apart(names)
+    return distinct_names(names)
 
 
-def told_apart(names: Sequence[str]) -> list[str]:
+def distinct_names(names: Sequence[str]) -> list[str]:
     """Add the head's place in ``HEAD.PARAMS`` to names that occur twice: figures of heads are kept by name."""
     return [name if names.count(name) == 1 else f"{name}, head {index}" for index, name in enumerate(names)]
 
@@ -162,19 +162,19 @@ def problems(cfg: RunConfig) -> list[Problem]:
     """Refuse entries that are no [layer, [pooling, [arguments]]], and a map that is not as long as the heads."""
     if not (are_tapped(cfg) or features_are_tapped(cfg)):
         return []
-    entries, found = cfg.MODEL.FEATURE_EVAL_SETTINGS.LINEAR_EVAL_FEAT_POOL_OPS_MAP, []
+    entries, problems = cfg.MODEL.FEATURE_EVAL_SETTINGS.LINEAR_EVAL_FEAT_POOL_OPS_MAP, []
     for entry in entries:
         if not _is_entry(entry):
             fix = 'Write ["res5", ["AdaptiveAvgPool2d", [[2, 2]]]], or ["res5avg", ["Identity", []]].'
-            found.append(Problem(KEY, str(entry), "must list [layer, [pooling, [arguments]]]", fix))
+            problems.append(Problem(KEY, str(entry), "must list [layer, [pooling, [arguments]]]", fix))
         elif entry[1][0] not in POOLINGS:
             fix = did_you_mean(entry[1][0], POOLINGS).strip() or "Choose one of them."
-            found.append(Problem(KEY, repr(entry[1][0]), f"must name a pooling: {', '.join(POOLINGS)}", fix))
+            problems.append(Problem(KEY, repr(entry[1][0]), f"must name a pooling: {', '.join(POOLINGS)}", fix))
     heads = len(cfg.MODEL.HEAD.PARAMS)
     if heads != len(entries) and are_tapped(cfg):
         must = f"must list a head for each of the {len(entries)} layers of {KEY}"
-        found.append(Problem("config.MODEL.HEAD.PARAMS", f"{heads} heads", must, "Give the lists the same length."))
-    return found
+        problems.append(Problem("config.MODEL.HEAD.PARAMS", f"{heads} heads", must, "Give the lists the same length."))
+    return problems
 
 
 def _is_entry(entry: Any) -> bool:

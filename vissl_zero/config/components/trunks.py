@@ -380,12 +380,12 @@ ANYNET_PARAMETERS = ("depths", "widths", "group_widths", "bottleneck_multipliers
 def vision_transformer_problems(config: VisionTransformerConfig) -> list[Problem]:
     """Refuse sizes that make no vision transformer."""
     key = "config.MODEL.TRUNK.VISION_TRANSFORMERS"
-    found = list(constraint_problems(config, key))
+    problems = list(constraint_problems(config, key))
     for name, divisor in (("HIDDEN_DIM", "NUM_HEADS"), ("IMAGE_SIZE", "PATCH_SIZE")):
-        if not found and getattr(config, name) % getattr(config, divisor):
+        if not problems and getattr(config, name) % getattr(config, divisor):
             must = f"must be a multiple of {divisor}, {getattr(config, divisor)}"
-            found.append(Problem(f"{key}.{name}", str(getattr(config, name)), must, "Change one of them."))
-    return found
+            problems.append(Problem(f"{key}.{name}", str(getattr(config, name)), must, "Change one of them."))
+    return problems
 
 
 def patch_side(trunk: Any) -> int:
@@ -396,23 +396,23 @@ def patch_side(trunk: Any) -> int:
     """
     if trunk.NAME in ("vision_transformer", "convit"):
         return max(1, trunk.VISION_TRANSFORMERS.PATCH_SIZE)
-    given = (trunk.PARAMS.get("model_args") or {}).get("patch_size")
-    if trunk.NAME.startswith("timm/") and isinstance(given, int):
-        return max(1, given)
+    patch_size = (trunk.PARAMS.get("model_args") or {}).get("patch_size")
+    if trunk.NAME.startswith("timm/") and isinstance(patch_size, int):
+        return max(1, patch_size)
     named = re.match(r"timm/(?:vit|deit)\w*_patch(\d+)_", f"{trunk.NAME}_")
     return int(named[1]) if named else 1
 
 
 def size_problems(key: str, config: Any) -> list[Problem]:
     """Refuse sizes that make no network: out of range, what must divide and does not, lists of unequal length."""
-    found = list(constraint_problems(config, key))
-    if found:
-        return found
+    problems = list(constraint_problems(config, key))
+    if problems:
+        return problems
     for name, divisor in (("HIDDEN_DIM", "NUM_HEADS"), ("IMAGE_SIZE", "PATCH_SIZE")):
         if hasattr(config, name) and getattr(config, name) % getattr(config, divisor):
             must = f"must be a multiple of {divisor}, {getattr(config, divisor)}"
-            found.append(Problem(f"{key}.{name}", str(getattr(config, name)), must, "Change one of them."))
-    return found + _stage_problems(key, config)
+            problems.append(Problem(f"{key}.{name}", str(getattr(config, name)), must, "Change one of them."))
+    return problems + _stage_problems(key, config)
 
 
 def _stage_problems(key: str, config: Any) -> list[Problem]:
@@ -462,20 +462,20 @@ def trunk_params(name: str, params: Mapping[str, Any]) -> dict[str, Any]:
 def regnet_problems(config: RegNetConfig) -> list[Problem]:
     """Refuse parameters of a RegNet that make none; those that are null are left to others to miss."""
     key = "config.MODEL.TRUNK.REGNET"
-    found = list(constraint_problems(config, key))
+    problems = list(constraint_problems(config, key))
     if config.w_0 is not None and config.w_0 % 8:
-        found.append(Problem(f"{key}.w_0", str(config.w_0), "must be a multiple of 8", "Write 16, for example."))
-    return found
+        problems.append(Problem(f"{key}.w_0", str(config.w_0), "must be a multiple of 8", "Write 16, for example."))
+    return problems
 
 
-def own_fields(given: Mapping[str, Any], schema: type | None) -> dict[str, Any]:
+def own_fields(values: Mapping[str, Any], schema: type | None) -> dict[str, Any]:
     """Return what of a block belongs to a component: blocks also hold VISSL's other keys."""
     assert schema is not None
     kept: dict[str, Any] = {}
     for item in fields(schema):
-        if item.name not in given:
+        if item.name not in values:
             continue
-        value = given[item.name]
+        value = values[item.name]
         default = item.default_factory() if callable(item.default_factory) else None
         is_block = is_dataclass(default) and isinstance(value, Mapping)
         kept[item.name] = own_fields(value, type(default)) if is_block else value
@@ -495,7 +495,7 @@ def own_trunk_keys(trunk: Any, schema: type) -> dict[str, Any]:
         trunk: the block ``MODEL.TRUNK``.
         schema: dataclass of the keys that the trunk's constructor takes.
     """
-    given: dict[str, Any] = {}
+    keys: dict[str, Any] = {}
     for name in trunk_block_names(trunk.NAME):
-        given |= asdict(getattr(trunk, name))
-    return own_fields(given, schema)
+        keys |= asdict(getattr(trunk, name))
+    return own_fields(keys, schema)

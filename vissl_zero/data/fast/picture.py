@@ -15,6 +15,8 @@ from torch import Tensor
 from vissl_zero.data.decode import Decoder
 from vissl_zero.data.fast.color import Colors
 
+_ALL = np.arange(256)
+_SMOOTH = np.array([[1, 1, 1], [1, 5, 1], [1, 1, 1]], np.float32) / 13
 _EIGHTHS = (1, 2, 4, 8)  # by how much a JPEG may be decoded smaller: by leaving out frequencies of its cosine transform
 _EXIF_ORIENTATION = b"Exif\0\0"
 
@@ -46,7 +48,7 @@ class Cut:
 
         Args:
             pixels: (H, W, 3) uint8.
-            scale: by how much they are smaller than the image of the box, down and across; box edges are rounded.
+            scale: size of the image of the box over theirs, down and across; box edges are rounded.
         """
         top, bottom = _edges(self.top, self.height, scale[0], pixels.shape[0])
         left, right = _edges(self.left, self.width, scale[1], pixels.shape[1])
@@ -97,6 +99,43 @@ class Picture:
         """Return this picture: it is decoded."""
         return self
 
+    def blur(self, kernel: np.ndarray) -> None:
+        """Filter down and across with ``kernel``, (2 r + 1,) float32; the border continues outside."""
+        self.pixels = cv2.sepFilter2D(self.pixels, -1, kernel, kernel, borderType=cv2.BORDER_REPLICATE)
+
+    def solarize(self, threshold: float) -> None:
+        """Invert values from a threshold up."""
+        self.pixels = cv2.LUT(self.pixels, np.where(threshold > _ALL, _ALL, 255 - _ALL).astype(np.uint8))
+
+    def posterize(self, bits: int) -> None:
+        """Keep the upper bits of values."""
+        self.pixels = cv2.LUT(self.pixels, (_ALL & ~(2 ** (8 - bits) - 1)).astype(np.uint8))
+
+    def sharpen(self, share: float) -> None:
+        """Mix the image with its smooth copy, of which it has 1 - ``share``: above 1, edges get stronger."""
+        smooth = self.pixels.copy()
+        smooth[1:-1, 1:-1] = cv2.filter2D(self.pixels, -1, _SMOOTH)[1:-1, 1:-1]  # Pillow leaves the border
+        self.pixels = _blended(smooth, self.pixels, share)
+
+    def spread(self) -> None:
+        """Spread each channel over 0 to 255."""
+        tables, pixels = [], self.pixels
+        for least, most in zip(pixels.min((0, 1)).tolist(), pixels.max((0, 1)).tolist(), strict=True):
+            scale = 255 / (most - least) if most > least else 1.0
+            tables.append((_ALL * scale - least * scale).astype(int).clip(0, 255) if most > least else _ALL)
+        self.pixels = cv2.LUT(pixels, np.stack(tables, -1).astype(np.uint8)[:, None])
+
+    def stroke(self, is_thicker: bool, share: float) -> None:
+        """Mix the image with ``share`` of the brightest, or darkest, pixel of 3 by 3 around each."""
+        extreme = cv2.dilate if is_thicker else cv2.erode
+        self.pixels = _blended(self.pixels, extreme(self.pixels, np.ones((3, 3), np.uint8)), share)
+
+
+def _blended(first: np.ndarray, second: np.ndarray, share: float) -> np.ndarray:
+    """Mix two images as Pillow does, which drops the fraction."""
+    mixed: np.ndarray = cv2.addWeighted(first, 1 - share, second, share, -0.5)
+    return mixed
+
 
 class EncodedPicture:
     """An image file. A JPEG is decoded once its boxes are known, as small as the largest reduction allows.
@@ -106,7 +145,7 @@ class EncodedPicture:
 
     Args:
         data: content of the file.
-        name: of the image, for errors.
+        name: name of the image, for errors.
         decoder: limits and what is done to odd files.
     Raises:
         BrokenImageError: it cannot be used.

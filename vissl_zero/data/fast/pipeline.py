@@ -86,9 +86,15 @@ def _after(form: Form, pictures: list[Any]) -> list[Any]:
     return made
 
 
-def build_fast_pipeline(entries: Sequence[Mapping[str, Any]], key: str, decoder: Decoder) -> FastPipeline:
+def build_fast_pipeline(
+    entries: Sequence[Mapping[str, Any]], key: str, decoder: Decoder, kind: type[FastPipeline] = FastPipeline
+) -> FastPipeline:
     """Build the fast pipeline of a TRANSFORMS list; see ``build_pipeline``.
 
+    Args:
+        entries, key: as there.
+        decoder: reads files.
+        kind: of pipeline.
     Raises:
         ConfigError: every transform or argument without a fast form, and wrong arguments.
     """
@@ -99,7 +105,7 @@ def build_fast_pipeline(entries: Sequence[Mapping[str, Any]], key: str, decoder:
     ramp = Image.fromarray(np.repeat(np.arange(256, dtype=np.uint8)[None, :, None], 3, axis=2))
     (values,) = build_pipeline(entries[last:], key)(ramp)
     forms = _joined([_form(entry, f"{key}[{index}]") for index, entry in enumerate(entries[:last])])
-    return FastPipeline(forms, np.ascontiguousarray(values.numpy()[:, 0]), decoder)
+    return kind(forms, np.ascontiguousarray(values.numpy()[:, 0]), decoder)
 
 
 def _form(entry: Mapping[str, Any], key: str) -> Form:

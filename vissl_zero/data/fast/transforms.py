@@ -9,7 +9,7 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
-from typing import Any, ClassVar
+from typing import Any
 
 import cv2
 import numpy as np
@@ -17,10 +17,17 @@ import torch
 import torchvision
 
 from vissl_zero.data import transforms as originals
+from vissl_zero.data.fast.noted import NotedPicture
 from vissl_zero.data.fast.picture import Cut, EncodedPicture, Picture
 
 Image = Picture | EncodedPicture
+AnyPicture = Picture | NotedPicture  # whose colors change, at once or on the device
 Form = Callable[[Any], Any]
+
+
+def moves_pixels(form: Form) -> bool:
+    """Check whether a form crops, resizes or turns images. Others change colors, and mirror."""
+    return getattr(form, "moves_pixels", False)
 
 
 class CutBoxes:
@@ -30,7 +37,7 @@ class CutBoxes:
         crops: torchvision's transform for each crop, whose boxes are drawn.
     """
 
-    takes_files = True
+    moves_pixels = takes_files = True
 
     def __init__(self, crops: Sequence[torchvision.transforms.RandomResizedCrop]):
         self.crops = tuple(crops)
@@ -90,7 +97,7 @@ def multi_crop(**arguments: Any) -> CutBoxes:
 class Replicate:
     """Copies of an image."""
 
-    takes_files = True
+    moves_pixels = takes_files = True
 
     def __init__(self, **arguments: Any):
         self.num_times = originals.ImgReplicatePil(**arguments).num_times
@@ -102,7 +109,7 @@ class Replicate:
 class CropAndTiles:
     """PIRL's crop, and the tiles of another one."""
 
-    takes_files = True
+    moves_pixels = takes_files = True
 
     def __init__(self, **arguments: Any):
         original = originals.ImgPilToPatchesAndImage(**arguments)
@@ -119,7 +126,7 @@ class CropAndTiles:
 class Resize:
     """The whole image, resized: the shorter side to a number, or to height and width."""
 
-    takes_files = True
+    moves_pixels = takes_files = True
 
     def __init__(self, **arguments: Any):
         original = torchvision.transforms.Resize(**arguments)
@@ -139,6 +146,8 @@ class Resize:
 
 class CenterCrop:
     """The middle of an image; black where it is smaller."""
+
+    moves_pixels = True
 
     def __init__(self, **arguments: Any):
         self._size = tuple(torchvision.transforms.CenterCrop(**arguments).size)
@@ -165,7 +174,7 @@ class Flip:
     def __init__(self, p: float = 0.5):
         self.p = single(p)
 
-    def __call__(self, picture: Picture) -> None:
+    def __call__(self, picture: AnyPicture) -> None:
         if torch.rand(1).item() < self.p:
             picture.colors.mirror()
 
@@ -176,7 +185,7 @@ class ColorJitter:
     def __init__(self, **arguments: Any):
         self._original = torchvision.transforms.ColorJitter(**arguments)
 
-    def __call__(self, picture: Picture) -> None:
+    def __call__(self, picture: AnyPicture) -> None:
         original = self._original
         ranges = original.brightness, original.contrast, original.saturation, original.hue
         order, *factors = original.get_params(*ranges)
@@ -193,7 +202,7 @@ class Gray:
     def __init__(self, p: float = 0.1):
         self.p = single(p)
 
-    def __call__(self, picture: Picture) -> None:
+    def __call__(self, picture: AnyPicture) -> None:
         if torch.rand(1).item() < self.p:
             picture.colors.gray()
 
@@ -203,8 +212,9 @@ class Apply:
 
     def __init__(self, transforms: Sequence[Form], p: float = 0.5):
         self._transforms, self.p = tuple(transforms), single(p)
+        self.moves_pixels = any(map(moves_pixels, transforms))
 
-    def __call__(self, picture: Picture) -> None:
+    def __call__(self, picture: AnyPicture) -> None:
         if self.p >= torch.rand(1).item():
             for transform in self._transforms:
                 transform(picture)
@@ -219,7 +229,7 @@ class ColorDistortion:
         jitter._original = apply.transforms[0]
         self._steps = (Apply([jitter], apply.p), Gray(gray.p))
 
-    def __call__(self, picture: Picture) -> None:
+    def __call__(self, picture: AnyPicture) -> None:
         for step in self._steps:
             step(picture)
 
@@ -232,8 +242,9 @@ class ApplyToSome:
     def __init__(self, transforms: Sequence[Form], prob: Sequence[float]):
         self._original = originals.ImgPilMultiCropRandomApply((), prob)
         self._transforms = tuple(transforms)
+        self.moves_pixels = any(map(moves_pixels, transforms))
 
-    def __call__(self, crops: Sequence[Picture]) -> None:
+    def __call__(self, crops: Sequence[AnyPicture]) -> None:
         shares = self._original.prob
         if len(crops) != len(shares):
             raise ValueError(f"prob has {len(shares)} entries, and there are {len(crops)} crops")
@@ -249,12 +260,11 @@ class Blur:
     def __init__(self, **arguments: Any):
         self._original = originals.ImgPilGaussianBlur(**arguments)
 
-    def __call__(self, picture: Picture) -> None:
+    def __call__(self, picture: AnyPicture) -> None:
         original = self._original
         if random.random() < original.p:
             radius = random.uniform(original.radius_min, original.radius_max)
-            kernel = three_boxes(round(radius * _RADII) / _RADII)
-            picture.pixels = cv2.sepFilter2D(picture.pixels, -1, kernel, kernel, borderType=cv2.BORDER_REPLICATE)
+            picture.blur(three_boxes(round(radius * _RADII) / _RADII))
 
 
 _RADII = 256  # kept kernels per pixel of radius
@@ -276,22 +286,15 @@ def three_boxes(radius: float) -> np.ndarray:
     return np.convolve(np.convolve(box, box), box).astype(np.float32)
 
 
-_ALL = np.arange(256)
-
-
-def _solarized(picture: Picture, threshold: float) -> None:
-    picture.pixels = cv2.LUT(picture.pixels, np.where(threshold > _ALL, _ALL, 255 - _ALL).astype(np.uint8))
-
-
 class Solarize:
     """Values from a threshold up inverted, with a probability."""
 
     def __init__(self, threshold: float, p: float = 0.5):
         self.threshold, self.p = threshold, p
 
-    def __call__(self, picture: Picture) -> None:
+    def __call__(self, picture: AnyPicture) -> None:
         if torch.rand(1).item() < self.p:
-            _solarized(picture, self.threshold)
+            picture.solarize(self.threshold)
 
 
 class RandomSolarize:
@@ -300,44 +303,24 @@ class RandomSolarize:
     def __init__(self, **arguments: Any):
         self.p = originals.ImgPilRandomSolarize(**arguments).p
 
-    def __call__(self, picture: Picture) -> None:
+    def __call__(self, picture: AnyPicture) -> None:
         if random.random() < self.p:
-            _solarized(picture, random.randint(0, 256))
+            picture.solarize(random.randint(0, 256))
 
 
 class Photometric:
     """PIRL's: fewer bits, blurred or sharpened, solarized, contrast stretched."""
 
-    _SMOOTH: ClassVar = np.array([[1, 1, 1], [1, 5, 1], [1, 1, 1]], np.float32) / 13
-
     def __init__(self, **arguments: Any):
         self.p = originals.ImgPilRandomPhotometric(**arguments).p
 
-    def __call__(self, picture: Picture) -> None:
+    def __call__(self, picture: AnyPicture) -> None:
         if random.random() >= self.p:
             return
-        bits = random.randint(4, 8)
-        pixels = cv2.LUT(picture.pixels, (_ALL & ~(2 ** (8 - bits) - 1)).astype(np.uint8))
-        smooth = pixels.copy()
-        smooth[1:-1, 1:-1] = cv2.filter2D(pixels, -1, self._SMOOTH)[1:-1, 1:-1]  # Pillow leaves the border
-        picture.pixels = _blended(smooth, pixels, random.uniform(0.1, 1.9))
-        _solarized(picture, random.randint(0, 256))
-        picture.pixels = cv2.LUT(picture.pixels, self._stretching(picture.pixels))
-
-    @staticmethod
-    def _stretching(pixels: np.ndarray) -> np.ndarray:
-        """Build the table (256, 1, 3), uint8, that spreads each channel over 0 to 255."""
-        tables = []
-        for least, most in zip(pixels.min((0, 1)).tolist(), pixels.max((0, 1)).tolist(), strict=True):
-            scale = 255 / (most - least) if most > least else 1.0
-            tables.append((_ALL * scale - least * scale).astype(int).clip(0, 255) if most > least else _ALL)
-        return np.stack(tables, -1).astype(np.uint8)[:, None]
-
-
-def _blended(first: np.ndarray, second: np.ndarray, share: float) -> np.ndarray:
-    """Mix two images as Pillow does, which drops the fraction."""
-    mixed: np.ndarray = cv2.addWeighted(first, 1 - share, second, share, -0.5)
-    return mixed
+        picture.posterize(random.randint(4, 8))
+        picture.sharpen(random.uniform(0.1, 1.9))
+        picture.solarize(random.randint(0, 256))
+        picture.spread()
 
 
 class Stroke:
@@ -346,14 +329,15 @@ class Stroke:
     def __init__(self, **arguments: Any):
         self.strength = originals.ImgPilRandomStroke(**arguments).strength
 
-    def __call__(self, picture: Picture) -> None:
-        change = cv2.dilate if random.random() < 0.5 else cv2.erode
-        changed = change(picture.pixels, np.ones((3, 3), np.uint8))
-        picture.pixels = _blended(picture.pixels, changed, random.uniform(0.0, self.strength))
+    def __call__(self, picture: AnyPicture) -> None:
+        is_thicker = random.random() < 0.5
+        picture.stroke(is_thicker, random.uniform(0.0, self.strength))
 
 
 class Affine:
     """Turned, moved, scaled and sheared at random, bilinear; black where nothing is."""
+
+    moves_pixels = True
 
     def __init__(self, **arguments: Any):
         self._original = torchvision.transforms.RandomAffine(**arguments)

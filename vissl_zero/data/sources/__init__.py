@@ -1,0 +1,1 @@
+"""Places that images are read from: folders, lists, archives, databases, library sets."""

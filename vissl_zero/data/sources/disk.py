@@ -13,7 +13,8 @@ from pathlib import Path
 import numpy as np
 
 from vissl_zero.data.decode import EXTENSIONS, read_array, read_file
-from vissl_zero.data.slow_work import SlowWork
+from vissl_zero.data.dicom import ENDING, require_pydicom
+from vissl_zero.data.slow_work import SlowProgress
 from vissl_zero.data.source import EncodedSource, SourceRequest
 from vissl_zero.errors import DataError, did_you_mean, printable
 from vissl_zero.registry import DATA_SOURCES
@@ -58,6 +59,8 @@ class DiskFolder(EncodedSource):
         self.left_out = _left_out(request.paths, others, {*seen})
         number = {name: index for index, name in enumerate(self.class_names)}
         self._files = files.array()
+        if np.char.endswith(np.char.lower(self._files), ENDING.encode()).any():
+            require_pydicom()
         self._labels = np.array([number.get(name or "", UNLABELLED) for name in seen])[np.array(of_image)]
 
     def __len__(self) -> int:
@@ -111,7 +114,7 @@ def images_below(root: Path, key: str, others: Counter[str] | None = None) -> It
     if not root.is_dir():
         what = "is a file, not a folder" if root.exists() else f"does not exist{_nearest(root)}"
         raise DataError(f"The data path {root} {what}. Correct {key}.")
-    work, number = SlowWork(logger.warning), 0
+    work, number = SlowProgress(logger.warning), 0
     others = Counter() if others is None else others
     try:
         children = _children(root)
@@ -123,7 +126,7 @@ def images_below(root: Path, key: str, others: Counter[str] | None = None) -> It
             for file in _beneath(root, child, seen if flat else {top}, others):
                 number += 1
                 if number % _PER_PART == 0:
-                    work.tell(f"Listing {printable(root)}: {number:,} images")
+                    work.update(f"Listing {printable(root)}: {number:,} images")
                 yield name, file
     except OSError as error:
         raise DataError(
@@ -159,11 +162,11 @@ def _beneath(
     """Yield the images at or below ``child``, sorted; folders that were seen are passed over, so that links end.
 
     Args:
-        folder: that ``child`` is in.
+        folder: folder that ``child`` is in.
         child: an image's name, or an entry of another file or folder.
         seen: device and inode of folders; those found are added.
         others: pictures that are not read are added, by their ending.
-        depth: of the child.
+        depth: depth of the child.
     """
     if isinstance(child, str):
         yield os.path.join(folder, child)  # noqa: PTH118 - millions of names

@@ -81,10 +81,10 @@ class ListedFiles(EncodedSource):
     """Image files by path, with a label each or none.
 
     Args:
-        request: of the source.
+        request: request of the source.
         files: (N,) paths, bytes.
         labels: (N,) class numbers, -1 without.
-        class_names: by number; empty without labels.
+        class_names: class names by number; empty without labels.
     """
 
     def __init__(self, request: SourceRequest, files: np.ndarray, labels: np.ndarray, class_names: tuple[str, ...]):

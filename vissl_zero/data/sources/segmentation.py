@@ -34,7 +34,7 @@ class SegmentationFolder(EncodedSource):
     count. ``classes.txt`` names the classes, one a line. Several folders are joined, in the order of DATA_PATHS.
 
     Args:
-        request: of the source.
+        request: request of the source.
         num_classes: see ``SegmentationFolderConfig``.
     Raises:
         DataError: a folder or a mask is missing, or the number of classes is.
@@ -98,9 +98,9 @@ def read_mask(decoder: Decoder, path: str, num_classes: int) -> np.ndarray:
     """Read a mask.
 
     Args:
-        decoder: with its limits.
-        path: of a PNG.
-        num_classes: that there are.
+        decoder: decoder with its limits.
+        path: path of a PNG.
+        num_classes: number of classes that there are.
     Returns:
         (H, W) uint8 below ``num_classes``, or ``IGNORED``.
     Raises:

@@ -1,0 +1,1 @@
+"""Networks that give features: ViT, ResNet, RegNet, AlexNet, and those of timm and torchvision."""

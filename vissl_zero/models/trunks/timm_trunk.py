@@ -135,7 +135,7 @@ class TimmTrunk(nn.Module):
         """Compute pooled features (b_r, F) of R image tensors (b_r, 3, H_r, W_r).
 
         Args:
-            images: of each resolution.
+            images: images of each resolution.
             return_maps: give the last maps (b_r, map_dim, h_r, w_r) too, before the features.
         """
         maps: list[Tensor] = []
@@ -225,13 +225,13 @@ class _Call:
         """
         if self.num_params < least_params:
             return [self.name]
-        given, names = self.entered, list[str]()
+        current, names = self.entered, list[str]()
         for call in self.inner:
-            if not _same(call.entered, given):
+            if not _same(call.entered, current):
                 return [self.name]
             names += call.links(least_params)
-            given = call.left
-        is_chain = self.inner and not self.owns_parameters and _same(given, self.left)
+            current = call.left
+        is_chain = self.inner and not self.owns_parameters and _same(current, self.left)
         return names if is_chain and len(set(names)) == len(names) else [self.name]
 
 
@@ -428,12 +428,12 @@ class BeitTrunk(TimmTrunk):
         These are of the last block (lastCLS), of the last n concatenated (concatCLSn), of block n (blkCLSn).
         """
         depth = len(self.net.blocks)  # type: ignore[arg-type]
-        found = re.fullmatch(r"(last|concat|blk)CLS(\d*)", name)
-        if found is None or (found[1] == "last") == bool(found[2]):
+        match = re.fullmatch(r"(last|concat|blk)CLS(\d*)", name)
+        if match is None or (match[1] == "last") == bool(match[2]):
             return None
-        count = int(found[2] or 1)
-        blocks = [count] if found[1] == "blk" else [*range(max(0, depth - count), depth)]
-        if max(blocks, default=depth) >= depth or (found[1] != "blk" and count > depth):
+        count = int(match[2] or 1)
+        blocks = [count] if match[1] == "blk" else [*range(max(0, depth - count), depth)]
+        if max(blocks, default=depth) >= depth or (match[1] != "blk" and count > depth):
             return None
         self._tapped |= set(blocks)
 

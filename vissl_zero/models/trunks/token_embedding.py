@@ -23,10 +23,10 @@ class TokenEmbedding(nn.Module):
     """Patches to tokens: embedding, masks, positions, class and register tokens.
 
     Args:
-        vit: whose parts are taken.
+        vit: the vision transformer whose parts are taken.
         use_mask_token: make ``mask_token``, (1, 1, D).
         patch_drop_rate: share of patches left out in training, by keyed numbers.
-        position_resize: as for ``interpolated``.
+        position_resize: see ``interpolated``.
     """
 
     def __init__(self, vit: TimmVisionTransformer, use_mask_token: bool, patch_drop_rate: float, position_resize: str):
@@ -62,7 +62,9 @@ class TokenEmbedding(nn.Module):
             if num_prefix:
                 prefix = [torch.cat(prefix, dim=1) + self.pos_embed[:, :num_prefix]]
         if self.training and self.patch_drop_rate and kept is None:
-            kept = self._draw_kept(patches)
+            num_kept = max(1, int(patches.shape[1] * (1 - self.patch_drop_rate)))
+            numbers = keyed_bits(patches.shape[0], patches.shape[1], "trunk.embedding.patch_drop", patches.device)
+            kept = numbers.argsort(dim=1)[:, :num_kept].sort(dim=1).values
         if kept is not None:
             patches = patches.gather(1, kept[:, :, None].expand(-1, -1, patches.shape[2]))
         tokens: Tensor = self.norm_pre(self.pos_drop(torch.cat([*prefix, patches], dim=1)))
@@ -76,11 +78,6 @@ class TokenEmbedding(nn.Module):
             fix = "Make crops of whole patches: config.DATA.TRAIN.TRANSFORMS, or another config.DATA.IMG_SIZE."
             raise ConfigError([Problem("sides of the images", ", ".join(wrong), must, fix)])
 
-    def _draw_kept(self, patches: Tensor) -> Tensor:
-        num_kept = max(1, int(patches.shape[1] * (1 - self.patch_drop_rate)))
-        numbers = keyed_bits(patches.shape[0], patches.shape[1], "trunk.embedding.patch_drop", patches.device)
-        return numbers.argsort(dim=1)[:, :num_kept].sort(dim=1).values
-
 
 _OFFSET = 0.1  # patches: https://github.com/facebookresearch/dino/issues/8
 
@@ -89,7 +86,7 @@ def interpolated(positions: Tensor, grid: tuple[int, int], wanted: tuple[int, in
     """Interpolate position embeddings (1, h * w, D) of a grid for another one, bicubic; the same if the grids are.
 
     Args:
-        positions: of the grid that they were made for.
+        positions: positions of the grid that they were made for.
         grid, wanted: height and width, in patches.
         how: antialiased, as ``timm.layers.resample_abs_pos_embed``; bicubic, without antialiasing, as transformers'
             ViT and DINOv2; offset, the same by the factor of 0.1 patches more than there are, as DINO and DINOv2.

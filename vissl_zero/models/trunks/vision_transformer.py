@@ -39,7 +39,7 @@ class TransformerTrunk(nn.Module):
         vit: built with ``dynamic_img_size=True`` and without a classifier; taken apart.
         use_mask_token: make the vector that stands for masked patches.
         patch_drop_rate: share of patches left out in training.
-        position_resize: as for ``interpolated``.
+        position_resize: see ``interpolated``.
 
     Attributes:
         feature_dim: D, of pooled features and of tokens.
@@ -127,11 +127,11 @@ class TransformerTrunk(nn.Module):
         https://github.com/facebookresearch/vissl/blob/main/vissl/models/trunks/vision_transformer.py
         """
         depth, prefix = len(self.blocks), self.num_prefix_tokens
-        found = re.fullmatch(r"(last|concat|blk|stride)(CLS|POOL|BLK|MAP)_?(\d*)(?:_(\d+))?", name)
-        if found is None:
+        match = re.fullmatch(r"(last|concat|blk|stride)(CLS|POOL|BLK|MAP)_?(\d*)(?:_(\d+))?", name)
+        if match is None:
             return None
-        kind, part, first, second = found[1], found[2], int(found[3] or 0), int(found[4] or 0)
-        if (part == "CLS" and not prefix) or (part == "MAP" and kind != "last") or (kind == "last") == bool(found[3]):
+        kind, part, first, second = match[1], match[2], int(match[3] or 0), int(match[4] or 0)
+        if (part == "CLS" and not prefix) or (part == "MAP" and kind != "last") or (kind == "last") == bool(match[3]):
             return None
         blocks = {
             "last": [depth - 1],

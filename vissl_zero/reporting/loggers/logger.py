@@ -71,11 +71,11 @@ def run_id(folder: Path) -> str:
     """
     path = folder / ID_FILE
     try:
-        found = read_regular(path, _MAX_BYTES).decode().strip()
+        stored = read_regular(path, _MAX_BYTES).decode().strip()
     except (FileNotFoundError, UnicodeDecodeError):
-        found = ""
-    if len(found) == 16 and set(found) <= set("0123456789abcdef"):
-        return found
+        stored = ""
+    if len(stored) == 16 and set(stored) <= set("0123456789abcdef"):
+        return stored
     drawn = uuid.uuid4().hex[:16]
     with replacing(path) as temporary:
         temporary.write_text(f"{drawn}\n", encoding="utf-8")

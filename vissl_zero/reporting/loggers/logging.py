@@ -16,7 +16,7 @@ from vissl_zero.reporting.histogram_file import Counts, read_histograms, tagged
 from vissl_zero.reporting.loggers.logger import LoggedRun, Logger, run_id
 from vissl_zero.reporting.quantity import KINDS
 from vissl_zero.resolve.saved import config_data
-from vissl_zero.terminal import say
+from vissl_zero.terminal import print_line
 
 _ATTACHED = ("config.user.yaml", "config.resolved.yaml", "summary.json", "report.png")
 
@@ -34,7 +34,7 @@ class Logging(Hook):
     Comes last, after every hook that adds results or writes files. Cost: 0.02 to 0.2 ms per step and logger, on rank 0.
 
     Args:
-        names: of the loggers.
+        names: names of the loggers.
         console: where warnings go.
     Raises:
         RegistryError: a name is unknown.
@@ -152,7 +152,7 @@ class Logging(Hook):
                 self._held.pop(name, None)
                 why = " ".join(str(error).split()) or type(error).__name__
                 text = f"warning: the logger {name} fails ({why}) and is left out; training continues."
-                say(text, self._console)
+                print_line(text, self._console)
 
 
 def _merged(rows: Iterator[Row], evaluations: Sequence[Row]) -> Iterator[Row]:
@@ -168,7 +168,7 @@ def _merged(rows: Iterator[Row], evaluations: Sequence[Row]) -> Iterator[Row]:
 
 def scalars(record: StepRecord) -> dict[str, float]:
     """Return what is logged of one step: tag -> finite number."""
-    found = {
+    scalars = {
         "train/loss": record.loss,
         "train/lr": record.lr,
         "train/images_per_s": record.images_per_s,
@@ -177,6 +177,6 @@ def scalars(record: StepRecord) -> dict[str, float]:
         "train/loss_scale": record.loss_scale,
         "memory/peak": record.bytes.peak,
     }
-    found |= {f"watch/{name}": value for name, value in record.watch.items()}
-    found |= {f"memory/{kind}": getattr(record.bytes, kind) for kind in KINDS}
-    return {tag: float(value) for tag, value in found.items() if value is not None and math.isfinite(value)}
+    scalars |= {f"watch/{name}": value for name, value in record.watch.items()}
+    scalars |= {f"memory/{kind}": getattr(record.bytes, kind) for kind in KINDS}
+    return {tag: float(value) for tag, value in scalars.items() if value is not None and math.isfinite(value)}

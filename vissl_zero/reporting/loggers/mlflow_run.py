@@ -48,8 +48,8 @@ class MlflowRun(Logger):
         experiment = client.get_experiment_by_name(name)
         place = str(run.folder / "mlflow_files") if uri.startswith("sqlite") else None
         number = experiment.experiment_id if experiment else client.create_experiment(name, artifact_location=place)
-        if found := client.search_runs([number], f"tags.`{ID_TAG}` = '{run.run_id}'"):
-            self._id = found[0].info.run_id
+        if matching := client.search_runs([number], f"tags.`{ID_TAG}` = '{run.run_id}'"):
+            self._id = matching[0].info.run_id
             client.update_run(self._id, status="RUNNING")
             return max((metric.step for metric in client.get_metric_history(self._id, "train/lr")), default=0)
         tags = {ID_TAG: run.run_id, "recipe": run.recipe}
@@ -60,8 +60,8 @@ class MlflowRun(Logger):
     def _log_config(self, client: MlflowClient, run: LoggedRun) -> None:
         from mlflow.entities import Param
 
-        given = {path.removeprefix("config."): str(value) for path, value in leaves(run.config) if value is not None}
-        params = [Param(path.replace("[", ".").replace("]", ""), text[:_LONGEST]) for path, text in given.items()]
+        settings = {path.removeprefix("config."): str(value) for path, value in leaves(run.config) if value is not None}
+        params = [Param(path.replace("[", ".").replace("]", ""), text[:_LONGEST]) for path, text in settings.items()]
         for start in range(0, len(params), _MOST_PARAMS):
             client.log_batch(self._id, params=params[start : start + _MOST_PARAMS])
 

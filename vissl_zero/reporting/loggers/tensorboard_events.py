@@ -56,7 +56,7 @@ class EventFile:
     Not torch's ``SummaryWriter``: its thread prints a traceback of its own where the file cannot be written.
 
     Args:
-        path: of a new file.
+        path: path of a new file.
         purge_step: hide what earlier files of the folder hold of this step and later ones; None: nothing.
     Raises:
         OSError: from every method, if the file cannot be written.

@@ -73,7 +73,7 @@ def require_equal(what: str, facts: Sequence[str]) -> None:
     # Digests differ: only now send the facts themselves, to name the first that does.
     lists: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(lists, list(facts))
-    other = next(rank for rank, found in enumerate(lists) if found != lists[0])
+    other = next(rank for rank, entries in enumerate(lists) if entries != lists[0])
     pairs = zip_longest(lists[0], lists[other], fillvalue="nothing")
     first, second = next((a, b) for a, b in pairs if a != b)
     raise ModelsDifferError(
@@ -118,7 +118,7 @@ class StepCheck:
     """Compares, before every update, what must be the same on all ranks.
 
     Args:
-        device: of the model; used where the process group has no CPU backend.
+        device: device of the model; used where the process group has no CPU backend.
     """
 
     def __init__(self, device: torch.device):
@@ -204,7 +204,7 @@ class ParameterGuard:
     Args:
         module: already sharded.
         shards: this rank's part of every parameter.
-        optimizer: that runs on them; from now on only inside ``own_step``.
+        optimizer: optimizer that runs on them; from now on only inside ``own_step``.
     """
 
     def __init__(self, module: nn.Module, shards: Iterable[Shard], optimizer: torch.optim.Optimizer):
@@ -265,11 +265,11 @@ class ParameterGuard:
         tables = _tables(self._module)
         if tables == self._tables:
             return None
-        found = {id(param): name for name, param in self._module.named_parameters()}
+        names = {id(param): name for name, param in self._module.named_parameters()}
         for key, name in self._known.items():
-            if key not in found:
+            if key not in names:
                 return _MISSING.format(name)
-        for key, name in found.items():
+        for key, name in names.items():
             if key not in self._known:
                 return _ADDED.format(name)
         self._tables = tables

@@ -36,13 +36,16 @@ class _Watch:
             self._thread.start()
 
     def _look(self) -> None:
-        said = 0.0
+        reported = 0.0
         while True:
             time.sleep(_POLL_S)
             call, since = self.call, self.since
-            if call and since != said and time.monotonic() - since > AFTER_S:
-                said = since
-                logging.getLogger(__name__).warning("%s", _warning(call))
+            if call and since != reported and time.monotonic() - since > AFTER_S:
+                reported = since
+                where = f"Rank {collectives.rank()} waits in {call} for more than {AFTER_S:.0f} s"
+                # Not certain yet: a first backward pass may compile for minutes.
+                why = "this rank compiles or computes, or another rank has not made the call"
+                logging.getLogger(__name__).warning("%s: %s. %s", where, why, _FIX)
 
 
 _watch = _Watch()
@@ -58,7 +61,7 @@ def waiting(call: str) -> Iterator[None]:
     """Note a call that every rank must make. A context. Cost: some microseconds.
 
     Args:
-        call: as the loop has written it, for people.
+        call: call as the loop has written it, for people.
     Raises:
         VisslZeroError: other ranks did not take part within the time limit, or have ended.
     """
@@ -86,9 +89,3 @@ _FIX = (
 
 def _sentence(call: str) -> str:
     return f"Rank {collectives.rank()} waits in {call}: another rank has not called it. {_FIX}"
-
-
-def _warning(call: str) -> str:
-    """Say what is not certain yet: a first backward pass may compile for minutes."""
-    where = f"Rank {collectives.rank()} waits in {call} for more than {AFTER_S:.0f} s"
-    return f"{where}: this rank compiles or computes, or another rank has not made the call. {_FIX}"

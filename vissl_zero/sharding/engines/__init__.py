@@ -1,0 +1,1 @@
+"""Engines behind one interface, and the communicator on the CPU."""

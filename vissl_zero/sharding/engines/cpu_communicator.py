@@ -45,7 +45,7 @@ class CpuCommunicator(ABC):
     the same order. Slots are few and used in turn, so that nothing is allocated, whatever the size of the model.
 
     Args:
-        num_ranks: of the group.
+        num_ranks: number of ranks of the group.
         rank: this one's place in it.
         slot_bytes: largest message, the parts for all ranks taken together.
 
@@ -79,7 +79,7 @@ class CpuCommunicator(ABC):
 
         Args:
             numel: elements for one rank, at most ``capacity``; the same on every rank.
-            dtype: of the elements.
+            dtype: data type of the elements.
             fill: writes the message: (N * numel,), the part of rank r at r * numel, if ``is_scatter``; else (numel,).
             drain: is given N tensors of (numel,), in the order of ranks, valid during the call only.
             is_scatter: whether each rank gets a part of its own, or all get the same.
@@ -166,7 +166,7 @@ class CpuCommunicator(ABC):
 
         Args:
             received, sent: by rank, tensors of uint8 (n,); those of this rank itself are not looked at.
-            most_bytes: that a rank sends to another one; the same number on every rank.
+            most_bytes: most bytes that a rank sends to another one; the same number on every rank.
 
         Collective; moves ``most_bytes`` to every other rank.
         """
@@ -278,7 +278,7 @@ class SharedMemoryCommunicator(CpuCommunicator):
 
     Args:
         memories: one per rank of the group, that of this rank writable.
-        pids: of the ranks.
+        pids: pids of the ranks.
         rank: this one's place in the group.
         timeout_s: longest wait for a message.
     """
@@ -415,7 +415,7 @@ class GlooCommunicator(CpuCommunicator):
     78 and 157 ms for gloo's reduce-scatter; 19 and 40 ms for broadcasts, 57 and 104 ms for its all-gather.
 
     Args:
-        group: of gloo, and used for nothing else, so that messages cannot meet other collectives out of order.
+        group: group of gloo, and used for nothing else, so that messages cannot meet other collectives out of order.
     """
 
     def __init__(self, group: dist.ProcessGroup, slot_bytes: int):
@@ -498,8 +498,8 @@ def open_communicator(group: dist.ProcessGroup, timeout_s: float, *, use_shared_
     dist.all_gather_object(wishes, None if comm else tuple(dist.get_process_group_ranks(group)))
     # new_group is a collective of the world, so every rank makes all groups, its own or not, in one order.
     for ranks in sorted({wish for wish in wishes if wish}):
-        own = dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_s), backend="gloo")
+        gloo_group = dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_s), backend="gloo")
         if dist.get_rank() in ranks:
-            comm = GlooCommunicator(own, SLOT_BYTES)
+            comm = GlooCommunicator(gloo_group, SLOT_BYTES)
     assert comm is not None
     return comm

@@ -55,11 +55,11 @@ class GradientAverage:
 
     Args:
         params: the same on every rank, in the order of the model; those without ``requires_grad`` are left out.
-        timeout_s: of a collective.
+        timeout_s: timeout of a collective, in seconds.
         bucket_bytes: gradients sent at once.
 
     Attributes:
-        sent_bytes: of gradients, as a ring all-reduce sends them.
+        sent_bytes: sent bytes of gradients, as a ring all-reduce sends them.
 
     Cost per backward pass: one all-reduce of the gradients, and two of at most two bytes per parameter.
     """
@@ -121,7 +121,7 @@ class GradientAverage:
         if not self._is_needed or marks(self._params) == self._means:
             return 0
         grads = [grad for param in self._params if (grad := real_grad(param)) is not None]
-        return text_digest([float(norm) for norm in foreach_norm(grads, 2)])
+        return text_digest([float(norm) for norm in foreach_norm(grads, 2)] if grads else [])  # none after zero_grad
 
     def _on_gradient(self, param: nn.Parameter) -> None:
         if not self._is_active:
@@ -308,8 +308,8 @@ class OrderedMeans:
         chosen = [param for param, is_used in zip(self._params, used, strict=True) if is_used]
         if not chosen:
             return
-        found = [(param, real_grad(param)) for param in chosen]
-        grads = [torch.zeros_like(param) if grad is None else grad for param, grad in found]
+        pairs = [(param, real_grad(param)) for param in chosen]
+        grads = [torch.zeros_like(param) if grad is None else grad for param, grad in pairs]
         sizes = [grad.numel() for grad in grads]
         # Padded so that each rank sums an equal share.
         flat = grads[0].new_zeros(-(-sum(sizes) // world_size) * world_size, dtype=_wide(grads))

@@ -188,7 +188,7 @@ def batch_norm_group(ranks_per_group: int, timeout_s: float) -> dist.ProcessGrou
 
     Args:
         ranks_per_group: consecutive ranks that share statistics; -1: all; 0: none.
-        timeout_s: of the collectives of a new group.
+        timeout_s: timeout of the collectives of a new group, in seconds.
     Raises:
         ConfigError: it does not divide the world.
     Cost: collective over the world where it is neither all nor one.
@@ -215,7 +215,7 @@ def synchronize_(layer: _BatchNorm, group: dist.ProcessGroup | None) -> None:
     """Make ``layer`` share its statistics among ``group``, in place.
 
     Args:
-        layer: of a class of torch's, timm's BatchNormAct2d, or of a class derived from ``nn.SyncBatchNorm`` whose
+        layer: layer of a class of torch's, timm's BatchNormAct2d, or of a class derived from ``nn.SyncBatchNorm`` whose
             forward pass calls its parent's.
         group: every member must run the same layers in the same order, with any number of rows, zero included. None:
             this rank's batch alone.
@@ -231,23 +231,23 @@ def share_among(model: nn.Module, group: dist.ProcessGroup | None) -> None:
             layer.__dict__["_ranks"] = _Ranks(group)
 
 
-def _is_known(given: type[_BatchNorm]) -> bool:
-    return given in _CONVERTIBLE or _has_activation(given)
+def _is_known(kind: type[_BatchNorm]) -> bool:
+    return kind in _CONVERTIBLE or _has_activation(kind)
 
 
-def _has_activation(given: type[_BatchNorm]) -> bool:
+def _has_activation(kind: type[_BatchNorm]) -> bool:
     """Check for timm's batch norm with an activation, of which it has a form on top of ``nn.SyncBatchNorm``."""
-    return given.__name__ == "BatchNormAct2d" and given.__module__.startswith("timm.")
+    return kind.__name__ == "BatchNormAct2d" and kind.__module__.startswith("timm.")
 
 
 @cache
-def _class_of(given: type[_BatchNorm]) -> type[_BatchNorm]:
-    if _has_activation(given):
+def _class_of(kind: type[_BatchNorm]) -> type[_BatchNorm]:
+    if _has_activation(kind):
         import timm.layers
 
-        given = timm.layers.SyncBatchNormAct
-    bases = (BatchNorm, given) if given in _CONVERTIBLE else (given, _SyncBatchNorm)
-    return type(given.__name__, bases, {"__module__": given.__module__, "__doc__": given.__doc__})
+        kind = timm.layers.SyncBatchNormAct
+    bases = (BatchNorm, kind) if kind in _CONVERTIBLE else (kind, _SyncBatchNorm)
+    return type(kind.__name__, bases, {"__module__": kind.__module__, "__doc__": kind.__doc__})
 
 
 class _SyncBatchNorm(BatchNorm, nn.SyncBatchNorm):

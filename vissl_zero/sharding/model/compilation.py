@@ -41,8 +41,8 @@ def compile_units(model: nn.Module, units: Sequence[nn.Module], backend: str) ->
 
     Args:
         model: not sharded yet.
-        units: to compile.
-        backend: of ``torch.compile``: "inductor", or "aot_eager", which traces and makes no code.
+        units: units to compile.
+        backend: backend of ``torch.compile``: "inductor", or "aot_eager", which traces and makes no code.
     """
     chosen = set(units)
     names = {
@@ -64,7 +64,7 @@ class _Compiler:
     """Compiles the units of one model, and reports its progress and what it could not compile.
 
     Args:
-        names: of the units.
+        names: names of the units.
         backend: what makes code of a graph.
     """
 
@@ -83,15 +83,15 @@ class _Compiler:
     def install(self, unit: nn.Module) -> None:
         """Replace the body of ``unit`` with the compiled one. In place."""
         name = "apply_layers" if isinstance(unit, Unit) else "forward"
-        given = getattr(getattr(unit, name), "__func__", None)
-        if given is None:
+        function = getattr(getattr(unit, name), "__func__", None)
+        if function is None:
             self._log_eager(self._names[unit], "its forward pass is not a method of its class")
             self._num_units -= 1
             return
         shapes = tuple((key, tuple(param.shape), param.dtype) for key, param in unit.named_parameters())
-        kind = (given, tuple(type(layer) for layer in unit.modules()), shapes)
+        kind = (function, tuple(type(layer) for layer in unit.modules()), shapes)
         if kind not in self._compiled:
-            self._compiled[kind] = compiled(given, self._make, MAX_GRAPHS)
+            self._compiled[kind] = compiled(function, self._make, MAX_GRAPHS)
         in_graphs, is_first = self._compiled[kind], True
         name_of_unit = self._names[unit]
         inner = [layer for layer in unit.modules() if layer is not unit]
@@ -99,7 +99,7 @@ class _Compiler:
         def run(self_: nn.Module, *args: Any, **kwargs: Any) -> Any:
             nonlocal is_first
             if self_ is not unit or self._is_heard(unit, inner):  # a copy has layers of its own
-                return given(self_, *args, **kwargs)
+                return function(self_, *args, **kwargs)
             self._current = name_of_unit
             if not is_first:
                 return in_graphs(self_, *args, **kwargs)

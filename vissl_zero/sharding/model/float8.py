@@ -126,7 +126,9 @@ class Blocks(NamedTuple):
             factors = wide.abs().amax(dim=1, keepdim=True).clamp(min=torch.finfo(wide.dtype).tiny)
             wide = wide / factors
         blocks = F.pad(wide, (0, -width % _BLOCK)).view(num_rows, math.ceil(width / _BLOCK), _BLOCK)
-        scales = _powers(blocks.abs().amax(dim=2))
+        # In e8m0: the least power of two that is large enough for the largest magnitude, or NaN.
+        codes = (_exponents(blocks.abs().amax(dim=2)) + _EXPONENT_BIAS).clamp(0, _NO_NUMBER)
+        scales = codes.to(torch.uint8).view(torch.float8_e8m0fnu)
         return Blocks((wide / _widened(scales, width, wide.dtype)).to(_E4M3), scales, factors)
 
     def times(self, other: Blocks, dtype: torch.dtype) -> Tensor:
@@ -135,15 +137,15 @@ class Blocks(NamedTuple):
         exact = torch.promote_types(dtype, torch.float32)
         has_kernel = self.values.is_cuda and exact == torch.float32 and num_rows > 0
         if has_kernel and width % _BLOCK == len(other.values) % _SIDE == 0:
-            found = _block_scaled_product(self.values, self.scales, other.values, other.scales)
-            return (found if self.factors is None else found * self.factors).to(dtype)
+            product = _block_scaled_product(self.values, self.scales, other.values, other.scales)
+            return (product if self.factors is None else product * self.factors).to(dtype)
         return (self.wide(exact) @ other.wide(exact).t()).to(dtype)
 
     def wide(self, dtype: torch.dtype) -> Tensor:
         """Scale the matrix (n, k) back, in ``dtype``."""
         exact = torch.promote_types(dtype, torch.float32)
-        found = self.values.to(exact) * _widened(self.scales, self.values.shape[1], exact)
-        return (found if self.factors is None else found * self.factors).to(dtype)
+        values = self.values.to(exact) * _widened(self.scales, self.values.shape[1], exact)
+        return (values if self.factors is None else values * self.factors).to(dtype)
 
 
 def packed(weight: Tensor) -> Rows:
@@ -174,12 +176,6 @@ def as_sent(weight: Tensor) -> Tensor:
     return unpacked(packed(weight), torch.empty_like(weight))
 
 
-def _powers(largest: Tensor) -> Tensor:
-    """Compute each block's scale in e8m0 from its largest magnitude: the least power of two, or NaN."""
-    codes = (_exponents(largest) + _EXPONENT_BIAS).clamp(0, _NO_NUMBER)
-    return codes.to(torch.uint8).view(torch.float8_e8m0fnu)
-
-
 def _exponents(largest: Tensor) -> Tensor:
     """Compute exponents of the least powers of two that leave no magnitude above 448, int32; else that of no number."""
     most, exponent_of_most = math.frexp(torch.finfo(_E4M3).max)
@@ -204,8 +200,8 @@ def _block_scaled_product(a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tens
     """
     kind, order = F.ScalingType.BlockWise1x32, F.SwizzleType.SWIZZLE_32_4_4
     scales = _in_tiles(a_scales), kind, _in_tiles(b_scales), kind
-    found: Tensor = F.scaled_mm(a, b.t(), *scales, swizzle_a=order, swizzle_b=order, output_dtype=torch.bfloat16)
-    return found
+    product: Tensor = F.scaled_mm(a, b.t(), *scales, swizzle_a=order, swizzle_b=order, output_dtype=torch.bfloat16)
+    return product
 
 
 def _in_tiles(scales: Tensor) -> Tensor:
@@ -231,8 +227,8 @@ class _Product(torch.autograd.Function):
         ctx.save_for_backward(*(scaled[:2] if weight.requires_grad else (None, None)), weight)
         ctx.formats, ctx.kind, ctx.is_sent = (x.dtype, dtype), kind, is_sent
         used = as_sent(weight) if is_sent else weight
-        found: Tensor = scaled.times(kind.of(used, is_gradient=False), dtype)
-        return found
+        product: Tensor = scaled.times(kind.of(used, is_gradient=False), dtype)
+        return product
 
     @staticmethod
     @once_differentiable
@@ -255,8 +251,8 @@ class Float8Linear(nn.Linear):
     """A linear layer that multiplies in float8. Its parameters, and the format of its output, are ``nn.Linear``'s.
 
     Attributes:
-        kind: of matrix that it multiplies.
-        least_capability: of a GPU that multiplies such matrices.
+        kind: kind of matrix that it multiplies.
+        least_capability: least capability of a GPU that multiplies such matrices.
         is_sent: the weight is rounded first, as ranks send it; its gradient is that of the rounded one.
     """
 
@@ -324,15 +320,15 @@ def require_float8(model: nn.Module, plan: Float8Plan, device: torch.device, key
     """
     if not plan.layers:
         return
-    names, found = _linear_layers(model), []
+    names, problems = _linear_layers(model), []
     if not any(re.search(plan.layers, name) for name in names):
         kinds = dict.fromkeys(re.sub(r"\b\d+\b", "*", name) for name in names)
         fix = f"Linear layers of this model: {', '.join(kinds) or 'none'}."
-        found.append(Problem(key, repr(plan.layers), "must match the name of a linear layer", fix))
+        problems.append(Problem(key, repr(plan.layers), "must match the name of a linear layer", fix))
     if device.type == "cuda":
-        found += device_problems(plan.scales, torch.cuda.get_device_capability(device), key)
-    if found:
-        raise ConfigError(found)
+        problems += device_problems(plan.scales, torch.cuda.get_device_capability(device), key)
+    if problems:
+        raise ConfigError(problems)
 
 
 def device_problems(scales: str, capability: tuple[int, int], key: str) -> list[Problem]:
@@ -340,7 +336,7 @@ def device_problems(scales: str, capability: tuple[int, int], key: str) -> list[
     able = [name for name, layer in _LAYERS.items() if capability >= layer.least_capability]
     if scales in able:
         return []
-    least, got = (".".join(map(str, found)) for found in (_LAYERS[scales].least_capability, capability))
+    least, got = (".".join(map(str, version)) for version in (_LAYERS[scales].least_capability, capability))
     must = f"needs a GPU of compute capability {least} or above, which multiplies float8 with scales of {scales!r}"
     fix = f"This GPU has scales of {able[0]!r}." if able else "Turn it off: bfloat16 is what this GPU has."
     return [Problem(key, f"capability {got}", must, fix)]

@@ -101,10 +101,10 @@ def run_in_precision(model: nn.Module, precision: Precision, device: torch.devic
     """
     if precision.autocast is None and dtype_of(precision.compute) not in _HALF:
         return
-    given = model.__dict__.get("forward")
+    own_forward = model.__dict__.get("forward")
 
     def in_precision(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        forward = partial(type(self).forward, self) if given is None else given
+        forward = partial(type(self).forward, self) if own_forward is None else own_forward
         if precision.autocast is None:
             return widened(forward(*args, **kwargs))
         with torch.autocast(device.type, dtype_of(precision.autocast)):
@@ -159,9 +159,9 @@ class RoundedKernel(UpdateKernel):
 
     Args:
         optimizer: built over float32 proxies.
-        shards: by position of the parameter.
+        shards: shards by position of the parameter.
         rounding: "stochastic" or "kahan".
-        seed: of the run.
+        seed: seed of the run.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, shards: Sequence[Shard], rounding: str, seed: int):
@@ -182,9 +182,9 @@ class RoundedKernel(UpdateKernel):
         """Update the pieces; see ``UpdateKernel``."""
         wide = [self._widened(piece) for piece in pieces]
         super().update(wide)
-        for given, own in zip(pieces, wide, strict=True):
-            if given.values.dtype == NARROW:
-                self._round(given, own.values)
+        for narrow, wide_piece in zip(pieces, wide, strict=True):
+            if narrow.values.dtype == NARROW:
+                self._round(narrow, wide_piece.values)
 
     def _widened(self, piece: UpdatePiece) -> UpdatePiece:
         values, grad = piece.values, piece.grad
@@ -214,9 +214,9 @@ def rounded(build_optimizer: OptimizerFactory, plan: ShardingPlan, shards: Seque
     """Wrap ``build_optimizer`` for parameters in bfloat16, where the plan has them. Not a collective.
 
     Args:
-        build_optimizer: of the base optimizer.
+        build_optimizer: builds the base optimizer.
         plan: number formats, seed.
-        shards: that are to be trained, all in memory.
+        shards: shards that are to be trained, all in memory.
     Raises:
         ConfigError: (from the result) the optimizer cannot be run on pieces.
     """
@@ -227,15 +227,15 @@ def rounded(build_optimizer: OptimizerFactory, plan: ShardingPlan, shards: Seque
 
     def factory(groups: list[dict[str, Any]]) -> tuple[torch.optim.Optimizer, Adaptation | None]:
         params = [list(group["params"]) for group in groups]
-        own = [by_local[id(param)] for together in params for param in together]
-        for shard in own:
+        group_params = [by_local[id(param)] for together in params for param in together]
+        for shard in group_params:
             shard.noted = []
             if not shard.local.is_contiguous():
                 shard.local.data = shard.local.data.contiguous()  # pieces are runs
-        device = own[0].local.device if own else torch.device("cpu")
+        device = group_params[0].local.device if group_params else torch.device("cpu")
         proxies = [{**group, "params": [nn.Parameter(torch.zeros(1, device=device))]} for group in groups]
         optimizer, adaptation = build_optimizer(proxies)
-        kernel = RoundedKernel(optimizer, own, precision.rounding, plan.seed)
+        kernel = RoundedKernel(optimizer, group_params, precision.rounding, plan.seed)
         return StreamedOptimizer(kernel, params, None, is_fast_init=False), adaptation
 
     return factory

@@ -12,7 +12,7 @@ from torch import nn
 from vissl_zero import collectives
 from vissl_zero.errors import ConfigError, Problem, VisslZeroError
 from vissl_zero.models.model import Unit
-from vissl_zero.resolve.resolved import Precision, ShardingPlan
+from vissl_zero.resolve.resolved import ShardingPlan
 from vissl_zero.sharding.checks.replica_check import require_equal_models
 from vissl_zero.sharding.model.batch_norm import batch_norm_group, convert_batch_norms
 from vissl_zero.sharding.model.compilation import compile_units
@@ -36,7 +36,10 @@ def prepare(model: nn.Module, plan: ShardingPlan, device: torch.device) -> WrapP
     _refuse_shared_memory(model, plan)
     wrap_plan = plan_wrap(model, plan, _ranks_per_copy(plan))
     whole_bytes = gathered_bytes(param_facts(model, wrap_plan, ()), plan, wrap_plan.num_ranks)
-    _cast_to_master(model, plan.precision)
+    # A model of several formats keeps them. Buffers are cast with the parameters, and kept where those are masters.
+    formats = {param.dtype for param in model.parameters()}
+    if len(formats) == 1 and (plan.precision.rounding or formats != {dtype_of(plan.precision.master)}):
+        cast_to_master(model, plan.precision)
     # Before batch norms and forward methods are replaced, so that a refused model is as it was but for its format.
     require_equal_models(model, device)
     norm_group = batch_norm_group(plan.sync_bn_group, plan.timeout_s)
@@ -53,16 +56,6 @@ def prepare(model: nn.Module, plan: ShardingPlan, device: torch.device) -> WrapP
     # Last: it wraps whatever forward is by now, compiled or not.
     run_in_precision(model, plan.precision, device)
     return replace(wrap_plan, whole_bytes=whole_bytes)
-
-
-def _cast_to_master(model: nn.Module, precision: Precision) -> None:
-    """Cast a model that is all in one other format. A model of several formats keeps them.
-
-    Buffers are cast with the parameters, and kept where the parameters are masters already.
-    """
-    formats = {param.dtype for param in model.parameters()}
-    if len(formats) == 1 and (precision.rounding or formats != {dtype_of(precision.master)}):
-        cast_to_master(model, precision)
 
 
 def _refuse_embeddings(model: nn.Module, plan: ShardingPlan) -> None:
@@ -93,8 +86,8 @@ def _refuse_shared_memory(model: nn.Module, plan: ShardingPlan) -> None:
             extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
             spans.setdefault(tensor.untyped_storage().data_ptr(), []).append((start, start + extent, name))
     names = {name for name, _ in model.named_parameters()}
-    for found in spans.values():
-        for (_, stop, first), (start, _, second) in pairwise(sorted(found)):
+    for places in spans.values():
+        for (_, stop, first), (start, _, second) in pairwise(sorted(places)):
             if start < stop and {first, second} & names:
                 must = f"must not share memory with {first} above ZeRO level 0, where parameters are cut"
                 fix = "Assign one Parameter to both places (b.weight = a.weight), clone it, or use level 0."

@@ -46,7 +46,7 @@ class WrapPlan:
         level: ZeRO level.
         num_ranks: ranks that share one copy of the state.
         compute: dtype that parameters have in forward and backward.
-        units: in the order in which they are to be wrapped.
+        units: units in the order in which they are to be wrapped.
         checkpointed: names of the units that are recomputed in backward (at level 0 too).
         whole_bytes: parameters that are whole on a rank at the peak of a step, beside its shards
             (``param_facts.gathered_bytes``).
@@ -187,7 +187,7 @@ def _large_layers(model: nn.Module, threshold: int) -> list[str]:
         if name
         and name not in hidden
         and _is_callable(module)
-        and _elements(module.parameters(recurse=False)) >= threshold
+        and sum(param.numel() for param in module.parameters(recurse=False)) >= threshold
     ]
 
 
@@ -317,10 +317,6 @@ def _stage_units(model: nn.Module, ends: Sequence[Sequence[int]]) -> list[str]:
 
 def _has_parameters(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None
-
-
-def _elements(params: Iterator[nn.Parameter]) -> int:
-    return sum(param.numel() for param in params)
 
 
 def _title(unit: PlannedUnit) -> str:

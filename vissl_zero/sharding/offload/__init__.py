@@ -1,0 +1,1 @@
+"""Optimizer state and parameters in host memory or on NVMe."""

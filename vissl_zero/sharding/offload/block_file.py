@@ -46,7 +46,7 @@ class RunFolder:
 
     Args:
         nvme_path: an existing folder of the user's, on the disk to use.
-        run_name: of this run, the same on every rank; see ``new_run_name``.
+        run_name: name of this run, the same on every rank; see ``new_run_name``.
         rank: global.
         keep: leave the files at ``remove``.
     Raises:
@@ -269,8 +269,8 @@ class BlockFile:
     """Records of fixed sizes in one file. Threads may read and write different records at the same time.
 
     Args:
-        folder: to create it in.
-        name: of the file.
+        folder: folder to create it in.
+        name: name of the file.
         sizes: bytes of each record; each takes whole pages.
         is_touched: write zeros to all of it now, rather than when a record is first written.
     Raises:

@@ -25,7 +25,7 @@ class ChunkSegment:
     Attributes:
         tensor: position of the shard in the list that was cut.
         start, stop: elements, in the shard's flat order.
-        offset: of the first of them in the chunk.
+        offset: offset of the first of them in the chunk.
     """
 
     tensor: int
@@ -39,8 +39,8 @@ class Chunk:
     """Segments of one dtype that are updated together.
 
     Attributes:
-        segments: in the order of the shards, at most one of each.
-        num_elements: of all of them.
+        segments: segments in the order of the shards, at most one of each.
+        num_elements: number of elements of all of them.
         itemsize: bytes per element.
     """
 
@@ -109,8 +109,8 @@ class StoredParam:
 
     Attributes:
         name: full name.
-        num_elements: of this rank's rows; may be 0.
-        dtype: of the master copy.
+        num_elements: number of elements of this rank's rows; may be 0.
+        dtype: data type of the master copy.
         is_trained: it has a gradient, and the optimizer updates it.
     """
 
@@ -129,9 +129,9 @@ class Layout:
         units: shards that are fetched together.
     Attributes:
         params: all shards; a shard is known by its index here.
-        index_of: by full name.
+        index_of: index of each parameter, by full name.
         chunks: ``ChunkSegment.tensor`` is the index of the shard.
-        unit_records: of each unit, the positions of its chunks.
+        unit_records: positions of the chunks of each unit.
         records_of: the records of each shard.
     """
 
@@ -180,9 +180,9 @@ class TensorFile:
     """Flat tensors by index of the shard.
 
     Args:
-        layout: of the file.
-        file: with a record per chunk of the layout.
-        pipeline: of one column, wide enough for any record.
+        layout: layout of the file.
+        file: file with a record per chunk of the layout.
+        pipeline: pipeline of one column, wide enough for any record.
     """
 
     def __init__(self, layout: Layout, file: BlockFile, pipeline: RecordPipeline):
@@ -193,17 +193,17 @@ class TensorFile:
     def read(self, index: int) -> Tensor:
         """Read one shard, flat."""
         param = self._layout.params[index]
-        found = torch.empty(param.num_elements, dtype=param.dtype)
+        tensor = torch.empty(param.num_elements, dtype=param.dtype)
         records = self._layout.records_of[index]
 
         def copy(position: int, tray: Tray) -> tuple[int, ...]:
             for segment in self._layout.chunks[records[position]].segments:
                 if segment.tensor == index:
-                    found[segment.start : segment.stop] = self._layout.view(segment, tray[0].bytes)
+                    tensor[segment.start : segment.stop] = self._layout.view(segment, tray[0].bytes)
             return ()
 
         self._pipeline.run([[Cell(self.records, record)] for record in records], copy)
-        return found
+        return tensor
 
     def write(
         self,
@@ -223,13 +223,11 @@ class TensorFile:
         records = sorted({record for index in values for record in self._layout.records_of[index]})
 
         def update(position: int, tray: Tray) -> tuple[int, ...]:
-            for segment in self._segments(records[position], values):
-                stored = self._layout.view(segment, tray[0].bytes)
-                combine(segment.tensor, stored, values[segment.tensor][segment.start : segment.stop])
+            for segment in self._layout.chunks[records[position]].segments:
+                if segment.tensor in values:
+                    stored = self._layout.view(segment, tray[0].bytes)
+                    combine(segment.tensor, stored, values[segment.tensor][segment.start : segment.stop])
             return (0,)
 
         items = [[Cell(self.records, record, is_read(record))] for record in records]
         self._pipeline.run(items, update, is_behind)
-
-    def _segments(self, record: int, values: Mapping[int, Tensor]) -> list[ChunkSegment]:
-        return [segment for segment in self._layout.chunks[record].segments if segment.tensor in values]

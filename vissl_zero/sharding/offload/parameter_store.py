@@ -87,7 +87,7 @@ class GradientStore:
         """Read one gradient, flat, as the changes made so far have it.
 
         Args:
-            index: of a shard that has one.
+            index: index of a shard that has one.
             values: its parameters, where a change needs them.
         """
         grad = self._file.read(index)
@@ -132,10 +132,10 @@ class ParameterStore:
 
     Args:
         units: the shards of each unit, which are fetched together.
-        folder: of the files; removed with this object, or at the end of the process.
+        folder: folder of the files; removed with this object, or at the end of the process.
         is_fast_init: leave blocks of the file of gradients untouched until they are first written.
     Attributes:
-        layout: of both files.
+        layout: layout of both files.
         parameters: the file of values, for whoever updates them inside ``updating``.
         gradients: frozen parameters have empty records there.
     Raises:
@@ -177,7 +177,7 @@ class ParameterStore:
 
         Args:
             unit: position among ``units``.
-            outs: by index, flat tensors of at least as many elements.
+            outs: flat tensors of at least as many elements, by index.
         Raises:
             OffloadError: a record is not what was written, or an update failed.
         """
@@ -275,7 +275,7 @@ class DiskShard(Shard):
 
     Attributes:
         store: where values and gradient are.
-        index: of this shard there.
+        index: index of this shard there.
     """
 
     store: ParameterStore = None  # type: ignore[assignment]
@@ -456,9 +456,9 @@ def needs_host_shards(plan: ShardingPlan, device: torch.device) -> bool:
 def host_shard(shard: Shard, pin: bool) -> HostShard:
     """Give ``shard``, which is on a device, its master copy on the host."""
     on_device = shard.local.detach()
-    given = {field.name: getattr(shard, field.name) for field in fields(Shard)}
-    given["local"] = nn.Parameter(_host_like(on_device, pin).copy_(on_device), requires_grad=shard.local.requires_grad)
-    return HostShard(**given, on_device=on_device, pin=pin)
+    values = {field.name: getattr(shard, field.name) for field in fields(Shard)}
+    values["local"] = nn.Parameter(_host_like(on_device, pin).copy_(on_device), requires_grad=shard.local.requires_grad)
+    return HostShard(**values, on_device=on_device, pin=pin)
 
 
 def _host_like(tensor: Tensor, pin: bool) -> Tensor:

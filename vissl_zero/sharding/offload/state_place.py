@@ -101,11 +101,11 @@ class UpdateKernel:
             for group, params in zip(groups, held, strict=True):
                 group["params"] = params
             self.optimizer.state = defaultdict(dict)
-        for piece, own in made:
+        for piece, place in made:
             if piece.is_first:
-                for key in own.keys() & set(self.keys):
-                    piece.state[key].copy_(own[key])
-                piece.state.update({key: own[key] for key in own.keys() & self.scalars.keys()})
+                for key in place.keys() & set(self.keys):
+                    piece.state[key].copy_(place[key])
+                piece.state.update({key: place[key] for key in place.keys() & self.scalars.keys()})
 
 
 @dataclass(eq=False)
@@ -170,7 +170,7 @@ class StatePlace(ABC):
         kernel: the base optimizer.
     Attributes:
         mapping: what ``optimizer.state`` is.
-        file: of a record per chunk; None if the state is in memory.
+        file: file of a record per chunk; None if the state is in memory.
         record_bytes: size of the largest record.
     """
 
@@ -249,7 +249,7 @@ class StateOnDisk(StatePlace):
     Args:
         params: all parameters.
         kernel: the base optimizer.
-        chunks: of the parameters.
+        chunks: chunks of the parameters.
         folder: where the file goes.
         is_fast_init: leave the file's blocks untouched until they are first written.
     Raises:

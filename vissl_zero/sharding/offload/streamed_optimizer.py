@@ -54,8 +54,8 @@ class StreamedOptimizer(torch.optim.Optimizer):
         folder: where the file of state goes, removed with this object or at the end of the process; None: the state
             stays in memory.
         is_fast_init: leave the file's blocks untouched until they are first written.
-        store: of parameters and gradients on a disk, closed with this object; None: there are none.
-        stored: by position in the list of all parameters, the index in ``store`` of those that are there.
+        store: store of parameters and gradients on a disk, closed with this object; None: there are none.
+        stored: index in ``store`` of the parameters that are there, by position in the list of all parameters.
     Raises:
         OffloadError: the disk has no room.
     """
@@ -244,8 +244,8 @@ class StreamedOptimizer(torch.optim.Optimizer):
         itemsize = max((param.element_size() for param in self._params), default=8)
         num_bytes = _DEVICE_BYTES if any(param.is_cuda for param in self._params) else RECORD_BYTES
         elements = max(num_bytes // (itemsize * max(1, len(self._kernel.keys))) // ALIGN, 1) * ALIGN
-        own = cut(rest, elements)
-        return chunks + own, records + [None] * len(own)
+        piece = cut(rest, elements)
+        return chunks + piece, records + [None] * len(piece)
 
 
 def _end(pipeline: RecordPipeline, file: BlockFile | None, folder: RunFolder | None) -> None:
@@ -287,9 +287,9 @@ class WholeStates(MutableMapping[Any, dict[str, Any]]):
     Tensors rest in the file; numbers, and tensors without dimensions, in memory.
 
     Args:
-        params: that this rank updates.
+        params: parameters that this rank updates.
         sizes: bytes of room for the state of each; see ``padded_bytes``.
-        folder: of the file, removed with this object or at the end of the process.
+        folder: folder of the file, removed with this object or at the end of the process.
         is_fast_init: leave the file's blocks untouched until they are first written.
     Raises:
         OffloadError: the disk has no room.
@@ -301,9 +301,11 @@ class WholeStates(MutableMapping[Any, dict[str, Any]]):
         self._sizes = list(sizes)
         pieces = [[min(RECORD_BYTES, size - at) for at in range(0, size, RECORD_BYTES)] for size in sizes]
         self._firsts = [0, *accumulate(map(len, pieces))]
-        self._file = folder.file(_FILE, [piece for own in pieces for piece in own], is_touched=not is_fast_init)
+        self._file = folder.file(
+            _FILE, [piece for group_pieces in pieces for piece in group_pieces], is_touched=not is_fast_init
+        )
         self.disk_bytes = self._file.num_bytes
-        self._pipeline = RecordPipeline([max((piece for own in pieces for piece in own), default=0)])
+        self._pipeline = RecordPipeline([max((piece for group_pieces in pieces for piece in group_pieces), default=0)])
         self._stored: dict[int, list[StoredTensor]] = {}
         self._numbers: dict[int, dict[str, Any]] = {}
         self._is_closed = False
@@ -325,14 +327,14 @@ class WholeStates(MutableMapping[Any, dict[str, Any]]):
     def __getitem__(self, param: Any) -> dict[str, Any]:
         index = self._index_of(param)
         stored = self._stored[index]
-        found = {tensor.key: torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in stored}
+        tensors = {tensor.key: torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in stored}
 
         def copy(first: int, record: Tensor) -> None:
-            for flat, begin, end, place in _overlaps(stored, found, first, len(record)):
+            for flat, begin, end, place in _overlaps(stored, tensors, first, len(record)):
                 flat[begin:end] = record[place : place + end - begin]
 
         self._run(index, copy, is_written=False)
-        return found | self.numbers(param)
+        return tensors | self.numbers(param)
 
     def __setitem__(self, param: Any, state: dict[str, Any]) -> None:
         index = self._indices[param]

@@ -37,7 +37,7 @@ def stored_parameters(units: Sequence[Sequence[StoredParam]], plan: OffloadPlan)
 
     Args:
         units: the shards of each unit. The first of them stay in memory, as many as ``plan.max_in_cpu`` allows.
-        plan: of parameters.
+        plan: plan of parameters.
     Raises:
         OffloadError: a rank has no disk space or cannot use the folder.
     """
@@ -61,9 +61,9 @@ def offloaded(
     and the optimizer is the base optimizer itself.
 
     Args:
-        build_optimizer: of the base optimizer, over local shards.
+        build_optimizer: builds the base optimizer over local shards.
         plan: level and tiers.
-        store: of parameters on a disk, or None.
+        store: store of parameters on a disk, or None.
         shards: the shards that are to be trained.
     Raises:
         ConfigError: (from the result) the optimizer cannot be streamed.
@@ -80,7 +80,7 @@ def offloaded(
         optimizer, adaptation = build_optimizer([{**group, "params": _proxies(group)} for group in groups])
         kernel = UpdateKernel(optimizer, _KEY if is_on_disk else _PARAM_KEY)
         params = [list(group["params"]) for group in groups]
-        together = [param for own in params for param in own]
+        together = [param for group_params in params for param in group_params]
         stored = {k: index_of[id(param)] for k, param in enumerate(together) if id(param) in index_of}
         if is_on_disk and kernel.keys:
             fast_init = plan.offload_optimizer.fast_init
@@ -96,8 +96,8 @@ def offloaded(
         if stored:
             return StreamedOptimizer(kernel, params, None, False, store, stored), adaptation
         # Nothing is to be streamed, so the base optimizer gets its parameters in the place of the proxies.
-        for group, own in zip(optimizer.param_groups, params, strict=True):
-            group["params"] = own
+        for group, group_params in zip(optimizer.param_groups, params, strict=True):
+            group["params"] = group_params
         return optimizer, adaptation
 
     return factory
@@ -109,9 +109,9 @@ def whole_states(
     """Open a place on the disk for the state of full tensors, or None if it stays in memory. Collective.
 
     Args:
-        plan: of the optimizer.
+        plan: plan of the optimizer.
         optimizer: left as it is; its state of each parameter is tried out.
-        params: that this rank updates, in groups of ``optimizer``.
+        params: parameters that this rank updates, in groups of ``optimizer``.
     Raises:
         OffloadError: a rank has no disk space or cannot use the folder.
     """

@@ -1,0 +1,1 @@
+"""A rank's shards, their saved form, and the sharded teacher."""

@@ -40,7 +40,7 @@ class MissingGradient(Tensor):
     """Shape, type and device of a gradient that cannot be read; see the module.
 
     Args:
-        param: whose gradient it is.
+        param: parameter whose gradient it is.
         why: the error's text.
     """
 

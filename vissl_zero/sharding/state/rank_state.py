@@ -49,13 +49,17 @@ def rank_state(
     for param, values in optimizer.state.items():
         shard = owned[names[id(param)]]
         state[shard.name] = {key: _entry(shard, value) for key, value in values.items()}
+    averages = None
+    if average is not None:
+        averaged = {name: _entry(shards[name], tensor) for name, tensor in average.params.items()}
+        averages = {"params": averaged, "buffers": dict(average.buffers)}
     return {
         "layout": layout_of(plan),
         "params": {name: _entry(shard, shard.values()) for name, shard in shards.items()},
         "optimizer": {"groups": group_facts(shards, optimizer), "state": state},
         "buffers": dict(buffers),
         "loss_scale": loss_scale.state_dict() if loss_scale else None,
-        "average": None if average is None else _averages(average, shards),
+        "average": averages,
     }
 
 
@@ -113,36 +117,43 @@ def load_torch_state(state: Mapping[str, Any], shards: Mapping[str, Shard], opti
         )
     names = [group["params"] for group in group_facts(shards, optimizer)]
     numbers = [group["params"] for group in state["param_groups"]]
-    if [len(own) for own in names] != [len(own) for own in numbers]:
+    sizes, saved_sizes = list(map(len, names)), list(map(len, numbers))
+    if sizes != saved_sizes:
         raise CheckpointError(
-            f"The saved optimizer has groups of {[len(own) for own in numbers]} parameters, this one of "
-            f"{[len(own) for own in names]}. Build the optimizer that is given to initialize() like the saved one."
+            f"The saved optimizer has groups of {saved_sizes} parameters, this one of {sizes}. "
+            "Build the optimizer that is given to initialize() like the saved one."
         )
-    pairs = [pair for own, theirs in zip(names, numbers, strict=True) for pair in zip(own, theirs, strict=True)]
+    pairs = [
+        pair
+        for group_names, theirs in zip(names, numbers, strict=True)
+        for pair in zip(group_names, theirs, strict=True)
+    ]
     saved = {name: state["state"][number] for name, number in pairs if number in state["state"]}
-    check_optimizer({name: [k for k, v in own.items() if v is not None] for name, own in saved.items()}, optimizer)
+    check_optimizer(
+        {name: [k for k, v in saved_state.items() if v is not None] for name, saved_state in saved.items()}, optimizer
+    )
     check_same_update(state["param_groups"], optimizer.param_groups)
     owned = state_shards(shards, optimizer)
     per_element = element_keys(optimizer.inner if isinstance(optimizer, WholeTensorOptimizer) else optimizer)
-    for name, own in saved.items():
-        for key in per_element & own.keys():
-            if tuple(own[key].shape) != tuple(shards[name].full_shape):
+    for name, saved_state in saved.items():
+        for key in per_element & saved_state.keys():
+            if tuple(saved_state[key].shape) != tuple(shards[name].full_shape):
                 raise CheckpointError(
-                    f"{key!r} of {name} has shape {tuple(own[key].shape)} in the saved optimizer, and the parameter "
-                    f"{tuple(shards[name].full_shape)}. Load state of the same model."
+                    f"{key!r} of {name} has shape {tuple(saved_state[key].shape)} in the saved optimizer, and the "
+                    f"parameter {tuple(shards[name].full_shape)}. Load state of the same model."
                 )
     for group, given in zip(optimizer.param_groups, state["param_groups"], strict=True):
         # torch numbers parameters where this package names them, so only options are taken over.
         group.update({key: value for key, value in given.items() if key not in ("params", "param_names", "name")})
     optimizer.state.clear()
-    for name, own in saved.items():
+    for name, saved_state in saved.items():
         # Where each tensor has one owner, the other ranks keep no state of it.
         if name not in owned:
             continue
         shard = owned[name]
         optimizer.state[shard.local] = {
             key: _elements_of(shard, value) if key in per_element else _value(value, shard.local)
-            for key, value in own.items()
+            for key, value in saved_state.items()
         }
     if not isinstance(optimizer, WholeTensorOptimizer):
         complete_state(optimizer)
@@ -153,11 +164,6 @@ def _elements_of(shard: Shard, whole: Tensor) -> Tensor:
     run = whole.reshape(-1)[shard.first_element : shard.first_element + shard.local.numel()]
     dtype = shard.local.dtype if whole.is_floating_point() else whole.dtype
     return empty_state(shard.local, shard.local.shape, dtype).copy_(run.view(shard.local.shape))
-
-
-def _averages(average: WeightAverage, shards: Mapping[str, Shard]) -> dict[str, Any]:
-    params = {name: _entry(shards[name], tensor) for name, tensor in average.params.items()}
-    return {"params": params, "buffers": dict(average.buffers)}
 
 
 def layout_of(plan: ShardingPlan) -> dict[str, Any]:

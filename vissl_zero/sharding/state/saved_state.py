@@ -32,10 +32,10 @@ class Part:
 
     Attributes:
         name: ``model/<full name>``, ``optimizer/<key>/<full name of the parameter>``, ...
-        full_shape: of the full tensor.
+        full_shape: shape of the full tensor.
         first_element: place of the first element in the full tensor, flattened.
         num_elements: length of the run.
-        dtype: of the elements.
+        dtype: data type of the elements.
         read: gives them, (num_elements,) or any shape of as many; memory may be shared with training.
         is_streamed: ``read`` takes them from a disk, so that a copy in memory would defeat their offload tier.
     """
@@ -181,15 +181,15 @@ def restore_counters(optimizer: torch.optim.Optimizer, saved: Sequence[Mapping[s
     if keys := counter_keys(inner_optimizer(optimizer)):
         by_name = {group.get("name"): group for group in saved}
         for group in optimizer.param_groups:
-            found = by_name.get(group.get("name"), {})
-            take_group_options(group, {key: found[key] for key in keys & found.keys()})
+            saved_group = by_name.get(group.get("name"), {})
+            take_group_options(group, {key: saved_group[key] for key in keys & saved_group.keys()})
 
 
 def scalars_of(shards: Mapping[str, Shard], optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
     """Return optimizer state that is one number, of the parameters this rank answers for: ready for JSON."""
     shards = state_shards(shards, optimizer)
     names = {id(shard.local): name for name, shard in shards.items()}
-    found: dict[str, dict[str, Any]] = {}
+    scalars: dict[str, dict[str, Any]] = {}
     per_element = _element_keys(optimizer)
     if isinstance(optimizer, StreamedOptimizer):
         items = [(param, optimizer.scalars_of(param)) for param in optimizer.params_with_state()]
@@ -207,8 +207,8 @@ def scalars_of(shards: Mapping[str, Shard], optimizer: torch.optim.Optimizer) ->
             if not _is_cut(shard, key, value, per_element) and not (isinstance(value, Tensor) and value.dim())
         }
         # An empty entry, too: it says that the parameter has been updated.
-        found[shard.name] = numbers
-    return found
+        scalars[shard.name] = numbers
+    return scalars
 
 
 @torch.no_grad()
@@ -284,7 +284,10 @@ def check_optimizer(held: Mapping[str, Collection[str]], optimizer: torch.optim.
     Raises:
         CheckpointError: it is another optimizer's.
     """
-    expected = _state_keys(optimizer)
+    if isinstance(optimizer, StreamedOptimizer):
+        expected = frozenset(optimizer.keys)
+    else:
+        expected = state_keys(inner_optimizer(optimizer))
     for name, keys in held.items():
         if keys and (missing := expected - set(keys)):
             raise CheckpointError(
@@ -302,12 +305,6 @@ def check_same_update(saved: Sequence[Mapping[str, Any]], groups: Sequence[Mappi
     key = "decoupled_weight_decay"
     if any(key in a and key in b and a[key] != b[key] for a, b in zip(saved, groups, strict=True)):
         raise CheckpointError("The checkpoint is of another optimizer: one of Adam and AdamW, and this is the other.")
-
-
-def _state_keys(optimizer: torch.optim.Optimizer) -> frozenset[str]:
-    if isinstance(optimizer, StreamedOptimizer):
-        return frozenset(optimizer.keys)
-    return state_keys(inner_optimizer(optimizer))
 
 
 def inner_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

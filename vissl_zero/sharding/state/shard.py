@@ -32,7 +32,7 @@ class Shard:
         name: full name, without any wrapper's prefix.
         source: the parameter as the model holds it: a DTensor, or ``local`` itself where nothing is sharded.
         local: this rank's rows; possibly none.
-        full_shape: of the full parameter.
+        full_shape: shape of the full parameter.
         first_element: place of the first of their elements in the full parameter, flattened.
         contributes_to_norm: whether this rank's part enters sums over ranks. Scalars are replicated; one rank
             contributes to sums.
@@ -199,8 +199,8 @@ def in_place_of_empty(tensors: Sequence[Tensor], values: Sequence[Tensor], dtype
     device = tensors[0].device if tensors else None
     zero = torch.zeros((), dtype=dtype, device=device)
     remaining = iter(values)
-    found = [next(remaining) if tensor.numel() else zero for tensor in tensors]
-    return torch.stack(found) if found else zero.new_zeros(0)
+    filled = [next(remaining) if tensor.numel() else zero for tensor in tensors]
+    return torch.stack(filled) if filled else zero.new_zeros(0)
 
 
 def empty_state(local: Tensor, shape: Sequence[int], dtype: torch.dtype | None) -> Tensor:
@@ -267,7 +267,7 @@ class RowShard(Shard):
         source: the full parameter.
         local: a view of this rank's rows in it.
         reduced: their averaged gradient, once it is known.
-        rows_per_rank: of the first ranks.
+        rows_per_rank: rows per rank of the first ranks.
     """
 
     reduced: Tensor | None = None
@@ -332,7 +332,7 @@ def row_shards(module: nn.Module, trained: set[str], num_ranks: int, rank: int) 
     Args:
         module: whole, where it is to be trained.
         trained: full names; other parameters, and frozen ones, are not cut.
-        num_ranks: that share the state.
+        num_ranks: number of ranks that share the state.
         rank: this one.
     """
     for name, source in module.named_parameters():

@@ -108,9 +108,9 @@ class ShardedTensor(DTensor):
     """See the module. Made by giving a ``DTensor`` this class, or by an operation of the table.
 
     Attributes:
-        store: of a parameter, where its values rest; None for what was computed.
+        store: where a parameter's values rest; None for what was computed.
         owner: the parameter whose memory this shares; None for what was computed.
-        is_spent: of a parameter: the last update has used its gradient up.
+        is_spent: whether the last update has used up a parameter's gradient.
     """
 
     store: Store | None = None
@@ -159,8 +159,8 @@ class ShardedTensor(DTensor):
             return
         is_other_parameter = isinstance(value, ShardedTensor) and (value.owner is not None or value.store is not None)
         if is_other_parameter or value.shape != self.shape or value.dtype != self.dtype:
-            given = "another parameter's memory" if is_other_parameter else f"{tuple(value.shape)}, {value.dtype}"
-            raise VisslZeroError(_OTHER_DATA.format(given, tuple(self.shape), self.dtype))
+            description = "another parameter's memory" if is_other_parameter else f"{tuple(value.shape)}, {value.dtype}"
+            raise VisslZeroError(_OTHER_DATA.format(description, tuple(self.shape), self.dtype))
         with torch.no_grad():
             self.copy_(value)
 
@@ -169,8 +169,8 @@ class ShardedTensor(DTensor):
         """The gradient, sharded as the parameter; a tensor that refuses to be used where it cannot be read."""
         if not _is_inside and (why := self._missing()) is not None:
             return MissingGradient(self, why)
-        found = real_grad(self)
-        return sharded(found) if type(found) is DTensor else found
+        gradient = real_grad(self)
+        return sharded(gradient) if type(gradient) is DTensor else gradient
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
@@ -301,25 +301,25 @@ def _refusal(name: str) -> str:
 def _element_wise(func: Any, args: Any, kwargs: Any) -> Any:
     """Run on local rows, of arguments sharded alike; of a full tensor that is combined into one, on its rows."""
     tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-    own = [tensor for tensor in tensors if isinstance(tensor, ShardedTensor)]
+    sharded = [tensor for tensor in tensors if isinstance(tensor, ShardedTensor)]
     written = written_arguments(func, args, kwargs)
-    like = own[0]
+    like = sharded[0]
     is_in_place = bool(written) and all(isinstance(tensor, ShardedTensor) for tensor in written)
-    is_alike = all(same_layout(tensor, like) for tensor in own)
+    is_alike = all(same_layout(tensor, like) for tensor in sharded)
     has_full = any(tensor.dim() and not isinstance(tensor, ShardedTensor) for tensor in tensors)
     is_moved = "device" in kwargs and kwargs["device"] not in (None, like.device)
     if not is_alike or is_moved or (written and not is_in_place) or (has_full and not is_in_place):
         return _on_full(func, args, kwargs)
-    rows = {id(tensor): tensor.rows() for tensor in own}
+    rows = {id(tensor): tensor.rows() for tensor in sharded}
 
     def local(leaf: Any) -> Any:
         if isinstance(leaf, ShardedTensor):
             return rows[id(leaf)]
         return _rows_of(leaf, like) if isinstance(leaf, Tensor) and leaf.dim() else leaf
 
-    found = func(*pytree.tree_map(local, args), **pytree.tree_map(local, kwargs))
+    result = func(*pytree.tree_map(local, args), **pytree.tree_map(local, kwargs))
     if not written:
-        return pytree.tree_map(lambda leaf: _like(like, leaf) if isinstance(leaf, Tensor) else leaf, found)
+        return pytree.tree_map(lambda leaf: _like(like, leaf) if isinstance(leaf, Tensor) else leaf, result)
     for tensor in written:
         if isinstance(tensor, ShardedTensor):
             tensor.written(rows[id(tensor)])
@@ -334,14 +334,14 @@ def _on_full(func: Any, args: Any, kwargs: Any) -> Any:
     def gathered(leaf: Any) -> Any:
         return full[id(leaf)] if isinstance(leaf, ShardedTensor) else leaf
 
-    found = func(*pytree.tree_map(gathered, args), **pytree.tree_map(gathered, kwargs))
+    result = func(*pytree.tree_map(gathered, args), **pytree.tree_map(gathered, kwargs))
     written = written_arguments(func, args, kwargs)
     for tensor in written:
         if isinstance(tensor, ShardedTensor):
             rows = tensor.rows()
             rows.copy_(_rows_of(full[id(tensor)], tensor))
             tensor.written(rows)
-    return written[0] if written else found
+    return written[0] if written else result
 
 
 def _one_by_one(func: Any, args: Any, kwargs: Any) -> Any:
@@ -349,17 +349,17 @@ def _one_by_one(func: Any, args: Any, kwargs: Any) -> Any:
     num = max(len(arg) for arg in args if isinstance(arg, list | tuple))
     results: list[Any] = []
     for index in range(num):
-        own = [[arg[index]] if isinstance(arg, list | tuple) and len(arg) == num else arg for arg in args]
-        leaves = pytree.tree_leaves((own, kwargs))
+        one_each = [[arg[index]] if isinstance(arg, list | tuple) and len(arg) == num else arg for arg in args]
+        leaves = pytree.tree_leaves((one_each, kwargs))
         if not any(isinstance(leaf, ShardedTensor) for leaf in leaves):
-            found = func(*own, **kwargs)
+            result = func(*one_each, **kwargs)
         elif (name := operation_name(func).removeprefix("aten::_foreach_").removesuffix("_")) in _ELEMENT_WISE:
-            found = _element_wise(func, own, kwargs)
+            result = _element_wise(func, one_each, kwargs)
         elif name in _ON_FULL_TENSOR:
-            found = _on_full(func, own, kwargs)
+            result = _on_full(func, one_each, kwargs)
         else:
             raise VisslZeroError(_refusal(name))
-        results += found if isinstance(found, list | tuple) else []
+        results += result if isinstance(result, list | tuple) else []
     return results or None
 
 

@@ -1,0 +1,1 @@
+"""The optimizer step on a rank's shards: norms, clipping, whole-tensor rules."""

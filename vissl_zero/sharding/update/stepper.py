@@ -33,7 +33,7 @@ class StepResult:
         loss_scale: the scale that was used, 1.0 without loss scaling.
         names: full names of the parameters that took part, in the order of the optimizer's groups.
         grad_sq: (len(names),) squared norms of their gradients, on the device.
-        histograms: of their weights and gradients, where asked for and not skipped.
+        histograms: histograms of their weights and gradients, where asked for and not skipped.
     """
 
     grad_norm: Tensor
@@ -130,7 +130,7 @@ class Stepper:
         shards: the trained parameters; the same names in the same order on every rank.
         optimizer: over their ``local`` tensors.
         adaptation: layer-wise adaptation of the gradients, or None.
-        clipping: of the gradients, or None.
+        clipping: clipping of the gradients, or None.
         loss_scale: None without float16.
         group: the ranks among which parameters are sharded; None where every rank has them whole, with equal gradients.
     """
@@ -187,18 +187,19 @@ class Stepper:
             self._loss_scale.update(found_inf)
             if found_inf:
                 return StepResult(grad_norm, True, scale, names, norms.grad_sq)
-        found = histograms_of(shards, self._group) if with_histograms else None
+        histograms = histograms_of(shards, self._group) if with_histograms else None
         self._rescale(shards, norms)
         # LARC and LARS have put the decay into the gradient: the optimizer must not apply it again.
         with nullcontext() if self._adaptation is None else decay_absorbed(self._optimizer):
             self._optimizer.step()
-        return StepResult(grad_norm, False, scale, names, norms.grad_sq, found)
+        return StepResult(grad_norm, False, scale, names, norms.grad_sq, histograms)
 
     def _norms(self, shards: Sequence[Shard]) -> TensorNorms:
         """Compute norms of the full tensors; a gradient that no rank has counts as zero."""
         table = torch.stack(self._sums([shard for shard in shards if not shard.is_on_disk]), dim=1)
         if any(shard.is_on_disk for shard in shards):
-            table = self._with_stored(shards, table)
+            in_memory = iter(table)
+            table = torch.stack([self._of_stored(shard) if shard.is_on_disk else next(in_memory) for shard in shards])
         # One message for all rows: another all-reduce would pay its latency a second time.
         table = sum_over_group(table.T.contiguous(), self._group)
         self._agree_on_missing(shards, table[1])
@@ -229,11 +230,6 @@ class Stepper:
             else:
                 rows.append(torch.zeros_like(grad_sq))
         return rows
-
-    def _with_stored(self, shards: Sequence[Shard], in_memory: Tensor) -> Tensor:
-        """Insert the sums of shards on disk, one by one."""
-        others = iter(in_memory)
-        return torch.stack([self._of_stored(shard) if shard.is_on_disk else next(others) for shard in shards])
 
     def _of_stored(self, shard: Shard) -> Tensor:
         """Return the sums of one shard on disk, which is read only where they are not known yet."""
@@ -295,7 +291,7 @@ class Stepper:
         chosen = [row for row in chosen if not row[0].notes_changes]
         if chosen:
             chosen_shards, grad_factors, param_factors = (list(column) for column in zip(*chosen, strict=True))
-            grads = _grads(chosen_shards)
+            grads = [shard.local.grad for shard in chosen_shards if shard.local.grad is not None]
             with torch.no_grad():
                 foreach_mul_(grads, grad_factors)
                 foreach_addcmul_(grads, [shard.local for shard in chosen_shards], param_factors)
@@ -308,21 +304,17 @@ def _multiply(shards: Sequence[Shard], factor: Tensor | float) -> None:
         factor.unbind() if isinstance(factor, Tensor) and has_own else [factor] * len(shards)
     )
     in_memory: list[tuple[Tensor, Tensor | float]] = []
-    for shard, own in zip(shards, factors, strict=True):
+    for shard, factor_of_shard in zip(shards, factors, strict=True):
         if shard.local.grad is None:
             continue
         if shard.notes_changes:
-            shard.change_grad(own)
+            shard.change_grad(factor_of_shard)
         else:
-            in_memory.append((shard.local.grad, own))
+            in_memory.append((shard.local.grad, factor_of_shard))
     if in_memory:
         grads = [grad for grad, _ in in_memory]
-        each: Any = [own for _, own in in_memory] if has_own else factor
+        each: Any = [factor_of_shard for _, factor_of_shard in in_memory] if has_own else factor
         foreach_mul_(grads, each)
-
-
-def _grads(shards: Sequence[Shard]) -> list[Tensor]:
-    return [shard.local.grad for shard in shards if shard.local.grad is not None]
 
 
 def _device(shards: Sequence[Shard]) -> torch.device:

@@ -71,9 +71,9 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
     groups list all shards; during a step, they list the full tensors that this rank owns. ``state`` is by these.
 
     Args:
-        build: of the optimizer, over full tensors.
+        build: builds the optimizer over full tensors.
         groups: its groups, over ``local`` of ``shards``.
-        shards: of all trained parameters, the same names in the same order on every rank.
+        shards: shards of all trained parameters, the same names in the same order on every rank.
         group: the ranks among which they are cut. Every one of them must construct it, and call ``step``.
         tier: where the state is stored.
         comm: among the ranks of ``group``, for shards in the host's memory; None: the group's own collectives.
@@ -82,8 +82,8 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
         OffloadError: a rank has no disk space or cannot use the folder.
     Attributes:
         inner: the optimizer.
-        adaptation: that ``build`` returned.
-        owned: by full name, the full tensors of this rank; without memory between steps.
+        adaptation: adaptation that ``build`` returned.
+        owned: full tensors of this rank by full name; without memory between steps.
     Cost: a step moves (N-1)/N of all gradients to owners, of all parameters where ranks hold rows only, and of all
     parameters back; a rank holds 1/N of both in full during the step. ``num_sent``: bytes that this rank sent to others
     so far.
@@ -213,13 +213,13 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
 
     def _counts(self) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         """Collect the inner optimizer's counts of its steps outside the state of tensors: its own, its groups'."""
-        own = {key: value for key, value in vars(self.inner).items() if type(value) in (int, float)}
+        counters = {key: value for key, value in vars(self.inner).items() if type(value) in (int, float)}
         groups = [{key: copied(group[key]) for key in self._counters & group.keys()} for group in self.param_groups]
-        return own, groups
+        return counters, groups
 
-    def _set_counts(self, own: dict[str, Any], groups: Sequence[dict[str, Any]]) -> None:
+    def _set_counts(self, counters: dict[str, Any], groups: Sequence[dict[str, Any]]) -> None:
         """Take back what it counted in a round: the next one is still the same step."""
-        vars(self.inner).update(own)
+        vars(self.inner).update(counters)
         for group, counts in zip(self.param_groups, groups, strict=True):
             for key in self._counters & group.keys():
                 del group[key]
@@ -229,7 +229,7 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
     def _shown(self, mine: Sequence[nn.Parameter]) -> Iterator[None]:
         """Show full parameters in groups to the inner optimizer; outside of a step they are sharded. A context."""
         present = set(mine)
-        self._show([[param for param in own if param in present] for own in self._whole_params])
+        self._show([[param for param in group_params if param in present] for group_params in self._whole_params])
         try:
             yield
         finally:
@@ -250,8 +250,10 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
         self.inner.state.clear()
 
     def _show(self, params: Sequence[list[nn.Parameter]]) -> None:
-        for group, own in zip(self.param_groups if self._is_built else self.inner.param_groups, params, strict=True):
-            group["params"] = own
+        for group, group_params in zip(
+            self.param_groups if self._is_built else self.inner.param_groups, params, strict=True
+        ):
+            group["params"] = group_params
 
     @staticmethod
     def _forget(wholes: Sequence[nn.Parameter]) -> None:
@@ -315,9 +317,9 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
 
     def _on_any_rank(self, flags: Sequence[bool]) -> list[bool]:
         """Return each flag, if it is set on at least one rank."""
-        found = torch.tensor(flags, dtype=torch.uint8, device=self._message_device())
-        dist.all_reduce(found, dist.ReduceOp.MAX, group=self._group)
-        return [bool(flag) for flag in found.tolist()]
+        message = torch.tensor(flags, dtype=torch.uint8, device=self._message_device())
+        dist.all_reduce(message, dist.ReduceOp.MAX, group=self._group)
+        return [bool(flag) for flag in message.tolist()]
 
     def _all_to_all(
         self,
@@ -331,8 +333,8 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
 
         Args:
             received, sent: by rank, tensors (n,).
-            num_times: by tensor, how many times its elements are sent: values, gradients or both.
-            to_owners: from shards to owners; else back.
+            num_times: how many times the elements of each tensor are sent: values, gradients or both.
+            to_owners: whether they go from shards to owners; else back.
         """
         me = self._group.rank()
         for target, values in zip(received[me], sent[me], strict=True):
@@ -348,7 +350,9 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
             num_bytes = [list(column) for column in zip(*num_bytes, strict=True)]
         others = [rank for rank in range(self._group.size()) if rank != me]
         self.num_sent += sum(num_bytes[me][rank] for rank in others)
-        targets, parts = ([[_as_bytes(tensor) for tensor in own] for own in given] for given in (received, sent))
+        targets, parts = (
+            [[_as_bytes(tensor) for tensor in of_rank] for of_rank in given] for given in (received, sent)
+        )
         if self._comm is not None:
             most = max(num for sender, row in enumerate(num_bytes) for to, num in enumerate(row) if sender != to)
             self._comm.all_to_all(targets, parts, most)
@@ -378,13 +382,13 @@ def _device(shard: Shard) -> torch.device:
 
 def _values_and_gradient(shard: Shard, has_values: bool, has_gradient: bool) -> list[Tensor]:
     """Return the values, the gradient or both of the rows, each as a tensor (n,)."""
-    found = [shard.values()] if has_values else []
+    tensors = [shard.values()] if has_values else []
     if has_gradient:
         # Zeros where this rank alone has none: the size of a message must not depend on who has one.
         missing = shard.local.grad is None
         zeros = torch.zeros(shard.local.shape, dtype=shard.local.dtype, device=_device(shard)) if missing else None
-        found.append(shard.grad() if zeros is None else zeros)
-    return [tensor.reshape(-1) for tensor in found]
+        tensors.append(shard.grad() if zeros is None else zeros)
+    return [tensor.reshape(-1) for tensor in tensors]
 
 
 def _rows(whole: Tensor, span: tuple[int, int]) -> Tensor:

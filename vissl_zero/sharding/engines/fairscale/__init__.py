@@ -1,0 +1,1 @@
+"""fairscale's OSS, ShardedDataParallel and FullyShardedDataParallel as an engine."""

@@ -233,11 +233,11 @@ class _Joined(torch.autograd.Function):
 
 def _joined(outputs: Any) -> Any:
     """Put all tensors of ``outputs`` that require a gradient behind one node of the graph."""
-    found: list[Tensor] = []
-    apply_to_tensors(lambda tensor: found.append(tensor) if tensor.requires_grad else None, outputs)
-    if len(found) < 2 or not torch.is_grad_enabled():
+    pieces: list[Tensor] = []
+    apply_to_tensors(lambda tensor: pieces.append(tensor) if tensor.requires_grad else None, outputs)
+    if len(pieces) < 2 or not torch.is_grad_enabled():
         return outputs
-    joined = iter(_Joined.apply(*found))
+    joined = iter(_Joined.apply(*pieces))
     return apply_to_tensors(lambda tensor: next(joined) if tensor.requires_grad else tensor, outputs)
 
 
@@ -329,26 +329,26 @@ def _wrap(
         fill(module, name)
         module.to(device)
         # fairscale marks the parameters that inner units have taken.
-        own = [param for param in module.parameters() if not hasattr(param, "_is_sharded")]
-        if not own and name != ROOT:
+        params = [param for param in module.parameters() if not hasattr(param, "_is_sharded")]
+        if not params and name != ROOT:
             continue
         # Before wrapping: afterward the wrapper would be among the parents.
-        references = _references(model, module)
-        options = groups | _options(unit, own, plan) | {"compute_device": device}
+        references = [
+            (parent, child_name)
+            for parent in model.modules()
+            for child_name, child in parent._modules.items()
+            if child is module
+        ]
+        options = groups | _options(unit, params, plan) | {"compute_device": device}
         root = FsdpUnit(module, plan.force_sync_cuda and not unit.is_float32, **options)
-        units.append(dataclasses.replace(unit, num_params=sum(param.numel() for param in own)))
+        units.append(dataclasses.replace(unit, num_params=sum(param.numel() for param in params)))
         for parent, child_name in references:
             parent._modules[child_name] = root
     assert isinstance(root, FsdpUnit)
     return root, tuple(units)
 
 
-def _references(model: nn.Module, module: nn.Module) -> list[tuple[nn.Module, str]]:
-    """List every place where ``model`` holds ``module``: the parent, and the name of the child there."""
-    return [(parent, name) for parent in model.modules() for name, child in parent._modules.items() if child is module]
-
-
-def _options(unit: PlannedUnit, own: Sequence[nn.Parameter], plan: ShardingPlan) -> dict[str, Any]:
+def _options(unit: PlannedUnit, params: Sequence[nn.Parameter], plan: ShardingPlan) -> dict[str, Any]:
     """Build fairscale's options of one unit."""
     precision = plan.precision
     is_mixed = precision.compute != precision.master and not unit.is_float32
@@ -360,7 +360,7 @@ def _options(unit: PlannedUnit, own: Sequence[nn.Parameter], plan: ShardingPlan)
         "buffer_dtype": dtype_of(precision.master),
         "fp32_reduce_scatter": is_mixed and precision.reduce == precision.master,
         # fairscale joins parameters only where all of them are trained, or none is.
-        "flatten_parameters": plan.flatten_parameters and len({param.requires_grad for param in own}) == 1,
+        "flatten_parameters": plan.flatten_parameters and len({param.requires_grad for param in params}) == 1,
         "bucket_cap_mb": plan.bucket_cap_mb,
         "clear_autocast_cache": plan.clear_autocast_cache,
         "verbose": plan.verbose,

@@ -42,14 +42,16 @@ _TORCH = "Write config.ZERO.ENGINE=torch"
 
 def problems(plan: ShardingPlan, device: torch.device) -> list[Problem]:
     """List everything in ``plan`` that this engine cannot run on ``device``; empty if it can."""
-    found = []
+    refusals = []
     if plan.level == 0:
         must = "must be 1, 2 or 3 on the fairscale engine: at level 0 there is nothing to shard"
-        found.append(Problem("config.ZERO.LEVEL", "0", must, f"{_TORCH}, which runs level 0."))
+        refusals.append(Problem("config.ZERO.LEVEL", "0", must, f"{_TORCH}, which runs level 0."))
     if plan.level == 3 and not has_streams(device):
         must = "fairscale shards parameters (level 3) on CUDA only: it needs CUDA's streams"
-        found.append(Problem("config.ZERO.ENGINE", "fairscale", must, f"{_TORCH}, which runs level 3 on any device."))
-    return found + _precision(plan) + _placement(plan)
+        refusals.append(
+            Problem("config.ZERO.ENGINE", "fairscale", must, f"{_TORCH}, which runs level 3 on any device.")
+        )
+    return refusals + _precision(plan) + _placement(plan)
 
 
 def has_streams(device: torch.device) -> bool:
@@ -75,16 +77,16 @@ def _precision(plan: ShardingPlan) -> list[Problem]:
 
 
 def _placement(plan: ShardingPlan) -> list[Problem]:
-    found = []
+    refusals = []
     if plan.shard_group_size > 1 and plan.shard_group_size != world_size():
         must = "must be -1 on the fairscale engine, which shares one copy of the state among all ranks"
-        found.append(Problem("config.ZERO.SHARD_GROUP_SIZE", str(plan.shard_group_size), must, f"{_TORCH}."))
+        refusals.append(Problem("config.ZERO.SHARD_GROUP_SIZE", str(plan.shard_group_size), must, f"{_TORCH}."))
     for kind, offload in (("optimizer", plan.offload_optimizer), ("param", plan.offload_params)):
         if offload.device != "none":
             key = f"config.ZERO.offload_{kind}_config.device"
             must = "must be none on the fairscale engine"
-            found.append(Problem(key, offload.device, must, f"{_TORCH}, which offloads."))
-    return found
+            refusals.append(Problem(key, offload.device, must, f"{_TORCH}, which offloads."))
+    return refusals
 
 
 @STRATEGIES.register("fairscale")
@@ -92,8 +94,8 @@ class FairscaleStrategy(Strategy):
     """fairscale's OSS, ShardedDDP and FSDP, levels 1 to 3 (level 3 on CUDA)."""
 
     def _check(self, plan: ShardingPlan, device: torch.device) -> None:
-        if found := problems(plan, device):
-            raise ConfigError(found)
+        if refusals := problems(plan, device):
+            raise ConfigError(refusals)
 
     def _shard(
         self,
@@ -196,17 +198,6 @@ def owned_shards(module: nn.Module, oss: OSS) -> Iterator[Shard]:
         yield OwnedShard(name, param, nn.Parameter(local), param.shape, owner=owners[param])
 
 
-def run_inside(oss: OSS, optimizer: torch.optim.Optimizer) -> None:
-    """Make ``oss.step`` run ``optimizer``, which is over this rank's shards, and then broadcast what it updated.
-
-    OSS copies parameter groups, and a learning rate set on one copy may not reach the other. Here both have the same
-    groups and the same state: there is nothing to copy.
-    """
-    oss.optim = optimizer
-    oss.param_groups = optimizer.param_groups
-    oss.state = optimizer.state
-
-
 DEFAULT_BUFFER_SIZE = 2**23  # elements; fairscale's own default
 
 
@@ -214,7 +205,7 @@ class _OwnedByRank(ShardedModel):
     """What levels 1 and 2 have in common. See ``ShardedModel``.
 
     Args:
-        setup: as in ``ShardedModel``.
+        setup: see ``ShardedModel``.
         oss: has dealt its parameters.
         model: what to call, where that is a wrapper around the model.
     """
@@ -227,7 +218,9 @@ class _OwnedByRank(ShardedModel):
 
         def build_inside(local_groups: list[dict[str, Any]]) -> tuple[OSS, Adaptation | None]:
             optimizer, adaptation = build_optimizer(local_groups)
-            run_inside(oss, optimizer)
+            # OSS copies parameter groups, and a learning rate set on one copy may not reach the other. Here both have
+            # the same groups and the same state: there is nothing to copy.
+            oss.optim, oss.param_groups, oss.state = optimizer, optimizer.param_groups, optimizer.state
             return oss, adaptation
 
         # Beside the parameters that it owns, a rank holds all others in full.
@@ -311,7 +304,8 @@ class GradientSharded(_OwnedByRank):
         self._reduced: set[str] = set()
         self._again = ""
         for shard in self._owned:
-            shard.source.register_post_accumulate_grad_hook(partial(self._note, shard))
+            if shard.source.requires_grad:  # a group of the user's may hold frozen parameters
+                shard.source.register_post_accumulate_grad_hook(partial(self._note, shard))
         self._parameter_guard.accept_hooks()
         self.zero_grad()
 

@@ -29,7 +29,7 @@ class ParameterMessages:
     """After a step, every rank sends its updated rows to all others, straight into their parameters.
 
     Args:
-        messages: as for the gradients.
+        messages: see the messages of gradients.
         comm: among the ranks that share the parameters.
     """
 
@@ -97,7 +97,7 @@ class Message:
     """What is sent at once.
 
     Attributes:
-        pieces: in the order in which they lie in each rank's part, one behind the other.
+        pieces: pieces in the order in which they lie in each rank's part, one behind the other.
         start: place of the payload for this rank among the payloads of all messages.
         payload: elements for each rank; as many flags as pieces follow, which say whether there was a gradient.
     """
@@ -121,8 +121,8 @@ def plan_messages(shards: Sequence[RowShard], num_ranks: int, capacity: int) -> 
     """Pack parameters one behind the other, large ones in several messages, small ones together.
 
     Args:
-        shards: in the order in which gradients are expected.
-        num_ranks: that share the state.
+        shards: shards in the order in which gradients are expected.
+        num_ranks: number of ranks that share the state.
         capacity: most elements a rank's part of a message may have.
     """
     messages: list[Message] = []
@@ -251,13 +251,10 @@ class GradientMessages:
         # it.
         while (
             self._num_posted < len(self.messages)
-            and self._is_complete(self.messages[self._num_posted])
+            and all(piece.shard.source in self._ready for piece in self.messages[self._num_posted].pieces)
             and (self._backlog_bytes > MAX_BACKLOG_BYTES or self._comm.can_post())
         ):
             self._post_next()
-
-    def _is_complete(self, message: Message) -> bool:
-        return all(piece.shard.source in self._ready for piece in message.pieces)
 
     def _after_backward(self) -> None:
         self._is_callback_queued = False

@@ -118,7 +118,8 @@ class Replicated(ShardedModel):
     """A whole model on every rank; on a single rank, the model and nothing else. See ``ShardedModel``.
 
     Attributes:
-        means: of the gradients; in a deterministic run they are taken after every micro-batch, in the order of ranks.
+        means: means of the gradients; in a deterministic run they are taken after every micro-batch, in the order of
+            ranks.
     """
 
     def __init__(self, setup: ModelSetup):

@@ -84,7 +84,7 @@ class UnitGuard:
 
     Args:
         names: full names of the modules of each unit, the same on every rank.
-        units: in the same order; one of the modules of each.
+        units: one of the modules of each unit, in the same order.
         comm: over which all messages of the units go; None where torch's own collectives carry them.
         is_recording: whether to keep ``order``, which is compared before the update where ``comm`` does not reach
             all ranks.
@@ -356,7 +356,8 @@ class _GuardedUnit:
         For as long as there is such a hook: the loop's own, around the first forward pass, are removed again.
         """
         for module in self._inner:
-            is_hooked = any(not _is_follower(hook) for hook in forward_hooks(module).values())
+            called = [getattr(hook, "__func__", None) for hook in forward_hooks(module).values()]
+            is_hooked = any(function is not _GuardedUnit._gather_before_backward for function in called)
             if is_hooked and module not in self._followed:
                 handle = module.register_forward_hook(self._gather_before_backward, prepend=True)
                 self._followed[module] = handle
@@ -372,10 +373,6 @@ class _GuardedUnit:
             for tensor in _tensors(output):
                 if tensor.requires_grad:
                     tensor.register_hook(gather_hook(self._state))
-
-
-def _is_follower(hook: Any) -> bool:
-    return getattr(hook, "__func__", None) is _GuardedUnit._gather_before_backward
 
 
 @torch.no_grad()

@@ -62,7 +62,7 @@ def use_communicator(
     fetched ahead would occupy more memory.
 
     Args:
-        units: of one model; their places here are their numbers.
+        units: units of one model; their places here are their numbers.
         comm: among the ranks that share it.
         announce: called before each message with the number of its unit.
         keeps_buffers: keep buffers for the next unit; False where memory matters more than the time to clear it.
@@ -111,8 +111,8 @@ class Packing:
     A message is bytes: the rest, then values of weights, then their scales, then zeros up to a whole number of words.
 
     Args:
-        shapes: of this rank's part of each parameter, in order, padded; equal on every rank.
-        is_float8: of each parameter, whether it is sent so.
+        shapes: shapes of this rank's part of each parameter, in order, padded; equal on every rank.
+        is_float8: whether each parameter is sent as float8.
     """
 
     _WORD = 16  # bytes, which the size of an element of any format divides
@@ -147,18 +147,18 @@ class Packing:
 
     def _sorted(self, parts: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """Split (..., m) into views of parameters: those sent as they are (..., k), and weights (..., rows, k)."""
-        found = list(zip(parts.split([shape.numel() for shape in self._shapes], dim=-1), self._is_float8, strict=True))
-        weights = [piece for piece, is_sent in found if is_sent]
+        pieces = list(zip(parts.split([shape.numel() for shape in self._shapes], dim=-1), self._is_float8, strict=True))
+        weights = [piece for piece, is_sent in pieces if is_sent]
         return (
-            [piece for piece, is_sent in found if not is_sent],
+            [piece for piece, is_sent in pieces if not is_sent],
             [weight.unflatten(-1, shape) for weight, shape in zip(weights, self._matrices, strict=True)],
         )
 
     def _sizes(self, itemsize: int) -> list[int]:
         """List the bytes of a message's pieces."""
         wide = [s.numel() * itemsize for s, is_sent in zip(self._shapes, self._is_float8, strict=True) if not is_sent]
-        found = [*wide, *(shape.numel() for shape in self._matrices), *(shape[0] for shape in self._matrices)]
-        return [*found, -sum(found) % self._WORD]
+        sizes = [*wide, *(shape.numel() for shape in self._matrices), *(shape[0] for shape in self._matrices)]
+        return [*sizes, -sum(sizes) % self._WORD]
 
 
 def packing_of(unit: FSDPModule, sent: Collection[nn.Parameter]) -> Packing | None:
@@ -228,8 +228,8 @@ class _AllGather:
         It is another rank's part of the buffer: overwritten when the message arrives, which is after it was sent.
 
         Args:
-            numel: of all that this rank sends in the next gather.
-            dtype: of it.
+            numel: number of elements of all that this rank sends in the next gather.
+            dtype: its data type.
         """
         num_ranks = self._comm.num_ranks
         if not self._buffer.is_kept or num_ranks == 1:
@@ -291,9 +291,9 @@ class UnitOnDisk:
 
     Args:
         unit: just wrapped, with its shards in memory; those that the store knows are moved there.
-        position: of the unit in the store.
+        position: position of the unit in the store.
         names: full names of the unit's parameters, by the parameter as the model holds it now.
-        store: of the shards.
+        store: store of the shards.
     """
 
     def __init__(self, unit: nn.Module, position: int, names: dict[nn.Parameter, str], store: ParameterStore):
@@ -388,22 +388,22 @@ def planned_shards(
         module: not yet wrapped; may be on the meta device.
         wrap_plan: its units.
         trained: full names of the parameters that the optimizer updates.
-        mesh: of the ranks.
+        mesh: mesh of the ranks.
     """
     num_shards, shard_index = mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1)
     names = {param: name for name, param in module.named_parameters()}
     taken: set[nn.Parameter] = set()
     units = []
     for unit in wrap_plan.units:
-        own = [param for name in unit.modules for param in module.get_submodule(name).parameters()]
-        own = [param for param in dict.fromkeys(own) if param not in taken and param.dim() and param.numel()]
-        taken |= set(own)
+        params = [param for name in unit.modules for param in module.get_submodule(name).parameters()]
+        params = [param for param in dict.fromkeys(params) if param not in taken and param.dim() and param.numel()]
+        taken |= set(params)
         units.append(
             [
                 StoredParam(
                     names[param], _num_local(param, num_shards, shard_index), param.dtype, names[param] in trained
                 )
-                for param in own
+                for param in params
             ]
         )
     return units

@@ -1,0 +1,58 @@
+"""The fast pipeline up to the last crop; what follows is drawn and noted, and done on the device to whole batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vissl_zero.data.changes import Changes
+from vissl_zero.data.decode import Decoder
+from vissl_zero.data.fast.noted import NotedPicture
+from vissl_zero.data.fast.picture import EncodedPicture, Picture
+from vissl_zero.data.fast.pipeline import FastPipeline
+from vissl_zero.data.fast.transforms import Form, moves_pixels
+
+
+class HandOver:
+    """Where the work of a worker on a crop ends."""
+
+    def __call__(self, picture: Picture | EncodedPicture) -> NotedPicture:
+        return NotedPicture(picture.opened().pixels)
+
+
+class DevicePipeline(FastPipeline):
+    """As FastPipeline, with the same draws; batches have pixels of 8 bits and ``changes``."""
+
+    def __init__(self, forms: Sequence[Form], values: np.ndarray, decoder: Decoder):
+        last = max((index + 1 for index, form in enumerate(forms) if moves_pixels(form)), default=0)
+        super().__init__([*forms[:last], HandOver(), *forms[last:]], values, decoder)
+
+    def step(self, transform: Any, crops: list[Any]) -> list[Any]:
+        made = super().step(transform, crops)
+        for crop in made:
+            if isinstance(crop, NotedPicture):
+                crop.begin_transform()
+        return made
+
+    def finished(self, crops: list[Any]) -> list[Any]:
+        for crop in crops:
+            crop.settle()
+        return crops
+
+    def stacked(self, crops: Sequence[Any]) -> Tensor:
+        """Gather pixels in one new tensor (N, 3, H, W) uint8."""
+        batch = torch.empty((len(crops), *crops[0].shape), dtype=torch.uint8)
+        for crop, place in zip(crops, batch, strict=True):
+            place.copy_(torch.from_numpy(crop.pixels).permute(2, 0, 1))
+        return batch
+
+    def changes(self, crops: Sequence[Any]) -> Changes:
+        """Return what is to be done to the crops that ``stacked`` has gathered."""
+        return Changes.of([crop.noted for crop in crops], torch.from_numpy(self._values))
+
+    def __call__(self, image: Any) -> list[Tensor]:
+        return [self.changes([crop])(self.stacked([crop]))[0] for crop in self.crops(image)]
