@@ -99,6 +99,8 @@ def read_run(folder: Path) -> ComparedRun:
 
 def names_of(runs: Sequence[ComparedRun]) -> list[str]:
     """Name runs by their paths below the folder that holds them all, so that equal last parts stay apart."""
+    if not runs:
+        return []
     folders = [str(run.folder.absolute()) for run in runs]
     above = os.path.commonpath([os.path.dirname(folder) for folder in folders])  # noqa: PTH120 - of texts
     return [printable(os.path.relpath(folder, above)) for folder in folders]
