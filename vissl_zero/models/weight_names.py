@@ -194,7 +194,7 @@ def _our_name(name: str) -> str | None:
         return plain
     if match := re.fullmatch(r"(?:head\.)?fc\.(weight|bias)", plain):
         return f"{_OUR_CLASSIFIER}.{match[1]}"
-    if match := re.fullmatch(r"(?:dino_)?head\.mlp\.(.+)", plain):  # of DINO's and DINOv2's training
+    if match := re.fullmatch(r"(?:dino_)?head\.mlp\.(\d+\..+)", plain):  # of DINO's and DINOv2's training
         return f"heads.0.mlp.{match[1]}"
     if match := re.fullmatch(r"(?:dino_)?head\.last_layer\.(weight_[gv])", plain):
         return f"heads.0.prototypes0.{match[1]}"

@@ -78,7 +78,8 @@ def teacher_of(name: str, saved: Mapping[str, Any] | None, wants_scores: bool = 
 
 def saved_score_head(model: Mapping[str, Any]) -> list[Any] | None:
     """Return HEAD.PARAMS of a run's head of prototypes for whole images; None where it has no such head."""
-    name, keys = next(iter(model["HEAD"]["PARAMS"]), ("", {}))
+    heads: list[Any] = model["HEAD"]["PARAMS"]
+    name, keys = heads[0] if heads else ("", {})
     if name in ("swav_head", "dino_head") and len(keys["num_clusters"]) == 1:
         return [[name, dict(keys)]]
     if name == "ibot_dino_head":  # a dino_head with further prototypes, for patches
