@@ -180,7 +180,7 @@ class Ours:
     def step(self, step: int, given: Crops) -> float:
         method = self.method
         method.on_step(step, step // PER_EPOCH)
-        batch = method.see(given)
+        batch = method.prepare(given)
         set_random_key(0, step, batch.sample_ids)
         taught = None
         if method.has_teacher:

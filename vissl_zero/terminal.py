@@ -12,6 +12,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
-def say(text: str, console: Console | None = None) -> None:
+def print_line(text: str, console: Console | None = None) -> None:
     """Print ``text`` as it is: without rich's markup, colors and line breaks, and with control characters escaped."""
     (console or rich.get_console()).print(printable(text), markup=False, highlight=False, soft_wrap=True)

@@ -41,7 +41,7 @@ def _step(model: nn.Module, optimizer: Any, seed: int) -> None:
     optimizer.zero_grad()
 
 
-def _told(call: Callable[[], object]) -> str:
+def _stated(call: Callable[[], object]) -> str:
     try:
         call()
     except OffloadError as error:
@@ -50,7 +50,7 @@ def _told(call: Callable[[], object]) -> str:
 
 
 def _start(folder: str, tier: str) -> str:
-    return _told(lambda: _build(folder, [tier])[1].close())
+    return _stated(lambda: _build(folder, [tier])[1].close())
 
 
 @contextmanager
@@ -127,8 +127,8 @@ def _fill_in_mid_run(folder: str, file: str, num_steps: int, checkpoint: str) ->
     # Take the blocks away that were reserved, as a file system does that writes elsewhere than it has reserved.
     subprocess.run(["fallocate", "--punch-hole", "-l", str(path.stat().st_size), str(path)], check=True)
     (Path(folder) / "other").write_bytes(bytes(os.statvfs(folder).f_bavail * os.statvfs(folder).f_frsize))
-    first = _told(lambda: [_step(model, optimizer, num_steps + index) for index in range(2)])
-    second = _told(lambda: _step(model, optimizer, 9))
+    first = _stated(lambda: [_step(model, optimizer, num_steps + index) for index in range(2)])
+    second = _stated(lambda: _step(model, optimizer, 9))
     optimizer.close()
     (Path(folder) / "other").unlink()
     resumed = _trained(folder, range(num_steps, 3), checkpoint)
@@ -169,7 +169,7 @@ def _damaged(folder: str, file: str, how: str) -> tuple[str, str]:
         with path.open("r+b") as stored:
             stored.seek(path.stat().st_size // 2)
             stored.write(b"\x01\x02\x03")
-    told = _told(lambda: _step(model, optimizer, 1)), _told(lambda: _step(model, optimizer, 2))
+    told = _stated(lambda: _step(model, optimizer, 1)), _stated(lambda: _step(model, optimizer, 2))
     optimizer.close()
     return told
 

@@ -43,8 +43,10 @@ def compare(a: Checkpoint | WeightsFile, b: Checkpoint | WeightsFile) -> Iterato
     Two checkpoints are compared as a whole, but for what belongs to single ranks and is in one of them only; anything
     else by its weights.
     """
-    is_whole = isinstance(a, Checkpoint) and isinstance(b, Checkpoint)
-    left, right = (_everything(store) if is_whole else weights_of(store) for store in (a, b))
+    if isinstance(a, Checkpoint) and isinstance(b, Checkpoint):
+        left, right = (Weights(store, {name: name for name in store.tensors}) for store in (a, b))
+    else:
+        left, right = weights_of(a), weights_of(b)
     for name in sorted({*left.tensors, *right.tensors}):
         one, other = left.tensors.get(name), right.tensors.get(name)
         if one is None or other is None:
@@ -69,10 +71,6 @@ def facts_that_differ(a: Checkpoint, b: Checkpoint) -> dict[str, tuple[Any, Any]
 def settings_that_differ(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Compare two configurations: key path -> values that differ; "-" for a key that one of them lacks."""
     return dict(sorted(differing(settings(a), settings(b), absent="-").items()))
-
-
-def _everything(store: Checkpoint | WeightsFile) -> Weights:
-    return Weights(store, {name: name for name in store.tensors})
 
 
 def _values(name: str, a: Weights, b: Weights) -> Iterator[TensorDifference]:
@@ -152,7 +150,10 @@ def refused(saved: Mapping[str, Any], now: Mapping[str, Any], allowed: Sequence[
     """
     differing: dict[str, tuple[Any, Any, str]] = {}
     has_adapters = any(_at(tree, "config.MODEL.LORA.USE_LORA") for tree in (saved, now))
-    shapes = [*_SHAPES, *(_ADAPTERS if has_adapters else ()), *_shapes_of_loss(now)]
+    shapes = [*_SHAPES, *(_ADAPTERS if has_adapters else ())]
+    loss = _at(now, "config.LOSS.name")
+    if method := method_of(loss):
+        shapes += [f"LOSS.{loss}.{key}" for key in method.shape_keys]
     changed = differences(saved, now)
     if _IMG_SIZE in changed and changed.pop(_TRANSFORMS, False):  # named in its place: the crops follow from it
         differing[_IMG_SIZE] = (*changed[_IMG_SIZE], _OTHER_IMAGES)
@@ -191,12 +192,6 @@ def _other_batch(before: Any, now: Mapping[str, Any]) -> list[Problem]:
     if isinstance(before, int) and before > 0 and before % (ranks * micro) == 0:
         fix = f"Write {_ROOT}{BATCH}={before // (ranks * micro)}, {_OR_ELSE.format('name', BATCH)}"
     return [Problem(_ROOT + BATCH, got, f"must make steps of {before} images, as when the checkpoint was made", fix)]
-
-
-def _shapes_of_loss(resolved: Mapping[str, Any]) -> list[str]:
-    loss = _at(resolved, "config.LOSS.name")
-    method = method_of(loss)
-    return [f"LOSS.{loss}.{key}" for key in (method.shape_keys if method else ())]
 
 
 def require_resumable(saved: Mapping[str, Any], now: Mapping[str, Any], allowed: Sequence[str]) -> None:

@@ -93,17 +93,13 @@ def export(weights: Weights, path: Path, part: str = "model", names: str = "own"
     return Exported(path, [entry.key for entry in entries], path.stat().st_size, left_out)
 
 
-def _writer(path: Path) -> Callable[[Path, list[Entry], dict[str, str]], None]:
+def _writer(path: Path) -> Callable[[Path, list[Entry], dict[str, str]], object]:
     if path.suffix in SAFETENSORS:
-        return _write_safetensors
+        return partial(write_shard_file, with_checksums=True)
     if path.suffix in TORCH:
         return _write_torch
     endings = ", ".join((*SAFETENSORS, *TORCH))
     raise CheckpointError(f"{path}: the ending decides the format, and must be one of {endings}.")
-
-
-def _write_safetensors(path: Path, entries: list[Entry], metadata: dict[str, str]) -> None:
-    write_shard_file(path, entries, metadata, with_checksums=True)
 
 
 def _write_torch(path: Path, entries: list[Entry], metadata: dict[str, str]) -> None:
@@ -112,7 +108,7 @@ def _write_torch(path: Path, entries: list[Entry], metadata: dict[str, str]) -> 
     write_torch_file(path, entries)
 
 
-def write_aside(path: Path, write: Callable[[Path], None]) -> None:
+def write_aside(path: Path, write: Callable[[Path], object]) -> None:
     """Write a file that the user names through a temporary file beside it; make its folder, and explain a failure."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -181,7 +177,8 @@ def write_imported(
         if target.exists() and not overwrite:
             raise CheckpointError(f"{target} exists, and nothing is overwritten. Name another, or add --overwrite.")
         metadata = {"format": "pt", "imported": foreign.layout}
-        write_aside(target, lambda temporary: _write_file(temporary, matched, metadata))
+        write = partial(write_shard_file, entries=matched.entries, metadata=metadata, with_checksums=True)
+        write_aside(target, write)
         reason = foreign.optimizer.reason
         if foreign.optimizer.of:
             reason = "a file of weights has no place for it; a folder (--to) has"
@@ -194,10 +191,6 @@ def write_imported(
     of_loss, more = _loss_parts(matched, foreign, config or {})
     note = " ".join(filter(None, [about, *more]))
     return _write_checkpoint(matched, state, of_loss, foreign, target, config or {}), note
-
-
-def _write_file(path: Path, matched: Match, metadata: Mapping[str, str]) -> None:
-    write_shard_file(path, matched.entries, metadata, with_checksums=True)
 
 
 def _optimizer_state(

@@ -25,7 +25,7 @@ from vissl_zero.models.trunks.token_embedding import TokenEmbedding, interpolate
 from vissl_zero.models.weight_names import is_adapters, to_our_names, without_base_layer
 from vissl_zero.resolve.components import saved_config
 from vissl_zero.resolve.resolved import ResolvedRun
-from vissl_zero.terminal import say
+from vissl_zero.terminal import print_line
 
 _CLASSIFIER = re.compile(r"(?:head|heads\.head|head_dist|head\.fc|fc|classifier|last_linear)\.(?:weight|bias)")
 COUNTERS = "num_batches_tracked"  # unused where batch norm has a momentum; older files lack it
@@ -200,7 +200,7 @@ def _fill_adapters(model: nn.Module, options: Lora, has_some: bool) -> dict[str,
         if not parameters[name].is_meta:
             parameters[name].copy_(read())
     if collectives.rank() == 0:
-        say(f"Beginning with {len(found)} tensors of the adapter in {options.ADAPTER_FOLDER}.")
+        print_line(f"Beginning with {len(found)} tensors of the adapter in {options.ADAPTER_FOLDER}.")
     return found
 
 
@@ -214,7 +214,7 @@ def load_teacher(model: nn.Module, plan: ResolvedRun) -> Mapping[str, Callable[[
     matched = _fill(model, options, wants_heads=True, needs="head shapes", opening="The teacher has")
     keys = plan.config.LOSS[plan.config.LOSS["name"]]
     if collectives.rank() == 0 and "teacher_mean" in keys:
-        say(f"Its images are normalized by mean {keys['teacher_mean']} and std {keys['teacher_std']}.")
+        print_line(f"Its images are normalized by mean {keys['teacher_mean']} and std {keys['teacher_std']}.")
     return matched
 
 
@@ -239,18 +239,18 @@ def _fill(
         if not tensors[entry.key].is_meta:
             tensors[entry.key].copy_(entry.read())
     if collectives.rank() == 0:
-        say(f"{opening} {len(matched.entries)} tensors of {options.PARAMS_FILE} ({foreign.layout}).")
+        print_line(f"{opening} {len(matched.entries)} tensors of {options.PARAMS_FILE} ({foreign.layout}).")
         if options.CONTINUE:
             anew = len([name for name in matched.missing if not name.endswith(COUNTERS)]) + len(matched.other_shape)
             out = len(matched.unknown) + len(matched.no_tensors) + len(matched.other_shape)
             counts = (
                 f"{len(matched.entries) - len(matched.resized)} tensors as they are, {len(matched.resized)} resized"
             )
-            say(f"Continuing with {counts}; {anew} of the model start anew, {out} of the file are left out.")
+            print_line(f"Continuing with {counts}; {anew} of the model start anew, {out} of the file are left out.")
         for sentence in [*(f"passed over: {reason}" for reason in foreign.passed_over), *matched.sentences()]:
-            say(sentence)
+            print_line(sentence)
         for head in sorted({name.rpartition(".")[0] for name in matched.other_shape if name.startswith("heads.")}):
-            say(f"{head} starts anew, since it has another shape than in the file.")
+            print_line(f"{head} starts anew, since it has another shape than in the file.")
     return {entry.key: entry.read for entry in matched.entries}
 
 

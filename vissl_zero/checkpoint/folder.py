@@ -132,17 +132,6 @@ def stem_of(rank: int) -> str:
     return f"rank{rank:05d}"
 
 
-def require_plain_name(name: str) -> str:
-    """Return a rank's file stem, or raise: a name in a manifest must not lead out of the folder.
-
-    Raises:
-        CheckpointError: it is anything but ``rank`` and digits.
-    """
-    if not _RANK_FILE.fullmatch(name):
-        raise CheckpointError(f"The manifest names a file {name!r}; only rank<number> files belong to a checkpoint.")
-    return name
-
-
 def write_json(path: Path, body: Mapping[str, Any]) -> str:
     """Write a JSON file of ours, synced to the disk; gives the digest of its body."""
     text = canonical(body)
@@ -228,8 +217,11 @@ def manifest_from(body: dict[str, Any], path: Path) -> Manifest:
     is_sound = is_sound and isinstance(m.groups, list) and all(isinstance(group, dict) for group in m.groups)
     if not is_sound or not all(isinstance(block, dict) for block in blocks):
         raise CheckpointError(f"{path} has fields of the wrong kind.")
-    for name in manifest.ranks:
-        require_plain_name(name)
+    for name in manifest.ranks:  # one must not lead out of the folder
+        if not _RANK_FILE.fullmatch(name):
+            raise CheckpointError(
+                f"The manifest names a file {name!r}; only rank<number> files belong to a checkpoint."
+            )
     return manifest
 
 

@@ -58,7 +58,11 @@ def find_resumable(run_folder: Path, nth_newest: int = 1) -> Found:
         CheckpointError: there are checkpoints, and none is complete.
     """
     # One rank lists the folder: two could see different ones, and resume from different steps.
-    paths = collectives.broadcast_object(_candidates(run_folder) if collectives.rank() == 0 else [])
+    paths: list[Path] = []
+    if collectives.rank() == 0:
+        # One checkpoint by its name, so that one that is not there is named and no other is taken in its place.
+        paths = find_checkpoints(run_folder) if step_of(run_folder) is None else [run_folder]
+    paths = collectives.broadcast_object(paths)
     resumable = Found()
     for path in paths[nth_newest - 1 :]:
         problems = _problems(path)
@@ -82,11 +86,6 @@ def find_resumable(run_folder: Path, nth_newest: int = 1) -> Found:
             "Restore one from a copy, or move the folder 'checkpoints' away to train from the start."
         )
     return resumable
-
-
-def _candidates(folder: Path) -> list[Path]:
-    # By its name, so that one that is not there is named and no other is taken in its place.
-    return find_checkpoints(folder) if step_of(folder) is None else [folder]
 
 
 def resume(run: Run, hooks: Sequence[Hook], plan: ResolvedRun) -> Found:

@@ -43,7 +43,7 @@ from vissl_zero.engine.hook import Hook, Run, Step
 from vissl_zero.errors import CheckpointError
 from vissl_zero.sharding.sharded_model import ShardedModel
 from vissl_zero.sharding.state.saved_state import Part
-from vissl_zero.terminal import say
+from vissl_zero.terminal import print_line
 
 
 def write_rank(
@@ -386,4 +386,4 @@ class CheckpointHook(Hook):
             latest = self._saver.latest_step
             saved = "no checkpoint could be saved" if latest is None else f"the checkpoint of step {latest} is saved"
             text = f"Stopping after step {run.step} ({run.stop.reason}); {saved}. The same command resumes from there."
-            say(text, self._console)
+            print_line(text, self._console)

@@ -12,7 +12,7 @@ from vissl_zero.atomic import replacing
 from vissl_zero.commands.arguments import CommandParser
 from vissl_zero.errors import ConfigError, Problem
 from vissl_zero.launch.run_list import find_runs
-from vissl_zero.terminal import say
+from vissl_zero.terminal import print_line
 
 _WORD = "vissl-zero compare"
 
@@ -47,7 +47,7 @@ def compare(arguments: Sequence[str]) -> int:
     groups = grouped(runs)
     heads = [f"{group.name} ({len(group.runs)})" for group in groups]
     console.print(text_table(["figure", *heads], rows_of(groups)))
-    say(f"page: {out}", console)
+    print_line(f"page: {out}", console)
     return 0
 
 

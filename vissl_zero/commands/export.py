@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from vissl_zero.evaluation.trunk import LoadedTrunk
     from vissl_zero.weights.to_library import Exported, Views
 
-TARGETS = ("timm", "transformers", "torchvision", "torchhub", "peft", "onnx", "safetensors")
+TARGETS = ("timm", "transformers", "torchvision", "torchhub", "detectron2", "peft", "onnx", "safetensors")
 _FIGURES = ("steps", "final_loss", "knn_top1_before", "knn_top1_after", "top1", "rankme_after")
 
 
@@ -77,6 +77,8 @@ def _print_result(loaded: LoadedTrunk, done: Exported, out: Path, target: str) -
 
 
 def _call(done: Exported, target: str) -> str:
+    if target == "detectron2":
+        return done.call
     library = {"torchhub": "torch", "onnx": "onnxruntime", "safetensors": "vissl_zero"}.get(target, target)
     imports = "import torch, torchvision" if target == "torchvision" else f"import {library}"
     return f"{imports}; model = {done.call}"
@@ -99,11 +101,15 @@ def _card(loaded: LoadedTrunk, done: Exported, views: Views, target: str, licens
         f"Images are resized to {views.resize} pixels at the shorter side, cropped to {views.size} x {views.size} in "
         f"the middle, scaled to 0 to 1 and normalized by mean {list(views.mean)} and deviation {list(views.std)} "
         f"(`preprocessor_config.json`).",
-        f"Opened by {target}, features differ from the trunk's by {done.difference:.2g} at most.",
+        f"Opened {_opener(target)}, features differ from the trunk's by {done.difference:.2g} at most.",
         f"| | |\n| --- | --- |\n| trunk | {loaded.config['MODEL']['TRUNK']['NAME']} |\n"
         f"{rows}| written by | vissl_zero {__version__}, `{command}` |",
     )
     return "\n\n".join(paragraphs) + "\n"
+
+
+def _opener(target: str) -> str:
+    return "again" if target == "detectron2" else f"by {target}"  # which is not among our packages
 
 
 def _facts(source: Path) -> dict[str, Any]:

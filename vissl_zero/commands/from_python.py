@@ -75,7 +75,9 @@ def train(recipe: str, overrides: Mapping[str, Any] | None = None) -> Run:
         LaunchError: the run crashed; with the end of what it printed.
     """
     words = dict(overrides or {})
-    folder = words.setdefault("config.CHECKPOINT.DIR", None) or _new_folder(recipe)
+    stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S-%f")[:-3]
+    new_folder = Path("runs") / f"{stamp}_{recipe.replace('/', '-')}"
+    folder = words.get("config.CHECKPOINT.DIR") or new_folder
     words["config.CHECKPOINT.DIR"] = str(folder)
     code, tail = _command([f"config={recipe}", *_words(words)])
     if code == _INPUT_IS_WRONG:
@@ -171,11 +173,6 @@ def _output_of(words: Sequence[str]) -> str:
 
 def _print_now(line: str) -> None:
     print(line, end="", flush=True)
-
-
-def _new_folder(recipe: str) -> Path:
-    stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S-%f")[:-3]
-    return Path("runs") / f"{stamp}_{recipe.replace('/', '-')}"
 
 
 def _command(words: Sequence[str], take: Callable[[str], object] = _print_now) -> tuple[int, str]:

@@ -15,7 +15,7 @@ from vissl_zero.config.compose import compose
 from vissl_zero.config.recipes import RecipeFile, recipe_file, recipe_names, recipe_text
 from vissl_zero.errors import ConfigError, Problem, did_you_mean
 from vissl_zero.planner.machine_profile import read_profile
-from vissl_zero.terminal import say
+from vissl_zero.terminal import print_line
 
 USAGE = """\
 vissl-zero plan <recipe | file.yaml> [<another> ...] [config.A.B=value ...]
@@ -84,10 +84,10 @@ def plan(arguments: Sequence[str]) -> int:
         console = Console(width=max(_WIDTH, Console().width), soft_wrap=True)
         for one, recipe_images in zip(plans, images, strict=True):
             first, *rest = plan_lines(one, overrides, recipe_images)
-            say(first, console)
+            print_line(first, console)
             console.print(plan_table(one))
             for line in rest:
-                say(line, console)
+                print_line(line, console)
     if png is not None and draw_plans(plans, png) and not is_json:
         print(f"drawn: {png}")
     return 0 if all(one.chosen is not None for one in plans) else NOTHING_FITS

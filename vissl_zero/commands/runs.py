@@ -14,7 +14,7 @@ from vissl_zero.commands.arguments import CommandParser
 from vissl_zero.errors import ConfigError, Problem
 from vissl_zero.launch.run_list import FIGURES, STATES, ListedRun, as_json, find_runs, listed
 from vissl_zero.reporting.quantity import figure_text
-from vissl_zero.terminal import say
+from vissl_zero.terminal import print_line
 
 _COLUMNS = ("age", "folder", "recipe", "state", "step", *FIGURES)
 _NAMES = {"loss_last": "loss", "top1": "top-1", "knn_top1_after": "kNN top-1", "images_per_s": "images/s"}
@@ -79,9 +79,9 @@ def _print(listed_runs: Sequence[ListedRun]) -> None:
     console.print(table)
     for run in listed_runs:
         if run.why and run.state in ("failed", "running", "waiting"):
-            say(f"{run.state}: {run.folder}: {run.why}", console)
+            print_line(f"{run.state}: {run.folder}: {run.why}", console)
         if run.resume:
-            say(f"resume: {run.resume}", console)
+            print_line(f"resume: {run.resume}", console)
 
 
 def _figure(name: str, value: float | None) -> str:

@@ -92,7 +92,8 @@ def _format_of(path: Path) -> str:
         if path.is_file() and (form := _FILES.get(path.suffix.lower())):
             return form
         if path.suffix == ".npy" and path.is_file():
-            return _of_array(path)
+            with path.open("rb") as file:  # its header names the type of its items: pixels, or the characters of paths
+                return "npy" if b"'descr': '|u1'" in file.read(256) else "disk_filelist"
         names = {path.name} if path.is_file() else {entry.name for entry in path.iterdir()}
     except (OSError, ValueError):
         return "disk_folder"
@@ -103,12 +104,6 @@ def _format_of(path: Path) -> str:
     if any(name.endswith(".parquet") for name in names) or ("data" in names and any(path.glob("data/*.parquet"))):
         return "parquet"
     return "webdataset" if any(name.endswith(".tar") for name in names) else "disk_folder"
-
-
-def _of_array(path: Path) -> str:
-    """Tell an array of pixels from a list of paths by its header, which names the type of its items."""
-    with path.open("rb") as file:
-        return "npy" if b"'descr': '|u1'" in file.read(256) else "disk_filelist"
 
 
 def find_catalog(recipe_folders: Iterable[Path], environment: Mapping[str, str] = os.environ) -> Path | None:

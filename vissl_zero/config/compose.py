@@ -106,11 +106,6 @@ def no_recipe(folders: Sequence[str] = ()) -> Problem:
     return Problem("config", "", "must name a recipe", f"{fix}, vissl-zero --help the rest.")
 
 
-def _recipes(folders: Sequence[str]) -> str:
-    names = recipe_names(folders)
-    return ", ".join(names if len(names) <= MOST_LISTED else [*names[:MOST_LISTED], "..."])
-
-
 def _around_a_job(error: OSError | ValueError | UserWarning) -> Problem:
     if isinstance(error, OSError) and error.filename is not None:
         fix = "Name another folder with config.CHECKPOINT.DIR (a sweep: hydra.sweep.dir), or change its permissions."
@@ -144,7 +139,8 @@ def _missing_file(error: MissingConfigException, folders: Sequence[str], overrid
     elif near := get_close_matches(option, arguments, cutoff=0.5):
         fix = f"Did you mean {' or '.join(arguments[name] for name in near)}?"
     else:
-        fix = f"Recipes: {_recipes(folders)}."
+        names = recipe_names(folders)
+        fix = f"Recipes: {', '.join(names if len(names) <= MOST_LISTED else [*names[:MOST_LISTED], '...'])}."
     where = f" --config-dir {folders[0]}" if folders else ""
     return Problem("config", repr(option), "must name a recipe", f"{fix} vissl-zero list recipes{where} lists all.")
 
@@ -308,17 +304,13 @@ def typed(
         begin_program(run, run.PROGRAM)
     chosen = {word.split("=")[0].lstrip("+").removeprefix("config.") for word in overrides}
     notes = use_own_names(run, chosen) + use_own_images(run.DATA, chosen)
-    notes += use_catalog(run.DATA, find_catalog(_named_folders(overrides) if folders is None else folders))
+    folders = [*_searchpath(overrides), *recipe_folders()] if folders is None else folders
+    notes += use_catalog(run.DATA, find_catalog(folders))
     if not 0 <= cfg.node_id < max(1, run.DISTRIBUTED.NUM_NODES):
         must = f"must be 0 to {run.DISTRIBUTED.NUM_NODES - 1}, as there are {run.DISTRIBUTED.NUM_NODES} machines"
         fix = "Give each machine its own number; config.DISTRIBUTED.NUM_NODES is their number."
         raise ConfigError([Problem("node_id", str(cfg.node_id), must, fix)])
     return Composed(run, {str(key): value for key, value in written.items()}, recipe, cfg.node_id, tuple(notes))
-
-
-def _named_folders(overrides: Sequence[str]) -> list[Path]:
-    """List the folders outside of packages in which recipes are looked for, those of the command line first."""
-    return [*_searchpath(overrides), *recipe_folders()]
 
 
 def _searchpath(overrides: Sequence[str]) -> list[Path]:

@@ -182,13 +182,6 @@ def at_least(key: str, value: float | None, least: float, fix: str = "") -> list
     return [Problem(f"config.{key}", str(value), f"must be at least {least}", fix or f"Write config.{key}={least}.")]
 
 
-def at_most(key: str, value: float, most: float) -> list[Problem]:
-    """Check that ``value`` is at most ``most``."""
-    if value <= most:
-        return []
-    return [Problem(f"config.{key}", str(value), f"must be at most {most}", f"Lower config.{key}.")]
-
-
 def above_zero(key: str, value: float | None) -> list[Problem]:
     """Check that ``value``, if given, is positive."""
     if value is None or value > 0:

@@ -148,7 +148,8 @@ def unknown_key(key: str, tree: DictConfig, prefix: str = "") -> Problem:
         fix = f"In a file, write it there; on the command line, new keys of this block need a plus: +{full}=<value>."
         return Problem(full, "", "is not in the recipe yet", f"{near} {fix}".strip())
     siblings = [str(name) for name in node] if isinstance(node, DictConfig) and not node._is_none() else []
-    if wish := _everyday(wrong):
+    word = wrong.lower().replace("_", "").replace("-", "")
+    if wish := next((full_key for full_key, words in EVERYDAY.items() if word in words), ""):
         return Problem(full, "", "is not a key", f"Write {wish}=<value>.")
     elsewhere = [prefix + path for path in _paths(tree) if path.rsplit(".", 1)[-1] == wrong][:3]
     fix = did_you_mean(wrong, siblings).strip()
@@ -157,12 +158,6 @@ def unknown_key(key: str, tree: DictConfig, prefix: str = "") -> Problem:
     if not fix and elsewhere:
         fix = f"A key of that name stands at {', '.join(elsewhere)}."
     return Problem(full, "", "is not a key", fix or f"Keys there: {', '.join(siblings[:MOST_LISTED])}.")
-
-
-def _everyday(word: str) -> str:
-    """Look up the full key behind a short word; empty if unknown."""
-    plain = word.lower().replace("_", "").replace("-", "")
-    return next((key for key, words in EVERYDAY.items() if plain in words), "")
 
 
 def _paths(node: DictConfig, prefix: str = "") -> Iterator[str]:

@@ -9,7 +9,7 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from typing import TypeVar
 
-from vissl_zero.data.slow_work import SlowWork
+from vissl_zero.data.slow_work import SlowProgress
 from vissl_zero.data.source import Source
 from vissl_zero.errors import DataError
 
@@ -29,11 +29,11 @@ def looked_at(source: Source, look: Look[T], report: Callable[[str], None]) -> I
     Raises:
         DataError: a process was killed.
     """
-    total, work = len(source), SlowWork(report)
+    total, work = len(source), SlowProgress(report)
     chunks = [range(start, min(total, start + PER_CHUNK)) for start in range(0, total, PER_CHUNK)]
     for chunk, found in zip(chunks, _found(source, look, chunks), strict=True):
         yield found
-        work.tell(f"{chunk.stop:,} of {total:,} images")
+        work.update(f"{chunk.stop:,} of {total:,} images")
 
 
 def _found(source: Source, look: Look[T], chunks: list[range]) -> Iterator[T]:

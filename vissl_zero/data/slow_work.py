@@ -8,18 +8,18 @@ from collections.abc import Callable
 EVERY_S = 5.0
 
 
-class SlowWork:
-    """Says how far the work has come.
+class SlowProgress:
+    """Reports how far the work has come.
 
     Args:
-        say: gets a line.
+        report: takes a line.
     """
 
-    def __init__(self, say: Callable[[str], object]):
-        self._say, self._said = say, time.monotonic()
+    def __init__(self, report: Callable[[str], object]):
+        self._report, self._last = report, time.monotonic()
 
-    def tell(self, text: str) -> None:
-        """Say ``text`` if it is time to."""
-        if time.monotonic() > self._said + EVERY_S:
-            self._said = time.monotonic()
-            self._say(text)
+    def update(self, text: str) -> None:
+        """Report ``text`` if it is time to."""
+        if time.monotonic() > self._last + EVERY_S:
+            self._last = time.monotonic()
+            self._report(text)

@@ -53,7 +53,7 @@ def accumulate_exactly(
     with torch.no_grad():
         for batch in _loaded(run, micro_batches, dtype):
             if method.has_teacher:
-                teacher_parts.append(method.run_teacher(sharded.teacher, batch))
+                teacher_parts.append(run.run_teacher(batch))
             # The second pass shows the same images, and running statistics must count each batch once.
             with frozen_statistics(sharded.model):
                 parts.append(_wide(method.run_student(sharded.model, batch)))
@@ -83,7 +83,7 @@ def _loaded(run: Run, micro_batches: Sequence[ImageBatch], dtype: torch.dtype) -
     """Yield each micro-batch on the device, random layers keyed by it."""
     for batch in micro_batches:
         set_random_key(run.plan.seed, run.step, batch.sample_ids)
-        yield run.method.see(batch.to(run.device, dtype))
+        yield run.method.prepare(batch.to(run.device, dtype))
 
 
 def _join(micro_batches: Sequence[ImageBatch], with_images: bool) -> ImageBatch:

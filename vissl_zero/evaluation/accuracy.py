@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from vissl_zero.collectives import all_reduce_sum
 from vissl_zero.config.blocks.output import METERS, Meters
-from vissl_zero.config.components.heads import layer_names, told_apart
+from vissl_zero.config.components.heads import distinct_names, layer_names
 from vissl_zero.config.programs import PREDICTIONS, TRAIN
 from vissl_zero.data.loader import EvalImages, build_eval_images, require_evaluation
 from vissl_zero.engine.hook import Run, Step
@@ -83,7 +83,7 @@ class AccuracyHook(CurveHook):
         best = max(range(len(heads)), key=lambda index: heads[index].top1)
         if factors := run.plan.optimizer.head_lr_factors:
             rates = [peak(run.plan.optimizer.lr_head or run.plan.optimizer.lr) * factor for factor in factors]
-            names = told_apart([f"{lr:g}" for lr in rates])
+            names = distinct_names([f"{lr:g}" for lr in rates])
             run.results["top1_by_lr"] = {name: head.top1 for name, head in zip(names, heads, strict=True)}
             run.results["best_lr"], run.results["best_head"] = rates[best], best
         if entries := run.plan.config.MODEL.FEATURE_EVAL_SETTINGS.LINEAR_EVAL_FEAT_POOL_OPS_MAP:

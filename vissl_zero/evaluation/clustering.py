@@ -22,7 +22,7 @@ from vissl_zero.errors import ConfigError, DataError, Problem
 from vissl_zero.evaluation.features import evaluating, extract_features, layers_of, own_batches, rows_to_write
 from vissl_zero.evaluation.retrieval import Whitening
 from vissl_zero.registry import HOOKS
-from vissl_zero.terminal import say
+from vissl_zero.terminal import print_line
 
 ASSIGNMENTS = "cluster_assignments"  # folder in the run folder
 _CHUNK_ELEMENTS = 2**24  # distances at once: 64 MiB in float32
@@ -136,7 +136,7 @@ class ClusterFeatures(Hook):
             if run.is_main:
                 used = len(labels.unique())
                 line = f"{split}: {len(labels):,} images in {used:,} of {len(centroids):,} clusters: {files[0]}"
-                say(line)
+                print_line(line)
 
     def _write(self, run: Run, split: str, labels: Tensor, distances: Tensor, centroids: Tensor) -> list[str]:
         """Write two lists on rank 0; return their paths."""
@@ -195,4 +195,4 @@ class ExtractClusters(Hook):
             np.save(files[0], np.array([source.name(index) for index in inds]))
             np.save(files[1], assigned.numpy())
             used = len(assigned.unique())
-            say(f"{split}: {len(assigned):,} images in {used:,} of {num_clusters:,} clusters: {files[0]}")
+            print_line(f"{split}: {len(assigned):,} images in {used:,} of {num_clusters:,} clusters: {files[0]}")

@@ -11,7 +11,7 @@ from vissl_zero.config.blocks.output import EarlyStopping
 from vissl_zero.engine.hook import Hook, Run, StepRecord
 from vissl_zero.evaluation.followed_figure import FollowedFigure
 from vissl_zero.resolve.followed_figure import EARLY_STOPPING
-from vissl_zero.terminal import say
+from vissl_zero.terminal import print_line
 
 
 class EarlyStoppingHook(Hook):
@@ -87,4 +87,4 @@ class EarlyStoppingHook(Hook):
         }
         if run.is_main:
             sentence = f"stopped early: {self._options.METRIC} was best at step {self._best_step} ({self._best:.6g})"
-            say(sentence, self._console)
+            print_line(sentence, self._console)

@@ -33,9 +33,9 @@ from vissl_zero.engine.hook import Hook, Run
 from vissl_zero.errors import ConfigError, DataError, Problem
 from vissl_zero.evaluation.accuracy import TOP_K
 from vissl_zero.evaluation.features import evaluating, layers_of, own_batches, rows_to_write
-from vissl_zero.evaluation.opening import say_opening
+from vissl_zero.evaluation.opening import print_opening
 from vissl_zero.registry import HOOKS
-from vissl_zero.terminal import say
+from vissl_zero.terminal import print_line
 
 _ROWS_PER_SHARD = 2**16
 
@@ -51,7 +51,7 @@ class ExtractFeatures(Hook):
 
     def on_end(self, run: Run) -> None:
         train, test = build_eval_sources(run.plan.config.DATA, run.plan.seed)
-        say_opening(run)
+        print_opening(run)
         run.sharded.consolidate_buffers()  # running statistics may differ between ranks; features must not
         (run.folder / FEATURES_FOLDER).mkdir(exist_ok=True)
         counts = {
@@ -63,7 +63,7 @@ class ExtractFeatures(Hook):
         if run.is_main:
             counts_text = ", ".join(f"{count} images of {split}" for split, count in counts.items())
             line = f"Features of {counts_text}: {run.folder / FEATURES_FOLDER}"
-            say(line)
+            print_line(line)
 
     def _extract(self, run: Run, split: str, source: Source) -> int:
         """Write the features of a split to files. Collective."""
@@ -225,7 +225,7 @@ class ExtractLabelPredictions(Hook):
             self._predict(run, split, source)
         if run.is_main:
             line = f"Label predictions: {run.folder / PREDICTIONS_FOLDER}"
-            say(line)
+            print_line(line)
 
     def _predict(self, run: Run, split: str, source: Source) -> None:
         """Write the predictions of a split to files. Collective."""

@@ -21,9 +21,9 @@ from vissl_zero.errors import DataError
 from vissl_zero.evaluation.features import Features, extract_features, rankme
 from vissl_zero.evaluation.knn import knn_top1s
 from vissl_zero.evaluation.linear_classifiers import shared
-from vissl_zero.evaluation.opening import recognized, say_opening
+from vissl_zero.evaluation.opening import print_opening, recognized
 from vissl_zero.registry import HOOKS
-from vissl_zero.terminal import say
+from vissl_zero.terminal import print_line
 
 PENALTIES = (0.001, 0.01, 0.1, 1.0, 10.0)  # scikit-learn's C
 PROTOCOL = (
@@ -45,7 +45,7 @@ class FeatureQuality(Hook):
         train, test = build_eval_sources(data, run.plan.seed)
         if test is None:
             raise DataError("feature_quality needs images of TEST. Write config.DATA.TEST.DATA_PATHS=[<folder>].")
-        say_opening(run)
+        print_opening(run)
         run.sharded.consolidate_buffers()  # running statistics may differ between ranks; features must not
         index, queries = (extract_features(run, eval_images(split, data, run.plan.seed)) for split in (train, test))
         if index.labels is None or queries.labels is None:
@@ -60,7 +60,7 @@ class FeatureQuality(Hook):
         run.results.update(figures)
         if run.is_main:
             text = f"kNN {knn:.1%} (k={k}, T={temperature}), linear {linear:.1%}, {figures['num_features']} features"
-            say(text)
+            print_line(text)
 
 
 def linear_top1(train: Features, test: Features) -> tuple[float, float]:

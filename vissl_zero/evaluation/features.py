@@ -26,7 +26,7 @@ from vissl_zero.data.source import Source
 from vissl_zero.data.split_pipeline import build_split_pipeline
 from vissl_zero.data.workers import BatchStream
 from vissl_zero.engine.hook import Run
-from vissl_zero.terminal import say
+from vissl_zero.terminal import print_line
 
 
 @contextmanager
@@ -83,7 +83,7 @@ def own_batches(run: Run, images: EvalImages) -> Iterator[tuple[ImageBatch, int]
         if run.is_main and now - last_progress >= _SECONDS_BETWEEN_LINES and num_done < len(images):
             last_progress = now
             text = f"evaluating: {num_done:,} of {len(images):,} images, {num_done / (now - began):.0f} images/s"
-            say(text)
+            print_line(text)
 
 
 def rows_to_write(batch: ImageBatch, num_own: int) -> list[int]:

@@ -29,7 +29,7 @@ from vissl_zero.evaluation.features import (
 )
 from vissl_zero.evaluation.pictures import Neighbors, PatchPictures, find_neighbors, middles, patch_pictures
 from vissl_zero.resolve.resolved import ResolvedRun
-from vissl_zero.terminal import say
+from vissl_zero.terminal import print_line
 
 
 def vote(similarities: Tensor, labels: Tensor, sigma: float, num_classes: int) -> Tensor:
@@ -197,7 +197,7 @@ class KnnHook(Hook):
         run.results["knn_top1_after"] = self._record(run, measured)
         run.results["rankme_after"] = rankme(measured.index.rows)
         if run.is_main and run.plan.config.MODEL.WEIGHTS_INIT.CONTINUE and (warning := fall_of_rank(run.results)):
-            say(warning)
+            print_line(warning)
         self._look_closer(run, measured)
         self.neighbors_after = self._neighbors(measured)
         self._take_pictures(run)

@@ -31,7 +31,7 @@ from vissl_zero.errors import DataError
 from vissl_zero.evaluation.features import Features, extract_features, layers_of
 from vissl_zero.registry import HOOKS
 from vissl_zero.resolve.measuring import penalties
-from vissl_zero.terminal import say
+from vissl_zero.terminal import print_line
 
 Job = TypeVar("Job")
 Done = TypeVar("Done")
@@ -249,7 +249,7 @@ class SvmHook(Hook):
             rows = [prepare(found.rows[:, columns].cpu().numpy()) for found in (train, test)]
             line = self.measure(run, name, rows[0], self._train.matrix, rows[1], self._test.matrix)
             if run.is_main:
-                say(line)
+                print_line(line)
 
     def check(self, run: Run, matrix: np.ndarray) -> None:
         """Refuse labels (N, C) of TRAIN that nothing can be learned from. Raises DataError."""
@@ -461,7 +461,7 @@ class LowShot(Hook):
             if run.is_main:
                 line = f"Low shot on {name}: top-1 {rows['mean']:.1%}, std {rows['std']:.1%} over {len(best)} draws of "
                 line += f"{len(found[0].rows):,} images"
-                say(line)
+                print_line(line)
 
 
 def _measured(test: Features, columns: slice, job: tuple[Features, float]) -> tuple[float, float]:

@@ -6,15 +6,15 @@ from vissl_zero.checkpoint.named_weights import locate
 from vissl_zero.data.split_pipeline import described_views
 from vissl_zero.engine.hook import Run
 from vissl_zero.evaluation.trunk import is_of_no_run
-from vissl_zero.terminal import say
+from vissl_zero.terminal import print_line
 from vissl_zero.weights.reading import find
 
 
-def say_opening(run: Run) -> None:
+def print_opening(run: Run) -> None:
     """Say on rank 0 of a run that trains nothing what is measured, and in which size and normalization."""
     if run.is_main and run.plan.config.TEST_ONLY:
-        say(f"network: {recognized(run)}")
-        say(f"images: {described_views(run.plan.config.DATA)}. config.DATA.IMG_SIZE chooses another size.")
+        print_line(f"network: {recognized(run)}")
+        print_line(f"images: {described_views(run.plan.config.DATA)}. config.DATA.IMG_SIZE chooses another size.")
 
 
 def recognized(run: Run) -> str:

@@ -40,7 +40,7 @@ from vissl_zero.evaluation.retrieval import (
     unit_vectors,
 )
 from vissl_zero.registry import HOOKS
-from vissl_zero.terminal import say
+from vissl_zero.terminal import print_line
 
 FOLDER = "instance_retrieval"
 _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -98,7 +98,7 @@ class InstanceRetrieval(Hook):
             _write(run.folder / FOLDER, results, similarity if options.SAVE_RETRIEVAL_RANKINGS_SCORES else None)
             summary = ", ".join(f"{_NAMES.get(name, name)} {mean:.1%}" for name, mean in results["mAP"].items())
             line = f"{self._found.name}: mean average precision {summary}"
-            say(line)
+            print_line(line)
 
     def _whitening(self, run: Run, options: ImageRetrieval) -> Whitening:
         """Fit the whitening on the training images. Collective."""
@@ -205,7 +205,7 @@ def _each(
             if run.is_main and now - last_progress >= _SECONDS_BETWEEN_LINES and num_done < len(files):
                 last_progress = now
                 text = f"{what}: {num_done:,} of {len(files):,}, {num_done / (now - began):.1f} images/s"
-                say(text)
+                print_line(text)
 
 
 def _ahead(load: Callable[[int], Tensor], items: Sequence[int], num_threads: int) -> Iterator[Tensor]:

@@ -24,7 +24,7 @@ from vissl_zero.evaluation.features import evaluated, own_batches
 from vissl_zero.evaluation.pictures import middles
 from vissl_zero.methods.segmentation import as_large_as
 from vissl_zero.resolve.pairs import IGNORED, listed
-from vissl_zero.terminal import say
+from vissl_zero.terminal import print_line
 
 _NUM_PICTURES = 8
 
@@ -212,7 +212,7 @@ def require_pairs(run: Run) -> None:
     if data.ON_BROKEN_IMAGE != "skip":
         raise DataError(f"{len(problems):,} pairs of image and mask cannot be used: {listed(problems)}. {_FIX}")
     if run.is_main:
-        say(f"warning: {len(problems):,} pairs of image and mask are skipped: {listed(problems)}.")
+        print_line(f"warning: {len(problems):,} pairs of image and mask are skipped: {listed(problems)}.")
 
 
 def _require_outputs(run: Run, source: Source) -> None:
@@ -229,12 +229,12 @@ def _wrong(run: Run, source: Source) -> list[str]:
         return []
     indices = range(run.rank, len(source), run.world_size)
     with ThreadPoolExecutor(max(1, run.plan.config.DATA.NUM_DATALOADER_WORKERS)) as pool:  # decoders let others run
-        complaints = pool.map(lambda index: (index, _said(check, index)), indices)
+        complaints = pool.map(lambda index: (index, _problem_of(check, index)), indices)
         problems = [(index, text) for index, text in complaints if text]
     return [text for _, text in sorted(line for lines in all_gather_objects(problems) for line in lines)]
 
 
-def _said(check: Callable[[int], None], index: int) -> str:
+def _problem_of(check: Callable[[int], None], index: int) -> str:
     try:
         check(index)
     except BrokenImageError as error:

@@ -429,7 +429,7 @@ def _automatic(tree: Any, path: str) -> list[Problem]:
     return [Problem(path, "'auto'", "is filled in by Hugging Face's Trainer, and by nothing here", fix)]
 
 
-def _said_twice(settings: Mapping[str, Any]) -> list[Problem]:
+def _repeated(settings: Mapping[str, Any]) -> list[Problem]:
     """Find our names beside DeepSpeed's for the same thing."""
     both = [(f"{_MARK}.{theirs}", ours) for theirs, ours in _RENAMED.items() if theirs != "gradient_clipping"]
     both += [("gradient_clipping", "clip_grad")] if "gradient_clipping" in settings else []
@@ -469,7 +469,7 @@ def from_deepspeed(settings: Mapping[str, Any]) -> tuple[dict[str, Any], list[st
     if _MARK not in settings:
         return dict(settings), []
     keys, notes = dict(settings), []
-    problems = [*_said_twice(settings), *_batch_problems(settings)]
+    problems = [*_repeated(settings), *_batch_problems(settings)]
     zero = keys.pop(_MARK)
     if not isinstance(zero, Mapping):
         problem = Problem(f"zero.{_MARK}", repr(zero), "must be a dict", "Write it as dict(stage=3).")

@@ -105,7 +105,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._is_in_backward = False
         self._is_backward_done = self._is_run_again = False  # in the open micro-batch
         self._model = model
-        self._tied = _tied_names(model)
+        # Further names of tied parameters, each with the first one.
+        first = {param: name for name, param in model.named_parameters()}
+        names = model.named_parameters(remove_duplicate=False)
+        self._tied = {name: first[param] for name, param in names if first[param] != name}
         # No call of the loop marks the start of its forward pass: a micro-batch is open from one step to the next.
         self._micro_batch = ExitStack()
         self._open_micro_batch()
@@ -424,13 +427,6 @@ def _own_params(sharded: ShardedModel, model: nn.Module) -> list[list[nn.Paramet
     if any(name not in params for group_names in names for name in group_names):
         return None
     return [[params[name] for name in group_names] for group_names in names]
-
-
-def _tied_names(model: nn.Module) -> dict[str, str]:
-    """Map further names of tied parameters to their first ones."""
-    first = {param: name for name, param in model.named_parameters()}
-    names = model.named_parameters(remove_duplicate=False)
-    return {name: first[param] for name, param in names if first[param] != name}
 
 
 def save_state(sharded: ShardedModel, folder: Path, step: int, extra: Sequence[Part] = ()) -> None:

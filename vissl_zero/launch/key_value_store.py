@@ -190,20 +190,16 @@ class KeyValueServer:
         with self._changed:
             if operation == b"wait":
                 return [b"1" if self._wait(float(rest[0]), rest[1:]) else b"0"]
-            if operation == b"beat":
-                return [self._beat(rest[0].decode())]
+            if operation == b"beat":  # answered by the seconds since each launcher's last
+                now = time.monotonic()
+                self._heard[rest[0].decode()] = now
+                return [json.dumps({name: now - when for name, when in self._heard.items()}).encode()]
             answer = self._change(operation, rest)
             self._changed.notify_all()
             return answer
 
     def _wait(self, timeout_s: float, keys: list[bytes]) -> bool:
         return self._changed.wait_for(lambda: all(key in self._values for key in keys), timeout_s)
-
-    def _beat(self, name: str) -> bytes:
-        """Record a launcher's heartbeat; returns the seconds since each one's last."""
-        now = time.monotonic()
-        self._heard[name] = now
-        return json.dumps({other: now - when for other, when in self._heard.items()}).encode()
 
     def _change(self, operation: bytes, rest: list[bytes]) -> list[bytes]:
         values = self._values

@@ -97,8 +97,8 @@ class Rendezvous:
                 ) from error
             self.address = self._server.address
         self._client = Client(self.address, spec.secret, min(5.0, max(1.0, spec.silence_s / 4)))
-        if self._server is not None:
-            open_generation(secrets.token_hex(8), self._client)
+        if self._server is not None:  # it listens: launchers may join
+            self._client.call(b"set", _NAME, secrets.token_hex(8).encode())
         if announce is not None:
             with replacing(announce) as temporary:
                 temporary.write_text(json.dumps(self.address))
@@ -375,11 +375,6 @@ class Generation:
 
     def _key(self, what: str, index: int) -> bytes:
         return f"{self.name}/{what}/{index}".encode()
-
-
-def open_generation(name: str, client: Client) -> None:
-    """Let launchers join. Launcher 0 calls it once its server listens."""
-    client.call(b"set", _NAME, name.encode())
 
 
 def enter(client: Client, spec: LauncherSpec, hello: bytes, after: str) -> Generation:

@@ -15,7 +15,7 @@ from vissl_zero.launch.run_folder import RunLock, prepare_folder, require_free, 
 from vissl_zero.planner.fit_plans import FitRun
 from vissl_zero.resolve.resolved import ResolvedRun
 from vissl_zero.resolve.saved import as_data
-from vissl_zero.terminal import say
+from vissl_zero.terminal import print_line
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -121,14 +121,14 @@ def print_dry_run(
     from vissl_zero.reporting.dry_run_lines import dry_run_lines, title, verdict
 
     out = console or rich.get_console()
-    say(title(plan), out)  # the model takes seconds, or a minute
+    print_line(title(plan), out)  # the model takes seconds, or a minute
     resumed = _resumed(plan)
     run = dry_run(plan, None if resumed else lambda model: load_first_weights(model, plan))
     budget = None if budget_bytes is None else Budget(budget_bytes, source="the budget of config.ZERO.LEVEL=fit")
     for line in [*dry_run_lines(run, budget), *resumed]:
-        say(line, out)
+        print_line(line, out)
     if submission:
-        say(f"\nsbatch script:\n{submission}", out)
+        print_line(f"\nsbatch script:\n{submission}", out)
     return 0 if verdict(run, budget)[0] else DOES_NOT_FIT
 
 

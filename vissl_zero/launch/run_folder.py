@@ -145,7 +145,7 @@ class RunLock:
                 pass  # a file system without locks: the file decides
             if owner and not _is_gone(owner, self._fd):
                 raise _refused(folder, owner)
-            self._write(_own_facts())
+            self._write({"host": socket.gethostname(), "pid": os.getpid(), "born": _born(os.getpid()), "job": _job()})
         except BaseException:
             os.close(self._fd)
             raise
@@ -193,10 +193,6 @@ def owner_of(folder: Path) -> tuple[dict[str, Any], bool]:
         return owner, bool(owner) and owner.get("pid") != os.getpid() and not _is_gone(owner, fd)
     finally:
         os.close(fd)
-
-
-def _own_facts() -> dict[str, Any]:
-    return {"host": socket.gethostname(), "pid": os.getpid(), "born": _born(os.getpid()), "job": _job()}
 
 
 def _job() -> str:

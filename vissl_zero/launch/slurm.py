@@ -176,8 +176,11 @@ def code_folder(plan: ResolvedRun) -> Path:
 def parameters(plan: ResolvedRun) -> dict[str, Any]:
     """Collect submitit's parameters; empty keys are left out, so that the cluster's own defaults hold."""
     slurm = plan.config.SLURM
-    is_per_process = slurm.TASK_PER == "process"
     procs = plan.procs_per_node
+    procs_per_task = 1 if slurm.TASK_PER == "process" else procs
+    setup = list(slurm.SETUP)
+    if slurm.SNAPSHOT_CODE:  # the job imports the code from there
+        setup.append(f'export PYTHONPATH={shlex.quote(str(code_folder(plan)))}"${{PYTHONPATH:+:$PYTHONPATH}}"')
     further = {str(name).replace("_", "-"): value for name, value in slurm.ADDITIONAL_PARAMETERS.items()}
     parameters: dict[str, Any] = {
         "job_name": slurm.NAME,
@@ -189,27 +192,16 @@ def parameters(plan: ResolvedRun) -> dict[str, Any]:
         "time": 60 * slurm.TIME_HOURS + slurm.TIME_MINUTES,
         "mem": f"{slurm.MEM_GB}GB" if slurm.MEM_GB else "0",
         "nodes": plan.num_nodes,
-        "ntasks_per_node": procs if is_per_process else 1,
-        "cpus_per_task": slurm.NUM_CPU_PER_PROC * (1 if is_per_process else procs),
+        "ntasks_per_node": procs // procs_per_task,
+        "cpus_per_task": slurm.NUM_CPU_PER_PROC * procs_per_task,
         "gpus_per_node": procs if plan.device == "cuda" else "",
         "signal_delay_s": slurm.SIGNAL_DELAY_S,
-        "setup": [*slurm.SETUP, *_own_code(plan)] or "",
+        "setup": setup or "",
         # Launchers notice by themselves when another is gone, and must have the time to say so.
-        "srun_args": ["--kill-on-bad-exit=0", f"--cpus-per-task={slurm.NUM_CPU_PER_PROC * _procs_per_task(plan)}"],
+        "srun_args": ["--kill-on-bad-exit=0", f"--cpus-per-task={slurm.NUM_CPU_PER_PROC * procs_per_task}"],
         "additional_parameters": {"requeue": True, **further},
     }
     return {name: value for name, value in parameters.items() if value != ""}
-
-
-def _own_code(plan: ResolvedRun) -> list[str]:
-    """Return the command that has the job import the snapshot of the code, if there is one."""
-    if not plan.config.SLURM.SNAPSHOT_CODE:
-        return []
-    return [f'export PYTHONPATH={shlex.quote(str(code_folder(plan)))}"${{PYTHONPATH:+:$PYTHONPATH}}"']
-
-
-def _procs_per_task(plan: ResolvedRun) -> int:
-    return 1 if plan.config.SLURM.TASK_PER == "process" else plan.procs_per_node
 
 
 def script(plan: ResolvedRun) -> str:

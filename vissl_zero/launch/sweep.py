@@ -172,23 +172,16 @@ class SweepFolder(Callback):
         print(f"sweep folder  {_sweep_dir}\nlogs          {logs}", flush=True)
 
 
-def _remove_if_unused(folder: Path) -> None:
-    """Take back what Hydra leaves of a sweep whose jobs were looked at only, or refused."""
-    if {path.name for path in folder.iterdir()} == {"multirun.yaml"}:
-        (folder / "multirun.yaml").unlink()
-        folder.rmdir()
-
-
 def _check(launcher: Any) -> None:
     """Refuse texts that would end a line of the sbatch script; ``setup`` is shell."""
-    texts = [(key, value) for key, value in leaves(launcher) if not key.startswith("setup")]
-    if unsafe := [_two_lines(key, value) for key, value in texts if is_unsafe(value)]:
-        raise ConfigError(unsafe)
-
-
-def _two_lines(key: str, value: str) -> Problem:
     must = "must be one line of printable text: the next line would be read as an option or a command"
-    return Problem(f"hydra.launcher.{key}", repr(value), must, "Remove the line breaks.")
+    problems = [
+        Problem(f"hydra.launcher.{key}", repr(value), must, "Remove the line breaks.")
+        for key, value in leaves(launcher)
+        if not key.startswith("setup") and is_unsafe(value)
+    ]
+    if problems:
+        raise ConfigError(problems)
 
 
 def finish_sweep() -> int | None:
@@ -199,7 +192,10 @@ def finish_sweep() -> int | None:
         return None
     notes = [(path, note) for path in folder.iterdir() if path.is_dir() and (note := read_note(path)) is not None]
     if not notes:
-        _remove_if_unused(folder)
+        # Hydra leaves this of a sweep whose jobs were looked at only, or refused.
+        if {path.name for path in folder.iterdir()} == {"multirun.yaml"}:
+            (folder / "multirun.yaml").unlink()
+            folder.rmdir()
         return None
     from vissl_zero.reporting.sweep_summary import (
         CSV_NAME,

@@ -34,7 +34,7 @@ from vissl_zero.reporting.quantity import FitMeasurement
 from vissl_zero.resolve.resolved import ResolvedRun
 from vissl_zero.resolve.saved import load_resolved
 from vissl_zero.sharding.memory import is_out_of_memory
-from vissl_zero.terminal import say
+from vissl_zero.terminal import print_line
 
 _AFTER_FIRST_S = 2.0
 
@@ -139,11 +139,13 @@ def with_checkpoints(run: Run, hooks: Sequence[Hook]) -> list[Hook] | None:
             saver.latest_step = run.step
         if run.is_main:
             for line in opening_lines(resumed, run.plan):
-                say(line)
+                print_line(line)
     has_stopped = any(isinstance(hook, EarlyStoppingHook) and hook.has_stopped for hook in hooks)
     if run.is_resumed and (run.step >= run.num_steps or has_stopped) and _is_over(run):
         if run.is_main:
-            say(f"The run in {run.folder} is complete (step {run.step} of {run.num_steps}); nothing is left to do.")
+            print_line(
+                f"The run in {run.folder} is complete (step {run.step} of {run.num_steps}); nothing is left to do."
+            )
         saver.close()
         return None
     if options.CHECK_RANKS_EVERY > 0:

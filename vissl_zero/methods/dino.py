@@ -420,19 +420,19 @@ class PatchDistillation(EmbeddingMethod):
 
     def run_student(self, model: nn.Module, batch: Batch) -> list[Any]:
         """Run the student on all crops, those of the first size masked."""
-        outputs: list[Any] = model(batch.images, see=partial(self._see, masks=True))
+        outputs: list[Any] = model(batch.images, choose_patches=partial(self._choose_patches, masks=True))
         return outputs
 
     def run_teacher(self, model: nn.Module, batch: Batch) -> list[Any]:
         """Run the teacher on the crops of the first size, whole."""
-        outputs: list[Any] = model(batch.images[:1], see=partial(self._see, masks=False))
+        outputs: list[Any] = model(batch.images[:1], choose_patches=partial(self._choose_patches, masks=False))
         return outputs
 
     def by_view(self, rows: Tensor, batch: Batch, num_views: int | None = None) -> Tensor:
         """Reshape rows (views * n, ...) to (views, n, ...); by default of the crops that the teacher sees."""
         return rows.unflatten(0, (num_views or self.num_global_crops, batch.num_local))
 
-    def _see(self, images: Sequence[Tensor], patch_size: tuple[int, int], masks: bool) -> list[PatchView]:
+    def _choose_patches(self, images: Sequence[Tensor], patch_size: tuple[int, int], masks: bool) -> list[PatchView]:
         grid = grid_of(images[0], patch_size)
         num_patches = grid[0] * grid[1]
         probability = self.mask_probability if self._is_masking() else 0.0

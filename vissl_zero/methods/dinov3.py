@@ -97,8 +97,8 @@ class DINOv3(DINOv2):
 
     def run_teacher(self, model: nn.Module, batch: Batch) -> list[Any]:
         """Show the crops of the first size whole; once anchoring has started, the anchor's patches of them follow."""
-        see = partial(self._see, masks=False)
-        outputs: list[Any] = model(batch.images[:1], see=see, anchored=self._is_anchored())
+        choose = partial(self._choose_patches, masks=False)
+        outputs: list[Any] = model(batch.images[:1], choose_patches=choose, anchored=self._is_anchored())
         return outputs
 
     def forward(self, outputs: list[Any], batch: Batch, teacher_outputs: list[Any]) -> Tensor:

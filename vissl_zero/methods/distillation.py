@@ -189,10 +189,10 @@ class DINODistillation(EmbeddingMethod):
         """Run the student on all crops, patches left out of those of the first size where asked for."""
         if not self.patch_drop:
             return super().run_student(model, batch)
-        outputs: list[Any] = model(batch.images, see=self._see)
+        outputs: list[Any] = model(batch.images, choose_patches=self._choose_patches)
         return outputs
 
-    def _see(self, images: Sequence[Tensor], patch_size: tuple[int, int]) -> list[PatchView]:
+    def _choose_patches(self, images: Sequence[Tensor], patch_size: tuple[int, int]) -> list[PatchView]:
         return with_patches_dropped(images, patch_size, self.patch_drop, self.epoch)
 
     def run_teacher(self, model: nn.Module, batch: Batch) -> list[Any]:

@@ -170,6 +170,11 @@ class DistillationSpec(MethodSpec):
         "swav_distillation_loss": SwAVDistillationLossConfig,
     }
     shape_keys = ("num_prototypes", "embedding_dim", "queue_length")
+    teacher_keys = {  # not ibot_distillation_loss: its teacher scores the patches that are masked in an epoch
+        "distillation_loss": (),
+        "dino_distillation_loss": ("teacher_num_crops",),
+        "swav_distillation_loss": ("use_two_crops_for_teacher",),
+    }
     title = "Distillation"
     paper = "https://arxiv.org/abs/1503.02531"
     views = "1 or more crops of any sizes; the teacher sees the same"

@@ -101,7 +101,7 @@ class MAE(EmbeddingMethod):
 
     def run_student(self, model: nn.Module, batch: Batch) -> list[Any]:
         """Run the student on a random part of the patches."""
-        outputs: list[Any] = model(batch.images, see=self._see)
+        outputs: list[Any] = model(batch.images, choose_patches=self._choose_patches)
         return outputs
 
     def forward(self, outputs: list[Any], batch: Batch) -> Tensor:
@@ -121,7 +121,7 @@ class MAE(EmbeddingMethod):
     def collapse_rule(self, num_steps: int) -> None:
         """Return None: MAE has no embeddings whose collapse could be measured."""
 
-    def _see(self, images: Sequence[Tensor], patch_size: tuple[int, int]) -> list[PatchView]:
+    def _choose_patches(self, images: Sequence[Tensor], patch_size: tuple[int, int]) -> list[PatchView]:
         (view,) = images
         height, width = grid_of(view, patch_size)
         order = random_order(view, height * width, self.epoch, "mask")
@@ -201,7 +201,7 @@ class SimMIM(EmbeddingMethod):
 
     def run_student(self, model: nn.Module, batch: Batch) -> list[Any]:
         """Run the student on all patches, some of them masked."""
-        outputs: list[Any] = model(batch.images, see=self._see)
+        outputs: list[Any] = model(batch.images, choose_patches=self._choose_patches)
         return outputs
 
     def forward(self, outputs: list[Any], batch: Batch) -> Tensor:
@@ -218,7 +218,7 @@ class SimMIM(EmbeddingMethod):
     def collapse_rule(self, num_steps: int) -> None:
         """Return None: SimMIM has no embeddings whose collapse could be measured."""
 
-    def _see(self, images: Sequence[Tensor], patch_size: tuple[int, int]) -> list[PatchView]:
+    def _choose_patches(self, images: Sequence[Tensor], patch_size: tuple[int, int]) -> list[PatchView]:
         (view,) = images
         grid, side = grid_of(view, patch_size), self.mask_patch_size
         if side % patch_size[0] or side % patch_size[1] or view.shape[2] % side or view.shape[3] % side:
@@ -279,12 +279,12 @@ class IJEPA(EmbeddingMethod):
 
     def run_student(self, model: nn.Module, batch: Batch) -> list[Any]:
         """Run the student on the context."""
-        outputs: list[Any] = model(batch.images, see=partial(self._see, all_are_seen=False))
+        outputs: list[Any] = model(batch.images, choose_patches=partial(self._choose_patches, all_are_seen=False))
         return outputs
 
     def run_teacher(self, model: nn.Module, batch: Batch) -> list[Any]:
         """Run the teacher on whole images, of which the targets' embeddings are taken."""
-        outputs: list[Any] = model(batch.images, see=partial(self._see, all_are_seen=True))
+        outputs: list[Any] = model(batch.images, choose_patches=partial(self._choose_patches, all_are_seen=True))
         return outputs
 
     def forward(self, outputs: list[Any], batch: Batch, teacher_outputs: list[Any]) -> Tensor:
@@ -297,7 +297,9 @@ class IJEPA(EmbeddingMethod):
         """Return the teacher's momentum; see ``Method``."""
         return self._linear_momentum(self.first_momentum, step)
 
-    def _see(self, images: Sequence[Tensor], patch_size: tuple[int, int], all_are_seen: bool) -> list[PatchView]:
+    def _choose_patches(
+        self, images: Sequence[Tensor], patch_size: tuple[int, int], all_are_seen: bool
+    ) -> list[PatchView]:
         (view,) = images
         grid = grid_of(view, patch_size)
         num_patches = grid[0] * grid[1]
@@ -389,12 +391,12 @@ class Data2Vec(EmbeddingMethod):
 
     def run_student(self, model: nn.Module, batch: Batch) -> list[Any]:
         """Run the student on all patches, some of them masked."""
-        outputs: list[Any] = model(batch.images, see=partial(self._see, is_teacher=False))
+        outputs: list[Any] = model(batch.images, choose_patches=partial(self._choose_patches, is_teacher=False))
         return outputs
 
     def run_teacher(self, model: nn.Module, batch: Batch) -> list[Any]:
         """Run the teacher on whole images; the last blocks' tokens are taken where the student's are masked."""
-        outputs: list[Any] = model(batch.images, see=partial(self._see, is_teacher=True))
+        outputs: list[Any] = model(batch.images, choose_patches=partial(self._choose_patches, is_teacher=True))
         return outputs
 
     def forward(self, outputs: list[Any], batch: Batch, teacher_outputs: list[Any]) -> Tensor:
@@ -407,7 +409,9 @@ class Data2Vec(EmbeddingMethod):
         """Return the teacher's momentum; see ``Method``."""
         return self.constant_momentum
 
-    def _see(self, images: Sequence[Tensor], patch_size: tuple[int, int], is_teacher: bool) -> list[PatchView]:
+    def _choose_patches(
+        self, images: Sequence[Tensor], patch_size: tuple[int, int], is_teacher: bool
+    ) -> list[PatchView]:
         (view,) = images
         grid = grid_of(view, patch_size)
         num_patches = grid[0] * grid[1]

@@ -76,7 +76,7 @@ class Method(nn.Module):
 
     ``set_images`` and ``set_length`` are called once, ``on_epoch`` where an epoch begins (in the middle of one, a
     resumed run does not). For each optimizer step, on every rank, the loop calls ``on_step`` once; then per
-    micro-batch ``see``, ``run_teacher`` (where ``has_teacher``), ``run_student``, ``loss``, the backward pass and
+    micro-batch ``prepare``, ``run_teacher`` (where ``has_teacher``), ``run_student``, ``loss``, the backward pass and
     ``observe``; then ``update_state`` once. So centers, queues and memories stand still within a step and move once per
     step, however many micro-batches it has. State that a resumed run needs belongs in buffers or in
     ``get_extra_state``.
@@ -127,7 +127,7 @@ class Method(nn.Module):
         loss: Tensor = self(outputs, batch) if teacher_outputs is None else self(outputs, batch, teacher_outputs)
         return loss
 
-    def see(self, batch: B) -> B:
+    def prepare(self, batch: B) -> B:
         """Make the micro-batch what student, teacher and loss see: mixed by ``mixing``, a tensor per crop if apart."""
         if self.mixing is not None:
             images, _ = self.mixing(batch.images, batch.num_local)

@@ -359,7 +359,7 @@ class MSN(EmbeddingMethod):
     def run_student(self, model: nn.Module, batch: Batch) -> list[Any]:
         """Run the student on all other crops, patches left out of those of the first size."""
         crops = range(1, sum(batch.num_crops))
-        outputs: list[Any] = model(images_of(batch, crops), self.probe(), see=self._see)
+        outputs: list[Any] = model(images_of(batch, crops), self.probe(), choose_patches=self._choose_patches)
         return outputs
 
     def probe(self) -> Tensor | None:
@@ -385,5 +385,5 @@ class MSN(EmbeddingMethod):
         """Return the teacher's momentum; see ``Method``."""
         return self._linear_momentum(self.momenta[0], step, self.momenta[1])
 
-    def _see(self, images: Sequence[Tensor], patch_size: tuple[int, int]) -> list[PatchView]:
+    def _choose_patches(self, images: Sequence[Tensor], patch_size: tuple[int, int]) -> list[PatchView]:
         return with_patches_dropped(images, patch_size, self.patch_drop, self.epoch)

@@ -74,7 +74,7 @@ class CrossEntropy(Method):
         self.temperature = temperature
         self._last: tuple[list[Tensor], Tensor] | None = None
 
-    def see(self, batch: B) -> B:
+    def prepare(self, batch: B) -> B:
         """Return the batch as it is: ``run_student`` mixes the images, with their labels."""
         return batch
 

@@ -61,10 +61,11 @@ def adapt_(trunk: nn.Module, options: Lora) -> None:
     Raises:
         ConfigError: no layer, or one of another kind, is a target; or the trunk has running statistics.
     """
-    if norm := next((name for name, m in trunk.named_modules() if _counts_statistics(m)), ""):
+    counting = [name for name, m in trunk.named_modules() if isinstance(m, _NormBase) and m.track_running_stats]
+    if counting:
         must = "needs a trunk without running statistics, which training would move, and an adapter does not hold"
         fix = "Take a vision transformer, ConvNeXt or Swin, or train all weights."
-        raise ConfigError([Problem("config.MODEL.LORA.USE_LORA", f"batch norm at {norm}", must, fix)])
+        raise ConfigError([Problem("config.MODEL.LORA.USE_LORA", f"batch norm at {counting[0]}", must, fix)])
     config = LoraConfig(
         r=options.R,
         lora_alpha=options.LORA_ALPHA,
@@ -121,10 +122,6 @@ def _without_adapters(trunk: nn.Module, merges: bool) -> nn.Module:
     return plain
 
 
-def _counts_statistics(module: nn.Module) -> bool:
-    return isinstance(module, _NormBase) and module.track_running_stats
-
-
 def _targets(trunk: nn.Module, wanted: str | list[str]) -> list[str]:
     """List the paths of the layers that are meant, by the names that peft would find in the library's own model."""
     modules = {timm_name(f"trunk.{name}"): (name, module) for name, module in trunk.named_modules() if name}
@@ -132,7 +129,11 @@ def _targets(trunk: nn.Module, wanted: str | list[str]) -> list[str]:
     entries = [wanted] if isinstance(wanted, str) else list(wanted)
     targets: dict[str, nn.Module] = {}
     for entry in entries:
-        meant = [name for name in modules if _is_meant(name, entry, is_pattern=isinstance(wanted, str))]
+        # As peft does: a pattern is of whole names; in a list stand names or their ends.
+        if isinstance(wanted, str):
+            meant = [name for name in modules if re.fullmatch(entry, name)]
+        else:
+            meant = [name for name in modules if f".{name}".endswith(f".{entry}")]
         if not meant:
             near = did_you_mean(entry, {*linear, *(name.rpartition(".")[2] for name in linear)})
             fix = f"Linear layers: {', '.join(linear[:8])}{', ...' * (len(linear) > 8)}.{near}"
@@ -144,8 +145,3 @@ def _targets(trunk: nn.Module, wanted: str | list[str]) -> list[str]:
         fix = f"Write longer ends of names that only linear layers have: {', '.join(linear[:4]) or 'it has none'}."
         raise ConfigError([Problem(_TARGETS, got, "must name linear layers (torch.nn.Linear) alone", fix)])
     return list(targets)
-
-
-def _is_meant(name: str, entry: str, is_pattern: bool) -> bool:
-    """Check a name as peft does: against a pattern of whole names, or a name or the end of one."""
-    return bool(re.fullmatch(entry, name)) if is_pattern else name == entry or name.endswith(f".{entry}")

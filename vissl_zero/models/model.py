@@ -28,7 +28,7 @@ from vissl_zero.config.components.trunks import TRUNK_BLOCKS, own_trunk_keys, tr
 from vissl_zero.errors import ConfigError, Problem, did_you_mean
 from vissl_zero.models.keyed_random import key_random_layers, resolution_scope
 from vissl_zero.models.mlp_heads import MLP
-from vissl_zero.models.patches import PatchView, SeePatches, Tokens, grid_of
+from vissl_zero.models.patches import ChoosePatches, PatchView, Tokens, grid_of
 from vissl_zero.registry import HEADS, TRUNKS, require_interface
 
 # Outputs of each tapped layer, and the trunk's features, as a tensor per resolution -> the same of the tap.
@@ -247,7 +247,7 @@ class Model(nn.Module):
         images: list[Tensor],
         probe: Tensor | None = None,
         features_only: bool = False,
-        see: SeePatches | None = None,
+        choose_patches: ChoosePatches | None = None,
         anchored: bool = False,
     ) -> list[Any]:
         """Run one pass over all resolutions.
@@ -257,7 +257,7 @@ class Model(nn.Module):
             probe: (q, D) rows that the heads score in the same pass, without gradient.
             features_only: stop after the trunk, or after the first head where ``features_are_embeddings``; see
                 ``feature_taps``.
-            see: decides which patches are hidden, seen and asked for; None: all are seen.
+            choose_patches: decides which patches are hidden, seen and asked for; None: all are seen.
             anchored: give the anchor's patches of the first resolution (b_0, P, F) too, after all outputs of heads.
         Returns:
             One output per head, or the R features (b_r, F) of the trunk.
@@ -265,7 +265,7 @@ class Model(nn.Module):
         for taps in filter(None, (self.taps, self.feature_taps)):
             taps.clear()
         with torch.no_grad() if self.trunk_is_frozen else nullcontext():
-            tokens, maps, features = self._of_trunk(images, see, features_only)
+            tokens, maps, features = self._of_trunk(images, choose_patches, features_only)
         is_first, self._is_checked = not self._is_checked, True
         if is_first:
             _require_features(self.trunk, images, features)
@@ -298,22 +298,24 @@ class Model(nn.Module):
         return features
 
     def _of_trunk(
-        self, images: list[Tensor], see: SeePatches | None, features_only: bool
+        self, images: list[Tensor], choose_patches: ChoosePatches | None, features_only: bool
     ) -> tuple[list[Tokens], list[Tensor], list[Tensor]]:
         """Compute tokens and maps, where heads ask for them, and features."""
-        if see is not None or (self._shows_tokens and not features_only):
-            tokens, features = self._see(images, see)
+        if choose_patches is not None or (self._shows_tokens and not features_only):
+            tokens, features = self._encode_patches(images, choose_patches)
             return tokens, [], features
         if features_only or not self._shows_maps:
             return [], [], self.trunk(images)
         shown: list[Tensor] = self.trunk(images, return_maps=True)
         return [], shown[: len(images)], shown[len(images) :]
 
-    def _see(self, images: list[Tensor], see: SeePatches | None) -> tuple[list[Tokens], list[Tensor]]:
+    def _encode_patches(
+        self, images: list[Tensor], choose_patches: ChoosePatches | None
+    ) -> tuple[list[Tokens], list[Tensor]]:
         """Compute tokens and features of images seen in part."""
         trunk: Any = _require_patches(self.trunk)
         size = trunk.patch_size
-        views = [PatchView() for _ in images] if see is None else see(images, size)
+        views = [PatchView() for _ in images] if choose_patches is None else choose_patches(images, size)
         masked, kept = [view.masked for view in views], [view.kept for view in views]
         last_blocks = max(view.last_blocks for view in views)
         if last_blocks > len(trunk.blocks):

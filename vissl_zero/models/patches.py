@@ -34,7 +34,7 @@ class PatchView(NamedTuple):
 
 
 # From the image tensors of all resolutions and a patch's (height, width) to a view of each.
-SeePatches = Callable[[Sequence[Tensor], tuple[int, int]], list[PatchView]]
+ChoosePatches = Callable[[Sequence[Tensor], tuple[int, int]], list[PatchView]]
 
 
 class Tokens(NamedTuple):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -79,8 +79,9 @@ def _default_groups(model: nn.Module, plan: OptimizerPlan) -> list[ParamGroup]:
     _warn_of_unmatched(plan.non_regularized, model)
     heads = [f"head_{index}" for index in range(max(len(plan.head_lr_factors), len(plan.head_rules)))] or ["head"]
     members: dict[tuple[str, bool], list[str]] = {(part, d): [] for part in ("trunk", *heads) for d in (True, False)}
-    for name, parameter, module in _owned_parameters(model):
+    for name, parameter in model.named_parameters():
         if parameter.requires_grad:
+            module = model.get_submodule(name.rpartition(".")[0])
             members[_part(name, heads), _decays(name, module, plan)].append(name)
     groups = [_group(part, is_decayed, names, plan) for (part, is_decayed), names in members.items() if names]
     return _required(groups)
@@ -215,24 +216,15 @@ def is_norm(module: nn.Module) -> bool:
     return "norm" in type(module).__name__.lower() and bool(params) and all(p.ndim <= 1 for p in params)
 
 
-def _owned_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, nn.Module]]:
-    """Yield full name, parameter and the module that holds it; a tied parameter once, by its first name."""
-    for name, parameter in model.named_parameters():
-        yield name, parameter, model.get_submodule(name.rpartition(".")[0])
-
-
 def _decays(name: str, module: nn.Module, plan: OptimizerPlan) -> bool:
     if any(part in name for part in plan.non_regularized):
         return False
     if not plan.regularize_bias and _BIAS.search(name.rpartition(".")[2]):
         return False
-    return _norms_decay(name, plan) or not is_norm(module)
-
-
-def _norms_decay(name: str, plan: OptimizerPlan) -> bool:
     head_rule = plan.head_rules[int(name.split(".")[1])] if plan.head_rules and name.startswith(_HEAD_PREFIX) else {}
-    says = head_rule.get("regularize_bn")
-    return plan.regularize_bn if says is None else bool(says)
+    of_head = head_rule.get("regularize_bn")
+    norms_decay = plan.regularize_bn if of_head is None else bool(of_head)
+    return norms_decay or not is_norm(module)
 
 
 def _part(name: str, heads: Sequence[str]) -> str:

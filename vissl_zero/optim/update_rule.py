@@ -87,7 +87,7 @@ def _try_out(
         (index, case)
         for index, group_shapes in groups
         for shape in _small_shapes(group_shapes)
-        for case in _small_cases(shape, device)
+        for case in (*_cases(shape, device), *_cases_by_angle(shape, device))
     ]
     apart = [_run(optimizer, [pair])[0] for pair in small]
     moved = {index for (index, _), changes in zip(small, apart, strict=True) if any(c.any() for c in changes)}
@@ -140,10 +140,6 @@ class _Case:
         sizes = [1, num_rows // 2 - 1, num_rows - num_rows // 2, 0] if num_rows > 2 else [1] * num_rows
         columns = zip(*(tensor.split(sizes) for tensor in tensors), strict=True)
         return [_Case(start, grads) for start, *grads in columns]
-
-
-def _small_cases(shape: tuple[int, ...], device: torch.device) -> list[_Case]:
-    return [*_cases(shape, device), *_cases_by_angle(shape, device)]
 
 
 def _cases(shape: tuple[int, ...], device: torch.device) -> Iterator[_Case]:

@@ -218,7 +218,7 @@ def set_stage(plan: ResolvedRun, check: Callable[[nn.Module], object] | None = N
         def run_forward() -> tuple[torch.Tensor, Any]:
             method.on_step(method.heaviest_step(), 0)
             set_random_key(plan.seed, 0, fakes.sample_ids)
-            seen, teacher_outputs = method.see(fakes), None
+            seen, teacher_outputs = method.prepare(fakes), None
             if teacher is not None:
                 with torch.no_grad():
                     teacher_outputs = method.run_teacher(teacher, seen)

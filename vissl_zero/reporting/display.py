@@ -17,7 +17,7 @@ from rich.text import Text
 
 from vissl_zero.engine.hook import Hook, Run, StepRecord
 from vissl_zero.reporting.quantity import bar, bytes_text, duration_text, figure_text, shown_kinds, sparkline, total
-from vissl_zero.terminal import say
+from vissl_zero.terminal import print_line
 
 _SECONDS_BETWEEN_FRAMES = 0.25
 _BAR_WIDTH = 24
@@ -205,7 +205,7 @@ class PlainLines(Hook):
 
     def _print(self, text: str) -> None:
         self._last_print_s = time.monotonic()
-        say(text, self._console)
+        print_line(text, self._console)
         self._console.file.flush()
 
 

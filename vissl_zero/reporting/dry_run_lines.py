@@ -89,6 +89,7 @@ def title(plan: ResolvedRun) -> str:
 def dry_run_lines(run: DryRun, budget: Budget | None = None) -> Iterator[str]:
     """Describe the plan for people, ASCII but for what the user named, without its title; the verdict comes last."""
     plan, tiers = run.plan, {**run.tiers, "device": run.needed}
+    events = "tensorboard/ " if "tensorboard" in logger_names(plan.config.HOOKS) else ""
     rows = {
         "sharding": f"ZeRO level {plan.sharding.level}, {plan.sharding.engine} engine, {_ranks(plan)}",
         "precision": _precision(plan),
@@ -108,7 +109,7 @@ def dry_run_lines(run: DryRun, budget: Budget | None = None) -> Iterator[str]:
         **{f"  {name}": text for name, text in _memory(run)},
         "writes to": plan.run_dir,
         "": f"config.user.yaml config.resolved.yaml metrics.jsonl summary.json weights.safetensors report.png "
-        f"checkpoints/ {'tensorboard/ ' if _has_events(plan) else ''}logs/",
+        f"checkpoints/ {events}logs/",
     }
     yield from (f"{name:20}{text}" for name, text in rows.items())
     yield from (f"note: {note}" for note in (*plan.notes, *run.assumed, *run.left_out))
@@ -129,10 +130,6 @@ def _classes(names: Sequence[str]) -> str:
         return ""
     shown = ", ".join(printable(name) for name in names[:_CLASSES_SHOWN])
     return f" in {len(names):,} classes ({shown}{', ...' if len(names) > _CLASSES_SHOWN else ''})"
-
-
-def _has_events(plan: ResolvedRun) -> bool:
-    return "tensorboard" in logger_names(plan.config.HOOKS)
 
 
 def _ranks(plan: ResolvedRun) -> str:

@@ -10,7 +10,7 @@ import rich
 from rich.console import Console
 
 from vissl_zero.engine.hook import Hook, Run
-from vissl_zero.terminal import say
+from vissl_zero.terminal import print_line
 
 FINDINGS = "findings"  # the key in the results
 
@@ -33,7 +33,7 @@ class FindingsHook(Hook):
             return
         for sentence in filter(None, (rule(run) for rule in _RULES)):
             add_finding(run, sentence)
-            say(f"warning: {sentence}", self._console)
+            print_line(f"warning: {sentence}", self._console)
 
 
 def add_finding(run: Run, sentence: str) -> None:

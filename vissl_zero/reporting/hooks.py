@@ -26,7 +26,7 @@ from vissl_zero.reporting.summary import Summary
 from vissl_zero.reporting.weight_files import BestWeights, FinalWeights, WeightAverageHook
 from vissl_zero.resolve.logger_rules import logger_names
 from vissl_zero.resolve.resolved import OffloadPlan, ResolvedRun
-from vissl_zero.terminal import say
+from vissl_zero.terminal import print_line
 from vissl_zero.version import __version__
 
 
@@ -72,7 +72,7 @@ class Opening(Hook):
     def on_start(self, run: Run) -> None:
         if run.is_main:
             for text in opening_lines(run):
-                say(text, self._console)
+                print_line(text, self._console)
 
 
 def opening_lines(run: Run) -> list[str]:
@@ -140,7 +140,7 @@ class ReportImage(Hook):
 
             pictures = self._segmentation.pictures if self._segmentation else []
             write_report(gather_content(run, self._knn, pictures), path)
-            say(f"report      {path}", self._console)
+            print_line(f"report      {path}", self._console)
 
 
 class CollapseWatch(Hook):
@@ -163,7 +163,7 @@ class CollapseWatch(Hook):
             self._rule = None  # never twice
             run.results["collapse_warning_step"] = record.step
             add_finding(run, warning)
-            say(f"warning: {warning}", self._console)
+            print_line(f"warning: {warning}", self._console)
 
     @staticmethod
     def _update(rule: CollapseRule, record: StepRecord) -> str | None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from vissl_zero.errors import masked
-from vissl_zero.terminal import say
+from vissl_zero.terminal import print_line
 
 _LOST = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ESTALE, errno.EPIPE, errno.ENXIO}
 
@@ -86,7 +86,7 @@ class optional_output:  # noqa: N801 - used as a context, as contextlib's are
             return False
         why = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
         text = f"warning: {self._name} cannot be written ({why}); the run goes on without it."
-        say(text, self._console)
+        print_line(text, self._console)
         return True
 
 

@@ -17,7 +17,7 @@ from vissl_zero.atomic import as_object, replacing
 from vissl_zero.engine.hook import Hook, Records, Run, StepRecord
 from vissl_zero.reporting.lossy_output import optional_output
 from vissl_zero.sharding.memory import Bytes
-from vissl_zero.terminal import say
+from vissl_zero.terminal import print_line
 
 FILE_NAME = "metrics.jsonl"
 
@@ -66,7 +66,7 @@ class MetricsFile(Hook):
             if not self._has_warned:
                 self._has_warned = True
                 text = f"warning: {FILE_NAME} cannot be written ({error.strerror}); its lines wait in memory."
-                say(text, self._console)
+                print_line(text, self._console)
 
 
 def line(record: StepRecord) -> str:

@@ -201,7 +201,8 @@ def draw_plans(plans: Sequence[Planned], path: Path) -> bool:
 
     from vissl_zero.reporting.panels import DPI, STYLE, WIDTH
 
-    drawn = [(planned, drawable) for planned in plans if (drawable := _to_draw(planned)) is not None]
+    shown = [(planned, planned.chosen or smallest(planned.candidates)) for planned in plans]
+    drawn = [(planned, candidate) for planned, candidate in shown if candidate is not None]
     if not drawn:
         return False
     with mpl.rc_context(STYLE):
@@ -211,10 +212,6 @@ def draw_plans(plans: Sequence[Planned], path: Path) -> bool:
             _draw(axes, planned, candidate)
         figure.savefig(path)
     return True
-
-
-def _to_draw(planned: Planned) -> Candidate | None:
-    return planned.chosen or smallest(planned.candidates)
 
 
 def _draw(axes: Any, planned: Planned, candidate: Candidate) -> None:

@@ -153,14 +153,14 @@ def _wanted(cfg: RunConfig) -> dict[str, str]:
         chosen[_KEY] = "Write the trunk, regnet or resnet, and its keys."
     for name, split in (("TRAIN", cfg.DATA.TRAIN), ("TEST", cfg.DATA.TEST)):
         fix = "Add +config/benchmark/data=folder (224 pixels), and the DATA_PATHS of your images."
-        if _says_auto(split.DATA_SOURCES) and not split.DATA_PATHS:
+        if _is_auto(split.DATA_SOURCES) and not split.DATA_PATHS:
             chosen[f"config.DATA.{name}.DATA_SOURCES"] = fix
-        if _says_auto(split.TRANSFORMS):
+        if _is_auto(split.TRANSFORMS):
             chosen[f"config.DATA.{name}.TRANSFORMS"] = fix
     return chosen
 
 
-def _says_auto(entries: Sequence[Any]) -> bool:
+def _is_auto(entries: Sequence[Any]) -> bool:
     return list(entries) in ([AUTO], [{"name": AUTO}])
 
 
@@ -177,13 +177,11 @@ def _with_data(data: Data, saved: Mapping[str, Any], path: str) -> Data:
             fix = "Write config.DATA.TRAIN.DATA_PATHS=[...] config.DATA.TEST.DATA_PATHS=[...]."
             raise ConfigError([Problem("config.DATA.TRAIN.DATA_PATHS", str(data.TRAIN.DATA_PATHS), must, fix)])
     train = _with_images(data.TRAIN, saved["TRAIN"])
-    is_other = (_says_auto(data.TRAIN.DATA_SOURCES) and data.TRAIN.DATA_PATHS) or not _says_auto(
-        data.TRAIN.DATA_SOURCES
-    )
+    is_other = (_is_auto(data.TRAIN.DATA_SOURCES) and data.TRAIN.DATA_PATHS) or not _is_auto(data.TRAIN.DATA_SOURCES)
     test = _with_images(data.TEST, {} if is_other else saved["TEST"])
-    if _says_auto(data.TRAIN.TRANSFORMS):
+    if _is_auto(data.TRAIN.TRANSFORMS):
         train = replace(train, TRANSFORMS=plain_views(saved["TRAIN"]["TRANSFORMS"]))
-    if _says_auto(data.TEST.TRANSFORMS):
+    if _is_auto(data.TEST.TRANSFORMS):
         # Other images may have other sizes: none here means resized and cropped as TRAIN's are.
         is_runs = bool(test.DATA_SOURCES) and not is_other and not data.TEST.DATA_PATHS
         test = replace(test, TRANSFORMS=list(saved["TEST"]["TRANSFORMS"]) if is_runs else [])
@@ -191,7 +189,7 @@ def _with_data(data: Data, saved: Mapping[str, Any], path: str) -> Data:
 
 
 def _with_images(split: Split, saved: Mapping[str, Any]) -> Split:
-    if not _says_auto(split.DATA_SOURCES):
+    if not _is_auto(split.DATA_SOURCES):
         return split
     if split.DATA_PATHS:
         return replace(split, DATA_SOURCES=[source_of(split.DATA_PATHS)])
@@ -263,17 +261,13 @@ def _lora(cfg: RunConfig, saved: Mapping[str, Any]) -> Lora:
         fix = "Write these, or give its merged weights (vissl-zero export <run> --to safetensors)."
         got = f"R: {block.R}, LORA_ALPHA: {block.LORA_ALPHA}, TARGET_MODULES: {block.TARGET_MODULES}"
         raise ConfigError([Problem("config.MODEL.LORA", got, must, fix)])
-    if not block.USE_LORA and not _is_trunk_frozen(cfg):
+    settings = cfg.MODEL.FEATURE_EVAL_SETTINGS
+    is_frozen = settings.EVAL_MODE_ON and (settings.FREEZE_TRUNK_ONLY or settings.FREEZE_TRUNK_AND_HEAD)
+    if not block.USE_LORA and not (cfg.TEST_ONLY or is_frozen):
         must = "must be true: the weights come from a run with LoRA, and its trunk would stay frozen"
         fix = "Write true, or give the run's merged weights (vissl-zero export <run> --to safetensors)."
         raise ConfigError([Problem("config.MODEL.LORA.USE_LORA", "False", must, fix)])
     return block if block.USE_LORA else runs
-
-
-def _is_trunk_frozen(cfg: RunConfig) -> bool:
-    settings = cfg.MODEL.FEATURE_EVAL_SETTINGS
-    is_frozen = settings.FREEZE_TRUNK_ONLY or settings.FREEZE_TRUNK_AND_HEAD
-    return cfg.TEST_ONLY or (settings.EVAL_MODE_ON and is_frozen)
 
 
 _WEIGHTS = "config.MODEL.WEIGHTS_INIT.PARAMS_FILE"

@@ -57,7 +57,10 @@ def this_host(environment: Mapping[str, str] | None = None) -> Host:
     torchrun, threads = torchrun_ranks(environment), environment.get("OMP_NUM_THREADS", "")
     # torchrun sets the variable to 1 itself, for every user.
     num_threads = int(threads) if threads.isdigit() and int(threads) > 0 and torchrun is None else None
-    return Host(num_gpus, why_no_gpu, _cores(), num_threads=num_threads, torchrun=torchrun)
+    # Those that the process may use: its affinity, and a container's share of the processor if less.
+    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    num_cores = max(1, min([num_cores, *(round(share) for share in _shares())]))
+    return Host(num_gpus, why_no_gpu, num_cores, num_threads=num_threads, torchrun=torchrun)
 
 
 def cluster_host(num_procs: int, num_cores: int, device: str, partition: str) -> Host:
@@ -196,12 +199,6 @@ def _ticks(stat: Path) -> tuple[int, int] | None:
     except (OSError, ValueError, IndexError):
         return None
     return (counts[3] + counts[4], sum(counts)) if name == "cpu" and len(counts) > 4 else None
-
-
-def _cores() -> int:
-    """Count the cores this process may use: its affinity, and a container's share of the processor if less."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min([cores, *(round(share) for share in _shares())]))
 
 
 def _shares(root: Path = _GROUPS, own: Path = _OWN_GROUPS) -> Iterator[float]:

@@ -6,7 +6,7 @@ refused where they would change the result, and noted where they do nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -75,6 +75,7 @@ _SWITCHES: dict[str, tuple[str, ...]] = {
     ),
     "ONLINE_PROBE.USE_PROBE": ("ONLINE_PROBE.EVERY_NUM_EPOCHS", "ONLINE_PROBE.LR"),
     "NEAREST_NEIGHBOR.LIDAR_IMAGES": ("NEAREST_NEIGHBOR.LIDAR_VIEWS",),
+    "DISTILLATION.CACHE_FEATURES": ("DISTILLATION.CACHE_FOLDER",),
     "DISTRIBUTED.MAX_RESTARTS": ("DISTRIBUTED.MIN_PROC_PER_NODE",),
 }
 
@@ -275,7 +276,7 @@ _CONDITIONS: tuple[Inactive, ...] = (
     ),
     Inactive(
         ("OPTIMIZER.regularize_bn", "OPTIMIZER.regularize_bias", "OPTIMIZER.non_regularized_parameters"),
-        lambda cfg: _weight_decay(cfg) == 0,
+        lambda cfg: not cfg.OPTIMIZER.head_optimizer_params.use_different_wd and _trunk_decay(cfg) == 0,
         "weight decay is 0",
     ),
     Inactive(
@@ -361,10 +362,6 @@ def _has_batch_norm(head: Any) -> bool:
     return bool(keys.get("use_bn", name not in ("swav_head", "mlp")))
 
 
-def _weight_decay(cfg: RunConfig) -> float | None:
-    return None if cfg.OPTIMIZER.head_optimizer_params.use_different_wd else _trunk_decay(cfg)
-
-
 def _trunk_decay(cfg: RunConfig) -> float | None:
     schedules = cfg.OPTIMIZER.param_schedulers
     if schedules.weight_decay.name or schedules.weight_decay_head.name:
@@ -375,31 +372,35 @@ def _trunk_decay(cfg: RunConfig) -> float | None:
 
 def _conditional(cfg: RunConfig) -> Iterator[str]:
     for entry in _CONDITIONS:
-        keys = [key for key in entry.keys if _differs(cfg, key)]
+        keys = _changed(cfg, entry.keys)
         if keys and entry.when(cfg):
             yield f"{_have(keys)}: {entry.why}."
 
 
-def _differs(cfg: RunConfig, key: str) -> bool:
-    """Check whether a key exists and differs from its default."""
-    return bool(_value(cfg, key) != _value(_defaults(), key))
+def _changed(cfg: RunConfig, keys: Iterable[str]) -> list[str]:
+    """List the keys that exist and differ from their defaults."""
+    return [key for key in keys if _value(cfg, key) != _value(_defaults(), key)]
 
 
 def inactive_keys(cfg: RunConfig) -> list[str]:
     """Write a sentence per switch that is off and has keys set away from their defaults, and per unread block."""
     notes = []
     for switch, keys in _SWITCHES.items():
-        if not _value(cfg, switch) and (found := [key for key in keys if _value(cfg, key) != _value(_defaults(), key)]):
-            notes.append(f"{_have(found)}: config.{switch} is {'not set' if _is_word(switch) else 'off'}.")
+        if not _value(cfg, switch) and (found := _changed(cfg, keys)):
+            state = "off" if isinstance(_value(_defaults(), switch), bool) else "not set"
+            notes.append(f"{_have(found)}: config.{switch} is {state}.")
     trunk, unset = cfg.MODEL.TRUNK, _defaults().MODEL.TRUNK
     read = {TRUNK_BLOCKS.get(trunk.NAME), FURTHER_BLOCKS.get(trunk.NAME)}
     for block in dict.fromkeys(TRUNK_BLOCKS.values()):
         if trunk.NAME != "auto" and block not in read and getattr(trunk, block) != getattr(unset, block):
             notes.append(f"{_have([f'MODEL.TRUNK.{block}'])}: the trunk is {trunk.NAME}.")
-    if cfg.DISTILLATION != _defaults().DISTILLATION and not takes_other_model(cfg):
-        notes.append(f"{_have(['DISTILLATION'])}: the loss is {cfg.LOSS['name']}, and its teacher is another.")
-    if cfg.DISTRIBUTED.NUM_NODES == 1 and (found := [k for k in ("RUN_ID", "SECRET_FILE") if _is_set(cfg, k)]):
-        notes.append(f"{_have([f'DISTRIBUTED.{key}' for key in found])}: a run on one machine needs no rendezvous.")
+    teacher, plain = cfg.DISTILLATION.TEACHER_MODEL, _defaults().DISTILLATION.TEACHER_MODEL
+    if teacher != plain and not takes_other_model(cfg):
+        names = _have(["DISTILLATION.TEACHER_MODEL"])
+        notes.append(f"{names}: the loss is {cfg.LOSS['name']}, and its teacher is another.")
+    of_rendezvous = _changed(cfg, ("DISTRIBUTED.RUN_ID", "DISTRIBUTED.SECRET_FILE"))
+    if of_rendezvous and cfg.DISTRIBUTED.NUM_NODES == 1:
+        notes.append(f"{_have(of_rendezvous)}: a run on one machine needs no rendezvous.")
     if cfg.TRAINER.EXACT_ACCUMULATION and cfg.ZERO.gradient_accumulation_steps <= 1:
         notes.append(f"{_have(['TRAINER.EXACT_ACCUMULATION'])}: a step has one micro-batch.")
     return list(dict.fromkeys([*notes, *_schedules(cfg), *_overridden(cfg), *_conditional(cfg)]))
@@ -436,23 +437,15 @@ def _have(keys: list[str]) -> str:
     return f"{', '.join(f'config.{key}' for key in keys)} {'has' if len(keys) == 1 else 'have'} no effect"
 
 
-def _is_set(cfg: RunConfig, key: str) -> bool:
-    return bool(getattr(cfg.DISTRIBUTED, key) != getattr(_defaults().DISTRIBUTED, key))
-
-
-def _is_word(switch: str) -> bool:
-    return not isinstance(_value(_defaults(), switch), bool)
-
-
 @cache
 def _defaults() -> RunConfig:
     return RunConfig()
 
 
-def _value(cfg: RunConfig, path: str) -> Any:
+def _value(cfg: RunConfig, path: str, otherwise: Any = None) -> Any:
     node: Any = cfg
     for part in path.split("."):
-        node = node.get(part) if isinstance(node, dict) else getattr(node, part, None)
+        node = node.get(part, otherwise) if isinstance(node, Mapping) else getattr(node, part, otherwise)
     return node
 
 
@@ -492,19 +485,13 @@ def _set_keys(cfg: RunConfig) -> list[tuple[VisslKey, Any]]:
     """List keys of the tables whose value is not one that changes nothing."""
     keys = []
     for key in vissl_keys():
-        value = _value_at(cfg, key.path)
+        value = _value(cfg, key.path, _MISSING)
         if value is not _MISSING and value not in key.allowed:
             keys.append((key, value))
     return keys
 
 
 _MISSING = object()  # of a block that was deleted, or is no block
-
-
-def _value_at(node: Any, path: str) -> Any:
-    for part in path.split("."):
-        node = node.get(part, _MISSING) if isinstance(node, Mapping) else getattr(node, part, _MISSING)
-    return node
 
 
 VISSL_RULES = (refused, meters)

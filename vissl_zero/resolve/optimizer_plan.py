@@ -432,7 +432,11 @@ def resolved_schedules(block: Optimizer, global_batch: int, num_nodes: int = 1) 
     """Resolve all schedules of OPTIMIZER, learning rates scaled by the global batch if the recipe asks for it."""
     schedulers, head = block.param_schedulers, block.head_optimizer_params
     has_own_lr = head.use_different_lr and not one_rate(block)
-    lr = scaled(schedulers.lr, global_batch, num_nodes) if block.lr is None else with_peak(schedulers.lr, block.lr)
+    if block.lr is None:
+        lr = scaled(schedulers.lr, global_batch, num_nodes)
+    else:  # by one factor, so that the largest rate is this one at any batch
+        lr = plain(schedulers.lr)
+        lr = _multiplied(lr, block.lr / peak(lr))
     decay = plain(schedulers.weight_decay) if schedulers.weight_decay.name else None
     decay_head = None if head.use_different_wd and not one_rate(block) else decay
     if schedulers.weight_decay_head.name and not one_rate(block):
@@ -492,12 +496,6 @@ def _without_part(schedule: dict[str, Any], index: int) -> dict[str, Any]:
         return {**interval, **parts[0]}
     shares = [length / sum(lengths) for length in lengths]
     return {**schedule, "schedulers": parts, "lengths": shares, "interval_scaling": scaling}
-
-
-def with_peak(scheduler: Scheduler, value: float) -> dict[str, Any]:
-    """Multiply a schedule by one factor, so that the largest value it takes is ``value`` at any batch."""
-    schedule = plain(scheduler)
-    return _multiplied(schedule, value / peak(schedule))
 
 
 def plain(scheduler: Scheduler) -> dict[str, Any]:

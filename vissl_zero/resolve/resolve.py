@@ -50,6 +50,7 @@ from vissl_zero.resolve.placement_plan import (
 from vissl_zero.resolve.resolved import ResolvedRun
 from vissl_zero.resolve.saved import config_data, copies_of, find, leaves, load_resolved, save_resolved
 from vissl_zero.resolve.sharding_plan import SHARDING_RULES, sharding_plan
+from vissl_zero.resolve.teacher_features import teacher_features
 
 __all__ = ["load_resolved", "resolve", "save_resolved"]
 
@@ -67,6 +68,7 @@ RULES: tuple[Rule, ...] = (
     *PROGRAM_RULES,
     *LOGGER_RULES,
     *FOLLOWED_FIGURE_RULES,
+    teacher_features,
     *VISSL_RULES,
 )
 
@@ -229,6 +231,8 @@ def _filled(cfg: RunConfig) -> RunConfig:
         cfg.DATA.WORKER_TIMEOUT_S = cfg.DISTRIBUTED.TIMEOUT_S / 2
     for split in (cfg.DATA.TRAIN, cfg.DATA.TEST):
         split.DATA_PATHS = [str(Path(path).expanduser().absolute()) for path in split.DATA_PATHS]
+    if cfg.DISTILLATION.CACHE_FOLDER:
+        cfg.DISTILLATION.CACHE_FOLDER = str(Path(cfg.DISTILLATION.CACHE_FOLDER).expanduser().absolute())
     loss = cfg.LOSS["name"]
     cfg.LOSS = {"name": loss, loss: loss_options(cfg)}
     teacher = as_teacher(cfg)

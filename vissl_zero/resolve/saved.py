@@ -121,17 +121,19 @@ def config_data(config: RunConfig, learns_from_other: bool) -> dict[str, Any]:
     tree["MODEL"]["TRUNK"] = _trunk_data(config.MODEL.TRUNK)
     loss = config.LOSS["name"]
     tree["LOSS"] = {"name": loss, loss: tree["LOSS"][loss]}
-    del tree["DISTILLATION"]
+    block, kept = tree.pop("DISTILLATION"), dict[str, Any]()
+    if block["CACHE_FEATURES"]:
+        kept = {key: block[key] for key in ("CACHE_FEATURES", "CACHE_FOLDER")}
     if learns_from_other:
         teacher = config.DISTILLATION.TEACHER_MODEL
-        tree["DISTILLATION"] = {
-            "TEACHER_MODEL": {
-                "TRUNK": _trunk_data(teacher.TRUNK),
-                "HEAD": asdict(teacher.HEAD),
-                "INPUT_TYPE": teacher.INPUT_TYPE,
-                "WEIGHTS_INIT": asdict(teacher.WEIGHTS_INIT),
-            }
+        kept["TEACHER_MODEL"] = {
+            "TRUNK": _trunk_data(teacher.TRUNK),
+            "HEAD": asdict(teacher.HEAD),
+            "INPUT_TYPE": teacher.INPUT_TYPE,
+            "WEIGHTS_INIT": asdict(teacher.WEIGHTS_INIT),
         }
+    if kept:
+        tree["DISTILLATION"] = kept
     return tree
 
 
@@ -217,15 +219,11 @@ def _masked_folder(run_dir: str, value: Any, text: str | None) -> str:
     """Write the run folder with the interpolated ``CHECKPOINT.DIR`` in it as written."""
     if not text or not isinstance(value, str):
         return run_dir
-    if run_dir == str(Path(value).expanduser().absolute()) and not _is_relative(value):
+    if run_dir == str(Path(value).expanduser().absolute()) and value.startswith(("/", "~")):
         return text
     # The last place: a folder further up may have the same name.
     before, separator, after = f"{run_dir}/".rpartition(f"/{Path(value)}/")
     return f"{before}/{text}/{after}".rstrip("/") if separator else run_dir
-
-
-def _is_relative(path: str) -> bool:
-    return not path.startswith(("/", "~"))
 
 
 def _plain(value: Any) -> Any:

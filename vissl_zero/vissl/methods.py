@@ -28,16 +28,11 @@ def use_own_methods(cfg: RunConfig) -> list[str]:
     Raises:
         ConfigError: one with a value that cannot be had here.
     """
-    _name_heads(cfg)
+    for head in [*cfg.MODEL.HEAD.PARAMS, *cfg.DISTILLATION.TEACHER_MODEL.HEAD.PARAMS]:
+        if _name_of(head) == "ibot_head" and "in_dim" in head[1]:  # VISSL's, which is another than ours
+            head[0] = _IBOT_HEAD
     forms = (_rotnet, _jigsaw, _pirl, _ibot, _msn)
     return [note for form in forms if (note := form(cfg))]
-
-
-def _name_heads(cfg: RunConfig) -> None:
-    """Rename VISSL's ``ibot_head``, which is another than ours."""
-    for head in [*cfg.MODEL.HEAD.PARAMS, *cfg.DISTILLATION.TEACHER_MODEL.HEAD.PARAMS]:
-        if _name_of(head) == "ibot_head" and "in_dim" in head[1]:
-            head[0] = _IBOT_HEAD
 
 
 def _rotnet(cfg: RunConfig) -> str:

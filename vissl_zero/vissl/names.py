@@ -27,7 +27,11 @@ def use_own_names(cfg: RunConfig, chosen: Collection[str] = ()) -> list[str]:
         block.TRUNK.NAME = ALIASES["trunks"].get(block.TRUNK.NAME, block.TRUNK.NAME)
         block.HEAD.PARAMS = [_head(entry) for entry in block.HEAD.PARAMS]
     notes += _named_regnet(cfg.MODEL.TRUNK, chosen)
-    model.HEAD.PARAMS = _chained(cfg, model.HEAD.PARAMS)
+    settings, heads = model.FEATURE_EVAL_SETTINGS, model.HEAD.PARAMS
+    has_map = settings.LINEAR_EVAL_FEAT_POOL_OPS_MAP and settings.EVAL_MODE_ON and settings.FREEZE_TRUNK_ONLY
+    # VISSL applies several heads on one feature in turn. With a map of layers, there is one a layer.
+    if len(heads) > 1 and not has_map and all(map(_is_head, heads)):
+        model.HEAD.PARAMS = [_chain(heads)]
     for part in (optimizer, optimizer.base_optimizer):
         part.name = ALIASES["optimizers"].get(part.name or "", part.name)
     return notes
@@ -46,13 +50,6 @@ def _named_regnet(trunk: Any, chosen: Collection[str]) -> list[str]:
     keys = ", ".join(f"config.{path}.{key}" for key in left)
     have = "have" if len(left) > 1 else "has"
     return [f"{keys} {have} no effect: the name {block.name} says them, as in VISSL."] if left else []
-
-
-def _chained(cfg: RunConfig, heads: list[Any]) -> list[Any]:
-    """Chain several heads on one feature: VISSL applies them in turn. With a map of layers, one a layer."""
-    settings = cfg.MODEL.FEATURE_EVAL_SETTINGS
-    has_map = settings.LINEAR_EVAL_FEAT_POOL_OPS_MAP and settings.EVAL_MODE_ON and settings.FREEZE_TRUNK_ONLY
-    return heads if has_map or len(heads) < 2 or not all(map(_is_head, heads)) else [_chain(heads)]
 
 
 def _chain(heads: list[Any]) -> list[Any]:

@@ -64,7 +64,7 @@ def recognize(foreign: Foreign, model: str = "", preprocessing: Mapping[str, Any
         CheckpointError: no known network has these tensors.
     """
     shapes = {plain_name(entry.key): tuple(entry.shape) for entry in foreign.entries}
-    told = {**_told(foreign.config), **(preprocessing or {})}
+    told = {**_stated(foreign.config), **(preprocessing or {})}
     if (own := _own(foreign.config)) is not None:
         return own
     model = model or _architecture(foreign.config)
@@ -117,7 +117,7 @@ def _architecture(config: Mapping[str, Any]) -> str:
     return f"timm/{name}" if isinstance(name, str) else ""
 
 
-def _told(config: Mapping[str, Any]) -> dict[str, Any]:
+def _stated(config: Mapping[str, Any]) -> dict[str, Any]:
     """Read size and normalization from ``config.json`` (timm) or ``preprocessor_config.json`` (transformers)."""
     timm, hf = config.get("pretrained_cfg"), config.get("preprocessor")
     if isinstance(timm, Mapping):

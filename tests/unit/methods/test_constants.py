@@ -51,7 +51,7 @@ def _cosine(start: float, step: int) -> float:
 def _views(method: Any, **options: Any) -> Any:
     """What a method does with the patches of 64 crops of 224 pixels in patches of 16, of the first size."""
     set_random_key(0, 0, torch.arange(64))
-    return method._see([torch.zeros(64, 3, GRID * PATCH, GRID * PATCH)], (PATCH, PATCH), **options)[0]
+    return method._choose_patches([torch.zeros(64, 3, GRID * PATCH, GRID * PATCH)], (PATCH, PATCH), **options)[0]
 
 
 def _momenta(method: Method) -> list[float]:

@@ -143,7 +143,7 @@ def test_a_loss_without_labels_sees_mixed_images_each_crop_mixed_by_itself():
     method = SimCLR()
     method.mixing = Mixing(MixingConfig())
     batch = ImageBatch([IMAGES.repeat(2, 1, 1, 1)], [2], None, torch.arange(B), B)
-    first, second = method.see(batch).images[0].unflatten(0, (2, B))
+    first, second = method.prepare(batch).images[0].unflatten(0, (2, B))
     shares = [1 - view[0].mean().item() for view in (first, second)]
     assert shares[0] != pytest.approx(shares[1])
     for view, share in zip((first, second), shares, strict=True):

@@ -360,3 +360,8 @@ class Distillation:
 
     TEACHER_MODEL: TeacherModel = field(default_factory=TeacherModel)
     """The teacher."""
+    CACHE_FEATURES: bool = False
+    """Compute what a frozen teacher gives once for each view of an image and keep it on disk; needs
+    DATA.AUGMENTATION_PERIOD."""
+    CACHE_FOLDER: str = ""
+    """Folder for it, which several runs may share; empty: teacher_features in the run folder."""

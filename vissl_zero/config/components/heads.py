@@ -150,10 +150,10 @@ def layer_names(entries: Sequence[Any]) -> list[str]:
         layer if layers.count(layer) == 1 else f"{layer} {pooling}{list(args)}"
         for layer, (_, (pooling, args)) in zip(layers, entries, strict=True)
     ]
-    return told_apart(names)
+    return distinct_names(names)
 
 
-def told_apart(names: Sequence[str]) -> list[str]:
+def distinct_names(names: Sequence[str]) -> list[str]:
     """Add the head's place in ``HEAD.PARAMS`` to names that occur twice: figures of heads are kept by name."""
     return [name if names.count(name) == 1 else f"{name}, head {index}" for index, name in enumerate(names)]
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from vissl_zero.data.decode import EXTENSIONS, read_array, read_file
 from vissl_zero.data.dicom import ENDING, require_pydicom
-from vissl_zero.data.slow_work import SlowWork
+from vissl_zero.data.slow_work import SlowProgress
 from vissl_zero.data.source import EncodedSource, SourceRequest
 from vissl_zero.errors import DataError, did_you_mean, printable
 from vissl_zero.registry import DATA_SOURCES
@@ -118,7 +118,7 @@ def images_below(
     if not root.is_dir():
         what = "is a file, not a folder" if root.exists() else f"does not exist{_nearest(root)}"
         raise DataError(f"The data path {root} {what}. Correct {key}.")
-    work, number = SlowWork(logger.warning), 0
+    work, number = SlowProgress(logger.warning), 0
     others = Counter() if others is None else others
     try:
         children = _children(root, endings)
@@ -130,7 +130,7 @@ def images_below(
             for file in _beneath(root, child, seen if flat else {top}, others, endings):
                 number += 1
                 if number % _PER_PART == 0:
-                    work.tell(f"Listing {printable(root)}: {number:,} images")
+                    work.update(f"Listing {printable(root)}: {number:,} images")
                 yield name, file
     except OSError as error:
         raise DataError(

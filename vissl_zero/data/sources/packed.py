@@ -19,7 +19,7 @@ import numpy as np
 
 from vissl_zero.atomic import read_object, replacing
 from vissl_zero.data.decode import EXTENSIONS, BrokenImageError, read_file
-from vissl_zero.data.slow_work import SlowWork
+from vissl_zero.data.slow_work import SlowProgress
 from vissl_zero.data.source import EncodedSource, SourceRequest
 from vissl_zero.errors import DataError, did_you_mean
 from vissl_zero.registry import DATA_SOURCES
@@ -107,10 +107,10 @@ class WebDataset(Packed):
         if not request.paths:
             raise DataError(f"webdataset needs tars: set config.DATA.{request.split}.DATA_PATHS=[<folder of tars>].")
         self._tars = [os.fsencode(tar) for path in request.paths for tar in tars_in(Path(path), request.split)]
-        work, found = SlowWork(logger.warning), []
+        work, found = SlowProgress(logger.warning), []
         for number, tar in enumerate(self._tars):
             found.append(_index_of(Path(os.fsdecode(tar))))
-            work.tell(f"Reading the index of tars: {number + 1:,} of {len(self._tars):,}")
+            work.update(f"Reading the index of tars: {number + 1:,} of {len(self._tars):,}")
         self._tar = np.repeat(np.arange(len(found)), [len(index["offset"]) for index in found])
         self._offset, self._size, labels, self._key = (
             np.concatenate([index[part] for index in found]) for part in ("offset", "size", "label", "key")

@@ -173,7 +173,8 @@ class ResNet(StagedTrunk):
     def __init__(self, **options: Any):
         config = ResNetConfig(**options)
         _check(config)
-        norm = _norm_layer(config)
+        norm: Callable[[int], nn.Module]
+        norm = nn.BatchNorm2d if config.NORM == "BatchNorm" else partial(nn.GroupNorm, config.GROUPNORM_GROUPS)
         width = 64 * config.WIDTH_MULTIPLIER
         stages, feature_dim = _stages(config, width, norm)
         super().__init__(_stem(config, width, norm), stages, feature_dim)
@@ -193,10 +194,6 @@ def _check(config: ResNetConfig) -> None:
         problems.append(Problem(f"{_KEY}.DEPTH", got, must, "Set them to 1 and 64, or take depth 50 or more."))
     if problems:
         raise ConfigError(problems)
-
-
-def _norm_layer(config: ResNetConfig) -> Callable[[int], nn.Module]:
-    return nn.BatchNorm2d if config.NORM == "BatchNorm" else partial(nn.GroupNorm, config.GROUPNORM_GROUPS)
 
 
 def _stem(config: ResNetConfig, width: int, norm: Callable[[int], nn.Module]) -> Unit:

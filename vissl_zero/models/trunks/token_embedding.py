@@ -62,7 +62,9 @@ class TokenEmbedding(nn.Module):
             if num_prefix:
                 prefix = [torch.cat(prefix, dim=1) + self.pos_embed[:, :num_prefix]]
         if self.training and self.patch_drop_rate and kept is None:
-            kept = self._draw_kept(patches)
+            num_kept = max(1, int(patches.shape[1] * (1 - self.patch_drop_rate)))
+            numbers = keyed_bits(patches.shape[0], patches.shape[1], "trunk.embedding.patch_drop", patches.device)
+            kept = numbers.argsort(dim=1)[:, :num_kept].sort(dim=1).values
         if kept is not None:
             patches = patches.gather(1, kept[:, :, None].expand(-1, -1, patches.shape[2]))
         tokens: Tensor = self.norm_pre(self.pos_drop(torch.cat([*prefix, patches], dim=1)))
@@ -75,11 +77,6 @@ class TokenEmbedding(nn.Module):
             must = f"must be whole patches of {self.patch_embed.patch_size[0]} pixels"
             fix = "Make crops of whole patches: config.DATA.TRAIN.TRANSFORMS, or another config.DATA.IMG_SIZE."
             raise ConfigError([Problem("sides of the images", ", ".join(wrong), must, fix)])
-
-    def _draw_kept(self, patches: Tensor) -> Tensor:
-        num_kept = max(1, int(patches.shape[1] * (1 - self.patch_drop_rate)))
-        numbers = keyed_bits(patches.shape[0], patches.shape[1], "trunk.embedding.patch_drop", patches.device)
-        return numbers.argsort(dim=1)[:, :num_kept].sort(dim=1).values
 
 
 _OFFSET = 0.1  # patches: https://github.com/facebookresearch/dino/issues/8

@@ -16,7 +16,7 @@ from vissl_zero.reporting.histogram_file import Counts, read_histograms, tagged
 from vissl_zero.reporting.loggers.logger import LoggedRun, Logger, run_id
 from vissl_zero.reporting.quantity import KINDS
 from vissl_zero.resolve.saved import config_data
-from vissl_zero.terminal import say
+from vissl_zero.terminal import print_line
 
 _ATTACHED = ("config.user.yaml", "config.resolved.yaml", "summary.json", "report.png")
 
@@ -152,7 +152,7 @@ class Logging(Hook):
                 self._held.pop(name, None)
                 why = " ".join(str(error).split()) or type(error).__name__
                 text = f"warning: the logger {name} fails ({why}) and is left out; training continues."
-                say(text, self._console)
+                print_line(text, self._console)
 
 
 def _merged(rows: Iterator[Row], evaluations: Sequence[Row]) -> Iterator[Row]:
