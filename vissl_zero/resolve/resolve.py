@@ -20,6 +20,7 @@ from vissl_zero.config.run_config import RunConfig
 from vissl_zero.config.weights_name import absolute
 from vissl_zero.errors import ConfigError, Problem
 from vissl_zero.registry import load_plugins
+from vissl_zero.resolve.channels import with_channels
 from vissl_zero.resolve.components import (
     as_teacher,
     head_options,
@@ -102,7 +103,7 @@ def resolve(
         notes = (*notes, "TEST's images alone are measured: config.DATA.TRAIN names none, so there is no kNN.")
     cfg = without_training(cfg)
     try:
-        cfg = with_named_teacher(with_image_size(with_run_of_weights(cfg)))
+        cfg = with_named_teacher(with_channels(with_image_size(with_run_of_weights(cfg))))
     except ConfigError as error:  # without the trunk most rules would stumble, but not that of the images
         raise ConfigError([*error.problems, *paths(cfg)]) from error
     decided = Decisions(cfg, host or _host(cfg))
