@@ -6,21 +6,23 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from vissl_zero.commands.arguments import CommandParser
 from vissl_zero.config.compose import compose
 from vissl_zero.config.recipes import recipe_names
-from vissl_zero.errors import ConfigError, DataError, printable
+from vissl_zero.errors import ConfigError, DataError, VisslZeroError, printable
 from vissl_zero.planner.machine_profile import MachineProfile, profile_names, read_profile
 
 if TYPE_CHECKING:
     from vissl_zero.planner.planning import Planned
+
+T = TypeVar("T")
 
 _NUM_LOOKED_AT = 64
 _SIDES = (32, 64, 96, 128, 160, 192, 224)
@@ -97,11 +99,12 @@ def new(arguments: Sequence[str]) -> int:
     parser.add_argument("--hours", metavar="X", help="how long it may train, in place of --epochs")
     options = parser.parse_args(arguments)
     path = _place(options.name)
-    images = _answer(options.images, "--images", "Which folder holds the images?", "")
-    labels = _answer(options.labels, "--labels", "Train with their labels (yes, no, auto)?", "auto")
+    images = _answer(options.images, "--images", "Which folder holds the images?", "", _folder)
+    question = "Train with their labels (yes, no, auto)?"
+    labels = _answer(options.labels, "--labels", question, "auto", _labels)
     place = _asked_place(options.memory_gb, options.machine)
     epochs, hours = _asked_length(options.epochs, options.hours)
-    facts = look_at(Path(images).expanduser(), labels)
+    facts = look_at(images, labels)
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         batch, planned = _fitting(path, facts, place, epochs)
@@ -126,54 +129,79 @@ def new(arguments: Sequence[str]) -> int:
 
 def _place(name: str) -> Path:
     if not all(part and part.replace("_", "a").replace("-", "a").isalnum() for part in name.split("/")):
-        raise ConfigError(f"vissl-zero new {name}: must be letters, digits, - and _, as in my_recipe. Correct it.")
+        must = "must be letters, digits, - and _, with / between folders, as in my_recipe or mine/swav"
+        raise ConfigError(f"vissl-zero new {name}: {must}. Correct it.")
     path = Path("configs/config") / f"{name}.yaml"
     if path.exists() or name in recipe_names():
         raise ConfigError(f"vissl-zero new {name}: there is a recipe of this name. Choose another one.")
     return path
 
 
-def _answer(typed: str | None, flag: str, question: str, default: str) -> str:
-    """Return the value of a flag, or ask for it; without a terminal its default."""
-    if typed is None and sys.stdin.isatty():
+def _answer(given: str | None, flag: str, question: str, default: str, read: Callable[[str], T]) -> T:
+    """Read the value of a flag, or ask for it until the answer can be read; without a terminal its default."""
+    while given is None and sys.stdin.isatty():
         try:
-            typed = input(f"{question}{f' [{default}]' if default else ''} ").strip()
+            return read(input(f"{question}{f' [{default}]' if default else ''} ").strip() or default)
+        except VisslZeroError as error:
+            print(printable(str(error)))
         except EOFError:  # Ctrl-D
-            typed = None
-    answer = typed or default
-    if not answer:
+            break
+    if not (given or default):
         raise ConfigError(
             f"vissl-zero new {flag}: must be given where there is no terminal to ask. Write {flag} <value>."
         )
-    return answer
+    return read(given or default)
+
+
+def _folder(text: str) -> Path:
+    folder = Path(text).expanduser()
+    if not text or not folder.is_dir():
+        raise DataError(f"vissl-zero new --images {text}: must be a folder with images. Correct the path.")
+    return folder
+
+
+def _labels(text: str) -> str:
+    if text not in ("yes", "no", "auto"):
+        raise ConfigError(f"vissl-zero new --labels: must be yes, no or auto (got {text!r}).")
+    return text
 
 
 def _asked_place(memory: str | None, machine: str | None) -> Place:
     """Read ``--memory-gb`` and ``--machine``, or ask for one of them."""
-    if machine is None:
-        memory = _answer(memory, "--memory-gb", "Memory of a process in GiB, or a machine such as a100x8?", "auto")
-        if memory in profile_names():
-            memory, machine = None, memory
-    place = Place(None if memory in (None, "auto") else _number("--memory-gb", str(memory), ", or auto"), machine or "")
-    if place.profile:
-        read_profile(place.profile)  # refuses one that is not there
-    return place
+    if machine is not None:
+        memory_gb = None if memory in (None, "auto") else _number("--memory-gb", str(memory), ", or auto")
+        return _place_of(memory_gb, machine)
+    question = "Memory of a process in GiB, or a machine such as a100x8?"
+    return _answer(memory, "--memory-gb", question, "auto", _memory_or_machine)
+
+
+def _memory_or_machine(text: str) -> Place:
+    if text == "auto" or text in profile_names():
+        return _place_of(None, text.removeprefix("auto"))
+    return _place_of(_number("--memory-gb", text, ", or auto"), "")
+
+
+def _place_of(memory_gb: float | None, profile: str) -> Place:
+    if profile:
+        read_profile(profile)  # refuses one that is not there
+    return Place(memory_gb, profile)
 
 
 def _asked_length(epochs: str | None, hours: str | None) -> tuple[int, float | None]:
     """Read ``--epochs`` or ``--hours``, or ask for one of them; the epochs are 1 where hours are given."""
     if epochs is not None and hours is not None:
         raise ConfigError("vissl-zero new --hours: must be left out beside --epochs. Give one of them.")
-    if hours is None:
-        epochs = _answer(epochs, "--epochs", "How long (epochs such as 20, or hours such as 2h)?", "20")
-        if epochs.endswith("h"):
-            hours = epochs.removesuffix("h")
     if hours is not None:
         return 1, _number("--hours", hours)
-    assert epochs is not None
-    if not (epochs.isascii() and epochs.isdecimal() and 0 < int(epochs) < 10**6):
-        raise ConfigError(f"vissl-zero new --epochs: must be a whole number, at least 1 (got {epochs!r}).")
-    return int(epochs), None
+    return _answer(epochs, "--epochs", "How long (epochs such as 20, or hours such as 2h)?", "20", _length)
+
+
+def _length(text: str) -> tuple[int, float | None]:
+    if text.endswith("h"):
+        return 1, _number("--hours", text.removesuffix("h"))
+    if not (text.isascii() and text.isdecimal() and 0 < int(text) < 10**6):
+        raise ConfigError(f"vissl-zero new --epochs: must be a whole number, at least 1 (got {text!r}).")
+    return int(text), None
 
 
 def _number(flag: str, text: str, also: str = "") -> float:
@@ -193,17 +221,12 @@ def look_at(folder: Path, labels: str) -> Facts:
         folder: holds images; or train/ and val/ with a folder for each class.
         labels: yes, no or auto.
     Raises:
-        ConfigError: ``labels`` is another word.
-        DataError: there is no such folder, there are too few images, or no labels.
+        DataError: there are too few images, or no labels.
     """
     from vissl_zero.data.check import look
     from vissl_zero.data.source import SourceRequest
     from vissl_zero.registry import DATA_SOURCES
 
-    if labels not in ("yes", "no", "auto"):
-        raise ConfigError(f"vissl-zero new --labels: must be yes, no or auto (got {labels!r}).")
-    if not folder.is_dir():
-        raise DataError(f"vissl-zero new --images {folder}: must be a folder with images. Correct the path.")
     folder = folder.absolute()
     if "${" in str(folder):
         raise DataError(f"vissl-zero new --images {folder}: must not have ${{ in its path. Rename the folder.")

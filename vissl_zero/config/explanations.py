@@ -18,6 +18,7 @@ from omegaconf import (
     OmegaConf,
     StringNode,
     UnionNode,
+    ValueNode,
 )
 from omegaconf.errors import (
     ConfigAttributeError,
@@ -62,7 +63,8 @@ def explain_value(error: OmegaConfBaseException, tree: DictConfig, prefix: str =
         tree: the typed tree, or the block of it that was checked alone.
         prefix: key path of that block, with a dot at its end.
     """
-    key = prefix + str(error.full_key or error.key or "configuration")
+    # OmegaConf writes a position behind a position as "[0]1".
+    key = prefix + re.sub(r"\](\d+)", r"][\1]", str(error.full_key or error.key or "configuration"))
     if isinstance(error, (ConfigAttributeError, ConfigKeyError)):
         return unknown_key(key.removeprefix(prefix), tree, prefix)
     if isinstance(error, MissingMandatoryValue):
@@ -123,7 +125,21 @@ def _wrong_type(key: str, error: OmegaConfBaseException) -> Problem:
         else ""
     )
     fix = f"Write {unit[1]} (GiB, no unit).{card}" if unit else f"Correct the value of {key}."
+    if isinstance(node, ListConfig) and (listed := _in_a_list(value, node)):
+        fix = f"Write {key}={listed}."
     return Problem(key, got, f"must be {takes}", fix)
+
+
+def _in_a_list(value: Any, node: ListConfig) -> str:
+    """Write a single value as the list that was meant; empty where the list takes no such item."""
+    item = value._value() if isinstance(value, ValueNode) else value
+    if not isinstance(item, (str, int, float)):
+        return ""
+    try:
+        ListConfig([item], element_type=node._metadata.element_type)
+    except OmegaConfBaseException:
+        return ""
+    return f"[{item}]"
 
 
 def unknown_key(key: str, tree: DictConfig, prefix: str = "") -> Problem:

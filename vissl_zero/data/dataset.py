@@ -215,6 +215,11 @@ def key_of(seed: int, epoch: int, sample_id: int) -> int:
     return int.from_bytes(blake2b(struct.pack("<qqq", seed, epoch, sample_id), digest_size=8).digest(), "little")
 
 
+def epoch_of_views(epoch: int, period: int | None) -> int:
+    """Return the epoch whose augmentations an epoch shows: AUGMENTATION_PERIOD repeats those of the first ones."""
+    return epoch % period if period else epoch
+
+
 def seed_sample(seed: int, epoch: int, sample_id: int) -> None:
     """Point torch's (CPU), numpy's and Python's random numbers at one sample. Costs 10 microseconds.
 

@@ -16,7 +16,7 @@ from PIL import Image
 from torch import Tensor
 
 from vissl_zero.config.blocks.data import Data, split_of
-from vissl_zero.data.dataset import ImageBatch, MicroBatchDataset, MicroBatchPlan, shuffled
+from vissl_zero.data.dataset import ImageBatch, MicroBatchDataset, MicroBatchPlan, epoch_of_views, shuffled
 from vissl_zero.data.pairs import with_masks
 from vissl_zero.data.pipeline import Pipeline
 from vissl_zero.data.source import Source, build_eval_sources, build_source
@@ -134,6 +134,7 @@ def build_loader(
         micro_batch=batch_per_rank * world_size,
         accumulation_steps=accumulation_steps,
         is_exact=is_exact,
+        augmentation_period=data_cfg.AUGMENTATION_PERIOD,
         rank=rank,
         world_size=world_size,
         seed=seed,
@@ -190,6 +191,7 @@ class EpochOrder:
         is_exact: a rank's micro-batches are consecutive parts of its part of the step, so that a rank's samples lie
             together as they would with as many ranks more; otherwise each micro-batch is dealt to ranks by itself.
         drop_last: leave out the samples after the last whole step.
+        augmentation_period: epochs after which augmentations repeat; None: never. The order never does.
     """
 
     num_samples: int
@@ -200,6 +202,7 @@ class EpochOrder:
     seed: int
     drop_last: bool = False
     is_exact: bool = False
+    augmentation_period: int | None = None
 
     @property
     def num_kept(self) -> int:
@@ -229,9 +232,10 @@ class EpochOrder:
         order = shuffled(self.num_samples, self.seed, epoch)[start_sample : self.num_kept]
         if len(order) % self.micro_batch < self.world_size:  # a tail of another length than an epoch from its start has
             order = order[: len(order) - len(order) % self.micro_batch]
+        views = epoch_of_views(epoch, self.augmentation_period)
         for step in order.split(self.micro_batch * self.accumulation_steps):
             if len(step):  # split of an empty tensor gives one empty part
-                yield self._dealt(epoch, step)
+                yield self._dealt(views, step)
 
     def first(self) -> MicroBatchPlan:
         """Make the first micro-batch of an epoch without shuffling: of a run's size, at no cost for any data set."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from vissl_zero.config.blocks.data import Split
 from vissl_zero.config.compose import compose
-from vissl_zero.data.dataset import borrowed_randomness, seed_sample
+from vissl_zero.data.dataset import borrowed_randomness, epoch_of_views, seed_sample
 from vissl_zero.data.decode import Decoder, read_file
 from vissl_zero.data.pipeline import Pipeline
 from vissl_zero.data.split_pipeline import build_split_pipeline
@@ -26,10 +26,11 @@ class Views:
         pipeline: pipeline of DATA.TRAIN.TRANSFORMS.
         decoder: reads files.
         seed: SEED_VALUE.
+        period: AUGMENTATION_PERIOD.
     """
 
-    def __init__(self, pipeline: Pipeline, decoder: Decoder, seed: int):
-        self.pipeline, self.decoder, self.seed = pipeline, decoder, seed
+    def __init__(self, pipeline: Pipeline, decoder: Decoder, seed: int, period: int | None = None):
+        self.pipeline, self.decoder, self.seed, self.period = pipeline, decoder, seed, period
 
     def __call__(self, image: bytes | str | Path | Image.Image, epoch: int = 0, index: int = 0) -> list[Tensor]:
         """Make the crops of a sample; they depend on (SEED_VALUE, epoch, index) and the image alone.
@@ -50,7 +51,7 @@ class Views:
         content = read_file(image) if isinstance(image, (str, Path)) else image
         opened = self.pipeline.open(content, name, self.decoder)
         with borrowed_randomness():
-            seed_sample(self.seed, epoch, index)
+            seed_sample(self.seed, epoch_of_views(epoch, self.period), index)
             return self.pipeline(opened)
 
 
@@ -78,4 +79,4 @@ def load_views(recipe: str, overrides: Sequence[str] = ()) -> Views:
     composed.run.DATA.TEST = Split()
     plan = resolve(composed.run, ".", recipe=composed.recipe, written=composed.written, notes=composed.notes)
     data = plan.config.DATA
-    return Views(build_split_pipeline(data, "TRAIN"), Decoder.of(data), plan.seed)
+    return Views(build_split_pipeline(data, "TRAIN"), Decoder.of(data), plan.seed, data.AUGMENTATION_PERIOD)

@@ -15,6 +15,7 @@ from vissl_zero.data.dataset import seed_sample
 from vissl_zero.data.loader import build_train_loader
 from vissl_zero.engine.hook import TEACHER_CHECKSUM, Run
 from vissl_zero.engine.loop import Frozen, Schedules
+from vissl_zero.engine.teacher_features import TeacherFeatures, folder_of
 from vissl_zero.errors import ConfigError, Problem
 from vissl_zero.methods.method import Method, build_method
 from vissl_zero.methods.mixing import mixing_of
@@ -100,6 +101,10 @@ def build_run(
     )
     if (checksum := sharded.teacher_checksum()) is not None:
         run.results[TEACHER_CHECKSUM] = checksum
+        if plan.config.DISTILLATION.CACHE_FEATURES:
+            source, views = loader.source, plan.config.DATA.AUGMENTATION_PERIOD
+            assert views is not None
+            run.teacher_features = TeacherFeatures(folder_of(plan, source, checksum), len(source), views, device)
     return run, Schedules(plan, groups, loader.steps_per_epoch), frozen
 
 

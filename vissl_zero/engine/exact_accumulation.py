@@ -53,7 +53,7 @@ def accumulate_exactly(
     with torch.no_grad():
         for batch in _loaded(run, micro_batches, dtype):
             if method.has_teacher:
-                teacher_parts.append(method.run_teacher(sharded.teacher, batch))
+                teacher_parts.append(run.run_teacher(batch))
             # The second pass shows the same images, and running statistics must count each batch once.
             with frozen_statistics(sharded.model):
                 parts.append(_wide(method.run_student(sharded.model, batch)))

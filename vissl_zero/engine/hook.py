@@ -21,6 +21,7 @@ from vissl_zero.sharding.update.histograms import Histograms
 if TYPE_CHECKING:
     from vissl_zero.data.dataset import ImageBatch
     from vissl_zero.data.loader import Loader
+    from vissl_zero.engine.teacher_features import TeacherFeatures
     from vissl_zero.methods.method import Method
     from vissl_zero.methods.online_probe import OnlineProbe
     from vissl_zero.models.model import Model
@@ -149,6 +150,7 @@ class Run:
         bytes: this rank's memory by kind, as it was last measured.
         seen: the model inside ``sharded`` that EVALUATED_MODEL names, for the features it keeps of its newest pass
             (``kept_features``).
+        teacher_features: what a frozen teacher gives, on disk; None: it is run in each step.
         results: figures for ``summary.json`` that hooks add (``knn_top1_before`` ...).
     """
 
@@ -174,6 +176,7 @@ class Run:
     records: Records = field(default_factory=Records)
     bytes: Bytes = field(default_factory=Bytes)
     seen: Model | None = None
+    teacher_features: TeacherFeatures | None = None
     results: dict[str, Any] = field(default_factory=dict)
 
     def is_due(self, every_num_epochs: int) -> bool:
@@ -202,6 +205,17 @@ class Run:
         """The classifier that is trained beside the model (``ONLINE_PROBE``)."""
         probe: OnlineProbe | None = getattr(self.method, "online_probe", None)
         return probe
+
+    @torch.no_grad()
+    def run_teacher(self, batch: ImageBatch) -> list[Any]:
+        """Compute the teacher's outputs for a micro-batch, or read them where they are kept. Collective."""
+
+        def compute() -> list[Any]:
+            return self.method.run_teacher(self.sharded.teacher, batch)
+
+        if self.teacher_features is None:
+            return compute()
+        return self.teacher_features.outputs(self.epoch, batch.sample_ids, compute)
 
     def show_probe(self, batch: ImageBatch) -> None:
         """Let the probe learn from the features of the newest forward pass, which was of ``batch``."""

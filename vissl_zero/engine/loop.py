@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import fields
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +22,6 @@ from vissl_zero.engine import stopping
 from vissl_zero.engine.exact_accumulation import accumulate_exactly
 from vissl_zero.engine.hook import Hook, Run, Step, StepRecord
 from vissl_zero.errors import ConfigError, Problem, VisslZeroError, did_you_mean
-from vissl_zero.methods.method import Method
 from vissl_zero.models.keyed_random import refuse_unkeyed_randomness, set_random_key
 from vissl_zero.models.weight_names import without_wrappers
 from vissl_zero.optim.param_groups import ParamGroup
@@ -142,6 +140,8 @@ def train(run: Run, schedules: Schedules, frozen: Frozen, hooks: Sequence[Hook])
             for hook in hooks:
                 hook.on_end(run)
     finally:
+        if run.teacher_features is not None:
+            run.teacher_features.close()
         for hook in hooks:
             hook.close(run)
 
@@ -290,7 +290,7 @@ def _accumulate(
         batch = cpu_batch.to(run.device, dtype)
         set_random_key(run.plan.seed, run.step, batch.sample_ids)
         batch = method.prepare(batch)
-        teacher_outputs = _run_teacher(sharded, method, batch)
+        teacher_outputs = run.run_teacher(batch) if method.has_teacher else None
         with sharded.micro_batch(is_last=index == len(micro_batches) - 1):
             with watch if index == 0 else nullcontext():
                 outputs = method.run_student(sharded.model, batch)
@@ -303,12 +303,6 @@ def _accumulate(
         loss_sum += loss.detach() * (batch.num_local / num_samples)
     method.update_state(observed)
     return loss_sum
-
-
-@torch.no_grad()
-def _run_teacher(sharded: ShardedModel, method: Method, batch: ImageBatch) -> list[Any] | None:
-    """Run the teacher, where there is one, and return its outputs."""
-    return method.run_teacher(sharded.teacher, batch) if method.has_teacher else None
 
 
 def _is_logged(run: Run, step: int) -> bool:

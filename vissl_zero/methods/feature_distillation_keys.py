@@ -80,6 +80,7 @@ class FeatureDistillationSpec(MethodSpec):
     losses = {"feature_distillation_loss": FeatureDistillationLossConfig}
     heads = {_MAP_HEAD: MapProjectionHeadConfig, "feature_maps": FeatureMapsConfig}
     shape_keys = ("embedding_dim", "queue_size")
+    teacher_keys = {"feature_distillation_loss": ("teacher_mean", "teacher_std", "student_mean", "student_std")}
     title = "Feature distillation"
     paper = "https://arxiv.org/abs/2106.05237"
     views = "1 or more crops of any sizes; the teacher sees the same"
@@ -96,7 +97,7 @@ class FeatureDistillationSpec(MethodSpec):
         name: str = loss_keys(cfg).teacher
         return str(teacher_folder(name)) if name == "digits" else name
 
-    def teacher_head(self, cfg: RunConfig) -> list[Any]:
+    def teacher_head(self, cfg: RunConfig) -> list[Any] | None:
         """Return one that gives the maps too, where they count."""
         return [["feature_maps", {}]] if loss_keys(cfg).dense_weight else super().teacher_head(cfg)
 

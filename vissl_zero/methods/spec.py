@@ -27,6 +27,8 @@ class MethodSpec:
         heads: heads that come with the method, registered in HEADS beside it -> dataclass of their keys.
         shape_keys: keys of the loss that decide shapes of its own state, so that a checkpoint cannot change them.
         teacher_follows: see ``Method``; such a teacher is a copy of the model that EVALUATED_MODEL may name.
+        teacher_keys: losses whose frozen teacher gives the same for the same crops of an image -> keys of the loss
+            that decide it too.
         title, paper, views, teacher, couples, recipe: its row of ``docs/methods.md``: name and source; what it sees of
             an image; whether a momentum copy teaches; what of a sample's loss depends on other samples; a recipe that
             runs in a minute. What that recipe reached is in ``FIGURES``.
@@ -35,6 +37,7 @@ class MethodSpec:
     losses: ClassVar[Mapping[str, type]]
     heads: ClassVar[Mapping[str, type]] = {}
     shape_keys: ClassVar[Sequence[str]] = ()
+    teacher_keys: ClassVar[Mapping[str, Sequence[str]]] = {}
     title: ClassVar[str]
     paper: ClassVar[str]
     views: ClassVar[str]
@@ -58,8 +61,8 @@ class MethodSpec:
         """Name the weights whose network is the teacher; empty: it is made otherwise."""
         return ""
 
-    def teacher_head(self, cfg: RunConfig) -> list[Any]:
-        """Return HEAD.PARAMS of such a teacher: its features as they are."""
+    def teacher_head(self, cfg: RunConfig) -> list[Any] | None:
+        """Return HEAD.PARAMS of such a teacher: its features as they are. None: its prototypes."""
         return [["identity", {}]]
 
     def problems(self, cfg: RunConfig, decided: Decisions) -> list[Problem]:

@@ -412,6 +412,8 @@ def build_model(model_config: ModelConfig | TeacherModel, num_classes: int = 0) 
         torch.manual_seed(_CONSTRUCTION_SEED)
         trunk = build_trunk(model_config.TRUNK)
         _see_as(trunk, model_config.INPUT_TYPE, model_config.TRUNK.NAME)
+        if channels := getattr(model_config, "IN_CHANNELS", None):
+            _see_channels(trunk, channels, model_config.TRUNK.NAME)
         if isinstance(model_config, ModelConfig) and model_config.LORA.USE_LORA:
             from vissl_zero.models.lora import adapt_  # peft takes seconds to import, and may not be installed
 
@@ -423,7 +425,9 @@ def build_model(model_config: ModelConfig | TeacherModel, num_classes: int = 0) 
         for head_name, params in head_config.PARAMS:
             build = HEADS.get(head_name).build
             width = _width_for(build, trunk)
-            options = _with_classes(params if taps else _with_width(params, width), num_classes)
+            options = params if taps else _with_width(params, width)
+            last = _pixels_of_patch(trunk) if getattr(build, "predicts_pixels", False) else num_classes
+            options = _with_last(options, last)
             if taps is None:
                 _check_width(head_name, options, width)
             heads.append(build(**options))
@@ -461,6 +465,20 @@ def _see_as(trunk: nn.Module, input_type: str, name: str) -> None:
         trunk.register_forward_pre_hook(lambda _, args: ([x[:, :1] for x in args[0]], *args[1:]))
 
 
+def _see_channels(trunk: nn.Module, channels: int, name: str) -> None:
+    """Replace a trunk's first convolution, of three channels, by one of ``channels``. In place. Raises ConfigError."""
+    if channels == 3:
+        return
+    for path, first in trunk.named_modules():
+        if isinstance(first, nn.Conv2d) and first.in_channels == 3 and first.groups == 1:
+            shape = (channels, first.out_channels, first.kernel_size, first.stride, first.padding, first.dilation)
+            parent, _, own_name = path.rpartition(".")
+            setattr(trunk.get_submodule(parent), own_name, nn.Conv2d(*shape, bias=first.bias is not None))  # type: ignore[arg-type]
+            return
+    must = f"must begin with a convolution of three channels, which can be made one of {channels}"
+    raise ConfigError([Problem("config.MODEL.TRUNK.NAME", name, must, "Write another trunk, such as resnet.")])
+
+
 def build_trunk(trunk_config: Trunk) -> nn.Module:
     """Build the trunk of ``config.MODEL.TRUNK`` after resolution; it has ``feature_dim``. Raises ConfigError."""
     name = trunk_config.NAME
@@ -492,16 +510,22 @@ def _with_width(options: Mapping[str, Any], feature_dim: int | None) -> Mapping[
     return {**options, "dims": [feature_dim, *dims[1:]]} if dims and dims[0] == -1 and feature_dim else options
 
 
-def _with_classes(options: Mapping[str, Any], num_classes: int) -> Mapping[str, Any]:
-    """Set a head's last width, where it is -1, to the number of classes."""
+def _pixels_of_patch(trunk: nn.Module) -> int:
+    """Count the numbers of a patch: its pixels in three colors."""
+    height, width = getattr(_require_patches(trunk), "patch_size")  # noqa: B009 - of a module, which may hold anything
+    return 3 * int(height) * int(width)
+
+
+def _with_last(options: Mapping[str, Any], width: int) -> Mapping[str, Any]:
+    """Set a head's last width, where it is -1: to the number of classes, or of a patch's pixels."""
     dims = options.get("dims")
     if not dims or dims[-1] != -1:
         return options
-    if num_classes < 1:
+    if width < 1:
         must = "must end in the number of classes: the images have no labels to count them by"
         fix = "Put the images of each class in a folder of its own, or write the number in place of the last -1."
         raise ConfigError([Problem("config.MODEL.HEAD.PARAMS", str(list(dims)), must, fix)])
-    return {**options, "dims": [*dims[:-1], num_classes]}
+    return {**options, "dims": [*dims[:-1], width]}
 
 
 def _check_width(name: str, options: Mapping[str, Any], feature_dim: int | None) -> None:

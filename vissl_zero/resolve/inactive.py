@@ -75,6 +75,7 @@ _SWITCHES: dict[str, tuple[str, ...]] = {
     ),
     "ONLINE_PROBE.USE_PROBE": ("ONLINE_PROBE.EVERY_NUM_EPOCHS", "ONLINE_PROBE.LR"),
     "NEAREST_NEIGHBOR.LIDAR_IMAGES": ("NEAREST_NEIGHBOR.LIDAR_VIEWS",),
+    "DISTILLATION.CACHE_FEATURES": ("DISTILLATION.CACHE_FOLDER",),
     "DISTRIBUTED.MAX_RESTARTS": ("DISTRIBUTED.MIN_PROC_PER_NODE",),
 }
 
@@ -395,8 +396,10 @@ def inactive_keys(cfg: RunConfig) -> list[str]:
     for block in dict.fromkeys(TRUNK_BLOCKS.values()):
         if trunk.NAME != "auto" and block not in read and getattr(trunk, block) != getattr(unset, block):
             notes.append(f"{_have([f'MODEL.TRUNK.{block}'])}: the trunk is {trunk.NAME}.")
-    if cfg.DISTILLATION != _defaults().DISTILLATION and not takes_other_model(cfg):
-        notes.append(f"{_have(['DISTILLATION'])}: the loss is {cfg.LOSS['name']}, and its teacher is another.")
+    teacher, plain = cfg.DISTILLATION.TEACHER_MODEL, _defaults().DISTILLATION.TEACHER_MODEL
+    if teacher != plain and not takes_other_model(cfg):
+        names = _have(["DISTILLATION.TEACHER_MODEL"])
+        notes.append(f"{names}: the loss is {cfg.LOSS['name']}, and its teacher is another.")
     of_rendezvous = _changed(cfg, ("DISTRIBUTED.RUN_ID", "DISTRIBUTED.SECRET_FILE"))
     if of_rendezvous and cfg.DISTRIBUTED.NUM_NODES == 1:
         notes.append(f"{_have(of_rendezvous)}: a run on one machine needs no rendezvous.")

@@ -20,6 +20,7 @@ from vissl_zero.config.run_config import RunConfig
 from vissl_zero.config.weights_name import absolute
 from vissl_zero.errors import ConfigError, Problem
 from vissl_zero.registry import load_plugins
+from vissl_zero.resolve.channels import with_channels
 from vissl_zero.resolve.components import (
     as_teacher,
     head_options,
@@ -29,7 +30,7 @@ from vissl_zero.resolve.components import (
     trunk_options,
     with_run_of_weights,
 )
-from vissl_zero.resolve.data_plan import DATA_RULES, mixing_notes, with_image_size
+from vissl_zero.resolve.data_plan import DATA_RULES, mixing_notes, paths, with_image_size
 from vissl_zero.resolve.decisions import Decisions
 from vissl_zero.resolve.followed_figure import FOLLOWED_FIGURE_RULES
 from vissl_zero.resolve.host import Host, assumed_host, cluster_host, idle_cores, this_host
@@ -49,6 +50,7 @@ from vissl_zero.resolve.placement_plan import (
 from vissl_zero.resolve.resolved import ResolvedRun
 from vissl_zero.resolve.saved import config_data, copies_of, find, leaves, load_resolved, save_resolved
 from vissl_zero.resolve.sharding_plan import SHARDING_RULES, sharding_plan
+from vissl_zero.resolve.teacher_features import teacher_features
 
 __all__ = ["load_resolved", "resolve", "save_resolved"]
 
@@ -66,6 +68,7 @@ RULES: tuple[Rule, ...] = (
     *PROGRAM_RULES,
     *LOGGER_RULES,
     *FOLLOWED_FIGURE_RULES,
+    teacher_features,
     *VISSL_RULES,
 )
 
@@ -98,7 +101,11 @@ def resolve(
         raise ConfigError([problem])
     if tests_alone(cfg):
         notes = (*notes, "TEST's images alone are measured: config.DATA.TRAIN names none, so there is no kNN.")
-    cfg = with_named_teacher(with_image_size(with_run_of_weights(without_training(cfg))))
+    cfg = without_training(cfg)
+    try:
+        cfg = with_named_teacher(with_channels(with_image_size(with_run_of_weights(cfg))))
+    except ConfigError as error:  # without the trunk most rules would stumble, but not that of the images
+        raise ConfigError([*error.problems, *paths(cfg)]) from error
     decided = Decisions(cfg, host or _host(cfg))
     # Modules that cannot be imported are problems only beside others, which they may explain; else they are notes.
     if all_problems := problems(decided):
@@ -228,6 +235,8 @@ def _filled(cfg: RunConfig) -> RunConfig:
         cfg.DATA.WORKER_TIMEOUT_S = cfg.DISTRIBUTED.TIMEOUT_S / 2
     for split in (cfg.DATA.TRAIN, cfg.DATA.TEST):
         split.DATA_PATHS = [str(Path(path).expanduser().absolute()) for path in split.DATA_PATHS]
+    if cfg.DISTILLATION.CACHE_FOLDER:
+        cfg.DISTILLATION.CACHE_FOLDER = str(Path(cfg.DISTILLATION.CACHE_FOLDER).expanduser().absolute())
     loss = cfg.LOSS["name"]
     cfg.LOSS = {"name": loss, loss: loss_options(cfg)}
     teacher = as_teacher(cfg)

@@ -121,17 +121,19 @@ def config_data(config: RunConfig, learns_from_other: bool) -> dict[str, Any]:
     tree["MODEL"]["TRUNK"] = _trunk_data(config.MODEL.TRUNK)
     loss = config.LOSS["name"]
     tree["LOSS"] = {"name": loss, loss: tree["LOSS"][loss]}
-    del tree["DISTILLATION"]
+    block, kept = tree.pop("DISTILLATION"), dict[str, Any]()
+    if block["CACHE_FEATURES"]:
+        kept = {key: block[key] for key in ("CACHE_FEATURES", "CACHE_FOLDER")}
     if learns_from_other:
         teacher = config.DISTILLATION.TEACHER_MODEL
-        tree["DISTILLATION"] = {
-            "TEACHER_MODEL": {
-                "TRUNK": _trunk_data(teacher.TRUNK),
-                "HEAD": asdict(teacher.HEAD),
-                "INPUT_TYPE": teacher.INPUT_TYPE,
-                "WEIGHTS_INIT": asdict(teacher.WEIGHTS_INIT),
-            }
+        kept["TEACHER_MODEL"] = {
+            "TRUNK": _trunk_data(teacher.TRUNK),
+            "HEAD": asdict(teacher.HEAD),
+            "INPUT_TYPE": teacher.INPUT_TYPE,
+            "WEIGHTS_INIT": asdict(teacher.WEIGHTS_INIT),
         }
+    if kept:
+        tree["DISTILLATION"] = kept
     return tree
 
 

@@ -27,7 +27,9 @@ from vissl_zero.data.pipeline import derive_eval_transforms
 from vissl_zero.errors import CheckpointError
 from vissl_zero.models.trunks.token_embedding import TokenEmbedding, interpolated
 from vissl_zero.models.weight_names import is_adapters, to_other_names
+from vissl_zero.weights import to_detectron2 as d2
 from vissl_zero.weights.library_index import models_of
+from vissl_zero.weights.network_name import network_name
 from vissl_zero.weights.recognition import Recognized, recognize
 
 WEIGHTS, CONFIG, PREPROCESSOR, CARD = "model.safetensors", "config.json", "preprocessor_config.json", "README.md"
@@ -151,7 +153,7 @@ class Source:
         if renamed.unknown:
             raise CheckpointError(
                 f"{style} has no such network: no name for {renamed.unknown[0].removeprefix(_PREFIX)} of a "
-                f"{self.config['NAME']}. --to safetensors and --to onnx take every trunk."
+                f"{network_name(self.config)}. --to safetensors and --to onnx take every trunk."
             )
         return [Entry.of(new, state[old].contiguous()) for new, old in renamed.names.items()]
 
@@ -184,7 +186,7 @@ def write(source: Source, target: str, folder: Path) -> Exported:
     if got.shape != wanted.shape or difference > _TOLERANCE * max(1.0, float(wanted.abs().max())):
         raise CheckpointError(
             f"{target} opens the folder, and for images of {side} pixels its features differ from those of the trunk, "
-            f"{source.config['NAME']}, by {difference:.2g}: not written. --to safetensors keeps everything."
+            f"{network_name(source.config)}, by {difference:.2g}: not written. --to safetensors keeps everything."
         )
     return Exported(folder, call, difference, notes)
 
@@ -237,7 +239,7 @@ def _in_timm(source: Source, entries: list[Entry]) -> Recognized:
     """Find timm's model of the trunk: the one that it was built from, or the one with its tensors."""
     name, params = source.config["NAME"], source.config.get("PARAMS", {})
     if name.startswith("timm/"):
-        return Recognized(name, {"NAME": name, "PARAMS": params})
+        return Recognized(network_name(source.config), {"NAME": name, "PARAMS": params})
     if name == "resnet":
         candidates = [model for model in models_of({e.key: e.shape for e in entries}) if model.startswith("timm/")]
         if candidates:
@@ -271,7 +273,9 @@ def _to_torchvision(source: Source, folder: Path) -> tuple[str, Opened, list[str
     else:
         candidates = [one for one in models_of(shapes) if one.startswith("torchvision/")]
         if not candidates:
-            raise CheckpointError(f"torchvision has no {name} of these sizes. --to safetensors takes every trunk.")
+            raise CheckpointError(
+                f"torchvision has no {network_name(source.config)} of these sizes. --to safetensors takes every trunk."
+            )
         model = candidates[0].removeprefix("torchvision/")
     net = torchvision.models.get_model(model, weights=None, **options)
     classifier = _without_classifier(net)
@@ -289,6 +293,69 @@ def _without_classifier(net: nn.Module) -> str:
     parent, _, child = name.rpartition(".")
     setattr(net.get_submodule(parent), child, nn.Identity())
     return name
+
+
+def _to_detectron2(source: Source, folder: Path) -> tuple[str, Opened, list[str]]:
+    """Write ``model.pkl``; as detectron2 is not among our packages, timm or torchvision computes with what is in it."""
+    entries = source.entries("torchvision" if source.config["NAME"].startswith("torchvision/") else "timm")
+    shapes = {entry.key: entry.shape for entry in entries}
+    tensors = {entry.key: entry.read() for entry in entries}
+    if "pos_embed" in shapes:
+        return _transformer_to_detectron2(source, folder, entries, tensors)
+    names = d2.resnet_names(list(shapes))
+    settings = d2.resnet_settings(shapes)
+    d2.write_model(folder / d2.MODEL, {new: tensors[old] for old, new in names.items()})
+    pixels = {
+        f"PIXEL_{name}": [255 * value for value in values]
+        for name, values in (("MEAN", source.views.mean), ("STD", source.views.std))
+    }
+    model = {"WEIGHTS": f"{folder.name}/{d2.MODEL}", **pixels, "RESNETS": settings}
+    _write_json(folder / d2.SETTINGS, {"MODEL": model, "INPUT": {"FORMAT": "RGB"}})  # JSON is YAML
+    kept = d2.read_model(folder / d2.MODEL)
+    call = "from detectron2.config import get_cfg; cfg = get_cfg(); "
+    notes = ["Merge it after a configuration of detectron2, such as COCO-Detection/faster_rcnn_R_50_FPN_1x.yaml."]
+    given = {old: kept[new] for old, new in names.items()}
+    return call + f'cfg.merge_from_file("{folder.name}/{d2.SETTINGS}")', _torchvisions_resnet(given, settings), notes
+
+
+def _torchvisions_resnet(tensors: Mapping[str, Tensor], settings: Mapping[str, Any]) -> Opened:
+    """Build torchvision's ResNet without classifier of detectron2's settings."""
+    import torchvision
+
+    groups = {"groups": settings.get("NUM_GROUPS", 1), "width_per_group": settings.get("WIDTH_PER_GROUP", 64)}
+    net = torchvision.models.get_model(f"resnet{settings['DEPTH']}", weights=None, **groups)
+    _without_classifier(net)
+    lost = net.load_state_dict(tensors, strict=False)
+    assert all(name.endswith("num_batches_tracked") for name in lost.missing_keys), lost
+    return net.eval()
+
+
+def _transformer_to_detectron2(
+    source: Source, folder: Path, entries: list[Entry], tensors: Mapping[str, Tensor]
+) -> tuple[str, Opened, list[str]]:
+    prefix = "backbone.net."
+    d2.write_model(
+        folder / d2.MODEL, {f"{prefix}{name}": tensor for name, tensor in d2.transformer_tensors(tensors).items()}
+    )
+    kept = {name.removeprefix(prefix): value for name, value in d2.read_model(folder / d2.MODEL).items()}
+    heads: Any = next(module.num_heads for module in source.trunk.modules() if hasattr(module, "num_heads"))
+    settings = d2.transformer_settings({name: value.shape for name, value in kept.items()}, heads)
+    trunk = copy.deepcopy(source.trunk)
+    state = trunk.state_dict()
+    for name, old in to_other_names([f"{_PREFIX}{own}" for own in state], "timm").names.items():
+        values = kept.get(name)
+        state[old.removeprefix(_PREFIX)] = values if values is not None else _one_if_scale(name, tensors[name])
+    trunk.load_state_dict(state)
+    arguments = ", ".join(f"{name}={value!r}" for name, value in settings.items())
+    notes = [
+        f"Of a configuration of ViTDet, set these of model.backbone.net: {arguments}.",
+        "detectron2's transformer has no class token and no last norm. Layer scales are in the layers before them.",
+    ]
+    return f'train.init_checkpoint = "{folder.name}/{d2.MODEL}"', lambda images: trunk([images])[0], notes
+
+
+def _one_if_scale(name: str, tensor: Tensor) -> Tensor:
+    return torch.ones_like(tensor) if name.endswith(".gamma") else tensor
 
 
 _HF_KINDS = {
@@ -456,6 +523,7 @@ TARGETS: dict[str, Callable[[Source, Path], tuple[str, Opened, list[str]]]] = {
     "transformers": _to_transformers,
     "torchvision": _to_torchvision,
     "torchhub": _to_torchhub,
+    "detectron2": _to_detectron2,
     "peft": _to_peft,
     "onnx": _to_onnx,
     "safetensors": _to_safetensors,

@@ -63,8 +63,8 @@ def test_a_wrong_answer_is_one_sentence_and_writes_nothing(
 def test_a_machine_and_hours_become_processes_and_epochs(
     images: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Answered at a terminal; the forecast of eight GPUs gives the epochs."""
-    answers = iter(["images", "no", "a100x8", "0.5h"])
+    """Answered at a terminal, where a wrong answer is asked for again; the forecast of eight GPUs gives the epochs."""
+    answers = iter(["", "nowhere", "images", "some", "no", "a100x9", "a100x8", "soon", "0.5h"])
     monkeypatch.setattr("sys.stdin.isatty", lambda: True)
     monkeypatch.setattr("builtins.input", lambda _: next(answers))
     for split in ("train", "val"):
@@ -72,6 +72,14 @@ def test_a_machine_and_hours_become_processes_and_epochs(
             Image.new("RGB", (64, 64), (index, 0, 0)).save(images / split / "cat" / f"more{index}.png")
     assert main(["new", "big"]) == 0
     printed = capsys.readouterr().out
+    for refused in (
+        "--images : must be",
+        "--images nowhere: must",
+        "--labels: must",
+        "--memory-gb: must",
+        "--epochs: must",
+    ):
+        assert printed.count(refused) == 1
     assert "0.5 hours are about" in printed and "the planner's forecast for a100x8" in printed
     written = compose("big", []).run
     assert written.ZERO.MACHINE_PROFILE == "a100x8" and written.MACHINE.DEVICE == "gpu"

@@ -1,0 +1,134 @@
+"""A trunk as detectron2's checkpointer reads it: a pickle of arrays under detectron2's names, and its settings.
+
+Names of ResNets as in MoCo's ``detection/convert-pretrain-to-detectron2.py`` and VISSL's
+``extra_scripts/convert_vissl_to_detectron2.py``, without batch norm's counters, which detectron2's R-50.pkl lacks too.
+Names of vision transformers: ``detectron2/modeling/backbone/vit.py``, in ViTDet's pyramid (``backbone.net.``).
+"""
+
+from __future__ import annotations
+
+import math
+import pickle
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vissl_zero.errors import CheckpointError
+
+MODEL, SETTINGS = "model.pkl", "detectron2.yaml"
+_STAT = r"(weight|bias|running_mean|running_var)"
+_RESNET = (
+    (r"conv1\.weight", "stem.conv1.weight"),
+    (rf"bn1\.{_STAT}", r"stem.conv1.norm.\1"),
+    (r"layer(\d)\.(\d+)\.conv([123])\.weight", r"res\1.\2.conv\3.weight"),
+    (rf"layer(\d)\.(\d+)\.bn([123])\.{_STAT}", r"res\1.\2.conv\3.norm.\4"),
+    (r"layer(\d)\.(\d+)\.downsample\.0\.weight", r"res\1.\2.shortcut.weight"),
+    (rf"layer(\d)\.(\d+)\.downsample\.1\.{_STAT}", r"res\1.\2.shortcut.norm.\3"),
+)
+_TRANSFORMER = re.compile(
+    r"pos_embed|patch_embed\.proj\.(weight|bias)"
+    r"|blocks\.\d+\.(norm[12]|attn\.qkv|attn\.proj|mlp\.fc[12])\.(weight|bias)"
+)
+_NOT_TAKEN = re.compile(r"cls_token|mask_token|norm\.(weight|bias)|.+\.num_batches_tracked")
+_SCALED = {"ls1": "attn.proj", "ls2": "mlp.fc2"}
+# Blocks of each stage, and convolutions of a block -> DEPTH.
+_DEPTHS: dict[tuple[int, ...], int] = {
+    (2, 2, 2, 2, 2): 18,
+    (3, 4, 6, 3, 2): 34,
+    (3, 4, 6, 3, 3): 50,
+    (3, 4, 23, 3, 3): 101,
+    (3, 8, 36, 3, 3): 152,
+}
+
+
+def resnet_names(names: Sequence[str]) -> dict[str, str]:
+    """Map torchvision's names of a ResNet to detectron2's, without batch norm's counters.
+
+    Raises:
+        CheckpointError: detectron2 has no such network.
+    """
+    found: dict[str, str] = {}
+    for name in names:
+        if _NOT_TAKEN.fullmatch(name):
+            continue
+        renamed = next((re.sub(old, new, name) for old, new in _RESNET if re.fullmatch(old, name)), "")
+        if not renamed:
+            raise _no_place(name)
+        found[name] = re.sub(r"^res(\d)", lambda match: f"res{int(match[1]) + 1}", renamed)
+    return found
+
+
+def _no_place(name: str) -> CheckpointError:
+    return CheckpointError(
+        f"--to detectron2: takes ResNets and plain vision transformers, and has no place for {name}. --to timm, "
+        "torchvision, onnx and safetensors take others."
+    )
+
+
+def resnet_settings(shapes: Mapping[str, Sequence[int]]) -> dict[str, Any]:
+    """Return ``MODEL.RESNETS`` of a ResNet with these shapes, by torchvision's names.
+
+    Raises:
+        CheckpointError: detectron2 builds none of this depth or width.
+    """
+    stages = [{int(name.split(".")[1]) for name in shapes if name.startswith(f"layer{n}.")} for n in (1, 2, 3, 4)]
+    num_convolutions = 2 + ("layer1.0.conv3.weight" in shapes)
+    depth = _DEPTHS.get((*map(len, stages), num_convolutions))
+    first, (width, per_group) = shapes["conv1.weight"][0], shapes["layer1.0.conv2.weight"][:2]
+    groups = width // per_group
+    if depth is None or first != 64 or (num_convolutions == 2 and (width, groups) != (64, 1)):
+        raise CheckpointError("--to detectron2: takes ResNets of depth 18, 34, 50, 101 and 152, and this is another.")
+    found = {"DEPTH": depth, "STRIDE_IN_1X1": False}
+    if num_convolutions == 2:
+        return found | {"RES2_OUT_CHANNELS": 64}
+    return found if (width, groups) == (64, 1) else found | {"NUM_GROUPS": groups, "WIDTH_PER_GROUP": per_group}
+
+
+def transformer_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return a plain vision transformer under timm's names as ViTDet's has it: no class token, no last norm.
+
+    Layer scales, which it lacks, are multiplied into the layers before them.
+
+    Raises:
+        CheckpointError: something in it has no place there, such as registers.
+    """
+    found = dict(tensors)
+    for name in [name for name in tensors if name.endswith(".gamma")]:
+        block, kind, _ = name.rsplit(".", 2)
+        gamma = found.pop(name)
+        for part in ("weight", "bias"):
+            layer = f"{block}.{_SCALED[kind]}.{part}"
+            found[layer] = found[layer] * (gamma[:, None] if part == "weight" else gamma)
+    found = {name: tensor for name, tensor in found.items() if not _NOT_TAKEN.fullmatch(name)}
+    if other := next((name for name in found if not _TRANSFORMER.fullmatch(name)), ""):
+        raise _no_place(other)
+    return found
+
+
+def transformer_settings(shapes: Mapping[str, Sequence[int]], num_heads: int) -> dict[str, Any]:
+    """Return the arguments of ``detectron2.modeling.ViT`` for these shapes, by timm's names."""
+    (width, _, side, _), num_positions = shapes["patch_embed.proj.weight"], shapes["pos_embed"][1]
+    grid = math.isqrt(num_positions)
+    depth = sum(name.endswith(".norm1.weight") for name in shapes)
+    settings: dict[str, Any] = {"patch_size": side, "embed_dim": width, "depth": depth, "num_heads": num_heads}
+    settings |= {"mlp_ratio": shapes["blocks.0.mlp.fc1.weight"][0] / width, "pretrain_img_size": grid * side}
+    settings |= {"pretrain_use_cls_token": grid * grid != num_positions}
+    return settings | ({} if "blocks.0.attn.qkv.bias" in shapes else {"qkv_bias": False})
+
+
+def write_model(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write tensors for ``DetectionCheckpointer``, which matches them with the model by the ends of names."""
+    arrays = {name: tensor.detach().float().contiguous().numpy() for name, tensor in tensors.items()}
+    content = {"model": arrays, "__author__": "vissl_zero", "matching_heuristics": True}
+    with path.open("xb") as file:
+        pickle.dump(content, file)
+
+
+def read_model(path: Path) -> dict[str, Tensor]:
+    """Read what ``write_model`` has just written; never a file of others, as a pickle may run code."""
+    with path.open("rb") as file:
+        return {name: torch.from_numpy(array) for name, array in pickle.load(file)["model"].items()}  # noqa: S301
