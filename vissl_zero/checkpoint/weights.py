@@ -185,13 +185,17 @@ def open_store(
         return newest_checkpoint(path, passed_over, with_data)
     if os.path.lexists(final):
         return _weights_file(final, with_data)
-    if jobs := read_jobs(path):
-        raise CheckpointError(f"{path} holds several runs. Name one of them: {', '.join(map(str, jobs))}.")
+    raise CheckpointError(f"{path} {_what_else(path)}")
+
+
+def _what_else(folder: Path) -> str:
+    """Say what a folder without weights holds, and what to give instead."""
+    if jobs := read_jobs(folder):
+        return f"holds several runs. Name one of them: {', '.join(map(str, jobs))}."
     what = f"holds images, and weights are wanted here. {_IMAGES_ARE_NAMED}"
-    if next(image_files(path), None) is None:
+    if next(image_files(folder), None) is None:
         what = f"holds neither checkpoints nor {WEIGHTS_FILE}."
-    fix = "Give a run folder, one of its checkpoints/step_<steps> folders, or a file of weights."
-    raise CheckpointError(f"{path} {what} {fix}")
+    return f"{what} Give a run folder, one of its checkpoints/step_<steps> folders, or a file of weights."
 
 
 def final_step(run_folder: Path) -> int | None:
