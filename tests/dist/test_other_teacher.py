@@ -9,6 +9,7 @@ import timm
 import torch
 
 from tests.ranks import run_on_ranks
+from tests.unit.resolve.test_named_score_teacher import VIEWS, network
 from vissl_zero.checkpoint.first_weights import load_teacher
 from vissl_zero.checkpoint.folder import newest_checkpoint
 from vissl_zero.checkpoint.resume import restore
@@ -124,6 +125,36 @@ def test_swav_s_assignments_can_be_learned_with_the_teacher_s_prototypes(tmp_pat
     assert _plan(weights, 0, *words).config.LOSS["swav_distillation_loss"]["queue_length"] == 40
     first, third = (run_on_ranks(2, _losses, _plan(weights, level, *words), timeout_s=100)[0] for level in (0, 3))
     assert len(first) == 2 and first == pytest.approx(third, rel=1e-10)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_scores_of_named_weights_are_centered_alike_at_every_level_and_number_of_ranks(tmp_path: Path) -> None:
+    net = network("head")
+    torch.save({"teacher": net.state_dict()}, tmp_path / "dino.pth")
+
+    def plan(level: int, num_ranks: int) -> ResolvedRun:
+        words = [
+            "config.LOSS.name=dino_distillation_loss",
+            f"config.LOSS.dino_distillation_loss={{teacher: {tmp_path / 'dino.pth'}, ema_center: 0.5}}",
+            VIEWS,
+            "config.MODEL.HEAD.PARAMS=[[mlp, {dims: [-1, -1]}]]",
+            "config.MACHINE.DEVICE=cpu",
+            "config.TRAINER.DTYPE=float64",
+            "config.TRAINER.MAX_STEPS=3",
+            f"config.DATA.TRAIN.BATCHSIZE_PER_REPLICA={12 // num_ranks}",
+            f"config.DISTRIBUTED.NUM_PROC_PER_NODE={num_ranks}",
+            "config.MODEL.SYNC_BN_CONFIG.CONVERT_BN_TO_SYNC_BN=true",
+            f"config.ZERO.LEVEL={level}",
+        ]
+        return resolve(compose("digits/distillation", words).run, str(tmp_path / "run"), host=Host(0, "", 3))
+
+    expected = run_on_ranks(1, _losses, plan(0, 1), timeout_s=100)[0]
+    assert len(expected) == 3
+    for level, num_ranks in ((0, 2), (1, 2), (2, 2), (3, 2), (3, 3)):
+        assert run_on_ranks(num_ranks, _losses, plan(level, num_ranks), timeout_s=100)[0] == pytest.approx(
+            expected, rel=1e-10
+        )
 
 
 def test_what_is_wrong_with_the_teacher_is_said_under_its_own_keys(tmp_path: Path) -> None:

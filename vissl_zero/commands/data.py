@@ -44,7 +44,10 @@ def data(words: Sequence[str]) -> int:
         "check", parents=[source], help="look for what training would stumble over", description=_CHECK
     )
     check.add_argument("--picture", type=Path, default=Path(_SHEET), help=f"where to draw it; {_SHEET} by default")
-    verbs.add_parser("stats", parents=[source], help="measure mean and deviation of the pixels", description=_STATS)
+    stats = verbs.add_parser(
+        "stats", parents=[source], help="measure mean and deviation of the pixels", description=_STATS
+    )
+    stats.add_argument("--channels", type=_whole, default=3, help="config.DATA.IN_CHANNELS; 3, RGB, by default")
     pack = verbs.add_parser("pack", help="write images into few large files", description=_PACK)
     pack.add_argument("source", type=Path, help="what DATA_PATHS would name; its format is recognized")
     pack.add_argument("out", type=Path, help="folder to write, new or begun")
@@ -65,7 +68,7 @@ def data(words: Sequence[str]) -> int:
     elif options.verb == "check":
         _check(options.paths, options.picture, options.json)
     else:
-        _stats(options.paths, options.json)
+        _stats(options.paths, options.json, options.channels)
     return 0
 
 
@@ -93,14 +96,17 @@ def _pack(source: Path, out: Path, form: str, size: int | None) -> None:
     print(f"{counted(count, 'image')} in {where}. Train on them with config.DATA.TRAIN.DATA_PATHS={where}.")
 
 
-def _opened(paths: Sequence[str]) -> tuple[Source, str]:
+def _opened(paths: Sequence[str], channels: int = 3) -> tuple[Source, str]:
     """Open the source that reads ``paths``, and name it."""
+    from vissl_zero.data.decode import Decoder
     from vissl_zero.data.source import SourceRequest
     from vissl_zero.registry import DATA_SOURCES
 
     paths = [str(Path(path).expanduser()) for path in paths]
     kind = source_of(paths)
-    source: Source = DATA_SOURCES.get(kind).build(SourceRequest("TRAIN", tuple(paths)))
+    source: Source = DATA_SOURCES.get(kind).build(
+        SourceRequest("TRAIN", tuple(paths), decoder=Decoder(channels=channels))
+    )
     return source, f"{kind} {', '.join(paths)}"
 
 
@@ -156,18 +162,21 @@ def _described(found: Findings) -> list[str]:
     return lines
 
 
-def _stats(paths: Sequence[str], is_json: bool) -> None:
-    from vissl_zero.data.pixel_statistics import statistics
+def _stats(paths: Sequence[str], is_json: bool, channels: int) -> None:
+    from vissl_zero.data.pixel_statistics import Statistics, channel_statistics, statistics
 
-    source, title = _opened(paths)
-    found = statistics(source, _report)
+    source, title = _opened(paths, channels)
+    found = statistics(source, _report) if channels == 3 else channel_statistics(source, channels, _report)
     if is_json:
         print(json.dumps({"source": title, **asdict(found), "normalize": found.normalize()}, indent=1))
         return
     broken = f" ({found.num_broken:,} more cannot be read)" if found.num_broken else ""
     print(printable(f"{title}: {counted(found.num_images, 'image')}{broken}"))
-    print(f"channels      {found.channels}{' (gray, read as three equal ones)' if found.channels == 1 else ''}")
-    print(f"bits          {found.bits}{' (read as 8)' if found.bits != 8 else ''}")
+    if isinstance(found, Statistics):
+        print(f"channels      {found.channels}{' (gray, read as three equal ones)' if found.channels == 1 else ''}")
+        print(f"bits          {found.bits}{' (read as 8)' if found.bits != 8 else ''}")
+    else:
+        print(f"channels      {found.channels}")
     for name, values in (("mean", found.mean), ("std", found.std)):
         print(f"{name:<14}{', '.join(f'{value:.6f}' for value in values)}")
     print(f"For TRANSFORMS, after ToTensor:\n  {found.normalize()}")

@@ -61,17 +61,24 @@ class Decoder:
         applies_exif: turn an image as its EXIF orientation says.
         background: what shines through transparent pixels, red, green and blue; None: the color stored beneath them.
         max_pixels: most pixels of an image.
+        channels: channels of an image; other than 3: see ``data/channels.py``.
     """
 
     applies_exif: bool = False
     background: tuple[int, int, int] | None = None
     max_pixels: int = MAX_PIXELS
+    channels: int = 3
+
+    @property
+    def endings(self) -> tuple[str, ...]:
+        """Endings of the files that are images."""
+        return endings_of(self.channels)
 
     @staticmethod
     def of(data_cfg: Data) -> Decoder:
         """Return the decoder that a DATA block asks for."""
         background = BACKGROUNDS[data_cfg.BACKGROUND]
-        return Decoder(data_cfg.EXIF == "apply", background, data_cfg.MAX_PIXELS)
+        return Decoder(data_cfg.EXIF == "apply", background, data_cfg.MAX_PIXELS, data_cfg.IN_CHANNELS)
 
     def image(self, data: bytes, name: str | Path, look: Callable[[Image.Image], object] | None = None) -> Image.Image:
         """Decode a file to 8-bit RGB.
@@ -86,7 +93,7 @@ class Decoder:
         """
         if is_dicom(data):
             require_pydicom()
-        with _named(name), _limit_of(self.max_pixels):
+        with named(name), _limit_of(self.max_pixels):
             if is_dicom(data):
                 decoded = dicom_image(data, lambda width, height: self.check(width, height, data, name))
                 decoded.format = "DICOM"
@@ -126,7 +133,7 @@ class Decoder:
         """
         if data[:8] != _PNG:
             raise BrokenImageError(str(name), "it is no PNG, and other formats change the classes of a mask")
-        with _named(name), _limit_of(self.max_pixels), Image.open(io.BytesIO(data), formats=("PNG",)) as image:
+        with named(name), _limit_of(self.max_pixels), Image.open(io.BytesIO(data), formats=("PNG",)) as image:
             self.check(*image.size, data, name)
             bits, color = data[PNG_BITS], data[PNG_BITS + 1]
             if bits > 8:
@@ -140,7 +147,7 @@ class Decoder:
         """Read width and height of an image as it would be decoded. Raises BrokenImageError."""
         if is_dicom(data):
             return self.image(data, name).size
-        with _named(name), _limit_of(self.max_pixels), Image.open(io.BytesIO(data), formats=FORMATS) as image:
+        with named(name), _limit_of(self.max_pixels), Image.open(io.BytesIO(data), formats=FORMATS) as image:
             is_turned = self.applies_exif and image.getexif().get(ExifTags.Base.Orientation, 1) in _ON_ITS_SIDE
             return (image.height, image.width) if is_turned else (image.width, image.height)
 
@@ -162,13 +169,18 @@ class Decoder:
             raise BrokenImageError(str(name), work)
 
 
+def endings_of(channels: int) -> tuple[str, ...]:
+    """Return the endings of image files; arrays are images where they may have any channels."""
+    return EXTENSIONS if channels == 3 else (*EXTENSIONS, ".npy")
+
+
 def read_file(path: str | Path) -> bytes:
     """Read an image file.
 
     Raises:
         BrokenImageError: missing, not a regular file, unreadable, or more than ``MAX_FILE_BYTES``.
     """
-    with _named(path):
+    with named(path):
         return read_regular(path, MAX_FILE_BYTES, follow_links=True)  # a pipe would block for ever
 
 
@@ -183,7 +195,7 @@ def decode_image(data: bytes, name: str) -> Image.Image:
 
 
 @contextmanager
-def _named(name: str | Path) -> Iterator[None]:
+def named(name: str | Path) -> Iterator[None]:
     """Turn any failure into an error that names this image."""
     try:
         with warnings.catch_warnings():

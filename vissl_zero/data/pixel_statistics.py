@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from PIL import Image
 from PIL.TiffImagePlugin import TiffImageFile
 
+from vissl_zero.data.channels import read_channels
 from vissl_zero.data.decode import PNG_BITS, BrokenImageError, Decoder
 from vissl_zero.data.one_pass import looked_at
 from vissl_zero.data.source import Source, encoded_image
@@ -78,6 +80,37 @@ def _bits(file: Image.Image, data: bytes) -> int:
 
 
 @dataclass(frozen=True)
+class _Sums:
+    """Sums over a chunk of images of other channels than red, green and blue, in float64.
+
+    Attributes:
+        num_images: that could be read.
+        num_pixels: of all of them.
+        of_values, of_squares: (C,), each channel.
+    """
+
+    num_images: int
+    num_pixels: int
+    of_values: np.ndarray
+    of_squares: np.ndarray
+
+
+def sum_up(source: Source, indices: range, channels: int) -> _Sums:
+    """Sum up the values of these images; broken images are passed over."""
+    num_images = num_pixels = 0
+    of_values, of_squares = np.zeros(channels), np.zeros(channels)
+    for index in indices:
+        try:
+            image = read_channels(source, index, Decoder(channels=channels)).double().flatten(1)
+        except BrokenImageError:
+            continue
+        num_images, num_pixels = num_images + 1, num_pixels + image.shape[1]
+        of_values += image.sum(1).numpy()
+        of_squares += image.square().sum(1).numpy()
+    return _Sums(num_images, num_pixels, of_values, of_squares)
+
+
+@dataclass(frozen=True)
 class Statistics:
     """Statistics of all pixels, as the loader reads them: 8-bit RGB, 255 as 1.
 
@@ -98,8 +131,13 @@ class Statistics:
 
     def normalize(self) -> str:
         """Return the entry for TRANSFORMS, a line of YAML."""
-        mean, std = (", ".join(f"{value:.4f}" for value in values) for values in (self.mean, self.std))
-        return f"- {{name: Normalize, mean: [{mean}], std: [{std}]}}"
+        return normalize_entry(self.mean, self.std)
+
+
+def normalize_entry(mean: Sequence[float], std: Sequence[float]) -> str:
+    """Write a Normalize for TRANSFORMS, a line of YAML."""
+    means, deviations = (", ".join(f"{value:.4f}" for value in values) for values in (mean, std))
+    return f"- {{name: Normalize, mean: [{means}], std: [{deviations}]}}"
 
 
 def statistics(source: Source, report: Callable[[str], None]) -> Statistics:
@@ -129,3 +167,47 @@ def statistics(source: Source, report: Callable[[str], None]) -> Statistics:
     broken = len(source) - num_images
     channels = 1 if is_gray else _CHANNELS
     return Statistics(num_images, broken, channels, bits, tuple(mean.tolist()), tuple(std.tolist()))
+
+
+@dataclass(frozen=True)
+class ChannelStatistics:
+    """Statistics of all pixels of images of other channels than red, green and blue, 255 or 65,535 as 1.
+
+    Attributes:
+        num_images: that were read.
+        num_broken: that could not be.
+        channels: number of them.
+        mean, std: of each channel, over all pixels of all images.
+    """
+
+    num_images: int
+    num_broken: int
+    channels: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    def normalize(self) -> str:
+        """Return the entry for TRANSFORMS, a line of YAML."""
+        return normalize_entry(self.mean, self.std)
+
+
+def channel_statistics(source: Source, channels: int, report: Callable[[str], None]) -> ChannelStatistics:
+    """Measure all pixels of a source in one pass, as ``statistics``; sums are joined in the order of the images.
+
+    Args:
+        source: the images.
+        channels: DATA.IN_CHANNELS.
+        report: gets a line of progress every few seconds.
+    Raises:
+        DataError: none of the images can be read.
+    """
+    parts = list(looked_at(source, partial(sum_up, channels=channels), report))
+    num_images, num_pixels = (
+        sum(values) for values in zip(*((p.num_images, p.num_pixels) for p in parts), strict=True)
+    )
+    if not num_images:
+        raise DataError(f"No image of {channels} channels can be read (of {len(source):,}).")
+    mean = sum(part.of_values for part in parts) / num_pixels
+    std = np.sqrt(np.maximum(sum(part.of_squares for part in parts) / num_pixels - mean**2, 0))
+    broken = len(source) - num_images
+    return ChannelStatistics(num_images, broken, channels, tuple(mean.tolist()), tuple(std.tolist()))

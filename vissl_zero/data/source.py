@@ -79,6 +79,11 @@ def masks_of(source: Source) -> Callable[[int], Image.Image] | None:
     return _of_index(source, "mask")
 
 
+def array_of(source: Source) -> Callable[[int], np.ndarray] | None:
+    """Return what copies the array of an image; None where a source has none by a method ``array(index)``."""
+    return _of_index(source, "array")
+
+
 def checks_of(source: Source) -> Callable[[int], None] | None:
     """Return what looks at an image without keeping it, and raises BrokenImageError; None without ``check(index)``."""
     return _of_index(source, "check")

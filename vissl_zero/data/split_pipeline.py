@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vissl_zero.config.blocks.data import Data, split_of
+from vissl_zero.data.channels import build_channel_pipeline
 from vissl_zero.data.decode import Decoder
 from vissl_zero.data.pipeline import Pipeline, build_pipeline, derive_eval_transforms
 from vissl_zero.errors import ConfigError, Problem
@@ -61,6 +62,8 @@ def build_split_pipeline(data_cfg: Data, split: str) -> Pipeline:
 
 
 def _with_backend(data_cfg: Data, entries: Sequence[Mapping[str, Any]], key: str, on_device: bool) -> Pipeline:
+    if data_cfg.IN_CHANNELS != 3:
+        return build_channel_pipeline(entries, key, Decoder.of(data_cfg))
     if data_cfg.BACKEND == "pil":
         return build_pipeline(entries, key)
     try:

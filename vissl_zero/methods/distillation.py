@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from vissl_zero.config.block_data import block_of
 from vissl_zero.config.blocks.model_and_loss import ModelConfig
 from vissl_zero.errors import ConfigError, Problem
-from vissl_zero.methods.dino import PatchDistillation, masked_patch_loss
+from vissl_zero.methods.dino import Center, PatchDistillation, masked_patch_loss
 from vissl_zero.methods.distillation_keys import (
     WEIGHTS_FILE,
     DINODistillationLossConfig,
@@ -158,23 +158,28 @@ def dino_distillation_loss(
 class DINODistillation(EmbeddingMethod):
     """Distillation of scores of prototypes: the teacher is trained, frozen, and sees the first crops.
 
-    Args: the fields of ``DINODistillationLossConfig``, with student_num_crops known.
+    Args: the fields of ``DINODistillationLossConfig``, with student_num_crops and output_dim known.
     """
 
     has_teacher = True
     teacher_follows = False
-    couples_samples = False
 
     def __init__(
         self,
         student_num_crops: int,
+        teacher: str = "",
         teacher_num_crops: int = 2,
         teacher_temperature: float = 0.07,
         student_temperature: float = 0.1,
+        ema_center: float | None = None,
+        output_dim: int | None = None,
         swapped_assignment: bool = False,
         patch_drop: float = 0.0,
     ):
         super().__init__()
+        self.teacher = teacher
+        self.center = None if ema_center is None or output_dim is None else Center(output_dim, ema_center)
+        self.couples_samples = self.center is not None
         self.patch_drop = patch_drop
         self.teacher_crops = list(range(teacher_num_crops))
         self.num_crops = student_num_crops
@@ -209,13 +214,26 @@ class DINODistillation(EmbeddingMethod):
         student, teacher = _scores(outputs[0]), at_least_float32(_scores(teacher_outputs[0]))
         _require_scores(student, teacher)
         self._note(student)
-        targets = F.softmax(teacher / self.temperatures[0], dim=1)
+        if self.center is None:
+            targets = F.softmax(teacher / self.temperatures[0], dim=1)
+        else:
+            targets = self.center.targets(teacher, self.temperatures[0])
         return dino_distillation_loss(
             student.unflatten(0, (self.num_crops, batch.num_local)),
             targets.unflatten(0, (len(self.teacher_crops), batch.num_local)),
             self.temperatures[1],
             self.swapped_assignment,
         )
+
+    def observe(self, outputs: list[Any], batch: Batch, teacher_outputs: list[Any] | None = None) -> Any:
+        """Sum the teacher's scores, where they are centered."""
+        assert teacher_outputs is not None
+        return None if self.center is None else self.center.sums(_scores(teacher_outputs[0]))
+
+    def update_state(self, observed: Sequence[Any]) -> None:
+        """Move the center. Collective."""
+        if self.center is not None:
+            self.center.update(torch.stack(tuple(observed)).sum(dim=0))
 
 
 @LOSSES.register("ibot_distillation_loss", config=IBOTDistillationLossConfig)

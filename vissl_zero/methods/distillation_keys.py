@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -51,6 +52,9 @@ class DistillationLossConfig:
 class DINODistillationLossConfig:
     """``dino_distillation_loss``: the teacher's softmax over prototypes, predicted for crops of the same image."""
 
+    teacher: str = ""
+    """Weights that hold a head of prototypes, by a name of docs/weights.md: a run of DINO, a checkpoint of DINO's or
+    DINOv2's training; empty: the model under DISTILLATION."""
     teacher_num_crops: int = number(2, least=1, most=1000)
     """First crops of an image, which the teacher sees."""
     student_num_crops: int | None = None
@@ -59,6 +63,11 @@ class DINODistillationLossConfig:
     """Divides the teacher's scores before the softmax."""
     student_temperature: float = number(0.1, least=1e-4)
     """Divides the student's."""
+    ema_center: float | None = number(None, least=0, most=1)
+    """Weight of the past in the running mean of the teacher's scores, which is subtracted from them: DINO has 0.9;
+    null: nothing is."""
+    output_dim: int | None = None
+    """Prototypes; null: from the head, which also wins over a different number."""
     swapped_assignment: bool = False
     """A crop of the teacher's is a target for all crops but itself; else for itself and those the teacher does not
     see."""
@@ -169,7 +178,7 @@ class DistillationSpec(MethodSpec):
         "ibot_distillation_loss": IBOTDistillationLossConfig,
         "swav_distillation_loss": SwAVDistillationLossConfig,
     }
-    shape_keys = ("num_prototypes", "embedding_dim", "queue_length")
+    shape_keys = ("num_prototypes", "embedding_dim", "queue_length", "output_dim")
     teacher_keys = {  # not ibot_distillation_loss: its teacher scores the patches that are masked in an epoch
         "distillation_loss": (),
         "dino_distillation_loss": ("teacher_num_crops",),
@@ -183,7 +192,15 @@ class DistillationSpec(MethodSpec):
 
     def takes_other_model(self, cfg: RunConfig) -> bool:
         """Check whether no run folder is named, so that the teacher is another model."""
-        return not getattr(loss_keys(cfg), "teacher", "")
+        return cfg.LOSS["name"] != "distillation_loss" or not loss_keys(cfg).teacher
+
+    def teacher_weights(self, cfg: RunConfig) -> str:
+        """Return the key ``teacher`` of ``dino_distillation_loss``."""
+        return str(loss_keys(cfg).teacher) if cfg.LOSS["name"] == "dino_distillation_loss" else ""
+
+    def teacher_head(self, cfg: RunConfig) -> list[Any] | None:
+        """Return None: the head of prototypes that the weights hold."""
+        return None
 
     def inferred(self, cfg: RunConfig) -> dict[str, tuple[Any, str]]:
         """Infer the number of crops; sizes of the teacher's head and of the queue."""
@@ -193,7 +210,9 @@ class DistillationSpec(MethodSpec):
         crops = {"student_num_crops": (sum(counts) if counts else 1, "transforms")}
         if cfg.LOSS["name"] == "ibot_distillation_loss":
             return {**crops, "num_global_crops": (counts[0] if counts else None, "transforms")}
-        return crops if cfg.LOSS["name"] == "dino_distillation_loss" else {}
+        if cfg.LOSS["name"] == "dino_distillation_loss":
+            return {**crops, "output_dim": (_num_scores(cfg), "head")}
+        return {}
 
     def problems(self, cfg: RunConfig, decided: Decisions) -> list[Problem]:
         """Check for one head, a teacher that is there, labels where they count, crops for the teacher."""
@@ -225,6 +244,13 @@ class DistillationSpec(MethodSpec):
             fix = "Write config.DATA.TRAIN.LABEL_TYPE=standard."
             found.append(Problem("config.DATA.TRAIN.LABEL_TYPE", cfg.DATA.TRAIN.LABEL_TYPE, must, fix))
         return found
+
+
+def _num_scores(cfg: RunConfig) -> int | None:
+    """Return how many scores the student's head gives; None where it does not say."""
+    options = next((options for _, options in heads_of(cfg)), {})
+    sizes = options.get("num_clusters") or options.get("dims")
+    return sizes[-1] if isinstance(sizes, Sequence) and sizes else None
 
 
 def _swav_sizes(cfg: RunConfig) -> dict[str, tuple[Any, str]]:

@@ -97,7 +97,7 @@ class FeatureDistillationSpec(MethodSpec):
         name: str = loss_keys(cfg).teacher
         return str(teacher_folder(name)) if name == "digits" else name
 
-    def teacher_head(self, cfg: RunConfig) -> list[Any]:
+    def teacher_head(self, cfg: RunConfig) -> list[Any] | None:
         """Return one that gives the maps too, where they count."""
         return [["feature_maps", {}]] if loss_keys(cfg).dense_weight else super().teacher_head(cfg)
 

@@ -61,8 +61,8 @@ class MethodSpec:
         """Name the weights whose network is the teacher; empty: it is made otherwise."""
         return ""
 
-    def teacher_head(self, cfg: RunConfig) -> list[Any]:
-        """Return HEAD.PARAMS of such a teacher: its features as they are."""
+    def teacher_head(self, cfg: RunConfig) -> list[Any] | None:
+        """Return HEAD.PARAMS of such a teacher: its features as they are. None: its prototypes."""
         return [["identity", {}]]
 
     def problems(self, cfg: RunConfig, decided: Decisions) -> list[Problem]:

@@ -412,6 +412,8 @@ def build_model(model_config: ModelConfig | TeacherModel, num_classes: int = 0) 
         torch.manual_seed(_CONSTRUCTION_SEED)
         trunk = build_trunk(model_config.TRUNK)
         _see_as(trunk, model_config.INPUT_TYPE, model_config.TRUNK.NAME)
+        if channels := getattr(model_config, "IN_CHANNELS", None):
+            _see_channels(trunk, channels, model_config.TRUNK.NAME)
         if isinstance(model_config, ModelConfig) and model_config.LORA.USE_LORA:
             from vissl_zero.models.lora import adapt_  # peft takes seconds to import, and may not be installed
 
@@ -459,6 +461,20 @@ def _see_as(trunk: nn.Module, input_type: str, name: str) -> None:
         first = stem[0]
         stem[0] = nn.Conv2d(1, first.out_channels, first.kernel_size, first.stride, first.padding, bias=False)
         trunk.register_forward_pre_hook(lambda _, args: ([x[:, :1] for x in args[0]], *args[1:]))
+
+
+def _see_channels(trunk: nn.Module, channels: int, name: str) -> None:
+    """Replace a trunk's first convolution, of three channels, by one of ``channels``. In place. Raises ConfigError."""
+    if channels == 3:
+        return
+    for path, first in trunk.named_modules():
+        if isinstance(first, nn.Conv2d) and first.in_channels == 3 and first.groups == 1:
+            shape = (channels, first.out_channels, first.kernel_size, first.stride, first.padding, first.dilation)
+            parent, _, own_name = path.rpartition(".")
+            setattr(trunk.get_submodule(parent), own_name, nn.Conv2d(*shape, bias=first.bias is not None))  # type: ignore[arg-type]
+            return
+    must = f"must begin with a convolution of three channels, which can be made one of {channels}"
+    raise ConfigError([Problem("config.MODEL.TRUNK.NAME", name, must, "Write another trunk, such as resnet.")])
 
 
 def build_trunk(trunk_config: Trunk) -> nn.Module:

@@ -194,6 +194,10 @@ def _our_name(name: str) -> str | None:
         return plain
     if match := re.fullmatch(r"(?:head\.)?fc\.(weight|bias)", plain):
         return f"{_OUR_CLASSIFIER}.{match[1]}"
+    if match := re.fullmatch(r"(?:dino_)?head\.mlp\.(\d+\..+)", plain):  # of DINO's and DINOv2's training
+        return f"heads.0.mlp.{match[1]}"
+    if match := re.fullmatch(r"(?:dino_)?head\.last_layer\.(weight_[gv])", plain):
+        return f"heads.0.prototypes0.{match[1]}"
     for pattern, replacement in _TO_OURS:
         if match := re.fullmatch(pattern, plain):
             inner = match.expand(replacement) if replacement else _our_block(match.groupdict())

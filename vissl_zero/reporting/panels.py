@@ -360,8 +360,12 @@ def original(source: Source, index: int) -> np.ndarray | None:
 
 
 def denormalized(image: Tensor, mean: Sequence[float], std: Sequence[float]) -> np.ndarray:
-    """Undo the normalization of a tensor (3, h, w), per channel, and return a picture (h, w, 3) uint8."""
+    """Undo the normalization of a tensor (C, h, w), per channel, and return a picture (h, w, 3) uint8.
+
+    Of images of other channels than red, green and blue the first is shown, in gray.
+    """
     picture = image.double().numpy().transpose(1, 2, 0) * np.array(std) + np.array(mean)
+    picture = picture if picture.shape[2] == 3 else picture[..., :1].repeat(3, axis=2)
     return np.rint(picture.clip(0, 1) * 255).astype(np.uint8)
 
 

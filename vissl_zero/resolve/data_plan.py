@@ -22,6 +22,7 @@ from vissl_zero.config.programs import RETRIEVAL
 from vissl_zero.config.run_config import RunConfig
 from vissl_zero.errors import ConfigError, Problem, did_you_mean
 from vissl_zero.registry import DATA_SOURCES, TRANSFORMS
+from vissl_zero.resolve.channels import RGB, channels
 from vissl_zero.resolve.fast_forms import fast_backend
 from vissl_zero.resolve.other_files import endings_in, held
 from vissl_zero.vissl.programs import SEGMENTATION
@@ -192,12 +193,14 @@ def _multiples(size: int, side: int) -> str:
 def transforms(cfg: RunConfig, decided: Decisions) -> list[Problem]:
     """Check that every transform is ours, torchvision's or registered."""
     problems: list[Problem] = []
-    for name, split in splits(cfg).items():
-        problems += _unknown_transforms(split.TRANSFORMS, f"config.DATA.{name}.TRANSFORMS")
+    # Those of TEST also where it names no source: TRAIN's images are evaluated by them.
+    for name, split in (("TRAIN", cfg.DATA.TRAIN), ("TEST", cfg.DATA.TEST)):
+        key = f"config.DATA.{name}.TRANSFORMS"
+        problems += _unknown_transforms(split.TRANSFORMS, key, cfg.DATA.IN_CHANNELS)
     return problems
 
 
-def _unknown_transforms(entries: list[object], key: str) -> list[Problem]:
+def _unknown_transforms(entries: list[object], key: str, count: int) -> list[Problem]:
     problems: list[Problem] = []
     for entry in entries:
         if not isinstance(entry, Mapping) or "name" not in entry:
@@ -211,14 +214,14 @@ def _unknown_transforms(entries: list[object], key: str) -> list[Problem]:
             )
             problems.append(Problem(key, repr(name), "must name known transforms", fix))
         if name in _SHAPES:
-            problems += _SHAPES[name](entry, f"{key}.{name}")
+            problems += _SHAPES[name](entry, f"{key}.{name}", count)
         for value in entry.values():
             if isinstance(value, list) and value and all(isinstance(v, Mapping) and "name" in v for v in value):
-                problems += _unknown_transforms(list(value), key)
+                problems += _unknown_transforms(list(value), key, count)
     return problems
 
 
-def _multi_crop(entry: Mapping[str, object], key: str) -> list[Problem]:
+def _multi_crop(entry: Mapping[str, object], key: str, _: int) -> list[Problem]:
     """Check for a number, a size and two scales for each kind of crop."""
     counts, sizes, scales = (entry.get(name) for name in ("num_crops", "size_crops", "crop_scales"))
     if not (_are_counts(counts) and _are_counts(sizes)):
@@ -239,15 +242,19 @@ def _is_pair(pair: object) -> bool:
     return is_pair and 0 < pair[0] <= pair[1]  # type: ignore[index]
 
 
-def _normalize(entry: Mapping[str, object], key: str) -> list[Problem]:
-    """Check for one number per channel of an RGB image, or one for all; a deviation is above 0."""
+def _normalize(entry: Mapping[str, object], key: str, count: int) -> list[Problem]:
+    """Check for one number per channel of an image, or one for all; a deviation is above 0."""
+    which = "3 numbers, one for each of red, green and blue" if count == RGB else f"{count} numbers, one a channel"
+    example = ", ".join(["0.5"] * min(count, RGB)) + (", ..." if count > RGB else "")
     problems = []
     for name in ("mean", "std"):
         values = entry.get(name)
-        is_list = isinstance(values, list) and len(values) in (1, 3) and all(type(v) in (int, float) for v in values)
+        is_list = (
+            isinstance(values, list) and len(values) in (1, count) and all(type(v) in (int, float) for v in values)
+        )
         if not is_list or (name == "std" and not all(value > 0 for value in values)):  # type: ignore[attr-defined]
-            must = "must be 3 numbers, one for each of red, green and blue" + (", above 0" if name == "std" else "")
-            problems.append(Problem(f"{key}.{name}", str(values), must, f"Write {name}: [0.5, 0.5, 0.5], for example."))
+            must = f"must be {which}" + (", above 0" if name == "std" else "")
+            problems.append(Problem(f"{key}.{name}", str(values), must, f"Write {name}: [{example}], for example."))
     return problems
 
 
@@ -300,12 +307,14 @@ def paths(cfg: RunConfig, decided: Decisions) -> list[Problem]:
             fix = f"Write {key}=[/path/to/images]."
             problems.append(Problem(key, "[]", "must name a folder with images", fix))
         problems += [
-            problem for path in split.DATA_PATHS if not is_elsewhere and (problem := _path_problem(key, Path(path)))
+            problem
+            for path in split.DATA_PATHS
+            if not is_elsewhere and (problem := _path_problem(key, Path(path), endings_of(cfg)))
         ]
     return problems
 
 
-def _path_problem(key: str, path: Path) -> Problem | None:
+def _path_problem(key: str, path: Path, endings: tuple[str, ...]) -> Problem | None:
     if "\0" in str(path):
         return Problem(
             key, repr(str(path)), "must name a folder, and a path cannot contain a zero byte", "Correct the path."
@@ -316,12 +325,12 @@ def _path_problem(key: str, path: Path) -> Problem | None:
         fix = f"Name the folder that holds it: {path.parent}."
         return Problem(key, repr(str(path)), "must name a folder, not a file", fix)
     try:
-        is_empty = next(image_files(path), None) is None
+        is_empty = next(image_files(path, endings), None) is None
     except OSError as error:
         fix = f"Make it readable ({error.strerror}: {error.filename})."
         return Problem(key, repr(str(path)), "must name a folder that can be listed", fix)
     if is_empty:
-        fix = f"Put images there ({', '.join(EXTENSIONS)}), or name another folder.{held(endings_in(path))}"
+        fix = f"Put images there ({', '.join(endings)}), or name another folder.{held(endings_in(path))}"
         return Problem(key, repr(str(path)), "must name a folder that holds images", fix)
     return None
 
@@ -351,39 +360,47 @@ def _missing_part(path: Path) -> tuple[Path, str]:
     return existing, path.absolute().relative_to(existing).parts[0]
 
 
-def image_files(folder: str | os.PathLike[str]) -> Iterator[str]:
+def endings_of(cfg: RunConfig) -> tuple[str, ...]:
+    """Return the endings of image files; arrays are images where they may have any channels."""
+    return EXTENSIONS if cfg.DATA.IN_CHANNELS == RGB else (*EXTENSIONS, ".npy")
+
+
+def image_files(folder: str | os.PathLike[str], endings: tuple[str, ...] = EXTENSIONS) -> Iterator[str]:
     """Yield the images in a folder and below it, hidden ones left out, in no order; lists as it goes.
 
     A folder counts once in each folder of the first level (a class may be a link to another), so that links end.
     """
     top = os.stat(folder)  # noqa: PTH116 - may be bytes of any encoding
-    yield from _below(folder, None, {(top.st_dev, top.st_ino)})
+    yield from _below(folder, None, {(top.st_dev, top.st_ino)}, endings)
 
 
 def _below(
-    folder: str | os.PathLike[str], seen: set[tuple[int, int]] | None, top: set[tuple[int, int]]
+    folder: str | os.PathLike[str],
+    seen: set[tuple[int, int]] | None,
+    top: set[tuple[int, int]],
+    endings: tuple[str, ...],
 ) -> Iterator[str]:
     with os.scandir(folder) as entries:
         for entry in entries:
             if entry.name.startswith("."):
                 continue
-            if entry.name.lower().endswith(EXTENSIONS) and entry.is_file():
+            if entry.name.lower().endswith(endings) and entry.is_file():
                 yield entry.path
             elif entry.is_dir():
                 within, facts = set(top) if seen is None else seen, entry.stat()
                 if (inode := (facts.st_dev, facts.st_ino)) not in within:
                     within.add(inode)
-                    yield from _below(entry.path, within, top)
+                    yield from _below(entry.path, within, top, endings)
 
 
-def num_images(name: str, split: Split, most: int) -> int | None:
+def num_images(name: str, split: Split, most: int, endings: tuple[str, ...] = EXTENSIONS) -> int | None:
     """Count the images of a split, up to ``most``; None if that cannot be told without opening the source."""
     source = split.DATA_SOURCES[0] if len(split.DATA_SOURCES) == 1 else ""
     if source == "digits":
         count = NUM_DIGITS[name]
     elif source == "disk_folder":
         try:
-            count = sum(1 for path in split.DATA_PATHS for _ in islice(image_files(path), most))
+            count = sum(1 for path in split.DATA_PATHS for _ in islice(image_files(path, endings), most))
         except OSError:
             return None
     else:
@@ -395,7 +412,7 @@ def enough(cfg: RunConfig, decided: Decisions) -> Problem | None:
     """Check that every process has an image, and an epoch a step."""
     train, world_size = cfg.DATA.TRAIN, decided.world_size
     step = decided.micro_batch * max(1, cfg.ZERO.gradient_accumulation_steps)
-    count = num_images("TRAIN", train, max(world_size, step))
+    count = num_images("TRAIN", train, max(world_size, step), endings_of(cfg))
     if not count:
         return None  # no path, an unknown source: other rules speak
     if count < world_size:
@@ -457,5 +474,5 @@ _MIXABLE = {
 }
 DATA_RULES = (
     *(mixing, sources, datasets, same_origin, image_size, whole_patches, labels, transforms),
-    *(fast_backend, paths, enough),
+    *(fast_backend, channels, paths, enough),
 )

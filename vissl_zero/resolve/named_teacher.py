@@ -40,19 +40,27 @@ def with_named_teacher(cfg: RunConfig) -> RunConfig:
     if saved is not None and (saved["MODEL"].get("LORA") or {}).get("USE_LORA"):
         fix = "Give its merged weights: vissl-zero export <run> --to safetensors."
         raise ConfigError([Problem(key, name, "must not be a run with LoRA, whose weights are in two parts", fix)])
-    run = run_in_subprocess(_teacher, name, saved)
+    head = spec.teacher_head(cfg)
+    run = run_in_subprocess(_teacher, name, saved, head is None)
+    head = head or run["score_head"]
+    if head is None:
+        must = "must be weights that hold a head of prototypes, as those of DINO's training do"
+        fix = "Write config.LOSS.name=feature_distillation_loss, which learns from features alone."
+        raise ConfigError([Problem(key, name, must, fix)])
     mean, std = normalization(run["DATA"]["TRAIN"]["TRANSFORMS"])
-    filled = replace(
-        keys,
-        teacher=name,
-        embedding_dim=run["feature_dim"],
-        teacher_mean=mean if keys.teacher_mean is None else keys.teacher_mean,
-        teacher_std=std if keys.teacher_std is None else keys.teacher_std,
-    )
-    heads = [_with_last(head, run["feature_dim"]) for head in cfg.MODEL.HEAD.PARAMS]
+    if not hasattr(keys, "teacher_mean"):
+        _require_normalization(cfg, mean, std)
+    width = run["feature_dim"] if spec.teacher_head(cfg) else _num_scores(head)
+    told = {
+        "embedding_dim": run["feature_dim"],
+        "teacher_mean": mean if getattr(keys, "teacher_mean", None) is None else keys.teacher_mean,
+        "teacher_std": std if getattr(keys, "teacher_std", None) is None else keys.teacher_std,
+    }
+    filled = replace(keys, teacher=name, **{key: value for key, value in told.items() if hasattr(keys, key)})
+    heads = [_with_last(head, width) for head in cfg.MODEL.HEAD.PARAMS]
     teacher = TeacherModel(
         TRUNK=trunk_of(Trunk(), run["MODEL"]["TRUNK"]),
-        HEAD=Head(PARAMS=spec.teacher_head(cfg)),
+        HEAD=Head(PARAMS=head),
         WEIGHTS_INIT=WeightsInit(PARAMS_FILE=name),
     )
     return replace(
@@ -63,15 +71,31 @@ def with_named_teacher(cfg: RunConfig) -> RunConfig:
     )
 
 
-def _teacher(name: str, saved: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """Recognize the network of a teacher, and count its features; imports torch."""
-    teacher: Mapping[str, Any] = WEIGHTS_READERS.get("teacher").build(name, saved)
+def _teacher(name: str, saved: Mapping[str, Any] | None, wants_scores: bool) -> Mapping[str, Any]:
+    """Recognize the network of a teacher, count its features, find its head of prototypes; imports torch."""
+    teacher: Mapping[str, Any] = WEIGHTS_READERS.get("teacher").build(name, saved, wants_scores)
     return teacher
 
 
+def _num_scores(head: list[Any]) -> int:
+    return int(head[0][1]["num_clusters"][0])
+
+
+def _require_normalization(cfg: RunConfig, mean: Any, std: Any) -> None:
+    """Raise ConfigError where student and teacher, who see the same tensors, need other ones."""
+    own = normalization(cfg.DATA.TRAIN.TRANSFORMS)
+    if [list(values) for values in own] != [list(mean), list(std)]:
+        must = f"must normalize as the teacher's weights expect, by mean {list(mean)} and std {list(std)}"
+        fix = "Correct Normalize, or add it after ToTensor."
+        got = f"mean {list(own[0])} and std {list(own[1])}"
+        raise ConfigError([Problem("config.DATA.TRAIN.TRANSFORMS", got, must, fix)])
+
+
 def _with_last(head: Any, width: int) -> Any:
-    """Set the last of a head's dims, where it is -1, to the teacher's width."""
+    """Set the last of a head's dims, or its prototypes, where it is -1, to the teacher's number."""
     is_named = isinstance(head, Sequence) and len(head) == 2 and isinstance(head[1], Mapping)
+    if is_named and head[1].get("num_clusters") == [-1]:
+        return [head[0], {**head[1], "num_clusters": [width]}]
     dims = head[1].get("dims") if is_named else None
     if not isinstance(dims, Sequence) or len(dims) < 2 or dims[-1] != -1:
         return head

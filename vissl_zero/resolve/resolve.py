@@ -20,6 +20,7 @@ from vissl_zero.config.run_config import RunConfig
 from vissl_zero.config.weights_name import absolute
 from vissl_zero.errors import ConfigError, Problem
 from vissl_zero.registry import load_plugins
+from vissl_zero.resolve.channels import with_channels
 from vissl_zero.resolve.components import (
     as_teacher,
     head_options,
@@ -100,7 +101,7 @@ def resolve(
         raise ConfigError([problem])
     if tests_alone(cfg):
         notes = (*notes, "TEST's images alone are measured: config.DATA.TRAIN names none, so there is no kNN.")
-    cfg = with_named_teacher(with_image_size(with_run_of_weights(without_training(cfg))))
+    cfg = with_named_teacher(with_channels(with_image_size(with_run_of_weights(without_training(cfg)))))
     decided = Decisions(cfg, host or _host(cfg))
     # Modules that cannot be imported are problems only beside others, which they may explain; else they are notes.
     if all_problems := problems(decided):

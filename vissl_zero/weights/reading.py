@@ -15,6 +15,7 @@ from vissl_zero.config.blocks.model_and_loss import Trunk
 from vissl_zero.config.components.trunks import TRUNK_BLOCKS
 from vissl_zero.errors import CheckpointError
 from vissl_zero.models.model import build_trunk
+from vissl_zero.models.weight_names import to_our_names
 from vissl_zero.registry import WEIGHTS_READERS
 from vissl_zero.resolve.components import trunk_of, trunk_options
 from vissl_zero.weights.recognition import Recognized, recognize
@@ -51,21 +52,52 @@ def network_of(name: str, key: str = "") -> dict[str, Any]:
 
 
 @WEIGHTS_READERS.register("teacher")
-def teacher_of(name: str, saved: Mapping[str, Any] | None) -> dict[str, Any]:
+def teacher_of(name: str, saved: Mapping[str, Any] | None, wants_scores: bool = False) -> dict[str, Any]:
     """Describe the network of weights as ``network_of``, and count its features (``feature_dim``).
 
     Args:
-        name: see ``find``.
+        name: as for ``find``.
         saved: the configuration of the run that the weights are of; None: they are recognized.
+        wants_scores: also find their head of prototypes (``score_head``, as HEAD.PARAMS; None without one).
     Raises:
         CheckpointError, ConfigError: as ``find``, or the trunk cannot be built.
     """
-    run = dict(saved or network_of(name))
+    head = None
+    if saved is not None:
+        run, head = dict(saved), saved_score_head(saved["MODEL"]) if wants_scores else None
+    else:
+        found = find(name)
+        run, head = as_run(found.network), score_head_of(found.weights) if wants_scores else None
     trunk = trunk_of(Trunk(), run["MODEL"]["TRUNK"])
     if trunk.NAME not in TRUNK_BLOCKS:
         trunk = replace(trunk, PARAMS=trunk_options(trunk))
     with torch.device("meta"):
-        return {**run, "feature_dim": int(build_trunk(trunk).feature_dim)}  # type: ignore[arg-type]
+        feature_dim = int(build_trunk(trunk).feature_dim)  # type: ignore[arg-type]
+    return {**run, "feature_dim": feature_dim, "score_head": head}
+
+
+def saved_score_head(model: Mapping[str, Any]) -> list[Any] | None:
+    """Return HEAD.PARAMS of a run's head of prototypes for whole images; None where it has no such head."""
+    heads: list[Any] = model["HEAD"]["PARAMS"]
+    name, keys = heads[0] if heads else ("", {})
+    if name in ("swav_head", "dino_head") and len(keys["num_clusters"]) == 1:
+        return [[name, dict(keys)]]
+    if name == "ibot_dino_head":  # a dino_head with further prototypes, for patches
+        sizes = ("in_dim", "normalize_last_layer", "num_layers", "hidden_dim", "bottleneck_dim")
+        return [["dino_head", {**{key: keys[key] for key in sizes}, "num_clusters": [keys["out_dim"]]}]]
+    return None
+
+
+def score_head_of(weights: Foreign) -> list[Any] | None:
+    """Return HEAD.PARAMS of the head that DINO and DINOv2 train with, by the shapes of its tensors; None if absent."""
+    shapes = {entry.key: entry.shape for entry in weights.entries}
+    names = {ours: shapes[theirs] for ours, theirs in to_our_names(shapes).names.items() if ours.startswith("heads.0.")}
+    prototypes, first = names.get("heads.0.prototypes0.weight_v"), names.get("heads.0.mlp.0.weight")
+    if prototypes is None or first is None:
+        return None
+    num_layers = sum(name.startswith("heads.0.mlp.") and len(shape) == 2 for name, shape in names.items())
+    sizes = {"in_dim": first[1], "hidden_dim": first[0], "bottleneck_dim": prototypes[1], "num_layers": num_layers}
+    return [["dino_head", {**sizes, "num_clusters": [prototypes[0]], "use_bn": "heads.0.mlp.1.running_mean" in names}]]
 
 
 def as_run(network: Recognized) -> dict[str, Any]:

@@ -120,6 +120,9 @@ class Data:
     """What is evaluated on; without a source, part of TRAIN."""
     IMG_SIZE: int | None = number(None, least=1, most=65536)
     """Side in pixels of the largest training crop: all sizes in TRANSFORMS are scaled with it; null: as written."""
+    IN_CHANNELS: int = number(3, least=1, most=1024)
+    """Channels of the images. 3: RGB of 8 bits; any other number: gray of 16 bits, files of several
+    channels or pages, and arrays, at full precision, for transforms that move pixels."""
     AUGMENTATION_PERIOD: int | None = number(None, least=1)
     """Epochs after which the random crops and colors of each training image repeat; 1: every epoch shows the same;
     null: they never repeat."""

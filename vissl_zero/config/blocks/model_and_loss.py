@@ -302,6 +302,8 @@ class ModelConfig:
     INPUT_TYPE: str = choice("rgb", "rgb", "bgr", "lab")
     """What the trunk sees of the tensors that the transforms make: rgb, all; bgr, their channels in the other order
     (resnet, regnet); lab, the first channel of Lab tensors, the lightness (resnet, alexnet_colorization)."""
+    IN_CHANNELS: int | None = number(None, least=1, most=1024)
+    """Channels that the trunk's first layer sees; null: those of DATA.IN_CHANNELS, which a run notes here."""
     TRUNK: Trunk = field(default_factory=Trunk)
     """From images to features."""
     HEAD: Head = field(default_factory=Head)

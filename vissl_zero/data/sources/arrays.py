@@ -19,6 +19,8 @@ from vissl_zero.registry import DATA_SOURCES
 class NpyArrays:
     """``.npy`` files of pixels: uint8 of (N, H, W), gray, or (N, H, W, C) with 1 or 3 channels.
 
+    Under another DATA.IN_CHANNELS: (N, H, W), (N, H, W, C) or (N, C, H, W) of uint8, uint16 or floating point.
+
     Several files are joined, in the order of DATA_PATHS. Labels come from LABEL_SOURCES: [disk_filelist] and
     LABEL_PATHS. Workers share the memory of one file.
 
@@ -33,7 +35,8 @@ class NpyArrays:
         if not request.paths:
             raise DataError(f"npy needs arrays of images: set {key}=[<images.npy>].")
         self._paths = tuple(request.paths)
-        self._arrays = [_mapped(path, key) for path in self._paths]
+        self._is_rgb = request.decoder.channels == 3
+        self._arrays = [_mapped(path, key, self._is_rgb) for path in self._paths]
         self._starts = np.cumsum([0, *map(len, self._arrays)])
 
     def __getstate__(self) -> Mapping[str, Any]:
@@ -43,15 +46,21 @@ class NpyArrays:
         return int(self._starts[-1])
 
     def image(self, index: int) -> Image.Image:
-        """Copy an image out of its file. Raises BrokenImageError where the file has changed."""
+        """Copy an RGB image out of its file. Raises BrokenImageError where the file has changed, or has no colors."""
+        pixels = self.array(index)
+        if pixels.dtype != np.uint8 or pixels.shape[2:] not in ((), (1,), (3,)):
+            raise BrokenImageError(self.name(index), f"it is {pixels.dtype} of {pixels.shape}, and no picture")
+        return rgb_image(pixels)
+
+    def array(self, index: int) -> np.ndarray:
+        """Copy the values of an image. Raises BrokenImageError where the file has changed."""
         at, row = self._place(index)
         try:
             if not self._arrays:
-                self._arrays = [_mapped(path, "the path") for path in self._paths]
-            pixels = np.array(self._arrays[at][row])
+                self._arrays = [_mapped(path, "the path", self._is_rgb) for path in self._paths]
+            return np.array(self._arrays[at][row])
         except (DataError, IndexError) as error:
             raise BrokenImageError(self.name(index), "its file has changed since the start") from error
-        return rgb_image(pixels)
 
     def label(self, index: int) -> int | None:
         """Return None: LABEL_PATHS has the labels."""
@@ -81,7 +90,7 @@ def check_pixels(dtype: np.dtype[Any], shape: tuple[int, ...], name: str) -> Non
         raise DataError(f"{name} is empty: its shape is {shape}.")
 
 
-def _mapped(path: str, key: str) -> np.ndarray:
+def _mapped(path: str, key: str, is_rgb: bool) -> np.ndarray:
     if not Path(path).is_file():  # a pipe would block for ever
         raise DataError(f"The array of images {path} is not a file. Correct {key}.")
     try:
@@ -91,5 +100,9 @@ def _mapped(path: str, key: str) -> np.ndarray:
         raise DataError(f"The array of images {path} cannot be read ({reason}). Write it with numpy.save.") from error
     if not isinstance(array, np.ndarray):
         raise DataError(f"{path} is an archive of arrays. Name a .npy file with one array.")
-    check_pixels(array.dtype, array.shape, path)
+    if is_rgb:
+        check_pixels(array.dtype, array.shape, path)
+    elif array.ndim not in (3, 4) or 0 in array.shape:
+        must = "(N, H, W), (N, H, W, C) or (N, C, H, W)"
+        raise DataError(f"{path} must hold images as {must}, not {array.shape}. Convert it.")
     return array

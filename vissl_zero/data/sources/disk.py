@@ -47,7 +47,8 @@ class DiskFolder(EncodedSource):
         others, key = Counter[str](), f"config.DATA.{request.split}.DATA_PATHS"
         files, seen = _Files(), dict[str | None, int]()  # class or None -> its number in order of appearance
         of_image = array("i")
-        for name, file in (image for path in request.paths for image in images_below(Path(path), key, others)):
+        endings = request.decoder.endings
+        for name, file in (image for path in request.paths for image in images_below(Path(path), key, others, endings)):
             files.add(file)
             of_image.append(seen.setdefault(name, len(seen)))
         classes = sorted(name for name in seen if name is not None) if None not in seen else []
@@ -101,13 +102,16 @@ class _Files:
         return np.concatenate([*self._parts, np.array(self._newest, np.bytes_)])
 
 
-def images_below(root: Path, key: str, others: Counter[str] | None = None) -> Iterator[tuple[str | None, str]]:
+def images_below(
+    root: Path, key: str, others: Counter[str] | None = None, endings: tuple[str, ...] = EXTENSIONS
+) -> Iterator[tuple[str | None, str]]:
     """Yield class name (None without labels) and path of every image beneath ``root``, sorted.
 
     Args:
         root: a folder with class folders, or with images.
         key: the configuration key that named it, for messages.
         others: pictures that are not read are added to it, by their ending.
+        endings: endings of images.
     Raises:
         DataError: ``root`` is missing, is not a folder, cannot be read or holds no image.
     """
@@ -117,13 +121,13 @@ def images_below(root: Path, key: str, others: Counter[str] | None = None) -> It
     work, number = SlowProgress(logger.warning), 0
     others = Counter() if others is None else others
     try:
-        children = _children(root)
+        children = _children(root, endings)
         flat = any(isinstance(child, str) for child in children)
         top = identity(root.stat())
         seen = {top}
         for child in children:
             name = None if flat or isinstance(child, str) else child.name
-            for file in _beneath(root, child, seen if flat else {top}, others):
+            for file in _beneath(root, child, seen if flat else {top}, others, endings):
                 number += 1
                 if number % _PER_PART == 0:
                     work.update(f"Listing {printable(root)}: {number:,} images")
@@ -133,7 +137,7 @@ def images_below(root: Path, key: str, others: Counter[str] | None = None) -> It
             f"The data path {error.filename or root} cannot be listed: {error.strerror}. Correct {key}."
         ) from error
     if not number:
-        raise DataError(_nothing_in(root, key))
+        raise DataError(_nothing_in(root, key, endings))
 
 
 def _visible(folder: str | os.PathLike[str]) -> Iterator[os.DirEntry[str]]:
@@ -141,14 +145,14 @@ def _visible(folder: str | os.PathLike[str]) -> Iterator[os.DirEntry[str]]:
         yield from (entry for entry in entries if not entry.name.startswith("."))
 
 
-def _is_image(entry: os.DirEntry[str]) -> bool:
+def _is_image(entry: os.DirEntry[str], endings: tuple[str, ...]) -> bool:
     # is_file: a named pipe called x.jpg would block the reader for ever.
-    return entry.name.lower().endswith(EXTENSIONS) and entry.is_file()
+    return entry.name.lower().endswith(endings) and entry.is_file()
 
 
-def _children(folder: str | os.PathLike[str]) -> list[str | os.DirEntry[str]]:
+def _children(folder: str | os.PathLike[str], endings: tuple[str, ...]) -> list[str | os.DirEntry[str]]:
     """List what is visible in a folder, sorted by name: images, perhaps a million, by name alone, the rest by entry."""
-    found = [entry.name if _is_image(entry) else entry for entry in _visible(folder)]
+    found = [entry.name if _is_image(entry, endings) else entry for entry in _visible(folder)]
     return sorted(found, key=lambda child: child if isinstance(child, str) else child.name)
 
 
@@ -157,6 +161,7 @@ def _beneath(
     child: str | os.DirEntry[str],
     seen: set[tuple[int, int]],
     others: Counter[str],
+    endings: tuple[str, ...],
     depth: int = 0,
 ) -> Iterator[str]:
     """Yield the images at or below ``child``, sorted; folders that were seen are passed over, so that links end.
@@ -166,6 +171,7 @@ def _beneath(
         child: an image's name, or an entry of another file or folder.
         seen: device and inode of folders; those found are added.
         others: pictures that are not read are added, by their ending.
+        endings: endings of images.
         depth: depth of the child.
     """
     if isinstance(child, str):
@@ -174,8 +180,8 @@ def _beneath(
         raise OSError(40, "more than 32 folders deep", child.path)
     elif child.is_dir() and (own := identity(child.stat())) not in seen:
         seen.add(own)
-        for below in _children(child.path):
-            yield from _beneath(child.path, below, seen, others, depth + 1)
+        for below in _children(child.path, endings):
+            yield from _beneath(child.path, below, seen, others, endings, depth + 1)
     elif (ending := os.path.splitext(child.name)[1].lower()) in PICTURES:  # noqa: PTH122 - millions of names
         others[ending] += 1
 
@@ -212,10 +218,8 @@ def _left_out(paths: Sequence[str], others: Counter[str], classes: set[str | Non
     return found
 
 
-def _nothing_in(root: Path, key: str) -> str:
-    return (
-        f"The data path {root} holds no image files ({', '.join(EXTENSIONS)}).{held(endings_in(root))} Correct {key}."
-    )
+def _nothing_in(root: Path, key: str, endings: tuple[str, ...]) -> str:
+    return f"The data path {root} holds no image files ({', '.join(endings)}).{held(endings_in(root))} Correct {key}."
 
 
 @DATA_SOURCES.register("disk_filelist")

@@ -1,0 +1,36 @@
+"""Scores of a frozen teacher, centered: DINO's loss with a teacher that stays as it is."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from vissl_zero.methods.dino import DINO
+from vissl_zero.methods.distillation import DINODistillation
+from vissl_zero.methods.swav import SwAVOutput
+
+
+def test_with_a_center_and_other_crops_alone_it_is_dinos_loss():
+    generator = torch.Generator().manual_seed(0)
+
+    def output(rows: int) -> list[Any]:
+        scores = torch.randn(rows, 7, generator=generator, dtype=torch.float64)
+        return [SwAVOutput(scores[:, :3], [scores], None)]
+
+    warm = {"teacher_temp_min": 0.07, "teacher_temp_max": 0.07, "teacher_temp_warmup_iters": 0}
+    dino = DINO(output_dim=7, ema_center=0.6, **warm).double()
+    frozen = DINODistillation(student_num_crops=3, output_dim=7, ema_center=0.6, swapped_assignment=True).double()
+    batch: Any = SimpleNamespace(num_local=4, num_crops=[3])
+    losses = []
+    for step in range(3):
+        student, teacher = output(12), output(8)
+        for method in (dino, frozen):
+            method.on_step(step, 0)
+            losses.append(method(student, batch, teacher).item())
+            method.update_state([method.observe(student, batch, teacher)])
+    assert losses[::2] == pytest.approx(losses[1::2], rel=1e-12)
+    assert frozen.center is not None and frozen.center.mean.abs().max() > 0.01
+    assert frozen.couples_samples and not DINODistillation(3).couples_samples and DINODistillation(3).center is None

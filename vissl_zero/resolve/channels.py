@@ -1,0 +1,79 @@
+"""Images of other channels than red, green and blue: the rules of ``DATA.IN_CHANNELS``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from vissl_zero.config.run_config import RunConfig
+from vissl_zero.errors import Problem
+
+if TYPE_CHECKING:
+    from vissl_zero.resolve.decisions import Decisions
+
+RGB = 3
+KEY = "config.DATA.IN_CHANNELS"
+# Sources of files or arrays, and those that make gray images themselves.
+SOURCES = (
+    *("disk_folder", "disk_filelist", "manifest", "webdataset", "arrow", "parquet", "lmdb", "npy"),
+    *("digits", "synthetic"),
+)
+# Transforms that move or weigh pixels, whatever their channels mean.
+TRANSFORMS_OF_CHANNELS = (
+    *("RandomResizedCrop", "ImgPilToMultiCrop", "ImgReplicatePil", "Resize", "CenterCrop", "RandomCrop"),
+    *("RandomHorizontalFlip", "RandomVerticalFlip", "RandomRotation", "RandomAffine", "RandomErasing"),
+    *("ImgPilGaussianBlur", "RandomApply", "ImgPilMultiCropRandomApply", "ToTensor", "Normalize"),
+)
+_OF_RGB = ("mae_loss", "simmim_loss", "feature_distillation_loss")  # predict or change red, green and blue
+
+
+def with_channels(cfg: RunConfig) -> RunConfig:
+    """Fill in MODEL.IN_CHANNELS of a copy of ``cfg``, so that a saved model knows what it was trained on."""
+    if cfg.DATA.IN_CHANNELS == RGB or cfg.MODEL.IN_CHANNELS is not None:
+        return cfg
+    return replace(cfg, MODEL=replace(cfg.MODEL, IN_CHANNELS=cfg.DATA.IN_CHANNELS))
+
+
+def channels(cfg: RunConfig, decided: Decisions) -> list[Problem]:
+    """Check that sources, transforms, backend, trunk and loss take the channels of the images."""
+    count, model = cfg.DATA.IN_CHANNELS, cfg.MODEL.IN_CHANNELS
+    problems: list[Problem] = []
+    if model is not None and model != count:
+        must = f"must be that of {KEY}, {count}"
+        problems.append(Problem("config.MODEL.IN_CHANNELS", str(model), must, "Leave it out."))
+    if count == RGB:
+        return problems
+    must = f"for images of {count} channels ({KEY})"
+    if cfg.DATA.BACKEND != "pil":
+        problems.append(Problem("config.DATA.BACKEND", cfg.DATA.BACKEND, f"must be pil {must}", "Write pil."))
+    if cfg.MODEL.INPUT_TYPE != "rgb":
+        fix = "Write rgb: the trunk sees all channels."
+        problems.append(Problem("config.MODEL.INPUT_TYPE", cfg.MODEL.INPUT_TYPE, f"must be rgb {must}", fix))
+    if (loss := str(cfg.LOSS.get("name"))) in _OF_RGB:
+        fix = "Write another loss: this one knows red, green and blue alone."
+        problems.append(Problem("config.LOSS.name", loss, f"must be another {must}", fix))
+    for name, split in (("TRAIN", cfg.DATA.TRAIN), ("TEST", cfg.DATA.TEST)):
+        problems += [
+            Problem(f"config.DATA.{name}.DATA_SOURCES", source, f"must be another {must}", f"Write {_listed(SOURCES)}.")
+            for source in split.DATA_SOURCES
+            if source not in SOURCES
+        ]
+        problems += _refused(split.TRANSFORMS, f"config.DATA.{name}.TRANSFORMS", must)
+    return problems
+
+
+def _refused(entries: Sequence[Any], key: str, must: str) -> list[Problem]:
+    problems: list[Problem] = []
+    for entry in entries:
+        if not isinstance(entry, Mapping) or "name" not in entry:
+            continue  # another rule speaks
+        if (name := str(entry["name"])) not in TRANSFORMS_OF_CHANNELS:
+            fix = f"Leave it out. There are: {_listed(TRANSFORMS_OF_CHANNELS)}."
+            problems.append(Problem(key, repr(name), f"must make sense {must}", fix))
+        problems += _refused(entry.get("transforms") or (), key, must)
+    return problems
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names)
