@@ -66,8 +66,14 @@ def command(tmp_path, monkeypatch, capsys):
         (["config=/tmp/recipe.yaml"], "Put it in configs/config/ and write config=recipe."),
         (["config=/tmp/recipe"], "A recipe is named by its path under a folder config/"),
         ([QUICKSTART, "hydra.searchpath=[file:///no]"], "hydra.searchpath: must name folders that exist (got '/no')"),
-        ([QUICKSTART, "config.CHECKPOINT.DIR=file/run"], "file/run: cannot be used (Not a directory). Name another"),
-        ([QUICKSTART, "config.CHECKPOINT.DIR=file"], "file: cannot be used (File exists)."),
+        (
+            [QUICKSTART, "config.CHECKPOINT.DIR=file/run"],
+            "config.CHECKPOINT.DIR: must name a folder, and a file is there (got 'file/run')",
+        ),
+        (
+            [QUICKSTART, "config.CHECKPOINT.DIR=file"],
+            "config.CHECKPOINT.DIR: must name a folder, and a file is there (got 'file')",
+        ),
         ([QUICKSTART, "hydra.job.chdir=true"], "hydra.job.chdir: must be false: the paths of a recipe are relative"),
         ([QUICKSTART, "config.CHECKPOINT.DIR="], "config.CHECKPOINT.DIR: must name a folder (got '')."),
         ([QUICKSTART, "config.CHECKPOINT.ALLOW_CHANGED=[LOS]"], "must name keys or blocks (got 'LOS'). Did you mean"),

@@ -16,6 +16,22 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "UPGRADING.md", *sorted(ROOT.glob("docs/*.md")), *ROOT.glob("docs/tutorials/*.md")]
 
 
+SOURCES = sorted((ROOT / "vissl_zero").rglob("*.py"))
+
+
+def through_lists(source: str) -> list[str]:
+    """List the keys in full that go on behind a list: nobody can write them."""
+    found = []
+    for key in re.findall(r"\bconfig\.([A-Z]\w*(?:\.\w+)*)", source):
+        block: Any = RunConfig()
+        for name in key.split("."):
+            if isinstance(block, list):
+                found.append(f"config.{key}")
+                break
+            block = getattr(block, name, {})
+    return found
+
+
 def unknown(page: str) -> list[str]:
     """List the keys written in full, ``config.A.B``, that no block has."""
     found = []
@@ -40,3 +56,8 @@ def test_named_keys_exist(page):
 
 def test_a_mistyped_key_is_found():
     assert unknown("`config.HOOKS.EVALUATED_MODEL=teacher`") == ["config.HOOKS.EVALUATED_MODEL"]
+
+
+def test_no_message_names_a_key_behind_a_list():
+    assert [key for file in SOURCES for key in through_lists(file.read_text())] == []
+    assert through_lists("config.MODEL.HEAD.PARAMS.mlp.dims") == ["config.MODEL.HEAD.PARAMS.mlp.dims"]

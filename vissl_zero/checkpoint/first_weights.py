@@ -27,7 +27,16 @@ from vissl_zero.resolve.components import saved_config
 from vissl_zero.resolve.resolved import ResolvedRun
 from vissl_zero.terminal import print_line
 
-_CLASSIFIER = re.compile(r"(?:head|heads\.head|head_dist|head\.fc|fc|classifier|last_linear)\.(?:weight|bias)")
+# What public files hold beside the trunk, and why nothing is lost without it.
+_BESIDE_THE_TRUNK = (
+    (
+        r"(?:head|heads\.head|head_dist|head\.fc|fc|classifier(?:\.\d)?|last_linear)\.(?:weight|bias)",
+        "classifier left out",
+    ),
+    (r"(?:.+\.)?(?:mask_token|masked_embed)", "mask token left out, as only methods that mask patches use it"),
+    (r"(?:.+\.)?pooler\..+", "pooler left out, as features are taken before it"),
+    (r"(?:.+\.)?decoder[._].+", "decoder left out, as it is no part of the trunk"),
+)
 COUNTERS = "num_batches_tracked"  # unused where batch norm has a momentum; older files lack it
 
 
@@ -67,10 +76,12 @@ class Match:
         shapes = [
             f"{name} {list(theirs)} in the file, {list(ours)} here" for name, (theirs, ours) in self.other_shape.items()
         ]
-        classifiers = [name for name in self.unknown if _CLASSIFIER.fullmatch(name)]
-        unknown = [name for name in self.unknown if name not in classifiers]
-        if classifiers:  # of the classes that the weights were trained on: nothing is lost without it
-            yield f"classifier left out: {', '.join(classifiers)}"
+        unknown = list(self.unknown)
+        for pattern, reason in _BESIDE_THE_TRUNK:
+            names = [name for name in unknown if re.fullmatch(pattern, name)]
+            unknown = [name for name in unknown if name not in names]
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            yield from [f"{reason}: {', '.join(names[:3])}{more}"] if names else []
         kinds = (
             ("other shape, left out", shapes),
             ("not in the file", [name for name in self.missing if not name.endswith(COUNTERS)]),

@@ -87,7 +87,7 @@ def read_foreign(path: Path, key: str = "") -> Foreign:
     Cost: what carries checksums is read once against them.
     """
     if not path.exists():
-        raise CheckpointError(f"There is no file {path}.")
+        raise CheckpointError(f"There is no file {path}. Correct the path.")
     if is_library_folder(path):
         return _library_folder(path, key)
     foreign = _file_or_ours(path, key)

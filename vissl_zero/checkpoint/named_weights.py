@@ -97,7 +97,7 @@ def _timm(name: str) -> Located:
 
     if not timm.is_model(name.split(".")[0]):
         hint = did_you_mean(name, timm.list_models())
-        raise CheckpointError(f"timm:{name}: timm has no such model.{hint}")
+        raise CheckpointError(f"timm:{name}: timm has no such model.{hint or ' timm.list_models() lists them.'}")
     config = timm.models.get_pretrained_cfg(name)
     if config is None:
         known = timm.list_pretrained(f"{name.split('.')[0]}*")

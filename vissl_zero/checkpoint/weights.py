@@ -22,6 +22,7 @@ from vissl_zero.checkpoint.folder import (
 )
 from vissl_zero.checkpoint.shard_file import ShardFile
 from vissl_zero.errors import CheckpointError
+from vissl_zero.resolve.data_plan import EXTENSIONS, image_files, names_like
 from vissl_zero.resolve.saved import RESOLVED_FILE, read_saved
 
 WEIGHTS_FILE, AVERAGED_WEIGHTS_FILE = "weights.safetensors", "weights_ema.safetensors"
@@ -34,6 +35,7 @@ _PREFIXES = {
     "average": ("average/", _AVERAGED_BUFFERS),
     "teacher": ("teacher/", _TEACHER_BUFFERS),
 }
+_IMAGES_ARE_NAMED = "Images are named after the weights (evaluate, embed), or by config.DATA.TRAIN.DATA_PATHS."
 _MISSING = {
     "average": "no running average. config.HOOKS.EMA_MODEL.SAVE_EMA_MODEL=true keeps one in training",
     "teacher": "no teacher. docs/methods.md says which methods have one",
@@ -158,12 +160,19 @@ def open_store(
     """
     path = Path(path).expanduser()
     if not path.exists() and not path.is_symlink():
-        raise CheckpointError(f"There is no {path}. Give a run folder, a checkpoint folder or a safetensors file.")
+        hint = names_like(path.parent, path.name)
+        raise CheckpointError(
+            f"There is no {path}.{hint} Give a run folder, a checkpoint folder or a safetensors file."
+        )
     if not path.is_dir():
         if is_torch_file(path):
             raise CheckpointError(
                 f"{path} is a file of torch.save. Convert it first: "
                 f"vissl-zero checkpoint import {path} --to weights.safetensors"
+            )
+        if path.suffix.lower() in EXTENSIONS:
+            raise CheckpointError(
+                f"{path} is an image, and weights are wanted here. {_IMAGES_ARE_NAMED} Give a file of weights."
             )
         return _weights_file(path, with_data)
     final = path / WEIGHTS_FILE
@@ -175,10 +184,11 @@ def open_store(
         return newest_checkpoint(path, passed_over, with_data)
     if os.path.lexists(final):
         return _weights_file(final, with_data)
-    raise CheckpointError(
-        f"{path} holds neither checkpoints nor {WEIGHTS_FILE}. Give a run folder, one of its "
-        "checkpoints/step_<steps> folders, or a safetensors file."
-    )
+    what = f"holds images, and weights are wanted here. {_IMAGES_ARE_NAMED}"
+    if next(image_files(path), None) is None:
+        what = f"holds neither checkpoints nor {WEIGHTS_FILE}."
+    fix = "Give a run folder, one of its checkpoints/step_<steps> folders, or a file of weights."
+    raise CheckpointError(f"{path} {what} {fix}")
 
 
 def final_step(run_folder: Path) -> int | None:

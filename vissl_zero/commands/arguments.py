@@ -4,9 +4,24 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from vissl_zero.errors import ConfigError, did_you_mean
+
+
+def output(text: str) -> Path:
+    """Parse the path of what a command writes, for ``add_argument(type=output)``.
+
+    Raises:
+        ConfigError: nothing can be written there, whatever the command computes first.
+    """
+    path = Path(text).expanduser()
+    if not text:
+        raise ConfigError("What is written must have a path, and it is empty. A variable of your shell may be unset.")
+    if file := next((parent for parent in path.parents if parent.exists() and not parent.is_dir()), None):
+        raise ConfigError(f"{text}: must be in a folder, and {file} is a file. Name another place.")
+    return path
 
 
 class CommandParser(argparse.ArgumentParser):

@@ -9,8 +9,8 @@ from pathlib import Path
 from rich.console import Console
 
 from vissl_zero.atomic import replacing
-from vissl_zero.commands.arguments import CommandParser
-from vissl_zero.errors import ConfigError, Problem
+from vissl_zero.commands.arguments import CommandParser, output
+from vissl_zero.errors import ConfigError, Problem, counted
 from vissl_zero.launch.run_list import find_runs
 from vissl_zero.terminal import print_line
 
@@ -27,23 +27,33 @@ def compare(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "folders", nargs="+", metavar="folder", help="of a run, or of several (a sweep); seeds of one recipe are joined"
     )
-    parser.add_argument("--html", metavar="FILE", type=Path, default=Path("comparison.html"), help="page to write")
+    parser.add_argument("--html", metavar="FILE", type=output, default=Path("comparison.html"), help="page to write")
     parser.add_argument("--json", action="store_true", help="print data in place of the table")
     options = parser.parse_args(arguments)
-    folders, out = _runs_of(options.folders), options.html.expanduser()
-    from vissl_zero.reporting.comparison import as_json, differing, grouped, page, read_run, rows_of, text_table
+    folders, out = _runs_of(options.folders), options.html
+    from vissl_zero.reporting.comparison import (
+        as_json,
+        differing,
+        grouped,
+        names_of,
+        page,
+        read_run,
+        rows_of,
+        text_table,
+    )
 
     try:
         runs = [read_run(folder) for folder in folders]
     except (OSError, ValueError) as error:
         raise ConfigError([Problem(_WORD, str(error), "must name runs that can be read", "Leave it out.")]) from error
+    out.parent.mkdir(parents=True, exist_ok=True)
     with replacing(out) as temporary:
         temporary.write_text(page(runs), encoding="utf-8")
     if options.json:
         print(json.dumps(as_json(runs), indent=1))
         return 0
     console = Console(width=max(Console().width, 40 + 60 * len(runs)), soft_wrap=True)
-    console.print(text_table(["key", *(run.folder.name for run in runs)], differing(runs).items()))
+    console.print(text_table(["key", *names_of(runs)], differing(runs).items()))
     groups = grouped(runs)
     heads = [f"{group.name} ({len(group.runs)})" for group in groups]
     console.print(text_table(["figure", *heads], rows_of(groups)))
@@ -61,5 +71,7 @@ def _runs_of(names: Sequence[str]) -> list[Path]:
             raise ConfigError([Problem(_WORD, name, must, "vissl-zero runs lists them.")])
         folders += runs
     if len(folders) < 2:
-        raise ConfigError([Problem(_WORD, f"{len(folders)} runs", "needs two runs at least", "Name two folders.")])
+        raise ConfigError(
+            [Problem(_WORD, counted(len(folders), "run"), "needs two runs at least", "Name two folders.")]
+        )
     return list(dict.fromkeys(folders))

@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import median as middle
 from typing import TYPE_CHECKING
 
-from vissl_zero.commands.arguments import CommandParser
+from vissl_zero.commands.arguments import CommandParser, output
 from vissl_zero.config.catalog import source_of
 from vissl_zero.errors import ConfigError, DataError, counted, printable
 from vissl_zero.reporting.quantity import bytes_text
@@ -43,14 +43,14 @@ def data(words: Sequence[str]) -> int:
     check = verbs.add_parser(
         "check", parents=[source], help="look for what training would stumble over", description=_CHECK
     )
-    check.add_argument("--picture", type=Path, default=Path(_SHEET), help=f"where to draw it; {_SHEET} by default")
+    check.add_argument("--picture", type=output, default=Path(_SHEET), help=f"where to draw it; {_SHEET} by default")
     stats = verbs.add_parser(
         "stats", parents=[source], help="measure mean and deviation of the pixels", description=_STATS
     )
     stats.add_argument("--channels", type=_whole, default=3, help="config.DATA.IN_CHANNELS; 3, RGB, by default")
     pack = verbs.add_parser("pack", help="write images into few large files", description=_PACK)
     pack.add_argument("source", type=Path, help="what DATA_PATHS would name; its format is recognized")
-    pack.add_argument("out", type=Path, help="folder to write, new or begun")
+    pack.add_argument("out", type=output, help="folder to write, new or begun")
     pack.add_argument("--to", required=True, choices=("webdataset", "arrow", "lmdb"), help="format")
     pack.add_argument("--size", type=_side, help="reduce larger images to this shorter side, pixels")
     bench = verbs.add_parser("bench", help="time each part of loading", description=_BENCH)

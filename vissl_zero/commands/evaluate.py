@@ -24,7 +24,7 @@ from rich.table import Table
 from rich.text import Text
 
 from vissl_zero.atomic import read_object, replacing
-from vissl_zero.commands.arguments import CommandParser
+from vissl_zero.commands.arguments import CommandParser, output
 from vissl_zero.config.override_words import as_word
 from vissl_zero.config.weights_name import absolute, scheme_of
 from vissl_zero.errors import ConfigError, DataError, counted, printable
@@ -38,7 +38,7 @@ _WEIGHTS = (
     "run folder, file, folder of transformers or timm, timm:<name>, hf:<repo>, torchvision:<name> or torchhub:<name>"
 )
 _OF_PROBES = ("knn_top1", "knn_k", "knn_temperature", "linear_top1", "linear_penalty", "linear_protocol")
-_FIGURES = (*_OF_PROBES, "rankme", "num_features", "num_train", "num_val", "recognized")
+_FIGURES = (*_OF_PROBES, "rankme", "num_features", "image_size", "num_train", "num_val", "recognized")
 _ENDINGS = (".npz", ".parquet", ".safetensors")
 _VALIDATION = ("val", "test")
 
@@ -61,7 +61,7 @@ def evaluate(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("--quiet", action="store_true", help="print nothing of the run on stderr but notes and errors")
     options = parser.parse_args(_without_overrides(arguments))
-    train, val = _splits(Path(options.data).expanduser())
+    train, val = _splits(_existing("--data", options.data))
     for name in options.weights:
         _require_weights(name)
     rows = []
@@ -80,10 +80,15 @@ def evaluate(arguments: Sequence[str]) -> int:
 
 
 def _splits(folder: Path) -> tuple[Path, Path]:
+    must = f"--data {folder}: must be a folder that holds train/ and val/, each with a folder for each class"
+    if not folder.is_dir():
+        raise DataError(f"{must}, and is a file. Name the folder above these.")
     val = next((folder / name for name in _VALIDATION if (folder / name).is_dir()), None)
     if not (folder / "train").is_dir() or val is None:
-        has = ", ".join(sorted(entry.name for entry in folder.iterdir())[:6]) if folder.is_dir() else "is no folder"
-        raise DataError(f"--data {folder}: must hold train/ and val/, each with a folder for each class (got {has}).")
+        names = sorted(entry.name for entry in folder.iterdir() if not entry.name.startswith("."))
+        holds = f"holds {', '.join(names[:6])}{', ...' * (len(names) > 6)}" if names else "is empty"
+        fix = "Name the folder above these, or sort your images into both."
+        raise DataError(f"{must}, and {holds}. {fix}")
     return folder / "train", val
 
 
@@ -98,7 +103,9 @@ def _table(rows: Sequence[dict[str, Any]]) -> None:
         table.add_row(*(Text(str(cell)) for cell in (row["weights"], *figures, row["recognized"])))
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
     console.print(table)
-    console.print(Text(f"\nTop-1 on {first['num_val']} images after {first['num_train']} of train. "), end="")
+    sizes = ", ".join(dict.fromkeys(f"{row['image_size']}" for row in rows))
+    text = f"\nTop-1 on {first['num_val']} images after {first['num_train']} of train, {sizes} pixels a side. "
+    console.print(Text(text), end="")
     console.print(Text(f"Linear: {first['linear_protocol']}."))
 
 
@@ -117,13 +124,15 @@ def embed(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("weights", help=_WEIGHTS)
     parser.add_argument("folder", help="images, or folders of them")
-    parser.add_argument("--out", required=True, metavar="FILE", help=f"ends in one of {', '.join(_ENDINGS)}")
+    parser.add_argument(
+        "--out", required=True, type=output, metavar="FILE", help=f"ends in one of {', '.join(_ENDINGS)}"
+    )
     parser.add_argument("--quiet", action="store_true", help="print nothing of the run on stderr but errors")
     options = parser.parse_args(_without_overrides(arguments))
-    folder, out = Path(options.folder).expanduser(), Path(options.out).expanduser()
+    out = options.out
     if out.suffix not in _ENDINGS:
         raise ConfigError(f"--out {out}: the ending decides the format, and must be one of {', '.join(_ENDINGS)}.")
-    _require_existing(folder)
+    folder = _existing("folder", options.folder)
     if not folder.is_dir():
         raise DataError(f"{folder}: must be a folder with images, not a file. The weights come first, then the folder.")
     if out.suffix == ".parquet":
@@ -142,13 +151,18 @@ def embed(arguments: Sequence[str]) -> int:
 
 def _require_weights(name: str) -> None:
     if not scheme_of(name):
-        _require_existing(Path(name).expanduser())
+        _existing("weights", name)
 
 
-def _require_existing(path: Path) -> None:
-    """Refuse a path that does not exist, with the names beside it that are like it."""
+def _existing(what: str, name: str) -> Path:
+    """Return the path that an argument names; refuse one that does not exist, with the names beside it like it."""
+    if not name:
+        raise ConfigError(f"{what}: must be a path, and is empty. A variable of your shell may be unset.")
+    path = Path(name).expanduser()
     if not path.exists():
-        raise DataError(f"{path}: there is no such file or folder.{names_like(path.parent, path.name)}")
+        hint = names_like(path.parent, path.name) or " Correct the path."
+        raise DataError(f"{path}: there is no such file or folder.{hint}")
+    return path
 
 
 def _require_pyarrow() -> None:

@@ -29,6 +29,7 @@ from vissl_zero.config.blocks.model_and_loss import WeightsInit
 from vissl_zero.config.catalog import Replacement, missing, public_equivalent, use_catalog, with_public_paths
 from vissl_zero.config.compose import (
     EXPLAINABLE,
+    IN_A_LIST,
     Composed,
     every_mistake,
     explained,
@@ -286,7 +287,7 @@ def account_of(
     except ConfigError as error:  # a file that is no moderate YAML
         account.refused += error.problems
         return account
-    except EXPLAINABLE as error:
+    except (*EXPLAINABLE, *IN_A_LIST) as error:
         account.refused += explained(error, words).problems
         return account
     if problems := of_another_program(tree):

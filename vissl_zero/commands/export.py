@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 import tempfile
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vissl_zero.atomic import read_object
-from vissl_zero.commands.arguments import CommandParser
+from vissl_zero.commands.arguments import CommandParser, output
 from vissl_zero.errors import CheckpointError
 from vissl_zero.torchvision_compat import is_repaired
 from vissl_zero.version import __version__
@@ -34,19 +36,23 @@ def export(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("weights", help="run folder, file, timm:<name>, hf:<repo>, torchvision:<name>, torchhub:<name>")
     parser.add_argument("--to", required=True, choices=TARGETS, help="the library, or kind of file")
-    parser.add_argument("--out", required=True, metavar="FOLDER", help="to write; must be empty or new")
+    parser.add_argument("--out", required=True, type=output, metavar="FOLDER", help="to write; must be empty or new")
     parser.add_argument("--license", default="other", help="for the model card (other), such as apache-2.0")
     parser.add_argument(
         "--which", default="student", choices=("student", "teacher"), help="of a run of yours (student)"
     )
     options = parser.parse_args(arguments)
-    out = Path(options.out).expanduser()
+    out = options.out
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise CheckpointError(f"--out {out}: is not empty, and nothing is overwritten. Name a new folder.")
     from vissl_zero.evaluation.trunk import load_trunk
     from vissl_zero.weights.to_library import Source, Views, write, write_preprocessor
 
-    loaded = load_trunk(options.weights, which=options.which)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        loaded = load_trunk(options.weights, which=options.which)
+    for warning in caught:
+        print(f"note: {warning.message}", file=sys.stderr)
     views = Views.of(loaded.config["DATA"])
     out.parent.mkdir(parents=True, exist_ok=True)
     # Beside its place and under its own name, which the calls that open it quote; moved when it is whole.
@@ -102,7 +108,7 @@ def _card(loaded: LoadedTrunk, done: Exported, views: Views, target: str, licens
         f"the middle, scaled to 0 to 1 and normalized by mean {list(views.mean)} and deviation {list(views.std)} "
         f"(`preprocessor_config.json`).",
         f"Opened {_opener(target)}, features differ from the trunk's by {done.difference:.2g} at most.",
-        f"| | |\n| --- | --- |\n| trunk | {loaded.config['MODEL']['TRUNK']['NAME']} |\n"
+        f"| | |\n| --- | --- |\n| trunk | {loaded.recognized} |\n"
         f"{rows}| written by | vissl_zero {__version__}, `{command}` |",
     )
     return "\n\n".join(paragraphs) + "\n"

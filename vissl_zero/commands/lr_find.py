@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from vissl_zero.commands.arguments import CommandParser
+from vissl_zero.commands.arguments import CommandParser, output
 from vissl_zero.config.compose import compose
 from vissl_zero.config.override_words import recipe_and_overrides
 from vissl_zero.errors import ConfigError, Problem
@@ -52,7 +52,8 @@ def lr_find(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("words", nargs="+", metavar="config=<recipe> [config.A.B=value ...]", help="what to train")
     parser.add_argument("--steps", type=int, default=100, help="optimizer steps, 100 by default")
-    parser.add_argument("--png", metavar="FILE", default="lr_find.png", help="picture to write (lr_find.png)")
+    where = Path("lr_find.png")
+    parser.add_argument("--png", type=output, metavar="FILE", default=where, help=f"picture to write ({where})")
     parser.add_argument("--json", action="store_true", help="print JSON on the last line")
     options = parser.parse_args(arguments)
     recipe, overrides = recipe_and_overrides(options.words)
@@ -74,7 +75,7 @@ def lr_find(arguments: Sequence[str]) -> int:
         raise ConfigError("vissl-zero lr-find: the loss never falls at any rate. Give more --steps, or another seed.")
     from vissl_zero.reporting.learning_rate_curve import draw_rates
 
-    draw_rates(rates, losses, smooth, rate, Path(options.png))
+    draw_rates(rates, losses, smooth, rate, options.png)
     if options.json:
         print(json.dumps({"suggestion": rate, "rates": rates, "losses": losses}))
         return 0

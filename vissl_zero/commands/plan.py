@@ -11,6 +11,7 @@ from tempfile import TemporaryDirectory
 
 from rich.console import Console
 
+from vissl_zero.commands.arguments import output
 from vissl_zero.config.compose import compose
 from vissl_zero.config.recipes import RecipeFile, recipe_file, recipe_names, recipe_text
 from vissl_zero.errors import ConfigError, Problem, did_you_mean
@@ -135,7 +136,7 @@ def _parse(arguments: Sequence[str]) -> tuple[list[str], list[str], list[str], b
         elif word == "--ranks":
             overrides += _ranks(_value(word, words))
         elif word == "--png":
-            png = Path(_value(word, words))
+            png = output(_value(word, words))
         elif word in _VALUES:
             assumed.append(f"{_VALUES[word]}={_value(word, words)}")
         elif word.startswith("-"):

@@ -24,6 +24,7 @@ from vissl_zero.commands.list import completed_recipes
 from vissl_zero.config.compose import (
     BEFORE_A_JOB,
     EXPLAINABLE,
+    IN_A_LIST,
     Composed,
     explained,
     new_folders,
@@ -88,7 +89,7 @@ def train(arguments: Sequence[str]) -> int:  # noqa: C901 - every way that Hydra
         raise explained(error, overrides, folders) from None
     except EXPLAINABLE as error:
         raise explained(error, overrides, folders) from error
-    except BEFORE_A_JOB as error:
+    except (*BEFORE_A_JOB, *IN_A_LIST) as error:
         if in_job:
             raise
         raise explained(error, overrides, folders) from error

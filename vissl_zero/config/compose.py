@@ -30,6 +30,7 @@ from vissl_zero.config.catalog import find_catalog, use_catalog, use_own_images
 from vissl_zero.config.environment import mask_environment
 from vissl_zero.config.expansion import require_moderate_texts
 from vissl_zero.config.explanations import MOST_LISTED, explain_value, unknown_key
+from vissl_zero.config.override_paths import blocked
 from vissl_zero.config.programs import PROGRAMS, TRAIN, begin_program
 from vissl_zero.config.recipes import list_recipes, recipe_folders, recipe_names, register_search_path
 from vissl_zero.config.run_config import RunConfig, schema
@@ -42,6 +43,8 @@ from vissl_zero.vissl.programs import DETECTION, ELSEWHERE
 EXPLAINABLE = (HydraException, OmegaConfBaseException, YAMLError, RecursionError)
 # The same, as long as Hydra works by itself: a folder or file that cannot be used, flags that cannot go together.
 BEFORE_A_JOB = (OSError, ValueError, UserWarning)
+# What Hydra lets through where a key goes on behind a list.
+IN_A_LIST = (TypeError, ValueError)
 
 
 def explain(error: BaseException, folders: Sequence[str] = (), overrides: Sequence[str] = ()) -> ConfigError:
@@ -107,6 +110,11 @@ def no_recipe(folders: Sequence[str] = ()) -> Problem:
 
 
 def _around_a_job(error: OSError | ValueError | UserWarning) -> Problem:
+    if isinstance(error, FileExistsError | NotADirectoryError):
+        fix = "Name another folder; that of a sweep is hydra.sweep.dir."
+        return Problem(
+            "config.CHECKPOINT.DIR", repr(str(error.filename)), "must name a folder, and a file is there", fix
+        )
     if isinstance(error, OSError) and error.filename is not None:
         fix = "Name another folder with config.CHECKPOINT.DIR (a sweep: hydra.sweep.dir), or change its permissions."
         return Problem(str(error.filename), "", f"cannot be used ({error.strerror})", fix)
@@ -407,7 +415,7 @@ def compose(recipe: str, overrides: Sequence[str] = ()) -> Composed:
             words = plain_words(overrides)
             cfg = hydra.compose("defaults", [f"config={recipe}", *words])
             return typed(cfg, recipe, words)
-    except EXPLAINABLE as error:
+    except (*EXPLAINABLE, *IN_A_LIST) as error:
         raise explained(error, [f"config={recipe}", *overrides]) from error
 
 
@@ -415,21 +423,38 @@ def explained(error: BaseException, overrides: Sequence[str], folders: Sequence[
     """Collect all refusals while composing in one ConfigError: every mistyped key and value; Hydra stops at the first.
 
     Args:
-        error: error of ``EXPLAINABLE`` or ``BEFORE_A_JOB``.
+        error: error of ``EXPLAINABLE``, ``BEFORE_A_JOB`` or ``IN_A_LIST``.
         overrides: overrides of the command line, ``config=`` too.
         folders: folders that --config-dir and hydra.searchpath name.
+    Raises:
+        TypeError: ``error`` itself, where no mistake of the user's is found behind it.
     """
-    first = explain(error, [*folders, *map(str, _searchpath_or_none(overrides))], overrides)
+    words = plain_words(overrides)
+    lost = _blocked(words, folders)
+    if isinstance(error, TypeError) and not lost:
+        raise error
+    in_lists = list(lost.values())
+    first = explain(error, [*folders, *map(str, _searchpath_or_none(overrides))], overrides) if not lost else None
     try:
-        tree = untyped(plain_words(overrides), folders)
+        tree = untyped([word for word in words if word not in lost], folders)
         problems = of_another_program(tree)
         if problems:
             return ConfigError(problems)
         problems = every_mistake(tree)
     except Exception:  # noqa: BLE001 - what is wrong beyond the first mistake cannot be composed either
-        return first
+        return first or ConfigError(in_lists)
+    if first is None:
+        return ConfigError([*in_lists, *problems])
     # Where even the first mistake is not found again, the untyped tree is not what the user meant.
     return ConfigError(problems) if first.problems[0].key in [problem.key for problem in problems] else first
+
+
+def _blocked(words: Sequence[str], folders: Sequence[str]) -> dict[str, Problem]:
+    """Find the overrides that go through a list or a value of the recipe; none where that cannot be composed."""
+    try:
+        return blocked(_composed([word for word in words if not _OF_A_VALUE.match(word)], folders), words)
+    except Exception:  # noqa: BLE001 - then the first mistake is another one
+        return {}
 
 
 def _searchpath_or_none(overrides: Sequence[str]) -> list[Path]:
@@ -442,21 +467,27 @@ def _searchpath_or_none(overrides: Sequence[str]) -> list[Path]:
 def untyped(overrides: Sequence[str], folders: Sequence[str] = ()) -> DictConfig:
     """Compose without types, which refuses no key and no value; arguments as for ``explained``."""
     register()
-    is_value = re.compile(r"\+{0,2}(?!hydra\b|config=)[^=/~]+=")
     # Without the types most keys do not exist yet, and ``++`` is Hydra's only form that takes both kinds.
-    words = [f"++{word.lstrip('+')}" if is_value.match(word) else word for word in overrides]
-    if folders:
-        words.append(f"hydra.searchpath=[{','.join(f'file://{Path(folder).absolute()}' for folder in folders)}]")
-    GlobalHydra.instance().clear()
+    words = [f"++{word.lstrip('+')}" if _SETS.match(word) else word for word in overrides]
     store = ConfigStore.instance()
     typed_node = store.repo["root_schema.yaml"]
     store.store(name="root_schema", node={"VERSION": 1, "node_id": 0, "engine_name": "train"}, provider="vissl_zero")
     try:
-        with hydra.initialize_config_module("vissl_zero.conf", version_base="1.3", job_name="vissl-zero"):
-            return hydra.compose("defaults", words)
+        return _composed(words, folders)
     finally:
         # The store is the process's: whoever composes next needs the types again.
         store.repo["root_schema.yaml"] = typed_node
+
+
+def _composed(words: Sequence[str], folders: Sequence[str]) -> DictConfig:
+    where = [f"hydra.searchpath=[{','.join(f'file://{Path(folder).absolute()}' for folder in folders)}]"]
+    GlobalHydra.instance().clear()
+    with hydra.initialize_config_module("vissl_zero.conf", version_base="1.3", job_name="vissl-zero"):
+        return hydra.compose("defaults", [*words, *(where if folders else [])])
+
+
+_SETS = re.compile(r"\+{0,2}(?!hydra\b|config=)[^=/~]+=")
+_OF_A_VALUE = re.compile(rf"{_SETS.pattern}|~")
 
 
 def load(recipe: str, overrides: Sequence[str] = ()) -> RunConfig:

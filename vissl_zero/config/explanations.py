@@ -62,7 +62,8 @@ def explain_value(error: OmegaConfBaseException, tree: DictConfig, prefix: str =
         tree: the typed tree, or the block of it that was checked alone.
         prefix: key path of that block, with a dot at its end.
     """
-    key = prefix + str(error.full_key or error.key or "configuration")
+    # OmegaConf writes a position behind a position as "[0]1".
+    key = prefix + re.sub(r"\](\d+)", r"][\1]", str(error.full_key or error.key or "configuration"))
     if isinstance(error, (ConfigAttributeError, ConfigKeyError)):
         return unknown_key(key.removeprefix(prefix), tree, prefix)
     if isinstance(error, MissingMandatoryValue):

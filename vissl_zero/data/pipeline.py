@@ -134,15 +134,15 @@ def build_pipeline(entries: Sequence[Mapping[str, Any]], key: str) -> Pipeline:
     Args:
         entries: ``{name: ..., <argument>: ...}`` each. A name is one of the TRANSFORMS registry or of a class of
             ``torchvision.transforms``; an argument that is itself a list of such entries (RandomApply) is built too.
-        key: where the list stands, for messages, such as ``config.DATA.TRAIN.TRANSFORMS``.
+        key: where the list stands, for messages, such as ``config.DATA.TRAIN.TRANSFORMS``; an entry has its position.
     Raises:
         ConfigError: every unknown name and every entry whose arguments do not fit.
     """
     built: list[Callable[[Any], Any]] = []
     problems: list[Problem] = []
-    for entry in entries:
+    for index, entry in enumerate(entries):
         try:
-            built.append(_build(entry, key))
+            built.append(_build(entry, f"{key}[{index}]"))
         except ConfigError as error:
             problems += error.problems
     if problems:
@@ -152,17 +152,17 @@ def build_pipeline(entries: Sequence[Mapping[str, Any]], key: str) -> Pipeline:
 
 def _build(entry: Mapping[str, Any], key: str) -> Callable[[Any], Any]:
     if not isinstance(entry, Mapping) or "name" not in entry:
-        raise ConfigError([Problem(key, str(entry), "must be a list of {name: ..., ...}", "Add the transform's name.")])
+        raise ConfigError([Problem(key, str(entry), "must be {name: ..., ...}", "Add the transform's name.")])
     name = str(entry["name"])
     component = _find(name, key)
-    arguments = {word: argument(value, key) for word, value in entry.items() if word != "name"}
+    arguments = {word: argument(value, f"{key}.{word}") for word, value in entry.items() if word != "name"}
     if component.config is not None:
-        arguments = typed_options(component, arguments, f"{key}.{name}")
+        arguments = typed_options(component, arguments, key)
     try:
         transform: Callable[[Any], Any] = component.build(**arguments)
     except (TypeError, ValueError) as error:
-        fix = f"It takes: {inspect.signature(component.build)}."
-        raise ConfigError([Problem(f"{key}.{name}", str(arguments), str(error), fix)]) from error
+        fix = f"{name} takes: {inspect.signature(component.build)}."
+        raise ConfigError([Problem(key, str(arguments), f"{name}: {error}", fix)]) from error
     return transform
 
 
@@ -188,5 +188,5 @@ def argument(value: Any, key: str) -> Any:
     if isinstance(value, str) and value in {mode.value for mode in InterpolationMode}:
         return InterpolationMode(value)
     if isinstance(value, (list, tuple)) and value and all(isinstance(v, Mapping) and "name" in v for v in value):
-        return [_build(v, key) for v in value]
+        return [_build(v, f"{key}[{index}]") for index, v in enumerate(value)]
     return value

@@ -19,8 +19,10 @@ from vissl_zero.config.blocks.data import Data, DataLimitSampling, Split, split_
 from vissl_zero.config.components import typed_options
 from vissl_zero.config.run_config import RunConfig
 from vissl_zero.data.decode import Decoder, read_array
-from vissl_zero.errors import ConfigError, DataError, Problem
+from vissl_zero.errors import ConfigError, DataError, Problem, counted
 from vissl_zero.registry import DATA_SOURCES, require_interface
+
+_MOST_NAMED = 10
 
 
 class Source(Protocol):
@@ -227,18 +229,41 @@ def splits_to_read(data_cfg: Data, seed: int) -> dict[str, Source]:
 
 def left_out(source: Source) -> Sequence[str]:
     """Say what beside the images of a source is not read, in sentences; nothing where a source cannot tell."""
-    while isinstance(source, _Derived):
-        source = source.source
-    found: Sequence[str] = getattr(source, "left_out", ())
+    found: Sequence[str] = getattr(_whole(source), "left_out", ())
     return found
 
 
 def left_out_of_run(data_cfg: Data, train: Source, seed: int) -> list[str]:
-    """Say what the folders of TRAIN and of TEST hold and a run does not read. Cost: lists TEST's folders."""
+    """Say what the folders of TRAIN and of TEST hold and a run does not read, and which of TRAIN's classes TEST lacks.
+
+    Cost: lists TEST's folders.
+    """
     found = [*left_out(train)]
     if data_cfg.TEST.DATA_SOURCES == ["disk_folder"] and data_cfg.TEST.DATA_PATHS != data_cfg.TRAIN.DATA_PATHS:
-        found += left_out(build_source(data_cfg, "TEST", seed))
+        test = build_source(data_cfg, "TEST", seed, train.class_names)
+        found += [*left_out(test), *(_lacking(test) if train.class_names else [])]
     return found
+
+
+def _lacking(test: Source) -> list[str]:
+    """Say which classes of TRAIN have no images in TEST, or that none has."""
+    whole = _whole(test)
+    if not whole.class_names:
+        return ["config.DATA.TEST.DATA_PATHS has images outside of class folders, so no accuracy on TEST is measured."]
+    labels = {whole.label(index) for index in range(len(whole))}
+    lost = [name for label, name in enumerate(whole.class_names) if label not in labels]
+    if not lost:
+        return []
+    some = ", ".join(lost[:_MOST_NAMED]) + ", ..." * (len(lost) > _MOST_NAMED)
+    what = f"{len(lost)} of TRAIN's {counted(len(whole.class_names), 'class')}"
+    return [f"config.DATA.TEST.DATA_PATHS has no images of {what}: {some}. Figures on TEST are of the others."]
+
+
+def _whole(source: Source) -> Source:
+    """Return the source that limits and labels were put over."""
+    while isinstance(source, _Derived):
+        source = source.source
+    return source
 
 
 def label_matrix(source: Source, num_classes: int = 0) -> np.ndarray | None:

@@ -19,7 +19,6 @@ from PIL import Image, ImageEnhance, ImageFilter, ImageOps
 from torch import Tensor
 from torchvision.transforms import InterpolationMode
 
-from vissl_zero.errors import ConfigError, Problem
 from vissl_zero.registry import TRANSFORMS
 
 
@@ -287,17 +286,8 @@ class ImgPilToMultiCrop:
         if interpolation not in {*_INTERPOLATIONS, *(mode.value for mode in _INTERPOLATIONS)}:
             raise ValueError(f"interpolation must be bilinear or bicubic, not {interpolation}")
         if not len(num_crops) == len(size_crops) == len(crop_scales) or sum(num_crops) != total_num_crops:
-            got = f"total_num_crops {total_num_crops}, num_crops {list(num_crops)}, size_crops {list(size_crops)}"
-            raise ConfigError(
-                [
-                    Problem(
-                        "config.DATA.TRAIN.TRANSFORMS.ImgPilToMultiCrop",
-                        got,
-                        "needs num_crops, size_crops and crop_scales of one length, and total_num_crops their sum",
-                        f"With these num_crops, total_num_crops is {sum(num_crops)}.",
-                    )
-                ]
-            )
+            must = "needs num_crops, size_crops and crop_scales of one length, and total_num_crops their sum"
+            raise ValueError(f"{must}; with these num_crops, total_num_crops is {sum(num_crops)}")
         self.size_crops = tuple(size_crops)
         self._crops = [
             torchvision.transforms.RandomResizedCrop(

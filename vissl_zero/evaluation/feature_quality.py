@@ -16,6 +16,7 @@ import numpy as np
 
 from vissl_zero.data.loader import eval_images
 from vissl_zero.data.source import build_eval_sources
+from vissl_zero.data.split_pipeline import eval_transforms
 from vissl_zero.engine.hook import Hook, Run
 from vissl_zero.errors import DataError
 from vissl_zero.evaluation.features import Features, extract_features, rankme
@@ -23,6 +24,7 @@ from vissl_zero.evaluation.knn import knn_top1s
 from vissl_zero.evaluation.linear_classifiers import shared
 from vissl_zero.evaluation.opening import print_opening, recognized
 from vissl_zero.registry import HOOKS
+from vissl_zero.resolve.data_plan import crop_sides
 from vissl_zero.terminal import print_line
 
 PENALTIES = (0.001, 0.01, 0.1, 1.0, 10.0)  # scikit-learn's C
@@ -37,7 +39,8 @@ class FeatureQuality(Hook):
     """Measure the trunk's features at the end of the run, each image once, on any number of ranks.
 
     Adds ``knn_top1`` with ``knn_k`` and ``knn_temperature``, ``linear_top1`` with ``linear_penalty`` and
-    ``linear_protocol``, ``rankme``, ``num_features``, ``num_train``, ``num_val`` and ``recognized`` to the results.
+    ``linear_protocol``, ``rankme``, ``num_features``, ``image_size``, ``num_train``, ``num_val`` and ``recognized`` to
+    the results.
     """
 
     def on_end(self, run: Run) -> None:
@@ -45,17 +48,23 @@ class FeatureQuality(Hook):
         train, test = build_eval_sources(data, run.plan.seed)
         if test is None:
             raise DataError("feature_quality needs images of TEST. Write config.DATA.TEST.DATA_PATHS=[<folder>].")
+        for source, paths in ((train, data.TRAIN.DATA_PATHS), (test, data.TEST.DATA_PATHS)):
+            if source.label(0) is None:
+                where = ", ".join(paths) or "The data"
+                raise DataError(
+                    f"{where}: has images without a class. Put those of each class into a folder of its own."
+                )
         print_opening(run)
         run.sharded.consolidate_buffers()  # running statistics may differ between ranks; features must not
         index, queries = (extract_features(run, eval_images(split, data, run.plan.seed)) for split in (train, test))
-        if index.labels is None or queries.labels is None:
-            raise DataError("The images have no classes: put those of each class into a folder of its own.")
+        assert index.labels is not None and queries.labels is not None
         k, temperature = min(options.TOPK, len(index.rows)), options.SIGMA
         (knn,) = knn_top1s(queries, index, [(k, temperature)]) or [float("nan")]
         penalty, linear = linear_top1(index, queries)
         figures: dict[str, Any] = {"knn_top1": knn, "knn_k": k, "knn_temperature": temperature}
         figures |= {"linear_top1": linear, "linear_penalty": penalty, "linear_protocol": PROTOCOL}
         figures |= {"rankme": rankme(index.rows), "num_features": index.rows.shape[1]}
+        figures |= {"image_size": max(crop_sides(eval_transforms(data)), default=None)}
         figures |= {"num_train": len(index.rows), "num_val": len(queries.rows), "recognized": recognized(run)}
         run.results.update(figures)
         if run.is_main:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 from vissl_zero.checkpoint.named_weights import locate
 from vissl_zero.data.split_pipeline import described_views
 from vissl_zero.engine.hook import Run
 from vissl_zero.evaluation.trunk import is_of_no_run
 from vissl_zero.terminal import print_line
+from vissl_zero.weights.network_name import network_name
 from vissl_zero.weights.reading import find
 
 
@@ -23,5 +26,5 @@ def recognized(run: Run) -> str:
     name = model.WEIGHTS_INIT.PARAMS_FILE
     if name and is_of_no_run(name):
         return find(name, model.WEIGHTS_INIT.STATE_DICT_KEY_NAME).network.text
-    where = f" of {locate(name).path}" if name else ""
-    return f"{model.TRUNK.NAME}{where}"
+    where = f", from {locate(name).path}" if name else ""
+    return f"{network_name(asdict(model.TRUNK))}{where}"

@@ -46,7 +46,9 @@ from vissl_zero.data.split_pipeline import build_eval_pipeline, described_views
 from vissl_zero.errors import CheckpointError
 from vissl_zero.models.model import build_model
 from vissl_zero.registry import TRUNKS, load_plugins
+from vissl_zero.resolve.data_plan import names_like
 from vissl_zero.resolve.saved import RESOLVED_FILE, leaves, read_saved, with_references
+from vissl_zero.weights.network_name import network_name
 from vissl_zero.weights.reading import as_run, find
 
 _PREFIX = "trunk."
@@ -77,7 +79,7 @@ class LoadedTrunk(nn.Module):
         trunk: network as it was trained: list of tensors -> list of features.
         feature_dim: features per image.
         path: path of the weights: a file, or a checkpoint's folder.
-        recognized: the network in words, where it was found from the tensors; else the trunk's name.
+        recognized: the network in words, with its sizes.
         transform: transform from an RGB image to (3, H, W) float32, as for the run's own evaluation; print it to see
             its steps.
         config: what builds it, ``MODEL`` (TRUNK) and ``DATA`` (TRAIN and TEST with TRANSFORMS).
@@ -123,7 +125,7 @@ def load_trunk(run_folder: str | Path, *, which: str = "student", imports: bool 
     if which not in _FINAL_FILES:
         raise ValueError(f"which must be {' or '.join(map(repr, _FINAL_FILES))}, not {which!r}")
     if is_of_no_run(str(run_folder)):
-        return _of_no_run(str(run_folder))
+        return _of_no_run(str(run_folder), which)
     path = Path(run_folder).expanduser()
     with weights_of(_store(path, _FINAL_FILES[which]), which) as weights:
         source = weights.path
@@ -132,8 +134,7 @@ def load_trunk(run_folder: str | Path, *, which: str = "student", imports: bool 
             load_plugins(list(map(str, config["IMPORTS"])) if imports else [])
             _require_known(config, path)
             _require_peft(config, path)
-            name = str(config["MODEL"]["TRUNK"]["NAME"])
-            return LoadedTrunk(_trunk(config, weights), config, source, name)
+            return LoadedTrunk(_trunk(config, weights), config, source, network_name(config["MODEL"]["TRUNK"]))
         except CheckpointError:
             raise
         except Exception as error:
@@ -154,8 +155,11 @@ def is_of_no_run(name: str) -> bool:
     return path.is_file() and not has_run and path.suffix != ".json"
 
 
-def _of_no_run(name: str) -> LoadedTrunk:
+def _of_no_run(name: str, which: str) -> LoadedTrunk:
     weights = find(name)
+    if which == "teacher" and "teacher" not in weights.weights.layout:
+        what = f"is of no run here, and holds no teacher ({weights.weights.layout})"
+        raise CheckpointError(f"{name} {what}. Take the student, which is the default.")
     config = as_run(weights.network)
     block = {"TRUNK": _with_name(config["MODEL"]["TRUNK"]), "HEAD": {"PARAMS": []}}
     trunk = build_model(block_of(ModelConfig, block)).trunk
@@ -182,7 +186,8 @@ def _with_name(trunk: Mapping[str, Any]) -> dict[str, Any]:
 def _store(path: Path, final_name: str) -> Checkpoint | WeightsFile:
     """Open the final weights, unless a checkpoint is of a later step; else the newest complete checkpoint."""
     if not path.exists():
-        raise CheckpointError(f"There is no folder {path}. Give the run folder that training printed at its end.")
+        hint = names_like(path.parent, path.name)
+        raise CheckpointError(f"There is no {path}.{hint} Give a file of weights, or the folder of a run.")
     passed_over: list[str] = []
     store = open_store(path, passed_over)
     final = path / final_name
@@ -193,9 +198,12 @@ def _store(path: Path, final_name: str) -> Checkpoint | WeightsFile:
         return WeightsFile(final)
     if isinstance(store, WeightsFile) or store.path == path:
         return store
-    if final.is_file() and (final_step(path) or 0) >= store.manifest.step:
+    last_step = final_step(path) or 0
+    if final.is_file() and last_step >= store.manifest.step:
         store.close()
         return WeightsFile(final)
+    if last_step == store.manifest.step:  # the run has ended; what has no file of its own is in the checkpoint
+        return store
     about = f"{path} has no final weights yet: these are of step {store.manifest.step}, {store.path}."
     warnings.warn(" ".join([about, *map("Passed over: {}".format, passed_over)]), stacklevel=3)
     return store

@@ -261,7 +261,9 @@ def _generation(plan: ResolvedRun, rendezvous: Rendezvous, began: float) -> int:
         try:
             code = launch_local(plan, rendezvous, private, began)
         except OSError as error:
-            raise LaunchError(f"config.CHECKPOINT.DIR: cannot write to {run_dir} here ({error.strerror}).") from error
+            raise LaunchError(
+                f"config.CHECKPOINT.DIR: cannot write to {run_dir} here ({error.strerror}). Name another folder."
+            ) from error
     if code == 0 and spec.index > 0:
         print(f"Done; machine 0 has the results, in {run_dir}", file=sys.stderr)
     return code

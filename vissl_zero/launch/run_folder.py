@@ -66,7 +66,9 @@ def prepare_folder(plan: ResolvedRun, user_yaml: str) -> RunLock:
             lock.release()
             raise
     except OSError as error:
-        raise LaunchError(f"config.CHECKPOINT.DIR: cannot write to {folder} ({error.strerror}).") from error
+        raise LaunchError(
+            f"config.CHECKPOINT.DIR: cannot write to {folder} ({error.strerror}). Name another folder."
+        ) from error
     return lock
 
 

@@ -45,6 +45,7 @@ from vissl_zero.models.trunks.vision_transformer import initialize_transformer_,
 from vissl_zero.registry import HEADS, LOSSES
 
 _VARIANCE_EPS = 1e-6
+_DIMS = "config.MODEL.HEAD.PARAMS[0][1].dims"  # these methods have one head
 
 
 def patchify(images: Tensor, patch_size: int) -> Tensor:
@@ -113,8 +114,8 @@ class MAE(EmbeddingMethod):
         if output.predictions.shape[2] != num_pixels or height != width:
             must = f"must end in the numbers of a square patch, {num_pixels}"
             got = str(output.predictions.shape[2])
-            fix = f"Write dims: [-1, <width>, {num_pixels}]."
-            raise ConfigError([Problem("config.MODEL.HEAD.PARAMS.patch_predictor.dims", got, must, fix)])
+            fix = "Write -1 in its place, for as many as a patch has."
+            raise ConfigError([Problem(_DIMS, got, must, fix)])
         targets = taken(pixel_targets(images, height, self.normalize_pixels), output.wanted)
         return mae_loss(output.predictions, targets, targets.new_ones(output.wanted.shape))
 
@@ -166,13 +167,14 @@ class PixelHead(nn.Module):
     Args: the fields of ``PixelHeadConfig``.
     """
 
+    predicts_pixels = True
+
     def __init__(self, dims: Sequence[int]):
         super().__init__()
         self.patch_size = math.isqrt(dims[-1] // 3)
         if len(dims) != 2 or 3 * self.patch_size**2 != dims[-1]:
             must = "must be the trunk's features and 3 times the pixels of a square patch"
-            fix = "Write dims: [-1, 768] for patches of 16 pixels."
-            raise ConfigError([Problem("config.MODEL.HEAD.PARAMS.pixel_head.dims", str(list(dims)), must, fix)])
+            raise ConfigError([Problem(_DIMS, str(list(dims)), must, "Write [-1, -1].")])
         self.output = nn.Linear(dims[0], dims[1])
 
     def forward(self, features: Tensor, tokens: list[Tokens]) -> PixelOutput:
@@ -210,8 +212,7 @@ class SimMIM(EmbeddingMethod):
         if output.pixels.shape != images.shape:
             num_pixels, got = (tensor[0].numel() // output.mask[0].numel() for tensor in (images, output.pixels))
             must = f"must end in the numbers of the trunk's patches, {num_pixels}"
-            fix = f"Write dims: [-1, {num_pixels}]."
-            raise ConfigError([Problem("config.MODEL.HEAD.PARAMS.pixel_head.dims", str(got), must, fix)])
+            raise ConfigError([Problem(_DIMS, str(got), must, "Write [-1, -1].")])
         self._note(output.embeddings)
         return simmim_loss(output.pixels, images, output.mask)
 
@@ -353,8 +354,8 @@ class LatentHead(nn.Module):
     def __init__(self, dims: Sequence[int]):
         super().__init__()
         if len(dims) != 2 or dims[0] != dims[1]:
-            must, fix = "must be the trunk's features, twice", f"Write dims: {[dims[0]] * 2}."
-            raise ConfigError([Problem("config.MODEL.HEAD.PARAMS.latent_head.dims", str(list(dims)), must, fix)])
+            must, fix = "must be the trunk's features, twice", f"Write {[dims[0]] * 2}."
+            raise ConfigError([Problem(_DIMS, str(list(dims)), must, fix)])
         self.output: nn.Linear | None = nn.Linear(dims[0], dims[1])
 
     def forward(self, features: Tensor, tokens: list[Tokens]) -> LatentOutput:
@@ -452,21 +453,20 @@ class PatchPredictor(nn.Module):
 
     Attributes:
         student_only: what a teacher's copy lacks.
+        predicts_pixels: -1 as the last width stands for those of a patch.
     """
 
     student_only = ("predictor",)
+    predicts_pixels = True
 
     def __init__(self, dims: Sequence[int], depth: int = 8, num_heads: int = 16):
         super().__init__()
-        key = "config.MODEL.HEAD.PARAMS.patch_predictor"
         if len(dims) != 3:
             must = "must have three widths: of the trunk, of the predictor, of a prediction"
-            raise ConfigError(
-                [Problem(f"{key}.dims", str(list(dims)), must, "Write dims: [-1, 512, 768], for example.")]
-            )
+            raise ConfigError([Problem(_DIMS, str(list(dims)), must, "Write [-1, 512, 768], for example.")])
         if dims[1] % num_heads or dims[1] % 4:
             must = f"must be a multiple of 4 and of num_heads, {num_heads}"
-            raise ConfigError([Problem(f"{key}.dims", str(dims[1]), must, "Change one of them.")])
+            raise ConfigError([Problem(_DIMS, str(dims[1]), must, "Change one of them.")])
         self.predictor: _Predictor | None = _Predictor(dims, depth, num_heads)
 
     def forward(self, features: Tensor, tokens: list[Tokens]) -> PatchOutput:

@@ -9,7 +9,7 @@ from omegaconf import MISSING
 
 from vissl_zero.config.constraints import number
 from vissl_zero.errors import Problem
-from vissl_zero.methods.spec import MethodSpec, loss_keys, one_head, one_size, patch_trunk, share
+from vissl_zero.methods.spec import MethodSpec, head_width, loss_keys, one_head, one_size, patch_trunk, share
 from vissl_zero.registry import METHODS
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class PixelHeadConfig:
     """``pixel_head``: one linear layer from a patch's token to its pixels."""
 
     dims: list[int] = MISSING
-    """Two widths: the trunk's features, and 3 times the pixels of a patch."""
+    """Two widths: the trunk's features, and 3 times the pixels of a patch (-1: those of the trunk)."""
 
 
 @dataclass
@@ -114,6 +114,9 @@ class IJEPASpec(MethodSpec):
         if len(keys.target_ratio) != 2 or not 0 < keys.target_ratio[0] <= keys.target_ratio[1]:
             got, must = str(list(keys.target_ratio)), "must be two numbers above 0, the least and the largest"
             problems.append(Problem(f"config.{path}.target_ratio", got, must, "Write [0.75, 1.5]."))
+        if head_width(cfg) == -1:
+            must, fix = "must end in the trunk's features, which are predicted", "Write their number in its place."
+            problems.append(Problem("config.MODEL.HEAD.PARAMS[0][1].dims", "-1", must, fix))
         taken = keys.num_targets * keys.target_scale
         if taken + keys.context_scale > 1 + 1e-9:
             must = f"must leave room for the context: {taken:g} of the patches may be targets"

@@ -476,8 +476,11 @@ class PIRLHead(nn.Module):
     ):
         super().__init__()
         if bool(of_image) != bool(of_tiles):
-            must, fix = "must have both of_image and of_tiles, or neither", "Add the other, or leave both out."
-            raise ConfigError([Problem("config.MODEL.HEAD.PARAMS.pirl_head", "one of them", must, fix)])
+            must, fix = (
+                "must have both of_image and of_tiles in pirl_head, or neither",
+                "Add the other or leave both out.",
+            )
+            raise ConfigError([Problem("config.MODEL.HEAD.PARAMS", "one of them", must, fix)])
         self.num_towers = num_towers
         ends = (dims[0], dims[-1])
         self.of_image = Chain(of_image, ends) if of_image else MLP(dims, use_relu=True)

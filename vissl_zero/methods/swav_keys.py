@@ -88,10 +88,12 @@ class SwAVLossConfig:
 
 def needs_embeddings(cfg: RunConfig) -> list[Problem]:
     """Check that a ``swav_head`` does not leave out the embeddings, which the loss takes."""
-    if all(options.get("return_embeddings", True) for _, options in heads_of(cfg)):
-        return []
     must = f"must be true for {cfg.LOSS['name']}, which needs embeddings"
-    return [Problem("config.MODEL.HEAD.PARAMS.swav_head.return_embeddings", "False", must, "Leave it out.")]
+    return [
+        Problem(f"config.MODEL.HEAD.PARAMS[{index}][1].return_embeddings", "False", must, "Leave it out.")
+        for index, (_, options) in enumerate(heads_of(cfg))
+        if not options.get("return_embeddings", True)
+    ]
 
 
 @METHODS.register("swav")

@@ -45,7 +45,7 @@ class Chain(nn.Sequential):
                 first = dims[0] if index == 0 else keys["dims"][0]
                 last = dims[-1] if index == len(heads) - 1 else keys["dims"][-1]
                 keys["dims"] = [first, *keys["dims"][1:-1], last]
-            options = typed_options(component_keys(HEADS, name), keys, f"config.MODEL.HEAD.PARAMS.{name}")
+            options = typed_options(component_keys(HEADS, name), keys, f"heads[{index}][1]")
             built.append(HEADS.get(name).build(**options))
         super().__init__(*built)
 

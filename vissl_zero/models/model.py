@@ -425,7 +425,9 @@ def build_model(model_config: ModelConfig | TeacherModel, num_classes: int = 0) 
         for head_name, params in head_config.PARAMS:
             build = HEADS.get(head_name).build
             width = _width_for(build, trunk)
-            options = _with_classes(params if taps else _with_width(params, width), num_classes)
+            options = params if taps else _with_width(params, width)
+            last = _pixels_of_patch(trunk) if getattr(build, "predicts_pixels", False) else num_classes
+            options = _with_last(options, last)
             if taps is None:
                 _check_width(head_name, options, width)
             heads.append(build(**options))
@@ -508,16 +510,22 @@ def _with_width(options: Mapping[str, Any], feature_dim: int | None) -> Mapping[
     return {**options, "dims": [feature_dim, *dims[1:]]} if dims and dims[0] == -1 and feature_dim else options
 
 
-def _with_classes(options: Mapping[str, Any], num_classes: int) -> Mapping[str, Any]:
-    """Set a head's last width, where it is -1, to the number of classes."""
+def _pixels_of_patch(trunk: nn.Module) -> int:
+    """Count the numbers of a patch: its pixels in three colors."""
+    height, width = getattr(_require_patches(trunk), "patch_size")  # noqa: B009 - of a module, which may hold anything
+    return 3 * int(height) * int(width)
+
+
+def _with_last(options: Mapping[str, Any], width: int) -> Mapping[str, Any]:
+    """Set a head's last width, where it is -1: to the number of classes, or of a patch's pixels."""
     dims = options.get("dims")
     if not dims or dims[-1] != -1:
         return options
-    if num_classes < 1:
+    if width < 1:
         must = "must end in the number of classes: the images have no labels to count them by"
         fix = "Put the images of each class in a folder of its own, or write the number in place of the last -1."
         raise ConfigError([Problem("config.MODEL.HEAD.PARAMS", str(list(dims)), must, fix)])
-    return {**options, "dims": [*dims[:-1], num_classes]}
+    return {**options, "dims": [*dims[:-1], width]}
 
 
 def _check_width(name: str, options: Mapping[str, Any], feature_dim: int | None) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import base64
 import html
 import json
+import os
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,6 +41,8 @@ _BYTES = ("memory", "peak")
 # Keys that do not make another experiment.
 _SEED = "SEED_VALUE"
 _PLACES = ("CHECKPOINT.DIR", _SEED)
+_MOST_KEYS, _LONGEST_NAME = 3, 60  # of the keys that name a group, and characters of such a name
+_LAST_NAME = re.compile(r".*\.(?=\D)")  # what comes before DATA_SOURCES.0
 _RESAMPLES = 2000
 _MOST_POINTS = 600
 _PAGE = Path(__file__).with_name("comparison_page.html")
@@ -46,9 +50,10 @@ _PAGE = Path(__file__).with_name("comparison_page.html")
 
 @dataclass(frozen=True)
 class ComparedRun:
-    """One run: its folder, flat configuration, curve of the loss as (step, loss), and figures by name."""
+    """One run: its folder, recipe, flat configuration, curve of the loss as (step, loss), and figures by name."""
 
     folder: Path
+    recipe: str
     config: dict[str, Any]
     curve: list[tuple[int, float]]
     figures: dict[str, float]
@@ -77,7 +82,8 @@ def read_run(folder: Path) -> ComparedRun:
     Raises:
         OSError, ValueError: it has no configuration or metrics that can be read.
     """
-    config = dict(leaves(read_saved(folder / "config.resolved.yaml")["config"]))
+    saved = read_saved(folder / "config.resolved.yaml")
+    config = dict(leaves(saved["config"]))
     records = Records(read_records(folder / FILE_NAME))
     curve = [(record.step, float(record.loss)) for record in records if record.loss is not None]
     curve = curve[:: max(1, -(-len(curve) // _MOST_POINTS))]
@@ -88,7 +94,16 @@ def read_run(folder: Path) -> ComparedRun:
         figures["memory"] = float(sum(held.get(kind, 0) for kind in ("params", "grads", "optimizer", "activations")))
     if not summary and curve:
         figures["loss_last"] = curve[-1][1]
-    return ComparedRun(folder, config, curve, figures)
+    return ComparedRun(folder, str(saved.get("recipe", "")), config, curve, figures)
+
+
+def names_of(runs: Sequence[ComparedRun]) -> list[str]:
+    """Name runs by their paths below the folder that holds them all, so that equal last parts stay apart."""
+    if not runs:
+        return []
+    folders = [str(run.folder.absolute()) for run in runs]
+    above = os.path.commonpath([os.path.dirname(folder) for folder in folders])  # noqa: PTH120 - of texts
+    return [printable(os.path.relpath(folder, above)) for folder in folders]
 
 
 def differing(runs: Sequence[ComparedRun]) -> dict[str, list[Any]]:
@@ -99,14 +114,16 @@ def differing(runs: Sequence[ComparedRun]) -> dict[str, list[Any]]:
 
 
 def grouped(runs: Sequence[ComparedRun]) -> list[Group]:
-    """Join the seeds of one recipe; a group is named by the values of the keys that differ between groups."""
+    """Join the seeds of one recipe; a group is named by the few keys that differ between groups, else by its run."""
     keys = [key for key in differing(runs) if key not in _PLACES]
-    groups: dict[tuple[str, ...], Group] = {}
-    for run in runs:
+    found: dict[tuple[str, ...], Group] = {}
+    for run, path in zip(runs, names_of(runs), strict=True):
         values = tuple(str(run.config.get(key)) for key in keys)
-        name = ", ".join(f"{key.rpartition('.')[2]}={value}" for key, value in zip(keys, values, strict=True))
-        groups.setdefault(values, Group(printable(name[:80]) or run.folder.name)).runs.append(run)
-    return list(groups.values())
+        named = zip(keys, values, strict=True)
+        name = printable(", ".join(f"{_LAST_NAME.sub('', key)}={value}" for key, value in named))
+        is_short = 0 < len(keys) <= _MOST_KEYS and len(name) <= _LONGEST_NAME
+        found.setdefault(values, Group(name if is_short else path)).runs.append(run)
+    return list(found.values())
 
 
 def estimate(values: Sequence[float]) -> Estimate:
@@ -125,13 +142,19 @@ def figures_of(group: Group) -> dict[str, Estimate]:
     return {name: estimate([run.figures[name] for run in group.runs]) for name in shared}
 
 
-def estimate_text(name: str, estimate: Estimate | None) -> str:
-    """Return a figure for people: the mean, and the interval where there are several seeds."""
-    if estimate is None:
-        return "-"
-    if estimate.low is None or estimate.high is None:
-        return _text(name, estimate.mean)
-    return f"{_text(name, estimate.mean)} [{_text(name, estimate.low)}, {_text(name, estimate.high)}]"
+def estimate_text(name: str, found: Estimate | None) -> str:
+    """Return a figure for people: the mean, and the interval where seeds differ in what is shown."""
+    return " ".join(filter(None, _parts(name, found)))
+
+
+def _parts(name: str, found: Estimate | None) -> tuple[str, str]:
+    if found is None:
+        return "-", ""
+    mean = _text(name, found.mean)
+    if found.low is None or found.high is None:
+        return mean, ""
+    low, high = _text(name, found.low), _text(name, found.high)
+    return mean, "" if low == mean == high else f"[{low}, {high}]"
 
 
 def _text(name: str, value: float) -> str:
@@ -160,29 +183,63 @@ def text_table(heads: Sequence[str], rows: Iterable[tuple[str, Sequence[object]]
 
 def page(runs: Sequence[ComparedRun]) -> str:
     """Return one self-contained HTML page; it loads nothing from anywhere."""
-    groups = grouped(runs)
-    number = {id(run): index for index, group in enumerate(groups) for run in group.runs}
-    curves = [
-        {"name": run.folder.name, "group": number[id(run)], "points": run.curve} for run in runs if len(run.curve) > 1
-    ]
+    groups, names = grouped(runs), names_of(runs)
+    name_of = {id(run): name for run, name in zip(runs, names, strict=True)}
     heads = [f"{group.name} ({len(group.runs)} {'run' if len(group.runs) == 1 else 'seeds'})" for group in groups]
     keys = [(key, [printable(value) for value in row]) for key, row in differing(runs).items()]
-    data = {"curves": curves, "groups": heads}
+    data = {
+        "groups": [
+            {
+                "name": head,
+                "curves": [
+                    {"name": _seed_name(run, name_of[id(run)], group), "points": run.curve}
+                    for run in group.runs
+                    if len(run.curve) > 1
+                ],
+            }
+            for head, group in zip(heads, groups, strict=True)
+        ]
+    }
+    are_seeds = any(len(group.runs) > 1 for group in groups)
+    recipes = ", ".join(dict.fromkeys(run.recipe for run in runs if run.recipe))
+    columns = [figures_of(group) for group in groups]
+    figures = [
+        (title, [" ".join(_span(*_parts(name, column.get(name)))) for column in columns])
+        for name, title in FIGURES.items()
+        if any(name in column for column in columns)
+    ]
+    lines = "A line is the mean over seeds, its band their range." if are_seeds else ""
     return Template(_PAGE.read_text(encoding="utf-8")).substitute(
-        figures=_table(["figure", *heads], rows_of(groups)),
-        keys=_table(["key", *(run.folder.name for run in runs)], keys) if keys else "<p>No key differs.</p>",
+        about="Mean over seeds; in brackets its 95 % bootstrap interval, where seeds differ." if are_seeds else "",
+        figures=_table(["figure", *heads], figures),
+        lines=lines,
+        keys=_table(["key", *names], [(key, map(html.escape, row)) for key, row in keys])
+        if keys
+        else "<p>No key differs.</p>",
         reports="".join(map(_report, runs)),
         # "</script>" in a folder's name would end the element.
         data=json.dumps(data, allow_nan=False).replace("<", "\\u003c"),
-        title=f"{len(runs)} runs side by side",
+        title=html.escape(f"{f'{printable(recipes)}: ' if recipes else ''}{len(runs)} runs side by side"),
     )
 
 
-def _table(heads: Sequence[str], rows: Any) -> str:
+def _seed_name(run: ComparedRun, name: str, group: Group) -> str:
+    seeds = [other.config.get(_SEED) for other in group.runs]
+    return f"seed {run.config.get(_SEED)}" if len({*seeds}) == len(seeds) > 1 else name
+
+
+def _span(mean: str, interval: str) -> Iterator[str]:
+    """Yield a figure as elements that may stand beneath each other."""
+    yield f"<span>{html.escape(mean)}</span>"
+    if interval:
+        yield f"<span class=interval>{html.escape(interval)}</span>"
+
+
+def _table(heads: Sequence[str], rows: Iterable[tuple[str, Iterable[str]]]) -> str:
+    """Write a table; cells are HTML, the rest is text."""
     first = "".join(f"<th>{html.escape(head)}</th>" for head in heads)
     body = "".join(
-        f"<tr><th>{html.escape(name)}</th>{''.join(f'<td>{html.escape(cell)}</td>' for cell in cells)}</tr>"
-        for name, cells in rows
+        f"<tr><th>{html.escape(name)}</th>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>" for name, cells in rows
     )
     return f"<div class=wide><table><tr>{first}</tr>{body}</table></div>"
 

@@ -263,6 +263,8 @@ def draw_top1(axes: Axes, title: str, points: Sequence[tuple[int, float]], raw_p
     axes.margins(x=0.12, y=0.18)
     axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.4g} %")
     _label_steps(axes)
+    if len(steps) == 1:
+        axes.set_xticks(steps)
 
 
 def draw_memory(axes: Axes, per_rank: Sequence[Bytes], peak_kind: str) -> None:
@@ -287,7 +289,8 @@ def draw_memory(axes: Axes, per_rank: Sequence[Bytes], peak_kind: str) -> None:
     most = largest(per_rank)
     handles, labels = axes.get_legend_handles_labels()
     labels = [f"{label} {bytes_text(getattr(most, kind))}" for label, kind in zip(labels, kinds, strict=True)]
-    axes.legend(handles, labels, ncols=len(kinds), loc="lower right", bbox_to_anchor=(1.0, 1.0), fontsize=10)
+    # Below: beside the title there is no room for six kinds.
+    axes.legend(handles, labels, ncols=len(kinds), loc="upper left", bbox_to_anchor=(-0.01, 0.0), fontsize=10)
 
 
 def _draw(axes: Axes, curve: Series, color: str, is_noisy: bool) -> None:
@@ -300,6 +303,7 @@ def _draw(axes: Axes, curve: Series, color: str, is_noisy: bool) -> None:
     else:
         axes.plot(curve.steps, curve.values, color=color)
     axes.margins(x=0.01, y=0.08)
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:.4g}")  # matplotlib's own puts "1e-7" in the title's place
     _label_steps(axes)
 
 
@@ -307,7 +311,9 @@ def _draw_reference(axes: Axes, value: float, text: str) -> None:
     """Draw what the curve is compared with: a dashed line, its text above the right end."""
     axes.axhline(value, color=SOFT, linewidth=1.2, linestyle=(0, (5, 4)))
     place, frame, offset = (1, value), ("axes fraction", "data"), (-4, 4)
-    axes.annotate(text, place, offset, xycoords=frame, textcoords="offset points", ha="right", fontsize=9.5, color=SOFT)
+    box = {"facecolor": "white", "edgecolor": "none", "pad": 1}  # over a line of the grid
+    style: dict[str, Any] = {"ha": "right", "fontsize": 9.5, "color": SOFT, "bbox": box}
+    axes.annotate(text, place, offset, xycoords=frame, textcoords="offset points", **style)
 
 
 def _label_steps(axes: Axes) -> None:

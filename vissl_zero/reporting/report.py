@@ -87,7 +87,7 @@ def draw(content: ReportContent) -> Page:
     """Draw the whole page; parts that are missing take no room."""
     rows = panel_rows(content)
     num_ranks = len(content.bytes_per_rank[:_MOST_RANKS])
-    memory = 52 + 40 * num_ranks if num_ranks else 0
+    memory = 84 + 40 * num_ranks if num_ranks else 0
     crops = _TITLE + crops_height(content.crops, _INNER) if content.crops else 0
     neighbors = _TITLE + neighbors_height(content.neighbors, _INNER) if content.neighbors else 0
     patches = _TITLE + crops_height(content.patches, _INNER) if content.patches else 0

@@ -30,6 +30,7 @@ from vissl_zero.config.weights_name import scheme_of
 from vissl_zero.errors import ConfigError, Problem
 from vissl_zero.lifetime import run_in_subprocess
 from vissl_zero.registry import HEADS, LOSSES, METHODS, TRUNKS, WEIGHTS_READERS
+from vissl_zero.resolve.data_plan import names_like
 from vissl_zero.resolve.saved import RESOLVED_FILE, read_saved, with_references
 
 
@@ -58,10 +59,9 @@ def as_teacher(cfg: RunConfig) -> RunConfig:
 def head_options(cfg: RunConfig) -> list[tuple[str, dict[str, Any]]]:
     """Return name and all keys of each head. Raises ConfigError for wrong keys."""
     heads = []
-    for name, options in cfg.MODEL.HEAD.PARAMS:
-        heads.append(
-            (name, typed_options(component_keys(HEADS, name), options or {}, f"config.MODEL.HEAD.PARAMS.{name}"))
-        )
+    for index, (name, options) in enumerate(cfg.MODEL.HEAD.PARAMS):
+        key = f"config.MODEL.HEAD.PARAMS[{index}][1]"
+        heads.append((name, typed_options(component_keys(HEADS, name), options or {}, key)))
     return heads
 
 
@@ -123,8 +123,10 @@ def with_run_of_weights(cfg: RunConfig) -> RunConfig:
         return cfg
     key = next(iter(wanted))
     if not path:
-        fix = "Write config.MODEL.WEIGHTS_INIT.PARAMS_FILE=<run folder>, or a trunk: regnet or resnet, and its keys."
-        raise ConfigError([Problem(key, AUTO, "needs initial weights", fix)])
+        fix = f"Write {_WEIGHTS}=<run folder, file, timm:<model> or hf:<repo>> (docs/weights.md), or another {key}."
+        raise ConfigError(
+            [Problem(_WEIGHTS, "", f"must name weights, as {key} is {AUTO} and takes what they have", fix)]
+        )
     if problem := missing_weights(path):
         raise ConfigError([problem])
     saved = None if scheme_of(path) else saved_config(Path(path).expanduser())
@@ -278,7 +280,8 @@ def missing_weights(path: str, key: str = _WEIGHTS) -> Problem | None:
     if not path or scheme_of(path) or is_there(Path(path).expanduser()):
         return None
     must = "must name a run folder, a checkpoint or a file of weights that exists"
-    return Problem(key, repr(path), must, "Correct the path.")
+    hint = names_like(Path(path).expanduser().parent, Path(path).name).strip()
+    return Problem(key, repr(path), must, hint or "Correct the path.")
 
 
 def _known(

@@ -290,7 +290,7 @@ EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff",
 NUM_DIGITS = {"TRAIN": 1_437, "TEST": 360}
 
 
-def paths(cfg: RunConfig, decided: Decisions) -> list[Problem]:
+def paths(cfg: RunConfig, decided: Decisions | None = None) -> list[Problem]:
     """Check that a disk_folder has folders that exist and hold images.
 
     A dry run may be of a machine that has them, if none of the paths is here. A path that is missing beside others, or
@@ -298,7 +298,7 @@ def paths(cfg: RunConfig, decided: Decisions) -> list[Problem]:
     """
     problems: list[Problem] = []
     named = [path for split in splits(cfg).values() for path in split.DATA_PATHS]
-    is_elsewhere = cfg.DRY_RUN and not any(is_there(path) or _resembles(Path(path)) for path in named)
+    is_elsewhere = cfg.DRY_RUN and all(named) and not any(is_there(path) or _resembles(Path(path)) for path in named)
     for name, split in splits(cfg).items():
         key = f"config.DATA.{name}.DATA_PATHS"
         if split.DATA_SOURCES != ["disk_folder"] or cfg.PROGRAM == RETRIEVAL:  # it has a key of its own
@@ -309,16 +309,19 @@ def paths(cfg: RunConfig, decided: Decisions) -> list[Problem]:
         problems += [
             problem
             for path in split.DATA_PATHS
-            if not is_elsewhere and (problem := _path_problem(key, Path(path), endings_of(cfg)))
+            if not is_elsewhere and (problem := _path_problem(key, path, endings_of(cfg)))
         ]
     return problems
 
 
-def _path_problem(key: str, path: Path, endings: tuple[str, ...]) -> Problem | None:
-    if "\0" in str(path):
+def _path_problem(key: str, text: str, endings: tuple[str, ...]) -> Problem | None:
+    if not text:  # such as a variable of the shell that is unset; Path("") is the working directory
+        return Problem(key, "''", "must name a folder with images", f"Write {key}=[/path/to/images].")
+    if "\0" in text:
         return Problem(
-            key, repr(str(path)), "must name a folder, and a path cannot contain a zero byte", "Correct the path."
+            key, repr(text), "must name a folder, and a path cannot contain a zero byte", "Correct the path."
         )
+    path = Path(text)
     if not is_there(path):
         return Problem(key, repr(str(path)), "must name a folder that exists", _nearest(path))
     if not path.is_dir():

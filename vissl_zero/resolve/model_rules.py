@@ -161,7 +161,11 @@ def no_teacher(loss: str) -> Problem:
 
 
 _HEADS = "config.MODEL.HEAD.PARAMS"
-_CLASSIFIERS = ("mlp", "eval_mlp", "fcn_head")
+# What -1 as a head's last width stands for.
+_LAST = {
+    **dict.fromkeys(("mlp", "eval_mlp", "fcn_head"), "as many as there are classes"),
+    **dict.fromkeys(("patch_predictor", "pixel_head"), "as many as a patch has pixels in three colors"),
+}
 
 
 def trunk(cfg: RunConfig, decided: Decisions) -> list[Problem]:
@@ -287,14 +291,15 @@ def heads(cfg: RunConfig, decided: Decisions) -> list[Problem]:
         fix = 'Write [["swav_head", {dims: [...], num_clusters: [...]}]] or [["mlp", {dims: [...]}]].'
         return [Problem(_HEADS, "[]", "must list at least one head", fix)]
     measured = cfg.MODEL.FEATURE_EVAL_SETTINGS.FREEZE_TRUNK_AND_HEAD  # then a projection may be the last
-    return [problem for head in cfg.MODEL.HEAD.PARAMS for problem in _head(head, is_inner=measured)]
+    written = enumerate(cfg.MODEL.HEAD.PARAMS)
+    return [problem for index, head in written for problem in _head(head, f"{_HEADS}[{index}]", is_inner=measured)]
 
 
 # Keys of heads that hold heads, one after another.
 _ROWS = {"chain": ("heads",), "pirl_head": ("of_image", "of_tiles")}
 
 
-def _head(head: Any, is_inner: bool = False) -> list[Problem]:
+def _head(head: Any, key: str, is_inner: bool = False) -> list[Problem]:
     if not is_head(head):
         fix = 'Write a list of lists: [["mlp", {dims: [64, 10]}]].'
         return [Problem(_HEADS, str(head), 'must hold ["name", {key: value}]', fix)]
@@ -302,11 +307,12 @@ def _head(head: Any, is_inner: bool = False) -> list[Problem]:
     if name not in HEADS:
         return [HEADS.unknown(name)]
     try:
-        problems = _dims(name, typed_options(component_keys(HEADS, name), options, f"{_HEADS}.{name}"), is_inner)
-        for row in (options[key] for key in _ROWS.get(name, ()) if options.get(key)):
-            *inner, last = row
-            problems += [problem for part in inner for problem in _head(part, is_inner=True)]
-            problems += _head(last, is_inner)
+        key = f"{key}[1]"
+        problems = _dims(name, typed_options(component_keys(HEADS, name), options, key), key, is_inner)
+        for row_key in (row_key for row_key in _ROWS.get(name, ()) if options.get(row_key)):
+            row = options[row_key]
+            for index, part in enumerate(row):
+                problems += _head(part, f"{key}.{row_key}[{index}]", is_inner or index < len(row) - 1)
             problems += _joints(row)
         return problems
     except ConfigError as error:
@@ -334,28 +340,26 @@ def is_head(head: Any) -> bool:
     return is_pair and isinstance(head[0], str) and isinstance(head[1], Mapping)
 
 
-def _dims(name: str, options: Mapping[str, Any], is_inner: bool = False) -> list[Problem]:
+def _dims(name: str, options: Mapping[str, Any], key: str, is_inner: bool = False) -> list[Problem]:
     """Check widths and numbers of prototypes, as every built-in head has them."""
     problems = []
     if name in builtin_keys("head") and "dims" in options and name != "chain":
-        problems += _widths(name, list(options["dims"]))
+        problems += _widths(name, list(options["dims"]), key)
     if name in builtin_keys("head") and "num_clusters" in options:
         got = str(list(options["num_clusters"]))
         is_projection = is_inner and name == "swav_head" and not options["num_clusters"]
         if not is_projection and (not options["num_clusters"] or min(options["num_clusters"]) < 1):
             must = "must have at least 1 prototype in each layer"
-            problems.append(
-                Problem(f"{_HEADS}.{name}.num_clusters", got, must, "Write num_clusters: [3000], for example.")
-            )
+            problems.append(Problem(f"{key}.num_clusters", got, must, "Write num_clusters: [3000], for example."))
     return problems
 
 
-def _widths(name: str, dims: list[int]) -> list[Problem]:
-    outputs = [] if name in _CLASSIFIERS and dims[-1:] == [-1] else dims[-1:]  # -1: as many as classes
+def _widths(name: str, dims: list[int], key: str) -> list[Problem]:
+    outputs = [] if name in _LAST and dims[-1:] == [-1] else dims[-1:]
     if len(dims) < 2 or min([*dims[1:-1], *outputs], default=1) < 1 or (dims[0] < 1 and dims[0] != -1):
         must = "must be two or more widths, from the trunk's features (-1: as many as it has) to the outputs"
-        must += " (-1: as many as there are classes)" * (name in _CLASSIFIERS)
-        return [Problem(f"{_HEADS}.{name}.dims", str(dims), must, "Write dims: [features, ..., outputs].")]
+        must += f" (-1: {_LAST[name]})" if name in _LAST else ""
+        return [Problem(f"{key}.dims", str(dims), must, "Write dims: [features, ..., outputs].")]
     return []
 
 

@@ -30,7 +30,7 @@ from vissl_zero.resolve.components import (
     trunk_options,
     with_run_of_weights,
 )
-from vissl_zero.resolve.data_plan import DATA_RULES, mixing_notes, with_image_size
+from vissl_zero.resolve.data_plan import DATA_RULES, mixing_notes, paths, with_image_size
 from vissl_zero.resolve.decisions import Decisions
 from vissl_zero.resolve.followed_figure import FOLLOWED_FIGURE_RULES
 from vissl_zero.resolve.host import Host, assumed_host, cluster_host, idle_cores, this_host
@@ -101,7 +101,11 @@ def resolve(
         raise ConfigError([problem])
     if tests_alone(cfg):
         notes = (*notes, "TEST's images alone are measured: config.DATA.TRAIN names none, so there is no kNN.")
-    cfg = with_named_teacher(with_channels(with_image_size(with_run_of_weights(without_training(cfg)))))
+    cfg = without_training(cfg)
+    try:
+        cfg = with_named_teacher(with_channels(with_image_size(with_run_of_weights(cfg))))
+    except ConfigError as error:  # without the trunk most rules would stumble, but not that of the images
+        raise ConfigError([*error.problems, *paths(cfg)]) from error
     decided = Decisions(cfg, host or _host(cfg))
     # Modules that cannot be imported are problems only beside others, which they may explain; else they are notes.
     if all_problems := problems(decided):

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from vissl_zero.config.run_config import RunConfig
 
 _CLASSES = "cross_entropy_multiple_output_single_target"
-_TRANSFORMS = "config.DATA.TRAIN.TRANSFORMS"
 # VISSL's names of what a trunk gives for an image, and of all its tokens.
 _FEATURE, _TOKENS = (["flatten"], ["res5avg"]), "lastBLK"
 _IBOT_HEAD = "ibot_dino_head"
@@ -40,7 +39,8 @@ def _rotnet(cfg: RunConfig) -> str:
     if entry is None or cfg.LOSS.get("name") != _CLASSES:
         return ""
     if (count := entry.get("num_angles", 4)) != 4:
-        _refuse(f"{_TRANSFORMS}.ImgRotatePil.num_angles", count, "must be 4: quarter turns", "Leave it out.")
+        key = f"{_place(cfg.DATA.TRAIN.TRANSFORMS, entry)}.num_angles"
+        _refuse(key, count, "must be 4: quarter turns", "Leave it out.")
     for split in (cfg.DATA.TRAIN, cfg.DATA.TEST):
         split.TRANSFORMS = [other for other in split.TRANSFORMS if _name(other) != "ImgRotatePil"]
     cfg.LOSS["name"], cfg.LOSS["rotnet_loss"].all_angles = "rotnet_loss", False
@@ -115,9 +115,8 @@ def _ibot(cfg: RunConfig) -> str:
         return ""
     if mapping == other.MULTI_INPUT_HEAD_MAPPING:
         other.MULTI_INPUT_HEAD_MAPPING = []
-    loss = cfg.LOSS[loss_name]
-    loss.mask_ratio, loss.mask_probability = _masked_shares(entry)
-    size, key = entry.get("patch_size", 16), f"{_TRANSFORMS}.MaskedImageModeling"
+    loss, size, key = cfg.LOSS[loss_name], entry.get("patch_size", 16), _place(train.TRANSFORMS, entry)
+    loss.mask_ratio, loss.mask_probability = _masked_shares(entry, key)
     if size != patches.PATCH_SIZE:
         must = f"must be the trunk's, {patches.PATCH_SIZE}"
         _refuse(f"{key}.patch_size", size, must, f"Write patch_size: {patches.PATCH_SIZE}.")
@@ -136,7 +135,7 @@ def _ibot(cfg: RunConfig) -> str:
     return f"MaskedImageModeling: {loss_name} draws the masks; its mask_ratio and mask_probability are taken from it."
 
 
-def _masked_shares(entry: Mapping[str, Any]) -> tuple[list[float], float]:
+def _masked_shares(entry: Mapping[str, Any], key: str) -> tuple[list[float], float]:
     """Return least and largest share of masked patches, and how often there is one: VISSL draws one of spans."""
     means, spreads = entry.get("pred_ratio_mean", [0.3]), entry.get("pred_ratio_var", [0.0])
     spans = [(mean - spread, mean + spread) for mean, spread in zip(means, spreads, strict=False)]
@@ -144,7 +143,7 @@ def _masked_shares(entry: Mapping[str, Any]) -> tuple[list[float], float]:
     if not masked or len(set(masked)) > 1 or not 0 <= masked[0][0] <= masked[0][1] <= 1 or len(means) != len(spreads):
         must = "must be one span of shares from 0 to 1, and none besides: mean and spread of 0"
         fix = "Write pred_ratio_mean: [0.0, 0.3], pred_ratio_var: [0.0, 0.2], for example."
-        _refuse(f"{_TRANSFORMS}.MaskedImageModeling.pred_ratio_mean", f"{means} and {spreads}", must, fix)
+        _refuse(f"{key}.pred_ratio_mean", f"{means} and {spreads}", must, fix)
     low, high = (round(share, 12) for share in masked[0])  # 0.3 - 0.2 is 0.1
     return [low, high], len(masked) / len(spans)
 
@@ -193,6 +192,11 @@ def _blocks(cfg: RunConfig) -> tuple[Any, Any]:
 
 def _found(transforms: list[Any], name: str) -> Mapping[str, Any] | None:
     return next((entry for entry in transforms if _name(entry) == name), None)
+
+
+def _place(transforms: list[Any], entry: Any) -> str:
+    """Return the key of an entry of TRAIN's transforms, by its position."""
+    return f"config.DATA.TRAIN.TRANSFORMS[{transforms.index(entry)}]"
 
 
 def _name(entry: Any) -> Any:

@@ -16,6 +16,7 @@ from vissl_zero.checkpoint.foreign_layouts import Foreign
 from vissl_zero.errors import CheckpointError
 from vissl_zero.models.weight_names import plain_name
 from vissl_zero.weights.library_index import models_of
+from vissl_zero.weights.network_name import network_name
 
 Shapes = Mapping[str, tuple[int, ...]]
 # Channels a head of published transformers, where it is not 64.
@@ -30,6 +31,7 @@ _OUTSIDE = re.compile(
     r"cls_token|reg_token|register_tokens|pos_embed|mask_token|patch_embed\.proj\.(?:weight|bias)"
     r"|(?:norm|fc_norm|norm_pre)\.(?:weight|bias)"
 )
+_NOT_THE_TRUNK = ("blocks.", "head", "fc.", "classifier.", "pooler.", "decoder", "dino_", "ibot_")
 _INSIDE = re.compile(r"(?:norm[12]|attn\.(?:qkv|proj|q_norm|k_norm)|mlp\.fc[12])\.(?:weight|bias)|ls[12]\.gamma")
 
 
@@ -99,7 +101,7 @@ def _own(config: Mapping[str, Any]) -> Recognized | None:
     )
     size = views.get("size")
     normalization = _normalization(views)
-    return Recognized(trunk["NAME"], plain, size if isinstance(size, int) else 224, *normalization)
+    return Recognized(network_name(trunk), plain, size if isinstance(size, int) else 224, *normalization)
 
 
 def _normalization(views: Mapping[str, Any]) -> tuple[list[float], list[float]]:
@@ -161,7 +163,7 @@ def _transformer(shapes: Shapes, foreign: Foreign) -> Recognized | None:
     patches, first = shapes.get("patch_embed.proj.weight"), shapes.get("blocks.0.mlp.fc1.weight")
     inside = [name.split(".", 2)[2] for name in shapes if name.startswith("blocks.")]
     decoder = any(name.startswith("decoder") for name in shapes)
-    outside = [name for name in shapes if not name.startswith(("blocks.", "head", "fc.", "decoder", "dino_", "ibot_"))]
+    outside = [name for name in shapes if not name.startswith(_NOT_THE_TRUNK)]
     if not depth or not patches or not first or len(patches) != 4 or not all(map(_INSIDE.fullmatch, inside)):
         return None
     if "pos_embed" not in shapes or not all(map(_OUTSIDE.fullmatch, outside)) or ("reg_token" in shapes and decoder):
@@ -196,11 +198,8 @@ def _transformer(shapes: Shapes, foreign: Foreign) -> Recognized | None:
     name = "vit_giant_patch14_dinov2" if is_gated else f"vit_base_patch{patch if patch in (8, 16, 32) else 16}_224"
     if args["pre_norm"]:
         name = "vit_base_patch32_clip_224"  # with CLIP's epsilon in timm too, where layer_norm_eps is not known
-    text = f"vision transformer: {depth} blocks of {width}, {args['num_heads']} heads, patches of {patch}"
-    text += f", {registers} registers" if registers else ""
-    return Recognized(
-        f"{text}, made for images of {side * patch}", {"NAME": f"timm/{name}", "PARAMS": params}, side * patch
-    )
+    trunk = {"NAME": f"timm/{name}", "PARAMS": params}
+    return Recognized(network_name(trunk), trunk, side * patch)
 
 
 def _ratio(inner: int, width: int) -> float:
@@ -239,9 +238,8 @@ def _eva(shapes: Shapes, config: Mapping[str, Any]) -> Recognized | None:
         return None
     args |= {"rope_temperature": _number(config, "rope_theta") or 100.0}
     params = {"model_args": args, "layer_norm_eps": _number(config, "layer_norm_eps") or 1e-5}
-    text = f"DINOv3 vision transformer: {depth} blocks of {width}, {args['num_heads']} heads, patches of {patch}"
     trunk = {"NAME": "timm/vit_small_patch16_dinov3", "PARAMS": params}
-    return Recognized(f"{text}, {registers} registers", trunk, int(_number(config, "image_size") or _USUAL_SIZE))
+    return Recognized(network_name(trunk), trunk, int(_number(config, "image_size") or _USUAL_SIZE))
 
 
 _RESNETS: dict[tuple[int, ...], int] = {
@@ -278,8 +276,8 @@ def _resnet(shapes: Shapes) -> Recognized | None:
     options: dict[str, Any] = {"DEPTH": depth, "WIDTH_MULTIPLIER": max(1, multiplier), "GROUPS": groups}
     width = last[0] // groups // max(1, multiplier)
     options |= {"WIDTH_PER_GROUP": width, "STEM_TYPE": "RES_STEM_IN" if stem[-1] == 7 else "RES_STEM_CIFAR"}
-    text = f"ResNet-{depth}" + (f", {groups} groups of {width}" if groups > 1 or width != 64 else "")
-    return Recognized(text, {"NAME": "resnet", "RESNETS": options})
+    trunk = {"NAME": "resnet", "RESNETS": options}
+    return Recognized(network_name(trunk), trunk)
 
 
 def _convnext(shapes: Shapes, config: Mapping[str, Any]) -> Recognized | None:
@@ -297,8 +295,8 @@ def _convnext(shapes: Shapes, config: Mapping[str, Any]) -> Recognized | None:
     params: dict[str, Any] = {"model_args": args}
     if config.get("model_type") in ("convnext", "convnextv2"):
         params["last_norm_eps"] = _number(config, "layer_norm_eps") or 1e-12
-    name = "timm/convnextv2_tiny" if is_second else "timm/convnext_tiny"
-    return Recognized(f"ConvNeXt{' V2' * is_second}: {depths} blocks of {dims}", {"NAME": name, "PARAMS": params})
+    trunk = {"NAME": "timm/convnextv2_tiny" if is_second else "timm/convnext_tiny", "PARAMS": params}
+    return Recognized(network_name(trunk), trunk)
 
 
 def _swin(shapes: Shapes) -> Recognized | None:
@@ -315,8 +313,8 @@ def _swin(shapes: Shapes) -> Recognized | None:
     args: dict[str, Any] = {"embed_dim": patches[0], "depths": depths, "num_heads": [table[1] for table in tables]}
     size = 384 if window == 12 else _USUAL_SIZE
     args |= {"window_size": window, "patch_size": patches[-1], "img_size": size}
-    text = f"Swin: {depths} blocks, width {patches[0]}, windows of {window}"
-    return Recognized(text, {"NAME": "timm/swin_tiny_patch4_window7_224", "PARAMS": {"model_args": args}}, size)
+    trunk = {"NAME": "timm/swin_tiny_patch4_window7_224", "PARAMS": {"model_args": args}}
+    return Recognized(network_name(trunk), trunk, size)
 
 
 def _indexed(shapes: Shapes, model: str) -> Recognized | None:

@@ -29,6 +29,7 @@ from vissl_zero.models.trunks.token_embedding import TokenEmbedding, interpolate
 from vissl_zero.models.weight_names import is_adapters, to_other_names
 from vissl_zero.weights import to_detectron2 as d2
 from vissl_zero.weights.library_index import models_of
+from vissl_zero.weights.network_name import network_name
 from vissl_zero.weights.recognition import Recognized, recognize
 
 WEIGHTS, CONFIG, PREPROCESSOR, CARD = "model.safetensors", "config.json", "preprocessor_config.json", "README.md"
@@ -152,7 +153,7 @@ class Source:
         if renamed.unknown:
             raise CheckpointError(
                 f"{style} has no such network: no name for {renamed.unknown[0].removeprefix(_PREFIX)} of a "
-                f"{self.config['NAME']}. --to safetensors and --to onnx take every trunk."
+                f"{network_name(self.config)}. --to safetensors and --to onnx take every trunk."
             )
         return [Entry.of(new, state[old].contiguous()) for new, old in renamed.names.items()]
 
@@ -185,7 +186,7 @@ def write(source: Source, target: str, folder: Path) -> Exported:
     if got.shape != wanted.shape or difference > _TOLERANCE * max(1.0, float(wanted.abs().max())):
         raise CheckpointError(
             f"{target} opens the folder, and for images of {side} pixels its features differ from those of the trunk, "
-            f"{source.config['NAME']}, by {difference:.2g}: not written. --to safetensors keeps everything."
+            f"{network_name(source.config)}, by {difference:.2g}: not written. --to safetensors keeps everything."
         )
     return Exported(folder, call, difference, notes)
 
@@ -238,7 +239,7 @@ def _in_timm(source: Source, entries: list[Entry]) -> Recognized:
     """Find timm's model of the trunk: the one that it was built from, or the one with its tensors."""
     name, params = source.config["NAME"], source.config.get("PARAMS", {})
     if name.startswith("timm/"):
-        return Recognized(name, {"NAME": name, "PARAMS": params})
+        return Recognized(network_name(source.config), {"NAME": name, "PARAMS": params})
     if name == "resnet":
         candidates = [model for model in models_of({e.key: e.shape for e in entries}) if model.startswith("timm/")]
         if candidates:
@@ -272,7 +273,9 @@ def _to_torchvision(source: Source, folder: Path) -> tuple[str, Opened, list[str
     else:
         candidates = [one for one in models_of(shapes) if one.startswith("torchvision/")]
         if not candidates:
-            raise CheckpointError(f"torchvision has no {name} of these sizes. --to safetensors takes every trunk.")
+            raise CheckpointError(
+                f"torchvision has no {network_name(source.config)} of these sizes. --to safetensors takes every trunk."
+            )
         model = candidates[0].removeprefix("torchvision/")
     net = torchvision.models.get_model(model, weights=None, **options)
     classifier = _without_classifier(net)

@@ -57,7 +57,8 @@ def test_evaluate_prints_the_figures_that_scripts_read(folder, level, capfd):
     assert found["knn_top1"] == 1.0 and found["knn_k"] == 20 and found["knn_temperature"] == 0.07
     assert found["linear_top1"] == 1.0 and found["num_features"] == 64
     assert found["num_train"] == 36 and found["num_val"] == 12
-    assert found["recognized"].startswith("vision transformer: 1 blocks of 64, 1 heads, patches of 16")
+    assert found["image_size"] == 32
+    assert found["recognized"].startswith("vision transformer: 1 block of 64, 1 head, patches of 16")
 
 
 @pytest.mark.slow
@@ -133,13 +134,29 @@ def test_python_gives_the_figures_and_features_of_the_commands(folder):
     [
         (["embed", "a.pth", ".", "--output", "x.npz"], r"--output is not a flag. Did you mean '--out'"),
         (["evaluate", "a.pth"], "the following arguments are required: --data"),
-        (["evaluate", "a.pth", "--data", "."], r"must hold train/ and val/, each with a folder"),
+        (["evaluate", "a.pth", "--data", "."], r"must be a folder that holds train/ and val/, each with a folder"),
+        (["evaluate", "a.pth", "--data", ""], "--data: must be a path, and is empty"),
+        (["evaluate", "a.pth", "--data", "nowhere"], "nowhere: there is no such file or folder. Correct the path"),
+        (["evaluate", "a.pth", "--data", "a.txt"], "--data a.txt: must be a folder .*, and is a file. Name"),
+        (["evaluate", "", "--data", "data"], "weights: must be a path, and is empty"),
+        (
+            ["embed", "a.pth", ".", "--out", "a.txt/x.npz"],
+            "a.txt/x.npz: must be in a folder, and a.txt is a file. Name",
+        ),
+        (["export", "a.pth", "--to", "timm", "--out", "a.txt/x"], "a.txt/x: must be in a folder, and a.txt is a file"),
+        (["compare", "a", "b", "--html", "a.txt/x"], "a.txt/x: must be in a folder, and a.txt is a file"),
+        (["plan", "config=digits/mae", "--png", "a.txt/x"], "a.txt/x: must be in a folder, and a.txt is a file"),
+        (["lr-find", "config=digits/mae", "--png", "a.txt/x"], "a.txt/x: must be in a folder, and a.txt is a file"),
+        (["data", "pack", ".", "a.txt/x", "--to", "arrow"], "a.txt/x: must be in a folder, and a.txt is a file"),
         (["embed", "a.pth", ".", "--out", "x.csv"], r"must be one of .npz, .parquet, .safetensors"),
         (["embed", "a.pth", "nowhere", "--out", "x.npz"], "nowhere: there is no such file or folder"),
     ],
 )
 def test_wrong_words_get_a_sentence(words, wanted, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").touch()
+    for name in ("train", "val"):
+        (tmp_path / "data" / name).mkdir(parents=True)
     assert main(words) == 2
     assert re.search(wanted, capsys.readouterr().err)
 

@@ -35,7 +35,7 @@ def test_a_wrong_key_is_a_config_error() -> None:
 
 
 def test_a_folder_without_splits_is_a_config_error(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"must hold train/ and val/"):
+    with pytest.raises(ConfigError, match=r"must be a folder that holds train/ and val/"):
         vissl_zero.evaluate("a.pth", tmp_path)
     with pytest.raises(ConfigError, match="there is no such file or folder"):
         vissl_zero.embed("a.pth", tmp_path / "nowhere")

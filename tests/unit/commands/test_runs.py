@@ -13,7 +13,7 @@ import pytest
 from tests.unit.reporting.example_run import make_plan, make_record
 from vissl_zero.cli import main
 from vissl_zero.launch.run_folder import RunLock
-from vissl_zero.reporting.comparison import estimate, grouped, page, read_run
+from vissl_zero.reporting.comparison import estimate, grouped, names_of, page, read_run
 from vissl_zero.reporting.metrics_file import line
 from vissl_zero.resolve.resolve import save_resolved
 
@@ -145,6 +145,26 @@ def test_compare_prints_what_differs_and_writes_a_page(tmp_path: Path, capsys: p
     written = out.read_text()
     assert "data:image/png;base64," in written
     assert "http" not in written.replace("http://www.w3.org/2000/svg", "")
+
+
+def test_the_page_joins_seeds_in_a_curve_and_stays_readable_on_small_and_dark_screens(tmp_path: Path) -> None:
+    written = page([read_run(folder) for folder in six(tmp_path)])
+    data = json.loads(written.split('id="data">')[1].split("</script>")[0])
+    assert [group["name"] for group in data["groups"]] == ["LEVEL=0 (3 seeds)", "LEVEL=3 (3 seeds)"]
+    assert [curve["name"] for curve in data["groups"][1]["curves"]] == ["seed 0", "seed 1", "seed 2"]
+    assert all(len(curve["points"]) == 5 for group in data["groups"] for curve in group["curves"])
+    assert "<span>80.1 %</span> <span class=interval>[80.0 %, 80.2 %]</span>" in written
+    assert "<td><span>100</span></td>" in written  # equal in all seeds: no interval
+    assert "width=device-width" in written and "prefers-color-scheme:dark" in written and "svg.clientWidth" in written
+    assert "$" not in written.replace("$title", "")  # nothing is left to fill in
+
+
+def test_runs_that_differ_in_much_are_named_by_their_folders(tmp_path: Path) -> None:
+    folders = [make(tmp_path / "a", "run", summary={}, level=0), make(tmp_path / "b", "run", summary={}, level=3)]
+    runs = [read_run(folder) for folder in folders]
+    assert [group.name for group in grouped(runs)] == ["LEVEL=0", "LEVEL=3"]
+    runs[1].config.update({f"DATA.TRAIN.KEY_{index}": "x" * 20 for index in range(4)})
+    assert names_of(runs) == ["a/run", "b/run"] == [group.name for group in grouped(runs)]
 
 
 def test_a_name_cannot_leave_the_page(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from hydra._internal.core_plugins.file_config_source import FileConfigSource
 from hydra._internal.sources_registry import SourcesRegistry
 from hydra.core.global_hydra import GlobalHydra
 
+from vissl_zero.cli import main
 from vissl_zero.config.compose import compose, load, register
 from vissl_zero.config.recipes import ModerateFiles, list_recipes, register_search_path
 from vissl_zero.errors import ConfigError
@@ -62,6 +63,60 @@ def test_mistakes_on_the_command_line(name):
         compose(RECIPE, overrides)
     assert text in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+HEADS = "config.MODEL.HEAD.PARAMS"
+LOST = {
+    "name in a list": ([f"{HEADS}.swav_head.dims=[64,32]"], f"Write {HEADS}[0][1].dims=<value>."),
+    "key of a list in a list": ([f"{HEADS}[0].dims=[64,32]"], f"Write {HEADS}[0][1].dims=<value>."),
+    "name of a transform": (
+        ["config.DATA.TRAIN.TRANSFORMS.Normalize.mean=[0,0,0]"],
+        "Write config.DATA.TRAIN.TRANSFORMS[{Normalize}].mean=<value>.",
+    ),
+    "new key in a list": ([f"+{HEADS}.swav_head=1"], f"Write the whole list, {HEADS}=[...]."),
+    "new key twice": ([f"++{HEADS}.a.b=1"], f"Write the whole list, {HEADS}=[...]."),
+    "key taken out": ([f"~{HEADS}.a"], f"Write the whole list, {HEADS}=[...]."),
+    "item taken out": ([f"~{HEADS}[0]"], f"{HEADS}[0]: is not a key: {HEADS} has 1 item, counted from 0"),
+    "item added": ([f"+{HEADS}[1]=a"], f"{HEADS}[1]: is not a key: {HEADS} has 1 item, counted from 0"),
+    "position too high": ([f"{HEADS}[3][1].dims=[1]"], f"{HEADS}[3][1].dims: is not a key: {HEADS} has 1 item"),
+    "of a list of this command": (
+        [f"{HEADS}=[[mlp,{{dims: [1,2]}}]]", f"{HEADS}.mlp.dims=[2,3]"],
+        f"Write {HEADS}[0][1].dims=<value>.",
+    ),
+    "behind a value": (
+        ["config.SEED_VALUE.a=1"],
+        "config.SEED_VALUE.a: is not a key: config.SEED_VALUE is one value, which has no keys. Write",
+    ),
+    "new behind a value": (["+config.SEED_VALUE.a=1"], "Write config.SEED_VALUE=<value>."),
+    "taken out behind a value": (["~config.SEED_VALUE.a"], "Write config.SEED_VALUE=<value>."),
+    "behind a value in a list": ([f"{HEADS}[0][0].a=1"], f"Write {HEADS}[0][0]=<value>."),
+    "behind a value of a loss": (
+        ["config.LOSS.swav_loss.epsilon.a=1"],
+        "Write config.LOSS.swav_loss.epsilon=<value>.",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LOST)
+def test_overrides_through_lists_and_values(name):
+    overrides, text = LOST[name]
+    transforms = [entry["name"] for entry in load(RECIPE).DATA.TRAIN.TRANSFORMS]
+    with pytest.raises(ConfigError) as caught:
+        compose(RECIPE, overrides)
+    assert text.replace("{Normalize}", str(transforms.index("Normalize"))) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_a_message_proposes_can_be_written():
+    run = load(RECIPE, [f"{HEADS}[0][1].dims=[64,16]", "config.DATA.TRAIN.TRANSFORMS[0].name=Resize"])
+    assert run.MODEL.HEAD.PARAMS[0][1]["dims"] == [64, 16] and run.DATA.TRAIN.TRANSFORMS[0]["name"] == "Resize"
+
+
+def test_a_lost_override_does_not_hide_other_mistakes(capsys):
+    words = [f"config={RECIPE}", f"{HEADS}.a=1", "config.SEED_VALUE=abc", "config.SEED_VALU=3"]
+    assert main([*words, "--dry-run"]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split(": ")[0] for line in lines] == [f"{HEADS}.a", "config.SEED_VALUE", "config.SEED_VALU"]
 
 
 @pytest.mark.parametrize(

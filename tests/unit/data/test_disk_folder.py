@@ -13,7 +13,7 @@ from tests.unit.data.conftest import MakeData, save_image
 from vissl_zero.config.blocks.data import Split
 from vissl_zero.config.run_config import RunConfig
 from vissl_zero.data import slow_work
-from vissl_zero.data.source import Source, build_eval_sources, build_source, left_out
+from vissl_zero.data.source import Source, build_eval_sources, build_source, left_out, left_out_of_run
 from vissl_zero.data.sources import disk
 from vissl_zero.errors import DataError
 from vissl_zero.resolve.data_plan import image_files, paths
@@ -102,9 +102,29 @@ def test_a_class_has_one_number_in_train_and_test(make_data: MakeData, photos: P
     _, test = build_eval_sources(data_block(data), 0)
     assert test is not None
     assert labels(test) == [1]
+    train = build_source(data_block(data), "TRAIN", 0)
+    (note,) = left_out_of_run(data_block(data), train, 0)
+    assert note.startswith("config.DATA.TEST.DATA_PATHS has no images of 1 of TRAIN's 2 classes: a. ")
     save_image(tmp_path / "test/B/9.png", 9)
     with pytest.raises(DataError, match=r"DATA.TEST.DATA_PATHS has class folders that DATA.TRAIN does not have: B\. "):
         build_eval_sources(data_block(data), 0)
+
+
+def test_images_of_test_outside_of_classes_are_noted(make_data: MakeData, photos: Path, tmp_path: Path) -> None:
+    save_image(tmp_path / "test/9.png", 9)
+    data = data_block(make_data("disk_folder", photos, TEST={"DATA_PATHS": [str(tmp_path / "test")]}))
+    (note,) = left_out_of_run(data, build_source(data, "TRAIN", 0), 0)
+    assert "images outside of class folders, so no accuracy on TEST is measured" in note
+
+
+def test_an_empty_path_is_not_the_working_directory(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(photos)
+    cfg = RunConfig()
+    cfg.DATA.TRAIN = Split(DATA_SOURCES=["disk_folder"], DATA_PATHS=[""])
+    (problem,) = paths(cfg)
+    assert str(problem).startswith("config.DATA.TRAIN.DATA_PATHS: must name a folder with images (got '').")
+    cfg.DATA.TRAIN.DATA_PATHS = ["."]
+    assert paths(cfg) == []
 
 
 def test_a_copy_for_a_worker_is_the_same_source(make_data: MakeData, photos: Path) -> None:

@@ -84,8 +84,8 @@ def test_every_problem_is_reported_at_once_with_the_closest_names() -> None:
     assert len(text) == 5
     assert "Did you mean 'RandomHorizontalFlip'" in text[0]
     assert "Did you mean 'ImgPilGaussianBlur'" in text[1]
-    assert "config.DATA.TRAIN.TRANSFORMS.CenterCrop" in text[2] and "It takes: (size)" in text[2]
-    assert "must be a list of {name: ..., ...}" in text[3]
+    assert text[2].startswith("config.DATA.TRAIN.TRANSFORMS[2]: CenterCrop: ") and "takes: (size)" in text[2]
+    assert text[3].startswith("config.DATA.TRAIN.TRANSFORMS[3]: must be {name: ..., ...}")
     assert "total_num_crops is 5" in text[4]
 
 

@@ -8,12 +8,15 @@ from pathlib import Path
 
 import pytest
 import torch
+import torchvision
 import yaml
+from PIL import Image
 from safetensors.torch import load_file, save_file
 
 import vissl_zero
 from tests.unit.commands.example_checkpoint import write_checkpoint
 from tests.unit.evaluation.example_run import make_config, make_plan
+from vissl_zero.checkpoint.weights import final_step
 from vissl_zero.data.loader import build_eval_images
 from vissl_zero.engine.build import build_run
 from vissl_zero.engine.loop import train
@@ -58,13 +61,24 @@ def test_features_are_those_of_the_run(finished):
 
 
 def test_a_folder_that_is_not_there(tmp_path):
-    with pytest.raises(CheckpointError, match=r"There is no folder .*nowhere"):
+    with pytest.raises(CheckpointError, match=r"There is no .*nowhere"):
         vissl_zero.load_trunk(tmp_path / "nowhere")
 
 
 def test_a_folder_that_is_not_of_a_run(tmp_path):
     with pytest.raises(CheckpointError, match="holds neither checkpoints nor weights"):
         vissl_zero.load_trunk(tmp_path)
+
+
+def test_images_in_the_place_of_weights_are_named(tmp_path):
+    Image.new("RGB", (4, 4)).save(tmp_path / "a.jpg")
+    for path in (tmp_path, tmp_path / "a.jpg"):
+        with pytest.raises(
+            CheckpointError, match=r"image.*, and weights are wanted here\. Images are named .*\. Give a"
+        ):
+            vissl_zero.load_trunk(path)
+    with pytest.raises(CheckpointError, match=r"There is no .*b\.jpg\. Did you mean 'a\.jpg'\? Give a file of weights"):
+        vissl_zero.load_trunk(tmp_path / "b.jpg")
 
 
 def test_nothing_that_the_folder_names_is_run(folder, tmp_path, monkeypatch):
@@ -92,6 +106,19 @@ def _write_checkpoint(folder: Path, step: int, scale: float = 1.0) -> Path:
     tensors = {f"{'buffer' if n.endswith(is_buffer) else 'model'}/{n}": t for n, t in state.items()}
     tensors = {n: t * scale if n.startswith("model/") else t for n, t in tensors.items()}
     return write_checkpoint(folder, tensors, step, config)
+
+
+def test_a_run_that_has_ended_is_not_called_unfinished(folder, recwarn):
+    _write_checkpoint(folder, final_step(folder), scale=2.0)
+    with pytest.raises(CheckpointError, match=r"holds no teacher\."):
+        vissl_zero.load_trunk(folder, which="teacher")
+    assert not [warning for warning in recwarn if "no final weights" in str(warning.message)]
+
+
+def test_weights_of_others_without_a_teacher_are_not_taken_for_one(tmp_path):
+    torch.save(torchvision.models.resnet18().state_dict(), tmp_path / "a.pth")
+    with pytest.raises(CheckpointError, match=r"is of no run here, and holds no teacher .*Take the student"):
+        vissl_zero.load_trunk(tmp_path / "a.pth", which="teacher")
 
 
 def test_a_run_in_progress_gives_its_newest_complete_checkpoint(folder):

@@ -37,6 +37,7 @@ def _resolved(recipe: str, *overrides: str) -> Any:
         ("simmim", f"{_TRUNK}=false", f"{_TRUNK}: must be true for simmim_loss"),
         ("ijepa", "config.LOSS.ijepa_loss.target_scale=0.3", "must leave room for the context: 0.6 of the patches"),
         ("ijepa", "config.LOSS.ijepa_loss.target_ratio=[2, 1]", "the least and the largest"),
+        ("ijepa", "config.MODEL.HEAD.PARAMS[0][1].dims=[-1,64,-1]", "config.MODEL.HEAD.PARAMS[0][1].dims: must end in"),
         ("data2vec", f"{_TRUNK}=false", f"{_TRUNK}: must be true for data2vec_loss"),
         ("data2vec", "config.LOSS.data2vec_loss.average_top_k_layers=4", "must be at most the trunk's 3 blocks"),
         ("ibot", "config.LOSS.ibot_loss.mask_ratio=[0.5, 0.1]", "two shares of the patches"),
@@ -72,6 +73,17 @@ def test_sizes_that_do_not_fit_are_refused_with_those_that_do(recipe: str, overr
     with pytest.raises(ConfigError) as refused:
         method.loss(method.run_student(model, batch), batch)  # type: ignore[arg-type]
     assert message in str(refused.value)
+
+
+@pytest.mark.parametrize(("recipe", "dims"), [("mae", "[-1,8,-1]"), ("simmim", "[-1,-1]")])
+@pytest.mark.parametrize("patch", [4, 6])
+def test_pixels_of_the_trunks_patches_need_no_number(recipe: str, dims: str, patch: int) -> None:
+    of_trunk = f"config.MODEL.TRUNK.VISION_TRANSFORMERS.PATCH_SIZE={patch}"
+    size = ["config.MODEL.TRUNK.VISION_TRANSFORMERS.IMAGE_SIZE=24", "config.DATA.IMG_SIZE=24"]
+    keys = [f"config.MODEL.HEAD.PARAMS[0][1].dims={dims}", of_trunk, *size]
+    plan = _resolved(f"digits/{recipe}", *keys, f"++config.LOSS.{recipe}_loss.mask_ratio=0.5")
+    model = build_model(plan.config.MODEL)
+    assert 3 * patch * patch in [parameter.shape[0] for parameter in model.heads.parameters()]
 
 
 def test_a_trunk_with_too_few_blocks_is_refused() -> None:

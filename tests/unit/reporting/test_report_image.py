@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import io
+from dataclasses import fields
 from typing import Any
 
+import matplotlib
 import numpy as np
 import pytest
 from PIL import Image
@@ -17,8 +19,10 @@ from vissl_zero.engine.hook import Run
 from vissl_zero.evaluation.knn import KnnHook
 from vissl_zero.evaluation.pictures import Neighbors
 from vissl_zero.reporting.hooks import ReportImage
+from vissl_zero.reporting.panels import STYLE, Page, draw_memory
 from vissl_zero.reporting.quantity import PeakMemory
 from vissl_zero.reporting.report import gather_content, headlines, neighbor_rows
+from vissl_zero.sharding.memory import Bytes
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +76,22 @@ def test_a_finished_run_leaves_a_report(finished: Run, loader: Loader) -> None:
     with Image.open(finished.folder / "report.png") as image:
         assert image.width == 1600
     assert str(finished.folder / "report.png") in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_the_legend_of_the_memory_leaves_title_and_bars_free() -> None:
+    """With a teacher there are six kinds, which do not fit beside the title."""
+    page = Page(400)
+    axes = page.axes(110, 60, 1442, 80)
+    memory = Bytes(*[123_456_789] * len(fields(Bytes)))
+    with matplotlib.rc_context(STYLE):
+        draw_memory(axes, [memory, memory], "resident")
+        page.figure.canvas.draw()
+    legend, title = axes.get_legend(), axes._left_title  # type: ignore[attr-defined]
+    assert legend is not None and len(legend.get_texts()) == 6
+    box = legend.get_window_extent()
+    assert not box.overlaps(title.get_window_extent())
+    assert box.y1 <= min(bar.get_window_extent().y0 for bar in axes.patches) + 1
+    assert box.x1 <= page.figure.bbox.x1
 
 
 def test_everything_a_run_has_is_gathered(finished: Run, loader: Loader) -> None:

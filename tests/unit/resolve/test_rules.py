@@ -175,7 +175,7 @@ REFUSALS = {
     ),
     "prototypes": (
         {"MODEL__HEAD__PARAMS": [["swav_head", {"dims": [64, 32], "num_clusters": [0]}]]},
-        "config.MODEL.HEAD.PARAMS.swav_head.num_clusters: must have at least 1 prototype in each layer (got [0])",
+        "config.MODEL.HEAD.PARAMS[0][1].num_clusters: must have at least 1 prototype in each layer (got [0])",
     ),
     "queue": (
         {"LOSS__swav_loss__queue__queue_length": 16},
@@ -193,7 +193,7 @@ REFUSALS = {
     "unknown head": ({"MODEL__HEAD__PARAMS": [["swav_haed", {}]]}, "Did you mean 'swav_head'"),
     "head key": (
         {"MODEL__HEAD__PARAMS": [["swav_head", {"dims": [64, 32], "num_clusters": [3], "use_bm": True}]]},
-        "config.MODEL.HEAD.PARAMS.swav_head.use_bm: is not a key. Did you mean 'use_bn'",
+        "config.MODEL.HEAD.PARAMS[0][1].use_bm: is not a key. Did you mean 'use_bn'",
     ),
     "head without dims": ({"MODEL__HEAD__PARAMS": [["swav_head", {"num_clusters": [3]}]]}, "dims: must be given"),
     "unknown trunk": ({"MODEL__TRUNK__NAME": "regnt"}, "Did you mean 'regnet'"),

@@ -78,10 +78,16 @@ def test_a_trunk_of_ones_own_must_be_imported_by_the_user(tmp_path):
 
 
 def test_without_a_run_it_says_what_to_write(tmp_path):
-    with pytest.raises(ConfigError, match=r"TRUNK.NAME: needs initial weights"):
+    with pytest.raises(ConfigError, match=r"PARAMS_FILE: must name weights, as config.MODEL.TRUNK.NAME is auto"):
         resolved(None)
     with pytest.raises(ConfigError, match=r"PARAMS_FILE: must name a run folder, .* that exists \(got '/none'\)"):
         resolved("/none")
+    with pytest.raises(ConfigError) as caught:
+        resolved(
+            None, f"config.DATA.TRAIN.DATA_PATHS=[{tmp_path}/none]", "config.DATA.TRAIN.DATA_SOURCES=[disk_folder]"
+        )
+    keys = [problem.key for problem in caught.value.problems]
+    assert keys == ["config.MODEL.WEIGHTS_INIT.PARAMS_FILE", "config.DATA.TRAIN.DATA_PATHS"]
     (tmp_path / "w.safetensors").write_bytes(b"")
     with pytest.raises(CheckpointError, match=r"w\.safetensors"):
         resolved(tmp_path / "w.safetensors")

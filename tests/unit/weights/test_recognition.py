@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,12 @@ import vissl_zero
 from vissl_zero.checkpoint.first_weights import match
 from vissl_zero.checkpoint.foreign_layouts import read_foreign
 from vissl_zero.cli import main
+from vissl_zero.config.blocks.model_and_loss import Trunk
+from vissl_zero.config.components.trunks import TRUNK_BLOCKS
 from vissl_zero.errors import CheckpointError
+from vissl_zero.resolve.components import trunk_of, trunk_options
+from vissl_zero.weights.network_name import network_name
+from vissl_zero.weights.reading import as_run, find
 
 SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 32, "patch_size": 8}
 CONVNEXT = {"depths": [1, 1, 2, 1], "hidden_sizes": [8, 16, 24, 32]}
@@ -88,6 +93,56 @@ def test_a_folder_of_transformers_gives_its_outputs_at_three_sizes(tmp_path, nam
 
     text = require_equal(tmp_path, expected, (32, 64, 96))
     assert ("ConvNeXt" if "convnext" in name else "2 blocks of 64, 4 heads, patches of 8") in text
+
+
+VIT = transformers.ViTConfig(**SIZES, intermediate_size=100)
+MAE = {"intermediate_size": 100, "decoder_hidden_size": 16, "decoder_num_attention_heads": 2}
+MAE |= {"decoder_num_hidden_layers": 1, "decoder_intermediate_size": 32}
+BESIDE_THE_TRUNK = {
+    "classifier": (lambda: transformers.ViTForImageClassification(VIT), "classifier left out: classifier.bias, "),
+    "pooler": (lambda: transformers.ViTModel(VIT), "pooler left out, as features are taken before it: pooler.dense"),
+    "mask token": (HF["dinov2"], "mask token left out, as only methods that mask patches use it: mask_token"),
+    "decoder": (
+        lambda: transformers.ViTMAEForPreTraining(transformers.ViTMAEConfig(**SIZES, **MAE)),
+        "decoder left out, as it is no part of the trunk: decoder.",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BESIDE_THE_TRUNK)
+def test_what_is_beside_the_trunk_is_left_out_with_a_reason(tmp_path, name):
+    build, wanted = BESIDE_THE_TRUNK[name]
+    build().save_pretrained(tmp_path)
+    trunk = vissl_zero.load_trunk(tmp_path)
+    shapes = {f"trunk.{key}": tensor.shape for key, tensor in trunk.trunk.state_dict().items()}
+    (sentence,) = match(read_foreign(tmp_path), shapes).sentences()
+    assert sentence.startswith(wanted)
+
+
+@pytest.mark.parametrize("name", ["vit", "dinov3", "convnext", "resnet"])
+def test_a_run_has_the_name_of_the_network_that_it_begins_with(tmp_path, name):
+    """It is built from the class of another one, whose name it must not have."""
+    if name == "resnet":
+        torch.save(torchvision.models.resnext50_32x4d().state_dict(), tmp_path / "a.pth")
+    else:
+        HF[name]().save_pretrained(tmp_path)
+    found = find(str(tmp_path / "a.pth" if name == "resnet" else tmp_path)).network
+    trunk = trunk_of(Trunk(), as_run(found)["MODEL"]["TRUNK"])
+    if trunk.NAME not in TRUNK_BLOCKS:
+        trunk = replace(trunk, PARAMS=trunk_options(trunk))  # as in config.resolved.yaml
+    assert network_name(asdict(trunk)) == found.text
+    assert "base" not in found.text and "tiny" not in found.text
+
+
+def test_names_of_other_networks_have_their_sizes():
+    sizes = {"HIDDEN_DIM": 32, "NUM_LAYERS": 2, "NUM_HEADS": 4, "PATCH_SIZE": 4, "NUM_REGISTERS": 2}
+    text = "vision transformer: 2 blocks of 32, 4 heads, patches of 4, 2 registers"
+    assert network_name({"NAME": "vision_transformer", "VISION_TRANSFORMERS": sizes}) == text
+    changed = {"NAME": "timm/vit_tiny_patch16_224", "PARAMS": {"model_args": {"img_size": 32}}}
+    assert network_name(changed) == "timm/vit_tiny_patch16_224 with img_size 32"
+    assert network_name({"NAME": "regnet", "REGNET": {"name": "regnet_y_400mf"}}) == "regnet_y_400mf"
+    assert network_name({"NAME": "regnet", "REGNET": {"depth": 4, "w_0": 8}}) == "regnet with depth 4, w_0 8"
+    assert network_name({"NAME": "my_trunk"}) == "my_trunk"
 
 
 def test_shards_with_an_index_are_one_model(tmp_path):

@@ -23,7 +23,7 @@ from vissl_zero.checkpoint.first_weights import match, shapes_of
 from vissl_zero.checkpoint.folder import MANIFEST_NAME, Checkpoint, TensorInfo, find_checkpoints, open_checkpoint
 from vissl_zero.checkpoint.foreign_layouts import read_foreign
 from vissl_zero.checkpoint.weights import WeightsFile, config_of, open_store, open_weights, weights_of
-from vissl_zero.commands.arguments import CommandParser
+from vissl_zero.commands.arguments import CommandParser, output
 from vissl_zero.config.compose import compose
 from vissl_zero.config.override_words import recipe_and_overrides
 from vissl_zero.config.run_config import RunConfig
@@ -322,7 +322,7 @@ def export(arguments: Sequence[str]) -> int:
     """
     parser = CommandParser(prog="vissl-zero checkpoint export", description=_EXPORT)
     parser.add_argument("path", help="run folder, checkpoint folder or safetensors file")
-    parser.add_argument("--to", required=True, metavar="FILE", help="file to write")
+    parser.add_argument("--to", required=True, type=output, metavar="FILE", help="file to write")
     parser.add_argument("--part", choices=PARTS, default="model", help="trunk and heads (model), or one of them")
     parser.add_argument("--names", choices=NAMES, default="own", help="whose names (own)")
     parser.add_argument(
@@ -331,7 +331,7 @@ def export(arguments: Sequence[str]) -> int:
     parser.add_argument("--overwrite", action="store_true", help="replace FILE if it exists")
     options = parser.parse_args(arguments)
     with weights_of(opened(options.path), "average" if options.average else "student") as weights:
-        done = write_export(weights, Path(options.to), options.part, options.names, options.overwrite)
+        done = write_export(weights, options.to, options.part, options.names, options.overwrite)
         echo(f"{weights.path} -> {done.path}: {len(done.names)} tensors, {bytes_text(done.num_bytes)}")
     if done.left_out:
         names = ", ".join(done.left_out[:5]) + (" ..." if len(done.left_out) > 5 else "")
@@ -368,7 +368,9 @@ def import_(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "words", nargs="*", metavar="config=...", help="recipe and overrides of the model to compare with"
     )
-    parser.add_argument("--to", required=True, metavar="OUT", help="a .safetensors file; or a folder, for a checkpoint")
+    parser.add_argument(
+        "--to", required=True, type=output, metavar="OUT", help="a .safetensors file; or a checkpoint's folder"
+    )
     parser.add_argument("--like", metavar="PATH", help="run folder, checkpoint or weights of the model to compare with")
     parser.add_argument("--key", default="", help="where a torch file holds the state dict, such as model.encoder")
     parser.add_argument("--remove-prefix", default="", metavar="TEXT", help="remove this prefix from tensor names")
@@ -401,7 +403,7 @@ def import_(arguments: Sequence[str]) -> int:
             "understood; nothing was written. Name a recipe or --like for the model they are of, --key or "
             "--remove-prefix for their place, or --partial to write these few all the same."
         )
-    path, about_optimizer = write_imported(matched, foreign, Path(options.to).expanduser(), config, options.overwrite)
+    path, about_optimizer = write_imported(matched, foreign, options.to, config, options.overwrite)
     if about_optimizer:
         echo(about_optimizer)
     echo(f"-> {path}: {len(matched.entries)} tensors, {bytes_text(sum(entry.num_bytes for entry in matched.entries))}")

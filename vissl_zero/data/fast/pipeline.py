@@ -104,24 +104,22 @@ def build_fast_pipeline(
     last = next(index for index, entry in enumerate(entries) if entry["name"] in ENDS)
     ramp = Image.fromarray(np.repeat(np.arange(256, dtype=np.uint8)[None, :, None], 3, axis=2))
     (values,) = build_pipeline(entries[last:], key)(ramp)
-    forms = _joined([_form(entry, key) for entry in entries[:last]])
+    forms = _joined([_form(entry, f"{key}[{index}]") for index, entry in enumerate(entries[:last])])
     return kind(forms, np.ascontiguousarray(values.numpy()[:, 0]), decoder)
 
 
 def _form(entry: Mapping[str, Any], key: str) -> Form:
-    arguments = {name: _nested(value, key) for name, value in entry.items() if name != "name"}
+    arguments = {name: _nested(value, f"{key}.{name}") for name, value in entry.items() if name != "name"}
     try:
         return FORMS[entry["name"]](**arguments)
     except (TypeError, ValueError) as error:
-        must = str(error)
-        raise ConfigError(
-            [Problem(f"{key}.{entry['name']}", str(arguments), must, "Correct its arguments.")]
-        ) from error
+        must = f"{entry['name']}: {error}"
+        raise ConfigError([Problem(key, str(arguments), must, "Correct its arguments.")]) from error
 
 
 def _nested(value: Any, key: str) -> Any:
     if isinstance(value, (list, tuple)) and value and all(isinstance(part, Mapping) for part in value):
-        return [_form(part, key) for part in value]
+        return [_form(part, f"{key}[{index}]") for index, part in enumerate(value)]
     return argument(value, key)
 
 
