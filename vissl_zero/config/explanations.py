@@ -18,6 +18,7 @@ from omegaconf import (
     OmegaConf,
     StringNode,
     UnionNode,
+    ValueNode,
 )
 from omegaconf.errors import (
     ConfigAttributeError,
@@ -124,7 +125,21 @@ def _wrong_type(key: str, error: OmegaConfBaseException) -> Problem:
         else ""
     )
     fix = f"Write {unit[1]} (GiB, no unit).{card}" if unit else f"Correct the value of {key}."
+    if isinstance(node, ListConfig) and (listed := _in_a_list(value, node)):
+        fix = f"Write {key}={listed}."
     return Problem(key, got, f"must be {takes}", fix)
+
+
+def _in_a_list(value: Any, node: ListConfig) -> str:
+    """Write a single value as the list that was meant; empty where the list takes no such item."""
+    item = value._value() if isinstance(value, ValueNode) else value
+    if not isinstance(item, (str, int, float)):
+        return ""
+    try:
+        ListConfig([item], element_type=node._metadata.element_type)
+    except OmegaConfBaseException:
+        return ""
+    return f"[{item}]"
 
 
 def unknown_key(key: str, tree: DictConfig, prefix: str = "") -> Problem:

@@ -41,7 +41,12 @@ MISTYPED = {
     "number in a list": (["config.OPTIMIZER.betas=[a,b]"], "config.OPTIMIZER.betas[0]: must be a number (got 'a')"),
     "truth": (["config.DATA.TRAIN.DROP_LAST=maybe"], "must be true or false (got 'maybe')"),
     "text": (["config.TRAINER.DTYPE=[a]"], "config.TRAINER.DTYPE: must be text"),
-    "list": (["config.IMPORTS=digits"], "config.IMPORTS: must be a list"),
+    "list": (
+        ["config.HOOKS.LOGGERS=wandb"],
+        "config.HOOKS.LOGGERS: must be a list. Write config.HOOKS.LOGGERS=[wandb].",
+    ),
+    "list of numbers": (["config.SEEDS=3"], "config.SEEDS: must be a list. Write config.SEEDS=[3]."),
+    "list of others": (["config.SEEDS=some"], "config.SEEDS: must be a list. Correct the value of config.SEEDS."),
     "block as a value": (["config.DATA=3"], "config.DATA: must be a block of keys (got '3')"),
     "null": (["config.SEED_VALUE=null"], "config.SEED_VALUE: must have a value (got null)"),
     "level": (["config.ZERO.LEVEL=[1]"], "config.ZERO.LEVEL: must be a number or a word"),

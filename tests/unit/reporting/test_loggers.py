@@ -6,7 +6,10 @@ import csv
 import json
 import math
 import os
+import re
+import shutil
 import signal
+import socket
 import struct
 import subprocess
 import sys
@@ -29,6 +32,7 @@ from vissl_zero.reporting.hooks import Logging
 from vissl_zero.reporting.loggers.logger import LoggedRun, Logger, run_id
 from vissl_zero.reporting.loggers.tensorboard_events import EventFile
 from vissl_zero.reporting.metrics_file import MetricsFile
+from vissl_zero.reporting.summary import summarize
 
 
 def events() -> Logging:
@@ -53,6 +57,42 @@ def test_every_figure_of_every_step(run: Run, records: list[StepRecord]) -> None
     assert written["evaluation/knn_top1_before"] == [(0, 0.5)]
 
 
+def test_the_table_begins_with_what_was_measured_before_training(run: Run, records: list[StepRecord]) -> None:
+    run.results |= {"knn_top1_before": 0.5, "memory_before_bytes": 7}
+    hook = Logging(["csv"])
+    play(run, hook, records)
+    first, second, *_ = table(run.folder)
+    assert {tag: text for tag, text in first.items() if text} == {
+        "step": "0",
+        "evaluation/knn_top1_before": "0.5",
+        "evaluation/memory_before_bytes": "7.0",
+    }
+    assert second["step"] == "1" and second["train/loss"] and not second["evaluation/knn_top1_before"]
+
+
+def test_a_table_of_step_0_alone_is_filled_up_without_repeating_it(tmp_path: Path) -> None:
+    """Killed before its second row, with a checkpoint of another place: step 0 is in the checkpoint too."""
+    run = make_run(tmp_path)
+    hook = Logging(["csv"])
+    run.results["knn_top1_before"] = 0.5
+    play(run, hook, [make_record(1)])
+    path = tmp_path / "metrics.csv"
+    path.write_text("step,evaluation/knn_top1_before\n0,0.5\n")
+    (tmp_path / "metrics.jsonl").unlink(missing_ok=True)
+    part(tmp_path, "csv", range(2, 4), hook.state_dict())
+    assert [row["step"] for row in table(tmp_path)] == ["0", "2", "3"]
+
+
+def test_the_page_names_the_numbers_of_the_summary_that_are_not_logged(run: Run, records: list[StepRecord]) -> None:
+    run.results["knn_top1_before"] = 0.5
+    play(run, Logging(["csv"]), records)
+    numbers = {name for name, value in summarize(run).items() if isinstance(value, int | float)}
+    logged = {tag.removeprefix("evaluation/") for tag in table(run.folder)[0]}
+    page = (Path(__file__).parents[3] / "docs" / "loggers.md").read_text(encoding="utf-8")
+    named = page.split("Of the numbers there, ")[1].split(" are not logged")[0]
+    assert set(re.findall(r"`(\w+)`", named)) == numbers - logged
+
+
 def test_skipped_and_not_finite_figures_are_left_out(run: Run) -> None:
     skipped = make_record(1, loss=None, grad_norm=None, skipped=True)
     play(run, events(), [skipped, make_record(2, grad_norm=math.inf)])
@@ -69,7 +109,7 @@ def table(folder: Path) -> list[dict[str, str]]:
 def from_csv(folder: Path) -> dict[int, float]:
     rows = table(folder)
     assert len({row["step"] for row in rows}) == len(rows)
-    return {int(row["step"]): float(row["train/loss"]) for row in rows}
+    return {int(row["step"]): float(row["train/loss"]) for row in rows if row["train/loss"]}
 
 
 def from_events(folder: Path) -> dict[int, float]:
@@ -211,6 +251,68 @@ def test_a_run_killed_three_times_has_every_step_once(tmp_path: Path, name: str)
     state = part(folder, name, range(11, 26), state, is_killed=True)
     part(folder, name, range(21, 31), state)
     assert READERS[name](folder) == pytest.approx({step: make_record(step).loss for step in range(1, 31)})
+
+
+@pytest.mark.slow
+def test_a_copied_folder_keeps_its_files_in_mlflow_of_its_own(tmp_path: Path) -> None:
+    from mlflow.artifacts import list_artifacts
+    from mlflow.tracking import MlflowClient
+
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "summary.json").write_text("of the first")
+    state = part(folder, "mlflow", range(1, 11), {}, is_killed=True)
+    copied = Path(shutil.copytree(folder, tmp_path / "another place" / "copied"))
+    (copied / "summary.json").write_text("of the copy")
+    for place in (folder, copied):
+        part(place, "mlflow", range(11, 13), state)
+    for place, text in ((folder, "of the first"), (copied, "of the copy")):
+        uri = f"sqlite:///{place / 'mlflow.db'}"
+        client = MlflowClient(tracking_uri=uri)
+        experiment = client.get_experiment_by_name("vissl_zero")
+        assert experiment.artifact_location == str(place / "mlflow_files")
+        (run,) = client.search_runs([experiment.experiment_id])
+        assert Path(run.info.artifact_uri) == place / "mlflow_files" / run.info.run_id / "artifacts"
+        assert [file.path for file in list_artifacts(artifact_uri=run.info.artifact_uri)] == ["artifacts/summary.json"]
+        assert (Path(run.info.artifact_uri) / "summary.json").read_text() == text
+
+
+@pytest.mark.slow
+def test_a_database_of_the_user_keeps_its_files_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """MLflow puts them into the working directory. The next run would else write into the folder of this one."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'all.db'}")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "summary.json").write_text("{}")
+    part(tmp_path / "run", "mlflow", range(1, 3), {})
+    assert len(list((tmp_path / "mlruns").rglob("summary.json"))) == 1
+    assert not (tmp_path / "run" / "mlflow_files").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(60)
+def test_a_server_that_is_gone_is_left_out_with_one_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """MLflow itself would try again for minutes."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{port}")
+    part(tmp_path, "mlflow", range(1, 4), {})
+    assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 3
+    assert "".join(capfd.readouterr()).count("warning: the logger mlflow fails (API request to") == 1
+
+
+@pytest.mark.slow
+def test_wandb_keeps_copies_and_prints_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "summary.json").write_text("{}")
+    (tmp_path / "config.user.yaml").write_text("a: 1")
+    part(tmp_path, "wandb", range(1, 3), {})
+    (files,) = (tmp_path / "wandb").glob("offline-run-*/files")
+    kept = {path.name: path for path in files.iterdir()}
+    for name in ("summary.json", "config.user.yaml"):
+        assert not kept[name].is_symlink() and kept[name].read_text() == (tmp_path / name).read_text()
+    assert "".join(capfd.readouterr()) == ""
 
 
 def test_what_the_library_lost_is_logged_again(tmp_path: Path) -> None:

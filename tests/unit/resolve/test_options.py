@@ -43,7 +43,7 @@ def test_every_wrong_key_is_a_problem():
         typed_options(COMPONENT, {"widht": 4, "names": 3, "inner": {"len": 1}}, "config.X")
     assert str(caught.value).split("\n") == [
         "config.X.widht: is not a key. Did you mean 'width'?",
-        "config.X.names: must be a list. Correct the value of config.X.names.",
+        "config.X.names: must be a list. Write config.X.names=[3].",
         "config.X.inner.len: is not a key. Did you mean 'length'?",
     ]
 

@@ -20,9 +20,9 @@ _STEP = "step"
 class CsvFile(Logger):
     """One table, metrics.csv: a row per step.
 
-    The first column is ``step``; a figure that a step lacks is empty. A tag that appears later adds a column, for which
-    the file is written again. What was measured before the first step is in ``summary.json`` alone. Cost: 0.03 ms per
-    step; a row is on disk when it is logged.
+    The first column is ``step``; a figure that a step lacks is empty. The row of step 0 has what was measured before
+    training. A tag that appears later adds a column, for which the file is written again. Cost: 0.03 ms per step; a row
+    is on disk when it is logged.
     """
 
     def __init__(self) -> None:
@@ -33,14 +33,15 @@ class CsvFile(Logger):
     def open(self, run: LoggedRun) -> int:
         self._path = run.folder / FILE_NAME
         rows = [row for row in _read(self._path) if int(row[_STEP]) <= run.step] if self._path.exists() else []
+        held = int(rows[-1][_STEP]) if rows else 0
+        if not held:  # the row of step 0 is logged again
+            rows = []
         for row in rows[:1]:
             self._columns = list(row)
         self._rewrite(rows)
-        return int(rows[-1][_STEP]) if rows else 0
+        return held
 
     def log(self, figures: Mapping[str, float], step: int) -> None:
-        if step == 0:
-            return
         assert self._file is not None
         if new := [tag for tag in figures if tag not in self._columns]:
             rows = list(_read(self._path))

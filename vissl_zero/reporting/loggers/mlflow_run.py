@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import sqlite3
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,10 +19,17 @@ if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
 
 FILE_NAME = "mlflow.db"
+FILES_NAME = "mlflow_files"
 ID_TAG = "vissl_zero.run_id"
 _EVERY_S = 5.0
 _MOST_METRICS, _MOST_PARAMS = 1000, 100  # of one request, by MLflow's own limits
 _LONGEST = 500
+# Where the user has not set them. By MLflow's own limits, training would wait four minutes for a server that is gone.
+_SETTINGS = {
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "5",  # seconds
+}
 
 
 @LOGGERS.register("mlflow")
@@ -28,8 +37,8 @@ class MlflowRun(Logger):
     """A run of MLflow, in mlflow.db or at MLFLOW_TRACKING_URI.
 
     The run is found again by its tag ``vissl_zero.run_id``. MLflow cannot take a step back, so what it holds stays.
-    Experiment: ``MLFLOW_EXPERIMENT_NAME``, else vissl_zero. Cost: a request of 40 ms every 5 s; once, ten seconds in
-    which MLflow makes its tables.
+    Experiment: ``MLFLOW_EXPERIMENT_NAME``, else vissl_zero. Files go to mlflow_files/, or where the server keeps them.
+    Cost: a request of 40 ms every 5 s; once, ten seconds in which MLflow makes its tables.
     """
 
     def __init__(self) -> None:
@@ -39,14 +48,18 @@ class MlflowRun(Logger):
         self._sent = time.monotonic()
 
     def open(self, run: LoggedRun) -> int:
-        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+        for variable, value in _SETTINGS.items():
+            os.environ.setdefault(variable, value)
         from mlflow.tracking import MlflowClient
 
-        uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{run.folder / FILE_NAME}"
+        uri, place = os.environ.get("MLFLOW_TRACKING_URI"), None
+        if not uri:
+            uri, place = f"sqlite:///{run.folder / FILE_NAME}", str(run.folder / FILES_NAME)
         self._client = client = MlflowClient(tracking_uri=uri)
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "vissl_zero")
         experiment = client.get_experiment_by_name(name)
-        place = str(run.folder / "mlflow_files") if uri.startswith("sqlite") else None
+        if experiment and place and experiment.artifact_location != place:
+            _move_files(run.folder / FILE_NAME, experiment.artifact_location, place)
         number = experiment.experiment_id if experiment else client.create_experiment(name, artifact_location=place)
         if matching := client.search_runs([number], f"tags.`{ID_TAG}` = '{run.run_id}'"):
             self._id = matching[0].info.run_id
@@ -93,3 +106,13 @@ class MlflowRun(Logger):
                 batch = batch + self._waiting.pop(0)
             self._client.log_batch(self._id, metrics=batch)
         self._sent = time.monotonic()
+
+
+def _move_files(database: Path, before: str, now: str) -> None:
+    """Rewrite the places of files, which MLflow stores as absolute paths, in a folder that was moved or copied."""
+    with closing(sqlite3.connect(database)) as connection, connection:
+        connection.execute("UPDATE experiments SET artifact_location = ? WHERE artifact_location = ?", (now, before))
+        connection.execute(
+            "UPDATE runs SET artifact_uri = ? || substr(artifact_uri, ?) WHERE substr(artifact_uri, 1, ?) = ?",
+            (now, len(before) + 1, len(before) + 1, f"{before}/"),
+        )

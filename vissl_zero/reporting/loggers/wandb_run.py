@@ -64,8 +64,12 @@ class WandbRun(Logger):
     def attach(self, files: Sequence[Path]) -> None:
         import wandb
 
+        if self._run.disabled:  # it has no folder
+            return
         for path in files:
-            self._run.save(str(path), base_path=str(path.parent), policy="now")
+            # Copied here: wandb would link to it by an absolute path, which a moved folder breaks, and warn of that.
+            copy = shutil.copy(path, self._run.dir)
+            self._run.save(copy, base_path=self._run.dir, policy="now")
             if path.suffix == ".png":
                 self._run.summary[path.stem] = wandb.Image(str(path))
 
