@@ -24,6 +24,13 @@ def output(text: str) -> Path:
     return path
 
 
+def output_file(text: str) -> Path:
+    """Parse the path of a file that a command writes, as ``output`` does; a folder is refused too."""
+    if (path := output(text)).is_dir():
+        raise ConfigError(f"{text}: must be a file, and is a folder. Name a file in it.")
+    return path
+
+
 class CommandParser(argparse.ArgumentParser):
     """Parse the words of a command; an error is one sentence, with the flag that was meant."""
 

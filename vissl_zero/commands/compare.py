@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from vissl_zero.atomic import replacing
-from vissl_zero.commands.arguments import CommandParser, output
+from vissl_zero.commands.arguments import CommandParser, output_file
 from vissl_zero.errors import ConfigError, Problem, counted
 from vissl_zero.launch.run_list import find_runs
 from vissl_zero.terminal import print_line
@@ -27,7 +27,9 @@ def compare(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "folders", nargs="+", metavar="folder", help="of a run, or of several (a sweep); seeds of one recipe are joined"
     )
-    parser.add_argument("--html", metavar="FILE", type=output, default=Path("comparison.html"), help="page to write")
+    parser.add_argument(
+        "--html", metavar="FILE", type=output_file, default=Path("comparison.html"), help="page to write"
+    )
     parser.add_argument("--json", action="store_true", help="print data in place of the table")
     options = parser.parse_args(arguments)
     folders, out = _runs_of(options.folders), options.html

@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import median as middle
 from typing import TYPE_CHECKING
 
-from vissl_zero.commands.arguments import CommandParser, output
+from vissl_zero.commands.arguments import CommandParser, output, output_file
 from vissl_zero.config.catalog import source_of
 from vissl_zero.errors import ConfigError, DataError, counted, printable
 from vissl_zero.reporting.quantity import bytes_text
@@ -43,7 +43,9 @@ def data(words: Sequence[str]) -> int:
     check = verbs.add_parser(
         "check", parents=[source], help="look for what training would stumble over", description=_CHECK
     )
-    check.add_argument("--picture", type=output, default=Path(_SHEET), help=f"where to draw it; {_SHEET} by default")
+    check.add_argument(
+        "--picture", type=output_file, default=Path(_SHEET), help=f"where to draw it; {_SHEET} by default"
+    )
     stats = verbs.add_parser(
         "stats", parents=[source], help="measure mean and deviation of the pixels", description=_STATS
     )

@@ -24,7 +24,7 @@ from rich.table import Table
 from rich.text import Text
 
 from vissl_zero.atomic import read_object, replacing
-from vissl_zero.commands.arguments import CommandParser, output
+from vissl_zero.commands.arguments import CommandParser, output_file
 from vissl_zero.config.override_words import as_word
 from vissl_zero.config.weights_name import absolute, scheme_of
 from vissl_zero.errors import ConfigError, DataError, counted, printable
@@ -125,7 +125,7 @@ def embed(arguments: Sequence[str]) -> int:
     parser.add_argument("weights", help=_WEIGHTS)
     parser.add_argument("folder", help="images, or folders of them")
     parser.add_argument(
-        "--out", required=True, type=output, metavar="FILE", help=f"ends in one of {', '.join(_ENDINGS)}"
+        "--out", required=True, type=output_file, metavar="FILE", help=f"ends in one of {', '.join(_ENDINGS)}"
     )
     parser.add_argument("--quiet", action="store_true", help="print nothing of the run on stderr but errors")
     options = parser.parse_args(_without_overrides(arguments))

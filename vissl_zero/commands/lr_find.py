@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from vissl_zero.commands.arguments import CommandParser, output
+from vissl_zero.commands.arguments import CommandParser, output_file
 from vissl_zero.config.compose import compose
 from vissl_zero.config.override_words import recipe_and_overrides
 from vissl_zero.errors import ConfigError, Problem
@@ -53,7 +53,7 @@ def lr_find(arguments: Sequence[str]) -> int:
     parser.add_argument("words", nargs="+", metavar="config=<recipe> [config.A.B=value ...]", help="what to train")
     parser.add_argument("--steps", type=int, default=100, help="optimizer steps, 100 by default")
     where = Path("lr_find.png")
-    parser.add_argument("--png", type=output, metavar="FILE", default=where, help=f"picture to write ({where})")
+    parser.add_argument("--png", type=output_file, metavar="FILE", default=where, help=f"picture to write ({where})")
     parser.add_argument("--json", action="store_true", help="print JSON on the last line")
     options = parser.parse_args(arguments)
     recipe, overrides = recipe_and_overrides(options.words)

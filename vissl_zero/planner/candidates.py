@@ -8,6 +8,7 @@ from itertools import accumulate
 from typing import Any
 
 from vissl_zero.errors import Problem
+from vissl_zero.planner.fit_plans import gib
 from vissl_zero.planner.forecast import Forecast, Forecaster, Recomputable
 from vissl_zero.resolve.resolved import TIERS, ShardingPlan
 from vissl_zero.sharding.model.precision import dtype_of
@@ -220,7 +221,7 @@ def because(candidates: Sequence[Candidate], budget: Budget) -> str:
     index = next(index for index, candidate in enumerate(candidates) if candidate.is_chosen)
     step = candidates[index].forecast.step
     assert step is not None
-    text = f"the cheapest that fits, {_gib(step.resident_bytes)} of {_gib(budget.memory)} GiB ({budget.source})"
+    text = f"the cheapest that fits, {gib(step.resident_bytes)} of {gib(budget.memory)} GiB ({budget.source})"
     if not index:
         return f"{text}."
     rows = without_doubles(candidates[: index + 1])
@@ -229,7 +230,7 @@ def because(candidates: Sequence[Candidate], budget: Budget) -> str:
     last = rows[-2]
     if last.forecast.step is None:
         return f"{text}; the memory of {last} is unknown."
-    return f"{text}; the next cheaper plan ({last}) needs {_gib(last.forecast.step.resident_bytes)} GiB."
+    return f"{text}; the next cheaper plan ({last}) needs {gib(last.forecast.step.resident_bytes)} GiB."
 
 
 def without_doubles(candidates: Sequence[Candidate]) -> list[Candidate]:
@@ -279,15 +280,11 @@ def nothing_fits(
         must = "can't forecast bf16 or fp16 yet" if is_half else f"needs a forecast, and there is none ({reason})"
         return Problem(f"{block}{level}", "'fit'", must, f"Set {level}=0, 1, 2 or 3.")
     need = least.forecast.step.resident_bytes
-    must = f"is too little for every plan that trains the same model; the smallest takes {_gib(need)} GiB ({least})"
+    must = f"is too little for every plan that trains the same model; the smallest takes {gib(need)} GiB ({least})"
     has_disk = any(candidate.sharding.offload_optimizer.nvme_path for candidate in candidates)
     # To a thousandth and a bit.
     fix = f"Write {memory}={(int(need / _GIB * 1000) + 1) / 1000:g}{'' if has_disk else disk}, add ranks{others}."
-    return Problem(f"{block}{memory}", _gib(budget.memory), must, fix)
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / _GIB:.3g}"
+    return Problem(f"{block}{memory}", gib(budget.memory), must, fix)
 
 
 def forecast_all(

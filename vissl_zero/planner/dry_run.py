@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -31,7 +31,7 @@ from vissl_zero.models.bare import whole_start_bytes, why_whole
 from vissl_zero.models.keyed_random import set_random_key
 from vissl_zero.models.model import build_model
 from vissl_zero.optim.param_groups import ParamGroup, build_optimizer, freeze_untrainable, param_groups
-from vissl_zero.planner.candidates import Budget, Candidate, Found, forecast_all, kept_in_part, recomputed_in_part
+from vissl_zero.planner.candidates import Found, forecast_all
 from vissl_zero.planner.forecast import Forecast, Forecaster, Subject, fake_
 from vissl_zero.planner.machine_profile import MachineProfile, read_profile
 from vissl_zero.registry import HOOKS, load_plugins, require_interface
@@ -39,6 +39,8 @@ from vissl_zero.resolve.pairs import SOURCE as MASKED
 from vissl_zero.resolve.resolved import ResolvedRun, shards_parameters
 from vissl_zero.sharding.model.precision import cast_to_master, dtype_of
 from vissl_zero.sharding.state.teacher import require_wide
+
+T = TypeVar("T")
 
 _NUM_READ = 8  # images, for the shapes of their crops
 _ASSUMED_IMAGES, _ASSUMED_CLASSES, _ASSUMED_SIDE = 1_281_167, 1_000, 256  # ImageNet's
@@ -125,42 +127,29 @@ class Stage:
 
     @property
     def num_steps(self) -> int:
-        """Of the schedule."""
+        """Number of optimizer steps of the schedule."""
         return self.loader.steps_per_epoch * self.plan.num_epochs
 
     def can_split(self) -> bool:
         """Check whether smaller micro-batches give the same gradients: uncoupled samples, or exact accumulation."""
-        is_undone = self.plan.exact_accumulation or not self.method.couples_samples
-        return is_undone and not self.forecaster.has_batch_norm
+        return (self.plan.exact_accumulation or not self.method.couples_samples) and not self.forecaster.has_batch_norm
+
+    def apply(self, function: Callable[[Forecaster], T]) -> T:
+        """Call a function of the forecaster as the run computes: on fake tensors, in its number format."""
+        with self.mode, _default_dtype(dtype_of(self.plan.sharding.precision.wide)):
+            return function(self.forecaster)
 
     def forecast(self) -> Forecast:
         """Forecast the run as it is."""
-        with self.mode, _default_dtype(dtype_of(self.plan.sharding.precision.wide)):
-            return self.forecaster.forecast(self.plan.sharding, self.plan.accumulation_steps)
+        plan = self.plan
+        return self.apply(lambda forecaster: forecaster.forecast(plan.sharding, plan.accumulation_steps))
 
     def forecasts(self) -> Found:
         """Forecast every way to run this at its micro-batch."""
         plan = self.plan
-        with self.mode, _default_dtype(dtype_of(plan.sharding.precision.wide)):
-            return forecast_all(
-                self.forecaster,
-                plan.sharding,
-                plan.world_size,
-                plan.num_nodes,
-                plan.device,
-                plan.accumulation_steps,
-                plan.batch_per_rank,
-            )
-
-    def forecasts_in_part(self, plans: Found, budget: Budget) -> Found:
-        """Forecast ways to run this that recompute some of the blocks; ``found`` has those of ``forecasts``."""
-        with self.mode, _default_dtype(dtype_of(self.plan.sharding.precision.wide)):
-            return recomputed_in_part(plans, budget, self.forecaster)
-
-    def forecasts_with_room(self, chosen: Candidate, budget: Budget) -> Found:
-        """Forecast ways to run ``chosen``, of this stage, that keep some of the parameters in memory."""
-        with self.mode, _default_dtype(dtype_of(self.plan.sharding.precision.wide)):
-            return kept_in_part(chosen, budget, self.forecaster)
+        place = plan.world_size, plan.num_nodes, plan.device
+        images = plan.accumulation_steps, plan.batch_per_rank
+        return self.apply(lambda forecaster: forecast_all(forecaster, plan.sharding, *place, *images))
 
 
 def set_stage(plan: ResolvedRun, check: Callable[[nn.Module], object] | None = None) -> Stage:  # noqa: C901

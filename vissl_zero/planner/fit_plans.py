@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from vissl_zero.config.compose import Composed
 
 SHARE_LEFT = 0.9  # of a forecast that ran out of memory: what a later plan may be forecast to take
-_GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -51,21 +50,21 @@ class FitChoice:
     budget_bytes: int
 
 
+@dataclass(frozen=True)
 class FitPlans:
     """All plans, cheapest first, of which one is running.
 
-    Args:
-        options: options of ``planner/planning.py``; the first of them that fits is taken.
+    Attributes:
+        options: those of ``planner/planning.py``; the first of them that fits is taken.
         budget_bytes: bytes that it fits into.
         given_bytes: where the user has said what a rank may use; None: what is free counts.
         why: the sentence on the first choice.
     """
 
-    def __init__(self, options: Sequence[FitOption], budget_bytes: int, given_bytes: int | None, why: str):
-        self.options = options
-        self.budget_bytes = budget_bytes
-        self.given_bytes = given_bytes
-        self.why = why
+    options: Sequence[FitOption]
+    budget_bytes: int
+    given_bytes: int | None
+    why: str
 
     def first(self) -> FitOption:
         """Return the cheapest option that fits."""
@@ -112,7 +111,7 @@ class FitRun:
 
     @property
     def folder(self) -> Path:
-        """Of the run."""
+        """Folder of the run."""
         return Path(self.choice.run.run_dir)
 
     def started(self) -> None:
@@ -140,10 +139,10 @@ class FitRun:
             return ""
         allowed, failed = self._plans.allowed(free_bytes), self._rows[-1]
         measured = failed.measured_bytes
-        took = f", took at least {_gib(measured)}" if measured is not None and measured > failed.forecast_bytes else ""
+        took = f", took at least {gib(measured)}" if measured is not None and measured > failed.forecast_bytes else ""
         text = (
-            f"{option.plan}, forecast to take {_gib(option.forecast_bytes)} GiB a rank: {_gib(allowed)} GiB may be "
-            f"used now, and {failed.plan}, forecast to take {_gib(failed.forecast_bytes)}{took}, ran out of memory"
+            f"{option.plan}, forecast to take {gib(option.forecast_bytes)} GiB a rank: {gib(allowed)} GiB may be used "
+            f"now, and {failed.plan}, forecast to take {gib(failed.forecast_bytes)}{took}, ran out of memory"
         )
         self.choice = self._choice(option, f"config.ZERO.LEVEL=fit went on with {text}.", allowed)
         return f"Going on with {text}"
@@ -202,5 +201,6 @@ def _failed(rows: Sequence[Outcome]) -> list[int]:
     return [row.forecast_bytes for row in rows if row.outcome == OUT_OF_MEMORY]
 
 
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / _GIB:.3g}"
+def gib(num_bytes: int) -> str:
+    """Format bytes in GiB, to three digits."""
+    return f"{num_bytes / 2**30:.3g}"

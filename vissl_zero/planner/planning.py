@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from vissl_zero.config.compose import Composed
@@ -26,8 +27,10 @@ from vissl_zero.planner.candidates import (
     Found,
     because,
     chosen_of,
+    kept_in_part,
     nothing_fits,
     rank_candidates,
+    recomputed_in_part,
     smallest,
 )
 from vissl_zero.planner.dry_run import Stage, described_machine, dry_run, set_stage
@@ -159,9 +162,9 @@ def _forecasts(stages: Sequence[Stage], budget: Budget) -> Found:
 
     if (first := chosen()) is not None and first.is_recomputed:
         same_number = [row for row in rows if row[1] == first.micro_batches]
-        rows += by_number[first.micro_batches].forecasts_in_part(same_number, budget)
+        rows += by_number[first.micro_batches].apply(partial(recomputed_in_part, same_number, budget))
     if (second := chosen()) is not None:
-        rows += by_number[second.micro_batches].forecasts_with_room(second, budget)
+        rows += by_number[second.micro_batches].apply(partial(kept_in_part, second, budget))
     return rows
 
 

@@ -42,6 +42,7 @@ _BYTES = ("memory", "peak")
 # Keys that do not make another experiment.
 _SEED = "SEED_VALUE"
 _PLACES = ("CHECKPOINT.DIR", _SEED)
+_HOOKS = "HOOKS."  # they watch a run
 _MOST_KEYS, _LONGEST_NAME = 3, 60  # of the keys that name a group, and characters of such a name
 _LAST_NAME = re.compile(r".*\.(?=\D)")  # what comes before DATA_SOURCES.0
 _RESAMPLES = 2000
@@ -116,7 +117,7 @@ def differing(runs: Sequence[ComparedRun]) -> dict[str, list[Any]]:
 
 def grouped(runs: Sequence[ComparedRun]) -> list[Group]:
     """Join the seeds of one recipe; a group is named by the few keys that differ between groups, else by its run."""
-    keys = [key for key in differing(runs) if key not in _PLACES]
+    keys = [key for key in differing(runs) if key not in _PLACES and not key.startswith(_HOOKS)]
     found: dict[tuple[str, ...], Group] = {}
     for run, path in zip(runs, names_of(runs), strict=True):
         values = tuple(str(run.config.get(key)) for key in keys)

@@ -308,7 +308,7 @@ class Progress:
 
     @property
     def fraction(self) -> float:
-        """Of the steps, from 0 to 1."""
+        """Share of the steps that are done, from 0 to 1."""
         return self._step / max(1, self._num_steps)
 
 

@@ -145,6 +145,7 @@ def test_python_gives_the_figures_and_features_of_the_commands(folder):
         ),
         (["export", "a.pth", "--to", "timm", "--out", "a.txt/x"], "a.txt/x: must be in a folder, and a.txt is a file"),
         (["compare", "a", "b", "--html", "a.txt/x"], "a.txt/x: must be in a folder, and a.txt is a file"),
+        (["compare", "a", "b", "--html", "data"], "data: must be a file, and is a folder. Name a file in it"),
         (["plan", "config=digits/mae", "--png", "a.txt/x"], "a.txt/x: must be in a folder, and a.txt is a file"),
         (["lr-find", "config=digits/mae", "--png", "a.txt/x"], "a.txt/x: must be in a folder, and a.txt is a file"),
         (["data", "pack", ".", "a.txt/x", "--to", "arrow"], "a.txt/x: must be in a folder, and a.txt is a file"),

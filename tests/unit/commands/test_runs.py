@@ -126,6 +126,13 @@ def test_seeds_of_a_recipe_are_joined(tmp_path: Path) -> None:
     assert [(group.name, len(group.runs)) for group in groups] == [("LEVEL=0", 3), ("LEVEL=3", 3)]
 
 
+def test_what_watches_a_run_makes_no_other_experiment(tmp_path: Path) -> None:
+    runs = [read_run(folder) for folder in six(tmp_path)]
+    for run in runs[::2]:
+        run.config["HOOKS.LOGGERS.0"] = "csv"
+    assert [(group.name, len(group.runs)) for group in grouped(runs)] == [("LEVEL=0", 3), ("LEVEL=3", 3)]
+
+
 def test_the_interval_holds_the_mean_and_stays_within_the_values() -> None:
     found = estimate([1.0, 2.0, 6.0])
     assert found.low is not None and found.high is not None
