@@ -344,6 +344,19 @@ def test_a_search_that_cannot_end_well_is_refused_once_and_starts_nothing(
     assert capsys.readouterr().err.count(wanted) == 1 and not [*tmp_path.iterdir()]
 
 
+@pytest.mark.skipif(find_spec("optuna") is None, reason="needs pip install hydra-optuna-sweeper")
+def test_a_search_takes_no_figure_from_a_folder_of_another_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    JobNote(["a=1"]).write(Path("sweep/0"))
+    Path("sweep/0/summary.json").write_text('{"loss_last": 0.5}')
+    words = [*SMALL, *SEARCH, "hydra.sweeper.n_trials=1", "config.OBJECTIVE=loss_last"]
+    assert main([*words, "config.OPTIMIZER.lr=interval(0.01,0.1)"]) == 2
+    assert "sweep/0 holds a different job (a=1 there" in capsys.readouterr().err
+    assert not Path("sweep/1").exists() and not Path("sweep/optimization_results.yaml").exists()
+
+
 def test_an_objective_that_names_nothing_is_refused() -> None:
     for name in (*SUMMARY_NUMBERS, "top3", "precision_at_5"):
         assert complaints(OBJECTIVE=name) == []

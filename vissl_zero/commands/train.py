@@ -70,7 +70,9 @@ def train(arguments: Sequence[str]) -> int:  # noqa: C901 - every way that Hydra
         if code == STOPPED and "SUBMITIT_EXECUTOR" not in os.environ:
             raise SystemExit(STOPPED)  # ends a sweep too, but for one whose jobs are queued again one by one
         codes.append(code)
-        result = read_figure(Path(HydraConfig.get().runtime.output_dir), figure) if figure else code
+        result: int | float | None = code
+        if figure:  # of a job that was refused, its folder has another's
+            result = read_figure(Path(HydraConfig.get().runtime.output_dir), figure) if code == 0 else None
         in_job = False
         return result
 

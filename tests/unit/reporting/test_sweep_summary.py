@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import io
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
+from vissl_zero.reporting.comparison import ComparedRun, Group, rows_of
 from vissl_zero.reporting.sweep_summary import Row, print_sweep
 
 
@@ -21,3 +23,8 @@ def test_a_sweep_of_classifiers_shows_their_accuracy() -> None:
     text = printed(top1=0.764, knn_top1_after=0.842)
     assert "loss top-1 kNN top-1 images/s" in text and "1.5 76.4 % 84.2 % -" in text
     assert "top-1 kNN" not in printed(knn_top1_after=0.842)
+
+
+def test_means_over_seeds_hold_top_5() -> None:
+    runs = [ComparedRun(Path(str(seed)), "", {"SEED_VALUE": seed}, [], {"top5": 0.9 + seed / 10}) for seed in (0, 1)]
+    assert list(rows_of([Group("", runs)])) == [("top-5", ["95.0 % [90.0 %, 100.0 %]"])]

@@ -49,6 +49,13 @@ def test_recipes_of_ours_set_nothing_in_vain(recipe):
     assert inactive_keys(load(recipe)) == []
 
 
+def test_a_seed_beside_several() -> None:
+    words = ["config.SEEDS=[0,1]", "config.SEED_VALUE=5"]
+    assert inactive_keys(load("quickstart/swav_digits", words)) == [
+        "config.SEED_VALUE has no effect: config.SEEDS lists the seeds."
+    ]
+
+
 def test_a_weight_decay_of_the_heads_that_is_no_other():
     words = [f"config.{_HEAD}.use_different_wd=true", f"config.{_HEAD}.weight_decay=0.01"]
     (note,) = inactive_keys(load("quickstart/swav_digits", words))
