@@ -198,8 +198,8 @@ def _store(path: Path, final_name: str) -> Checkpoint | WeightsFile:
         return WeightsFile(final)
     if isinstance(store, WeightsFile) or store.path == path:
         return store
-    last_step = final_step(path) or 0
-    if final.is_file() and last_step >= store.manifest.step:
+    last_step = final_step(path)
+    if final.is_file() and (last_step or 0) >= store.manifest.step:
         store.close()
         return WeightsFile(final)
     if last_step == store.manifest.step:  # the run has ended; what has no file of its own is in the checkpoint

@@ -237,14 +237,14 @@ def _filled(cfg: RunConfig) -> RunConfig:
         split.DATA_PATHS = [str(Path(path).expanduser().absolute()) for path in split.DATA_PATHS]
     if cfg.DISTILLATION.CACHE_FOLDER:
         cfg.DISTILLATION.CACHE_FOLDER = str(Path(cfg.DISTILLATION.CACHE_FOLDER).expanduser().absolute())
-    loss = cfg.LOSS["name"]
+    loss, has_other_teacher = cfg.LOSS["name"], takes_other_model(cfg)
     cfg.LOSS = {"name": loss, loss: loss_options(cfg)}
     teacher = as_teacher(cfg)
     _fill_model(cfg)
     if model.LORA.ADAPTER_FOLDER:
         model.LORA.ADAPTER_FOLDER = str(Path(model.LORA.ADAPTER_FOLDER).expanduser().absolute())
     model.HEAD.PARAMS *= len(cfg.OPTIMIZER.head_optimizer_params.lr_factors) or 1
-    if takes_other_model(cfg):
+    if has_other_teacher:
         _fill_model(teacher)  # shares the blocks of cfg.DISTILLATION.TEACHER_MODEL
     return cfg
 

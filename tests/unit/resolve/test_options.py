@@ -127,4 +127,4 @@ def test_a_module_that_is_not_there():
 
 def test_a_head_of_the_wrong_type_of_key():
     (found,) = complaints(MODEL__HEAD__PARAMS=[["swav_head", {"dims": "wide", "num_clusters": [3]}]])
-    assert "swav_head.dims: must be a list" in found
+    assert "config.MODEL.HEAD.PARAMS[0][1].dims: must be a list" in found
