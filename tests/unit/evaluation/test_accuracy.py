@@ -132,7 +132,7 @@ def test_images_that_cannot_be_evaluated_on_are_found_before_training():
     run, _, _ = build_run(make_plan(config), torch.device("cpu"))
     with pytest.raises(ConfigError, match=r"config\.DATA\.TEST\.TRANSFORMS\[0\]: Resize"):
         AccuracyHook().on_start(run)
-    with pytest.raises(ConfigError, match=r"config\.DATA\.TEST\.TRANSFORMS\.Resize"):
+    with pytest.raises(ConfigError, match=r"config\.DATA\.TEST\.TRANSFORMS\[0\]: Resize"):
         dry_run(run.plan)
 
 
