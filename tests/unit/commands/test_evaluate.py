@@ -215,7 +215,7 @@ def test_embed_says_what_it_does_before_its_work(folder, tmp_path, capfd):
     assert main(["embed", *words, "config.DATA.IMG_SIZE=48"]) == 0
     said = capfd.readouterr().err
     assert f"note: 1 file in {photos} is left out: .heic 1 (convert it to JPEG or PNG)." in said
-    assert "network: vision transformer: 1 blocks of 64" in said
+    assert "network: vision transformer: 1 block of 64" in said
     assert "images: shorter side resized to 48, center crop 48 x 48, mean 0.485, 0.456, 0.406, std" in said
     assert main(["embed", *words, "--quiet"]) == 0
     note = capfd.readouterr().err
