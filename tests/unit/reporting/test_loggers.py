@@ -6,6 +6,7 @@ import csv
 import json
 import math
 import os
+import pickle
 import re
 import shutil
 import signal
@@ -197,6 +198,32 @@ def no_settings_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name)
 
 
+def forked(function: Callable[..., Any], *arguments: Any) -> tuple[int, bytes]:
+    """Call a function in a process of its own; its exit code, and what it returned, pickled.
+
+    Whatever loads a logger's library goes there: the libraries start threads, beside which pytest could not fork again.
+    """
+    reader, writer = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            os.write(writer, pickle.dumps(function(*arguments)))
+        except BaseException:  # noqa: BLE001 - the child must not return into pytest
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader, "rb") as file:
+        result = file.read()
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), result
+
+
+def read_back(function: Callable[..., Any], *arguments: Any) -> Any:
+    code, result = forked(function, *arguments)
+    assert code == 0
+    return pickle.loads(result)
+
+
 def part(folder: Path, name: str, steps: range, state: dict[str, Any], is_killed: bool = False) -> dict[str, Any]:
     """Play steps as the loop does, after a resume from ``state``; the state of the last checkpoint.
 
@@ -204,15 +231,8 @@ def part(folder: Path, name: str, steps: range, state: dict[str, Any], is_killed
     """
     saved = folder.parent / "state.json"
     saved.write_text(json.dumps(state))
-    child = os.fork()
-    if not child:
-        try:
-            play_part(folder, name, steps, state, saved, is_killed)
-        except BaseException:  # noqa: BLE001 - the child must not return into pytest
-            traceback.print_exc()
-            os._exit(1)
-        os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == (-signal.SIGKILL if is_killed else 0)
+    code, _ = forked(play_part, folder, name, steps, state, saved, is_killed)
+    assert code == (-signal.SIGKILL if is_killed else 0)
     return dict(json.loads(saved.read_text()))
 
 
@@ -250,14 +270,23 @@ def test_a_run_killed_three_times_has_every_step_once(tmp_path: Path, name: str)
     state = part(folder, name, range(11, 18), state, is_killed=True)
     state = part(folder, name, range(11, 26), state, is_killed=True)
     part(folder, name, range(21, 31), state)
-    assert READERS[name](folder) == pytest.approx({step: make_record(step).loss for step in range(1, 31)})
+    assert read_back(READERS[name], folder) == pytest.approx({step: make_record(step).loss for step in range(1, 31)})
+
+
+def files_in_mlflow(folder: Path) -> tuple[str, str, str, list[str]]:
+    """The experiment's place of files; the run's number, its place and its files."""
+    from mlflow.artifacts import list_artifacts
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(tracking_uri=f"sqlite:///{folder / 'mlflow.db'}")
+    experiment = client.get_experiment_by_name("vissl_zero")
+    (run,) = client.search_runs([experiment.experiment_id])
+    paths = [file.path for file in list_artifacts(artifact_uri=run.info.artifact_uri)]
+    return experiment.artifact_location, run.info.run_id, run.info.artifact_uri, paths
 
 
 @pytest.mark.slow
 def test_a_copied_folder_keeps_its_files_in_mlflow_of_its_own(tmp_path: Path) -> None:
-    from mlflow.artifacts import list_artifacts
-    from mlflow.tracking import MlflowClient
-
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / "summary.json").write_text("of the first")
@@ -267,14 +296,9 @@ def test_a_copied_folder_keeps_its_files_in_mlflow_of_its_own(tmp_path: Path) ->
     for place in (folder, copied):
         part(place, "mlflow", range(11, 13), state)
     for place, text in ((folder, "of the first"), (copied, "of the copy")):
-        uri = f"sqlite:///{place / 'mlflow.db'}"
-        client = MlflowClient(tracking_uri=uri)
-        experiment = client.get_experiment_by_name("vissl_zero")
-        assert experiment.artifact_location == str(place / "mlflow_files")
-        (run,) = client.search_runs([experiment.experiment_id])
-        assert Path(run.info.artifact_uri) == place / "mlflow_files" / run.info.run_id / "artifacts"
-        assert [file.path for file in list_artifacts(artifact_uri=run.info.artifact_uri)] == ["artifacts/summary.json"]
-        assert (Path(run.info.artifact_uri) / "summary.json").read_text() == text
+        root, number, uri, paths = read_back(files_in_mlflow, place)
+        assert root == str(place / "mlflow_files") and Path(uri) == place / "mlflow_files" / number / "artifacts"
+        assert paths == ["artifacts/summary.json"] and (Path(uri) / "summary.json").read_text() == text
 
 
 @pytest.mark.slow
