@@ -8,6 +8,7 @@ import pytest
 import timm
 import torch
 
+from tests.dist.distilling import losses_of
 from tests.ranks import run_on_ranks
 from tests.unit.resolve.test_named_score_teacher import VIEWS, network
 from vissl_zero.checkpoint.first_weights import load_teacher
@@ -16,7 +17,6 @@ from vissl_zero.checkpoint.resume import restore
 from vissl_zero.checkpoint.saver import Saver
 from vissl_zero.config.compose import compose
 from vissl_zero.engine.build import build_run, other_model
-from vissl_zero.engine.hook import Hook, Run, StepRecord
 from vissl_zero.engine.loop import train
 from vissl_zero.errors import CheckpointError, ConfigError
 from vissl_zero.models.init import initialize_
@@ -53,27 +53,6 @@ def _plan(weights: Path, level: int, *further: str) -> ResolvedRun:
     return resolve(compose("digits/distillation", words).run, str(weights.parent / "run"), host=host)
 
 
-class _Losses(Hook):
-    def __init__(self) -> None:
-        self.values: list[float] = []
-
-    def on_record(self, run: Run, record: StepRecord) -> None:
-        assert record.loss is not None
-        self.values.append(record.loss)
-
-
-def _losses(plan: ResolvedRun) -> list[float]:
-    hook = _Losses()
-    run, schedules, frozen = build_run(
-        plan, torch.device("cpu"), fill_teacher=lambda teacher: load_teacher(teacher, plan)
-    )
-    try:
-        train(run, schedules, frozen, [hook])
-    finally:
-        run.sharded.close()
-    return hook.values
-
-
 def _write(path: Path, plan: ResolvedRun, scale: float) -> None:
     teacher = other_model(plan, 0)
     assert teacher is not None
@@ -93,7 +72,7 @@ def test_features_alone_can_be_compared(tmp_path: Path) -> None:
         f"{TEACHER}.HEAD.PARAMS=[[identity, {{}}]]",
     ]
     _write(weights, _plan(weights, 0, *words), 1.0)
-    first, third = (run_on_ranks(2, _losses, _plan(weights, level, *words), timeout_s=100)[0] for level in (0, 3))
+    first, third = (run_on_ranks(2, losses_of, _plan(weights, level, *words), timeout_s=100)[0] for level in (0, 3))
     assert len(first) == 2 and first == pytest.approx(third, rel=1e-10)
 
 
@@ -103,10 +82,10 @@ def test_the_teacher_s_weights_count_and_levels_agree(tmp_path: Path) -> None:
     weights = tmp_path / "teacher.pth"
     weights.touch()
     _write(weights, _plan(weights, 0), 1.0)
-    first, third = (run_on_ranks(2, _losses, _plan(weights, level), timeout_s=100)[0] for level in (0, 3))
+    first, third = (run_on_ranks(2, losses_of, _plan(weights, level), timeout_s=100)[0] for level in (0, 3))
     assert len(first) == 2 and first == pytest.approx(third, rel=1e-10)
     _write(weights, _plan(weights, 0), 2.0)
-    other = run_on_ranks(2, _losses, _plan(weights, 0), timeout_s=100)[0]
+    other = run_on_ranks(2, losses_of, _plan(weights, 0), timeout_s=100)[0]
     assert abs(other[0] - first[0]) > 1e-3
 
 
@@ -123,7 +102,7 @@ def test_swav_s_assignments_can_be_learned_with_the_teacher_s_prototypes(tmp_pat
     ]
     _write(weights, _plan(weights, 0, *words), 1.0)
     assert _plan(weights, 0, *words).config.LOSS["swav_distillation_loss"]["queue_length"] == 40
-    first, third = (run_on_ranks(2, _losses, _plan(weights, level, *words), timeout_s=100)[0] for level in (0, 3))
+    first, third = (run_on_ranks(2, losses_of, _plan(weights, level, *words), timeout_s=100)[0] for level in (0, 3))
     assert len(first) == 2 and first == pytest.approx(third, rel=1e-10)
 
 
@@ -149,10 +128,10 @@ def test_scores_of_named_weights_are_centered_alike_at_every_level_and_number_of
         ]
         return resolve(compose("digits/distillation", words).run, str(tmp_path / "run"), host=Host(0, "", 3))
 
-    expected = run_on_ranks(1, _losses, plan(0, 1), timeout_s=100)[0]
+    expected = run_on_ranks(1, losses_of, plan(0, 1), timeout_s=100)[0]
     assert len(expected) == 3
     for level, num_ranks in ((0, 2), (1, 2), (2, 2), (3, 2), (3, 3)):
-        assert run_on_ranks(num_ranks, _losses, plan(level, num_ranks), timeout_s=100)[0] == pytest.approx(
+        assert run_on_ranks(num_ranks, losses_of, plan(level, num_ranks), timeout_s=100)[0] == pytest.approx(
             expected, rel=1e-10
         )
 

@@ -5,28 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
+from tests.dist.distilling import distill
 from tests.ranks import run_on_ranks
-from vissl_zero.checkpoint.first_weights import load_teacher
 from vissl_zero.config.compose import compose
-from vissl_zero.engine.build import build_run
-from vissl_zero.engine.hook import Hook, Run, StepRecord
-from vissl_zero.engine.loop import train
 from vissl_zero.resolve.host import Host
 from vissl_zero.resolve.resolve import resolve
 from vissl_zero.resolve.resolved import ResolvedRun
 
 _EPOCHS, _STEPS = 5, 3  # of 4 micro-batches of 5 images each; 50 images: two of them are left out
-
-
-class _Losses(Hook):
-    def __init__(self) -> None:
-        self.values: list[float] = []
-
-    def on_record(self, run: Run, record: StepRecord) -> None:
-        assert record.loss is not None
-        self.values.append(record.loss)
 
 
 def _plan(cache: Path | None, level: int, num_ranks: int, *further: str) -> ResolvedRun:
@@ -54,13 +41,8 @@ def _plan(cache: Path | None, level: int, num_ranks: int, *further: str) -> Reso
 
 def _trained(plan: ResolvedRun) -> tuple[list[float], int]:
     """Train; returns the losses, and the micro-batches for which the teacher ran, -1 where nothing counts them."""
-    losses = _Losses()
-    run, schedules, frozen = build_run(plan, torch.device("cpu"), fill_teacher=lambda model: load_teacher(model, plan))
-    try:
-        train(run, schedules, frozen, [losses])
-    finally:
-        run.sharded.close()
-    return losses.values, -1 if run.teacher_features is None else run.teacher_features.num_computed
+    run, losses = distill(plan)
+    return losses, -1 if run.teacher_features is None else run.teacher_features.num_computed
 
 
 @pytest.mark.slow

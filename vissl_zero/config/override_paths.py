@@ -25,18 +25,18 @@ def blocked(tree: DictConfig, words: Sequence[str]) -> dict[str, Problem]:
 
     Args:
         tree: composed of the recipe and the files alone; the words that can be are applied to it, in order.
-        words: of the command line, as Hydra takes them (``a.1.b=2``).
+        words: words of the command line, as Hydra takes them (``a.1.b=2``).
     """
-    found = {}
+    problems = {}
     for word in words:
         if not (parsed := _KEY.fullmatch(word)):
             continue
         path = parsed[2].split(".")
         if problem := _problem(tree, path, parsed[1]):
-            found[word] = problem
+            problems[word] = problem
         elif parsed[1] != "~":
             _apply(tree, parsed[2], word)
-    return found
+    return problems
 
 
 def _apply(tree: DictConfig, key: str, word: str) -> None:
@@ -84,10 +84,10 @@ def _in_list(node: ListConfig, above: str, rest: Sequence[str], key: str) -> Pro
 
 def _places(node: Any, wanted: Sequence[str]) -> list[str]:
     """Find the keys below ``node`` that have the last of the wanted names, those in items of the other names first."""
-    found = [(names, place) for names, place in _leaves(node, "", frozenset()) if place.endswith(f".{wanted[-1]}")]
+    candidates = [(names, place) for names, place in _leaves(node, "", frozenset()) if place.endswith(f".{wanted[-1]}")]
     others = {*wanted[:-1]}
-    best = max((len(others & names) for names, _ in found), default=0)
-    return [place for names, place in found if len(others & names) == best]
+    best = max((len(others & names) for names, _ in candidates), default=0)
+    return [place for names, place in candidates if len(others & names) == best]
 
 
 def _leaves(node: Any, place: str, names: frozenset[str]) -> Iterator[tuple[frozenset[str], str]]:

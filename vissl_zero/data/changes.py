@@ -62,8 +62,8 @@ class Changes:
         """Gather what was noted for crops, by transform; changes at one place of two crops are one round.
 
         Args:
-            noted: for each crop, for each transform, its changes in order.
-            levels: as above.
+            noted: changes in order, for each crop and each of its transforms.
+            levels: see the class.
         """
         notes: dict[tuple[int, int, int], list[tuple[int, tuple[float, ...]]]] = defaultdict(list)
         for row, transforms in enumerate(noted):

@@ -154,7 +154,7 @@ class ImageBatch:
         num_global: samples of this micro-batch over all ranks, right for a partial last batch too.
         stand_ins: places from 0 to B - 1 of the samples that were replaced.
         masks: (B, H, W) uint8, the class of each pixel of the one crop, 255 where it does not count; None without.
-        changes: of the images of each resolution, which are uint8 then; ``to`` does them. Empty: they are done.
+        changes: changes of the images of each resolution, which are uint8 then; ``to`` does them. Empty: they are done.
     """
 
     images: list[Tensor]

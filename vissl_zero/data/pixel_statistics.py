@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -84,8 +84,8 @@ class _Sums:
     """Sums over a chunk of images of other channels than red, green and blue, in float64.
 
     Attributes:
-        num_images: that could be read.
-        num_pixels: of all of them.
+        num_images: number of images that could be read.
+        num_pixels: number of their pixels.
         of_values, of_squares: (C,), each channel.
     """
 
@@ -111,33 +111,37 @@ def sum_up(source: Source, indices: range, channels: int) -> _Sums:
 
 
 @dataclass(frozen=True)
-class Statistics:
-    """Statistics of all pixels, as the loader reads them: 8-bit RGB, 255 as 1.
+class ChannelStatistics:
+    """Statistics of all pixels, as the loader reads them: 255, or 65,535 of 16 bits, as 1.
 
     Attributes:
         num_images: number of images that were read.
         num_broken: number of images that could not be read.
-        channels: 1 where every image is gray, else 3.
-        bits: per channel, of the image with the most.
-        mean, std: of each of the three channels, over all pixels of all images.
+        channels: number of channels; of RGB images, 1 where every image is gray.
+        mean, std: of each channel, over all pixels of all images.
     """
 
     num_images: int
     num_broken: int
     channels: int
-    bits: int
     mean: tuple[float, ...]
     std: tuple[float, ...]
 
     def normalize(self) -> str:
         """Return the entry for TRANSFORMS, a line of YAML."""
-        return normalize_entry(self.mean, self.std)
+        means, deviations = (", ".join(f"{value:.4f}" for value in values) for values in (self.mean, self.std))
+        return f"- {{name: Normalize, mean: [{means}], std: [{deviations}]}}"
 
 
-def normalize_entry(mean: Sequence[float], std: Sequence[float]) -> str:
-    """Write a Normalize for TRANSFORMS, a line of YAML."""
-    means, deviations = (", ".join(f"{value:.4f}" for value in values) for values in (mean, std))
-    return f"- {{name: Normalize, mean: [{means}], std: [{deviations}]}}"
+@dataclass(frozen=True)
+class Statistics(ChannelStatistics):
+    """Statistics of images that are read as 8-bit RGB; the mean of each of three channels, gray or not.
+
+    Attributes:
+        bits: bits of a channel, of the image with the most.
+    """
+
+    bits: int
 
 
 def statistics(source: Source, report: Callable[[str], None]) -> Statistics:
@@ -166,29 +170,7 @@ def statistics(source: Source, report: Callable[[str], None]) -> Statistics:
     std = np.sqrt((share * (levels - mean[:, None]) ** 2).sum(1))
     broken = len(source) - num_images
     channels = 1 if is_gray else _CHANNELS
-    return Statistics(num_images, broken, channels, bits, tuple(mean.tolist()), tuple(std.tolist()))
-
-
-@dataclass(frozen=True)
-class ChannelStatistics:
-    """Statistics of all pixels of images of other channels than red, green and blue, 255 or 65,535 as 1.
-
-    Attributes:
-        num_images: that were read.
-        num_broken: that could not be.
-        channels: number of them.
-        mean, std: of each channel, over all pixels of all images.
-    """
-
-    num_images: int
-    num_broken: int
-    channels: int
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-
-    def normalize(self) -> str:
-        """Return the entry for TRANSFORMS, a line of YAML."""
-        return normalize_entry(self.mean, self.std)
+    return Statistics(num_images, broken, channels, tuple(mean.tolist()), tuple(std.tolist()), bits)
 
 
 def channel_statistics(source: Source, channels: int, report: Callable[[str], None]) -> ChannelStatistics:

@@ -229,8 +229,8 @@ def splits_to_read(data_cfg: Data, seed: int) -> dict[str, Source]:
 
 def left_out(source: Source) -> Sequence[str]:
     """Say what beside the images of a source is not read, in sentences; nothing where a source cannot tell."""
-    found: Sequence[str] = getattr(_whole(source), "left_out", ())
-    return found
+    noted: Sequence[str] = getattr(_whole(source), "left_out", ())
+    return noted
 
 
 def left_out_of_run(data_cfg: Data, train: Source, seed: int) -> list[str]:
@@ -238,11 +238,11 @@ def left_out_of_run(data_cfg: Data, train: Source, seed: int) -> list[str]:
 
     Cost: lists TEST's folders.
     """
-    found = [*left_out(train)]
+    notes = [*left_out(train)]
     if data_cfg.TEST.DATA_SOURCES == ["disk_folder"] and data_cfg.TEST.DATA_PATHS != data_cfg.TRAIN.DATA_PATHS:
         test = build_source(data_cfg, "TEST", seed, train.class_names)
-        found += [*left_out(test), *(_lacking(test) if train.class_names else [])]
-    return found
+        notes += [*left_out(test), *(_lacking(test) if train.class_names else [])]
+    return notes
 
 
 def _lacking(test: Source) -> list[str]:

@@ -1,9 +1,10 @@
-"""What a frozen teacher gives, kept on disk: computed once for each view of an image, then read.
+"""Outputs of a frozen teacher, cached on disk: computed once for each view of an image, then read.
 
-A folder holds what one teacher gives for the views of one data set; its name is a digest of all that decides it. Each
-process appends to a pair of files of its own, and reads those of all: ``<id>.rows``, the bytes of samples one after
-another, and ``<id>.places``, where each belongs (int64, view times images plus image). Places are written after their
-rows are on the disk, so a killed process leaves whole rows or none. Any number of processes goes on from there.
+A folder holds the outputs of one teacher for the views of one data set; its name is a digest of all that decides
+them. Each process appends to a pair of files of its own, and reads those of all: ``<id>.rows``, the bytes of samples
+one after another, and ``<id>.places``, where each belongs (int64, view times images plus image). Places are written
+after their rows are on the disk, so a killed process leaves whole rows or none. Any number of processes goes on from
+there.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class _Layout:
     """How the outputs for one sample lie in a row of bytes.
 
     Args:
-        outputs: of a micro-batch, tensors (V * B, ...) crop-major; what is no tensor is the same for all.
+        outputs: outputs of a micro-batch, tensors (V * B, ...) crop-major; what is no tensor is the same for all.
         num_samples: B, at least 1.
     """
 
@@ -65,23 +66,23 @@ class _Layout:
 
     def unpack(self, rows: np.ndarray, device: torch.device) -> list[Any]:
         """Make outputs, on ``device``, of rows (B, row_bytes)."""
-        given, begin, tensors = torch.from_numpy(rows), 0, []
+        data, begin, tensors = torch.from_numpy(rows), 0, []
         for end, shape, dtype in zip(self._ends, self._shapes, self._dtypes, strict=True):
-            values = given[:, begin:end].clone().view(dtype)  # cloned: a number begins where its width allows it
+            values = data[:, begin:end].clone().view(dtype)  # cloned: a number begins where its width allows it
             tensors.append(values.view(len(rows), *shape).transpose(0, 1).flatten(0, 1).to(device))
             begin = end
-        found = iter(tensors)
-        leaves = [next(found) if isinstance(leaf, Tensor) else leaf for leaf in self._others]
+        remaining = iter(tensors)
+        leaves = [next(remaining) if isinstance(leaf, Tensor) else leaf for leaf in self._others]
         outputs: list[Any] = pytree.tree_unflatten(leaves, self._structure)
         return outputs
 
 
 class TeacherFeatures:
-    """What the teacher gives for the micro-batches of a run. All ranks make one and call it alike.
+    """The teacher's outputs for the micro-batches of a run. Every rank builds one, and calls it at the same points.
 
     Args:
-        folder: of this teacher, these images and these views; see ``folder_of``.
-        num_images: of the source.
+        folder: folder of this teacher, these images and these views; see ``folder_of``.
+        num_images: number of images of the source.
         num_views: AUGMENTATION_PERIOD.
         device: where outputs are wanted.
     """
@@ -104,25 +105,25 @@ class TeacherFeatures:
         """Read the teacher's outputs for a micro-batch; compute them where a rank lacks some. Collective.
 
         Args:
-            epoch: of the run, from 0.
+            epoch: epoch of the run, from 0.
             sample_ids: (B,) index of each image.
             compute: runs the teacher; called on all ranks or on none.
         Cost: an all-reduce of one number, until all images are there.
         """
         places = sample_ids.cpu().numpy() + epoch % self._num_views * self._num_images
         if self._layout is None:  # the first micro-batch of a process shows the layout, and that these are the images
-            found = compute()
-            self._layout = _Layout(found, len(places))
+            computed = compute()
+            self._layout = _Layout(computed, len(places))
             self._open(epoch)
-            self._require_same(found, places)
-            self._keep(found, places)
-            return found
+            self._require_same(computed, places)
+            self._keep(computed, places)
+            return computed
         if epoch != self._epoch:
             self._open(epoch)
         if not self._is_complete and self._any(bool((self._where[places] < 0).any())):
-            found = compute()
-            self._keep(found, places)
-            return found
+            computed = compute()
+            self._keep(computed, places)
+            return computed
         return self._layout.unpack(self._read(places), self._device)
 
     def close(self) -> None:
@@ -137,7 +138,7 @@ class TeacherFeatures:
         return bool(collectives.all_reduce_max(number) > 0)
 
     def _open(self, epoch: int) -> None:
-        """Look at the files of all processes again. Collective: all write first."""
+        """Map the files of all processes anew. Collective: every rank writes first."""
         assert self._layout is not None
         self._write()
         self._any(False)
@@ -157,11 +158,11 @@ class TeacherFeatures:
         assert self._layout is not None
         where = self._where[places]
         of_map = np.searchsorted(self._starts, where, "right") - 1
-        found = np.empty((len(places), self._layout.row_bytes), dtype=np.uint8)
+        picked = np.empty((len(places), self._layout.row_bytes), dtype=np.uint8)
         for index in np.unique(of_map):
-            own = of_map == index
-            found[own] = self._maps[index][where[own] - self._starts[index]]
-        return found
+            is_there = of_map == index
+            picked[is_there] = self._maps[index][where[is_there] - self._starts[index]]
+        return picked
 
     def _keep(self, outputs: list[Any], places: np.ndarray) -> None:
         """Append the rows of images that no process has."""
@@ -201,17 +202,17 @@ class TeacherFeatures:
         """Go on without further rows, as a full disk ends no run."""
         self._is_writing, self._unwritten = False, []
         print_line(
-            f"WARNING: {self.folder} cannot be written ({error.strerror}). The teacher computes what is not there."
+            f"warning: {self.folder} cannot be written ({error.strerror}). The teacher computes what is not there."
         )
 
-    def _require_same(self, found: list[Any], places: np.ndarray) -> None:
+    def _require_same(self, outputs: list[Any], places: np.ndarray) -> None:
         """Raise VisslZeroError on all ranks where what is on the disk is not what the teacher gives now. Collective."""
         assert self._layout is not None
         known = self._where[places] >= 0
         is_other = False
         if known.all():
             kept = self._layout.unpack(self._read(places), self._device)
-            pairs = zip(pytree.tree_leaves(found), pytree.tree_leaves(kept), strict=True)
+            pairs = zip(pytree.tree_leaves(outputs), pytree.tree_leaves(kept), strict=True)
             is_other = any(_differ(*pair) for pair in pairs if isinstance(pair[0], Tensor))
         if self._any(is_other):
             raise VisslZeroError(
@@ -229,9 +230,9 @@ def folder_of(plan: ResolvedRun, source: Source, checksum: int) -> Path:
     """Name the folder of what a run's teacher gives; the same on every rank. Collective.
 
     Args:
-        plan: of the run.
+        plan: plan of the run.
         source: the images.
-        checksum: of the teacher's weights.
+        checksum: checksum of the teacher's weights.
     Cost: rank 0 looks at size and time of each image file; no file is read.
     """
     facts = collectives.broadcast_object(_facts(plan, source, checksum) if collectives.rank() == 0 else "")
@@ -272,10 +273,10 @@ def _facts(plan: ResolvedRun, source: Source, checksum: int) -> str:
 
 def _digest(source: Source, paths: Sequence[str]) -> str:
     """Digest the images' names, and size and time of files among them and of what DATA_PATHS holds."""
-    found = sha256()
+    digest = sha256()
     for text in chain(_names(source), *(_held(Path(path)) for path in paths)):
-        found.update(os.fsencode(text) + b"\0" + _state(text))
-    return found.hexdigest()
+        digest.update(os.fsencode(text) + b"\0" + _state(text))
+    return digest.hexdigest()
 
 
 def _names(source: Source) -> Iterable[str]:

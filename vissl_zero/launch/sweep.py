@@ -63,9 +63,9 @@ def require_own(jobs: Mapping[Path, Sequence[str]]) -> None:
     if not foreign:
         return
     first, note = foreign[0], read_note(foreign[0])
-    wanted, found = pairs_of(jobs[first]), pairs_of(note.overrides) if note else {}
-    other = " ".join(f"{key}={value}" for key, value in wanted.items() if found.get(key) != value)
-    missing = " ".join(f"{key}={value}" for key, value in found.items() if wanted.get(key) != value)
+    wanted, noted = pairs_of(jobs[first]), pairs_of(note.overrides) if note else {}
+    other = " ".join(f"{key}={value}" for key, value in wanted.items() if noted.get(key) != value)
+    missing = " ".join(f"{key}={value}" for key, value in noted.items() if wanted.get(key) != value)
     holds = "hold different jobs" if len(foreign) > 1 else "holds a different job"
     key = "config.CHECKPOINT.DIR" if "config.SEEDS" in wanted else "hydra.sweep.dir"  # what the user wrote
     raise LaunchError(

@@ -151,21 +151,21 @@ def teacher_trunk_problems(cfg: RunConfig, decided: Decisions) -> list[Problem]:
     from vissl_zero.resolve import model_rules as rules
     from vissl_zero.resolve.inactive import refused
 
-    shadow, found = as_teacher(cfg), list[Problem]()
+    shadow, problems = as_teacher(cfg), list[Problem]()
     for rule in (rules.trunk, rules.input_type, rules.regnet, rules.vision_transformer, rules.trunk_sizes, rules.heads):
-        said = rule(shadow, decided)
-        found += [said] if isinstance(said, Problem) else said or []
-    found += [problem for problem in refused(shadow, decided) if problem.key.startswith("config.MODEL.")]
-    return [replace(problem, key=problem.key.replace("config.MODEL", _TEACHER, 1)) for problem in found]
+        verdict = rule(shadow, decided)
+        problems += [verdict] if isinstance(verdict, Problem) else verdict or []
+    problems += [problem for problem in refused(shadow, decided) if problem.key.startswith("config.MODEL.")]
+    return [replace(problem, key=problem.key.replace("config.MODEL", _TEACHER, 1)) for problem in problems]
 
 
 def _teacher_problems(cfg: RunConfig, decided: Decisions) -> list[Problem]:
     """Check the model under DISTILLATION, and that it has weights."""
     path, key = cfg.DISTILLATION.TEACHER_MODEL.WEIGHTS_INIT.PARAMS_FILE, f"{_TEACHER}.WEIGHTS_INIT.PARAMS_FILE"
-    found = teacher_trunk_problems(cfg, decided)
+    problems = teacher_trunk_problems(cfg, decided)
     if not path or missing_weights(path):
-        found.append(Problem(key, repr(path), "must name the teacher's weights", f"Write {key}=<file>."))
-    return found
+        problems.append(Problem(key, repr(path), "must name the teacher's weights", f"Write {key}=<file>."))
+    return problems
 
 
 @METHODS.register("distillation")
@@ -220,30 +220,30 @@ class DistillationSpec(MethodSpec):
         if cfg.LOSS["name"] == "swav_distillation_loss":
             return [*_swav_problems(cfg), *_teacher_problems(cfg, decided)]
         if cfg.LOSS["name"] == "ibot_distillation_loss":
-            found = patch_distillation(cfg, path.removeprefix("config."), keys.mask_ratio, keys.mask_probability)
+            problems = patch_distillation(cfg, path.removeprefix("config."), keys.mask_ratio, keys.mask_probability)
             of_teacher = one_head(as_teacher(cfg), *IBOT_HEADS)
-            found += [replace(problem, key=f"{_TEACHER}.HEAD.PARAMS") for problem in of_teacher]
-            return [*found, *_teacher_problems(cfg, decided)]
+            problems += [replace(problem, key=f"{_TEACHER}.HEAD.PARAMS") for problem in of_teacher]
+            return [*problems, *_teacher_problems(cfg, decided)]
         if cfg.LOSS["name"] == "dino_distillation_loss":
-            found = patch_trunk(cfg) if keys.patch_drop else []
-            found += one_head(cfg, "mlp", "dino_head", "swav_head")
+            problems = patch_trunk(cfg) if keys.patch_drop else []
+            problems += one_head(cfg, "mlp", "dino_head", "swav_head")
             crops = sum(crops_of(cfg) or [1])
             if keys.teacher_num_crops > crops - keys.swapped_assignment:
                 must = f"must be at most {crops - keys.swapped_assignment}, with {crops} crops of an image"
-                found.append(Problem(f"{path}.teacher_num_crops", str(keys.teacher_num_crops), must, "Lower it."))
-            return [*found, *_teacher_problems(cfg, decided)]
-        found = one_head(cfg, *_CLASSIFIERS)
+                problems.append(Problem(f"{path}.teacher_num_crops", str(keys.teacher_num_crops), must, "Lower it."))
+            return [*problems, *_teacher_problems(cfg, decided)]
+        problems = one_head(cfg, *_CLASSIFIERS)
         if not keys.teacher:
-            found += _teacher_problems(cfg, decided)
+            problems += _teacher_problems(cfg, decided)
         elif lacking := [n for n in (RESOLVED_FILE, WEIGHTS_FILE) if not (teacher_folder(keys.teacher) / n).is_file()]:
             must = f"must be the folder of a run that has ended: it has no {' and no '.join(lacking)}"
             fix = "Train a classifier (vissl-zero config=supervised/...) and write its run folder."
-            found.append(Problem(f"{path}.teacher", keys.teacher, must, fix))
+            problems.append(Problem(f"{path}.teacher", keys.teacher, must, fix))
         if keys.soft_target_alpha < 1 and cfg.DATA.TRAIN.LABEL_TYPE != "standard":
             must = "must be standard where soft_target_alpha is below 1"
             fix = "Write config.DATA.TRAIN.LABEL_TYPE=standard."
-            found.append(Problem("config.DATA.TRAIN.LABEL_TYPE", cfg.DATA.TRAIN.LABEL_TYPE, must, fix))
-        return found
+            problems.append(Problem("config.DATA.TRAIN.LABEL_TYPE", cfg.DATA.TRAIN.LABEL_TYPE, must, fix))
+        return problems
 
 
 def _num_scores(cfg: RunConfig) -> int | None:
@@ -267,18 +267,18 @@ def _swav_sizes(cfg: RunConfig) -> dict[str, tuple[Any, str]]:
 
 def _swav_problems(cfg: RunConfig) -> list[Problem]:
     """Check the recipe: a teacher with one layer of prototypes, crops for both."""
-    keys, found = loss_keys(cfg), one_head(cfg, "mlp", "swav_head")
+    keys, problems = loss_keys(cfg), one_head(cfg, "mlp", "swav_head")
     heads = list(heads_of(as_teacher(cfg)))
     layers = [len(options.get("num_clusters") or []) for _, options in heads]
     if layers != [1] or heads[0][0] not in ("swav_head", "dino_head"):
         must = "must be one swav_head or dino_head with one layer of prototypes"
         fix = 'Write [["swav_head", {dims: [2048, 2048, 128], use_bn: true, num_clusters: [3000]}]], for example.'
-        found.append(Problem(f"{_TEACHER}.HEAD.PARAMS", str([name for name, _ in heads]), must, fix))
+        problems.append(Problem(f"{_TEACHER}.HEAD.PARAMS", str([name for name, _ in heads]), must, fix))
     crops, least = sum(crops_of(cfg) or [1]), 1 + (keys.use_two_crops_for_teacher or keys.swapped_assignment)
     if crops < least:
         fix = "Add an ImgPilToMultiCrop, or set use_two_crops_for_teacher and swapped_assignment to false."
-        found.append(Problem("config.DATA.TRAIN.TRANSFORMS", f"{crops}", "must make two crops of an image", fix))
-    return found
+        problems.append(Problem("config.DATA.TRAIN.TRANSFORMS", f"{crops}", "must make two crops of an image", fix))
+    return problems
 
 
 def teacher_folder(teacher: str) -> Path:

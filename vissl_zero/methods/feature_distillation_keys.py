@@ -109,20 +109,20 @@ class FeatureDistillationSpec(MethodSpec):
     def problems(self, cfg: RunConfig, decided: Decisions) -> list[Problem]:
         """Check for a teacher, a term that counts, one head that ends in the teacher's width."""
         keys, path = loss_keys(cfg), f"config.LOSS.{cfg.LOSS['name']}"
-        found = one_head(cfg, _MAP_HEAD if keys.dense_weight else "mlp")
+        problems = one_head(cfg, _MAP_HEAD if keys.dense_weight else "mlp")
         if not keys.teacher:
             fix = f"Write {path}.teacher=torchhub:dinov2_vitb14, for example; docs/weights.md has all names."
-            return [*found, Problem(f"{path}.teacher", "''", "must name the weights to learn from", fix)]
+            return [*problems, Problem(f"{path}.teacher", "''", "must name the weights to learn from", fix)]
         if not (keys.queue_weight or keys.global_weight):
             fix = f"Write {path}.queue_weight=1."
-            found.append(Problem(f"{path}.queue_weight", "0", "must not be 0 with global_weight 0", fix))
+            problems.append(Problem(f"{path}.queue_weight", "0", "must not be 0 with global_weight 0", fix))
         if (width := head_width(cfg)) not in (None, keys.embedding_dim):
             must = f"must end in {keys.embedding_dim}, the teacher's features"
             fix = "Write -1 as the last of dims."
-            found.append(Problem("config.MODEL.HEAD.PARAMS", f"dims that end in {width}", must, fix))
+            problems.append(Problem("config.MODEL.HEAD.PARAMS", f"dims that end in {width}", must, fix))
         for name in ("teacher_mean", "teacher_std"):
             values, is_divisor = getattr(keys, name), name.endswith("std")
             if len(values) != _CHANNELS or (is_divisor and min(values) <= 0):
                 must = f"must be three numbers{' above 0' * is_divisor}, for red, green and blue"
-                found.append(Problem(f"{path}.{name}", str(values), must, "Leave it out: the weights say it."))
-        return [*found, *teacher_trunk_problems(cfg, decided)]
+                problems.append(Problem(f"{path}.{name}", str(values), must, "Leave it out: the weights say it."))
+        return [*problems, *teacher_trunk_problems(cfg, decided)]

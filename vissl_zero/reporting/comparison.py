@@ -118,14 +118,14 @@ def differing(runs: Sequence[ComparedRun]) -> dict[str, list[Any]]:
 def grouped(runs: Sequence[ComparedRun]) -> list[Group]:
     """Join the seeds of one recipe; a group is named by the few keys that differ between groups, else by its run."""
     keys = [key for key in differing(runs) if key not in _PLACES and not key.startswith(_HOOKS)]
-    found: dict[tuple[str, ...], Group] = {}
+    groups: dict[tuple[str, ...], Group] = {}
     for run, path in zip(runs, names_of(runs), strict=True):
         values = tuple(str(run.config.get(key)) for key in keys)
         named = zip(keys, values, strict=True)
         name = printable(", ".join(f"{_LAST_NAME.sub('', key)}={value}" for key, value in named))
         is_short = 0 < len(keys) <= _MOST_KEYS and len(name) <= _LONGEST_NAME
-        found.setdefault(values, Group(name if is_short else path)).runs.append(run)
-    return list(found.values())
+        groups.setdefault(values, Group(name if is_short else path)).runs.append(run)
+    return list(groups.values())
 
 
 def estimate(values: Sequence[float]) -> Estimate:
@@ -144,18 +144,18 @@ def figures_of(group: Group) -> dict[str, Estimate]:
     return {name: estimate([run.figures[name] for run in group.runs]) for name in shared}
 
 
-def estimate_text(name: str, found: Estimate | None) -> str:
+def estimate_text(name: str, shown: Estimate | None) -> str:
     """Return a figure for people: the mean, and the interval where seeds differ in what is shown."""
-    return " ".join(filter(None, _parts(name, found)))
+    return " ".join(filter(None, _parts(name, shown)))
 
 
-def _parts(name: str, found: Estimate | None) -> tuple[str, str]:
-    if found is None:
+def _parts(name: str, shown: Estimate | None) -> tuple[str, str]:
+    if shown is None:
         return "-", ""
-    mean = _text(name, found.mean)
-    if found.low is None or found.high is None:
+    mean = _text(name, shown.mean)
+    if shown.low is None or shown.high is None:
         return mean, ""
-    low, high = _text(name, found.low), _text(name, found.high)
+    low, high = _text(name, shown.low), _text(name, shown.high)
     return mean, "" if low == mean == high else f"[{low}, {high}]"
 
 

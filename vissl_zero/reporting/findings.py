@@ -74,8 +74,9 @@ def _probe_is_far_above_knn(run: Run) -> str:
     if probe is None or knn is None or probe < knn + _GAP:
         return ""
     return (
-        f"the linear probe reaches {probe:.1%} and kNN {knn:.1%}: classes are there, but a few directions that tell "
-        "other things dominate distances. Stronger color and crop augmentation take those out; more epochs help too."
+        f"the linear probe reaches {probe:.1%} and kNN {knn:.1%}: the features tell classes apart, but a few "
+        "directions unrelated to them dominate distances. Stronger color and crop augmentation take those out; more "
+        "epochs help too."
     )
 
 

@@ -388,9 +388,9 @@ def inactive_keys(cfg: RunConfig) -> list[str]:
     """Write a sentence per switch that is off and has keys set away from their defaults, and per unread block."""
     notes = []
     for switch, keys in _SWITCHES.items():
-        if not _value(cfg, switch) and (found := _changed(cfg, keys)):
+        if not _value(cfg, switch) and (changed_keys := _changed(cfg, keys)):
             state = "off" if isinstance(_value(_defaults(), switch), bool) else "not set"
-            notes.append(f"{_have(found)}: config.{switch} is {state}.")
+            notes.append(f"{_have(changed_keys)}: config.{switch} is {state}.")
     trunk, unset = cfg.MODEL.TRUNK, _defaults().MODEL.TRUNK
     read = {TRUNK_BLOCKS.get(trunk.NAME), FURTHER_BLOCKS.get(trunk.NAME)}
     for block in dict.fromkeys(TRUNK_BLOCKS.values()):

@@ -83,11 +83,11 @@ def _num_scores(head: list[Any]) -> int:
 
 def _require_normalization(cfg: RunConfig, mean: Any, std: Any) -> None:
     """Raise ConfigError where student and teacher, who see the same tensors, need other ones."""
-    own = normalization(cfg.DATA.TRAIN.TRANSFORMS)
-    if [list(values) for values in own] != [list(mean), list(std)]:
+    students = normalization(cfg.DATA.TRAIN.TRANSFORMS)
+    if [list(values) for values in students] != [list(mean), list(std)]:
         must = f"must normalize as the teacher's weights expect, by mean {list(mean)} and std {list(std)}"
         fix = "Correct Normalize, or add it after ToTensor."
-        got = f"mean {list(own[0])} and std {list(own[1])}"
+        got = f"mean {list(students[0])} and std {list(students[1])}"
         raise ConfigError([Problem("config.DATA.TRAIN.TRANSFORMS", got, must, fix)])
 
 

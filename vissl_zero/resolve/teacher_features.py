@@ -20,7 +20,7 @@ def teacher_features(cfg: RunConfig, decided: Decisions) -> list[Problem]:
     """Check that the teacher stays as it is, and sees views that come again."""
     if not cfg.DISTILLATION.CACHE_FEATURES:
         return []
-    loss, period, found = cfg.LOSS.get("name"), cfg.DATA.AUGMENTATION_PERIOD, list[Problem]()
+    loss, period, problems = cfg.LOSS.get("name"), cfg.DATA.AUGMENTATION_PERIOD, list[Problem]()
     spec = method_of(loss)
     if loss not in (spec.teacher_keys if spec else ()):
         known = [name for method in METHODS.builtin() for name in METHODS.get(method).build().teacher_keys]
@@ -29,13 +29,13 @@ def teacher_features(cfg: RunConfig, decided: Decisions) -> list[Problem]:
     if period is None:
         must = "must be false while each epoch draws new views of an image"
         fix = "Write config.DATA.AUGMENTATION_PERIOD=1 for the same views in every epoch, or 10 for ten in turn."
-        found.append(Problem(_KEY, "True", must, fix))
+        problems.append(Problem(_KEY, "True", must, fix))
     elif period >= cfg.OPTIMIZER.num_epochs and not cfg.DISTILLATION.CACHE_FOLDER:
         must = f"must be below the {cfg.OPTIMIZER.num_epochs} epochs of the run, or no features are ever read"
         fix = "Lower it, or write config.DISTILLATION.CACHE_FOLDER=<folder> for runs to come."
-        found.append(Problem("config.DATA.AUGMENTATION_PERIOD", str(period), must, fix))
+        problems.append(Problem("config.DATA.AUGMENTATION_PERIOD", str(period), must, fix))
     if cfg.DATA.TRAIN.COLLATE_FUNCTION == MIXING_COLLATOR:
         must = "must not mix images where the teacher's features are cached: no mixture comes again"
         fix = "Write config.DATA.TRAIN.COLLATE_FUNCTION=multicrop_collator."
-        found.append(Problem("config.DATA.TRAIN.COLLATE_FUNCTION", MIXING_COLLATOR, must, fix))
-    return found
+        problems.append(Problem("config.DATA.TRAIN.COLLATE_FUNCTION", MIXING_COLLATOR, must, fix))
+    return problems

@@ -41,8 +41,8 @@ def _with(name: str, sizes: Mapping[str, Any]) -> str:
 
 
 def _block(parent: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    found = parent.get(key)
-    return found if isinstance(found, Mapping) else {}
+    block = parent.get(key)
+    return block if isinstance(block, Mapping) else {}
 
 
 def _of_transformer(kind: str, sizes: Sequence[int], registers: int, size: Any) -> str:

@@ -242,12 +242,14 @@ def _eva(shapes: Shapes, config: Mapping[str, Any]) -> Recognized | None:
     return Recognized(network_name(trunk), trunk, int(_number(config, "image_size") or _USUAL_SIZE))
 
 
-_RESNETS: dict[tuple[int, ...], int] = {
-    (2, 2, 2, 2): 18,
-    (3, 4, 6, 3): 50,
-    (3, 4, 23, 3): 101,
-    (3, 8, 36, 3): 152,
-    (3, 24, 36, 3): 200,
+# Blocks of each stage, and convolutions of a block -> depth.
+RESNET_DEPTHS: dict[tuple[int, ...], int] = {
+    (2, 2, 2, 2, 2): 18,
+    (3, 4, 6, 3, 2): 34,
+    (3, 4, 6, 3, 3): 50,
+    (3, 4, 23, 3, 3): 101,
+    (3, 8, 36, 3, 3): 152,
+    (3, 24, 36, 3, 3): 200,
 }
 
 
@@ -259,15 +261,8 @@ def _resnet(shapes: Shapes) -> Recognized | None:
         r"(?:conv1|bn1|layer\d\.\d+\.(?:conv[123]|bn[123]|downsample\.[01]))\.\w+|(?:fc|head|last_linear)\..+"
     )
     is_wide = "layer1.0.conv3.weight" in shapes
-    depth = _RESNETS.get(layers, 0) if is_wide or layers != (3, 4, 6, 3) else 34
-    if (
-        stem is None
-        or stem[1:] not in ((3, 7, 7), (3, 3, 3))
-        or not depth
-        or last is None
-        or is_wide != (depth >= 50)
-        or (depth == 18 and is_wide)
-    ):
+    depth = RESNET_DEPTHS.get((*layers, 2 + is_wide), 0)
+    if stem is None or stem[1:] not in ((3, 7, 7), (3, 3, 3)) or not depth or last is None:
         return None
     trunk_names = [n for n in shapes if not n.startswith(("heads.", "projection", "prototypes", "predictor"))]
     if not all(map(known.fullmatch, trunk_names)):

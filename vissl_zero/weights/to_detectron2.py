@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from vissl_zero.errors import CheckpointError
+from vissl_zero.weights.recognition import RESNET_DEPTHS
 
 MODEL, SETTINGS = "model.pkl", "detectron2.yaml"
 _STAT = r"(weight|bias|running_mean|running_var)"
@@ -35,14 +36,7 @@ _TRANSFORMER = re.compile(
 )
 _NOT_TAKEN = re.compile(r"cls_token|mask_token|norm\.(weight|bias)|.+\.num_batches_tracked")
 _SCALED = {"ls1": "attn.proj", "ls2": "mlp.fc2"}
-# Blocks of each stage, and convolutions of a block -> DEPTH.
-_DEPTHS: dict[tuple[int, ...], int] = {
-    (2, 2, 2, 2, 2): 18,
-    (3, 4, 6, 3, 2): 34,
-    (3, 4, 6, 3, 3): 50,
-    (3, 4, 23, 3, 3): 101,
-    (3, 8, 36, 3, 3): 152,
-}
+_DEPTHS = (18, 34, 50, 101, 152)  # that detectron2 builds
 
 
 def resnet_names(names: Sequence[str]) -> dict[str, str]:
@@ -51,15 +45,15 @@ def resnet_names(names: Sequence[str]) -> dict[str, str]:
     Raises:
         CheckpointError: detectron2 has no such network.
     """
-    found: dict[str, str] = {}
+    renamed_names: dict[str, str] = {}
     for name in names:
         if _NOT_TAKEN.fullmatch(name):
             continue
         renamed = next((re.sub(old, new, name) for old, new in _RESNET if re.fullmatch(old, name)), "")
         if not renamed:
             raise _no_place(name)
-        found[name] = re.sub(r"^res(\d)", lambda match: f"res{int(match[1]) + 1}", renamed)
-    return found
+        renamed_names[name] = re.sub(r"^res(\d)", lambda match: f"res{int(match[1]) + 1}", renamed)
+    return renamed_names
 
 
 def _no_place(name: str) -> CheckpointError:
@@ -77,15 +71,15 @@ def resnet_settings(shapes: Mapping[str, Sequence[int]]) -> dict[str, Any]:
     """
     stages = [{int(name.split(".")[1]) for name in shapes if name.startswith(f"layer{n}.")} for n in (1, 2, 3, 4)]
     num_convolutions = 2 + ("layer1.0.conv3.weight" in shapes)
-    depth = _DEPTHS.get((*map(len, stages), num_convolutions))
+    depth = RESNET_DEPTHS.get((*map(len, stages), num_convolutions))
     first, (width, per_group) = shapes["conv1.weight"][0], shapes["layer1.0.conv2.weight"][:2]
     groups = width // per_group
-    if depth is None or first != 64 or (num_convolutions == 2 and (width, groups) != (64, 1)):
+    if depth not in _DEPTHS or first != 64 or (num_convolutions == 2 and (width, groups) != (64, 1)):
         raise CheckpointError("--to detectron2: takes ResNets of depth 18, 34, 50, 101 and 152, and this is another.")
-    found = {"DEPTH": depth, "STRIDE_IN_1X1": False}
+    settings = {"DEPTH": depth, "STRIDE_IN_1X1": False}
     if num_convolutions == 2:
-        return found | {"RES2_OUT_CHANNELS": 64}
-    return found if (width, groups) == (64, 1) else found | {"NUM_GROUPS": groups, "WIDTH_PER_GROUP": per_group}
+        return settings | {"RES2_OUT_CHANNELS": 64}
+    return settings if (width, groups) == (64, 1) else settings | {"NUM_GROUPS": groups, "WIDTH_PER_GROUP": per_group}
 
 
 def transformer_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -96,17 +90,17 @@ def transformer_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     Raises:
         CheckpointError: something in it has no place there, such as registers.
     """
-    found = dict(tensors)
+    kept = dict(tensors)
     for name in [name for name in tensors if name.endswith(".gamma")]:
         block, kind, _ = name.rsplit(".", 2)
-        gamma = found.pop(name)
+        gamma = kept.pop(name)
         for part in ("weight", "bias"):
             layer = f"{block}.{_SCALED[kind]}.{part}"
-            found[layer] = found[layer] * (gamma[:, None] if part == "weight" else gamma)
-    found = {name: tensor for name, tensor in found.items() if not _NOT_TAKEN.fullmatch(name)}
-    if other := next((name for name in found if not _TRANSFORMER.fullmatch(name)), ""):
+            kept[layer] = kept[layer] * (gamma[:, None] if part == "weight" else gamma)
+    kept = {name: tensor for name, tensor in kept.items() if not _NOT_TAKEN.fullmatch(name)}
+    if other := next((name for name in kept if not _TRANSFORMER.fullmatch(name)), ""):
         raise _no_place(other)
-    return found
+    return kept
 
 
 def transformer_settings(shapes: Mapping[str, Sequence[int]], num_heads: int) -> dict[str, Any]:

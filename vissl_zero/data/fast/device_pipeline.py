@@ -18,7 +18,7 @@ from vissl_zero.data.fast.transforms import Form, moves_pixels
 
 
 class HandOver:
-    """Where the work of a worker on a crop ends."""
+    """Hands a crop over: a worker changes it no further, and later changes are noted."""
 
     def __call__(self, picture: Picture | EncodedPicture) -> NotedPicture:
         return NotedPicture(picture.opened().pixels)

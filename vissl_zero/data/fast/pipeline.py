@@ -94,7 +94,7 @@ def build_fast_pipeline(
     Args:
         entries, key: as there.
         decoder: reads files.
-        kind: of pipeline.
+        kind: kind of pipeline.
     Raises:
         ConfigError: every transform or argument without a fast form, and wrong arguments.
     """
