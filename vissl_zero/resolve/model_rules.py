@@ -80,7 +80,7 @@ def method(cfg: RunConfig, decided: Decisions) -> list[Problem]:
 
 
 def views_apart(cfg: RunConfig, decided: Decisions) -> list[Problem]:
-    """Check that heads called view by view take nothing but features."""
+    """Check that heads can be called view by view."""
     names = [head[0] for head in cfg.MODEL.HEAD.PARAMS if isinstance(head, Sequence) and not isinstance(head, str)]
     together = [name for name in names if name in HEADS.builtin() and name not in _APART]
     if not cfg.MODEL.VIEWS_APART or not (together or are_tapped(cfg)):
@@ -91,7 +91,7 @@ def views_apart(cfg: RunConfig, decided: Decisions) -> list[Problem]:
     return [Problem("config.MODEL.HEAD.PARAMS", got, must, fix)]
 
 
-_APART = ("mlp", "siamese_head", "identity")
+_APART = ("mlp", "siamese_head", "identity", "vicregl_head")
 
 
 def lora(cfg: RunConfig, decided: Decisions) -> list[Problem]:
