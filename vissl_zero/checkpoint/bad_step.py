@@ -23,8 +23,7 @@ from vissl_zero.checkpoint.snapshot import ForwardState, take_snapshot
 from vissl_zero.data.dataset import ImageBatch
 from vissl_zero.engine.hook import Run
 from vissl_zero.errors import CheckpointError
-from vissl_zero.resolve.resolve import save_resolved
-from vissl_zero.resolve.saved import RESOLVED_FILE
+from vissl_zero.resolve.saved import RESOLVED_FILE, save_resolved
 from vissl_zero.sharding.state.saved_state import Part
 
 FOLDER_NAME = "bad_steps"

@@ -13,9 +13,8 @@ from pathlib import Path
 from vissl_zero.commands.arguments import CommandParser
 from vissl_zero.errors import CheckpointError, ConfigError, Problem
 from vissl_zero.resolve.host import this_host
-from vissl_zero.resolve.resolve import save_resolved
 from vissl_zero.resolve.resolved import OffloadPlan, Precision, ResolvedRun, with_ranks
-from vissl_zero.resolve.saved import RESOLVED_FILE, load_resolved
+from vissl_zero.resolve.saved import RESOLVED_FILE, load_resolved, save_resolved
 
 _WORD = "vissl-zero replay"
 _PRECISIONS = ("float32", "float64")

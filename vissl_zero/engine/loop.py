@@ -202,6 +202,13 @@ def take_step(
     run.sharded.freeze(frozen.at(run.step))
     for hook in hooks:
         hook.on_batch(run, micro_batches)
+    return _train_step(run, micro_batches, lr, times, hooks)
+
+
+def _train_step(
+    run: Run, micro_batches: Sequence[ImageBatch], lr: float, times: tuple[float, float], hooks: Sequence[Hook]
+) -> Step:
+    """Run the step that ``take_step`` has prepared."""
     sharded, method = run.sharded, run.method
     num_samples = sum(batch.num_global for batch in micro_batches)
     dtype = getattr(torch, run.plan.sharding.precision.master)

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,7 +18,6 @@ from vissl_zero.atomic import read_object
 from vissl_zero.checkpoint.bad_step import open_state, read_batches, read_facts
 from vissl_zero.checkpoint.first_weights import load_teacher
 from vissl_zero.checkpoint.resume import restore
-from vissl_zero.data.dataset import ImageBatch
 from vissl_zero.engine.build import build_run
 from vissl_zero.engine.hook import Hook, Run
 from vissl_zero.engine.loop import DivergedError, take_step
@@ -29,6 +28,9 @@ from vissl_zero.reporting.replay_lines import replay_lines
 from vissl_zero.resolve.resolved import ResolvedRun
 from vissl_zero.resolve.saved import RESOLVED_FILE, load_resolved
 from vissl_zero.terminal import print_line
+
+if TYPE_CHECKING:
+    from vissl_zero.data.dataset import ImageBatch
 
 REQUEST_NAME = "replay.json"  # beside the plan: what the command asks for
 
