@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
@@ -69,11 +69,15 @@ class MicroBatchDataset(Dataset[Loaded]):
 
     def __getitem__(self, plan: MicroBatchPlan) -> Loaded:
         """Load one micro-batch."""
+        return self.load(plan)
+
+    def load(self, plan: MicroBatchPlan, empty: Callable[..., Tensor] = torch.empty) -> Loaded:
+        """Load one micro-batch; ``empty(shape, dtype=...)`` allocates its images."""
         skipped: dict[str, str] = {}
         try:
             with borrowed_randomness():
                 samples = [self._sample(sample_id, plan.epoch, skipped) for sample_id in plan.sample_ids]
-            return Loaded(self._collate(samples, plan), skipped=skipped)
+            return Loaded(self._collate(samples, plan, empty), skipped=skipped)
         except VisslZeroError as error:
             return Loaded(None, error=str(error))
 
@@ -97,7 +101,7 @@ class MicroBatchDataset(Dataset[Loaded]):
                 skipped[error.name] = error.reason
         raise DataError(f"None of the {len(self.source)} images can be read. Correct DATA_PATHS or repair the files.")
 
-    def _collate(self, samples: Sequence[_Sample], plan: MicroBatchPlan) -> ImageBatch:
+    def _collate(self, samples: Sequence[_Sample], plan: MicroBatchPlan, empty: Callable[..., Tensor]) -> ImageBatch:
         crops = [sample.crops for sample in samples]
         shapes = [tuple(crop.shape) for crop in crops[0]]
         for sample_id, other in zip(plan.sample_ids, crops, strict=True):
@@ -114,7 +118,7 @@ class MicroBatchDataset(Dataset[Loaded]):
         stacks = [[sample[crop] for crop in same for sample in crops] for same in resolutions]
         changes = [self.pipeline.changes(stack) for stack in stacks]
         return ImageBatch(
-            images=[self.pipeline.stacked(stack) for stack in stacks],
+            images=[self.pipeline.stacked(stack, empty) for stack in stacks],
             changes=tuple(change for change in changes if change is not None),
             num_crops=[len(same) for same in resolutions],
             targets=self._targets([sample.label for sample in samples], ids),
