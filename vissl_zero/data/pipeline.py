@@ -61,6 +61,10 @@ class Pipeline:
         """Read an image as ``crops`` takes it. Raises BrokenImageError."""
         return source.image(index)
 
+    def size(self, read: Any) -> tuple[int, int]:
+        """Return height and width of what ``read`` gave."""
+        return read.height, read.width
+
     def open(self, image: bytes | Image.Image, name: str, decoder: Decoder) -> Any:
         """Open a file in memory, or an RGB image, as ``crops`` takes it. Raises BrokenImageError."""
         return decoder.image(image, name) if isinstance(image, bytes) else image.convert("RGB")

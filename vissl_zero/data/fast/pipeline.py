@@ -46,6 +46,9 @@ class FastPipeline(Pipeline):
         """Read an image. Raises BrokenImageError."""
         return opened(encoded_image(source, index), source.name(index), self._decoder)
 
+    def size(self, read: Picture | EncodedPicture) -> tuple[int, int]:
+        return read.size
+
     def open(self, image: bytes | Image.Image, name: str, decoder: Decoder) -> Picture | EncodedPicture:
         return opened(image, name, decoder)
 
