@@ -90,7 +90,7 @@ def _differentiate(
     joined, whole = batch, parts[0]
     if len(group) > 1:
         loaded = [batch.to(run.device, dtype) for batch in group] if method.loss_sees_images else group
-        joined = _join(loaded, method.loss_sees_images).to(run.device, dtype)
+        joined = join_batches(loaded, method.loss_sees_images).to(run.device, dtype)
         whole = method.join(parts, sizes)
     teacher_outputs = None
     if method.has_teacher:
@@ -99,9 +99,9 @@ def _differentiate(
     loss = method.loss(whole, joined, teacher_outputs)
     # Weighed before it is differentiated: what couples ranks sums their gradients on the way.
     weighed = loss * (joined.num_local * run.world_size / num_samples)
-    wanted = [leaf for one in rounds for leaf in one.leaves if _is_float(leaf)]
+    wanted = [leaf for one in rounds for leaf in one.leaves if is_float(leaf)]
     found = iter(torch.autograd.grad(weighed, wanted, allow_unused=True))
-    gradients = [[next(found) if _is_float(leaf) else None for leaf in one.leaves] for one in rounds]
+    gradients = [[next(found) if is_float(leaf) else None for leaf in one.leaves] for one in rounds]
     share = loss.detach().double() * (joined.num_local / num_samples)
     return share, gradients, method.observe(whole, joined, teacher_outputs)
 
@@ -123,8 +123,8 @@ class _FirstRound:
             _refuse_second_call(self._run)
         with torch.no_grad():
             outputs = self._run.in_passes(self._run.sharded.model)(*args, **options)
-        values, structure = pytree.tree_flatten(_wide(outputs))
-        self.leaves = [value.detach().requires_grad_() if _is_float(value) else value for value in values]
+        values, structure = pytree.tree_flatten(wide(outputs))
+        self.leaves = [value.detach().requires_grad_() if is_float(value) else value for value in values]
         outer: list[Any] = pytree.tree_unflatten(self.leaves, structure)
         return outer
 
@@ -142,9 +142,9 @@ class _SecondRound:
         for number, one in enumerate(passes, 1):
             with sharded.micro_batch(is_last=self._is_last and number == len(passes)):
                 with next(self._watches, nullcontext()):
-                    outputs = pytree.tree_leaves(_wide(one.run(sharded.model)))
+                    outputs = pytree.tree_leaves(wide(one.run(sharded.model)))
                 with rows_in_place(one.places):  # what is recomputed draws the same numbers
-                    sharded.backward(_surrogate(outputs, self._gradients, done))
+                    sharded.backward(surrogate(outputs, self._gradients, done))
         raise _PropagatedError
 
 
@@ -167,7 +167,7 @@ def _loaded(run: Run, micro_batches: Sequence[ImageBatch], dtype: torch.dtype) -
         yield run.method.prepare(batch.to(run.device, dtype))
 
 
-def _join(micro_batches: Sequence[ImageBatch], with_images: bool) -> ImageBatch:
+def join_batches(micro_batches: Sequence[ImageBatch], with_images: bool) -> ImageBatch:
     """Join all micro-batches of this rank as one; without images unless the loss looks at them."""
     first, sizes = micro_batches[0], [batch.num_local for batch in micro_batches]
     targets = [batch.targets for batch in micro_batches]
@@ -183,11 +183,12 @@ def _join(micro_batches: Sequence[ImageBatch], with_images: bool) -> ImageBatch:
     )
 
 
-def _is_float(value: Any) -> bool:
+def is_float(value: Any) -> bool:
+    """Check for a tensor that may have a gradient."""
     return isinstance(value, Tensor) and value.is_floating_point()
 
 
-def _wide(outputs: list[Any]) -> list[Any]:
+def wide(outputs: list[Any]) -> list[Any]:
     """Widen half precision to float32, as losses compute: gradients of outputs would lose digits in between."""
     return pytree.tree_map(
         lambda value: value.float() if isinstance(value, Tensor) and value.dtype in _HALF else value, outputs
@@ -197,7 +198,7 @@ def _wide(outputs: list[Any]) -> list[Any]:
 _HALF = (torch.float16, torch.bfloat16)
 
 
-def _surrogate(outputs: Sequence[Any], gradients: Gradients, done: list[int]) -> Tensor:
+def surrogate(outputs: Sequence[Any], gradients: Gradients, done: list[int]) -> Tensor:
     """Return a scalar whose gradient with respect to the outputs of a pass is that of the loss.
 
     Args:

@@ -220,8 +220,11 @@ class Run:
         return self.teacher_features.outputs(self.epoch, batch.sample_ids, compute)
 
     def in_passes(self, model: nn.Module) -> Any:
-        """Return what stands in for a model that is run without graph: as many passes as CROP_PASSES says."""
-        number = self.plan.crop_passes
+        """Return what stands in for a model that is run without graph: in fewer passes than CROP_PASSES says.
+
+        Such a pass holds one layer's activations at a time, which are less than a quarter of a whole model's.
+        """
+        number = -(-self.plan.crop_passes // 4)
         return model if number == 1 else InPasses(model, number, self.plan.config.MODEL.VIEWS_APART, self.seen)
 
     def show_probe(self, batch: ImageBatch) -> None:
