@@ -10,7 +10,7 @@ WORKERS ?= 2
 # Rules of the grammar checker that misread names and terms of the field, or prefer another style.
 GRAMMAR_OFF := SentenceCapitalization,UseTitleCase,OrthographicConsistency,SplitWords,MergeWords,CompoundNouns,DisjointPrefixes,UseEllipsisCharacter,Dashes,ExpandMemoryShorthands,ExpandTimeShorthands,ExpandControl,ExpandParameter,ExpandArgument,ExpandMinimum,ExpandStandardInputAndOutput,ExpandDirectory,ExpandConfiguration,WrongNegative,Overall,MissingPreposition,MissingTo,SingleBe,PronounInflectionBe,PronounVerbAgreement,MassNouns,CapitalizePersonalPronouns,AllowTo,OneOfTheSingular,ThereToTheir,CallThem,PluralDecades,PhrasalVerbAsCompoundNoun
 
-.PHONY: help quickstart test test-slow soak gpu gpu-hour test-models lint docs format clean
+.PHONY: help quickstart reference test test-slow soak gpu gpu-hour test-models lint docs format clean
 help: ## List the targets.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
 
@@ -27,6 +27,11 @@ $(STAMP): $(READY) requirements-dev.txt
 
 quickstart: $(READY) ## Train SwAV on real digit scans at ZeRO level 3 in 2 processes; under 3 minutes on 2 cores.
 	$(BIN)/vissl-zero config=quickstart/swav_digits
+
+reference: $(READY) ## Train a recipe at public settings and note its kNN: METHOD=simclr DATA=<folder> [DATASET=cifar10] [EPOCHS=1] ...
+	@$(BIN)/python benchmarks/reference.py "$(METHOD)" --data "$(DATA)" $(if $(DATASET),--dataset $(DATASET)) \
+		$(if $(EPOCHS),--epochs $(EPOCHS)) $(if $(IMAGES),--images $(IMAGES)) $(if $(SEED),--seed $(SEED)) \
+		$(if $(RUN),--run "$(RUN)") $(CHANGES)
 
 test: $(STAMP) ## The tests of every change; about 8 minutes on 2 cores.
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup $(PYTEST_ARGS)

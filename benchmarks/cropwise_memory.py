@@ -28,8 +28,8 @@ _TABLE = Path(__file__).with_name("cropwise_memory.md")
 _MALLOC = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": str(MIB), "MALLOC_TRIM_THRESHOLD_": "0"}
 _STEPS = 2
 _NOTES = [
-    "The plain step peaks before the gradients of the weights are there, and the step in passes after: with them left in,",
-    "the share is 22.0 %. In passes the forward pass of the student runs once more, without graph, a third of the",
+    "The plain step peaks before the gradients of the weights are there, and the step in passes after: with them left",
+    "in, the share is 22.0 %. In passes the forward pass of the student runs once more, without graph, a third of the",
     "computation; the rest of the time is what each pass does once: the norms of 65,536 prototypes of 256 numbers, and",
     "the sum of all gradients. With 8 images a step that counts for more than the images.",
 ]

@@ -281,6 +281,9 @@ METHODS = Registry(
                 "nnclr": "NNCLR: the nearest neighbor of a view in a queue is the other view's positive.",
                 "supcon": "SupCon: all views of all images of a class are positives of each other.",
             },
+            "vicregl": {
+                "vicregl": "VICRegL: VICReg of two or more views, and of places of their maps that match.",
+            },
             "lejepa": {
                 "lejepa": "LeJEPA: views agree, and their embeddings are an isotropic Gaussian.",
             },

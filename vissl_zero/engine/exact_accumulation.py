@@ -178,6 +178,7 @@ def join_batches(micro_batches: Sequence[ImageBatch], with_images: bool) -> Imag
         changes=(),
         targets=None if first.targets is None else torch.cat([t for t in targets if t is not None]),
         masks=None if first.masks is None else torch.cat([b.masks for b in micro_batches if b.masks is not None]),
+        boxes=join_rows(boxes, sizes) if (boxes := [b.boxes for b in micro_batches if b.boxes is not None]) else None,
         sample_ids=torch.cat([batch.sample_ids for batch in micro_batches]),
         num_global=sum(batch.num_global for batch in micro_batches),
     )

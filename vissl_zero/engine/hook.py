@@ -154,6 +154,7 @@ class Run:
             (``kept_features``).
         teacher_features: what a frozen teacher gives, on disk; None: it is run in each step.
         results: figures for ``summary.json`` that hooks add (``knn_top1_before`` ...).
+        captured: set by a hook: the folder of the newest bad step that was captured, named by its number.
     """
 
     plan: ResolvedRun
@@ -180,6 +181,7 @@ class Run:
     seen: Model | None = None
     teacher_features: TeacherFeatures | None = None
     results: dict[str, Any] = field(default_factory=dict)
+    captured: Path | None = None
 
     def is_due(self, every_num_epochs: int) -> bool:
         """Check whether the epoch that ends is one to measure: each so many, but for the last, which the end measures.
@@ -263,6 +265,18 @@ class Hook:
 
     def on_epoch_start(self, run: Run) -> None:
         """Run before the first step of ``run.epoch``, or before the next one where a run resumes in mid-epoch."""
+
+    def on_batch(self, run: Run, micro_batches: Sequence[ImageBatch]) -> None:
+        """Run before every optimizer step, ``run.step`` being those done, with this rank's part, on the CPU."""
+
+    def before_update(self, run: Run, figures: Callable[[], tuple[float, float]]) -> None:
+        """Run after the last backward pass of every step, while nothing is updated yet.
+
+        Args:
+            run: run in progress; of its state, only what a forward pass changes is no longer that before the step.
+            figures: gives the step's loss and gradient norm, as its record will have them. The first call is a
+                collective and waits for the device, which has nothing to do until the update follows.
+        """
 
     def on_step(self, run: Run, step: Step) -> None:
         """Run after every optimizer step, for what must see the model as that step left it."""

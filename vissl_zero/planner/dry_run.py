@@ -411,6 +411,7 @@ def _faked(batch: ImageBatch, num_local: int, num_global: int, dtype: torch.dtyp
         num_crops=batch.num_crops,
         targets=None if batch.targets is None else torch.zeros(num_local, dtype=torch.int64),
         masks=None if batch.masks is None else torch.zeros(num_local, *batch.masks.shape[1:], dtype=torch.uint8),
+        boxes=None if batch.boxes is None else torch.zeros(sum(batch.num_crops) * num_local, 4),
         sample_ids=torch.arange(num_local),
         num_global=num_global,
     )

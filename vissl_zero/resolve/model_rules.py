@@ -80,18 +80,20 @@ def method(cfg: RunConfig, decided: Decisions) -> list[Problem]:
 
 
 def views_apart(cfg: RunConfig, decided: Decisions) -> list[Problem]:
-    """Check that heads called view by view take nothing but features."""
-    names = [head[0] for head in cfg.MODEL.HEAD.PARAMS if isinstance(head, Sequence) and not isinstance(head, str)]
+    """Check that heads can be called view by view."""
+    heads = [head for head in cfg.MODEL.HEAD.PARAMS if is_head(head)]
+    links = [link for head in heads for link in (head[1].get("heads", []) if head[0] == "chain" else [head])]
+    names = [link[0] for link in links if is_head(link)]
     together = [name for name in names if name in HEADS.builtin() and name not in _APART]
     if not cfg.MODEL.VIEWS_APART or not (together or are_tapped(cfg)):
         return []
     got = ", ".join(together) or "LINEAR_EVAL_FEAT_POOL_OPS_MAP"
-    must = f"must be {', '.join(_APART)} where config.MODEL.VIEWS_APART is true"
+    must = f"must be {', '.join(_APART)} or a chain of these where config.MODEL.VIEWS_APART is true"
     fix = "Write config.MODEL.VIEWS_APART=false, or another head."
     return [Problem("config.MODEL.HEAD.PARAMS", got, must, fix)]
 
 
-_APART = ("mlp", "siamese_head", "identity")
+_APART = ("mlp", "siamese_head", "identity", "vicregl_head")
 
 
 def lora(cfg: RunConfig, decided: Decisions) -> list[Problem]:

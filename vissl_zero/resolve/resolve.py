@@ -20,6 +20,7 @@ from vissl_zero.config.run_config import RunConfig
 from vissl_zero.config.weights_name import absolute
 from vissl_zero.errors import ConfigError, Problem
 from vissl_zero.registry import load_plugins
+from vissl_zero.resolve.boxes import BOX_RULES
 from vissl_zero.resolve.channels import with_channels
 from vissl_zero.resolve.components import (
     as_teacher,
@@ -61,6 +62,7 @@ Rule = Callable[[RunConfig, Decisions], Problem | list[Problem] | None]
 RULES: tuple[Rule, ...] = (
     *DATA_RULES,
     *PAIR_RULES,
+    *BOX_RULES,
     *MODEL_RULES,
     *OPTIMIZER_RULES,
     *SHARDING_RULES,

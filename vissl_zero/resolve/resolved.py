@@ -324,18 +324,25 @@ def with_fewer_ranks(plan: ResolvedRun, least: int) -> ResolvedRun | None:
     """
     micro_batch = plan.batch_per_rank * plan.world_size
     for number in range(plan.world_size - 1, least - 1, -1):
-        if number < 1 or micro_batch % number:
-            continue
-        sizes = (plan.sharding.shard_group_size, plan.sharding.sync_bn_group)
-        shard_group, bn_group = (number if size == plan.world_size else size for size in sizes)
-        if any(size > 1 and number % size for size in (shard_group, bn_group)):
-            continue
-        sharding = replace(plan.sharding, shard_group_size=shard_group, sync_bn_group=bn_group)
-        return replace(
-            plan,
-            world_size=number,
-            procs_per_node=number,
-            batch_per_rank=micro_batch // number,
-            sharding=sharding,
-        )
+        if number >= 1 and micro_batch % number == 0 and (fewer := with_ranks(plan, number)):
+            return fewer
     return None
+
+
+def with_ranks(plan: ResolvedRun, number: int) -> ResolvedRun | None:
+    """Plan for another number of processes on one machine, which share the micro-batch as evenly as it goes.
+
+    Groups of fewer ranks than all keep their size; None: the processes are no multiple of it.
+    """
+    sizes = (plan.sharding.shard_group_size, plan.sharding.sync_bn_group)
+    shard_group, bn_group = (number if size == plan.world_size else size for size in sizes)
+    if any(size > 1 and number % size for size in (shard_group, bn_group)):
+        return None
+    return replace(
+        plan,
+        world_size=number,
+        num_nodes=1,
+        procs_per_node=number,
+        batch_per_rank=-(-plan.batch_per_rank * plan.world_size // number),
+        sharding=replace(plan.sharding, shard_group_size=shard_group, sync_bn_group=bn_group),
+    )

@@ -206,6 +206,12 @@ def vicreg() -> None:
     assert _make("vicreg_loss").weights == (25.0, 25.0, 1.0)
 
 
+def vicregl() -> None:
+    """facebookresearch/VICRegL 803ae4c main_vicregl.py: defaults of its arguments; pairs of its ``local_loss``."""
+    method: Any = _make("vicregl_loss")
+    assert (method.weights, method.alpha, method.num_matches) == ((25.0, 25.0, 1.0), 0.75, (20, 4))
+
+
 def swav() -> None:
     """facebookresearch/swav main_swav.py: the queue is used from its first step on, with what it then holds."""
     keys = {"queue_length": 6, "start_iter": 0, "start_epoch": 2}
@@ -277,8 +283,8 @@ CONSTANTS: dict[str, Callable[[], None]] = {
     check.__name__: check
     for check in (
         *(dino, ibot, dinov2, dinov3, mae, simmim, ijepa, data2vec, msn, moco_v2, moco_v3, byol, simsiam, simclr),
-        *(nnclr, supcon, lejepa, barlow_twins, vicreg, swav, swav_momentum, deepcluster_v2, npid, pirl, rotnet),
-        *(jigsaw, supervised, segmentation, distillation, feature_distillation),
+        *(nnclr, supcon, lejepa, barlow_twins, vicreg, vicregl, swav, swav_momentum, deepcluster_v2, npid, pirl),
+        *(rotnet, jigsaw, supervised, segmentation, distillation, feature_distillation),
     )
 }
 
@@ -341,6 +347,8 @@ DECAYS: dict[str, Callable[[str, Tensor], bool]] = {
     "moco_v2/resnet50": _all,  # main_moco.py
     "barlow_twins/resnet50": _not_vectors,  # weight_decay_filter
     "vicreg/resnet50": _not_vectors,  # exclude_bias_and_norm
+    "vicregl/resnet50": _not_vectors,  # exclude_bias_and_norm
+    "vicregl/convnext_small": _not_vectors,  # optimizers.py add_weight_decay
     "byol/resnet50": _not_vectors,
     "simclr/resnet50": _not_vectors,
 }

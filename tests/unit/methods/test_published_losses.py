@@ -55,6 +55,7 @@ from vissl_zero.methods.two_views import (
     symmetric_info_nce,
     vicreg_loss,
 )
+from vissl_zero.methods.vicregl import global_loss, local_loss
 from vissl_zero.models.keyed_random import set_random_key
 
 
@@ -157,6 +158,16 @@ def test_barlow_twins():
 def test_vicreg():
     """facebookresearch/vicreg 4e12602 main_vicreg.py; lightly e8d317f lightly/loss/vicreg_loss.py: the same."""
     _is(vicreg_loss(A, B), 51.04880704511413)
+
+
+def test_vicregl():
+    """facebookresearch/VICRegL 803ae4c main_vicregl.py, places by its transforms.py; 10 of 18 boxes are mirrored."""
+    weights = (2.0, 3.0, 0.5)
+    _is(global_loss(_randn(70, 3, 6, 5), weights), 4.609469028104523)
+    maps = [_randn(71, 6, 5, 3, 3), _randn(72, 6, 5, 3, 3), _randn(73, 6, 5, 2, 2)]
+    boxes = _randn(74, 3, 6, 4).abs() * 40
+    boxes[:, :, 2] += boxes[:, :, 0]
+    _is(local_loss(maps, boxes, (5, 2), weights), 7.330048047619595)
 
 
 def test_dino():

@@ -311,7 +311,7 @@ class ModelConfig:
     VIEWS_APART: bool = False
     """Pass each crop of an image through trunk and heads by itself. Batch norm then has its statistics view by view, as
     in BYOL, SimSiam, MoCo v3, Barlow Twins, and VICReg. Off: crops of one size go together, as in SimCLR and VISSL. For
-    heads that take features alone (mlp, siamese_head, identity)."""
+    heads that take features alone (mlp, siamese_head, identity, or a chain of these)."""
     AMP_PARAMS: AmpParams = field(default_factory=AmpParams)
     """Half precision."""
     FLOAT8: Float8 = field(default_factory=Float8)

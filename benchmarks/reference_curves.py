@@ -1,0 +1,181 @@
+"""Train SimCLR and SwAV on the same CIFAR-10 images with ``reference/cifar10/<method>`` and with lightly's own script.
+
+Usage: python benchmarks/reference_curves.py ours|lightly simclr|swav --data <folder> [--script <file>] [--seed 0]
+
+The folder has train/ and test/, with a folder of JPEGs for each class in both. lightly has an environment of its own:
+``pip install lightly==1.6.0 pytorch_lightning scikit-learn``, where neither this project nor its libraries are needed.
+Its script is not in its package: docs/source/getting_started/benchmarks/cifar10_benchmark.py of
+https://github.com/lightly-ai/lightly at e8d317fc. All of it up to its loop over models runs unchanged, but for the
+constants in ``_lightly_source``.
+
+One core would take an hour for an epoch of the benchmark. So both sides see the first ``_TRAIN`` and ``_TEST`` images
+of the classes, in batches of ``_BATCH``, through a ResNet-18 of a quarter of the width, for ``_EPOCHS`` epochs. All
+else is the benchmark's: transforms, loss, head, optimizer, schedule, and kNN after every epoch. Curves go to
+``benchmarks/reference_curves.json``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+CURVES = Path(__file__).with_suffix(".json")
+SIDES = ("ours", "lightly")
+METHODS = {"simclr": "SimCLRModel", "swav": "SwaVModel"}  # class of lightly's script
+_TRAIN, _TEST = 2560, 2000
+_BATCH = 128
+_EPOCHS = 8
+_WIDTH = 16  # channels of the first stage; 64 in the benchmark
+
+
+def main() -> None:
+    """Run one side of one method with one seed, and note its curve."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("side", choices=SIDES)
+    parser.add_argument("method", choices=METHODS)
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--script", type=Path, help="lightly's cifar10_benchmark.py")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--epochs", type=int, default=_EPOCHS)
+    args = parser.parse_args()
+    run: Callable[[str, Path, int, int], list[float]] = _ours
+    if args.side == "lightly":
+        if args.script is None:
+            parser.error("lightly needs --script <its cifar10_benchmark.py>; the head of this file says where that is")
+        run = lambda method, images, seed, epochs: _lightly(args.script, method, images, seed, epochs)  # noqa: E731
+    with tempfile.TemporaryDirectory() as temporary:
+        images = Path(temporary)
+        for split, count in (("train", _TRAIN), ("test", _TEST)):
+            _copy(args.data / split, images / split, count)
+        began = time.perf_counter()
+        top1s = run(args.method, images, args.seed, args.epochs)
+        seconds = time.perf_counter() - began
+    curves: dict[str, Any] = json.loads(CURVES.read_text()) if CURVES.exists() else {}
+    by_seed = curves.setdefault(args.method, {}).setdefault(args.side, {})
+    by_seed[str(args.seed)] = {
+        "knn_top1": [round(top1, 2) for top1 in top1s],
+        "seconds": round(seconds),
+        "date": f"{datetime.now(UTC):%Y-%m-%d}",
+    }
+    CURVES.write_text(json.dumps(curves, indent=1, sort_keys=True) + "\n")
+    print(args.side, args.method, args.seed, by_seed[str(args.seed)], flush=True)
+
+
+def _copy(source: Path, target: Path, count: int) -> None:
+    """Copy the first images of each class, as many of each."""
+    classes = sorted(folder for folder in source.iterdir() if folder.is_dir())
+    for folder in classes:
+        (target / folder.name).mkdir(parents=True)
+        for file in sorted(folder.iterdir())[: count // len(classes)]:
+            shutil.copy(file, target / folder.name)
+
+
+def _ours(method: str, images: Path, seed: int, epochs: int) -> list[float]:
+    """Top-1 in percent before training and after each epoch."""
+    from one_process import be_a_rank, train_here
+    from torch import nn
+
+    from vissl_zero.config.components.trunks import ResNetConfig
+    from vissl_zero.config.compose import compose
+    from vissl_zero.models.trunks.resnet import StagedTrunk, _stages, _stem, replace_convolutions
+    from vissl_zero.registry import TRUNKS
+    from vissl_zero.resolve.resolve import resolve
+
+    @TRUNKS.register("narrow_resnet")
+    class NarrowResNet(StagedTrunk):
+        """The recipe's trunk, with fewer channels."""
+
+        def __init__(self) -> None:
+            config = ResNetConfig(DEPTH=18, STEM_TYPE="RES_STEM_CIFAR")
+            super().__init__(_stem(config, _WIDTH, nn.BatchNorm2d), *_stages(config, _WIDTH, nn.BatchNorm2d))
+            replace_convolutions(self, is_standardized=False, is_torch_first=True)
+
+    be_a_rank()
+    keys = {
+        "DATA.NUM_DATALOADER_WORKERS": 0,
+        "DATA.TRAIN.DATA_PATHS": f"[{images / 'train'}]",
+        "DATA.TRAIN.BATCHSIZE_PER_REPLICA": _BATCH,
+        "DATA.TEST.DATA_PATHS": f"[{images / 'test'}]",
+        "MODEL.TRUNK.NAME": "narrow_resnet",
+        "OPTIMIZER.num_epochs": epochs,
+        "SEED_VALUE": seed,
+    }
+    recipe = f"reference/cifar10/{method}"
+    plan = resolve(
+        compose(recipe, [f"config.{key}={value}" for key, value in keys.items()]).run, images / "run", recipe=recipe
+    )
+    train_here(plan)
+    summary = json.loads((images / "run" / "summary.json").read_text())
+    points = summary.get("knn_top1_by_step") or [[0, summary["knn_top1_before"]], [1, summary["knn_top1_after"]]]
+    return [100 * top1 for _, top1 in points]
+
+
+def _lightly(script: Path, method: str, images: Path, seed: int, epochs: int) -> list[float]:
+    """The same, by lightly's script."""
+    try:
+        import pytorch_lightning as pl
+    except ImportError:
+        raise SystemExit(
+            "This environment has no lightly: pip install lightly==1.6.0 pytorch_lightning scikit-learn"
+        ) from None
+    import torch
+
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    found: dict[str, Any] = {"__name__": "cifar10_benchmark"}
+    exec(compile(_lightly_source(script.read_text(), images, epochs), str(script), "exec"), found)
+    model_class, top1s = found[METHODS[method]], []
+
+    class Curve(pl.Callback):
+        def on_validation_end(self, trainer: Any, _model: Any) -> None:
+            top1s.append(float(trainer.callback_metrics["kNN_accuracy"]))
+
+    pl.seed_everything(seed)
+    training, bank, test = found["get_data_loaders"](_BATCH, found["create_dataset_train_ssl"](model_class))
+    model = model_class(bank, found["classes"])
+    trainer = pl.Trainer(
+        max_epochs=epochs,
+        accelerator="cpu",
+        devices=1,
+        logger=False,
+        callbacks=[Curve()],
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        num_sanity_val_steps=0,
+    )
+    trainer.validate(model, test, verbose=False)
+    trainer.fit(model, train_dataloaders=training, val_dataloaders=test)
+    return top1s
+
+
+def _lightly_source(text: str, images: Path, epochs: int) -> str:
+    """The script up to its loop over models, with other constants and a narrower trunk."""
+    head, end, _ = text.partition("\nmodels = [")
+    changes = {
+        r"^max_epochs = .*$": f"max_epochs = {epochs}",
+        r"^num_workers = .*$": "num_workers = 0",
+        r"^batch_size = \d+$": f"batch_size = {_BATCH}",
+        r"^path_to_train = .*$": f"path_to_train = {str(images / 'train')!r}",
+        r"^path_to_test = .*$": f"path_to_test = {str(images / 'test')!r}",
+        r'ResNetGenerator\("resnet-18"\)': f'ResNetGenerator("resnet-18", width={_WIDTH / 64})',
+        # Two lists of one entry beside a default of two: its 1.6.0 refuses that.
+        r"crop_min_scales=\[0.14\],": "crop_min_scales=[0.14], crop_max_scales=[1.0],",
+        r"(SimCLR|SwaV)ProjectionHead\(512,": rf"\1ProjectionHead({8 * _WIDTH},",
+    }
+    for pattern, replacement in changes.items():
+        head, count = re.subn(pattern, replacement, head, flags=re.MULTILINE)
+        if not count or not end:
+            raise SystemExit(f"lightly's script has no {pattern}; take the one at e8d317fc.")
+    return head
+
+
+if __name__ == "__main__":
+    main()
