@@ -115,6 +115,7 @@ REPOSITORIES: dict[str, tuple[str, str, dict[str, list[str]]]] = {
             "transforms.py": ["_location_to_NxN_grid"],
         },
     ),
+    "visreg": ("HaiyuWu", "074fb516935c8978fea2c930ae04909eb3697be3", {"visreg/losses/visreg.py": ["VISReg"]}),
     "SupContrast": ("HobbitLong", "66a8fe53880d6a1084b2e4e0db0a019024d6d41a", {"losses.py": ["SupConLoss"]}),
 }
 
@@ -737,6 +738,23 @@ class VICRegLOfAuthors(Peer):
         return torch.stack(grids)
 
 
+class VISRegOfAuthors(Peer):
+    def make(self) -> None:
+        self.criterion = self.code["visreg"]["VISReg"](self.keys["num_slices"])
+        # Theirs are of float32, whatever it is given.
+        quantiles = torch.arange(1, BATCH + 1, dtype=torch.float64) / (BATCH + 1)
+        self.criterion._cached_B, self.criterion._cached_target = BATCH, math.sqrt(2) * torch.erfinv(2 * quantiles - 1)
+
+    def loss(self, step: int, crops: Crops) -> Tensor:
+        """train.py ``main``, without its probe."""
+        projections = self.model(crops.images)[0].unflatten(0, (-1, BATCH))
+        directions = random_directions(8, self.keys["num_slices"], step, projections)
+        self.code["visreg"]["F"] = types.SimpleNamespace(normalize=lambda *_, **__: directions)
+        distance = (projections - projections[: crops.num_crops[0]].mean(0, keepdim=True)).square().mean()
+        weight = self.keys["lambda_"]
+        return self.criterion(projections) * weight + distance * (1 - weight)  # type: ignore[no-any-return]
+
+
 @dataclass(frozen=True)
 class Twin:
     """A method, its settings scaled down, and who trains it too.
@@ -860,6 +878,16 @@ TWINS = (
         [2, 1],
         LeJEPA,
         differs="directions, which are ours: lightly draws its own",
+    ),
+    Twin(
+        "visreg",
+        "visreg_loss",
+        {"num_global_crops": 2, "lambda_": 0.9, "num_slices": 32},
+        _MLP,
+        [2, 1],
+        VISRegOfAuthors,
+        "visreg",
+        "directions, which are ours: theirs are drawn on each process; quantiles of float64",
     ),
     Twin(
         "dino",

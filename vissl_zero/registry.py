@@ -287,6 +287,9 @@ METHODS = Registry(
             "lejepa": {
                 "lejepa": "LeJEPA: views agree, and their embeddings are an isotropic Gaussian.",
             },
+            "visreg": {
+                "visreg": "VISReg: views agree, and their embeddings have the scale and the shape of a Gaussian.",
+            },
             "swav": {
                 "swav": "SwAV: swapped prediction of Sinkhorn assignments across crops.",
                 "swav_momentum": "SwAV with assignments from a teacher.",

@@ -20,6 +20,7 @@ from vissl_zero.methods.pretext import MemoryBank, pirl_loss
 from vissl_zero.methods.prototypes import NOT_ASSIGNED, ClusterMemory, deepcluster_loss, msn_loss
 from vissl_zero.methods.two_views import KeyQueue, barlow_twins_loss, info_nce, nt_xent, symmetric_info_nce, vicreg_loss
 from vissl_zero.methods.vicregl import global_loss, local_loss
+from vissl_zero.methods.visreg import visreg_loss
 from vissl_zero.models.keyed_random import set_random_key
 
 NUM_IMAGES, DIM = 12, 4
@@ -116,6 +117,7 @@ LOSSES: dict[str, Callable[[Tensor, slice], Tensor]] = {
     ),
     "supcon": lambda x, mine: supcon_loss(x[:, :2].unbind(1), torch.tensor([0, 1, 0, 2, -1, -1, 1])[mine], 0.3),
     "lejepa": lambda x, _: lejepa_loss(x.transpose(0, 1), 2, random_directions(DIM, 5, 3, x)),
+    "visreg": lambda x, _: visreg_loss(x.transpose(0, 1), 2, random_directions(DIM, 5, 3, x)),
     "koleo": lambda x, _: koleo(x[:, 0]),
     "dino": _dino,
     "ibot": _ibot,

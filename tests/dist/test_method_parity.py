@@ -75,6 +75,7 @@ CASES: dict[str, tuple[str, dict[str, Any], Any, list[int]]] = {
     "nnclr": ("nnclr_loss", {"embedding_dim": 4, "queue_size": 20, "temperature": 0.5}, SIAMESE, [2]),
     "supcon": ("supcon_loss", {"temperature": 0.5}, MLP, [2]),
     "lejepa": ("lejepa_loss", {"num_slices": 7, "lambda_": 0.2}, MLP, [2, 1]),
+    "visreg": ("visreg_loss", {"num_slices": 7, "lambda_": 0.6}, MLP, [2, 1]),
     "swav": ("swav_loss", CLUSTERS, SWAV, [2, 1]),
     "swav_momentum": ("swav_momentum_loss", {**CLUSTERS, "momentum": 0.7}, SWAV, [2, 1]),
     "mae": ("mae_loss", {"mask_ratio": 0.6}, PATCHES, [2]),

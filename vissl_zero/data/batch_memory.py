@@ -8,7 +8,6 @@ has a tensor in it; that process writes 0 when the last tensor is freed, whoever
 from __future__ import annotations
 
 import io
-import mmap
 import os
 import pickle
 from collections.abc import Iterable, Sequence
@@ -180,4 +179,7 @@ def _tensor(memory: np.ndarray[Any, Any], shape: Sequence[int], dtype: torch.dty
 
 
 def _mapped(descriptor: int) -> np.ndarray[Any, Any]:
-    return np.frombuffer(mmap.mmap(descriptor, os.fstat(descriptor).st_size), dtype=np.uint8)
+    # Not with Python's mmap, which keeps a descriptor of its own for each mapping.
+    file, size = f"/proc/self/fd/{descriptor}", os.fstat(descriptor).st_size
+    array: np.ndarray[Any, Any] = torch.from_file(file, shared=True, size=size, dtype=torch.uint8).numpy()
+    return array

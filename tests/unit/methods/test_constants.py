@@ -22,6 +22,7 @@ from vissl_zero.methods.gather import EmbeddingQueue
 from vissl_zero.methods.masked_modeling import hog_targets
 from vissl_zero.methods.method import Method, build_method
 from vissl_zero.methods.two_views import KeyQueue
+from vissl_zero.methods.visreg import normal_quantiles
 from vissl_zero.models.keyed_random import set_random_key
 from vissl_zero.models.model import build_model
 from vissl_zero.models.patches import sine_positions
@@ -206,6 +207,14 @@ def lejepa() -> None:
     assert (method.weight, method.num_slices, method.points) == (0.05, 1024, (17, 3.0))
 
 
+def visreg() -> None:
+    """HaiyuWu/visreg 074fb51 configs/default.yaml and configs/loss/visreg.yaml; quantiles i / (B + 1) of its loss."""
+    method: Any = _make("visreg_loss", num_global_crops=2)
+    assert (method.weight, method.num_slices) == (0.9, 4096)
+    expected = torch.tensor([-0.6744897501960817, 0.0, 0.6744897501960817], dtype=torch.float64)  # quartiles
+    torch.testing.assert_close(normal_quantiles(3, expected), expected)
+
+
 def barlow_twins() -> None:
     """facebookresearch/barlowtwins 8e8d284 main.py."""
     assert _make("barlow_twins_loss").lambda_ == 0.0051
@@ -293,8 +302,8 @@ CONSTANTS: dict[str, Callable[[], None]] = {
     check.__name__: check
     for check in (
         *(dino, ibot, dinov2, dinov3, mae, simmim, maskfeat, ijepa, data2vec, msn, moco_v2, moco_v3, byol, simsiam),
-        *(simclr, nnclr, supcon, lejepa, barlow_twins, vicreg, vicregl, swav, swav_momentum, deepcluster_v2, npid),
-        *(pirl, rotnet, jigsaw, supervised, segmentation, distillation, feature_distillation),
+        *(simclr, nnclr, supcon, lejepa, visreg, barlow_twins, vicreg, vicregl, swav, swav_momentum, deepcluster_v2),
+        *(npid, pirl, rotnet, jigsaw, supervised, segmentation, distillation, feature_distillation),
     )
 }
 
@@ -359,6 +368,7 @@ DECAYS: dict[str, Callable[[str, Tensor], bool]] = {
     "vicreg/resnet50": _not_vectors,  # exclude_bias_and_norm
     "vicregl/resnet50": _not_vectors,  # exclude_bias_and_norm
     "vicregl/convnext_small": _not_vectors,  # optimizers.py add_weight_decay
+    "visreg/vit_base": _not_vectors,  # visreg/utils.py get_parameter_groups
     "byol/resnet50": _not_vectors,
     "simclr/resnet50": _not_vectors,
 }

@@ -65,6 +65,7 @@ from vissl_zero.methods.two_views import (
     vicreg_loss,
 )
 from vissl_zero.methods.vicregl import global_loss, local_loss
+from vissl_zero.methods.visreg import visreg, visreg_loss
 from vissl_zero.models.keyed_random import set_random_key
 from vissl_zero.models.patches import taken
 
@@ -212,6 +213,18 @@ def test_lejepa():
     """lightly 1.6.0 lightly/loss/lejepa_loss.py, 8 directions, 2 global views and a local one."""
     views = _randn(69, 3, 6, 5)
     _is(lejepa_loss(views, 2, random_directions(5, 8, 7, views)), 1.1944831713686574)
+
+
+def test_visreg():
+    """HaiyuWu/visreg 074fb51 visreg/losses/visreg.py, and train.py's sum; 8 directions, 2 global views."""
+    views = _randn(75, 3, 6, 5)
+    directions = random_directions(5, 8, 7, views)
+    _is(visreg(views, directions), 0.3552030789263369)
+    _is(visreg_loss(views, 2, directions, 0.9), 0.39569207452670496)
+    # Of embeddings that are all equal the gradient is finite.
+    collapsed = views.mean(dim=(0, 1)).expand(3, 6, 5).clone().requires_grad_()
+    visreg(collapsed, directions).backward()
+    assert collapsed.grad is not None and collapsed.grad.isfinite().all()
 
 
 def test_gram():
