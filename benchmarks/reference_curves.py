@@ -23,14 +23,22 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from statistics import mean, variance
 from typing import Any
 
+# Method, side, seed -> the curve, when it was measured and how long that took.
+Curves = dict[str, dict[str, dict[str, dict[str, Any]]]]
+
 CURVES = Path(__file__).with_suffix(".json")
-SIDES = ("ours", "lightly")
-METHODS = {"simclr": "SimCLRModel", "swav": "SwaVModel"}  # class of lightly's script
+PICTURE = Path(__file__).parents[1] / "docs/pictures/reference_curves.svg"
+PAGE = Path(__file__).parents[1] / "docs/methods.md"
+MARKS = "<!-- curves: written by benchmarks/reference_curves.py -->", "<!-- end of the curves -->"
+SIDES = {"ours": "ours", "bare": "ours, lightly's stem", "lightly": "lightly 1.6.0"}
+METHODS = {"simclr": "SimCLR", "swav": "SwAV"}
+_CLASSES = {"simclr": "SimCLRModel", "swav": "SwaVModel"}  # of lightly's script
 _TRAIN, _TEST = 2560, 2000
 _BATCH = 128
 _EPOCHS = 8
@@ -38,28 +46,34 @@ _WIDTH = 16  # channels of the first stage; 64 in the benchmark
 
 
 def main() -> None:
-    """Run one side of one method with one seed, and note its curve."""
+    """Run one side of one method with one seed, and note its curve; or draw those that are noted."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("side", choices=SIDES)
-    parser.add_argument("method", choices=METHODS)
-    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("side", choices=(*SIDES, "draw"))
+    parser.add_argument("method", choices=METHODS, nargs="?")
+    parser.add_argument("--data", type=Path, help="folder with the images")
     parser.add_argument("--script", type=Path, help="lightly's cifar10_benchmark.py")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--epochs", type=int, default=_EPOCHS)
     args = parser.parse_args()
-    run: Callable[[str, Path, int, int], list[float]] = _ours
-    if args.side == "lightly":
-        if args.script is None:
-            parser.error("lightly needs --script <its cifar10_benchmark.py>; the head of this file says where that is")
-        run = lambda method, images, seed, epochs: _lightly(args.script, method, images, seed, epochs)  # noqa: E731
+    if args.side == "draw":
+        draw(json.loads(CURVES.read_text()), PICTURE)
+        PAGE.write_text(with_table(PAGE.read_text(), json.loads(CURVES.read_text())))
+        return
+    if args.method is None or args.data is None:
+        parser.error("name a method and --data <folder with train/ and test/>")
+    if args.side == "lightly" and args.script is None:
+        parser.error("lightly needs --script <its cifar10_benchmark.py>; the head of this file says where that is")
     with tempfile.TemporaryDirectory() as temporary:
         images = Path(temporary)
         for split, count in (("train", _TRAIN), ("test", _TEST)):
             _copy(args.data / split, images / split, count)
         began = time.perf_counter()
-        top1s = run(args.method, images, args.seed, args.epochs)
+        if args.side == "lightly":
+            top1s = _lightly(args.script, args.method, images, args.seed, args.epochs)
+        else:
+            top1s = _ours(args.method, images, args.seed, args.epochs, is_bare=args.side == "bare")
         seconds = time.perf_counter() - began
-    curves: dict[str, Any] = json.loads(CURVES.read_text()) if CURVES.exists() else {}
+    curves: Curves = json.loads(CURVES.read_text()) if CURVES.exists() else {}
     by_seed = curves.setdefault(args.method, {}).setdefault(args.side, {})
     by_seed[str(args.seed)] = {
         "knn_top1": [round(top1, 2) for top1 in top1s],
@@ -79,7 +93,7 @@ def _copy(source: Path, target: Path, count: int) -> None:
             shutil.copy(file, target / folder.name)
 
 
-def _ours(method: str, images: Path, seed: int, epochs: int) -> list[float]:
+def _ours(method: str, images: Path, seed: int, epochs: int, is_bare: bool) -> list[float]:
     """Top-1 in percent before training and after each epoch."""
     from one_process import be_a_rank, train_here
     from torch import nn
@@ -96,7 +110,10 @@ def _ours(method: str, images: Path, seed: int, epochs: int) -> list[float]:
 
         def __init__(self) -> None:
             config = ResNetConfig(DEPTH=18, STEM_TYPE="RES_STEM_CIFAR")
-            super().__init__(_stem(config, _WIDTH, nn.BatchNorm2d), *_stages(config, _WIDTH, nn.BatchNorm2d))
+            stem = _stem(config, _WIDTH, nn.BatchNorm2d)
+            if is_bare:
+                stem[2] = nn.Identity()
+            super().__init__(stem, *_stages(config, _WIDTH, nn.BatchNorm2d))
             replace_convolutions(self, is_standardized=False, is_torch_first=True)
 
     be_a_rank()
@@ -132,7 +149,7 @@ def _lightly(script: Path, method: str, images: Path, seed: int, epochs: int) ->
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     found: dict[str, Any] = {"__name__": "cifar10_benchmark"}
     exec(compile(_lightly_source(script.read_text(), images, epochs), str(script), "exec"), found)
-    model_class, top1s = found[METHODS[method]], []
+    model_class, top1s = found[_CLASSES[method]], []
 
     class Curve(pl.Callback):
         def on_validation_end(self, trainer: Any, _model: Any) -> None:
@@ -175,6 +192,69 @@ def _lightly_source(text: str, images: Path, epochs: int) -> str:
         if not count or not end:
             raise SystemExit(f"lightly's script has no {pattern}; take the one at e8d317fc.")
     return head
+
+
+def draw(curves: Curves, to: Path) -> None:
+    """Draw a panel for each method: the mean of the seeds of each side, and each seed in pale."""
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    from vissl_zero.reporting.panels import BLUE, SKY, STYLE, VERMILLION
+
+    colors = {"ours": SKY, "bare": BLUE, "lightly": VERMILLION}
+    with mpl.rc_context({**STYLE, "svg.hashsalt": "reference_curves", "svg.fonttype": "none"}):
+        figure = Figure(figsize=(10, 3.8), layout="constrained", facecolor="white")
+        for axes, method in zip(figure.subplots(1, len(METHODS), sharey=True), METHODS, strict=True):
+            for side, runs in sorted(curves[method].items(), key=lambda item: list(SIDES).index(item[0])):
+                rows = _rows(runs)
+                for row in rows:
+                    axes.plot(row, color=colors[side], alpha=0.3, linewidth=1)
+                axes.plot([mean(column) for column in zip(*rows, strict=True)], color=colors[side], label=SIDES[side])
+            axes.set(title=METHODS[method], xlabel="epoch", ylabel="kNN top-1, %" if method == "simclr" else "")
+            axes.legend(loc="lower right")
+        figure.savefig(to, metadata={"Date": None})
+
+
+def with_table(page: str, curves: Curves) -> str:
+    """Fill ``docs/methods.md`` with top-1 after each epoch, and how far the sides are apart."""
+    begin, end = page.index(MARKS[0]) + len(MARKS[0]), page.index(MARKS[1])
+    return f"{page[:begin]}\n{table(curves)}\n{page[end:]}"
+
+
+def table(curves: Curves) -> str:
+    """Write a row for each run, and one for each of ours less lightly: the mean, beside its standard error."""
+    epochs = len(next(iter(curves["simclr"]["lightly"].values()))["knn_top1"])
+    titles = ("method", "side", "seed", "untrained", *map(str, range(1, epochs)))
+    lines = [f"| {' | '.join(titles)} |", f"|{' --- |' * len(titles)}"]
+    for method in METHODS:
+        for side in (side for side in SIDES if side in curves[method]):
+            for seed, run in curves[method][side].items():
+                lines.append(_line(METHODS[method], SIDES[side], seed, [f"{top1:.1f}" for top1 in run["knn_top1"]]))
+        for side in (side for side in SIDES if side in curves[method] and side != "lightly"):
+            apart = differences(_rows(curves[method][side]), _rows(curves[method]["lightly"]))
+            cells = [f"{gap:+.1f} ± {error:.1f}" for gap, error in apart]
+            lines.append(_line(METHODS[method], f"{SIDES[side]} less lightly", "mean", cells))
+    return "\n".join(lines)
+
+
+def differences(ours: Sequence[Sequence[float]], theirs: Sequence[Sequence[float]]) -> list[tuple[float, float]]:
+    """Subtract the means of two sides, point by point; each with its standard error from the spread of the seeds.
+
+    The spread is pooled over sides and points: two seeds say little about one point.
+    """
+    spreads = [variance(column) for rows in (ours, theirs) if len(rows) > 1 for column in zip(*rows, strict=True)]
+    error = (mean(spreads) * (1 / len(ours) + 1 / len(theirs))) ** 0.5 if spreads else float("nan")
+    columns = zip(zip(*ours, strict=True), zip(*theirs, strict=True), strict=True)
+    return [(mean(own) - mean(other), error) for own, other in columns]
+
+
+def _rows(runs: dict[str, dict[str, Any]]) -> list[list[float]]:
+    return [run["knn_top1"] for run in runs.values()]
+
+
+def _line(*cells: Any) -> str:
+    *first, values = cells
+    return f"| {' | '.join([*first, *values])} |"
 
 
 if __name__ == "__main__":

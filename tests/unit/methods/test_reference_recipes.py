@@ -89,6 +89,12 @@ def test_a_chain_of_layers_may_take_views_apart_and_other_heads_may_not():
             resolved("reference/cifar10/swav", "config.MODEL.VIEWS_APART=true", words)
 
 
+@pytest.mark.parametrize(("method", "loss"), [("byol", "byol_loss"), ("dino", "dino_loss")])
+def test_a_final_momentum_beyond_one_is_refused(method, loss):
+    with pytest.raises(ConfigError, match=rf"LOSS\.{loss}\.final_momentum: must be .*got 1\.5"):
+        resolved(f"reference/cifar10/{method}", f"config.LOSS.{loss}.final_momentum=1.5")
+
+
 def test_the_page_has_the_table_of_the_figures():
     figures = reference.PAGE.with_suffix(".json")
     rows = json.loads(figures.read_text()) if figures.exists() else []
