@@ -1,6 +1,8 @@
 """Train SimCLR and SwAV on the same CIFAR-10 images with ``reference/cifar10/<method>`` and with lightly's own script.
 
-Usage: python benchmarks/reference_curves.py ours|lightly simclr|swav --data <folder> [--script <file>] [--seed 0]
+Usage: python benchmarks/reference_curves.py ours|bare|lightly|lockstep simclr|swav --data <folder> [--script <file>]
+       [--seed 0] [--epochs 8] [--images 2560]
+       python benchmarks/reference_curves.py draw
 
 The folder has train/ and test/, with a folder of JPEGs for each class in both. lightly has an environment of its own:
 ``pip install lightly==1.6.0 pytorch_lightning scikit-learn``, where neither this project nor its libraries are needed.
@@ -11,7 +13,10 @@ constants in ``_lightly_source``.
 One core would take an hour for an epoch of the benchmark. So both sides see the first ``_TRAIN`` and ``_TEST`` images
 of the classes, in batches of ``_BATCH``, through a ResNet-18 of a quarter of the width, for ``_EPOCHS`` epochs. All
 else is the benchmark's: transforms, loss, head, optimizer, schedule, and kNN after every epoch. Curves go to
-``benchmarks/reference_curves.json``.
+``benchmarks/reference_curves.json``; ``draw`` makes the picture and the table of docs/methods.md of them.
+
+``bare`` is ours without the ReLU that lightly's trunk lacks. ``lockstep`` trains that beside lightly's model, from the
+same weights and on the same crops, and prints how far the two are apart at the end; both are in one environment then.
 """
 
 from __future__ import annotations
@@ -23,11 +28,16 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import mean, variance
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from vissl_zero.resolve.resolved import ResolvedRun
 
 # Method, side, seed -> the curve, when it was measured and how long that took.
 Curves = dict[str, dict[str, dict[str, dict[str, Any]]]]
@@ -45,15 +55,20 @@ _EPOCHS = 8
 _WIDTH = 16  # channels of the first stage; 64 in the benchmark
 
 
+class RefusedError(Exception):
+    """What a user has to change, in a sentence."""
+
+
 def main() -> None:
     """Run one side of one method with one seed, and note its curve; or draw those that are noted."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("side", choices=(*SIDES, "draw"))
+    parser.add_argument("side", choices=(*SIDES, "lockstep", "draw"))
     parser.add_argument("method", choices=METHODS, nargs="?")
     parser.add_argument("--data", type=Path, help="folder with the images")
     parser.add_argument("--script", type=Path, help="lightly's cifar10_benchmark.py")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--epochs", type=int, default=_EPOCHS)
+    parser.add_argument("--images", type=int, default=_TRAIN, help="to train on")
     args = parser.parse_args()
     if args.side == "draw":
         draw(json.loads(CURVES.read_text()), PICTURE)
@@ -61,17 +76,23 @@ def main() -> None:
         return
     if args.method is None or args.data is None:
         parser.error("name a method and --data <folder with train/ and test/>")
-    if args.side == "lightly" and args.script is None:
-        parser.error("lightly needs --script <its cifar10_benchmark.py>; the head of this file says where that is")
+    if args.side in ("lightly", "lockstep") and args.script is None:
+        parser.error(f"{args.side} needs --script <its cifar10_benchmark.py>; the head of this file says where that is")
     with tempfile.TemporaryDirectory() as temporary:
         images = Path(temporary)
-        for split, count in (("train", _TRAIN), ("test", _TEST)):
+        for split, count in (("train", args.images), ("test", _TEST)):
             _copy(args.data / split, images / split, count)
         began = time.perf_counter()
-        if args.side == "lightly":
-            top1s = _lightly(args.script, args.method, images, args.seed, args.epochs)
-        else:
-            top1s = _ours(args.method, images, args.seed, args.epochs, is_bare=args.side == "bare")
+        try:
+            if args.side == "lockstep":
+                print(f"{_lockstep(args.script, args.method, images, args.seed, args.epochs):.1e}")
+                return
+            if args.side == "lightly":
+                top1s = _lightly(args.script, args.method, images, args.seed, args.epochs)
+            else:
+                top1s = _ours(args.method, images, args.seed, args.epochs, is_bare=args.side == "bare")
+        except RefusedError as error:
+            parser.error(str(error))
         seconds = time.perf_counter() - began
     curves: Curves = json.loads(CURVES.read_text()) if CURVES.exists() else {}
     by_seed = curves.setdefault(args.method, {}).setdefault(args.side, {})
@@ -93,9 +114,9 @@ def _copy(source: Path, target: Path, count: int) -> None:
             shutil.copy(file, target / folder.name)
 
 
-def _ours(method: str, images: Path, seed: int, epochs: int, is_bare: bool) -> list[float]:
-    """Top-1 in percent before training and after each epoch."""
-    from one_process import be_a_rank, train_here
+def _plan(method: str, images: Path, seed: int, epochs: int, is_bare: bool, more: Mapping[str, Any]) -> ResolvedRun:
+    """Resolve the recipe with a narrow trunk, these images and ``more``; it writes into ``images``/run."""
+    from one_process import be_a_rank
     from torch import nn
 
     from vissl_zero.config.components.trunks import ResNetConfig
@@ -106,7 +127,7 @@ def _ours(method: str, images: Path, seed: int, epochs: int, is_bare: bool) -> l
 
     @TRUNKS.register("narrow_resnet")
     class NarrowResNet(StagedTrunk):
-        """The recipe's trunk, with fewer channels."""
+        """The recipe's trunk, with fewer channels, and without the stem's ReLU where ``is_bare``."""
 
         def __init__(self) -> None:
             config = ResNetConfig(DEPTH=18, STEM_TYPE="RES_STEM_CIFAR")
@@ -125,12 +146,18 @@ def _ours(method: str, images: Path, seed: int, epochs: int, is_bare: bool) -> l
         "MODEL.TRUNK.NAME": "narrow_resnet",
         "OPTIMIZER.num_epochs": epochs,
         "SEED_VALUE": seed,
+        **more,
     }
     recipe = f"reference/cifar10/{method}"
-    plan = resolve(
-        compose(recipe, [f"config.{key}={value}" for key, value in keys.items()]).run, images / "run", recipe=recipe
-    )
-    train_here(plan)
+    words = [f"config.{key}={value}" for key, value in keys.items()]
+    return resolve(compose(recipe, words).run, images / "run", recipe=recipe)
+
+
+def _ours(method: str, images: Path, seed: int, epochs: int, is_bare: bool) -> list[float]:
+    """Top-1 in percent before training and after each epoch."""
+    from one_process import train_here
+
+    train_here(_plan(method, images, seed, epochs, is_bare, {}))
     summary = json.loads((images / "run" / "summary.json").read_text())
     points = summary.get("knn_top1_by_step") or [[0, summary["knn_top1_before"]], [1, summary["knn_top1_after"]]]
     return [100 * top1 for _, top1 in points]
@@ -138,17 +165,7 @@ def _ours(method: str, images: Path, seed: int, epochs: int, is_bare: bool) -> l
 
 def _lightly(script: Path, method: str, images: Path, seed: int, epochs: int) -> list[float]:
     """The same, by lightly's script."""
-    try:
-        import pytorch_lightning as pl
-    except ImportError:
-        raise SystemExit(
-            "This environment has no lightly: pip install lightly==1.6.0 pytorch_lightning scikit-learn"
-        ) from None
-    import torch
-
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    found: dict[str, Any] = {"__name__": "cifar10_benchmark"}
-    exec(compile(_lightly_source(script.read_text(), images, epochs), str(script), "exec"), found)
+    found, pl = _code(script, images, epochs)
     model_class, top1s = found[_CLASSES[method]], []
 
     class Curve(pl.Callback):
@@ -173,6 +190,76 @@ def _lightly(script: Path, method: str, images: Path, seed: int, epochs: int) ->
     return top1s
 
 
+def _code(script: Path, images: Path, epochs: int) -> tuple[dict[str, Any], Any]:
+    """Run the script up to its loop; return what it defines, and Lightning.
+
+    Raises:
+        RefusedError: it is another script, or lightly is not installed.
+    """
+    source = compile(_lightly_source(script.read_text(), images, epochs), str(script), "exec")
+    try:
+        import lightly  # noqa: F401 - its script imports the rest
+        import pytorch_lightning as pl
+    except ImportError:
+        must = "This environment has no lightly: pip install lightly==1.6.0 pytorch_lightning scikit-learn"
+        raise RefusedError(must) from None
+    import torch
+
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    found: dict[str, Any] = {"__name__": "cifar10_benchmark"}
+    exec(source, found)
+    return found, pl
+
+
+def _lockstep(script: Path, method: str, images: Path, seed: int, epochs: int) -> float:
+    """Largest difference of a weight or a running statistic after the same steps from the same weights, in float64.
+
+    lightly's model, loss, optimizer and schedule train on the crops that our loader makes. The stem is lightly's. SwAV
+    passes both views together on both sides, and lightly's prototypes have no bias.
+    """
+    from one_process import train_here
+    from safetensors.torch import load_file
+
+    from vissl_zero.data.loader import build_train_loader
+    from vissl_zero.models.init import initialize_
+    from vissl_zero.models.model import build_model
+
+    exact = {"TRAINER.DTYPE": "float64", "NEAREST_NEIGHBOR.USE_KNN": "false"}
+    plan = _plan(method, images, seed, epochs, is_bare=True, more=exact)
+    theirs = _code(script, images, epochs)[0][_CLASSES[method]](None, 10).double().train()
+    ours = build_model(plan.config.MODEL, num_classes=10).double()
+    initialize_(ours, seed)
+    if method == "swav":
+        theirs.prototypes.heads[0].bias = None
+    first = {name: tensor for name, tensor in ours.state_dict().items() if name != _SHIFT[0]}
+    theirs.load_state_dict(dict(zip(theirs.state_dict(), first.values(), strict=True)))
+    (optimizer,), (schedule,) = theirs.configure_optimizers()
+    loader = build_train_loader(plan, rank=0, world_size=1)
+    for epoch in range(epochs):
+        for (batch,) in loader.epoch(epoch):
+            optimizer.zero_grad()
+            _loss(theirs, method, batch.images[0].double()).backward()
+            optimizer.step()
+        schedule.step()
+    if method == "swav":
+        theirs.prototypes.normalize()
+    train_here(plan)
+    last = load_file(images / "run" / "weights.safetensors")
+    pairs = zip(first, theirs.state_dict().values(), strict=True)
+    return max(float((last[name] - tensor).abs().max()) for name, tensor in pairs if name not in _SHIFT)
+
+
+# A bias before batch norm, which lightly leaves out, and the running mean that it shifts.
+_SHIFT = "heads.0.projection_head.0.bias", "heads.0.projection_head.1.running_mean"
+
+
+def _loss(model: Any, method: str, views: Tensor) -> Tensor:
+    if method != "swav":
+        return model.training_step((views.chunk(2), None, None), 0)
+    model.prototypes.normalize()
+    return model.criterion(list(model(views).chunk(2)), [])
+
+
 def _lightly_source(text: str, images: Path, epochs: int) -> str:
     """The script up to its loop over models, with other constants and a narrower trunk."""
     head, end, _ = text.partition("\nmodels = [")
@@ -190,7 +277,7 @@ def _lightly_source(text: str, images: Path, epochs: int) -> str:
     for pattern, replacement in changes.items():
         head, count = re.subn(pattern, replacement, head, flags=re.MULTILINE)
         if not count or not end:
-            raise SystemExit(f"lightly's script has no {pattern}; take the one at e8d317fc.")
+            raise RefusedError(f"{pattern} is not in lightly's script; take the one at e8d317fc")
     return head
 
 
@@ -211,7 +298,7 @@ def draw(curves: Curves, to: Path) -> None:
                     axes.plot(row, color=colors[side], alpha=0.3, linewidth=1)
                 axes.plot([mean(column) for column in zip(*rows, strict=True)], color=colors[side], label=SIDES[side])
             axes.set(title=METHODS[method], xlabel="epoch", ylabel="kNN top-1, %" if method == "simclr" else "")
-            axes.legend(loc="lower right")
+            axes.legend(loc="upper left")
         figure.savefig(to, metadata={"Date": None})
 
 
