@@ -148,7 +148,7 @@ class _Bench:
             self._splits[kind] = splits = [_images(source, trained) for source in sources if source is not None]
             model = build_model(config.MODEL, num_classes=10)
             initialize_(model, self.seed)
-            untrained = LoadedTrunk(model.trunk, trained._pipeline, found)
+            untrained = LoadedTrunk(model.trunk, trained.config, found, "untrained")
             self._before[kind] = _top1("untrained", untrained, trained, splits)
             self._before[kind] |= _top1("raw_pixels", None, trained, splits)
         after = _top1("trained", trained, trained, self._splits[kind])
@@ -285,7 +285,7 @@ def _top1(
 def _rows(images: Tensor, trunk: LoadedTrunk | None, trained: LoadedTrunk) -> Tensor:
     """Features, or thumbnails for pixels."""
     if trunk is None:
-        return thumbnails(images, trained._pipeline)
+        return thumbnails(images, trained.transform._pipeline)
     return torch.cat([trunk(part) for part in images.split(250)])
 
 

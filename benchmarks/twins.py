@@ -21,7 +21,7 @@ import math
 import subprocess
 import tempfile
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,6 +98,19 @@ REPOSITORIES: dict[str, tuple[str, str, dict[str, list[str]]]] = {
         "9187ea39c2c3f43c455ab06664d2b019a9802954",
         {"solo/losses/nnclr.py": ["nnclr_loss_func"]},
     ),
+    "VICRegL": (
+        "facebookresearch",
+        "803ae4c8cd1649a820f03afb4793763e95317620",
+        {
+            "main_vicregl.py": [
+                *("VICRegL", "batched_index_select", "neirest_neighbores", "neirest_neighbores_on_l2"),
+                "neirest_neighbores_on_location",
+            ],
+            "utils.py": ["FullGatherLayer", "batch_all_gather", "gather_center", "off_diagonal"],
+            "transforms.py": ["_location_to_NxN_grid"],
+        },
+    ),
+    "visreg": ("HaiyuWu", "074fb516935c8978fea2c930ae04909eb3697be3", {"visreg/losses/visreg.py": ["VISReg"]}),
     "SupContrast": ("HobbitLong", "66a8fe53880d6a1084b2e4e0db0a019024d6d41a", {"losses.py": ["SupConLoss"]}),
 }
 
@@ -105,15 +118,16 @@ REPOSITORIES: dict[str, tuple[str, str, dict[str, list[str]]]] = {
 class Net(nn.Module):
     """Convolutions with batch norm; 16 features."""
 
-    feature_dim = 16
+    feature_dim = map_dim = 16
 
     def __init__(self) -> None:
         super().__init__()
         first = (nn.Conv2d(3, 8, 3, 2, bias=False), nn.BatchNorm2d(8), nn.ReLU())
         self.net = nn.Sequential(*first, nn.Conv2d(8, 16, 3, 2, bias=False), nn.BatchNorm2d(16), nn.ReLU())
 
-    def forward(self, images: list[Tensor]) -> list[Tensor]:
-        return [self.net(image).mean(dim=(2, 3)) for image in images]
+    def forward(self, images: list[Tensor], return_maps: bool = False) -> list[Tensor]:
+        maps = [self.net(image) for image in images]
+        return [*(maps if return_maps else ()), *(x.mean(dim=(2, 3)) for x in maps)]
 
 
 def transformer() -> VisionTransformer:
@@ -129,6 +143,7 @@ class Crops:
     num_crops: list[int]
     sample_ids: Tensor
     targets: Tensor
+    boxes: Tensor
     num_local: int = BATCH
     num_global: int = BATCH
 
@@ -140,9 +155,11 @@ def crops_of_step(step: int, num_crops: list[int], side: int) -> Crops:
         torch.randn(count * BATCH, 3, size, size, dtype=torch.float64, generator=generator)
         for count, size in zip(num_crops, sides, strict=True)
     ]
-    return Crops(
-        images, num_crops, torch.arange(BATCH) + step * BATCH, torch.randint(0, 3, (BATCH,), generator=generator)
-    )
+    ids, targets = torch.arange(BATCH) + step * BATCH, torch.randint(0, 3, (BATCH,), generator=generator)
+    # A crop is mirrored where its left edge is right of its right one.
+    boxes = torch.rand(sum(num_crops) * BATCH, 4, dtype=torch.float64, generator=generator) * 100
+    boxes[:, 2] += boxes[:, 0]
+    return Crops(images, num_crops, ids, targets, boxes)
 
 
 class Ours:
@@ -673,6 +690,53 @@ class VICRegOfAuthors(Peer):
         return theirs(settings, None, None)  # type: ignore[no-any-return]
 
 
+class VICRegLOfAuthors(Peer):
+    def make(self) -> None:
+        code = self.code["VICRegL"]
+        names = ("batch_all_gather", "gather_center", "off_diagonal")
+        code["utils"] = types.SimpleNamespace(**{name: code[name] for name in names})
+
+    def loss(self, step: int, crops: Crops) -> Tensor:
+        """main_vicregl.py ``forward``, without its classifier of labels."""
+        theirs, (output,) = self.code["VICRegL"]["VICRegL"], self.model(crops.images)
+        weights = {"inv_coeff": 25.0, "var_coeff": 25.0, "cov_coeff": 1.0}
+        matches = {"num_matches": self.keys["num_matches"], "l2_all_matches": 1, "fast_vc_reg": 0}
+        settings = types.SimpleNamespace(args=types.SimpleNamespace(**weights, **matches), embedding_dim=8)
+        for name in ("_vicreg_loss", "_local_loss"):
+            setattr(settings, name, getattr(theirs, name).__get__(settings))
+        counts = zip(output.maps, crops.num_crops, strict=True)
+        maps = [view.flatten(2).transpose(1, 2) for both, count in counts for view in both.chunk(count)]
+        boxes = crops.boxes.chunk(len(maps))
+        places = [self._places(box, round(view.shape[1] ** 0.5)) for box, view in zip(boxes, maps, strict=True)]
+        alpha = self.keys["alpha"]
+        whole = sum(theirs.global_loss(settings, output.embeddings.chunk(len(maps))))
+        return alpha * whole + (1 - alpha) * sum(theirs.local_loss(settings, maps, places))  # type: ignore[no-any-return]
+
+    def _places(self, boxes: Tensor, side: int) -> Tensor:
+        grids = []
+        for top, left, bottom, right in boxes.tolist():
+            whole = (top, min(left, right), bottom - top, abs(right - left), 0, 0)
+            grids.append(self.code["VICRegL"]["_location_to_NxN_grid"](whole, side, flip=right < left))
+        return torch.stack(grids)
+
+
+class VISRegOfAuthors(Peer):
+    def make(self) -> None:
+        self.criterion = self.code["visreg"]["VISReg"](self.keys["num_slices"])
+        # Theirs are of float32, whatever it is given.
+        quantiles = torch.arange(1, BATCH + 1, dtype=torch.float64) / (BATCH + 1)
+        self.criterion._cached_B, self.criterion._cached_target = BATCH, math.sqrt(2) * torch.erfinv(2 * quantiles - 1)
+
+    def loss(self, step: int, crops: Crops) -> Tensor:
+        """train.py ``main``, without its probe."""
+        projections = self.model(crops.images)[0].unflatten(0, (-1, BATCH))
+        directions = random_directions(8, self.keys["num_slices"], step, projections)
+        self.code["visreg"]["F"] = types.SimpleNamespace(normalize=lambda *_, **__: directions)
+        distance = (projections - projections[: crops.num_crops[0]].mean(0, keepdim=True)).square().mean()
+        weight = self.keys["lambda_"]
+        return self.criterion(projections) * weight + distance * (1 - weight)  # type: ignore[no-any-return]
+
+
 @dataclass(frozen=True)
 class Twin:
     """A method, its settings scaled down, and who trains it too.
@@ -769,6 +833,17 @@ TWINS = (
     Twin("vicreg", "vicreg_loss", {}, _BARLOW, [2], VICReg, differs=_APART, lr=0.005),
     Twin("vicreg", "vicreg_loss", {}, _BARLOW, [2], VICRegOfAuthors, "vicreg", _APART, lr=0.005),
     Twin(
+        "vicregl",
+        "vicregl_loss",
+        {"alpha": 0.75, "num_matches": [4, 2]},
+        ("vicregl_head", {"dims": [16, 12, 8], "map_dims": [12, 8]}),
+        [2, 1],
+        VICRegLOfAuthors,
+        "VICRegL",
+        "boxes of mirrored crops are mirrored, theirs with `--no-flip-grid 0`; no classifier of labels",
+        lr=0.005,
+    ),
+    Twin(
         "swav",
         "swav_loss",
         {"num_crops": 3, "num_prototypes": [5], "embedding_dim": 8},
@@ -785,6 +860,16 @@ TWINS = (
         [2, 1],
         LeJEPA,
         differs="directions, which are ours: lightly draws its own",
+    ),
+    Twin(
+        "visreg",
+        "visreg_loss",
+        {"num_global_crops": 2, "lambda_": 0.9, "num_slices": 32},
+        _MLP,
+        [2, 1],
+        VISRegOfAuthors,
+        "visreg",
+        "directions, which are ours: theirs are drawn on each process; quantiles of float64",
     ),
     Twin(
         "dino",
@@ -892,10 +977,11 @@ TWINS = (
 )
 
 
-def read_code(folder: Path) -> dict[str, dict[str, Any]]:
-    """Run the definitions that REPOSITORIES names, as they are at its commits."""
+def read_code(folder: Path, repositories: Collection[str]) -> dict[str, dict[str, Any]]:
+    """Run the definitions that REPOSITORIES names of some of them, as they are at its commits."""
     found: dict[str, dict[str, Any]] = {}
-    for name, (_, commit, files) in REPOSITORIES.items():
+    for name in repositories:
+        _, commit, files = REPOSITORIES[name]
         space: dict[str, Any] = {"torch": torch, "nn": nn, "F": F, "np": np, "math": math, "dist": dist}
         space |= {"gather": lambda x: x, "get_rank": lambda: 0, "AllReduce": _Itself, "optim": torch.optim}
         for path, names in files.items():
@@ -973,12 +1059,14 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="write the table into docs/methods.md")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    code = read_code(args.repositories) if args.repositories else {}
+    twins = [twin for twin in TWINS if not args.only or twin.method in args.only.split(",")]
+    repositories = dict.fromkeys(twin.repository for twin in twins if twin.repository)
+    code = read_code(args.repositories, repositories) if args.repositories else {}
     rows = ["| method | peer | steps | largest difference | what differs on purpose |", f"|{' --- |' * 5}"]
     run: Callable[[], Any] = one_process_on_the_cpu
     with run():
-        for twin in TWINS:
-            if (twin.repository and not code) or (args.only and twin.method not in args.only.split(",")):
+        for twin in twins:
+            if twin.repository and not code:
                 continue
             found = largest_difference(twin, code)
             rows.append(

@@ -1,8 +1,7 @@
 """The command line: ``vissl-zero config=<recipe> [+config/<group>=<file>] [config.A.B=value ...]``.
 
-Subcommands: ``vissl-zero new``, ``list``, ``doctor``, ``plan``, ``explain``, ``verify``, ``lr-find``, ``checkpoint``,
-``jobs`` and
-``--version``.
+Subcommands: ``vissl-zero new``, ``list``, ``doctor``, ``plan``, ``explain``, ``verify``, ``lr-find``, ``replay``,
+``checkpoint``, ``jobs`` and ``--version``.
 Everything else is Hydra's: ``--cfg job``, ``-m`` for sweeps, ``hydra/launcher=...``, shell completion.
 
 Exit codes: 0 done; 2 the input is wrong (a sentence per problem, no traceback); 1 a crash; 75, 130 saved and stopped.
@@ -39,6 +38,7 @@ _COMMANDS = (
     "data",
     "new",
     "lr-find",
+    "replay",
 )
 _FILES = {"embed": "evaluate"}  # the file, where it is not named as the command
 WORDS = ("list", "doctor", *_COMMANDS)
@@ -105,6 +105,7 @@ Measure what was trained, under VISSL's names, with any recipe; nothing is train
 Look into what was trained:
   vissl-zero runs [folder] [--json]                 runs: state, progress, figures, the command that resumes each
   vissl-zero compare <run> <run> ...                runs side by side: keys, curves, figures over seeds
+  vissl-zero replay <run>/bad_steps/<step>          a captured bad step again: which module overflows, on which batch
   vissl-zero checkpoint inspect|verify|diff|export|import ...   (vissl-zero checkpoint --help)
 
 Look at images, and pack them into few large files, which DATA_PATHS then names:

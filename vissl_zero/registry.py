@@ -281,8 +281,14 @@ METHODS = Registry(
                 "nnclr": "NNCLR: the nearest neighbor of a view in a queue is the other view's positive.",
                 "supcon": "SupCon: all views of all images of a class are positives of each other.",
             },
+            "vicregl": {
+                "vicregl": "VICRegL: VICReg of two or more views, and of places of their maps that match.",
+            },
             "lejepa": {
                 "lejepa": "LeJEPA: views agree, and their embeddings are an isotropic Gaussian.",
+            },
+            "visreg": {
+                "visreg": "VISReg: views agree, and their embeddings have the scale and the shape of a Gaussian.",
             },
             "swav": {
                 "swav": "SwAV: swapped prediction of Sinkhorn assignments across crops.",

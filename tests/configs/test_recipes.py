@@ -63,7 +63,7 @@ def test_recipe_resolves(recipe, images):
         overrides.append("config.LOSS.feature_distillation_loss.teacher=digits")
     plan = resolved(recipe.name, *overrides)
     assert plan.recipe == recipe.name
-    assert plan.config.MODEL.TRUNK.NAME in ("regnet", "resnet", "vision_transformer")
+    assert plan.config.MODEL.TRUNK.NAME in ("regnet", "resnet", "vision_transformer", "timm/convnext_small")
     assert plan.notes == ()
     for split in ("TRAIN", "TEST"):
         if getattr(plan.config.DATA, split).TRANSFORMS:

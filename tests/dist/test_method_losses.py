@@ -19,6 +19,8 @@ from vissl_zero.methods.masked_modeling import latent_regression, mae_loss, simm
 from vissl_zero.methods.pretext import MemoryBank, pirl_loss
 from vissl_zero.methods.prototypes import NOT_ASSIGNED, ClusterMemory, deepcluster_loss, msn_loss
 from vissl_zero.methods.two_views import KeyQueue, barlow_twins_loss, info_nce, nt_xent, symmetric_info_nce, vicreg_loss
+from vissl_zero.methods.vicregl import global_loss, local_loss
+from vissl_zero.methods.visreg import visreg_loss
 from vissl_zero.models.keyed_random import set_random_key
 
 NUM_IMAGES, DIM = 12, 4
@@ -94,6 +96,13 @@ def _simmim(x: Tensor, mine: slice) -> Tensor:
     )
 
 
+def _vicregl(x: Tensor, mine: slice) -> Tensor:
+    """Three views of 2, 2 and 1 places, whose boxes are drawn for the whole batch."""
+    maps = [part.transpose(1, 2)[:, :, None] * 0.3 for part in x[:, :5].split([2, 2, 1], dim=1)]
+    boxes = _constant(55, 7, 3, 4)[mine].transpose(0, 1)
+    return global_loss(x[:, :3].transpose(0, 1) * 0.3, (1, 1, 1)) + local_loss(maps, boxes, (1, 2), (1, 1, 1))
+
+
 # Each takes (n, 6, DIM) and the slice of the whole batch that these are.
 LOSSES: dict[str, Callable[[Tensor, slice], Tensor]] = {
     "simclr": lambda x, _: nt_xent((x[:, 0], x[:, 1]), 0.3),
@@ -102,11 +111,13 @@ LOSSES: dict[str, Callable[[Tensor, slice], Tensor]] = {
     "moco_v3": lambda x, _: symmetric_info_nce((x[:, 0], x[:, 1]), (x[:, 2], x[:, 3]), 0.3),
     "barlow_twins": lambda x, _: barlow_twins_loss(x[:, 0], x[:, 1], 0.1),
     "vicreg": lambda x, _: vicreg_loss(x[:, 0] * 0.3, x[:, 1] * 0.3),
+    "vicregl": _vicregl,
     "nnclr": lambda x, _: nnclr_loss(
         (x[:, 0], x[:, 1]), (x[:, 2], x[:, 3]), F.normalize(_constant(54, 9, DIM), dim=1), 0.3
     ),
     "supcon": lambda x, mine: supcon_loss(x[:, :2].unbind(1), torch.tensor([0, 1, 0, 2, -1, -1, 1])[mine], 0.3),
     "lejepa": lambda x, _: lejepa_loss(x.transpose(0, 1), 2, random_directions(DIM, 5, 3, x)),
+    "visreg": lambda x, _: visreg_loss(x.transpose(0, 1), 2, random_directions(DIM, 5, 3, x)),
     "koleo": lambda x, _: koleo(x[:, 0]),
     "dino": _dino,
     "ibot": _ibot,

@@ -61,6 +61,13 @@ CASES: dict[str, tuple[str, dict[str, Any], Any, list[int]]] = {
     "simsiam": ("simsiam_loss", {}, SIAMESE, [2]),
     "barlow_twins": ("barlow_twins_loss", {"lambda_": 0.1}, MLP, [2]),
     "vicreg": ("vicreg_loss", {"sim_coeff": 1.0, "std_coeff": 1.0, "cov_coeff": 0.1}, MLP, [2]),
+    # Fewer matches than places, of the first map.
+    "vicregl": (
+        "vicregl_loss",
+        {"sim_coeff": 1.0, "std_coeff": 1.0, "cov_coeff": 0.1, "alpha": 0.6, "num_matches": [2, 1]},
+        ["vicregl_head", {"dims": [6, 9, 4], "map_dims": [7, 5]}],
+        [2, 1],
+    ),
     "byol": ("byol_loss", {"momentum": 0.7}, SIAMESE, [2]),
     # Longer than a batch and no multiple of it: which keys are dropped depends on their order.
     "moco_v2": ("moco_loss", {"embedding_dim": 4, "queue_size": 20, "momentum": 0.7}, MLP, [2]),
@@ -68,6 +75,7 @@ CASES: dict[str, tuple[str, dict[str, Any], Any, list[int]]] = {
     "nnclr": ("nnclr_loss", {"embedding_dim": 4, "queue_size": 20, "temperature": 0.5}, SIAMESE, [2]),
     "supcon": ("supcon_loss", {"temperature": 0.5}, MLP, [2]),
     "lejepa": ("lejepa_loss", {"num_slices": 7, "lambda_": 0.2}, MLP, [2, 1]),
+    "visreg": ("visreg_loss", {"num_slices": 7, "lambda_": 0.6}, MLP, [2, 1]),
     "swav": ("swav_loss", CLUSTERS, SWAV, [2, 1]),
     "swav_momentum": ("swav_momentum_loss", {**CLUSTERS, "momentum": 0.7}, SWAV, [2, 1]),
     "mae": ("mae_loss", {"mask_ratio": 0.6}, PATCHES, [2]),
@@ -189,6 +197,10 @@ def make_method_plan(
     sizes = {"size_crops": [8, 6][: len(crops)], "num_crops": crops, "total_num_crops": sum(crops)}
     scales = {"crop_scales": [[0.5, 1.0], [0.4, 0.8]][: len(crops)]}
     data["TRANSFORMS"] = [{"name": "ImgPilToMultiCrop", **sizes, **scales}, *data["TRANSFORMS"]]
+    if method == "vicregl":
+        head = [head[0], {**head[1], "norm": "batch" if norm == "batch" else "layer"}]
+        mirrored = {"name": "RandomHorizontalFlip"}
+        data["TRANSFORMS"] = [data["TRANSFORMS"][0] | {"keeps_boxes": True}, mirrored, *data["TRANSFORMS"][1:]]
     if method == "segmentation":
         head = [head[0], {**head[1], "use_bn": norm == "batch"}]
         data |= {"DATA_SOURCES": ["digit_scenes"], "DEFAULT_GRAY_IMG_SIZE": 64 if norm in MAPS else 8}

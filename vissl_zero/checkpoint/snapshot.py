@@ -5,6 +5,7 @@ Replicated state is here too: how it is stored, and the replica check that finds
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import random
@@ -95,19 +96,50 @@ def _itself(buffer: Tensor) -> Tensor:
     return buffer
 
 
-def take_snapshot(run: Run, hooks: Sequence[Hook], is_epoch_over: bool) -> Snapshot:
+@dataclass(frozen=True)
+class ForwardState:
+    """What the forward passes of a step change.
+
+    Attributes:
+        buffers: of the model, by full name.
+        criterion: state of the loss.
+        rng: random state, see ``random_state``.
+    """
+
+    buffers: dict[str, Tensor]
+    criterion: dict[str, Any]
+    rng: dict[str, Any]
+
+    @classmethod
+    def of(cls, run: Run) -> ForwardState:
+        """Return the state as it is, sharing memory with the run. Not a collective."""
+        return cls(run.sharded.buffers(), run.method.state_dict(), random_state(run.device))
+
+    def copy(self) -> ForwardState:
+        """Copy the tensors where they are, without waiting for the device."""
+        buffers = {name: buffer.detach().clone() for name, buffer in self.buffers.items()}
+        criterion = {
+            name: value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
+            for name, value in self.criterion.items()
+        }
+        return ForwardState(buffers, criterion, self.rng)
+
+
+def take_snapshot(run: Run, hooks: Sequence[Hook], is_epoch_over: bool, before: ForwardState | None = None) -> Snapshot:
     """Describe the run as it is, between two steps. Collective; copies nothing.
 
     Args:
         run: run in progress.
         hooks: hooks whose state is stored.
         is_epoch_over: nothing is left to do in ``run.epoch``, the end of the epoch in hooks included.
+        before: takes the place of what forward passes have changed since; None: they have changed nothing.
     Raises:
         CheckpointError: the loss, the optimizer or a hook has state that cannot be stored.
     """
-    criterion, criterion_numbers = _criterion_state(run)
+    state = before or ForwardState.of(run)
+    criterion, criterion_numbers = _split(state.criterion)
     replicated = [
-        *replicated_parts("buffer", run.sharded.buffers()),
+        *replicated_parts("buffer", state.buffers),
         *replicated_parts("criterion", criterion),
     ]
     epoch, epoch_samples = (run.epoch + 1, 0) if is_epoch_over else (run.epoch, run.epoch_samples)
@@ -133,7 +165,7 @@ def take_snapshot(run: Run, hooks: Sequence[Hook], is_epoch_over: bool) -> Snaps
         hooks=_hook_states(hooks),
         results={name: _copy(value) for name, value in run.results.items() if _is_plain(value)},
     )
-    return Snapshot(list(run.sharded.parts()), replicated, run.sharded.scalars(), random_state(run.device), manifest)
+    return Snapshot(list(run.sharded.parts()), replicated, run.sharded.scalars(), state.rng, manifest)
 
 
 def hook_names(hooks: Sequence[Hook]) -> list[str]:
@@ -145,11 +177,11 @@ def hook_names(hooks: Sequence[Hook]) -> list[str]:
     return names
 
 
-def _criterion_state(run: Run) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def _split(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Split the state of the loss into its tensors, and everything else."""
     tensors: dict[str, Tensor] = {}
     others: dict[str, Any] = {}
-    for name, value in run.method.state_dict().items():
+    for name, value in state.items():
         if isinstance(value, Tensor):
             tensors[name] = value
         elif _is_plain(value):

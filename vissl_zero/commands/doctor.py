@@ -19,7 +19,7 @@ from vissl_zero.version import __version__
 
 PACKAGES = ["torch", "torchvision", "hydra-core", "omegaconf", "fairscale", "classy-vision", "submitit", "safetensors"]
 _MIB = 2**20
-_SHM_NEEDED = 64 * _MIB  # loader workers hand over batches through /dev/shm
+_SHM_NEEDED = 64 * _MIB  # NCCL exchanges tensors through /dev/shm
 
 
 @dataclass(frozen=True)
@@ -130,11 +130,11 @@ def _resources() -> Iterator[Finding]:
     yield Finding("memory", None, f"{_gib(free)} free of {_gib(total)}")
     for subject, path, needed in (("/dev/shm", "/dev/shm", _SHM_NEEDED), ("disk here", ".", 0)):  # noqa: S108 - it is measured
         if not Path(path).exists():
-            yield Finding(subject, False, "missing; set config.DATA.NUM_DATALOADER_WORKERS=0")
+            yield Finding(subject, False, "missing; set config.DATA.NUM_DATALOADER_WORKERS=0")  # no semaphores
             continue
         usage = shutil.disk_usage(path)
         enough = usage.free >= needed
-        fix = "" if enough else "; too small for loader workers: set config.DATA.NUM_DATALOADER_WORKERS=0"
+        fix = "" if enough else "; too small for NCCL between GPUs: start a container with --ipc=host"
         yield Finding(subject, enough if needed else None, f"{_gib(usage.free)} free of {_gib(usage.total)}{fix}")
 
 

@@ -29,6 +29,7 @@ _FORCED = (
     "config.HOOKS.LOGGERS=[]",
     "config.HOOKS.EARLY_STOPPING.METRIC=''",
     "config.HOOKS.EMA_MODEL.SAVE_EMA_MODEL=false",
+    "config.HOOKS.CAPTURE_BAD_STEP.USE_CAPTURE=false",  # it ends where the loss is no longer finite
     "config.CHECKPOINT.SAVE_BEST=false",
     "config.CHECKPOINT.CHECKPOINT_FREQUENCY=-1",
     "config.CHECKPOINT.CHECKPOINT_ITER_FREQUENCY=-1",

@@ -90,6 +90,10 @@ class ChannelPipeline(Pipeline):
     def read(self, source: Source, index: int) -> Tensor:
         return read_channels(source, index, self._decoder)
 
+    def size(self, read: Tensor) -> tuple[int, int]:
+        _, height, width = read.shape
+        return height, width
+
     def open(self, image: bytes | Image.Image, name: str, decoder: Decoder) -> Tensor:
         return to_channels(image, name, self._decoder)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from vissl_zero.data.boxes import CropBoxes
 from vissl_zero.data.changes import Changes
 from vissl_zero.data.decode import BrokenImageError
 from vissl_zero.data.pipeline import Pipeline
@@ -55,25 +56,37 @@ class MicroBatchDataset(Dataset[Loaded]):
         seed: SEED_VALUE.
         skip_broken: use the next readable image of the source in place of a broken one, instead of raising.
         label_type: LABEL_TYPE, what a sample's target is: "standard" (its class), "sample_index" or "zero".
+        boxes: draws the boxes of the crops; None: nobody asks for them.
     """
 
     def __init__(
-        self, source: Source, pipeline: Pipeline, seed: int, skip_broken: bool = False, label_type: str = "standard"
+        self,
+        source: Source,
+        pipeline: Pipeline,
+        seed: int,
+        skip_broken: bool = False,
+        label_type: str = "standard",
+        boxes: CropBoxes | None = None,
     ):
         self.source = source
         self.pipeline = pipeline
         self.seed = seed
         self.skip_broken = skip_broken
         self.label_type = label_type
+        self.boxes = boxes
         self._broken: dict[int, tuple[str, str]] = {}  # name and reason: an error would keep its stack and its image
 
     def __getitem__(self, plan: MicroBatchPlan) -> Loaded:
         """Load one micro-batch."""
+        return self.load(plan)
+
+    def load(self, plan: MicroBatchPlan, empty: Callable[..., Tensor] = torch.empty) -> Loaded:
+        """Load one micro-batch; ``empty(shape, dtype=...)`` allocates its images."""
         skipped: dict[str, str] = {}
         try:
             with borrowed_randomness():
                 samples = [self._sample(sample_id, plan.epoch, skipped) for sample_id in plan.sample_ids]
-            return Loaded(self._collate(samples, plan), skipped=skipped)
+            return Loaded(self._collate(samples, plan, empty), skipped=skipped)
         except VisslZeroError as error:
             return Loaded(None, error=str(error))
 
@@ -86,10 +99,14 @@ class MicroBatchDataset(Dataset[Loaded]):
                 if index in self._broken:
                     raise BrokenImageError(*self._broken[index])
                 image = self.pipeline.read(self.source, index)
+                boxes = None
+                if self.boxes is not None:
+                    seed_sample(self.seed, epoch, sample_id)
+                    boxes = self.boxes.draw(*self.pipeline.size(image))
                 # By the sample asked for, and after the image was read: neither a stand-in nor a decoder moves the
                 # random numbers.
                 seed_sample(self.seed, epoch, sample_id)
-                return _Sample(*self.pipeline.sample(image), self.source.label(index))
+                return _Sample(*self.pipeline.sample(image), self.source.label(index), boxes)
             except BrokenImageError as error:
                 if not self.skip_broken:
                     raise
@@ -97,7 +114,7 @@ class MicroBatchDataset(Dataset[Loaded]):
                 skipped[error.name] = error.reason
         raise DataError(f"None of the {len(self.source)} images can be read. Correct DATA_PATHS or repair the files.")
 
-    def _collate(self, samples: Sequence[_Sample], plan: MicroBatchPlan) -> ImageBatch:
+    def _collate(self, samples: Sequence[_Sample], plan: MicroBatchPlan, empty: Callable[..., Tensor]) -> ImageBatch:
         crops = [sample.crops for sample in samples]
         shapes = [tuple(crop.shape) for crop in crops[0]]
         for sample_id, other in zip(plan.sample_ids, crops, strict=True):
@@ -114,7 +131,7 @@ class MicroBatchDataset(Dataset[Loaded]):
         stacks = [[sample[crop] for crop in same for sample in crops] for same in resolutions]
         changes = [self.pipeline.changes(stack) for stack in stacks]
         return ImageBatch(
-            images=[self.pipeline.stacked(stack) for stack in stacks],
+            images=[self.pipeline.stacked(stack, empty) for stack in stacks],
             changes=tuple(change for change in changes if change is not None),
             num_crops=[len(same) for same in resolutions],
             targets=self._targets([sample.label for sample in samples], ids),
@@ -122,6 +139,7 @@ class MicroBatchDataset(Dataset[Loaded]):
             num_global=plan.num_global,
             stand_ins=tuple(place for place, id_ in enumerate(plan.sample_ids) if id_ in self._broken),
             masks=torch.stack(masks) if (masks := [s.mask for s in samples if s.mask is not None]) else None,
+            boxes=_rows_of_boxes(samples, [crop for same in resolutions for crop in same]),
         )
 
     def _targets(self, labels: list[int | None], ids: Tensor) -> Tensor | None:
@@ -133,11 +151,18 @@ class MicroBatchDataset(Dataset[Loaded]):
 
 
 class _Sample(NamedTuple):
-    """What a worker makes of an image: its crops, its mask (H, W), and its label; None where it has none."""
+    """What a worker makes of an image: crops, mask (H, W), label, and the boxes (V, 4) of crops; None: it has none."""
 
     crops: list[Any]
     mask: Tensor | None
     label: int | None
+    boxes: Tensor | None
+
+
+def _rows_of_boxes(samples: Sequence[_Sample], order: Sequence[int]) -> Tensor | None:
+    """Gather the boxes of all crops, crop-major, with the crops in the order of the batch."""
+    boxes = [sample.boxes[list(order)] for sample in samples if sample.boxes is not None]
+    return torch.stack(boxes, dim=1).flatten(0, 1) if boxes else None
 
 
 @dataclass(frozen=True)
@@ -154,6 +179,8 @@ class ImageBatch:
         num_global: samples of this micro-batch over all ranks, right for a partial last batch too.
         stand_ins: places from 0 to B - 1 of the samples that were replaced.
         masks: (B, H, W) uint8, the class of each pixel of the one crop, 255 where it does not count; None without.
+        boxes: (V * B, 4) float32, the box of each crop in its image (``CropBoxes``), V crops of all resolutions,
+            crop-major; None: the transforms do not keep them.
         changes: changes of the images of each resolution, which are uint8 then; ``to`` does them. Empty: they are done.
     """
 
@@ -164,12 +191,13 @@ class ImageBatch:
     num_global: int
     stand_ins: tuple[int, ...] = ()
     masks: Tensor | None = None
+    boxes: Tensor | None = None
     changes: tuple[Changes, ...] = ()
 
     @property
     def tensors(self) -> list[Tensor]:
         """All tensors."""
-        single = (self.targets, self.sample_ids, self.masks)
+        single = (self.targets, self.sample_ids, self.masks, self.boxes)
         changes = [tensor for change in self.changes for tensor in change.tensors]
         return [*self.images, *changes, *(tensor for tensor in single if tensor is not None)]
 
@@ -192,6 +220,7 @@ class ImageBatch:
             changes=(),
             targets=None if self.targets is None else self.targets.to(device, non_blocking=True),
             masks=None if self.masks is None else self.masks.to(device, non_blocking=True),
+            boxes=None if self.boxes is None else self.boxes.to(device, non_blocking=True),
             sample_ids=self.sample_ids.to(device, non_blocking=True),
         )
 
@@ -203,6 +232,7 @@ class ImageBatch:
             changes=tuple(change.each(Tensor.pin_memory) for change in self.changes),
             targets=None if self.targets is None else self.targets.pin_memory(),
             masks=None if self.masks is None else self.masks.pin_memory(),
+            boxes=None if self.boxes is None else self.boxes.pin_memory(),
             sample_ids=self.sample_ids.pin_memory(),
         )
 

@@ -16,6 +16,7 @@ from PIL import Image
 from torch import Tensor
 
 from vissl_zero.config.blocks.data import Data, split_of
+from vissl_zero.data.boxes import boxes_of
 from vissl_zero.data.dataset import ImageBatch, MicroBatchDataset, MicroBatchPlan, epoch_of_views, shuffled
 from vissl_zero.data.pairs import with_masks
 from vissl_zero.data.pipeline import Pipeline
@@ -147,6 +148,7 @@ def build_loader(
         seed,
         skip_broken=data_cfg.ON_BROKEN_IMAGE == "skip",
         label_type=cfg.LABEL_TYPE,
+        boxes=boxes_of(cfg.TRANSFORMS, f"config.DATA.{split}.TRANSFORMS"),
     )
     return Loader(source, transform, order, BatchStream(dataset, data_cfg))
 

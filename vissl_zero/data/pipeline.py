@@ -61,6 +61,10 @@ class Pipeline:
         """Read an image as ``crops`` takes it. Raises BrokenImageError."""
         return source.image(index)
 
+    def size(self, read: Any) -> tuple[int, int]:
+        """Return height and width of what ``read`` gave."""
+        return read.height, read.width
+
     def open(self, image: bytes | Image.Image, name: str, decoder: Decoder) -> Any:
         """Open a file in memory, or an RGB image, as ``crops`` takes it. Raises BrokenImageError."""
         return decoder.image(image, name) if isinstance(image, bytes) else image.convert("RGB")
@@ -73,9 +77,17 @@ class Pipeline:
         """Make the crops of what ``read`` gave, and the mask of the image where it has one."""
         return self.crops(read), None
 
-    def stacked(self, crops: Sequence[Any]) -> Tensor:
-        """Gather crops of one shape in one new tensor (N, 3, H, W)."""
-        return torch.stack(list(crops))
+    def stacked(self, crops: Sequence[Any], empty: Callable[..., Tensor] = torch.empty) -> Tensor:
+        """Gather crops of one shape in one new tensor (N, 3, H, W), which ``empty(shape, dtype=...)`` allocates."""
+        return torch.stack(list(crops), out=empty((len(crops), *crops[0].shape), dtype=crops[0].dtype))
+
+    def unnormalized(self, images: Tensor) -> Tensor:
+        """Undo Normalize, if there is one, on images (B, C, H, W) that went through the pipeline."""
+        for transform in reversed(self.transforms):
+            if isinstance(transform, torchvision.transforms.Normalize):
+                mean, std = (images.new_tensor(v).view(1, -1, 1, 1) for v in (transform.mean, transform.std))
+                images = images * std + mean
+        return images
 
     def changes(self, crops: Sequence[Any]) -> Changes | None:
         """Return what the device is to do to the crops that ``stacked`` has gathered; None: nothing."""

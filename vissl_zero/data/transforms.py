@@ -273,6 +273,7 @@ class ImgPilToMultiCrop:
         size_crops: side of each size, in pixels.
         crop_scales: smallest and largest share of the image's area that a crop of each size shows.
         interpolation: bilinear, or bicubic as in BYOL, DINO, MAE, Barlow Twins and VICReg.
+        keeps_boxes: the batch has the box of each crop too (``CropBoxes``), for VICRegL.
     """
 
     def __init__(
@@ -282,7 +283,10 @@ class ImgPilToMultiCrop:
         size_crops: Sequence[int],
         crop_scales: Sequence[Sequence[float]],
         interpolation: str | InterpolationMode = "bilinear",
+        keeps_boxes: bool = False,
     ):
+        if type(keeps_boxes) is not bool:
+            raise ValueError(f"keeps_boxes must be true or false, not {keeps_boxes}")
         if interpolation not in {*_INTERPOLATIONS, *(mode.value for mode in _INTERPOLATIONS)}:
             raise ValueError(f"interpolation must be bilinear or bicubic, not {interpolation}")
         if not len(num_crops) == len(size_crops) == len(crop_scales) or sum(num_crops) != total_num_crops:

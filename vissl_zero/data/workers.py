@@ -8,11 +8,12 @@ the file descriptor of a batch.
 
 from __future__ import annotations
 
+import gc
 import itertools
 import logging
 import signal
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -24,6 +25,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from vissl_zero.config.blocks.data import Data
+from vissl_zero.data.batch_memory import BatchSender, PackedBatch, forget_blocks
 from vissl_zero.data.dataset import ImageBatch, Loaded, MicroBatchDataset, MicroBatchPlan
 from vissl_zero.errors import DataError, ProcessLostError, printable
 from vissl_zero.lifetime import end_with_creator, note_shares, signal_name, start_fork_server
@@ -35,7 +37,7 @@ warnings.filterwarnings("ignore", message="This DataLoader will create")
 # VISSL's own default. A plain fork would copy a process in which gloo, OpenMP and CUDA threads hold locks; spawn would
 # import torch again in every worker. The fork server imports once and has a single thread.
 START_METHOD = "forkserver"
-_PRELOAD = ["vissl_zero.data.fork_server", "vissl_zero.data.workers", "vissl_zero.data.pipeline"]
+_PRELOAD = ["vissl_zero.data.fork_server", "vissl_zero.data.workers"]
 _END = object()
 _reported: set[str] = set()  # images that this process has skipped: training, kNN and probes read the same ones
 _START_S = 120.0  # more for the first micro-batch: the fork server imports torch, perhaps from a slow disk
@@ -66,6 +68,8 @@ class BatchStream:
         self._plans = Plans()
         self._has_begun = False
         self._workers: list[Any] = []
+        # OpenCV, which the fast backend imports, would be 75 MiB in each worker.
+        self._preload = [*_PRELOAD, type(dataset.pipeline).__module__]
         if num_workers:
             # Also at the exit. torch asks a worker to end through a queue, which is closed already where stream and
             # queue are freed together, as part of a traceback; then it sends SIGTERM, which workers ignore, and joins.
@@ -75,7 +79,7 @@ class BatchStream:
         pins = data_cfg.PIN_MEMORY and torch.cuda.is_available()
         self._device = torch.cuda.current_device() if pins else None
         self._loader: DataLoader[Any] = DataLoader(
-            _Shared(dataset) if num_workers else dataset,
+            _Sent(dataset) if num_workers else dataset,
             sampler=self._plans,
             batch_size=None,  # an index is a whole micro-batch already
             collate_fn=_as_is,
@@ -91,7 +95,7 @@ class BatchStream:
         """Yield the micro-batches of ``plans``, in order; one such iteration at a time.
 
         Raises:
-            DataError: an image cannot be used, or there is no shared memory for a batch.
+            DataError: an image cannot be used.
             ProcessLostError: a worker died, or has not answered for WORKER_TIMEOUT_S.
         """
         self._plans.plans = plans
@@ -102,7 +106,7 @@ class BatchStream:
         """Yield what the workers load. A thread waits for them, so that whatever it is stuck in, this can give up."""
         requests: SimpleQueue[bool] = SimpleQueue()
         answers: SimpleQueue[Any] = SimpleQueue()
-        arguments = (self._loader, self._workers, self._device, requests, answers)
+        arguments = (self._loader, self._workers, self._device, self._preload, requests, answers)
         Thread(target=_serve, args=arguments, daemon=True, name="loader workers").start()
         try:
             for number in itertools.count():
@@ -144,8 +148,8 @@ class BatchStream:
         names = ", ".join(f"worker {index} (process {one.pid}) {_how_ended(one.exitcode)}" for index, one in dead)
         _kill(self._workers)
         lost = ProcessLostError(
-            f"Data loading {names or f'workers died ({error})'}. Usually the machine ran out of memory, or /dev/shm "
-            f"did: lower config.DATA.NUM_DATALOADER_WORKERS ({self._loader.num_workers} per process; 0 loads in the "
+            f"Data loading {names or f'workers died ({error})'}. Usually the machine ran out of memory: "
+            f"lower config.DATA.NUM_DATALOADER_WORKERS ({self._loader.num_workers} per process; 0 loads in the "
             "training process itself).",
             any(one.exitcode == -signal.SIGKILL for _, one in dead),
         )
@@ -167,44 +171,30 @@ def _kill(workers: Iterable[Any]) -> None:
     for worker in workers:
         with suppress(OSError, ValueError, AttributeError):  # gone, or never begun
             worker.kill()
+            forget_blocks([worker.pid])
 
 
-class _Shared(Dataset[Loaded]):
-    """Puts a worker's loaded batch into shared memory.
+class _Sent(Dataset[PackedBatch]):
+    """Packs what a worker loads.
 
-    torch would do so in a thread that prints errors and drops the batch; the training process would then wait for the
-    batch forever.
+    torch would share each tensor anew, in a thread that prints errors and drops the batch; the training process would
+    then wait for the batch forever.
     """
 
     def __init__(self, dataset: MicroBatchDataset):
         self._dataset = dataset
+        self._sender = BatchSender()
 
-    def __getitem__(self, plan: MicroBatchPlan) -> Loaded:
-        loaded = self._dataset[plan]
-        if loaded.batch is None:
-            return loaded
-        tensors = loaded.batch.tensors
-        size = sum(tensor.nbytes for tensor in tensors)
-        try:
-            for tensor in tensors:
-                tensor.share_memory_()
-        except RuntimeError as error:
-            if "shared memory" not in str(error):
-                raise
-            return Loaded(None, error=_NO_ROOM.format(size=size / 2**20, error=str(error).splitlines()[0]))
-        return loaded
-
-
-_NO_ROOM = (
-    "/dev/shm has no room for a micro-batch of {size:.3g} MiB ({error}). Give it more (docker run --shm-size=8g), "  # noqa: S108
-    "lower config.DATA.NUM_DATALOADER_WORKERS (each worker holds up to 3 micro-batches there), or set it to 0."
-)
+    def __getitem__(self, plan: MicroBatchPlan) -> PackedBatch:
+        self._sender.reclaim()
+        return self._sender.pack(self._dataset.load(plan, self._sender.empty))
 
 
 def _serve(
     loader: DataLoader[Any],
     workers: list[Any],
     device: int | None,
+    preload: Sequence[str],
     requests: SimpleQueue[bool],
     answers: SimpleQueue[Any],
 ) -> None:
@@ -215,10 +205,11 @@ def _serve(
     while requests.get():
         try:
             if batches is None:
-                start_fork_server(_PRELOAD)  # not left to torch, which would do it in this thread: it ends soon
+                start_fork_server(preload)  # not left to torch, which would do it in this thread: it ends soon
                 batches = iter(loader)
                 workers[:] = getattr(batches, "_workers", ())  # torch has no public name for them
-            answers.put(next(batches, _END))
+            answer = next(batches, _END)
+            answers.put(answer.unpack() if isinstance(answer, PackedBatch) else answer)
         except BaseException as error:  # noqa: BLE001 - the other thread raises it
             answers.put(error)
 
@@ -227,6 +218,8 @@ def _begin_worker(index: int) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torch has just set a handler, unlike for the fork server's others
     end_with_creator()
     note_shares()
+    # A collection would write to every object that the fork server has imported, and so copy its page.
+    gc.freeze()
 
 
 def _as_is(loaded: Any) -> Any:

@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
+from torch import nn
 
+from vissl_zero.engine.passes import InPasses
 from vissl_zero.engine.stopping import Stop
 from vissl_zero.sharding.memory import Bytes
 from vissl_zero.sharding.sharded_model import ShardedModel
@@ -152,6 +154,7 @@ class Run:
             (``kept_features``).
         teacher_features: what a frozen teacher gives, on disk; None: it is run in each step.
         results: figures for ``summary.json`` that hooks add (``knn_top1_before`` ...).
+        captured: set by a hook: the folder of the newest bad step that was captured, named by its number.
     """
 
     plan: ResolvedRun
@@ -178,6 +181,7 @@ class Run:
     seen: Model | None = None
     teacher_features: TeacherFeatures | None = None
     results: dict[str, Any] = field(default_factory=dict)
+    captured: Path | None = None
 
     def is_due(self, every_num_epochs: int) -> bool:
         """Check whether the epoch that ends is one to measure: each so many, but for the last, which the end measures.
@@ -211,11 +215,19 @@ class Run:
         """Compute the teacher's outputs for a micro-batch, or read them where they are kept. Collective."""
 
         def compute() -> list[Any]:
-            return self.method.run_teacher(self.sharded.teacher, batch)
+            return self.method.run_teacher(self.in_passes(self.sharded.teacher), batch)
 
         if self.teacher_features is None:
             return compute()
         return self.teacher_features.outputs(self.epoch, batch.sample_ids, compute)
+
+    def in_passes(self, model: nn.Module) -> Any:
+        """Return what stands in for a model that is run without graph: in fewer passes than CROP_PASSES says.
+
+        Such a pass holds one layer's activations at a time, which are less than a quarter of a whole model's.
+        """
+        number = -(-self.plan.crop_passes // 4)
+        return model if number == 1 else InPasses(model, number, self.plan.config.MODEL.VIEWS_APART, self.seen)
 
     def show_probe(self, batch: ImageBatch) -> None:
         """Let the probe learn from the features of the newest forward pass, which was of ``batch``."""
@@ -253,6 +265,18 @@ class Hook:
 
     def on_epoch_start(self, run: Run) -> None:
         """Run before the first step of ``run.epoch``, or before the next one where a run resumes in mid-epoch."""
+
+    def on_batch(self, run: Run, micro_batches: Sequence[ImageBatch]) -> None:
+        """Run before every optimizer step, ``run.step`` being those done, with this rank's part, on the CPU."""
+
+    def before_update(self, run: Run, figures: Callable[[], tuple[float, float]]) -> None:
+        """Run after the last backward pass of every step, while nothing is updated yet.
+
+        Args:
+            run: run in progress; of its state, only what a forward pass changes is no longer that before the step.
+            figures: gives the step's loss and gradient norm, as its record will have them. The first call is a
+                collective and waits for the device, which has nothing to do until the update follows.
+        """
 
     def on_step(self, run: Run, step: Step) -> None:
         """Run after every optimizer step, for what must see the model as that step left it."""

@@ -11,12 +11,12 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import fields
-from functools import partial
+from functools import cache, partial
 
 import torch
 from torch import Tensor
 
-from vissl_zero.collectives import all_gather_rows, sum_later
+from vissl_zero.collectives import all_gather_rows, rank, sum_later
 from vissl_zero.data.dataset import ImageBatch
 from vissl_zero.engine import stopping
 from vissl_zero.engine.exact_accumulation import accumulate_exactly
@@ -170,9 +170,7 @@ def _train_epoch(run: Run, schedules: Schedules, frozen: Frozen, hooks: Sequence
     started = time.perf_counter()
     for micro_batches in run.loader.epoch(run.epoch, run.epoch_samples):
         loaded = time.perf_counter()
-        lr = schedules.apply(run.sharded, run.step, run.lr_factor)
-        run.sharded.freeze(frozen.at(run.step))
-        step = _train_step(run, micro_batches, lr, (started, loaded), hooks)
+        step = take_step(run, schedules, frozen, micro_batches, hooks, (started, loaded))
         for hook in hooks:
             hook.on_step(run, step)
         if run.stop is not None or run.step >= run.num_steps:
@@ -188,13 +186,29 @@ def _train_epoch(run: Run, schedules: Schedules, frozen: Frozen, hooks: Sequence
     run.epoch, run.epoch_samples = run.epoch + 1, 0
 
 
-def _train_step(
-    run: Run, micro_batches: Sequence[ImageBatch], lr: float, times: tuple[float, float], hooks: Sequence[Hook]
+def take_step(
+    run: Run,
+    schedules: Schedules,
+    frozen: Frozen,
+    micro_batches: Sequence[ImageBatch],
+    hooks: Sequence[Hook],
+    times: tuple[float, float],
 ) -> Step:
     """Run one optimizer step over its micro-batches. ``times``: the clock before and after the loader gave them.
 
     Its figures may not have arrived when this returns: ``run.settle``, which the next step calls, reads them.
     """
+    lr = schedules.apply(run.sharded, run.step, run.lr_factor)
+    run.sharded.freeze(frozen.at(run.step))
+    for hook in hooks:
+        hook.on_batch(run, micro_batches)
+    return _train_step(run, micro_batches, lr, times, hooks)
+
+
+def _train_step(
+    run: Run, micro_batches: Sequence[ImageBatch], lr: float, times: tuple[float, float], hooks: Sequence[Hook]
+) -> Step:
+    """Run the step that ``take_step`` has prepared."""
     sharded, method = run.sharded, run.method
     num_samples = sum(batch.num_global for batch in micro_batches)
     dtype = getattr(torch, run.plan.sharding.precision.master)
@@ -202,13 +216,20 @@ def _train_step(
         run.settle()  # figures of health may be a matrix as wide as the embeddings: not beside the activations
     method.on_step(run.step, run.epoch)
     watch = _watched(run) if run.step == run.first_step else nullcontext()
-    accumulate = accumulate_exactly if run.plan.exact_accumulation and len(micro_batches) > 1 else _accumulate
+    is_joint = run.plan.exact_accumulation and len(micro_batches) > 1
+    accumulate = accumulate_exactly if is_joint or run.plan.crop_passes > 1 else _accumulate
     loss_sum = accumulate(run, micro_batches, dtype, watch)
     is_logged = _is_logged(run, run.step + 1)
     if is_logged:
         run.bytes = sharded.ledger()  # before the step, while gradients exist
     every = run.plan.config.HOOKS.HISTOGRAMS_EVERY
-    result = sharded.step(with_histograms=every > 0 and (run.step + 1) % every == 0)
+
+    def before_update(grad_norm: Tensor) -> None:
+        figures = cache(partial(_figures, loss_sum, grad_norm))
+        for hook in hooks:
+            hook.before_update(run, figures)
+
+    result = sharded.step(every > 0 and (run.step + 1) % every == 0, before_update)
     run.histograms = result.histograms
     sharded.zero_grad()
     # After the update, as SwAV's prototypes must have unit length in every forward pass.
@@ -242,6 +263,13 @@ def _train_step(
     if result.is_stuck:
         run.settle()
     return step
+
+
+def _figures(local_loss: Tensor, grad_norm: Tensor) -> tuple[float, float]:
+    """Read the loss of all ranks and the gradients' norm now; as ``_settle`` reads them. Collective."""
+    norm = grad_norm.to(local_loss) if rank() == 0 else torch.zeros_like(local_loss)
+    loss, norm_everywhere = sum_later(torch.stack((local_loss, norm)))().tolist()
+    return loss, norm_everywhere
 
 
 def _settle(
@@ -356,8 +384,14 @@ def diverged(run: Run, step: Step, result: StepResult, loss: float, local_loss: 
         what = f"The loss became {loss} {when} on rank {', '.join(map(str, ranks))}."
     else:
         what = f"The gradients overflow {when} at a loss scale of 1."
+    again = "The same command with config.HOOKS.CAPTURE_BAD_STEP.USE_CAPTURE=true captures the step, to be replayed."
+    if run.captured is not None:
+        again = f"Step {run.captured.name} was captured; to look into it: vissl-zero replay {run.captured}"
+    elif run.plan.config.HOOKS.CAPTURE_BAD_STEP.USE_CAPTURE:
+        again = f"It was not captured: the run has its {run.plan.config.HOOKS.CAPTURE_BAD_STEP.MOST}, or lacked room."
     return DivergedError(
         f"{what} "
         f"{gradients}; {FILE_NAME} in the run folder has the details. "
-        "Lower the learning rate, lengthen the warm-up, or clip gradients with config.ZERO.clip_grad=1.0."
+        "Lower the learning rate, lengthen the warm-up, or clip gradients with config.ZERO.clip_grad=1.0. "
+        f"{again}"
     )

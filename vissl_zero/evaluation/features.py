@@ -14,7 +14,6 @@ from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
-import torchvision
 from torch import Tensor, nn
 
 from vissl_zero.collectives import all_gather_rows
@@ -169,11 +168,7 @@ def thumbnails(images: Tensor, transform: Pipeline) -> Tensor:
     Returns:
         (B, 3 * h * w) float32, h and w at most ``THUMBNAIL_SIDE``.
     """
-    images = images.float()
-    for step in reversed(transform.transforms):
-        if isinstance(step, torchvision.transforms.Normalize):
-            mean, std = (torch.tensor(v, device=images.device).view(1, -1, 1, 1) for v in (step.mean, step.std))
-            images = images * std + mean
+    images = transform.unnormalized(images.float())
     height, width = (min(side, THUMBNAIL_SIDE) for side in images.shape[2:])
     return F.adaptive_avg_pool2d(images, (height, width)).flatten(1)
 

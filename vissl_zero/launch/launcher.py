@@ -42,6 +42,7 @@ def launch_local(  # noqa: C901
     plan_folder: Path | None = None,
     began: float | None = None,
     fit: FitRun | None = None,
+    work: str = "worker",
 ) -> int:
     """Start this machine's ranks and wait for them; restart them at most ``DISTRIBUTED.MAX_RESTARTS`` times.
 
@@ -52,6 +53,7 @@ def launch_local(  # noqa: C901
         plan_folder: folder with ``config.resolved.yaml``, if that is not the run folder.
         began: when the time limit began to count, as Unix time; None: now.
         fit: the fit that chose ``plan``, and chooses again where memory runs out. Not with ``rendezvous``.
+        work: module of this room whose ``main`` the ranks run.
     Returns:
         Exit code: 0, 75 (saved and stopped because it was asked to), 130 (Ctrl-C; saved, too), 2 (a user's error, its
         sentence printed) or 1 (a crash, its traceback printed).
@@ -70,7 +72,7 @@ def launch_local(  # noqa: C901
         with Scratch() as private:
             first_rank = rendezvous.first_rank() if rendezvous else 0
             folder = str(plan_folder or plan.run_dir)
-            group = RankGroup(num_procs, first_rank, folder, private, _log_folder(plan), environment)
+            group = RankGroup(num_procs, first_rank, folder, private, _log_folder(plan), environment, work)
             if rendezvous:
                 rendezvous.watch_over(group.end)
             try:

@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from importlib import import_module
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -46,6 +47,7 @@ class RankGroup:
         private: a folder that only this user can enter, for rendezvous, failure reports and what ranks leave behind.
         log_folder: made if it is not there.
         environment: environment of the ranks, beside what this class sets.
+        work: module of this room whose ``main`` the ranks run.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class RankGroup:
         private: Path,
         log_folder: Path,
         environment: dict[str, str],
+        work: str = "worker",
     ):
         self.asked: stopping.Stop | None = None
         self.was_killed_by_user = False
@@ -79,7 +82,7 @@ class RankGroup:
             SCRATCH_VARIABLE: str(private),
             LAUNCHER_VARIABLE: str(os.getpid()),
         }
-        command = [sys.executable, "-m", "vissl_zero.launch.rank_group", plan_folder]
+        command = [sys.executable, "-m", "vissl_zero.launch.rank_group", plan_folder, work]
         try:
             for index in range(num_procs):
                 of_rank = shared | {"RANK": str(index), "LOCAL_RANK": str(index)}
@@ -168,7 +171,7 @@ def _output(log_folder: Path, rank: int) -> Iterator[Any]:
 
 
 def main() -> int:
-    """Train as one rank; see ``worker.main``."""
+    """Work as one rank: ``argv`` has the plan's folder, and the module that works; see ``worker.main``."""
     tolerate_lost_output()
     be_killed_first()
     end_with_parent(int(os.environ[LAUNCHER_VARIABLE]))  # else it would outlive its launcher, which holds the lock
@@ -177,11 +180,11 @@ def main() -> int:
     signal.signal(signal.SIGINT, _on_ctrl_c)
     # Imports leave nothing to collect, and Python would look through all of it a hundred times: a fifth of their time.
     gc.disable()
-    from vissl_zero.launch import worker
-
+    work = import_module(f"vissl_zero.launch.{sys.argv[2]}")
     gc.freeze()
     gc.enable()
-    return worker.main()
+    code: int = work.main()
+    return code
 
 
 def be_killed_first(path: Path = Path("/proc/self/oom_score_adj")) -> None:

@@ -35,7 +35,7 @@ _OUR_FILES = {
     "weights.safetensors",
     "weights_ema.safetensors",
 }
-_OUR_FOLDERS = ("features", "logs", "tensorboard")
+_OUR_FOLDERS = ("bad_steps", "features", "logs", "tensorboard")
 RENEW_S = 30.0
 STALE_S = 300.0  # ten missed renewals
 _JOB_VARIABLES = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "JOB_ID")

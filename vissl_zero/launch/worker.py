@@ -44,6 +44,16 @@ def rank_device(plan: ResolvedRun) -> torch.device:
     return torch.device("cuda", int(os.environ["LOCAL_RANK"])) if plan.device == "cuda" else torch.device("cpu")
 
 
+def prepare_process(plan: ResolvedRun) -> None:
+    """Set up threads, deterministic kernels and plugins, before anything is built."""
+    torch.set_num_threads(plan.threads_per_rank)
+    if plan.sharding.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else cuBLAS refuses
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    load_plugins(plan.config.IMPORTS)
+
+
 def train_rank(plan: ResolvedRun) -> int:
     """Train one rank from start, or from its newest checkpoint, to end. Every rank calls it, inside the process group.
 
@@ -51,12 +61,7 @@ def train_rank(plan: ResolvedRun) -> int:
         Exit code: 0, or that of ``engine/stopping.py`` where it saved and stopped.
     """
     tolerate_lost_output()  # torchrun starts other processes than ``rank_group`` does
-    torch.set_num_threads(plan.threads_per_rank)
-    if plan.sharding.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else cuBLAS refuses
-        torch.use_deterministic_algorithms(True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    load_plugins(plan.config.IMPORTS)
+    prepare_process(plan)
     limit = plan.config.CHECKPOINT.TIME_LIMIT_MIN
     if limit is not None and stopping.deadline() is None:  # else the launcher has set it
         stopping.end_at(time.time() + 60 * limit)

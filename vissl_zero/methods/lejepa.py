@@ -55,6 +55,19 @@ def sigreg(views: Tensor, directions: Tensor, num_points: int = 17, max_point: f
     return (distances @ (weights * window)).mean() * num_samples
 
 
+def distance_from_mean(views: Tensor, num_global: int) -> Tensor:
+    """Average the squared distance of all views from the mean of the global ones, over this rank's samples.
+
+    Args:
+        views: (V, n, D) embeddings; the global views come first.
+        num_global: number of global ones among them.
+    Returns:
+        0-d. No communication.
+    """
+    squares = (views - views[:num_global].mean(dim=0)).square().sum()
+    return squares / max(views.numel(), 1)
+
+
 def lejepa_loss(
     views: Tensor, num_global: int, directions: Tensor, weight: float = 0.05, num_points: int = 17, max_point: float = 3
 ) -> Tensor:
@@ -70,9 +83,8 @@ def lejepa_loss(
         0-d. The distance is the mean over this rank's samples; SIGReg is the same on every rank.
     """
     rows = at_least_float32(views)
-    squares = (rows - rows[:num_global].mean(dim=0)).square().sum()
-    distance = squares / max(rows.numel(), 1)
-    return (1 - weight) * distance + weight * sigreg(rows, directions, num_points, max_point)
+    regularized = sigreg(rows, directions, num_points, max_point)
+    return (1 - weight) * distance_from_mean(rows, num_global) + weight * regularized
 
 
 @LOSSES.register("lejepa_loss", config=LeJEPALossConfig)

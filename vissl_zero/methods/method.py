@@ -54,6 +54,10 @@ class Batch(Protocol):
         """(B, H, W) uint8 class of each pixel of the one crop, 255 where it does not count; None without masks."""
 
     @property
+    def boxes(self) -> Tensor | None:
+        """(V * B, 4) box of each crop in its image, crop-major; None: the transforms do not keep them."""
+
+    @property
     def sample_ids(self) -> Tensor:
         """(B,) int64 index of each sample in the source."""
 

@@ -274,7 +274,7 @@ class Model(nn.Module):
         if features_only:
             return self._features_to_show(features)
         if self.views_apart:
-            return [_joined([head(rows) for rows in features]) for head in self.heads]
+            return self._view_by_view(features, maps)
         inputs = self.taps(features) if self.taps is not None else [torch.cat(features)] * len(self.heads)
         if is_first and self.taps is not None:
             for index, (head, rows) in enumerate(zip(self.heads, inputs, strict=True)):
@@ -285,6 +285,14 @@ class Model(nn.Module):
         if anchored:
             anchor: Any = self.anchor
             outputs.append(anchor(images[:1], return_tokens=True)[0][:, anchor.num_prefix_tokens :])
+        return outputs
+
+    def _view_by_view(self, features: list[Tensor], maps: list[Tensor]) -> list[Any]:
+        """Call each head once for each resolution, and join what it gives."""
+        outputs = []
+        for head, wanted_inputs in zip(self.heads, self._asks, strict=True):
+            extras = [{"maps": [own]} for own in maps] if "maps" in wanted_inputs else [{}] * len(features)
+            outputs.append(_joined([head(rows, **more) for rows, more in zip(features, extras, strict=True)]))
         return outputs
 
     def _features_to_show(self, features: list[Tensor]) -> list[Any]:

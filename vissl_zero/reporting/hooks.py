@@ -15,6 +15,7 @@ from vissl_zero.evaluation.knn import KnnHook
 from vissl_zero.evaluation.segmentation import SegmentationHook
 from vissl_zero.methods.health import CollapseRule
 from vissl_zero.registry import HOOKS, require_interface
+from vissl_zero.reporting.bad_step_capture import BadStepCapture
 from vissl_zero.reporting.display import Display
 from vissl_zero.reporting.findings import FindingsHook, add_finding
 from vissl_zero.reporting.histogram_file import HistogramFile
@@ -47,6 +48,8 @@ def build_hooks(plan: ResolvedRun) -> list[Hook]:
         hooks.append(HistogramFile())
     if plan.config.ONLINE_PROBE.USE_PROBE:
         hooks.append(OnlineProbeHook())
+    if options.CAPTURE_BAD_STEP.USE_CAPTURE:
+        hooks.append(BadStepCapture(options.CAPTURE_BAD_STEP))
     if options.EARLY_STOPPING.METRIC:
         hooks.append(EarlyStoppingHook(options.EARLY_STOPPING))
     if plan.config.CHECKPOINT.SAVE_BEST:

@@ -18,7 +18,7 @@ _RESIZING = ("bilinear", ("bilinear", "bicubic"))
 FAST_FORMS: dict[str, dict[str, tuple[str, tuple[str, ...]] | None]] = {
     "RandomResizedCrop": {"size": None, "scale": None, "ratio": None, "interpolation": _RESIZING},
     "ImgPilToMultiCrop": {
-        **dict.fromkeys(("total_num_crops", "num_crops", "size_crops", "crop_scales")),
+        **dict.fromkeys(("total_num_crops", "num_crops", "size_crops", "crop_scales", "keeps_boxes")),
         "interpolation": _RESIZING,
     },
     "ImgReplicatePil": {"num_times": None},

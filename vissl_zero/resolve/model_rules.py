@@ -80,7 +80,7 @@ def method(cfg: RunConfig, decided: Decisions) -> list[Problem]:
 
 
 def views_apart(cfg: RunConfig, decided: Decisions) -> list[Problem]:
-    """Check that heads called view by view take nothing but features."""
+    """Check that heads can be called view by view."""
     heads = [head for head in cfg.MODEL.HEAD.PARAMS if is_head(head)]
     links = [link for head in heads for link in (head[1].get("heads", []) if head[0] == "chain" else [head])]
     names = [link[0] for link in links if is_head(link)]
@@ -93,7 +93,7 @@ def views_apart(cfg: RunConfig, decided: Decisions) -> list[Problem]:
     return [Problem("config.MODEL.HEAD.PARAMS", got, must, fix)]
 
 
-_APART = ("mlp", "siamese_head", "identity")
+_APART = ("mlp", "siamese_head", "identity", "vicregl_head")
 
 
 def lora(cfg: RunConfig, decided: Decisions) -> list[Problem]:

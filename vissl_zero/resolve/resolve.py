@@ -20,6 +20,7 @@ from vissl_zero.config.run_config import RunConfig
 from vissl_zero.config.weights_name import absolute
 from vissl_zero.errors import ConfigError, Problem
 from vissl_zero.registry import load_plugins
+from vissl_zero.resolve.boxes import BOX_RULES
 from vissl_zero.resolve.channels import with_channels
 from vissl_zero.resolve.components import (
     as_teacher,
@@ -61,6 +62,7 @@ Rule = Callable[[RunConfig, Decisions], Problem | list[Problem] | None]
 RULES: tuple[Rule, ...] = (
     *DATA_RULES,
     *PAIR_RULES,
+    *BOX_RULES,
     *MODEL_RULES,
     *OPTIMIZER_RULES,
     *SHARDING_RULES,
@@ -141,6 +143,7 @@ def resolve(
         accumulation_steps=cfg.ZERO.gradient_accumulation_steps,
         learns_from_other=learns_from_other,
         exact_accumulation=cfg.TRAINER.EXACT_ACCUMULATION,
+        crop_passes=cfg.TRAINER.CROP_PASSES,
         global_batch=step,
         num_epochs=cfg.OPTIMIZER.num_epochs,
         max_steps=cfg.TRAINER.MAX_STEPS,

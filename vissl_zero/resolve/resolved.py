@@ -250,6 +250,7 @@ class ResolvedRun:
         batch_per_rank: BATCHSIZE_PER_REPLICA, source images per rank and micro-batch.
         accumulation_steps: micro-batches per optimizer step.
         exact_accumulation: the loss is one over all micro-batches of a step.
+        crop_passes: passes of the model that the crops of a micro-batch take.
         global_batch: source images per optimizer step = batch_per_rank * world_size * accumulation_steps.
         num_epochs, max_steps: length of the run; max_steps None: no limit. It never changes the schedule.
         sharding, optimizer: see there.
@@ -277,6 +278,7 @@ class ResolvedRun:
     sharding: ShardingPlan
     optimizer: OptimizerPlan
     exact_accumulation: bool = False
+    crop_passes: int = 1
     learns_from_other: bool = False
     notes: tuple[str, ...] = ()
     interpolations: dict[str, str] = field(default_factory=dict)
@@ -322,18 +324,25 @@ def with_fewer_ranks(plan: ResolvedRun, least: int) -> ResolvedRun | None:
     """
     micro_batch = plan.batch_per_rank * plan.world_size
     for number in range(plan.world_size - 1, least - 1, -1):
-        if number < 1 or micro_batch % number:
-            continue
-        sizes = (plan.sharding.shard_group_size, plan.sharding.sync_bn_group)
-        shard_group, bn_group = (number if size == plan.world_size else size for size in sizes)
-        if any(size > 1 and number % size for size in (shard_group, bn_group)):
-            continue
-        sharding = replace(plan.sharding, shard_group_size=shard_group, sync_bn_group=bn_group)
-        return replace(
-            plan,
-            world_size=number,
-            procs_per_node=number,
-            batch_per_rank=micro_batch // number,
-            sharding=sharding,
-        )
+        if number >= 1 and micro_batch % number == 0 and (fewer := with_ranks(plan, number)):
+            return fewer
     return None
+
+
+def with_ranks(plan: ResolvedRun, number: int) -> ResolvedRun | None:
+    """Plan for another number of processes on one machine, which share the micro-batch as evenly as it goes.
+
+    Groups of fewer ranks than all keep their size; None: the processes are no multiple of it.
+    """
+    sizes = (plan.sharding.shard_group_size, plan.sharding.sync_bn_group)
+    shard_group, bn_group = (number if size == plan.world_size else size for size in sizes)
+    if any(size > 1 and number % size for size in (shard_group, bn_group)):
+        return None
+    return replace(
+        plan,
+        world_size=number,
+        num_nodes=1,
+        procs_per_node=number,
+        batch_per_rank=-(-plan.batch_per_rank * plan.world_size // number),
+        sharding=replace(plan.sharding, shard_group_size=shard_group, sync_bn_group=bn_group),
+    )

@@ -229,11 +229,15 @@ class ShardedModel:
             raise ValueError(f"freeze: not parameters of the model: {', '.join(unknown)}")
         self._frozen = frozenset(names)
 
-    def step(self, with_histograms: bool = False) -> StepResult:
+    def step(
+        self, with_histograms: bool = False, before_update: Callable[[Tensor], object] | None = None
+    ) -> StepResult:
         """Unscale, agree on inf, clip, adapt (LARC/LARS), update. One all-reduce for all norms.
 
         Args:
             with_histograms: count weights and gradients too, before clipping; the same on every rank.
+            before_update: called on every rank with the global L2 norm of the gradients, 0-d, while parameters,
+                optimizer state, teacher and loss scale are those before the step. It may call collectives.
         """
         # Full copies would keep the old values after the update.
         self._before_shards_change()
@@ -251,7 +255,7 @@ class ShardedModel:
         # An asynchronous checkpoint may still copy the shards that are about to change.
         self._wait_for_readers()
         with self._parameter_guard.own_step():
-            result = self._stepper.step(self._frozen, with_histograms)
+            result = self._stepper.step(self._frozen, with_histograms, before_update)
         if not result.skipped:
             for shard in self._trained:
                 shard.publish()

@@ -140,6 +140,16 @@ def test_normalized_values_are_those_of_torchvision_bit_for_bit() -> None:
     assert torch.equal(slow, fast)
 
 
+def test_normalization_is_undone_as_with_pillow() -> None:
+    image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (8, 8, 3), dtype=np.uint8))
+    entries = [{"name": "ToTensor"}, {"name": "Normalize", "mean": [0.4, 0.5, 0.6], "std": [0.2, 0.3, 0.4]}]
+    (plain,) = build_pipeline(entries[:1], "here")(image)
+    for pipeline in (build_pipeline(entries, "here"), build_fast_pipeline(entries, "here", Decoder())):
+        (values,) = pipeline(image)
+        assert not torch.allclose(values, plain)
+        torch.testing.assert_close(pipeline.unnormalized(values[None])[0], plain)
+
+
 def test_colors_fold_into_one_matrix_until_a_change_may_leave_the_range() -> None:
     pixels = np.asarray(photograph())
     colors = Colors(pixels)

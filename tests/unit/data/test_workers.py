@@ -201,15 +201,17 @@ def test_a_loading_process_goes_with_its_rank_while_it_still_imports(short_path:
 
 @pytest.mark.slow
 @pytest.mark.timeout(180)
-def test_a_small_dev_shm_is_a_sentence(short_path: Path) -> None:
-    """torch prints the error in a thread of the worker and drops the batch, for which the rank then waits."""
+def test_batches_need_no_room_in_dev_shm(short_path: Path) -> None:
+    """A container has 64 MiB there, and a batch of large crops more."""
     if shutil.which("unshare") is None or subprocess.run(["unshare", "-rm", "true"], check=False).returncode:
         pytest.skip("no mount namespaces of a user's own here")
-    own = ["unshare", "-rm", "sh", "-c", 'mount -t tmpfs -o size=1m none /dev/shm; exec "$@"', "sh"]
+    own = ["unshare", "-rm", "sh", "-c", 'mount -t tmpfs -o size=64k none /dev/shm; exec "$@"', "sh"]
     process = _start(short_path, "256", own)
-    _, err = process.communicate(timeout=150)
-    assert process.returncode == 1
-    assert "/dev/shm has no room" in err and "No space left on device" in err
+    assert process.stdout is not None
+    for _ in range(20):
+        assert process.stdout.readline() == "a step\n"
+    process.kill()
+    process.communicate(timeout=60)
 
 
 def _start(

@@ -16,6 +16,7 @@ class LossBatch:
     num_global: int
     targets: Tensor | None = None
     masks: Tensor | None = None
+    boxes: Tensor | None = None
 
     @property
     def num_local(self) -> int:

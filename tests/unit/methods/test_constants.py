@@ -21,6 +21,7 @@ from vissl_zero.methods.contrastive import supcon_loss
 from vissl_zero.methods.gather import EmbeddingQueue
 from vissl_zero.methods.method import Method, build_method
 from vissl_zero.methods.two_views import KeyQueue
+from vissl_zero.methods.visreg import normal_quantiles
 from vissl_zero.models.keyed_random import set_random_key
 from vissl_zero.models.model import build_model
 from vissl_zero.models.patches import sine_positions
@@ -199,6 +200,14 @@ def lejepa() -> None:
     assert (method.weight, method.num_slices, method.points) == (0.05, 1024, (17, 3.0))
 
 
+def visreg() -> None:
+    """HaiyuWu/visreg 074fb51 configs/default.yaml and configs/loss/visreg.yaml; quantiles i / (B + 1) of its loss."""
+    method: Any = _make("visreg_loss", num_global_crops=2)
+    assert (method.weight, method.num_slices) == (0.9, 4096)
+    expected = torch.tensor([-0.6744897501960817, 0.0, 0.6744897501960817], dtype=torch.float64)  # quartiles
+    torch.testing.assert_close(normal_quantiles(3, expected), expected)
+
+
 def barlow_twins() -> None:
     """facebookresearch/barlowtwins 8e8d284 main.py."""
     assert _make("barlow_twins_loss").lambda_ == 0.0051
@@ -207,6 +216,12 @@ def barlow_twins() -> None:
 def vicreg() -> None:
     """facebookresearch/vicreg main_vicreg.py."""
     assert _make("vicreg_loss").weights == (25.0, 25.0, 1.0)
+
+
+def vicregl() -> None:
+    """facebookresearch/VICRegL 803ae4c main_vicregl.py: defaults of its arguments; pairs of its ``local_loss``."""
+    method: Any = _make("vicregl_loss")
+    assert (method.weights, method.alpha, method.num_matches) == ((25.0, 25.0, 1.0), 0.75, (20, 4))
 
 
 def swav() -> None:
@@ -280,8 +295,8 @@ CONSTANTS: dict[str, Callable[[], None]] = {
     check.__name__: check
     for check in (
         *(dino, ibot, dinov2, dinov3, mae, simmim, ijepa, data2vec, msn, moco_v2, moco_v3, byol, simsiam, simclr),
-        *(nnclr, supcon, lejepa, barlow_twins, vicreg, swav, swav_momentum, deepcluster_v2, npid, pirl, rotnet),
-        *(jigsaw, supervised, segmentation, distillation, feature_distillation),
+        *(nnclr, supcon, lejepa, visreg, barlow_twins, vicreg, vicregl, swav, swav_momentum, deepcluster_v2, npid),
+        *(pirl, rotnet, jigsaw, supervised, segmentation, distillation, feature_distillation),
     )
 }
 
@@ -344,6 +359,9 @@ DECAYS: dict[str, Callable[[str, Tensor], bool]] = {
     "moco_v2/resnet50": _all,  # main_moco.py
     "barlow_twins/resnet50": _not_vectors,  # weight_decay_filter
     "vicreg/resnet50": _not_vectors,  # exclude_bias_and_norm
+    "vicregl/resnet50": _not_vectors,  # exclude_bias_and_norm
+    "vicregl/convnext_small": _not_vectors,  # optimizers.py add_weight_decay
+    "visreg/vit_base": _not_vectors,  # visreg/utils.py get_parameter_groups
     "byol/resnet50": _not_vectors,
     "simclr/resnet50": _not_vectors,
 }

@@ -55,6 +55,8 @@ from vissl_zero.methods.two_views import (
     symmetric_info_nce,
     vicreg_loss,
 )
+from vissl_zero.methods.vicregl import global_loss, local_loss
+from vissl_zero.methods.visreg import visreg, visreg_loss
 from vissl_zero.models.keyed_random import set_random_key
 
 
@@ -159,6 +161,16 @@ def test_vicreg():
     _is(vicreg_loss(A, B), 51.04880704511413)
 
 
+def test_vicregl():
+    """facebookresearch/VICRegL 803ae4c main_vicregl.py, places by its transforms.py; 10 of 18 boxes are mirrored."""
+    weights = (2.0, 3.0, 0.5)
+    _is(global_loss(_randn(70, 3, 6, 5), weights), 4.609469028104523)
+    maps = [_randn(71, 6, 5, 3, 3), _randn(72, 6, 5, 3, 3), _randn(73, 6, 5, 2, 2)]
+    boxes = _randn(74, 3, 6, 4).abs() * 40
+    boxes[:, :, 2] += boxes[:, :, 0]
+    _is(local_loss(maps, boxes, (5, 2), weights), 7.330048047619595)
+
+
 def test_dino():
     """facebookresearch/dino 7c446df main_dino.py: two teacher views, four student views, a center."""
     student, teacher = _randn(10, 4, 6, 8), _randn(11, 2, 6, 8)
@@ -191,6 +203,18 @@ def test_lejepa():
     """lightly 1.6.0 lightly/loss/lejepa_loss.py, 8 directions, 2 global views and a local one."""
     views = _randn(69, 3, 6, 5)
     _is(lejepa_loss(views, 2, random_directions(5, 8, 7, views)), 1.1944831713686574)
+
+
+def test_visreg():
+    """HaiyuWu/visreg 074fb51 visreg/losses/visreg.py, and train.py's sum; 8 directions, 2 global views."""
+    views = _randn(75, 3, 6, 5)
+    directions = random_directions(5, 8, 7, views)
+    _is(visreg(views, directions), 0.3552030789263369)
+    _is(visreg_loss(views, 2, directions, 0.9), 0.39569207452670496)
+    # Of embeddings that are all equal the gradient is finite.
+    collapsed = views.mean(dim=(0, 1)).expand(3, 6, 5).clone().requires_grad_()
+    visreg(collapsed, directions).backward()
+    assert collapsed.grad is not None and collapsed.grad.isfinite().all()
 
 
 def test_gram():

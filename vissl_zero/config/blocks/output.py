@@ -86,6 +86,19 @@ class EarlyStopping:
     """By how much, in the metric's unit, a figure must exceed the best to be better."""
 
 
+@dataclass
+class CaptureBadStep:
+    """``HOOKS.CAPTURE_BAD_STEP``: keep what replays a step whose loss or gradient is not finite, or a spike."""
+
+    USE_CAPTURE: bool = False
+    """Judge each step before its update, and write bad ones into the run folder's bad_steps/, for vissl-zero replay."""
+    SPIKE_FACTOR: float | None = number(10.0, above=1, fix="Write null to capture what is not finite alone.")
+    """How many times the median of the last 100 steps a loss or a gradient's norm must reach to be a spike; null: only
+    what is not finite is bad."""
+    MOST: int = number(3, least=1)
+    """Most steps that a run captures; each takes the room of a checkpoint and a batch."""
+
+
 @with_vissl_keys("HOOKS")
 @dataclass
 class Hooks:
@@ -104,6 +117,8 @@ class Hooks:
     """A running average of the weights."""
     EARLY_STOPPING: EarlyStopping = field(default_factory=EarlyStopping)
     """End the run when a figure no longer gets better."""
+    CAPTURE_BAD_STEP: CaptureBadStep = field(default_factory=CaptureBadStep)
+    """Keep what replays a step that went wrong."""
 
 
 @dataclass

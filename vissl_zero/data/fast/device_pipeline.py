@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,6 +14,7 @@ from vissl_zero.data.fast.noted import NotedPicture
 from vissl_zero.data.fast.picture import EncodedPicture, Picture
 from vissl_zero.data.fast.pipeline import FastPipeline
 from vissl_zero.data.fast.transforms import Form, moves_pixels
+from vissl_zero.data.pipeline import Pipeline
 
 
 class HandOver:
@@ -27,9 +27,9 @@ class HandOver:
 class DevicePipeline(FastPipeline):
     """As FastPipeline, with the same draws; batches have pixels of 8 bits and ``changes``."""
 
-    def __init__(self, forms: Sequence[Form], values: np.ndarray, decoder: Decoder):
+    def __init__(self, forms: Sequence[Form], end: Pipeline, decoder: Decoder):
         last = max((index + 1 for index, form in enumerate(forms) if moves_pixels(form)), default=0)
-        super().__init__([*forms[:last], HandOver(), *forms[last:]], values, decoder)
+        super().__init__([*forms[:last], HandOver(), *forms[last:]], end, decoder)
 
     def step(self, transform: Any, crops: list[Any]) -> list[Any]:
         made = super().step(transform, crops)
@@ -43,9 +43,9 @@ class DevicePipeline(FastPipeline):
             crop.settle()
         return crops
 
-    def stacked(self, crops: Sequence[Any]) -> Tensor:
+    def stacked(self, crops: Sequence[Any], empty: Callable[..., Tensor] = torch.empty) -> Tensor:
         """Gather pixels in one new tensor (N, 3, H, W) uint8."""
-        batch = torch.empty((len(crops), *crops[0].shape), dtype=torch.uint8)
+        batch = empty((len(crops), *crops[0].shape), dtype=torch.uint8)
         for crop, place in zip(crops, batch, strict=True):
             place.copy_(torch.from_numpy(crop.pixels).permute(2, 0, 1))
         return batch

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import cv2
@@ -27,17 +27,27 @@ class FastPipeline(Pipeline):
 
     Args:
         forms: up to the last transform of images.
-        values: (3, 256) float32, what ToTensor and Normalize make of each step of 8 bits.
+        end: what follows, ToTensor and Normalize.
         decoder: reads files.
     """
 
-    def __init__(self, forms: Sequence[Form], values: np.ndarray, decoder: Decoder):
+    def __init__(self, forms: Sequence[Form], end: Pipeline, decoder: Decoder):
         super().__init__(forms)
-        self._values, self._decoder = values, decoder
+        self._end, self._decoder = end, decoder
+        ramp = Image.fromarray(np.repeat(np.arange(256, dtype=np.uint8)[None, :, None], 3, axis=2))
+        (values,) = end(ramp)
+        # (3, 256): what becomes of each step of 8 bits.
+        self._values = np.ascontiguousarray(values.numpy()[:, 0])
+
+    def unnormalized(self, images: Tensor) -> Tensor:
+        return self._end.unnormalized(images)
 
     def read(self, source: Source, index: int) -> Picture | EncodedPicture:
         """Read an image. Raises BrokenImageError."""
         return opened(encoded_image(source, index), source.name(index), self._decoder)
+
+    def size(self, read: Picture | EncodedPicture) -> tuple[int, int]:
+        return read.size
 
     def open(self, image: bytes | Image.Image, name: str, decoder: Decoder) -> Picture | EncodedPicture:
         return opened(image, name, decoder)
@@ -63,9 +73,9 @@ class FastPipeline(Pipeline):
         """Return the pixels of the crops; values are looked up in ``stacked``. Raises BrokenImageError."""
         return [Finished(picture.opened().pixels, self._values) for picture in crops]
 
-    def stacked(self, crops: Sequence[Any]) -> Tensor:
+    def stacked(self, crops: Sequence[Any], empty: Callable[..., Tensor] = torch.empty) -> Tensor:
         """Write crops of one shape into one new tensor (N, 3, H, W)."""
-        batch = torch.empty((len(crops), *crops[0].shape))
+        batch = empty((len(crops), *crops[0].shape), dtype=torch.float32)
         for crop, place in zip(crops, batch, strict=True):
             crop.write(place)
         return batch
@@ -102,10 +112,8 @@ def build_fast_pipeline(
         raise ConfigError(problems)
     build_pipeline(entries, key)  # the originals check their arguments
     last = next(index for index, entry in enumerate(entries) if entry["name"] in ENDS)
-    ramp = Image.fromarray(np.repeat(np.arange(256, dtype=np.uint8)[None, :, None], 3, axis=2))
-    (values,) = build_pipeline(entries[last:], key)(ramp)
     forms = _joined([_form(entry, f"{key}[{index}]") for index, entry in enumerate(entries[:last])])
-    return kind(forms, np.ascontiguousarray(values.numpy()[:, 0]), decoder)
+    return kind(forms, build_pipeline(entries[last:], key), decoder)
 
 
 def _form(entry: Mapping[str, Any], key: str) -> Form:

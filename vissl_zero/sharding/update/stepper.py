@@ -5,7 +5,7 @@ Norms of full parameters and gradients come from the shards this rank holds, in 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -154,7 +154,12 @@ class Stepper:
         places = {id(param): index for index, group in enumerate(optimizer.param_groups) for param in group["params"]}
         self._group_of = {shard.name: places[id(shard.local)] for shard in self._shards}
 
-    def step(self, frozen: Collection[str], with_histograms: bool = False) -> StepResult:
+    def step(
+        self,
+        frozen: Collection[str],
+        with_histograms: bool = False,
+        before_update: Callable[[Tensor], object] | None = None,
+    ) -> StepResult:
         """Run one step from the gradients in ``shard.local.grad``, which it may change.
 
         Parameters that are frozen or without gradient are left as they are: no decay, no momentum, no part in the norm.
@@ -162,6 +167,7 @@ class Stepper:
         Args:
             frozen: full names; the same on every rank.
             with_histograms: count weights and gradients too, before clipping; the same on every rank.
+            before_update: called with the gradients' norm, before anything changes, the loss scale included.
         Cost: one all-reduce of at most 4 numbers per parameter, none at level 0. Waits for the device only where the
             outcome decides what to do: under loss scaling, and where this rank lacks a gradient that others may have.
         """
@@ -180,6 +186,8 @@ class Stepper:
         norms = self._norms(shards)
         names = [shard.name for shard in shards]
         grad_norm = norms.grad_sq.sum().sqrt()
+        if before_update is not None:
+            before_update(grad_norm)
         if self._loss_scale is not None:
             # One inf or NaN anywhere makes the norm non-finite, so no separate search is needed.
             # Ranks hold the same sums, so all of them skip, or none does.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -320,7 +320,9 @@ class GradientSharded(_OwnedByRank):
             with self._parallel.no_sync():
                 yield
 
-    def step(self, with_histograms: bool = False) -> StepResult:
+    def step(
+        self, with_histograms: bool = False, before_update: Callable[[Tensor], object] | None = None
+    ) -> StepResult:
         """Update the parameters; see ``ShardedModel``.
 
         Raises:
@@ -332,7 +334,7 @@ class GradientSharded(_OwnedByRank):
                 f"The last micro-batch of the step did not use {missed[0]}, which an earlier one did. fairscale "
                 "reduces gradients in the last one only; write config.ZERO.ENGINE=torch."
             )
-        return super().step(with_histograms)
+        return super().step(with_histograms, before_update)
 
     def zero_grad(self) -> None:
         """Zero in place; see ``ShardedModel``. A gradient set to None leaves fairscale's buffers (fairscale #354)."""

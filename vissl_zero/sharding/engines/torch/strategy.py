@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -210,9 +210,11 @@ class ReplicatedParameters(ShardedModel):
         """Collect the facts; see ``ShardedModel``."""
         return super()._facts() | ({} if self._means is None else {OWN_GRADIENTS: self._means.changed()})
 
-    def step(self, with_histograms: bool = False) -> StepResult:
+    def step(
+        self, with_histograms: bool = False, before_update: Callable[[Tensor], object] | None = None
+    ) -> StepResult:
         """Update the parameters; see ``ShardedModel``."""
-        result = super().step(with_histograms)
+        result = super().step(with_histograms, before_update)
         if not result.skipped:
             # A skipped step has changed nothing to tell.
             self._parameters.share()

@@ -1,0 +1,120 @@
+"""Processor time that the loader adds to reading and transforming images: order, seeds, collating, workers, transfer.
+
+    python benchmarks/loader_overhead.py [--views swav224|cifar] [--files FOLDER] [--rounds 5]
+
+Rounds run every arm once, in an order that changes: the pipeline alone (read, decode, transform, write each crop's
+values to memory that is used again), the loader in the process itself, and the loader with 2 workers, whose processor
+time counts. Medians of paired ratios; ``benchmarks/augmentation.md`` has figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from augmentation import VIEWS, entries, photographs
+
+from vissl_zero.config.blocks.data import Data, Split
+from vissl_zero.data.loader import Loader, build_loader
+
+_BATCH = 24
+
+
+def pipeline_alone(loader: Loader) -> Callable[[int], float]:
+    """Return what runs so many images through the loader's pipeline, and gives processor seconds."""
+    # As many as in a batch, so that writing meets the processor's caches as it does there.
+    places = [[torch.empty(tuple(crop.shape)) for crop in _crops(loader, 0)] for _ in range(_BATCH)]
+
+    def run(count: int) -> float:
+        begun = time.process_time()
+        for number in range(count):
+            for crop, place in zip(_crops(loader, number), places[number % _BATCH], strict=True):
+                crop.write(place) if hasattr(crop, "write") else place.copy_(crop)
+        return time.process_time() - begun
+
+    return run
+
+
+def _crops(loader: Loader, number: int) -> list[Any]:
+    index = number % len(loader.source)
+    return loader.transform.crops(loader.transform.read(loader.source, index))
+
+
+def whole_loader(loader: Loader) -> Callable[[int], float]:
+    """Return what takes so many images from the loader, and gives processor seconds of all its processes."""
+    epochs = itertools.count()
+
+    def run(count: int) -> float:
+        steps, before, begun = loader.epoch(next(epochs)), _workers_s(loader), time.process_time()
+        for batches in itertools.islice(steps, count // _BATCH):
+            del batches
+        for _ in steps:
+            raise AssertionError("an epoch is as long as a round")
+        return time.process_time() - begun + _workers_s(loader) - before
+
+    next(iter(loader.epoch(next(epochs))))  # starts the workers
+    return run
+
+
+def _workers_s(loader: Loader) -> float:
+    times = [psutil.Process(worker.pid).cpu_times() for worker in loader._stream._workers]
+    return sum(time.user + time.system for time in times)
+
+
+def main() -> None:
+    """Run the rounds and print a line for each backend and arm."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--views", choices=VIEWS, default="swav224")
+    parser.add_argument("--files", type=Path, help="a folder of JPEGs")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--images", type=int, default=480, help="in a round")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        if options.files is None:
+            for index, file in enumerate(photographs()):
+                (Path(folder) / f"{index:02d}.jpg").write_bytes(file)
+        measure(options, options.files or Path(folder))
+
+
+def measure(options: argparse.Namespace, folder: Path) -> None:
+    """Measure either backend on the files of a folder."""
+    files = sorted(folder.rglob("*.jp*g"))
+    listed = Path(tempfile.mkdtemp()) / "list.txt"
+    listed.write_text("\n".join(str(files[index % len(files)]) for index in range(options.images)))
+    for backend in ("pil", "fast"):
+        split = Split(
+            DATA_SOURCES=["disk_filelist"], DATA_PATHS=[str(listed)], TRANSFORMS=entries(VIEWS[options.views])
+        )
+
+        def loader(num_workers: int, backend: str = backend, split: Split = split) -> Loader:
+            data = Data(BACKEND=backend, TRAIN=split, NUM_DATALOADER_WORKERS=num_workers, WORKER_TIMEOUT_S=300.0)
+            return build_loader(data, "TRAIN", 0, _BATCH, 0, 1, 1)
+
+        arms = {"pipeline alone": pipeline_alone(loader(0))}
+        arms |= {f"loader, {num} workers": whole_loader(loader(num)) for num in (0, 2)}
+        seconds: dict[str, list[float]] = {name: [] for name in arms}
+        for turn in range(options.rounds + 1):
+            names = list(arms)
+            for name in names[turn % len(names) :] + names[: turn % len(names)]:
+                taken = arms[name](options.images)
+                if turn:  # the first warms up
+                    seconds[name].append(taken)
+        for name, taken in seconds.items():
+            ratio = statistics.median(a / b for a, b in zip(taken, seconds["pipeline alone"], strict=True))
+            each = 1e3 * statistics.median(taken) / options.images
+            print(
+                f"{options.views}, {backend}, {name:18s} {each:6.3f} ms/image, {100 * (ratio - 1):+5.1f} %", flush=True
+            )
+
+
+if __name__ == "__main__":
+    main()

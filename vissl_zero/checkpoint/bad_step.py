@@ -1,0 +1,248 @@
+"""A bad step on disk, ``<run folder>/bad_steps/<step>``: all that runs it again.
+
+The folder has the form of a run folder: ``config.resolved.yaml``, and a checkpoint of the state before the step, in
+which each rank has stored its micro-batches beside its shards. So nothing is ever gathered, and it opens at any level
+and number of ranks. ``bad_step.json`` says what was wrong; it is written last, so that a folder with it is complete.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vissl_zero import collectives
+from vissl_zero.checkpoint.folder import Checkpoint, find_checkpoints, open_checkpoint, read_json, write_json
+from vissl_zero.checkpoint.saver import commit, write_rank
+from vissl_zero.checkpoint.snapshot import ForwardState, take_snapshot
+from vissl_zero.data.dataset import ImageBatch
+from vissl_zero.engine.hook import Run
+from vissl_zero.errors import CheckpointError
+from vissl_zero.resolve.saved import RESOLVED_FILE, save_resolved
+from vissl_zero.sharding.state.saved_state import Part
+
+FOLDER_NAME = "bad_steps"
+FACTS_NAME = "bad_step.json"
+
+
+@dataclass(frozen=True)
+class BadStep:
+    """What was wrong with a step.
+
+    Attributes:
+        step: number of the step, from 1, as in ``metrics.jsonl``.
+        why: what is wrong, a part of a sentence.
+        loss, grad_norm: as text, which holds NaN and every digit.
+        lr_factor: what hooks had multiplied the learning rates by.
+    """
+
+    step: int
+    why: str
+    loss: str
+    grad_norm: str
+    lr_factor: float
+
+
+class NotWrittenError(Exception):
+    """A bad step could not be written; raised on every rank, with the reason."""
+
+
+def write_bad_step(
+    run: Run, facts: BadStep, before: ForwardState, micro_batches: Sequence[ImageBatch]
+) -> tuple[Path, int]:
+    """Write a step whose update has not begun; return its folder and the bytes of all ranks. Collective.
+
+    Args:
+        run: run in progress.
+        facts: what is wrong; equal on every rank.
+        before: what the step's forward passes have changed.
+        micro_batches: this rank's part of the step.
+    Raises:
+        NotWrittenError: there is no room, or the disk failed; nothing is left behind.
+        CheckpointError: the loss or the optimizer has state that cannot be stored.
+    """
+    folder = run.folder / FOLDER_NAME / str(facts.step)
+    snapshot = take_snapshot(run, (), is_epoch_over=False, before=before)
+    parts = [*snapshot.parts, *snapshot.replicated, *_batch_parts(run, micro_batches)]
+    local_bytes = sum(part.num_elements * part.dtype.itemsize for part in parts)
+    num_bytes = int(collectives.all_reduce_sum(torch.tensor(local_bytes)))
+    _agree(lambda: _prepare(run, folder, num_bytes) if run.is_main else None, folder)
+    step = snapshot.manifest.step
+    _agree(lambda: write_rank(folder, step, run.rank, parts, snapshot.scalars, snapshot.rng), folder)
+
+    def complete() -> None:
+        if run.is_main:
+            commit(folder, snapshot.manifest)
+            save_resolved(run.plan, folder / RESOLVED_FILE)
+            write_json(folder / FACTS_NAME, asdict(facts))
+
+    _agree(complete, folder)
+    return folder, num_bytes
+
+
+def _prepare(run: Run, folder: Path, num_bytes: int) -> None:
+    free = shutil.disk_usage(run.folder).free
+    if free < num_bytes:
+        raise OSError(f"it takes {num_bytes / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free")
+    shutil.rmtree(folder, ignore_errors=True)  # of an attempt that did not end
+    folder.mkdir(parents=True)
+
+
+def _agree(work: Callable[[], object], folder: Path) -> None:
+    """Do ``work`` on every rank; if it fails on one, remove the folder and raise on all. Collective."""
+    reason = None
+    try:
+        work()
+    except (OSError, CheckpointError) as error:
+        reason = str(error) or type(error).__name__
+    reasons = [text for text in collectives.all_gather_objects(reason) if text is not None]
+    if reasons:
+        if collectives.rank() == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise NotWrittenError(reasons[0])
+
+
+def read_facts(folder: Path) -> BadStep:
+    """Read what was wrong.
+
+    Raises:
+        LaterFormatError: a later version has written it.
+        CheckpointError: the folder is none of a bad step, or is damaged.
+    """
+    path = folder / FACTS_NAME
+    if not path.is_file():
+        known = sorted((int(found.parent.name), found.parent) for found in folder.glob(f"{FOLDER_NAME}/[0-9]*/*.json"))
+        there = f" Captured there: {', '.join(str(place) for _, place in known[:5])}." if known else ""
+        must = f"is no folder of a captured step: those are <run folder>/{FOLDER_NAME}/<step>, with {FACTS_NAME}"
+        raise CheckpointError(f"{folder} {must}.{there}")
+    body, _ = read_json(path)
+    if set(body) != {item.name for item in fields(BadStep)}:
+        raise CheckpointError(f"{path} lacks what describes a step. Capture it again with this version of vissl_zero.")
+    return BadStep(**body)
+
+
+def open_state(folder: Path) -> Checkpoint:
+    """Open the checkpoint of the state before the step.
+
+    Raises:
+        CheckpointError: it is not whole.
+    """
+    paths = find_checkpoints(folder)
+    if len(paths) != 1:
+        raise CheckpointError(f"{folder} is damaged: it must hold one checkpoint, and holds {len(paths)}.")
+    return open_checkpoint(paths[0])
+
+
+def _batch_parts(run: Run, micro_batches: Sequence[ImageBatch]) -> list[Part]:
+    """List what this rank stores of its micro-batches: the images as the loop sees them, changes on the device done."""
+    dtype = getattr(torch, run.plan.sharding.precision.master)
+    tensors: dict[str, Tensor] = {}
+    for index, batch in enumerate(micro_batches):
+        seen = batch.to(run.device, dtype) if batch.changes else batch
+        prefix = _prefix(run.rank, index)
+        tensors |= {f"{prefix}images/{place}": image for place, image in enumerate(seen.images)}
+        tensors |= {f"{prefix}{name}": getattr(seen, name) for name in _ROWS if getattr(seen, name) is not None}
+        tensors[f"{prefix}num_crops"] = torch.tensor(seen.num_crops)
+        tensors[f"{prefix}num_global"] = torch.tensor(seen.num_global)
+        tensors[f"{prefix}stand_ins"] = torch.tensor(seen.stand_ins, dtype=torch.int64)
+    return [_part(name, tensor) for name, tensor in tensors.items()]
+
+
+_ROWS = ("sample_ids", "targets", "masks")  # of which each sample has one
+
+
+def _prefix(rank: int, index: int) -> str:
+    return f"of_rank/{rank}/batch/{index}/"
+
+
+def _part(name: str, tensor: Tensor) -> Part:
+    value = tensor.detach()
+    return Part(name, value.shape, 0, value.numel(), value.dtype, lambda: value)
+
+
+def read_batches(checkpoint: Checkpoint, rank: int, world_size: int) -> list[ImageBatch]:
+    """Read a rank's micro-batches: its own where as many ranks wrote them, else an even share of all samples.
+
+    Args:
+        checkpoint: open.
+        rank: rank to read for.
+        world_size: number of ranks that run the step.
+    """
+    writers = checkpoint.manifest.world_size
+    batches: list[ImageBatch] = []
+    while f"{_prefix(0, len(batches))}num_global" in checkpoint.tensors:
+        index = len(batches)
+        if writers == world_size:
+            batches.append(_read(checkpoint, rank, index))
+        else:
+            whole = _joined([_read(checkpoint, writer, index) for writer in range(writers)])
+            batches.append(_share(whole, rank, world_size))
+    return batches
+
+
+def _read(checkpoint: Checkpoint, rank: int, index: int) -> ImageBatch:
+    prefix = _prefix(rank, index)
+
+    def read(name: str) -> Tensor | None:
+        return checkpoint.read(prefix + name) if prefix + name in checkpoint.tensors else None
+
+    num_crops = checkpoint.read(f"{prefix}num_crops").tolist()
+    return ImageBatch(
+        images=[checkpoint.read(f"{prefix}images/{place}") for place in range(len(num_crops))],
+        num_crops=num_crops,
+        targets=read("targets"),
+        sample_ids=checkpoint.read(f"{prefix}sample_ids"),
+        num_global=int(checkpoint.read(f"{prefix}num_global")),
+        stand_ins=tuple(checkpoint.read(f"{prefix}stand_ins").tolist()),
+        masks=read("masks"),
+    )
+
+
+def _joined(batches: Sequence[ImageBatch]) -> ImageBatch:
+    """Join the parts of all ranks, in the order of ranks."""
+    sizes = [batch.num_local for batch in batches]
+    crops = list(enumerate(batches[0].num_crops))
+    firsts = [sum(sizes[:place]) for place in range(len(sizes))]
+
+    def rows(name: str) -> Any:  # None where the source has none
+        return None if getattr(batches[0], name) is None else torch.cat([getattr(batch, name) for batch in batches])
+
+    return ImageBatch(
+        images=[_joined_crops([b.images[place] for b in batches], count, sizes) for place, count in crops],
+        num_crops=batches[0].num_crops,
+        num_global=batches[0].num_global,
+        stand_ins=tuple(first + place for first, b in zip(firsts, batches, strict=True) for place in b.stand_ins),
+        sample_ids=rows("sample_ids"),
+        targets=rows("targets"),
+        masks=rows("masks"),
+    )
+
+
+def _joined_crops(images: Sequence[Tensor], num_crops: int, sizes: Sequence[int]) -> Tensor:
+    """Join crop-major rows; a rank may have none."""
+    by_crop = [image.unflatten(0, (num_crops, size)) for image, size in zip(images, sizes, strict=True)]
+    return torch.cat(by_crop, dim=1).flatten(0, 1)
+
+
+def _share(batch: ImageBatch, rank: int, world_size: int) -> ImageBatch:
+    """Take the samples of one of ``world_size`` ranks."""
+    places = torch.arange(batch.num_local).tensor_split(world_size)[rank]
+    first = int(places[0]) if len(places) else 0
+    images = [
+        image.unflatten(0, (count, batch.num_local))[:, places].flatten(0, 1)
+        for image, count in zip(batch.images, batch.num_crops, strict=True)
+    ]
+    return ImageBatch(
+        images=images,
+        num_crops=batch.num_crops,
+        targets=None if batch.targets is None else batch.targets[places],
+        sample_ids=batch.sample_ids[places],
+        num_global=batch.num_global,
+        stand_ins=tuple(place - first for place in batch.stand_ins if first <= place < first + len(places)),
+        masks=None if batch.masks is None else batch.masks[places],
+    )

@@ -1,0 +1,95 @@
+"""VISReg: views agree, and their embeddings have the scale and the shape of a Gaussian.
+
+LeJEPA's prediction of the views' mean, with center, scale and shape of the embeddings held apart, so that each has a
+gradient of its own where the embeddings collapse (https://arxiv.org/abs/2606.02572).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vissl_zero.methods.gather import at_least_float32, gather_samples
+from vissl_zero.methods.lejepa import distance_from_mean, random_directions
+from vissl_zero.methods.method import Batch, EmbeddingMethod
+from vissl_zero.methods.visreg_keys import VISRegLossConfig
+from vissl_zero.registry import LOSSES
+
+_DEVIATION_EPS = 1e-6
+
+
+def normal_quantiles(count: int, like: Tensor) -> Tensor:
+    """Compute where ``count`` sorted samples of a standard normal distribution lie: its quantiles i / (count + 1)."""
+    shares = torch.arange(1, count + 1, dtype=like.dtype, device=like.device) / (count + 1)
+    return torch.special.ndtri(shares)
+
+
+def visreg(views: Tensor, directions: Tensor) -> Tensor:
+    """Add the squared distances of center, scale and shape from those of a standard normal distribution.
+
+    Center and scale are the mean and the deviation of each feature. The shape is compared with scale 1, which no
+    gradient reaches through: the squared distance of sorted projections from a normal distribution's quantiles
+    (sliced Wasserstein), averaged over directions.
+
+    Args:
+        views: (V, n, D) embeddings of this rank's samples.
+        directions: (D, K) unit vectors, the same on every rank.
+    Returns:
+        0-d, the same on every rank: a function of the whole batch. Means over views.
+    Cost: an all-gather of V * n rows, and in the backward pass an all-reduce of V * N rows; and V * N * K numbers.
+    """
+    rows = gather_samples(views.transpose(0, 1)).transpose(0, 1)  # (V, N, D)
+    center = rows.mean(dim=1, keepdim=True)
+    centered = rows - center
+    # A norm, whose gradient at 0 is 0: that of a root would not be finite.
+    norms = torch.linalg.vector_norm(centered, dim=1, keepdim=True)
+    deviations = norms / math.sqrt(max(rows.shape[1], 1)) + _DEVIATION_EPS
+    sorted_rows = (centered / deviations.detach() @ directions).sort(dim=1).values
+    quantiles = normal_quantiles(rows.shape[1], rows)[:, None]
+    terms = center, deviations - 1, sorted_rows - quantiles
+    return torch.stack([term.square().mean() for term in terms]).sum()
+
+
+def visreg_loss(views: Tensor, num_global: int, directions: Tensor, weight: float = 0.9) -> Tensor:
+    """Add the squared distance of all views from the mean of the global ones, and ``visreg``, weighted.
+
+    Args:
+        views: (V, n, D) embeddings; the global views come first.
+        num_global: number of global ones among them.
+        directions: (D, K), see ``visreg``.
+        weight: weight of ``visreg``; the distance has 1 - weight.
+    Returns:
+        0-d. The distance is the mean over this rank's samples; the rest is the same on every rank.
+    """
+    rows = at_least_float32(views)
+    return (1 - weight) * distance_from_mean(rows, num_global) + weight * visreg(rows, directions)
+
+
+@LOSSES.register("visreg_loss", config=VISRegLossConfig)
+class VISReg(EmbeddingMethod):
+    """VISReg: views agree, and their embeddings have the scale and the shape of a Gaussian.
+
+    Args: the fields of ``VISRegLossConfig``, with num_global_crops known.
+    """
+
+    def __init__(self, num_global_crops: int = 2, lambda_: float = 0.9, num_slices: int = 4096):
+        super().__init__()
+        self.num_global_crops = num_global_crops
+        self.weight = lambda_
+        self.num_slices = num_slices
+        self._step = 0
+
+    def on_step(self, step: int, epoch: int) -> None:
+        """Remember the step, which seeds the directions."""
+        super().on_step(step, epoch)
+        self._step = step
+
+    def forward(self, outputs: list[Any], batch: Batch) -> Tensor:
+        """Compute ``visreg_loss``. Collective."""
+        views = at_least_float32(outputs[0].unflatten(0, (sum(batch.num_crops), batch.num_local)))
+        self._note(views[0])
+        directions = random_directions(views.shape[2], self.num_slices, self._step, views)
+        return visreg_loss(views, self.num_global_crops, directions, self.weight)
