@@ -10,9 +10,9 @@ Its script is not in its package: docs/source/getting_started/benchmarks/cifar10
 https://github.com/lightly-ai/lightly at e8d317fc. All of it up to its loop over models runs unchanged, but for the
 constants in ``_lightly_source``.
 
-One core would take an hour for an epoch of the benchmark. So both sides see the first ``_TRAIN`` and ``_TEST`` images
-of the classes, in batches of ``_BATCH``, through a ResNet-18 of a quarter of the width, for ``_EPOCHS`` epochs. All
-else is the benchmark's: transforms, loss, head, optimizer, schedule, and kNN after every epoch. Curves go to
+One core takes about 50 minutes for an epoch of the benchmark. So both sides see the first ``--images`` and ``_TEST``
+images of the classes, in batches of ``_BATCH``, through a ResNet-18 of a quarter of the width, for ``--epochs`` epochs.
+All else is the benchmark's: transforms, loss, head, optimizer, schedule, and kNN after every epoch. Curves go to
 ``benchmarks/reference_curves.json``; ``draw`` makes the picture and the table of docs/methods.md of them.
 
 ``bare`` is ours without the ReLU that lightly's trunk lacks. ``lockstep`` trains that beside lightly's model, from the
@@ -46,7 +46,7 @@ CURVES = Path(__file__).with_suffix(".json")
 PICTURE = Path(__file__).parents[1] / "docs/pictures/reference_curves.svg"
 PAGE = Path(__file__).parents[1] / "docs/methods.md"
 MARKS = "<!-- curves: written by benchmarks/reference_curves.py -->", "<!-- end of the curves -->"
-SIDES = {"ours": "ours", "bare": "ours, lightly's stem", "lightly": "lightly 1.6.0"}
+SIDES = {"ours": "ours", "bare": "ours without the stem's ReLU", "lightly": "lightly 1.6.0"}
 METHODS = {"simclr": "SimCLR", "swav": "SwAV"}
 _CLASSES = {"simclr": "SimCLRModel", "swav": "SwaVModel"}  # of lightly's script
 _TRAIN, _TEST = 2560, 2000
@@ -320,7 +320,7 @@ def table(curves: Curves) -> str:
         for side in (side for side in SIDES if side in curves[method] and side != "lightly"):
             apart = differences(_rows(curves[method][side]), _rows(curves[method]["lightly"]))
             cells = [f"{gap:+.1f} ± {error:.1f}" for gap, error in apart]
-            lines.append(_line(METHODS[method], f"{SIDES[side]} less lightly", "mean", cells))
+            lines.append(_line(METHODS[method], f"{SIDES[side]}, minus lightly", "mean", cells))
     return "\n".join(lines)
 
 
