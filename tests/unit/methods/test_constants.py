@@ -70,6 +70,8 @@ def dino() -> None:
     """facebookresearch/dino 7c446df main_dino.py, ``DINOLoss`` and the defaults of its arguments."""
     method: Any = _make("dino_loss", output_dim=5)
     assert _momenta(method) == pytest.approx([0.996, 0.998, 1.0])
+    constant = _make("dino_loss", output_dim=5, momentum=0.99, final_momentum=0.99)
+    assert _momenta(constant) == pytest.approx([0.99] * 3)
     assert (method.student_temp, method.center.momentum) == (0.1, 0.9)
     by_step = [_dino("step", step, teacher_temp_warmup_iters=100) for step in (0, 1, 50, 99, 100, 999)]
     assert by_step == pytest.approx([0.04, 0.0403, 0.055, 0.0697, 0.07, 0.07])
@@ -175,6 +177,7 @@ def byol() -> None:
     """https://arxiv.org/abs/2006.07733, section 3.2; two unrelated unit vectors are at a squared distance of 2."""
     method: Any = _make("byol_loss", momentum=0.996)
     assert _momenta(method) == pytest.approx([_cosine(0.996, step) for step in (0, 500, 1000)])
+    assert _momenta(_make("byol_loss", momentum=0.98, final_momentum=0.99)) == pytest.approx([0.98, 0.985, 0.99])
     assert method.guessing_loss == 4.0
 
 
