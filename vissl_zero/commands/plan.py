@@ -112,7 +112,7 @@ def _history(words: Sequence[str]) -> int:
         got = " ".join(words) or "nothing"
         fix = "Write vissl-zero plan --history runs."
         raise ConfigError([Problem("vissl-zero plan --history", got, "must be one folder that is there", fix)])
-    from vissl_zero.planner.planning import history
+    from vissl_zero.reporting.past_plans import history
     from vissl_zero.reporting.plan_table import history_table
 
     logging.getLogger("torch").setLevel(logging.ERROR)

@@ -15,6 +15,7 @@ from vissl_zero.data.dataset import seed_sample
 from vissl_zero.data.loader import build_train_loader
 from vissl_zero.engine.hook import TEACHER_CHECKSUM, Run
 from vissl_zero.engine.loop import Frozen, Schedules
+from vissl_zero.engine.passes import require_separate_rows
 from vissl_zero.engine.teacher_features import TeacherFeatures, folder_of
 from vissl_zero.errors import ConfigError, Problem
 from vissl_zero.methods.method import Method, build_method
@@ -59,6 +60,7 @@ def build_run(
     loader = build_train_loader(plan, rank, world_size)
     num_classes = len(loader.source.class_names)
     model = build_bare(lambda: build_model(plan.config.MODEL, num_classes))
+    require_separate_rows(model, plan)
     return_free_pages()  # constructors draw numbers for weights that have no memory yet, and drop them
     weights = first_weights(model, plan, fill)
     cast_to_master(model, precision)

@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
+from torch import nn
 
+from vissl_zero.engine.passes import InPasses
 from vissl_zero.engine.stopping import Stop
 from vissl_zero.sharding.memory import Bytes
 from vissl_zero.sharding.sharded_model import ShardedModel
@@ -213,11 +215,19 @@ class Run:
         """Compute the teacher's outputs for a micro-batch, or read them where they are kept. Collective."""
 
         def compute() -> list[Any]:
-            return self.method.run_teacher(self.sharded.teacher, batch)
+            return self.method.run_teacher(self.in_passes(self.sharded.teacher), batch)
 
         if self.teacher_features is None:
             return compute()
         return self.teacher_features.outputs(self.epoch, batch.sample_ids, compute)
+
+    def in_passes(self, model: nn.Module) -> Any:
+        """Return what stands in for a model that is run without graph: in fewer passes than CROP_PASSES says.
+
+        Such a pass holds one layer's activations at a time, which are less than a quarter of a whole model's.
+        """
+        number = -(-self.plan.crop_passes // 4)
+        return model if number == 1 else InPasses(model, number, self.plan.config.MODEL.VIEWS_APART, self.seen)
 
     def show_probe(self, batch: ImageBatch) -> None:
         """Let the probe learn from the features of the newest forward pass, which was of ``batch``."""

@@ -216,7 +216,8 @@ def _train_step(
         run.settle()  # figures of health may be a matrix as wide as the embeddings: not beside the activations
     method.on_step(run.step, run.epoch)
     watch = _watched(run) if run.step == run.first_step else nullcontext()
-    accumulate = accumulate_exactly if run.plan.exact_accumulation and len(micro_batches) > 1 else _accumulate
+    is_joint = run.plan.exact_accumulation and len(micro_batches) > 1
+    accumulate = accumulate_exactly if is_joint or run.plan.crop_passes > 1 else _accumulate
     loss_sum = accumulate(run, micro_batches, dtype, watch)
     is_logged = _is_logged(run, run.step + 1)
     if is_logged:

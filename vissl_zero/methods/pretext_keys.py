@@ -127,6 +127,7 @@ class JigsawSpec(MethodSpec):
             *one_size(cfg),
             *wrong_towers(cfg, GRIDS),
             *wrong_tiles(cfg),
+            *joined_tiles(cfg),
             *self._orders(cfg),
             *self._file(cfg),
         ]
@@ -173,6 +174,15 @@ def wrong_tiles(cfg: RunConfig) -> list[Problem]:
         return []
     must = f"must make the {towers} tiles that the head takes"
     return [Problem("config.DATA.TRAIN.TRANSFORMS", f"{counts[-1]} tiles", must, f"Write num_patches: {towers}.")]
+
+
+def joined_tiles(cfg: RunConfig) -> list[Problem]:
+    """Check that all tiles of an image go through the model at once: the head joins them."""
+    number, name = cfg.TRAINER.CROP_PASSES, cfg.LOSS["name"]
+    if number == 1:
+        return []
+    must = f"must be 1 for {name}, whose head needs all tiles of an image in one pass"
+    return [Problem("config.TRAINER.CROP_PASSES", str(number), must, "Leave it out.")]
 
 
 LOSS_TYPES = ("nce", "cross_entropy")
@@ -298,5 +308,6 @@ class PIRLSpec(MethodSpec):
             *one_head(cfg, "pirl_head"),
             *wrong_towers(cfg, GRIDS),
             *(wrong_tiles(cfg) if (crops_of(cfg) or [])[:-1] == [1] else two_views(cfg)),
+            *joined_tiles(cfg),
             *one_of(f"{path}.loss_type", keys.loss_type, LOSS_TYPES),
         ]

@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,13 +31,26 @@ NUM_BITS = 53
 _WRAPPER_NAMES = ("module", "_fsdp_wrapped_module", "_fpw_module", "_orig_mod", "_checkpoint_wrapped_module")
 
 
+class Place(NamedTuple):
+    """Where a tensor of a pass stands in its micro-batch.
+
+    Attributes:
+        resolution: index of the resolution in the list.
+        first_row: row of that resolution that the tensor begins with.
+    """
+
+    resolution: int
+    first_row: int
+
+
 @dataclass(frozen=True)
 class _RandomKey:
-    """What the rows of the current micro-batch are keyed by."""
+    """What the rows of the current micro-batch are keyed by; ``places``: of each tensor, if a part of it is run."""
 
     seed: int
     step: int
     sample_ids: Tensor
+    places: tuple[Place, ...] = ()
 
 
 # Not thread-local: on a GPU, a checkpointed unit is recomputed in autograd's own thread and needs the same key.
@@ -56,6 +70,23 @@ def set_random_key(seed: int, step: int, sample_ids: Tensor) -> None:
     """
     global _current
     _current = _RandomKey(seed, step, sample_ids)
+
+
+@contextmanager
+def rows_in_place(places: Sequence[Place] = ()) -> Iterator[None]:
+    """Key rows as in a pass over the whole micro-batch, while a model sees a part of them. A context.
+
+    Args:
+        places: place of each tensor of the list that the model is given; none: all tensors are whole.
+    """
+    global _current
+    before = _current
+    assert before is not None, "call set_random_key first"
+    _current = replace(before, places=tuple(places))
+    try:
+        yield
+    finally:
+        _current = before
 
 
 @contextmanager
@@ -139,17 +170,19 @@ def _draw(
         )
     sample_ids = _current.sample_ids.to(device) if by_sample else torch.zeros(1, dtype=torch.int64, device=device)
     num_samples = len(sample_ids)
-    if num_samples == 0 or rows % num_samples:
-        if rows == 0:
-            return torch.zeros(0, row_size, dtype=torch.int64, device=device)
+    if rows == 0:
+        return torch.zeros(0, row_size, dtype=torch.int64, device=device)
+    if num_samples == 0 or (rows % num_samples and not _current.places):
         raise RuntimeError(f"{rows} rows are no multiple of the {num_samples} samples given to set_random_key.")
     num_windows, rest = divmod(rows, getattr(_scope, "num_rows", None) or rows)
     if rest or num_windows == 0:
         raise RuntimeError(f"{rows} rows in {layer!r} are no multiple of the {_scope.num_rows} rows of the batch.")
-    resolution = getattr(_scope, "resolution", 0)
+    resolution, first_row = getattr(_scope, "resolution", 0), 0
+    if _current.places:
+        resolution, first_row = _current.places[resolution]
     moment = _current.step if epoch is None else f"epoch {epoch}"
     base = stable_hash(_current.seed, moment, layer, resolution)
-    row = torch.arange(rows, device=device) // num_windows
+    row = first_row + torch.arange(rows, device=device) // num_windows
     row_key = _mix(sample_ids[row % num_samples] * _signed(_GAMMA) + _signed(base))
     row_key = _mix(row_key + (row // num_samples) * _signed(_GAMMA))
     if num_windows > 1:

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -22,8 +22,10 @@ from vissl_zero.data.dataset import ImageBatch
 from vissl_zero.data.loader import Loader, build_train_loader, require_evaluation
 from vissl_zero.data.source import left_out_of_run
 from vissl_zero.engine.build import add_probe, other_model
+from vissl_zero.engine.exact_accumulation import is_float, join_batches, surrogate, wide
 from vissl_zero.engine.hook import Hook
 from vissl_zero.engine.loop import Frozen, Schedules
+from vissl_zero.engine.passes import passes_of, require_separate_rows
 from vissl_zero.methods.method import Method, build_method
 from vissl_zero.methods.mixing import mixing_of
 from vissl_zero.methods.supervised import require_classes
@@ -179,6 +181,7 @@ def set_stage(plan: ResolvedRun, check: Callable[[nn.Module], object] | None = N
         method = build_method(plan.config.LOSS, len(loader.source))
         method.mixing = mixing_of(plan.config.DATA.TRAIN)
         method.views_apart = plan.config.MODEL.VIEWS_APART
+        require_separate_rows(model, plan)
         add_probe(plan, method, model, num_classes, None)
         teacher = None
         if method.has_teacher:
@@ -221,6 +224,9 @@ def set_stage(plan: ResolvedRun, check: Callable[[nn.Module], object] | None = N
                 require_classes(outputs, num_classes)
             return method.loss(outputs, seen, teacher_outputs), (outputs, teacher_outputs)
 
+        is_joint = plan.exact_accumulation and plan.accumulation_steps > 1
+        in_rounds = (is_joint or plan.crop_passes > 1) and not plan.config.TEST_ONLY
+        number = plan.crop_passes if in_rounds else 1
         subject = Subject(
             model=model,
             groups=groups,
@@ -228,7 +234,9 @@ def set_stage(plan: ResolvedRun, check: Callable[[nn.Module], object] | None = N
             world_size=plan.world_size,
             num_nodes=plan.num_nodes,
             device_type=plan.device,
-            run_forward=run_forward,
+            run_forward=_in_two_rounds(plan, method, model, teacher, fakes) if in_rounds else run_forward,
+            passes=number,
+            passes_per_loss=number * plan.accumulation_steps if is_joint else number,
             inputs=fakes.images,
             is_averaged=plan.config.HOOKS.EMA_MODEL.SAVE_EMA_MODEL,
             is_uniform=True,
@@ -238,26 +246,81 @@ def set_stage(plan: ResolvedRun, check: Callable[[nn.Module], object] | None = N
             num_threads=plan.threads_per_rank,
         )
         forecaster = Forecaster(subject, plan.sharding)
-        if plan.exact_accumulation and plan.accumulation_steps > 1:
-            subject.step_outputs = _step_outputs(run_forward)
+        if in_rounds:
+            with torch.no_grad(), suppress(Exception):  # for shapes; the recording says what fails
+                subject.run_forward()
     sizes = [(int(image.shape[-2]), int(image.shape[-1])) for image in batch.images]
     crops = tuple((number, *size) for number, size in zip(batch.num_crops, sizes, strict=True))
     return Stage(plan, forecaster, mode, model, method, groups, loader, crops, assumed)
 
 
-def _step_outputs(run_forward: Callable[[], tuple[torch.Tensor, Any]]) -> list[torch.Tensor]:
-    """Return a tensor as large as what exact accumulation keeps of one micro-batch; an empty list if unknown."""
-    try:
+class _Sketch:
+    """Stands in for a model: runs its largest pass alone, without graph, and gives outputs as large as those of all.
+
+    Its first call runs the whole, for the shapes.
+
+    Attributes:
+        largest: largest pass of the newest call.
+        leaves: leaves of what it gave.
+    """
+
+    def __init__(self, model: nn.Module, plan: ResolvedRun):
+        self._model, self._plan = model, plan
+        self._whole: list[Any] | None = None
+
+    def __call__(self, images: list[torch.Tensor], probe: torch.Tensor | None = None, **options: Any) -> list[Any]:
+        passes = passes_of(images, probe, options, self._plan.crop_passes, self._plan.config.MODEL.VIEWS_APART)
+        self.largest = max(passes, key=lambda one: sum(image.numel() for image in one.images))
         with torch.no_grad():
-            _, outputs = run_forward()
-    except Exception:  # noqa: BLE001 - the recording fails too, and says why
-        return []
-    student, teacher = (
-        sum(leaf.numel() * max(leaf.itemsize, 4) for leaf in pytree.tree_leaves(part) if isinstance(leaf, torch.Tensor))
-        for part in outputs
+            if self._whole is None:
+                self._whole = wide(self._model(images, probe, **options))
+            else:
+                self.largest.run(self._model)
+        outputs = fresh(self._whole)
+        self.leaves = pytree.tree_leaves(outputs)
+        return outputs
+
+
+def fresh(outputs: list[Any]) -> list[Any]:
+    """Make outputs of the same shapes, where a graph begins."""
+    made: list[Any] = pytree.tree_map_only(
+        torch.Tensor, lambda leaf: torch.empty_like(leaf, requires_grad=is_float(leaf)), outputs
     )
-    # Of the student in parts, joined, and their gradients; of the teacher in parts and joined.
-    return [torch.empty(3 * student + 2 * teacher, dtype=torch.uint8)]
+    return made
+
+
+def _in_two_rounds(
+    plan: ResolvedRun, method: Method, model: nn.Module, teacher: nn.Module | None, fakes: ImageBatch
+) -> Callable[[], tuple[torch.Tensor, Any]]:
+    """Return what runs a micro-batch as ``accumulate_exactly``: the loss of all that share one, then a pass."""
+    number = plan.accumulation_steps if plan.exact_accumulation else 1
+    student, teaching = (_Sketch(one, plan) for one in (model, teacher or model))
+
+    def run() -> tuple[torch.Tensor, Any]:
+        method.on_step(method.heaviest_step(), 0)
+        set_random_key(plan.seed, 0, fakes.sample_ids)
+        seen, sizes, taught = method.prepare(fakes), [fakes.num_local] * number, None
+        if teacher is not None:
+            taught = method.run_teacher(cast(nn.Module, teaching), seen)
+        parts = [method.run_student(cast(nn.Module, student), seen)]
+        leaves = student.leaves
+        if number > 1:
+            parts += [fresh(parts[0]) for _ in sizes[1:]]
+            leaves = pytree.tree_leaves(parts)
+            seen = join_batches([fakes] * number, method.loss_sees_images)
+            taught = taught and method.join([taught, *(fresh(taught) for _ in sizes[1:])], sizes)
+        whole = method.join(parts, sizes) if number > 1 else parts[0]
+        loss = method.loss(whole, seen, taught)
+        wanted = [leaf for leaf in leaves if is_float(leaf)]
+        found = iter(torch.autograd.grad(loss, wanted, allow_unused=True))
+        gradients = [next(found) if is_float(leaf) else None for leaf in leaves]
+        del loss, whole, parts, leaves, wanted, taught, found
+        student.leaves = teaching.leaves = []
+        set_random_key(plan.seed, 0, fakes.sample_ids[:1])  # a pass has any number of rows
+        again = pytree.tree_leaves(wide(student.largest.run(model)))
+        return surrogate(again, gradients[: len(again)], [0] * len(again)), gradients
+
+    return run
 
 
 def dry_run(plan: ResolvedRun, check: Callable[[nn.Module], object] | None = None) -> DryRun:

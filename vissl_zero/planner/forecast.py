@@ -96,7 +96,8 @@ class Subject:
         device_type: "cpu" or "cuda".
         run_forward: runs the model and the loss on one micro-batch; the loss, and what the loop holds meanwhile.
         inputs: images of that micro-batch.
-        step_outputs: what exact accumulation holds of each micro-batch until the end of the step.
+        passes: passes of a micro-batch, of which ``run_forward`` runs the largest.
+        passes_per_loss: passes that share a loss.
         is_averaged: a running average of the weights is kept (``Sharded.average``).
         is_uniform: parameter groups differ in their rates and their weight decay alone.
         teacher: the teacher that ``Sharded.adopt_teacher`` will get.
@@ -112,7 +113,8 @@ class Subject:
     device_type: str
     run_forward: Callable[[], tuple[Tensor, Any]]
     inputs: Sequence[Tensor] = ()
-    step_outputs: Sequence[Tensor] = ()
+    passes: int = 1
+    passes_per_loss: int = 1
     is_averaged: bool = False
     is_uniform: bool = False
     teacher: nn.Module | None = None
@@ -176,7 +178,7 @@ class Forecaster:
                     subject.world_size,
                     subject.device_type,
                     num_nodes=subject.num_nodes,
-                    micro_batches=micro_batches,
+                    micro_batches=micro_batches * subject.passes,
                 )
         if isinstance(trace, StepTrace):
             seconds = step_seconds(
@@ -185,16 +187,14 @@ class Forecaster:
                 plan,
                 subject.world_size,
                 subject.num_nodes,
-                micro_batches,
+                micro_batches * subject.passes,
                 subject.machine or machine_for(subject.device_type),
                 subject.device_type,
                 step,
                 subject.num_threads,
             )
-            if subject.step_outputs:  # the student's forward pass runs once more
-                machine = subject.machine or machine_for(subject.device_type)
-                work = work_seconds(trace.work, plan, machine, subject.num_threads)
-                seconds += micro_batches * work / (4 if plan.is_recomputed else 3)
+            losses = work_seconds(trace.loss_work, plan, subject.machine or machine_for(subject.device_type))
+            seconds -= micro_batches * subject.passes * (1 - 1 / subject.passes_per_loss) * losses
         teacher_bytes = sum(p.num_bytes if is_whole else p.padded(num_ranks) for p in facts.teacher.values())
         memory = self._rest(plan, wrap_plan, facts, num_ranks, trace, teacher_bytes)
         return Forecast(wrap_plan, memory, step, unknown, seconds, teacher_bytes, facts.teacher_buffer_bytes)
@@ -217,9 +217,9 @@ class Forecaster:
         if isinstance(kept, str) or isinstance(again, str):
             return []
         machine = self._subject.machine or machine_for(self._subject.device_type)
-        before, after = kept.forward_bytes(), again.forward_bytes()
+        before, after, times = kept.forward_bytes(), again.forward_bytes(), self._subject.passes
         blocks = [
-            Recomputable(name, before[name] - after[name], work_seconds(kept.forward_work[name], plan, machine))
+            Recomputable(name, before[name] - after[name], times * work_seconds(kept.forward_work[name], plan, machine))
             for name in self._wrap_plan(every).checkpointed
             if name in before and name in after
         ]
@@ -268,12 +268,14 @@ class Forecaster:
             return f"parameters computed in {plan.precision.compute} are not recorded"
         _recompute(subject.model, checkpointed)
         units = self._wrap_plan(replace(plan, level=3))
-        inputs = [*subject.inputs, *subject.step_outputs]
         others = [] if subject.loss is None else [*subject.loss.buffers(), *subject.loss.parameters()]
         modules = [subject.model, *([] if subject.teacher is None else [subject.teacher])]
         try:
             with self._pretended(plan, modules):
-                return record_step(subject.model, units, subject.run_forward, inputs, subject.teacher, others).trace
+                run = subject.run_forward
+                trace = record_step(subject.model, units, run, subject.inputs, subject.teacher, others).trace
+                trace.input_bytes //= subject.passes  # which share them
+                return trace
         except VisslZeroError:
             raise
         except Exception as error:  # noqa: BLE001 - a model or a loss of the user's may ask a fake tensor for its values

@@ -2,16 +2,13 @@
 
 ``ZERO.LEVEL: fit`` is decided here, before a run is resolved for good. What is chosen is written into the configuration
 as if the user had written it, so ``config.resolved.yaml`` repeats the run without choosing again.
-
-``plan --history`` compares forecast and measured memory of all plans that were run under a folder.
 """
 
 from __future__ import annotations
 
 import copy
-import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,7 +16,7 @@ from pathlib import Path
 
 from vissl_zero.config.compose import Composed
 from vissl_zero.config.run_config import RunConfig
-from vissl_zero.engine.forecast_log import OUT_OF_MEMORY, RUNNING, Outcome, measured_peaks, outcomes
+from vissl_zero.engine.forecast_log import outcomes
 from vissl_zero.errors import ConfigError, Problem, VisslZeroError
 from vissl_zero.planner.candidates import (
     Budget,
@@ -33,21 +30,20 @@ from vissl_zero.planner.candidates import (
     recomputed_in_part,
     smallest,
 )
-from vissl_zero.planner.dry_run import Stage, described_machine, dry_run, set_stage
+from vissl_zero.planner.dry_run import Stage, described_machine, set_stage
 from vissl_zero.planner.fit_plans import FitOption, FitPlans, most_bytes, shortfall, with_option
 from vissl_zero.planner.machine_profile import MachineProfile
 from vissl_zero.planner.step_time import machine_for
 from vissl_zero.resolve.host import RESERVE, free_memory
 from vissl_zero.resolve.resolve import resolve
 from vissl_zero.resolve.resolved import ResolvedRun
-from vissl_zero.resolve.saved import load_resolved
 from vissl_zero.sharding.model.float8 import device_problems
 
 FIT = "fit"
-DONE, NOT_DONE = "done", "not done"
 _GIB = 2**30
 _ASSUMED_GPU = 80 * _GIB
 _SPLITS = (2, 4, 8)  # micro-batches tried, times those of the recipe
+_PASSES = (4, 16)  # tried, times those of the recipe
 _FEW = 8  # images: a smaller batch is a multiple of it
 
 
@@ -259,16 +255,30 @@ class Remedy:
 
 
 def remedies(planned: Planned) -> list[Remedy]:
-    """Find changes that make a plan fit where none does: exact accumulation, and the largest batch without it.
+    """Find changes that make a plan fit where none does: passes, exact accumulation, the largest batch without them.
 
-    Cost: up to six forecasts, a few seconds each.
+    Cost: up to eight forecasts, a few seconds each.
     """
     remedies: list[Remedy] = []
-    with suppress(VisslZeroError):
-        remedies += _exact_remedy(planned)
-    with suppress(VisslZeroError):
-        remedies += _batch_remedy(planned)
+    for remedy in (_passes_remedy, _exact_remedy, _batch_remedy):
+        with suppress(VisslZeroError):
+            remedies += remedy(planned)
     return remedies
+
+
+def _passes_remedy(planned: Planned) -> Iterator[Remedy]:
+    """Try more passes of a micro-batch, fewer first; refused for a model whose rows see each other."""
+    plan, before = planned.plan, _rows(planned)
+    for times in _PASSES:
+        number = plan.crop_passes * times
+        stage = set_stage(replace(plan, crop_passes=number))
+        if chosen := chosen_of(rank_candidates([*before, *stage.forecasts()], planned.budget, plan.world_size)):
+            yield Remedy(chosen, f"config.TRAINER.CROP_PASSES={number}", plan.global_batch, is_same=True)
+            return
+
+
+def _rows(planned: Planned) -> Found:
+    return [(c.sharding, c.micro_batches, c.batch_per_rank, c.forecast) for c in planned.candidates]
 
 
 def _exact_remedy(planned: Planned) -> Iterator[Remedy]:
@@ -276,7 +286,7 @@ def _exact_remedy(planned: Planned) -> Iterator[Remedy]:
     plan, key = planned.plan, "config.TRAINER.EXACT_ACCUMULATION=true"
     if plan.exact_accumulation:
         return
-    before: Found = [(c.sharding, c.micro_batches, c.batch_per_rank, c.forecast) for c in planned.candidates]
+    before = _rows(planned)
     for times in _SPLITS:
         batch, number = plan.batch_per_rank // times, plan.accumulation_steps * times
         if plan.batch_per_rank % times or any(candidate.micro_batches == number for candidate in planned.candidates):
@@ -315,92 +325,3 @@ def _batch_remedy(planned: Planned) -> Iterator[Remedy]:
             override += f" config.ZERO.gradient_accumulation_steps={remedy.micro_batches}"
         images = remedy.batch_per_rank * plan.world_size * remedy.micro_batches
         yield Remedy(remedy, override, images, is_same=False)
-
-
-@dataclass(frozen=True)
-class Past:
-    """A plan that was run.
-
-    Attributes:
-        folder: folder of the run.
-        plan: description for people.
-        steps: optimizer steps that were run with it, those that were repeated afterward included.
-        forecast_bytes: most a rank would hold (``StepMemory.resident_bytes``); None: not known.
-        measured_bytes: measured bytes of rank 0, most so far beyond ``held_bytes`` (CPU), or what torch had allocated
-            at most (GPU); None: not known.
-        held_bytes: held bytes that rank 0 held beside the plan; None: not known.
-        outcome: "done", "out of memory" or "not done".
-    """
-
-    folder: Path
-    plan: str
-    steps: int
-    forecast_bytes: int | None
-    measured_bytes: int | None
-    held_bytes: int | None
-    outcome: str
-
-    @property
-    def error(self) -> float | None:
-        """Forecast over measured, less 1."""
-        if self.forecast_bytes is None or not self.measured_bytes:
-            return None
-        return self.forecast_bytes / self.measured_bytes - 1
-
-
-def history(folder: Path) -> Iterator[Past]:
-    """Yield all plans of all runs under ``folder``.
-
-    Where ``fit`` did not choose, the forecast is made now, in a second or two.
-    """
-    for path in sorted(folder.rglob("config.resolved.yaml")):
-        if rows := outcomes(path.parent):
-            yield from _fitted_past(path.parent, rows)
-        else:
-            yield _plain_past(path)
-
-
-def _fitted_past(folder: Path, rows: Sequence[Outcome]) -> list[Past]:
-    """List each plan that ``fit`` chose, in order; one that was started again in between has one row for both."""
-    peaks = dict(measured_peaks(folder))
-    past: list[Past] = []
-    for index, row in enumerate(rows):
-        if not past or (past[-1].plan, past[-1].forecast_bytes) != (row.plan, row.forecast_bytes):
-            past.append(Past(folder, row.plan, 0, row.forecast_bytes, None, None, NOT_DONE))
-        if row.outcome == RUNNING:
-            past[-1] = _with_process(past[-1], row, rows[index + 1 :], peaks)
-        elif row.outcome == OUT_OF_MEMORY:
-            past[-1] = replace(past[-1], outcome=OUT_OF_MEMORY)
-    if past[-1].outcome == NOT_DONE and (folder / "summary.json").exists():
-        past[-1] = replace(past[-1], outcome=DONE)
-    return past
-
-
-def _with_process(past: Past, begun: Outcome, later: Sequence[Outcome], peaks: Mapping[int, int]) -> Past:
-    """Add what one process of rank 0 did. If it ran out of memory, its last steps are in the log alone."""
-    first, held = begun.step or 0, begun.held_bytes or 0
-    if later and later[0].outcome == OUT_OF_MEMORY:
-        last, most = later[0].step or first, later[0].peak_bytes
-    else:
-        end = next((row.step for row in later if row.outcome == RUNNING and row.step is not None), sys.maxsize)
-        step_peaks = {step: peak for step, peak in peaks.items() if first < step <= end}
-        last, most = max(step_peaks, default=first), max(step_peaks.values(), default=None)
-    known = [size for size in (past.measured_bytes, None if most is None else most - held) if size is not None]
-    return replace(past, steps=past.steps + last - first, measured_bytes=max(known, default=None), held_bytes=held)
-
-
-def _plain_past(path: Path) -> Past:
-    plan, forecast = _forecast(path)
-    peaks = dict(measured_peaks(path.parent))
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        held = int(json.loads((path.parent / "summary.json").read_text())["memory_before_bytes"])
-        return Past(path.parent, plan, len(peaks), forecast, max(peaks.values()) - held, held, DONE)
-    return Past(path.parent, plan, len(peaks), forecast, None, None, NOT_DONE)
-
-
-def _forecast(path: Path) -> tuple[str, int | None]:
-    try:
-        forecast = dry_run(load_resolved(path)).forecast
-    except VisslZeroError:
-        return "?", None
-    return f"level {forecast.wrap_plan.level}", None if forecast.step is None else forecast.step.resident_bytes

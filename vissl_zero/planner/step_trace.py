@@ -200,7 +200,8 @@ class StepTrace:
         input_bytes: input bytes of the images, alive throughout.
         work: work of all operations, those of a recomputation included.
         kept_bytes: alive when the loss is known.
-        forward_work: forward work of the forward pass alone, by unit.
+        forward_work: forward work of the last forward pass alone, by unit.
+        loss_work: work between a first round of passes and the second; see ``Subject.passes_per_loss``.
         scratch: bytes that kernels of a CPU take while they run, beside their outputs; by the number of deltas before.
     """
 
@@ -210,6 +211,7 @@ class StepTrace:
     work: Work = field(default_factory=Work)
     kept_bytes: int = 0
     forward_work: dict[str, Work] = field(default_factory=dict)
+    loss_work: Work = field(default_factory=Work)
     scratch: dict[int, int] = field(default_factory=dict)
 
     def forward_bytes(self) -> dict[str, int]:
@@ -296,11 +298,15 @@ class Recorder(TorchDispatchMode):
     def finish(self) -> None:
         """Sum up: nothing more is recorded."""
         self.trace.work = self._work.so_far()
-        work = self.trace.forward_work
-        for entered, left in self.trace.forward_passes():
+        work, passes = self.trace.forward_work, list(self.trace.forward_passes())
+        roots = [one for one in passes if self.trace.marks[one[0]].name == ROOT]
+        if len(roots) > 1:
+            self.trace.loss_work = self.works[roots[-1][0]].plus(self.works[roots[-2][1]], -1)
+        for entered, left in passes:
             own_work = self.works[left].plus(self.works[entered], -1)
             name = self.trace.marks[entered].name
-            work[name] = work[name].plus(own_work) if name in work else own_work
+            if not roots or entered >= roots[-1][0]:
+                work[name] = work[name].plus(own_work) if name in work else own_work
 
     def release(self, tensor: Tensor) -> int:
         """Take a storage out of this account, which it is to be freed from no more; its bytes, or the tensor's."""

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from vissl_zero.errors import OutOfMemoryError
+from vissl_zero.errors import OutOfMemoryError, VisslZeroError
 from vissl_zero.planner.candidates import Budget, Candidate, rank_candidates
 from vissl_zero.planner.dry_run import dry_run, set_stage
 from vissl_zero.planner.forecast import Forecast
@@ -19,6 +20,7 @@ from vissl_zero.sharding.memory import Bytes
 
 _WORTHWHILE = 0.1  # of all that is held; less than this is not worth a change
 _MOST_OTHERS = 3
+_MORE_PASSES = 8  # times those of the run
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
@@ -108,6 +110,12 @@ def same_numbers(plan: ResolvedRun) -> Iterator[Switch]:
         if step is not None and step.peak_bytes < peak:
             changed = " ".join(word for word in candidate.overrides() if word not in words)
             yield Switch(changed, peak - step.peak_bytes, f"same numbers, {_time(candidate.forecast, forecast)}")
+    with suppress(VisslZeroError):  # of a model whose rows see each other
+        passes = plan.crop_passes * _MORE_PASSES
+        then = set_stage(replace(plan, crop_passes=passes)).forecast()
+        if then.step is not None and then.step.peak_bytes < peak:
+            override = f"config.TRAINER.CROP_PASSES={passes}"
+            yield Switch(override, peak - then.step.peak_bytes, f"same numbers, {_time(then, forecast)}")
 
 
 def _time(then: Forecast, now: Forecast) -> str:

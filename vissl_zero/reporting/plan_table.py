@@ -13,7 +13,8 @@ from rich.table import Table
 
 from vissl_zero.planner.candidates import Candidate, because, smallest, without_doubles
 from vissl_zero.planner.memory_model import KINDS
-from vissl_zero.planner.planning import Past, Planned, remedies
+from vissl_zero.planner.planning import Planned, remedies
+from vissl_zero.reporting.past_plans import Past
 from vissl_zero.reporting.quantity import bytes_text
 
 NAMES = {

@@ -143,6 +143,7 @@ def resolve(
         accumulation_steps=cfg.ZERO.gradient_accumulation_steps,
         learns_from_other=learns_from_other,
         exact_accumulation=cfg.TRAINER.EXACT_ACCUMULATION,
+        crop_passes=cfg.TRAINER.CROP_PASSES,
         global_batch=step,
         num_epochs=cfg.OPTIMIZER.num_epochs,
         max_steps=cfg.TRAINER.MAX_STEPS,

@@ -250,6 +250,7 @@ class ResolvedRun:
         batch_per_rank: BATCHSIZE_PER_REPLICA, source images per rank and micro-batch.
         accumulation_steps: micro-batches per optimizer step.
         exact_accumulation: the loss is one over all micro-batches of a step.
+        crop_passes: passes of the model that the crops of a micro-batch take.
         global_batch: source images per optimizer step = batch_per_rank * world_size * accumulation_steps.
         num_epochs, max_steps: length of the run; max_steps None: no limit. It never changes the schedule.
         sharding, optimizer: see there.
@@ -277,6 +278,7 @@ class ResolvedRun:
     sharding: ShardingPlan
     optimizer: OptimizerPlan
     exact_accumulation: bool = False
+    crop_passes: int = 1
     learns_from_other: bool = False
     notes: tuple[str, ...] = ()
     interpolations: dict[str, str] = field(default_factory=dict)

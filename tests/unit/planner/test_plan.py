@@ -21,8 +21,9 @@ from vissl_zero.lifetime import run_in_subprocess
 from vissl_zero.planner.candidates import Budget, recomputed_in_part
 from vissl_zero.planner.dry_run import dry_run, set_stage
 from vissl_zero.planner.fit_plans import FitOption, FitPlans, FitRun, shortfall, with_settings
-from vissl_zero.planner.planning import fit_plans, fitted, history, plan_run, remedies
+from vissl_zero.planner.planning import fit_plans, fitted, plan_run, remedies
 from vissl_zero.reporting.dry_run_lines import verdict
+from vissl_zero.reporting.past_plans import history
 from vissl_zero.resolve.resolve import resolve, save_resolved
 
 RECIPE = "digits/supervised"
@@ -249,10 +250,12 @@ def test_a_module_of_the_working_directory_is_imported_as_in_training(tmp_path, 
 
 
 @pytest.mark.slow
-def test_where_nothing_fits_exact_accumulation_or_a_smaller_batch_is_named():
+def test_where_nothing_fits_passes_exact_accumulation_or_a_smaller_batch_is_named():
     words = ["config.MACHINE.DEVICE=gpu", "config.DISTRIBUTED.NUM_PROC_PER_NODE=8", "config.ZERO.MEMORY_GB=4"]
     planned = plan_run(compose("pretrain/dino/vit_small", [DRY, *words]).run)
-    same, fewer = remedies(planned)
+    passes, same, fewer = remedies(planned)
+    assert str(passes).startswith("To keep 1,024 images a step: config.TRAINER.CROP_PASSES=4 (forecast ")
+    assert passes.candidate.fits and passes.candidate.micro_batches == planned.plan.accumulation_steps
     assert planned.chosen is None and same.candidate.fits and fewer.candidate.fits
     assert (
         same.candidate.micro_batches > planned.plan.accumulation_steps and same.num_images == planned.plan.global_batch

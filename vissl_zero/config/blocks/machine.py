@@ -105,6 +105,10 @@ class Trainer:
     EXACT_ACCUMULATION: bool = False
     """With gradient_accumulation_steps above 1: one loss over all micro-batches of a step, as if each were a process of
     its own; the forward pass runs twice."""
+    CROP_PASSES: int = number(1, least=1, most=4096)
+    """Passes in which the crops of a micro-batch go through the model, for one loss of all of them: activations are
+    those of one pass, gradients the same. Above 1 the student's forward pass runs twice, and batch norm needs
+    MODEL.VIEWS_APART, where a pass holds whole crops."""
     COMPILE: bool = False
     """Compile each unit of the model with torch.compile as it first runs: the same numbers to rounding, at every ZeRO
     level; the first steps wait for it. A unit that cannot be compiled runs as it is and is named."""
