@@ -212,11 +212,12 @@ class DINO(EmbeddingMethod):
         teacher_temp_interval: str = "step",
         crops_for_teacher: Sequence[int] = (0, 1),
         ema_center: float = 0.9,
+        final_momentum: float = 1.0,
     ):
         super().__init__()
         self.guessing_loss = math.log(output_dim)
         self.center = Center(output_dim, ema_center)
-        self.first_momentum = momentum
+        self.momenta = momentum, final_momentum
         self.student_temp = student_temp
         self.temperature = TeacherTemperature(
             teacher_temp_min, teacher_temp_max, teacher_temp_warmup_iters, teacher_temp_interval
@@ -253,7 +254,8 @@ class DINO(EmbeddingMethod):
 
     def momentum(self, step: int) -> float:
         """Return the teacher's momentum; see ``Method``."""
-        return self._cosine_momentum(self.first_momentum, step)
+        first, last = self.momenta
+        return self._cosine_momentum(first, step, last)
 
 
 def koleo(embeddings: Tensor, eps: float = 1e-8, counts: SampleCounts | None = None) -> Tensor:

@@ -23,7 +23,9 @@ class DINOLossConfig:
     """``dino_loss``: self-distillation, https://arxiv.org/abs/2104.14294."""
 
     momentum: float = 0.996
-    """Weight of the teacher's past at the start; it grows to 1 along half a cosine."""
+    """Weight of the teacher's past at the start; it goes to the final one along half a cosine."""
+    final_momentum: float = 1.0
+    """That weight after the last step."""
     student_temp: float = 0.1
     """Divides the student's scores."""
     teacher_temp_min: float = 0.04
@@ -93,6 +95,7 @@ class DINOSpec(MethodSpec):
             *two_views(cfg, exactly=False),
             *_teacher_crops(keys.crops_for_teacher, f"config.{path}.crops_for_teacher", crops_of(cfg)),
             *share(f"{path}.momentum", keys.momentum),
+            *share(f"{path}.final_momentum", keys.final_momentum),
             *share(f"{path}.ema_center", keys.ema_center),
             *above_zero(f"{path}.student_temp", keys.student_temp),
             *above_zero(f"{path}.teacher_temp_min", keys.teacher_temp_min),

@@ -311,9 +311,9 @@ class EmbeddingMethod(Method):
         """Remember the rows (m, D) that the figures of this step are about."""
         self._last = embeddings.detach()
 
-    def _cosine_momentum(self, start: float, step: int) -> float:
-        """Interpolate from ``start`` to 1 along half a cosine over the run (https://arxiv.org/abs/2006.07733, 3.2)."""
-        return 1 - (1 - start) * (math.cos(math.pi * step / self._num_steps) + 1) / 2
+    def _cosine_momentum(self, start: float, step: int, end: float = 1.0) -> float:
+        """Interpolate from ``start`` to ``end`` along half a cosine (https://arxiv.org/abs/2006.07733, 3.2)."""
+        return end - (end - start) * (math.cos(math.pi * step / self._num_steps) + 1) / 2
 
     def _linear_momentum(self, start: float, step: int, end: float = 1.0) -> float:
         """Interpolate from ``start`` to ``end`` in a straight line over the run."""

@@ -272,9 +272,9 @@ class BYOL(EmbeddingMethod):
     has_teacher = True
     guessing_loss = 4.0  # unrelated directions
 
-    def __init__(self, momentum: float = 0.99):
+    def __init__(self, momentum: float = 0.99, final_momentum: float = 1.0):
         super().__init__()
-        self.first_momentum = momentum
+        self.momenta = momentum, final_momentum
 
     def forward(self, outputs: list[Any], batch: Batch, teacher_outputs: list[Any]) -> Tensor:
         """Compute the mean loss over this rank's samples; see ``byol_loss``."""
@@ -285,7 +285,8 @@ class BYOL(EmbeddingMethod):
 
     def momentum(self, step: int) -> float:
         """Return the teacher's momentum; see ``Method``."""
-        return self._cosine_momentum(self.first_momentum, step)
+        first, last = self.momenta
+        return self._cosine_momentum(first, step, last)
 
 
 def simsiam_loss(predictions: tuple[Tensor, Tensor], projections: tuple[Tensor, Tensor]) -> Tensor:

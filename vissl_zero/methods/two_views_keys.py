@@ -142,7 +142,9 @@ class BYOLLossConfig:
     """``byol_loss``: prediction of a teacher's projection, https://arxiv.org/abs/2006.07733."""
 
     momentum: float = 0.99
-    """Weight of the teacher's past at the start; it grows to 1 along half a cosine."""
+    """Weight of the teacher's past at the start; it goes to the final one along half a cosine."""
+    final_momentum: float = 1.0
+    """That weight after the last step."""
 
 
 @METHODS.register("byol")
@@ -159,8 +161,9 @@ class BYOLSpec(MethodSpec):
 
     def problems(self, cfg: RunConfig, decided: Decisions) -> list[Problem]:
         """Check for two views, a projector and a predictor."""
-        momentum = share(f"LOSS.{cfg.LOSS['name']}.momentum", loss_keys(cfg).momentum)
-        return [*one_head(cfg, "siamese_head"), *two_views(cfg), *momentum]
+        keys, path = loss_keys(cfg), f"LOSS.{cfg.LOSS['name']}"
+        momenta = [*share(f"{path}.momentum", keys.momentum), *share(f"{path}.final_momentum", keys.final_momentum)]
+        return [*one_head(cfg, "siamese_head"), *two_views(cfg), *momenta]
 
 
 @dataclass

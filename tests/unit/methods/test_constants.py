@@ -19,6 +19,7 @@ from tests.blocks import model_block
 from tests.configs.test_recipes import resolved
 from vissl_zero.methods.contrastive import supcon_loss
 from vissl_zero.methods.gather import EmbeddingQueue
+from vissl_zero.methods.masked_modeling import hog_targets
 from vissl_zero.methods.method import Method, build_method
 from vissl_zero.methods.two_views import KeyQueue
 from vissl_zero.methods.visreg import normal_quantiles
@@ -69,6 +70,8 @@ def dino() -> None:
     """facebookresearch/dino 7c446df main_dino.py, ``DINOLoss`` and the defaults of its arguments."""
     method: Any = _make("dino_loss", output_dim=5)
     assert _momenta(method) == pytest.approx([0.996, 0.998, 1.0])
+    constant = _make("dino_loss", output_dim=5, momentum=0.99, final_momentum=0.99)
+    assert _momenta(constant) == pytest.approx([0.99] * 3)
     assert (method.student_temp, method.center.momentum) == (0.1, 0.9)
     by_step = [_dino("step", step, teacher_temp_warmup_iters=100) for step in (0, 1, 50, 99, 100, 999)]
     assert by_step == pytest.approx([0.04, 0.0403, 0.055, 0.0697, 0.07, 0.07])
@@ -126,6 +129,15 @@ def simmim() -> None:
     assert torch.equal(_views(_make("simmim_loss")).masked.sum(dim=1), torch.full((64,), 120))
 
 
+def maskfeat() -> None:
+    """facebookresearch/SlowFast 287ec00 in1k_VIT_B_MaskFeat_PT.yaml: 78 patches, round(196 * .4); 3 x 9 x 4."""
+    method: Any = _make("maskfeat_loss")
+    view = _views(method)
+    assert torch.equal(view.masked.sum(dim=1), torch.full((64,), 78)) and view.wanted.shape == (64, 78)
+    assert (method.num_bins, method.cell_size) == (9, 8)
+    assert hog_targets(torch.zeros(1, 3, 224, 224), (GRID, GRID)).shape == (1, 196, 108)
+
+
 def ijepa() -> None:
     """facebookresearch/ijepa 52c1ae9: momentum .996 + i * .004 / steps; 4 targets of .15 to .2 of the patches."""
     method: Any = _make("ijepa_loss")
@@ -165,6 +177,7 @@ def byol() -> None:
     """https://arxiv.org/abs/2006.07733, section 3.2; two unrelated unit vectors are at a squared distance of 2."""
     method: Any = _make("byol_loss", momentum=0.996)
     assert _momenta(method) == pytest.approx([_cosine(0.996, step) for step in (0, 500, 1000)])
+    assert _momenta(_make("byol_loss", momentum=0.98, final_momentum=0.99)) == pytest.approx([0.98, 0.985, 0.99])
     assert method.guessing_loss == 4.0
 
 
@@ -291,9 +304,9 @@ def feature_distillation() -> None:
 CONSTANTS: dict[str, Callable[[], None]] = {
     check.__name__: check
     for check in (
-        *(dino, ibot, dinov2, dinov3, mae, simmim, ijepa, data2vec, msn, moco_v2, moco_v3, byol, simsiam, simclr),
-        *(nnclr, supcon, lejepa, visreg, barlow_twins, vicreg, vicregl, swav, swav_momentum, deepcluster_v2, npid),
-        *(pirl, rotnet, jigsaw, supervised, segmentation, distillation, feature_distillation),
+        *(dino, ibot, dinov2, dinov3, mae, simmim, maskfeat, ijepa, data2vec, msn, moco_v2, moco_v3, byol, simsiam),
+        *(simclr, nnclr, supcon, lejepa, visreg, barlow_twins, vicreg, vicregl, swav, swav_momentum, deepcluster_v2),
+        *(npid, pirl, rotnet, jigsaw, supervised, segmentation, distillation, feature_distillation),
     )
 }
 

@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
+from torch import Tensor
 
+import vissl_zero
 from tests.benchmark_scripts import load_benchmark
 from tests.unit.config.example_config import CPU_HOST
 from vissl_zero.config.compose import compose
@@ -76,6 +80,49 @@ def test_a_recipe_has_the_settings_of_the_benchmark(name):
     assert config.MODEL.TRUNK.RESNETS.DEPTH == 18
 
 
+def lightly_transform(method: str) -> Callable[[Image.Image], list[Tensor]]:
+    """The transform of a method in lightly's script for CIFAR-10."""
+    from lightly import transforms
+
+    if method == "byol":
+        first = transforms.BYOLView1Transform(input_size=32, gaussian_blur=0.0)
+        return transforms.BYOLTransform(first, transforms.BYOLView2Transform(input_size=32, gaussian_blur=0.0))
+    if method == "dino":
+        return transforms.DINOTransform(global_crop_size=32, n_local_views=0, cj_strength=0.5, gaussian_blur=(0, 0, 0))
+    if method == "simsiam":
+        return transforms.SimSiamTransform(input_size=32, gaussian_blur=0.0)
+    if method == "swav":
+        crops = {"crop_sizes": [32], "crop_counts": [2], "crop_min_scales": [0.14], "crop_max_scales": [1.0]}
+        return transforms.SwaVTransform(**crops, cj_strength=0.5, gaussian_blur=0)
+    return transforms.SimCLRTransform(input_size=32, cj_strength=0.5, gaussian_blur=0.0)
+
+
+def statistics(views: list[Tensor]) -> list[float]:
+    """Brightness, contrast, two colors, grayness and two gradients of each view; what the views have in common."""
+    found = []
+    for view in views:
+        colors, gradients = view.diff(dim=0).abs().mean(dim=(1, 2)), [view.diff(dim=dim).abs().mean() for dim in (1, 2)]
+        found += [view.mean(), view.std(), *colors, (view.std(dim=0).mean() < 0.2).float(), *gradients]
+    return [float(value) for value in (*found, (views[0] - views[1]).abs().mean(), (views[0] * views[1]).mean())]
+
+
+@pytest.mark.filterwarnings("ignore")  # lightly's own
+@pytest.mark.parametrize("method", ["byol", "dino", "simclr", "simsiam", "swav"])
+def test_crops_are_distributed_as_lightlys(method):
+    num_images, num_draws = 40, 12
+    random = np.random.default_rng(0)
+    coarse = random.integers(0, 256, (num_images, 6, 6, 3), dtype=np.uint8)
+    images = [Image.fromarray(pixels).resize((32, 32), Image.Resampling.BICUBIC) for pixels in coarse]
+    ours, theirs = vissl_zero.load_views(f"reference/cifar10/{method}"), lightly_transform(method)
+    draws = range(num_draws)
+    own = np.array([[statistics(ours(image, epoch=e, index=i)) for e in draws] for i, image in enumerate(images)])
+    torch.manual_seed(0)
+    np.random.seed(0)
+    peer = np.array([[statistics(theirs(image)) for _ in draws] for image in images])
+    apart = (own - peer).mean(axis=1)  # of each image
+    assert np.abs(apart.mean(axis=0) / (apart.std(axis=0) / num_images**0.5)).max() < 4
+
+
 def test_a_chain_of_layers_may_take_views_apart_and_other_heads_may_not():
     assert resolved("reference/cifar10/simclr").config.MODEL.VIEWS_APART
     chain = "[[chain, {heads: [[mlp, {dims: [512, 128]}], [swav_head, {dims: [128, 128], num_clusters: [8]}]]}]]"
@@ -87,6 +134,12 @@ def test_a_chain_of_layers_may_take_views_apart_and_other_heads_may_not():
             ConfigError, match=r"or a chain of these where config\.MODEL\.VIEWS_APART is true \(got swav_head\)"
         ):
             resolved("reference/cifar10/swav", "config.MODEL.VIEWS_APART=true", words)
+
+
+@pytest.mark.parametrize(("method", "loss"), [("byol", "byol_loss"), ("dino", "dino_loss")])
+def test_a_final_momentum_beyond_one_is_refused(method, loss):
+    with pytest.raises(ConfigError, match=rf"LOSS\.{loss}\.final_momentum: must be .*got 1\.5"):
+        resolved(f"reference/cifar10/{method}", f"config.LOSS.{loss}.final_momentum=1.5")
 
 
 def test_the_page_has_the_table_of_the_figures():
