@@ -86,6 +86,7 @@ _OWN = {
     # Tiles of 16 pixels with gaps of up to 4 between them: without gaps, edges that meet tell the order.
     "jigsaw": _Own(epochs=40, keys={"DATA.TRAIN.TRANSFORMS": f"[{_crop(40, 0.6, 0.5)}, {_TILES}]"}),
     "mae": _Own(epochs=48, color=0.0),
+    "maskfeat": _Own(epochs=16, color=0.0),
     "msn": _Own(epochs=12),
     "npid": _Own(epochs=12, views=1),
     "pirl": _Own(epochs=6),

@@ -73,6 +73,11 @@ REPOSITORIES: dict[str, tuple[str, str, dict[str, list[str]]]] = {
         "efb2a8062c206524e35e47d04501ed4f544c0ae8",
         {"models_mae.py": ["MaskedAutoencoderViT"]},
     ),
+    "SlowFast": (
+        "facebookresearch",
+        "287ec0076846560f44a9327e931a5a2360240533",
+        {"slowfast/models/operators.py": ["HOGLayerC"]},
+    ),
     "msn": (
         "facebookresearch",
         "4388dc1eadbe3042b85d3296d41b9b207656e043",
@@ -516,7 +521,7 @@ class DINO(Peer):
 def masks_of(ours: Ours, model: Model, crops: Crops, masks: bool) -> Any:
     """Return the first head's output for crops that our method masks."""
     images = crops.images if masks else crops.images[:1]
-    return model(images, see=lambda x, size: ours.method._see(x, size, masks=masks))[0]  # type: ignore[operator]
+    return model(images, choose_patches=lambda x, size: ours.method._choose_patches(x, size, masks=masks))[0]  # type: ignore[operator]
 
 
 class IBOT(Peer):
@@ -600,12 +605,25 @@ class MAE(Peer):
         theirs = self.code["mae"]["MaskedAutoencoderViT"]
         settings = types.SimpleNamespace(patch_embed=types.SimpleNamespace(patch_size=(4, 4)), norm_pix_loss=True)
         settings.patchify = lambda images: theirs.patchify(settings, images)
-        own = self.model(crops.images, see=self.ours.method._see)[0]
+        own = self.model(crops.images, choose_patches=self.ours.method._choose_patches)[0]
         every = torch.zeros(BATCH, 16, 48, dtype=torch.float64)
         index = own.wanted[:, :, None].expand(-1, -1, 48)
         mask = torch.zeros(BATCH, 16, dtype=torch.float64).scatter(1, own.wanted, 1.0)
         predictions = every.scatter(1, index, own.predictions)
         return theirs.forward_loss(settings, crops.images[0], predictions, mask)  # type: ignore[no-any-return]
+
+
+class MaskFeat(Peer):
+    def make(self) -> None:
+        self.histograms = self.code["SlowFast"]["HOGLayerC"](nbins=9, pool=self.keys["cell_size"]).double()
+
+    def loss(self, step: int, crops: Crops) -> Tensor:
+        """slowfast/models/masked.py ``_get_hog_label_2d``, and ``mse_loss`` of models/losses.py."""
+        cells = self.histograms(crops.images[0]).flatten(1, 2).permute(0, 2, 3, 1)
+        labels = cells.unfold(1, 2, 2).unfold(2, 2, 2).flatten(1, 2).flatten(2)
+        own = self.model(crops.images, choose_patches=self.ours.method._choose_patches)[0]
+        wanted = own.wanted[:, :, None].expand(-1, -1, labels.shape[2])
+        return F.mse_loss(own.predictions, labels.gather(1, wanted))
 
 
 class MSN(Peer):
@@ -617,7 +635,7 @@ class MSN(Peer):
         with torch.no_grad():
             target = self.teacher([views[0]])[0].embeddings
         images = [torch.cat(views[1:])]
-        own = self.model(images, see=self.ours.method._see)[0].embeddings
+        own = self.model(images, choose_patches=self.ours.method._choose_patches)[0].embeddings
         prototypes = self.model.heads[0].prototypes0.weight
         terms = self.criterion(own, target, prototypes, torch.eye(5, dtype=torch.float64), 0.25, use_sinkhorn=True)
         return terms[0] + terms[1]  # type: ignore[no-any-return]
@@ -934,6 +952,17 @@ TWINS = (
         True,
     ),
     Twin(
+        "maskfeat",
+        "maskfeat_loss",
+        {"mask_ratio": 0.4, "cell_size": 2},
+        ("hog_head", {"dims": [16, 108]}),
+        [1],
+        MaskFeat,
+        "SlowFast",
+        "masks, which are ours",
+        True,
+    ),
+    Twin(
         "msn",
         "msn_loss",
         {"output_dim": 5, "momentum": 0.9, "final_momentum": 0.98, "patch_drop": 0.25},
@@ -1013,17 +1042,18 @@ class _Itself:
 @contextmanager
 def one_process_on_the_cpu() -> Iterator[None]:
     """Join a group of one, which authors' code asks for; ``cuda()`` and ``float()`` leave tensors as they are."""
-    kept = Tensor.cuda, Tensor.float
+    kept = Tensor.cuda, Tensor.float, torch.float
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
         torch.set_default_dtype(torch.float64)  # weights of masks, 1 / count, are made in it
         Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign, assignment]
+        torch.float = torch.float64  # type: ignore[misc]
         Tensor.float = lambda self: self.double()  # type: ignore[method-assign, assignment]
         try:
             yield
         finally:
             torch.set_default_dtype(torch.float32)
-            Tensor.cuda, Tensor.float = kept  # type: ignore[method-assign]
+            Tensor.cuda, Tensor.float, torch.float = kept  # type: ignore[method-assign]
             dist.destroy_process_group()
 
 

@@ -327,6 +327,7 @@ METHODS = Registry(
             "masked_modeling": {
                 "mae": "MAE: pixels of hidden patches from the few that are seen.",
                 "simmim": "SimMIM: pixels of masked patches by one linear layer.",
+                "maskfeat": "MaskFeat: histograms of oriented gradients of masked patches.",
                 "ijepa": "I-JEPA: a teacher's embeddings of blocks from the patches around them.",
                 "data2vec": "data2vec: a teacher's embeddings of masked patches, averaged over its last blocks.",
             },

@@ -80,6 +80,7 @@ CASES: dict[str, tuple[str, dict[str, Any], Any, list[int]]] = {
     "swav_momentum": ("swav_momentum_loss", {**CLUSTERS, "momentum": 0.7}, SWAV, [2, 1]),
     "mae": ("mae_loss", {"mask_ratio": 0.6}, PATCHES, [2]),
     "simmim": ("simmim_loss", {"mask_patch_size": 4}, ["pixel_head", {"dims": [6, 12]}], [2]),
+    "maskfeat": ("maskfeat_loss", {"cell_size": 2}, ["hog_head", {"dims": [6, 27]}], [2]),
     "ijepa": ("ijepa_loss", {"momentum": 0.7}, ["patch_predictor", {**PATCHES[1], "dims": [6, 8, 6]}], [2]),
     "data2vec": ("data2vec_loss", {"momentum": 0.7, "average_top_k_layers": 2}, ["latent_head", {"dims": [6, 6]}], [2]),
     "ibot": ("ibot_loss", {"out_dim": 5, "patch_out_dim": 7, "teacher_momentum": 0.7}, IBOT, [2, 1]),
@@ -136,8 +137,8 @@ CASES: dict[str, tuple[str, dict[str, Any], Any, list[int]]] = {
     "dino": ("dino_loss", {"output_dim": 5, "momentum": 0.7, "teacher_temp_warmup_iters": 3}, DINO, [2, 1]),
 }
 # Methods that look at patches.
-TRANSFORMERS = ("mae", "simmim", "ijepa", "data2vec", "ibot", "dinov2", "dinov3", "msn")
-MASK_TOKEN = ("simmim", "data2vec", "ibot", "dinov2", "dinov3")
+TRANSFORMERS = ("mae", "simmim", "maskfeat", "ijepa", "data2vec", "ibot", "dinov2", "dinov3", "msn")
+MASK_TOKEN = ("simmim", "maskfeat", "data2vec", "ibot", "dinov2", "dinov3")
 TIMM_VIT = {"img_size": 8, "patch_size": 2, "depth": 2, "num_heads": 2, "embed_dim": 6, "mlp_ratio": 1.5}
 # Of methods that learn from the model under DISTILLATION, which has random weights here.
 OTHER_TEACHER: dict[str, dict[str, Any]] = {

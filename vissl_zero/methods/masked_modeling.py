@@ -1,4 +1,4 @@
-"""Masked image modeling: MAE, SimMIM, I-JEPA and data2vec: losses, heads, and what the loop calls.
+"""Masked image modeling: MAE, SimMIM, MaskFeat, I-JEPA and data2vec: losses, heads, and what the loop calls.
 
 ``PatchPredictor``, a narrow transformer, is MAE's decoder and I-JEPA's predictor.
 """
@@ -21,9 +21,11 @@ from vissl_zero.errors import ConfigError, Problem
 from vissl_zero.methods.gather import at_least_float32, weighted_mean
 from vissl_zero.methods.masked_modeling_keys import (
     Data2VecLossConfig,
+    HOGHeadConfig,
     IJEPALossConfig,
     LatentHeadConfig,
     MAELossConfig,
+    MaskFeatLossConfig,
     PixelHeadConfig,
     SimMIMLossConfig,
 )
@@ -232,6 +234,125 @@ class SimMIM(EmbeddingMethod):
         squares = as_mask(order[:, :num_masked], height * width).unflatten(1, (height, width))
         mask = squares.repeat_interleave(grid[0] // height, dim=1).repeat_interleave(grid[1] // width, dim=2)
         return [PatchView(masked=mask.flatten(1))]
+
+
+def histograms_of_gradients(images: Tensor, num_bins: int = 9, cell_size: int = 8) -> Tensor:
+    """Compute HOG as MaskFeat predicts it: histograms of each channel's gradients in cells that do not overlap.
+
+    Gradients are Sobel's, at the border of a mirrored image; a pixel counts in one bin by its gradient's length; each
+    histogram has unit length (facebookresearch/SlowFast 287ec00, slowfast/models/operators.py, ``HOGLayerC``). So
+    brightness and contrast of a channel change nothing.
+
+    Args:
+        images: (B, C, H, W); cells divide H and W.
+        num_bins: orientations from 0 to 180 degrees, which opposite gradients share.
+        cell_size: side of a cell, in pixels.
+    Returns:
+        (B, C, num_bins, H / cell_size, W / cell_size), in float32 at least.
+    """
+    padded = F.pad(at_least_float32(images), (1, 1, 1, 1), mode="reflect")
+    columns = padded[:, :, :-2] + 2 * padded[:, :, 1:-1] + padded[:, :, 2:]
+    rows = padded[..., :-2] + 2 * padded[..., 1:-1] + padded[..., 2:]
+    across, down = columns[..., :-2] - columns[..., 2:], rows[:, :, :-2] - rows[:, :, 2:]
+    bins = (torch.atan2(across, down) / math.pi * num_bins).floor().long() % num_bins
+    lengths = torch.stack((across, down)).norm(dim=0)
+    spread = lengths.new_zeros(*lengths.shape[:2], num_bins, *lengths.shape[2:])
+    spread.scatter_(2, bins[:, :, None], lengths[:, :, None])  # one place a pixel, so the order of writes is free
+    cells = spread.unflatten(4, (-1, cell_size)).unflatten(3, (-1, cell_size)).sum(dim=(4, 6))
+    return F.normalize(cells, dim=2)
+
+
+def hog_targets(images: Tensor, grid: tuple[int, int], num_bins: int = 9, cell_size: int = 8) -> Tensor:
+    """Return the histograms of each patch's cells, (B, P, C * num_bins * cells of a patch)."""
+    cells = histograms_of_gradients(images, num_bins, cell_size).flatten(1, 2)  # (B, C * bins, rows, columns)
+    patches = cells.unflatten(3, (grid[1], -1)).unflatten(2, (grid[0], -1))  # (B, C * bins, h, r, w, c)
+    return patches.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
+
+
+class HOGOutput(NamedTuple):
+    """What the head gives; a tuple, so that hooks of sharded modules see the tensors in it.
+
+    Attributes:
+        embeddings: (b, F) pooled features.
+        predictions: (b, m, E) for the patches asked for.
+        wanted: (b, m) int64, these.
+        grid: patches per column and per row.
+    """
+
+    embeddings: Tensor
+    predictions: Tensor
+    wanted: Tensor
+    grid: tuple[int, int]
+
+
+@HEADS.register("hog_head", config=HOGHeadConfig)
+class HOGHead(nn.Module):
+    """A linear layer from a masked patch's token to the histograms of its cells.
+
+    Args: the fields of ``HOGHeadConfig``.
+    """
+
+    def __init__(self, dims: Sequence[int]):
+        super().__init__()
+        if len(dims) != 2:
+            must = "must be two widths: the trunk's features, and the numbers of a patch's histograms"
+            raise ConfigError([Problem(_DIMS, str(list(dims)), must, "Write [-1, 108], for example.")])
+        self.output = nn.Linear(dims[0], dims[1])
+
+    def forward(self, features: Tensor, tokens: list[Tokens]) -> HOGOutput:
+        """Predict the patches asked for of images of one resolution."""
+        (own,) = tokens
+        assert own.view.wanted is not None
+        return HOGOutput(features, self.output(own.wanted()), own.view.wanted, own.grid)
+
+
+@LOSSES.register("maskfeat_loss", config=MaskFeatLossConfig)
+class MaskFeat(EmbeddingMethod):
+    """MaskFeat: histograms of oriented gradients of masked patches.
+
+    Args: the fields of ``MaskFeatLossConfig``.
+    """
+
+    loss_sees_images = True
+    couples_samples = False
+
+    def __init__(self, mask_ratio: float = 0.4, num_bins: int = 9, cell_size: int = 8):
+        super().__init__()
+        self.mask_ratio = mask_ratio
+        self.num_bins = num_bins
+        self.cell_size = cell_size
+
+    def run_student(self, model: nn.Module, batch: Batch) -> list[Any]:
+        """Run the student on all patches, some of them masked."""
+        outputs: list[Any] = model(batch.images, choose_patches=self._choose_patches)
+        return outputs
+
+    def forward(self, outputs: list[Any], batch: Batch) -> Tensor:
+        """Compute the mean squared error over this rank's images, all of which have as many masked patches."""
+        output, (images,) = output_of(outputs, "predictions"), batch.images
+        self._note(output.embeddings)
+        targets = taken(hog_targets(images, output.grid, self.num_bins, self.cell_size), output.wanted)
+        if output.predictions.shape != targets.shape:
+            must, number = "must end in channels times bins times cells of a patch", targets.shape[2]
+            got = str(output.predictions.shape[2])
+            raise ConfigError([Problem(_DIMS, got, must, f"Write {number} in its place.")])
+        errors = (at_least_float32(output.predictions) - targets).square()
+        return errors.sum() / max(errors.numel(), 1)
+
+    def collapse_rule(self, num_steps: int) -> None:
+        """Return None: MaskFeat has no embeddings whose collapse could be measured."""
+
+    def _choose_patches(self, images: Sequence[Tensor], patch_size: tuple[int, int]) -> list[PatchView]:
+        (view,) = images
+        if any(side % self.cell_size for side in patch_size):
+            must, fix = f"must divide the patches, {patch_size[0]} pixels", f"Write {patch_size[0]}, for example."
+            raise ConfigError([Problem("config.LOSS.maskfeat_loss.cell_size", str(self.cell_size), must, fix)])
+        grid = grid_of(view, patch_size)
+        num_patches = grid[0] * grid[1]
+        num_masked = max(1, round(num_patches * self.mask_ratio))
+        counts = torch.full((len(view),), num_masked, device=view.device)
+        masked = block_order(view, grid, counts, self.epoch, "mask")[:, :num_masked]
+        return [PatchView(masked=as_mask(masked, num_patches), wanted=masked)]
 
 
 def latent_regression(predictions: Tensor, embeddings: Tensor, beta: float = 1.0) -> Tensor:

@@ -1,4 +1,4 @@
-"""Masked image modeling: MAE, SimMIM, I-JEPA and data2vec: keys and rules."""
+"""Masked image modeling: MAE, SimMIM, MaskFeat, I-JEPA and data2vec: keys and rules."""
 
 from __future__ import annotations
 
@@ -74,6 +74,42 @@ class SimMIMSpec(MethodSpec):
     def problems(self, cfg: RunConfig, decided: Decisions) -> list[Problem]:
         """Check the recipe: a vision transformer with a mask token, a head of pixels, one size of crops."""
         return [*one_head(cfg, "pixel_head"), *patch_trunk(cfg, mask_token=True), *one_size(cfg)]
+
+
+@dataclass
+class HOGHeadConfig:
+    """``hog_head``: one linear layer from a masked patch's token to the histograms of its cells."""
+
+    dims: list[int] = MISSING
+    """Two widths: the trunk's features, and channels times bins times cells of a patch (108: 3 x 9 x 4)."""
+
+
+@dataclass
+class MaskFeatLossConfig:
+    """``maskfeat_loss``: squared error of masked patches' HOG, https://arxiv.org/abs/2112.09133."""
+
+    mask_ratio: float = number(0.4, above=0, below=1)
+    """Share of the patches that are masked, in blocks as BEiT's."""
+    num_bins: int = number(9, least=1, most=360)
+    """Orientations that gradients are counted by, from 0 to 180 degrees."""
+    cell_size: int = number(8, least=1, most=2**16)
+    """Side of the cells that have a histogram for each channel, in pixels: it divides the trunk's patches."""
+
+
+@METHODS.register("maskfeat")
+class MaskFeatSpec(MethodSpec):
+    """MaskFeat: histograms of oriented gradients of masked patches."""
+
+    losses = {"maskfeat_loss": MaskFeatLossConfig}
+    heads = {"hog_head": HOGHeadConfig}
+    title = "MaskFeat"
+    paper = "https://arxiv.org/abs/2112.09133"
+    views = "crops of one size, masked"
+    recipe = "digits/maskfeat"
+
+    def problems(self, cfg: RunConfig, decided: Decisions) -> list[Problem]:
+        """Check the recipe: a vision transformer with a mask token, a head of histograms, one size of crops."""
+        return [*one_head(cfg, "hog_head"), *patch_trunk(cfg, mask_token=True), *one_size(cfg)]
 
 
 @dataclass

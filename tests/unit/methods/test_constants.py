@@ -19,6 +19,7 @@ from tests.blocks import model_block
 from tests.configs.test_recipes import resolved
 from vissl_zero.methods.contrastive import supcon_loss
 from vissl_zero.methods.gather import EmbeddingQueue
+from vissl_zero.methods.masked_modeling import hog_targets
 from vissl_zero.methods.method import Method, build_method
 from vissl_zero.methods.two_views import KeyQueue
 from vissl_zero.methods.visreg import normal_quantiles
@@ -126,6 +127,15 @@ def mae() -> None:
 def simmim() -> None:
     """microsoft/SimMIM data/data_simmim.py: squares of 32 pixels, ceil(49 * .6) = 30 of them masked, 4 patches each."""
     assert torch.equal(_views(_make("simmim_loss")).masked.sum(dim=1), torch.full((64,), 120))
+
+
+def maskfeat() -> None:
+    """facebookresearch/SlowFast 287ec00 in1k_VIT_B_MaskFeat_PT.yaml: 78 patches, round(196 * .4); 3 x 9 x 4."""
+    method: Any = _make("maskfeat_loss")
+    view = _views(method)
+    assert torch.equal(view.masked.sum(dim=1), torch.full((64,), 78)) and view.wanted.shape == (64, 78)
+    assert (method.num_bins, method.cell_size) == (9, 8)
+    assert hog_targets(torch.zeros(1, 3, 224, 224), (GRID, GRID)).shape == (1, 196, 108)
 
 
 def ijepa() -> None:
@@ -294,9 +304,9 @@ def feature_distillation() -> None:
 CONSTANTS: dict[str, Callable[[], None]] = {
     check.__name__: check
     for check in (
-        *(dino, ibot, dinov2, dinov3, mae, simmim, ijepa, data2vec, msn, moco_v2, moco_v3, byol, simsiam, simclr),
-        *(nnclr, supcon, lejepa, visreg, barlow_twins, vicreg, vicregl, swav, swav_momentum, deepcluster_v2, npid),
-        *(pirl, rotnet, jigsaw, supervised, segmentation, distillation, feature_distillation),
+        *(dino, ibot, dinov2, dinov3, mae, simmim, maskfeat, ijepa, data2vec, msn, moco_v2, moco_v3, byol, simsiam),
+        *(simclr, nnclr, supcon, lejepa, visreg, barlow_twins, vicreg, vicregl, swav, swav_momentum, deepcluster_v2),
+        *(npid, pirl, rotnet, jigsaw, supervised, segmentation, distillation, feature_distillation),
     )
 }
 

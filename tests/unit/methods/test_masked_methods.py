@@ -35,6 +35,8 @@ def _resolved(recipe: str, *overrides: str) -> Any:
         ("mae", _SIZES, "must make crops of one size for mae_loss"),
         ("mae", "config.MODEL.HEAD.PARAMS=[[mlp,{dims: [64, 8]}]]", "must be one patch_predictor for mae_loss"),
         ("simmim", f"{_TRUNK}=false", f"{_TRUNK}: must be true for simmim_loss"),
+        ("maskfeat", f"{_TRUNK}=false", f"{_TRUNK}: must be true for maskfeat_loss"),
+        ("maskfeat", "config.MODEL.HEAD.PARAMS=[[pixel_head,{dims: [-1, 48]}]]", "must be one hog_head"),
         ("ijepa", "config.LOSS.ijepa_loss.target_scale=0.3", "must leave room for the context: 0.6 of the patches"),
         ("ijepa", "config.LOSS.ijepa_loss.target_ratio=[2, 1]", "the least and the largest"),
         ("ijepa", "config.MODEL.HEAD.PARAMS[0][1].dims=[-1,64,-1]", "config.MODEL.HEAD.PARAMS[0][1].dims: must end in"),
@@ -64,6 +66,8 @@ class _Images:
         ("mae", "config.MODEL.HEAD.PARAMS=[[patch_predictor,{dims: [-1, 8, 50], num_heads: 2}]]", "a square patch, 48"),
         ("simmim", "config.MODEL.HEAD.PARAMS=[[pixel_head,{dims: [-1, 27]}]]", "numbers of the trunk's patches, 48"),
         ("simmim", "config.LOSS.simmim_loss.mask_patch_size=6", "must be a multiple of the patches, 4"),
+        ("maskfeat", "config.LOSS.maskfeat_loss.cell_size=3", "must divide the patches, 4 pixels (got 3). Write 4"),
+        ("maskfeat", "config.LOSS.maskfeat_loss.cell_size=4", "cells of a patch (got 108). Write 27 in its place"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused_with_those_that_do(recipe: str, override: str, message: str) -> None:

@@ -36,7 +36,16 @@ from vissl_zero.methods.distillation import (
     distillation_loss,
 )
 from vissl_zero.methods.lejepa import lejepa_loss, random_directions
-from vissl_zero.methods.masked_modeling import latent_regression, mae_loss, mean_of_blocks, pixel_targets, simmim_loss
+from vissl_zero.methods.masked_modeling import (
+    HOGOutput,
+    MaskFeat,
+    histograms_of_gradients,
+    latent_regression,
+    mae_loss,
+    mean_of_blocks,
+    pixel_targets,
+    simmim_loss,
+)
 from vissl_zero.methods.mixing import mix_targets, smooth_targets
 from vissl_zero.methods.pretext import MemoryBank, nce_loss, pirl_loss
 from vissl_zero.methods.prototypes import ClusterMemory, deepcluster_loss, msn_loss, spherical_kmeans
@@ -58,6 +67,7 @@ from vissl_zero.methods.two_views import (
 from vissl_zero.methods.vicregl import global_loss, local_loss
 from vissl_zero.methods.visreg import visreg, visreg_loss
 from vissl_zero.models.keyed_random import set_random_key
+from vissl_zero.models.patches import taken
 
 
 def _randn(seed: int, *shape: int) -> Tensor:
@@ -286,6 +296,34 @@ def test_simmim():
     """microsoft/SimMIM d3e29bc models/simmim.py, which adds 1e-5 to the 96 masked pixels."""
     loss = simmim_loss(_randn(22, 3, 3, 8, 8), _randn(19, 3, 3, 8, 8), _randn(21, 3, 2, 2) > 0)
     _is(loss, 1.1795286730292438 * (96 + 1e-5) / 96)
+
+
+def test_maskfeat():
+    """facebookresearch/SlowFast 287ec00: ``HOGLayerC`` of models/operators.py, labels of masked.py, mse_loss.
+
+    Its histograms are kept in float64 here; 2 x 3 patches of 16 pixels, of which 4 are masked in each image.
+    """
+    images = _randn(61, 2, 3, 32, 48)
+    histograms = histograms_of_gradients(images)
+    published = [0.6536333287683704, 0.2796935519259096, 0.17854397415495005, 0.23424423345157627, 0.47198856910251447]
+    published += [0.2428277152597691, 0.08156411677312453, 0.23582810661616518, 0.25254814836981865]
+    _is(histograms[0, 0, :, 0, 0], published)
+    _is((histograms * _randn(63, *histograms.shape)).sum(), 10.384291971977344)
+    masked = torch.tensor([[0, 2, 3, 5], [1, 2, 4, 5]])
+    predictions = taken(_randn(62, 2, 6, 108), masked)
+    method = MaskFeat()
+    output = HOGOutput(torch.zeros(2, 5), predictions, masked, (2, 3))
+    _is(method([output], SimpleNamespace(images=[images])), 0.9887314051889389)
+
+
+def test_hog_ignores_brightness_and_contrast_of_a_channel_and_counts_opposite_gradients_together():
+    images = _randn(61, 2, 3, 16, 16)
+    changed = images * torch.tensor([0.5, 2.0, 3.0]).view(3, 1, 1) + 0.7
+    torch.testing.assert_close(histograms_of_gradients(images), histograms_of_gradients(changed))
+    torch.testing.assert_close(histograms_of_gradients(images), histograms_of_gradients(-images))
+    assert not histograms_of_gradients(torch.ones(1, 1, 8, 8)).any()
+    ramp = torch.arange(16.0).expand(1, 1, 16, 16)  # brighter to the right: one bin, that of 90 degrees
+    assert histograms_of_gradients(ramp)[0, 0, :, 0, 0].tolist() == [0, 0, 0, 0, 1, 0, 0, 0, 0]
 
 
 def test_ijepa():
