@@ -42,6 +42,7 @@ def replay(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     from vissl_zero.checkpoint.bad_step import open_state, read_facts
     from vissl_zero.launch.launcher import launch_local
+    from vissl_zero.launch.replay import REQUEST_NAME
     from vissl_zero.lifetime import Scratch
 
     folder: Path = options.folder.expanduser().absolute()
@@ -59,7 +60,7 @@ def replay(arguments: Sequence[str]) -> int:
             "modules": options.modules,
             "with_optimizer": options.precision is None,
         }
-        (scratch / "replay.json").write_text(json.dumps(request), encoding="utf-8")
+        (scratch / REQUEST_NAME).write_text(json.dumps(request), encoding="utf-8")
         return launch_local(plan, work="replay")
 
 

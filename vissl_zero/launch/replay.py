@@ -109,6 +109,8 @@ def replay(plan: ResolvedRun, folder: Path, with_optimizer: bool = True) -> dict
             "world_size": manifest.world_size,
             "precision": _format(manifest.config["sharding"]["precision"]),
             "vissl_zero": manifest.vissl_zero,
+            "torch": manifest.torch,
+            "compile": manifest.config["sharding"]["compile"],
             "loss": facts.loss,
             "grad_norm": facts.grad_norm,
         },

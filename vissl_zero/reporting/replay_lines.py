@@ -6,6 +6,8 @@ import math
 from itertools import zip_longest
 from typing import Any
 
+import torch
+
 from vissl_zero.version import __version__
 
 _FIGURES = (("loss", "loss"), ("gradient norm", "grad_norm"))
@@ -54,6 +56,8 @@ def _comparison(result: dict[str, Any]) -> str:
         f"{written['world_size']} processes" if written["world_size"] != result["world_size"] else "",
         written["precision"] if written["precision"] != result["precision"] else "",
         f"vissl_zero {written['vissl_zero']}" if written["vissl_zero"] != __version__ else "",
+        f"torch {written['torch']}" if written["torch"] != str(torch.__version__) else "",
+        "compiled units" if written["compile"] else "",
     ]
     named = ", ".join(filter(None, others))
     if named:

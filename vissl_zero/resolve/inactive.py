@@ -171,6 +171,7 @@ _CONDITIONS: tuple[Inactive, ...] = (
         "the loss has no labels to mix",
     ),
     Inactive(("TRAINER.ROUNDING",), lambda cfg: cfg.TRAINER.DTYPE != "bfloat16", "TRAINER.DTYPE is not bfloat16"),
+    Inactive(("TRAINER.CROP_PASSES",), lambda cfg: cfg.TEST_ONLY, "nothing is trained"),
     Inactive(
         ("DATA.ON_BROKEN_IMAGE",),
         lambda cfg: all(split.DATA_SOURCES in (*_BUILT_IN, []) for split in (cfg.DATA.TRAIN, cfg.DATA.TEST)),

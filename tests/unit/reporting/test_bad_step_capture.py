@@ -148,6 +148,18 @@ def test_the_batch_is_kept_as_the_loop_saw_it_and_the_errors_name_the_command(tm
     assert f"samples whose pixels are not finite, 1 of them: {batch.sample_ids[0]} ({name})" in lines
 
 
+def test_figures_that_differ_name_what_differs_and_else_the_hardware(tmp_path: Path) -> None:
+    trained(tmp_path, rule=Chosen(3))
+    result = replay(make_plan(make_config(), tmp_path), tmp_path / "bad_steps/3")
+    assert "equal, bit for bit" in replay_lines(result, 3)
+    result["is_equal"] = False
+    at_fault = "not equal: it lies in neither state nor batch. A hook of your own, or the hardware, may be at fault"
+    assert at_fault in replay_lines(result, 3)
+    result["written"] |= {"level": 3, "world_size": 2, "compile": "inductor", "torch": "1.0"}
+    named = "not equal; it was captured with ZeRO level 3, 2 processes, torch 1.0, compiled units"
+    assert named in replay_lines(result, 3)
+
+
 def steps_in(folder: Path) -> list[str]:
     return sorted(path.name for path in (folder / "bad_steps").iterdir())
 

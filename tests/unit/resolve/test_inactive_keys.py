@@ -36,6 +36,13 @@ def test_a_key_without_its_switch(unread, switch, why):
     assert not any(other.startswith(f"{named} has") for other in inactive_keys(with_switch))
 
 
+def test_passes_need_a_training():
+    words = ["config.TRAINER.CROP_PASSES=2"]
+    notes = inactive_keys(load("quickstart/swav_digits", [*words, "config.TEST_ONLY=true"]))
+    assert "config.TRAINER.CROP_PASSES has no effect: nothing is trained." in notes
+    assert not any("CROP_PASSES" in note for note in inactive_keys(load("quickstart/swav_digits", words)))
+
+
 def test_only_learning_rates_are_scaled():
     decay = "config.OPTIMIZER.param_schedulers.weight_decay"
     words = [f"{decay}.name=cosine", f"{decay}.auto_lr_scaling.auto_scale=true"]
