@@ -58,6 +58,13 @@ def test_tiers_are_equal_in_float64(place, what, reference, tmp_path):
 
 
 @pytest.mark.parametrize("level", [0, 3])
+def test_crops_in_passes_are_equal_in_float64(level, tmp_path):
+    words = ["digits/ibot", "config.TRAINER.MAX_STEPS=4", f"config.ZERO.LEVEL={level}", DOUBLE]
+    plain = losses(tmp_path / "plain", *words)
+    assert losses(tmp_path / "passes", *words, "config.TRAINER.CROP_PASSES=4") == pytest.approx(plain, rel=1e-10)
+
+
+@pytest.mark.parametrize("level", [0, 3])
 def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(level, reference, tmp_path):
     words = [f"config.ZERO.LEVEL={level}", DOUBLE, "config.CHECKPOINT.CHECKPOINT_ITER_FREQUENCY=3"]
     assert len(losses(tmp_path / "run", RECIPE, *words, "config.TRAINER.MAX_STEPS=3")) == 3
