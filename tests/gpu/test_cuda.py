@@ -64,6 +64,16 @@ def test_crops_in_passes_are_equal_in_float64(level, tmp_path):
     assert losses(tmp_path / "passes", *words, "config.TRAINER.CROP_PASSES=4") == pytest.approx(plain, rel=1e-10)
 
 
+def test_passes_without_rows_of_a_size_take_the_kernels_of_bfloat16(tmp_path):
+    """cuDNN's attention gives None for no rows."""
+    amp = ["config.MODEL.AMP_PARAMS.USE_AMP=true", "config.MODEL.AMP_PARAMS.DTYPE=bfloat16"]
+    sizes = "total_num_crops: 4, size_crops: [16, 8], num_crops: [2, 2], crop_scales: [[0.7, 1.0], [0.3, 0.7]]"
+    crops = f"{{name: ImgPilToMultiCrop, {sizes}}}"
+    views = f"config.DATA.TRAIN.TRANSFORMS=[{crops}, {{name: ToTensor}}]"
+    words = ["digits/ibot", views, "config.TRAINER.MAX_STEPS=2", *amp, "config.TRAINER.CROP_PASSES=4"]
+    assert len(losses(tmp_path / "run", *words)) == 2
+
+
 @pytest.mark.parametrize("level", [0, 3])
 def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(level, reference, tmp_path):
     words = [f"config.ZERO.LEVEL={level}", DOUBLE, "config.CHECKPOINT.CHECKPOINT_ITER_FREQUENCY=3"]

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
@@ -180,13 +181,18 @@ class Unit(nn.Sequential):
         """
         outputs = []
         for index, x in enumerate(xs):
-            with resolution_scope(index, len(x)):
+            with resolution_scope(index, len(x)), attention_for(x):
                 outputs.append(self.apply_layers(x, *(other[index] if other else None for other in others)))
         return outputs
 
     def apply_layers(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Apply the layers to one resolution: the part of the unit's forward pass that is compiled."""
         return super().forward(x)
+
+
+def attention_for(x: Tensor) -> AbstractContextManager[Any]:
+    """Return a context in which attention takes ``x``: on a GPU, cuDNN's gives None where there are no rows."""
+    return nullcontext() if len(x) else sdpa_kernel(SDPBackend.MATH)
 
 
 def recomputation_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:

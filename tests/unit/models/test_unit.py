@@ -85,3 +85,17 @@ def test_keyed_dropout_differs_between_resolutions() -> None:
     set_random_key(0, 0, torch.arange(2))
     small, large = Unit(KeyedDropout(0.5, "layer"))([torch.ones(2, 50), torch.ones(2, 50)])
     assert not torch.equal(small, large)
+
+
+def test_no_rows_meet_plain_attention_and_rows_whatever_is_fastest() -> None:
+    seen: dict[int, bool] = {}
+
+    class Block(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            seen[len(x)] = torch.backends.cuda.cudnn_sdp_enabled() or torch.backends.cuda.flash_sdp_enabled()
+            q = x[:, None]
+            return nn.functional.scaled_dot_product_attention(q, q, q)[:, 0]
+
+    full, empty = Unit(Block())([torch.randn(2, 5, 8), torch.randn(0, 5, 8)])
+    assert seen == {2: True, 0: False}
+    assert full.shape == (2, 5, 8) and empty.shape == (0, 5, 8)

@@ -45,7 +45,7 @@ from vissl_zero.config.components.trunks import (
 )
 from vissl_zero.errors import ConfigError, Problem, did_you_mean
 from vissl_zero.models.keyed_random import current_scope, resolution_scope
-from vissl_zero.models.model import LayerTap, Unit, recomputation_contexts
+from vissl_zero.models.model import LayerTap, Unit, attention_for, recomputation_contexts
 from vissl_zero.models.patches import grid_of
 from vissl_zero.models.trunks.vision_transformer import TransformerTrunk
 from vissl_zero.models.weight_names import is_adapters, without_base_layer
@@ -194,7 +194,7 @@ class _SingleUnit(Unit):
         scope = current_scope()
 
         def run(x: Tensor) -> Any:
-            with resolution_scope(*scope):
+            with resolution_scope(*scope), attention_for(x):
                 return self.apply_layers(x, *args, **kwargs)
 
         if self.checkpoint and self.training and torch.is_grad_enabled():
