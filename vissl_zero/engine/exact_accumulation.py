@@ -100,8 +100,8 @@ def _differentiate(
     # Weighed before it is differentiated: what couples ranks sums their gradients on the way.
     weighed = loss * (joined.num_local * run.world_size / num_samples)
     wanted = [leaf for one in rounds for leaf in one.leaves if is_float(leaf)]
-    found = iter(torch.autograd.grad(weighed, wanted, allow_unused=True))
-    gradients = [[next(found) if is_float(leaf) else None for leaf in one.leaves] for one in rounds]
+    each = iter(torch.autograd.grad(weighed, wanted, allow_unused=True))
+    gradients = [[next(each) if is_float(leaf) else None for leaf in one.leaves] for one in rounds]
     share = loss.detach().double() * (joined.num_local / num_samples)
     return share, gradients, method.observe(whole, joined, teacher_outputs)
 

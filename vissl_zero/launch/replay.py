@@ -136,11 +136,11 @@ def _text(value: Any) -> Any:
 
 def _broken_samples(run: Run, batches: list[ImageBatch]) -> list[dict[str, Any]]:
     """List this rank's samples whose crops hold what is not finite, with their names."""
-    found = []
+    broken = []
     for batch in batches:
         is_bad = torch.zeros(batch.num_local, dtype=torch.bool)
         for images, count in zip(batch.images, batch.num_crops, strict=True):
             is_bad |= ~images.unflatten(0, (count, batch.num_local)).isfinite().flatten(2).all(2).all(0)
         ids = batch.sample_ids[is_bad].tolist()
-        found += [{"sample": id_, "name": run.loader.source.name(id_)} for id_ in ids]
-    return found
+        broken += [{"sample": id_, "name": run.loader.source.name(id_)} for id_ in ids]
+    return broken

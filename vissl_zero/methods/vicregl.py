@@ -206,15 +206,15 @@ class VICRegL(EmbeddingMethod):
         if batch.boxes is None:
             fix = "Write keeps_boxes: true in ImgPilToMultiCrop."
             raise ConfigError([Problem("config.DATA.TRAIN.TRANSFORMS", "", "must keep the boxes of crops", fix)])
-        found = output_of(outputs, "maps")
+        output = output_of(outputs, "maps")
         crops = sum(batch.num_crops), batch.num_local
-        views = at_least_float32(found.embeddings).unflatten(0, crops)
+        views = at_least_float32(output.embeddings).unflatten(0, crops)
         self._note(views[0])
         # Of one size, also where the views went through the model one by one: one tensor.
-        counts = batch.num_crops if len(found.maps) > 1 else [sum(batch.num_crops)]
+        counts = batch.num_crops if len(output.maps) > 1 else [sum(batch.num_crops)]
         maps = [
             crop_map
-            for same, count in zip(found.maps, counts, strict=True)
+            for same, count in zip(output.maps, counts, strict=True)
             for crop_map in at_least_float32(same).unflatten(0, (count, batch.num_local))
         ]
         of_places = local_loss(maps, batch.boxes.unflatten(0, crops), self.num_matches, self.weights)

@@ -299,22 +299,23 @@ def _in_two_rounds(
     def run() -> tuple[torch.Tensor, Any]:
         method.on_step(method.heaviest_step(), 0)
         set_random_key(plan.seed, 0, fakes.sample_ids)
-        seen, sizes, taught = method.prepare(fakes), [fakes.num_local] * number, None
+        seen, sizes, teacher_outputs = method.prepare(fakes), [fakes.num_local] * number, None
         if teacher is not None:
-            taught = method.run_teacher(cast(nn.Module, teaching), seen)
+            teacher_outputs = method.run_teacher(cast(nn.Module, teaching), seen)
         parts = [method.run_student(cast(nn.Module, student), seen)]
         leaves = student.leaves
         if number > 1:
             parts += [fresh(parts[0]) for _ in sizes[1:]]
             leaves = pytree.tree_leaves(parts)
             seen = join_batches([fakes] * number, method.loss_sees_images)
-            taught = taught and method.join([taught, *(fresh(taught) for _ in sizes[1:])], sizes)
+            if teacher_outputs is not None:
+                teacher_outputs = method.join([teacher_outputs, *(fresh(teacher_outputs) for _ in sizes[1:])], sizes)
         whole = method.join(parts, sizes) if number > 1 else parts[0]
-        loss = method.loss(whole, seen, taught)
+        loss = method.loss(whole, seen, teacher_outputs)
         wanted = [leaf for leaf in leaves if is_float(leaf)]
-        found = iter(torch.autograd.grad(loss, wanted, allow_unused=True))
-        gradients = [next(found) if is_float(leaf) else None for leaf in leaves]
-        del loss, whole, parts, leaves, wanted, taught, found
+        each = iter(torch.autograd.grad(loss, wanted, allow_unused=True))
+        gradients = [next(each) if is_float(leaf) else None for leaf in leaves]
+        del loss, whole, parts, leaves, wanted, teacher_outputs, each
         student.leaves = teaching.leaves = []
         set_random_key(plan.seed, 0, fakes.sample_ids[:1])  # a pass has any number of rows
         again = pytree.tree_leaves(wide(student.largest.run(model)))

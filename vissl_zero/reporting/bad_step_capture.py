@@ -53,10 +53,10 @@ class BadStepRule:
             return f"the loss is {loss}"
         if not math.isfinite(norm):
             return f"the gradient norm is {norm}" if loss_scale <= 1.0 else ""
-        found = [text for text in map(self._spike, _NAMES, figures, self._recent) if text]
+        reasons = [text for text in map(self._spike, _NAMES, figures, self._recent) if text]
         for recent, figure in zip(self._recent, figures, strict=True):
             recent.append(figure)
-        return " and ".join(found)
+        return " and ".join(reasons)
 
     def _spike(self, name: str, figure: float, recent: Sequence[float]) -> str:
         if self._factor is None or len(recent) < _FEWEST:

@@ -55,11 +55,11 @@ def _keeps(entry: Any) -> bool:
 
 def _names(entries: Sequence[Any]) -> list[str]:
     """Name transforms, and those that they apply."""
-    found = []
+    names = []
     for entry in entries:
         if isinstance(entry, Mapping):
-            found += [str(entry.get("name")), *_names(entry.get("transforms") or ())]
-    return found
+            names += [str(entry.get("name")), *_names(entry.get("transforms") or ())]
+    return names
 
 
 BOX_RULES = (boxes,)
