@@ -3,8 +3,9 @@
     python benchmarks/loader_overhead.py [--views swav224|cifar] [--files FOLDER] [--rounds 5]
 
 Rounds run every arm once, in an order that changes: the pipeline alone (read, decode, transform, write each crop's
-values to memory that is used again), the loader in the process itself, and the loader with 2 workers, whose processor
-time counts. Medians of paired ratios; ``benchmarks/augmentation.md`` has figures.
+values to the memory of one of three batches in turn, as whoever hands batches over has to), the loader in the process
+itself, and the loader with 2 workers, whose processor time counts. Medians of paired ratios;
+``benchmarks/augmentation.md`` has figures.
 """
 
 from __future__ import annotations
@@ -25,18 +26,19 @@ from augmentation import VIEWS, entries, photographs
 from vissl_zero.config.blocks.data import Data, Split
 from vissl_zero.data.loader import Loader, build_loader
 
-_BATCH = 24
+_BATCH = {"swav224": 24, "cifar": 128}
+_IN_TURN = 3
 
 
-def pipeline_alone(loader: Loader) -> Callable[[int], float]:
+def pipeline_alone(loader: Loader, batch: int) -> Callable[[int], float]:
     """Return what runs so many images through the loader's pipeline, and gives processor seconds."""
-    # As many as in a batch, so that writing meets the processor's caches as it does there.
-    places = [[torch.empty(tuple(crop.shape)) for crop in _crops(loader, 0)] for _ in range(_BATCH)]
+    shapes = [tuple(crop.shape) for crop in _crops(loader, 0)]
+    places = [[torch.zeros(shape) for shape in shapes] for _ in range(batch * _IN_TURN)]
 
     def run(count: int) -> float:
         begun = time.process_time()
         for number in range(count):
-            for crop, place in zip(_crops(loader, number), places[number % _BATCH], strict=True):
+            for crop, place in zip(_crops(loader, number), places[number % len(places)], strict=True):
                 crop.write(place) if hasattr(crop, "write") else place.copy_(crop)
         return time.process_time() - begun
 
@@ -48,13 +50,13 @@ def _crops(loader: Loader, number: int) -> list[Any]:
     return loader.transform.crops(loader.transform.read(loader.source, index))
 
 
-def whole_loader(loader: Loader) -> Callable[[int], float]:
+def whole_loader(loader: Loader, batch: int) -> Callable[[int], float]:
     """Return what takes so many images from the loader, and gives processor seconds of all its processes."""
     epochs = itertools.count()
 
     def run(count: int) -> float:
         steps, before, begun = loader.epoch(next(epochs)), _workers_s(loader), time.process_time()
-        for batches in itertools.islice(steps, count // _BATCH):
+        for batches in itertools.islice(steps, count // batch):
             del batches
         for _ in steps:
             raise AssertionError("an epoch is as long as a round")
@@ -90,6 +92,7 @@ def measure(options: argparse.Namespace, folder: Path) -> None:
     files = sorted(folder.rglob("*.jp*g"))
     listed = Path(tempfile.mkdtemp()) / "list.txt"
     listed.write_text("\n".join(str(files[index % len(files)]) for index in range(options.images)))
+    batch = _BATCH[options.views]
     for backend in ("pil", "fast"):
         split = Split(
             DATA_SOURCES=["disk_filelist"], DATA_PATHS=[str(listed)], TRANSFORMS=entries(VIEWS[options.views])
@@ -97,10 +100,10 @@ def measure(options: argparse.Namespace, folder: Path) -> None:
 
         def loader(num_workers: int, backend: str = backend, split: Split = split) -> Loader:
             data = Data(BACKEND=backend, TRAIN=split, NUM_DATALOADER_WORKERS=num_workers, WORKER_TIMEOUT_S=300.0)
-            return build_loader(data, "TRAIN", 0, _BATCH, 0, 1, 1)
+            return build_loader(data, "TRAIN", 0, batch, 0, 1, 1)
 
-        arms = {"pipeline alone": pipeline_alone(loader(0))}
-        arms |= {f"loader, {num} workers": whole_loader(loader(num)) for num in (0, 2)}
+        arms = {"pipeline alone": pipeline_alone(loader(0), batch)}
+        arms |= {f"loader, {num} workers": whole_loader(loader(num), batch) for num in (0, 2)}
         seconds: dict[str, list[float]] = {name: [] for name in arms}
         for turn in range(options.rounds + 1):
             names = list(arms)

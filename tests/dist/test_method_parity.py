@@ -220,7 +220,7 @@ def make_method_plan(
             "NAME": norm,
             "PARAMS": {"name": norm.removeprefix("timm/"), "model_args": MAPS[norm]},
         }
-    config["MODEL"]["HEAD"]["PARAMS"] = [head]
+    config["MODEL"]["HEAD"]["PARAMS"] = [copy.deepcopy(head)]  # a test may change its own
     config["LOSS"] = {"name": loss, loss: keys}
     has_other = method in OTHER_TEACHER
     if has_other:
