@@ -149,7 +149,7 @@ def _random(passes: int, recomputed: bool) -> Result:
 
 def test_random_layers_draw_the_same_in_passes() -> None:
     whole = _random(1, recomputed=False)
-    assert whole.distance(plain("lejepa", "vit")) > 1e-6, "nothing is dropped"
+    assert abs(whole.losses[0] - plain("lejepa", "vit").losses[0]) > 1e-6, "nothing is dropped"
     assert _random(5, recomputed=False).distance(whole) < TOLERANCE
     assert _random(3, recomputed=True).distance(whole) < TOLERANCE
 
