@@ -176,6 +176,7 @@ def built(plan: ResolvedRun, stack: ExitStack, watch: Watch) -> tuple[Run, Sched
         ),
         targets=None if batch.targets is None else torch.empty(4, dtype=torch.int64),
         masks=None if batch.masks is None else torch.empty(4, *batch.masks.shape[1:], dtype=torch.uint8),
+        boxes=None if batch.boxes is None else torch.empty(4 * sum(batch.num_crops), 4),
         sample_ids=torch.empty(4, dtype=torch.int64),
         num_global=4 * plan.world_size,
     )
