@@ -90,26 +90,28 @@ def test_is_equal_again(method: str, level: int, ranks: int, accumulation: int, 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("method", ["moco_v2", "npid", "deepcluster_v2", "dinov3", "mae", "jigsaw"])
+@pytest.mark.parametrize("method", ["moco_v2", "npid", "deepcluster_v2", "dinov3", "mae", "jigsaw", "vicregl"])
 def test_is_equal_again_with_state_of_other_kinds(method: str, tmp_path: Path) -> None:
     for found in run_on_ranks(2, _captured_and_replayed, method, 3, 2, str(tmp_path)):
         require_equal(found)
 
 
-def _captured(level: int, ranks: int, folder: str, changes: dict[str, Any], **sharding: Any) -> Any:
-    plan = make("swav_momentum", level, ranks, folder, **changes)
+def _captured(
+    level: int, ranks: int, folder: str, changes: dict[str, Any], method: str = "swav_momentum", **sharding: Any
+) -> Any:
+    plan = make(method, level, ranks, folder, **changes)
     return capture(dataclasses.replace(plan, sharding=dataclasses.replace(plan.sharding, **sharding)))
 
 
-def _replayed(level: int, ranks: int, folder: str) -> Any:
-    return replay(make("swav_momentum", level, ranks, ""), Path(folder))
+def _replayed(level: int, ranks: int, folder: str, method: str = "swav_momentum") -> Any:
+    return replay(make(method, level, ranks, ""), Path(folder))
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_other_levels_and_ranks_differ_by_rounding(ranks: int, tmp_path: Path) -> None:
-    """Crops of two sizes, micro-batches that three ranks share unevenly, batch norm and a queue."""
-    ((loss, norm), *_) = [figures[BAD - 1] for figures in run_on_ranks(2, _captured, 3, 2, str(tmp_path), {})]
-    for result in run_on_ranks(ranks, _replayed, 0, ranks, str(tmp_path / "bad_steps/3")):
+@pytest.mark.parametrize(("ranks", "method"), [(1, "swav_momentum"), (3, "swav_momentum"), (3, "vicregl")])
+def test_other_levels_and_ranks_differ_by_rounding(ranks: int, method: str, tmp_path: Path) -> None:
+    """Crops of two sizes, micro-batches that three ranks share unevenly, batch norm and a queue; boxes of crops."""
+    ((loss, norm), *_) = [figures[BAD - 1] for figures in run_on_ranks(2, _captured, 3, 2, str(tmp_path), {}, method)]
+    for result in run_on_ranks(ranks, _replayed, 0, ranks, str(tmp_path / "bad_steps/3"), method):
         assert abs(float(result["loss"]) - loss) < 1e-12 and abs(float(result["grad_norm"]) - norm) < 1e-12
         assert result["written"]["level"] == 3 and result["written"]["world_size"] == 2
 

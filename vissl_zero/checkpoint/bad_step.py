@@ -153,7 +153,8 @@ def _batch_parts(run: Run, micro_batches: Sequence[ImageBatch]) -> list[Part]:
     return [_part(name, tensor) for name, tensor in tensors.items()]
 
 
-_ROWS = ("sample_ids", "targets", "masks")  # of which each sample has one
+# A row for each sample; and of boxes one for each crop, crop-major as images are.
+_ROWS = ("sample_ids", "targets", "masks", "boxes")
 
 
 def _prefix(rank: int, index: int) -> str:
@@ -200,6 +201,7 @@ def _read(checkpoint: Checkpoint, rank: int, index: int) -> ImageBatch:
         num_global=int(checkpoint.read(f"{prefix}num_global")),
         stand_ins=tuple(checkpoint.read(f"{prefix}stand_ins").tolist()),
         masks=read("masks"),
+        boxes=read("boxes"),
     )
 
 
@@ -220,6 +222,9 @@ def _joined(batches: Sequence[ImageBatch]) -> ImageBatch:
         sample_ids=rows("sample_ids"),
         targets=rows("targets"),
         masks=rows("masks"),
+        boxes=None
+        if batches[0].boxes is None
+        else _joined_crops([b.boxes for b in batches if b.boxes is not None], sum(batches[0].num_crops), sizes),
     )
 
 
@@ -233,16 +238,17 @@ def _share(batch: ImageBatch, rank: int, world_size: int) -> ImageBatch:
     """Take the samples of one of ``world_size`` ranks."""
     places = torch.arange(batch.num_local).tensor_split(world_size)[rank]
     first = int(places[0]) if len(places) else 0
-    images = [
-        image.unflatten(0, (count, batch.num_local))[:, places].flatten(0, 1)
-        for image, count in zip(batch.images, batch.num_crops, strict=True)
-    ]
+
+    def share(rows: Tensor, num_crops: int) -> Tensor:
+        return rows.unflatten(0, (num_crops, batch.num_local))[:, places].flatten(0, 1)
+
     return ImageBatch(
-        images=images,
+        images=[share(image, count) for image, count in zip(batch.images, batch.num_crops, strict=True)],
         num_crops=batch.num_crops,
         targets=None if batch.targets is None else batch.targets[places],
         sample_ids=batch.sample_ids[places],
         num_global=batch.num_global,
         stand_ins=tuple(place - first for place in batch.stand_ins if first <= place < first + len(places)),
         masks=None if batch.masks is None else batch.masks[places],
+        boxes=None if batch.boxes is None else share(batch.boxes, sum(batch.num_crops)),
     )
