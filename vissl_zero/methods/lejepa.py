@@ -87,8 +87,36 @@ def lejepa_loss(
     return (1 - weight) * distance_from_mean(rows, num_global) + weight * regularized
 
 
+class SlicedMethod(EmbeddingMethod):
+    """Base of methods that compare the batch with a Gaussian along random directions, drawn anew for each step.
+
+    Args:
+        num_global_crops: number of crops whose mean the others are drawn to; they come first.
+        weight: weight of the comparison; the distance from the mean has 1 - weight.
+        num_slices: number of directions.
+    """
+
+    def __init__(self, num_global_crops: int, weight: float, num_slices: int):
+        super().__init__()
+        self.num_global_crops = num_global_crops
+        self.weight = weight
+        self.num_slices = num_slices
+        self._step = 0
+
+    def on_step(self, step: int, epoch: int) -> None:
+        """Remember the step, which seeds the directions."""
+        super().on_step(step, epoch)
+        self._step = step
+
+    def views_and_directions(self, outputs: list[Any], batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return the embeddings by view, (V, n, D), and the step's directions, (D, K)."""
+        views = at_least_float32(outputs[0].unflatten(0, (sum(batch.num_crops), batch.num_local)))
+        self._note(views[0])
+        return views, random_directions(views.shape[2], self.num_slices, self._step, views)
+
+
 @LOSSES.register("lejepa_loss", config=LeJEPALossConfig)
-class LeJEPA(EmbeddingMethod):
+class LeJEPA(SlicedMethod):
     """LeJEPA: views agree, and their embeddings are an isotropic Gaussian.
 
     Args: the fields of ``LeJEPALossConfig``, with num_global_crops known.
@@ -102,21 +130,10 @@ class LeJEPA(EmbeddingMethod):
         num_points: int = 17,
         max_point: float = 3.0,
     ):
-        super().__init__()
-        self.num_global_crops = num_global_crops
-        self.weight = lambda_
-        self.num_slices = num_slices
+        super().__init__(num_global_crops, lambda_, num_slices)
         self.points = num_points, max_point
-        self._step = 0
-
-    def on_step(self, step: int, epoch: int) -> None:
-        """Remember the step, which seeds the directions."""
-        super().on_step(step, epoch)
-        self._step = step
 
     def forward(self, outputs: list[Any], batch: Batch) -> Tensor:
         """Compute ``lejepa_loss``. Collective."""
-        views = at_least_float32(outputs[0].unflatten(0, (sum(batch.num_crops), batch.num_local)))
-        self._note(views[0])
-        directions = random_directions(views.shape[2], self.num_slices, self._step, views)
+        views, directions = self.views_and_directions(outputs, batch)
         return lejepa_loss(views, self.num_global_crops, directions, self.weight, *self.points)

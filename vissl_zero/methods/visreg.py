@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from vissl_zero.methods.gather import at_least_float32, gather_samples
-from vissl_zero.methods.lejepa import distance_from_mean, random_directions
-from vissl_zero.methods.method import Batch, EmbeddingMethod
+from vissl_zero.methods.lejepa import SlicedMethod, distance_from_mean
+from vissl_zero.methods.method import Batch
 from vissl_zero.methods.visreg_keys import VISRegLossConfig
 from vissl_zero.registry import LOSSES
 
@@ -69,27 +69,16 @@ def visreg_loss(views: Tensor, num_global: int, directions: Tensor, weight: floa
 
 
 @LOSSES.register("visreg_loss", config=VISRegLossConfig)
-class VISReg(EmbeddingMethod):
+class VISReg(SlicedMethod):
     """VISReg: views agree, and their embeddings have the scale and the shape of a Gaussian.
 
     Args: the fields of ``VISRegLossConfig``, with num_global_crops known.
     """
 
     def __init__(self, num_global_crops: int = 2, lambda_: float = 0.9, num_slices: int = 4096):
-        super().__init__()
-        self.num_global_crops = num_global_crops
-        self.weight = lambda_
-        self.num_slices = num_slices
-        self._step = 0
-
-    def on_step(self, step: int, epoch: int) -> None:
-        """Remember the step, which seeds the directions."""
-        super().on_step(step, epoch)
-        self._step = step
+        super().__init__(num_global_crops, lambda_, num_slices)
 
     def forward(self, outputs: list[Any], batch: Batch) -> Tensor:
         """Compute ``visreg_loss``. Collective."""
-        views = at_least_float32(outputs[0].unflatten(0, (sum(batch.num_crops), batch.num_local)))
-        self._note(views[0])
-        directions = random_directions(views.shape[2], self.num_slices, self._step, views)
+        views, directions = self.views_and_directions(outputs, batch)
         return visreg_loss(views, self.num_global_crops, directions, self.weight)
