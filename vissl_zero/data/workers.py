@@ -12,9 +12,11 @@ import gc
 import itertools
 import logging
 import signal
+import time
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
+from multiprocessing.connection import wait
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Thread
@@ -41,6 +43,7 @@ _PRELOAD = ["vissl_zero.data.fork_server", "vissl_zero.data.workers"]
 _END = object()
 _reported: set[str] = set()  # images that this process has skipped: training, kNN and probes read the same ones
 _START_S = 120.0  # more for the first micro-batch: the fork server imports torch, perhaps from a slow disk
+_NOTICED_S = 6.0  # torch looks every 5 s whether a worker has died
 _REAPED_S = 2.0  # until the fork server has told how a worker ended
 
 
@@ -112,7 +115,7 @@ class BatchStream:
             for number in itertools.count():
                 requests.put(True)
                 try:
-                    answer = answers.get(timeout=self._timeout_s + (0.0 if self._has_begun else _START_S))
+                    answer = self._awaited(answers)
                 except Empty:
                     raise ProcessLostError(self._give_up_on(number % self._loader.num_workers)) from None
                 if isinstance(answer, BaseException):
@@ -123,6 +126,28 @@ class BatchStream:
                 yield answer
         finally:
             requests.put(False)
+
+    def _awaited(self, answers: SimpleQueue[Any]) -> Any:
+        """Return the next answer, or an error if a worker has died and torch does not notice.
+
+        torch looks for dead workers only between messages: of one that is killed while it writes a message, it would
+        wait for the rest, which the other workers' end of the pipe keeps open.
+
+        Raises:
+            Empty: none has come in time.
+        """
+        deadline = time.monotonic() + self._timeout_s + (0.0 if self._has_begun else _START_S)
+        has_died = False
+        while True:
+            left = deadline - time.monotonic()
+            try:
+                return answers.get(timeout=max(0.0, min(left, _NOTICED_S)))
+            except Empty:
+                if has_died:
+                    return EOFError("A loader worker has died while it sent a micro-batch.")
+                if left <= _NOTICED_S:
+                    raise
+                has_died = bool(wait([worker.sentinel for worker in self._workers], 0))
 
     def _give_up_on(self, turn: int) -> str:
         """Kill all workers. Returns the sentence that names those to blame: stopped ones, else the one that is due."""

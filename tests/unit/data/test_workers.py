@@ -117,6 +117,31 @@ def test_a_worker_that_is_stopped_or_killed_between_epochs_is_named(
     _until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_a_worker_that_is_killed_while_it_sends_a_batch_is_named_at_once(make_data: MakeData, photos: Path) -> None:
+    """The rest of its message never comes, and the other worker keeps the pipe open: torch waits for it."""
+    sizes = list(range(60, 70))  # tensors that travel with the message, together more than a pipe holds
+    crops = {"total_num_crops": 10, "size_crops": sizes, "num_crops": [1] * 10, "crop_scales": [[0.5, 1.0]] * 10}
+    transforms = [{"name": "ImgPilToMultiCrop", **crops}, {"name": "ToTensor"}]
+    data = make_data("disk_folder", photos, num_workers=2, TRANSFORMS=transforms)
+    loader = build_loader(data_block(data), "TRAIN", 0, 1, 0, 1, 1)
+    batches = loader.epoch(0)
+    next(batches)
+
+    def senders() -> list[int]:
+        return [pid for pid in _pids(loader) if any("pipe_write" in text for text in _waits(pid))]
+
+    _until(lambda: bool(senders()))
+    [victim] = senders()
+    os.kill(victim, signal.SIGKILL)
+    begin = time.monotonic()
+    with pytest.raises(ProcessLostError, match=rf"\(process {victim}\) was ended by SIGKILL") as lost:
+        list(batches)
+    assert lost.value.was_killed
+    assert time.monotonic() - begin < 30.0, "not after WORKER_TIMEOUT_S"
+
+
 @pytest.mark.timeout(180)
 def test_workers_end_with_an_iteration_that_an_error_keeps(make_data: MakeData, photos: Path) -> None:
     """The queues that ask them to end are freed with it, and they ignore SIGTERM: the process would not exit."""
@@ -236,6 +261,11 @@ def _pids(loader: Loader) -> list[int]:
 def _children(pid: int) -> list[int]:
     tasks = Path(f"/proc/{pid}/task").glob("*/children")  # by the thread that started them
     return [int(word) for path in tasks for word in path.read_text().split()]
+
+
+def _waits(pid: int) -> list[str]:
+    """What each thread of a process waits for in the kernel."""
+    return [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/wchan")]
 
 
 def _command(pid: int) -> str:
