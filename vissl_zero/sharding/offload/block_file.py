@@ -118,8 +118,9 @@ def remove_dead_attempts(nvme_path: str, run: str) -> None:
         return
     base = _open_base(nvme_path)
     try:
-        for name in stale_runs(nvme_path):
-            if name.startswith(PREFIX + _of_run(run)):
+        for name in _names(base):
+            # One that was killed before it had a rank's folder is dead, too: nothing else of this run begins now.
+            if name.startswith(PREFIX + _of_run(run)) and not any(_locks(base, name)):
                 _remove(base, name)
     finally:
         os.close(base)
@@ -149,7 +150,9 @@ def stale_runs(nvme_path: str) -> list[str]:
     """List folders that runs no longer alive have left under ``nvme_path``. Not a collective."""
     base = _open_base(nvme_path)
     try:
-        return [name for name in sorted(_names(base)) if name.startswith(PREFIX) and _is_stale(base, name)]
+        names = [name for name in sorted(_names(base)) if name.startswith(PREFIX)]
+        # One without ranks may be of a run that is about to make them.
+        return [name for name in names if (locks := _locks(base, name)) and not any(locks)]
     finally:
         os.close(base)
 
@@ -159,15 +162,14 @@ def _names(folder: int) -> list[str]:
         return [entry.name for entry in entries]
 
 
-def _is_stale(base: int, name: str) -> bool:
-    """Check for ranks' folders below of which none is locked by a living process."""
+def _locks(base: int, name: str) -> list[bool]:
+    """Tell of each rank's folder of a run whether a living process has locked it."""
     try:
         run = os.open(name, _FOLDER, dir_fd=base)
     except OSError:
-        return False
+        return []
     try:
-        ranks = [entry for entry in _names(run) if entry.startswith("rank")]
-        return bool(ranks) and not any(_is_locked(run, entry) for entry in ranks)
+        return [_is_locked(run, entry) for entry in _names(run) if entry.startswith("rank")]
     finally:
         os.close(run)
 

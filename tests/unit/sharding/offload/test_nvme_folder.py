@@ -73,6 +73,15 @@ def test_files_of_dead_attempts_of_this_run_alone_are_removed(tmp_path):
     assert {found.name for found in tmp_path.iterdir()} == {other, of_none, kept, alive.path.parent.name}
 
 
+def test_an_attempt_that_was_killed_before_it_had_a_folder_of_a_rank_is_removed(tmp_path):
+    path = str(tmp_path)
+    (tmp_path / new_run_name("runs/a")).mkdir(mode=0o700)
+    other = tmp_path / new_run_name("runs/b")
+    other.mkdir(mode=0o700)
+    remove_dead_attempts(path, "runs/a")
+    assert [*tmp_path.iterdir()] == [other] and stale_runs(path) == []
+
+
 def test_a_link_among_the_files_of_a_dead_attempt_is_not_followed(tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "photo").write_text("x")
