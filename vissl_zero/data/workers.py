@@ -71,12 +71,16 @@ class BatchStream:
         self._plans = Plans()
         self._has_begun = False
         self._workers: list[Any] = []
+        self._requests: SimpleQueue[SimpleQueue[Any] | None] = SimpleQueue()
+        self._has_thread = False
         # OpenCV, which the fast backend imports, would be 75 MiB in each worker.
         self._preload = [*_PRELOAD, type(dataset.pipeline).__module__]
         if num_workers:
             # Also at the exit. torch asks a worker to end through a queue, which is closed already where stream and
             # queue are freed together, as part of a traceback; then it sends SIGTERM, which workers ignore, and joins.
             finalize(self, _kill, self._workers)
+            # It holds the loader, and so must end with the stream.
+            finalize(self, self._requests.put, None)
             self._timeout_s = data_cfg.WORKER_TIMEOUT_S or 0.0
             note_shares()
         pins = data_cfg.PIN_MEMORY and torch.cuda.is_available()
@@ -107,25 +111,23 @@ class BatchStream:
 
     def _from_workers(self) -> Iterator[Loaded]:
         """Yield what the workers load. A thread waits for them, so that whatever it is stuck in, this can give up."""
-        requests: SimpleQueue[bool] = SimpleQueue()
+        if not self._has_thread:
+            self._has_thread = True
+            arguments = (self._loader, self._workers, self._device, self._preload, self._requests)
+            Thread(target=_serve, args=arguments, daemon=True, name="loader workers").start()
         answers: SimpleQueue[Any] = SimpleQueue()
-        arguments = (self._loader, self._workers, self._device, self._preload, requests, answers)
-        Thread(target=_serve, args=arguments, daemon=True, name="loader workers").start()
-        try:
-            for number in itertools.count():
-                requests.put(True)
-                try:
-                    answer = self._awaited(answers)
-                except Empty:
-                    raise ProcessLostError(self._give_up_on(number % self._loader.num_workers)) from None
-                if isinstance(answer, BaseException):
-                    raise self._explained(answer)
-                if answer is _END:
-                    return
-                self._has_begun = True
-                yield answer
-        finally:
-            requests.put(False)
+        for number in itertools.count():
+            self._requests.put(answers)
+            try:
+                answer = self._awaited(answers)
+            except Empty:
+                raise ProcessLostError(self._give_up_on(number % self._loader.num_workers)) from None
+            if isinstance(answer, BaseException):
+                raise self._explained(answer)
+            if answer is _END:
+                return
+            self._has_begun = True
+            yield answer
 
     def _awaited(self, answers: SimpleQueue[Any]) -> Any:
         """Return the next answer, or an error if a worker has died and torch does not notice.
@@ -220,21 +222,27 @@ def _serve(
     workers: list[Any],
     device: int | None,
     preload: Sequence[str],
-    requests: SimpleQueue[bool],
-    answers: SimpleQueue[Any],
+    requests: SimpleQueue[SimpleQueue[Any] | None],
 ) -> None:
-    """Answer each request in a thread: a batch, an error or the end, until there is none. Fills ``workers``."""
+    """Answer each request in a thread, to the queue that it is: a batch, an error or the end. Fills ``workers``.
+
+    Another queue is another iteration. One thread serves all of them: glibc would give one for each epoch the heap of
+    some other thread, and batches would leave free memory behind in all heaps.
+    """
     if device is not None:
         torch.cuda.set_device(device)  # each thread has its own, and the loader pins memory for it
-    batches: Iterator[Any] | None = None
-    while requests.get():
+    batches: Iterator[Any] = iter(())
+    served: SimpleQueue[Any] | None = None
+    while (answers := requests.get()) is not None:
         try:
-            if batches is None:
-                start_fork_server(preload)  # not left to torch, which would do it in this thread: it ends soon
+            if answers is not served:
+                start_fork_server(preload)  # not left to torch, which would do it in this thread: it ends first
                 batches = iter(loader)
                 workers[:] = getattr(batches, "_workers", ())  # torch has no public name for them
+                served = answers
             answer = next(batches, _END)
             answers.put(answer.unpack() if isinstance(answer, PackedBatch) else answer)
+            del answer
         except BaseException as error:  # noqa: BLE001 - the other thread raises it
             answers.put(error)
 

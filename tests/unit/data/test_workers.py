@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -140,6 +141,26 @@ def test_a_worker_that_is_killed_while_it_sends_a_batch_is_named_at_once(make_da
         list(batches)
     assert lost.value.was_killed
     assert time.monotonic() - begin < 30.0, "not after WORKER_TIMEOUT_S"
+
+
+@pytest.mark.timeout(120)
+def test_epochs_share_the_thread_that_waits_for_workers(make_data: MakeData, photos: Path) -> None:
+    """A new one for each would take the heap of some other thread, until batches have left memory behind in each."""
+    loader = build_loader(data_block(make_data("disk_folder", photos, num_workers=1)), "TRAIN", 0, 4, 0, 1, 1)
+
+    def waiting() -> list[threading.Thread]:
+        return [thread for thread in threading.enumerate() if thread.name == "loader workers"]
+
+    others = set(waiting())
+    first = [batch.sample_ids.tolist() for [batch] in loader.epoch(0)]
+    [thread] = set(waiting()) - others
+    next(loader.epoch(1))  # given up
+    assert [batch.sample_ids.tolist() for [batch] in loader.epoch(0)] == first
+    assert set(waiting()) - others == {thread}
+    del loader
+    gc.collect()
+    thread.join(20)
+    assert not thread.is_alive()
 
 
 @pytest.mark.timeout(180)
