@@ -158,6 +158,7 @@ def test_swav_momentum():
     rated = F.normalize(_randn(35, 12, 4), dim=1)
     _is(_swav(SwAVMomentumLoss, layers, None, rated), 6.157138529772165)
     _is(_swav(SwAVMomentumLoss, layers, queue, rated), 5.887578526344469)
+    _is(_swav(SwAVMomentumLoss, layers, None, rated, crops_for_assign=[1, 0]), 6.157138529772165)
 
 
 def test_barlow_twins():
