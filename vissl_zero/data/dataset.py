@@ -230,6 +230,11 @@ def _rows_of_boxes(samples: Sequence[_Sample], order: Sequence[int]) -> Tensor |
     return torch.stack(boxes, dim=1).flatten(0, 1) if boxes else None
 
 
+# The tensors beside the images, by what they have a row for. Each may be missing but the ids.
+BY_SAMPLE = ("sample_ids", "targets", "masks")
+BY_CROP = ("boxes",)
+
+
 @dataclass(frozen=True)
 class ImageBatch:
     """This rank's part of one global micro-batch, crops grouped by resolution.
@@ -260,11 +265,15 @@ class ImageBatch:
     changes: tuple[Changes, ...] = ()
 
     @property
+    def beside(self) -> dict[str, Tensor]:
+        """The tensors beside the images, by name."""
+        return {name: rows for name in (*BY_SAMPLE, *BY_CROP) if (rows := getattr(self, name)) is not None}
+
+    @property
     def tensors(self) -> list[Tensor]:
         """All tensors."""
-        single = (self.targets, self.sample_ids, self.masks, self.boxes)
         changes = [tensor for change in self.changes for tensor in change.tensors]
-        return [*self.images, *changes, *(tensor for tensor in single if tensor is not None)]
+        return [*self.images, *changes, *self.beside.values()]
 
     @property
     def num_local(self) -> int:
@@ -273,33 +282,75 @@ class ImageBatch:
 
     def to(self, device: torch.device | str, dtype: torch.dtype) -> ImageBatch:
         """Copy the batch to ``device``, do its changes, images as ``dtype``; asynchronously from pinned memory."""
+
+        def copied(tensor: Tensor) -> Tensor:
+            return tensor.to(device, non_blocking=True)
+
         if self.changes:
             copies = [image.to(device, non_blocking=True, copy=True) for image in self.images]
-            changes = [change.each(lambda tensor: tensor.to(device, non_blocking=True)) for change in self.changes]
+            changes = [change.each(copied) for change in self.changes]
             images = [change(copy).to(dtype) for change, copy in zip(changes, copies, strict=True)]
         else:
             images = [image.to(device=device, dtype=dtype, non_blocking=True) for image in self.images]
-        return replace(
-            self,
-            images=images,
-            changes=(),
-            targets=None if self.targets is None else self.targets.to(device, non_blocking=True),
-            masks=None if self.masks is None else self.masks.to(device, non_blocking=True),
-            boxes=None if self.boxes is None else self.boxes.to(device, non_blocking=True),
-            sample_ids=self.sample_ids.to(device, non_blocking=True),
-        )
+        return self._with(images, copied, ())
 
     def pin_memory(self) -> ImageBatch:
         """Copy the batch to page-locked memory; torch's DataLoader calls this where CUDA is used."""
+        changes = tuple(change.each(Tensor.pin_memory) for change in self.changes)
+        return self._with([image.pin_memory() for image in self.images], Tensor.pin_memory, changes)
+
+    def _with(
+        self, images: list[Tensor], copied: Callable[[Tensor], Tensor], changes: tuple[Changes, ...]
+    ) -> ImageBatch:
+        beside: dict[str, Any] = {name: copied(rows) for name, rows in self.beside.items()}
+        return replace(self, images=images, changes=changes, **beside)
+
+    def take(self, first: int, last: int) -> ImageBatch:
+        """Return the samples from ``first`` up to before ``last``. Changes must be done."""
+        chosen = slice(first, last)
+
+        def of_crops(rows: Tensor, num_crops: int) -> Tensor:
+            return rows.unflatten(0, (num_crops, self.num_local))[:, chosen].flatten(0, 1)
+
+        num_all = sum(self.num_crops)
+        beside: dict[str, Any] = {
+            name: of_crops(rows, num_all) if name in BY_CROP else rows[chosen] for name, rows in self.beside.items()
+        }
         return replace(
             self,
-            images=[image.pin_memory() for image in self.images],
-            changes=tuple(change.each(Tensor.pin_memory) for change in self.changes),
-            targets=None if self.targets is None else self.targets.pin_memory(),
-            masks=None if self.masks is None else self.masks.pin_memory(),
-            boxes=None if self.boxes is None else self.boxes.pin_memory(),
-            sample_ids=self.sample_ids.pin_memory(),
+            images=[of_crops(image, count) for image, count in zip(self.images, self.num_crops, strict=True)],
+            stand_ins=tuple(place - first for place in self.stand_ins if first <= place < last),
+            **beside,
         )
+
+
+def join_batches(parts: Sequence[ImageBatch], num_global: int) -> ImageBatch:
+    """Join batches into one that has the samples of all of them, in order. Changes must be done, or no images be there.
+
+    Args:
+        parts: of several ranks or micro-batches; each may have no samples.
+        num_global: samples of the result over all ranks.
+    """
+    sizes = [part.num_local for part in parts]
+    begins = [sum(sizes[:place]) for place in range(len(sizes))]
+    num_crops = parts[0].num_crops
+
+    def of_crops(rows: Sequence[Tensor], count: int) -> Tensor:
+        by_crop = [one.unflatten(0, (count, size)) for one, size in zip(rows, sizes, strict=True)]
+        return torch.cat(by_crop, dim=1).flatten(0, 1)
+
+    beside: dict[str, Any] = {}
+    for name in parts[0].beside:
+        rows = [part.beside[name] for part in parts]
+        beside[name] = of_crops(rows, sum(num_crops)) if name in BY_CROP else torch.cat(rows)
+    return replace(
+        parts[0],
+        images=[of_crops([part.images[r] for part in parts], num_crops[r]) for r in range(len(parts[0].images))],
+        num_global=num_global,
+        stand_ins=tuple(begin + place for begin, part in zip(begins, parts, strict=True) for place in part.stand_ins),
+        changes=(),
+        **beside,
+    )
 
 
 _SHUFFLE = -1  # in place of a sample id
