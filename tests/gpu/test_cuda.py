@@ -178,6 +178,6 @@ def test_augmentation_on_the_device_is_that_on_the_cpu():
         [{"name": "Resize", "size": [61, 53]}, *SEVERAL, *END], "t", Decoder(), DevicePipeline
     )
     crops = noted(pipeline, 24)
-    changes, pixels = pipeline.changes(crops), pipeline.stacked(crops)
+    changes, pixels = pipeline.changes([crop.noted for crop in crops]), pipeline.stacked(crops)
     found = changes.each(torch.Tensor.cuda)(pixels.cuda()).cpu()
     assert 255 * (found - changes(pixels)).abs().mean() < 1e-3

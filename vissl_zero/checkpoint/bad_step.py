@@ -20,7 +20,8 @@ from vissl_zero import collectives
 from vissl_zero.checkpoint.folder import Checkpoint, find_checkpoints, open_checkpoint, read_json, write_json
 from vissl_zero.checkpoint.saver import commit, write_rank
 from vissl_zero.checkpoint.snapshot import ForwardState, take_snapshot
-from vissl_zero.data.dataset import ImageBatch
+from vissl_zero.data.dataset import BY_CROP, BY_SAMPLE, ImageBatch, join_batches
+from vissl_zero.data.loader import rank_slice
 from vissl_zero.engine.hook import Run
 from vissl_zero.errors import CheckpointError
 from vissl_zero.resolve.saved import RESOLVED_FILE, save_resolved
@@ -146,15 +147,11 @@ def _batch_parts(run: Run, micro_batches: Sequence[ImageBatch]) -> list[Part]:
         seen = batch.to(run.device, dtype) if batch.changes else batch
         prefix = _prefix(run.rank, index)
         tensors |= {f"{prefix}images/{place}": image for place, image in enumerate(seen.images)}
-        tensors |= {f"{prefix}{name}": getattr(seen, name) for name in _ROWS if getattr(seen, name) is not None}
+        tensors |= {f"{prefix}{name}": rows for name, rows in seen.beside.items()}
         tensors[f"{prefix}num_crops"] = torch.tensor(seen.num_crops)
         tensors[f"{prefix}num_global"] = torch.tensor(seen.num_global)
         tensors[f"{prefix}stand_ins"] = torch.tensor(seen.stand_ins, dtype=torch.int64)
     return [_part(name, tensor) for name, tensor in tensors.items()]
-
-
-# A row for each sample; and of boxes one for each crop, crop-major as images are.
-_ROWS = ("sample_ids", "targets", "masks", "boxes")
 
 
 def _prefix(rank: int, index: int) -> str:
@@ -181,74 +178,27 @@ def read_batches(checkpoint: Checkpoint, rank: int, world_size: int) -> list[Ima
         if writers == world_size:
             batches.append(_read(checkpoint, rank, index))
         else:
-            whole = _joined([_read(checkpoint, writer, index) for writer in range(writers)])
-            batches.append(_share(whole, rank, world_size))
+            parts = [_read(checkpoint, writer, index) for writer in range(writers)]
+            whole = join_batches(parts, parts[0].num_global)
+            own = rank_slice(whole.num_local, rank, world_size)
+            batches.append(whole.take(own.start, own.stop))
     return batches
 
 
 def _read(checkpoint: Checkpoint, rank: int, index: int) -> ImageBatch:
     prefix = _prefix(rank, index)
 
-    def read(name: str) -> Tensor | None:
-        return checkpoint.read(prefix + name) if prefix + name in checkpoint.tensors else None
+    def read(name: str) -> Tensor:
+        return checkpoint.read(prefix + name)
 
-    num_crops = checkpoint.read(f"{prefix}num_crops").tolist()
+    num_crops = read("num_crops").tolist()
+    beside: dict[str, Any] = {
+        name: read(name) if prefix + name in checkpoint.tensors else None for name in (*BY_SAMPLE, *BY_CROP)
+    }
     return ImageBatch(
-        images=[checkpoint.read(f"{prefix}images/{place}") for place in range(len(num_crops))],
+        images=[read(f"images/{place}") for place in range(len(num_crops))],
         num_crops=num_crops,
-        targets=read("targets"),
-        sample_ids=checkpoint.read(f"{prefix}sample_ids"),
-        num_global=int(checkpoint.read(f"{prefix}num_global")),
-        stand_ins=tuple(checkpoint.read(f"{prefix}stand_ins").tolist()),
-        masks=read("masks"),
-        boxes=read("boxes"),
-    )
-
-
-def _joined(batches: Sequence[ImageBatch]) -> ImageBatch:
-    """Join the parts of all ranks, in the order of ranks."""
-    sizes = [batch.num_local for batch in batches]
-    crops = list(enumerate(batches[0].num_crops))
-    firsts = [sum(sizes[:place]) for place in range(len(sizes))]
-
-    def rows(name: str) -> Any:  # None where the source has none
-        return None if getattr(batches[0], name) is None else torch.cat([getattr(batch, name) for batch in batches])
-
-    return ImageBatch(
-        images=[_joined_crops([b.images[place] for b in batches], count, sizes) for place, count in crops],
-        num_crops=batches[0].num_crops,
-        num_global=batches[0].num_global,
-        stand_ins=tuple(first + place for first, b in zip(firsts, batches, strict=True) for place in b.stand_ins),
-        sample_ids=rows("sample_ids"),
-        targets=rows("targets"),
-        masks=rows("masks"),
-        boxes=None
-        if batches[0].boxes is None
-        else _joined_crops([b.boxes for b in batches if b.boxes is not None], sum(batches[0].num_crops), sizes),
-    )
-
-
-def _joined_crops(images: Sequence[Tensor], num_crops: int, sizes: Sequence[int]) -> Tensor:
-    """Join crop-major rows; a rank may have none."""
-    by_crop = [image.unflatten(0, (num_crops, size)) for image, size in zip(images, sizes, strict=True)]
-    return torch.cat(by_crop, dim=1).flatten(0, 1)
-
-
-def _share(batch: ImageBatch, rank: int, world_size: int) -> ImageBatch:
-    """Take the samples of one of ``world_size`` ranks."""
-    places = torch.arange(batch.num_local).tensor_split(world_size)[rank]
-    first = int(places[0]) if len(places) else 0
-
-    def share(rows: Tensor, num_crops: int) -> Tensor:
-        return rows.unflatten(0, (num_crops, batch.num_local))[:, places].flatten(0, 1)
-
-    return ImageBatch(
-        images=[share(image, count) for image, count in zip(batch.images, batch.num_crops, strict=True)],
-        num_crops=batch.num_crops,
-        targets=None if batch.targets is None else batch.targets[places],
-        sample_ids=batch.sample_ids[places],
-        num_global=batch.num_global,
-        stand_ins=tuple(place - first for place in batch.stand_ins if first <= place < first + len(places)),
-        masks=None if batch.masks is None else batch.masks[places],
-        boxes=None if batch.boxes is None else share(batch.boxes, sum(batch.num_crops)),
+        num_global=int(read("num_global")),
+        stand_ins=tuple(read("stand_ins").tolist()),
+        **beside,
     )

@@ -5,6 +5,7 @@ Random numbers belong to a sample, not to a process, so any number of ranks and 
 
 from __future__ import annotations
 
+import math
 import random
 import struct
 from collections.abc import Callable, Iterator, Sequence
@@ -47,6 +48,9 @@ class Loaded:
         return Loaded(self.batch.pin_memory() if self.batch else None, self.error, self.skipped)
 
 
+_CACHED_VALUES = 2**18  # of crops of 8 bits, a quarter of a core's second cache
+
+
 class MicroBatchDataset(Dataset[Loaded]):
     """Micro-batches by their plan. Augmentations depend on (seed, epoch, sample id) alone.
 
@@ -85,13 +89,12 @@ class MicroBatchDataset(Dataset[Loaded]):
         skipped: dict[str, str] = {}
         try:
             with borrowed_randomness():
-                samples = [self._sample(sample_id, plan.epoch, skipped) for sample_id in plan.sample_ids]
-            return Loaded(self._collate(samples, plan, empty), skipped=skipped)
+                return Loaded(self._collated(plan, empty, skipped), skipped=skipped)
         except VisslZeroError as error:
             return Loaded(None, error=str(error))
 
-    def _sample(self, sample_id: int, epoch: int, skipped: dict[str, str]) -> _Sample:
-        """Load one sample, or the first readable image after it."""
+    def _sample(self, sample_id: int, epoch: int, skipped: dict[str, str]) -> tuple[list[Any], _Sample]:
+        """Load one sample, or the first readable image after it. Returns its crops and what else it has."""
         for shift in range(len(self.source)):
             index = (sample_id + shift) % len(self.source)
             try:
@@ -106,7 +109,8 @@ class MicroBatchDataset(Dataset[Loaded]):
                 # By the sample asked for, and after the image was read: neither a stand-in nor a decoder moves the
                 # random numbers.
                 seed_sample(self.seed, epoch, sample_id)
-                return _Sample(*self.pipeline.sample(image), self.source.label(index), boxes)
+                crops, mask = self.pipeline.sample(image)
+                return crops, _Sample(mask, self.source.label(index), boxes)
             except BrokenImageError as error:
                 if not self.skip_broken:
                     raise
@@ -114,32 +118,35 @@ class MicroBatchDataset(Dataset[Loaded]):
                 skipped[error.name] = error.reason
         raise DataError(f"None of the {len(self.source)} images can be read. Correct DATA_PATHS or repair the files.")
 
-    def _collate(self, samples: Sequence[_Sample], plan: MicroBatchPlan, empty: Callable[..., Tensor]) -> ImageBatch:
-        crops = [sample.crops for sample in samples]
-        shapes = [tuple(crop.shape) for crop in crops[0]]
-        for sample_id, other in zip(plan.sample_ids, crops, strict=True):
-            if [tuple(crop.shape) for crop in other] != shapes:
+    def _collated(self, plan: MicroBatchPlan, empty: Callable[..., Tensor], skipped: dict[str, str]) -> ImageBatch:
+        """Load the samples of a plan into one batch."""
+        rows: _Rows | None = None
+        samples: list[_Sample] = []
+        for sample_id in plan.sample_ids:
+            crops, sample = self._sample(sample_id, plan.epoch, skipped)
+            if rows is None:
+                rows = _Rows(self.pipeline, crops, len(plan.sample_ids), empty)
+            if (shapes := _shapes(crops)) != rows.shapes:
                 raise DataError(
                     f"The crops of {self.source.name(sample_id)} have other shapes than those of "
-                    f"{self.source.name(plan.sample_ids[0])}: {tuple(other[0].shape)}, not {shapes[0]}. "
+                    f"{self.source.name(plan.sample_ids[0])}: {shapes[0]}, not {rows.shapes[0]}. "
                     "Add a transform that makes one size of all images, such as {name: RandomResizedCrop, size: 224}."
                 )
-        resolutions = [
-            [index for index, shape in enumerate(shapes) if shape == wanted] for wanted in dict.fromkeys(shapes)
-        ]
+            rows.append(crops)
+            samples.append(sample)
+        assert rows is not None, "a plan has samples"
+        rows.flush()
         ids = torch.tensor(plan.sample_ids, dtype=torch.int64)
-        stacks = [[sample[crop] for crop in same for sample in crops] for same in resolutions]
-        changes = [self.pipeline.changes(stack) for stack in stacks]
         return ImageBatch(
-            images=[self.pipeline.stacked(stack, empty) for stack in stacks],
-            changes=tuple(change for change in changes if change is not None),
-            num_crops=[len(same) for same in resolutions],
+            images=rows.images,
+            changes=rows.changes(),
+            num_crops=[len(crops) for crops in rows.resolutions],
             targets=self._targets([sample.label for sample in samples], ids),
             sample_ids=ids,
             num_global=plan.num_global,
             stand_ins=tuple(place for place, id_ in enumerate(plan.sample_ids) if id_ in self._broken),
             masks=torch.stack(masks) if (masks := [s.mask for s in samples if s.mask is not None]) else None,
-            boxes=_rows_of_boxes(samples, [crop for same in resolutions for crop in same]),
+            boxes=_rows_of_boxes(samples, [crop for crops in rows.resolutions for crop in crops]),
         )
 
     def _targets(self, labels: list[int | None], ids: Tensor) -> Tensor | None:
@@ -151,18 +158,81 @@ class MicroBatchDataset(Dataset[Loaded]):
 
 
 class _Sample(NamedTuple):
-    """What a worker makes of an image: crops, mask (H, W), label, and the boxes (V, 4) of crops; None: it has none."""
+    """What an image has beside its crops: mask (H, W), label, and the boxes (V, 4) of crops; None: it has none."""
 
-    crops: list[Any]
     mask: Tensor | None
     label: int | None
     boxes: Tensor | None
+
+
+class _Rows:
+    """The images of a batch, one tensor per resolution, into which each sample's crops are written.
+
+    Crops are written a few samples at a time, while they are still in the processor's cache.
+
+    Args:
+        pipeline: makes the crops.
+        crops: those of one sample; all samples have crops of these shapes.
+        num_samples: B, samples of the batch.
+        empty: ``empty(shape, dtype=...)`` allocates.
+    Attributes:
+        shapes: of the crops.
+        resolutions: indices of the crops of each resolution.
+        images: see ``ImageBatch``.
+    """
+
+    def __init__(self, pipeline: Pipeline, crops: Sequence[Any], num_samples: int, empty: Callable[..., Tensor]):
+        self.shapes = _shapes(crops)
+        self.resolutions = [
+            [index for index, shape in enumerate(self.shapes) if shape == resolution]
+            for resolution in dict.fromkeys(self.shapes)
+        ]
+        self.images = [
+            empty((len(same) * num_samples, *self.shapes[same[0]]), dtype=crops[same[0]].dtype)
+            for same in self.resolutions
+        ]
+        self._pipeline = pipeline
+        self._at_a_time = max(1, _CACHED_VALUES // sum(map(math.prod, self.shapes)))
+        self._waiting: list[Sequence[Any]] = []
+        # By crop: its row for each sample, and the notes of ``write``.
+        self._rows: list[Iterator[Tensor]] = [iter(())] * len(crops)
+        self._notes: list[list[Any]] = [[] for _ in crops]
+        for images, same in zip(self.images, self.resolutions, strict=True):
+            for number, index in enumerate(same):
+                self._rows[index] = iter(images[number * num_samples : (number + 1) * num_samples].unbind())
+
+    def append(self, crops: Sequence[Any]) -> None:
+        """Add the crops of the next sample."""
+        self._waiting.append(crops)
+        if len(self._waiting) == self._at_a_time:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what waits."""
+        for index, (rows, notes) in enumerate(zip(self._rows, self._notes, strict=True)):
+            notes += [self._pipeline.write(crops[index], next(rows)) for crops in self._waiting]
+        self._waiting.clear()
+
+    def changes(self) -> tuple[Changes, ...]:
+        """Gather what the device is to do to the images of each resolution; empty: nothing."""
+        notes = [[note for index in same for note in self._notes[index]] for same in self.resolutions]
+        changes = [self._pipeline.changes(of_images) for of_images in notes]
+        return tuple(change for change in changes if change is not None)
+
+
+def _shapes(crops: Sequence[Any]) -> list[tuple[int, ...]]:
+    return [tuple(crop.shape) for crop in crops]
 
 
 def _rows_of_boxes(samples: Sequence[_Sample], order: Sequence[int]) -> Tensor | None:
     """Gather the boxes of all crops, crop-major, with the crops in the order of the batch."""
     boxes = [sample.boxes[list(order)] for sample in samples if sample.boxes is not None]
     return torch.stack(boxes, dim=1).flatten(0, 1) if boxes else None
+
+
+# The tensors beside the images, by what they have a row for. Each may be missing but the ids.
+BY_SAMPLE = ("sample_ids", "targets", "masks")
+BY_CROP = ("boxes",)
 
 
 @dataclass(frozen=True)
@@ -195,11 +265,15 @@ class ImageBatch:
     changes: tuple[Changes, ...] = ()
 
     @property
+    def beside(self) -> dict[str, Tensor]:
+        """The tensors beside the images, by name."""
+        return {name: rows for name in (*BY_SAMPLE, *BY_CROP) if (rows := getattr(self, name)) is not None}
+
+    @property
     def tensors(self) -> list[Tensor]:
         """All tensors."""
-        single = (self.targets, self.sample_ids, self.masks, self.boxes)
         changes = [tensor for change in self.changes for tensor in change.tensors]
-        return [*self.images, *changes, *(tensor for tensor in single if tensor is not None)]
+        return [*self.images, *changes, *self.beside.values()]
 
     @property
     def num_local(self) -> int:
@@ -208,33 +282,75 @@ class ImageBatch:
 
     def to(self, device: torch.device | str, dtype: torch.dtype) -> ImageBatch:
         """Copy the batch to ``device``, do its changes, images as ``dtype``; asynchronously from pinned memory."""
+
+        def copied(tensor: Tensor) -> Tensor:
+            return tensor.to(device, non_blocking=True)
+
         if self.changes:
             copies = [image.to(device, non_blocking=True, copy=True) for image in self.images]
-            changes = [change.each(lambda tensor: tensor.to(device, non_blocking=True)) for change in self.changes]
+            changes = [change.each(copied) for change in self.changes]
             images = [change(copy).to(dtype) for change, copy in zip(changes, copies, strict=True)]
         else:
             images = [image.to(device=device, dtype=dtype, non_blocking=True) for image in self.images]
-        return replace(
-            self,
-            images=images,
-            changes=(),
-            targets=None if self.targets is None else self.targets.to(device, non_blocking=True),
-            masks=None if self.masks is None else self.masks.to(device, non_blocking=True),
-            boxes=None if self.boxes is None else self.boxes.to(device, non_blocking=True),
-            sample_ids=self.sample_ids.to(device, non_blocking=True),
-        )
+        return self._with(images, copied, ())
 
     def pin_memory(self) -> ImageBatch:
         """Copy the batch to page-locked memory; torch's DataLoader calls this where CUDA is used."""
+        changes = tuple(change.each(Tensor.pin_memory) for change in self.changes)
+        return self._with([image.pin_memory() for image in self.images], Tensor.pin_memory, changes)
+
+    def _with(
+        self, images: list[Tensor], copied: Callable[[Tensor], Tensor], changes: tuple[Changes, ...]
+    ) -> ImageBatch:
+        beside: dict[str, Any] = {name: copied(rows) for name, rows in self.beside.items()}
+        return replace(self, images=images, changes=changes, **beside)
+
+    def take(self, first: int, last: int) -> ImageBatch:
+        """Return the samples from ``first`` up to before ``last``. Changes must be done."""
+        chosen = slice(first, last)
+
+        def of_crops(rows: Tensor, num_crops: int) -> Tensor:
+            return rows.unflatten(0, (num_crops, self.num_local))[:, chosen].flatten(0, 1)
+
+        num_all = sum(self.num_crops)
+        beside: dict[str, Any] = {
+            name: of_crops(rows, num_all) if name in BY_CROP else rows[chosen] for name, rows in self.beside.items()
+        }
         return replace(
             self,
-            images=[image.pin_memory() for image in self.images],
-            changes=tuple(change.each(Tensor.pin_memory) for change in self.changes),
-            targets=None if self.targets is None else self.targets.pin_memory(),
-            masks=None if self.masks is None else self.masks.pin_memory(),
-            boxes=None if self.boxes is None else self.boxes.pin_memory(),
-            sample_ids=self.sample_ids.pin_memory(),
+            images=[of_crops(image, count) for image, count in zip(self.images, self.num_crops, strict=True)],
+            stand_ins=tuple(place - first for place in self.stand_ins if first <= place < last),
+            **beside,
         )
+
+
+def join_batches(parts: Sequence[ImageBatch], num_global: int) -> ImageBatch:
+    """Join batches into one that has the samples of all of them, in order. Changes must be done, or no images be there.
+
+    Args:
+        parts: of several ranks or micro-batches; each may have no samples.
+        num_global: samples of the result over all ranks.
+    """
+    sizes = [part.num_local for part in parts]
+    begins = [sum(sizes[:place]) for place in range(len(sizes))]
+    num_crops = parts[0].num_crops
+
+    def of_crops(rows: Sequence[Tensor], count: int) -> Tensor:
+        by_crop = [one.unflatten(0, (count, size)) for one, size in zip(rows, sizes, strict=True)]
+        return torch.cat(by_crop, dim=1).flatten(0, 1)
+
+    beside: dict[str, Any] = {}
+    for name in parts[0].beside:
+        rows = [part.beside[name] for part in parts]
+        beside[name] = of_crops(rows, sum(num_crops)) if name in BY_CROP else torch.cat(rows)
+    return replace(
+        parts[0],
+        images=[of_crops([part.images[r] for part in parts], num_crops[r]) for r in range(len(parts[0].images))],
+        num_global=num_global,
+        stand_ins=tuple(begin + place for begin, part in zip(begins, parts, strict=True) for place in part.stand_ins),
+        changes=(),
+        **beside,
+    )
 
 
 _SHUFFLE = -1  # in place of a sample id

@@ -77,9 +77,16 @@ class Pipeline:
         """Make the crops of what ``read`` gave, and the mask of the image where it has one."""
         return self.crops(read), None
 
-    def stacked(self, crops: Sequence[Any], empty: Callable[..., Tensor] = torch.empty) -> Tensor:
-        """Gather crops of one shape in one new tensor (N, 3, H, W), which ``empty(shape, dtype=...)`` allocates."""
-        return torch.stack(list(crops), out=empty((len(crops), *crops[0].shape), dtype=crops[0].dtype))
+    def write(self, crop: Any, row: Tensor) -> Any:
+        """Write a crop into its row (3, H, W) of a batch, and return a note of what the device is to do to it."""
+        row.copy_(crop)
+
+    def stacked(self, crops: Sequence[Any]) -> Tensor:
+        """Write crops of one shape into one new tensor (N, 3, H, W)."""
+        batch = torch.empty((len(crops), *crops[0].shape), dtype=crops[0].dtype)
+        for crop, row in zip(crops, batch, strict=True):
+            self.write(crop, row)
+        return batch
 
     def unnormalized(self, images: Tensor) -> Tensor:
         """Undo Normalize, if there is one, on images (B, C, H, W) that went through the pipeline."""
@@ -89,12 +96,12 @@ class Pipeline:
                 images = images * std + mean
         return images
 
-    def changes(self, crops: Sequence[Any]) -> Changes | None:
-        """Return what the device is to do to the crops that ``stacked`` has gathered; None: nothing."""
+    def changes(self, notes: Sequence[Any]) -> Changes | None:
+        """Gather the notes of ``write`` for the crops of one batch; None: the device has nothing to do."""
         return None
 
     def crops(self, image: Any) -> list[Any]:
-        """Make the crops of an image, with their ``shape``, in the order in which they were made.
+        """Make the crops of an image, with ``shape`` and ``dtype``, in the order in which they were made.
 
         Raises:
             DataError: the transforms do not end in tensors, or one of ours or torchvision's cannot take what it gets.

@@ -147,10 +147,17 @@ class BatchStream:
             return error
         names = ", ".join(f"worker {index} (process {one.pid}) {_how_ended(one.exitcode)}" for index, one in dead)
         _kill(self._workers)
+        if any(one.exitcode > 0 for _, one in dead):
+            advice = (
+                'Its own error stands above. A script of your own must start its work under if __name__ == "__main__".'
+            )
+        else:
+            advice = (
+                "Usually the machine ran out of memory: lower config.DATA.NUM_DATALOADER_WORKERS "
+                f"({self._loader.num_workers} per process; 0 loads in the training process itself)."
+            )
         lost = ProcessLostError(
-            f"Data loading {names or f'workers died ({error})'}. Usually the machine ran out of memory: "
-            f"lower config.DATA.NUM_DATALOADER_WORKERS ({self._loader.num_workers} per process; 0 loads in the "
-            "training process itself).",
+            f"Data loading {names or f'workers died ({error})'}. {advice}",
             any(one.exitcode == -signal.SIGKILL for _, one in dead),
         )
         lost.__cause__ = error

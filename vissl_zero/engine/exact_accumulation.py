@@ -25,11 +25,10 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from vissl_zero.data.dataset import ImageBatch
+from vissl_zero.data.dataset import ImageBatch, join_batches
 from vissl_zero.engine.hook import Run
 from vissl_zero.engine.passes import passes_of
 from vissl_zero.errors import ConfigError, Problem
-from vissl_zero.methods.method import join_rows
 from vissl_zero.models.keyed_random import rows_in_place, set_random_key
 from vissl_zero.sharding.model.batch_norm import frozen_statistics
 
@@ -89,8 +88,10 @@ def _differentiate(
         run.show_probe(batch)  # here, where the teacher's features are this batch's too
     joined, whole = batch, parts[0]
     if len(group) > 1:
-        loaded = [batch.to(run.device, dtype) for batch in group] if method.loss_sees_images else group
-        joined = join_batches(loaded, method.loss_sees_images).to(run.device, dtype)
+        seen = [
+            batch.to(run.device, dtype) if method.loss_sees_images else replace(batch, images=[]) for batch in group
+        ]
+        joined = join_batches(seen, sum(one.num_global for one in seen)).to(run.device, dtype)
         whole = method.join(parts, sizes)
     teacher_outputs = None
     if method.has_teacher:
@@ -165,23 +166,6 @@ def _loaded(run: Run, micro_batches: Sequence[ImageBatch], dtype: torch.dtype) -
     for batch in micro_batches:
         set_random_key(run.plan.seed, run.step, batch.sample_ids)
         yield run.method.prepare(batch.to(run.device, dtype))
-
-
-def join_batches(micro_batches: Sequence[ImageBatch], with_images: bool) -> ImageBatch:
-    """Join all micro-batches of this rank as one; without images unless the loss looks at them."""
-    first, sizes = micro_batches[0], [batch.num_local for batch in micro_batches]
-    targets = [batch.targets for batch in micro_batches]
-    columns = zip(*(batch.images for batch in micro_batches), strict=True)
-    return replace(
-        first,
-        images=[join_rows(images, sizes) for images in columns] if with_images else [],
-        changes=(),
-        targets=None if first.targets is None else torch.cat([t for t in targets if t is not None]),
-        masks=None if first.masks is None else torch.cat([b.masks for b in micro_batches if b.masks is not None]),
-        boxes=join_rows(boxes, sizes) if (boxes := [b.boxes for b in micro_batches if b.boxes is not None]) else None,
-        sample_ids=torch.cat([batch.sample_ids for batch in micro_batches]),
-        num_global=sum(batch.num_global for batch in micro_batches),
-    )
 
 
 def is_float(value: Any) -> bool:

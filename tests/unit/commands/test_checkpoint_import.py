@@ -345,6 +345,7 @@ def test_shards_that_do_not_fit_together_are_refused(tmp_path, model, capsys):
         ("list", [], "holds no state dict but a list"),
         ("nested", [], "has no tensors at its top; it has a. Say where with --key"),
         ("nested", ["--key", "a.c"], "has no 'c'"),
+        ("no_slices", [], "holds no weights"),
         ("other", [], "no tensor has a name or shape that is understood"),
         ("good", ["--like", "{tmp}/none"], "There is no"),
         ("good", ["config=pretrain/none"], "none"),
@@ -358,6 +359,7 @@ def test_bad_input_is_one_sentence(tmp_path, model, capsys, name, words, says):
     (tmp_path / "cut").write_bytes(good.read_bytes()[:-3000])
     (tmp_path / "text").write_text("hello, world")
     torch.save({"type": "shard"}, tmp_path / "one_shard")
+    torch.save({"type": "slice_list", "layers": {}}, tmp_path / "no_slices")
     torch.save([1], tmp_path / "list")
     torch.save({"a": {"b": torch.ones(1)}}, tmp_path / "nested")
     torch.save({"encoder.block.weight": torch.ones(1)}, tmp_path / "other")

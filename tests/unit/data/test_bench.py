@@ -7,14 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.blocks import data_block
+from tests.unit.config.example_config import CPU_HOST, config
 from tests.unit.data.conftest import MakeData
 from tests.unit.reporting.example_run import make_record
 from vissl_zero.cli import main
-from vissl_zero.data.bench import LoadingCost, Supply, advice, measure
+from vissl_zero.data.bench import LoadingCost, Supply, advice, measure, supply_of
 from vissl_zero.errors import DataError
 from vissl_zero.reporting.metrics_file import line
+from vissl_zero.resolve.resolve import resolve
 
 RECIPE = "config=quickstart/swav_digits"
 
@@ -39,6 +42,16 @@ def test_each_part_has_its_time(make_data: MakeData, photos: Path, backend: str,
         measure(data_block(make_data("disk_folder", photos)), 1, 4, 64)
 
 
+def test_measuring_leaves_torchs_threads_as_they_were(make_data: MakeData) -> None:
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        measure(data_block(make_data("digits")), 1, 4, 8)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_the_share_of_waiting_follows_from_rate_and_step() -> None:
     here = Supply(images_per_step=100, workers=0, cores=4, seconds=0.01)
     assert (here.rate, here.step_seconds, here.data_wait(3.0)) == pytest.approx((100, 1.0, 0.25))
@@ -46,6 +59,12 @@ def test_the_share_of_waiting_follows_from_rate_and_step() -> None:
     assert (workers.step_seconds, workers.data_wait(0.4), workers.data_wait(0.6)) == pytest.approx((0.5, 0.2, 0.0))
     assert Supply(100, 9, 4, 0.01).rate == pytest.approx(400)  # there are no more cores
     assert workers.workers_for(0.3) == 4 and workers.workers_for(9.0) == 1
+
+
+def test_a_step_loads_all_its_micro_batches() -> None:
+    cfg = config(DATA__TRAIN__BATCHSIZE_PER_REPLICA=24, ZERO__gradient_accumulation_steps=3)
+    supply = supply_of(resolve(cfg, "/nowhere", host=CPU_HOST), LoadingCost(8, 0, {"read": 0.5}))
+    assert (supply.images_per_step, supply.seconds) == (24 * 3, 0.5)
 
 
 def test_what_to_change_fits_the_cause(make_data: MakeData) -> None:

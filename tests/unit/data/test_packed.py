@@ -113,6 +113,11 @@ def test_reading_many_tars_says_how_far_it_is(
     monkeypatch.setattr(slow_work, "EVERY_S", -1.0)
     build_source(data_block(make_data("webdataset", packed["webdataset"])), "TRAIN", 0)
     assert caplog.messages == [f"Reading the index of tars: {number} of 3" for number in (1, 2, 3)]
+    for index in packed["webdataset"].glob(".*.npz"):
+        index.unlink()
+    monkeypatch.setattr(slow_work, "EVERY_S", 100.0)
+    build_source(data_block(make_data("webdataset", packed["webdataset"])), "TRAIN", 0)
+    assert len(caplog.messages) == 3  # where it is quick, nothing is said
 
 
 def test_an_index_is_made_again_when_a_tar_changes(packed: dict[str, Path], make_data: MakeData) -> None:
@@ -133,6 +138,22 @@ def test_an_index_is_made_again_when_a_tar_changes(packed: dict[str, Path], make
     tar.write_bytes(b"no tar" + content)
     with pytest.raises(DataError, match="cannot be read as a tar"):
         build_source(data_block(data), "TRAIN", 0)
+
+
+def test_labels_of_webdataset_are_numbers_in_cls_or_json(tmp_path: Path, photos: Path, make_data: MakeData) -> None:
+    def labels(**files: bytes) -> list[int | None]:
+        with tarfile.open(tmp_path / "mine.tar", "w") as opened:
+            for name, content in files.items():
+                opened.add(photos / "b/0.png", f"{name}.png")
+                member = tarfile.TarInfo(f"{name}.{'cls' if content.isdigit() else 'json'}")
+                member.size = len(content)
+                opened.addfile(member, io.BytesIO(content))
+        source = build_source(data_block(make_data("webdataset", tmp_path / "mine.tar")), "TRAIN", 0)
+        return [source.label(index) for index in range(len(source))]
+
+    assert labels(x=b'{"label": 3}', y=b"1", z=b'{"label": 0, "caption": "a"}') == [3, 1, 0]
+    for unknown in (b'{"label": "cat"}', b'{"label": true}', b'{"caption": "a"}', b"[3]"):
+        assert labels(x=unknown) == [None]
 
 
 def test_a_pickled_source_holds_no_images(packed: dict[str, Path], make_data: MakeData, photos: Path) -> None:

@@ -20,6 +20,7 @@ from vissl_zero.data.source import (
     build_eval_sources,
     build_source,
     described_splits,
+    splits_to_read,
 )
 from vissl_zero.errors import ConfigError, DataError
 from vissl_zero.registry import DATA_SOURCES
@@ -46,6 +47,16 @@ def test_digits_are_split_as_documented(make_data: MakeData) -> None:
     assert (image.mode, image.size) == ("RGB", (8, 8))
     assert np.allclose(np.asarray(image)[..., 0], data.images[1439] * 255 / 16, atol=0.5)
     assert test.name(2) == "digit 1439"
+
+
+def test_programs_read_each_image_once(make_data: MakeData) -> None:
+    def read(**keys: Any) -> dict[str, int]:
+        sources = splits_to_read(data_block(make_data("digits", **keys)), 0)
+        return {split: len(source) for split, source in sources.items()}
+
+    assert read() == {"TRAIN": 1437, "TEST": 360}
+    assert read(TEST={"DATA_SOURCES": []}) == {"TRAIN": 1437}
+    assert read(TRANSFORMS=[]) == {"TEST": 360}  # both are the same block: TEST's images stood for TRAIN's
 
 
 def test_synthetic_images_depend_on_seed_split_and_index_alone(make_data: MakeData) -> None:
@@ -183,6 +194,7 @@ def test_a_balanced_limit_takes_as_many_of_each_class() -> None:
     indices, labels = _drawn(53, IS_BALANCED=True, SEED=0)
     counts = [labels.count(label) for label in range(10)]
     assert counts == [6, 6, 6, 5, 5, 5, 5, 5, 5, 5] and len(set(indices)) == 53
+    assert sorted(map(str, _drawn(10, IS_BALANCED=True)[1])) == [*"0123456789"]
     assert _drawn(53, IS_BALANCED=True, SEED=0)[0] == indices != _drawn(53, IS_BALANCED=True, SEED=1)[0]
 
 

@@ -63,10 +63,15 @@ if pathlib.Path("a fork server is slow").exists():
 
 @TRANSFORMS.register("ExitTheWorker")
 class ExitTheWorker:
-    """Ends the process at once, as the kernel does when memory runs out."""
+    """Ends the process at once: by a signal, as the kernel does when memory runs out, or with an exit code."""
+
+    def __init__(self, code: int):
+        self.code = code
 
     def __call__(self, image: Image.Image) -> Image.Image:
-        os._exit(9)
+        if self.code < 0:
+            os.kill(os.getpid(), -self.code)
+        os._exit(self.code)
 
 
 @TRANSFORMS.register("ADefect")
@@ -78,12 +83,16 @@ class ADefect:
 
 
 @pytest.mark.slow
-def test_a_worker_that_dies_is_named_with_what_to_do(make_data: MakeData, photos: Path) -> None:
-    data = make_data("disk_folder", photos, num_workers=2, TRANSFORMS=[{"name": "ExitTheWorker"}])
-    with pytest.raises(
-        ProcessLostError,
-        match=r"worker \d \(process \d+\) ended with exit code 9.* lower config.DATA.NUM_DATALOADER_WORKERS \(2 per",
-    ):
+@pytest.mark.parametrize(
+    ("code", "ending"),
+    [
+        (9, r"ended with exit code 9.*Its own error stands above"),
+        (-9, r"was ended by SIGKILL.* lower config.DATA.NUM_DATALOADER_WORKERS \(2 per"),
+    ],
+)
+def test_a_worker_that_dies_is_named_with_what_to_do(make_data: MakeData, photos: Path, code: int, ending: str) -> None:
+    data = make_data("disk_folder", photos, num_workers=2, TRANSFORMS=[{"name": "ExitTheWorker", "code": code}])
+    with pytest.raises(ProcessLostError, match=rf"worker \d \(process \d+\) {ending}"):
         next(build_loader(data_block(data), "TRAIN", 0, 4, 0, 1, 1).epoch(0))
 
 

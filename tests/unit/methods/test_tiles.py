@@ -22,7 +22,7 @@ from vissl_zero.methods.pretext import (
     tiles_of,
 )
 from vissl_zero.models.keyed_random import set_random_key
-from vissl_zero.resolve.components import method_of
+from vissl_zero.resolve.components import loss_options, method_of
 from vissl_zero.resolve.decisions import Decisions
 
 
@@ -133,6 +133,17 @@ def test_a_recipe_that_cannot_run_is_refused_with_the_fix(recipe, override, said
     (problem,) = method_of(cfg.LOSS["name"]).problems(cfg, Decisions(cfg, CPU_HOST))
     assert said in problem.must
     assert problem.fix
+
+
+@pytest.mark.parametrize(
+    ("recipe", "head"),
+    [("jigsaw", "[jigsaw_head,{dims:[64,8]}]"), ("pirl", "[pirl_head,{dims:[64,8]}]")],
+)
+def test_a_head_that_names_no_number_of_tiles_takes_nine(recipe, head):
+    cfg = compose(f"digits/{recipe}", [f"config.MODEL.HEAD.PARAMS=[{head}]"]).run
+    assert loss_options(cfg)["num_towers"] == 9
+    assert loss_options(cfg).get("num_permutations", 1000) == 1000
+    assert method_of(cfg.LOSS["name"]).problems(cfg, Decisions(cfg, CPU_HOST)) == []
 
 
 @pytest.mark.parametrize("recipe", ["npid", "pirl", "deepcluster_v2", "distillation", "rotnet", "jigsaw"])

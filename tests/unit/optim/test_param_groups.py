@@ -139,6 +139,14 @@ def test_an_unknown_untrainable_name_is_refused_with_the_closest():
         freeze_untrainable(Net(), ["trunk.conv.weigth"])
 
 
+def test_a_tied_parameter_is_frozen_by_any_of_its_names():
+    for name in ("trunk.attention.out_proj.weight", "heads.0.2.weight"):
+        model = Net()
+        model.heads[0][2].weight = model.trunk["attention"].out_proj.weight
+        freeze_untrainable(model, [name])
+        assert not model.heads[0][2].weight.requires_grad
+
+
 def test_a_module_name_does_not_freeze_its_namesakes():
     model = nn.ModuleDict({"a": nn.Linear(2, 2), "ab": nn.Linear(2, 2)})
     freeze_untrainable(model, ["a"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.unit.config.example_config import CPU_HOST, GPU_HOST, config
@@ -19,6 +21,7 @@ from vissl_zero.resolve.host import (
     torchrun_ranks,
 )
 from vissl_zero.resolve.placement_plan import placement
+from vissl_zero.resolve.resolve import resolve
 from vissl_zero.resolve.sharding_plan import sharding_plan
 
 NCCL = "cpu:gloo,cuda:nccl"
@@ -65,6 +68,18 @@ def test_threads_look_at_the_load_and_at_what_the_user_says():
     assert asked.threads_per_rank == 2 and asked.notes == ()
     assert this_host({"OMP_NUM_THREADS": "5"}).num_threads == 5
     assert this_host({"OMP_NUM_THREADS": "1", "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}).num_threads is None
+
+
+def test_only_a_dry_run_assumes_a_machine_that_is_not_here():
+    gpus: dict[str, Any] = {
+        "DATA__TRAIN__BATCHSIZE_PER_REPLICA": 8,
+        "MACHINE__DEVICE": "gpu",
+        "DISTRIBUTED__NUM_PROC_PER_NODE": 20,
+    }
+    assumed = resolve(config(**gpus, DRY_RUN=True), "/nowhere")
+    assert (assumed.device, assumed.world_size) == ("cuda", 20)
+    with pytest.raises(ConfigError, match=r"config\.(MACHINE\.DEVICE|DISTRIBUTED\.NUM_PROC_PER_NODE): "):
+        resolve(config(**gpus), "/nowhere")
 
 
 def test_idle_cores_are_counted_from_the_machines_ticks(tmp_path, monkeypatch):

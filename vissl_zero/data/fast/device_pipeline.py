@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from vissl_zero.data.changes import Changes
+from vissl_zero.data.changes import Change, Changes
 from vissl_zero.data.decode import Decoder
 from vissl_zero.data.fast.noted import NotedPicture
 from vissl_zero.data.fast.picture import EncodedPicture, Picture
@@ -43,16 +43,13 @@ class DevicePipeline(FastPipeline):
             crop.settle()
         return crops
 
-    def stacked(self, crops: Sequence[Any], empty: Callable[..., Tensor] = torch.empty) -> Tensor:
-        """Gather pixels in one new tensor (N, 3, H, W) uint8."""
-        batch = empty((len(crops), *crops[0].shape), dtype=torch.uint8)
-        for crop, place in zip(crops, batch, strict=True):
-            place.copy_(torch.from_numpy(crop.pixels).permute(2, 0, 1))
-        return batch
+    def write(self, crop: Any, row: Tensor) -> list[list[Change]]:
+        """Write pixels into a row (3, H, W) uint8."""
+        row.copy_(torch.from_numpy(crop.pixels).permute(2, 0, 1))
+        return crop.noted
 
-    def changes(self, crops: Sequence[Any]) -> Changes:
-        """Return what is to be done to the crops that ``stacked`` has gathered."""
-        return Changes.of([crop.noted for crop in crops], torch.from_numpy(self._values))
+    def changes(self, notes: Sequence[list[list[Change]]]) -> Changes:
+        return Changes.of(notes, torch.from_numpy(self._values))
 
     def __call__(self, image: Any) -> list[Tensor]:
-        return [self.changes([crop])(self.stacked([crop]))[0] for crop in self.crops(image)]
+        return [self.changes([crop.noted])(self.stacked([crop]))[0] for crop in self.crops(image)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 
 from vissl_zero.data.changes import DROPPED, Change, Kind
 
@@ -17,6 +18,8 @@ class NotedPicture:
     Args:
         pixels: (H, W, 3) uint8.
     """
+
+    dtype = torch.uint8
 
     def __init__(self, pixels: np.ndarray):
         self.pixels = pixels

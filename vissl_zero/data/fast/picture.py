@@ -218,6 +218,8 @@ class Finished:
         values: (3, 256) float32, the value of each channel for each of 256 steps.
     """
 
+    dtype = torch.float32
+
     def __init__(self, pixels: np.ndarray, values: np.ndarray):
         self._pixels, self._values = pixels, values
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import cv2
 import numpy as np
-import torch
 from PIL import Image
 from torch import Tensor
 
@@ -70,15 +69,11 @@ class FastPipeline(Pipeline):
             raise DataError(f"TRANSFORMS: {type(transform).__name__}: {error}.") from error
 
     def finished(self, crops: list[Any]) -> list[Any]:
-        """Return the pixels of the crops; values are looked up in ``stacked``. Raises BrokenImageError."""
+        """Return the pixels of the crops; values are looked up in ``write``. Raises BrokenImageError."""
         return [Finished(picture.opened().pixels, self._values) for picture in crops]
 
-    def stacked(self, crops: Sequence[Any], empty: Callable[..., Tensor] = torch.empty) -> Tensor:
-        """Write crops of one shape into one new tensor (N, 3, H, W)."""
-        batch = empty((len(crops), *crops[0].shape), dtype=torch.float32)
-        for crop, place in zip(crops, batch, strict=True):
-            crop.write(place)
-        return batch
+    def write(self, crop: Finished, row: Tensor) -> Any:
+        crop.write(row)
 
     def __call__(self, image: Any) -> list[Tensor]:
         return [self.stacked([crop])[0] for crop in self.crops(image)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from vissl_zero.sharding.offload.layout import ALIGN, cut
+from vissl_zero.sharding.offload.layout import ALIGN, Layout, StoredParam, cut
 
 
 def test_every_element_once_and_in_order():
@@ -27,3 +27,12 @@ def test_small_tensors_share_a_chunk_and_formats_do_not():
     assert len(cut(floats, ALIGN)) == 1
     mixed = cut([*floats, torch.empty(2, dtype=torch.float64)], ALIGN)
     assert [(len(chunk.segments), chunk.itemsize) for chunk in mixed] == [(2, 4), (1, 8)]
+
+
+def test_records_have_room_for_each_parameter_in_its_own_format():
+    params = [StoredParam("a", 3, torch.float64, True), StoredParam("b", 5, torch.float32, True)]
+    layout = Layout([params, [StoredParam("c", 7, torch.bfloat16, False)]])
+    assert layout.sizes == [3 * 8, 5 * 4, 7 * 2]
+    for record, (chunk, param) in enumerate(zip(layout.chunks, layout.params, strict=True)):
+        values = layout.view(chunk.segments[0], torch.zeros(layout.sizes[record], dtype=torch.uint8))
+        assert (values.dtype, len(values)) == (param.dtype, param.num_elements)
