@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -118,13 +119,19 @@ def test_equals_no_offload(optimizer: str, level: int, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [], "files are gone with the optimizers"
 
 
-def _compare_with_host_shards(level: int, folder: str) -> list[float]:
-    """``_compare`` where master copies are apart from what the model computes with, as they are with a GPU."""
-    pairs = [{"offload_optimizer_config": _tier(device, Path(folder))} for device in ("cpu", "nvme")]
+@contextmanager
+def _host_shards() -> Iterator[None]:
+    """Keep master copies apart from what the model computes with, as they are with a GPU."""
     with (
         patch.object(torch_strategy, "keeps_parameters_whole", lambda *_: False),
         patch.object(fully_sharded, "needs_host_shards", lambda plan, _: plan.offload_optimizer.device != "none"),
     ):
+        yield
+
+
+def _compare_with_host_shards(level: int, folder: str) -> list[float]:
+    pairs = [{"offload_optimizer_config": _tier(device, Path(folder))} for device in ("cpu", "nvme")]
+    with _host_shards():
         model, optimizer = _build("larc", level, pairs[0], torch.float64)
         weights = dict(model.named_parameters())
         assert all(weights[name] is not param for name, param in optimizer._sharded.named_parameters())
@@ -163,6 +170,39 @@ def test_a_clipped_step_of_one_backward_pass_on_ranks_with_unequal_rows(dtype: t
     pairs = [params, state | params, state | some]
     found = run_on_ranks(3, _compare_without_accumulation, "adamw", 3, pairs, dtype, timeout_s=80)
     assert max(map(max, found)) <= (0.0 if dtype == torch.float32 else 1e-10), found
+
+
+def _trained(tiers: dict[str, Any]) -> dict[str, Tensor]:
+    model, optimizer = _build("sgd", 3, tiers, torch.float64)
+    _train(model, optimizer, range(3))
+    if tiers:
+        assert any(shard.local is not shard.source for shard in optimizer._sharded._shards.values())
+    weights = optimizer.full_state()
+    optimizer.close()
+    return weights
+
+
+def _distance_of_host_shards() -> float:
+    with _host_shards():
+        return _distance(_trained({"offload_optimizer_config": {"device": "cpu"}}), _trained({}))
+
+
+@pytest.mark.timeout(60)
+def test_the_model_computes_with_what_the_update_made_of_master_copies() -> None:
+    assert run_on_ranks(1, _distance_of_host_shards)[0] < 1e-12
+
+
+def _distance_of_shards_on_a_disk(folder: str) -> float:
+    """Between the shards that a rank alone reads, and the full parameters."""
+    _, optimizer = _build("sgd", 3, {"offload_param_config": _tier("nvme", Path(folder))}, torch.float64)
+    shards, whole = dict(optimizer._sharded.named_parameters()), optimizer.full_state()
+    optimizer.close()
+    return _distance(shards, whole)
+
+
+@pytest.mark.timeout(60)
+def test_a_shard_on_a_disk_is_read_by_its_name(tmp_path: Path) -> None:
+    assert run_on_ranks(1, _distance_of_shards_on_a_disk, str(tmp_path))[0] == 0.0
 
 
 def _start(folder: str, optimizer: dict[str, Any], params: dict[str, Any]) -> tuple[int, int, int]:

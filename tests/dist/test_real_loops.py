@@ -1161,3 +1161,16 @@ def _gradient_bytes(level: int) -> list[int]:
 def test_reentrant_checkpointing_sends_no_more_gradients(level: int) -> None:
     for plain, reentrant in run_on_ranks(2, _gradient_bytes, level):
         assert 12 * 16 * 17 * 4 / 2 <= plain == reentrant
+
+
+def _read_after_reentrant_checkpointing() -> str:
+    """Read a gradient after a backward pass that ends in a segment, before anything else has waited for messages."""
+    model, optimizer = vissl_zero.initialize(Reentrant(), {"type": "SGD", "lr": 0.1}, {"level": 1})
+    model(torch.ones(2, 7)).square().mean().backward()
+    grad = model.layers[0].weight.grad
+    optimizer.step()
+    return type(grad).__name__
+
+
+def test_a_gradient_that_is_sent_late_is_not_taken_for_none() -> None:
+    assert run_on_ranks(2, _read_after_reentrant_checkpointing) == ["MissingGradient"] * 2

@@ -317,7 +317,7 @@ class Model(nn.Module):
         self, images: list[Tensor], choose_patches: ChoosePatches | None, features_only: bool
     ) -> tuple[list[Tokens], list[Tensor], list[Tensor]]:
         """Compute tokens and maps, where heads ask for them, and features."""
-        if self.is_channels_last:  # weights stay as they are: shards of fully_shard are contiguous
+        if self.is_channels_last:  # weights stay contiguous, as level 3 needs them
             images = [image.contiguous(memory_format=torch.channels_last) for image in images]
         if choose_patches is not None or (self._shows_tokens and not features_only):
             tokens, features = self._encode_patches(images, choose_patches)

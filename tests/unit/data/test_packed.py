@@ -113,6 +113,11 @@ def test_reading_many_tars_says_how_far_it_is(
     monkeypatch.setattr(slow_work, "EVERY_S", -1.0)
     build_source(data_block(make_data("webdataset", packed["webdataset"])), "TRAIN", 0)
     assert caplog.messages == [f"Reading the index of tars: {number} of 3" for number in (1, 2, 3)]
+    for index in packed["webdataset"].glob(".*.npz"):
+        index.unlink()
+    monkeypatch.setattr(slow_work, "EVERY_S", 100.0)
+    build_source(data_block(make_data("webdataset", packed["webdataset"])), "TRAIN", 0)
+    assert len(caplog.messages) == 3  # where it is quick, nothing is said
 
 
 def test_an_index_is_made_again_when_a_tar_changes(packed: dict[str, Path], make_data: MakeData) -> None:

@@ -425,6 +425,16 @@ def test_deepcluster_v2():
     _is(deepcluster_loss(torch.stack((A, B)), [four, three], assignments), 4.907553747059038)
 
 
+def test_a_centroid_that_loses_all_its_rows_stays_where_it_is():
+    rows, start = (
+        F.normalize(_randn(26, 8, 3), dim=1).abs(),
+        torch.eye(3, dtype=torch.float64)[[0, 1]] * torch.tensor([[1.0], [-1.0]]),
+    )
+    centroids, nearest = spherical_kmeans(rows, start, 3)
+    assert torch.equal(centroids[1], start[1]) and not nearest.any()
+    _is(centroids[0], F.normalize(rows.mean(dim=0), dim=0).tolist())
+
+
 def test_cluster_memory_leaves_unknown_images_out():
     memory = ClusterMemory(30, 5, [4, 3], num_crops=2).double()
     known = torch.arange(0, 30, 2)
@@ -477,6 +487,27 @@ def test_swav_distillation(two: bool, swapped: bool, queue: int, normalized: boo
         teacher_outputs = SimpleNamespace(embeddings=embeddings, scores=[embeddings @ loss.prototypes.T])
         _is(loss([_randn(0, 30, 4)], batch, [teacher_outputs]), value)
         loss.update_state([loss.observe([], batch, [teacher_outputs])])
+
+
+def test_swav_distillations_hard_assignments_end_and_its_queue_begins_when_told():
+    """As SwAV's own: the first steps of the run have an index below the number that is written."""
+    given = SwAVOutput(F.normalize(_randn(1, 12, 4), dim=1), [_randn(2, 12, 7)], None)
+    batch, student = SimpleNamespace(num_local=6, num_crops=[2]), _randn(0, 12, 7)
+    keys = {"use_double_precision": True, "swapped_assignment": True}
+    soft = SwAVDistillation(2, [7], 4, 0, **keys).double()
+    hard = SwAVDistillation(2, [7], 4, 16, temp_hard_assignment_iters=2, queue_start_iter=1, **keys).double()
+    for step in range(3):
+        hard.on_step(step, 0)
+        assert bool(hard([student], batch, [given]) == soft([student], batch, [given])) == (step == 2)
+        assert (hard.observe([student], batch, [given]) is None) == (step == 0)
+
+
+def test_swav_distillation_compares_the_students_scores_or_its_embeddings():
+    given = SwAVOutput(_randn(1, 12, 4), [_randn(2, 12, 7)], None)
+    batch, student = SimpleNamespace(num_local=6, num_crops=[2]), SwAVOutput(_randn(3, 12, 7), [_randn(4, 12, 7)], None)
+    for uses_own, rows in ((True, student.scores[0]), (False, student.embeddings)):
+        loss = SwAVDistillation(2, [7], 4, 0, use_student_prototypes=uses_own).double()
+        assert loss([student], batch, [given]) == loss([rows], batch, [given])
 
 
 def test_soft_targets_are_torchs():

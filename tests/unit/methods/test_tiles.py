@@ -137,11 +137,12 @@ def test_a_recipe_that_cannot_run_is_refused_with_the_fix(recipe, override, said
 
 @pytest.mark.parametrize(
     ("recipe", "head"),
-    [("jigsaw", "[jigsaw_head,{dims:[64,8],num_permutations:25}]"), ("pirl", "[pirl_head,{dims:[64,8]}]")],
+    [("jigsaw", "[jigsaw_head,{dims:[64,8]}]"), ("pirl", "[pirl_head,{dims:[64,8]}]")],
 )
 def test_a_head_that_names_no_number_of_tiles_takes_nine(recipe, head):
     cfg = compose(f"digits/{recipe}", [f"config.MODEL.HEAD.PARAMS=[{head}]"]).run
     assert loss_options(cfg)["num_towers"] == 9
+    assert loss_options(cfg).get("num_permutations", 1000) == 1000
     assert method_of(cfg.LOSS["name"]).problems(cfg, Decisions(cfg, CPU_HOST)) == []
 
 

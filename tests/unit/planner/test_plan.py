@@ -249,6 +249,16 @@ def test_a_module_of_the_working_directory_is_imported_as_in_training(tmp_path, 
     assert "It ends with ValueError: found" in capsys.readouterr().err
 
 
+def test_changes_that_keep_the_batch_say_so_and_come_before_a_smaller_one():
+    words = ["config.ZERO.MEMORY_GB=0.06", "config.DATA.TRAIN.BATCHSIZE_PER_REPLICA=512"]
+    planned = plan_run(compose("digits/ibot", [DRY, *words]).run)
+    passes, exact, fewer = map(str, remedies(planned))
+    assert planned.chosen is None
+    assert passes.startswith("To keep 1,024 images a step: config.TRAINER.CROP_PASSES=")
+    assert exact.startswith("To keep 1,024 images a step: config.TRAINER.EXACT_ACCUMULATION=true ")
+    assert re.match(r"For \d+ images a step: config\.DATA\.TRAIN\.BATCHSIZE_PER_REPLICA=\d+ ", fewer)
+
+
 @pytest.mark.slow
 def test_where_nothing_fits_passes_exact_accumulation_or_a_smaller_batch_is_named():
     words = ["config.MACHINE.DEVICE=gpu", "config.DISTRIBUTED.NUM_PROC_PER_NODE=8", "config.ZERO.MEMORY_GB=4"]

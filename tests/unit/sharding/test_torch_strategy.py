@@ -13,11 +13,13 @@ from torch import nn
 
 from vissl_zero.errors import ConfigError, VisslZeroError
 from vissl_zero.optim.param_groups import ParamGroup
+from vissl_zero.optim.update_rule import UpdateRule
 from vissl_zero.registry import STRATEGIES
-from vissl_zero.resolve.resolved import Precision, ShardingPlan
+from vissl_zero.resolve.resolved import OffloadPlan, Precision, ShardingPlan
 from vissl_zero.sharding.engines.torch.strategy import _refuse_hooked
 from vissl_zero.sharding.engines.torch.unit_guard import _Forward
 from vissl_zero.sharding.sharded_model import ShardedModel
+from vissl_zero.sharding.strategy import update_rule_of
 
 
 def _shard(**settings: Any) -> tuple[nn.Linear, ShardedModel]:
@@ -74,6 +76,43 @@ def _normalized_sgd(groups: list[dict[str, Any]]) -> tuple[torch.optim.Optimizer
             super().step(closure)
 
     return Normalized(groups, momentum=0.9), None
+
+
+def _row_normalized_sgd(groups: list[dict[str, Any]]) -> tuple[torch.optim.Optimizer, None]:
+    class Rows(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            for group in self.param_groups:
+                for param in group["params"]:
+                    if param.grad is not None and param.dim() > 1:
+                        param.grad /= param.grad.norm(dim=1, keepdim=True)
+            super().step(closure)
+
+    return Rows(groups, momentum=0.9), None
+
+
+ON_DISK = OffloadPlan("nvme", nvme_path="/nowhere")
+
+
+@pytest.mark.parametrize(
+    ("plan", "rule"),
+    [
+        (ShardingPlan(level=1), UpdateRule.ELEMENT_WISE),
+        (ShardingPlan(level=3), UpdateRule.ELEMENT_WISE),
+        (ShardingPlan(level=1, engine="fairscale"), UpdateRule.ELEMENT_WISE),
+        (ShardingPlan(level=1, offload_optimizer=ON_DISK), UpdateRule.PER_TENSOR),
+        (ShardingPlan(level=3, offload_params=ON_DISK), UpdateRule.PER_TENSOR),
+    ],
+)
+def test_an_optimizer_that_looks_at_rows_gets_them_where_shards_are_rows(plan: ShardingPlan, rule: UpdateRule) -> None:
+    """fairscale's level 3 flattens parameters, and what is on a disk is streamed in runs of elements."""
+    group = ParamGroup("all", ("weight", "bias"), False, False, 0.0)
+    assert update_rule_of(_row_normalized_sgd, nn.Linear(5, 4), [group], plan) is rule
+
+
+def test_fairscales_flat_parameters_have_no_rows() -> None:
+    group, plan = ParamGroup("all", ("weight", "bias"), False, False, 0.0), ShardingPlan(level=3, engine="fairscale")
+    with pytest.raises(ConfigError, match="cannot go with the fairscale engine"):
+        update_rule_of(_row_normalized_sgd, nn.Linear(5, 4), [group], plan)
 
 
 def test_what_cannot_give_an_optimizer_whole_tensors_is_refused_before_the_model_is_touched() -> None:
