@@ -63,6 +63,23 @@ def test_what_a_loss_keeps_is_what_torch_keeps(loss: Callable[[Tensor, Tensor], 
     assert trace.kept_bytes == kept and held.isfinite()
 
 
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch computes an LSTM by oneDNN where it has it")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [128, 320, 512])
+def test_what_an_lstm_keeps_is_counted(width: int, dtype: torch.dtype) -> None:
+    model, inputs = nn.LSTM(width, 160, 2, bidirectional=True).to(dtype), torch.zeros(30, 8, width, dtype=dtype)
+    forecaster, mode = forecaster_of(
+        model, {"type": "SGD"}, ShardingPlan(0), lambda net: net(inputs)[0].float().mean(), CPU
+    )
+    with mode:
+        trace = forecaster.trace(ShardingPlan(0))
+    assert isinstance(trace, StepTrace)
+    with ActivationCounter() as counter:
+        held = model(inputs)[0].float().mean()
+    kept = counter.alive_bytes(Storages([*model.parameters(), inputs]))
+    assert held.isfinite() and 0.99 * kept < trace.kept_bytes < 1.05 * kept
+
+
 @pytest.mark.parametrize("tiers", ["optimizer", "both"])
 @pytest.mark.parametrize("width", [8, 20_000, 100_000])
 @pytest.mark.parametrize("options", [{"type": "AdamW"}, {"type": "SGD", "momentum": 0.9, "lr": 0.1}])
