@@ -48,7 +48,8 @@ gpu: $(STAMP) ## The tests that need a CUDA device; counted as skipped without o
 gpu-hour: $(STAMP) ## What the first hour on a GPU is for: bounded phases, benchmarks/gpu_hour.md; its costs are printed first.
 	$(BIN)/python tools/gpu_hour.py $(HOUR_ARGS)
 
-test-models: $(STAMP) ## Real models through initialize, about 2,100 cells; half an hour, not part of CI.
+test-models: $(STAMP) ## Real models through initialize, about 2,800 cells; an hour, not part of CI.
+	$(BIN)/python -m pip install --disable-pip-version-check -q --no-deps -r tests/models/requirements.txt
 	$(BIN)/python -m pytest -m models tests/models -p no:randomly -q -s --tb=no -rN $(PYTEST_ARGS)
 
 lint: $(STAMP) ## Linter, formatter and type checker over everything; spelling and grammar of the documentation.

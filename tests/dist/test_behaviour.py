@@ -418,6 +418,22 @@ def test_ranks_with_different_models_are_told_so_on_every_rank(kind: str) -> Non
     run_on_ranks(3, _differing, kind)
 
 
+def _differing_counters() -> dict[str, Tensor]:
+    model, rank = nn.BatchNorm1d(3), dist.get_rank()
+    model.register_buffer("scalar", torch.tensor(rank))
+    model.register_buffer("flags", rank == torch.arange(6).view(3, 2).T % 3)
+    model.num_batches_tracked.fill_(1 + rank)
+    require_equal_models(model, torch.device("cpu"))
+    return dict(model.named_buffers())
+
+
+@pytest.mark.timeout(30)
+def test_counters_start_with_the_values_of_rank_0() -> None:
+    for buffers in run_on_ranks(3, _differing_counters):
+        assert buffers["scalar"] == 0 and buffers["num_batches_tracked"] == 1
+        assert buffers["flags"].tolist() == [[True, False, False], [False, True, False]]
+
+
 def _raise_alone(level: int) -> tuple[str, float]:
     case = Case()
     sharded = shard(case, level)

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 import vissl_zero
@@ -223,18 +224,18 @@ def blocks_called_by_forward(init: Init) -> dict[str, Tensor]:
     return train(*init(ByForward()), lambda model, x: model.forward(x).square().mean())
 
 
-@case(level_3="is used from outside of")
+@case()
 def children_called_by_the_loop(init: Init) -> dict[str, Tensor]:
     return train(*init(Net()), lambda model, x: model.b(torch.tanh(model.a(x))).square().mean())
 
 
-@case(level_3="is used from outside of")
+@case()
 def another_method_than_forward(init: Init) -> dict[str, Tensor]:
     return train(*init(Net()), lambda model, x: model.features(x).square().mean())
 
 
-@case(level_3="is used from outside of")
-def blocks_taken_apart(init: Init) -> dict[str, Tensor]:
+@case(level_3="The loss is made of parameters themselves")
+def parameters_used_by_the_loop(init: Init) -> dict[str, Tensor]:
     class Apart(Blocks):
         def forward(self, x: Tensor) -> Tensor:
             for block in self.blocks:
@@ -242,6 +243,122 @@ def blocks_taken_apart(init: Init) -> dict[str, Tensor]:
             return x
 
     return train(*init(Apart()), lambda model, x: model(x).square().mean())
+
+
+@case()
+def layer_of_a_block_shared_by_all(init: Init) -> dict[str, Tensor]:
+    """As diffusers' DiT does: what the first block owns is used before all of them."""
+
+    class Shared(Blocks):
+        def forward(self, x: Tensor) -> Tensor:
+            y = torch.tanh(self.blocks[0].inner(x))
+            for block in self.blocks:
+                x = block(x).inside["y"] + y * block.outer(y)
+            return x
+
+    return train(*init(Shared()), lambda model, x: model(x).square().mean(), steps=6)
+
+
+@case(level_3="inside the unit")
+def layer_called_by_the_loop_and_changed_in_place(init: Init) -> dict[str, Tensor]:
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        y = model.a(x[None])
+        y += 1
+        return model.b(torch.tanh(y)).square().mean()
+
+    return train(*init(Net()), loss)
+
+
+class GivesParameters(Net):
+    """Returns its weights among the outputs, as CLIP does its temperature; one of them is in no loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature, self.unused = nn.Parameter(torch.tensor(0.5)), nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, x: Tensor) -> tuple[Any, ...]:
+        return super().forward(x), self.a.weight, {"row": self.b.weight[1]}, self.temperature, self.unused
+
+
+def _of_parameters(model: nn.Module, x: Tensor) -> Tensor:
+    y, weight, rows, temperature, _ = model(x)
+    return (y.square() * temperature.exp()).mean() + weight.square().mean() + rows["row"].sin().sum()
+
+
+@case()
+def parameters_among_the_outputs(init: Init) -> dict[str, Tensor]:
+    return train(*init(GivesParameters()), _of_parameters)
+
+
+@case()
+def parameters_among_the_outputs_of_micro_batches(init: Init) -> dict[str, Tensor]:
+    model, optimizer = init(GivesParameters(), gradient_accumulation_steps=2)
+    for step in range(6):
+        loss = _of_parameters(model, rows(step, 7))
+        if not isinstance(optimizer, Plain):
+            optimizer.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            continue
+        optimizer.backward(loss / 2)
+        if step % 2:
+            optimizer.step()
+    return optimizer.full_state()
+
+
+@case()
+def own_data_assigned_in_forward(init: Init) -> dict[str, Tensor]:
+    """As losses of pytorch_metric_learning do, in each of several passes."""
+
+    class Assigns(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            self.a.weight.data = self.a.weight.data.to(x.device)
+            return super().forward(x)
+
+    return train(*init(Assigns()), lambda model, x: model(x).square().mean() + model(-x).abs().mean())
+
+
+@case()
+def pruned_between_steps(init: Init) -> dict[str, Tensor]:
+    """The parameter gets another name beside a mask; a later prune adds to the mask, and ``remove`` takes it away."""
+    model, optimizer = init(nn.Sequential(nn.Linear(7, 8), nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))))
+    first, (second, third) = model[0], model[1]
+    for step in range(6):
+        torch.manual_seed(step)
+        if step == 1:
+            prune.l1_unstructured(second, "weight", 0.3)
+            prune.random_unstructured(first, "bias", 0.4)
+        if step == 2:
+            prune.random_unstructured(second, "weight", 0.3)
+            prune.ln_structured(third, "weight", 0.25, n=2, dim=0)
+        if step == 3:
+            prune.global_unstructured([(first, "weight"), (third, "bias")], prune.L1Unstructured, amount=0.3)
+            prune.custom_from_mask(second, "bias", torch.arange(8) % 2)
+        if step == 4:
+            prune.remove(second, "weight")
+        optimizer.backward(model(rows(step, 7)).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    return {**optimizer.full_state(), "output": model(rows(9, 7)).detach()}
+
+
+@case()
+def layer_that_fails_once(init: Init) -> dict[str, Tensor]:
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        with pytest.raises(RuntimeError, match="shapes"):
+            model.a(x[:, :3])
+        return model.b(torch.tanh(model.a(x))).square().mean()
+
+    return train(*init(Net()), loss)
+
+
+@case()
+def layers_recomputed_in_the_loop(init: Init) -> dict[str, Tensor]:
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        y = checkpoint(lambda x: torch.tanh(model.a(x)), x, use_reentrant=False)
+        return model.b(y).square().mean()
+
+    return train(*init(Net()), loss)
 
 
 @case()
@@ -577,6 +694,31 @@ def slow_weights_copied_when_the_optimizer_is_built(init: Init) -> dict[str, Ten
         with pytest.raises(VisslZeroError, match="cannot store the state of the optimizer"):
             optimizer.state_dict()
     return optimizer.full_state()
+
+
+class _Shown(_SlowWeights):
+    """As pytorch_optimizer's OrthoGrad: its state is the inner optimizer's, which a property shows."""
+
+    def __init__(self, inner: torch.optim.Optimizer):
+        self.inner, self.defaults = inner, inner.defaults
+        self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        return self.inner.state
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for param in (param for group in self.param_groups for param in group["params"]):
+            param.grad.sub_(param * (param * param.grad).sum() / (param.square().sum() + 1e-30))
+        self.inner.step()
+
+
+@case()
+def state_of_another_optimizer_is_shown(init: Init) -> dict[str, Tensor]:
+    model = chain()
+    inner = torch.optim.Adagrad(model.parameters(), lr=0.1, initial_accumulator_value=0.1)
+    return train(*init(model, _Shown(inner)), lambda model, x: model(x).square().mean())
 
 
 WRAPPED = "DistributedDataParallel would do it a second time"

@@ -21,6 +21,7 @@ from tests.ranks import run_on_ranks
 from vissl_zero.errors import VisslZeroError
 from vissl_zero.sharding.checks import waiting
 from vissl_zero.sharding.state.sharded_tensor import ELEMENT_WISE, NEW_TENSOR, ON_FULL_TENSOR
+from vissl_zero.sharding.state.sharded_view import VIEWS
 
 Between = Callable[[nn.Module, torch.optim.Optimizer], object]
 _DOCS = Path(__file__).parents[2] / "docs" / "sharded_parameters.md"
@@ -118,6 +119,23 @@ def _loaded(model: nn.Module, _: Any) -> None:
     model.load_state_dict({name: torch.randn(tensor.shape) for name, tensor in _net().state_dict().items()})
 
 
+@torch.no_grad()
+def _through_views(model: nn.Module, _: Any) -> None:
+    weight, flat, row = model[0].weight, model[2].weight.view(-1), model[0].weight[4]
+    weight[0].mul_(2)
+    weight[1:3, ::2] = 0.25
+    weight.t()[2].add_(flat[:6])
+    weight.chunk(2)[0].copy_(weight.chunk(2)[1])
+    weight.data[weight.data > 0.3] *= 0.5
+    flat[flat.abs().argsort()[:3]] = 0
+    model[0].bias.add_(row.sum())  # what has been written since it was taken
+    for column in weight.T:
+        column.clamp_(max=0.2)
+    assert row.shape == (7,) and row.dtype == torch.float64 and torch.equal(row.clone(), weight[4])
+    vector = nn.utils.parameters_to_vector(model.parameters())
+    nn.utils.vector_to_parameters(vector * 0.9, model.parameters())
+
+
 _EXACT: dict[str, Between] = {
     found.__name__.strip("_"): found
     for found in (
@@ -125,6 +143,7 @@ _EXACT: dict[str, Between] = {
         _assigned_full,
         _through_full_tensor,
         _masked,
+        _through_views,
         _with_masked_copy,
         _scaled_by_norm,
         _drawn_anew,
@@ -166,6 +185,13 @@ def _save(model: nn.Module, _: Any) -> None:
     torch.save(model.state_dict(), io.BytesIO())
 
 
+def _view_in_loss(model: nn.Module, optimizer: Any) -> None:
+    try:
+        optimizer.backward(model(_batch(0)).mean() + model[0].weight[0].norm())
+    finally:
+        optimizer.zero_grad()
+
+
 def _grad_of_weight(model: nn.Module, _: Any) -> None:
     torch.autograd.grad(model(_batch(0)).sum(), model[0].weight)
 
@@ -188,10 +214,15 @@ def _twice(model: nn.Module, optimizer: Any) -> None:
 
 
 _REFUSED: dict[str, tuple[Between, str]] = {
-    "a view": (lambda model, _: model[0].weight[0].mul_(2), r"view\(\)|select\(\)|__getitem__\(\)"),
-    "reshaped": (lambda model, _: model[0].weight.reshape(-1), r"reshape\(\) is not in the table"),
+    "a view with gradients": (lambda model, _: model[0].weight[0].mul_(2), r"mul_\(\).* inside torch.no_grad"),
+    "not in the table": (lambda model, _: model[0].weight.logit(), "is not in the table"),
+    "a view in a loss": (_view_in_loss, "The loss is made of parameters themselves"),
+    "another's view": (lambda model, _: setattr(model[0].bias, "data", model[0].weight[:, 0]), "another parameter's"),
     "saved": (_save, r"optimizer\.full_state\(\)"),
-    "another's memory": (lambda model, _: setattr(model[2].bias, "data", model[2].bias.data[:0]), "slice|is not in"),
+    "another's memory": (
+        lambda model, _: setattr(model[2].bias, "data", model[2].bias.data[:0]),
+        r"of the parameter's shape \(5,\)",
+    ),
     "grad of a weight": (_grad_of_weight, "torch.autograd.grad"),
     "converted": (lambda model, _: model.float(), "before initialize"),
     "layer replaced": (_replaced, r"2\.weight is not in the model"),
@@ -382,5 +413,5 @@ def test_the_documentation_has_the_table():
         title, names = [*line.strip("| ").split(" | "), ""][:2]
         if names.startswith("`"):
             found[title] = " ".join(re.findall(r"`(\w+)`", names))
-    for table in (ELEMENT_WISE, ON_FULL_TENSOR, NEW_TENSOR):
+    for table in (ELEMENT_WISE, ON_FULL_TENSOR, NEW_TENSOR, VIEWS):
         assert {title: found.get(title) for title in table} == table

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import importlib.util
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import vissl_zero
+from tests.models.libraries import LIBRARIES, library_of
 from tests.models.zoo import BASE, ZOO, Entry
 from tests.ranks import RankError, preload, run_on_ranks
 
@@ -61,7 +63,7 @@ class Way:
         is_clipped_by_hand: ``clip_grad_norm_`` by the loop.
         is_resumed: ``state_dict`` into a fresh model after the first step; ``"folder"``: ``save`` and ``load``.
         has_evaluation: a pass in eval mode without gradients after each step.
-        is_wrapped: the forward pass runs inside another module.
+        refused: what is said above level 0, where the optimizer cannot run on shards; empty: it is exact.
     """
 
     plain: Callable[[nn.Module], torch.optim.Optimizer]
@@ -73,6 +75,7 @@ class Way:
     is_clipped_by_hand: bool = False
     is_resumed: str = ""
     has_evaluation: bool = False
+    refused: str = ""
 
 
 def _trained(model: nn.Module) -> list[nn.Parameter]:
@@ -106,7 +109,39 @@ WAYS = {
     "adamw_threshold": Way(**_dict("AdamW", **ADAM), zero={"wrap_threshold": 200}),
     "lamb": Way(**_dict("LAMB", lr=1e-3, eps=1e-4, weight_decay=0.01)),
 }
-QUICK = [name for name in WAYS if name != "lamb"]
+ENTRIES = ZOO | LIBRARIES
+
+
+def _of_pytorch_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
+    import pytorch_optimizer as library
+
+    if name in WRAPPERS:
+        optimizer = getattr(library, name)(torch.optim.AdamW(_trained(model), **ADAM), **WRAPPERS[name])
+        if name == "ScheduleFreeWrapper":
+            optimizer.train()
+        return optimizer
+    return library.load_optimizer(name)(_trained(model), lr=1e-3)
+
+
+WRAPPERS: dict[str, dict[str, Any]] = {"Lookahead": {"k": 2}, "OrthoGrad": {}, "ScheduleFreeWrapper": {}}
+# fmt: off
+OPTIMIZERS = (
+    "accsgd", "adabelief", "adabound", "adagc", "adai", "adamg", "adamp", "adams", "adan", "adapnm", "ademamix",
+    "adopt", "aggmo", "aida", "alice", "amos", "apollo", "avagrad", "came", "conda",
+    "diffgrad", "fromage", "grams",
+    "lamb", "lars", "lion", "madgrad", "qhadam", "sgdp", "shampoo", "sm3", "soap",
+    "stableadamw", "tiger", "yogi", *WRAPPERS,
+)
+# fmt: on
+# What they compute from all gradients cannot be told from one rank's.
+OF_ALL_TENSORS = dict.fromkeys(("adagc", "adai", "adams", "avagrad"), "must update each tensor from that tensor")
+WAYS |= {
+    f"pytorch_optimizer.{name}": Way(
+        functools.partial(_of_pytorch_optimizer, name), refused=OF_ALL_TENSORS.get(name, "")
+    )
+    for name in OPTIMIZERS
+}
+QUICK = [name for name in WAYS if name != "lamb" and "." not in name]
 
 
 # --- the two runs ----------------------------------------------------------------------------------------------------
@@ -236,7 +271,7 @@ def _run(name: str, way_name: str, levels: list[int], folder: str) -> list[tuple
     """What became of each level on this rank: a word and a remark."""
     torch.set_default_dtype(torch.float64)
     try:
-        entry, way = ZOO[name], WAYS[way_name]
+        entry, way = ENTRIES[name], WAYS[way_name]
         found: list[Any] = [None]
         if dist.get_rank() == 0:
             found = [_reference(entry, way, dist.get_world_size())]
@@ -298,12 +333,21 @@ def _relative(found: Tensor, expected: Tensor) -> float:
 
 
 def _cells() -> list[tuple[str, str, int]]:
-    """Every model with one loop, on 2 or 3 ranks (odd ones on 1 to 3); a few models with every loop."""
+    """Every model with one loop, on 2 or 3 ranks (odd ones on 1 to 3); a few models with every loop.
+
+    Those of further libraries on 2 ranks.
+    """
     cells = []
     for index, name in enumerate(ZOO):
         for world_size in (1, 2, 3) if name.startswith("odd") else (2 + index % 2,):
             cells.append((name, QUICK[(index // 2 + 5 * world_size) % len(QUICK)], world_size))
-    cells += [(name, way, 2 + (row + column) % 2) for row, name in enumerate(BASE) for column, way in enumerate(WAYS)]
+    cells += [
+        (name, way, 2 + (row + column) % 2)
+        for row, name in enumerate(BASE)
+        for column, way in enumerate([*QUICK, "lamb"])
+    ]
+    cells += [("odd.blocks", f"pytorch_optimizer.{name}", 2) for name in OPTIMIZERS]
+    cells += [(name, QUICK[index % len(QUICK)], 2) for index, name in enumerate(LIBRARIES)]
     return list(dict.fromkeys(cells))
 
 
@@ -338,6 +382,7 @@ def _last_line(text: str) -> str:
 def _libraries_are_imported_once() -> None:
     """Where this module runs first: before the processes of the ranks are forked."""
     preload("transformers.modeling_utils", "transformers.models.auto.modeling_auto", "timm")
+    preload(*(library for library in map(library_of, LIBRARIES) if importlib.util.find_spec(library)))
 
 
 @pytest.mark.models
@@ -347,11 +392,14 @@ def test_is_exact_or_refused(
     name: str, way: str, world_size: int, record_property: Callable[[str, object], None]
 ) -> None:
     """Refused where the zoo says so, with the sentence it says; exact elsewhere."""
+    for title in (name, way):
+        if title in LIBRARIES or title.startswith("pytorch_optimizer."):
+            pytest.importorskip(library_of(title))
     wrong = []
     for level, (word, remark) in _outcome(name, way, world_size, [0, 1, 2, 3]).items():
         record_property("cell", (name, way, world_size, level, word, remark))
         print(f"{name:36} {way:20} {world_size} ranks  level {level}  {word:9}  {remark[:150]}", flush=True)
-        sentence = ZOO[name].refusal(level, world_size, way)
+        sentence = ENTRIES[name].refusal(level, world_size, way) or (level and WAYS[way].refused) or None
         is_right = word == EXACT if sentence is None else word == REFUSED and sentence in remark
         if not is_right:
             wrong.append(f"level {level}: {word}: {remark}")

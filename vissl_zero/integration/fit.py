@@ -24,6 +24,7 @@ from vissl_zero import collectives
 from vissl_zero.errors import ConfigError, Problem
 from vissl_zero.integration.settings import ZeroSettings
 from vissl_zero.integration.user_optimizer import read_optimizer
+from vissl_zero.optim.update_rule import set_own
 from vissl_zero.planner.candidates import (
     Budget,
     because,
@@ -193,8 +194,8 @@ def _shell(optimizer: Any) -> Any:
     twin = object.__new__(type(optimizer))
     twin.__dict__.update(optimizer.__dict__)
     twin.__dict__.pop("step", None)  # a scheduler's, bound to the other one
-    twin.param_groups = [dict(group) for group in optimizer.param_groups]
-    twin.state = defaultdict(dict, optimizer.state)
+    set_own(twin, "param_groups", [dict(group) for group in optimizer.param_groups])
+    set_own(twin, "state", defaultdict(dict, optimizer.state))
     return twin
 
 

@@ -408,7 +408,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if torch.is_grad_enabled():
             self._is_run_again = self._is_backward_done
             for output in pytree.tree_leaves(outputs):
-                if isinstance(output, Tensor) and output.requires_grad:
+                # A parameter that a model returns, such as a temperature, would keep one more hook from each pass.
+                if isinstance(output, Tensor) and output.requires_grad and not output.is_leaf:
                     output.register_hook(self._refuse_plain_backward)
 
     def _refuse_plain_backward(self, grad: Tensor) -> None:

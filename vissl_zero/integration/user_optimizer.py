@@ -20,7 +20,7 @@ from vissl_zero.errors import ConfigError, Problem, did_you_mean
 from vissl_zero.optim.adaptation import Adaptation, Larc, OptimizerFactory
 from vissl_zero.optim.elementwise import lars, sgd
 from vissl_zero.optim.param_groups import ParamGroup
-from vissl_zero.optim.update_rule import with_wrapped
+from vissl_zero.optim.update_rule import set_own, with_wrapped
 from vissl_zero.optim.whole_tensor import AdamW8bit, MuonAdamW, NorMuonAdamW, Shampoo
 
 Groups = list[dict[str, Any]]
@@ -138,7 +138,7 @@ def _from_instance(optimizer: torch.optim.Optimizer, model: nn.Module) -> tuple[
         # What they held is keyed by whole parameters, which it would keep alive. A shared state stays shared.
         fresh: dict[int, defaultdict[Tensor, dict[str, Any]]] = {id(layer.state): defaultdict(dict) for layer in layers}
         for layer, states in zip(layers, initial, strict=True):
-            layer.state = fresh[id(layer.state)]
+            set_own(layer, "state", fresh[id(layer.state)])
             for group, state in zip(layer.param_groups, states, strict=True):
                 for param in group["params"] if state else ():
                     if param.requires_grad:
@@ -205,7 +205,7 @@ def unchanged_on_error(optimizer: Any) -> Iterator[None]:
         for group, params in before:
             group["params"] = params
         for layer, state in zip(layers, states, strict=True):
-            layer.state = state
+            set_own(layer, "state", state)
         raise
 
 

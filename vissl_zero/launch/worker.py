@@ -45,8 +45,10 @@ def rank_device(plan: ResolvedRun) -> torch.device:
 
 
 def prepare_process(plan: ResolvedRun) -> None:
-    """Set up threads, deterministic kernels and plugins, before anything is built."""
+    """Set up threads, kernels and plugins, before anything is built."""
     torch.set_num_threads(plan.threads_per_rank)
+    if (rounds := plan.config.MACHINE.TF32) is not None:
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = rounds
     if plan.sharding.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else cuBLAS refuses
         torch.use_deterministic_algorithms(True)

@@ -225,6 +225,7 @@ class Model(nn.Module):
         keeps_features: ``kept_features`` holds the trunk's features of the newest pass, without graph.
         anchor: a second trunk of a teacher, which stays while the teacher moves (see ``Method.moves_anchor``).
         views_apart: heads take the rows of one resolution after another, not all together.
+        is_channels_last: images are laid out so before the trunk sees them.
         features_are_embeddings: ``features_only`` gives the first head's embeddings, not the trunk's features.
         feature_taps: ``features_only`` gives what they catch, layer by layer in one row; None: the trunk's features.
     """
@@ -234,6 +235,7 @@ class Model(nn.Module):
         self.trunk_is_frozen = False
         self.keeps_features = False
         self.views_apart = False
+        self.is_channels_last = False
         self.kept_features: list[Tensor] = []
         self.features_are_embeddings = False
         self._is_checked = False
@@ -315,6 +317,8 @@ class Model(nn.Module):
         self, images: list[Tensor], choose_patches: ChoosePatches | None, features_only: bool
     ) -> tuple[list[Tokens], list[Tensor], list[Tensor]]:
         """Compute tokens and maps, where heads ask for them, and features."""
+        if self.is_channels_last:  # weights stay contiguous, as level 3 needs them
+            images = [image.contiguous(memory_format=torch.channels_last) for image in images]
         if choose_patches is not None or (self._shows_tokens and not features_only):
             tokens, features = self._encode_patches(images, choose_patches)
             return tokens, [], features
@@ -449,7 +453,8 @@ def build_model(model_config: ModelConfig | TeacherModel, num_classes: int = 0) 
         model = Model(trunk, heads, taps)
     model.trunk_is_frozen = settings.FREEZE_TRUNK_ONLY
     model.feature_taps = feature_taps
-    model.views_apart = isinstance(model_config, ModelConfig) and model_config.VIEWS_APART
+    if isinstance(model_config, ModelConfig):
+        model.views_apart, model.is_channels_last = model_config.VIEWS_APART, model_config.CHANNELS_LAST
     model.features_are_embeddings = settings.FREEZE_TRUNK_AND_HEAD
     for module in model.heads.modules():
         if isinstance(module, MLP):

@@ -267,15 +267,20 @@ def _copied(
         elif isinstance(value, dict | list | set):
             value = copy.copy(value)
         copied.__dict__[key] = value
-    if not isinstance(getattr(type(optimizer), "param_groups", None), property):  # else they are those of its optimizer
-        copied.param_groups = groups
-    copied.state = defaultdict(dict)
+    set_own(copied, "param_groups", groups)
+    set_own(copied, "state", defaultdict(dict))
     filled = [(param, state) for param, state in optimizer.state.items() if state]
     if filled:  # Adagrad and Lookahead make their state when they are built
         like, template = max(filled, key=lambda pair: (pair[0].dim(), pair[0].numel()))
         for param in (param for group in groups for param in group["params"]):
             copied.state[param] = {key: _fresh(key, value, like, param) for key, value in template.items()}
     return copied
+
+
+def set_own(optimizer: torch.optim.Optimizer, name: str, value: Any) -> None:
+    """Set ``param_groups`` or ``state``, unless the optimizer shows that of one inside it (OrthoGrad): a property."""
+    if not isinstance(getattr(type(optimizer), name, None), property):
+        setattr(optimizer, name, value)
 
 
 def is_wrapped(value: Any, groups: Sequence[dict[str, Any]]) -> TypeGuard[torch.optim.Optimizer]:

@@ -140,9 +140,11 @@ def _ranks(plan: ResolvedRun) -> str:
 
 def _precision(plan: ResolvedRun) -> str:
     formats = plan.sharding.precision
+    tf32 = ", TF32 in products" if plan.config.MACHINE.TF32 and plan.device == "cuda" else ""
     if formats.autocast:
-        return f"{formats.master}, autocast to {formats.autocast}"
-    return formats.master if formats.compute == formats.master else f"{formats.master}, computed in {formats.compute}"
+        return f"{formats.master}, autocast to {formats.autocast}{tf32}"
+    compute = "" if formats.compute == formats.master else f", computed in {formats.compute}"
+    return f"{formats.master}{compute}{tf32}"
 
 
 def _memory(run: DryRun) -> Iterator[tuple[str, str]]:

@@ -33,7 +33,7 @@ class Host:
         num_cores: number of cores that this process may use.
         num_idle_cores: number of them that nothing else keeps busy now; None: not measured.
         num_threads: OMP_NUM_THREADS, if the user has set it, else None.
-        assumed: a sentence on what of it is not so here (a dry run of another machine), else empty.
+        assumed: a sentence on what of it is not so here, or not known, else empty.
         torchrun: (world size, local world size) if torchrun started this process, else None.
     """
 
@@ -73,6 +73,9 @@ def cluster_host(num_procs: int, num_cores: int, device: str, partition: str) ->
     """
     why_no_gpu = "the partition's nodes have none"
     num_gpus = num_procs if device in ("gpu", "cuda") else _partition_gpus(partition) if device == "auto" else 0
+    if num_gpus is None:
+        assumed = "Assumed: nodes without GPUs, because sinfo does not answer. Write config.MACHINE.DEVICE=gpu or cpu."
+        return Host(0, why_no_gpu, num_cores, assumed=assumed)
     return Host(num_gpus, why_no_gpu, num_cores)
 
 
@@ -84,12 +87,13 @@ def assumed_host(here: Host, num_procs: int) -> Host:
     )
 
 
-def _partition_gpus(partition: str) -> int:
+def _partition_gpus(partition: str) -> int | None:
+    """Ask SLURM for the GPUs of a partition's nodes; None: it does not answer."""
     command = ["sinfo", "-h", "-o", "%P %G", *(["-p", partition] if partition else [])]
     try:
-        answer = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60).stdout
-    except (OSError, subprocess.TimeoutExpired):
-        return 0
+        answer = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None
     counts = []
     for line in answer.splitlines():
         name, _, resources = line.partition(" ")

@@ -196,6 +196,16 @@ def gather_hook(state: Any) -> Callable[[Tensor], Tensor]:
     return hook
 
 
+def run_before_forward(state: Any, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Gather a unit for ``module`` inside it, and return the arguments to run it with (``_pre_forward``)."""
+    return state._pre_forward(module, args, kwargs)
+
+
+def run_after_forward(state: Any, module: nn.Module, inputs: Any, output: Any) -> Any:
+    """Free a unit after ``module`` inside it has run, and return its output to go on with (``_post_forward``)."""
+    return state._post_forward(module, inputs, output)
+
+
 def gather_of(group: Any) -> Any:
     """Return what gathers the unit's parameters (``_all_gather_comm``): ours, or torch's own."""
     return group._all_gather_comm
@@ -344,6 +354,11 @@ def num_gradient_hooks(tensor: Tensor) -> int:
         return len(tensor._backward_hooks or ()) + len(getattr(tensor, "_post_accumulate_grad_hooks", None) or ())
 
 
+def viewed(tensor: Tensor) -> Tensor | None:
+    """Return the tensor of which ``tensor`` is a view to autograd (``_base``); None if it is none."""
+    return tensor._base
+
+
 def num_writes(tensor: Tensor) -> int:
     """Count how often the tensor was written in place, as autograd does (``_version``)."""
     return tensor._version
@@ -388,6 +403,11 @@ def with_own_dispatch() -> AbstractContextManager[Any]:
 _FACTS = """requires_grad grad grad_fn is_leaf shape ndim dtype device layout
     _version _backward_hooks _post_accumulate_grad_hooks"""
 FACTS = frozenset(getattr(torch._C.TensorBase, name) for name in _FACTS.split())
+
+
+def without_values(cls: type[Tensor], like: Tensor) -> Any:
+    """Make a tensor of ``cls`` that has the shape, strides, type and device of ``like``, and no memory."""
+    return Tensor._make_wrapper_subclass(cls, like.shape, like.stride(), dtype=like.dtype, device=like.device)
 
 
 def forget_reduced(group: Any) -> None:

@@ -71,6 +71,12 @@ def test_the_script_says_what_the_keys_say():
     assert per_process["ntasks-per-node"] == "2" and per_process["cpus-per-task"] == "8"
 
 
+def test_a_plan_says_that_nobody_knows_the_gpus_of_a_cluster_that_does_not_answer() -> None:
+    (note,) = [note for note in planned().notes if "sinfo" in note]
+    assert "nodes without GPUs" in note and "config.MACHINE.DEVICE=gpu or cpu" in note
+    assert not [note for note in planned("config.MACHINE.DEVICE=gpu").notes if "sinfo" in note]
+
+
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [

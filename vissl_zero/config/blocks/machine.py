@@ -17,6 +17,9 @@ class Machine:
     """auto (GPU where there is one), cpu or gpu."""
     MEMORY_GIB: float | None = number(None, above=0, most=10**9)
     """For a dry run: memory of a GPU, or of a machine without, in GiB; null: this one's, or 80 where it has no GPU."""
+    TF32: bool | None = None
+    """On GPUs: true rounds float32 to TF32 (10 bits of fraction) in products and convolutions, which is faster; false
+    rounds in neither; null leaves it to torch, which rounds in convolutions."""
 
 
 @with_vissl_keys("DISTRIBUTED")

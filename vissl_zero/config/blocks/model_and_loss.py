@@ -312,6 +312,8 @@ class ModelConfig:
     """Pass each crop of an image through trunk and heads by itself. Batch norm then has its statistics view by view, as
     in BYOL, SimSiam, MoCo v3, Barlow Twins, and VICReg. Off: crops of one size go together, as in SimCLR and VISSL. For
     heads that take features alone (mlp, siamese_head, identity, or a chain of these)."""
+    CHANNELS_LAST: bool = False
+    """Give images to the trunk with the channels of a pixel side by side, as convolutions of GPUs compute them."""
     AMP_PARAMS: AmpParams = field(default_factory=AmpParams)
     """Half precision."""
     FLOAT8: Float8 = field(default_factory=Float8)

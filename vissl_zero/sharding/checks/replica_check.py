@@ -6,6 +6,7 @@ And notices changes of a model that its shards cannot follow, before they make a
 from __future__ import annotations
 
 import hashlib
+import logging
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -41,7 +42,9 @@ class ModelsDifferError(VisslZeroError):
 def require_equal_models(model: nn.Module, device: torch.device) -> None:
     """Compare parameters and buffers across ranks: names, shapes, ``requires_grad``, and values by checksums.
 
-    Every rank must call it. Tensors on the meta device have no values yet and are compared by name and shape.
+    Every rank must call it. Tensors on the meta device have no values yet and are compared by name and shape. A
+    counter (a buffer of whole numbers) takes the value of rank 0, as under ``DistributedDataParallel``: some libraries
+    leave its memory unwritten until it is used.
 
     Raises:
         ModelsDifferError: on every rank, with the first parameter that differs.
@@ -54,7 +57,11 @@ def require_equal_models(model: nn.Module, device: torch.device) -> None:
     require_equal("parameters or buffers", [f"{name}, of shape {tuple(t.shape)}" for name, t in named])
     require_equal("what is trained", [f"requires_grad={p.requires_grad} of {name}" for name, p in params])
     sums = torch.stack([_checksum(tensor) for _, tensor in named]).to(device)
-    _require_equal_values([name for name, _ in named], sums)
+    differing = [named[index] for index in _differing(sums)]
+    counters = [(name, tensor) for name, tensor in differing if _is_counter(tensor)]
+    _refuse_differing([name for name, tensor in differing if not _is_counter(tensor)])
+    for name, buffer in counters:
+        _take_from_rank_0(name, buffer, device)
 
 
 def require_equal(what: str, facts: Sequence[str]) -> None:
@@ -107,11 +114,30 @@ def equal_values(
 
 
 def _require_equal_values(names: Sequence[str], sums: Tensor) -> None:
-    if differing := _differing(sums):
+    _refuse_differing([names[index] for index in _differing(sums)])
+
+
+def _refuse_differing(names: Sequence[str]) -> None:
+    if names:
         raise ModelsDifferError(
-            f"The ranks start from different weights: {names[differing[0]]} differs between them. "
+            f"The ranks start from different weights: {names[0]} differs between them. "
             "Draw the initial weights from one seed, or load them from one file, on every rank."
         )
+
+
+def _is_counter(tensor: Tensor) -> bool:
+    return not (tensor.is_floating_point() or tensor.is_complex() or isinstance(tensor, nn.Parameter))
+
+
+@torch.no_grad()
+def _take_from_rank_0(name: str, buffer: Tensor, device: torch.device) -> None:
+    value = buffer.to(device).contiguous()
+    # As bytes: not every backend sends booleans.
+    dist.broadcast(value.view(-1).view(torch.uint8), 0)
+    buffer.copy_(value)
+    if collectives.rank() == 0:
+        words = "The buffer %s differs between the ranks: all start with the values of rank 0."
+        logging.getLogger(__name__).warning(words, name)
 
 
 class StepCheck:

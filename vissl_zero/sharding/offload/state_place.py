@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from vissl_zero.errors import ConfigError, Problem
 from vissl_zero.optim.elementwise import SINGLE_ROUNDING
-from vissl_zero.optim.update_rule import counter_keys, trial_state
+from vissl_zero.optim.update_rule import counter_keys, set_own, trial_state
 from vissl_zero.sharding.offload.block_file import BlockFile, Cell, OffloadError, RecordPipeline, RunFolder, Tray
 from vissl_zero.sharding.offload.layout import Chunk, ChunkSegment
 
@@ -59,7 +59,7 @@ class UpdateKernel:
             if key not in self.keys and value is not None
         }
         # The trial step has left state of the proxies.
-        optimizer.state = defaultdict(dict)
+        set_own(optimizer, "state", defaultdict(dict))
 
     def format_of(self, key: str, param: torch.dtype) -> torch.dtype:
         """Return the number format of the state ``key`` of a parameter in the format ``param``."""

@@ -104,6 +104,8 @@ class WatchedParameter(nn.Parameter):
 
     @data.setter
     def data(self, value: Tensor) -> None:
+        if value.is_set_to(self):
+            return  # param.data = param.data.to(device), as some losses write in each pass
         # The optimizer updates rows of this memory, and messages carry it: it must stay where it is.
         if value.shape != self.shape or value.dtype != self.dtype or value.device != self.device:
             raise VisslZeroError(

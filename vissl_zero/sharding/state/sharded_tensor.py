@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 from vissl_zero.errors import VisslZeroError
 from vissl_zero.sharding.checks.waiting import waiting
 from vissl_zero.sharding.state.missing_gradient import SPENT, MissingGradient
+from vissl_zero.sharding.state.sharded_view import ShardedView, is_view, run_on_views
 from vissl_zero.sharding.torch_private import (
     FACTS,
     as_plain_tensors,
@@ -122,6 +123,11 @@ class ShardedTensor(DTensor):
         if getattr(func, "__self__", None) in FACTS:  # read and written many times in each step
             with as_plain_tensors():
                 return func(*args, **(kwargs or {}))
+        if ShardedView in types:
+            return NotImplemented  # its own function gathers what it is a view of, and comes back here
+        if is_view(func) and isinstance(args[0], ShardedTensor):
+            with _named(func):
+                return run_on_views(func, args, kwargs or {})
         if func is torch.autograd.grad:
             raise VisslZeroError(_GRADIENT_OF_A_WEIGHT)
         if func in _READ_WHOLE:
@@ -157,7 +163,9 @@ class ShardedTensor(DTensor):
     def data(self, value: Tensor) -> None:
         if value is self or (isinstance(value, ShardedTensor) and value.owner is self):
             return
-        is_other_parameter = isinstance(value, ShardedTensor) and (value.owner is not None or value.store is not None)
+        held: Any = value.whole if isinstance(value, ShardedView) else value
+        owner = held if getattr(held, "owner", None) is None else held.owner
+        is_other_parameter = owner is not self and isinstance(owner, ShardedTensor) and isinstance(owner, nn.Parameter)
         if is_other_parameter or value.shape != self.shape or value.dtype != self.dtype:
             description = "another parameter's memory" if is_other_parameter else f"{tuple(value.shape)}, {value.dtype}"
             raise VisslZeroError(_OTHER_DATA.format(description, tuple(self.shape), self.dtype))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial, wraps
 from types import GeneratorType
 from typing import Any, NoReturn
@@ -18,13 +19,14 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from vissl_zero.errors import VisslZeroError
 from vissl_zero.sharding.checks.replica_check import text_digest
 from vissl_zero.sharding.checks.waiting import waiting
 from vissl_zero.sharding.engines.cpu_communicator import CpuCommunicator
-from vissl_zero.sharding.state.sharded_tensor import real_gradients
+from vissl_zero.sharding.state.sharded_tensor import ShardedTensor, real_gradients, whole
 from vissl_zero.sharding.torch_private import (
     FOLLOWS_DATACLASSES,
     call_on_gradient,
@@ -40,10 +42,14 @@ from vissl_zero.sharding.torch_private import (
     modules_of,
     name_of,
     num_writes,
+    own_buffers,
     own_parameters,
     owner_of,
     put_before_moves,
+    run_after_forward,
+    run_before_forward,
     unit_state,
+    viewed,
 )
 
 _GATHER, _REDUCE = range(2)
@@ -59,9 +65,9 @@ FREED = (
 )
 
 TAKEN_APART = (
-    "{} is used from outside of {}, a sharded unit, where its parameters are not gathered. Call the unit itself: the "
-    "model, not one of its layers or another method; block(x), not block.layer(x). Or name other units by a method "
-    "zero_units() of the model, or use ZeRO level 0, or level 1 or 2 on the CPU."
+    "{} reads a parameter of another sharded unit, which is not gathered there. Call the layer that owns it, or the "
+    "unit: block(x), not F.linear(x, block.weight). Or name other units by a method zero_units() of the model, or use "
+    "ZeRO level 0, or level 1 or 2 on the CPU."
 )
 
 
@@ -176,13 +182,17 @@ class _GuardedUnit:
         self._versions: dict[int, int] = {}
         self._followed: dict[nn.Module, RemovableHandle] = {}
         self._is_running = False  # between the unit's entry and its exit in a forward pass
+        self._entered: nn.Module | None = None  # the layer for which the unit is gathered, if it does not run itself
+        self._watch: AbstractContextManager[Any] = nullcontext()  # over what that layer saves for its backward pass
         infos = [owner_of(param) for param in group.fsdp_params]
         owners = {module for info in infos for module in (info.module, *info.shared_modules)} - set(modules_of(state))
         # Until these layers have run, nobody may have used their weights.
         sent = (param for param in group.fsdp_params if param.sharded_param in guard._sent)
         self._to_run = {owner_of(param).module: param for param in sent if owner_of(param).module in owners}
         # Not on the unit's own modules: calling them is what gathers the unit.
-        self._probes = [module.register_forward_pre_hook(self._require_whole) for module in owners]
+        inside = [module for module in self._inner if not owners.isdisjoint(module.modules())]
+        self._doors = {module: self._hooked(module) for module in inside}
+        self._called: set[nn.Module] = set()  # layers that are called from outside of the unit
         self._num_runs = 0
         self._pre_forward, self._post_forward = group.pre_forward, group.post_forward
         self._pre_backward, self._post_backward = group.pre_backward, group.post_backward
@@ -208,11 +218,12 @@ class _GuardedUnit:
             )
         self._require_own_parameters()
         self._follow_hooked()
-        self._num_runs += 1
+        self._num_runs += self._entered is None
         if self._num_runs > _FIRST_RUNS:
-            # A hook on every layer costs time. A loop that uses layers from outside does so from the start.
-            while self._probes:
-                self._probes.pop().remove()
+            # A hook on every layer costs time. A loop that calls layers from outside does so from the start.
+            for module in self._doors.keys() - self._called:
+                for hook in self._doors.pop(module):
+                    hook.remove()
             self._to_run.clear()
         self._is_running = True
         return self._pre_forward(module, args, kwargs)
@@ -229,6 +240,8 @@ class _GuardedUnit:
             if not param.sharded_param.requires_grad:  # of others, a gradient will tell
                 raise VisslZeroError(NOT_MULTIPLIED.format(name_of(param) or self._name))
         self._is_running = False
+        if any(_is_of_parameter(tensor) for tensor in pytree.tree_leaves(output)):
+            output = pytree.tree_map(lambda leaf: leaf.clone() if _is_of_parameter(leaf) else leaf, output)
         output = self._post_forward(module, inputs, output)
         if torch.is_grad_enabled() and not isinstance(output, Tensor):
             # As torch does with the tensors that it finds in an output.
@@ -304,7 +317,8 @@ class _GuardedUnit:
         for param in self._group.fsdp_params:
             info = owner_of(param)
             expected = param.unsharded_param if is_whole else param.sharded_param
-            if own_parameters(info.module).get(info.param_name) is not expected:
+            own = own_parameters(info.module)
+            if own.get(info.param_name) is not expected and not _has_followed(info, own, expected):
                 raise VisslZeroError(
                     f"{self._name}: {info.param_name} of {type(info.module).__name__} is another tensor than the one "
                     "that was sharded (by torch.func.functional_call, or by assigning a parameter). Sharded units "
@@ -312,10 +326,29 @@ class _GuardedUnit:
                     "on the CPU."
                 )
 
-    def _require_whole(self, module: nn.Module, inputs: Any) -> None:
+    def _hooked(self, module: nn.Module) -> tuple[RemovableHandle, RemovableHandle]:
+        enter = module.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True)
+        return enter, module.register_forward_hook(self._leave, always_call=True)
+
+    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Gather the unit for a layer that is called from outside of it, as for the unit itself."""
         self._to_run.pop(module, None)
-        if self._group.is_sharded:
-            raise VisslZeroError(TAKEN_APART.format(type(module).__name__, self._title))
+        if not self._group.is_sharded:
+            return None
+        self._entered = module
+        self._called.add(module)
+        given = run_before_forward(self._state, module, args, kwargs)
+        if torch.is_grad_enabled() and not has_saved_tensor_hooks():
+            self._watch = torch.autograd.graph.saved_tensors_hooks(_keep, _require_memory)
+        self._watch.__enter__()
+        return given
+
+    def _leave(self, module: nn.Module, inputs: Any, output: Any) -> Any:
+        if self._entered is not module:
+            return None
+        self._watch.__exit__(None, None, None)
+        self._watch, self._entered = nullcontext(), None
+        return run_after_forward(self._state, module, inputs, output)
 
     def _require_unwritten(self) -> None:
         """Refuse writes into full parameters, which are dropped after use: what forward writes would be lost.
@@ -375,6 +408,17 @@ class _GuardedUnit:
                     tensor.register_hook(gather_hook(self._state))
 
 
+def _has_followed(info: Any, own: Mapping[str, Any], expected: Tensor) -> bool:
+    """Follow a parameter to another name in its module, where pruning puts it beside a mask; False without one."""
+    name = next((name for name, param in own.items() if param is expected), None)
+    if name is None:
+        return False
+    info.param_name = name
+    buffers = own_buffers(info.module)
+    buffers.update({key: whole(buffer) for key, buffer in buffers.items() if isinstance(buffer, ShardedTensor)})
+    return True
+
+
 @torch.no_grad()
 def _has_rows_of_shard(param: Any) -> bool:
     """Check whether the full parameter holds the values of this rank's rows."""
@@ -430,6 +474,11 @@ class _Forward:
             return False
         self._num_runs += 1
         return self._num_runs <= _FIRST_RUNS or self._num_runs % _SAMPLED_RUNS == 0
+
+
+def _is_of_parameter(leaf: Any) -> bool:
+    """Check whether an output is a parameter or a view of one, whose memory is freed as the unit ends."""
+    return isinstance(leaf, nn.Parameter) or (isinstance(leaf, Tensor) and isinstance(viewed(leaf), nn.Parameter))
 
 
 def _keep(tensor: Tensor) -> Tensor:

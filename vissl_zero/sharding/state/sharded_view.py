@@ -1,0 +1,147 @@
+"""A view of a tensor of which each rank holds some rows: a row of a weight, or all of it in another shape.
+
+Rows of several ranks cannot be seen in one memory. So a view has none: each use gathers the full tensor, takes the
+view of that, and, if it was written to, brings the full tensor back. That is what a view means: it has the values of
+its tensor at the time of the use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+
+from vissl_zero.errors import VisslZeroError
+from vissl_zero.sharding.torch_private import as_plain_tensors, num_writes, without_values
+
+# Operations that are views of their first argument, or write into one; some copy for some arguments, which is told by
+# where the result lies.
+VIEWS = {
+    "views": "__getitem__ __iter__ __setitem__ chunk diagonal expand expand_as flatten hsplit movedim moveaxis narrow "
+    "permute ravel reshape reshape_as select split squeeze swapaxes swapdims t tensor_split transpose unbind unflatten "
+    "unfold unsqueeze view view_as vsplit H T mH mT"
+}
+_VIEWS = frozenset(" ".join(VIEWS.values()).split())
+_NO_VALUES = "shape dtype device layout ndim size dim ndimension numel nelement requires_grad is_leaf"
+_FACTS = frozenset(_NO_VALUES.split())
+_Step = Callable[[Tensor], Any]
+
+_TRACKED = (
+    "{}() would write into a view of a sharded parameter that requires a gradient. Write inside torch.no_grad(), as "
+    "plain torch demands it too."
+)
+
+
+class ShardedView(Tensor):
+    """See the module. It has a shape, a type and a device, and no values.
+
+    Attributes:
+        whole: the sharded tensor.
+        steps: how to get the view from the full tensor.
+    """
+
+    whole: Tensor
+    steps: tuple[_Step, ...]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if _name(func) in _FACTS:
+            with as_plain_tensors():
+                return func(*args, **(kwargs or {}))
+        return run_on_views(func, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        return run_on_views(func, args, kwargs or {})
+
+
+def is_view(func: Any) -> bool:
+    """Check whether ``func`` of torch is an operation of this file."""
+    return _name(func) in _VIEWS
+
+
+def run_on_views(func: Any, args: Any, kwargs: Any) -> Any:
+    """Run ``func`` on full tensors, and bring back what it has written. Every rank must call it.
+
+    Args:
+        func: an operation of torch.
+        args, kwargs: its arguments, views and sharded tensors among them.
+    Returns:
+        A view of its first argument where the result is one, else full tensors.
+    Cost: an all-gather of each tensor that is viewed.
+    """
+    if func is Tensor.__iter__:
+        return iter(run_on_views(Tensor.unbind, args, kwargs))
+    if func is Tensor.data.__get__:  # type: ignore[attr-defined]  # a write to the data would not be counted
+        func = Tensor.detach
+    leaves = pytree.tree_leaves((args, kwargs))
+    places = {id(leaf): _place(leaf) for leaf in leaves if isinstance(leaf, DTensor | ShardedView)}
+    bases = {id(base): base for base, _ in places.values()}
+    # Rolled by nothing: a full copy whose gradient would arrive at the sharded tensor, which refuses it.
+    full = {key: torch.roll(base, 0, 0) for key, base in bases.items()}
+    before = {key: num_writes(tensor) for key, tensor in full.items()}
+    values = {key: _taken(full[id(base)], steps) for key, (base, steps) in places.items()}
+    given, options = pytree.tree_map(lambda leaf: values.get(id(leaf), leaf), (args, kwargs))
+    result = func(*given, **options)
+    for key, base in bases.items():
+        if num_writes(full[key]) != before[key]:
+            _bring_back(func, full[key], base)
+    if not args or id(args[0]) not in places:
+        return result
+    base, steps = places[id(args[0])]
+    memory = full[id(base)].untyped_storage().data_ptr()
+    step = partial(_step, func, args[1:], kwargs)
+
+    def seen(part: Any, *taken: _Step) -> Any:
+        if part is given[0]:
+            return args[0]
+        if not isinstance(part, Tensor) or not part.numel() or part.untyped_storage().data_ptr() != memory:
+            return part
+        return _view(part, base, (*steps, *taken))
+
+    if isinstance(result, tuple | list):
+        found = [seen(part, step, partial(_part, index)) for index, part in enumerate(result)]
+        return type(result)(found)
+    return seen(result, step)
+
+
+def _bring_back(func: Any, full: Tensor, base: Tensor) -> None:
+    if base.requires_grad and torch.is_grad_enabled():
+        raise VisslZeroError(_TRACKED.format(_name(func)))
+    with torch.no_grad():
+        base.copy_(full)
+
+
+def _place(tensor: Any) -> tuple[Any, tuple[_Step, ...]]:
+    """Return of which sharded tensor ``tensor`` is a view, and how it is taken."""
+    return (tensor.whole, tensor.steps) if isinstance(tensor, ShardedView) else (tensor, ())
+
+
+def _view(values: Tensor, whole: Tensor, steps: tuple[_Step, ...]) -> ShardedView:
+    view: ShardedView = without_values(ShardedView, values)
+    view.whole, view.steps = whole, steps
+    return view
+
+
+def _step(func: Any, args: Any, kwargs: Any, value: Tensor) -> Any:
+    return func(value, *args, **kwargs)
+
+
+def _part(index: int, parts: Any) -> Any:
+    return parts[index]
+
+
+def _taken(value: Any, steps: tuple[_Step, ...]) -> Any:
+    for step in steps:
+        value = step(value)
+    return value
+
+
+def _name(func: Any) -> str:
+    name: str = getattr(func, "__name__", "")
+    return func.__self__.__name__ if name == "__get__" else name
