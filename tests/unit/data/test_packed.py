@@ -154,6 +154,7 @@ def test_labels_of_webdataset_are_numbers_in_cls_or_json(tmp_path: Path, photos:
     assert labels(x=b'{"label": 3}', y=b"1", z=b'{"label": 0, "caption": "a"}') == [3, 1, 0]
     for unknown in (b'{"label": "cat"}', b'{"label": true}', b'{"caption": "a"}', b"[3]"):
         assert labels(x=unknown) == [None]
+    assert labels(x=b'{"label": 3}', y=b"[3]") == [None, None]  # one has none, so none has
 
 
 def test_a_pickled_source_holds_no_images(packed: dict[str, Path], make_data: MakeData, photos: Path) -> None:

@@ -248,6 +248,16 @@ def test_a_crop_and_the_tiles_of_another() -> None:
     ]
 
 
+def test_tiles_are_a_square_number_of_them_with_room_between() -> None:
+    for number in (1, 4):
+        assert len(ImgPatchesFromTensor(number, 1)(torch.zeros(3, 8, 8))) == number
+    for number in (-4, 0, 2, 3):
+        with pytest.raises(ValueError, match="square number"):
+            ImgPatchesFromTensor(number, 1)
+    with pytest.raises(ValueError, match="patch_jitter must be at least 1"):
+        ImgPatchesFromTensor(4, 0)
+
+
 def test_pirl_s_changes_of_colour(monkeypatch: pytest.MonkeyPatch) -> None:
     """VISSL's ImgPilRandomPhotometric at 09270ed2: all four, one after another, or none."""
     image = picture()

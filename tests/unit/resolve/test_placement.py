@@ -180,6 +180,14 @@ def test_torchrun_decides_the_ranks():
     assert "has no effect under torchrun" in restarts
 
 
+@pytest.mark.parametrize(("written", "is_noted"), [(1, False), (2, False), (4, True)])
+def test_a_number_of_processes_that_torchrun_overrides_is_noted_where_somebody_wrote_it(written, is_noted):
+    """One process is the default, and two are what torchrun has started."""
+    host = Host(num_cores=8, torchrun=torchrun_ranks({"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4"} | LOCAL_2))
+    notes = placement(config(DISTRIBUTED__NUM_PROC_PER_NODE=written), host).notes
+    assert any("NUM_PROC_PER_NODE has no effect: torchrun started 2" in note for note in notes) == is_noted
+
+
 @pytest.mark.parametrize("spoilt", [{"RANK": "x"}, {"WORLD_SIZE": "-2"}, {"LOCAL_WORLD_SIZE": "x"}, {"RANK": "4"}])
 def test_numbers_of_processes_that_make_no_sense_are_refused(spoilt: dict[str, str]) -> None:
     with pytest.raises(ConfigError, match=r"must number the processes of a run .*Unset them"):
