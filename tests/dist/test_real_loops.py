@@ -696,6 +696,43 @@ def slow_weights_copied_when_the_optimizer_is_built(init: Init) -> dict[str, Ten
     return optimizer.full_state()
 
 
+@case()
+def sharpness_aware(init: Init) -> dict[str, Tensor]:
+    """SAM, as docs/initialize.md writes it."""
+    model, optimizer = init(chain(), keep_gradients=True)
+    params = list(model.parameters())
+    for step in range(4):
+        optimizer.backward(model(rows(step, 7)).square().mean())
+        if isinstance(optimizer, Plain):
+            optimizer.average()
+        with torch.no_grad():
+            norm = torch.stack([param.grad.norm() for param in params]).norm()
+            moves = [param.grad * (0.05 / norm) for param in params]
+            for param, move in zip(params, moves, strict=True):
+                param.add_(move)
+        optimizer.zero_grad()
+        optimizer.backward(model(rows(step, 7)).square().mean())
+        with torch.no_grad():
+            for param, move in zip(params, moves, strict=True):
+                param.sub_(move)
+        optimizer.step()
+        optimizer.zero_grad()
+    return optimizer.full_state()
+
+
+TWO_POINTS = "must make an update in one step()"
+
+
+@case(level_0=TWO_POINTS, level_1=TWO_POINTS, level_2=TWO_POINTS, level_3=TWO_POINTS)
+def steps_to_two_points(init: Init) -> dict[str, Tensor]:
+    class Sharp(torch.optim.SGD):
+        def first_step(self) -> None:
+            pass
+
+    model = chain()
+    return train(*init(model, Sharp(model.parameters(), lr=0.1)), lambda model, x: model(x).mean())
+
+
 class _Shown(_SlowWeights):
     """As pytorch_optimizer's OrthoGrad: its state is the inner optimizer's, which a property shows."""
 

@@ -83,12 +83,17 @@ def read_optimizer(optimizer: Any, model: nn.Module) -> tuple[list[ParamGroup], 
 
 
 def _require_step_alone(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer that computes the loss itself, several times in a step (LBFGS): gradients are averaged."""
+    """Refuse an optimizer that needs the loss several times in a step (LBFGS, SAM): gradients are averaged once."""
+    name = type(optimizer).__name__
+    if callable(getattr(optimizer, "first_step", None)):
+        fix = "Give its base optimizer, and make the step to the neighbor in your loop: docs/initialize.md, SAM."
+        must = "must make an update in one step(): it wants gradients at two points"
+        raise ConfigError([Problem("optimizer", name, must, fix)])
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is closure.empty:
         fix = "Use a first-order optimizer such as AdamW, or plain torch in one process."
         must = "must step without a closure: it would run the model several times in one step"
-        raise ConfigError([Problem("optimizer", type(optimizer).__name__, must, fix)])
+        raise ConfigError([Problem("optimizer", name, must, fix)])
 
 
 def _all_trainable(model: nn.Module) -> ParamGroup:
