@@ -48,6 +48,14 @@ def test_one_process_trains_without_a_process_group() -> None:
     assert sharded.full_state().keys() == {"weight", "bias"}
 
 
+def test_an_untrained_model_holds_parameters_and_buffers() -> None:
+    model, plan = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)), ShardingPlan(level=0)
+    group = ParamGroup("all", tuple(name for name, _ in model.named_parameters()), False, False, 0.0)
+    strategy = STRATEGIES.get("torch").build()
+    sharded = strategy.shard(model, [group], lambda groups: (torch.optim.SGD(groups), None), plan, torch.device("cpu"))
+    assert sharded.held_bytes() == 4 * (3 * 2 + 2 + 2 + 2) + 4 * (2 + 2) + 8  # running statistics, and their count
+
+
 def test_sharding_without_a_process_group_says_so() -> None:
     with pytest.raises(VisslZeroError, match="ZeRO level 3 needs a process group"):
         _shard(level=3)
