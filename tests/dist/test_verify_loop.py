@@ -83,7 +83,18 @@ def _clipped_by_hand(model: nn.Module, optimizer: Any, batch: dict[str, Tensor])
     return loss
 
 
-_STEPS = {"by hand": _clipped_by_hand, "mean": _mean, "sum": _sum, "step 3": _wrong_at_step_3}
+def _with_teacher(model: nn.Module, optimizer: Any, batch: dict[str, Tensor]) -> Tensor:
+    with torch.no_grad():
+        targets = model.teacher[0](batch["x"]).softmax(-1)  # type: ignore[operator,index]
+    scores = model(batch["x"])
+    loss = F.cross_entropy(scores, batch["y"]) + F.cross_entropy(scores, targets)
+    optimizer.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+_STEPS = {"teacher": _with_teacher, "by hand": _clipped_by_hand, "mean": _mean, "sum": _sum, "step 3": _wrong_at_step_3}
 
 
 def _verify(
@@ -97,11 +108,20 @@ def _verify(
 ) -> vissl_zero.integration.verification.Verdict:  # type: ignore[name-defined]
     def build() -> tuple[nn.Module, torch.optim.Optimizer]:
         model = {"net": _Net, "float": _FloatOnly, "adapted": _Adapted}[cls](_NORMS[norm](7), dropout)
+        if step == "teacher":
+            object.__setattr__(model, "teacher", [vissl_zero.ema(model, decay=0.5)])
         return model, torch.optim.Adagrad(model.parameters(), lr=0.05, initial_accumulator_value=0.1)
 
     torch.manual_seed(seed if seed is not None else torch.distributed.get_rank())
     batches = [{"x": torch.randn(size, 7), "y": torch.arange(size) % 3, "number": torch.tensor(n)} for n in range(1, 5)]
     return vissl_zero.verify(build, _STEPS[step], batches, zero)
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize("zero", [{"level": 0}, {"level": 3, "gradient_accumulation_steps": 2}])
+def test_a_momentum_teacher_moves_in_the_plain_run_too(zero: dict[str, Any]) -> None:
+    for verdict in run_on_ranks(2, _verify, zero, "teacher"):
+        assert verdict.is_equal and verdict.num_steps == 4, str(verdict)
 
 
 @pytest.mark.timeout(90)

@@ -138,8 +138,8 @@ def _require_trunk_names(pairs: dict[str, str], left_out: list[str], names: str)
     lost = [name for name in left_out if name.startswith("trunk.")]
     if lost or not any(name.startswith("trunk.") for name in pairs.values()):
         raise CheckpointError(
-            f"{names} has no names for this trunk ({_some(lost)}): it has them for ResNet and for RegNet with "
-            "bottleneck blocks. Leave out --names to keep ours."
+            f"{names} has no names for this trunk ({_some(lost or left_out)}): it has them for ResNet, RegNet with "
+            "bottleneck blocks and vision transformers. Leave out --names to keep the names that are there."
         )
 
 

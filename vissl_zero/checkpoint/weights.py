@@ -27,7 +27,8 @@ from vissl_zero.resolve.data_plan import EXTENSIONS, image_files, names_like
 from vissl_zero.resolve.saved import RESOLVED_FILE, read_saved
 
 WEIGHTS_FILE, AVERAGED_WEIGHTS_FILE = "weights.safetensors", "weights_ema.safetensors"
-TEACHER_WEIGHTS_FILE = "weights_teacher.safetensors"
+TEACHER_WEIGHTS_FILE, BEST_WEIGHTS_FILE = "weights_teacher.safetensors", "weights_best.safetensors"
+FILES_OF_A_RUN = (WEIGHTS_FILE, AVERAGED_WEIGHTS_FILE, TEACHER_WEIGHTS_FILE, BEST_WEIGHTS_FILE)
 PARAMETERS, BUFFERS = "model/", "buffer/"
 _TEACHER_BUFFERS, _AVERAGED_BUFFERS = "buffer/teacher:", "buffer/average:"
 # Which of the models in a store -> how names of its parameters and buffers begin.
@@ -274,7 +275,7 @@ def config_of(store: Checkpoint | WeightsFile) -> dict[str, Any]:
     """Return the resolved run that wrote a store, as data; empty if it is not known. Nothing in it is run."""
     if isinstance(store, Checkpoint):
         return store.manifest.config
-    if store.path.name not in (WEIGHTS_FILE, AVERAGED_WEIGHTS_FILE, TEACHER_WEIGHTS_FILE):
+    if store.path.name not in FILES_OF_A_RUN:
         return {}
     try:
         return read_saved(store.path.parent / RESOLVED_FILE)

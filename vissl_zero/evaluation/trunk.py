@@ -28,7 +28,7 @@ from vissl_zero.checkpoint.folder import Checkpoint
 from vissl_zero.checkpoint.library_folder import is_library_folder
 from vissl_zero.checkpoint.named_weights import locate
 from vissl_zero.checkpoint.weights import (
-    AVERAGED_WEIGHTS_FILE,
+    FILES_OF_A_RUN,
     TEACHER_WEIGHTS_FILE,
     WEIGHTS_FILE,
     Weights,
@@ -53,7 +53,6 @@ from vissl_zero.weights.reading import as_run, find
 
 _PREFIX = "trunk."
 _FINAL_FILES = {"student": WEIGHTS_FILE, "teacher": TEACHER_WEIGHTS_FILE}
-_WEIGHTS_FILES = (WEIGHTS_FILE, AVERAGED_WEIGHTS_FILE, TEACHER_WEIGHTS_FILE)
 _LEAST_LIMIT = 100_000
 
 
@@ -151,7 +150,7 @@ def is_of_no_run(name: str) -> bool:
     path = Path(name).expanduser()
     if scheme_of(name) or is_library_folder(path):
         return True
-    has_run = path.name in _WEIGHTS_FILES and (path.parent / RESOLVED_FILE).exists()
+    has_run = path.name in FILES_OF_A_RUN and (path.parent / RESOLVED_FILE).exists()
     return path.is_file() and not has_run and path.suffix != ".json"
 
 
@@ -215,7 +214,7 @@ def _config(weights: Weights) -> dict[str, Any]:
         path, data = weights.path, dict(weights.store.manifest.config)
     else:
         path = weights.path.parent / RESOLVED_FILE
-        if weights.path.name not in _WEIGHTS_FILES:
+        if weights.path.name not in FILES_OF_A_RUN:
             raise CheckpointError(f"{weights.path} does not name its trunk. Give the run folder.")
         try:
             data = read_saved(path)

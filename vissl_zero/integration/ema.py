@@ -55,7 +55,7 @@ def ema(model: M, decay: Decay) -> M:
         problems.append(Problem("model", type(model).__name__, "already has a teacher", fix))
     if not callable(decay) and not 0 <= decay <= 1:
         problems.append(
-            Problem("decay", str(decay), "must be from 0 to 1, or a function of the update's number", "0.996")
+            Problem("decay", str(decay), "must be from 0 to 1, or a function of the update's number", "Write 0.996.")
         )
     if problems:
         raise ConfigError(problems)
@@ -87,6 +87,11 @@ class Ema:
         """Move the teacher of a model that is not sharded."""
         for average, value in zip(self.teacher.parameters(), model.parameters(), strict=True):
             follow_(average, value, self.decay_at(num_updates))
+
+
+def ema_of(model: nn.Module) -> Ema | None:
+    """Return the teacher that ``ema`` has made of ``model``, if any."""
+    return model.__dict__.get(_KEY)
 
 
 def take_ema(model: nn.Module) -> Ema | None:

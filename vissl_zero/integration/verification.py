@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from vissl_zero import collectives
 from vissl_zero.errors import ConfigError, Problem, VisslZeroError
+from vissl_zero.integration.ema import ema_of, take_ema
 from vissl_zero.integration.initialize import initialize, join_ranks, training_device
 from vissl_zero.integration.settings import ZeroSettings, read_settings
 
@@ -194,7 +195,7 @@ def _run_plainly(
     for module in model.modules():
         if _is_synchronized(module):  # of one process, that is plain batch norm, and torch's refuses to run on a CPU
             module.__class__ = _BatchNorm
-    plain = _PlainOptimizer(_torch_optimizer(optimizer, model), settings)
+    plain = _PlainOptimizer(_torch_optimizer(optimizer, model), settings, model)
     trace = _Trace([], [_state(model)], False)
     for number, batch in enumerate(batches, 1):
         torch.manual_seed(seed + number)
@@ -215,10 +216,11 @@ class _BatchNorm(nn.modules.batchnorm._BatchNorm):
 class _PlainOptimizer(torch.optim.Optimizer):
     """A torch optimizer with the methods of ``ZeroOptimizer`` that a loop calls: the reference."""
 
-    def __init__(self, base: torch.optim.Optimizer, settings: ZeroSettings):
+    def __init__(self, base: torch.optim.Optimizer, settings: ZeroSettings, model: nn.Module):
         super().__init__(base.param_groups, base.defaults)
         self.param_groups, self.state = base.param_groups, base.state
         self._base, self._settings, self._num_calls = base, settings, 0
+        self._model, self._follower = model, take_ema(model)
 
     def backward(self, loss: Tensor) -> None:
         (loss / self._settings.gradient_accumulation_steps).backward()
@@ -235,6 +237,8 @@ class _PlainOptimizer(torch.optim.Optimizer):
             params = [param for group in self.param_groups for param in group["params"]]
             nn.utils.clip_grad_norm_(params, self._settings.clip_grad)
         self._base.step()
+        if self._follower is not None:
+            self._follower.follow(self._model, self._num_calls // self._settings.gradient_accumulation_steps)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -251,6 +255,8 @@ def _built(build: Build, seed: int, dtype: torch.dtype | None) -> tuple[nn.Modul
     model, optimizer = built
     if dtype is not None:
         model.to(dtype)
+        if (follower := ema_of(model)) is not None:
+            follower.teacher.to(dtype)
         for state in optimizer.state.values() if isinstance(optimizer, torch.optim.Optimizer) else ():
             state.update({k: v.to(dtype) for k, v in state.items() if isinstance(v, Tensor) and v.dim()})
     return model, optimizer

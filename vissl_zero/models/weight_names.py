@@ -127,10 +127,11 @@ def to_other_names(names: Iterable[str], style: str) -> Renamed:
     has_bottlenecks = any(".f.c." in name for name in ours)
     # Only a head that is one linear layer is a classifier: the first layer of a projection is none.
     is_classifier = {name.rpartition(".")[0] for name in ours if name.startswith("heads.")} == {_OUR_CLASSIFIER}
+    classifier = _classifier_name(ours, style, is_regnet) if is_classifier else None
     result = Renamed()
     for name in ours:
-        has_name = not (is_regnet and not has_bottlenecks) and (is_classifier or not name.startswith("heads."))
-        other = _other_name(name, style, is_regnet) if has_name else None
+        has_name = not (is_regnet and not has_bottlenecks) and (classifier or not name.startswith("heads."))
+        other = _other_name(name, style, is_regnet, classifier) if has_name else None
         if other is None:
             result.unknown.append(name)
         else:
@@ -216,13 +217,25 @@ def _our_block(sizes: dict[str, str]) -> str:
     return f"stages.{int(sizes['stage']) - 1}.{at}.0.{_INNER_TO_OURS.get(layer, layer)}.{stat}"
 
 
-def _other_name(name: str, style: str, is_regnet: bool) -> str | None:
+def _classifier_name(ours: Iterable[str], style: str, is_regnet: bool) -> str | None:
+    """Return what the other library calls the classifier of this trunk; None: it cannot be told from names."""
+    if is_regnet:
+        return "head.fc" if style == "timm" else "fc"
+    names = [name for name in ours if name.startswith("trunk.")]
+    if any(map(_OUR_TRANSFORMER.match, names)):
+        return "head" if style == "timm" else "heads.head"
+    of_timm = {timm_name(name).partition(".")[0] for name in names if name.startswith(_TIMM_TRUNK)}
+    if {"blocks", "patch_embed"} <= of_timm:
+        return "head"
+    return "fc" if not of_timm or "layer1" in of_timm else None
+
+
+def _other_name(name: str, style: str, is_regnet: bool, classifier: str | None) -> str | None:
     if name.startswith(_TIMM_TRUNK):
         return timm_name(name) if style == "timm" else None
     if _OUR_TRANSFORMER.match(name):
         return timm_name(name) if style == "timm" else _torchvision_transformer_name(name)
     if name.startswith(f"{_OUR_CLASSIFIER}."):
-        classifier = "head.fc" if is_regnet and style == "timm" else "fc"
         return f"{classifier}.{name.removeprefix(f'{_OUR_CLASSIFIER}.')}"
     if match := re.fullmatch(rf"trunk\.stem\.([01])\.{_STAT}", name):
         return _other_stem(match[1], match[2], style, is_regnet)

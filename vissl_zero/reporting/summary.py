@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import rich
@@ -12,11 +12,11 @@ from rich.table import Table
 from rich.text import Text
 
 from vissl_zero.atomic import replacing
+from vissl_zero.checkpoint.weights import BEST_WEIGHTS_FILE
 from vissl_zero.data.source import described, described_splits
 from vissl_zero.engine.hook import Hook, Run, StepRecord
 from vissl_zero.errors import printable
 from vissl_zero.reporting.quantity import bytes_text, figure_text, shown_kinds
-from vissl_zero.reporting.weight_files import BEST_FILE_NAME
 from vissl_zero.sharding.memory import Bytes
 from vissl_zero.version import __version__
 
@@ -144,7 +144,7 @@ def _accuracy(summary: dict[str, Any]) -> list[tuple[str, str]]:
         others = ", ".join(f"{lr}: {percent(top1)}" for lr, top1 in summary["top1_by_lr"].items())
         lines.append(("learning rate", f"{summary['best_lr']:g} was best  ({others})"))
     if "top1_best" in summary:
-        lines.append(("best", f"{percent(summary['top1_best'])} at step {summary['best_step']:.0f}: {BEST_FILE_NAME}"))
+        lines.append(("best", _best_text(summary, "top1_best")))
     knn = summary["knn_top1_after"]
     if "best_lr" in summary and knn is not None and summary["top1"] is not None and summary["top1"] < knn:
         why = "the classifier is undertrained: try more epochs (config.OPTIMIZER.num_epochs) or other learning rates"
@@ -165,8 +165,12 @@ def _overlap(summary: dict[str, Any]) -> list[tuple[str, str]]:
     worst = ", ".join(f"{name}: {percent(share)}" for share, name in by_class[:_MOST_CLASSES_SHOWN])
     lines.append(("least IoU", worst))
     if "miou_best" in summary:
-        lines.append(("best", f"{percent(summary['miou_best'])} at step {summary['best_step']:.0f}: {BEST_FILE_NAME}"))
+        lines.append(("best", _best_text(summary, "miou_best")))
     return lines
+
+
+def _best_text(summary: Mapping[str, Any], name: str) -> str:
+    return f"{percent(summary[name])} at step {summary['best_step']:.0f}: {BEST_WEIGHTS_FILE}"
 
 
 def percent(fraction: float | None) -> str:

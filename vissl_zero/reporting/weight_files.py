@@ -17,7 +17,7 @@ from typing import Any
 
 from vissl_zero.atomic import replacing
 from vissl_zero.checkpoint.shard_file import Entry, in_file_order, write_shard_file
-from vissl_zero.checkpoint.weights import TEACHER_WEIGHTS_FILE
+from vissl_zero.checkpoint.weights import BEST_WEIGHTS_FILE, TEACHER_WEIGHTS_FILE
 from vissl_zero.config.blocks.output import EmaModel
 from vissl_zero.engine.hook import Hook, Run, Step, StepRecord
 from vissl_zero.errors import CheckpointError
@@ -28,7 +28,6 @@ from vissl_zero.sharding.state.shard import WholeTensor
 from vissl_zero.version import __version__
 
 WEIGHTS_NAME = "weights.safetensors"
-BEST_FILE_NAME = "weights_best.safetensors"
 
 
 class FinalWeights(Hook):
@@ -79,7 +78,7 @@ class BestWeights(Hook):
     def _keep_if_best(self, run: Run, figure: float | None) -> None:
         if figure is not None and self._figure.is_better(figure, self._best[1] if self._best else None):
             self._best = [run.step, figure]
-            _write(run, BEST_FILE_NAME)
+            _write(run, BEST_WEIGHTS_FILE)
         if self._best:
             run.results[f"{self._figure.metric}_best"], run.results["best_step"] = self._best[1], self._best[0]
 

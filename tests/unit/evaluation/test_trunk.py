@@ -60,6 +60,12 @@ def test_features_are_those_of_the_run(finished):
     assert not any(module.training for module in trunk.modules())
 
 
+def test_the_best_weights_are_a_model_of_the_run_too(folder):
+    (folder / FILE).rename(folder / "weights_best.safetensors")
+    trunk = vissl_zero.load_trunk(folder / "weights_best.safetensors")
+    assert trunk(torch.rand(1, 3, 8, 8)).shape == (1, trunk.feature_dim)
+
+
 def test_a_folder_that_is_not_there(tmp_path):
     with pytest.raises(CheckpointError, match=r"There is no .*nowhere"):
         vissl_zero.load_trunk(tmp_path / "nowhere")
