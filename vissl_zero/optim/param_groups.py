@@ -91,7 +91,7 @@ def _refined(groups: list[ParamGroup], model: nn.Module, plan: OptimizerPlan) ->
     """Cut groups by block and by rule."""
     if plan.layer_decay == 1 and not plan.param_rules:
         return groups
-    depths = _depths_from_top(model) if plan.layer_decay != 1 else {}
+    depths = _depths_from_top(model, plan.layer_decay) if plan.layer_decay != 1 else {}
     num_dims = {name: parameter.ndim for name, parameter in model.named_parameters()}
     result, unused = list[ParamGroup](), set(range(len(plan.param_rules)))
     for group in groups:
@@ -135,7 +135,7 @@ def _rule_of(name: str, num_dims: int, rules: Sequence[Mapping[str, Any]]) -> in
     return -1
 
 
-def _depths_from_top(model: nn.Module) -> dict[str, int]:
+def _depths_from_top(model: nn.Module, layer_decay: float) -> dict[str, int]:
     """Count the blocks after a trunk's parameter, and one; 0 after the last block, and in heads.
 
     As https://github.com/facebookresearch/mae/blob/be47fef/util/lr_decay.py counts; DINOv2's pre-training has the same.
@@ -145,7 +145,9 @@ def _depths_from_top(model: nn.Module) -> dict[str, int]:
     if not blocks:
         must = "needs a trunk with a list of blocks, as vision transformers have"
         key = "config.OPTIMIZER.layer_decay"
-        raise ConfigError([Problem(key, "below 1", must, f"Write {key}=1, or give rates by name in param_groups.")])
+        raise ConfigError(
+            [Problem(key, f"{layer_decay:g}", must, f"Write {key}=1, or give rates by name in param_groups.")]
+        )
     count = max(blocks.values()) + 1
     before = names[: names.index(next(iter(blocks)))]
     return {name: count - block for name, block in blocks.items()} | dict.fromkeys(before, count + 1)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vissl_zero.checkpoint.foreign_layouts import Foreign
-from vissl_zero.errors import CheckpointError
+from vissl_zero.errors import CheckpointError, counted
 from vissl_zero.models.weight_names import plain_name
 from vissl_zero.weights.library_index import models_of
 from vissl_zero.weights.network_name import network_name
@@ -73,9 +73,10 @@ def recognize(foreign: Foreign, model: str = "", preprocessing: Mapping[str, Any
     network = _transformer(shapes, foreign) or _eva(shapes, foreign.config) or _resnet(shapes)
     network = network or _convnext(shapes, foreign.config) or _swin(shapes) or _indexed(shapes, model)
     if network is None:
-        some = ", ".join(entry.key for entry in foreign.entries[:4])
+        names = [entry.key for entry in foreign.entries]
+        some = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
         raise CheckpointError(
-            f"No network that is known here has these {len(foreign.entries)} tensors ({some}, ...). Write the trunk: "
+            f"No network that is known here has the {counted(len(names), 'tensor')} {some}. Write the trunk: "
             "config.MODEL.TRUNK.NAME=timm/<model> or torchvision/<model>, or a run folder in place of the file."
         )
     return Recognized(

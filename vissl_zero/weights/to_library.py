@@ -248,7 +248,9 @@ def _in_timm(source: Source, entries: list[Entry]) -> Recognized:
     if not network.trunk["NAME"].startswith("timm/"):
         other = next((model for model in network.others if model.startswith("timm/")), "")
         if not other:
-            raise CheckpointError(f"timm has no {network.text} of these sizes. --to safetensors takes every trunk.")
+            raise CheckpointError(
+                f"timm has no model like this one: {network.text}. --to safetensors takes every trunk."
+            )
         return Recognized(other, {"NAME": other})
     if name == "vision_transformer":
         pool = source.config["VISION_TRANSFORMERS"].get("CLASSIFIER", "token")
@@ -274,7 +276,8 @@ def _to_torchvision(source: Source, folder: Path) -> tuple[str, Opened, list[str
         candidates = [one for one in models_of(shapes) if one.startswith("torchvision/")]
         if not candidates:
             raise CheckpointError(
-                f"torchvision has no {network_name(source.config)} of these sizes. --to safetensors takes every trunk."
+                f"torchvision has no model like this one: {network_name(source.config)}. --to safetensors takes every "
+                "trunk."
             )
         model = candidates[0].removeprefix("torchvision/")
     net = torchvision.models.get_model(model, weights=None, **options)
