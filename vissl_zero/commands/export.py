@@ -6,6 +6,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ from vissl_zero.version import __version__
 
 if TYPE_CHECKING:
     from vissl_zero.evaluation.trunk import LoadedTrunk
-    from vissl_zero.weights.to_library import Exported, Views
+    from vissl_zero.weights.to_library import Exported, Source
 
 TARGETS = ("timm", "transformers", "torchvision", "torchhub", "detectron2", "peft", "onnx", "safetensors")
 _FIGURES = ("steps", "final_loss", "knn_top1_before", "knn_top1_after", "top1", "rankme_after")
@@ -39,13 +40,16 @@ def export(arguments: Sequence[str]) -> int:
     parser.add_argument("--out", required=True, type=output, metavar="FOLDER", help="to write; must be empty or new")
     parser.add_argument("--license", default="other", help="for the model card (other), such as apache-2.0")
     parser.add_argument(
+        "--classifier", action="store_true", help="also the last layer of a run that predicts classes, and their names"
+    )
+    parser.add_argument(
         "--which", default="student", choices=("student", "teacher"), help="of a run of yours (student)"
     )
     options = parser.parse_args(arguments)
     out = options.out
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise CheckpointError(f"--out {out}: is not empty, and nothing is overwritten. Name a new folder.")
-    from vissl_zero.evaluation.trunk import load_trunk
+    from vissl_zero.evaluation.trunk import load_classifier, load_trunk
     from vissl_zero.weights.to_library import Source, Views, write, write_preprocessor
 
     with warnings.catch_warnings(record=True) as caught:
@@ -59,9 +63,17 @@ def export(arguments: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=".export-") as temporary:
         folder = Path(temporary) / out.name
         folder.mkdir()
-        done = write(Source(loaded.trunk, loaded.config["MODEL"]["TRUNK"], views), options.to, folder)
+        source = Source(loaded.trunk, loaded.config["MODEL"]["TRUNK"], views)
+        if options.classifier:
+            last = load_classifier(options.weights)
+            source = replace(source, classifier=last.layer, classes=last.classes)
+        done = write(source, options.to, folder)
+        if options.classifier and not source.classes:
+            done.notes.append(
+                "The weights do not name their classes: weights.safetensors of a run that has ended does."
+            )
         write_preprocessor(views, folder)
-        card = _card(loaded, done, views, options.to, options.license, Path(options.weights))
+        card = _card(loaded, done, source, options.to, options.license, Path(options.weights))
         (folder / "README.md").write_text(card, encoding="utf-8")
         if out.is_dir():
             out.rmdir()
@@ -75,7 +87,7 @@ def _print_result(loaded: LoadedTrunk, done: Exported, out: Path, target: str) -
     for name in sorted(file.name for file in out.iterdir()):
         print(f"  {name}")
     print(f"opens with   {_call(done, target)}")
-    print(f"checked      features differ from the trunk's by {done.difference:.2g} at most")
+    print(f"checked      outputs differ from ours by {done.difference:.2g} at most")
     for note in done.notes:
         print(f"note         {note}")
     if target != "safetensors" and is_repaired():
@@ -90,24 +102,33 @@ def _call(done: Exported, target: str) -> str:
     return f"{imports}; model = {done.call}"
 
 
-def _card(loaded: LoadedTrunk, done: Exported, views: Views, target: str, license_name: str, source: Path) -> str:
+def _card(
+    loaded: LoadedTrunk,
+    done: Exported,
+    source: Source,
+    target: str,
+    license_name: str,
+    weights: Path,
+) -> str:
+    views, num_classes = source.views, None if source.classifier is None else source.classifier.out_features
     library = {"torchhub": "timm", "safetensors": "vissl_zero"}.get(target, target)
-    command = f"vissl-zero export {source} --to {target} --out {done.folder.name}"
-    facts = _facts(source)
+    option = "" if num_classes is None else " --classifier"
+    command = f"vissl-zero export {weights} --to {target}{option} --out {done.folder.name}"
+    facts = _facts(weights)
     rows = "".join(f"| {key} | {value} |\n" for key, value in facts.items())
     calls = _call(done, target).replace("; ", "\n")
-    head = (
-        f"license: {license_name}\nlibrary_name: {library}\npipeline_tag: image-feature-extraction\ntags: [vissl_zero]"
-    )
+    task = "image-feature-extraction" if num_classes is None else "image-classification"
+    gives = f"{loaded.feature_dim} features" if num_classes is None else f"a score for each of {num_classes} classes"
+    head = f"license: {license_name}\nlibrary_name: {library}\npipeline_tag: {task}\ntags: [vissl_zero]"
     paragraphs = (
         f"---\n{head}\n---\n# {done.folder.name}",
-        f"A trunk that turns an image into {loaded.feature_dim} features: {loaded.recognized}.",
+        f"A network that turns an image into {gives}: {loaded.recognized}.",
         f"```python\n{calls}\n```",
         *done.notes,
         f"Images are resized to {views.resize} pixels at the shorter side, cropped to {views.size} x {views.size} in "
         f"the middle, scaled to 0 to 1 and normalized by mean {list(views.mean)} and deviation {list(views.std)} "
         f"(`preprocessor_config.json`).",
-        f"Opened {_opener(target)}, features differ from the trunk's by {done.difference:.2g} at most.",
+        f"Opened {_opener(target)}, outputs differ from vissl_zero's by {done.difference:.2g} at most.",
         f"| | |\n| --- | --- |\n| trunk | {loaded.recognized} |\n"
         f"{rows}| written by | vissl_zero {__version__}, `{command}` |",
     )

@@ -11,9 +11,11 @@ In a notebook::
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -51,7 +53,7 @@ from vissl_zero.resolve.saved import RESOLVED_FILE, leaves, read_saved, with_ref
 from vissl_zero.weights.network_name import network_name
 from vissl_zero.weights.reading import as_run, find
 
-_PREFIX = "trunk."
+_PREFIX, _CLASSIFIER = "trunk.", "heads.0.clf.0."
 _FINAL_FILES = {"student": WEIGHTS_FILE, "teacher": TEACHER_WEIGHTS_FILE}
 _LEAST_LIMIT = 100_000
 
@@ -69,6 +71,19 @@ class Transform:
 
     def __repr__(self) -> str:
         return f"Transform({self._words})"
+
+
+@dataclass(frozen=True)
+class Classifier:
+    """What a run has learned to tell from the features of its trunk.
+
+    Attributes:
+        layer: linear layer from features to a score for each class, in float32 on the CPU.
+        classes: names of the classes by index; empty: the weights do not name them.
+    """
+
+    layer: nn.Linear
+    classes: tuple[str, ...] = ()
 
 
 class LoadedTrunk(nn.Module):
@@ -143,6 +158,46 @@ def load_trunk(run_folder: str | Path, *, which: str = "student", imports: bool 
                 f"No trunk can be built from the configuration of {source} ({reason}). "
                 "Copy it again from where the run wrote it."
             ) from error
+
+
+def load_classifier(run_folder: str | Path) -> Classifier:
+    """Load the last layer of a run that predicts classes, of the weights that ``load_trunk`` takes.
+
+    Args:
+        run_folder: as for ``load_trunk``.
+    Raises:
+        CheckpointError: the run has no head of one linear layer on the features of its trunk.
+    """
+    path = Path(run_folder).expanduser()
+    if is_of_no_run(str(run_folder)):
+        raise CheckpointError(f"{run_folder} is of no run here, and classifiers of others are not read.")
+    with weights_of(_store(path, WEIGHTS_FILE), "student") as weights:
+        config = _config(weights)
+        heads = {name for name in weights.tensors if name.startswith("heads.")}
+        params, taps = config["MODEL"]["HEAD"]["PARAMS"], config["MODEL"].get("FEATURE_EVAL_SETTINGS", {})
+        is_linear = len(params) == 1 and params[0][0] == "mlp" and params[0][1].get("skip_last_layer_relu_bn", True)
+        is_tapped = bool(taps.get("LINEAR_EVAL_FEAT_POOL_OPS_MAP"))
+        if not is_linear or is_tapped or f"{_CLASSIFIER}weight" not in heads or len(heads) > 2:
+            raise CheckpointError(
+                f"{path} has no head of one linear layer on the features of its trunk, such as finetune/classification "
+                "trains. Leave out --classifier to export the trunk."
+            )
+        weights.require_undamaged(heads)
+        tensors = {name.removeprefix(_CLASSIFIER): weights.read(name).float() for name in heads}
+        num_classes, width = tensors["weight"].shape
+        layer = nn.Linear(width, num_classes, bias="bias" in tensors)
+        layer.load_state_dict(tensors)
+        return Classifier(layer.requires_grad_(False), _class_names(weights, num_classes))
+
+
+def _class_names(weights: Weights, num_classes: int) -> tuple[str, ...]:
+    if not isinstance(weights.store, WeightsFile):
+        return ()
+    try:
+        names = tuple(map(str, json.loads(weights.store.metadata.get("classes", "[]"))))
+    except (ValueError, TypeError):
+        return ()
+    return names if len(names) == num_classes else ()
 
 
 def is_of_no_run(name: str) -> bool:

@@ -9,6 +9,7 @@ Full weights after every step, for comparing two runs parameter by parameter (``
 
 from __future__ import annotations
 
+import json
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
@@ -86,6 +87,8 @@ class BestWeights(Hook):
 def _write(run: Run, name: str, which: str = "student") -> None:
     run.sharded.consolidate_buffers()  # running statistics may differ between ranks; the file has their mean
     metadata = {"format": "pt", "recipe": run.plan.recipe, "step": str(run.step)}
+    if run.method.ignored_label is not None and (classes := run.loader.source.class_names):
+        metadata["classes"] = json.dumps(classes)
     sharded = run.sharded
     try:
         with sharded.evaluated():

@@ -35,6 +35,7 @@ from vissl_zero.weights.recognition import Recognized, recognize
 WEIGHTS, CONFIG, PREPROCESSOR, CARD = "model.safetensors", "config.json", "preprocessor_config.json", "README.md"
 _TOLERANCE = 1e-4  # of the largest feature, in float32
 _PREFIX = "trunk."
+_CLASSIFYING = ("timm", "torchvision", "onnx")
 _RESIZERS = ("timm", "transformers", "torchhub")  # each has a way of its own to resize position embeddings
 
 
@@ -93,16 +94,25 @@ class Source:
         trunk: takes a list of images (B, 3, H, W), gives a list of features; in evaluation mode, on the CPU.
         config: ``MODEL.TRUNK`` that builds it.
         views: views of evaluation.
+        classifier: linear layer to write behind it; None: the trunk alone.
+        classes: names of the classifier's classes; empty: they are not known.
     """
 
     trunk: nn.Module
     config: Mapping[str, Any]
     views: Views
+    classifier: nn.Linear | None = None
+    classes: Sequence[str] = ()
 
-    def features(self, images: Tensor) -> Tensor:
-        """Compute features (B, F) of images (B, 3, H, W)."""
+    def outputs(self, images: Tensor) -> Tensor:
+        """Compute features (B, F) of images (B, 3, H, W), or the classifier's scores of them."""
         rows: Tensor = self.trunk([images])[0]
-        return rows
+        return rows if self.classifier is None else self.classifier(rows)
+
+    def classifier_entries(self, name: str) -> list[Entry]:
+        """Return the classifier's tensors as those of a layer called ``name``; none without a classifier."""
+        state = {} if self.classifier is None else self.classifier.state_dict()
+        return [Entry.of(f"{name}.{kind}", tensor) for kind, tensor in state.items()]
 
     @property
     def is_adapted(self) -> bool:
@@ -173,6 +183,8 @@ def write(source: Source, target: str, folder: Path) -> Exported:
     Raises:
         CheckpointError: the library has no such network, is not installed, or computes something else.
     """
+    if source.classifier is not None and target not in _CLASSIFYING:
+        raise CheckpointError(f"--classifier: goes with --to {', '.join(_CLASSIFYING)}, not with --to {target}.")
     side = _whole(source)
     given = source if target == "peft" else source.merged()
     written = given.of_size(side) if target in _RESIZERS else given
@@ -181,11 +193,11 @@ def write(source: Source, target: str, folder: Path) -> Exported:
         notes = [*notes, f"Position embeddings are those of images of {side} pixels."]
     images = torch.randn(2, 3, side, side, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        wanted, got = source.features(images), opened(images)
+        wanted, got = source.outputs(images), opened(images)
     difference = float((wanted - got).abs().max())
     if got.shape != wanted.shape or difference > _TOLERANCE * max(1.0, float(wanted.abs().max())):
         raise CheckpointError(
-            f"{target} opens the folder, and for images of {side} pixels its features differ from those of the trunk, "
+            f"{target} opens the folder, and for images of {side} pixels its outputs differ from those of the network, "
             f"{network_name(source.config)}, by {difference:.2g}: not written. --to safetensors keeps everything."
         )
     return Exported(folder, call, difference, notes)
@@ -208,13 +220,33 @@ def _to_timm(source: Source, folder: Path) -> tuple[str, Opened, list[str]]:
     views, args = source.views, dict(params.get("model_args", {}))
     pretrained = {"input_size": [3, views.size, views.size], "fixed_input_size": False, "interpolation": "bilinear"}
     pretrained |= {"crop_pct": views.size / views.resize, "mean": list(views.mean), "std": list(views.std)}
-    pretrained |= {"num_classes": 0, "crop_mode": "center"}
+    num_classes = 0 if source.classifier is None else source.classifier.out_features
+    pretrained |= {"num_classes": num_classes, "crop_mode": "center"}
     feature_dim = int(source.trunk.feature_dim)  # type: ignore[arg-type]
-    config = {"architecture": architecture, "num_classes": 0, "num_features": feature_dim, "pretrained_cfg": pretrained}
+    config = {"architecture": architecture, "num_classes": num_classes, "num_features": feature_dim}
+    config |= {"label_names": list(source.classes)} if source.classes else {}
+    config["pretrained_cfg"] = pretrained
     entries = [Entry(_timms(e.key), e.dtype, e.shape, e.read) for e in entries]
+    if num_classes:
+        entries += source.classifier_entries(_classifier_in_timm(architecture, args, num_classes))
     write_shard_file(folder / WEIGHTS, entries, {"format": "pt"}, with_checksums=False)
     call = f'timm.create_model("local-dir:{folder.name}", pretrained=True)'
     return call, _opened_by_timm(folder, config, args), []
+
+
+def _classifier_in_timm(architecture: str, args: Mapping[str, Any], num_classes: int) -> str:
+    """Return the name of a timm model's last layer."""
+    import timm
+
+    with torch.device("meta"):
+        model = timm.create_model(architecture, num_classes=num_classes, **args)
+    last: Any = model.get_classifier()  # type: ignore[operator]
+    name = next((name for name, module in model.named_modules() if module is last), None)
+    if name is None or not isinstance(last, nn.Linear):
+        raise CheckpointError(
+            f"timm's {architecture} does not end in one linear layer. --to onnx takes every classifier."
+        )
+    return name
 
 
 def _opened_by_timm(folder: Path, config: Mapping[str, Any], args: Mapping[str, Any]) -> nn.Module:
@@ -281,20 +313,29 @@ def _to_torchvision(source: Source, folder: Path) -> tuple[str, Opened, list[str
             )
         model = candidates[0].removeprefix("torchvision/")
     net = torchvision.models.get_model(model, weights=None, **options)
-    classifier = _without_classifier(net)
+    last = nn.Identity() if source.classifier is None else copy.deepcopy(source.classifier)
+    classifier = _with_last(net, last)
+    entries += source.classifier_entries(classifier)
     net.load_state_dict({entry.key: entry.read() for entry in entries})
     write_torch_file(folder / f"{model}.pth", entries)
-    _write_json(folder / CONFIG, {"model": model, "model_args": options, "classifier": classifier})
+    config = {"model": model, "model_args": options, "classifier": classifier}
+    _write_json(folder / CONFIG, {**config, "classes": list(source.classes)} if source.classes else config)
     arguments = "".join(f", {key}={value!r}" for key, value in options.items())
-    call = f'torchvision.models.get_model("{model}"{arguments}); model.{classifier} = torch.nn.Identity(); '
+    built = "Identity()" if source.classifier is None else _built(source.classifier)
+    call = f'torchvision.models.get_model("{model}"{arguments}); model.{classifier} = torch.nn.{built}; '
     return call + f'model.load_state_dict(torch.load("{folder.name}/{model}.pth"))', net.eval(), []
 
 
-def _without_classifier(net: nn.Module) -> str:
-    """Put the identity in the place of the last linear layer; returns its name."""
+def _built(layer: nn.Linear) -> str:
+    without = "" if layer.bias is not None else ", bias=False"
+    return f"Linear({layer.in_features}, {layer.out_features}{without})"
+
+
+def _with_last(net: nn.Module, last: nn.Module) -> str:
+    """Put ``last`` in the place of the last linear layer; returns its name."""
     name = [path for path, module in net.named_modules() if isinstance(module, nn.Linear)][-1]
     parent, _, child = name.rpartition(".")
-    setattr(net.get_submodule(parent), child, nn.Identity())
+    setattr(net.get_submodule(parent), child, last)
     return name
 
 
@@ -327,7 +368,7 @@ def _torchvisions_resnet(tensors: Mapping[str, Tensor], settings: Mapping[str, A
 
     groups = {"groups": settings.get("NUM_GROUPS", 1), "width_per_group": settings.get("WIDTH_PER_GROUP", 64)}
     net = torchvision.models.get_model(f"resnet{settings['DEPTH']}", weights=None, **groups)
-    _without_classifier(net)
+    _with_last(net, nn.Identity())
     lost = net.load_state_dict(tensors, strict=False)
     assert all(name.endswith("num_batches_tracked") for name in lost.missing_keys), lost
     return net.eval()
@@ -448,19 +489,19 @@ def _to_safetensors(source: Source, folder: Path) -> tuple[str, Opened, list[str
     write_shard_file(folder / WEIGHTS, entries, {"format": "pt"}, with_checksums=True)
     views = {"size": source.views.size, "mean": list(source.views.mean), "std": list(source.views.std)}
     _write_json(folder / CONFIG, {"vissl_zero": {"TRUNK": dict(source.config), "views": views}})
-    return f'vissl_zero.load_trunk("{folder.name}")', source.features, ["The names of tensors are vissl_zero's."]
+    return f'vissl_zero.load_trunk("{folder.name}")', source.outputs, ["The names of tensors are vissl_zero's."]
 
 
 class _OneTensor(nn.Module):
-    """A trunk that takes a tensor and gives one."""
+    """A trunk, with its classifier if it has one, that takes a tensor and gives one."""
 
-    def __init__(self, trunk: nn.Module):
+    def __init__(self, source: Source):
         super().__init__()
-        self.trunk = trunk
+        self.trunk, self.last = source.trunk, source.classifier or nn.Identity()
 
     def forward(self, images: Tensor) -> Tensor:
-        features: Tensor = self.trunk([images])[0]
-        return features
+        outputs: Tensor = self.last(self.trunk([images])[0])
+        return outputs
 
 
 def _to_peft(source: Source, folder: Path) -> tuple[str, Opened, list[str]]:
@@ -495,24 +536,25 @@ def _to_onnx(source: Source, folder: Path) -> tuple[str, Opened, list[str]]:
     except ImportError as error:
         raise CheckpointError(f"--to onnx needs {error.name}: pip install 'vissl-zero[export]'.") from error
     side, path = _whole(source), folder / "model.onnx"
-    shape = {0: torch.export.Dim.DYNAMIC}
+    shape, output = {0: torch.export.Dim.DYNAMIC}, "features" if source.classifier is None else "scores"
     program = torch.onnx.export(
-        _OneTensor(source.trunk).eval(),
+        _OneTensor(source).eval(),
         (torch.zeros(2, 3, side, side),),
         dynamo=True,
         dynamic_shapes=(shape,),
         input_names=["images"],
-        output_names=["features"],
+        output_names=[output],
         verbose=False,
     )
     assert program is not None
     program.save(str(path))
-    _write_json(folder / CONFIG, {"input": "images", "output": "features", "image_size": side})
+    config = {"input": "images", "output": output, "image_size": side}
+    _write_json(folder / CONFIG, {**config, "classes": list(source.classes)} if source.classes else config)
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     run = partial(_on_onnxruntime, session)
     single = torch.zeros(1, 3, side, side)  # another batch than that of the export
     with torch.no_grad():
-        torch.testing.assert_close(run(single), source.features(single), rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(run(single), source.outputs(single), rtol=1e-3, atol=1e-3)
     notes = [f"Batches of any size, images of {side} x {side} pixels."]
     return f'onnxruntime.InferenceSession("{folder.name}/model.onnx")', run, notes
 
