@@ -69,9 +69,7 @@ def export(arguments: Sequence[str]) -> int:
             source = replace(source, classifier=last.layer, classes=last.classes)
         done = write(source, options.to, folder)
         if options.classifier and not source.classes:
-            done.notes.append(
-                "The weights do not name their classes: weights.safetensors of a run that has ended does."
-            )
+            done.notes.append("The weights do not name their classes; those of a run that has ended do.")
         write_preprocessor(views, folder)
         card = _card(loaded, done, source, options.to, options.license, Path(options.weights))
         (folder / "README.md").write_text(card, encoding="utf-8")

@@ -191,7 +191,7 @@ class _GuardedUnit:
         self._to_run = {owner_of(param).module: param for param in sent if owner_of(param).module in owners}
         # Not on the unit's own modules: calling them is what gathers the unit.
         inside = [module for module in self._inner if not owners.isdisjoint(module.modules())]
-        self._doors = {module: self._hooked(module) for module in inside}
+        self._entry_hooks = {module: self._hooked(module) for module in inside}
         self._called: set[nn.Module] = set()  # layers that are called from outside of the unit
         self._num_runs = 0
         self._pre_forward, self._post_forward = group.pre_forward, group.post_forward
@@ -221,8 +221,8 @@ class _GuardedUnit:
         self._num_runs += self._entered is None
         if self._num_runs > _FIRST_RUNS:
             # A hook on every layer costs time. A loop that calls layers from outside does so from the start.
-            for module in self._doors.keys() - self._called:
-                for hook in self._doors.pop(module):
+            for module in self._entry_hooks.keys() - self._called:
+                for hook in self._entry_hooks.pop(module):
                     hook.remove()
             self._to_run.clear()
         self._is_running = True
