@@ -183,13 +183,12 @@ def test_workers_end_with_an_iteration_that_an_error_keeps(make_data: MakeData, 
         list(kept[0].epoch(0))
     except DataError as error:
         kept += [error, kept]  # a cycle, as of a traceback and the frame that caught it
-    workers = list(kept[0]._stream._workers)
-    assert len(workers) == 2
+    pids = _pids(kept[0])
+    assert len(pids) == 2
     del kept
     gc.collect()
-    for worker in workers:
-        worker.join(20)
-    assert [worker.exitcode for worker in workers] == [-signal.SIGKILL] * 2
+    # Not by their exit codes: torch's iterator reads these in another thread as it is freed, and only one reader can.
+    _until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
 
 
 @pytest.mark.slow
