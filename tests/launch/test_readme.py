@@ -175,7 +175,7 @@ def test_the_other_commands_are_accepted_as_printed(checkout):
     for line in [*lines("plain"), *lines("table")]:
         if not line.startswith("vissl-zero ") or "SLURM" in line:  # the SLURM tests submit
             continue
-        line = line.replace("<0 or 1>", "0").replace("<recipe>", "quickstart/swav_digits")
+        line = line.replace("<0 or 1>", "0").replace("<recipe>", "digits/simclr")
         line = line.replace("weights.pth", "runs/my_run")
         if "CHECKPOINT.DIR" not in line:  # it reads a run that a line before it would have written
             line = line.replace("runs/photos", "runs/my_run")
