@@ -388,9 +388,10 @@ class _GuardedUnit:
 
         For as long as there is such a hook: the loop's own, around the first forward pass, are removed again.
         """
+        ours = (_GuardedUnit._gather_before_backward, _GuardedUnit._leave)
         for module in self._inner:
             called = [getattr(hook, "__func__", None) for hook in forward_hooks(module).values()]
-            is_hooked = any(function is not _GuardedUnit._gather_before_backward for function in called)
+            is_hooked = any(function not in ours for function in called)
             if is_hooked and module not in self._followed:
                 handle = module.register_forward_hook(self._gather_before_backward, prepend=True)
                 self._followed[module] = handle
