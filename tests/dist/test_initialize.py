@@ -483,3 +483,30 @@ def test_fit_takes_a_batch_as_a_loader_gives_it_or_a_loss(sample: object) -> Non
     optimizer.step()
     optimizer.zero_grad()
     assert optimizer.last_step is not None
+
+
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.second(torch.relu(self.first(x)))
+
+
+def _hooked_layers(num_steps: int) -> list[str]:
+    torch.manual_seed(0)
+    model = nn.Sequential(_Block(), _Block())
+    model, optimizer = vissl_zero.initialize(model, {"type": "SGD", "lr": 0.1}, {"level": 3, "wrap_threshold": 60})
+    for _ in range(num_steps):
+        optimizer.backward(model(torch.randn(4, 6)).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    layers = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, nn.Linear)]
+    return [name for name, layer in layers if layer._forward_hooks or layer._forward_pre_hooks]
+
+
+def test_no_layer_keeps_the_hooks_of_the_first_passes() -> None:
+    """They cost time in each pass, and torch.compile takes no unit that has them."""
+    assert run_on_ranks(2, _hooked_layers, 2)[0] == ["0.first", "0.second", "1.first", "1.second"]
+    assert run_on_ranks(2, _hooked_layers, 5)[0] == []
