@@ -18,11 +18,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from vissl_zero.config.blocks.data import Data
-from vissl_zero.data.dataset import ImageBatch
+from vissl_zero.data.dataset import ImageBatch, join_batches
 from vissl_zero.data.loader import Loader, build_train_loader, require_evaluation
 from vissl_zero.data.source import left_out_of_run
 from vissl_zero.engine.build import add_probe, other_model
-from vissl_zero.engine.exact_accumulation import is_float, join_batches, surrogate, wide
+from vissl_zero.engine.exact_accumulation import is_float, surrogate, wide
 from vissl_zero.engine.hook import Hook
 from vissl_zero.engine.loop import Frozen, Schedules
 from vissl_zero.engine.passes import passes_of, require_separate_rows
@@ -307,7 +307,8 @@ def _in_two_rounds(
         if number > 1:
             parts += [fresh(parts[0]) for _ in sizes[1:]]
             leaves = pytree.tree_leaves(parts)
-            seen = join_batches([fakes] * number, method.loss_sees_images)
+            part = fakes if method.loss_sees_images else replace(fakes, images=[])
+            seen = join_batches([part] * number, number * fakes.num_global)
             if teacher_outputs is not None:
                 teacher_outputs = method.join([teacher_outputs, *(fresh(teacher_outputs) for _ in sizes[1:])], sizes)
         whole = method.join(parts, sizes) if number > 1 else parts[0]
