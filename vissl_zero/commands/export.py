@@ -65,7 +65,7 @@ def export(arguments: Sequence[str]) -> int:
         folder.mkdir()
         source = Source(loaded.trunk, loaded.config["MODEL"]["TRUNK"], views)
         if options.classifier:
-            last = load_classifier(options.weights)
+            last = load_classifier(options.weights, which=options.which)
             source = replace(source, classifier=last.layer, classes=last.classes)
         done = write(source, options.to, folder)
         if options.classifier and not source.classes:

@@ -47,13 +47,14 @@ from vissl_zero.config.weights_name import scheme_of
 from vissl_zero.data.split_pipeline import build_eval_pipeline, described_views
 from vissl_zero.errors import CheckpointError
 from vissl_zero.models.model import build_model
+from vissl_zero.models.weight_names import CLASSIFIER, has_classifier
 from vissl_zero.registry import TRUNKS, load_plugins
 from vissl_zero.resolve.data_plan import names_like
 from vissl_zero.resolve.saved import RESOLVED_FILE, leaves, read_saved, with_references
 from vissl_zero.weights.network_name import network_name
 from vissl_zero.weights.reading import as_run, find
 
-_PREFIX, _CLASSIFIER = "trunk.", "heads.0.clf.0."
+_PREFIX = "trunk."
 _FINAL_FILES = {"student": WEIGHTS_FILE, "teacher": TEACHER_WEIGHTS_FILE}
 _LEAST_LIMIT = 100_000
 
@@ -160,30 +161,30 @@ def load_trunk(run_folder: str | Path, *, which: str = "student", imports: bool 
             ) from error
 
 
-def load_classifier(run_folder: str | Path) -> Classifier:
+def load_classifier(run_folder: str | Path, *, which: str = "student") -> Classifier:
     """Load the last layer of a run that predicts classes, of the weights that ``load_trunk`` takes.
 
     Args:
-        run_folder: as for ``load_trunk``.
+        run_folder, which: as for ``load_trunk``.
     Raises:
         CheckpointError: the run has no head of one linear layer on the features of its trunk.
     """
     path = Path(run_folder).expanduser()
     if is_of_no_run(str(run_folder)):
         raise CheckpointError(f"{run_folder} is of no run here, and classifiers of others are not read.")
-    with weights_of(_store(path, WEIGHTS_FILE), "student") as weights:
+    with weights_of(_store(path, _FINAL_FILES[which]), which) as weights:
         config = _config(weights)
-        heads = {name for name in weights.tensors if name.startswith("heads.")}
         params, taps = config["MODEL"]["HEAD"]["PARAMS"], config["MODEL"].get("FEATURE_EVAL_SETTINGS", {})
         is_linear = len(params) == 1 and params[0][0] == "mlp" and params[0][1].get("skip_last_layer_relu_bn", True)
         is_tapped = bool(taps.get("LINEAR_EVAL_FEAT_POOL_OPS_MAP"))
-        if not is_linear or is_tapped or f"{_CLASSIFIER}weight" not in heads or len(heads) > 2:
+        if not is_linear or is_tapped or not has_classifier(weights.tensors):
             raise CheckpointError(
                 f"{path} has no head of one linear layer on the features of its trunk, such as finetune/classification "
                 "trains. Leave out --classifier to export the trunk."
             )
-        weights.require_undamaged(heads)
-        tensors = {name.removeprefix(_CLASSIFIER): weights.read(name).float() for name in heads}
+        names = [name for name in weights.tensors if name.startswith(f"{CLASSIFIER}.")]
+        weights.require_undamaged(names)
+        tensors = {name.removeprefix(f"{CLASSIFIER}."): weights.read(name).float() for name in names}
         num_classes, width = tensors["weight"].shape
         layer = nn.Linear(width, num_classes, bias="bias" in tensors)
         layer.load_state_dict(tensors)

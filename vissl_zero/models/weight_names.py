@@ -75,7 +75,7 @@ _REGNET_BLOCK = (
     ("f.final_bn", "f.c.1", "conv3.bn"),
 )
 _INNER_TO_OURS = {other: ours for ours, *others in _REGNET_BLOCK for other in others}
-_OUR_CLASSIFIER = "heads.0.clf.0"
+CLASSIFIER = "heads.0.clf.0"
 _OUR_TRANSFORMER = re.compile(r"trunk\.(?:embedding|norm|pooling|blocks\.\d+)\.unit\.")
 _TIMM_TRUNK = "trunk.net."
 _OUR_BLOCK = re.compile(r"trunk\.stages\.(\d+)\.(\d+)\.0\.(.+)")
@@ -125,9 +125,7 @@ def to_other_names(names: Iterable[str], style: str) -> Renamed:
     ours = list(names)
     is_regnet = any(".f." in name for name in ours if name.startswith("trunk.stages."))
     has_bottlenecks = any(".f.c." in name for name in ours)
-    # Only a head that is one linear layer is a classifier: the first layer of a projection is none.
-    is_classifier = {name.rpartition(".")[0] for name in ours if name.startswith("heads.")} == {_OUR_CLASSIFIER}
-    classifier = _classifier_name(ours, style, is_regnet) if is_classifier else None
+    classifier = _classifier_name(ours, style, is_regnet) if has_classifier(ours) else None
     result = Renamed()
     for name in ours:
         has_name = not (is_regnet and not has_bottlenecks) and (classifier or not name.startswith("heads."))
@@ -137,6 +135,11 @@ def to_other_names(names: Iterable[str], style: str) -> Renamed:
         else:
             result.names[other] = name
     return result
+
+
+def has_classifier(names: Iterable[str]) -> bool:
+    """Check for a classifier: a head that is one linear layer. The first layer of a projection is none."""
+    return {name.rpartition(".")[0] for name in names if name.startswith("heads.")} == {CLASSIFIER}
 
 
 def without_base_layer(name: str) -> str:
@@ -194,7 +197,7 @@ def _our_name(name: str) -> str | None:
     if plain.startswith("heads."):
         return plain
     if match := re.fullmatch(r"(?:head\.)?fc\.(weight|bias)", plain):
-        return f"{_OUR_CLASSIFIER}.{match[1]}"
+        return f"{CLASSIFIER}.{match[1]}"
     if match := re.fullmatch(r"(?:dino_)?head\.mlp\.(\d+\..+)", plain):  # of DINO's and DINOv2's training
         return f"heads.0.mlp.{match[1]}"
     if match := re.fullmatch(r"(?:dino_)?head\.last_layer\.(weight_[gv])", plain):
@@ -235,8 +238,8 @@ def _other_name(name: str, style: str, is_regnet: bool, classifier: str | None) 
         return timm_name(name) if style == "timm" else None
     if _OUR_TRANSFORMER.match(name):
         return timm_name(name) if style == "timm" else _torchvision_transformer_name(name)
-    if name.startswith(f"{_OUR_CLASSIFIER}."):
-        return f"{classifier}.{name.removeprefix(f'{_OUR_CLASSIFIER}.')}"
+    if name.startswith(f"{CLASSIFIER}."):
+        return f"{classifier}.{name.removeprefix(f'{CLASSIFIER}.')}"
     if match := re.fullmatch(rf"trunk\.stem\.([01])\.{_STAT}", name):
         return _other_stem(match[1], match[2], style, is_regnet)
     match = _OUR_BLOCK.fullmatch(name)
