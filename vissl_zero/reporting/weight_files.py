@@ -18,7 +18,12 @@ from typing import Any
 
 from vissl_zero.atomic import replacing
 from vissl_zero.checkpoint.shard_file import Entry, in_file_order, write_shard_file
-from vissl_zero.checkpoint.weights import BEST_WEIGHTS_FILE, TEACHER_WEIGHTS_FILE
+from vissl_zero.checkpoint.weights import (
+    AVERAGED_WEIGHTS_FILE,
+    BEST_WEIGHTS_FILE,
+    TEACHER_WEIGHTS_FILE,
+    WEIGHTS_FILE,
+)
 from vissl_zero.config.blocks.output import EmaModel
 from vissl_zero.engine.hook import Hook, Run, Step, StepRecord
 from vissl_zero.errors import CheckpointError
@@ -28,8 +33,6 @@ from vissl_zero.resolve.followed_figure import BEST
 from vissl_zero.sharding.state.shard import WholeTensor
 from vissl_zero.version import __version__
 
-WEIGHTS_NAME = "weights.safetensors"
-
 
 class FinalWeights(Hook):
     """Gathers the whole model at the end of the run and writes it on rank 0.
@@ -38,7 +41,7 @@ class FinalWeights(Hook):
     """
 
     def on_end(self, run: Run) -> None:
-        _write(run, WEIGHTS_NAME)
+        _write(run, WEIGHTS_FILE)
         if run.method.has_teacher and run.method.teacher_follows:
             _write(run, TEACHER_WEIGHTS_FILE, which="teacher")
 
@@ -125,9 +128,6 @@ def stream_weights(tensors: Sequence[WholeTensor], path: Path, metadata: dict[st
             queue.popleft().read()
 
 
-AVERAGE_NAME = "weights_ema.safetensors"
-
-
 class WeightAverageHook(Hook):
     """Follows the weights, step by step, as VISSL's ``EmaHook`` does: a copy in the warm-up, an average after it.
 
@@ -165,7 +165,7 @@ class WeightAverageHook(Hook):
         with run.sharded.averaged():
             run.sharded.consolidate_buffers()  # as in weights.safetensors
             metadata = {"vissl_zero": __version__, "recipe": run.plan.recipe, "step": str(run.step)}
-            stream_weights(run.sharded.whole_tensors(), run.folder / AVERAGE_NAME, metadata, run.is_main)
+            stream_weights(run.sharded.whole_tensors(), run.folder / AVERAGED_WEIGHTS_FILE, metadata, run.is_main)
 
 
 FOLDER = "weight_trace"

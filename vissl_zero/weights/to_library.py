@@ -109,6 +109,11 @@ class Source:
         rows: Tensor = self.trunk([images])[0]
         return rows if self.classifier is None else self.classifier(rows)
 
+    @property
+    def named_classes(self) -> dict[str, Any]:
+        """What a configuration says of the classes: nothing where their names are not known."""
+        return {"classes": list(self.classes)} if self.classes else {}
+
     def classifier_entries(self, name: str) -> list[Entry]:
         """Return the classifier's tensors as those of a layer called ``name``; none without a classifier."""
         state = {} if self.classifier is None else self.classifier.state_dict()
@@ -319,7 +324,7 @@ def _to_torchvision(source: Source, folder: Path) -> tuple[str, Opened, list[str
     net.load_state_dict({entry.key: entry.read() for entry in entries})
     write_torch_file(folder / f"{model}.pth", entries)
     config = {"model": model, "model_args": options, "classifier": classifier}
-    _write_json(folder / CONFIG, {**config, "classes": list(source.classes)} if source.classes else config)
+    _write_json(folder / CONFIG, config | source.named_classes)
     arguments = "".join(f", {key}={value!r}" for key, value in options.items())
     built = "Identity()" if source.classifier is None else _built(source.classifier)
     call = f'torchvision.models.get_model("{model}"{arguments}); model.{classifier} = torch.nn.{built}; '
@@ -549,7 +554,7 @@ def _to_onnx(source: Source, folder: Path) -> tuple[str, Opened, list[str]]:
     assert program is not None
     program.save(str(path))
     config = {"input": "images", "output": output, "image_size": side}
-    _write_json(folder / CONFIG, {**config, "classes": list(source.classes)} if source.classes else config)
+    _write_json(folder / CONFIG, config | source.named_classes)
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     run = partial(_on_onnxruntime, session)
     single = torch.zeros(1, 3, side, side)  # another batch than that of the export

@@ -33,7 +33,7 @@ _Step = Callable[[Tensor], Any]
 
 _TRACKED = (
     "{}() would write into a view of a sharded parameter that requires a gradient. Write inside torch.no_grad(), as "
-    "plain torch demands it too."
+    "plain torch requires."
 )
 
 
