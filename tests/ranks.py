@@ -167,7 +167,10 @@ class _Pool:
                 answers[rank] = self._receive(rank)
                 if not answers[rank][0]:
                     deadline = min(deadline, time.monotonic() + GRACE_S)
-        failures = [f"rank {rank}: {answer}" for rank, (is_ok, answer) in sorted(answers.items()) if not is_ok]
+        bad = {rank: answer for rank, (is_ok, answer) in sorted(answers.items()) if not is_ok}
+        # Ranks that died come first: the others failed because of them.
+        dead = {rank: f"{bad[rank]}; it was in:\n{_stack(tasks[rank])}" for rank in bad if self._has_died(rank)}
+        failures = [f"rank {rank}: {answer}" for rank, answer in {**dead, **bad, **dead}.items()]
         hung = [task for task in tasks if task.rank not in answers]
         if hung or failures:
             self._restart(hung)
@@ -185,6 +188,9 @@ class _Pool:
         except EOFError:
             self._processes[rank].join(GRACE_S)
             return False, f"the process died with exit code {self._processes[rank].exitcode}"
+
+    def _has_died(self, rank: int) -> bool:
+        return self._processes[rank].exitcode is not None
 
     def _restart(self, hung: list[_Task]) -> None:
         """Kill everything: after a failure no group can be trusted. Hung ranks first write down where they are."""
@@ -231,11 +237,13 @@ def _work(pipe: multiprocessing.connection.Connection) -> None:
     while (task := pipe.recv()) is not None:
         with task.stack_file.open("w") as stack_file:
             faulthandler.register(_STACK_SIGNAL, stack_file)
+            faulthandler.enable(stack_file)
             try:
                 answer: tuple[bool, Any] = (True, pickle.dumps(_run(task)))
             except BaseException:  # noqa: BLE001 - whatever it was, the parent reports it
                 answer = (False, traceback.format_exc())
             faulthandler.unregister(_STACK_SIGNAL)
+            faulthandler.disable()
         pipe.send(answer)
 
 
