@@ -189,9 +189,7 @@ def test_state_that_every_parameter_has_whatever_its_shape():
     matrix, scalar = nn.Parameter(torch.zeros(2, 3)), nn.Parameter(torch.zeros(()))
     assert state_keys(torch.optim.NAdam([scalar])) == {"step", "mu_product", "exp_avg", "exp_avg_sq"}
     assert state_keys(torch.optim.Muon([matrix])) == {"momentum_buffer"}  # it takes no vectors
-    assert state_keys(torch.optim.Adafactor([matrix])) == {
-        "step"
-    }  # row_var and col_var of matrices, variance of others
+    assert state_keys(torch.optim.Adafactor([matrix])) == {"step"}  # a matrix has row_var and col_var
     assert state_keys(torch.optim.SGD([matrix])) == set()
 
 
@@ -220,7 +218,7 @@ def test_the_state_of_a_first_step_has_its_shapes_and_formats():
         state = trial_state(optimizer, 1, param)
         assert {key: (tuple(value.shape), value.dtype) for key, value in state.items()} == {
             "step": ((), torch.float32),
-            **{key: ((2, 3), torch.float64) for key in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")},
+            **dict.fromkeys(("exp_avg", "exp_avg_sq", "max_exp_avg_sq"), ((2, 3), torch.float64)),
         }
         assert trial_state(optimizer, 0, param).keys() == {"step", "exp_avg", "exp_avg_sq"}
 
