@@ -178,6 +178,14 @@ def test_a_trial_leaves_the_optimizer_alone():
     assert torch.equal(before, params[0]) and torch.equal(random_state, torch.get_rng_state())
 
 
+def test_a_trial_leaves_state_that_is_there_from_the_start_alone():
+    param = nn.Parameter(torch.ones(3, 4))
+    optimizer = torch.optim.Adagrad([param], initial_accumulator_value=0.5)
+    assert state_keys(optimizer) == {"step", "sum"}
+    trial_state(optimizer, 0, param)
+    assert float(optimizer.state[param]["step"]) == 0 and bool((optimizer.state[param]["sum"] == 0.5).all())
+
+
 def test_counters_are_told_from_values_of_elements():
     param = nn.Parameter(torch.zeros(()))
     assert element_keys(torch.optim.NAdam([param])) == {"exp_avg", "exp_avg_sq"}  # not step, not mu_product
