@@ -83,8 +83,10 @@ def test_the_autograd_graph_keeps_a_block(sender: Sender) -> None:
 
 def test_a_larger_batch_takes_the_place_of_a_free_smaller_block(sender: Sender) -> None:
     sent(sender, 1.0)
+    num_open = len(list(Path("/proc/self/fd").iterdir()))
     large = sent(sender, 2.0, (8, *SHAPE[1:]))
     assert len(sender._blocks) == 1 and bool((large == 2).all())
+    assert len(list(Path("/proc/self/fd").iterdir())) == num_open  # the small one's is closed
     del large
     kept = sent(sender, 3.0)
     assert len(sender._blocks) == 1 and bool((kept == 3).all())
