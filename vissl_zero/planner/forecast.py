@@ -139,7 +139,7 @@ class Forecaster:
         self._traces: dict[tuple[str, ...], StepTrace | str] = {}
         self._wrap_plans: dict[tuple[Any, ...], WrapPlan] = {}
         self._model_facts: dict[int, ModelFacts] = {}
-        self._rules: dict[tuple[str, bool, bool, bool], UpdateRule] = {}
+        self._rules: dict[tuple[str, bool, bool, bool], UpdateRule | ConfigError] = {}
         self._updates: dict[tuple[int, UpdateRule], UpdateFacts] = {}
         require_float8(subject.model, plan.float8, torch.device("cpu"))
         for module in filter(None, (subject.model, subject.teacher)):
@@ -254,13 +254,18 @@ class Forecaster:
 
     def _rule(self, plan: ShardingPlan) -> UpdateRule:
         """Find the reach of the optimizer's update, by one trial for all plans that may be refused for it."""
-        is_offloaded = {plan.offload_optimizer.device, plan.offload_params.device} != {"none"}
-        key = plan.engine, plan.level == 0, plan.engine == "fairscale" and plan.level == 3, is_offloaded
+        is_on_disk = plan.offload_optimizer.is_on_disk or plan.offload_params.is_on_disk
+        key = plan.engine, plan.level == 0, plan.engine == "fairscale" and plan.level == 3, is_on_disk
         if key not in self._rules:
             subject = self._subject
             with unset_fake_temporarily():
-                self._rules[key] = update_rule_of(subject.build_optimizer, subject.model, subject.groups, plan)
-        return self._rules[key]
+                try:
+                    self._rules[key] = update_rule_of(subject.build_optimizer, subject.model, subject.groups, plan)
+                except ConfigError as error:
+                    self._rules[key] = error
+        if isinstance(rule := self._rules[key], ConfigError):
+            raise rule
+        return rule
 
     def _record(self, plan: ShardingPlan, checkpointed: Sequence[str]) -> StepTrace | str:
         subject = self._subject

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,10 +14,10 @@ from torch.utils.checkpoint import checkpoint
 
 from vissl_zero.errors import ConfigError
 from vissl_zero.integration.fit import forecaster_of
-from vissl_zero.planner.candidates import Budget, nothing_fits
+from vissl_zero.planner.candidates import Budget, forecast_all, nothing_fits
 from vissl_zero.planner.forecast import Forecast
 from vissl_zero.planner.step_trace import StepTrace, record_step
-from vissl_zero.resolve.resolved import ShardingPlan
+from vissl_zero.resolve.resolved import OffloadPlan, ShardingPlan
 from vissl_zero.sharding.model.wrap_plan import WrapPlan, plan_wrap
 
 CPU = torch.device("cpu")
@@ -48,6 +50,67 @@ def test_an_optimizer_that_cannot_step_without_values_is_refused_in_a_sentence()
     model = nn.Linear(4, 4)
     with pytest.raises(ConfigError, match=r"optimizer: must step on tensors without values.*ValueError: no values"):
         forecast(model, Picky(model.parameters(), lr=0.1), torch.zeros(2, 4))
+
+
+def _eager_and_whole(groups: Any) -> torch.optim.Optimizer:
+    """An optimizer that scales by norms, with state from the start."""
+
+    class Scaled(torch.optim.Optimizer):
+        def __init__(self, params: Any) -> None:
+            super().__init__(params, {})
+            for param in (param for group in self.param_groups for param in group["params"]):
+                self.state[param]["mean"] = torch.zeros_like(param)
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            for param in (param for group in self.param_groups for param in group["params"]):
+                self.state[param]["mean"].add_(param.grad / param.grad.norm().clamp(min=1e-6))
+                param.sub_(self.state[param]["mean"])
+
+    return Scaled(groups)
+
+
+def _over_the_mean(groups: Any) -> torch.optim.Optimizer:
+    """An optimizer whose step looks at all tensors at once."""
+
+    class Joint(torch.optim.SGD):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            grads = [param.grad for group in self.param_groups for param in group["params"]]
+            total = sum(grad.sum() for grad in grads)
+            for param in (param for group in self.param_groups for param in group["params"]):
+                param.sub_(total)
+
+    return Joint(groups, lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "levels", "on_disk"),
+    [
+        ({"type": "AdamW", "lr": 0.1}, {0, 1, 2, 3}, {1, 2, 3}),
+        ({"type": "Adagrad", "lr": 0.1}, {0, 1, 2, 3}, set()),
+        ({"type": "SGD", "lr": 0.1, "momentum": 0.9, "dampening": 0.1}, {0, 1, 2, 3}, set()),
+        (_eager_and_whole, {0, 1, 2, 3}, set()),
+        (_over_the_mean, {0}, set()),
+    ],
+)
+def test_only_what_the_optimizer_can_have_is_chosen_among(
+    optimizer: Any, levels: set[int], on_disk: set[int], tmp_path: Path
+) -> None:
+    base = ShardingPlan(0, shard_group_size=-1, offload_optimizer=OffloadPlan(nvme_path=str(tmp_path)))
+    forecaster, mode = forecaster_of(nn.Linear(64, 8), optimizer, base, torch.zeros(4, 64), CPU)
+    forecaster._subject.world_size = 2
+    with mode:
+        rows = forecast_all(forecaster, base, 2, 1, "cpu", 1, 4)
+    assert {plan.level for plan, *_ in rows} == levels
+    assert {plan.level for plan, *_ in rows if plan.offload_optimizer.is_on_disk} == on_disk
+
+
+def test_an_optimizer_that_no_plan_can_have_is_refused_as_by_the_first() -> None:
+    base = ShardingPlan(0, shard_group_size=-1, deterministic=True)
+    forecaster, mode = forecaster_of(nn.Linear(64, 8), _over_the_mean, base, torch.zeros(4, 64), CPU)
+    with mode, pytest.raises(ConfigError, match="must update each tensor from that tensor alone"):
+        forecast_all(forecaster, base, 2, 1, "cpu", 1, 4)
 
 
 class Pair(nn.Module):
