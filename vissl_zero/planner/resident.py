@@ -8,7 +8,6 @@ from collections.abc import Iterable, Sequence
 from vissl_zero.planner.heap import Heap
 from vissl_zero.planner.step_trace import Moment, StepTrace
 from vissl_zero.resolve.resolved import ShardingPlan
-from vissl_zero.sharding.engines.cpu_communicator import MAX_BACKLOG_BYTES
 
 _MIB = 2**20
 # Beside tensors and holes, beyond what is imported: measured in plans of twelve recipes on two ranks
@@ -21,9 +20,7 @@ _STORE_BYTES = 7 * _MIB  # of threads that read and write parameters
 _NUM_STEPS = 3  # the first has no optimizer state yet, and after the third nothing new happens
 
 
-def process_bytes(
-    plan: ShardingPlan, world_size: int, micro_batches: int, gradients: Sequence[int], *, is_whole: bool
-) -> int:
+def process_bytes(plan: ShardingPlan, world_size: int, micro_batches: int, gradients: Sequence[int]) -> int:
     """Return the bytes that a CPU rank holds beside its tensors and the holes between them.
 
     Args:
@@ -31,13 +28,10 @@ def process_bytes(
         world_size: ranks.
         micro_batches: per step.
         gradients: bytes of each.
-        is_whole: all ranks keep full parameters between steps, and send a gradient as soon as it is finished.
     """
     total = _PROCESS_BYTES + _SCRATCH_BYTES // micro_batches
     if plan.level == 0 and world_size > 1:
         total += min(_SUM_BYTES, sum(gradients))
-    if is_whole:  # while another rank is behind, a gradient waits
-        total += min(MAX_BACKLOG_BYTES, max(gradients, default=0))
     if plan.offload_params.is_on_disk:
         total += _STORE_BYTES
     elif plan.offload_optimizer.is_on_disk:

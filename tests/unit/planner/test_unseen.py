@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from vissl_zero.planner.candidates import Budget, forecast_all, nothing_fits
 from vissl_zero.planner.forecast import Forecast
 from vissl_zero.planner.step_trace import StepTrace, record_step
 from vissl_zero.resolve.resolved import OffloadPlan, ShardingPlan
+from vissl_zero.sharding.engines.cpu_communicator import MAX_BACKLOG_BYTES
 from vissl_zero.sharding.model.wrap_plan import WrapPlan, plan_wrap
 
 CPU = torch.device("cpu")
@@ -166,6 +168,65 @@ def test_an_embedding_over_several_micro_batches_is_counted_once_more_alone():
     params = sum(param.nbytes for param in model.parameters())
     # Parameters, their gradients, and the new gradient of the embedding.
     assert step.peak_bytes == pytest.approx(2 * params + model[0].weight.nbytes, rel=0.02)
+
+
+class Asking(nn.Module):
+    """Takes a large or a small branch, by what its inputs are."""
+
+    def __init__(self, question: Callable[[Tensor], bool], is_large: bool) -> None:
+        super().__init__()
+        self.question, self.is_large = question, is_large
+        self.layer = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x.repeat(64, 1) if self.question(x) is self.is_large else x).mean()
+
+
+@pytest.mark.parametrize("question", [lambda x: bool((x > 0).all()), lambda x: torch.equal(x, x + 1)])
+def test_of_a_question_of_yes_or_no_the_larger_branch_counts(question: Callable[[Tensor], bool]) -> None:
+    def activations(model: nn.Module) -> int:
+        step = forecast(model, {"type": "SGD", "lr": 0.1}, torch.zeros(8, 32)).step
+        assert step is not None
+        return step.by_kind["activations"]
+
+    large, small = Asking(lambda _: True, True), Asking(lambda _: True, False)
+    both = {activations(Asking(question, is_large)) for is_large in (True, False)}
+    assert len(both) == 1 and both.pop() >= activations(large) > 10 * activations(small)
+
+
+def test_a_number_that_a_model_asks_for_leaves_its_memory_unknown() -> None:
+    class Counting(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x.repeat(int(x.sum()), 1))
+
+    found = forecast(Counting(32, 32), {"type": "SGD", "lr": 0.1}, torch.zeros(8, 32))
+    assert found.step is None and "failed; the run may fail too" in found.unknown
+
+
+def test_a_transformer_that_asks_whether_its_mask_is_causal_is_forecast() -> None:
+    model = nn.Transformer(32, 2, 1, 1, 64, batch_first=True)
+    mask = model.generate_square_subsequent_mask(6)
+
+    def loss(net: nn.Module) -> Tensor:
+        return net(torch.zeros(2, 6, 32), torch.zeros(2, 6, 32), tgt_mask=mask).mean()
+
+    assert forecast(model, {"type": "SGD", "lr": 0.1}, loss).step is not None
+
+
+@pytest.mark.parametrize("num_layers", [4, 24])
+def test_gradients_that_wait_for_another_rank_are_counted(num_layers: int) -> None:
+    """A rank that is ahead keeps them, up to a bound."""
+    model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(num_layers)))
+    plan = ShardingPlan(1, shard_group_size=-1)
+    forecaster, mode = forecaster_of(model, {"type": "SGD", "lr": 0.1}, plan, torch.zeros(1, 512), CPU)
+    forecaster._subject.world_size = 2
+    with mode:
+        step = forecaster.forecast(plan).step
+    assert step is not None and step.phase == "backward"
+    layer, kept = model[0].weight.nbytes, num_layers * model[0].weight.nbytes // 2  # its part of the mean
+    waiting = min(num_layers * layer, MAX_BACKLOG_BYTES)
+    grads = step.by_kind["grads"] + step.by_kind["activations"]  # a new one is an activation until it is finished
+    assert kept + waiting <= grads < kept + waiting + 1.1 * layer
 
 
 def test_a_batch_of_no_images_is_refused():
