@@ -53,7 +53,7 @@ class BlockReplay:
     def __init__(self, heap: Heap):
         self._heap = heap
         self._live: dict[str, deque[tuple[int, int]]] = defaultdict(deque)  # kind -> number and bytes, oldest first
-        self._activations: dict[int, list[int]] = defaultdict(list)  # bytes -> numbers
+        self._activations: dict[int, int] = {}  # place among the deltas -> number
         self._handed: tuple[int, int] | None = None
         self.cleared_bytes = self.num_mapped = 0
 
@@ -110,7 +110,7 @@ class BlockReplay:
                 else:
                     if index in trace.scratch:  # of a kernel that has made its outputs
                         self._heap.free(self._heap.allocate(trace.scratch[index]))
-                    self._delta(trace.deltas[index], index in handed)
+                    self._delta(trace, index, index in handed)
                     index += 1
             for place in sorted(place for place in at if place >= last):
                 self._change(at[place])
@@ -122,15 +122,16 @@ class BlockReplay:
             self.cleared_bytes = self._heap.cleared_bytes - cleared
             self.num_mapped = self._heap.num_mapped - mapped
 
-    def _delta(self, num_bytes: int, is_handed: bool) -> None:
+    def _delta(self, trace: StepTrace, index: int, is_handed: bool) -> None:
+        num_bytes = trace.deltas[index]
         if num_bytes > 0:
-            self._activations[num_bytes].append(self._heap.allocate(num_bytes))
-        elif self._activations[-num_bytes]:
-            number = self._activations[-num_bytes].pop()  # of equal ones, the newest goes first
-            if is_handed:
-                self._handed = number, -num_bytes
-            else:
-                self._heap.free(number)
+            self._activations[index] = self._heap.allocate(num_bytes)
+            return
+        number = self._activations.pop(trace.made[index])
+        if is_handed:
+            self._handed = number, -num_bytes
+        else:
+            self._heap.free(number)
 
     def _change(self, changes: Iterable[tuple[str, list[int]]]) -> None:
         for kind, sizes in changes:
@@ -158,8 +159,7 @@ class BlockReplay:
         for live in self._live.values():
             while live:
                 self._heap.free(live.popleft()[0])
-        for numbers in self._activations.values():
-            while numbers:
-                self._heap.free(numbers.pop())
+        while self._activations:
+            self._heap.free(self._activations.popitem()[1])
         if loaded is not None:
             self._heap.free(loaded)

@@ -178,6 +178,7 @@ class StepTrace:
     Attributes:
         deltas: bytes of activations and temporaries, positive where made and negative where freed, in order. A finished
             gradient leaves this account for that of gradients.
+        made: for each entry of ``deltas`` that frees, the place of the one that made the same storage.
         marks: marks in order.
         input_bytes: input bytes of the images, alive throughout.
         work: work of all operations, those of a recomputation included.
@@ -188,6 +189,7 @@ class StepTrace:
     """
 
     deltas: list[int] = field(default_factory=list)
+    made: dict[int, int] = field(default_factory=dict)
     marks: list[Mark] = field(default_factory=list)
     input_bytes: int = 0
     work: Work = field(default_factory=Work)
@@ -240,7 +242,7 @@ class Recorder(TorchDispatchMode):
         self.works: list[Work] = []
         self._work = WorkCounter()
         self._constants = constants
-        self._alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
+        self._alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], int, int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -309,9 +311,12 @@ class Recorder(TorchDispatchMode):
     def release(self, tensor: Tensor) -> int:
         """Take a storage out of this account, which it is to be freed from no more; its bytes, or the tensor's."""
         key = object_address(tensor.untyped_storage())
-        if key not in self._alive:  # it shares a storage with something else
-            return tensor.nbytes
-        _, num_bytes = self._alive.pop(key)
+        # Else it shares a storage with something else.
+        return self._free(key) if key in self._alive else tensor.nbytes
+
+    def _free(self, key: int) -> int:
+        _, num_bytes, place = self._alive.pop(key)
+        self.trace.made[len(self.trace.deltas)] = place
         self.trace.deltas.append(-num_bytes)
         return num_bytes
 
@@ -321,7 +326,7 @@ class Recorder(TorchDispatchMode):
 
     def alive_bytes(self) -> int:
         """Return the bytes in this account now."""
-        return sum(num_bytes for _, num_bytes in self._alive.values())
+        return sum(num_bytes for _, num_bytes, _ in self._alive.values())
 
     def _note(self, tensor: Tensor) -> int:
         storage = tensor.untyped_storage()
@@ -333,10 +338,10 @@ class Recorder(TorchDispatchMode):
             return 0
 
         def gone(_: Any) -> None:
-            if self._alive.pop(key, None) is not None:
-                self.trace.deltas.append(-num_bytes)
+            if key in self._alive:
+                self._free(key)
 
-        self._alive[key] = weakref.ref(storage, gone), num_bytes
+        self._alive[key] = weakref.ref(storage, gone), num_bytes, len(self.trace.deltas)
         self.trace.deltas.append(num_bytes)
         return num_bytes
 
