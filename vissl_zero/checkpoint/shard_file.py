@@ -231,7 +231,7 @@ class ShardFile:
     def _read_header(self) -> str:
         prefix = os.pread(self._fd, 8, 0)
         if len(prefix) < 8 or not 2 <= (length := struct.unpack("<Q", prefix)[0]) <= _MAX_HEADER_BYTES:
-            how = "it begins neither with a header nor as torch.save writes. Copy it again, or give another file of weights"
+            how = "it begins neither with a header nor as torch.save writes. Copy it again, or give another file"
             raise self._damaged(how)
         text = os.pread(self._fd, length, 8)
         if len(text) < length:
