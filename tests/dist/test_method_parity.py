@@ -359,14 +359,15 @@ def _levels(method: str, world_size: int, levels: list[int], folder: str) -> lis
     return [_train(plan) for plan in plans]
 
 
+# One method of each kind (pairs, prototypes, teacher, patches, anchor) is enough for every change.
+OF_EACH_KIND = ("simclr", "swav", "dino", "mae", "dinov3")
+
+
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize(
     ("method", "world_size"),
-    # One method of each kind (pairs, prototypes, teacher, patches) is enough for every change.
     [
-        pytest.param(
-            name, ranks, marks=[pytest.mark.slow] * (ranks < 3 or name not in ("simclr", "swav", "dino", "mae"))
-        )
+        pytest.param(name, ranks, marks=[pytest.mark.slow] * (ranks < 3 or name not in OF_EACH_KIND))
         for name, ranks in product(CASES, (1, 2, 3))
     ],
 )

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.unit.config.example_config import CPU_HOST
 from vissl_zero.config.compose import compose
 from vissl_zero.errors import ConfigError
+from vissl_zero.resolve.components import method_of
 from vissl_zero.resolve.resolve import resolve
 
 HEAD, TRANSFORMS = "config.MODEL.HEAD.PARAMS", "config.DATA.TRAIN.TRANSFORMS"
@@ -111,6 +114,32 @@ CASES = [
     ("segmentation", ["config.MODEL.VIEWS_APART=true"], "config.MODEL.VIEWS_APART: must be false: there is one view"),
     ("segmentation", MIXED, "must not mix images with masks"),
 ]
+
+
+TEACHER_HEAD = "config.DISTILLATION.TEACHER_MODEL.HEAD.PARAMS"
+SWAV = f"{TEACHER_HEAD}=[[swav_head, {{dims: [-1, 64, 16], num_clusters: [12]}}]]"
+# loss, changes, keys that are read from the rest of the recipe
+INFERRED = [
+    ("dino_distillation_loss", [_crops([2, 3])], {"student_num_crops": 5, "output_dim": 10}),
+    ("dino_distillation_loss", [f"{TRANSFORMS}=[{{name: ToTensor}}]"], {"student_num_crops": 1, "output_dim": 10}),
+    ("dino_distillation_loss", [_head("swav_head", num_clusters=[7])], {"student_num_crops": 2, "output_dim": 7}),
+    ("ibot_distillation_loss", [_crops([2, 3])], {"student_num_crops": 5, "num_global_crops": 2}),
+    ("ibot_distillation_loss", [f"{TRANSFORMS}=[{{name: ToTensor}}]"], {"num_global_crops": None}),
+    (
+        "swav_distillation_loss",
+        [SWAV, _crops([2, 3]), "+config.LOSS.swav_distillation_loss={local_queue_length: 100}"],
+        {"num_crops": 5, "num_prototypes": [12], "embedding_dim": 16, "queue_length": 200},
+    ),
+    ("swav_distillation_loss", [f"{TRANSFORMS}=[{{name: ToTensor}}]"], {"num_crops": None, "num_prototypes": None}),
+    ("distillation_loss", [], {}),
+]
+
+
+@pytest.mark.parametrize(("loss", "words", "expected"), INFERRED)
+def test_distillation_takes_its_sizes_from_the_recipe(loss: str, words: list[str], expected: dict[str, Any]) -> None:
+    cfg = compose("digits/distillation", [f"config.LOSS.name={loss}", *words]).run
+    found = {key: value for key, (value, _) in method_of(loss).inferred(cfg).items()}
+    assert found.keys() >= expected.keys() and {key: found[key] for key in expected} == expected
 
 
 @pytest.mark.parametrize(("recipe", "words", "said"), CASES)
