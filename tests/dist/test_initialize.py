@@ -202,7 +202,8 @@ def _load_elsewhere(given: dict, folder: str, level: int) -> str:
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
-        ({"type": "SGD", "momentum": 0.9}, "it holds exp_avg, exp_avg_sq, step, and not momentum_buffer"),
+        # Plain SGD keeps no state, so that only the options of its groups tell the two apart.
+        ({"type": "SGD"}, "is of another optimizer: its groups have no dampening, momentum, nesterov"),
         ({"type": "Adam", "amsgrad": True}, "and not max_exp_avg_sq"),
         ({"type": "AdamW"}, "is of another optimizer: one of Adam and AdamW"),
     ],
@@ -211,6 +212,23 @@ def test_state_of_another_optimizer_is_refused(given: dict, sentence: str, tmp_p
     run_on_ranks(1, _save, str(tmp_path))
     for level in (0, 3):
         assert sentence in run_on_ranks(1, _load_elsewhere, given, str(tmp_path), level)[0]
+
+
+def _take_over_elsewhere(level: int) -> str:
+    plain = torch.optim.Adam(param for param in text().parameters() if param.requires_grad)
+    for param in plain.param_groups[0]["params"]:
+        param.grad = torch.ones_like(param)
+    plain.step()
+    _, optimizer = vissl_zero.initialize(text(), {"type": "AdamW"}, {"level": level})
+    with pytest.raises(CheckpointError) as caught:
+        optimizer.load_state_dict(plain.state_dict())
+    return str(caught.value)
+
+
+@pytest.mark.timeout(60)
+def test_state_of_another_plain_optimizer_is_refused() -> None:
+    for level in (0, 3):
+        assert "one of Adam and AdamW, and this is the other" in run_on_ranks(1, _take_over_elsewhere, level)[0]
 
 
 def _user_surface(level: int, engine: str) -> None:

@@ -175,12 +175,14 @@ def parity_trunk(norm: str) -> Trunk:
 @dataclass
 class Result:
     """Of a run: the loss of every step, full tensors at the end (the teacher's behind "teacher:", state of the loss
-    behind "loss:"), bytes of the teacher on rank 0; of the reference, the norm of the gradients of every step."""
+    behind "loss:"), bytes of the teacher on rank 0; of the reference, the norm of the gradients of every step, and the
+    figures of the last."""
 
     losses: list[float] = field(default_factory=list)
     state: dict[str, Tensor] = field(default_factory=dict)
     teacher_bytes: int = 0
     norms: list[float] = field(default_factory=list)
+    figures: dict[str, float] = field(default_factory=dict)
 
     def distance(self, other: Result) -> float:
         assert len(self.losses) == len(other.losses) and self.state.keys() == other.state.keys()
@@ -308,6 +310,7 @@ def plain(method: str, norm: str, num_micro: int = 1, clip: float | None = None,
             result.losses.append(total)
             step += 1
     result.state = _state(model.state_dict(), teacher.state_dict() if rule.has_teacher else {}, rule)
+    result.figures = rule.health(rule.health_sums().double())
     return result
 
 
@@ -356,14 +359,15 @@ def _levels(method: str, world_size: int, levels: list[int], folder: str) -> lis
     return [_train(plan) for plan in plans]
 
 
+# One method of each kind (pairs, prototypes, teacher, patches, anchor) is enough for every change.
+OF_EACH_KIND = ("simclr", "swav", "dino", "mae", "dinov3")
+
+
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize(
     ("method", "world_size"),
-    # One method of each kind (pairs, prototypes, teacher, patches) is enough for every change.
     [
-        pytest.param(
-            name, ranks, marks=[pytest.mark.slow] * (ranks < 3 or name not in ("simclr", "swav", "dino", "mae"))
-        )
+        pytest.param(name, ranks, marks=[pytest.mark.slow] * (ranks < 3 or name not in OF_EACH_KIND))
         for name, ranks in product(CASES, (1, 2, 3))
     ],
 )

@@ -12,6 +12,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 import vissl_zero
 from tests.ranks import run_on_ranks
@@ -23,6 +24,7 @@ from vissl_zero.sharding.engines.torch import fully_sharded
 from vissl_zero.sharding.engines.torch import strategy as torch_strategy
 from vissl_zero.sharding.offload import layout, streamed_optimizer
 from vissl_zero.sharding.offload.block_file import OffloadError
+from vissl_zero.sharding.torch_private import group_of, shard_data, unit_state
 
 NUM_STEPS, ACCUMULATION = 20, 2
 OPTIMIZERS: dict[str, dict[str, Any]] = {
@@ -203,6 +205,31 @@ def _distance_of_shards_on_a_disk(folder: str) -> float:
 @pytest.mark.timeout(60)
 def test_a_shard_on_a_disk_is_read_by_its_name(tmp_path: Path) -> None:
     assert run_on_ranks(1, _distance_of_shards_on_a_disk, str(tmp_path))[0] == 0.0
+
+
+def _shards_in_memory(folder: str) -> list[int]:
+    """How many shards rest in memory: at the start, between forward and backward pass, and after a step."""
+    model, optimizer = _build("sgd", 3, {"offload_param_config": _tier("nvme", Path(folder))}, torch.float64)
+    groups = [group_of(unit_state(unit)) for unit in model.modules() if isinstance(unit, FSDPModule)]
+
+    def num_held() -> int:
+        return sum(not shard_data(param).is_meta for group in groups if group for param in group.fsdp_params)
+
+    found = [num_held()]
+    for _ in range(ACCUMULATION):
+        loss = model(torch.ones(2, 40, dtype=torch.float64)).square().mean()
+        found.append(num_held())
+        optimizer.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    found.append(num_held())
+    optimizer.close()
+    return found
+
+
+@pytest.mark.timeout(60)
+def test_a_shard_on_a_disk_is_in_memory_only_while_its_unit_is_gathered(tmp_path: Path) -> None:
+    assert run_on_ranks(1, _shards_in_memory, str(tmp_path))[0] == [0, 0, 0, 0]
 
 
 def _start(folder: str, optimizer: dict[str, Any], params: dict[str, Any]) -> tuple[int, int, int]:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import vissl_zero
 from tests.ranks import run_on_ranks
-from vissl_zero.errors import VisslZeroError
+from vissl_zero.errors import CheckpointError, VisslZeroError
 from vissl_zero.sharding.checks import waiting
 from vissl_zero.sharding.state.sharded_tensor import ELEMENT_WISE, NEW_TENSOR, ON_FULL_TENSOR
 from vissl_zero.sharding.state.sharded_view import VIEWS
@@ -283,7 +283,7 @@ def test_a_gradient_that_is_gone_has_facts_and_no_values(level):
         assert "after optimizer.step()" in last and "levels 1 to 3" in last
 
 
-def _teacher_gap(level: int, folder: str) -> list[float]:
+def _teacher_gap(level: int, folder: str, by_dict: bool) -> list[float]:
     plain, net = _net(), _net()
     reference = copy.deepcopy(plain).requires_grad_(False)
     plain_optimizer = torch.optim.Adam(plain.parameters(), lr=0.05)
@@ -310,9 +310,10 @@ def _teacher_gap(level: int, folder: str) -> list[float]:
         step(model, teacher, optimizer, optimizer.backward, number)
         move(outside, model, number)
     optimizer.save(folder)
+    kept = copy.deepcopy(optimizer.state_dict())
     for _ in range(2):
         step(model, teacher, optimizer, optimizer.backward, 7)
-    optimizer.load(folder)
+    optimizer.load_state_dict(kept) if by_dict else optimizer.load(folder)
     state, wanted = optimizer.full_ema_state(), reference.state_dict()
     gaps = [
         float((own - value).abs().max())
@@ -324,9 +325,45 @@ def _teacher_gap(level: int, folder: str) -> list[float]:
     return gaps
 
 
+def _loads_without(saved_with: bool, folder: str) -> list[str]:
+    """What loading says to a loop without the teacher that was saved, or with one that was not saved."""
+
+    def build(has_teacher: bool) -> Any:
+        net = _net()
+        if has_teacher:
+            vissl_zero.ema(net, decay=0.5)
+        with torch.no_grad():
+            net[0].weight.mul_(1 + has_teacher)  # so that a load would show
+        return vissl_zero.initialize(net, {"type": "Adam", "lr": 0.05}, {"level": 3})
+
+    (_kept, saved), (_kept_too, other) = build(saved_with), build(not saved_with)
+    saved.save(folder)
+    before = other.full_state()
+    said = []
+    for load in (lambda: other.load(folder), lambda: other.load_state_dict(saved.state_dict())):
+        with pytest.raises(CheckpointError) as caught:
+            load()
+        said.append(str(caught.value))
+    assert all(torch.equal(value, before[name]) for name, value in other.full_state().items()), "nothing was changed"
+    return said
+
+
+@pytest.mark.parametrize(
+    ("saved_with", "sentences"),
+    [
+        (True, ["holds a momentum teacher, and this model has none"] * 2),
+        (False, ["the teacher's parameters missing from it", "has no teacher"]),
+    ],
+)
+def test_a_teacher_is_not_dropped_or_made_up_by_loading(saved_with, sentences, tmp_path):
+    for sentence, said in zip(sentences, run_on_ranks(1, _loads_without, saved_with, str(tmp_path))[0], strict=True):
+        assert sentence in said
+
+
+@pytest.mark.parametrize("by_dict", [False, True])
 @pytest.mark.parametrize("level", [0, 1, 2, 3])
-def test_a_teacher_is_sharded_moved_saved_and_loaded_with_the_model(level, tmp_path):
-    for gaps in run_on_ranks(2, _teacher_gap, level, str(tmp_path), timeout_s=60):
+def test_a_teacher_is_sharded_moved_saved_and_loaded_with_the_model(level, by_dict, tmp_path):
+    for gaps in run_on_ranks(2, _teacher_gap, level, str(tmp_path), by_dict, timeout_s=60):
         assert max(gaps) < 1e-10, gaps
 
 

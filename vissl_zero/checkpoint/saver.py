@@ -187,6 +187,7 @@ class Saver:
         self._keep = (keep_last, keep_every)
         self._memory = HostMemory(device)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._thread.submit(_nothing)  # starts the thread: a leak of threads shows in a number that never grows
         self._save: _Save | None = None
         self._has_lock = (run_folder / LOCK_NAME).exists()
         self.latest_step: int | None = None
@@ -327,8 +328,8 @@ class Saver:
         self._save = None
 
 
-def _nothing(manifest: Manifest) -> None:
-    """Do nothing: what ranks other than 0 do to complete a checkpoint."""
+def _nothing(manifest: Manifest | None = None) -> None:
+    """Do nothing: what ranks other than 0 do to complete a checkpoint, and every thread to start."""
 
 
 class CheckpointHook(Hook):

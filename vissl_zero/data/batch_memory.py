@@ -1,18 +1,23 @@
-"""Memory in which loader workers hand over batches: mapped by both processes, and used again.
+"""Memory in which loader workers hand over batches, and the messages that say what lies in it.
 
-Fresh shared memory costs more than the augmentation of what it holds: the kernel clears each of its pages, and either
-process faults on each of them. So a worker keeps its blocks. The first byte of a block is 1 while the training process
-has a tensor in it; that process writes 0 when the last tensor is freed, whoever held it.
+Both processes map the memory, and it is used again. Fresh shared memory costs more than the augmentation of what it
+holds: the kernel clears each of its pages, and either process faults on each of them. So a worker keeps its blocks.
+The first byte of a block is 1 while the training process has a tensor in it; that process writes 0 when the last tensor
+is freed, whoever held it.
 """
 
 from __future__ import annotations
 
 import io
+import math
 import os
 import pickle
-from collections.abc import Iterable, Sequence
+import socket
+import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
-from multiprocessing.resource_sharer import DupFd
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle, send_handle
 from typing import Any
 from weakref import finalize
 
@@ -20,12 +25,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vissl_zero.data.dataset import Loaded
-
 _HEADER_BYTES = 64  # the byte that says whether it is in use, and a cache line for itself
 _LEAST_BYTES = 2**16  # smaller tensors travel with the message
-# In the training process: its view of each block, by the worker's process id and the block's number.
-_opened: dict[int, dict[int, np.ndarray[Any, Any]]] = {}
 
 
 @dataclass
@@ -46,17 +47,22 @@ class _Block:
 
 
 class BatchSender:
-    """A worker's side: allocates the tensors of a batch and packs them."""
+    """A worker's side: allocates the tensors of a batch, and sends it.
 
-    def __init__(self) -> None:
+    Args:
+        connection: a socket to the training process's ``BatchReceiver``.
+    """
+
+    def __init__(self, connection: Connection):
+        self._connection = connection
         self._blocks: list[_Block] = []
         self._num_made = 0
         self._unsent: dict[int, _Block] = {}  # by the address of the tensor in it
         self._dropped: list[int] = []
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
-        """Allocate a tensor, a large one in a block, which is the training process's once ``pack`` has sent it."""
-        num_bytes = int(np.prod(shape)) * dtype.itemsize
+        """Allocate a tensor, a large one in a block, which is the training process's once ``send`` has sent it."""
+        num_bytes = math.prod(shape) * dtype.itemsize
         if num_bytes < _LEAST_BYTES:
             return torch.empty(*shape, dtype=dtype)
         block = self._free_block(num_bytes)
@@ -65,11 +71,11 @@ class BatchSender:
         self._unsent[tensor.data_ptr()] = block
         return tensor
 
-    def pack(self, loaded: Loaded) -> PackedBatch:
-        """Pack what was loaded. Tensors that are large, but not in a block, are copied into one."""
+    def send(self, answer: Any) -> None:
+        """Send what was loaded. Tensors that are large, but not in a block, are copied into one."""
         sent: list[_Block] = []
-        file = io.BytesIO()
-        pickler = pickle.Pickler(file)
+        message = io.BytesIO()
+        pickler = pickle.Pickler(message)
 
         def described(value: Any) -> Any:
             if not isinstance(value, Tensor):
@@ -83,16 +89,14 @@ class BatchSender:
             return block.number, tuple(value.shape), value.dtype
 
         pickler.persistent_id = described  # type: ignore[method-assign]
-        pickler.dump(loaded)
-        new = {block.number: DupFd(block.descriptor) for block in sent if not block.is_sent}
-        for block in sent:
-            block.is_sent = True
         dropped, self._dropped = self._dropped, []
-        return PackedBatch(os.getpid(), file.getvalue(), new, dropped)
-
-    def reclaim(self) -> None:
-        """Take back the blocks of a batch that was not sent: its loading has failed."""
-        for block in self._unsent.values():
+        pickler.dump((dropped, answer))
+        self._connection.send_bytes(message.getbuffer())
+        for block in sent:
+            if not block.is_sent:
+                send_handle(self._connection, block.descriptor, None)
+                block.is_sent = True
+        for block in self._unsent.values():  # of a batch whose loading has failed
             block.memory[0] = 0
         self._unsent.clear()
 
@@ -114,59 +118,50 @@ class BatchSender:
         return self._blocks[-1]
 
 
-@dataclass
-class PackedBatch:
-    """What a worker sends.
+class BatchReceiver:
+    """The training process's side of a worker. A new block's descriptor follows the message that first names it.
 
-    Attributes:
-        pid: process of the worker.
-        data: the pickled ``Loaded``, in which tensors are (number of a block, shape, dtype), small ones arrays.
-        new: descriptors of blocks that the training process has not seen.
-        dropped: numbers of blocks that the worker has given up.
+    Args:
+        connection: a socket to the worker's ``BatchSender``.
     """
 
-    pid: int
-    data: bytes
-    new: dict[int, DupFd]
-    dropped: list[int]
+    def __init__(self, connection: Connection):
+        self._connection = connection
+        self._blocks: dict[int, np.ndarray[Any, Any]] = {}
 
-    def unpack(self) -> Loaded:
-        """Return what was loaded, its tensors in the worker's memory until they are freed.
+    def set_timeout(self, seconds: float) -> None:
+        """Have ``receive`` wait so long at most for the worker; 0: for ever."""
+        timeval = struct.pack("ll", *divmod(round(seconds * 1e6), 10**6))
+        with socket.socket(fileno=os.dup(self._connection.fileno())) as same:
+            same.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval)
 
-        Not in a thread that must not wait: it asks the worker for new descriptors.
+    def receive(self) -> Any:
+        """Return what was sent next, its tensors in the worker's memory until they are freed.
+
+        Raises:
+            BlockingIOError: the worker has sent nothing, or has stopped in the middle, for as long as the timeout.
+            EOFError, OSError: the worker has ended.
         """
-        blocks = _opened.setdefault(self.pid, {})
-        for number, duplicate in self.new.items():
-            descriptor = duplicate.detach()
-            blocks[number] = _mapped(descriptor)
+        unpickler = pickle.Unpickler(io.BytesIO(self._connection.recv_bytes()))  # noqa: S301 - our own worker's
+        unpickler.persistent_load = self._tensor  # type: ignore[method-assign]
+        dropped, answer = unpickler.load()
+        for number in dropped:
+            self._blocks.pop(number, None)  # tensors in it keep it mapped
+        return answer
+
+    def _tensor(self, value: Any) -> Tensor:
+        if isinstance(value, np.ndarray):
+            return torch.from_numpy(value)
+        number, shape, dtype = value
+        if number not in self._blocks:
+            descriptor = recv_handle(self._connection)
+            self._blocks[number] = _mapped(descriptor)
             os.close(descriptor)
-        for number in self.dropped:
-            blocks.pop(number, None)  # tensors in it keep it mapped
-        unpickler = pickle.Unpickler(io.BytesIO(self.data))  # noqa: S301 - our own worker's
-        unpickler.persistent_load = lambda value: _received(value, blocks)  # type: ignore[method-assign]
-        loaded: Loaded = unpickler.load()
-        return loaded
-
-    def pin_memory(self) -> Loaded:
-        """Copy the batch to page-locked memory, for torch's DataLoader, which does so in a thread."""
-        return self.unpack().pin_memory()
-
-
-def forget_blocks(pids: Iterable[int]) -> None:
-    """Let go of the memory of workers that have ended; tensors in it keep it mapped."""
-    for pid in pids:
-        _opened.pop(pid, None)
-
-
-def _received(value: Any, blocks: dict[int, np.ndarray[Any, Any]]) -> Tensor:
-    if isinstance(value, np.ndarray):
-        return torch.from_numpy(value)
-    number, shape, dtype = value
-    memory = blocks[number]
-    # An array of its own, which the storage of the tensor holds, and so does all that shares the storage.
-    array = memory[:]
-    finalize(array, _give_back, memory).atexit = False
-    return _tensor(array, shape, dtype)
+        memory = self._blocks[number]
+        # An array of its own, which the storage of the tensor holds, and so does all that shares the storage.
+        array = memory[:]
+        finalize(array, _give_back, memory).atexit = False
+        return _tensor(array, shape, dtype)
 
 
 def _give_back(memory: np.ndarray[Any, Any]) -> None:
@@ -174,8 +169,7 @@ def _give_back(memory: np.ndarray[Any, Any]) -> None:
 
 
 def _tensor(memory: np.ndarray[Any, Any], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    end = _HEADER_BYTES + int(np.prod(shape)) * dtype.itemsize
-    return torch.from_numpy(memory)[_HEADER_BYTES:end].view(dtype).view(*shape)
+    return torch.frombuffer(memory, dtype=dtype, count=math.prod(shape), offset=_HEADER_BYTES).view(*shape)
 
 
 def _mapped(descriptor: int) -> np.ndarray[Any, Any]:

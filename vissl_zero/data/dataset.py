@@ -81,15 +81,15 @@ class MicroBatchDataset(Dataset[Loaded]):
         self._broken: dict[int, tuple[str, str]] = {}  # name and reason: an error would keep its stack and its image
 
     def __getitem__(self, plan: MicroBatchPlan) -> Loaded:
-        """Load one micro-batch."""
-        return self.load(plan)
+        """Load one micro-batch, in a process that others share: its random numbers are as before afterward."""
+        with borrowed_randomness():
+            return self.load(plan)
 
     def load(self, plan: MicroBatchPlan, empty: Callable[..., Tensor] = torch.empty) -> Loaded:
-        """Load one micro-batch; ``empty(shape, dtype=...)`` allocates its images."""
+        """Load one micro-batch, in a process of its own; ``empty(shape, dtype=...)`` allocates its images."""
         skipped: dict[str, str] = {}
         try:
-            with borrowed_randomness():
-                return Loaded(self._collated(plan, empty, skipped), skipped=skipped)
+            return Loaded(self._collated(plan, empty, skipped), skipped=skipped)
         except VisslZeroError as error:
             return Loaded(None, error=str(error))
 
@@ -129,7 +129,7 @@ class MicroBatchDataset(Dataset[Loaded]):
             if (shapes := _shapes(crops)) != rows.shapes:
                 raise DataError(
                     f"The crops of {self.source.name(sample_id)} have other shapes than those of "
-                    f"{self.source.name(plan.sample_ids[0])}: {shapes[0]}, not {rows.shapes[0]}. "
+                    f"{self.source.name(plan.sample_ids[0])}: {tuple(shapes[0])}, not {tuple(rows.shapes[0])}. "
                     "Add a transform that makes one size of all images, such as {name: RandomResizedCrop, size: 224}."
                 )
             rows.append(crops)
@@ -195,11 +195,11 @@ class _Rows:
         self._at_a_time = max(1, _CACHED_VALUES // sum(map(math.prod, self.shapes)))
         self._waiting: list[Sequence[Any]] = []
         # By crop: its row for each sample, and the notes of ``write``.
-        self._rows: list[Iterator[Tensor]] = [iter(())] * len(crops)
+        self._rows: list[Iterator[Any]] = [iter(())] * len(crops)
         self._notes: list[list[Any]] = [[] for _ in crops]
         for images, same in zip(self.images, self.resolutions, strict=True):
             for number, index in enumerate(same):
-                self._rows[index] = iter(images[number * num_samples : (number + 1) * num_samples].unbind())
+                self._rows[index] = iter(pipeline.rows(images[number * num_samples : (number + 1) * num_samples]))
 
     def append(self, crops: Sequence[Any]) -> None:
         """Add the crops of the next sample."""
@@ -221,7 +221,7 @@ class _Rows:
 
 
 def _shapes(crops: Sequence[Any]) -> list[tuple[int, ...]]:
-    return [tuple(crop.shape) for crop in crops]
+    return [crop.shape for crop in crops]
 
 
 def _rows_of_boxes(samples: Sequence[_Sample], order: Sequence[int]) -> Tensor | None:

@@ -7,9 +7,10 @@ sees every image once, in the source's order, without augmentation.
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import chain
+from itertools import islice
 
 import torch
 from PIL import Image
@@ -59,11 +60,16 @@ class Loader:
             DataError: an image cannot be used. On this rank alone.
             ProcessLostError: a loader worker died or does not answer. On this rank alone.
         """
-        plans = chain.from_iterable(self.order.steps(epoch, start_sample))
-        # A second walk over the same order: workers are several micro-batches ahead of the step that asks.
-        batches = self._stream.load(plans)
-        for step in self.order.steps(epoch, start_sample):
-            yield [next(batches) for _ in step]
+        sizes: deque[int] = deque()  # of the steps that are loaded: workers are ahead of the step that asks
+
+        def plans() -> Iterator[MicroBatchPlan]:
+            for step in self.order.steps(epoch, start_sample):
+                sizes.append(len(step))
+                yield from step
+
+        batches = self._stream.load(plans())
+        for first in batches:
+            yield [first, *islice(batches, sizes.popleft() - 1)]
 
     def first_images(self, most: int) -> tuple[ImageBatch, int, int]:
         """Load a few images of a micro-batch as large as the first, without shuffling the data set.

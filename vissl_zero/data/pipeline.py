@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
 from typing import Any
 
@@ -77,14 +77,18 @@ class Pipeline:
         """Make the crops of what ``read`` gave, and the mask of the image where it has one."""
         return self.crops(read), None
 
-    def write(self, crop: Any, row: Tensor) -> Any:
-        """Write a crop into its row (3, H, W) of a batch, and return a note of what the device is to do to it."""
+    def rows(self, images: Tensor) -> Iterable[Any]:
+        """Return the rows (3, H, W) of a batch as ``write`` takes them."""
+        return images.unbind()
+
+    def write(self, crop: Any, row: Any) -> Any:
+        """Write a crop into its row of a batch, and return a note of what the device is to do to it."""
         row.copy_(crop)
 
     def stacked(self, crops: Sequence[Any]) -> Tensor:
         """Write crops of one shape into one new tensor (N, 3, H, W)."""
         batch = torch.empty((len(crops), *crops[0].shape), dtype=crops[0].dtype)
-        for crop, row in zip(crops, batch, strict=True):
+        for crop, row in zip(crops, self.rows(batch), strict=True):
             self.write(crop, row)
         return batch
 

@@ -1,9 +1,8 @@
-"""torch's DataLoader as it is used here: a micro-batch per item, clear errors, workers that end with their rank.
+"""Loader workers: processes that load micro-batches ahead, clear errors, an end with their rank.
 
-A worker that is killed, stopped or hung ends the iteration with a sentence that names it. torch alone would wait
-forever for a stopped worker, in places that its own ``timeout`` does not cover: between epochs, and while it asks a
-worker for
-the file descriptor of a batch.
+Each worker has a socket of its own, through which it is sent plans and answers in turn. So the training process waits
+for one worker alone, with a timeout: one that is killed, stopped or hung ends the iteration with a sentence that names
+it. torch's DataLoader would wait forever for a stopped worker, and takes each batch through three threads.
 """
 
 from __future__ import annotations
@@ -11,50 +10,35 @@ from __future__ import annotations
 import gc
 import itertools
 import logging
+import multiprocessing
 import signal
-import time
-import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from multiprocessing.connection import wait
+from multiprocessing.connection import Connection
 from pathlib import Path
-from queue import Empty, SimpleQueue
-from threading import Thread
 from typing import Any
 from weakref import finalize
 
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch._utils import ExceptionWrapper
 
 from vissl_zero.config.blocks.data import Data
-from vissl_zero.data.batch_memory import BatchSender, PackedBatch, forget_blocks
+from vissl_zero.data.batch_memory import BatchReceiver, BatchSender
 from vissl_zero.data.dataset import ImageBatch, Loaded, MicroBatchDataset, MicroBatchPlan
 from vissl_zero.errors import DataError, ProcessLostError, printable
 from vissl_zero.lifetime import end_with_creator, note_shares, signal_name, start_fork_server
 
 logger = logging.getLogger(__name__)
-# VISSL's default (5) exceeds the cores of a laptop, and torch would warn twice about each loader of a run.
-warnings.filterwarnings("ignore", message="This DataLoader will create")
-
 # VISSL's own default. A plain fork would copy a process in which gloo, OpenMP and CUDA threads hold locks; spawn would
 # import torch again in every worker. The fork server imports once and has a single thread.
-START_METHOD = "forkserver"
+_CONTEXT = multiprocessing.get_context("forkserver")
 _PRELOAD = ["vissl_zero.data.fork_server", "vissl_zero.data.workers"]
-_END = object()
+_AHEAD = 2  # micro-batches that a worker is asked for before they are needed
 _reported: set[str] = set()  # images that this process has skipped: training, kNN and probes read the same ones
 _START_S = 120.0  # more for the first micro-batch: the fork server imports torch, perhaps from a slow disk
-_NOTICED_S = 6.0  # torch looks every 5 s whether a worker has died
 _REAPED_S = 2.0  # until the fork server has told how a worker ended
-
-
-class Plans:
-    """The micro-batches to load next; a DataLoader's sampler that can be pointed at another epoch."""
-
-    def __init__(self) -> None:
-        self.plans: Iterable[MicroBatchPlan] = ()
-
-    def __iter__(self) -> Iterator[MicroBatchPlan]:
-        return iter(self.plans)
 
 
 class BatchStream:
@@ -66,37 +50,24 @@ class BatchStream:
     """
 
     def __init__(self, dataset: MicroBatchDataset, data_cfg: Data):
-        num_workers = data_cfg.NUM_DATALOADER_WORKERS
-        self._timeout_s = 0.0
-        self._plans = Plans()
+        self._dataset = dataset
+        self._num_workers = data_cfg.NUM_DATALOADER_WORKERS
+        self._timeout_s = data_cfg.WORKER_TIMEOUT_S or 0.0
         self._has_begun = False
         self._workers: list[Any] = []
-        self._requests: SimpleQueue[SimpleQueue[Any] | None] = SimpleQueue()
-        self._has_thread = False
-        # OpenCV, which the fast backend imports, would be 75 MiB in each worker.
-        self._preload = [*_PRELOAD, type(dataset.pipeline).__module__]
-        if num_workers:
-            # Also at the exit. torch asks a worker to end through a queue, which is closed already where stream and
-            # queue are freed together, as part of a traceback; then it sends SIGTERM, which workers ignore, and joins.
+        self._connections: list[Connection] = []
+        self._receivers: list[BatchReceiver] = []
+        self._due: deque[int] = deque()  # workers, in the order of the micro-batches that they were asked for
+        if self._num_workers:
             finalize(self, _kill, self._workers)
-            # It holds the loader, and so must end with the stream.
-            finalize(self, self._requests.put, None)
-            self._timeout_s = data_cfg.WORKER_TIMEOUT_S or 0.0
             note_shares()
-        pins = data_cfg.PIN_MEMORY and torch.cuda.is_available()
-        self._device = torch.cuda.current_device() if pins else None
-        self._loader: DataLoader[Any] = DataLoader(
-            _Sent(dataset) if num_workers else dataset,
-            sampler=self._plans,
-            batch_size=None,  # an index is a whole micro-batch already
-            collate_fn=_as_is,
-            num_workers=num_workers,
-            persistent_workers=num_workers > 0,
-            multiprocessing_context=START_METHOD if num_workers else None,
-            worker_init_fn=_begin_worker if num_workers else None,
-            pin_memory=pins,
-            generator=torch.Generator(),  # otherwise every epoch takes a number from the global generator
-        )
+        self._pins = data_cfg.PIN_MEMORY and torch.cuda.is_available()
+        self._pinner: ThreadPoolExecutor | None = None
+        if self._pins and self._num_workers:
+            # One thread for all epochs: glibc would give each the heap of some other thread, and batches would leave
+            # free memory behind in all heaps. A thread has a device of its own.
+            device = torch.cuda.current_device()
+            self._pinner = ThreadPoolExecutor(1, "pinned memory", torch.cuda.set_device, (device,))
 
     def load(self, plans: Iterable[MicroBatchPlan]) -> Iterator[ImageBatch]:
         """Yield the micro-batches of ``plans``, in order; one such iteration at a time.
@@ -105,58 +76,71 @@ class BatchStream:
             DataError: an image cannot be used.
             ProcessLostError: a worker died, or has not answered for WORKER_TIMEOUT_S.
         """
-        self._plans.plans = plans
-        for loaded in self._from_workers() if self._loader.num_workers else self._loader:
+        batches = self._from_workers(plans) if self._num_workers else map(self._dataset.__getitem__, plans)
+        if self._pins:
+            batches = map(Loaded.pin_memory, batches)
+        if self._pinner is not None:
+            batches = _ahead(self._pinner, batches)
+        for loaded in batches:
             yield self._open(loaded)
 
-    def _from_workers(self) -> Iterator[Loaded]:
-        """Yield what the workers load. A thread waits for them, so that whatever it is stuck in, this can give up."""
-        if not self._has_thread:
-            self._has_thread = True
-            arguments = (self._loader, self._workers, self._device, self._preload, self._requests)
-            Thread(target=_serve, args=arguments, daemon=True, name="loader workers").start()
-        answers: SimpleQueue[Any] = SimpleQueue()
-        for number in itertools.count():
-            self._requests.put(answers)
-            try:
-                answer = self._awaited(answers)
-            except Empty:
-                raise ProcessLostError(self._give_up_on(number % self._loader.num_workers)) from None
-            if isinstance(answer, BaseException):
-                raise self._explained(answer)
-            if answer is _END:
-                return
-            self._has_begun = True
+    def _from_workers(self, plans: Iterable[MicroBatchPlan]) -> Iterator[Loaded]:
+        """Yield what the workers load, each in its turn. They are asked ahead, and so never wait."""
+        if not self._workers:
+            self._start_workers()
+        while self._due:  # of an iteration that was given up
+            self._received()
+        turns, coming = itertools.cycle(range(self._num_workers)), iter(plans)
+        for plan in itertools.islice(coming, self._num_workers * _AHEAD):
+            self._ask(next(turns), plan)
+        while self._due:
+            answer = self._received()
+            for plan in itertools.islice(coming, 1):
+                self._ask(next(turns), plan)
+            if isinstance(answer, ExceptionWrapper):
+                answer.reraise()
             yield answer
 
-    def _awaited(self, answers: SimpleQueue[Any]) -> Any:
-        """Return the next answer, or an error if a worker has died and torch does not notice.
+    def _start_workers(self) -> None:
+        # OpenCV, which the fast backend imports, would be 75 MiB in each worker.
+        start_fork_server([*_PRELOAD, type(self._dataset.pipeline).__module__])
+        for index in range(self._num_workers):
+            connection, theirs = _CONTEXT.Pipe()
+            worker = _CONTEXT.Process(target=_work, args=(self._dataset, theirs), name=f"loader worker {index}")
+            worker.daemon = True  # it is not waited for
+            worker.start()
+            theirs.close()  # so that the worker's end is the only one, and closes with it
+            self._workers.append(worker)
+            self._connections.append(connection)
+            self._receivers.append(BatchReceiver(connection))
+            self._receivers[-1].set_timeout(self._timeout_s and self._timeout_s + _START_S)
 
-        torch looks for dead workers only between messages: of one that is killed while it writes a message, it would
-        wait for the rest, which the other workers' end of the pipe keeps open.
+    def _ask(self, turn: int, plan: MicroBatchPlan) -> None:
+        self._due.append(turn)
+        with suppress(ConnectionError):  # it has died; its turn to answer will tell
+            self._connections[turn].send(plan)
 
-        Raises:
-            Empty: none has come in time.
-        """
-        deadline = time.monotonic() + self._timeout_s + (0.0 if self._has_begun else _START_S)
-        has_died = False
-        while True:
-            left = deadline - time.monotonic()
-            try:
-                return answers.get(timeout=max(0.0, min(left, _NOTICED_S)))
-            except Empty:
-                if has_died:
-                    return EOFError("A loader worker has died while it sent a micro-batch.")
-                if left <= _NOTICED_S:
-                    raise
-                has_died = bool(wait([worker.sentinel for worker in self._workers], 0))
+    def _received(self) -> Any:
+        """Return the next answer. Raises ProcessLostError."""
+        turn = self._due.popleft()
+        try:
+            answer = self._receivers[turn].receive()
+        except BlockingIOError:
+            raise ProcessLostError(self._give_up_on(turn)) from None
+        except (EOFError, OSError) as error:
+            raise self._explained(error) from error
+        if not self._has_begun:
+            self._has_begun = True
+            for receiver in self._receivers:
+                receiver.set_timeout(self._timeout_s)
+        return answer
 
     def _give_up_on(self, turn: int) -> str:
         """Kill all workers. Returns the sentence that names those to blame: stopped ones, else the one that is due."""
         workers = [(index, worker.pid) for index, worker in enumerate(self._workers)]
         stopped = [f"worker {index} (process {pid}, which is stopped)" for index, pid in workers if _is_stopped(pid)]
         slow = [f"worker {index} (process {pid})" for index, pid in workers if index == turn]
-        names = " and ".join(stopped or slow) or "workers, which have not started"
+        names = " and ".join(stopped or slow)
         _kill(self._workers)
         return (
             f"A micro-batch has not come within {self._timeout_s:g} s from data loading {names}. Look at the disk that "
@@ -164,13 +148,11 @@ class BatchStream:
         )
 
     def _explained(self, error: BaseException) -> BaseException:
-        """Explain an error of torch's, or of the socket that a batch was to come through, where a worker has died."""
-        if not isinstance(error, OSError | EOFError) and not str(error).startswith("DataLoader worker"):
-            return error
+        """Explain why a worker's connection is closed; return ``error`` where none has ended."""
         for worker in self._workers:
-            worker.join(_REAPED_S / self._loader.num_workers)
+            worker.join(_REAPED_S / self._num_workers)
         dead = [(index, worker) for index, worker in enumerate(self._workers) if not worker.is_alive()]
-        if not dead and isinstance(error, OSError | EOFError):
+        if not dead:
             return error
         names = ", ".join(f"worker {index} (process {one.pid}) {_how_ended(one.exitcode)}" for index, one in dead)
         _kill(self._workers)
@@ -181,14 +163,10 @@ class BatchStream:
         else:
             advice = (
                 "Usually the machine ran out of memory: lower config.DATA.NUM_DATALOADER_WORKERS "
-                f"({self._loader.num_workers} per process; 0 loads in the training process itself)."
+                f"({self._num_workers} per process; 0 loads in the training process itself)."
             )
-        lost = ProcessLostError(
-            f"Data loading {names or f'workers died ({error})'}. {advice}",
-            any(one.exitcode == -signal.SIGKILL for _, one in dead),
-        )
-        lost.__cause__ = error
-        return lost
+        was_killed = any(one.exitcode == -signal.SIGKILL for _, one in dead)
+        return ProcessLostError(f"Data loading {names}. {advice}", was_killed)
 
     def _open(self, loaded: Loaded) -> ImageBatch:
         for name, reason in loaded.skipped.items():
@@ -205,65 +183,34 @@ def _kill(workers: Iterable[Any]) -> None:
     for worker in workers:
         with suppress(OSError, ValueError, AttributeError):  # gone, or never begun
             worker.kill()
-            forget_blocks([worker.pid])
 
 
-class _Sent(Dataset[PackedBatch]):
-    """Packs what a worker loads.
-
-    torch would share each tensor anew, in a thread that prints errors and drops the batch; the training process would
-    then wait for the batch forever.
-    """
-
-    def __init__(self, dataset: MicroBatchDataset):
-        self._dataset = dataset
-        self._sender = BatchSender()
-
-    def __getitem__(self, plan: MicroBatchPlan) -> PackedBatch:
-        self._sender.reclaim()
-        return self._sender.pack(self._dataset.load(plan, self._sender.empty))
-
-
-def _serve(
-    loader: DataLoader[Any],
-    workers: list[Any],
-    device: int | None,
-    preload: Sequence[str],
-    requests: SimpleQueue[SimpleQueue[Any] | None],
-) -> None:
-    """Answer each request in a thread, to the queue that it is: a batch, an error or the end. Fills ``workers``.
-
-    Another queue is another iteration. One thread serves all of them: glibc would give one for each epoch the heap of
-    some other thread, and batches would leave free memory behind in all heaps.
-    """
-    if device is not None:
-        torch.cuda.set_device(device)  # each thread has its own, and the loader pins memory for it
-    batches: Iterator[Any] = iter(())
-    served: SimpleQueue[Any] | None = None
-    while (answers := requests.get()) is not None:
-        try:
-            if answers is not served:
-                start_fork_server(preload)  # not left to torch, which would do it in this thread: it ends first
-                batches = iter(loader)
-                workers[:] = getattr(batches, "_workers", ())  # torch has no public name for them
-                served = answers
-            answer = next(batches, _END)
-            answers.put(answer.unpack() if isinstance(answer, PackedBatch) else answer)
-            del answer
-        except BaseException as error:  # noqa: BLE001 - the other thread raises it
-            answers.put(error)
-
-
-def _begin_worker(index: int) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torch has just set a handler, unlike for the fork server's others
+def _work(dataset: MicroBatchDataset, connection: Connection) -> None:
+    """Answer each plan with what was loaded, until the other end is closed."""
     end_with_creator()
     note_shares()
+    torch.set_num_threads(1)
     # A collection would write to every object that the fork server has imported, and so copy its page.
     gc.freeze()
+    sender = BatchSender(connection)
+    with suppress(EOFError, ConnectionError):
+        while True:
+            sender.send(_answer(dataset, connection.recv(), sender))
 
 
-def _as_is(loaded: Any) -> Any:
-    return loaded
+def _answer(dataset: MicroBatchDataset, plan: MicroBatchPlan, sender: BatchSender) -> Loaded | ExceptionWrapper:
+    try:
+        return dataset.load(plan, sender.empty)
+    except Exception:  # noqa: BLE001 - the training process raises it
+        return ExceptionWrapper(where="in a loader worker")
+
+
+def _ahead(thread: ThreadPoolExecutor, batches: Iterator[Loaded]) -> Iterator[Loaded]:
+    """Yield what the thread takes from ``batches``, one ahead."""
+    coming = thread.submit(next, batches, None)
+    while (loaded := coming.result()) is not None:
+        coming = thread.submit(next, batches, None)
+        yield loaded
 
 
 def _is_stopped(pid: int) -> bool:

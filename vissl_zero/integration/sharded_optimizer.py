@@ -510,7 +510,7 @@ def load_state(sharded: ShardedModel, folder: Path) -> tuple[int, dict[str, Any]
                 f"{checkpoint.path} groups parameters differently: {name} is {there} there, and {here} here. Give "
                 "initialize() the groups that were saved, in their order; freeze by requires_grad_(False) after it."
             )
-        check_same_update(saved, groups)
+        check_same_update(saved, sharded.optimizer)
         extra = read_extra(checkpoint)
         # After the checks above: what does not fit must not overwrite a part of the state.
         sharded.restore(StoredState(checkpoint))

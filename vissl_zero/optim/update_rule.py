@@ -340,14 +340,17 @@ def trial_state(optimizer: torch.optim.Optimizer, index: int, like: nn.Parameter
 
 
 def _state_of(optimizer: torch.optim.Optimizer, shape: tuple[int, ...]) -> dict[str, Any]:
-    param = nn.Parameter(torch.ones(shape))
-    param.grad = torch.ones(shape)
-    copied = trial(optimizer, {0: [param]})
-    try:
-        copied.step()
-    except Exception:  # noqa: BLE001 - it asks for a closure, or for matrices
-        return {}
-    return {key: value for key, value in copied.state[param].items() if value is not None}
+    # First without the state of other parameters: of another shape it may be of another kind (Muon, Adafactor).
+    for is_empty in (True, False):
+        param = nn.Parameter(torch.ones(shape))
+        param.grad = torch.ones(shape)
+        copied = trial(optimizer, {0: [param]})
+        if is_empty:
+            copied.state.clear()
+        with suppress(Exception):  # it asks for a closure, for matrices, or for state that it made when it was built
+            copied.step()
+            return {key: value for key, value in copied.state[param].items() if value is not None}
+    return {}
 
 
 def counter_keys(optimizer: torch.optim.Optimizer) -> frozenset[str]:

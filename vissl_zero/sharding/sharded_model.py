@@ -41,9 +41,11 @@ from vissl_zero.sharding.state import teacher as teaching
 from vissl_zero.sharding.state.missing_gradient import SPENT
 from vissl_zero.sharding.state.rank_state import layout_of, load_rank_state, load_torch_state, rank_state
 from vissl_zero.sharding.state.saved_state import (
+    NO_TEACHER,
     Part,
     SavedState,
     average_parts,
+    check_teacher,
     group_facts,
     parts_of,
     restore_average,
@@ -545,6 +547,11 @@ class ShardedModel:
         if "layout" not in state and {"state", "param_groups"} <= state.keys():
             load_torch_state(state, self._shards, self.optimizer)
             return
+        teacher, saved_teacher = self._saved_teacher(), state["teacher"]
+        if saved_teacher is not None and self._teacher is None:
+            raise CheckpointError(NO_TEACHER)
+        if saved_teacher is None and teacher is not None:
+            raise CheckpointError("The saved state has no teacher. Resume with the method that was trained.")
         self._before_shards_change()
         buffers = dict(self._saved_buffers())
         load_rank_state(state, self._plan, self._shards, self.optimizer, buffers, self._loss_scale)
@@ -553,10 +560,8 @@ class ShardedModel:
         else:
             self._average = WeightAverage(self._shards.values(), buffers)
             self._average.load(saved["params"], saved["buffers"])
-        if (teacher := self._saved_teacher()) is not None:
-            if state["teacher"] is None:
-                raise CheckpointError("The saved state has no teacher. Resume with the method that was trained.")
-            teacher.load_state_dict(state["teacher"])
+        if teacher is not None:
+            teacher.load_state_dict(saved_teacher)
         self._after_shards_change()
 
     def layout(self) -> dict[str, Any]:
@@ -634,9 +639,11 @@ class ShardedModel:
         """
         self._wait_for_readers()
         self._before_shards_change()
+        teacher = self._saved_teacher() if with_teacher else None
+        check_teacher(saved, self._teacher is not None, None if teacher is None else teacher._shards)
         restore_state(saved, self._shards, self.optimizer, self._loss_scale)
         self._average = restore_average(saved, self._shards, dict(self._saved_buffers()))
-        if with_teacher and (teacher := self._saved_teacher()) is not None:
+        if teacher is not None:
             teacher._before_shards_change()
             restore_teacher(saved, teacher._shards)
         self._after_shards_change()
@@ -706,4 +713,6 @@ class WholeTeacher(ShardedModel):
 
 def _no_optimizer(groups: list[dict[str, Any]]) -> tuple[torch.optim.Optimizer, None]:
     """Build an optimizer of nothing for an untrained model: torch's refuse to be built without a parameter."""
-    return torch.optim.SGD([nn.Parameter(torch.empty(0))], lr=0.0), None
+    optimizer = torch.optim.SGD([nn.Parameter(torch.empty(0))], lr=0.0)
+    optimizer.param_groups[0]["params"] = []  # the parameter is no shard
+    return optimizer, None

@@ -235,6 +235,26 @@ def test_a_flipped_bit_in_any_byte_of_a_file_of_weights_is_found(tmp_path):
         data[place] ^= bit
 
 
+def test_what_is_read_is_closed(tmp_path):
+    path = tmp_path / "weights.safetensors"
+    write_shard_file(path, [Entry.of("trunk.weight", torch.ones(3))], {}, with_checksums=True)
+    (tmp_path / "damaged.safetensors").write_bytes(path.read_bytes()[:20])
+
+    def num_open() -> int:
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    before = num_open()
+    for weights_path in (path, write(tmp_path, 4)):
+        with open_weights(weights_path) as weights:
+            for name in weights.tensors:
+                weights.read(name)
+            assert num_open() > before
+        assert num_open() == before
+    with pytest.raises(CheckpointError):
+        open_weights(tmp_path / "damaged.safetensors")
+    assert num_open() == before
+
+
 def test_files_of_two_checkpoints_do_not_mix(tmp_path):
     path = write(tmp_path, 4)
     _change(path / "rank00001.json", lambda body: body["rng"].update(torch="cd"))

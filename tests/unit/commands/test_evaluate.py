@@ -101,7 +101,7 @@ def test_embed_leaves_broken_files_out_and_names_them_on_any_number_of_ranks(fol
     (photos / "c.jpg").write_bytes(b"no image")
     rows = []
     for num_ranks in (1, 2):
-        words = [*SMALL, "config.DATA.ON_BROKEN_IMAGE=skip", f"config.DISTRIBUTED.NUM_PROC_PER_NODE={num_ranks}"]
+        words = [*SMALL, f"config.DISTRIBUTED.NUM_PROC_PER_NODE={num_ranks}"]
         out = tmp_path / f"{num_ranks}.npz"
         assert main(["embed", str(folder / "tiny.pth"), str(photos), "--out", str(out), *words]) == 0
         said = capfd.readouterr().out
@@ -223,6 +223,9 @@ def test_embed_says_what_it_does_before_its_work(folder, tmp_path, capfd):
     vissl_zero.embed(folder / "tiny.pth", photos, dict(word.split("=") for word in SMALL))
     assert capfd.readouterr().err == note
     (photos / "y.jpg").write_bytes(b"no image")
+    small = dict(word.split("=") for word in SMALL)
+    _, names = vissl_zero.embed(folder / "tiny.pth", photos, small)
+    assert "y.jpg" in capfd.readouterr().err and "y.jpg" not in names
     with pytest.raises(ConfigError) as caught:
-        vissl_zero.embed(folder / "tiny.pth", photos, dict(word.split("=") for word in SMALL))
+        vissl_zero.embed(folder / "tiny.pth", photos, small | {"config.DATA.ON_BROKEN_IMAGE": "raise"})
     assert str(caught.value).startswith(f"The image {photos}/y.jpg cannot be used: ")

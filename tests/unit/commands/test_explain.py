@@ -15,6 +15,7 @@ from vissl_zero.cli import main
 from vissl_zero.commands.explain import account_of, explain
 from vissl_zero.commands.plan import plan
 from vissl_zero.commands.train import train
+from vissl_zero.config import recipes
 from vissl_zero.config.catalog import public_equivalent, with_public_paths
 from vissl_zero.config.compose import compose
 from vissl_zero.config.recipes import recipe_file, recipe_files, recipe_text
@@ -139,6 +140,17 @@ def test_no_torch_is_imported():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("digits/swav: accepted")
+
+
+def test_values_levels_and_digits_of_a_recipe_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recipes, "_MAX_VALUES", 9)
+    monkeypatch.setattr(recipes, "_MAX_DEPTH", 4)
+    monkeypatch.setattr(recipes, "_MAX_DIGITS", 3)
+    # A mapping, its two keys, a list of two (3) and its alias (3); three lists; as many digits as there may be.
+    for most, more in (("{a: &x [b, c], d: *x}", "{a: &x [b, c], d: *x, e}"), ("[[[]]]", "[[[[]]]]"), ("999", "1000")):
+        recipes.require_moderate(most)
+        with pytest.raises(ValueError, match=r"it has more|it is nested|it has a number"):
+            recipes.require_moderate(more)
 
 
 LAUGHS = "x0: &x0 [a]\n" + "".join(f"x{i}: &x{i} [{', '.join([f'*x{i - 1}'] * 9)}]\n" for i in range(1, 10))

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
+import os
+import struct
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from tests.blocks import data_block
 from tests.unit.data.conftest import MakeData
-from vissl_zero.data import batch_memory
-from vissl_zero.data.batch_memory import BatchSender, forget_blocks
+from vissl_zero.data.batch_memory import BatchReceiver, BatchSender
 from vissl_zero.data.dataset import ImageBatch, Loaded
 from vissl_zero.data.loader import build_loader
 
@@ -22,20 +27,33 @@ def batch_of(images: list[torch.Tensor]) -> Loaded:
     return Loaded(ImageBatch(images, [1] * len(images), None, torch.arange(4), 4))
 
 
-def sent(sender: BatchSender, value: float, shape: tuple[int, ...] = SHAPE) -> torch.Tensor:
+class Sender(BatchSender):
+    """A worker's side, and the training process's behind the same pair of sockets."""
+
+    def __init__(self, ours: Connection, theirs: Connection):
+        super().__init__(theirs)
+        self.receiver = BatchReceiver(ours)
+
+    def sent(self, answer: Any) -> Any:
+        """What the training process gets."""
+        self.send(answer)
+        return self.receiver.receive()
+
+
+def sent(sender: Sender, value: float, shape: tuple[int, ...] = SHAPE) -> torch.Tensor:
     """What the training process gets of a batch of equal pixels."""
-    batch = sender.pack(batch_of([sender.empty(shape).fill_(value)])).unpack().batch
-    assert batch is not None
-    return batch.images[0]
+    images: torch.Tensor = sender.sent(batch_of([sender.empty(shape).fill_(value)])).batch.images[0]
+    return images
 
 
 @pytest.fixture
-def sender(request: pytest.FixtureRequest) -> BatchSender:
-    request.addfinalizer(lambda: forget_blocks(list(batch_memory._opened)))
-    return BatchSender()
+def sender() -> Iterator[Sender]:
+    ours, theirs = multiprocessing.Pipe()
+    with ours, theirs:
+        yield Sender(ours, theirs)
 
 
-def test_a_block_is_used_again_once_every_tensor_in_it_is_freed(sender: BatchSender) -> None:
+def test_a_block_is_used_again_once_every_tensor_in_it_is_freed(sender: Sender) -> None:
     first = sent(sender, 1.0)
     part = first[1:2].view(-1)  # another tensor with the same storage
     del first
@@ -48,14 +66,14 @@ def test_a_block_is_used_again_once_every_tensor_in_it_is_freed(sender: BatchSen
     assert bool((second == 2).all()) and bool((third == 3).all())
 
 
-def test_an_array_of_a_tensor_keeps_its_block(sender: BatchSender) -> None:
+def test_an_array_of_a_tensor_keeps_its_block(sender: Sender) -> None:
     array = sent(sender, 1.0).numpy()[2:]
     for value in (2.0, 3.0):
         sent(sender, value)
     assert (array == 1).all()
 
 
-def test_the_autograd_graph_keeps_a_block(sender: BatchSender) -> None:
+def test_the_autograd_graph_keeps_a_block(sender: Sender) -> None:
     weight = torch.full(SHAPE, 2.0, requires_grad=True)
     product = (sent(sender, 3.0) * weight).sum()
     sent(sender, 4.0)
@@ -63,32 +81,43 @@ def test_the_autograd_graph_keeps_a_block(sender: BatchSender) -> None:
     assert weight.grad is not None and bool((weight.grad == 3).all())
 
 
-def test_a_larger_batch_takes_the_place_of_a_free_smaller_block(sender: BatchSender) -> None:
+def test_a_larger_batch_takes_the_place_of_a_free_smaller_block(sender: Sender) -> None:
     sent(sender, 1.0)
+    num_open = len(list(Path("/proc/self/fd").iterdir()))
     large = sent(sender, 2.0, (8, *SHAPE[1:]))
     assert len(sender._blocks) == 1 and bool((large == 2).all())
+    assert len(list(Path("/proc/self/fd").iterdir())) == num_open  # the small one's is closed
     del large
     kept = sent(sender, 3.0)
     assert len(sender._blocks) == 1 and bool((kept == 3).all())
-    (blocks,) = batch_memory._opened.values()
-    assert len(blocks) == 1
+    assert len(sender.receiver._blocks) == 1
 
 
-def test_a_batch_that_could_not_be_loaded_gives_its_blocks_back(sender: BatchSender) -> None:
+def test_a_batch_that_could_not_be_loaded_gives_its_blocks_back(sender: Sender) -> None:
     for _ in range(3):
-        sender.reclaim()
         sender.empty(SHAPE)
-        assert sender.pack(Loaded(None, error="a broken image")).unpack().error == "a broken image"
+        assert sender.sent(Loaded(None, error="a broken image")).error == "a broken image"
     assert len(sender._blocks) == 1
 
 
 @pytest.mark.parametrize("shape", [SHAPE, (0, 3, 96, 96), (2, 3, 4, 4)])
-def test_tensors_made_elsewhere_and_small_ones_travel_too(sender: BatchSender, shape: tuple[int, ...]) -> None:
+def test_tensors_made_elsewhere_and_small_ones_travel_too(sender: Sender, shape: tuple[int, ...]) -> None:
     images = [torch.randn(shape), torch.randn(shape).to(torch.float64)]
-    batch = sender.pack(batch_of(list(images))).unpack().batch
+    batch = sender.sent(batch_of(list(images))).batch
     assert batch is not None
     assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(batch.images, images, strict=True))
     assert torch.equal(batch.sample_ids, torch.arange(4))
+
+
+def test_a_worker_that_stops_within_a_message_is_waited_for_no_longer_than_the_timeout(
+    sender: Sender,
+) -> None:
+    sender.receiver.set_timeout(0.2)
+    with pytest.raises(BlockingIOError):
+        sender.receiver.receive()
+    os.write(sender._connection.fileno(), struct.pack("!i", 10**6))  # its length, as it begins
+    with pytest.raises(BlockingIOError):
+        sender.receiver.receive()
 
 
 @pytest.mark.timeout(120)
@@ -104,5 +133,5 @@ def test_a_held_batch_stays_as_it_is_while_a_worker_loads_on(make_data: MakeData
     epochs = [[batch.images[0].mean() for (batch,) in loader.epoch(epoch)] for epoch in (1, 2, 3)]
     assert torch.equal(view, kept[-1])
     assert all(len(means) == 3 for means in epochs)
-    (blocks,) = [batch_memory._opened[worker.pid] for worker in loader._stream._workers]
-    assert len(blocks) <= 6  # two in each direction, this one, and one in the making
+    (receiver,) = loader._stream._receivers
+    assert len(receiver._blocks) <= 6  # two in each direction, this one, and one in the making

@@ -227,7 +227,7 @@ def test_skipping_keeps_no_exception_and_no_image(make_data: MakeData, photos: P
     truncate(photos / "a/1.jpg")
     data = make_data("disk_folder", photos, broken="skip") | {"BACKEND": backend}
     loader = build_loader(data_block(data), "TRAIN", 1, 4, 0, 1, 1)
-    dataset = loader._stream._loader.dataset
+    dataset = loader._stream._dataset
     first, again = ([list(step[0].images) for step in loader.epoch(epoch)] for epoch in (0, 0))
     assert all(torch.equal(a, b) for x, y in zip(first, again, strict=True) for a, b in zip(x, y, strict=True))
     assert list(dataset._broken) == [1] and all(isinstance(text, str) for text in dataset._broken[1])

@@ -50,6 +50,16 @@ def test_accumulated_steps_hold_the_samples_of_one_large_batch() -> None:
     assert [flat([step]) for step in ids(accumulated)] == [step[0] for step in ids(whole)]
 
 
+def test_accumulation_deals_micro_batch_by_micro_batch_unless_it_is_exact() -> None:
+    """With exact accumulation, what a rank has of a step lies together."""
+    for rank in (0, 1):
+        each = [step[0] for step in ids(orders(2)[rank])]
+        assert [part for step in ids(orders(2, accumulation_steps=3)[rank]) for part in step] == each
+        together = ids(orders(2, accumulation_steps=3, is_exact=True)[rank])
+        assert [flat([step]) for step in together] == [step[0] for step in ids(orders(2, micro_batch=24)[rank])]
+        assert together[0] != [each[0], each[1], each[2]]
+
+
 def test_the_global_count_is_right_for_the_partial_batch() -> None:
     for order in orders(2):
         steps = list(order.steps(0))

@@ -46,7 +46,7 @@ def test_digits_are_split_as_documented(make_data: MakeData) -> None:
     image = test.image(2)
     assert (image.mode, image.size) == ("RGB", (8, 8))
     assert np.allclose(np.asarray(image)[..., 0], data.images[1439] * 255 / 16, atol=0.5)
-    assert test.name(2) == "digit 1439"
+    assert (train.name(2), test.name(2)) == ("digit 2", "digit 1439")
 
 
 def test_programs_read_each_image_once(make_data: MakeData) -> None:

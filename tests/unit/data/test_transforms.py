@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -125,6 +126,58 @@ def test_colour_distortion_and_blur_do_what_they_say() -> None:
         gray += bool((np.ptp(pixels, axis=2) == 0).all())
     assert 40 < untouched < 90  # 0.2 without jitter x 0.8 without gray = 0.16 of 400
     assert 55 < gray < 110  # 0.2 of 400
+
+
+CROPS = {"total_num_crops": 2, "num_crops": [2], "size_crops": [8], "crop_scales": [[0.5, 1.0]]}
+
+
+@pytest.mark.parametrize(
+    ("name", "right", "wrong", "says"),
+    [
+        ("ImgPilRandomSolarize", {"p": 1.0}, {"p": 1.1}, "p must be from 0 to 1"),
+        ("ImgPilRandomPhotometric", {"p": 0.0}, {"p": -0.1}, "p must be from 0 to 1"),
+        ("ImgPil2LabTensor", {"indices": []}, {"indices": [0]}, "indices must be empty"),
+        ("MNISTImgPil2RGB", {"size": [8, 9]}, {"size": [8]}, "size must be a number or two, box two numbers"),
+        ("MNISTImgPil2RGB", {"box": [1, 2]}, {"box": [1]}, "size must be a number or two, box two numbers"),
+        ("ImgPilToMultiCrop", CROPS, {**CROPS, "total_num_crops": 3}, "with these num_crops, total_num_crops is 2"),
+        ("ImgPilToMultiCrop", CROPS, {**CROPS, "size_crops": [8, 4]}, "of one length, and total_num_crops their sum"),
+        (
+            "ImgPilToMultiCrop",
+            {**CROPS, "interpolation": "bicubic"},
+            {**CROPS, "interpolation": "nearest"},
+            "interpolation must be bilinear or bicubic, not nearest",
+        ),
+        (
+            "ImgPilToMultiCrop",
+            {**CROPS, "keeps_boxes": True},
+            {**CROPS, "keeps_boxes": 1},
+            "keeps_boxes must be true or false, not 1",
+        ),
+        ("ImgReplicatePil", {"num_times": 1}, {"num_times": 0}, "num_times must be a whole number, at least 1"),
+        ("ImgPilToPatchesAndImage", {}, {"permute_patches": False}, "permute_patches must be true"),
+    ],
+)
+def test_wrong_values_of_a_transform(name: str, right: dict[str, Any], wrong: dict[str, Any], says: str) -> None:
+    TRANSFORMS.get(name).build(**right)
+    with pytest.raises(ValueError, match=re.escape(says)):
+        TRANSFORMS.get(name).build(**wrong)
+
+
+@pytest.mark.parametrize(
+    ("color", "lab"),
+    [
+        ((255, 255, 255), (50, 0, 0)),
+        ((0, 0, 0), (-50, 0, 0)),
+        # CIE Lab of sRGB's primaries, 53.2 80.1 67.2, 87.7 -86.2 83.2 and 32.3 79.2 -107.9, in steps of 8 bits
+        ((255, 0, 0), (136 * 100 / 255 - 50, 80, 67)),
+        ((0, 255, 0), (224 * 100 / 255 - 50, -86, 83)),
+        ((0, 0, 255), (82 * 100 / 255 - 50, 79, -108)),
+    ],
+)
+def test_lab_is_cies(color: tuple[int, int, int], lab: tuple[float, float, float]) -> None:
+    pixels = TRANSFORMS.get("ImgPil2LabTensor").build()(Image.new("RGB", (2, 3), color))
+    assert pixels.shape == (3, 3, 2) and pixels.dtype == torch.float32
+    torch.testing.assert_close(pixels[:, 1, 1], torch.tensor(lab, dtype=torch.float32))
 
 
 def test_a_transform_of_ones_own() -> None:

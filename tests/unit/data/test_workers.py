@@ -6,9 +6,9 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,9 @@ from PIL import Image
 
 from tests.blocks import data_block
 from tests.unit.data.conftest import MakeData
+from vissl_zero.data.dataset import MicroBatchPlan
 from vissl_zero.data.loader import Loader, build_loader
+from vissl_zero.data.workers import _ahead
 from vissl_zero.errors import DataError, ProcessLostError
 from vissl_zero.registry import TRANSFORMS
 
@@ -112,7 +114,6 @@ def test_a_defect_in_a_users_transform_keeps_its_own_traceback(
 def test_a_worker_that_is_stopped_or_killed_between_epochs_is_named(
     make_data: MakeData, photos: Path, number: int
 ) -> None:
-    """Between epochs torch waits for every worker, whatever its own timeout; so does it for a batch's descriptors."""
     data = make_data("disk_folder", photos, num_workers=2)
     loader = build_loader(data_block({**data, "WORKER_TIMEOUT_S": 20.0}), "TRAIN", 0, 4, 0, 1, 1)
     assert len(list(loader.epoch(0))) == 3
@@ -129,52 +130,55 @@ def test_a_worker_that_is_stopped_or_killed_between_epochs_is_named(
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-def test_a_worker_that_is_killed_while_it_sends_a_batch_is_named_at_once(make_data: MakeData, photos: Path) -> None:
-    """The rest of its message never comes, and the other worker keeps the pipe open: torch waits for it."""
-    sizes = list(range(60, 70))  # tensors that travel with the message, together more than a pipe holds
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
+def test_a_worker_that_is_stopped_or_killed_while_it_sends_a_batch_is_named(
+    make_data: MakeData, photos: Path, number: int
+) -> None:
+    sizes = list(range(60, 70))  # tensors that travel with the message, together more than a socket holds
     crops = {"total_num_crops": 10, "size_crops": sizes, "num_crops": [1] * 10, "crop_scales": [[0.5, 1.0]] * 10}
     transforms = [{"name": "ImgPilToMultiCrop", **crops}, {"name": "ToTensor"}]
     data = make_data("disk_folder", photos, num_workers=2, TRANSFORMS=transforms)
-    loader = build_loader(data_block(data), "TRAIN", 0, 1, 0, 1, 1)
+    timeout_s = 10.0 if number == signal.SIGSTOP else 60.0
+    loader = build_loader(data_block({**data, "WORKER_TIMEOUT_S": timeout_s}), "TRAIN", 0, 1, 0, 1, 1)
     batches = loader.epoch(0)
     next(batches)
 
     def senders() -> list[int]:
-        return [pid for pid in _pids(loader) if any("pipe_write" in text for text in _waits(pid))]
+        return [pid for pid in _pids(loader) if any("sock_alloc_send" in text for text in _waits(pid))]
 
-    _until(lambda: bool(senders()))
-    [victim] = senders()
-    os.kill(victim, signal.SIGKILL)
+    _until(lambda: len(senders()) == 2)
+    victim = senders()[0]
+    os.kill(victim, number)
+    words = {signal.SIGSTOP: ", which is stopped", signal.SIGKILL: r"\) was ended by SIGKILL"}
     begin = time.monotonic()
-    with pytest.raises(ProcessLostError, match=rf"\(process {victim}\) was ended by SIGKILL") as lost:
+    with pytest.raises(ProcessLostError, match=rf"\(process {victim}{words[number]}") as lost:
         list(batches)
-    assert lost.value.was_killed
-    assert time.monotonic() - begin < 30.0, "not after WORKER_TIMEOUT_S"
+    assert lost.value.was_killed == (number == signal.SIGKILL)
+    assert time.monotonic() - begin < 30.0
 
 
 @pytest.mark.timeout(120)
-def test_epochs_share_the_thread_that_waits_for_workers(make_data: MakeData, photos: Path) -> None:
-    """A new one for each would take the heap of some other thread, until batches have left memory behind in each."""
-    loader = build_loader(data_block(make_data("disk_folder", photos, num_workers=1)), "TRAIN", 0, 4, 0, 1, 1)
+def test_a_thread_takes_batches_ahead_as_page_locked_memory_needs_it(make_data: MakeData, photos: Path) -> None:
+    loader = build_loader(data_block(make_data("disk_folder", photos, num_workers=2)), "TRAIN", 0, 1, 0, 1, 1)
+    plans = [MicroBatchPlan(0, (sample,), 1) for sample in (3, 1, 2)]
 
-    def waiting() -> list[threading.Thread]:
-        return [thread for thread in threading.enumerate() if thread.name == "loader workers"]
+    def loaded() -> Iterator[int]:
+        for one in _ahead(thread, loader._stream._from_workers(plans)):
+            assert one.batch is not None
+            yield int(one.batch.sample_ids)
 
-    others = set(waiting())
-    first = [batch.sample_ids.tolist() for [batch] in loader.epoch(0)]
-    [thread] = set(waiting()) - others
-    next(loader.epoch(1))  # given up
-    assert [batch.sample_ids.tolist() for [batch] in loader.epoch(0)] == first
-    assert set(waiting()) - others == {thread}
-    del loader
-    gc.collect()
-    thread.join(20)
-    assert not thread.is_alive()
+    with ThreadPoolExecutor(1) as thread:
+        assert list(loaded()) == [3, 1, 2]
+        assert next(loaded()) == 3  # given up
+        assert list(loaded()) == [3, 1, 2]
+        os.kill(_pids(loader)[1], signal.SIGKILL)
+        with pytest.raises(ProcessLostError):
+            list(loaded())
 
 
 @pytest.mark.timeout(180)
 def test_workers_end_with_an_iteration_that_an_error_keeps(make_data: MakeData, photos: Path) -> None:
-    """The queues that ask them to end are freed with it, and they ignore SIGTERM: the process would not exit."""
+    """They ignore SIGTERM: the process would not exit."""
     (photos / "a/3.jpg").write_bytes(b"no image")
     kept: list[Any] = [
         build_loader(data_block(make_data("disk_folder", photos, num_workers=2)), "TRAIN", 0, 6, 0, 1, 1)
@@ -187,7 +191,6 @@ def test_workers_end_with_an_iteration_that_an_error_keeps(make_data: MakeData, 
     assert len(pids) == 2
     del kept
     gc.collect()
-    # Not by their exit codes: torch's iterator reads these in another thread as it is freed, and only one reader can.
     _until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
 
 
@@ -283,8 +286,7 @@ def _start(
 
 
 def _pids(loader: Loader) -> list[int]:
-    workers: Any = loader._stream._workers
-    return [worker.pid for worker in workers]
+    return [worker.pid for worker in loader._stream._workers]
 
 
 def _children(pid: int) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import sys
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -185,6 +187,32 @@ def test_a_loss_that_is_no_number_is_found_a_step_late_and_never_saved(tmp_path,
     assert run.step == reached and spoil.seen == [0, 1, 2]
     assert [int(path.name.removeprefix("step_")) for path in find_checkpoints(tmp_path)] == saved
     assert json.loads((tmp_path / "diverged.json").read_text())["step"] == 3
+
+
+class _Ask(Hook):
+    """Asks for a stop after step ``step``."""
+
+    def __init__(self, step: int):
+        self.step = step
+
+    def on_step(self, run: Run, step: Step) -> None:
+        if step.step == self.step:
+            stopping.request_stop("a test")
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_run_that_stops_has_saved_its_last_step_when_it_says_so(tmp_path, is_async):
+    run, schedules, frozen = build_run(make_plan(make_config(), tmp_path, max_steps=7), torch.device("cpu"))
+    saver = Saver(tmp_path, is_async=is_async, keep_last=-1, keep_every=-1)
+    console = Console(file=io.StringIO(), width=200)
+    try:
+        train(run, schedules, frozen, [_Ask(3), CheckpointHook(saver, [], epochs=-1, steps=100, console=console)])
+    finally:
+        stopping.forget()
+    assert run.stop == stopping.Stop("a test") and run.step == 5
+    assert [path.name for path in find_checkpoints(tmp_path)] == ["step_000000005"]
+    said = "Stopping after step 5 (a test); the checkpoint of step 5 is saved. The same command resumes from there."
+    assert said in " ".join(console.file.getvalue().split())
 
 
 def test_records_of_a_long_run_are_thinned_out():

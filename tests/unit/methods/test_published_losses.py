@@ -338,6 +338,13 @@ def test_data2vec():
     _is(latent_regression(_randn(23, 3, 4, 5), mean_of_blocks(blocks), beta=2.0), 0.46239243604983776)
 
 
+def test_a_memory_begins_the_same_on_every_rank() -> None:
+    """Whatever a rank has drawn before: every rank keeps all of it."""
+    first = MemoryBank(20, 5).memory.clone()
+    assert torch.equal(MemoryBank(20, 5).memory, first) and not torch.equal(MemoryBank(20, 5, seed=1).memory, first)
+    torch.testing.assert_close(first.norm(dim=1), torch.ones(20))
+
+
 def test_npid():
     """vissl 09270ed nce_loss.py: scores, Z from the first batch, the loss, and the memory afterwards."""
     bank = MemoryBank(20, 5, momentum=0.5).double()

@@ -37,6 +37,51 @@ def test_built_in_optimizers_with_the_defaults_of_their_config(name, expected):
     assert adaptation == (Lars() if name == "lars" else None)
 
 
+ADAMS = {"betas": [0.8, 0.7], "eps": 1e-3}
+MUONS = {**ADAMS, "momentum": 0.6, "nesterov": False, "ns_steps": 3, "ns_dtype": "float32", "adjust_lr_fn": "original"}
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("sgd", {"momentum": 0.6, "nesterov": True}),
+        ("lars", {"momentum": 0.6, "nesterov": True}),
+        ("adam", {**ADAMS, "amsgrad": True}),
+        ("adamw", {**ADAMS, "amsgrad": True}),
+        ("lion", {"betas": [0.8, 0.7]}),
+        ("lamb", {**ADAMS, "trust_clip": True, "always_adapt": True}),
+        ("adafactor", {"beta2_decay": -0.5}),
+        ("muon", MUONS),
+        ("normuon", {**MUONS, "row_beta": 0.5}),
+        ("shampoo", {**ADAMS, "matrix_eps": 1e-2, "frequency": 3, "block_size": 2}),
+        ("adamw_8bit", {**ADAMS, "block_size": 4, "min_elements": 5}),
+        ("adamw_schedule_free", {**ADAMS, "warmup_steps": 7, "r": 0.5, "weight_lr_power": 1.0}),
+    ],
+)
+def test_every_key_reaches_the_optimizer(name, options):
+    assert options.keys() <= vars(OPTIMIZERS.get(name).config()).keys()
+    optimizer, _ = build_optimizer(OptimizerPlan(name, options), groups())
+    expected = {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}
+    for group in optimizer.param_groups:
+        assert {key: group[key] for key in expected} == expected
+
+
+def test_keys_that_the_optimizer_calls_otherwise():
+    lars = build_optimizer(OptimizerPlan("lars", {"eta": 0.5, "eps": 0.25, "exclude_bias_and_norm": True}), groups())
+    assert lars[1] == Lars(0.5, 0.25, True)
+    adafactor = build_optimizer(OptimizerPlan("adafactor", {"clip_threshold": 3.0}), groups())[0]
+    assert adafactor.param_groups[0]["d"] == 3.0
+    # Clipping by the norm of all gradients is ZERO.clip_grad's, and would look at more than a tensor.
+    assert build_optimizer(OptimizerPlan("lamb"), groups())[0].param_groups[0]["max_grad_norm"] is None
+
+
+@pytest.mark.parametrize("name", ["muon", "normuon"])
+def test_adamw_runs_on_heads_unless_muon_is_asked_for(name):
+    for asked, expected in ((False, [True, False]), (True, [True, True])):
+        optimizer, _ = build_optimizer(OptimizerPlan(name, {"use_muon_on_heads": asked}), groups())
+        assert [group["use_muon"] for group in optimizer.param_groups] == expected
+
+
 @pytest.mark.parametrize("name", ["sgd", "adam", "adamw"])
 def test_larc_on_any_element_wise_optimizer(name):
     plan = OptimizerPlan(name, larc=LarcPlan(clip=True, trust_coefficient=0.02, eps=1e-6))
@@ -54,6 +99,13 @@ def test_larc_on_lars_is_refused():
         ("sgd", {"momentum": 0.0, "nesterov": True}, "Nesterov momentum requires a momentum"),
         ("sgd", {"momentum": -1.0}, "Invalid momentum"),
         ("adamw", {"betas": [1.5, 0.9]}, "Invalid beta parameter"),
+        ("muon", {"ns_dtype": "float16"}, "ns_dtype must be one of bfloat16, float32, float64, got float16"),
+        ("shampoo", {"betas": [0.9, 1.0]}, r"betas must be in \[0, 1\)"),
+        ("shampoo", {"frequency": 0}, "frequency and block_size must be at least 1"),
+        ("shampoo", {"block_size": 0}, "frequency and block_size must be at least 1"),
+        ("shampoo", {"matrix_eps": 0.0}, "frequency and block_size must be at least 1, and matrix_eps above 0"),
+        ("adamw_8bit", {"betas": [0.9, 1.0]}, r"betas must be in \[0, 1\)"),
+        ("adamw_8bit", {"block_size": 0}, "block_size must be at least 1"),
     ],
 )
 def test_options_that_the_optimizer_refuses(name, options, reason):

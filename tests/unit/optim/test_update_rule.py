@@ -6,13 +6,23 @@ import inspect
 
 import prodigyopt
 import pytest
+import schedulefree
 import timm.optim
 import torch
 from torch import nn
 
 from vissl_zero.errors import ConfigError
 from vissl_zero.optim import update_rule as module
-from vissl_zero.optim.update_rule import ELEMENT_WISE, UpdateRule, element_keys, update_rule
+from vissl_zero.optim.update_rule import (
+    ELEMENT_WISE,
+    UpdateRule,
+    counter_keys,
+    element_keys,
+    state_keys,
+    trial_state,
+    update_rule,
+    with_wrapped,
+)
 
 SHAPES = [(40, 7), (40,), (5, 3, 3, 3), (4, 40), ()]
 
@@ -168,8 +178,61 @@ def test_a_trial_leaves_the_optimizer_alone():
     assert torch.equal(before, params[0]) and torch.equal(random_state, torch.get_rng_state())
 
 
+def test_a_trial_leaves_state_that_is_there_from_the_start_alone():
+    param = nn.Parameter(torch.ones(3, 4))
+    optimizer = torch.optim.Adagrad([param], initial_accumulator_value=0.5)
+    assert state_keys(optimizer) == {"step", "sum"}
+    trial_state(optimizer, 0, param)
+    assert float(optimizer.state[param]["step"]) == 0 and bool((optimizer.state[param]["sum"] == 0.5).all())
+
+
 def test_counters_are_told_from_values_of_elements():
     param = nn.Parameter(torch.zeros(()))
     assert element_keys(torch.optim.NAdam([param])) == {"exp_avg", "exp_avg_sq"}  # not step, not mu_product
     assert element_keys(torch.optim.ASGD([param])) == {"ax"}
     assert element_keys(torch.optim.Adagrad([param])) == {"sum"}
+
+
+def test_state_that_every_parameter_has_whatever_its_shape():
+    matrix, scalar = nn.Parameter(torch.zeros(2, 3)), nn.Parameter(torch.zeros(()))
+    assert state_keys(torch.optim.NAdam([scalar])) == {"step", "mu_product", "exp_avg", "exp_avg_sq"}
+    assert state_keys(torch.optim.Muon([matrix])) == {"momentum_buffer"}  # it takes no vectors
+    assert state_keys(torch.optim.Adafactor([matrix])) == {"step"}  # a matrix has row_var and col_var
+    assert state_keys(torch.optim.SGD([matrix])) == set()
+
+
+def test_settings_that_a_step_changes_are_state():
+    param = nn.Parameter(torch.zeros(2, 3))
+    built = schedulefree.AdamWScheduleFree([param], lr=0.1)
+    built.train()
+    assert counter_keys(built) == {"k", "scheduled_lr", "lr_max", "weight_sum"}
+    assert counter_keys(timm.optim.Lookahead(torch.optim.AdamW([param], lr=0.1))) == {"lookahead_step"}
+    assert counter_keys(torch.optim.Muon([param])) == counter_keys(torch.optim.Adam([param])) == set()
+
+
+def test_the_state_of_a_first_step_has_its_shapes_and_formats():
+    """Whether it may be computed without values (Adam) or not."""
+
+    class Reading(torch.optim.Adam):
+        """Looks at a value on the host, which a tensor without memory does not have."""
+
+        def step(self, closure=None):
+            assert float(self.param_groups[0]["params"][0].detach().sum()) != 0
+            return super().step(closure)
+
+    param = nn.Parameter(torch.zeros(2, 3, dtype=torch.float64))
+    for cls in (torch.optim.Adam, Reading):
+        optimizer = cls([{"params": [nn.Parameter(torch.zeros(2))]}, {"params": [param], "amsgrad": True}])
+        state = trial_state(optimizer, 1, param)
+        assert {key: (tuple(value.shape), value.dtype) for key, value in state.items()} == {
+            "step": ((), torch.float32),
+            **dict.fromkeys(("exp_avg", "exp_avg_sq", "max_exp_avg_sq"), ((2, 3), torch.float64)),
+        }
+        assert trial_state(optimizer, 0, param).keys() == {"step", "exp_avg", "exp_avg_sq"}
+
+
+def test_optimizers_inside_an_optimizer():
+    inner = torch.optim.AdamW([nn.Parameter(torch.zeros(2))])
+    outer = timm.optim.Lookahead(inner)
+    outer.other = torch.optim.SGD([nn.Parameter(torch.zeros(2))])  # over other groups: an optimizer of its own
+    assert with_wrapped(outer) == [outer, inner] and with_wrapped(inner) == [inner]

@@ -147,3 +147,39 @@ def test_shampoos_means_run_and_its_roots_are_taken_every_so_many_steps() -> Non
     values, vectors = torch.linalg.eigh(roots[0])
     fourth = vectors @ torch.diag(values**-4) @ vectors.T  # root^-4: the mean without its start at zero
     torch.testing.assert_close(fourth, _randn(100, 3, 3) @ _randn(100, 3, 3).T, rtol=1e-3, atol=1e-3)
+
+
+def test_a_closure_is_called_with_gradients_and_its_loss_returned() -> None:
+    param = nn.Parameter(_randn(0, 3))
+
+    def closure() -> Tensor:
+        (loss := param.square().sum()).backward()
+        return loss
+
+    before = float(param.detach().square().sum())
+    assert AdamW8bit([param]).step(closure).item() == before and param.grad is not None
+    assert float(param.detach().square().sum()) < before
+
+
+def test_what_has_no_gradient_or_no_elements_is_left_alone() -> None:
+    params = [nn.Parameter(_randn(0, 3)), nn.Parameter(_randn(0, 0, 2)), nn.Parameter(_randn(0, 2, 2))]
+    for param in params[:2]:
+        param.grad = torch.ones_like(param)
+    for cls in (AdamW8bit, MuonAdamW, Shampoo):
+        optimizer = cls(params)
+        optimizer.step()
+        assert [bool(optimizer.state.get(param)) for param in params] == [True, False, False]
+
+
+@pytest.mark.parametrize("cls", [AdamW8bit, MuonAdamW])
+def test_a_tensor_in_another_order_of_memory_takes_the_same_steps(cls: Any) -> None:
+    start, grads = _randn(0, 6, 4), [_randn(step, 6, 4) for step in (1, 2, 3)]
+    found = []
+    for is_turned in (False, True):
+        param = nn.Parameter(start.T.contiguous().T if is_turned else start.clone())
+        optimizer = cls([param], **({"ns_dtype": "float64"} if cls is MuonAdamW else {"min_elements": 1}))
+        for grad in grads:
+            param.grad = grad.clone(memory_format=torch.preserve_format)
+            optimizer.step()
+        found.append(param.detach())
+    torch.testing.assert_close(found[1], found[0], rtol=1e-12, atol=1e-12)

@@ -272,6 +272,88 @@ REFUSALS = {
         {"MODEL__FEATURE_EVAL_SETTINGS__FREEZE_TRUNK_ONLY": True},
         "config.MODEL.FEATURE_EVAL_SETTINGS.FREEZE_TRUNK_ONLY: needs EVAL_MODE_ON",
     ),
+    "scales of crops": (
+        {
+            "DATA__TRAIN__TRANSFORMS": [
+                {"name": "ImgPilToMultiCrop", "num_crops": [2], "size_crops": [16], "crop_scales": [[1.0, 0.5]]}
+            ]
+        },
+        "ImgPilToMultiCrop.crop_scales: must list pairs of shares, the smaller one first",
+    ),
+    "nothing to mix": (
+        {
+            "DATA__TRAIN__COLLATE_FUNCTION": "cutmixup_collator",
+            "DATA__TRAIN__COLLATE_FUNCTION_PARAMS": {"mixup_alpha": 0.0, "cutmix_alpha": 0.0},
+        },
+        "COLLATE_FUNCTION_PARAMS: must have a mixup_alpha or a cutmix_alpha above 0, or cutmix_minmax",
+    ),
+    "boxes to cut": (
+        {
+            "DATA__TRAIN__COLLATE_FUNCTION": "cutmixup_collator",
+            "DATA__TRAIN__COLLATE_FUNCTION_PARAMS": {"cutmix_minmax": [0.8, 0.2]},
+        },
+        "COLLATE_FUNCTION_PARAMS.cutmix_minmax: must be two shares of the side, the smaller first",
+    ),
+    "hinge": (
+        {"PROGRAM": "train_svm", "SVM__loss": "hinge", "SVM__dual": False},
+        "config.SVM.dual: must be true with loss hinge (got false)",
+    ),
+    "l1": (
+        {"PROGRAM": "train_svm", "SVM__penalty": "l1", "SVM__dual": True},
+        "config.SVM.penalty: must be l2 unless dual is false and loss is squared_hinge",
+    ),
+    "costs": (
+        {"PROGRAM": "train_svm", "SVM__costs__base": 2.0, "SVM__costs__power_range": [4, 4]},
+        "config.SVM.costs.power_range: must be two exponents, the smaller one first (got [4, 4])",
+    ),
+    "no costs": (
+        {"PROGRAM": "train_svm", "SVM__costs__base": -1.0, "SVM__costs__costs_list": []},
+        "config.SVM.costs.costs_list: must list a cost",
+    ),
+    "order of colors": (
+        {"MODEL__INPUT_TYPE": "lab"},
+        "config.MODEL.INPUT_TYPE: must be rgb for regnet (got lab). Trunks for lab: resnet, alexnet_colorization.",
+    ),
+    "colorization": (
+        {"MODEL__TRUNK__NAME": "alexnet_colorization"},
+        "config.MODEL.INPUT_TYPE: must be lab for alexnet_colorization (got rgb)",
+    ),
+    "LoRA from nothing": (
+        {"MODEL__LORA__USE_LORA": True},
+        "config.MODEL.LORA.USE_LORA: needs weights to begin with, because the trunk stays frozen",
+    ),
+    "LoRA without layers": (
+        {"MODEL__LORA__USE_LORA": True, "MODEL__LORA__TARGET_MODULES": []},
+        "config.MODEL.LORA.TARGET_MODULES: must be a list of names of layers, or one regular expression",
+    ),
+    "heads of a sweep": (
+        {
+            "MODEL__HEAD__PARAMS": [["mlp", {"dims": [64, 10]}], ["mlp", {"dims": [64, 10]}]],
+            "OPTIMIZER__head_optimizer_params__lr_factors": [1.0, 2.0],
+        },
+        "config.MODEL.HEAD.PARAMS: must be one head, as config.OPTIMIZER.head_optimizer_params.lr_factors is given",
+    ),
+    "sweep without a frozen trunk": (
+        {"OPTIMIZER__head_optimizer_params__lr_factors": [1.0, 2.0]},
+        "lr_factors: needs a frozen trunk: else the heads would share one",
+    ),
+    "sweep with clipping": (
+        {"OPTIMIZER__head_optimizer_params__lr_factors": [1.0, 2.0], "ZERO__clip_grad": 1.0},
+        "lr_factors: cannot go with clipping, which joins the heads' gradients",
+    ),
+    "features of views that never come again": (
+        {"DISTILLATION__CACHE_FEATURES": True},
+        "config.DISTILLATION.CACHE_FEATURES: must be false: swav_loss has no teacher that gives the same",
+    ),
+    "channels of the model": (
+        {"DATA__IN_CHANNELS": 4, "MODEL__IN_CHANNELS": 5},
+        "config.MODEL.IN_CHANNELS: must be that of config.DATA.IN_CHANNELS, 4 (got 5)",
+    ),
+    "sbatch's option": (
+        {"SLURM__USE_SLURM": True, "SLURM__ADDITIONAL_PARAMETERS": {"ntasks": 4}},
+        "config.SLURM.ADDITIONAL_PARAMETERS.ntasks: is decided by another key",
+    ),
+    "meters": ({"METERS__names": ["mean_ap_list_meter"]}, "each image has one class here (got mean_ap_list_meter)"),
     "weights that are not there": (
         {"MODEL__WEIGHTS_INIT__PARAMS_FILE": "/none.torch"},
         "config.MODEL.WEIGHTS_INIT.PARAMS_FILE: must name a run folder, a checkpoint or a file of weights that exists",
@@ -317,6 +399,12 @@ def test_gpus_are_counted():
         "config.DISTRIBUTED.NUM_PROC_PER_NODE: must be at most the number of GPUs, 2 (got 4). "
         "Write config.DISTRIBUTED.NUM_PROC_PER_NODE=2, or config.MACHINE.DEVICE=cpu."
     ]
+
+
+def test_gpus_do_not_talk_by_gloo():
+    assert complaints(GPU_HOST, MACHINE__DEVICE="gpu", DISTRIBUTED__BACKEND="nccl") == []
+    (complaint,) = complaints(GPU_HOST, MACHINE__DEVICE="gpu", DISTRIBUTED__BACKEND="gloo")
+    assert "config.DISTRIBUTED.BACKEND: must be nccl on GPUs (got 'gloo')" in complaint
 
 
 def test_torchrun_allows_several_machines():

@@ -40,6 +40,18 @@ def test_round_trip(tmp_path, overrides):
     assert load_resolved(tmp_path / "plan.yaml") == plan
 
 
+def test_a_plan_of_an_earlier_version_lacks_what_came_later(tmp_path):
+    plan = planned()
+    save_resolved(plan, tmp_path / "plan.yaml")
+    saved = yaml.safe_load((tmp_path / "plan.yaml").read_text())
+    for key in ("non_regularized", "head_lr_factors", "param_rules", "head_rules"):
+        del saved["optimizer"][key]
+    for key in ("float8", "checkpoint_blocks"):
+        del saved["sharding"][key]
+    (tmp_path / "plan.yaml").write_text(yaml.safe_dump(saved))
+    assert load_resolved(tmp_path / "plan.yaml") == plan
+
+
 @pytest.fixture
 def secret_plan(monkeypatch):
     monkeypatch.setenv("SCRATCH_FOLDER", "/tmp/very-secret")

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import cv2
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -43,9 +45,9 @@ class DevicePipeline(FastPipeline):
             crop.settle()
         return crops
 
-    def write(self, crop: Any, row: Tensor) -> list[list[Change]]:
+    def write(self, crop: Any, row: np.ndarray) -> list[list[Change]]:
         """Write pixels into a row (3, H, W) uint8."""
-        row.copy_(torch.from_numpy(crop.pixels).permute(2, 0, 1))
+        cv2.split(crop.pixels, list(row))
         return crop.noted
 
     def changes(self, notes: Sequence[list[list[Change]]]) -> Changes:

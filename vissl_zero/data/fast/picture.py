@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,7 +11,6 @@ import numpy as np
 import simplejpeg
 import torch
 from PIL import Image
-from torch import Tensor
 
 from vissl_zero.data.decode import Decoder
 from vissl_zero.data.fast.color import Colors
@@ -215,13 +215,13 @@ class Finished:
 
     Args:
         pixels: (H, W, 3) uint8.
-        values: (3, 256) float32, the value of each channel for each of 256 steps.
+        tables: three times (256,) float32, the value of a channel for each of 256 steps.
     """
 
     dtype = torch.float32
 
-    def __init__(self, pixels: np.ndarray, values: np.ndarray):
-        self._pixels, self._values = pixels, values
+    def __init__(self, pixels: np.ndarray, tables: Sequence[np.ndarray]):
+        self._pixels, self._tables = pixels, tables
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -229,8 +229,7 @@ class Finished:
         height, width, _ = self._pixels.shape
         return 3, height, width
 
-    def write(self, out: Tensor) -> None:
-        """Write the values into ``out``, (3, H, W) float32, contiguous."""
-        planes = cv2.split(self._pixels)
-        for plane, values, target in zip(planes, self._values, out.numpy(), strict=True):
-            cv2.LUT(plane, values, dst=target)
+    def write(self, row: np.ndarray) -> None:
+        """Write the values into ``row``, (3, H, W) float32, contiguous."""
+        for plane, table, target in zip(cv2.split(self._pixels), self._tables, row, strict=True):
+            cv2.LUT(plane, table, target)

@@ -170,9 +170,7 @@ class CpuCommunicator(ABC):
 
         Collective; moves ``most_bytes`` to every other rank.
         """
-        others = [rank for rank in range(self.num_ranks) if rank != self.rank]
-        writing = {rank: _Cursor(sent[rank]) for rank in others}
-        reading = {rank: _Cursor(received[rank]) for rank in others}
+        writing, reading = list(map(_Cursor, sent)), list(map(_Cursor, received))
 
         def fill(message: Tensor) -> None:
             for rank, part in enumerate(message.view(self.num_ranks, -1)):

@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
 from queue import SimpleQueue
+from threading import Barrier
 
 import torch
 import xxhash
@@ -439,7 +440,7 @@ class RecordPipeline:
         self.num_columns = len(column_bytes)
         buffers = iter(page_buffers([*column_bytes] * NUM_TRAYS))
         self._trays: list[Tray] = [[next(buffers) for _ in column_bytes] for _ in range(NUM_TRAYS)]
-        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="offload")
+        self._threads = _started_threads(NUM_THREADS, "offload")
         self._behind: set[Future[tuple[int, Tray] | None]] = set()
         self._failure: BaseException | None = None
 
@@ -579,6 +580,15 @@ class PrefetchOrder:
             last = (last[1], unit)
 
 
+def _started_threads(number: int, name: str) -> ThreadPoolExecutor:
+    """Start a pool with all its threads, which it would else start one by one, some after hundreds of steps."""
+    pool = ThreadPoolExecutor(number, thread_name_prefix=name)
+    all_started = Barrier(number)  # holds each thread, so that the next request starts another
+    for _ in range(number):
+        pool.submit(all_started.wait)
+    return pool
+
+
 NUM_BUFFERS = 16
 _NUM_THREADS = 4
 
@@ -597,7 +607,7 @@ class ReadAhead:
         self._free = deque(self._buffers)
         self._todo: deque[int] = deque()
         self._reads: deque[tuple[int, PageBuffer, Future[None]]] = deque()
-        self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="prefetch")
+        self._threads = _started_threads(_NUM_THREADS, "prefetch")
 
     @property
     def memory(self) -> list[Tensor]:

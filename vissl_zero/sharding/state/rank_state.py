@@ -84,7 +84,7 @@ def load_rank_state(
     if (loss_scale is None) != (state["loss_scale"] is None):
         raise CheckpointError("The saved state and this run differ in loss scaling. Use the same AMP settings.")
     check_optimizer(state["optimizer"]["state"], optimizer)
-    check_same_update(state["optimizer"]["groups"], optimizer.param_groups)
+    check_same_update(state["optimizer"]["groups"], optimizer)
     for name, shard in shards.items():
         shard.assign(state["params"][name]["local"])
     for name, buffer in buffers.items():
@@ -132,7 +132,7 @@ def load_torch_state(state: Mapping[str, Any], shards: Mapping[str, Shard], opti
     check_optimizer(
         {name: [k for k, v in saved_state.items() if v is not None] for name, saved_state in saved.items()}, optimizer
     )
-    check_same_update(state["param_groups"], optimizer.param_groups)
+    check_same_update(state["param_groups"], optimizer)
     owned = state_shards(shards, optimizer)
     per_element = element_keys(optimizer.inner if isinstance(optimizer, WholeTensorOptimizer) else optimizer)
     for name, saved_state in saved.items():

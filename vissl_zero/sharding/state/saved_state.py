@@ -73,6 +73,10 @@ class SavedState(Protocol):
 
 
 MODEL, OPTIMIZER, AVERAGE, TEACHER = "model/", "optimizer/", "average/", "teacher/"
+NO_TEACHER = (
+    "The checkpoint holds a momentum teacher, and this model has none. Make it as the run did that saved it, by its "
+    "method or by vissl_zero.ema(model, decay) before initialize()."
+)
 
 
 def saved_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -131,14 +135,26 @@ def teacher_parts(shards: Mapping[str, Shard]) -> Iterator[Part]:
         yield from _part(TEACHER + name, shard, shard.local, shard.values if shard.is_on_disk else None)
 
 
+def check_teacher(saved: SavedState, has_teacher: bool, shards: Mapping[str, Shard] | None) -> None:
+    """Check that a store has a teacher if this model has one that is saved, and none if it has none.
+
+    Args:
+        saved: the store.
+        has_teacher: whether the model has a teacher, saved or not.
+        shards: parameters of one that is to be restored; None: there is none.
+    Raises:
+        CheckpointError: only one of them has a teacher, or they are of two models.
+    """
+    names = {name.removeprefix(TEACHER): name for name in saved.names(TEACHER)}
+    if shards is not None:
+        check_names("the teacher's parameters", names, shards)
+    elif names and not has_teacher:
+        raise CheckpointError(NO_TEACHER)
+
+
 @torch.no_grad()
 def restore_teacher(saved: SavedState, shards: Mapping[str, Shard]) -> None:
-    """Fill the teacher's parameters. Not a collective.
-
-    Raises:
-        CheckpointError: the store has no teacher, or another model's.
-    """
-    check_names("the teacher's parameters", {n.removeprefix(TEACHER): n for n in saved.names(TEACHER)}, shards)
+    """Fill the teacher's parameters, which ``check_teacher`` has found there. Not a collective."""
     for name, shard in shards.items():
         _read_values(saved, TEACHER + name, shard)
 
@@ -296,14 +312,20 @@ def check_optimizer(held: Mapping[str, Collection[str]], optimizer: torch.optim.
             )
 
 
-def check_same_update(saved: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> None:
-    """Check that Adam and AdamW are not exchanged: they keep the same state, and a group's option tells them apart.
+def check_same_update(saved: Sequence[Mapping[str, Any]], optimizer: torch.optim.Optimizer) -> None:
+    """Check that groups that are about to be taken over are those of this optimizer, which need not keep any state.
 
     Raises:
-        CheckpointError: groups that are about to be taken over would make one of the other.
+        CheckpointError: they lack an option of it, or would make AdamW of Adam, which keep the same state.
     """
+    options = inner_optimizer(optimizer).defaults.keys()
+    if missing := sorted({key for group in saved for key in options - group.keys()}):
+        raise CheckpointError(
+            f"The checkpoint is of another optimizer: its groups have no {', '.join(missing)}. Use the optimizer that "
+            "trained it."
+        )
     key = "decoupled_weight_decay"
-    if any(key in a and key in b and a[key] != b[key] for a, b in zip(saved, groups, strict=True)):
+    if any(key in a and key in b and a[key] != b[key] for a, b in zip(saved, optimizer.param_groups, strict=True)):
         raise CheckpointError("The checkpoint is of another optimizer: one of Adam and AdamW, and this is the other.")
 
 

@@ -46,6 +46,24 @@ def test_two_runs_never_meet(tmp_path):
         RunFolder(str(tmp_path), "vissl-zero-1", rank=0)
 
 
+def test_a_folder_leaves_no_file_open(tmp_path):
+    def num_open() -> int:
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    before = num_open()
+    for keep in (False, True):
+        folder = RunFolder(str(tmp_path), new_run_name(), rank=0, keep=keep)
+        assert num_open() == before + 1
+        folder.remove()
+        assert num_open() == before
+        blocked = new_run_name()
+        (tmp_path / blocked).mkdir(mode=0o700)
+        (tmp_path / blocked / "rank0").touch()
+        with pytest.raises(OffloadError):
+            RunFolder(str(tmp_path), blocked, rank=0)
+        assert num_open() == before
+
+
 def test_files_are_kept_on_request(tmp_path):
     folder = RunFolder(str(tmp_path), "vissl-zero-1", rank=0, keep=True)
     (folder.path / "x").write_text("x")

@@ -1,0 +1,174 @@
+"""What each method refuses in a recipe, and what lies just on the other side."""
+
+from __future__ import annotations
+
+import copy
+from functools import cache
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.unit.config.example_config import CPU_HOST
+from vissl_zero.config.compose import load
+from vissl_zero.config.run_config import RunConfig
+from vissl_zero.resolve.components import method_of
+from vissl_zero.resolve.decisions import Decisions
+from vissl_zero.resolve.resolve import problems
+
+HEAD, TRANSFORMS = "config.MODEL.HEAD.PARAMS", "config.DATA.TRAIN.TRANSFORMS"
+UNLABELLED = "config.DATA.TRAIN.LABEL_TYPE=sample_index"
+MIXED = ["config.DATA.TRAIN.COLLATE_FUNCTION=cutmixup_collator"]
+MIXED += ["config.DATA.TRAIN.COLLATE_FUNCTION_PARAMS={mixup_alpha: 1.0, num_classes: 10}"]
+
+
+def _head(name: str, **keys: object) -> str:
+    inside = ", ".join(f"{key}: {value}" for key, value in keys.items())
+    return f"{HEAD}=[[{name}, {{dims: [-1, 64, 32], {inside}}}]]".replace("'", "")
+
+
+def _crops(counts: list[int]) -> str:
+    keys = f"total_num_crops: {sum(counts)}, num_crops: {counts}, size_crops: {[16, 8][: len(counts)]}"
+    scales = [[0.5, 1.0], [0.3, 0.5]][: len(counts)]
+    return f"{TRANSFORMS}=[{{name: ImgPilToMultiCrop, {keys}, crop_scales: {scales}}}, {{name: ToTensor}}]"
+
+
+@cache
+def _recipe(name: str) -> RunConfig:
+    return load(f"digits/{name}")
+
+
+def _changed(recipe: str, words: list[str]) -> RunConfig:
+    """The recipe with these values. Composing it each time takes five times as long."""
+    cfg = copy.deepcopy(_recipe(recipe))
+    for path, _, text in (word.partition("=") for word in words):
+        node: Any = cfg
+        *parents, last = path.split(".")[1:]
+        for part in parents:
+            node = node[part] if isinstance(node, dict) else getattr(node, part)
+        value = yaml.safe_load(text)
+        if isinstance(node, dict):
+            node[last] = value
+        else:
+            assert hasattr(node, last), path
+            setattr(node, last, value)
+    return cfg
+
+
+# recipe, changes, what is said; "" where nothing is
+CASES = [
+    ("supcon", [UNLABELLED], "config.DATA.TRAIN.LABEL_TYPE: must be standard for supcon_loss"),
+    ("supervised", [UNLABELLED], "config.DATA.TRAIN.LABEL_TYPE: must be standard for a supervised loss"),
+    (
+        "supervised",
+        [*MIXED, "config.LOSS.CrossEntropyLoss.weight=[1,1,1,1,1,1,1,1,1,1]"],
+        "config.LOSS.CrossEntropyLoss.weight: must be null where images are mixed",
+    ),
+    ("supervised", MIXED, ""),
+    ("dino", [_head("swav_head", num_clusters=[5, 5])], f"{HEAD}: must have one layer of prototypes for dino_loss"),
+    (
+        "dino",
+        ["config.LOSS.dino_loss.crops_for_teacher=[1, 0]"],
+        "must be the first crops, in order, and at most",
+    ),
+    ("dino", ["config.LOSS.dino_loss.crops_for_teacher=[0, 1, 2]"], "must be the first crops, in order, and at most"),
+    ("dino", ["config.LOSS.dino_loss.crops_for_teacher=[0]"], ""),
+    ("ibot", ["config.LOSS.ibot_loss.mask_ratio=[0.5, 0.1]"], "mask_ratio: must be two shares of the patches"),
+    ("ibot", ["config.LOSS.ibot_loss.mask_ratio=[0.0, 0.0]"], "mask_ratio: must be two shares of the patches"),
+    ("ibot", ["config.LOSS.ibot_loss.mask_ratio=[0.1, 1.1]"], "mask_ratio: must be two shares of the patches"),
+    ("ibot", ["config.LOSS.ibot_loss.mask_ratio=[0.0, 1.0]"], ""),
+    ("ibot", ["config.LOSS.ibot_loss.mask_probability=1.5"], "mask_probability: must be between 0 and 1"),
+    (
+        "ibot",
+        [_head("ibot_head", num_clusters=[5, 5, 5]), "config.MODEL.TEMP_FROZEN_PARAMS_ITER_MAP=[]"],
+        f"{HEAD}: must be one number, or one for crops and one for patches",
+    ),
+    ("ibot", [_head("ibot_head", num_clusters=[5, 7]), "config.MODEL.TEMP_FROZEN_PARAMS_ITER_MAP=[]"], ""),
+    ("rotnet", [f"{HEAD}=[[mlp, {{dims: [-1, 5]}}]]"], f"{HEAD}: must end in 4 outputs for rotnet_loss, one per angle"),
+    ("rotnet", [_crops([1, 1])], f"{TRANSFORMS}: must make crops of one size for rotnet_loss"),
+    ("jigsaw", [_head("jigsaw_head", num_towers=5, num_permutations=24)], f"{HEAD}: num_towers must be 4 or 9"),
+    (
+        "jigsaw",
+        [_head("jigsaw_head", num_towers=4, num_permutations=25)],
+        f"{HEAD}: num_permutations must be at most the 24 orders of 4 tiles",
+    ),
+    ("jigsaw", ["config.LOSS.jigsaw_loss.perm_file=nowhere.npy"], "perm_file: must name a file that exists"),
+    ("jigsaw", ["config.TRAINER.CROP_PASSES=2"], "config.TRAINER.CROP_PASSES: must be 1 for jigsaw_loss"),
+    ("pirl", [_head("pirl_head", num_towers=6)], f"{HEAD}: num_towers must be 4 or 9"),
+    (
+        "msn",
+        [_head("swav_head", num_clusters=[128], use_weight_norm_prototypes="false")],
+        f"{HEAD}: must have one layer of prototypes of unit length for msn_loss",
+    ),
+    (
+        "msn",
+        [_head("swav_head", num_clusters=[128, 64], use_weight_norm_prototypes="true")],
+        f"{HEAD}: must have one layer of prototypes of unit length for msn_loss",
+    ),
+    ("msn", [_crops([1, 1])], f"{TRANSFORMS}: must begin with two crops of the first size"),
+    ("msn", [_crops([2])], ""),
+    ("msn", ["config.LOSS.msn_loss.momentum=1.1"], "config.LOSS.msn_loss.momentum: must be between 0 and 1"),
+    ("msn", ["config.LOSS.msn_loss.final_momentum=1.1"], "msn_loss.final_momentum: must be between 0 and 1"),
+    (
+        "swav",
+        [_head("swav_head", num_clusters=[8], use_weight_norm_prototypes="true")],
+        "config.LOSS.swav_loss.normalize_last_layer: must be false for a head with use_weight_norm_prototypes",
+    ),
+    (
+        "swav",
+        [
+            _head("swav_head", num_clusters=[8], use_weight_norm_prototypes="true"),
+            "config.LOSS.swav_loss.normalize_last_layer=false",
+            "config.MODEL.TEMP_FROZEN_PARAMS_ITER_MAP=[]",
+        ],
+        "",
+    ),
+    ("swav_momentum", ["config.LOSS.swav_momentum_loss.momentum=1.1"], "momentum: must be between 0 and 1"),
+    (
+        "distillation",
+        ["config.LOSS.distillation_loss.teacher=configs"],
+        "has no config.resolved.yaml and no weights",
+    ),
+    (
+        "distillation",
+        ["config.LOSS.distillation_loss.soft_target_alpha=0.5", UNLABELLED],
+        "config.DATA.TRAIN.LABEL_TYPE: must be standard where soft_target_alpha is below 1",
+    ),
+    ("distillation", ["config.LOSS.distillation_loss.soft_target_alpha=0.5"], ""),
+    ("distillation", [UNLABELLED], ""),
+    ("segmentation", ["config.DATA.BACKEND=fast"], "config.DATA.BACKEND: must be pil for images with masks"),
+    ("segmentation", ["config.MODEL.VIEWS_APART=true"], "config.MODEL.VIEWS_APART: must be false: there is one view"),
+    ("segmentation", MIXED, "must not mix images with masks"),
+]
+
+
+TEACHER_HEAD = "config.DISTILLATION.TEACHER_MODEL.HEAD.PARAMS"
+SWAV = f"{TEACHER_HEAD}=[[swav_head, {{dims: [-1, 64, 16], num_clusters: [12]}}]]"
+# loss, changes, keys that are read from the rest of the recipe
+INFERRED = [
+    ("dino_distillation_loss", [_crops([2, 3])], {"student_num_crops": 5, "output_dim": 10}),
+    ("dino_distillation_loss", [f"{TRANSFORMS}=[{{name: ToTensor}}]"], {"student_num_crops": 1, "output_dim": 10}),
+    ("dino_distillation_loss", [_head("swav_head", num_clusters=[7])], {"student_num_crops": 2, "output_dim": 7}),
+    ("ibot_distillation_loss", [_crops([2, 3])], {"student_num_crops": 5, "num_global_crops": 2}),
+    ("ibot_distillation_loss", [f"{TRANSFORMS}=[{{name: ToTensor}}]"], {"num_global_crops": None}),
+    (
+        "swav_distillation_loss",
+        [SWAV, _crops([2, 3]), "config.LOSS.swav_distillation_loss.local_queue_length=100"],
+        {"num_crops": 5, "num_prototypes": [12], "embedding_dim": 16, "queue_length": 200},
+    ),
+    ("swav_distillation_loss", [f"{TRANSFORMS}=[{{name: ToTensor}}]"], {"num_crops": None, "num_prototypes": None}),
+    ("distillation_loss", [], {}),
+]
+
+
+@pytest.mark.parametrize(("loss", "words", "expected"), INFERRED)
+def test_distillation_takes_its_sizes_from_the_recipe(loss: str, words: list[str], expected: dict[str, Any]) -> None:
+    cfg = _changed("distillation", [f"config.LOSS.name={loss}", *words])
+    found = {key: value for key, (value, _) in method_of(loss).inferred(cfg).items()}
+    assert found.keys() >= expected.keys() and {key: found[key] for key in expected} == expected
+
+
+@pytest.mark.parametrize(("recipe", "words", "said"), CASES)
+def test_a_recipe_is_refused_for_its_method(recipe: str, words: list[str], said: str) -> None:
+    found = [str(problem) for problem in problems(Decisions(_changed(recipe, words), CPU_HOST))]
+    assert any(said in problem for problem in found) if said else not found, found
