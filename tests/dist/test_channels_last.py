@@ -23,7 +23,7 @@ def _cells(method: str, norm: str, world_size: int) -> list[Result]:
     return [_train(_laid_out(make_method_plan(method, level, world_size, norm))) for level in (0, 3)]
 
 
-@pytest.mark.parametrize(("method", "norm"), [("swav", "batch"), ("mae", "vit")])
+@pytest.mark.parametrize(("method", "norm"), [("swav", "batch"), pytest.param("mae", "vit", marks=pytest.mark.slow)])
 def test_levels_give_the_weights_of_the_plain_loop(method: str, norm: str) -> None:
     for result in run_on_ranks(2, _cells, method, norm, 2)[0]:
         assert result.distance(plain(method, norm)) < TOLERANCE

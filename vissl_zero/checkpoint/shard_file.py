@@ -231,7 +231,8 @@ class ShardFile:
     def _read_header(self) -> str:
         prefix = os.pread(self._fd, 8, 0)
         if len(prefix) < 8 or not 2 <= (length := struct.unpack("<Q", prefix)[0]) <= _MAX_HEADER_BYTES:
-            raise self._damaged("it does not begin with a header. Copy it again, or give another file of weights")
+            how = "it begins neither with a header nor as torch.save writes. Copy it again, or give another file"
+            raise self._damaged(how)
         text = os.pread(self._fd, length, 8)
         if len(text) < length:
             raise self._damaged("it ends within its header")

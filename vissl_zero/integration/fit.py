@@ -72,7 +72,8 @@ def choose_plan(
         chosen = chosen_of(ranked)
         if chosen is None:
             words = {"block": "zero.", "level": "level", "memory": "memory_gb"}
-            disk = ", name a disk (offload_optimizer_config=dict(nvme_path=...))"
+            is_named = base.offload_optimizer.nvme_path or base.offload_params.nvme_path
+            disk = "" if is_named else ", name a disk (offload_optimizer_config=dict(nvme_path=...))"
             others = ", or give smaller micro-batches"
             raise ConfigError([nothing_fits(ranked, budget, disk=disk, others=others, **words)])
         outcome = chosen.sharding, f"zero.level=fit took {chosen}: {because(ranked, budget)}"

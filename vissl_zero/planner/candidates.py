@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
-from vissl_zero.errors import Problem
+from vissl_zero.errors import ConfigError, Problem
 from vissl_zero.planner.fit_plans import gib
 from vissl_zero.planner.forecast import Forecast, Forecaster, Recomputable
 from vissl_zero.resolve.resolved import TIERS, ShardingPlan
@@ -267,7 +267,7 @@ def nothing_fits(
 
     Args:
         level, memory: the names of the two keys, as a user writes them.
-        disk: how a disk is named, where none was tried.
+        disk: how a disk is named; empty: one is.
         others: what else would help.
         block: the prefix of the two keys in messages.
     """
@@ -281,9 +281,8 @@ def nothing_fits(
         return Problem(f"{block}{level}", "'fit'", must, f"Set {level}=0, 1, 2 or 3.")
     need = least.forecast.step.resident_bytes
     must = f"is too little for every plan that trains the same model; the smallest takes {gib(need)} GiB ({least})"
-    has_disk = any(candidate.sharding.offload_optimizer.nvme_path for candidate in candidates)
     # To a thousandth and a bit.
-    fix = f"Write {memory}={(int(need / _GIB * 1000) + 1) / 1000:g}{'' if has_disk else disk}, add ranks{others}."
+    fix = f"Write {memory}={(int(need / _GIB * 1000) + 1) / 1000:g}{disk}, add ranks{others}."
     return Problem(f"{block}{memory}", gib(budget.memory), must, fix)
 
 
@@ -297,16 +296,26 @@ def forecast_all(
     batch: int,
     can_recompute: bool = True,
 ) -> Found:
-    """Forecast all plans at one number of micro-batches. Call it in ``FakeTensorMode``.
+    """Forecast all plans at one number of micro-batches that are not refused. Call it in ``FakeTensorMode``.
 
     Args:
         forecaster: forecaster of the model.
         base, world_size, num_nodes, device_type: as for ``sharding_plans``.
         micro_batches, batch: per step, and images of one.
         can_recompute: units may be run again in backward, where the model has any.
+    Raises:
+        ConfigError: each of them would be refused, as the first is: not every optimizer can have a disk.
     """
-    plans = sharding_plans(base, world_size, num_nodes, device_type, can_recompute and forecaster.can_recompute)
-    return [(plan, micro_batches, batch, forecaster.forecast(plan, micro_batches)) for plan in plans]
+    rows: Found = []
+    refusals: list[ConfigError] = []
+    for plan in sharding_plans(base, world_size, num_nodes, device_type, can_recompute and forecaster.can_recompute):
+        try:
+            rows.append((plan, micro_batches, batch, forecaster.forecast(plan, micro_batches)))
+        except ConfigError as error:
+            refusals.append(error)
+    if refusals and not rows:
+        raise refusals[0]
+    return rows
 
 
 def recomputed_in_part(plans: Found, budget: Budget, forecaster: Forecaster) -> Found:

@@ -139,7 +139,7 @@ class Forecaster:
         self._traces: dict[tuple[str, ...], StepTrace | str] = {}
         self._wrap_plans: dict[tuple[Any, ...], WrapPlan] = {}
         self._model_facts: dict[int, ModelFacts] = {}
-        self._rules: dict[tuple[str, bool, bool, bool], UpdateRule] = {}
+        self._rules: dict[tuple[str, bool, bool, bool], UpdateRule | ConfigError] = {}
         self._updates: dict[tuple[int, UpdateRule], UpdateFacts] = {}
         require_float8(subject.model, plan.float8, torch.device("cpu"))
         for module in filter(None, (subject.model, subject.teacher)):
@@ -254,13 +254,18 @@ class Forecaster:
 
     def _rule(self, plan: ShardingPlan) -> UpdateRule:
         """Find the reach of the optimizer's update, by one trial for all plans that may be refused for it."""
-        is_offloaded = {plan.offload_optimizer.device, plan.offload_params.device} != {"none"}
-        key = plan.engine, plan.level == 0, plan.engine == "fairscale" and plan.level == 3, is_offloaded
+        is_on_disk = plan.offload_optimizer.is_on_disk or plan.offload_params.is_on_disk
+        key = plan.engine, plan.level == 0, plan.engine == "fairscale" and plan.level == 3, is_on_disk
         if key not in self._rules:
             subject = self._subject
             with unset_fake_temporarily():
-                self._rules[key] = update_rule_of(subject.build_optimizer, subject.model, subject.groups, plan)
-        return self._rules[key]
+                try:
+                    self._rules[key] = update_rule_of(subject.build_optimizer, subject.model, subject.groups, plan)
+                except ConfigError as error:
+                    self._rules[key] = error
+        if isinstance(rule := self._rules[key], ConfigError):
+            raise rule
+        return rule
 
     def _record(self, plan: ShardingPlan, checkpointed: Sequence[str]) -> StepTrace | str:
         subject = self._subject
@@ -270,16 +275,24 @@ class Forecaster:
         units = self._wrap_plan(replace(plan, level=3))
         others = [] if subject.loss is None else [*subject.loss.buffers(), *subject.loss.parameters()]
         modules = [subject.model, *([] if subject.teacher is None else [subject.teacher])]
-        try:
-            with self._pretended(plan, modules):
-                run = subject.run_forward
-                trace = record_step(subject.model, units, run, subject.inputs, subject.teacher, others).trace
-                trace.input_bytes //= subject.passes  # which share them
-                return trace
-        except VisslZeroError:
-            raise
-        except Exception as error:  # noqa: BLE001 - a model or a loss of the user's may ask a fake tensor for its values
-            return f"a test step on tensors without values failed; the run may fail too: {cause_of(error)}"
+        inputs = subject.run_forward, subject.inputs, subject.teacher, others
+        recorders: list[Recorder] = []
+        unknown = ""
+        for answer in (True, False):
+            try:
+                with self._pretended(plan, modules):
+                    recorders.append(record_step(subject.model, units, *inputs, answer=answer))
+            except VisslZeroError:
+                raise
+            except Exception as error:  # noqa: BLE001 - a model or a loss may ask a fake tensor for its values
+                unknown = unknown or cause_of(error)
+            if recorders and not recorders[0].is_asked:
+                break
+        if not recorders:
+            return f"a test step on tensors without values failed; the run may fail too: {unknown}"
+        trace = max(recorders, key=lambda recorder: recorder.peak_bytes()).trace
+        trace.input_bytes //= subject.passes  # which share them
+        return trace
 
     def _wrap_plan(self, plan: ShardingPlan, num_ranks: int = 1) -> WrapPlan:
         """Decide as ``plan_wrap``, once for all plans that differ in other settings."""

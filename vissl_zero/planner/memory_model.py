@@ -8,6 +8,7 @@ does at these moments: which units are gathered, when gradients leave, what comm
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -19,7 +20,7 @@ from vissl_zero.planner.heap import heap_of
 from vissl_zero.planner.resident import BlockReplay, process_bytes
 from vissl_zero.planner.step_trace import Mark, Moment, StepTrace
 from vissl_zero.resolve.resolved import ShardingPlan, keeps_parameters_whole, shards_parameters
-from vissl_zero.sharding.engines.cpu_communicator import SLOT_BYTES, CpuCommunicator
+from vissl_zero.sharding.engines.cpu_communicator import MAX_BACKLOG_BYTES, SLOT_BYTES, CpuCommunicator
 from vissl_zero.sharding.engines.gradient_average import BUCKET_BYTES
 from vissl_zero.sharding.model.precision import dtype_of
 from vissl_zero.sharding.offload.block_file import HUGE_PAGE, NUM_BUFFERS, NUM_TRAYS, pages
@@ -208,6 +209,7 @@ class _Step:
         self.gathered: set[str] = set()
         self.gathered_of_teacher: set[str] = set()
         self.pending: dict[str, int] = {}
+        self.waiting: deque[int] = deque()  # bytes of gradients that would be sent, were another rank not behind
         self.widened = 0  # bytes that buckets in a wider format have more than the gradients in them
         self.place = 0
         self.blocks: list[tuple[int, str, list[int]]] = []  # place, kind, bytes of each; negative: so many bytes go
@@ -389,6 +391,9 @@ class _Step:
             self.place = mark.place + index
             self.take(mark, queue)
         self.place = len(self.trace.deltas) + len(self.trace.marks)
+        if self.waiting:
+            self.place += 1
+            self.change("grads", -sum(self.waiting))
         if self.widened:  # all buckets are there until the last has been cast back
             self.spikes.append((self.place, sum(param.num_bytes for param in self.trained.values()), "grads"))
             self.place += 1
@@ -437,7 +442,9 @@ class _Step:
         for bucket in queue.ready(name):
             total = sum(self.facts.params[done].num_bytes for done in bucket)
             if self.is_whole:
-                self.change("grads", -total)
+                self.waiting.append(total)
+                while sum(self.waiting) > MAX_BACKLOG_BYTES:
+                    self.change("grads", -self.waiting.popleft())
             else:
                 sent = int(total * self.reduce_share)
                 self.spikes.append((self.place, sent, "communication"))
@@ -579,9 +586,7 @@ class _Step:
         temporary = update.temporary_bytes if self.takes_temporaries else 0
         replay.run(self.trace, self.blocks, self.spikes, images, states, [temporary, self.whole_tensors()])
         gradients = [param.num_bytes for param in self.trained.values()]
-        others = sum(constants.values()) + process_bytes(
-            self.plan, self.world_size, self.micro_batches, gradients, is_whole=self.is_whole
-        )
+        others = sum(constants.values()) + process_bytes(self.plan, self.world_size, self.micro_batches, gradients)
         return replay.peak_bytes + others, replay.cleared_bytes, replay.num_mapped
 
     def phases(self, places: Sequence[int], last: int) -> list[tuple[str, str]]:

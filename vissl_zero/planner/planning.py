@@ -223,7 +223,7 @@ def _nothing_fits(planned: Planned) -> Problem:
         planned.budget,
         level="config.ZERO.LEVEL",
         memory="config.ZERO.MEMORY_GB",
-        disk=" or name a disk (nvme_path)",
+        disk="" if planned.plan.sharding.offload_optimizer.nvme_path else " or name a disk (nvme_path)",
         others="" if planned.plan.sharding.precision.autocast else halves,
     )
     return replace(problem, fix=" ".join([problem.fix, *(str(remedy) for remedy in remedies(planned))]))

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Sequence
 from vissl_zero.planner.heap import Heap
 from vissl_zero.planner.step_trace import Moment, StepTrace
 from vissl_zero.resolve.resolved import ShardingPlan
-from vissl_zero.sharding.engines.cpu_communicator import MAX_BACKLOG_BYTES
 
 _MIB = 2**20
 # Beside tensors and holes, beyond what is imported: measured in plans of twelve recipes on two ranks
@@ -21,9 +20,7 @@ _STORE_BYTES = 7 * _MIB  # of threads that read and write parameters
 _NUM_STEPS = 3  # the first has no optimizer state yet, and after the third nothing new happens
 
 
-def process_bytes(
-    plan: ShardingPlan, world_size: int, micro_batches: int, gradients: Sequence[int], *, is_whole: bool
-) -> int:
+def process_bytes(plan: ShardingPlan, world_size: int, micro_batches: int, gradients: Sequence[int]) -> int:
     """Return the bytes that a CPU rank holds beside its tensors and the holes between them.
 
     Args:
@@ -31,13 +28,10 @@ def process_bytes(
         world_size: ranks.
         micro_batches: per step.
         gradients: bytes of each.
-        is_whole: all ranks keep full parameters between steps, and send a gradient as soon as it is finished.
     """
     total = _PROCESS_BYTES + _SCRATCH_BYTES // micro_batches
     if plan.level == 0 and world_size > 1:
         total += min(_SUM_BYTES, sum(gradients))
-    if is_whole:  # while another rank is behind, a gradient waits
-        total += min(MAX_BACKLOG_BYTES, max(gradients, default=0))
     if plan.offload_params.is_on_disk:
         total += _STORE_BYTES
     elif plan.offload_optimizer.is_on_disk:
@@ -59,7 +53,7 @@ class BlockReplay:
     def __init__(self, heap: Heap):
         self._heap = heap
         self._live: dict[str, deque[tuple[int, int]]] = defaultdict(deque)  # kind -> number and bytes, oldest first
-        self._activations: dict[int, list[int]] = defaultdict(list)  # bytes -> numbers
+        self._activations: dict[int, int] = {}  # place among the deltas -> number
         self._handed: tuple[int, int] | None = None
         self.cleared_bytes = self.num_mapped = 0
 
@@ -116,7 +110,7 @@ class BlockReplay:
                 else:
                     if index in trace.scratch:  # of a kernel that has made its outputs
                         self._heap.free(self._heap.allocate(trace.scratch[index]))
-                    self._delta(trace.deltas[index], index in handed)
+                    self._delta(trace, index, index in handed)
                     index += 1
             for place in sorted(place for place in at if place >= last):
                 self._change(at[place])
@@ -128,15 +122,16 @@ class BlockReplay:
             self.cleared_bytes = self._heap.cleared_bytes - cleared
             self.num_mapped = self._heap.num_mapped - mapped
 
-    def _delta(self, num_bytes: int, is_handed: bool) -> None:
+    def _delta(self, trace: StepTrace, index: int, is_handed: bool) -> None:
+        num_bytes = trace.deltas[index]
         if num_bytes > 0:
-            self._activations[num_bytes].append(self._heap.allocate(num_bytes))
-        elif self._activations[-num_bytes]:
-            number = self._activations[-num_bytes].pop()  # of equal ones, the newest goes first
-            if is_handed:
-                self._handed = number, -num_bytes
-            else:
-                self._heap.free(number)
+            self._activations[index] = self._heap.allocate(num_bytes)
+            return
+        number = self._activations.pop(trace.made[index])
+        if is_handed:
+            self._handed = number, -num_bytes
+        else:
+            self._heap.free(number)
 
     def _change(self, changes: Iterable[tuple[str, list[int]]]) -> None:
         for kind, sizes in changes:
@@ -164,8 +159,7 @@ class BlockReplay:
         for live in self._live.values():
             while live:
                 self._heap.free(live.popleft()[0])
-        for numbers in self._activations.values():
-            while numbers:
-                self._heap.free(numbers.pop())
+        while self._activations:
+            self._heap.free(self._activations.popitem()[1])
         if loaded is not None:
             self._heap.free(loaded)

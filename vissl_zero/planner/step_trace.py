@@ -20,11 +20,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 from torch.utils.hooks import RemovableHandle
 
+from vissl_zero.planner.kernel_memory import SCRATCH, lstm_workspace
 from vissl_zero.sharding.memory import Storages, tensors_of
 from vissl_zero.sharding.model.wrap_plan import ROOT, WrapPlan
 from vissl_zero.sharding.torch_private import (
@@ -130,46 +132,6 @@ _COUNTED: dict[Any, Callable[..., Any]] = {cpu: flop_registry[gpu] for cpu, gpu 
 _COUNTED[torch.ops.aten.convolution_backward] = _backward_flops
 
 
-def convolution_scratch(func: Any, args: Sequence[Any], result: Any) -> int:
-    """Return the bytes that a convolution takes on a CPU while it runs, beside its outputs.
-
-    torch unfolds float64 images into columns, of one group at a time. oneDNN copies float32 images and outputs into its
-    own layouts. Both were measured with torch's profiler; convolutions of one pixel take nothing.
-    """
-    is_backward = func is torch.ops.aten.convolution_backward.default
-    images, weight, is_transposed = args[is_backward], args[is_backward + 1], args[6 + is_backward]
-    groups = args[8 + is_backward]
-    kernel = weight.shape[2:].numel()
-    if kernel == 1 or func not in (torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default):
-        return 0
-    outputs = args[0] if is_backward else result
-    few, many = (outputs, images) if is_transposed else (images, outputs)
-    if images.dtype == torch.float64:
-        columns = few.shape[1] // groups * kernel * many.shape[2:].numel() * images.itemsize
-        return columns * (1 if is_transposed and is_backward else len(images))
-    return max(images.nbytes, outputs.nbytes) + weight.nbytes + (images.nbytes if is_backward else 0)
-
-
-def lstm_workspace(inputs: Tensor, hidden_size: int) -> int:
-    """Return the bytes that a layer of oneDNN's LSTM keeps for its backward pass; torch's fake layer keeps none.
-
-    Gates, states and their gradients, within 3 % of what torch 2.13 was measured to keep, but for layers of less than
-    a megabyte. Rows of whole KiB are padded. Half formats keep gradients and cells in float32.
-
-    Args:
-        inputs: (T, B, C).
-        hidden_size: width of the states.
-    """
-    num_steps, batch, width = inputs.shape
-
-    def row(num_elements: int, itemsize: int) -> int:
-        return num_elements * itemsize + (0 if num_elements * itemsize % 1024 else 64)
-
-    own, full, widest = inputs.itemsize, 4, max(width, hidden_size)
-    states = row(widest, own) + 2 * row(widest, full) + (3 * row(hidden_size, own) + 2 * row(hidden_size, full)) // 2
-    return num_steps * batch * row(4 * hidden_size, own) + 2 * (num_steps + 1) * batch * states + 2**14
-
-
 # Losses whose mean or sum keeps the memory of all their elements: torch reduces in place and shrinks the shape alone.
 _OVER_WHOLE = {
     torch.ops.aten.mse_loss.default,
@@ -216,6 +178,7 @@ class StepTrace:
     Attributes:
         deltas: bytes of activations and temporaries, positive where made and negative where freed, in order. A finished
             gradient leaves this account for that of gradients.
+        made: for each entry of ``deltas`` that frees, the place of the one that made the same storage.
         marks: marks in order.
         input_bytes: input bytes of the images, alive throughout.
         work: work of all operations, those of a recomputation included.
@@ -226,6 +189,7 @@ class StepTrace:
     """
 
     deltas: list[int] = field(default_factory=list)
+    made: dict[int, int] = field(default_factory=dict)
     marks: list[Mark] = field(default_factory=list)
     input_bytes: int = 0
     work: Work = field(default_factory=Work)
@@ -261,22 +225,24 @@ class Recorder(TorchDispatchMode):
         constants: storages that belong to other accounts.
         has_values: a tensor without values that is asked for its value answers 1. For optimizers, whose update has the
             same shapes at any value; a model may take another branch.
+        answer: to each question of yes or no about values.
 
     Attributes:
         trace: what was noted.
         works: work done before each of its marks.
         is_backward: the loss is known: modules that are entered now are run again.
+        is_asked: there was such a question, as of a mask whether it is causal: another answer may be another step.
     """
 
-    def __init__(self, constants: Storages, *, has_values: bool = False):
+    def __init__(self, constants: Storages, *, has_values: bool = False, answer: bool = True):
         super().__init__()
-        self._has_values = has_values
-        self.is_backward = False
+        self._has_values, self._answer = has_values, answer
+        self.is_backward = self.is_asked = False
         self.trace = StepTrace()
         self.works: list[Work] = []
         self._work = WorkCounter()
         self._constants = constants
-        self._alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
+        self._alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], int, int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -285,6 +251,10 @@ class Recorder(TorchDispatchMode):
         name = operation_name(func)
         if self._has_values and name == "aten::_local_scalar_dense":
             return 1.0 if args[0].is_floating_point() else True if args[0].dtype == torch.bool else 1
+        if func is torch.ops.aten.equal.default or (
+            name == "aten::_local_scalar_dense" and args[0].dtype == torch.bool
+        ):
+            return self._answered(func, args)
         if name.startswith("aten::_fused_"):
             return (
                 None  # an optimizer's kernel: in place, nothing made; torch would try it on real tensors of this size
@@ -300,7 +270,7 @@ class Recorder(TorchDispatchMode):
         made = 0
         for tensor in tensors_of(result):
             made += self._note(tensor)
-        if "convolution" in name and (scratch := convolution_scratch(func, args, result)):
+        if func in SCRATCH and (scratch := SCRATCH[func](args, result)):
             place = len(self.trace.deltas)
             self.trace.scratch[place] = max(scratch, self.trace.scratch.get(place, 0))
         # A view moves nothing.
@@ -311,6 +281,14 @@ class Recorder(TorchDispatchMode):
         moved = made + sum(t.nbytes for t in tensors_of(args)) if is_moving else 0
         self._work.add(kernel_of(name, flops), flops, moved, is_message=name.startswith("c10d::"))
         return result
+
+    def _answered(self, question: Any, args: Sequence[Any]) -> bool:
+        """Answer whether something is so; ``answer`` where that needs values."""
+        try:
+            return bool(question(*args))
+        except DataDependentOutputException:
+            self.is_asked = True
+            return self._answer
 
     def mark(self, moment: Moment, name: str = "", num_bytes: int = 0) -> None:
         """Note a moment."""
@@ -333,9 +311,12 @@ class Recorder(TorchDispatchMode):
     def release(self, tensor: Tensor) -> int:
         """Take a storage out of this account, which it is to be freed from no more; its bytes, or the tensor's."""
         key = object_address(tensor.untyped_storage())
-        if key not in self._alive:  # it shares a storage with something else
-            return tensor.nbytes
-        _, num_bytes = self._alive.pop(key)
+        # Else it shares a storage with something else.
+        return self._free(key) if key in self._alive else tensor.nbytes
+
+    def _free(self, key: int) -> int:
+        _, num_bytes, place = self._alive.pop(key)
+        self.trace.made[len(self.trace.deltas)] = place
         self.trace.deltas.append(-num_bytes)
         return num_bytes
 
@@ -345,7 +326,7 @@ class Recorder(TorchDispatchMode):
 
     def alive_bytes(self) -> int:
         """Return the bytes in this account now."""
-        return sum(num_bytes for _, num_bytes in self._alive.values())
+        return sum(num_bytes for _, num_bytes, _ in self._alive.values())
 
     def _note(self, tensor: Tensor) -> int:
         storage = tensor.untyped_storage()
@@ -357,10 +338,10 @@ class Recorder(TorchDispatchMode):
             return 0
 
         def gone(_: Any) -> None:
-            if self._alive.pop(key, None) is not None:
-                self.trace.deltas.append(-num_bytes)
+            if key in self._alive:
+                self._free(key)
 
-        self._alive[key] = weakref.ref(storage, gone), num_bytes
+        self._alive[key] = weakref.ref(storage, gone), num_bytes, len(self.trace.deltas)
         self.trace.deltas.append(num_bytes)
         return num_bytes
 
@@ -372,6 +353,8 @@ def record_step(
     inputs: Sequence[Tensor],
     teacher: nn.Module | None = None,
     others: Sequence[Tensor] = (),
+    *,
+    answer: bool = True,
 ) -> Recorder:
     """Run one micro-batch, forward and backward, and note what it allocates. Gradients of ``model`` are dropped.
 
@@ -382,11 +365,12 @@ def record_step(
         inputs: what every micro-batch holds before it begins.
         teacher: teacher whose units are marked too.
         others: tensors of other accounts (buffers of the loss).
+        answer: see ``Recorder``.
     """
     constants = Storages([*model.parameters(), *model.buffers(), *inputs, *others])
     if teacher is not None:
         constants.add([*teacher.parameters(), *teacher.buffers()])
-    recorder = Recorder(constants)
+    recorder = Recorder(constants, answer=answer)
     recorder.trace.input_bytes = Storages(inputs).num_bytes
     names = {id(param): name for name, param in model.named_parameters()}
     with ExitStack() as stack:

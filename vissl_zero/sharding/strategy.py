@@ -20,6 +20,7 @@ from vissl_zero.optim.update_rule import UpdateRule, update_rule
 from vissl_zero.resolve.resolved import ShardingPlan
 from vissl_zero.sharding.checks.replica_check import equal_values
 from vissl_zero.sharding.model.float8 import require_float8
+from vissl_zero.sharding.offload.state_place import require_streamable
 from vissl_zero.sharding.sharded_model import ShardedModel
 
 _WHOLE_TENSORS = (
@@ -96,7 +97,7 @@ def update_rule_of(
         plan: what is to run.
     Raises:
         ConfigError: its update couples tensors, or cannot be tried, or needs full tensors where ``plan`` asks for
-            something that cannot give them.
+            something that cannot give them, or cannot go with a disk where ``plan`` names one.
     """
     if plan.level == 0 and not (plan.deterministic or plan.precision.rounding):
         return UpdateRule.ELEMENT_WISE
@@ -126,4 +127,7 @@ def update_rule_of(
         name, must = type(optimizer).__name__, "updates full tensors, which cannot go with the fairscale engine"
         fix = "Use an element-wise optimizer such as AdamW, or ZERO.ENGINE: torch."
         raise ConfigError([Problem("optimizer", name, must, fix)])
+    if is_on_disk:
+        block = "offload_optimizer_config" if plan.offload_optimizer.is_on_disk else "offload_param_config"
+        require_streamable(optimizer, f"{block}.device", is_whole=rule is UpdateRule.PER_TENSOR)
     return rule

@@ -12,6 +12,7 @@ from collections import OrderedDict
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from tests.unit.checkpoint.hostile_files import Called, in_a_process
@@ -94,6 +95,8 @@ def test_weights_come_in_whole(tmp_path, model, capsys, put, layout):
     assert call(tmp_path / "their.torch", "--to", tmp_path / "ours.safetensors", "--like", tmp_path / "like") == 0
     text = capsys.readouterr().out
     assert f"{layout}, " in text and "left out" not in text and "not in the file" not in text
+    with safe_open(tmp_path / "ours.safetensors", "pt") as file:  # transformers asks for the format
+        assert file.metadata()["format"] == "pt" and file.metadata()["imported"].startswith(layout)
     state = load_file(tmp_path / "ours.safetensors")
     assert state.keys() == model.state_dict().keys()
     assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())

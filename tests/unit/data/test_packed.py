@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
 from tests.blocks import data_block
@@ -181,3 +182,77 @@ def test_wrong_arguments_and_folders_are_one_sentence(tmp_path: Path, photos: Pa
     (tmp_path / "x.arrow").write_bytes(file.getvalue())
     with pytest.raises(DataError, match="cannot be read as an Arrow file"):
         build_source(data_block(make_data("arrow", tmp_path / "x.arrow")), "TRAIN", 0)
+
+
+def write_arrow(folder: Path, rows: list[Any], column: str = "image", **columns: Any) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    table = pa.table({column: rows, **columns})
+    with pa.OSFile(str(folder / "data.arrow"), "wb") as file, pa.ipc.new_stream(file, table.schema) as stream:
+        stream.write_table(table)
+    return folder
+
+
+def test_an_image_of_arrow_is_a_file_or_names_one(tmp_path: Path, photos: Path, make_data: MakeData) -> None:
+    content, other = (photos / "b/0.png").read_bytes(), str(photos / "b/1.png")
+    rows = [{"bytes": content, "path": other}, {"bytes": None, "path": other}, {"bytes": None, "path": None}, None]
+    source = build_source(data_block(make_data("arrow", write_arrow(tmp_path / "x", rows))), "TRAIN", 0)
+    assert [source.encoded(0), source.encoded(1)] == [content, Path(other).read_bytes()]  # type: ignore[attr-defined]
+    assert source.name(1) == f"{tmp_path}/x row 1" and source.label(0) is None
+    for empty in (2, 3):
+        with pytest.raises(BrokenImageError, match="its row has no image"):
+            source.image(empty)
+    texts = write_arrow(tmp_path / "y", ["a"], "caption")
+    with pytest.raises(DataError, match="has no column of image files; its columns are caption"):
+        build_source(data_block(make_data("arrow", texts)), "TRAIN", 0)
+    labelled = write_arrow(tmp_path / "z", [content] * 3, label=[2, 0, 1])
+    source = build_source(data_block(make_data("arrow", labelled)), "TRAIN", 0)
+    assert [source.label(index) for index in range(3)] == [2, 0, 1] and source.class_names == ("0", "1", "2")
+
+
+def test_splits_of_arrow_are_called_as_hugging_face_calls_them(
+    tmp_path: Path, photos: Path, make_data: MakeData
+) -> None:
+    content, folder = (photos / "b/0.png").read_bytes(), tmp_path / "hub"
+    for number, split in enumerate(("train", "val", "test"), 1):
+        write_arrow(folder / split, [content] * number)
+    (folder / "dataset_dict.json").write_text("{}")
+    data = data_block(make_data("arrow", folder, TEST={"DATA_SOURCES": ["arrow"], "DATA_PATHS": [str(folder)]}))
+    assert [len(build_source(data, split, 0)) for split in ("TRAIN", "TEST")] == [1, 3]
+    (folder / "test/data.arrow").unlink()
+    (folder / "test").rmdir()
+    assert len(build_source(data, "TEST", 0)) == 2
+    for split in ("val", "train"):
+        (folder / split / "data.arrow").unlink()
+        (folder / split).rmdir()
+    with pytest.raises(DataError, match="has no split train"):
+        build_source(data, "TRAIN", 0)
+    (folder / "dataset_dict.json").unlink()
+    (folder / "state.json").write_text(json.dumps({"_indices_files": [{"filename": "i"}], "_data_files": []}))
+    with pytest.raises(DataError, match="selects rows by an index"):
+        build_source(data, "TRAIN", 0)
+    (folder / "state.json").unlink()
+    with pytest.raises(DataError, match="has no Arrow files"):
+        build_source(data, "TRAIN", 0)
+
+
+def test_names_of_classes_are_a_list_as_long_as_the_labels(
+    packed: dict[str, Path], make_data: MakeData, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = packed["webdataset"]
+    data = data_block(make_data("webdataset", folder))
+    for text, says in (('["a"]', "has labels up to 1, but 1 classes"), ("{}", "must be a JSON list"), ("[", "be read")):
+        (folder / "classes.json").write_text(text)
+        with pytest.raises(DataError, match=says):
+            build_source(data, "TRAIN", 0)
+    (folder / "classes.json").unlink()
+    assert build_source(data, "TRAIN", 0).class_names == ("0", "1")
+
+
+def test_a_key_that_is_gone_is_one_broken_image(packed: dict[str, Path], make_data: MakeData) -> None:
+    source: Any = build_source(data_block(make_data("lmdb", packed["lmdb"])), "TRAIN", 0)
+    assert source.name(0).startswith(f"{packed['lmdb']}:")
+    source._keys[0] = b"gone"
+    with pytest.raises(BrokenImageError, match="its key is gone"):
+        source.encoded(0)
+    with pytest.raises(DataError, match="must name an LMDB database that exists"):
+        build_source(data_block(make_data("lmdb", packed["lmdb"], packed["lmdb"])), "TRAIN", 0)

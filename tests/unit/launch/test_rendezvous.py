@@ -110,7 +110,7 @@ def test_a_server_cannot_be_played_back_at_itself(server):
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("way", ["silent", "slow"])
+@pytest.mark.parametrize("way", ["silent", pytest.param("slow", marks=pytest.mark.slow)])
 def test_a_stranger_who_says_nothing_does_not_keep_others_out(way):
     if shutil.which("ip") is None or subprocess.run(["unshare", "-rn", "true"], check=False).returncode:
         pytest.skip("no network namespace of the test's own here")

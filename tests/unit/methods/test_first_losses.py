@@ -6,11 +6,13 @@ A commit that changes a number on purpose writes them again: ``python -m tests.u
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
 
-from tests.dist.test_method_parity import CASES, plain
+from tests.dist.test_method_parity import CASES, make_method_plan, plain
+from vissl_zero.methods.method import Method, build_method
 
 PAGE = Path(__file__).with_name("first_losses.json")
 FIRST = json.loads(PAGE.read_text()) if PAGE.exists() else {}
@@ -31,6 +33,52 @@ def _numbers(method: str) -> dict[str, float]:
 @pytest.mark.parametrize("method", CASES)
 def test_a_method_learns_as_it_did(method: str) -> None:
     assert _numbers(method) == pytest.approx(FIRST[method], rel=1e-8, abs=1e-9)
+
+
+TEACHERS = {
+    "byol",
+    "moco_v2",
+    "moco_v3",
+    "swav_momentum",
+    "ijepa",
+    "data2vec",
+    "ibot",
+    "dinov2",
+    "dinov3",
+    "msn",
+    "dino",
+}
+FROZEN = {"distillation", "feature_distillation"}
+# What a method tells the loop of itself -> the methods that say otherwise than ``Method``.
+SAID = {
+    "has_teacher": TEACHERS | FROZEN,
+    "teacher_follows": FROZEN,
+    "couples_samples": {"supervised", "maskfeat", "data2vec", "rotnet", "jigsaw"},
+    "needs_initial_embeddings": {"deepcluster_v2"},
+    "remembers_images": {"npid", "pirl", "deepcluster_v2"},
+    "loss_sees_images": {"mae", "simmim", "maskfeat"},
+    "ignored_label": {"supervised"},
+    "predicts_pixels": {"segmentation"},
+}
+# Loss of a model that tells nothing apart: of guessing among 5 prototypes, 4 angles, 7 permutations.
+GUESSING = {
+    "simsiam": 0.0,
+    "byol": 4.0,
+    **dict.fromkeys(("swav", "swav_momentum", "msn", "dino"), math.log(5)),
+    "ibot": math.log(5) + 0.5 * math.log(7),
+    "deepcluster_v2": (math.log(5) + math.log(3)) / 2,
+    "rotnet": math.log(4),
+    "jigsaw": math.log(7),
+}
+
+
+def test_what_a_method_tells_the_loop() -> None:
+    methods = {name: build_method(make_method_plan(name, 0, 1, "batch").config.LOSS, 24) for name in CASES}
+    for fact, expected in SAID.items():
+        assert {name for name, m in methods.items() if getattr(m, fact) != getattr(Method, fact)} == expected, fact
+    assert {n: m.guessing_loss for n, m in methods.items() if m.guessing_loss is not None} == pytest.approx(GUESSING)
+    prototypes = {name: list(m.num_prototypes) for name, m in methods.items() if m.num_prototypes}
+    assert prototypes == {"swav": [5], "swav_momentum": [5]}
 
 
 if __name__ == "__main__":

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import copy
+from functools import cache
 from typing import Any
 
 import pytest
+import yaml
 
 from tests.unit.config.example_config import CPU_HOST
-from vissl_zero.config.compose import compose
-from vissl_zero.errors import ConfigError
+from vissl_zero.config.compose import load
+from vissl_zero.config.run_config import RunConfig
 from vissl_zero.resolve.components import method_of
-from vissl_zero.resolve.resolve import resolve
+from vissl_zero.resolve.decisions import Decisions
+from vissl_zero.resolve.resolve import problems
 
 HEAD, TRANSFORMS = "config.MODEL.HEAD.PARAMS", "config.DATA.TRAIN.TRANSFORMS"
 UNLABELLED = "config.DATA.TRAIN.LABEL_TYPE=sample_index"
 MIXED = ["config.DATA.TRAIN.COLLATE_FUNCTION=cutmixup_collator"]
-MIXED += ["+config.DATA.TRAIN.COLLATE_FUNCTION_PARAMS={mixup_alpha: 1.0, num_classes: 10}"]
+MIXED += ["config.DATA.TRAIN.COLLATE_FUNCTION_PARAMS={mixup_alpha: 1.0, num_classes: 10}"]
 
 
 def _head(name: str, **keys: object) -> str:
@@ -27,6 +31,28 @@ def _crops(counts: list[int]) -> str:
     keys = f"total_num_crops: {sum(counts)}, num_crops: {counts}, size_crops: {[16, 8][: len(counts)]}"
     scales = [[0.5, 1.0], [0.3, 0.5]][: len(counts)]
     return f"{TRANSFORMS}=[{{name: ImgPilToMultiCrop, {keys}, crop_scales: {scales}}}, {{name: ToTensor}}]"
+
+
+@cache
+def _recipe(name: str) -> RunConfig:
+    return load(f"digits/{name}")
+
+
+def _changed(recipe: str, words: list[str]) -> RunConfig:
+    """The recipe with these values. Composing it each time takes five times as long."""
+    cfg = copy.deepcopy(_recipe(recipe))
+    for path, _, text in (word.partition("=") for word in words):
+        node: Any = cfg
+        *parents, last = path.split(".")[1:]
+        for part in parents:
+            node = node[part] if isinstance(node, dict) else getattr(node, part)
+        value = yaml.safe_load(text)
+        if isinstance(node, dict):
+            node[last] = value
+        else:
+            assert hasattr(node, last), path
+            setattr(node, last, value)
+    return cfg
 
 
 # recipe, changes, what is said; "" where nothing is
@@ -127,7 +153,7 @@ INFERRED = [
     ("ibot_distillation_loss", [f"{TRANSFORMS}=[{{name: ToTensor}}]"], {"num_global_crops": None}),
     (
         "swav_distillation_loss",
-        [SWAV, _crops([2, 3]), "+config.LOSS.swav_distillation_loss={local_queue_length: 100}"],
+        [SWAV, _crops([2, 3]), "config.LOSS.swav_distillation_loss.local_queue_length=100"],
         {"num_crops": 5, "num_prototypes": [12], "embedding_dim": 16, "queue_length": 200},
     ),
     ("swav_distillation_loss", [f"{TRANSFORMS}=[{{name: ToTensor}}]"], {"num_crops": None, "num_prototypes": None}),
@@ -137,17 +163,12 @@ INFERRED = [
 
 @pytest.mark.parametrize(("loss", "words", "expected"), INFERRED)
 def test_distillation_takes_its_sizes_from_the_recipe(loss: str, words: list[str], expected: dict[str, Any]) -> None:
-    cfg = compose("digits/distillation", [f"config.LOSS.name={loss}", *words]).run
+    cfg = _changed("distillation", [f"config.LOSS.name={loss}", *words])
     found = {key: value for key, (value, _) in method_of(loss).inferred(cfg).items()}
     assert found.keys() >= expected.keys() and {key: found[key] for key in expected} == expected
 
 
 @pytest.mark.parametrize(("recipe", "words", "said"), CASES)
 def test_a_recipe_is_refused_for_its_method(recipe: str, words: list[str], said: str) -> None:
-    run = compose(f"digits/{recipe}", words).run
-    if not said:
-        resolve(run, "runs/x", recipe=recipe, host=CPU_HOST)
-        return
-    with pytest.raises(ConfigError) as caught:
-        resolve(run, "runs/x", recipe=recipe, host=CPU_HOST)
-    assert said in str(caught.value)
+    found = [str(problem) for problem in problems(Decisions(_changed(recipe, words), CPU_HOST))]
+    assert any(said in problem for problem in found) if said else not found, found

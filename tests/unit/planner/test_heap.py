@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from vissl_zero.planner.heap import Heap
+from vissl_zero.planner.resident import BlockReplay
+from vissl_zero.planner.step_trace import StepTrace
 
 MIB = 2**20
 
@@ -34,3 +36,16 @@ def test_a_block_does_not_fit_into_the_hole_of_its_equal_but_two_holes_become_on
     assert heap.resident_bytes == held, "side by side they hold a larger one"
     heap.free(third)
     assert heap.resident_bytes == held - MIB - 64, "the last block ends the heap"
+
+
+def test_the_block_that_a_step_frees_is_freed_and_not_its_equal() -> None:
+    """Which one goes decides where holes are."""
+
+    def peak(freed: int) -> int:
+        replay = BlockReplay(Heap(mapped_bytes=4 * MIB, kept_bytes=0))
+        trace = StepTrace(deltas=[MIB, MIB, -MIB, MIB], made={2: freed})
+        replay.run(trace, [], [], images=0, states=[], temporaries=[])
+        return replay.peak_bytes
+
+    assert peak(freed=0) > 3 * MIB, "the hole before a block in use is too small for its equal"
+    assert peak(freed=1) < 3 * MIB, "at the end its place is free again"

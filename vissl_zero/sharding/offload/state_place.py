@@ -48,7 +48,7 @@ class UpdateKernel:
         instead: str = "device: cpu",
     ):
         self.begins_with_zeros = type(optimizer) in _BEGIN_WITH_ZEROS
-        _require_streamable(optimizer, key, what, instead, is_known=self.begins_with_zeros)
+        require_streamable(optimizer, key, what, instead)
         self.optimizer = optimizer
         self.is_eager = any(optimizer.state.values())
         state = self._probe()
@@ -130,8 +130,29 @@ class UpdatePiece:
     start: int = 0
 
 
-def _require_streamable(optimizer: torch.optim.Optimizer, key: str, what: str, instead: str, *, is_known: bool) -> None:
-    if not is_known and (reason := _why_not(optimizer)):
+def require_streamable(
+    optimizer: torch.optim.Optimizer,
+    key: str,
+    what: str = "nvme",
+    instead: str = "device: cpu",
+    *,
+    is_whole: bool = False,
+) -> None:
+    """Refuse an optimizer that cannot be run on a part of what it updates at a time.
+
+    Args:
+        optimizer: over any parameters; left as it is.
+        key, what, instead: see ``UpdateKernel``.
+        is_whole: a part is some full tensors, not some elements.
+    Raises:
+        ConfigError: the reason, and what to use instead.
+    """
+    if is_whole:
+        if any(optimizer.state.values()):
+            must = f"cannot go with {what}: it makes state of full tensors when it is built"
+            raise ConfigError([Problem("optimizer", type(optimizer).__name__, must, f"Write {instead}.")])
+        return
+    if type(optimizer) not in _BEGIN_WITH_ZEROS and (reason := _why_not(optimizer)):
         must = f"can be {what} only with an optimizer that is updated piece by piece, and this one {reason}"
         fix = f"Use SGD, LARC, LARS, Adam, AdamW or Lion, or write {instead}."
         raise ConfigError([Problem(key, type(optimizer).__name__, must, fix)])

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from vissl_zero import collectives
-from vissl_zero.errors import ConfigError, Problem
 from vissl_zero.optim.adaptation import OptimizerFactory
 from vissl_zero.optim.update_rule import counter_keys
 from vissl_zero.resolve.resolved import OffloadPlan
@@ -78,7 +77,6 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
         tier: where the state is stored.
         comm: among the ranks of ``group``, for shards in the host's memory; None: the group's own collectives.
     Raises:
-        ConfigError: something is on a disk, and the optimizer makes state when it is built.
         OffloadError: a rank has no disk space or cannot use the folder.
     Attributes:
         inner: the optimizer.
@@ -135,8 +133,6 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
         self.inner, self.adaptation = build(
             [{**given, "params": list(own)} for given, own in zip(groups, self._whole_params, strict=True)]
         )
-        if self._is_streamed:
-            _require_no_state(self.inner)
         params = [whole for whole in self._wholes if whole is not None]
         self._states: WholeStates | None = whole_states(tier, self.inner, params)
         self._counters = counter_keys(self.inner) if len(self._rounds) > 1 else frozenset()
@@ -398,12 +394,6 @@ def _rows(whole: Tensor, span: tuple[int, int]) -> Tensor:
 
 def _as_bytes(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(torch.uint8)
-
-
-def _require_no_state(optimizer: torch.optim.Optimizer) -> None:
-    if optimizer.state:
-        must = "cannot go with state or parameters on NVMe: it makes state of full tensors when it is built"
-        raise ConfigError([Problem("optimizer", type(optimizer).__name__, must, "Write device: cpu.")])
 
 
 def _end(states: WholeStates | None, stores: Sequence[ParameterStore]) -> None:

@@ -1,0 +1,87 @@
+"""What kernels take while they run, beside torch's own count of its allocations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+
+from vissl_zero.planner.kernel_memory import convolution_scratch, lstm_scratch
+
+HAS_WIDE_KERNELS = torch.backends.mkldnn.is_available() and torch.backends.cpu.get_cpu_capability() == "AVX512"
+aten = torch.ops.aten
+
+
+def beside_outputs(run: Callable[[], Any]) -> tuple[int, Any]:
+    """Most bytes at once beyond those that stay, and what the call returns."""
+    run()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        result = run()
+    events = profiled.profiler.kineto_results.events()
+    now = most = 0
+    for _, num_bytes in sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"):
+        now += num_bytes
+        most = max(most, now)
+    return most - now, result
+
+
+def convolved(layer: nn.Conv2d, images: Tensor) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Measured and counted bytes, forward and backward."""
+    padding, stride = list(layer.padding), list(layer.stride)
+    rest = (stride, padding, list(layer.dilation), False, [0, 0], layer.groups)
+    weight = layer.weight.detach()
+    forward = images, weight, None, *rest
+    measured, outputs = beside_outputs(lambda: aten.convolution(*forward))
+    backward = torch.randn_like(outputs), images, weight, None, *rest, [True, True, False]
+    measured_again, gradients = beside_outputs(lambda: aten.convolution_backward(*backward))
+    counted = convolution_scratch(forward, outputs), convolution_scratch(backward, gradients)
+    return (measured, counted[0]), (measured_again, counted[1])
+
+
+@pytest.mark.parametrize("groups", [1, 8])
+def test_columns_and_the_results_of_groups_in_float64(groups: int) -> None:
+    layer = nn.Conv2d(64, 64, 3, padding=1, groups=groups).double()
+    for measured, counted in convolved(layer, torch.randn(4, 64, 8, 8, dtype=torch.float64)):
+        assert 0.97 * measured <= counted <= 1.6 * measured
+
+
+@pytest.mark.skipif(not HAS_WIDE_KERNELS, reason="oneDNN's kernels for other processors take other layouts")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.Conv2d(64, 64, 3, padding=1),
+        nn.Conv2d(256, 512, 1),
+        nn.Conv2d(64, 128, 3, padding=1, stride=2),
+        nn.Conv2d(96, 96, 7, padding=3, groups=96),
+    ],
+    ids=["dense", "one pixel", "stride", "a channel a group"],
+)
+def test_layouts_of_convolutions(layer: nn.Conv2d, memory_format: torch.memory_format, dtype: torch.dtype) -> None:
+    images = torch.randn(8, layer.in_channels, 16, 16, dtype=dtype).to(memory_format=memory_format)
+    for measured, counted in convolved(layer.to(dtype), images):
+        assert counted > 0.95 * measured - 0.1 * images.nbytes - 2**17  # the kernels' own tables
+
+
+@pytest.mark.skipif(not HAS_WIDE_KERNELS, reason="oneDNN's kernels for other processors take other layouts")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [160, 256])
+def test_gates_and_weights_of_an_lstm(width: int, dtype: torch.dtype) -> None:
+    inputs, state = torch.randn(20, 8, width, dtype=dtype), torch.zeros(1, 8, width, dtype=dtype)
+    weights = [torch.randn(4 * width, *shape, dtype=dtype) for shape in ((width,), (width,), (), ())]
+    forward = (inputs, *weights, state, state, False, [], 2, width, 1, True, False, False, True)
+    measured, result = beside_outputs(lambda: aten.mkldnn_rnn_layer(*forward))
+    assert 0.95 * measured - 2**17 < lstm_scratch(forward, result) < 1.5 * measured
+    outputs, *states, workspace = result
+    gradients = [torch.randn_like(tensor) for tensor in (outputs, *states)]
+    backward = (
+        *(inputs, *weights, state, state, outputs, *states, *gradients),
+        *(False, 2, width, 1, True, True, False, [], False, workspace),
+    )
+    measured, result = beside_outputs(lambda: aten.mkldnn_rnn_layer_backward(*backward))
+    assert 0.95 * measured - 2**17 < lstm_scratch(backward, result) < 1.5 * measured

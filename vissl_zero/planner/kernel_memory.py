@@ -1,0 +1,99 @@
+"""What kernels of a CPU take beside their outputs, which torch's fake tensors do not show.
+
+All was measured with torch's profiler, version 2.13 on a processor with AVX-512.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_aten = torch.ops.aten
+_BLOCK = 16  # channels: oneDNN pads those of a group to as many
+
+
+def convolution_scratch(args: Sequence[Any], result: Any) -> int:
+    """Return the bytes that a convolution takes while it runs.
+
+    torch unfolds float64 images into columns, of one group at a time, and joins the groups' results. oneDNN copies
+    images and outputs into its own layouts, unless channels come last, and sums the gradients of half formats in
+    float32. With a channel a group, channels last and large kernels it computes whole blocks of channels.
+    """
+    is_backward = isinstance(result, tuple)
+    images, weight, is_transposed, groups = (args[index + is_backward] for index in (0, 1, 6, 8))
+    outputs = args[0] if is_backward else result
+    kernel = weight.shape[2:].numel()
+    is_half = images.itemsize < 4
+    if kernel == 1 and groups == 1 and not is_half:
+        return 0
+    if images.dtype == torch.float64:
+        few, many = (outputs, images) if is_transposed else (images, outputs)
+        columns = few.shape[1] // groups * kernel * many.shape[2:].numel() * images.itemsize
+        columns *= 1 if is_transposed and is_backward else len(images)
+        if groups == 1:
+            return columns
+        of_group = (images.nbytes + (outputs.nbytes if is_backward else 0)) // groups
+        return max(columns + of_group, images.nbytes + weight.nbytes if is_backward else outputs.nbytes)
+    sums = 2 * weight.nbytes if is_half and is_backward else 0  # in twice the format
+    if _has_channels_last(images):
+        if weight.shape[1] == 1 and kernel > 9 and is_backward:
+            blocks = _BLOCK**2 * (weight.nbytes + sums)
+            return blocks + (2 * (images.nbytes + outputs.nbytes) if is_half else weight.nbytes)
+        return (3 if is_backward else 2) * weight.nbytes + sums
+    if is_backward:
+        return images.nbytes + outputs.nbytes + sums + (weight.nbytes if is_half and kernel > 1 else 0)
+    return max(images.nbytes, outputs.nbytes) + weight.nbytes
+
+
+def _has_channels_last(images: Tensor) -> bool:
+    return images.dim() == 4 and images.stride(1) == 1 and images.shape[1] > 1 and not images.is_contiguous()
+
+
+def lstm_workspace(inputs: Tensor, hidden_size: int) -> int:
+    """Return the bytes that a layer of oneDNN's LSTM keeps for its backward pass; torch's fake layer keeps none.
+
+    Gates, states and their gradients, within 3 % of what torch 2.13 was measured to keep, but for layers of less than
+    a megabyte. Rows of whole KiB are padded. Half formats keep gradients and cells in float32.
+
+    Args:
+        inputs: (T, B, C).
+        hidden_size: width of the states.
+    """
+    num_steps, batch, width = inputs.shape
+
+    def row(num_elements: int, itemsize: int) -> int:
+        return num_elements * itemsize + (0 if num_elements * itemsize % 1024 else 64)
+
+    own, full, widest = inputs.itemsize, 4, max(width, hidden_size)
+    states = row(widest, own) + 2 * row(widest, full) + (3 * row(hidden_size, own) + 2 * row(hidden_size, full)) // 2
+    return num_steps * batch * row(4 * hidden_size, own) + 2 * (num_steps + 1) * batch * states + 2**14
+
+
+def lstm_scratch(args: Sequence[Any], result: Any) -> int:
+    """Return the bytes that a layer of oneDNN's LSTM takes while it runs.
+
+    Gates, and weights in its own layout; in the backward pass their gradients too, of half formats in float32, and
+    again each weight with rows of whole KiB, which are padded.
+    """
+    inputs, *weights = args[:3]
+    is_backward = len(result) > _NUM_OUTPUTS
+    num_bytes = sum(weight.nbytes for weight in weights)
+    gates = inputs.shape[0] * inputs.shape[1] * weights[0].shape[0] * inputs.itemsize
+    if not is_backward:
+        return num_bytes + gates
+    if inputs.itemsize < 4:
+        return 3 * num_bytes + gates
+    padded = sum(weight.nbytes for weight in weights if weight.shape[1] * weight.itemsize % 1024 == 0)
+    return (num_bytes + padded) * 17 // 16 + gates
+
+
+_NUM_OUTPUTS = 4  # of a layer's forward pass: outputs, both states, workspace
+SCRATCH: dict[Any, Callable[[Sequence[Any], Any], int]] = {
+    _aten.convolution.default: convolution_scratch,
+    _aten.convolution_backward.default: convolution_scratch,
+    _aten.mkldnn_rnn_layer.default: lstm_scratch,
+    _aten.mkldnn_rnn_layer_backward.default: lstm_scratch,
+}
