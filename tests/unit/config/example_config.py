@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
@@ -23,10 +24,15 @@ def _quickstart() -> RunConfig:
 
 def config(**values: Any) -> RunConfig:
     """The quickstart recipe with values at key paths, written with ``__`` for dots."""
-    cfg = copy.deepcopy(_quickstart())
+    return changed(_quickstart(), {path.replace("__", "."): value for path, value in values.items()})
+
+
+def changed(cfg: RunConfig, values: Mapping[str, Any]) -> RunConfig:
+    """A copy with values at key paths. Composing a recipe anew takes five times as long."""
+    cfg = copy.deepcopy(cfg)
     for path, value in values.items():
         node: Any = cfg
-        *parents, last = path.split("__")
+        *parents, last = path.split(".")
         for part in parents:
             node = node[part] if isinstance(node, dict) else getattr(node, part)
         if isinstance(node, dict):
