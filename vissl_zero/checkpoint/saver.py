@@ -187,7 +187,7 @@ class Saver:
         self._keep = (keep_last, keep_every)
         self._memory = HostMemory(device)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._thread.submit(_nothing)  # starts the thread: a leak of threads shows in a number that never grows
+        self._thread.submit(_nothing)  # starts the thread, so that the number of threads stays constant
         self._save: _Save | None = None
         self._has_lock = (run_folder / LOCK_NAME).exists()
         self.latest_step: int | None = None

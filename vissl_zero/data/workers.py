@@ -1,8 +1,8 @@
-"""Loader workers: processes that load micro-batches ahead, clear errors, an end with their rank.
+"""Loader workers: processes that load micro-batches ahead, and end with their rank.
 
-Each worker has a socket of its own, through which it is sent plans and answers in turn. So the training process waits
-for one worker alone, with a timeout: one that is killed, stopped or hung ends the iteration with a sentence that names
-it. torch's DataLoader would wait forever for a stopped worker, and takes each batch through three threads.
+Each worker receives plans and sends batches through a socket of its own. So the training process waits for one worker
+at a time, with a timeout: one that is killed, stopped or hung ends the iteration with a sentence that names it. torch's
+DataLoader would wait forever for a stopped worker, and takes each batch through three threads.
 """
 
 from __future__ import annotations

@@ -581,7 +581,7 @@ class PrefetchOrder:
 
 
 def _started_threads(number: int, name: str) -> ThreadPoolExecutor:
-    """Start a pool with all its threads, which it would else start one by one, some after hundreds of steps."""
+    """Start a pool with all its threads. Left alone, it starts them one by one, some after hundreds of steps."""
     pool = ThreadPoolExecutor(number, thread_name_prefix=name)
     all_started = Barrier(number)  # holds each thread, so that the next request starts another
     for _ in range(number):

@@ -136,12 +136,12 @@ def teacher_parts(shards: Mapping[str, Shard]) -> Iterator[Part]:
 
 
 def check_teacher(saved: SavedState, has_teacher: bool, shards: Mapping[str, Shard] | None) -> None:
-    """Check that a store has a teacher if this model has one that is saved, and none if it has none.
+    """Check that a store and this model both have a teacher, or neither.
 
     Args:
         saved: the store.
-        has_teacher: whether the model has a teacher, saved or not.
-        shards: parameters of one that is to be restored; None: there is none.
+        has_teacher: the model has a teacher, whether or not saved states hold it.
+        shards: parameters of the teacher to restore; None: there is none.
     Raises:
         CheckpointError: only one of them has a teacher, or they are of two models.
     """
@@ -154,7 +154,7 @@ def check_teacher(saved: SavedState, has_teacher: bool, shards: Mapping[str, Sha
 
 @torch.no_grad()
 def restore_teacher(saved: SavedState, shards: Mapping[str, Shard]) -> None:
-    """Fill the teacher's parameters, which ``check_teacher`` has found there. Not a collective."""
+    """Fill the teacher's parameters, after ``check_teacher``. Not a collective."""
     for name, shard in shards.items():
         _read_values(saved, TEACHER + name, shard)
 
@@ -313,7 +313,7 @@ def check_optimizer(held: Mapping[str, Collection[str]], optimizer: torch.optim.
 
 
 def check_same_update(saved: Sequence[Mapping[str, Any]], optimizer: torch.optim.Optimizer) -> None:
-    """Check that groups that are about to be taken over are those of this optimizer, which need not keep any state.
+    """Check that saved groups are of this optimizer. Its state cannot tell: plain SGD keeps none.
 
     Raises:
         CheckpointError: they lack an option of it, or would make AdamW of Adam, which keep the same state.
