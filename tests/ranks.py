@@ -251,6 +251,8 @@ def _run(task: _Task) -> Any:
     import torch
     import torch.distributed as dist
 
+    from vissl_zero.sharding.torch_private import forget_meshes
+
     function = getattr(_import_source(task.module_name, task.source_file), task.function)
     args = pickle.loads(task.arguments)
     torch.manual_seed(0)
@@ -263,6 +265,7 @@ def _run(task: _Task) -> Any:
         timeout=timedelta(seconds=task.group_timeout_s),
     )
     result = function(*args)
+    forget_meshes()
     gc.collect()  # groups that are only in cycles: gloo's threads of a group that its peers have left never rest
     dist.barrier()  # nobody closes connections that a slower rank still uses
     dist.destroy_process_group()

@@ -22,6 +22,7 @@ from torch.autograd import Variable
 from torch.autograd import graph as _graph
 from torch.distributed.fsdp._fully_shard import _fsdp_state
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointFunction
@@ -90,6 +91,15 @@ def pretended_ranks(world_size: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+
+
+def forget_meshes() -> None:
+    """Empty the caches of DTensor operations on this thread, which hold the mesh of the first call.
+
+    Meshes are equal by their ranks and names, not by their process groups. Where a process has ended its groups and
+    made new ones, a cached operation would return a tensor whose groups no longer exist, or are others of that name.
+    """
+    _clear_sharding_prop_cache()
 
 
 def runs_in_data_parallel() -> bool:

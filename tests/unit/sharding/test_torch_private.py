@@ -360,3 +360,10 @@ def test_sharded_tensors_know_whether_they_are_cut_alike(group):
     one, same = (DTensor.from_local(torch.zeros(2, 3), mesh, [Shard(0)]) for _ in range(2))
     assert private.same_layout(one, same)
     assert not private.same_layout(one, DTensor.from_local(torch.zeros(2, 4), mesh, [Shard(0)]))
+
+
+def test_operations_on_a_new_mesh_do_not_return_an_earlier_equal_one(group):
+    for _ in range(2):
+        private.forget_meshes()
+        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("new",))
+        assert DTensor.from_local(torch.zeros(2, 3), mesh, [Shard(0)]).detach().device_mesh is mesh

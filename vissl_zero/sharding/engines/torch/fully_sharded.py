@@ -49,7 +49,7 @@ from vissl_zero.sharding.offload.tier import offloaded, stored_parameters
 from vissl_zero.sharding.sharded_model import ModelSetup, ShardedModel
 from vissl_zero.sharding.state.shard import Shard, hide_gradient, shards_of
 from vissl_zero.sharding.state.sharded_tensor import ReplacedParameter, ShardedTensor
-from vissl_zero.sharding.torch_private import lazy_init, modules_of, real_grad, set_real_grad, unit_state
+from vissl_zero.sharding.torch_private import forget_meshes, lazy_init, modules_of, real_grad, set_real_grad, unit_state
 
 
 class FullySharded(ShardedModel):
@@ -231,6 +231,7 @@ def _refuse_scripted(module: nn.Module) -> None:
 
 def _mesh(device: torch.device, num_shards: int, timeout_s: float) -> DeviceMesh:
     """Build a mesh of all ranks in one dimension, or replicas x shards where a shard group is less than the world."""
+    forget_meshes()
     world_size = dist.get_world_size()
     if num_shards == world_size:
         return init_device_mesh(device.type, (world_size,), mesh_dim_names=("shard",))
