@@ -12,13 +12,17 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from timm.layers import Attention
+from timm.models.vision_transformer import Block, global_pool_nlc
 from timm.models.vision_transformer import VisionTransformer as TimmVisionTransformer
-from timm.models.vision_transformer import global_pool_nlc
 from torch import Tensor, nn
 
 from vissl_zero.config.components.trunks import VisionTransformerConfig, vision_transformer_problems
-from vissl_zero.errors import ConfigError
+from vissl_zero.errors import ConfigError, Problem
+from vissl_zero.models.keyed_random import packed_scope
 from vissl_zero.models.model import LayerTap, Unit
+from vissl_zero.models.packing import KEY as PACKING
+from vissl_zero.models.packing import WithinImages, packed, unpacked
 from vissl_zero.models.patches import grid_of
 from vissl_zero.models.trunks.token_embedding import TokenEmbedding
 from vissl_zero.registry import TRUNKS
@@ -59,7 +63,7 @@ class TransformerTrunk(nn.Module):
         self.num_prefix_tokens: int = vit.num_prefix_tokens
         self.patch_size: tuple[int, int] = vit.patch_embed.patch_size
         self.embedding = _EmbeddingUnit(TokenEmbedding(vit, use_mask_token, patch_drop_rate, position_resize))
-        self.blocks = nn.ModuleList(_unit(block) for block in vit.blocks)
+        self.blocks = nn.ModuleList(_BlockUnit(OrderedDict(unit=block)) for block in vit.blocks)
         self.norm = _unit(vit.norm)
         self.pooling = _unit(_Pooling(vit))
         self._tapped: set[int] = set()
@@ -105,6 +109,23 @@ class TransformerTrunk(nn.Module):
             return [*xs, *last]
         shown = zip(xs, images, strict=True) if return_maps else ()
         return [*(self._as_map(tokens, image) for tokens, image in shown), *self.pooled(xs)]
+
+    def pack_crops(self) -> None:
+        """Run each block on the tokens of all resolutions as one sequence from now on; call it once it is built.
+
+        Raises:
+            ConfigError: blocks have another form than timm's ``Block``, or attention is not fused.
+        """
+        units: list[Any] = list(self.blocks)
+        for unit in units:
+            block = unit[0]
+            if type(block) is not Block or type(block.attn) is not Attention:
+                must = "must be false for blocks of another form than timm's Block with its Attention"
+                raise ConfigError([Problem(PACKING, f"true with {type(block).__name__}", must, "Leave it out.")])
+            if not block.attn.fused_attn:
+                must = "must be false where attention is not fused: it has dropout, or TIMM_FUSED_ATTN=0 is set"
+                raise ConfigError([Problem(PACKING, "true", must, "Write ATTENTION_DROPOUT_RATE: 0, or leave it out.")])
+            unit.is_packing = True
 
     @property
     def map_dim(self) -> int:
@@ -170,6 +191,28 @@ class _TransformerUnit(Unit):
         Norms and layer scale start as timm has them; the patches' convolution as torch has it.
         """
         initialize_transformer_(self, generator_for)
+
+
+class _BlockUnit(_TransformerUnit):
+    """A block of attention and an MLP.
+
+    Attributes:
+        is_packing: run the layers once, on the packed tokens of all resolutions.
+    """
+
+    is_packing = False
+
+    def each(self, xs: list[Tensor], *others: Sequence[Any] | None) -> list[Tensor]:
+        if not self.is_packing or len(xs) == 1:
+            return super().each(xs, *others)
+        shapes = [(x.shape[0], x.shape[1]) for x in xs]
+        with packed_scope(shapes):
+            return unpacked(self.apply_layers(packed(xs), WithinImages(shapes)), shapes)
+
+    def apply_layers(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Run the block on tokens (b, n, D), with what attention takes as a mask; see ``Unit``."""
+        tokens: Tensor = self[0](x, *args, **kwargs)
+        return tokens
 
 
 class _EmbeddingUnit(_TransformerUnit):
