@@ -165,13 +165,15 @@ class Unit(nn.Sequential):
 
     checkpoint: bool = False
 
-    def forward(self, xs: list[Tensor]) -> list[Tensor]:
-        """Apply all layers to each of the R tensors of ``xs``; their leading dimensions may differ."""
+    def forward(self, xs: list[Tensor], *others: Sequence[Any] | None) -> list[Tensor]:
+        """Apply all layers to each of the R tensors of ``xs``; their leading dimensions may differ. See ``each``."""
         if self.checkpoint and self.training and torch.is_grad_enabled():
             # Reentrant checkpointing of sharded modules gives wrong gradients with two forwards in one backward.
-            result: list[Tensor] = checkpoint(self.each, xs, use_reentrant=False, context_fn=recomputation_contexts)
+            result: list[Tensor] = checkpoint(
+                self.each, xs, *others, use_reentrant=False, context_fn=recomputation_contexts
+            )
             return result
-        return self.each(xs)
+        return self.each(xs, *others)
 
     def each(self, xs: list[Tensor], *others: Sequence[Any] | None) -> list[Tensor]:
         """Run ``apply_layers`` for each resolution, and give keyed random layers its index.

@@ -60,5 +60,6 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, attn_mask: WithinImages, 
     """Compute attention (1, heads, T, width) of packed tokens, one resolution after another."""
     shapes = attn_mask.shapes
     columns = zip(*(unpacked(x, shapes, dim=2) for x in (query, key, value)), strict=True)
-    outputs = [functional.scaled_dot_product_attention(*column, **options) for column in columns]
+    # Without images there is nothing to attend to, and cuDNN's attention would give None.
+    outputs = [functional.scaled_dot_product_attention(*x, **options) if len(x[0]) else x[2] for x in columns]
     return packed([output.transpose(1, 2) for output in outputs]).transpose(1, 2)

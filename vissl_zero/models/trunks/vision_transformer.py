@@ -49,7 +49,10 @@ class TransformerTrunk(nn.Module):
         feature_dim: D, of pooled features and of tokens.
         patch_size: side of a patch, in pixels (height, width).
         num_prefix_tokens: class and register tokens, which come before the patches.
+        is_packing: blocks take the tokens of all resolutions as one sequence; see ``pack_crops``.
     """
+
+    is_packing = False
 
     def __init__(
         self,
@@ -93,17 +96,23 @@ class TransformerTrunk(nn.Module):
             of each of the last blocks in their order.
         """
         xs: list[Tensor] = self.embedding(images, masks, kept)
+        shapes = [(x.shape[0], x.shape[1]) for x in xs]
+        masks_of_attention: list[list[WithinImages]] = []
+        if self.is_packing and len(xs) > 1:
+            masks_of_attention, xs = [[WithinImages(shapes)]], [packed(xs)]
         caught: dict[int, list[Tensor]] = {}
         last: list[Tensor] = []
         for index, block in enumerate(self.blocks):
-            xs = block(xs)
+            xs = block(xs, *masks_of_attention)
             if index in self._tapped:
                 caught[index] = xs
             if index >= len(self.blocks) - last_blocks:
                 last += xs
         # One call for all tapped blocks: a unit is gathered once a step.
         flat: list[Tensor] = self.norm([x for tokens in (*caught.values(), xs) for x in tokens])
-        *tapped, xs = [flat[start : start + len(xs)] for start in range(0, len(flat), len(xs))]
+        if masks_of_attention:
+            flat, last = ([part for x in rows for part in unpacked(x, shapes)] for rows in (flat, last))
+        *tapped, xs = [flat[start : start + len(images)] for start in range(0, len(flat), len(images))]
         self._normed = dict(zip(caught, tapped, strict=True))
         if return_tokens:
             return [*xs, *last]
@@ -116,16 +125,14 @@ class TransformerTrunk(nn.Module):
         Raises:
             ConfigError: blocks have another form than timm's ``Block``, or attention is not fused.
         """
-        units: list[Any] = list(self.blocks)
-        for unit in units:
-            block = unit[0]
+        for block in (unit.get_submodule("unit") for unit in self.blocks):
             if type(block) is not Block or type(block.attn) is not Attention:
                 must = "must be false for blocks of another form than timm's Block with its Attention"
                 raise ConfigError([Problem(PACKING, f"true with {type(block).__name__}", must, "Leave it out.")])
             if not block.attn.fused_attn:
                 must = "must be false where attention is not fused: it has dropout, or TIMM_FUSED_ATTN=0 is set"
                 raise ConfigError([Problem(PACKING, "true", must, "Write ATTENTION_DROPOUT_RATE: 0, or leave it out.")])
-            unit.is_packing = True
+        self.is_packing = True
 
     @property
     def map_dim(self) -> int:
@@ -194,23 +201,15 @@ class _TransformerUnit(Unit):
 
 
 class _BlockUnit(_TransformerUnit):
-    """A block of attention and an MLP.
-
-    Attributes:
-        is_packing: run the layers once, on the packed tokens of all resolutions.
-    """
-
-    is_packing = False
+    """A block of attention and an MLP, for tokens of each resolution, or for the packed ones of all and their mask."""
 
     def each(self, xs: list[Tensor], *others: Sequence[Any] | None) -> list[Tensor]:
-        if not self.is_packing or len(xs) == 1:
+        masks: Any = others[0] if others else None
+        with packed_scope(masks[0].shapes if masks else ()):
             return super().each(xs, *others)
-        shapes = [(x.shape[0], x.shape[1]) for x in xs]
-        with packed_scope(shapes):
-            return unpacked(self.apply_layers(packed(xs), WithinImages(shapes)), shapes)
 
     def apply_layers(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Run the block on tokens (b, n, D), with what attention takes as a mask; see ``Unit``."""
+        """Run the block on tokens (b, n, D); ``args`` is the mask of attention. See ``Unit``."""
         tokens: Tensor = self[0](x, *args, **kwargs)
         return tokens
 
@@ -221,8 +220,8 @@ class _EmbeddingUnit(_TransformerUnit):
     def __init__(self, embedding: TokenEmbedding):
         super().__init__(OrderedDict(unit=embedding))
 
-    def forward(self, xs: list[Tensor], masks: PatchMasks = None, kept: PatchMasks = None) -> list[Tensor]:
-        return self.each(xs, masks, kept)
+    def forward(self, xs: list[Tensor], *others: PatchMasks) -> list[Tensor]:
+        return self.each(xs, *others)
 
     def apply_layers(self, x: Tensor, *args: Tensor | None, **kwargs: Any) -> Tensor:
         """Embed patches of one resolution, with its mask and the patches kept; see ``Unit``."""
