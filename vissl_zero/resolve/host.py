@@ -17,6 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from vissl_zero.errors import ConfigError, Problem
+from vissl_zero.lifetime import run_in_subprocess
 
 _GROUPS, _OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 _SETTLING_S = 0.25
@@ -155,6 +156,11 @@ def require_interfaces(environment: Mapping[str, str]) -> None:
 def _gpus() -> tuple[int, str]:
     if not _torch_has_cuda():
         return 0, "the installed torch was built without CUDA"
+    # A process that has started CUDA cannot lend it to the processes that are forked from it.
+    return run_in_subprocess(_driver_gpus)
+
+
+def _driver_gpus() -> tuple[int, str]:
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:

@@ -22,7 +22,6 @@ from torch.autograd import Variable
 from torch.autograd import graph as _graph
 from torch.distributed.fsdp._fully_shard import _fsdp_state
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointFunction
@@ -99,6 +98,8 @@ def forget_meshes() -> None:
     Meshes are equal by their ranks and names, not by their process groups. Where a process has ended its groups and
     made new ones, a cached operation would return a tensor whose groups no longer exist, or are others of that name.
     """
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache  # here: takes a second
+
     _clear_sharding_prop_cache()
 
 
