@@ -125,21 +125,27 @@ class _Odd(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         shapes: list[Any] = [(3, 5), (1,), (0, 4), (), (700, 3), (2, 1000), (7,), (1, 900)]
-        self.params = nn.ParameterList(nn.Parameter(torch.empty(shape)) for shape in shapes)
+        formats = [torch.float32, torch.float32, torch.float64, torch.float64] * 2
+        tensors = [torch.empty(shape, dtype=dtype) for shape, dtype in zip(shapes, formats, strict=True)]
+        self.params = nn.ParameterList(map(nn.Parameter, tensors))
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 5])
-@pytest.mark.parametrize("capacity", [2, 64, 1000, 10**6])
+@pytest.mark.parametrize("capacity", [3, 64, 1000, 10**6])
 def test_messages_carry_every_element_once_and_in_place(num_ranks: int, capacity: int) -> None:
     model = _Odd()
     names = {name for name, _ in model.named_parameters()}
     of_rank = [list(row_shards(model, names, num_ranks, rank)) for rank in range(num_ranks)]
     shards = [shard for shard in of_rank[0] if isinstance(shard, RowShard)]
-    messages = plan_messages(shards, num_ranks, capacity)
+    messages = plan_messages(shards, num_ranks, lambda dtype: capacity if dtype == torch.float32 else capacity - 1)
     sent = {shard.name: torch.zeros(shard.full_shape).view(-1) for shard in shards}
     begins: dict[str, int] = {}
+    stops: dict[torch.dtype, int] = {}
     for message in messages:
-        assert message.num_flagged <= capacity
+        assert message.num_flagged <= capacity - (message.dtype == torch.float64)
+        assert message.start == stops.get(message.dtype, 0)
+        stops[message.dtype] = message.stop
+        assert {piece.shard.source.dtype for piece in message.pieces} == {message.dtype}
         assert message.payload == sum(piece.numel for piece in message.pieces)
         for piece in message.pieces:
             begin = begins.setdefault(piece.shard.name, message.start + piece.offset)

@@ -38,7 +38,9 @@ _WEIGHTS = (
     "run folder, file, folder of transformers or timm, timm:<name>, hf:<repo>, torchvision:<name> or torchhub:<name>"
 )
 _OF_PROBES = ("knn_top1", "knn_k", "knn_temperature", "linear_top1", "linear_penalty", "linear_protocol")
-_FIGURES = (*_OF_PROBES, "rankme", "num_features", "image_size", "num_train", "num_val", "recognized")
+_OF_DATA = ("num_features", "image_size", "num_train", "num_val", "skipped", "recognized")
+_FIGURES = (*_OF_PROBES, "linear_by_class", "rankme", *_OF_DATA)
+_MOST_CLASSES = 5  # printed
 _ENDINGS = (".npz", ".parquet", ".safetensors")
 _VALIDATION = ("val", "test")
 
@@ -107,6 +109,21 @@ def _table(rows: Sequence[dict[str, Any]]) -> None:
     text = f"\nTop-1 on {first['num_val']} images after {first['num_train']} of train, {sizes} pixels a side. "
     console.print(Text(text), end="")
     console.print(Text(f"Linear: {first['linear_protocol']}."))
+    for row in rows:
+        if hardest := _hardest(row["linear_by_class"]):
+            console.print(Text(f"Hardest for the linear probe of {row['weights']}: {hardest}."))
+    if first["skipped"]:
+        console.print(Text(f"broken and left out: {printable(', '.join(first['skipped']))}"))
+
+
+def _hardest(classes: dict[str, dict[str, Any]]) -> str:
+    """List the classes with the lowest accuracy below 1, each with the class that it is most often taken for."""
+    wrong = sorted((name for name in classes if classes[name]["taken_for"]), key=lambda name: classes[name]["top1"])
+    return ", ".join(
+        f"{printable(name)} {classes[name]['top1']:.1%} (taken for {printable(classes[name]['taken_for'])}: "
+        f"{classes[name]['num_taken']} of {classes[name]['num_images']})"
+        for name in wrong[:_MOST_CLASSES]
+    )
 
 
 def embed(arguments: Sequence[str]) -> int:

@@ -9,6 +9,7 @@ fitted to all of them; TEST's are looked at once. DINOv2's evaluation has such a
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -38,9 +39,9 @@ PROTOCOL = (
 class FeatureQuality(Hook):
     """Measure the trunk's features at the end of the run, each image once, on any number of ranks.
 
-    Adds ``knn_top1`` with ``knn_k`` and ``knn_temperature``, ``linear_top1`` with ``linear_penalty`` and
-    ``linear_protocol``, ``rankme``, ``num_features``, ``image_size``, ``num_train``, ``num_val`` and ``recognized`` to
-    the results.
+    Adds ``knn_top1`` with ``knn_k`` and ``knn_temperature``, ``linear_top1`` with ``linear_penalty``,
+    ``linear_protocol`` and ``linear_by_class``, ``rankme``, ``num_features``, ``image_size``, ``num_train``,
+    ``num_val``, ``skipped`` (names of broken images, which do not count) and ``recognized`` to the results.
     """
 
     def on_end(self, run: Run) -> None:
@@ -56,42 +57,73 @@ class FeatureQuality(Hook):
                 )
         print_opening(run)
         run.sharded.consolidate_buffers()  # running statistics may differ between ranks; features must not
-        index, queries = (extract_features(run, eval_images(split, data, run.plan.seed)) for split in (train, test))
+        extracted = [extract_features(run, eval_images(split, data, run.plan.seed)) for split in (train, test)]
+        sources_of_features = zip((train, test), extracted, strict=True)
+        skipped = [source.name(index) for source, features in sources_of_features for index in features.broken]
+        index, queries = (features.without_broken() for features in extracted)
         assert index.labels is not None and queries.labels is not None
         k, temperature = min(options.TOPK, len(index.rows)), options.SIGMA
         (knn,) = knn_top1s(queries, index, [(k, temperature)]) or [float("nan")]
-        penalty, linear = linear_top1(index, queries)
+        penalty, predicted = linear_predictions(index, queries)
+        labels = queries.labels.cpu().numpy()
+        linear = float((predicted == labels).mean())
         figures: dict[str, Any] = {"knn_top1": knn, "knn_k": k, "knn_temperature": temperature}
         figures |= {"linear_top1": linear, "linear_penalty": penalty, "linear_protocol": PROTOCOL}
+        figures["linear_by_class"] = by_class(labels, predicted, test.class_names)
         figures |= {"rankme": rankme(index.rows), "num_features": index.rows.shape[1]}
         figures |= {"image_size": max(crop_sides(eval_transforms(data)), default=None)}
-        figures |= {"num_train": len(index.rows), "num_val": len(queries.rows), "recognized": recognized(run)}
+        figures |= {"num_train": len(index.rows), "num_val": len(queries.rows), "skipped": skipped}
+        figures["recognized"] = recognized(run)
         run.results.update(figures)
         if run.is_main:
             text = f"kNN {knn:.1%} (k={k}, T={temperature}), linear {linear:.1%}, {figures['num_features']} features"
             print_line(text)
 
 
-def linear_top1(train: Features, test: Features) -> tuple[float, float]:
-    """Fit the probe and measure it. Collective: ranks share the penalties among themselves.
+def linear_predictions(train: Features, test: Features) -> tuple[float, np.ndarray]:
+    """Fit the probe and classify. Collective: ranks share the penalties among themselves.
 
     Args:
         train, test: features with labels, equal on every rank.
     Returns:
-        The chosen penalty, and the share of test images whose class is found.
+        The chosen penalty, and the predicted class (N,) int64 of each test image.
     Cost: an L-BFGS fit for each penalty over N * F * classes products an iteration.
     """
     assert train.labels is not None
-    assert test.labels is not None
     rows, labels = train.rows.double().cpu().numpy(), train.labels.cpu().numpy()
+    if len(np.unique(labels)) < 2:
+        raise DataError("A linear probe needs images of two classes at least in TRAIN.")
     mean, scale = rows.mean(axis=0), rows.std(axis=0)
     scale[scale == 0] = 1.0
     rows = (rows - mean) / scale
     penalty = PENALTIES[int(np.argmax(shared(PENALTIES, partial(_held_out, rows, labels))))]
-    (top1,) = shared(
-        [penalty], partial(_on_test, rows, labels, (test.rows.double().cpu().numpy() - mean) / scale, test)
-    )
-    return penalty, top1
+    queries = (test.rows.double().cpu().numpy() - mean) / scale
+    (predicted,) = shared([penalty], lambda chosen: _fitted(rows, labels, chosen).predict(queries))
+    return penalty, predicted
+
+
+def by_class(labels: np.ndarray, predicted: np.ndarray, class_names: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Count the right predictions of each class, and find the class that it is most often taken for.
+
+    Args:
+        labels, predicted: (N,) class numbers.
+        class_names: names by number.
+    Returns:
+        By the name of each class with an image: ``top1`` (0 to 1), ``num_images``, ``taken_for`` (a name, or None where
+        every prediction is right) and ``num_taken`` (images taken for that class).
+    """
+    classes = {}
+    for label in np.unique(labels):
+        of_class = predicted[labels == label]
+        others, counts = np.unique(of_class[of_class != label], return_counts=True)
+        most = int(counts.argmax()) if len(counts) else None
+        classes[class_names[label]] = {
+            "top1": float((of_class == label).mean()),
+            "num_images": len(of_class),
+            "taken_for": None if most is None else class_names[others[most]],
+            "num_taken": 0 if most is None else int(counts[most]),
+        }
+    return classes
 
 
 def _held_out(rows: np.ndarray, labels: np.ndarray, penalty: float) -> float:
@@ -104,13 +136,6 @@ def _held_out(rows: np.ndarray, labels: np.ndarray, penalty: float) -> float:
     if not held.any() or len(np.unique(labels[~held])) < 2:
         return 0.0
     return float((_fitted(rows[~held], labels[~held], penalty).predict(rows[held]) == labels[held]).mean())
-
-
-def _on_test(rows: np.ndarray, labels: np.ndarray, queries: np.ndarray, test: Features, penalty: float) -> float:
-    assert test.labels is not None
-    if len(np.unique(labels)) < 2:
-        raise DataError("A linear probe needs images of two classes at least in TRAIN.")
-    return float((_fitted(rows, labels, penalty).predict(queries) == test.labels.cpu().numpy()).mean())
 
 
 def _fitted(rows: np.ndarray, labels: np.ndarray, penalty: float) -> Any:

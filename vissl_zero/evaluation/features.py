@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vissl_zero.collectives import all_gather_rows
+from vissl_zero.collectives import all_gather_objects, all_gather_rows
 from vissl_zero.config.components.heads import layer_names
 from vissl_zero.data.dataset import ImageBatch, MicroBatchDataset, MicroBatchPlan
 from vissl_zero.data.loader import EvalImages, rank_slice, sequential
@@ -103,16 +103,24 @@ class Features:
         labels: (N,) int64, or None without labels.
         pixels: (N, 3 * h * w) the images themselves, from 0 to 1, at most ``THUMBNAIL_SIDE`` pixels long; None if they
             were not asked for.
+        broken: indices, in increasing order, of broken images, whose rows are those of other images.
     """
 
     rows: Tensor
     labels: Tensor | None
     pixels: Tensor | None = None
+    broken: tuple[int, ...] = ()
 
     def at(self, places: Tensor) -> Features:
         """Select the features of some of the images."""
         labels, pixels = (None if t is None else t[places] for t in (self.labels, self.pixels))
         return Features(self.rows[places], labels, pixels)
+
+    def without_broken(self) -> Features:
+        """Leave the rows of broken images out."""
+        kept = torch.ones(len(self.rows), dtype=torch.bool, device=self.rows.device)
+        kept[list(self.broken)] = False
+        return self.at(kept)
 
     def of_pixels(self) -> Features:
         """Return the same images with their pixels for features."""
@@ -126,7 +134,7 @@ class Features:
 
 def layers_of(run: Run) -> dict[str, slice]:
     """Return the columns of each inner layer in the rows extracted last; empty where they are the trunk's features."""
-    taps = getattr(run.seen, "feature_taps", None)
+    taps = getattr(run.evaluated_model, "feature_taps", None)
     if taps is None:
         return {}
     ends = list(accumulate(taps.widths))
@@ -141,6 +149,7 @@ def extract_features(run: Run, images: EvalImages, with_pixels: bool = False) ->
     Cost: a forward pass over the images, shared among ranks; each rank then holds the features of all of them.
     """
     rows, pixels, ids, labels = [], [], [], []
+    broken = list[int]()
     with evaluated(run) as model:
         for batch, num_own in own_batches(run, images):
             (features,) = model(batch.images, features_only=True)
@@ -148,6 +157,7 @@ def extract_features(run: Run, images: EvalImages, with_pixels: bool = False) ->
             ids.append(batch.sample_ids[:num_own])
             targets = torch.full_like(batch.sample_ids, -1) if batch.targets is None else batch.targets
             labels.append(targets[:num_own])
+            broken += [int(batch.sample_ids[place]) for place in batch.stand_ins if place < num_own]
             if with_pixels:
                 pixels.append(thumbnails(batch.images[0][:num_own], images.transform))
     order = all_gather_rows(torch.cat(ids)).argsort()  # ids are those of the source: 0 to N - 1, each once
@@ -156,6 +166,7 @@ def extract_features(run: Run, images: EvalImages, with_pixels: bool = False) ->
         rows=all_gather_rows(torch.cat(rows))[order],
         labels=None if bool((all_labels < 0).any()) else all_labels,
         pixels=all_gather_rows(torch.cat(pixels))[order] if with_pixels else None,
+        broken=tuple(sorted(index for of_rank in all_gather_objects(broken) for index in of_rank)),
     )
 
 

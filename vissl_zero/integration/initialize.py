@@ -12,6 +12,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from functools import reduce
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -230,10 +231,10 @@ def choose_precision(model: nn.Module, settings: ZeroSettings) -> tuple[Precisio
 
     float64 is never touched. A model in half precision computes in it, over float32 masters. ``type=`` turns float16 on
     at levels 2 and 3, unless ``fp16=False`` or ``bf16=True``. At level 0 half precision is autocast. A model of several
-    formats keeps all of them.
+    formats keeps all of them, and is trained in them.
 
     Raises:
-        ConfigError: trained parameters of several formats, or half precision asked of a float64 or mixed model.
+        ConfigError: half precision asked of a float64 or mixed model, or parameters that are no floating-point numbers.
     """
     # Frozen integers (a quantized base, a table of indices) are kept as they are.
     numbers = [(name, p) for name, p in model.named_parameters() if p.requires_grad or not _is_integer(p.dtype)]
@@ -245,10 +246,10 @@ def choose_precision(model: nn.Module, settings: ZeroSettings) -> tuple[Precisio
             raise ConfigError([Problem("model", _examples(formats), must, fix)])
         formats_of_it = Precision("bfloat16", None, "bfloat16", "float32", False, settings.rounding)
         return formats_of_it, _without_scaling(settings)
+    _require_floating(formats)
     if len(formats) > 1:
-        master = _format_of_mixed(model, formats, settings)
-        return Precision(master, None, master, master, False), _without_scaling(settings)
-    precision = _the_only(formats)
+        return _of_mixed(model, formats, settings), () if torch.float16 in formats else _without_scaling(settings)
+    precision = _NAMES[next(iter(formats))]
     half = _half(precision, settings)
     if precision == "float64" and half and (settings.fp16 or settings.bf16):
         key = "zero.fp16" if settings.fp16 else "zero.bf16"
@@ -279,25 +280,17 @@ def _is_integer(dtype: torch.dtype) -> bool:
     return not (dtype.is_floating_point or dtype.is_complex)
 
 
-def _the_only(formats: Mapping[torch.dtype, str]) -> str:
-    if len(formats) != 1 or not formats.keys() <= _NAMES.keys():
+def _require_floating(formats: Mapping[torch.dtype, str]) -> None:
+    if not formats or not formats.keys() <= _NAMES.keys():
         fix = "Cast it, frozen parameters too: model.float()."
         raise ConfigError([Problem("model", _examples(formats), "must have floating-point parameters", fix)])
-    return _NAMES[next(iter(formats))]
 
 
-def _format_of_mixed(model: nn.Module, formats: Mapping[torch.dtype, str], settings: ZeroSettings) -> str:
-    """Choose the format of what is trained, such as adapters over a frozen base in half precision."""
-    trained = {param.dtype: name for name, param in model.named_parameters() if param.requires_grad}
+def _of_mixed(model: nn.Module, formats: Mapping[torch.dtype, str], settings: ZeroSettings) -> Precision:
+    """Choose the formats of a model that has several: it keeps them; what has one value for all is in the widest."""
     problems = []
-    if len(trained) != 1 or not trained.keys() <= {torch.float32, torch.float64} or not formats.keys() <= _NAMES.keys():
-        fix = (
-            "Cast what is trained to float32 (frozen parameters may be in another floating-point format), or cast all: "
-            "model.float(), or model.bfloat16() to compute in that format over float32 masters."
-        )
-        must = "must have all its trained parameters in float32, or all in float64, where it has several formats"
-        problems.append(Problem("model", _examples(formats), must, fix))
-    for key in ("fp16", "bf16"):
+    scaled = ["dynamic_loss_scale"] if torch.float16 in formats else []  # elsewhere a note says that it has no effect
+    for key in ("fp16", "bf16", *scaled):
         if getattr(settings, key):
             must = "cannot go with a model of several formats, which keeps them"
             problems.append(Problem(f"zero.{key}", "True", must, "Leave it out, or cast the model to one format."))
@@ -309,7 +302,9 @@ def _format_of_mixed(model: nn.Module, formats: Mapping[torch.dtype, str], setti
         problems.append(Problem("zero.level", "fit", "cannot forecast a model of several formats", fix))
     if problems:
         raise ConfigError(problems)
-    return _NAMES[next(iter(trained))]
+    trained = [param.dtype for param in model.parameters() if param.requires_grad]
+    master = _NAMES[reduce(torch.promote_types, trained, torch.float32)]
+    return Precision(master, None, master, master, False)
 
 
 def _examples(formats: Mapping[torch.dtype, str]) -> str:

@@ -138,8 +138,9 @@ def _compare(  # noqa: PLR0913
     notes: list[str],
 ) -> Verdict:
     model, optimizer = _built(build, seed, dtype)
-    used = next((param.dtype for param in model.parameters() if param.requires_grad), torch.float32)
-    tolerance = _TOLERANCES.get(used, 1e-2) if tolerance is None else tolerance
+    formats = {param.dtype for param in model.parameters() if param.requires_grad} or {torch.float32}
+    used = max(formats, key=_tolerance)
+    tolerance = _tolerance(used) if tolerance is None else tolerance
     if any(isinstance(m, nn.modules.batchnorm._BatchNorm) and not _is_synchronized(m) for m in model.modules()):
         notes.append("batch norm is not synchronized: each rank normalizes its own rows. Use nn.SyncBatchNorm.")
     if plain.is_random and collectives.world_size() > 1:
@@ -163,6 +164,10 @@ def _compare(  # noqa: PLR0913
     finally:
         sharded.close()
     return Verdict(True, len(batches), None, None, largest, used, tuple(notes))
+
+
+def _tolerance(dtype: torch.dtype) -> float:
+    return _TOLERANCES.get(dtype, 1e-2)
 
 
 def _distance(

@@ -188,8 +188,10 @@ class TeacherTemperature:
         """Return the temperature of optimizer step ``step``, from 0."""
         is_by_epoch = self.interval == "epoch"
         done = step // steps_per_epoch if is_by_epoch else step
-        length = round(self.num_steps / steps_per_epoch) - 1 if is_by_epoch else self.num_steps
-        return self.low + (self.high - self.low) * (min(done / length, 1.0) if length > 0 else 1.0)
+        warmup = round(self.num_steps / steps_per_epoch) if is_by_epoch else self.num_steps
+        # By epoch as np.linspace, whose last value is the highest, and whose only one is the lowest.
+        share = done / max(warmup - is_by_epoch, 1) if done < warmup else 1.0
+        return self.low + (self.high - self.low) * share
 
 
 @LOSSES.register("dino_loss", config=DINOLossConfig)

@@ -22,7 +22,6 @@ from torch.autograd import Variable
 from torch.autograd import graph as _graph
 from torch.distributed.fsdp._fully_shard import _fsdp_state
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointFunction
@@ -99,6 +98,8 @@ def forget_meshes() -> None:
     Meshes are equal by their ranks and names, not by their process groups. Where a process has ended its groups and
     made new ones, a cached operation would return a tensor whose groups no longer exist, or are others of that name.
     """
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache  # here: takes a second
+
     _clear_sharding_prop_cache()
 
 
@@ -214,6 +215,32 @@ def run_before_forward(state: Any, module: nn.Module, args: Any, kwargs: Any) ->
 def run_after_forward(state: Any, module: nn.Module, inputs: Any, output: Any) -> Any:
     """Free a unit after ``module`` inside it has run, and return its output to go on with (``_post_forward``)."""
     return state._post_forward(module, inputs, output)
+
+
+def reduce_by_dtype(group: Any) -> None:
+    """Have a unit reduce its gradients in one message for each dtype of its parameters, in float32 at least.
+
+    ``fully_shard`` has one message for all, and refuses trained parameters of several dtypes (``_init_mp_dtypes``).
+    ``post_backward`` reads ``fsdp_params``, ``_orig_dtype`` and ``_reduce_dtype``, and calls ``reshard``.
+    """
+    post_backward = group.post_backward
+
+    def init_dtypes() -> None:
+        for param in group.fsdp_params:
+            param.init_dtype_attrs(group.mp_policy)
+
+    def post_backward_by_dtype(*unused: Any) -> None:
+        params, is_freed = group.fsdp_params, group.reshard_after_backward
+        group.reshard_after_backward = False  # it would free the parameters of the first message alone
+        for dtype in dict.fromkeys(param.orig_dtype for param in params):
+            group.fsdp_params = [param for param in params if param.orig_dtype == dtype]
+            group._orig_dtype, group._reduce_dtype = dtype, torch.promote_types(dtype, torch.float32)
+            post_backward(*unused)
+        group.fsdp_params, group.reshard_after_backward = params, is_freed
+        if is_freed:
+            group.reshard()
+
+    group._init_mp_dtypes, group.post_backward = init_dtypes, post_backward_by_dtype
 
 
 def gather_of(group: Any) -> Any:

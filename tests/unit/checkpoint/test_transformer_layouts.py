@@ -175,8 +175,10 @@ HUB = {
     "dino's checkpoint": lambda name: f"module.backbone.{name}",
     "dinov2's checkpoint, in chunks": lambda name: "backbone." + name.replace("blocks.", "blocks.0.", 1),
     "mae": lambda name: name,
-    "ibot": lambda name: name.replace("mask_token", "masked_embed"),
+    "ibot": lambda name: name,
+    "vissl's ibot": lambda name: name,
 }
+MASK_TOKENS = {"ibot": "masked_embed", "vissl's ibot": "patch_masking.masked_embed"}
 
 
 @pytest.mark.parametrize("layout", HUB)
@@ -185,12 +187,17 @@ def test_torch_hubs_layouts_come_in_whole(tmp_path, layout):
     state = {HUB[layout](name): tensor for name, tensor in theirs.state_dict().items()}
     if layout == "mae":
         state |= {"mask_token": torch.ones(1, 1, 8), "decoder_embed.weight": torch.ones(8, 12)}
-    if layout == "ibot":
-        state |= {"masked_embed": torch.ones(1, 12)}
+    token = torch.randn(1, 12)
+    if layout in MASK_TOKENS:
+        state |= {MASK_TOKENS[layout]: token}
     content = {"teacher": state} if "checkpoint" in layout else {"model": state} if layout == "mae" else state
+    if layout == "vissl's ibot":
+        content = {"classy_state_dict": {"base_model": {"model": {"trunk": state, "heads": {}}}}}
     torch.save(content, tmp_path / "hub.pth")
-    ours = VisionTransformer(**OURS, QKV_BIAS=True, USE_MASK_TOKEN=layout == "ibot")
+    ours = VisionTransformer(**OURS, QKV_BIAS=True, USE_MASK_TOKEN=layout in MASK_TOKENS)
     found = take(tmp_path / "hub.pth", ours)
+    if layout in MASK_TOKENS:
+        assert torch.equal(ours.embedding.unit.mask_token.detach(), token[None])
     assert sorted(found.unknown) == (["decoder_embed.weight", "decoder_mask_token"] if layout == "mae" else [])
     with torch.no_grad():
         torch.testing.assert_close(ours([images()])[0], theirs(images()), rtol=1e-5, atol=1e-5)

@@ -22,8 +22,9 @@ from safetensors.torch import load_file
 
 import vissl_zero
 from vissl_zero.cli import main
-from vissl_zero.commands.evaluate import _overrides, _without_overrides
+from vissl_zero.commands.evaluate import _hardest, _overrides, _without_overrides
 from vissl_zero.errors import ConfigError
+from vissl_zero.evaluation.feature_quality import by_class
 
 COLORS = {"blue": (0, 0, 200), "green": (0, 200, 0), "red": (200, 0, 0)}
 
@@ -59,6 +60,45 @@ def test_evaluate_prints_the_figures_that_scripts_read(folder, level, capfd):
     assert found["num_train"] == 36 and found["num_val"] == 12
     assert found["image_size"] == 32
     assert found["recognized"].startswith("vision transformer: 1 block of 64, 1 head, patches of 16")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_evaluate_leaves_broken_files_out_and_names_the_hardest_classes(folder, tmp_path, num_ranks, capfd):
+    """A photo of another color in a class is what the probe must take for that color."""
+    photos = tmp_path / "photos"
+    for split in ("train", "val"):
+        shutil.copytree(folder / split, photos / split)
+        (photos / split / "green" / "1.jpg").write_bytes(b"no image")
+    shutil.copy(folder / "val/blue/0.jpg", photos / "val/red/0.jpg")
+    words = [str(folder / "tiny.pth"), "--data", str(photos), *SMALL]
+    words += [f"config.DISTRIBUTED.NUM_PROC_PER_NODE={num_ranks}"]
+    assert main(["evaluate", *words, "--json"]) == 0
+    figures = json.loads(capfd.readouterr().out)
+    assert figures["num_train"] == 35 and figures["num_val"] == 11
+    assert figures["skipped"] == [str(photos / split / "green" / "1.jpg") for split in ("train", "val")]
+    assert figures["linear_top1"] == pytest.approx(10 / 11)
+    right = {"top1": 1.0, "taken_for": None, "num_taken": 0}
+    assert figures["linear_by_class"] == {
+        "blue": {**right, "num_images": 4},
+        "green": {**right, "num_images": 3},
+        "red": {"top1": 0.75, "num_images": 4, "taken_for": "blue", "num_taken": 1},
+    }
+    if num_ranks == 1:
+        assert main(["evaluate", *words]) == 0
+        text = capfd.readouterr().out
+        assert f"Hardest for the linear probe of {folder / 'tiny.pth'}: red 75.0% (taken for blue: 1 of 4)." in text
+        assert "broken and left out: " in text and "green/1.jpg" in text
+
+
+def test_the_hardest_classes_come_first():
+    labels, predicted = np.array([0, 0, 0, 1, 1, 2, 3]), np.array([0, 1, 2, 2, 2, 2, 3])
+    classes = by_class(labels, predicted, ["a", "b", "c", "d"])
+    assert classes["a"] == {"top1": 1 / 3, "num_images": 3, "taken_for": "b", "num_taken": 1}  # of equals, the first
+    assert classes["b"] == {"top1": 0.0, "num_images": 2, "taken_for": "c", "num_taken": 2}
+    assert _hardest(classes) == "b 0.0% (taken for c: 2 of 2), a 33.3% (taken for b: 1 of 3)"
+    many = by_class(np.arange(7), np.full(7, 7), [str(number) for number in range(8)])
+    assert _hardest(many).count("taken for 7") == 5
 
 
 @pytest.mark.slow

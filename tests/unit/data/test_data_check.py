@@ -11,12 +11,15 @@ from typing import Any
 import cv2
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, PngImagePlugin
 
 from tests.unit.data.conftest import save_image
 from vissl_zero.cli import main
 from vissl_zero.data import one_pass, slow_work
 from vissl_zero.data import pack as packing
+from vissl_zero.data.check import FLAGS, look
+from vissl_zero.data.source import SourceRequest
+from vissl_zero.data.sources.disk import DiskFolder
 
 
 @pytest.fixture
@@ -180,3 +183,48 @@ def test_a_check_names_what_it_leaves_out_and_says_nothing_of_fonts(
     assert f"warning: 1 file in {photos} is left out: .heic 1 (convert it" in said.out and "Glyph" not in said.err
     assert main(["data", "stats", str(photos / "猫")]) == 0
     assert "猫: 1 image\n" in capsys.readouterr().out
+
+
+def _turned(orientation: int) -> Image.Exif:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    return exif
+
+
+def _as_imagemagick_writes_it(exif: Image.Exif) -> PngImagePlugin.PngInfo:
+    data, info = exif.tobytes(), PngImagePlugin.PngInfo()
+    info.add_text("Raw profile type exif", f"\nexif\n{len(data)}\n{data.hex()}\n")
+    return info
+
+
+NOISE = np.random.default_rng(0).integers(0, 255, (8, 8, 4), np.uint8)
+SOLID = np.concatenate([NOISE[..., :3], np.full((8, 8, 1), 255, np.uint8)], axis=2)
+GRAY = np.repeat(NOISE[..., :1], 3, axis=2)
+# mode, pixels, form, keys of Pillow's save, flags
+FLAGGED: list[tuple[str, np.ndarray, str, dict[str, Any], set[str]]] = [
+    *(("RGB", NOISE, form, {"exif": _turned(6)}, {"exif_rotated"}) for form in ("jpg", "png", "webp")),
+    *(("RGB", NOISE, form, {"exif": _turned(upright)}, set()) for form in ("jpg", "png") for upright in (0, 1)),
+    ("RGB", NOISE, "png", {"pnginfo": _as_imagemagick_writes_it(_turned(8))}, {"exif_rotated"}),
+    ("RGB", NOISE, "png", {}, set()),
+    ("RGB", GRAY, "png", {}, {"gray"}),
+    ("L", NOISE, "png", {}, {"gray"}),
+    ("RGBA", NOISE, "png", {}, {"transparent"}),
+    ("RGBA", SOLID, "png", {}, set()),
+    ("LA", NOISE, "png", {}, {"gray", "transparent"}),
+    ("LA", SOLID, "png", {}, {"gray"}),
+    ("P", NOISE % 2, "png", {"transparency": 255}, set()),
+    ("P", NOISE % 2, "png", {"transparency": 0}, {"transparent"}),
+    ("CMYK", NOISE, "jpg", {}, {"cmyk"}),
+]
+
+
+@pytest.mark.parametrize(("mode", "pixels", "form", "keys", "flags"), FLAGGED)
+def test_flags(tmp_path: Path, mode: str, pixels: np.ndarray, form: str, keys: dict[str, Any], flags: set[str]) -> None:
+    channels = {"RGB": slice(3), "P": 0, "L": 0}.get(mode, slice(4))
+    image = Image.fromarray(pixels[..., channels], {"LA": "RGBA"}.get(mode, mode))
+    if mode == "P":
+        image.putpalette([10, 20, 30, 200, 100, 0])
+    (tmp_path / "a").mkdir()
+    image.convert(mode).save(tmp_path / "a" / f"x.{form}", **keys)
+    (row,) = look(DiskFolder(SourceRequest("TRAIN", (str(tmp_path),))), range(1)).rows
+    assert {flag for flag in FLAGS if row[flag]} == flags

@@ -82,6 +82,10 @@ def dino() -> None:
     )
     for interval in ("step", "epoch"):
         assert _dino(interval, 0, teacher_temp_warmup_iters=0) == 0.07  # no warm-up: the maximum at once
+    # np.linspace(.04, .07, 1) is .04
+    for interval, iters, last_of_low in (("step", 1, 0), ("epoch", 10, 9), ("epoch", 20, 9)):
+        ends = [_dino(interval, step, teacher_temp_warmup_iters=iters) for step in (last_of_low, last_of_low + 1)]
+        assert ends == pytest.approx([0.04, 0.07])
 
 
 def ibot() -> None:

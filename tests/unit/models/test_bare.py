@@ -151,6 +151,29 @@ class _Spanning(_Trunk):
             param.copy_(torch.rand(param.shape, generator=generator_for("all")))
 
 
+class _Resetting(_Trunk):
+    """What resets a parameter of its own may reset its units too."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda: nn.Linear(4, 4))
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.gain)
+
+
+class _ResettingUnits(nn.Module):
+    """Owns no parameter, so that nothing asks it to reset one."""
+
+    feature_dim = 4
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = Unit(nn.Linear(3, 4))
+
+    def reset_parameters(self) -> None:
+        raise AssertionError
+
+
 class _Asking(_Trunk):
     """torch draws nothing for weights that are not there, whatever comes after them."""
 
@@ -183,6 +206,8 @@ def _plugin(trunk: Callable[[], nn.Module]) -> Model:
         (lambda: _Trunk(lambda: nn.LayerNorm(4)), True),
         (_Tied, False),
         (_Spanning, False),
+        (_Resetting, False),
+        (_ResettingUnits, True),
         (_Asking, torch.__version__.startswith("2.11")),  # which draws all the same
         (_Computing, False),
         (_Probing, False),

@@ -206,6 +206,17 @@ def test_dino_s_groups_are_biases_and_what_is_called_norm_and_the_rest():
     assert (decayed.weight_decay, others.weight_decay, others.is_decayed) == (0.1, 0.0, False)
 
 
+def test_dino_s_norms_are_so_by_name_or_by_layer():
+    """VISSL's transformers call every layer norm "norm"; ours and timm's may not."""
+    layers = {"ln1": nn.LayerNorm(4), "gn": nn.GroupNorm(2, 4), "bn": nn.BatchNorm1d(4)}
+    model = nn.ModuleDict({"trunk": nn.ModuleDict({**layers, "normal": nn.Linear(4, 4), "fc": nn.Linear(4, 4)})})
+    decayed, others = param_groups(model, OptimizerPlan("sgd", weight_decay=0.1, grouping="dino"))
+    assert decayed.params == ("trunk.bn.weight", "trunk.fc.weight")
+    assert {name for name in others.params if not name.endswith(".bias")} == {
+        f"trunk.{name}.weight" for name in ("ln1", "gn", "normal")
+    }
+
+
 class Blocks(nn.Module):
     """A transformer in our names: embedding, three blocks, a norm after them."""
 

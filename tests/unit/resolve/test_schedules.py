@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from tests.unit.config.example_config import CPU_HOST
+from tests.unit.config.example_config import CPU_HOST, complaints
 from vissl_zero.config.blocks.optimizer import AutoLrScaling, Optimizer, Scheduler
 from vissl_zero.config.compose import compose
 from vissl_zero.resolve.optimizer_plan import peak, resolved_schedules, scaled
@@ -146,3 +148,47 @@ def test_weight_decay_over_time():
     assert decay.weight_decay is not None and decay.weight_decay["name"] == "cosine"
     block.head_optimizer_params.use_different_wd = True
     assert resolved_schedules(block, 1).weight_decay_head is None
+
+
+_PARTS = [
+    {"name": "linear", "start_value": 0.1, "end_value": 1.0},
+    {"name": "cosine", "start_value": 1.0, "end_value": 0.0},
+]
+_COMPOSITE = {"name": "composite", "schedulers": _PARTS, "lengths": [0.1, 0.9]}
+
+
+@pytest.mark.parametrize(
+    ("keys", "named"),
+    [
+        (_COMPOSITE, ""),
+        ({**_COMPOSITE, "lengths": [0.1, 0.9 + 9e-7]}, ""),
+        ({**_COMPOSITE, "lengths": [0.1, 0.9 + 2e-6]}, ".lengths: must be positive and sum to 1"),
+        ({**_COMPOSITE, "lengths": [0.1, 0.9 - 2e-6]}, ".lengths: must be positive and sum to 1"),
+        ({**_COMPOSITE, "lengths": [0.0, 1.0]}, ".lengths: must be positive and sum to 1"),
+        ({**_COMPOSITE, "lengths": [1.0]}, ": must have a length and an interval_scaling per part"),
+        ({**_COMPOSITE, "lengths": [], "schedulers": []}, ": must have a length and an interval_scaling per part"),
+        ({**_COMPOSITE, "interval_scaling": ["fixed"]}, ": must have a length and an interval_scaling per part"),
+        ({**_COMPOSITE, "interval_scaling": ["fixed", "rescaled"]}, ""),
+        ({**_COMPOSITE, "schedulers": [_PARTS[0], "cosine"]}, ".schedulers[1]: must be a block with a name"),
+        ({**_COMPOSITE, "schedulers": [_PARTS[0], {"name": "cosin"}]}, ".schedulers[1].name: must be a known schedule"),
+        (
+            {**_COMPOSITE, "schedulers": [_PARTS[0], {"name": "cosine", "start_value": 1.0}]},
+            ".schedulers[1].end_value: must be given",
+        ),
+        ({"name": "multistep", "values": [1.0, 0.1], "milestones": [9]}, ""),
+        ({"name": "multistep", "values": [1.0], "milestones": []}, ""),
+        ({"name": "multistep", "values": [1.0, 0.1], "milestones": [10]}, ".milestones: must lie before the end"),
+        ({"name": "multistep", "values": [1.0], "milestones": [9]}, ": must have a value before, between and after"),
+        (
+            {"name": "multistep", "values": [1.0, 0.1, 0.01], "milestones": [9, 8]},
+            ": must have a value before, between and after",
+        ),
+    ],
+)
+def test_a_schedule_that_contradicts_itself_is_refused_by_its_key(keys: dict[str, Any], named: str) -> None:
+    changes = {f"OPTIMIZER.param_schedulers.lr.{key}": value for key, value in keys.items()}
+    said = complaints(**changes, OPTIMIZER__num_epochs=10)
+    if named:
+        assert any(problem.startswith(f"config.OPTIMIZER.param_schedulers.lr{named}") for problem in said), said
+    else:
+        assert not said

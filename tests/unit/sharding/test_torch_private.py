@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 
 import pytest
@@ -14,6 +14,7 @@ from torch._subclasses import FakeTensorMode
 from torch.autograd.graph import save_on_cpu
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group as fsdp_param_group
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -161,6 +162,36 @@ def test_other_rows_of_a_unit_are_what_its_next_gather_sends(unit):
     assert private.local_tensor(unit.weight) is rows, f"{TORCH} keeps a DTensor's rows in _local_tensor"
     unit.unshard()
     assert torch.equal(unit.weight, rows), f"{TORCH} gathers _sharded_param_data"
+
+
+def test_a_unit_of_several_dtypes_reduces_each_by_itself(group):
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2, dtype=torch.bfloat16), nn.Linear(2, 1, dtype=torch.float64))
+    expected = [param.detach().clone().requires_grad_() for param in model.parameters()]
+    fully_shard(model)
+    state = private.unit_state(model)
+    of_unit, reduced = private.group_of(state), []
+    private.reduce_by_dtype(of_unit)
+    post_backward = of_unit.post_backward
+    private.lazy_init(model)
+    reduce = fsdp_param_group.foreach_reduce
+
+    def loss(params: Sequence[Tensor]) -> Tensor:
+        hidden = torch.ones(4, 3)
+        for weight, bias in zip(params[::2], params[1::2], strict=True):
+            hidden = hidden.to(weight.dtype) @ weight.T + bias
+        return hidden.sum()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fsdp_param_group, "foreach_reduce", lambda *args: reduced.append(args[5:7]) or reduce(*args))
+        layers = list(model.children())
+        model.forward = lambda _: loss([param for layer in layers for param in layer.parameters()])
+        model(torch.ones(1)).backward()
+    loss(expected).backward()
+    wide = [(torch.float32, torch.float32), (torch.bfloat16, torch.float32), (torch.float64, torch.float64)]
+    assert reduced == wide, f"{TORCH} reduces in _orig_dtype and _reduce_dtype"
+    assert of_unit.post_backward == post_backward and not of_unit.is_unsharded, f"{TORCH} reshards in reshard"
+    for param, plain in zip(model.parameters(), expected, strict=True):
+        assert param.grad.dtype == plain.dtype and torch.equal(param.grad.to_local(), plain.grad)
 
 
 def test_a_plain_tensor_is_its_own_local_part():

@@ -237,16 +237,23 @@ class _Cursor:
 
 
 def add_in_order(parts: Sequence[Tensor], out: Tensor, *, is_mean: bool) -> None:
-    """Set ``out`` to ((parts[0] + parts[1]) + parts[2]) + ..., divided by their number if ``is_mean``."""
+    """Set ``out`` to ((parts[0] + parts[1]) + parts[2]) + ..., divided by their number if ``is_mean``.
+
+    Half precision is summed in float32, and rounded once.
+    """
     first, *rest = parts
     if not rest:
         out.copy_(first)
         return
-    torch.add(first, rest[0], out=out)
+    wide = torch.promote_types(out.dtype, torch.float32)
+    total = out if out.dtype == wide else torch.empty_like(out, dtype=wide)
+    torch.add(first.to(wide), rest[0].to(wide), out=total)
     for part in rest[1:]:
-        out.add_(part)
+        total.add_(part)
     if is_mean:
-        out.div_(len(parts))
+        total.div_(len(parts))
+    if total is not out:
+        out.copy_(total)
 
 
 _HEADER_BYTES = mmap.PAGESIZE  # its first eight bytes count the messages that have been published

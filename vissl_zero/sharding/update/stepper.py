@@ -218,7 +218,8 @@ class Stepper:
     def _sums(self, shards: Sequence[Shard]) -> list[Tensor]:
         """Compute rows of one number per shard: squared gradient, its presence, squared parameter, their product."""
         # Counts as zero, for a gradient that is absent and for a scalar, which another rank contributes.
-        nothing = torch.empty(0, device=_device(shards), dtype=_dtype(shards))
+        # Of the widest dtype, so that ranks with different gradients sum numbers of one dtype.
+        nothing = torch.empty(0, device=_device(shards), dtype=wide_dtype([shard.local for shard in shards]))
         params = [
             shard.values() if shard.contributes_to_norm and self._adaptation is not None else nothing
             for shard in shards
@@ -328,7 +329,3 @@ def _multiply(shards: Sequence[Shard], factor: Tensor | float) -> None:
 def _device(shards: Sequence[Shard]) -> torch.device:
     """Return where the sums of ``shards`` are made."""
     return shards[0].local.device if shards and not shards[0].is_on_disk else torch.device("cpu")
-
-
-def _dtype(shards: Sequence[Shard]) -> torch.dtype:
-    return shards[0].local.dtype if shards else torch.float32

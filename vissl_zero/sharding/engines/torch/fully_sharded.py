@@ -49,7 +49,16 @@ from vissl_zero.sharding.offload.tier import offloaded, stored_parameters
 from vissl_zero.sharding.sharded_model import ModelSetup, ShardedModel
 from vissl_zero.sharding.state.shard import Shard, hide_gradient, shards_of
 from vissl_zero.sharding.state.sharded_tensor import ReplacedParameter, ShardedTensor
-from vissl_zero.sharding.torch_private import forget_meshes, lazy_init, modules_of, real_grad, set_real_grad, unit_state
+from vissl_zero.sharding.torch_private import (
+    forget_meshes,
+    group_of,
+    lazy_init,
+    modules_of,
+    real_grad,
+    reduce_by_dtype,
+    set_real_grad,
+    unit_state,
+)
 
 
 class FullySharded(ShardedModel):
@@ -272,6 +281,9 @@ def _wrap(
         )
         for old in replaced:
             old.mark()
+        group = group_of(unit_state(modules[0]))
+        if group is not None and len({param.sharded_param.dtype for param in group.fsdp_params}) > 1:
+            reduce_by_dtype(group)
         if store is not None:
             # Looked up anew: fully_shard has put other tensors in the place of the unit's parameters.
             names = {param: name for name, param in module.named_parameters()}

@@ -5,7 +5,7 @@ They and updated parameters are packed into messages of limited size.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -60,8 +60,7 @@ class ParameterMessages:
                 if rank != mine:
                     foreach_copy_(views[rank], _slices(message, views[rank], values))
 
-        dtype = message.pieces[0].shard.source.dtype
-        self._comm.post(message.payload, dtype, fill, drain, is_scatter=False)
+        self._comm.post(message.payload, message.dtype, fill, drain, is_scatter=False)
 
 
 def _slices(message: Message, views: Sequence[Tensor], values: Tensor) -> list[Tensor]:
@@ -86,6 +85,11 @@ class Piece:
     offset: int
     numel: int
 
+    @property
+    def stop(self) -> int:
+        """End of the elements in the part that a message has for each rank."""
+        return self.offset + self.numel
+
     def view(self, whole: Tensor, rank: int) -> Tensor:
         """Select a rank's elements of ``whole``, the parameter or its gradient."""
         start, stop = self.spans[rank]
@@ -94,17 +98,22 @@ class Piece:
 
 @dataclass(frozen=True)
 class Message:
-    """What is sent at once.
+    """What is sent at once: parameters of one dtype.
 
     Attributes:
         pieces: pieces in the order in which they lie in each rank's part, one behind the other.
-        start: place of the payload for this rank among the payloads of all messages.
+        start: place of the payload for this rank among the payloads of all messages of this dtype.
         payload: elements for each rank; as many flags as pieces follow, which say whether there was a gradient.
     """
 
     pieces: tuple[Piece, ...]
     start: int
     payload: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Data type of the parameters."""
+        return self.pieces[0].shard.source.dtype
 
     @property
     def stop(self) -> int:
@@ -117,38 +126,42 @@ class Message:
         return self.payload + len(self.pieces)
 
 
-def plan_messages(shards: Sequence[RowShard], num_ranks: int, capacity: int) -> list[Message]:
-    """Pack parameters one behind the other, large ones in several messages, small ones together.
+def plan_messages(
+    shards: Sequence[RowShard], num_ranks: int, capacity_of: Callable[[torch.dtype], int]
+) -> list[Message]:
+    """Pack parameters one behind the other, large ones in several messages, small ones of one dtype together.
 
     Args:
         shards: shards in the order in which gradients are expected.
         num_ranks: number of ranks that share the state.
-        capacity: most elements a rank's part of a message may have.
+        capacity_of: most elements of a dtype that a rank's part of a message may have.
     """
     messages: list[Message] = []
-    pieces: list[Piece] = []
-    payload = 0
+    # One message of each dtype is filled at a time: layers may alternate between two.
+    filled: dict[torch.dtype, list[Piece]] = {}
+    stops: dict[torch.dtype, int] = {}
 
-    def close() -> None:
-        nonlocal payload, pieces
-        if pieces:
-            messages.append(Message(tuple(pieces), messages[-1].stop if messages else 0, payload))
-        pieces, payload = [], 0
+    def close(dtype: torch.dtype) -> None:
+        pieces = filled.pop(dtype)
+        messages.append(Message(tuple(pieces), stops.get(dtype, 0), pieces[-1].stop))
+        stops[dtype] = messages[-1].stop
 
     for shard in shards:
-        done = 0
+        done, dtype = 0, shard.source.dtype
         while done < shard.padded_numel:
+            pieces = filled.get(dtype, [])
+            payload = pieces[-1].stop if pieces else 0
             # Each piece takes one more element, its flag; the last 1 is this piece's.
-            room = capacity - payload - len(pieces) - 1
+            room = capacity_of(dtype) - payload - len(pieces) - 1
             numel = min(shard.padded_numel - done, room)
             if room <= 0 or (pieces and numel < shard.padded_numel - done):  # a cut parameter begins a message
-                close()
+                close(dtype)
                 continue
             spans = tuple(_cut(shard.span(rank), done, numel) for rank in range(num_ranks))
-            pieces.append(Piece(shard, spans, payload, numel))
-            payload += numel
+            filled.setdefault(dtype, []).append(Piece(shard, spans, payload, numel))
             done += numel
-    close()
+    for dtype in list(filled):
+        close(dtype)
     return messages
 
 
@@ -177,12 +190,10 @@ class GradientMessages:
 
     def __init__(self, shards: Sequence[RowShard], messages: Sequence[Message], comm: CpuCommunicator):
         self._comm = comm
-        self._dtype = shards[0].source.dtype if shards else torch.float32
-        capacity = comm.capacity(self._dtype)
         self.messages = messages
-        self._reduced = torch.empty(self.messages[-1].stop if self.messages else 0, dtype=self._dtype)
-        self._zeros = torch.zeros(capacity, dtype=self._dtype)
-        self._ones = torch.ones(capacity, dtype=self._dtype)
+        stops = {message.dtype: message.stop for message in messages}
+        self._reduced = {dtype: torch.empty(stop, dtype=dtype) for dtype, stop in stops.items()}
+        self._zeros = {dtype: torch.zeros(comm.capacity(dtype), dtype=dtype) for dtype in stops}
         self._is_summing = False  # whether ``_reduced`` holds gradients of this step already
         self._is_active = True
         self._has_own = False  # whether gradients of earlier micro-batches have not been sent
@@ -273,7 +284,7 @@ class GradientMessages:
             self._num_opening = float(sum(received))
 
         # As one more message, so that it keeps its place among those of the gradients.
-        self._comm.post(1, self._dtype, pack, unpack, is_scatter=False)
+        self._comm.post(1, torch.float32, pack, unpack, is_scatter=False)
         if wait:
             self._comm.finish()
         # Meaningful with wait only: without, the answers of this announcement are still to come.
@@ -309,7 +320,7 @@ class GradientMessages:
                 set_real_grad(source, None)
         self._comm.post(
             message.num_flagged,
-            self._dtype,
+            message.dtype,
             lambda out: self._fill(message, out),
             lambda received: self._take(message, received, is_sum=is_sum),
             is_scatter=True,
@@ -323,9 +334,7 @@ class GradientMessages:
     def _fill(self, message: Message, out: Tensor) -> None:
         grads = [self._sending[piece.shard.source] for piece in message.pieces]
         # Flags distinguish a zero gradient from none: a parameter that no rank has a gradient for is skipped.
-        flags = self._ones[: len(grads)]
-        if any(grad is None for grad in grads):
-            flags = torch.tensor([float(grad is not None) for grad in grads], dtype=self._dtype)
+        flags = torch.tensor([float(grad is not None) for grad in grads], dtype=message.dtype)
         parts = []
         for rank in range(self._comm.num_ranks):
             for piece, grad in zip(message.pieces, grads, strict=True):
@@ -337,12 +346,12 @@ class GradientMessages:
                     missing -= parts[-1].numel()
                 # All ranks' parts have one length, so that a message can be cut by position; short ones are padded.
                 if missing:
-                    parts.append(self._zeros[:missing])
+                    parts.append(self._zeros[message.dtype][:missing])
             parts.append(flags)
         torch.cat(parts, out=out)
 
     def _take(self, message: Message, received: Sequence[Tensor], *, is_sum: bool) -> None:
-        mine = self._reduced[message.start : message.stop]
+        mine = self._reduced[message.dtype][message.start : message.stop]
         # The first round of a step overwrites the last step's result; further rounds add to it.
         total = torch.empty_like(mine) if is_sum else mine
         add_in_order([part[: message.payload] for part in received], total, is_mean=True)
@@ -355,4 +364,4 @@ class GradientMessages:
             if number and shard.reduced is None:
                 begin = message.start + piece.offset
                 # A view, set once: later pieces and rounds fill the same memory.
-                shard.reduced = self._reduced[begin : begin + shard.local.numel()].view_as(shard.local)
+                shard.reduced = self._reduced[message.dtype][begin : begin + shard.local.numel()].view_as(shard.local)

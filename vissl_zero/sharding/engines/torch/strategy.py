@@ -170,7 +170,7 @@ class ReplicatedParameters(ShardedModel):
         # Another optimizer of the loop's may update these.
         self._means_of_others = GradientAverage(left_out, plan.timeout_s)
         # Reversed: the backward pass finishes the last parameters first.
-        messages = plan_messages(rows[::-1], group.size(), self.comm.capacity(rows[0].source.dtype)) if rows else []
+        messages = plan_messages(rows[::-1], group.size(), self.comm.capacity)
         # The loop wants to read and change full gradients, so they are averaged in place and not sent away.
         if plan.keep_gradients:
             self._means = GradientAverage([shard.source for shard in rows], plan.timeout_s)
