@@ -64,14 +64,23 @@ def test_crops_in_passes_are_equal_in_float64(level, tmp_path):
     assert losses(tmp_path / "passes", *words, "config.TRAINER.CROP_PASSES=4") == pytest.approx(plain, rel=1e-10)
 
 
-def test_passes_without_rows_of_a_size_take_the_kernels_of_bfloat16(tmp_path):
+SIZES = "total_num_crops: 4, size_crops: [16, 8], num_crops: [2, 2], crop_scales: [[0.7, 1.0], [0.3, 0.7]]"
+TWO_SIZES = f"config.DATA.TRAIN.TRANSFORMS=[{{name: ImgPilToMultiCrop, {SIZES}}}, {{name: ToTensor}}]"
+
+
+@pytest.mark.parametrize("level", [0, 3])
+def test_packed_crops_are_equal_in_float64(level, tmp_path):
+    words = ["digits/ibot", TWO_SIZES, "config.TRAINER.MAX_STEPS=4", f"config.ZERO.LEVEL={level}", DOUBLE]
+    plain = losses(tmp_path / "plain", *words)
+    assert losses(tmp_path / "packed", *words, "config.MODEL.PACK_CROPS=true") == pytest.approx(plain, rel=1e-10)
+
+
+@pytest.mark.parametrize("is_packing", [False, True])
+def test_passes_without_rows_of_a_size_take_the_kernels_of_bfloat16(is_packing, tmp_path):
     """cuDNN's attention gives None for no rows."""
     amp = ["config.MODEL.AMP_PARAMS.USE_AMP=true", "config.MODEL.AMP_PARAMS.DTYPE=bfloat16"]
-    sizes = "total_num_crops: 4, size_crops: [16, 8], num_crops: [2, 2], crop_scales: [[0.7, 1.0], [0.3, 0.7]]"
-    crops = f"{{name: ImgPilToMultiCrop, {sizes}}}"
-    views = f"config.DATA.TRAIN.TRANSFORMS=[{crops}, {{name: ToTensor}}]"
-    words = ["digits/ibot", views, "config.TRAINER.MAX_STEPS=2", *amp, "config.TRAINER.CROP_PASSES=4"]
-    assert len(losses(tmp_path / "run", *words)) == 2
+    words = ["digits/ibot", TWO_SIZES, "config.TRAINER.MAX_STEPS=2", *amp, "config.TRAINER.CROP_PASSES=4"]
+    assert len(losses(tmp_path / "run", *words, f"config.MODEL.PACK_CROPS={is_packing}")) == 2
 
 
 @pytest.mark.parametrize("level", [0, 3])
