@@ -121,3 +121,18 @@ def test_levels_and_precisions(tier, library):
     levels = [3] if tier == "cpu" else [0, 1, 2, 3]
     cells = [cell("dino", level, precision, tier) for level in levels for precision in PRECISIONS]
     require_no_waiting(cells, trained(library, cells))
+
+
+CROPS = "{name: ImgPilToMultiCrop, total_num_crops: 4, num_crops: [2, 2], size_crops: [16, 8]"
+TWO_SIZES = [f"config.DATA.TRAIN.TRANSFORMS=[{CROPS}, crop_scales: [[0.4, 1], [0.1, 0.4]]}},{{name: ToTensor}}]"]
+
+
+@pytest.mark.slow
+def test_packed_crops_of_two_sizes(library):
+    """They ask the device for nothing, and send what a pass per size sends."""
+    packing = "config.MODEL.PACK_CROPS=true"
+    cells = [cell("ibot", level, "bfloat16", more=[*TWO_SIZES, *more]) for level in (0, 3) for more in ([], [packing])]
+    found = trained(library, cells)
+    require_no_waiting(cells, found)
+    assert [found[at]["messages"] for at in (1, 3)] == [found[at]["messages"] for at in (0, 2)]
+    assert [found[at]["uploads"] for at in (1, 3)] == [found[at]["uploads"] for at in (0, 2)]

@@ -29,8 +29,8 @@ class _Watch(Hook):
         self.features: list[Tensor] = []
 
     def on_step(self, run: Run, step: Step) -> None:
-        assert run.seen is not None
-        self.features += run.seen.kept_features
+        assert run.evaluated_model is not None
+        self.features += run.evaluated_model.kept_features
 
 
 def _config(probe: bool = True) -> dict[str, Any]:

@@ -117,7 +117,7 @@ def read_facts(folder: Path) -> BadStep:
     """
     path = folder / FACTS_NAME
     if not path.is_file():
-        known = sorted((int(found.parent.name), found.parent) for found in folder.glob(f"{FOLDER_NAME}/[0-9]*/*.json"))
+        known = sorted((int(file.parent.name), file.parent) for file in folder.glob(f"{FOLDER_NAME}/[0-9]*/*.json"))
         there = f" Captured there: {', '.join(str(place) for _, place in known[:5])}." if known else ""
         must = f"is no folder of a captured step: those are <run folder>/{FOLDER_NAME}/<step>, with {FACTS_NAME}"
         raise CheckpointError(f"{folder} {must}.{there}")
@@ -144,13 +144,13 @@ def _batch_parts(run: Run, micro_batches: Sequence[ImageBatch]) -> list[Part]:
     dtype = getattr(torch, run.plan.sharding.precision.master)
     tensors: dict[str, Tensor] = {}
     for index, batch in enumerate(micro_batches):
-        seen = batch.to(run.device, dtype) if batch.changes else batch
+        changed = batch.to(run.device, dtype) if batch.changes else batch
         prefix = _prefix(run.rank, index)
-        tensors |= {f"{prefix}images/{place}": image for place, image in enumerate(seen.images)}
-        tensors |= {f"{prefix}{name}": rows for name, rows in seen.beside.items()}
-        tensors[f"{prefix}num_crops"] = torch.tensor(seen.num_crops)
-        tensors[f"{prefix}num_global"] = torch.tensor(seen.num_global)
-        tensors[f"{prefix}stand_ins"] = torch.tensor(seen.stand_ins, dtype=torch.int64)
+        tensors |= {f"{prefix}images/{place}": image for place, image in enumerate(changed.images)}
+        tensors |= {f"{prefix}{name}": rows for name, rows in changed.beside.items()}
+        tensors[f"{prefix}num_crops"] = torch.tensor(changed.num_crops)
+        tensors[f"{prefix}num_global"] = torch.tensor(changed.num_global)
+        tensors[f"{prefix}stand_ins"] = torch.tensor(changed.stand_ins, dtype=torch.int64)
     return [_part(name, tensor) for name, tensor in tensors.items()]
 
 
@@ -180,8 +180,8 @@ def read_batches(checkpoint: Checkpoint, rank: int, world_size: int) -> list[Ima
         else:
             parts = [_read(checkpoint, writer, index) for writer in range(writers)]
             whole = join_batches(parts, parts[0].num_global)
-            own = rank_slice(whole.num_local, rank, world_size)
-            batches.append(whole.take(own.start, own.stop))
+            local_slice = rank_slice(whole.num_local, rank, world_size)
+            batches.append(whole.take(local_slice.start, local_slice.stop))
     return batches
 
 

@@ -205,14 +205,14 @@ def _fill_adapters(model: nn.Module, options: Lora, has_some: bool) -> dict[str,
             "config.MODEL.LORA.ADAPTER_FOLDER: must be empty, as the weights of WEIGHTS_INIT have adapters of their "
             "own. Leave it out, or give the weights that this adapter was trained over."
         )
-    found = read_adapters(model, options)
+    readers = read_adapters(model, options)
     parameters = dict(model.named_parameters())
-    for name, read in found.items():
+    for name, read in readers.items():
         if not parameters[name].is_meta:
             parameters[name].copy_(read())
     if collectives.rank() == 0:
-        print_line(f"Beginning with {len(found)} tensors of the adapter in {options.ADAPTER_FOLDER}.")
-    return found
+        print_line(f"Beginning with {len(readers)} tensors of the adapter in {options.ADAPTER_FOLDER}.")
+    return readers
 
 
 @torch.no_grad()

@@ -297,7 +297,7 @@ class Checkpoint:
         body, _ = read_json(path / MANIFEST_NAME)
         self.manifest: Manifest = manifest_from(body, path / MANIFEST_NAME)
         self.ranks: dict[str, RankManifest] = {}
-        found: dict[str, list[tuple[_Piece, PieceFacts]]] = {}
+        parts_of: dict[str, list[tuple[_Piece, PieceFacts]]] = {}
         for stem, digest in sorted(self.manifest.ranks.items()):
             rank_path = path / f"{stem}.json"
             rank_body, rank_digest = read_json(rank_path)
@@ -307,10 +307,10 @@ class Checkpoint:
             self._require_described(stem, rank)
             for name, facts in rank.pieces.items():
                 piece = _Piece(facts.first_element, facts.num_elements, stem)
-                found.setdefault(name, []).append((piece, facts))
+                parts_of.setdefault(name, []).append((piece, facts))
         self.tensors: dict[str, TensorInfo] = {}
         self._pieces: dict[str, list[_Piece]] = {}
-        for name, parts in found.items():
+        for name, parts in parts_of.items():
             # A piece without elements stands before the one that begins where it does: a search finds the last of them.
             parts.sort(key=lambda part: (part[0].first_element, part[0].num_elements))
             self.tensors[name] = _whole(name, parts, path)

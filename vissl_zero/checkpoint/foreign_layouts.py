@@ -439,12 +439,12 @@ def _from_hugging_face(entries: list[Entry], prefix: str) -> list[Entry]:
             result.append(replace(entry, key=f"blocks.{block}.{_TIMM_LAYERS[layer]}.{kind}"))
         else:
             result.append(entry)
-    for (block, layer, kind), found in parts.items():
-        order = _PART_OF[next(iter(found))][1]
-        if found.keys() == set(order):
-            result.append(_joined(f"blocks.{block}.{layer}.{kind}", [found[part] for part in order]))
+    for (block, layer, kind), entries_of in parts.items():
+        order = _PART_OF[next(iter(entries_of))][1]
+        if entries_of.keys() == set(order):
+            result.append(_joined(f"blocks.{block}.{layer}.{kind}", [entries_of[part] for part in order]))
         else:
-            result += found.values()
+            result += entries_of.values()
     return result
 
 

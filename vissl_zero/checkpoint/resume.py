@@ -264,7 +264,7 @@ def _restore_criterion(run: Run, checkpoint: Checkpoint) -> None:
 
 def _require_same_teacher(run: Run, results: Mapping[str, Any]) -> None:
     """Require that a frozen teacher, which checkpoints leave out, has the weights that the run began with."""
-    before, now = (found.get(TEACHER_CHECKSUM) for found in (results, run.results))
+    before, now = (figures.get(TEACHER_CHECKSUM) for figures in (results, run.results))
     if None not in (before, now) and before != now:
         raise CheckpointError(
             "The teacher's weights are not those that this run began with. Put its file back, or begin a new run in "

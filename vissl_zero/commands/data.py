@@ -121,46 +121,47 @@ def _check(paths: Sequence[str], picture: Path, is_json: bool) -> None:
         raise ConfigError(f"vissl-zero data check --picture: must end in .png, not {str(picture)!r}.")
     source, title = _opened(paths)
     lost = list(left_out(source))
-    found = check(source, title, NUM_SAMPLES, _report)
+    findings = check(source, title, NUM_SAMPLES, _report)
     names = source.class_names
     samples = []
-    for index in found.samples:
+    for index in findings.samples:
         label = source.label(index)
         caption = Path(source.name(index)).name if label is None else names[label]
         samples.append((source.image(index), caption))
     try:
-        write_sheet(picture, f"{title}: {counted(found.num_images, 'image')}", samples, found.classes)
+        write_sheet(picture, f"{title}: {counted(findings.num_images, 'image')}", samples, findings.classes)
     except OSError as error:
         fix = "Name a file that can be written: --picture <file.png>."
         raise DataError(f"The picture {picture} cannot be written: {error.strerror}. {fix}") from error
     if is_json:
-        print(json.dumps({**asdict(found), "warnings": [*lost, *found.warnings()], "picture": str(picture)}, indent=1))
+        facts = {**asdict(findings), "warnings": [*lost, *findings.warnings()], "picture": str(picture)}
+        print(json.dumps(facts, indent=1))
         return
-    for line in _described(found):
+    for line in _described(findings):
         print(printable(line))
     print(f"picture       {printable(picture)}")
-    for warning in [*lost, *found.warnings()]:
+    for warning in [*lost, *findings.warnings()]:
         print(f"warning: {printable(warning)}")
 
 
-def _described(found: Findings) -> list[str]:
+def _described(findings: Findings) -> list[str]:
     """Describe a source, a line for each kind of fact."""
-    size = f", {bytes_text(found.num_bytes)}" if found.num_bytes else ""
-    lines = [f"{found.source}: {counted(found.num_images, 'image')}{size}"]
-    if found.classes:
-        ordered = sorted(found.classes.items(), key=lambda pair: -pair[1])
+    size = f", {bytes_text(findings.num_bytes)}" if findings.num_bytes else ""
+    lines = [f"{findings.source}: {counted(findings.num_images, 'image')}{size}"]
+    if findings.classes:
+        ordered = sorted(findings.classes.items(), key=lambda pair: -pair[1])
         shown = ordered if len(ordered) <= _MOST_CLASSES else [*ordered[:3], *ordered[-3:]]
         text = ", ".join(f"{name} {images:,}" for name, images in shown)
         lines.append(f"classes       {len(ordered):,}; {'' if shown is ordered else 'largest and smallest: '}{text}")
     else:
         lines.append("classes       none: the images have no labels")
-    for name, (least, median, most) in found.sizes.items():
+    for name, (least, median, most) in findings.sizes.items():
         lines.append(f"{name:<14}{least:,} to {most:,} pixels, median {median:,.0f}")
-    lines.append(f"formats       {', '.join(f'{name} {images:,}' for name, images in found.formats.items())}")
-    lines += [f"{flag.replace('_', ' '):<14}{images:,}" for flag, images in found.flagged.items()]
-    lines += [f"    {name}: {reason}" for name, reason in found.broken]
-    lines.append(f"duplicates    {found.num_duplicates:,}")
-    lines += [f"    {name} is {first}" for name, first in found.duplicates]
+    lines.append(f"formats       {', '.join(f'{name} {images:,}' for name, images in findings.formats.items())}")
+    lines += [f"{flag.replace('_', ' '):<14}{images:,}" for flag, images in findings.flagged.items()]
+    lines += [f"    {name}: {reason}" for name, reason in findings.broken]
+    lines.append(f"duplicates    {findings.num_duplicates:,}")
+    lines += [f"    {name} is {first}" for name, first in findings.duplicates]
     return lines
 
 
@@ -168,20 +169,20 @@ def _stats(paths: Sequence[str], is_json: bool, channels: int) -> None:
     from vissl_zero.data.pixel_statistics import Statistics, channel_statistics, statistics
 
     source, title = _opened(paths, channels)
-    found = statistics(source, _report) if channels == 3 else channel_statistics(source, channels, _report)
+    result = statistics(source, _report) if channels == 3 else channel_statistics(source, channels, _report)
     if is_json:
-        print(json.dumps({"source": title, **asdict(found), "normalize": found.normalize()}, indent=1))
+        print(json.dumps({"source": title, **asdict(result), "normalize": result.normalize()}, indent=1))
         return
-    broken = f" ({found.num_broken:,} more cannot be read)" if found.num_broken else ""
-    print(printable(f"{title}: {counted(found.num_images, 'image')}{broken}"))
-    if isinstance(found, Statistics):
-        print(f"channels      {found.channels}{' (gray, read as three equal ones)' if found.channels == 1 else ''}")
-        print(f"bits          {found.bits}{' (read as 8)' if found.bits != 8 else ''}")
+    broken = f" ({result.num_broken:,} more cannot be read)" if result.num_broken else ""
+    print(printable(f"{title}: {counted(result.num_images, 'image')}{broken}"))
+    if isinstance(result, Statistics):
+        print(f"channels      {result.channels}{' (gray, read as three equal ones)' if result.channels == 1 else ''}")
+        print(f"bits          {result.bits}{' (read as 8)' if result.bits != 8 else ''}")
     else:
-        print(f"channels      {found.channels}")
-    for name, values in (("mean", found.mean), ("std", found.std)):
+        print(f"channels      {result.channels}")
+    for name, values in (("mean", result.mean), ("std", result.std)):
         print(f"{name:<14}{', '.join(f'{value:.6f}' for value in values)}")
-    print(f"For TRANSFORMS, after ToTensor:\n  {found.normalize()}")
+    print(f"For TRANSFORMS, after ToTensor:\n  {result.normalize()}")
 
 
 def _bench(options: argparse.Namespace) -> None:
@@ -251,12 +252,12 @@ def _whole(text: str) -> int:
 
 def _seconds(text: str) -> float:
     try:
-        found = float(text)
+        seconds = float(text)
     except ValueError:
-        found = math.nan
-    if not 0 < found < math.inf:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
         raise argparse.ArgumentTypeError(f"must be a number of seconds above 0, not {text!r}")
-    return found
+    return seconds
 
 
 def _side(text: str) -> int:

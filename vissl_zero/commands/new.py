@@ -137,20 +137,20 @@ def _place(name: str) -> Path:
     return path
 
 
-def _answer(given: str | None, flag: str, question: str, default: str, read: Callable[[str], T]) -> T:
+def _answer(value: str | None, flag: str, question: str, default: str, read: Callable[[str], T]) -> T:
     """Read the value of a flag, or ask for it until the answer can be read; without a terminal its default."""
-    while given is None and sys.stdin.isatty():
+    while value is None and sys.stdin.isatty():
         try:
             return read(input(f"{question}{f' [{default}]' if default else ''} ").strip() or default)
         except VisslZeroError as error:
             print(printable(str(error)))
         except EOFError:  # Ctrl-D
             break
-    if not (given or default):
+    if not (value or default):
         raise ConfigError(
             f"vissl-zero new {flag}: must be given where there is no terminal to ask. Write {flag} <value>."
         )
-    return read(given or default)
+    return read(value or default)
 
 
 def _folder(text: str) -> Path:

@@ -176,16 +176,16 @@ def advice(data: Data, cost: LoadingCost, supply: Supply, step_seconds: float | 
     """
     if step_seconds is not None and not supply.data_wait(step_seconds):
         return []
-    found = []
+    sentences = []
     wanted = supply.cores if step_seconds is None else min(supply.cores, supply.workers_for(step_seconds))
     if wanted > supply.workers:
         there = "is 1 core" if supply.cores == 1 else f"are {supply.cores} cores"
-        found.append(f"Write config.DATA.NUM_DATALOADER_WORKERS={wanted}: there {there} for each rank.")
+        sentences.append(f"Write config.DATA.NUM_DATALOADER_WORKERS={wanted}: there {there} for each rank.")
     if data.BACKEND == "pil" and not refused(data.TRAIN.TRANSFORMS, "config.DATA.TRAIN.TRANSFORMS"):
         install = "" if find_spec("simplejpeg") and find_spec("cv2") else " (pip install vissl-zero[fast])"
-        found.append(f"Write config.DATA.BACKEND=fast{install}: all transforms have a fast form.")
+        sentences.append(f"Write config.DATA.BACKEND=fast{install}: all transforms have a fast form.")
     if cost.share(READ) > _MUCH:
-        found.append("Reading takes much of the time: pack the files on a local disk with vissl-zero data pack.")
+        sentences.append("Reading takes much of the time: pack the files on a local disk with vissl-zero data pack.")
     if cost.share(DECODE) > _MUCH:
-        found.append("Decoding takes much of the time: reduce the images with vissl-zero data pack --size 512.")
-    return found or ["Make fewer or smaller crops, or train where there are more cores for each rank."]
+        sentences.append("Decoding takes much of the time: reduce the images with vissl-zero data pack --size 512.")
+    return sentences or ["Make fewer or smaller crops, or train where there are more cores for each rank."]

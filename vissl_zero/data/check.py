@@ -62,17 +62,17 @@ def look(source: Source, indices: range) -> Part:
 def _look_at(source: Source, index: int, row: Any, formats: Counter[tuple[str, str]]) -> None:
     image = encoded_image(source, index)
     if isinstance(image, bytes):
-        data, found = image, list[tuple[str, str]]()
+        data, headers = image, list[tuple[str, str]]()
 
         def look_at_file(file: Image.Image) -> None:
-            found.append((file.format or "unknown", file.mode))
+            headers.append((file.format or "unknown", file.mode))
             row["cmyk"] = file.mode in ("CMYK", "YCCK")
             row["transparent"] = _is_transparent(file)
             row["exif_rotated"] = _orientation(file, data) not in (0, 1)
 
         row["bytes"], row["digest"] = len(data), xxhash.xxh3_128_digest(data)
         image = Decoder().image(data, source.name(index), look_at_file)
-        formats.update(found)
+        formats.update(headers)
     else:
         formats["pixels", image.mode] += 1
         row["digest"] = xxhash.xxh3_128_digest(image.tobytes())
@@ -131,27 +131,28 @@ class Findings:
 
     def warnings(self) -> list[str]:
         """Say what may harm training, and what to do about it: a sentence each."""
-        found = []
+        sentences = []
         if self.flagged["broken"]:
             fix = "Repair or delete what is broken, or set config.DATA.ON_BROKEN_IMAGE=skip."
-            found.append(f"{counted(self.flagged['broken'], 'image')} cannot be used. {fix}")
+            sentences.append(f"{counted(self.flagged['broken'], 'image')} cannot be used. {fix}")
         if self.num_relabeled:
             again = "occurs" if self.num_relabeled == 1 else "occur"
-            found.append(f"{counted(self.num_relabeled, 'image')} {again} again under another class.")
+            sentences.append(f"{counted(self.num_relabeled, 'image')} {again} again under another class.")
         if same := self.num_duplicates - self.num_relabeled:
-            found.append("1 image is a copy of another." if same == 1 else f"{same:,} images are copies of others.")
+            sentences.append("1 image is a copy of another." if same == 1 else f"{same:,} images are copies of others.")
         if self.flagged["exif_rotated"]:
             fix = "config.DATA.EXIF=apply rotates them; by default they are read as stored."
-            found.append(f"EXIF asks to rotate {counted(self.flagged['exif_rotated'], 'image')}. {fix}")
+            sentences.append(f"EXIF asks to rotate {counted(self.flagged['exif_rotated'], 'image')}. {fix}")
         if self.flagged["transparent"]:
             fix = "config.DATA.BACKGROUND=white shows white behind them; by default the stored color shows."
-            found.append(f"There are transparent pixels in {counted(self.flagged['transparent'], 'image')}. {fix}")
+            sentences.append(f"There are transparent pixels in {counted(self.flagged['transparent'], 'image')}. {fix}")
         if empty := [name for name, count in self.classes.items() if not count]:
-            found.append(f"There are no images of {counted(len(empty), 'class')}: {', '.join(empty[:_MOST_NAMED])}.")
+            names = ", ".join(empty[:_MOST_NAMED])
+            sentences.append(f"There are no images of {counted(len(empty), 'class')}: {names}.")
         if self.classes and self.classes.keys() <= _SPLITS:
             names = ", ".join(self.classes)
-            found.append(f"The classes are {names}: these look like splits. Name one of the folders.")
-        return found
+            sentences.append(f"The classes are {names}: these look like splits. Name one of the folders.")
+        return sentences
 
 
 def check(source: Source, title: str, num_samples: int, report: Callable[[str], None]) -> Findings:

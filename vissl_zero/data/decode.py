@@ -290,8 +290,8 @@ def _as_8_bits(image: Image.Image, file: Image.Image, path: str | Path) -> Image
 def _tag(image: Image.Image, number: int) -> set[int]:
     """Read the values of a TIFF tag; empty for other formats, which leave no choice."""
     tags = getattr(image, "tag_v2", None)
-    found = tags.get(number, ()) if tags is not None else ()
-    return set(found) if isinstance(found, tuple) else {found}
+    value = tags.get(number, ()) if tags is not None else ()
+    return set(value) if isinstance(value, tuple) else {value}
 
 
 def _reason(error: Exception) -> str:

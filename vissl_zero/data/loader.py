@@ -263,8 +263,8 @@ class EpochOrder:
         return [MicroBatchPlan(epoch, tuple(part[self.rank].tolist()), sum(map(len, part))) for part in parts]
 
     def _plan(self, epoch: int, part: Tensor) -> MicroBatchPlan:
-        own = part[rank_slice(len(part), self.rank, self.world_size)]
-        return MicroBatchPlan(epoch, tuple(own.tolist()), len(part))
+        local = part[rank_slice(len(part), self.rank, self.world_size)]
+        return MicroBatchPlan(epoch, tuple(local.tolist()), len(part))
 
 
 def sequential(num_samples: int, micro_batch: int, rank: int, world_size: int) -> Iterator[MicroBatchPlan]:
@@ -274,8 +274,8 @@ def sequential(num_samples: int, micro_batch: int, rank: int, world_size: int) -
     every rank must run the model equally often, and results are placed by sample id, so the copy changes nothing.
     """
     for part in torch.arange(num_samples).split(micro_batch):
-        own = part[rank_slice(len(part), rank, world_size)].tolist()
-        yield MicroBatchPlan(0, tuple(own or [int(part[-1])]), len(part))
+        local = part[rank_slice(len(part), rank, world_size)].tolist()
+        yield MicroBatchPlan(0, tuple(local or [int(part[-1])]), len(part))
 
 
 class EvalImages:

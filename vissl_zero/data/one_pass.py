@@ -31,8 +31,8 @@ def looked_at(source: Source, look: Look[T], report: Callable[[str], None]) -> I
     """
     total, work = len(source), SlowProgress(report)
     chunks = [range(start, min(total, start + PER_CHUNK)) for start in range(0, total, PER_CHUNK)]
-    for chunk, found in zip(chunks, _found(source, look, chunks), strict=True):
-        yield found
+    for chunk, results in zip(chunks, _found(source, look, chunks), strict=True):
+        yield results
         work.update(f"{chunk.stop:,} of {total:,} images")
 
 

@@ -89,12 +89,12 @@ def _parts_of(out: Path, begun: dict[str, Any]) -> dict[str, str]:
             raise DataError(f"{out} is not empty. Name a new folder.")
         return {}
     try:
-        found = read_object(out / PROGRESS_FILE)
+        progress = read_object(out / PROGRESS_FILE)
     except (OSError, ValueError) as error:
         raise DataError(f"{out / PROGRESS_FILE} cannot be read ({error}). Name a new folder.") from error
-    if {name: found.get(name) for name in begun} != begun or not isinstance(found.get("parts"), dict):
+    if {name: progress.get(name) for name in begun} != begun or not isinstance(progress.get("parts"), dict):
         raise DataError(f"{out} was begun with another folder, other images or other arguments. Name a new folder.")
-    return dict(found["parts"])
+    return dict(progress["parts"])
 
 
 def _write(path: Path, content: Any) -> None:
@@ -103,8 +103,8 @@ def _write(path: Path, content: Any) -> None:
 
 
 def _row(source: Source, index: int, size: int | None) -> Row:
-    found, name = encoded_image(source, index), source.name(index)
-    data = found if isinstance(found, bytes) else _png(found)
+    encoded, name = encoded_image(source, index), source.name(index)
+    data = encoded if isinstance(encoded, bytes) else _png(encoded)
     extension = Path(name).suffix.lower()
     extension = (extension if extension in EXTENSIONS else _extension_of(data)).lstrip(".")
     if size is not None:

@@ -90,8 +90,8 @@ def _of_masks(entry: Mapping[str, Any]) -> Callable[[Any], Any] | None:
         return None
     key = "config.DATA.TRAIN.TRANSFORMS"
     (plain,) = build_pipeline([entry], key).transforms
-    own = {word: value for word, value in entry.items() if word != "fill"}
+    of_masks = {word: value for word, value in entry.items() if word != "fill"}
     if "interpolation" in inspect.signature(type(plain)).parameters:
-        own["interpolation"] = "nearest"
-    (transform,) = build_pipeline([own], key).transforms
+        of_masks["interpolation"] = "nearest"
+    (transform,) = build_pipeline([of_masks], key).transforms
     return transform

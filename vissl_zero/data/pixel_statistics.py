@@ -46,11 +46,11 @@ def count(source: Source, indices: range) -> Counted:
             image, bits = _read(source, index)
         except BrokenImageError:
             continue
-        found = np.array(image.histogram(), np.int64).reshape(_CHANNELS, 256)
-        values += found
+        counts = np.array(image.histogram(), np.int64).reshape(_CHANNELS, 256)
+        values += counts
         num_images += 1
         most_bits = max(most_bits, bits)
-        if is_gray and not ((found == found[0]).all() and _is_gray(image)):
+        if is_gray and not ((counts == counts[0]).all() and _is_gray(image)):
             is_gray = False
     return Counted(values, num_images, is_gray, most_bits)
 

@@ -63,8 +63,8 @@ class EncodedSource:
 
     def image(self, index: int) -> Image.Image:
         """Read and decode the file. Raises BrokenImageError."""
-        found = self.encoded(index)
-        return self.decoder.image(found, self.name(index)) if isinstance(found, bytes) else found
+        encoded = self.encoded(index)
+        return self.decoder.image(encoded, self.name(index)) if isinstance(encoded, bytes) else encoded
 
 
 def encoded_image(source: Source, index: int) -> bytes | Image.Image:
@@ -280,9 +280,9 @@ def label_matrix(source: Source, num_classes: int = 0) -> np.ndarray | None:
         return None if whole is None else whole[list(source.indices)]
     if isinstance(source, MultiLabeled):
         return source.matrix
-    found = [source.label(index) for index in range(len(source))]
-    labels = [label for label in found if label is not None]
-    if len(labels) < len(found):
+    all_labels = [source.label(index) for index in range(len(source))]
+    labels = [label for label in all_labels if label is not None]
+    if len(labels) < len(all_labels):
         return None
     return np.eye(max(num_classes, len(source.class_names), 1 + max(labels, default=0)), dtype=np.int8)[labels]
 

@@ -238,8 +238,8 @@ def rand_augment(
     Raises:
         TypeError, ValueError: keys of both, or a wrong value.
     """
-    own = (magnitude_std, num_layers, increasing_severity, weight_choice)
-    if all(value is None for value in own):
+    timms = (magnitude_std, num_layers, increasing_severity, weight_choice)
+    if all(value is None for value in timms):
         keys = torchvisions if magnitude is None else {**torchvisions, "magnitude": magnitude}
         made: Callable[[Image.Image], Image.Image] = torchvision.transforms.RandAugment(**keys)
         return made

@@ -79,14 +79,14 @@ def build_run(
     factory = functools.partial(build_optimizer, plan.optimizer)
     sharding = plan.sharding.of_run(plan.run_dir)
     sharded = strategy.shard(model, groups, factory, sharding, device, lambda _, name: weights.fill_(name))
-    seen = model
+    evaluated_model = model
     if teacher_and_filler is not None:
         teacher, fill_teacher_unit = teacher_and_filler
         cast_to_master(teacher, precision)
         sharded.adopt_teacher(teacher, method.teacher_follows, lambda _, name: fill_teacher_unit(name))
-        seen = teacher if plan.config.EVALUATED_MODEL == "teacher" else model
+        evaluated_model = teacher if plan.config.EVALUATED_MODEL == "teacher" else model
     return_free_pages()
-    seen.keeps_features = plan.config.ONLINE_PROBE.USE_PROBE  # after it was copied: the other one keeps none
+    evaluated_model.keeps_features = plan.config.ONLINE_PROBE.USE_PROBE  # after it was copied: the other one keeps none
     seed_sample(plan.seed, _BEFORE_TRAINING, rank)  # nothing of ours draws from now on, but a plugin may
     num_steps = 0 if plan.config.TEST_ONLY else loader.steps_per_epoch * plan.num_epochs
     run = Run(
@@ -98,7 +98,7 @@ def build_run(
         rank=rank,
         world_size=world_size,
         steps_per_epoch=loader.steps_per_epoch,
-        seen=seen,
+        evaluated_model=evaluated_model,
         num_steps=num_steps if plan.max_steps is None else min(num_steps, plan.max_steps),
     )
     if (checksum := sharded.teacher_checksum()) is not None:

@@ -53,9 +53,9 @@ def accumulate_exactly(
     loss_sum = torch.zeros((), dtype=torch.float64, device=run.device)
     observed, watches = [], iter([watch])
     for number, group in enumerate(groups, 1):
-        loss, gradients, seen = _differentiate(run, group, dtype, num_samples)
+        loss, gradients, batches = _differentiate(run, group, dtype, num_samples)
         loss_sum += loss
-        observed.append(seen)
+        observed.append(batches)
         for index, batch in enumerate(_loaded(run, group, dtype), 1):
             is_last = number == len(groups) and index == len(group)
             model: Any = _SecondRound(run, gradients.pop(0), is_last, watches)
@@ -88,10 +88,10 @@ def _differentiate(
         run.show_probe(batch)  # here, where the teacher's features are this batch's too
     joined, whole = batch, parts[0]
     if len(group) > 1:
-        seen = [
+        prepared = [
             batch.to(run.device, dtype) if method.loss_sees_images else replace(batch, images=[]) for batch in group
         ]
-        joined = join_batches(seen, sum(one.num_global for one in seen)).to(run.device, dtype)
+        joined = join_batches(prepared, sum(one.num_global for one in prepared)).to(run.device, dtype)
         whole = method.join(parts, sizes)
     teacher_outputs = None
     if method.has_teacher:

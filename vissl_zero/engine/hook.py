@@ -150,8 +150,8 @@ class Run:
         stop: set by a hook, equal on every rank: leave the loop after this step, without ``on_end``.
         unsettled: reads the figures of the newest step; None where that has been done. See ``settle``.
         bytes: this rank's memory by kind, as it was last measured.
-        seen: the model inside ``sharded`` that EVALUATED_MODEL names, for the features it keeps of its newest pass
-            (``kept_features``).
+        evaluated_model: the model inside ``sharded`` that EVALUATED_MODEL names, for the features that it keeps of its
+            newest pass (``kept_features``).
         teacher_features: what a frozen teacher gives, on disk; None: it is run in each step.
         results: figures for ``summary.json`` that hooks add (``knn_top1_before`` ...).
         captured: set by a hook: the folder of the newest bad step that was captured, named by its number.
@@ -178,7 +178,7 @@ class Run:
     unsettled: Callable[[], None] | None = None
     records: Records = field(default_factory=Records)
     bytes: Bytes = field(default_factory=Bytes)
-    seen: Model | None = None
+    evaluated_model: Model | None = None
     teacher_features: TeacherFeatures | None = None
     results: dict[str, Any] = field(default_factory=dict)
     captured: Path | None = None
@@ -227,12 +227,14 @@ class Run:
         Such a pass holds one layer's activations at a time, which are less than a quarter of a whole model's.
         """
         number = -(-self.plan.crop_passes // 4)
-        return model if number == 1 else InPasses(model, number, self.plan.config.MODEL.VIEWS_APART, self.seen)
+        return (
+            model if number == 1 else InPasses(model, number, self.plan.config.MODEL.VIEWS_APART, self.evaluated_model)
+        )
 
     def show_probe(self, batch: ImageBatch) -> None:
         """Let the probe learn from the features of the newest forward pass, which was of ``batch``."""
-        if self.probe is not None and self.seen is not None:
-            self.probe.learn(self.seen.kept_features, batch)
+        if self.probe is not None and self.evaluated_model is not None:
+            self.probe.learn(self.evaluated_model.kept_features, batch)
 
     @property
     def is_resumed(self) -> bool:

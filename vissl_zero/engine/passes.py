@@ -141,25 +141,25 @@ class InPasses:
     Args:
         model: what is run.
         number, by_crop: see ``cut``.
-        seen: model whose features of the newest pass a probe looks at; those of all passes are joined.
+        evaluated_model: model whose features of the newest pass a probe looks at; those of all passes are joined.
     """
 
-    def __init__(self, model: nn.Module, number: int, by_crop: bool, seen: Model | None = None):
-        self._model, self._number, self._by_crop, self._seen = model, number, by_crop, seen
+    def __init__(self, model: nn.Module, number: int, by_crop: bool, evaluated_model: Model | None = None):
+        self._model, self._number, self._by_crop, self._evaluated_model = model, number, by_crop, evaluated_model
 
     @torch.no_grad()
     def __call__(self, images: list[Tensor], probe: Tensor | None = None, **options: Any) -> list[Any]:
         """Run all passes; arguments as of ``Model``."""
         outputs, features = [], []
-        newest = [] if self._seen is None else self._seen.kept_features
+        newest = [] if self._evaluated_model is None else self._evaluated_model.kept_features
         for one in passes_of(images, probe, options, self._number, self._by_crop):
             outputs.append(one.run(self._model))
-            if self._seen is not None and self._seen.kept_features is not newest:
-                newest = self._seen.kept_features
+            if self._evaluated_model is not None and self._evaluated_model.kept_features is not newest:
+                newest = self._evaluated_model.kept_features
                 # The probe looks at the first resolution alone.
                 features += newest[:1] if not one.places or one.places[0].resolution == 0 else []
-        if features and self._seen is not None:
-            self._seen.kept_features = [torch.cat(features)]
+        if features and self._evaluated_model is not None:
+            self._evaluated_model.kept_features = [torch.cat(features)]
         return _joined(outputs)
 
 

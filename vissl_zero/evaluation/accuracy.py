@@ -148,7 +148,7 @@ def accuracies(run: Run, images: EvalImages, ignored_label: int) -> list[Accurac
         outputs: list[Tensor] = model(crops)
         return outputs if labels is None else [_masked(logits, labels) for logits in outputs]
 
-    return accuracies_of(run, images, score, num_heads, lambda given: given != ignored_label, numbers)
+    return accuracies_of(run, images, score, num_heads, lambda targets: targets != ignored_label, numbers)
 
 
 def _masked(logits: Tensor, labels: Set[int | None]) -> Tensor:

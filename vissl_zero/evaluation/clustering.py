@@ -118,19 +118,19 @@ class ClusterFeatures(Hook):
         run.sharded.consolidate_buffers()  # running statistics may differ between ranks; features must not
         rows = {}
         for split, source in self._sources.items():
-            found = extract_features(run, eval_images(source, run.plan.config.DATA, seed)).rows
+            features = extract_features(run, eval_images(source, run.plan.config.DATA, seed)).rows
             columns = layers_of(run).get(options.FEATURES.LAYER_NAME, slice(None))
-            rows[split] = unit_rows(found[:, columns])
+            rows[split] = unit_rows(features[:, columns])
         first = rows[options.FEATURES.DATA_PARTITION]
         if options.DATA_LIMIT >= 0:
             generator = torch.Generator().manual_seed(options.DATA_LIMIT_SAMPLING.SEED)
             first = first[torch.randperm(len(first), generator=generator)[: options.DATA_LIMIT].to(first.device)]
         if (width := options.FEATURES.DIMENSIONALITY_REDUCTION) > 0:
             whitening = Whitening.of(first, width)
-            first, rows = whitening(first), {split: whitening(found) for split, found in rows.items()}
+            first, rows = whitening(first), {split: whitening(features) for split, features in rows.items()}
         centroids = kmeans(first, options.NUM_CLUSTERS, options.NUM_ITER, seed)
-        for split, found in rows.items():
-            labels, distances = nearest_centroids(found, centroids)
+        for split, features in rows.items():
+            labels, distances = nearest_centroids(features, centroids)
             files = self._write(run, split, labels.cpu(), distances.cpu(), centroids.cpu())
             run.results.setdefault("clusters", {})[split] = files
             if run.is_main:

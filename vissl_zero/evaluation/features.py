@@ -134,7 +134,7 @@ class Features:
 
 def layers_of(run: Run) -> dict[str, slice]:
     """Return the columns of each inner layer in the rows extracted last; empty where they are the trunk's features."""
-    taps = getattr(run.seen, "feature_taps", None)
+    taps = getattr(run.evaluated_model, "feature_taps", None)
     if taps is None:
         return {}
     ends = list(accumulate(taps.widths))

@@ -246,7 +246,7 @@ class SvmHook(Hook):
         prepare = normalized if run.plan.config.SVM.normalize else np.asarray
         is_head = run.plan.config.MODEL.FEATURE_EVAL_SETTINGS.FREEZE_TRUNK_AND_HEAD
         for name, columns in (layers_of(run) or {"heads" if is_head else "trunk": slice(None)}).items():
-            rows = [prepare(found.rows[:, columns].cpu().numpy()) for found in (train, test)]
+            rows = [prepare(features.rows[:, columns].cpu().numpy()) for features in (train, test)]
             line = self.measure(run, name, rows[0], self._train.matrix, rows[1], self._test.matrix)
             if run.is_main:
                 print_line(line)
@@ -443,12 +443,12 @@ class LowShot(Hook):
         assert self._test is not None
         run.sharded.consolidate_buffers()  # running statistics may differ between ranks; features must not
         options, data = run.plan.config.LOW_SHOT_BENCHMARK.LOGISTIC_REGRESSION, run.plan.config.DATA
-        found = [extract_features(run, eval_images(source, data, run.plan.seed)) for source in self._train]
+        drawn = [extract_features(run, eval_images(source, data, run.plan.seed)) for source in self._train]
         test = extract_features(run, eval_images(self._test, data, run.plan.seed))
         is_head = run.plan.config.MODEL.FEATURE_EVAL_SETTINGS.FREEZE_TRUNK_AND_HEAD
         lambdas = [float(one) for one in penalties(options.LAMBDA)]
         for name, columns in (layers_of(run) or {"heads" if is_head else "trunk": slice(None)}).items():
-            jobs = [(train, penalty) for train in found for penalty in lambdas]
+            jobs = [(train, penalty) for train in drawn for penalty in lambdas]
             reached = shared(jobs, partial(_measured, test, columns))
             seeds: dict[str, Any] = {}
             for index, seed in enumerate(options.SEEDS):
@@ -460,7 +460,7 @@ class LowShot(Hook):
             run.results.setdefault("low_shot_by_layer", {})[name] = rows
             if run.is_main:
                 line = f"Low shot on {name}: top-1 {rows['mean']:.1%}, std {rows['std']:.1%} over {len(best)} draws of "
-                line += f"{len(found[0].rows):,} images"
+                line += f"{len(drawn[0].rows):,} images"
                 print_line(line)
 
 

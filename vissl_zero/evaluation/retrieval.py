@@ -273,12 +273,12 @@ def retrieval_set(root: Path, name: str, with_distractors: bool = False) -> Retr
     return _copydays(folder, with_distractors) if name == COPYDAYS else _oxford(folder, name)
 
 
-def images_to_whiten_by(root: Path, name: str, image_list: str, with_distractors: bool = False) -> list[Path]:
-    """List the files of the images whose features the principal components are of.
+def whitening_images(root: Path, name: str, image_list: str, with_distractors: bool = False) -> list[Path]:
+    """List the image files from whose features the principal components are computed.
 
     Args:
-        root, name: as of ``retrieval_set``; any other name is a folder of .jpg files.
-        image_list: image list of the data set called whitening: a text file with a path below the folder in each line.
+        root, name: see ``retrieval_set``; any other name is a folder of .jpg files.
+        image_list: text file with a path below the folder in each line; read for the data set called whitening.
         with_distractors: see ``retrieval_set``.
     """
     folder = root / name

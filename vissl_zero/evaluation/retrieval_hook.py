@@ -32,12 +32,12 @@ from vissl_zero.evaluation.retrieval import (
     Whitening,
     descriptor,
     first,
-    images_to_whiten_by,
     regional_maxima,
     require_files,
     retrieval_set,
     scores,
     unit_vectors,
+    whitening_images,
 )
 from vissl_zero.registry import HOOKS
 from vissl_zero.terminal import print_line
@@ -71,7 +71,7 @@ class InstanceRetrieval(Hook):
         images = retrieval_set(root, options.EVAL_DATASET_NAME, options.USE_DISTRACTORS)
         self._found = first(images, options.NUM_DATABASE_SAMPLES, options.NUM_QUERY_SAMPLES)
         if options.TRAIN_PCA_WHITENING:
-            files = images_to_whiten_by(root, train, options.WHITEN_IMG_LIST, options.USE_DISTRACTORS)
+            files = whitening_images(root, train, options.WHITEN_IMG_LIST, options.USE_DISTRACTORS)
             count = options.NUM_TRAINING_SAMPLES
             self._train = files if count < 0 else files[:count]
         require_files([*self._found.images, *self._found.queries, *self._train])

@@ -117,8 +117,8 @@ def replay(plan: ResolvedRun, folder: Path, with_optimizer: bool = True) -> dict
         "loss": repr(figures.loss),
         "grad_norm": repr(figures.grad_norm),
         "is_equal": (facts.loss, facts.grad_norm) == (repr(figures.loss), repr(figures.grad_norm)),
-        "modules": [{key: _text(value) for key, value in dataclasses.asdict(seen).items()} for seen in modules],
-        "first_not_finite": next((seen.name for seen in modules if not seen.is_finite), None),
+        "modules": [{key: _text(value) for key, value in dataclasses.asdict(module).items()} for module in modules],
+        "first_not_finite": next((module.name for module in modules if not module.is_finite), None),
         "samples_not_finite": samples,
     }
 

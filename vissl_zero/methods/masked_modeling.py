@@ -181,11 +181,11 @@ class PixelHead(nn.Module):
 
     def forward(self, features: Tensor, tokens: list[Tokens]) -> PixelOutput:
         """Predict the pixels of images of one resolution."""
-        (own,) = tokens
-        patches = self.output(own.wanted()).unflatten(1, own.grid).unflatten(3, (3, self.patch_size, self.patch_size))
+        (crop,) = tokens
+        patches = self.output(crop.wanted()).unflatten(1, crop.grid).unflatten(3, (3, self.patch_size, self.patch_size))
         # (b, h, w, 3, p, p) -> (b, 3, h * p, w * p)
-        pixels = patches.permute(0, 3, 1, 4, 2, 5).reshape(len(patches), 3, own.grid[0] * self.patch_size, -1)
-        mask = None if own.view.masked is None else own.view.masked.unflatten(1, own.grid)
+        pixels = patches.permute(0, 3, 1, 4, 2, 5).reshape(len(patches), 3, crop.grid[0] * self.patch_size, -1)
+        mask = None if crop.view.masked is None else crop.view.masked.unflatten(1, crop.grid)
         return PixelOutput(features, pixels, mask)
 
 
@@ -301,9 +301,9 @@ class HOGHead(nn.Module):
 
     def forward(self, features: Tensor, tokens: list[Tokens]) -> HOGOutput:
         """Predict the patches asked for of images of one resolution."""
-        (own,) = tokens
-        assert own.view.wanted is not None
-        return HOGOutput(features, self.output(own.wanted()), own.view.wanted, own.grid)
+        (crop,) = tokens
+        assert crop.view.wanted is not None
+        return HOGOutput(features, self.output(crop.wanted()), crop.view.wanted, crop.grid)
 
 
 @LOSSES.register("maskfeat_loss", config=MaskFeatLossConfig)
@@ -481,12 +481,12 @@ class LatentHead(nn.Module):
 
     def forward(self, features: Tensor, tokens: list[Tokens]) -> LatentOutput:
         """Compute predictions and targets of images of one resolution."""
-        (own,) = tokens
-        predictions = None if self.output is None else self.output(own.wanted())
-        if not own.blocks or own.view.wanted is None:
+        (crop,) = tokens
+        predictions = None if self.output is None else self.output(crop.wanted())
+        if not crop.blocks or crop.view.wanted is None:
             return LatentOutput(features, predictions, None)
-        patches = mean_of_blocks([rows[:, own.num_prefix :] for rows in own.blocks])
-        return LatentOutput(features, predictions, taken(patches, own.view.wanted))
+        patches = mean_of_blocks([rows[:, crop.num_prefix :] for rows in crop.blocks])
+        return LatentOutput(features, predictions, taken(patches, crop.view.wanted))
 
 
 @LOSSES.register("data2vec_loss", config=Data2VecLossConfig)
@@ -592,11 +592,11 @@ class PatchPredictor(nn.Module):
 
     def forward(self, features: Tensor, tokens: list[Tokens]) -> PatchOutput:
         """Predict the patches asked for of images of one resolution."""
-        (own,) = tokens
-        wanted = own.view.wanted
+        (crop,) = tokens
+        wanted = crop.view.wanted
         assert wanted is not None, "a method that has predictions asks for patches"
-        predictions = None if self.predictor is None else self.predictor(own.rows, own, wanted)
-        return PatchOutput(features, wanted, own.grid, own.wanted() if own.view.kept is None else None, predictions)
+        predictions = None if self.predictor is None else self.predictor(crop.rows, crop, wanted)
+        return PatchOutput(features, wanted, crop.grid, crop.wanted() if crop.view.kept is None else None, predictions)
 
 
 class _Predictor(nn.Module):
@@ -612,15 +612,15 @@ class _Predictor(nn.Module):
 
     def forward(self, rows: Tensor, tokens: Tokens, wanted: Tensor) -> Tensor:
         """Predict (b, ..., m, E): each group (m) of patches from prefix tokens and patches in ``rows``, by itself."""
-        seen: Tensor = self.embedding(rows)
-        positions = sine_positions(tokens.grid, self.width, seen)
+        visible: Tensor = self.embedding(rows)
+        positions = sine_positions(tokens.grid, self.width, visible)
         num_prefix, kept = tokens.num_prefix, tokens.view.kept
-        places = positions.expand(len(seen), -1, -1) if kept is None else positions[kept]
-        seen = torch.cat([seen[:, :num_prefix], seen[:, num_prefix:] + places], dim=1)
+        places = positions.expand(len(visible), -1, -1) if kept is None else positions[kept]
+        visible = torch.cat([visible[:, :num_prefix], visible[:, num_prefix:] + places], dim=1)
         groups = wanted.flatten(1, -2) if wanted.ndim > 2 else wanted[:, None]  # (b, T, m)
         num_groups, num_wanted = groups.shape[1:]
-        hidden = (self.mask_token.to(seen.dtype) + positions[groups]).flatten(0, 1)
-        xs = [torch.cat([seen.repeat_interleave(num_groups, dim=0), hidden], dim=1)]
+        hidden = (self.mask_token.to(visible.dtype) + positions[groups]).flatten(0, 1)
+        xs = [torch.cat([visible.repeat_interleave(num_groups, dim=0), hidden], dim=1)]
         for block in self.blocks:
             xs = block(xs)
         # In its shape before the last layer: FSDP warns of outputs that are views.

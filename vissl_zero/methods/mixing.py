@@ -94,9 +94,9 @@ class Mixing:
                 uniforms = uniforms[:, _places(uniforms.shape[1], crops.device) // 2 * 2]
             uniforms = uniforms.expand(views, num_samples, -1).flatten(0, 1)
             partners = crops.unflatten(0, (views, num_samples))[:, _partners(num_samples, crops.device)].flatten(0, 1)
-            images_of_both, own = self._mix(crops, partners, uniforms)
+            images_of_both, kept_shares = self._mix(crops, partners, uniforms)
             mixed.append(images_of_both)
-            shares.append(own)
+            shares.append(kept_shares)
         return mixed, shares
 
     def labels(self, targets: Tensor, shares: list[Tensor], dtype: torch.dtype) -> Tensor:

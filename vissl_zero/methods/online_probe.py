@@ -92,8 +92,8 @@ class OnlineProbe(nn.Module):
         one_hot = torch.zeros_like(scores).scatter_(1, labels.clamp(min=0)[:, None], 1.0)
         errors = (scores.softmax(dim=1) - one_hot) * counts[:, None]
         gradient = errors.T @ inputs
-        seen = rows * counts[:, None]
-        parts = [gradient.flatten(), seen.sum(dim=0), (seen * rows).sum(dim=0), counts.sum()[None], right[None]]
+        weighted = rows * counts[:, None]
+        parts = [gradient.flatten(), weighted.sum(dim=0), (weighted * rows).sum(dim=0), counts.sum()[None], right[None]]
         self._sums = self._sums + torch.cat(parts)
 
     @torch.no_grad()

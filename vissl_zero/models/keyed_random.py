@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from vissl_zero.errors import ConfigError, Problem
+from vissl_zero.models.packing import Shapes, packed, unpacked
 
 _MASK64 = (1 << 64) - 1
 _GAMMA = 0x9E3779B97F4A7C15
@@ -109,6 +110,32 @@ def resolution_scope(index: int, num_rows: int | None = None) -> Iterator[None]:
 def current_scope() -> tuple[int, int | None]:
     """Return what ``resolution_scope`` was last given, to enter it again in a recomputation."""
     return getattr(_scope, "resolution", 0), getattr(_scope, "num_rows", None)
+
+
+@contextmanager
+def packed_scope(shapes: Shapes) -> Iterator[None]:
+    """Tell keyed layers that they are applied to the packed tokens of all resolutions. A context.
+
+    Args:
+        shapes: images and tokens of an image, of each resolution of the list.
+    """
+    _scope.shapes = shapes
+    try:
+        yield
+    finally:
+        _scope.shapes = ()
+
+
+def _by_resolution(drop: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Apply ``drop`` to the tokens of each resolution by itself where they are packed, else to ``x``."""
+    shapes: Shapes = getattr(_scope, "shapes", ())
+    if not shapes:
+        return drop(x)
+    outputs = []
+    for index, part in enumerate(unpacked(x, shapes)):
+        with resolution_scope(index, len(part)):
+            outputs.append(drop(part))
+    return packed(outputs)
 
 
 def stable_hash(*parts: object) -> int:
@@ -213,8 +240,9 @@ class KeyedDropout(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Drop elements of x (rows, ...) in training; the identity in evaluation."""
-        if not self.training or self.p == 0.0:
-            return x
+        return x if not self.training or self.p == 0.0 else _by_resolution(self._drop, x)
+
+    def _drop(self, x: Tensor) -> Tensor:
         rows = x.shape[0]
         row_size = x[0].numel() if rows else 0
         # Integers are compared, so the mask is the same in every floating-point format.
@@ -245,8 +273,9 @@ class KeyedDropPath(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Drop rows of x (rows, ...) in training; the identity in evaluation."""
-        if not self.training or self.p == 0.0:
-            return x
+        return x if not self.training or self.p == 0.0 else _by_resolution(self._drop, x)
+
+    def _drop(self, x: Tensor) -> Tensor:
         keep = keyed_bits(x.shape[0], 1, self.layer, x.device) >= int(self.p * 2**NUM_BITS)
         kept = x * keep.view(-1, *[1] * (x.ndim - 1)).to(x.dtype)
         return kept / (1.0 - self.p) if self.scale_by_keep else kept

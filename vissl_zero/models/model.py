@@ -29,6 +29,7 @@ from vissl_zero.config.components.trunks import TRUNK_BLOCKS, own_trunk_keys, tr
 from vissl_zero.errors import ConfigError, Problem, did_you_mean
 from vissl_zero.models.keyed_random import key_random_layers, resolution_scope
 from vissl_zero.models.mlp_heads import MLP
+from vissl_zero.models.packing import KEY as PACKING
 from vissl_zero.models.patches import ChoosePatches, PatchView, Tokens, grid_of
 from vissl_zero.registry import HEADS, TRUNKS, require_interface
 
@@ -164,13 +165,15 @@ class Unit(nn.Sequential):
 
     checkpoint: bool = False
 
-    def forward(self, xs: list[Tensor]) -> list[Tensor]:
-        """Apply all layers to each of the R tensors of ``xs``; their leading dimensions may differ."""
+    def forward(self, xs: list[Tensor], *others: Sequence[Any] | None) -> list[Tensor]:
+        """Apply all layers to each of the R tensors of ``xs``; their leading dimensions may differ. See ``each``."""
         if self.checkpoint and self.training and torch.is_grad_enabled():
             # Reentrant checkpointing of sharded modules gives wrong gradients with two forwards in one backward.
-            result: list[Tensor] = checkpoint(self.each, xs, use_reentrant=False, context_fn=recomputation_contexts)
+            result: list[Tensor] = checkpoint(
+                self.each, xs, *others, use_reentrant=False, context_fn=recomputation_contexts
+            )
             return result
-        return self.each(xs)
+        return self.each(xs, *others)
 
     def each(self, xs: list[Tensor], *others: Sequence[Any] | None) -> list[Tensor]:
         """Run ``apply_layers`` for each resolution, and give keyed random layers its index.
@@ -451,10 +454,11 @@ def build_model(model_config: ModelConfig | TeacherModel, num_classes: int = 0) 
             heads.append(build(**options))
             require_interface(HEADS, head_name, heads[-1], base=nn.Module)
         model = Model(trunk, heads, taps)
+    key_random_layers(model)
     model.trunk_is_frozen = settings.FREEZE_TRUNK_ONLY
     model.feature_taps = feature_taps
     if isinstance(model_config, ModelConfig):
-        model.views_apart, model.is_channels_last = model_config.VIEWS_APART, model_config.CHANNELS_LAST
+        _apply_switches(model, model_config)
     model.features_are_embeddings = settings.FREEZE_TRUNK_AND_HEAD
     for module in model.heads.modules():
         if isinstance(module, MLP):
@@ -462,8 +466,23 @@ def build_model(model_config: ModelConfig | TeacherModel, num_classes: int = 0) 
         if isinstance(module, _BatchNorm):
             module.eps = head_config.BATCHNORM_EPS
             module.momentum = head_config.BATCHNORM_MOMENTUM
-    key_random_layers(model)
     return model
+
+
+def _apply_switches(model: Model, config: ModelConfig) -> None:
+    """Set how all resolutions go through the model. In place. Raises ConfigError."""
+    model.views_apart, model.is_channels_last = config.VIEWS_APART, config.CHANNELS_LAST
+    if config.PACK_CROPS:
+        _pack_crops(model.trunk)
+
+
+def _pack_crops(trunk: nn.Module) -> None:
+    """Have the trunk run the crops of all sizes as one sequence of tokens. In place. Raises ConfigError."""
+    pack_crops: Any = getattr(trunk, "pack_crops", None)
+    if not callable(pack_crops):
+        must = "must be false for a trunk that is no vision transformer: other layers see more than a token at a time"
+        raise ConfigError([Problem(PACKING, f"true with {type(trunk).__name__}", must, "Leave it out.")])
+    pack_crops()
 
 
 def _joined(parts: Sequence[Any]) -> Any:

@@ -243,11 +243,11 @@ def trial(optimizer: torch.optim.Optimizer, params: Mapping[int, Sequence[nn.Par
         params: parameters by the position of the group whose options they get. Other groups are left out.
     """
     groups = []
-    for index, own in params.items():
+    for index, group_params in params.items():
         options = {k: copy.deepcopy(v) for k, v in optimizer.param_groups[index].items() if k not in _NOT_OPTIONS}
         if (rate := options.get("lr")) is not None and not float(rate):
             options["lr"] = torch.full_like(rate, 1e-3) if isinstance(rate, Tensor) else 1e-3
-        groups.append(options | {"params": list(own)})
+        groups.append(options | {"params": list(group_params)})
     return _copied(optimizer, optimizer.param_groups, groups)
 
 

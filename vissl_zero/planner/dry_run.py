@@ -210,19 +210,19 @@ def set_stage(plan: ResolvedRun, check: Callable[[nn.Module], object] | None = N
         def run_forward() -> tuple[torch.Tensor, Any]:
             method.on_step(method.heaviest_step(), 0)
             set_random_key(plan.seed, 0, fakes.sample_ids)
-            seen, teacher_outputs = method.prepare(fakes), None
+            batch, teacher_outputs = method.prepare(fakes), None
             if teacher is not None:
                 with torch.no_grad():
-                    teacher_outputs = method.run_teacher(teacher, seen)
+                    teacher_outputs = method.run_teacher(teacher, batch)
             settings = plan.config.MODEL.FEATURE_EVAL_SETTINGS
             if plan.config.TEST_ONLY and not settings.EVAL_TRUNK_AND_HEAD:
                 # The heads are not used, and there may be no labels for a loss.
                 outputs = [getattr(output, "embeddings", output) for output in model(fakes.images)]
                 return torch.cat([output.flatten() for output in outputs]).sum(), (outputs, None)
-            outputs = method.run_student(model, seen)
+            outputs = method.run_student(model, batch)
             if method.ignored_label is not None and not assumed:
                 require_classes(outputs, num_classes)
-            return method.loss(outputs, seen, teacher_outputs), (outputs, teacher_outputs)
+            return method.loss(outputs, batch, teacher_outputs), (outputs, teacher_outputs)
 
         is_joint = plan.exact_accumulation and plan.accumulation_steps > 1
         in_rounds = (is_joint or plan.crop_passes > 1) and not plan.config.TEST_ONLY
@@ -299,20 +299,20 @@ def _in_two_rounds(
     def run() -> tuple[torch.Tensor, Any]:
         method.on_step(method.heaviest_step(), 0)
         set_random_key(plan.seed, 0, fakes.sample_ids)
-        seen, sizes, teacher_outputs = method.prepare(fakes), [fakes.num_local] * number, None
+        batch, sizes, teacher_outputs = method.prepare(fakes), [fakes.num_local] * number, None
         if teacher is not None:
-            teacher_outputs = method.run_teacher(cast(nn.Module, teaching), seen)
-        parts = [method.run_student(cast(nn.Module, student), seen)]
+            teacher_outputs = method.run_teacher(cast(nn.Module, teaching), batch)
+        parts = [method.run_student(cast(nn.Module, student), batch)]
         leaves = student.leaves
         if number > 1:
             parts += [fresh(parts[0]) for _ in sizes[1:]]
             leaves = pytree.tree_leaves(parts)
             part = fakes if method.loss_sees_images else replace(fakes, images=[])
-            seen = join_batches([part] * number, number * fakes.num_global)
+            batch = join_batches([part] * number, number * fakes.num_global)
             if teacher_outputs is not None:
                 teacher_outputs = method.join([teacher_outputs, *(fresh(teacher_outputs) for _ in sizes[1:])], sizes)
         whole = method.join(parts, sizes) if number > 1 else parts[0]
-        loss = method.loss(whole, seen, teacher_outputs)
+        loss = method.loss(whole, batch, teacher_outputs)
         wanted = [leaf for leaf in leaves if is_float(leaf)]
         each = iter(torch.autograd.grad(loss, wanted, allow_unused=True))
         gradients = [next(each) if is_float(leaf) else None for leaf in leaves]

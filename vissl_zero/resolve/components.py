@@ -285,11 +285,11 @@ def missing_weights(path: str, key: str = _WEIGHTS) -> Problem | None:
 
 
 def _known(
-    given: Mapping[Any, Any],
+    values: Mapping[Any, Any],
     block: type[RegNetBlock] | type[ResNetConfig] | type[VisionTransformerBlock] | type[Lora],
 ) -> dict[str, Any]:
     names = {field.name for field in fields(block)}
-    return {str(key): value for key, value in given.items() if key in names}
+    return {str(key): value for key, value in values.items() if key in names}
 
 
 def saved_config(path: Path) -> Mapping[str, Any] | None:

@@ -379,7 +379,7 @@ def image_files(folder: str | os.PathLike[str], endings: tuple[str, ...] = EXTEN
 
 def _below(
     folder: str | os.PathLike[str],
-    seen: set[tuple[int, int]] | None,
+    visited: set[tuple[int, int]] | None,
     top: set[tuple[int, int]],
     endings: tuple[str, ...],
 ) -> Iterator[str]:
@@ -390,7 +390,7 @@ def _below(
             if entry.name.lower().endswith(endings) and entry.is_file():
                 yield entry.path
             elif entry.is_dir():
-                within, facts = set(top) if seen is None else seen, entry.stat()
+                within, facts = set(top) if visited is None else visited, entry.stat()
                 if (inode := (facts.st_dev, facts.st_ino)) not in within:
                     within.add(inode)
                     yield from _below(entry.path, within, top, endings)

@@ -211,9 +211,9 @@ def _ticks(stat: Path) -> tuple[int, int] | None:
     return (counts[3] + counts[4], sum(counts)) if name == "cpu" and len(counts) > 4 else None
 
 
-def _shares(root: Path = _GROUPS, own: Path = _OWN_GROUPS) -> Iterator[float]:
+def _shares(root: Path = _GROUPS, groups_file: Path = _OWN_GROUPS) -> Iterator[float]:
     """Yield the cores that this process's control groups allow: its own, every one above it, and a version-1 group."""
-    for place, is_first in _control_groups("cpu", root, own):
+    for place, is_first in _control_groups("cpu", root, groups_file):
         try:
             if is_first:
                 quota, period = ((place / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
@@ -225,13 +225,13 @@ def _shares(root: Path = _GROUPS, own: Path = _OWN_GROUPS) -> Iterator[float]:
             continue
 
 
-def _control_groups(controller: str, root: Path, own: Path) -> Iterator[tuple[Path, bool]]:
+def _control_groups(controller: str, root: Path, groups_file: Path) -> Iterator[tuple[Path, bool]]:
     """Yield the folders of this process's control groups, its own first, then those above; whether of version 1.
 
     A container that sees no more than its own group finds it at the top, whatever its name is outside.
     """
     try:
-        entries = [line.split(":", 2) for line in own.read_text().splitlines()]
+        entries = [line.split(":", 2) for line in groups_file.read_text().splitlines()]
     except OSError:
         return
     for _, controllers, group in (entry for entry in entries if len(entry) == 3):
@@ -248,21 +248,21 @@ _MEMORY_FILES = {  # by whether of version 1: limit, use, and the name of what i
 }
 
 
-def available_memory(root: Path = _GROUPS, own: Path = _OWN_GROUPS) -> int:
+def available_memory(root: Path = _GROUPS, groups_file: Path = _OWN_GROUPS) -> int:
     """Return the bytes of memory, or of a container's share or another control group's limit if that is less."""
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    for place, is_first in _control_groups("memory", root, own):
+    for place, is_first in _control_groups("memory", root, groups_file):
         with suppress(OSError, ValueError):  # "max" is no number
             limits.append(int((place / _MEMORY_FILES[is_first][0]).read_text()))
     return min(limits)
 
 
-def free_memory(root: Path = _GROUPS, own: Path = _OWN_GROUPS, info: Path = Path("/proc/meminfo")) -> int:
+def free_memory(root: Path = _GROUPS, groups_file: Path = _OWN_GROUPS, info: Path = Path("/proc/meminfo")) -> int:
     """Return the bytes that are free now: of the machine, and of every control group that this process is in."""
-    least = [available_memory(root, own)]
+    least = [available_memory(root, groups_file)]
     with suppress(OSError, ValueError, KeyError):
         least.append(_figures(info)["MemAvailable:"] * 1024)
-    for place, is_first in _control_groups("memory", root, own):
+    for place, is_first in _control_groups("memory", root, groups_file):
         limit, used, cached = _MEMORY_FILES[is_first]
         with suppress(OSError, ValueError, KeyError):  # "max" is no number, and the topmost group has no files
             free = int((place / limit).read_text()) - int((place / used).read_text())
@@ -281,12 +281,12 @@ def settled_free_memory(most_s: float = 5.0) -> int:
     return free
 
 
-def num_oom_kills(root: Path = _GROUPS, own: Path = _OWN_GROUPS, counters: Path = Path("/proc/vmstat")) -> int:
+def num_oom_kills(root: Path = _GROUPS, groups_file: Path = _OWN_GROUPS, counters: Path = Path("/proc/vmstat")) -> int:
     """Count the processes that the kernel has killed for their memory so far; 0: it does not say.
 
     In this process's control group, else on the whole machine. Linux before 4.13 counts how often a limit was reached.
     """
-    for place, is_first in _control_groups("memory", root, own):
+    for place, is_first in _control_groups("memory", root, groups_file):
         with suppress(OSError, ValueError, KeyError):
             return _figures(place / ("memory.oom_control" if is_first else "memory.events"))["oom_kill"]
         with suppress(OSError, ValueError):

@@ -22,6 +22,7 @@ from vissl_zero.config.programs import CLUSTERING, LOW_SHOT, RETRIEVAL, SVM_PROG
 from vissl_zero.config.run_config import RunConfig
 from vissl_zero.errors import Problem
 from vissl_zero.resolve.components import takes_other_model
+from vissl_zero.resolve.data_plan import crop_sides
 from vissl_zero.resolve.optimizer_plan import KEYS, one_rate
 from vissl_zero.resolve.pairs import SOURCE as FOLDER_OF_PAIRS
 from vissl_zero.vissl.keys import OTHER_LOSSES, VisslKey, vissl_keys
@@ -105,6 +106,10 @@ def _does_not_mix(split: str) -> Callable[[RunConfig], bool]:
     return lambda cfg: getattr(cfg.DATA, split).COLLATE_FUNCTION != MIXING_COLLATOR
 
 
+def _has_one_size(cfg: RunConfig) -> bool:
+    return not cfg.MODEL.VIEWS_APART and len(crop_sides(cfg.DATA.TRAIN.TRANSFORMS)) < 2
+
+
 def can_measure_top1(cfg: RunConfig) -> bool:
     """Check whether the method may predict classes, and TEST has images."""
     predicts_no_class = cfg.LOSS["name"] in builtin_keys("loss") and cfg.LOSS["name"] not in _WITH_CLASSES
@@ -171,6 +176,7 @@ _CONDITIONS: tuple[Inactive, ...] = (
         "the loss has no labels to mix",
     ),
     Inactive(("TRAINER.ROUNDING",), lambda cfg: cfg.TRAINER.DTYPE != "bfloat16", "TRAINER.DTYPE is not bfloat16"),
+    Inactive(("MODEL.PACK_CROPS",), _has_one_size, "the crops of an image have one size"),
     Inactive(("TRAINER.CROP_PASSES",), lambda cfg: cfg.TEST_ONLY, "nothing is trained"),
     Inactive(
         ("DATA.ON_BROKEN_IMAGE",),

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from vissl_zero.config.blocks.model_and_loss import ADAPTER_FILES, RegNetBlock
 from vissl_zero.config.components import builtin_keys, component_keys, typed_options
 from vissl_zero.config.components.heads import KEY as TAPS
-from vissl_zero.config.components.heads import are_tapped
+from vissl_zero.config.components.heads import are_tapped, features_are_tapped
 from vissl_zero.config.components.heads import problems as tap_problems
 from vissl_zero.config.components.trunks import (
     ANYNET_PARAMETERS,
@@ -94,6 +94,14 @@ def views_apart(cfg: RunConfig, decided: Decisions) -> list[Problem]:
 
 
 _APART = ("mlp", "siamese_head", "identity", "vicregl_head")
+
+
+def pack_crops(cfg: RunConfig, decided: Decisions) -> Problem | None:
+    """Check that no head is given a layer inside a block, which sees the crops of all sizes as one image."""
+    if not cfg.MODEL.PACK_CROPS or not (are_tapped(cfg) or features_are_tapped(cfg)):
+        return None
+    must = "must be false where heads or features are those of inner layers (LINEAR_EVAL_FEAT_POOL_OPS_MAP)"
+    return Problem("config.MODEL.PACK_CROPS", "true", must, "Leave it out.")
 
 
 def lora(cfg: RunConfig, decided: Decisions) -> list[Problem]:
@@ -443,6 +451,7 @@ MODEL_RULES = (
     frozen,
     heads,
     views_apart,
+    pack_crops,
     evaluation,
     taps,
     sweep,

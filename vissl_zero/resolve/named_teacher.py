@@ -51,12 +51,12 @@ def with_named_teacher(cfg: RunConfig) -> RunConfig:
     if not hasattr(keys, "teacher_mean"):
         _require_normalization(cfg, mean, std)
     width = run["feature_dim"] if spec.teacher_head(cfg) else _num_scores(head)
-    told = {
+    facts = {
         "embedding_dim": run["feature_dim"],
         "teacher_mean": mean if getattr(keys, "teacher_mean", None) is None else keys.teacher_mean,
         "teacher_std": std if getattr(keys, "teacher_std", None) is None else keys.teacher_std,
     }
-    filled = replace(keys, teacher=name, **{key: value for key, value in told.items() if hasattr(keys, key)})
+    filled = replace(keys, teacher=name, **{key: value for key, value in facts.items() if hasattr(keys, key)})
     heads = [_with_last(head, width) for head in cfg.MODEL.HEAD.PARAMS]
     teacher = TeacherModel(
         TRUNK=trunk_of(Trunk(), run["MODEL"]["TRUNK"]),

@@ -141,9 +141,9 @@ def _names(transforms: Any) -> list[str]:
     return [str(entry.get("name")) for entry in _entries(transforms)]
 
 
-def _classes(roots: Sequence[Path], given: object, key: str, is_train: bool) -> Problem | None:
+def _classes(roots: Sequence[Path], num_classes: object, key: str, is_train: bool) -> Problem | None:
     """Check that ``classes.txt`` and the given number agree. TEST has TRAIN's classes."""
-    if not isinstance(given, int):
+    if not isinstance(num_classes, int):
         return None  # the rule of types speaks
     try:
         named = [names_of_classes(root, 0) for root in roots]
@@ -151,10 +151,10 @@ def _classes(roots: Sequence[Path], given: object, key: str, is_train: bool) -> 
         return Problem(
             f"{key}.DATA_PATHS", CLASSES, f"cannot be read as text ({error})", "Write a name a line in UTF-8."
         )
-    counts = {len(names) for names in named if names} | ({given} if given else set())
+    counts = {len(names) for names in named if names} | ({num_classes} if num_classes else set())
     if len(counts) > 1 or len({names for names in named if names}) > 1:
         must = f"must be the number of names in {CLASSES}, the same in each folder"
-        got = f"{given}, and {', '.join(str(len(names)) for names in named)} names"
+        got = f"{num_classes}, and {', '.join(str(len(names)) for names in named)} names"
         return Problem(f"{key}.SOURCE_PARAMS.num_classes", got, must, "Correct one of them, or leave the key out.")
     if not counts and is_train:
         fix = f"Write {key}.SOURCE_PARAMS.num_classes=21, or {CLASSES} with a name a line beside {IMAGES}/."

@@ -329,8 +329,8 @@ def _recomputation(cfg: RunConfig) -> tuple[dict[str, Any], tuple[str, ...]]:
     ends = tuple(tuple(stage) for stage in stages) if is_regnet else ()
     if is_regnet and any(flags):  # as in VISSL, a stage with flags follows them whatever the switch says
         is_on = recompute.USE_ACTIVATION_CHECKPOINTING
-        given = [*flags, *([] for _ in ends[len(flags) :])]
-        counts = [sum(flag) if flag else len(stage) * is_on for flag, stage in zip(given, ends, strict=True)]
+        stage_flags = [*flags, *([] for _ in ends[len(flags) :])]
+        counts = [sum(flag) if flag else len(stage) * is_on for flag, stage in zip(stage_flags, ends, strict=True)]
         kept = tuple(stage[:count] for stage, count in zip(ends, counts, strict=True))
         return {"stage_checkpoints": kept}, ()
     # Those that are set, from the one that wins to the one that yields to all others.

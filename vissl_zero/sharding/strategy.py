@@ -109,11 +109,11 @@ def update_rule_of(
                 "name": group.name,
                 # The trial makes tensors of its own: only the number of dimensions matters to the constructor. Their
                 # values tell state that is a copy of the parameter from state that is zero.
-                "params": [nn.Parameter(torch.full([min(n, 2) for n in shape], 1 / 7)) for shape in own],
+                "params": [nn.Parameter(torch.full([min(n, 2) for n in shape], 1 / 7)) for shape in group_shapes],
                 "lr": 0.0,
                 "weight_decay": group.weight_decay,
             }
-            for group, own in zip(groups, shapes, strict=True)
+            for group, group_shapes in zip(groups, shapes, strict=True)
         ]
     )
     is_on_disk = plan.offload_optimizer.is_on_disk or plan.offload_params.is_on_disk  # streamed in runs of elements

@@ -66,8 +66,8 @@ def teacher_of(name: str, saved: Mapping[str, Any] | None, wants_scores: bool = 
     if saved is not None:
         run, head = dict(saved), saved_score_head(saved["MODEL"]) if wants_scores else None
     else:
-        found = find(name)
-        run, head = as_run(found.network), score_head_of(found.weights) if wants_scores else None
+        weights = find(name)
+        run, head = as_run(weights.network), score_head_of(weights.weights) if wants_scores else None
     trunk = trunk_of(Trunk(), run["MODEL"]["TRUNK"])
     if trunk.NAME not in TRUNK_BLOCKS:
         trunk = replace(trunk, PARAMS=trunk_options(trunk))

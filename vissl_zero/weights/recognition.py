@@ -66,9 +66,9 @@ def recognize(foreign: Foreign, model: str = "", preprocessing: Mapping[str, Any
         CheckpointError: no known network has these tensors.
     """
     shapes = {plain_name(entry.key): tuple(entry.shape) for entry in foreign.entries}
-    told = {**_stated(foreign.config), **(preprocessing or {})}
-    if (own := _own(foreign.config)) is not None:
-        return own
+    stated = {**_stated(foreign.config), **(preprocessing or {})}
+    if (recognized := _own(foreign.config)) is not None:
+        return recognized
     model = model or _architecture(foreign.config)
     network = _transformer(shapes, foreign) or _eva(shapes, foreign.config) or _resnet(shapes)
     network = network or _convnext(shapes, foreign.config) or _swin(shapes) or _indexed(shapes, model)
@@ -82,9 +82,9 @@ def recognize(foreign: Foreign, model: str = "", preprocessing: Mapping[str, Any
     return Recognized(
         network.text,
         network.trunk,
-        int(told.get("size") or network.size),
-        list(told.get("mean") or network.mean),
-        list(told.get("std") or network.std),
+        int(stated.get("size") or network.size),
+        list(stated.get("mean") or network.mean),
+        list(stated.get("std") or network.std),
         [other for other in network.others if other != network.trunk["NAME"]],
     )
 

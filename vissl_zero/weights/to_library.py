@@ -191,10 +191,10 @@ def write(source: Source, target: str, folder: Path) -> Exported:
     if source.classifier is not None and target not in _CLASSIFYING:
         raise CheckpointError(f"--classifier: goes with --to {', '.join(_CLASSIFYING)}, not with --to {target}.")
     side = _whole(source)
-    given = source if target == "peft" else source.merged()
-    written = given.of_size(side) if target in _RESIZERS else given
+    merged = source if target == "peft" else source.merged()
+    written = merged.of_size(side) if target in _RESIZERS else merged
     call, opened, notes = TARGETS[target](written, folder)
-    if written is not given:
+    if written is not merged:
         notes = [*notes, f"Position embeddings are those of images of {side} pixels."]
     images = torch.randn(2, 3, side, side, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
@@ -363,8 +363,8 @@ def _to_detectron2(source: Source, folder: Path) -> tuple[str, Opened, list[str]
     kept = d2.read_model(folder / d2.MODEL)
     call = "from detectron2.config import get_cfg; cfg = get_cfg(); "
     notes = ["Merge it after a configuration of detectron2, such as COCO-Detection/faster_rcnn_R_50_FPN_1x.yaml."]
-    given = {old: kept[new] for old, new in names.items()}
-    return call + f'cfg.merge_from_file("{folder.name}/{d2.SETTINGS}")', _torchvisions_resnet(given, settings), notes
+    written = {old: kept[new] for old, new in names.items()}
+    return call + f'cfg.merge_from_file("{folder.name}/{d2.SETTINGS}")', _torchvisions_resnet(written, settings), notes
 
 
 def _torchvisions_resnet(tensors: Mapping[str, Tensor], settings: Mapping[str, Any]) -> Opened:
@@ -391,7 +391,7 @@ def _transformer_to_detectron2(
     settings = d2.transformer_settings({name: value.shape for name, value in kept.items()}, heads)
     trunk = copy.deepcopy(source.trunk)
     state = trunk.state_dict()
-    for name, old in to_other_names([f"{_PREFIX}{own}" for own in state], "timm").names.items():
+    for name, old in to_other_names([f"{_PREFIX}{key}" for key in state], "timm").names.items():
         values = kept.get(name)
         state[old.removeprefix(_PREFIX)] = values if values is not None else _one_if_scale(name, tensors[name])
     trunk.load_state_dict(state)

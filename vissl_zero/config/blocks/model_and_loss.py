@@ -314,6 +314,10 @@ class ModelConfig:
     heads that take features alone (mlp, siamese_head, identity, or a chain of these)."""
     CHANNELS_LAST: bool = False
     """Give images to the trunk with the channels of a pixel side by side, as convolutions of GPUs compute them."""
+    PACK_CROPS: bool = False
+    """Run the crops of all sizes through each block of a vision transformer as one sequence of tokens, with attention
+    within each image alone, as DINOv2 does (vision_transformer, timm's plain ones). The same results; fewer, larger
+    products of matrices."""
     AMP_PARAMS: AmpParams = field(default_factory=AmpParams)
     """Half precision."""
     FLOAT8: Float8 = field(default_factory=Float8)

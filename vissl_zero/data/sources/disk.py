@@ -45,24 +45,24 @@ class DiskFolder(EncodedSource):
                 f"disk_folder needs a folder: set config.DATA.{request.split}.DATA_PATHS=[<folder with images>]."
             )
         others, key = Counter[str](), f"config.DATA.{request.split}.DATA_PATHS"
-        files, seen = _Files(), dict[str | None, int]()  # class or None -> its number in order of appearance
+        files, numbers = _Files(), dict[str | None, int]()  # class or None -> its number in order of appearance
         of_image = array("i")
         endings = request.decoder.endings
         for name, file in (image for path in request.paths for image in images_below(Path(path), key, others, endings)):
             files.add(file)
-            of_image.append(seen.setdefault(name, len(seen)))
-        classes = sorted(name for name in seen if name is not None) if None not in seen else []
+            of_image.append(numbers.setdefault(name, len(numbers)))
+        classes = sorted(name for name in numbers if name is not None) if None not in numbers else []
         if request.class_names and classes:
             _check_known(classes, request)
             classes = list(request.class_names)
         # A single folder beneath the path is a place, not a label, unless TRAIN says that it is a class.
         self.class_names: tuple[str, ...] = tuple(classes) if len(classes) > 1 else ()
-        self.left_out = _left_out(request.paths, others, {*seen})
+        self.left_out = _left_out(request.paths, others, {*numbers})
         number = {name: index for index, name in enumerate(self.class_names)}
         self._files = files.array()
         if np.char.endswith(np.char.lower(self._files), ENDING.encode()).any():
             require_pydicom()
-        self._labels = np.array([number.get(name or "", UNLABELLED) for name in seen])[np.array(of_image)]
+        self._labels = np.array([number.get(name or "", UNLABELLED) for name in numbers])[np.array(of_image)]
 
     def __len__(self) -> int:
         return len(self._files)
@@ -124,10 +124,10 @@ def images_below(
         children = _children(root, endings)
         flat = any(isinstance(child, str) for child in children)
         top = identity(root.stat())
-        seen = {top}
+        visited = {top}
         for child in children:
             name = None if flat or isinstance(child, str) else child.name
-            for file in _beneath(root, child, seen if flat else {top}, others, endings):
+            for file in _beneath(root, child, visited if flat else {top}, others, endings):
                 number += 1
                 if number % _PER_PART == 0:
                     work.update(f"Listing {printable(root)}: {number:,} images")
@@ -152,14 +152,14 @@ def _is_image(entry: os.DirEntry[str], endings: tuple[str, ...]) -> bool:
 
 def _children(folder: str | os.PathLike[str], endings: tuple[str, ...]) -> list[str | os.DirEntry[str]]:
     """List what is visible in a folder, sorted by name: images, perhaps a million, by name alone, the rest by entry."""
-    found = [entry.name if _is_image(entry, endings) else entry for entry in _visible(folder)]
-    return sorted(found, key=lambda child: child if isinstance(child, str) else child.name)
+    children = [entry.name if _is_image(entry, endings) else entry for entry in _visible(folder)]
+    return sorted(children, key=lambda child: child if isinstance(child, str) else child.name)
 
 
 def _beneath(
     folder: str | os.PathLike[str],
     child: str | os.DirEntry[str],
-    seen: set[tuple[int, int]],
+    visited: set[tuple[int, int]],
     others: Counter[str],
     endings: tuple[str, ...],
     depth: int = 0,
@@ -178,10 +178,10 @@ def _beneath(
         yield os.path.join(folder, child)  # noqa: PTH118 - millions of names
     elif depth > 32:
         raise OSError(40, "more than 32 folders deep", child.path)
-    elif child.is_dir() and (own := identity(child.stat())) not in seen:
-        seen.add(own)
+    elif child.is_dir() and (file_id := identity(child.stat())) not in visited:
+        visited.add(file_id)
         for below in _children(child.path, endings):
-            yield from _beneath(child.path, below, seen, others, endings, depth + 1)
+            yield from _beneath(child.path, below, visited, others, endings, depth + 1)
     elif (ending := os.path.splitext(child.name)[1].lower()) in PICTURES:  # noqa: PTH122 - millions of names
         others[ending] += 1
 
@@ -208,14 +208,14 @@ def _nearest(path: Path) -> str:
 
 
 def _left_out(paths: Sequence[str], others: Counter[str], classes: set[str | None]) -> list[str]:
-    found = [left_out(others, ", ".join(paths))] if others else []
+    sentences = [left_out(others, ", ".join(paths))] if others else []
     if None not in classes:
         names = {entry.name for path in paths for entry in _visible(Path(path)) if entry.is_dir()}
         if empty := sorted(names - classes):
             what = "1 folder has" if len(empty) == 1 else f"{len(empty):,} folders have"
             shown = ", ".join(empty[:10]) + (", ..." if len(empty) > 10 else "")
-            found.append(f"{what} no images, and {'is' if len(empty) == 1 else 'are'} no class: {shown}.")
-    return found
+            sentences.append(f"{what} no images, and {'is' if len(empty) == 1 else 'are'} no class: {shown}.")
+    return sentences
 
 
 def _nothing_in(root: Path, key: str, endings: tuple[str, ...]) -> str:
@@ -293,12 +293,12 @@ def read_list(path: Path, key: str) -> list[str]:
         except (OSError, UnicodeDecodeError) as error:
             fix = f"Correct {key}, or write it as text, one path a line."
             raise DataError(f"The list of images {path} is not text ({error}). {fix}") from error
-        found = [line.strip() for line in lines if line.strip()]
+        rows = [line.strip() for line in lines if line.strip()]
     else:
-        found = _read_array(path)
-    if not found:
+        rows = _read_array(path)
+    if not rows:
         raise DataError(f"The list of images {path} is empty. Correct {key}.")
-    return found
+    return rows
 
 
 def _read_array(path: Path) -> list[str]:

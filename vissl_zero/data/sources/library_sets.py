@@ -217,9 +217,9 @@ class TorchvisionDataset:
         try:
             data = getattr(torchvision.datasets, name)(request.paths[0], **arguments)
         except (RuntimeError, OSError, ValueError, ImportError) as error:
-            said = str(error).replace(" You can use download=True to download it", "").replace("\n", " ")
+            reason = str(error).replace(" You can use download=True to download it", "").replace("\n", " ")
             fix = f"Put it there as torchvision's {name}(root, download=True) does."
-            raise DataError(f"{request.paths[0]} does not hold torchvision's {name} ({said}). {fix}") from error
+            raise DataError(f"{request.paths[0]} does not hold torchvision's {name} ({reason}). {fix}") from error
         self._data, self._name = data, name
         self._labels = np.array(_labels(data), dtype=np.int64)
         self.class_names: tuple[str, ...] = _class_names(data, self._labels)

@@ -57,9 +57,9 @@ def manifest(request: SourceRequest) -> Source:
 def _labeled(files: np.ndarray, labels: Sequence[tuple[str, ...]], is_multiple: bool, request: SourceRequest) -> Source:
     if not labels:
         return ListedFiles(request, files, np.full(len(files), UNLABELLED), ())
-    found = {label for each in labels for label in each}
-    names = tuple(request.class_names) or tuple(sorted(found, key=_order(found)))
-    if unknown := sorted(found - {*names}):
+    used = {label for each in labels for label in each}
+    names = tuple(request.class_names) or tuple(sorted(used, key=_order(used)))
+    if unknown := sorted(used - {*names}):
         hint = did_you_mean(unknown[0], names)
         key = f"config.DATA.{request.split}.DATA_PATHS"
         raise DataError(f"{key} has labels that DATA.TRAIN does not have: {', '.join(unknown[:10])}.{hint}")
@@ -155,11 +155,11 @@ def _labels_in(row: Mapping[str, Any], place: str) -> tuple[str, ...] | None:
     if several is None:
         if one is None or one == "":
             return None
-        found = [one]
+        labels = [one]
     elif one not in (None, ""):
         raise DataError(f"{place} has label and labels. Leave one of them out.")
     else:
-        found = [part for part in several.split(_BETWEEN_LABELS) if part] if isinstance(several, str) else several
-    if not isinstance(found, list) or not all(type(label) in (str, int) for label in found):
-        raise DataError(f"{place} has {found!r} for a label. Write names or whole numbers.")
-    return tuple(map(str, found))
+        labels = [part for part in several.split(_BETWEEN_LABELS) if part] if isinstance(several, str) else several
+    if not isinstance(labels, list) or not all(type(label) in (str, int) for label in labels):
+        raise DataError(f"{place} has {labels!r} for a label. Write names or whole numbers.")
+    return tuple(map(str, labels))

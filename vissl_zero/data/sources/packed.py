@@ -44,18 +44,18 @@ class Packed(EncodedSource):
     def __init__(self, request: SourceRequest, labels: np.ndarray, names: Sequence[str]):
         super().__init__(request.decoder)
         has_labels = len(labels) > 0 and bool((labels >= 0).all())
-        own = tuple(names) or (tuple(map(str, range(int(labels.max()) + 1))) if has_labels else ())
-        if has_labels and int(labels.max()) >= len(own):
-            raise DataError(f"{', '.join(request.paths)} has labels up to {labels.max()}, but {len(own)} classes.")
-        self.class_names: tuple[str, ...] = own if has_labels else ()
+        classes = tuple(names) or (tuple(map(str, range(int(labels.max()) + 1))) if has_labels else ())
+        if has_labels and int(labels.max()) >= len(classes):
+            raise DataError(f"{', '.join(request.paths)} has labels up to {labels.max()}, but {len(classes)} classes.")
+        self.class_names: tuple[str, ...] = classes if has_labels else ()
         self._labels = labels if has_labels else np.full(len(labels), UNLABELLED)
         if has_labels and request.class_names:
-            unknown = [name for name in own if name not in request.class_names]
+            unknown = [name for name in classes if name not in request.class_names]
             if unknown:
                 hint = did_you_mean(unknown[0], request.class_names)
                 key = f"config.DATA.{request.split}.DATA_PATHS"
                 raise DataError(f"{key} has classes that DATA.TRAIN does not have: {', '.join(unknown[:10])}.{hint}")
-            number = np.array([request.class_names.index(name) for name in own])
+            number = np.array([request.class_names.index(name) for name in classes])
             self.class_names, self._labels = request.class_names, number[labels]
 
     def __len__(self) -> int:
@@ -107,13 +107,13 @@ class WebDataset(Packed):
         if not request.paths:
             raise DataError(f"webdataset needs tars: set config.DATA.{request.split}.DATA_PATHS=[<folder of tars>].")
         self._tars = [os.fsencode(tar) for path in request.paths for tar in tars_in(Path(path), request.split)]
-        work, found = SlowProgress(logger.warning), []
+        work, indexes = SlowProgress(logger.warning), []
         for number, tar in enumerate(self._tars):
-            found.append(_index_of(Path(os.fsdecode(tar))))
+            indexes.append(_index_of(Path(os.fsdecode(tar))))
             work.update(f"Reading the index of tars: {number + 1:,} of {len(self._tars):,}")
-        self._tar = np.repeat(np.arange(len(found)), [len(index["offset"]) for index in found])
+        self._tar = np.repeat(np.arange(len(indexes)), [len(index["offset"]) for index in indexes])
         self._offset, self._size, labels, self._key = (
-            np.concatenate([index[part] for index in found]) for part in ("offset", "size", "label", "key")
+            np.concatenate([index[part] for index in indexes]) for part in ("offset", "size", "label", "key")
         )
         if not len(self._tar):
             raise DataError(f"{', '.join(request.paths)} has no images ({', '.join(EXTENSIONS)}) in its tars.")
@@ -140,10 +140,10 @@ class WebDataset(Packed):
 
 def tars_in(path: Path, split: str) -> list[Path]:
     """List the tars in a folder, sorted by name, or the one tar that ``path`` is."""
-    found = sorted(path.glob("*.tar")) if path.is_dir() else [path] if path.is_file() else []
-    if not found:
+    tars = sorted(path.glob("*.tar")) if path.is_dir() else [path] if path.is_file() else []
+    if not tars:
         raise DataError(f"{path} has no tars. Correct config.DATA.{split}.DATA_PATHS.")
-    return found
+    return tars
 
 
 def _index_of(tar: Path) -> dict[str, np.ndarray]:
@@ -197,8 +197,8 @@ def _read_index(tar: Path) -> dict[str, np.ndarray]:
 def _label_in(content: bytes, extension: str) -> int:
     if extension == "cls":
         return int(content)
-    found = json.loads(content)
-    label = found.get("label", UNLABELLED) if isinstance(found, dict) else UNLABELLED
+    value = json.loads(content)
+    label = value.get("label", UNLABELLED) if isinstance(value, dict) else UNLABELLED
     return label if type(label) is int else UNLABELLED
 
 
@@ -217,10 +217,10 @@ class ArrowFiles(Packed):
     def __init__(self, request: SourceRequest):
         folder = one_path(request, "a data set's folder")
         if (folder / "dataset_dict.json").is_file():
-            found = [folder / name for name in SPLITS[request.split] if (folder / name).is_dir()]
-            if not found:
+            splits = [folder / name for name in SPLITS[request.split] if (folder / name).is_dir()]
+            if not splits:
                 raise DataError(f"{folder} has no split {' or '.join(SPLITS[request.split])}.")
-            folder = found[0]
+            folder = splits[0]
         self._files = [os.fsencode(file) for file in _arrow_files(folder)]
         self._tables: list[Any] = []
         tables = self._open()

@@ -112,12 +112,12 @@ def _files_in(path: Path, split: str) -> list[Path]:
     """List the Parquet files of a split in a folder, sorted by name, or the one file that ``path`` is."""
     if path.is_file():
         return [path]
-    found = sorted(path.glob("*.parquet")) or sorted(path.glob("data/*.parquet"))
-    if not found:
+    files = sorted(path.glob("*.parquet")) or sorted(path.glob("data/*.parquet"))
+    if not files:
         raise DataError(f"{path} has no Parquet files. Correct config.DATA.{split}.DATA_PATHS.")
-    of_split = {file: file.name.split("-")[0].removesuffix(".parquet") for file in found}
+    of_split = {file: file.name.split("-")[0].removesuffix(".parquet") for file in files}
     if not any(name in names for name in of_split.values() for names in SPLITS.values()):
-        return found
+        return files
     if not (chosen := [file for file, name in of_split.items() if name in SPLITS[split]]):
         raise DataError(f"{path} has no split {' or '.join(SPLITS[split])}: its files are those of other splits.")
     return chosen

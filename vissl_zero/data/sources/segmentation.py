@@ -46,8 +46,8 @@ class SegmentationFolder(EncodedSource):
         key = f"config.DATA.{request.split}.DATA_PATHS"
         if not request.paths:
             raise DataError(f"{SOURCE} needs a folder with images/ and masks/: set {key}=[<folder>].")
-        found = [list_pairs(Path(path)) for path in request.paths]
-        if problems := [clause for _, clauses in found for clause in clauses]:
+        lists = [list_pairs(Path(path)) for path in request.paths]
+        if problems := [clause for _, clauses in lists for clause in clauses]:
             raise DataError(f"{key} must hold a mask for each image, and {listed(problems)}.")
         names = [names_of_classes(Path(path), num_classes) for path in request.paths]
         self.class_names: tuple[str, ...] = tuple(request.class_names) or next(filter(None, names), ())
@@ -55,7 +55,7 @@ class SegmentationFolder(EncodedSource):
             raise DataError(
                 f"config.DATA.{request.split}.SOURCE_PARAMS.num_classes must say how many classes there are."
             )
-        pairs = [pair for pairs, _ in found for pair in pairs]
+        pairs = [pair for pairs, _ in lists for pair in pairs]
         # Fixed-width bytes, not a list of str: a copy goes to every loader worker.
         self._images = np.array([os.fsencode(pair.image) for pair in pairs])
         self._masks = np.array([os.fsencode(pair.mask) for pair in pairs])

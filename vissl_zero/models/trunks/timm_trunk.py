@@ -164,7 +164,7 @@ class TimmTrunk(nn.Module):
         if maps is None:
             yield
             return
-        handle = self.net.get_submodule(self._map_link).register_forward_hook(lambda *given: maps.append(given[2]))
+        handle = self.net.get_submodule(self._map_link).register_forward_hook(lambda *call: maps.append(call[2]))
         try:
             yield
         finally:

@@ -12,13 +12,17 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from timm.layers import Attention
+from timm.models.vision_transformer import Block, global_pool_nlc
 from timm.models.vision_transformer import VisionTransformer as TimmVisionTransformer
-from timm.models.vision_transformer import global_pool_nlc
 from torch import Tensor, nn
 
 from vissl_zero.config.components.trunks import VisionTransformerConfig, vision_transformer_problems
-from vissl_zero.errors import ConfigError
+from vissl_zero.errors import ConfigError, Problem
+from vissl_zero.models.keyed_random import packed_scope
 from vissl_zero.models.model import LayerTap, Unit
+from vissl_zero.models.packing import KEY as PACKING
+from vissl_zero.models.packing import WithinImages, packed, unpacked
 from vissl_zero.models.patches import grid_of
 from vissl_zero.models.trunks.token_embedding import TokenEmbedding
 from vissl_zero.registry import TRUNKS
@@ -45,7 +49,10 @@ class TransformerTrunk(nn.Module):
         feature_dim: D, of pooled features and of tokens.
         patch_size: side of a patch, in pixels (height, width).
         num_prefix_tokens: class and register tokens, which come before the patches.
+        is_packing: blocks take the tokens of all resolutions as one sequence; see ``pack_crops``.
     """
+
+    is_packing = False
 
     def __init__(
         self,
@@ -59,7 +66,7 @@ class TransformerTrunk(nn.Module):
         self.num_prefix_tokens: int = vit.num_prefix_tokens
         self.patch_size: tuple[int, int] = vit.patch_embed.patch_size
         self.embedding = _EmbeddingUnit(TokenEmbedding(vit, use_mask_token, patch_drop_rate, position_resize))
-        self.blocks = nn.ModuleList(_unit(block) for block in vit.blocks)
+        self.blocks = nn.ModuleList(_BlockUnit(OrderedDict(unit=block)) for block in vit.blocks)
         self.norm = _unit(vit.norm)
         self.pooling = _unit(_Pooling(vit))
         self._tapped: set[int] = set()
@@ -89,22 +96,43 @@ class TransformerTrunk(nn.Module):
             of each of the last blocks in their order.
         """
         xs: list[Tensor] = self.embedding(images, masks, kept)
+        shapes = [(x.shape[0], x.shape[1]) for x in xs]
+        masks_of_attention: list[list[WithinImages]] = []
+        if self.is_packing and len(xs) > 1:
+            masks_of_attention, xs = [[WithinImages(shapes)]], [packed(xs)]
         caught: dict[int, list[Tensor]] = {}
         last: list[Tensor] = []
         for index, block in enumerate(self.blocks):
-            xs = block(xs)
+            xs = block(xs, *masks_of_attention)
             if index in self._tapped:
                 caught[index] = xs
             if index >= len(self.blocks) - last_blocks:
                 last += xs
         # One call for all tapped blocks: a unit is gathered once a step.
         flat: list[Tensor] = self.norm([x for tokens in (*caught.values(), xs) for x in tokens])
-        *tapped, xs = [flat[start : start + len(xs)] for start in range(0, len(flat), len(xs))]
+        if masks_of_attention:
+            flat, last = ([part for x in rows for part in unpacked(x, shapes)] for rows in (flat, last))
+        *tapped, xs = [flat[start : start + len(images)] for start in range(0, len(flat), len(images))]
         self._normed = dict(zip(caught, tapped, strict=True))
         if return_tokens:
             return [*xs, *last]
         shown = zip(xs, images, strict=True) if return_maps else ()
         return [*(self._as_map(tokens, image) for tokens, image in shown), *self.pooled(xs)]
+
+    def pack_crops(self) -> None:
+        """Run each block on the tokens of all resolutions as one sequence from now on; call it once it is built.
+
+        Raises:
+            ConfigError: blocks have another form than timm's ``Block``, or attention is not fused.
+        """
+        for block in (unit.get_submodule("unit") for unit in self.blocks):
+            if type(block) is not Block or type(block.attn) is not Attention:
+                must = "must be false for blocks of another form than timm's Block with its Attention"
+                raise ConfigError([Problem(PACKING, f"true with {type(block).__name__}", must, "Leave it out.")])
+            if not block.attn.fused_attn:
+                must = "must be false where attention is not fused: it has dropout, or TIMM_FUSED_ATTN=0 is set"
+                raise ConfigError([Problem(PACKING, "true", must, "Write ATTENTION_DROPOUT_RATE: 0, or leave it out.")])
+        self.is_packing = True
 
     @property
     def map_dim(self) -> int:
@@ -172,14 +200,28 @@ class _TransformerUnit(Unit):
         initialize_transformer_(self, generator_for)
 
 
+class _BlockUnit(_TransformerUnit):
+    """A block of attention and an MLP, for tokens of each resolution, or for the packed ones of all and their mask."""
+
+    def each(self, xs: list[Tensor], *others: Sequence[Any] | None) -> list[Tensor]:
+        masks: Any = others[0] if others else None
+        with packed_scope(masks[0].shapes if masks else ()):
+            return super().each(xs, *others)
+
+    def apply_layers(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Run the block on tokens (b, n, D); ``args`` is the mask of attention. See ``Unit``."""
+        tokens: Tensor = self[0](x, *args, **kwargs)
+        return tokens
+
+
 class _EmbeddingUnit(_TransformerUnit):
     """The first unit, which is given masks too. It is never recomputed: one convolution saves nothing."""
 
     def __init__(self, embedding: TokenEmbedding):
         super().__init__(OrderedDict(unit=embedding))
 
-    def forward(self, xs: list[Tensor], masks: PatchMasks = None, kept: PatchMasks = None) -> list[Tensor]:
-        return self.each(xs, masks, kept)
+    def forward(self, xs: list[Tensor], *others: PatchMasks) -> list[Tensor]:
+        return self.each(xs, *others)
 
     def apply_layers(self, x: Tensor, *args: Tensor | None, **kwargs: Any) -> Tensor:
         """Embed patches of one resolution, with its mask and the patches kept; see ``Unit``."""

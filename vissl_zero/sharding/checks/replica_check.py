@@ -171,10 +171,10 @@ class StepCheck:
             sent = [*values, *(-value for value in values), *marks]
             bounds = torch.tensor(sent, dtype=torch.int64, device=self._device)
             dist.all_reduce(bounds, dist.ReduceOp.MAX)
-            found = bounds.tolist()
+            agreed = bounds.tolist()
             # Ranks agree on a value where its maximum is its minimum.
-            has_problem, *differs = (found[i] != -found[i + len(values)] for i in range(len(values)))
-            marks = [bool(mark) for mark in found[2 * len(values) :]]
+            has_problem, *differs = (agreed[i] != -agreed[i + len(values)] for i in range(len(values)))
+            marks = [bool(mark) for mark in agreed[2 * len(values) :]]
             if problem is None and has_problem:
                 raise VisslZeroError("No update was made: another rank cannot continue; see its message.")
             if problem is None and (names := [fact for fact, d in zip(facts, differs, strict=True) if d]):

@@ -299,7 +299,7 @@ def sent_weights(model: nn.Module) -> set[nn.Parameter]:
     for module in model.modules():
         for param in module.parameters(recurse=False):
             owners.setdefault(param, []).append(module)
-    layers = {param: own[0] for param, own in owners.items() if len(own) == 1}
+    layers = {param: layers_of[0] for param, layers_of in owners.items() if len(layers_of) == 1}
     return {
         param
         for param, layer in layers.items()

@@ -204,9 +204,9 @@ def _enter_run(base: int, run_name: str, nvme_path: str) -> int:
         run = os.open(run_name, _FOLDER, dir_fd=base)
     except OSError as error:
         raise _refused(nvme_path, error) from error
-    found = os.fstat(run)
+    status = os.fstat(run)
     # Where others may write to nvme_path, one of them may have made a folder of this name first.
-    if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
+    if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
         os.close(run)
         raise OffloadError(f"{nvme_path}/{run_name} is not a folder of this user alone. Use another nvme_path.")
     return run

@@ -142,9 +142,9 @@ def load_torch_state(state: Mapping[str, Any], shards: Mapping[str, Shard], opti
                     f"{key!r} of {name} has shape {tuple(saved_state[key].shape)} in the saved optimizer, and the "
                     f"parameter {tuple(shards[name].full_shape)}. Load state of the same model."
                 )
-    for group, given in zip(optimizer.param_groups, state["param_groups"], strict=True):
+    for group, saved_group in zip(optimizer.param_groups, state["param_groups"], strict=True):
         # torch numbers parameters where this package names them, so only options are taken over.
-        group.update({key: value for key, value in given.items() if key not in ("params", "param_names", "name")})
+        group.update({key: value for key, value in saved_group.items() if key not in ("params", "param_names", "name")})
     optimizer.state.clear()
     for name, saved_state in saved.items():
         # Where each tensor has one owner, the other ranks keep no state of it.

@@ -197,10 +197,10 @@ class ShardedTensor(DTensor):
         """Return a tensor of the same memory, without history."""
         local = local_tensor(self)
         # Of a parameter on a disk, that has no memory; the device is the model's.
-        found = _like(self, torch.empty_like(local, device=self.device) if local.is_meta else local)
-        set_local_tensor(found, local)
-        found.store, found.owner = self.store, self if self.owner is None else self.owner
-        return found
+        computed = _like(self, torch.empty_like(local, device=self.device) if local.is_meta else local)
+        set_local_tensor(computed, local)
+        computed.store, computed.owner = self.store, self if self.owner is None else self.owner
+        return computed
 
     def rows(self) -> Tensor:
         """Return this rank's rows, to read or to write; call ``written`` afterward."""

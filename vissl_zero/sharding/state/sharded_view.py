@@ -86,8 +86,8 @@ def run_on_views(func: Any, args: Any, kwargs: Any) -> Any:
     full = {key: torch.roll(base, 0, 0) for key, base in bases.items()}
     before = {key: num_writes(tensor) for key, tensor in full.items()}
     values = {key: _taken(full[id(base)], steps) for key, (base, steps) in places.items()}
-    given, options = pytree.tree_map(lambda leaf: values.get(id(leaf), leaf), (args, kwargs))
-    result = func(*given, **options)
+    full_args, options = pytree.tree_map(lambda leaf: values.get(id(leaf), leaf), (args, kwargs))
+    result = func(*full_args, **options)
     for key, base in bases.items():
         if num_writes(full[key]) != before[key]:
             _bring_back(func, full[key], base)
@@ -97,17 +97,17 @@ def run_on_views(func: Any, args: Any, kwargs: Any) -> Any:
     memory = full[id(base)].untyped_storage().data_ptr()
     step = partial(_step, func, args[1:], kwargs)
 
-    def seen(part: Any, *taken: _Step) -> Any:
-        if part is given[0]:
+    def view_of(part: Any, *taken: _Step) -> Any:
+        if part is full_args[0]:
             return args[0]
         if not isinstance(part, Tensor) or not part.numel() or part.untyped_storage().data_ptr() != memory:
             return part
         return _view(part, base, (*steps, *taken))
 
     if isinstance(result, tuple | list):
-        found = [seen(part, step, partial(_part, index)) for index, part in enumerate(result)]
-        return type(result)(found)
-    return seen(result, step)
+        parts = [view_of(part, step, partial(_part, index)) for index, part in enumerate(result)]
+        return type(result)(parts)
+    return view_of(result, step)
 
 
 def _bring_back(func: Any, full: Tensor, base: Tensor) -> None:

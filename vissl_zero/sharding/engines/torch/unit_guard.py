@@ -317,8 +317,8 @@ class _GuardedUnit:
         for param in self._group.fsdp_params:
             info = owner_of(param)
             expected = param.unsharded_param if is_whole else param.sharded_param
-            own = own_parameters(info.module)
-            if own.get(info.param_name) is not expected and not _has_followed(info, own, expected):
+            params = own_parameters(info.module)
+            if params.get(info.param_name) is not expected and not _has_followed(info, params, expected):
                 raise VisslZeroError(
                     f"{self._name}: {info.param_name} of {type(info.module).__name__} is another tensor than the one "
                     "that was sharded (by torch.func.functional_call, or by assigning a parameter). Sharded units "
@@ -337,11 +337,11 @@ class _GuardedUnit:
             return None
         self._entered = module
         self._called.add(module)
-        given = run_before_forward(self._state, module, args, kwargs)
+        inputs = run_before_forward(self._state, module, args, kwargs)
         if torch.is_grad_enabled() and not has_saved_tensor_hooks():
             self._watch = torch.autograd.graph.saved_tensors_hooks(_keep, _require_memory)
         self._watch.__enter__()
-        return given
+        return inputs
 
     def _leave(self, module: nn.Module, inputs: Any, output: Any) -> Any:
         if self._entered is not module:
@@ -409,9 +409,9 @@ class _GuardedUnit:
                     tensor.register_hook(gather_hook(self._state))
 
 
-def _has_followed(info: Any, own: Mapping[str, Any], expected: Tensor) -> bool:
+def _has_followed(info: Any, params: Mapping[str, Any], expected: Tensor) -> bool:
     """Follow a parameter to another name in its module, where pruning puts it beside a mask; False without one."""
-    name = next((name for name, param in own.items() if param is expected), None)
+    name = next((name for name, param in params.items() if param is expected), None)
     if name is None:
         return False
     info.param_name = name
@@ -544,13 +544,13 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(item)
 
 
-def _hidden_tensors(value: Any, seen: set[int]) -> Iterator[Tensor]:
+def _hidden_tensors(value: Any, visited: set[int]) -> Iterator[Tensor]:
     """Yield tensors in attributes of objects that torch does not look into: all but containers and dataclasses."""
     if value is None or isinstance(value, Tensor | nn.Module | str | bytes | int | float | Callable):
         return
-    if id(value) in seen:
+    if id(value) in visited:
         return
-    seen.add(id(value))
+    visited.add(id(value))
     items: Sequence[Any] = ()
     if isinstance(value, Mapping):
         items = list(value.values())
@@ -564,4 +564,4 @@ def _hidden_tensors(value: Any, seen: set[int]) -> Iterator[Tensor]:
         items = list(vars(value).values())
         yield from (tensor for item in items for tensor in _tensors(item))
     for item in items:
-        yield from _hidden_tensors(item, seen)
+        yield from _hidden_tensors(item, visited)
