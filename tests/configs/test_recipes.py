@@ -44,15 +44,15 @@ def resolved(recipe: str, *overrides: str) -> ResolvedRun:
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
 def test_recipe_resolves(recipe, images):
-    overrides = []
+    overrides, written = [], compose(recipe.name).run
     for split, part in (("TRAIN", "train"), ("TEST", "test")):
-        if getattr(compose(recipe.name).run.DATA, split).DATA_SOURCES == ["disk_folder"]:
+        if getattr(written.DATA, split).DATA_SOURCES == ["disk_folder"]:
             overrides.append(f"config.DATA.{split}.DATA_PATHS=[{images}/{part}]")
-        if getattr(compose(recipe.name).run.DATA, split).DATA_SOURCES == ["segmentation_folder"]:
+        if getattr(written.DATA, split).DATA_SOURCES == ["segmentation_folder"]:
             overrides.append(f"config.DATA.{split}.DATA_PATHS=[{images}/pairs]")
-    if compose(recipe.name).run.MODEL.TRUNK.NAME == "auto":
+    if written.MODEL.TRUNK.NAME == "auto":
         trunk = {"NAME": "resnet", "RESNETS": {"DEPTH": 18, "unknown": 1}}
-        if compose(recipe.name).run.MODEL.WEIGHTS_INIT.CONTINUE:
+        if written.MODEL.WEIGHTS_INIT.CONTINUE:
             trunk = {"NAME": "vision_transformer", "VISION_TRANSFORMERS": {"IMAGE_SIZE": 224, "PATCH_SIZE": 16}}
         data = asdict(compose("supervised/digits").run.DATA)
         (images / "config.resolved.yaml").write_text(

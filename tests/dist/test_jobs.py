@@ -124,7 +124,7 @@ ALONE = Cell(0, 1)
 CELLS = [Cell(level, ranks) for ranks, level in product((1, 2, 3), range(4)) if (level, ranks) != (0, 1)]
 CELLS.append(Cell(3, 2, is_on_nvme=True))
 SOME = [Cell(2, 3), CELLS[-1]]
-FAST = ("benchmark/embed", "continue/dino", "distill/photos")
+FAST = ("benchmark/embed", "continue/dino")
 
 
 @dataclass

@@ -67,7 +67,7 @@ def _gaps(level: int, is_frozen: bool, folder: str) -> dict[str, float]:
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("is_frozen", [False, True])
+@pytest.mark.parametrize("is_frozen", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("level", [0, 1, 3])
 def test_steps_are_the_same_after_going_back(level, is_frozen, tmp_path):
     for gaps in run_on_ranks(2, _gaps, level, is_frozen, str(tmp_path), timeout_s=100):

@@ -13,8 +13,12 @@ import torch
 from torch import Tensor, nn
 
 import vissl_zero
-from tests.ranks import run_on_ranks
+from tests.dist.test_optimizers import optimizer_over
+from tests.ranks import RankError, run_on_ranks
 from vissl_zero import collectives
+from vissl_zero.integration.user_optimizer import read_optimizer
+from vissl_zero.registry import STRATEGIES
+from vissl_zero.resolve.resolved import Precision, ShardingPlan
 
 NUM_STEPS = 3
 Zero = dict[str, Any]
@@ -156,6 +160,70 @@ def test_accumulation_clipping_and_adam(zero: Zero) -> None:
     for name, value in expected.items():
         assert value.dtype == state[name].dtype
         torch.testing.assert_close(value, state[name], rtol=1e-10, atol=1e-10, msg=name)
+
+
+def _optimizer(name: str, model: nn.Module) -> Any:
+    if name in ("LARC", "LARS"):
+        return {"type": name, "lr": 0.05, "momentum": 0.5, "weight_decay": 0.1}
+    params = [param for param in model.parameters() if param.requires_grad]
+    matrices = {"params": [param for param in params if param.dim() > 1], "weight_decay": 0.1}
+    others = {"params": [param for param in params if param.dim() < 2], "weight_decay": 0.0, "lr": 0.02}
+    if name == "muon":
+        matrices["ns_dtype"] = "float64"
+    return optimizer_over(name, [matrices, others])
+
+
+def _with(name: str, levels: Sequence[int]) -> list[State]:
+    states = []
+    for level in levels:
+        model = _model()
+        model, optimizer = vissl_zero.initialize(model, _optimizer(name, model), {"level": level, "clip_grad": 0.5})
+        _train(optimizer, model, 1)
+        states.append(copy.deepcopy(optimizer.full_state()))
+    return states
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize("name", ["LARC", "LARS", "lion", "muon", "shampoo", "lamb", "adamw_8bit"])
+def test_optimizers_do_the_same_at_every_level(name: str) -> None:
+    expected, *others = run_on_ranks(2, _with, name, range(4))[0]
+    for state in others:
+        for key, value in expected.items():
+            assert value.dtype == state[key].dtype
+            torch.testing.assert_close(value, state[key], rtol=1e-10, atol=1e-10, msg=key)
+
+
+def _in_fixed_order() -> list[State]:
+    states = []
+    precision = Precision("float64", None, "float64", "float64", False)
+    for level in range(4):
+        model = _model()
+        groups, build = read_optimizer({"type": "Adam", "lr": 0.01, "eps": 1e-3}, model)
+        plan = ShardingPlan(level=level, precision=precision, deterministic=True)
+        strategy = STRATEGIES.get("torch").build()
+        sharded = strategy.shard(model, groups, build, plan, torch.device("cpu"))
+        for number in range(2 * NUM_STEPS):
+            with sharded.micro_batch(is_last=number % 2 == 1):
+                sharded.backward(_loss(sharded.model, number, collectives.rank()))
+            if number % 2:
+                sharded.step()
+                sharded.zero_grad()
+        states.append(copy.deepcopy(sharded.full_state()))
+    return states
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_deterministic_levels_give_the_same_bits(world_size: int) -> None:
+    expected, *others = run_on_ranks(world_size, _in_fixed_order)[0]
+    for state in others:
+        assert [name for name, value in expected.items() if not torch.equal(value, state[name])] == []
+
+
+def test_an_optimizer_with_a_constant_of_one_dtype_is_refused() -> None:
+    message = r"optimizer: must be given eps where parameters of a group have several formats.*\(got Adafactor\)"
+    with pytest.raises(RankError, match=message):
+        run_on_ranks(2, _with, "adafactor", [3])
 
 
 def _take_over(zero: Zero, number: int, folder: str) -> tuple[State, State]:

@@ -45,6 +45,14 @@ class _Adapted(_Net):
         return super().forward(x + self.base(x.bfloat16()).to(x.dtype))
 
 
+class _Mixed(_Adapted):
+    """As above, with the base trained too."""
+
+    def __init__(self, norm: nn.Module, dropout: float = 0.0) -> None:
+        super().__init__(norm, dropout)
+        self.base.requires_grad_(True)
+
+
 _NORMS = {"layer": nn.LayerNorm, "batch": nn.BatchNorm1d, "sync": nn.SyncBatchNorm}
 
 
@@ -107,7 +115,7 @@ def _verify(
     seed: int | None = 7,
 ) -> vissl_zero.integration.verification.Verdict:  # type: ignore[name-defined]
     def build() -> tuple[nn.Module, torch.optim.Optimizer]:
-        model = {"net": _Net, "float": _FloatOnly, "adapted": _Adapted}[cls](_NORMS[norm](7), dropout)
+        model = {"net": _Net, "float": _FloatOnly, "adapted": _Adapted, "mixed": _Mixed}[cls](_NORMS[norm](7), dropout)
         if step == "teacher":
             object.__setattr__(model, "teacher", [vissl_zero.ema(model, decay=0.5)])
         return model, torch.optim.Adagrad(model.parameters(), lr=0.05, initial_accumulator_value=0.1)
@@ -163,6 +171,8 @@ def test_a_model_that_cannot_run_in_float64_runs_in_its_own_format() -> None:
 def test_a_model_of_several_formats_runs_in_them() -> None:
     verdict = run_on_ranks(2, _verify, {"level": 3}, "mean", "layer", "adapted")[0]
     assert verdict.is_equal and verdict.dtype == torch.float32 and verdict.difference < 1e-5, str(verdict)
+    verdict = run_on_ranks(2, _verify, {"level": 3}, "mean", "layer", "mixed")[0]
+    assert verdict.is_equal and verdict.dtype == torch.bfloat16, str(verdict)
 
 
 @pytest.mark.timeout(90)

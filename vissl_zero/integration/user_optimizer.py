@@ -188,14 +188,21 @@ def _maker(key: str, values: Sequence[tuple[Any, Tensor]]) -> Callable[[Tensor],
         return (lambda _: value) if is_equal and value is not _NOTHING and not (key == "step" and value) else None
     if all(isinstance(other, Tensor) and other.dtype == p.dtype and torch.equal(other, p) for other, p in values):
         return lambda param: param.detach().clone()  # Lookahead's slow weights
-    if not all(isinstance(other, Tensor) and other.numel() and other.dtype == value.dtype for other, _ in values):
+    if not all(isinstance(other, Tensor) and other.numel() for other, _ in values):
         return None
-    number, dtype = value.flatten()[0].item(), value.dtype
-    if not all(bool((other == number).all()) for other, _ in values) or (key == "step" and number):
+    first_of_all = value.flatten()[0].clone()
+    # By the parameter's dtype: one number is rounded in another way in each.
+    firsts = {param.dtype: other.flatten()[0].clone() for other, param in reversed(values)}
+    if not all(other.dtype == (first := firsts[p.dtype]).dtype and bool((other == first).all()) for other, p in values):
         return None
-    if key == "step":  # by the name and not the shape: the state of a 0-d parameter is 0-d as well
-        return lambda _: torch.tensor(number, dtype=dtype)
-    return lambda param: torch.full_like(param, number, dtype=dtype, requires_grad=False)
+
+    def make(param: Tensor) -> Tensor:
+        first = firsts.get(param.dtype, first_of_all)  # none: all parameters of this dtype are empty
+        if key == "step":  # by the name and not the shape: the state of a 0-d parameter is 0-d as well
+            return torch.tensor(first.item(), dtype=first.dtype)
+        return torch.full_like(param, first.item(), dtype=first.dtype, requires_grad=False)
+
+    return None if key == "step" and any(firsts.values()) else make
 
 
 @contextmanager

@@ -57,6 +57,7 @@ def test_what_is_no_recipe_or_no_overrides_gets_a_sentence(
         vissl_zero.train(recipe, overrides)
 
 
+@pytest.mark.slow
 def test_overrides_are_words_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     run = vissl_zero.train("quickstart/swav_digits", ["config.CHECKPOINT.DIR='it is'", "config.DRY_RUN=true"])

@@ -105,6 +105,7 @@ def _resolved(*words: str) -> ResolvedRun:
     return resolve(compose(recipe, list(words)).run, "runs/x", recipe=recipe, host=CPU_HOST)
 
 
+@pytest.mark.slow
 def test_the_folder_is_of_teacher_images_views_and_numbers(tmp_path):
     folder, period = f"config.DISTILLATION.CACHE_FOLDER={tmp_path}", "config.DATA.AUGMENTATION_PERIOD=1"
 

@@ -109,6 +109,16 @@ def test_a_fresh_adagrad_is_taken_and_keeps_its_first_sums():
         read_optimizer(ready, model)
 
 
+def test_first_sums_are_rounded_to_each_dtype():
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2, dtype=torch.bfloat16), nn.Linear(2, 1, dtype=torch.float64))
+    ready = torch.optim.Adagrad(model.parameters(), initial_accumulator_value=0.1)
+    expected = [ready.state[param]["sum"].clone() for param in model.parameters()]
+    built, _ = _built(ready, model)
+    for param, first in zip(model.parameters(), expected, strict=True):
+        found = built.state[param]["sum"]
+        assert found.dtype == param.dtype and torch.equal(found, first)
+
+
 def test_a_rate_given_as_a_tensor_gives_the_updates_of_plain_torch():
     """Fused kernels would use another value than the plain ones, which round to the tensor's type."""
     for name in ("SGD", "Adam", "AdamW"):

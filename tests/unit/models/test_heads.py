@@ -43,6 +43,9 @@ def test_a_head_without_prototypes_only_projects():
     assert any("at least 1 prototype" in text for text in complaints(MODEL__HEAD__PARAMS=[nothing]))
     chain = ["chain", {"heads": [nothing, ["swav_head", {"dims": [16, 8], "num_clusters": [30]}]], "dims": [64, 8]}]
     assert not any("prototype in each" in text for text in complaints(MODEL__HEAD__PARAMS=[chain]))
+    last = ["chain", {"heads": [["mlp", {"dims": [64, 64]}], nothing], "dims": [64, 16]}]
+    (said,) = [text for text in complaints(MODEL__HEAD__PARAMS=[last]) if "prototype in each" in text]
+    assert said.startswith("config.MODEL.HEAD.PARAMS[0][1].heads[1][1].num_clusters: ")
     assert any(
         "'mpl'" in text for text in complaints(MODEL__HEAD__PARAMS=[["chain", {"heads": [["mpl", {}], nothing]}]])
     )

@@ -198,6 +198,17 @@ def test_selective_kernels_mix_two_convolutions():
     torch.testing.assert_close(kernel(x), (both[:, :64] + both[:, 64:]) / 2)
 
 
+@pytest.mark.parametrize(
+    ("depth", "width", "ratio", "millions"),
+    [(50, 1, 0, 24), (50, 1, 0.0625, 35), (50, 2, 0.0625, 140), (152, 3, 0.0625, 795)],
+)
+def test_selective_kernels_have_the_published_numbers_of_parameters(depth, width, ratio, millions):
+    """https://arxiv.org/abs/2006.10029, table 1, without the classifier."""
+    with torch.device("meta"):
+        trunk = TRUNKS.get("resnet_sk").build(DEPTH=depth, WIDTH_MULTIPLIER=width, SK_RATIO=ratio)
+    assert sum(param.numel() for param in trunk.parameters()) / 1e6 == pytest.approx(millions, abs=0.5)
+
+
 def test_sizes_that_make_no_network_are_refused():
     key = "MODEL__TRUNK__"
     said = complaints(**{f"{key}NAME": "swin_transformer", f"{key}SWIN_TRANSFORMER__NUM_HEADS": [5, 6, 12, 24]})

@@ -48,7 +48,7 @@ CELLS = [
     ("convnext", "timm"),
     ("resnet", "timm"),
     ("resnet", "torchvision"),
-    ("swin", "torchvision"),
+    pytest.param("swin", "torchvision", marks=pytest.mark.slow),
     ("dinov2", "torchhub"),
     ("convnext", "safetensors"),
     ("registers", "safetensors"),

@@ -79,6 +79,7 @@ def test_its_own_library_predicts_what_the_run_does(run: tuple[str, Path], tmp_p
         torch.testing.assert_close(net(images), scores(folder, images), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_onnx_gives_scores_and_names(tmp_path: Path) -> None:
     folder = trained(tmp_path / "run", "timm's vit")
     out, images = exported(folder, "onnx", tmp_path / "out"), torch.randn(3, 3, 32, 32)

@@ -299,16 +299,19 @@ class OrderedMeans:
     @torch.no_grad()
     def _average(self) -> None:
         """Average the gradients over ranks; one that only some ranks have is zero on the others."""
-        world_size = collectives.world_size()
-        if world_size == 1 or not self._params:
+        if collectives.world_size() == 1 or not self._params:
             return
         present = torch.tensor([real_grad(param) is not None for param in self._params], device=self._params[0].device)
         # Ranks must agree on the list first: the exchange below needs equal sizes everywhere.
         used = collectives.all_reduce_max(present.to(torch.uint8)).tolist()
         chosen = [param for param, is_used in zip(self._params, used, strict=True) if is_used]
-        if not chosen:
-            return
-        pairs = [(param, real_grad(param)) for param in chosen]
+        for dtype in dict.fromkeys(param.dtype for param in chosen):
+            self._average_together([param for param in chosen if param.dtype == dtype])
+
+    def _average_together(self, params: Sequence[nn.Parameter]) -> None:
+        """Average the gradients of parameters of one dtype, which some rank has."""
+        world_size = collectives.world_size()
+        pairs = [(param, real_grad(param)) for param in params]
         grads = [torch.zeros_like(param) if grad is None else grad for param, grad in pairs]
         sizes = [grad.numel() for grad in grads]
         # Padded so that each rank sums an equal share.
@@ -319,5 +322,5 @@ class OrderedMeans:
         mine = torch.empty_like(flat[: len(flat) // world_size])
         add_in_order(received.view(world_size, -1).unbind(), mine, is_mean=True)
         dist.all_gather(list(flat.view(world_size, -1).unbind()), mine)
-        for param, part in zip(chosen, flat[: sum(sizes)].split(sizes), strict=True):
+        for param, part in zip(params, flat[: sum(sizes)].split(sizes), strict=True):
             set_real_grad(param, part.view(param.shape).to(param.dtype))

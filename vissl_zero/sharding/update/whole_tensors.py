@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from vissl_zero import collectives
+from vissl_zero.errors import ConfigError, Problem
 from vissl_zero.optim.adaptation import OptimizerFactory
 from vissl_zero.optim.update_rule import counter_keys
 from vissl_zero.resolve.resolved import OffloadPlan
@@ -63,6 +64,16 @@ def rounds_of(sizes: Sequence[int], owners: Sequence[int]) -> list[list[int]]:
     return rounds or [[]]
 
 
+def _require_eps(optimizer: torch.optim.Optimizer, params: Sequence[Sequence[Tensor]]) -> None:
+    """Refuse torch's Adafactor without eps over several dtypes: it takes that of the first parameter it is given."""
+    for group, of_group in zip(optimizer.param_groups, params, strict=True):
+        eps = group.get("eps")
+        if isinstance(eps, tuple) and None in eps and len({param.dtype for param in of_group}) > 1:
+            must = "must be given eps where parameters of a group have several formats: it would be that of one of them"
+            fix = "Write eps=(1e-7, 1e-3), give each format a group of its own, or use ZeRO level 0."
+            raise ConfigError([Problem("optimizer", type(optimizer).__name__, must, fix)])
+
+
 class WholeTensorOptimizer(torch.optim.Optimizer):
     """Runs an optimizer on full tensors that this rank owns, for shards that all ranks hold.
 
@@ -77,6 +88,7 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
         tier: where the state is stored.
         comm: among the ranks of ``group``, for shards in the host's memory; None: the group's own collectives.
     Raises:
+        ConfigError: the optimizer takes a constant of a whole group from the dtype of one parameter.
         OffloadError: a rank has no disk space or cannot use the folder.
     Attributes:
         inner: the optimizer.
@@ -133,6 +145,7 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
         self.inner, self.adaptation = build(
             [{**given, "params": list(own)} for given, own in zip(groups, self._whole_params, strict=True)]
         )
+        _require_eps(self.inner, self._sharded_params)
         params = [whole for whole in self._wholes if whole is not None]
         self._states: WholeStates | None = whole_states(tier, self.inner, params)
         self._counters = counter_keys(self.inner) if len(self._rounds) > 1 else frozenset()

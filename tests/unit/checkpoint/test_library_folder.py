@@ -1,0 +1,60 @@
+"""Which files of a folder of transformers or timm are its weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vissl_zero.checkpoint.library_folder import is_library_folder, library_files
+from vissl_zero.errors import CheckpointError
+
+TENSORS, PICKLED = "model.safetensors", "pytorch_model.bin"
+
+
+def _folder(path: Path, files: dict[str, Any]) -> Path:
+    for name, index in files.items():
+        (path / name).write_text(json.dumps({"weight_map": index}) if isinstance(index, dict) else index)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("files", "weights"),
+    [
+        ({TENSORS: ""}, [TENSORS]),
+        ({PICKLED: ""}, [PICKLED]),
+        ({PICKLED: "", TENSORS: ""}, [TENSORS]),
+        ({PICKLED: "", f"{TENSORS}.index.json": {"a": "2.st", "b": "1.st", "c": "2.st"}, "1.st": "", "2.st": ""},
+         ["1.st", "2.st"]),
+        ({f"{PICKLED}.index.json": {"a": "1.bin"}, "1.bin": "", "2.bin": ""}, ["1.bin"]),
+    ],
+)  # fmt: skip
+def test_whole_files_come_before_parts_and_safetensors_before_pickles(
+    tmp_path: Path, files: dict[str, Any], weights: list[str]
+) -> None:
+    folder = _folder(tmp_path, files)
+    assert is_library_folder(folder)
+    assert library_files(folder) == [tmp_path / name for name in weights]
+
+
+@pytest.mark.parametrize(
+    ("files", "reason"),
+    [
+        ({}, "holds no weights"),
+        ({"other.safetensors": ""}, "holds no weights"),
+        ({f"{TENSORS}.index.json": "{"}, "is no index of weights"),
+        ({f"{TENSORS}.index.json": "[]"}, "is no index of weights"),
+        ({f"{TENSORS}.index.json": {"a": "../1.st"}, "1.st": ""}, "leads out of"),
+        ({f"{TENSORS}.index.json": {"a": 1}}, "leads out of"),
+        ({f"{TENSORS}.index.json": {"a": "1.st", "b": "2.st"}, "1.st": ""}, r"lists 2\.st, and there is no such file"),
+    ],
+)
+def test_a_folder_without_weights_is_refused(tmp_path: Path, files: dict[str, Any], reason: str) -> None:
+    with pytest.raises(CheckpointError, match=reason):
+        library_files(_folder(tmp_path, files))
+
+
+def test_a_folder_of_other_files_is_none_of_a_library(tmp_path: Path) -> None:
+    assert not is_library_folder(_folder(tmp_path, {"other.safetensors": "", "config.json": ""}))
