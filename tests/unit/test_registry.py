@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import MISSING, fields
 from importlib import import_module
+from inspect import signature
 from pathlib import Path
 
 import pytest
@@ -84,3 +86,31 @@ def test_a_plugin_that_ends_the_program_is_left_out(tmp_path: Path, monkeypatch:
     (problem,) = load_plugins([])
     assert str(problem).startswith("plugin 'quits': cannot be loaded and is left out (SystemExit: 0)")
     assert "'quitting-plugin'" in problem.fix
+
+
+def _stated_twice() -> list[tuple[str, str, str, object, object]]:
+    """Defaults of constructors beside those of their keys; None: the default depends on other keys."""
+    pairs = []
+    for kind in ("losses", "heads", "optimizers", "trunks"):
+        for name in REGISTRIES[kind].builtin():
+            component = REGISTRIES[kind].get(name)
+            keys = {key.name: key for key in fields(component.config)} if component.config else {}
+            for parameter in signature(component.build).parameters.values():
+                key = keys.get(parameter.name)
+                if key is None or parameter.default is parameter.empty or parameter.default is None:
+                    continue
+                default = key.default if key.default_factory is MISSING else key.default_factory()
+                if default is not None and default is not MISSING:
+                    pairs.append((kind, name, parameter.name, parameter.default, default))
+    return pairs
+
+
+def test_a_default_that_is_stated_twice_is_the_same():
+    """A recipe gives a constructor all of its keys; what builds it directly must get the same component."""
+    pairs = _stated_twice()
+    assert len(pairs) > 200
+
+    def plain(value: object) -> object:
+        return list(value) if isinstance(value, list | tuple) else value
+
+    assert [pair for pair in pairs if plain(pair[3]) != plain(pair[4])] == []

@@ -129,7 +129,7 @@ class ClusterMemory(nn.Module):
         self.is_known[indices] = self.is_known[indices] | is_finite
 
     @torch.no_grad()
-    def cluster(self, epoch: int, num_iters: int = 10) -> None:
+    def cluster(self, epoch: int, num_iters: int) -> None:
         """Cluster what is remembered; ranks share the work by image. Collective.
 
         Args:

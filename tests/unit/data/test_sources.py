@@ -214,6 +214,15 @@ def test_a_balanced_limit_that_cannot_be_drawn_is_refused() -> None:
         _drawn(1000, SKIP_NUM_SAMPLES=1000)
 
 
+def test_a_limit_of_all_images_leaves_none_to_skip() -> None:
+    """The digits to train on are 1,437."""
+    assert len(_drawn(1436)[0]) == len(_drawn(1436, SKIP_NUM_SAMPLES=1)[0]) == 1436
+    with pytest.raises(ConfigError, match=r"SKIP_NUM_SAMPLES: must leave DATA_LIMIT \(1437\) of the 1437 images"):
+        _drawn(1437, SKIP_NUM_SAMPLES=1)
+    with pytest.raises(DataError, match="DATA_LIMIT is 0"):
+        _drawn(0)
+
+
 def test_only_images_with_classes_are_said_to_be_measured_on(make_data: MakeData, photos: Path) -> None:
     data = data_block(make_data("disk_folder", photos, TEST={"DATA_SOURCES": []}))
     config = RunConfig(DATA=data)

@@ -236,3 +236,10 @@ def test_optimizers_inside_an_optimizer():
     outer = timm.optim.Lookahead(inner)
     outer.other = torch.optim.SGD([nn.Parameter(torch.zeros(2))])  # over other groups: an optimizer of its own
     assert with_wrapped(outer) == [outer, inner] and with_wrapped(inner) == [inner]
+
+
+def test_only_tensors_with_memory_are_read() -> None:
+    given_back, whole = torch.ones(3), torch.ones(6)
+    given_back.untyped_storage().resize_(0)
+    tensors = [whole, whole[3:], torch.empty(0), given_back, torch.ones(3, device="meta")]
+    assert [module._has_memory(tensor) for tensor in tensors] == [True, True, True, False, False]

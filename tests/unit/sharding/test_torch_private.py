@@ -398,3 +398,9 @@ def test_operations_on_a_new_mesh_do_not_return_an_earlier_equal_one(group):
         private.forget_meshes()
         mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("new",))
         assert DTensor.from_local(torch.zeros(2, 3), mesh, [Shard(0)]).detach().device_mesh is mesh
+
+
+def test_a_view_knows_the_tensor_that_it_is_of() -> None:
+    param = nn.Parameter(torch.zeros(4))
+    assert private.viewed(param[1:]) is param and private.viewed(param.view(2, 2)[0]) is param
+    assert private.viewed(param) is None and private.viewed(param[1:].clone()) is None
