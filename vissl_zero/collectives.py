@@ -17,19 +17,19 @@ from torch._subclasses.fake_tensor import FakeTensor
 T = TypeVar("T")
 
 
-def is_distributed() -> bool:
+def _is_distributed() -> bool:
     """Check whether this process is a member of an initialized default group."""
     return dist.is_available() and dist.is_initialized()
 
 
 def world_size() -> int:
     """Return the number of ranks; 1 without a process group."""
-    return dist.get_world_size() if is_distributed() else 1
+    return dist.get_world_size() if _is_distributed() else 1
 
 
 def rank() -> int:
     """Return the global rank of this process; 0 without a process group."""
-    return dist.get_rank() if is_distributed() else 0
+    return dist.get_rank() if _is_distributed() else 0
 
 
 def all_reduce_sum(tensor: Tensor) -> Tensor:
@@ -133,7 +133,7 @@ def all_gather_into(gathered: Tensor, tensor: Tensor, group: dist.ProcessGroup |
 
 def all_gather_objects(value: T) -> list[T]:
     """Gather what each rank holds, in the order of ranks: small things that can be pickled."""
-    if not is_distributed():
+    if not _is_distributed():
         return [value]
     gathered: list[T] = [value] * world_size()
     dist.all_gather_object(gathered, value)

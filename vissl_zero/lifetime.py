@@ -243,7 +243,7 @@ class Scratch:
         deadline = time.monotonic() + _DYING_S
         while any(_is_alive(pid) for pid in pids) and time.monotonic() < deadline:
             time.sleep(0.01)
-        remove_shares(pids)
+        _remove_shares(pids)
         self._is_closed = True
         self._cleanup_process.kill()
         self._cleanup_process.wait()
@@ -284,7 +284,7 @@ def remove_abandoned() -> None:
         with suppress(OSError):  # another user's, or removed by another process meanwhile
             status = folder.lstat()  # not of what a link names
             if stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not _has_owner(folder):
-                remove_shares(_sharers(folder))
+                _remove_shares(_sharers(folder))
                 shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -310,7 +310,7 @@ def _sharers(folder: Path) -> list[int]:
 _own: Scratch | None = None
 
 
-def scratch_folder() -> Path:
+def _scratch_folder() -> Path:
     """Return the launcher's scratch folder, or one of this process."""
     global _own
     if configured := os.environ.get(SCRATCH_VARIABLE):
@@ -327,13 +327,13 @@ def note_shares() -> None:
     """
     config: Any = process.current_process()._config  # type: ignore[attr-defined]
     if "tempdir" not in config:
-        config["tempdir"] = str(scratch_folder())
+        config["tempdir"] = str(_scratch_folder())
         config["semprefix"] = f"/vissl-zero-{os.getpid()}"
     with suppress(OSError):  # no room: what is left then is a file of 32 bytes
         (Path(config["tempdir"]) / f"shares.{os.getpid()}").touch()
 
 
-def remove_shares(pids: list[int]) -> None:
+def _remove_shares(pids: list[int]) -> None:
     """Remove the shared memory and semaphores of processes that have ended."""
     if not pids or not _SHARED_MEMORY.is_dir():
         return

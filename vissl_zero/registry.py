@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 from vissl_zero.errors import Problem, RegistryError, did_you_mean
 
 T = TypeVar("T")
-ENTRY_POINT_GROUP = "vissl_zero.components"
+_ENTRY_POINT_GROUP = "vissl_zero.components"
 
 
 @dataclass(frozen=True)
@@ -208,7 +208,7 @@ def load_plugins(imports: list[str]) -> list[Problem]:
         except (Exception, SystemExit) as error:  # whatever a user's module does: a sentence, not our stack
             raise RegistryError([_broken_import(name, error)]) from error
     broken = []
-    for entry_point in entry_points(group=ENTRY_POINT_GROUP):
+    for entry_point in entry_points(group=_ENTRY_POINT_GROUP):
         try:
             entry_point.load()
         except (Exception, SystemExit) as error:  # noqa: BLE001 - other runs do not need the package

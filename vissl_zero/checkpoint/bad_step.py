@@ -28,7 +28,7 @@ from vissl_zero.resolve.saved import RESOLVED_FILE, save_resolved
 from vissl_zero.sharding.state.saved_state import Part
 
 FOLDER_NAME = "bad_steps"
-FACTS_NAME = "bad_step.json"
+_FACTS_NAME = "bad_step.json"
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def write_bad_step(
         if run.is_main:
             commit(folder, snapshot.manifest)
             save_resolved(run.plan, folder / RESOLVED_FILE)
-            write_json(folder / FACTS_NAME, asdict(facts))
+            write_json(folder / _FACTS_NAME, asdict(facts))
 
     _agree(complete, folder)
     return folder, num_bytes
@@ -115,11 +115,11 @@ def read_facts(folder: Path) -> BadStep:
         LaterFormatError: a later version has written it.
         CheckpointError: the folder is none of a bad step, or is damaged.
     """
-    path = folder / FACTS_NAME
+    path = folder / _FACTS_NAME
     if not path.is_file():
         known = sorted((int(file.parent.name), file.parent) for file in folder.glob(f"{FOLDER_NAME}/[0-9]*/*.json"))
         there = f" Captured there: {', '.join(str(place) for _, place in known[:5])}." if known else ""
-        must = f"is no folder of a captured step: those are <run folder>/{FOLDER_NAME}/<step>, with {FACTS_NAME}"
+        must = f"is no folder of a captured step: those are <run folder>/{FOLDER_NAME}/<step>, with {_FACTS_NAME}"
         raise CheckpointError(f"{folder} {must}.{there}")
     body, _ = read_json(path)
     if set(body) != {item.name for item in fields(BadStep)}:

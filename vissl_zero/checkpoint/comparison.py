@@ -104,7 +104,7 @@ def _plain(dtype: torch.dtype) -> str:
 # Keys under ``config`` that decide shapes of tensors, and keys that decide which images come when and how they look.
 _SHAPES = ("MODEL.TRUNK", "MODEL.HEAD", "MODEL.NON_TRAINABLE_PARAMS", "LOSS.name")
 _ADAPTERS = tuple(f"MODEL.LORA.{key}" for key in ("USE_LORA", "R", "LORA_ALPHA", "TARGET_MODULES"))
-ORDER = ("SEED_VALUE", "DATA.ON_BROKEN_IMAGE", "DATA.TRAIN")
+_ORDER = ("SEED_VALUE", "DATA.ON_BROKEN_IMAGE", "DATA.TRAIN")
 _IMG_SIZE, _TRANSFORMS = "DATA.IMG_SIZE", "DATA.TRAIN.TRANSFORMS"
 _OTHER_IMAGES = "other images come, in another order or otherwise transformed"
 _NOT_ORDER = ("DATA.TRAIN.BATCHSIZE_PER_REPLICA",)  # the batch over all ranks counts
@@ -160,7 +160,7 @@ def refused(saved: Mapping[str, Any], now: Mapping[str, Any], allowed: Sequence[
     for key, (before, after) in changed.items():
         if _is_under(key, shapes):
             differing[key] = (before, after, "the model's or the loss's tensors have other shapes or another meaning")
-        elif _is_under(key, ORDER) and not _is_under(key, _NOT_ORDER):
+        elif _is_under(key, _ORDER) and not _is_under(key, _NOT_ORDER):
             differing[key] = (before, after, _OTHER_IMAGES)
     before, after = _at(saved, "optimizer.name"), _at(now, "optimizer.name")
     if before != after:

@@ -89,7 +89,7 @@ def export(weights: Weights, path: Path, part: str = "model", names: str = "own"
     if names in TRANSFORMER_STYLES:
         entries, unknown = from_timm(entries, names)
         _require_transformer(pairs, unknown, names)
-    write_aside(path, lambda temporary: writer(temporary, entries, _metadata(weights)))
+    _write_aside(path, lambda temporary: writer(temporary, entries, _metadata(weights)))
     return Exported(path, [entry.key for entry in entries], path.stat().st_size, left_out)
 
 
@@ -108,7 +108,7 @@ def _write_torch(path: Path, entries: list[Entry], metadata: dict[str, str]) -> 
     write_torch_file(path, entries)
 
 
-def write_aside(path: Path, write: Callable[[Path], object]) -> None:
+def _write_aside(path: Path, write: Callable[[Path], object]) -> None:
     """Write a file that the user names through a temporary file beside it; make its folder, and explain a failure."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -178,7 +178,7 @@ def write_imported(
             raise CheckpointError(f"{target} exists, and nothing is overwritten. Name another, or add --overwrite.")
         metadata = {"format": "pt", "imported": foreign.layout}
         write = partial(write_shard_file, entries=matched.entries, metadata=metadata, with_checksums=True)
-        write_aside(target, write)
+        _write_aside(target, write)
         reason = foreign.optimizer.reason
         if foreign.optimizer.of:
             reason = "a file of weights has no place for it; a folder (--to) has"

@@ -26,7 +26,7 @@ from vissl_zero.checkpoint.shard_file import DTYPES, ShardFile, Sized, opened
 from vissl_zero.errors import CheckpointError
 
 FORMAT = "vissl_zero checkpoint"
-FORMAT_VERSION = 1
+_FORMAT_VERSION = 1
 MANIFEST_NAME = "manifest.json"
 IMPORTED = "imported: "  # begins the recipe of a checkpoint that was made of other people's weights
 _RANK_FILE = re.compile(r"rank\d{5,7}")
@@ -134,9 +134,9 @@ def stem_of(rank: int) -> str:
 
 def write_json(path: Path, body: Mapping[str, Any]) -> str:
     """Write a JSON file of ours, synced to the disk; gives the digest of its body."""
-    text = canonical(body)
+    text = _canonical(body)
     digest = xxhash.xxh3_64_hexdigest(text.encode())
-    whole = f'{{"format": "{FORMAT}", "format_version": {FORMAT_VERSION}, "xxh3": "{digest}",\n"body": {text}}}\n'
+    whole = f'{{"format": "{FORMAT}", "format_version": {_FORMAT_VERSION}, "xxh3": "{digest}",\n"body": {text}}}\n'
     with path.open("xb") as file:
         file.write(whole.encode())
         file.flush()
@@ -160,21 +160,21 @@ def read_json(path: Path) -> tuple[dict[str, Any], str]:
     if not isinstance(whole, dict) or whole.get("format") != FORMAT:
         raise CheckpointError(f"{path} is not part of a vissl_zero checkpoint.")
     version = whole.get("format_version")
-    if type(version) is int and version > FORMAT_VERSION:
+    if type(version) is int and version > _FORMAT_VERSION:
         raise LaterFormatError(
-            f"{path} has format version {version}; this vissl_zero reads version {FORMAT_VERSION}. "
+            f"{path} has format version {version}; this vissl_zero reads version {_FORMAT_VERSION}. "
             "Open it with the version of vissl_zero that wrote it, or a later one."
         )
     body = whole.get("body")
     if _is_deeper(body, _MAX_DEPTH):
         raise CheckpointError(f"{path} is damaged: it is nested deeper than {_MAX_DEPTH} levels.")
     try:
-        digest = xxhash.xxh3_64_hexdigest(canonical(body).encode())
+        digest = xxhash.xxh3_64_hexdigest(_canonical(body).encode())
     except (ValueError, RecursionError):  # NaN, half of a surrogate pair
         digest = ""
     if (
         type(version) is not int
-        or version != FORMAT_VERSION
+        or version != _FORMAT_VERSION
         or not isinstance(body, dict)
         or digest != whole.get("xxh3")
     ):
@@ -193,12 +193,12 @@ def _is_deeper(tree: Any, most: int) -> bool:
     return True
 
 
-def canonical(body: Any) -> str:
+def _canonical(body: Any) -> str:
     """Write JSON text that is the same for equal content."""
     return json.dumps(body, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
-def manifest_from(body: dict[str, Any], path: Path) -> Manifest:
+def _manifest_from(body: dict[str, Any], path: Path) -> Manifest:
     """Build a manifest from JSON.
 
     Raises:
@@ -230,7 +230,7 @@ def _is_count(value: Any) -> bool:
     return type(value) is int and 0 <= value < 2**63
 
 
-def rank_manifest_from(body: dict[str, Any], path: Path) -> RankManifest:
+def _rank_manifest_from(body: dict[str, Any], path: Path) -> RankManifest:
     """Build a rank's manifest from JSON.
 
     Raises:
@@ -295,7 +295,7 @@ class Checkpoint:
         if path.is_symlink():
             raise CheckpointError(f"{path} is a link. Give the folder it points to.")
         body, _ = read_json(path / MANIFEST_NAME)
-        self.manifest: Manifest = manifest_from(body, path / MANIFEST_NAME)
+        self.manifest: Manifest = _manifest_from(body, path / MANIFEST_NAME)
         self.ranks: dict[str, RankManifest] = {}
         parts_of: dict[str, list[tuple[_Piece, PieceFacts]]] = {}
         for stem, digest in sorted(self.manifest.ranks.items()):
@@ -303,7 +303,7 @@ class Checkpoint:
             rank_body, rank_digest = read_json(rank_path)
             if rank_digest != digest:
                 raise CheckpointError(f"{rank_path} is not the file that the manifest lists.")
-            rank = self.ranks[stem] = rank_manifest_from(rank_body, rank_path)
+            rank = self.ranks[stem] = _rank_manifest_from(rank_body, rank_path)
             self._require_described(stem, rank)
             for name, facts in rank.pieces.items():
                 piece = _Piece(facts.first_element, facts.num_elements, stem)

@@ -117,7 +117,7 @@ def _ours_or_safetensors(path: Path) -> Foreign:
     if layout != "safetensors":
         return Foreign(layout, entries, passed_over)
     rooted, which = at_root(entries)
-    return Foreign(layout + which, to_timm(rooted), passed_over)
+    return Foreign(layout + which, _to_timm(rooted), passed_over)
 
 
 def _library_folder(path: Path, key: str) -> Foreign:
@@ -133,7 +133,7 @@ def _library_folder(path: Path, key: str) -> Foreign:
             Entry(i.name, i.dtype, i.shape, partial(weights.read, i.name)) for i in weights.tensors.values()
         ]
     rooted, which = at_root(foreign.entries)
-    foreign.entries, foreign.layout = to_timm(rooted), foreign.layout + which
+    foreign.entries, foreign.layout = _to_timm(rooted), foreign.layout + which
     return _not_empty(foreign, path)
 
 
@@ -250,7 +250,7 @@ def _state_dict(content: Any, layout: str, path: Path) -> Foreign:
         keys = ", ".join(map(str, list(content)[:8]))
         raise CheckpointError(f"{path} has no tensors at its top; it has {keys}. Say where with --key.")
     rooted, which = at_root(foreign.entries)
-    foreign.entries, foreign.layout = to_timm(rooted), layout + which
+    foreign.entries, foreign.layout = _to_timm(rooted), layout + which
     return foreign
 
 
@@ -364,7 +364,7 @@ _MERGED = {
 _PART_OF = {part: (ours, parts) for ours, forms in _MERGED.items() for parts in forms for part in parts}
 
 
-def to_timm(entries: Sequence[Entry]) -> list[Entry]:
+def _to_timm(entries: Sequence[Entry]) -> list[Entry]:
     """Rename the tensors to timm's layout, lazily; what is in no layout known here stays as it is.
 
     Args:

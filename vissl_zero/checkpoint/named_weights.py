@@ -60,7 +60,7 @@ def locate(name: str) -> Located:
     return finders[scheme](rest)
 
 
-def hub_folder() -> Path:
+def _hub_folder() -> Path:
     """Return torch.hub's folder of checkpoints (``TORCH_HOME``), without importing torch."""
     cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser()
     return Path(os.environ.get("TORCH_HOME", cache / "torch")).expanduser() / "hub" / "checkpoints"
@@ -135,7 +135,7 @@ def _torch_hub(name: str) -> Located:
 
 
 def _hub_file(url: str, name: str) -> Path:
-    file = hub_folder() / url.rsplit("/", 1)[-1]
+    file = _hub_folder() / url.rsplit("/", 1)[-1]
     if not file.is_file():
         raise CheckpointError(
             f"{name} is not in torch's cache. Fill it where there is a network: curl -L --create-dirs -o {file} {url}"

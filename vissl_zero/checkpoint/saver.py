@@ -83,7 +83,7 @@ def write_rank(
         written.num_bytes, written.header_digest, pieces, {k: dict(v) for k, v in scalars.items()}, dict(rng)
     )
     write_json(folder / f"{stem}.json", plain(manifest))
-    sync_folder(folder)
+    _sync_folder(folder)
 
 
 def commit(run_folder: Path, manifest: Manifest) -> Path:
@@ -105,18 +105,18 @@ def commit(run_folder: Path, manifest: Manifest) -> Path:
     digests = {stem: read_json(partial / f"{stem}.json")[1] for stem in stems}
     write_json(partial / MANIFEST_NAME, plain(replace(manifest, ranks=digests)))
     # Names must be on disk before the rename: after a power cut, a complete folder has all of its files.
-    sync_folder(partial)
+    _sync_folder(partial)
     if os.path.lexists(final):  # of an earlier try, which was found damaged or comes from another course of the run
         _require_replaceable(final)
         old = base / f".{final.name}.old"
         shutil.rmtree(old, ignore_errors=True)
         final.rename(old)
         partial.rename(final)
-        sync_folder(base)
+        _sync_folder(base)
         shutil.rmtree(old, ignore_errors=True)
         return final
     partial.rename(final)
-    sync_folder(base)
+    _sync_folder(base)
     return final
 
 
@@ -134,7 +134,7 @@ def discard(run_folder: Path, step: int) -> None:
     shutil.rmtree(run_folder / FOLDER_NAME / partial_name_of(step), ignore_errors=True)
 
 
-def sync_folder(folder: Path) -> None:
+def _sync_folder(folder: Path) -> None:
     """Make the names in a folder reach the disk."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:

@@ -283,7 +283,7 @@ def stored_name(names: Mapping[str, object], prefix: str, name: str, world_size:
     return per_rank if world_size == collectives.world_size() and per_rank in names else f"{prefix}/{name}"
 
 
-def digest_of(tensors: Mapping[str, Tensor]) -> int:
+def _digest_of(tensors: Mapping[str, Tensor]) -> int:
     """Compute a number of 63 bits that differs if any value does."""
     digest = xxhash.xxh3_64()
     for name, tensor in sorted(tensors.items()):
@@ -296,7 +296,7 @@ def digest_of(tensors: Mapping[str, Tensor]) -> int:
 def _is_equal_everywhere(tensors: Mapping[str, Tensor]) -> bool:
     if collectives.world_size() == 1:
         return True
-    local_digest = torch.tensor([digest_of(tensors)])
+    local_digest = torch.tensor([_digest_of(tensors)])
     gathered = [torch.empty_like(local_digest) for _ in range(collectives.world_size())]
     dist.all_gather(gathered, local_digest)
     return len({int(number) for number in gathered}) == 1
@@ -325,10 +325,10 @@ class RankCheck(Hook):
 
     def on_step(self, run: Run, step: Step) -> None:
         if run.step % self._every == 0:
-            require_equal_ranks(run)
+            _require_equal_ranks(run)
 
 
-def require_equal_ranks(run: Run) -> None:
+def _require_equal_ranks(run: Run) -> None:
     """Compare now. Collective.
 
     Raises:
@@ -341,7 +341,7 @@ def require_equal_ranks(run: Run) -> None:
     tensors |= {f"loss.{name}": value for name, value in state.items() if isinstance(value, Tensor)}
     rates = [float(group["lr"]) for group in run.sharded.optimizer.param_groups]
     tensors["learning rates"] = torch.tensor([*rates, float(run.step)], dtype=torch.float64)
-    local_digests = torch.tensor([digest_of({"": tensor}) for tensor in tensors.values()])
+    local_digests = torch.tensor([_digest_of({"": tensor}) for tensor in tensors.values()])
     gathered = [torch.empty_like(local_digests) for _ in range(collectives.world_size())]
     dist.all_gather(gathered, local_digests)
     differing = [

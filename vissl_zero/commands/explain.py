@@ -76,7 +76,7 @@ def explain(arguments: Sequence[str]) -> int:
         return 0 if arguments else 2
     recipe, overrides, flags, out = _parse(arguments)
     files = _files(recipe, "--parts" in flags)
-    accounts = accounts_of(files, overrides)
+    accounts = _accounts_of(files, overrides)
     fixed = _fix(files, Path(out)) if out else {}
     is_folder = Path(recipe).is_dir()
     if "--json" in flags:
@@ -119,7 +119,7 @@ def _parse(arguments: Sequence[str]) -> tuple[str, list[str], set[str], str]:
     return recipes[0], overrides, flags, out
 
 
-def accounts_of(files: Sequence[RecipeFile], overrides: Sequence[str] = (), processes: int = 0) -> list[Account]:
+def _accounts_of(files: Sequence[RecipeFile], overrides: Sequence[str] = (), processes: int = 0) -> list[Account]:
     """Explain each recipe, in their order, over several processes (0: one a core)."""
     account = partial(account_of, overrides=overrides)
     workers = min(len(files), processes or os.cpu_count() or 1)

@@ -46,7 +46,7 @@ _VALUES = {
     "--images": "config.DATA.TRAIN.DATA_LIMIT",
 }
 _FLAGS = ("--history", "--ranks", "--gpus", "--png", "--json", *_VALUES)
-NOTHING_FITS = 1
+_NOTHING_FITS = 1
 _PER_MACHINE = 8
 _WIDTH = 260  # columns: a wrapped table is better than a cut one
 
@@ -91,7 +91,7 @@ def plan(arguments: Sequence[str]) -> int:
                 print_line(line, console)
     if png is not None and draw_plans(plans, png) and not is_json:
         print(f"drawn: {png}")
-    return 0 if all(one.chosen is not None for one in plans) else NOTHING_FITS
+    return 0 if all(one.chosen is not None for one in plans) else _NOTHING_FITS
 
 
 def _sets_ranks(overrides: Sequence[str]) -> bool:

@@ -22,8 +22,8 @@ from vissl_zero.config.run_config import RunConfig
 from vissl_zero.errors import ConfigError, Problem
 from vissl_zero.resolve.resolve import resolve
 
-DEFAULT_STEPS = 5
-DEFAULT_TOLERANCE = 1e-10
+_DEFAULT_STEPS = 5
+_DEFAULT_TOLERANCE = 1e-10
 USAGE = """\
 vissl-zero verify config=<recipe> [config.A.B=value ...] [--steps N] [--tolerance T]
 
@@ -113,7 +113,7 @@ def _require_trainable(cfg: RunConfig) -> None:
 
 
 def _parse(arguments: Sequence[str]) -> tuple[list[str], int, float]:
-    words, num_steps, tolerance = list(arguments), DEFAULT_STEPS, DEFAULT_TOLERANCE
+    words, num_steps, tolerance = list(arguments), _DEFAULT_STEPS, _DEFAULT_TOLERANCE
     try:
         if "--steps" in words:
             place = words.index("--steps")

@@ -25,7 +25,7 @@ from vissl_zero.errors import ConfigError, Problem
 from vissl_zero.vissl.keys import PUBLIC_FILES
 
 BUILT_IN = ("digits", "synthetic")  # sources that make their images
-VARIABLE = "VISSL_ZERO_CATALOG"
+_VARIABLE = "VISSL_ZERO_CATALOG"
 FILE = "dataset_catalog.json"
 SPLITS = {"TRAIN": "train", "TEST": "val"}
 # Sources that read files: others make their images, or are a plugin's and know their own names.
@@ -115,16 +115,16 @@ def find_catalog(recipe_folders: Iterable[Path], environment: Mapping[str, str] 
     Raises:
         ConfigError: the variable names no file.
     """
-    if named := environment.get(VARIABLE):
+    if named := environment.get(_VARIABLE):
         path = Path(named).expanduser()
         if not path.is_file():
-            raise ConfigError([Problem(VARIABLE, repr(named), "must name a dataset catalog", "Correct the path.")])
+            raise ConfigError([Problem(_VARIABLE, repr(named), "must name a dataset catalog", "Correct the path.")])
         return path
     places = [folder / part / FILE for folder in recipe_folders for part in ("config", "")]
-    return next((path for path in (*places, home_catalog()) if path.is_file()), None)
+    return next((path for path in (*places, _home_catalog()) if path.is_file()), None)
 
 
-def home_catalog() -> Path:
+def _home_catalog() -> Path:
     """Return where a user's own catalog lies."""
     return Path.home() / ".vissl_zero" / FILE
 
@@ -140,7 +140,7 @@ def use_catalog(data: Data, catalog: Path | None) -> list[str]:
     wanting = {name: split for name in SPLITS if _wants_paths(split := getattr(data, name))}
     if catalog is None:
         wanting = {}
-    entries, notes = read_catalog(catalog) if catalog is not None and wanting else {}, list[str]()
+    entries, notes = _read_catalog(catalog) if catalog is not None and wanting else {}, list[str]()
     for name, split in wanting.items():
         paths = [_paths(entries, dataset, SPLITS[name]) for dataset in split.DATASET_NAMES]
         if not all(images for images, _ in paths):
@@ -171,7 +171,7 @@ def missing(data: Data) -> list[Problem]:
         if not _wants_paths(split):
             continue
         line = json.dumps({split.DATASET_NAMES[0]: {part: ["/path/to/images", "<labels>"] for part in SPLITS.values()}})
-        fix = f"Add to {home_catalog()} (or to the file that {VARIABLE} names): {line}"
+        fix = f"Add to {_home_catalog()} (or to the file that {_VARIABLE} names): {line}"
         paths = f"or write config.DATA.{name}.DATA_PATHS=[/path/to/images]."
         must = "must be in a dataset catalog, because no DATA_PATHS are given"
         problems.append(Problem(f"config.DATA.{name}.DATASET_NAMES", str(split.DATASET_NAMES), must, f"{fix}, {paths}"))
@@ -183,7 +183,7 @@ def _wants_paths(split: Split) -> bool:
     return bool(split.DATASET_NAMES) and reads_files and not split.DATA_PATHS
 
 
-def read_catalog(path: Path) -> dict[str, Any]:
+def _read_catalog(path: Path) -> dict[str, Any]:
     """Read the entries of a catalog. Raises ConfigError where it is no JSON object of objects."""
     must = 'must be JSON: {"<name>": {"train": [<images>, <labels>], "val": [...]}}'
     try:

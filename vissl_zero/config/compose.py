@@ -82,7 +82,7 @@ def explain(error: BaseException, folders: Sequence[str] = (), overrides: Sequen
             [Problem(ambiguous[1], repr(ambiguous[2]), "must be one value, and commas separate several", fix)]
         )
     if "You must specify 'config'" in text:
-        return ConfigError([no_recipe(folders)])
+        return ConfigError([_no_recipe(folders)])
     return ConfigError([Problem("command line", "", text.rstrip("."), "See vissl-zero --help.")])
 
 
@@ -102,7 +102,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
-def no_recipe(folders: Sequence[str] = ()) -> Problem:
+def _no_recipe(folders: Sequence[str] = ()) -> Problem:
     """Make the problem of a command without ``config=``."""
     number = len(recipe_names(folders))
     fix = f"Write config=<recipe>. First: config=quickstart/swav_digits; vissl-zero list recipes lists {number}"
@@ -172,7 +172,7 @@ def _yaml(error: YAMLError) -> Problem:
     return Problem(where, "", f"is not YAML ({what})", "Correct that line.")
 
 
-def added_keys(cfg: DictConfig, prefix: str = "") -> list[Problem]:
+def _added_keys(cfg: DictConfig, prefix: str = "") -> list[Problem]:
     """Refuse keys that ``+key=value`` on the command line added to blocks that do not have them."""
     problems: list[Problem] = []
     kind = OmegaConf.get_type(cfg)
@@ -182,7 +182,7 @@ def added_keys(cfg: DictConfig, prefix: str = "") -> list[Problem]:
         if names is not None and name not in names:
             problems.append(unknown_key(f"{prefix}{name}", schema()))
         elif isinstance(child, DictConfig) and not child._is_none() and not child._is_interpolation():
-            problems += added_keys(child, f"{prefix}{name}.")
+            problems += _added_keys(child, f"{prefix}{name}.")
     return problems
 
 
@@ -292,7 +292,7 @@ def typed(
     Raises:
         ConfigError: an interpolation cannot be resolved or a value is missing.
     """
-    if problems := added_keys(cfg) or _other_programs(cfg):
+    if problems := _added_keys(cfg) or _other_programs(cfg):
         raise ConfigError(problems)
     try:
         written = OmegaConf.to_container(cfg.config, resolve=False)
@@ -302,7 +302,7 @@ def typed(
     except EXPLAINABLE as error:
         raise explain(error) from error
     assert isinstance(run, RunConfig)
-    if problems := one_or_many(run):
+    if problems := _one_or_many(run):
         raise ConfigError(problems)
     if cfg.engine_name != TRAIN:
         begin_program(run, cfg.engine_name)
@@ -329,7 +329,7 @@ def _searchpath(overrides: Sequence[str]) -> list[Path]:
     return [Path(path.removeprefix("file://")) for path in named if "://" not in path.removeprefix("file://")]
 
 
-def one_or_many(block: Any, path: str = "config") -> list[Problem]:
+def _one_or_many(block: Any, path: str = "config") -> list[Problem]:
     """Make a single text a list of one wherever a field takes both, in place.
 
     Returns:
@@ -339,7 +339,7 @@ def one_or_many(block: Any, path: str = "config") -> list[Problem]:
     for item in fields(block):
         key, value = f"{path}.{item.name}", getattr(block, item.name)
         if is_dataclass(value):
-            problems += one_or_many(value, key)
+            problems += _one_or_many(value, key)
         elif isinstance(item.default_factory, type) and is_dataclass(item.default_factory):
             problems.append(Problem(key, repr(value), "must be a block of keys", f"Write {key}.<key>=<value>."))
         elif str(item.type).startswith("dict[") and not isinstance(value, dict):

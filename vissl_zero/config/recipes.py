@@ -35,7 +35,7 @@ from vissl_zero.config.programs import PROGRAMS
 from vissl_zero.errors import ConfigError, Problem
 from vissl_zero.registry import broken_plugin
 
-RECIPE_GROUP = "vissl_zero.recipes"
+_RECIPE_GROUP = "vissl_zero.recipes"
 PACKAGE = "pkg://vissl_zero.conf"
 # Providers whose recipes are not for us: classy-vision puts its own into every Hydra program's `config` group.
 _FOREIGN = frozenset({"classy_vision"})
@@ -68,7 +68,7 @@ def recipe_folders() -> list[Path]:
 def recipe_packages() -> tuple[list[Path], list[Problem]]:
     """List the folders of packages that plugins name, none of them imported; and what is wrong with those left out."""
     folders, broken = [], []
-    for entry_point in entry_points(group=RECIPE_GROUP):
+    for entry_point in entry_points(group=_RECIPE_GROUP):
         try:
             spec = find_spec(entry_point.value)
             places = list(spec.submodule_search_locations or []) if spec else []

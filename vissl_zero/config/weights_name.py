@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-SCHEMES = ("hf", "timm", "torchvision", "torchhub")
+_SCHEMES = ("hf", "timm", "torchvision", "torchhub")
 
 
 def scheme_of(name: str) -> str:
     """Return the library that a name of weights belongs to; empty for a path, which may begin with ``./``."""
     start, colon, rest = name.partition(":")
-    return start if colon and rest and start in SCHEMES else ""
+    return start if colon and rest and start in _SCHEMES else ""
 
 
 def absolute(name: str) -> str:

@@ -356,7 +356,7 @@ def join_batches(parts: Sequence[ImageBatch], num_global: int) -> ImageBatch:
 _SHUFFLE = -1  # in place of a sample id
 
 
-def key_of(seed: int, epoch: int, sample_id: int) -> int:
+def _key_of(seed: int, epoch: int, sample_id: int) -> int:
     """Mix (seed, epoch, sample) to 64 bits, the same on every machine."""
     return int.from_bytes(blake2b(struct.pack("<qqq", seed, epoch, sample_id), digest_size=8).digest(), "little")
 
@@ -371,7 +371,7 @@ def seed_sample(seed: int, epoch: int, sample_id: int) -> None:
 
     Not ``torch.manual_seed``: that also visits every accelerator and takes 170 microseconds.
     """
-    key = key_of(seed, epoch, sample_id)
+    key = _key_of(seed, epoch, sample_id)
     torch.default_generator.manual_seed(key)
     np.random.seed(key & 0xFFFFFFFF)
     random.seed(key)
@@ -391,7 +391,7 @@ def borrowed_randomness() -> Iterator[None]:
 
 def shuffled(num_samples: int, seed: int, epoch: int) -> torch.Tensor:
     """Draw the order of an epoch: a permutation of (num_samples,) int64, keyed by (seed, epoch)."""
-    generator = torch.Generator().manual_seed(key_of(seed, epoch, _SHUFFLE))
+    generator = torch.Generator().manual_seed(_key_of(seed, epoch, _SHUFFLE))
     return torch.randperm(num_samples, generator=generator)
 
 

@@ -27,8 +27,8 @@ MAX_PIXELS = 89_478_485
 # Named, so that no file reaches a decoder that starts another program (EPS runs Ghostscript) or is seldom looked after.
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ENDING)
-BACKGROUNDS = {"stored": None, "white": (255, 255, 255), "gray": (128, 128, 128), "black": (0, 0, 0)}
-MAX_FILE_BYTES = 2**30
+_BACKGROUNDS = {"stored": None, "white": (255, 255, 255), "gray": (128, 128, 128), "black": (0, 0, 0)}
+_MAX_FILE_BYTES = 2**30
 MAX_SCANS, MAX_SCANNED = 50, 2 * 10**9  # an encoder writes about 10 scans; 2e9 pixels take a core 5 to 20 s
 _GZIP, _JPEG, _PNG, _START_OF_SCAN = b"\x1f\x8b", b"\xff\xd8", b"\x89PNG\r\n\x1a\n", b"\xff\xda"
 _ON_ITS_SIDE = (5, 6, 7, 8)  # orientations of EXIF
@@ -77,7 +77,7 @@ class Decoder:
     @staticmethod
     def of(data_cfg: Data) -> Decoder:
         """Return the decoder that a DATA block asks for."""
-        background = BACKGROUNDS[data_cfg.BACKGROUND]
+        background = _BACKGROUNDS[data_cfg.BACKGROUND]
         return Decoder(data_cfg.EXIF == "apply", background, data_cfg.MAX_PIXELS, data_cfg.IN_CHANNELS)
 
     def image(self, data: bytes, name: str | Path, look: Callable[[Image.Image], object] | None = None) -> Image.Image:
@@ -178,10 +178,10 @@ def read_file(path: str | Path) -> bytes:
     """Read an image file.
 
     Raises:
-        BrokenImageError: missing, not a regular file, unreadable, or more than ``MAX_FILE_BYTES``.
+        BrokenImageError: missing, not a regular file, unreadable, or more than ``_MAX_FILE_BYTES``.
     """
     with named(path):
-        return read_regular(path, MAX_FILE_BYTES, follow_links=True)  # a pipe would block for ever
+        return read_regular(path, _MAX_FILE_BYTES, follow_links=True)  # a pipe would block for ever
 
 
 def read_image(path: str | Path) -> Image.Image:

@@ -24,7 +24,7 @@ from vissl_zero.errors import DataError
 from vissl_zero.registry import DATA_SOURCES
 
 PER_PART = 1000  # images
-PROGRESS_FILE = "packed.json"
+_PROGRESS_FILE = "packed.json"
 _QUALITY = 95
 
 
@@ -76,7 +76,7 @@ def pack(path: Path, out: Path, form: str, size: int | None, report: Callable[[s
             for row in rows:
                 digest.update(row.data)
             done[str(part)] = digest.hexdigest()
-            _write(out / PROGRESS_FILE, {**begun, "parts": done})
+            _write(out / _PROGRESS_FILE, {**begun, "parts": done})
         report(f"{min(len(source), (part + 1) * PER_PART):,} of {len(source):,} images")
     _finish(out, form, source, parts)
     return len(source)
@@ -84,14 +84,14 @@ def pack(path: Path, out: Path, form: str, size: int | None, report: Callable[[s
 
 def _parts_of(out: Path, begun: dict[str, Any]) -> dict[str, str]:
     """Read the checksums of the parts that an earlier call wrote: of the content of their images."""
-    if not (out / PROGRESS_FILE).exists():
+    if not (out / _PROGRESS_FILE).exists():
         if any(out.iterdir()):
             raise DataError(f"{out} is not empty. Name a new folder.")
         return {}
     try:
-        progress = read_object(out / PROGRESS_FILE)
+        progress = read_object(out / _PROGRESS_FILE)
     except (OSError, ValueError) as error:
-        raise DataError(f"{out / PROGRESS_FILE} cannot be read ({error}). Name a new folder.") from error
+        raise DataError(f"{out / _PROGRESS_FILE} cannot be read ({error}). Name a new folder.") from error
     if {name: progress.get(name) for name in begun} != begun or not isinstance(progress.get("parts"), dict):
         raise DataError(f"{out} was begun with another folder, other images or other arguments. Name a new folder.")
     return dict(progress["parts"])

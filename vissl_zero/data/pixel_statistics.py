@@ -95,7 +95,7 @@ class _Sums:
     of_squares: np.ndarray
 
 
-def sum_up(source: Source, indices: range, channels: int) -> _Sums:
+def _sum_up(source: Source, indices: range, channels: int) -> _Sums:
     """Sum up the values of these images; broken images are passed over."""
     num_images = num_pixels = 0
     of_values, of_squares = np.zeros(channels), np.zeros(channels)
@@ -183,7 +183,7 @@ def channel_statistics(source: Source, channels: int, report: Callable[[str], No
     Raises:
         DataError: none of the images can be read.
     """
-    parts = list(looked_at(source, partial(sum_up, channels=channels), report))
+    parts = list(looked_at(source, partial(_sum_up, channels=channels), report))
     num_images, num_pixels = (
         sum(values) for values in zip(*((p.num_images, p.num_pixels) for p in parts), strict=True)
     )

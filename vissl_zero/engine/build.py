@@ -74,7 +74,7 @@ def build_run(
     method.views_apart = plan.config.MODEL.VIEWS_APART
     method.set_length(loader.steps_per_epoch * plan.num_epochs, loader.steps_per_epoch)
     add_probe(plan, method, model, num_classes, device)
-    teacher_and_filler = first_teacher(plan, method, model, weights, num_classes, fill_teacher)
+    teacher_and_filler = _first_teacher(plan, method, model, weights, num_classes, fill_teacher)
     strategy = STRATEGIES.get(plan.sharding.engine).build()
     factory = functools.partial(build_optimizer, plan.optimizer)
     sharding = plan.sharding.of_run(plan.run_dir)
@@ -125,7 +125,7 @@ def first_weights(model: Model, plan: ResolvedRun, load: Load | None) -> FirstWe
     return weights
 
 
-def first_teacher(
+def _first_teacher(
     plan: ResolvedRun,
     method: Method,
     model: Model,

@@ -70,7 +70,7 @@ class AccuracyHook(CurveHook):
         if accuracy is not None and accuracy.top5 is not None:
             run.results["top5"] = accuracy.top5
         if accuracy is not None:
-            run.results |= further_figures(run.plan.config.METERS, accuracy)
+            run.results |= _further_figures(run.plan.config.METERS, accuracy)
 
     def _measure(self, run: Run) -> Accuracy | None:
         """Measure the accuracy of the best head as it is now, which joins the curve. Collective."""
@@ -113,7 +113,7 @@ def _numbers(meters: Meters, meter: str) -> list[int]:
     return list(getattr(meters, meter).topk_values) if meter in (meters.name, *meters.names) else []
 
 
-def further_figures(meters: Meters, accuracy: Accuracy) -> dict[str, float]:
+def _further_figures(meters: Meters, accuracy: Accuracy) -> dict[str, float]:
     """Compute what METERS names beyond top-1 and top-5, by its name among the results.
 
     Args:
@@ -148,7 +148,7 @@ def accuracies(run: Run, images: EvalImages, ignored_label: int) -> list[Accurac
         outputs: list[Tensor] = model(crops)
         return outputs if labels is None else [_masked(logits, labels) for logits in outputs]
 
-    return accuracies_of(run, images, score, num_heads, lambda targets: targets != ignored_label, numbers)
+    return _accuracies_of(run, images, score, num_heads, lambda targets: targets != ignored_label, numbers)
 
 
 def _masked(logits: Tensor, labels: Set[int | None]) -> Tensor:
@@ -157,7 +157,7 @@ def _masked(logits: Tensor, labels: Set[int | None]) -> Tensor:
     return logits.masked_fill(is_out, float("-inf"))
 
 
-def accuracies_of(
+def _accuracies_of(
     run: Run,
     images: EvalImages,
     score: Callable[[nn.Module, list[Tensor]], list[Tensor]],
@@ -247,7 +247,7 @@ class OnlineProbeHook(CurveHook):
         probe = run.probe
         if images is None or probe is None:
             return None
-        accuracies = accuracies_of(
+        accuracies = _accuracies_of(
             run,
             images,
             lambda model, batch: [probe.scores(*model(batch, features_only=True))],

@@ -53,7 +53,7 @@ class ExtractFeatures(Hook):
         train, test = build_eval_sources(run.plan.config.DATA, run.plan.seed)
         print_opening(run)
         run.sharded.consolidate_buffers()  # running statistics may differ between ranks; features must not
-        (run.folder / FEATURES_FOLDER).mkdir(exist_ok=True)
+        (run.folder / _FEATURES_FOLDER).mkdir(exist_ok=True)
         counts = {
             split: self._extract(run, split, s)
             for split, s in (("TRAIN", train), ("TEST", test if run.plan.config.TEST_MODEL else None))
@@ -62,12 +62,12 @@ class ExtractFeatures(Hook):
         run.results["features_extracted"] = counts
         if run.is_main:
             counts_text = ", ".join(f"{count} images of {split}" for split, count in counts.items())
-            line = f"Features of {counts_text}: {run.folder / FEATURES_FOLDER}"
+            line = f"Features of {counts_text}: {run.folder / _FEATURES_FOLDER}"
             print_line(line)
 
     def _extract(self, run: Run, split: str, source: Source) -> int:
         """Write the features of a split to files. Collective."""
-        writer = ShardWriter(run.folder / FEATURES_FOLDER, split, run.rank, _ROWS_PER_SHARD)
+        writer = ShardWriter(run.folder / _FEATURES_FOLDER, split, run.rank, _ROWS_PER_SHARD)
         feature_dim, skipped = 0, list[str]()
         with run.sharded.evaluated(), evaluating(run.sharded.model):
             for batch, num_own in own_batches(run, eval_images(source, run.plan.config.DATA, run.plan.seed)):
@@ -88,12 +88,12 @@ class ExtractFeatures(Hook):
             skipped = sorted(name for _, names in of_ranks for name in names)
             images = [source.name(index) for index in range(len(source))]
             names = list(source.class_names)
-            folder = run.folder / FEATURES_FOLDER
+            folder = run.folder / _FEATURES_FOLDER
             write_index(folder, split, shards, feature_dim, images, names, layers_of(run), skipped)
         return len(source)
 
 
-FEATURES_FOLDER = "features"
+_FEATURES_FOLDER = "features"
 
 
 @dataclass(frozen=True)
@@ -185,7 +185,7 @@ def read_features(folder: str | Path, split: str = "TRAIN") -> ExtractedFeatures
         DataError: there are none, or they are damaged.
     """
     folder = Path(folder)
-    folder = folder / FEATURES_FOLDER if (folder / FEATURES_FOLDER).is_dir() else folder
+    folder = folder / _FEATURES_FOLDER if (folder / _FEATURES_FOLDER).is_dir() else folder
     try:
         index = read_object(folder / f"{split}.json")
         parts = [load_file(folder / Path(name).name) for name in index["shards"]]
@@ -205,7 +205,7 @@ def read_features(folder: str | Path, split: str = "TRAIN") -> ExtractedFeatures
     return ExtractedFeatures(rows, labels, images, list(index["class_names"]), skipped, layers)
 
 
-PREDICTIONS_FOLDER = "label_predictions"
+_PREDICTIONS_FOLDER = "label_predictions"
 
 
 @HOOKS.register("extract_label_predictions")
@@ -224,7 +224,7 @@ class ExtractLabelPredictions(Hook):
         for split, source in splits_to_read(run.plan.config.DATA, run.plan.seed).items():
             self._predict(run, split, source)
         if run.is_main:
-            line = f"Label predictions: {run.folder / PREDICTIONS_FOLDER}"
+            line = f"Label predictions: {run.folder / _PREDICTIONS_FOLDER}"
             print_line(line)
 
     def _predict(self, run: Run, split: str, source: Source) -> None:
@@ -252,7 +252,7 @@ class ExtractLabelPredictions(Hook):
         plain = ["heads"] if len(heads) == 1 else [f"heads{index}" for index in range(len(heads))]
         for name, rows in zip(layer_names(entries) or plain, heads, strict=True):
             if run.is_main:
-                _save(run.folder / PREDICTIONS_FOLDER, f"rank0_{split.lower()}_{name}", rows, labels, inds, source)
+                _save(run.folder / _PREDICTIONS_FOLDER, f"rank0_{split.lower()}_{name}", rows, labels, inds, source)
 
 
 def _save(folder: Path, stem: str, scores: Tensor, labels: Tensor, inds: Tensor, source: Source) -> None:

@@ -28,10 +28,10 @@ from vissl_zero.registry import HOOKS
 from vissl_zero.resolve.data_plan import crop_sides
 from vissl_zero.terminal import print_line
 
-PENALTIES = (0.001, 0.01, 0.1, 1.0, 10.0)  # scikit-learn's C
-PROTOCOL = (
+_PENALTIES = (0.001, 0.01, 0.1, 1.0, 10.0)  # scikit-learn's C
+_PROTOCOL = (
     "logistic regression (L-BFGS, at most 1,000 iterations) on standardized features of the frozen trunk, one view an "
-    f"image; C of {', '.join(f'{c:g}' for c in PENALTIES)} chosen on a tenth of train"
+    f"image; C of {', '.join(f'{c:g}' for c in _PENALTIES)} chosen on a tenth of train"
 )
 
 
@@ -64,11 +64,11 @@ class FeatureQuality(Hook):
         assert index.labels is not None and queries.labels is not None
         k, temperature = min(options.TOPK, len(index.rows)), options.SIGMA
         (knn,) = knn_top1s(queries, index, [(k, temperature)]) or [float("nan")]
-        penalty, predicted = linear_predictions(index, queries)
+        penalty, predicted = _linear_predictions(index, queries)
         labels = queries.labels.cpu().numpy()
         linear = float((predicted == labels).mean())
         figures: dict[str, Any] = {"knn_top1": knn, "knn_k": k, "knn_temperature": temperature}
-        figures |= {"linear_top1": linear, "linear_penalty": penalty, "linear_protocol": PROTOCOL}
+        figures |= {"linear_top1": linear, "linear_penalty": penalty, "linear_protocol": _PROTOCOL}
         figures["linear_by_class"] = by_class(labels, predicted, test.class_names)
         figures |= {"rankme": rankme(index.rows), "num_features": index.rows.shape[1]}
         figures |= {"image_size": max(crop_sides(eval_transforms(data)), default=None)}
@@ -80,7 +80,7 @@ class FeatureQuality(Hook):
             print_line(text)
 
 
-def linear_predictions(train: Features, test: Features) -> tuple[float, np.ndarray]:
+def _linear_predictions(train: Features, test: Features) -> tuple[float, np.ndarray]:
     """Fit the probe and classify. Collective: ranks share the penalties among themselves.
 
     Args:
@@ -96,7 +96,7 @@ def linear_predictions(train: Features, test: Features) -> tuple[float, np.ndarr
     mean, scale = rows.mean(axis=0), rows.std(axis=0)
     scale[scale == 0] = 1.0
     rows = (rows - mean) / scale
-    penalty = PENALTIES[int(np.argmax(shared(PENALTIES, partial(_held_out, rows, labels))))]
+    penalty = _PENALTIES[int(np.argmax(shared(_PENALTIES, partial(_held_out, rows, labels))))]
     queries = (test.rows.double().cpu().numpy() - mean) / scale
     (predicted,) = shared([penalty], lambda chosen: _fitted(rows, labels, chosen).predict(queries))
     return penalty, predicted

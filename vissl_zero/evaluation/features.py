@@ -91,7 +91,7 @@ def rows_to_write(batch: ImageBatch, num_own: int) -> list[int]:
 
 
 # Raw pixels are compared as thumbnails: on larger images the background would decide, at a hundred times the memory.
-THUMBNAIL_SIDE = 16
+_THUMBNAIL_SIDE = 16
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class Features:
     Attributes:
         rows: (N, F) features of the trunk, float32 or float64.
         labels: (N,) int64, or None without labels.
-        pixels: (N, 3 * h * w) the images themselves, from 0 to 1, at most ``THUMBNAIL_SIDE`` pixels long; None if they
+        pixels: (N, 3 * h * w) the images themselves, from 0 to 1, at most ``_THUMBNAIL_SIDE`` pixels long; None if they
             were not asked for.
         broken: indices, in increasing order, of broken images, whose rows are those of other images.
     """
@@ -177,10 +177,10 @@ def thumbnails(images: Tensor, transform: Pipeline) -> Tensor:
         images: (B, 3, H, W) as ``transform`` makes them.
         transform: its Normalize, if it has one, is undone.
     Returns:
-        (B, 3 * h * w) float32, h and w at most ``THUMBNAIL_SIDE``.
+        (B, 3 * h * w) float32, h and w at most ``_THUMBNAIL_SIDE``.
     """
     images = transform.unnormalized(images.float())
-    height, width = (min(side, THUMBNAIL_SIDE) for side in images.shape[2:])
+    height, width = (min(side, _THUMBNAIL_SIDE) for side in images.shape[2:])
     return F.adaptive_avg_pool2d(images, (height, width)).flatten(1)
 
 

@@ -63,7 +63,7 @@ def shared(jobs: Sequence[Job], work: Callable[[Job], Done]) -> list[Done]:
     return [of_ranks[index % world_size()][index // world_size()] for index in range(len(jobs))]
 
 
-def costs_of(options: Svm) -> list[float]:
+def _costs_of(options: Svm) -> list[float]:
     """List the costs that the keys of ``SVM`` ask for."""
     costs, powers = options.costs, range(*options.costs.power_range)
     return [*costs.costs_list, *(costs.base**power for power in powers if costs.base > 0)]
@@ -119,7 +119,7 @@ def train_class(rows: np.ndarray, labels: np.ndarray, options: Svm, seed: int) -
     """
     from sklearn.model_selection import cross_val_score
 
-    signs, costs = np.where(labels == 1, 1, -1), costs_of(options)
+    signs, costs = np.where(labels == 1, 1, -1), _costs_of(options)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Liblinear failed to converge")  # reported once, at the end
         scores = [
@@ -194,7 +194,7 @@ def low_shot(
     means = []
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Liblinear failed to converge")
-        for cost in costs_of(options):
+        for cost in _costs_of(options):
             accuracies = []
             for column in range(few.shape[1]):
                 counts = few[:, column] != -1

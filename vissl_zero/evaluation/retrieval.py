@@ -81,7 +81,7 @@ def regional_maxima(maps: Tensor, levels: int, normalize: bool = True) -> Tensor
     return unit_vectors(rows) if normalize else rows
 
 
-def generalized_mean(maps: Tensor, power: float) -> Tensor:
+def _generalized_mean(maps: Tensor, power: float) -> Tensor:
     """Compute means of powers over the map, then their roots, and a constant 1 behind them, as in VISSL.
 
     Args:
@@ -104,7 +104,7 @@ def descriptor(maps: Sequence[Tensor], kind: str, power: float, normalize: bool)
         normalize: whether to scale to unit length, with 1e-6 added to the norm.
     """
     if kind == "gem":
-        rows = torch.stack([generalized_mean(of_scale, power) for of_scale in maps]).mean(dim=0)
+        rows = torch.stack([_generalized_mean(of_scale, power) for of_scale in maps]).mean(dim=0)
     else:
         rows = torch.stack([of_scale.flatten(1) for of_scale in maps]).mean(dim=0)
     return unit_vectors(rows, 1e-6) if normalize else rows

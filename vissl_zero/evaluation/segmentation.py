@@ -96,7 +96,7 @@ class SegmentationHook(CurveHook):
         """Look at all images and masks, and measure the untrained model. Collective."""
         if not run.method.predicts_pixels:
             return
-        require_pairs(run)
+        _require_pairs(run)
         if run.num_steps and not run.is_resumed and run.plan.config.TEST_EVERY_NUM_EPOCH > 0:
             self._measure(run)
 
@@ -114,12 +114,12 @@ class SegmentationHook(CurveHook):
             return
         run.results["pixel_accuracy"] = overlaps.pixel_accuracy
         run.results["iou_by_class"] = dict(zip(images.source.class_names, overlaps.by_class, strict=True))
-        self.pictures = segmented_images(run, images)
+        self.pictures = _segmented_images(run, images)
 
     def _measure(self, run: Run) -> Overlap | None:
         """Measure the model as it is now, which joins the curve. Collective."""
         images = _test_images(run) if _is_measured(run) else None
-        overlaps = None if images is None else overlap(confusion_of(run, images))
+        overlaps = None if images is None else overlap(_confusion_of(run, images))
         if overlaps is None:
             return None
         self._add(run, overlaps.miou)
@@ -136,7 +136,7 @@ def _test_images(run: Run) -> EvalImages | None:
     return images if images is not None and masks_of(images.source) is not None else None
 
 
-def confusion_of(run: Run, images: EvalImages) -> Tensor:
+def _confusion_of(run: Run, images: EvalImages) -> Tensor:
     """Count the pixels of images by class and by what the model predicts. Collective; equal on every rank.
 
     Args:
@@ -163,7 +163,7 @@ def _confusion(logits: Tensor, masks: Tensor, num_classes: int) -> Tensor:
     return torch.bincount(cells, minlength=num_classes * width).view(num_classes, width)
 
 
-def segmented_images(run: Run, images: EvalImages) -> list[SegmentedImage]:
+def _segmented_images(run: Run, images: EvalImages) -> list[SegmentedImage]:
     """Segment a few images, evenly spread over the source; none if they cannot be read any more. Collective.
 
     Cost: a forward pass for each, on every rank.
@@ -190,7 +190,7 @@ def _chosen(images: EvalImages) -> list[int]:
 _FIX = "Repair or delete them, or set config.DATA.ON_BROKEN_IMAGE=skip."
 
 
-def require_pairs(run: Run) -> None:
+def _require_pairs(run: Run) -> None:
     """Check every image and mask before training: sizes, formats and classes. Collective; ranks share the work.
 
     With ``ON_BROKEN_IMAGE: skip``, what is wrong is printed, and left out as it is met.

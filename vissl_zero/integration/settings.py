@@ -131,7 +131,7 @@ def read_settings(zero: Any) -> ZeroSettings:
     Raises:
         ConfigError: all problems found in it: unknown keys with the closest known ones, wrong types, contradictions.
     """
-    mapped, mapped_notes = from_deepspeed(_mapping(zero))
+    mapped, mapped_notes = _from_deepspeed(_mapping(zero))
     settings = {_RECIPE_KEYS.get(str(key), str(key)): value for key, value in mapped.items()}
     blocks = {name: typed_options(schema, _block(settings, name), f"zero.{name}") for name, schema in _BLOCKS.items()}
     if unknown := [key for key in settings if key not in _names()]:
@@ -460,7 +460,7 @@ def _fixed_scale(block: dict[str, Any]) -> list[Problem]:
     return [Problem("zero.fp16.loss_scale", str(scale), must, "Write 0, or leave it out.")] if scale else []
 
 
-def from_deepspeed(settings: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:  # noqa: C901
+def _from_deepspeed(settings: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:  # noqa: C901
     """Translate ``given`` to the names of ``zero``; it stays as it is where it is not DeepSpeed's.
 
     Raises:

@@ -32,7 +32,7 @@ from pathlib import Path
 
 from vissl_zero.errors import LaunchError
 
-MAX_FRAME = 1 << 26
+_MAX_FRAME = 1 << 26
 _LENGTH = struct.Struct("!I")
 _NONCE_BYTES = 32
 _HANDSHAKE_S = 10.0
@@ -51,7 +51,7 @@ def send(sock: socket.socket, fields: Sequence[bytes]) -> None:
     sock.sendall(_LENGTH.pack(len(body)) + body)
 
 
-def receive(sock: socket.socket, max_bytes: int = MAX_FRAME, deadline: float | None = None) -> list[bytes]:
+def receive(sock: socket.socket, max_bytes: int = _MAX_FRAME, deadline: float | None = None) -> list[bytes]:
     """Read one frame.
 
     Args:

@@ -83,7 +83,7 @@ def process_group(backend: str, device: torch.device, timeout_s: float) -> Itera
             device_id=device if device.type == "cuda" else None,
         )
         if not is_guarded:
-            require_own_peers()
+            _require_own_peers()
         yield
         dist.barrier()  # or a fast rank would close connections that a slower one still uses
         dist.destroy_process_group()
@@ -110,7 +110,7 @@ def is_first_to_fail() -> bool:
     return counts == [1]
 
 
-def require_own_peers() -> None:
+def _require_own_peers() -> None:
     """Check that no other user has connected to this rank on this machine, whichever interface gloo listens on (Linux).
 
     Over loopback ``own_peers_only`` keeps others out; over an interface that other machines use, this finds a user of
@@ -119,7 +119,7 @@ def require_own_peers() -> None:
     Raises:
         ProcessLostError: somebody has; a crash, after which a run may start again.
     """
-    rows, inodes = connections(), own_connections()
+    rows, inodes = connections(), _own_connections()
     listening = {row.local for row in rows if row.inode in inodes and row.state == LISTEN}
     ends = {(row.local, row.remote): row for row in rows}
     for row in rows:
@@ -201,8 +201,8 @@ class NetworkStore(dist.Store):
         return self
 
 
-INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
-LOOPBACK = "lo"
+_INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
+_LOOPBACK = "lo"
 _SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27  # Linux; Python's socket has no names for them
 # Classic BPF: code, jumps if true and false, constant. A packet begins with its TCP header; 0 bytes of it are kept.
 _NOTHING = ((0x06, 0, 0, 0),)
@@ -232,7 +232,7 @@ def own_peers_only() -> Iterator[bool]:
         ProcessLostError: when a group is made, a stranger was faster every time.
     """
     before = distributed_c10d.ProcessGroupGloo
-    if os.environ.get(INTERFACE_VARIABLE) != LOOPBACK or not _can_filter():
+    if os.environ.get(_INTERFACE_VARIABLE) != _LOOPBACK or not _can_filter():
         yield False
         return
     # gloo accepts strangers faster than we can close them, and crashes without a free descriptor.
@@ -245,7 +245,7 @@ def own_peers_only() -> Iterator[bool]:
         distributed_c10d.ProcessGroupGloo = before  # type: ignore[misc]
 
 
-def own_connections() -> dict[str, int]:
+def _own_connections() -> dict[str, int]:
     """Map the inode of each of this process's sockets to its descriptor."""
     inodes = {}
     for path in Path("/proc/self/fd").iterdir():
@@ -307,10 +307,10 @@ class _OwnPeersGloo(dist.ProcessGroupGloo, metaclass=_Gloo):
 def _guarded_listener() -> tuple[Any, _GuardedListener]:
     """Build a gloo device whose listener is guarded before anyone can connect."""
     for _ in range(_MOST_TRIES):
-        before = own_connections()
+        before = _own_connections()
         # gloo opens its listener here and does not give us the socket: we find it as the new one of this process.
-        device = dist.ProcessGroupGloo.create_device(interface=LOOPBACK, lazy_init=False)  # all connect at once
-        listeners = {inode: fd for inode, fd in own_connections().items() if inode not in before}
+        device = dist.ProcessGroupGloo.create_device(interface=_LOOPBACK, lazy_init=False)  # all connect at once
+        listeners = {inode: fd for inode, fd in _own_connections().items() if inode not in before}
         listener = _GuardedListener({inode: fd for inode, fd in listeners.items() if _set_filter(fd, _NO_DATA)})
         # A stranger may connect between listen and filter. Then this port is lost; try another.
         if not listener.was_reached():
@@ -331,7 +331,7 @@ class _GuardedListener:
 
     def __init__(self, listeners: dict[str, int]):
         self._listeners = listeners
-        self._judged: set[str] = set(own_connections())
+        self._judged: set[str] = set(_own_connections())
         self._addresses = {row.local for row in connections() if row.inode in listeners}
         self._is_over = Event()
         self._watch = Thread(target=self._watch_listener, daemon=True, name="listener of a process group")
@@ -356,7 +356,7 @@ class _GuardedListener:
 
     def _look(self) -> None:
         with suppress(OSError):  # no descriptor is free at the moment
-            new = {inode: fd for inode, fd in own_connections().items() if inode not in self._judged}
+            new = {inode: fd for inode, fd in _own_connections().items() if inode not in self._judged}
             if new:
                 self._judge(new)
 

@@ -29,7 +29,7 @@ from vissl_zero.launch.rendezvous import WORLD_SIZE_VARIABLE
 from vissl_zero.lifetime import SCRATCH_VARIABLE, end_with_parent
 from vissl_zero.reporting.lossy_output import tolerate_lost_output
 
-LAUNCHER_VARIABLE = "VISSL_ZERO_LAUNCHER"  # process id, so that a rank can tell that its launcher is gone
+_LAUNCHER_VARIABLE = "VISSL_ZERO_LAUNCHER"  # process id, so that a rank can tell that its launcher is gone
 _POLL_S = 0.05
 _OOM_SHARE = 100  # of 1000 of the memory: added to a rank's own use when the kernel picks a process to kill
 _GRACE_S = 3.0  # for the other ranks to fail, and say why, once one has
@@ -80,7 +80,7 @@ class RankGroup:
             "LOCAL_WORLD_SIZE": str(num_procs),
             FAILURE_FOLDER_VARIABLE: str(private),
             SCRATCH_VARIABLE: str(private),
-            LAUNCHER_VARIABLE: str(os.getpid()),
+            _LAUNCHER_VARIABLE: str(os.getpid()),
         }
         command = [sys.executable, "-m", "vissl_zero.launch.rank_group", plan_folder, work]
         try:
@@ -174,7 +174,7 @@ def main() -> int:
     """Work as one rank: ``argv`` has the plan's folder, and the module that works; see ``worker.main``."""
     tolerate_lost_output()
     be_killed_first()
-    end_with_parent(int(os.environ[LAUNCHER_VARIABLE]))  # else it would outlive its launcher, which holds the lock
+    end_with_parent(int(os.environ[_LAUNCHER_VARIABLE]))  # else it would outlive its launcher, which holds the lock
     stopping.listen(ctrl_c=False)
     # Ctrl-C reaches every process of the terminal, and the launcher passes it on as well: twice means once here.
     signal.signal(signal.SIGINT, _on_ctrl_c)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 DOES_NOT_FIT = 1
 
 
-def is_under_torchrun() -> bool:
+def _is_under_torchrun() -> bool:
     """Check whether another launcher has already started this process as one rank of several."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ and "LOCAL_RANK" in os.environ
 
@@ -38,10 +38,10 @@ def run(plan: ResolvedRun, user_yaml: str, node_id: int = 0, fit: FitRun | None 
         fit: the fit that chose ``plan``, and chooses again where memory runs out; on one machine.
     """
     if plan.config.DRY_RUN:  # under torchrun every rank comes here
-        is_silent = is_under_torchrun() and os.environ["RANK"] != "0"  # RANK alone may be left over
+        is_silent = _is_under_torchrun() and os.environ["RANK"] != "0"  # RANK alone may be left over
         budget = fit.choice.budget_bytes if fit else None
         return 0 if is_silent else print_dry_run(plan, _submission(plan), budget_bytes=budget)
-    if is_under_torchrun():
+    if _is_under_torchrun():
         return _run_as_rank(plan, user_yaml)
     if plan.config.SLURM.USE_SLURM:
         from vissl_zero.launch.slurm import submit

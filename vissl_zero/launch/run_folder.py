@@ -36,7 +36,7 @@ _OUR_FILES = {
     "weights_ema.safetensors",
 }
 _OUR_FOLDERS = ("bad_steps", "features", "logs", "tensorboard")
-RENEW_S = 30.0
+_RENEW_S = 30.0
 STALE_S = 300.0  # ten missed renewals
 _JOB_VARIABLES = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "JOB_ID")
 
@@ -179,7 +179,7 @@ class RunLock:
         os.pwrite(self._fd, text, 0)
 
     def _renew(self) -> None:
-        while not self._ended.wait(RENEW_S):
+        while not self._ended.wait(_RENEW_S):
             with suppress(OSError):  # a full disk must not end the run
                 os.utime(self._fd)
 

@@ -61,7 +61,7 @@ def find_runs(root: Path) -> Iterator[Path]:
 
 def listed(folder: Path) -> ListedRun:
     """Return what the files of a run folder say. Cost: a millisecond; metrics are read from their end."""
-    summary, last = read_summary(folder), last_record(folder)
+    summary, last = read_summary(folder), _last_record(folder)
     state, why = _state(folder, summary, last)
     figures = {name: value for name in FIGURES if isinstance(value := summary.get(name), int | float)}
     if not summary and last:
@@ -80,7 +80,7 @@ def listed(folder: Path) -> ListedRun:
     )
 
 
-def last_record(folder: Path) -> dict[str, Any]:
+def _last_record(folder: Path) -> dict[str, Any]:
     """Return the last whole line of a run's metrics; empty if there is none."""
     try:
         with os.fdopen(open_regular(folder / "metrics.jsonl"), "rb") as file:

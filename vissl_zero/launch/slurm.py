@@ -54,7 +54,7 @@ def submit(plan: ResolvedRun, user_yaml: str) -> int:
     existed = Path(plan.run_dir).exists()
     try:
         prepare_folder(plan, user_yaml).release()  # the job takes the lock when it runs
-        folder = private_folder(submission_folder(plan))
+        folder = private_folder(_submission_folder(plan))
         if plan.config.SLURM.SNAPSHOT_CODE:
             snapshot(code_folder(plan), plan.config.IMPORTS)
         job = _hand_in(plan, folder)
@@ -157,7 +157,7 @@ def _hand_in(plan: ResolvedRun, folder: Path) -> Submitted:
     )
 
 
-def submission_folder(plan: ResolvedRun) -> Path:
+def _submission_folder(plan: ResolvedRun) -> Path:
     """Return where submission files and logs of a run go.
 
     Raises:
@@ -170,7 +170,7 @@ def submission_folder(plan: ResolvedRun) -> Path:
 
 def code_folder(plan: ResolvedRun) -> Path:
     """Return where the snapshot of a run's code goes; runs may share a LOG_FOLDER."""
-    return submission_folder(plan) / f"code_{hashlib.sha256(plan.run_dir.encode()).hexdigest()[:12]}"
+    return _submission_folder(plan) / f"code_{hashlib.sha256(plan.run_dir.encode()).hexdigest()[:12]}"
 
 
 def parameters(plan: ResolvedRun) -> dict[str, Any]:
@@ -206,7 +206,7 @@ def parameters(plan: ResolvedRun) -> dict[str, Any]:
 
 def script(plan: ResolvedRun) -> str:
     """Write the sbatch script that ``submit`` hands in (submitit puts the job's id for ``%j``)."""
-    folder = submission_folder(plan) / "%j"
+    folder = _submission_folder(plan) / "%j"
     from submitit.slurm.slurm import _make_sbatch_string  # slow to import
 
     command = f"{shlex.quote(sys.executable)} -u -m submitit.core._submit {shlex.quote(str(folder))}"
@@ -234,27 +234,27 @@ class Submitted:
     submitted: float
 
 
-def jobs_folder() -> Path:
+def _jobs_folder() -> Path:
     """Return where this user's submitted runs are noted."""
     return Path("~/.vissl_zero/jobs").expanduser()
 
 
 def note(job: Submitted) -> None:
-    """Write it to ``slurm.json`` in the run folder and into ``jobs_folder``; says so if that cannot be written."""
+    """Write it to ``slurm.json`` in the run folder and into ``_jobs_folder``; says so if that cannot be written."""
     text = json.dumps(asdict(job), indent=2) + "\n"
     with replacing(Path(job.run_dir) / "slurm.json") as temporary:
         temporary.write_text(text)
     try:
-        jobs_folder().mkdir(mode=0o700, parents=True, exist_ok=True)
-        (jobs_folder() / f"{job.job_id}.json").write_text(text)
+        _jobs_folder().mkdir(mode=0o700, parents=True, exist_ok=True)
+        (_jobs_folder() / f"{job.job_id}.json").write_text(text)
     except OSError as error:
-        print(f"vissl-zero jobs will not list this job: cannot write to {jobs_folder()} ({error.strerror}).")
+        print(f"vissl-zero jobs will not list this job: cannot write to {_jobs_folder()} ({error.strerror}).")
 
 
 def noted() -> list[Submitted]:
     """List all runs that were noted, oldest first; files that cannot be read are left out."""
     jobs = []
-    for path in jobs_folder().glob("*.json"):
+    for path in _jobs_folder().glob("*.json"):
         try:
             jobs.append(Submitted(**read_object(path)))
         except (OSError, ValueError, TypeError):
@@ -339,7 +339,7 @@ def requeue(max_requeues: int) -> int:
             flush=True,
         )
         return STOPPED
-    state = job_state(_job_id())
+    state = _job_state(_job_id())
     if state != "RUNNING":  # canceled, or being requeued by someone else
         print(f"Saved and stopped; the job is {state.lower() or 'gone'}.", flush=True)
         return STOPPED
@@ -349,7 +349,7 @@ def requeue(max_requeues: int) -> int:
     return STOPPED
 
 
-def job_state(job_id: str) -> str:
+def _job_state(job_id: str) -> str:
     """Ask for SLURM's word for the state of a job, such as RUNNING; empty if it is not known any more."""
     done = subprocess.run(
         ["scontrol", "show", "job", "-o", job_id], capture_output=True, text=True, check=False, timeout=60

@@ -51,7 +51,7 @@ _NUMBERED = "${hydra:job.num}"  # hydra.sweep.subdir of defaults.yaml
 _LEFTOVERS = ("metrics.jsonl", "summary.json", "tensorboard", "logs")
 
 
-def require_own(jobs: Mapping[Path, Sequence[str]]) -> None:
+def _require_own(jobs: Mapping[Path, Sequence[str]]) -> None:
     """Require that no folder holds a run of something else. The order of overrides makes no other run.
 
     Args:
@@ -90,7 +90,7 @@ def claim(folder: Path, overrides: Sequence[str]) -> bool:
     Raises:
         LaunchError: the folder holds a run of something else.
     """
-    require_own({folder: overrides})
+    _require_own({folder: overrides})
     if is_done(folder):
         return False
     if not any((folder / "checkpoints").glob("*")):
@@ -214,7 +214,7 @@ class SweepFolder(Callback):
         try:
             _check_search(config)
             jobs = _jobs(config, folder)
-            require_own(jobs)
+            _require_own(jobs)
             if config.config.DRY_RUN:
                 for path in jobs:
                     remember_new(path)  # Hydra makes them
@@ -301,7 +301,7 @@ def finish_sweep() -> int | None:
     return max((note.code or 0 for note in notes.values()), default=0)
 
 
-OUTPUT = "output.log"
+_OUTPUT = "output.log"
 _FAREWELL_S = 60.0  # to save and stop
 
 
@@ -381,7 +381,7 @@ class SideBySide(Launcher):
         assert self._config is not None
         sweep_dir = Path(str(self._config.hydra.sweep.dir)).absolute()
         jobs = [self._job(sweep_dir, initial_job_idx + index, list(o)) for index, o in enumerate(job_overrides)]
-        require_own({job.folder: job.overrides for job in jobs})
+        _require_own({job.folder: job.overrides for job in jobs})
         figure = self._objective(jobs[0])
         common = set(jobs[0].overrides).intersection(*(job.overrides for job in jobs)) if len(jobs) > 1 else set()
         waiting = []
@@ -490,7 +490,7 @@ def _start(job: _Job, slots: Slots) -> None:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(slots.gpus[job.slot])
     cores = slots.cores[job.slot]
     job.started = time.monotonic()
-    with (job.folder / OUTPUT).open("ab") as output:
+    with (job.folder / _OUTPUT).open("ab") as output:
         try:
             job.process = subprocess.Popen(
                 ["taskset", "-c", ",".join(map(str, cores)), *job.command] if _HAS_TASKSET else job.command,
@@ -511,7 +511,7 @@ def _finish(job: _Job, total: int) -> None:
     assert job.process is not None
     job.code = job.process.returncode
     JobNote(job.overrides, job.code).write(job.folder)
-    how = "done" if job.code == 0 else f"failed with exit code {job.code}, see {job.folder / OUTPUT}"
+    how = "done" if job.code == 0 else f"failed with exit code {job.code}, see {job.folder / _OUTPUT}"
     values = " ".join(job.swept) or "the only job"
     print(f"[{job.number + 1}/{total}] {how} after {time.monotonic() - job.started:.0f} s: {values}", flush=True)
 

@@ -18,7 +18,7 @@ from vissl_zero.methods.two_views import KeyQueue
 from vissl_zero.registry import LOSSES
 
 
-def nearest_neighbors(rows: Tensor, queue: Tensor) -> Tensor:
+def _nearest_neighbors(rows: Tensor, queue: Tensor) -> Tensor:
     """Find the row of the queue with the largest cosine similarity to each row; without gradient.
 
     Args:
@@ -60,7 +60,7 @@ def nnclr_loss(
     labels = counts.first + torch.arange(counts.local, device=p.device)
     terms = []
     for view, projection in enumerate(projections):
-        logits = nearest_neighbors(projection, queue) @ everyone[:, 1 - view].T / temperature
+        logits = _nearest_neighbors(projection, queue) @ everyone[:, 1 - view].T / temperature
         terms.append(F.cross_entropy(logits, labels, reduction="sum") / max(counts.local, 1))
     return torch.stack(terms).mean()
 

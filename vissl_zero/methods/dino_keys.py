@@ -219,7 +219,7 @@ class IBOTSpec(MethodSpec):
 
     def inferred(self, cfg: RunConfig) -> dict[str, tuple[Any, str]]:
         """Infer prototypes from the head, crops from the transforms."""
-        clusters: list[Any] = prototypes_of(cfg) or [None]
+        clusters: list[Any] = _prototypes_of(cfg) or [None]
         crops = crops_of(cfg)
         return {
             "num_global_crops": (crops[0] if crops else None, "transforms"),
@@ -241,7 +241,7 @@ class IBOTSpec(MethodSpec):
 IBOT_HEADS = ("ibot_head", "ibot_dino_head")
 
 
-def prototypes_of(cfg: RunConfig) -> list[int] | None:
+def _prototypes_of(cfg: RunConfig) -> list[int] | None:
     """Return the prototypes of the first head: one number, or one for crops and one for patches."""
     name, keys = next(heads_of(cfg), ("", {}))
     if name != "ibot_dino_head":
@@ -269,7 +269,7 @@ def distills_patches(
     if len(ratio) != 2 or not 0 <= ratio[0] <= ratio[1] <= 1 or ratio[1] == 0:
         must = "must be two shares of the patches, the least and the largest"
         problems.append(Problem(f"config.{path}.mask_ratio", str(list(ratio)), must, "Write [0.1, 0.5]."))
-    clusters = prototypes_of(cfg)
+    clusters = _prototypes_of(cfg)
     if clusters is not None and len(clusters) not in (1, 2):
         must = "must be one number, or one for crops and one for patches"
         problems.append(Problem("config.MODEL.HEAD.PARAMS", str(list(clusters)), must, "Write num_clusters: [8192]."))

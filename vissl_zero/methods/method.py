@@ -173,14 +173,14 @@ class Method(nn.Module):
         return 0
 
     def join(self, parts: Sequence[list[Any]], num_samples: Sequence[int]) -> list[Any]:
-        """Join outputs of several micro-batches as those of one; see ``join_rows``. What is no tensor is the first's.
+        """Join outputs of several micro-batches as those of one; see ``_join_rows``. What is no tensor is the first's.
 
         Args:
             parts: outputs of student or teacher, a micro-batch each.
             num_samples: number of samples in each.
         """
         columns = zip(*map(pytree.tree_leaves, parts), strict=True)
-        joined = [join_rows(column, num_samples) if isinstance(column[0], Tensor) else column[0] for column in columns]
+        joined = [_join_rows(column, num_samples) if isinstance(column[0], Tensor) else column[0] for column in columns]
         outputs: list[Any] = pytree.tree_unflatten(joined, pytree.tree_structure(parts[0]))
         return outputs
 
@@ -244,7 +244,7 @@ class Method(nn.Module):
         return []
 
 
-def join_rows(parts: Sequence[Tensor], num_samples: Sequence[int]) -> Tensor:
+def _join_rows(parts: Sequence[Tensor], num_samples: Sequence[int]) -> Tensor:
     """Join crop-major rows of several micro-batches, as those of one micro-batch with all their samples.
 
     Args:

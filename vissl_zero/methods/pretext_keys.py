@@ -115,7 +115,7 @@ class JigsawSpec(MethodSpec):
         name, head = next(heads_of(cfg), ("", {}))
         orders = head.get("num_permutations", 1000) if name == "jigsaw_head" else head_width(cfg)
         return {
-            "num_towers": (towers_of(cfg, 9), "head"),
+            "num_towers": (_towers_of(cfg, 9), "head"),
             "num_permutations": (orders, "head"),
             "are_cut": (are_cut(cfg), "transforms"),
         }
@@ -123,11 +123,11 @@ class JigsawSpec(MethodSpec):
     def problems(self, cfg: RunConfig, decided: Decisions) -> list[Problem]:
         """Check for one size, a head that takes tiles, no more orders than there are, a file of them that exists."""
         return [
-            *one_head(cfg, "jigsaw_head", *["mlp"] * (towers_of(cfg, None) is not None)),
+            *one_head(cfg, "jigsaw_head", *["mlp"] * (_towers_of(cfg, None) is not None)),
             *one_size(cfg),
-            *wrong_towers(cfg, GRIDS),
-            *wrong_tiles(cfg),
-            *joined_tiles(cfg),
+            *_wrong_towers(cfg, GRIDS),
+            *_wrong_tiles(cfg),
+            *_joined_tiles(cfg),
             *self._orders(cfg),
             *self._file(cfg),
         ]
@@ -148,7 +148,7 @@ class JigsawSpec(MethodSpec):
         return [Problem("config.MODEL.HEAD.PARAMS", str(orders), must, "Lower it.")]
 
 
-def towers_of(cfg: RunConfig, default: int | None) -> int | None:
+def _towers_of(cfg: RunConfig, default: int | None) -> int | None:
     """Return the tiles that the first head takes; of heads in a chain, the one that puts tiles side by side."""
     name, head = next(heads_of(cfg), ("", {}))
     if name == "chain":
@@ -158,25 +158,25 @@ def towers_of(cfg: RunConfig, default: int | None) -> int | None:
     return num_towers
 
 
-def wrong_towers(cfg: RunConfig, grids: Mapping[int, int]) -> list[Problem]:
+def _wrong_towers(cfg: RunConfig, grids: Mapping[int, int]) -> list[Problem]:
     """Check that the head takes a number of tiles that an image can be cut into."""
-    towers = towers_of(cfg, 9)
+    towers = _towers_of(cfg, 9)
     if towers is None or towers in grids:
         return []
     must = f"num_towers must be {' or '.join(map(str, grids))}"
     return [Problem("config.MODEL.HEAD.PARAMS", str(towers), must, "Write num_towers: 9.")]
 
 
-def wrong_tiles(cfg: RunConfig) -> list[Problem]:
+def _wrong_tiles(cfg: RunConfig) -> list[Problem]:
     """Check that the transforms cut images into the tiles that the head takes."""
-    towers, counts = towers_of(cfg, 9), crops_of(cfg)
+    towers, counts = _towers_of(cfg, 9), crops_of(cfg)
     if not are_cut(cfg) or towers is None or counts is None or counts[-1] == towers:
         return []
     must = f"must make the {towers} tiles that the head takes"
     return [Problem("config.DATA.TRAIN.TRANSFORMS", f"{counts[-1]} tiles", must, f"Write num_patches: {towers}.")]
 
 
-def joined_tiles(cfg: RunConfig) -> list[Problem]:
+def _joined_tiles(cfg: RunConfig) -> list[Problem]:
     """Check that all tiles of an image go through the model at once: the head joins them."""
     number, name = cfg.TRAINER.CROP_PASSES, cfg.LOSS["name"]
     if number == 1:
@@ -185,7 +185,7 @@ def joined_tiles(cfg: RunConfig) -> list[Problem]:
     return [Problem("config.TRAINER.CROP_PASSES", str(number), must, "Leave it out.")]
 
 
-LOSS_TYPES = ("nce", "cross_entropy")
+_LOSS_TYPES = ("nce", "cross_entropy")
 
 
 @dataclass
@@ -242,7 +242,7 @@ class NPIDSpec(MethodSpec):
         return [
             *one_head(cfg, "mlp"),
             *_one_view(cfg),
-            *one_of(f"{path}.loss_type", keys.loss_type, LOSS_TYPES),
+            *one_of(f"{path}.loss_type", keys.loss_type, _LOSS_TYPES),
         ]
 
 
@@ -297,7 +297,7 @@ class PIRLSpec(MethodSpec):
         """Infer embedding_dim and num_towers from the head, are_cut from the transforms."""
         return {
             "embedding_dim": (head_width(cfg), "head"),
-            "num_towers": (towers_of(cfg, 9), "head"),
+            "num_towers": (_towers_of(cfg, 9), "head"),
             "are_cut": (are_cut(cfg), "transforms"),
         }
 
@@ -306,8 +306,8 @@ class PIRLSpec(MethodSpec):
         keys, path = loss_keys(cfg), f"LOSS.{cfg.LOSS['name']}"
         return [
             *one_head(cfg, "pirl_head"),
-            *wrong_towers(cfg, GRIDS),
-            *(wrong_tiles(cfg) if (crops_of(cfg) or [])[:-1] == [1] else two_views(cfg)),
-            *joined_tiles(cfg),
-            *one_of(f"{path}.loss_type", keys.loss_type, LOSS_TYPES),
+            *_wrong_towers(cfg, GRIDS),
+            *(_wrong_tiles(cfg) if (crops_of(cfg) or [])[:-1] == [1] else two_views(cfg)),
+            *_joined_tiles(cfg),
+            *one_of(f"{path}.loss_type", keys.loss_type, _LOSS_TYPES),
         ]

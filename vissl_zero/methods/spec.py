@@ -89,12 +89,12 @@ def head_width(cfg: RunConfig) -> int | None:
 
 
 # Transforms that make tiles -> crops that come before them, of another size.
-CUTTING: dict[str, list[int]] = {"ImgPatchesFromTensor": [], "ImgPilToPatchesAndImage": [1]}
+_CUTTING: dict[str, list[int]] = {"ImgPatchesFromTensor": [], "ImgPilToPatchesAndImage": [1]}
 
 
 def are_cut(cfg: RunConfig) -> bool:
     """Check whether the transforms cut images into tiles."""
-    return any(isinstance(entry, Mapping) and entry.get("name") in CUTTING for entry in cfg.DATA.TRAIN.TRANSFORMS)
+    return any(isinstance(entry, Mapping) and entry.get("name") in _CUTTING for entry in cfg.DATA.TRAIN.TRANSFORMS)
 
 
 def crops_of(cfg: RunConfig) -> list[int] | None:
@@ -106,9 +106,9 @@ def crops_of(cfg: RunConfig) -> list[int] | None:
         if isinstance(entry, Mapping) and entry.get("name") == "ImgReplicatePil":
             count = entry.get("num_times", 2)
             return [count] if isinstance(count, int) else None
-        if isinstance(entry, Mapping) and entry.get("name") in CUTTING:
+        if isinstance(entry, Mapping) and entry.get("name") in _CUTTING:
             count = entry.get("num_patches", 9)
-            return [*CUTTING[entry["name"]], count] if isinstance(count, int) else None
+            return [*_CUTTING[entry["name"]], count] if isinstance(count, int) else None
     return None
 
 
@@ -210,7 +210,7 @@ def _reached(method: str) -> str:
     return f"{figures['untrained']} -> {figures['trained']} % ({figures['raw_pixels']} %)"
 
 
-def cifar_table() -> str:
+def _cifar_table() -> str:
     """Write what was reached on CIFAR-10's images, a row for each run, in Markdown."""
     reached = "kNN top-1: untrained -> trained (raw pixels) | linear top-1, the same"
     lines = [f"| method | seed | {reached} | epochs | minutes of one core | date |", f"|{' --- |' * 7}"]
@@ -227,7 +227,7 @@ def cifar_table() -> str:
 
 def with_table(page: str) -> str:
     """Fill ``docs/methods.md`` with new tables."""
-    for (first, last), text in ((_MARKS, table()), (_CIFAR_MARKS, cifar_table())):
+    for (first, last), text in ((_MARKS, table()), (_CIFAR_MARKS, _cifar_table())):
         begin, end = page.index(first) + len(first), page.index(last)
         page = f"{page[:begin]}\n{text}\n{page[end:]}"
     return page

@@ -86,7 +86,7 @@ class SwAVLossConfig:
     """Past embeddings in the assignment."""
 
 
-def needs_embeddings(cfg: RunConfig) -> list[Problem]:
+def _needs_embeddings(cfg: RunConfig) -> list[Problem]:
     """Check that a ``swav_head`` does not leave out the embeddings, which the loss takes."""
     must = f"must be true for {cfg.LOSS['name']}, which needs embeddings"
     return [
@@ -125,7 +125,7 @@ class SwAVSpec(MethodSpec):
         path = f"LOSS.{cfg.LOSS['name']}"
         return [
             *one_head(cfg, "swav_head"),
-            *needs_embeddings(cfg),
+            *_needs_embeddings(cfg),
             *_lengths(cfg, keys, path),
             *self._crops(cfg, keys, path),
             *_prototypes(keys, path),

@@ -318,7 +318,7 @@ class SimSiam(EmbeddingMethod):
 _BATCH_NORM_EPS = 1e-5  # the paper's code standardizes with nn.BatchNorm1d(affine=False)
 
 
-def cross_correlation(first: Tensor, second: Tensor, eps: float = _BATCH_NORM_EPS) -> Tensor:
+def _cross_correlation(first: Tensor, second: Tensor, eps: float = _BATCH_NORM_EPS) -> Tensor:
     """Correlate the features of two views over the samples of all ranks, (D, D); differentiable. Collective.
 
     Args:
@@ -348,9 +348,9 @@ def barlow_twins_loss(first: Tensor, second: Tensor, lambda_: float = 0.0051, sc
         scale: factor of the whole (VISSL's ``scale_loss``).
     Returns:
         0-d, the same on every rank: a function of the whole batch.
-    Cost: see ``cross_correlation``.
+    Cost: see ``_cross_correlation``.
     """
-    correlation = cross_correlation(first, second)
+    correlation = _cross_correlation(first, second)
     diagonal = correlation.diagonal()
     on_diagonal = (diagonal - 1).square().sum()
     off_diagonal = correlation.square().sum() - diagonal.square().sum()

@@ -118,13 +118,13 @@ def _pooling(name: str, args: Sequence[Any]) -> nn.Module:
     return pooling
 
 
-def build_taps(trunk: nn.Module, settings: FeatureEvalSettings) -> Taps | None:
+def _build_taps(trunk: nn.Module, settings: FeatureEvalSettings) -> Taps | None:
     """Build the taps that FEATURE_EVAL_SETTINGS lists, or None."""
     entries = settings.LINEAR_EVAL_FEAT_POOL_OPS_MAP
     return Taps(trunk, entries, settings.SHOULD_FLATTEN_FEATS) if entries else None
 
 
-def require_width(head: nn.Module, index: int, rows: Tensor) -> None:
+def _require_width(head: nn.Module, index: int, rows: Tensor) -> None:
     """Refuse features that the first layer of a head does not take.
 
     Raises:
@@ -289,7 +289,7 @@ class Model(nn.Module):
         inputs = self.taps(features) if self.taps is not None else [torch.cat(features)] * len(self.heads)
         if is_first and self.taps is not None:
             for index, (head, rows) in enumerate(zip(self.heads, inputs, strict=True)):
-                require_width(head, index, rows)
+                _require_width(head, index, rows)
         extras = {"probe": probe, "tokens": tokens, "maps": maps}
         heads = zip(self.heads, inputs, self._asks, strict=True)
         outputs = [head(rows, **{name: extras[name] for name in wanted_inputs}) for head, rows, wanted_inputs in heads]
@@ -439,7 +439,7 @@ def build_model(model_config: ModelConfig | TeacherModel, num_classes: int = 0) 
             from vissl_zero.models.lora import adapt_  # peft takes seconds to import, and may not be installed
 
             adapt_(trunk, model_config.LORA)
-        taps, heads = build_taps(trunk, settings), []
+        taps, heads = _build_taps(trunk, settings), []
         feature_taps = None
         if settings.EXTRACT_TRUNK_FEATURES_ONLY:
             taps, feature_taps = None, taps

@@ -260,7 +260,7 @@ def _copied(
     for key, value in vars(optimizer).items():
         if key == "step":  # a scheduler wraps it
             continue
-        if is_wrapped(value, shared):
+        if _is_wrapped(value, shared):
             value = _copied(value, shared, groups)
         elif isinstance(value, Tensor):
             value = value.clone()
@@ -283,7 +283,7 @@ def set_own(optimizer: torch.optim.Optimizer, name: str, value: Any) -> None:
         setattr(optimizer, name, value)
 
 
-def is_wrapped(value: Any, groups: Sequence[dict[str, Any]]) -> TypeGuard[torch.optim.Optimizer]:
+def _is_wrapped(value: Any, groups: Sequence[dict[str, Any]]) -> TypeGuard[torch.optim.Optimizer]:
     """Check whether ``value`` is an optimizer over the same groups as the one that holds it."""
     others = value.param_groups if isinstance(value, torch.optim.Optimizer) else []
     return len(others) == len(groups) and all(a is b for a, b in zip(groups, others, strict=True))
@@ -291,7 +291,7 @@ def is_wrapped(value: Any, groups: Sequence[dict[str, Any]]) -> TypeGuard[torch.
 
 def with_wrapped(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
     """List the optimizer and those that it wraps over the same groups, as Lookahead does: each may have a state."""
-    wrapped = [value for value in vars(optimizer).values() if is_wrapped(value, optimizer.param_groups)]
+    wrapped = [value for value in vars(optimizer).values() if _is_wrapped(value, optimizer.param_groups)]
     return [optimizer, *(layer for other in wrapped for layer in with_wrapped(other))]
 
 

@@ -136,7 +136,7 @@ def _word(value: Any) -> str:
     return "null" if value is None else str(value)
 
 
-def sharding_plans(
+def _sharding_plans(
     base: ShardingPlan, world_size: int, num_nodes: int, device_type: str, can_recompute: bool
 ) -> Iterator[ShardingPlan]:
     """Yield every plan that computes the same as ``base`` and that the rules allow.
@@ -300,7 +300,7 @@ def forecast_all(
 
     Args:
         forecaster: forecaster of the model.
-        base, world_size, num_nodes, device_type: as for ``sharding_plans``.
+        base, world_size, num_nodes, device_type: as for ``_sharding_plans``.
         micro_batches, batch: per step, and images of one.
         can_recompute: units may be run again in backward, where the model has any.
     Raises:
@@ -308,7 +308,7 @@ def forecast_all(
     """
     rows: Found = []
     refusals: list[ConfigError] = []
-    for plan in sharding_plans(base, world_size, num_nodes, device_type, can_recompute and forecaster.can_recompute):
+    for plan in _sharding_plans(base, world_size, num_nodes, device_type, can_recompute and forecaster.can_recompute):
         try:
             rows.append((plan, micro_batches, batch, forecaster.forecast(plan, micro_batches)))
         except ConfigError as error:

@@ -16,7 +16,7 @@ from vissl_zero.resolve.resolved import ResolvedRun
 if TYPE_CHECKING:
     from vissl_zero.config.compose import Composed
 
-SHARE_LEFT = 0.9  # of a forecast that ran out of memory: what a later plan may be forecast to take
+_SHARE_LEFT = 0.9  # of a forecast that ran out of memory: what a later plan may be forecast to take
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ def with_option(composed: Composed, option: FitOption, why: str) -> Composed:
     return replace(
         composed,
         run=with_settings(composed.run, option.settings),
-        written=without_chosen(composed.written),
+        written=_without_chosen(composed.written),
         notes=(*composed.notes, why),
     )
 
@@ -176,7 +176,7 @@ def with_settings(cfg: RunConfig, settings: Mapping[str, Any]) -> RunConfig:
     return cfg
 
 
-def without_chosen(written: Mapping[str, Any]) -> dict[str, Any]:
+def _without_chosen(written: Mapping[str, Any]) -> dict[str, Any]:
     """Remove the chosen values from the tree as written: saved files show no interpolations in their place."""
     left = copy.deepcopy(dict(written))
     left.pop("ZERO", None)
@@ -188,7 +188,7 @@ def without_chosen(written: Mapping[str, Any]) -> dict[str, Any]:
 def most_bytes(rows: Sequence[Outcome]) -> int | None:
     """Return what a plan may be forecast to take where those of ``rows`` were tried; None: none ran out of memory."""
     failed = _failed(rows)
-    return int(SHARE_LEFT * min(failed)) if failed else None
+    return int(_SHARE_LEFT * min(failed)) if failed else None
 
 
 def shortfall(rows: Sequence[Outcome]) -> int:

@@ -39,7 +39,7 @@ from vissl_zero.resolve.resolve import resolve
 from vissl_zero.resolve.resolved import ResolvedRun
 from vissl_zero.sharding.model.float8 import device_problems
 
-FIT = "fit"
+_FIT = "fit"
 _GIB = 2**30
 _ASSUMED_GPU = 80 * _GIB
 _SPLITS = (2, 4, 8)  # micro-batches tried, times those of the recipe
@@ -83,7 +83,7 @@ def fitted(composed: Composed) -> Composed:
     Raises:
         ConfigError, DataError: what the run would be refused for; or nothing fits, with the smallest memory that would.
     """
-    if str(composed.run.ZERO.LEVEL) != FIT:
+    if str(composed.run.ZERO.LEVEL) != _FIT:
         return composed
     plans = fit_plans(composed)
     return with_option(composed, plans.first(), plans.why)
@@ -143,7 +143,7 @@ def plan_run(
                 batch, number = plan.batch_per_rank // times, plan.accumulation_steps * times
                 part = replace(plan, batch_per_rank=batch, accumulation_steps=number)
                 stages.append(set_stage(part))
-    budget = budget_of(cfg, plan, free_bytes)
+    budget = _budget_of(cfg, plan, free_bytes)
     candidates = rank_candidates(_forecasts(stages, budget), budget, plan.world_size, base.level)
     return Planned(cfg, plan, candidates, budget, stage.assumed, len(stage.loader.source), machine)
 
@@ -164,7 +164,7 @@ def _forecasts(stages: Sequence[Stage], budget: Budget) -> Found:
     return rows
 
 
-def budget_of(cfg: RunConfig, plan: ResolvedRun, free_bytes: int | None = None) -> Budget:
+def _budget_of(cfg: RunConfig, plan: ResolvedRun, free_bytes: int | None = None) -> Budget:
     """Return what a rank may use: as the configuration says, else what the machine has; less where that was too little.
 
     Plans of this run folder that ran out of memory say what the forecasts of later ones must stay below: below theirs,
@@ -211,7 +211,7 @@ def _without_choice(cfg: RunConfig) -> RunConfig:
     plain = copy.deepcopy(cfg)
     for block in (plain.ZERO.offload_optimizer_config, plain.ZERO.offload_param_config):
         block.device, block.nvme_path = "none", None
-    if str(plain.ZERO.LEVEL) == FIT:
+    if str(plain.ZERO.LEVEL) == _FIT:
         plain.ZERO.LEVEL = 0
     return plain
 

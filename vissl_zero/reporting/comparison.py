@@ -138,13 +138,13 @@ def estimate(values: Sequence[float]) -> Estimate:
     return Estimate(float(data.mean()), float(low), float(high))
 
 
-def figures_of(group: Group) -> dict[str, Estimate]:
+def _figures_of(group: Group) -> dict[str, Estimate]:
     """Return each figure that every run of the group has."""
     shared = [name for name in FIGURES if all(name in run.figures for run in group.runs)]
     return {name: estimate([run.figures[name] for run in group.runs]) for name in shared}
 
 
-def estimate_text(name: str, shown: Estimate | None) -> str:
+def _estimate_text(name: str, shown: Estimate | None) -> str:
     """Return a figure for people: the mean, and the interval where seeds differ in what is shown."""
     return " ".join(filter(None, _parts(name, shown)))
 
@@ -167,10 +167,10 @@ def _text(name: str, value: float) -> str:
 
 def rows_of(groups: Sequence[Group]) -> Iterator[tuple[str, list[str]]]:
     """Yield the table of figures: a row per figure that some group has, a column per group."""
-    columns = [figures_of(group) for group in groups]
+    columns = [_figures_of(group) for group in groups]
     for name, title in FIGURES.items():
         if any(name in column for column in columns):
-            yield title, [estimate_text(name, column.get(name)) for column in columns]
+            yield title, [_estimate_text(name, column.get(name)) for column in columns]
 
 
 def text_table(heads: Sequence[str], rows: Iterable[tuple[str, Sequence[object]]]) -> Table:
@@ -204,7 +204,7 @@ def page(runs: Sequence[ComparedRun]) -> str:
     }
     are_seeds = any(len(group.runs) > 1 for group in groups)
     recipes = ", ".join(dict.fromkeys(run.recipe for run in runs if run.recipe))
-    columns = [figures_of(group) for group in groups]
+    columns = [_figures_of(group) for group in groups]
     figures = [
         (title, [" ".join(_span(*_parts(name, column.get(name)))) for column in columns])
         for name, title in FIGURES.items()
@@ -271,7 +271,7 @@ def groups_as_json(groups: Sequence[Group]) -> list[dict[str, Any]]:
         {
             "name": group.name,
             "runs": [str(run.folder) for run in group.runs],
-            "figures": {name: vars(estimate) for name, estimate in figures_of(group).items()},
+            "figures": {name: vars(estimate) for name, estimate in _figures_of(group).items()},
         }
         for group in groups
     ]

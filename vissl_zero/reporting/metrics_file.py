@@ -92,7 +92,7 @@ def _finite(value: Any, name: str, not_finite: dict[str, str]) -> Any:
     return value
 
 
-def record_from(entry: Mapping[str, Any]) -> StepRecord:
+def _record_from(entry: Mapping[str, Any]) -> StepRecord:
     """Read the record that ``line`` wrote; what was not finite is None.
 
     Raises:
@@ -112,7 +112,7 @@ def read_records(path: Path, after: int = 0) -> Iterator[StepRecord]:
     with path.open(encoding="utf-8") as file:
         for text in file:
             try:
-                record = record_from(as_object(text))
+                record = _record_from(as_object(text))
             except (ValueError, KeyError, TypeError):
                 return
             if record.step > after:
@@ -130,7 +130,7 @@ def _forget_after(path: Path, step: int, records: Records) -> None:
                 entry = as_object(text)
                 if entry["step"] > step:
                     continue
-                records.append(record_from(entry))
+                records.append(_record_from(entry))
             except (ValueError, KeyError, TypeError):
                 break
             new.write(text.rstrip("\n") + "\n")

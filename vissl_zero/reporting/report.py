@@ -215,7 +215,7 @@ def gather_content(run: Run, knn: KnnHook, segmented: Sequence[SegmentedImage] =
         peak_kind="allocated" if run.device.type == "cuda" else "resident",
         crops=first_crops(run),
         neighbors=neighbor_rows(knn.neighbors_before, knn.neighbors_after),
-        patches=patch_samples(knn),
+        patches=_patch_samples(knn),
         segmented=segmented_samples(segmented, eval_transforms(plan.config.DATA)),
     )
 
@@ -234,7 +234,7 @@ def segmented_samples(segmented: Sequence[SegmentedImage], transforms: Sequence[
     ]
 
 
-def patch_samples(knn: KnnHook) -> list[CropSample]:
+def _patch_samples(knn: KnnHook) -> list[CropSample]:
     """Test images with pictures of their patches, where the trunk is a vision transformer."""
     if knn.neighbors_after is None:
         return []

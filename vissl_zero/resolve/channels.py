@@ -20,7 +20,7 @@ SOURCES = (
     *("digits", "synthetic"),
 )
 # Transforms that move or weigh pixels, whatever their channels mean.
-TRANSFORMS_OF_CHANNELS = (
+_TRANSFORMS_OF_CHANNELS = (
     *("RandomResizedCrop", "ImgPilToMultiCrop", "ImgReplicatePil", "Resize", "CenterCrop", "RandomCrop"),
     *("RandomHorizontalFlip", "RandomVerticalFlip", "RandomRotation", "RandomAffine", "RandomErasing"),
     *("ImgPilGaussianBlur", "RandomApply", "ImgPilMultiCropRandomApply", "ToTensor", "Normalize"),
@@ -68,8 +68,8 @@ def _refused(entries: Sequence[Any], key: str, must: str) -> list[Problem]:
     for entry in entries:
         if not isinstance(entry, Mapping) or "name" not in entry:
             continue  # another rule speaks
-        if (name := str(entry["name"])) not in TRANSFORMS_OF_CHANNELS:
-            fix = f"Leave it out. There are: {_listed(TRANSFORMS_OF_CHANNELS)}."
+        if (name := str(entry["name"])) not in _TRANSFORMS_OF_CHANNELS:
+            fix = f"Leave it out. There are: {_listed(_TRANSFORMS_OF_CHANNELS)}."
             problems.append(Problem(key, repr(name), f"must make sense {must}", fix))
         problems += _refused(entry.get("transforms") or (), key, must)
     return problems

@@ -182,7 +182,7 @@ def _with_data(data: Data, saved: Mapping[str, Any], path: str) -> Data:
     is_other = (_is_auto(data.TRAIN.DATA_SOURCES) and data.TRAIN.DATA_PATHS) or not _is_auto(data.TRAIN.DATA_SOURCES)
     test = _with_images(data.TEST, {} if is_other else saved["TEST"])
     if _is_auto(data.TRAIN.TRANSFORMS):
-        train = replace(train, TRANSFORMS=plain_views(saved["TRAIN"]["TRANSFORMS"]))
+        train = replace(train, TRANSFORMS=_plain_views(saved["TRAIN"]["TRANSFORMS"]))
     if _is_auto(data.TEST.TRANSFORMS):
         # Other images may have other sizes: none here means resized and cropped as TRAIN's are.
         is_runs = bool(test.DATA_SOURCES) and not is_other and not data.TEST.DATA_PATHS
@@ -200,7 +200,7 @@ def _with_images(split: Split, saved: Mapping[str, Any]) -> Split:
     return replace(split, **filled, DATA_LIMIT=limit)
 
 
-def plain_views(transforms: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _plain_views(transforms: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return TRAIN's transforms with one crop of its largest size and without distortion of color or sharpness."""
     views: list[dict[str, Any]] = []
     for entry in transforms:

@@ -40,7 +40,7 @@ def with_image_size(cfg: RunConfig) -> RunConfig:
     A vision transformer's smaller crops become whole patches: 224 and 96 pixels at IMG_SIZE=64 are 64 and 32.
     """
     size, train, test = cfg.DATA.IMG_SIZE, cfg.DATA.TRAIN, cfg.DATA.TEST
-    largest = largest_crop(train.TRANSFORMS)
+    largest = _largest_crop(train.TRANSFORMS)
     if size is None or not largest or not 1 <= size <= 65536:
         return cfg
     factor, side = size / largest, patch_side(cfg.MODEL.TRUNK)
@@ -53,7 +53,7 @@ def with_image_size(cfg: RunConfig) -> RunConfig:
     return replace(cfg, DATA=data)
 
 
-def largest_crop(transforms: Sequence[Any]) -> int | None:
+def _largest_crop(transforms: Sequence[Any]) -> int | None:
     """Return the longest side in pixels that the last sized transform makes; None where nothing sets a size."""
     return max(crop_sides(transforms), default=None)
 
@@ -165,13 +165,13 @@ def datasets(cfg: RunConfig, decided: Decisions) -> list[Problem]:
 def image_size(cfg: RunConfig, decided: Decisions) -> list[Problem]:
     """Check that IMG_SIZE has something to scale."""
     size = cfg.DATA.IMG_SIZE
-    if size is not None and size >= 1 and largest_crop(cfg.DATA.TRAIN.TRANSFORMS) is None:
+    if size is not None and size >= 1 and _largest_crop(cfg.DATA.TRAIN.TRANSFORMS) is None:
         must = "must be left out: no transform of config.DATA.TRAIN.TRANSFORMS sets a size"
         return [Problem("config.DATA.IMG_SIZE", str(size), must, f"Add {{name: Resize, size: [{size}, {size}]}}.")]
     return []
 
 
-def whole_patches(cfg: RunConfig, decided: Decisions) -> list[Problem]:
+def _whole_patches(cfg: RunConfig, decided: Decisions) -> list[Problem]:
     """Check that a vision transformer cuts its crops into patches, with nothing left over."""
     side, size = patch_side(cfg.MODEL.TRUNK), cfg.DATA.IMG_SIZE
     must = f"must be a multiple of the trunk's patches of {side} pixels"
@@ -276,7 +276,7 @@ def torchvision_names() -> frozenset[str]:
     return frozenset(names - {"AutoAugmentPolicy"})  # an enumeration
 
 
-def same_origin(cfg: RunConfig, decided: Decisions) -> Problem | None:
+def _same_origin(cfg: RunConfig, decided: Decisions) -> Problem | None:
     """Refuse to evaluate a trunk trained on the digits with a user's own images, or to index these by them."""
     train, test = cfg.DATA.TRAIN, cfg.DATA.TEST
     if test.DATA_SOURCES != ["disk_folder"] or train.DATA_SOURCES != ["digits"]:
@@ -287,7 +287,7 @@ def same_origin(cfg: RunConfig, decided: Decisions) -> Problem | None:
 
 # As the data room reads them; a test holds the two together.
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ".dcm")
-NUM_DIGITS = {"TRAIN": 1_437, "TEST": 360}
+_NUM_DIGITS = {"TRAIN": 1_437, "TEST": 360}
 
 
 def paths(cfg: RunConfig, decided: Decisions | None = None) -> list[Problem]:
@@ -400,7 +400,7 @@ def num_images(name: str, split: Split, most: int, endings: tuple[str, ...] = EX
     """Count the images of a split, up to ``most``; None if that cannot be told without opening the source."""
     source = split.DATA_SOURCES[0] if len(split.DATA_SOURCES) == 1 else ""
     if source == "digits":
-        count = NUM_DIGITS[name]
+        count = _NUM_DIGITS[name]
     elif source == "disk_folder":
         try:
             count = sum(1 for path in split.DATA_PATHS for _ in islice(image_files(path, endings), most))
@@ -476,6 +476,6 @@ _MIXABLE = {
     "feature_distillation_loss": "",
 }
 DATA_RULES = (
-    *(mixing, sources, datasets, same_origin, image_size, whole_patches, labels, transforms),
+    *(mixing, sources, datasets, _same_origin, image_size, _whole_patches, labels, transforms),
     *(fast_backend, channels, paths, enough),
 )

@@ -43,7 +43,7 @@ def periods(cfg: RunConfig) -> dict[str, int]:
     return {name: number for name, number in every.items() if number > 0}
 
 
-def followed_figures(cfg: RunConfig, decided: Decisions) -> list[Problem]:
+def _followed_figures(cfg: RunConfig, decided: Decisions) -> list[Problem]:
     """Check that the run measures the figures that early stopping and the best weights follow."""
     known = periods(cfg)
     wanted = {EARLY_STOPPING: cfg.HOOKS.EARLY_STOPPING.METRIC}
@@ -72,4 +72,4 @@ def unknown_number(name: str, own_hooks: Sequence[str]) -> Problem | None:
     return Problem("config.OBJECTIVE", repr(name), "must name a number of summary.json", fix)
 
 
-FOLLOWED_FIGURE_RULES = (followed_figures, objective)
+FOLLOWED_FIGURE_RULES = (_followed_figures, objective)

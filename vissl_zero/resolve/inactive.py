@@ -116,7 +116,7 @@ def can_measure_top1(cfg: RunConfig) -> bool:
     return bool(cfg.DATA.TEST.DATA_SOURCES) and not predicts_no_class
 
 
-def measures_test(cfg: RunConfig) -> bool:
+def _measures_test(cfg: RunConfig) -> bool:
     """Check whether a figure on TEST may be measured: top-1, or the overlap of classes of pixels."""
     return can_measure_top1(cfg) or segments(cfg)
 
@@ -324,7 +324,7 @@ _CONDITIONS: tuple[Inactive, ...] = (
     ),
     Inactive(
         ("TEST_EVERY_NUM_EPOCH",),
-        lambda cfg: not (cfg.TEST_MODEL and measures_test(cfg)),
+        lambda cfg: not (cfg.TEST_MODEL and _measures_test(cfg)),
         "neither top-1 nor mIoU on TEST is measured",
     ),
     Inactive(
@@ -345,7 +345,7 @@ _CONDITIONS: tuple[Inactive, ...] = (
     ),
     Inactive(
         ("TEST_MODEL",),
-        lambda cfg: cfg.PROGRAM == TRAIN and not measures_test(cfg),
+        lambda cfg: cfg.PROGRAM == TRAIN and not _measures_test(cfg),
         "neither top-1 nor mIoU on TEST is measured either way",
     ),
     *(

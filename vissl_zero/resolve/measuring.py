@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from vissl_zero.resolve.decisions import Decisions
 
 # Names of features that are no inner layer's.
-PLAIN_FEATURES = ("heads", "trunk", "lastCLS", "res5avg", "avgpool", "flatten")
+_PLAIN_FEATURES = ("heads", "trunk", "lastCLS", "res5avg", "avgpool", "flatten")
 
 
 def program(cfg: RunConfig, decided: Decisions) -> list[Problem]:
@@ -70,9 +70,9 @@ def clusters(cfg: RunConfig, decided: Decisions) -> list[Problem]:
         return []
     entries, name = cfg.MODEL.FEATURE_EVAL_SETTINGS.LINEAR_EVAL_FEAT_POOL_OPS_MAP, cfg.CLUSTERFIT.FEATURES.LAYER_NAME
     known = layer_names(entries)
-    if (len(known) < 2 and not name) or name in known or (not known and name in PLAIN_FEATURES):
+    if (len(known) < 2 and not name) or name in known or (not known and name in _PLAIN_FEATURES):
         return []
-    must = f"must name the layer: {', '.join(known or PLAIN_FEATURES)}"
+    must = f"must name the layer: {', '.join(known or _PLAIN_FEATURES)}"
     return [Problem("config.CLUSTERFIT.FEATURES.LAYER_NAME", repr(name), must, "Correct it, or the map of layers.")]
 
 

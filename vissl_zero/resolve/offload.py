@@ -133,7 +133,7 @@ def _set_in_vain(block: OffloadOptimizer | OffloadParam) -> list[str]:
     return in_vain + (["max_in_cpu"] if isinstance(block, OffloadParam) and max_in_cpu(block) is not None else [])
 
 
-ENGINES = ("torch", "fairscale")
+_ENGINES = ("torch", "fairscale")
 _ENGINE_KEY = "zero.engine"
 
 
@@ -155,8 +155,8 @@ def engine_problems(
         shard_group_size: -1: all ranks.
         is_float8: linear layers multiply in float8.
     """
-    if engine_of(name) not in ENGINES:
-        fix = did_you_mean(name, ENGINES).strip() or "Leave it out."
+    if engine_of(name) not in _ENGINES:
+        fix = did_you_mean(name, _ENGINES).strip() or "Leave it out."
         return [Problem(_ENGINE_KEY, repr(name), "must be torch or fairscale", fix)]
     if name != "fairscale":
         return []

@@ -54,7 +54,7 @@ def known(cfg: RunConfig, decided: Decisions) -> list[Problem]:
     if base_name(cfg.OPTIMIZER) not in OPTIMIZERS:
         return [OPTIMIZERS.unknown(base_name(cfg.OPTIMIZER))]
     try:
-        options, _ = optimizer_options(cfg.OPTIMIZER)
+        options, _ = _optimizer_options(cfg.OPTIMIZER)
     except ConfigError as error:
         return list(error.problems)
     problems = []
@@ -137,7 +137,7 @@ def used(cfg: RunConfig) -> dict[str, Scheduler]:
     return values | {name: schedule for name, schedule in named.items() if schedule.name}
 
 
-def well_formed(cfg: RunConfig, decided: Decisions) -> list[Problem]:
+def _well_formed(cfg: RunConfig, decided: Decisions) -> list[Problem]:
     """Check that every schedule is known and has what it needs; parts of a composite too."""
     problems: list[Problem] = []
     for name, schedule in used(cfg).items():
@@ -205,7 +205,7 @@ def _composite(key: str, schedule: Mapping[str, Any], num_epochs: int) -> list[P
     return problems
 
 
-def auto_scaling(cfg: RunConfig, decided: Decisions) -> list[Problem]:
+def _auto_scaling(cfg: RunConfig, decided: Decisions) -> list[Problem]:
     """Check that scaling by the batch has a base and something to scale."""
     problems: list[Problem] = []
     for name, schedule in used(cfg).items():
@@ -218,7 +218,7 @@ def auto_scaling(cfg: RunConfig, decided: Decisions) -> list[Problem]:
     return problems
 
 
-def peak_value(cfg: RunConfig, decided: Decisions) -> list[Problem]:
+def _peak_value(cfg: RunConfig, decided: Decisions) -> list[Problem]:
     """Check that OPTIMIZER.lr has a schedule that can be scaled to it."""
     value, schedule = cfg.OPTIMIZER.lr, cfg.OPTIMIZER.param_schedulers.lr
     if value is None:
@@ -233,7 +233,7 @@ def peak_value(cfg: RunConfig, decided: Decisions) -> list[Problem]:
     return problems
 
 
-OPTIMIZER_RULES = (form, known, larc, groups, well_formed, auto_scaling, peak_value)
+OPTIMIZER_RULES = (form, known, larc, groups, _well_formed, _auto_scaling, _peak_value)
 
 
 _DEFAULT_WEIGHT_DECAY = 1e-4
@@ -305,7 +305,7 @@ def weight_decay(block: Optimizer) -> float:
     return _DEFAULT_WEIGHT_DECAY if value is None else float(value)
 
 
-def optimizer_options(block: Optimizer) -> tuple[dict[str, Any], tuple[str, ...]]:
+def _optimizer_options(block: Optimizer) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Return the optimizer's own keys, typed and complete, and notes on keys it does not have.
 
     Raises:
@@ -350,7 +350,7 @@ def optimizer_plan(cfg: RunConfig, global_batch: int, num_nodes: int) -> tuple[O
         num_nodes: machines, among which that batch is shared.
     """
     block = cfg.OPTIMIZER
-    options, option_notes = optimizer_options(block)
+    options, option_notes = _optimizer_options(block)
     larc, larc_notes = _larc(block)
     decay, head = weight_decay(block), block.head_optimizer_params
     schedules = resolved_schedules(block, global_batch, num_nodes)

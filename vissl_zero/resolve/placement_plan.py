@@ -117,7 +117,7 @@ def gpu(cfg: RunConfig, decided: Decisions) -> Problem | None:
     return None
 
 
-def several_machines(cfg: RunConfig, decided: Decisions) -> Problem | None:
+def _several_machines(cfg: RunConfig, decided: Decisions) -> Problem | None:
     """Check that several machines know where to meet."""
     distributed = cfg.DISTRIBUTED
     if distributed.NUM_NODES <= 1 or decided.host.torchrun or is_submitted(cfg) or cfg.DRY_RUN:
@@ -273,7 +273,7 @@ def is_submitted(cfg: RunConfig) -> bool:
     return cfg.SLURM.USE_SLURM
 
 
-def slurm_job(cfg: RunConfig, decided: Decisions) -> list[Problem]:
+def _slurm_job(cfg: RunConfig, decided: Decisions) -> list[Problem]:
     """Check what a job of a cluster may be called and ask for, where one is submitted."""
     if not is_submitted(cfg):
         return []
@@ -292,4 +292,4 @@ def _one_line(key: str, value: str) -> Problem:
     return Problem(key, repr(value), must, "Remove the line breaks.")
 
 
-PLACEMENT_RULES = (gpu, several_machines, hooks, folder, allowed, restarts, slurm_job)
+PLACEMENT_RULES = (gpu, _several_machines, hooks, folder, allowed, restarts, _slurm_job)

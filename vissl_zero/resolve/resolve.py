@@ -99,7 +99,7 @@ def resolve(
     # First: all that follows looks up names in the registries, which these modules fill.
     broken = [*load_plugins(cfg.IMPORTS), *recipe_packages()[1]]
     # On its own: a part lacks most of a recipe, and each check below would say so.
-    if problem := part_alone(cfg, recipe):
+    if problem := _part_alone(cfg, recipe):
         raise ConfigError([problem])
     if tests_alone(cfg):
         notes = (*notes, "TEST's images alone are measured: config.DATA.TRAIN names none, so there is no kNN.")
@@ -193,7 +193,7 @@ def unread_blocks(cfg: RunConfig) -> set[str]:
     return unread | {f"config.{path}" for path, is_off in off.items() if is_off}
 
 
-def part_alone(cfg: RunConfig, recipe: str) -> Problem | None:
+def _part_alone(cfg: RunConfig, recipe: str) -> Problem | None:
     """Refuse a part of a recipe as one: its comment says so, it names no images and no heads, or heads and no more."""
     part = next(
         (recipe_part for recipe_part in list_recipes() if recipe_part.name == recipe and recipe_part.is_part), None

@@ -25,9 +25,9 @@ _ENGINE = "config.ZERO.ENGINE"
 _NVME_FIX = "Give a folder of yours on a local disk."
 
 
-def level_value(cfg: RunConfig, decided: Decisions) -> Problem | None:
+def _level_value(cfg: RunConfig, decided: Decisions) -> Problem | None:
     """Check that the level is auto or a number from 0 to 3, and that ``type`` says nothing else."""
-    zero, chosen = cfg.ZERO, chosen_level(cfg)
+    zero, chosen = cfg.ZERO, _chosen_level(cfg)
     if str(zero.LEVEL) == "fit":
         must = "must be decided from a forecast first, which this command does not make"
         return Problem("config.ZERO.LEVEL", "'fit'", must, "Write what vissl-zero plan config=<recipe> prints.")
@@ -45,10 +45,10 @@ def level_value(cfg: RunConfig, decided: Decisions) -> Problem | None:
     return None
 
 
-def one_switch(cfg: RunConfig, decided: Decisions) -> Problem | None:
+def _one_switch(cfg: RunConfig, decided: Decisions) -> Problem | None:
     """Check that VISSL's switches for levels 2 and 3 are not both on, unless a number decides."""
     both = cfg.MODEL.SHARDED_DDP_SETUP.USE_SDP and cfg.MODEL.FSDP_CONFIG.AUTO_SETUP_FSDP
-    if not both or chosen_level(cfg) is not None:
+    if not both or _chosen_level(cfg) is not None:
         return None
     must = "cannot go with config.MODEL.FSDP_CONFIG.AUTO_SETUP_FSDP: one means level 2, the other level 3"
     fix = "Set one of them to False, or let config.ZERO.LEVEL=2 or =3 decide."
@@ -136,7 +136,7 @@ _RECOMPUTE = "config.MODEL.ACTIVATION_CHECKPOINTING"
 
 def names(cfg: RunConfig, decided: Decisions) -> list[Problem]:
     """Check that AMP_TYPE is one of the known, in one of its spellings."""
-    if amp_type(cfg) is not None:
+    if _amp_type(cfg) is not None:
         return []
     return one_of(f"{_FSDP}.AMP_TYPE", cfg.MODEL.FSDP_CONFIG.AMP_TYPE, ("O1", "O2"))
 
@@ -216,7 +216,7 @@ def float8(cfg: RunConfig, decided: Decisions) -> list[Problem]:
 
 
 _DETERMINISTIC = "config.TRAINER.DETERMINISTIC"
-REPEATABLE = ("sgd", "lars", "adam", "adamw", "muon", "normuon", "shampoo", "adamw_8bit", "lamb", "adafactor")
+_REPEATABLE = ("sgd", "lars", "adam", "adamw", "muon", "normuon", "shampoo", "adamw_8bit", "lamb", "adafactor")
 
 
 def reachable(cfg: RunConfig, decided: Decisions) -> list[Problem]:
@@ -233,15 +233,15 @@ def reachable(cfg: RunConfig, decided: Decisions) -> list[Problem]:
     if cfg.TRAINER.COMPILE:
         must = "is not available with config.TRAINER.COMPILE: levels begin to compile at different steps"
         problems.append(Problem(_DETERMINISTIC, "True", must, "Turn one of the two off."))
-    if base_name(cfg.OPTIMIZER) not in REPEATABLE:
-        must = f"needs {', '.join(REPEATABLE[:-1])} or {REPEATABLE[-1]}, whose rounding does not depend on the cut"
+    if base_name(cfg.OPTIMIZER) not in _REPEATABLE:
+        must = f"needs {', '.join(_REPEATABLE[:-1])} or {_REPEATABLE[-1]}, whose rounding does not depend on the cut"
         problems.append(Problem(_DETERMINISTIC, "True", must, "Use one of them."))
     return problems
 
 
 SHARDING_RULES = (
-    level_value,
-    one_switch,
+    _level_value,
+    _one_switch,
     engine,
     clipping,
     sync_bn_group,
@@ -444,7 +444,7 @@ def switches(cfg: RunConfig) -> dict[str, int]:
     return levels
 
 
-def chosen_level(cfg: RunConfig) -> int | None:
+def _chosen_level(cfg: RunConfig) -> int | None:
     """Read the number in ``ZERO.LEVEL``, or in ``type``; None for auto, and for what a rule refuses."""
     text = str(cfg.ZERO.LEVEL)
     if text in {"0", "1", "2", "3"}:
@@ -454,7 +454,7 @@ def chosen_level(cfg: RunConfig) -> int | None:
 
 def level(cfg: RunConfig) -> tuple[int, tuple[str, ...]]:
     """Decide the level, and write a note for each switch that a number overrides."""
-    chosen, levels = chosen_level(cfg), switches(cfg)
+    chosen, levels = _chosen_level(cfg), switches(cfg)
     if chosen is None and not levels and (implied := implied_level(cfg.ZERO.offload_param_config.device)):
         return implied, (IMPLIED.format(key="config.ZERO.LEVEL"),)
     if chosen is None:
@@ -475,7 +475,7 @@ HALF = ("float16", "bfloat16")
 _AMP_TYPES = {"O1": "O1", "01": "O1", "1": "O1", "O2": "O2", "02": "O2", "2": "O2"}
 
 
-def amp_type(cfg: RunConfig) -> str | None:
+def _amp_type(cfg: RunConfig) -> str | None:
     """Return ``FSDP_CONFIG.AMP_TYPE`` as O1 or O2 (VISSL's documentation prints "01"); None: something else."""
     return _AMP_TYPES.get(cfg.MODEL.FSDP_CONFIG.AMP_TYPE.upper())
 
@@ -499,7 +499,7 @@ def precision(cfg: RunConfig, level: int) -> tuple[Precision, tuple[str, ...]]:
     half = None
     if level == 3 and by_hand:
         half = fsdp.compute_dtype
-    elif level == 3 and amp.USE_AMP and amp_type(cfg) == "O2":
+    elif level == 3 and amp.USE_AMP and _amp_type(cfg) == "O2":
         half = amp.DTYPE
     notes = (*_overridden(cfg, level, half), *_in_vain(cfg, level, _why_not_read(cfg, level, by_hand)))
     if half:
@@ -539,7 +539,7 @@ def _in_vain(cfg: RunConfig, level: int, why_no_type: str) -> tuple[str, ...]:
     """Write notes on switches that were set and decide nothing."""
     fsdp, amp = cfg.MODEL.FSDP_CONFIG, cfg.MODEL.AMP_PARAMS
     key, notes = "config.MODEL.FSDP_CONFIG", []
-    if why_no_type and amp_type(cfg) == "O2":
+    if why_no_type and _amp_type(cfg) == "O2":
         notes.append(f"{key}.AMP_TYPE={fsdp.AMP_TYPE} has no effect: {why_no_type}.")
     if not fsdp.mixed_precision and fsdp.AUTO_SETUP_FSDP:
         notes.append(f"{key}.mixed_precision=False has no effect: AUTO_SETUP_FSDP derives it from AMP.")

@@ -15,7 +15,7 @@ from vissl_zero.resolve.resolved import ShardingPlan
 
 # As glibc's malloc.h numbers it.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-LARGE_BYTES = 2**20
+_LARGE_BYTES = 2**20
 
 
 def give_back_large_blocks() -> None:
@@ -25,7 +25,7 @@ def give_back_large_blocks() -> None:
     in turn then leave their memory behind: 1.6 GiB instead of 0.6 measured. Without glibc this does nothing. It
     affects the whole process and costs the clearing of fresh pages.
     """
-    _set(_M_MMAP_THRESHOLD, LARGE_BYTES)
+    _set(_M_MMAP_THRESHOLD, _LARGE_BYTES)
 
 
 def return_free_pages() -> None:

@@ -1,6 +1,6 @@
 """Which models of timm and torchvision have tensors of given names and shapes.
 
-``library_models.json`` holds a fingerprint for every model of the two libraries. To write it anew, after an update of
+``library_models.json`` holds a _fingerprint for every model of the two libraries. To write it anew, after an update of
 either::
 
     python -m vissl_zero.weights.library_index
@@ -15,7 +15,7 @@ from functools import cache
 from hashlib import sha256
 from pathlib import Path
 
-INDEX_FILE = Path(__file__).with_name("library_models.json")
+_INDEX_FILE = Path(__file__).with_name("library_models.json")
 # Classifiers, which the number of classes changes; and what follows from the image size or from nothing at all.
 _CLASSIFIER = re.compile(
     r"(?:head|head_dist|fc|classifier|last_linear|head\.fc|head\.l|heads\.head|classifier\.(?:\d|fc)|head\.fc\.fc2)"
@@ -27,12 +27,12 @@ _OF_THE_SIZE = re.compile(
 )
 
 
-def is_classifier(name: str) -> bool:
+def _is_classifier(name: str) -> bool:
     """Return whether a tensor of timm's or torchvision's belongs to the last layer, which numbers classes."""
     return _CLASSIFIER.fullmatch(name) is not None
 
 
-def fingerprint(shapes: Mapping[str, Iterable[int]]) -> str:
+def _fingerprint(shapes: Mapping[str, Iterable[int]]) -> str:
     """Hash the names and shapes of a network without its classifier and without what depends on the image size."""
     lines = [
         f"{name} {'x'.join(map(str, shape))}"
@@ -44,13 +44,13 @@ def fingerprint(shapes: Mapping[str, Iterable[int]]) -> str:
 
 @cache
 def _index() -> dict[str, list[str]]:
-    names: dict[str, list[str]] = json.loads(INDEX_FILE.read_text(encoding="utf-8"))
+    names: dict[str, list[str]] = json.loads(_INDEX_FILE.read_text(encoding="utf-8"))
     return names
 
 
 def models_of(shapes: Mapping[str, Iterable[int]]) -> list[str]:
     """Find the models (``timm/<name>``, ``torchvision/<name>``) with these tensors; the shortest name first."""
-    return _index().get(fingerprint(shapes), [])
+    return _index().get(_fingerprint(shapes), [])
 
 
 def _libraries() -> Iterator[tuple[str, Mapping[str, Iterable[int]]]]:
@@ -78,11 +78,11 @@ def write_index() -> None:
     """Build every model without memory for its weights, and write their fingerprints. Takes minutes."""
     index: dict[str, list[str]] = {}
     for name, shapes in _libraries():
-        index.setdefault(fingerprint(shapes), []).append(name)
+        index.setdefault(_fingerprint(shapes), []).append(name)
     rows = [
         f"{json.dumps(key)}: {json.dumps(sorted(names, key=lambda n: (len(n), n)))}" for key, names in index.items()
     ]
-    INDEX_FILE.write_text("{\n" + ",\n".join(sorted(rows)) + "\n}\n", encoding="utf-8")
+    _INDEX_FILE.write_text("{\n" + ",\n".join(sorted(rows)) + "\n}\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -64,10 +64,10 @@ def teacher_of(name: str, saved: Mapping[str, Any] | None, wants_scores: bool = 
     """
     head = None
     if saved is not None:
-        run, head = dict(saved), saved_score_head(saved["MODEL"]) if wants_scores else None
+        run, head = dict(saved), _saved_score_head(saved["MODEL"]) if wants_scores else None
     else:
         weights = find(name)
-        run, head = as_run(weights.network), score_head_of(weights.weights) if wants_scores else None
+        run, head = as_run(weights.network), _score_head_of(weights.weights) if wants_scores else None
     trunk = trunk_of(Trunk(), run["MODEL"]["TRUNK"])
     if trunk.NAME not in TRUNK_BLOCKS:
         trunk = replace(trunk, PARAMS=trunk_options(trunk))
@@ -76,7 +76,7 @@ def teacher_of(name: str, saved: Mapping[str, Any] | None, wants_scores: bool = 
     return {**run, "feature_dim": feature_dim, "score_head": head}
 
 
-def saved_score_head(model: Mapping[str, Any]) -> list[Any] | None:
+def _saved_score_head(model: Mapping[str, Any]) -> list[Any] | None:
     """Return HEAD.PARAMS of a run's head of prototypes for whole images; None where it has no such head."""
     heads: list[Any] = model["HEAD"]["PARAMS"]
     name, keys = heads[0] if heads else ("", {})
@@ -88,7 +88,7 @@ def saved_score_head(model: Mapping[str, Any]) -> list[Any] | None:
     return None
 
 
-def score_head_of(weights: Foreign) -> list[Any] | None:
+def _score_head_of(weights: Foreign) -> list[Any] | None:
     """Return HEAD.PARAMS of the head that DINO and DINOv2 train with, by the shapes of its tensors; None if absent."""
     shapes = {entry.key: entry.shape for entry in weights.entries}
     names = {ours: shapes[theirs] for ours, theirs in to_our_names(shapes).names.items() if ours.startswith("heads.0.")}

@@ -16,7 +16,7 @@ else:
 
 TEXTS: dict[str, Any] = {"texts": True}  # metadata of such a field
 # Names under which crops are collated by resolution, and the one that mixes images.
-COLLATORS = (
+_COLLATORS = (
     "default_collate",
     "multicrop_collator",
     "simclr_collator",
@@ -99,7 +99,7 @@ class Split:
     """Use this many images, drawn once; -1: all."""
     DATA_LIMIT_SAMPLING: DataLimitSampling = field(default_factory=DataLimitSampling)
     """Which images DATA_LIMIT takes."""
-    COLLATE_FUNCTION: str = choice("default_collate", *COLLATORS, MIXING_COLLATOR)
+    COLLATE_FUNCTION: str = choice("default_collate", *_COLLATORS, MIXING_COLLATOR)
     """Under every name, crops are collated by resolution; cutmixup_collator also mixes images (mixup, CutMix), and the
     labels of a supervised loss."""
     COLLATE_FUNCTION_PARAMS: dict[str, Any] = field(default_factory=dict)

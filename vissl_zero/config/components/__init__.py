@@ -59,7 +59,7 @@ from vissl_zero.errors import ConfigError, Problem, did_you_mean
 from vissl_zero.registry import METHODS, Component, Registry
 
 # kind (the registry's own word) -> name -> keys
-BUILTIN: dict[str, dict[str, type]] = {
+_BUILTIN: dict[str, dict[str, type]] = {
     "trunk": {
         "regnet": RegNetConfig,
         "resnet": ResNetConfig,
@@ -109,7 +109,7 @@ _TABLES = {"loss": "losses", "head": "heads"}  # of a MethodSpec
 @cache
 def builtin_keys(kind: str) -> dict[str, type]:
     """Collect the keys of a kind's built-in components by name, losses and heads of methods among them."""
-    keys = dict(BUILTIN.get(kind, {}))
+    keys = dict(_BUILTIN.get(kind, {}))
     if kind in ("loss", "head"):
         specs = [METHODS.get(method).build() for method in METHODS.builtin()]
         keys |= {name: schema for spec in specs for name, schema in getattr(spec, _TABLES[kind]).items()}

@@ -84,7 +84,7 @@ def _logarithms(ratio: tuple[float, float]) -> tuple[float, float]:
     return least, most
 
 
-def random_resized_crop(**arguments: Any) -> CutBoxes:
+def _random_resized_crop(**arguments: Any) -> CutBoxes:
     """Crop once."""
     return CutBoxes([torchvision.transforms.RandomResizedCrop(**arguments)])
 
@@ -359,7 +359,7 @@ class Affine:
 
 
 FORMS: dict[str, Callable[..., Form]] = {
-    "RandomResizedCrop": random_resized_crop,
+    "RandomResizedCrop": _random_resized_crop,
     "ImgPilToMultiCrop": multi_crop,
     "ImgReplicatePil": Replicate,
     "ImgPilToPatchesAndImage": CropAndTiles,

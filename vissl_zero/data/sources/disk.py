@@ -48,7 +48,9 @@ class DiskFolder(EncodedSource):
         files, numbers = _Files(), dict[str | None, int]()  # class or None -> its number in order of appearance
         of_image = array("i")
         endings = request.decoder.endings
-        for name, file in (image for path in request.paths for image in images_below(Path(path), key, others, endings)):
+        for name, file in (
+            image for path in request.paths for image in _images_below(Path(path), key, others, endings)
+        ):
             files.add(file)
             of_image.append(numbers.setdefault(name, len(numbers)))
         classes = sorted(name for name in numbers if name is not None) if None not in numbers else []
@@ -102,7 +104,7 @@ class _Files:
         return np.concatenate([*self._parts, np.array(self._newest, np.bytes_)])
 
 
-def images_below(
+def _images_below(
     root: Path, key: str, others: Counter[str] | None = None, endings: tuple[str, ...] = EXTENSIONS
 ) -> Iterator[tuple[str | None, str]]:
     """Yield class name (None without labels) and path of every image beneath ``root``, sorted.

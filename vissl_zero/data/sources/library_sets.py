@@ -65,7 +65,7 @@ class Synthetic:
 
 
 NUM_TRAIN = 1_437  # the first four fifths; the last 360 are TEST
-WHITE = 16  # the scans count 0 to 16
+_WHITE = 16  # the scans count 0 to 16
 
 
 @cache
@@ -89,7 +89,7 @@ class Digits:
     def __init__(self, request: SourceRequest):
         rows = _scans()[slice(None, NUM_TRAIN) if request.split == "TRAIN" else slice(NUM_TRAIN, None)]
         self._first = 0 if request.split == "TRAIN" else NUM_TRAIN
-        self._images = np.rint(rows[:, :-1].reshape(-1, 8, 8) * (255 / WHITE)).astype(np.uint8)
+        self._images = np.rint(rows[:, :-1].reshape(-1, 8, 8) * (255 / _WHITE)).astype(np.uint8)
         self._labels = rows[:, -1]
 
     def __len__(self) -> int:
@@ -166,7 +166,7 @@ _BY_FLAG = ({"train": True}, {"train": False})
 _TRAIN_TEST = ({"split": "train"}, {"split": "test"})
 _TRAIN_VAL = ({"split": "train"}, {"split": "val"})
 # DATASET_NAMES -> arguments of torchvision's class for TRAIN and for TEST. VISSL knew the first five.
-SETS: dict[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
+_SETS: dict[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
     "CIFAR10": _BY_FLAG,
     "CIFAR100": _BY_FLAG,
     "STL10": _TRAIN_TEST,
@@ -203,16 +203,16 @@ class TorchvisionDataset:
 
     def __init__(self, request: SourceRequest):
         root = f"config.DATA.{request.split}"
-        if len(request.dataset_names) != 1 or request.dataset_names[0] not in SETS:
+        if len(request.dataset_names) != 1 or request.dataset_names[0] not in _SETS:
             got = ", ".join(request.dataset_names) or "nothing"
-            hint = did_you_mean(got, SETS)
+            hint = did_you_mean(got, _SETS)
             must = f"{root}.DATASET_NAMES must name one data set of torchvision's, got {got}."
-            raise DataError(f"{must} Known: {', '.join(SETS)}.{hint}")
+            raise DataError(f"{must} Known: {', '.join(_SETS)}.{hint}")
         name = request.dataset_names[0]
         if len(request.paths) != 1 or not Path(request.paths[0]).is_dir():
             got = ", ".join(request.paths) or "nothing"
             raise DataError(f"{root}.DATA_PATHS must name the folder that torchvision's {name} lies in, got {got}.")
-        train, test = SETS[name]
+        train, test = _SETS[name]
         arguments = train if request.split == "TRAIN" else test
         try:
             data = getattr(torchvision.datasets, name)(request.paths[0], **arguments)

@@ -106,7 +106,7 @@ class WebDataset(Packed):
     def __init__(self, request: SourceRequest):
         if not request.paths:
             raise DataError(f"webdataset needs tars: set config.DATA.{request.split}.DATA_PATHS=[<folder of tars>].")
-        self._tars = [os.fsencode(tar) for path in request.paths for tar in tars_in(Path(path), request.split)]
+        self._tars = [os.fsencode(tar) for path in request.paths for tar in _tars_in(Path(path), request.split)]
         work, indexes = SlowProgress(logger.warning), []
         for number, tar in enumerate(self._tars):
             indexes.append(_index_of(Path(os.fsdecode(tar))))
@@ -138,7 +138,7 @@ class WebDataset(Packed):
         return f"{os.fsdecode(self._tars[self._tar[index]])}:{os.fsdecode(bytes(self._key[index]))}"
 
 
-def tars_in(path: Path, split: str) -> list[Path]:
+def _tars_in(path: Path, split: str) -> list[Path]:
     """List the tars in a folder, sorted by name, or the one tar that ``path`` is."""
     tars = sorted(path.glob("*.tar")) if path.is_dir() else [path] if path.is_file() else []
     if not tars:

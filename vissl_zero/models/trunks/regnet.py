@@ -50,15 +50,15 @@ class RegNet(StagedTrunk):
         super().__init__(Unit(*net.stem.stem), stages, feature_dim=norms[-1].num_features)
 
 
-def regnet_names() -> list[str]:
+def _regnet_names() -> list[str]:
     """List the published networks that ``REGNET.name`` accepts."""
     return sorted(name for name in MODEL_REGISTRY if name.startswith("regnet_"))
 
 
 def _named(config: RegNetConfig) -> ClassyRegNet:
     assert config.name is not None
-    if config.name not in regnet_names():
-        fix = f"Known: {', '.join(regnet_names())}.{did_you_mean(config.name, regnet_names())}"
+    if config.name not in _regnet_names():
+        fix = f"Known: {', '.join(_regnet_names())}.{did_you_mean(config.name, _regnet_names())}"
         raise ConfigError([Problem(f"{_KEY}.name", repr(config.name), "must name a published RegNet", fix)])
     default = RegNetConfig()
     set_too = [key for key in config.FIXED_BY_NAME if getattr(config, key) != getattr(default, key)]

@@ -156,7 +156,7 @@ class TimmTrunk(nn.Module):
     def _as_maps(self, outputs: list[Tensor], images: list[Tensor]) -> list[Tensor]:
         """Shape what the layer of the last maps gave for each resolution; nothing of nothing."""
         pairs = zip(outputs, images, strict=bool(outputs))
-        return [as_map(output, image, self.net, self._is_channels_last) for output, image in pairs]
+        return [_as_map(output, image, self.net, self._is_channels_last) for output, image in pairs]
 
     @contextmanager
     def _caught_maps(self, maps: list[Tensor] | None) -> Iterator[None]:
@@ -303,7 +303,7 @@ def _calls_below(call: _Call) -> Iterator[_Call]:
         yield from _calls_below(inner)
 
 
-def as_map(output: Tensor, image: Tensor, net: Any, is_channels_last: bool) -> Tensor:
+def _as_map(output: Tensor, image: Tensor, net: Any, is_channels_last: bool) -> Tensor:
     """Shape a layer's output as a map (b, D, h, w): maps, channels last or not, or tokens (b, prefix + h * w, D)."""
     if output.ndim == 4:
         return output.permute(0, 3, 1, 2) if is_channels_last else output
@@ -416,7 +416,7 @@ class BeitTrunk(TimmTrunk):
                 )
             features.append(last[:, 0])
             if return_maps:
-                maps.append(as_map(last, x, self.net, is_channels_last=True))
+                maps.append(_as_map(last, x, self.net, is_channels_last=True))
             self._classes.append(
                 {b: t[1][:, 0] for b, t in zip(sorted(self._tapped), inner, strict=bool(self._tapped))}
             )

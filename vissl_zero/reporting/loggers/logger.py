@@ -10,7 +10,7 @@ from typing import Any
 
 from vissl_zero.atomic import read_regular, replacing
 
-ID_FILE = "run_id"
+_ID_FILE = "run_id"
 _MAX_BYTES = 100
 
 
@@ -69,7 +69,7 @@ def run_id(folder: Path) -> str:
     Raises:
         OSError: the folder cannot be read or written.
     """
-    path = folder / ID_FILE
+    path = folder / _ID_FILE
     try:
         stored = read_regular(path, _MAX_BYTES).decode().strip()
     except (FileNotFoundError, UnicodeDecodeError):

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
 
 FILE_NAME = "mlflow.db"
-FILES_NAME = "mlflow_files"
-ID_TAG = "vissl_zero.run_id"
+_FILES_NAME = "mlflow_files"
+_ID_TAG = "vissl_zero.run_id"
 _EVERY_S = 5.0
 _MOST_METRICS, _MOST_PARAMS = 1000, 100  # of one request, by MLflow's own limits
 _LONGEST = 500
@@ -54,18 +54,18 @@ class MlflowRun(Logger):
 
         uri, place = os.environ.get("MLFLOW_TRACKING_URI"), None
         if not uri:
-            uri, place = f"sqlite:///{run.folder / FILE_NAME}", str(run.folder / FILES_NAME)
+            uri, place = f"sqlite:///{run.folder / FILE_NAME}", str(run.folder / _FILES_NAME)
         self._client = client = MlflowClient(tracking_uri=uri)
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "vissl_zero")
         experiment = client.get_experiment_by_name(name)
         if experiment and place and experiment.artifact_location != place:
             _move_files(run.folder / FILE_NAME, experiment.artifact_location, place)
         number = experiment.experiment_id if experiment else client.create_experiment(name, artifact_location=place)
-        if matching := client.search_runs([number], f"tags.`{ID_TAG}` = '{run.run_id}'"):
+        if matching := client.search_runs([number], f"tags.`{_ID_TAG}` = '{run.run_id}'"):
             self._id = matching[0].info.run_id
             client.update_run(self._id, status="RUNNING")
             return max((metric.step for metric in client.get_metric_history(self._id, "train/lr")), default=0)
-        tags = {ID_TAG: run.run_id, "recipe": run.recipe}
+        tags = {_ID_TAG: run.run_id, "recipe": run.recipe}
         self._id = client.create_run(number, run_name=run.folder.name, tags=tags).info.run_id
         self._log_config(client, run)
         return 0

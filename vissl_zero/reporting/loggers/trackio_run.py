@@ -10,7 +10,7 @@ from vissl_zero.registry import LOGGERS
 from vissl_zero.reporting.loggers.logger import LoggedRun, Logger
 
 FOLDER_NAME = "trackio"
-PROJECT = "vissl_zero"
+_PROJECT = "vissl_zero"
 
 
 @LOGGERS.register("trackio")
@@ -29,7 +29,7 @@ class TrackioRun(Logger):
         import trackio
         from trackio.sqlite_storage import SQLiteStorage
 
-        project = os.environ.get("TRACKIO_PROJECT", PROJECT)
+        project = os.environ.get("TRACKIO_PROJECT", _PROJECT)
         name = f"{run.recipe.replace('/', '-')}-{run.run_id}"
         held = SQLiteStorage.get_max_step_for_run(project, name)
         self._run = trackio.init(

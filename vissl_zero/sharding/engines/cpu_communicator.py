@@ -347,7 +347,7 @@ class SharedMemoryCommunicator(CpuCommunicator):
             raise LostRankError(f"The process of peer rank {sender} of the shard group has ended.") from None
 
 
-def open_shared_memory(group: dist.ProcessGroup, slot_bytes: int, timeout_s: float) -> SharedMemoryCommunicator | None:
+def _open_shared_memory(group: dist.ProcessGroup, slot_bytes: int, timeout_s: float) -> SharedMemoryCommunicator | None:
     """Open memory shared by ``group``; None, on every rank, where its ranks cannot share any. Collective.
 
     Only on x86, whose order of stores it relies on.
@@ -498,7 +498,7 @@ def open_communicator(group: dist.ProcessGroup, timeout_s: float, *, use_shared_
     of_group_s = timeout_of(group).total_seconds()
     timeout_s = min(timeout_s, of_group_s)
     if use_shared_memory:
-        comm = open_shared_memory(group, SLOT_BYTES, timeout_s)
+        comm = _open_shared_memory(group, SLOT_BYTES, timeout_s)
     wishes: list[tuple[int, ...] | None] = [None] * dist.get_world_size()
     dist.all_gather_object(wishes, None if comm else tuple(dist.get_process_group_ranks(group)))
     # new_group is a collective of the world, so every rank makes all groups, its own or not, in one order.

@@ -187,17 +187,16 @@ class GradientAverage:
             sent.wait()
         work.wait()
         # A gradient that no rank has must stay None: zero would still move parameters by decay and momentum.
-        is_present, is_late = table.view(2, -1).tolist()
-        places = iter(zip(is_present, is_late, late, strict=True))
+        flags_of_params = iter(zip(*table.view(2, -1).tolist(), late, strict=True))
         for bucket, (flat, _) in zip(self._buckets, self._sent, strict=True):
             # Divided here, since gloo has a sum and no mean.
             flat /= collectives.world_size()
             flat = flat.to(bucket[0].dtype)
             for param, values in zip(bucket, flat.split([param.numel() for param in bucket]), strict=True):
-                found, found_late, extra = next(places)
-                mean = _unpacked(param, values) if found else None
+                is_present, is_late, extra = next(flags_of_params)
+                mean = _unpacked(param, values) if is_present else None
                 # The table is the same on every rank, so all take part in the same further all-reduces.
-                if found_late:
+                if is_late:
                     total = (torch.zeros_like(param) if extra is None else extra).to(_wide([param]))
                     dist.all_reduce(total, group=self._group)
                     total = total.div_(collectives.world_size()).to(param.dtype)

@@ -27,7 +27,7 @@ from vissl_zero.sharding.torch_private import Tracing, compile_graph, compiled, 
 
 _log = logging.getLogger(__name__)
 
-MAX_GRAPHS = 32
+_MAX_GRAPHS = 32
 # They look at what changes from step to step, or talk to other ranks: a graph ends before each, and another one begins.
 _EAGER_LAYERS = (BatchNorm, KeyedDropout, KeyedDropPath)
 _PATIENCE = 100  # forward passes with hooks inside before a unit is reported as never compiled
@@ -91,7 +91,7 @@ class _Compiler:
         shapes = tuple((key, tuple(param.shape), param.dtype) for key, param in unit.named_parameters())
         kind = (function, tuple(type(layer) for layer in unit.modules()), shapes)
         if kind not in self._compiled:
-            self._compiled[kind] = compiled(function, self._make, MAX_GRAPHS)
+            self._compiled[kind] = compiled(function, self._make, _MAX_GRAPHS)
         in_graphs, is_first = self._compiled[kind], True
         name_of_unit = self._names[unit]
         inner = [layer for layer in unit.modules() if layer is not unit]

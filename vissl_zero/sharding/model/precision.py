@@ -133,7 +133,7 @@ def widened(outputs: Any) -> Any:
     return outputs
 
 
-NARROW = torch.bfloat16
+_NARROW = torch.bfloat16
 _DROPPED_BITS = 16  # of a float32, whose first 16 bits are the bfloat16
 _REST, _COUNT = "rounding_rest", "num_roundings"
 
@@ -149,7 +149,7 @@ def stochastically_rounded(wide: Tensor, bits: Tensor) -> Tensor:
     # Sign and magnitude: adding to the magnitude's last bits carries into the kept ones as often as they are large.
     moved = wide.view(torch.int32) + (bits & mask).to(torch.int32)
     rounded = moved.bitwise_and_(~mask).view(torch.float32)
-    return torch.where(wide.isfinite(), rounded, wide).to(NARROW)
+    return torch.where(wide.isfinite(), rounded, wide).to(_NARROW)
 
 
 class RoundedKernel(UpdateKernel):
@@ -175,7 +175,7 @@ class RoundedKernel(UpdateKernel):
 
     def format_of(self, key: str, param: torch.dtype) -> torch.dtype:
         """Return the format of a state; see ``UpdateKernel``."""
-        return NARROW if key == _REST else torch.promote_types(param, torch.float32)
+        return _NARROW if key == _REST else torch.promote_types(param, torch.float32)
 
     @torch.no_grad()
     def update(self, pieces: Sequence[UpdatePiece]) -> None:
@@ -183,12 +183,12 @@ class RoundedKernel(UpdateKernel):
         wide = [self._widened(piece) for piece in pieces]
         super().update(wide)
         for narrow, wide_piece in zip(pieces, wide, strict=True):
-            if narrow.values.dtype == NARROW:
+            if narrow.values.dtype == _NARROW:
                 self._round(narrow, wide_piece.values)
 
     def _widened(self, piece: UpdatePiece) -> UpdatePiece:
         values, grad = piece.values, piece.grad
-        if values.dtype == NARROW:
+        if values.dtype == _NARROW:
             values, grad = values.float(), grad.float()
             if not self._is_stochastic:
                 values += piece.state[_REST]

@@ -61,17 +61,17 @@ _NEW_TENSOR = frozenset(" ".join(NEW_TENSOR.values()).split())
 _ELEMENT_WISE = frozenset(" ".join(ELEMENT_WISE.values()).split())
 _ON_FULL_TENSOR = frozenset(" ".join(ON_FULL_TENSOR.values()).split())
 # The tensor itself under another name: memory is shared.
-SAME_TENSOR = frozenset({"alias", "detach"})
+_SAME_TENSOR = frozenset({"alias", "detach"})
 
 # What to write in place of some operations that are not in the table.
-ADVICE = {
+_ADVICE = {
     "_amp_foreach_non_finite_check_and_unscale_": "torch.amp.GradScaler looks at this rank's gradients alone. Leave it "
     "out: zero=dict(fp16=True) scales the loss and skips a step on all ranks."
 }
 
 _READ_WHOLE = {Tensor.numpy, Tensor.tolist, Tensor.__array__}
 
-NOT_IN_TABLE = (
+_NOT_IN_TABLE = (
     "{} is not in the table of what can be done with a parameter or gradient of which each rank holds some rows (ZeRO "
     "level 3). Write whole = tensor.full_tensor() on every rank, compute with that, and bring it back by "
     "tensor.copy_(whole). docs/sharded_parameters.md is the table."
@@ -144,7 +144,7 @@ class ShardedTensor(DTensor):
         if name.startswith("_foreach_"):
             return _one_by_one(func, args, kwargs)
         base = name.removesuffix("_")
-        if base in SAME_TENSOR or (base == "view" and args[1] == list(args[0].shape)):
+        if base in _SAME_TENSOR or (base == "view" and args[1] == list(args[0].shape)):
             return args[0].as_computed()
         if base in _ELEMENT_WISE:
             return _element_wise(func, args, kwargs)
@@ -302,8 +302,8 @@ def _named(func: Any) -> Iterator[None]:
 
 
 def _refusal(name: str) -> str:
-    advice = ADVICE.get(name, "")
-    return NOT_IN_TABLE.format(f"{_called or name}()") if not advice else f"{_called or name}(): {advice}"
+    advice = _ADVICE.get(name, "")
+    return _NOT_IN_TABLE.format(f"{_called or name}()") if not advice else f"{_called or name}(): {advice}"
 
 
 def _element_wise(func: Any, args: Any, kwargs: Any) -> Any:
@@ -377,7 +377,7 @@ def _rows_of(full: Tensor, like: ShardedTensor) -> Tensor:
         full = full.expand(like.shape)
     except RuntimeError as error:
         name = f"{_called}() with a tensor of shape {tuple(full.shape)} and one of shape {tuple(like.shape)}"
-        raise VisslZeroError(NOT_IN_TABLE.format(name)) from error
+        raise VisslZeroError(_NOT_IN_TABLE.format(name)) from error
     start = first_row(like)
     return full[start : start + len(like._local_tensor)].to(like.device)
 

@@ -49,7 +49,7 @@ def partition(sizes: Sequence[int], num_ranks: int) -> list[int]:
     return owners
 
 
-def rounds_of(sizes: Sequence[int], owners: Sequence[int]) -> list[list[int]]:
+def _rounds_of(sizes: Sequence[int], owners: Sequence[int]) -> list[list[int]]:
     """Group tensors that are whole at one time: of each owner as many as take no more room than the largest."""
     most = max([*sizes, ROUND_ELEMENTS])
     filled: defaultdict[int, int] = defaultdict(int)
@@ -117,7 +117,7 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
         rank, num_ranks = group.rank(), group.size()
         sizes = [shard.full_shape.numel() for shard in shards]
         self._owners = partition(sizes, num_ranks)
-        self._rounds = rounds_of(sizes, self._owners) if self._is_streamed else [list(range(len(shards)))]
+        self._rounds = _rounds_of(sizes, self._owners) if self._is_streamed else [list(range(len(shards)))]
         spans: list[Any] = [None] * num_ranks
         # Engines cut tensors in different ways, so each rank tells the others where its parts begin.
         dist.all_gather_object(spans, [(s.first_element, s.local.numel()) for s in shards], group=group)

@@ -82,7 +82,7 @@ class FlatShard(Shard):
         self.local.div_(squares.sqrt().clamp_(min=MIN_ROW_NORM)[rows])
 
 
-def segments_of(
+def _segments_of(
     root: FullyShardedDataParallel,
 ) -> Iterator[tuple[FullyShardedDataParallel, list[FlatShard]]]:
     """List the units under ``root``, each with this rank's segment of every parameter it took. Not a collective.
@@ -269,7 +269,7 @@ class FlatSharded(ShardedModel):
         root, units = _wrap(module, plan, setup.wrap_plan, setup.device, setup.fill)
         self._units: list[FsdpUnit] = []
         segments: list[FlatShard] = []
-        for unit, its_segments in segments_of(root):
+        for unit, its_segments in _segments_of(root):
             assert isinstance(unit, FsdpUnit)
             unit.watch(its_segments)
             self._units.append(unit)

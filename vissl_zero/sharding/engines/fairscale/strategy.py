@@ -168,7 +168,7 @@ class OwnedShard(Shard):
         dist.broadcast(self.source.detach(), src=self.owner)
 
 
-def build_oss(module: nn.Module, groups: Sequence[ParamGroup]) -> OSS:
+def _build_oss(module: nn.Module, groups: Sequence[ParamGroup]) -> OSS:
     """Assign every trained parameter to a rank, and lay out those of a rank in one flat buffer. Not a collective.
 
     OSS gives each parameter in turn to the rank that has least. Largest first, the fullest rank then has at most 4/3 of
@@ -180,7 +180,7 @@ def build_oss(module: nn.Module, groups: Sequence[ParamGroup]) -> OSS:
     return OSS(sorted(params, key=Tensor.numel, reverse=True), optim=torch.optim.SGD, lr=0.0)
 
 
-def owned_shards(module: nn.Module, oss: OSS) -> Iterator[Shard]:
+def _owned_shards(module: nn.Module, oss: OSS) -> Iterator[Shard]:
     """Build a shard of every parameter of ``module``: trained ones by their owner, frozen ones whole on every rank."""
     owners = {
         param: rank
@@ -198,7 +198,7 @@ def owned_shards(module: nn.Module, oss: OSS) -> Iterator[Shard]:
         yield OwnedShard(name, param, nn.Parameter(local), param.shape, owner=owners[param])
 
 
-DEFAULT_BUFFER_SIZE = 2**23  # elements; fairscale's own default
+_DEFAULT_BUFFER_SIZE = 2**23  # elements; fairscale's own default
 
 
 class _OwnedByRank(ShardedModel):
@@ -213,7 +213,7 @@ class _OwnedByRank(ShardedModel):
     def __init__(self, setup: ModelSetup, oss: OSS, model: nn.Module | None = None):
         build_optimizer = setup.build_optimizer
         assert build_optimizer is not None  # a teacher of these levels is a whole copy
-        shards = list(owned_shards(setup.module, oss))
+        shards = list(_owned_shards(setup.module, oss))
         self._owned = [shard for shard in shards if isinstance(shard, OwnedShard)]
 
         def build_inside(local_groups: list[dict[str, Any]]) -> tuple[OSS, Adaptation | None]:
@@ -265,7 +265,7 @@ class OptimizerSharded(_OwnedByRank):
 
     def __init__(self, setup: ModelSetup):
         self._means = GradientAverage(list(setup.module.parameters()), setup.plan.timeout_s)
-        super().__init__(setup, build_oss(setup.module, setup.groups))
+        super().__init__(setup, _build_oss(setup.module, setup.groups))
 
     def micro_batch(self, is_last: bool) -> AbstractContextManager[None]:
         """Average gradients in the last micro-batch."""
@@ -287,8 +287,8 @@ class GradientSharded(_OwnedByRank):
 
     def __init__(self, setup: ModelSetup):
         module, plan = setup.module, setup.plan
-        oss = build_oss(module, setup.groups)
-        self._buffer_size = DEFAULT_BUFFER_SIZE if plan.reduce_buffer_size < 0 else plan.reduce_buffer_size
+        oss = _build_oss(module, setup.groups)
+        self._buffer_size = _DEFAULT_BUFFER_SIZE if plan.reduce_buffer_size < 0 else plan.reduce_buffer_size
         self._parallel = ShardedDataParallel(
             module,
             oss,

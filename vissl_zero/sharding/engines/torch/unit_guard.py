@@ -64,14 +64,14 @@ FREED = (
     "ZeRO level 0, or level 1 or 2 on the CPU. No update was made."
 )
 
-TAKEN_APART = (
+_TAKEN_APART = (
     "{} reads a parameter of another sharded unit, which is not gathered there. Call the layer that owns it, or the "
     "unit: block(x), not F.linear(x, block.weight). Or name other units by a method zero_units() of the model, or use "
     "ZeRO level 0, or level 1 or 2 on the CPU."
 )
 
 
-NOT_MULTIPLIED = (
+_NOT_MULTIPLIED = (
     "{} is read by another module than its layer, which did not run. Ranks send it in float8, and that layer alone "
     "rounds it so: ZeRO level 3 would train otherwise than levels 0 to 2. Leave the layer out of "
     "config.MODEL.FLOAT8.LAYERS (zero.float8), or do without GATHER (float8_gather). No update was made."
@@ -238,7 +238,7 @@ class _GuardedUnit:
         self._require_unwritten()
         for param in self._to_run.values():
             if not param.sharded_param.requires_grad:  # of others, a gradient will tell
-                raise VisslZeroError(NOT_MULTIPLIED.format(name_of(param) or self._name))
+                raise VisslZeroError(_NOT_MULTIPLIED.format(name_of(param) or self._name))
         self._is_running = False
         if any(_is_of_parameter(tensor) for tensor in pytree.tree_leaves(output)):
             output = pytree.tree_map(lambda leaf: leaf.clone() if _is_of_parameter(leaf) else leaf, output)
@@ -275,7 +275,7 @@ class _GuardedUnit:
             raise VisslZeroError(FREED)
         for unused in self._to_run.values():
             if unused.unsharded_param is param:
-                raise VisslZeroError(NOT_MULTIPLIED.format(name_of(unused) or self._name))
+                raise VisslZeroError(_NOT_MULTIPLIED.format(name_of(unused) or self._name))
         finish_unit_after_backward(self._state)
 
     def pre_backward(self, default_prefetch: bool, *unused: Any) -> None:
@@ -467,7 +467,7 @@ class _Forward:
         except RuntimeError as error:
             if "mixed torch.Tensor and DTensor" not in str(error):
                 raise
-            raise VisslZeroError(TAKEN_APART.format("A layer", type(self._module).__name__)) from error
+            raise VisslZeroError(_TAKEN_APART.format("A layer", type(self._module).__name__)) from error
 
     def _is_sample(self) -> bool:
         """Decide whether to verify that the backward pass finds what this run saves. Not under other hooks."""
