@@ -257,9 +257,9 @@ class _Step:
         # arrives.
         per_exchange = slots * self.num_ranks if self.num_nodes == 1 else slots * (self.num_ranks + 1)
         yield "communication", per_exchange
-        if self.is_whole:  # of zeros and of ones, for gradients that are not there
+        if self.is_whole:  # zeros, for gradients that are not there
             itemsize = dtype_of(self.plan.precision.master).itemsize
-            yield "communication", 2 * (SLOT_BYTES // itemsize // self.num_ranks) * itemsize
+            yield "communication", (SLOT_BYTES // itemsize // self.num_ranks) * itemsize
         if self.has_shards:
             # The teacher is a sharded model of its own, with a communicator of its own.
             if self.facts.teacher:
