@@ -66,6 +66,7 @@ READ_AS_WRITTEN = (
     "DATA",
     "MODEL",
     "LOSS",
+    "METERS",
     "HOOKS",
     "CHECKPOINT",
     "NEAREST_NEIGHBOR",
