@@ -14,7 +14,7 @@ from tests.ranks import run_on_ranks
 
 
 def _train_with_new_groups(folder: str, num_other_groups: list[int]) -> list[Outcome]:
-    """Train once with each number of groups that are made before the model's own, which shift the names of those."""
+    """Train once for each number of other groups, which are made first and so shift the names of the model's."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     outcomes = []
     for training, num_others in enumerate(num_other_groups):

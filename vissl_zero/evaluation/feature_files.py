@@ -32,7 +32,7 @@ from vissl_zero.data.source import Source, build_eval_sources, splits_to_read
 from vissl_zero.engine.hook import Hook, Run
 from vissl_zero.errors import ConfigError, DataError, Problem
 from vissl_zero.evaluation.accuracy import TOP_K
-from vissl_zero.evaluation.features import evaluating, layers_of, own_batches, rows_to_write
+from vissl_zero.evaluation.features import broken_ids, evaluating, layers_of, own_batches, rows_to_write
 from vissl_zero.evaluation.opening import print_opening
 from vissl_zero.registry import HOOKS
 from vissl_zero.terminal import print_line
@@ -74,7 +74,7 @@ class ExtractFeatures(Hook):
                 (features,) = run.sharded.model(batch.images, features_only=True)
                 feature_dim = features.shape[1]
                 labels = torch.full_like(batch.sample_ids, -1) if batch.targets is None else batch.targets
-                skipped += [source.name(int(batch.sample_ids[place])) for place in batch.stand_ins if place < num_own]
+                skipped += [source.name(index) for index in broken_ids(batch, num_own)]
                 kept = rows_to_write(batch, num_own)
                 rows = features[kept].to(torch.promote_types(features.dtype, torch.float32))
                 writer.add(rows, batch.sample_ids[kept], labels[kept])

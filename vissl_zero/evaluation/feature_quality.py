@@ -103,7 +103,7 @@ def _linear_predictions(train: Features, test: Features) -> tuple[float, np.ndar
 
 
 def by_class(labels: np.ndarray, predicted: np.ndarray, class_names: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Count the right predictions of each class, and find the class that it is most often taken for.
+    """Measure the accuracy of each class, and find the class that it is most often taken for.
 
     Args:
         labels, predicted: (N,) class numbers.

@@ -90,6 +90,11 @@ def rows_to_write(batch: ImageBatch, num_own: int) -> list[int]:
     return [place for place in range(num_own) if place not in batch.stand_ins]
 
 
+def broken_ids(batch: ImageBatch, num_own: int) -> list[int]:
+    """List the indices, in the source, of this rank's broken images in a batch of ``own_batches``."""
+    return [int(batch.sample_ids[place]) for place in batch.stand_ins if place < num_own]
+
+
 # Raw pixels are compared as thumbnails: on larger images the background would decide, at a hundred times the memory.
 _THUMBNAIL_SIDE = 16
 
@@ -157,7 +162,7 @@ def extract_features(run: Run, images: EvalImages, with_pixels: bool = False) ->
             ids.append(batch.sample_ids[:num_own])
             targets = torch.full_like(batch.sample_ids, -1) if batch.targets is None else batch.targets
             labels.append(targets[:num_own])
-            broken += [int(batch.sample_ids[place]) for place in batch.stand_ins if place < num_own]
+            broken += broken_ids(batch, num_own)
             if with_pixels:
                 pixels.append(thumbnails(batch.images[0][:num_own], images.transform))
     order = all_gather_rows(torch.cat(ids)).argsort()  # ids are those of the source: 0 to N - 1, each once

@@ -287,7 +287,7 @@ def _require_floating(formats: Mapping[torch.dtype, str]) -> None:
 
 
 def _of_mixed(model: nn.Module, formats: Mapping[torch.dtype, str], settings: ZeroSettings) -> Precision:
-    """Choose the formats of a model that has several: it keeps them; what has one value for all is in the widest."""
+    """Choose the precision of a model of several formats: it keeps them, and sums over all of them use the widest."""
     problems = []
     scaled = ["dynamic_loss_scale"] if torch.float16 in formats else []  # elsewhere a note says that it has no effect
     for key in ("fp16", "bf16", *scaled):

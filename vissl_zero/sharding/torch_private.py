@@ -96,7 +96,7 @@ def forget_meshes() -> None:
     """Empty the caches of DTensor operations on this thread, which hold the mesh of the first call.
 
     Meshes are equal by their ranks and names, not by their process groups. Where a process has ended its groups and
-    made new ones, a cached operation would return a tensor whose groups no longer exist, or are others of that name.
+    made new ones, a cached operation would return a tensor of groups that no longer exist, or of others named so.
     """
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache  # here: takes a second
 

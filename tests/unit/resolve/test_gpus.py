@@ -1,4 +1,4 @@
-"""GPUs are counted by a driver that the counting process has not loaded."""
+"""A process counts GPUs without loading their driver."""
 
 from __future__ import annotations
 
