@@ -170,8 +170,8 @@ class Stepper:
             frozen: full names; the same on every rank.
             with_histograms: count weights and gradients too, before clipping; the same on every rank.
             before_update: called with the gradients' norm, before anything changes, the loss scale included.
-        Cost: one all-reduce of at most 4 numbers per parameter, none at level 0. Waits for the device only where the
-            outcome decides what to do: under loss scaling, and where this rank lacks a gradient that others may have.
+        Cost: one all-reduce of at most 4 numbers per parameter, none at level 0. Waits for the device only
+            under loss scaling, and where this rank lacks a gradient that others may have.
         """
         # A temporarily frozen parameter may still get a gradient. Without one, the optimizer skips it.
         for shard in self._shards:
@@ -219,8 +219,8 @@ class Stepper:
 
     def _sums(self, shards: Sequence[Shard]) -> list[Tensor]:
         """Compute rows of one number per shard: squared gradient, its presence, squared parameter, their product."""
-        # Counts as zero, for a gradient that is absent and for a scalar, which another rank contributes.
-        # Of the widest dtype, so that ranks with different gradients sum numbers of one dtype.
+        # Stands for a gradient that is absent, and for a scalar that another rank contributes: its norm is zero. It has
+        # the widest dtype, so that ranks with different gradients sum numbers of one dtype.
         nothing = torch.empty(0, device=_device(shards), dtype=wide_dtype([shard.local for shard in shards]))
         params = [
             shard.values() if shard.contributes_to_norm and self._adaptation is not None else nothing
