@@ -1,4 +1,4 @@
-"""How CPU ranks get memory from the system and return it: the settings of glibc's malloc.
+"""Memory that CPU ranks get from the system and return: the settings of glibc's malloc.
 
 glibc's malloc keeps freed blocks between others that are in use, so the memory that level 3 frees after each unit
 hardly leaves the process. If told to map each large block separately, glibc returns it when it is freed. The system

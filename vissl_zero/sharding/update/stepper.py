@@ -24,7 +24,7 @@ from vissl_zero.sharding.update.histograms import Histograms, histograms_of
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one optimizer step did; equal on every rank.
+    """The result of one optimizer step; equal on every rank.
 
     Attributes:
         grad_norm: global L2 norm of the unscaled gradients before clipping, a 0-d tensor on the device (reading it
