@@ -54,6 +54,7 @@ test-models: $(STAMP) ## Real models through initialize, about 2,800 cells; an h
 
 lint: $(STAMP) ## Linter, formatter and type checker over everything; spelling and grammar of the documentation.
 	$(BIN)/ruff check .
+	$(BIN)/ruff check --preview --select DOC102 vissl_zero # arguments that a docstring names exist
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/harper --no-color lint --quiet --format compact --user-dict-path docs/dictionary.txt \

@@ -165,7 +165,7 @@ def write_imported(
     """Write what matched; gives where it is, and a sentence on the optimizer's state, if the file may have some.
 
     Args:
-        found: what to write.
+        matched: what to write.
         foreign: where it is from.
         target: a .safetensors file; or a run folder to be, for a checkpoint in our format, with the optimizer's state.
         config: the resolved run as data that the model is of, for the checkpoint.

@@ -324,6 +324,7 @@ def _begins_with_recipe(file: Path) -> bool:
 
 
 def _base(file: Path, bases: list[Path], root: Path) -> Path | None:
+    """Find the complete recipe, one of ``bases``, in the nearest folder above a file; None up to ``root``."""
     for folder in file.parents:
         if complete := [base for base in bases if base.parent == folder and base != file]:
             return complete[0]

@@ -118,7 +118,7 @@ def _further_figures(meters: Meters, accuracy: Accuracy) -> dict[str, float]:
 
     Args:
         meters: the resolved block.
-        found: accuracy at every number that the block names.
+        accuracy: of one head, at every number that the block names.
     """
     shares = {1: accuracy.top1, TOP_K: accuracy.top5, **accuracy.by_k}
     figures = {}

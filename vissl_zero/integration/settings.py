@@ -461,7 +461,7 @@ def _fixed_scale(block: dict[str, Any]) -> list[Problem]:
 
 
 def _from_deepspeed(settings: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:  # noqa: C901
-    """Translate ``given`` to the names of ``zero``; it stays as it is where it is not DeepSpeed's.
+    """Translate ``settings`` to the names of ``zero``; it stays as it is where it is not DeepSpeed's.
 
     Raises:
         ConfigError: a key that asks for other numbers than the same key here would give.

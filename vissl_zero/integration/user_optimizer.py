@@ -180,7 +180,7 @@ def _maker(key: str, values: Sequence[tuple[Any, Tensor]]) -> Callable[[Tensor],
 
     Args:
         key: key of the state.
-        found: its value, or ``_NOTHING``, and the parameter, for each parameter.
+        values: its value, or ``_NOTHING``, and the parameter, for each parameter.
     """
     value, _ = values[0]
     if not isinstance(value, Tensor):

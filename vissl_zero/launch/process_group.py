@@ -229,7 +229,7 @@ def own_peers_only() -> Iterator[bool]:
     Yields:
         Whether that is so: ``GLOO_SOCKET_IFNAME`` is the loopback interface, and the kernel has what it takes.
     Raises:
-        ProcessLostError: when a group is made, a stranger was faster every time.
+        ProcessLostError: while a group is made, strangers connect before the filter stands, in each of many tries.
     """
     before = distributed_c10d.ProcessGroupGloo
     if os.environ.get(_INTERFACE_VARIABLE) != _LOOPBACK or not _can_filter():

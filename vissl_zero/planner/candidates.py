@@ -192,7 +192,7 @@ def rank_candidates(plans: Found, budget: Budget, world_size: int, level: int = 
     """Sort candidates, cheapest first, and choose the first that fits.
 
     Args:
-        found: plan, micro-batches, images of one, forecast.
+        plans: plan, micro-batches, images of one, forecast.
         budget: budget of a rank.
         world_size: ranks.
         level: level as written; of plans that take equally long it comes first.
@@ -321,12 +321,12 @@ def forecast_all(
 def recomputed_in_part(plans: Found, budget: Budget, forecaster: Forecaster) -> Found:
     """Forecast plans that recompute only as many blocks as the budget asks for.
 
-    Each lies between two plans of ``found``: one that does not fit, and the same with every block recomputed. The
+    Each lies between two of ``plans``: one that does not fit, and the same with every block recomputed. The
     blocks that save most bytes per second of recomputation come first. Call it in ``FakeTensorMode``. Cost: at most
     ``_TRIES`` recordings, and none where a plan without recomputation is the cheapest that fits.
 
     Args:
-        found: all at one number of micro-batches, made by ``forecaster``.
+        plans: all at one number of micro-batches, made by ``forecaster``.
         budget: budget of a rank.
     """
     best = min((row[3].seconds for row in plans if row[3].seconds and budget.excess(row[3]) == 0), default=None)

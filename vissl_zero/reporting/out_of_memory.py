@@ -103,25 +103,27 @@ def same_numbers(plan: ResolvedRun) -> Iterator[Switch]:
     if forecast.step is None:
         return
     peak = forecast.step.peak_bytes
-    now = Candidate(plan.sharding, plan.accumulation_steps, plan.batch_per_rank, forecast, plan.world_size, None, None)
-    words = now.overrides()
-    for candidate in rank_candidates(stage.forecasts(), Budget(peak), plan.world_size):
+    batch, ranks = plan.batch_per_rank, plan.world_size
+    current = Candidate(plan.sharding, plan.accumulation_steps, batch, forecast, ranks, None, None).overrides()
+    for candidate in rank_candidates(stage.forecasts(), Budget(peak), ranks):
         step = candidate.forecast.step
         if step is not None and step.peak_bytes < peak:
-            changed = " ".join(word for word in candidate.overrides() if word not in words)
-            yield Switch(changed, peak - step.peak_bytes, f"same numbers, {_time(candidate.forecast, forecast)}")
+            changed = " ".join(word for word in candidate.overrides() if word not in current)
+            time = _relative_time(candidate.forecast, forecast)
+            yield Switch(changed, peak - step.peak_bytes, f"same numbers, {time}")
     with suppress(VisslZeroError):  # of a model whose rows see each other
         passes = plan.crop_passes * _MORE_PASSES
-        then = set_stage(replace(plan, crop_passes=passes)).forecast()
-        if then.step is not None and then.step.peak_bytes < peak:
+        proposed = set_stage(replace(plan, crop_passes=passes)).forecast()
+        if proposed.step is not None and proposed.step.peak_bytes < peak:
             override = f"config.TRAINER.CROP_PASSES={passes}"
-            yield Switch(override, peak - then.step.peak_bytes, f"same numbers, {_time(then, forecast)}")
+            time = _relative_time(proposed, forecast)
+            yield Switch(override, peak - proposed.step.peak_bytes, f"same numbers, {time}")
 
 
-def _time(then: Forecast, now: Forecast) -> str:
-    if not then.seconds or not now.seconds:
+def _relative_time(proposed: Forecast, current: Forecast) -> str:
+    if not proposed.seconds or not current.seconds:
         return "its time is not known"
-    ratio = then.seconds / now.seconds
+    ratio = proposed.seconds / current.seconds
     return "about as fast" if abs(ratio - 1) < 0.05 else f"about {ratio:.2g} times the time of a step"
 
 

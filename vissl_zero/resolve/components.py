@@ -167,7 +167,7 @@ def _is_auto(entries: Sequence[Any]) -> bool:
 
 
 def _with_data(data: Data, saved: Mapping[str, Any], path: str) -> Data:
-    """Take the images and transforms of the run where ``own`` says auto.
+    """Take the images and transforms of the run where ``data`` says auto.
 
     Paths that the user names imply the source that reads what is there. TEST is then not the run's: its classes would
     be others.
@@ -226,7 +226,7 @@ def normalization(transforms: Sequence[Any]) -> tuple[list[float], list[float]]:
 
 
 def trunk_of(trunk: Trunk, saved: Mapping[str, Any]) -> Trunk:
-    """Return ``own`` with the name and the keys that a saved configuration has."""
+    """Return ``trunk`` with the name and the keys that a saved configuration has."""
     filled = dict[str, Any](NAME=str(saved.get("NAME", "")))
     if isinstance(block := saved.get("REGNET"), Mapping):
         filled["REGNET"] = replace(trunk.REGNET, **_known(block, RegNetBlock))

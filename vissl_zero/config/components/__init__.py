@@ -122,11 +122,11 @@ def component_keys(registry: Registry, name: str) -> type | None:
 
 
 def typed_options(component: Component | type | None, options: Mapping[str, Any], key_path: str) -> dict[str, Any]:
-    """Fill in all keys of a component: ``given`` over the defaults, with the types of its dataclass.
+    """Fill in all keys of a component: ``options`` over the defaults, with the types of its dataclass.
 
     Args:
         component: registered component, or the dataclass itself; None where the component takes no keys.
-        given: what the recipe says.
+        options: what the recipe says.
         key_path: where that stands, such as ``config.MODEL.TRUNK.PARAMS``, for messages.
     Raises:
         ConfigError: every unknown key, every value of a wrong type and every missing key.

@@ -171,7 +171,7 @@ def _beneath(
     Args:
         folder: folder that ``child`` is in.
         child: an image's name, or an entry of another file or folder.
-        seen: device and inode of folders; those found are added.
+        visited: device and inode of folders; those met here are added.
         others: pictures that are not read are added, by their ending.
         endings: endings of images.
         depth: depth of the child.

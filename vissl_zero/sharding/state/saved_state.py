@@ -110,7 +110,7 @@ def parts_of(shards: Mapping[str, Shard], optimizer: torch.optim.Optimizer) -> I
     for param, values in states:
         shard = shards[names[id(param)]]
         for key, value in values.items():
-            if _is_cut(shard, key, value, per_element):
+            if _is_per_element(shard, key, value, per_element):
                 yield from _part(f"{OPTIMIZER}{key}/{shard.name}", shard, value)
             # State of another shape cannot be cut like the parameter, but it can be stored where a rank holds the full
             # one.
@@ -220,7 +220,7 @@ def scalars_of(shards: Mapping[str, Shard], optimizer: torch.optim.Optimizer) ->
         numbers = {
             key: _number(value)
             for key, value in values.items()
-            if not _is_cut(shard, key, value, per_element) and not (isinstance(value, Tensor) and value.dim())
+            if not _is_per_element(shard, key, value, per_element) and not (isinstance(value, Tensor) and value.dim())
         }
         # An empty entry, too: it says that the parameter has been updated.
         scalars[shard.name] = numbers
@@ -375,11 +375,11 @@ def _answers_for(shard: Shard) -> bool:
     return shard.copy == 0 and shard.first_element == 0 and (shard.local.numel() > 0 or not shard.full_shape.numel())
 
 
-def _is_cut(shard: Shard, key: str, value: Any, per_element: Collection[str]) -> bool:
+def _is_per_element(shard: Shard, key: str, value: Any, per_element: Collection[str]) -> bool:
     """Check whether state has an element for each of the parameter's.
 
-    Of a parameter without dimensions, everything looks like that: its counters (torch's ``step``, NAdam's
-    ``mu_product``, ASGD's ``eta``) are recognized by name.
+    A parameter without dimensions has one element, and so have its counters (torch's ``step``, NAdam's ``mu_product``,
+    ASGD's ``eta``): there, names decide.
     """
     return isinstance(value, Tensor) and value.shape == shard.local.shape and (value.dim() > 0 or key in per_element)
 
