@@ -209,6 +209,7 @@ class _Step:
         self.gathered: set[str] = set()
         self.gathered_of_teacher: set[str] = set()
         self.pending: dict[str, int] = {}
+        self.num_messages = 0  # of finished gradients so far
         self.waiting: deque[int] = deque()  # bytes of gradients that would be sent, were another rank not behind
         self.widened = 0  # bytes that buckets in a wider format have more than the gradients in them
         self.place = 0
@@ -442,8 +443,11 @@ class _Step:
         for bucket in queue.ready(name):
             total = sum(self.facts.params[done].num_bytes for done in bucket)
             if self.is_whole:
+                self.num_messages += 1
                 self.waiting.append(total)
-                while sum(self.waiting) > MAX_BACKLOG_BYTES:
+                # Beside the announcement of a round, the first messages have slots that no other rank must read first.
+                most = 0 if self.num_messages < CpuCommunicator.LAG else MAX_BACKLOG_BYTES
+                while sum(self.waiting) > most:
                     self.change("grads", -self.waiting.popleft())
             else:
                 sent = int(total * self.reduce_share)

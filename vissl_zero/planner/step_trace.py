@@ -31,7 +31,6 @@ from vissl_zero.sharding.memory import Storages, tensors_of
 from vissl_zero.sharding.model.wrap_plan import ROOT, WrapPlan
 from vissl_zero.sharding.torch_private import (
     ATTENTION_ON_CPU,
-    is_executed,
     object_address,
     operation_name,
     overloads_of,
@@ -230,14 +229,13 @@ class Recorder(TorchDispatchMode):
     Attributes:
         trace: what was noted.
         works: work done before each of its marks.
-        is_backward: the loss is known: modules that are entered now are run again.
         is_asked: there was such a question, as of a mask whether it is causal: another answer may be another step.
     """
 
     def __init__(self, constants: Storages, *, has_values: bool = False, answer: bool = True):
         super().__init__()
         self._has_values, self._answer = has_values, answer
-        self.is_backward = self.is_asked = False
+        self.is_asked = False
         self.trace = StepTrace()
         self.works: list[Work] = []
         self._work = WorkCounter()
@@ -383,7 +381,6 @@ def record_step(
         with recorder:
             loss, held = run_forward()
             recorder.mark(Moment.LOSS)
-            recorder.is_backward = True
             recorder.trace.kept_bytes = recorder.alive_bytes()
             loss.backward()
             del loss, held
@@ -433,15 +430,26 @@ def _marked_units(model: nn.Module, wrap_plan: WrapPlan, recorder: Recorder, is_
 
 
 def _marked(module: nn.Module, name: str, recorder: Recorder, is_teacher: bool) -> Any:
-    def entered(_: nn.Module, args: Any, kwargs: Any) -> None:
+    def entered(_: nn.Module, args: Any, kwargs: Any) -> Any:
         recorder.mark(Moment.TEACHER_IN if is_teacher else Moment.FORWARD_IN, name)
         sources = [] if is_teacher or name == ROOT else _differentiable((args, kwargs))
-        _on_gradients(sources, lambda: recorder.mark(Moment.BACKWARD_OUT, name), is_graph_kept=not recorder.is_backward)
+        if len(sources) < 2:
+            for source in sources:
+                source.register_hook(lambda _: recorder.mark(Moment.BACKWARD_OUT, name))
+            return None
+        joined = iter(_Join.apply(lambda: recorder.mark(Moment.BACKWARD_OUT, name), *sources))
+        return pytree.tree_map_only(Tensor, lambda t: next(joined) if t.requires_grad else t, (args, kwargs))
 
     def left(_: nn.Module, args: Any, output: Any) -> None:
         recorder.mark(Moment.TEACHER_OUT if is_teacher else Moment.FORWARD_OUT, name)
-        results = [] if is_teacher else _differentiable(output)
-        _on_gradients(results, lambda: recorder.mark(Moment.BACKWARD_IN, name), number=1)
+        waiting = [Moment.BACKWARD_IN]  # for the first gradient of the outputs
+
+        def on_gradient(_: Tensor) -> None:
+            if waiting:
+                recorder.mark(waiting.pop(), name)
+
+        for result in [] if is_teacher else _differentiable(output):
+            result.register_hook(on_gradient)
 
     # Outermost: a unit is gathered before anything in it runs, and freed after all of it has.
     return _removed(
@@ -449,28 +457,23 @@ def _marked(module: nn.Module, name: str, recorder: Recorder, is_teacher: bool) 
     )
 
 
-def _on_gradients(
-    tensors: Sequence[Tensor], note: Callable[[], None], *, number: int | None = None, is_graph_kept: bool = False
-) -> None:
-    """Call ``note`` when the gradients of ``number`` of the tensors are there; None: of all that get one.
+class _Join(torch.autograd.Function):
+    """Ends a unit's backward pass for all its inputs before the one before it begins, as a unit that is gathered does.
 
-    Unlike torch's ``register_multi_grad_hook``, it keeps no gradient. A graph that is run again for a checkpoint must
-    not be kept either (its tensors would live on), so there every tensor is expected to get a gradient.
+    Autograd alone takes the later inputs (small crops) back through several units first.
     """
-    nodes = [torch.autograd.graph.get_gradient_edge(tensor).node for tensor in tensors] if is_graph_kept else []
-    count, expected = 0, number or len(tensors)
 
-    def on_gradient(_: Tensor) -> None:
-        nonlocal count, expected
-        if nodes:
-            expected = sum(map(is_executed, nodes))
-            nodes.clear()
-        count += 1
-        if count == expected:
-            note()
+    @staticmethod
+    def forward(ctx: Any, note: Callable[[], None], *inputs: Tensor) -> tuple[Tensor, ...]:
+        """Return the inputs; ``note`` is called when the gradients of all are there."""
+        ctx.note = note
+        return tuple(tensor.detach() for tensor in inputs)  # as itself, an input could not be written in place
 
-    for tensor in tensors:
-        tensor.register_hook(on_gradient)
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        """Return the gradients."""
+        ctx.note()
+        return None, *gradients
 
 
 def _differentiable(value: Any) -> list[Tensor]:

@@ -292,11 +292,6 @@ def set_local_tensor(tensor: Any, local: Tensor) -> None:
 # What an operation is, in a mode that sees each one. torch's own profilers read the same.
 
 
-def is_executed(node: Any) -> bool:
-    """Return whether the backward pass that runs now visits a node of the graph."""
-    return torch._C._will_engine_execute_node(node)
-
-
 def operation_name(operation: Any) -> str:
     """Return the name of an operation, such as ``aten::mm`` (``_schema``)."""
     name: str = operation._schema.name

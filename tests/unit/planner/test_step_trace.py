@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from vissl_zero.planner.step_trace import Kernel, Recorder, WorkCounter, kernel_of
+from vissl_zero.planner.step_trace import Kernel, Moment, Recorder, WorkCounter, kernel_of, record_step
+from vissl_zero.resolve.resolved import ShardingPlan
 from vissl_zero.sharding.memory import Storages
 from vissl_zero.sharding.model.batch_norm import batch_norm_group, convert_batch_norms
+from vissl_zero.sharding.model.wrap_plan import plan_wrap
 from vissl_zero.sharding.torch_private import pretended_ranks
 
 
@@ -75,3 +77,38 @@ def test_synchronized_batch_norm_makes_no_gradient_that_its_mask_excludes() -> N
             outputs.backward(gradient)
     # Outputs, their gradient, and in twice the format a copy of the images and the gradient that is computed from it.
     assert recorder.peak_bytes() < 6.5 * images.nbytes
+
+
+class _Pairs(nn.Module):
+    """Blocks that each take two images, one large and one small, and write into them first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_OfPairs() for _ in range(3))
+
+    def forward(self, large: Tensor, small: Tensor) -> Tensor:
+        for block in self.blocks:
+            large, small = block(large, small)
+        return large.sum() + small.sum()
+
+
+class _OfPairs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 64)
+
+    def forward(self, large: Tensor, small: Tensor) -> tuple[Tensor, Tensor]:
+        return self.layer(large.relu_()), self.layer(small.relu_())
+
+
+def test_a_unit_leaves_its_backward_pass_for_all_inputs_before_the_one_before_it_enters() -> None:
+    """Left to autograd, the smaller images of several units would come first: two would be gathered at once."""
+    with FakeTensorMode():
+        model = _Pairs()
+        images = [torch.zeros(number, 64, requires_grad=True) for number in (32, 4)]
+        units = plan_wrap(model, ShardingPlan(level=3, wrap_threshold=1000), 1)
+        trace = record_step(model, units, lambda: (model(*(image * 2 for image in images)), None), images).trace
+    entered = [f"blocks.{index}" for index in (2, 1, 0)]
+    moments = [(mark.moment, mark.name) for mark in trace.marks if mark.name in entered]
+    backward = [mark for mark in moments if mark[0] in (Moment.BACKWARD_IN, Moment.BACKWARD_OUT)]
+    assert backward == [(moment, name) for name in entered for moment in (Moment.BACKWARD_IN, Moment.BACKWARD_OUT)]
