@@ -1,4 +1,4 @@
-"""What an update of an element depends on: that element, its full tensor, or more. Determined by test steps.
+"""The dependencies of an element's update: that element, its full tensor, or more. Determined by test steps.
 
 A rank holds rows of tensors. SGD and Adam do not notice; LAMB, Muon or Adafactor, run on rows, train another model, and
 nothing raises. So an optimizer that is not known is run on small tensors with its own settings, in three ways: all
@@ -45,7 +45,7 @@ _SHAPES: dict[int, list[tuple[int, ...]]] = {
 
 
 class UpdateRule(enum.Enum):
-    """What the update of one element depends on."""
+    """The elements that the update of one depends on."""
 
     ELEMENT_WISE = "that element alone"
     PER_TENSOR = "its full tensor"

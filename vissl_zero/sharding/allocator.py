@@ -1,4 +1,4 @@
-"""How ranks get memory: the settings of glibc's malloc on the CPU, and of torch's allocator on a GPU.
+"""Memory of ranks: the settings of glibc's malloc on the CPU, and of torch's allocator on a GPU.
 
 glibc's malloc keeps freed blocks between others that are in use, so the memory that level 3 frees after each unit
 hardly leaves the process. If told to map each large block separately, glibc returns it when it is freed. The system

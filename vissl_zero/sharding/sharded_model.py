@@ -65,7 +65,7 @@ from vissl_zero.sharding.update.whole_tensors import WholeTensorOptimizer
 
 @dataclass(frozen=True)
 class ModelSetup:
-    """What every level is built from.
+    """The parts that every level is built from.
 
     Attributes:
         module: the model without wrapper; its names are the full names.

@@ -1,4 +1,4 @@
-"""Where the per-element state of a streamed optimizer is kept: in memory, or in a file of records.
+"""Storage of a streamed optimizer's per-element state: in memory, or in a file of records.
 
 The base optimizer runs on a few elements at a time, with their state passed in.
 """

@@ -25,7 +25,7 @@ from vissl_zero.sharding.update.published_update import PublishedUpdate
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one optimizer step did; equal on every rank.
+    """The result of one optimizer step; equal on every rank.
 
     Attributes:
         grad_norm: global L2 norm of the unscaled gradients before clipping, a 0-d tensor on the device (reading it
