@@ -26,7 +26,11 @@ PRECISIONS = {
     "bfloat16": ["config.MODEL.AMP_PARAMS.USE_AMP=true", "config.MODEL.AMP_PARAMS.DTYPE=bfloat16"],
     "float16": ["config.MODEL.AMP_PARAMS.USE_AMP=true", "config.MODEL.AMP_PARAMS.DTYPE=float16"],
 }
-TIERS = {"none": [], "cpu": ["config.ZERO.offload_param_config.device=cpu"]}
+TIERS = {
+    "none": [],
+    "cpu": ["config.ZERO.offload_param_config.device=cpu"],
+    "optimizer": ["config.ZERO.offload_optimizer_config={device: cpu, pin_memory: false}"],  # that is real memory
+}
 Cell = dict[str, Any]
 
 
@@ -75,7 +79,7 @@ def require_no_waiting(cells: Sequence[Cell], found: Sequence[dict[str, Any]]) -
     """
 
     def expected(one: Cell) -> list[str]:
-        is_on_host = any("offload_param_config" in override for override in one["overrides"])
+        is_on_host = any("config.ZERO.offload_" in override for override in one["overrides"])
         return ["item"] * (one["precision"] == "float16" and not is_on_host)
 
     wrong = [
@@ -93,6 +97,7 @@ FAST = [
     cell("swav", 1, "bfloat16"),
     cell("dino", 2, "float16"),
     cell("dino", 3, "bfloat16", "cpu"),
+    cell("dino", 3, "float16", "optimizer"),
 ]
 MISTAKES = [cell("simclr", 0, broken=how) for how in ("read", "tensor", "upload")]
 
@@ -118,7 +123,7 @@ def test_every_method(level, part, library):
 @pytest.mark.slow
 @pytest.mark.parametrize("tier", TIERS)
 def test_levels_and_precisions(tier, library):
-    levels = [3] if tier == "cpu" else [0, 1, 2, 3]
+    levels = {"none": [0, 1, 2, 3], "cpu": [3], "optimizer": [1, 2, 3]}[tier]
     cells = [cell("dino", level, precision, tier) for level in levels for precision in PRECISIONS]
     require_no_waiting(cells, trained(library, cells))
 

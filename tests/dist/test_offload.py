@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 import vissl_zero
+from tests.dist.delayed_streams import Stream, Streams
 from tests.ranks import run_on_ranks
 from tests.unit.evaluation.example_run import make_config, make_plan
 from vissl_zero.errors import ConfigError
@@ -148,6 +149,34 @@ def test_master_copies_on_the_host_train_what_is_on_the_device(level: int, tmp_p
     assert max(map(max, distances)) < 1e-10, distances
 
 
+def _trained_on_streams(level: int, folder: str) -> dict[str, list[float]]:
+    """By optimizer: the distance from training without streams with each way to run them, then without their waits."""
+    found = {}
+    device = {"offload_optimizer_config": {"device": "cpu"}}
+    disk = {"offload_optimizer_config": _tier("nvme", Path(folder))}
+    lamb = {"type": "LAMB", "lr": 1e-2}
+    with _host_shards(), patch.dict(OPTIMIZERS, lamb=lamb):
+        for name, tiers in (("sgd", device), ("adamw", device), ("larc", device), ("lamb", device), ("adamw", disk)):
+            expected = _trained(tiers, name, level)
+            distances = []
+            for is_late in (True, False):
+                # The device's own work, on the CPU, is never late.
+                with Streams(is_main_late=False, is_side_late=is_late).present():
+                    distances.append(_distance(_trained(tiers, name, level), expected))
+            with Streams(False, True).present(), patch.object(Stream, "wait_stream", lambda *_: None):
+                distances.append(_distance(_trained(tiers, name, level), expected))
+            found[f"{name}, {len(found)}"] = distances
+    return found
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("level", [1, 3])
+def test_copies_beside_the_update_give_the_same_bits_and_are_waited_for(level: int, tmp_path: Path) -> None:
+    found, _ = run_on_ranks(2, _trained_on_streams, level, str(tmp_path), timeout_s=50)  # full weights are rank 0's
+    assert all(distances[:2] == [0.0, 0.0] for distances in found.values()), found
+    assert all(distances[2] > 0.0 for distances in found.values()), found
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
@@ -174,8 +203,8 @@ def test_a_clipped_step_of_one_backward_pass_on_ranks_with_unequal_rows(dtype: t
     assert max(map(max, found)) <= (0.0 if dtype == torch.float32 else 1e-10), found
 
 
-def _trained(tiers: dict[str, Any]) -> dict[str, Tensor]:
-    model, optimizer = _build("sgd", 3, tiers, torch.float64)
+def _trained(tiers: dict[str, Any], name: str = "sgd", level: int = 3) -> dict[str, Tensor]:
+    model, optimizer = _build(name, level, tiers, torch.float64)
     _train(model, optimizer, range(3))
     if tiers:
         assert any(shard.local is not shard.source for shard in optimizer._sharded._shards.values())

@@ -33,7 +33,7 @@ _FACTS_NAME = "bad_step.json"
 
 @dataclass(frozen=True)
 class BadStep:
-    """What was wrong with a step.
+    """The reason why a step is bad.
 
     Attributes:
         step: number of the step, from 1, as in ``metrics.jsonl``.

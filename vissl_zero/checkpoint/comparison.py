@@ -22,7 +22,7 @@ _FACTS = ("step", "epoch", "epoch_samples", "position", "world_size", "level", "
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """What is different about one tensor.
+    """The difference of one tensor.
 
     Attributes:
         name: name as stored; plain in a file of weights.

@@ -39,7 +39,7 @@ SAFETENSORS, TORCH = (".safetensors",), (".pt", ".pth", ".torch", ".bin")
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written.
+    """The files that were written.
 
     Attributes:
         path: path of the file.

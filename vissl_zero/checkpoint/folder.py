@@ -264,7 +264,7 @@ def plain(record: Manifest | RankManifest) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Piece:
-    """Where a run of elements of one tensor is stored."""
+    """The place of a stored run of elements of one tensor."""
 
     first_element: int
     num_elements: int

@@ -1,8 +1,8 @@
 """State of the loss and the optimizer in VISSL's checkpoints: teachers, queues, memory banks, centers, clusters.
 
 VISSL stores ``task.loss.state_dict()`` under ``loss`` beside ``classy_state_dict`` (vissl/hooks/log_hooks.py at
-09270ed2), or in it. Of several processes it keeps the first one's alone: of SwAV's queue and DeepCluster's memory,
-which each process has a part of, the rest is lost, as it is when VISSL resumes.
+09270ed2), or in it. It keeps the first process's alone. Each process has a part of SwAV's queue and of DeepCluster's
+memory: the other parts are lost, as they are when VISSL resumes.
 
 Optimizer state of consolidated checkpoints is found again by parameter. torch numbers optimizer state by the place of a
 parameter in the optimizer's groups. VISSL's groups follow from the model and a few settings, which the file does not
@@ -39,7 +39,7 @@ _TEACHER = re.compile(r"(?:momentum_teacher|momentum_encoder|moco_encoder)\.(?:m
 
 @dataclass
 class LossState:
-    """What a checkpoint of VISSL has of its loss.
+    """The state of the loss in a checkpoint of VISSL.
 
     Attributes:
         teacher: tensors of the momentum teacher under VISSL's names (``trunk...``, ``heads...``).

@@ -34,7 +34,7 @@ _ROOTS = (
     "conv1.weight",
     "conv1.0.weight",
 )
-# Of several networks in one file: averages first, then the one that is trained.
+# Where one file has several networks: averages first, then the one that is trained.
 _FIRST = ("ema", "teacher", "momentum", "target", "encoder_k", "encoder_q", "student", "online", "backbone")
 
 

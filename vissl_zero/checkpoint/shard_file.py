@@ -93,7 +93,7 @@ class Entry(Sized):
 
 @dataclass(frozen=True)
 class Written:
-    """What a file holds: size, checksum of the header, checksum of each tensor's bytes (XXH3, 64 bits, as hex)."""
+    """A file's size and checksums: of its header, and of each tensor's bytes (XXH3, 64 bits, as hex)."""
 
     num_bytes: int
     header_digest: str
@@ -123,7 +123,7 @@ def write_shard_file(
     texts = dict(metadata or {})
     if with_checksums:
         texts[WRITER] = __version__
-        # Of the length that the checksums will have: they are known when the data are written.
+        # As long as the checksums will be, which are known once the data are written.
         texts[CHECKSUMS] = _checksums("0" * 16, {entry.key: "0" * 16 for entry in ordered})
     header = _header(ordered, texts)
     digests: dict[str, str] = {}

@@ -98,7 +98,7 @@ def _itself(buffer: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class ForwardState:
-    """What the forward passes of a step change.
+    """The state that the forward passes of a step change.
 
     Attributes:
         buffers: of the model, by full name.

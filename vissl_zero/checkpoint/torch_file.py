@@ -153,7 +153,7 @@ _NAMES = {
 
 
 class NumpyArray:
-    """What stands for a NumPy array: bytes, and how they are to be read."""
+    """A stand-in for a NumPy array: bytes, and their layout."""
 
     def __init__(self, *arguments: Any):
         self._read: tuple[bytes, str, tuple[int, ...], bool] | None = None
@@ -179,7 +179,7 @@ class NumpyArray:
 
 
 class _Dtype:
-    """What stands for ``numpy.dtype``: a number format, or None."""
+    """A stand-in for ``numpy.dtype``: a number format, or None."""
 
     def __init__(self, text: Any = None, *flags: Any):
         self.text = text if isinstance(text, str) and _NUMBERS.fullmatch(text) else None

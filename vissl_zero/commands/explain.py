@@ -242,7 +242,7 @@ _SENTENCE = re.compile(r"(?P<keys>config\.\S+(?:, config\.\S+)*) (?:has|have) no
 
 @dataclass
 class Account:
-    """What becomes of one recipe.
+    """The verdict on one recipe.
 
     Attributes:
         name: name of the recipe, with the parts that were added to it.
@@ -266,7 +266,7 @@ class Account:
 
     @property
     def is_accepted(self) -> bool:
-        """Whether it would run, given paths."""
+        """Return whether it would run, given paths."""
         return not self.refused
 
 

@@ -47,7 +47,7 @@ class Run:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the run came to its end."""
+        """Return whether the run came to its end."""
         return self.exit_code == 0
 
     @property

@@ -35,7 +35,7 @@ _NUM_TIMED, _NUM_WARM = 8, 3  # steps of the measurement, and those before the s
 
 @dataclass(frozen=True)
 class Facts:
-    """What a quick look at a folder shows.
+    """The result of a quick look at a folder.
 
     Attributes:
         train: folder to train on.
@@ -56,7 +56,7 @@ class Facts:
 
 @dataclass(frozen=True)
 class Place:
-    """Where the recipe will run.
+    """The machine that the recipe will run on.
 
     Attributes:
         memory: GiB that a process may use; None: what is free.

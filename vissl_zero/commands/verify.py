@@ -55,7 +55,7 @@ _UNSHARDED = (
 
 @dataclass(frozen=True)
 class StepDifference:
-    """How far two runs are apart after one step.
+    """The distance of two runs after one step.
 
     Attributes:
         step: number of the step, from 1.

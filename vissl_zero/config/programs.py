@@ -24,7 +24,7 @@ PROGRAMS: dict[str, str | None] = {
 SVM_PROGRAMS, CLUSTERING = ("train_svm", "train_svm_low_shot"), "cluster_features_and_label"
 RETRIEVAL = "instance_retrieval_test"  # of images that IMG_RETRIEVAL names, where others are of DATA's
 LOW_SHOT = "low_shot_test"
-# Of the heads, where others are of features.
+# They write what the heads give; other programs write features.
 PREDICTIONS, ASSIGNMENTS = "extract_label_predictions", "extract_cluster"
 
 

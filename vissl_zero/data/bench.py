@@ -1,4 +1,4 @@
-"""What loading an image costs, part by part; whether training will wait for it, and what to change."""
+"""The cost of loading an image, part by part; whether training will wait for it, and what to change."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class LoadingCost:
-    """What an image costs one core.
+    """The cost of an image on one core.
 
     Attributes:
         num_images: number of images that were measured.
@@ -122,7 +122,7 @@ def _crops(source: Source, pipeline: Pipeline, decoder: Decoder, seed: int, inde
 
 @dataclass(frozen=True)
 class Supply:
-    """What the loader of a rank gives beside what a step needs.
+    """The rate of a rank's loader beside the rate that a step needs.
 
     Attributes:
         images_per_step: images that a rank takes in a step.

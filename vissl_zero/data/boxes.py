@@ -1,4 +1,4 @@
-"""Where the crops of an image lie in it: the boxes that its transforms draw.
+"""Places of crops in their image: the boxes that its transforms draw.
 
 They are drawn once more, with the sample's random numbers, before the transforms run: so they are the same for every
 backend, whose draws are the same, and no transform has to carry them. ``resolve/boxes.py`` has the rules that make

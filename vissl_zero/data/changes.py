@@ -22,7 +22,7 @@ _HUES = 256
 
 
 class Kind(Enum):
-    """What is changed, with its values."""
+    """A kind of change, with its values."""
 
     COLOR = auto()  # factor, share of gray, offset: x' = factor x + share gray(x) + offset
     CONTRAST = auto()  # factor
@@ -43,7 +43,7 @@ Change = tuple[Kind, tuple[float, ...]]
 
 @dataclass(frozen=True)
 class Changes:
-    """What is to be done to the crops of one resolution.
+    """Changes still to be made to the crops of one resolution.
 
     Attributes:
         rounds: one kind each, with its number of crops and of values for each of them.

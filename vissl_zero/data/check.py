@@ -1,4 +1,4 @@
-"""What is in a source: formats, sizes, classes, and the files that training would stumble over."""
+"""The check of a source: formats, sizes, classes, and the files that training would stumble over."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _ROW = np.dtype(
 
 @dataclass(frozen=True)
 class Part:
-    """What was seen of a chunk of images.
+    """Counts over a chunk of images.
 
     Attributes:
         rows: (N,) of ``_ROW``: size in pixels (0 if broken), bytes of the file, hash of its content, flags.
@@ -99,7 +99,7 @@ def _orientation(file: Image.Image, data: bytes) -> int:
 
 @dataclass(frozen=True)
 class Findings:
-    """What is in a source.
+    """The contents of a source.
 
     Attributes:
         source: its name under DATA_SOURCES, and its path.

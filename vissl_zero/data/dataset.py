@@ -158,7 +158,7 @@ class MicroBatchDataset(Dataset[Loaded]):
 
 
 class _Sample(NamedTuple):
-    """What an image has beside its crops: mask (H, W), label, and the boxes (V, 4) of crops; None: it has none."""
+    """Facts of an image beside its crops: mask (H, W), label, and the boxes (V, 4) of crops; None: it has none."""
 
     mask: Tensor | None
     label: int | None
@@ -397,7 +397,7 @@ def shuffled(num_samples: int, seed: int, epoch: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class MicroBatchPlan:
-    """What one rank loads for one global micro-batch.
+    """The samples that one rank loads for one global micro-batch.
 
     Attributes:
         epoch: the epoch that augmentations are drawn for.

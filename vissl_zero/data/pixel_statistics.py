@@ -22,7 +22,7 @@ _BITS_PER_SAMPLE = 258  # TIFF's tag
 
 @dataclass(frozen=True)
 class Counted:
-    """What was counted in a chunk of images.
+    """Sums over a chunk of images.
 
     Attributes:
         values: (3, 256) int64, how often each channel of the decoded RGB images has each value.

@@ -1,4 +1,4 @@
-"""Where images and labels come from: the ``Source`` of every kind of data set, and how a split's is built.
+"""Sources of images and labels: the ``Source`` of every kind of data set, and how a split's is built.
 
 Labels may come from elsewhere: VISSL's ``LABEL_SOURCES: [disk_filelist]``, a ``.npy`` file of integers. A class for
 each image, or a row of several labels for each, as VISSL writes those of VOC07.

@@ -1,4 +1,4 @@
-"""What is done to images beside torchvision's own transforms: colors, and several crops of an image.
+"""Transforms of images that torchvision does not have: colors, and several crops of an image.
 
 Colors: SimCLR's distortion and blur, BYOL's solarization, RandAugment (https://arxiv.org/abs/1909.13719, that of VISSL
 and timm, or torchvision's), images of one channel in color. Crops: SwAV's multi-crop, copies, tiles, and what is done

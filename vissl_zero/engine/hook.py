@@ -243,7 +243,7 @@ class Run:
 
     @property
     def is_main(self) -> bool:
-        """Whether this rank writes files and talks to the user."""
+        """Return whether this rank writes files and talks to the user."""
         return self.rank == 0
 
     @property

@@ -1,4 +1,4 @@
-"""What goes through each module in a step: the largest activation, the largest gradient, and where numbers end."""
+"""Statistics of each module in a step: the largest activation, the largest gradient, and where numbers end."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from vissl_zero.models.weight_names import without_wrappers
 
 @dataclass
 class Seen:
-    """What went through one module, over all its calls.
+    """The values that went through one module, over all its calls.
 
     Attributes:
         name: full name.
@@ -34,7 +34,7 @@ class Seen:
 
     @property
     def is_finite(self) -> bool:
-        """Whether all outputs were finite."""
+        """Return whether all outputs were finite."""
         return math.isfinite(self.activation)
 
 

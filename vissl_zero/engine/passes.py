@@ -74,7 +74,7 @@ def _before(target: int, number: int, counts: Sequence[int], pixels: Sequence[in
 
 
 class Pass(NamedTuple):
-    """What a model is given at once.
+    """The inputs of one pass through the model.
 
     Attributes:
         places: place of each tensor in the micro-batch; empty: all are whole.

@@ -39,7 +39,7 @@ _TOLERANCE = 0.05  # of the largest number: half precision on another machine st
 
 
 class _Layout:
-    """How the outputs for one sample lie in a row of bytes.
+    """The layout of the outputs for one sample in a row of bytes.
 
     Args:
         outputs: outputs of a micro-batch, tensors (V * B, ...) crop-major; what is no tensor is the same for all.

@@ -43,8 +43,8 @@ class AccuracyHook(CurveHook):
     """Top-1 and top-5 on TEST's images of a run that predicts classes, every TEST_EVERY_NUM_EPOCH epochs and last.
 
     Adds to the results: ``top1_latest``, ``top5_latest`` and ``top1_by_step`` ([step, top-1] each) while it trains;
-    ``top1`` and ``top5`` at the end (0 to 1; None where TEST has no images or no labels). Of several heads the best
-    counts; a sweep of learning rates adds ``top1_by_lr`` and ``best_lr``, an evaluation of several layers
+    ``top1`` and ``top5`` at the end (0 to 1; None where TEST has no images or no labels). The best of several
+    heads counts; a sweep of learning rates adds ``top1_by_lr`` and ``best_lr``, an evaluation of several layers
     ``top1_by_layer``, ``top5_by_layer`` and ``best_layer``; METERS adds ``top<k>``, ``precision_at_<k>`` and
     ``recall_at_<k>`` of that head. Nothing is added for other methods, without TEST_MODEL, or where nothing was trained
     and the heads are as new.

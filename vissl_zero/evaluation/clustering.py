@@ -161,8 +161,8 @@ class ExtractClusters(Hook):
     """Writes the best-scoring prototype of a SwAV head for every image of TRAIN and TEST at the end of a run.
 
     ``cluster_assignments/<split>_images.npy`` and ``..._labels.npy`` in the run folder, in the order of the images,
-    which ``disk_filelist`` reads: the lists that VISSL's ``cluster_assignments_to_dataset.py`` makes. Of several
-    layers of prototypes the first counts. Adds ``clusters`` to the results: split -> the two lists.
+    which ``disk_filelist`` reads: the lists that VISSL's ``cluster_assignments_to_dataset.py`` makes. The first
+    of several layers of prototypes counts. Adds ``clusters`` to the results: split -> the two lists.
     """
 
     def on_end(self, run: Run) -> None:

@@ -35,7 +35,7 @@ class EarlyStoppingHook(Hook):
 
     @property
     def has_stopped(self) -> bool:
-        """Whether the run is over; a larger PATIENCE continues it."""
+        """Return whether the run is over; a larger PATIENCE continues it."""
         return self._num_worse >= self._options.PATIENCE
 
     def state_dict(self) -> dict[str, Any]:

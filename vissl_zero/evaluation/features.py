@@ -203,8 +203,8 @@ def rankme(rows: Tensor) -> float:
         From 1 to about F; NaN if a feature is not finite.
     Cost: 2 * N * F * F multiplications and the singular values of an F x F matrix. Not a collective.
     """
-    # Of the triangle of a QR decomposition: eigenvalues of rows.T @ rows would leave features that are hardly used at
-    # the root of rounding, and so the figure at seven digits.
+    # Singular values come from the triangle of a QR decomposition. Eigenvalues of rows.T @ rows would leave features
+    # that are hardly used at the root of rounding, and so the figure at seven digits.
     triangle = rows.new_zeros(0, rows.shape[1], dtype=torch.float64)
     for block in rows.split(_ROWS_PER_BLOCK):
         triangle = torch.linalg.qr(torch.cat([triangle, block.double()]), mode="r").R

@@ -135,7 +135,7 @@ class KnnHook(Hook):
 
     ``rankme_before`` and ``rankme_after`` are RankMe of the features of TRAIN's images; ``lidar`` is LiDAR of views
     that training makes, at the end (LIDAR_IMAGES); ``knn_top1_by_vote`` is top-1 at the end by "k=20 T=0.07"
-    (ALSO_TOPK, ALSO_SIGMA). Of several inner layers (EXTRACT_TRUNK_FEATURES_ONLY with a map) the best counts;
+    (ALSO_TOPK, ALSO_SIGMA). The best of several inner layers (EXTRACT_TRUNK_FEATURES_ONLY with a map) counts;
     ``knn_top1_by_layer`` has them all.
 
     Attributes:

@@ -161,7 +161,7 @@ AT = (1, 5, 10)  # the k of precision at k
 
 @dataclass(frozen=True)
 class Wanted:
-    """What one query should find.
+    """The images that one query should find.
 
     Attributes:
         query: number of the query.

@@ -31,7 +31,7 @@ _NUM_PICTURES = 8
 
 @dataclass(frozen=True)
 class Overlap:
-    """How predicted classes of pixels and true ones overlap.
+    """Counts of overlaps between predicted classes of pixels and true ones.
 
     Attributes:
         miou: mean of the classes' intersection over union, of those that are predicted or there.

@@ -76,7 +76,7 @@ class Transform:
 
 @dataclass(frozen=True)
 class Classifier:
-    """What a run has learned to tell from the features of its trunk.
+    """The trunk of a run, to tell from the features of its trunk.
 
     Attributes:
         layer: linear layer from features to a score for each class, in float32 on the CPU.

@@ -75,7 +75,7 @@ class _Keys:
 
 @dataclass(frozen=True)
 class ZeroSettings:
-    """What ``zero`` asks for, checked.
+    """The settings that ``zero`` asks for, checked.
 
     Attributes:
         level: ZeRO level, 0 to 3; 3 where ``is_fitted``.

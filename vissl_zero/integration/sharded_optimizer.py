@@ -39,7 +39,7 @@ _STATE = (
 
 
 class _OfParameter(dict[str, Any]):
-    """What a wrapper keeps for one parameter."""
+    """The state that a wrapper keeps for one parameter."""
 
     def __missing__(self, key: str) -> NoReturn:
         raise VisslZeroError(f"optimizer.state[...][{key!r}]: is not there. {_STATE}")
@@ -349,8 +349,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def _require_storable(self, method: str) -> None:
         """Refuse state that a checkpoint has no place for.
 
-        A module's own may be any object, and a checkpoint has tensors and numbers. Of optimizers inside each other, as
-        in Lookahead, only the outer one's state would be saved.
+        A module's own may be any object, and a checkpoint has tensors and numbers. Where
+        optimizers wrap each other, as in Lookahead, only the outer one's state would be saved.
         """
         optimizer = inner_optimizer(self._sharded.optimizer)  # ours around it is no foreign one
         if any(layer.state is not optimizer.state for layer in with_wrapped(optimizer)):

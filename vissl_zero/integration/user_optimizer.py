@@ -246,7 +246,7 @@ def _from_dict(config: Mapping[str, Any] | DictConfig) -> OptimizerFactory:
 
 
 def _build(name: str, groups: Groups, options: Mapping[str, Any]) -> Built:
-    # Of a rate given as a tensor, torch's plain kernels use what its type rounds to, and the fused ones another value.
+    # Where a rate is a tensor, torch's plain kernels use what its type rounds to, and the fused ones another value.
     has_tensor = any(isinstance(value, Tensor) for value in options.values())
     if name in _OWN and set(options) <= set(_names(_OWN[name])) and not (name == "SGD" and has_tensor):
         rest = typed_options(_OWN[name], options, "optimizer")

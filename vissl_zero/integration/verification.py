@@ -24,7 +24,7 @@ _TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4}
 
 @dataclass(frozen=True)
 class Verdict:
-    """What ``verify`` found; equal on every rank. ``print`` it.
+    """The result of ``verify``; equal on every rank. ``print`` it.
 
     Attributes:
         is_equal: losses, parameters and buffers agreed after every step.
@@ -119,7 +119,7 @@ def _require_same(batches: list[Any]) -> None:
 
 @dataclass
 class _Trace:
-    """Of the plain run: loss and state after each step, the state before the first at the front."""
+    """Record of the plain run: loss and state after each step; the first state is that before training."""
 
     losses: list[float]
     states: list[dict[str, Tensor]]
@@ -212,7 +212,7 @@ def _run_plainly(
 
 
 class _BatchNorm(nn.modules.batchnorm._BatchNorm):
-    """Of inputs of any number of dimensions."""
+    """Normalizes inputs of any number of dimensions."""
 
     def _check_input_dim(self, input: Tensor) -> None:
         pass

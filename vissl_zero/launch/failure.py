@@ -1,4 +1,4 @@
-"""How a failing rank reports the reason to its launcher: one JSON file per rank.
+"""Reports of a failing rank to its launcher: one JSON file per rank.
 
 torchrun's record has a resolution of one second, which cannot separate the rank that failed from those that lost their
 peer a moment later, and no field that tells a launcher whether to restart. Our record has both.

@@ -321,7 +321,7 @@ def load_secret(path_name: str | None) -> bytes:
         return _made(path)
     try:
         with path.open("rb") as file:
-            # Of the open file: a path may name another file by the time that it is read.
+            # Ask the open file: a path may name another file by the time that it is read.
             status = os.fstat(file.fileno())
             content = file.read(4096)
     except OSError as error:

@@ -281,7 +281,7 @@ class Connection:
 
     @property
     def is_own(self) -> bool:
-        """Whether a process of this user has it open. The kernel lists a closed one as root's."""
+        """Return whether a process of this user has it open. The kernel lists a closed one as root's."""
         return self.state == _ESTABLISHED and self.inode != "0" and self.uid == os.geteuid()
 
 

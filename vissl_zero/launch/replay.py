@@ -1,4 +1,4 @@
-"""What one rank runs to replay a bad step: the state before it, its batch, and what went through each module."""
+"""The program of a rank that replays a bad step: the state before it, its batch, and what went through each module."""
 
 from __future__ import annotations
 

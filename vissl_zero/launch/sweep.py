@@ -344,7 +344,7 @@ class _Job:
 
 @dataclass(frozen=True)
 class Slots:
-    """How the machine is divided.
+    """The division of the machine among jobs.
 
     Attributes:
         cores, gpus: numbers of those that each slot has; no GPUs: jobs run on the CPU.

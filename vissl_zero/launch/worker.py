@@ -1,4 +1,4 @@
-"""What one rank runs, started by the launcher (through ``rank_group``) or by torchrun.
+"""The program of one rank, started by the launcher (through ``rank_group``) or by torchrun.
 
 It resumes from the newest checkpoint, and hooks save new ones.
 """

@@ -307,7 +307,7 @@ def masked_patch_loss(student: Tensor, targets: Tensor, is_masked: Tensor, stude
 
 
 class IBOTOutput(NamedTuple):
-    """What the head gives; a tuple, so that hooks of sharded modules see the tensors in it.
+    """Outputs of the head; a tuple, so that hooks of sharded modules see the tensors in it.
 
     Attributes:
         embeddings: (n, D) of all crops, of unit length.

@@ -39,7 +39,7 @@ def gram_loss(student: Tensor, anchor: Tensor) -> Tensor:
 
 
 class GramOutput(NamedTuple):
-    """What the head gives: ``IBOTOutput``, and the patches.
+    """Outputs of the head: ``IBOTOutput``, and the patches.
 
     Attributes:
         embeddings, features, scores, patch_scores, is_masked: as of ``IBOTOutput``.

@@ -133,7 +133,7 @@ class SwAVDistillationLossConfig:
     normalize_student_feats: bool = False
     """Divide what the student gives by its L2 norm first."""
     use_student_prototypes: bool = True
-    """Of a student with prototypes, its own scores are compared; else its embeddings are taken."""
+    """Compare the scores of a student with prototypes; else take its embeddings."""
     use_teacher_prototypes: bool = False
     """Score what the student gives against the teacher's prototypes; else it is the scores."""
     use_two_crops_for_teacher: bool = True

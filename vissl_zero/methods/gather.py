@@ -1,4 +1,4 @@
-"""What couples samples of different ranks in a loss: rows of all ranks, and sums over all ranks, both differentiable.
+"""Differentiable collectives that couple samples of different ranks in a loss: rows of all ranks, sums over ranks.
 
 The training loop multiplies the loss of rank r by ``n_r * world_size / N`` (its samples over all samples) and gradients
 are averaged over ranks. A loss follows one of two conventions, and is then exactly that of one process with the whole
@@ -32,7 +32,7 @@ from vissl_zero.collectives import all_reduce_max, all_reduce_sum
 
 @dataclass(frozen=True)
 class SampleCounts:
-    """How many samples of a batch each rank holds.
+    """The number of samples of a batch that each rank holds.
 
     Attributes:
         per_rank: number of samples of each rank; zero is allowed.
@@ -172,7 +172,7 @@ def _logsumexp_over_samples(logits: Tensor, counts: Tensor | None) -> Tensor:
     if counts is not None:
         logits = logits.masked_fill(~counts[:, :, None], -torch.inf)
     local = torch.logsumexp(logits, dim=1, keepdim=True)
-    # Of all ranks, so that the exponentials below overflow on none of them.
+    # The largest of all ranks, so that the exponentials below overflow on none of them.
     largest = all_reduce_max(local)
     total = largest + torch.log(all_reduce_sum(torch.exp(local - largest)))
     # No sample counts on any rank: nothing to share out, and -inf - -inf above.

@@ -149,7 +149,7 @@ def simmim_loss(predictions: Tensor, images: Tensor, mask: Tensor) -> Tensor:
 
 
 class PixelOutput(NamedTuple):
-    """What the head gives; a tuple, so that hooks of sharded modules see the tensors in it.
+    """Outputs of the head; a tuple, so that hooks of sharded modules see the tensors in it.
 
     Attributes:
         embeddings: (b, F) pooled features.
@@ -270,7 +270,7 @@ def hog_targets(images: Tensor, grid: tuple[int, int], num_bins: int = 9, cell_s
 
 
 class HOGOutput(NamedTuple):
-    """What the head gives; a tuple, so that hooks of sharded modules see the tensors in it.
+    """Outputs of the head; a tuple, so that hooks of sharded modules see the tensors in it.
 
     Attributes:
         embeddings: (b, F) pooled features.
@@ -447,7 +447,7 @@ def mean_of_blocks(blocks: Sequence[Tensor]) -> Tensor:
 
 
 class LatentOutput(NamedTuple):
-    """What the head gives; a tuple, so that hooks of sharded modules see the tensors in it.
+    """Outputs of the head; a tuple, so that hooks of sharded modules see the tensors in it.
 
     Attributes:
         embeddings: (b, F) pooled features.
@@ -549,7 +549,7 @@ _NORM: Any = layer_norm  # timm wants a class, and calls it
 
 
 class PatchOutput(NamedTuple):
-    """What the head gives; a tuple, so that hooks of sharded modules see the tensors in it.
+    """Outputs of the head; a tuple, so that hooks of sharded modules see the tensors in it.
 
     Attributes:
         embeddings: (b, F) pooled features.

@@ -453,7 +453,7 @@ def pirl_loss(
 
 
 class PIRLOutput(NamedTuple):
-    """What the head gives; a tuple, so that hooks of sharded modules see the tensors in it.
+    """Outputs of the head; a tuple, so that hooks of sharded modules see the tensors in it.
 
     Attributes:
         images: (n, D) embeddings of whole images.

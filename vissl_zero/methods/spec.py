@@ -1,4 +1,4 @@
-"""What the rest of the program may ask a method without importing torch.
+"""The facts about a method that need no torch.
 
 ``python -m vissl_zero.methods.spec`` writes the tables of ``docs/methods.md``.
 """
@@ -114,7 +114,7 @@ def crops_of(cfg: RunConfig) -> list[int] | None:
 
 def one_head(cfg: RunConfig, *allowed: str) -> list[Problem]:
     """Check that the model has one head, of an allowed name."""
-    # Of a chain, the last head counts: those before it are projections.
+    # The last head of a chain counts: those before it are projections.
     names = [options["heads"][-1][0] if name == "chain" else name for name, options in heads_of(cfg)]
     if not names or (len(names) == 1 and (names[0] in allowed or names[0] not in HEADS.builtin())):
         return []

@@ -22,7 +22,7 @@ _ACTIVATIONS: dict[str, type[nn.Module]] = {"ReLU": nn.ReLU, "GELU": nn.GELU, "S
 
 
 class SwAVOutput(NamedTuple):
-    """What the head gives; a tuple, so that hooks of sharded modules see the tensors in it.
+    """Outputs of the head; a tuple, so that hooks of sharded modules see the tensors in it.
 
     Attributes:
         embeddings: (n, D), of unit length where ``normalize_feats``; at least float32.

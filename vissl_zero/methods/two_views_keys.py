@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from vissl_zero.config.constraints import above_zero, at_least
 from vissl_zero.errors import Problem
-from vissl_zero.methods.spec import MethodSpec, crops_of, heads_of, loss_keys, one_head, share, two_views
+from vissl_zero.methods.spec import MethodSpec, crops_of, head_width, loss_keys, one_head, share, two_views
 from vissl_zero.registry import METHODS
 
 if TYPE_CHECKING:
@@ -91,8 +91,7 @@ class MoCoV2Spec(MethodSpec):
 
     def inferred(self, cfg: RunConfig) -> dict[str, tuple[Any, str]]:
         """Infer embedding_dim from the head."""
-        dims = next((options.get("dims") for _, options in heads_of(cfg)), None)
-        return {"embedding_dim": (dims[-1] if dims else None, "head")}
+        return {"embedding_dim": (head_width(cfg), "head")}
 
     def problems(self, cfg: RunConfig, decided: Decisions) -> list[Problem]:
         """Check for two views, one projection head, a queue that takes a whole micro-batch."""

@@ -210,7 +210,7 @@ class VICRegL(EmbeddingMethod):
         crops = sum(batch.num_crops), batch.num_local
         views = at_least_float32(output.embeddings).unflatten(0, crops)
         self._note(views[0])
-        # Of one size, also where the views went through the model one by one: one tensor.
+        # Views of one size are one tensor, also where they went through the model one by one.
         counts = batch.num_crops if len(output.maps) > 1 else [sum(batch.num_crops)]
         maps = [
             crop_map

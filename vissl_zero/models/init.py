@@ -44,8 +44,8 @@ def initialize_(model: nn.Module, seed: int) -> None:
 class FirstWeights:
     """The first weights of a model, to be filled in all at once or unit by unit, with the same bits.
 
-    A model that has memory for all its parameters is filled here and now. Of any other, one unit at a time need be in
-    memory: each is drawn on the CPU in the format it was built in, then takes the one it has when it is filled.
+    A model that has memory for all its parameters is filled here and now. Any other needs memory for one unit at
+    a time: each is drawn on the CPU in the format it was built in, then takes the one it has when it is filled.
 
     Args:
         model: just built.

@@ -33,7 +33,7 @@ _WRAPPER_NAMES = ("module", "_fsdp_wrapped_module", "_fpw_module", "_orig_mod", 
 
 
 class Place(NamedTuple):
-    """Where a tensor of a pass stands in its micro-batch.
+    """The place of a pass's tensor in its micro-batch.
 
     Attributes:
         resolution: index of the resolution in the list.

@@ -239,7 +239,7 @@ class VisionTransformerHead(_DrawnHead):
 
 
 class SiameseOutput(NamedTuple):
-    """What the head gives; a tuple, so that hooks of sharded modules see the tensors in it.
+    """Outputs of the head; a tuple, so that hooks of sharded modules see the tensors in it.
 
     Attributes:
         projections: (n, D).

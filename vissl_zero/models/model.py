@@ -39,7 +39,7 @@ Combine = Callable[[list[list[Tensor]], list[Tensor]], list[Tensor]]
 
 @dataclass(frozen=True)
 class LayerTap:
-    """How a trunk gives what one name stands for.
+    """The way to read one named output of a trunk.
 
     Attributes:
         layers: paths of modules in the trunk whose outputs are wanted.

@@ -16,7 +16,7 @@ from vissl_zero.models.keyed_random import NUM_BITS, keyed_bits
 
 
 class PatchView(NamedTuple):
-    """What a pass does with the patches of the images of one resolution; tuples, so that hooks see the tensors.
+    """The changes that a pass makes to the patches of one resolution; tuples, so that hooks see the tensors.
 
     As many patches for every image, so that shapes do not depend on what was drawn.
 
@@ -38,7 +38,7 @@ ChoosePatches = Callable[[Sequence[Tensor], tuple[int, int]], list[PatchView]]
 
 
 class Tokens(NamedTuple):
-    """What a head whose ``forward`` has a parameter ``tokens`` is given of each resolution.
+    """The tokens of each resolution, for a head whose ``forward`` has a parameter ``tokens``.
 
     Attributes:
         rows: (b, num_prefix + patches seen, D) after the trunk's last norm.

@@ -83,7 +83,7 @@ _OUR_BLOCK = re.compile(r"trunk\.stages\.(\d+)\.(\d+)\.0\.(.+)")
 
 @dataclass
 class Renamed:
-    """What became of names.
+    """The fate of each name.
 
     Attributes:
         names: new name -> old name.

@@ -34,7 +34,7 @@ class TensorNorms:
 
 
 class Adaptation(ABC):
-    """How far each tensor moves, relative to its own norm.
+    """The distance that each tensor moves, relative to its own norm.
 
     Attributes:
         needs_dot: reads ``TensorNorms.dot``, which costs a pass over parameters and gradients.

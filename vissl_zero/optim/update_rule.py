@@ -1,4 +1,4 @@
-"""What an update of an element depends on: that element, its full tensor, or more. Determined by test steps.
+"""The dependencies of an element's update: that element, its full tensor, or more. Determined by test steps.
 
 A rank holds rows of tensors. SGD and Adam do not notice; LAMB, Muon or Adafactor, run on rows, train another model, and
 nothing raises. So an optimizer that is not known is run on small tensors with its own settings, in three ways: all
@@ -11,7 +11,7 @@ import copy
 import enum
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Any, TypeGuard
 
 import torch
@@ -45,7 +45,7 @@ _SHAPES: dict[int, list[tuple[int, ...]]] = {
 
 
 class UpdateRule(enum.Enum):
-    """What the update of one element depends on."""
+    """The elements that the update of one depends on."""
 
     ELEMENT_WISE = "that element alone"
     PER_TENSOR = "its full tensor"
@@ -63,7 +63,7 @@ def update_rule(
     Raises:
         ConfigError: it couples tensors (a global norm, one step size for all), it is random, or it cannot be tried.
     """
-    if type(optimizer) in ELEMENT_WISE and not _has_hooks(optimizer):
+    if type(optimizer) in ELEMENT_WISE and not has_hooks(optimizer):
         return UpdateRule.ELEMENT_WISE
     name = type(optimizer).__name__
     try:
@@ -231,7 +231,8 @@ def _agree(expected: Sequence[Tensor], got: Sequence[Tensor], case: _Case) -> bo
     return True
 
 
-def _has_hooks(optimizer: torch.optim.Optimizer) -> bool:
+def has_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Check whether a step of the optimizer calls more than its own code."""
     return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
 
 
@@ -275,6 +276,23 @@ def _copied(
         for param in (param for group in groups for param in group["params"]):
             copied.state[param] = {key: _fresh(key, value, like, param) for key, value in template.items()}
     return copied
+
+
+@contextmanager
+def with_params(optimizer: torch.optim.Optimizer, params: Sequence[Sequence[Tensor]]) -> Iterator[None]:
+    """Let each group have other ``params``. A context.
+
+    Schedules set rates in the groups' dicts, so these are lent out, and not made anew.
+    """
+    groups = optimizer.param_groups
+    held = [group["params"] for group in groups]
+    try:
+        for group, lent in zip(groups, params, strict=True):
+            group["params"] = lent
+        yield
+    finally:
+        for group, own in zip(groups, held, strict=True):
+            group["params"] = own
 
 
 def set_own(optimizer: torch.optim.Optimizer, name: str, value: Any) -> None:

@@ -20,7 +20,7 @@ Found = list[tuple[ShardingPlan, int, int, Forecast]]  # plan, micro-batches of 
 
 @dataclass(frozen=True)
 class Budget:
-    """What a rank may use, bytes.
+    """The memory that a rank may use, in bytes.
 
     Attributes:
         memory: where it computes, beyond the process itself.
@@ -75,17 +75,17 @@ class Candidate:
 
     @property
     def fits(self) -> bool | None:
-        """Whether it is within the budget; None: not known."""
+        """Return whether it is within the budget; None: not known."""
         return None if self.excess is None else self.excess == 0
 
     @property
     def is_recomputed(self) -> bool:
-        """Whether any unit is run again in backward."""
+        """Return whether any unit is run again in backward."""
         return self.sharding.is_recomputed
 
     @property
     def is_grouped(self) -> bool:
-        """Whether there are several copies of the state, each shared by a group of ranks (hybrid sharding)."""
+        """Return whether there are several copies of the state, each shared by a group of ranks (hybrid sharding)."""
         return self.sharding.level > 0 and 1 < self.sharding.shard_group_size < self.world_size
 
     def settings(self) -> dict[str, Any]:

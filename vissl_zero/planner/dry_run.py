@@ -50,7 +50,7 @@ _ASSUMED_IMAGES, _ASSUMED_CLASSES, _ASSUMED_SIDE = 1_281_167, 1_000, 256  # Imag
 
 @dataclass(frozen=True)
 class DryRun:
-    """What ``dry_run`` found.
+    """The result of ``dry_run``.
 
     Attributes:
         plan: the resolved run.

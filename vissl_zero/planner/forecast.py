@@ -47,7 +47,7 @@ from vissl_zero.sharding.update.whole_tensors import partition
 
 @dataclass(frozen=True)
 class Forecast:
-    """What is known of one plan.
+    """The forecast of one plan.
 
     Attributes:
         wrap_plan: the units.
@@ -206,7 +206,7 @@ class Forecaster:
 
     @property
     def can_recompute(self) -> bool:
-        """Whether the model is made of units that can be run again in backward."""
+        """Return whether the model is made of units that can be run again in backward."""
         return any(isinstance(module, Unit) for module in self._subject.model.modules())
 
     def recomputable(self, plan: ShardingPlan) -> list[Recomputable]:
@@ -228,7 +228,7 @@ class Forecaster:
 
     @property
     def has_batch_norm(self) -> bool:
-        """Whether samples of a micro-batch share statistics."""
+        """Return whether samples of a micro-batch share statistics."""
         return any(isinstance(module, _BatchNorm) for module in self._subject.model.modules())
 
     def trace(self, plan: ShardingPlan) -> StepTrace | str:

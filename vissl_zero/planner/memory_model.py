@@ -48,7 +48,7 @@ MARGIN = 0.05
 
 @dataclass(frozen=True)
 class UpdateFacts:
-    """What the optimizer step of one rank takes.
+    """The memory of one rank's optimizer step.
 
     Attributes:
         state_bytes: optimizer state between steps.
@@ -67,7 +67,7 @@ class UpdateFacts:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What does not depend on the level.
+    """The memory that does not depend on the level.
 
     Attributes:
         params: parameters of the model, by full name, in its order.
@@ -286,7 +286,7 @@ class _Step:
 
     @property
     def keeps_buffer(self) -> bool:
-        """Whether units are gathered into, and reduced from, memory that stays: ``communication`` counts it."""
+        """Return whether units are gathered into, and reduced from, memory that stays: ``communication`` counts it."""
         return self.device_type == "cpu" and self.num_ranks > 1
 
     @property

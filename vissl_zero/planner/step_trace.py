@@ -141,7 +141,7 @@ _OVER_WHOLE = {
 
 
 class Moment(IntEnum):
-    """What happens at a mark."""
+    """An event at a mark."""
 
     TEACHER_IN = 0
     TEACHER_OUT = 1

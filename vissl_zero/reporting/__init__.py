@@ -1,1 +1,1 @@
-"""What a person reads of a run: display, metrics, pictures, report, comparison."""
+"""The output of a run for people: display, metrics, pictures, report, comparison."""

@@ -1,4 +1,4 @@
-"""What went wrong in a run that came to its end: a sentence each, with the likely cause and what to change."""
+"""Findings on a run that came to its end: a sentence each, with the likely cause and what to change."""
 
 from __future__ import annotations
 

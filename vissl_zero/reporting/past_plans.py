@@ -1,4 +1,4 @@
-"""What came of plans: forecast and measured memory of all that were run under a folder (``plan --history``)."""
+"""The history of plans: forecast and measured memory of all that were run under a folder (``plan --history``)."""
 
 from __future__ import annotations
 

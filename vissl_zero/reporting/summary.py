@@ -1,4 +1,4 @@
-"""What came out: ``summary.json`` for scripts, a table for people."""
+"""The results of a run: ``summary.json`` for scripts, a table for people."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What rules read beside the configuration: the machine, and each decision, derived once."""
+"""Facts that rules read beside the configuration: the machine, and each decision, derived once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which transforms the fast backend has, with which arguments: the rule of ``DATA.BACKEND``."""
+"""The transforms of the fast backend and their arguments: the rule of ``DATA.BACKEND``."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from vissl_zero.resolve.inactive import can_measure_top1, segments
 if TYPE_CHECKING:
     from vissl_zero.resolve.decisions import Decisions
 
-# Of docs/run_folder.md; what METERS counts is named by its k.
+# Those that docs/run_folder.md lists; what METERS counts is named by its k.
 SUMMARY_NUMBERS = (
     *("level", "world_size", "num_steps", "loss_first", "loss_last", "images_per_s", "memory_before_bytes"),
     *("knn_top1_before", "knn_top1_after", "knn_top1_raw_pixels", "rankme_before", "rankme_after", "lidar"),

@@ -1,4 +1,4 @@
-"""What this machine offers a run. Imports no torch."""
+"""The machine's resources for a run. Imports no torch."""
 
 from __future__ import annotations
 

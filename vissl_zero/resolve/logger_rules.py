@@ -1,4 +1,4 @@
-"""Which loggers a run has, and the packages that they need."""
+"""The loggers of a run, and the packages that they need."""
 
 from __future__ import annotations
 

@@ -413,7 +413,7 @@ KEYS: dict[str, tuple[str, ...]] = {
     "multistep": ("values", "milestones"),
     "composite": ("schedulers", "lengths", "interval_scaling"),
 }
-# Of those, what has a default in a part of a composite too.
+# Keys among them that have a default in a part of a composite too.
 OPTIONAL_KEYS = ("interval_scaling", "lr_multiplier", "is_adaptive")
 _VALUES = ("value", "start_value", "end_value")
 

@@ -23,7 +23,7 @@ GPU_NAMES = ("gpu", "cuda")
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the ranks of a run live.
+    """The placement of a run's ranks.
 
     Attributes:
         device: "cpu" or "cuda".

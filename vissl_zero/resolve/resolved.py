@@ -1,4 +1,4 @@
-"""What a run will do, every derived value decided: the frozen result of ``resolve(RunConfig)``.
+"""The plan of a run, every derived value decided: the frozen result of ``resolve(RunConfig)``.
 
 No torch here; dtypes are named by strings ("float32", "bfloat16", ...).
 """
@@ -97,7 +97,7 @@ TIERS = {"none": "device", "cpu": "host", "nvme": "disk"}
 
 @dataclass(frozen=True)
 class OffloadPlan:
-    """Where one kind of training state is kept between uses.
+    """The place of one kind of training state between uses.
 
     Attributes:
         device: a name of ``TIERS``.
@@ -134,7 +134,7 @@ class OffloadPlan:
 
 @dataclass(frozen=True)
 class Float8Plan:
-    """Which linear layers multiply in float8, and how.
+    """The linear layers that multiply in float8, and their format.
 
     Attributes:
         layers: regular expression of their full names, found anywhere in them; empty: none does.
@@ -213,7 +213,7 @@ class ShardingPlan:
 
     @property
     def is_recomputed(self) -> bool:
-        """Whether any block is run again in the backward pass."""
+        """Return whether any block is run again in the backward pass."""
         return bool(self.checkpoint_every or any(self.stage_checkpoints) or self.checkpoint_blocks)
 
     def ranks_per_copy(self, world_size: int) -> int:

@@ -35,7 +35,7 @@ class ParamFacts:
 
     @property
     def num_bytes(self) -> int:
-        """Of the full parameter."""
+        """Bytes of the full parameter."""
         return torch.Size(self.shape).numel() * self.itemsize
 
     def padded(self, num_ranks: int) -> int:

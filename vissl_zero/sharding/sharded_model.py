@@ -65,7 +65,7 @@ from vissl_zero.sharding.update.whole_tensors import WholeTensorOptimizer
 
 @dataclass(frozen=True)
 class ModelSetup:
-    """What every level is built from.
+    """The parts that every level is built from.
 
     Attributes:
         module: the model without wrapper; its names are the full names.
@@ -257,11 +257,7 @@ class ShardedModel:
         # An asynchronous checkpoint may still copy the shards that are about to change.
         self._wait_for_readers()
         with self._parameter_guard.own_step():
-            result = self._stepper.step(self._frozen, with_histograms, before_update)
-        if not result.skipped:
-            for shard in self._trained:
-                shard.publish()
-        return result
+            return self._stepper.step(self._frozen, with_histograms, before_update)
 
     def zero_grad(self) -> None:
         """Forget the gradients of what the optimizer updates; after ``step``, before the next forward.

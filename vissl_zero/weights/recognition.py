@@ -1,4 +1,4 @@
-"""Which network a file of weights is of: its trunk as ``MODEL.TRUNK`` writes it, from the names and shapes of tensors.
+"""Recognition of the network in a file of weights: its ``MODEL.TRUNK``, from the names and shapes of tensors.
 
 What a shape does not say is taken from the ``config.json`` beside it: attention heads and the epsilon of layer norms.
 Without one, heads are those of the published networks of that width, 64 channels each for most.
@@ -37,7 +37,7 @@ _INSIDE = re.compile(r"(?:norm[12]|attn\.(?:qkv|proj|q_norm|k_norm)|mlp\.fc[12])
 
 @dataclass(frozen=True)
 class Recognized:
-    """What a file holds.
+    """The contents of a file.
 
     Attributes:
         text: the network in words, with its sizes.

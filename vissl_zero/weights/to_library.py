@@ -41,7 +41,7 @@ _RESIZERS = ("timm", "transformers", "torchhub")  # each has a way of its own to
 
 @dataclass(frozen=True)
 class Views:
-    """How images are shown to a trunk.
+    """The form in which images are shown to a trunk.
 
     Attributes:
         size: side of the square that it sees, in pixels.
@@ -71,7 +71,7 @@ def _side(size: Any) -> int:
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written.
+    """The files that were written.
 
     Attributes:
         folder: folder of the files.

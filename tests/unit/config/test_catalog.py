@@ -49,6 +49,9 @@ def test_paths_that_are_given_win(catalog: Path) -> None:
     assert use_catalog(block, catalog) == []
     assert block.TRAIN.DATA_PATHS == ["/mine"]
     assert block.TRAIN.LABEL_PATHS == []
+    block = data(LABEL_SOURCES=["disk_filelist"], LABEL_PATHS=["/mine.npy"])
+    use_catalog(block, catalog)
+    assert (block.TRAIN.DATA_PATHS, block.TRAIN.LABEL_PATHS) == (["/data/flowers"], ["/mine.npy"])
 
 
 @pytest.mark.parametrize("name", ["roses", "empty"])

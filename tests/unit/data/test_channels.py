@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from vissl_zero.config.compose import compose
 from vissl_zero.data.channels import to_channels
 from vissl_zero.data.decode import BrokenImageError, Decoder
 from vissl_zero.data.loader import build_loader
-from vissl_zero.errors import ConfigError
+from vissl_zero.errors import ConfigError, DataError
 from vissl_zero.models.model import build_model
 from vissl_zero.resolve.resolve import resolve
 
@@ -110,6 +111,10 @@ def test_an_array_of_images_is_read_in_either_layout(make_data: MakeData, tmp_pa
         ((batch,),) = build_loader(data, "TRAIN", 3, 4, 0, 1, 1).epoch(0)
         wanted = torch.from_numpy(values[batch.sample_ids.numpy()].astype(np.float32) / np.float32(65_535))
         assert torch.equal(batch.images[0], wanted)
+    for shape in ((4, 5), (0, 5, 16, 12), (1, 4, 5, 16, 12)):
+        np.save(tmp_path / "images.npy", np.zeros(shape, np.uint16))
+        with pytest.raises(DataError, match=rf"must hold images as .* or \(N, C, H, W\), not {re.escape(str(shape))}"):
+            build_loader(data, "TRAIN", 3, 4, 0, 1, 1)
 
 
 def test_statistics_are_per_channel_and_for_normalize(arrays: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -58,6 +58,8 @@ def test_accumulation_deals_micro_batch_by_micro_batch_unless_it_is_exact() -> N
         together = ids(orders(2, accumulation_steps=3, is_exact=True)[rank])
         assert [flat([step]) for step in together] == [step[0] for step in ids(orders(2, micro_batch=24)[rank])]
         assert together[0] != [each[0], each[1], each[2]]
+        # The last 2 samples are one micro-batch: a rank has one of them, and no micro-batch is empty.
+        assert [[len(part) for part in step] for step in together] == [[4, 4, 4], [4, 4, 4], [1]]
 
 
 def test_the_global_count_is_right_for_the_partial_batch() -> None:

@@ -24,6 +24,7 @@ from vissl_zero.data import slow_work
 from vissl_zero.data.decode import BrokenImageError
 from vissl_zero.data.loader import build_loader
 from vissl_zero.data.source import build_source
+from vissl_zero.data.sources.packed import CLASSES_KEY, LABELS_KEY
 from vissl_zero.errors import ConfigError, DataError
 
 FORMATS = ("webdataset", "arrow", "lmdb")
@@ -201,6 +202,9 @@ def test_an_image_of_arrow_is_a_file_or_names_one(tmp_path: Path, photos: Path, 
     for empty in (2, 3):
         with pytest.raises(BrokenImageError, match="its row has no image"):
             source.image(empty)
+    (tmp_path / "x/data.arrow").rename(tmp_path / "x/first.arrow")
+    source = build_source(data_block(make_data("arrow", write_arrow(tmp_path / "x", rows))), "TRAIN", 0)
+    assert [source.label(index) for index in range(len(source))] == [None] * 8  # two files, without labels
     texts = write_arrow(tmp_path / "y", ["a"], "caption")
     with pytest.raises(DataError, match="has no column of image files; its columns are caption"):
         build_source(data_block(make_data("arrow", texts)), "TRAIN", 0)
@@ -251,6 +255,7 @@ def test_names_of_classes_are_a_list_as_long_as_the_labels(
 def test_a_key_that_is_gone_is_one_broken_image(packed: dict[str, Path], make_data: MakeData) -> None:
     source: Any = build_source(data_block(make_data("lmdb", packed["lmdb"])), "TRAIN", 0)
     assert source.name(0).startswith(f"{packed['lmdb']}:")
+    assert (LABELS_KEY, CLASSES_KEY) == (b"__labels__", b"__classes__")  # as databases that exist have them
     source._keys[0] = b"gone"
     with pytest.raises(BrokenImageError, match="its key is gone"):
         source.encoded(0)

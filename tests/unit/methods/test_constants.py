@@ -93,6 +93,8 @@ def ibot() -> None:
     method: Any = _make("ibot_loss", out_dim=5, patch_out_dim=7, num_global_crops=2, teacher_temp_interval="epoch")
     assert _momenta(method) == pytest.approx([0.996, 0.998, 1.0])
     assert (method.center.momentum, method.patch_center.momentum, method.weights) == (0.9, 0.9, (1.0, 1.0))
+    weighted: Any = _make("ibot_loss", out_dim=5, patch_out_dim=7, num_global_crops=2, lambda1=2.0, lambda2=3.0)
+    assert weighted.weights == (2.0, 3.0)  # of crops, of patches
     temperatures = [method.crop_temperature.at(step, PER_EPOCH) for step in (0, 10 * 29, 999)]
     assert temperatures == pytest.approx([0.04, 0.07, 0.07])
     counts = _views(method, masks=True).masked.sum(dim=1)

@@ -83,6 +83,8 @@ CASES = [
     ("jigsaw", ["config.LOSS.jigsaw_loss.perm_file=nowhere.npy"], "perm_file: must name a file that exists"),
     ("jigsaw", ["config.TRAINER.CROP_PASSES=2"], "config.TRAINER.CROP_PASSES: must be 1 for jigsaw_loss"),
     ("pirl", [_head("pirl_head", num_towers=6)], f"{HEAD}: num_towers must be 4 or 9"),
+    ("pirl", [_crops([1])], f"{TRANSFORMS}: must make two crops of an image, of one size, for pirl_loss"),
+    ("pirl", [_crops([2])], ""),
     (
         "msn",
         [_head("swav_head", num_clusters=[128], use_weight_norm_prototypes="false")],

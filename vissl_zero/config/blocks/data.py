@@ -45,9 +45,9 @@ class MixingConfig:
     """``COLLATE_FUNCTION_PARAMS`` of ``cutmixup_collator``, as VISSL and timm have them."""
 
     mixup_alpha: float = number(1.0, least=0, most=2)
-    """Of the Beta distribution of mixup's shares; 0: no mixup."""
+    """Parameter of the Beta distribution of mixup's shares; 0: no mixup."""
     cutmix_alpha: float = number(0.0, least=0, most=2)
-    """Of the Beta distribution of CutMix's areas; 0: no CutMix."""
+    """Parameter of the Beta distribution of CutMix's areas; 0: no CutMix."""
     cutmix_minmax: list[float] | None = None
     """Least and largest side of CutMix's box over the image's, in place of cutmix_alpha."""
     prob: float = number(1.0, least=0, most=1)

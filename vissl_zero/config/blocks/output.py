@@ -324,7 +324,7 @@ class ImageRetrieval:
     WHITEN_IMG_LIST: str = ""
     """Text file of the data set called whitening: a path below its folder in each line."""
     USE_DISTRACTORS: bool = False
-    """Of copydays: search database_and_distractors, not database."""
+    """Search copydays' database_and_distractors, not its database."""
     DEBUG_MODE: bool = False
     """10 images to whiten by, 10 queries, 50 images to search, where the next three keys say -1."""
     NUM_TRAINING_SAMPLES: int = number(-1, least=1, also=(-1,), fix="Write -1 for all images.")

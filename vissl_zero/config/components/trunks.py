@@ -337,7 +337,7 @@ class TimmConfig:
     """``MODEL.TRUNK.PARAMS`` of a trunk called ``timm/<model>``: arguments of ``timm.create_model``."""
 
     name: str = ""
-    """Of the model, after ``timm/``; filled in."""
+    """Name of the model, after ``timm/``; filled in."""
     use_mask_token: bool = False
     """A learned vector for masked patches; vision transformers only."""
     patch_drop_rate: float = number(0.0, least=0, below=1)
@@ -360,7 +360,7 @@ class TorchvisionConfig:
     """``MODEL.TRUNK.PARAMS`` of a trunk called ``torchvision/<model>``."""
 
     name: str = ""
-    """Of the model, after ``torchvision/``; filled in."""
+    """Name of the model, after ``torchvision/``; filled in."""
     model_args: dict[str, Any] = field(default_factory=dict)
     """Further arguments of ``torchvision.models.get_model``, such as stochastic_depth_prob."""
 

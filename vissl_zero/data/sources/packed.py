@@ -210,7 +210,7 @@ class ArrowFiles(Packed):
     """A data set of Hugging Face's ``datasets`` on disk: ``save_to_disk``'s folder, or a folder of its Arrow files.
 
     Images are a column of files (``Image``, or binary), labels an integer column (``label``); names of classes are
-    those of its ``ClassLabel``. Of a folder with splits, TRAIN takes train, TEST takes test or validation. Files are
+    those of its ``ClassLabel``. Where a folder has splits, TRAIN takes train, TEST takes test or validation. Files are
     mapped into memory, not read.
     """
 

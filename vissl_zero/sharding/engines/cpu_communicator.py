@@ -268,7 +268,7 @@ class LostRankError(RuntimeError):
 
 @dataclass(frozen=True)
 class _MemoryAddress:
-    """Where to find a rank's memory: only processes with the same ``machine`` can open it."""
+    """The address of a rank's memory: only processes with the same ``machine`` can open it."""
 
     machine: tuple[str, int]
     pid: int

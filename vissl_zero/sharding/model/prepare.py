@@ -1,4 +1,4 @@
-"""What every engine does to a model before it shards it."""
+"""Preparation of a model, the same for every engine, before it is sharded."""
 
 from __future__ import annotations
 

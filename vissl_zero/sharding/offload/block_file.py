@@ -513,7 +513,7 @@ class RecordPipeline:
 
 
 class NoRecords(RecordPipeline):
-    """Where nothing is streamed: items are updated one after another, and there are no buffers."""
+    """The stand-in where nothing is streamed: items are updated one after another, and there are no buffers."""
 
     def __init__(self) -> None:
         self.num_columns, self._trays = 0, []

@@ -1,4 +1,4 @@
-"""How the elements of many shards are cut into chunks, and which records of a file hold them. Pure.
+"""Partition of the elements of many shards into chunks, and of chunks into records of a file. Pure.
 
 ``TensorFile`` keeps one tensor per shard, values or gradients, in such a file.
 """

@@ -364,7 +364,8 @@ class HostShard(Shard):
     """See ``Shard``. ``local`` is the master copy in host memory, and what the optimizer updates.
 
     Gradients flow there while backward runs, as soon as a unit's have been reduced, and leave the device; what the
-    optimizer has changed flows back with ``publish``. Copies from and to pinned memory overlap with the device's work.
+    optimizer has changed flows back with ``publish``. Copies from and to pinned memory overlap with the device's work,
+    and those back also with the update (``PublishedUpdate``).
 
     Attributes:
         on_device: the rows that the model computes with.
@@ -411,7 +412,7 @@ class HostShard(Shard):
     @torch.no_grad()
     def publish(self) -> None:
         """Copy the rows to the device; see ``Shard``."""
-        # Not waited for: the next forward pass is queued on the device behind this copy.
+        # Not waited for: the next forward pass is queued on the device behind this copy, on whatever stream it is.
         self.on_device.copy_(self.local, non_blocking=True)
 
     @torch.no_grad()

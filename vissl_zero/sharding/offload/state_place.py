@@ -1,4 +1,4 @@
-"""Where the per-element state of a streamed optimizer is kept: in memory, or in a file of records.
+"""Storage of a streamed optimizer's per-element state: in memory, or in a file of records.
 
 The base optimizer runs on a few elements at a time, with their state passed in.
 """
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from vissl_zero.errors import ConfigError, Problem
 from vissl_zero.optim.elementwise import SINGLE_ROUNDING
-from vissl_zero.optim.update_rule import counter_keys, set_own, trial_state
+from vissl_zero.optim.update_rule import counter_keys, set_own, trial_state, with_params
 from vissl_zero.sharding.offload.block_file import BlockFile, Cell, OffloadError, RecordPipeline, RunFolder, Tray
 from vissl_zero.sharding.offload.layout import Chunk, ChunkSegment
 
@@ -79,10 +79,7 @@ class UpdateKernel:
 
         State of a piece that ``is_first`` is made by the optimizer, and copied to where it belongs.
         """
-        # Schedules set rates in these very dicts, so the groups are borrowed for the step and not made anew.
-        groups = self.optimizer.param_groups
-        held = [group["params"] for group in groups]
-        chosen: list[list[nn.Parameter]] = [[] for _ in groups]
+        chosen: list[list[nn.Parameter]] = [[] for _ in self.optimizer.param_groups]
         state: defaultdict[Tensor, Any] = defaultdict(dict)
         made: list[tuple[UpdatePiece, dict[str, Any]]] = []
         for piece in pieces:
@@ -94,12 +91,9 @@ class UpdateKernel:
             chosen[piece.group].append(param)
         self.optimizer.state = state
         try:
-            for group, params in zip(groups, chosen, strict=True):
-                group["params"] = params
-            self.optimizer.step()
+            with with_params(self.optimizer, chosen):
+                self.optimizer.step()
         finally:
-            for group, params in zip(groups, held, strict=True):
-                group["params"] = params
             self.optimizer.state = defaultdict(dict)
         for piece, place in made:
             if piece.is_first:

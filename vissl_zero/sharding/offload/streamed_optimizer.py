@@ -112,7 +112,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
 
     @property
     def is_on_disk(self) -> bool:
-        """Whether state is read from a file when it is asked for."""
+        """Return whether state is read from a file when it is asked for."""
         return self._place.file is not None
 
     @property
@@ -282,7 +282,7 @@ class StoredTensor:
 
 
 class WholeStates(MutableMapping[Any, dict[str, Any]]):
-    """What ``optimizer.state`` is: an entry is read from the file when it is asked for, and written when it is set.
+    """The mapping behind ``optimizer.state``: reading an entry reads the file, and setting one writes it.
 
     Tensors rest in the file; numbers, and tensors without dimensions, in memory.
 

@@ -1,4 +1,4 @@
-"""What a loop sees where a gradient exists that it cannot read: its facts, and an error for every use of its values.
+"""A stand-in for a gradient that exists and cannot be read: its facts, and an error for every use of its values.
 
 None would be a lie: a loop that edits, clips or logs gradients would skip the parameter without a word.
 """

@@ -268,7 +268,7 @@ def restore_state(
                 dtype = shard.local.dtype
             state[key] = empty_state(shard.local, shape, dtype)
             _read(saved, stored, shard, state[key])
-        # Of state on disk, this writes the records.
+        # For state on disk, this writes the records.
         optimizer.state[shard.local] = state
     if not isinstance(optimizer, StreamedOptimizer):
         complete_state(inner_optimizer(optimizer))

@@ -55,7 +55,7 @@ class Shard:
 
     @property
     def notes_changes(self) -> bool:
-        """Whether ``change_grad`` only notes what the update is to do."""
+        """Return whether ``change_grad`` only notes what the update is to do."""
         return self.is_on_disk or self.noted is not None
 
     def local_grad(self) -> Tensor | None:
@@ -94,7 +94,7 @@ class Shard:
 
     @property
     def is_spent(self) -> bool:
-        """Whether an update has used up the gradient, and the loop has not called ``zero_grad`` since."""
+        """Return whether an update has used up the gradient, and the loop has not called ``zero_grad`` since."""
         return isinstance(self.source, WatchedParameter | ShardedTensor) and self.source.is_spent
 
     def mark_spent(self) -> None:

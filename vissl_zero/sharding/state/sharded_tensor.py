@@ -93,7 +93,7 @@ _OTHER_DATA = (
 
 
 class Store(Protocol):
-    """Where values are that are not in ``_local_tensor``, or have a copy: ``vissl_zero.sharding.shard.Shard``."""
+    """Holder of values that are not in ``_local_tensor``, or have a copy: ``vissl_zero.sharding.shard.Shard``."""
 
     def held(self) -> Tensor:
         """Return this rank's rows, where the model computes with them."""
@@ -196,7 +196,7 @@ class ShardedTensor(DTensor):
     def as_computed(self) -> ShardedTensor:
         """Return a tensor of the same memory, without history."""
         local = local_tensor(self)
-        # Of a parameter on a disk, that has no memory; the device is the model's.
+        # A parameter on a disk has no memory here; the device is the model's.
         computed = _like(self, torch.empty_like(local, device=self.device) if local.is_meta else local)
         set_local_tensor(computed, local)
         computed.store, computed.owner = self.store, self if self.owner is None else self.owner

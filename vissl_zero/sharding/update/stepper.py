@@ -20,11 +20,12 @@ from vissl_zero.sharding.model.precision import LossScale
 from vissl_zero.sharding.state.shard import Shard, in_place_of_empty, squared_norms, wide_dtype
 from vissl_zero.sharding.torch_private import foreach_addcmul_, foreach_mul_
 from vissl_zero.sharding.update.histograms import Histograms, histograms_of
+from vissl_zero.sharding.update.published_update import PublishedUpdate
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one optimizer step did; equal on every rank.
+    """The result of one optimizer step; equal on every rank.
 
     Attributes:
         grad_norm: global L2 norm of the unscaled gradients before clipping, a 0-d tensor on the device (reading it
@@ -146,6 +147,7 @@ class Stepper:
     ):
         self._shards = list(shards)
         self._optimizer = optimizer
+        self._update = PublishedUpdate(optimizer, self._shards)
         self._adaptation = adaptation
         self._clipping = clipping
         self._loss_scale = loss_scale
@@ -160,7 +162,7 @@ class Stepper:
         with_histograms: bool = False,
         before_update: Callable[[Tensor], object] | None = None,
     ) -> StepResult:
-        """Run one step from the gradients in ``shard.local.grad``, which it may change.
+        """Run one step from the gradients in ``shard.local.grad``, which it may change, and publish the shards.
 
         Parameters that are frozen or without gradient are left as they are: no decay, no momentum, no part in the norm.
 
@@ -199,7 +201,7 @@ class Stepper:
         self._rescale(shards, norms)
         # LARC and LARS have put the decay into the gradient: the optimizer must not apply it again.
         with nullcontext() if self._adaptation is None else decay_absorbed(self._optimizer):
-            self._optimizer.step()
+            self._update.run()
         return StepResult(grad_norm, False, scale, names, norms.grad_sq, histograms)
 
     def _norms(self, shards: Sequence[Shard]) -> TensorNorms:

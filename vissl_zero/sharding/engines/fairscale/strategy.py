@@ -143,7 +143,7 @@ class OwnedShard(Shard):
 
     @property
     def is_owned(self) -> bool:
-        """Whether this rank updates it."""
+        """Return whether this rank updates it."""
         return self.owner == dist.get_rank()
 
     def local_grad(self) -> Tensor | None:
@@ -202,7 +202,7 @@ _DEFAULT_BUFFER_SIZE = 2**23  # elements; fairscale's own default
 
 
 class _OwnedByRank(ShardedModel):
-    """What levels 1 and 2 have in common. See ``ShardedModel``.
+    """Base of levels 1 and 2. See ``ShardedModel``.
 
     Args:
         setup: see ``ShardedModel``.

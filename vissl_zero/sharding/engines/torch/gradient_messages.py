@@ -98,7 +98,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Message:
-    """What is sent at once: parameters of one dtype.
+    """Parameters of one dtype that are sent at once.
 
     Attributes:
         pieces: pieces in the order in which they lie in each rank's part, one behind the other.

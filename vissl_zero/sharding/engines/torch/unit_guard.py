@@ -450,7 +450,7 @@ def guard_modules(modules: Sequence[FSDPModule]) -> None:
 
 
 class _Forward:
-    """What runs as the ``forward`` of a module that is a unit."""
+    """The ``forward`` of a module that is a unit."""
 
     def __init__(self, module: nn.Module, group: Any):
         self._module, self._group, self._forward = module, group, module.forward

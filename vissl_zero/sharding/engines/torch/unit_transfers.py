@@ -1,4 +1,4 @@
-"""How ``fully_shard`` gathers and reduces units on the CPU, in place of gloo's collectives.
+"""Collectives of ``fully_shard`` on the CPU, in place of gloo's.
 
 Weights of float8 layers can travel in float8, on GPUs too: then a message is packed, see ``Packing``.
 
@@ -106,7 +106,7 @@ class _Buffer:
 
 
 class Packing:
-    """How what a rank sends of a unit is packed: weights of float8 layers in float8, the rest as it is.
+    """The packing of a rank's message of a unit: weights of float8 layers in float8, the rest as it is.
 
     A message is bytes: the rest, then values of weights, then their scales, then zeros up to a whole number of words.
 
