@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,10 +14,13 @@ import torch
 from tests.dist.test_crop_passes import BATCH
 from tests.dist.test_method_parity import TOLERANCE, Result, _train, make_method_plan, plain
 from tests.ranks import run_on_ranks
+from vissl_zero.config.blocks.model_and_loss import Float8
 from vissl_zero.engine.build import build_run
 from vissl_zero.engine.loop import train
+from vissl_zero.models import packing
+from vissl_zero.models.trunks import vision_transformer
 from vissl_zero.planner.dry_run import dry_run
-from vissl_zero.resolve.resolved import OffloadPlan, ResolvedRun
+from vissl_zero.resolve.resolved import Float8Plan, OffloadPlan, ResolvedRun
 
 
 def _plan(method: str, level: int, world_size: int, trunk: str = "vit", **changes: Any) -> ResolvedRun:
@@ -81,6 +86,34 @@ def _uneven(is_packing: bool, level: int) -> Result:
 def test_a_rank_without_samples_packs_nothing() -> None:
     whole = run_on_ranks(3, _uneven, False, 0)[0]
     assert run_on_ranks(3, _uneven, True, 3)[0].distance(whole) < TOLERANCE
+
+
+NUM_PACKED: list[int] = []  # tokens of each packed sequence of the process
+
+
+def _in_float8(is_packing: bool, levels: Sequence[int], world_size: int, scales: str) -> list[Result]:
+    def noting(xs: Sequence[torch.Tensor]) -> torch.Tensor:
+        sequence = packing.packed(xs)
+        NUM_PACKED.append(sequence.shape[1])
+        return sequence
+
+    plans = [_sharded(_plan("dino", level, world_size), float8=Float8Plan(Float8.LAYERS, scales)) for level in levels]
+    for plan in plans:
+        plan.config.MODEL.PACK_CROPS = is_packing
+    NUM_PACKED.clear()
+    with patch.object(vision_transformer, "packed", noting):
+        results = [_train(plan) for plan in plans]
+    assert is_packing == any(tokens % 16 for tokens in NUM_PACKED)
+    return results
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("scales", ["rows", "mx"])
+def test_a_token_is_rounded_to_float8_alike_in_sequences_of_any_length(scales: str) -> None:
+    (apart,) = run_on_ranks(1, _in_float8, False, [0], 1, scales)[0]
+    assert apart.distance(plain("dino", "vit")) > 1e-6, "nothing is rounded"
+    for result in run_on_ranks(2, _in_float8, True, [0, 3], 2, scales)[0]:
+        assert result.distance(apart) < TOLERANCE
 
 
 def _others(engine: str) -> list[Result]:

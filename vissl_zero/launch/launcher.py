@@ -30,7 +30,7 @@ from vissl_zero.planner.fit_plans import FitRun
 from vissl_zero.resolve.host import RESERVE, num_oom_kills, require_interfaces, settled_free_memory
 from vissl_zero.resolve.resolve import save_resolved
 from vissl_zero.resolve.resolved import ResolvedRun, with_fewer_ranks
-from vissl_zero.sharding.allocator import allocator_environment
+from vissl_zero.sharding.allocator import allocator_environment, gpu_allocator_environment
 from vissl_zero.version import __version__
 
 _NOT_FAILED = {0, stopping.STOPPED, stopping.INTERRUPTED}
@@ -181,8 +181,8 @@ def _environment(plan: ResolvedRun, rendezvous: Rendezvous | None, began: float)
         environment |= rendezvous.variables()
     elif "GLOO_SOCKET_IFNAME" not in environment and Path("/sys/class/net/lo").exists():
         environment["GLOO_SOCKET_IFNAME"] = "lo"  # gloo's own sockets: this machine only
-    if plan.device == "cpu":
-        environment |= allocator_environment(plan.sharding, environment)
+    of_device = allocator_environment if plan.device == "cpu" else gpu_allocator_environment
+    environment |= of_device(plan.sharding, environment)
     limit = plan.config.CHECKPOINT.TIME_LIMIT_MIN
     if limit is not None:  # of all restarts together
         stopping.end_at(began + 60 * limit)

@@ -1,4 +1,4 @@
-"""Memory that CPU ranks get from the system and return: the settings of glibc's malloc.
+"""Memory of ranks: the settings of glibc's malloc on the CPU, and of torch's allocator on a GPU.
 
 glibc's malloc keeps freed blocks between others that are in use, so the memory that level 3 frees after each unit
 hardly leaves the process. If told to map each large block separately, glibc returns it when it is freed. The system
@@ -62,6 +62,21 @@ def allocator_environment(plan: ShardingPlan, environment: Mapping[str, str]) ->
     if any(name in environment for name in (*_NAMES, *_OTHER_CHOICES)):
         return {}
     return dict(zip(_NAMES, (str(MAPPED_BYTES[plan.level]), str(KEPT_BYTES), "glibc.malloc.hugetlb=1"), strict=True))
+
+
+# torch reads the second where it has the first one's new name.
+_GPU_NAMES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+
+
+def gpu_allocator_environment(plan: ShardingPlan, environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables to add for a process that trains on a GPU; none where the user has chosen, or below level 3.
+
+    Level 3 gathers and frees units of many sizes, and blocks of fixed size would leave gaps between them. Segments that
+    grow do not. torch reads the variable when CUDA starts.
+    """
+    if plan.level < 3 or any(name in environment for name in _GPU_NAMES):
+        return {}
+    return {_GPU_NAMES[0]: "expandable_segments:True"}
 
 
 def set_allocator(plan: ShardingPlan, environment: Mapping[str, str] = os.environ) -> None:
