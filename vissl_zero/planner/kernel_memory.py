@@ -20,7 +20,9 @@ def convolution_scratch(args: Sequence[Any], result: Any) -> int:
 
     torch unfolds float64 images into columns, of one group at a time, and joins the groups' results. oneDNN copies
     images and outputs into its own layouts, unless channels come last, and sums the gradients of half formats in
-    float32. With a channel a group, channels last and large kernels it computes whole blocks of channels.
+    float32. Fewer than ``_BLOCK`` channels it pads, but reads such images as they are. In the backward pass of half
+    formats, of few channels and of steps over pixels it transposes one image and its outputs at a time. With a channel
+    a group, channels last and large kernels it computes whole blocks of channels.
     """
     is_backward = isinstance(result, tuple)
     images, weight, is_transposed, groups = (args[index + is_backward] for index in (0, 1, 6, 8))
@@ -37,15 +39,29 @@ def convolution_scratch(args: Sequence[Any], result: Any) -> int:
             return columns
         of_group = (images.nbytes + (outputs.nbytes if is_backward else 0)) // groups
         return max(columns + of_group, images.nbytes + weight.nbytes if is_backward else outputs.nbytes)
-    sums = 2 * weight.nbytes if is_half and is_backward else 0  # in twice the format
+    if _has_channels_last(images) and weight.shape[1] == 1 and kernel > 9 and is_backward:
+        wide = 2 * weight.nbytes if is_half else 0
+        blocks = _BLOCK**2 * (weight.nbytes + wide)
+        return blocks + (2 * (images.nbytes + outputs.nbytes) if is_half else weight.nbytes)
+    is_few = groups == 1 and images.shape[1] < _BLOCK
+    copied, blocked = 0 if is_few else images.nbytes, int(outputs.nbytes * _padding(outputs, groups))
+    if not is_backward:
+        if _has_channels_last(images):
+            return 2 * weight.nbytes
+        return max(copied + weight.nbytes + blocked - outputs.nbytes, blocked)
+    padded = int(weight.nbytes * _padding(images, groups) * _padding(outputs, groups))
+    is_strided = max(args[4]) > 1 and not _has_channels_last(images)
+    one = (images.nbytes + blocked) // len(images) if groups == 1 and (is_half or is_few or is_strided) else 0
+    sums = one + (2 * weight.nbytes if is_half else 0)
     if _has_channels_last(images):
-        if weight.shape[1] == 1 and kernel > 9 and is_backward:
-            blocks = _BLOCK**2 * (weight.nbytes + sums)
-            return blocks + (2 * (images.nbytes + outputs.nbytes) if is_half else weight.nbytes)
-        return (3 if is_backward else 2) * weight.nbytes + sums
-    if is_backward:
-        return images.nbytes + outputs.nbytes + sums + (weight.nbytes if is_half and kernel > 1 else 0)
-    return max(images.nbytes, outputs.nbytes) + weight.nbytes
+        return 2 * weight.nbytes + padded + sums
+    sums += weight.nbytes if is_half and kernel > 1 else 0
+    return max(copied + blocked + padded - weight.nbytes + sums, padded)
+
+
+def _padding(images: Tensor, groups: int) -> float:
+    """Return how many times as many channels as there are lie in a block that is padded."""
+    return max(1.0, _BLOCK / images.shape[1]) if groups == 1 else 1.0
 
 
 def _has_channels_last(images: Tensor) -> bool:
@@ -90,10 +106,32 @@ def lstm_scratch(args: Sequence[Any], result: Any) -> int:
     return (num_bytes + padded) * 17 // 16 + gates
 
 
+def batch_norm_scratch(args: Sequence[Any], result: Any) -> int:
+    """Return the bytes that the backward pass of batch norm takes: its result again, or float32 of other layouts."""
+    gradient, images = args[:2]
+    if gradient.stride() == images.stride():
+        return int(images.nbytes)
+    return 2 * images.nbytes if images.itemsize < 4 and not _has_channels_last(gradient) else 0
+
+
+def contiguous_scratch(args: Sequence[Any], result: Any) -> int:
+    """Return the bytes of inputs that a kernel first copies, as they are not contiguous."""
+    return sum(tensor.nbytes for tensor in args[:2] if isinstance(tensor, Tensor) and not tensor.is_contiguous())
+
+
+def roll_scratch(args: Sequence[Any], result: Tensor) -> int:
+    """Return the bytes between two rolls, if several dimensions are rolled."""
+    return result.nbytes if len(args[1]) > 1 else 0
+
+
 _NUM_OUTPUTS = 4  # of a layer's forward pass: outputs, both states, workspace
 SCRATCH: dict[Any, Callable[[Sequence[Any], Any], int]] = {
     _aten.convolution.default: convolution_scratch,
     _aten.convolution_backward.default: convolution_scratch,
+    _aten.native_batch_norm_backward.default: batch_norm_scratch,
+    _aten.native_layer_norm.default: contiguous_scratch,
+    _aten.native_layer_norm_backward.default: contiguous_scratch,
+    _aten.roll.default: roll_scratch,
     _aten.mkldnn_rnn_layer.default: lstm_scratch,
     _aten.mkldnn_rnn_layer_backward.default: lstm_scratch,
 }

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from vissl_zero.planner.kernel_memory import convolution_scratch, lstm_scratch
+from vissl_zero.planner.kernel_memory import SCRATCH, convolution_scratch, lstm_scratch
 
 HAS_WIDE_KERNELS = torch.backends.mkldnn.is_available() and torch.backends.cpu.get_cpu_capability() == "AVX512"
 aten = torch.ops.aten
@@ -66,6 +66,56 @@ def test_layouts_of_convolutions(layer: nn.Conv2d, memory_format: torch.memory_f
     images = torch.randn(8, layer.in_channels, 16, 16, dtype=dtype).to(memory_format=memory_format)
     for measured, counted in convolved(layer.to(dtype), images):
         assert counted > 0.95 * measured - 0.1 * images.nbytes - 2**17  # the kernels' own tables
+
+
+@pytest.mark.skipif(not HAS_WIDE_KERNELS, reason="oneDNN's kernels for other processors take other layouts")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("layer", "side"),
+    [
+        (nn.Conv2d(96, 192, 2, stride=2), 56),
+        (nn.Conv2d(384, 768, 2, stride=2), 14),
+        (nn.Conv2d(3, 96, 4, stride=4), 112),
+        (nn.Conv2d(3, 64, 9, padding=4), 48),
+        (nn.Conv2d(64, 3, 3, padding=1), 48),
+        (nn.Conv2d(1, 256, 9), 28),
+    ],
+    ids=["patches", "many channels", "patches of colors", "from colors", "to colors", "from gray"],
+)
+def test_steps_over_pixels_and_few_channels(layer: nn.Conv2d, side: int, dtype: torch.dtype) -> None:
+    for measured, counted in convolved(layer.to(dtype), torch.randn(4, layer.in_channels, side, side, dtype=dtype)):
+        assert 0.95 * measured - 2**17 < counted < 1.5 * measured + 2**17
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("of_gradient", [torch.contiguous_format, torch.channels_last])
+def test_results_and_layouts_of_batch_norm(
+    of_gradient: torch.memory_format, memory_format: torch.memory_format, dtype: torch.dtype
+) -> None:
+    images = torch.randn(4, 64, 32, 32, dtype=dtype).to(memory_format=memory_format)
+    ones = torch.ones(64)
+    _, mean, inverse = aten.native_batch_norm(images, ones, ones, None, None, True, 0.1, 1e-5)
+    gradient = torch.randn_like(images).to(memory_format=of_gradient)
+    args = gradient, images, ones, None, None, mean, inverse, True, 1e-5, [True] * 3
+    measured, result = beside_outputs(lambda: aten.native_batch_norm_backward(*args))
+    counted = SCRATCH[aten.native_batch_norm_backward.default](args, result)
+    assert abs(measured - counted) < 2**14
+
+
+@pytest.mark.parametrize("dims", [(2, 3), (3, 2)], ids=["contiguous", "transposed"])
+def test_copies_of_what_is_not_contiguous(dims: tuple[int, int]) -> None:
+    values, ones = torch.randn(8, 4, 64, 64).transpose(2, dims[0]), torch.ones(64)
+    forward = values, [64], ones, ones, 1e-5
+    measured, (outputs, mean, inverse) = beside_outputs(lambda: aten.native_layer_norm(*forward))
+    assert abs(measured - SCRATCH[aten.native_layer_norm.default](forward, outputs)) < 2**14
+    backward = values, values, [64], mean, inverse, ones, ones, [True] * 3
+    measured, gradients = beside_outputs(lambda: aten.native_layer_norm_backward(*backward))
+    assert abs(measured - SCRATCH[aten.native_layer_norm_backward.default](backward, gradients)) < 2**14
+    for shifts in ([1], [1, 2]):
+        rolled = values, shifts, [1, 2][: len(shifts)]
+        measured, result = beside_outputs(lambda rolled=rolled: aten.roll(*rolled))
+        assert abs(measured - SCRATCH[aten.roll.default](rolled, result)) < 2**14
 
 
 @pytest.mark.skipif(not HAS_WIDE_KERNELS, reason="oneDNN's kernels for other processors take other layouts")
