@@ -322,10 +322,6 @@ class Recorder(TorchDispatchMode):
         """Return the most bytes in this account at any moment so far."""
         return max(accumulate(self.trace.deltas), default=0)
 
-    def alive_bytes(self) -> int:
-        """Return the bytes in this account now."""
-        return sum(num_bytes for _, num_bytes, _ in self._alive.values())
-
     def _note(self, tensor: Tensor) -> int:
         storage = tensor.untyped_storage()
         key = object_address(storage)
@@ -383,7 +379,7 @@ def record_step(
         with recorder:
             loss, held = run_forward()
             recorder.mark(Moment.LOSS)
-            recorder.trace.kept_bytes = recorder.alive_bytes()
+            recorder.trace.kept_bytes = sum(recorder.trace.deltas)
             loss.backward()
             del loss, held
     recorder.finish()
