@@ -424,18 +424,31 @@ class _FlipBit(Hook):
                 )
 
 
-def _drift(level: int, engine: str) -> tuple[str, int]:
+class _OtherRate(Hook):
+    """Changes the learning rate of one rank."""
+
+    def on_step(self, run: Run, step: Any) -> None:
+        if (run.rank, run.step) == (1, 4):
+            run.sharded.optimizer.param_groups[-1]["lr"] *= 1 + 1e-9
+
+
+def _drift(level: int, engine: str, hook: Hook) -> tuple[str, int]:
     run, schedules, frozen = build_run(_plan(Path(), level=level), torch.device("cpu"))
     if engine == "fairscale":
         plan = _plan(Path(), level=level)
         plan = dataclasses.replace(plan, sharding=dataclasses.replace(plan.sharding, engine=engine))
         run, schedules, frozen = build_run(plan, torch.device("cpu"))
     with pytest.raises(RanksDifferError) as caught:
-        train(run, schedules, frozen, [_FlipBit(), RankCheck(2)])
+        train(run, schedules, frozen, [hook, RankCheck(2)])
     return str(caught.value), run.step
 
 
 @pytest.mark.parametrize(("level", "engine"), [(0, "torch"), (2, "torch"), (1, "fairscale")])
 def test_a_flipped_bit_on_one_rank_is_found_and_named(level: int, engine: str) -> None:
-    for message, step in run_on_ranks(2, _drift, level, engine):
+    for message, step in run_on_ranks(2, _drift, level, engine, _FlipBit()):
         assert step == 4 and "drifted apart by step 4: " in message and "weight of rank 1" in message
+
+
+def test_another_learning_rate_of_one_rank_is_found_and_named() -> None:
+    for message, step in run_on_ranks(2, _drift, 0, "torch", _OtherRate()):
+        assert step == 4 and "drifted apart by step 4: learning rates of rank 1" in message

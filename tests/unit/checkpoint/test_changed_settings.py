@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from vissl_zero.checkpoint.comparison import refused
 from vissl_zero.config.compose import compose
 from vissl_zero.resolve.resolve import resolve
@@ -25,3 +27,28 @@ def test_another_image_size_is_named_and_not_the_crops_that_follow_from_it() -> 
     after["config"]["DATA"]["IMG_SIZE"] = before["config"]["DATA"]["IMG_SIZE"]
     (other,) = refused(before, after, [])
     assert other.key == "config.DATA.TRAIN.TRANSFORMS"
+
+
+@pytest.mark.parametrize(
+    ("before", "write"),
+    [
+        (
+            48,
+            "Write config.DATA.TRAIN.BATCHSIZE_PER_REPLICA=8, name another run folder",
+        ),  # 2 processes, 3 micro-batches
+        (6, "Write config.DATA.TRAIN.BATCHSIZE_PER_REPLICA=1, name"),
+        (50, "Name another run folder"),
+        (0, "Name another run folder"),
+        (-6, "Name another run folder"),
+        (None, "Name another run folder"),
+        (24, ""),
+    ],
+)
+def test_another_batch_is_answered_with_the_one_of_a_rank_that_makes_the_same_steps(before: object, write: str) -> None:
+    now = resolved() | {"world_size": 2, "accumulation_steps": 3, "batch_per_rank": 4, "global_batch": 24}
+    texts = [str(problem) for problem in refused(now | {"global_batch": before}, now, [])]
+    assert len(texts) == bool(write)
+    for text in texts:
+        assert f"must make steps of {before} images, as when the checkpoint was made" in text and write in text
+        assert "(got 4 x 2 processes x 3 micro-batches = 24)" in text
+        assert "allow it: config.CHECKPOINT.ALLOW_CHANGED=[DATA.TRAIN.BATCHSIZE_PER_REPLICA]" in text

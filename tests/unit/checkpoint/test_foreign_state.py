@@ -1,11 +1,15 @@
-"""Parameters that other libraries lay end to end, cut into parts of ranks."""
+"""What other libraries keep beside a model: parameters end to end, cut into parts of ranks, and state of losses."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
 
-from vissl_zero.checkpoint.foreign_state import _gather
+from vissl_zero.checkpoint.foreign_state import _gather, _translated
 
 
 @pytest.mark.parametrize(
@@ -24,3 +28,106 @@ def test_elements_are_taken_over_the_borders_of_parts(first: int, shape: tuple[i
     parts = [torch.arange(6, dtype=torch.bfloat16)[start:stop] for start, stop in ((0, 3), (3, 5), (5, 5), (5, 6))]
     taken = _gather(parts, first, torch.Size(shape).numel(), shape)
     assert (taken.shape, taken.dtype, taken.tolist()) == (shape, torch.bfloat16, values)
+
+
+def _numbers(*shape: int) -> Tensor:
+    return torch.arange(torch.Size(shape).numel(), dtype=torch.float32).view(shape) + 1
+
+
+def _is(taken: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
+    assert taken.keys() == wanted.keys()
+    for name, value in wanted.items():
+        assert torch.equal(taken[name], value), name
+
+
+BANK = {"nce_average.memory": _numbers(4, 2)}
+KEYS = _numbers(3, 5)
+
+
+@pytest.mark.parametrize(
+    ("loss", "theirs", "ours"),
+    [
+        ("dino_loss", {"center": _numbers(1, 3)}, {"center.mean": _numbers(3)}),
+        (
+            "ibot_loss",
+            {"criterion.center": _numbers(1, 3), "criterion.center2": _numbers(1, 1, 4)},
+            {"center.mean": _numbers(3), "patch_center.mean": _numbers(4)},
+        ),
+        ("moco_loss", {"queue": KEYS}, {"queue.keys": KEYS.T}),
+        (
+            "moco_loss",
+            {"queue": KEYS, "queue_ptr": torch.tensor([4])},
+            {"queue.keys": KEYS.T, "queue.position": torch.tensor(4)},
+        ),
+        ("simclr_info_nce_loss", {"queue": KEYS}, {}),
+        ("nce_loss_with_memory", BANK, {"bank.memory": _numbers(4, 2)}),
+        *(
+            (
+                "nce_loss_with_memory",
+                BANK | {"nce_average.params": torch.tensor([4096.0, 0.07, normalizer, 0.5])},
+                {
+                    "bank.memory": _numbers(4, 2),
+                    "bank.normalizer": torch.tensor(normalizer),
+                    "bank._extra_state": torch.tensor(normalizer > 0),
+                },
+            )
+            for normalizer in (-1.0, 2876.5)
+        ),
+    ],
+)
+def test_state_of_vissls_losses_has_our_names_and_forms(
+    loss: str, theirs: dict[str, Tensor], ours: dict[str, Tensor]
+) -> None:
+    _is(_translated(loss, {}, theirs, {}), ours)
+
+
+EMPTY = {"queue.embeddings": torch.zeros(2, 4, 3)}  # layers, rows, width
+
+
+@pytest.mark.parametrize(
+    ("rows", "step", "start", "count"),
+    [
+        (_numbers(2, 6, 3), 11, 10, 4),  # the first 4 of 6
+        (_numbers(2, 3, 3), 11, 10, 3),
+        (_numbers(2, 4, 3), 10, 10, None),  # not in use yet
+        (_numbers(2, 4, 3), 1, None, 4),
+        (_numbers(2, 4, 3), None, None, None),
+        (_numbers(1, 4, 3), 11, 10, None),  # of another number of layers
+        (_numbers(2, 4, 2), 11, 10, None),  # of another width
+    ],
+)
+def test_the_queue_of_swav_is_taken_once_it_is_in_use(
+    rows: Tensor, step: int | None, start: int | None, count: int | None
+) -> None:
+    config: dict[str, Any] = {} if start is None else {"swav_loss": {"queue": {"start_iter": start}}}
+    theirs = {"local_emb_queue": rows} | ({} if step is None else {"num_iteration": torch.tensor([step])})
+    wanted = {}
+    if count is not None:
+        embeddings = torch.zeros(2, 4, 3)
+        embeddings[:, :count] = rows[:, :count]
+        wanted = {"queue.embeddings": embeddings, "queue._extra_state": torch.tensor(count)}
+    _is(_translated("swav_loss", config, theirs, EMPTY), wanted)
+    assert not EMPTY["queue.embeddings"].any()
+
+
+@pytest.mark.parametrize(("shape", "is_taken"), [((2, 4, 3), True), ((1, 4, 3), False), ((2, 4, 2), False)])
+def test_the_memory_of_deepcluster_is_taken_by_image(shape: tuple[int, ...], is_taken: bool) -> None:
+    """A row without length in one layer was never seen; an index past the images is another data set's."""
+    ours = {"memory.embeddings": torch.zeros(2, 5, 3, dtype=torch.bfloat16), "memory.is_known": torch.zeros(5).bool()}
+    rows = _numbers(*shape)
+    rows[0, 1] = 0
+    clusters = {"assignments": _numbers(2, 5), "centroids0": _numbers(7, 3), "centroids12": _numbers(7, 3)}
+    theirs = {"local_memory_embeddings": rows, "local_memory_index": torch.tensor([4, 1, 0, 5]), **clusters, "x": KEYS}
+    wanted = {f"memory.{name}": value for name, value in clusters.items()}
+    _is(_translated("deepclusterv2_loss", {}, {**theirs, "local_memory_index": KEYS}, {}), {})
+    if is_taken:
+        embeddings = torch.zeros(2, 5, 3, dtype=torch.bfloat16)
+        embeddings[:, 4], embeddings[:, 0] = rows[:, 0].bfloat16(), rows[:, 2].bfloat16()
+        known = torch.tensor([True, False, False, False, True])
+        wanted |= {"memory.embeddings": embeddings, "memory.is_known": known}
+    _is(_translated("deepclusterv2_loss", {}, theirs, ours), wanted)
+    del theirs["local_memory_index"]
+    _is(
+        _translated("deepclusterv2_loss", {}, theirs, ours),
+        {f"memory.{name}": value for name, value in clusters.items()},
+    )

@@ -158,6 +158,54 @@ def test_distillation_takes_its_sizes_from_the_recipe(loss: str, words: list[str
     assert found.keys() >= expected.keys() and {key: found[key] for key in expected} == expected
 
 
+NO_CROPS = f"{TRANSFORMS}=[{{name: ToTensor}}]"
+CUT = f"{TRANSFORMS}=[{{name: ImgPilToPatchesAndImage, num_patches: 4}}, {{name: ToTensor}}]"
+MLP = _head("mlp")
+SIZES: list[tuple[str, list[str], dict[str, Any]]] = [
+    ("simclr", [_crops([2, 3])], {}),
+    *(
+        ("simclr", ["config.LOSS.name=multicrop_simclr_info_nce_loss", crops], {"num_crops": number})
+        for crops, number in ((_crops([2, 3]), 5), (NO_CROPS, None))
+    ),
+    *((recipe, [MLP], {"embedding_dim": 32}) for recipe in ("moco_v2", "nnclr", "npid", "deepcluster_v2")),
+    *((recipe, ["config.MODEL.HEAD.PARAMS=[]"], {"embedding_dim": None}) for recipe in ("moco_v2", "nnclr", "npid")),
+    *(
+        (
+            recipe,
+            [_head("swav_head", num_clusters=[7, 5]), _crops([2, 3])],
+            {"num_crops": 5, "num_prototypes": [7, 5], "embedding_dim": 32},
+        )
+        for recipe in ("swav", "swav_momentum")
+    ),
+    ("swav", [MLP, NO_CROPS], {"num_crops": None, "num_prototypes": None, "embedding_dim": None}),
+    ("dino", [_head("swav_head", num_clusters=[7])], {"output_dim": 7}),
+    ("msn", [_head("swav_head", num_clusters=[7], use_weight_norm_prototypes="true")], {"output_dim": 7}),
+    *((recipe, [_crops([3, 1])], {"num_global_crops": 3}) for recipe in ("dinov2", "dinov3", "lejepa", "visreg")),
+    (
+        "ibot",
+        [_head("ibot_head", num_clusters=[7, 5]), _crops([3, 1])],
+        {"num_global_crops": 3, "out_dim": 7, "patch_out_dim": 5},
+    ),
+    ("ibot", [_head("ibot_head", num_clusters=[7])], {"num_global_crops": 2, "out_dim": 7, "patch_out_dim": 7}),
+    (
+        "jigsaw",
+        [_head("jigsaw_head", num_towers=9, num_permutations=25), CUT],
+        {"num_towers": 9, "num_permutations": 25, "are_cut": True},
+    ),
+    ("jigsaw", [_head("jigsaw_head")], {"num_towers": 9, "num_permutations": 1000, "are_cut": False}),
+    ("pirl", [_head("pirl_head", num_towers=4), CUT], {"embedding_dim": 32, "num_towers": 4, "are_cut": True}),
+    ("pirl", [_head("pirl_head")], {"embedding_dim": 32, "num_towers": 9, "are_cut": False}),
+]
+
+
+@pytest.mark.parametrize(("recipe", "words", "expected"), SIZES)
+def test_a_loss_takes_its_sizes_from_head_and_transforms(
+    recipe: str, words: list[str], expected: dict[str, Any]
+) -> None:
+    cfg = _changed(recipe, words)
+    assert {key: value for key, (value, _) in method_of(cfg.LOSS["name"]).inferred(cfg).items()} == expected
+
+
 @pytest.mark.parametrize(("recipe", "words", "said"), CASES)
 def test_a_recipe_is_refused_for_its_method(recipe: str, words: list[str], said: str) -> None:
     found = [str(problem) for problem in problems(Decisions(_changed(recipe, words), CPU_HOST))]

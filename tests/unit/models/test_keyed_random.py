@@ -145,6 +145,10 @@ def test_random_layers_of_libraries_are_replaced() -> None:
         first = model(x)
     assert torch.equal(model(x), first) and torch.equal(torch.get_rng_state(), before)
     assert not torch.equal(model.eval()(x), first)
+    # It drops all rows or none, which no key of a sample can say.
+    batches = nn.Sequential(torchvision.ops.StochasticDepth(0.5, "batch"))
+    key_random_layers(batches)
+    assert isinstance(batches[0], torchvision.ops.StochasticDepth)
 
 
 def test_dropped_paths_are_whole_rows_and_the_mean_stays() -> None:

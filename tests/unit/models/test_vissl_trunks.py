@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from PIL import Image
+from torch import nn
 
 from tests.blocks import model_block
 from tests.unit.config.example_config import complaints, config
@@ -186,6 +187,64 @@ def test_a_trunk_of_vissl_s_gives_its_feature_and_its_layers(name, options, widt
     assert [rows.shape for rows in trunk([torch.zeros(2, 3, side, side) for side in sides])] == [(2, width)] * 2
     wanted = Taps(trunk, [[layer, ["Identity", []]] for layer in taps], should_flatten=False)
     assert [rows.shape for rows in wanted(trunk([torch.zeros(2, 3, sides[0], sides[0])]))] == [*taps.values()]
+
+
+_POOL = "3 /2 pool"
+_LRN = "5 0.0001 0.75 1 norm"
+# Caffe's AlexNet has groups in the second, fourth and fifth convolution; channels, side, stride, padding, groups.
+_GROUPS_OF_TWO = ["96-256 5 /1 +2 *2", "256-384 3 /1 +1 *1", "384-384 3 /1 +1 *2", "384-256 3 /1 +1 *2"]
+_ONE_GROUP = ["96-256 5 /1 +2 *1", "256-384 3 /1 +1 *1", "384-384 3 /1 +1 *1", "384-256 3 /1 +1 *1"]
+_NARROW = ["64-192 5 /1 +2 *1", "192-384 3 /1 +1 *1", "384-256 3 /1 +1 *1", "256-256 3 /1 +1 *1"]
+
+
+@pytest.mark.parametrize(
+    ("name", "convs", "normed", "ends"),
+    [
+        ("bvlc", ["3-96 11 /4 +0 *1", *_GROUPS_OF_TWO], "", [f"{_LRN} {_POOL}", f"{_LRN} {_POOL}"]),
+        ("jigsaw", ["3-96 11 /2 +0 *1", *_GROUPS_OF_TWO], "345", [f"{_POOL} {_LRN}", f"{_POOL} {_LRN}"]),
+        ("colorization", ["1-96 11 /4 +0 *1", *_GROUPS_OF_TWO], "12345", [_POOL, _POOL]),
+        ("deepcluster", ["2-96 11 /4 +2 *1", *_ONE_GROUP], "12345", [_POOL, _POOL]),
+        ("rotnet", ["3-64 11 /4 +2 *1", *_NARROW], "12345", [_POOL, _POOL]),
+    ],
+)
+def test_the_layers_of_alexnets_are_those_of_vissl(name: str, convs: list[str], normed: str, ends: list[str]) -> None:
+    """vissl 09270ed vissl/models/trunks/alexnet_*.py."""
+
+    def layer(module: nn.Module) -> str:
+        if isinstance(module, nn.Conv2d):
+            (side, _), (stride, _), (padding, _) = module.kernel_size, module.stride, module.padding
+            return f"{module.in_channels}-{module.out_channels} {side} /{stride} +{padding} *{module.groups}"
+        if isinstance(module, nn.MaxPool2d):
+            return f"{module.kernel_size} /{module.stride} pool"
+        if isinstance(module, nn.LocalResponseNorm):
+            return f"{module.size} {module.alpha} {module.beta} {module.k:g} norm"
+        return f"{module.num_features} bn" if isinstance(module, nn.BatchNorm2d) else type(module).__name__
+
+    with torch.device("meta"):
+        trunk = TRUNKS.get(f"alexnet_{name}").build()
+    layers = [layer(module) for module in trunk.modules() if not list(module.children())]
+    sight = {"colorization": ["_Lightness"], "deepcluster": ["_Sobel"]}.get(name, [])
+    wanted = list(sight)
+    for number, (conv, end) in enumerate(zip(convs, [*ends, "", "", _POOL], strict=True), 1):
+        width = conv.split()[0].split("-")[1]
+        wanted += [conv, *([f"{width} bn"] if str(number) in normed else []), "ReLU", *([end] if end else [])]
+    assert " ".join(layers) == " ".join([*wanted, "Flatten"])
+
+
+def test_alexnets_see_lightness_and_slopes() -> None:
+    """Lightness is the first channel of three; slopes are Sobel's, across and down, of the mean color."""
+    image = torch.zeros(1, 3, 5, 5, dtype=torch.float64)
+    image[..., :, 3:] = 3.0  # a step across
+    image[:, 0] += 1.0
+    lightness, slopes = (
+        next(module for module in TRUNKS.get(f"alexnet_{name}").build().modules() if type(module).__name__ == kind)
+        for name, kind in (("colorization", "_Lightness"), ("deepcluster", "_Sobel"))
+    )
+    assert torch.equal(lightness(image), image[:, :1])
+    across, down = slopes(image)[0]
+    torch.testing.assert_close(across[2, 1:4], torch.tensor([0.0, -12.0, -12.0]).double())
+    torch.testing.assert_close(down[2, 1:4], torch.zeros(3).double())
+    torch.testing.assert_close(slopes(image.transpose(2, 3))[0, 1], across.T)
 
 
 @torch.no_grad()

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import platform
+import subprocess
+import sys
 
 import pytest
 
@@ -19,7 +22,55 @@ def test_a_rank_gets_them_unless_the_user_has_chosen() -> None:
     assert allocator_environment(ShardingPlan(level=0), {}).keys() == given.keys()
 
 
-@pytest.mark.parametrize("name", ["MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES", "LD_PRELOAD"])
+@pytest.mark.parametrize(("level", "mapped"), [(0, 4), (1, 4), (2, 4), (3, 2)])  # MiB
+def test_the_sizes_are_those_that_were_measured(level: int, mapped: int) -> None:
+    assert allocator_environment(ShardingPlan(level=level), {}) == {
+        "MALLOC_MMAP_THRESHOLD_": str(mapped * 2**20),
+        "MALLOC_TRIM_THRESHOLD_": str(16 * 2**20),
+        "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
+    }
+
+
+# Prints whether a block of 3 MiB is mapped singly, and how much of 12 MiB that were freed at the heap's end stays.
+_BLOCKS = """
+import ctypes
+from vissl_zero.resolve.resolved import ShardingPlan
+from vissl_zero.sharding.allocator import set_allocator
+class Facts(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_size_t) for name in "arena ordblks smblks hblks hblkhd a b uordblks c keepcost".split()]
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
+libc.mallinfo2.restype = Facts
+set_allocator(ShardingPlan(level={level}), {{}})
+before = libc.mallinfo2().hblks
+block = libc.malloc(3 * 2**20)
+is_mapped = libc.mallinfo2().hblks > before
+many = [libc.malloc(2**20) for _ in range(12)]
+for one in reversed(many):
+    libc.free(one)
+print(is_mapped, libc.mallinfo2().keepcost >= 11 * 2**20)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the settings are glibc's")
+@pytest.mark.parametrize(("level", "is_mapped"), [(1, False), (3, True)])
+def test_a_process_that_runs_already_gets_them_too(level: int, is_mapped: bool) -> None:
+    words = [sys.executable, "-c", _BLOCKS.format(level=level)]
+    printed = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+    assert printed == f"{is_mapped} True\n"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "MALLOC_MMAP_THRESHOLD_",
+        "MALLOC_TRIM_THRESHOLD_",
+        "GLIBC_TUNABLES",
+        "LD_PRELOAD",
+        "MALLOC_ARENA_MAX",
+        "MALLOC_TOP_PAD_",
+    ],
+)
 def test_a_choice_of_the_users_is_left_alone(name: str) -> None:
     assert allocator_environment(ShardingPlan(level=3), {name: "1"}) == {}
     assert allocator_advice(ShardingPlan(level=3), {name: "1"}) == ""
