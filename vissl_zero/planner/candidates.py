@@ -79,11 +79,6 @@ class Candidate:
         return None if self.excess is None else self.excess == 0
 
     @property
-    def is_recomputed(self) -> bool:
-        """Return whether any unit is run again in backward."""
-        return self.sharding.is_recomputed
-
-    @property
     def is_grouped(self) -> bool:
         """Return whether there are several copies of the state, each shared by a group of ranks (hybrid sharding)."""
         return self.sharding.level > 0 and 1 < self.sharding.shard_group_size < self.world_size
@@ -94,7 +89,7 @@ class Candidate:
         return {
             "ZERO.LEVEL": self.sharding.level,
             "ZERO.SHARD_GROUP_SIZE": self.sharding.shard_group_size if self.is_grouped else -1,
-            "MODEL.ACTIVATION_CHECKPOINTING.USE_ACTIVATION_CHECKPOINTING": self.is_recomputed,
+            "MODEL.ACTIVATION_CHECKPOINTING.USE_ACTIVATION_CHECKPOINTING": self.sharding.is_recomputed,
             "MODEL.ACTIVATION_CHECKPOINTING.BLOCKS": list(self.sharding.checkpoint_blocks),
             "ZERO.offload_optimizer_config.device": optimizer.device,
             "ZERO.offload_optimizer_config.nvme_path": optimizer.nvme_path if optimizer.is_on_disk else None,
@@ -116,7 +111,7 @@ class Candidate:
         if self.sharding.checkpoint_blocks:
             number = len(self.sharding.checkpoint_blocks)
             words.append(f"{number} block{'s' * (number > 1)} recomputed")
-        elif self.is_recomputed:
+        elif self.sharding.is_recomputed:
             words.append("recomputed")
         if self.sharding.offload_optimizer.device != "none":
             words.append(f"optimizer on {self.sharding.offload_optimizer.device}")

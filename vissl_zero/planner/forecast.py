@@ -372,13 +372,9 @@ def _shard(param: Tensor, num_ranks: int) -> Tensor:
 
 def _recompute(model: nn.Module, checkpointed: Sequence[str]) -> None:
     """Run these units again in backward, and no others."""
-    for module in model.modules():
+    for name, module in model.named_modules():
         if isinstance(module, Unit):
-            module.checkpoint = False
-    for name in checkpointed:
-        unit = model.get_submodule(name)
-        assert isinstance(unit, Unit), name
-        unit.checkpoint = True
+            module.checkpoint = name in checkpointed
 
 
 @dataclass(frozen=True)
