@@ -25,6 +25,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -35,6 +36,7 @@ from torch.nn.parallel import DistributedDataParallel
 import vissl_zero  # before torchvision and timm, which it lets be imported beside a CPU build of torch
 from vissl_zero.config.blocks.data import Data, Split
 from vissl_zero.data.loader import build_loader
+from vissl_zero.sharding.update import published_update
 
 from timm.models.vision_transformer import VisionTransformer  # isort: skip
 from torchvision.models import regnet_y_16gf  # isort: skip
@@ -118,6 +120,14 @@ class Ours:
         self.optimizer.zero_grad()
 
 
+class CopiedAfterTheUpdate(Ours):
+    """The optimizer on the CPU, all of whose update is one piece: nothing is copied to the GPU beside it."""
+
+    def __init__(self, model: nn.Module):
+        with patch.object(published_update, "PIECE_BYTES", sys.maxsize):
+            super().__init__(model, level=3, offload_optimizer_config={"device": "cpu"})
+
+
 SYSTEMS: dict[str, Callable[[nn.Module], Any]] = {
     "DDP by hand": ByHand,
     "fully_shard by hand": FullyShardByHand,
@@ -125,6 +135,8 @@ SYSTEMS: dict[str, Callable[[nn.Module], Any]] = {
     "fully_shard by hand, compiled": CompiledByHand,
     "level 3, compiled": partial(Ours, level=3, compile=True),
     "level 3, float8": partial(Ours, level=3, float8=True),
+    "level 3, optimizer on the CPU": partial(Ours, level=3, offload_optimizer_config={"device": "cpu"}),
+    "level 3, optimizer on the CPU, copied after the update": CopiedAfterTheUpdate,
 }
 PLAIN = tuple(SYSTEMS)[:6]
 
@@ -277,6 +289,15 @@ def _reset_peak() -> None:
         torch.cuda.reset_peak_memory_stats()
 
 
+def start() -> None:
+    """Start a world of this process alone."""
+    if DEVICE == "cuda":
+        torch.cuda.set_device(0)
+    device = torch.device("cuda", 0) if DEVICE == "cuda" else None
+    backend = "cpu:gloo,cuda:nccl" if DEVICE == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, device_id=device)
+
+
 def main() -> None:
     """Parse, run, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -287,11 +308,7 @@ def main() -> None:
     parser.add_argument("--offload", type=float, help="billion parameters; after the comparisons")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
-    if DEVICE == "cuda":
-        torch.cuda.set_device(0)
-    device = torch.device("cuda", 0) if DEVICE == "cuda" else None
-    backend = "cpu:gloo,cuda:nccl" if DEVICE == "cuda" else "gloo"
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, device_id=device)
+    start()
     rows = []
     for model in given.models:
         rows += compare(model, given.systems, given.rounds)

@@ -1,6 +1,6 @@
 """Measure steps of DINO with the crops of both sizes packed (``MODEL.PACK_CROPS``), against steps without.
 
-    torchrun --nproc-per-node 2 benchmarks/packed_crops.py [--level 3] [--width 384] [--sides 224 96] [--batch 2]
+    torchrun --nproc-per-node 2 benchmarks/packed_crops.py [--level 3] [--width 384] [--batch 2] [--device gpu]
 
 One run trains, on images that are made up. Its blocks pack in every other step; which comes first alternates. Prints
 median and quartiles of the pairs' ratios, of wall time and of rank 0's processor time.
@@ -9,6 +9,7 @@ median and quartiles of the pairs' ratios, of wall time and of rank 0's processo
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import tempfile
 import time
@@ -32,14 +33,15 @@ _RECIPE = "pretrain/dino/vit_small"
 
 def planned(options: argparse.Namespace, folder: str) -> ResolvedRun:
     """Resolve ViT-S's recipe with other crops, width, depth and prototypes."""
-    width, sides = options.width, options.sides
+    width, sides, num_gpus = options.width, options.sides, dist.get_world_size() if options.device == "gpu" else 0
     crops = f"total_num_crops: 10, num_crops: [2, 8], size_crops: {sides}, crop_scales: [[0.3, 1], [0.05, 0.3]]"
     trunk = f"IMAGE_SIZE: {sides[0]}, NUM_LAYERS: {options.depth}, NUM_HEADS: {width // 64}, HIDDEN_DIM: {width}"
     head = f"dims: [{width}, 256, 64], num_clusters: [1024], use_weight_norm_prototypes: true"
     words = [
         *("config.DATA.TRAIN.DATA_SOURCES=[synthetic]", "config.DATA.TRAIN.DATA_PATHS=[]"),
         *("config.DATA.TEST.DATA_SOURCES=[]", "config.DATA.TEST.DATA_PATHS=[]", "config.DATA.NUM_DATALOADER_WORKERS=0"),
-        *("config.MACHINE.DEVICE=cpu", "config.DISTRIBUTED.NUM_PROC_PER_NODE=2", "config.DISTRIBUTED.NUM_NODES=1"),
+        *(f"config.MACHINE.DEVICE={options.device}", "config.DISTRIBUTED.NUM_NODES=1"),
+        f"config.DISTRIBUTED.NUM_PROC_PER_NODE={dist.get_world_size()}",
         *("config.NEAREST_NEIGHBOR.USE_KNN=false", "config.MODEL.TEMP_FROZEN_PARAMS_ITER_MAP=[]"),
         *(f"config.DATA.TRAIN.BATCHSIZE_PER_REPLICA={options.batch}", f"config.ZERO.LEVEL={options.level}"),
         f"config.DATA.TRAIN.TRANSFORMS=[{{name: ImgPilToMultiCrop, {crops}}}, {{name: ToTensor}}]",
@@ -47,7 +49,7 @@ def planned(options: argparse.Namespace, folder: str) -> ResolvedRun:
         f"config.MODEL.HEAD.PARAMS=[[swav_head, {{{head}}}]]",
         "config.MODEL.PACK_CROPS=true",
     ]
-    return resolve(compose(_RECIPE, words).run, folder, recipe=_RECIPE, host=Host(num_cores=2))
+    return resolve(compose(_RECIPE, words).run, folder, recipe=_RECIPE, host=Host(num_gpus=num_gpus, num_cores=2))
 
 
 def ratios_text(ratios: Sequence[float]) -> str:
@@ -62,11 +64,16 @@ def main() -> None:
     for name, default in {"level": 3, "width": 384, "depth": 4, "batch": 2, "rounds": 12}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--sides", type=int, nargs=2, default=[224, 96], help="of the large and the small crops")
+    parser.add_argument("--device", choices=["cpu", "gpu"], default="cpu")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    device = torch.device("cpu")
+    if options.device == "gpu":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    dist.init_process_group("gloo" if options.device == "cpu" else "cpu:gloo,cuda:nccl")
     with tempfile.TemporaryDirectory() as folder:
-        run, schedules, _ = build_run(planned(options, folder), torch.device("cpu"))
+        run, schedules, _ = build_run(planned(options, folder), device)
     trunk = next(module for module in run.sharded.model.modules() if isinstance(module, TransformerTrunk))
     micro_batches = next(iter(run.loader.epoch(0)))
     run.sharded.model.train()
@@ -76,6 +83,8 @@ def main() -> None:
         dist.barrier()
         wall, processor = time.perf_counter(), time.process_time()
         loop._train_step(run, micro_batches, schedules.apply(run.sharded, run.step), (0.0, 0.0), [])
+        if device.type == "cuda":
+            torch.cuda.synchronize()
         return time.perf_counter() - wall, time.process_time() - processor
 
     with patch.object(loop, "_is_logged", lambda run, step: False):

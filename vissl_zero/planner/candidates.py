@@ -200,10 +200,10 @@ def rank_candidates(plans: Found, budget: Budget, world_size: int, level: int = 
     plain = [forecast.seconds for plan, _, _, forecast in plans if plan.level == 0 and forecast.seconds]
     known = [forecast.seconds for _, _, _, forecast in plans if forecast.seconds]
     unit = min(plain or known or [1.0])
-    candidates = [
-        Candidate(plan, number, batch, forecast, world_size, _relative(forecast, unit), budget.excess(forecast))
-        for plan, number, batch, forecast in plans
-    ]
+    candidates = []
+    for plan, number, batch, forecast in plans:
+        time = None if forecast.seconds is None else forecast.seconds / unit
+        candidates.append(Candidate(plan, number, batch, forecast, world_size, time, budget.excess(forecast)))
     candidates.sort(key=lambda candidate: _cost(candidate, level))
     chosen = next((index for index, candidate in enumerate(candidates) if candidate.fits), None)
     if chosen is not None:
@@ -222,8 +222,6 @@ def because(candidates: Sequence[Candidate], budget: Budget) -> str:
     step = candidates[index].forecast.step
     assert step is not None
     text = f"the cheapest that fits, {gib(step.resident_bytes)} of {gib(budget.memory)} GiB ({budget.source})"
-    if not index:
-        return f"{text}."
     rows = without_doubles(candidates[: index + 1])
     if len(rows) == 1:
         return f"{text}."
@@ -427,10 +425,6 @@ class _Part:
             self.enough = min(number, self.enough or number)
         else:
             self.failed = max(number, self.failed)
-
-
-def _relative(forecast: Forecast, unit: float) -> float | None:
-    return None if forecast.seconds is None else forecast.seconds / unit
 
 
 def _cost(candidate: Candidate, level: int) -> tuple[float, bool, int, int, int]:

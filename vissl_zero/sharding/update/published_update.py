@@ -19,7 +19,7 @@ PIECE_BYTES = 2**25  # of rows; PCIe 4 copies them in about a millisecond
 
 
 class PublishedUpdate:
-    """Runs the optimizer on shards, and publishes them (``Shard.publish``).
+    """The optimizer's step on shards, and their way to the model (``Shard.publish``).
 
     From the host to a GPU, rows travel on a stream of their own, while the host updates the next parameters. The
     device's work waits once, for the last piece of ``PIECE_BYTES``: the host updates slower than the bus copies, so the
