@@ -79,11 +79,6 @@ class Candidate:
         return None if self.excess is None else self.excess == 0
 
     @property
-    def is_recomputed(self) -> bool:
-        """Return whether any unit is run again in backward."""
-        return self.sharding.is_recomputed
-
-    @property
     def is_grouped(self) -> bool:
         """Return whether there are several copies of the state, each shared by a group of ranks (hybrid sharding)."""
         return self.sharding.level > 0 and 1 < self.sharding.shard_group_size < self.world_size
@@ -94,7 +89,7 @@ class Candidate:
         return {
             "ZERO.LEVEL": self.sharding.level,
             "ZERO.SHARD_GROUP_SIZE": self.sharding.shard_group_size if self.is_grouped else -1,
-            "MODEL.ACTIVATION_CHECKPOINTING.USE_ACTIVATION_CHECKPOINTING": self.is_recomputed,
+            "MODEL.ACTIVATION_CHECKPOINTING.USE_ACTIVATION_CHECKPOINTING": self.sharding.is_recomputed,
             "MODEL.ACTIVATION_CHECKPOINTING.BLOCKS": list(self.sharding.checkpoint_blocks),
             "ZERO.offload_optimizer_config.device": optimizer.device,
             "ZERO.offload_optimizer_config.nvme_path": optimizer.nvme_path if optimizer.is_on_disk else None,
@@ -116,7 +111,7 @@ class Candidate:
         if self.sharding.checkpoint_blocks:
             number = len(self.sharding.checkpoint_blocks)
             words.append(f"{number} block{'s' * (number > 1)} recomputed")
-        elif self.is_recomputed:
+        elif self.sharding.is_recomputed:
             words.append("recomputed")
         if self.sharding.offload_optimizer.device != "none":
             words.append(f"optimizer on {self.sharding.offload_optimizer.device}")
@@ -200,10 +195,10 @@ def rank_candidates(plans: Found, budget: Budget, world_size: int, level: int = 
     plain = [forecast.seconds for plan, _, _, forecast in plans if plan.level == 0 and forecast.seconds]
     known = [forecast.seconds for _, _, _, forecast in plans if forecast.seconds]
     unit = min(plain or known or [1.0])
-    candidates = [
-        Candidate(plan, number, batch, forecast, world_size, _relative(forecast, unit), budget.excess(forecast))
-        for plan, number, batch, forecast in plans
-    ]
+    candidates = []
+    for plan, number, batch, forecast in plans:
+        time = None if forecast.seconds is None else forecast.seconds / unit
+        candidates.append(Candidate(plan, number, batch, forecast, world_size, time, budget.excess(forecast)))
     candidates.sort(key=lambda candidate: _cost(candidate, level))
     chosen = next((index for index, candidate in enumerate(candidates) if candidate.fits), None)
     if chosen is not None:
@@ -222,8 +217,6 @@ def because(candidates: Sequence[Candidate], budget: Budget) -> str:
     step = candidates[index].forecast.step
     assert step is not None
     text = f"the cheapest that fits, {gib(step.resident_bytes)} of {gib(budget.memory)} GiB ({budget.source})"
-    if not index:
-        return f"{text}."
     rows = without_doubles(candidates[: index + 1])
     if len(rows) == 1:
         return f"{text}."
@@ -427,10 +420,6 @@ class _Part:
             self.enough = min(number, self.enough or number)
         else:
             self.failed = max(number, self.failed)
-
-
-def _relative(forecast: Forecast, unit: float) -> float | None:
-    return None if forecast.seconds is None else forecast.seconds / unit
 
 
 def _cost(candidate: Candidate, level: int) -> tuple[float, bool, int, int, int]:

@@ -164,37 +164,20 @@ class Forecaster:
         is_whole = keeps_parameters_whole(plan, num_ranks, subject.world_size, subject.device_type)
         if not is_whole:
             wrap_plan = replace(wrap_plan, whole_bytes=gathered_bytes(facts.params, plan, num_ranks))
-        step, seconds = None, None
+        step, seconds, machine = None, None, subject.machine or machine_for(subject.device_type)
         unknown = trace if isinstance(trace, str) else ""
-        if isinstance(trace, StepTrace) and plan.engine != "torch":
-            unknown = f"the {plan.engine} engine's own buffers are not modeled"
-        elif isinstance(trace, StepTrace):
-            # The sums are made with real tensors.
-            with unset_fake_temporarily():
-                step = step_memory(
-                    trace,
-                    facts,
-                    plan,
-                    subject.world_size,
-                    subject.device_type,
-                    num_nodes=subject.num_nodes,
-                    micro_batches=micro_batches * subject.passes,
-                )
         if isinstance(trace, StepTrace):
-            seconds = step_seconds(
-                trace,
-                facts,
-                plan,
-                subject.world_size,
-                subject.num_nodes,
-                micro_batches * subject.passes,
-                subject.machine or machine_for(subject.device_type),
-                subject.device_type,
-                step,
-                subject.num_threads,
-            )
-            losses = work_seconds(trace.loss_work, plan, subject.machine or machine_for(subject.device_type))
-            seconds -= micro_batches * subject.passes * (1 - 1 / subject.passes_per_loss) * losses
+            place = plan, subject.world_size
+            passes, nodes, device = micro_batches * subject.passes, subject.num_nodes, subject.device_type
+            if plan.engine == "torch":
+                with unset_fake_temporarily():  # the sums are made with real tensors
+                    step = step_memory(trace, facts, *place, device, num_nodes=nodes, micro_batches=passes)
+            else:
+                unknown = f"the {plan.engine} engine's own buffers are not modeled"
+            threads = subject.num_threads
+            seconds = step_seconds(trace, facts, *place, nodes, passes, machine, device, step, threads)
+            losses = work_seconds(trace.loss_work, plan, machine)
+            seconds -= passes * (1 - 1 / subject.passes_per_loss) * losses
         teacher_bytes = sum(p.num_bytes if is_whole else p.padded(num_ranks) for p in facts.teacher.values())
         memory = self._rest(plan, wrap_plan, facts, num_ranks, trace, teacher_bytes)
         return Forecast(wrap_plan, memory, step, unknown, seconds, teacher_bytes, facts.teacher_buffer_bytes)
@@ -389,13 +372,9 @@ def _shard(param: Tensor, num_ranks: int) -> Tensor:
 
 def _recompute(model: nn.Module, checkpointed: Sequence[str]) -> None:
     """Run these units again in backward, and no others."""
-    for module in model.modules():
+    for name, module in model.named_modules():
         if isinstance(module, Unit):
-            module.checkpoint = False
-    for name in checkpointed:
-        unit = model.get_submodule(name)
-        assert isinstance(unit, Unit), name
-        unit.checkpoint = True
+            module.checkpoint = name in checkpointed
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,6 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 
-from vissl_zero.resolve.resolved import ShardingPlan
-from vissl_zero.sharding.allocator import KEPT_BYTES, MAPPED_BYTES
-
 _PAGE = 4096
 _ALIGNMENT = 64
 _SPARE = _ALIGNMENT + 32  # what ``memalign`` adds to a request, its smallest chunk included
@@ -109,8 +106,3 @@ class Heap:
         size = self._by_start.pop(start)
         del self._by_end[start + size]
         del self._holes[bisect_left(self._holes, (size, start))]
-
-
-def heap_of(plan: ShardingPlan) -> Heap:
-    """Make an empty heap of a rank that vissl-zero starts, with the settings of ``sharding/allocator.py``."""
-    return Heap(MAPPED_BYTES[plan.level], KEPT_BYTES)

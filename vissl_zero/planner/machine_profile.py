@@ -6,7 +6,7 @@ A profile ships with the package under a name, or comes from a file.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -65,18 +65,6 @@ class MachineProfile:
     source: str = ""
 
 
-_OPTIONAL = (
-    "memory_gb",
-    "capability",
-    "convolution_share",
-    "fresh",
-    "block_s",
-    "reduce_link",
-    "message_s",
-    "transfer_s",
-)
-
-
 def profile_names() -> list[str]:
     """List the profiles that ship."""
     return sorted(path.name.removesuffix(".yaml") for path in _folder().iterdir() if path.name.endswith(".yaml"))
@@ -125,7 +113,7 @@ def _problems(profile: str, values: Mapping[Any, Any]) -> Any:
         if item.name in ("name", "source"):
             if item.name == "name" and not value:
                 yield Problem(f"{_KEY}: {profile}", "", "lacks name", "Say what the machine is.")
-        elif item.name in values or item.name not in _OPTIONAL:
+        elif item.name in values or item.default is MISSING:
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             if not is_number or not 0 < value < float("inf"):
                 got = "" if value is None else repr(value)

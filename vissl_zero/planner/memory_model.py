@@ -16,10 +16,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from vissl_zero.planner.heap import heap_of
+from vissl_zero.planner.heap import Heap
 from vissl_zero.planner.resident import BlockReplay, process_bytes
 from vissl_zero.planner.step_trace import Mark, Moment, StepTrace
 from vissl_zero.resolve.resolved import ShardingPlan, keeps_parameters_whole, shards_parameters
+from vissl_zero.sharding.allocator import KEPT_BYTES, MAPPED_BYTES
 from vissl_zero.sharding.engines.cpu_communicator import MAX_BACKLOG_BYTES, SLOT_BYTES, CpuCommunicator
 from vissl_zero.sharding.engines.gradient_average import BUCKET_BYTES
 from vissl_zero.sharding.model.precision import dtype_of
@@ -201,7 +202,7 @@ class _Step:
         for name, param in facts.params.items():
             if param.shape:  # scalars are not cut
                 self.units.setdefault(param.unit, []).append(name)
-        self.whole = whole_units(facts.params, num_ranks)
+        self.whole = whole_units(facts.params, num_ranks)  # bytes of gathered ones in the master format
         self.compute_share = share_of(plan.precision.compute, plan)
         self.reduce_share = share_of(plan.precision.reduce, plan)
         self.changes: dict[str, list[tuple[int, int]]] = {kind: [] for kind in KINDS}
@@ -266,7 +267,7 @@ class _Step:
             # The teacher is a sharded model of its own, with a communicator of its own.
             if self.facts.teacher:
                 yield "communication", per_exchange
-            largest = max((self.whole_unit(unit) for unit in self.units), default=0)
+            largest = max((self.whole[unit] for unit in self.units), default=0)
             # A set: there is one buffer for each number format, used for gathering and for reducing.
             shares = {self.compute_share, self.reduce_share}
             yield "communication", int(sum(largest * share for share in shares)) + self.packed()
@@ -344,10 +345,6 @@ class _Step:
             return keys * self.value_record(self.stored)
         return min(RECORD_BYTES, keys * sum(map(self.part, self.trained.values())))
 
-    def whole_unit(self, unit: str) -> int:
-        """Return the bytes of a unit that is gathered, in the master format."""
-        return self.whole[unit]
-
     # -- what changes --------------------------------------------------------------------------------------------
 
     def change(self, kind: str, *blocks: int) -> None:
@@ -364,16 +361,16 @@ class _Step:
             self.change(kind, *(int(p.padded(self.num_ranks) * self.num_ranks * self.compute_share) for p in params))
             if self.plan.offload_params.is_on_disk:  # its shards, and a buffer unless it is kept
                 read = sum(self.part(self.stored[name]) for name in self.units[unit] if name in self.stored)
-                buffer = 0 if self.keeps_buffer and kind == "params" else self.whole_unit(unit) * self.compute_share
+                buffer = 0 if self.keeps_buffer and kind == "params" else self.whole[unit] * self.compute_share
                 self.spikes.append((self.place, read + int(buffer), kind))
             elif self.device_type == "cuda":  # the buffer it is gathered into
-                self.spikes.append((self.place, int(self.whole_unit(unit) * self.compute_share), "communication"))
+                self.spikes.append((self.place, int(self.whole[unit] * self.compute_share), "communication"))
 
     def free(self, unit: str, gathered: set[str], kind: str) -> None:
         """Free a unit's full parameters."""
         if unit in gathered:
             gathered.remove(unit)
-            self.change(kind, -int(self.whole_unit(unit) * self.compute_share))
+            self.change(kind, -int(self.whole[unit] * self.compute_share))
 
     def begin(self) -> None:
         """Add the gradients of earlier micro-batches."""
@@ -572,7 +569,7 @@ class _Step:
         constants: dict[str, int] = {}
         for kind, num_bytes in self.constants():
             constants[kind] = constants.get(kind, 0) + num_bytes
-        replay = BlockReplay(heap_of(self.plan))
+        replay = BlockReplay(Heap(MAPPED_BYTES[self.plan.level], KEPT_BYTES))
         for kind, params, stored in (
             ("params", facts.params, self.stored),
             ("teacher", facts.teacher, self.stored_teacher),

@@ -156,7 +156,7 @@ def _forecasts(stages: Sequence[Stage], budget: Budget) -> Found:
     def chosen() -> Candidate | None:
         return chosen_of(rank_candidates(rows, budget, stages[0].plan.world_size))
 
-    if (first := chosen()) is not None and first.is_recomputed:
+    if (first := chosen()) is not None and first.sharding.is_recomputed:
         same_number = [row for row in rows if row[1] == first.micro_batches]
         rows += by_number[first.micro_batches].apply(partial(recomputed_in_part, same_number, budget))
     if (second := chosen()) is not None:

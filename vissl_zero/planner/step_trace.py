@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from enum import IntEnum
 from itertools import accumulate
@@ -322,10 +322,6 @@ class Recorder(TorchDispatchMode):
         """Return the most bytes in this account at any moment so far."""
         return max(accumulate(self.trace.deltas), default=0)
 
-    def alive_bytes(self) -> int:
-        """Return the bytes in this account now."""
-        return sum(num_bytes for _, num_bytes, _ in self._alive.values())
-
     def _note(self, tensor: Tensor) -> int:
         storage = tensor.untyped_storage()
         key = object_address(storage)
@@ -370,72 +366,43 @@ def record_step(
         constants.add([*teacher.parameters(), *teacher.buffers()])
     recorder = Recorder(constants, answer=answer)
     recorder.trace.input_bytes = Storages(inputs).num_bytes
-    names = {id(param): name for name, param in model.named_parameters()}
     with ExitStack() as stack:
-        for param in model.parameters():
+        for name, param in model.named_parameters():
             if param.requires_grad:
-                stack.enter_context(_removed(param.register_post_accumulate_grad_hook(_gradient_hook(recorder, names))))
-        stack.enter_context(_marked_units(model, wrap_plan, recorder, False))
-        if teacher is not None:
-            stack.enter_context(_marked_units(teacher, wrap_plan, recorder, True))
+                stack.enter_context(param.register_post_accumulate_grad_hook(_gradient_hook(recorder, name)))
+        for root, is_teacher in ((model, False), (teacher, True)):
+            modules = {} if root is None else dict(root.named_modules())
+            for unit in wrap_plan.units:
+                for module in (modules[name] for name in unit.modules if name in modules):  # a teacher may have less
+                    for handle in _marked(module, unit.modules[0], recorder, is_teacher):
+                        stack.enter_context(handle)
         with recorder:
             loss, held = run_forward()
             recorder.mark(Moment.LOSS)
-            recorder.trace.kept_bytes = recorder.alive_bytes()
+            recorder.trace.kept_bytes = sum(recorder.trace.deltas)
             loss.backward()
             del loss, held
     recorder.finish()
     for param in model.parameters():
         param.grad = None
-    _leave_before_entering(recorder.trace.marks)
     return recorder
 
 
-def _leave_before_entering(marks: list[Mark]) -> None:
-    """Reorder marks where one tensor leaves a unit and enters the next: the later unit is done with it first."""
-    for index in range(1, len(marks)):
-        first, second = marks[index - 1], marks[index]
-        is_same = first.place == second.place and first.moment == Moment.BACKWARD_IN
-        if is_same and second.moment == Moment.BACKWARD_OUT and first.name != second.name:
-            marks[index - 1], marks[index] = second, first
-
-
-def _gradient_hook(recorder: Recorder, names: dict[int, str]) -> Callable[[Tensor], None]:
+def _gradient_hook(recorder: Recorder, name: str) -> Callable[[Tensor], None]:
     def note(param: Tensor) -> None:
         assert param.grad is not None
-        recorder.mark(Moment.GRADIENT, names[id(param)], recorder.release(param.grad))
+        recorder.mark(Moment.GRADIENT, name, recorder.release(param.grad))
 
     return note
 
 
-@contextmanager
-def _removed(*handles: RemovableHandle) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+def _marked(module: nn.Module, name: str, recorder: Recorder, is_teacher: bool) -> tuple[RemovableHandle, ...]:
+    """Note where a module of a unit is entered and left, in both directions, until the handles are removed."""
 
-
-@contextmanager
-def _marked_units(model: nn.Module, wrap_plan: WrapPlan, recorder: Recorder, is_teacher: bool) -> Iterator[None]:
-    """Note where units are entered and left."""
-    modules = dict(model.named_modules())
-    with ExitStack() as stack:
-        for unit in wrap_plan.units:
-            for name in unit.modules:
-                if name in modules:  # a teacher may have less
-                    stack.enter_context(_marked(modules[name], unit.modules[0], recorder, is_teacher))
-        yield
-
-
-def _marked(module: nn.Module, name: str, recorder: Recorder, is_teacher: bool) -> Any:
     def entered(_: nn.Module, args: Any, kwargs: Any) -> Any:
         recorder.mark(Moment.TEACHER_IN if is_teacher else Moment.FORWARD_IN, name)
         sources = [] if is_teacher or name == ROOT else _differentiable((args, kwargs))
-        if len(sources) < 2:
-            for source in sources:
-                source.register_hook(lambda _: recorder.mark(Moment.BACKWARD_OUT, name))
+        if not sources:
             return None
         joined = iter(_Join.apply(lambda: recorder.mark(Moment.BACKWARD_OUT, name), *sources))
         return pytree.tree_map_only(Tensor, lambda t: next(joined) if t.requires_grad else t, (args, kwargs))
@@ -452,8 +419,9 @@ def _marked(module: nn.Module, name: str, recorder: Recorder, is_teacher: bool) 
             result.register_hook(on_gradient)
 
     # Outermost: a unit is gathered before anything in it runs, and freed after all of it has.
-    return _removed(
-        module.register_forward_pre_hook(entered, prepend=True, with_kwargs=True), module.register_forward_hook(left)
+    return (
+        module.register_forward_pre_hook(entered, prepend=True, with_kwargs=True),
+        module.register_forward_hook(left),
     )
 
 

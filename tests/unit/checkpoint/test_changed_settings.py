@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from vissl_zero.resolve.resolve import resolve
 from vissl_zero.resolve.saved import as_data
 
 
+@cache
 def resolved(*overrides: str) -> dict[str, Any]:
     data = "config.DATA.TRAIN.DATA_SOURCES=[synthetic]"
     composed = compose("pretrain/simclr/my_photos", [data, "config.NEAREST_NEIGHBOR.USE_KNN=false", *overrides])

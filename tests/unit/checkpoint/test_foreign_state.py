@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from vissl_zero.checkpoint.foreign_state import _gather, _translated
+from vissl_zero.checkpoint.foreign_state import LossState, _gather, _translated, method_of
 
 
 @pytest.mark.parametrize(
@@ -131,3 +131,10 @@ def test_the_memory_of_deepcluster_is_taken_by_image(shape: tuple[int, ...], is_
         _translated("deepclusterv2_loss", {}, theirs, ours),
         {f"memory.{name}": value for name, value in clusters.items()},
     )
+
+
+@pytest.mark.parametrize(("tensors", "num_images"), [(BANK, 4), ({}, None)])
+def test_a_memory_has_a_row_for_each_image_of_the_file(tensors: dict[str, Tensor], num_images: int | None) -> None:
+    loss = {"name": "nce_loss_with_memory", "nce_loss_with_memory": {"embedding_dim": 2}}
+    method: Any = method_of(loss, LossState(tensors=tensors))
+    assert num_images == (None if method is None else len(method.bank.memory))

@@ -53,6 +53,10 @@ MISTYPED = {
     "override": (["config.ZERO"], "command line: must be an override (got 'config.ZERO')"),
     "part": (["+config/zeroo=fsdp"], "+config/zeroo: must name a folder of recipes and a file in it. Parts: "),
     "file of a part": (["+config/zero=fsdpp"], "Did you mean +config/zero=fsdp"),
+    "choice of Hydra": (
+        ["hydra/launcher=nowhere"],
+        "command line: must name a configuration file that exists (got 'hydra/launcher/nowhere'). Known: basic, ",
+    ),
     "environment": (
         ["config.CHECKPOINT.DIR=${oc.env:NOT_SET_ANYWHERE}"],
         "needs the environment variable NOT_SET_ANYWHERE, which is not set",

@@ -90,6 +90,7 @@ def test_gray_arrays_are_read_and_a_copy_holds_no_pixels(make_data: MakeData, tm
     for array in (pixels, pixels[..., None]):
         np.save(tmp_path / "x.npy", array)
         source = opened(make_data("npy", tmp_path / "x.npy"))
+        assert all(isinstance(mapped, np.memmap) for mapped in source._arrays)  # read image by image, not at once
         copy = pickle.dumps(source)
         assert len(copy) < 1000 and source.label(3) is None
         assert np.array_equal(np.asarray(pickle.loads(copy).image(7)), np.repeat(pixels[7, ..., None], 3, 2))

@@ -106,9 +106,15 @@ class _OneGroupOnly(_Sgd):
 
 
 class _LargeOnly(_Sgd):
+    least = 30_000
+
     def change(self, group, param):
-        if param.numel() > 30_000:
+        if param.numel() > self.least:
             param.grad -= param.grad.mean()
+
+
+class _LargestOnly(_LargeOnly):
+    least = 100_000
 
 
 class _ClampOnly(_Sgd):
@@ -140,6 +146,13 @@ def _two_groups(cls):
 )
 def test_found_in_any_group_at_any_size_and_any_value(build):
     assert _rule(build) is UpdateRule.PER_TENSOR
+
+
+@pytest.mark.parametrize("shapes", [[(400, 300), (8, 6)], [(8, 6), (400, 300)], [(20, 8, 700), (4, 4, 4)]])
+def test_the_largest_of_each_number_of_dimensions_is_tried(shapes):
+    assert _rule(lambda params: _LargestOnly(params, lr=0.1), shapes) is UpdateRule.PER_TENSOR
+    small = [shape for shape in shapes if torch.Size(shape).numel() < _LargestOnly.least]
+    assert _rule(lambda params: _LargestOnly(params, lr=0.1), small) is UpdateRule.ELEMENT_WISE
 
 
 @pytest.mark.parametrize(
