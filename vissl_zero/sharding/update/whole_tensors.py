@@ -37,7 +37,7 @@ ROUND_ELEMENTS = 2**20  # of a rank's full tensors at once, where these rest on 
 
 
 def partition(sizes: Sequence[int], num_ranks: int) -> list[int]:
-    """The assignment of tensors to ranks: the largest first, each to the rank that has least.
+    """Assign tensors to ranks: the largest first, each to the rank that has least.
 
     The fullest rank then has at most 4/3 of the best partition's (https://doi.org/10.1137/0117039).
     """
