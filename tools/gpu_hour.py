@@ -98,7 +98,7 @@ def cells(cifar: Path | None = None) -> list[Cell]:
         Cell(
             *("forecast", "20 plans", (_FORECAST,)),
             minutes=4.0,
-            rehearsal=(_FORECAST, "--models", "tiny", "--plans", "level 0", "level 3"),
+            rehearsal=(_FORECAST, "--models", "tiny", "--plans", "level 0", "level 2", "level 3"),
         ),
         *([_on_cifar(cifar)] if cifar is not None else []),
     ]

@@ -252,7 +252,8 @@ class _Step:
 
     def communication(self) -> Iterator[tuple[str, int]]:
         """Yield buffers between ranks. On a CPU they are of fixed size; nccl's own are not counted."""
-        if self.device_type != "cpu" or self.num_ranks == 1:
+        # Where parameters are whole, a rank alone has them too.
+        if self.device_type != "cpu" or (self.num_ranks == 1 and not self.is_whole):
             return
         slots = 2 * CpuCommunicator.LAG * SLOT_BYTES
         # In shared memory a rank maps the slots of all ranks; over a network it has its own, and those of all that

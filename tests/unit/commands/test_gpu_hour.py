@@ -38,7 +38,7 @@ def test_rehearsal_fills_file_and_table(tmp_path):
     assert by_phase["ranks"]["rows"][0]["distance"] < 1e-10
     assert [row["system"] for row in by_phase["speed"]["rows"]][-1] == "level 3"
     assert [row["system"] for row in by_phase["input"]["rows"]] == ["augmented on workers", "augmented on device"]
-    assert [row["system"] for row in by_phase["forecast"]["rows"]] == ["level 0", "level 3"]
+    assert [row["system"] for row in by_phase["forecast"]["rows"]] == ["level 0", "level 2", "level 3"]
     assert all(0.9 < row["forecast over measured"] < 1.1 for row in by_phase["forecast"]["rows"])
     assert "packed over not" in by_phase["packing"]["result"]
     assert "kNN top-1" in by_phase["cifar"]["result"]
