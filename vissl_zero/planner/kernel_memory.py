@@ -51,7 +51,7 @@ def convolution_scratch(args: Sequence[Any], result: Any) -> int:
         return max(copied + weight.nbytes + blocked - outputs.nbytes, blocked)
     padded = int(weight.nbytes * _padding(images, groups) * _padding(outputs, groups))
     is_strided = max(args[4]) > 1 and not _has_channels_last(images)
-    one = (images.nbytes + blocked) // len(images) if groups == 1 and (is_half or is_few or is_strided) else 0
+    one = (images.nbytes + blocked) // max(len(images), 1) if groups == 1 and (is_half or is_few or is_strided) else 0
     sums = one + (2 * weight.nbytes if is_half else 0)
     if _has_channels_last(images):
         return 2 * weight.nbytes + padded + sums

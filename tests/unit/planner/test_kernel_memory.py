@@ -135,3 +135,11 @@ def test_gates_and_weights_of_an_lstm(width: int, dtype: torch.dtype) -> None:
     )
     measured, result = beside_outputs(lambda: aten.mkldnn_rnn_layer_backward(*backward))
     assert 0.95 * measured - 2**17 < lstm_scratch(backward, result) < 1.5 * measured
+
+
+def test_a_batch_without_images_takes_nothing_for_them() -> None:
+    """A pass may have no images of a size."""
+    layer, images = nn.Conv2d(3, 32, 4, stride=4), torch.zeros(0, 3, 16, 16)
+    outputs = layer(images)
+    backward = outputs, images, layer.weight, None, [4, 4], [0, 0], [1, 1], False, [0, 0], 1, [True, True, False]
+    assert convolution_scratch(backward, (images, layer.weight, None)) <= 16 * layer.weight.nbytes
