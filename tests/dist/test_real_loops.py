@@ -1226,6 +1226,32 @@ def step_of_the_optimizer_that_was_given(init: Init) -> dict[str, Tensor]:
     return {}
 
 
+class InPlace(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.act = nn.Linear(7, 7), nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return self.layer(self.act(x)), self.layer(self.act(y))
+
+
+class TwoStreams(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(InPlace() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, y = x * self.blocks[0].layer.in_features, x + 1
+        for block in self.blocks:
+            x, y = block(x, y)
+        return x * y
+
+
+@case(level_3="InPlace changes one of its inputs in place")
+def blocks_of_two_inputs_change_them(init: Init) -> dict[str, Tensor]:
+    return train(*init(TwoStreams()), lambda model, x: model(x).square().mean())
+
+
 # --- the same on every rank ------------------------------------------------------------------------------------------
 
 

@@ -69,6 +69,10 @@ _TAKEN_APART = (
     "unit: block(x), not F.linear(x, block.weight). Or name other units by a method zero_units() of the model, or use "
     "ZeRO level 0, or level 1 or 2 on the CPU."
 )
+_WRITTEN_INPUT = (
+    "{} changes one of its inputs in place, which autograd does not allow in a sharded unit with several inputs. Write "
+    "it out of place (nn.ReLU(inplace=False), x = x + 1), or use ZeRO level 0, or level 1 or 2 on the CPU."
+)
 
 
 _NOT_MULTIPLIED = (
@@ -465,9 +469,12 @@ class _Forward:
             with torch.autograd.graph.saved_tensors_hooks(_keep, _require_memory):
                 return self._forward(*args, **kwargs)
         except RuntimeError as error:
-            if "mixed torch.Tensor and DTensor" not in str(error):
-                raise
-            raise VisslZeroError(_TAKEN_APART.format("A layer", type(self._module).__name__)) from error
+            if "mixed torch.Tensor and DTensor" in str(error):
+                raise VisslZeroError(_TAKEN_APART.format("A layer")) from error
+            if "function that returns multiple views" in str(error):
+                name = type(self._module).__name__.removeprefix("FSDP")  # which fully_shard puts before it
+                raise VisslZeroError(_WRITTEN_INPUT.format(name)) from error
+            raise
 
     def _is_sample(self) -> bool:
         """Decide whether to verify that the backward pass finds what this run saves. Not under other hooks."""
