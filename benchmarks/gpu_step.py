@@ -36,7 +36,7 @@ from torch.nn.parallel import DistributedDataParallel
 import vissl_zero  # before torchvision and timm, which it lets be imported beside a CPU build of torch
 from vissl_zero.config.blocks.data import Data, Split
 from vissl_zero.data.loader import build_loader
-from vissl_zero.sharding.update import published_update
+from vissl_zero.sharding.update import overlapped_update
 
 from timm.models.vision_transformer import VisionTransformer  # isort: skip
 from torchvision.models import regnet_y_16gf  # isort: skip
@@ -124,7 +124,7 @@ class CopiedAfterTheUpdate(Ours):
     """The optimizer on the CPU, all of whose update is one piece: nothing is copied to the GPU beside it."""
 
     def __init__(self, model: nn.Module):
-        with patch.object(published_update, "PIECE_BYTES", sys.maxsize):
+        with patch.object(overlapped_update, "PIECE_BYTES", sys.maxsize):
             super().__init__(model, level=3, offload_optimizer_config={"device": "cpu"})
 
 

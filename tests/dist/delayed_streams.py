@@ -14,7 +14,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from vissl_zero.sharding.update import published_update
+from vissl_zero.sharding.update import overlapped_update
 
 
 class Stream:
@@ -78,8 +78,8 @@ class Streams:
             ):
                 stack.enter_context(patch.object(torch.cuda, name, stand_in))
             stack.enter_context(patch.object(Tensor, "copy_", put_copy))
-            stack.enter_context(patch.object(published_update, "copy_stream", published_update.CopyStream))
-            stack.enter_context(patch.object(published_update, "PIECE_BYTES", 1))  # a parameter is a piece
+            stack.enter_context(patch.object(overlapped_update, "copy_stream", overlapped_update.CopyStream))
+            stack.enter_context(patch.object(overlapped_update, "PIECE_BYTES", 1))  # a parameter is a piece
             yield
 
     @contextmanager

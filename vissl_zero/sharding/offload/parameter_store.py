@@ -365,7 +365,7 @@ class HostShard(Shard):
 
     Gradients flow there while backward runs, as soon as a unit's have been reduced, and leave the device; what the
     optimizer has changed flows back with ``publish``. Copies from and to pinned memory overlap with the device's work,
-    and those back also with the update (``PublishedUpdate``).
+    and those back also with the update (``OverlappedUpdate``).
 
     Attributes:
         on_device: the rows that the model computes with.

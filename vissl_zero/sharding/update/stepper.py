@@ -20,7 +20,7 @@ from vissl_zero.sharding.model.precision import LossScale
 from vissl_zero.sharding.state.shard import Shard, in_place_of_empty, squared_norms, wide_dtype
 from vissl_zero.sharding.torch_private import foreach_addcmul_, foreach_mul_
 from vissl_zero.sharding.update.histograms import Histograms, histograms_of
-from vissl_zero.sharding.update.published_update import PublishedUpdate
+from vissl_zero.sharding.update.overlapped_update import overlapped_update
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ class Stepper:
     ):
         self._shards = list(shards)
         self._optimizer = optimizer
-        self._update = PublishedUpdate(optimizer, self._shards)
+        self._overlapped = overlapped_update(optimizer, self._shards)
         self._adaptation = adaptation
         self._clipping = clipping
         self._loss_scale = loss_scale
@@ -201,8 +201,17 @@ class Stepper:
         self._rescale(shards, norms)
         # LARC and LARS have put the decay into the gradient: the optimizer must not apply it again.
         with nullcontext() if self._adaptation is None else decay_absorbed(self._optimizer):
-            self._update.run()
+            self._update()
         return StepResult(grad_norm, False, scale, names, norms.grad_sq, histograms)
+
+    def _update(self) -> None:
+        """Run the optimizer, and publish what it has changed."""
+        if self._overlapped is not None:
+            self._overlapped.run()
+            return
+        self._optimizer.step()
+        for shard in self._shards:
+            shard.publish()
 
     def _norms(self, shards: Sequence[Shard]) -> TensorNorms:
         """Compute norms of the full tensors; a gradient that no rank has counts as zero."""

@@ -1,12 +1,9 @@
-"""The update of all shards, and the way of what it has changed back to the model.
-
-Where the optimizer runs on the host for a model on a GPU, the two overlap.
-"""
+"""The update on the host of a model on a GPU: copies of the rows that it has changed run beside it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -18,10 +15,10 @@ from vissl_zero.sharding.state.shard import Shard
 PIECE_BYTES = 2**25  # of rows; PCIe 4 copies them in about a millisecond
 
 
-class PublishedUpdate:
+class OverlappedUpdate:
     """The optimizer's step on shards, and their way to the model (``Shard.publish``).
 
-    From the host to a GPU, rows travel on a stream of their own, while the host updates the next parameters. The
+    Rows travel to the GPU on a stream of their own, while the host updates the next parameters. The
     device's work waits once, for the last piece of ``PIECE_BYTES``: the host updates slower than the bus copies, so the
     pieces before have arrived by then, and a wait for each unit would save no more than that millisecond.
 
@@ -30,29 +27,25 @@ class PublishedUpdate:
     Args:
         optimizer: over the shards' ``local`` tensors.
         shards: the trained parameters.
+        copies: stream for the copies.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, shards: Sequence[Shard]):
-        self._optimizer = optimizer
-        device = next((shard.on_device.device for shard in shards if isinstance(shard, HostShard)), None)
-        self._copies = None if device is None else copy_stream(device)
-        is_cut = self._copies is not None and type(optimizer) in ELEMENT_WISE and not has_hooks(optimizer)
+    def __init__(self, optimizer: torch.optim.Optimizer, shards: Sequence[Shard], copies: CopyStream):
+        self._optimizer, self._copies = optimizer, copies
+        is_cut = type(optimizer) in ELEMENT_WISE and not has_hooks(optimizer)
         self._pieces = [_Piece(optimizer, piece) for piece in _cut(shards)] if is_cut else []
         self._shards = shards
 
     def run(self) -> None:
         """Update and publish every shard that has a gradient."""
-        with nullcontext() if self._copies is None else self._copies.open():
-            self._run()
-
-    def _run(self) -> None:
-        if not self._pieces:
-            self._optimizer.step()
-            _publish(self._shards)
-        for piece in self._pieces:
-            with with_params(self._optimizer, piece.params):
+        with self._copies.open():
+            if not self._pieces:
                 self._optimizer.step()
-            _publish(piece.shards)
+                _publish(self._shards)
+            for piece in self._pieces:
+                with with_params(self._optimizer, piece.params):
+                    self._optimizer.step()
+                _publish(piece.shards)
 
 
 class CopyStream:
@@ -76,6 +69,13 @@ class CopyStream:
                 yield
         finally:
             main.wait_stream(self._stream)
+
+
+def overlapped_update(optimizer: torch.optim.Optimizer, shards: Sequence[Shard]) -> OverlappedUpdate | None:
+    """Prepare the update of shards whose rows go to a GPU; None where none do."""
+    device = next((shard.on_device.device for shard in shards if isinstance(shard, HostShard)), None)
+    copies = None if device is None else copy_stream(device)
+    return None if copies is None else OverlappedUpdate(optimizer, shards, copies)
 
 
 def copy_stream(device: torch.device) -> CopyStream | None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from tests.dist.delayed_streams import Stream, Streams
 from vissl_zero.sharding.offload.parameter_store import HostShard, host_shard
 from vissl_zero.sharding.state.shard import whole_shard
-from vissl_zero.sharding.update.published_update import PublishedUpdate
+from vissl_zero.sharding.update.overlapped_update import overlapped_update
 
 SHAPES = ((5, 3), (17,), (2, 40), (1,))
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -41,11 +41,17 @@ def _trained(
         read.append(torch.cat([shard.on_device.flatten() for shard in shards]))
 
     with nullcontext() if streams is None else streams.present():
-        update = PublishedUpdate(optimizer, shards)
+        update = overlapped_update(optimizer, shards)
+        assert (update is None) is (streams is None)
         for step in range(4):
             for shard in shards[: len(shards) - step % 2]:  # in some steps the last has no gradient
                 shard.local.grad = torch.randn(shard.local.shape, generator=generator)
-            update.run()
+            if update is None:
+                optimizer.step()
+                for shard in shards:
+                    shard.publish()
+            else:
+                update.run()
             if streams is None:
                 read_rows()
             else:
