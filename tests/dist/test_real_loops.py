@@ -1295,6 +1295,29 @@ def test_is_exact_or_refused(name: str, level: int) -> None:
             assert sentence in error
 
 
+class SplitsOutput(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = super().forward(x).chunk(2)
+        first += 1
+        return torch.cat([first, second])
+
+
+def _views_of_a_unit() -> str:
+    model = nn.Sequential(*(SplitsOutput(7, 7) for _ in range(3)))
+    model, _ = vissl_zero.initialize(model, {"type": "SGD", "lr": 0.1}, {"level": 3})
+    try:
+        model(torch.ones(4, 7))
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_views_that_a_unit_makes_itself_are_not_taken_for_its_inputs() -> None:
+    for error in run_on_ranks(2, _views_of_a_unit, timeout_s=60):
+        assert "Split" in error  # torch's own words, as without sharding
+        assert "inputs" not in error
+
+
 def _replicas_run_other_layers() -> str:
     model, optimizer = vissl_zero.initialize(Drops(), {"type": "SGD", "lr": 0.1}, {"level": 3, "shard_group_size": 2})
     optimizer.backward(model(torch.ones(2, 7), dist.get_rank() // 2).square().mean())

@@ -349,8 +349,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def _require_storable(self, method: str) -> None:
         """Refuse state that a checkpoint has no place for.
 
-        A module's own may be any object, and a checkpoint has tensors and numbers. Where
-        optimizers wrap each other, as in Lookahead, only the outer one's state would be saved.
+        A module's own may be any object, and a checkpoint has tensors and numbers. Where optimizers
+        wrap each other, as in Lookahead, only the outer one's state would be saved.
         """
         optimizer = inner_optimizer(self._sharded.optimizer)  # ours around it is no foreign one
         if any(layer.state is not optimizer.state for layer in with_wrapped(optimizer)):

@@ -291,8 +291,8 @@ def with_params(optimizer: torch.optim.Optimizer, params: Sequence[Sequence[Tens
             group["params"] = lent
         yield
     finally:
-        for group, own in zip(groups, held, strict=True):
-            group["params"] = own
+        for group, original in zip(groups, held, strict=True):
+            group["params"] = original
 
 
 def set_own(optimizer: torch.optim.Optimizer, name: str, value: Any) -> None:

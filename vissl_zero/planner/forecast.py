@@ -167,15 +167,15 @@ class Forecaster:
         step, seconds, machine = None, None, subject.machine or machine_for(subject.device_type)
         unknown = trace if isinstance(trace, str) else ""
         if isinstance(trace, StepTrace):
-            place = plan, subject.world_size
-            passes, nodes, device = micro_batches * subject.passes, subject.num_nodes, subject.device_type
+            ranks, nodes, device = subject.world_size, subject.num_nodes, subject.device_type
+            passes = micro_batches * subject.passes
             if plan.engine == "torch":
                 with unset_fake_temporarily():  # the sums are made with real tensors
-                    step = step_memory(trace, facts, *place, device, num_nodes=nodes, micro_batches=passes)
+                    step = step_memory(trace, facts, plan, ranks, device, num_nodes=nodes, micro_batches=passes)
             else:
                 unknown = f"the {plan.engine} engine's own buffers are not modeled"
             threads = subject.num_threads
-            seconds = step_seconds(trace, facts, *place, nodes, passes, machine, device, step, threads)
+            seconds = step_seconds(trace, facts, plan, ranks, nodes, passes, machine, device, step, threads)
             losses = work_seconds(trace.loss_work, plan, machine)
             seconds -= passes * (1 - 1 / subject.passes_per_loss) * losses
         teacher_bytes = sum(p.num_bytes if is_whole else p.padded(num_ranks) for p in facts.teacher.values())

@@ -64,7 +64,7 @@ def allocator_environment(plan: ShardingPlan, environment: Mapping[str, str]) ->
     return dict(zip(_NAMES, (str(MAPPED_BYTES[plan.level]), str(KEPT_BYTES), "glibc.malloc.hugetlb=1"), strict=True))
 
 
-# torch reads the second where it has the first one's new name.
+# Both names of the variable: newer versions of torch have the second and still accept the first.
 _GPU_NAMES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 

@@ -18,11 +18,11 @@ PIECE_BYTES = 2**25  # of rows; PCIe 4 copies them in about a millisecond
 class OverlappedUpdate:
     """The optimizer's step on shards, and their way to the model (``Shard.publish``).
 
-    Rows travel to the GPU on a stream of their own, while the host updates the next parameters. The
-    device's work waits once, for the last piece of ``PIECE_BYTES``: the host updates slower than the bus copies, so the
-    pieces before have arrived by then, and a wait for each unit would save no more than that millisecond.
+    Rows travel to the GPU on a stream of their own, while the host updates the next parameters. The GPU waits once, for
+    the last piece of ``PIECE_BYTES``. The host updates more slowly than the bus copies, so earlier pieces have arrived
+    by then, and a wait for each unit would save no more than a millisecond.
 
-    Only optimizers that are known to update an element from that element alone run in pieces, with the same bits.
+    Only torch's element-wise optimizers run in pieces, with the same bits; others update all parameters at once.
 
     Args:
         optimizer: over the shards' ``local`` tensors.
@@ -37,7 +37,7 @@ class OverlappedUpdate:
         self._shards = shards
 
     def run(self) -> None:
-        """Update and publish every shard that has a gradient."""
+        """Update all shards that have a gradient, and publish all."""
         with self._copies.open():
             if not self._pieces:
                 self._optimizer.step()
@@ -100,7 +100,7 @@ def _publish(shards: Sequence[Shard]) -> None:
 
 
 def _cut(shards: Sequence[Shard]) -> list[list[Shard]]:
-    """Cut a list of shards into pieces of ``PIECE_BYTES``, of which the last shard of each may go beyond."""
+    """Split shards into pieces of at least ``PIECE_BYTES``; the last one may have less."""
     pieces: list[list[Shard]] = [[]]
     room = PIECE_BYTES
     for shard in shards:
