@@ -588,7 +588,7 @@ class _Step:
         temporary = update.temporary_bytes if self.takes_temporaries else 0
         replay.run(self.trace, self.blocks, self.spikes, images, states, [temporary, self.whole_tensors()])
         gradients = [param.num_bytes for param in self.trained.values()]
-        others = sum(constants.values()) + process_bytes(self.plan, self.world_size, self.micro_batches, gradients)
+        others = sum(constants.values()) + process_bytes(self.plan, self.world_size, gradients)
         return replay.peak_bytes + others, replay.cleared_bytes, replay.num_mapped
 
     def phases(self, places: Sequence[int], last: int) -> list[tuple[str, str]]:
