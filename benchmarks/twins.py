@@ -148,6 +148,8 @@ REPOSITORIES: dict[str, tuple[str, str, dict[str, list[str]]]] = {
         "09270ed25a6c2cf71263d955b64cbe076d34ac45",
         {
             "vissl/utils/misc.py": ["get_indices_sparse"],
+            "vissl/losses/distibuted_sinkhornknopp.py": ["distributed_sinkhornknopp"],
+            "vissl/losses/swav_loss.py": ["SwAVCriterion"],
             "vissl/losses/swav_momentum_loss.py": ["SwAVMomentumLoss"],
             "vissl/hooks/swav_momentum_hooks.py": ["SwAVMomentumHook", "SwAVMomentumNormalizePrototypesHook"],
             "vissl/losses/deepclusterv2_loss.py": ["DeepClusterV2Loss"],
@@ -917,15 +919,46 @@ class Keys(dict[str, Any]):
     __getattr__ = dict.__getitem__
 
 
+class SwAVOfVISSL(Peer):
+    def make(self) -> None:
+        length = self.keys["queue"]["queue_length"]
+        # temperature, crops, iterations, epsilon, precision, prototypes, queue, width, hard assignments, folder
+        options = (0.1, [0, 1], 3, 3, 0.05, False, [5], length, 8, 0, "")
+        self.criterion = self.code["vissl"]["SwAVCriterion"](*options).double()
+        fill_queue(self.ours, self.criterion.local_emb_queue)
+        self.criterion.use_queue = True
+        self.model.heads[0].nmb_heads = 1
+
+    def loss(self, step: int, crops: Crops) -> Tensor:
+        """vissl/losses/swav_loss.py ``SwAVLoss.forward``, after the hook that scores the queue."""
+        output = self.model(crops.images)[0]
+        self.criterion.compute_queue_scores(self.model.heads[0])
+        loss = self.criterion(output.scores[0], 0)
+        self.criterion.update_emb_queue(output.embeddings.detach())
+        return loss  # type: ignore[no-any-return]
+
+    def after(self, step: int) -> None:
+        weight = self.model.heads[0].prototypes0.weight
+        weight.data = F.normalize(weight.data, dim=1)
+
+    def buffers(self) -> list[Tensor]:
+        return [self.criterion.local_emb_queue]
+
+
+def fill_queue(ours: Ours, rows: Tensor) -> None:
+    """Fill our queue as VISSL's begins, with random rows; ours begins empty."""
+    queue: Any = ours.method.queue
+    queue.embeddings.copy_(rows)
+    queue.num_filled = rows.shape[1]
+
+
 class SwAVMomentum(Peer):
     def make(self) -> None:
-        code, queue = self.code["vissl"], self.ours.method.queue
+        code = self.code["vissl"]
         keys = {"temperature": 0.1, "epsilon": 0.05, "num_iters": 3, "crops_for_assign": [0, 1], **self.keys}
         keys["queue"] = Keys(start_iter=0, local_queue_length=self.keys["queue"]["queue_length"])
         self.criterion = code["SwAVMomentumLoss"](Keys(keys, normalize_last_layer=True)).double()
-        # Theirs begins with a queue of random rows, ours with an empty one.
-        queue.embeddings.copy_(self.criterion.local_emb_queue)  # type: ignore[union-attr, operator]
-        queue.num_filled = self.keys["queue"]["queue_length"]  # type: ignore[union-attr]
+        fill_queue(self.ours, self.criterion.local_emb_queue)
         for model in (self.model, self.teacher):
             model.heads[0].nmb_heads = 1
         self.criterion.momentum_encoder = self.teacher
@@ -1271,6 +1304,16 @@ TWINS = (
         f"{_APART}; theirs is multiplied by temperature / base_temperature, 1 here",
     ),
     Twin(
+        "swav",
+        "swav_loss",
+        {"num_crops": 3, "num_prototypes": [5], "embedding_dim": 8, "queue": {"queue_length": 32}},
+        ("swav_head", {"dims": [16, 12, 8], "num_clusters": [5]}),
+        [2, 1],
+        SwAVOfVISSL,
+        "vissl",
+        "the queue begins empty, theirs with random rows",
+    ),
+    Twin(
         "swav_momentum",
         "swav_momentum_loss",
         {"num_crops": 2, "num_prototypes": [5], "embedding_dim": 8, "momentum": 0.9, "queue": {"queue_length": 32}},
@@ -1342,7 +1385,7 @@ TWINS = (
 
 # What files of VISSL import from elsewhere, in one process.
 _OF_VISSL: dict[str, Any] = {
-    **{name: lambda x: x for name in ("all_reduce_sum", "all_reduce_mean", "gather_from_all")},
+    **{name: lambda x: x for name in ("all_reduce_sum", "all_reduce_mean", "all_reduce_max", "gather_from_all")},
     **{"get_world_size": lambda: 1, "is_distributed_training_run": lambda: False, "get_cuda_device_index": lambda: -1},
     **{"register_loss": lambda name: lambda criterion: criterion, "is_pos_int": lambda number: number > 0},
     **{"ClassyLoss": nn.Module, "ClassyHook": type("ClassyHook", (), {"_noop": None}), "AttrDict": Keys},
