@@ -28,7 +28,8 @@ def _error_in_a_call(error: Exception, is_nested: bool) -> tuple[str, str]:
 
 @pytest.mark.parametrize("is_nested", [False, True])
 @pytest.mark.parametrize(
-    "error", [RuntimeError("Timed out waiting 1000ms"), OSError("[Errno 32] Broken pipe"), RuntimeError("rank has ended")]
+    "error",
+    [RuntimeError("Timed out waiting 1000ms"), OSError("[Errno 32] Broken pipe"), RuntimeError("rank has ended")],
 )
 def test_a_lost_connection_names_the_outermost_call(error: Exception, is_nested: bool) -> None:
     for rank, (kind, words) in enumerate(run_on_ranks(2, _error_in_a_call, error, is_nested)):
