@@ -521,7 +521,9 @@ def mixture_of_experts(init: Init) -> dict[str, Tensor]:
 
 @case()
 def layers_used_in_some_steps(init: Init) -> dict[str, Tensor]:
-    model, optimizer = init(Heads())
+    model = Heads()
+    # Momentum and decay would move a parameter whose gradient is zero instead of absent.
+    model, optimizer = init(model, torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, weight_decay=0.1))
     for step in range(4):
         optimizer.backward(model(rows(step, 7))[step % 2].square().mean())
         optimizer.step()
