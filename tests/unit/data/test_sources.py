@@ -104,6 +104,8 @@ def test_labels_from_a_file(make_data: MakeData, photos: Path, tmp_path: Path) -
     source = build_source(data_block(data), "TRAIN", 0)
     assert [source.label(i) for i in range(4)] == [2, 0, 1, 0]
     assert source.class_names == ("10", "20", "30")
+    np.save(file, np.array([[30], [10], [20]] + [[10]] * 8))  # a column
+    assert [build_source(data_block(data), "TRAIN", 0).label(i) for i in range(4)] == [2, 0, 1, 0]
     with pytest.raises(DataError, match=r"labels.npy has 11 labels for 6 images"):
         build_eval_sources(data_block(data), 0)
     np.save(file, [0.5] * 11)

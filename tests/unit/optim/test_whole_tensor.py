@@ -14,7 +14,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from vissl_zero.optim.whole_tensor import AdamW8bit, MuonAdamW, NorMuonAdamW, Orthogonal, Shampoo, _Quantized, _table
+from vissl_zero.optim import whole_tensor
+from vissl_zero.optim.whole_tensor import (
+    AdamW8bit,
+    MuonAdamW,
+    NorMuonAdamW,
+    Orthogonal,
+    Shampoo,
+    _inverse_fourth_root,
+    _Quantized,
+    _table,
+)
 
 Build = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 ADAM: dict[str, Any] = {"lr": 0.1, "betas": (0.8, 0.9), "eps": 1e-3, "weight_decay": 0.3}
@@ -53,6 +63,14 @@ def test_moments_of_eight_bits_stay_near_adamws() -> None:
     gaps = [float((ours - theirs).norm()) for ours, theirs in zip(eight[1:], whole[1:], strict=True)]
     assert gaps[0] < 1e-10 < gaps[1]  # nothing is rounded before the first step
     assert all(gap < 0.05 * sum(moved[: index + 1]) for index, gap in enumerate(gaps))
+
+
+def test_a_run_of_blocks_at_a_time_gives_the_same_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = _randn(0, 100, 30)
+    keys = {"block_size": 64, "min_elements": 1, **ADAM}
+    expected = _steps(lambda p: AdamW8bit(p, **keys), start, 3)
+    monkeypatch.setattr(whole_tensor, "_ELEMENTS_AT_ONCE", 100)  # runs of 128, and a last one of 56
+    _equal(_steps(lambda p: AdamW8bit(p, **keys), start, 3), expected)
 
 
 @pytest.mark.parametrize("is_signed", [True, False])
@@ -123,6 +141,13 @@ def test_shampoos_first_step_is_orthogonal_in_each_block_and_as_long_as_adams() 
             turned, adams_length = u @ v, math.sqrt(grad[rows, columns].numel())  # Adam's first step is the sign
             expected[rows, columns] -= 0.1 * turned * adams_length / turned.norm()
     torch.testing.assert_close(after, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_shampoos_root_adds_a_share_of_the_largest_eigenvalue() -> None:
+    turn = torch.linalg.qr(_randn(0, 3, 3)).Q
+    root = _inverse_fourth_root(turn @ torch.diag(torch.tensor([16.0, 1.0, 0.0]).double()) @ turn.T, 0.5)
+    torch.testing.assert_close(root, turn @ torch.diag(torch.tensor([24.0, 9.0, 8.0]).double().pow(-0.25)) @ turn.T)
+    assert not _inverse_fourth_root(torch.zeros(2, 2), 0.5).any()
 
 
 def test_shampoo_takes_adams_steps_where_there_is_no_matrix() -> None:

@@ -1,0 +1,47 @@
+"""What is known of a cluster's machines: what SLURM's sinfo says of their partition."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from vissl_zero.resolve.host import cluster_host
+
+NODES = "debug gpu:1\nlarge* gpu:a100:8(S:0-1),gpu:t4:2\nlarge* (null)\nsmall (null)\n"
+
+
+def _sinfo(folder: Path, answer: str, code: int = 0) -> None:
+    """Put a program of this name first on the path; it shows the lines of the partition it is asked for."""
+    script, lines = folder / "sinfo", folder / "lines"
+    lines.write_text(answer)
+    script.write_text(f'#!/bin/sh\n[ "$1 $2 $3" = "-h -o %P %G" ] && grep -e "^${{5:-.}}" {lines}\nexit {code}\n')
+    script.chmod(0o755)
+
+
+@pytest.mark.parametrize(("partition", "num_gpus"), [("", 8), ("large", 8), ("debug", 1), ("small", 0)])
+def test_gpus_are_those_that_a_partition_says_it_has(
+    partition: str, num_gpus: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _sinfo(tmp_path, NODES)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    host = cluster_host(4, 16, "auto", partition)
+    assert (host.num_gpus, host.num_cores, host.assumed) == (num_gpus, 16, "")
+    assert host.why_no_gpu == "the partition's nodes have none"
+
+
+@pytest.mark.parametrize(("device", "num_gpus"), [("gpu", 4), ("cuda", 4), ("cpu", 0)])
+def test_a_device_that_is_named_is_not_asked_for(
+    device: str, num_gpus: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _sinfo(tmp_path, "any* gpu:2\n")
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert cluster_host(4, 16, device, "").num_gpus == num_gpus
+
+
+def test_where_sinfo_fails_nodes_without_gpus_are_assumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _sinfo(tmp_path, NODES, code=1)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    host = cluster_host(4, 16, "auto", "")
+    assert host.num_gpus == 0 and "sinfo does not answer" in host.assumed
