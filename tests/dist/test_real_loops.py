@@ -1194,7 +1194,7 @@ def frozen_later_on_one_rank(init: Init) -> dict[str, Tensor]:
     return train(model, optimizer, lambda model, x: model(x).square().mean())
 
 
-LATER = "the learning rate or weight decay of a group"
+LATER = "the learning rate, weight decay or another option of a group"
 
 
 @case(level_0=LATER, level_1=LATER, level_2=LATER, level_3=LATER)
@@ -1203,6 +1203,48 @@ def rates_differ_later(init: Init) -> dict[str, Tensor]:
     train(model, optimizer, lambda model, x: model(x).square().mean(), 2)
     optimizer.param_groups[0]["lr"] = 0.1 * (1 + dist.get_rank())
     return train(model, optimizer, lambda model, x: model(x).square().mean())
+
+
+@case(level_0=LATER, level_1=LATER, level_2=LATER, level_3=LATER)
+def momenta_differ_later(init: Init) -> dict[str, Tensor]:
+    model, optimizer = init(chain())
+    train(model, optimizer, lambda model, x: model(x).square().mean(), 2)
+    optimizer.param_groups[0]["momentum"] = 0.1 * dist.get_rank()
+    return train(model, optimizer, lambda model, x: model(x).square().mean())
+
+
+WRITTEN = "the ranks differ in what the loop has written into parameters"
+
+
+@case(level_0=WRITTEN, level_1=WRITTEN, level_2=WRITTEN, level_3=WRITTEN)
+def weights_loaded_on_one_rank(init: Init) -> dict[str, Tensor]:
+    model, optimizer = init(chain())
+    train(model, optimizer, lambda model, x: model(x).square().mean(), 2)
+    if dist.get_rank() == 0:
+        model.load_state_dict({name: torch.zeros(value.shape) for name, value in model.state_dict().items()})
+    return train(model, optimizer, lambda model, x: model(x).square().mean())
+
+
+@case(level_0=WRITTEN, level_1=WRITTEN, level_2=WRITTEN, level_3="model: must have no hooks")
+def an_optimizer_in_a_hook_of_each_parameter(init: Init) -> dict[str, Tensor]:
+    """It has the gradient of its own rank alone."""
+    model = chain()
+    for param in model.parameters():
+        inside = torch.optim.SGD([param], lr=0.1)
+        param.register_post_accumulate_grad_hook(lambda _, inside=inside: inside.step())
+    return train(*init(model), lambda model, x: model(x).square().mean())
+
+
+@case()
+def weights_written_alike_on_every_rank(init: Init) -> dict[str, Tensor]:
+    model, optimizer = init(chain())
+    for step in range(3):
+        noise = torch.Generator().manual_seed(step)
+        with torch.no_grad():
+            for param in model.parameters():
+                param.add_(torch.randn(param.shape, generator=noise))
+        train(model, optimizer, lambda model, x: model(x).square().mean(), 1)
+    return optimizer.full_state()
 
 
 START = "The ranks start from different weights: 1.running_mean differs"
