@@ -18,7 +18,7 @@ def test_each_element_is_in_the_bucket_that_begins_at_or_below_it() -> None:
     histograms = histograms_of(shards, None)
     assert list(histograms.names) == ["a", "b", "c", "copy"]
     assert histograms.weights.shape == histograms.gradients.shape == (4, len(EDGES) + 1)
-    assert len(EDGES) == 2 * 71 and EDGES == sorted(EDGES) and min(abs(edge) for edge in EDGES) == 1e-10
+    assert len(EDGES) == 2 * 71 and sorted(EDGES) == EDGES and min(abs(edge) for edge in EDGES) == 1e-10
     one, half = (1 + sum(edge < value for edge in EDGES) for value in (1.0, 0.5))  # 1 is an edge
     assert histograms.weights[0].nonzero().flatten().tolist() == [0, 71, one, len(EDGES)]
     assert histograms.weights[1].nonzero().flatten().tolist() == [half - 1]
