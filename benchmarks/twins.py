@@ -617,7 +617,7 @@ class DINOv2(Peer):
         with torch.no_grad():
             taught = masks_of(self.ours, self.teacher, crops, masks=False)
         own = masks_of(self.ours, self.model, crops, masks=True)
-        temperature = self.ours.method.temperature.at(step, PER_EPOCH)  # type: ignore[union-attr, operator]
+        temperature = float(self.temperatures[step])
         targets = self.dino.sinkhorn_knopp_teacher(taught.scores, temperature).chunk(2)
         views = own.scores.chunk(3)
         crops_loss = (
@@ -1207,7 +1207,6 @@ TWINS = (
             "patch_out_dim": 7,
             "teacher_momentum": 0.9,
             "warmup_teacher_temp_epochs": 4,
-            "teacher_temp_interval": "epoch",
             "mask_ratio": [0.5, 0.5],
             "mask_probability": 1.0,
         },
@@ -1215,7 +1214,7 @@ TWINS = (
         [2, 1],
         IBOT,
         "ibot",
-        "`teacher_temp_interval: epoch`; masks, which are ours; the center of patches is over masked ones",
+        "masks, which are ours; the center of patches is over masked ones",
         True,
     ),
     Twin(
@@ -1226,7 +1225,7 @@ TWINS = (
         [2, 1],
         DINOv2,
         "dinov2",
-        "masks, which are ours; the warm-up of the temperature has s / W where theirs has s / (W - 1)",
+        "masks, which are ours",
         True,
     ),
     Twin(

@@ -196,13 +196,16 @@ def test_what_has_no_gradient_or_no_elements_is_left_alone() -> None:
         assert [bool(optimizer.state.get(param)) for param in params] == [True, False, False]
 
 
-@pytest.mark.parametrize("cls", [AdamW8bit, MuonAdamW])
-def test_a_tensor_in_another_order_of_memory_takes_the_same_steps(cls: Any) -> None:
+@pytest.mark.parametrize(
+    ("cls", "keys"),
+    [(AdamW8bit, {"min_elements": 1}), (AdamW8bit, {}), (MuonAdamW, {"ns_dtype": "float64"}), (Shampoo, {})],
+)
+def test_a_tensor_in_another_order_of_memory_takes_the_same_steps(cls: Any, keys: dict[str, Any]) -> None:
     start, grads = _randn(0, 6, 4), [_randn(step, 6, 4) for step in (1, 2, 3)]
     found = []
     for is_turned in (False, True):
         param = nn.Parameter(start.T.contiguous().T if is_turned else start.clone())
-        optimizer = cls([param], **({"ns_dtype": "float64"} if cls is MuonAdamW else {"min_elements": 1}))
+        optimizer = cls([param], **keys)
         for grad in grads:
             param.grad = grad.clone(memory_format=torch.preserve_format)
             optimizer.step()
