@@ -127,8 +127,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Args:
             loss: 0-d, this rank's mean over its own samples.
         Raises:
-            VisslZeroError: under accumulation, for a second micro-batch before ``step``.
+            VisslZeroError: ``loss`` is no number that was computed with gradients; under accumulation, for a second
+                micro-batch before ``step``.
         """
+        _require_loss(loss)
         self._require_same_gradients()
         if self._is_run_again and self._accumulation_steps > 1:
             raise VisslZeroError(
@@ -419,6 +421,19 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 "the loss is scaled there. If this backward pass is of another model's optimizer and only passes "
                 "through this model, freeze this one meanwhile: model.requires_grad_(False)."
             )
+
+
+def _require_loss(loss: Any) -> None:
+    """Refuse what has no gradient to take, in other words than torch's, which name neither the call nor the fix."""
+    if not isinstance(loss, Tensor):
+        shown, fix = type(loss).__name__, "Take the loss out of the model's output, and do without .item()"
+    elif loss.numel() != 1:
+        shown, fix = f"shape {tuple(loss.shape)}", "Reduce it: loss.mean()"
+    elif not loss.requires_grad:
+        shown, fix = "one without a gradient", "Compute it outside torch.no_grad() from what is trained, undetached"
+    else:
+        return
+    raise VisslZeroError(f"optimizer.backward(loss): loss must be a tensor of one element (got {shown}). {fix}.")
 
 
 def _own_params(sharded: ShardedModel, model: nn.Module) -> list[list[nn.Parameter]] | None:

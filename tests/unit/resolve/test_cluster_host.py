@@ -1,4 +1,4 @@
-"""What is known of a cluster's machines: what SLURM's sinfo says of their partition."""
+"""The machine that a run is planned for: this one, or what SLURM's sinfo says of a partition's nodes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.unit.config.example_config import changed
+from vissl_zero.config.compose import load
 from vissl_zero.resolve.host import cluster_host
+from vissl_zero.resolve.resolve import _host
 
 NODES = "debug gpu:1\nlarge* gpu:a100:8(S:0-1),gpu:t4:2\nlarge* (null)\nsmall (null)\n"
 
@@ -45,3 +48,16 @@ def test_where_sinfo_fails_nodes_without_gpus_are_assumed(tmp_path: Path, monkey
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     host = cluster_host(4, 16, "auto", "")
     assert host.num_gpus == 0 and "sinfo does not answer" in host.assumed
+
+
+@pytest.mark.parametrize(
+    ("threads", "asked_for", "is_measured"), [(None, None, True), (2, None, False), (None, 2, False)]
+)
+def test_idle_cores_are_counted_where_nobody_has_said_how_many_threads(
+    threads: int | None, asked_for: int | None, is_measured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if asked_for is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", str(asked_for))
+    host = _host(changed(load("digits/simclr"), {"TRAINER.THREADS_PER_RANK": threads}))
+    assert (host.num_idle_cores is not None) == is_measured

@@ -1,12 +1,13 @@
-"""Sums of gradients in the order of ranks, through the reduce-scatter that torch's units are given."""
+"""Averages of gradients over ranks: their order, and what they send."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
+import vissl_zero
 from tests.ranks import run_on_ranks
 from vissl_zero.sharding.engines.gradient_average import OrderedReduceScatter
 
@@ -29,3 +30,14 @@ def test_ranks_are_added_one_after_the_other(is_mean: bool) -> None:
     columns = torch.tensor(ADDENDS)
     expected = (columns[0] + columns[1] + columns[2]) / (3 if is_mean else 1)
     assert all(output.equal(expected) for output in run_on_ranks(3, _reduced, is_mean))
+
+
+def _bytes_of_a_step() -> int:
+    model, optimizer = vissl_zero.initialize(nn.Linear(7, 4), {"type": "SGD", "lr": 0.1}, {"level": 0})
+    optimizer.backward(model(torch.ones(2, 7)).square().mean())
+    return optimizer._sharded.means.sent_bytes  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(("num_ranks", "num_bytes"), [(1, 0), (2, 128), (3, 170)])
+def test_a_ring_sends_twice_the_others_share_of_the_gradients(num_ranks: int, num_bytes: int) -> None:
+    assert run_on_ranks(num_ranks, _bytes_of_a_step) == [num_bytes] * num_ranks
