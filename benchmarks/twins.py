@@ -17,20 +17,25 @@ from __future__ import annotations
 import argparse
 import ast
 import copy
+import logging
 import math
 import subprocess
 import tempfile
 import types
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from itertools import count, cycle
 from pathlib import Path
-from typing import Any
+from typing import Any, Union
+from unittest.mock import patch
 
 import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from scipy.sparse import csr_matrix
 from torch import Tensor, nn
 
 from vissl_zero.methods.lejepa import random_directions
@@ -38,8 +43,10 @@ from vissl_zero.methods.method import Method, build_method
 from vissl_zero.models.init import initialize_
 from vissl_zero.models.keyed_random import set_random_key
 from vissl_zero.models.model import Model
+from vissl_zero.models.patches import Tokens
 from vissl_zero.models.trunks.vision_transformer import VisionTransformer
 from vissl_zero.registry import HEADS
+from vissl_zero.sharding.model.batch_norm import frozen_statistics
 
 NUM_STEPS, PER_EPOCH, BATCH, LR = 50, 5, 8, 0.05
 PAGE = Path("docs/methods.md")
@@ -117,6 +124,38 @@ REPOSITORIES: dict[str, tuple[str, str, dict[str, list[str]]]] = {
     ),
     "visreg": ("HaiyuWu", "074fb516935c8978fea2c930ae04909eb3697be3", {"visreg/losses/visreg.py": ["VISReg"]}),
     "SupContrast": ("HobbitLong", "66a8fe53880d6a1084b2e4e0db0a019024d6d41a", {"losses.py": ["SupConLoss"]}),
+    "SimMIM": ("microsoft", "d3e29bcac950b83edc34ca33fe4404f38309052c", {"models/simmim.py": ["SimMIM"]}),
+    "data2vec_vision": (
+        "facebookresearch",
+        "af9a36349aaed59ae66e69b5dabeef2d62fdc5da",
+        {"beit/engine_for_cyclical.py": ["train_one_epoch"]},
+    ),
+    "ijepa": (
+        "facebookresearch",
+        "52c1ae95d05f743e000e8f10a1f3a79b10cff048",
+        {
+            "src/utils/tensors.py": [
+                *("_no_grad_trunc_normal_", "trunc_normal_", "apply_masks", "repeat_interleave_batch")
+            ],
+            "src/models/vision_transformer.py": [
+                *("get_2d_sincos_pos_embed", "get_2d_sincos_pos_embed_from_grid", "get_1d_sincos_pos_embed_from_grid"),
+                *("MLP", "Attention", "Block", "VisionTransformerPredictor"),
+            ],
+        },
+    ),
+    "vissl": (
+        "facebookresearch",
+        "09270ed25a6c2cf71263d955b64cbe076d34ac45",
+        {
+            "vissl/utils/misc.py": ["get_indices_sparse"],
+            "vissl/losses/distibuted_sinkhornknopp.py": ["distributed_sinkhornknopp"],
+            "vissl/losses/swav_loss.py": ["SwAVCriterion"],
+            "vissl/losses/swav_momentum_loss.py": ["SwAVMomentumLoss"],
+            "vissl/hooks/swav_momentum_hooks.py": ["SwAVMomentumHook", "SwAVMomentumNormalizePrototypesHook"],
+            "vissl/losses/deepclusterv2_loss.py": ["DeepClusterV2Loss"],
+            "vissl/losses/nce_loss.py": ["NCELossWithMemory", "NCEAverage", "NCECriterion", "AliasMethod"],
+        },
+    ),
 }
 
 
@@ -135,9 +174,9 @@ class Net(nn.Module):
         return [*(maps if return_maps else ()), *(x.mean(dim=(2, 3)) for x in maps)]
 
 
-def transformer() -> VisionTransformer:
+def transformer(class_token: bool) -> VisionTransformer:
     sizes = {"IMAGE_SIZE": 16, "PATCH_SIZE": 4, "NUM_LAYERS": 2, "NUM_HEADS": 2, "HIDDEN_DIM": 16, "MLP_DIM": 32}
-    return VisionTransformer(**sizes, QKV_BIAS=True, USE_MASK_TOKEN=True)
+    return VisionTransformer(**sizes, QKV_BIAS=True, USE_MASK_TOKEN=True, USE_CLASS_TOKEN=class_token)
 
 
 @dataclass(frozen=True)
@@ -160,7 +199,8 @@ def crops_of_step(step: int, num_crops: list[int], side: int) -> Crops:
         torch.randn(count * BATCH, 3, size, size, dtype=torch.float64, generator=generator)
         for count, size in zip(num_crops, sides, strict=True)
     ]
-    ids, targets = torch.arange(BATCH) + step * BATCH, torch.randint(0, 3, (BATCH,), generator=generator)
+    # Each image once in an epoch.
+    ids, targets = torch.arange(BATCH) + step % PER_EPOCH * BATCH, torch.randint(0, 3, (BATCH,), generator=generator)
     # A crop is mirrored where its left edge is right of its right one.
     boxes = torch.rand(sum(num_crops) * BATCH, 4, dtype=torch.float64, generator=generator) * 100
     boxes[:, 2] += boxes[:, 0]
@@ -173,13 +213,13 @@ class Ours:
     def __init__(self, twin: Twin):
         torch.manual_seed(0)
         self.twin = twin
-        trunk = transformer() if twin.is_transformer else Net()
+        trunk = transformer(twin.class_token) if twin.is_transformer else Net()
         name, keys = twin.head
         self.model = Model(trunk, [HEADS.get(name).build(**keys)])
         initialize_(self.model, 0)
-        self.model.views_apart = not twin.is_transformer and twin.num_crops == [2]
+        self.model.views_apart = twin.is_apart and not twin.is_transformer and twin.num_crops == [2]
         self.model.double().train()
-        self.method: Method = build_method({"name": twin.loss, twin.loss: twin.keys}, BATCH * NUM_STEPS).double()
+        self.method: Method = build_method({"name": twin.loss, twin.loss: twin.keys}, BATCH * PER_EPOCH).double()
         self.method.views_apart = self.model.views_apart
         self.teacher = self.method.make_teacher(copy.deepcopy(self.model))
         self.rows = self.method.normalized_rows()
@@ -189,6 +229,16 @@ class Ours:
             follower.data.copy_(weight)
         self.method.set_length(NUM_STEPS, PER_EPOCH)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=twin.lr, momentum=0.9)
+        if self.method.needs_initial_embeddings:
+            self._embed_images()
+
+    @torch.no_grad()
+    def _embed_images(self) -> None:
+        with frozen_statistics(self.model):
+            for step in range(PER_EPOCH):
+                batch = self.method.prepare(crops_of_step(step, self.twin.num_crops, 16))
+                outputs = self.method.run_student(self.model, batch)
+                self.method.update_state([self.method.observe(outputs, batch)])
 
     def _student_of(self, teacher: nn.Module) -> list[Tensor]:
         weights = dict(self.model.named_parameters())
@@ -201,6 +251,8 @@ class Ours:
 
     def step(self, step: int, given: Crops) -> float:
         method = self.method
+        if step % PER_EPOCH == 0:
+            method.on_epoch(step // PER_EPOCH)
         method.on_step(step, step // PER_EPOCH)
         batch = method.prepare(given)
         set_random_key(0, step, batch.sample_ids)
@@ -218,6 +270,8 @@ class Ours:
         if method.has_teacher:
             moves = method.moves_anchor(step)
             own = dict(self.teacher.named_parameters())
+            for name in self.rows:
+                own[name].data /= own[name].data.norm(dim=1, keepdim=True)
             for (name, follower), weight in zip(own.items(), self._student_of(self.teacher), strict=True):
                 if not name.startswith("anchor."):
                     m = method.momentum(step)
@@ -563,7 +617,7 @@ class DINOv2(Peer):
         with torch.no_grad():
             taught = masks_of(self.ours, self.teacher, crops, masks=False)
         own = masks_of(self.ours, self.model, crops, masks=True)
-        temperature = self.ours.method.temperature.at(step, PER_EPOCH)  # type: ignore[union-attr, operator]
+        temperature = float(self.temperatures[step])
         targets = self.dino.sinkhorn_knopp_teacher(taught.scores, temperature).chunk(2)
         views = own.scores.chunk(3)
         crops_loss = (
@@ -755,6 +809,242 @@ class VISRegOfAuthors(Peer):
         return self.criterion(projections) * weight + distance * (1 - weight)  # type: ignore[no-any-return]
 
 
+class TokensAndHead(nn.Module):
+    """A head that gives the trunk's tokens, and holds what the authors' code makes of them."""
+
+    def __init__(self, theirs: nn.Module):
+        super().__init__()
+        self.theirs = theirs
+
+    def forward(self, features: Tensor, tokens: list[Tokens]) -> Tokens:
+        return tokens[0]
+
+
+class SimMIM(Peer):
+    def make(self) -> None:
+        encoder = nn.Module()
+        encoder.num_features, encoder.in_chans, encoder.patch_size = 16, 3, 4  # type: ignore[assignment]
+        self.theirs = self.code["SimMIM"]["SimMIM"](encoder, encoder_stride=4)
+        copied(self.theirs.decoder, self.ours.model.heads[0])
+        self.model.heads[0] = TokensAndHead(self.theirs)
+
+    def loss(self, step: int, crops: Crops) -> Tensor:
+        tokens = self.model(crops.images, choose_patches=self.ours.method._choose_patches)[0]
+        patches = tokens.rows[:, tokens.num_prefix :].transpose(1, 2).unflatten(2, tokens.grid)
+        self.theirs.encoder.forward = lambda images, mask: patches
+        mask = tokens.view.masked.unflatten(1, tokens.grid).long()
+        num_pixels = int(mask.sum()) * 4 * 4
+        # Theirs divides by the masked pixels and 1e-5.
+        return self.theirs(crops.images[0], mask) * (num_pixels + 1e-5) / num_pixels  # type: ignore[no-any-return]
+
+
+class IJEPA(Peer):
+    def make(self) -> None:
+        norm = partial(nn.LayerNorm, eps=1e-6)
+        self.predictor = self.code["ijepa"]["VisionTransformerPredictor"](16, 16, 8, 1, 2, norm_layer=norm).double()
+        trained = [weight for weight in self.predictor.parameters() if weight.requires_grad]
+        for own, other in zip(trained, self.ours.model.heads[0].parameters(), strict=True):
+            own.data.copy_(other.data.view_as(own))
+        self.model.heads[0] = TokensAndHead(self.predictor)
+
+    def weights(self) -> list[Tensor]:
+        return [weight for weight in self.model.parameters() if weight.requires_grad]
+
+    def loss(self, step: int, crops: Crops) -> Tensor:
+        """src/train.py ``train_step``."""
+        images, method = crops.images, self.ours.method
+        with torch.no_grad():
+            rows = self.teacher.trunk(images, return_tokens=True)[0]
+        tokens = self.model(images, choose_patches=partial(method._choose_patches, all_are_seen=False))[0]
+        targets = list(tokens.view.wanted.unbind(1))
+        labels = self.code["ijepa"]["apply_masks"](F.layer_norm(rows, (rows.size(-1),)), targets)
+        return F.smooth_l1_loss(self.predictor(tokens.rows, [tokens.view.kept], targets), labels)
+
+    def momentum(self, step: int) -> float:
+        """src/train.py ``momentum_scheduler``."""
+        first = float(self.keys["momentum"])
+        return first + step * (1.0 - first) / NUM_STEPS
+
+
+class Data2Vec(Peer):
+    """Their whole step: forward passes, targets, loss, update of the teacher."""
+
+    def make(self) -> None:
+        self.output = self.model.heads[0].output
+        self.model.heads[0] = TokensAndHead(self.output)
+        self.value = float("nan")
+
+    def step(self, step: int, crops: Crops) -> float:
+        set_random_key(0, step, crops.sample_ids)
+        choose = partial(self.ours.method._choose_patches, is_teacher=False)
+        (view,) = choose(crops.images, (4, 4))
+        blocks, decay = self.keys["average_top_k_layers"], self.keys["momentum"]
+
+        def student(images: Tensor, bool_masked_pos: Tensor, return_all_tokens: bool) -> Tensor:
+            tokens = self.model([images], choose_patches=choose)[0]
+            return self.output(tokens.rows[:, tokens.num_prefix :][bool_masked_pos])  # type: ignore[no-any-return]
+
+        def teacher(images: Tensor, **_: Any) -> list[Tensor]:
+            trunk = self.teacher.trunk
+            _, *rows = trunk([images], return_tokens=True, last_blocks=blocks)
+            return [row[:, trunk.num_prefix_tokens :] for row in rows]
+
+        def update(_: Any, update_fn: Callable[[Tensor, Tensor], Tensor]) -> None:
+            weights = dict(self.model.named_parameters())
+            for name, follower in self.teacher.named_parameters():
+                follower.data = update_fn(follower.data, weights[name].detach())
+
+        def learn(loss: Tensor, optimizer: torch.optim.Optimizer, **_: Any) -> None:
+            self.value = float(loss.detach())
+            loss.backward()
+            optimizer.step()
+
+        student.train, student.parameters = self.model.train, self.weights  # type: ignore[attr-defined]
+        learn.state_dict = lambda: {"scale": 1.0}  # type: ignore[attr-defined]
+        average = types.SimpleNamespace(module=teacher, _update=update)
+        with patch.object(torch.cuda, "synchronize"):
+            self.code["data2vec_vision"]["train_one_epoch"](
+                *(student, average, 0, decay, decay, range(blocks), [((crops.images[0], view.masked), None)]),
+                *(self.optimizer, "cpu", 0, learn),
+                l1_beta=self.keys["beta"],
+                start_steps=step,
+                post_target_layer_norm=True,
+            )
+        return self.value
+
+
+class Keys(dict[str, Any]):
+    """Keys as attributes, as VISSL's ``AttrDict`` has them."""
+
+    __getattr__ = dict.__getitem__
+
+
+class SwAVOfVISSL(Peer):
+    def make(self) -> None:
+        length = self.keys["queue"]["queue_length"]
+        # temperature, crops, iterations, epsilon, precision, prototypes, queue, width, hard assignments, folder
+        options = (0.1, [0, 1], 3, 3, 0.05, False, [5], length, 8, 0, "")
+        self.criterion = self.code["vissl"]["SwAVCriterion"](*options).double()
+        fill_queue(self.ours, self.criterion.local_emb_queue)
+        self.criterion.use_queue = True
+        self.model.heads[0].nmb_heads = 1
+
+    def loss(self, step: int, crops: Crops) -> Tensor:
+        """vissl/losses/swav_loss.py ``SwAVLoss.forward``, after the hook that scores the queue."""
+        output = self.model(crops.images)[0]
+        self.criterion.compute_queue_scores(self.model.heads[0])
+        loss = self.criterion(output.scores[0], 0)
+        self.criterion.update_emb_queue(output.embeddings.detach())
+        return loss  # type: ignore[no-any-return]
+
+    def after(self, step: int) -> None:
+        weight = self.model.heads[0].prototypes0.weight
+        weight.data = F.normalize(weight.data, dim=1)
+
+    def buffers(self) -> list[Tensor]:
+        return [self.criterion.local_emb_queue]
+
+
+def fill_queue(ours: Ours, rows: Tensor) -> None:
+    """Fill our queue as VISSL's begins, with random rows; ours begins empty."""
+    queue: Any = ours.method.queue
+    queue.embeddings.copy_(rows)
+    queue.num_filled = rows.shape[1]
+
+
+class SwAVMomentum(Peer):
+    def make(self) -> None:
+        code = self.code["vissl"]
+        keys = {"temperature": 0.1, "epsilon": 0.05, "num_iters": 3, "crops_for_assign": [0, 1], **self.keys}
+        keys["queue"] = Keys(start_iter=0, local_queue_length=self.keys["queue"]["queue_length"])
+        self.criterion = code["SwAVMomentumLoss"](Keys(keys, normalize_last_layer=True)).double()
+        fill_queue(self.ours, self.criterion.local_emb_queue)
+        for model in (self.model, self.teacher):
+            model.heads[0].nmb_heads = 1
+        self.criterion.momentum_encoder = self.teacher
+        self.follow = code["SwAVMomentumHook"](self.keys["momentum"], 0, [0, 1])._update_momentum_network
+        self.normalize = code["SwAVMomentumNormalizePrototypesHook"]().on_update
+        loss = Keys(name="swav_momentum_loss", swav_momentum_loss=Keys(normalize_last_layer=True))
+        self.task = Keys(config=Keys(LOSS=loss), model=self.model, base_model=self.model, loss=self.criterion)
+
+    def loss(self, step: int, crops: Crops) -> Tensor:
+        with torch.no_grad():
+            taught = self.teacher(crops.images)[0]
+        self.criterion.momentum_scores, self.criterion.momentum_embeddings = taught.scores, taught.embeddings
+        own = self.model(crops.images)[0]
+        return self.criterion([own.embeddings, *own.scores])  # type: ignore[no-any-return]
+
+    def after(self, step: int) -> None:
+        self.normalize(self.task)
+        self.follow(self.task)
+
+    def buffers(self) -> list[Tensor]:
+        return [self.criterion.local_emb_queue]
+
+
+class DeepClusterV2(Peer):
+    def make(self) -> None:
+        memory = Keys(crops_for_mb=[0], embedding_dim=8)
+        sizes = {"num_train_samples": PER_EPOCH * BATCH, "BATCHSIZE_PER_REPLICA": BATCH, "DROP_LAST": True}
+        keys = Keys(self.keys, num_crops=2, temperature=0.1, kmeans_iters=10, memory_params=memory, **sizes)
+        self.criterion = self.code["vissl"]["DeepClusterV2Loss"](keys).double()
+        batches = (crops_of_step(step, [2], 16) for step in range(PER_EPOCH))
+        inputs = [{"data": [self.views(crops)], "data_idx": [crops.sample_ids.repeat(2)]} for crops in batches]
+        with frozen_statistics(self.model):
+            self.criterion.init_memory(inputs, lambda images: self.model([images]))
+
+    def loss(self, step: int, crops: Crops) -> Tensor:
+        if step % PER_EPOCH == 0:
+            clusterings = count()
+            draw = torch.randperm
+
+            def first_centroids(num_images: int) -> Tensor:
+                seed = step // PER_EPOCH * 101 + next(clusterings)
+                return draw(num_images, generator=torch.Generator().manual_seed(seed))
+
+            with patch.object(torch, "randperm", first_centroids):
+                self.criterion.cluster_memory()
+        rows = torch.cat(by_view(self, self.model, crops))
+        return self.criterion(rows, crops.sample_ids.repeat(2))  # type: ignore[no-any-return]
+
+    def buffers(self) -> list[Tensor]:
+        return [self.criterion.local_memory_embeddings, self.criterion.centroids0, self.criterion.centroids1]
+
+
+class NPID(Peer):
+    """With one embedding of an image, or as PIRL has it with that of its tiles too."""
+
+    def make(self) -> None:
+        bank, temperature = self.ours.method.bank, self.keys["temperature"]
+        negatives = Keys(self.keys["negative_sampling_params"], type="random")
+        is_pirl = self.ours.twin.method == "pirl"
+        layers = ["memory_bank.transformed", "memory_bank.image"] if is_pirl else ["memory_bank"]
+        memory = Keys(embedding_dim=8, momentum=0.5, norm_init=True, update_mem_on_forward=not is_pirl)
+        counts = {"num_train_samples": PER_EPOCH * BATCH, "update_mem_with_emb_index": 1, "norm_constant": -1}
+        keys = Keys(counts, loss_type=self.keys["loss_type"], norm_embedding=True, temperature=temperature)
+        keys |= {"memory_params": memory, "negative_sampling_params": negatives}
+        self.criterion = self.code["vissl"]["NCELossWithMemory"](
+            Keys(keys, loss_weights=[0.5, 0.5] if is_pirl else [1.0])
+        )
+        self.scores = self.criterion.nce_average
+        self.scores.memory.copy_(bank.memory)  # type: ignore[union-attr]
+        layer = cycle(layers)
+
+        def draw(embedding: Tensor, y: Tensor, num_negatives: int) -> Tensor:
+            drawn = bank.draw_negatives(len(y), num_negatives, next(layer))  # type: ignore[union-attr, operator]
+            return torch.cat((y[:, None], drawn), dim=1)
+
+        self.scores.do_negative_sampling = draw
+
+    def loss(self, step: int, crops: Crops) -> Tensor:
+        output = self.ours.method.run_student(self.model, crops)[0]
+        outputs = [output] if isinstance(output, Tensor) and not isinstance(output, tuple) else output[::-1]
+        return self.criterion(list(outputs), crops.sample_ids)  # type: ignore[no-any-return]
+
+    def buffers(self) -> list[Tensor]:
+        return [self.scores.memory, self.scores.params[2]]
+
+
 @dataclass(frozen=True)
 class Twin:
     """A method, its settings scaled down, and who trains it too.
@@ -767,6 +1057,8 @@ class Twin:
         differs: on purpose, in words.
         is_transformer: the trunk; else convolutions with batch norm.
         lr: of both; a large one lets rounding grow from step to step.
+        class_token: of a transformer.
+        is_apart: two views of one size go through the model one after the other.
     """
 
     method: str
@@ -779,6 +1071,8 @@ class Twin:
     differs: str = ""
     is_transformer: bool = False
     lr: float = LR
+    class_token: bool = True
+    is_apart: bool = True
 
 
 _MLP = ("mlp", {"dims": [16, 12, 8], "use_relu": True})
@@ -804,6 +1098,12 @@ _DINO_HEAD = {
     "activation_name": "GELU",
     "use_weight_norm_prototypes": True,
     "normalize_last_layer": True,
+}
+_NPID_KEYS = {
+    "embedding_dim": 8,
+    "loss_type": "nce",
+    "temperature": 0.2,
+    "negative_sampling_params": {"num_negatives": 16},
 }
 _DINOV2_KEYS = {"num_global_crops": 2, "momentum": 0.9, "teacher_temp_warmup_iters": 20}
 _APART = "`VIEWS_APART: true`"
@@ -907,7 +1207,6 @@ TWINS = (
             "patch_out_dim": 7,
             "teacher_momentum": 0.9,
             "warmup_teacher_temp_epochs": 4,
-            "teacher_temp_interval": "epoch",
             "mask_ratio": [0.5, 0.5],
             "mask_probability": 1.0,
         },
@@ -915,7 +1214,7 @@ TWINS = (
         [2, 1],
         IBOT,
         "ibot",
-        "`teacher_temp_interval: epoch`; masks, which are ours; the center of patches is over masked ones",
+        "masks, which are ours; the center of patches is over masked ones",
         True,
     ),
     Twin(
@@ -926,7 +1225,7 @@ TWINS = (
         [2, 1],
         DINOv2,
         "dinov2",
-        "masks, which are ours; the warm-up of the temperature has s / W where theirs has s / (W - 1)",
+        "masks, which are ours",
         True,
     ),
     Twin(
@@ -1003,7 +1302,109 @@ TWINS = (
         "SupContrast",
         f"{_APART}; theirs is multiplied by temperature / base_temperature, 1 here",
     ),
+    Twin(
+        "swav",
+        "swav_loss",
+        {"num_crops": 3, "num_prototypes": [5], "embedding_dim": 8, "queue": {"queue_length": 32}},
+        ("swav_head", {"dims": [16, 12, 8], "num_clusters": [5]}),
+        [2, 1],
+        SwAVOfVISSL,
+        "vissl",
+        "the queue begins empty, theirs with random rows",
+    ),
+    Twin(
+        "swav_momentum",
+        "swav_momentum_loss",
+        {"num_crops": 2, "num_prototypes": [5], "embedding_dim": 8, "momentum": 0.9, "queue": {"queue_length": 32}},
+        ("swav_head", {"dims": [16, 12, 8], "num_clusters": [5]}),
+        [2],
+        SwAVMomentum,
+        "vissl",
+        "the queue begins empty, theirs with random rows; the teacher's batch norm has no running statistics",
+        is_apart=False,
+    ),
+    Twin(
+        "deepcluster_v2",
+        "deepclusterv2_loss",
+        {"embedding_dim": 8, "num_clusters": [5, 4]},
+        _MLP,
+        [2],
+        DeepClusterV2,
+        "vissl",
+        f"{_APART}; the images that clusterings begin with, which are ours",
+    ),
+    Twin("npid", "nce_loss_with_memory", _NPID_KEYS, _MLP, [1], NPID, "vissl", "negatives, which are ours"),
+    Twin(
+        "pirl",
+        "pirl_loss",
+        {**_NPID_KEYS, "num_towers": 4},
+        ("pirl_head", {"dims": [16, 8], "num_towers": 4}),
+        [2],
+        NPID,
+        "vissl",
+        "negatives and orders of tiles, which are ours",
+        is_apart=False,
+    ),
+    Twin(
+        "simmim",
+        "simmim_loss",
+        {"mask_ratio": 0.6, "mask_patch_size": 4},
+        ("pixel_head", {"dims": [16, 48]}),
+        [1],
+        SimMIM,
+        "SimMIM",
+        "masks, which are ours; theirs divides by the masked pixels + 1e-5",
+        True,
+    ),
+    Twin(
+        "ijepa",
+        "ijepa_loss",
+        {"momentum": 0.9, "num_targets": 2, "target_scale": 0.2, "context_scale": 0.6},
+        ("patch_predictor", {"dims": [16, 8, 16], "depth": 1, "num_heads": 2}),
+        [1],
+        IJEPA,
+        "ijepa",
+        "masks, which are ours; no class token",
+        True,
+        class_token=False,
+    ),
+    Twin(
+        "data2vec",
+        "data2vec_loss",
+        {"momentum": 0.9, "mask_ratio": 0.6, "average_top_k_layers": 2, "beta": 2.0},
+        ("latent_head", {"dims": [16, 16]}),
+        [1],
+        Data2Vec,
+        "data2vec_vision",
+        "masks, which are ours; `--post_target_layer_norm`",
+        True,
+    ),
 )
+
+
+# What files of VISSL import from elsewhere, in one process.
+_OF_VISSL: dict[str, Any] = {
+    **{name: lambda x: x for name in ("all_reduce_sum", "all_reduce_mean", "all_reduce_max", "gather_from_all")},
+    **{"get_world_size": lambda: 1, "is_distributed_training_run": lambda: False, "get_cuda_device_index": lambda: -1},
+    **{"register_loss": lambda name: lambda criterion: criterion, "is_pos_int": lambda number: number > 0},
+    **{"ClassyLoss": nn.Module, "ClassyHook": type("ClassyHook", (), {"_noop": None}), "AttrDict": Keys},
+    **{"tasks": types.SimpleNamespace(ClassyTask=None), "csr_matrix": csr_matrix, "logging": logging},
+    **{"List": list, "Union": Union},
+}
+
+
+class _MetricLogger:
+    """Stands for data2vec's, and prints nothing."""
+
+    def __init__(self, delimiter: str):
+        self.meters: dict[str, Any] = {}
+
+    def log_every(self, batches: list[Any], *_: Any) -> list[Any]:
+        return batches
+
+    def synchronize_between_processes(self) -> None: ...
+
+    add_meter = update = lambda *_, **__: None
 
 
 def read_code(folder: Path, repositories: Collection[str]) -> dict[str, dict[str, Any]]:
@@ -1013,6 +1414,8 @@ def read_code(folder: Path, repositories: Collection[str]) -> dict[str, dict[str
         _, commit, files = REPOSITORIES[name]
         space: dict[str, Any] = {"torch": torch, "nn": nn, "F": F, "np": np, "math": math, "dist": dist}
         space |= {"gather": lambda x: x, "get_rank": lambda: 0, "AllReduce": _Itself, "optim": torch.optim}
+        space |= _OF_VISSL | {"utils": types.SimpleNamespace(MetricLogger=_MetricLogger, SmoothedValue=dict)}
+        space |= {"Iterable": Iterable, "print": lambda *_, **__: None}
         for path, names in files.items():
             text = subprocess.check_output(
                 ["git", "-C", str(folder / name), "show", f"{commit or 'HEAD'}:{path}"], text=True

@@ -301,10 +301,10 @@ def plain(method: str, norm: str, num_micro: int = 1, clip: float | None = None,
                     params[name] /= params[name].norm(dim=1, keepdim=True)
                 if rule.has_teacher and rule.teacher_follows:
                     momentum = rule.momentum(step)
-                    for name in followers.keys() & params.keys():
-                        followers[name].copy_(momentum * followers[name] + (1 - momentum) * params[name])
                     for name in unit_rows:
                         followers[name] /= followers[name].norm(dim=1, keepdim=True)
+                    for name in followers.keys() & params.keys():
+                        followers[name].copy_(momentum * followers[name] + (1 - momentum) * params[name])
                     for name in followers.keys() - params.keys() if rule.moves_anchor(step) else ():
                         followers[name].copy_(followers[name.replace("anchor.", "trunk.", 1)])
             result.losses.append(total)

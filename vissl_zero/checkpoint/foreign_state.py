@@ -129,8 +129,8 @@ def as_ours(method: Method, loss_config: Mapping[str, Any], state: LossState) ->
         done.append(name)
     if done:
         sentences.insert(0, f"State of the loss is imported: {', '.join(sorted(done))}.")
-    elif ours:
-        sentences.insert(0, f"The file has no state of the loss: {', '.join(sorted(ours))} start from scratch.")
+    elif ours and not sentences:
+        sentences.append(f"The file has no state of the loss: {', '.join(sorted(ours))} start from scratch.")
     return ours, sentences
 
 

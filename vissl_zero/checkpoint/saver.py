@@ -239,6 +239,7 @@ class Saver:
         if is_busy:
             return
         if has_failed:
+            self._save = None
             self._give_up(save)
         elif not save.is_committing:
             # Rank 0 writes the manifest only now: a complete manifest must never name files that are not on disk.
@@ -307,7 +308,6 @@ class Saver:
         error = save.work.exception()
         local_error = None if error is None else str(error) or type(error).__name__
         if collectives.all_reduce_max(torch.tensor(float(self._is_gone()))):
-            self._save = None
             self._require_folder()
             raise CheckpointError(f"{self._run_folder} cannot be seen by every rank any more. Is the file system down?")
         reasons = [local_error]
@@ -325,7 +325,6 @@ class Saver:
                 reason,
                 newest,
             )
-        self._save = None
 
 
 def _nothing(manifest: Manifest | None = None) -> None:

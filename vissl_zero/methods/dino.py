@@ -175,8 +175,8 @@ class TeacherTemperature:
     Attributes:
         low, high: at the start, and after the warm-up.
         num_steps: optimizer steps of the warm-up; 0: it is high at once.
-        interval: step: the first step after the warm-up has the maximum (VISSL); epoch: it changes once an epoch, and
-            the warm-up's last epoch has the maximum (facebookresearch/dino and bytedance/ibot, ``np.linspace``).
+        interval: step (VISSL's DINO, facebookresearch/dinov2) or epoch (facebookresearch/dino, bytedance/ibot): how
+            often it changes. The last of the warm-up has the maximum already: all of them use ``linspace``.
     """
 
     low: float
@@ -189,8 +189,7 @@ class TeacherTemperature:
         is_by_epoch = self.interval == "epoch"
         done = step // steps_per_epoch if is_by_epoch else step
         warmup = round(self.num_steps / steps_per_epoch) if is_by_epoch else self.num_steps
-        # By epoch as np.linspace, whose last value is the highest, and whose only one is the lowest.
-        share = done / max(warmup - is_by_epoch, 1) if done < warmup else 1.0
+        share = done / max(warmup - 1, 1) if done < warmup else 1.0
         return self.low + (self.high - self.low) * share
 
 
@@ -476,7 +475,7 @@ class IBOT(PatchDistillation):
         warmup_teacher_patch_temp: float = 0.04,
         teacher_patch_temp: float = 0.07,
         warmup_teacher_temp_epochs: int = 30,
-        teacher_temp_interval: str = "step",
+        teacher_temp_interval: str = "epoch",
         student_temp: float = 0.1,
         center_momentum: float = 0.9,
         center_momentum2: float = 0.9,

@@ -36,8 +36,7 @@ class DINOLossConfig:
     """Optimizer steps in which the teacher's temperature goes from one to the other in a straight line; 0: it has its
     maximum at once."""
     teacher_temp_interval: str = choice("step", "step", "epoch")
-    """How often it changes. epoch: once an epoch, and the last epoch of the warm-up has the maximum already, as in the
-    authors' code; step: after the warm-up, as in VISSL."""
+    """How often it changes: step, as in VISSL and DINOv2, or epoch, as in DINO's own code."""
     crops_for_teacher: list[int] = field(default_factory=lambda: [0, 1])
     """Crops that the teacher sees, the first of all."""
     ema_center: float = 0.9
@@ -175,8 +174,8 @@ class IBOTLossConfig:
     warmup_teacher_temp_epochs: int = number(30, least=0)
     """Epochs in which both temperatures go from one to the other in a straight line; 0: they have their maxima at
     once."""
-    teacher_temp_interval: str = choice("step", "step", "epoch")
-    """As in dino_loss."""
+    teacher_temp_interval: str = choice("epoch", "step", "epoch")
+    """How often both change."""
     student_temp: float = number(0.1, above=0, most=1000)
     """Divides the student's scores."""
     center_momentum: float = 0.9

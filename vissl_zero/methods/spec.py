@@ -101,7 +101,7 @@ def crops_of(cfg: RunConfig) -> list[int] | None:
     """Count the crops per image of each size that the transforms make; None without a multi-crop."""
     for entry in cfg.DATA.TRAIN.TRANSFORMS:
         if isinstance(entry, Mapping) and entry.get("name") == "ImgPilToMultiCrop":
-            counts = entry.get("num_crops") or []
+            counts = entry.get("num_crops")
             return list(counts) if counts and all(isinstance(count, int) for count in counts) else None
         if isinstance(entry, Mapping) and entry.get("name") == "ImgReplicatePil":
             count = entry.get("num_times", 2)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from vissl_zero import collectives
 from vissl_zero.errors import CheckpointError
@@ -61,6 +62,9 @@ from vissl_zero.sharding.state.teacher import WeightAverage
 from vissl_zero.sharding.torch_private import as_plain_tensors, copy_versions, marks
 from vissl_zero.sharding.update.stepper import Clipping, Stepper, StepResult
 from vissl_zero.sharding.update.whole_tensors import WholeTensorOptimizer
+
+# Set in groups by schedules, where the optimizer's own defaults may lack them.
+_STRATEGY_OPTIONS = {"lr", "weight_decay"}
 
 
 @dataclass(frozen=True)
@@ -169,8 +173,16 @@ class ShardedModel:
     def _before_shards_change(self) -> None:
         """Drop whole copies of parameters that a change of the shards would leave behind."""
 
+    def _after_update(self) -> None:
+        """Send the rows that the optimizer has just updated to the ranks that hold copies of them. A collective."""
+
     def _after_shards_change(self) -> None:
         """Send shards that were set from outside to the ranks that hold copies of them. May be a collective."""
+
+    def _publish_shards(self) -> None:
+        """Send shards that sharding has set to the ranks that hold copies of them: no writes of the loop."""
+        with self._parameter_guard.own_writes():
+            self._after_shards_change()
 
     def _backward_pass(self) -> AbstractContextManager[None]:
         """Return the context of a backward pass that ``backward`` runs."""
@@ -184,16 +196,21 @@ class ShardedModel:
 
     def _facts(self) -> dict[str, int]:
         """Collect what must be the same on every rank in this step."""
-        rates = [(group["lr"], group.get("weight_decay")) for group in self.optimizer.param_groups]
+        names = self.optimizer.defaults.keys() | _STRATEGY_OPTIONS
+        options = [
+            [(name, *map(_text, pytree.tree_leaves(group[name]))) for name in sorted(names & group.keys())]
+            for group in self.optimizer.param_groups
+        ]
         with as_plain_tensors():
             trained = [shard.source.requires_grad for shard in self._trained]
         return {
-            "the learning rate or weight decay of a group. Set them to the same values on every rank": text_digest(
-                rates
-            ),
+            "the learning rate, weight decay or another option of a group. Set them to the same values on every "
+            "rank": text_digest(options),
             "which parameters are frozen. Freeze the same ones on every rank": text_digest(
                 sorted(self._frozen), trained
             ),
+            "what the loop has written into parameters. Write the same on every rank: load one file on all of them, "
+            "draw noise from one seed, and run no optimizer in a hook": self._parameter_guard.written(),
         }
 
     def _has_gradients(self) -> Sequence[bool]:
@@ -257,7 +274,10 @@ class ShardedModel:
         # An asynchronous checkpoint may still copy the shards that are about to change.
         self._wait_for_readers()
         with self._parameter_guard.own_step():
-            return self._stepper.step(self._frozen, with_histograms, before_update)
+            result = self._stepper.step(self._frozen, with_histograms, before_update)
+            if not result.skipped:  # a skipped step has changed nothing to tell
+                self._after_update()
+        return result
 
     def zero_grad(self) -> None:
         """Forget the gradients of what the optimizer updates; after ``step``, before the next forward.
@@ -286,8 +306,9 @@ class ShardedModel:
         if names:
             self._wait_for_readers()
             self._before_shards_change()
-        for name in names:
-            self._shards[name].normalize_rows()
+        with self._parameter_guard.own_writes():
+            for name in names:
+                self._shards[name].normalize_rows()
 
     @property
     def teacher(self) -> nn.Module:
@@ -388,7 +409,7 @@ class ShardedModel:
         self._wait_for_readers()
         self._before_shards_change()
         average.swap()
-        self._after_shards_change()
+        self._publish_shards()
 
     @contextmanager
     def evaluated(self) -> Iterator[None]:
@@ -408,7 +429,7 @@ class ShardedModel:
         optimizer.eval()
         for shard in self._trained:
             shard.publish()
-        self._after_shards_change()
+        self._publish_shards()
         try:
             yield
         finally:
@@ -416,7 +437,7 @@ class ShardedModel:
             optimizer.train()
             for shard, values in zip(self._trained, trained, strict=True):
                 shard.assign(values)
-            self._after_shards_change()
+            self._publish_shards()
 
     @torch.no_grad()
     def consolidate_buffers(self) -> None:
@@ -558,7 +579,7 @@ class ShardedModel:
             self._average.load(saved["params"], saved["buffers"])
         if teacher is not None:
             teacher.load_state_dict(saved_teacher)
-        self._after_shards_change()
+        self._publish_shards()
 
     def layout(self) -> dict[str, Any]:
         """Return how the state is cut: engine, level, shard_group_size, world_size, rank. Not a collective."""
@@ -612,7 +633,7 @@ class ShardedModel:
         These are parameters held whole and, where batch norm is synchronized over all ranks, buffers.
         """
         world_size = collectives.world_size()
-        tensors = {name: shard.local.detach() for name, shard in self._shards.items() if shard.num_copies == world_size}
+        tensors = {name: shard.held() for name, shard in self._shards.items() if shard.is_held_whole}
         # Smaller groups have statistics of their own, so buffers differ between ranks on purpose.
         if self._plan.sync_bn_group in (-1, world_size):
             tensors |= self.buffers()
@@ -642,7 +663,7 @@ class ShardedModel:
         if teacher is not None:
             teacher._before_shards_change()
             restore_teacher(saved, teacher._shards)
-        self._after_shards_change()
+        self._publish_shards()
 
     def close(self) -> None:
         """Remove files that hold offloaded state; no step after it. Not a collective."""
@@ -712,3 +733,10 @@ def _no_optimizer(groups: list[dict[str, Any]]) -> tuple[torch.optim.Optimizer, 
     optimizer = torch.optim.SGD([nn.Parameter(torch.empty(0))], lr=0.0)
     optimizer.param_groups[0]["params"] = []  # the parameter is no shard
     return optimizer, None
+
+
+def _text(option: Any) -> str:
+    """Write a value of a group's options in the same way on every rank, whatever its device and address."""
+    if isinstance(option, Tensor):
+        return repr(option.tolist())
+    return repr(option) if isinstance(option, str | int | float | None) else type(option).__name__

@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from vissl_zero.checkpoint.foreign_state import LossState, _gather, _translated, method_of
+from vissl_zero.checkpoint.foreign_state import LossState, _gather, _take, _translated, as_ours, loss_state, method_of
+from vissl_zero.checkpoint.shard_file import Entry
+from vissl_zero.errors import CheckpointError
 
 
 @pytest.mark.parametrize(
@@ -138,3 +140,70 @@ def test_a_memory_has_a_row_for_each_image_of_the_file(tensors: dict[str, Tensor
     loss = {"name": "nce_loss_with_memory", "nce_loss_with_memory": {"embedding_dim": 2}}
     method: Any = method_of(loss, LossState(tensors=tensors))
     assert num_images == (None if method is None else len(method.bank.memory))
+
+
+def test_the_state_of_a_loss_is_read_from_each_place_that_libraries_keep_it_in() -> None:
+    bias, weight = torch.ones(2, requires_grad=True), torch.zeros(3)
+    state = {
+        "teacher": {"module.trunk.a": bias, "trunk.b": weight, "count": 3},
+        "criterion": {"center": bias, "count": 3},
+        "momentum_encoder.module.trunk.c": weight,
+        "moco_encoder.heads.d": weight,
+        "queue": bias,
+        "count": 3,
+        7: weight,
+    }
+    for content in (
+        {"loss": state},
+        {"loss": {}, "classy_state_dict": {"loss": state}},
+        {"classy_state_dict": {"loss": state}},
+    ):
+        loaded = loss_state([content])
+        assert sorted(entry.key for entry in loaded.teacher) == ["heads.d", "trunk.a", "trunk.b", "trunk.c"]
+        _is(loaded.tensors, {"criterion.center": bias.detach(), "queue": bias.detach()})
+        assert not any(tensor.requires_grad for tensor in loaded.tensors.values())
+    assert loss_state([{"loss": None}]) == loss_state([{}]) == LossState()
+    with pytest.raises(CheckpointError, match="lack parts of the teacher"):
+        loss_state([{"loss": {"teacher_meta": {}, "teacher": {}}}, {"loss": {"teacher_meta": {}}}])
+
+
+def test_a_loss_takes_what_has_its_shape_and_says_what_it_does_not() -> None:
+    config = {"name": "dino_loss", "dino_loss": {"output_dim": 4}}
+    method = method_of(config, LossState())
+    assert method is not None
+    tensors, sentences = as_ours(method, config, LossState(tensors={"center": _numbers(1, 4).half()}))
+    assert tensors["center.mean"].equal(_numbers(4)) and tensors["center.mean"].dtype == torch.float32
+    assert sentences == ["State of the loss is imported: center.mean."]
+    tensors, sentences = as_ours(method, config, LossState(tensors={"center": _numbers(1, 5)}))
+    assert not tensors["center.mean"].any()
+    shapes = "its shape is (5,) in the file, (4,) here"
+    assert sentences == [f"The loss's center.mean is not imported: {shapes}. It starts from scratch."]
+    _, sentences = as_ours(method, config, LossState())
+    assert sentences == ["The file has no state of the loss: center.mean start from scratch."]
+
+
+def _entry(key: str, *shape: int) -> Entry:
+    return Entry.of(key, torch.zeros(shape))
+
+
+@pytest.mark.parametrize(
+    ("states", "taken"),
+    [
+        ({0: {"step": 1, "m": (2,), "v": (2,)}, 1: {"step": 1, "m": (3,), "v": (3,)}}, ["a", "b"]),
+        ({1: {"step": 1, "m": (3,)}}, ["b"]),  # the other was frozen
+        ({0: {"m": (2,), "v": (3,)}}, None),
+        ({0: {"m": (3,), "v": (2,)}}, None),
+        ({0: {"m": (2,)}, 2: {"m": (2,)}}, None),  # of a parameter that is not there
+    ],
+)
+def test_state_is_taken_where_every_shape_and_every_number_fits(
+    states: dict[int, Any], taken: list[str] | None
+) -> None:
+    tensors = {
+        number: {key: torch.zeros(value) if isinstance(value, tuple) else value for key, value in state.items()}
+        for number, state in states.items()
+    }
+    sorting = [[_entry("a", 2)], [_entry("b", 3)]]
+    found = _take(sorting, [(0,), (1,)], tensors)
+    assert (None if found is None else sorted(found)) == taken
+    assert _take(sorting, [(0, 1), ()], tensors) is None

@@ -16,7 +16,7 @@ from tests.unit.config.example_config import complaints
 from tests.unit.data.conftest import MakeData
 from vissl_zero.cli import main
 from vissl_zero.config.compose import compose
-from vissl_zero.data.channels import to_channels
+from vissl_zero.data.channels import build_channel_pipeline, to_channels
 from vissl_zero.data.decode import BrokenImageError, Decoder
 from vissl_zero.data.loader import build_loader
 from vissl_zero.errors import ConfigError, DataError
@@ -152,3 +152,22 @@ def test_a_run_notes_its_channels_and_its_trunk_sees_them(trunk: str, arrays: Pa
     assert cfg.IN_CHANNELS == 5
     (features,) = build_model(cfg).trunk([torch.randn(2, 5, 224, 224)])
     assert features.shape[0] == 2
+
+
+def test_the_gray_of_an_image_that_a_source_makes_goes_to_every_channel() -> None:
+    image = Image.new("RGB", (2, 1), (255, 0, 0))
+    image.putpixel((1, 0), (255, 255, 255))
+    made = to_channels(image, "made", Decoder(channels=4))
+    assert made.shape == (4, 1, 2) and made.dtype == torch.float32
+    assert made.equal(torch.tensor([76 / 255, 1.0]).expand(4, 1, 2))
+
+
+def test_copies_of_tensors_are_apart() -> None:
+    pipeline = build_channel_pipeline(
+        [{"name": "ImgReplicatePil", "num_times": 3}, {"name": "ToTensor"}], "t", Decoder(channels=2)
+    )
+    image = torch.zeros(2, 4, 4)
+    copies = pipeline(image)
+    assert len(copies) == 3
+    copies[0] += 1
+    assert not image.any() and not copies[1].any()

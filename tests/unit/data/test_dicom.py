@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 from pydicom import dcmread
 from pydicom.data import get_testdata_file
+from pydicom.dataset import Dataset
 from pydicom.pixels import apply_voi_lut, pixel_array
+from pydicom.sequence import Sequence
 
 from tests.blocks import data_block
 from tests.unit.data.conftest import MakeData, save_image
@@ -53,6 +55,18 @@ def test_rescaled_values_without_a_window_are_spread(tmp_path: Path) -> None:
     dataset.save_as(tmp_path / "window.dcm")
     window = ((2 * values - 1024 - 99.5) / 399 + 0.5).clip(0, 1) * 255
     assert np.abs(np.asarray(read_image(tmp_path / "window.dcm"))[..., 0] - window).max() <= 0.5
+
+
+def test_a_table_of_values_to_show_fills_the_range_that_its_bits_have(tmp_path: Path) -> None:
+    dataset = dcmread(file("MR_small.dcm"))
+    table = Dataset()
+    table.add_new("LUTDescriptor", "US", [4, 600, 10])  # four values from 600 on, of 10 bits: up to 1,023
+    table.add_new("LUTData", "US", [1, 300, 900, 1000])
+    del dataset.WindowCenter, dataset.WindowWidth
+    dataset.VOILUTSequence = Sequence([table])
+    dataset.save_as(tmp_path / "table.dcm")
+    expected = np.take([1, 300, 900, 1000], (pixel_array(dataset).astype(int) - 600).clip(0, 3)) * 255 / 1023
+    assert np.abs(np.asarray(read_image(tmp_path / "table.dcm"))[..., 0] - expected).max() <= 0.5
 
 
 @pytest.mark.parametrize("name", ["SC_rgb_rle_2frame.dcm", "SC_ybr_full_422_uncompressed.dcm", "SC_rgb_rle_16bit.dcm"])

@@ -108,6 +108,14 @@ def test_a_fast_form_is_within_its_bound_of_pillows(name: str) -> None:
     assert np.mean(distances) <= bound, np.mean(distances)
 
 
+@pytest.mark.parametrize(("width", "height"), [(9, 6), (6, 9), (5, 4)])
+def test_an_image_smaller_than_its_center_crop_is_padded_as_by_torchvision(width: int, height: int) -> None:
+    entries = [{"name": "CenterCrop", "size": [8, 7]}, *END]
+    (expected,) = crops_of(build_pipeline(entries, "t"), photograph(width, height), 0)
+    (crop,) = crops_of(build_fast_pipeline(entries, "t", Decoder()), photograph(width, height), 0)
+    assert np.array_equal(crop, expected) and crop.shape == (3, 8, 7)
+
+
 def test_a_whole_recipe_has_the_same_boxes_and_nearly_the_same_values(make_data: MakeData, photos: Path) -> None:
     for index in range(4):
         (photos / "a" / f"photo{index}.jpg").write_bytes(jpeg(photograph(seed=index)))

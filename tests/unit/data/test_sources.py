@@ -70,6 +70,32 @@ def test_synthetic_images_depend_on_seed_split_and_index_alone(make_data: MakeDa
     assert train.image(3) not in (other.image(3), test.image(3), train.image(13))
 
 
+@pytest.mark.parametrize(
+    ("source", "split", "index", "name", "mean", "std"),
+    [
+        ("synthetic", "TRAIN", 0, "synthetic image 0", (110.5, 78.4, 96.1), 50.9),
+        ("synthetic", "TEST", 13, "synthetic image 13", (153.7, 100.8, 94.1), 61.3),
+        ("digit_scenes", "TRAIN", 0, "scene 0", (69.5, 69.5, 69.5), 47.8),
+        ("digit_scenes", "TEST", 13, "scene 13", (75.1, 75.1, 75.1), 50.1),
+    ],
+)
+def test_images_that_are_made_are_those_of_every_other_release(
+    source: str, split: str, index: int, name: str, mean: tuple[float, ...], std: float
+) -> None:
+    made = DATA_SOURCES.get(source).build(SourceRequest(split, limit=20, image_size=32, seed=5))
+    pixels = np.asarray(made.image(index)).astype(float)
+    assert (made.name(index), len(made), pixels.shape) == (name, 20, (32, 32, 3))
+    assert pixels.mean(axis=(0, 1)) == pytest.approx(mean, abs=0.1) and pixels.std() == pytest.approx(std, abs=0.1)
+
+
+def test_the_classes_of_a_scene_are_those_of_its_digits_strokes() -> None:
+    scenes = DATA_SOURCES.get("digit_scenes").build(SourceRequest("TRAIN", limit=20, image_size=32, seed=5))
+    mask, gray = np.asarray(scenes.mask(0)), np.asarray(scenes.image(0))[..., 0]
+    assert np.bincount(mask.flatten()).tolist() == [853, 52, 0, 0, 0, 0, 61, 0, 0, 58]
+    assert gray[mask > 0].min() >= 96 > gray[mask == 0].max()
+    assert scenes.label(0) is None and scenes.class_names[6] == "digit 5"
+
+
 def test_synthetic_classes_can_be_learned(make_data: MakeData) -> None:
     keys = {"DATA_LIMIT": 300, "DEFAULT_GRAY_IMG_SIZE": 32}
     train, test = build_eval_sources(data_block(make_data("synthetic", **keys, TEST=keys)), 0)
@@ -104,6 +130,8 @@ def test_labels_from_a_file(make_data: MakeData, photos: Path, tmp_path: Path) -
     source = build_source(data_block(data), "TRAIN", 0)
     assert [source.label(i) for i in range(4)] == [2, 0, 1, 0]
     assert source.class_names == ("10", "20", "30")
+    np.save(file, np.array([[30], [10], [20]] + [[10]] * 8))  # a column
+    assert [build_source(data_block(data), "TRAIN", 0).label(i) for i in range(4)] == [2, 0, 1, 0]
     with pytest.raises(DataError, match=r"labels.npy has 11 labels for 6 images"):
         build_eval_sources(data_block(data), 0)
     np.save(file, [0.5] * 11)

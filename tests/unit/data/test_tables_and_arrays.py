@@ -17,7 +17,7 @@ from tests.unit.data.conftest import MakeData, save_image
 from tests.unit.data.test_packed import hashes
 from vissl_zero.config.catalog import source_of
 from vissl_zero.data.decode import BrokenImageError
-from vissl_zero.data.source import Source, build_source, encoded_image, label_matrix
+from vissl_zero.data.source import Source, Subset, build_source, encoded_image, label_matrix
 from vissl_zero.errors import DataError
 
 PATHS = [f"photos/a/{index}.jpg" for index in range(6)] + [f"photos/b/{index}.png" for index in range(5)]
@@ -112,6 +112,13 @@ def test_labels_of_a_table_are_numbers_several_or_none(make_data: MakeData, phot
     assert several.class_names == ("bird", "cat", "dog") and several.image(0).size == (16, 16)
     matrix = label_matrix(several)
     assert matrix is not None and matrix.tolist() == [[0, 1, 1], [0, 0, 0], [1, 0, 0]]
+    one_each = of("path,label\nx,b\ny,a\nz,b\n")
+    for num_classes, rows in ((0, [[0, 1], [1, 0], [0, 1]]), (3, [[0, 1, 0], [1, 0, 0], [0, 1, 0]])):
+        matrix = label_matrix(one_each, num_classes)
+        assert matrix is not None and matrix.dtype == np.int8 and matrix.tolist() == rows
+    part = label_matrix(Subset(one_each, (2, 1)))
+    assert part is not None and part.tolist() == [[0, 1], [1, 0]]
+    assert label_matrix(of("path\nx\n")) is None and label_matrix(Subset(of("path\nx\n"), (0,))) is None
     assert of("path\nx\ny\n").class_names == () and of("path\n" + str(photos / "b/0.png")).image(0).size == (16, 16)
 
 

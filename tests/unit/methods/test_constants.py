@@ -73,7 +73,8 @@ def dino() -> None:
     constant = _make("dino_loss", output_dim=5, momentum=0.99, final_momentum=0.99)
     assert _momenta(constant) == pytest.approx([0.99] * 3)
     assert (method.student_temp, method.center.momentum) == (0.1, 0.9)
-    by_step = [_dino("step", step, teacher_temp_warmup_iters=100) for step in (0, 1, 50, 99, 100, 999)]
+    # VISSL's dino_hooks.py: torch.linspace(.04, .07, 101), indexed by the step
+    by_step = [_dino("step", step, teacher_temp_warmup_iters=101) for step in (0, 1, 50, 99, 100, 999)]
     assert by_step == pytest.approx([0.04, 0.0403, 0.055, 0.0697, 0.07, 0.07])
     # np.linspace(.04, .07, 10 epochs), indexed by the epoch
     by_epoch = [_dino("epoch", step, teacher_temp_warmup_iters=100) for step in (0, 9, 10, 49, 89, 90, 999)]
@@ -90,7 +91,7 @@ def dino() -> None:
 
 def ibot() -> None:
     """bytedance/ibot da316d8 main_ibot.py: masks of 10 to 50 % in half of the crops; temperatures as DINO's."""
-    method: Any = _make("ibot_loss", out_dim=5, patch_out_dim=7, num_global_crops=2, teacher_temp_interval="epoch")
+    method: Any = _make("ibot_loss", out_dim=5, patch_out_dim=7, num_global_crops=2)
     assert _momenta(method) == pytest.approx([0.996, 0.998, 1.0])
     assert (method.center.momentum, method.patch_center.momentum, method.weights) == (0.9, 0.9, (1.0, 1.0))
     weighted: Any = _make("ibot_loss", out_dim=5, patch_out_dim=7, num_global_crops=2, lambda1=2.0, lambda2=3.0)
@@ -107,7 +108,9 @@ def dinov2() -> None:
     method: Any = _make("dinov2_loss", num_global_crops=2)
     assert _momenta(method) == pytest.approx([0.992, 0.996, 1.0])
     assert method.weights == (1.0, 1.0, 0.1)
-    assert [method.temperature.at(step, 1250) for step in (0, 18750, 37500)] == pytest.approx([0.04, 0.055, 0.07])
+    # np.linspace(.04, .07, 37500), indexed by the step
+    temperatures = [method.temperature.at(step, 1250) for step in (0, 18750, 37499, 37500)]
+    assert temperatures == pytest.approx([0.04, 0.04 + 0.03 * 18750 / 37499, 0.07, 0.07], rel=1e-9)
 
 
 def dinov3() -> None:

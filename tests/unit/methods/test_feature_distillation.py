@@ -106,3 +106,21 @@ def test_the_teacher_sees_images_normalized_as_its_weights_expect():
         lambda images: seen.extend(images) or [], _batch(2, images=normalized(student_mean, student_std))
     )
     assert torch.allclose(seen[0], normalized(mean, std), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "colors",
+    [
+        {},
+        {"student_mean": [0.5, 0.0]},
+        {"teacher_mean": [0.0, 0.5]},
+        {"student_std": [1.0, 2.0]},
+        {"teacher_std": [2.0, 1.0]},
+    ],
+)
+def test_images_are_normalized_for_the_teacher_where_any_color_differs(colors: dict[str, list[float]]) -> None:
+    kinds = [f"{who}_{what}" for what in ("mean", "std") for who in ("student", "teacher")]
+    keys = {kind: [float(kind.endswith("std"))] * 2 for kind in kinds} | colors
+    image = _rows(0, 1, 2, 3, 3)
+    mean, their_mean, std, their_std = (image.new_tensor(keys[kind])[:, None, None] for kind in kinds)
+    torch.testing.assert_close(_method(**keys)._recolored(image), (image * std + mean - their_mean) / their_std)

@@ -1,10 +1,13 @@
-"""When the rank of embeddings is called a collapse; that of prototypes is in reporting/test_collapse.py."""
+"""When a rank or an entropy is called a collapse, at its limits; whole curves are in reporting/test_collapse.py."""
 
 from __future__ import annotations
 
-import pytest
+import math
 
-from vissl_zero.methods.health import RankCollapse
+import pytest
+import torch
+
+from vissl_zero.methods.health import ClusteringCollapse, RankCollapse, effective_rank
 
 LOW, HIGH = 1.49, 3.0  # LEAST is 1.5, and HIGH twice that
 
@@ -25,3 +28,33 @@ def test_a_fall_from_twice_the_least_rank_is_a_collapse_at_once_and_low_ranks_af
     rule = RankCollapse(patience=50)
     said = [step for step, rank in enumerate(ranks, 1) if rule.update(step, 1.0, {"effective_rank": rank})]
     assert (said[0] if said else None) == warned
+
+
+# (loss, entropy, rank) of 20 steps, and then of 40 more; guessing gives a loss of 1, and patience is 50
+@pytest.mark.parametrize(
+    ("before", "after", "warned"),
+    [
+        ((2.0, 0.97, 8.0), (2.0, 0.97, 4.0), 40),  # a mean of 4 needs 20 steps of it
+        ((2.0, 0.97, 8.0), (2.0, 0.97, 4.1), None),
+        ((2.0, 0.96, 8.0), (2.0, 0.96, 4.0), None),
+        ((1.0, 0.97, 8.0), (1.0, 0.97, 8.0), 20 + 50 - 1),
+        ((1.009, 0.97, 8.0), (1.009, 0.97, 8.0), 20 + 50 - 1),
+        ((1.011, 0.97, 8.0), (1.011, 0.97, 8.0), None),
+        ((0.989, 0.97, 8.0), (0.989, 0.97, 8.0), None),
+        ((1.0, 0.96, 8.0), (1.0, 0.96, 8.0), None),
+    ],
+)
+def test_equal_assignments_are_a_collapse_where_the_rank_halves_or_the_loss_stays_that_of_guessing(
+    before: tuple[float, float, float], after: tuple[float, float, float], warned: int | None
+) -> None:
+    rule = ClusteringCollapse(1.0, 50, "")
+    figures = [before] * 20 + [after] * 60
+    watches = [(loss, {"assignment_entropy": entropy, "effective_rank": rank}) for loss, entropy, rank in figures]
+    said = [step for step, (loss, watch) in enumerate(watches, 1) if rule.update(step, loss, watch)]
+    assert (said[0] if said else None) == warned
+
+
+def test_the_effective_rank_of_nothing_and_of_no_numbers() -> None:
+    assert effective_rank(torch.zeros(3, 3).double()) == 0.0
+    assert math.isnan(effective_rank(torch.tensor([[1.0, math.inf], [math.inf, 1.0]]).double()))
+    assert effective_rank(torch.diag(torch.tensor([4.0, 4.0, 0.0])).double()) == pytest.approx(2.0)

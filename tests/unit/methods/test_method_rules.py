@@ -43,6 +43,7 @@ def _changed(recipe: str, words: list[str]) -> RunConfig:
     return changed(_recipe(recipe), {path: yaml.safe_load(text) for path, _, text in pairs})
 
 
+QUEUES = (("moco_v2", "moco_loss"), ("nnclr", "nnclr_loss"))
 # recipe, changes, what is said; "" where nothing is
 CASES = [
     ("supcon", [UNLABELED], "config.DATA.TRAIN.LABEL_TYPE: must be standard for supcon_loss"),
@@ -113,6 +114,12 @@ CASES = [
         ],
         "",
     ),
+    *((recipe, [f"config.LOSS.{loss}.queue_size=128"], "") for recipe, loss in QUEUES),
+    *((recipe, [f"config.LOSS.{loss}.queue_size=127"], "must be at least 128 (got 127)") for recipe, loss in QUEUES),
+    ("swav", ["config.LOSS.swav_loss.queue.queue_length=128"], ""),
+    ("swav", ["config.LOSS.swav_loss.queue.queue_length=127"], "must be 0 (no queue) or at least the batch"),
+    ("swav", ["config.LOSS.swav_loss.crops_for_assign=[0, 2]"], "must list crops from 0 to 1"),
+    ("swav", ["config.LOSS.swav_loss.num_prototypes=[0]"], "must have at least 1 prototype in each layer"),
     ("swav_momentum", ["config.LOSS.swav_momentum_loss.momentum=1.1"], "momentum: must be between 0 and 1"),
     (
         "distillation",
@@ -149,6 +156,43 @@ INFERRED = [
     ("swav_distillation_loss", [f"{TRANSFORMS}=[{{name: ToTensor}}]"], {"num_crops": None, "num_prototypes": None}),
     ("distillation_loss", [], {}),
 ]
+
+
+# loss, heads of student and teacher, transforms and keys, what is said
+ONE, TWO = "num_clusters: [12]", "num_clusters: [12, 3]"
+TEACHERS: list[tuple[str, str, list[str], str]] = [
+    ("swav", "swav_head", [SWAV, _crops([2, 3])], ""),
+    ("swav", "mlp", [SWAV.replace("swav_head, {dims: [-1, 64, 16]", "dino_head, {in_dim: 64"), _crops([2, 3])], ""),
+    ("swav", "swav_head", [SWAV.replace(ONE, TWO), _crops([2, 3])], "one swav_head or dino_head with one layer"),
+    ("swav", "swav_head", [SWAV.replace("swav_head", "msn_head"), _crops([2, 3])], "one swav_head or dino_head"),
+    ("swav", "swav_head", [SWAV, _crops([1])], "must make two crops of an image (got 1)"),
+    *(
+        ("swav", "swav_head", [SWAV, _crops([1]), *(f"config.LOSS.swav_distillation_loss.{key}" for key in keys)], said)
+        for keys, said in (
+            (["use_two_crops_for_teacher=false", "swapped_assignment=false"], ""),
+            (["use_two_crops_for_teacher=false", "swapped_assignment=true"], "must make two crops"),
+            (["use_two_crops_for_teacher=true", "swapped_assignment=false"], "must make two crops"),
+        )
+    ),
+    ("dino", "swav_head", [SWAV, _crops([2, 3]), "config.LOSS.dino_distillation_loss.teacher_num_crops=5"], ""),
+    (
+        "dino",
+        "swav_head",
+        [SWAV, _crops([2, 3]), "config.LOSS.dino_distillation_loss.teacher_num_crops=6"],
+        "teacher_num_crops: must be at most 5, with 5 crops",
+    ),
+]
+
+
+@pytest.mark.parametrize(("loss", "head", "words", "said"), TEACHERS)
+def test_a_teacher_of_prototypes_is_refused_where_it_does_not_fit(
+    loss: str, head: str, words: list[str], said: str
+) -> None:
+    weights = "config.DISTILLATION.TEACHER_MODEL.WEIGHTS_INIT.PARAMS_FILE=configs"
+    keys = {} if head == "mlp" else {"num_clusters": [12]}
+    words = [f"config.LOSS.name={loss}_distillation_loss", weights, _head(head, **keys), *words]
+    found = [str(problem) for problem in problems(Decisions(_changed("distillation", words), CPU_HOST))]
+    assert any(said in problem for problem in found) if said else not found, found
 
 
 @pytest.mark.parametrize(("loss", "words", "expected"), INFERRED)

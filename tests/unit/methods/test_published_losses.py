@@ -208,6 +208,11 @@ def test_supcon():
     views = _randn(65, 6, 5), _randn(66, 6, 5)
     _is(supcon_loss(views, torch.tensor([0, 1, 0, 2, 1, 0]), 0.1), 6.367730562773509)
     _is(supcon_loss(views, torch.full((6,), -1), 0.1), float(nt_xent(views, 0.1)))
+    # Images without a class are of none that there is, and of one each.
+    _is(
+        supcon_loss(views, torch.tensor([-1, -1, 0, 0, 1, -1]), 0.1),
+        float(supcon_loss(views, torch.tensor([7, 8, 0, 0, 1, 9]), 0.1)),
+    )
 
 
 def test_lejepa():

@@ -12,6 +12,7 @@ from torch import Tensor
 from tests.unit.methods.batches import LossBatch
 from tests.unit.methods.slow_swav import slow_swav
 from vissl_zero.errors import ConfigError
+from vissl_zero.methods.health import trivial_loss
 from vissl_zero.methods.method import build_method
 from vissl_zero.methods.swav import SwAVHead, SwAVLoss, SwAVOutput
 
@@ -140,6 +141,18 @@ def test_a_rank_without_samples_has_a_loss_of_zero() -> None:
 def test_prototypes_are_normalized_unless_told_not_to() -> None:
     assert _loss().normalized_rows() == ["heads.0.prototypes0.weight", "heads.0.prototypes1.weight"]
     assert _loss(normalize_last_layer=False).normalized_rows() == []
+
+
+@pytest.mark.parametrize(("num_steps", "patience"), [(100, 500), (2000, 500), (4000, 1000)])
+def test_a_quarter_of_the_run_and_at_least_500_steps_without_progress_are_a_collapse(
+    num_steps: int, patience: int
+) -> None:
+    criterion = _loss()
+    watch = {"assignment_entropy": 1.0, "effective_rank": 30.0}
+    rule, guessing = criterion.collapse_rule(num_steps), trivial_loss(criterion.num_prototypes)
+    warnings = (rule.update(step, guessing, watch) for step in range(1, patience + 50))
+    first = next(step for step, warning in enumerate(warnings, 1) if warning)
+    assert first == 20 + patience - 1  # figures are means of 20 steps
 
 
 def test_health_tells_a_collapsed_model_from_a_spread_one() -> None:

@@ -214,6 +214,15 @@ def test_state_that_every_parameter_has_whatever_its_shape():
     assert state_keys(torch.optim.SGD([matrix])) == set()
 
 
+class _CountingMatrices(torch.optim.SGD):
+    """Counts its steps in its groups, and takes no vectors."""
+
+    def step(self, closure=None):
+        assert all(param.dim() > 1 for group in self.param_groups for param in group["params"])
+        self.param_groups[0]["count"] = self.param_groups[0].get("count", 0) + 1
+        return super().step(closure)
+
+
 def test_settings_that_a_step_changes_are_state():
     param = nn.Parameter(torch.zeros(2, 3))
     built = schedulefree.AdamWScheduleFree([param], lr=0.1)
@@ -221,6 +230,7 @@ def test_settings_that_a_step_changes_are_state():
     assert counter_keys(built) == {"k", "scheduled_lr", "lr_max", "weight_sum"}
     assert counter_keys(timm.optim.Lookahead(torch.optim.AdamW([param], lr=0.1))) == {"lookahead_step"}
     assert counter_keys(torch.optim.Muon([param])) == counter_keys(torch.optim.Adam([param])) == set()
+    assert counter_keys(_CountingMatrices([param], lr=0.1)) == {"count"}
 
 
 def test_the_state_of_a_first_step_has_its_shapes_and_formats():
@@ -256,3 +266,29 @@ def test_only_tensors_with_memory_are_read() -> None:
     given_back.untyped_storage().resize_(0)
     tensors = [whole, whole[3:], torch.empty(0), given_back, torch.ones(3, device="meta")]
     assert [module._has_memory(tensor) for tensor in tensors] == [True, True, True, False, False]
+
+
+def test_trials_are_where_clamps_and_projections_decide_otherwise_for_rows() -> None:
+    turning, (start, grads) = (vars(case).values() for case in module._cases((8, 6), torch.device("cpu")))
+    first, _, back, silent, _ = list(turning)[1]
+    assert back.equal(-first) and not silent[:4].any() and silent[4:].all()
+    assert not start[:4].any() and 0.0 < float(start[4:].abs().max()) < 0.1
+    sizes = [float(grad.norm()) / 48**0.5 for grad in grads]
+    assert all(0.7 < size / scale < 1.4 for size, scale in zip(sizes, (1e3, 1.0, 1e-3, 30.0, 1e-6, 1.0), strict=True))
+
+    across, mixed, along = module._cases_by_angle((8, 6), torch.device("cpu"))
+    assert abs(float((across.grads[0] * across.start).sum())) < 1e-12
+    products = (mixed.grads[0] * mixed.start).sum(dim=1).abs()
+    assert float(products[:4].max()) < 1e-12 < 0.1 < float(products[4:].min())
+    assert mixed.grads[1].equal(mixed.grads[0])
+    assert along.grads[0].equal(along.start) and along.grads[1].equal(3 * along.start)
+    torch.testing.assert_close(along.grads[2], -along.start, rtol=0.0, atol=0.5)
+
+    assert [len(piece.start) for piece in along.pieces(is_flattened=False)] == [1, 3, 4, 0]
+    assert [len(piece.start) for piece in along.pieces(is_flattened=True)] == [1, 23, 24, 0]
+
+
+def test_state_without_memory_begins_with_zeros() -> None:
+    like = torch.ones(3, device="meta")
+    fresh = module._fresh("sum", torch.empty_like(like), like, torch.ones(2, 2))
+    assert fresh.shape == (2, 2) and not fresh.any()

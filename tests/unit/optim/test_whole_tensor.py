@@ -14,7 +14,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from vissl_zero.optim.whole_tensor import AdamW8bit, MuonAdamW, NorMuonAdamW, Orthogonal, Shampoo, _Quantized, _table
+from vissl_zero.optim import whole_tensor
+from vissl_zero.optim.whole_tensor import (
+    AdamW8bit,
+    MuonAdamW,
+    NorMuonAdamW,
+    Orthogonal,
+    Shampoo,
+    _inverse_fourth_root,
+    _Quantized,
+    _table,
+)
 
 Build = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 ADAM: dict[str, Any] = {"lr": 0.1, "betas": (0.8, 0.9), "eps": 1e-3, "weight_decay": 0.3}
@@ -53,6 +63,14 @@ def test_moments_of_eight_bits_stay_near_adamws() -> None:
     gaps = [float((ours - theirs).norm()) for ours, theirs in zip(eight[1:], whole[1:], strict=True)]
     assert gaps[0] < 1e-10 < gaps[1]  # nothing is rounded before the first step
     assert all(gap < 0.05 * sum(moved[: index + 1]) for index, gap in enumerate(gaps))
+
+
+def test_a_run_of_blocks_at_a_time_gives_the_same_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = _randn(0, 100, 30)
+    keys = {"block_size": 64, "min_elements": 1, **ADAM}
+    expected = _steps(lambda p: AdamW8bit(p, **keys), start, 3)
+    monkeypatch.setattr(whole_tensor, "_ELEMENTS_AT_ONCE", 100)  # runs of 128, and a last one of 56
+    _equal(_steps(lambda p: AdamW8bit(p, **keys), start, 3), expected)
 
 
 @pytest.mark.parametrize("is_signed", [True, False])
@@ -125,6 +143,13 @@ def test_shampoos_first_step_is_orthogonal_in_each_block_and_as_long_as_adams() 
     torch.testing.assert_close(after, expected, rtol=1e-4, atol=1e-5)
 
 
+def test_shampoos_root_adds_a_share_of_the_largest_eigenvalue() -> None:
+    turn = torch.linalg.qr(_randn(0, 3, 3)).Q
+    root = _inverse_fourth_root(turn @ torch.diag(torch.tensor([16.0, 1.0, 0.0]).double()) @ turn.T, 0.5)
+    torch.testing.assert_close(root, turn @ torch.diag(torch.tensor([24.0, 9.0, 8.0]).double().pow(-0.25)) @ turn.T)
+    assert not _inverse_fourth_root(torch.zeros(2, 2), 0.5).any()
+
+
 def test_shampoo_takes_adams_steps_where_there_is_no_matrix() -> None:
     _equal(
         _steps(lambda p: Shampoo(p, **ADAM), _randn(0, 9), 4),
@@ -171,13 +196,16 @@ def test_what_has_no_gradient_or_no_elements_is_left_alone() -> None:
         assert [bool(optimizer.state.get(param)) for param in params] == [True, False, False]
 
 
-@pytest.mark.parametrize("cls", [AdamW8bit, MuonAdamW])
-def test_a_tensor_in_another_order_of_memory_takes_the_same_steps(cls: Any) -> None:
+@pytest.mark.parametrize(
+    ("cls", "keys"),
+    [(AdamW8bit, {"min_elements": 1}), (AdamW8bit, {}), (MuonAdamW, {"ns_dtype": "float64"}), (Shampoo, {})],
+)
+def test_a_tensor_in_another_order_of_memory_takes_the_same_steps(cls: Any, keys: dict[str, Any]) -> None:
     start, grads = _randn(0, 6, 4), [_randn(step, 6, 4) for step in (1, 2, 3)]
     found = []
     for is_turned in (False, True):
         param = nn.Parameter(start.T.contiguous().T if is_turned else start.clone())
-        optimizer = cls([param], **({"ns_dtype": "float64"} if cls is MuonAdamW else {"min_elements": 1}))
+        optimizer = cls([param], **keys)
         for grad in grads:
             param.grad = grad.clone(memory_format=torch.preserve_format)
             optimizer.step()

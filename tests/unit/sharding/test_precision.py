@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -36,6 +37,24 @@ def test_half_becomes_float32_and_the_rest_stays() -> None:
     assert isinstance(output, _Output) and output.probe is None
     assert output.scores[0].dtype == kept["x"].dtype == torch.float32
     assert (first.dtype, second.dtype) == (torch.float64, torch.int64)
+
+
+@dataclass
+class _Made:
+    """Outputs of which one is not for the constructor."""
+
+    scores: Tensor
+    name: str = "x"
+    doubled: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.doubled = 2 * self.scores
+
+
+def test_fields_of_dataclasses_become_float32_and_classes_stay() -> None:
+    made = widened(_Made(torch.ones(1, dtype=torch.float16), "y"))
+    assert (made.scores.dtype, made.doubled.dtype, made.name) == (torch.float32, torch.float32, "y")
+    assert widened(_Made) is _Made
 
 
 def test_autocast_is_on_inside_and_off_outside() -> None:

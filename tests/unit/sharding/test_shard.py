@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
+from torch import nn
 
-from vissl_zero.sharding.state.shard import empty_state
+from vissl_zero.sharding.offload.parameter_store import host_shard
+from vissl_zero.sharding.state.shard import Shard, empty_state
 
 
 def test_state_lies_in_memory_as_its_parameter_does():
@@ -20,3 +23,26 @@ def test_state_of_a_shard_on_disk_is_in_host_memory():
     meta = torch.zeros(3, 2, device="meta")
     for shape in ((3, 2), (3,)):
         assert (state := empty_state(meta, shape, torch.float32)).device.type == "cpu" and state.shape == shape
+
+
+@pytest.mark.parametrize("is_noted", [False, True])
+def test_a_gradient_is_changed_at_once_or_noted_for_the_update(is_noted: bool) -> None:
+    param = nn.Parameter(torch.tensor([1.0, 2.0]))
+    param.grad = torch.tensor([10.0, 20.0])
+    shard = Shard("w", param, param, param.shape, noted=[] if is_noted else None)
+    shard.change_grad(0.5)
+    shard.change_grad(2.0, torch.tensor(3.0))
+    assert shard.grad().tolist() == ([10.0, 20.0] if is_noted else [13.0, 26.0])
+    assert shard.noted == ([(0.5, None), (2.0, torch.tensor(3.0))] if is_noted else None)
+
+
+def test_a_master_copy_on_the_host_and_the_rows_on_the_device_change_together() -> None:
+    rows = nn.Parameter(torch.tensor([[3.0, 4.0]]))
+    shard = host_shard(Shard("w", rows, rows, rows.shape), pin=False)
+    assert shard.local.equal(rows) and shard.held().data_ptr() == rows.data_ptr() != shard.local.data_ptr()
+    shard.normalize_rows()
+    torch.testing.assert_close(rows.detach(), torch.tensor([[0.6, 0.8]]))
+    shard.assign(torch.tensor([[1.0, 2.0]]))
+    assert rows.tolist() == shard.local.tolist() == [[1.0, 2.0]]
+    shard.take_over(torch.tensor([[5.0, 6.0]]))  # the loop has written them into the source itself
+    assert (rows.tolist(), shard.local.tolist()) == ([[1.0, 2.0]], [[5.0, 6.0]])

@@ -17,7 +17,7 @@ from vissl_zero.optim.update_rule import UpdateRule
 from vissl_zero.registry import STRATEGIES
 from vissl_zero.resolve.resolved import OffloadPlan, Precision, ShardingPlan
 from vissl_zero.sharding.engines.torch.strategy import _refuse_hooked
-from vissl_zero.sharding.engines.torch.unit_guard import _Forward
+from vissl_zero.sharding.engines.torch.unit_guard import _Forward, _save_or_refuse
 from vissl_zero.sharding.sharded_model import ShardedModel
 from vissl_zero.sharding.strategy import update_rule_of
 
@@ -181,3 +181,11 @@ def test_a_pass_that_is_looked_at_and_not_differentiated_leaves_nothing_behind()
         assert alive() is None
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("words", [((), {"state_dict": {}}), (("folder", {}), {})])
+def test_a_library_saves_a_state_that_it_is_given_and_no_shards(words: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
+    args, kwargs = words
+    assert _save_or_refuse(lambda *args, **kwargs: (args, kwargs), *args, **kwargs) == words
+    with pytest.raises(VisslZeroError, match=r"model\.save_pretrained\(folder, state_dict=state\)"):
+        _save_or_refuse(print, "folder", safe=True)

@@ -28,6 +28,7 @@ from vissl_zero.sharding.torch_private import (
     left_to_itself,
     local_tensor,
     num_gradient_hooks,
+    num_writes,
     own_modules,
     own_parameters,
     runs_in_data_parallel,
@@ -246,6 +247,7 @@ class ParameterGuard:
         self._tables = _tables(module)
         _FirstPasses(module, self._refuse_moved)
         self._is_own_step = False
+        self._num_writes = self._count_writes()
         self._optimizer = getattr(optimizer, "optim", optimizer)  # fairscale's has the one that runs inside
         self._optimizer.register_step_pre_hook(self._refuse_foreign_step)
 
@@ -258,9 +260,33 @@ class ParameterGuard:
         """Mark a step that sharding makes itself. A context."""
         self._is_own_step = True
         try:
-            yield
+            with self.own_writes():
+                yield
         finally:
             self._is_own_step = False
+
+    @contextmanager
+    def own_writes(self) -> Iterator[None]:
+        """Mark writes into parameters that sharding makes itself. A context."""
+        yield
+        self._num_writes = self._count_writes()
+
+    def written(self) -> int:
+        """Digest what the loop has written into parameters since the last update; 0 if nothing. Not a collective.
+
+        Of a parameter that this rank holds in full the values count, else only that it was written. torch does not
+        count writes through ``.data``.
+        Cost: one pass over what was written.
+        """
+        pairs = zip(self._shards, self._count_writes(), self._num_writes, strict=True)
+        written = [shard for shard, number, before in pairs if number != before]
+        sums = [_checksum(shard.held()).tolist() if shard.is_held_whole else [] for shard in written]
+        return text_digest([shard.name for shard in written], sums) if written else 0
+
+    def _count_writes(self) -> list[tuple[int, int]]:
+        # A write of the loop counts at the sharded tensor, and one of sharding at its rows.
+        with as_plain_tensors():
+            return [(num_writes(shard.source), num_writes(local_tensor(shard.source))) for shard in self._shards]
 
     def problem(self) -> str | None:
         """Find the first change that an update would not see, as a sentence for people; None if there is none."""

@@ -80,6 +80,11 @@ class Shard:
         """Return the shape of ``held``, without reading it."""
         return self.local.shape
 
+    @property
+    def is_held_whole(self) -> bool:
+        """Return whether every rank of the world holds the full parameter: ``held`` is the same on all."""
+        return self.num_copies == collectives.world_size()
+
     @torch.no_grad()
     def assign(self, values: Tensor) -> None:
         """Overwrite these rows."""
@@ -305,6 +310,11 @@ class RowShard(Shard):
     def held_shape(self) -> torch.Size:
         """Return the full shape; see ``Shard``."""
         return self.source.shape
+
+    @property
+    def is_held_whole(self) -> bool:
+        """Return True; see ``Shard``."""
+        return True
 
     def forget_grad(self) -> None:
         """Forget the gradient; see ``Shard``."""

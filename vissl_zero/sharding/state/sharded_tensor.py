@@ -173,6 +173,16 @@ class ShardedTensor(DTensor):
             self.copy_(value)
 
     @property
+    def __tensor_flatten__(self) -> NoReturn:
+        """Hide that it has tensors inside: torch.nn.utils.parametrize would exchange the object for another."""
+        raise AttributeError
+
+    def set_(self, source: Tensor) -> ShardedTensor:  # type: ignore[override]
+        """Take over values, as a parametrization does when it is assigned to or removed."""
+        self.data = source
+        return self
+
+    @property
     def grad(self) -> Tensor | None:
         """The gradient, sharded as the parameter; a tensor that refuses to be used where it cannot be read."""
         if not _is_inside and (why := self._missing()) is not None:

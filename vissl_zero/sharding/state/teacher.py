@@ -119,16 +119,17 @@ def follow(
 
     Args:
         momentum: 0 copies.
-        unit_rows: full names of 2-d parameters whose rows are brought back to unit length.
+        unit_rows: full names of 2-d parameters whose rows are brought back to unit length first.
         moves_anchor: an anchor, a second trunk of the teacher, becomes a copy of its trunk; else it stays.
     """
     # Units that are still gathered would keep the teacher of the last step.
     teacher._before_shards_change()
     anchor = [name for name in teacher._shards if name.startswith(ANCHOR)]
-    for name in teacher._shards.keys() - set(anchor):
-        _follow_shard(teacher._shards[name], student._shards[name], momentum)
+    # Before it follows, as in VISSL: rows are a little shorter than 1 while the teacher runs.
     for name in unit_rows:
         teacher._shards[name].normalize_rows()
+    for name in teacher._shards.keys() - set(anchor):
+        _follow_shard(teacher._shards[name], student._shards[name], momentum)
     for name in anchor if moves_anchor else ():
         _follow_shard(teacher._shards[name], teacher._shards[_mate(name)], 0.0)
 

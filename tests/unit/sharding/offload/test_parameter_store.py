@@ -11,7 +11,8 @@ import torch
 from vissl_zero.sharding.offload import layout
 from vissl_zero.sharding.offload.block_file import OffloadError, PrefetchOrder, RunFolder
 from vissl_zero.sharding.offload.layout import StoredParam
-from vissl_zero.sharding.offload.parameter_store import ParameterStore
+from vissl_zero.sharding.offload.parameter_store import DiskShard, ParameterStore
+from vissl_zero.sharding.state.missing_gradient import ON_DISK
 from vissl_zero.sharding.state.shard import squared_norms
 
 SIZES = ((5000, 3), (0, 2048, 7), (9000,))
@@ -182,3 +183,26 @@ def test_the_order_of_a_step_is_expected_in_the_next():
     order.came(0)
     order.came(2)  # never came after 0 before
     assert list(islice(order.expected(), 5)) == []
+
+
+def test_a_shard_on_a_disk_reads_and_writes_its_record(tmp_path):
+    store = _store(tmp_path)
+    store.write(_values(store))
+    meta = torch.nn.Parameter(torch.empty(3, 1, device="meta"))
+    shard = DiskShard("p1", meta, meta, meta.shape, store=store, index=1)
+    shard.assign(torch.tensor([[3.0], [-4.0], [0.5]], dtype=torch.float64))
+    assert shard.values().tolist() == [[3.0], [-4.0], [0.5]] and store.read(1).dtype == torch.float32
+    shard.normalize_rows()
+    torch.testing.assert_close(shard.values(), torch.tensor([[1.0], [-1.0], [1.0]]))
+    shard.take_over(torch.full((3, 1), 2.0))
+    assert shard.values().tolist() == [[2.0]] * 3
+    shard.take_grad()
+    assert shard.missing_gradient() is None and shard.local.grad is None
+    shard.set_zero_grad()
+    assert shard.missing_gradient() == ON_DISK and shard.local.grad is not None and shard.local.grad.is_meta
+    shard.change_grad(1.0, torch.tensor(0.5))
+    assert shard.grad().tolist() == [[1.0]] * 3
+    shard.forget_grad()
+    assert shard.missing_gradient() is None and shard.local.grad is None
+    assert store.disk_bytes == sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
+    store.close()

@@ -158,6 +158,11 @@ class OwnedShard(Shard):
         """Return the full shape; see ``Shard``."""
         return self.source.shape
 
+    @property
+    def is_held_whole(self) -> bool:
+        """Return True; see ``Shard``."""
+        return True
+
     @torch.no_grad()
     def normalize_rows(self) -> None:
         """Set rows to unit length; see ``Shard``. Every rank does it to its whole copy, with the same result."""
@@ -230,10 +235,6 @@ class _OwnedByRank(ShardedModel):
         super().__init__(
             dataclasses.replace(setup, build_optimizer=build_inside, wrap_plan=wrap_plan), group, shards, model
         )
-
-    def replicated(self) -> dict[str, Tensor]:
-        """Return what is replicated; see ``ShardedModel``. All parameters are whole on every rank."""
-        return super().replicated() | {shard.name: shard.source.detach() for shard in self._owned}
 
     def _after_shards_change(self) -> None:
         """Send each rank's own parameters, which were just set, to the others."""

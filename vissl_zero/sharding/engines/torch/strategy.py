@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from vissl_zero import collectives
 from vissl_zero.errors import ConfigError, Problem
@@ -37,7 +37,6 @@ from vissl_zero.sharding.offload.tier import offloaded
 from vissl_zero.sharding.sharded_model import ModelSetup, ShardedModel
 from vissl_zero.sharding.state.shard import RowShard, row_shards
 from vissl_zero.sharding.strategy import Strategy
-from vissl_zero.sharding.update.stepper import StepResult
 
 
 @STRATEGIES.register("torch")
@@ -210,25 +209,15 @@ class ReplicatedParameters(ShardedModel):
         """Collect the facts; see ``ShardedModel``."""
         return super()._facts() | ({} if self._means is None else {OWN_GRADIENTS: self._means.changed()})
 
-    def step(
-        self, with_histograms: bool = False, before_update: Callable[[Tensor], object] | None = None
-    ) -> StepResult:
-        """Update the parameters; see ``ShardedModel``."""
-        result = super().step(with_histograms, before_update)
-        if not result.skipped:
-            # A skipped step has changed nothing to tell.
-            self._parameters.share()
-        return result
-
     def zero_grad(self) -> None:
         """Zero the gradients; see ``ShardedModel``."""
         super().zero_grad()
         if self._means is None:
             self._gradients.forget()
 
-    def replicated(self) -> dict[str, Tensor]:
-        """Return what is replicated; see ``ShardedModel``. All parameters are whole on every rank."""
-        return super().replicated() | {name: shard.source.detach() for name, shard in self._shards.items()}
+    def _after_update(self) -> None:
+        """Send the rows that this rank has updated to the others."""
+        self._parameters.share()
 
     def _after_shards_change(self) -> None:
         """Send the rows that this rank updates, which were just set, to the others."""

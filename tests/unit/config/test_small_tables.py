@@ -1,0 +1,65 @@
+"""Decisions of few words: what is a name of a library, an entry for a layer, and a place in a list."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vissl_zero.config.components.heads import _is_entry
+from vissl_zero.config.override_paths import _places
+from vissl_zero.config.weights_name import absolute, scheme_of
+
+
+@pytest.mark.parametrize(
+    ("name", "scheme"),
+    [
+        ("hf:org/model", "hf"),
+        ("timm:resnet18", "timm"),
+        ("torchvision:resnet18", "torchvision"),
+        ("torchhub:dino", "torchhub"),
+        ("timm:", ""),
+        ("timm", ""),
+        ("s3:file", ""),
+        ("./timm:x", ""),
+    ],
+)
+def test_a_scheme_is_a_known_word_before_a_name(name: str, scheme: str) -> None:
+    assert scheme_of(name) == scheme
+
+
+def test_a_path_is_made_absolute_also_after_hf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    names = ("weights.pt", "hf:model", "hf:org/model", "timm:model")
+    assert [absolute(name) for name in names] == [f"{tmp_path}/weights.pt", f"hf:{tmp_path}/model", *names[2:]]
+
+
+@pytest.mark.parametrize(
+    ("entry", "is_one"),
+    [
+        (["res5", ["Identity", []]], True),
+        (("res5", ("AvgPool2d", [[2, 2]])), True),
+        ("res5", False),
+        (["res5"], False),
+        ([5, ["Identity", []]], False),
+        (["res5", "Identity"], False),
+        (["res5", ["Identity"]], False),
+        (["res5", ["Identity", [], []]], False),
+        (["res5", [1, []]], False),
+        (["res5", ["Identity", 2]], False),
+        (["res5", ["Identity", []], 1], False),
+    ],
+)
+def test_an_entry_is_a_layer_and_a_pooling_with_its_arguments(entry: Any, is_one: bool) -> None:
+    assert _is_entry(entry) is is_one
+
+
+def test_places_are_first_those_below_the_other_names() -> None:
+    transforms = [{"name": "Resize", "size": 32}, {"name": "RandomApply", "transforms": [{"name": "Blur", "size": 3}]}]
+    assert _places(transforms, ["size"]) == ["[0].size", "[1].transforms[0].size"]
+    assert _places(transforms, ["Blur", "size"]) == ["[1].transforms[0].size"]
+    assert _places(transforms, ["Resize", "size"]) == ["[0].size"]
+    assert _places(transforms, ["other", "size"]) == ["[0].size", "[1].transforms[0].size"]
+    assert _places(transforms, ["Blur", "p"]) == []

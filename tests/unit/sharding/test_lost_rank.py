@@ -1,0 +1,35 @@
+"""Waits in shared memory for a rank that has ended, or is late, end with its name. Both ranks are in this process."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import subprocess
+
+import pytest
+import torch
+
+from vissl_zero.sharding.engines import cpu_communicator
+from vissl_zero.sharding.engines.cpu_communicator import CpuCommunicator, LostRankError, SharedMemoryCommunicator
+
+_SLOT_BYTES = 64
+
+
+def _ended() -> int:
+    with subprocess.Popen(["true"]) as process:
+        process.wait()
+    return process.pid
+
+
+@pytest.mark.parametrize(
+    ("has_ended", "message"), [(True, "peer rank 1 .* has ended"), (False, "No answer from peer rank 1 .* for 0 s")]
+)
+def test_a_wait_for_a_lost_rank_ends_with_its_name(
+    has_ended: bool, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu_communicator, "_CHECK_S", 0.01)
+    memories = [mmap.mmap(-1, mmap.PAGESIZE + _SLOT_BYTES * 2 * CpuCommunicator.LAG) for _ in range(2)]
+    pids = [os.getpid(), _ended() if has_ended else os.getpid()]
+    comm = SharedMemoryCommunicator(memories, pids, 0, _SLOT_BYTES, 100.0 if has_ended else 0.05)
+    with pytest.raises(LostRankError, match=message):
+        comm.all_gather(torch.empty(2), torch.zeros(1))
