@@ -482,12 +482,12 @@ def save_state(sharded: ShardedModel, folder: Path, step: int, extra: Sequence[P
         write_rank(folder, step, collectives.rank(), parts, sharded.scalars(), {})
 
     try:
-        _on_all(write)
+        _require_all(write)
         # Not in the same go: the manifest names the files of every rank, so all must have written theirs.
-        _on_all(lambda: commit(folder, manifest) if is_first else None)
+        _require_all(lambda: commit(folder, manifest) if is_first else None)
     except CheckpointError:
         if is_first:
-            # All ranks have stopped writing by now: ``_on_all`` raises only after it has heard from each.
+            # All ranks have stopped writing by now: ``_require_all`` raises only after each rank has answered.
             discard(folder, step)
         raise
 
@@ -540,15 +540,7 @@ def _places(groups: Sequence[dict[str, Any]]) -> dict[str, tuple[int, int]]:
     return {name: (number, place) for number, group in enumerate(groups) for place, name in enumerate(group["params"])}
 
 
-def _on_all(work: Callable[[], object]) -> None:
-    """Do ``work``; if it fails on any rank, raise on every rank."""
-    error: Exception | None = None
-    try:
-        work()
-    except (OSError, CheckpointError) as caught:
-        error = caught
-    has_failed = bool(collectives.all_reduce_max(torch.tensor(float(error is not None))))
-    if error is not None:
-        raise CheckpointError(f"The checkpoint could not be written: {error}.") from error
-    if has_failed:
-        raise CheckpointError("The checkpoint could not be written: another rank failed; see its message.")
+def _require_all(work: Callable[[], object]) -> None:
+    """Do ``work`` on every rank; if it fails on one, raise on all. Collective."""
+    if reason := collectives.first_failure(work, OSError, CheckpointError):
+        raise CheckpointError(f"The checkpoint could not be written: {reason}.")
