@@ -1225,6 +1225,14 @@ def weights_loaded_on_one_rank(init: Init) -> dict[str, Tensor]:
     return train(model, optimizer, lambda model, x: model(x).square().mean())
 
 
+@case(level_0=WRITTEN, level_1=WRITTEN, level_2=WRITTEN, level_3=WRITTEN)
+def weights_drawn_from_a_seed_of_each_rank(init: Init) -> dict[str, Tensor]:
+    model, optimizer = init(chain())
+    torch.manual_seed(dist.get_rank())
+    model.apply(lambda layer: nn.init.normal_(layer.weight) if isinstance(layer, nn.Linear) else None)
+    return train(model, optimizer, lambda model, x: model(x).square().mean())
+
+
 @case(level_0=WRITTEN, level_1=WRITTEN, level_2=WRITTEN, level_3="model: must have no hooks")
 def an_optimizer_in_a_hook_of_each_parameter(init: Init) -> dict[str, Tensor]:
     """It has the gradient of its own rank alone."""
