@@ -191,6 +191,13 @@ def text_digest(*values: object) -> int:
     return zlib.crc32(repr(values).encode())
 
 
+def option_text(option: Any) -> str:
+    """Write a value of a group's options in the same way on every rank, whatever its device and address."""
+    if isinstance(option, Tensor):
+        return repr(option.tolist())
+    return repr(option) if isinstance(option, str | int | float | None) else type(option).__name__
+
+
 def _differing(values: Tensor) -> list[int]:
     """List the rows of ``values`` that are not the same on every rank; the same list everywhere."""
     # One maximum of a value and of its negative gives both bounds in a single message.
