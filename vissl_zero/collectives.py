@@ -140,6 +140,21 @@ def all_gather_objects(value: T) -> list[T]:
     return gathered
 
 
+def first_failure(work: Callable[[], object], *kinds: type[Exception]) -> str | None:
+    """Do ``work``, and return why it failed on the first rank where it did; None: it failed on none. Collective.
+
+    Args:
+        work: it calls no collective.
+        kinds: what counts as a failure; other errors are raised where they occur.
+    """
+    reason = None
+    try:
+        work()
+    except kinds as error:
+        reason = str(error) or type(error).__name__
+    return next((text for text in all_gather_objects(reason) if text is not None), None)
+
+
 def broadcast_object(value: T) -> T:
     """Send rank 0's ``value`` to every rank, pickled; for small objects of one run. Cost: two broadcasts."""
     if world_size() == 1:

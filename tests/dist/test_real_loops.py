@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils import prune
+from torch.nn.utils import parametrize, prune
 from torch.utils.checkpoint import checkpoint
 
 import vissl_zero
@@ -1225,6 +1225,14 @@ def weights_loaded_on_one_rank(init: Init) -> dict[str, Tensor]:
     return train(model, optimizer, lambda model, x: model(x).square().mean())
 
 
+@case(level_0=WRITTEN, level_1=WRITTEN, level_2=WRITTEN, level_3=WRITTEN)
+def weights_drawn_from_a_seed_of_each_rank(init: Init) -> dict[str, Tensor]:
+    model, optimizer = init(chain())
+    torch.manual_seed(dist.get_rank())
+    model.apply(lambda layer: nn.init.normal_(layer.weight) if isinstance(layer, nn.Linear) else None)
+    return train(model, optimizer, lambda model, x: model(x).square().mean())
+
+
 @case(level_0=WRITTEN, level_1=WRITTEN, level_2=WRITTEN, level_3="model: must have no hooks")
 def an_optimizer_in_a_hook_of_each_parameter(init: Init) -> dict[str, Tensor]:
     """It has the gradient of its own rank alone."""
@@ -1245,6 +1253,134 @@ def weights_written_alike_on_every_rank(init: Init) -> dict[str, Tensor]:
                 param.add_(torch.randn(param.shape, generator=noise))
         train(model, optimizer, lambda model, x: model(x).square().mean(), 1)
     return optimizer.full_state()
+
+
+# --- other code in the place of what initialize expects --------------------------------------------------------------
+
+
+@case(**{f"level_{level}": "was already passed to initialize() (got 0)" for level in range(4)})
+def a_part_that_has_an_optimizer_of_its_own(init: Init) -> dict[str, Tensor]:
+    model = chain()
+    init(model[0])
+    return train(*init(model), lambda model, x: model(x).square().mean())
+
+
+ROWS_ALONE = "which would see the rows of one rank"
+
+
+def _clips(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    nn.utils.clip_grad_norm_([param for group in optimizer.param_groups for param in group["params"]], 0.01)
+
+
+@case(level_1=ROWS_ALONE, level_2=ROWS_ALONE, level_3=ROWS_ALONE)
+def hook_of_the_optimizer_that_is_given(init: Init) -> dict[str, Tensor]:
+    model = chain()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.register_step_pre_hook(_clips)
+    return train(*init(model, optimizer), lambda model, x: model(x).square().mean())
+
+
+@case(level_1=ROWS_ALONE, level_2=ROWS_ALONE, level_3=ROWS_ALONE)
+def step_of_the_optimizer_that_is_given_replaced(init: Init) -> dict[str, Tensor]:
+    model = chain()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = optimizer.step
+    optimizer.step = lambda: (_clips(optimizer), step())[1]
+    return train(*init(model, optimizer), lambda model, x: model(x).square().mean())
+
+
+@case()
+def scheduler_of_the_optimizer_that_is_given(init: Init) -> dict[str, Tensor]:
+    model = chain()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    model, returned = init(model, optimizer)
+    for _ in range(2):
+        train(model, returned, lambda model, x: model(x).square().mean(), 1)
+        scheduler.step()
+    return returned.full_state()
+
+
+@case()
+def loss_of_one_element(init: Init) -> dict[str, Tensor]:
+    return train(*init(chain()), lambda model, x: model(x).square().mean().reshape(1, 1))
+
+
+def _not_a_loss(init: Init, loss: Callable[[Tensor], Any]) -> dict[str, Tensor]:
+    model, optimizer = init(chain())
+    optimizer.backward(loss(model(rows(0, 7))))
+    return {}
+
+
+@case(**{f"level_{level}": "must be a tensor of one element (got shape (6, 4))" for level in range(4)})
+def loss_that_is_not_reduced(init: Init) -> dict[str, Tensor]:
+    return _not_a_loss(init, lambda y: y)
+
+
+@case(**{f"level_{level}": "must be a tensor of one element (got one without a gradient)" for level in range(4)})
+def loss_that_is_detached(init: Init) -> dict[str, Tensor]:
+    return _not_a_loss(init, lambda y: y.detach().mean())
+
+
+@case(**{f"level_{level}": "must be a tensor of one element (got dict)" for level in range(4)})
+def loss_in_a_dict(init: Init) -> dict[str, Tensor]:
+    return _not_a_loss(init, lambda y: {"loss": y.mean()})
+
+
+@case(level_3="is traced (by torch.jit.trace")
+def traced_after_training(init: Init) -> dict[str, Tensor]:
+    model, optimizer = init(chain())
+    train(model, optimizer, lambda model, x: model(x).square().mean())
+    with torch.no_grad():
+        traced = torch.jit.trace(model, torch.ones(2, 7), check_trace=False)
+        return {"outputs": traced(torch.ones(2, 7))}
+
+
+@case(level_3="is traced (by torch.jit.trace")
+def exported_after_training(init: Init) -> dict[str, Tensor]:
+    model, optimizer = init(chain())
+    train(model, optimizer, lambda model, x: model(x).square().mean())
+    exported = torch.export.export(model, (torch.ones(2, 7),))
+    return {"outputs": exported.module()(torch.ones(2, 7)).detach()}
+
+
+REPLACED = "is not in the model any more"
+
+
+@case(level_0=REPLACED, level_1=REPLACED, level_2=REPLACED, level_3="load_state_dict(assign=True) would put")
+def weights_assigned_by_load_state_dict(init: Init) -> dict[str, Tensor]:
+    model, optimizer = init(chain())
+    model[0].load_state_dict(nn.Linear(7, 8).state_dict(), assign=True)
+    return train(model, optimizer, lambda model, x: model(x).square().mean())
+
+
+class _Symmetric(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.triu() + x.triu(1).T
+
+    def right_inverse(self, x: Tensor) -> Tensor:
+        return x.triu()
+
+
+def _parametrized(init: Init, change: Callable[[nn.Module], None]) -> dict[str, Tensor]:
+    model = nn.Sequential(*(nn.Linear(7, 7) for _ in range(3)))
+    for layer in model:
+        parametrize.register_parametrization(layer, "weight", _Symmetric())
+    model, optimizer = init(model)
+    train(model, optimizer, lambda model, x: model(x).square().mean(), 1)
+    with torch.no_grad():
+        change(model[0])
+    return train(model, optimizer, lambda model, x: model(x).square().mean())
+
+
+@case()
+def parametrization_assigned(init: Init) -> dict[str, Tensor]:
+    return _parametrized(init, lambda layer: setattr(layer, "weight", torch.eye(7)))
+
+
+@case(level_3="linear() is not in the table")
+def parametrization_removed(init: Init) -> dict[str, Tensor]:
+    return _parametrized(init, lambda layer: parametrize.remove_parametrizations(layer, "weight"))
 
 
 START = "The ranks start from different weights: 1.running_mean differs"

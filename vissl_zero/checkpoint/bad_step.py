@@ -72,9 +72,9 @@ def write_bad_step(
     parts = [*snapshot.parts, *snapshot.replicated, *_batch_parts(run, micro_batches)]
     local_bytes = sum(part.num_elements * part.dtype.itemsize for part in parts)
     num_bytes = int(collectives.all_reduce_sum(torch.tensor(local_bytes)))
-    _agree(lambda: _prepare(run, folder, num_bytes) if run.is_main else None, folder)
+    _require_all(lambda: _prepare(run, folder, num_bytes) if run.is_main else None, folder)
     step = snapshot.manifest.step
-    _agree(lambda: write_rank(folder, step, run.rank, parts, snapshot.scalars, snapshot.rng), folder)
+    _require_all(lambda: write_rank(folder, step, run.rank, parts, snapshot.scalars, snapshot.rng), folder)
 
     def complete() -> None:
         if run.is_main:
@@ -82,7 +82,7 @@ def write_bad_step(
             save_resolved(run.plan, folder / RESOLVED_FILE)
             write_json(folder / _FACTS_NAME, asdict(facts))
 
-    _agree(complete, folder)
+    _require_all(complete, folder)
     return folder, num_bytes
 
 
@@ -94,18 +94,12 @@ def _prepare(run: Run, folder: Path, num_bytes: int) -> None:
     folder.mkdir(parents=True)
 
 
-def _agree(work: Callable[[], object], folder: Path) -> None:
+def _require_all(work: Callable[[], object], folder: Path) -> None:
     """Do ``work`` on every rank; if it fails on one, remove the folder and raise on all. Collective."""
-    reason = None
-    try:
-        work()
-    except (OSError, CheckpointError) as error:
-        reason = str(error) or type(error).__name__
-    reasons = [text for text in collectives.all_gather_objects(reason) if text is not None]
-    if reasons:
+    if reason := collectives.first_failure(work, OSError, CheckpointError):
         if collectives.rank() == 0:
             shutil.rmtree(folder, ignore_errors=True)
-        raise NotWrittenError(reasons[0])
+        raise NotWrittenError(reason)
 
 
 def read_facts(folder: Path) -> BadStep:

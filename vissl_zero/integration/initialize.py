@@ -26,7 +26,12 @@ from vissl_zero.integration.ema import take_ema
 from vissl_zero.integration.fit import choose_plan
 from vissl_zero.integration.settings import ZeroSettings, read_settings
 from vissl_zero.integration.sharded_optimizer import ZeroOptimizer
-from vissl_zero.integration.user_optimizer import optimizer_facts, read_optimizer, unchanged_on_error
+from vissl_zero.integration.user_optimizer import (
+    optimizer_facts,
+    read_optimizer,
+    require_plain_step,
+    unchanged_on_error,
+)
 from vissl_zero.registry import STRATEGIES
 from vissl_zero.resolve.host import rank_numbers, require_interfaces
 from vissl_zero.resolve.offload import offload_notes, offload_plans
@@ -80,9 +85,6 @@ def initialize(
     if not isinstance(model, nn.Module):
         fix = "Give the model first: initialize(model, optimizer=..., zero=...)."
         raise ConfigError([Problem("model", type(model).__name__, "must be a torch module", fix)])
-    if is_marked_sharded(model):
-        fix = "Build the model again, or keep the optimizer it has."
-        raise ConfigError([Problem("model", type(model).__name__, "was already passed to initialize()", fix)])
     _require_fresh(model)
     follower = take_ema(model)
     precision, notes = choose_precision(model, settings)
@@ -126,6 +128,8 @@ def initialize(
     num_ranks = plan.ranks_per_copy(collectives.world_size())
     if plan.wrap_threshold and keeps_parameters_whole(plan, num_ranks, collectives.world_size(), where.type):
         notes = (*notes, f"zero.wrap_threshold{NO_UNITS}")
+    if plan.level:
+        require_plain_step(optimizer)
     _print_notes((*settings.notes, *tier_notes, *notes))
     if where.type == "cpu":
         set_allocator(plan)
@@ -168,7 +172,14 @@ def _facts(plan: ShardingPlan, accumulation_steps: int) -> list[str]:
 
 
 def _require_fresh(model: nn.Module) -> None:
-    """Refuse parameters without a shape, and gradients, which are of this rank alone."""
+    """Refuse what is sharded already, parameters without a shape, and gradients, which are of this rank alone."""
+    if sharded := [name for name, module in model.named_modules() if is_marked_sharded(module)]:
+        fix = (
+            "Build the model again, or keep the optimizer it has. Give initialize() the whole model once, or each part."
+        )
+        raise ConfigError(
+            [Problem("model", sharded[0] or type(model).__name__, "was already passed to initialize()", fix)]
+        )
     if lazy := [name for name, param in model.named_parameters() if is_lazy(param)]:
         fix = "Run one batch through the model first, with torch.no_grad()."
         raise ConfigError([Problem("model", lazy[0], "has a lazy layer that has seen no input", fix)])

@@ -127,8 +127,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Args:
             loss: 0-d, this rank's mean over its own samples.
         Raises:
-            VisslZeroError: under accumulation, for a second micro-batch before ``step``.
+            VisslZeroError: ``loss`` is no number that was computed with gradients; under accumulation, for a second
+                micro-batch before ``step``.
         """
+        _require_loss(loss)
         self._require_same_gradients()
         if self._is_run_again and self._accumulation_steps > 1:
             raise VisslZeroError(
@@ -421,6 +423,19 @@ class ZeroOptimizer(torch.optim.Optimizer):
             )
 
 
+def _require_loss(loss: Any) -> None:
+    """Refuse what has no gradient to take, in other words than torch's, which name neither the call nor the fix."""
+    if not isinstance(loss, Tensor):
+        shown, fix = type(loss).__name__, "Take the loss out of the model's output, and do without .item()"
+    elif loss.numel() != 1:
+        shown, fix = f"shape {tuple(loss.shape)}", "Reduce it: loss.mean()"
+    elif not loss.requires_grad:
+        shown, fix = "one without a gradient", "Compute it outside torch.no_grad() from what is trained, undetached"
+    else:
+        return
+    raise VisslZeroError(f"optimizer.backward(loss): loss must be a tensor of one element (got {shown}). {fix}.")
+
+
 def _own_params(sharded: ShardedModel, model: nn.Module) -> list[list[nn.Parameter]] | None:
     """List the model's parameters of each group; None where the engine has put others in their place."""
     params = dict(model.named_parameters())
@@ -467,12 +482,12 @@ def save_state(sharded: ShardedModel, folder: Path, step: int, extra: Sequence[P
         write_rank(folder, step, collectives.rank(), parts, sharded.scalars(), {})
 
     try:
-        _on_all(write)
+        _require_all(write)
         # Not in the same go: the manifest names the files of every rank, so all must have written theirs.
-        _on_all(lambda: commit(folder, manifest) if is_first else None)
+        _require_all(lambda: commit(folder, manifest) if is_first else None)
     except CheckpointError:
         if is_first:
-            # All ranks have stopped writing by now: ``_on_all`` raises only after it has heard from each.
+            # All ranks have stopped writing by now: ``_require_all`` raises only after each rank has answered.
             discard(folder, step)
         raise
 
@@ -525,15 +540,7 @@ def _places(groups: Sequence[dict[str, Any]]) -> dict[str, tuple[int, int]]:
     return {name: (number, place) for number, group in enumerate(groups) for place, name in enumerate(group["params"])}
 
 
-def _on_all(work: Callable[[], object]) -> None:
-    """Do ``work``; if it fails on any rank, raise on every rank."""
-    error: Exception | None = None
-    try:
-        work()
-    except (OSError, CheckpointError) as caught:
-        error = caught
-    has_failed = bool(collectives.all_reduce_max(torch.tensor(float(error is not None))))
-    if error is not None:
-        raise CheckpointError(f"The checkpoint could not be written: {error}.") from error
-    if has_failed:
-        raise CheckpointError("The checkpoint could not be written: another rank failed; see its message.")
+def _require_all(work: Callable[[], object]) -> None:
+    """Do ``work`` on every rank; if it fails on one, raise on all. Collective."""
+    if reason := collectives.first_failure(work, OSError, CheckpointError):
+        raise CheckpointError(f"The checkpoint could not be written: {reason}.")

@@ -20,7 +20,7 @@ from vissl_zero.errors import ConfigError, Problem, did_you_mean
 from vissl_zero.optim.adaptation import Adaptation, Larc, OptimizerFactory
 from vissl_zero.optim.elementwise import lars, sgd
 from vissl_zero.optim.param_groups import ParamGroup
-from vissl_zero.optim.update_rule import set_own, with_wrapped
+from vissl_zero.optim.update_rule import has_hooks, set_own, with_wrapped
 from vissl_zero.optim.whole_tensor import AdamW8bit, MuonAdamW, NorMuonAdamW, Shampoo
 
 Groups = list[dict[str, Any]]
@@ -94,6 +94,24 @@ def _require_step_alone(optimizer: torch.optim.Optimizer) -> None:
         fix = "Use a first-order optimizer such as AdamW, or plain torch in one process."
         must = "must step without a closure: it would run the model several times in one step"
         raise ConfigError([Problem("optimizer", name, must, fix)])
+
+
+def require_plain_step(optimizer: Any) -> None:
+    """Refuse a torch optimizer whose step calls other code than its class's: it would see this rank's rows alone.
+
+    A scheduler's own wrapper, which counts steps, may stay.
+
+    Raises:
+        ConfigError: it has step hooks, or a ``step`` of its own.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return
+    is_replaced = not getattr(vars(optimizer).get("step"), "_wrapped_by_lr_sched", "step" not in vars(optimizer))
+    if is_replaced or has_hooks(optimizer):
+        what = "a step() that was replaced" if is_replaced else "step hooks"
+        must = f"has {what}, which would see the rows of one rank above level 0"
+        fix = "Do it to the optimizer that initialize() returns: its groups show the model's parameters."
+        raise ConfigError([Problem("optimizer", type(optimizer).__name__, must, fix)])
 
 
 def _all_trainable(model: nn.Module) -> ParamGroup:

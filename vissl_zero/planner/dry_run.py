@@ -15,6 +15,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
 from vissl_zero.config.blocks.data import Data
@@ -79,9 +80,9 @@ class DryRun:
     lr_first: float
     lr_peak: float
     lr_last: float
-    left_out: Sequence[str] = ()
-    built_whole: str = ""
-    start_bytes: int = 0
+    left_out: Sequence[str]
+    built_whole: str
+    start_bytes: int
 
     @property
     def needed(self) -> int:
@@ -127,14 +128,10 @@ class Stage:
     crops: tuple[tuple[int, int, int], ...]
     assumed: tuple[str, ...]
 
-    @property
-    def num_steps(self) -> int:
-        """Number of optimizer steps of the schedule."""
-        return self.loader.steps_per_epoch * self.plan.num_epochs
-
     def can_split(self) -> bool:
         """Check whether smaller micro-batches give the same gradients: uncoupled samples, or exact accumulation."""
-        return (self.plan.exact_accumulation or not self.method.couples_samples) and not self.forecaster.has_batch_norm
+        has_batch_norm = any(isinstance(module, _BatchNorm) for module in self.model.modules())
+        return (self.plan.exact_accumulation or not self.method.couples_samples) and not has_batch_norm
 
     def apply(self, function: Callable[[Forecaster], T]) -> T:
         """Call a function of the forecaster as the run computes: on fake tensors, in its number format."""
@@ -329,12 +326,16 @@ def dry_run(plan: ResolvedRun, check: Callable[[nn.Module], object] | None = Non
     """Forecast what a run will hold and how long it is; arguments, cost and errors as of ``set_stage``."""
     stage = set_stage(plan, check)
     forecast = stage.forecast()
-    num_steps, per_epoch = stage.num_steps, stage.loader.steps_per_epoch
+    per_epoch = stage.loader.steps_per_epoch
+    num_steps = per_epoch * plan.num_epochs
     schedules = Schedules(plan, stage.groups, per_epoch)
     rates = [schedules.lr(step) for step in range(0, num_steps, max(1, num_steps // 1000))]
     end = num_steps if plan.max_steps is None else min(num_steps, plan.max_steps)
     end = 0 if plan.config.TEST_ONLY else end
     params = list(stage.model.parameters())
+    # What keeps parameters whole holds the whole model all the time.
+    is_cut = shards_parameters(plan.sharding, forecast.wrap_plan.num_ranks, plan.world_size, plan.device)
+    built_whole = why_whole(stage.model) if is_cut else ""
     return DryRun(
         plan=plan,
         forecast=forecast,
@@ -350,18 +351,9 @@ def dry_run(plan: ResolvedRun, check: Callable[[nn.Module], object] | None = Non
         lr_first=rates[0],
         lr_peak=max(rates),
         lr_last=schedules.lr(max(end - 1, 0)),
-        **_start(stage, forecast.wrap_plan.num_ranks),
+        built_whole=built_whole,
+        start_bytes=whole_start_bytes(stage.model) if built_whole else 0,
     )
-
-
-def _start(stage: Stage, num_ranks: int) -> dict[str, Any]:
-    """Compute ``built_whole`` and ``start_bytes`` of a ``DryRun``."""
-    plan = stage.plan
-    # What keeps parameters holds the whole model all the time.
-    if not shards_parameters(plan.sharding, num_ranks, plan.world_size, plan.device):
-        return {}
-    reason = why_whole(stage.model)
-    return {"built_whole": reason, "start_bytes": whole_start_bytes(stage.model)} if reason else {}
 
 
 @contextmanager

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from vissl_zero.errors import ConfigError, Problem, VisslZeroError
 from vissl_zero.models.model import Unit
@@ -23,12 +22,7 @@ from vissl_zero.optim.param_groups import ParamGroup
 from vissl_zero.optim.update_rule import UpdateRule
 from vissl_zero.planner.machine_profile import MachineProfile
 from vissl_zero.planner.memory_model import ModelFacts, StepMemory, UpdateFacts, step_memory
-from vissl_zero.planner.step_time import (
-    cause_of,
-    machine_for,
-    step_seconds,
-    work_seconds,
-)
+from vissl_zero.planner.step_time import cause_of, machine_for, step_seconds, work_seconds
 from vissl_zero.planner.step_trace import Recorder, StepTrace, record_step
 from vissl_zero.resolve.resolved import ShardingPlan, keeps_parameters_whole
 from vissl_zero.sharding.memory import Bytes, Storages
@@ -38,7 +32,7 @@ from vissl_zero.sharding.model.precision import rounded, run_in_precision
 from vissl_zero.sharding.model.wrap_plan import WrapPlan, plan_wrap
 from vissl_zero.sharding.param_facts import gathered_bytes, param_facts
 from vissl_zero.sharding.state.saved_state import saved_buffers
-from vissl_zero.sharding.state.shard import Shard, whole_shard
+from vissl_zero.sharding.state.shard import whole_shard
 from vissl_zero.sharding.strategy import update_rule_of
 from vissl_zero.sharding.torch_private import own_buffers, own_parameters, pretended_ranks
 from vissl_zero.sharding.update.stepper import Clipping, Stepper
@@ -135,7 +129,7 @@ class Forecaster:
     """
 
     def __init__(self, subject: Subject, plan: ShardingPlan):
-        self._subject, self._plan = subject, plan
+        self._subject, self._machine = subject, subject.machine or machine_for(subject.device_type)
         self._traces: dict[tuple[str, ...], StepTrace | str] = {}
         self._wrap_plans: dict[tuple[Any, ...], WrapPlan] = {}
         self._model_facts: dict[int, ModelFacts] = {}
@@ -164,7 +158,7 @@ class Forecaster:
         is_whole = keeps_parameters_whole(plan, num_ranks, subject.world_size, subject.device_type)
         if not is_whole:
             wrap_plan = replace(wrap_plan, whole_bytes=gathered_bytes(facts.params, plan, num_ranks))
-        step, seconds, machine = None, None, subject.machine or machine_for(subject.device_type)
+        step, seconds = None, None
         unknown = trace if isinstance(trace, str) else ""
         if isinstance(trace, StepTrace):
             ranks, nodes, device = subject.world_size, subject.num_nodes, subject.device_type
@@ -175,11 +169,25 @@ class Forecaster:
             else:
                 unknown = f"the {plan.engine} engine's own buffers are not modeled"
             threads = subject.num_threads
-            seconds = step_seconds(trace, facts, plan, ranks, nodes, passes, machine, device, step, threads)
-            losses = work_seconds(trace.loss_work, plan, machine)
+            seconds = step_seconds(trace, facts, plan, ranks, nodes, passes, self._machine, device, step, threads)
+            losses = work_seconds(trace.loss_work, plan, self._machine)
             seconds -= passes * (1 - 1 / subject.passes_per_loss) * losses
-        teacher_bytes = sum(p.num_bytes if is_whole else p.padded(num_ranks) for p in facts.teacher.values())
-        memory = self._rest(plan, wrap_plan, facts, num_ranks, trace, teacher_bytes)
+        params, teacher_bytes = (
+            sum(param.num_bytes if is_whole else param.padded(num_ranks) for param in held.values())
+            for held in (facts.params, facts.teacher)
+        )
+        shards = {name: param.padded(num_ranks) for name, param in facts.params.items()}
+        scalars = sum(param.itemsize for param in facts.teacher.values() if not param.shape)  # never on a disk
+        buffers = sum(buffer.nbytes for buffer in subject.model.buffers()) + facts.average_buffer_bytes
+        memory = Bytes(  # as ``ShardedModel.ledger`` counts it
+            params=params,
+            grads=sum(size for name, size in shards.items() if facts.params[name].is_trained),
+            optimizer=facts.updates[num_ranks].state_bytes,
+            activations=trace.kept_bytes if isinstance(trace, StepTrace) else 0,
+            buffers=buffers + (sum(shards.values()) if subject.is_averaged else 0),
+            teacher=(scalars if plan.offload_params.is_on_disk else teacher_bytes) + facts.teacher_buffer_bytes,
+            params_step_peak=params + wrap_plan.whole_bytes,
+        )
         return Forecast(wrap_plan, memory, step, unknown, seconds, teacher_bytes, facts.teacher_buffer_bytes)
 
     @property
@@ -199,20 +207,15 @@ class Forecaster:
         again = self.trace(every)
         if isinstance(kept, str) or isinstance(again, str):
             return []
-        machine = self._subject.machine or machine_for(self._subject.device_type)
         before, after, times = kept.forward_bytes(), again.forward_bytes(), self._subject.passes
+        seconds = {name: times * work_seconds(work, plan, self._machine) for name, work in kept.forward_work.items()}
         blocks = [
-            Recomputable(name, before[name] - after[name], times * work_seconds(kept.forward_work[name], plan, machine))
+            Recomputable(name, before[name] - after[name], seconds[name])
             for name in self._wrap_plan(every).checkpointed
             if name in before and name in after
         ]
         useful = [block for block in blocks if block.saved_bytes > 0]
         return sorted(useful, key=lambda block: block.seconds / block.saved_bytes)
-
-    @property
-    def has_batch_norm(self) -> bool:
-        """Return whether samples of a micro-batch share statistics."""
-        return any(isinstance(module, _BatchNorm) for module in self._subject.model.modules())
 
     def trace(self, plan: ShardingPlan) -> StepTrace | str:
         """Record a micro-batch as ``plan`` computes it, or say why there is none."""
@@ -254,7 +257,9 @@ class Forecaster:
         subject = self._subject
         if plan.precision.compute != plan.precision.master:
             return f"parameters computed in {plan.precision.compute} are not recorded"
-        _recompute(subject.model, checkpointed)
+        for name, module in subject.model.named_modules():
+            if isinstance(module, Unit):
+                module.checkpoint = name in checkpointed
         units = self._wrap_plan(replace(plan, level=3))
         others = [] if subject.loss is None else [*subject.loss.buffers(), *subject.loss.parameters()]
         modules = [subject.model, *([] if subject.teacher is None else [subject.teacher])]
@@ -315,34 +320,6 @@ class Forecaster:
             teacher_buffer_bytes=0 if teacher is None else sum(buffer.nbytes for buffer in teacher.buffers()),
         )
 
-    def _rest(
-        self,
-        plan: ShardingPlan,
-        wrap_plan: WrapPlan,
-        facts: ModelFacts,
-        num_ranks: int,
-        trace: StepTrace | str,
-        teacher_params: int,
-    ) -> Bytes:
-        """Forecast the bytes after the backward pass, as ``ShardedModel.ledger`` counts them."""
-        subject = self._subject
-        sharded = sum(param.padded(num_ranks) for param in facts.params.values())
-        is_whole = keeps_parameters_whole(plan, num_ranks, subject.world_size, subject.device_type)
-        held = sum(param.num_bytes for param in facts.params.values()) if is_whole else sharded
-        trained = [facts.params[name] for group in subject.groups for name in group.params]
-        if plan.offload_params.is_on_disk:
-            teacher_params = sum(param.itemsize for param in facts.teacher.values() if not param.shape)
-        buffers = sum(buffer.nbytes for buffer in subject.model.buffers())
-        return Bytes(
-            params=held,
-            grads=sum(param.padded(num_ranks) for param in trained),
-            optimizer=facts.updates[num_ranks].state_bytes,
-            activations=trace.kept_bytes if isinstance(trace, StepTrace) else 0,
-            buffers=buffers + (sharded if subject.is_averaged else 0) + facts.average_buffer_bytes,
-            teacher=teacher_params + facts.teacher_buffer_bytes,
-            params_step_peak=held + wrap_plan.whole_bytes,
-        )
-
 
 def fake_(module: nn.Module, device: torch.device = torch.device("cpu")) -> None:  # noqa: B008 - it never changes
     """Put fake tensors on a device in the place of those that are not there, tied ones once. In ``FakeTensorMode``."""
@@ -363,18 +340,6 @@ def fake_(module: nn.Module, device: torch.device = torch.device("cpu")) -> None
 
 
 _NORM_BYTES = 64  # that a parameter may take in tables of norms
-
-
-def _shard(param: Tensor, num_ranks: int) -> Tensor:
-    """Select the first rank's rows, which ``ParamFacts.padded`` counts. ``chunk`` makes a tensor for every rank."""
-    return param if param.dim() == 0 else param[: -(-param.shape[0] // num_ranks)]
-
-
-def _recompute(model: nn.Module, checkpointed: Sequence[str]) -> None:
-    """Run these units again in backward, and no others."""
-    for name, module in model.named_modules():
-        if isinstance(module, Unit):
-            module.checkpoint = name in checkpointed
 
 
 @dataclass(frozen=True)
@@ -400,7 +365,9 @@ def _trained(subject: Subject, model: nn.Module, num_ranks: int, rule: UpdateRul
     trained = [(group, name) for group in subject.groups for name in group.params]
     owners = partition([params[name].numel() for _, name in trained], num_ranks)
     is_whole = rule is UpdateRule.PER_TENSOR
-    parts = [params[name] if is_whole else _shard(params[name], num_ranks) for _, name in trained]
+    tensors = [params[name] for _, name in trained]
+    # Rows as ``ParamFacts.padded`` counts them; ``chunk`` would make a tensor for every rank.
+    parts = [t if is_whole or not t.dim() else t[: -(-t.shape[0] // num_ranks)] for t in tensors]
     treatment = {group.name: group.weight_decay if subject.is_uniform else group.name for group in subject.groups}
     return [
         _Trained(group, name, part, (treatment[group.name], part.shape, part.dtype))
@@ -433,10 +400,11 @@ def _update(subject: Subject, plan: ShardingPlan, num_ranks: int, rule: UpdateRu
     return UpdateFacts(state_bytes, num_keys, temporary, sum(wholes), max(wholes, default=0))
 
 
-def _stepper(
-    subject: Subject, plan: ShardingPlan, rows: Sequence[_Trained]
-) -> tuple[Stepper, dict[int, Shard], torch.optim.Optimizer]:
-    """Build what updates copies of ``rows``, and these by the id of their row."""
+def _stepped(subject: Subject, plan: ShardingPlan, rows: Sequence[_Trained]) -> tuple[dict[Any, int], int, int]:
+    """Measure state bytes of a parameter by its kind, state tensors per parameter, and the most bytes made meanwhile.
+
+    Measured on the optimizer itself, over copies of ``rows``. It steps twice: the first step creates its state.
+    """
     shards = {id(row): whole_shard(row.name, nn.Parameter(row.part.detach().clone())) for row in rows}
     tables = [
         {
@@ -452,16 +420,7 @@ def _stepper(
     # In a recorder, though nothing is counted: it keeps fused kernels from running on memory that is not there.
     with Recorder(Storages(), has_values=True):
         optimizer, adaptation = rounded(subject.build_optimizer, plan, local_shards)(tables)
-    return Stepper(local_shards, optimizer, adaptation, Clipping.of(plan), None, None), shards, optimizer
-
-
-def _stepped(subject: Subject, plan: ShardingPlan, rows: Sequence[_Trained]) -> tuple[dict[Any, int], int, int]:
-    """Measure state bytes of a parameter by its kind, state tensors per parameter, and the most bytes made meanwhile.
-
-    Measured on the optimizer itself, stepped twice: the first step creates its state.
-    """
-    stepper, shards, optimizer = _stepper(subject, plan, rows)
-    local_shards = [*shards.values()]
+    stepper = Stepper(local_shards, optimizer, adaptation, Clipping.of(plan), None, None)
     for shard in local_shards:
         shard.local.grad = torch.zeros_like(shard.local)
     with Recorder(Storages(), has_values=True):
@@ -477,8 +436,5 @@ def _stepped(subject: Subject, plan: ShardingPlan, rows: Sequence[_Trained]) -> 
     sizes = {
         kind: sum(value.nbytes for _, value in pairs if isinstance(value, Tensor)) for kind, pairs in states.items()
     }
-    return (
-        sizes,
-        len({key for pairs in states.values() for key, value in pairs if isinstance(value, Tensor)}),
-        recorder.peak_bytes(),
-    )
+    num_keys = len({key for pairs in states.values() for key, value in pairs if isinstance(value, Tensor)})
+    return sizes, num_keys, recorder.peak_bytes()

@@ -73,7 +73,8 @@ class ModelFacts:
     Attributes:
         params: parameters of the model, by full name, in its order.
         buffer_bytes: running statistics and other buffers, and buffers of the loss.
-        average_bytes: a running average of the weights keeps, of the whole model; 0 without one.
+        average_buffer_bytes: buffers of a running average of the weights; 0 without one.
+        is_averaged: there is such an average.
         teacher: parameters of the teacher, by full name; empty without one.
         teacher_buffer_bytes: its buffers.
         updates: updates by the number of ranks that share a copy of the state.
@@ -176,25 +177,23 @@ def step_memory(
     return step.result()
 
 
+@dataclass
 class _Step:
-    """Lays a level over a recording. Bytes are kept as changes at places of one merged timeline."""
+    """Lays a level over a recording; see ``step_memory``. Bytes are changes at places of one merged timeline."""
 
-    def __init__(
-        self,
-        trace: StepTrace,
-        facts: ModelFacts,
-        plan: ShardingPlan,
-        world_size: int,
-        device_type: str,
-        num_nodes: int,
-        micro_batches: int,
-    ):
-        self.trace, self.facts, self.plan = trace, facts, plan
-        self.num_ranks = num_ranks = plan.ranks_per_copy(world_size)
-        self.world_size, self.device_type = world_size, device_type
-        self.num_nodes, self.micro_batches = num_nodes, micro_batches
-        self.is_whole = keeps_parameters_whole(plan, num_ranks, world_size, device_type)
-        self.has_shards = shards_parameters(plan, num_ranks, world_size, device_type)
+    trace: StepTrace
+    facts: ModelFacts
+    plan: ShardingPlan
+    world_size: int
+    device_type: str
+    num_nodes: int
+    micro_batches: int
+
+    def __post_init__(self) -> None:
+        plan, facts = self.plan, self.facts
+        self.num_ranks = num_ranks = plan.ranks_per_copy(self.world_size)
+        self.is_whole = keeps_parameters_whole(plan, num_ranks, self.world_size, self.device_type)
+        self.has_shards = shards_parameters(plan, num_ranks, self.world_size, self.device_type)
         self.trained = {name: param for name, param in facts.params.items() if param.is_trained}
         self.stored = params_on_disk(facts.params, plan, num_ranks)
         self.stored_teacher = params_on_disk(facts.teacher, plan, num_ranks)
@@ -210,6 +209,8 @@ class _Step:
         self.gathered: set[str] = set()
         self.gathered_of_teacher: set[str] = set()
         self.pending: dict[str, int] = {}
+        self.finished: set[str] = set()  # parameters whose gradients are
+        self.unsent = deque(self.buckets())
         self.num_messages = 0  # of finished gradients so far
         self.waiting: deque[int] = deque()  # bytes of gradients that would be sent, were another rank not behind
         self.widened = 0  # bytes that buckets in a wider format have more than the gradients in them
@@ -240,14 +241,15 @@ class _Step:
         """Return the bytes of a parameter that a rank of a shard group holds."""
         return param.padded(self.num_ranks) if self.plan.level else param.num_bytes
 
-    def held(self, params: Mapping[str, ParamFacts]) -> int:
-        """Sum the bytes of parameters a rank holds between units."""
-        return sum(self.part(p) if self.has_shards else p.num_bytes for p in params.values())
+    def held(self, params: Mapping[str, ParamFacts], stored: Mapping[str, ParamFacts]) -> list[int]:
+        """List the bytes of each parameter that a rank holds in memory between units."""
+        held = (param for name, param in params.items() if name not in stored)
+        return [self.part(param) if self.has_shards else param.num_bytes for param in held]
 
     def on_device(self, params: Mapping[str, ParamFacts], stored: Mapping[str, ParamFacts]) -> int:
         """Sum their bytes where a rank computes, between units. Scalars are not cut, and stay there."""
         if self.device_type == "cpu" or self.plan.offload_params.place(self.device_type) == "device":
-            return self.held(params) - self.held(stored)
+            return sum(self.held(params, stored))
         return sum(param.itemsize for param in params.values() if not param.shape)
 
     def communication(self) -> Iterator[tuple[str, int]]:
@@ -384,11 +386,10 @@ class _Step:
     def run(self) -> None:
         """Walk over all marks."""
         self.begin()
-        queue = _Queue([list(bucket) for bucket in self.buckets()])
         for index, mark in enumerate(self.trace.marks):
             # Each mark takes a place of its own among the deltas; result() moves the deltas to make room.
             self.place = mark.place + index
-            self.take(mark, queue)
+            self.take(mark)
         self.place = len(self.trace.deltas) + len(self.trace.marks)
         if self.waiting:
             self.place += 1
@@ -406,15 +407,13 @@ class _Step:
                 self.free(unit, self.gathered, "params")
         self.place += 1
 
-    def take(self, mark: Mark, queue: _Queue) -> None:
+    def take(self, mark: Mark) -> None:
         """Apply what one mark changes."""
         moment, name = mark.moment, mark.name
-        if moment == Moment.FORWARD_IN:
+        if moment in (Moment.FORWARD_IN, Moment.BACKWARD_IN):
             self.gather(name, self.gathered, "params")
         elif moment == Moment.FORWARD_OUT and self.plan.level == 3:
             self.free(name, self.gathered, "params")
-        elif moment == Moment.BACKWARD_IN:
-            self.gather(name, self.gathered, "params")
         elif moment == Moment.BACKWARD_OUT and self.has_shards:
             self.reduce(name)
             if self.plan.level == 3:
@@ -424,9 +423,9 @@ class _Step:
         elif moment == Moment.TEACHER_OUT and self.plan.level == 3:
             self.free(name, self.gathered_of_teacher, "teacher")
         elif moment == Moment.GRADIENT:
-            self.gradient(name, mark.num_bytes, queue)
+            self.gradient(name, mark.num_bytes)
 
-    def gradient(self, name: str, num_bytes: int, queue: _Queue) -> None:
+    def gradient(self, name: str, num_bytes: int) -> None:
         """Count a finished gradient: it stays, is sent, or waits for its unit."""
         param = self.facts.params[name]
         has_earlier = self.micro_batches > 1
@@ -438,7 +437,9 @@ class _Step:
         # At levels 0 and 1 it was added to that of earlier micro-batches, and counted as an activation until then.
         if not (has_earlier and self.plan.level < 2):
             self.change("grads", num_bytes)
-        for bucket in queue.ready(name):
+        self.finished.add(name)
+        while self.unsent and self.finished.issuperset(self.unsent[0]):  # a bucket waits for those before it
+            bucket = self.unsent.popleft()
             total = sum(self.facts.params[done].num_bytes for done in bucket)
             if self.is_whole:
                 self.num_messages += 1
@@ -575,8 +576,7 @@ class _Step:
             ("teacher", facts.teacher, self.stored_teacher),
         ):
             constants[kind] -= self.on_device(params, stored)
-            held = [param for name, param in params.items() if name not in stored]
-            replay.keep(self.part(param) if self.has_shards else param.num_bytes for param in held)
+            replay.keep(self.held(params, stored))
         if self.is_whole:
             replay.keep(param.padded(self.num_ranks) for param in self.trained.values())
             constants.pop("grads", 0)
@@ -588,7 +588,7 @@ class _Step:
         temporary = update.temporary_bytes if self.takes_temporaries else 0
         replay.run(self.trace, self.blocks, self.spikes, images, states, [temporary, self.whole_tensors()])
         gradients = [param.num_bytes for param in self.trained.values()]
-        others = sum(constants.values()) + process_bytes(self.plan, self.world_size, self.micro_batches, gradients)
+        others = sum(constants.values()) + process_bytes(self.plan, self.world_size, gradients)
         return replay.peak_bytes + others, replay.cleared_bytes, replay.num_mapped
 
     def phases(self, places: Sequence[int], last: int) -> list[tuple[str, str]]:
@@ -649,22 +649,6 @@ class _Step:
         elif optimizer != "device" and self.device_type == "cuda":  # copies for the update; a teacher has none
             host += everything - self.shards(self.facts.teacher)
         return host, disk
-
-
-class _Queue:
-    """Gradients in the order in which they may leave: one waits for those before it."""
-
-    def __init__(self, buckets: Sequence[Sequence[str]]):
-        self._buckets = list(buckets)
-        self._ready: set[str] = set()
-        self._next = 0
-
-    def ready(self, name: str) -> Iterator[Sequence[str]]:
-        """Yield the buckets that may leave now that ``name`` is finished."""
-        self._ready.add(name)
-        while self._next < len(self._buckets) and self._ready.issuperset(self._buckets[self._next]):
-            yield self._buckets[self._next]
-            self._next += 1
 
 
 def _drawn(total: Tensor) -> list[int]:

@@ -268,17 +268,18 @@ def remedies(planned: Planned) -> list[Remedy]:
 
 def _passes_remedy(planned: Planned) -> Iterator[Remedy]:
     """Try more passes of a micro-batch, fewer first; refused for a model whose rows see each other."""
-    plan, before = planned.plan, _rows(planned)
+    plan = planned.plan
     for times in _PASSES:
         number = plan.crop_passes * times
-        stage = set_stage(replace(plan, crop_passes=number))
-        if chosen := chosen_of(rank_candidates([*before, *stage.forecasts()], planned.budget, plan.world_size)):
+        if chosen := _chosen_with(planned, set_stage(replace(plan, crop_passes=number))):
             yield Remedy(chosen, f"config.TRAINER.CROP_PASSES={number}", plan.global_batch, is_same=True)
             return
 
 
-def _rows(planned: Planned) -> Found:
-    return [(c.sharding, c.micro_batches, c.batch_per_rank, c.forecast) for c in planned.candidates]
+def _chosen_with(planned: Planned, stage: Stage) -> Candidate | None:
+    """Choose among the candidates and those of a changed recipe."""
+    before = [(c.sharding, c.micro_batches, c.batch_per_rank, c.forecast) for c in planned.candidates]
+    return chosen_of(rank_candidates([*before, *stage.forecasts()], planned.budget, planned.plan.world_size))
 
 
 def _exact_remedy(planned: Planned) -> Iterator[Remedy]:
@@ -286,7 +287,6 @@ def _exact_remedy(planned: Planned) -> Iterator[Remedy]:
     plan, key = planned.plan, "config.TRAINER.EXACT_ACCUMULATION=true"
     if plan.exact_accumulation:
         return
-    before = _rows(planned)
     for times in _SPLITS:
         batch, number = plan.batch_per_rank // times, plan.accumulation_steps * times
         if plan.batch_per_rank % times or any(candidate.micro_batches == number for candidate in planned.candidates):
@@ -294,7 +294,7 @@ def _exact_remedy(planned: Planned) -> Iterator[Remedy]:
         stage = set_stage(replace(plan, exact_accumulation=True, batch_per_rank=batch, accumulation_steps=number))
         if not stage.can_split():
             return
-        if chosen := chosen_of(rank_candidates([*before, *stage.forecasts()], planned.budget, plan.world_size)):
+        if chosen := _chosen_with(planned, stage):
             yield Remedy(chosen, key, plan.global_batch, is_same=True)
             return
 

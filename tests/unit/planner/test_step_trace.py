@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from vissl_zero.planner.step_trace import Kernel, Moment, Recorder, WorkCounter, kernel_of, record_step
+from vissl_zero.planner.step_trace import Kernel, Moment, Recorder, Work, kernel_of, record_step
 from vissl_zero.resolve.resolved import ShardingPlan
 from vissl_zero.sharding.memory import Storages
 from vissl_zero.sharding.model.batch_norm import batch_norm_group, convert_batch_norms
@@ -16,23 +16,18 @@ from vissl_zero.sharding.torch_private import pretended_ranks
 
 
 def test_each_operation_takes_the_longer_of_arithmetic_and_memory() -> None:
-    counter = WorkCounter()
-    counter.add(Kernel.PRODUCT, 4_000, 10)  # 400 a byte
-    counter.add(Kernel.PRODUCT, 10, 1_000)
-    counter.add(Kernel.CONVOLUTION, 4_000, 10)
-    counter.add(Kernel.PLAIN, 0, 500)
+    work = Work.of(Kernel.PRODUCT, 4_000, 10)  # 400 a byte
+    for one in ((Kernel.PRODUCT, 10, 1_000), (Kernel.CONVOLUTION, 4_000, 10), (Kernel.PLAIN, 0, 500)):
+        work = work.plus(Work.of(*one))
     rates = {Kernel.PRODUCT: 100.0, Kernel.CONVOLUTION: 50.0, Kernel.PLAIN: 100.0}
     # Of the sums of products alone arithmetic would decide: 4,010 / 100 s, and not 40 + 10.
-    assert counter.so_far().seconds(rates.__getitem__, memory=100.0) == pytest.approx(40 + 10 + 80 + 5)
+    assert work.seconds(rates.__getitem__, memory=100.0) == pytest.approx(40 + 10 + 80 + 5)
 
 
 def test_what_was_done_between_two_moments_can_be_repeated() -> None:
-    counter = WorkCounter()
-    counter.add(Kernel.PRODUCT, 100, 10)
-    before = counter.so_far()
-    counter.add(Kernel.CONVOLUTION, 300, 20)
-    counter.add(Kernel.PLAIN, 0, 7)
-    between = counter.so_far().plus(before, -1)
+    before = Work.of(Kernel.PRODUCT, 100, 10)
+    after = before.plus(Work.of(Kernel.CONVOLUTION, 300, 20)).plus(Work.of(Kernel.PLAIN, 0, 7))
+    between = after.plus(before, -1)
     done = before.plus(between, 3)
     assert done.num_operations == 1 + 3 * 2
     assert sum(done.flops) == 100 + 3 * 300 and sum(done.moved_bytes) == 10 + 3 * 27

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from vissl_zero import collectives
 from vissl_zero.errors import VisslZeroError
+from vissl_zero.sharding.state.checksum import checksum
 from vissl_zero.sharding.state.shard import Shard
 from vissl_zero.sharding.torch_private import (
     as_plain_tensors,
@@ -57,7 +58,7 @@ def require_equal_models(model: nn.Module, device: torch.device) -> None:
     named = [*params, *model.named_buffers()]
     require_equal("parameters or buffers", [f"{name}, of shape {tuple(t.shape)}" for name, t in named])
     require_equal("what is trained", [f"requires_grad={p.requires_grad} of {name}" for name, p in params])
-    sums = torch.stack([_checksum(tensor) for _, tensor in named]).to(device)
+    sums = torch.stack([checksum(tensor) for _, tensor in named]).to(device)
     differing = [named[index] for index in _differing(sums)]
     counters = [(name, tensor) for name, tensor in differing if _is_counter(tensor)]
     _refuse_differing([name for name, tensor in differing if not _is_counter(tensor)])
@@ -107,7 +108,7 @@ def equal_values(
         fill(module, name)
         for key, param in module.named_parameters(prefix=name):
             if key in bare - sums.keys():  # more than this may have been filled with what is in it
-                sums[key] = _checksum(param)
+                sums[key] = checksum(param)
 
     yield filled
     if collectives.world_size() > 1 and sums:
@@ -190,17 +191,6 @@ def text_digest(*values: object) -> int:
     return zlib.crc32(repr(values).encode())
 
 
-def _checksum(param: Tensor) -> Tensor:
-    """Compute two numbers (2,) that change with any value and with the order of values, rare coincidences aside."""
-    if param.is_meta or not param.numel() or param.is_complex():
-        return torch.zeros(2, dtype=torch.float64)
-    # NaN is unequal to itself, so equal models that hold one would be refused.
-    flat = param.detach().flatten().nan_to_num()
-    flat = flat if flat.is_floating_point() else flat.double()
-    ramp = torch.linspace(1.0, 2.0, flat.numel(), dtype=flat.dtype, device=flat.device)
-    return torch.stack([flat.sum(dtype=torch.float64), (flat * ramp).sum(dtype=torch.float64)])
-
-
 def _differing(values: Tensor) -> list[int]:
     """List the rows of ``values`` that are not the same on every rank; the same list everywhere."""
     # One maximum of a value and of its negative gives both bounds in a single message.
@@ -270,17 +260,19 @@ class ParameterGuard:
         """Mark writes into parameters that sharding makes itself. A context."""
         yield
         self._num_writes = self._count_writes()
+        for shard in self._shards:
+            shard.forget_writes()
 
     def written(self) -> int:
         """Digest what the loop has written into parameters since the last update; 0 if nothing. Not a collective.
 
-        Of a parameter that this rank holds in full the values count, else only that it was written. torch does not
-        count writes through ``.data``.
+        What counts is the values of a parameter that this rank holds in full, and of another one the full tensors
+        that were combined into it. torch does not count writes through ``.data`` at levels 0 to 2.
         Cost: one pass over what was written.
         """
         pairs = zip(self._shards, self._count_writes(), self._num_writes, strict=True)
         written = [shard for shard, number, before in pairs if number != before]
-        sums = [_checksum(shard.held()).tolist() if shard.is_held_whole else [] for shard in written]
+        sums = [shard.sum_of_writes().tolist() for shard in written]
         return text_digest([shard.name for shard in written], sums) if written else 0
 
     def _count_writes(self) -> list[tuple[int, int]]:

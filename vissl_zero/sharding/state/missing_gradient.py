@@ -116,6 +116,11 @@ class WatchedParameter(nn.Parameter):
         with torch.no_grad():
             self.copy_(value)
 
+    def set_(self, source: Tensor) -> WatchedParameter:  # type: ignore[override]
+        """Take over values, as a parametrization does when it is assigned to or removed; the memory stays."""
+        self.data = source
+        return self
+
     def _missing(self) -> str | None:
         """Explain why the loop cannot read the gradient that there is; None where it can, or there is none."""
         return None

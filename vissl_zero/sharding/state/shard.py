@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from vissl_zero import collectives
+from vissl_zero.sharding.state.checksum import checksum
 from vissl_zero.sharding.state.missing_gradient import ELSEWHERE, OF_THIS_RANK, WatchedParameter
 from vissl_zero.sharding.state.sharded_tensor import ShardedTensor, first_row, sharded
 from vissl_zero.sharding.torch_private import foreach_norm, local_tensor, real_grad, set_real_grad
@@ -79,6 +80,18 @@ class Shard:
     def held_shape(self) -> torch.Size:
         """Return the shape of ``held``, without reading it."""
         return self.local.shape
+
+    def sum_of_writes(self) -> Tensor:
+        """Sum up (2,) what must be the same on every rank where the loop has written into the parameter."""
+        if self.is_held_whole:
+            return checksum(self.held())
+        taken = self.source.taken if isinstance(self.source, ShardedTensor) else None
+        return torch.zeros(2, dtype=torch.float64) if taken is None else taken
+
+    def forget_writes(self) -> None:
+        """Forget them: an update has been made."""
+        if isinstance(self.source, ShardedTensor):
+            self.source.taken = None
 
     @property
     def is_held_whole(self) -> bool:

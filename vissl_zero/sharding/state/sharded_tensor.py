@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from vissl_zero.errors import VisslZeroError
 from vissl_zero.sharding.checks.waiting import waiting
+from vissl_zero.sharding.state.checksum import checksum
 from vissl_zero.sharding.state.missing_gradient import SPENT, MissingGradient
 from vissl_zero.sharding.state.sharded_view import ShardedView, is_view, run_on_views
 from vissl_zero.sharding.torch_private import (
@@ -112,11 +113,14 @@ class ShardedTensor(DTensor):
         store: where a parameter's values rest; None for what was computed.
         owner: the parameter whose memory this shares; None for what was computed.
         is_spent: whether the last update has used up a parameter's gradient.
+        taken: sum of the checksums (2,) of the full tensors of which rows were taken into a parameter since the last
+            update: each rank takes its own rows, so ranks with different tensors would not notice.
     """
 
     store: Store | None = None
     owner: Tensor | None = None
     is_spent = False
+    taken: Tensor | None = None
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -171,6 +175,16 @@ class ShardedTensor(DTensor):
             raise VisslZeroError(_OTHER_DATA.format(description, tuple(self.shape), self.dtype))
         with torch.no_grad():
             self.copy_(value)
+
+    @property
+    def __tensor_flatten__(self) -> NoReturn:
+        """Hide that it has tensors inside: torch.nn.utils.parametrize would exchange the object for another."""
+        raise AttributeError
+
+    def set_(self, source: Tensor) -> ShardedTensor:  # type: ignore[override]
+        """Take over values, as a parametrization does when it is assigned to or removed."""
+        self.data = source
+        return self
 
     @property
     def grad(self) -> Tensor | None:
@@ -378,6 +392,9 @@ def _rows_of(full: Tensor, like: ShardedTensor) -> Tensor:
     except RuntimeError as error:
         name = f"{_called}() with a tensor of shape {tuple(full.shape)} and one of shape {tuple(like.shape)}"
         raise VisslZeroError(_NOT_IN_TABLE.format(name)) from error
+    owner = like if like.owner is None else like.owner
+    if isinstance(owner, ShardedTensor) and isinstance(owner, nn.Parameter):
+        owner.taken = checksum(full) if owner.taken is None else owner.taken + checksum(full)
     start = first_row(like)
     return full[start : start + len(like._local_tensor)].to(like.device)
 

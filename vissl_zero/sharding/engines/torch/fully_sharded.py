@@ -8,11 +8,11 @@ pass; level 1 keeps them whole, without communication, until the last one.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -119,7 +119,7 @@ class FullySharded(ShardedModel):
             elif store is not None:
                 self._own_store = store
             super().__init__(replace(setup, build_optimizer=build_optimizer), group, shards, comm=self.comm)
-            module.register_load_state_dict_pre_hook(lambda *_: self._before_shards_change())
+            _guard_loading(module, self._before_shards_change)
             # Now, not in the first forward pass: torch takes the unit that runs first for the root, and a loop may call
             # one alone.
             for root in _outermost(module):
@@ -223,6 +223,21 @@ def _show_to_loop(shards: Sequence[Shard]) -> None:
                 shard.source.store = shard
             if shard.source.requires_grad:
                 shard.source.register_hook(_refuse_penalty)
+
+
+def _guard_loading(module: nn.Module, before: Callable[[], None]) -> None:
+    """Have ``load_state_dict`` call ``before``, and write into the parameters that there are."""
+    module.register_load_state_dict_pre_hook(lambda *_: before())
+    for part in module.modules():
+        part.register_load_state_dict_pre_hook(_refuse_assignment)
+
+
+def _refuse_assignment(module: nn.Module, state: Any, prefix: str, metadata: dict[str, Any], *_: Any) -> None:
+    if metadata.get("assign_to_params_buffers"):
+        raise VisslZeroError(
+            "load_state_dict(assign=True) would put other parameters in the place of sharded ones. Leave assign out: "
+            "values are then written into them."
+        )
 
 
 def _refuse_penalty(grad: Tensor) -> NoReturn:

@@ -214,6 +214,11 @@ class _GuardedUnit:
                 f"{self._title} runs inside torch.func (jacrev, grad, vmap or the like), which sharded parameters do "
                 "not follow. Use ZeRO level 0, or level 1 or 2 on the CPU."
             )
+        if torch.jit.is_tracing() or torch.compiler.is_exporting():
+            raise VisslZeroError(
+                f"{self._title} is traced (by torch.jit.trace, torch.export or torch.onnx), and its parameters are "
+                "whole only while it runs. Load optimizer.full_state() into a plain model, and trace that one."
+            )
         if is_in_reentrant_checkpoint():
             raise VisslZeroError(
                 f"{self._title} runs inside torch.utils.checkpoint with use_reentrant=True, whose backward passes "
@@ -450,7 +455,9 @@ def guard_modules(modules: Sequence[FSDPModule]) -> None:
         put_before_moves(module, _apply_or_refuse)
         type(module).__init_subclass__ = classmethod(_refuse_subclass)  # type: ignore[assignment,method-assign]
         group = group_of(unit_state(module))
-        module.__dict__["forward"] = wraps(module.forward)(_Forward(module, group))
+        run = _Forward(module, group)
+        # A function: torch.export asks for its code.
+        module.__dict__["forward"] = wraps(module.forward)(lambda *args, _run=run, **kwargs: _run(*args, **kwargs))
 
 
 class _Forward:
