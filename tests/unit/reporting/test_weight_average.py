@@ -18,7 +18,7 @@ from vissl_zero.resolve.resolve import resolve
 
 RECIPE = "quickstart/swav_digits"
 PROTOTYPES = "heads.0.prototypes0.weight"
-OPTIONS = EmaModel(SAVE_EMA_MODEL=True, UPDATE_ITER=2, WARMUP=0.1, DECAY=0.75)
+OPTIONS = EmaModel(SAVE_EMA_MODEL=True, UPDATE_ITER=2, WARMUP=0.05, DECAY=0.75)
 
 
 class Trace(Hook):
@@ -45,9 +45,9 @@ def test_an_average_copies_in_the_warm_up_and_follows_after_it(tmp_path: Path) -
     expected = trace.weights[0]
     for iteration, weight in enumerate(trace.weights):
         if iteration % 2 == 0:
-            is_warm = iteration / run.steps_per_epoch >= 0.1
+            is_warm = iteration / run.steps_per_epoch >= 0.05
             expected = 0.75 * expected + 0.25 * weight if is_warm else weight
-    assert [iteration / run.steps_per_epoch >= 0.1 for iteration in (0, 2, 4)] == [False, False, True]
+    assert [iteration / run.steps_per_epoch >= 0.05 for iteration in (0, 2, 4)] == [False, False, True]
     with run.sharded.averaged():
         torch.testing.assert_close(weight_of(run), expected)
     run.sharded.close()
