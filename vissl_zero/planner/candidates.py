@@ -164,8 +164,13 @@ def _sharding_plans(
                         continue  # the state is larger, and read once a step
                     sizes = _group_sizes(base, world_size, num_nodes) if level else [world_size]
                     for size in sizes:
-                        tiers = {"offload_optimizer": optimizer, "offload_params": params}
-                        yield replace(recomputation, level=level, shard_group_size=size, **tiers)
+                        yield replace(
+                            recomputation,
+                            level=level,
+                            shard_group_size=size,
+                            offload_optimizer=optimizer,
+                            offload_params=params,
+                        )
 
 
 def _group_sizes(base: ShardingPlan, world_size: int, num_nodes: int) -> list[int]:

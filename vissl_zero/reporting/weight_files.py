@@ -142,8 +142,8 @@ class WeightAverageHook(Hook):
         self._has_begun = False
 
     def on_step(self, run: Run, step: Step) -> None:
-        """Update the average every UPDATE_ITER steps."""
-        if step.skipped or step.step % self._options.UPDATE_ITER:
+        """Update the average in the first step, and every UPDATE_ITER steps after it."""
+        if step.skipped or (step.step - 1) % self._options.UPDATE_ITER:
             return
         self._has_begun = True
         length = run.steps_per_epoch * run.plan.num_epochs

@@ -1,0 +1,53 @@
+"""The running average of the weights follows as VISSL's does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from vissl_zero.config.blocks.output import EmaModel
+from vissl_zero.config.compose import compose
+from vissl_zero.engine.build import build_run
+from vissl_zero.engine.hook import Hook, Run, Step
+from vissl_zero.engine.loop import train
+from vissl_zero.reporting.weight_files import WeightAverageHook
+from vissl_zero.resolve.host import Host
+from vissl_zero.resolve.resolve import resolve
+
+RECIPE = "quickstart/swav_digits"
+PROTOTYPES = "heads.0.prototypes0.weight"
+OPTIONS = EmaModel(SAVE_EMA_MODEL=True, UPDATE_ITER=2, WARMUP=0.05, DECAY=0.75)
+
+
+class Trace(Hook):
+    """Remembers a weight after each step."""
+
+    def __init__(self) -> None:
+        self.weights: list[Tensor] = []
+
+    def on_step(self, run: Run, step: Step) -> None:
+        self.weights.append(weight_of(run))
+
+
+def weight_of(run: Run) -> Tensor:
+    return dict(run.sharded.model.named_parameters())[PROTOTYPES].detach().clone()
+
+
+def test_an_average_copies_in_the_warm_up_and_follows_after_it(tmp_path: Path) -> None:
+    """vissl/hooks/ema_hooks.py ``on_update``, whose iterations count from 0."""
+    overrides = ("config.ZERO.LEVEL=0", "config.TRAINER.MAX_STEPS=6", "config.OPTIMIZER.num_epochs=1")
+    plan = resolve(compose(RECIPE, overrides).run, tmp_path, recipe=RECIPE, host=Host(num_cores=1))
+    run, schedules, frozen = build_run(plan, torch.device("cpu"))
+    trace = Trace()
+    train(run, schedules, frozen, [trace, WeightAverageHook(OPTIONS)])
+    expected = trace.weights[0]
+    for iteration, weight in enumerate(trace.weights):
+        if iteration % 2 == 0:
+            is_warm = iteration / run.steps_per_epoch >= 0.05
+            expected = 0.75 * expected + 0.25 * weight if is_warm else weight
+    assert [iteration / run.steps_per_epoch >= 0.05 for iteration in (0, 2, 4)] == [False, False, True]
+    with run.sharded.averaged():
+        torch.testing.assert_close(weight_of(run), expected)
+    run.sharded.close()
