@@ -33,8 +33,9 @@ _WITHOUT_EFFECT = (
     "target_modules",
     "task_type",
 )
-# Initializations that leave the frozen weights as they are; PiSSA and OLoRA subtract their first product from them.
-_PLAIN_STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
+# Initializations beside the usual one (true) that leave the frozen weights as they are; PiSSA and OLoRA subtract their
+# first product from them.
+_PLAIN_STARTS = (None, False, "gaussian", "eva", "orthogonal")
 
 
 def read_adapters(model: nn.Module, options: Lora) -> dict[str, Callable[[], Tensor]]:

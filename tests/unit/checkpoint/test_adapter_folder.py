@@ -77,7 +77,7 @@ def _changed(folder: Path, **keys: Any) -> None:
         ({"use_dora": True}, r"has use_dora=True, and must have False\. Save one with plain LoRA\."),
         ({"of_a_later_peft": 1}, r"has of_a_later_peft=1, and must have None"),
         ({"init_lora_weights": "pissa"}, "has init_lora_weights=pissa"),
-        ({"init_lora_weights": "gaussian"}, ""),
+        *(({"init_lora_weights": start}, "") for start in (True, False, None, "gaussian", "eva", "orthogonal")),
         ({"of_a_later_peft": 0}, ""),  # switched off
         ({"lora_dropout": 0.5, "task_type": "OTHER"}, ""),
     ],

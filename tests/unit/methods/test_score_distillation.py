@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from vissl_zero.methods.dino import DINO
-from vissl_zero.methods.distillation import DINODistillation
+from vissl_zero.methods.distillation import DINODistillation, IBOTDistillation, dino_distillation_loss
+from vissl_zero.methods.feature_distillation import FeatureDistillation
 from vissl_zero.methods.swav import SwAVOutput
 
 
@@ -34,3 +36,24 @@ def test_with_a_center_and_other_crops_alone_it_is_dinos_loss():
     assert losses[::2] == pytest.approx(losses[1::2], rel=1e-12)
     assert frozen.center is not None and frozen.center.mean.abs().max() > 0.01
     assert frozen.couples_samples and not DINODistillation(3).couples_samples and DINODistillation(3).center is None
+
+
+def test_without_a_center_targets_are_the_teachers_scores_at_its_temperature():
+    generator = torch.Generator().manual_seed(0)
+    student, teacher = (torch.randn(n, 7, generator=generator, dtype=torch.float64) for n in (12, 8))
+    method = DINODistillation(student_num_crops=3, teacher_temperature=0.05, student_temperature=0.2)
+    batch: Any = SimpleNamespace(num_local=4, num_crops=[3])
+    outputs, theirs = ([SwAVOutput(scores[:, :3], [scores], None)] for scores in (student, teacher))
+    targets = F.softmax(teacher / 0.05, dim=1).view(2, 4, 7)
+    expected = dino_distillation_loss(student.view(3, 4, 7), targets, 0.2, False)
+    torch.testing.assert_close(method(outputs, batch, theirs), expected)
+    assert method.observe(outputs, batch, theirs) is None and not method.couples_samples
+
+
+@pytest.mark.parametrize(
+    "method",
+    [DINODistillation(2), IBOTDistillation(2), FeatureDistillation(5)],
+)
+def test_a_teacher_that_is_named_is_frozen(method):
+    model = torch.nn.Linear(2, 2)
+    assert method.make_teacher(model) is model and not any(param.requires_grad for param in model.parameters())

@@ -14,7 +14,7 @@ from vissl_zero.errors import ConfigError
 from vissl_zero.models.init import initialize_
 from vissl_zero.models.keyed_random import key_random_layers, set_random_key
 from vissl_zero.models.model import Unit, build_model
-from vissl_zero.models.trunks.timm_trunk import TimmTrunk, build_timm_trunk
+from vissl_zero.models.trunks.timm_trunk import TimmTrunk, _trace, build_timm_trunk
 from vissl_zero.models.trunks.token_embedding import interpolated
 from vissl_zero.models.trunks.vision_transformer import TransformerTrunk, VisionTransformer
 
@@ -240,3 +240,32 @@ def test_models_are_built_by_name() -> None:
         assert isinstance(model.trunk, TransformerTrunk)
         assert model(_images(16, 32))[0].shape == (4, 5)
         assert len(model.zero_units()) == 1 + len(model.trunk.blocks) + 2 + 1
+
+
+class _Mix(nn.Module):
+    """A convolution of one tensor, or of the sum of two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(4, 4, 3, padding=1)
+
+    def forward(self, x: Tensor, y: Tensor | None = None, *, z: Tensor | None = None) -> Tensor:
+        others = [other for other in (y, z) if other is not None]
+        return self.conv(sum(others, x))
+
+
+class _Net(nn.Module):
+    def __init__(self, second: str) -> None:
+        super().__init__()
+        self.stem, self.mix, self.second = nn.Conv2d(3, 4, 3, stride=2), _Mix(), second
+        self.pool = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten())
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        calls = {"none": lambda: self.mix(x), "y": lambda: self.mix(x, x), "z": lambda: self.mix(x, z=x)}
+        return self.pool(calls[self.second]())
+
+
+@pytest.mark.parametrize(("second", "links"), [("none", ["stem", "mix.conv", "pool"]), ("y", None), ("z", None)])
+def test_a_module_of_two_inputs_is_no_link_of_a_chain(second: str, links: list[str] | None) -> None:
+    assert _trace(_Net(second))[0] == links

@@ -200,11 +200,15 @@ def test_what_has_no_gradient_or_no_elements_is_left_alone() -> None:
     ("cls", "keys"),
     [(AdamW8bit, {"min_elements": 1}), (AdamW8bit, {}), (MuonAdamW, {"ns_dtype": "float64"}), (Shampoo, {})],
 )
-def test_a_tensor_in_another_order_of_memory_takes_the_same_steps(cls: Any, keys: dict[str, Any]) -> None:
-    start, grads = _randn(0, 6, 4), [_randn(step, 6, 4) for step in (1, 2, 3)]
+@pytest.mark.parametrize("shape", [(6, 4), (6, 4, 2, 3)])
+def test_a_tensor_in_another_order_of_memory_takes_the_same_steps(
+    cls: Any, keys: dict[str, Any], shape: tuple[int, ...]
+) -> None:
+    start, grads = _randn(0, *shape), [_randn(step, *shape) for step in (1, 2, 3)]
     found = []
     for is_turned in (False, True):
-        param = nn.Parameter(start.T.contiguous().T if is_turned else start.clone())
+        # Rows and columns of a matrix, or channels of a kernel, change places in memory.
+        param = nn.Parameter(start.transpose(0, 1).contiguous().transpose(0, 1) if is_turned else start.clone())
         optimizer = cls([param], **keys)
         for grad in grads:
             param.grad = grad.clone(memory_format=torch.preserve_format)
