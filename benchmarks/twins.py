@@ -152,6 +152,9 @@ REPOSITORIES: dict[str, tuple[str, str, dict[str, list[str]]]] = {
             "vissl/losses/swav_loss.py": ["SwAVCriterion"],
             "vissl/losses/swav_momentum_loss.py": ["SwAVMomentumLoss"],
             "vissl/hooks/swav_momentum_hooks.py": ["SwAVMomentumHook", "SwAVMomentumNormalizePrototypesHook"],
+            "vissl/losses/dino_loss.py": ["DINOLoss"],
+            "vissl/hooks/hook_utils.py": ["MomentumTeacherInLossHook"],
+            "vissl/hooks/dino_hooks.py": ["DINOHook"],
             "vissl/losses/deepclusterv2_loss.py": ["DeepClusterV2Loss"],
             "vissl/losses/nce_loss.py": ["NCELossWithMemory", "NCEAverage", "NCECriterion", "AliasMethod"],
         },
@@ -982,6 +985,32 @@ class SwAVMomentum(Peer):
         return [self.criterion.local_emb_queue]
 
 
+class DINOOfVISSL(Peer):
+    def make(self) -> None:
+        code = self.code["vissl"]
+        keys = Keys(self.keys, num_crops=3, crops_for_teacher=[0, 1], student_temp=0.1, ema_center=0.9)
+        self.criterion = code["DINOLoss"](keys).double()
+        self.criterion.momentum_teacher = self.teacher
+        self.follow = code["MomentumTeacherInLossHook"].update_momentum_network
+        self.warm_up = code["DINOHook"]().update_teacher_temperature
+        self.task: Any = types.SimpleNamespace(model=self.model, loss=self.criterion)
+        self.task.max_iteration, self.task.additional_log_data = NUM_STEPS, {}
+
+    def loss(self, step: int, crops: Crops) -> Tensor:
+        """vissl/hooks/dino_hooks.py ``on_forward``, then the loss."""
+        self.task.iteration = step
+        with torch.no_grad():
+            self.criterion.teacher_output = self.teacher(crops.images[:1])[0].scores[0]
+        self.warm_up(self.task)
+        return self.criterion(self.model(crops.images)[0].scores)  # type: ignore[no-any-return]
+
+    def after(self, step: int) -> None:
+        self.follow(self.task, self.criterion.teacher_momentum)
+
+    def buffers(self) -> list[Tensor]:
+        return [self.criterion.center[0]]
+
+
 class DeepClusterV2(Peer):
     def make(self) -> None:
         memory = Keys(crops_for_mb=[0], embedding_dim=8)
@@ -1303,6 +1332,15 @@ TWINS = (
         f"{_APART}; theirs is multiplied by temperature / base_temperature, 1 here",
     ),
     Twin(
+        "dino",
+        "dino_loss",
+        {**_DINO_KEYS, "teacher_temp_interval": "step"},
+        ("swav_head", _DINO_HEAD),
+        [2, 1],
+        DINOOfVISSL,
+        "vissl",
+    ),
+    Twin(
         "swav",
         "swav_loss",
         {"num_crops": 3, "num_prototypes": [5], "embedding_dim": 8, "queue": {"queue_length": 32}},
@@ -1388,7 +1426,12 @@ _OF_VISSL: dict[str, Any] = {
     **{"get_world_size": lambda: 1, "is_distributed_training_run": lambda: False, "get_cuda_device_index": lambda: -1},
     **{"register_loss": lambda name: lambda criterion: criterion, "is_pos_int": lambda number: number > 0},
     **{"ClassyLoss": nn.Module, "ClassyHook": type("ClassyHook", (), {"_noop": None}), "AttrDict": Keys},
-    **{"tasks": types.SimpleNamespace(ClassyTask=None), "csr_matrix": csr_matrix, "logging": logging},
+    **{
+        "tasks": types.SimpleNamespace(ClassyTask=None),
+        "get_no_ddp_model": lambda model: model,
+        "csr_matrix": csr_matrix,
+        "logging": logging,
+    },
     **{"List": list, "Union": Union},
 }
 

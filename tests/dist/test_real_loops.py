@@ -1383,6 +1383,28 @@ def parametrization_removed(init: Init) -> dict[str, Tensor]:
     return _parametrized(init, lambda layer: parametrize.remove_parametrizations(layer, "weight"))
 
 
+def _evaluated_with_padding(init: Init, **options: Any) -> dict[str, Tensor]:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)
+    encoder, optimizer = init(nn.TransformerEncoder(layer, 2, **options))
+    optimizer.backward(encoder(rows(0, 3, 8)).square().mean())
+    optimizer.step()
+    optimizer.zero_grad()
+    encoder.eval()
+    is_padding = torch.tensor([[False, False, True], [False, False, False]])
+    with torch.no_grad():
+        return {"outputs": encoder(rows(1, 3, 8)[:2], src_key_padding_mask=is_padding)}
+
+
+@case(level_3="zeroes padded positions in evaluation")
+def padding_in_evaluation(init: Init) -> dict[str, Tensor]:
+    return _evaluated_with_padding(init)
+
+
+@case()
+def padding_in_evaluation_without_nested_tensors(init: Init) -> dict[str, Tensor]:
+    return _evaluated_with_padding(init, enable_nested_tensor=False)
+
+
 START = "The ranks start from different weights: 1.running_mean differs"
 
 

@@ -321,6 +321,11 @@ def _header(entries: Sequence[Entry], metadata: Mapping[str, str] | None) -> byt
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     offset = 0
     for entry in entries:
+        if entry.dtype not in NAMES:
+            raise CheckpointError(
+                f"{entry.key} is of {entry.dtype}, which a file of safetensors does not hold. Keep it as real numbers "
+                "(torch.view_as_real), or register the buffer with persistent=False"
+            )
         span = [offset, offset + entry.num_bytes]
         header[entry.key] = {"dtype": NAMES[entry.dtype], "shape": list(entry.shape), "data_offsets": span}
         offset = span[1]

@@ -426,7 +426,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 def _require_loss(loss: Any) -> None:
     """Refuse what has no gradient to take, in other words than torch's, which name neither the call nor the fix."""
     if not isinstance(loss, Tensor):
-        shown, fix = type(loss).__name__, "Take the loss out of the model's output, and do without .item()"
+        shown, fix = type(loss).__name__, "Take the loss out of the model's output, as a tensor"
     elif loss.numel() != 1:
         shown, fix = f"shape {tuple(loss.shape)}", "Reduce it: loss.mean()"
     elif not loss.requires_grad:

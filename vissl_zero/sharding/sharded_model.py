@@ -24,7 +24,7 @@ from vissl_zero.models.bare import Fill, materialize_
 from vissl_zero.optim.adaptation import Adaptation, OptimizerFactory
 from vissl_zero.optim.param_groups import ParamGroup
 from vissl_zero.resolve.resolved import ShardingPlan
-from vissl_zero.sharding.checks.replica_check import ParameterGuard, StepCheck, equal_values, text_digest
+from vissl_zero.sharding.checks.replica_check import ParameterGuard, StepCheck, equal_values, option_text, text_digest
 from vissl_zero.sharding.engines.cpu_communicator import CpuCommunicator
 from vissl_zero.sharding.memory import (
     ActivationCounter,
@@ -198,7 +198,7 @@ class ShardedModel:
         """Collect what must be the same on every rank in this step."""
         names = self.optimizer.defaults.keys() | _STRATEGY_OPTIONS
         options = [
-            [(name, *map(_text, pytree.tree_leaves(group[name]))) for name in sorted(names & group.keys())]
+            [(name, *map(option_text, pytree.tree_leaves(group[name]))) for name in sorted(names & group.keys())]
             for group in self.optimizer.param_groups
         ]
         with as_plain_tensors():
@@ -733,10 +733,3 @@ def _no_optimizer(groups: list[dict[str, Any]]) -> tuple[torch.optim.Optimizer, 
     optimizer = torch.optim.SGD([nn.Parameter(torch.empty(0))], lr=0.0)
     optimizer.param_groups[0]["params"] = []  # the parameter is no shard
     return optimizer, None
-
-
-def _text(option: Any) -> str:
-    """Write a value of a group's options in the same way on every rank, whatever its device and address."""
-    if isinstance(option, Tensor):
-        return repr(option.tolist())
-    return repr(option) if isinstance(option, str | int | float | None) else type(option).__name__

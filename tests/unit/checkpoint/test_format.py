@@ -330,3 +330,9 @@ def _change(path: Path, change) -> str:
     change(body)
     path.unlink()
     return write_json(path, body)
+
+
+def test_a_tensor_that_safetensors_has_no_name_for_is_refused_by_its_own(tmp_path: Path) -> None:
+    phases = Entry.of("buffer/phases", torch.ones(2, dtype=torch.complex128))
+    with pytest.raises(CheckpointError, match=r"buffer/phases is of torch.complex128.*persistent=False"):
+        write_shard_file(tmp_path / "a.safetensors", [phases])

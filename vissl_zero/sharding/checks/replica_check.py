@@ -191,6 +191,13 @@ def text_digest(*values: object) -> int:
     return zlib.crc32(repr(values).encode())
 
 
+def option_text(option: Any) -> str:
+    """Write a value of a group's options in the same way on every rank, whatever its device and address."""
+    if isinstance(option, Tensor):
+        return repr(option.tolist())
+    return repr(option) if isinstance(option, str | int | float | None) else type(option).__name__
+
+
 def _differing(values: Tensor) -> list[int]:
     """List the rows of ``values`` that are not the same on every rank; the same list everywhere."""
     # One maximum of a value and of its negative gives both bounds in a single message.
@@ -237,6 +244,7 @@ class ParameterGuard:
         self._tables = _tables(module)
         _FirstPasses(module, self._refuse_moved)
         self._is_own_step = False
+        self._all_shards = shards  # those on a disk too
         self._num_writes = self._count_writes()
         self._optimizer = getattr(optimizer, "optim", optimizer)  # fairscale's has the one that runs inside
         self._optimizer.register_step_pre_hook(self._refuse_foreign_step)
@@ -260,7 +268,7 @@ class ParameterGuard:
         """Mark writes into parameters that sharding makes itself. A context."""
         yield
         self._num_writes = self._count_writes()
-        for shard in self._shards:
+        for shard in self._all_shards:
             shard.forget_writes()
 
     def written(self) -> int:
@@ -270,7 +278,7 @@ class ParameterGuard:
         that were combined into it. torch does not count writes through ``.data`` at levels 0 to 2.
         Cost: one pass over what was written.
         """
-        pairs = zip(self._shards, self._count_writes(), self._num_writes, strict=True)
+        pairs = zip(self._all_shards, self._count_writes(), self._num_writes, strict=True)
         written = [shard for shard, number, before in pairs if number != before]
         sums = [shard.sum_of_writes().tolist() for shard in written]
         return text_digest([shard.name for shard in written], sums) if written else 0
@@ -278,7 +286,7 @@ class ParameterGuard:
     def _count_writes(self) -> list[tuple[int, int]]:
         # A write of the loop counts at the sharded tensor, and one of sharding at its rows.
         with as_plain_tensors():
-            return [(num_writes(shard.source), num_writes(local_tensor(shard.source))) for shard in self._shards]
+            return [(num_writes(shard.source), num_writes(local_tensor(shard.source))) for shard in self._all_shards]
 
     def problem(self) -> str | None:
         """Find the first change that an update would not see, as a sentence for people; None if there is none."""

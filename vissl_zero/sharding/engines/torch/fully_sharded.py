@@ -75,6 +75,7 @@ class FullySharded(ShardedModel):
         self._own_store: ParameterStore | None = None  # of a teacher; a trained model's optimizer closes its own
         store = stored_parameters(planned_shards(module, setup.wrap_plan, trained, mesh), plan.offload_params)
         _refuse_scripted(module)
+        _guard_padding(module)
         with ExitStack() as undo:
             if store is not None:
                 undo.callback(store.close)  # or its files would stay
@@ -243,6 +244,22 @@ def _refuse_assignment(module: nn.Module, state: Any, prefix: str, metadata: dic
 def _refuse_penalty(grad: Tensor) -> NoReturn:
     """Refuse the gradient of a sharded parameter itself: those of a unit arrive at the full parameters."""
     raise VisslZeroError(OF_PARAMETERS)
+
+
+def _guard_padding(module: nn.Module) -> None:
+    """Have encoders refuse the evaluation in which torch zeroes padding, unless it sees parameters of a subclass."""
+    for part in module.modules():
+        if isinstance(part, nn.TransformerEncoder) and getattr(part, "use_nested_tensor", False):
+            part.register_forward_pre_hook(_refuse_padding, with_kwargs=True)
+
+
+def _refuse_padding(encoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    mask = args[2] if len(args) > 2 else kwargs.get("src_key_padding_mask")
+    if mask is not None and not (encoder.training or torch.is_grad_enabled()):
+        raise VisslZeroError(
+            "nn.TransformerEncoder zeroes padded positions in evaluation, and does not where parameters are sharded. "
+            "Build it with enable_nested_tensor=False, which keeps them at every level."
+        )
 
 
 def _refuse_scripted(module: nn.Module) -> None:
