@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from enum import IntEnum
+from functools import wraps
 from itertools import accumulate
 from typing import Any
 
@@ -392,9 +393,10 @@ def _marked(module: nn.Module, name: str, recorder: Recorder, is_teacher: bool) 
 
     ``module.forward`` is replaced: called alone it runs no hooks, but a sharded unit runs as one in it too.
     """
-    forward = module.forward
-    running: list[str] = []
-    module.__dict__["forward"] = lambda *args, **kwargs: (forward if running else module)(*args, **kwargs)
+    forward, running = module.forward, list[str]()
+    # With its signature, which says what of a batch the model takes.
+    as_unit = wraps(forward)(lambda *args, **kwargs: (forward if running else module)(*args, **kwargs))
+    module.__dict__["forward"] = as_unit
 
     def entered(_: nn.Module, args: Any, kwargs: Any) -> Any:
         running.append(name)
