@@ -64,6 +64,7 @@ def command(tmp_path, monkeypatch, capsys):
         (["-sc", "install=tcsh"], "No completion plugin for 'tcsh'"),
         (["config=binary"], "binary.yaml: must be a recipe that can be read ('utf-8' codec can't decode byte 0xff"),
         (["config=/tmp/recipe.yaml"], "Put it in configs/config/ and write config=recipe."),
+        (["config=recipe.yaml", "config.SEED_VALUE=1"], "Put it in configs/config/ and write config=recipe."),
         (["config=/tmp/recipe"], "A recipe is named by its path under a folder config/"),
         ([QUICKSTART, "hydra.searchpath=[file:///no]"], "hydra.searchpath: must name folders that exist (got '/no')"),
         (

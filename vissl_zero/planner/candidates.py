@@ -41,12 +41,8 @@ class Budget:
         step = forecast.step
         if step is None:
             return None
-        over = max(0, step.resident_bytes - self.memory)
-        if self.host is not None:
-            over += max(0, step.host_bytes - self.host)
-        if self.disk is not None:
-            over += max(0, step.disk_bytes - self.disk)
-        return over
+        pairs = (step.resident_bytes, self.memory), (step.host_bytes, self.host), (step.disk_bytes, self.disk)
+        return sum(max(0, num_bytes - limit) for num_bytes, limit in pairs if limit is not None)
 
 
 @dataclass(frozen=True)
@@ -164,13 +160,8 @@ def _sharding_plans(
                         continue  # the state is larger, and read once a step
                     sizes = _group_sizes(base, world_size, num_nodes) if level else [world_size]
                     for size in sizes:
-                        yield replace(
-                            recomputation,
-                            level=level,
-                            shard_group_size=size,
-                            offload_optimizer=optimizer,
-                            offload_params=params,
-                        )
+                        cut = replace(recomputation, level=level, shard_group_size=size)
+                        yield replace(cut, offload_optimizer=optimizer, offload_params=params)
 
 
 def _group_sizes(base: ShardingPlan, world_size: int, num_nodes: int) -> list[int]:

@@ -110,10 +110,9 @@ def _problems(profile: str, values: Mapping[Any, Any]) -> Any:
             yield Problem(f"{_KEY}: {profile}", repr(key), "is not a field of a machine", f"Leave it out.{near}")
     for item in fields(MachineProfile):
         value: Any = values.get(item.name)
-        if item.name in ("name", "source"):
-            if item.name == "name" and not value:
-                yield Problem(f"{_KEY}: {profile}", "", "lacks name", "Say what the machine is.")
-        elif item.name in values or item.default is MISSING:
+        if item.name == "name" and not value:
+            yield Problem(f"{_KEY}: {profile}", "", "lacks name", "Say what the machine is.")
+        elif item.name not in ("name", "source") and (item.name in values or item.default is MISSING):
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             if not is_number or not 0 < value < float("inf"):
                 got = "" if value is None else repr(value)

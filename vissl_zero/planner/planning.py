@@ -180,8 +180,7 @@ def _budget_of(cfg: RunConfig, plan: ResolvedRun, free_bytes: int | None = None)
 
 def _plain_budget(cfg: RunConfig, plan: ResolvedRun, free_bytes: int | None) -> Budget:
     zero = cfg.ZERO
-    host = None if zero.HOST_MEMORY_GB is None else int(zero.HOST_MEMORY_GB * _GIB)
-    disk = None if zero.DISK_GB is None else int(zero.DISK_GB * _GIB)
+    host, disk = (None if gib is None else int(gib * _GIB) for gib in (zero.HOST_MEMORY_GB, zero.DISK_GB))
     if zero.MEMORY_GB is not None:
         memory = int(zero.MEMORY_GB * _GIB)
         return Budget(memory, host, disk, "config.ZERO.MEMORY_GB", given=memory)

@@ -7,14 +7,12 @@ promises no seconds. Messages, disk and host traffic add up and hide behind noth
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from vissl_zero.planner.machine_profile import MachineProfile, read_profile
 from vissl_zero.planner.memory_model import ModelFacts, StepMemory
 from vissl_zero.planner.step_trace import Kernel, StepTrace, Work
 from vissl_zero.resolve.resolved import ShardingPlan
 from vissl_zero.sharding.model.precision import dtype_of
-from vissl_zero.sharding.param_facts import ParamFacts, params_on_disk
+from vissl_zero.sharding.param_facts import params_on_disk
 
 
 def cause_of(error: Exception) -> str:
@@ -43,11 +41,6 @@ def work_seconds(work: Work, plan: ShardingPlan, machine: MachineProfile, num_th
     rates = {Kernel.CONVOLUTION: flops * machine.convolution_share}
     seconds = work.seconds(lambda kernel: rates.get(kernel, flops), machine.memory)
     return seconds + work.num_operations * machine.operation_s
-
-
-def _messages(params: Mapping[str, ParamFacts], share: float) -> float:
-    """Sum the bytes of all parameters as level 3 sends them; ``share``: of those in the master format."""
-    return sum(param.sent(1, share) for param in params.values())
 
 
 def step_seconds(  # noqa: PLR0913
@@ -93,10 +86,10 @@ def step_seconds(  # noqa: PLR0913
         rounds = micro_batches if plan.level >= 2 else 1
         # Level 3 gathers before each forward and each backward pass; levels 1 and 2 once a step.
         gathers = 2 * micro_batches if plan.level == 3 else 1
-        messages = _messages(facts.params, share) if plan.level == 3 else params * share
+        messages = sum(param.sent(1, share) for param in facts.params.values()) if plan.level == 3 else params * share
         sent = cut * (rounds * grads + gathers * messages) / group_link
         if plan.level == 3:
-            sent += cut * micro_batches * _messages(facts.teacher, share) / group_link
+            sent += cut * micro_batches * sum(p.sent(1, share) for p in facts.teacher.values()) / group_link
             # Between parameters and messages all is copied once more: read and written.
             sent += 2 * (rounds * grads + (gathers * params + micro_batches * teacher_bytes) * share) / machine.memory
         replicas = world_size // num_ranks

@@ -362,6 +362,9 @@ def record_step(
             modules = {} if root is None else dict(root.named_modules())
             for unit in wrap_plan.units:
                 for module in (modules[name] for name in unit.modules if name in modules):  # a teacher may have less
+                    own = {"forward": module.forward} if "forward" in module.__dict__ else {}
+                    stack.callback(module.__dict__.update, own)
+                    stack.callback(module.__dict__.pop, "forward")
                     for handle in _marked(module, unit.modules[0], recorder, is_teacher):
                         stack.enter_context(handle)
         with recorder:
@@ -385,9 +388,16 @@ def _gradient_hook(recorder: Recorder, name: str) -> Callable[[Tensor], None]:
 
 
 def _marked(module: nn.Module, name: str, recorder: Recorder, is_teacher: bool) -> tuple[RemovableHandle, ...]:
-    """Note where a module of a unit is entered and left, in both directions, until the handles are removed."""
+    """Note where a module of a unit is entered and left, in both directions, until the handles are removed.
+
+    ``module.forward`` is replaced: called alone it runs no hooks, but a sharded unit runs as one in it too.
+    """
+    forward = module.forward
+    running: list[str] = []
+    module.__dict__["forward"] = lambda *args, **kwargs: (forward if running else module)(*args, **kwargs)
 
     def entered(_: nn.Module, args: Any, kwargs: Any) -> Any:
+        running.append(name)
         recorder.mark(Moment.TEACHER_IN if is_teacher else Moment.FORWARD_IN, name)
         sources = [] if is_teacher or name == ROOT else _differentiable((args, kwargs))
         if not sources:
@@ -396,6 +406,7 @@ def _marked(module: nn.Module, name: str, recorder: Recorder, is_teacher: bool) 
         return pytree.tree_map_only(Tensor, lambda t: next(joined) if t.requires_grad else t, (args, kwargs))
 
     def left(_: nn.Module, args: Any, output: Any) -> None:
+        running.pop()
         recorder.mark(Moment.TEACHER_OUT if is_teacher else Moment.FORWARD_OUT, name)
         waiting = [Moment.BACKWARD_IN]  # for the first gradient of the outputs
 

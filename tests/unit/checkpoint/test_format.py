@@ -309,7 +309,9 @@ def test_the_newest_that_opens_is_found_and_old_ones_are_pruned(tmp_path):
     (tmp_path / "checkpoints" / "step_000000006" / "manifest.json").unlink()
     assert newest_checkpoint(tmp_path).manifest.step == 4
     assert remove_leftovers(tmp_path) == [".step_000000009.partial"]
-    prune(tmp_path, keep_last=2, keep_every=3)
+    assert prune(tmp_path, keep_last=-1, keep_every=-1) == []
+    removed = prune(tmp_path, keep_last=2, keep_every=3)
+    assert [path.name for path in removed] == [f"step_{step:09d}" for step in (2, 1)]
     assert [path.name for path in find_checkpoints(tmp_path)] == [f"step_{step:09d}" for step in (6, 4, 3)]
     assert (tmp_path / "checkpoints" / "notes.txt").exists()
 

@@ -107,3 +107,29 @@ def test_a_unit_leaves_its_backward_pass_for_all_inputs_before_the_one_before_it
     moments = [(mark.moment, mark.name) for mark in trace.marks if mark.name in entered]
     backward = [mark for mark in moments if mark[0] in (Moment.BACKWARD_IN, Moment.BACKWARD_OUT)]
     assert backward == [(moment, name) for name in entered for moment in (Moment.BACKWARD_IN, Moment.BACKWARD_OUT)]
+
+
+class _Bare(nn.Module):
+    """Blocks that are run by their ``forward``, as timm's HRNet does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(64, 64) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block.forward(x).relu()
+        return x.sum()
+
+
+def test_a_unit_that_is_run_by_its_forward_is_entered_and_left() -> None:
+    """A sharded unit is gathered there too."""
+    with FakeTensorMode():
+        model = _Bare()
+        images = [torch.zeros(8, 64)]
+        units = plan_wrap(model, ShardingPlan(level=3, wrap_threshold=1000), 1)
+        trace = record_step(model, units, lambda: (model(images[0]), None), images).trace
+    forward = [(mark.moment, mark.name) for mark in trace.marks if mark.moment <= Moment.FORWARD_OUT and mark.name]
+    both = (Moment.FORWARD_IN, Moment.FORWARD_OUT)
+    assert forward == [(moment, f"blocks.{index}") for index in (0, 1) for moment in both]
+    assert "forward" not in model.blocks[0].__dict__, "only while it is recorded"

@@ -373,6 +373,14 @@ def test_refusal_says_what_and_how(name):
     assert any(text in complaint for complaint in found), found
 
 
+@pytest.mark.parametrize(("num_images", "said"), [(8, []), (7, ["drops every image: the 7 there are"])])
+def test_images_of_one_step_are_enough_to_drop_the_rest(num_images, said):
+    train = {"BATCHSIZE_PER_REPLICA": 4, "DROP_LAST": True, "DATA_SOURCES": ["synthetic"], "DATA_LIMIT": num_images}
+    values = {f"DATA__TRAIN__{key}": value for key, value in train.items()}
+    found = complaints(**values, DISTRIBUTED__NUM_PROC_PER_NODE=2)
+    assert len(found) == len(said) and all(text in one for text, one in zip(said, found, strict=True)), found
+
+
 def test_a_data_source_may_insist_on_its_own_labels():
     assert complaints(DATA__TRAIN__LABEL_SOURCES=["digits"]) == []
     (complaint,) = complaints(DATA__TRAIN__LABEL_SOURCES=["digts"])
