@@ -1233,6 +1233,15 @@ def weights_drawn_from_a_seed_of_each_rank(init: Init) -> dict[str, Tensor]:
     return train(model, optimizer, lambda model, x: model(x).square().mean())
 
 
+@case(level_0=WRITTEN, level_1=WRITTEN, level_2=WRITTEN, level_3=WRITTEN)
+def weights_scaled_by_another_number_on_each_rank(init: Init) -> dict[str, Tensor]:
+    model, optimizer = init(chain())
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(1 + 0.1 * dist.get_rank())
+    return train(model, optimizer, lambda model, x: model(x).square().mean())
+
+
 @case(level_0=WRITTEN, level_1=WRITTEN, level_2=WRITTEN, level_3="model: must have no hooks")
 def an_optimizer_in_a_hook_of_each_parameter(init: Init) -> dict[str, Tensor]:
     """It has the gradient of its own rank alone."""

@@ -274,8 +274,8 @@ class ParameterGuard:
     def written(self) -> int:
         """Digest what the loop has written into parameters since the last update; 0 if nothing. Not a collective.
 
-        What counts is the values of a parameter that this rank holds in full, and of another one the full tensors
-        that were combined into it. torch does not count writes through ``.data`` at levels 0 to 2.
+        What counts is the values of a parameter that this rank holds in full, and of another one the numbers and
+        full tensors that were combined into it. torch does not count writes through ``.data`` at level 0.
         Cost: one pass over what was written.
         """
         pairs = zip(self._all_shards, self._count_writes(), self._num_writes, strict=True)

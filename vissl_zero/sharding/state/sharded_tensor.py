@@ -113,8 +113,8 @@ class ShardedTensor(DTensor):
         store: where a parameter's values rest; None for what was computed.
         owner: the parameter whose memory this shares; None for what was computed.
         is_spent: whether the last update has used up a parameter's gradient.
-        taken: sum of the checksums (2,) of the full tensors of which rows were taken into a parameter since the last
-            update: each rank takes its own rows, so ranks with different tensors would not notice.
+        taken: sum of the checksums (2,) of the numbers and full tensors that were combined into a parameter since the
+            last update: each rank combines them into its own rows, so ranks with different ones would not notice.
     """
 
     store: Store | None = None
@@ -345,6 +345,9 @@ def _element_wise(func: Any, args: Any, kwargs: Any) -> Any:
     for tensor in written:
         if isinstance(tensor, ShardedTensor):
             tensor.written(rows[id(tensor)])
+            for leaf in pytree.tree_leaves((args, kwargs)):
+                if isinstance(leaf, int | float) or (isinstance(leaf, Tensor) and not leaf.dim()):
+                    _note(tensor, torch.as_tensor(leaf))
     return written[0]
 
 
@@ -385,6 +388,14 @@ def _one_by_one(func: Any, args: Any, kwargs: Any) -> Any:
     return results or None
 
 
+def _note(tensor: ShardedTensor, operand: Tensor) -> None:
+    """Note what is combined into a parameter: each rank sees its own rows of the result alone."""
+    owner = tensor if tensor.owner is None else tensor.owner
+    if isinstance(owner, ShardedTensor) and isinstance(owner, nn.Parameter):
+        added = checksum(operand).to(tensor.device)
+        owner.taken = added if owner.taken is None else owner.taken + added
+
+
 def _rows_of(full: Tensor, like: ShardedTensor) -> Tensor:
     """Select this rank's rows of a full tensor that can be broadcast to the shape of ``like``."""
     try:
@@ -392,9 +403,7 @@ def _rows_of(full: Tensor, like: ShardedTensor) -> Tensor:
     except RuntimeError as error:
         name = f"{_called}() with a tensor of shape {tuple(full.shape)} and one of shape {tuple(like.shape)}"
         raise VisslZeroError(_NOT_IN_TABLE.format(name)) from error
-    owner = like if like.owner is None else like.owner
-    if isinstance(owner, ShardedTensor) and isinstance(owner, nn.Parameter):
-        owner.taken = checksum(full) if owner.taken is None else owner.taken + checksum(full)
+    _note(like, full)
     start = first_row(like)
     return full[start : start + len(like._local_tensor)].to(like.device)
 
