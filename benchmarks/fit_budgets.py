@@ -309,7 +309,7 @@ def summary(rows: Sequence[dict[str, Any]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", nargs="+", choices=NETS, default=[*NETS], help="these networks")
+    parser.add_argument("--only", nargs="+", metavar="NET", choices=NETS, default=[*NETS], help="these networks")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="that is computed in")
     parser.add_argument("--json", type=Path, help="write the rows there")
