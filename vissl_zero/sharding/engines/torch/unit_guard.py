@@ -83,9 +83,9 @@ _NOT_MULTIPLIED = (
 
 
 OF_PARAMETERS = (
-    "The loss is made of parameters themselves (a penalty on weights?), and each rank holds only a part of them. Use "
-    "the optimizer's weight_decay, or compute it in the forward pass of the block that owns them and return it, or use "
-    "ZeRO level 0, or level 1 or 2 on the CPU. No update was made."
+    "The loss is made of parameters themselves (a penalty on weights, or a weight used outside its block?), and each "
+    "rank holds only a part of them. Use the optimizer's weight_decay, or compute it in the forward pass of the block "
+    "that owns them and return it, or use ZeRO level 0, or level 1 or 2 on the CPU. No update was made."
 )
 
 
