@@ -5,8 +5,8 @@ from __future__ import annotations
 import csv
 import json
 import math
+import multiprocessing
 import os
-import pickle
 import re
 import shutil
 import signal
@@ -14,10 +14,11 @@ import socket
 import struct
 import subprocess
 import sys
+import tempfile
 import textwrap
-import traceback
 from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -198,30 +199,45 @@ def no_settings_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name)
 
 
-def forked(function: Callable[..., Any], *arguments: Any) -> tuple[int, bytes]:
-    """Call a function in a process of its own; its exit code, and what it returned, pickled.
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload([__name__])
 
-    Whatever loads a logger's library goes there: the libraries start threads, beside which pytest could not fork again.
+
+def in_process(function: Callable[..., Any], *arguments: Any) -> tuple[int | None, Any]:
+    """Call a function in a process of its own; its exit code, and what it returned.
+
+    Whatever loads a logger's library goes there: the libraries start threads. A fork of pytest itself would hang where
+    a thread of an earlier test holds a lock, so a server that has none forks.
     """
-    reader, writer = os.pipe()
-    child = os.fork()
-    if not child:
+    reader, writer = _CONTEXT.Pipe(duplex=False)
+    with tempfile.NamedTemporaryFile() as output:
+        process = _CONTEXT.Process(target=_answer, args=(writer, output.name, dict(os.environ), function, arguments))
+        process.start()
+        writer.close()
         try:
-            os.write(writer, pickle.dumps(function(*arguments)))
-        except BaseException:  # noqa: BLE001 - the child must not return into pytest
-            traceback.print_exc()
-            os._exit(1)
-        os._exit(0)
-    os.close(writer)
-    with os.fdopen(reader, "rb") as file:
-        result = file.read()
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), result
+            result = reader.recv()
+        except EOFError:
+            result = None
+        process.join()
+        os.write(1, output.read())  # where pytest captures it
+    return process.exitcode, result
+
+
+def _answer(
+    writer: Connection, output: str, environment: dict[str, str], function: Callable[..., Any], arguments: Any
+) -> None:
+    file = os.open(output, os.O_WRONLY | os.O_APPEND)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.environ.clear()
+    os.environ.update(environment)
+    writer.send(function(*arguments))
 
 
 def read_back(function: Callable[..., Any], *arguments: Any) -> Any:
-    code, result = forked(function, *arguments)
+    code, result = in_process(function, *arguments)
     assert code == 0
-    return pickle.loads(result)
+    return result
 
 
 def part(folder: Path, name: str, steps: range, state: dict[str, Any], is_killed: bool = False) -> dict[str, Any]:
@@ -231,7 +247,7 @@ def part(folder: Path, name: str, steps: range, state: dict[str, Any], is_killed
     """
     saved = folder.parent / "state.json"
     saved.write_text(json.dumps(state))
-    code, _ = forked(play_part, folder, name, steps, state, saved, is_killed)
+    code, _ = in_process(play_part, folder, name, steps, state, saved, is_killed)
     assert code == (-signal.SIGKILL if is_killed else 0)
     return dict(json.loads(saved.read_text()))
 
