@@ -93,6 +93,16 @@ def test_a_larger_batch_takes_the_place_of_a_free_smaller_block(sender: Sender) 
     assert len(sender.receiver._blocks) == 1
 
 
+def test_the_largest_free_block_makes_room_for_a_larger_one(sender: Sender) -> None:
+    """The other still serves batches of its size."""
+    small, medium = sent(sender, 1.0), sent(sender, 2.0, (5, *SHAPE[1:]))
+    del small, medium
+    large = sent(sender, 3.0, (8, *SHAPE[1:]))
+    again = sent(sender, 4.0)
+    assert len(sender._blocks) == 2 and bool((large == 3).all()) and bool((again == 4).all())
+    assert [block.number for block in sender._blocks] == [1, 3]
+
+
 def test_a_batch_that_could_not_be_loaded_gives_its_blocks_back(sender: Sender) -> None:
     for _ in range(3):
         sender.empty(SHAPE)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from vissl_zero.sharding.offload.layout import ALIGN, Layout, StoredParam, cut
+from vissl_zero.sharding.offload.layout import ALIGN, Layout, StoredParam, cut, kept_in_memory
 
 
 def test_every_element_once_and_in_order():
@@ -36,3 +36,8 @@ def test_records_have_room_for_each_parameter_in_its_own_format():
     for record, (chunk, param) in enumerate(zip(layout.chunks, layout.params, strict=True)):
         values = layout.view(chunk.segments[0], torch.zeros(layout.sizes[record], dtype=torch.uint8))
         assert (values.dtype, len(values)) == (param.dtype, param.num_elements)
+
+
+def test_the_first_shards_that_fit_stay_in_memory() -> None:
+    """One that takes all the room left fits; one that does not leaves room for a later one."""
+    assert list(kept_in_memory([4, 7, 6, 1], 10)) == [True, False, True, False]
