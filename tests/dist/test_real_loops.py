@@ -1197,20 +1197,21 @@ def frozen_later_on_one_rank(init: Init) -> dict[str, Tensor]:
 LATER = "the learning rate, weight decay or another option of a group"
 
 
-@case(level_0=LATER, level_1=LATER, level_2=LATER, level_3=LATER)
-def rates_differ_later(init: Init) -> dict[str, Tensor]:
+def option_differs_later(init: Init, name: str) -> dict[str, Tensor]:
     model, optimizer = init(chain())
     train(model, optimizer, lambda model, x: model(x).square().mean(), 2)
-    optimizer.param_groups[0]["lr"] = 0.1 * (1 + dist.get_rank())
+    optimizer.param_groups[0][name] = 0.1 * (1 + dist.get_rank())
     return train(model, optimizer, lambda model, x: model(x).square().mean())
+
+
+@case(level_0=LATER, level_1=LATER, level_2=LATER, level_3=LATER)
+def rates_differ_later(init: Init) -> dict[str, Tensor]:
+    return option_differs_later(init, "lr")
 
 
 @case(level_0=LATER, level_1=LATER, level_2=LATER, level_3=LATER)
 def momenta_differ_later(init: Init) -> dict[str, Tensor]:
-    model, optimizer = init(chain())
-    train(model, optimizer, lambda model, x: model(x).square().mean(), 2)
-    optimizer.param_groups[0]["momentum"] = 0.1 * dist.get_rank()
-    return train(model, optimizer, lambda model, x: model(x).square().mean())
+    return option_differs_later(init, "momentum")
 
 
 WRITTEN = "the ranks differ in what the loop has written into parameters"

@@ -32,7 +32,7 @@ class Heap:
 
     Attributes:
         resident_bytes: resident bytes of all blocks, and of the holes between them.
-        peak_bytes: the most of it so far, and ``_DIVIDED`` of the heap besides.
+        peak_bytes: the most of it so far, plus the share ``_DIVIDED`` of the heap.
         cleared_bytes: cleared bytes that the system has handed out so far. It clears each page before.
         num_mapped: blocks that were mapped singly so far.
     """

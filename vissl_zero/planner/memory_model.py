@@ -209,7 +209,7 @@ class _Step:
         self.gathered: set[str] = set()
         self.gathered_of_teacher: set[str] = set()
         self.pending: dict[str, int] = {}
-        self.finished: set[str] = set()  # parameters whose gradients are
+        self.finished: set[str] = set()  # parameters whose gradients are complete
         self.unsent = deque(self.buckets())
         self.num_messages = 0  # of finished gradients so far
         self.waiting: deque[int] = deque()  # bytes of gradients that would be sent, were another rank not behind

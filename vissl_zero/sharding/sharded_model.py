@@ -64,7 +64,7 @@ from vissl_zero.sharding.update.stepper import Clipping, Stepper, StepResult
 from vissl_zero.sharding.update.whole_tensors import WholeTensorOptimizer
 
 # Set in groups by schedules, where the optimizer's own defaults may lack them.
-_STRATEGY_OPTIONS = {"lr", "weight_decay"}
+_SCHEDULED_OPTIONS = {"lr", "weight_decay"}
 
 
 @dataclass(frozen=True)
@@ -196,7 +196,7 @@ class ShardedModel:
 
     def _facts(self) -> dict[str, int]:
         """Collect what must be the same on every rank in this step."""
-        names = self.optimizer.defaults.keys() | _STRATEGY_OPTIONS
+        names = self.optimizer.defaults.keys() | _SCHEDULED_OPTIONS
         options = [
             [(name, *map(option_text, pytree.tree_leaves(group[name]))) for name in sorted(names & group.keys())]
             for group in self.optimizer.param_groups

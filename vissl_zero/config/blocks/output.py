@@ -64,7 +64,7 @@ class EmaModel:
     SAVE_EMA_MODEL: bool = False
     """Keep the average during training, shard by shard, and write it as weights_ema.safetensors."""
     UPDATE_ITER: int = number(1, least=1)
-    """Optimizer steps between updates of the average; the first step makes the first."""
+    """Optimizer steps between updates of the average; it is updated in the first step, too."""
     WARMUP: float = number(0.05, least=0, most=1)
     """Share of training, 0 to 1, in which the average is a copy of the weights."""
     DECAY: float = number(0.9999, least=0, most=1)
