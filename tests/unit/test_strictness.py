@@ -1,4 +1,4 @@
-"""Rules that a run does not show when they are broken: what is decided stays, and no list is cut to another's length."""
+"""Rules that no run shows broken: what is decided stays as it is, and no list is cut to another's length."""
 
 from __future__ import annotations
 
