@@ -135,6 +135,7 @@ SYSTEMS: dict[str, Callable[[nn.Module], Any]] = {
     "fully_shard by hand, compiled": CompiledByHand,
     "level 3, compiled": partial(Ours, level=3, compile=True),
     "level 3, float8": partial(Ours, level=3, float8=True),
+    "level 3, float8, compiled": partial(Ours, level=3, float8=True, compile=True),
     "level 3, optimizer on the CPU": partial(Ours, level=3, offload_optimizer_config={"device": "cpu"}),
     "level 3, optimizer on the CPU, copied after the update": CopiedAfterTheUpdate,
 }

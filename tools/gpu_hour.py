@@ -57,7 +57,8 @@ def cells(cifar: Path | None = None) -> list[Cell]:
     matrix = "tests/dist/test_parity.py"
     on_host = ("level 3", *(f"level 3, optimizer on the CPU{end}" for end in ("", ", copied after the update")))
     packed = (*_TORCHRUN, "1", "benchmarks/packed_crops.py")
-    compiled = ("fully_shard by hand", "fully_shard by hand, compiled", "level 3", "level 3, compiled")
+    level_3 = ("level 3", "level 3, compiled", "level 3, float8", "level 3, float8, compiled")
+    compiled = ("fully_shard by hand", "fully_shard by hand, compiled", *level_3)
     return [
         Cell("tests", "tests/gpu", (*_PYTEST, "tests/gpu"), 6.0, (*_PYTEST[:-2], "tests/gpu"), has_rows=False),
         Cell(
@@ -73,8 +74,7 @@ def cells(cifar: Path | None = None) -> list[Cell]:
         ),
         Cell("speed", "ViT-B", (_STEP, "--models", "vit_b"), 1.5, (_STEP, "--models", "tiny", "--rounds", "2")),
         Cell("speed", "ViT-L, RegNetY-16GF, ViT-S", (_STEP, "--models", "vit_l", "regnet_y_16gf", "vit_s"), 3.0),
-        Cell("speed", "ViT-B, compiled", (_STEP, "--models", "vit_b", "--systems", *compiled), 3.0),
-        Cell("speed", "ViT-B, float8", (_STEP, "--models", "vit_b", "--systems", "level 3", "level 3, float8"), 1.5),
+        Cell("speed", "ViT-B, compiled", (_STEP, "--models", "vit_b", "--systems", *compiled), 4.0),
         Cell(
             *("input", "SwAV's views of 256 images", (_STEP, "--models", "--input", "256")),
             minutes=2.0,

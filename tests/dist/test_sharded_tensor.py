@@ -25,7 +25,7 @@ from vissl_zero.sharding.state.sharded_view import VIEWS
 
 Between = Callable[[nn.Module, torch.optim.Optimizer], object]
 _DOCS = Path(__file__).parents[2] / "docs" / "sharded_parameters.md"
-_MASK = (torch.arange(42.0, dtype=torch.float64).view(6, 7) % 3 > 0).double()
+DEVICE = torch.device("cpu")  # tests/gpu has its own
 
 
 def _net() -> nn.Module:
@@ -34,11 +34,15 @@ def _net() -> nn.Module:
     net = nn.Sequential(nn.Linear(7, 6), nn.Tanh(), nn.Linear(6, 5))
     for param in net.parameters():
         param.is_flagged = param.ndim == 1
-    return net.double()
+    return net.to(DEVICE, torch.float64)
 
 
 def _batch(step: int) -> Tensor:
-    return torch.randn(4, 7, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+    return torch.randn(4, 7, generator=torch.Generator().manual_seed(step), dtype=torch.float64).to(DEVICE)
+
+
+def _mask() -> Tensor:
+    return (torch.arange(42.0, dtype=torch.float64, device=DEVICE).view(6, 7) % 3 > 0).double()
 
 
 def _train(model: nn.Module, optimizer: Any, between: Between) -> None:
@@ -56,7 +60,7 @@ def _assigned(model: nn.Module, _: Any) -> None:
 
 
 def _assigned_full(model: nn.Module, _: Any) -> None:
-    model[0].weight.data = torch.full((6, 7), 0.25, dtype=torch.float64) * _MASK
+    model[0].weight.data = 0.25 * _mask()
 
 
 @torch.no_grad()
@@ -69,19 +73,20 @@ def _through_full_tensor(model: nn.Module, _: Any) -> None:
 
 @torch.no_grad()
 def _masked(model: nn.Module, _: Any) -> None:
-    model[0].weight.mul_(_MASK)
-    model[2].weight.sub_(torch.linspace(0, 1, 6, dtype=torch.float64))  # one row, for all
+    model[0].weight.mul_(_mask())
+    model[2].weight.sub_(torch.linspace(0, 1, 6, dtype=torch.float64, device=DEVICE))  # one row, for all
 
 
 @torch.no_grad()
 def _with_masked_copy(model: nn.Module, _: Any) -> None:
-    model[0].weight.copy_(model[0].weight * _MASK + model[0].weight.abs().mean())
+    model[0].weight.copy_(model[0].weight * _mask() + model[0].weight.abs().mean())
 
 
 @torch.no_grad()
 def _scaled_by_norm(model: nn.Module, _: Any) -> None:
     for param in model.parameters():
-        param.div_(1 + param.norm() + float(param.detach().max()) + param.numel() + param.numpy().sum())
+        total = param.numpy().sum() if param.device.type == "cpu" else param.sum()
+        param.div_(1 + param.norm() + float(param.detach().max()) + param.numel() + total)
 
 
 def _drawn_anew(model: nn.Module, _: Any) -> None:
