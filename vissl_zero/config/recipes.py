@@ -219,7 +219,7 @@ def recipe_files(folder: Path, with_parts: bool = False) -> Iterator[RecipeFile]
             yield RecipeFile(name(file), "", str(root.parent), _program(_tree(file)))
             continue
         is_overlay = blocks[file] >= _COMPLETE or (with_parts and "trunk" in blocks[file])
-        if is_overlay and (base := _base(file, bases, root)):
+        if is_overlay and (base := _base(file, bases)):
             yield RecipeFile(name(base), name(file), str(root.parent), _program(_tree(base)))
 
 
@@ -231,7 +231,7 @@ def recipe_file(path: Path) -> RecipeFile:
     if _blocks(path) >= _COMPLETE | {"loss"} or _begins_with_recipe(path):
         return RecipeFile(name, "", str(root.parent), _program(_tree(path)))
     around = [file for parent in path.parents if parent.is_relative_to(root) for file in sorted(parent.glob("*.yaml"))]
-    base = _base(path, [file for file in around if _blocks(file) >= _COMPLETE | {"loss"}], root)
+    base = _base(path, [file for file in around if _blocks(file) >= _COMPLETE | {"loss"}])
     if base is None:
         return RecipeFile(name, folder=str(root.parent))
     return RecipeFile(base.relative_to(root).with_suffix("").as_posix(), name, str(root.parent), _program(_tree(base)))
@@ -323,14 +323,9 @@ def _begins_with_recipe(file: Path) -> bool:
     return any(str(name).startswith("/config/") for name in (defaults if isinstance(defaults, list) else ()))
 
 
-def _base(file: Path, bases: list[Path], root: Path) -> Path | None:
-    """Find the complete recipe, one of ``bases``, in the nearest folder above a file; None up to ``root``."""
-    for folder in file.parents:
-        if complete := [base for base in bases if base.parent == folder and base != file]:
-            return complete[0]
-        if folder == root:
-            break
-    return None
+def _base(file: Path, bases: list[Path]) -> Path | None:
+    """Find the complete recipe, one of ``bases``, in the nearest folder above a file; None where there is none."""
+    return next((base for folder in file.parents for base in bases if base.parent == folder and base != file), None)
 
 
 def _blocks(file: Path) -> set[str]:

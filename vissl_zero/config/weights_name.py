@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-_SCHEMES = ("hf", "timm", "torchvision", "torchhub")
+_SCHEMES = {"hf", "timm", "torchvision", "torchhub"}
 
 
 def scheme_of(name: str) -> str:

@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
+from vissl_zero.config.components import builtin_keys, component_keys
 from vissl_zero.config.components.heads import _is_entry
 from vissl_zero.config.override_paths import _places
 from vissl_zero.config.weights_name import absolute, scheme_of
+from vissl_zero.registry import Registry
 
 
 @pytest.mark.parametrize(
@@ -63,3 +65,10 @@ def test_places_are_first_those_below_the_other_names() -> None:
     assert _places(transforms, ["Resize", "size"]) == ["[0].size"]
     assert _places(transforms, ["other", "size"]) == ["[0].size", "[1].transforms[0].size"]
     assert _places(transforms, ["Blur", "p"]) == []
+
+
+def test_keys_of_a_component_are_its_own_and_a_built_in_one_is_not_imported_for_them() -> None:
+    registry = Registry("head", "config.MODEL.HEAD", {"mlp": ("nowhere", "A module that is not there.")})
+    registry.register("mine", config=int)(dict)
+    assert component_keys(registry, "mine") is int
+    assert component_keys(registry, "mlp") is builtin_keys("head")["mlp"]

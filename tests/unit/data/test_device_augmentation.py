@@ -13,7 +13,7 @@ from tests.blocks import data_block
 from tests.unit.config.example_config import complaints
 from tests.unit.data.conftest import MakeData
 from tests.unit.data.test_fast_backend import BOUNDS, END, JITTER, Entry, photograph
-from vissl_zero.data.changes import Kind
+from vissl_zero.data.changes import Kind, _mean_gray
 from vissl_zero.data.dataset import borrowed_randomness, seed_sample
 from vissl_zero.data.decode import Decoder
 from vissl_zero.data.fast.device_pipeline import DevicePipeline
@@ -113,3 +113,12 @@ def test_workers_crop_and_hand_over_pixels_of_8_bits(make_data: MakeData, photos
 def test_pillows_backend_and_what_has_no_fast_form_are_refused() -> None:
     (line,) = complaints(DATA__AUGMENT_ON="device")
     assert "config.DATA.AUGMENT_ON" in line and "BACKEND=fast" in line
+
+
+def test_the_gray_that_contrast_mixes_with_is_a_mean_in_float64() -> None:
+    """One step less than half a pixel value: in float32 the mean of a million pixels would round up."""
+    pixels = torch.full((2, 3, 1000, 1000), 127, dtype=torch.uint8)
+    pixels[:, :, :500] = 128
+    pixels[0, :, 0, 0] = 127
+    unchanged = torch.eye(3, 4, dtype=torch.float64).expand(2, 3, 4)
+    assert _mean_gray(pixels, unchanged).tolist() == [127, 128]

@@ -116,6 +116,17 @@ def test_an_image_smaller_than_its_center_crop_is_padded_as_by_torchvision(width
     assert np.array_equal(crop, expected) and crop.shape == (3, 8, 7)
 
 
+def test_copies_that_are_cropped_at_once_have_pillows_boxes() -> None:
+    """The file is decoded no larger than the crops need, and copies are not made."""
+    for crop in ({"name": "RandomResizedCrop", "size": 48}, BOUNDS["ImgPilToMultiCrop"][0]):
+        entries = [{"name": "ImgReplicatePil", "num_times": 3}, crop, *END]
+        slow, fast = build_pipeline(entries, "t"), build_fast_pipeline(entries, "t", Decoder())
+        image = photograph()
+        pillows, ours = crops_of(slow, image, 0), crops_of(fast, image, 0)
+        assert len(ours) == len(pillows)
+        assert all(np.abs(a - b).mean() < 1 for a, b in zip(pillows, ours, strict=True))
+
+
 def test_a_whole_recipe_has_the_same_boxes_and_nearly_the_same_values(make_data: MakeData, photos: Path) -> None:
     for index in range(4):
         (photos / "a" / f"photo{index}.jpg").write_bytes(jpeg(photograph(seed=index)))

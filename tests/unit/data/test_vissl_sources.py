@@ -100,6 +100,10 @@ def test_a_data_set_that_is_not_there(make_data: MakeData, tmp_path: Path) -> No
 
     assert "got CIFAR." in refused(DATASET_NAMES=["CIFAR"], DATA_PATHS=[str(tmp_path)])
     assert "Did you mean 'CIFAR10" in refused(DATASET_NAMES=["CIFAR"], DATA_PATHS=[str(tmp_path)])
+    assert "one data set of torchvision's, got nothing. Known: " in refused(
+        DATASET_NAMES=[], DATA_PATHS=[str(tmp_path)]
+    )
+    assert "lies in, got nothing." in refused(DATASET_NAMES=["CIFAR10"], DATA_PATHS=[])
     assert "must name the folder" in refused(DATASET_NAMES=["CIFAR10"], DATA_PATHS=[str(tmp_path / "none")])
     said = refused(DATASET_NAMES=["CIFAR10"], DATA_PATHS=[str(tmp_path)])
     assert "does not hold torchvision's CIFAR10" in said

@@ -54,6 +54,14 @@ CASES = [
         "config.LOSS.CrossEntropyLoss.weight: must be null where images are mixed",
     ),
     ("supervised", MIXED, ""),
+    *(
+        (
+            "swav",
+            [f"{TRANSFORMS}=[{{name: of_ones_own}}]", "config.LOSS.swav_loss.num_crops=3", crops],
+            "config.LOSS.swav_loss.crops_for_assign: must list crops from 0 to 2",
+        )
+        for crops in ("config.LOSS.swav_loss.crops_for_assign=[0, 3]", "config.LOSS.swav_loss.crops_for_assign=[-1, 0]")
+    ),
     ("dino", [_head("swav_head", num_clusters=[5, 5])], f"{HEAD}: must have one layer of prototypes for dino_loss"),
     (
         "dino",

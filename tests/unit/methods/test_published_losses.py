@@ -68,6 +68,7 @@ from vissl_zero.methods.vicregl import global_loss, local_loss
 from vissl_zero.methods.visreg import visreg, visreg_loss
 from vissl_zero.models.keyed_random import set_random_key
 from vissl_zero.models.patches import taken
+from vissl_zero.registry import LOSSES
 
 
 def _randn(seed: int, *shape: int) -> Tensor:
@@ -363,6 +364,19 @@ def test_npid():
     before = bank.memory.clone()
     bank.update(A * torch.inf, sample_ids)
     assert torch.equal(bank.memory, before)
+
+
+def test_npid_as_a_cross_entropy():
+    """NPID++ (https://arxiv.org/abs/1912.01991): torch's cross-entropy, the image's own memory being the class."""
+    method: Any = LOSSES.get("nce_loss_with_memory").build(
+        embedding_dim=5, loss_type="cross_entropy", temperature=0.2, negative_sampling_params={"num_negatives": 4}
+    )
+    method.set_images(20)
+    sample_ids = torch.tensor([3, 17, 0, 8, 11, 5])
+    set_random_key(0, 0, sample_ids)
+    similarities = method.bank.similarities(A, sample_ids, method.bank.draw_negatives(6, 4))
+    loss = method([A], LossBatch([1], sample_ids, 6))
+    torch.testing.assert_close(loss, F.cross_entropy(similarities / 0.2, torch.zeros(6, dtype=torch.int64)))
 
 
 def test_pirl_weighs_image_and_patches():

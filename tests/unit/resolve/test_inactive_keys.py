@@ -206,8 +206,9 @@ CONDITIONS: list[tuple[str, Any, dict[str, Any], dict[str, Any], str]] = [
     ),
     (f"{_EVAL}.EVAL_TRUNK_AND_HEAD", True, {}, {f"{_EVAL}.EVAL_MODE_ON": True}, "taken from WEIGHTS_INIT anyway"),
     *(
-        (key, value, {f"{_EVAL}.FREEZE_TRUNK_ONLY": True}, {**_TAPPED, f"{_EVAL}.{frozen}": True}, "not frozen")
+        (key, value, {f"{_EVAL}.{name}": True for name in unread}, {**_TAPPED, f"{_EVAL}.{frozen}": True}, "not frozen")
         for key, value in [(f"{_EVAL}.LINEAR_EVAL_FEAT_POOL_OPS_MAP", [["res5", ["Identity", []]]])]
+        for unread in (["FREEZE_TRUNK_ONLY"], ["EXTRACT_TRUNK_FEATURES_ONLY"], ["EVAL_MODE_ON"])
         for frozen in ("FREEZE_TRUNK_ONLY", "EXTRACT_TRUNK_FEATURES_ONLY")
     ),
     (

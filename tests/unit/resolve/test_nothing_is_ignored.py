@@ -118,3 +118,50 @@ def test_a_block_without_level_whose_parameters_are_offloaded_is_level_3() -> No
     plan, notes = _answer(CPU_HOST, {"ZERO__LEVEL": "auto", **blocks})
     assert plan is not None and plan.level == 3
     assert IMPLIED.format(key="config.ZERO.LEVEL") in notes
+
+
+SWITCHES = [
+    # in vain, where the same key does something, what is said
+    (
+        {f"{FSDP}mixed_precision": False, f"{FSDP}AUTO_SETUP_FSDP": True, "ZERO__LEVEL": "auto"},
+        {f"{FSDP}mixed_precision": False, f"{FSDP}compute_dtype": "bfloat16", "ZERO__LEVEL": 3},
+        "mixed_precision=False has no effect: AUTO_SETUP_FSDP derives it from AMP.",
+    ),
+    (
+        {f"{FSDP}mixed_precision": False, "ZERO__LEVEL": 2},
+        {f"{FSDP}mixed_precision": False, f"{FSDP}compute_dtype": "bfloat16", "ZERO__LEVEL": 3},
+        "mixed_precision=False has no effect below level 3.",
+    ),
+    (
+        {f"{FSDP}mixed_precision": False, "ZERO__LEVEL": 3},
+        {f"{FSDP}mixed_precision": False, f"{FSDP}compute_dtype": "bfloat16", "ZERO__LEVEL": 3},
+        "mixed_precision=False has no effect: compute_dtype is not in half precision.",
+    ),
+    (
+        {f"{MODEL}AMP_PARAMS__DTYPE": "float16"},
+        {f"{MODEL}AMP_PARAMS__DTYPE": "float16", **AMP},
+        "config.MODEL.AMP_PARAMS.DTYPE has no effect: USE_AMP is off.",
+    ),
+    (
+        {f"{ZERO}clip_grad_per": "tensor"},
+        {f"{ZERO}clip_grad_per": "tensor", f"{ZERO}clip_grad": 1.0},
+        "config.ZERO.clip_grad_per has no effect: config.ZERO.clip_grad is not given.",
+    ),
+    (
+        {f"{ZERO}MEMORY_GB": 1.0},
+        {f"{ZERO}MEMORY_GB": 1.0, "DRY_RUN": True},
+        "config.ZERO.MEMORY_GB has an effect on dry runs only: config.ZERO.LEVEL is not fit.",
+    ),
+    (
+        {f"{FSDP}AUTO_WRAP_THRESHOLD": 5, "ZERO__LEVEL": 0},
+        {f"{FSDP}AUTO_WRAP_THRESHOLD": 5, "ZERO__LEVEL": 3},
+        "config.MODEL.FSDP_CONFIG.AUTO_WRAP_THRESHOLD has no effect at level 0.",
+    ),
+]
+
+
+@pytest.mark.parametrize(("in_vain", "in_effect", "note"), SWITCHES)
+def test_a_switch_says_when_it_does_nothing(in_vain: dict[str, Any], in_effect: dict[str, Any], note: str) -> None:
+    for values, is_noted in ((in_vain, True), (in_effect, False)):
+        plan, notes = _answer(CPU_HOST, values)
+        assert plan is not None and any(note in text for text in notes) == is_noted, notes

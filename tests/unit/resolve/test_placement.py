@@ -22,6 +22,7 @@ from vissl_zero.resolve.host import (
 )
 from vissl_zero.resolve.placement_plan import placement
 from vissl_zero.resolve.resolve import resolve
+from vissl_zero.resolve.resolved import ShardingPlan
 from vissl_zero.resolve.sharding_plan import sharding_plan
 
 NCCL = "cpu:gloo,cuda:nccl"
@@ -41,6 +42,12 @@ NCCL = "cpu:gloo,cuda:nccl"
 def test_device_and_backend(host, values, device, backend):
     place = placement(config(**values), host)
     assert (place.device, place.backend) == (device, backend)
+
+
+def test_a_machines_memory_is_for_dry_runs():
+    text = "config.MACHINE.MEMORY_GIB has an effect on dry runs only."
+    assert placement(config(MACHINE__MEMORY_GIB=4.0), CPU_HOST).notes == (text,)
+    assert placement(config(MACHINE__MEMORY_GIB=4.0, DRY_RUN=True), CPU_HOST).notes == ()
 
 
 def test_notes_say_why_the_cpu_is_used():
@@ -220,6 +227,11 @@ def test_groups_of_synchronized_batch_norm(sync, size, group):
     base = "MODEL__SYNC_BN_CONFIG__"
     plan, _ = plan_of(**{f"{base}CONVERT_BN_TO_SYNC_BN": sync, f"{base}GROUP_SIZE": size})
     assert plan.sync_bn_group == group
+
+
+@pytest.mark.parametrize(("level", "group", "ranks"), [(0, 2, 1), (1, 2, 2), (3, -1, 4), (2, 4, 4)])
+def test_ranks_that_share_one_copy(level, group, ranks):
+    assert ShardingPlan(level=level, shard_group_size=group).ranks_per_copy(4) == ranks
 
 
 def test_clipping_from_either_switch():

@@ -9,6 +9,16 @@ from vissl_zero.data import decode
 from vissl_zero.resolve.data_plan import EXTENSIONS
 from vissl_zero.resolve.host import Host
 
+TAPS = "MODEL__FEATURE_EVAL_SETTINGS__"
+TAPPED = {f"{TAPS}EVAL_MODE_ON": True, f"{TAPS}FREEZE_TRUNK_ONLY": True}
+
+
+def crops(num_crops, size_crops):
+    """A transform that makes these numbers of crops of these sizes."""
+    name = "ImgPilToMultiCrop"
+    return {"name": name, "num_crops": num_crops, "size_crops": size_crops, "crop_scales": [[0.1, 1.0]]}
+
+
 REFUSALS = {
     "level": ({"ZERO__LEVEL": 4}, "config.ZERO.LEVEL: must be auto, fit, 0, 1, 2 or 3 (got 4)"),
     "level and type": (
@@ -358,6 +368,75 @@ REFUSALS = {
         {"MODEL__WEIGHTS_INIT__PARAMS_FILE": "/none.torch"},
         "config.MODEL.WEIGHTS_INIT.PARAMS_FILE: must name a run folder, a checkpoint or a file of weights that exists",
     ),
+    **{
+        f"address {address}": (
+            {"DISTRIBUTED__NUM_NODES": 2, "DISTRIBUTED__RUN_ID": address},
+            f"config.DISTRIBUTED.RUN_ID: must be <address of machine 0>:<port> (got '{address}'). Write such as",
+        )
+        for address in ("node0", ":29500", "node0:0", "node0:65536", "node0:http")
+    },
+    "entry of taps": (
+        {f"{TAPS}LINEAR_EVAL_FEAT_POOL_OPS_MAP": [["res5", ["Identity"]]], **TAPPED},
+        "LINEAR_EVAL_FEAT_POOL_OPS_MAP: must list [layer, [pooling, [arguments]]] (got ['res5', ['Identity']])",
+    ),
+    "heads of taps": (
+        {f"{TAPS}LINEAR_EVAL_FEAT_POOL_OPS_MAP": [["res4", ["Identity", []]], ["res5", ["Identity", []]]], **TAPPED},
+        "config.MODEL.HEAD.PARAMS: must list a head for each of the 2 layers of config.MODEL.FEATURE_EVAL_SETTINGS."
+        "LINEAR_EVAL_FEAT_POOL_OPS_MAP (got 1 heads). Give the lists the same length.",
+    ),
+    "taps and a sweep": (
+        {
+            f"{TAPS}LINEAR_EVAL_FEAT_POOL_OPS_MAP": [["res5", ["Identity", []]]],
+            "OPTIMIZER__head_optimizer_params__lr_factors": [1.0, 2.0],
+            **TAPPED,
+        },
+        "LINEAR_EVAL_FEAT_POOL_OPS_MAP: cannot go with head_optimizer_params.lr_factors: one head each (got a map)",
+    ),
+    "peak of one's own schedule": (
+        {"OPTIMIZER__lr": 0.1, "OPTIMIZER__param_schedulers__lr__name": "mine"},
+        "config.OPTIMIZER.lr: must be left out: the schedule mine is not one that can be scaled (got 0.1). Write the "
+        "rate into config.OPTIMIZER.param_schedulers.lr.",
+    ),
+    **{
+        f"crops {counts} of {sizes}": (
+            {"DATA__TRAIN__TRANSFORMS": [crops(counts, sizes)]},
+            f"ImgPilToMultiCrop: must list whole numbers, at least 1 (got num_crops {counts}, size_crops {sizes})",
+        )
+        for counts, sizes in ((2, [8]), ([2], 8), ([], [8]), ([0], [8]), ([2], [0]), ([1.5], [8]))
+    },
+    "pairs without a folder": (
+        {"DATA__TRAIN__DATA_SOURCES": ["segmentation_folder"], "DATA__TRAIN__DATA_PATHS": []},
+        "config.DATA.TRAIN.DATA_PATHS: must name a folder with images and masks (got []). Write "
+        "config.DATA.TRAIN.DATA_PATHS=[/path/to/folder], with images/ and masks/ in it.",
+    ),
+    "two sources": (
+        {"DATA__TRAIN__DATA_SOURCES": ["digits", "synthetic"]},
+        "config.DATA.TRAIN.DATA_SOURCES: must name one data source (got ['digits', 'synthetic'])",
+    ),
+    "file of labels": (
+        {"DATA__TRAIN__LABEL_PATHS": ["/none.npy"]},
+        "config.DATA.TRAIN.LABEL_PATHS: must name files that exist (got '/none.npy')",
+    ),
+    "one width": (
+        {"MODEL__HEAD__PARAMS": [["mlp", {"dims": [64]}]]},
+        "config.MODEL.HEAD.PARAMS[0][1].dims: must be two or more widths, from the trunk's features (-1: as many as "
+        "it has) to the outputs (-1: as many as there are classes) (got [64])",
+    ),
+    "no outputs": ({"MODEL__HEAD__PARAMS": [["mlp", {"dims": [64, 0]}]]}, "dims: must be two or more widths"),
+    "block of no loss": ({"LOSS__zzz": {}}, "config.LOSS.zzz: is not the name of a loss. Known: CrossEntropyLoss, "),
+    "loss as a value": (
+        {"LOSS__swav_loss": 3},
+        "config.LOSS.swav_loss: must be a block of keys (got 3). Write config.LOSS.swav_loss.<key>=<value>.",
+    ),
+    "objective": ({"OBJECTIVE": "los_last"}, "config.OBJECTIVE: must name a number of summary.json (got 'los_last')"),
+    "best by a figure that is not measured": (
+        {"CHECKPOINT__SAVE_BEST": True, "CHECKPOINT__BEST_METRIC": "miou"},
+        "config.CHECKPOINT.BEST_METRIC: must be a figure that this run measures (loss",
+    ),
+    "what may change": (
+        {"CHECKPOINT__ALLOW_CHANGED": ["zzz"]},
+        "must name keys or blocks (got 'zzz'). Write it as the refused resume printed it, such as LOSS.name.",
+    ),
 }
 
 
@@ -413,6 +492,18 @@ def test_gpus_do_not_talk_by_gloo():
     assert complaints(GPU_HOST, MACHINE__DEVICE="gpu", DISTRIBUTED__BACKEND="nccl") == []
     (complaint,) = complaints(GPU_HOST, MACHINE__DEVICE="gpu", DISTRIBUTED__BACKEND="gloo")
     assert "config.DISTRIBUTED.BACKEND: must be nccl on GPUs (got 'gloo')" in complaint
+
+
+@pytest.mark.parametrize("port", [1, 65535])
+def test_every_port_is_a_place_to_meet(port):
+    assert complaints(DISTRIBUTED__NUM_NODES=2, DISTRIBUTED__RUN_ID=f"node0:{port}") == []
+
+
+def test_a_figure_of_a_meter_or_of_a_hook_may_be_searched_for():
+    assert complaints(OBJECTIVE="loss_last") == []
+    assert "OBJECTIVE" in str(complaints(OBJECTIVE="mine"))
+    assert "OBJECTIVE" not in str(complaints(OBJECTIVE="mine", HOOKS__EXTRA=["own"]))
+    assert "OBJECTIVE" in str(complaints(OBJECTIVE="not a name", HOOKS__EXTRA=["own"]))
 
 
 def test_torchrun_allows_several_machines():

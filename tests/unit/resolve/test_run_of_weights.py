@@ -147,3 +147,19 @@ def test_a_sweep_of_rates_makes_a_head_for_each(tmp_path):
     ]:
         with pytest.raises(ConfigError, match=message):
             resolved(run, *words)
+
+
+def test_adapters_of_a_run_go_on_as_they_were(tmp_path):
+    """Also where the recipe names the trunk itself: another LORA_ALPHA would scale what was trained."""
+    trunk, model = {"NAME": "regnet", "REGNET": REGNET}, "config.MODEL.TRUNK.NAME=regnet"
+    run = _run(tmp_path / "run", trunk)
+    write_checkpoint(
+        run, {}, config={"MODEL": {"TRUNK": trunk, "LORA": {"USE_LORA": True, "LORA_ALPHA": 4}}, "DATA": DATA}
+    )
+    words = [
+        f"config.DATA.{split}.{key}"
+        for split in ("TRAIN", "TEST")
+        for key in ("DATA_SOURCES=[digits]", "TRANSFORMS=[{name: ToTensor}]")
+    ]
+    with pytest.raises(ConfigError, match=r"config.MODEL.LORA: must be as in the run .*LORA_ALPHA: 4,"):
+        resolved(run, model, *words, "config.MODEL.LORA.USE_LORA=true", "config.MODEL.LORA.LORA_ALPHA=8")

@@ -96,7 +96,7 @@ def _mapped(path: str, key: str, is_rgb: bool) -> np.ndarray:
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
     except Exception as error:  # numpy's parsers let much through
-        reason = " ".join(str(error).split()) or type(error).__name__
+        reason = " ".join(str(error).split())
         raise DataError(f"The array of images {path} cannot be read ({reason}). Write it with numpy.save.") from error
     if not isinstance(array, np.ndarray):
         raise DataError(f"{path} is an archive of arrays. Name a .npy file with one array.")

@@ -1,0 +1,37 @@
+"""The online probe, in one process; ``tests/dist/test_online_probe.py`` compares levels and with plain regression."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tests.unit.methods.batches import LossBatch
+from vissl_zero.methods.online_probe import OnlineProbe
+
+ROWS = torch.randn(3, 8, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+LABELS = torch.tensor([2, -1, 0, 1, -1, 1, 0, 2])
+
+
+def _learned(kept: torch.Tensor, steps: int = 3) -> tuple[dict[str, Any], list[tuple[float, float]]]:
+    """State and figures after ``steps`` steps of the samples ``kept``, each in two crops."""
+    probe, counts = OnlineProbe(4, 3, lr=0.1, dtype=torch.float64), []
+    for rows in ROWS[:steps]:
+        batch: Any = LossBatch([2], torch.arange(8)[kept], int(kept.sum()), LABELS[kept])
+        probe.learn([torch.cat((rows[kept], rows[kept] + 1))], batch)
+        counts.append(tuple(number.item() for number in probe.step()))
+    return dict(probe.state_dict()), counts
+
+
+def test_samples_without_a_label_count_for_nothing() -> None:
+    state, counts = _learned(torch.ones(8, dtype=torch.bool))
+    expected, of_labeled = _learned(LABELS >= 0)
+    assert counts == of_labeled and counts[0][0] == 12
+    for name, tensor in state.items():
+        torch.testing.assert_close(tensor, expected[name], rtol=0, atol=1e-12)
+    assert state["weight"].abs().sum() > 0
+
+
+def test_a_batch_without_labels_changes_no_statistics() -> None:
+    state, ((count, right),) = _learned(LABELS < 0, steps=1)
+    assert (count, right) == (0, 0) and not state["mean"].any() and not state["mean_square"].any()
