@@ -11,27 +11,14 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
 from vissl_zero.checkpoint.shard_file import Entry
 
+# Theirs -> timm's, full matches; the first that matches counts. A number after ``+`` counts from 1.
 _Rules = tuple[tuple[str, str], ...]
-
-
-@dataclass(frozen=True)
-class _Layout:
-    """One library's names.
-
-    Attributes:
-        mark: a name that only this layout has.
-        rules: theirs -> timm's, full matches; the first that matches counts. A number after ``+`` counts from 1.
-    """
-
-    mark: str
-    rules: _Rules
-
 
 _CONVNEXT_PARTS = (
     (r"dwconv|depthwise_conv", "conv_dw"),
@@ -78,26 +65,26 @@ _DINOV3: _Rules = (
     (r"blocks\.(\d+)\.mlp\.w2\.(\w+)", r"blocks.\1.mlp.fc1_x.\2"),
     (r"blocks\.(\d+)\.mlp\.w3\.(\w+)", r"blocks.\1.mlp.fc2.\2"),
 )
-_LAYOUTS = (
-    _Layout("encoder.stages.0.layers.0.dwconv.weight", _CONVNEXT),
-    _Layout("stages.0.layers.0.depthwise_conv.weight", _CONVNEXT),
-    _Layout("embedder.embedder.convolution.weight", _RESNET),
-    _Layout("embeddings.patch_embeddings.weight", _DINOV3_HF),
-    _Layout("storage_tokens", _DINOV3),
-)
+# By a name that only this layout has.
+_LAYOUTS: dict[str, _Rules] = {
+    "encoder.stages.0.layers.0.dwconv.weight": _CONVNEXT,
+    "stages.0.layers.0.depthwise_conv.weight": _CONVNEXT,
+    "embedder.embedder.convolution.weight": _RESNET,
+    "embeddings.patch_embeddings.weight": _DINOV3_HF,
+    "storage_tokens": _DINOV3,
+}
 
 
 def renamed(entries: Sequence[Entry]) -> list[Entry]:
     """Give tensors of the networks above timm's names and cut, lazily; any others stay as they are."""
-    for layout in _LAYOUTS:
-        marks = [entry.key for entry in entries if f".{entry.key}".endswith(f".{layout.mark}")]
+    for mark, rules in _LAYOUTS.items():
+        marks = [entry.key for entry in entries if f".{entry.key}".endswith(f".{mark}")]
         if marks:
-            prefix = min(marks, key=len).removesuffix(layout.mark).removesuffix("model.")
-            translated = [replace(e, key=_new_name(e.key.removeprefix(prefix), layout.rules)) for e in entries]
-            is_dinov3 = layout.rules in (_DINOV3, _DINOV3_HF)
-            return (
-                list(_fused(_without_plain_mlp(translated))) if is_dinov3 else list(map(_in_one_dimension, translated))
-            )
+            prefix = min(marks, key=len).removesuffix(mark).removesuffix("model.")
+            translated = [replace(e, key=_new_name(e.key.removeprefix(prefix), rules)) for e in entries]
+            if rules in (_DINOV3, _DINOV3_HF):
+                return list(_fused(_without_plain_mlp(translated)))
+            return list(map(_in_one_dimension, translated))
     return list(entries)
 
 

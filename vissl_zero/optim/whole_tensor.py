@@ -219,9 +219,9 @@ def muon(groups: Groups, use_muon_on_heads: bool = False, **options: Any) -> tor
 
 
 @OPTIMIZERS.register("normuon", config=NorMuonConfig)
-def normuon(groups: Groups, **options: Any) -> torch.optim.Optimizer:
+def normuon(groups: Groups, row_beta: float = 0.95, **options: Any) -> torch.optim.Optimizer:
     """Build Muon with updates normalized row by row, AdamW for the rest and for heads."""
-    return muon(groups, **options)
+    return muon(groups, row_beta=row_beta, **options)
 
 
 @OPTIMIZERS.register("lamb", config=LambConfig)

@@ -12,6 +12,9 @@ from safetensors.torch import load_file
 
 from tests.unit.models.test_lora import drawn, settings
 from vissl_zero.checkpoint.adapter_folder import read_adapters
+from vissl_zero.checkpoint.first_weights import _require_place_for_adapters
+from vissl_zero.checkpoint.foreign_layouts import Foreign
+from vissl_zero.checkpoint.shard_file import Entry
 from vissl_zero.config.blocks.model_and_loss import Lora
 from vissl_zero.errors import CheckpointError
 from vissl_zero.models.lora import merged, unadapted, write_adapter
@@ -104,3 +107,16 @@ def test_other_layers_sizes_and_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text("[")
     with pytest.raises(CheckpointError, match=r"adapter_config\.json cannot be read"):
         read_adapters(_model(), _options(tmp_path))
+
+
+@pytest.mark.parametrize("file_has", [False, True])
+@pytest.mark.parametrize("model_has", [False, True])
+def test_weights_with_adapters_want_a_model_with_adapters(file_has: bool, model_has: bool) -> None:
+    plain, adapters = "trunk.a.weight", "trunk.a.lora_A.default.weight"
+    foreign = Foreign("", [Entry.of(name, torch.ones(1)) for name in [plain, *[adapters] * file_has]])
+    shapes = dict.fromkeys([plain, *[adapters] * model_has], (1,))
+    if file_has and not model_has:
+        with pytest.raises(CheckpointError, match="holds LoRA adapters, and this model has none"):
+            _require_place_for_adapters(foreign, shapes, "a.pt")
+    else:
+        _require_place_for_adapters(foreign, shapes, "a.pt")

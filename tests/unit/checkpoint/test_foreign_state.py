@@ -9,7 +9,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from vissl_zero.checkpoint.foreign_state import LossState, _gather, _take, _translated, as_ours, loss_state, method_of
+from vissl_zero.checkpoint.foreign_state import (
+    LossState,
+    OptimizerState,
+    _default_groups,
+    _gather,
+    _sortings,
+    _take,
+    _translated,
+    as_ours,
+    full_tensors,
+    loss_state,
+    method_of,
+    optimizer_state,
+)
 from vissl_zero.checkpoint.shard_file import Entry
 from vissl_zero.errors import CheckpointError
 
@@ -207,3 +220,170 @@ def test_state_is_taken_where_every_shape_and_every_number_fits(
     found = _take(sorting, [(0,), (1,)], tensors)
     assert (None if found is None else sorted(found)) == taken
     assert _take(sorting, [(0, 1), ()], tensors) is None
+
+
+def _unit(path: str, **facts: Any) -> dict[str, Any]:
+    return {"fsdp_path": path, **facts}
+
+
+def _old_unit(names: list[str], shapes: list[tuple[int, ...]], padded: list[int], is_flat: bool) -> dict[str, Any]:
+    return _unit("a", param_names=names, param_shapes=shapes, num_padded=padded, is_flat=is_flat)
+
+
+@pytest.mark.parametrize("is_flat", [True, False])
+def test_units_of_older_fairscale_are_put_together(is_flat: bool) -> None:
+    """Before 0.4 it wrote one flat tensor a unit, ``flat_param_0``, or a tensor for each parameter."""
+    names, shapes = ["w", "b"], [(2, 2), (1,)]
+    if is_flat:  # 1 2 3 4 5 on two ranks
+        states = [{"a.flat_param_0": _numbers(3)}, {"a.flat_param_0": torch.tensor([4.0, 5.0, 9.0])}]
+        paddings = [[0], [1]]
+    else:
+        states = [
+            {"a.w": _numbers(2), "a.b": torch.tensor([5.0])},
+            {"a.w": _numbers(4)[2:], "a.b": torch.tensor([9.0])},
+        ]
+        paddings = [[0, 0], [0, 1]]
+    of_ranks = [
+        {"param_metadata": [_old_unit(names, shapes, padded, is_flat)], "buffer_names": []} for padded in paddings
+    ]
+    entries = {entry.key: entry.read() for entry in full_tensors(states, of_ranks)}
+    _is(entries, {"a.w": _numbers(2, 2), "a.b": torch.tensor([5.0])})
+
+
+def _facts(shape: tuple[int, ...], padding: int = 0) -> dict[str, Any]:
+    return {"names": ["w"], "shapes": [shape], "padding": padding}
+
+
+def test_what_ranks_share_or_hold_whole_is_taken_once() -> None:
+    """A parameter under two names, one that every rank has whole, and buffers, of which the first rank's count."""
+    units = [
+        _unit("", params={"w": _facts((2,))}, no_broadcast_optim_state=True, shared_param_info=[("w", "tied.w")]),
+        _unit("a.b", params={"w": _facts((2,))}, no_broadcast_optim_state=False, shared_param_info=[]),
+    ]
+    states = [
+        {"w": _numbers(2), "a.b.w": torch.tensor([7.0]), "mean": torch.tensor(3.0)},
+        {"w": _numbers(2), "a.b.w": torch.tensor([8.0]), "mean": torch.tensor(4.0)},
+    ]
+    metas = [{"param_metadata": units, "buffer_names": ["mean"]}] * 2
+    entries = {entry.key: entry.read() for entry in full_tensors(states, metas)}
+    wanted = {"w": _numbers(2), "a.b.w": torch.tensor([7.0, 8.0]), "tied.w": _numbers(2), "mean": torch.tensor(3.0)}
+    _is(entries, wanted)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"a": [torch.zeros(2), torch.zeros(1)]}, "hold 3 elements, its parameters 4: a shard is missing"),
+        ({"a": [torch.zeros(2), torch.zeros(2).half()]}, "have different types"),
+        ({"a": [torch.zeros(2), torch.zeros(2).to_sparse()]}, "are not plain tensors"),
+        ({"padding": 3}, "have impossible padding"),
+        ({"padding": -1}, "have impossible padding"),
+        ({"shape": (-2, -2)}, "have impossible shapes"),
+        ({"shape": (4.0,)}, "have impossible shapes"),
+        ({"mean": torch.zeros(2).to_sparse()}, "a buffer is not a plain tensor"),
+        ({"source": "nothing"}, "lack what fairscale writes"),
+    ],
+)
+def test_shards_that_do_not_fit_together_are_refused(change: dict[str, Any], sentence: str) -> None:
+    parts = change.get("a", [torch.zeros(2), torch.zeros(2)])
+    facts = _facts(change.get("shape", (4,)), change.get("padding", 0))
+    shared = [(change["source"], "b")] if "source" in change else []
+    unit = _unit("", params={"w": facts}, no_broadcast_optim_state=False, shared_param_info=shared)
+    states = [{"w": part, "mean": change.get("mean", torch.zeros(2))} for part in parts]
+    with pytest.raises(CheckpointError, match=sentence):
+        full_tensors(states, [{"param_metadata": [unit], "buffer_names": ["mean"]}] * 2)
+
+
+NET = [  # VISSL's trunk first, each module's parameters with its buffers
+    _entry("trunk.conv.weight", 2, 1, 1, 1),
+    _entry("trunk.bn.weight", 2),
+    _entry("trunk.bn.bias", 2),
+    _entry("trunk.bn.running_mean", 2),
+    _entry("trunk.ln.weight", 3),
+    _entry("trunk.ln.bias", 3),
+    _entry("trunk.token", 1, 4),
+    _entry("heads.0.weight_g", 5, 1),
+    _entry("heads.0.weight_v", 5, 6),
+    _entry("heads.1.weight", 2, 7),
+    _entry("heads.1.bias", 7),
+]
+CONV, BN, LN = ["trunk.conv.weight"], ["trunk.bn.weight", "trunk.bn.bias"], ["trunk.ln.weight", "trunk.ln.bias"]
+HEADS = ["heads.0.weight_g", "heads.0.weight_v", "heads.1.weight"]
+
+
+@pytest.mark.parametrize(
+    ("bias", "norm", "is_layer_norm", "groups"),
+    [
+        (False, False, False, [CONV, BN, HEADS, ["heads.1.bias"], [*LN, "trunk.token"]]),
+        (True, False, False, [CONV, BN, [*HEADS, "heads.1.bias"], [], [*LN, "trunk.token"]]),
+        (False, True, False, [[*CONV, BN[0]], BN[1:], HEADS, ["heads.1.bias"], [*LN, "trunk.token"]]),
+        (True, True, True, [[*CONV, *BN, *LN], [], [*HEADS, "heads.1.bias"], [], ["trunk.token"]]),
+    ],
+)
+def test_vissls_groups_by_decay(bias: bool, norm: bool, is_layer_norm: bool, groups: list[list[str]]) -> None:
+    params = [entry for entry in NET if not entry.key.endswith("running_mean")]
+    sorted_groups = _default_groups(params, NET, bias, norm, is_layer_norm)
+    assert [[entry.key for entry in group] for group in sorted_groups] == groups
+    without_rest = [entry for entry in params if entry.key not in (*LN, "trunk.token")]
+    assert len(_default_groups(without_rest, NET, bias, norm, is_layer_norm)) == 4
+    assert [[entry.key for entry in group] for group in next(iter(_sortings(NET)))] == [[e.key for e in params]]
+
+
+def _classy(groups: list[list[int]], state: dict[int, Any]) -> dict[str, Any]:
+    return {"optimizer": {"optim": {"param_groups": [{"params": numbers} for numbers in groups], "state": state}}}
+
+
+def _momentum(*shape: int) -> dict[str, Any]:
+    return {"momentum_buffer": torch.zeros(shape)}
+
+
+NONE_OF_TORCHS = "the file holds none that torch's optimizers have written"
+NO_ORDER = "its numbers, which stand for parameters, fit no order in which VISSL sorts the parameters of this model"
+
+
+@pytest.mark.parametrize(
+    ("classy", "taken", "reason"),
+    [
+        ({}, [], NONE_OF_TORCHS),
+        (_classy([[0, 1]], {0: {"momentum_buffer": 3}}), [], NONE_OF_TORCHS),
+        (_classy([[0, 1]], {}), [], "the file holds none"),
+        (_classy([[0, 1]], {0: {"momentum_buffer": None}}), [], "the file holds none"),
+        (_classy([[0, 1]], {0: {"square_avg": torch.zeros(2, 3)}}), [], "square_avg: not state of SGD, Adam or AdamW"),
+        (_classy([[0, 1]], {0: _momentum(2, 3), 1: _momentum(2)}), ["trunk.a.weight", "trunk.a.bias"], ""),
+        (_classy([[0, 1]], {1: _momentum(2)}), ["trunk.a.bias"], ""),  # the other was frozen
+        (_classy([[0], [1], [], []], {0: _momentum(2, 3)}), ["trunk.a.weight"], ""),
+        (_classy([[0, 1]], {0: _momentum(9)}), [], NO_ORDER),
+        (_classy([[0, 1, 2]], {0: _momentum(2, 3)}), [], NO_ORDER),
+    ],
+)
+def test_state_of_vissls_optimizer_goes_to_the_parameters_of_its_numbers(
+    classy: dict[str, Any], taken: list[str], reason: str
+) -> None:
+    state = optimizer_state(classy, [_entry("trunk.a.weight", 2, 3), _entry("trunk.a.bias", 2)])
+    assert (list(state.of), state.reason) == (taken, reason)
+
+
+def test_state_that_fits_two_orders_is_refused() -> None:
+    """Where biases decay and norms do not, or norms and no biases, the groups have the same shapes."""
+    sizes = {"trunk.a.weight": (2, 2), "trunk.a.bias": (2,), "trunk.n.weight": (2,), "trunk.n.bias": (2,)}
+    entries = [_entry(name, *shape) for name, shape in sizes.items()]
+    state = {number: _momentum(*shape) for number, shape in zip((0, 1, 2, 3), sizes.values(), strict=True)}
+    ambiguous = optimizer_state(_classy([[0, 1], [2, 3], [], []], state), entries)
+    assert ambiguous.reason.endswith(
+        "which stand for parameters, fit more than one order of the parameters of this model"
+    )
+    assert optimizer_state(_classy([[0], [1, 2, 3], [], []], state), entries).reason == ""
+
+
+@pytest.mark.parametrize(
+    ("keys", "fitting"),
+    [
+        (["momentum_buffer"], {"sgd"}),
+        (["step", "exp_avg", "exp_avg_sq"], {"adam", "adamw"}),
+        (["exp_avg", "exp_avg_sq"], set()),
+        (["step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"], set()),
+    ],
+)
+def test_an_optimizer_takes_state_with_all_of_its_keys_and_no_others(keys: list[str], fitting: set[str]) -> None:
+    state = OptimizerState({"w": dict.fromkeys(keys, torch.zeros(1))})
+    assert {name for name in ("sgd", "adam", "adamw", "lars", "lion") if state.fits(name)} == fitting

@@ -100,6 +100,15 @@ def test_a_piece_without_elements_hides_none_that_begins_where_it_does(tmp_path)
         assert torch.equal(checkpoint.read("model/w"), whole)
 
 
+@pytest.mark.parametrize("length", range(8))
+def test_data_begin_at_a_multiple_of_eight_bytes_whatever_the_header_takes(tmp_path: Path, length: int) -> None:
+    path = tmp_path / "weights.safetensors"
+    write_shard_file(path, [Entry.of("w" * (length + 1), torch.arange(3.0))])
+    (header_bytes,) = struct.unpack("<Q", path.read_bytes()[:8])
+    assert header_bytes % 8 == 0
+    assert load_file(path)["w" * (length + 1)].tolist() == [0.0, 1.0, 2.0]
+
+
 def test_the_data_files_are_plain_safetensors(tmp_path):
     path = write(tmp_path, 4)
     tensors = load_file(path / "rank00002.safetensors")

@@ -10,6 +10,7 @@ import torch
 from vissl_zero.errors import ConfigError
 from vissl_zero.optim.adaptation import Larc, Lars
 from vissl_zero.optim.param_groups import build_optimizer
+from vissl_zero.optim.whole_tensor import AdamW8bit, MuonAdamW, Shampoo
 from vissl_zero.registry import OPTIMIZERS
 from vissl_zero.resolve.resolved import LarcPlan, OptimizerPlan
 
@@ -64,6 +65,32 @@ def test_every_key_reaches_the_optimizer(name, options):
     expected = {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}
     for group in optimizer.param_groups:
         assert {key: group[key] for key in expected} == expected
+
+
+@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if OPTIMIZERS.get(name).config is not None])
+def test_what_no_key_sets_has_the_value_of_its_key(name):
+    """So a loop of the user's own, which may leave options out, trains as a recipe that leaves their keys out."""
+    plain, with_keys = (
+        build_optimizer(OptimizerPlan(name, options), groups()) for options in ({}, vars(OPTIMIZERS.get(name).config()))
+    )
+    assert plain[1] == with_keys[1]
+    for group, other in zip(plain[0].param_groups, with_keys[0].param_groups, strict=True):
+        assert {**group, "params": []} == {**other, "params": []}
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (MuonAdamW, torch.optim.Muon),
+        (MuonAdamW, torch.optim.AdamW),
+        (AdamW8bit, torch.optim.AdamW),
+        (Shampoo, torch.optim.Adam),
+    ],
+)
+def test_rate_and_decay_default_to_those_of_the_optimizer_whose_steps_they_take(ours, theirs):
+    params = [torch.nn.Parameter(torch.ones(2, 2))]
+    keys = ["lr"] if theirs is torch.optim.AdamW and ours is MuonAdamW else ["lr", "weight_decay"]
+    assert [ours(params).defaults[key] for key in keys] == [theirs(params).defaults[key] for key in keys]
 
 
 def test_keys_that_the_optimizer_calls_otherwise():

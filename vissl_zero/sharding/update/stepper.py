@@ -231,10 +231,6 @@ class Stepper:
         # Stands for a gradient that is absent, and for a scalar that another rank contributes: its norm is zero. It has
         # the widest dtype, so that ranks with different gradients sum numbers of one dtype.
         nothing = torch.empty(0, device=_device(shards), dtype=wide_dtype([shard.local for shard in shards]))
-        params = [
-            shard.values() if shard.contributes_to_norm and self._adaptation is not None else nothing
-            for shard in shards
-        ]
         grads = [
             shard.grad() if shard.contributes_to_norm and shard.local.grad is not None else nothing for shard in shards
         ]
@@ -242,6 +238,7 @@ class Stepper:
         present = [float(shard.local.grad is not None) for shard in shards]
         rows = [grad_sq, self._constant("present", present, grad_sq)]
         if self._adaptation is not None:
+            params = [shard.values() if shard.contributes_to_norm else nothing for shard in shards]
             rows.append(squared_norms(params))
             if self._adaptation.needs_dot:
                 # A dot product needs two of one length: without a gradient, both must be empty.

@@ -300,7 +300,7 @@ def _wrap(
             # Unit by unit, so that a rank never holds all full parameters.
             fill(part, name)
             for param in part.parameters():
-                if not (isinstance(param, DTensor) or param.is_contiguous()):
+                if not param.is_contiguous():
                     param.data = param.data.contiguous()  # shards are rows
         replaced = [_Replaced(part, name, param) for part in modules for name, param in part.named_parameters()]
         fully_shard(

@@ -1,0 +1,43 @@
+"""Optimizers that look at full tensors, above level 0: what they see when they are built, and what they hold."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import vissl_zero
+from vissl_zero.resolve.resolved import OffloadPlan
+from vissl_zero.sharding.memory import Storages
+from vissl_zero.sharding.state.shard import whole_shard
+from vissl_zero.sharding.update.whole_tensors import WholeTensorOptimizer
+
+
+def test_an_optimizer_is_built_over_full_values(group: dist.ProcessGroup) -> None:
+    shards = [whole_shard(name, param) for name, param in nn.Linear(4, 3).named_parameters()]
+    seen: list[Tensor] = []
+
+    def build(groups: list[dict[str, Any]]) -> tuple[torch.optim.Optimizer, None]:
+        seen.extend(param.detach().clone() for one in groups for param in one["params"])
+        return torch.optim.SGD(groups), None
+
+    WholeTensorOptimizer(build, [{"params": [s.local for s in shards], "lr": 0.1}], shards, group, OffloadPlan())
+    assert len(seen) == 2 and all(map(torch.equal, seen, [shard.source for shard in shards]))
+
+
+def test_bytes_in_memory_and_on_the_disk(tmp_path: Path) -> None:
+    model = nn.Linear(64, 64)
+    tier = {"device": "nvme", "nvme_path": str(tmp_path)}
+    settings = {"type": "Muon", "lr": 0.1}
+    model, optimizer = vissl_zero.initialize(model, settings, {"level": 3, "offload_param_config": tier})
+    base: Any = optimizer._sharded.optimizer  # type: ignore[attr-defined]
+    buffers = Storages(base.resident_tensors).num_bytes
+    optimizer.backward(model(torch.ones(2, 64)).sum())
+    optimizer.step()
+    # Muon's momentum of the matrix, and AdamW's two of the bias; counters of steps do not count.
+    assert Storages(base.resident_tensors).num_bytes - buffers == 4 * 64 * 64 + 4 * 2 * 64
+    assert base.disk_bytes == sum(file.stat().st_size for file in tmp_path.rglob("*") if file.is_file()) > 4 * 64 * 64
+    optimizer.close()
