@@ -56,8 +56,9 @@ def compared(name: str, build: Callable[[], nn.Module], batch: int, size: int, p
         model, x = build(), torch.randn(batch, 3, size, size)
     forecaster, mode = forecaster_of(model, OPTIMIZER, sharding, lambda copy: loss_of(copy, x), device)
     with mode:
-        step = forecaster.forecast(sharding).step
-    assert step is not None
+        forecast = forecaster.forecast(sharding)
+    step = forecast.step
+    assert step is not None, forecast.unknown
     config = {"offload_optimizer_config": {"device": of_optimizer}, "offload_param_config": {"device": of_params}}
     model, optimizer = vissl_zero.initialize(model, OPTIMIZER, {"level": level, **config})
     with nullcontext() if device.type == "cuda" else plan_accuracy.tracked() as tracker:
