@@ -249,10 +249,6 @@ class KeyedDropout(nn.Module):
         keep = keyed_bits(rows, row_size, self.layer, x.device) >= int(self.p * 2**NUM_BITS)
         return x * keep.view(x.shape).to(x.dtype) / (1.0 - self.p)
 
-    def extra_repr(self) -> str:
-        """Describe the layer for ``print(model)``."""
-        return f"p={self.p}, layer={self.layer!r}"
-
 
 class KeyedDropPath(nn.Module):
     """Stochastic depth (https://arxiv.org/abs/1603.09382) with a choice keyed by (seed, step, sample, layer, crop).
@@ -279,10 +275,6 @@ class KeyedDropPath(nn.Module):
         keep = keyed_bits(x.shape[0], 1, self.layer, x.device) >= int(self.p * 2**NUM_BITS)
         kept = x * keep.view(-1, *[1] * (x.ndim - 1)).to(x.dtype)
         return kept / (1.0 - self.p) if self.scale_by_keep else kept
-
-    def extra_repr(self) -> str:
-        """Describe the layer for ``print(model)``."""
-        return f"p={self.p}, layer={self.layer!r}"
 
 
 def key_random_layers(model: nn.Module) -> None:

@@ -295,17 +295,16 @@ def _known(
 def saved_config(path: Path) -> Mapping[str, Any] | None:
     """Read the configuration of the run at ``path``: a run folder, one of its checkpoints, or a file in it."""
     folder = path if is_folder(path) else path.parent
-    for place in (folder, *sorted(folder.glob("checkpoints/step_*"), reverse=True)):
-        for name, read in (("manifest.json", _manifest), (RESOLVED_FILE, read_saved)):
-            if name == "manifest.json" and not _STEP.fullmatch(place.name):
-                continue
-            try:
-                config = with_references(read(place / name)["config"])
-                known = [config["MODEL"]["TRUNK"], config["DATA"]["TRAIN"], config["DATA"]["TEST"]]
-            except (OSError, ValueError, KeyError, TypeError, RecursionError):
-                continue
-            if all(isinstance(block, Mapping) for block in known):
-                return dict(config)
+    steps = [place for place in (folder, *folder.glob("checkpoints/step_*")) if _STEP.fullmatch(place.name)]
+    manifests = [(step / "manifest.json", _manifest) for step in sorted(steps, reverse=True)]
+    for file, read in ((folder / RESOLVED_FILE, read_saved), *manifests):
+        try:
+            config = with_references(read(file)["config"])
+            known = [config["MODEL"]["TRUNK"], config["DATA"]["TRAIN"], config["DATA"]["TEST"]]
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            continue
+        if all(isinstance(block, Mapping) for block in known):
+            return dict(config)
     return None
 
 

@@ -265,8 +265,7 @@ _SHAPES = {"ImgPilToMultiCrop": _multi_crop, "Normalize": _normalize}
 def torchvision_names() -> frozenset[str]:
     """List the transforms that torchvision exports, from its source: importing it would import torch."""
     spec = find_spec("torchvision")
-    if spec is None or spec.origin is None:
-        return frozenset()
+    assert spec is not None and spec.origin is not None
     names: set[str] = set()
     for module in ("transforms", "autoaugment"):  # what torchvision.transforms takes over with `import *`
         tree = ast.parse((Path(spec.origin).parent / "transforms" / f"{module}.py").read_text())

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import ast
 import ctypes
 import os
 import re
+import runpy
 import socket
 import subprocess
 import time
@@ -174,14 +174,8 @@ def _driver_gpus() -> tuple[int, str]:
 def _torch_has_cuda() -> bool:
     """Read whether torch is built with CUDA from its file, without importing torch."""
     spec = find_spec("torch")
-    if spec is None or spec.origin is None:
-        return False
-    tree = ast.parse((Path(spec.origin).parent / "version.py").read_text())
-    for statement in tree.body:
-        targets = [statement.target] if isinstance(statement, ast.AnnAssign) else getattr(statement, "targets", [])
-        if any(isinstance(target, ast.Name) and target.id == "cuda" for target in targets):
-            return isinstance(statement.value, ast.Constant) and statement.value.value is not None  # type: ignore[attr-defined]
-    return False
+    assert spec is not None and spec.origin is not None
+    return runpy.run_path(str(Path(spec.origin).with_name("version.py")))["cuda"] is not None
 
 
 def idle_cores(host: Host, seconds: float = 0.2, stat: Path = Path("/proc/stat")) -> int | None:

@@ -70,6 +70,15 @@ def test_placeholders_are_not_paths(catalog: Path) -> None:
     assert len(missing(block)) == 1
 
 
+def test_all_names_of_a_split_must_be_there(catalog: Path) -> None:
+    block = data(DATASET_NAMES=["flowers", "roses"])
+    assert use_catalog(block, catalog) == []
+    assert block.TRAIN.DATA_PATHS == [] and len(missing(block)) == 1
+    block = data(DATASET_NAMES=["flowers", "flowers"], LABEL_SOURCES=["disk_filelist"])
+    use_catalog(block, catalog)
+    assert block.TRAIN.DATA_PATHS == ["/data/flowers"] * 2 and block.TRAIN.LABEL_PATHS == ["/data/labels.npy"] * 2
+
+
 def test_where_it_is_looked_for(tmp_path: Path, catalog: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     assert find_catalog([], {}) is None
@@ -86,7 +95,7 @@ def test_where_it_is_looked_for(tmp_path: Path, catalog: Path, monkeypatch: pyte
         find_catalog([], {"VISSL_ZERO_CATALOG": "/nowhere"})
 
 
-@pytest.mark.parametrize("text", ["[", "[]", '{"a": 1}', "[" * 100_000])
+@pytest.mark.parametrize("text", ["[", "[]", '{"a": 1}', '{"a": {}, "b": 1}', "[" * 100_000])
 def test_a_file_that_is_no_catalog(catalog: Path, text: str) -> None:
     catalog.write_text(text)
     with pytest.raises(ConfigError, match="must be JSON"):

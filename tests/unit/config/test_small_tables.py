@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from omegaconf import OmegaConf
 
 from vissl_zero.config.components import builtin_keys, component_keys
 from vissl_zero.config.components.heads import _is_entry
-from vissl_zero.config.override_paths import _places
+from vissl_zero.config.override_paths import _places, _problem
 from vissl_zero.config.weights_name import absolute, scheme_of
 from vissl_zero.registry import Registry
 
@@ -65,6 +66,19 @@ def test_places_are_first_those_below_the_other_names() -> None:
     assert _places(transforms, ["Resize", "size"]) == ["[0].size"]
     assert _places(transforms, ["other", "size"]) == ["[0].size", "[1].transforms[0].size"]
     assert _places(transforms, ["Blur", "p"]) == []
+
+
+def test_only_what_goes_through_a_list_or_a_value_is_blocked() -> None:
+    tree = OmegaConf.create(
+        {"none": None, "of": "${none}", "block": {"a": 1, "list": [{"b": 2}]}, "text": "${x}/y", "empty": {}}
+    )
+    for key in ("none.a", "of.a", "text.a", "empty.a.b", "block.c.d", "block.a", "block.list.0.b", "block.list.0.c"):
+        assert _problem(tree, key.split("."), "") is None, key
+    for key in ("block.a.b", "block.list.b", "block.list.1", "block.list.0.b.c"):
+        assert _problem(tree, key.split("."), "") is not None, key
+    for sign in ("+", "~"):
+        assert _problem(tree, ["block", "list", "0"], sign) is not None
+        assert _problem(tree, ["block", "list", "0", "b"], sign) is None
 
 
 def test_keys_of_a_component_are_its_own_and_a_built_in_one_is_not_imported_for_them() -> None:

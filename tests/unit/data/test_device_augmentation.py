@@ -16,7 +16,7 @@ from tests.unit.data.test_fast_backend import BOUNDS, END, JITTER, Entry, photog
 from vissl_zero.data.changes import Kind, _mean_gray
 from vissl_zero.data.dataset import borrowed_randomness, seed_sample
 from vissl_zero.data.decode import Decoder
-from vissl_zero.data.fast.device_pipeline import DevicePipeline
+from vissl_zero.data.fast.device_pipeline import DevicePipeline, HandOver
 from vissl_zero.data.fast.pipeline import build_fast_pipeline
 from vissl_zero.data.loader import build_loader
 
@@ -122,3 +122,24 @@ def test_the_gray_that_contrast_mixes_with_is_a_mean_in_float64() -> None:
     pixels[0, :, 0, 0] = 127
     unchanged = torch.eye(3, 4, dtype=torch.float64).expand(2, 3, 4)
     assert _mean_gray(pixels, unchanged).tolist() == [127, 128]
+
+
+BLUR, CUT = {"name": "ImgPilGaussianBlur", "p": 1.0}, {"name": "CenterCrop", "size": 8}
+
+
+@pytest.mark.parametrize(
+    ("entries", "num_by_workers"),
+    [
+        ([JITTER, BLUR], 0),
+        ([CUT, JITTER], 1),
+        ([JITTER, CUT], 2),
+        ([{"name": "RandomApply", "transforms": [JITTER], "p": 0.5}], 0),
+        ([{"name": "RandomApply", "transforms": [CUT, JITTER], "p": 0.5}], 1),
+        ([{"name": "ImgPilMultiCropRandomApply", "transforms": [JITTER], "prob": [0.5]}], 0),
+        ([{"name": "ImgPilMultiCropRandomApply", "transforms": [CUT, JITTER], "prob": [0.5]}], 1),
+    ],
+)
+def test_workers_keep_what_moves_pixels(entries: list[Entry], num_by_workers: int) -> None:
+    """And whatever stands before it; the rest is left to the device."""
+    pipeline = build_fast_pipeline([*entries, *END], "t", Decoder(), kind=DevicePipeline)
+    assert [isinstance(form, HandOver) for form in pipeline.transforms].index(True) == num_by_workers

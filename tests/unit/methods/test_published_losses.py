@@ -35,6 +35,7 @@ from vissl_zero.methods.distillation import (
     dino_distillation_loss,
     distillation_loss,
 )
+from vissl_zero.methods.health import embedding_sums
 from vissl_zero.methods.lejepa import lejepa_loss, random_directions
 from vissl_zero.methods.masked_modeling import (
     HOGOutput,
@@ -422,6 +423,7 @@ def test_distillation_of_ibot_and_msn(is_swapped: bool, ibot: float, msn: float)
     batch = ImageBatch(images=[], num_crops=[2, 1], targets=None, sample_ids=ids, num_global=3)
     teacher_outputs = IBOTOutput(teacher, teacher, teacher, seen, None)
     _is(method([IBOTOutput(student, student, student, patches, is_masked)], batch, [teacher_outputs]), ibot)
+    assert torch.equal(method.health_sums(), embedding_sums(student))
     # MSN's head gives the softmax of scores, at its own temperature; see vissl/keys.py.
     targets = F.softmax(teacher / 0.025, dim=1).view(2, 3, 7)
     _is(dino_distillation_loss(student.view(3, 3, 7), targets, 0.1, is_swapped), msn)
@@ -512,6 +514,7 @@ def test_swav_distillation(two: bool, swapped: bool, queue: int, normalized: boo
         embeddings = F.normalize(_randn(seed, 12, 4), dim=1)[: 12 if two else 6]
         teacher_outputs = SimpleNamespace(embeddings=embeddings, scores=[embeddings @ loss.prototypes.T])
         _is(loss([_randn(0, 30, 4)], batch, [teacher_outputs]), value)
+        assert torch.equal(loss.health_sums(), embedding_sums(_randn(0, 30, 4)))
         loss.update_state([loss.observe([], batch, [teacher_outputs])])
 
 

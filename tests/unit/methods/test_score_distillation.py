@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from vissl_zero.methods.dino import DINO
 from vissl_zero.methods.distillation import DINODistillation, IBOTDistillation, dino_distillation_loss
 from vissl_zero.methods.feature_distillation import FeatureDistillation
+from vissl_zero.methods.health import embedding_sums
 from vissl_zero.methods.swav import SwAVOutput
 
 
@@ -47,6 +48,7 @@ def test_without_a_center_targets_are_the_teachers_scores_at_its_temperature():
     targets = F.softmax(teacher / 0.05, dim=1).view(2, 4, 7)
     expected = dino_distillation_loss(student.view(3, 4, 7), targets, 0.2, False)
     torch.testing.assert_close(method(outputs, batch, theirs), expected)
+    assert torch.equal(method.health_sums(), embedding_sums(student))
     assert method.observe(outputs, batch, theirs) is None and not method.couples_samples
 
 

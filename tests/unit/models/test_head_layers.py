@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from torch import nn
 
+from vissl_zero.errors import ConfigError
 from vissl_zero.methods.swav import NormalizedPrototypes
 from vissl_zero.registry import HEADS
 
@@ -184,3 +185,20 @@ def test_a_head_has_these_layers(name: str, options: dict[str, Any], layers: str
 
 def test_each_head_is_listed() -> None:
     assert {name for name, _, _ in LAYERS} | {"chain", "patch_predictor"} >= set(HEADS.builtin())
+
+
+# head, widths, what they must be
+WIDTHS: list[tuple[str, list[int], str]] = [
+    ("mlp", [8], "must have at least two widths"),
+    *(("pixel_head", dims, "3 times the pixels of a square patch") for dims in ([12], [8, 12, 12], [8, 13], [8, 24])),
+    *(("hog_head", dims, "must ") for dims in ([8], [8, 9, 9])),
+    *(("latent_head", dims, "must be the trunk's features, twice") for dims in ([8], [8, 9], [8, 8, 8])),
+    *(("patch_predictor", dims, "must have three widths") for dims in ([8, 16], [8, 16, 8, 8])),
+    *(("patch_predictor", [8, width, 8], "must be a multiple of 4 and of num_heads, 16") for width in (8, 24)),
+]
+
+
+@pytest.mark.parametrize(("name", "dims", "must"), WIDTHS)
+def test_widths_that_make_no_head_are_refused(name: str, dims: list[int], must: str) -> None:
+    with pytest.raises(ConfigError, match=must):
+        HEADS.get(name).build(dims=dims)

@@ -262,10 +262,14 @@ class _Net(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.stem(x)
-        calls = {"none": lambda: self.mix(x), "y": lambda: self.mix(x, x), "z": lambda: self.mix(x, z=x)}
-        return self.pool(calls[self.second]())
+        if self.second == "in place":  # the same tensor, with other values
+            x.mul_(2)
+        calls = {"y": lambda: self.mix(x, x), "z": lambda: self.mix(x, z=x)}
+        return self.pool(calls.get(self.second, lambda: self.mix(x))())
 
 
-@pytest.mark.parametrize(("second", "links"), [("none", ["stem", "mix.conv", "pool"]), ("y", None), ("z", None)])
+@pytest.mark.parametrize(
+    ("second", "links"), [("none", ["stem", "mix.conv", "pool"]), ("y", None), ("z", None), ("in place", None)]
+)
 def test_a_module_of_two_inputs_is_no_link_of_a_chain(second: str, links: list[str] | None) -> None:
     assert _trace(_Net(second))[0] == links

@@ -257,6 +257,44 @@ def test_selective_kernels_mix_two_convolutions():
     torch.testing.assert_close(kernel(x), (both[:, :64] + both[:, 64:]) / 2)
 
 
+_NARROW, _MIXED = "7x7-64/2 bn-64 ReLU", "3x3-32/2 bn-32 ReLU 3x3-32 bn-32 ReLU 3x3-64 bn-64 ReLU"
+
+
+@pytest.mark.parametrize(
+    ("ratio", "stem", "projection", "middle"),
+    [
+        (0, _NARROW, "1x1-512/2 bn-512 Identity", "3x3-128/2 bn-128 ReLU"),
+        (
+            0.0625,
+            _MIXED,
+            "ZeroPad2d AvgPool2d 1x1-512 bn-512 Identity",
+            "3x3-256/2 bn-256 ReLU 1x1-32 bn-32 ReLU 1x1-256",
+        ),
+    ],
+)
+def test_selective_kernels_have_the_published_layers(ratio: float, stem: str, projection: str, middle: str) -> None:
+    """https://github.com/google-research/simclr, tf2/resnet.py."""
+
+    def layers(module: nn.Module) -> str:
+        return " ".join(map(layer, (leaf for leaf in module.modules() if not list(leaf.children()))))
+
+    def layer(leaf: nn.Module) -> str:
+        if isinstance(leaf, nn.Conv2d):
+            side, stride = leaf.kernel_size[0], leaf.stride[0]
+            assert leaf.padding[0] == side // 2 and leaf.bias is None
+            return f"{side}x{side}-{leaf.out_channels}" + (f"/{stride}" if stride > 1 else "")
+        return f"bn-{leaf.num_features}" if isinstance(leaf, nn.BatchNorm2d) else type(leaf).__name__
+
+    with torch.device("meta"):
+        trunk = TRUNKS.get("resnet_sk").build(DEPTH=50, WIDTH_MULTIPLIER=1, SK_RATIO=ratio)
+    blocks = [module for module in trunk.modules() if type(module).__name__ == "_Bottleneck"]
+    assert [type(block.projection).__name__ for block in blocks].count("Identity") == 12
+    assert layers(blocks[3].projection) == projection  # the first of the second stage
+    assert layers(blocks[3].net) == f"1x1-128 bn-128 ReLU {middle} 1x1-512 bn-512 Identity"
+    text = layers(trunk)
+    assert text.startswith(f"{stem} MaxPool2d ") and text.endswith(" AdaptiveAvgPool2d Flatten")
+
+
 @pytest.mark.parametrize(
     ("depth", "width", "ratio", "millions"),
     [(50, 1, 0, 24), (50, 1, 0.0625, 35), (50, 2, 0.0625, 140), (152, 3, 0.0625, 795)],

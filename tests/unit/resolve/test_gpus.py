@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import torch
+
 # A driver of three GPUs, and one that fails. The real one needs a GPU.
 _DRIVER = "int cuInit(unsigned flags) { return %d; } int cuDeviceGetCount(int *count) { *count = 3; return 0; }"
 _COUNT = """
@@ -33,3 +35,11 @@ def test_a_process_counts_gpus_without_loading_their_driver(tmp_path: Path) -> N
 
 def test_an_error_of_the_driver_is_a_reason(tmp_path: Path) -> None:
     assert _counted(tmp_path, 100) == "0 False the NVIDIA driver reports an error"
+
+
+def test_whether_torch_has_cuda_is_read_without_importing_it() -> None:
+    code = (
+        "import sys; from vissl_zero.resolve.host import _torch_has_cuda as has; print(has(), 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [str(torch.version.cuda is not None), "False"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import sys
 
 import pytest
@@ -11,7 +13,9 @@ from tests.unit.commands.example_checkpoint import write_checkpoint
 from tests.unit.config.example_config import CPU_HOST
 from vissl_zero.config.compose import compose
 from vissl_zero.errors import CheckpointError, ConfigError
+from vissl_zero.resolve.components import saved_config
 from vissl_zero.resolve.resolve import resolve
+from vissl_zero.resolve.saved import RESOLVED_FILE
 
 REGNET = {"depth": 3, "w_0": 16, "w_a": 16.0, "w_m": 2.0, "group_width": 8, "block_type": "RES_BASIC_BLOCK"}
 
@@ -56,6 +60,29 @@ def test_it_comes_from_a_run_folder_or_a_checkpoint_in_it(tmp_path, monkeypatch)
     monkeypatch.chdir(tmp_path)
     assert str(run) == resolved("run").config.MODEL.WEIGHTS_INIT.PARAMS_FILE  # workers may start elsewhere
     assert resolved("run", "config.MODEL.TRUNK.NAME=resnet").config.MODEL.TRUNK.NAME == "resnet"
+
+
+def test_the_newest_configuration_that_can_be_read_is_taken(tmp_path):
+    run = _run(tmp_path / "run", {"NAME": "regnet", "REGNET": REGNET})
+    (run / RESOLVED_FILE).write_text("config: {MODEL: 3}")
+    for step, text in (
+        (5, None),
+        (6, '{"body": {"config": {"config": {"MODEL": {"TRUNK": 1}, "DATA": {}}}}}'),
+        (7, "["),
+    ):
+        folder = run / "checkpoints" / f"step_{step:09d}"
+        folder.mkdir()
+        if text is None:
+            older = json.loads((run / "checkpoints" / "step_000000004" / "manifest.json").read_text())
+            older["body"]["config"]["config"]["MODEL"]["TRUNK"]["REGNET"]["depth"] = 5
+            text = json.dumps(older)
+        (folder / "manifest.json").write_text(text)
+    other = run / "checkpoints" / "step_000000008.tmp"  # not yet whole
+    shutil.copytree(run / "checkpoints" / "step_000000004", other)
+    for name in ("", "weights.torch"):
+        assert saved_config(run / name)["MODEL"]["TRUNK"]["REGNET"]["depth"] == 5
+    assert saved_config(run / "checkpoints" / "step_000000004")["MODEL"]["TRUNK"]["REGNET"]["depth"] == 3
+    assert saved_config(run / "checkpoints" / "step_000000007") is None
 
 
 def test_nothing_in_it_is_run(tmp_path, monkeypatch):
