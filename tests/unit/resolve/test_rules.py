@@ -379,6 +379,18 @@ REFUSALS = {
         {f"{TAPS}LINEAR_EVAL_FEAT_POOL_OPS_MAP": [["res5", ["Identity"]]], **TAPPED},
         "LINEAR_EVAL_FEAT_POOL_OPS_MAP: must list [layer, [pooling, [arguments]]] (got ['res5', ['Identity']])",
     ),
+    **{
+        f"pooling {name}": (
+            {f"{TAPS}LINEAR_EVAL_FEAT_POOL_OPS_MAP": [["res5", [name, []]]], **TAPPED},
+            "must name a pooling: AdaptiveAvgPool2d, AdaptiveMaxPool2d, AvgPool2d, MaxPool2d, Identity "
+            f"(got '{name}'). {fix}",
+        )
+        for name, fix in (("zzz", "Choose one of them."), ("Identty", "Did you mean 'Identity'?"))
+    },
+    "stages of Swin": (
+        {"MODEL__TRUNK__NAME": "swin_transformer", "MODEL__TRUNK__SWIN_TRANSFORMER__DEPTHS": [2, 2]},
+        "DEPTHS: must have as many entries as NUM_HEADS, 4 (got [2, 2]). Write both for each stage.",
+    ),
     "heads of taps": (
         {f"{TAPS}LINEAR_EVAL_FEAT_POOL_OPS_MAP": [["res4", ["Identity", []]], ["res5", ["Identity", []]]], **TAPPED},
         "config.MODEL.HEAD.PARAMS: must list a head for each of the 2 layers of config.MODEL.FEATURE_EVAL_SETTINGS."

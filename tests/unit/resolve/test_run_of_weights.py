@@ -13,7 +13,7 @@ from tests.unit.commands.example_checkpoint import write_checkpoint
 from tests.unit.config.example_config import CPU_HOST
 from vissl_zero.config.compose import compose
 from vissl_zero.errors import CheckpointError, ConfigError
-from vissl_zero.resolve.components import saved_config
+from vissl_zero.resolve.components import normalization, saved_config
 from vissl_zero.resolve.resolve import resolve
 from vissl_zero.resolve.saved import RESOLVED_FILE
 
@@ -190,3 +190,10 @@ def test_adapters_of_a_run_go_on_as_they_were(tmp_path):
     ]
     with pytest.raises(ConfigError, match=r"config.MODEL.LORA: must be as in the run .*LORA_ALPHA: 4,"):
         resolved(run, model, *words, "config.MODEL.LORA.USE_LORA=true", "config.MODEL.LORA.LORA_ALPHA=8")
+
+
+def test_normalization_is_that_of_the_last_normalize():
+    first, last = ({"name": "Normalize", "mean": [mean] * 3, "std": [0.5] * 3} for mean in (0.1, 0.2))
+    for transforms in ([first, last, {"name": "ToTensor"}, "RandomErasing"], [last]):
+        assert normalization(transforms) == ([0.2] * 3, [0.5] * 3)
+    assert normalization([{"name": "ToTensor"}, "Normalize"]) == ([0.0] * 3, [1.0] * 3)
