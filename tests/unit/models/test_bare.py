@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from tests.blocks import model_block
 from vissl_zero.errors import ConfigError
-from vissl_zero.models.bare import build_bare, lost_operations
+from vissl_zero.models.bare import build_bare, lost_operations, whole_start_bytes
 from vissl_zero.models.init import FirstWeights, initialize_, outermost_units
 from vissl_zero.models.model import Model, Unit, build_model
 
@@ -235,3 +235,10 @@ def test_operations_on_weights_that_are_not_there_are_noted() -> None:
         assert not lost
         model.heads[1].clf[0].weight.mul_(2)  # type: ignore[union-attr,index]
     assert lost
+
+
+def test_a_trunk_that_draws_all_its_weights_stands_twice_in_memory_at_the_start() -> None:
+    plain, spanning = _build("regnet"), _plugin(_Spanning)
+    of_plain, whole, trunk = (sum(map(torch.numel, part.parameters())) for part in (plain, spanning, spanning.trunk))
+    assert whole_start_bytes(plain) == 4 * of_plain
+    assert whole_start_bytes(spanning) == 4 * (whole + trunk)
