@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,10 @@ def _model(width: int) -> nn.Sequential:
     return nn.Sequential(nn.Linear(16, width), nn.Sigmoid(), nn.Linear(width, 3), nn.Sigmoid())
 
 
-def _forecast(model: nn.Module, optimizer: dict[str, Any], plan: ShardingPlan, sample: Any) -> dict[str, int]:
-    forecaster, mode = forecaster_of(model, optimizer, plan, sample, CPU)
+def _forecast(
+    model: nn.Module, optimizer: dict[str, Any], plan: ShardingPlan, sample: Any, device: torch.device = CPU
+) -> dict[str, int]:
+    forecaster, mode = forecaster_of(model, optimizer, plan, sample, device)
     with mode:
         step = forecaster.forecast(plan).step
     assert step is not None
@@ -45,6 +48,30 @@ def test_a_batch_that_a_function_brings_along_is_counted_once() -> None:
     assert found["inputs"] == images.nbytes + labels.nbytes
     given = _forecast(model, {"type": "SGD"}, plan, images)
     assert found["activations"] - given["activations"] < images.nbytes
+
+
+def test_a_function_written_for_a_gpu_is_forecast_without_one() -> None:
+    model, teacher, images = _model(32), _model(8).requires_grad_(False), torch.rand(8, 16)
+    dtypes = set()
+
+    def loss(model: nn.Module, device: str) -> Tensor:
+        before = torch.is_autocast_enabled(device)
+        torch.set_autocast_enabled(device, True)  # as torch.autocast does; without a GPU that refuses
+        torch.set_autocast_dtype(device, torch.bfloat16)
+        try:
+            on_device = images.cuda() if device == "cuda" else images
+            outputs = model(on_device.to(device) + torch.zeros(16, device=device))
+            dtypes.add(outputs.dtype)
+            return F.mse_loss(outputs, teacher(images.to(outputs.device)))
+        finally:
+            torch.set_autocast_enabled(device, before)
+
+    plan = ShardingPlan(0)
+    here = _forecast(model, {"type": "SGD"}, plan, partial(loss, device="cpu"))
+    there = _forecast(model, {"type": "SGD"}, plan, partial(loss, device="cuda"), torch.device("cuda"))
+    assert there["activations"] == here["activations"] and there["inputs"] == here["inputs"]
+    assert dtypes == {torch.bfloat16}
+    assert not torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") == torch.bfloat16
 
 
 @pytest.mark.parametrize("loss", [F.mse_loss, F.smooth_l1_loss, F.binary_cross_entropy, F.soft_margin_loss, F.l1_loss])

@@ -168,7 +168,9 @@ def _gaps(zero: dict[str, Any]) -> dict[str, float]:
         model, optimizer = vissl_zero.initialize(net, torch.optim.Adam(net.parameters(), lr=0.05), zero, timeout_s=60)
         _train(model, optimizer, between)
         with optimizer.full_parameters() as full:
-            gaps[name] = max(float((full[key] - param).abs().max()) for key, param in plain.named_parameters())
+            gaps[name] = max(
+                float((full[key].to(DEVICE) - param).abs().max()) for key, param in plain.named_parameters()
+            )
         optimizer.close()
     return gaps
 
@@ -326,7 +328,7 @@ def _teacher_gap(level: int, folder: str, by_dict: bool) -> list[float]:
     ]
     if dist.get_rank() == 0:
         assert state.keys() == wanted.keys()
-        gaps += [float((state[name] - value).abs().max()) for name, value in wanted.items()]
+        gaps += [float((state[name].to(DEVICE) - value).abs().max()) for name, value in wanted.items()]
     return gaps
 
 

@@ -38,7 +38,7 @@ from vissl_zero.checkpoint.library_folder import (
 from vissl_zero.checkpoint.library_names import renamed
 from vissl_zero.checkpoint.shard_file import Entry
 from vissl_zero.checkpoint.torch_file import NumpyArray, is_plain_tensor, read_torch_file
-from vissl_zero.checkpoint.weights import is_torch_file, open_weights
+from vissl_zero.checkpoint.weights import Weights, is_torch_file, open_weights
 from vissl_zero.errors import CheckpointError, did_you_mean
 
 _MODEL = ("classy_state_dict", "base_model", "model")
@@ -113,25 +113,23 @@ def _ours_or_safetensors(path: Path) -> Foreign:
         layout = f"the checkpoint of step {weights.store.manifest.step}, {weights.path}"
     elif path.is_dir():
         layout = f"the weights of the end of the run, {weights.path}"
-    entries = [Entry(i.name, i.dtype, i.shape, partial(weights.read, i.name)) for i in weights.tensors.values()]
+    entries = _all(weights)
     if layout != "safetensors":
         return Foreign(layout, entries, passed_over)
     rooted, which = at_root(entries)
     return Foreign(layout + which, _to_timm(rooted), passed_over)
 
 
+def _all(weights: Weights) -> list[Entry]:
+    return [Entry(i.name, i.dtype, i.shape, partial(weights.read, i.name)) for i in weights.tensors.values()]
+
+
 def _library_folder(path: Path, key: str) -> Foreign:
     """Read what ``save_pretrained`` and ``push_to_hf_hub`` write: one file of weights, or several and an index."""
     foreign = Foreign(f"a folder of transformers or timm, {path.name}", config=folder_config(path))
     for file in library_files(path):
-        part = read_foreign(file, key) if is_torch_file(file) else None
-        if part is not None:
-            foreign.entries += part.entries
-            continue
-        weights = open_weights(file, with_data=True)
-        foreign.entries += [
-            Entry(i.name, i.dtype, i.shape, partial(weights.read, i.name)) for i in weights.tensors.values()
-        ]
+        is_pickled = is_torch_file(file)
+        foreign.entries += read_foreign(file, key).entries if is_pickled else _all(open_weights(file, with_data=True))
     rooted, which = at_root(foreign.entries)
     foreign.entries, foreign.layout = _to_timm(rooted), foreign.layout + which
     return _not_empty(foreign, path)

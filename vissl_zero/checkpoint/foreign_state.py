@@ -163,7 +163,7 @@ def _translated(
 def _queue(theirs: Mapping[str, Tensor], ours: Mapping[str, Tensor], options: Mapping[str, Any]) -> dict[str, Tensor]:
     """Take the first process's part of SwAV's queue; leave its random start out where the queue is not yet in use."""
     rows, queue = theirs["local_emb_queue"], ours["queue.embeddings"].clone()
-    steps = theirs.get("num_iteration", torch.zeros(1)).flatten()[0]
+    steps = theirs.get("num_iteration", torch.tensor(0)).flatten()[0]
     count = min(rows.shape[1], queue.shape[1])
     if int(steps) <= options.get("start_iter", 0) or rows.shape[0] != queue.shape[0] or rows.shape[2] != queue.shape[2]:
         return {}

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from vissl_zero import collectives
 from vissl_zero.errors import ConfigError, Problem
@@ -103,8 +103,15 @@ def forecaster_of(
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode:
         fake = _fake_copy(model)
-        batch = sample if callable(sample) else pytree.tree_map(_fake, sample)
-        leaves = _outside(mode, fake, sample) if callable(sample) else pytree.tree_leaves(batch)
+        if callable(sample):
+            batch = _OnHost(sample, device.type)
+            # What is wrong with it is said when it is recorded.
+            with suppress(Exception), torch.no_grad():
+                batch(fake)
+            leaves = batch.fakes
+        else:
+            batch = pytree.tree_map(_fake, sample)
+            leaves = pytree.tree_leaves(batch)
     groups, build_optimizer = read_optimizer(_shell(optimizer), model)
     inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     if empty := [str(tuple(leaf.shape)) for leaf in inputs if not leaf.numel()]:
@@ -145,27 +152,48 @@ def _local_ranks() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", collectives.world_size()))
 
 
-class _RealInputs(TorchDispatchMode):
-    """Inside, collects the real tensors that operations are given."""
+class _OnHost(TorchFunctionMode):
+    """Calls a function on fake CPU tensors, as the copy of the model is, whatever device it was written for.
 
-    def __init__(self) -> None:
+    Its own tensors are replaced by fakes, devices by the CPU, and autocast for ``device_type`` holds on the CPU.
+    """
+
+    def __init__(self, sample: Callable[..., Tensor], device_type: str) -> None:
         super().__init__()
-        self.found: dict[int, Tensor] = {}
+        self._sample, self._device_type = sample, device_type
+        self._fakes: dict[int, tuple[Tensor, Tensor]] = {}  # real ones too: an id is theirs while they live
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for leaf in pytree.tree_leaves((args, kwargs)):
-            if isinstance(leaf, Tensor) and not isinstance(leaf, FakeTensor):
-                self.found[id(leaf)] = leaf
-        return func(*args, **(kwargs or {}))
+    @property
+    def fakes(self) -> list[Tensor]:
+        """Return the fakes of the function's own tensors, parameters of other models included."""
+        return [fake for _, fake in self._fakes.values()]
 
+    def __call__(self, model: nn.Module) -> Tensor:
+        before = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+        try:
+            with self:
+                return self._sample(model)
+        finally:
+            self._set_autocast(*before)
 
-def _outside(mode: FakeTensorMode, model: nn.Module, sample: Callable[..., Any]) -> list[Tensor]:
-    """Collect fakes of the tensors that a function brings along: those the mode will use in their place."""
-    inputs = _RealInputs()
-    # What is wrong with it is said when it is recorded.
-    with suppress(Exception), torch.no_grad(), inputs:
-        sample(model)
-    return [mode.from_tensor(tensor) for tensor in inputs.found.values()]
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._device_type != "cpu":
+            kind = self._device_type
+            self._set_autocast(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+        args, kwargs = pytree.tree_map(self._on_host, (args, kwargs or {}))
+        return args[0] if func is Tensor.cuda else func(*args, **kwargs)
+
+    @staticmethod
+    def _set_autocast(is_on: bool, dtype: torch.dtype) -> None:
+        torch.set_autocast_enabled("cpu", is_on)
+        torch.set_autocast_dtype("cpu", dtype)
+
+    def _on_host(self, leaf: Any) -> Any:
+        if isinstance(leaf, Tensor) and not isinstance(leaf, FakeTensor):
+            return self._fakes.setdefault(id(leaf), (leaf, _fake(leaf)))[1]
+        if isinstance(leaf, torch.device) or (isinstance(leaf, str) and leaf.startswith("cuda")):
+            return torch.device("cpu") if torch.device(leaf).type == "cuda" else leaf
+        return leaf
 
 
 def _fake(leaf: Any) -> Any:
@@ -173,7 +201,11 @@ def _fake(leaf: Any) -> Any:
     if not isinstance(leaf, Tensor):
         return leaf
     fake = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="cpu")
-    return nn.Parameter(fake, leaf.requires_grad) if isinstance(leaf, nn.Parameter) else fake
+    return (
+        nn.Parameter(fake, leaf.requires_grad)
+        if isinstance(leaf, nn.Parameter)
+        else fake.requires_grad_(leaf.requires_grad)
+    )
 
 
 def _fake_copy(model: nn.Module) -> nn.Module:

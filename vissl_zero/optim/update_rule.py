@@ -179,14 +179,14 @@ def _at_right_angles(grad: Tensor, param: Tensor) -> Tensor:
 
 def _small_shapes(shapes: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
     """Choose shapes of as many dimensions as the parameters have: some optimizers take matrices only."""
-    by_dims = sorted({len(shape) for shape in shapes})
+    by_dims = dict.fromkeys(map(len, shapes))
     return [shape for num_dims in by_dims for shape in _SHAPES.get(num_dims, [(4, *[2] * (num_dims - 1))])]
 
 
 def _large_shapes(shapes: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
     """Choose shapes for thresholds on size (factored second moments, blocks of 8 bits): a matrix, and their largest."""
     chosen: list[tuple[int, ...]] = [_LARGE] if any(len(shape) == 2 for shape in shapes) else []
-    for num_dims in sorted({len(shape) for shape in shapes}):
+    for num_dims in dict.fromkeys(map(len, shapes)):
         sized = sorted((torch.Size(shape).numel(), tuple(shape)) for shape in shapes if len(shape) == num_dims)
         chosen += [shape for numel, shape in sized if 1 < numel <= _MAX_REAL_ELEMENTS][-1:]
     return chosen

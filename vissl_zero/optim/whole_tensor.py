@@ -114,7 +114,7 @@ class MuonAdamW(GroupOptimizer):
             return
         views = []
         for param in params:
-            flat = nn.Parameter(view(param.detach()))
+            flat = nn.Parameter(view(param))
             assert param.grad is not None
             flat.grad = view(param.grad)
             views.append(flat)

@@ -7,7 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
+from vissl_zero.checkpoint.foreign_layouts import read_foreign
 from vissl_zero.checkpoint.library_folder import is_library_folder, library_files
 from vissl_zero.errors import CheckpointError
 
@@ -58,3 +61,15 @@ def test_a_folder_without_weights_is_refused(tmp_path: Path, files: dict[str, An
 
 def test_a_folder_of_other_files_is_none_of_a_library(tmp_path: Path) -> None:
     assert not is_library_folder(_folder(tmp_path, {"other.safetensors": "", "config.json": ""}))
+
+
+@pytest.mark.parametrize("pickled", [(), ("1",), ("1", "2"), ("2",), ("1", "2", "3")])
+def test_every_file_of_a_folder_is_read_whatever_its_form(pickled: tuple[str, ...], tmp_path: Path) -> None:
+    for name in ("1", "2", "3"):
+        tensors = {f"layer{name}.weight": torch.full((2,), float(name))}
+        (torch.save if name in pickled else save_file)(tensors, tmp_path / name)
+    _folder(tmp_path, {f"{TENSORS}.index.json": {"a": "1", "b": "2", "c": "3"}})
+    foreign = read_foreign(tmp_path)
+    assert {entry.key: entry.read().tolist() for entry in foreign.entries} == {
+        f"layer{name}.weight": [float(name)] * 2 for name in ("1", "2", "3")
+    }

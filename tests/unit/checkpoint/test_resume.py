@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,18 +11,27 @@ from typing import Any
 import pytest
 import torch
 
-from tests.unit.checkpoint.test_format import TENSORS, write
+from tests.unit.checkpoint.test_format import TENSORS, _manifest, write
 from vissl_zero.checkpoint import open_checkpoint
 from vissl_zero.checkpoint.folder import prune
 from vissl_zero.checkpoint.resume import (
+    Found,
     StoredState,
     _require_same_images,
     _require_same_names,
     _require_same_teacher,
     _require_shape,
+    find_resumable,
+    opening_lines,
+    resume,
 )
+from vissl_zero.checkpoint.saver import commit, write_rank
+from vissl_zero.config.compose import compose
 from vissl_zero.engine.hook import TEACHER_CHECKSUM
 from vissl_zero.errors import CheckpointError
+from vissl_zero.resolve.resolve import resolve
+from vissl_zero.resolve.resolved import ResolvedRun
+from vissl_zero.resolve.saved import as_data
 
 WEIGHT = "model/trunk.stem.0.weight"  # (7, 5)
 
@@ -83,6 +94,64 @@ def test_state_of_the_optimizer_is_left_out_where_another_one_runs(tmp_path: Pat
         assert without.scalars("trunk.stem.0.weight") == {}
         assert (whole.shape(WEIGHT), whole.dtype(WEIGHT)) == ((7, 5), torch.float64)
         assert whole.shape("nothing") is whole.dtype("nothing") is None
+
+
+@cache
+def _plan() -> ResolvedRun:
+    data = "config.DATA.TRAIN.DATA_SOURCES=[synthetic]"
+    composed = compose("pretrain/simclr/my_photos", [data, "config.NEAREST_NEIGHBOR.USE_KNN=false"])
+    return resolve(composed.run, Path(), written=composed.written)
+
+
+def test_leftovers_of_interrupted_saves_are_removed_before_a_run_resumes(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints" / ".step_000000009.partial").mkdir(parents=True)
+    run: Any = SimpleNamespace(folder=tmp_path)
+    plan = _plan()
+    resumable = resume(run, [], plan)
+    assert resumable.path is None and opening_lines(resumable, plan) == []
+    assert list((tmp_path / "checkpoints").iterdir()) == []
+
+
+@pytest.mark.parametrize("num_changed", [0, 1, 20, 21, 23])
+def test_what_has_changed_is_listed_before_training(num_changed: int, tmp_path: Path) -> None:
+    plan = _plan()
+    config = as_data(plan)
+    for number in range(num_changed):
+        config["config"][f"OTHER_{number:02}"] = number
+    config["config"]["DRY_RUN"] = "no change that counts"
+    write_rank(tmp_path, 7, 0, [], {}, {})
+    path = commit(tmp_path, replace(_manifest(7, 1), config=config, level=3))
+    first, *lines = opening_lines(Found(path, ["\x1b[31mone is damaged"] * 25), plan)[20:]
+    assert first == (
+        "Resuming from step_000000007 (step 7, epoch 1; written at ZeRO level 3, torch engine, 1 process)."
+    )
+    changes = [f"  config.OTHER_{number:02}: {number} in the checkpoint, None now" for number in range(num_changed)]
+    more = [f"  ... and {num_changed - 20} more"] * (num_changed > 20)
+    assert lines == (["Changed since then:", *changes[:20], *more] if num_changed else [])
+    skipped = opening_lines(Found(path, ["\x1b[31mone is damaged"] * 25), plan)[:20]
+    assert set(skipped) == {skipped[0]} and skipped[0].startswith("skipped: ") and "\x1b" not in skipped[0]
+
+
+@pytest.mark.parametrize(
+    ("nth", "damaged", "step", "num_skipped"),
+    [(1, (), 6, 0), (2, (), 4, 0), (1, (6,), 4, 1), (2, (4,), 2, 1), (1, (6, 4, 2), None, 3), (4, (), None, 0)],
+)
+def test_the_nth_newest_complete_checkpoint_is_resumed(
+    nth: int, damaged: tuple[int, ...], step: int | None, num_skipped: int, tmp_path: Path
+) -> None:
+    paths = {number: write(tmp_path, number) for number in (2, 4, 6)}
+    for number in damaged:
+        (paths[number] / "manifest.json").write_text("{")
+    if step is None:
+        with pytest.raises(CheckpointError, match="so there is nothing to resume from") as caught:
+            find_resumable(tmp_path, nth)
+        assert str(caught.value).count("is damaged") == num_skipped
+        assert (f"There is no {nth}th newest." in str(caught.value)) == (not num_skipped)
+        return
+    resumable = find_resumable(tmp_path, nth)
+    assert resumable.path == paths[step] and len(resumable.skipped) == num_skipped
+    assert find_resumable(paths[2]).path == paths[2]
+    assert find_resumable(tmp_path / "empty").path is None
 
 
 @pytest.mark.parametrize(

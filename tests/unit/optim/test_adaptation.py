@@ -154,3 +154,14 @@ def test_decay_absorbed_gives_the_weight_decay_back_also_after_an_error():
         assert [group["weight_decay"] for group in optimizer.param_groups] == [0.0, 0.0]
         raise RuntimeError("midway")
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.2]
+
+
+@pytest.mark.parametrize("adaptation", [Larc(), Lars()], ids=str)
+def test_what_needs_the_inner_product_says_so(adaptation):
+    """Where it does not, nobody computes one."""
+    one = torch.ones(1, dtype=torch.float64)
+    scales = [
+        adaptation.coefficients(TensorNorms(one, one, dot), lr=one, weight_decay=0.1 * one, num_dims=2 * one)[0]
+        for dot in (0 * one, one)
+    ]
+    assert torch.equal(*scales) is not adaptation.needs_dot

@@ -10,6 +10,7 @@ from torch import nn
 from vissl_zero.errors import ConfigError
 from vissl_zero.optim.param_groups import freeze_untrainable, is_norm, param_groups
 from vissl_zero.resolve.resolved import OptimizerPlan
+from vissl_zero.vissl.keys import ALIASES
 
 
 class ScaleNorm(nn.Module):
@@ -122,6 +123,20 @@ def test_non_regularized_without_a_match_is_said(caplog):
         "config.OPTIMIZER.non_regularized_parameters: no parameter's name contains 'pos_embed' or 'cls_token', "
         "so it has no effect."
     ]
+
+
+@pytest.mark.parametrize(("theirs", "ours"), ALIASES["parameters"].items())
+def test_two_libraries_names_of_one_parameter_are_no_mistake(theirs, ours, caplog):
+    for here in (theirs, ours):
+        model = nn.Module()
+        model.register_parameter(here, nn.Parameter(nn.Linear(1, 1).weight.detach()))
+        with caplog.at_level(logging.WARNING):
+            groups_of(model, non_regularized=(theirs, ours))
+        assert not caplog.records
+        with caplog.at_level(logging.WARNING):
+            groups_of(nn.Linear(1, 1), non_regularized=(theirs, ours))
+        assert f"no parameter's name contains {theirs!r} or {ours!r}" in caplog.records[0].getMessage()
+        caplog.clear()
 
 
 def test_empty_groups_are_left_out():

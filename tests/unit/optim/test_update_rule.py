@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
 import prodigyopt
 import pytest
@@ -292,3 +293,24 @@ def test_state_without_memory_begins_with_zeros() -> None:
     like = torch.ones(3, device="meta")
     fresh = module._fresh("sum", torch.empty_like(like), like, torch.ones(2, 2))
     assert fresh.shape == (2, 2) and not fresh.any()
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "like", "fresh"),
+    [
+        ("slow", torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.0]), [7.0, 8.0, 9.0]),  # a copy of the parameter
+        ("sum", torch.tensor([4.0, 4.0]), torch.tensor([1.0, 2.0]), [4.0, 4.0, 4.0]),
+        ("sum", torch.tensor(4.0), torch.tensor(1.0), [4.0, 4.0, 4.0]),
+        ("slow", torch.tensor(1.0), torch.tensor(1.0), [1.0, 1.0, 1.0]),  # a number, whose value says nothing
+        ("step", torch.tensor(4.0), torch.tensor(1.0), 4.0),
+        ("step", torch.tensor(4.0), torch.tensor([1.0, 2.0]), 4.0),
+        ("rows", torch.ones(1, 2), torch.tensor([1.0, 2.0]), [[1.0, 1.0]]),
+        ("count", 3, torch.tensor([1.0, 2.0]), 3),
+    ],
+)
+def test_state_that_is_there_from_the_start_is_made_for_another_parameter(
+    key: str, value: Any, like: torch.Tensor, fresh: Any
+) -> None:
+    made = module._fresh(key, value, like, torch.nn.Parameter(torch.tensor([7.0, 8.0, 9.0])))
+    assert made is not value or not isinstance(value, torch.Tensor)
+    assert (made.tolist() if isinstance(made, torch.Tensor) else made) == fresh

@@ -110,6 +110,16 @@ def test_a_kernel_is_a_matrix_and_what_is_none_or_a_heads_is_adamws() -> None:
         _equal(found, _steps(lambda p: torch.optim.AdamW(p, **keys), start, 3))
 
 
+@pytest.mark.parametrize("ns_dtype", ["bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("row_beta", [None, 0.5])
+def test_torchs_muon_runs_where_it_can(ns_dtype: str, row_beta: float | None) -> None:
+    """It orthogonalizes in bfloat16, and leaves rows as they are."""
+    params = [nn.Parameter(_randn(0, 3, 2))]
+    optimizer = MuonAdamW(params, ns_dtype=ns_dtype, row_beta=row_beta)
+    is_torchs = ns_dtype == "bfloat16" and row_beta is None
+    assert type(optimizer._muon(optimizer.param_groups[0], params)) is (torch.optim.Muon if is_torchs else Orthogonal)
+
+
 def test_normuon_gives_rows_one_size_and_the_whole_its_own() -> None:
     """https://arxiv.org/abs/2510.05491, algorithm 1: after one step the running mean is of that step alone."""
     keys, start = {**MUON, "weight_decay": 0.0, "ns_dtype": "float64"}, _randn(0, 5, 8)

@@ -33,3 +33,14 @@ def test_a_wait_for_a_lost_rank_ends_with_its_name(
     comm = SharedMemoryCommunicator(memories, pids, 0, _SLOT_BYTES, 100.0 if has_ended else 0.05)
     with pytest.raises(LostRankError, match=message):
         comm.all_gather(torch.empty(2), torch.zeros(1))
+
+
+def test_a_message_has_come_once_every_rank_has_sent_it() -> None:
+    """What depends on it may then go on without a wait."""
+    memories = [mmap.mmap(-1, mmap.PAGESIZE + _SLOT_BYTES * 2 * CpuCommunicator.LAG) for _ in range(2)]
+    first, second = (SharedMemoryCommunicator(memories, [os.getpid()] * 2, rank, _SLOT_BYTES, 5.0) for rank in range(2))
+    assert not first._has_come(0)
+    for comm in (first, second):
+        assert not first._has_come(0)
+        comm._publish(0, torch.zeros(1), is_scatter=False)
+    assert first._has_come(0) and second._has_come(0) and not first._has_come(1)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from vissl_zero.errors import ConfigError
 from vissl_zero.models.model import Model, Unit
 from vissl_zero.resolve.resolved import Precision, ShardingPlan
-from vissl_zero.sharding.model.wrap_plan import WrapPlan, plan_wrap
+from vissl_zero.sharding.model.wrap_plan import PlannedUnit, WrapPlan, plan_wrap
 from vissl_zero.sharding.param_facts import gathered_bytes, param_facts
 
 HALF = Precision(compute="bfloat16")
@@ -151,6 +151,33 @@ def test_the_description_names_every_unit() -> None:
     for line in ("block  trunk.stages.1.2 ", "layer  heads.0.0 ", "norm   trunk.stem.1 ", "root   (model) "):
         assert line in text, text
     assert "float32" in text and "bfloat16" in text
+
+
+@pytest.mark.parametrize(
+    ("level", "num_ranks", "first", "each"),
+    [
+        (0, 2, "ZeRO level 0, 1,241 parameters, replicated", ""),
+        (1, 1, "ZeRO level 1 over 1 rank, 1,241 parameters, optimizer state sharded; gradients whole until", "1,241"),
+        (2, 2, "ZeRO level 2 over 2 ranks, 1,241 parameters, optimizer state and gradients sharded; parameters", "621"),
+        (3, 4, "ZeRO level 3 over 4 ranks, 1,241 parameters, all state sharded; parameters whole only where", "311"),
+    ],
+)
+def test_the_description_is_a_table_below_a_sentence(level: int, num_ranks: int, first: str, each: str) -> None:
+    units = (
+        PlannedUnit(("trunk.0",), "block", 1234, is_checkpointed=True),
+        PlannedUnit(("norm", "tied"), "norm", 6, is_float32=True),
+        PlannedUnit(("",), "root", 1),
+    )
+    lines = WrapPlan(level, num_ranks, "bfloat16", units, ("trunk.0",)).describe().splitlines()
+    assert lines[0].startswith(first)
+    table = [
+        "  block  trunk.0              1,234  bfloat16, recomputed",
+        "  norm   norm + tied              6  float32, bound by a tied parameter",
+        "  root   (model)                  1  bfloat16",
+        f"  largest unit 1,234 parameters, each rank keeps about {each}",
+    ]
+    assert lines[1:] == [*table[: 4 * (level > 0)], "  recomputed in backward: trunk.0"]
+    assert "recomputed" not in WrapPlan(level, num_ranks, "float32", units[1:]).describe()
 
 
 def test_planning_changes_nothing() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -41,3 +42,33 @@ def test_bytes_in_memory_and_on_the_disk(tmp_path: Path) -> None:
     assert Storages(base.resident_tensors).num_bytes - buffers == 4 * 64 * 64 + 4 * 2 * 64
     assert base.disk_bytes == sum(file.stat().st_size for file in tmp_path.rglob("*") if file.is_file()) > 4 * 64 * 64
     optimizer.close()
+
+
+def test_state_on_a_disk_is_a_mapping_by_parameter(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(5, 3)
+    plain = copy.deepcopy(model)
+    tier, settings = {"device": "nvme", "nvme_path": str(tmp_path)}, {"type": "Muon", "lr": 0.1, "weight_decay": 0.0}
+    model, optimizer = vissl_zero.initialize(model, settings, {"level": 3, "offload_optimizer_config": tier})
+    base: Any = optimizer._sharded.optimizer  # type: ignore[attr-defined]
+    states, wholes = base.on_disk, [shard.local for shard in base.owned.values()]
+
+    def step() -> None:
+        optimizer.backward(model(torch.ones(2, 5)).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+
+    assert len(states) == 0 and wholes[0] not in states
+    step()
+    once = {name: param.full_tensor() for name, param in model.named_parameters()}
+    assert list(states) == wholes and len(states) == 2
+    assert "momentum_buffer" in states[wholes[0]] and float(states[wholes[1]]["step"]) == 1.0
+    del states[wholes[0]]
+    assert list(states) == wholes[1:] and wholes[0] not in states and wholes[1] in states
+    states.clear()
+    assert len(states) == 0 and list(states) == []
+    model.load_state_dict(plain.state_dict())
+    step()
+    assert all(torch.equal(param.full_tensor(), once[name]) for name, param in model.named_parameters())
+    optimizer.close()
+    assert not list(tmp_path.iterdir())
