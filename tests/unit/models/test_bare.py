@@ -151,6 +151,14 @@ class _Spanning(_Trunk):
             param.copy_(torch.rand(param.shape, generator=generator_for("all")))
 
 
+class _Buffered(_Trunk):
+    """A buffer that a constructor computes, by a function with keywords."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda: nn.Linear(4, 4))
+        self.register_buffer("scale", torch.linspace(0.0, 1.0, steps=4))
+
+
 class _Resetting(_Trunk):
     """What resets a parameter of its own may reset its units too."""
 
@@ -206,6 +214,7 @@ def _plugin(trunk: Callable[[], nn.Module]) -> Model:
         (lambda: _Trunk(lambda: nn.LayerNorm(4)), True),
         (_Tied, False),
         (_Spanning, False),
+        (_Buffered, True),
         (_Resetting, False),
         (_ResettingUnits, True),
         (_Asking, torch.__version__.startswith("2.11")),  # which draws all the same
