@@ -282,6 +282,8 @@ def test_trials_are_where_clamps_and_projections_decide_otherwise_for_rows() -> 
     products = (mixed.grads[0] * mixed.start).sum(dim=1).abs()
     assert float(products[:4].max()) < 1e-12 < 0.1 < float(products[4:].min())
     assert mixed.grads[1].equal(mixed.grads[0])
+    _, vector, _ = module._cases_by_angle((8,), torch.device("cpu"))  # an element at right angles would be zero
+    assert bool((vector.grads[0].abs() > 1e-3).all())
     assert along.grads[0].equal(along.start) and along.grads[1].equal(3 * along.start)
     torch.testing.assert_close(along.grads[2], -along.start, rtol=0.0, atol=0.5)
 
