@@ -172,12 +172,8 @@ def test_a_program_freezes_trunk_and_heads_and_looks_at_what_it_needs(program: s
     setattr(settings, frozen, True)
     begin_program(run, program)
     has_heads, with_head = program in (PREDICTIONS, ASSIGNMENTS), frozen == "FREEZE_TRUNK_AND_HEAD"
-    assert run.PROGRAM == program and run.TEST_ONLY
-    assert run.NEAREST_NEIGHBOR.USE_KNN == (program == "nearest_neighbor_test")
-        run.PROGRAM,
-        run.TEST_ONLY,
-        run.NEAREST_NEIGHBOR.USE_KNN,
-    )
+    assert program == run.PROGRAM and run.TEST_ONLY
+    assert (program == "nearest_neighbor_test") == run.NEAREST_NEIGHBOR.USE_KNN
     assert (run.CHECKPOINT.CHECKPOINT_FREQUENCY, run.CHECKPOINT.CHECKPOINT_ITER_FREQUENCY) == (-1, -1)
     assert (has_heads or not with_head) == settings.FREEZE_TRUNK_ONLY
     assert (with_head and not has_heads) == settings.FREEZE_TRUNK_AND_HEAD
