@@ -33,7 +33,7 @@ def _import(target: Path, name: str = "", overwrite: bool = False, **optimizer: 
 def test_a_file_of_weights_is_replaced_only_where_that_is_asked_for(tmp_path: Path) -> None:
     path = tmp_path / "deeper" / "a.safetensors"
     assert _import(path) == (path, "")
-    with pytest.raises(CheckpointError, match="exists, and nothing is overwritten. Name another, or add --overwrite"):
+    with pytest.raises(CheckpointError, match=r"exists, and nothing is overwritten\. Name another, or add --overwrite"):
         _import(path)
     assert _import(path, overwrite=True, of=STATE) == (
         path,
@@ -78,7 +78,8 @@ ANEW = "A run that resumes from here starts with none."
         (STATE, "adam", "Optimizer state is imported: exp_avg, exp_avg_sq, step of 1 parameters."),
         (STATE, "sgd", f"Optimizer state is not imported: it is exp_avg, exp_avg_sq, step, and the recipe's "
                        f"optimizer is sgd. {ANEW}"),
-        (STATE, "", f"Optimizer state is not imported: without a recipe (config=...) the optimizer is not known. {ANEW}"),
+        (STATE, "", "Optimizer state is not imported: without a recipe (config=...) the optimizer is not known. "
+                    f"{ANEW}"),
         ({**STATE, "their.lost": STATE["their.trunk.w"]}, "adamw", "Optimizer state is not imported: 1 parameters that "
          f"have some are left out themselves, such as their.lost. {ANEW}"),
     ],
@@ -102,14 +103,14 @@ def test_the_ending_decides_the_format(ending: str, tmp_path: Path) -> None:
     _import(source)
     if ending in ("SAFETENSORS", "txt", ""):
         with pytest.raises(
-            CheckpointError, match="the ending decides the format, and must be one of .safetensors, .pt"
+            CheckpointError, match=r"the ending decides the format, and must be one of \.safetensors, \.pt"
         ):
             export(open_weights(source), target)
         return
     exported = export(open_weights(source), target, part="trunk")
     assert sorted(exported.names) == sorted(TENSORS) and exported.num_bytes == target.stat().st_size
     assert exported.left_out == []
-    with pytest.raises(CheckpointError, match="exists, and nothing is overwritten. Name another file"):
+    with pytest.raises(CheckpointError, match=r"exists, and nothing is overwritten\. Name another file"):
         export(open_weights(source), target)
     assert export(open_weights(source), target, overwrite=True).path == target
     with pytest.raises(CheckpointError, match=r"has no heads: its tensors are trunk\.bn\.running_mean, trunk\.w\."):
