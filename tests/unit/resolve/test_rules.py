@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 
 from tests.unit.config.example_config import CPU_HOST, GPU_HOST, complaints
+from vissl_zero.config.blocks.model_and_loss import RegNetBlock
 from vissl_zero.data import decode
 from vissl_zero.resolve.data_plan import EXTENSIONS
 from vissl_zero.resolve.host import Host
+from vissl_zero.resolve.model_rules import _stretches, _widths
 
 TAPS = "MODEL__FEATURE_EVAL_SETTINGS__"
 TAPPED = {f"{TAPS}EVAL_MODE_ON": True, f"{TAPS}FREEZE_TRUNK_ONLY": True}
@@ -379,6 +381,18 @@ REFUSALS = {
         {f"{TAPS}LINEAR_EVAL_FEAT_POOL_OPS_MAP": [["res5", ["Identity"]]], **TAPPED},
         "LINEAR_EVAL_FEAT_POOL_OPS_MAP: must list [layer, [pooling, [arguments]]] (got ['res5', ['Identity']])",
     ),
+    **{
+        f"pooling {name}": (
+            {f"{TAPS}LINEAR_EVAL_FEAT_POOL_OPS_MAP": [["res5", [name, []]]], **TAPPED},
+            "must name a pooling: AdaptiveAvgPool2d, AdaptiveMaxPool2d, AvgPool2d, MaxPool2d, Identity "
+            f"(got '{name}'). {fix}",
+        )
+        for name, fix in (("zzz", "Choose one of them."), ("Identty", "Did you mean 'Identity'?"))
+    },
+    "stages of Swin": (
+        {"MODEL__TRUNK__NAME": "swin_transformer", "MODEL__TRUNK__SWIN_TRANSFORMER__DEPTHS": [2, 2]},
+        "DEPTHS: must have as many entries as NUM_HEADS, 4 (got [2, 2]). Write both for each stage.",
+    ),
     "heads of taps": (
         {f"{TAPS}LINEAR_EVAL_FEAT_POOL_OPS_MAP": [["res4", ["Identity", []]], ["res5", ["Identity", []]]], **TAPPED},
         "config.MODEL.HEAD.PARAMS: must list a head for each of the 2 layers of config.MODEL.FEATURE_EVAL_SETTINGS."
@@ -574,3 +588,34 @@ def test_milestones_fit_the_run():
     base = "OPTIMIZER__param_schedulers__lr__"
     (found,) = complaints(**{f"{base}name": "multistep", "OPTIMIZER__num_epochs": 50})
     assert "milestones: must lie before the end" in found
+
+
+@pytest.mark.parametrize(
+    ("head", "dims", "is_refused"),
+    [
+        *(("mlp", dims, False) for dims in ([1, 1], [-1, 1], [-1, -1], [8, 1, 4])),
+        *(("mlp", dims, True) for dims in ([], [8], [-1], [0, 4], [-2, 4], [8, 0], [8, -2], [8, 0, 4], [8, -1, 4])),
+        ("swav_head", [8, -1], True),
+        ("swav_head", [8, 1], False),
+    ],
+)
+def test_widths_of_a_head_are_at_least_one(head, dims, is_refused):
+    assert bool(_widths(head, dims, "config.MODEL.HEAD.PARAMS")) == is_refused
+
+
+@pytest.mark.parametrize(
+    ("ends", "flags", "is_refused"),
+    [
+        ([[1, 2]], [[True, False]], False),
+        ([[1, 2]], [[True, True]], False),
+        ([[1, 2]], [[False, False]], False),
+        ([[1, 2]], [[]], False),
+        ([[1], [2]], [[True], []], False),
+        ([[1, 2]], [[False, True]], True),
+        ([[1, 2]], [[True]], True),
+        ([[1]], [[True], [True]], True),
+    ],
+)
+def test_flags_of_stretches_are_as_many_and_true_ones_first(ends, flags, is_refused):
+    block = RegNetBlock(stage_checkpoints=ends, stage_checkpointing=flags)
+    assert bool(_stretches(block, "config.MODEL.TRUNK.REGNET")) == is_refused
