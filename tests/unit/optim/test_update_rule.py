@@ -316,3 +316,21 @@ def test_state_that_is_there_from_the_start_is_made_for_another_parameter(
     made = module._fresh(key, value, like, torch.nn.Parameter(torch.tensor([7.0, 8.0, 9.0])))
     assert made is not value or not isinstance(value, torch.Tensor)
     assert (made.tolist() if isinstance(made, torch.Tensor) else made) == fresh
+
+
+@pytest.mark.parametrize(
+    ("shapes", "small", "large"),
+    [
+        ([(3, 2)], [(8, 6), (5, 12)], [(264, 160), (3, 2)]),
+        ([(5,), (7,), (6,)], [(13,)], [(7,)]),
+        ([()], [()], []),  # one element says nothing of size
+        ([(1,)], [(13,)], []),
+        ([(2,)], [(13,)], [(2,)]),
+        ([(2**17,), (2**17 + 1,)], [(13,)], [(2**17,)]),  # what takes too long is not tried
+        ([(1, 2, 3), (4, 4)], [(6, 5, 4), (8, 6), (5, 12)], [(264, 160), (1, 2, 3), (4, 4)]),
+        ([(1, 1, 1, 1, 1, 2)], [(4, 2, 2, 2, 2, 2)], [(1, 1, 1, 1, 1, 2)]),
+    ],
+)
+def test_shapes_that_are_tried_have_the_dimensions_and_the_sizes_of_the_parameters(shapes, small, large):
+    assert module._small_shapes(shapes) == small
+    assert module._large_shapes(shapes) == large
