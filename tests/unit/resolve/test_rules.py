@@ -430,6 +430,14 @@ REFUSALS = {
         {"DATA__TRAIN__DATA_SOURCES": ["digits", "synthetic"]},
         "config.DATA.TRAIN.DATA_SOURCES: must name one data source (got ['digits', 'synthetic'])",
     ),
+    "classes of pixels": (
+        {"DATA__TRAIN__DATASET_NAMES": ["VOC_SEGMENTATION"]},
+        "config.DATA.TRAIN.DATASET_NAMES: must have a class for each image: this one has classes of pixels",
+    ),
+    "name without a catalog": (
+        {"DATA__TRAIN__DATA_SOURCES": ["disk_folder"], "DATA__TRAIN__DATASET_NAMES": ["flowers"]},
+        "config.DATA.TRAIN.DATASET_NAMES: must be in a dataset catalog, because no DATA_PATHS are given",
+    ),
     "file of labels": (
         {"DATA__TRAIN__LABEL_PATHS": ["/none.npy"]},
         "config.DATA.TRAIN.LABEL_PATHS: must name files that exist (got '/none.npy')",
@@ -649,3 +657,18 @@ def test_every_part_of_a_plan_is_frozen():
     """What is decided once stays so: later code reads it from the plan."""
     parts = [part for part in vars(resolved).values() if is_dataclass(part) and part.__module__ == resolved.__name__]
     assert len(parts) >= 7 and all(part.__dataclass_params__.frozen for part in parts)
+
+
+@pytest.mark.parametrize(
+    ("keys", "is_refused"),
+    [
+        ({"mixup_alpha": 0.5}, False),
+        ({"mixup_alpha": 0.0, "cutmix_alpha": 0.5}, False),
+        ({"mixup_alpha": 0.0, "cutmix_minmax": [0.2, 0.8]}, False),
+        ({"mixup_alpha": 0.0}, True),
+    ],
+)
+def test_something_must_mix(keys, is_refused):
+    values = {"DATA__TRAIN__COLLATE_FUNCTION": "cutmixup_collator", "DATA__TRAIN__COLLATE_FUNCTION_PARAMS": keys}
+    found = complaints(LOSS__name="CrossEntropyLoss", **values)
+    assert any("must have a mixup_alpha" in text for text in found) == is_refused, found
