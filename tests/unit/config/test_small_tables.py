@@ -91,7 +91,9 @@ def test_words_are_applied_in_order_also_those_that_add_keys() -> None:
         "block.x.y=4",
         "other=1,2",
     ]
-    assert list(blocked(OmegaConf.create({"block": {}}), words)) == ["block.new.a=3", "block.x.y.z=2"]
+    tree = OmegaConf.create({"block": {}})
+    OmegaConf.set_struct(tree, True)  # as Hydra leaves it
+    assert list(blocked(tree, words)) == ["block.new.a=3", "block.x.y.z=2"]
 
 
 def test_keys_of_a_component_are_its_own_and_a_built_in_one_is_not_imported_for_them() -> None:
