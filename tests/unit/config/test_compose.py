@@ -15,7 +15,7 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
 from vissl_zero.cli import main
-from vissl_zero.config.compose import compose, every_mistake, load, register
+from vissl_zero.config.compose import compose, every_mistake, explain, load, register
 from vissl_zero.config.recipes import ModerateFiles, list_recipes, register_search_path
 from vissl_zero.errors import ConfigError
 
@@ -288,3 +288,19 @@ def test_a_job_of_a_sweep_may_register_hydras_sources_again():
     register_search_path()
     SourcesRegistry.instance().register(FileConfigSource)
     assert SourcesRegistry.instance().types["file"] is ModerateFiles
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (FileExistsError(17, "File exists", "a"), "must name a folder, and a file is there (got 'a')"),
+        (NotADirectoryError(20, "Not a directory", "a"), "must name a folder, and a file is there (got 'a')"),
+        (PermissionError(13, "Permission denied", "a"), "a: cannot be used (Permission denied). Name another"),
+        (OSError("no space"), "command line: no space. See vissl-zero --help and --hydra-help."),
+        (ValueError("two  words."), "command line: two words. See vissl-zero --help and --hydra-help."),
+        (UserWarning("provider=x, path=/no is not available."), "must name folders that exist (got '/no')"),
+    ],
+)
+def test_what_hydra_raises_around_a_job_is_one_sentence(error: Exception, text: str) -> None:
+    (problem,) = explain(error).problems
+    assert text in str(problem)

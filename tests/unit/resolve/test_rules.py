@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import is_dataclass
+
 import pytest
 
 from tests.unit.config.example_config import CPU_HOST, GPU_HOST, complaints
 from vissl_zero.config.blocks.model_and_loss import RegNetBlock
 from vissl_zero.data import decode
+from vissl_zero.resolve import resolved
 from vissl_zero.resolve.data_plan import EXTENSIONS
 from vissl_zero.resolve.host import Host
 from vissl_zero.resolve.model_rules import _stretches, _widths
@@ -427,6 +430,14 @@ REFUSALS = {
         {"DATA__TRAIN__DATA_SOURCES": ["digits", "synthetic"]},
         "config.DATA.TRAIN.DATA_SOURCES: must name one data source (got ['digits', 'synthetic'])",
     ),
+    "classes of pixels": (
+        {"DATA__TRAIN__DATASET_NAMES": ["VOC_SEGMENTATION"]},
+        "config.DATA.TRAIN.DATASET_NAMES: must have a class for each image: this one has classes of pixels",
+    ),
+    "name without a catalog": (
+        {"DATA__TRAIN__DATA_SOURCES": ["disk_folder"], "DATA__TRAIN__DATASET_NAMES": ["flowers"]},
+        "config.DATA.TRAIN.DATASET_NAMES: must be in a dataset catalog, because no DATA_PATHS are given",
+    ),
     "file of labels": (
         {"DATA__TRAIN__LABEL_PATHS": ["/none.npy"]},
         "config.DATA.TRAIN.LABEL_PATHS: must name files that exist (got '/none.npy')",
@@ -619,3 +630,45 @@ def test_widths_of_a_head_are_at_least_one(head, dims, is_refused):
 def test_flags_of_stretches_are_as_many_and_true_ones_first(ends, flags, is_refused):
     block = RegNetBlock(stage_checkpoints=ends, stage_checkpointing=flags)
     assert bool(_stretches(block, "config.MODEL.TRUNK.REGNET")) == is_refused
+
+
+@pytest.mark.parametrize(
+    ("key", "allowed", "refused"),
+    [
+        ("mixup_alpha", (0, 2), (-0.1, 2.1)),
+        ("cutmix_alpha", (0, 2), (-0.1, 2.1)),
+        ("prob", (0, 1), (-0.1, 1.1)),
+        ("switch_prob", (0, 1), (-0.1, 1.1)),
+        ("label_smoothing", (0, 0.9), (-0.1, 1)),
+        ("num_classes", (1, 2**31), (0, 2**31 + 1)),
+        ("mode", ("batch", "pair", "elem"), ("", "rows")),
+        ("ssl_method", ("",), ("swav", "simclr", "mae")),
+    ],
+)
+def test_limits_of_mixing(key, allowed, refused):
+    for value in (*allowed, *refused):
+        params = {"cutmix_minmax": [0.2, 0.8], key: value}
+        values = {"DATA__TRAIN__COLLATE_FUNCTION": "cutmixup_collator", "DATA__TRAIN__COLLATE_FUNCTION_PARAMS": params}
+        found = [text for text in complaints(LOSS__name="CrossEntropyLoss", **values) if f"PARAMS.{key}:" in text]
+        assert bool(found) == (value in refused), (value, found)
+
+
+def test_every_part_of_a_plan_is_frozen():
+    """What is decided once stays so: later code reads it from the plan."""
+    parts = [part for part in vars(resolved).values() if is_dataclass(part) and part.__module__ == resolved.__name__]
+    assert len(parts) >= 7 and all(part.__dataclass_params__.frozen for part in parts)
+
+
+@pytest.mark.parametrize(
+    ("keys", "is_refused"),
+    [
+        ({"mixup_alpha": 0.5}, False),
+        ({"mixup_alpha": 0.0, "cutmix_alpha": 0.5}, False),
+        ({"mixup_alpha": 0.0, "cutmix_minmax": [0.2, 0.8]}, False),
+        ({"mixup_alpha": 0.0}, True),
+    ],
+)
+def test_something_must_mix(keys, is_refused):
+    values = {"DATA__TRAIN__COLLATE_FUNCTION": "cutmixup_collator", "DATA__TRAIN__COLLATE_FUNCTION_PARAMS": keys}
+    found = complaints(LOSS__name="CrossEntropyLoss", **values)
+    assert any("must have a mixup_alpha" in text for text in found) == is_refused, found
