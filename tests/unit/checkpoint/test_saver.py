@@ -95,7 +95,7 @@ def test_a_save_that_fails_is_given_up_with_a_warning(
         )
         assert not list((tmp_path / "checkpoints").glob(".*"))
         for wait in sharded.waits:
-            assert wait(), "the next update goes on"
+            assert wait(20), "the next update goes on"  # type: ignore[call-arg]
         if step == 1:
             saver.store(_snapshot(2, _part()), sharded)  # type: ignore[arg-type]
             saver.finish()
@@ -112,7 +112,7 @@ def test_training_goes_on_while_a_save_is_written_and_changes_wait_for_the_copy(
     assert saver.latest_step is None and not wait(0.01)  # type: ignore[call-arg]
     gate.set()
     saver.finish()
-    assert wait() and saver.latest_step == 5
+    assert wait(20) and saver.latest_step == 5  # type: ignore[call-arg]
     saver.advance()  # nothing is under way
     with open_checkpoint(find_checkpoints(tmp_path)[0]) as checkpoint:
         assert checkpoint.read("buffer/mean").tolist() == [1.0, 1.0]
@@ -147,19 +147,19 @@ def test_a_whole_tensor_keeps_its_shape_in_the_file(first: int, count: int, shap
     assert _shape_in_file(dataclasses.replace(_part(), first_element=first, num_elements=count)) == shape
 
 
-class _Noting:
-    """Notes the steps that are saved, and whether an epoch was over."""
+class _Noting(Saver):
+    """Notes the steps that it is asked to save, and whether an epoch was over."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path):
+        super().__init__(folder, False, keep_last=-1, keep_every=-1)
         self.saved: list[tuple[int, bool]] = []
         self.num_finished = 0
-
-    def advance(self) -> None: ...
 
     def save(self, run: Any, hooks: Any, is_epoch_over: bool = False) -> None:
         self.saved.append((run.step, is_epoch_over))
 
     def finish(self) -> None:
+        super().finish()
         self.num_finished += 1
 
 
@@ -175,8 +175,10 @@ class _Noting:
         (1, -1, 10, [(4, True), (8, True), (10, False)]),  # ended in mid-epoch
     ],
 )
-def test_the_steps_that_are_saved(epochs: int, steps: int, max_steps: int, saved: list[tuple[int, bool]]) -> None:
-    saver: Any = _Noting()
+def test_the_steps_that_are_saved(
+    epochs: int, steps: int, max_steps: int, saved: list[tuple[int, bool]], tmp_path: Path
+) -> None:
+    saver = _Noting(tmp_path)
     hook = CheckpointHook(saver, [], epochs, steps)
     run: Any = SimpleNamespace(step=0, epoch=0, num_steps=max_steps, is_asked_to_stop=False, epoch_samples=0)
     run.loader = SimpleNamespace(order=SimpleNamespace(num_kept=4))
@@ -186,4 +188,5 @@ def test_the_steps_that_are_saved(epochs: int, steps: int, max_steps: int, saved
         if run.epoch_samples == 4 or run.step == max_steps:
             hook.on_epoch_end(run)
             run.epoch, run.epoch_samples = run.epoch + 1, 0
+    hook.close(run)
     assert saver.saved == saved and saver.num_finished == 1
