@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.dist.test_average import _Stored
 from tests.dist.test_behaviour import _copied
-from tests.dist.training import Case, Outcome, shard, train_step
+from tests.dist.training import Case, Outcome, build, shard, train_step
 from tests.ranks import run_on_ranks
 from vissl_zero.errors import CheckpointError, ConfigError
 from vissl_zero.resolve.resolved import Precision
@@ -95,6 +95,24 @@ def _from_float32() -> str:
 @pytest.mark.timeout(60)
 def test_a_run_in_float32_goes_on_in_bfloat16_with_stochastic_rounding() -> None:
     assert "rounding_rest" in run_on_ranks(2, _from_float32)[0]
+
+
+def _followed() -> list[str]:
+    """What refuses parameters in bfloat16, for it would follow them by less than a last digit."""
+    sharded, refused = _shard(CASES["adamw"], 2, "kahan"), []
+    teacher = build(CASES["adamw"])
+    for call in (lambda: sharded.average(0.5), lambda: sharded.adopt_teacher(teacher)):
+        with pytest.raises(ConfigError, match="which follows in steps that bfloat16 would lose") as caught:
+            call()
+        refused.append(str(caught.value))
+    sharded.adopt_teacher(teacher, follows=False)
+    return refused
+
+
+@pytest.mark.timeout(60)
+def test_averages_and_teachers_that_follow_are_refused_and_a_fixed_teacher_is_not() -> None:
+    average, teacher = run_on_ranks(1, _followed)[0]
+    assert "a running average of the weights" in average and "a teacher that follows the student" in teacher
 
 
 def _moved(rounding: str) -> tuple[float, float]:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from tests.blocks import run_block
 from tests.ranks import run_on_ranks
+from tests.unit.checkpoint.test_format import write
 from tests.unit.evaluation.example_run import make_config, make_plan
 from vissl_zero.checkpoint import find_checkpoints, newest_checkpoint, open_checkpoint
 from vissl_zero.checkpoint.resume import find_resumable, opening_lines, resume
@@ -148,6 +149,19 @@ class _Payload:
 
     def __reduce__(self) -> Any:
         return os.system, (f"touch {self._canary}",)
+
+
+@pytest.mark.parametrize("damaged", [0, 1, 2])
+def test_damage_that_one_rank_finds_turns_all_of_them_to_the_checkpoint_before(damaged: int, tmp_path: Path) -> None:
+    """Two ranks share the reading of three files."""
+    for step in (2, 4):
+        newest = write(tmp_path, step)
+    file = newest / f"rank0000{damaged}.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 4
+    file.write_bytes(data)
+    for name, skipped in run_on_ranks(2, _find, tmp_path):
+        assert name == "step_000000002" and len(skipped) == 1 and str(file) in skipped[0]
 
 
 @pytest.mark.slow

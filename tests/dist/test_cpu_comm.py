@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import vissl_zero
 from tests.ranks import RankError, run_on_ranks
 from vissl_zero.sharding.engines import cpu_communicator
 from vissl_zero.sharding.engines.cpu_communicator import CpuCommunicator, GlooCommunicator, SharedMemoryCommunicator
@@ -59,6 +60,22 @@ def test_sums_are_those_of_the_ranks_in_order_bit_for_bit(kind: str, world_size:
             assert total.equal(expected)
             assert mean.equal(expected / world_size)
             assert everything.equal(torch.cat([values[:numel] for values in given]))
+
+
+def _gradients_of_a_unit() -> bool:
+    """Whether the mean gradient is that of the sum in the order of ranks, bit for bit."""
+    model = nn.Linear(500, 6, bias=False)
+    model, optimizer = vissl_zero.initialize(model, {"type": "SGD", "lr": 0.1}, {"level": 3})
+    inputs = [torch.randn(4, 500, generator=torch.Generator().manual_seed(rank)) for rank in range(3)]
+    optimizer.backward(model(inputs[dist.get_rank()]).square().sum())
+    weight = model.weight.full_tensor()
+    gradients = [2 * (each @ weight.T).T @ each for each in inputs]
+    expected = ((gradients[0] + gradients[1]) + gradients[2]) / 3
+    return torch.equal(model.weight.grad.full_tensor(), expected)
+
+
+def test_gradients_of_units_are_summed_by_the_communicator() -> None:
+    assert all(run_on_ranks(3, _gradients_of_a_unit))
 
 
 def _bytes_sent(kind: str) -> dict[str, int]:

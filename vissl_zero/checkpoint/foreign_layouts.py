@@ -305,15 +305,14 @@ def _not_empty(foreign: Foreign, path: Path) -> Foreign:
     return foreign
 
 
-def _count(content: Mapping[str, Any], key: str) -> int:
-    value = content.get(key, 0)
-    return value if isinstance(value, int) and 0 <= value < 2**53 else 0
+def _count(content: Mapping[str, Any], key: str, otherwise: int = 0) -> int:
+    value = content.get(key)
+    return value if isinstance(value, int) and 0 <= value < 2**53 else otherwise
 
 
 def _epoch(content: Mapping[str, Any]) -> int:
     """Count the epochs done: VISSL counts training phases from 0, and -1 before the first."""
-    value = content.get("train_phase_idx", -1)
-    return value + 1 if isinstance(value, int) and 0 <= value < 2**53 else 0
+    return _count(content, "train_phase_idx", otherwise=-1) + 1
 
 
 HUGGING_FACE, DINOV2 = "hugging_face", "dinov2"

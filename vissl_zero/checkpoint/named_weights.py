@@ -98,7 +98,10 @@ def _timm(name: str) -> Located:
     if not timm.is_model(name.split(".")[0]):
         hint = did_you_mean(name, timm.list_models())
         raise CheckpointError(f"timm:{name}: timm has no such model.{hint or ' timm.list_models() lists them.'}")
-    config = timm.models.get_pretrained_cfg(name)
+    try:
+        config = timm.models.get_pretrained_cfg(name)
+    except RuntimeError:  # the tag after the dot is none of the model's
+        config = None
     if config is None:
         known = timm.list_pretrained(f"{name.split('.')[0]}*")
         raise CheckpointError(f"timm:{name}: timm has no such weights; it has {', '.join(known[:5]) or 'none'}.")

@@ -76,13 +76,13 @@ def mae_loss(predictions: Tensor, targets: Tensor, mask: Tensor) -> Tensor:
     """Average the squared error of masked patches over their elements, then over the masked patches of all ranks.
 
     Args:
-        predictions, targets: (n, P, E) of this rank's images.
+        predictions, targets: (n, P, E) of this rank's images; targets without gradient.
         mask: (n, P), True or 1 where a patch was hidden.
     Returns:
         0-d; the loop's mean over ranks is the mean over masked patches, however they are spread. Collective.
     Cost: one all-reduce of two numbers.
     """
-    errors = (at_least_float32(predictions) - targets.detach()).square().mean(dim=2)
+    errors = (at_least_float32(predictions) - targets).square().mean(dim=2)
     return weighted_mean(errors, mask.to(errors.dtype), len(predictions))
 
 

@@ -14,12 +14,11 @@ from typing import Any
 
 from vissl_zero.atomic import is_folder, is_there, read_regular
 from vissl_zero.config.blocks.data import Data, Split
-from vissl_zero.config.blocks.model_and_loss import Lora, RegNetBlock, Trunk, VisionTransformerBlock
+from vissl_zero.config.blocks.model_and_loss import Lora, Trunk, VisionTransformerBlock
 from vissl_zero.config.catalog import source_of
 from vissl_zero.config.components import builtin_keys, component_keys, typed_options
 from vissl_zero.config.components.trunks import (
     TRUNK_BLOCKS,
-    ResNetConfig,
     own_fields,
     own_trunk_keys,
     trunk_component,
@@ -228,12 +227,9 @@ def normalization(transforms: Sequence[Any]) -> tuple[list[float], list[float]]:
 def trunk_of(trunk: Trunk, saved: Mapping[str, Any]) -> Trunk:
     """Return ``trunk`` with the name and the keys that a saved configuration has."""
     filled = dict[str, Any](NAME=str(saved.get("NAME", "")))
-    if isinstance(block := saved.get("REGNET"), Mapping):
-        filled["REGNET"] = replace(trunk.REGNET, **_known(block, RegNetBlock))
-    if isinstance(block := saved.get("RESNETS"), Mapping):
-        filled["RESNETS"] = replace(trunk.RESNETS, **_known(block, ResNetConfig))
-    if isinstance(block := saved.get("VISION_TRANSFORMERS"), Mapping):
-        filled["VISION_TRANSFORMERS"] = replace(trunk.VISION_TRANSFORMERS, **_known(block, VisionTransformerBlock))
+    for name in ("REGNET", "RESNETS", "VISION_TRANSFORMERS"):
+        if isinstance(block := saved.get(name), Mapping):
+            filled[name] = replace(getattr(trunk, name), **_known(block, type(getattr(trunk, name))))
     if isinstance(block := saved.get("PARAMS"), Mapping):
         is_timm = trunk_component(filled["NAME"]) != filled["NAME"]  # then the name is in NAME
         filled["PARAMS"] = {key: value for key, value in block.items() if not (is_timm and key == "name")}
@@ -284,10 +280,7 @@ def missing_weights(path: str, key: str = _WEIGHTS) -> Problem | None:
     return Problem(key, repr(path), must, hint or "Correct the path.")
 
 
-def _known(
-    values: Mapping[Any, Any],
-    block: type[RegNetBlock] | type[ResNetConfig] | type[VisionTransformerBlock] | type[Lora],
-) -> dict[str, Any]:
+def _known(values: Mapping[Any, Any], block: type[Any]) -> dict[str, Any]:
     names = {field.name for field in fields(block)}
     return {str(key): value for key, value in values.items() if key in names}
 

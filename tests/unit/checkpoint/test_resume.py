@@ -23,6 +23,7 @@ from vissl_zero.checkpoint.resume import (
     _require_shape,
     find_resumable,
     opening_lines,
+    restore_buffers,
     resume,
 )
 from vissl_zero.checkpoint.saver import commit, write_rank
@@ -81,6 +82,16 @@ def test_names_and_shapes_are_the_models(tmp_path: Path) -> None:
         for wrong in ({**names, "more": None}, without_trunk, {}):
             with pytest.raises(CheckpointError, match=r"is of another model: parameters that differ: "):
                 _require_same_names("parameters", wrong, checkpoint, "model/")
+
+
+def test_a_teacher_that_was_not_stored_keeps_its_buffers(tmp_path: Path) -> None:
+    buffers = {"num_batches": torch.zeros(1).long(), "teacher:num_batches": torch.ones(1).long()}
+    sharded: Any = SimpleNamespace(buffers=lambda: buffers)
+    with open_checkpoint(write(tmp_path, 4)) as checkpoint:
+        with pytest.raises(CheckpointError, match="is of another model: buffers that differ: teacher:num_batches"):
+            restore_buffers(sharded, checkpoint)
+        restore_buffers(sharded, checkpoint, with_teacher=False)
+    assert [int(buffer) for buffer in buffers.values()] == [5, 1]
 
 
 def test_state_of_the_optimizer_is_left_out_where_another_one_runs(tmp_path: Path) -> None:

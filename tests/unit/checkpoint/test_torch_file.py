@@ -179,3 +179,12 @@ def test_a_pickle_has_a_largest_size(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch_file, "_MAX_PICKLE_BYTES", last - 1)
     with pytest.raises(CheckpointError, match=f"its pickle has more than {last - 1} bytes"):
         read_pickle(tmp_path / "a.pkl")
+
+
+def test_a_link_that_the_user_names_is_followed(tmp_path: Path) -> None:
+    (tmp_path / "a.pkl").write_bytes(pickle.dumps([1], 2))
+    torch.save({"w": torch.ones(1)}, tmp_path / "a.pt")
+    for name in ("a.pkl", "a.pt"):
+        (tmp_path / f"link.{name}").symlink_to(tmp_path / name)
+    assert read_pickle(tmp_path / "link.a.pkl") == [1]
+    assert read_torch_file(tmp_path / "link.a.pt")["w"].tolist() == [1.0]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from vissl_zero.config.blocks.data import Data, Split
-from vissl_zero.config.catalog import find_catalog, missing, use_catalog
+from vissl_zero.config.catalog import find_catalog, missing, source_of, use_catalog
 from vissl_zero.config.compose import compose
 from vissl_zero.errors import ConfigError
 
@@ -132,3 +132,26 @@ def test_everstore_is_read_from_what_stands_for_it(tmp_path: Path, path: str, so
     elsewhere = data(DATA_SOURCES=["everstore"], DATASET_NAMES=["trees"])
     use_catalog(elsewhere, catalog)
     assert any('{"trees": {"train"' in str(problem) for problem in missing(elsewhere))
+
+
+@pytest.mark.parametrize(
+    ("names", "source"),
+    [
+        (["data.mdb", "lock.mdb"], "lmdb"),
+        (["dataset_dict.json", "train/x.arrow"], "arrow"),
+        (["data-00.arrow", "state.json"], "arrow"),
+        (["a.parquet", "readme.md"], "parquet"),
+        (["data/a.parquet", "readme.md"], "parquet"),
+        (["data/a.jpg", "readme.md"], "disk_folder"),
+        (["other/a.parquet"], "disk_folder"),
+        (["a.tar", "index.json"], "webdataset"),
+        (["a/1.jpg", "b/1.jpg"], "disk_folder"),
+    ],
+)
+def test_a_folder_is_known_by_the_names_in_it(tmp_path: Path, names: list[str], source: str) -> None:
+    for name in names:
+        (tmp_path / "set" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "set" / name).touch()
+    assert source_of([str(tmp_path / "set")]) == source
+    (tmp_path / "photos").mkdir()
+    assert source_of([str(tmp_path / "set"), str(tmp_path / "photos")]) == "disk_folder"

@@ -12,9 +12,10 @@ import pytest
 from hydra._internal.core_plugins.file_config_source import FileConfigSource
 from hydra._internal.sources_registry import SourcesRegistry
 from hydra.core.global_hydra import GlobalHydra
+from omegaconf import OmegaConf
 
 from vissl_zero.cli import main
-from vissl_zero.config.compose import compose, load, register
+from vissl_zero.config.compose import compose, every_mistake, explain, load, register
 from vissl_zero.config.recipes import ModerateFiles, list_recipes, register_search_path
 from vissl_zero.errors import ConfigError
 
@@ -48,6 +49,8 @@ MISTYPED = {
     "list of numbers": (["config.SEEDS=3"], "config.SEEDS: must be a list. Write config.SEEDS=[3]."),
     "list of others": (["config.SEEDS=some"], "config.SEEDS: must be a list. Correct the value of config.SEEDS."),
     "block as a value": (["config.DATA=3"], "config.DATA: must be a block of keys (got '3')"),
+    "block as a list": (["config.DATA=[1]"], "config.DATA: must be a block of keys. Correct the value of config.DATA."),
+    "list as a block": (["config.SEEDS={a: 1}"], "config.SEEDS: must be a list. Correct the value of config.SEEDS."),
     "null": (["config.SEED_VALUE=null"], "config.SEED_VALUE: must have a value (got null)"),
     "level": (["config.ZERO.LEVEL=[1]"], "config.ZERO.LEVEL: must be a number or a word"),
     "override": (["config.ZERO"], "command line: must be an override (got 'config.ZERO')"),
@@ -72,6 +75,41 @@ def test_mistakes_on_the_command_line(name):
         compose(RECIPE, overrides)
     assert text in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+KINDS = {
+    "SLURM": ([1], "must be a block of keys (got '[1]'). Correct the value of config.SLURM."),
+    "MODEL.TRUNK.PARAMS": (3, "must be a block of keys (got '3'). Correct the value of config.MODEL.TRUNK.PARAMS."),
+    "SEEDS": ({"a": 1}, "must be a list. Correct the value of config.SEEDS."),
+    "HOOKS.EXTRA": (None, "must have a value (got null). Leave the key out to get its default."),
+    "HOOKS.LOGGERS": ("a", "must be a list. Write config.HOOKS.LOGGERS=[a]."),
+    "SEED_VALUE": ([1], "must be a whole number (got '[1]'). Correct the value of config.SEED_VALUE."),
+    "ZERO.LEVEL": ({"a": 1}, "must be a number or a word (got \"{'a': 1}\"). Correct the value of config.ZERO.LEVEL."),
+    "ZERO.MEMORY_GB": (
+        "80 GiB",
+        "must be a number (got '80 GiB'). Write 80 (GiB, no unit). For a card of 80 GB write 76.",
+    ),
+    "ZERO.HOST_MEMORY_GB": ("80.5g", "must be a number (got '80.5g'). Write 80.5 (GiB, no unit)."),
+    "ZERO.DISK_GB": ("a80G", "must be a number (got 'a80G'). Correct the value of config.ZERO.DISK_GB."),
+    "DATA.WORKER_TIMEOUT_S": (
+        "80G",
+        "must be a number (got '80G'). Correct the value of config.DATA.WORKER_TIMEOUT_S.",
+    ),
+    "DATA.TRAIN.DROP_LAST": (
+        3.5,
+        "must be true or false (got '3.5'). Correct the value of config.DATA.TRAIN.DROP_LAST.",
+    ),
+    "ZERO.LEVL": (1, "is not a key. Did you mean 'LEVEL'?"),
+}
+
+
+def test_every_mistake_of_a_tree_is_named_with_what_the_key_takes() -> None:
+    tree = OmegaConf.create({"config": {}})
+    for key, (value, _) in KINDS.items():
+        OmegaConf.update(tree, f"config.{key}", value, force_add=True)
+    tree.config.LOSS = {"mine": {"free": 1}}
+    found = {problem.key: str(problem) for problem in every_mistake(tree)}
+    assert found == {f"config.{key}": f"config.{key}: {text}" for key, (_, text) in KINDS.items()}
 
 
 HEADS = "config.MODEL.HEAD.PARAMS"
@@ -250,3 +288,19 @@ def test_a_job_of_a_sweep_may_register_hydras_sources_again():
     register_search_path()
     SourcesRegistry.instance().register(FileConfigSource)
     assert SourcesRegistry.instance().types["file"] is ModerateFiles
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (FileExistsError(17, "File exists", "a"), "must name a folder, and a file is there (got 'a')"),
+        (NotADirectoryError(20, "Not a directory", "a"), "must name a folder, and a file is there (got 'a')"),
+        (PermissionError(13, "Permission denied", "a"), "a: cannot be used (Permission denied). Name another"),
+        (OSError("no space"), "command line: no space. See vissl-zero --help and --hydra-help."),
+        (ValueError("two  words."), "command line: two words. See vissl-zero --help and --hydra-help."),
+        (UserWarning("provider=x, path=/no is not available."), "must name folders that exist (got '/no')"),
+    ],
+)
+def test_what_hydra_raises_around_a_job_is_one_sentence(error: Exception, text: str) -> None:
+    (problem,) = explain(error).problems
+    assert text in str(problem)

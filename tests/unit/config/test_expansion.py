@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from vissl_zero.config.expansion import MOST_CHARACTERS, require_moderate_texts
+from vissl_zero.config.expansion import MOST_CHARACTERS, _size, require_moderate_texts
 from vissl_zero.errors import ConfigError
 
 DOUBLINGS = 40  # 2^40 characters
@@ -33,3 +33,23 @@ def test_the_limit_itself_is_allowed() -> None:
 
 def test_texts_that_lead_in_a_circle_are_left_to_omegaconf() -> None:
     require_moderate_texts({"a": "${b}", "b": "${a}", "c": "${.c}", "d": "${gone}"})
+
+
+@pytest.mark.parametrize(
+    ("texts", "size"),
+    [
+        ({"a": "xy"}, 2),
+        ({"a": "${b}"}, 4),  # of a number, or of what is not there
+        ({"a": "${b}", "b": "xyz"}, 4 + 3),
+        ({"a": "${b}${b}", "b": "${c}", "c": "x"}, 8 + 2 * (4 + 1)),
+        ({"a": "${a}"}, 4),
+        ({"a": "${b.0}${b[0]}", "b.0": "xyz"}, 13 + 2 * 3),
+    ],
+)
+def test_the_size_of_a_text_counts_what_it_refers_to(texts: dict[str, str], size: int) -> None:
+    assert _size("a", texts, {}) == size
+
+
+def test_a_reference_with_dots_begins_above_its_own_key() -> None:
+    texts = {"a.b.c": "${.d}${..e}", "a.b.d": "x" * 10, "a.e": "y" * 100, "d": "z"}
+    assert _size("a.b.c", texts, {}) == 11 + 10 + 100

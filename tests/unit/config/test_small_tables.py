@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 
 from vissl_zero.config.components import builtin_keys, component_keys
 from vissl_zero.config.components.heads import _is_entry
-from vissl_zero.config.override_paths import _places, _problem
+from vissl_zero.config.override_paths import _places, _problem, blocked
 from vissl_zero.config.weights_name import absolute, scheme_of
 from vissl_zero.registry import Registry
 
@@ -79,6 +79,21 @@ def test_only_what_goes_through_a_list_or_a_value_is_blocked() -> None:
     for sign in ("+", "~"):
         assert _problem(tree, ["block", "list", "0"], sign) is not None
         assert _problem(tree, ["block", "list", "0", "b"], sign) is None
+
+
+def test_words_are_applied_in_order_also_those_that_add_keys() -> None:
+    words = [
+        "+block.new=[1,2]",
+        "block.new.a=3",
+        "+block.x={y: 1}",
+        "block.x.y.z=2",
+        "~block.x",
+        "block.x.y=4",
+        "other=1,2",
+    ]
+    tree = OmegaConf.create({"block": {}})
+    OmegaConf.set_struct(tree, True)  # as Hydra leaves it
+    assert list(blocked(tree, words)) == ["block.new.a=3", "block.x.y.z=2"]
 
 
 def test_keys_of_a_component_are_its_own_and_a_built_in_one_is_not_imported_for_them() -> None:

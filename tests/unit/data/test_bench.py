@@ -75,6 +75,8 @@ def test_what_to_change_fits_the_cause(make_data: MakeData) -> None:
     workers, fast, packed, smaller = advice(data, cost, supply, 0.3)
     assert "NUM_DATALOADER_WORKERS=4: there are 4 cores" in workers and "DATA.BACKEND=fast: all transforms" in fast
     assert "data pack" in packed and "--size 512" in smaller
+    (one, *_) = advice(data, cost, Supply(100, 0, 1, cost.total), None)
+    assert one == "Write config.DATA.NUM_DATALOADER_WORKERS=1: there is 1 core for each rank."
     quick = LoadingCost(64, 0, {"read": 0.001, "decode": 0.001, "Crop": 0.008})
     assert len(advice(data, quick, Supply(100, 4, 4, 0.01), None)) == 1  # the backend
     slow = data_block(make_data("digits", num_workers=4, TRANSFORMS=[{"name": "RandAugment"}, {"name": "ToTensor"}]))

@@ -17,7 +17,7 @@ from tests.unit.data.conftest import save_image
 from vissl_zero.cli import main
 from vissl_zero.data import one_pass, slow_work
 from vissl_zero.data import pack as packing
-from vissl_zero.data.check import FLAGS, look
+from vissl_zero.data.check import FLAGS, Findings, look
 from vissl_zero.data.source import SourceRequest
 from vissl_zero.data.sources.disk import DiskFolder
 
@@ -228,3 +228,19 @@ def test_flags(tmp_path: Path, mode: str, pixels: np.ndarray, form: str, keys: d
     image.convert(mode).save(tmp_path / "a" / f"x.{form}", **keys)
     (row,) = look(DiskFolder(SourceRequest("TRAIN", (str(tmp_path),))), range(1)).rows
     assert {flag for flag in FLAGS if row[flag]} == flags
+
+
+@pytest.mark.parametrize(
+    ("classes", "sentence"),
+    [
+        ({"a": 1, "b": 0}, "There are no images of 1 class: b."),
+        ({"a": 0, "b": 0, "c": 1}, "There are no images of 2 classes: a, b."),
+        ({"train": 1, "val": 1}, "The classes are train, val: these look like splits. Name one of the folders."),
+        ({"train": 1, "a": 1}, ""),
+        ({}, ""),
+    ],
+)
+def test_classes_that_are_none_are_warned_of(classes: dict[str, int], sentence: str) -> None:
+    flagged = dict.fromkeys(FLAGS, 0)
+    found = Findings("disk_folder x", 2, 0, classes, {}, {}, flagged, [], 0, 0, [], [])
+    assert found.warnings() == ([sentence] if sentence else [])

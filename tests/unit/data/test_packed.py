@@ -23,7 +23,7 @@ from vissl_zero.data import pack as packing
 from vissl_zero.data import slow_work
 from vissl_zero.data.decode import BrokenImageError
 from vissl_zero.data.loader import build_loader
-from vissl_zero.data.source import build_source
+from vissl_zero.data.source import build_source, encoded_image
 from vissl_zero.data.sources.packed import CLASSES_KEY, LABELS_KEY
 from vissl_zero.errors import ConfigError, DataError
 
@@ -103,10 +103,12 @@ def test_packing_goes_on_where_it_stopped(
 
 def test_larger_images_are_reduced(photos: Path, tmp_path: Path, make_data: MakeData) -> None:
     save_image(photos / "a/large.png", 9, (60, 40))
+    exact = save_image(photos / "a/exact.png", 8, (30, 20)).read_bytes()  # packed as it is
     packing.pack(photos, tmp_path / "out", "webdataset", 20, lambda line: None)
     source = build_source(data_block(make_data("webdataset", tmp_path / "out")), "TRAIN", 0)
     sizes = {source.image(index).size for index in range(len(source))}
     assert sizes == {(16, 16), (30, 20)}
+    assert [encoded_image(source, index) for index in range(len(source))].count(exact) == 1
 
 
 def test_reading_many_tars_says_how_far_it_is(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import shutil
 import struct
 import zlib
 from dataclasses import asdict
@@ -187,6 +188,9 @@ def test_every_missing_mask_is_named_at_once(folder: Path) -> None:
         assert "images/1.png has no mask" in problem.must and "masks/3.gif is no PNG" in problem.must
     with pytest.raises(DataError, match=r"images/1\.png has no mask"):
         SegmentationFolder(SourceRequest("TRAIN", (str(folder),)), NUM_CLASSES)
+    shutil.copy(folder / "images/5.png", folder / "images/5.jpg")
+    (found, _) = pairs(_config(folder), None)  # type: ignore[arg-type]
+    assert f"{folder}/images/5.jpg and {folder}/images/5.png would have the same mask" in found.must
     (found, _) = pairs(_config(folder.parent), None)  # type: ignore[arg-type]
     assert "has no folder images and no folder masks" in found.must
 

@@ -17,7 +17,7 @@ from tests.unit.data.conftest import MULTI_CROP, MakeData, save_image
 from vissl_zero.data.dataset import seed_sample
 from vissl_zero.data.loader import build_loader
 from vissl_zero.data.pipeline import build_pipeline, derive_eval_transforms
-from vissl_zero.data.split_pipeline import build_eval_pipeline
+from vissl_zero.data.split_pipeline import build_eval_pipeline, described_views
 from vissl_zero.data.transforms import (
     ImgPatchesFromTensor,
     ImgPilRandomPhotometric,
@@ -377,3 +377,25 @@ def test_strokes_become_thicker_or_thinner_by_a_random_share() -> None:
     assert len(thicker) + len(thinner) >= 195  # one or the other, but for shares that round to nothing
     assert 0.55 * 255 < max(thicker) <= 0.6 * 255 + 1 and 0.4 * 255 - 1 <= min(thinner) < 0.45 * 255
     assert ImgPilRandomStroke(strength=0.0)(image).tobytes() == image.tobytes()
+
+
+IMAGENETS = {"name": "Normalize", "mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225]}
+
+
+@pytest.mark.parametrize(
+    ("entry", "words"),
+    [
+        ({"name": "Resize", "size": 256}, "shorter side resized to 256"),
+        ({"name": "Resize", "size": [256]}, "shorter side resized to [256]"),
+        ({"name": "Resize", "size": [32, 48], "interpolation": "bicubic"}, "resized to 32 x 48 (bicubic)"),
+        ({"name": "CenterCrop", "size": 224}, "center crop 224 x 224"),
+        ({"name": "CenterCrop", "size": [32, 48]}, "center crop 32 x 48"),
+        (IMAGENETS, "mean 0.485, 0.456, 0.406, std 0.229, 0.224, 0.225 (those of ImageNet)"),
+        ({**IMAGENETS, "std": [1.0]}, "mean 0.485, 0.456, 0.406, std 1"),
+        ({"name": "Pad", "padding": 3, "fill": 1}, "Pad padding 3, fill 1"),
+        ({"name": "Grayscale"}, "Grayscale"),
+    ],
+)
+def test_how_images_are_seen_is_said_in_words(make_data: MakeData, entry: dict[str, Any], words: str) -> None:
+    data = make_data("digits", TEST={"TRANSFORMS": [entry, {"name": "ToTensor"}]})
+    assert described_views(data_block(data)) == words

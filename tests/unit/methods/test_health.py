@@ -7,7 +7,13 @@ import math
 import pytest
 import torch
 
-from vissl_zero.methods.health import ClusteringCollapse, RankCollapse, effective_rank
+from vissl_zero.methods.health import (
+    ClusteringCollapse,
+    RankCollapse,
+    clustering_sums,
+    effective_rank,
+    embedding_sums,
+)
 
 LOW, HIGH = 1.49, 3.0  # LEAST is 1.5, and HIGH twice that
 
@@ -58,3 +64,11 @@ def test_the_effective_rank_of_nothing_and_of_no_numbers() -> None:
     assert effective_rank(torch.zeros(3, 3).double()) == 0.0
     assert math.isnan(effective_rank(torch.tensor([[1.0, math.inf], [math.inf, 1.0]]).double()))
     assert effective_rank(torch.diag(torch.tensor([4.0, 4.0, 0.0])).double()) == pytest.approx(2.0)
+
+
+def test_sums_are_of_float64_whatever_the_rows_are() -> None:
+    """Over many steps and ranks, sums in float32 would lose the prototypes of few rows."""
+    generator = torch.Generator().manual_seed(0)
+    rows, shares = torch.randn(64, 5, generator=generator), torch.randn(64, 7, generator=generator).softmax(dim=1)
+    assert torch.equal(clustering_sums(rows, [shares]), clustering_sums(rows.double(), [shares.double()]))
+    assert torch.equal(embedding_sums(rows), embedding_sums(rows.double()))

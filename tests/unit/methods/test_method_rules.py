@@ -55,6 +55,14 @@ CASES = [
     ),
     ("supervised", MIXED, ""),
     *(
+        ("supervised", [MIXED[0], f"{MIXED[1].split('=')[0]}={{cutmix_minmax: {sides}, num_classes: 10}}"], said)
+        for sides, said in (
+            ([0.2, 0.8], ""),
+            ([0, 1], ""),
+            *((wrong, "two shares of the side") for wrong in ([0.5, 0.5], [-0.1, 0.5], [0.5, 1.1], [0.2], [0, 0.5, 1])),
+        )
+    ),
+    *(
         (
             "swav",
             [f"{TRANSFORMS}=[{{name: of_ones_own}}]", "config.LOSS.swav_loss.num_crops=3", crops],

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from tests.blocks import model_block
 from vissl_zero.errors import ConfigError
-from vissl_zero.models.bare import build_bare, lost_operations
+from vissl_zero.models.bare import build_bare, lost_operations, whole_start_bytes
 from vissl_zero.models.init import FirstWeights, initialize_, outermost_units
 from vissl_zero.models.model import Model, Unit, build_model
 
@@ -151,6 +151,14 @@ class _Spanning(_Trunk):
             param.copy_(torch.rand(param.shape, generator=generator_for("all")))
 
 
+class _Buffered(_Trunk):
+    """A buffer that a constructor computes, by a function with keywords."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda: nn.Linear(4, 4))
+        self.register_buffer("scale", torch.linspace(0.0, 1.0, steps=4))
+
+
 class _Resetting(_Trunk):
     """What resets a parameter of its own may reset its units too."""
 
@@ -206,6 +214,7 @@ def _plugin(trunk: Callable[[], nn.Module]) -> Model:
         (lambda: _Trunk(lambda: nn.LayerNorm(4)), True),
         (_Tied, False),
         (_Spanning, False),
+        (_Buffered, True),
         (_Resetting, False),
         (_ResettingUnits, True),
         (_Asking, torch.__version__.startswith("2.11")),  # which draws all the same
@@ -235,3 +244,10 @@ def test_operations_on_weights_that_are_not_there_are_noted() -> None:
         assert not lost
         model.heads[1].clf[0].weight.mul_(2)  # type: ignore[union-attr,index]
     assert lost
+
+
+def test_a_trunk_that_draws_all_its_weights_stands_twice_in_memory_at_the_start() -> None:
+    plain, spanning = _build("regnet"), _plugin(_Spanning)
+    of_plain, whole, trunk = (sum(map(torch.numel, part.parameters())) for part in (plain, spanning, spanning.trunk))
+    assert whole_start_bytes(plain) == 4 * of_plain
+    assert whole_start_bytes(spanning) == 4 * (whole + trunk)

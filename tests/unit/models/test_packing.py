@@ -58,6 +58,11 @@ def test_the_mask_is_that_of_blocks_on_the_diagonal() -> None:
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-14)
 
 
+def test_the_mask_is_for_attention_alone() -> None:
+    with pytest.raises(TypeError):
+        torch.add(torch.ones(1), WithinImages(SHAPES))
+
+
 @pytest.mark.parametrize("trunk", [OURS, _timm("vit_tiny_patch16_224", qk_norm=True)])
 @pytest.mark.parametrize("is_recomputed", [False, True])
 def test_features_and_gradients_are_those_of_a_pass_per_resolution(trunk: dict[str, Any], is_recomputed: bool) -> None:

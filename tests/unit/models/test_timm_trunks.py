@@ -221,6 +221,14 @@ def test_tokens_are_pooled_as_timm_does(pool: str, with_prefix: bool) -> None:
         torch.testing.assert_close(trunk.eval()([image])[0], theirs.eval()(image), rtol=1e-5, atol=1e-5)
 
 
+def test_rounding_of_norms_is_the_models_own_or_as_written() -> None:
+    for each, last in ((None, None), (1e-3, None), (None, 1e-2), (1e-3, 1e-2)):
+        norms = {"layer_norm_eps": each, "last_norm_eps": last}
+        trunk = build_timm_trunk(name="vit_tiny_patch16_224", model_args={"depth": 1}, **norms)
+        found = [module.eps for module in trunk.modules() if isinstance(module, nn.LayerNorm)]
+        assert found == [each or 1e-6] * 2 + [last or each or 1e-6]
+
+
 @pytest.mark.parametrize("pads", [False, True])
 def test_images_that_are_not_whole_patches_are_refused_unless_the_model_pads_them(pads: bool) -> None:
     arguments = {"dynamic_img_pad": True} if pads else {}

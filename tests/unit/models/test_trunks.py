@@ -64,6 +64,14 @@ def test_resnet_is_torchvisions(depth: int) -> None:
     torch.testing.assert_close(ours([image])[0], theirs(image))
 
 
+def test_the_stem_for_small_images_is_one_convolution_of_full_resolution() -> None:
+    """As for CIFAR in https://arxiv.org/abs/2002.05709, B.9: 3x3, stride 1, no pooling."""
+    conv, norm, _ = stem = ResNet(DEPTH=18, STEM_TYPE="RES_STEM_CIFAR").stem
+    assert [type(layer).__name__ for layer in stem] == ["Conv2d", "BatchNorm2d", "ReLU"] and norm.num_features == 64
+    assert (conv.in_channels, conv.out_channels, conv.kernel_size) == (3, 64, (3, 3))
+    assert (conv.stride, conv.padding, conv.bias) == ((1, 1), (1, 1), None)
+
+
 def test_resnet_width_groups_and_stride() -> None:
     wide = ResNet(DEPTH=50, WIDTH_MULTIPLIER=2, STEM_TYPE="RES_STEM_CIFAR")
     assert wide.feature_dim == 4096

@@ -282,6 +282,8 @@ def test_trials_are_where_clamps_and_projections_decide_otherwise_for_rows() -> 
     products = (mixed.grads[0] * mixed.start).sum(dim=1).abs()
     assert float(products[:4].max()) < 1e-12 < 0.1 < float(products[4:].min())
     assert mixed.grads[1].equal(mixed.grads[0])
+    _, vector, _ = module._cases_by_angle((8,), torch.device("cpu"))  # an element at right angles would be zero
+    assert bool((vector.grads[0].abs() > 1e-3).all())
     assert along.grads[0].equal(along.start) and along.grads[1].equal(3 * along.start)
     torch.testing.assert_close(along.grads[2], -along.start, rtol=0.0, atol=0.5)
 
@@ -314,3 +316,21 @@ def test_state_that_is_there_from_the_start_is_made_for_another_parameter(
     made = module._fresh(key, value, like, torch.nn.Parameter(torch.tensor([7.0, 8.0, 9.0])))
     assert made is not value or not isinstance(value, torch.Tensor)
     assert (made.tolist() if isinstance(made, torch.Tensor) else made) == fresh
+
+
+@pytest.mark.parametrize(
+    ("shapes", "small", "large"),
+    [
+        ([(3, 2)], [(8, 6), (5, 12)], [(264, 160), (3, 2)]),
+        ([(5,), (7,), (6,)], [(13,)], [(7,)]),
+        ([()], [()], []),  # one element says nothing of size
+        ([(1,)], [(13,)], []),
+        ([(2,)], [(13,)], [(2,)]),
+        ([(2**17,), (2**17 + 1,)], [(13,)], [(2**17,)]),  # what takes too long is not tried
+        ([(1, 2, 3), (4, 4)], [(6, 5, 4), (8, 6), (5, 12)], [(264, 160), (1, 2, 3), (4, 4)]),
+        ([(1, 1, 1, 1, 1, 2)], [(4, 2, 2, 2, 2, 2)], [(1, 1, 1, 1, 1, 2)]),
+    ],
+)
+def test_shapes_that_are_tried_have_the_dimensions_and_the_sizes_of_the_parameters(shapes, small, large):
+    assert module._small_shapes(shapes) == small
+    assert module._large_shapes(shapes) == large

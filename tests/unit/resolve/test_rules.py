@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import is_dataclass
+
 import pytest
 
 from tests.unit.config.example_config import CPU_HOST, GPU_HOST, complaints
+from vissl_zero.config.blocks.model_and_loss import RegNetBlock
 from vissl_zero.data import decode
+from vissl_zero.resolve import resolved
 from vissl_zero.resolve.data_plan import EXTENSIONS
 from vissl_zero.resolve.host import Host
+from vissl_zero.resolve.model_rules import _stretches, _widths
 
 TAPS = "MODEL__FEATURE_EVAL_SETTINGS__"
 TAPPED = {f"{TAPS}EVAL_MODE_ON": True, f"{TAPS}FREEZE_TRUNK_ONLY": True}
@@ -379,6 +384,18 @@ REFUSALS = {
         {f"{TAPS}LINEAR_EVAL_FEAT_POOL_OPS_MAP": [["res5", ["Identity"]]], **TAPPED},
         "LINEAR_EVAL_FEAT_POOL_OPS_MAP: must list [layer, [pooling, [arguments]]] (got ['res5', ['Identity']])",
     ),
+    **{
+        f"pooling {name}": (
+            {f"{TAPS}LINEAR_EVAL_FEAT_POOL_OPS_MAP": [["res5", [name, []]]], **TAPPED},
+            "must name a pooling: AdaptiveAvgPool2d, AdaptiveMaxPool2d, AvgPool2d, MaxPool2d, Identity "
+            f"(got '{name}'). {fix}",
+        )
+        for name, fix in (("zzz", "Choose one of them."), ("Identty", "Did you mean 'Identity'?"))
+    },
+    "stages of Swin": (
+        {"MODEL__TRUNK__NAME": "swin_transformer", "MODEL__TRUNK__SWIN_TRANSFORMER__DEPTHS": [2, 2]},
+        "DEPTHS: must have as many entries as NUM_HEADS, 4 (got [2, 2]). Write both for each stage.",
+    ),
     "heads of taps": (
         {f"{TAPS}LINEAR_EVAL_FEAT_POOL_OPS_MAP": [["res4", ["Identity", []]], ["res5", ["Identity", []]]], **TAPPED},
         "config.MODEL.HEAD.PARAMS: must list a head for each of the 2 layers of config.MODEL.FEATURE_EVAL_SETTINGS."
@@ -412,6 +429,14 @@ REFUSALS = {
     "two sources": (
         {"DATA__TRAIN__DATA_SOURCES": ["digits", "synthetic"]},
         "config.DATA.TRAIN.DATA_SOURCES: must name one data source (got ['digits', 'synthetic'])",
+    ),
+    "classes of pixels": (
+        {"DATA__TRAIN__DATASET_NAMES": ["VOC_SEGMENTATION"]},
+        "config.DATA.TRAIN.DATASET_NAMES: must have a class for each image: this one has classes of pixels",
+    ),
+    "name without a catalog": (
+        {"DATA__TRAIN__DATA_SOURCES": ["disk_folder"], "DATA__TRAIN__DATASET_NAMES": ["flowers"]},
+        "config.DATA.TRAIN.DATASET_NAMES: must be in a dataset catalog, because no DATA_PATHS are given",
     ),
     "file of labels": (
         {"DATA__TRAIN__LABEL_PATHS": ["/none.npy"]},
@@ -574,3 +599,76 @@ def test_milestones_fit_the_run():
     base = "OPTIMIZER__param_schedulers__lr__"
     (found,) = complaints(**{f"{base}name": "multistep", "OPTIMIZER__num_epochs": 50})
     assert "milestones: must lie before the end" in found
+
+
+@pytest.mark.parametrize(
+    ("head", "dims", "is_refused"),
+    [
+        *(("mlp", dims, False) for dims in ([1, 1], [-1, 1], [-1, -1], [8, 1, 4])),
+        *(("mlp", dims, True) for dims in ([], [8], [-1], [0, 4], [-2, 4], [8, 0], [8, -2], [8, 0, 4], [8, -1, 4])),
+        ("swav_head", [8, -1], True),
+        ("swav_head", [8, 1], False),
+    ],
+)
+def test_widths_of_a_head_are_at_least_one(head, dims, is_refused):
+    assert bool(_widths(head, dims, "config.MODEL.HEAD.PARAMS")) == is_refused
+
+
+@pytest.mark.parametrize(
+    ("ends", "flags", "is_refused"),
+    [
+        ([[1, 2]], [[True, False]], False),
+        ([[1, 2]], [[True, True]], False),
+        ([[1, 2]], [[False, False]], False),
+        ([[1, 2]], [[]], False),
+        ([[1], [2]], [[True], []], False),
+        ([[1, 2]], [[False, True]], True),
+        ([[1, 2]], [[True]], True),
+        ([[1]], [[True], [True]], True),
+    ],
+)
+def test_flags_of_stretches_are_as_many_and_true_ones_first(ends, flags, is_refused):
+    block = RegNetBlock(stage_checkpoints=ends, stage_checkpointing=flags)
+    assert bool(_stretches(block, "config.MODEL.TRUNK.REGNET")) == is_refused
+
+
+@pytest.mark.parametrize(
+    ("key", "allowed", "refused"),
+    [
+        ("mixup_alpha", (0, 2), (-0.1, 2.1)),
+        ("cutmix_alpha", (0, 2), (-0.1, 2.1)),
+        ("prob", (0, 1), (-0.1, 1.1)),
+        ("switch_prob", (0, 1), (-0.1, 1.1)),
+        ("label_smoothing", (0, 0.9), (-0.1, 1)),
+        ("num_classes", (1, 2**31), (0, 2**31 + 1)),
+        ("mode", ("batch", "pair", "elem"), ("", "rows")),
+        ("ssl_method", ("",), ("swav", "simclr", "mae")),
+    ],
+)
+def test_limits_of_mixing(key, allowed, refused):
+    for value in (*allowed, *refused):
+        params = {"cutmix_minmax": [0.2, 0.8], key: value}
+        values = {"DATA__TRAIN__COLLATE_FUNCTION": "cutmixup_collator", "DATA__TRAIN__COLLATE_FUNCTION_PARAMS": params}
+        found = [text for text in complaints(LOSS__name="CrossEntropyLoss", **values) if f"PARAMS.{key}:" in text]
+        assert bool(found) == (value in refused), (value, found)
+
+
+def test_every_part_of_a_plan_is_frozen():
+    """What is decided once stays so: later code reads it from the plan."""
+    parts = [part for part in vars(resolved).values() if is_dataclass(part) and part.__module__ == resolved.__name__]
+    assert len(parts) >= 7 and all(part.__dataclass_params__.frozen for part in parts)
+
+
+@pytest.mark.parametrize(
+    ("keys", "is_refused"),
+    [
+        ({"mixup_alpha": 0.5}, False),
+        ({"mixup_alpha": 0.0, "cutmix_alpha": 0.5}, False),
+        ({"mixup_alpha": 0.0, "cutmix_minmax": [0.2, 0.8]}, False),
+        ({"mixup_alpha": 0.0}, True),
+    ],
+)
+def test_something_must_mix(keys, is_refused):
+    values = {"DATA__TRAIN__COLLATE_FUNCTION": "cutmixup_collator", "DATA__TRAIN__COLLATE_FUNCTION_PARAMS": keys}
+    found = complaints(LOSS__name="CrossEntropyLoss", **values)
+    assert any("must have a mixup_alpha" in text for text in found) == is_refused, found

@@ -11,9 +11,10 @@ import torch
 
 from tests.unit.commands.example_checkpoint import write_checkpoint
 from tests.unit.config.example_config import CPU_HOST
+from vissl_zero.config.blocks.model_and_loss import Trunk
 from vissl_zero.config.compose import compose
 from vissl_zero.errors import CheckpointError, ConfigError
-from vissl_zero.resolve.components import saved_config
+from vissl_zero.resolve.components import normalization, saved_config, trunk_of
 from vissl_zero.resolve.resolve import resolve
 from vissl_zero.resolve.saved import RESOLVED_FILE
 
@@ -190,3 +191,37 @@ def test_adapters_of_a_run_go_on_as_they_were(tmp_path):
     ]
     with pytest.raises(ConfigError, match=r"config.MODEL.LORA: must be as in the run .*LORA_ALPHA: 4,"):
         resolved(run, model, *words, "config.MODEL.LORA.USE_LORA=true", "config.MODEL.LORA.LORA_ALPHA=8")
+
+
+def test_normalization_is_that_of_the_last_normalize():
+    first, last = ({"name": "Normalize", "mean": [mean] * 3, "std": [0.5] * 3} for mean in (0.1, 0.2))
+    for transforms in ([first, last, {"name": "ToTensor"}, "RandomErasing"], [last]):
+        assert normalization(transforms) == ([0.2] * 3, [0.5] * 3)
+    assert normalization([{"name": "ToTensor"}, "Normalize"]) == ([0.0] * 3, [1.0] * 3)
+
+
+TIMM = {"name": "vit_tiny_patch16_224", "model_args": {"depth": 1}}
+SAVED_TRUNKS = [
+    # saved, whether the recipe's method needs a mask token, block of the trunk, its keys
+    ({"NAME": "regnet", "REGNET": {"depth": 7, "of_another_release": 1}}, False, "REGNET", {"depth": 7}),
+    ({"NAME": "resnet", "RESNETS": {"DEPTH": 18}}, False, "RESNETS", {"DEPTH": 18}),
+    ({"NAME": "vision_transformer", "VISION_TRANSFORMERS": {"NUM_LAYERS": 3}}, False, "VISION_TRANSFORMERS",
+     {"NUM_LAYERS": 3, "USE_MASK_TOKEN": False}),
+    ({"NAME": "vision_transformer", "VISION_TRANSFORMERS": {"NUM_LAYERS": 3}}, True, "VISION_TRANSFORMERS",
+     {"NUM_LAYERS": 3, "USE_MASK_TOKEN": True}),
+    ({"NAME": "timm", "PARAMS": TIMM}, False, "PARAMS", TIMM),
+    ({"NAME": "timm/vit_tiny_patch16_224", "PARAMS": TIMM}, False, "PARAMS", {"model_args": {"depth": 1}}),
+    ({"NAME": "timm/vit_tiny_patch16_224", "PARAMS": TIMM}, True, "PARAMS",
+     {"model_args": {"depth": 1}, "use_mask_token": True}),
+    ({"NAME": "timm", "PARAMS": TIMM}, True, "VISION_TRANSFORMERS", {"USE_MASK_TOKEN": False}),
+    ({"NAME": "mine", "PARAMS": {"name": "small"}}, False, "PARAMS", {"name": "small"}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("saved", "needs_mask", "block", "keys"), SAVED_TRUNKS)
+def test_a_trunk_has_the_keys_of_the_run(saved, needs_mask, block, keys):
+    recipe = Trunk(NAME="auto")
+    recipe.VISION_TRANSFORMERS.USE_MASK_TOKEN = needs_mask
+    trunk = trunk_of(recipe, saved)
+    found = trunk.PARAMS if block == "PARAMS" else {key: getattr(getattr(trunk, block), key) for key in keys}
+    assert (trunk.NAME, found) == (saved["NAME"], keys)

@@ -132,6 +132,20 @@ def test_what_changes_nothing_is_allowed() -> None:
             weight.data = wrong
 
 
+def test_a_parameter_that_was_replaced_is_not_used_any_more_and_its_flags_go_on() -> None:
+    model = nn.Linear(3, 2)
+    model.register_parameter("scale", nn.Parameter(torch.tensor(1.0)))
+    weight, scale = model.weight, model.scale
+    weight.no_decay = True  # type: ignore[assignment]
+    model, _ = _shard(model)
+    assert model.weight is not weight and model.weight.no_decay
+    assert weight.shape == (2, 3) and weight.requires_grad and len(weight) == 2  # what it was may be asked
+    for call in (lambda: weight + 1, lambda: weight.sum(), lambda: weight.grad, lambda: weight.data):
+        with pytest.raises(VisslZeroError, match="was called with a parameter as it was before initialize"):
+            call()
+    assert float((scale + 1).detach()) == 2.0, "a number cannot be cut, and stays"
+
+
 class _Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()

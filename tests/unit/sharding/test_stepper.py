@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from vissl_zero.optim.adaptation import Larc
@@ -76,3 +77,11 @@ def test_nothing_to_move_is_no_error() -> None:
     shards = _shards(a=None)
     result = _stepper(shards, clipping=Clipping(1.0), adaptation=Larc(), loss_scale=LossScale()).step(frozen=())
     assert float(result.grad_norm) == 0.0 and not result.skipped
+
+
+@pytest.mark.parametrize("has_first", [True, False])
+def test_a_gradient_that_only_other_ranks_have_is_zero_here(has_first: bool, group: dist.ProcessGroup) -> None:
+    shards = _shards(a=[1.0, 2.0] if has_first else None, b=None, c=None)
+    _stepper(shards, group=group)._agree_on_missing(shards, torch.tensor([1.0, 2.0, 0.0]))
+    grads = [None if shard.local.grad is None else shard.local.grad.tolist() for shard in shards]
+    assert grads == [[1.0, 2.0] if has_first else [0.0, 0.0], [0.0, 0.0], None]

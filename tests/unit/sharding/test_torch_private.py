@@ -396,3 +396,13 @@ def test_a_view_knows_the_tensor_that_it_is_of() -> None:
     param = nn.Parameter(torch.zeros(4))
     assert private.viewed(param[1:]) is param and private.viewed(param.view(2, 2)[0]) is param
     assert private.viewed(param) is None and private.viewed(param[1:].clone()) is None
+
+
+def test_hooks_before_and_after_a_forward_pass_are_seen():
+    module = nn.Linear(1, 1)
+    assert not private.has_forward_hooks(module)
+    for register in (module.register_forward_pre_hook, module.register_forward_hook):
+        handle = register(lambda *_: None)
+        assert private.has_forward_hooks(module), f"{TORCH} has forward hooks where it had them"
+        handle.remove()
+    assert not private.has_forward_hooks(module)

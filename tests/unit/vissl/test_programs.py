@@ -8,7 +8,9 @@ import pytest
 
 from vissl_zero.commands.explain import account_of
 from vissl_zero.config.compose import compose
+from vissl_zero.config.programs import ASSIGNMENTS, PREDICTIONS, PROGRAMS, begin_program
 from vissl_zero.config.recipes import recipe_file, recipe_files
+from vissl_zero.config.run_config import RunConfig
 from vissl_zero.errors import ConfigError
 from vissl_zero.registry import HOOKS
 from vissl_zero.reporting.hooks import build_hooks
@@ -160,3 +162,20 @@ def test_predictions_are_of_heads_that_have_weights(tmp_path: Path) -> None:
     assert plan.config.TEST_ONLY and plan.config.LOSS["name"] == "CrossEntropyLoss"
     assert len(plan.config.MODEL.HEAD.PARAMS) == 2
     assert len(plan.config.MODEL.FEATURE_EVAL_SETTINGS.LINEAR_EVAL_FEAT_POOL_OPS_MAP) == 2
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("frozen", ["FREEZE_TRUNK_ONLY", "FREEZE_TRUNK_AND_HEAD"])
+def test_a_program_freezes_trunk_and_heads_and_looks_at_what_it_needs(program: str, frozen: str) -> None:
+    run = RunConfig()
+    settings = run.MODEL.FEATURE_EVAL_SETTINGS
+    setattr(settings, frozen, True)
+    begin_program(run, program)
+    has_heads, with_head = program in (PREDICTIONS, ASSIGNMENTS), frozen == "FREEZE_TRUNK_AND_HEAD"
+    assert program == run.PROGRAM and run.TEST_ONLY
+    assert (program == "nearest_neighbor_test") == run.NEAREST_NEIGHBOR.USE_KNN
+    assert (run.CHECKPOINT.CHECKPOINT_FREQUENCY, run.CHECKPOINT.CHECKPOINT_ITER_FREQUENCY) == (-1, -1)
+    assert (has_heads or not with_head) == settings.FREEZE_TRUNK_ONLY
+    assert (with_head and not has_heads) == settings.FREEZE_TRUNK_AND_HEAD
+    assert (not has_heads) == settings.EVAL_MODE_ON
+    assert (not has_heads and not with_head) == settings.EXTRACT_TRUNK_FEATURES_ONLY

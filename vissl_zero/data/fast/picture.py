@@ -195,9 +195,7 @@ class EncodedPicture:
         """Decode a JPEG at 1 / factor of its size; None where only Pillow can judge the file."""
         height, width = (-(-side // factor) for side in self.size)
         try:
-            decoded: np.ndarray = simplejpeg.decode_jpeg(
-                self._data, "RGB", fastdct=False, fastupsample=False, min_height=height, min_width=width, min_factor=1
-            )
+            decoded: np.ndarray = simplejpeg.decode_jpeg(self._data, "RGB", min_height=height, min_width=width)
         except ValueError:
             return None
         return decoded

@@ -243,13 +243,11 @@ class TorchvisionDataset:
 def _labels(data: Any) -> list[int]:
     """Return every image's label, from what torchvision keeps; where it keeps none, read every image once."""
     for attribute in ("targets", "labels", "_labels"):
-        values = getattr(data, attribute, None)
-        if values is not None and len(values) == len(data):
+        if (values := getattr(data, attribute, None)) is not None:
             return [int(value) for value in values]
-    for attribute in ("samples", "_samples", "index"):
-        values = getattr(data, attribute, None)
-        if values is not None and len(values) == len(data) and isinstance(values[0][-1], int):
-            return [pair[-1] for pair in values]
+    for attribute, place in (("_samples", 1), ("index", 0)):  # (file, label); of iNaturalist (label, file)
+        if (pairs := getattr(data, attribute, None)) is not None:
+            return [pair[place] for pair in pairs]
     return [int(data[index][1]) for index in range(len(data))]
 
 
