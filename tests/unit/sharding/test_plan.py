@@ -9,8 +9,10 @@ from torch import Tensor, nn
 from vissl_zero.errors import ConfigError
 from vissl_zero.models.model import Model, Unit
 from vissl_zero.resolve.resolved import Precision, ShardingPlan
-from vissl_zero.sharding.model.wrap_plan import PlannedUnit, WrapPlan, plan_wrap
+from vissl_zero.sharding.model.wrap_plan import PlannedUnit, WrapPlan, model_units, plan_wrap
 from vissl_zero.sharding.param_facts import gathered_bytes, param_facts
+
+import timm  # isort: skip - vissl_zero lets it be imported beside a CPU build of torch
 
 HALF = Precision(compute="bfloat16")
 
@@ -99,6 +101,55 @@ def test_repeated_blocks_of_a_foreign_model_become_units() -> None:
     wrap_plan = plan_wrap(_Foreign(), ShardingPlan(level=3), 2)
     assert [unit.modules[0] for unit in wrap_plan.units] == [*(f"net.layers.{index}" for index in range(3)), ""]
     assert wrap_plan.units[-1].num_params == 40 + 20
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "first", "number"),
+    [
+        ("convnext_atto", {}, "stages.0.blocks.0", 12),
+        ("swin_tiny_patch4_window7_224", {}, "layers.0.blocks.0", 12),
+        ("pvt_v2_b0", {}, "stages.0.blocks.0", 8),
+        ("regnety_002", {}, "s3.b1", 11),  # its first two stages have one block, which belongs to the root
+        ("densenet121", {}, "features.denseblock1.denselayer1", 58),
+        ("efficientnet_b0", {}, "blocks.0", 16),  # a stage of one block is a unit
+        ("hrnet_w18", {}, "layer1.0", 28),  # its modules have several lists of blocks, and stay whole
+        ("resnet18", {}, "layer1.0", 8),
+        ("vit_tiny_patch16_224", {"depth": 3}, "blocks.0", 3),
+    ],
+)
+def test_blocks_of_stages_are_units(name: str, options: dict[str, int], first: str, number: int) -> None:
+    with torch.device("meta"):
+        model = timm.create_model(name, **options)
+    names = {module: name for name, module in model.named_modules()}
+    units = [names[unit] for unit in model_units(model)]
+    assert units[0] == first and len(units) == number
+
+
+class _Mixture(nn.Module):
+    """A block whose experts have most of its parameters."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.experts[0](self.norm(x))
+
+
+def test_experts_stay_in_their_block_and_towers_are_looked_into() -> None:
+    blocks = nn.Sequential(_Mixture(4), _Mixture(8))
+    assert model_units(blocks) == list(blocks)
+    towers = nn.ModuleDict({"a": nn.Sequential(*(_Mixture(4) for _ in range(2)))})
+    towers["b"] = nn.Sequential(*(_Mixture(4) for _ in range(2)))
+    model = nn.Module()
+    model.a, model.b = towers["a"], towers["b"]
+    assert model_units(model) == [*towers["a"], *towers["b"]]
+    # Stages of one size are units as they are: each holds a small part of the model.
+    equal = nn.Sequential(*(nn.Sequential(*(_Mixture(4) for _ in range(2))) for _ in range(2)))
+    assert model_units(equal) == list(equal)
+    unequal = nn.Sequential(*(nn.Sequential(*(_Mixture(4) for _ in range(number))) for number in (2, 3)))
+    assert model_units(unequal) == [block for stage in unequal for block in stage]
 
 
 def test_a_model_that_is_itself_a_chain_of_blocks_has_them_as_units() -> None:

@@ -148,14 +148,46 @@ def model_units(model: nn.Module) -> list[nn.Module]:
 
 
 def _repeated_blocks(module: nn.Module) -> Iterator[nn.Module]:
-    blocks = list(module.children())
-    is_container = isinstance(module, nn.ModuleList | nn.Sequential)
-    is_repeated = len(blocks) > 1 and len({type(block) for block in blocks}) == 1
-    if is_container and is_repeated and all(_has_parameters(block) and _is_callable(block) for block in blocks):
-        yield from blocks
-    else:
-        for child in blocks:
-            yield from _repeated_blocks(child)
+    for container in _repeated_containers(module):
+        children = list(container.children())
+        # Stages of Swin, ConvNeXt or RegNet grow from one to the next; the largest has more than half of it all.
+        may_be_stages = len(set(map(_num_params, children))) > 1
+        for child in children:
+            inner = list(_repeated_containers(child)) if may_be_stages else []
+            if len(inner) == 1 and _is_most_of(inner[0], child):
+                yield from _repeated_blocks(child)
+            else:
+                yield child
+
+
+def _repeated_containers(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the outermost modules inside that are two or more callable children of one type with parameters."""
+    children = list(module.children())
+    is_of_one_type = len(children) > 1 and len({type(child) for child in children}) == 1
+    if is_of_one_type and all(_has_parameters(child) and _is_callable(child) for child in children):
+        # timm's RegNet and DenseNet give each block of a stage a name.
+        is_list = isinstance(module, nn.ModuleList | nn.Sequential)
+        if is_list or all(_normalizes(child) and not any(_repeated_containers(child)) for child in children):
+            yield module
+            return
+    for child in children:
+        yield from _repeated_containers(child)
+
+
+def _is_most_of(container: nn.Module, module: nn.Module) -> bool:
+    """Check whether a module is a stage of blocks. Experts are none: they must stay in their block.
+
+    Ranks may call different experts, and all ranks gather a unit. Blocks normalize, experts do not.
+    """
+    return all(map(_normalizes, container.children())) and _num_params(container) * 2 > _num_params(module)
+
+
+def _normalizes(module: nn.Module) -> bool:
+    return any("norm" in type(inner).__name__.lower() for inner in module.modules() if inner is not module)
+
+
+def _num_params(module: nn.Module) -> int:
+    return sum(param.numel() for param in module.parameters())
 
 
 def _called_first(container: nn.Module) -> Iterator[nn.Module]:
