@@ -438,6 +438,10 @@ REFUSALS = {
         {"DATA__TRAIN__DATA_SOURCES": ["disk_folder"], "DATA__TRAIN__DATASET_NAMES": ["flowers"]},
         "config.DATA.TRAIN.DATASET_NAMES: must be in a dataset catalog, because no DATA_PATHS are given",
     ),
+    "mean with a text": (
+        {"DATA__TRAIN__TRANSFORMS": [{"name": "Normalize", "mean": [0.5, "a", 0.5], "std": [0.5] * 3}]},
+        "Normalize.mean: must be 3 numbers, one for each of red, green and blue (got [0.5, 'a', 0.5])",
+    ),
     "file of labels": (
         {"DATA__TRAIN__LABEL_PATHS": ["/none.npy"]},
         "config.DATA.TRAIN.LABEL_PATHS: must name files that exist (got '/none.npy')",
