@@ -191,6 +191,12 @@ def test_a_loss_takes_what_has_its_shape_and_says_what_it_does_not() -> None:
     assert not tensors["center.mean"].any()
     shapes = "its shape is (5,) in the file, (4,) here"
     assert sentences == [f"The loss's center.mean is not imported: {shapes}. It starts from scratch."]
+    both = {"name": "ibot_loss", "ibot_loss": {"out_dim": 4, "patch_out_dim": 4}}
+    method_of_both = method_of(both, LossState())
+    assert method_of_both is not None
+    state = LossState(tensors={"center": _numbers(1, 5), "criterion.center2": _numbers(1, 1, 4)})
+    tensors, _ = as_ours(method_of_both, both, state)  # what fits is taken beside what does not
+    assert not tensors["center.mean"].any() and tensors["patch_center.mean"].equal(_numbers(4))
     _, sentences = as_ours(method, config, LossState())
     assert sentences == ["The file has no state of the loss: center.mean start from scratch."]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
 from vissl_zero.cli import main
-from vissl_zero.config.compose import compose, every_mistake, explain, load, register
+from vissl_zero.config.compose import _run_dir, compose, every_mistake, explain, load, register
 from vissl_zero.config.recipes import ModerateFiles, list_recipes, register_search_path
 from vissl_zero.errors import ConfigError
 
@@ -304,3 +305,9 @@ def test_a_job_of_a_sweep_may_register_hydras_sources_again():
 def test_what_hydra_raises_around_a_job_is_one_sentence(error: Exception, text: str) -> None:
     (problem,) = explain(error).problems
     assert text in str(problem)
+
+
+def test_a_run_has_a_folder_of_its_millisecond() -> None:
+    assert re.fullmatch(r"runs/\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d-\d{3}_digits-dino", _run_dir(None, "digits/dino"))
+    assert re.fullmatch(r"runs/[\d_-]{24}several", _run_dir(None, None))
+    assert _run_dir("~/mine", "digits/dino") == str(Path.home() / "mine")

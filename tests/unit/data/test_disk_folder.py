@@ -177,6 +177,16 @@ def test_links_to_folders_above_end(make_data: MakeData, photos: Path) -> None:
     assert list(image_files(photos / "c")) == []
 
 
+def test_folders_of_a_class_may_be_32_deep(make_data: MakeData, photos: Path) -> None:
+    folder = photos / "a" / "/".join("f" * 32)
+    folder.mkdir(parents=True)
+    (folder / "1.png").touch()
+    assert len(build_source(data_block(make_data("disk_folder", photos)), "TRAIN", 0)) == 6 + 5 + 1
+    (folder / "g").mkdir()
+    with pytest.raises(DataError, match="more than 32 folders deep"):
+        build_source(data_block(make_data("disk_folder", photos)), "TRAIN", 0)
+
+
 def test_a_class_may_be_a_link_to_another(make_data: MakeData, photos: Path) -> None:
     (photos / "again").symlink_to(photos / "a", target_is_directory=True)
     source = build_source(data_block(make_data("disk_folder", photos)), "TRAIN", 0)

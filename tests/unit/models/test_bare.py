@@ -251,3 +251,17 @@ def test_a_trunk_that_draws_all_its_weights_stands_twice_in_memory_at_the_start(
     of_plain, whole, trunk = (sum(map(torch.numel, part.parameters())) for part in (plain, spanning, spanning.trunk))
     assert whole_start_bytes(plain) == 4 * of_plain
     assert whole_start_bytes(spanning) == 4 * (whole + trunk)
+
+
+def test_why_a_model_is_built_whole_is_noted(caplog: pytest.LogCaptureFixture) -> None:
+    def build() -> Any:
+        layer = nn.Linear(2, 2)
+        assert float(layer.weight.sum()) == float(layer.weight.sum())
+        return layer
+
+    with caplog.at_level("INFO", "vissl_zero"):
+        assert build_bare(build).weight.device.type == "cpu"
+    (record,) = caplog.records
+    assert record.getMessage().startswith(
+        "The model is built whole on every rank: its constructor failed without weights ("
+    )

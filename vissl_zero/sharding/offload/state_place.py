@@ -33,7 +33,6 @@ class UpdateKernel:
     Attributes:
         keys: names of the state that has one value per element.
         scalars: further state, one number per tensor, with its value before the first step.
-        is_eager: the optimizer makes state for all parameters at once, not when each is first updated.
         begins_with_zeros: state of zeros makes a right first step. Otherwise the optimizer makes the state itself: a
             piece without any is given to it.
     Raises:
@@ -50,7 +49,6 @@ class UpdateKernel:
         self.begins_with_zeros = type(optimizer) in _BEGIN_WITH_ZEROS
         require_streamable(optimizer, key, what, instead)
         self.optimizer = optimizer
-        self.is_eager = any(optimizer.state.values())
         state = self._probe()
         self.keys = tuple(key for key, value in state.items() if isinstance(value, Tensor) and value.dim() > 0)
         self.scalars: dict[str, Any] = {
@@ -229,9 +227,6 @@ class StateInMemory(StatePlace):
     def __init__(self, params: Sequence[nn.Parameter], kernel: UpdateKernel):
         super().__init__(params, kernel)
         self.mapping = defaultdict(dict)
-        if kernel.is_eager:
-            for tensor in range(len(params)):
-                self._state(tensor)
 
     def views(self, chunk: int, segment: ChunkSegment, tray: Tray) -> dict[str, Tensor]:
         """View the state; see ``StatePlace``."""
@@ -288,8 +283,6 @@ class StateOnDisk(StatePlace):
         self.pipeline: RecordPipeline | None = None
         self.is_sound = True
         self._scalars: dict[int, dict[str, Any]] = {}
-        if kernel.is_eager:
-            self._scalars = {tensor: {} for tensor in range(len(params))}
         self.mapping = _FileMapping(self)
 
     def views(self, chunk: int, segment: ChunkSegment, tray: Tray) -> dict[str, Tensor]:
