@@ -50,7 +50,7 @@ def test_hooks_have_the_names_of_their_classes_numbered_where_there_are_several(
     assert stored["Keeps.1"] == {"a": [1, 2]}, "a copy: the hook goes on while it is written"
 
 
-@pytest.mark.parametrize("value", NOT_IN_JSON, ids=repr)
+@pytest.mark.parametrize("value", NOT_IN_JSON, ids=lambda value: type(value).__name__)
 def test_what_json_cannot_hold_is_refused(value: Any) -> None:
     with pytest.raises(CheckpointError, match=r"state_dict\(\) of the hook Keeps holds what JSON cannot"):
         _hook_states([Keeps({"a": value})])

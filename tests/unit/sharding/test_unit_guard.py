@@ -52,7 +52,6 @@ _circle.itself = _circle  # type: ignore[attr-defined]
         (_circle, [A]),
         ([_circle, _circle], [A]),
     ],
-    ids=str,
 )
 def test_tensors_in_attributes_are_hidden(output: Any, hidden: list[Any]) -> None:
     found = list(_hidden_tensors(output, set()))
