@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from tests.unit.config.example_config import CPU_HOST
-from vissl_zero.config.compose import compose
+from vissl_zero.config.compose import Composed, compose
 from vissl_zero.config.recipes import list_recipes
 from vissl_zero.data.split_pipeline import build_split_pipeline
 from vissl_zero.resolve.resolve import resolve
@@ -38,13 +38,17 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def resolved(recipe: str, *overrides: str) -> ResolvedRun:
-    composed = compose(recipe, overrides)
+    return resolved_from(compose(recipe, overrides), recipe)
+
+
+def resolved_from(composed: Composed, recipe: str) -> ResolvedRun:
     return resolve(composed.run, "runs/x", recipe=recipe, written=composed.written, host=CPU_HOST)
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
 def test_recipe_resolves(recipe, images):
-    overrides, written = [], compose(recipe.name).run
+    composed = compose(recipe.name)
+    overrides, written = [], composed.run
     for split, part in (("TRAIN", "train"), ("TEST", "test")):
         if getattr(written.DATA, split).DATA_SOURCES == ["disk_folder"]:
             overrides.append(f"config.DATA.{split}.DATA_PATHS=[{images}/{part}]")
@@ -61,7 +65,7 @@ def test_recipe_resolves(recipe, images):
         overrides.append(f"config.MODEL.WEIGHTS_INIT.PARAMS_FILE={images}")
     if recipe.name.startswith("distill/"):
         overrides.append("config.LOSS.feature_distillation_loss.teacher=digits")
-    plan = resolved(recipe.name, *overrides)
+    plan = resolved(recipe.name, *overrides) if overrides else resolved_from(composed, recipe.name)
     assert plan.recipe == recipe.name
     assert plan.config.MODEL.TRUNK.NAME in ("regnet", "resnet", "vision_transformer", "timm/convnext_small")
     assert plan.notes == ()
