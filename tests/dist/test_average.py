@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tests.dist.test_behaviour import _copied
 from tests.dist.training import Case, Outcome, shard, train_step
+from tests.memory_store import MemoryStore
 from tests.ranks import RankError, run_on_ranks
 from vissl_zero.errors import VisslZeroError
 
@@ -62,37 +63,18 @@ def test_the_average_resumes_and_leaves_the_weights_alone(engine: str, level: in
         assert answer["bytes"] == answer["held"]  # one copy of what the rank holds
 
 
-class _Stored:
-    """A checkpoint in memory: full tensors, and what is one number per parameter."""
+class _Stored(MemoryStore):
+    """What all ranks store of a sharded model; every rank must make one."""
 
     def __init__(self, sharded: Any):
-        parts = [(p.name, tuple(p.full_shape), p.first_element, p.read().clone().reshape(-1)) for p in sharded.parts()]
+        super().__init__()
+        parts = [(p.name, tuple(p.full_shape), p.first_element, p.read().clone()) for p in sharded.parts()]
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, (parts, sharded.scalars()))
-        self.tensors: dict[str, Tensor] = {}
-        self.numbers: dict[str, Any] = {}
         for of_rank, numbers in everyone:
             self.numbers |= numbers
-            for name, shape, first, values in of_rank:
-                whole = self.tensors.setdefault(name, torch.full(shape, torch.nan, dtype=values.dtype))
-                whole.view(-1)[first : first + len(values)] = values
-
-    loss_scale = None
-
-    def shape(self, name: str) -> tuple[int, ...] | None:
-        return tuple(self.tensors[name].shape) if name in self.tensors else None
-
-    def dtype(self, name: str) -> torch.dtype | None:
-        return self.tensors[name].dtype if name in self.tensors else None
-
-    def names(self, prefix: str) -> list[str]:
-        return [name for name in self.tensors if name.startswith(prefix)]
-
-    def read_into(self, name: str, first_element: int, out: Tensor) -> None:
-        out.copy_(self.tensors[name].view(-1)[first_element : first_element + out.numel()])
-
-    def scalars(self, parameter: str) -> dict[str, Any]:
-        return self.numbers.get(parameter, {})
+            for part in of_rank:
+                self.store(*part)
 
 
 def _store_and_restore(first_level: int, second_level: int) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.memory_store import MemoryStore
 from vissl_zero.errors import CheckpointError
 from vissl_zero.sharding.model.precision import LossScale
 from vissl_zero.sharding.state.saved_state import (
@@ -48,41 +49,20 @@ class _Rank:
         return self
 
 
-class _Store:
-    """Parts of all ranks, put together; what nobody has stored is NaN."""
-
-    loss_scale: Any = None
+class _Store(MemoryStore):
+    """Parts of all ranks, put together, and how often each element was stored."""
 
     def __init__(self, ranks: Sequence[_Rank]):
-        self.tensors: dict[str, Tensor] = {}
-        self.numbers: dict[str, Any] = {}
+        super().__init__()
         self.counts: dict[str, Tensor] = {}
         for rank in ranks:
             for part in parts_of(rank.shards, rank.optimizer):
-                whole = self.tensors.setdefault(part.name, torch.full(part.full_shape, torch.nan, dtype=part.dtype))
+                self.store(part.name, tuple(part.full_shape), part.first_element, part.read())
                 count = self.counts.setdefault(part.name, torch.zeros(part.full_shape))
-                run = slice(part.first_element, part.first_element + part.num_elements)
-                whole.view(-1)[run] = part.read().reshape(-1)
-                count.view(-1)[run] += 1
+                count.view(-1)[part.first_element : part.first_element + part.num_elements] += 1
             for name, values in scalars_of(rank.shards, rank.optimizer).items():
                 assert name not in self.numbers, "one rank answers for it"
                 self.numbers[name] = values
-
-    def shape(self, name: str) -> tuple[int, ...] | None:
-        return tuple(self.tensors[name].shape) if name in self.tensors else None
-
-    def dtype(self, name: str) -> torch.dtype | None:
-        return self.tensors[name].dtype if name in self.tensors else None
-
-    def names(self, prefix: str) -> list[str]:
-        return [name for name in self.tensors if name.startswith(prefix)]
-
-    def read_into(self, name: str, first_element: int, out: Tensor) -> None:
-        assert out.is_contiguous()
-        out.copy_(self.tensors[name].view(-1)[first_element : first_element + out.numel()])
-
-    def scalars(self, parameter: str) -> dict[str, Any]:
-        return self.numbers.get(parameter, {})
 
 
 CUTS = {
