@@ -221,7 +221,18 @@ def _draw(
 _bits: Callable[..., Tensor] = _draw
 
 
-class KeyedDropout(nn.Module):
+class _Keyed(nn.Module):
+    """What ``print(model)`` shows of a random layer."""
+
+    p: float
+    layer: str
+
+    def extra_repr(self) -> str:
+        """Describe the layer."""
+        return f"p={self.p}, layer={self.layer!r}"
+
+
+class KeyedDropout(_Keyed):
     """Dropout whose mask is a function of (seed, step, sample, layer, crop).
 
     ``key_random_layers`` puts one in the place of every ``nn.Dropout`` and names it.
@@ -250,7 +261,7 @@ class KeyedDropout(nn.Module):
         return x * keep.view(x.shape).to(x.dtype) / (1.0 - self.p)
 
 
-class KeyedDropPath(nn.Module):
+class KeyedDropPath(_Keyed):
     """Stochastic depth (https://arxiv.org/abs/1603.09382) with a choice keyed by (seed, step, sample, layer, crop).
 
     Args:

@@ -185,3 +185,8 @@ def test_a_layer_that_draws_from_the_global_generator_is_refused_by_name(layer: 
     if not isinstance(layer, _FusedAttention):
         with refuse_unkeyed_randomness(model.eval()):
             model(torch.zeros(3, 4))
+
+
+@pytest.mark.parametrize("kind", [KeyedDropout, KeyedDropPath])
+def test_a_printed_model_shows_what_its_random_layers_drop(kind: type[nn.Module]) -> None:
+    assert str(kind(0.25, "trunk.drop")) == f"{kind.__name__}(p=0.25, layer='trunk.drop')"
