@@ -161,7 +161,9 @@ class _OnHost(TorchFunctionMode):
     def __init__(self, sample: Callable[..., Tensor], device_type: str) -> None:
         super().__init__()
         self._sample, self._device_type = sample, device_type
-        self._fakes: dict[int, tuple[Tensor, Tensor]] = {}  # real ones too: an id is theirs while they live
+        self._fakes: dict[
+            int, tuple[Tensor, Tensor]
+        ] = {}  # with the real ones: an id is used again once its tensor is gone
 
     @property
     def fakes(self) -> list[Tensor]:
@@ -191,9 +193,8 @@ class _OnHost(TorchFunctionMode):
     def _on_host(self, leaf: Any) -> Any:
         if isinstance(leaf, Tensor) and not isinstance(leaf, FakeTensor):
             return self._fakes.setdefault(id(leaf), (leaf, _fake(leaf)))[1]
-        if isinstance(leaf, torch.device) or (isinstance(leaf, str) and leaf.startswith("cuda")):
-            return torch.device("cpu") if torch.device(leaf).type == "cuda" else leaf
-        return leaf
+        kind = leaf.type if isinstance(leaf, torch.device) else leaf
+        return "cpu" if isinstance(kind, str) and kind.startswith("cuda") else leaf
 
 
 def _fake(leaf: Any) -> Any:
@@ -201,11 +202,9 @@ def _fake(leaf: Any) -> Any:
     if not isinstance(leaf, Tensor):
         return leaf
     fake = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="cpu")
-    return (
-        nn.Parameter(fake, leaf.requires_grad)
-        if isinstance(leaf, nn.Parameter)
-        else fake.requires_grad_(leaf.requires_grad)
-    )
+    if isinstance(leaf, nn.Parameter):
+        return nn.Parameter(fake, leaf.requires_grad)
+    return fake.requires_grad_(leaf.requires_grad)
 
 
 def _fake_copy(model: nn.Module) -> nn.Module:

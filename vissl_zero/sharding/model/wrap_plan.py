@@ -150,11 +150,11 @@ def model_units(model: nn.Module) -> list[nn.Module]:
 def _repeated_blocks(module: nn.Module) -> Iterator[nn.Module]:
     for container in _repeated_containers(module):
         children = list(container.children())
-        # Stages of Swin, ConvNeXt or RegNet grow from one to the next; the largest has more than half of it all.
+        # Stages of Swin, ConvNeXt or RegNet differ in size, and the largest may hold most of the model.
         may_be_stages = len(set(map(_num_params, children))) > 1
         for child in children:
             inner = list(_repeated_containers(child)) if may_be_stages else []
-            if len(inner) == 1 and _is_most_of(inner[0], child):
+            if len(inner) == 1 and _is_stage(child, inner[0]):
                 yield from _repeated_blocks(child)
             else:
                 yield child
@@ -174,10 +174,11 @@ def _repeated_containers(module: nn.Module) -> Iterator[nn.Module]:
         yield from _repeated_containers(child)
 
 
-def _is_most_of(container: nn.Module, module: nn.Module) -> bool:
-    """Check whether a module is a stage of blocks. Experts are none: they must stay in their block.
+def _is_stage(module: nn.Module, container: nn.Module) -> bool:
+    """Check whether a module has most of its parameters in a container of blocks.
 
-    Ranks may call different experts, and all ranks gather a unit. Blocks normalize, experts do not.
+    Experts are not blocks: ranks may call different experts, but every rank must gather a unit. Blocks have
+    normalization layers, and experts have none.
     """
     return all(map(_normalizes, container.children())) and _num_params(container) * 2 > _num_params(module)
 

@@ -392,7 +392,7 @@ def _note(tensor: ShardedTensor, operand: Tensor) -> None:
     """Note what is combined into a parameter: each rank sees its own rows of the result alone."""
     owner = tensor if tensor.owner is None else tensor.owner
     if isinstance(owner, ShardedTensor) and isinstance(owner, nn.Parameter):
-        # Parameters that rest on the CPU may be given values of the GPU, in turn with values of the CPU.
+        # With parameters on the CPU, one operand may come from the GPU and the next one from the CPU.
         added = checksum(operand).to(tensor.device if owner.taken is None else owner.taken.device)
         owner.taken = added if owner.taken is None else owner.taken + added
 
