@@ -24,7 +24,6 @@ from types import ModuleType
 from typing import Any
 
 import hydra
-from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
@@ -59,14 +58,9 @@ def theirs(recipe: RecipeFile, checkout: Path, steps: int) -> tuple[dict[str, Sc
     from vissl.config import AttrDict  # type: ignore[import-not-found]
 
     GlobalHydra.instance().clear()
-    kept = ConfigStore.instance().repo
-    ConfigStore.instance().repo = {key: value for key, value in kept.items() if not key.startswith("root_schema")}
-    try:
-        with hydra.initialize_config_dir(str(checkout / "vissl/config"), version_base="1.3"):
-            words = [word for word in recipe.overrides if not word.startswith("engine_name")]
-            composed = hydra.compose("defaults", [f"config={recipe.recipe}", *words])
-    finally:
-        ConfigStore.instance().repo = kept
+    with hydra.initialize_config_dir(str(checkout / "vissl/config"), version_base="1.3"):
+        words = [word for word in recipe.overrides if not word.startswith("engine_name")]
+        composed = hydra.compose("defaults", [f"config={recipe.recipe}", *words])
     config = AttrDict(OmegaConf.to_container(composed.config))
     config = _vissl(checkout).infer_learning_rate(config)
 

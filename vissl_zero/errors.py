@@ -118,7 +118,7 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{ending}"
 
 
-def did_you_mean(name: str, known: Iterable[str], num_matches: int = 3) -> str:
+def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Write ``" Did you mean 'a', 'b'?"`` for the closest known names, or an empty string."""
-    matches = get_close_matches(name, list(known), n=num_matches, cutoff=0.5)
+    matches = get_close_matches(name, list(known), cutoff=0.5)
     return f" Did you mean {', '.join(repr(m) for m in matches)}?" if matches else ""

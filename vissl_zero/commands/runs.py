@@ -13,12 +13,11 @@ from rich.text import Text
 from vissl_zero.commands.arguments import CommandParser
 from vissl_zero.errors import ConfigError, Problem
 from vissl_zero.launch.run_list import FIGURES, STATES, ListedRun, as_json, find_runs, listed
-from vissl_zero.reporting.quantity import figure_text
+from vissl_zero.reporting.quantity import result_text
 from vissl_zero.terminal import print_line
 
 _COLUMNS = ("age", "folder", "recipe", "state", "step", *FIGURES)
 _NAMES = {"loss_last": "loss", "top1": "top-1", "knn_top1_after": "kNN top-1", "images_per_s": "images/s"}
-_SHARES = ("top1", "knn_top1_after")
 _UNITS = ((86400, "d"), (3600, "h"), (60, "min"))
 
 
@@ -73,7 +72,7 @@ def _print(listed_runs: Sequence[ListedRun]) -> None:
         is_text = column in ("state", "recipe", "folder")
         table.add_column(column, no_wrap=True, justify="left" if is_text else "right")
     for run in listed_runs:
-        figures = [_figure(name, run.figures.get(name)) for name in shown]
+        figures = [result_text(name, run.figures.get(name)) for name in shown]
         table.add_row(*map(Text, (run.state, str(run.step), *figures, _age(run.age_s), run.recipe, run.folder)))
     console = Console(width=max(len(run.folder) + len(run.recipe) for run in listed_runs) + 90, soft_wrap=True)
     console.print(table)
@@ -82,10 +81,6 @@ def _print(listed_runs: Sequence[ListedRun]) -> None:
             print_line(f"{run.state}: {run.folder}: {run.why}", console)
         if run.resume:
             print_line(f"resume: {run.resume}", console)
-
-
-def _figure(name: str, value: float | None) -> str:
-    return f"{100 * value:.1f} %" if name in _SHARES and value is not None else figure_text(value)
 
 
 def _age(seconds: float) -> str:

@@ -5,7 +5,6 @@ Refusals by Hydra and OmegaConf become one sentence: the key, what it must be, w
 
 from __future__ import annotations
 
-import copy
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass
@@ -16,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import hydra
-from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
@@ -32,8 +30,9 @@ from vissl_zero.config.expansion import require_moderate_texts
 from vissl_zero.config.explanations import MOST_LISTED, explain_value, unknown_key
 from vissl_zero.config.override_paths import blocked
 from vissl_zero.config.programs import PROGRAMS, TRAIN, begin_program
-from vissl_zero.config.recipes import list_recipes, recipe_folders, recipe_names, register_search_path
-from vissl_zero.config.run_config import RunConfig, schema
+from vissl_zero.config.recipes import list_recipes, recipe_folders, recipe_names
+from vissl_zero.config.run_config import RunConfig, new_schema, schema
+from vissl_zero.config.sources import SchemaSource, register_sources
 from vissl_zero.errors import ConfigError, Problem, did_you_mean
 from vissl_zero.vissl.keys import without_vissl_keys
 from vissl_zero.vissl.names import use_own_names
@@ -200,7 +199,7 @@ def of_another_program(tree: DictConfig) -> list[Problem]:
 
 def every_mistake(tree: DictConfig, typed: DictConfig | None = None, prefix: str = "") -> list[Problem]:
     """List every key and value of an untyped tree that the typed one refuses."""
-    node = copy.deepcopy(schema()) if typed is None else typed
+    node = new_schema() if typed is None else typed
     is_open, problems = OmegaConf.get_type(node) is dict, []
     for name in map(str, tree):
         child, below = tree._get_node(name), node._get_node(name) if name in node else None
@@ -225,11 +224,10 @@ _ITEMS: dict[str, tuple[type | tuple[type, ...], str, str]] = {
 new_folders: set[Path] = set()
 
 
-@cache  # building the schema's node takes a fifth of a second
+@cache
 def register() -> None:
-    """Register the schema, the search path and the resolvers. Repeating it does nothing."""
-    ConfigStore.instance().store(name="root_schema", node=schema(), provider="vissl_zero")
-    register_search_path()
+    """Register the sources and the resolvers. Repeating it does nothing."""
+    register_sources()
     mask_environment()
     # Cached, because the name holds the time: every reader must get the same folder.
     OmegaConf.register_new_resolver("vissl_zero_run_dir", _run_dir, replace=True, use_cache=True)
@@ -469,14 +467,12 @@ def untyped(overrides: Sequence[str], folders: Sequence[str] = ()) -> DictConfig
     register()
     # Without the types most keys do not exist yet, and ``++`` is Hydra's only form that takes both kinds.
     words = [f"++{word.lstrip('+')}" if _SETS.match(word) else word for word in overrides]
-    store = ConfigStore.instance()
-    typed_node = store.repo["root_schema.yaml"]
-    store.store(name="root_schema", node={"VERSION": 1, "node_id": 0, "engine_name": "train"}, provider="vissl_zero")
+    SchemaSource.is_typed = False
     try:
         return _composed(words, folders)
     finally:
-        # The store is the process's: whoever composes next needs the types again.
-        store.repo["root_schema.yaml"] = typed_node
+        # The source is the process's: whoever composes next needs the types again.
+        SchemaSource.is_typed = True
 
 
 def _composed(words: Sequence[str], folders: Sequence[str]) -> DictConfig:

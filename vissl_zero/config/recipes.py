@@ -1,8 +1,7 @@
 """Recipes: where they are looked for, which there are, and the sentence each says about itself.
 
 In this order: the package, the project's ``configs/``, ``./configs``, installed packages (entry-point group
-``vissl_zero.recipes``), --config-dir. ``hydra.searchpath`` comes last, as Hydra has it. The plugin below is registered
-when the program starts, never discovered: discovery does not see packages installed with ``pip install -e``.
+``vissl_zero.recipes``), --config-dir. ``hydra.searchpath`` comes last, as Hydra has it. ``sources.py`` tells Hydra.
 
 In folders of others, such as VISSL's: which files are complete recipes, and what the others are parts of. A file is
 complete if it names a trunk, data, an optimizer and a loss; or a trunk, data and how kNN votes, or what another of
@@ -15,7 +14,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from importlib.metadata import entry_points
 from importlib.resources import files
 from importlib.util import find_spec
@@ -23,35 +22,13 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from hydra._internal.core_plugins.file_config_source import FileConfigSource
-from hydra._internal.sources_registry import SourcesRegistry
-from hydra.core.config_search_path import ConfigSearchPath
-from hydra.core.plugins import Plugins
-from hydra.plugins.config_source import ConfigResult
-from hydra.plugins.search_path_plugin import SearchPathPlugin
 
-from vissl_zero.atomic import is_file, is_there, read_regular
+from vissl_zero.atomic import is_file, read_regular
 from vissl_zero.config.programs import PROGRAMS
 from vissl_zero.errors import ConfigError, Problem
 from vissl_zero.registry import broken_plugin
 
 _RECIPE_GROUP = "vissl_zero.recipes"
-PACKAGE = "pkg://vissl_zero.conf"
-# Providers whose recipes are not for us: classy-vision puts its own into every Hydra program's `config` group.
-_FOREIGN = frozenset({"classy_vision"})
-
-
-class RecipeSearchPath(SearchPathPlugin):
-    """Adds our folders and leaves out other packages' recipes."""
-
-    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        """Add the folders of recipes to Hydra's search path, which holds its own configuration and the package's."""
-        if not any(element.path == PACKAGE for element in search_path.get_path()):
-            return  # another Hydra program in this process
-        path = search_path.get_path()
-        path[:] = [element for element in path if element.provider not in _FOREIGN]
-        for folder in recipe_folders():
-            search_path.append(provider="vissl_zero", path=f"file://{folder}")
 
 
 def recipe_folders() -> list[Path]:
@@ -78,18 +55,6 @@ def recipe_packages() -> tuple[list[Path], list[Problem]]:
         except (Exception, SystemExit) as error:  # noqa: BLE001 - finding a package runs the one above it
             broken.append(broken_plugin(entry_point, error))
     return folders, broken
-
-
-def register_search_path() -> None:
-    """Make Hydra ask ``RecipeSearchPath`` whenever it builds a search path, and ``ModerateFiles`` for files.
-
-    Registering again changes nothing.
-    """
-    plugins = Plugins.instance()  # registers Hydra's own sources
-    # The registry's ``register`` keeps the class that came first.
-    SourcesRegistry.instance().types[ModerateFiles.scheme()] = ModerateFiles
-    if RecipeSearchPath not in plugins.discover(SearchPathPlugin):
-        plugins.register(RecipeSearchPath)
 
 
 @dataclass(frozen=True)
@@ -237,30 +202,6 @@ def recipe_file(path: Path) -> RecipeFile:
     return RecipeFile(base.relative_to(root).with_suffix("").as_posix(), name, str(root.parent), _program(_tree(base)))
 
 
-class ModerateFiles(FileConfigSource):
-    """Hydra's source of YAML files, which composes none that ``recipe_text`` refuses, wherever it is looked for."""
-
-    def is_config(self, config_path: str) -> bool:
-        """Check whether something has the file's name; ``load_config`` names what is no file."""
-        path = Path(self.path, self._normalize_file_name(config_path))
-        return is_there(path) and not path.is_dir()
-
-    def load_config(self, config_path: str) -> ConfigResult:
-        """Read one file of a composition, of moderate size; Hydra calls this for each."""
-        path = Path(self.path, self._normalize_file_name(config_path))
-        if is_there(path):
-            try:
-                recipe_text(path)
-            except ConfigError as error:
-                if not isinstance(error.__cause__, yaml.YAMLError):  # Hydra's own error names the line
-                    raise
-        return super().load_config(config_path)
-
-
-# A job of submitit unpickles the registry and lets Hydra register its own sources again, which must have the same name.
-ModerateFiles.__name__ = FileConfigSource.__name__
-
-
 def recipe_text(path: Path) -> str:
     """Read a recipe file, which may be anyone's: Hydra would unfold aliases for ever, or end in a traceback.
 
@@ -277,6 +218,7 @@ def recipe_text(path: Path) -> str:
     return text
 
 
+@lru_cache(maxsize=256)
 def require_moderate(text: str) -> None:
     """Count values with aliases unfolded, without unfolding them. Raises ValueError, YAMLError."""
     sizes: dict[str, int] = {}

@@ -10,7 +10,6 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import rich
-from rich.console import Console
 
 from vissl_zero.checkpoint.bad_step import FOLDER_NAME, BadStep, NotWrittenError, read_facts, write_bad_step
 from vissl_zero.checkpoint.snapshot import ForwardState
@@ -84,12 +83,11 @@ class BadStepCapture(Hook):
 
     Args:
         options: the block ``HOOKS.CAPTURE_BAD_STEP``.
-        console: where rank 0 says what it captured.
     """
 
-    def __init__(self, options: CaptureBadStep, console: Console | None = None):
+    def __init__(self, options: CaptureBadStep):
         self._most = options.MOST
-        self._console = console or rich.get_console()
+        self._console = rich.get_console()
         self._rule = BadStepRule(options.SPIKE_FACTOR)
         self._was_bad = False
         self._before: ForwardState | None = None

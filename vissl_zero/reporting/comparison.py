@@ -21,7 +21,7 @@ from vissl_zero.engine.hook import Records
 from vissl_zero.engine.stopping import read_summary
 from vissl_zero.errors import printable
 from vissl_zero.reporting.metrics_file import FILE_NAME, read_records
-from vissl_zero.reporting.quantity import bytes_text, figure_text
+from vissl_zero.reporting.quantity import bytes_text, result_text
 from vissl_zero.resolve.saved import leaves, read_saved
 
 # Figure of summary.json -> its name for people.
@@ -37,7 +37,6 @@ FIGURES = {
     "memory": "memory of a rank",
     "peak": "peak of the process",
 }
-_SHARES = ("top1", "top5", "miou", "knn_top1_after", "probe_top1")
 _BYTES = ("memory", "peak")
 # Keys that do not make another experiment.
 _SEED = "SEED_VALUE"
@@ -144,12 +143,8 @@ def _figures_of(group: Group) -> dict[str, Estimate]:
     return {name: estimate([run.figures[name] for run in group.runs]) for name in shared}
 
 
-def _estimate_text(name: str, shown: Estimate | None) -> str:
-    """Return a figure for people: the mean, and the interval where seeds differ in what is shown."""
-    return " ".join(filter(None, _parts(name, shown)))
-
-
 def _parts(name: str, shown: Estimate | None) -> tuple[str, str]:
+    """Return a figure for people: the mean, and the interval where seeds differ in what is shown, or ""."""
     if shown is None:
         return "-", ""
     mean = _text(name, shown.mean)
@@ -160,9 +155,7 @@ def _parts(name: str, shown: Estimate | None) -> tuple[str, str]:
 
 
 def _text(name: str, value: float) -> str:
-    if name in _BYTES:
-        return bytes_text(value)
-    return f"{100 * value:.1f} %" if name in _SHARES else figure_text(value)
+    return bytes_text(value) if name in _BYTES else result_text(name, value)
 
 
 def rows_of(groups: Sequence[Group]) -> Iterator[tuple[str, list[str]]]:
@@ -170,7 +163,7 @@ def rows_of(groups: Sequence[Group]) -> Iterator[tuple[str, list[str]]]:
     columns = [_figures_of(group) for group in groups]
     for name, title in FIGURES.items():
         if any(name in column for column in columns):
-            yield title, [_estimate_text(name, column.get(name)) for column in columns]
+            yield title, [" ".join(filter(None, _parts(name, column.get(name)))) for column in columns]
 
 
 def text_table(heads: Sequence[str], rows: Iterable[tuple[str, Sequence[object]]]) -> Table:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import rich
 from rich.console import Console
-from torch import Tensor
 
 from vissl_zero.atomic import as_object, replacing
 from vissl_zero.engine.hook import Hook, Run, Step
@@ -46,14 +45,9 @@ def tagged(histograms: Histograms) -> Counts:
     """Return the counts under the tags of loggers: ``weights/<name>``, ``gradients/<name>``."""
     counts: Counts = {}
     for kind, table in (("weights", histograms.weights), ("gradients", histograms.gradients)):
-        counts |= {
-            f"{kind}/{name}": row for name, row in zip(histograms.names, map(_sparse, table), strict=True) if row
-        }
+        rows = ({bucket: count for bucket, count in enumerate(row.tolist()) if count} for row in table)
+        counts |= {f"{kind}/{name}": row for name, row in zip(histograms.names, rows, strict=True) if row}
     return counts
-
-
-def _sparse(row: Tensor) -> dict[int, int]:
-    return {bucket: count for bucket, count in enumerate(row.tolist()) if count}
 
 
 def _line(step: int, counts: Counts) -> str:

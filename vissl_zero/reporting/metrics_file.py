@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import rich
-from rich.console import Console
 
 from vissl_zero.atomic import as_object, replacing
 from vissl_zero.engine.hook import Hook, Records, Run, StepRecord
@@ -29,8 +28,8 @@ class MetricsFile(Hook):
     wait in memory and are written when it takes them again.
     """
 
-    def __init__(self, console: Console | None = None) -> None:
-        self._console = console or rich.get_console()
+    def __init__(self) -> None:
+        self._console = rich.get_console()
         self._file: BinaryIO | None = None
         self._waiting: list[bytes] = []
         self._has_warned = False

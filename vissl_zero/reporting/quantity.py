@@ -83,6 +83,13 @@ def figure_text(value: float | None, digits: int = 4) -> str:
     return "-" if value is None else f"{value:.{digits}g}"
 
 
+def result_text(name: str, value: float | None) -> str:
+    """Format a result of a run, called ``name`` in its summary: shares in percent, others as ``figure_text``."""
+    return f"{100 * value:.1f} %" if name in _SHARES and value is not None else figure_text(value)
+
+
+_SHARES = ("top1", "top5", "miou", "knn_top1_after", "probe_top1")
+
 # What a rank holds, in the order it is shown. Two figures of Bytes are no part of the sum: ``peak`` is measured for
 # the process as a whole (resident set size on the CPU, allocated on CUDA), so it has code, data and caches too;
 # ``params_step_peak`` is the peak of ``params`` while units are gathered.

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
-import numpy as np
 from matplotlib.axes import Axes
 
 from vissl_zero.atomic import replacing
@@ -116,7 +115,8 @@ def draw(content: ReportContent) -> Page:
         top += neighbors
     if content.patches:
         page.text(MARGIN, top, "Patches of test images after training", size=13, bold=True)
-        label = "first three principal components" + (", attention of the class token" * _has_attention(content))
+        has_attention = len(content.patches[0].crops) > 1
+        label = "first three principal components" + ", attention of the class token" * has_attention
         draw_crops(page.picture(MARGIN, top + _TITLE - 14, _INNER, patches - _TITLE), content.patches, _INNER, label)
         top += patches
     if content.segmented:
@@ -124,10 +124,6 @@ def draw(content: ReportContent) -> Page:
         axes = page.picture(MARGIN, top + _TITLE - 14, _INNER, segmented - _TITLE)
         draw_crops(axes, content.segmented, _INNER, "mask, prediction")
     return page
-
-
-def _has_attention(content: ReportContent) -> bool:
-    return len(content.patches[0].crops) > 1
 
 
 def panel_rows(content: ReportContent) -> list[list[Panel]]:
@@ -147,20 +143,16 @@ def panel_rows(content: ReportContent) -> list[list[Panel]]:
         second.append(
             Panel(1.0, lambda axes: draw_figure(axes, "Gradient norm, before clipping", norm, SOFT, is_noisy=True))
         )
-    watched = [_watch_panel(content, name, index) for index, name in enumerate(_watched(content))]
+    names = list(dict.fromkeys(name for record in records for name in record.watch))
+    watched = [_watch_panel(content, name, color) for name, color in zip(names, _WATCH_COLORS, strict=False)]
     rows = [first, second] if records else []
     return [*rows, *([watched] if watched else [])]
 
 
-def _watched(content: ReportContent) -> list[str]:
-    names = dict.fromkeys(name for record in content.records for name in record.watch)
-    return list(names)[:3]
-
-
-def _watch_panel(content: ReportContent, name: str, index: int) -> Panel:
+def _watch_panel(content: ReportContent, name: str, color: str) -> Panel:
     curve = series(content.records, lambda record: record.watch.get(name))
     title = "Top-1 on the training batches" if name == "top1" else name.replace("_", " ").capitalize()
-    return Panel(1.0, lambda axes: draw_figure(axes, title, curve, _WATCH_COLORS[index], is_noisy=True))
+    return Panel(1.0, lambda axes: draw_figure(axes, title, curve, color, is_noisy=True))
 
 
 def _draw_header(page: Page, content: ReportContent) -> None:
@@ -240,13 +232,12 @@ def _patch_samples(knn: KnnHook) -> list[CropSample]:
         return []
     source = knn.neighbors_after.query_source
     return [
-        CropSample(original(source, picture.image_id), [picture.components, *_if_any(picture.attention)])
+        CropSample(
+            original(source, picture.image_id),
+            [pixels for pixels in (picture.components, picture.attention) if pixels is not None],
+        )
         for picture in knn.pictures
     ]
-
-
-def _if_any(picture: np.ndarray | None) -> list[np.ndarray]:
-    return [] if picture is None else [picture]
 
 
 def headlines(run: Run, per_rank: list[Bytes]) -> list[tuple[str, str]]:

@@ -87,7 +87,7 @@ def table(run: Run, summary: dict[str, Any]) -> RenderableType:
 def _lines(run: Run, summary: dict[str, Any]) -> list[tuple[str, str]]:
     lines = [("data", described_splits(run.plan.config, bool(run.loader.source.class_names)))]
     if summary["loss_first"] is not None:
-        rates = _rates(run)
+        rates = run.plan.optimizer.head_lr_factors
         of = _last_batch(run) + (f"; the sum of {len(rates)} classifiers, most too fast or slow" if rates else "")
         lines.append(("loss", f"{summary['loss_first']:.4f} -> {summary['loss_last']:.4f}  (first step -> last{of})"))
     if summary["knn_top1_after"] is not None:
@@ -125,10 +125,6 @@ def _last_batch(run: Run) -> str:
     is_end = run.steps_per_epoch > 0 and run.step % run.steps_per_epoch == 0
     is_smaller = is_end and rest and not run.plan.config.DATA.TRAIN.DROP_LAST
     return f", which has {rest} of {run.plan.global_batch} images" if is_smaller else ""
-
-
-def _rates(run: Run) -> tuple[float, ...]:
-    return tuple(run.plan.optimizer.head_lr_factors or ())
 
 
 def _accuracy(summary: dict[str, Any]) -> list[tuple[str, str]]:

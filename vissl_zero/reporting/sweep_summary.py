@@ -21,7 +21,7 @@ from vissl_zero.config.override_words import pairs_of
 from vissl_zero.engine.stopping import is_done, read_jobs, read_note, read_summary
 from vissl_zero.reporting.comparison import grouped, groups_as_json, read_run, rows_of, text_table
 from vissl_zero.reporting.panels import BLUE, GREEN, KIND_COLORS, MARGIN, ORANGE, STYLE, VERMILLION, WIDTH, Page
-from vissl_zero.reporting.quantity import KINDS, bytes_text, figure_text, shown_kinds
+from vissl_zero.reporting.quantity import KINDS, bytes_text, result_text, shown_kinds
 from vissl_zero.sharding.memory import Bytes
 
 CSV_NAME, PLOT_NAME, SEEDS_NAME = "sweep.csv", "sweep.png", "seeds.json"
@@ -32,7 +32,6 @@ _FIGURES = {
     "knn_top1_after": "kNN top-1",
     "images_per_s": "images/s",
 }
-_SHARES = ("top1", "miou", "knn_top1_after")
 _OPTIONAL = ("top1", "miou")
 _PANEL_HEIGHT, _PANEL_STEP = 210, 330
 _MOST_LABELS = 24
@@ -100,7 +99,7 @@ def print_sweep(rows: Sequence[Row], console: Console | None = None) -> None:
         table.add_column(name, no_wrap=True, justify="left" if name == "state" else "right")
     for row in rows:
         summary, memory = row.summary, row.summary.get("bytes", {})
-        figures = [_figure(name, summary.get(name)) for name in measured]
+        figures = [result_text(name, summary.get(name)) for name in measured]
         kinds = (bytes_text(memory[kind]) if kind in memory else "-" for kind in shown)
         table.add_row(*map(Text, (row.name, *row.values.values(), row.state, *figures, *kinds)))
     # Cut columns say nothing: a narrow terminal wraps the lines instead.
@@ -108,13 +107,12 @@ def print_sweep(rows: Sequence[Row], console: Console | None = None) -> None:
     wide.print(table)
 
 
-def join_seeds(sweep_dir: Path, rows: Sequence[Row], console: Console | None = None) -> bool:
+def join_seeds(sweep_dir: Path, rows: Sequence[Row]) -> bool:
     """Print each figure's mean over seeds with its 95 % bootstrap interval, and write them as JSON.
 
     Args:
         sweep_dir: folder of the jobs.
         rows: all jobs; those that are done count.
-        console: where to print.
     Returns:
         Whether there are jobs that differ in their seed alone.
     """
@@ -126,7 +124,7 @@ def join_seeds(sweep_dir: Path, rows: Sequence[Row], console: Console | None = N
         temporary.write_text(json.dumps(groups_as_json(groups), indent=1), encoding="utf-8")
     heads = [f"{group.name if len(groups) > 1 else ''} {len(group.runs)} seeds".strip() for group in groups]
     table = text_table(["mean over seeds", *heads], rows_of(groups))
-    out = console or rich.get_console()
+    out = rich.get_console()
     out.print()
     Console(file=out.file, width=max(out.width, 30 + 40 * len(groups)), soft_wrap=True).print(table)
     return True
@@ -134,10 +132,6 @@ def join_seeds(sweep_dir: Path, rows: Sequence[Row], console: Console | None = N
 
 def _is_measured(rows: Sequence[Row], name: str) -> bool:
     return any(row.summary.get(name) is not None for row in rows)
-
-
-def _figure(name: str, value: float | None) -> str:
-    return f"{100 * value:.1f} %" if name in _SHARES and value is not None else figure_text(value)
 
 
 def _draw(rows: Sequence[Row]) -> Page:

@@ -17,7 +17,8 @@ from omegaconf import OmegaConf
 
 from vissl_zero.cli import main
 from vissl_zero.config.compose import _run_dir, compose, every_mistake, explain, load, register
-from vissl_zero.config.recipes import ModerateFiles, list_recipes, register_search_path
+from vissl_zero.config.recipes import list_recipes
+from vissl_zero.config.sources import ModerateFiles, register_sources
 from vissl_zero.errors import ConfigError
 
 RECIPE = "quickstart/swav_digits"
@@ -286,7 +287,7 @@ def test_a_value_that_hydra_cannot_read_is_answered_with_both_quotes() -> None:
 
 def test_a_job_of_a_sweep_may_register_hydras_sources_again():
     """As a job of submitit does after it has unpickled the registry: ours stays."""
-    register_search_path()
+    register_sources()
     SourcesRegistry.instance().register(FileConfigSource)
     assert SourcesRegistry.instance().types["file"] is ModerateFiles
 

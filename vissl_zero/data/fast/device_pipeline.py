@@ -37,7 +37,7 @@ class DevicePipeline(FastPipeline):
         made = super().step(transform, crops)
         for crop in made:
             if isinstance(crop, NotedPicture):
-                crop.begin_transform()
+                crop.noted.append([])  # what follows is the next transform's
         return made
 
     def finished(self, crops: list[Any]) -> list[Any]:

@@ -41,10 +41,6 @@ class NotedPicture:
         """Return this picture."""
         return self
 
-    def begin_transform(self) -> None:
-        """Note what follows as the next transform's."""
-        self.noted.append([])
-
     def settle(self) -> None:
         """Note that pending changes of color are done and cut to 8 bits."""
         if self._is_pending:

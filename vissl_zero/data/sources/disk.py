@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from vissl_zero.data.decode import EXTENSIONS, read_array, read_file
+from vissl_zero.data.decode import read_array, read_file
 from vissl_zero.data.dicom import ENDING, require_pydicom
 from vissl_zero.data.slow_work import SlowProgress
 from vissl_zero.data.source import EncodedSource, SourceRequest
@@ -105,7 +105,7 @@ class _Files:
 
 
 def _images_below(
-    root: Path, key: str, others: Counter[str] | None = None, endings: tuple[str, ...] = EXTENSIONS
+    root: Path, key: str, others: Counter[str], endings: tuple[str, ...]
 ) -> Iterator[tuple[str | None, str]]:
     """Yield class name (None without labels) and path of every image beneath ``root``, sorted.
 
@@ -121,7 +121,6 @@ def _images_below(
         what = "is a file, not a folder" if root.exists() else f"does not exist{_nearest(root)}"
         raise DataError(f"The data path {root} {what}. Correct {key}.")
     work, number = SlowProgress(logger.warning), 0
-    others = Counter() if others is None else others
     try:
         children = _children(root, endings)
         flat = any(isinstance(child, str) for child in children)
@@ -139,7 +138,8 @@ def _images_below(
             f"The data path {error.filename or root} cannot be listed: {error.strerror}. Correct {key}."
         ) from error
     if not number:
-        raise DataError(_nothing_in(root, key, endings))
+        read = ", ".join(endings)
+        raise DataError(f"The data path {root} holds no image files ({read}).{held(endings_in(root))} Correct {key}.")
 
 
 def _visible(folder: str | os.PathLike[str]) -> Iterator[os.DirEntry[str]]:
@@ -218,10 +218,6 @@ def _left_out(paths: Sequence[str], others: Counter[str], classes: set[str | Non
             shown = ", ".join(empty[:10]) + (", ..." if len(empty) > 10 else "")
             sentences.append(f"{what} no images, and {'is' if len(empty) == 1 else 'are'} no class: {shown}.")
     return sentences
-
-
-def _nothing_in(root: Path, key: str, endings: tuple[str, ...]) -> str:
-    return f"The data path {root} holds no image files ({', '.join(endings)}).{held(endings_in(root))} Correct {key}."
 
 
 @DATA_SOURCES.register("disk_filelist")

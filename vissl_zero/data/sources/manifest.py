@@ -58,7 +58,8 @@ def _labeled(files: np.ndarray, labels: Sequence[tuple[str, ...]], is_multiple: 
     if not labels:
         return ListedFiles(request, files, np.full(len(files), UNLABELLED), ())
     used = {label for each in labels for label in each}
-    names = tuple(request.class_names) or tuple(sorted(used, key=_order(used)))
+    are_numbers = all(label.isdecimal() and label.isascii() for label in used)  # 2 before 10
+    names = tuple(request.class_names) or tuple(sorted(used, key=int if are_numbers else str))
     if unknown := sorted(used - {*names}):
         hint = did_you_mean(unknown[0], names)
         key = f"config.DATA.{request.split}.DATA_PATHS"
@@ -70,11 +71,6 @@ def _labeled(files: np.ndarray, labels: Sequence[tuple[str, ...]], is_multiple: 
     for row, each in enumerate(labels):
         matrix[row, [number[label] for label in each]] = 1
     return MultiLabeled(ListedFiles(request, files, np.full(len(files), UNLABELLED), ()), matrix, names)
-
-
-def _order(labels: set[str]) -> Any:
-    """Return the key to sort by: the value where all labels are numbers (2 before 10), else the text."""
-    return int if all(label.isdecimal() and label.isascii() for label in labels) else str
 
 
 class ListedFiles(EncodedSource):

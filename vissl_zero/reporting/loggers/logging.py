@@ -104,13 +104,10 @@ class Logging(Hook):
         after = min(self._held.values())
         if (path := run.folder / histogram_file.FILE_NAME).exists():
             self._histograms = dict(read_histograms(path))
-        for step, figures in _merged(self._known(run, max(after, 0)), self._evaluations):
+        records = metrics_file.read_records(run.folder / metrics_file.FILE_NAME, max(after, 0))
+        for step, figures in _merged(((record.step, scalars(record)) for record in records), self._evaluations):
             self._send(step, figures)
         self._histograms = {}
-
-    def _known(self, run: Run, after: int) -> Iterator[Row]:
-        for record in metrics_file.read_records(run.folder / metrics_file.FILE_NAME, after):
-            yield record.step, scalars(record)
 
     def _add_results(self, run: Run) -> None:
         """Add evaluation results that are new or have changed to the row of the newest step."""

@@ -112,11 +112,8 @@ def equal_values(
 
     yield filled
     if collectives.world_size() > 1 and sums:
-        _require_equal_values(list(sums), torch.stack(list(sums.values())).to(device))
-
-
-def _require_equal_values(names: Sequence[str], sums: Tensor) -> None:
-    _refuse_differing([names[index] for index in _differing(sums)])
+        names, values = list(sums), torch.stack(list(sums.values()))
+        _refuse_differing([names[index] for index in _differing(values.to(device))])
 
 
 def _refuse_differing(names: Sequence[str]) -> None:

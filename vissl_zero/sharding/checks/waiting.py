@@ -76,7 +76,9 @@ def waiting(call: str) -> Iterator[None]:
         # The limit of the process group, or the end of another rank, in words of its transport.
         if isinstance(error, VisslZeroError) or not any(word in str(error) for word in _LOST):
             raise
-        raise VisslZeroError(_sentence(call)) from error
+        raise VisslZeroError(
+            f"Rank {collectives.rank()} waits in {call}: another rank has not called it. {_FIX}"
+        ) from error
     finally:
         _watch.call = ""
 
@@ -85,7 +87,3 @@ _FIX = (
     "Every rank must call it, in the same order. If it stands under if rank == 0: ..., call it on all ranks, and use "
     "the result on one. In a loop, give every rank the same number of batches."
 )
-
-
-def _sentence(call: str) -> str:
-    return f"Rank {collectives.rank()} waits in {call}: another rank has not called it. {_FIX}"

@@ -138,7 +138,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
 
     def close(self) -> None:
         """Remove the files now; the optimizer cannot be used after it."""
-        self._distrust()
+        self._set_sound(False)
         self._finalizer()
         if self._store is not None:
             self._store.close()
@@ -157,8 +157,8 @@ class StreamedOptimizer(torch.optim.Optimizer):
                 "Streaming optimizer state failed earlier, or was ended. Resume from the last checkpoint."
             )
         active = [index for index, chunk in enumerate(self._chunks) if any(map(self._has_grad, chunk.segments))]
-        # Trusted again only at the end: an error in between leaves some shards updated and others not.
-        self._distrust()
+        # Sound again only at the end: an error in between leaves some shards updated and others not.
+        self._set_sound(False)
         with nullcontext() if self._store is None else self._store.updating():
             pieces: dict[int, UpdatePiece] = {}  # of each tensor one; all of them have made the same step
             firsts = self._first_updates(active)
@@ -166,17 +166,12 @@ class StreamedOptimizer(torch.optim.Optimizer):
             self._pipeline.run(items, lambda k, tray: self._update(active[k], tray, pieces, firsts))
         for tensor, piece in pieces.items():
             self._place.set_scalars(tensor, {key: piece.state[key] for key in self._kernel.scalars})
-        self._trust()
+        self._set_sound(True)
 
-    def _distrust(self) -> None:
-        self._is_broken = True
+    def _set_sound(self, is_sound: bool) -> None:
+        self._is_broken = not is_sound
         if isinstance(self._place, StateOnDisk):
-            self._place.is_sound = False
-
-    def _trust(self) -> None:
-        self._is_broken = False
-        if isinstance(self._place, StateOnDisk):
-            self._place.is_sound = True
+            self._place.is_sound = is_sound
 
     def _item(self, index: int) -> Item:
         record = self._records[index]

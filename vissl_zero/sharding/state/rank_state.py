@@ -7,7 +7,7 @@ or None}``, where an entry is ``{"local": tensor, "first_element": int, "full_sh
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -80,7 +80,12 @@ def load_rank_state(
     # All checks come before the first write: a refused state must change nothing.
     _check_layout(state["layout"], plan)
     _check_model(state, shards, buffers)
-    _check_groups(state["optimizer"]["groups"], group_facts(shards, optimizer))
+    names_there, names_here = (
+        [group["params"] for group in groups]
+        for groups in (state["optimizer"]["groups"], group_facts(shards, optimizer))
+    )
+    if names_there != names_here:
+        raise CheckpointError("The saved optimizer groups parameters differently. Use the same decay rules and head.")
     if (loss_scale is None) != (state["loss_scale"] is None):
         raise CheckpointError("The saved state and this run differ in loss scaling. Use the same AMP settings.")
     check_optimizer(state["optimizer"]["state"], optimizer)
@@ -205,8 +210,3 @@ def _check_model(state: Mapping[str, Any], shards: Mapping[str, Shard], buffers:
     for name, shard in shards.items():
         if (saved := tuple(state["params"][name]["full_shape"])) != tuple(shard.full_shape):
             raise CheckpointError(f"{name} has shape {saved} in the saved state and {tuple(shard.full_shape)} here.")
-
-
-def _check_groups(there: Sequence[Mapping[str, Any]], here: Sequence[Mapping[str, Any]]) -> None:
-    if [group["params"] for group in there] != [group["params"] for group in here]:
-        raise CheckpointError("The saved optimizer groups parameters differently. Use the same decay rules and head.")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -105,7 +106,7 @@ def run_on_views(func: Any, args: Any, kwargs: Any) -> Any:
         return _view(part, base, (*steps, *taken))
 
     if isinstance(result, tuple | list):
-        parts = [view_of(part, step, partial(_part, index)) for index, part in enumerate(result)]
+        parts = [view_of(part, step, itemgetter(index)) for index, part in enumerate(result)]
         return type(result)(parts)
     return view_of(result, step)
 
@@ -130,10 +131,6 @@ def _view(values: Tensor, whole: Tensor, steps: tuple[_Step, ...]) -> ShardedVie
 
 def _step(func: Any, args: Any, kwargs: Any, value: Tensor) -> Any:
     return func(value, *args, **kwargs)
-
-
-def _part(index: int, parts: Any) -> Any:
-    return parts[index]
 
 
 def _taken(value: Any, steps: tuple[_Step, ...]) -> Any:

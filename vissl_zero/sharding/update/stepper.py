@@ -230,7 +230,8 @@ class Stepper:
         """Compute rows of one number per shard: squared gradient, its presence, squared parameter, their product."""
         # Stands for a gradient that is absent, and for a scalar that another rank contributes: its norm is zero. It has
         # the widest dtype, so that ranks with different gradients sum numbers of one dtype.
-        nothing = torch.empty(0, device=_device(shards), dtype=wide_dtype([shard.local for shard in shards]))
+        device = shards[0].local.device if shards and not shards[0].is_on_disk else torch.device("cpu")
+        nothing = torch.empty(0, device=device, dtype=wide_dtype([shard.local for shard in shards]))
         grads = [
             shard.grad() if shard.contributes_to_norm and shard.local.grad is not None else nothing for shard in shards
         ]
@@ -332,8 +333,3 @@ def _multiply(shards: Sequence[Shard], factor: Tensor | float) -> None:
         grads = [grad for grad, _ in in_memory]
         each: Any = [factor_of_shard for _, factor_of_shard in in_memory] if has_own else factor
         foreach_mul_(grads, each)
-
-
-def _device(shards: Sequence[Shard]) -> torch.device:
-    """Return where the sums of ``shards`` are made."""
-    return shards[0].local.device if shards and not shards[0].is_on_disk else torch.device("cpu")

@@ -360,7 +360,8 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
         others = [rank for rank in range(self._group.size()) if rank != me]
         self.num_sent += sum(num_bytes[me][rank] for rank in others)
         targets, parts = (
-            [[_as_bytes(tensor) for tensor in of_rank] for of_rank in given] for given in (received, sent)
+            [[tensor.contiguous().view(torch.uint8) for tensor in of_rank] for of_rank in by_rank]
+            for by_rank in (received, sent)
         )
         if self._comm is not None:
             most = max(num for sender, row in enumerate(num_bytes) for to, num in enumerate(row) if sender != to)
@@ -403,10 +404,6 @@ def _values_and_gradient(shard: Shard, has_values: bool, has_gradient: bool) -> 
 def _rows(whole: Tensor, span: tuple[int, int]) -> Tensor:
     """View ``span[1]`` elements of a full tensor from ``span[0]`` on, (n,)."""
     return whole.detach().view(-1)[span[0] : span[0] + span[1]]
-
-
-def _as_bytes(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().view(torch.uint8)
 
 
 def _end(states: WholeStates | None, stores: Sequence[ParameterStore]) -> None:

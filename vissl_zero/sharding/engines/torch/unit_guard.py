@@ -195,7 +195,13 @@ class _GuardedUnit:
         self._to_run = {owner_of(param).module: param for param in sent if owner_of(param).module in owners}
         # Not on the unit's own modules: calling them is what gathers the unit.
         inside = [module for module in self._inner if not owners.isdisjoint(module.modules())]
-        self._entry_hooks = {module: self._hooked(module) for module in inside}
+        self._entry_hooks = {
+            module: (
+                module.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True),
+                module.register_forward_hook(self._leave, always_call=True),
+            )
+            for module in inside
+        }
         self._called: set[nn.Module] = set()  # layers that are called from outside of the unit
         self._num_runs = 0
         self._pre_forward, self._post_forward = group.pre_forward, group.post_forward
@@ -334,10 +340,6 @@ class _GuardedUnit:
                     "compute with their own parameters. Write into them in place, or use ZeRO level 0, or level 1 or 2 "
                     "on the CPU."
                 )
-
-    def _hooked(self, module: nn.Module) -> tuple[RemovableHandle, RemovableHandle]:
-        enter = module.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True)
-        return enter, module.register_forward_hook(self._leave, always_call=True)
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Gather the unit for a layer that is called from outside of it, as for the unit itself."""
