@@ -11,7 +11,7 @@ import os
 import re
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
@@ -80,7 +80,14 @@ def explain(arguments: Sequence[str]) -> int:
     fixed = _fix(files, Path(out)) if out else {}
     is_folder = Path(recipe).is_dir()
     if "--json" in flags:
-        rows = [_row(account) | {"replaced": _rows(fixed.get(account.name, ()))} for account in accounts]
+        rows = [
+            {
+                "accepted": account.is_accepted,
+                **asdict(account),
+                "replaced": [asdict(replaced) for replaced in fixed.get(account.name, ())],
+            }
+            for account in accounts
+        ]
         print(json.dumps(rows if is_folder else rows[0], indent=1))
     elif is_folder:
         _print_folder(accounts)
@@ -119,10 +126,10 @@ def _parse(arguments: Sequence[str]) -> tuple[str, list[str], set[str], str]:
     return recipes[0], overrides, flags, out
 
 
-def _accounts_of(files: Sequence[RecipeFile], overrides: Sequence[str] = (), processes: int = 0) -> list[Account]:
-    """Explain each recipe, in their order, over several processes (0: one a core)."""
+def _accounts_of(files: Sequence[RecipeFile], overrides: Sequence[str]) -> list[Account]:
+    """Explain each recipe, in their order, over a process a core."""
     account = partial(account_of, overrides=overrides)
-    workers = min(len(files), processes or os.cpu_count() or 1)
+    workers = min(len(files), os.cpu_count() or 1)
     if workers < 2:
         return [account(file) for file in files]
     with ProcessPoolExecutor(workers) as pool:
@@ -167,14 +174,6 @@ def _fix(files: Sequence[RecipeFile], out: Path) -> dict[str, list[Replacement]]
         target.write_text(text, encoding="utf-8")
         replacements[str(file)] = replaced
     return replacements
-
-
-def _row(account: Account) -> dict[str, Any]:
-    return {"accepted": account.is_accepted, **asdict(account)}
-
-
-def _rows(replaced: Iterable[Replacement]) -> list[dict[str, Any]]:
-    return [asdict(one) for one in replaced]
 
 
 def _print_one(account: Account) -> None:

@@ -117,6 +117,7 @@ def _card(
     calls = _call(done, target).replace("; ", "\n")
     task = "image-feature-extraction" if num_classes is None else "image-classification"
     gives = f"{loaded.feature_dim} features" if num_classes is None else f"a score for each of {num_classes} classes"
+    opened = "again" if target == "detectron2" else f"by {target}"  # detectron2 is not among our packages
     head = f"license: {license_name}\nlibrary_name: {library}\npipeline_tag: {task}\ntags: [vissl_zero]"
     paragraphs = (
         f"---\n{head}\n---\n# {done.folder.name}",
@@ -126,15 +127,11 @@ def _card(
         f"Images are resized to {views.resize} pixels at the shorter side, cropped to {views.size} x {views.size} in "
         f"the middle, scaled to 0 to 1 and normalized by mean {list(views.mean)} and deviation {list(views.std)} "
         f"(`preprocessor_config.json`).",
-        f"Opened {_opener(target)}, outputs differ from vissl_zero's by {done.difference:.2g} at most.",
+        f"Opened {opened}, outputs differ from vissl_zero's by {done.difference:.2g} at most.",
         f"| | |\n| --- | --- |\n| trunk | {loaded.recognized} |\n"
         f"{rows}| written by | vissl_zero {__version__}, `{command}` |",
     )
     return "\n\n".join(paragraphs) + "\n"
-
-
-def _opener(target: str) -> str:
-    return "again" if target == "detectron2" else f"by {target}"  # which is not among our packages
 
 
 def _facts(source: Path) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -195,8 +196,7 @@ def _output_of(words: Sequence[str]) -> str:
     return "".join(printed)
 
 
-def _print_now(line: str) -> None:
-    print(line, end="", flush=True)
+_print_now = partial(print, end="", flush=True)
 
 
 def _command(words: Sequence[str], take: Callable[[str], object] = _print_now) -> tuple[int, str]:

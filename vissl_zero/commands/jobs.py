@@ -91,14 +91,10 @@ def state_of(job: Submitted) -> str:
     except (OSError, subprocess.TimeoutExpired):
         answer = ""
     states = [word.partition("=")[2] for word in answer.split() if word.startswith("JobState=")]
-    if states and _is_same(job, answer):
+    # The path of its log identifies a job: numbers restart on a cluster that was set up again.
+    if states and str(Path(job.stdout).parent) in answer:
         return states[0]
     return "COMPLETED" if (Path(job.run_dir) / "summary.json").exists() else "ended"
-
-
-def _is_same(job: Submitted, description: str) -> bool:
-    """Identify a job by its log's path: job numbers restart on a cluster that was set up again."""
-    return str(Path(job.stdout).parent) in description
 
 
 def _steps(job: Submitted) -> str:

@@ -31,7 +31,7 @@ def completed_recipes(arguments: Sequence[str]) -> list[str]:
 KINDS = ("recipes", *REGISTRIES)
 
 
-def list_kind(kind: str = "", folders: Sequence[str] = ()) -> int:
+def list_kind(kind: str, folders: Sequence[str]) -> int:
     """Print everything of one kind by name, installed plugins' components too.
 
     Args:

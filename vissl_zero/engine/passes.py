@@ -144,7 +144,7 @@ class InPasses:
         evaluated_model: model whose features of the newest pass a probe looks at; those of all passes are joined.
     """
 
-    def __init__(self, model: nn.Module, number: int, by_crop: bool, evaluated_model: Model | None = None):
+    def __init__(self, model: nn.Module, number: int, by_crop: bool, evaluated_model: Model | None):
         self._model, self._number, self._by_crop, self._evaluated_model = model, number, by_crop, evaluated_model
 
     @torch.no_grad()

@@ -274,13 +274,10 @@ def _facts(plan: ResolvedRun, source: Source, checksum: int) -> str:
 def _digest(source: Source, paths: Sequence[str]) -> str:
     """Digest the images' names, and size and time of files among them and of what DATA_PATHS holds."""
     digest = sha256()
-    for text in chain(_names(source), *(_held(Path(path)) for path in paths)):
+    names = (source.name(index) for index in range(len(source)))
+    for text in chain(names, *(_held(Path(path)) for path in paths)):
         digest.update(os.fsencode(text) + b"\0" + _state(text))
     return digest.hexdigest()
-
-
-def _names(source: Source) -> Iterable[str]:
-    return (source.name(index) for index in range(len(source)))
 
 
 def _held(path: Path) -> Iterable[str]:

@@ -98,14 +98,11 @@ class AccuracyHook(CurveHook):
 def _ignored_label(run: Run) -> int | None:
     """Return ``Method.ignored_label`` of a run whose accuracy means something and is asked for."""
     config = run.plan.config
+    settings = config.MODEL.FEATURE_EVAL_SETTINGS
+    has_new_heads = settings.EVAL_MODE_ON and not settings.EVAL_TRUNK_AND_HEAD
     predicts = config.PROGRAM in (TRAIN, PREDICTIONS)  # the other programs are about features, heads' too
-    is_measured = predicts and config.TEST_MODEL and (run.num_steps > 0 or not _heads_are_new(run))
+    is_measured = predicts and config.TEST_MODEL and (run.num_steps > 0 or not has_new_heads)
     return run.method.ignored_label if is_measured else None
-
-
-def _heads_are_new(run: Run) -> bool:
-    settings = run.plan.config.MODEL.FEATURE_EVAL_SETTINGS
-    return bool(settings.EVAL_MODE_ON and not settings.EVAL_TRUNK_AND_HEAD)
 
 
 def _numbers(meters: Meters, meter: str) -> list[int]:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from vissl_zero.collectives import all_gather_objects, all_gather_rows
 from vissl_zero.config.components.heads import layer_names
-from vissl_zero.data.dataset import ImageBatch, MicroBatchDataset, MicroBatchPlan
+from vissl_zero.data.dataset import ImageBatch, MicroBatchDataset
 from vissl_zero.data.loader import EvalImages, rank_slice, sequential
 from vissl_zero.data.pipeline import Pipeline
 from vissl_zero.data.source import Source
@@ -260,11 +260,13 @@ def view_features(run: Run, source: Source, num_views: int) -> Tensor:
     pipeline = build_split_pipeline(data_cfg, "TRAIN")
     dataset = MicroBatchDataset(source, pipeline, run.plan.seed, skip_broken=data_cfg.ON_BROKEN_IMAGE == "skip")
     dtype = getattr(torch, run.plan.sharding.precision.master)
+    total = run.plan.batch_per_rank * run.world_size
     passes, epoch = list[Tensor](), 0
     with evaluated(run) as model:
         while sum(view_rows.shape[1] for view_rows in passes) < num_views:
             rows, ids = [], []
-            for batch in BatchStream(dataset, data_cfg).load(_plans(run, len(source), epoch)):
+            plans = (replace(plan, epoch=epoch) for plan in sequential(len(source), total, run.rank, run.world_size))
+            for batch in BatchStream(dataset, data_cfg).load(plans):
                 local_slice = rank_slice(batch.num_global, run.rank, run.world_size)
                 num_own = local_slice.stop - local_slice.start  # 0 for the copy that a rank without a sample has
                 moved = batch.to(run.device, dtype)
@@ -276,11 +278,6 @@ def view_features(run: Run, source: Source, num_views: int) -> Tensor:
             passes.append(all_gather_rows(torch.cat(rows))[order])
             epoch += 1
     return torch.cat(passes, dim=1)[:, :num_views]
-
-
-def _plans(run: Run, num_samples: int, epoch: int) -> Iterator[MicroBatchPlan]:
-    batch = run.plan.batch_per_rank * run.world_size
-    return (replace(plan, epoch=epoch) for plan in sequential(num_samples, batch, run.rank, run.world_size))
 
 
 def nearest(

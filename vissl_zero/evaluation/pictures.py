@@ -49,10 +49,8 @@ def find_neighbors(
     index_source: Source,
     queries: Features,
     index: Features,
-    is_cosine: bool = True,
-    excluded: Tensor | None = None,
-    num_queries: int = 6,
-    num_neighbors: int = 5,
+    is_cosine: bool,
+    excluded: Tensor | None,
 ) -> Neighbors:
     """Find neighbors of a few images, evenly spread over the source (so over its class folders too). Not a collective.
 
@@ -61,12 +59,11 @@ def find_neighbors(
         queries, index: features of their images.
         is_cosine: compare directions; else dot products.
         excluded: place in the index, per query, that does not count (the query itself), or None.
-        num_queries, num_neighbors: how many at most.
     """
-    ids = middles(len(query_source), num_queries)
+    ids = middles(len(query_source), _NUM_QUERIES)
     places = torch.tensor(ids, device=queries.rows.device)
     chosen, without = queries.at(places), None if excluded is None else excluded[places]
-    _, neighbors = nearest(chosen.rows, index.rows, num_neighbors, is_cosine, without)
+    _, neighbors = nearest(chosen.rows, index.rows, _NUM_NEIGHBORS, is_cosine, without)
     matches = None
     if chosen.labels is not None and index.labels is not None:
         matches = (index.labels[neighbors] == chosen.labels[:, None]).tolist()
@@ -79,6 +76,7 @@ def middles(length: int, number: int) -> list[int]:
     return [(2 * part + 1) * length // (2 * number) for part in range(number)]
 
 
+_NUM_QUERIES, _NUM_NEIGHBORS = 6, 5
 _CUT = 0.02  # share of the patches at either end of a component that do not stretch its colors
 
 

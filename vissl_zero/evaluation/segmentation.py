@@ -170,7 +170,8 @@ def _segmented_images(run: Run, images: EvalImages) -> list[SegmentedImage]:
     """
     dtype = getattr(torch, run.plan.sharding.precision.master)
     try:
-        read = [images.transform.sample(images.transform.read(images.source, at)) for at in _chosen(images)]
+        places = middles(len(images), _NUM_PICTURES)
+        read = [images.transform.sample(images.transform.read(images.source, place)) for place in places]
     except (DataError, OSError):  # a report is no reason to fail a run that has ended well
         return []
     chosen = []
@@ -181,10 +182,6 @@ def _segmented_images(run: Run, images: EvalImages) -> list[SegmentedImage]:
             predicted = logits[0].argmax(dim=0).to(torch.uint8).cpu().numpy()
             chosen.append(SegmentedImage(image, mask.numpy(), predicted))
     return chosen if run.is_main else []
-
-
-def _chosen(images: EvalImages) -> list[int]:
-    return middles(len(images), _NUM_PICTURES)
 
 
 _FIX = "Repair or delete them, or set config.DATA.ON_BROKEN_IMAGE=skip."

@@ -248,7 +248,11 @@ def choose_precision(model: nn.Module, settings: ZeroSettings) -> tuple[Precisio
         ConfigError: half precision asked of a float64 or mixed model, or parameters that are no floating-point numbers.
     """
     # Frozen integers (a quantized base, a table of indices) are kept as they are.
-    numbers = [(name, p) for name, p in model.named_parameters() if p.requires_grad or not _is_integer(p.dtype)]
+    numbers = [
+        (name, param)
+        for name, param in model.named_parameters()
+        if param.requires_grad or param.is_floating_point() or param.is_complex()
+    ]
     formats = {param.dtype: name for name, param in reversed(numbers)}
     if settings.rounding:
         if formats.keys() != {torch.bfloat16}:
@@ -285,10 +289,6 @@ def choose_precision(model: nn.Module, settings: ZeroSettings) -> tuple[Precisio
     if settings.level == 0:
         return Precision(master, half, master, master, use_scale), tuple(notes)
     return Precision(master, None, half, master, use_scale), tuple(notes)
-
-
-def _is_integer(dtype: torch.dtype) -> bool:
-    return not (dtype.is_floating_point or dtype.is_complex)
 
 
 def _require_floating(formats: Mapping[torch.dtype, str]) -> None:

@@ -134,7 +134,8 @@ def read_settings(zero: Any) -> ZeroSettings:
     mapped, mapped_notes = _from_deepspeed(_mapping(zero))
     settings = {_RECIPE_KEYS.get(str(key), str(key)): value for key, value in mapped.items()}
     blocks = {name: typed_options(schema, _block(settings, name), f"zero.{name}") for name, schema in _BLOCKS.items()}
-    if unknown := [key for key in settings if key not in _names()]:
+    known = {f.name for f in fields(_AllKeys)}
+    if unknown := [key for key in settings if key not in known]:
         _refuse(unknown)
     is_fitted = settings.get("level") == _FIT
     if is_fitted:
@@ -195,10 +196,6 @@ class _AllKeys(_Keys):
 
     offload_optimizer_config: Any = None
     offload_param_config: Any = None
-
-
-def _names() -> set[str]:
-    return {f.name for f in fields(_AllKeys)}
 
 
 def _refuse(unknown: list[str]) -> NoReturn:

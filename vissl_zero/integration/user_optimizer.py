@@ -251,7 +251,13 @@ def _from_dict(config: Mapping[str, Any] | DictConfig) -> OptimizerFactory:
         raise ConfigError([Problem("optimizer.type", "" if name is None else repr(name), must, fix)])
     keys = _option_names(name)
     if unknown := [key for key in options if key not in keys]:
-        raise ConfigError([_unknown_key(name, key, keys) for key in unknown])
+        all_keys = f"Known: {', '.join(keys)}."
+        raise ConfigError(
+            [
+                Problem(f"optimizer.{key}", "", f"is not a key of {name}", did_you_mean(key, keys).strip() or all_keys)
+                for key in unknown
+            ]
+        )
 
     def factory(groups: Groups) -> Built:
         try:
@@ -317,11 +323,6 @@ def _class_from_elsewhere(name: str) -> Callable[..., torch.optim.Optimizer]:
 
 def _names(schema: type) -> tuple[str, ...]:
     return tuple(f.name for f in fields(schema))
-
-
-def _unknown_key(name: str, key: str, known: Sequence[str]) -> Problem:
-    fix = did_you_mean(key, known).strip() or f"Known: {', '.join(known)}."
-    return Problem(f"optimizer.{key}", "", f"is not a key of {name}", fix)
 
 
 def _without_strategy_keys(group: dict[str, Any]) -> dict[str, Any]:

@@ -189,7 +189,9 @@ class KeyValueServer:
         operation, rest = fields[0] if fields else b"", fields[1:]
         with self._changed:
             if operation == b"wait":
-                return [b"1" if self._wait(float(rest[0]), rest[1:]) else b"0"]
+                timeout_s, keys = float(rest[0]), rest[1:]
+                are_set = self._changed.wait_for(lambda: all(key in self._values for key in keys), timeout_s)
+                return [b"1" if are_set else b"0"]
             if operation == b"beat":  # answered by the seconds since each launcher's last
                 now = time.monotonic()
                 self._heard[rest[0].decode()] = now
@@ -197,9 +199,6 @@ class KeyValueServer:
             answer = self._change(operation, rest)
             self._changed.notify_all()
             return answer
-
-    def _wait(self, timeout_s: float, keys: list[bytes]) -> bool:
-        return self._changed.wait_for(lambda: all(key in self._values for key in keys), timeout_s)
 
     def _change(self, operation: bytes, rest: list[bytes]) -> list[bytes]:
         values = self._values

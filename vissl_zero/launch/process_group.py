@@ -372,17 +372,11 @@ class _GuardedListener:
                 self._judged.add(row.inode)
             elif other is not None and other.state != _SYN_SENT:  # else the list was read while it changed
                 self._judged.add(row.inode)
-                _let_in(new[row.inode]) if other.is_own else _hang_up(new[row.inode])
-
-
-def _let_in(fd: int) -> None:
-    with _socket(fd) as sock:
-        sock.setsockopt(socket.SOL_SOCKET, _SO_DETACH_FILTER, 0)
-
-
-def _hang_up(fd: int) -> None:
-    with _socket(fd) as sock:
-        sock.shutdown(socket.SHUT_RDWR)
+                with _socket(new[row.inode]) as sock:
+                    if other.is_own:
+                        sock.setsockopt(socket.SOL_SOCKET, _SO_DETACH_FILTER, 0)
+                    else:
+                        sock.shutdown(socket.SHUT_RDWR)
 
 
 def _can_filter() -> bool:

@@ -100,7 +100,7 @@ class RankGroup:
         deadline = None
         with self._forwarded_signals():
             while any(rank.poll() is None for rank in self._ranks):
-                codes = self._codes()
+                codes = [rank.returncode for rank in self._ranks if rank.poll() is not None]
                 if deadline is None and any(code not in (0, stopping.STOPPED, stopping.INTERRUPTED) for code in codes):
                     deadline = time.monotonic() + _GRACE_S
                 if deadline is not None and time.monotonic() > deadline:
@@ -125,9 +125,6 @@ class RankGroup:
         for rank in self._ranks:
             with suppress(ProcessLookupError):
                 rank.kill()
-
-    def _codes(self) -> list[int]:
-        return [rank.returncode for rank in self._ranks if rank.poll() is not None]
 
     @contextmanager
     def _forwarded_signals(self) -> Iterator[None]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from vissl_zero import collectives
 from vissl_zero.errors import ConfigError, Problem
 from vissl_zero.methods.contrastive_keys import NNCLRLossConfig, SupConLossConfig
-from vissl_zero.methods.gather import SampleCounts, at_least_float32, count_samples, gather_samples
+from vissl_zero.methods.gather import at_least_float32, count_samples, gather_samples
 from vissl_zero.methods.method import Batch, EmbeddingMethod, crops_of, output_of
 from vissl_zero.methods.two_views import KeyQueue
 from vissl_zero.registry import LOSSES
@@ -38,7 +38,6 @@ def nnclr_loss(
     predictions: tuple[Tensor, Tensor],
     queue: Tensor,
     temperature: float = 0.1,
-    counts: SampleCounts | None = None,
 ) -> Tensor:
     """Contrast each view's nearest neighbor with the other view's predictions of all images of all ranks.
 
@@ -49,12 +48,11 @@ def nnclr_loss(
         predictions: (n, D) of each view, from the predictor; not normalized.
         queue: (K, D) unit vectors, the same on every rank.
         temperature: divides the cosine similarities.
-        counts: samples of each rank; None: asked for.
     Returns:
         0-d: the mean over this rank's samples and both directions.
     Cost: one all-gather of 2n rows, and an all-reduce of 2N rows in the backward pass.
     """
-    counts = counts or count_samples(len(predictions[0]), predictions[0].device)
+    counts = count_samples(len(predictions[0]), predictions[0].device)
     p = F.normalize(at_least_float32(torch.stack(predictions, dim=1)), dim=2)
     everyone = gather_samples(p, counts)  # (N, 2, D)
     labels = counts.first + torch.arange(counts.local, device=p.device)
@@ -97,9 +95,7 @@ class NNCLR(EmbeddingMethod):
             self.queue.push(projections)
 
 
-def supcon_loss(
-    views: Sequence[Tensor], labels: Tensor, temperature: float = 0.1, counts: SampleCounts | None = None
-) -> Tensor:
+def supcon_loss(views: Sequence[Tensor], labels: Tensor, temperature: float = 0.1) -> Tensor:
     """Compute the cross-entropy of finding each positive among all other views of all ranks.
 
     It is averaged over an anchor's positives: L_out of https://arxiv.org/abs/2004.11362, equation 2. The authors' code
@@ -109,13 +105,12 @@ def supcon_loss(
         views: (n, D) embeddings of each view of this rank's samples; not normalized.
         labels: (n,) int64 classes; of a negative one, the other views of the image are the only positives.
         temperature: divides the cosine similarities.
-        counts: samples of each rank; None: asked for.
     Returns:
         0-d, the mean over this rank's V * n anchors; with one class per image it is ``nt_xent``.
     Cost: an all-gather of V * n rows and n labels, and an all-reduce of V * N rows in the backward pass.
     """
     z = F.normalize(at_least_float32(torch.stack(tuple(views), dim=1)), dim=2)  # (n, V, D)
-    counts = counts or count_samples(len(z), z.device)
+    counts = count_samples(len(z), z.device)
     num_views = len(views)
     everyone = gather_samples(z, counts).flatten(0, 1)  # (N V, D), image by image
     places = counts.first + torch.arange(counts.local, device=z.device)

@@ -22,7 +22,7 @@ from vissl_zero.methods.dino_keys import (
     IBOTHeadConfig,
     IBOTLossConfig,
 )
-from vissl_zero.methods.gather import SampleCounts, at_least_float32, count_samples, gather_samples, sinkhorn
+from vissl_zero.methods.gather import at_least_float32, count_samples, gather_samples, sinkhorn
 from vissl_zero.methods.method import Batch, EmbeddingMethod, images_of, output_of
 from vissl_zero.methods.swav import NormalizedPrototypes, SwAVHead, SwAVOutput
 from vissl_zero.models.patches import PatchView, Tokens, block_order, grid_of, masked_counts
@@ -259,7 +259,7 @@ class DINO(EmbeddingMethod):
         return self._cosine_momentum(first, step, last)
 
 
-def koleo(embeddings: Tensor, eps: float = 1e-8, counts: SampleCounts | None = None) -> Tensor:
+def koleo(embeddings: Tensor, eps: float = 1e-8) -> Tensor:
     """Average minus the log of the distance to the nearest other sample of all ranks, over this rank's samples.
 
     KoLeo (Sablayrolles et al., arXiv 1806.03198) spreads embeddings by the distance to the nearest other one. As in
@@ -269,12 +269,11 @@ def koleo(embeddings: Tensor, eps: float = 1e-8, counts: SampleCounts | None = N
     Args:
         embeddings: (n, D) of one view; not normalized.
         eps: added to differences and distances.
-        counts: samples of each rank; None: asked for.
     Returns:
         0-d; zero for a batch of one sample, which has no neighbor.
     Cost: an all-gather of the embeddings, n * N * D multiplications; an all-reduce of them in the backward pass.
     """
-    counts = counts or count_samples(len(embeddings), embeddings.device)
+    counts = count_samples(len(embeddings), embeddings.device)
     rows = F.normalize(at_least_float32(embeddings), dim=1, eps=eps)
     everyone = gather_samples(rows, counts)
     if counts.total < 2:
@@ -553,7 +552,6 @@ def dinov2_loss(
     teacher_temperature: float,
     student_temperature: float = 0.1,
     weights: tuple[float, float, float] = (1.0, 1.0, 0.1),
-    counts: SampleCounts | None = None,
 ) -> Tensor:
     """Add the three weighted terms. Targets are centered by Sinkhorn over the rows of all ranks. Collective.
 
@@ -566,14 +564,13 @@ def dinov2_loss(
         teacher_temperature: divides the teacher's scores.
         student_temperature: divides the student's.
         weights: weights of DINO, iBOT and KoLeo; KoLeo is added up over views, as in the paper's code.
-        counts: samples of each rank; None: asked for.
     Returns:
         0-d, the mean over this rank's samples.
     """
     dino = dino_loss(class_scores[0], sinkhorn_targets(class_scores[1], teacher_temperature), student_temperature)
     patch_targets = sinkhorn_targets(patch_scores[1], teacher_temperature, counts=is_masked)
     ibot = masked_patch_loss(patch_scores[0], patch_targets, is_masked, student_temperature)
-    spread = torch.stack([koleo(view, counts=counts) for view in class_tokens]).sum()
+    spread = torch.stack([koleo(view) for view in class_tokens]).sum()
     return weights[0] * dino + weights[1] * ibot + weights[2] * spread
 
 

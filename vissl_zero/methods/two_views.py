@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vissl_zero import collectives
-from vissl_zero.methods.gather import SampleCounts, at_least_float32, count_samples, gather_samples, sum_over_ranks
+from vissl_zero.methods.gather import at_least_float32, count_samples, gather_samples, sum_over_ranks
 from vissl_zero.methods.method import Batch, EmbeddingMethod, crops_of, images_of, output_of
 from vissl_zero.methods.two_views_keys import (
     BarlowTwinsLossConfig,
@@ -28,7 +28,7 @@ from vissl_zero.methods.two_views_keys import (
 from vissl_zero.registry import LOSSES
 
 
-def nt_xent(views: Sequence[Tensor], temperature: float, counts: SampleCounts | None = None) -> Tensor:
+def nt_xent(views: Sequence[Tensor], temperature: float) -> Tensor:
     """Compute the cross-entropy of finding another view of an image among all views of all images of all ranks.
 
     With more than two views, each other view of the image is found by itself; the rest of them are left out.
@@ -36,13 +36,12 @@ def nt_xent(views: Sequence[Tensor], temperature: float, counts: SampleCounts | 
     Args:
         views: (n, D) embeddings of each view of this rank's samples; not normalized.
         temperature: divides the cosine similarities.
-        counts: samples of each rank; None: asked for.
     Returns:
         0-d, the mean over this rank's pairs of different views of an image.
     Cost: an all-gather of V * n rows, and an all-reduce of V * N rows in the backward pass.
     """
     z = F.normalize(at_least_float32(torch.stack(tuple(views))), dim=2)
-    counts = counts or count_samples(z.shape[1], z.device)
+    counts = count_samples(z.shape[1], z.device)
     everyone = gather_samples(z.transpose(0, 1), counts).transpose(0, 1)
     logits = z.flatten(0, 1) @ everyone.flatten(0, 1).T / temperature  # (V n, V N), both view-major
     numbers = range(len(views))
@@ -101,7 +100,6 @@ class KeyQueue(nn.Module):
     Args:
         length: keys kept, K.
         embedding_dim: D.
-        seed: seed of the first, random keys.
 
     Attributes:
         keys: buffer (K, D), unit rows.
@@ -111,9 +109,9 @@ class KeyQueue(nn.Module):
     keys: Tensor
     position: Tensor
 
-    def __init__(self, length: int, embedding_dim: int, seed: int = 0):
+    def __init__(self, length: int, embedding_dim: int):
         super().__init__()
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator().manual_seed(0)
         self.register_buffer("keys", F.normalize(torch.randn(length, embedding_dim, generator=generator), dim=1))
         self.register_buffer("position", torch.zeros((), dtype=torch.int64))
 
@@ -187,7 +185,6 @@ def symmetric_info_nce(
     queries: tuple[Tensor, Tensor],
     keys: tuple[Tensor, Tensor],
     temperature: float,
-    counts: SampleCounts | None = None,
 ) -> Tensor:
     """Match each view's query to the other view's key of the image among the keys of all images of all ranks.
 
@@ -195,12 +192,11 @@ def symmetric_info_nce(
         queries: (n, D) of each of the two views, from the student's predictor; not normalized.
         keys: (n, D) of each, from the momentum encoder; no gradient goes into them.
         temperature: divides the cosine similarities; the loss is scaled by twice its value.
-        counts: samples of each rank; None: asked for.
     Returns:
         0-d: the mean over this rank's samples, both directions added.
     Cost: one all-gather of 2n rows; none in the backward pass.
     """
-    counts = counts or count_samples(len(queries[0]), queries[0].device)
+    counts = count_samples(len(queries[0]), queries[0].device)
     own_keys = F.normalize(at_least_float32(torch.stack(keys, dim=1).detach()), dim=2)
     every_key = gather_samples(own_keys, counts)  # (N, 2, D)
     labels = counts.first + torch.arange(counts.local, device=own_keys.device)
@@ -318,12 +314,11 @@ class SimSiam(EmbeddingMethod):
 _BATCH_NORM_EPS = 1e-5  # the paper's code standardizes with nn.BatchNorm1d(affine=False)
 
 
-def _cross_correlation(first: Tensor, second: Tensor, eps: float = _BATCH_NORM_EPS) -> Tensor:
+def _cross_correlation(first: Tensor, second: Tensor) -> Tensor:
     """Correlate the features of two views over the samples of all ranks, (D, D); differentiable. Collective.
 
     Args:
         first, second: (n, D) embeddings of the views of this rank's samples; not standardized.
-        eps: added to the variances.
     Cost: two all-reduces, of 2D + 1 and D * D + 2D numbers, and as many in the backward pass.
     """
     dim = first.shape[1]
@@ -335,7 +330,7 @@ def _cross_correlation(first: Tensor, second: Tensor, eps: float = _BATCH_NORM_E
     views = views - (sums[:-1] / num_global).view(2, 1, dim)
     moments = torch.cat((views.square().sum(dim=1).flatten(), (views[0].T @ views[1]).flatten()))
     moments = sum_over_ranks(moments) / num_global
-    deviations = torch.sqrt(moments[: 2 * dim].view(2, dim) + eps)
+    deviations = torch.sqrt(moments[: 2 * dim].view(2, dim) + _BATCH_NORM_EPS)
     return moments[2 * dim :].view(dim, dim) / (deviations[0][:, None] * deviations[1][None])
 
 
@@ -385,19 +380,17 @@ def vicreg_loss(
     invariance: float = 25.0,
     variance: float = 25.0,
     covariance: float = 1.0,
-    counts: SampleCounts | None = None,
 ) -> Tensor:
     """Add the three weighted terms; variance and covariance are those of the samples of all ranks.
 
     Args:
         first, second: (n, D) embeddings of the views of this rank's samples.
         invariance, variance, covariance: weights of the terms.
-        counts: samples of each rank; None: asked for.
     Returns:
         0-d. The invariance term is the mean over this rank's samples; the others are the same on every rank.
     Cost: an all-gather of 2n rows and an all-reduce of 2N rows in the backward pass; 2 * N * D * D multiplications.
     """
-    counts = counts or count_samples(len(first), first.device)
+    counts = count_samples(len(first), first.device)
     views = at_least_float32(torch.stack((first, second), dim=1))  # (n, 2, D)
     dim = views.shape[2]
     distance = (views[:, 0] - views[:, 1]).square().sum() / max(counts.local * dim, 1)

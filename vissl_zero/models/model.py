@@ -118,12 +118,6 @@ def _pooling(name: str, args: Sequence[Any]) -> nn.Module:
     return pooling
 
 
-def _build_taps(trunk: nn.Module, settings: FeatureEvalSettings) -> Taps | None:
-    """Build the taps that FEATURE_EVAL_SETTINGS lists, or None."""
-    entries = settings.LINEAR_EVAL_FEAT_POOL_OPS_MAP
-    return Taps(trunk, entries, settings.SHOULD_FLATTEN_FEATS) if entries else None
-
-
 def _require_width(head: nn.Module, index: int, rows: Tensor) -> None:
     """Refuse features that the first layer of a head does not take.
 
@@ -439,7 +433,8 @@ def build_model(model_config: ModelConfig | TeacherModel, num_classes: int = 0) 
             from vissl_zero.models.lora import adapt_  # peft takes seconds to import, and may not be installed
 
             adapt_(trunk, model_config.LORA)
-        taps, heads = _build_taps(trunk, settings), []
+        entries, heads = settings.LINEAR_EVAL_FEAT_POOL_OPS_MAP, []
+        taps = Taps(trunk, entries, settings.SHOULD_FLATTEN_FEATS) if entries else None
         feature_taps = None
         if settings.EXTRACT_TRUNK_FEATURES_ONLY:
             taps, feature_taps = None, taps

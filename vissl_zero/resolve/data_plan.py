@@ -322,7 +322,9 @@ def _path_problem(key: str, text: str, endings: tuple[str, ...]) -> Problem | No
         )
     path = Path(text)
     if not is_there(path):
-        return Problem(key, repr(str(path)), "must name a folder that exists", _nearest(path))
+        existing, missing = _missing_part(path)
+        fix = f"{existing} exists, {missing!r} in it does not.{names_like(existing, missing)}"
+        return Problem(key, repr(str(path)), "must name a folder that exists", fix)
     if not path.is_dir():
         fix = f"Name the folder that holds it: {path.parent}."
         return Problem(key, repr(str(path)), "must name a folder, not a file", fix)
@@ -335,11 +337,6 @@ def _path_problem(key: str, text: str, endings: tuple[str, ...]) -> Problem | No
         fix = f"Put images there ({', '.join(endings)}), or name another folder.{held(endings_in(path))}"
         return Problem(key, repr(str(path)), "must name a folder that holds images", fix)
     return None
-
-
-def _nearest(path: Path) -> str:
-    existing, missing = _missing_part(path)
-    return f"{existing} exists, {missing!r} in it does not.{names_like(existing, missing)}"
 
 
 def _resembles(path: Path) -> bool:

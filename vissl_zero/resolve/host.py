@@ -20,7 +20,7 @@ from vissl_zero.errors import ConfigError, Problem
 from vissl_zero.lifetime import run_in_subprocess
 
 _GROUPS, _OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
-_SETTLING_S = 0.25
+_SETTLING_S, _SETTLED_WITHIN_S = 0.25, 5.0
 RESERVE = 2**29  # bytes of a rank: code, libraries, torch's own buffers; CUDA's context on a GPU
 
 
@@ -264,9 +264,9 @@ def free_memory(root: Path = _GROUPS, groups_file: Path = _OWN_GROUPS, info: Pat
     return max(0, min(least))
 
 
-def settled_free_memory(most_s: float = 5.0) -> int:
+def settled_free_memory() -> int:
     """Measure ``free_memory`` once no more comes back after processes were killed: the kernel may be behind."""
-    free, end = free_memory(), time.monotonic() + most_s
+    free, end = free_memory(), time.monotonic() + _SETTLED_WITHIN_S
     while time.monotonic() < end:
         time.sleep(_SETTLING_S)
         before, free = free, max(free, free_memory())

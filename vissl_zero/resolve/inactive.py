@@ -106,10 +106,6 @@ def _does_not_mix(split: str) -> Callable[[RunConfig], bool]:
     return lambda cfg: getattr(cfg.DATA, split).COLLATE_FUNCTION != MIXING_COLLATOR
 
 
-def _has_one_size(cfg: RunConfig) -> bool:
-    return not cfg.MODEL.VIEWS_APART and len(crop_sides(cfg.DATA.TRAIN.TRANSFORMS)) < 2
-
-
 def can_measure_top1(cfg: RunConfig) -> bool:
     """Check whether the method may predict classes, and TEST has images."""
     predicts_no_class = cfg.LOSS["name"] in builtin_keys("loss") and cfg.LOSS["name"] not in _WITH_CLASSES
@@ -176,7 +172,11 @@ _CONDITIONS: tuple[Inactive, ...] = (
         "the loss has no labels to mix",
     ),
     Inactive(("TRAINER.ROUNDING",), lambda cfg: cfg.TRAINER.DTYPE != "bfloat16", "TRAINER.DTYPE is not bfloat16"),
-    Inactive(("MODEL.PACK_CROPS",), _has_one_size, "the crops of an image have one size"),
+    Inactive(
+        ("MODEL.PACK_CROPS",),
+        lambda cfg: not cfg.MODEL.VIEWS_APART and len(crop_sides(cfg.DATA.TRAIN.TRANSFORMS)) < 2,
+        "the crops of an image have one size",
+    ),
     Inactive(("TRAINER.CROP_PASSES",), lambda cfg: cfg.TEST_ONLY, "nothing is trained"),
     Inactive(
         ("DATA.ON_BROKEN_IMAGE",),

@@ -41,8 +41,9 @@ def known(cfg: RunConfig, decided: Decisions) -> list[Problem]:
     """Check that the loss is known and has the keys it is given, and that no other block is mistyped."""
     name = cfg.LOSS.get("name")
     blocks = [key for key in cfg.LOSS if key != "name" and key not in _UNREAD]
+    all_losses = f"Known: {', '.join(LOSSES)}."
     problems = [
-        Problem(f"config.LOSS.{key}", "", "is not the name of a loss", did_you_mean(key, LOSSES).strip() or _known())
+        Problem(f"config.LOSS.{key}", "", "is not the name of a loss", did_you_mean(key, LOSSES).strip() or all_losses)
         for key in blocks
         if key not in LOSSES and key not in OTHER_LOSSES
     ]
@@ -66,10 +67,6 @@ _UNREAD = [key for key, value in NO_EFFECT["LOSS"].items() if not isinstance(val
 
 def _is_block(value: object) -> bool:
     return value is None or isinstance(value, Mapping) or is_dataclass(value)
-
-
-def _known() -> str:
-    return f"Known: {', '.join(LOSSES)}."
 
 
 def method(cfg: RunConfig, decided: Decisions) -> list[Problem]:
@@ -350,7 +347,7 @@ def is_head(head: Any) -> bool:
     return is_pair and isinstance(head[0], str) and isinstance(head[1], Mapping)
 
 
-def _dims(name: str, options: Mapping[str, Any], key: str, is_inner: bool = False) -> list[Problem]:
+def _dims(name: str, options: Mapping[str, Any], key: str, is_inner: bool) -> list[Problem]:
     """Check widths and numbers of prototypes, as every built-in head has them."""
     problems = []
     if name in builtin_keys("head") and "dims" in options and name != "chain":

@@ -50,7 +50,7 @@ def with_named_teacher(cfg: RunConfig) -> RunConfig:
     mean, std = normalization(run["DATA"]["TRAIN"]["TRANSFORMS"])
     if not hasattr(keys, "teacher_mean"):
         _require_normalization(cfg, mean, std)
-    width = run["feature_dim"] if spec.teacher_head(cfg) else _num_scores(head)
+    width = run["feature_dim"] if spec.teacher_head(cfg) else int(head[0][1]["num_clusters"][0])
     facts = {
         "embedding_dim": run["feature_dim"],
         "teacher_mean": mean if getattr(keys, "teacher_mean", None) is None else keys.teacher_mean,
@@ -75,10 +75,6 @@ def _teacher(name: str, saved: Mapping[str, Any] | None, wants_scores: bool) -> 
     """Recognize the network of a teacher, count its features, find its head of prototypes; imports torch."""
     teacher: Mapping[str, Any] = WEIGHTS_READERS.get("teacher").build(name, saved, wants_scores)
     return teacher
-
-
-def _num_scores(head: list[Any]) -> int:
-    return int(head[0][1]["num_clusters"][0])
 
 
 def _require_normalization(cfg: RunConfig, mean: Any, std: Any) -> None:

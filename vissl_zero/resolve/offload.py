@@ -143,7 +143,7 @@ def engine_of(name: str) -> str:
 
 
 def engine_problems(
-    name: str, level: int, *, is_half: bool, is_offloaded: bool, shard_group_size: int, is_float8: bool = False
+    name: str, level: int, *, is_half: bool, is_offloaded: bool, shard_group_size: int, is_float8: bool
 ) -> list[Problem]:
     """Check what cannot be done, each with the reason.
 

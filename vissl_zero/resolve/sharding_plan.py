@@ -300,7 +300,8 @@ def sharding_plan(decided: Decisions) -> tuple[ShardingPlan, tuple[str, ...]]:
         compile="inductor" if cfg.TRAINER.COMPILE else "",
         float8=_float8_plan(cfg.MODEL.FLOAT8),
     )
-    return plan, (*level_notes, *precision_notes, *recompute_notes, *_no_effect(cfg, plan, place))
+    notes = (*_no_effect_on_engine(cfg, plan, place), *_no_effect_of_switches(cfg, plan, place))
+    return plan, (*level_notes, *precision_notes, *recompute_notes, *notes)
 
 
 def _float8_plan(block: Float8) -> Float8Plan:
@@ -347,11 +348,6 @@ def _recomputation(cfg: RunConfig) -> tuple[dict[str, Any], tuple[str, ...]]:
     if any(ends):
         return {"stage_checkpoints": ends}, notes
     return {"checkpoint_every": recompute.EVERY_N_BLOCKS}, notes
-
-
-def _no_effect(cfg: RunConfig, plan: ShardingPlan, place: Placement) -> list[str]:
-    """Write notes on keys that were set away from their defaults and do nothing in this plan."""
-    return [*_no_effect_on_engine(cfg, plan, place), *_no_effect_of_switches(cfg, plan, place)]
 
 
 def _no_effect_on_engine(cfg: RunConfig, plan: ShardingPlan, place: Placement) -> list[str]:

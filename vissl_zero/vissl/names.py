@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from vissl_zero.config.run_config import RunConfig
 
 
-def use_own_names(cfg: RunConfig, chosen: Collection[str] = ()) -> list[str]:
+def use_own_names(cfg: RunConfig, chosen: Collection[str]) -> list[str]:
     """Replace VISSL's second names (``regnet_fsdp``, ...) and forms by the one of each, in place; returns notes.
 
     Args:

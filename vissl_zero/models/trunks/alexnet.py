@@ -90,23 +90,21 @@ def _net(convs: list[nn.Module], pools: list[nn.Module], sight: nn.Module | None
 
 
 def _bvlc() -> nn.Module:
-    widths = [(3, 96), (96, 256), (256, 384), (384, 384), (384, 256)]
-    return _net(_grouped(widths, [False] * 5, stride=4), [_pool(_response_norm()), _pool(_response_norm()), _pool()])
+    return _net(_grouped(3, [False] * 5, stride=4), [_pool(_response_norm()), _pool(_response_norm()), _pool()])
 
 
 def _jigsaw() -> nn.Module:
-    widths = [(3, 96), (96, 256), (256, 384), (384, 384), (384, 256)]
     pools = [nn.Sequential(_pool(), _response_norm()), nn.Sequential(_pool(), _response_norm()), _pool()]
-    return _net(_grouped(widths, [False, False, True, True, True], stride=2), pools)
+    return _net(_grouped(3, [False, False, True, True, True], stride=2), pools)
 
 
 def _colorization() -> nn.Module:
-    widths = [(1, 96), (96, 256), (256, 384), (384, 384), (384, 256)]
-    return _net(_grouped(widths, [True] * 5, stride=4), [_pool(), _pool(), _pool()], _Lightness())
+    return _net(_grouped(1, [True] * 5, stride=4), [_pool(), _pool(), _pool()], _Lightness())
 
 
-def _grouped(widths: list[tuple[int, int]], norms: list[bool], stride: int) -> list[nn.Module]:
+def _grouped(channels: int, norms: list[bool], stride: int) -> list[nn.Module]:
     """Build convolutions of the AlexNet split over two GPUs: groups in the second, fourth and fifth."""
+    widths = [(channels, 96), (96, 256), (256, 384), (384, 384), (384, 256)]
     sides = [(11, {"stride": stride}), (5, {"padding": 2, "groups": 2}), (3, {"padding": 1})]
     sides += [(3, {"padding": 1, "groups": 2})] * 2
     return [

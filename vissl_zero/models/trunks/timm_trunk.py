@@ -89,18 +89,19 @@ def build_timm_trunk(
     build = partial(_create_with_norms, name, arguments, layer_norm_eps, last_norm_eps)
     net = build()
     if isinstance(net, TimmVisionTransformer) and _is_plain(type(net)):
-        if problems := [_without_effect(key, arguments[key]) for key in _WITHOUT_EFFECT if arguments.get(key)]:
+        must = "must be left out: the units of a vision transformer do not read it"
+        problems = [
+            Problem(f"{_KEY}.PARAMS.model_args.{key}", str(arguments[key]), must, fix)
+            for key, fix in _WITHOUT_EFFECT.items()
+            if arguments.get(key)
+        ]
+        if problems:
             raise ConfigError(problems)
         return TransformerTrunk(net, use_mask_token, patch_drop_rate, position_resize)
     if use_mask_token or patch_drop_rate or position_resize != "antialiased":
         must = "use_mask_token, patch_drop_rate and position_resize are for plain vision transformers"
         raise ConfigError([Problem(f"{_KEY}.NAME", f"timm/{name}", must, "Leave them out.")])
     return TimmTrunk(net, build)
-
-
-def _without_effect(key: str, value: Any) -> Problem:
-    must = "must be left out: the units of a vision transformer do not read it"
-    return Problem(f"{_KEY}.PARAMS.model_args.{key}", str(value), must, _WITHOUT_EFFECT[key])
 
 
 class TimmTrunk(nn.Module):
