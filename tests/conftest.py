@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import tempfile
@@ -80,6 +81,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         item.add_marker(pytest.mark.xdist_group(f"{item.path.stem}-{cell.feature}" if cell else str(item.path)))
         if item.get_closest_marker("outside") or item.path.parent.name == "launch":
             item.add_marker(pytest.mark.flaky(reruns=1))
+
+
+def pytest_collection_finish() -> None:
+    """Leave what is imported and collected out of garbage collections: it stays until the session ends."""
+    gc.collect()
+    gc.freeze()
 
 
 def _reruns(config: pytest.Config) -> list[Any]:

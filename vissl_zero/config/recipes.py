@@ -86,9 +86,8 @@ def list_recipes(folders: Sequence[str | Path] = ()) -> list[Recipe]:
     Args:
         folders: more folders to look in (--config-dir, hydra.searchpath); theirs come first.
     """
-    roots = [*map(Path, folders), Path(str(files("vissl_zero.conf"))), *recipe_folders()]
     recipes: dict[str, Recipe] = {}
-    for root in roots:
+    for root in [*map(Path, folders), *_roots()]:
         for folder, _, names in sorted(os.walk(root / "config")):
             for name in sorted(names):
                 path = Path(folder) / name
@@ -96,6 +95,16 @@ def list_recipes(folders: Sequence[str | Path] = ()) -> list[Recipe]:
                     recipe = _read(str(path.relative_to(root / "config").with_suffix("")), path)
                     recipes.setdefault(recipe.name, recipe)
     return list(recipes.values())
+
+
+def find_recipe(name: str) -> Recipe | None:
+    """Find the recipe or part of a name where ``list_recipes`` looks; None where there is none."""
+    paths = (root / "config" / f"{name}.yaml" for root in _roots())
+    return next((_read(name, path) for path in paths if is_file(path)), None)
+
+
+def _roots() -> list[Path]:
+    return [Path(str(files("vissl_zero.conf"))), *recipe_folders()]
 
 
 def recipe_names(folders: Sequence[str | Path] = ()) -> list[str]:

@@ -15,7 +15,7 @@ from vissl_zero.config.components.heads import are_tapped, features_are_tapped
 from vissl_zero.config.components.trunks import FURTHER_BLOCKS, TRUNK_BLOCKS
 from vissl_zero.config.constraints import constraint_problems
 from vissl_zero.config.programs import RETRIEVAL, TRAIN
-from vissl_zero.config.recipes import list_recipes, recipe_packages
+from vissl_zero.config.recipes import find_recipe, recipe_packages
 from vissl_zero.config.run_config import RunConfig
 from vissl_zero.config.weights_name import absolute
 from vissl_zero.errors import ConfigError, Problem
@@ -195,9 +195,8 @@ def unread_blocks(cfg: RunConfig) -> set[str]:
 
 def _part_alone(cfg: RunConfig, recipe: str) -> Problem | None:
     """Refuse a part of a recipe as one: its comment says so, it names no images and no heads, or heads and no more."""
-    part = next(
-        (recipe_part for recipe_part in list_recipes() if recipe_part.name == recipe and recipe_part.is_part), None
-    )
+    named = find_recipe(recipe)
+    part = named if named and named.is_part else None
     has_method = cfg.TEST_ONLY or cfg.LOSS["name"] != default_loss()["name"] or Optimizer() != cfg.OPTIMIZER
     is_whole = cfg.DATA.TRAIN.DATA_SOURCES or (cfg.MODEL.HEAD.PARAMS and has_method)
     if not recipe or (part is None and is_whole):

@@ -66,6 +66,10 @@ def test_batch_norm_stays_float32_only_where_parameters_are_half() -> None:
     half = plan_wrap(_model(), ShardingPlan(level=3, precision=HALF), 2)
     assert len(_names(half, "norm")) == 5
     assert all(unit.is_float32 == (unit.kind == "norm") for unit in half.units)
+    assert all(unit.is_replicated == unit.is_float32 for unit in half.units)
+    assert "  norm   trunk.stem.1 " in half.describe() and "float32, on every rank" in half.describe()
+    fairscale = plan_wrap(_model(), ShardingPlan(level=3, engine="fairscale", precision=HALF), 2)
+    assert len(_names(fairscale, "norm")) == 5 and not any(unit.is_replicated for unit in fairscale.units)
 
 
 def test_a_tied_parameter_binds_its_units() -> None:
@@ -168,7 +172,13 @@ def test_level_0_has_one_unit_and_what_is_gathered_follows_the_level() -> None:
     assert [gathered(ShardingPlan(level=level)) for level in range(3)] == [0, 4 * total, 4 * total]
     largest = max(unit.num_params for unit in plan_wrap(_model(), ShardingPlan(level=3), 2).units)
     assert gathered(ShardingPlan(level=3)) == 4 * largest
-    assert gathered(ShardingPlan(level=2, precision=HALF)) == 2 * total
+    norms = sum(
+        param.numel()
+        for module in _model().modules()
+        if isinstance(module, nn.BatchNorm2d)
+        for param in module.parameters()
+    )
+    assert gathered(ShardingPlan(level=2, precision=HALF)) == 2 * (total - norms) > 0
 
 
 def test_checkpointing_takes_every_nth_unit_or_stages() -> None:

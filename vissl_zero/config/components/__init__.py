@@ -55,6 +55,7 @@ from vissl_zero.config.components.trunks import (
     XcitConfig,
 )
 from vissl_zero.config.constraints import constraint_problems
+from vissl_zero.config.copies import Copies
 from vissl_zero.errors import ConfigError, Problem, did_you_mean
 from vissl_zero.registry import METHODS, Component, Registry
 
@@ -121,6 +122,11 @@ def component_keys(registry: Registry, name: str) -> type | None:
     return builtin_keys(registry.kind).get(name) or registry.get(name).config
 
 
+@cache
+def _defaults(schema: type) -> Copies[DictConfig]:
+    return Copies(OmegaConf.structured(schema))
+
+
 def typed_options(component: Component | type | None, options: Mapping[str, Any], key_path: str) -> dict[str, Any]:
     """Fill in all keys of a component: ``options`` over the defaults, with the types of its dataclass.
 
@@ -139,17 +145,21 @@ def typed_options(component: Component | type | None, options: Mapping[str, Any]
                 [Problem(key_path, str(dict(options)), "must be empty: this component declares no keys", fix)]
             )
         return {}
-    node, problems = OmegaConf.structured(schema), []
     names = [f.name for f in fields(schema)]
-    for name, value in options.items():
-        if name not in names:
-            fix = did_you_mean(str(name), names).strip() or f"Known: {', '.join(names)}."
-            problems.append(Problem(f"{key_path}.{name}", "", "is not a key", fix))
-            continue
-        try:
-            node.merge_with({name: copy.deepcopy(value)})
-        except OmegaConfBaseException as error:
-            problems.append(_explained(error, key_path, node))
+    problems = []
+    for name in (name for name in options if name not in names):
+        fix = did_you_mean(str(name), names).strip() or f"Known: {', '.join(names)}."
+        problems.append(Problem(f"{key_path}.{name}", "", "is not a key", fix))
+    node = _defaults(schema).new()
+    known = {name: copy.deepcopy(value) for name, value in options.items() if name in names}
+    try:
+        node.merge_with(known)
+    except OmegaConfBaseException:  # it stops at the first
+        for name, value in known.items():
+            try:
+                node.merge_with({name: value})
+            except OmegaConfBaseException as error:
+                problems.append(_explained(error, key_path, node))
     for name in OmegaConf.missing_keys(node):
         if not any(problem.key == f"{key_path}.{name}" for problem in problems):
             problems.append(Problem(f"{key_path}.{name}", "", "must be given", "Add it to the recipe."))

@@ -28,6 +28,7 @@ class PlannedUnit:
             float32) or "root" (whatever no other unit holds).
         num_params: elements it owns, those of units inside it not counted.
         is_float32: computes in the master precision although the rest computes in half.
+        is_replicated: stays whole on every rank, and is not gathered: few numbers, for which a message is not worth it.
         is_checkpointed: recomputed in backward.
     """
 
@@ -35,6 +36,7 @@ class PlannedUnit:
     kind: str
     num_params: int
     is_float32: bool = False
+    is_replicated: bool = False
     is_checkpointed: bool = False
 
 
@@ -46,7 +48,7 @@ class WrapPlan:
         level: ZeRO level.
         num_ranks: ranks that share one copy of the state.
         compute: dtype that parameters have in forward and backward.
-        units: units in the order in which they are to be wrapped.
+        units: units in the order in which they are to be wrapped, and what is replicated.
         checkpointed: names of the units that are recomputed in backward (at level 0 too).
         whole_bytes: parameters that are whole on a rank at the peak of a step, beside its shards
             (``param_facts.gathered_bytes``).
@@ -69,15 +71,17 @@ class WrapPlan:
             width = max(len(_title(unit)) for unit in self.units)
             for unit in self.units:
                 lines.append(f"  {unit.kind:5}  {_title(unit):{width}}  {unit.num_params:>13,}  {self._remarks(unit)}")
-            lines.append(
-                f"  largest unit {largest:,} parameters, each rank keeps about {-(-total // self.num_ranks):,}"
-            )
+            whole = sum(unit.num_params for unit in self.units if unit.is_replicated)
+            kept = whole - (whole - total) // self.num_ranks
+            lines.append(f"  largest unit {largest:,} parameters, each rank keeps about {kept:,}")
         if self.checkpointed:
             lines.append(f"  recomputed in backward: {', '.join(self.checkpointed)}")
         return "\n".join(lines)
 
     def _remarks(self, unit: PlannedUnit) -> str:
         remarks = ["float32" if unit.is_float32 else self.compute]
+        if unit.is_replicated:
+            remarks.append("on every rank")
         if unit.is_checkpointed:
             remarks.append("recomputed")
         if len(unit.modules) > 1:
@@ -126,6 +130,7 @@ def plan_wrap(model: nn.Module, plan: ShardingPlan, num_ranks: int) -> WrapPlan:
             kind=kinds[group[0]],
             num_params=sum(owned[name] for name in group),
             is_float32=kinds[group[0]] == "norm",
+            is_replicated=plan.engine == "torch" and all(kinds[name] == "norm" for name in group),
             is_checkpointed=any(name in checkpointed for name in group),
         )
         # A group of tied modules comes where its last one would: everything inside any of them has been wrapped by
