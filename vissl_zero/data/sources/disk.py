@@ -133,7 +133,9 @@ def _images_below(
         DataError: ``root`` is missing, is not a folder, cannot be read or holds no image.
     """
     if not root.is_dir():
-        what = "is a file, not a folder" if root.exists() else f"does not exist{_nearest(root)}"
+        parent = next((parent for parent in root.absolute().parents if parent.is_dir()), None)
+        nearest = f" ({parent} does)" if parent else ""
+        what = "is a file, not a folder" if root.exists() else f"does not exist{nearest}"
         raise DataError(f"The data path {root} {what}. Correct {key}.")
     work, number = SlowProgress(logger.warning), 0
     try:
@@ -162,14 +164,12 @@ def _visible(folder: str | os.PathLike[str]) -> Iterator[os.DirEntry[str]]:
         yield from (entry for entry in entries if not entry.name.startswith("."))
 
 
-def _is_image(entry: os.DirEntry[str], endings: tuple[str, ...]) -> bool:
-    # is_file: a named pipe called x.jpg would block the reader for ever.
-    return entry.name.lower().endswith(endings) and entry.is_file()
-
-
 def _children(folder: str | os.PathLike[str], endings: tuple[str, ...]) -> list[str | os.DirEntry[str]]:
     """List what is visible in a folder, sorted by name: images, perhaps a million, by name alone, the rest by entry."""
-    children = [entry.name if _is_image(entry, endings) else entry for entry in _visible(folder)]
+    # is_file: a named pipe called x.jpg would block the reader for ever.
+    children = [
+        entry.name if entry.name.lower().endswith(endings) and entry.is_file() else entry for entry in _visible(folder)
+    ]
     return sorted(children, key=lambda child: child if isinstance(child, str) else child.name)
 
 
@@ -216,12 +216,6 @@ def _check_known(classes: list[str], request: SourceRequest) -> None:
             f"{', '.join(unknown[:10])}.{did_you_mean(unknown[0], request.class_names)} "
             "Use the same folder names in both."
         )
-
-
-def _nearest(path: Path) -> str:
-    """Name the part of a missing path that does exist, to show where it goes wrong."""
-    parent = next((parent for parent in path.absolute().parents if parent.is_dir()), None)
-    return f" ({parent} does)" if parent else ""
 
 
 def _left_out(paths: Sequence[str], others: Counter[str], classes: set[str | None]) -> list[str]:
