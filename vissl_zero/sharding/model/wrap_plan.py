@@ -5,7 +5,7 @@ Pure: nothing here changes the model or needs a process group, so that a plan ca
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -144,12 +144,32 @@ def model_units(model: nn.Module) -> list[nn.Module]:
     """List the blocks of a model in forward order: its ``zero_units()``, or the children of repeated containers.
 
     A container is repeated if it is a ModuleList or Sequential of two or more children of one type with parameters,
-    which can be called: containers of containers are looked into.
+    which can be called: containers of containers are looked into. A module elsewhere of the type of such a child, and no
+    smaller than their mean, is a block too.
     """
     units = getattr(model, "zero_units", None)
     if callable(units):
         return [unit for unit in units() if _has_parameters(unit)]
-    return list(_repeated_blocks(model))
+    blocks = {block: _num_params(block) for block in _repeated_blocks(model)}
+    return list(dict.fromkeys(_with_single_blocks(model, blocks)))
+
+
+def _with_single_blocks(module: nn.Module, blocks: Mapping[nn.Module, int]) -> Iterator[nn.Module]:
+    """Yield ``blocks``, and modules like them that hold none, in the order of the tree.
+
+    RegNet's last stage has one block, with a third of the parameters.
+    """
+    # torch's own types, such as Sequential, may be anything.
+    is_alike = not type(module).__module__.startswith("torch.nn.") and any(type(module) is type(b) for b in blocks)
+    if module in blocks or (
+        is_alike
+        and _num_params(module) * len(blocks) >= sum(blocks.values())
+        and not any(inner in blocks for inner in module.modules())
+    ):
+        yield module
+        return
+    for child in module.children():
+        yield from _with_single_blocks(child, blocks)
 
 
 def _repeated_blocks(module: nn.Module) -> Iterator[nn.Module]:
