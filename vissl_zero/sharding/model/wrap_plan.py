@@ -144,8 +144,8 @@ def model_units(model: nn.Module) -> list[nn.Module]:
     """List the blocks of a model in forward order: its ``zero_units()``, or the children of repeated containers.
 
     A container is repeated if it is a ModuleList or Sequential of two or more children of one type with parameters,
-    which can be called: containers of containers are looked into. A module elsewhere of the type of such a child, and no
-    smaller than their mean, is a block too.
+    which can be called: containers of containers are looked into. A module elsewhere of the type of such a child is a
+    block too, if it is no smaller than their mean.
     """
     units = getattr(model, "zero_units", None)
     if callable(units):
