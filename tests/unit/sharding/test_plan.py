@@ -267,6 +267,23 @@ def test_the_description_is_a_table_below_a_sentence(level: int, num_ranks: int,
     assert "recomputed" not in WrapPlan(level, num_ranks, "float32", units[1:]).describe()
 
 
+def test_advice_where_one_unit_has_most_of_a_large_model() -> None:
+    def advice(level: int, *sizes: int) -> str:
+        units = [PlannedUnit((f"{number}",), "layer", size) for number, size in enumerate(sizes)]
+        return WrapPlan(level, 2, "float32", tuple(units)).advice()
+
+    text = advice(3, 4_000_000, 12_000_000)
+    assert text.startswith("1 has 75% of the parameters, and level 3 gathers it at once.")
+    assert "to 1000000 or so" in text
+    assert advice(3, 10_000_000)
+    assert [advice(2, 16_000_000), advice(3, 8_000_000, 8_000_000), advice(3, 9_999_999)] == ["", "", ""]
+    with torch.device("meta"):
+        plan = plan_wrap(timm.create_model("dla34"), ShardingPlan(level=3), 2)
+        assert plan.advice().startswith("(model) has 100% ")
+        threshold = int(plan.advice().split(") to ")[1].split()[0])
+        assert not plan_wrap(timm.create_model("dla34"), ShardingPlan(level=3, wrap_threshold=threshold), 2).advice()
+
+
 def test_planning_changes_nothing() -> None:
     model = _model()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}

@@ -78,6 +78,18 @@ class WrapPlan:
             lines.append(f"  recomputed in backward: {', '.join(self.checkpointed)}")
         return "\n".join(lines)
 
+    def advice(self) -> str:
+        """Say what to do where level 3 gathers most of a large model at once; else empty."""
+        total = sum(unit.num_params for unit in self.units)
+        largest = max(self.units, key=lambda unit: unit.num_params)
+        if self.level < 3 or total < _LARGE or largest.num_params * 2 <= total:
+            return ""
+        return (
+            f"{_title(largest)} has {largest.num_params / total:.0%} of the parameters, and level 3 gathers it "
+            f"at once. To gather less, set wrap_threshold (FSDP_CONFIG.AUTO_WRAP_THRESHOLD) to {total // 16} or so, "
+            f"or return the blocks of the model from a method zero_units()."
+        )
+
     def _remarks(self, unit: PlannedUnit) -> str:
         remarks = ["float32" if unit.is_float32 else self.compute]
         if unit.is_replicated:
@@ -89,6 +101,7 @@ class WrapPlan:
         return ", ".join(remarks)
 
 
+_LARGE = 10_000_000  # parameters below which a unit of most of them takes little memory
 _MOMENT = {
     0: "replicated",
     1: "optimizer state sharded; gradients whole until the last micro-batch",
