@@ -133,8 +133,8 @@ def _sharding_plans(
     """Yield every plan that computes the same as ``base`` and that the rules allow.
 
     Args:
-        base: number formats, clipping, engine; where it names a folder on a disk, state may rest there. Where it has a
-            second copy of parameters in half precision, levels below its own compute otherwise.
+        base: number formats, clipping, engine, a folder if there is a disk. Where it computes parameters in half
+            precision, levels below its own compute otherwise.
         world_size, num_nodes: ranks and machines.
         device_type: "cpu" or "cuda": on the CPU the tier ``cpu`` is where state is anyway.
         can_recompute: the model has units.
@@ -158,8 +158,7 @@ def _sharding_plans(
                         continue  # a single rank: nothing to shard over
                     if params.device != "none" and optimizer.device == "none":
                         continue  # the state is larger, and read once a step
-                    sizes = _group_sizes(base, world_size, num_nodes) if level else [world_size]
-                    for size in sizes:
+                    for size in _group_sizes(base, world_size, num_nodes) if level else [world_size]:
                         cut = replace(recomputation, level=level, shard_group_size=size)
                         yield replace(cut, offload_optimizer=optimizer, offload_params=params)
 
@@ -220,13 +219,12 @@ def because(candidates: Sequence[Candidate], budget: Budget) -> str:
 def without_doubles(candidates: Sequence[Candidate]) -> list[Candidate]:
     """Leave out each plan of level 2 with all figures of level 1, unless it is chosen."""
     figures = {(candidate.sharding, candidate.micro_batches): _figures(candidate) for candidate in candidates}
-
-    def is_double(candidate: Candidate) -> bool:
-        lower = replace(candidate.sharding, level=1), candidate.micro_batches
-        is_same = figures.get(lower) == _figures(candidate)
-        return candidate.sharding.level == 2 and not candidate.is_chosen and is_same
-
-    return [candidate for candidate in candidates if not is_double(candidate)]
+    lower = [(replace(candidate.sharding, level=1), candidate.micro_batches) for candidate in candidates]
+    return [
+        candidate
+        for candidate, key in zip(candidates, lower, strict=True)
+        if candidate.sharding.level != 2 or candidate.is_chosen or figures.get(key) != _figures(candidate)
+    ]
 
 
 def _figures(candidate: Candidate) -> tuple[Any, ...]:
