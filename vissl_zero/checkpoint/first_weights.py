@@ -303,7 +303,7 @@ def _resized(read: Callable[[], Tensor], prefix: int, side: int, grid: tuple[int
     return torch.cat([positions[:, :prefix], patches], dim=1)
 
 
-def _require(matched: Match, path: str, needs: Literal["trunk", "head shapes", "heads"], may_lack: str) -> None:
+def _require(matched: Match, path: str, needs: Literal["trunk", "head shapes", "heads"], may_lack: str = "") -> None:
     key = "config.MODEL.WEIGHTS_INIT.PARAMS_FILE"
     if needs == "heads" and (lost := matched.lacks("heads")):
         raise CheckpointError(
