@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -10,8 +12,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import vissl_zero
+from tests.dist.case import Case, Outcome
+from tests.dist.plain import train_plainly
+from tests.dist.training import shard, train_sharded
 from tests.ranks import RankError, run_on_ranks
+from vissl_zero.errors import VisslZeroError
 from vissl_zero.models.model import Unit
+from vissl_zero.resolve.resolved import OffloadPlan, Precision
 from vissl_zero.sharding.model.batch_norm import (
     BatchNorm,
     batch_norm_group,
@@ -121,6 +128,70 @@ def test_half_precision_input_is_normalized_with_float32_statistics(dtype: torch
     assert half[2].dtype == torch.float32
     for found, expected in zip(half, single, strict=True):
         torch.testing.assert_close(found.float(), expected, rtol=0.05, atol=0.05)
+
+
+# Narrow enough that batch norm keeps the masters' format, and wide enough to be compared.
+NARROW = Precision(master="float64", compute="float32", reduce="float64")
+NARROW_CASES = {
+    "larc": Case(optimizer="larc", clip=1.0, num_micro_batches=2, batch_sizes=(11, 8)),
+    "adamw": Case(optimizer="adamw", norm="local_batch", frozen_steps=2, undecayed=True, ema=True, lr=0.01),
+    "adam": Case(optimizer="adam", unused=True, lr=0.01),
+}
+_reference = cache(train_plainly)
+
+
+def _train_narrow(name: str, level: int, folder: str, changes: dict[str, Any]) -> tuple[Outcome, int]:
+    tiers = {key: replace(tier, nvme_path=folder) for key, tier in changes.items() if isinstance(tier, OffloadPlan)}
+    norm = shard(NARROW_CASES[name], level, precision=NARROW).model.get_submodule("trunk.blocks.0.1")
+    assert type(norm.weight.data) is Tensor, "batch norm is replicated"  # not a DTensor
+    outcome = train_sharded(NARROW_CASES[name], level, changes | tiers | {"precision": NARROW})
+    return outcome, norm.weight.numel()
+
+
+NVME = OffloadPlan("nvme")
+NARROW_RUNS: list[tuple[str, int, dict[str, Any]]] = [
+    ("larc", 2, {}),
+    ("larc", 3, {"deterministic": True}),
+    ("larc", 4, {"shard_group_size": 2}),
+    ("adamw", 2, {"checkpoint_every": 1}),
+    ("adamw", 3, {"offload_optimizer": NVME}),
+    ("adam", 2, {"needs_whole_tensors": True}),
+]
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("name", "world_size", "level", "changes"),
+    [
+        *(pytest.param(*run[:2], 3, run[2]) for run in NARROW_RUNS),
+        *(pytest.param(*run[:2], level, run[2], marks=pytest.mark.slow) for run in NARROW_RUNS for level in (1, 2)),
+        ("adamw", 2, 3, {"offload_optimizer": NVME, "offload_params": NVME}),
+    ],
+    ids=lambda value: "+".join(value) if isinstance(value, dict) else str(value),
+)
+def test_batch_norm_of_a_narrower_model_trains_whole_on_every_rank(
+    name: str, world_size: int, level: int, changes: dict[str, Any], tmp_path: Any
+) -> None:
+    case = NARROW_CASES[name]
+    reference = _reference(case, num_ranks=world_size if case.norm == "local_batch" else 1)
+    outcome, num_elements = run_on_ranks(world_size, _train_narrow, name, level, str(tmp_path), changes)[0]
+    assert num_elements == len(reference.state["trunk.blocks.0.1.weight"])
+    distance = outcome.relative_distance(reference)
+    print(distance)
+    assert 0 < max(distance.values()) < 2e-5, distance
+
+
+def _read_gradient() -> None:
+    model, optimizer = vissl_zero.initialize(
+        nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)).bfloat16(), {"type": "SGD", "lr": 0.1}, {"level": 3}
+    )
+    optimizer.backward(model(torch.ones(2, 3, 4, 4, dtype=torch.bfloat16)).square().mean())
+    with pytest.raises(VisslZeroError, match="batch norm in half precision, was read"):
+        model[1].weight.grad.norm()
+
+
+def test_a_loop_is_not_shown_a_gradient_that_differs_between_ranks() -> None:
+    run_on_ranks(2, _read_gradient)
 
 
 def _recompute_on_rank(ranks_per_group: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

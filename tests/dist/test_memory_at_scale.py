@@ -93,8 +93,12 @@ def _formula(level: int, is_mixed: bool, state: int, world_size: int) -> float:
 @pytest.mark.parametrize("level", [1, 2, 3])
 @pytest.mark.parametrize("world_size", [2, 4, 8])
 def test_state_bytes_are_within_one_percent_of_the_formula(world_size: int, level: int) -> None:
-    """After the last backward pass and before the step, in float32 and in the paper's 2 + 2 + 12."""
+    """After the last backward pass and before the step, in float32 and in the paper's 2 + 2 + 12.
+
+    In half precision batch norm is whole on every rank, in float32.
+    """
     num_params = sum(param.numel() for param in _Stack().parameters())
+    num_norm = sum(param.numel() for block in _Stack().blocks for param in block[1].parameters())
     ratios = {}
     with _among(world_size):
         for optimizer, state in STATE.items():
@@ -103,7 +107,9 @@ def test_state_bytes_are_within_one_percent_of_the_formula(world_size: int, leve
                 _train(sharded, 1)
                 memory = _train(sharded, 1)
                 held = memory["params"] + memory["grads"] + memory["optimizer"]
-                ratios[optimizer, is_mixed] = held / num_params / _formula(level, is_mixed, state, world_size)
+                whole = num_norm * is_mixed
+                cut = (num_params - whole) * _formula(level, is_mixed, state, world_size)
+                ratios[optimizer, is_mixed] = held / (cut + whole * (4 + 4 + state))
     print(f"level {level}, {world_size} ranks: {ratios}")
     assert max(ratios.values()) <= 1.01, ratios
 

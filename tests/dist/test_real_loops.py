@@ -611,7 +611,7 @@ def kept_gradients_clipped(init: Init) -> dict[str, Tensor]:
     return _edited(init, _clip, keep_gradients=True)
 
 
-@case(level_1=EDITED, level_2=EDITED, level_3="The gradient of a scalar parameter was read or changed")
+@case(level_1=EDITED, level_2=EDITED, level_3="The gradient of a scalar, or of batch norm in half precision, was read")
 def clipped_by_torch_with_a_scalar(init: Init) -> dict[str, Tensor]:
     class Scaled(Net):
         def __init__(self) -> None:

@@ -42,6 +42,7 @@ def _observe(level: int, changes: dict[str, Any]) -> dict[str, Any]:
     units = [module for module in sharded.model.modules() if isinstance(module, FSDPModule)]
     convolution = next(module for module in sharded.model.modules() if isinstance(module, torch.nn.Conv2d))
     convolution.register_forward_pre_hook(lambda module, x: seen["dtypes"].add((x[0].dtype, module.weight.dtype)))
+    norms = [module for module in sharded.model.modules() if isinstance(module, torch.nn.modules.batchnorm._BatchNorm)]
     images = [crops[:, dist.get_rank() :: 2].flatten(0, 1) for crops in next(micro_batches(CASE, 0))]
     loss = loss_of(sharded.model(images), len(images[1]))
     sharded.backward(loss)
@@ -49,6 +50,7 @@ def _observe(level: int, changes: dict[str, Any]) -> dict[str, Any]:
         "loss": float(loss),
         "units": len(units),
         "reduce": {unit._get_fsdp_state()._mp_policy.reduce_dtype for unit in units},
+        "norms": {(type(norm.weight.data).__name__, norm.weight.dtype) for norm in norms},
         "stored": {tensor.dtype for _, tensor in sharded.named_parameters()},
     }
 
@@ -75,8 +77,8 @@ def test_compute_dtype_and_fp32_reduce_scatter_on_torch(compute: str, reduce: st
     seen = _seen(precision=Precision("float32", None, compute, compute if reduce == "half" else "float32", False))
     assert seen["dtypes"] == {(half, half)}
     assert seen["stored"] == {torch.float32}
-    assert torch.float32 in seen["reduce"]  # batch norm stays float32
-    assert (half in seen["reduce"]) == (reduce == "half")
+    assert seen["norms"] == {("Tensor", torch.float32)}  # whole on every rank, in no unit
+    assert seen["reduce"] == {half if reduce == "half" else torch.float32}
 
 
 @pytest.mark.parametrize("path", NO_EFFECT)

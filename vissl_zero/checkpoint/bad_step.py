@@ -145,16 +145,11 @@ def _batch_parts(run: Run, micro_batches: Sequence[ImageBatch]) -> list[Part]:
         tensors[f"{prefix}num_crops"] = torch.tensor(changed.num_crops)
         tensors[f"{prefix}num_global"] = torch.tensor(changed.num_global)
         tensors[f"{prefix}stand_ins"] = torch.tensor(changed.stand_ins, dtype=torch.int64)
-    return [_part(name, tensor) for name, tensor in tensors.items()]
+    return [Part.of(name, tensor) for name, tensor in tensors.items()]
 
 
 def _prefix(rank: int, index: int) -> str:
     return f"of_rank/{rank}/batch/{index}/"
-
-
-def _part(name: str, tensor: Tensor) -> Part:
-    value = tensor.detach()
-    return Part(name, value.shape, 0, value.numel(), value.dtype, lambda: value)
 
 
 def read_batches(checkpoint: Checkpoint, rank: int, world_size: int) -> list[ImageBatch]:

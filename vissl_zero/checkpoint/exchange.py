@@ -223,7 +223,7 @@ def _loss_parts(matched: Match, foreign: Foreign, config: Mapping[str, Any]) -> 
     if method is None:
         return [], ["The file has no memory of images: the memory starts from scratch."]
     tensors, sentences = as_ours(method, tree["LOSS"], foreign.loss)
-    parts = [_part_of(Entry.of(f"criterion/{name}", value.contiguous())) for name, value in tensors.items()]
+    parts = [Part.of(f"criterion/{name}", value.contiguous()) for name, value in tensors.items()]
     if not method.has_teacher or tree.get("DISTILLATION") is not None:
         return parts, sentences
     with torch.device("meta"):
@@ -239,12 +239,12 @@ def _loss_parts(matched: Match, foreign: Foreign, config: Mapping[str, Any]) -> 
     # Older files lack batch norm's counters.
     for entry in [*teachers.entries, *(entry for entry in students.entries if entry.key not in taken)]:
         place = "buffer/teacher:" if entry.key.endswith(_BUFFER_ENDINGS) else "teacher/"
-        parts.append(_part_of(Entry(place + entry.key, entry.dtype, entry.shape, entry.read)))
+        parts.append(_part_of(entry, place))
     return parts, sentences
 
 
-def _part_of(entry: Entry) -> Part:
-    return Part(entry.key, torch.Size(entry.shape), 0, entry.num_elements, entry.dtype, entry.read)
+def _part_of(entry: Entry, prefix: str) -> Part:
+    return Part(prefix + entry.key, torch.Size(entry.shape), 0, entry.num_elements, entry.dtype, entry.read)
 
 
 def _write_checkpoint(
@@ -258,12 +258,10 @@ def _write_checkpoint(
     parts, numbers = [*of_loss], {}
     for entry in matched.entries:
         prefix = BUFFERS if entry.key.endswith(_BUFFER_ENDINGS) else PARAMETERS
-        shape = torch.Size(entry.shape)
-        parts.append(Part(prefix + entry.key, shape, 0, entry.num_elements, entry.dtype, entry.read))
+        parts.append(_part_of(entry, prefix))
     for name, values in state.items():
         tensors = {key: value for key, value in values.items() if key != "step"}
-        entries = [Entry.of(f"{OPTIMIZER}{key}/{name}", tensor) for key, tensor in tensors.items()]
-        parts += [Part(e.key, torch.Size(e.shape), 0, e.num_elements, e.dtype, e.read) for e in entries]
+        parts += [Part.of(f"{OPTIMIZER}{key}/{name}", tensor) for key, tensor in tensors.items()]
         numbers[name] = {"step": {"dtype": "float32", "value": values["step"]}} if "step" in values else {}
     manifest = Manifest(
         step=foreign.iteration,

@@ -37,10 +37,7 @@ def extra_parts(extra: dict[str, Any] | None) -> list[Part]:
             problem = str(error)
     if problem := collectives.broadcast_object(problem):
         raise CheckpointError(problem)
-    if data is None:
-        return []
-    packed = data
-    return [Part(NAME, packed.shape, 0, packed.numel(), packed.dtype, lambda: packed)]
+    return [] if data is None else [Part.of(NAME, data)]
 
 
 def read_extra(checkpoint: Checkpoint) -> dict[str, Any] | None:

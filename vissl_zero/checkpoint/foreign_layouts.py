@@ -175,7 +175,7 @@ def _sharded(content: Mapping[str, Any], path: Path) -> Foreign:
     foreign = Foreign(f"VISSL, {len(names)} shards", iteration=_count(shards[0], "iteration"), epoch=_epoch(shards[0]))
     foreign.loss = loss_state(shards)
     foreign.optimizer = OptimizerState(reason="each shard numbers the state of its own pieces, and names no parameter")
-    _add_entries(foreign, _whole(models, metas, "trunk"), "trunk.")
+    _add_entries(foreign, _whole_trunk(models, metas), "trunk.")
     metas_of_heads, heads = metas[0].get("heads") or [], models[0].get("heads", {})
     if not metas_of_heads:
         for prefix, head in _heads(heads):
@@ -190,12 +190,12 @@ def _sharded(content: Mapping[str, Any], path: Path) -> Foreign:
     return _not_empty(foreign, path)
 
 
-def _whole(models: list[Mapping[str, Any]], metas: list[Mapping[str, Any]], part: str) -> list[Entry]:
-    if not metas[0].get(part):
+def _whole_trunk(models: list[Mapping[str, Any]], metas: list[Mapping[str, Any]]) -> list[Entry]:
+    if not metas[0].get("trunk"):
         foreign = Foreign("")
-        _add(foreign, models[0].get(part, {}), "")
+        _add(foreign, models[0].get("trunk", {}), "")
         return foreign.entries
-    return full_tensors([model[part] for model in models], [meta[part] for meta in metas])
+    return full_tensors([model["trunk"] for model in models], [meta["trunk"] for meta in metas])
 
 
 def _sliced(content: Mapping[str, Any], path: Path) -> Foreign:

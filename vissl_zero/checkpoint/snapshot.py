@@ -266,14 +266,14 @@ def replicated_parts(prefix: str, tensors: Mapping[str, Tensor]) -> list[Part]:
     """
     rank = collectives.rank()
     if _is_equal_everywhere(tensors):
-        return [_part(f"{prefix}/{name}", tensor) for name, tensor in tensors.items()] if rank == 0 else []
-    parts = [_part(f"of_rank/{rank}/{prefix}/{name}", tensor) for name, tensor in tensors.items()]
+        return [Part.of(f"{prefix}/{name}", tensor) for name, tensor in tensors.items()] if rank == 0 else []
+    parts = [Part.of(f"of_rank/{rank}/{prefix}/{name}", tensor) for name, tensor in tensors.items()]
     for name, tensor in tensors.items():
         shared = tensor
         if tensor.is_floating_point():
             shared = collectives.all_reduce_sum(tensor) / collectives.world_size()
         if rank == 0:
-            parts.append(_part(f"{prefix}/{name}", shared.to(tensor.dtype)))
+            parts.append(Part.of(f"{prefix}/{name}", shared.to(tensor.dtype)))
     return parts
 
 
@@ -300,11 +300,6 @@ def _is_equal_everywhere(tensors: Mapping[str, Tensor]) -> bool:
     gathered = [torch.empty_like(local_digest) for _ in range(collectives.world_size())]
     dist.all_gather(gathered, local_digest)
     return len({int(number) for number in gathered}) == 1
-
-
-def _part(name: str, tensor: Tensor) -> Part:
-    value = tensor.detach()
-    return Part(name, value.shape, 0, value.numel(), value.dtype, lambda: value)
 
 
 class RanksDifferError(VisslZeroError):

@@ -22,6 +22,7 @@ from vissl_zero.data.decode import Decoder, read_array
 from vissl_zero.errors import ConfigError, DataError, Problem, counted
 from vissl_zero.registry import DATA_SOURCES, require_interface
 
+UNLABELLED = -1  # stands for the number of a class in arrays of labels
 _MOST_NAMED = 10
 
 

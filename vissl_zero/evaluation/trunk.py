@@ -148,7 +148,6 @@ def load_trunk(run_folder: str | Path, *, which: str = "student", imports: bool 
         try:
             load_plugins(list(map(str, config["IMPORTS"])) if imports else [])
             _require_known(config, path)
-            _require_peft(config, path)
             return LoadedTrunk(_trunk(config, weights), config, source, network_name(config["MODEL"]["TRUNK"]))
         except CheckpointError:
             raise
@@ -309,9 +308,6 @@ def _require_known(config: Mapping[str, Any], path: Path) -> None:
         raise CheckpointError(
             f"{path} is of a run with a custom trunk, {name!r}. Import the module that registers it first.{trusting}"
         )
-
-
-def _require_peft(config: Mapping[str, Any], path: Path) -> None:
     if config["MODEL"].get("LORA", {}).get("USE_LORA") and find_spec("peft") is None:
         raise CheckpointError(f"{path} has LoRA adapters, which need the package peft: pip install 'vissl-zero[lora]'.")
 

@@ -23,7 +23,7 @@ from vissl_zero.methods.dino_keys import (
     IBOTLossConfig,
 )
 from vissl_zero.methods.gather import at_least_float32, count_samples, gather_samples, sinkhorn
-from vissl_zero.methods.method import Batch, EmbeddingMethod, images_of, output_of
+from vissl_zero.methods.method import Batch, EmbeddingMethod, output_of
 from vissl_zero.methods.swav import NormalizedPrototypes, SwAVHead, SwAVOutput
 from vissl_zero.models.patches import PatchView, Tokens, block_order, grid_of, masked_counts
 from vissl_zero.registry import HEADS, LOSSES
@@ -201,6 +201,7 @@ class DINO(EmbeddingMethod):
     """
 
     has_teacher = True
+    teacher_crops: Sequence[int]
 
     def __init__(
         self,
@@ -223,23 +224,12 @@ class DINO(EmbeddingMethod):
         self.temperature = TeacherTemperature(
             teacher_temp_min, teacher_temp_max, teacher_temp_warmup_iters, teacher_temp_interval
         )
-        self.crops_for_teacher = list(crops_for_teacher)
-        self._step = 0
-
-    def on_step(self, step: int, epoch: int) -> None:
-        """Remember where the run is: the teacher's temperature warms up."""
-        super().on_step(step, epoch)
-        self._step = step
-
-    def run_teacher(self, model: nn.Module, batch: Batch) -> list[Any]:
-        """Run the teacher on its crops only."""
-        outputs: list[Any] = model(images_of(batch, self.crops_for_teacher))
-        return outputs
+        self.teacher_crops = list(crops_for_teacher)
 
     def forward(self, outputs: list[Any], batch: Batch, teacher_outputs: list[Any]) -> Tensor:
         """Compute the mean loss over this rank's samples; see ``dino_loss``."""
         student = output_of(outputs, "scores").scores[0].unflatten(0, (sum(batch.num_crops), batch.num_local))
-        scores = teacher_outputs[0].scores[0].unflatten(0, (len(self.crops_for_teacher), batch.num_local))
+        scores = teacher_outputs[0].scores[0].unflatten(0, (len(self.teacher_crops), batch.num_local))
         self._note(outputs[0].embeddings)
         temperature = self.temperature.at(self._step, self._steps_per_epoch)
         return dino_loss(student, self.center.targets(scores, temperature), self.student_temp)
@@ -497,18 +487,12 @@ class IBOT(PatchDistillation):
         self.student_temp = student_temp
         self.weights = lambda1, lambda2
         self.mim_start_epoch = mim_start_epoch
-        self._step = 0
 
     def set_length(self, num_steps: int, steps_per_epoch: int) -> None:
         """Remember the length, for schedules."""
         super().set_length(num_steps, steps_per_epoch)
         for temperature in (self.crop_temperature, self.patch_temperature):
             temperature.num_steps = self.num_warmup_epochs * steps_per_epoch
-
-    def on_step(self, step: int, epoch: int) -> None:
-        """Remember where the run is: the teacher's temperatures warm up."""
-        super().on_step(step, epoch)
-        self._step = step
 
     def forward(self, outputs: list[Any], batch: Batch, teacher_outputs: list[Any]) -> Tensor:
         """Compute the mean loss over this rank's samples; see ``dino_loss`` and ``masked_patch_loss``."""
@@ -602,12 +586,6 @@ class DINOv2(PatchDistillation):
         self.student_temp = student_temp
         self.temperature = TeacherTemperature(teacher_temp_min, teacher_temp_max, teacher_temp_warmup_iters)
         self.weights = dino_weight, ibot_weight, koleo_weight
-        self._step = 0
-
-    def on_step(self, step: int, epoch: int) -> None:
-        """Remember where the run is: the teacher's temperature warms up."""
-        super().on_step(step, epoch)
-        self._step = step
 
     def forward(self, outputs: list[Any], batch: Batch, teacher_outputs: list[Any]) -> Tensor:
         """Compute the mean loss over this rank's samples; see ``dinov2_loss``. Collective."""

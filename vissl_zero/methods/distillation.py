@@ -24,7 +24,7 @@ from vissl_zero.methods.distillation_keys import (
     teacher_folder,
 )
 from vissl_zero.methods.gather import EmbeddingQueue, at_least_float32, sinkhorn, weighted_mean
-from vissl_zero.methods.method import Batch, EmbeddingMethod, images_of, output_of
+from vissl_zero.methods.method import Batch, EmbeddingMethod, output_of
 from vissl_zero.methods.supervised import targets_of
 from vissl_zero.models.model import Model, build_model
 from vissl_zero.models.patches import PatchView, with_patches_dropped
@@ -163,6 +163,7 @@ class DINODistillation(EmbeddingMethod):
 
     has_teacher = True
     teacher_follows = False
+    teacher_crops: Sequence[int]
 
     def __init__(
         self,
@@ -199,11 +200,6 @@ class DINODistillation(EmbeddingMethod):
 
     def _choose_patches(self, images: Sequence[Tensor], patch_size: tuple[int, int]) -> list[PatchView]:
         return with_patches_dropped(images, patch_size, self.patch_drop, self.epoch)
-
-    def run_teacher(self, model: nn.Module, batch: Batch) -> list[Any]:
-        """Run the teacher on its crops only."""
-        outputs: list[Any] = model(images_of(batch, self.teacher_crops))
-        return outputs
 
     def forward(self, outputs: list[Any], batch: Batch, teacher_outputs: list[Any]) -> Tensor:
         """Compute the mean loss over this rank's samples; see ``dino_distillation_loss``.
@@ -303,6 +299,7 @@ class SwAVDistillation(EmbeddingMethod):
 
     has_teacher = True
     teacher_follows = False
+    teacher_crops: Sequence[int]
     prototypes: Tensor
 
     def __init__(
@@ -335,23 +332,12 @@ class SwAVDistillation(EmbeddingMethod):
         self.swapped_assignment = swapped_assignment
         self.register_buffer("prototypes", torch.zeros(num_prototypes[0], embedding_dim))
         self.queue = EmbeddingQueue(1, queue_length, embedding_dim) if queue_length else None
-        self._step = 0
 
     def make_teacher(self, model: Model) -> Model:
         """Return the model under DISTILLATION, with its weights, as it is; note its prototypes."""
         head: Any = model.heads[0]
         self.prototypes.copy_(head.prototypes0.weight.detach())
         return model.requires_grad_(False)
-
-    def on_step(self, step: int, epoch: int) -> None:
-        """Remember where the run is: hard assignments end, and the queue starts, at a given step."""
-        super().on_step(step, epoch)
-        self._step = step
-
-    def run_teacher(self, model: nn.Module, batch: Batch) -> list[Any]:
-        """Run the teacher on its crops only."""
-        outputs: list[Any] = model(images_of(batch, self.teacher_crops))
-        return outputs
 
     def forward(self, outputs: list[Any], batch: Batch, teacher_outputs: list[Any]) -> Tensor:
         """Compute the mean loss over this rank's samples; pairs of crops as in ``dino_distillation_loss``. Collective.

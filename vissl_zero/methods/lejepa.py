@@ -101,12 +101,6 @@ class SlicedMethod(EmbeddingMethod):
         self.num_global_crops = num_global_crops
         self.weight = weight
         self.num_slices = num_slices
-        self._step = 0
-
-    def on_step(self, step: int, epoch: int) -> None:
-        """Remember the step, which seeds the directions."""
-        super().on_step(step, epoch)
-        self._step = step
 
     def views_and_directions(self, outputs: list[Any], batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the embeddings by view, (V, n, D), and the step's directions, (D, K)."""

@@ -32,16 +32,10 @@ class LeJEPALossConfig:
     different number."""
 
 
-@METHODS.register("lejepa")
-class LeJEPASpec(MethodSpec):
-    """LeJEPA: views agree, and their embeddings are an isotropic Gaussian."""
+class SlicedSpec(MethodSpec):
+    """Base of the facts on methods that compare the batch with a Gaussian along random directions."""
 
-    losses = {"lejepa_loss": LeJEPALossConfig}
-    title = "LeJEPA"
-    paper = "https://arxiv.org/abs/2511.08544"
     views = "2 or more crops of any sizes"
-    couples = "SIGReg: the distribution of the batch's embeddings"
-    recipe = "digits/lejepa"
 
     def inferred(self, cfg: RunConfig) -> dict[str, tuple[Any, str]]:
         """Infer the crops from the transforms."""
@@ -51,3 +45,14 @@ class LeJEPASpec(MethodSpec):
     def problems(self, cfg: RunConfig, decided: Decisions) -> list[Problem]:
         """Check for two views or more, one projection head."""
         return [*one_head(cfg, "mlp"), *two_views(cfg, exactly=False)]
+
+
+@METHODS.register("lejepa")
+class LeJEPASpec(SlicedSpec):
+    """LeJEPA: views agree, and their embeddings are an isotropic Gaussian."""
+
+    losses = {"lejepa_loss": LeJEPALossConfig}
+    title = "LeJEPA"
+    paper = "https://arxiv.org/abs/2511.08544"
+    couples = "SIGReg: the distribution of the batch's embeddings"
+    recipe = "digits/lejepa"

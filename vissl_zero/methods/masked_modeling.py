@@ -86,8 +86,25 @@ def mae_loss(predictions: Tensor, targets: Tensor, mask: Tensor) -> Tensor:
     return weighted_mean(errors, mask.to(errors.dtype), len(predictions))
 
 
+class _MaskedReconstruction(EmbeddingMethod):
+    """Base of methods that tell what hidden or masked patches hold, which ``_choose_patches`` draws."""
+
+    loss_sees_images = True
+
+    def run_student(self, model: nn.Module, batch: Batch) -> list[Any]:
+        """Run the student on the patches that it may see."""
+        outputs: list[Any] = model(batch.images, choose_patches=self._choose_patches)
+        return outputs
+
+    def collapse_rule(self, num_steps: int) -> None:
+        """Return None: there are no embeddings whose collapse could be measured."""
+
+    def _choose_patches(self, images: Sequence[Tensor], patch_size: tuple[int, int]) -> list[PatchView]:
+        raise NotImplementedError
+
+
 @LOSSES.register("mae_loss", config=MAELossConfig)
-class MAE(EmbeddingMethod):
+class MAE(_MaskedReconstruction):
     """MAE: pixels of hidden patches from the few that are seen.
 
     Only hidden patches are decoded: the loss looks at no others.
@@ -95,17 +112,10 @@ class MAE(EmbeddingMethod):
     Args: the fields of ``MAELossConfig``.
     """
 
-    loss_sees_images = True
-
     def __init__(self, mask_ratio: float = 0.75, normalize_pixels: bool = True):
         super().__init__()
         self.mask_ratio = mask_ratio
         self.normalize_pixels = normalize_pixels
-
-    def run_student(self, model: nn.Module, batch: Batch) -> list[Any]:
-        """Run the student on a random part of the patches."""
-        outputs: list[Any] = model(batch.images, choose_patches=self._choose_patches)
-        return outputs
 
     def forward(self, outputs: list[Any], batch: Batch) -> Tensor:
         """Compute the mean loss over this rank's images; see ``mae_loss``. Collective."""
@@ -120,9 +130,6 @@ class MAE(EmbeddingMethod):
             raise ConfigError([Problem(_DIMS, got, must, fix)])
         targets = taken(pixel_targets(images, height, self.normalize_pixels), output.wanted)
         return mae_loss(output.predictions, targets, targets.new_ones(output.wanted.shape))
-
-    def collapse_rule(self, num_steps: int) -> None:
-        """Return None: MAE has no embeddings whose collapse could be measured."""
 
     def _choose_patches(self, images: Sequence[Tensor], patch_size: tuple[int, int]) -> list[PatchView]:
         (view,) = images
@@ -190,23 +197,16 @@ class PixelHead(nn.Module):
 
 
 @LOSSES.register("simmim_loss", config=SimMIMLossConfig)
-class SimMIM(EmbeddingMethod):
+class SimMIM(_MaskedReconstruction):
     """SimMIM: pixels of masked patches by one linear layer.
 
     Args: the fields of ``SimMIMLossConfig``.
     """
 
-    loss_sees_images = True
-
     def __init__(self, mask_ratio: float = 0.6, mask_patch_size: int = 32):
         super().__init__()
         self.mask_ratio = mask_ratio
         self.mask_patch_size = mask_patch_size
-
-    def run_student(self, model: nn.Module, batch: Batch) -> list[Any]:
-        """Run the student on all patches, some of them masked."""
-        outputs: list[Any] = model(batch.images, choose_patches=self._choose_patches)
-        return outputs
 
     def forward(self, outputs: list[Any], batch: Batch) -> Tensor:
         """Compute the mean loss over this rank's images; see ``simmim_loss``. Collective."""
@@ -217,9 +217,6 @@ class SimMIM(EmbeddingMethod):
             raise ConfigError([Problem(_DIMS, str(got), must, "Write [-1, -1].")])
         self._note(output.embeddings)
         return simmim_loss(output.pixels, images, output.mask)
-
-    def collapse_rule(self, num_steps: int) -> None:
-        """Return None: SimMIM has no embeddings whose collapse could be measured."""
 
     def _choose_patches(self, images: Sequence[Tensor], patch_size: tuple[int, int]) -> list[PatchView]:
         (view,) = images
@@ -307,13 +304,12 @@ class HOGHead(nn.Module):
 
 
 @LOSSES.register("maskfeat_loss", config=MaskFeatLossConfig)
-class MaskFeat(EmbeddingMethod):
+class MaskFeat(_MaskedReconstruction):
     """MaskFeat: histograms of oriented gradients of masked patches.
 
     Args: the fields of ``MaskFeatLossConfig``.
     """
 
-    loss_sees_images = True
     couples_samples = False
 
     def __init__(self, mask_ratio: float = 0.4, num_bins: int = 9, cell_size: int = 8):
@@ -321,11 +317,6 @@ class MaskFeat(EmbeddingMethod):
         self.mask_ratio = mask_ratio
         self.num_bins = num_bins
         self.cell_size = cell_size
-
-    def run_student(self, model: nn.Module, batch: Batch) -> list[Any]:
-        """Run the student on all patches, some of them masked."""
-        outputs: list[Any] = model(batch.images, choose_patches=self._choose_patches)
-        return outputs
 
     def forward(self, outputs: list[Any], batch: Batch) -> Tensor:
         """Compute the mean squared error over this rank's images, all of which have as many masked patches."""
@@ -338,9 +329,6 @@ class MaskFeat(EmbeddingMethod):
             raise ConfigError([Problem(_DIMS, got, must, f"Write {number} in its place.")])
         errors = (at_least_float32(output.predictions) - targets).square()
         return errors.sum() / max(errors.numel(), 1)
-
-    def collapse_rule(self, num_steps: int) -> None:
-        """Return None: MaskFeat has no embeddings whose collapse could be measured."""
 
     def _choose_patches(self, images: Sequence[Tensor], patch_size: tuple[int, int]) -> list[PatchView]:
         (view,) = images

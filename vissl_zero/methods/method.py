@@ -89,6 +89,7 @@ class Method(nn.Module):
         has_teacher: a second model is kept and run, which learns nothing by gradient (see ``run_teacher``).
         teacher_follows: it is a copy of the model that follows it by ``momentum``; else it stays as ``make_teacher``
             gave it.
+        teacher_crops: crops that the teacher sees, in ascending order; None: all, as the student.
         needs_initial_embeddings: before the first step, all training images go through the model once without gradient,
             and the outputs to ``observe``.
         couples_samples: a sample's loss depends on others of its micro-batch, or on state that a micro-batch changes.
@@ -106,6 +107,7 @@ class Method(nn.Module):
     has_teacher: bool = False
     couples_samples: bool = True
     teacher_follows: bool = True
+    teacher_crops: Sequence[int] | None = None
     needs_initial_embeddings: bool = False
     remembers_images: bool = False
     loss_sees_images: bool = False
@@ -156,8 +158,9 @@ class Method(nn.Module):
         return model.as_teacher()
 
     def run_teacher(self, model: nn.Module, batch: Batch) -> list[Any]:
-        """Compute the teacher's outputs; called without gradient. By default it sees all crops, as the student does."""
-        outputs: list[Any] = model(batch.images)
+        """Compute the teacher's outputs; called without gradient. By default it sees ``teacher_crops``."""
+        images = batch.images if self.teacher_crops is None else images_of(batch, self.teacher_crops)
+        outputs: list[Any] = model(images)
         return outputs
 
     def momentum(self, step: int) -> float:
@@ -285,11 +288,11 @@ class EmbeddingMethod(Method):
         self._last: Tensor | None = None
         self._num_steps = 1
         self._steps_per_epoch = 1
-        self.epoch = 0
+        self._step = self.epoch = 0
 
     def on_step(self, step: int, epoch: int) -> None:
-        """Remember the epoch, which masks are keyed by."""
-        self.epoch = epoch
+        """Remember the step, which schedules follow, and the epoch, which masks are keyed by."""
+        self._step, self.epoch = step, epoch
 
     def set_length(self, num_steps: int, steps_per_epoch: int) -> None:
         """Remember the length, for schedules."""

@@ -143,6 +143,7 @@ class MoCoV2(EmbeddingMethod):
     """
 
     has_teacher = True
+    teacher_crops = (1,)
 
     def __init__(self, embedding_dim: int, queue_size: int = 65536, momentum: float = 0.999, temperature: float = 0.2):
         super().__init__()
@@ -153,11 +154,6 @@ class MoCoV2(EmbeddingMethod):
     def run_student(self, model: nn.Module, batch: Batch) -> list[Any]:
         """Compute the queries: the first crop."""
         outputs: list[Any] = model(images_of(batch, [0]))
-        return outputs
-
-    def run_teacher(self, model: nn.Module, batch: Batch) -> list[Any]:
-        """Compute the keys: the second crop."""
-        outputs: list[Any] = model(images_of(batch, [1]))
         return outputs
 
     def forward(self, outputs: list[Any], batch: Batch, teacher_outputs: list[Any]) -> Tensor:

@@ -3,16 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
 from vissl_zero.config.constraints import number
-from vissl_zero.errors import Problem
-from vissl_zero.methods.spec import MethodSpec, crops_of, one_head, two_views
+from vissl_zero.methods.lejepa_keys import SlicedSpec
 from vissl_zero.registry import METHODS
-
-if TYPE_CHECKING:
-    from vissl_zero.config.run_config import RunConfig
-    from vissl_zero.resolve.decisions import Decisions
 
 
 @dataclass
@@ -30,21 +24,11 @@ class VISRegLossConfig:
 
 
 @METHODS.register("visreg")
-class VISRegSpec(MethodSpec):
+class VISRegSpec(SlicedSpec):
     """VISReg: views agree, and their embeddings have the scale and the shape of a Gaussian."""
 
     losses = {"visreg_loss": VISRegLossConfig}
     title = "VISReg"
     paper = "https://arxiv.org/abs/2606.02572"
-    views = "2 or more crops of any sizes"
     couples = "mean, deviations, and order along random directions of the batch's embeddings"
     recipe = "digits/visreg"
-
-    def inferred(self, cfg: RunConfig) -> dict[str, tuple[Any, str]]:
-        """Infer the crops from the transforms."""
-        crops = crops_of(cfg)
-        return {"num_global_crops": (crops[0] if crops else None, "transforms")}
-
-    def problems(self, cfg: RunConfig, decided: Decisions) -> list[Problem]:
-        """Check for two views or more, one projection head."""
-        return [*one_head(cfg, "mlp"), *two_views(cfg, exactly=False)]

@@ -41,6 +41,12 @@ class GroupOptimizer(torch.optim.Optimizer):
 
     def update_group(self, group: dict[str, Any], params: Sequence[nn.Parameter]) -> None:
         """Update ``params`` of a group in place; all have gradients and elements. Gradients are not recorded."""
+        for param in params:
+            assert param.grad is not None
+            self.update_tensor(group, param, param.grad)
+
+    def update_tensor(self, group: dict[str, Any], param: Tensor, grad: Tensor) -> None:
+        """Update one tensor of a group in place; an optimizer defines this or ``update_group``."""
         raise NotImplementedError
 
 
@@ -288,13 +294,8 @@ class Shampoo(GroupOptimizer):
         betas = (betas[0], betas[1])
         super().__init__(params, {"lr": lr, "betas": betas, "frequency": frequency, "block_size": block_size} | rest)
 
-    def update_group(self, group: dict[str, Any], params: Sequence[nn.Parameter]) -> None:
-        """Update one group; see ``GroupOptimizer``."""
-        for param in params:
-            assert param.grad is not None
-            self._update(group, param, param.grad)
-
-    def _update(self, group: dict[str, Any], param: Tensor, grad: Tensor) -> None:
+    def update_tensor(self, group: dict[str, Any], param: Tensor, grad: Tensor) -> None:
+        """Update one tensor; see ``GroupOptimizer``."""
         state, (beta1, beta2) = self.state[param], group["betas"]
         blocks = list(_grid(param, group["block_size"]))
         if not state:
@@ -414,13 +415,8 @@ class AdamW8bit(GroupOptimizer):
         defaults = {"lr": lr, "betas": (betas[0], betas[1]), "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults | {"block_size": block_size, "min_elements": min_elements})
 
-    def update_group(self, group: dict[str, Any], params: Sequence[nn.Parameter]) -> None:
-        """Update one group; see ``GroupOptimizer``."""
-        for param in params:
-            assert param.grad is not None
-            self._update(group, param, param.grad)
-
-    def _update(self, group: dict[str, Any], param: Tensor, grad: Tensor) -> None:
+    def update_tensor(self, group: dict[str, Any], param: Tensor, grad: Tensor) -> None:
+        """Update one tensor; see ``GroupOptimizer``."""
         state, size = self.state[param], group["block_size"]
         is_small = param.numel() < group["min_elements"]
         if not state:

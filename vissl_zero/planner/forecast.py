@@ -6,7 +6,7 @@ from the shards that the first rank will hold (no rank holds more); activations 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -30,7 +30,7 @@ from vissl_zero.sharding.model.batch_norm import batch_norm_group, convert_batch
 from vissl_zero.sharding.model.float8 import quantize_layers, require_float8
 from vissl_zero.sharding.model.precision import rounded, run_in_precision
 from vissl_zero.sharding.model.wrap_plan import WrapPlan, plan_wrap
-from vissl_zero.sharding.param_facts import gathered_bytes, param_facts
+from vissl_zero.sharding.param_facts import ParamFacts, gathered_bytes, param_facts
 from vissl_zero.sharding.state.saved_state import saved_buffers
 from vissl_zero.sharding.state.shard import whole_shard
 from vissl_zero.sharding.strategy import update_rule_of
@@ -177,7 +177,7 @@ class Forecaster:
             for held in (facts.params, facts.teacher)
         )
         shards = {name: param.padded(num_ranks) for name, param in facts.params.items()}
-        scalars = sum(param.itemsize for param in facts.teacher.values() if not param.shape)  # never on a disk
+        replicated = sum(p.num_bytes for p in facts.teacher.values() if p.is_replicated)  # never on a disk
         buffers = sum(buffer.nbytes for buffer in subject.model.buffers()) + facts.average_buffer_bytes
         memory = Bytes(  # as ``ShardedModel.ledger`` counts it
             params=params,
@@ -185,7 +185,7 @@ class Forecaster:
             optimizer=facts.updates[num_ranks].state_bytes,
             activations=trace.kept_bytes if isinstance(trace, StepTrace) else 0,
             buffers=buffers + (sum(shards.values()) if subject.is_averaged else 0),
-            teacher=(scalars if plan.offload_params.is_on_disk else teacher_bytes) + facts.teacher_buffer_bytes,
+            teacher=(replicated if plan.offload_params.is_on_disk else teacher_bytes) + facts.teacher_buffer_bytes,
             params_step_peak=params + wrap_plan.whole_bytes,
         )
         return Forecast(wrap_plan, memory, step, unknown, seconds, teacher_bytes, facts.teacher_buffer_bytes)
@@ -294,7 +294,8 @@ class Forecaster:
             self._model_facts[plan.wrap_threshold] = self._without_update(plan)
         if (num_ranks, rule) not in self._updates:
             try:
-                self._updates[num_ranks, rule] = _update(self._subject, plan, num_ranks, rule)
+                params = self._model_facts[plan.wrap_threshold].params
+                self._updates[num_ranks, rule] = _update(self._subject, params, plan, num_ranks, rule)
             except VisslZeroError:
                 raise
             except Exception as error:
@@ -359,15 +360,17 @@ class _Trained:
     kind: tuple[Any, ...]
 
 
-def _trained(subject: Subject, model: nn.Module, num_ranks: int, rule: UpdateRule) -> list[_Trained]:
-    """List what the first rank updates of ``model``, the subject's or a copy of it."""
-    params = dict(model.named_parameters())
+def _trained(subject: Subject, facts: Mapping[str, ParamFacts], num_ranks: int, rule: UpdateRule) -> list[_Trained]:
+    """List what the first rank updates of the subject's model."""
+    params = dict(subject.model.named_parameters())
     trained = [(group, name) for group in subject.groups for name in group.params]
     owners = partition([params[name].numel() for _, name in trained], num_ranks)
     is_whole = rule is UpdateRule.PER_TENSOR
-    tensors = [params[name] for _, name in trained]
     # Rows as ``ParamFacts.padded`` counts them; ``chunk`` would make a tensor for every rank.
-    parts = [t if is_whole or not t.dim() else t[: -(-t.shape[0] // num_ranks)] for t in tensors]
+    parts = [
+        params[name] if is_whole or facts[name].is_replicated else params[name][: -(-len(params[name]) // num_ranks)]
+        for _, name in trained
+    ]
     treatment = {group.name: group.weight_decay if subject.is_uniform else group.name for group in subject.groups}
     return [
         _Trained(group, name, part, (treatment[group.name], part.shape, part.dtype))
@@ -376,13 +379,15 @@ def _trained(subject: Subject, model: nn.Module, num_ranks: int, rule: UpdateRul
     ]
 
 
-def _update(subject: Subject, plan: ShardingPlan, num_ranks: int, rule: UpdateRule) -> UpdateFacts:
+def _update(
+    subject: Subject, params: Mapping[str, ParamFacts], plan: ShardingPlan, num_ranks: int, rule: UpdateRule
+) -> UpdateFacts:
     """Measure what the optimizer's step takes on the first rank, which is dealt the largest tensor.
 
     Of many equal parameters two are stepped: state is per parameter, and so are the few bytes that a norm takes. Where
     the second takes more than that (an update of all tensors at once), all are.
     """
-    rows = _trained(subject, subject.model, num_ranks, rule)
+    rows = _trained(subject, params, num_ranks, rule)
     kinds: dict[Any, list[_Trained]] = {}
     for row in rows:
         kinds.setdefault(row.kind, []).append(row)

@@ -199,7 +199,7 @@ class _Step:
         self.stored_teacher = params_on_disk(facts.teacher, plan, num_ranks)
         self.units: dict[str, list[str]] = {}
         for name, param in facts.params.items():
-            if param.shape:  # scalars are not cut
+            if not param.is_replicated:
                 self.units.setdefault(param.unit, []).append(name)
         self.whole = whole_units(facts.params, num_ranks)  # bytes of gathered ones in the master format
         self.compute_share = share_of(plan.precision.compute, plan)
@@ -247,10 +247,10 @@ class _Step:
         return [self.part(param) if self.has_shards else param.num_bytes for param in held]
 
     def on_device(self, params: Mapping[str, ParamFacts], stored: Mapping[str, ParamFacts]) -> int:
-        """Sum their bytes where a rank computes, between units. Scalars are not cut, and stay there."""
+        """Sum their bytes where a rank computes, between units. What is replicated stays there."""
         if self.device_type == "cpu" or self.plan.offload_params.place(self.device_type) == "device":
             return sum(self.held(params, stored))
-        return sum(param.itemsize for param in params.values() if not param.shape)
+        return sum(param.num_bytes for param in params.values() if param.is_replicated)
 
     def communication(self) -> Iterator[tuple[str, int]]:
         """Yield buffers between ranks. On a CPU they are of fixed size; nccl's own are not counted."""
@@ -431,8 +431,8 @@ class _Step:
         has_earlier = self.micro_batches > 1
         if self.has_shards:
             self.change("grads", num_bytes)
-            unit = param.unit if param.shape else ""
-            self.pending[unit] = self.pending.get(unit, 0) + num_bytes
+            if not param.is_replicated:
+                self.pending[param.unit] = self.pending.get(param.unit, 0) + num_bytes
             return
         # At levels 0 and 1 it was added to that of earlier micro-batches, and counted as an activation until then.
         if not (has_earlier and self.plan.level < 2):

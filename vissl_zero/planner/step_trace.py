@@ -361,7 +361,7 @@ def record_step(
                 stack.enter_context(param.register_post_accumulate_grad_hook(_gradient_hook(recorder, name)))
         for root, is_teacher in ((model, False), (teacher, True)):
             modules = {} if root is None else dict(root.named_modules())
-            for unit in wrap_plan.units:
+            for unit in (unit for unit in wrap_plan.units if not unit.is_replicated):
                 for module in (modules[name] for name in unit.modules if name in modules):  # a teacher may have less
                     own = {"forward": module.forward} if "forward" in module.__dict__ else {}
                     stack.callback(module.__dict__.update, own)

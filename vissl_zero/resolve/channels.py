@@ -45,6 +45,7 @@ def channels(cfg: RunConfig, decided: Decisions) -> list[Problem]:
     if count == RGB:
         return problems
     must = f"for images of {count} channels ({KEY})"
+    write_source = f"Write {', '.join(SOURCES)}."
     if cfg.DATA.BACKEND != "pil":
         problems.append(Problem("config.DATA.BACKEND", cfg.DATA.BACKEND, f"must be pil {must}", "Write pil."))
     if cfg.MODEL.INPUT_TYPE != "rgb":
@@ -55,7 +56,7 @@ def channels(cfg: RunConfig, decided: Decisions) -> list[Problem]:
         problems.append(Problem("config.LOSS.name", loss, f"must be another {must}", fix))
     for name, split in (("TRAIN", cfg.DATA.TRAIN), ("TEST", cfg.DATA.TEST)):
         problems += [
-            Problem(f"config.DATA.{name}.DATA_SOURCES", source, f"must be another {must}", f"Write {_listed(SOURCES)}.")
+            Problem(f"config.DATA.{name}.DATA_SOURCES", source, f"must be another {must}", write_source)
             for source in split.DATA_SOURCES
             if source not in SOURCES
         ]
@@ -69,11 +70,7 @@ def _refused(entries: Sequence[Any], key: str, must: str) -> list[Problem]:
         if not isinstance(entry, Mapping) or "name" not in entry:
             continue  # another rule speaks
         if (name := str(entry["name"])) not in _TRANSFORMS_OF_CHANNELS:
-            fix = f"Leave it out. There are: {_listed(_TRANSFORMS_OF_CHANNELS)}."
+            fix = f"Leave it out. There are: {', '.join(_TRANSFORMS_OF_CHANNELS)}."
             problems.append(Problem(key, repr(name), f"must make sense {must}", fix))
         problems += _refused(entry.get("transforms") or (), key, must)
     return problems
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names)

@@ -120,7 +120,8 @@ def resolve(
         notes = (*notes, "Nothing is trained: FEATURE_EVAL_SETTINGS freezes trunk and head; LOSS does not count.")
     learns_from_other = takes_other_model(cfg)
     data = config_data(_filled(cfg), learns_from_other)
-    interpolations = _interpolations(written or {}, data)
+    texts = {path: value for path, value in leaves(written or {}) if isinstance(value, str) and "${" in value}
+    interpolations = {path: text for path, text in texts.items() if find(data, path)}
 
     def derived(changed: RunConfig) -> dict[str, Any]:
         return {
@@ -259,8 +260,3 @@ def _fill_model(cfg: RunConfig) -> None:
     model.HEAD.PARAMS = [[head, options] for head, options in head_options(cfg)]
     if path := model.WEIGHTS_INIT.PARAMS_FILE:
         model.WEIGHTS_INIT.PARAMS_FILE = absolute(path)  # workers may start elsewhere
-
-
-def _interpolations(written: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, str]:
-    texts = {path: value for path, value in leaves(written) if isinstance(value, str) and "${" in value}
-    return {path: text for path, text in texts.items() if find(config, path)}

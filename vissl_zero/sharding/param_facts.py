@@ -24,6 +24,7 @@ class ParamFacts:
         itemsize: bytes of an element.
         unit: first module of the unit that holds it at level 3.
         is_trained: an optimizer updates it.
+        is_replicated: every rank holds it whole, and no unit gathers it: a scalar, or batch norm in half precision.
         is_float8: level 3 sends it in float8.
     """
 
@@ -31,6 +32,7 @@ class ParamFacts:
     itemsize: int
     unit: str
     is_trained: bool
+    is_replicated: bool = False
     is_float8: bool = False
 
     @property
@@ -40,8 +42,8 @@ class ParamFacts:
 
     def padded(self, num_ranks: int) -> int:
         """Return the bytes of the largest part of any of ``num_ranks`` ranks: whole rows, as ``torch.chunk`` cuts."""
-        if not self.shape:
-            return self.itemsize
+        if self.is_replicated:
+            return self.num_bytes
         return self._rows(num_ranks) * torch.Size(self.shape[1:]).numel() * self.itemsize
 
     def sent(self, num_ranks: int, share: float) -> float:
@@ -62,7 +64,7 @@ def param_facts(model: nn.Module, wrap_plan: WrapPlan, trained: Iterable[str]) -
         wrap_plan: its units at level 3.
         trained: full names.
     """
-    owners = {name: unit.modules[0] for unit in wrap_plan.units for name in unit.modules}
+    owners = {name: unit for unit in wrap_plan.units for name in unit.modules}
     updated, sent = set(trained), sent_weights(model)
     facts = {}
     for name, param in model.named_parameters():
@@ -72,18 +74,19 @@ def param_facts(model: nn.Module, wrap_plan: WrapPlan, trained: Iterable[str]) -
         facts[name] = ParamFacts(
             tuple(param.shape),
             param.element_size(),
-            owners[module],
-            name in updated and param.requires_grad,
-            param in sent,
+            owners[module].modules[0],
+            is_trained=name in updated and param.requires_grad,
+            is_replicated=owners[module].is_replicated or not param.dim(),
+            is_float8=param in sent,
         )
     return facts
 
 
 def whole_units(params: Mapping[str, ParamFacts], num_ranks: int) -> dict[str, int]:
-    """Sum each unit's bytes while it is gathered, in the master format. Scalars are not cut, hence never gathered."""
+    """Sum each unit's bytes while it is gathered, in the master format."""
     bytes_by_unit: dict[str, int] = {}
     for param in params.values():
-        if param.shape:
+        if not param.is_replicated:
             # Padding included: torch gathers parts of equal length.
             bytes_by_unit[param.unit] = bytes_by_unit.get(param.unit, 0) + param.padded(num_ranks) * num_ranks
     return bytes_by_unit
@@ -100,7 +103,7 @@ def params_on_disk(params: Mapping[str, ParamFacts], plan: ShardingPlan, num_ran
     if not plan.offload_params.is_on_disk:
         return {}
     # Units as they are wrapped: the root comes last.
-    cut = sorted((item for item in params.items() if item[1].shape), key=lambda item: item[1].unit == ROOT)
+    cut = sorted((item for item in params.items() if not item[1].is_replicated), key=lambda item: item[1].unit == ROOT)
     sizes = (param.padded(num_ranks) // param.itemsize for _, param in cut)
     keeps = kept_in_memory(sizes, plan.offload_params.max_in_cpu or 0)
     return {name: param for (name, param), is_kept in zip(cut, keeps, strict=True) if not is_kept}

@@ -22,9 +22,8 @@ from tests.unit.data.conftest import MULTI_CROP
 from vissl_zero.data import pack as packing
 from vissl_zero.data.dataset import ImageBatch
 from vissl_zero.data.loader import Loader, build_loader
-from vissl_zero.data.source import Source, SourceRequest, encoded_image
+from vissl_zero.data.source import UNLABELLED, Source, SourceRequest, encoded_image
 from vissl_zero.data.sources.disk import DiskFolder
-from vissl_zero.data.sources.packed import UNLABELLED
 
 SOURCES = ("disk_folder", "disk_filelist", "webdataset", "arrow", "parquet", "lmdb", "hdf5", "npy")
 BACKENDS = ("pil", "fast")

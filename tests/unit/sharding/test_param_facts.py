@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -32,9 +33,11 @@ def test_parts_are_whole_rows(shape: tuple[int, ...], num_ranks: int, whole: int
     assert whole_units({"w": facts}, num_ranks) == {"": part * num_ranks}
 
 
-def test_a_number_is_not_cut() -> None:
-    assert (_facts(()).num_bytes, _facts(()).padded(4)) == (4, 4)
-    assert whole_units({"scale": _facts(())}, 4) == {}
+@pytest.mark.parametrize("shape", [(), (6,)])
+def test_what_is_replicated_is_not_cut(shape: tuple[int, ...]) -> None:
+    facts = _facts(shape, is_replicated=True)
+    assert facts.num_bytes == facts.padded(4) == 4 * math.prod(shape)
+    assert whole_units({"scale": facts}, 4) == {}
 
 
 PARAMS = {
@@ -42,7 +45,8 @@ PARAMS = {
     "a.in.w": _facts((4, 5), "a.in"),  # 80
     "ab.w": _facts((4, 20), "ab"),  # 320: its name only begins as that of a
     "w": _facts((4,), ""),  # 16
-    "scale": _facts(()),
+    "scale": _facts((), is_replicated=True),
+    "norm.w": _facts((9,), "norm", is_replicated=True),
 }
 
 

@@ -66,6 +66,10 @@ def test_batch_norm_stays_float32_only_where_parameters_are_half() -> None:
     half = plan_wrap(_model(), ShardingPlan(level=3, precision=HALF), 2)
     assert len(_names(half, "norm")) == 5
     assert all(unit.is_float32 == (unit.kind == "norm") for unit in half.units)
+    assert all(unit.is_replicated == unit.is_float32 for unit in half.units)
+    assert "  norm   trunk.stem.1 " in half.describe() and "float32, on every rank" in half.describe()
+    fairscale = plan_wrap(_model(), ShardingPlan(level=3, engine="fairscale", precision=HALF), 2)
+    assert len(_names(fairscale, "norm")) == 5 and not any(unit.is_replicated for unit in fairscale.units)
 
 
 def test_a_tied_parameter_binds_its_units() -> None:
@@ -110,6 +114,7 @@ def test_repeated_blocks_of_a_foreign_model_become_units() -> None:
         ("swin_tiny_patch4_window7_224", {}, "layers.0.blocks.0", 12),
         ("pvt_v2_b0", {}, "stages.0.blocks.0", 8),
         ("regnety_002", {}, "s3.b1", 11),  # its first two stages have one block, which belongs to the root
+        ("regnety_032", {}, "s1.b1", 21),  # its last stage has one block, which is large
         ("densenet121", {}, "features.denseblock1.denselayer1", 58),
         ("efficientnet_b0", {}, "blocks.0", 16),  # a stage of one block is a unit
         ("hrnet_w18", {}, "layer1.0", 28),  # its modules have several lists of blocks, and stay whole
@@ -123,6 +128,31 @@ def test_blocks_of_stages_are_units(name: str, options: dict[str, int], first: s
     names = {module: name for name, module in model.named_modules()}
     units = [names[unit] for unit in model_units(model)]
     assert units[0] == first and len(units) == number
+
+
+class _Block(nn.Module):
+    def __init__(self, width: int, inner: nn.Module | None = None) -> None:
+        super().__init__()
+        self.norm, self.linear, self.inner = nn.LayerNorm(width), nn.Linear(width, width), inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(self.norm(x))
+
+
+@pytest.mark.parametrize(
+    ("module", "names"),
+    [
+        (_Block(4), ["0.0", "0.1", "1"]),
+        (nn.Sequential(nn.ReLU(), _Block(5)), ["0.0", "0.1", "1.1"]),
+        (_Block(3), ["0.0", "0.1"]),  # smaller than the others
+        (nn.Linear(9, 9), ["0.0", "0.1"]),
+        (_Block(4, nn.ModuleList([_Block(4), _Block(4)])), ["0.0", "0.1", "1.inner.0", "1.inner.1"]),
+    ],
+)
+def test_a_single_block_is_a_unit_if_it_is_large(module: nn.Module, names: list[str]) -> None:
+    model = nn.ModuleList([nn.ModuleList([_Block(4), _Block(4)]), module])
+    name_of = {part: name for name, part in model.named_modules()}
+    assert [name_of[unit] for unit in model_units(model)] == names
 
 
 class _Mixture(nn.Module):
@@ -168,7 +198,13 @@ def test_level_0_has_one_unit_and_what_is_gathered_follows_the_level() -> None:
     assert [gathered(ShardingPlan(level=level)) for level in range(3)] == [0, 4 * total, 4 * total]
     largest = max(unit.num_params for unit in plan_wrap(_model(), ShardingPlan(level=3), 2).units)
     assert gathered(ShardingPlan(level=3)) == 4 * largest
-    assert gathered(ShardingPlan(level=2, precision=HALF)) == 2 * total
+    norms = sum(
+        param.numel()
+        for module in _model().modules()
+        if isinstance(module, nn.BatchNorm2d)
+        for param in module.parameters()
+    )
+    assert gathered(ShardingPlan(level=2, precision=HALF)) == 2 * (total - norms) > 0
 
 
 def test_checkpointing_takes_every_nth_unit_or_stages() -> None:
@@ -229,6 +265,23 @@ def test_the_description_is_a_table_below_a_sentence(level: int, num_ranks: int,
     ]
     assert lines[1:] == [*table[: 4 * (level > 0)], "  recomputed in backward: trunk.0"]
     assert "recomputed" not in WrapPlan(level, num_ranks, "float32", units[1:]).describe()
+
+
+def test_advice_where_one_unit_has_most_of_a_large_model() -> None:
+    def advice(level: int, *sizes: int) -> str:
+        units = [PlannedUnit((f"{number}",), "layer", size) for number, size in enumerate(sizes)]
+        return WrapPlan(level, 2, "float32", tuple(units)).advice()
+
+    text = advice(3, 4_000_000, 12_000_000)
+    assert text.startswith("1 has 75% of the parameters, and level 3 gathers it at once.")
+    assert "to 1000000 or so" in text
+    assert advice(3, 10_000_000)
+    assert [advice(2, 16_000_000), advice(3, 8_000_000, 8_000_000), advice(3, 9_999_999)] == ["", "", ""]
+    with torch.device("meta"):
+        plan = plan_wrap(timm.create_model("dla34"), ShardingPlan(level=3), 2)
+        assert plan.advice().startswith("(model) has 100% ")
+        threshold = int(plan.advice().split(") to ")[1].split()[0])
+        assert not plan_wrap(timm.create_model("dla34"), ShardingPlan(level=3, wrap_threshold=threshold), 2).advice()
 
 
 def test_planning_changes_nothing() -> None:

@@ -15,18 +15,48 @@ import numpy as np
 from vissl_zero.data.decode import read_array, read_file
 from vissl_zero.data.dicom import ENDING, require_pydicom
 from vissl_zero.data.slow_work import SlowProgress
-from vissl_zero.data.source import EncodedSource, SourceRequest
+from vissl_zero.data.source import UNLABELLED, EncodedSource, SourceRequest
 from vissl_zero.errors import DataError, did_you_mean, printable
 from vissl_zero.registry import DATA_SOURCES
 from vissl_zero.resolve.other_files import PICTURES, endings_in, held, left_out
 
-UNLABELLED = -1
 _PER_PART = 2**16  # paths
 logger = logging.getLogger(__name__)
 
 
+class ListedFiles(EncodedSource):
+    """Image files by path, with a label each or none.
+
+    Args:
+        request: request of the source.
+        files: (N,) paths, bytes.
+        labels: (N,) class numbers, -1 without.
+        class_names: class names by number; empty without labels.
+    """
+
+    def __init__(self, request: SourceRequest, files: np.ndarray, labels: np.ndarray, class_names: tuple[str, ...]):
+        super().__init__(request.decoder)
+        self.class_names = class_names
+        self._files, self._labels = files, labels
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def encoded(self, index: int) -> bytes:
+        """Read the file. Raises BrokenImageError."""
+        return read_file(self.name(index))
+
+    def label(self, index: int) -> int | None:
+        label = int(self._labels[index])
+        return None if label == UNLABELLED else label
+
+    def name(self, index: int) -> str:
+        """Return the file's path."""
+        return os.fsdecode(self._files[index])
+
+
 @DATA_SOURCES.register("disk_folder")
-class DiskFolder(EncodedSource):
+class DiskFolder(ListedFiles):
     """Class folders, or one flat folder of unlabeled images.
 
     A path that holds only folders has a class per folder (images may lie deeper inside it); a path that holds image
@@ -39,7 +69,6 @@ class DiskFolder(EncodedSource):
     """
 
     def __init__(self, request: SourceRequest):
-        super().__init__(request.decoder)
         if not request.paths:
             raise DataError(
                 f"disk_folder needs a folder: set config.DATA.{request.split}.DATA_PATHS=[<folder with images>]."
@@ -58,28 +87,14 @@ class DiskFolder(EncodedSource):
             _check_known(classes, request)
             classes = list(request.class_names)
         # A single folder beneath the path is a place, not a label, unless TRAIN says that it is a class.
-        self.class_names: tuple[str, ...] = tuple(classes) if len(classes) > 1 else ()
-        self.left_out = _left_out(request.paths, others, {*numbers})
-        number = {name: index for index, name in enumerate(self.class_names)}
-        self._files = files.array()
-        if np.char.endswith(np.char.lower(self._files), ENDING.encode()).any():
+        class_names = tuple(classes) if len(classes) > 1 else ()
+        number = {name: index for index, name in enumerate(class_names)}
+        paths = files.array()
+        if np.char.endswith(np.char.lower(paths), ENDING.encode()).any():
             require_pydicom()
-        self._labels = np.array([number.get(name or "", UNLABELLED) for name in numbers])[np.array(of_image)]
-
-    def __len__(self) -> int:
-        return len(self._files)
-
-    def encoded(self, index: int) -> bytes:
-        """Read the file. Raises BrokenImageError."""
-        return read_file(self.name(index))
-
-    def label(self, index: int) -> int | None:
-        label = int(self._labels[index])
-        return None if label == UNLABELLED else label
-
-    def name(self, index: int) -> str:
-        """Return the file's path."""
-        return os.fsdecode(self._files[index])
+        labels = np.array([number.get(name or "", UNLABELLED) for name in numbers])[np.array(of_image)]
+        super().__init__(request, paths, labels, class_names)
+        self.left_out = _left_out(request.paths, others, {*numbers})
 
 
 class _Files:
@@ -118,7 +133,9 @@ def _images_below(
         DataError: ``root`` is missing, is not a folder, cannot be read or holds no image.
     """
     if not root.is_dir():
-        what = "is a file, not a folder" if root.exists() else f"does not exist{_nearest(root)}"
+        parent = next((parent for parent in root.absolute().parents if parent.is_dir()), None)
+        nearest = f" ({parent} does)" if parent else ""
+        what = "is a file, not a folder" if root.exists() else f"does not exist{nearest}"
         raise DataError(f"The data path {root} {what}. Correct {key}.")
     work, number = SlowProgress(logger.warning), 0
     try:
@@ -147,14 +164,12 @@ def _visible(folder: str | os.PathLike[str]) -> Iterator[os.DirEntry[str]]:
         yield from (entry for entry in entries if not entry.name.startswith("."))
 
 
-def _is_image(entry: os.DirEntry[str], endings: tuple[str, ...]) -> bool:
-    # is_file: a named pipe called x.jpg would block the reader for ever.
-    return entry.name.lower().endswith(endings) and entry.is_file()
-
-
 def _children(folder: str | os.PathLike[str], endings: tuple[str, ...]) -> list[str | os.DirEntry[str]]:
     """List what is visible in a folder, sorted by name: images, perhaps a million, by name alone, the rest by entry."""
-    children = [entry.name if _is_image(entry, endings) else entry for entry in _visible(folder)]
+    # is_file: a named pipe called x.jpg would block the reader for ever.
+    children = [
+        entry.name if entry.name.lower().endswith(endings) and entry.is_file() else entry for entry in _visible(folder)
+    ]
     return sorted(children, key=lambda child: child if isinstance(child, str) else child.name)
 
 
@@ -203,12 +218,6 @@ def _check_known(classes: list[str], request: SourceRequest) -> None:
         )
 
 
-def _nearest(path: Path) -> str:
-    """Name the part of a missing path that does exist, to show where it goes wrong."""
-    parent = next((parent for parent in path.absolute().parents if parent.is_dir()), None)
-    return f" ({parent} does)" if parent else ""
-
-
 def _left_out(paths: Sequence[str], others: Counter[str], classes: set[str | None]) -> list[str]:
     sentences = [left_out(others, ", ".join(paths))] if others else []
     if None not in classes:
@@ -221,7 +230,7 @@ def _left_out(paths: Sequence[str], others: Counter[str], classes: set[str | Non
 
 
 @DATA_SOURCES.register("disk_filelist")
-class DiskFilelist(EncodedSource):
+class DiskFilelist(ListedFiles):
     """Image files listed in a ``.npy`` array of paths or in a text file, one path a line.
 
     Several lists are joined, in the order of DATA_PATHS. A path that starts with REMOVE_IMG_PATH_PREFIX gets
@@ -234,7 +243,6 @@ class DiskFilelist(EncodedSource):
     """
 
     def __init__(self, request: SourceRequest):
-        super().__init__(request.decoder)
         key = f"config.DATA.{request.split}.DATA_PATHS"
         if not request.paths:
             raise DataError(f"disk_filelist needs a list of images: set {key}=[<paths.npy>].")
@@ -244,24 +252,8 @@ class DiskFilelist(EncodedSource):
             for list_file in request.paths
             for path in read_list(Path(list_file), key)
         ]
-        self.class_names: tuple[str, ...] = ()
         # Fixed-width bytes, not a list of str: a copy goes to every loader worker.
-        self._files = np.array(paths)
-
-    def __len__(self) -> int:
-        return len(self._files)
-
-    def encoded(self, index: int) -> bytes:
-        """Read the file. Raises BrokenImageError."""
-        return read_file(self.name(index))
-
-    def label(self, index: int) -> int | None:
-        """Return None: a list of files has no labels."""
-        return None
-
-    def name(self, index: int) -> str:
-        """Return the file's path."""
-        return os.fsdecode(self._files[index])
+        super().__init__(request, np.array(paths), np.full(len(paths), UNLABELLED, np.int8), ())
 
 
 def moved(path: str, old: str, new: str, folder: Path) -> str:

@@ -10,9 +10,9 @@ import numpy as np
 from PIL import Image
 
 from vissl_zero.data.decode import BrokenImageError
-from vissl_zero.data.source import SourceRequest
+from vissl_zero.data.source import UNLABELLED, SourceRequest
 from vissl_zero.data.sources.arrays import check_pixels, rgb_image
-from vissl_zero.data.sources.packed import UNLABELLED, Packed, missing, one_path
+from vissl_zero.data.sources.packed import Packed, missing, one_path
 from vissl_zero.errors import DataError
 from vissl_zero.registry import DATA_SOURCES
 

@@ -11,9 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from vissl_zero.data.decode import read_file
-from vissl_zero.data.source import EncodedSource, MultiLabeled, Source, SourceRequest
-from vissl_zero.data.sources.disk import UNLABELLED, moved
+from vissl_zero.data.source import UNLABELLED, MultiLabeled, Source, SourceRequest
+from vissl_zero.data.sources.disk import ListedFiles, moved
 from vissl_zero.errors import DataError, did_you_mean
 from vissl_zero.registry import DATA_SOURCES
 
@@ -71,37 +70,6 @@ def _labeled(files: np.ndarray, labels: Sequence[tuple[str, ...]], is_multiple: 
     for row, each in enumerate(labels):
         matrix[row, [number[label] for label in each]] = 1
     return MultiLabeled(ListedFiles(request, files, np.full(len(files), UNLABELLED), ()), matrix, names)
-
-
-class ListedFiles(EncodedSource):
-    """Image files by path, with a label each or none.
-
-    Args:
-        request: request of the source.
-        files: (N,) paths, bytes.
-        labels: (N,) class numbers, -1 without.
-        class_names: class names by number; empty without labels.
-    """
-
-    def __init__(self, request: SourceRequest, files: np.ndarray, labels: np.ndarray, class_names: tuple[str, ...]):
-        super().__init__(request.decoder)
-        self.class_names = class_names
-        self._files, self._labels = files, labels
-
-    def __len__(self) -> int:
-        return len(self._files)
-
-    def encoded(self, index: int) -> bytes:
-        """Read the file. Raises BrokenImageError."""
-        return read_file(self.name(index))
-
-    def label(self, index: int) -> int | None:
-        label = int(self._labels[index])
-        return None if label == UNLABELLED else label
-
-    def name(self, index: int) -> str:
-        """Return the file's path."""
-        return os.fsdecode(self._files[index])
 
 
 def _rows(table: Path, key: str) -> Iterator[tuple[str, Mapping[str, Any]]]:

@@ -20,13 +20,12 @@ import numpy as np
 from vissl_zero.atomic import read_object, replacing
 from vissl_zero.data.decode import EXTENSIONS, BrokenImageError, read_file
 from vissl_zero.data.slow_work import SlowProgress
-from vissl_zero.data.source import EncodedSource, SourceRequest
+from vissl_zero.data.source import UNLABELLED, EncodedSource, SourceRequest
 from vissl_zero.errors import DataError, did_you_mean
 from vissl_zero.registry import DATA_SOURCES
 
 CLASSES_FILE = "classes.json"
 LABELS_KEY, CLASSES_KEY = b"__labels__", b"__classes__"  # of an LMDB database
-UNLABELLED = -1
 logger = logging.getLogger(__name__)
 _INDEX_FILE = ".vissl_zero_index.npz"
 _MOST_JSON = 2**26

@@ -11,10 +11,9 @@ from typing import Any
 import numpy as np
 
 from vissl_zero.data.decode import BrokenImageError
-from vissl_zero.data.source import SourceRequest
+from vissl_zero.data.source import UNLABELLED, SourceRequest
 from vissl_zero.data.sources.packed import (
     SPLITS,
-    UNLABELLED,
     Packed,
     file_in,
     image_column,

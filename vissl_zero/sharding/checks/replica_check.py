@@ -234,7 +234,7 @@ class ParameterGuard:
         self._shards = [shard for shard in shards if not shard.is_on_disk]
         self._frozen = {shard.name for shard in self._shards if not shard.source.requires_grad}
         self._places = {shard.name: _place(shard) for shard in self._shards}
-        self._num_hooks = {shard.name: num_hooks(shard.source) for shard in self._shards}
+        self._num_hooks = {shard.name: num_gradient_hooks(shard.source) for shard in self._shards}
         self._known = {id(param): name for name, param in module.named_parameters()}
         # An engine that puts all parameters into one has others in the model.
         self._is_followed = all(id(shard.source) in self._known for shard in shards)
@@ -248,7 +248,7 @@ class ParameterGuard:
 
     def accept_hooks(self) -> None:
         """Accept the hooks that parameters have by now as sharding's own."""
-        self._num_hooks = {shard.name: num_hooks(shard.source) for shard in self._shards}
+        self._num_hooks = {shard.name: num_gradient_hooks(shard.source) for shard in self._shards}
 
     @contextmanager
     def own_step(self) -> Iterator[None]:
@@ -302,7 +302,7 @@ class ParameterGuard:
                 )
             if self._is_moved(shard):
                 return _MOVED.format(shard.name)
-            if num_hooks(source) != self._num_hooks[shard.name]:
+            if num_gradient_hooks(source) != self._num_hooks[shard.name]:
                 return (
                     f"A hook was set on {shard.name} after sharding began, where it does not see the gradient that the "  # noqa: S608
                     "update uses. Set it before initialize() at levels 0 to 2, or put a hook on a module's output."
@@ -386,11 +386,6 @@ def _tables(module: nn.Module) -> list[list[int]]:
         [id(part) for part in (*own_parameters(owner).values(), *own_modules(owner).values())]
         for owner in module.modules()
     ]
-
-
-def num_hooks(source: Tensor) -> int:
-    """Count a parameter's hooks, before and after its gradient is accumulated."""
-    return num_gradient_hooks(source)
 
 
 def mark_sharded(model: nn.Module) -> None:

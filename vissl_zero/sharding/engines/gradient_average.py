@@ -161,9 +161,7 @@ class GradientAverage:
     def _send_next(self) -> None:
         bucket = self._buckets[len(self._sent)]
         grads = [real_grad(param) for param in bucket]
-        packed = [_zeros(p) if grad is None else _packed(p, grad) for p, grad in zip(bucket, grads, strict=True)]
-        flat = torch.cat(packed)
-        flat = flat.to(_wide(bucket))
+        flat = torch.cat([_packed(param, grad) for param, grad in zip(bucket, grads, strict=True)]).to(_wide(bucket))
         self._present += [grad is not None for grad in grads]
         for param in bucket:
             set_real_grad(param, None)  # it is in the bucket; reentrant checkpointing may add another one
@@ -228,12 +226,10 @@ def _wide(params: Sequence[Tensor]) -> torch.dtype:
     return reduce(torch.promote_types, (param.dtype for param in params), torch.float32)
 
 
-def _zeros(param: nn.Parameter) -> Tensor:
-    return torch.zeros(param.numel(), dtype=param.dtype, device=param.device)
-
-
-def _packed(param: nn.Parameter, grad: Tensor) -> Tensor:
-    """Flatten ``grad`` in the order in which the parameter's own elements lie in memory."""
+def _packed(param: nn.Parameter, grad: Tensor | None) -> Tensor:
+    """Flatten ``grad``, zeros where it is None, in the order in which the parameter's own elements lie in memory."""
+    if grad is None:
+        return torch.zeros(param.numel(), dtype=param.dtype, device=param.device)
     if param.is_contiguous():
         return grad.reshape(-1)
     laid_out = torch.empty_like(param)  # keeps channels_last and other dense formats

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from itertools import pairwise
 
@@ -35,6 +36,8 @@ def prepare(model: nn.Module, plan: ShardingPlan, device: torch.device) -> WrapP
     _refuse_embeddings(model, plan)
     _refuse_shared_memory(model, plan)
     wrap_plan = plan_wrap(model, plan, _ranks_per_copy(plan))
+    if collectives.rank() == 0 and (advice := wrap_plan.advice()):
+        logging.getLogger(__name__).warning("%s", advice)
     whole_bytes = gathered_bytes(param_facts(model, wrap_plan, ()), plan, wrap_plan.num_ranks)
     # A model of several formats keeps them. Buffers are cast with the parameters, and kept where those are masters.
     formats = {param.dtype for param in model.parameters()}

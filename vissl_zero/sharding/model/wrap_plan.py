@@ -5,7 +5,7 @@ Pure: nothing here changes the model or needs a process group, so that a plan ca
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -28,6 +28,7 @@ class PlannedUnit:
             float32) or "root" (whatever no other unit holds).
         num_params: elements it owns, those of units inside it not counted.
         is_float32: computes in the master precision although the rest computes in half.
+        is_replicated: stays whole on every rank, and is not gathered: few numbers, for which a message is not worth it.
         is_checkpointed: recomputed in backward.
     """
 
@@ -35,6 +36,7 @@ class PlannedUnit:
     kind: str
     num_params: int
     is_float32: bool = False
+    is_replicated: bool = False
     is_checkpointed: bool = False
 
 
@@ -46,7 +48,7 @@ class WrapPlan:
         level: ZeRO level.
         num_ranks: ranks that share one copy of the state.
         compute: dtype that parameters have in forward and backward.
-        units: units in the order in which they are to be wrapped.
+        units: units in the order in which they are to be wrapped, and what is replicated.
         checkpointed: names of the units that are recomputed in backward (at level 0 too).
         whole_bytes: parameters that are whole on a rank at the peak of a step, beside its shards
             (``param_facts.gathered_bytes``).
@@ -69,15 +71,29 @@ class WrapPlan:
             width = max(len(_title(unit)) for unit in self.units)
             for unit in self.units:
                 lines.append(f"  {unit.kind:5}  {_title(unit):{width}}  {unit.num_params:>13,}  {self._remarks(unit)}")
-            lines.append(
-                f"  largest unit {largest:,} parameters, each rank keeps about {-(-total // self.num_ranks):,}"
-            )
+            whole = sum(unit.num_params for unit in self.units if unit.is_replicated)
+            kept = whole - (whole - total) // self.num_ranks
+            lines.append(f"  largest unit {largest:,} parameters, each rank keeps about {kept:,}")
         if self.checkpointed:
             lines.append(f"  recomputed in backward: {', '.join(self.checkpointed)}")
         return "\n".join(lines)
 
+    def advice(self) -> str:
+        """Say what to do where level 3 gathers most of a large model at once; else empty."""
+        total = sum(unit.num_params for unit in self.units)
+        largest = max(self.units, key=lambda unit: unit.num_params)
+        if self.level < 3 or total < _LARGE or largest.num_params * 2 <= total:
+            return ""
+        return (
+            f"{_title(largest)} has {largest.num_params / total:.0%} of the parameters, and level 3 gathers it "
+            f"at once. To gather less, set wrap_threshold (FSDP_CONFIG.AUTO_WRAP_THRESHOLD) to {total // 16} or so, "
+            f"or return the blocks of the model from a method zero_units()."
+        )
+
     def _remarks(self, unit: PlannedUnit) -> str:
         remarks = ["float32" if unit.is_float32 else self.compute]
+        if unit.is_replicated:
+            remarks.append("on every rank")
         if unit.is_checkpointed:
             remarks.append("recomputed")
         if len(unit.modules) > 1:
@@ -85,6 +101,7 @@ class WrapPlan:
         return ", ".join(remarks)
 
 
+_LARGE = 10_000_000  # parameters below which a unit of most of them takes little memory
 _MOMENT = {
     0: "replicated",
     1: "optimizer state sharded; gradients whole until the last micro-batch",
@@ -126,6 +143,7 @@ def plan_wrap(model: nn.Module, plan: ShardingPlan, num_ranks: int) -> WrapPlan:
             kind=kinds[group[0]],
             num_params=sum(owned[name] for name in group),
             is_float32=kinds[group[0]] == "norm",
+            is_replicated=plan.engine == "torch" and all(kinds[name] == "norm" for name in group),
             is_checkpointed=any(name in checkpointed for name in group),
         )
         # A group of tied modules comes where its last one would: everything inside any of them has been wrapped by
@@ -139,12 +157,32 @@ def model_units(model: nn.Module) -> list[nn.Module]:
     """List the blocks of a model in forward order: its ``zero_units()``, or the children of repeated containers.
 
     A container is repeated if it is a ModuleList or Sequential of two or more children of one type with parameters,
-    which can be called: containers of containers are looked into.
+    which can be called: containers of containers are looked into. A module elsewhere of the type of such a child is a
+    block too, if it is no smaller than their mean.
     """
     units = getattr(model, "zero_units", None)
     if callable(units):
         return [unit for unit in units() if _has_parameters(unit)]
-    return list(_repeated_blocks(model))
+    blocks = {block: _num_params(block) for block in _repeated_blocks(model)}
+    return list(dict.fromkeys(_with_single_blocks(model, blocks)))
+
+
+def _with_single_blocks(module: nn.Module, blocks: Mapping[nn.Module, int]) -> Iterator[nn.Module]:
+    """Yield ``blocks``, and modules like them that hold none, in the order of the tree.
+
+    RegNet's last stage has one block, with a third of the parameters.
+    """
+    # torch's own types, such as Sequential, may be anything.
+    is_alike = not type(module).__module__.startswith("torch.nn.") and any(type(module) is type(b) for b in blocks)
+    if module in blocks or (
+        is_alike
+        and _num_params(module) * len(blocks) >= sum(blocks.values())
+        and not any(inner in blocks for inner in module.modules())
+    ):
+        yield module
+        return
+    for child in module.children():
+        yield from _with_single_blocks(child, blocks)
 
 
 def _repeated_blocks(module: nn.Module) -> Iterator[nn.Module]:

@@ -59,7 +59,6 @@ class RunFolder:
         self.path = Path(nvme_path) / run_name / f"rank{rank}"
         base = _open_base(nvme_path)
         try:
-            self._run_name = run_name
             run = _enter_run(base, run_name, nvme_path)
             try:
                 os.mkdir(self.path.name, 0o700, dir_fd=run)
@@ -291,7 +290,6 @@ class BlockFile:
         except OffloadError:
             self.close()
             raise
-        self._inode = os.fstat(self._fd).st_ino
         # A record that has not been written is zero, whatever the disk holds.
         self._checksums: list[int | None] = [None] * len(self._sizes)
         if is_touched:

@@ -21,9 +21,9 @@ ELSEWHERE = (
     f", or scale the loss. {_NONE_IS_FINE}"
 )
 OF_THIS_RANK = (
-    "The gradient of a scalar parameter was read or changed by the loop, and where parameters are sharded it is "
-    "this rank's own until step() averages it. Clip by zero=dict(clip_grad=...), or scale the loss, or make it a "
-    f"parameter of shape (1,). {_NONE_IS_FINE}"
+    "The gradient of a scalar, or of batch norm in half precision, was read or changed by the loop, and where "
+    "parameters are sharded it is this rank's own until step() averages it. Clip by zero=dict(clip_grad=...), or scale "
+    f"the loss, or make a scalar a parameter of shape (1,). {_NONE_IS_FINE}"
 )
 ON_DISK = (
     "A gradient was read or changed by the loop, and with parameters on NVMe gradients are on NVMe too. Clip by "

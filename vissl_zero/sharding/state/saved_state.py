@@ -48,6 +48,12 @@ class Part:
     read: Callable[[], Tensor]
     is_streamed: bool = False
 
+    @classmethod
+    def of(cls, name: str, tensor: Tensor) -> Part:
+        """Wrap a full tensor; its memory is shared."""
+        values = tensor.detach()
+        return cls(name, values.shape, 0, values.numel(), values.dtype, lambda: values)
+
 
 class SavedState(Protocol):
     """A saved state: full tensors by name, of which any run of elements can be read."""

@@ -35,8 +35,8 @@ class Shard:
         local: this rank's rows; possibly none.
         full_shape: shape of the full parameter.
         first_element: place of the first of their elements in the full parameter, flattened.
-        contributes_to_norm: whether this rank's part enters sums over ranks. Scalars are replicated; one rank
-            contributes to sums.
+        contributes_to_norm: whether this rank's part enters sums over ranks. One rank contributes what is
+            replicated.
         num_copies, copy: how many ranks hold these very elements, and this rank's place among them.
         is_on_disk: values and gradient are on disk; ``local`` and its gradient are meta tensors.
         noted: changes of the gradient that the update is to carry out, where it widens gradients first; else None.
@@ -261,8 +261,11 @@ class WholeParameter(WatchedParameter):
             self._row_shard.drop_grad()
 
 
-class ScalarParameter(WatchedParameter):
-    """The class that a scalar gets where other parameters are sharded."""
+class ReplicatedParameter(WatchedParameter):
+    """The class that a parameter gets which every rank holds whole where others are sharded.
+
+    Its gradient is this rank's own until ``step()`` averages it: a loop that read it would differ between ranks.
+    """
 
     def _missing(self) -> str | None:
         return None if real_grad(self) is None else OF_THIS_RANK
@@ -271,7 +274,7 @@ class ScalarParameter(WatchedParameter):
 def hide_gradient(shard: Shard) -> Shard:
     """Hide the shard's gradient from the loop, which would take this rank's own for the mean."""
     local = nn.Parameter(shard.source.detach(), shard.source.requires_grad)
-    shard.source.__class__ = ScalarParameter
+    shard.source.__class__ = ReplicatedParameter
     return dataclasses.replace(shard, local=local)
 
 

@@ -47,7 +47,7 @@ from vissl_zero.sharding.offload.parameter_store import (
 )
 from vissl_zero.sharding.offload.tier import offloaded, stored_parameters
 from vissl_zero.sharding.sharded_model import ModelSetup, ShardedModel
-from vissl_zero.sharding.state.shard import Shard, hide_gradient, shards_of
+from vissl_zero.sharding.state.shard import Shard, hide_gradient, shards_of, wide_dtype
 from vissl_zero.sharding.state.sharded_tensor import ReplacedParameter, ShardedTensor
 from vissl_zero.sharding.torch_private import (
     forget_meshes,
@@ -85,10 +85,10 @@ class FullySharded(ShardedModel):
             # Modules that are bound by a tied parameter are one unit.
             self._units = list({unit_state(unit): unit for unit in wrapped}.values())
             self._is_last = True
-            # fully_shard cannot cut these, so their gradients travel apart from the units.
-            self._scalar_means: OrderedMeans | None = None
+            # Not in a unit, so their gradients travel apart.
+            self._replicated_means: OrderedMeans | None = None
             if plan.deterministic:
-                self._scalar_means = OrderedMeans([param for param in module.parameters() if param.dim() == 0])
+                self._replicated_means = OrderedMeans([*filter(_is_replicated, module.parameters())])
             group = mesh.get_group(mesh.ndim - 1)
             self.comm: CpuCommunicator | None = None
             if device.type == "cpu" and group.size() > 1:
@@ -107,13 +107,11 @@ class FullySharded(ShardedModel):
             else:
                 _use_collectives(self._units, group.size(), plan.deterministic, sent)
             shards = [disk_shard(shard, store) for shard in shards_of(module, group)]
+            if build_optimizer is not None:
+                shards = [hide_gradient(shard) if _is_replicated(shard.source) else shard for shard in shards]
             if needs_host_shards(plan, device):
                 pin = plan.offload_optimizer.pin_memory and device.type == "cuda"
                 shards = [host_shard(shard, pin) if shard.name in trained else shard for shard in shards]
-            elif build_optimizer is not None:
-                # A scalar's gradient is this rank's own until step() averages it: a loop that read it would differ
-                # between ranks.
-                shards = [shard if shard.source.dim() else hide_gradient(shard) for shard in shards]
             _show_to_loop(shards)
             if build_optimizer is not None:
                 build_optimizer = offloaded(build_optimizer, plan, store, shards)
@@ -141,7 +139,7 @@ class FullySharded(ShardedModel):
                 if self._plan.level < 3:
                     unit.set_reshard_after_backward(is_last, recurse=False)
             self._is_last = is_last
-        with nullcontext() if self._scalar_means is None else self._scalar_means.micro_batch():
+        with nullcontext() if self._replicated_means is None else self._replicated_means.micro_batch():
             yield
         self._guard.end_micro_batch()
 
@@ -187,21 +185,25 @@ class FullySharded(ShardedModel):
         return [not isinstance(source, DTensor) or self._guard.has_gradient(source) for source in sources]
 
     def _average_replicated(self) -> None:
-        """Average scalars, which cannot be cut: ``fully_shard`` leaves them alone. Cost: a tiny all-reduce.
-
-        Parameters without an element are left alone too, and have nothing to average.
-        """
-        scalars = [shard.source for shard in self._trained if not shard.full_shape]
-        if not scalars or self._scalar_means is not None:
+        """Average what every rank holds whole: ``fully_shard`` leaves it alone. Cost: one small all-reduce."""
+        params = [shard.source for shard in self._trained if _is_replicated(shard.source)]
+        if not params or self._replicated_means is not None:
             return
-        # In float64, so that scalars of different formats share one message.
-        table = torch.stack([_value_and_presence(scalar) for scalar in scalars])
-        # Over all ranks, not the shard group: every rank of the world holds the scalars.
-        dist.all_reduce(table)
-        for scalar, (total, num_present) in zip(scalars, table, strict=True):
-            # The second is read, and waited for, only without the first.
-            if real_grad(scalar) is not None or num_present > 0:
-                set_real_grad(scalar, (total / dist.get_world_size()).to(scalar.dtype))
+        # Over all ranks, not the shard group: every rank of the world holds them.
+        grads = [real_grad(param) for param in params]
+        present = torch.tensor([grad is not None for grad in grads])
+        filled = [torch.zeros_like(param) if grad is None else grad for param, grad in zip(params, grads, strict=True)]
+        # Of one dtype, so that parameters of different formats share one message.
+        dtype = wide_dtype(params)
+        pieces = [present.to(params[0].device), *filled]
+        message = torch.cat([piece.flatten().to(dtype) for piece in pieces])
+        dist.all_reduce(message)
+        num_present, *totals = message.split([len(params), *(param.numel() for param in params)])
+        # Read, and waited for, only on a rank that lacks a gradient.
+        is_used = present if bool(present.all()) else num_present
+        for param, total, number in zip(params, totals, is_used, strict=True):
+            if number:
+                set_real_grad(param, (total / dist.get_world_size()).view(param.shape).to(param.dtype))
 
     def _before_shards_change(self) -> None:
         """Reshard units: at levels 1 and 2 a forward pass without gradient leaves them whole, and out of date."""
@@ -214,6 +216,11 @@ def _outermost(module: nn.Module) -> list[FSDPModule]:
     if isinstance(module, FSDPModule):
         return [module]
     return [root for child in module.children() for root in _outermost(child)]
+
+
+def _is_replicated(param: nn.Parameter) -> bool:
+    """Check whether every rank holds it whole; without elements there is nothing to hold."""
+    return not isinstance(param, DTensor) and param.numel() > 0
 
 
 def _show_to_loop(shards: Sequence[Shard]) -> None:
@@ -292,10 +299,13 @@ def _wrap(
     fill: Fill,
 ) -> None:
     """Apply ``fully_shard`` unit by unit, inner ones first; parameters of ``store`` move there at once. In place."""
-    # fully_shard cuts the first dimension, which these lack: they stay replicated.
-    scalars = {param for param in module.parameters() if param.dim() == 0 or param.numel() == 0}
+    # fully_shard cuts the first dimension, which scalars lack.
+    replicated = {param for param in module.parameters() if param.dim() == 0 or param.numel() == 0}
     for position, unit in enumerate(wrap_plan.units):
         modules = [module.get_submodule(name) for name in unit.modules]
+        if unit.is_replicated:
+            replicated |= _replicate(unit, modules, plan, fill)
+            continue
         for name, part in zip(unit.modules, modules, strict=True):
             # Unit by unit, so that a rank never holds all full parameters.
             fill(part, name)
@@ -308,7 +318,7 @@ def _wrap(
             mesh=mesh,
             reshard_after_forward=plan.level == 3,
             mp_policy=_policy(unit, plan.precision),
-            ignored_params=scalars,
+            ignored_params=replicated,
             offload_policy=_offload_policy(plan, mesh),
         )
         for old in replaced:
@@ -320,9 +330,22 @@ def _wrap(
             # Looked up anew: fully_shard has put other tensors in the place of the unit's parameters.
             names = {param: name for name, param in module.named_parameters()}
             UnitOnDisk(modules[0], position, names, store)
-    for scalar in scalars:
+    for param in replicated:
         # fully_shard moves what it cuts and leaves ignored parameters where they are.
-        scalar.data = scalar.data.to(mesh.device_type)
+        param.data = param.data.to(mesh.device_type)
+
+
+def _replicate(unit: PlannedUnit, modules: Sequence[nn.Module], plan: ShardingPlan, fill: Fill) -> set[nn.Parameter]:
+    """Fill the batch norms of a unit, which stay whole on every rank; returns their parameters."""
+    master, compute = dtype_of(plan.precision.master), dtype_of(plan.precision.compute)
+    for name, part in zip(unit.modules, modules, strict=True):
+        fill(part, name)
+        # torch takes inputs in half precision beside parameters in float32, but none beside float64.
+        if master == torch.float64:
+            part.register_forward_pre_hook(lambda _, args: tuple(arg.to(master) for arg in args))
+        if compute != master:
+            part.register_forward_hook(lambda *call: call[-1].to(compute))
+    return {param for part in modules for param in part.parameters()}
 
 
 class _Replaced:
@@ -351,13 +374,6 @@ def _use_collectives(
             unit.set_custom_all_gather(PackedAllGather(packing))  # type: ignore[arg-type]
 
 
-def _value_and_presence(scalar: nn.Parameter) -> Tensor:
-    grad = real_grad(scalar)
-    if grad is None:
-        return torch.zeros(2, dtype=torch.float64, device=scalar.device)
-    return torch.stack([grad.double(), grad.new_ones((), dtype=torch.float64)])
-
-
 def _offload_policy(plan: ShardingPlan, mesh: DeviceMesh) -> OffloadPolicy:
     """Choose host memory for shards, unless they are there anyway; gradients follow them, and the update runs there."""
     if plan.offload_params.device == "none" or mesh.device_type == "cpu":
@@ -369,11 +385,7 @@ def _offload_policy(plan: ShardingPlan, mesh: DeviceMesh) -> OffloadPolicy:
 
 def _policy(unit: PlannedUnit, precision: Precision) -> MixedPrecisionPolicy:
     master, compute, reduce = map(dtype_of, (precision.master, precision.compute, precision.reduce))
-    # Batch norm in a unit of half parameters fails ("expected scalar type BFloat16 but found Float"), so it has a unit
-    # of its own, which hands on the format of its input.
-    if unit.is_float32 and precision.rounding:
-        return MixedPrecisionPolicy()  # it takes bfloat16 as it is, at level 0 too, and sums in its own format
-    if unit.is_float32:
+    if unit.is_float32:  # tied to other weights, or it would be replicated
         return MixedPrecisionPolicy(param_dtype=master, reduce_dtype=master, output_dtype=compute)
     if compute == master:
         return MixedPrecisionPolicy(reduce_dtype=None if reduce == master else reduce)

@@ -27,7 +27,6 @@ from vissl_zero.optim.elementwise import single_rounded
 from vissl_zero.optim.param_groups import ParamGroup
 from vissl_zero.registry import STRATEGIES
 from vissl_zero.resolve.resolved import ShardingPlan, keeps_parameters_whole
-from vissl_zero.sharding.checks.replica_check import num_hooks
 from vissl_zero.sharding.engines.cpu_communicator import open_communicator
 from vissl_zero.sharding.engines.gradient_average import OWN_GRADIENTS, GradientAverage, OrderedMeans
 from vissl_zero.sharding.engines.torch.fully_sharded import FullySharded
@@ -37,6 +36,7 @@ from vissl_zero.sharding.offload.tier import offloaded
 from vissl_zero.sharding.sharded_model import ModelSetup, ShardedModel
 from vissl_zero.sharding.state.shard import RowShard, row_shards
 from vissl_zero.sharding.strategy import Strategy
+from vissl_zero.sharding.torch_private import num_gradient_hooks
 
 
 @STRATEGIES.register("torch")
@@ -82,7 +82,7 @@ class TorchStrategy(Strategy):
 
 def _refuse_hooked(model: nn.Module) -> None:
     """Refuse hooks on parameters: ``fully_shard`` puts other tensors in their place, so a hook would never run."""
-    hooked = [name for name, param in model.named_parameters() if num_hooks(param)]
+    hooked = [name for name, param in model.named_parameters() if num_gradient_hooks(param)]
     if hooked:
         must = "must have no hooks where fully_shard replaces parameters: they would never run"
         fix = "Put the hook on a module's output, or use ZeRO level 0, or level 1 or 2 on the CPU."

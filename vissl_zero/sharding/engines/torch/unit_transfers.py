@@ -398,14 +398,11 @@ def planned_shards(
         params = [param for name in unit.modules for param in module.get_submodule(name).parameters()]
         params = [param for param in dict.fromkeys(params) if param not in taken and param.dim() and param.numel()]
         taken |= set(params)
-        units.append(
-            [
-                StoredParam(
-                    names[param], _num_local(param, num_shards, shard_index), param.dtype, names[param] in trained
-                )
-                for param in params
-            ]
-        )
+        stored = [
+            StoredParam(names[param], _num_local(param, num_shards, shard_index), param.dtype, names[param] in trained)
+            for param in params
+        ]
+        units.append([] if unit.is_replicated else stored)
     return units
 
 
