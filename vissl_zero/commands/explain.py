@@ -13,7 +13,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -384,9 +384,14 @@ def _weights(weights: WeightsInit, path: str, account: Account, stack: ExitStack
         if public := public_equivalent(weights.PARAMS_FILE):
             fix = f"Facebook-internal; public: {public}. {fix}"
         account.yours.append(Problem(f"config.{path}.WEIGHTS_INIT.PARAMS_FILE", weights.PARAMS_FILE, must, fix))
-        # A file that exists stands in for them: only that is checked of weights.
-        file = stack.enter_context(tempfile.NamedTemporaryFile(suffix=".torch"))
-        weights.PARAMS_FILE = file.name
+        weights.PARAMS_FILE = stack.enter_context(_stand_in())
+
+
+@contextmanager
+def _stand_in() -> Iterator[str]:
+    """Create a file that exists; of weights only that is checked."""
+    with tempfile.NamedTemporaryFile(suffix=".torch") as file:
+        yield file.name
 
 
 def _sort_keys(account: Account, run: RunConfig, written: Mapping[str, Any], notes: Sequence[str]) -> None:
