@@ -124,7 +124,7 @@ _REGNET, _RESNET, _EVAL = "MODEL.TRUNK.REGNET", "MODEL.TRUNK.RESNETS", "MODEL.FE
 SEED_BESIDE_SEEDS = "config.SEEDS lists the seeds"
 _WITH_CLASSES = ("CrossEntropyLoss", "cross_entropy_multiple_output_single_target")
 _BUILT_IN = (["digits"], ["synthetic"], ["digit_scenes"])
-_WITHOUT_SIZE = (["digits"], ["disk_folder"], [FOLDER_OF_PAIRS], [])
+_WITHOUT_SIZE: tuple[list[str], ...] = (["digits"], ["disk_folder"], [FOLDER_OF_PAIRS], [])
 _CONDITIONS: tuple[Inactive, ...] = (
     Inactive(("SEED_VALUE",), lambda cfg: bool(cfg.SEEDS), SEED_BESIDE_SEEDS),
     *(
