@@ -134,7 +134,7 @@ class _Pool:
     def _start(self) -> None:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(_PRELOAD)
+        context.set_forkserver_preload([*_PRELOAD, "tests.frozen"])
         self._pipes: list[Any] = []
         self._processes: list[Any] = []
         self._is_ready = False
@@ -231,8 +231,6 @@ def _work(pipe: multiprocessing.connection.Connection) -> None:
     import torch  # in the forkserver already; the tests that need no ranks must not wait for it
 
     torch.set_num_threads(1)
-    gc.collect()
-    gc.freeze()  # torch's own objects: collecting after each task then takes milliseconds
     # Where ranks find each other. A file would do, which ranks look at every 10 ms.
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     pipe.send(store.port)
