@@ -45,7 +45,8 @@ STACK_S = 5.0  # for a rank that hung to write down where
 # other ranks have gone: hundreds of them make everything many times slower. Then new processes take over.
 MAX_THREADS = 40
 # Imported once, before the fork. fully_shard imports torch._dynamo on first use, and most tests train through the last.
-_PRELOAD = ["torch", "torch.distributed.fsdp", "torch.distributed.tensor", "torch._dynamo", "tests.dist.training"]
+_PRELOAD = ["torch", "torch.distributed.fsdp", "torch.distributed.tensor", "torch._dynamo", "fairscale.nn"]
+_PRELOAD += ["vissl_zero.config.compose", "vissl_zero.planner.forecast", "tests.dist.training"]
 
 
 class RankError(AssertionError):
@@ -283,6 +284,7 @@ def _import_source(name: str, source_file: str) -> Any:
         module = importlib.util.module_from_spec(spec)
         sys.modules[name] = module
         spec.loader.exec_module(module)
+        gc.freeze()  # what it brought stays: collections after each task then take milliseconds
     return sys.modules[name]
 
 
