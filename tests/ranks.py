@@ -45,7 +45,8 @@ STACK_S = 5.0  # for a rank that hung to write down where
 # other ranks have gone: hundreds of them make everything many times slower. Then new processes take over.
 MAX_THREADS = 40
 # Imported once, before the fork. fully_shard imports torch._dynamo on first use, and most tests train through the last.
-_PRELOAD = ["torch", "torch.distributed.fsdp", "torch.distributed.tensor", "torch._dynamo", "tests.dist.training"]
+_PRELOAD = ["torch", "torch.distributed.fsdp", "torch.distributed.tensor", "torch._dynamo", "fairscale.nn"]
+_PRELOAD += ["vissl_zero.config.compose", "vissl_zero.planner.forecast", "tests.dist.training"]
 
 
 class RankError(AssertionError):
@@ -134,7 +135,7 @@ class _Pool:
     def _start(self) -> None:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(_PRELOAD)
+        context.set_forkserver_preload([*_PRELOAD, "tests.frozen"])
         self._pipes: list[Any] = []
         self._processes: list[Any] = []
         self._is_ready = False
@@ -231,8 +232,6 @@ def _work(pipe: multiprocessing.connection.Connection) -> None:
     import torch  # in the forkserver already; the tests that need no ranks must not wait for it
 
     torch.set_num_threads(1)
-    gc.collect()
-    gc.freeze()  # torch's own objects: collecting after each task then takes milliseconds
     # Where ranks find each other. A file would do, which ranks look at every 10 ms.
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     pipe.send(store.port)
@@ -285,6 +284,7 @@ def _import_source(name: str, source_file: str) -> Any:
         module = importlib.util.module_from_spec(spec)
         sys.modules[name] = module
         spec.loader.exec_module(module)
+        gc.freeze()  # what it brought stays: collections after each task then take milliseconds
     return sys.modules[name]
 
 
