@@ -11,7 +11,7 @@
         assert run_on_ranks(3, _sum_of_ranks, 10) == [33.0, 33.0, 33.0]
 
 Processes are forked from one that has torch imported (about 3 s, once), and each task gets a process group of its own
-(about 0.05 s). A rank that raises fails the test with its traceback; one that hangs is killed after ``timeout_s``, with
+(about 0.01 s). A rank that raises fails the test with its traceback; one that hangs is killed after ``timeout_s``, with
 the stack it hung in, and the pool starts afresh.
 """
 
@@ -45,7 +45,8 @@ STACK_S = 5.0  # for a rank that hung to write down where
 # other ranks have gone: hundreds of them make everything many times slower. Then new processes take over.
 MAX_THREADS = 40
 # Imported once, before the fork. fully_shard imports torch._dynamo on first use, and most tests train through the last.
-_PRELOAD = ["torch", "torch.distributed.fsdp", "torch.distributed.tensor", "torch._dynamo", "tests.dist.training"]
+_PRELOAD = ["torch", "torch.distributed.fsdp", "torch.distributed.tensor", "torch._dynamo", "fairscale.nn"]
+_PRELOAD += ["vissl_zero.config.compose", "vissl_zero.planner.forecast", "tests.dist.training"]
 
 
 class RankError(AssertionError):
@@ -134,7 +135,7 @@ class _Pool:
     def _start(self) -> None:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(_PRELOAD)
+        context.set_forkserver_preload([*_PRELOAD, "tests.frozen"])
         self._pipes: list[Any] = []
         self._processes: list[Any] = []
         self._is_ready = False
@@ -151,13 +152,13 @@ class _Pool:
             for pipe in self._pipes:
                 if not pipe.poll(START_S):
                     raise RankError(f"a process of the pool did not start within {START_S:.0f} s")
-                pipe.recv()
+            self._port, *_ = [pipe.recv() for pipe in self._pipes]
             self._is_ready = True
 
     def run(self, tasks: list[_Task]) -> list[Any]:
         self._wait_until_ready()
         for pipe, task in zip(self._pipes, tasks, strict=False):
-            pipe.send(task)
+            pipe.send((task, self._port))
         answers: dict[int, tuple[bool, Any]] = {}
         deadline = time.monotonic() + tasks[0].timeout_s
         while len(answers) < len(tasks) and (left := deadline - time.monotonic()) > 0:
@@ -231,23 +232,27 @@ def _work(pipe: multiprocessing.connection.Connection) -> None:
     import torch  # in the forkserver already; the tests that need no ranks must not wait for it
 
     torch.set_num_threads(1)
-    gc.collect()
-    gc.freeze()  # torch's own objects: collecting after each task then takes milliseconds
-    pipe.send("ready")
-    while (task := pipe.recv()) is not None:
+    # Where ranks find each other. A file would do, which ranks look at every 10 ms.
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    pipe.send(store.port)
+    while (message := pipe.recv()) is not None:
+        task, port = message
         with task.stack_file.open("w") as stack_file:
             faulthandler.register(_STACK_SIGNAL, stack_file)
             faulthandler.enable(stack_file)
             try:
-                answer: tuple[bool, Any] = (True, pickle.dumps(_run(task)))
+                answer: tuple[bool, Any] = (True, pickle.dumps(_run(task, port)))
             except BaseException:  # noqa: BLE001 - whatever it was, the parent reports it
                 answer = (False, traceback.format_exc())
             faulthandler.unregister(_STACK_SIGNAL)
             faulthandler.disable()
         pipe.send(answer)
+        # Takes 10 ms a connection: the test goes on meanwhile.
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
 
 
-def _run(task: _Task) -> Any:
+def _run(task: _Task, port: int) -> Any:
     import torch
     import torch.distributed as dist
 
@@ -256,10 +261,10 @@ def _run(task: _Task) -> Any:
     function = getattr(_import_source(task.module_name, task.source_file), task.function)
     args = pickle.loads(task.arguments)
     torch.manual_seed(0)
-    store = dist.FileStore(f"{task.folder}/store", task.world_size)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     dist.init_process_group(
         "gloo",
-        store=store,
+        store=dist.PrefixStore(task.folder, store),
         rank=task.rank,
         world_size=task.world_size,
         timeout=timedelta(seconds=task.group_timeout_s),
@@ -268,7 +273,6 @@ def _run(task: _Task) -> Any:
     forget_meshes()
     gc.collect()  # groups that are only in cycles: gloo's threads of a group that its peers have left never rest
     dist.barrier()  # nobody closes connections that a slower rank still uses
-    dist.destroy_process_group()
     return result
 
 
@@ -280,6 +284,7 @@ def _import_source(name: str, source_file: str) -> Any:
         module = importlib.util.module_from_spec(spec)
         sys.modules[name] = module
         spec.loader.exec_module(module)
+        gc.freeze()  # what it brought stays: collections after each task then take milliseconds
     return sys.modules[name]
 
 

@@ -166,7 +166,7 @@ def read_json(path: Path) -> tuple[dict[str, Any], str]:
             "Open it with the version of vissl_zero that wrote it, or a later one."
         )
     body = whole.get("body")
-    if _is_deeper(body, _MAX_DEPTH):
+    if _is_too_deep(body):
         raise CheckpointError(f"{path} is damaged: it is nested deeper than {_MAX_DEPTH} levels.")
     try:
         digest = xxhash.xxh3_64_hexdigest(_canonical(body).encode())
@@ -182,9 +182,9 @@ def read_json(path: Path) -> tuple[dict[str, Any], str]:
     return body, digest
 
 
-def _is_deeper(tree: Any, most: int) -> bool:
+def _is_too_deep(tree: Any) -> bool:
     level = [tree]
-    for _ in range(most):
+    for _ in range(_MAX_DEPTH):
         level = [item for node in level if isinstance(node, dict) for item in node.values()] + [
             item for node in level if isinstance(node, list) for item in node
         ]

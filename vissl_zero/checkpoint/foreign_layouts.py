@@ -17,13 +17,13 @@ bytedance/ibot c24f870, ``models/vision_transformer.py``; facebookresearch/mae b
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from vissl_zero.checkpoint.folder import Checkpoint
@@ -175,7 +175,7 @@ def _sharded(content: Mapping[str, Any], path: Path) -> Foreign:
     foreign = Foreign(f"VISSL, {len(names)} shards", iteration=_count(shards[0], "iteration"), epoch=_epoch(shards[0]))
     foreign.loss = loss_state(shards)
     foreign.optimizer = OptimizerState(reason="each shard numbers the state of its own pieces, and names no parameter")
-    _add_entries(foreign, _whole(models, metas, "trunk"), "trunk.")
+    _add_entries(foreign, _whole_trunk(models, metas), "trunk.")
     metas_of_heads, heads = metas[0].get("heads") or [], models[0].get("heads", {})
     if not metas_of_heads:
         for prefix, head in _heads(heads):
@@ -190,12 +190,12 @@ def _sharded(content: Mapping[str, Any], path: Path) -> Foreign:
     return _not_empty(foreign, path)
 
 
-def _whole(models: list[Mapping[str, Any]], metas: list[Mapping[str, Any]], part: str) -> list[Entry]:
-    if not metas[0].get(part):
+def _whole_trunk(models: list[Mapping[str, Any]], metas: list[Mapping[str, Any]]) -> list[Entry]:
+    if not metas[0].get("trunk"):
         foreign = Foreign("")
-        _add(foreign, models[0].get(part, {}), "")
+        _add(foreign, models[0].get("trunk", {}), "")
         return foreign.entries
-    return full_tensors([model[part] for model in models], [meta[part] for meta in metas])
+    return full_tensors([model["trunk"] for model in models], [meta["trunk"] for meta in metas])
 
 
 def _sliced(content: Mapping[str, Any], path: Path) -> Foreign:
@@ -439,7 +439,7 @@ def _from_hugging_face(entries: list[Entry], prefix: str) -> list[Entry]:
     for (block, layer, kind), entries_of in parts.items():
         order = _PART_OF[next(iter(entries_of))][1]
         if entries_of.keys() == set(order):
-            result.append(_joined(f"blocks.{block}.{layer}.{kind}", [entries_of[part] for part in order]))
+            result.append(Entry.joined(f"blocks.{block}.{layer}.{kind}", [entries_of[part] for part in order]))
         else:
             result += entries_of.values()
     return result
@@ -457,7 +457,7 @@ def _to_hugging_face(entry: Entry, layers: Mapping[str, str]) -> list[Entry]:
         if f"{layer}.{kind}" == ours:
             return [replace(entry, key=start + theirs)]
     if layer == "attn.qkv":
-        return _cut(entry, [f"{start}{part}.{kind}" for part in _MERGED[layer][0]])
+        return entry.cut([f"{start}{part}.{kind}" for part in _MERGED[layer][0]])
     return [replace(entry, key=f"{start}{layers[layer]}.{kind}")] if layer in layers else []
 
 
@@ -477,8 +477,8 @@ def _without_class_position(entries: list[Entry]) -> list[Entry]:
     shape = (1, positions.shape[1] - 1, *positions.shape[2:])
     return [
         *(entry for entry in entries if entry not in (token, positions)),
-        replace(token, read=_reading(lambda t, p: t + p[:, :1], token, positions)),
-        replace(positions, shape=shape, read=_reading(lambda p: p[:, 1:], positions)),
+        replace(token, read=lambda: token.read() + positions.read()[:, :1]),
+        replace(positions, shape=shape, read=lambda: positions.read()[:, 1:]),
     ]
 
 
@@ -492,34 +492,12 @@ def _with_class_position(entries: Sequence[Entry]) -> list[Entry]:
     return [
         *(entry for entry in entries if entry not in (registers, positions)),
         replace(registers, key="register_tokens"),
-        replace(
-            positions, shape=shape, read=_reading(lambda p: torch.cat([torch.zeros_like(p[:, :1]), p], 1), positions)
-        ),
-    ]
-
-
-def _joined(key: str, parts: list[Entry]) -> Entry:
-    first = parts[0]
-    shape = (sum(part.shape[0] for part in parts), *first.shape[1:])
-    return Entry(key, first.dtype, shape, _reading(lambda *tensors: torch.cat(tensors), *parts))
-
-
-def _cut(entry: Entry, keys: list[str]) -> list[Entry]:
-    rows = entry.shape[0] // len(keys)
-    return [
-        Entry(
-            key, entry.dtype, (rows, *entry.shape[1:]), _reading(lambda t, at=at: t[at * rows : (at + 1) * rows], entry)
-        )
-        for at, key in enumerate(keys)
+        replace(positions, shape=shape, read=lambda: F.pad(positions.read(), (0, 0, 1, 0))),
     ]
 
 
 def _reshaped(entry: Entry, shape: tuple[int, ...]) -> Entry:
-    return replace(entry, shape=shape, read=_reading(lambda tensor: tensor.reshape(shape), entry))
-
-
-def _reading(compute: Callable[..., Tensor], *entries: Entry) -> Callable[[], Tensor]:
-    return lambda: compute(*(entry.read() for entry in entries))
+    return replace(entry, shape=shape, read=lambda: entry.read().reshape(shape))
 
 
 def _last(entry: Entry) -> str:

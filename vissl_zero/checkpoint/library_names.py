@@ -13,8 +13,6 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-import torch
-
 from vissl_zero.checkpoint.shard_file import Entry
 
 # Theirs -> timm's, full matches; the first that matches counts. A number after ``+`` counts from 1.
@@ -118,21 +116,12 @@ def _fused(entries: list[Entry]) -> Iterable[Entry]:
             if kind == "bias":
                 yield replace(entry, key=f"{start}.{part}_bias")
             elif part == "q":
-                yield _joined(f"{start}.qkv.weight", [parts[f"{start}.{one}.weight"] for one in "qkv"])
+                yield Entry.joined(f"{start}.qkv.weight", [parts[f"{start}.{one}.weight"] for one in "qkv"])
         elif entry.key.endswith(".attn.qkv.bias"):
             start = entry.key.removesuffix(".qkv.bias")
-            yield from (_third(entry, f"{start}.{name}_bias", at) for name, at in (("q", 0), ("v", 2)))
+            queries, _, values = entry.cut([f"{start}.{name}_bias" for name in "qkv"])
+            yield from (queries, values)
         elif not entry.key.endswith(
             (".bias_mask", "rope_embed.periods", "local_cls_norm.weight", "local_cls_norm.bias")
         ):
             yield entry
-
-
-def _joined(key: str, parts: list[Entry]) -> Entry:
-    shape = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
-    return Entry(key, parts[0].dtype, shape, lambda: torch.cat([part.read() for part in parts]))
-
-
-def _third(entry: Entry, key: str, at: int) -> Entry:
-    rows = entry.shape[0] // 3
-    return Entry(key, entry.dtype, (rows,), lambda: entry.read()[at * rows : (at + 1) * rows])

@@ -17,6 +17,7 @@ import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,21 @@ class Entry(Sized):
     def of(cls, key: str, tensor: Tensor) -> Entry:
         """Wrap a tensor that is there already."""
         return cls(key, tensor.dtype, tuple(tensor.shape), lambda: tensor)
+
+    @classmethod
+    def joined(cls, key: str, parts: Sequence[Entry]) -> Entry:
+        """Join tensors along their first dimension; they are read when it is."""
+        shape = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
+        return cls(key, parts[0].dtype, shape, lambda: torch.cat([part.read() for part in parts]))
+
+    def cut(self, keys: Sequence[str]) -> list[Entry]:
+        """Cut the tensor along its first dimension into an equal part for each key; every part reads all of it."""
+        rows = self.shape[0] // len(keys)
+        reads = [partial(self._rows, at * rows, (at + 1) * rows) for at in range(len(keys))]
+        return [Entry(key, self.dtype, (rows, *self.shape[1:]), read) for key, read in zip(keys, reads, strict=True)]
+
+    def _rows(self, first: int, end: int) -> Tensor:
+        return self.read()[first:end]
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from vissl_zero.errors import ConfigError, Problem
 from vissl_zero.resolve.pairs import GEOMETRIC
 
 
-class PairPipeline(Pipeline):
+class _PairPipeline(Pipeline):
     """Transforms of images with masks, one after another; each makes one image of one.
 
     Images come out as they would without masks.
@@ -81,7 +81,7 @@ def with_masks(pipeline: Pipeline, source: Source, data_cfg: Data, entries: Sequ
     if data_cfg.BACKEND != "pil":
         must = "must be pil for images with masks"
         raise ConfigError([Problem("config.DATA.BACKEND", data_cfg.BACKEND, must, "Write config.DATA.BACKEND=pil.")])
-    return PairPipeline(pipeline, [_of_masks(entry) for entry in entries])
+    return _PairPipeline(pipeline, [_of_masks(entry) for entry in entries])
 
 
 def _of_masks(entry: Mapping[str, Any]) -> Callable[[Any], Any] | None:

@@ -67,7 +67,7 @@ class ExtractFeatures(Hook):
 
     def _extract(self, run: Run, split: str, source: Source) -> int:
         """Write the features of a split to files. Collective."""
-        writer = ShardWriter(run.folder / _FEATURES_FOLDER, split, run.rank, _ROWS_PER_SHARD)
+        writer = _ShardWriter(run.folder / _FEATURES_FOLDER, split, run.rank, _ROWS_PER_SHARD)
         feature_dim, skipped = 0, list[str]()
         with run.sharded.evaluated(), evaluating(run.sharded.model):
             for batch, num_own in own_batches(run, eval_images(source, run.plan.config.DATA, run.plan.seed)):
@@ -117,7 +117,7 @@ class ExtractedFeatures:
     layers: dict[str, slice] = field(default_factory=dict)
 
 
-class ShardWriter:
+class _ShardWriter:
     """Writes one rank's rows as they come, a shard for every ``rows_per_shard``.
 
     Args:

@@ -189,7 +189,7 @@ class KnnHook(Hook):
             self.neighbors_after = self.neighbors_before
             if "rankme_before" in run.results:
                 run.results["rankme_after"] = run.results["rankme_before"]
-            if self._has_more:
+            if self._options.ALSO_TOPK or self._options.ALSO_SIGMA or self._options.LIDAR_IMAGES:
                 self._look_closer(run, self._measure(run))
             self._take_pictures(run)
             return
@@ -203,10 +203,6 @@ class KnnHook(Hook):
         self._take_pictures(run)
         if run.results.pop("knn_top1_latest", None) is not None:
             run.results["knn_top1_by_step"] = [list(point) for point in self.curve]
-
-    @property
-    def _has_more(self) -> bool:
-        return bool(self._options.ALSO_TOPK or self._options.ALSO_SIGMA or self._options.LIDAR_IMAGES)
 
     def _look_closer(self, run: Run, measured: Measured) -> None:
         """Measure the optional figures of the end of a run. Collective."""

@@ -209,19 +209,19 @@ FOLDER = "svm"
 
 
 @dataclass(frozen=True)
-class Labeled:
+class _Labeled:
     """Images of a split and their labels (N, C), 1, 0 or -1."""
 
     source: Source
     matrix: np.ndarray
 
 
-class SvmHook(Hook):
+class _SvmHook(Hook):
     """Extracts the features of TRAIN and TEST at the end of a run, layer by layer, and hands them on."""
 
     def __init__(self) -> None:
-        self._train: Labeled | None = None
-        self._test: Labeled | None = None
+        self._train: _Labeled | None = None
+        self._test: _Labeled | None = None
 
     def on_start(self, run: Run) -> None:
         require_evaluation(run.plan.config.DATA, run.plan.seed)
@@ -265,7 +265,7 @@ class SvmHook(Hook):
 
 
 @HOOKS.register("train_svm")
-class TrainSvm(SvmHook):
+class TrainSvm(_SvmHook):
     """One SVM per class, its cost chosen by cross validation on TRAIN; mean average precision on TEST.
 
     Adds to the results, by layer, ``svm_map_by_layer``, and ``svm_top1_by_layer`` where each image has one class (0 to
@@ -310,7 +310,7 @@ class TrainSvm(SvmHook):
 
 
 @HOOKS.register("train_svm_low_shot")
-class TrainSvmLowShot(SvmHook):
+class TrainSvmLowShot(_SvmHook):
     """SVMs on k images of each class, drawn several times; mean average precision on all of TEST.
 
     Adds ``svm_low_shot_by_layer`` to the results: for each layer and ``k=<k>`` the mean, min, max and std (0 to 1) over
@@ -362,7 +362,7 @@ class TrainSvmLowShot(SvmHook):
         return f"SVM on {name}, mean average precision: {summary}"
 
 
-def _labeled(source: Source, split: str, num_classes: int, run: Run) -> Labeled:
+def _labeled(source: Source, split: str, num_classes: int, run: Run) -> _Labeled:
     matrix = label_matrix(source, num_classes)
     if matrix is None or not matrix.shape[1]:
         raise DataError(
@@ -372,7 +372,7 @@ def _labeled(source: Source, split: str, num_classes: int, run: Run) -> Labeled:
     chosen = run.plan.config.SVM.cls_list
     if wrong := [number for number in chosen if number >= matrix.shape[1]]:
         raise DataError(f"SVM.cls_list: must name classes below {matrix.shape[1]}, not {wrong[0]}. Correct the list.")
-    return Labeled(source, matrix[:, chosen] if chosen else matrix)
+    return _Labeled(source, matrix[:, chosen] if chosen else matrix)
 
 
 def _save(folder: Path, svms: list[ClassSvm], aps: list[float]) -> None:

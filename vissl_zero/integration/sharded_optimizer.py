@@ -45,7 +45,7 @@ class _OfParameter(dict[str, Any]):
         raise VisslZeroError(f"optimizer.state[...][{key!r}]: is not there. {_STATE}")
 
 
-class StateOfWrappers(defaultdict[Any, Any]):
+class _StateOfWrappers(defaultdict[Any, Any]):
     """``optimizer.state``: wrappers read and write by parameter; what is meant for the base optimizer is refused."""
 
     def __init__(self) -> None:
@@ -90,7 +90,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._is_built = False
         super().__init__(base.param_groups, base.defaults)
         # The very objects, so that a learning rate set here reaches the base optimizer.
-        self.param_groups, self.state = base.param_groups, StateOfWrappers()
+        self.param_groups, self.state = base.param_groups, _StateOfWrappers()
         self._is_built = True
         self._rows = [group["params"] for group in base.param_groups]
         self._params = _own_params(sharded, model) or self._rows

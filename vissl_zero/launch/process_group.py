@@ -73,7 +73,7 @@ def process_group(backend: str, device: torch.device, timeout_s: float) -> Itera
     _store = store
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    with own_peers_only() as is_guarded:
+    with _own_peers_only() as is_guarded:
         dist.init_process_group(
             backend,
             store=store,
@@ -113,7 +113,7 @@ def is_first_to_fail() -> bool:
 def _require_own_peers() -> None:
     """Check that no other user has connected to this rank on this machine, whichever interface gloo listens on (Linux).
 
-    Over loopback ``own_peers_only`` keeps others out; over an interface that other machines use, this finds a user of
+    Over loopback ``_own_peers_only`` keeps others out; over an interface that other machines use, this finds a user of
     this one.
 
     Raises:
@@ -223,7 +223,7 @@ _POLL_S = 0.002
 
 
 @contextmanager
-def own_peers_only() -> Iterator[bool]:
+def _own_peers_only() -> Iterator[bool]:
     """Let gloo groups over loopback connect processes of this user only; others are torch's. A context.
 
     Yields:
@@ -301,7 +301,7 @@ class _Gloo(type(dist.ProcessGroupGloo)):  # type: ignore[misc]
 
 
 class _OwnPeersGloo(dist.ProcessGroupGloo, metaclass=_Gloo):
-    """Replaces torch's class inside ``own_peers_only``. It has no instances."""
+    """Replaces torch's class inside ``_own_peers_only``. It has no instances."""
 
 
 def _guarded_listener() -> tuple[Any, _GuardedListener]:

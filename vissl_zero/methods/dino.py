@@ -243,11 +243,6 @@ class DINO(EmbeddingMethod):
         """Move the center. Collective."""
         self.center.update(torch.stack(tuple(observed)).sum(dim=0))
 
-    def momentum(self, step: int) -> float:
-        """Return the teacher's momentum; see ``Method``."""
-        first, last = self.momenta
-        return self._cosine_momentum(first, step, last)
-
 
 def koleo(embeddings: Tensor, eps: float = 1e-8) -> Tensor:
     """Average minus the log of the distance to the nearest other sample of all ranks, over this rank's samples.
@@ -478,7 +473,7 @@ class IBOT(PatchDistillation):
         self.guessing_loss = lambda1 * math.log(out_dim) + lambda2 * mask_probability * math.log(patch_out_dim)
         self.center = Center(out_dim, center_momentum)
         self.patch_center = Center(patch_out_dim, center_momentum2)
-        self.first_momentum = teacher_momentum
+        self.momenta = teacher_momentum, 1.0
         self.num_warmup_epochs = warmup_teacher_temp_epochs
         self.crop_temperature = TeacherTemperature(warmup_teacher_temp, teacher_temp, 0, teacher_temp_interval)
         self.patch_temperature = TeacherTemperature(
@@ -518,10 +513,6 @@ class IBOT(PatchDistillation):
         """Move the centers. Collective."""
         for center, sums in zip((self.center, self.patch_center), zip(*observed, strict=True), strict=True):
             center.update(torch.stack(sums).sum(dim=0))
-
-    def momentum(self, step: int) -> float:
-        """Return the teacher's momentum; see ``Method``."""
-        return self._cosine_momentum(self.first_momentum, step)
 
     def _is_masking(self) -> bool:
         """Check whether patches are masked in this epoch."""
@@ -582,7 +573,7 @@ class DINOv2(PatchDistillation):
         mask_probability: float = 0.5,
     ):
         super().__init__(num_global_crops, mask_ratio, mask_probability)
-        self.first_momentum = momentum
+        self.momenta = momentum, 1.0
         self.student_temp = student_temp
         self.temperature = TeacherTemperature(teacher_temp_min, teacher_temp_max, teacher_temp_warmup_iters)
         self.weights = dino_weight, ibot_weight, koleo_weight
@@ -601,7 +592,3 @@ class DINOv2(PatchDistillation):
             self.student_temp,
             self.weights,
         )
-
-    def momentum(self, step: int) -> float:
-        """Return the teacher's momentum; see ``Method``."""
-        return self._cosine_momentum(self.first_momentum, step)

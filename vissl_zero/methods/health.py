@@ -104,7 +104,7 @@ class CollapseRule(ABC):
         """Take in one step (loss None: skipped); the sentence to warn with, or None."""
 
 
-class RecentFigures:
+class _RecentFigures:
     """Means over what was measured in the last ``WINDOW`` steps, and over ``FEWEST`` measurements at least.
 
     Figures are measured every LOG_FREQUENCY-th step.
@@ -152,7 +152,7 @@ class ClusteringCollapse(CollapseRule):
     A collapsed model gives every image the same embedding: the effective rank of the embeddings goes to 1, every
     assignment becomes uniform (entropy 1 as a share of its maximum), and the loss stays at that of guessing. None of
     them is enough alone: an untrained model may have all three, and a model that learns few clusters loses rank too.
-    So there are two ways to a warning, both on means (``RecentFigures``):
+    So there are two ways to a warning, both on means (``_RecentFigures``):
 
     - *falling*: the entropy is at least ``UNIFORM`` and the rank at most half of the highest such mean so far;
     - *stuck*: the entropy is at least ``UNIFORM`` and the loss within 1 % of guessing, for ``patience`` steps on end.
@@ -174,7 +174,7 @@ class ClusteringCollapse(CollapseRule):
         self._guessing = guessing
         self._advice = advice
         self._patience = patience
-        self._recent = RecentFigures()
+        self._recent = _RecentFigures()
         self._highest_rank = 0.0
         self._stuck = Since()
 
@@ -213,7 +213,7 @@ def trivial_loss(num_prototypes: Sequence[int]) -> float:
 
 
 class RankCollapse(CollapseRule):
-    """All images get nearly the same embedding: the effective rank, a mean (``RecentFigures``), goes to 1.
+    """All images get nearly the same embedding: the effective rank, a mean (``_RecentFigures``), goes to 1.
 
     Either it falls below ``LEAST`` from at least twice that, or it stays below for ``patience`` steps on end.
 
@@ -225,7 +225,7 @@ class RankCollapse(CollapseRule):
 
     def __init__(self, patience: int):
         self._patience = patience
-        self._recent = RecentFigures()
+        self._recent = _RecentFigures()
         self._highest = 0.0
         self._stuck = Since()
 

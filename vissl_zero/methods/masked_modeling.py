@@ -405,7 +405,7 @@ class IJEPA(EmbeddingMethod):
 
     def momentum(self, step: int) -> float:
         """Return the teacher's momentum; see ``Method``."""
-        return self._linear_momentum(self.first_momentum, step)
+        return self._linear_momentum(self.first_momentum, step, 1.0)
 
     def _choose_patches(
         self, images: Sequence[Tensor], patch_size: tuple[int, int], all_are_seen: bool
@@ -494,7 +494,7 @@ class Data2Vec(EmbeddingMethod):
         self, momentum: float = 0.9998, mask_ratio: float = 0.6, average_top_k_layers: int = 6, beta: float = 2.0
     ):
         super().__init__()
-        self.constant_momentum = momentum
+        self.momenta = momentum, momentum
         self.mask_ratio = mask_ratio
         self.average_top_k_layers = average_top_k_layers
         self.beta = beta
@@ -514,10 +514,6 @@ class Data2Vec(EmbeddingMethod):
         student = output_of(outputs, "predictions")
         self._note(teacher_outputs[0].embeddings)
         return latent_regression(student.predictions, teacher_outputs[0].targets, self.beta)
-
-    def momentum(self, step: int) -> float:
-        """Return the teacher's momentum; see ``Method``."""
-        return self.constant_momentum
 
     def _choose_patches(
         self, images: Sequence[Tensor], patch_size: tuple[int, int], is_teacher: bool

@@ -281,7 +281,11 @@ class EmbeddingMethod(Method):
 
     Attributes:
         epoch: the present one, from 0.
+        momenta: the teacher's momentum at the start and at the end of the run, the same one where it stays; None: there
+            is no such teacher, or ``momentum`` is overridden.
     """
+
+    momenta: tuple[float, float] | None = None
 
     def __init__(self) -> None:
         super().__init__()
@@ -297,6 +301,13 @@ class EmbeddingMethod(Method):
     def set_length(self, num_steps: int, steps_per_epoch: int) -> None:
         """Remember the length, for schedules."""
         self._num_steps, self._steps_per_epoch = max(num_steps, 1), max(steps_per_epoch, 1)
+
+    def momentum(self, step: int) -> float:
+        """Interpolate ``momenta`` along half a cosine (https://arxiv.org/abs/2006.07733, 3.2); see ``Method``."""
+        if self.momenta is None:
+            return super().momentum(step)
+        first, last = self.momenta
+        return last - (last - first) * (math.cos(math.pi * step / self._num_steps) + 1) / 2
 
     def health_sums(self) -> Tensor:
         """Compute ``embedding_sums`` of the last micro-batch."""
@@ -314,11 +325,7 @@ class EmbeddingMethod(Method):
         """Remember the rows (m, D) that the figures of this step are about."""
         self._last = embeddings.detach()
 
-    def _cosine_momentum(self, start: float, step: int, end: float = 1.0) -> float:
-        """Interpolate from ``start`` to ``end`` along half a cosine (https://arxiv.org/abs/2006.07733, 3.2)."""
-        return end - (end - start) * (math.cos(math.pi * step / self._num_steps) + 1) / 2
-
-    def _linear_momentum(self, start: float, step: int, end: float = 1.0) -> float:
+    def _linear_momentum(self, start: float, step: int, end: float) -> float:
         """Interpolate from ``start`` to ``end`` in a straight line over the run."""
         return start + (end - start) * min(step / self._num_steps, 1.0)
 

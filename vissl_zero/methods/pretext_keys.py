@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -125,7 +124,7 @@ class JigsawSpec(MethodSpec):
         return [
             *one_head(cfg, "jigsaw_head", *["mlp"] * (_towers_of(cfg, None) is not None)),
             *one_size(cfg),
-            *_wrong_towers(cfg, GRIDS),
+            *_wrong_towers(cfg),
             *_wrong_tiles(cfg),
             *_joined_tiles(cfg),
             *self._orders(cfg),
@@ -158,12 +157,12 @@ def _towers_of(cfg: RunConfig, default: int | None) -> int | None:
     return num_towers
 
 
-def _wrong_towers(cfg: RunConfig, grids: Mapping[int, int]) -> list[Problem]:
+def _wrong_towers(cfg: RunConfig) -> list[Problem]:
     """Check that the head takes a number of tiles that an image can be cut into."""
     towers = _towers_of(cfg, 9)
-    if towers is None or towers in grids:
+    if towers is None or towers in GRIDS:
         return []
-    must = f"num_towers must be {' or '.join(map(str, grids))}"
+    must = f"num_towers must be {' or '.join(map(str, GRIDS))}"
     return [Problem("config.MODEL.HEAD.PARAMS", str(towers), must, "Write num_towers: 9.")]
 
 
@@ -306,7 +305,7 @@ class PIRLSpec(MethodSpec):
         keys, path = loss_keys(cfg), f"LOSS.{cfg.LOSS['name']}"
         return [
             *one_head(cfg, "pirl_head"),
-            *_wrong_towers(cfg, GRIDS),
+            *_wrong_towers(cfg),
             *(_wrong_tiles(cfg) if (crops_of(cfg) or [])[:-1] == [1] else two_views(cfg)),
             *_joined_tiles(cfg),
             *one_of(f"{path}.loss_type", keys.loss_type, _LOSS_TYPES),

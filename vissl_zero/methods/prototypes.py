@@ -341,7 +341,7 @@ class MSN(EmbeddingMethod):
     ):
         super().__init__()
         self.guessing_loss = math.log(output_dim)
-        self.momenta = momentum, final_momentum
+        self.first_momentum, self.last_momentum = momentum, final_momentum
         self.temperature = temperature
         self.sharpening = sharpening
         self.mean_entropy_weight = mean_entropy_weight
@@ -383,7 +383,7 @@ class MSN(EmbeddingMethod):
 
     def momentum(self, step: int) -> float:
         """Return the teacher's momentum; see ``Method``."""
-        return self._linear_momentum(self.momenta[0], step, self.momenta[1])
+        return self._linear_momentum(self.first_momentum, step, self.last_momentum)
 
     def _choose_patches(self, images: Sequence[Tensor], patch_size: tuple[int, int]) -> list[PatchView]:
         return with_patches_dropped(images, patch_size, self.patch_drop, self.epoch)

@@ -148,7 +148,7 @@ class MoCoV2(EmbeddingMethod):
     def __init__(self, embedding_dim: int, queue_size: int = 65536, momentum: float = 0.999, temperature: float = 0.2):
         super().__init__()
         self.queue = KeyQueue(queue_size, embedding_dim)
-        self.constant_momentum = momentum
+        self.momenta = momentum, momentum
         self.temperature = temperature
 
     def run_student(self, model: nn.Module, batch: Batch) -> list[Any]:
@@ -171,10 +171,6 @@ class MoCoV2(EmbeddingMethod):
         """Queue the keys. Collective."""
         for keys in observed:
             self.queue.push(keys)
-
-    def momentum(self, step: int) -> float:
-        """Return the teacher's momentum; see ``Method``."""
-        return self.constant_momentum
 
 
 def symmetric_info_nce(
@@ -214,7 +210,7 @@ class MoCoV3(EmbeddingMethod):
 
     def __init__(self, momentum: float = 0.99, temperature: float = 0.2):
         super().__init__()
-        self.first_momentum = momentum
+        self.momenta = momentum, 1.0
         self.temperature = temperature
 
     def forward(self, outputs: list[Any], batch: Batch, teacher_outputs: list[Any]) -> Tensor:
@@ -223,10 +219,6 @@ class MoCoV3(EmbeddingMethod):
         keys = crops_of(output_of(teacher_outputs, "projections").projections, 2, batch)
         self._note(outputs[0].projections)
         return symmetric_info_nce((queries[0], queries[1]), (keys[0], keys[1]), self.temperature)
-
-    def momentum(self, step: int) -> float:
-        """Return the teacher's momentum; see ``Method``."""
-        return self._cosine_momentum(self.first_momentum, step)
 
 
 def cosine(predictions: Tensor, targets: Tensor) -> Tensor:
@@ -274,11 +266,6 @@ class BYOL(EmbeddingMethod):
         targets = crops_of(output_of(teacher_outputs, "projections").projections, 2, batch)
         self._note(outputs[0].projections)
         return byol_loss((predictions[0], predictions[1]), (targets[0], targets[1]))
-
-    def momentum(self, step: int) -> float:
-        """Return the teacher's momentum; see ``Method``."""
-        first, last = self.momenta
-        return self._cosine_momentum(first, step, last)
 
 
 def simsiam_loss(predictions: tuple[Tensor, Tensor], projections: tuple[Tensor, Tensor]) -> Tensor:

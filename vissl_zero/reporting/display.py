@@ -163,7 +163,7 @@ _LATEST = {
 }
 
 
-class PlainLines(Hook):
+class _PlainLines(Hook):
     """A line for the first step, for every ``every``-th, for the last, for the end of each epoch, and after a silence.
 
     Args:
@@ -328,7 +328,7 @@ class Display(Hook):
         if run.is_main:
             is_live = can_redraw(self._console)
             every = run.plan.config.LOG_FREQUENCY
-            self._display = LiveDisplay(self._console) if is_live else PlainLines(self._console, every)
+            self._display = LiveDisplay(self._console) if is_live else _PlainLines(self._console, every)
         self._display.on_start(run)
 
     def on_epoch_start(self, run: Run) -> None:

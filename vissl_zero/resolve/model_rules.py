@@ -306,7 +306,7 @@ def heads(cfg: RunConfig, decided: Decisions) -> list[Problem]:
 _ROWS = {"chain": ("heads",), "pirl_head": ("of_image", "of_tiles")}
 
 
-def _head(head: Any, key: str, is_inner: bool = False) -> list[Problem]:
+def _head(head: Any, key: str, is_inner: bool) -> list[Problem]:
     if not is_head(head):
         fix = 'Write a list of lists: [["mlp", {dims: [64, 10]}]].'
         return [Problem(_HEADS, str(head), 'must hold ["name", {key: value}]', fix)]

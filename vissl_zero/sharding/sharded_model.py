@@ -374,7 +374,7 @@ class ShardedModel:
         """Make the teacher whole on every rank, by default, as the student is."""
         setup.fill(setup.module, "")
         setup.module.to(setup.device)
-        return WholeTeacher(setup)
+        return _WholeTeacher(setup)
 
     def average(self, decay: float) -> None:
         """Move the running average of all parameters and buffers: ``decay * average + (1 - decay) * value``.
@@ -720,7 +720,7 @@ class ShardedModel:
         return saved_buffers(self._module)
 
 
-class WholeTeacher(ShardedModel):
+class _WholeTeacher(ShardedModel):
     """A teacher that every rank holds whole, as it does the student. See ``ShardedModel``."""
 
     def __init__(self, setup: ModelSetup):

@@ -61,12 +61,12 @@ def _paths(entries: list[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]
 
 def _default(value: Any) -> Any:
     if isinstance(value, dict) and [*value] == ["one_of"]:
-        return OneOf(*value["one_of"])
+        return _OneOf(*value["one_of"])
     return {key: _default(inner) for key, inner in value.items()} if isinstance(value, dict) else value
 
 
 @dataclass(frozen=True)
-class OneOf:
+class _OneOf:
     """Values that are all fine; the first is the default."""
 
     values: tuple[Any, ...]
@@ -93,7 +93,7 @@ def vissl_keys() -> tuple[VisslKey, ...]:
     for name in ("refused", "no_effect"):
         for start, entry in _paths(_TABLES[name]):
             for path, value in _leaves(_default(entry["default"]), start):
-                allowed = value.values if isinstance(value, OneOf) else (value,)
+                allowed = value.values if isinstance(value, _OneOf) else (value,)
                 keys.append(VisslKey(path, allowed, name == "refused", entry["why"]))
     return tuple(keys)
 
@@ -140,7 +140,7 @@ def _field(name: str, path: str, values: list[Any]) -> tuple[str, Any, Any]:
         if not path.startswith("LOSS."):
             globals()[block.__name__] = block  # where pickle looks for it
         return name, block, field(default_factory=block)
-    value = values[0].values[0] if isinstance(values[0], OneOf) else values[0]
+    value = values[0].values[0] if isinstance(values[0], _OneOf) else values[0]
     if isinstance(value, dict):
         return name, dict[str, Any], field(default_factory=dict)
     # Any: a value that has no effect, or is compared with its default, needs no type.

@@ -264,14 +264,14 @@ class Blur:
         original = self._original
         if random.random() < original.p:
             radius = random.uniform(original.radius_min, original.radius_max)
-            picture.blur(three_boxes(round(radius * _RADII) / _RADII))
+            picture.blur(_three_boxes(round(radius * _RADII) / _RADII))
 
 
 _RADII = 256  # kept kernels per pixel of radius
 
 
 @lru_cache(1024)
-def three_boxes(radius: float) -> np.ndarray:
+def _three_boxes(radius: float) -> np.ndarray:
     """Return the kernel of three box filters whose variances add up to ``radius`` squared.
 
     A box has whole weights up to a distance of l pixels and a part a of one beyond, as in Gwosdek et al.,

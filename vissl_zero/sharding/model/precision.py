@@ -187,7 +187,7 @@ def stochastically_rounded(wide: Tensor, bits: Tensor) -> Tensor:
     return torch.where(wide.isfinite(), rounded, wide).to(_NARROW)
 
 
-class RoundedKernel(UpdateKernel):
+class _RoundedKernel(UpdateKernel):
     """Widens pieces in bfloat16, has the optimizer update them in float32, and rounds. See ``UpdateKernel``.
 
     Pieces in other formats are updated as they are.
@@ -270,7 +270,7 @@ def rounded(build_optimizer: OptimizerFactory, plan: ShardingPlan, shards: Seque
         device = group_params[0].local.device if group_params else torch.device("cpu")
         proxies = [{**group, "params": [nn.Parameter(torch.zeros(1, device=device))]} for group in groups]
         optimizer, adaptation = build_optimizer(proxies)
-        kernel = RoundedKernel(optimizer, group_params, precision.rounding, plan.seed)
+        kernel = _RoundedKernel(optimizer, group_params, precision.rounding, plan.seed)
         return StreamedOptimizer(kernel, params, None, is_fast_init=False), adaptation
 
     return factory

@@ -120,14 +120,14 @@ class FairscaleStrategy(Strategy):
         else:
             fill(model, "")
             model.to(device)
-            sharded = OptimizerSharded(setup) if plan.level == 1 else GradientSharded(setup)
+            sharded = _OptimizerSharded(setup) if plan.level == 1 else _GradientSharded(setup)
         if plan.verbose and collectives.rank() == 0:
             logging.getLogger(__name__).info("%s", sharded.describe())
         return sharded
 
 
 @dataclass(eq=False)
-class OwnedShard(Shard):
+class _OwnedShard(Shard):
     """A parameter that every rank holds and one rank updates.
 
     Attributes:
@@ -200,7 +200,7 @@ def _owned_shards(module: nn.Module, oss: OSS) -> Iterator[Shard]:
         is_owned = owners[param] == dist.get_rank()
         # Empty elsewhere, so that only the owner's optimizer makes state of any size.
         local = param.detach() if is_owned else param.detach().new_empty((0, *param.shape[1:]))
-        yield OwnedShard(name, param, nn.Parameter(local), param.shape, owner=owners[param])
+        yield _OwnedShard(name, param, nn.Parameter(local), param.shape, owner=owners[param])
 
 
 _DEFAULT_BUFFER_SIZE = 2**23  # elements; fairscale's own default
@@ -219,7 +219,7 @@ class _OwnedByRank(ShardedModel):
         build_optimizer = setup.build_optimizer
         assert build_optimizer is not None  # a teacher of these levels is a whole copy
         shards = list(_owned_shards(setup.module, oss))
-        self._owned = [shard for shard in shards if isinstance(shard, OwnedShard)]
+        self._owned = [shard for shard in shards if isinstance(shard, _OwnedShard)]
 
         def build_inside(local_groups: list[dict[str, Any]]) -> tuple[OSS, Adaptation | None]:
             optimizer, adaptation = build_optimizer(local_groups)
@@ -261,7 +261,7 @@ class _OwnedByRank(ShardedModel):
         raise NotImplementedError
 
 
-class OptimizerSharded(_OwnedByRank):
+class _OptimizerSharded(_OwnedByRank):
     """Level 1: OSS over averaged gradients. Parameters and gradients are whole on every rank."""
 
     def __init__(self, setup: ModelSetup):
@@ -279,7 +279,7 @@ class OptimizerSharded(_OwnedByRank):
         return "optimizer state sharded; parameters and gradients whole"
 
 
-class GradientSharded(_OwnedByRank):
+class _GradientSharded(_OwnedByRank):
     """Level 2: OSS and fairscale's ShardedDataParallel, which reduces each gradient to the rank that owns it.
 
     Gradients of small parameters live in one buffer per rank they go to, as long as they fit; they stay whole on every
@@ -355,7 +355,7 @@ class GradientSharded(_OwnedByRank):
             )
         return super()._problem()
 
-    def _note(self, shard: OwnedShard, param: nn.Parameter) -> None:
+    def _note(self, shard: _OwnedShard, param: nn.Parameter) -> None:
         """Note that the backward pass has just added to the gradient of ``shard``."""
         shard.has_grad = True
         if self._is_last:
