@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from vissl_zero.integration.fit import forecaster_of
-from vissl_zero.resolve.resolved import OffloadPlan, ShardingPlan
+from vissl_zero.resolve.resolved import OffloadPlan, Precision, ShardingPlan
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "sgd": {"type": "SGD", "lr": 1e-3},
@@ -207,10 +207,13 @@ def forecast(
     optimizer_tier: dict[str, Any],
     param_tier: dict[str, Any],
     sample: Any,
+    precision: Precision,
 ) -> int:
     """Peak bytes of a step at a level, as ``level="fit"`` forecasts it for that plan."""
     tiers = OffloadPlan(**optimizer_tier), OffloadPlan(**param_tier)
-    plan = ShardingPlan(level, shard_group_size=-1, offload_optimizer=tiers[0], offload_params=tiers[1])
+    plan = ShardingPlan(
+        level, shard_group_size=-1, precision=precision, offload_optimizer=tiers[0], offload_params=tiers[1]
+    )
     forecaster, mode = forecaster_of(model, optimizer, plan, sample, torch.device("cpu"))
     with mode:
         step = forecaster.forecast(plan).step

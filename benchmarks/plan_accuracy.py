@@ -39,7 +39,7 @@ from vissl_zero.integration.initialize import initialize
 from vissl_zero.planner.dry_run import dry_run
 from vissl_zero.resolve.host import Host
 from vissl_zero.resolve.resolve import resolve
-from vissl_zero.resolve.resolved import ResolvedRun
+from vissl_zero.resolve.resolved import Precision, ResolvedRun
 
 NUM_STEPS = 3
 
@@ -274,9 +274,13 @@ def own_cells() -> list[Cell]:
         dtype = draw.choice(["float32", "float32", "bfloat16"])
         found.append(Cell(net, OWN, level, memory, draw.choice([*own_nets.OPTIMIZERS]), dtype, ranks))
     draw.shuffle(found)
+    for net, level in itertools.product(own_nets.NETS, ("level1", "level2", "level3")):
+        found.append(Cell(net, OWN, level, "kept", draw.choice([*own_nets.OPTIMIZERS]), HALF, draw.choice([1, 2, 3])))
     return found
 
 
+HALF = "half"  # parameters are computed in bfloat16, over masters in float32
+_FORMATS = Precision("float32", None, "bfloat16", "float32")
 _NVME = {"device": "nvme", "nvme_path": "/tmp"}
 
 
@@ -292,8 +296,10 @@ def measure_own(cell: Cell, batch: int) -> tuple[int, int]:
             return net.loss(model, *batch)
 
     given = net.batch(batch)
-    forecast = own_nets.forecast(model, options, level, *tiers, lambda model: loss_of(model, given))
+    formats = _FORMATS if cell.dtype == HALF else Precision()
+    forecast = own_nets.forecast(model, options, level, *tiers, lambda model: loss_of(model, given), formats)
     zero = {"level": level, "offload_optimizer_config": tiers[0], "offload_param_config": tiers[1]}
+    zero["bf16"] = cell.dtype == HALF
     del given
     model, optimizer = initialize(model, optimizer=options, zero=zero, device="cpu")
     with tracked() as tracker:

@@ -12,6 +12,7 @@ import os
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -34,9 +35,10 @@ from vissl_zero.planner.candidates import (
     nothing_fits,
     rank_candidates,
 )
-from vissl_zero.planner.forecast import Forecaster, Subject
+from vissl_zero.planner.forecast import Forecaster, Subject, fake_
 from vissl_zero.resolve.host import RESERVE, free_memory
 from vissl_zero.resolve.resolved import ShardingPlan
+from vissl_zero.sharding.model.precision import cast_to_master
 
 _GIB = 2**30
 
@@ -56,6 +58,8 @@ def choose_plan(
     Raises:
         ConfigError: nothing fits, with the smallest memory that would; or there is no forecast.
     """
+    if base.precision.compute != base.precision.master:
+        base = replace(base, level=1)  # level 0 computes in half precision by autocast, which is another run
     budget = _budget(settings, device)
     outcome: tuple[ShardingPlan, str] | ConfigError
     try:
@@ -101,13 +105,17 @@ def forecaster_of(
         raise ConfigError([Problem("sample", "", "must be given with level='fit'", fix)])
     # A module's plain tensors, which are neither parameters nor buffers, stay real, and so do those of a function.
     mode = FakeTensorMode(allow_non_fake_inputs=True)
+    fake = _meta_copy(model)
+    as_given = _meta_copy(model) if callable(sample) else None
+    cast_to_master(fake, base.precision)
     with mode:
-        fake = _fake_copy(model)
-        if callable(sample):
+        fake_(fake)
+        if as_given is not None:
+            fake_(as_given)
             batch = _OnHost(sample, device.type)
             # What is wrong with it is said when it is recorded.
             with suppress(Exception), torch.no_grad():
-                batch(fake)
+                batch(as_given)
             leaves = batch.fakes
         else:
             batch = pytree.tree_map(_fake, sample)
@@ -201,18 +209,22 @@ def _fake(leaf: Any) -> Any:
     """Replace a tensor by a fake CPU tensor; in ``FakeTensorMode``."""
     if not isinstance(leaf, Tensor):
         return leaf
-    fake = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="cpu")
-    if isinstance(leaf, nn.Parameter):
-        return nn.Parameter(fake, leaf.requires_grad)
-    return fake.requires_grad_(leaf.requires_grad)
+    return _empty(leaf, "cpu")
 
 
-def _fake_copy(model: nn.Module) -> nn.Module:
-    """Copy a model with fake parameters and buffers, tied ones once; in ``FakeTensorMode``."""
+def _empty(tensor: Tensor, device: str) -> Tensor:
+    empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(empty, tensor.requires_grad)
+    return empty.requires_grad_(tensor.requires_grad)
+
+
+def _meta_copy(model: nn.Module) -> nn.Module:
+    """Copy a model with parameters and buffers on the meta device, tied ones once."""
     tensors = [*model.parameters(), *model.buffers()]
     try:
         # deepcopy takes what stands in its memo for copied already: no weight is read, and tied ones stay tied.
-        return copy.deepcopy(model, {id(tensor): _fake(tensor) for tensor in tensors})
+        return copy.deepcopy(model, {id(tensor): _empty(tensor, "meta") for tensor in tensors})
     except Exception as error:
         must = f"must support copy.deepcopy, to be forecast ({type(error).__name__}: {error})"
         raise ConfigError([Problem("model", type(model).__name__, must, "Write level=0, 1, 2 or 3.")]) from error

@@ -18,12 +18,11 @@ from vissl_zero.config.components import typed_options
 from vissl_zero.config.components.optimizers import LARSConfig, SGDConfig
 from vissl_zero.errors import ConfigError, Problem, did_you_mean
 from vissl_zero.optim.adaptation import Adaptation, Larc, OptimizerFactory
-from vissl_zero.optim.elementwise import lars, sgd
+from vissl_zero.optim.elementwise import Groups, lars, sgd
 from vissl_zero.optim.param_groups import ParamGroup
 from vissl_zero.optim.update_rule import has_hooks, set_own, with_wrapped
 from vissl_zero.optim.whole_tensor import AdamW8bit, MuonAdamW, NorMuonAdamW, Shampoo
 
-Groups = list[dict[str, Any]]
 Built = tuple[torch.optim.Optimizer, Adaptation | None]
 
 

@@ -133,13 +133,14 @@ def _sharding_plans(
     """Yield every plan that computes the same as ``base`` and that the rules allow.
 
     Args:
-        base: number formats, clipping, engine; where it names a folder on a disk, state may rest there.
+        base: number formats, clipping, engine, a folder if there is a disk. Where it computes parameters in half
+            precision, levels below its own compute otherwise.
         world_size, num_nodes: ranks and machines.
         device_type: "cpu" or "cuda": on the CPU the tier ``cpu`` is where state is anyway.
         can_recompute: the model has units.
     """
     folder = base.offload_optimizer.nvme_path or base.offload_params.nvme_path
-    formats = base.precision
+    is_half = base.precision.compute != base.precision.master
     is_useful = {"device": True, "host": device_type == "cuda", "disk": bool(folder)}
     devices = [device for device, place in TIERS.items() if is_useful[place]]
     optimizer_tiers, param_tiers = (
@@ -149,17 +150,15 @@ def _sharding_plans(
     recomputations = [base.keeping_activations()] if can_recompute or base.is_recomputed else []
     recomputed = base if base.is_recomputed else replace(base, checkpoint_every=1) if can_recompute else base
     for recomputation in [*recomputations, recomputed]:
-        # Parameters computed in half precision have a second copy at level 3 only: elsewhere it would be another run.
-        for level in (3,) if formats.compute != formats.master else (0, 1, 2, 3):
+        for level in range(base.level if is_half else 0, 4):
             for optimizer in optimizer_tiers if level else optimizer_tiers[:1]:
                 for params in param_tiers if level == 3 else param_tiers[:1]:
                     is_offloaded = {optimizer.device, params.device} != {"none"}
-                    if world_size == 1 and level and not is_offloaded:
+                    if world_size == 1 and level and not (is_offloaded or is_half):
                         continue  # a single rank: nothing to shard over
                     if params.device != "none" and optimizer.device == "none":
                         continue  # the state is larger, and read once a step
-                    sizes = _group_sizes(base, world_size, num_nodes) if level else [world_size]
-                    for size in sizes:
+                    for size in _group_sizes(base, world_size, num_nodes) if level else [world_size]:
                         cut = replace(recomputation, level=level, shard_group_size=size)
                         yield replace(cut, offload_optimizer=optimizer, offload_params=params)
 
@@ -220,13 +219,12 @@ def because(candidates: Sequence[Candidate], budget: Budget) -> str:
 def without_doubles(candidates: Sequence[Candidate]) -> list[Candidate]:
     """Leave out each plan of level 2 with all figures of level 1, unless it is chosen."""
     figures = {(candidate.sharding, candidate.micro_batches): _figures(candidate) for candidate in candidates}
-
-    def is_double(candidate: Candidate) -> bool:
-        lower = replace(candidate.sharding, level=1), candidate.micro_batches
-        is_same = figures.get(lower) == _figures(candidate)
-        return candidate.sharding.level == 2 and not candidate.is_chosen and is_same
-
-    return [candidate for candidate in candidates if not is_double(candidate)]
+    lower = [(replace(candidate.sharding, level=1), candidate.micro_batches) for candidate in candidates]
+    return [
+        candidate
+        for candidate, key in zip(candidates, lower, strict=True)
+        if candidate.sharding.level != 2 or candidate.is_chosen or figures.get(key) != _figures(candidate)
+    ]
 
 
 def _figures(candidate: Candidate) -> tuple[Any, ...]:
@@ -257,11 +255,7 @@ def nothing_fits(
     """
     least = smallest(candidates)
     if least is None or least.forecast.step is None:
-        # Parameters in half precision train the same at level 3 alone, over several ranks: there may be no candidate.
-        formats = {(each.sharding.precision.compute, each.sharding.precision.master) for each in candidates}
-        is_half = all(compute != master for compute, master in formats)
-        reason = next((candidate.forecast.unknown for candidate in candidates), "")
-        must = "can't forecast bf16 or fp16 yet" if is_half else f"needs a forecast, and there is none ({reason})"
+        must = f"needs a forecast, and there is none ({candidates[0].forecast.unknown})"
         return Problem(f"{block}{level}", "'fit'", must, f"Set {level}=0, 1, 2 or 3.")
     need = least.forecast.step.resident_bytes
     must = f"is too little for every plan that trains the same model; the smallest takes {gib(need)} GiB ({least})"

@@ -7,7 +7,7 @@ from the shards that the first rank will hold (no rank holds more); activations 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -28,7 +28,7 @@ from vissl_zero.resolve.resolved import ShardingPlan, keeps_parameters_whole
 from vissl_zero.sharding.memory import Bytes, Storages
 from vissl_zero.sharding.model.batch_norm import batch_norm_group, convert_batch_norms, share_among
 from vissl_zero.sharding.model.float8 import quantize_layers, require_float8
-from vissl_zero.sharding.model.precision import rounded, run_in_precision
+from vissl_zero.sharding.model.precision import computed_in, dtype_of, rounded, run_in_precision
 from vissl_zero.sharding.model.wrap_plan import WrapPlan, plan_wrap
 from vissl_zero.sharding.param_facts import ParamFacts, gathered_bytes, param_facts
 from vissl_zero.sharding.state.saved_state import saved_buffers
@@ -255,8 +255,6 @@ class Forecaster:
 
     def _record(self, plan: ShardingPlan, checkpointed: Sequence[str]) -> StepTrace | str:
         subject = self._subject
-        if plan.precision.compute != plan.precision.master:
-            return f"parameters computed in {plan.precision.compute} are not recorded"
         for name, module in subject.model.named_modules():
             if isinstance(module, Unit):
                 module.checkpoint = name in checkpointed
@@ -268,7 +266,9 @@ class Forecaster:
         unknown = ""
         for answer in (True, False):
             try:
-                with self._pretended(plan, modules):
+                with self._pretended(plan, modules), ExitStack() as half:
+                    for module in modules if plan.precision.compute != plan.precision.master else ():
+                        half.enter_context(computed_in(module, dtype_of(plan.precision.compute), units.units))
                     recorders.append(record_step(subject.model, units, *inputs, answer=answer))
             except VisslZeroError:
                 raise

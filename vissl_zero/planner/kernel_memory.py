@@ -119,11 +119,6 @@ def contiguous_scratch(args: Sequence[Any], result: Any) -> int:
     return sum(tensor.nbytes for tensor in args[:2] if isinstance(tensor, Tensor) and not tensor.is_contiguous())
 
 
-def roll_scratch(args: Sequence[Any], result: Tensor) -> int:
-    """Return the bytes between two rolls, if several dimensions are rolled."""
-    return result.nbytes if len(args[1]) > 1 else 0
-
-
 _NUM_OUTPUTS = 4  # of a layer's forward pass: outputs, both states, workspace
 SCRATCH: dict[Any, Callable[[Sequence[Any], Any], int]] = {
     _aten.convolution.default: convolution_scratch,
@@ -131,7 +126,7 @@ SCRATCH: dict[Any, Callable[[Sequence[Any], Any], int]] = {
     _aten.native_batch_norm_backward.default: batch_norm_scratch,
     _aten.native_layer_norm.default: contiguous_scratch,
     _aten.native_layer_norm_backward.default: contiguous_scratch,
-    _aten.roll.default: roll_scratch,
+    _aten.roll.default: lambda args, result: result.nbytes if len(args[1]) > 1 else 0,  # between two rolls
     _aten.mkldnn_rnn_layer.default: lstm_scratch,
     _aten.mkldnn_rnn_layer_backward.default: lstm_scratch,
 }

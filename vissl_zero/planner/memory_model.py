@@ -212,6 +212,7 @@ class _Step:
         self.finished: set[str] = set()  # parameters whose gradients are complete
         self.unsent = deque(self.buckets())
         self.num_messages = 0  # of finished gradients so far
+        self.message = 0  # bytes of the last message of a unit
         self.waiting: deque[int] = deque()  # bytes of gradients that would be sent, were another rank not behind
         self.widened = 0  # bytes that buckets in a wider format have more than the gradients in them
         self.place = 0
@@ -406,6 +407,7 @@ class _Step:
             for unit in [*self.gathered]:
                 self.free(unit, self.gathered, "params")
         self.place += 1
+        self.change("communication", -self.message)
 
     def take(self, mark: Mark) -> None:
         """Apply what one mark changes."""
@@ -416,8 +418,7 @@ class _Step:
             self.free(name, self.gathered, "params")
         elif moment == Moment.BACKWARD_OUT and self.has_shards:
             self.reduce(name)
-            if self.plan.level == 3:
-                self.free(name, self.gathered, "params")
+            self.free(name, self.gathered, "params")
         elif moment == Moment.TEACHER_IN:
             self.gather(name, self.gathered_of_teacher, "teacher")
         elif moment == Moment.TEACHER_OUT and self.plan.level == 3:
@@ -501,13 +502,19 @@ class _Step:
         params = {name: self.facts.params[name] for name in self.units.get(unit, ()) if name in self.trained}
         moved = self.shards({name: param for name, param in params.items() if name in self.stored})
         self.change("grads", -whole)
-        # Still there for a moment: torch frees the gradients of a unit once they are copied into the message.
-        self.spikes.append((self.place, whole, "grads"))
+        mean = int(self.shards(params) * self.reduce_share)
+        message = 0 if self.keeps_buffer else mean * self.num_ranks
+        # Still there for a moment: torch frees the gradients of a unit once they are copied into the message, and makes
+        # room for their mean after that. A message stays until the next, unless gradients go to a disk.
+        self.spikes.append((self.place, max(whole - mean, 0) if message and not moved else whole, "grads"))
+        if message and not moved:
+            self.change("communication", -self.message)
+            self.change("communication", message)
+            self.message = message
         if self.reduce_share != 1:  # their mean, before it is cast to the parameters' format
-            self.spikes.append((self.place, int(self.shards(params) * self.reduce_share), "grads"))
+            self.spikes.append((self.place, mean, "grads"))
         if moved:
-            buffer = 0 if self.keeps_buffer else whole  # it is reduced from
-            self.spikes.append((self.place, moved + buffer, "grads"))
+            self.spikes.append((self.place, moved + message, "grads"))
         if self.micro_batches == 1:
             # With more micro-batches, begin() has counted the shards: further gradients are added to these.
             self.change("grads", *(self.part(param) for name, param in params.items() if name not in self.stored))

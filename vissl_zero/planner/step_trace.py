@@ -105,10 +105,8 @@ def kernel_of(operation: str, flops: int) -> Kernel:
 
 
 def _backward_flops(outputs: Tensor, images: Tensor, weight: Tensor, *rest: Any, out_val: Any) -> int:
-    """Count the arithmetic of a convolution's backward pass: of each gradient that is asked for, that of the forward.
-
-    torch counts the weight's gradient as if there were one group.
-    """
+    """Count the arithmetic of a convolution's backward pass: that of the forward, for each gradient wanted."""
+    # torch counts the weight's gradient as if there were one group.
     *_, is_transposed, _, _, mask = rest
     few = images if is_transposed else outputs
     return 2 * len(few) * few.shape[2:].numel() * weight.numel() * sum(mask[:2])

@@ -94,16 +94,8 @@ class Inactive:
     why: str
 
 
-def _without_size(split: str) -> Callable[[RunConfig], bool]:
-    return lambda cfg: getattr(cfg.DATA, split).DATA_SOURCES in (["digits"], ["disk_folder"], [FOLDER_OF_PAIRS], [])
-
-
-def _without_limit(split: str) -> Callable[[RunConfig], bool]:
-    return lambda cfg: getattr(cfg.DATA, split).DATA_LIMIT == -1
-
-
-def _does_not_mix(split: str) -> Callable[[RunConfig], bool]:
-    return lambda cfg: getattr(cfg.DATA, split).COLLATE_FUNCTION != MIXING_COLLATOR
+def _of_split(split: str, when: Callable[[Any], bool]) -> Callable[[RunConfig], bool]:
+    return lambda cfg: when(getattr(cfg.DATA, split))
 
 
 def can_measure_top1(cfg: RunConfig) -> bool:
@@ -132,12 +124,13 @@ _REGNET, _RESNET, _EVAL = "MODEL.TRUNK.REGNET", "MODEL.TRUNK.RESNETS", "MODEL.FE
 SEED_BESIDE_SEEDS = "config.SEEDS lists the seeds"
 _WITH_CLASSES = ("CrossEntropyLoss", "cross_entropy_multiple_output_single_target")
 _BUILT_IN = (["digits"], ["synthetic"], ["digit_scenes"])
+_WITHOUT_SIZE: tuple[list[str], ...] = (["digits"], ["disk_folder"], [FOLDER_OF_PAIRS], [])
 _CONDITIONS: tuple[Inactive, ...] = (
     Inactive(("SEED_VALUE",), lambda cfg: bool(cfg.SEEDS), SEED_BESIDE_SEEDS),
     *(
         Inactive(
             (f"DATA.{split}.DEFAULT_GRAY_IMG_SIZE",),
-            _without_size(split),
+            _of_split(split, lambda data: data.DATA_SOURCES in _WITHOUT_SIZE),
             "only images that a source makes have this size",
         )
         for split in ("TRAIN", "TEST")
@@ -157,13 +150,17 @@ _CONDITIONS: tuple[Inactive, ...] = (
     *(
         Inactive(
             tuple(f"DATA.{split}.DATA_LIMIT_SAMPLING.{key}" for key in ("SEED", "IS_BALANCED", "SKIP_NUM_SAMPLES")),
-            _without_limit(split),
+            _of_split(split, lambda data: data.DATA_LIMIT == -1),
             "DATA_LIMIT is -1: all images are used",
         )
         for split in ("TRAIN", "TEST")
     ),
     *(
-        Inactive((f"DATA.{split}.COLLATE_FUNCTION_PARAMS",), _does_not_mix(split), "only cutmixup_collator has keys")
+        Inactive(
+            (f"DATA.{split}.COLLATE_FUNCTION_PARAMS",),
+            _of_split(split, lambda data: data.COLLATE_FUNCTION != MIXING_COLLATOR),
+            "only cutmixup_collator has keys",
+        )
         for split in ("TRAIN", "TEST")
     ),
     Inactive(

@@ -15,10 +15,10 @@ from torch.utils.checkpoint import checkpoint
 
 from vissl_zero.errors import ConfigError
 from vissl_zero.integration.fit import forecaster_of
-from vissl_zero.planner.candidates import Budget, forecast_all, nothing_fits
+from vissl_zero.planner.candidates import forecast_all
 from vissl_zero.planner.forecast import Forecast
 from vissl_zero.planner.step_trace import StepTrace, record_step
-from vissl_zero.resolve.resolved import OffloadPlan, ShardingPlan
+from vissl_zero.resolve.resolved import OffloadPlan, Precision, ShardingPlan
 from vissl_zero.sharding.engines.cpu_communicator import MAX_BACKLOG_BYTES
 from vissl_zero.sharding.model.wrap_plan import WrapPlan, plan_wrap
 
@@ -108,6 +108,19 @@ def test_only_what_the_optimizer_can_have_is_chosen_among(
     assert {plan.level for plan, *_ in rows if plan.offload_optimizer.is_on_disk} == on_disk
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("lowest", [1, 3])
+def test_parameters_computed_in_half_precision_are_so_from_a_level_on(lowest: int, world_size: int) -> None:
+    formats = Precision("float32", None, "bfloat16", "float32")
+    base = ShardingPlan(lowest, shard_group_size=-1, precision=formats)
+    forecaster, mode = forecaster_of(nn.Linear(64, 8), {"type": "AdamW"}, base, torch.zeros(4, 64), CPU)
+    forecaster._subject.world_size = world_size
+    with mode:
+        rows = forecast_all(forecaster, base, world_size, 1, "cpu", 1, 4)
+    assert [plan.level for plan, *_ in rows] == [*range(lowest, 4)]
+    assert all(forecast.step is not None and not forecast.unknown for *_, forecast in rows)
+
+
 def test_an_optimizer_that_no_plan_can_have_is_refused_as_by_the_first() -> None:
     base = ShardingPlan(0, shard_group_size=-1, deterministic=True)
     forecaster, mode = forecaster_of(nn.Linear(64, 8), _over_the_mean, base, torch.zeros(4, 64), CPU)
@@ -150,7 +163,7 @@ def test_marking_blocks_keeps_no_tensor_that_a_checkpoint_makes_again():
 def test_columns_that_a_convolution_in_float64_unfolds_are_needed():
     model = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.ReLU()).double()
     images = torch.zeros(16, 8, 32, 32, dtype=torch.float64)
-    plan = ShardingPlan(level=0)
+    plan = ShardingPlan(level=0, precision=Precision("float64", None, "float64", "float64"))
     forecaster, mode = forecaster_of(model, lambda groups: torch.optim.SGD(groups, lr=0.1), plan, images, CPU)
     with mode:
         trace = forecaster.trace(plan)
@@ -244,8 +257,3 @@ def test_labels_are_not_passed_as_a_mask():
     model = Masked(4, 4)
     sample = torch.zeros(8, 4), torch.zeros(8, dtype=torch.int64)
     assert forecast(model, torch.optim.SGD(model.parameters(), lr=0.1), sample).step is not None
-
-
-def test_no_plan_at_all_has_a_reason():
-    words = {"level": "LEVEL", "memory": "MEMORY_GB", "disk": "", "others": ""}
-    assert "can't forecast bf16 or fp16 yet" in str(nothing_fits([], Budget(1), **words))

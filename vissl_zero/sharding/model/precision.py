@@ -14,7 +14,8 @@ Sources: https://arxiv.org/abs/2010.06192 (both); https://doi.org/10.1145/363707
 from __future__ import annotations
 
 import copy
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
 from types import MethodType
@@ -23,13 +24,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils import _pytree as pytree
 
 from vissl_zero.models.keyed_random import element_bits, stable_hash
 from vissl_zero.optim.adaptation import Adaptation
 from vissl_zero.resolve.resolved import Precision, ShardingPlan
+from vissl_zero.sharding.model.wrap_plan import PlannedUnit
 from vissl_zero.sharding.offload.state_place import UpdateKernel, UpdatePiece
 from vissl_zero.sharding.offload.streamed_optimizer import StreamedOptimizer
 from vissl_zero.sharding.state.shard import Shard
+from vissl_zero.sharding.torch_private import own_parameters
 
 if TYPE_CHECKING:  # it reads this file
     from vissl_zero.optim.adaptation import OptimizerFactory
@@ -91,6 +95,37 @@ def cast_to_master(model: nn.Module, precision: Precision) -> nn.Module:
         if precision.rounding and isinstance(module, _BatchNorm):
             module.float()
     return model
+
+
+@contextmanager
+def computed_in(model: nn.Module, dtype: torch.dtype, units: Sequence[PlannedUnit]) -> Iterator[None]:
+    """Give a model the parameters that its units gather, in ``dtype``, and cast their inputs to it. A context.
+
+    For a forecast: ``fully_shard`` does both in a run. What it leaves alone keeps its format: batch norm, scalars.
+    """
+    modules = dict(model.named_modules())
+    parts = [(unit, modules[name]) for unit in units for name in unit.modules if name in modules]
+    kept = {param for unit, part in parts if unit.is_float32 for param in part.parameters()}
+    made: dict[nn.Parameter, nn.Parameter] = {}
+
+    def cast(_: nn.Module, args: Any, kwargs: Any) -> Any:
+        is_cast = lambda leaf: isinstance(leaf, Tensor) and leaf.is_floating_point()  # noqa: E731
+        return pytree.tree_map(lambda leaf: leaf.to(dtype) if is_cast(leaf) else leaf, (args, kwargs))
+
+    with ExitStack() as stack:
+        for part in modules.values():
+            table = own_parameters(part)
+            stack.callback(table.update, dict(table))
+            for name, param in table.items():
+                if param is None or not param.dim() or param in kept:
+                    continue
+                if param not in made:  # tied ones once
+                    made[param] = nn.Parameter(param.detach().to(dtype), param.requires_grad)
+                table[name] = made[param]
+        for unit, part in parts:
+            if not unit.is_float32:
+                stack.enter_context(part.register_forward_pre_hook(cast, with_kwargs=True))
+        yield
 
 
 def run_in_precision(model: nn.Module, precision: Precision, device: torch.device) -> None:

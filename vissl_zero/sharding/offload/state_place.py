@@ -172,6 +172,7 @@ def _why_not(optimizer: torch.optim.Optimizer) -> str:
     return ""
 
 
+UNSOUND = "Streaming optimizer state failed earlier, or was ended. Resume from the last checkpoint."
 _FILE = "optimizer.state"
 
 
@@ -346,9 +347,7 @@ class StateOnDisk(StatePlace):
 
     def _run(self, records: Sequence[int], copy: Any) -> None:
         if not self.is_sound:
-            raise OffloadError(
-                "Streaming optimizer state failed earlier, or was ended. Resume from the last checkpoint."
-            )
+            raise OffloadError(UNSOUND)
         assert self.pipeline is not None
         # State is the first column of the optimizer's trays.
         rest = [None] * (self.pipeline.num_columns - 1)

@@ -29,6 +29,7 @@ from vissl_zero.sharding.offload.block_file import (
 from vissl_zero.sharding.offload.layout import ALIGN, Chunk, ChunkSegment, cut
 from vissl_zero.sharding.offload.parameter_store import ParameterStore
 from vissl_zero.sharding.offload.state_place import (
+    UNSOUND,
     StateInMemory,
     StateOnDisk,
     StatePlace,
@@ -153,9 +154,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
         """
         assert closure is None
         if self._is_broken:
-            raise OffloadError(
-                "Streaming optimizer state failed earlier, or was ended. Resume from the last checkpoint."
-            )
+            raise OffloadError(UNSOUND)
         active = [index for index, chunk in enumerate(self._chunks) if any(map(self._has_grad, chunk.segments))]
         # Sound again only at the end: an error in between leaves some shards updated and others not.
         self._set_sound(False)

@@ -11,6 +11,7 @@ from torch import nn
 
 from vissl_zero import collectives
 from vissl_zero.optim.adaptation import Adaptation, OptimizerFactory
+from vissl_zero.optim.elementwise import Groups
 from vissl_zero.optim.update_rule import trial_state
 from vissl_zero.resolve.resolved import OffloadPlan, ShardingPlan
 from vissl_zero.sharding.allocator import give_back_large_blocks
@@ -27,7 +28,6 @@ from vissl_zero.sharding.offload.state_place import UpdateKernel
 from vissl_zero.sharding.offload.streamed_optimizer import StreamedOptimizer, WholeStates, padded_bytes
 from vissl_zero.sharding.state.shard import Shard
 
-Groups = list[dict[str, Any]]
 Built = TypeVar("Built")
 _KEY, _PARAM_KEY = "offload_optimizer_config.device", "offload_param_config.device"
 

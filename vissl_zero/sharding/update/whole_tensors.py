@@ -28,7 +28,7 @@ from vissl_zero.resolve.resolved import OffloadPlan
 from vissl_zero.sharding.engines.cpu_communicator import CpuCommunicator
 from vissl_zero.sharding.offload.block_file import OffloadError
 from vissl_zero.sharding.offload.parameter_store import DiskShard, ParameterStore
-from vissl_zero.sharding.offload.state_place import copied
+from vissl_zero.sharding.offload.state_place import UNSOUND, copied
 from vissl_zero.sharding.offload.streamed_optimizer import WholeStates
 from vissl_zero.sharding.offload.tier import whole_states
 from vissl_zero.sharding.state.shard import Shard
@@ -202,9 +202,7 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
         """
         assert closure is None
         if self._is_broken:
-            raise OffloadError(
-                "Streaming optimizer state failed earlier, or was ended. Resume from the last checkpoint."
-            )
+            raise OffloadError(UNSOUND)
         # Trusted again only at the end: an error in between leaves some tensors updated and others not.
         self._is_broken = self._is_streamed
         before = self._counts()
