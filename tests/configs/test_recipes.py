@@ -48,12 +48,12 @@ def resolved_from(composed: Composed, recipe: str) -> ResolvedRun:
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
 def test_recipe_resolves(recipe, images):
     composed = compose(recipe.name)
-    overrides, written = [], composed.run
+    written = composed.run
     for split, part in (("TRAIN", "train"), ("TEST", "test")):
         if getattr(written.DATA, split).DATA_SOURCES == ["disk_folder"]:
-            overrides.append(f"config.DATA.{split}.DATA_PATHS=[{images}/{part}]")
+            getattr(written.DATA, split).DATA_PATHS = [f"{images}/{part}"]
         if getattr(written.DATA, split).DATA_SOURCES == ["segmentation_folder"]:
-            overrides.append(f"config.DATA.{split}.DATA_PATHS=[{images}/pairs]")
+            getattr(written.DATA, split).DATA_PATHS = [f"{images}/pairs"]
     if written.MODEL.TRUNK.NAME == "auto":
         trunk = {"NAME": "resnet", "RESNETS": {"DEPTH": 18, "unknown": 1}}
         if written.MODEL.WEIGHTS_INIT.CONTINUE:
@@ -62,10 +62,10 @@ def test_recipe_resolves(recipe, images):
         (images / "config.resolved.yaml").write_text(
             yaml.safe_dump({"config": {"MODEL": {"TRUNK": trunk}, "DATA": data}})
         )
-        overrides.append(f"config.MODEL.WEIGHTS_INIT.PARAMS_FILE={images}")
+        written.MODEL.WEIGHTS_INIT.PARAMS_FILE = str(images)
     if recipe.name.startswith("distill/"):
-        overrides.append("config.LOSS.feature_distillation_loss.teacher=digits")
-    plan = resolved(recipe.name, *overrides) if overrides else resolved_from(composed, recipe.name)
+        written.LOSS["feature_distillation_loss"].teacher = "digits"
+    plan = resolved_from(composed, recipe.name)
     assert plan.recipe == recipe.name
     assert plan.config.MODEL.TRUNK.NAME in ("regnet", "resnet", "vision_transformer", "timm/convnext_small")
     assert plan.notes == ()
