@@ -189,19 +189,17 @@ class FullySharded(ShardedModel):
         params = [shard.source for shard in self._trained if _is_replicated(shard.source)]
         if not params or self._replicated_means is not None:
             return
-        # Over all ranks, not the shard group: every rank of the world holds them.
         grads = [real_grad(param) for param in params]
-        present = torch.tensor([grad is not None for grad in grads])
+        present, device = [grad is not None for grad in grads], params[0].device
         filled = [torch.zeros_like(param) if grad is None else grad for param, grad in zip(params, grads, strict=True)]
+        # Flags are sent to the device, and read from it, only on a rank that lacks a gradient: it waits for both.
+        flags = torch.ones(len(params), device=device) if all(present) else torch.tensor(present, device=device)
         # Of one dtype, so that parameters of different formats share one message.
-        dtype = wide_dtype(params)
-        pieces = [present.to(params[0].device), *filled]
-        message = torch.cat([piece.flatten().to(dtype) for piece in pieces])
+        message = torch.cat([piece.flatten().to(wide_dtype(params)) for piece in (flags, *filled)])
+        # Over all ranks, not the shard group: every rank of the world holds them.
         dist.all_reduce(message)
         num_present, *totals = message.split([len(params), *(param.numel() for param in params)])
-        # Read, and waited for, only on a rank that lacks a gradient.
-        is_used = present if bool(present.all()) else num_present
-        for param, total, number in zip(params, totals, is_used, strict=True):
+        for param, total, number in zip(params, totals, present if all(present) else num_present.tolist(), strict=True):
             if number:
                 set_real_grad(param, (total / dist.get_world_size()).view(param.shape).to(param.dtype))
 
