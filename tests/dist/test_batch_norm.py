@@ -194,6 +194,59 @@ def test_a_loop_is_not_shown_a_gradient_that_differs_between_ranks() -> None:
     run_on_ranks(2, _read_gradient)
 
 
+class _Activated(nn.BatchNorm1d):
+    """Has a layer of its own, as some of timm's do, and gives more than a tensor."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.act = nn.PReLU()
+
+    def forward(self, input: Tensor) -> Any:
+        return self.act(super().forward(input)), None
+
+
+class _Unpacked(nn.BatchNorm1d):
+    def forward(self, input: Tensor) -> Any:
+        return super().forward(input), None
+
+
+class _First(nn.Module):
+    def forward(self, given: Any) -> Tensor:
+        return given[0]
+
+
+def _losses_of(kind: type[nn.Module], level: int, has_second: bool) -> list[float]:
+    """A second optimizer trains the batch norm, if there is one."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(6, 8), kind(8), *([_First()] * (kind is not nn.BatchNorm1d)), nn.Linear(8, 3)]
+    model, generator = nn.Sequential(*layers), torch.Generator().manual_seed(dist.get_rank())
+    mine = [*model[0].parameters(), *model[-1].parameters(), *([] if has_second else model[1].parameters())]
+    model, optimizer = vissl_zero.initialize(model, torch.optim.SGD(mine, lr=0.5), {"level": level, "bf16": True})
+    second = torch.optim.SGD(model[1].parameters(), lr=0.5)
+    losses = []
+    for _ in range(3):
+        losses.append(model(torch.randn(16, 6, generator=generator)).square().mean())
+        optimizer.backward(losses[-1])
+        if has_second:
+            second.step()
+            second.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [float(loss) for loss in losses]
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("kind", "has_second"), [(nn.BatchNorm1d, True), (_Activated, False), (_Unpacked, False), (_Unpacked, True)]
+)
+def test_unusual_batch_norms_in_half_precision_train_as_at_level_0(kind: type[nn.Module], has_second: bool) -> None:
+    expected = run_on_ranks(2, _losses_of, kind, 0, has_second)[0]
+    assert expected[2] < 0.9 * expected[0]
+    for level in (1, 3):
+        losses = run_on_ranks(2, _losses_of, kind, level, has_second)[0]
+        assert losses == pytest.approx(expected, rel=0.02), level
+
+
 def _recompute_on_rank(ranks_per_group: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     seen = []
     for checkpoint in (False, True):

@@ -145,6 +145,22 @@ def test_fit_in_half_precision_trains_what_a_level_trains() -> None:
     plenty, chosen = run_on_ranks(2, _train_in_half, {"level": "fit", "memory_gb": 1.0})[0]
     assert plenty == expected and len(set(expected)) == 3
     assert "took level 1: the cheapest that fits" in chosen
+
+
+def _fit_to_a_batch(zero: dict[str, Any]) -> None:
+    images, labels = torch.rand(4, 8), torch.zeros(4, dtype=torch.int64)
+    settings = zero | {"level": "fit", "memory_gb": 1.0}
+    for sample in ((images, labels), {"input": images, "labels": labels}):
+        model, _ = vissl_zero.initialize(nn.Linear(8, 2), {"type": "SGD"}, settings, sample=sample)
+        assert model(images).shape == (4, 2)
+
+
+@pytest.mark.parametrize("zero", [{}, {"bf16": True}])
+def test_labels_of_a_loader_are_no_arguments_of_the_model(zero: dict[str, Any]) -> None:
+    run_on_ranks(1, _fit_to_a_batch, zero)
+
+
+def test_a_budget_in_half_precision_that_is_too_little_names_the_smallest() -> None:
     with pytest.raises(RankError, match=r"is too little for every plan that trains the same .* takes .* \(level 3\)"):
         run_on_ranks(2, _train_in_half, {"level": "fit", "memory_gb": 1e-3})
 

@@ -10,7 +10,7 @@ import copy
 import inspect
 import os
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -121,6 +121,7 @@ def forecaster_of(
             batch = pytree.tree_map(_fake, sample)
             leaves = pytree.tree_leaves(batch)
     groups, build_optimizer = read_optimizer(_shell(optimizer), model)
+    parameters = [*inspect.signature(model.forward).parameters.values()]  # those of the copy are wrapped
     inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     if empty := [str(tuple(leaf.shape)) for leaf in inputs if not leaf.numel()]:
         fix = "Give one micro-batch as the loop trains it."
@@ -132,7 +133,7 @@ def forecaster_of(
         world_size=collectives.world_size(),
         num_nodes=_num_nodes(),
         device_type=device.type,
-        run_forward=lambda: _forward(fake, batch),
+        run_forward=lambda: _forward(fake, batch, parameters),
         inputs=inputs,
     )
     with mode:
@@ -243,21 +244,20 @@ def _shell(optimizer: Any) -> Any:
     return twin
 
 
-def _forward(model: nn.Module, sample: Any) -> tuple[Tensor, Any]:
+def _forward(model: nn.Module, sample: Any, parameters: Sequence[inspect.Parameter]) -> tuple[Tensor, Any]:
     """Compute the loss and the outputs. A loss that the model does not give is the mean of each of its outputs."""
     if callable(sample):
         loss = sample(model)
         return loss, loss
-    args, kwargs = _arguments(model.forward, sample)
+    args, kwargs = _arguments(parameters, sample)
     outputs = model(*args, **kwargs)
     leaves = [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.requires_grad]
     scalar = next((leaf for leaf in leaves if leaf.dim() == 0), None)
     return sum((leaf.mean() for leaf in leaves), torch.zeros(())) if scalar is None else scalar, outputs
 
 
-def _arguments(forward: Callable[..., Any], sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _arguments(params: Sequence[inspect.Parameter], sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Select what the model takes of a loader's batch: labels behind its arguments are the loss's."""
-    params = inspect.signature(forward).parameters.values()
     if isinstance(sample, Mapping):
         takes_all = any(param.kind is param.VAR_KEYWORD for param in params)
         names = {param.name for param in params}

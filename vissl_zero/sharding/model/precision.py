@@ -108,10 +108,6 @@ def computed_in(model: nn.Module, dtype: torch.dtype, units: Sequence[PlannedUni
     kept = {param for unit, part in parts if unit.is_float32 for param in part.parameters()}
     made: dict[nn.Parameter, nn.Parameter] = {}
 
-    def cast(_: nn.Module, args: Any, kwargs: Any) -> Any:
-        is_cast = lambda leaf: isinstance(leaf, Tensor) and leaf.is_floating_point()  # noqa: E731
-        return pytree.tree_map(lambda leaf: leaf.to(dtype) if is_cast(leaf) else leaf, (args, kwargs))
-
     with ExitStack() as stack:
         for part in modules.values():
             table = own_parameters(part)
@@ -124,8 +120,15 @@ def computed_in(model: nn.Module, dtype: torch.dtype, units: Sequence[PlannedUni
                 table[name] = made[param]
         for unit, part in parts:
             if not unit.is_float32:
+                cast = lambda _, *arguments: cast_tensors(arguments, dtype)  # noqa: E731
                 stack.enter_context(part.register_forward_pre_hook(cast, with_kwargs=True))
         yield
+
+
+def cast_tensors(tree: Any, dtype: torch.dtype) -> Any:
+    """Cast the floating-point tensors of any nesting of tuples, lists and dicts."""
+    is_cast = lambda leaf: isinstance(leaf, Tensor) and leaf.is_floating_point()  # noqa: E731
+    return pytree.tree_map(lambda leaf: leaf.to(dtype) if is_cast(leaf) else leaf, tree)
 
 
 def run_in_precision(model: nn.Module, precision: Precision, device: torch.device) -> None:

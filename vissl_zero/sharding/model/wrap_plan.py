@@ -143,7 +143,8 @@ def plan_wrap(model: nn.Module, plan: ShardingPlan, num_ranks: int) -> WrapPlan:
             kind=kinds[group[0]],
             num_params=sum(owned[name] for name in group),
             is_float32=kinds[group[0]] == "norm",
-            is_replicated=plan.engine == "torch" and all(kinds[name] == "norm" for name in group),
+            is_replicated=plan.engine == "torch"
+            and all(kinds[name] == "norm" and _is_plain_norm(model.get_submodule(name)) for name in group),
             is_checkpointed=any(name in checkpointed for name in group),
         )
         # A group of tied modules comes where its last one would: everything inside any of them has been wrapped by
@@ -264,6 +265,11 @@ def _large_layers(model: nn.Module, threshold: int) -> list[str]:
 
 def _batch_norms(model: nn.Module) -> list[str]:
     return [name for name, module in model.named_modules() if name and isinstance(module, _BatchNorm) and module.affine]
+
+
+def _is_plain_norm(module: nn.Module) -> bool:
+    """Check that it has no parameters but its own two: a layer inside, such as PReLU, wants inputs of its dtype."""
+    return {name for name, _ in module.named_parameters()} <= {"weight", "bias"}
 
 
 def _resolve_ties(model: nn.Module, kinds: dict[str, str]) -> list[tuple[str, ...]]:

@@ -35,7 +35,7 @@ from vissl_zero.sharding.engines.torch.unit_transfers import (
     use_communicator,
 )
 from vissl_zero.sharding.model.float8 import sent_weights
-from vissl_zero.sharding.model.precision import dtype_of
+from vissl_zero.sharding.model.precision import cast_tensors, dtype_of
 from vissl_zero.sharding.model.wrap_plan import PlannedUnit, WrapPlan
 from vissl_zero.sharding.offload.parameter_store import (
     DiskShard,
@@ -69,6 +69,7 @@ class FullySharded(ShardedModel):
     """
 
     def __init__(self, setup: ModelSetup):
+        setup = replace(setup, wrap_plan=_with_units_of_others(setup))
         module, plan, device, build_optimizer = setup.module, setup.plan, setup.device, setup.build_optimizer
         mesh = _mesh(device, setup.wrap_plan.num_ranks, plan.timeout_s)
         trained = setup.trained
@@ -333,6 +334,22 @@ def _wrap(
         param.data = param.data.to(mesh.device_type)
 
 
+def _with_units_of_others(setup: ModelSetup) -> WrapPlan:
+    """Make a unit of what another optimizer trains: only units average gradients before that one's step."""
+    trained = setup.trained
+    names = {param: name for name, param in setup.module.named_parameters()}
+
+    def is_of_another(unit: PlannedUnit) -> bool:
+        params = [param for name in unit.modules for param in setup.module.get_submodule(name).parameters()]
+        return any(param.requires_grad and names[param] not in trained for param in params)
+
+    units = (
+        replace(unit, is_replicated=False) if unit.is_replicated and is_of_another(unit) else unit
+        for unit in setup.wrap_plan.units
+    )
+    return replace(setup.wrap_plan, units=tuple(units))
+
+
 def _replicate(unit: PlannedUnit, modules: Sequence[nn.Module], plan: ShardingPlan, fill: Fill) -> set[nn.Parameter]:
     """Fill the batch norms of a unit, which stay whole on every rank; returns their parameters."""
     master, compute = dtype_of(plan.precision.master), dtype_of(plan.precision.compute)
@@ -340,9 +357,9 @@ def _replicate(unit: PlannedUnit, modules: Sequence[nn.Module], plan: ShardingPl
         fill(part, name)
         # torch takes inputs in half precision beside parameters in float32, but none beside float64.
         if master == torch.float64:
-            part.register_forward_pre_hook(lambda _, args: tuple(arg.to(master) for arg in args))
+            part.register_forward_pre_hook(lambda _, *arguments: cast_tensors(arguments, master), with_kwargs=True)
         if compute != master:
-            part.register_forward_hook(lambda *call: call[-1].to(compute))
+            part.register_forward_hook(lambda *call: cast_tensors(call[-1], compute))
     return {param for part in modules for param in part.parameters()}
 
 
