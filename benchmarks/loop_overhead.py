@@ -44,7 +44,7 @@ def bare_step(run: Run, schedules: Schedules, batch: ImageBatch) -> None:
     with run.sharded.micro_batch(is_last=True):
         outputs = run.sharded.model(batch.images, run.method.probe())
         run.sharded.backward(run.method(outputs, batch))
-    run.method.after_micro_batch(outputs, batch)
+    run.method.update_state([run.method.observe(outputs, batch)])
     run.sharded.step()
     run.sharded.zero_grad()
     run.sharded.normalize_rows(run.method.normalized_rows())

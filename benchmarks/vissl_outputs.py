@@ -205,7 +205,7 @@ def _swav(powerlaw: float = 0.0, hard: int = 0, queue: int = 0, steps: int = 1) 
             probe_scores = None if probe is None else [probe @ p.T for p in prototypes]
             output = SwAVOutput(rows, [rows @ p.T for p in prototypes], probe_scores)
             found: Tensor = ours([output], _batch(6, 4))
-            ours.after_micro_batch([output], _batch(6, 4))
+            ours.update_state([ours.observe([output], _batch(6, 4))])
             return found.sum()
 
         yield from zip(_with_gradient(our, rows), _with_gradient(lambda r: their(r).sum(), rows), strict=True)
