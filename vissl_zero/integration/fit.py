@@ -58,8 +58,8 @@ def choose_plan(
     Raises:
         ConfigError: nothing fits, with the smallest memory that would; or there is no forecast.
     """
-    if base.precision.compute != base.precision.master:
-        base = replace(base, level=1)  # level 0 computes in half precision by autocast, which is another run
+    if base.precision.casts_parameters:
+        base = replace(base, level=1)  # level 0 uses autocast in its place, which trains differently
     budget = _budget(settings, device)
     outcome: tuple[ShardingPlan, str] | ConfigError
     try:
@@ -170,9 +170,8 @@ class _OnHost(TorchFunctionMode):
     def __init__(self, sample: Callable[..., Tensor], device_type: str) -> None:
         super().__init__()
         self._sample, self._device_type = sample, device_type
-        self._fakes: dict[
-            int, tuple[Tensor, Tensor]
-        ] = {}  # with the real ones: an id is used again once its tensor is gone
+        # With the real ones: an id is used again once its tensor is gone.
+        self._fakes: dict[int, tuple[Tensor, Tensor]] = {}
 
     @property
     def fakes(self) -> list[Tensor]:

@@ -140,7 +140,7 @@ def _sharding_plans(
         can_recompute: the model has units.
     """
     folder = base.offload_optimizer.nvme_path or base.offload_params.nvme_path
-    is_half = base.precision.compute != base.precision.master
+    is_half = base.precision.casts_parameters
     is_useful = {"device": True, "host": device_type == "cuda", "disk": bool(folder)}
     devices = [device for device, place in TIERS.items() if is_useful[place]]
     optimizer_tiers, param_tiers = (

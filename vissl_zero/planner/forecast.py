@@ -267,7 +267,7 @@ class Forecaster:
         for answer in (True, False):
             try:
                 with self._pretended(plan, modules), ExitStack() as half:
-                    for module in modules if plan.precision.compute != plan.precision.master else ():
+                    for module in modules if plan.precision.casts_parameters else ():
                         half.enter_context(computed_in(module, dtype_of(plan.precision.compute), units.units))
                     recorders.append(record_step(subject.model, units, *inputs, answer=answer))
             except VisslZeroError:

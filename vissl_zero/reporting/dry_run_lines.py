@@ -143,7 +143,7 @@ def _precision(plan: ResolvedRun) -> str:
     tf32 = ", TF32 in products" if plan.config.MACHINE.TF32 and plan.device == "cuda" else ""
     if formats.autocast:
         return f"{formats.master}, autocast to {formats.autocast}{tf32}"
-    compute = "" if formats.compute == formats.master else f", computed in {formats.compute}"
+    compute = f", computed in {formats.compute}" if formats.casts_parameters else ""
     return f"{formats.master}{compute}{tf32}"
 
 

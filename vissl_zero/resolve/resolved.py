@@ -40,6 +40,11 @@ class Precision:
         """The format of losses, statistics and optimizer state: that of the parameters, float32 at least."""
         return "float64" if self.master == "float64" else "float32"
 
+    @property
+    def casts_parameters(self) -> bool:
+        """Whether parameters are cast for the forward and backward pass."""
+        return self.compute != self.master
+
 
 @dataclass(frozen=True)
 class LarcPlan:

@@ -392,7 +392,7 @@ def _no_effect_of_switches(cfg: RunConfig, plan: ShardingPlan, place: Placement)
         notes.append("config.ZERO.clip_grad_per has no effect: config.ZERO.clip_grad is not given.")
     if not sync.CONVERT_BN_TO_SYNC_BN and sync.GROUP_SIZE not in (-1, 0):
         notes.append("config.MODEL.SYNC_BN_CONFIG.GROUP_SIZE has no effect: CONVERT_BN_TO_SYNC_BN is off.")
-    if cfg.MODEL.FSDP_CONFIG.fp32_reduce_scatter and plan.precision.compute == plan.precision.master:
+    if cfg.MODEL.FSDP_CONFIG.fp32_reduce_scatter and not plan.precision.casts_parameters:
         notes.append(
             "config.MODEL.FSDP_CONFIG.fp32_reduce_scatter has no effect: parameters are computed in "
             f"{plan.precision.master}, and gradients reduced in it."

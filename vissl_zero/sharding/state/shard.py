@@ -262,7 +262,7 @@ class WholeParameter(WatchedParameter):
 
 
 class ReplicatedParameter(WatchedParameter):
-    """The class that a parameter gets which every rank holds whole where others are sharded.
+    """The class of a parameter that stays whole on every rank while others are sharded.
 
     Its gradient is this rank's own until ``step()`` averages it: a loop that read it would differ between ranks.
     """

@@ -351,7 +351,7 @@ def _wrap(
 def _options(unit: PlannedUnit, params: Sequence[nn.Parameter], plan: ShardingPlan) -> dict[str, Any]:
     """Build fairscale's options of one unit."""
     precision = plan.precision
-    is_mixed = precision.compute != precision.master and not unit.is_float32
+    is_mixed = precision.casts_parameters and not unit.is_float32
     return {
         # As fairscale has it for batch norm: such a unit is small, and may be called once per resolution.
         "reshard_after_forward": plan.reshard_after_forward and not unit.is_float32,

@@ -196,7 +196,8 @@ class FullySharded(ShardedModel):
         # Flags are sent to the device, and read from it, only on a rank that lacks a gradient: it waits for both.
         flags = torch.ones(len(params), device=device) if all(present) else torch.tensor(present, device=device)
         # Of one dtype, so that parameters of different formats share one message.
-        message = torch.cat([piece.flatten().to(wide_dtype(params)) for piece in (flags, *filled)])
+        dtype = wide_dtype(params)
+        message = torch.cat([piece.flatten().to(dtype) for piece in (flags, *filled)])
         # Over all ranks, not the shard group: every rank of the world holds them.
         dist.all_reduce(message)
         num_present, *totals = message.split([len(params), *(param.numel() for param in params)])
@@ -335,7 +336,7 @@ def _wrap(
 
 
 def _with_units_of_others(setup: ModelSetup) -> WrapPlan:
-    """Make a unit of what another optimizer trains: only units average gradients before that one's step."""
+    """Wrap batch norms that another optimizer trains: only units average gradients before its step."""
     trained = setup.trained
     names = {param: name for name, param in setup.module.named_parameters()}
 
@@ -358,7 +359,7 @@ def _replicate(unit: PlannedUnit, modules: Sequence[nn.Module], plan: ShardingPl
         # torch takes inputs in half precision beside parameters in float32, but none beside float64.
         if master == torch.float64:
             part.register_forward_pre_hook(lambda _, *arguments: cast_tensors(arguments, master), with_kwargs=True)
-        if compute != master:
+        if plan.precision.casts_parameters:
             part.register_forward_hook(lambda *call: cast_tensors(call[-1], compute))
     return {param for part in modules for param in part.parameters()}
 
@@ -402,6 +403,6 @@ def _policy(unit: PlannedUnit, precision: Precision) -> MixedPrecisionPolicy:
     master, compute, reduce = map(dtype_of, (precision.master, precision.compute, precision.reduce))
     if unit.is_float32:  # tied to other weights, or it would be replicated
         return MixedPrecisionPolicy(param_dtype=master, reduce_dtype=master, output_dtype=compute)
-    if compute == master:
+    if not precision.casts_parameters:
         return MixedPrecisionPolicy(reduce_dtype=None if reduce == master else reduce)
     return MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce)
