@@ -22,6 +22,7 @@ import faulthandler
 import gc
 import importlib.util
 import inspect
+import logging
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -31,7 +32,8 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -109,6 +111,22 @@ def run_on_ranks(
             for rank in range(world_size)
         ]
         return _pool.run(tasks)
+
+
+@contextmanager
+def log_messages(name: str = "vissl_zero", level: int = logging.WARNING) -> Iterator[list[str]]:
+    """Collect what the logger ``name`` is given, whatever handlers an earlier task has left in this process."""
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logger, level_before = logging.getLogger(name), logging.getLogger(name).level
+    logger.addHandler(handler)
+    logger.setLevel(level)
+    try:
+        yield messages
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level_before)
 
 
 def preload(*names: str) -> None:

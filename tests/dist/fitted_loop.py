@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import torch
@@ -10,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import vissl_zero
+from tests.ranks import log_messages
 from vissl_zero.errors import ConfigError
 
 WIDTH, NUM_BLOCKS, BATCH = 512, 12, 8
@@ -38,29 +38,17 @@ def train_plainly(num_steps: int) -> dict[str, Tensor]:
     return {name: tensor.detach() for name, tensor in model.state_dict().items()}
 
 
-class _Lines(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
 def train_fitted(zero: dict[str, Any], is_meta: bool, num_steps: int) -> tuple[dict[str, Tensor], list[str]]:
     """Full weights on rank 0 and what was said; of a refusal, nothing and the error."""
-    model, lines = mlp(), _Lines()
-    logger = logging.getLogger("vissl_zero")
-    logger.addHandler(lines)
+    model = mlp()
     before = torch.random.get_rng_state()
     sample = tuple(t.chunk(torch.distributed.get_world_size())[0].to("meta" if is_meta else "cpu") for t in batch_of(0))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4)
     try:
-        model, zero_optimizer = vissl_zero.initialize(model, optimizer, {"level": "fit", **zero}, sample=sample)
+        with log_messages() as messages:
+            model, zero_optimizer = vissl_zero.initialize(model, optimizer, {"level": "fit", **zero}, sample=sample)
     except ConfigError as error:
         return {}, [str(error)]
-    finally:
-        logger.removeHandler(lines)
     assert torch.equal(torch.random.get_rng_state(), before)
     for step in range(num_steps):
         rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
@@ -70,4 +58,4 @@ def train_fitted(zero: dict[str, Any], is_meta: bool, num_steps: int) -> tuple[d
         zero_optimizer.zero_grad()
     state = zero_optimizer.full_state()
     zero_optimizer.close()
-    return state, lines.lines
+    return state, messages

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from tests.dist.cuda_streams import streams_on_cpu
 from tests.dist.test_memory import _Stack, _train
 from tests.dist.training import Case, Outcome, build, loss_of, micro_batches, shard, train_step
-from tests.ranks import run_on_ranks
+from tests.ranks import log_messages, run_on_ranks
 from vissl_zero.optim.param_groups import ParamGroup
 from vissl_zero.registry import STRATEGIES
 from vissl_zero.resolve.resolved import Precision, ShardingPlan
@@ -28,13 +28,8 @@ CASE = Case(dtype="float32", lr=0.01)
 
 def _observe(changes: dict[str, Any]) -> dict[str, Any]:
     """What one step at level 3 does, seen from outside."""
-    seen: dict[str, Any] = {"reduced": [], "dtypes": set(), "messages": []}
-    handler = logging.Handler()
-    handler.emit = lambda record: seen["messages"].append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("vissl_zero")
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    with streams_on_cpu():
+    seen: dict[str, Any] = {"reduced": [], "dtypes": set()}
+    with streams_on_cpu(), log_messages(level=logging.INFO) as messages:
         sharded = shard(CASE, 3, engine="fairscale", **changes)
         units = [module for module in sharded.model.modules() if isinstance(module, FsdpUnit)]
         convolution = next(module for module in sharded.model.modules() if isinstance(module, torch.nn.Conv2d))
@@ -59,8 +54,8 @@ def _observe(changes: dict[str, Any]) -> dict[str, Any]:
             sharded.backward(loss)
         sharded.step()
         sharded.zero_grad()
-    logger.removeHandler(handler)
     return seen | {
+        "messages": messages,
         "loss": float(loss),
         "units": len(units),
         "sources": sum(len(unit.params) for unit in units),

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable
-from contextlib import redirect_stderr, redirect_stdout
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import vissl_zero
-from tests.ranks import RankError, run_on_ranks
+from tests.ranks import RankError, log_messages, run_on_ranks
 from vissl_zero.integration.fit import forecaster_of
 from vissl_zero.planner.memory_model import StepMemory
 from vissl_zero.planner.step_trace import StepTrace
@@ -122,27 +120,27 @@ def test_a_model_that_computes_in_half_precision_keeps_half(given: torch.dtype) 
     assert step.by_kind["params"] > 4 * sum(param.numel() for param in model.parameters())
 
 
-def _train_in_half(zero: dict[str, Any]) -> tuple[list[float], str]:
+def _train_in_half(zero: dict[str, Any]) -> tuple[list[float], list[str]]:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.BatchNorm1d(256), nn.GELU()) for _ in range(8)))
     images = torch.rand(16, 256) * (1 + dist.get_rank())
     sample = (lambda net: net(images).square().mean()) if zero["level"] == "fit" else None
-    printed = io.StringIO()
-    with redirect_stdout(printed), redirect_stderr(printed):
+    with log_messages() as messages:
         model, optimizer = vissl_zero.initialize(model, {"type": "AdamW"}, zero | {"bf16": True}, sample=sample)
     losses = []
     for _ in range(3):
-        losses.append(model(images).square().mean())
-        optimizer.backward(losses[-1])
+        loss = model(images).square().mean()
+        losses.append(float(loss.detach()))
+        optimizer.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
-    return [float(loss) for loss in losses], printed.getvalue()
+    return losses, messages
 
 
 @pytest.mark.timeout(120)
 def test_fit_in_half_precision_trains_what_a_level_trains() -> None:
     expected, _ = run_on_ranks(2, _train_in_half, {"level": 3})[0]
-    plenty, chosen = run_on_ranks(2, _train_in_half, {"level": "fit", "memory_gb": 1.0})[0]
+    plenty, (chosen,) = run_on_ranks(2, _train_in_half, {"level": "fit", "memory_gb": 1.0})[0]
     assert plenty == expected and len(set(expected)) == 3
     assert "took level 1: the cheapest that fits" in chosen
 

@@ -28,7 +28,7 @@ from tests.dist.own_loop import (
     train_normed_plainly,
     train_plainly,
 )
-from tests.ranks import RankError, run_on_ranks
+from tests.ranks import RankError, log_messages, run_on_ranks
 from vissl_zero.checkpoint.foreign_layouts import read_foreign
 from vissl_zero.errors import CheckpointError, ConfigError, VisslZeroError
 
@@ -265,16 +265,8 @@ def test_the_model_stays_the_users(level: int, engine: str) -> None:
 
 
 def _said(zero: dict) -> tuple[list[str], str]:
-    messages: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("vissl_zero")
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    try:
+    with log_messages(level=logging.INFO) as messages:
         _, optimizer = vissl_zero.initialize(text(), {"type": "SGD"}, zero)
-    finally:
-        logger.removeHandler(handler)
     return messages, optimizer.describe()
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import copy
 import io
-import logging
 import re
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import vissl_zero
-from tests.ranks import run_on_ranks
+from tests.ranks import log_messages, run_on_ranks
 from vissl_zero.errors import CheckpointError, VisslZeroError
 from vissl_zero.sharding.checks import waiting
 from vissl_zero.sharding.state.sharded_tensor import ELEMENT_WISE, NEW_TENSOR, ON_FULL_TENSOR
@@ -425,23 +425,12 @@ def test_full_state_is_the_state_dict_of_the_plain_model(level):
 
 
 def _call_on_one_rank() -> str:
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger(waiting.__name__).addHandler(handler)
-    waiting.AFTER_S = 0.5
-    net = _net()
-    _, optimizer = vissl_zero.initialize(net, {"type": "SGD", "lr": 0.1}, {"level": 3}, timeout_s=60)
-    try:
-        if dist.get_rank() == 0:
-            optimizer.full_state()
-        else:
+    _, optimizer = vissl_zero.initialize(_net(), {"type": "SGD", "lr": 0.1}, {"level": 3}, timeout_s=60)
+    with patch.object(waiting, "AFTER_S", 0.5), log_messages(waiting.__name__) as messages:
+        if dist.get_rank() == 1:
             time.sleep(2.5)
-            optimizer.full_state()
-    finally:
-        logging.getLogger(waiting.__name__).removeHandler(handler)
-        waiting.AFTER_S = 5.0
-    return " ".join(said)
+        optimizer.full_state()
+    return " ".join(messages)
 
 
 @pytest.mark.slow

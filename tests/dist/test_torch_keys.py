@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from tests.dist.training import Case, loss_of, micro_batches, shard
-from tests.ranks import run_on_ranks
+from tests.ranks import log_messages, run_on_ranks
 from tests.unit.config.example_config import CPU_HOST, config
 from vissl_zero.resolve.decisions import Decisions
 from vissl_zero.resolve.resolved import Precision
@@ -31,14 +31,9 @@ NO_EFFECT = {
 
 def _observe(level: int, changes: dict[str, Any]) -> dict[str, Any]:
     """One backward pass, seen from outside."""
-    seen: dict[str, Any] = {"dtypes": set(), "messages": []}
-    handler = logging.Handler()
-    handler.emit = lambda record: seen["messages"].append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("vissl_zero")
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    sharded = shard(CASE, level, **changes)
-    logger.removeHandler(handler)
+    with log_messages(level=logging.INFO) as messages:
+        sharded = shard(CASE, level, **changes)
+    seen: dict[str, Any] = {"dtypes": set(), "messages": messages}
     units = [module for module in sharded.model.modules() if isinstance(module, FSDPModule)]
     convolution = next(module for module in sharded.model.modules() if isinstance(module, torch.nn.Conv2d))
     convolution.register_forward_pre_hook(lambda module, x: seen["dtypes"].add((x[0].dtype, module.weight.dtype)))
