@@ -28,6 +28,7 @@ from vissl_zero.sharding.model.float8 import Rows, packed, unpacked
 from vissl_zero.sharding.model.wrap_plan import WrapPlan
 from vissl_zero.sharding.offload.layout import StoredParam
 from vissl_zero.sharding.offload.parameter_store import ParameterStore
+from vissl_zero.sharding.state.sharded_tensor import WHOLE_LEVELS
 from vissl_zero.sharding.torch_private import (
     forget_reduced,
     gather_of,
@@ -282,7 +283,7 @@ class _ReduceScatter:
             raise VisslZeroError(
                 f"torch {torch.__version__} asks for a unit's gradient before, or with another size than, the memory "
                 "that is reduced into it, so the gradient would lie in memory that the next unit overwrites. Use "
-                "torch 2.11 to 2.13, or ZeRO level 0, or level 1 or 2 on the CPU. No update was made."
+                f"torch 2.11 to 2.13, or {WHOLE_LEVELS}. No update was made."
             )
 
 
