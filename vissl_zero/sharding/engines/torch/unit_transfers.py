@@ -156,8 +156,10 @@ class Packing:
         )
 
     def _sizes(self, itemsize: int) -> list[int]:
-        """List the bytes of a message's pieces."""
-        wide = [s.numel() * itemsize for s, is_sent in zip(self._shapes, self._is_float8, strict=True) if not is_sent]
+        """List the bytes of a message's pieces: full parameters, float8 values, a scale exponent a row, padding."""
+        wide = [
+            s.numel() * itemsize for s, is_float8 in zip(self._shapes, self._is_float8, strict=True) if not is_float8
+        ]
         sizes = [*wide, *(shape.numel() for shape in self._matrices), *(shape[0] for shape in self._matrices)]
         return [*sizes, -sum(sizes) % self._WORD]
 
