@@ -322,7 +322,7 @@ class _Step:
             yield _Pool(state + 2 * value * (not is_whole), NUM_TRAYS)
 
     def largest_stored(self, params: Mapping[str, ParamFacts]) -> int:
-        """Return a unit's most bytes among parameters on a disk, of trained or of frozen ones: no record has both."""
+        """Return the bytes of the largest record on disk; a unit's trained and frozen parameters have one each."""
         groups: dict[tuple[str, bool], int] = {}
         for param in params.values():
             group = param.unit, param.is_trained

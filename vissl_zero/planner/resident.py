@@ -135,7 +135,7 @@ class BlockReplay:
         for kind, sizes in changes:
             for size in sizes:
                 if size < 0:
-                    self._go(kind, -size)
+                    self._free_oldest(kind, -size)
                 elif self._handed is not None and kind == "grads" and self._handed[1] == size:
                     self._live[kind].append(self._handed)
                     self._handed = None
@@ -145,7 +145,7 @@ class BlockReplay:
             self._heap.free(self._handed[0])
             self._handed = None
 
-    def _go(self, kind: str, num_bytes: int) -> None:
+    def _free_oldest(self, kind: str, num_bytes: int) -> None:
         live = self._live[kind]
         while num_bytes > 0 and live:
             number, size = live.popleft()
