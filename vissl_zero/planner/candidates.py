@@ -273,6 +273,7 @@ def forecast_all(
     micro_batches: int,
     batch: int,
     can_recompute: bool = True,
+    budget: Budget | None = None,
 ) -> Found:
     """Forecast all plans at one number of micro-batches that are not refused. Call it in ``FakeTensorMode``.
 
@@ -281,19 +282,34 @@ def forecast_all(
         base, world_size, num_nodes, device_type: as for ``_sharding_plans``.
         micro_batches, batch: per step, and images of one.
         can_recompute: units may be run again in backward, where the model has any.
+        budget: forecast the others only if a plan that recomputes fits it: they take more, and a recording of their
+            own. None: forecast all.
     Raises:
         ConfigError: each of them would be refused, as the first is: not every optimizer can have a disk.
     """
+    can_recompute = can_recompute and forecaster.can_recompute
+    plans = [*_sharding_plans(base, world_size, num_nodes, device_type, can_recompute)]
+    if budget is not None:
+        least, _ = _not_refused(forecaster, [plan for plan in plans if plan.is_recomputed], micro_batches, batch)
+        if least and not any(budget.excess(row[3]) == 0 for row in least):
+            return least
+    rows, refusals = _not_refused(forecaster, plans, micro_batches, batch)
+    if refusals and not rows:
+        raise refusals[0]
+    return rows
+
+
+def _not_refused(
+    forecaster: Forecaster, plans: Sequence[ShardingPlan], micro_batches: int, batch: int
+) -> tuple[Found, list[ConfigError]]:
     rows: Found = []
     refusals: list[ConfigError] = []
-    for plan in _sharding_plans(base, world_size, num_nodes, device_type, can_recompute and forecaster.can_recompute):
+    for plan in plans:
         try:
             rows.append((plan, micro_batches, batch, forecaster.forecast(plan, micro_batches)))
         except ConfigError as error:
             refusals.append(error)
-    if refusals and not rows:
-        raise refusals[0]
-    return rows
+    return rows, refusals
 
 
 def recomputed_in_part(plans: Found, budget: Budget, forecaster: Forecaster) -> Found:

@@ -34,7 +34,7 @@ from vissl_zero.models.bare import whole_start_bytes, why_whole
 from vissl_zero.models.keyed_random import set_random_key
 from vissl_zero.models.model import build_model
 from vissl_zero.optim.param_groups import ParamGroup, build_optimizer, freeze_untrainable, param_groups
-from vissl_zero.planner.candidates import Found, forecast_all
+from vissl_zero.planner.candidates import Budget, Found, forecast_all
 from vissl_zero.planner.forecast import Forecast, Forecaster, Subject, fake_
 from vissl_zero.planner.machine_profile import MachineProfile, read_profile
 from vissl_zero.registry import HOOKS, load_plugins, require_interface
@@ -143,12 +143,12 @@ class Stage:
         plan = self.plan
         return self.apply(lambda forecaster: forecaster.forecast(plan.sharding, plan.accumulation_steps))
 
-    def forecasts(self) -> Found:
-        """Forecast every way to run this at its micro-batch."""
+    def forecasts(self, budget: Budget | None = None) -> Found:
+        """Forecast every way to run this at its micro-batch; ``budget``: as of ``forecast_all``."""
         plan = self.plan
         place = plan.world_size, plan.num_nodes, plan.device
         images = plan.accumulation_steps, plan.batch_per_rank
-        return self.apply(lambda forecaster: forecast_all(forecaster, plan.sharding, *place, *images))
+        return self.apply(lambda forecaster: forecast_all(forecaster, plan.sharding, *place, *images, budget=budget))
 
 
 def set_stage(plan: ResolvedRun, check: Callable[[nn.Module], object] | None = None) -> Stage:  # noqa: C901
