@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -245,6 +246,44 @@ def test_unusual_batch_norms_in_half_precision_train_as_at_level_0(kind: type[nn
     for level in (1, 3):
         losses = run_on_ranks(2, _losses_of, kind, level, has_second)[0]
         assert losses == pytest.approx(expected, rel=0.02), level
+
+
+class _Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(6, 6), nn.BatchNorm1d(6)
+        self.norm.bias = self.linear.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.linear(x))
+
+
+def _losses_of_a_whole_model(build: Callable[[], nn.Module], level: int) -> list[float]:
+    model, generator = build(), torch.Generator().manual_seed(dist.get_rank())
+    model, optimizer = vissl_zero.initialize(model, {"type": "SGD", "lr": 0.5}, {"level": level, "bf16": True})
+    losses = []
+    for _ in range(3):
+        loss = model(torch.randn(16, 6, generator=generator)).float().square().mean()
+        optimizer.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+@pytest.mark.timeout(60)
+def test_a_model_that_is_a_batch_norm_trains_in_half_precision() -> None:
+    build = partial(nn.BatchNorm1d, 6)
+    expected = run_on_ranks(2, _losses_of_a_whole_model, build, 0)[0]
+    assert expected[2] < 0.7 * expected[0]
+    for level in (1, 3):
+        assert run_on_ranks(2, _losses_of_a_whole_model, build, level)[0] == pytest.approx(expected, rel=0.01), level
+
+
+@pytest.mark.timeout(60)
+def test_a_batch_norm_tied_to_the_module_around_it_is_refused_in_half_precision() -> None:
+    with pytest.raises(RankError, match=r"norm: must share no parameter with a module around it in half precision"):
+        run_on_ranks(2, _losses_of_a_whole_model, _Tied, 1)
 
 
 def _recompute_on_rank(ranks_per_group: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

@@ -91,13 +91,16 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def at_root(entries: Sequence[Entry]) -> tuple[list[Entry], str]:
-    """Take one network of a file, without the prefix of its names, and say which if there are several.
+    """Take one network of a file, and the prefix from its names.
 
-    Of DINO's, DINOv2's, MoCo's and BYOL's checkpoints it is the teacher; what else is in the file is left out. A single
-    network keeps its heads and whatever stands beside it.
+    If the file holds several, as those of DINO, DINOv2, MoCo and BYOL do, take the teacher and leave out the rest. If
+    it holds one, keep all entries.
+
+    Returns:
+        Entries, and what a message says of the choice: empty if there was none.
     """
     roots = _roots(entry.key for entry in entries)
-    # The parts of one network repeat these names too, such as the layers of a DenseNet.
+    # Parts inside one network repeat the names of layers too, such as the layers of a DenseNet.
     if not roots or roots == [""] or len(roots) > _MOST_NETWORKS:
         return list(entries), ""
     root = min(roots, key=_rank)

@@ -60,7 +60,7 @@ def write_rank(
         OSError: no room, or the disk failed.
     """
     folder = run_folder / FOLDER_NAME / partial_name_of(step)
-    # The run folder is never made here: one that was moved away would be continued as two.
+    # Never make the run folder: of a run that was moved away, the rest would land in a second one.
     folder.parent.mkdir(exist_ok=True)
     folder.mkdir(exist_ok=True)
     stem = stem_of(rank)

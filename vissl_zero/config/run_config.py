@@ -9,7 +9,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from vissl_zero.config.blocks.data import Data
-from vissl_zero.config.blocks.machine import Distributed, Machine, Slurm, Trainer
+from vissl_zero.config.blocks.machine import Distributed, Machine, Slurm
 from vissl_zero.config.blocks.model_and_loss import Distillation, ModelConfig, default_loss
 from vissl_zero.config.blocks.optimizer import Optimizer
 from vissl_zero.config.blocks.output import (
@@ -24,6 +24,7 @@ from vissl_zero.config.blocks.output import (
     Svm,
 )
 from vissl_zero.config.blocks.sharding import Zero
+from vissl_zero.config.blocks.trainer import Trainer
 from vissl_zero.config.constraints import choice, number
 from vissl_zero.config.copies import Copies
 from vissl_zero.vissl.keys import with_vissl_keys

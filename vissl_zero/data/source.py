@@ -218,9 +218,9 @@ def build_eval_sources(data_cfg: Data, seed: int) -> tuple[Source, Source | None
 
 
 def splits_to_read(data_cfg: Data, seed: int) -> dict[str, Source]:
-    """Return TRAIN and TEST, of those that have images, for programs that read each image once.
+    """Return the splits that a program reads to see each image once: TRAIN, and TEST if it has images.
 
-    Where both name the same images, TEST's stood for TRAIN's, and TRAIN is left out.
+    Where both are configured alike, TEST alone: they hold the same images.
     """
     train, test = build_eval_sources(data_cfg, seed)
     if test is None:

@@ -58,7 +58,9 @@ def prepare_folder(plan: ResolvedRun, user_yaml: str) -> RunLock:
         lock = RunLock(folder)
         try:
             require_free(folder, plan)
-            _require_resumable(folder, plan)  # before its files are overwritten: weights are read by them
+            _require_resumable(
+                folder, plan
+            )  # before overwriting: the old configuration says how to read the weights here
             with replacing(folder / "config.user.yaml") as temporary:
                 temporary.write_text(user_yaml, encoding="utf-8")
             save_resolved(plan, folder / "config.resolved.yaml")

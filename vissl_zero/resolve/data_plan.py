@@ -393,7 +393,10 @@ def _below(
 
 
 def num_images(name: str, split: Split, most: int, endings: tuple[str, ...] = EXTENSIONS) -> int | None:
-    """Count the images of a split, up to ``most``; None if that cannot be told without opening the source."""
+    """Count the images of a split (``name``: TRAIN or TEST), at most ``most``; None if its folder cannot be read.
+
+    A source that would have to be opened counts as ``most``.
+    """
     source = split.DATA_SOURCES[0] if len(split.DATA_SOURCES) == 1 else ""
     if source == "digits":
         count = _NUM_DIGITS[name]

@@ -1,14 +1,14 @@
-"""``vissl-zero checkpoint <word> ...``: look into checkpoints, check them, compare them, take models out and in."""
+"""``vissl-zero checkpoint <subcommand> ...``: look into checkpoints, check and compare them, take models out and in."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from vissl_zero.errors import ConfigError, did_you_mean
 
-WORDS = ("inspect", "verify", "diff", "export", "import")
+SUBCOMMANDS = ("inspect", "verify", "diff", "export", "import")
 USAGE = """\
-vissl-zero checkpoint <word> <path> ...
+vissl-zero checkpoint <subcommand> <path> ...
 
   inspect PATH           what it holds: step, level, processes, bytes by kind, settings, tensors
   verify PATH            read everything against the checksums; names damaged files (exit code 0 complete, 1 not)
@@ -18,7 +18,7 @@ vissl-zero checkpoint <word> <path> ...
                          anything in them
 
 PATH is a run folder (its newest checkpoint that opens, else the weights written at its end), one of its
-checkpoints/step_<steps> folders, or a safetensors file. vissl-zero checkpoint <word> --help has the options.
+checkpoints/step_<steps> folders, or a safetensors file. vissl-zero checkpoint <subcommand> --help has the options.
 Nothing in a checkpoint is ever run.
 """
 
@@ -30,31 +30,15 @@ def checkpoint(arguments: Sequence[str]) -> int:
         ConfigError: the arguments are wrong.
         CheckpointError: what they name is.
     """
-    word = arguments[0] if arguments else ""
-    if word in ("", "--help", "-h", "help"):
+    name = arguments[0] if arguments else ""
+    if name in ("", "--help", "-h", "help"):
         print(USAGE, end="")
-        return 0 if word else 2
-    if word not in WORDS:
-        hint = did_you_mean(word, WORDS)
-        raise ConfigError(f"vissl-zero checkpoint {word}: must be one of {', '.join(WORDS)}.{hint}")
-    rest = list(arguments[1:])
+        return 0 if name else 2
+    if name not in SUBCOMMANDS:
+        hint = did_you_mean(name, SUBCOMMANDS)
+        raise ConfigError(f"vissl-zero checkpoint {name}: must be one of {', '.join(SUBCOMMANDS)}.{hint}")
     # Imported here: reading tensors needs torch, help does not.
-    if word == "inspect":
-        from vissl_zero.commands.checkpoint.words import inspect
+    from vissl_zero.commands.checkpoint import subcommands
 
-        return inspect(rest)
-    if word == "verify":
-        from vissl_zero.commands.checkpoint.words import verify
-
-        return verify(rest)
-    if word == "diff":
-        from vissl_zero.commands.checkpoint.words import diff
-
-        return diff(rest)
-    if word == "export":
-        from vissl_zero.commands.checkpoint.words import export
-
-        return export(rest)
-    from vissl_zero.commands.checkpoint.words import import_
-
-    return import_(rest)
+    run: Callable[[Sequence[str]], int] = getattr(subcommands, "import_" if name == "import" else name)
+    return run(arguments[1:])

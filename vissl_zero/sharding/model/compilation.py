@@ -78,7 +78,7 @@ class _Compiler:
         self._is_first_run = False
         self._num_done = 0
         self._started = 0.0
-        self._num_heard: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary(dict.fromkeys(names, 0))
+        self._num_hooked_passes: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary(dict.fromkeys(names, 0))
 
     def install(self, unit: nn.Module) -> None:
         """Replace the body of ``unit`` with the compiled one. In place."""
@@ -98,7 +98,7 @@ class _Compiler:
 
         def run(self_: nn.Module, *args: Any, **kwargs: Any) -> Any:
             nonlocal is_first
-            if self_ is not unit or self._is_heard(unit, inner):  # a copy has layers of its own
+            if self_ is not unit or self._has_hooks_inside(unit, inner):  # a copy has layers of its own
                 return function(self_, *args, **kwargs)
             self._current = name_of_unit
             if not is_first:
@@ -108,15 +108,15 @@ class _Compiler:
             is_first = False
             return result
 
-        run.__name__ = name  # what a pickled method is found by
+        run.__name__ = name  # pickle finds a method by it
         setattr(unit, name, MethodType(run, unit))
 
-    def _is_heard(self, unit: nn.Module, inner: Sequence[nn.Module]) -> bool:
+    def _has_hooks_inside(self, unit: nn.Module, inner: Sequence[nn.Module]) -> bool:
         """Check whether layers inside a unit have forward hooks, other than those of ``fully_shard``."""
         if not any(has_forward_hooks(layer) and not isinstance(layer, FSDPModule) for layer in inner):
             return False
-        self._num_heard[unit] += 1
-        if self._num_heard[unit] == _PATIENCE:
+        self._num_hooked_passes[unit] += 1
+        if self._num_hooked_passes[unit] == _PATIENCE:
             self._log_eager(self._names[unit], "a layer inside it has forward hooks")
         return True
 

@@ -39,11 +39,11 @@ def prepare(model: nn.Module, plan: ShardingPlan, device: torch.device) -> WrapP
     if collectives.rank() == 0 and (advice := wrap_plan.advice()):
         logging.getLogger(__name__).warning("%s", advice)
     whole_bytes = gathered_bytes(param_facts(model, wrap_plan, ()), plan, wrap_plan.num_ranks)
-    # A model of several formats keeps them. Buffers are cast with the parameters, and kept where those are masters.
+    # A model of several formats keeps them. Nothing is cast, buffers neither, if parameters have the master format.
     formats = {param.dtype for param in model.parameters()}
     if len(formats) == 1 and (plan.precision.rounding or formats != {dtype_of(plan.precision.master)}):
         cast_to_master(model, plan.precision)
-    # Before batch norms and forward methods are replaced, so that a refused model is as it was but for its format.
+    # Before batch norms and forward methods are replaced: of a refused model only the format has changed.
     require_equal_models(model, device)
     norm_group = batch_norm_group(plan.sync_bn_group, plan.timeout_s)
     is_recomputed = bool(wrap_plan.checkpointed)

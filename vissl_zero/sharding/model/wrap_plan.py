@@ -118,7 +118,8 @@ def plan_wrap(model: nn.Module, plan: ShardingPlan, num_ranks: int) -> WrapPlan:
         plan: level, threshold, checkpointing and precision.
         num_ranks: ranks that share one copy of the state.
     Raises:
-        ConfigError: activation checkpointing is asked of a model without ``Unit``s.
+        ConfigError: activation checkpointing is asked of a model without ``Unit``s, or a batch norm in half precision
+            shares a parameter with a module around it.
     """
     names = {module: name for name, module in model.named_modules()}
     blocks = [names[block] for block in model_units(model) if block in names]
@@ -144,7 +145,8 @@ def plan_wrap(model: nn.Module, plan: ShardingPlan, num_ranks: int) -> WrapPlan:
             num_params=sum(owned[name] for name in group),
             is_float32=kinds[group[0]] == "norm",
             is_replicated=plan.engine == "torch"
-            and all(kinds[name] == "norm" and _is_plain_norm(model.get_submodule(name)) for name in group),
+            and all(kinds[name] == "norm" and _is_plain_norm(model.get_submodule(name)) for name in group)
+            and ROOT not in group,
             is_checkpointed=any(name in checkpointed for name in group),
         )
         # A group of tied modules comes where its last one would: everything inside any of them has been wrapped by
@@ -264,7 +266,7 @@ def _large_layers(model: nn.Module, threshold: int) -> list[str]:
 
 
 def _batch_norms(model: nn.Module) -> list[str]:
-    return [name for name, module in model.named_modules() if name and isinstance(module, _BatchNorm) and module.affine]
+    return [name for name, module in model.named_modules() if isinstance(module, _BatchNorm) and module.affine]
 
 
 def _is_plain_norm(module: nn.Module) -> bool:
@@ -291,6 +293,11 @@ def _resolve_ties(model: nn.Module, kinds: dict[str, str]) -> list[tuple[str, ..
         }
         if not nested:
             break
+        norms = sorted(name for name in nested if kinds[name] == "norm")
+        if norms:
+            must = "must share no parameter with a module around it in half precision, since it computes in float32"
+            fix = "Give it parameters of its own, or train in float32 or at level 0."
+            raise ConfigError([Problem(name, type(model.get_submodule(name)).__name__, must, fix) for name in norms])
         # Parameters of a unit that is dropped go to the one around it, which may tie more: look once more.
         for name in nested:
             del kinds[name]

@@ -70,6 +70,9 @@ _ADVICE = {
     "out: zero=dict(fp16=True) scales the loss and skips a step on all ranks."
 }
 
+# Where parameters stay whole; half precision shards them at levels 1 and 2 too.
+WHOLE_LEVELS = "ZeRO level 0, or level 1 or 2 on the CPU in full precision"
+
 _READ_WHOLE = {Tensor.numpy, Tensor.tolist, Tensor.__array__}
 
 _NOT_IN_TABLE = (
@@ -80,7 +83,7 @@ _NOT_IN_TABLE = (
 _GRADIENT_OF_A_WEIGHT = (
     "torch.autograd.grad() with respect to a sharded parameter finds nothing: the loss was computed with full "
     "parameters that were gathered for it. Differentiate with respect to an output of the model, or take "
-    "parameter.grad after optimizer.backward(loss), or use ZeRO level 0, or level 1 or 2 on the CPU."
+    f"parameter.grad after optimizer.backward(loss), or use {WHOLE_LEVELS}."
 )
 _SAVED_IN_PARTS = (
     "A sharded tensor cannot be pickled (by torch.save(model.state_dict()) or the like): the file would have this "

@@ -120,7 +120,7 @@ def follow(
     Args:
         momentum: 0 copies.
         unit_rows: full names of 2-d parameters whose rows are brought back to unit length first.
-        moves_anchor: an anchor, a second trunk of the teacher, becomes a copy of its trunk; else it stays.
+        moves_anchor: copy the teacher's trunk into its anchor (a second trunk, of DINOv3's Gram loss); else leave that.
     """
     # Units that are still gathered would keep the teacher of the last step.
     teacher._before_shards_change()

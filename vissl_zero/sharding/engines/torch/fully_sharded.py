@@ -48,7 +48,7 @@ from vissl_zero.sharding.offload.parameter_store import (
 from vissl_zero.sharding.offload.tier import offloaded, stored_parameters
 from vissl_zero.sharding.sharded_model import ModelSetup, ShardedModel
 from vissl_zero.sharding.state.shard import Shard, hide_gradient, shards_of, wide_dtype
-from vissl_zero.sharding.state.sharded_tensor import ReplacedParameter, ShardedTensor
+from vissl_zero.sharding.state.sharded_tensor import WHOLE_LEVELS, ReplacedParameter, ShardedTensor
 from vissl_zero.sharding.torch_private import (
     forget_meshes,
     group_of,
@@ -273,7 +273,7 @@ def _refuse_scripted(module: nn.Module) -> None:
     for name, part in module.named_modules():
         if isinstance(part, torch.jit.ScriptModule) and any(True for _ in part.parameters()):
             must = "must not be compiled by torch.jit where parameters are sharded: its parameters cannot be replaced"
-            fix = "Give the module that it was compiled from, or use ZeRO level 0, or level 1 or 2 on the CPU."
+            fix = f"Give the module that it was compiled from, or use {WHOLE_LEVELS}."
             raise ConfigError([Problem(name or "model", type(part).__name__, must, fix)])
 
 

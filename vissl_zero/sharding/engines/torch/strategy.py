@@ -35,6 +35,7 @@ from vissl_zero.sharding.model.prepare import prepare
 from vissl_zero.sharding.offload.tier import offloaded
 from vissl_zero.sharding.sharded_model import ModelSetup, ShardedModel
 from vissl_zero.sharding.state.shard import RowShard, row_shards
+from vissl_zero.sharding.state.sharded_tensor import WHOLE_LEVELS
 from vissl_zero.sharding.strategy import Strategy
 from vissl_zero.sharding.torch_private import num_gradient_hooks
 
@@ -85,7 +86,7 @@ def _refuse_hooked(model: nn.Module) -> None:
     hooked = [name for name, param in model.named_parameters() if num_gradient_hooks(param)]
     if hooked:
         must = "must have no hooks where fully_shard replaces parameters: they would never run"
-        fix = "Put the hook on a module's output, or use ZeRO level 0, or level 1 or 2 on the CPU."
+        fix = f"Put the hook on a module's output, or use {WHOLE_LEVELS}."
         raise ConfigError([Problem("model", f"{hooked[0]} has a hook", must, fix)])
 
 

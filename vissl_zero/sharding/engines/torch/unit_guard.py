@@ -26,7 +26,7 @@ from vissl_zero.errors import VisslZeroError
 from vissl_zero.sharding.checks.replica_check import text_digest
 from vissl_zero.sharding.checks.waiting import waiting
 from vissl_zero.sharding.engines.cpu_communicator import CpuCommunicator
-from vissl_zero.sharding.state.sharded_tensor import ShardedTensor, real_gradients, whole
+from vissl_zero.sharding.state.sharded_tensor import WHOLE_LEVELS, ShardedTensor, real_gradients, whole
 from vissl_zero.sharding.torch_private import (
     FOLLOWS_DATACLASSES,
     call_on_gradient,
@@ -61,17 +61,17 @@ _FIRST_RUNS, _SAMPLED_RUNS = 3, 100  # forward passes of a unit in which all sav
 FREED = (
     "The backward pass needs parameters of a unit that are no longer gathered: the loss used features from inside the "
     "unit instead of its output, or changed its output in place. Return them from forward(), write y = y + 1, or use "
-    "ZeRO level 0, or level 1 or 2 on the CPU. No update was made."
+    f"{WHOLE_LEVELS}. No update was made."
 )
 
 _TAKEN_APART = (
     "{} reads a parameter of another sharded unit, which is not gathered there. Call the layer that owns it, or the "
     "unit: block(x), not F.linear(x, block.weight). Or name other units by a method zero_units() of the model, or use "
-    "ZeRO level 0, or level 1 or 2 on the CPU."
+    f"{WHOLE_LEVELS}."
 )
 _WRITTEN_INPUT = (
     "{} changes one of its inputs in place, which autograd does not allow in a sharded unit with several inputs. Write "
-    "it out of place (nn.ReLU(inplace=False), x = x + 1), or use ZeRO level 0, or level 1 or 2 on the CPU."
+    f"it out of place (nn.ReLU(inplace=False), x = x + 1), or use {WHOLE_LEVELS}."
 )
 
 
@@ -85,7 +85,7 @@ _NOT_MULTIPLIED = (
 OF_PARAMETERS = (
     "The loss is made of parameters themselves (a penalty on weights, or a weight used outside its block?), and each "
     "rank holds only a part of them. Use the optimizer's weight_decay, or compute it in the forward pass of the block "
-    "that owns them and return it, or use ZeRO level 0, or level 1 or 2 on the CPU. No update was made."
+    f"that owns them and return it, or use {WHOLE_LEVELS}. No update was made."
 )
 
 
@@ -164,9 +164,9 @@ class UnitGuard:
         if other is not None:
             raise VisslZeroError(
                 f"Ranks run different units: rank 0 of the shard group {self._title(tags[0])} and rank {other} "
-                f"{self._title(tags[other])}. At ZeRO level 3 all ranks must run the same units in the same order, in "
-                "forward and backward passes; no update was made. Put layers that only some ranks use into one unit "
-                "(zero_units() of the model), let every rank run them, or use level 0, 1 or 2."
+                f"{self._title(tags[other])}. Where parameters are sharded, all ranks must run the same units in the "
+                "same order, in forward and backward passes; no update was made. Put layers that only some ranks use "
+                f"into one unit (zero_units() of the model), let every rank run them, or use {WHOLE_LEVELS}."
             )
 
     def _title(self, tag: int) -> str:
@@ -218,7 +218,7 @@ class _GuardedUnit:
         if is_in_functional_transform():
             raise VisslZeroError(
                 f"{self._title} runs inside torch.func (jacrev, grad, vmap or the like), which sharded parameters do "
-                "not follow. Use ZeRO level 0, or level 1 or 2 on the CPU."
+                f"not follow. Use {WHOLE_LEVELS}."
             )
         if torch.jit.is_tracing() or torch.compiler.is_exporting():
             raise VisslZeroError(
@@ -228,8 +228,8 @@ class _GuardedUnit:
         if is_in_reentrant_checkpoint():
             raise VisslZeroError(
                 f"{self._title} runs inside torch.utils.checkpoint with use_reentrant=True, whose backward passes "
-                "fully_shard does not follow: gradients would be wrong. Write use_reentrant=False, or use ZeRO level "
-                "0, or level 1 or 2 on the CPU."
+                "fully_shard does not follow: gradients would be wrong. Write use_reentrant=False, or "
+                f"use {WHOLE_LEVELS}."
             )
         self._require_own_parameters()
         self._follow_hooked()
@@ -248,7 +248,7 @@ class _GuardedUnit:
         if isinstance(output, GeneratorType):
             raise VisslZeroError(
                 f"{self._title} returns a generator, which computes when its parameters are no longer gathered. "
-                "Return a list or a tuple, or use ZeRO level 0, or level 1 or 2 on the CPU."
+                f"Return a list or a tuple, or use {WHOLE_LEVELS}."
             )
         self._require_unwritten()
         for param in self._to_run.values():
@@ -299,7 +299,7 @@ class _GuardedUnit:
         if torch.is_grad_enabled():
             raise VisslZeroError(
                 f"A backward pass with create_graph=True runs through {self._title}. Gradients of gradients need "
-                "parameters that ZeRO level 3 has freed by then. Use level 0, or level 1 or 2 on the CPU."
+                f"parameters that ZeRO level 3 has freed by then. Use {WHOLE_LEVELS}."
             )
         self._pre_backward(default_prefetch, *unused)
 
@@ -526,7 +526,7 @@ def _apply_or_refuse(
 def _refuse_subclass(cls: type, **_: Any) -> NoReturn:
     raise VisslZeroError(
         f"A class was derived from that of a sharded module, as {cls.__name__} (by higher, parametrize or the like), "
-        "to run it with other parameters. Do that before initialize(), or use ZeRO level 0, or level 1 or 2 on the CPU."
+        f"to run it with other parameters. Do that before initialize(), or use {WHOLE_LEVELS}."
     )
 
 
@@ -544,7 +544,7 @@ def _refuse_copy(memo: Any) -> NoReturn:
     raise VisslZeroError(
         "A model whose parameters are sharded cannot be copied or pickled: each rank has a part of them. For an "
         "average of the weights (AveragedModel), call vissl_zero.ema(model, decay) before initialize(). Take full "
-        "weights with full_state() or full_parameters(), or use ZeRO level 0, or level 1 or 2 on the CPU, where a copy "
+        f"weights with full_state() or full_parameters(), or use {WHOLE_LEVELS}, where a copy "
         "is a plain model."
     )
 

@@ -28,6 +28,7 @@ from vissl_zero.sharding.model.float8 import Rows, packed, unpacked
 from vissl_zero.sharding.model.wrap_plan import WrapPlan
 from vissl_zero.sharding.offload.layout import StoredParam
 from vissl_zero.sharding.offload.parameter_store import ParameterStore
+from vissl_zero.sharding.state.sharded_tensor import WHOLE_LEVELS
 from vissl_zero.sharding.torch_private import (
     forget_reduced,
     gather_of,
@@ -155,8 +156,10 @@ class Packing:
         )
 
     def _sizes(self, itemsize: int) -> list[int]:
-        """List the bytes of a message's pieces."""
-        wide = [s.numel() * itemsize for s, is_sent in zip(self._shapes, self._is_float8, strict=True) if not is_sent]
+        """List the bytes of a message's pieces: full parameters, float8 values, a scale exponent a row, padding."""
+        wide = [
+            s.numel() * itemsize for s, is_float8 in zip(self._shapes, self._is_float8, strict=True) if not is_float8
+        ]
         sizes = [*wide, *(shape.numel() for shape in self._matrices), *(shape[0] for shape in self._matrices)]
         return [*sizes, -sum(sizes) % self._WORD]
 
@@ -282,7 +285,7 @@ class _ReduceScatter:
             raise VisslZeroError(
                 f"torch {torch.__version__} asks for a unit's gradient before, or with another size than, the memory "
                 "that is reduced into it, so the gradient would lie in memory that the next unit overwrites. Use "
-                "torch 2.11 to 2.13, or ZeRO level 0, or level 1 or 2 on the CPU. No update was made."
+                f"torch 2.11 to 2.13, or {WHOLE_LEVELS}. No update was made."
             )
 
 

@@ -1,4 +1,4 @@
-"""The words of ``vissl-zero checkpoint``: inspect, verify, diff, export, import. Nothing in a file is run.
+"""``vissl-zero checkpoint``: its subcommands inspect, verify, diff, export, import. Nothing in a file is run.
 
 With them, the arguments, tables and texts of ``vissl-zero checkpoint``; text of a file reaches the terminal as plain
 text only.
@@ -47,21 +47,21 @@ def verify(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("path", nargs="+", help="run folder, checkpoint folder or safetensors file")
     options = parser.parse_args(arguments)
-    is_complete = [_verify(path) for text in options.path for path in _meant(Path(text).expanduser())]
+    is_complete = [_verify(path) for text in options.path for path in _checkpoints_at(Path(text).expanduser())]
     return 0 if all(is_complete) else 1
 
 
-def _meant(path: Path) -> list[Path]:
-    """List the checkpoints of a run folder, oldest first; else what the path is."""
+def _checkpoints_at(path: Path) -> list[Path]:
+    """List all checkpoints of a run folder, oldest first; or the one checkpoint or file that ``path`` itself is."""
     if not path.is_dir() or (path / MANIFEST_NAME).exists():
         if path.is_dir() or path.suffix == ".safetensors":
             return [path]
-        open_store(path).close()  # says what else is wrong
+        open_store(path).close()  # raises if it cannot be read
         return [path]
     if checkpoints := find_checkpoints(path)[::-1]:
         return checkpoints
     if path.name.startswith("step_") or any(path.glob("rank*.json")):
-        return [path]  # one that has lost its manifest
+        return [path]  # a checkpoint that has lost its manifest
     store = open_store(path)  # the weights of a run folder, or an error that says what to give
     store.close()
     return [store.path]
