@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
@@ -273,7 +273,6 @@ def forecast_all(
     micro_batches: int,
     batch: int,
     can_recompute: bool = True,
-    budget: Budget | None = None,
 ) -> Found:
     """Forecast all plans at one number of micro-batches that are not refused. Call it in ``FakeTensorMode``.
 
@@ -282,25 +281,41 @@ def forecast_all(
         base, world_size, num_nodes, device_type: as for ``_sharding_plans``.
         micro_batches, batch: per step, and images of one.
         can_recompute: units may be run again in backward, where the model has any.
-        budget: forecast the others only if a plan that recomputes fits it: they take more, and a recording of their
-            own. None: forecast all.
     Raises:
         ConfigError: each of them would be refused, as the first is: not every optimizer can have a disk.
     """
     can_recompute = can_recompute and forecaster.can_recompute
-    plans = [*_sharding_plans(base, world_size, num_nodes, device_type, can_recompute)]
-    if budget is not None:
-        least, _ = _not_refused(forecaster, [plan for plan in plans if plan.is_recomputed], micro_batches, batch)
-        if least and not any(budget.excess(row[3]) == 0 for row in least):
-            return least
+    plans = _sharding_plans(base, world_size, num_nodes, device_type, can_recompute)
     rows, refusals = _not_refused(forecaster, plans, micro_batches, batch)
     if refusals and not rows:
         raise refusals[0]
     return rows
 
 
+def forecast_if_any_fits(
+    forecaster: Forecaster,
+    base: ShardingPlan,
+    world_size: int,
+    num_nodes: int,
+    device_type: str,
+    micro_batches: int,
+    batch: int,
+    budget: Budget,
+) -> Found:
+    """Forecast all plans, as ``forecast_all``, or those that recompute alone where none of them fits ``budget``.
+
+    The others take more memory, and a recording of their own.
+    """
+    place = world_size, num_nodes, device_type
+    plans = [plan for plan in _sharding_plans(base, *place, forecaster.can_recompute) if plan.is_recomputed]
+    rows, _ = _not_refused(forecaster, plans, micro_batches, batch)
+    if rows and not any(budget.excess(forecast) == 0 for *_, forecast in rows):
+        return rows
+    return forecast_all(forecaster, base, *place, micro_batches, batch)
+
+
 def _not_refused(
-    forecaster: Forecaster, plans: Sequence[ShardingPlan], micro_batches: int, batch: int
+    forecaster: Forecaster, plans: Iterable[ShardingPlan], micro_batches: int, batch: int
 ) -> tuple[Found, list[ConfigError]]:
     rows: Found = []
     refusals: list[ConfigError] = []
