@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # What training needs, alone: the quickstart doesn't wait for linters and for libraries that tests compare with.
 READY := $(VENV)/.ready
-# Processes that share the tests; each has its own pool of ranks.
+# Processes that share the tests; each has its own pool of ranks. They begin files in the order of tests/conftest.py.
 WORKERS ?= 2
 # Rules of the grammar checker that misread names and terms of the field, or prefer another style.
 GRAMMAR_OFF := SentenceCapitalization,UseTitleCase,OrthographicConsistency,SplitWords,MergeWords,CompoundNouns,DisjointPrefixes,UseEllipsisCharacter,Dashes,ExpandMemoryShorthands,ExpandTimeShorthands,ExpandControl,ExpandParameter,ExpandArgument,ExpandMinimum,ExpandStandardInputAndOutput,ExpandDirectory,ExpandConfiguration,WrongNegative,Overall,MissingPreposition,MissingTo,SingleBe,PronounInflectionBe,PronounVerbAgreement,MassNouns,CapitalizePersonalPronouns,AllowTo,OneOfTheSingular,ThereToTheir,CallThem,PluralDecades,PhrasalVerbAsCompoundNoun
@@ -34,10 +34,10 @@ reference: $(READY) ## Train a recipe at public settings and note its kNN: METHO
 		$(if $(RUN),--run "$(RUN)") $(CHANGES)
 
 test: $(STAMP) ## The tests of every change; about 8 minutes on 2 cores.
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder $(PYTEST_ARGS)
 
 test-slow: $(STAMP) ## The tests that start whole runs or take long; CI runs them too.
-	$(BIN)/python -m pytest -m slow -n $(WORKERS) --dist loadgroup $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m slow -n $(WORKERS) --dist loadgroup --no-loadscope-reorder $(PYTEST_ARGS)
 
 soak: $(STAMP) ## Thousands of spoilt files and mutated configurations, rest of the largest matrices; an hour, not part of CI.
 	$(BIN)/python -m pytest -m soak $(PYTEST_ARGS)

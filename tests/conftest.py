@@ -69,18 +69,23 @@ def _no_secrets() -> Iterator[None]:
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Say which tests run in one process, and which may run twice.
+    """Say which tests run in one process, which may run twice, and which begin first.
 
     A file's tests share what they cache, so they stay together; the parity matrix, the longest file, is split by
     feature. Tests marked ``outside`` get one more try. All others fail at once: a retry would hide a race. Tests of
     ``tests/launch`` count as such: they start complete runs and wait for them by the clock, so that other work on the
-    machine can make them late.
+    machine can make them late. These take the longest, so they begin first: one that begins last leaves a core idle.
     """
     for item in items:
         cell = getattr(item, "callspec", None) and item.callspec.params.get("cell")  # type: ignore[attr-defined]
         item.add_marker(pytest.mark.xdist_group(f"{item.path.stem}-{cell.feature}" if cell else str(item.path)))
-        if item.get_closest_marker("outside") or item.path.parent.name == "launch":
+        if _starts_complete_runs(item):
             item.add_marker(pytest.mark.flaky(reruns=1))
+    items.sort(key=lambda item: not _starts_complete_runs(item))
+
+
+def _starts_complete_runs(item: pytest.Item) -> bool:
+    return item.get_closest_marker("outside") is not None or item.path.parent.name == "launch"
 
 
 def pytest_collection_finish() -> None:

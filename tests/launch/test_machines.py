@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 
 from tests.command_line import COMMAND, run_command
 from tests.launch.test_local_launch import SABOTEUR
+from tests.small_trunk import SMALL_TRUNK
 
 pytestmark = [
     pytest.mark.outside,
@@ -28,6 +29,7 @@ ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 16
 SMALL = [
     "config=quickstart/swav_digits",
+    *SMALL_TRUNK,
     "config.TRAINER.THREADS_PER_RANK=1",
     "config.TRAINER.DTYPE=float64",
     "config.NEAREST_NEIGHBOR.USE_KNN=false",

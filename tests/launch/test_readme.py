@@ -16,6 +16,7 @@ from PIL import Image
 
 import vissl_zero
 from tests.command_line import run_command
+from tests.launch.test_quickstart import assert_learned
 from tests.plugins.test_fresh_environment import show_dependencies
 from vissl_zero.config.compose import compose
 
@@ -151,13 +152,15 @@ def type_in_a_new_shell(folder: Path, *typed: str, timeout: int = 1100) -> str:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1400)
-def test_the_first_lines_work_literally(checkout):
+def test_the_first_lines_work_literally_and_the_quickstart_learns(checkout):
     clone, *typed = lines("plain")[:4]
     assert clone == "git clone <this repository> && cd vissl_zero"
     assert typed == ["make quickstart", "source .venv/bin/activate", "vissl-zero list recipes"]
     said = type_in_a_new_shell(checkout, *typed)
     for text in ("data ", "loss ", "kNN top-1 ", "sharding ", "run folder", "config=supervised/folder"):
         assert text in said, text
+    (folder,) = re.findall(r"; run folder (\S+)$", said, re.MULTILINE)
+    assert_learned(Path(folder))
 
 
 @pytest.mark.soak

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
@@ -284,16 +284,47 @@ def forecast_all(
     Raises:
         ConfigError: each of them would be refused, as the first is: not every optimizer can have a disk.
     """
+    can_recompute = can_recompute and forecaster.can_recompute
+    plans = _sharding_plans(base, world_size, num_nodes, device_type, can_recompute)
+    rows, refusals = _not_refused(forecaster, plans, micro_batches, batch)
+    if refusals and not rows:
+        raise refusals[0]
+    return rows
+
+
+def forecast_if_any_fits(
+    forecaster: Forecaster,
+    base: ShardingPlan,
+    world_size: int,
+    num_nodes: int,
+    device_type: str,
+    micro_batches: int,
+    batch: int,
+    budget: Budget,
+) -> Found:
+    """Forecast all plans, as ``forecast_all``, or those that recompute alone where none of them fits ``budget``.
+
+    The others take more memory, and a recording of their own.
+    """
+    place = world_size, num_nodes, device_type
+    plans = [plan for plan in _sharding_plans(base, *place, forecaster.can_recompute) if plan.is_recomputed]
+    rows, _ = _not_refused(forecaster, plans, micro_batches, batch)
+    if rows and not any(budget.excess(forecast) == 0 for *_, forecast in rows):
+        return rows
+    return forecast_all(forecaster, base, *place, micro_batches, batch)
+
+
+def _not_refused(
+    forecaster: Forecaster, plans: Iterable[ShardingPlan], micro_batches: int, batch: int
+) -> tuple[Found, list[ConfigError]]:
     rows: Found = []
     refusals: list[ConfigError] = []
-    for plan in _sharding_plans(base, world_size, num_nodes, device_type, can_recompute and forecaster.can_recompute):
+    for plan in plans:
         try:
             rows.append((plan, micro_batches, batch, forecaster.forecast(plan, micro_batches)))
         except ConfigError as error:
             refusals.append(error)
-    if refusals and not rows:
-        raise refusals[0]
-    return rows
+    return rows, refusals
 
 
 def recomputed_in_part(plans: Found, budget: Budget, forecaster: Forecaster) -> Found:

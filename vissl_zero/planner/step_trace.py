@@ -70,11 +70,9 @@ class Work:
     @staticmethod
     def of(kernel: Kernel, flops: int, num_bytes: int, *, is_message: bool = False) -> Work:
         """Count one operation; ``is_message``: a collective."""
-        per_byte = flops // max(num_bytes, 1)
-        before = kernel * _BINS + min(per_byte.bit_length(), _BINS - 1)
-        behind = _BINS * len(Kernel) - before - 1
-        flops_of, bytes_of = ((0,) * before + (number,) + (0,) * behind for number in (flops, num_bytes))
-        return Work(flops_of, bytes_of, 1, int(is_message))
+        tally = _Tally()
+        tally.add(kernel, flops, num_bytes, is_message)
+        return tally.work()
 
     def plus(self, other: Work, times: int = 1) -> Work:
         """Add ``times`` the other; -1 takes it away."""
@@ -95,6 +93,27 @@ class Work:
         rates = [rate(kernel) for kernel in Kernel for _ in range(_BINS)]
         sums = zip(self.flops, self.moved_bytes, rates, strict=True)
         return sum(max(flops / each, num_bytes / memory) for flops, num_bytes, each in sums)
+
+
+class _Tally:
+    """A sum of work in progress: there are hundreds of thousands of operations, and an object for each takes long."""
+
+    def __init__(self) -> None:
+        self._flops, self._moved_bytes = ([0] * (_BINS * len(Kernel)) for _ in range(2))
+        self._num_operations = self._num_messages = 0
+
+    def add(self, kernel: Kernel, flops: int, num_bytes: int, is_message: bool) -> None:
+        """Count one operation."""
+        per_byte = flops // max(num_bytes, 1)
+        entry = kernel * _BINS + min(per_byte.bit_length(), _BINS - 1)
+        self._flops[entry] += flops
+        self._moved_bytes[entry] += num_bytes
+        self._num_operations += 1
+        self._num_messages += is_message
+
+    def work(self) -> Work:
+        """Return the sum so far."""
+        return Work(tuple(self._flops), tuple(self._moved_bytes), self._num_operations, self._num_messages)
 
 
 def kernel_of(operation: str, flops: int) -> Kernel:
@@ -224,7 +243,7 @@ class Recorder(TorchDispatchMode):
         self.is_asked = False
         self.trace = StepTrace()
         self.works: list[Work] = []
-        self._work = Work()
+        self._tally = _Tally()
         self._constants = constants
         self._alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], int, int]] = {}
 
@@ -263,8 +282,7 @@ class Recorder(TorchDispatchMode):
         counted = _COUNTED.get(overloads) or flop_registry.get(overloads)
         flops = 0 if counted is None else int(counted(*args, **kwargs, out_val=result))
         moved = made + sum(t.nbytes for t in tensors_of(args)) if is_moving else 0
-        operation = Work.of(kernel_of(name, flops), flops, moved, is_message=name.startswith("c10d::"))
-        self._work = self._work.plus(operation)
+        self._tally.add(kernel_of(name, flops), flops, moved, is_message=name.startswith("c10d::"))
         return result
 
     def _answered(self, question: Any, args: Sequence[Any]) -> bool:
@@ -278,11 +296,11 @@ class Recorder(TorchDispatchMode):
     def mark(self, moment: Moment, name: str = "", num_bytes: int = 0) -> None:
         """Note a moment."""
         self.trace.marks.append(Mark(len(self.trace.deltas), moment, name, num_bytes))
-        self.works.append(self._work)
+        self.works.append(self._tally.work())
 
     def finish(self) -> None:
         """Sum up: nothing more is recorded."""
-        self.trace.work = self._work
+        self.trace.work = self._tally.work()
         work, passes = self.trace.forward_work, list(self.trace.forward_passes())
         roots = [one for one in passes if self.trace.marks[one[0]].name == ROOT]
         if len(roots) > 1:
