@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
@@ -265,66 +265,36 @@ def nothing_fits(
 
 
 def forecast_all(
-    forecaster: Forecaster,
-    base: ShardingPlan,
-    world_size: int,
-    num_nodes: int,
-    device_type: str,
-    micro_batches: int,
-    batch: int,
-    can_recompute: bool = True,
+    forecaster: Forecaster, base: ShardingPlan, micro_batches: int, batch: int, budget: Budget | None = None
 ) -> Found:
     """Forecast all plans at one number of micro-batches that are not refused. Call it in ``FakeTensorMode``.
 
     Args:
-        forecaster: forecaster of the model.
-        base, world_size, num_nodes, device_type: as for ``_sharding_plans``.
+        forecaster: forecaster of the model, for the ranks and the device of the run.
+        base: as for ``_sharding_plans``.
         micro_batches, batch: per step, and images of one.
-        can_recompute: units may be run again in backward, where the model has any.
+        budget: if no plan that recomputes fits it, leave out the others: they take more, and a recording of their own.
     Raises:
         ConfigError: each of them would be refused, as the first is: not every optimizer can have a disk.
     """
-    can_recompute = can_recompute and forecaster.can_recompute
-    plans = _sharding_plans(base, world_size, num_nodes, device_type, can_recompute)
-    rows, refusals = _not_refused(forecaster, plans, micro_batches, batch)
-    if refusals and not rows:
-        raise refusals[0]
-    return rows
-
-
-def forecast_if_any_fits(
-    forecaster: Forecaster,
-    base: ShardingPlan,
-    world_size: int,
-    num_nodes: int,
-    device_type: str,
-    micro_batches: int,
-    batch: int,
-    budget: Budget,
-) -> Found:
-    """Forecast all plans, as ``forecast_all``, or those that recompute alone where none of them fits ``budget``.
-
-    The others take more memory, and a recording of their own.
-    """
-    place = world_size, num_nodes, device_type
-    plans = [plan for plan in _sharding_plans(base, *place, forecaster.can_recompute) if plan.is_recomputed]
-    rows, _ = _not_refused(forecaster, plans, micro_batches, batch)
-    if rows and not any(budget.excess(forecast) == 0 for *_, forecast in rows):
-        return rows
-    return forecast_all(forecaster, base, *place, micro_batches, batch)
-
-
-def _not_refused(
-    forecaster: Forecaster, plans: Iterable[ShardingPlan], micro_batches: int, batch: int
-) -> tuple[Found, list[ConfigError]]:
+    subject = forecaster.subject
+    machines = subject.world_size, subject.num_nodes, subject.device_type
+    plans = list(_sharding_plans(base, *machines, forecaster.can_recompute))
+    if budget is not None:
+        plans.sort(key=lambda plan: not plan.is_recomputed)
     rows: Found = []
     refusals: list[ConfigError] = []
     for plan in plans:
+        is_first_other = not plan.is_recomputed and bool(rows) and rows[-1][0].is_recomputed
+        if budget is not None and is_first_other and all(budget.excess(forecast) for *_, forecast in rows):
+            break
         try:
             rows.append((plan, micro_batches, batch, forecaster.forecast(plan, micro_batches)))
         except ConfigError as error:
             refusals.append(error)
-    return rows, refusals
+    if refusals and not rows:
+        raise refusals[0]
+    return rows
 
 
 def recomputed_in_part(plans: Found, budget: Budget, forecaster: Forecaster) -> Found:
@@ -378,7 +348,7 @@ def kept_in_part(chosen: Candidate, budget: Budget, forecaster: Forecaster) -> F
     if forecast.step is None or not plan.offload_params.is_on_disk or plan.offload_params.max_in_cpu is not None:
         return []
     room = budget.memory - forecast.step.resident_bytes
-    if forecaster.device_type != "cpu":  # they are in host memory then
+    if forecaster.subject.device_type != "cpu":  # they are in host memory then
         room = 0 if budget.host is None else budget.host - forecast.step.host_bytes
     # The parameter, its gradient, and the teacher's parameter.
     num_bytes = (3 if forecast.teacher_params else 2) * dtype_of(plan.precision.master).itemsize
