@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
@@ -265,66 +265,36 @@ def nothing_fits(
 
 
 def forecast_all(
-    forecaster: Forecaster,
-    base: ShardingPlan,
-    world_size: int,
-    num_nodes: int,
-    device_type: str,
-    micro_batches: int,
-    batch: int,
-    can_recompute: bool = True,
-) -> Forecasts:
-    """Forecast all plans with ``micro_batches`` that no rule refuses. Call it in ``FakeTensorMode``.
+    forecaster: Forecaster, base: ShardingPlan, micro_batches: int, batch: int, budget: Budget | None = None
+) -> Found:
+    """Forecast all plans at one number of micro-batches that are not refused. Call it in ``FakeTensorMode``.
 
     Args:
-        forecaster: forecaster of the model.
-        base, world_size, num_nodes, device_type: as for ``_sharding_plans``.
-        micro_batches, batch: micro-batches of a step, and images of a micro-batch.
-        can_recompute: whether units, if the model has any, may be recomputed.
+        forecaster: forecaster of the model, for the ranks and the device of the run.
+        base: as for ``_sharding_plans``.
+        micro_batches, batch: per step, and images of one.
+        budget: if no plan that recomputes fits it, leave out the others: they take more, and a recording of their own.
     Raises:
         ConfigError: every plan is refused; this is the error of the first. Not every optimizer can use a disk.
     """
-    can_recompute = can_recompute and forecaster.can_recompute
-    plans = _sharding_plans(base, world_size, num_nodes, device_type, can_recompute)
-    rows, refusals = _not_refused(forecaster, plans, micro_batches, batch)
-    if refusals and not rows:
-        raise refusals[0]
-    return rows
-
-
-def forecast_if_any_fits(
-    forecaster: Forecaster,
-    base: ShardingPlan,
-    world_size: int,
-    num_nodes: int,
-    device_type: str,
-    micro_batches: int,
-    batch: int,
-    budget: Budget,
-) -> Forecasts:
-    """Forecast all plans, or only those that recompute if there are some and none of them fits ``budget``.
-
-    Plans that keep activations take more memory, and need a recording of their own.
-    """
-    place = world_size, num_nodes, device_type
-    plans = [plan for plan in _sharding_plans(base, *place, forecaster.can_recompute) if plan.is_recomputed]
-    rows, _ = _not_refused(forecaster, plans, micro_batches, batch)
-    if rows and not any(budget.excess(forecast) == 0 for *_, forecast in rows):
-        return rows
-    return forecast_all(forecaster, base, *place, micro_batches, batch)
-
-
-def _not_refused(
-    forecaster: Forecaster, plans: Iterable[ShardingPlan], micro_batches: int, batch: int
-) -> tuple[Forecasts, list[ConfigError]]:
-    rows: Forecasts = []
+    subject = forecaster.subject
+    machines = subject.world_size, subject.num_nodes, subject.device_type
+    plans = list(_sharding_plans(base, *machines, forecaster.can_recompute))
+    if budget is not None:
+        plans.sort(key=lambda plan: not plan.is_recomputed)
+    rows: Found = []
     refusals: list[ConfigError] = []
     for plan in plans:
+        is_first_other = not plan.is_recomputed and bool(rows) and rows[-1][0].is_recomputed
+        if budget is not None and is_first_other and all(budget.excess(forecast) for *_, forecast in rows):
+            break
         try:
             rows.append((plan, micro_batches, batch, forecaster.forecast(plan, micro_batches)))
         except ConfigError as error:
             refusals.append(error)
-    return rows, refusals
+    if refusals and not rows:
+        raise refusals[0]
+    return rows
 
 
 def recomputed_in_part(plans: Forecasts, budget: Budget, forecaster: Forecaster) -> Forecasts:
@@ -378,7 +348,7 @@ def kept_in_part(chosen: Candidate, budget: Budget, forecaster: Forecaster) -> F
     if forecast.step is None or not plan.offload_params.is_on_disk or plan.offload_params.max_in_cpu is not None:
         return []
     room = budget.memory - forecast.step.resident_bytes
-    if forecaster.device_type != "cpu":  # then parameters are kept in host memory
+    if forecaster.subject.device_type != "cpu":  # they are in host memory then
         room = 0 if budget.host is None else budget.host - forecast.step.host_bytes
     # The parameter, its gradient, and the teacher's parameter.
     num_bytes = (3 if forecast.teacher_params else 2) * dtype_of(plan.precision.master).itemsize

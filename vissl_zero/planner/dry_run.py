@@ -34,12 +34,12 @@ from vissl_zero.models.bare import whole_start_bytes, why_whole
 from vissl_zero.models.keyed_random import set_random_key
 from vissl_zero.models.model import build_model
 from vissl_zero.optim.param_groups import ParamGroup, build_optimizer, freeze_untrainable, param_groups
-from vissl_zero.planner.candidates import Budget, Forecasts, forecast_all, forecast_if_any_fits
+from vissl_zero.planner.candidates import Budget, Found, forecast_all
 from vissl_zero.planner.forecast import Forecast, Forecaster, Subject, fake_
 from vissl_zero.planner.machine_profile import MachineProfile, read_profile
 from vissl_zero.registry import HOOKS, load_plugins, require_interface
 from vissl_zero.resolve.pairs import SOURCE as MASKED
-from vissl_zero.resolve.resolved import ResolvedRun, ShardingPlan, shards_parameters
+from vissl_zero.resolve.resolved import ResolvedRun, shards_parameters
 from vissl_zero.sharding.model.precision import cast_to_master, dtype_of
 from vissl_zero.sharding.state.teacher import require_wide
 
@@ -143,18 +143,14 @@ class Stage:
         plan = self.plan
         return self.apply(lambda forecaster: forecaster.forecast(plan.sharding, plan.accumulation_steps))
 
-    def forecasts(self) -> Forecasts:
-        """Forecast every plan of the run with its micro-batch."""
-        return self.apply(lambda forecaster: forecast_all(forecaster, *self._ways()))
-
-    def forecasts_if_any_fits(self, budget: Budget) -> Forecasts:
-        """Forecast as ``forecasts``, but only plans that recompute if none of them fits ``budget``: half the time."""
-        return self.apply(lambda forecaster: forecast_if_any_fits(forecaster, *self._ways(), budget))
-
-    def _ways(self) -> tuple[ShardingPlan, int, int, str, int, int]:
+    def forecasts(self, budget: Budget | None = None) -> Found:
+        """Forecast every way to run this at its micro-batch; with ``budget``, half if none fits (``forecast_all``)."""
         plan = self.plan
-        place = plan.world_size, plan.num_nodes, plan.device
-        return plan.sharding, *place, plan.accumulation_steps, plan.batch_per_rank
+        return self.apply(
+            lambda forecaster: forecast_all(
+                forecaster, plan.sharding, plan.accumulation_steps, plan.batch_per_rank, budget
+            )
+        )
 
 
 def set_stage(plan: ResolvedRun, check: Callable[[nn.Module], object] | None = None) -> Stage:  # noqa: C901

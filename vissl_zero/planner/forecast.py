@@ -92,12 +92,13 @@ class Subject:
         inputs: images of that micro-batch.
         passes: passes of a micro-batch; ``run_forward`` runs the largest.
         passes_per_loss: passes that share a loss.
-        is_averaged: whether the run keeps a running average of the weights (``Sharded.average``).
-        is_uniform: whether parameter groups differ only in learning rate and weight decay.
-        teacher: teacher that ``Sharded.adopt_teacher`` will receive.
-        loss: loss whose buffers are counted.
-        machine: machine whose rates estimate the time; None: the machine assumed for the device.
-        num_threads: torch threads of a rank, on the CPU.
+        is_averaged: a running average of the weights is kept (``Sharded.average``).
+        is_uniform: parameter groups differ in their rates and their weight decay alone.
+        teacher: the teacher that ``Sharded.adopt_teacher`` will get.
+        loss: buffers of it are counted.
+        machine: machine whose rates estimate the time; None: what is assumed of the device.
+        num_threads: number of threads of torch in a rank, on the CPU.
+        may_recompute: units may be run again in backward; in a loop of the user's, that is the loop's own.
     """
 
     model: nn.Module
@@ -116,6 +117,7 @@ class Subject:
     num_nodes: int = 1
     machine: MachineProfile | None = None
     num_threads: int = 1
+    may_recompute: bool = True
 
 
 class Forecaster:
@@ -129,7 +131,7 @@ class Forecaster:
     """
 
     def __init__(self, subject: Subject, plan: ShardingPlan):
-        self._subject, self._machine = subject, subject.machine or machine_for(subject.device_type)
+        self.subject, self._machine = subject, subject.machine or machine_for(subject.device_type)
         self._traces: dict[tuple[str, ...], StepTrace | str] = {}
         self._wrap_plans: dict[tuple[Any, ...], WrapPlan] = {}
         self._model_facts: dict[int, ModelFacts] = {}
@@ -149,7 +151,7 @@ class Forecaster:
         Raises:
             ConfigError: this model cannot be trained under ``plan``.
         """
-        subject = self._subject
+        subject = self.subject
         rule = self._rule(plan)
         num_ranks = plan.ranks_per_copy(subject.world_size)
         wrap_plan = self._wrap_plan(plan, num_ranks)
@@ -191,14 +193,9 @@ class Forecaster:
         return Forecast(wrap_plan, memory, step, unknown, seconds, teacher_bytes, facts.teacher_buffer_bytes)
 
     @property
-    def device_type(self) -> str:
-        """Device type on which the model computes: "cpu" or "cuda"."""
-        return self._subject.device_type
-
-    @property
     def can_recompute(self) -> bool:
-        """Return whether the model has units, which can be recomputed in the backward pass."""
-        return any(isinstance(module, Unit) for module in self._subject.model.modules())
+        """Return whether the model is made of units that can be run again in backward."""
+        return self.subject.may_recompute and any(isinstance(module, Unit) for module in self.subject.model.modules())
 
     def recomputable(self, plan: ShardingPlan) -> list[Recomputable]:
         """List the blocks whose recomputation saves memory, by bytes saved per second, largest first."""
@@ -207,7 +204,7 @@ class Forecaster:
         again = self.trace(every)
         if isinstance(kept, str) or isinstance(again, str):
             return []
-        before, after, times = kept.forward_bytes(), again.forward_bytes(), self._subject.passes
+        before, after, times = kept.forward_bytes(), again.forward_bytes(), self.subject.passes
         seconds = {name: times * work_seconds(work, plan, self._machine) for name, work in kept.forward_work.items()}
         blocks = [
             Recomputable(name, before[name] - after[name], seconds[name])
@@ -228,7 +225,7 @@ class Forecaster:
     def _pretended(self, plan: ShardingPlan, modules: Iterable[nn.Module]) -> Iterator[None]:
         """Let batch norms of ``modules`` share statistics with pretended ranks. A context."""
         changed = [*modules]
-        with pretended_ranks(self._subject.world_size):
+        with pretended_ranks(self.subject.world_size):
             group = batch_norm_group(plan.sync_bn_group, plan.timeout_s)
             for module in changed:
                 share_among(module, group)
@@ -243,7 +240,7 @@ class Forecaster:
         is_on_disk = plan.offload_optimizer.is_on_disk or plan.offload_params.is_on_disk
         key = plan.engine, plan.level == 0, plan.engine == "fairscale" and plan.level == 3, is_on_disk
         if key not in self._rules:
-            subject = self._subject
+            subject = self.subject
             with unset_fake_temporarily():
                 try:
                     self._rules[key] = update_rule_of(subject.build_optimizer, subject.model, subject.groups, plan)
@@ -254,7 +251,7 @@ class Forecaster:
         return rule
 
     def _record(self, plan: ShardingPlan, checkpointed: Sequence[str]) -> StepTrace | str:
-        subject = self._subject
+        subject = self.subject
         for name, module in subject.model.named_modules():
             if isinstance(module, Unit):
                 module.checkpoint = name in checkpointed
@@ -286,7 +283,7 @@ class Forecaster:
         """Return the plan of ``plan_wrap``; plans with equal settings of units share it."""
         key = plan.level, plan.wrap_threshold, plan.checkpoint_every, plan.checkpoint_blocks, plan.stage_checkpoints
         if key not in self._wrap_plans:
-            self._wrap_plans[key] = plan_wrap(self._subject.model, plan, 1)
+            self._wrap_plans[key] = plan_wrap(self.subject.model, plan, 1)
         return replace(self._wrap_plans[key], num_ranks=num_ranks)
 
     def _facts(self, plan: ShardingPlan, num_ranks: int, rule: UpdateRule) -> ModelFacts:
@@ -295,7 +292,7 @@ class Forecaster:
         if (num_ranks, rule) not in self._updates:
             try:
                 params = self._model_facts[plan.wrap_threshold].params
-                self._updates[num_ranks, rule] = _update(self._subject, params, plan, num_ranks, rule)
+                self._updates[num_ranks, rule] = _update(self.subject, params, plan, num_ranks, rule)
             except VisslZeroError:
                 raise
             except Exception as error:
@@ -304,8 +301,8 @@ class Forecaster:
         return replace(self._model_facts[plan.wrap_threshold], updates={num_ranks: self._updates[num_ranks, rule]})
 
     def _without_update(self, plan: ShardingPlan) -> ModelFacts:
-        subject = self._subject
-        # Units are those of level 3, which the marks name too: one recording serves all levels.
+        subject = self.subject
+        # Units are those of level 3, whose names the marks carry too, so that one recording serves all levels.
         units = self._wrap_plan(replace(plan, level=3))
         trained = [name for group in subject.groups for name in group.params]
         buffers = sum(buffer.nbytes for buffer in subject.model.buffers())

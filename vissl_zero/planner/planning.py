@@ -279,7 +279,7 @@ def _passes_remedy(planned: Planned) -> Iterator[Remedy]:
 def _chosen_with(planned: Planned, stage: Stage) -> Candidate | None:
     """Choose among the candidates and the plans of a changed recipe."""
     before = [(c.sharding, c.micro_batches, c.batch_per_rank, c.forecast) for c in planned.candidates]
-    rows = [*before, *stage.forecasts_if_any_fits(planned.budget)]
+    rows = [*before, *stage.forecasts(planned.budget)]
     return chosen_of(rank_candidates(rows, planned.budget, planned.plan.world_size))
 
 

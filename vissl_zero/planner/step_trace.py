@@ -49,7 +49,7 @@ class Kernel(IntEnum):
     CONVOLUTION = 2
 
 
-@dataclass(frozen=True)
+@dataclass
 class Work:
     """Sums over operations, by kind and by arithmetic per byte.
 
@@ -62,23 +62,25 @@ class Work:
         num_messages: number of collectives among them.
     """
 
-    flops: tuple[int, ...] = (0,) * (_BINS * len(Kernel))
-    moved_bytes: tuple[int, ...] = (0,) * (_BINS * len(Kernel))
+    flops: list[int] = field(default_factory=lambda: [0] * (_BINS * len(Kernel)))
+    moved_bytes: list[int] = field(default_factory=lambda: [0] * (_BINS * len(Kernel)))
     num_operations: int = 0
     num_messages: int = 0
 
-    @staticmethod
-    def of(kernel: Kernel, flops: int, num_bytes: int, *, is_message: bool = False) -> Work:
-        """Return the work of one operation; ``is_message``: it is a collective."""
-        tally = _Tally()
-        tally.add(kernel, flops, num_bytes, is_message)
-        return tally.work()
+    def count(self, kernel: Kernel, flops: int, num_bytes: int, *, is_message: bool = False) -> None:
+        """Add one operation, in place: a step has hundreds of thousands; ``is_message``: a collective."""
+        per_byte = flops // max(num_bytes, 1)
+        entry = kernel * _BINS + min(per_byte.bit_length(), _BINS - 1)
+        self.flops[entry] += flops
+        self.moved_bytes[entry] += num_bytes
+        self.num_operations += 1
+        self.num_messages += is_message
 
     def plus(self, other: Work, times: int = 1) -> Work:
-        """Return the sum with ``times`` the other; -1 subtracts it."""
+        """Return the sum of this and ``times`` the other; -1 takes it away."""
         return Work(
-            tuple(a + times * b for a, b in zip(self.flops, other.flops, strict=True)),
-            tuple(a + times * b for a, b in zip(self.moved_bytes, other.moved_bytes, strict=True)),
+            [a + times * b for a, b in zip(self.flops, other.flops, strict=True)],
+            [a + times * b for a, b in zip(self.moved_bytes, other.moved_bytes, strict=True)],
             self.num_operations + times * other.num_operations,
             self.num_messages + times * other.num_messages,
         )
@@ -93,27 +95,6 @@ class Work:
         rates = [rate(kernel) for kernel in Kernel for _ in range(_BINS)]
         sums = zip(self.flops, self.moved_bytes, rates, strict=True)
         return sum(max(flops / each, num_bytes / memory) for flops, num_bytes, each in sums)
-
-
-class _Tally:
-    """A mutable sum of work: an object for each of hundreds of thousands of operations would take long."""
-
-    def __init__(self) -> None:
-        self._flops, self._moved_bytes = ([0] * (_BINS * len(Kernel)) for _ in range(2))
-        self._num_operations = self._num_messages = 0
-
-    def add(self, kernel: Kernel, flops: int, num_bytes: int, is_message: bool) -> None:
-        """Add one operation."""
-        per_byte = flops // max(num_bytes, 1)
-        entry = kernel * _BINS + min(per_byte.bit_length(), _BINS - 1)
-        self._flops[entry] += flops
-        self._moved_bytes[entry] += num_bytes
-        self._num_operations += 1
-        self._num_messages += is_message
-
-    def work(self) -> Work:
-        """Return the sum so far."""
-        return Work(tuple(self._flops), tuple(self._moved_bytes), self._num_operations, self._num_messages)
 
 
 def kernel_of(operation: str, flops: int) -> Kernel:
@@ -244,7 +225,7 @@ class Recorder(TorchDispatchMode):
         self.is_asked = False
         self.trace = StepTrace()
         self.works: list[Work] = []
-        self._tally = _Tally()
+        self._work = Work()
         self._constants = constants
         self._alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], int, int]] = {}
 
@@ -281,7 +262,7 @@ class Recorder(TorchDispatchMode):
         counted = _COUNTED.get(overloads) or flop_registry.get(overloads)
         flops = 0 if counted is None else int(counted(*args, **kwargs, out_val=result))
         moved = made + sum(t.nbytes for t in tensors_of(args)) if is_moving else 0
-        self._tally.add(kernel_of(name, flops), flops, moved, is_message=name.startswith("c10d::"))
+        self._work.count(kernel_of(name, flops), flops, moved, is_message=name.startswith("c10d::"))
         return result
 
     def _answered(self, question: Any, args: Sequence[Any]) -> bool:
@@ -295,11 +276,11 @@ class Recorder(TorchDispatchMode):
     def mark(self, moment: Moment, name: str = "", num_bytes: int = 0) -> None:
         """Add a mark at this place."""
         self.trace.marks.append(Mark(len(self.trace.deltas), moment, name, num_bytes))
-        self.works.append(self._tally.work())
+        self.works.append(self._work.plus(Work()))
 
     def finish(self) -> None:
-        """Sum the work; call it once, after the last operation."""
-        self.trace.work = self._tally.work()
+        """Sum up: nothing more is recorded."""
+        self.trace.work = self._work
         work, passes = self.trace.forward_work, list(self.trace.forward_passes())
         roots = [one for one in passes if self.trace.marks[one[0]].name == ROOT]
         if len(roots) > 1:
