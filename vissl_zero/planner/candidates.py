@@ -266,14 +266,14 @@ def nothing_fits(
 
 def forecast_all(
     forecaster: Forecaster, base: ShardingPlan, micro_batches: int, batch: int, budget: Budget | None = None
-) -> Found:
-    """Forecast all plans at one number of micro-batches that are not refused. Call it in ``FakeTensorMode``.
+) -> Forecasts:
+    """Forecast all plans with ``micro_batches`` that no rule refuses. Call it in ``FakeTensorMode``.
 
     Args:
         forecaster: forecaster of the model, for the ranks and the device of the run.
-        base: as for ``_sharding_plans``.
-        micro_batches, batch: per step, and images of one.
-        budget: if no plan that recomputes fits it, leave out the others: they take more, and a recording of their own.
+        base: see ``_sharding_plans``.
+        micro_batches, batch: micro-batches of a step, and images of a micro-batch.
+        budget: if no plan that recomputes fits it, skip the others, which take more memory and another recording.
     Raises:
         ConfigError: every plan is refused; this is the error of the first. Not every optimizer can use a disk.
     """
@@ -282,7 +282,7 @@ def forecast_all(
     plans = list(_sharding_plans(base, *machines, forecaster.can_recompute))
     if budget is not None:
         plans.sort(key=lambda plan: not plan.is_recomputed)
-    rows: Found = []
+    rows: Forecasts = []
     refusals: list[ConfigError] = []
     for plan in plans:
         is_first_other = not plan.is_recomputed and bool(rows) and rows[-1][0].is_recomputed
@@ -348,7 +348,7 @@ def kept_in_part(chosen: Candidate, budget: Budget, forecaster: Forecaster) -> F
     if forecast.step is None or not plan.offload_params.is_on_disk or plan.offload_params.max_in_cpu is not None:
         return []
     room = budget.memory - forecast.step.resident_bytes
-    if forecaster.subject.device_type != "cpu":  # they are in host memory then
+    if forecaster.subject.device_type != "cpu":  # then parameters are kept in host memory
         room = 0 if budget.host is None else budget.host - forecast.step.host_bytes
     # The parameter, its gradient, and the teacher's parameter.
     num_bytes = (3 if forecast.teacher_params else 2) * dtype_of(plan.precision.master).itemsize

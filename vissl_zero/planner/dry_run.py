@@ -34,7 +34,7 @@ from vissl_zero.models.bare import whole_start_bytes, why_whole
 from vissl_zero.models.keyed_random import set_random_key
 from vissl_zero.models.model import build_model
 from vissl_zero.optim.param_groups import ParamGroup, build_optimizer, freeze_untrainable, param_groups
-from vissl_zero.planner.candidates import Budget, Found, forecast_all
+from vissl_zero.planner.candidates import Budget, Forecasts, forecast_all
 from vissl_zero.planner.forecast import Forecast, Forecaster, Subject, fake_
 from vissl_zero.planner.machine_profile import MachineProfile, read_profile
 from vissl_zero.registry import HOOKS, load_plugins, require_interface
@@ -143,8 +143,8 @@ class Stage:
         plan = self.plan
         return self.apply(lambda forecaster: forecaster.forecast(plan.sharding, plan.accumulation_steps))
 
-    def forecasts(self, budget: Budget | None = None) -> Found:
-        """Forecast every way to run this at its micro-batch; with ``budget``, half if none fits (``forecast_all``)."""
+    def forecasts(self, budget: Budget | None = None) -> Forecasts:
+        """Forecast every plan of the run with its micro-batch; ``budget`` as in ``forecast_all``."""
         plan = self.plan
         return self.apply(
             lambda forecaster: forecast_all(

@@ -92,13 +92,13 @@ class Subject:
         inputs: images of that micro-batch.
         passes: passes of a micro-batch; ``run_forward`` runs the largest.
         passes_per_loss: passes that share a loss.
-        is_averaged: a running average of the weights is kept (``Sharded.average``).
-        is_uniform: parameter groups differ in their rates and their weight decay alone.
-        teacher: the teacher that ``Sharded.adopt_teacher`` will get.
-        loss: buffers of it are counted.
-        machine: machine whose rates estimate the time; None: what is assumed of the device.
-        num_threads: number of threads of torch in a rank, on the CPU.
-        may_recompute: units may be run again in backward; in a loop of the user's, that is the loop's own.
+        is_averaged: whether the run keeps a running average of the weights (``Sharded.average``).
+        is_uniform: whether parameter groups differ only in learning rate and weight decay.
+        teacher: teacher that ``Sharded.adopt_teacher`` will receive.
+        loss: loss whose buffers are counted.
+        machine: machine whose rates estimate the time; None: the machine assumed for the device.
+        num_threads: torch threads of a rank, on the CPU.
+        may_recompute: whether plans may recompute units; a loop of the user's own decides that itself.
     """
 
     model: nn.Module
@@ -194,7 +194,7 @@ class Forecaster:
 
     @property
     def can_recompute(self) -> bool:
-        """Return whether the model is made of units that can be run again in backward."""
+        """Return whether plans may recompute, and the model has units for it."""
         return self.subject.may_recompute and any(isinstance(module, Unit) for module in self.subject.model.modules())
 
     def recomputable(self, plan: ShardingPlan) -> list[Recomputable]:
@@ -302,7 +302,7 @@ class Forecaster:
 
     def _without_update(self, plan: ShardingPlan) -> ModelFacts:
         subject = self.subject
-        # Units are those of level 3, whose names the marks carry too, so that one recording serves all levels.
+        # Units are those of level 3, which the marks name too: one recording serves all levels.
         units = self._wrap_plan(replace(plan, level=3))
         trained = [name for group in subject.groups for name in group.params]
         buffers = sum(buffer.nbytes for buffer in subject.model.buffers())

@@ -68,7 +68,7 @@ class Work:
     num_messages: int = 0
 
     def count(self, kernel: Kernel, flops: int, num_bytes: int, *, is_message: bool = False) -> None:
-        """Add one operation, in place: a step has hundreds of thousands; ``is_message``: a collective."""
+        """Add one operation in place, because a step has hundreds of thousands; ``is_message``: it is a collective."""
         per_byte = flops // max(num_bytes, 1)
         entry = kernel * _BINS + min(per_byte.bit_length(), _BINS - 1)
         self.flops[entry] += flops
@@ -77,7 +77,7 @@ class Work:
         self.num_messages += is_message
 
     def plus(self, other: Work, times: int = 1) -> Work:
-        """Return the sum of this and ``times`` the other; -1 takes it away."""
+        """Return the sum of this and ``times`` the other; -1 subtracts the other."""
         return Work(
             [a + times * b for a, b in zip(self.flops, other.flops, strict=True)],
             [a + times * b for a, b in zip(self.moved_bytes, other.moved_bytes, strict=True)],
@@ -279,7 +279,7 @@ class Recorder(TorchDispatchMode):
         self.works.append(self._work.plus(Work()))
 
     def finish(self) -> None:
-        """Sum up: nothing more is recorded."""
+        """Sum the work; call it once, after the last operation."""
         self.trace.work = self._work
         work, passes = self.trace.forward_work, list(self.trace.forward_passes())
         roots = [one for one in passes if self.trace.marks[one[0]].name == ROOT]
