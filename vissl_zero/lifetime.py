@@ -193,7 +193,7 @@ class Scratch:
     """A folder that only this user can enter, removed by ``close``, or by its cleanup process if this one is killed.
 
     Use it as a context, or keep it until the process ends. With it go the shared memory and the semaphores of processes
-    that have called ``note_shares``.
+    that have called ``register_for_cleanup``.
 
     Attributes:
         path: path of the folder.
@@ -303,7 +303,7 @@ def _has_owner(folder: Path) -> bool:
 
 
 def _sharers(folder: Path) -> list[int]:
-    """Return the processes that have called ``note_shares``."""
+    """Return the processes that have called ``register_for_cleanup``."""
     return [int(path.suffix[1:]) for path in folder.glob("shares.*")]
 
 
@@ -319,8 +319,8 @@ def _scratch_folder() -> Path:
     return _own.path
 
 
-def note_shares() -> None:
-    """Have everything that ``multiprocessing`` leaves under a name cleared away, should this process be killed.
+def register_for_cleanup() -> None:
+    """Have named resources of ``multiprocessing``, such as semaphores, removed if this process is killed.
 
     Its sockets go into the scratch folder, its semaphores get this process's number into their names (torch gives it to
     shared memory). Processes started afterward inherit the folder.

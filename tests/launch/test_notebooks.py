@@ -20,7 +20,7 @@ import vissl_zero
 
 words = {"config.NEAREST_NEIGHBOR.USE_KNN": False, "config.DISTRIBUTED.NUM_PROC_PER_NODE": 1}
 run = vissl_zero.train("quickstart/swav_digits", {**words, "config.CHECKPOINT.DIR": "run", **MORE})
-outcome = (run.exit_code, run.is_complete, run.figures.get("num_steps"))
+outcome = (run.exit_code, run.is_complete, run.summary.get("num_steps"))
 """
 
 

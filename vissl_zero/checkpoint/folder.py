@@ -471,15 +471,15 @@ def find_checkpoints(run_folder: str | Path) -> list[Path]:
 
 
 def newest_checkpoint(path: str | Path, passed_over: list[str] | None = None, with_data: bool = False) -> Checkpoint:
-    """Open the checkpoint at ``path``, or, for a run folder, its newest that opens.
+    """Open the checkpoint at ``path``; in a run folder, the newest one that can be opened.
 
     Args:
         path: path of a run folder or a checkpoint.
-        passed_over: gets a sentence for each newer one that does not open.
-        with_data: read the data against their checksums too; what is damaged does not count as opening.
+        passed_over: receives a sentence for each newer checkpoint that cannot be opened.
+        with_data: also read the data against their checksums, and pass over damaged checkpoints.
     Raises:
-        LaterFormatError: one that is newer than the newest that opens was written by a later vissl_zero.
-        CheckpointError: there is none; the message says why each that is there does not open.
+        LaterFormatError: a checkpoint that comes first was written by a later vissl_zero.
+        CheckpointError: none can be opened; the message says why, checkpoint by checkpoint.
     """
     path = Path(path)
     candidates = find_checkpoints(path)

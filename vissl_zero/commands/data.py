@@ -27,40 +27,40 @@ _NEWEST = 50  # steps
 
 
 def data(words: Sequence[str]) -> int:
-    """Run a word of ``vissl-zero data``; returns the exit code.
+    """Run a subcommand of ``vissl-zero data``; returns the exit code.
 
     Raises:
         ConfigError: wrong arguments.
         DataError: the images cannot be read, or packed.
     """
     parser = CommandParser(prog="vissl-zero data")
-    verbs = parser.add_subparsers(dest="verb", required=True, parser_class=CommandParser)
+    subcommands = parser.add_subparsers(dest="verb", required=True, parser_class=CommandParser)
     source = CommandParser(add_help=False)
     source.add_argument(
         "paths", nargs="+", metavar="source", help="what DATA_PATHS would name; its format is recognized"
     )
     source.add_argument("--json", action="store_true", help="print an object of JSON")
-    check = verbs.add_parser(
-        "check", parents=[source], help="look for what training would stumble over", description=_CHECK
+    check = subcommands.add_parser(
+        "check", parents=[source], help="find images that would make training fail", description=_CHECK
     )
     check.add_argument(
         "--picture", type=output_file, default=Path(_SHEET), help=f"where to draw it; {_SHEET} by default"
     )
-    stats = verbs.add_parser(
+    stats = subcommands.add_parser(
         "stats", parents=[source], help="measure mean and deviation of the pixels", description=_STATS
     )
     stats.add_argument("--channels", type=_whole, default=3, help="config.DATA.IN_CHANNELS; 3, RGB, by default")
-    pack = verbs.add_parser("pack", help="write images into few large files", description=_PACK)
+    pack = subcommands.add_parser("pack", help="write images into few large files", description=_PACK)
     pack.add_argument("source", type=Path, help="what DATA_PATHS would name; its format is recognized")
-    pack.add_argument("out", type=output, help="folder to write, new or begun")
+    pack.add_argument("out", type=output, help="output folder; one that was interrupted is continued")
     pack.add_argument("--to", required=True, choices=("webdataset", "arrow", "lmdb"), help="format")
     pack.add_argument("--size", type=_side, help="reduce larger images to this shorter side, pixels")
-    bench = verbs.add_parser("bench", help="time each part of loading", description=_BENCH)
+    bench = subcommands.add_parser("bench", help="time each part of loading", description=_BENCH)
     bench.add_argument("words", nargs="+", metavar="config=<recipe>", help="recipe and overrides, as for training")
     bench.add_argument("--images", type=_whole, default=256, help="to measure, 256 by default")
     wait = bench.add_mutually_exclusive_group()
-    wait.add_argument("--step-seconds", type=_seconds, help="what a step takes beside loading")
-    wait.add_argument("--run", type=Path, help="folder of a run whose speed tells that")
+    wait.add_argument("--step-seconds", type=_seconds, help="time of a step without loading")
+    wait.add_argument("--run", type=Path, help="run folder to take that time from")
     bench.add_argument("--json", action="store_true", help="print an object of JSON")
     options = parser.parse_args(words)
     if options.verb == "pack":

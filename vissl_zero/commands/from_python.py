@@ -58,16 +58,16 @@ class Run:
         return [Run(path, STOPPED if note.code is None else note.code) for path, note in jobs.items()]
 
     @property
-    def figures(self) -> dict[str, Any]:
+    def summary(self) -> dict[str, Any]:
         """Return ``summary.json`` of a complete run (keys: docs/run_folder.md); empty for one that was stopped.
 
         Of several seeds these are the means of ``seeds.json`` (keys: docs/runs.md).
         """
-        if (summary := read_summary(self.folder)) or not self.is_complete:
-            return summary
+        if (own := read_summary(self.folder)) or not self.is_complete:
+            return own
         seeds = self.seeds
         if len(seeds) < 2:
-            return seeds[0].figures if seeds else {}
+            return seeds[0].summary if seeds else {}
         (group,) = json.loads(read_regular(self.folder / "seeds.json", 2**26))
         return {name: estimate["mean"] for name, estimate in group["figures"].items()}
 

@@ -151,7 +151,7 @@ def _parse(arguments: Sequence[str]) -> tuple[list[str], list[str], list[str], b
 
 
 def _recipe(name: str, scratch: Path) -> RecipeFile:
-    """Find a recipe by its name; or as a file, in a tree of recipes or anywhere (a run's config.user.yaml)."""
+    """Find a recipe by its name or path; the path may be anywhere, such as a run's config.user.yaml."""
     path = Path(name).expanduser()
     if path.suffix != ".yaml" or not path.is_file():
         if path.suffix == ".yaml" and name.removesuffix(".yaml") not in recipe_names():
@@ -162,7 +162,7 @@ def _recipe(name: str, scratch: Path) -> RecipeFile:
     text = recipe_text(path)
     if "config" in path.absolute().parent.parts:
         return recipe_file(path)
-    # Hydra takes recipes from a folder called config alone.
+    # Hydra reads recipes only from a folder called config.
     folder = scratch / str(len([*scratch.iterdir()]))
     copy = folder / "config" / f"{path.stem.replace('.', '_')}.yaml"
     copy.parent.mkdir(parents=True)

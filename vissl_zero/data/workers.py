@@ -28,7 +28,7 @@ from vissl_zero.config.blocks.data import Data
 from vissl_zero.data.batch_memory import BatchReceiver, BatchSender
 from vissl_zero.data.dataset import ImageBatch, Loaded, MicroBatchDataset, MicroBatchPlan
 from vissl_zero.errors import DataError, ProcessLostError, printable
-from vissl_zero.lifetime import end_with_creator, note_shares, signal_name, start_fork_server
+from vissl_zero.lifetime import end_with_creator, register_for_cleanup, signal_name, start_fork_server
 
 logger = logging.getLogger(__name__)
 # VISSL's own default. A plain fork would copy a process in which gloo, OpenMP and CUDA threads hold locks; spawn would
@@ -60,7 +60,7 @@ class BatchStream:
         self._due: deque[int] = deque()  # workers, in the order of the micro-batches that they were asked for
         if self._num_workers:
             finalize(self, _kill, self._workers)
-            note_shares()
+            register_for_cleanup()
         self._pins = data_cfg.PIN_MEMORY and torch.cuda.is_available()
         self._pinner: ThreadPoolExecutor | None = None
         if self._pins and self._num_workers:
@@ -188,7 +188,7 @@ def _kill(workers: Iterable[Any]) -> None:
 def _work(dataset: MicroBatchDataset, connection: Connection) -> None:
     """Answer each plan with what was loaded, until the other end is closed."""
     end_with_creator()
-    note_shares()
+    register_for_cleanup()
     torch.set_num_threads(1)
     # A collection would write to every object that the fork server has imported, and so copy its page.
     gc.freeze()

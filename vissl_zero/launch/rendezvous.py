@@ -113,9 +113,9 @@ class Rendezvous:
 
         Args:
             configuration: what must be equal on all machines.
-            run_dir: this launcher's.
+            run_dir: run folder that this launcher proposes.
         Raises:
-            LaunchError: a launcher does not come, holds another secret or another configuration.
+            LaunchError: a launcher does not join in time, or has another secret or configuration.
         """
         spec = self.spec
         hello = {
@@ -156,7 +156,7 @@ class Rendezvous:
                     f"Machine {index} was started with another configuration than machine 0. Use the same recipe, "
                     "overrides and version of vissl_zero on all of them."
                 )
-        # A launcher that was started anew counts from 0, and the limit is the run's.
+        # A launcher that was started anew counts from 0, but the limit is for the whole run: take the largest count.
         self.num_restarts = max(int(greeting["num_restarts"]) for greeting in greetings)
         self._watcher = threading.Thread(target=self._watch, args=(self._generation,), daemon=True, name="peers")
         self._watcher.start()

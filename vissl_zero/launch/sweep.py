@@ -113,8 +113,8 @@ def run_job_of_sweep(folder: Path, overrides: Sequence[str], run: Callable[[], i
         run: does the job; its exit code.
         max_requeues: most requeues of a SLURM job that saved and stopped.
     Returns:
-        Its exit code, which its note keeps; where the sweep was asked to stop while a job came to its end, that of
-        stopping.
+        The job's exit code, as in its note; if the job succeeded, but the sweep was asked to stop meanwhile, the exit
+        code of stopping.
     """
     try:
         if any(word.lstrip("+").startswith("config.CHECKPOINT.DIR=") for word in overrides):

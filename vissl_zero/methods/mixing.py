@@ -116,7 +116,7 @@ class Mixing:
         return mix_targets(labels.repeat(views, 1), partners.repeat(views, 1), mixed)
 
     def _mix(self, images: Tensor, partners: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-        """Mix images of both; return (rows,) the share of each that is its own, too."""
+        """Mix each image with its partner; returns them, and (rows,) the share of each that the image itself has."""
         keys, (height, width) = self.config, images.shape[2:]
         tries, (is_off, is_cut, *box) = uniforms[:, :-_SHARES], uniforms[:, -_SHARES:].unbind(1)
         first, second = tries.unflatten(1, (2, _TRIES, 2)).unbind(1)

@@ -100,12 +100,12 @@ def _rows_at(rows: Tensor, index: Tensor) -> Tensor:
 
 
 def spread_and_redundancy(embeddings: Tensor) -> tuple[Tensor, Tensor]:
-    """Measure what the features' deviations lack to 1, and their covariances, over the samples of all ranks.
+    """Measure how far features' deviations fall short of 1, and their covariances, over the samples of all ranks.
 
     Args:
         embeddings: (n, K, D), K sets of embeddings of this rank's samples, each with statistics of its own.
     Returns:
-        Two 0-d, means over the sets, the same on every rank. The second is the sum of squared covariances over D.
+        Two 0-d tensors, means over the sets, the same on every rank. The second: the sum of squared covariances over D.
     Cost: two all-reduces, of K * D + 1 and K * D * D numbers, and as many in the backward pass.
     """
     count, dim = embeddings.shape[1:]

@@ -219,7 +219,7 @@ def regnet(cfg: RunConfig, decided: Decisions) -> list[Problem]:
         return []
     block, key = cfg.MODEL.TRUNK.REGNET, "config.MODEL.TRUNK.REGNET"
     stages = [name for name in ANYNET_PARAMETERS if getattr(block, name)]
-    if problem := _stretches(block, key):
+    if problem := _checkpointing_problem(block, key):
         return [problem]
     if block.name == block.ANYNET:
         return anynet_problems(block, key)
@@ -238,8 +238,8 @@ def regnet(cfg: RunConfig, decided: Decisions) -> list[Problem]:
     return regnet_problems(block)
 
 
-def _stretches(block: RegNetBlock, key: str) -> Problem | None:
-    """Check that stage_checkpointing has a flag per stretch of stage_checkpoints, in each stage all true ones first."""
+def _checkpointing_problem(block: RegNetBlock, key: str) -> Problem | None:
+    """Check that stage_checkpointing has a flag for each entry of stage_checkpoints, all true ones of a stage first."""
     for index, flags in enumerate(block.stage_checkpointing):
         ends = block.stage_checkpoints[index] if index < len(block.stage_checkpoints) else []
         if flags and (len(flags) != len(ends) or sorted(flags, reverse=True) != list(flags)):

@@ -127,7 +127,7 @@ def _head_rules(cfg: RunConfig) -> list[Problem]:
 _SCHEDULES = "config.OPTIMIZER.param_schedulers"
 
 
-def used(cfg: RunConfig) -> dict[str, Scheduler]:
+def used_schedules(cfg: RunConfig) -> dict[str, Scheduler]:
     """Return the schedules that this run follows."""
     block = cfg.OPTIMIZER.param_schedulers
     values = {"lr": block.lr}
@@ -140,7 +140,7 @@ def used(cfg: RunConfig) -> dict[str, Scheduler]:
 def _well_formed(cfg: RunConfig, decided: Decisions) -> list[Problem]:
     """Check that every schedule is known and has what it needs; parts of a composite too."""
     problems: list[Problem] = []
-    for name, schedule in used(cfg).items():
+    for name, schedule in used_schedules(cfg).items():
         problems += _schedule(f"{_SCHEDULES}.{name}", asdict(schedule), cfg.OPTIMIZER.num_epochs)
     return problems
 
@@ -208,7 +208,7 @@ def _composite(key: str, schedule: Mapping[str, Any], num_epochs: int) -> list[P
 def _auto_scaling(cfg: RunConfig, decided: Decisions) -> list[Problem]:
     """Check that scaling by the batch has a base and something to scale."""
     problems: list[Problem] = []
-    for name, schedule in used(cfg).items():
+    for name, schedule in used_schedules(cfg).items():
         auto, key = schedule.auto_lr_scaling, f"OPTIMIZER.param_schedulers.{name}.auto_lr_scaling"
         if not auto.auto_scale:
             continue

@@ -172,7 +172,7 @@ def _msn(cfg: RunConfig) -> str:
 
 
 def _temperatures(heads: list[Any]) -> list[float]:
-    """Take the temperatures out of each msn_head: here the loss has them. Embeddings are measured, as return_query."""
+    """Take ``temperature`` out of each msn_head, for it is a key of the loss here; drop ``return_query``, always on."""
     temperatures = []
     for head in heads:
         if _name_of(head) == "msn_head":

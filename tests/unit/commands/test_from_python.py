@@ -61,7 +61,7 @@ def test_what_is_no_recipe_or_no_overrides_gets_a_sentence(
 def test_overrides_are_words_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     run = vissl_zero.train("quickstart/swav_digits", ["config.CHECKPOINT.DIR='it is'", "config.DRY_RUN=true"])
-    assert run.folder == tmp_path / "it is" and run.is_complete and run.figures == {} and run.seeds == []
+    assert run.folder == tmp_path / "it is" and run.is_complete and run.summary == {} and run.seeds == []
 
 
 def test_a_run_of_several_seeds_has_means_and_a_run_for_each_seed(tmp_path: Path) -> None:
@@ -71,9 +71,9 @@ def test_a_run_of_several_seeds_has_means_and_a_run_for_each_seed(tmp_path: Path
     group = {"name": "", "runs": [], "figures": {"loss_last": {"mean": 2.0, "low": 1.0, "high": 3.0}}}
     (tmp_path / "seeds.json").write_text(json.dumps([group]))
     run = vissl_zero.Run(tmp_path, 0)
-    assert run.figures == {"loss_last": 2.0}
-    assert [seed.figures["loss_last"] for seed in run.seeds] == [1.0, 2.0, 3.0]
-    assert vissl_zero.Run(tmp_path, 75).figures == {}
+    assert run.summary == {"loss_last": 2.0}
+    assert [seed.summary["loss_last"] for seed in run.seeds] == [1.0, 2.0, 3.0]
+    assert vissl_zero.Run(tmp_path, 75).summary == {}
     with pytest.raises(CheckpointError, match=f"holds several runs. Name one of them: {tmp_path}/0, {tmp_path}/1"):
         run.load_trunk()
 
@@ -96,7 +96,7 @@ def test_an_interrupt_saves_and_the_run_resumes(tmp_path: Path) -> None:
         import vissl_zero
         signal.signal(signal.SIGINT, signal.default_int_handler)
         run = vissl_zero.train("quickstart/swav_digits", {SHORT | {"config.CHECKPOINT.DIR": str(tmp_path / "run")}!r})
-        print("code", run.exit_code, run.figures)
+        print("code", run.exit_code, run.summary)
     """
     process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, text=True)
     metrics = tmp_path / "run/metrics.jsonl"
@@ -108,7 +108,7 @@ def test_an_interrupt_saves_and_the_run_resumes(tmp_path: Path) -> None:
     steps = len(metrics.read_text().splitlines())
     overrides = SHORT | {"config.CHECKPOINT.DIR": str(tmp_path / "run"), "config.TRAINER.MAX_STEPS": steps + 3}
     run = vissl_zero.train("quickstart/swav_digits", overrides)
-    assert run.is_complete and run.figures["num_steps"] == steps + 3
+    assert run.is_complete and run.summary["num_steps"] == steps + 3
     assert run.load_trunk() is not None
 
 

@@ -106,4 +106,4 @@ def test_the_recipe_trains_as_it_stands(images: Path, capsys: pytest.CaptureFixt
     assert main(words) == 0
     assert "hours are about 1 epochs" in (printed := capsys.readouterr().out) and "measured in 8 steps here" in printed
     run = vissl_zero.train("mine", {"config.CHECKPOINT.DIR": str(images.parent / "run")})
-    assert run.is_complete and run.figures
+    assert run.is_complete and run.summary

@@ -12,7 +12,7 @@ from vissl_zero.data import decode
 from vissl_zero.resolve import resolved
 from vissl_zero.resolve.data_plan import EXTENSIONS
 from vissl_zero.resolve.host import Host
-from vissl_zero.resolve.model_rules import _stretches, _widths
+from vissl_zero.resolve.model_rules import _checkpointing_problem, _widths
 
 TAPS = "MODEL__FEATURE_EVAL_SETTINGS__"
 TAPPED = {f"{TAPS}EVAL_MODE_ON": True, f"{TAPS}FREEZE_TRUNK_ONLY": True}
@@ -631,9 +631,9 @@ def test_widths_of_a_head_are_at_least_one(head, dims, is_refused):
         ([[1]], [[True], [True]], True),
     ],
 )
-def test_flags_of_stretches_are_as_many_and_true_ones_first(ends, flags, is_refused):
+def test_flags_of_checkpointing_problem_are_as_many_and_true_ones_first(ends, flags, is_refused):
     block = RegNetBlock(stage_checkpoints=ends, stage_checkpointing=flags)
-    assert bool(_stretches(block, "config.MODEL.TRUNK.REGNET")) == is_refused
+    assert bool(_checkpointing_problem(block, "config.MODEL.TRUNK.REGNET")) == is_refused
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -65,6 +66,30 @@ def test_autocast_is_on_inside_and_off_outside() -> None:
     assert output.scores[0].dtype == mapping["y"].dtype == torch.float32
     assert not torch.is_autocast_enabled("cpu")
     assert [name for name, _ in model.named_parameters()] == ["layer.weight", "layer.bias"]
+
+
+class _Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(2, 2), nn.BatchNorm1d(2)
+        self.register_buffer("mask", torch.ones(2, 2))
+        self.register_buffer("order", torch.arange(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) @ self.mask
+
+
+def test_an_error_of_mixed_formats_names_the_buffers() -> None:
+    model = _Masked()
+    model.linear.bfloat16()
+    run_in_precision(model, Precision(compute="bfloat16"), torch.device("cpu"))
+    with pytest.raises(RuntimeError, match="dtype") as caught:
+        model(torch.ones(1, 2, dtype=torch.bfloat16))
+    (note,) = caught.value.__notes__
+    assert "(buffers: mask)" in note and "level 0" in note
+    with pytest.raises(RuntimeError, match="cannot be multiplied") as caught:
+        model(torch.ones(1, 3, dtype=torch.bfloat16))
+    assert not hasattr(caught.value, "__notes__")
 
 
 def test_double_goes_through_untouched() -> None:

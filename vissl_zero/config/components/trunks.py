@@ -404,7 +404,7 @@ def patch_side(trunk: Any) -> int:
 
 
 def size_problems(key: str, config: Any) -> list[Problem]:
-    """Refuse sizes that make no network: out of range, what must divide and does not, lists of unequal length."""
+    """Refuse sizes that no network can have: out of range, not divisible, or lists of different lengths."""
     problems = list(constraint_problems(config, key))
     if problems:
         return problems

@@ -14,6 +14,7 @@ Sources: https://arxiv.org/abs/2010.06192 (both); https://doi.org/10.1145/363707
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, is_dataclass, replace
@@ -144,13 +145,33 @@ def run_in_precision(model: nn.Module, precision: Precision, device: torch.devic
     def in_precision(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         forward = partial(type(self).forward, self) if own_forward is None else own_forward
         if precision.autocast is None:
-            return widened(forward(*args, **kwargs))
+            try:
+                return widened(forward(*args, **kwargs))
+            except RuntimeError as error:
+                if re.search("dtype|scalar type", str(error)):
+                    error.add_note(_mixed_formats(self, precision))
+                raise
         with torch.autocast(device.type, dtype_of(precision.autocast)):
             outputs = forward(*args, **kwargs)
         return widened(outputs)
 
     # A bound method: a deep copy of the model gets one that is bound to the copy.
     model.forward = MethodType(in_precision, model)
+
+
+def _mixed_formats(model: nn.Module, precision: Precision) -> str:
+    wide = [
+        name
+        for name, buffer in model.named_buffers()
+        if buffer.is_floating_point()
+        and buffer.dtype not in _HALF
+        and not isinstance(model.get_submodule(name.rpartition(".")[0]), _BatchNorm)
+    ]
+    return (
+        f"Parameters, and inputs of their units, are in {precision.compute} here. What the model keeps in another "
+        f"format (buffers: {', '.join(wide) or 'none'}) or makes in it must be cast where it is used, as by "
+        "self.buffer.to(x.dtype). At level 0 autocast does so."
+    )
 
 
 def widened(outputs: Any) -> Any:

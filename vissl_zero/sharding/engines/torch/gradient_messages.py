@@ -275,7 +275,7 @@ class GradientMessages:
             self._end_round()
 
     def _announce(self, is_opening: bool, *, wait: bool = False) -> bool:
-        """Tell all ranks that a round begins here, or that none does. With ``wait``: whether one begins anywhere."""
+        """Tell all ranks whether this rank opens a round. With ``wait``, return whether any rank does."""
 
         def pack(out: Tensor) -> None:
             out.fill_(is_opening)
