@@ -41,7 +41,7 @@ def deepspeed_bytes(plan: ResolvedRun) -> int:
 def tracked_bytes(plan: ResolvedRun) -> int:
     """The peak that torch's tracker forecasts for ``fully_shard`` over the same units."""
     stage = set_stage(plan)
-    subject = stage.forecaster._subject
+    subject = stage.forecaster.subject
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=NUM_RANKS)
     try:
         mesh = init_device_mesh("cpu", (NUM_RANKS,))

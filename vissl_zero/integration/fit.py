@@ -65,10 +65,8 @@ def choose_plan(
     try:
         with torch.random.fork_rng(devices=[]):
             forecaster, mode = forecaster_of(model, optimizer, base, sample, device)
-            # Recomputation is the loop's own.
             with mode:
-                machines, micro_batches = (collectives.world_size(), _num_nodes()), settings.gradient_accumulation_steps
-                plans = forecast_all(forecaster, base, *machines, device.type, micro_batches, 0, can_recompute=False)
+                plans = forecast_all(forecaster, base, settings.gradient_accumulation_steps, 0)
                 ranked = rank_candidates(plans, budget, collectives.world_size())
                 if (first := chosen_of(ranked)) is not None:
                     plans += kept_in_part(first, budget, forecaster)
@@ -135,6 +133,7 @@ def forecaster_of(
         device_type=device.type,
         run_forward=lambda: _forward(fake, batch, parameters),
         inputs=inputs,
+        may_recompute=False,
     )
     with mode:
         return Forecaster(subject, base), mode

@@ -1,8 +1,8 @@
-"""All sharding plans that train the same, each with its forecast; which of them fit, and the cheapest that does."""
+"""All sharding plans that train the same model, with their forecasts; which plans fit, and the cheapest that fits."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
@@ -14,8 +14,8 @@ from vissl_zero.resolve.resolved import TIERS, ShardingPlan
 from vissl_zero.sharding.model.precision import dtype_of
 
 _GIB = 2**30
-_TRIES = 6  # recordings of a plan
-Found = list[tuple[ShardingPlan, int, int, Forecast]]  # plan, micro-batches of a step, images of one, forecast
+_TRIES = 6  # most recordings, or forecasts, of a search
+Forecasts = list[tuple[ShardingPlan, int, int, Forecast]]  # plan, micro-batches, images of a micro-batch, forecast
 
 
 @dataclass(frozen=True)
@@ -23,11 +23,11 @@ class Budget:
     """The memory that a rank may use, in bytes.
 
     Attributes:
-        memory: where it computes, beyond the process itself.
-        host: host memory beside that, where it computes on a GPU; None: not limited.
-        disk: None: not limited.
-        source: how ``memory`` is known, for people.
-        given: ``memory``, where the user has said what there is; None: it was looked up.
+        memory: memory of the device on which the rank computes, without the process itself.
+        host: host memory in addition, if the rank computes on a GPU; None: no limit.
+        disk: disk space; None: no limit.
+        source: where ``memory`` comes from, as messages print it.
+        given: ``memory`` if the user has set it; None: it was measured.
     """
 
     memory: int
@@ -37,7 +37,7 @@ class Budget:
     given: int | None = None
 
     def excess(self, forecast: Forecast) -> int | None:
-        """Sum the bytes over the budget in memory, host memory and disk; 0: it fits; None: not known."""
+        """Sum the bytes of a plan over the budget in memory, host memory and disk; 0: it fits; None: unknown."""
         step = forecast.step
         if step is None:
             return None
@@ -47,17 +47,17 @@ class Budget:
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to run.
+    """A plan with its forecast.
 
     Attributes:
-        sharding: level, recomputation, tiers.
-        micro_batches: per step.
-        batch_per_rank: images of one of them.
-        forecast: what it would hold.
-        world_size: ranks.
-        relative_time: relative time of a step, against level 0 without recomputation; None: not known.
-        excess: bytes too much for the budget; None: not known.
-        is_chosen: the cheapest that fits.
+        sharding: level, recomputation and tiers of the plan.
+        micro_batches: micro-batches of a step.
+        batch_per_rank: images of a micro-batch on a rank.
+        forecast: memory and time of the plan.
+        world_size: number of ranks.
+        relative_time: time of a step, divided by that of level 0 without recomputation; None: unknown.
+        excess: bytes over the budget; None: unknown.
+        is_chosen: whether this is the cheapest candidate that fits.
     """
 
     sharding: ShardingPlan
@@ -71,16 +71,16 @@ class Candidate:
 
     @property
     def fits(self) -> bool | None:
-        """Return whether it is within the budget; None: not known."""
+        """Return whether the plan is within the budget; None: unknown."""
         return None if self.excess is None else self.excess == 0
 
     @property
     def is_grouped(self) -> bool:
-        """Return whether there are several copies of the state, each shared by a group of ranks (hybrid sharding)."""
+        """Return whether several groups of ranks hold a copy of the state each (hybrid sharding)."""
         return self.sharding.level > 0 and 1 < self.sharding.shard_group_size < self.world_size
 
     def settings(self) -> dict[str, Any]:
-        """Map key paths under ``config`` to values: what a user would write to get this candidate."""
+        """Return the settings that select this candidate: key path under ``config`` -> value."""
         optimizer, params = self.sharding.offload_optimizer, self.sharding.offload_params
         return {
             "ZERO.LEVEL": self.sharding.level,
@@ -97,7 +97,7 @@ class Candidate:
         }
 
     def overrides(self) -> list[str]:
-        """Write ``settings`` as words of the command line."""
+        """Return ``settings`` as overrides of the command line."""
         return [f"config.{path}={_word(value)}" for path, value in self.settings().items()]
 
     def __str__(self) -> str:
@@ -121,7 +121,7 @@ class Candidate:
 
 
 def _word(value: Any) -> str:
-    """Write a value as on the command line."""
+    """Format a value for the command line."""
     if isinstance(value, list):
         return f"[{','.join(map(str, value))}]"
     return "null" if value is None else str(value)
@@ -130,14 +130,14 @@ def _word(value: Any) -> str:
 def _sharding_plans(
     base: ShardingPlan, world_size: int, num_nodes: int, device_type: str, can_recompute: bool
 ) -> Iterator[ShardingPlan]:
-    """Yield every plan that computes the same as ``base`` and that the rules allow.
+    """Yield every plan that trains the same model as ``base`` and that the rules allow.
 
     Args:
-        base: number formats, clipping, engine, a folder if there is a disk. Where it computes parameters in half
-            precision, levels below its own compute otherwise.
-        world_size, num_nodes: ranks and machines.
-        device_type: "cpu" or "cuda": on the CPU the tier ``cpu`` is where state is anyway.
-        can_recompute: the model has units.
+        base: number formats, clipping, engine, and a folder if there is a disk. If it computes parameters in half
+            precision, lower levels would train another model and are left out.
+        world_size, num_nodes: number of ranks and of machines.
+        device_type: "cpu" or "cuda". On the CPU, state is in host memory anyway, so no plan uses the tier ``cpu``.
+        can_recompute: whether the model has units that can be recomputed.
     """
     folder = base.offload_optimizer.nvme_path or base.offload_params.nvme_path
     is_half = base.precision.casts_parameters
@@ -155,32 +155,32 @@ def _sharding_plans(
                 for params in param_tiers if level == 3 else param_tiers[:1]:
                     is_offloaded = {optimizer.device, params.device} != {"none"}
                     if world_size == 1 and level and not (is_offloaded or is_half):
-                        continue  # a single rank: nothing to shard over
+                        continue  # a single rank has nothing to shard
                     if params.device != "none" and optimizer.device == "none":
-                        continue  # the state is larger, and read once a step
+                        continue  # the optimizer state is larger, and is read only once a step
                     for size in _group_sizes(base, world_size, num_nodes) if level else [world_size]:
                         cut = replace(recomputation, level=level, shard_group_size=size)
                         yield replace(cut, offload_optimizer=optimizer, offload_params=params)
 
 
 def _group_sizes(base: ShardingPlan, world_size: int, num_nodes: int) -> list[int]:
-    """List the ranks that may share a copy of the state: all or, with several machines, those of one machine."""
+    """List the possible sizes of shard groups: all ranks or, with several machines, the ranks of one machine."""
     if 1 < base.shard_group_size < world_size:
-        return [base.shard_group_size]  # it was asked for
+        return [base.shard_group_size]  # the user set it
     local = world_size // num_nodes
-    # Groups sum gradients in another order: not the same bits.
+    # Groups sum gradients in another order, so the results differ in their last bits.
     can_be_grouped = base.engine == "torch" and not base.deterministic and 1 < local < world_size
     return [world_size, local] if can_be_grouped else [world_size]
 
 
-def rank_candidates(plans: Found, budget: Budget, world_size: int, level: int = 0) -> list[Candidate]:
-    """Sort candidates, cheapest first, and choose the first that fits.
+def rank_candidates(plans: Forecasts, budget: Budget, world_size: int, level: int = 0) -> list[Candidate]:
+    """Make candidates of forecasts, sort them by cost, and mark the first that fits as chosen.
 
     Args:
-        plans: plan, micro-batches, images of one, forecast.
+        plans: forecasts to compare.
         budget: budget of a rank.
-        world_size: ranks.
-        level: level as written; of plans that take equally long it comes first.
+        world_size: number of ranks.
+        level: level of the recipe; among plans that take equally long, those of this level come first.
     """
     plain = [forecast.seconds for plan, _, _, forecast in plans if plan.level == 0 and forecast.seconds]
     known = [forecast.seconds for _, _, _, forecast in plans if forecast.seconds]
@@ -197,12 +197,12 @@ def rank_candidates(plans: Found, budget: Budget, world_size: int, level: int = 
 
 
 def chosen_of(candidates: Sequence[Candidate]) -> Candidate | None:
-    """Return the one of ``rank_candidates`` that is chosen; None: nothing fits."""
+    """Return the chosen candidate among those of ``rank_candidates``; None: nothing fits."""
     return next((candidate for candidate in candidates if candidate.is_chosen), None)
 
 
 def because(candidates: Sequence[Candidate], budget: Budget) -> str:
-    """Explain why the chosen one of ``rank_candidates`` was chosen, as one clause."""
+    """Explain in a clause why ``rank_candidates`` chose its candidate."""
     index = next(index for index, candidate in enumerate(candidates) if candidate.is_chosen)
     step = candidates[index].forecast.step
     assert step is not None
@@ -217,7 +217,7 @@ def because(candidates: Sequence[Candidate], budget: Budget) -> str:
 
 
 def without_doubles(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Leave out each plan of level 2 with all figures of level 1, unless it is chosen."""
+    """Remove each plan of level 2 whose printed values equal those of level 1, unless it is chosen."""
     figures = {(candidate.sharding, candidate.micro_batches): _figures(candidate) for candidate in candidates}
     lower = [(replace(candidate.sharding, level=1), candidate.micro_batches) for candidate in candidates]
     return [
@@ -228,7 +228,7 @@ def without_doubles(candidates: Sequence[Candidate]) -> list[Candidate]:
 
 
 def _figures(candidate: Candidate) -> tuple[Any, ...]:
-    """Return what people see of a plan, time to a hundredth."""
+    """Return the values of a plan that tables print; the time is rounded to a hundredth."""
     step, time = candidate.forecast.step, candidate.relative_time
     return (
         None if time is None else round(time, 2),
@@ -237,7 +237,7 @@ def _figures(candidate: Candidate) -> tuple[Any, ...]:
 
 
 def smallest(candidates: Sequence[Candidate]) -> Candidate | None:
-    """Find the candidate closest to its budget, of equal ones that with the smallest peak; None: none is known."""
+    """Find the candidate closest to the budget, and among equals the smallest peak; None: no memory is known."""
     known = [candidate for candidate in candidates if candidate.forecast.step is not None]
     return min(known, key=lambda c: (c.excess or 0, c.forecast.step.resident_bytes), default=None)  # type: ignore[union-attr]
 
@@ -245,13 +245,13 @@ def smallest(candidates: Sequence[Candidate]) -> Candidate | None:
 def nothing_fits(
     candidates: Sequence[Candidate], budget: Budget, *, level: str, memory: str, disk: str, others: str, block: str = ""
 ) -> Problem:
-    """Make the problem where ``rank_candidates`` chose none: the smallest sufficient memory, or that none is known.
+    """Return the problem that no candidate fits; it names the smallest sufficient memory, if known.
 
     Args:
-        level, memory: the names of the two keys, as a user writes them.
-        disk: how a disk is named; empty: one is.
-        others: what else would help.
-        block: the prefix of the two keys in messages.
+        level, memory: names of the two keys, as the user writes them.
+        disk: advice to name a disk; empty if one is named.
+        others: further advice.
+        block: prefix of the two keys in messages.
     """
     least = smallest(candidates)
     if least is None or least.forecast.step is None:
@@ -259,100 +259,70 @@ def nothing_fits(
         return Problem(f"{block}{level}", "'fit'", must, f"Set {level}=0, 1, 2 or 3.")
     need = least.forecast.step.resident_bytes
     must = f"is too little for every plan that trains the same model; the smallest takes {gib(need)} GiB ({least})"
-    # To a thousandth and a bit.
+    # Rounded up to the next thousandth, so that the advised memory suffices.
     fix = f"Write {memory}={(int(need / _GIB * 1000) + 1) / 1000:g}{disk}, add ranks{others}."
     return Problem(f"{block}{memory}", gib(budget.memory), must, fix)
 
 
 def forecast_all(
-    forecaster: Forecaster,
-    base: ShardingPlan,
-    world_size: int,
-    num_nodes: int,
-    device_type: str,
-    micro_batches: int,
-    batch: int,
-    can_recompute: bool = True,
-) -> Found:
-    """Forecast all plans at one number of micro-batches that are not refused. Call it in ``FakeTensorMode``.
+    forecaster: Forecaster, base: ShardingPlan, micro_batches: int, batch: int, budget: Budget | None = None
+) -> Forecasts:
+    """Forecast all plans with ``micro_batches`` that no rule refuses. Call it in ``FakeTensorMode``.
 
     Args:
-        forecaster: forecaster of the model.
-        base, world_size, num_nodes, device_type: as for ``_sharding_plans``.
-        micro_batches, batch: per step, and images of one.
-        can_recompute: units may be run again in backward, where the model has any.
+        forecaster: forecaster of the model, for the ranks and the device of the run.
+        base: see ``_sharding_plans``.
+        micro_batches, batch: micro-batches of a step, and images of a micro-batch.
+        budget: if no plan that recomputes fits it, skip the others, which take more memory and another recording.
     Raises:
-        ConfigError: each of them would be refused, as the first is: not every optimizer can have a disk.
+        ConfigError: every plan is refused; this is the error of the first. Not every optimizer can use a disk.
     """
-    can_recompute = can_recompute and forecaster.can_recompute
-    plans = _sharding_plans(base, world_size, num_nodes, device_type, can_recompute)
-    rows, refusals = _not_refused(forecaster, plans, micro_batches, batch)
+    subject = forecaster.subject
+    machines = subject.world_size, subject.num_nodes, subject.device_type
+    plans = list(_sharding_plans(base, *machines, forecaster.can_recompute))
+    if budget is not None:
+        plans.sort(key=lambda plan: not plan.is_recomputed)
+    rows: Forecasts = []
+    refusals: list[ConfigError] = []
+    for plan in plans:
+        is_first_other = not plan.is_recomputed and bool(rows) and rows[-1][0].is_recomputed
+        if budget is not None and is_first_other and all(budget.excess(forecast) for *_, forecast in rows):
+            break
+        try:
+            rows.append((plan, micro_batches, batch, forecaster.forecast(plan, micro_batches)))
+        except ConfigError as error:
+            refusals.append(error)
     if refusals and not rows:
         raise refusals[0]
     return rows
 
 
-def forecast_if_any_fits(
-    forecaster: Forecaster,
-    base: ShardingPlan,
-    world_size: int,
-    num_nodes: int,
-    device_type: str,
-    micro_batches: int,
-    batch: int,
-    budget: Budget,
-) -> Found:
-    """Forecast all plans, as ``forecast_all``, or those that recompute alone where none of them fits ``budget``.
+def recomputed_in_part(plans: Forecasts, budget: Budget, forecaster: Forecaster) -> Forecasts:
+    """Forecast plans that recompute only as many blocks as are needed to fit the budget.
 
-    The others take more memory, and a recording of their own.
-    """
-    place = world_size, num_nodes, device_type
-    plans = [plan for plan in _sharding_plans(base, *place, forecaster.can_recompute) if plan.is_recomputed]
-    rows, _ = _not_refused(forecaster, plans, micro_batches, batch)
-    if rows and not any(budget.excess(forecast) == 0 for *_, forecast in rows):
-        return rows
-    return forecast_all(forecaster, base, *place, micro_batches, batch)
-
-
-def _not_refused(
-    forecaster: Forecaster, plans: Iterable[ShardingPlan], micro_batches: int, batch: int
-) -> tuple[Found, list[ConfigError]]:
-    rows: Found = []
-    refusals: list[ConfigError] = []
-    for plan in plans:
-        try:
-            rows.append((plan, micro_batches, batch, forecaster.forecast(plan, micro_batches)))
-        except ConfigError as error:
-            refusals.append(error)
-    return rows, refusals
-
-
-def recomputed_in_part(plans: Found, budget: Budget, forecaster: Forecaster) -> Found:
-    """Forecast plans that recompute only as many blocks as the budget asks for.
-
-    Each lies between two of ``plans``: one that does not fit, and the same with every block recomputed. The
-    blocks that save most bytes per second of recomputation come first. Call it in ``FakeTensorMode``. Cost: at most
-    ``_TRIES`` recordings, and none where a plan without recomputation is the cheapest that fits.
+    They start from plans without recomputation that do not fit. Blocks that save most bytes per second of
+    recomputation are recomputed first. Call it in ``FakeTensorMode``. Cost: at most ``_TRIES`` recordings, and none if
+    a plan without recomputation is the cheapest that fits.
 
     Args:
-        plans: all at one number of micro-batches, made by ``forecaster``.
+        plans: forecasts of ``forecaster``, all with the same number of micro-batches.
         budget: budget of a rank.
     """
     best = min((row[3].seconds for row in plans if row[3].seconds and budget.excess(row[3]) == 0), default=None)
     parts = [
-        _Part(row, budget.excess(row[3]) or 0)
+        _PartialRecomputation(row, budget.excess(row[3]) or 0)
         for row in plans
         if not row[0].is_recomputed and row[3].seconds and budget.excess(row[3])
     ]
     blocks = forecaster.recomputable(parts[0].row[0]) if parts else []
-    more: Found = []
+    more: Forecasts = []
     for _ in range(_TRIES):
         tried = [(part.seconds(blocks, number), number) for part in parts if (number := part.guess(blocks))]
         seconds, number = min(tried, default=(0.0, 0))
         if best is None or not number or seconds >= best:
             break
         names = tuple(block.name for block in blocks[:number])
-        for part in parts:  # one recording serves all of them
+        for part in parts:  # all share one recording
             plan, micro_batches, batch, _ = part.row
             outcome = forecaster.forecast(replace(plan, checkpoint_blocks=names), micro_batches)
             is_fitting = budget.excess(outcome) == 0
@@ -364,21 +334,21 @@ def recomputed_in_part(plans: Found, budget: Budget, forecaster: Forecaster) -> 
     return more
 
 
-def kept_in_part(chosen: Candidate, budget: Budget, forecaster: Forecaster) -> Found:
-    """Find a plan with as many parameters kept in memory as have room; none if its parameters are not on a disk.
+def kept_in_part(chosen: Candidate, budget: Budget, forecaster: Forecaster) -> Forecasts:
+    """Forecast ``chosen`` with as many parameters in memory as fit; empty if its parameters are not on a disk.
 
     Call it in ``FakeTensorMode``. Cost: at most ``_TRIES`` forecasts, and no recording.
 
     Args:
-        chosen: the candidate chosen among those of ``rank_candidates``.
+        chosen: candidate that ``rank_candidates`` chose.
         budget: budget of a rank.
-        forecaster: forecaster that made its forecast.
+        forecaster: forecaster that forecast ``chosen``.
     """
     plan, forecast = chosen.sharding, chosen.forecast
     if forecast.step is None or not plan.offload_params.is_on_disk or plan.offload_params.max_in_cpu is not None:
         return []
     room = budget.memory - forecast.step.resident_bytes
-    if forecaster.device_type != "cpu":  # they are in host memory then
+    if forecaster.subject.device_type != "cpu":  # then parameters are kept in host memory
         room = 0 if budget.host is None else budget.host - forecast.step.host_bytes
     # The parameter, its gradient, and the teacher's parameter.
     num_bytes = (3 if forecast.teacher_params else 2) * dtype_of(plan.precision.master).itemsize
@@ -395,15 +365,15 @@ def kept_in_part(chosen: Candidate, budget: Budget, forecaster: Forecaster) -> F
 
 
 @dataclass
-class _Part:
-    """A plan that does not fit, and how many blocks it may have to recompute to fit.
+class _PartialRecomputation:
+    """The search for the number of recomputed blocks with which a plan fits.
 
     Attributes:
-        row: without recomputation.
-        excess: bytes that have to be freed.
-        failed: a number of blocks that is too small.
-        enough: a number that suffices; None: none is known.
-        share: bytes that blocks save together over the sum of what each saves alone.
+        row: the plan without recomputation, and its forecast.
+        excess: bytes by which the plan exceeds the budget.
+        failed: largest number of blocks known to be too small.
+        enough: smallest number known to suffice; None: unknown.
+        share: bytes that blocks save together, divided by the sum of what each saves alone.
     """
 
     row: tuple[ShardingPlan, int, int, Forecast]
@@ -413,7 +383,7 @@ class _Part:
     share: float = 1.0
 
     def guess(self, blocks: Sequence[Recomputable]) -> int:
-        """Return the number to try next, one fewer than suffices at most; 0: there is none left."""
+        """Return the next number of blocks to try, less than ``enough``; 0: every number has been tried."""
         sums = accumulate(block.saved_bytes * self.share for block in blocks)
         number = next((index for index, freed in enumerate(sums, 1) if freed >= self.excess), len(blocks))
         if self.enough is not None:
@@ -422,12 +392,12 @@ class _Part:
         return number if number < (self.enough or len(blocks)) else 0
 
     def seconds(self, blocks: Sequence[Recomputable], number: int) -> float:
-        """Estimate a step that recomputes the first ``number`` blocks."""
+        """Estimate the seconds of a step that recomputes the first ``number`` blocks."""
         _, micro_batches, _, kept = self.row
         return (kept.seconds or 0.0) + micro_batches * sum(block.seconds for block in blocks[:number])
 
     def note(self, blocks: Sequence[Recomputable], number: int, outcome: Forecast, is_fitting: bool) -> None:
-        """Learn from a forecast with the first ``number`` blocks recomputed."""
+        """Narrow the search by a forecast with the first ``number`` blocks recomputed."""
         before, after = self.row[3].step, outcome.step
         if before is not None and after is not None:
             freed = before.resident_bytes - after.resident_bytes
@@ -439,7 +409,7 @@ class _Part:
 
 
 def _cost(candidate: Candidate, level: int) -> tuple[float, bool, int, int, int]:
-    """Sort candidates by time, then by simplicity."""
+    """Return the sort key of a candidate: its time, then its complexity."""
     sharding = candidate.sharding
     # Rounded: times are estimates, and a smaller difference must not decide against the plainer plan.
     time = float("inf") if candidate.relative_time is None else round(candidate.relative_time, 3)

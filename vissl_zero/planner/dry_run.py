@@ -1,6 +1,6 @@
-"""A run built with fake tensors (shapes, no memory): what it will hold, where, and how long it is.
+"""A run built with fake tensors (shapes, no memory): the memory it will take, by place, and its number of steps.
 
-It can describe another machine. Images that are not here are assumed, and the assumptions are printed.
+It can describe another machine. If the images are not here, their number and size are assumed and printed.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from vissl_zero.models.bare import whole_start_bytes, why_whole
 from vissl_zero.models.keyed_random import set_random_key
 from vissl_zero.models.model import build_model
 from vissl_zero.optim.param_groups import ParamGroup, build_optimizer, freeze_untrainable, param_groups
-from vissl_zero.planner.candidates import Budget, Found, forecast_all, forecast_if_any_fits
+from vissl_zero.planner.candidates import Budget, Forecasts, forecast_all
 from vissl_zero.planner.forecast import Forecast, Forecaster, Subject, fake_
 from vissl_zero.planner.machine_profile import MachineProfile, read_profile
 from vissl_zero.registry import HOOKS, load_plugins, require_interface
 from vissl_zero.resolve.pairs import SOURCE as MASKED
-from vissl_zero.resolve.resolved import ResolvedRun, ShardingPlan, shards_parameters
+from vissl_zero.resolve.resolved import ResolvedRun, shards_parameters
 from vissl_zero.sharding.model.precision import cast_to_master, dtype_of
 from vissl_zero.sharding.state.teacher import require_wide
 
@@ -55,16 +55,16 @@ class DryRun:
 
     Attributes:
         plan: the resolved run.
-        forecast: units and memory.
-        num_params, num_trained: elements of the model, and those the optimizer updates.
-        num_images, steps_per_epoch, num_steps: length of the run.
+        forecast: forecast of units and memory.
+        num_params, num_trained: parameter elements of the model, and those that the optimizer updates.
+        num_images, steps_per_epoch, num_steps: images of an epoch, steps of an epoch, and steps of the run.
         class_names: class names of the images; empty without labels, and where images are assumed.
         crops: number, height and width in pixels of an image's crops at each resolution.
-        assumed: sentences on what was assumed of the images; empty where they are here.
+        assumed: sentences on what was assumed about the images; empty if they are on this machine.
         lr_first, lr_peak, lr_last: learning rate of the trunk at the first step, at its highest and at the last step.
-        left_out: sentences on what the folders of images hold and the run does not read.
-        built_whole: why every rank builds the model whole before it is sharded; empty if it does not.
-        start_bytes: memory of a rank that this takes.
+        left_out: sentences on files in the folders of images that the run does not read.
+        built_whole: why every rank builds the whole model before it is sharded; empty if no rank does.
+        start_bytes: bytes of a rank that building the whole model takes.
     """
 
     plan: ResolvedRun
@@ -86,15 +86,15 @@ class DryRun:
 
     @property
     def needed(self) -> int:
-        """Return the bytes that a rank needs on its device, as ``vissl-zero plan`` does; if unknown, no activations."""
+        """Return the bytes that a rank needs on its device; without activations if these are unknown."""
         step = self.forecast.step
         return self.tiers["device"] if step is None else step.resident_bytes
 
     @property
     def tiers(self) -> dict[str, int]:
-        """Most bytes of a rank at any moment of a step, by where they are: device, host memory, disk.
+        """Peak bytes of a rank in a step, by place: device, host memory, disk.
 
-        On the CPU the device is the host memory. Files on a disk may be cached by the system; that is not counted.
+        On the CPU, the device is the host memory. The system's cache of files is not counted.
         """
         held, sharding = self.forecast.memory, self.plan.sharding
         tiers = {"device": held.activations + held.buffers + self.forecast.teacher_buffers, "host": 0, "disk": 0}
@@ -112,9 +112,9 @@ class Stage:
 
     Attributes:
         plan: the resolved run.
-        forecaster: forecaster to be called in ``mode``.
+        forecaster: forecaster of the run; call it in ``mode``.
         mode: mode of the fake tensors.
-        model, method, groups, loader: of the run.
+        model, method, groups, loader: model, method, parameter groups and loader of the run.
         crops, assumed: see ``DryRun``.
     """
 
@@ -134,27 +134,23 @@ class Stage:
         return (self.plan.exact_accumulation or not self.method.couples_samples) and not has_batch_norm
 
     def apply(self, function: Callable[[Forecaster], T]) -> T:
-        """Call a function of the forecaster as the run computes: on fake tensors, in its number format."""
+        """Call ``function`` with the forecaster, in the mode of fake tensors and the run's number format."""
         with self.mode, _default_dtype(dtype_of(self.plan.sharding.precision.wide)):
             return function(self.forecaster)
 
     def forecast(self) -> Forecast:
-        """Forecast the run as it is."""
+        """Forecast the run with its own plan."""
         plan = self.plan
         return self.apply(lambda forecaster: forecaster.forecast(plan.sharding, plan.accumulation_steps))
 
-    def forecasts(self) -> Found:
-        """Forecast every way to run this at its micro-batch."""
-        return self.apply(lambda forecaster: forecast_all(forecaster, *self._ways()))
-
-    def forecasts_if_any_fits(self, budget: Budget) -> Found:
-        """Forecast as ``forecasts``, or only what recomputes where none of that fits ``budget``: half of the time."""
-        return self.apply(lambda forecaster: forecast_if_any_fits(forecaster, *self._ways(), budget))
-
-    def _ways(self) -> tuple[ShardingPlan, int, int, str, int, int]:
+    def forecasts(self, budget: Budget | None = None) -> Forecasts:
+        """Forecast every plan of the run with its micro-batch; ``budget`` as in ``forecast_all``."""
         plan = self.plan
-        place = plan.world_size, plan.num_nodes, plan.device
-        return plan.sharding, *place, plan.accumulation_steps, plan.batch_per_rank
+        return self.apply(
+            lambda forecaster: forecast_all(
+                forecaster, plan.sharding, plan.accumulation_steps, plan.batch_per_rank, budget
+            )
+        )
 
 
 def set_stage(plan: ResolvedRun, check: Callable[[nn.Module], object] | None = None) -> Stage:  # noqa: C901
@@ -162,15 +158,15 @@ def set_stage(plan: ResolvedRun, check: Callable[[nn.Module], object] | None = N
 
     Args:
         plan: plan of the run.
-        check: gets the model on the meta device, if the images are here, and raises what the run would be refused for.
+        check: called with the model on the meta device if the images are here; raises the error of the run.
     Raises:
-        ConfigError, DataError: what the run would be refused for.
+        ConfigError, DataError: the run would be refused with the same error.
     """
     load_plugins(plan.config.IMPORTS)
     for name in plan.config.HOOKS.EXTRA:
         require_interface(HOOKS, name, HOOKS.get(name).build(), base=Hook)
     data, assumed = _data(plan)
-    # One micro-batch: no processes for that.
+    # Only one micro-batch is read, so loader processes are not worth their start.
     loader = build_train_loader(plan, 0, plan.world_size, replace(data, NUM_DATALOADER_WORKERS=0))
     batch, num_local, num_global = loader.first_images(1 if assumed else _NUM_READ)  # assumed images are all equal
     if plan.config.NEAREST_NEIGHBOR.USE_KNN or batch.targets is not None or batch.masks is not None:
@@ -258,13 +254,13 @@ def set_stage(plan: ResolvedRun, check: Callable[[nn.Module], object] | None = N
 
 
 class _Sketch:
-    """Stands in for a model: runs its largest pass alone, without graph, and gives outputs as large as those of all.
+    """Stands in for a model: runs only its largest pass, without graph, and returns outputs of the shapes of all.
 
-    Its first call runs the whole, for the shapes.
+    The first call runs the whole model, to find the shapes.
 
     Attributes:
-        largest: largest pass of the newest call.
-        leaves: leaves of what it gave.
+        largest: largest pass of the last call.
+        leaves: output tensors of the last call.
     """
 
     def __init__(self, model: nn.Module, plan: ResolvedRun):
@@ -285,7 +281,7 @@ class _Sketch:
 
 
 def fresh(outputs: list[Any]) -> list[Any]:
-    """Make outputs of the same shapes, where a graph begins."""
+    """Return new outputs of the same shapes, as leaves of a graph."""
     made: list[Any] = pytree.tree_map_only(
         torch.Tensor, lambda leaf: torch.empty_like(leaf, requires_grad=is_float(leaf)), outputs
     )
@@ -295,7 +291,7 @@ def fresh(outputs: list[Any]) -> list[Any]:
 def _in_two_rounds(
     plan: ResolvedRun, method: Method, model: nn.Module, teacher: nn.Module | None, fakes: ImageBatch
 ) -> Callable[[], tuple[torch.Tensor, Any]]:
-    """Return what runs a micro-batch as ``accumulate_exactly``: the loss of all that share one, then a pass."""
+    """Return a function that runs a micro-batch like ``accumulate_exactly``: the loss over all, then one pass."""
     number = plan.accumulation_steps if plan.exact_accumulation else 1
     student, teaching = (_Sketch(one, plan) for one in (model, teacher or model))
 
@@ -329,7 +325,7 @@ def _in_two_rounds(
 
 
 def dry_run(plan: ResolvedRun, check: Callable[[nn.Module], object] | None = None) -> DryRun:
-    """Forecast what a run will hold and how long it is; arguments, cost and errors as of ``set_stage``."""
+    """Forecast the memory and the number of steps of a run; arguments, cost and errors are those of ``set_stage``."""
     stage = set_stage(plan, check)
     forecast = stage.forecast()
     per_epoch = stage.loader.steps_per_epoch
@@ -339,7 +335,7 @@ def dry_run(plan: ResolvedRun, check: Callable[[nn.Module], object] | None = Non
     end = num_steps if plan.max_steps is None else min(num_steps, plan.max_steps)
     end = 0 if plan.config.TEST_ONLY else end
     params = list(stage.model.parameters())
-    # What keeps parameters whole holds the whole model all the time.
+    # A rank that keeps parameters whole holds the whole model all the time anyway.
     is_cut = shards_parameters(plan.sharding, forecast.wrap_plan.num_ranks, plan.world_size, plan.device)
     built_whole = why_whole(stage.model) if is_cut else ""
     return DryRun(
@@ -364,7 +360,7 @@ def dry_run(plan: ResolvedRun, check: Callable[[nn.Module], object] | None = Non
 
 @contextmanager
 def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Make fake modules in their dtype: ``.to`` cannot replace their parameters. A context."""
+    """Set the default dtype, because ``.to`` cannot replace parameters of fake modules. A context."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -374,16 +370,16 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def described_machine(plan: ResolvedRun) -> MachineProfile | None:
-    """Return the machine that ``ZERO.MACHINE_PROFILE`` describes."""
+    """Return the machine that ``ZERO.MACHINE_PROFILE`` describes; None if the key is not set."""
     profile = plan.config.ZERO.MACHINE_PROFILE
     return read_profile(profile) if profile else None
 
 
 def _data(plan: ResolvedRun) -> tuple[Data, tuple[str, ...]]:
-    """Return the DATA block, with images made up where none of the run's are here, and a sentence that says so."""
+    """Return the DATA block, with synthetic images if none of the run's are here, and a sentence that says so."""
     data = plan.config.DATA
     named = [path for split in (data.TRAIN, data.TEST) for path in split.DATA_PATHS]
-    if not named or any(Path(path).exists() for path in named):  # what is missing beside others is a mistake
+    if not named or any(Path(path).exists() for path in named):  # if only some are missing, that is a mistake
         return data, ()
     num_images = data.TRAIN.DATA_LIMIT if data.TRAIN.DATA_LIMIT > 0 else _ASSUMED_IMAGES
     train = replace(

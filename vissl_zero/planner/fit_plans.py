@@ -1,4 +1,4 @@
-"""``ZERO.LEVEL: fit`` without torch: the possible plans, the chosen one, and the outcome of each."""
+"""``ZERO.LEVEL: fit`` without torch: the possible plans, the chosen plan, and the outcomes of plans that ran."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from vissl_zero.resolve.resolved import ResolvedRun
 if TYPE_CHECKING:
     from vissl_zero.config.compose import Composed
 
-_SHARE_LEFT = 0.9  # of a forecast that ran out of memory: what a later plan may be forecast to take
+_SHARE_LEFT = 0.9  # largest forecast of a later plan, as a share of the forecast that ran out of memory
 
 
 @dataclass(frozen=True)
 class FitOption:
-    """A plan that trains the same and that host memory and disk have room for.
+    """A plan that trains the same model and fits into host memory and disk.
 
     Attributes:
-        plan: description for people.
-        forecast_bytes: most a rank would hold where it computes: on the CPU resident, on a GPU allocated.
+        plan: description of the plan, as messages print it.
+        forecast_bytes: forecast peak of a rank's device: resident bytes on the CPU, allocated bytes on a GPU.
         settings: key path under ``config`` -> value.
     """
 
@@ -36,12 +36,12 @@ class FitOption:
 
 @dataclass(frozen=True)
 class FitChoice:
-    """A plan that ``fit`` runs.
+    """The plan that ``fit`` runs.
 
     Attributes:
-        run: resolved.
-        plan, forecast_bytes: as of ``FitOption``.
-        budget_bytes: what it was to fit into.
+        run: the resolved run with this plan.
+        plan, forecast_bytes: see ``FitOption``.
+        budget_bytes: budget for which the plan was chosen.
     """
 
     run: ResolvedRun
@@ -52,13 +52,13 @@ class FitChoice:
 
 @dataclass(frozen=True)
 class FitPlans:
-    """All plans, cheapest first, of which one is running.
+    """All plans of a run that ``fit`` may choose.
 
     Attributes:
-        options: those of ``planner/planning.py``; the first of them that fits is taken.
-        budget_bytes: bytes that it fits into.
-        given_bytes: where the user has said what a rank may use; None: what is free counts.
-        why: the sentence on the first choice.
+        options: plans of ``planner/planning.py``, cheapest first; the first that fits is chosen.
+        budget_bytes: budget of a rank for the first choice.
+        given_bytes: limit of a rank that the user has set; None: only free memory limits it.
+        why: sentence that explains the first choice.
     """
 
     options: Sequence[FitOption]
@@ -71,14 +71,14 @@ class FitPlans:
         return next(option for option in self.options if option.forecast_bytes <= self.budget_bytes)
 
     def next(self, rows: Sequence[Outcome], free_bytes: int) -> FitOption | None:
-        """Choose the cheapest that fits what is free now, and 90 % of the smallest forecast that ran out of memory.
+        """Choose the cheapest plan that fits free memory and 90 % of the smallest forecast that ran out of memory.
 
-        What plans have taken beyond their forecast is set aside. Where none fits: the smallest, if it is smaller than
-        those that failed, else None.
+        Bytes that plans took beyond their forecasts are subtracted from free memory. If no plan fits, this returns the
+        smallest plan, provided that it is smaller than those that failed, else None.
 
         Args:
-            rows: rows of the log; one at least ran out of memory.
-            free_bytes: what a rank may use now, by measurement.
+            rows: rows of the log; at least one plan ran out of memory.
+            free_bytes: measured bytes that a rank may use now.
         """
         most, free = most_bytes(rows), self.allowed(free_bytes) - shortfall(rows)
         for option in self.options:
@@ -97,13 +97,13 @@ class FitRun:
 
     Args:
         plans: plans of the run.
-        resolved: an option and a sentence on it -> the run.
+        resolved: function that resolves the run from an option and a sentence that explains it.
     """
 
     def __init__(self, plans: FitPlans, resolved: Callable[[FitOption, str], ResolvedRun]):
         self._plans = plans
         self._resolved = resolved
-        self._rows: list[Outcome] = []  # also where the disk takes no log
+        self._rows: list[Outcome] = []  # kept in memory too, because the log may not be writable
         self.choice = self._choice(plans.first(), plans.why, plans.budget_bytes)
 
     def _choice(self, option: FitOption, why: str, budget_bytes: int) -> FitChoice:
@@ -115,11 +115,11 @@ class FitRun:
         return Path(self.choice.run.run_dir)
 
     def started(self) -> None:
-        """Note that the choice was started."""
+        """Log that the chosen plan was started."""
         self._note(self._outcome(STARTED))
 
     def ran_out(self) -> None:
-        """Note that it ran out of memory, and what is known of what it took."""
+        """Log that the chosen plan ran out of memory, and the bytes that it is known to have taken."""
         row = self._outcome(OUT_OF_MEMORY)
         rows = outcomes(self.folder)
         if rows and rows[-1].outcome == RUNNING:
@@ -129,10 +129,10 @@ class FitRun:
         self._note(row)
 
     def go_on(self, free_bytes: int) -> str:
-        """Choose the next plan; returns the sentence that says which and why, empty where there is none.
+        """Choose the next plan; returns a sentence that explains the choice, or "" if no plan is left.
 
         Args:
-            free_bytes: what a rank may use now, by measurement.
+            free_bytes: measured bytes that a rank may use now.
         """
         option = self._plans.next(self._rows, free_bytes)
         if option is None:
@@ -156,7 +156,7 @@ class FitRun:
 
 
 def with_option(composed: Composed, option: FitOption, why: str) -> Composed:
-    """Replace a configuration whose ZERO.LEVEL is fit by one to resolve, as if the user had written the option."""
+    """Return the configuration with ``option`` in the place of fit, as if the user had written it."""
     return replace(
         composed,
         run=with_settings(composed.run, option.settings),
@@ -166,7 +166,7 @@ def with_option(composed: Composed, option: FitOption, why: str) -> Composed:
 
 
 def with_settings(cfg: RunConfig, settings: Mapping[str, Any]) -> RunConfig:
-    """Write the configuration that gets a plan, as a user would."""
+    """Return a copy of the configuration with ``settings``, as if the user had written them."""
     cfg = copy.deepcopy(cfg)
     cfg.ZERO.MEMORY_GB = cfg.ZERO.HOST_MEMORY_GB = cfg.ZERO.DISK_GB = None
     cfg.ZERO.MACHINE_PROFILE = None
@@ -177,7 +177,7 @@ def with_settings(cfg: RunConfig, settings: Mapping[str, Any]) -> RunConfig:
 
 
 def _without_chosen(written: Mapping[str, Any]) -> dict[str, Any]:
-    """Remove the chosen values from the tree as written: saved files show no interpolations in their place."""
+    """Return the tree as written without the chosen keys, so that saved files show their chosen values."""
     left = copy.deepcopy(dict(written))
     left.pop("ZERO", None)
     left.get("DATA", {}).get("TRAIN", {}).pop("BATCHSIZE_PER_REPLICA", None)
@@ -186,13 +186,13 @@ def _without_chosen(written: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def most_bytes(rows: Sequence[Outcome]) -> int | None:
-    """Return what a plan may be forecast to take where those of ``rows`` were tried; None: none ran out of memory."""
+    """Return the largest forecast that a plan may have after the plans of ``rows``; None: none ran out of memory."""
     failed = _failed(rows)
     return int(_SHARE_LEFT * min(failed)) if failed else None
 
 
 def shortfall(rows: Sequence[Outcome]) -> int:
-    """Return the most bytes beyond its forecast that any plan took that ran out of memory."""
+    """Return the most bytes by which a plan that ran out of memory exceeded its forecast."""
     taken = ((row.measured_bytes, row.forecast_bytes) for row in rows if row.outcome == OUT_OF_MEMORY)
     return max([0, *(measured - forecast for measured, forecast in taken if measured is not None)])
 

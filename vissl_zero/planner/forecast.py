@@ -1,4 +1,4 @@
-"""What a run will hold on a rank before anything runs: the model with fake tensors, which have shapes and no memory.
+"""The forecast of a rank's memory before anything runs: the model with fake tensors, which have shapes and no memory.
 
 Everything in this file happens inside torch's ``FakeTensorMode``. Parameters, gradients and optimizer state are counted
 from the shards that the first rank will hold (no rank holds more); activations by one recorded micro-batch.
@@ -45,14 +45,14 @@ class Forecast:
 
     Attributes:
         wrap_plan: the units.
-        memory: memory of the rank that holds most, after the last backward pass of a step, as ``metrics.jsonl`` has it;
+        memory: bytes of the rank that needs most, after the last backward pass of a step, as in ``metrics.jsonl``;
             ``peak`` is 0 (it depends on the allocator and the machine). Parameters, gradients and optimizer state are
-            counted wherever they are; of the teacher, what is in memory.
-        step: memory over a step; None where it is not known.
-        unknown: why the activations are not known, or empty.
-        seconds: estimated, of one step; to be compared with that of other plans. None where it is not known.
-        teacher_params: bytes of the teacher's parameters between units, in the place of the model's.
-        teacher_buffers: bytes of its buffers, which are always on the device.
+            counted on every tier, the teacher's parameters only in memory.
+        step: memory during a step; None: unknown.
+        unknown: why the activations are unknown; empty if they are known.
+        seconds: estimated seconds of a step, only for comparison with other plans; None: unknown.
+        teacher_params: bytes of the teacher's parameters between units, on the tier of the model's parameters.
+        teacher_buffers: bytes of the teacher's buffers, which are always on the device.
     """
 
     wrap_plan: WrapPlan
@@ -65,12 +65,12 @@ class Forecast:
 
 
 class Recomputable(NamedTuple):
-    """A block that may be run again in the backward pass.
+    """A block that can be recomputed in the backward pass.
 
     Attributes:
         name: name of the unit.
-        saved_bytes: saved bytes of activations that are then not kept.
-        seconds: seconds that its forward pass takes once more, estimated, for one micro-batch.
+        saved_bytes: bytes of activations that recomputing the block saves.
+        seconds: estimated seconds of the block's second forward pass, for one micro-batch.
     """
 
     name: str
@@ -80,24 +80,25 @@ class Recomputable(NamedTuple):
 
 @dataclass
 class Subject:
-    """A model to be forecast, built with fake tensors in the master dtype, and what is trained with it.
+    """A model to forecast, built with fake tensors in the master dtype, and its training setup.
 
     Attributes:
-        model: changed in place.
+        model: model; the forecaster changes it in place.
         groups: parameter groups.
         build_optimizer: see ``Strategy.shard``.
-        world_size, num_nodes: ranks and machines of the run.
+        world_size, num_nodes: number of ranks and of machines.
         device_type: "cpu" or "cuda".
-        run_forward: runs the model and the loss on one micro-batch; the loss, and what the loop holds meanwhile.
+        run_forward: runs model and loss on one micro-batch; returns the loss, and objects that the loop keeps alive.
         inputs: images of that micro-batch.
-        passes: passes of a micro-batch, of which ``run_forward`` runs the largest.
+        passes: passes of a micro-batch; ``run_forward`` runs the largest.
         passes_per_loss: passes that share a loss.
-        is_averaged: a running average of the weights is kept (``Sharded.average``).
-        is_uniform: parameter groups differ in their rates and their weight decay alone.
-        teacher: the teacher that ``Sharded.adopt_teacher`` will get.
-        loss: buffers of it are counted.
-        machine: machine whose rates estimate the time; None: what is assumed of the device.
-        num_threads: number of threads of torch in a rank, on the CPU.
+        is_averaged: whether the run keeps a running average of the weights (``Sharded.average``).
+        is_uniform: whether parameter groups differ only in learning rate and weight decay.
+        teacher: teacher that ``Sharded.adopt_teacher`` will receive.
+        loss: loss whose buffers are counted.
+        machine: machine whose rates estimate the time; None: the machine assumed for the device.
+        num_threads: torch threads of a rank, on the CPU.
+        may_recompute: whether plans may recompute units; a loop of the user's own decides that itself.
     """
 
     model: nn.Module
@@ -116,20 +117,21 @@ class Subject:
     num_nodes: int = 1
     machine: MachineProfile | None = None
     num_threads: int = 1
+    may_recompute: bool = True
 
 
 class Forecaster:
-    """Answers for one model what any sharding plan would hold. Call it in ``FakeTensorMode``; it needs no processes.
+    """Forecasts a model under any sharding plan. Call it in ``FakeTensorMode``; it needs no processes.
 
-    Recordings are kept: a second plan that computes in the same way costs milliseconds.
+    Recordings are kept: a second plan that runs the same operations costs milliseconds.
 
     Args:
-        subject: what is trained.
-        plan: plan whose number formats all plans asked about share.
+        subject: model and training setup.
+        plan: plan with the number formats of all plans to forecast.
     """
 
     def __init__(self, subject: Subject, plan: ShardingPlan):
-        self._subject, self._machine = subject, subject.machine or machine_for(subject.device_type)
+        self.subject, self._machine = subject, subject.machine or machine_for(subject.device_type)
         self._traces: dict[tuple[str, ...], StepTrace | str] = {}
         self._wrap_plans: dict[tuple[Any, ...], WrapPlan] = {}
         self._model_facts: dict[int, ModelFacts] = {}
@@ -138,18 +140,18 @@ class Forecaster:
         require_float8(subject.model, plan.float8, torch.device("cpu"))
         for module in filter(None, (subject.model, subject.teacher)):
             quantize_layers(module, plan.float8)
-            # All become ours, also where nothing is recomputed: only those can be given a group of ranks later.
+            # All are converted, even without recomputation: only our batch norms can get a group of ranks later.
             convert_batch_norms(module, None, is_recomputed=True, only_marked=plan.sync_bn_only_marked)
             run_in_precision(module, plan.precision, torch.device("cpu"))
         subject.model.train()
 
     def forecast(self, plan: ShardingPlan, micro_batches: int = 1) -> Forecast:
-        """Forecast what ``plan`` holds.
+        """Forecast memory and time under ``plan``.
 
         Raises:
-            ConfigError: what asks for the impossible of this model.
+            ConfigError: this model cannot be trained under ``plan``.
         """
-        subject = self._subject
+        subject = self.subject
         rule = self._rule(plan)
         num_ranks = plan.ranks_per_copy(subject.world_size)
         wrap_plan = self._wrap_plan(plan, num_ranks)
@@ -164,7 +166,7 @@ class Forecaster:
             ranks, nodes, device = subject.world_size, subject.num_nodes, subject.device_type
             passes = micro_batches * subject.passes
             if plan.engine == "torch":
-                with unset_fake_temporarily():  # the sums are made with real tensors
+                with unset_fake_temporarily():  # sums need real tensors
                     step = step_memory(trace, facts, plan, ranks, device, num_nodes=nodes, micro_batches=passes)
             else:
                 unknown = f"the {plan.engine} engine's own buffers are not modeled"
@@ -191,23 +193,18 @@ class Forecaster:
         return Forecast(wrap_plan, memory, step, unknown, seconds, teacher_bytes, facts.teacher_buffer_bytes)
 
     @property
-    def device_type(self) -> str:
-        """Where the model computes."""
-        return self._subject.device_type
-
-    @property
     def can_recompute(self) -> bool:
-        """Return whether the model is made of units that can be run again in backward."""
-        return any(isinstance(module, Unit) for module in self._subject.model.modules())
+        """Return whether plans may recompute, and the model has units for it."""
+        return self.subject.may_recompute and any(isinstance(module, Unit) for module in self.subject.model.modules())
 
     def recomputable(self, plan: ShardingPlan) -> list[Recomputable]:
-        """List blocks that running again saves memory, those first that save most bytes per second."""
+        """List the blocks whose recomputation saves memory, by bytes saved per second, largest first."""
         kept = self.trace(plan.keeping_activations())
         every = replace(plan.keeping_activations(), checkpoint_every=1)
         again = self.trace(every)
         if isinstance(kept, str) or isinstance(again, str):
             return []
-        before, after, times = kept.forward_bytes(), again.forward_bytes(), self._subject.passes
+        before, after, times = kept.forward_bytes(), again.forward_bytes(), self.subject.passes
         seconds = {name: times * work_seconds(work, plan, self._machine) for name, work in kept.forward_work.items()}
         blocks = [
             Recomputable(name, before[name] - after[name], seconds[name])
@@ -218,7 +215,7 @@ class Forecaster:
         return sorted(useful, key=lambda block: block.seconds / block.saved_bytes)
 
     def trace(self, plan: ShardingPlan) -> StepTrace | str:
-        """Record a micro-batch as ``plan`` computes it, or say why there is none."""
+        """Return the recording of a micro-batch under ``plan``, or a sentence that says why it failed."""
         checkpointed = self._wrap_plan(plan).checkpointed
         if checkpointed not in self._traces:
             self._traces[checkpointed] = self._record(plan, checkpointed)
@@ -226,9 +223,9 @@ class Forecaster:
 
     @contextmanager
     def _pretended(self, plan: ShardingPlan, modules: Iterable[nn.Module]) -> Iterator[None]:
-        """Let batch norms of ``modules`` share statistics with ranks that are not there. A context."""
+        """Let batch norms of ``modules`` share statistics with pretended ranks. A context."""
         changed = [*modules]
-        with pretended_ranks(self._subject.world_size):
+        with pretended_ranks(self.subject.world_size):
             group = batch_norm_group(plan.sync_bn_group, plan.timeout_s)
             for module in changed:
                 share_among(module, group)
@@ -239,11 +236,11 @@ class Forecaster:
                     share_among(module, None)
 
     def _rule(self, plan: ShardingPlan) -> UpdateRule:
-        """Find the reach of the optimizer's update, by one trial for all plans that may be refused for it."""
+        """Return the optimizer's update rule; one trial serves all plans that would be refused for the same reason."""
         is_on_disk = plan.offload_optimizer.is_on_disk or plan.offload_params.is_on_disk
         key = plan.engine, plan.level == 0, plan.engine == "fairscale" and plan.level == 3, is_on_disk
         if key not in self._rules:
-            subject = self._subject
+            subject = self.subject
             with unset_fake_temporarily():
                 try:
                     self._rules[key] = update_rule_of(subject.build_optimizer, subject.model, subject.groups, plan)
@@ -254,7 +251,7 @@ class Forecaster:
         return rule
 
     def _record(self, plan: ShardingPlan, checkpointed: Sequence[str]) -> StepTrace | str:
-        subject = self._subject
+        subject = self.subject
         for name, module in subject.model.named_modules():
             if isinstance(module, Unit):
                 module.checkpoint = name in checkpointed
@@ -279,14 +276,14 @@ class Forecaster:
         if not recorders:
             return f"a test step on tensors without values failed; the run may fail too: {unknown}"
         trace = max(recorders, key=lambda recorder: recorder.peak_bytes()).trace
-        trace.input_bytes //= subject.passes  # which share them
+        trace.input_bytes //= subject.passes  # the passes of a micro-batch share its images
         return trace
 
     def _wrap_plan(self, plan: ShardingPlan, num_ranks: int = 1) -> WrapPlan:
-        """Decide as ``plan_wrap``, once for all plans that differ in other settings."""
+        """Return the plan of ``plan_wrap``; plans with equal settings of units share it."""
         key = plan.level, plan.wrap_threshold, plan.checkpoint_every, plan.checkpoint_blocks, plan.stage_checkpoints
         if key not in self._wrap_plans:
-            self._wrap_plans[key] = plan_wrap(self._subject.model, plan, 1)
+            self._wrap_plans[key] = plan_wrap(self.subject.model, plan, 1)
         return replace(self._wrap_plans[key], num_ranks=num_ranks)
 
     def _facts(self, plan: ShardingPlan, num_ranks: int, rule: UpdateRule) -> ModelFacts:
@@ -295,7 +292,7 @@ class Forecaster:
         if (num_ranks, rule) not in self._updates:
             try:
                 params = self._model_facts[plan.wrap_threshold].params
-                self._updates[num_ranks, rule] = _update(self._subject, params, plan, num_ranks, rule)
+                self._updates[num_ranks, rule] = _update(self.subject, params, plan, num_ranks, rule)
             except VisslZeroError:
                 raise
             except Exception as error:
@@ -304,8 +301,8 @@ class Forecaster:
         return replace(self._model_facts[plan.wrap_threshold], updates={num_ranks: self._updates[num_ranks, rule]})
 
     def _without_update(self, plan: ShardingPlan) -> ModelFacts:
-        subject = self._subject
-        # Units are those of level 3, whose names the marks carry too, so that one recording serves all levels.
+        subject = self.subject
+        # Units are those of level 3, which the marks name too: one recording serves all levels.
         units = self._wrap_plan(replace(plan, level=3))
         trained = [name for group in subject.groups for name in group.params]
         buffers = sum(buffer.nbytes for buffer in subject.model.buffers())
@@ -323,7 +320,7 @@ class Forecaster:
 
 
 def fake_(module: nn.Module, device: torch.device = torch.device("cpu")) -> None:  # noqa: B008 - it never changes
-    """Put fake tensors on a device in the place of those that are not there, tied ones once. In ``FakeTensorMode``."""
+    """Replace tensors that are not on ``device`` by fake ones there; tied tensors stay tied. In ``FakeTensorMode``."""
     made: dict[int, Tensor] = {}
 
     def faked(tensor: Tensor) -> Tensor:
@@ -340,28 +337,28 @@ def fake_(module: nn.Module, device: torch.device = torch.device("cpu")) -> None
                     table[name] = faked(tensor)  # type: ignore[assignment]
 
 
-_NORM_BYTES = 64  # that a parameter may take in tables of norms
+_NORM_BYTES = 64  # most bytes of a parameter in tables of norms
 
 
 @dataclass(frozen=True)
 class _Trained:
-    """A parameter as the optimizer of the first rank gets it.
+    """A parameter that the optimizer of the first rank updates.
 
     Attributes:
-        group: its parameter group.
-        name: full.
-        part: its rows, or all of it where the update looks at full tensors.
-        kind: equal for parameters that the optimizer treats in the same way.
+        group: parameter group.
+        name: full name.
+        values: rows of the first rank, or the full tensor if the update needs full tensors.
+        kind: key that is equal for parameters that the optimizer treats in the same way.
     """
 
     group: ParamGroup
     name: str
-    part: Tensor
+    values: Tensor
     kind: tuple[Any, ...]
 
 
 def _trained(subject: Subject, facts: Mapping[str, ParamFacts], num_ranks: int, rule: UpdateRule) -> list[_Trained]:
-    """List what the first rank updates of the subject's model."""
+    """List the parameters of the subject's model that the first rank updates."""
     params = dict(subject.model.named_parameters())
     trained = [(group, name) for group in subject.groups for name in group.params]
     owners = partition([params[name].numel() for _, name in trained], num_ranks)
@@ -373,8 +370,8 @@ def _trained(subject: Subject, facts: Mapping[str, ParamFacts], num_ranks: int, 
     ]
     treatment = {group.name: group.weight_decay if subject.is_uniform else group.name for group in subject.groups}
     return [
-        _Trained(group, name, part, (treatment[group.name], part.shape, part.dtype))
-        for (group, name), part, owner in zip(trained, parts, owners, strict=True)
+        _Trained(group, name, values, (treatment[group.name], values.shape, values.dtype))
+        for (group, name), values, owner in zip(trained, parts, owners, strict=True)
         if not is_whole or owner == 0
     ]
 
@@ -382,10 +379,10 @@ def _trained(subject: Subject, facts: Mapping[str, ParamFacts], num_ranks: int, 
 def _update(
     subject: Subject, params: Mapping[str, ParamFacts], plan: ShardingPlan, num_ranks: int, rule: UpdateRule
 ) -> UpdateFacts:
-    """Measure what the optimizer's step takes on the first rank, which is dealt the largest tensor.
+    """Measure the memory of the optimizer's step on the first rank, which owns the largest tensor.
 
-    Of many equal parameters two are stepped: state is per parameter, and so are the few bytes that a norm takes. Where
-    the second takes more than that (an update of all tensors at once), all are.
+    Only two of many equal parameters are stepped: state is per parameter, and so are the few bytes of a norm. If the
+    second parameter adds more bytes (an update of all tensors at once), all parameters are stepped.
     """
     rows = _trained(subject, params, num_ranks, rule)
     kinds: dict[Any, list[_Trained]] = {}
@@ -400,17 +397,17 @@ def _update(
             state, num_keys, temporary = _stepped(subject, plan, rows)
         else:
             temporary += int(per_row * (len(rows) - len(few)))
-    wholes = [row.part.nbytes for row in rows if rule is UpdateRule.PER_TENSOR]
+    wholes = [row.values.nbytes for row in rows if rule is UpdateRule.PER_TENSOR]
     state_bytes = sum(state[row.kind] for row in rows)
     return UpdateFacts(state_bytes, num_keys, temporary, sum(wholes), max(wholes, default=0))
 
 
 def _stepped(subject: Subject, plan: ShardingPlan, rows: Sequence[_Trained]) -> tuple[dict[Any, int], int, int]:
-    """Measure state bytes of a parameter by its kind, state tensors per parameter, and the most bytes made meanwhile.
+    """Return state bytes of a parameter by kind, state tensors per parameter, and peak bytes of temporaries.
 
-    Measured on the optimizer itself, over copies of ``rows``. It steps twice: the first step creates its state.
+    The optimizer itself steps copies of ``rows`` twice: the first step creates its state.
     """
-    shards = {id(row): whole_shard(row.name, nn.Parameter(row.part.detach().clone())) for row in rows}
+    shards = {id(row): whole_shard(row.name, nn.Parameter(row.values.detach().clone())) for row in rows}
     tables = [
         {
             "name": group.name,
@@ -422,7 +419,7 @@ def _stepped(subject: Subject, plan: ShardingPlan, rows: Sequence[_Trained]) -> 
         if any(row.group is group for row in rows)
     ]
     local_shards = [*shards.values()]
-    # In a recorder, though nothing is counted: it keeps fused kernels from running on memory that is not there.
+    # The recorder counts nothing here; it keeps fused kernels from running on fake tensors.
     with Recorder(Storages(), has_values=True):
         optimizer, adaptation = rounded(subject.build_optimizer, plan, local_shards)(tables)
     stepper = Stepper(local_shards, optimizer, adaptation, Clipping.of(plan), None, None)

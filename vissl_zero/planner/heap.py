@@ -1,13 +1,13 @@
-"""What glibc's malloc keeps resident: the blocks of a process, replayed one by one.
+"""The resident memory of glibc's malloc: a replay of a process's blocks, one by one.
 
 Blocks above a threshold are mapped separately and returned when freed. Smaller blocks share one heap. There a freed
 block stays in the process until it is reused, or until the free bytes at the heap's end exceed a second threshold.
-torch asks for 64-byte alignment, for which glibc (before 2.38) searches a hole with room to spare: a block does not fit
-into the hole that its equal has left. So the heap grows beyond the bytes in use, and only a replay shows by how much.
+torch asks for 64-byte alignment, for which glibc (before 2.38) searches a larger hole: a block does not fit into the
+hole that a block of the same size has left. So the heap grows beyond the bytes in use; only a replay shows by how much.
 
-Between these blocks lie objects of 16 to 104 bytes that torch makes for each tensor, and that no recording has. While
-one of them is in use, the free blocks on both sides of it stay apart. At the peak of a MaxViT's step 397 of 552 MiB of
-the heap were free, most of it in holes that ended at such an object.
+Between these blocks are objects of 16 to 104 bytes, which torch makes for each tensor and no recording contains. While
+such an object is in use, the free blocks on both sides of it cannot merge. At the peak of a MaxViT's step, 397 of
+552 MiB of the heap were free, most of them in holes that ended at such an object.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from bisect import bisect_left, insort
 
 _PAGE = 4096
 _ALIGNMENT = 64
-_SPARE = _ALIGNMENT + 32  # what ``memalign`` adds to a request, its smallest chunk included
+_SPARE = _ALIGNMENT + 32  # bytes that ``memalign`` adds to a request, its smallest chunk included
 _HEADER = 16
-# Share of the heap that is added for holes that small objects divide: 18 networks took up to a third more than a replay
-# without these objects; with 0.25, 2 of 54 took more than their budget, with this none did (benchmarks/fit_budgets.md).
+# Share of the heap added for holes that small objects divide: 18 networks took up to a third more than a replay
+# without these objects. With 0.25, 2 of 54 exceeded their budgets; with 0.3, none did (benchmarks/fit_budgets.md).
 _DIVIDED = 0.3
 
 
@@ -27,20 +27,20 @@ class Heap:
     """A process's blocks.
 
     Args:
-        mapped_bytes: blocks of at least so many bytes are mapped singly.
-        kept_bytes: free bytes at the heap's end that stay.
+        mapped_bytes: smallest size of blocks that are mapped separately.
+        kept_bytes: most free bytes at the heap's end that are not returned to the system.
 
     Attributes:
-        resident_bytes: resident bytes of all blocks, and of the holes between them.
-        peak_bytes: the most of it so far, plus the share ``_DIVIDED`` of the heap.
-        cleared_bytes: cleared bytes that the system has handed out so far. It clears each page before.
-        num_mapped: blocks that were mapped singly so far.
+        resident_bytes: bytes of all blocks, and of the holes between them.
+        peak_bytes: largest ``resident_bytes`` so far, plus the share ``_DIVIDED`` of the heap.
+        cleared_bytes: bytes that the system has provided so far; it clears each page first.
+        num_mapped: number of blocks that were mapped separately so far.
     """
 
     def __init__(self, mapped_bytes: int, kept_bytes: int):
         self._mapped_bytes, self._kept_bytes = mapped_bytes, kept_bytes
-        self._end = 0  # of the heap: what lies below has been touched
-        self._top = 0  # where the free bytes at its end begin
+        self._end = 0  # end of the heap; all bytes below it are resident
+        self._top = 0  # start of the free bytes at the heap's end
         self._mapped = 0
         self._holes: list[tuple[int, int]] = []  # size and start, sorted
         self._by_start: dict[int, int] = {}
@@ -51,11 +51,11 @@ class Heap:
 
     @property
     def resident_bytes(self) -> int:
-        """See the class."""
+        """Bytes of all blocks, and of the holes between them."""
         return self._end + self._mapped
 
     def allocate(self, num_bytes: int) -> int:
-        """Allocate a block; return its number, for ``free``."""
+        """Allocate a block; returns the number by which ``free`` knows it."""
         self._number += 1
         if num_bytes >= self._mapped_bytes:
             size = -(-num_bytes // _PAGE) * _PAGE
@@ -70,7 +70,7 @@ class Heap:
         return self._number
 
     def free(self, number: int) -> None:
-        """Give a block back."""
+        """Free the block that ``allocate`` returned as ``number``."""
         start, size = self._blocks.pop(number)
         if start < 0:
             self._mapped -= size
@@ -80,7 +80,7 @@ class Heap:
             size += start - before
             self._fill(before)
             start = before
-        if start + size in self._by_start:  # and one behind it
+        if start + size in self._by_start:  # a hole behind it
             behind = start + size
             size += self._by_start[behind]
             self._fill(behind)

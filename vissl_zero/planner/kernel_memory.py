@@ -1,6 +1,6 @@
-"""What kernels of a CPU take beside their outputs, which torch's fake tensors do not show.
+"""Memory that CPU kernels take in addition to their outputs, which torch's fake tensors do not show.
 
-All was measured with torch's profiler, version 2.13 on a processor with AVX-512.
+All numbers were measured with the profiler of torch 2.13 on a processor with AVX-512.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ import torch
 from torch import Tensor
 
 _aten = torch.ops.aten
-_BLOCK = 16  # channels: oneDNN pads those of a group to as many
+_BLOCK = 16  # oneDNN pads the channels of a group to this number
 
 
 def convolution_scratch(args: Sequence[Any], result: Any) -> int:
     """Return the bytes that a convolution takes while it runs.
 
-    torch unfolds float64 images into columns, of one group at a time, and joins the groups' results. oneDNN copies
-    images and outputs into its own layouts, unless channels come last, and sums the gradients of half formats in
-    float32. Fewer than ``_BLOCK`` channels it pads, but reads such images as they are. In the backward pass of half
-    formats, of few channels and of steps over pixels it transposes one image and its outputs at a time. With a channel
-    a group, channels last and large kernels it computes whole blocks of channels.
+    torch unfolds float64 images into columns, one group at a time, and joins the groups' results. oneDNN copies images
+    and outputs into its own layouts, unless channels are last, and sums the gradients of half formats in float32. It
+    pads outputs with fewer than ``_BLOCK`` channels, but reads such images without a copy. In the backward pass with
+    half formats, few channels or a stride, it transposes one image and its outputs at a time. For depthwise
+    convolutions with channels last and large kernels, it computes whole blocks of channels.
     """
     is_backward = isinstance(result, tuple)
     images, weight, is_transposed, groups = (args[index + is_backward] for index in (0, 1, 6, 8))
@@ -60,7 +60,7 @@ def convolution_scratch(args: Sequence[Any], result: Any) -> int:
 
 
 def _padding(images: Tensor, groups: int) -> float:
-    """Return how many times as many channels as there are lie in a block that is padded."""
+    """Return the factor by which padding to a block increases the channels; 1 without padding."""
     return max(1.0, _BLOCK / images.shape[1]) if groups == 1 else 1.0
 
 
@@ -71,11 +71,11 @@ def _has_channels_last(images: Tensor) -> bool:
 def lstm_workspace(inputs: Tensor, hidden_size: int) -> int:
     """Return the bytes that a layer of oneDNN's LSTM keeps for its backward pass; torch's fake layer keeps none.
 
-    Gates, states and their gradients, within 3 % of what torch 2.13 was measured to keep, but for layers of less than
-    a megabyte. Rows of whole KiB are padded. Half formats keep gradients and cells in float32.
+    It has gates, states and their gradients. The result is within 3 % of measurements with torch 2.13, except for
+    layers below a megabyte. Rows of whole KiB are padded. Half formats keep gradients and cells in float32.
 
     Args:
-        inputs: (T, B, C).
+        inputs: inputs, (T, B, C).
         hidden_size: width of the states.
     """
     num_steps, batch, width = inputs.shape
@@ -91,8 +91,8 @@ def lstm_workspace(inputs: Tensor, hidden_size: int) -> int:
 def lstm_scratch(args: Sequence[Any], result: Any) -> int:
     """Return the bytes that a layer of oneDNN's LSTM takes while it runs.
 
-    Gates, and weights in its own layout; in the backward pass their gradients too, of half formats in float32, and
-    again each weight with rows of whole KiB, which are padded.
+    These are gates, and weights in its own layout. The backward pass adds gradients, in float32 for half formats, and
+    a padded copy of each weight with rows of whole KiB.
     """
     inputs, *weights = args[:3]
     is_backward = len(result) > _NUM_OUTPUTS
@@ -107,7 +107,7 @@ def lstm_scratch(args: Sequence[Any], result: Any) -> int:
 
 
 def batch_norm_scratch(args: Sequence[Any], result: Any) -> int:
-    """Return the bytes that the backward pass of batch norm takes: its result again, or float32 of other layouts."""
+    """Return the bytes that the backward pass of batch norm takes: a second result, or float32 copies."""
     gradient, images = args[:2]
     if gradient.stride() == images.stride():
         return int(images.nbytes)
@@ -115,18 +115,18 @@ def batch_norm_scratch(args: Sequence[Any], result: Any) -> int:
 
 
 def contiguous_scratch(args: Sequence[Any], result: Any) -> int:
-    """Return the bytes of inputs that a kernel first copies, as they are not contiguous."""
+    """Return the bytes of inputs that a kernel copies because they are not contiguous."""
     return sum(tensor.nbytes for tensor in args[:2] if isinstance(tensor, Tensor) and not tensor.is_contiguous())
 
 
-_NUM_OUTPUTS = 4  # of a layer's forward pass: outputs, both states, workspace
+_NUM_OUTPUTS = 4  # results of a layer's forward pass: outputs, both states, workspace
 SCRATCH: dict[Any, Callable[[Sequence[Any], Any], int]] = {
     _aten.convolution.default: convolution_scratch,
     _aten.convolution_backward.default: convolution_scratch,
     _aten.native_batch_norm_backward.default: batch_norm_scratch,
     _aten.native_layer_norm.default: contiguous_scratch,
     _aten.native_layer_norm_backward.default: contiguous_scratch,
-    _aten.roll.default: lambda args, result: result.nbytes if len(args[1]) > 1 else 0,  # between two rolls
+    _aten.roll.default: lambda args, result: result.nbytes if len(args[1]) > 1 else 0,  # the result between two rolls
     _aten.mkldnn_rnn_layer.default: lstm_scratch,
     _aten.mkldnn_rnn_layer_backward.default: lstm_scratch,
 }

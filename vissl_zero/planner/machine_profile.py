@@ -1,6 +1,6 @@
-"""Profiles of machines that plans are timed for: the rates of one rank. Imports no torch.
+"""Profiles of machines: the rates of one rank, by which the time of a plan is estimated. Imports no torch.
 
-A profile ships with the package under a name, or comes from a file.
+A profile is part of the package and has a name, or is a file of the user.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ _MAX_BYTES = 2**16
 
 @dataclass(frozen=True)
 class MachineProfile:
-    """Rates that a rank sees.
+    """The rates of one rank.
 
     Attributes:
-        name: name for people.
-        flops: operations a second of matrix products in float32.
-        half_flops: the same in float16 or bfloat16.
-        memory: bytes a second where it computes.
-        near_link, far_link: bytes a second a rank sends to others on its machine, and to other machines.
-        host: bytes a second between device and host memory.
-        disk: bytes a second of a rank's share of a local disk.
-        operation_s: seconds that one operation costs beside what it computes.
+        name: name of the machine, as messages print it.
+        flops: floating-point operations per second of matrix products in float32.
+        half_flops: floating-point operations per second of matrix products in float16 or bfloat16.
+        memory: bytes per second of the memory in which the rank computes.
+        near_link, far_link: bytes per second that a rank sends to others on its machine, and to other machines.
+        host: bytes per second between device and host memory.
+        disk: bytes per second of a rank's share of a local disk.
+        operation_s: seconds of overhead of one operation.
         convolution_share: rate of convolutions over that of matrix products, forward and backward.
         fresh: bytes per second at which the system provides fresh memory, on a CPU; None: free of cost.
-        block_s: seconds that a large block of fresh memory costs beside its bytes.
+        block_s: seconds of overhead of a large block of fresh memory.
         reduce_link: bytes per second that a rank sends in an all-reduce on its machine; None: ``near_link``.
-        message_s: seconds of a collective of a few numbers.
-        transfer_s: seconds that level 3 takes to gather or reduce a unit beside sending it, on a CPU.
+        message_s: seconds of a collective over a few numbers.
+        transfer_s: seconds of overhead when level 3 gathers or reduces a unit, on a CPU.
         memory_gb: GiB on a rank's device; None: use this machine's device, or an assumed one.
-        capability: NVIDIA's compute capability of a rank's GPU; None: not known, or no GPU.
-        source: where the figures are from.
+        capability: NVIDIA's compute capability of a rank's GPU; None: unknown, or no GPU.
+        source: where the rates were measured or published.
     """
 
     name: str
@@ -66,15 +66,15 @@ class MachineProfile:
 
 
 def profile_names() -> list[str]:
-    """List the profiles that ship."""
+    """List the names of the package's profiles."""
     return sorted(path.name.removesuffix(".yaml") for path in _folder().iterdir() if path.name.endswith(".yaml"))
 
 
 def read_profile(profile: str) -> MachineProfile:
-    """Read a machine by the name of a profile that ships, or by the path of a YAML file with its fields.
+    """Read a profile by its name in the package, or by the path of a YAML file with its fields.
 
     Raises:
-        ConfigError: there is no such profile, or it is wrong; all that is wrong at once.
+        ConfigError: there is no such profile, or it has problems; all are named.
     """
     text = _text(profile)
     try:
@@ -86,8 +86,8 @@ def read_profile(profile: str) -> MachineProfile:
         raise _wrong(profile, "must map the names of rates to numbers", f"See {_folder() / 'h100x8.yaml'}.")
     if problems := list(_problems(profile, entries)):
         raise ConfigError(problems)
-    texts = {"name", "source"}
-    values: dict[str, Any] = {key: str(value) if key in texts else float(value) for key, value in entries.items()}
+    strings = {"name", "source"}
+    values: dict[str, Any] = {key: str(value) if key in strings else float(value) for key, value in entries.items()}
     return MachineProfile(**values)
 
 
@@ -97,7 +97,7 @@ def _text(profile: str) -> str:
     path = Path(profile).expanduser()
     try:
         return read_regular(path, _MAX_BYTES, follow_links=True).decode()
-    except (OSError, ValueError) as error:  # a zero byte in the path, bytes that are no text
+    except (OSError, ValueError) as error:  # a zero byte in the path, or bytes that are not UTF-8
         known = f"Known: {', '.join(profile_names())}.{did_you_mean(profile, profile_names())}"
         raise _wrong(profile, "must be a profile that ships, or a YAML file that can be read", known) from error
 

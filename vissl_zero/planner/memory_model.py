@@ -1,8 +1,9 @@
-"""The one forecast of memory: what a rank holds at every moment of a step, by kind, at any level and tier.
+"""The forecast of memory: the bytes of a rank at every moment of a step, by kind, at any level and tier.
 
-A recorded micro-batch (``step_trace.py``) says when activations and gradients come and go. Laid over it is what a level
-does at these moments: which units are gathered, when gradients leave, what communication and offload keep. The dry run,
-``plan``, ``fit`` and the out-of-memory advice all ask here. Nothing in this file runs a model or needs a process group.
+A recorded micro-batch (``step_trace.py``) has the moments when activations and gradients are allocated and freed. This
+file adds what a level does at these moments: which units are gathered, when gradients are sent, which buffers
+communication and offload keep. The dry run, ``plan``, ``fit`` and the out-of-memory advice all use it. Nothing here
+runs a model or needs a process group.
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ KINDS = (
     "communication",
     "offload_buffers",
 )
-_POINTS = 400  # of a drawn timeline
-# Of what a rank needs, added to the forecast: for fragments that a GPU's allocator leaves, and on a CPU for what twelve
-# recipes took beyond theirs (benchmarks/plan_accuracy.md).
+_POINTS = 400  # most points of a drawn timeline
+# Share that is added to each forecast: on a GPU for fragments of the allocator, on a CPU for the most by which twelve
+# recipes exceeded their forecasts (benchmarks/plan_accuracy.md).
 MARGIN = 0.05
 
 
@@ -52,11 +53,11 @@ class UpdateFacts:
     """The memory of one rank's optimizer step.
 
     Attributes:
-        state_bytes: optimizer state between steps.
+        state_bytes: bytes of optimizer state between steps.
         num_state_keys: state tensors per parameter.
-        temporary_bytes: most that is alive at once besides, while it runs.
-        whole_bytes, largest_bytes: of an optimizer that looks at full tensors, those of this rank and the largest;
-            else 0.
+        temporary_bytes: peak bytes of temporaries during the step.
+        whole_bytes, largest_bytes: bytes of this rank's full tensors, and of the largest of them; 0 for an optimizer
+            that needs no full tensors.
     """
 
     state_bytes: int
@@ -68,16 +69,16 @@ class UpdateFacts:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """The memory that does not depend on the level.
+    """The facts about a model's memory that do not depend on the level.
 
     Attributes:
-        params: parameters of the model, by full name, in its order.
-        buffer_bytes: running statistics and other buffers, and buffers of the loss.
-        average_buffer_bytes: buffers of a running average of the weights; 0 without one.
-        is_averaged: there is such an average.
-        teacher: parameters of the teacher, by full name; empty without one.
-        teacher_buffer_bytes: its buffers.
-        updates: updates by the number of ranks that share a copy of the state.
+        params: parameters of the model, by full name, in the order of the model.
+        buffer_bytes: bytes of the buffers of model (running statistics and others) and loss.
+        average_buffer_bytes: bytes of the buffers of a running average of the weights; 0 without an average.
+        is_averaged: whether the run keeps a running average of the weights.
+        teacher: parameters of the teacher, by full name; empty without a teacher.
+        teacher_buffer_bytes: bytes of the teacher's buffers.
+        updates: facts of the optimizer step, by the number of ranks that share a copy of the state.
     """
 
     params: Mapping[str, ParamFacts]
@@ -90,27 +91,27 @@ class ModelFacts:
 
 
 class _Pool(NamedTuple):
-    """Buffers that lie together (``offload/block_file.py``).
+    """Buffers in one allocation (``offload/block_file.py``).
 
     Attributes:
-        num_bytes: bytes of one.
-        number: number of such blocks.
-        used: number of those ever written to: the others take no memory. None: all.
+        num_bytes: bytes of a buffer.
+        number: number of buffers.
+        num_written: number of buffers that are ever written; the others take no memory. None: all.
     """
 
     num_bytes: int
     number: int
-    used: int | None = None
+    num_written: int | None = None
 
     @property
     def mapped_bytes(self) -> int:
-        """Whole huge pages, and one to begin at."""
+        """Bytes of whole huge pages, and of one more for alignment."""
         return _huge_pages(self.number * self.num_bytes) + HUGE_PAGE
 
     @property
     def resident_bytes(self) -> int:
-        """What of it the process holds."""
-        return _huge_pages((self.number if self.used is None else self.used) * self.num_bytes)
+        """Bytes that are resident."""
+        return _huge_pages((self.number if self.num_written is None else self.num_written) * self.num_bytes)
 
 
 def _huge_pages(num_bytes: int) -> int:
@@ -119,23 +120,23 @@ def _huge_pages(num_bytes: int) -> int:
 
 @dataclass(frozen=True)
 class StepMemory:
-    """A forecast step of the rank that holds most.
+    """The forecast of a step on the rank that needs most memory.
 
     Attributes:
-        peak_bytes: most of all tensors at any moment, where it computes.
-        resident_bytes: most that a rank needs for them, with ``MARGIN``. On a CPU what the process holds beyond itself
-            before the model is built: with what lies free between blocks, and what kernels and libraries add. On a GPU
-            ``peak_bytes``.
-        cleared_bytes: cleared bytes that the system hands out anew in a step, and clears before; 0 on a GPU, where
-            torch keeps them.
-        num_mapped: blocks of these that are mapped singly.
-        by_kind: bytes at that moment; see ``KINDS``.
-        phase: "teacher", "forward", "backward" or "update": in which the peak falls.
-        unit: the module entered last before it; empty for the model itself.
-        host_bytes: bytes in host memory beside that, where it computes on a GPU; 0 on the CPU.
+        peak_bytes: peak bytes of all tensors on the rank's device.
+        resident_bytes: bytes that the rank needs for them, with ``MARGIN``. On a CPU, these are the peak bytes of the
+            process without those before the model was built: holes between blocks, kernels and libraries add to
+            tensors. On a GPU, they are ``peak_bytes``.
+        cleared_bytes: fresh bytes of a step, which the system clears before it provides them; 0 on a GPU, where torch
+            keeps its memory.
+        num_mapped: number of fresh blocks that are mapped separately.
+        by_kind: bytes at the peak; see ``KINDS``.
+        phase: phase of the peak: "teacher", "forward", "backward" or "update".
+        unit: name of the last unit entered before the peak; empty for the model itself.
+        host_bytes: bytes in host memory in addition, if the rank computes on a GPU; 0 on the CPU.
         disk_bytes: bytes on a disk.
-        timeline: per kind, bytes at up to ``_POINTS`` moments, each the one with most of its stretch.
-        phases: phases of these moments.
+        timeline: bytes of each kind at up to ``_POINTS`` moments, each the peak of an interval.
+        phases: phase of each of these moments.
     """
 
     peak_bytes: int
@@ -161,16 +162,16 @@ def step_memory(
     num_nodes: int = 1,
     micro_batches: int = 1,
 ) -> StepMemory:
-    """Forecast the last micro-batch of a step and its update: earlier ones hold no more.
+    """Forecast the last micro-batch of a step, and its update; earlier micro-batches need no more memory.
 
     Args:
-        trace: trace of a micro-batch as ``plan`` runs it (recomputation, number formats).
+        trace: recording of a micro-batch under ``plan`` (recomputation, number formats).
         facts: facts of the model.
-        plan: level, tiers, shard group.
-        world_size: ranks.
+        plan: level, tiers and shard group.
+        world_size: number of ranks.
         device_type: "cpu" or "cuda".
-        num_nodes: machines.
-        micro_batches: per step.
+        num_nodes: number of machines.
+        micro_batches: micro-batches of a step.
     """
     step = _Step(trace, facts, plan, world_size, device_type, num_nodes, micro_batches)
     step.run()
@@ -179,7 +180,7 @@ def step_memory(
 
 @dataclass
 class _Step:
-    """Lays a level over a recording; see ``step_memory``. Bytes are changes at places of one merged timeline."""
+    """The computation of ``step_memory``: a level's changes in bytes, at places of the recording's timeline."""
 
     trace: StepTrace
     facts: ModelFacts
@@ -201,27 +202,27 @@ class _Step:
         for name, param in facts.params.items():
             if not param.is_replicated:
                 self.units.setdefault(param.unit, []).append(name)
-        self.whole = whole_units(facts.params, num_ranks)  # bytes of gathered ones in the master format
+        self.whole = whole_units(facts.params, num_ranks)  # bytes of gathered units in the master format
         self.compute_share = share_of(plan.precision.compute, plan)
         self.reduce_share = share_of(plan.precision.reduce, plan)
         self.changes: dict[str, list[tuple[int, int]]] = {kind: [] for kind in KINDS}
-        self.spikes: list[tuple[int, int, str]] = []  # place, bytes besides, kind
+        self.spikes: list[tuple[int, int, str]] = []  # place, bytes at this place alone, kind
         self.gathered: set[str] = set()
         self.gathered_of_teacher: set[str] = set()
         self.pending: dict[str, int] = {}
         self.finished: set[str] = set()  # parameters whose gradients are complete
         self.unsent = deque(self.buckets())
-        self.num_messages = 0  # of finished gradients so far
+        self.num_messages = 0  # sent so far, with finished gradients
         self.message = 0  # bytes of the last message of a unit
-        self.waiting: deque[int] = deque()  # bytes of gradients that would be sent, were another rank not behind
-        self.widened = 0  # bytes that buckets in a wider format have more than the gradients in them
+        self.waiting: deque[int] = deque()  # bytes of gradients that wait because another rank is behind
+        self.widened = 0  # bytes by which buckets in a wider format exceed the gradients in them
         self.place = 0
-        self.blocks: list[tuple[int, str, list[int]]] = []  # place, kind, bytes of each; negative: so many bytes go
+        self.blocks: list[tuple[int, str, list[int]]] = []  # place, kind, bytes of each; negative: freed bytes
 
     # -- what is there throughout ------------------------------------------------------------------------------
 
     def constants(self) -> Iterator[tuple[str, int]]:
-        """Yield the bytes that every moment of a step has."""
+        """Yield kind and bytes of memory that is there throughout a step."""
         plan, facts = self.plan, self.facts
         update = facts.updates[self.num_ranks]
         state = update.state_bytes
@@ -239,31 +240,31 @@ class _Step:
         yield "offload_buffers", sum(pool.mapped_bytes for pool in self.offload_pools())
 
     def part(self, param: ParamFacts) -> int:
-        """Return the bytes of a parameter that a rank of a shard group holds."""
+        """Return the bytes of a parameter's shard; at level 0, of the parameter."""
         return param.padded(self.num_ranks) if self.plan.level else param.num_bytes
 
     def held(self, params: Mapping[str, ParamFacts], stored: Mapping[str, ParamFacts]) -> list[int]:
-        """List the bytes of each parameter that a rank holds in memory between units."""
+        """List the bytes of each parameter in a rank's memory between units; ``stored`` parameters are on a disk."""
         held = (param for name, param in params.items() if name not in stored)
         return [self.part(param) if self.has_shards else param.num_bytes for param in held]
 
     def on_device(self, params: Mapping[str, ParamFacts], stored: Mapping[str, ParamFacts]) -> int:
-        """Sum their bytes where a rank computes, between units. What is replicated stays there."""
+        """Sum the bytes of parameters on a rank's device between units. Replicated parameters are always there."""
         if self.device_type == "cpu" or self.plan.offload_params.place(self.device_type) == "device":
             return sum(self.held(params, stored))
         return sum(param.num_bytes for param in params.values() if param.is_replicated)
 
     def communication(self) -> Iterator[tuple[str, int]]:
-        """Yield buffers between ranks. On a CPU they are of fixed size; nccl's own are not counted."""
-        # Where parameters are whole, a rank alone has them too.
+        """Yield kind and bytes of communication buffers. On a CPU, their size is fixed; nccl's are not counted."""
+        # If parameters are whole, even a single rank has these buffers.
         if self.device_type != "cpu" or (self.num_ranks == 1 and not self.is_whole):
             return
         slots = 2 * CpuCommunicator.LAG * SLOT_BYTES
-        # In shared memory a rank maps the slots of all ranks; over a network it has its own, and those of all that
-        # arrives.
+        # In shared memory, a rank maps the slots of all ranks. Over a network, it has slots to send, and slots to
+        # receive from every rank.
         per_exchange = slots * self.num_ranks if self.num_nodes == 1 else slots * (self.num_ranks + 1)
         yield "communication", per_exchange
-        if self.is_whole:  # zeros, for gradients that are not there
+        if self.is_whole:  # zeros, for parameters without gradients
             itemsize = dtype_of(self.plan.precision.master).itemsize
             yield "communication", (SLOT_BYTES // itemsize // self.num_ranks) * itemsize
         if self.has_shards:
@@ -278,7 +279,7 @@ class _Step:
                 yield "communication", int(largest * self.compute_share) + self.packed()
 
     def packed(self) -> int:
-        """Return the bytes of the largest messages of a unit, of all ranks, that have weights in float8."""
+        """Return the bytes of all ranks' messages of the largest unit that has weights in float8."""
         if self.plan.level < 3:
             return 0
         units = [[self.facts.params[name] for name in names] for names in self.units.values()]
@@ -291,29 +292,29 @@ class _Step:
 
     @property
     def keeps_buffer(self) -> bool:
-        """Return whether units are gathered into, and reduced from, memory that stays: ``communication`` counts it."""
+        """Return whether gathers and reductions use a permanent buffer, which ``communication`` counts."""
         return self.device_type == "cpu" and self.num_ranks > 1
 
     @property
     def is_streamed(self) -> bool:
-        """The update passes through buffers (``offload/tier.py``): without any state only where parameters do."""
+        """Whether the update passes through buffers (``offload/tier.py``)."""
         has_state = self.facts.updates[self.num_ranks].num_state_keys > 0
         return self.plan.offload_params.is_on_disk or (self.plan.offload_optimizer.is_on_disk and has_state)
 
     @property
     def takes_temporaries(self) -> bool:
-        """The base optimizer updates everything at once, where it computes."""
+        """Whether the base optimizer updates everything at once on the device."""
         return not self.is_streamed and self.plan.offload_optimizer.place(self.device_type) != "host"
 
     def offload_pools(self) -> Iterator[_Pool]:
-        """Yield what passes through memory on its way from and to a disk."""
+        """Yield the pools of buffers between memory and a disk."""
         value = 0
         if self.plan.offload_params.is_on_disk:
             # The teacher is a sharded model of its own, with buffers of its own.
             for params in (*([self.stored_teacher] if self.facts.teacher else []), self.stored):
                 value = pages(self.value_record(params))
                 yield _Pool(value, NUM_BUFFERS)
-                # No more of these are written at once than a unit has records.
+                # At most as many buffers are written as the largest unit has records.
                 most = -(-self.largest_stored(params) // self.chunk_bytes)
                 yield _Pool(value, NUM_TRAYS, min(NUM_TRAYS, most))
         state = pages(self.state_record()) if self.plan.offload_optimizer.is_on_disk else 0
@@ -322,7 +323,7 @@ class _Step:
             yield _Pool(state + 2 * value * (not is_whole), NUM_TRAYS)
 
     def largest_stored(self, params: Mapping[str, ParamFacts]) -> int:
-        """Return the bytes of the largest record on disk; a unit's trained and frozen parameters have one each."""
+        """Return the most bytes that a unit's trained, or its frozen, parameters have on a disk."""
         groups: dict[tuple[str, bool], int] = {}
         for param in params.values():
             group = param.unit, param.is_trained
@@ -331,7 +332,7 @@ class _Step:
 
     @property
     def chunk_bytes(self) -> int:
-        """Most bytes of a record of parameters on a disk."""
+        """Largest possible bytes of a record of parameters on a disk."""
         return CHUNK_ELEMENTS * dtype_of(self.plan.precision.master).itemsize
 
     def value_record(self, params: Mapping[str, ParamFacts]) -> int:
@@ -344,14 +345,14 @@ class _Step:
         keys = update.num_state_keys
         if update.whole_bytes:
             return min(RECORD_BYTES, -(-update.state_bytes // update.whole_bytes) * update.largest_bytes)
-        if self.plan.offload_params.is_on_disk:  # beside each record of parameters
+        if self.plan.offload_params.is_on_disk:  # one record of state for each record of parameters
             return keys * self.value_record(self.stored)
         return min(RECORD_BYTES, keys * sum(map(self.part, self.trained.values())))
 
     # -- what changes --------------------------------------------------------------------------------------------
 
     def change(self, kind: str, *blocks: int) -> None:
-        """Record blocks that come at the present place, by their bytes, or a negative number of bytes that go."""
+        """Record blocks allocated at the current place, by their bytes, or a negative number of freed bytes."""
         if num_bytes := sum(blocks):
             self.changes[kind].append((self.place, num_bytes))
             self.blocks.append((self.place, kind, [size for size in blocks if size]))
@@ -362,11 +363,11 @@ class _Step:
             gathered.add(unit)
             params = (self.facts.params[name] for name in self.units[unit])
             self.change(kind, *(int(p.padded(self.num_ranks) * self.num_ranks * self.compute_share) for p in params))
-            if self.plan.offload_params.is_on_disk:  # its shards, and a buffer unless it is kept
+            if self.plan.offload_params.is_on_disk:  # the unit's shards, and a buffer unless it is permanent
                 read = sum(self.part(self.stored[name]) for name in self.units[unit] if name in self.stored)
                 buffer = 0 if self.keeps_buffer and kind == "params" else self.whole[unit] * self.compute_share
                 self.spikes.append((self.place, read + int(buffer), kind))
-            elif self.device_type == "cuda":  # the buffer it is gathered into
+            elif self.device_type == "cuda":  # the buffer that receives the unit
                 self.spikes.append((self.place, int(self.whole[unit] * self.compute_share), "communication"))
 
     def free(self, unit: str, gathered: set[str], kind: str) -> None:
@@ -385,22 +386,22 @@ class _Step:
             self.change("grads", *(self.part(param) for name, param in self.trained.items() if name not in self.stored))
 
     def run(self) -> None:
-        """Walk over all marks."""
+        """Record the changes of all marks."""
         self.begin()
         for index, mark in enumerate(self.trace.marks):
-            # Each mark takes a place of its own among the deltas; result() moves the deltas to make room.
+            # Each mark has its own place among the deltas; result() shifts the deltas accordingly.
             self.place = mark.place + index
             self.take(mark)
         self.place = len(self.trace.deltas) + len(self.trace.marks)
         if self.waiting:
             self.place += 1
             self.change("grads", -sum(self.waiting))
-        if self.widened:  # all buckets are there until the last has been cast back
+        if self.widened:  # all buckets stay until the last is cast back
             self.spikes.append((self.place, sum(param.num_bytes for param in self.trained.values()), "grads"))
             self.place += 1
             self.change("grads", -self.widened)
         if self.has_shards:
-            # A unit whose inputs need no gradient has no end in the backward pass: torch reduces it when the pass ends.
+            # If a unit's inputs need no gradient, its backward pass has no end mark; torch reduces it after the pass.
             for unit in [*self.pending]:
                 self.place += 1
                 self.reduce(unit)
@@ -410,7 +411,7 @@ class _Step:
         self.change("communication", -self.message)
 
     def take(self, mark: Mark) -> None:
-        """Apply what one mark changes."""
+        """Record the changes of one mark."""
         moment, name = mark.moment, mark.name
         if moment in (Moment.FORWARD_IN, Moment.BACKWARD_IN):
             self.gather(name, self.gathered, "params")
@@ -435,29 +436,29 @@ class _Step:
             if not param.is_replicated:
                 self.pending[param.unit] = self.pending.get(param.unit, 0) + num_bytes
             return
-        # At levels 0 and 1 it was added to that of earlier micro-batches, and counted as an activation until then.
+        # At levels 0 and 1, it was an activation until it was added to the gradient of earlier micro-batches.
         if not (has_earlier and self.plan.level < 2):
             self.change("grads", num_bytes)
         self.finished.add(name)
-        while self.unsent and self.finished.issuperset(self.unsent[0]):  # a bucket waits for those before it
+        while self.unsent and self.finished.issuperset(self.unsent[0]):  # buckets are sent in order
             bucket = self.unsent.popleft()
             total = sum(self.facts.params[done].num_bytes for done in bucket)
             if self.is_whole:
                 self.num_messages += 1
                 self.waiting.append(total)
-                # Beside the announcement of a round, the first messages have slots that no other rank must read first.
+                # The first messages of a round find free slots; one slot is taken by the announcement of the round.
                 most = 0 if self.num_messages < CpuCommunicator.LAG else MAX_BACKLOG_BYTES
                 while sum(self.waiting) > most:
                     self.change("grads", -self.waiting.popleft())
             else:
                 sent = int(total * self.reduce_share)
                 self.spikes.append((self.place, sent, "communication"))
-                self.blocks.append((self.place, "grads", [sent, -total]))  # the bucket stays in their place
+                self.blocks.append((self.place, "grads", [sent, -total]))  # the bucket replaces its gradients
                 self.changes["grads"].append((self.place, sent - total))
                 self.widened += sent - total
 
     def buckets(self) -> Iterator[Sequence[str]]:
-        """Yield the names of gradients that leave together, in the order in which they may."""
+        """Yield the names of gradients that are sent together, in the order of sending."""
         if self.has_shards or self.world_size == 1:
             return
         names = [*self.trained][::-1]
@@ -477,7 +478,7 @@ class _Step:
             yield bucket
 
     def messages(self, names: Sequence[str]) -> Iterator[Sequence[str]]:
-        """Yield parameters whose gradients have left with each message, as ``plan_messages`` packs them."""
+        """Yield, for each message of ``plan_messages``, the parameters whose gradients it completes."""
         itemsize = dtype_of(self.plan.precision.master).itemsize
         capacity = SLOT_BYTES // itemsize // self.num_ranks
         ended: list[str] = []
@@ -495,7 +496,7 @@ class _Step:
         yield ended
 
     def reduce(self, unit: str) -> None:
-        """Reduce a unit's gradients to this rank's part of their mean."""
+        """Reduce a unit's gradients to this rank's shard of their mean."""
         whole = self.pending.pop(unit, 0)
         if not whole:
             return
@@ -504,25 +505,25 @@ class _Step:
         self.change("grads", -whole)
         mean = int(self.shards(params) * self.reduce_share)
         message = 0 if self.keeps_buffer else mean * self.num_ranks
-        # Still there for a moment: torch frees the gradients of a unit once they are copied into the message, and makes
-        # room for their mean after that. A message stays until the next, unless gradients go to a disk.
+        # torch frees the gradients of a unit after it has copied them into the message, and then allocates their mean.
+        # A message stays until the next, unless gradients go to a disk.
         self.spikes.append((self.place, max(whole - mean, 0) if message and not moved else whole, "grads"))
         if message and not moved:
             self.change("communication", -self.message)
             self.change("communication", message)
             self.message = message
-        if self.reduce_share != 1:  # their mean, before it is cast to the parameters' format
+        if self.reduce_share != 1:  # the mean, before it is cast to the parameters' format
             self.spikes.append((self.place, mean, "grads"))
         if moved:
             self.spikes.append((self.place, moved + message, "grads"))
         if self.micro_batches == 1:
-            # With more micro-batches, begin() has counted the shards: further gradients are added to these.
+            # With more micro-batches, begin() has counted the shards; later gradients are added to them.
             self.change("grads", *(self.part(param) for name, param in params.items() if name not in self.stored))
 
     # -- sums ----------------------------------------------------------------------------------------------------
 
     def result(self) -> StepMemory:
-        """Add up; find the peak."""
+        """Sum all changes, and find the peak."""
         trace, length = self.trace, self.place + 1
         series = {kind: torch.zeros(length, dtype=torch.int64) for kind in KINDS}
         places = torch.tensor([mark.place for mark in trace.marks], dtype=torch.int64)
@@ -541,7 +542,7 @@ class _Step:
         for place, num_bytes, kind in self.spikes:
             series[kind][min(place, length - 1)] += num_bytes
         update = self.facts.updates[self.num_ranks]
-        # A streamed update works in buffers that are counted already; one on the host takes no memory of the device.
+        # A streamed update uses buffers that are counted already; an update on the host takes no device memory.
         if self.takes_temporaries:
             series["optimizer"][-1] += update.temporary_bytes
         series["optimizer"][-1] += self.whole_tensors()
@@ -569,10 +570,7 @@ class _Step:
         )
 
     def resident(self) -> tuple[int, int, int]:
-        """Return a CPU rank's peak in bytes, the bytes that are cleared in a step, and the number of large blocks.
-
-        Blocks are replayed on the allocator's heap.
-        """
+        """Replay all blocks on a CPU rank's heap; returns peak bytes, and cleared bytes and large blocks of a step."""
         facts, update = self.facts, self.facts.updates[self.num_ranks]
         constants: dict[str, int] = {}
         for kind, num_bytes in self.constants():
@@ -599,14 +597,14 @@ class _Step:
         return replay.peak_bytes + others, replay.cleared_bytes, replay.num_mapped
 
     def phases(self, places: Sequence[int], last: int) -> list[tuple[str, str]]:
-        """Return each place's phase, and the unit entered last. ``last`` is the place of the update."""
+        """Return the phase of each place, and the last unit entered before it. ``last`` is the place of the update."""
         begins, entered = [0], [("forward", "")]
         for index, mark in enumerate(self.trace.marks):
             phase, unit = entered[-1]
             if mark.moment == Moment.TEACHER_IN:
                 phase, unit = "teacher", mark.name
             elif mark.moment == Moment.FORWARD_IN and phase != "backward":
-                # One that comes in the backward pass is a recomputation, and belongs to that.
+                # In the backward pass, FORWARD_IN marks a recomputation, which belongs to the phase "backward".
                 phase, unit = "forward", mark.name
             elif mark.moment == Moment.LOSS:
                 phase, unit = "backward", ""
@@ -618,26 +616,26 @@ class _Step:
         return [("update", "") if place == last else one for place, one in zip(places, phases, strict=True)]
 
     def whole_tensors(self) -> int:
-        """Count the bytes of full tensors during an update, and of the messages in which they travel."""
+        """Return the bytes of full tensors during an update, and of their messages."""
         update = self.facts.updates[self.num_ranks]
         if not (self.plan.level and update.whole_bytes):
             return 0
-        # Gradients, and values unless all ranks hold them: both as they came in, and as tensors.
+        # Gradients, and values unless all ranks hold them: each as a received message and as a tensor.
         copies = 3 if self.is_whole else 4
         if not (self.plan.offload_optimizer.is_on_disk or self.plan.offload_params.is_on_disk):
             return copies * update.whole_bytes
         of_round = ROUND_ELEMENTS * dtype_of(self.plan.precision.master).itemsize
         at_once = min(max(update.largest_bytes, of_round), update.whole_bytes)
-        if self.plan.offload_optimizer.is_on_disk:  # the state too comes for the update alone
+        if self.plan.offload_optimizer.is_on_disk:  # the state too is in memory only for the update
             copies += -(-update.state_bytes // update.whole_bytes)
         return copies * at_once
 
     def shards(self, params: Mapping[str, ParamFacts]) -> int:
-        """Sum the bytes of the parts of a shard group's first rank."""
+        """Sum the bytes of the shards on a shard group's first rank."""
         return sum(param.padded(self.num_ranks) for param in params.values())
 
     def elsewhere(self) -> tuple[int, int]:
-        """Return the bytes in host memory beside the device, and on a disk."""
+        """Return the bytes in host memory if the rank computes on a GPU, and the bytes on a disk."""
         plan, host, disk = self.plan, 0, 0
         everything = sum(self.shards(params) for params in (self.facts.params, self.trained, self.facts.teacher))
         stored_grads = {name: param for name, param in self.stored.items() if param.is_trained}
@@ -659,7 +657,7 @@ class _Step:
 
 
 def _drawn(total: Tensor) -> list[int]:
-    """Select at most ``_POINTS`` places of a timeline: the fullest of each stretch, and the last."""
+    """Select about ``_POINTS`` places of a timeline: the peak of each interval, and the last place."""
     stretch = max(1, -(-len(total) // _POINTS))
     starts = range(0, len(total), stretch)
     chosen = [start + int(total[start : start + stretch].argmax()) for start in starts]

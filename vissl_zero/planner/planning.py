@@ -1,7 +1,7 @@
-"""Ways to run a recipe in a given amount of memory: all of them with their forecasts, or the cheapest that fits.
+"""Plans that run a recipe in a given amount of memory: all of them with their forecasts, or the cheapest that fits.
 
-``ZERO.LEVEL: fit`` is decided here, before a run is resolved for good. What is chosen is written into the configuration
-as if the user had written it, so ``config.resolved.yaml`` repeats the run without choosing again.
+``ZERO.LEVEL: fit`` is decided here, before the run is resolved. The chosen settings are written into the configuration
+as if the user had written them, so ``config.resolved.yaml`` repeats the run without choosing again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from vissl_zero.errors import ConfigError, Problem, VisslZeroError
 from vissl_zero.planner.candidates import (
     Budget,
     Candidate,
-    Found,
+    Forecasts,
     because,
     chosen_of,
     kept_in_part,
@@ -42,21 +42,21 @@ from vissl_zero.sharding.model.float8 import device_problems
 _FIT = "fit"
 _GIB = 2**30
 _ASSUMED_GPU = 80 * _GIB
-_SPLITS = (2, 4, 8)  # micro-batches tried, times those of the recipe
-_PASSES = (4, 16)  # tried, times those of the recipe
-_FEW = 8  # images: a smaller batch is a multiple of it
+_SPLITS = (2, 4, 8)  # factors to try for the recipe's micro-batches
+_PASSES = (4, 16)  # factors to try for the recipe's passes
+_FEW = 8  # images; an advised smaller batch is a multiple of it
 
 
 @dataclass(frozen=True)
 class Planned:
-    """A recipe and all ways to run it.
+    """A recipe and all plans that run it.
 
     Attributes:
-        config: config as composed.
-        plan: the run as it would be at level 0.
-        candidates: cheapest first.
+        config: configuration as composed.
+        plan: the resolved run without offload, at level 0 if the configuration asks for fit.
+        candidates: candidates, cheapest first.
         budget: budget of a rank.
-        assumed: sentences on what was assumed of the images.
+        assumed: sentences on what was assumed about the images.
         num_images: number of images of the run.
         machine: machine whose rates time the candidates.
     """
@@ -71,7 +71,7 @@ class Planned:
 
     @property
     def chosen(self) -> Candidate | None:
-        """The cheapest that fits."""
+        """The cheapest candidate that fits; None: nothing fits."""
         return chosen_of(self.candidates)
 
 
@@ -81,7 +81,8 @@ def fitted(composed: Composed) -> Composed:
     A configuration that names a level is returned unchanged.
 
     Raises:
-        ConfigError, DataError: what the run would be refused for; or nothing fits, with the smallest memory that would.
+        ConfigError, DataError: the run would be refused with the same error, or no plan fits; the error names the
+            smallest sufficient memory.
     """
     if str(composed.run.ZERO.LEVEL) != _FIT:
         return composed
@@ -94,8 +95,8 @@ def fit_plans(composed: Composed, run_dir: str | Path = "/nowhere", free_bytes: 
 
     Args:
         composed: a configuration whose ZERO.LEVEL is fit.
-        run_dir: where it would write.
-        free_bytes: free bytes of this machine; None: what is free in this process.
+        run_dir: run folder.
+        free_bytes: free bytes of this machine; None: this measures them.
     Raises: as ``fitted``.
     """
     planned = plan_run(composed.run, composed.recipe, run_dir, free_bytes)
@@ -114,15 +115,15 @@ def fit_plans(composed: Composed, run_dir: str | Path = "/nowhere", free_bytes: 
 def plan_run(
     cfg: RunConfig, recipe: str = "", run_dir: str | Path = "/nowhere", free_bytes: int | None = None
 ) -> Planned:
-    """Forecast every way to run a recipe that trains the same.
+    """Forecast every plan of a recipe that trains the same model.
 
     Args:
-        cfg: configuration as ``compose`` gives it; with ``DRY_RUN`` images need not be here.
-        recipe: what ``config=`` named.
-        run_dir: where it would write.
-        free_bytes: free bytes of this machine; None: what is free in this process.
+        cfg: configuration as ``compose`` returns it; with ``DRY_RUN``, images need not be here.
+        recipe: value of ``config=``.
+        run_dir: run folder.
+        free_bytes: free bytes of this machine; None: this measures them.
     Raises:
-        ConfigError, DataError: what the run would be refused for.
+        ConfigError, DataError: the run would be refused with the same error.
     """
     plain = _without_choice(cfg)
     plan = resolve(plain, run_dir, recipe=recipe)
@@ -148,8 +149,8 @@ def plan_run(
     return Planned(cfg, plan, candidates, budget, stage.assumed, len(stage.loader.source), machine)
 
 
-def _forecasts(stages: Sequence[Stage], budget: Budget) -> Found:
-    """Forecast all stages; beside the chosen plan, those that recompute or offload no more than needed."""
+def _forecasts(stages: Sequence[Stage], budget: Budget) -> Forecasts:
+    """Forecast all stages; for the chosen plan also plans that recompute or offload only as much as needed."""
     by_number = {stage.plan.accumulation_steps: stage for stage in stages}
     rows = [row for stage in stages for row in stage.forecasts()]
 
@@ -165,10 +166,10 @@ def _forecasts(stages: Sequence[Stage], budget: Budget) -> Found:
 
 
 def _budget_of(cfg: RunConfig, plan: ResolvedRun, free_bytes: int | None = None) -> Budget:
-    """Return what a rank may use: as the configuration says, else what the machine has; less where that was too little.
+    """Return the budget of a rank: the configured one, or the machine's; less if a plan ran out of memory in it.
 
-    Plans of this run folder that ran out of memory say what the forecasts of later ones must stay below: below theirs,
-    and by as much as they took beyond theirs below the budget.
+    If plans of this run folder ran out of memory, later forecasts must be smaller than theirs. The bytes that these
+    plans took beyond their forecasts are subtracted from the budget.
     """
     budget, rows = _plain_budget(cfg, plan, free_bytes), outcomes(Path(plan.run_dir))
     most = most_bytes(rows)
@@ -206,7 +207,7 @@ def _plain_budget(cfg: RunConfig, plan: ResolvedRun, free_bytes: int | None) -> 
 
 
 def _without_choice(cfg: RunConfig) -> RunConfig:
-    """Copy the configuration at level 0 (or 3, where AMP asks for parameters in half precision), nothing offloaded."""
+    """Return a copy of the configuration without offload, and with level 0 in the place of fit."""
     plain = copy.deepcopy(cfg)
     for block in (plain.ZERO.offload_optimizer_config, plain.ZERO.offload_param_config):
         block.device, block.nvme_path = "none", None
@@ -233,10 +234,10 @@ class Remedy:
     """A change to a recipe that makes a plan fit where none does.
 
     Attributes:
-        candidate: the cheapest plan with this change.
-        override: what to add to the command.
-        num_images: images in a step.
-        is_same: a step has as many images as before.
+        candidate: the cheapest plan with this change that fits.
+        override: override to add to the command.
+        num_images: images of a step.
+        is_same: whether a step has as many images as before.
     """
 
     candidate: Candidate
@@ -254,7 +255,7 @@ class Remedy:
 
 
 def remedies(planned: Planned) -> list[Remedy]:
-    """Find changes that make a plan fit where none does: passes, exact accumulation, the largest batch without them.
+    """Find changes that make a plan fit if none does: more passes, exact accumulation, or a smaller batch.
 
     Cost: up to eight forecasts, a few seconds each.
     """
@@ -266,7 +267,7 @@ def remedies(planned: Planned) -> list[Remedy]:
 
 
 def _passes_remedy(planned: Planned) -> Iterator[Remedy]:
-    """Try more passes of a micro-batch, fewer first; refused for a model whose rows see each other."""
+    """Try to split a micro-batch into more passes, fewest first; models whose rows see each other are refused."""
     plan = planned.plan
     for times in _PASSES:
         number = plan.crop_passes * times
@@ -276,14 +277,14 @@ def _passes_remedy(planned: Planned) -> Iterator[Remedy]:
 
 
 def _chosen_with(planned: Planned, stage: Stage) -> Candidate | None:
-    """Choose among the candidates and those of a changed recipe."""
+    """Choose among the candidates and the plans of a changed recipe."""
     before = [(c.sharding, c.micro_batches, c.batch_per_rank, c.forecast) for c in planned.candidates]
-    rows = [*before, *stage.forecasts_if_any_fits(planned.budget)]
+    rows = [*before, *stage.forecasts(planned.budget)]
     return chosen_of(rank_candidates(rows, planned.budget, planned.plan.world_size))
 
 
 def _exact_remedy(planned: Planned) -> Iterator[Remedy]:
-    """Try micro-batches with one loss over all of them, from the largest on."""
+    """Try micro-batches that share one loss, largest first."""
     plan, key = planned.plan, "config.TRAINER.EXACT_ACCUMULATION=true"
     if plan.exact_accumulation:
         return
@@ -300,7 +301,7 @@ def _exact_remedy(planned: Planned) -> Iterator[Remedy]:
 
 
 def _batch_remedy(planned: Planned) -> Iterator[Remedy]:
-    """Find the largest micro-batch of the smallest plan: a line through two forecasts, and a third that confirms it."""
+    """Find the largest micro-batch that fits with the smallest plan, by a line through two forecasts and a third."""
     plan, least = planned.plan, smallest(planned.candidates)
     if least is None or least.forecast.step is None or least.batch_per_rank < _FEW:
         return

@@ -1,4 +1,4 @@
-"""Resident memory of a CPU rank: a recorded step, replayed block by block on the allocator's heap."""
+"""Resident memory of a CPU rank: a replay of a recorded step, block by block, on the allocator's heap."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from vissl_zero.planner.step_trace import Moment, StepTrace
 from vissl_zero.resolve.resolved import ShardingPlan
 
 _MIB = 2**20
-# Beside tensors and holes, beyond what is imported: measured in plans of twelve recipes on two ranks
-# (benchmarks/plan_accuracy.md), the first in 18 networks too (benchmarks/fit_budgets.md).
+# Bytes in addition to tensors, holes and imported code: measured in plans of twelve recipes on two ranks
+# (benchmarks/plan_accuracy.md), and _PROCESS_BYTES in 18 networks too (benchmarks/fit_budgets.md).
 _PROCESS_BYTES = 10 * _MIB  # the model's modules, threads, autograd's graph
-_SUM_BYTES = 15 * _MIB  # what gloo holds while it sums gradients, at most; of a small model no more than these
-_STREAM_BYTES = {1: 3 * _MIB, 2: 3 * _MIB, 3: 9 * _MIB}  # by level, of threads that read and write optimizer state
-_STORE_BYTES = 7 * _MIB  # of threads that read and write parameters
+_SUM_BYTES = 15 * _MIB  # most that gloo takes to sum gradients; for a small model, the bytes of its gradients
+_STREAM_BYTES = {1: 3 * _MIB, 2: 3 * _MIB, 3: 9 * _MIB}  # threads that read and write optimizer state, by level
+_STORE_BYTES = 7 * _MIB  # threads that read and write parameters
 _NUM_STEPS = 3  # the first has no optimizer state yet, and after the third nothing new happens
 
 
 def process_bytes(plan: ShardingPlan, world_size: int, gradients: Sequence[int]) -> int:
-    """Return the bytes that a CPU rank holds beside its tensors and the holes between them.
+    """Return the resident bytes of a CPU rank in addition to its tensors and the holes between them.
 
     Args:
         plan: level and tiers.
-        world_size: ranks.
-        gradients: bytes of each.
+        world_size: number of ranks.
+        gradients: bytes of each gradient.
     """
     total = _PROCESS_BYTES
     if plan.level == 0 and world_size > 1:
@@ -38,14 +38,14 @@ def process_bytes(plan: ShardingPlan, world_size: int, gradients: Sequence[int])
 
 
 class BlockReplay:
-    """Puts the blocks of a step on a heap, in the order of the step.
+    """Allocates and frees the blocks of a step on a heap, in the order of the step.
 
     Args:
-        heap: empty.
+        heap: an empty heap.
 
     Attributes:
-        cleared_bytes: fresh memory from the system, which must be cleared, per step.
-        num_mapped: blocks of it that are mapped singly, per step.
+        cleared_bytes: bytes that the system clears and provides in a step.
+        num_mapped: number of blocks that are mapped separately in a step.
     """
 
     def __init__(self, heap: Heap):
@@ -57,11 +57,11 @@ class BlockReplay:
 
     @property
     def peak_bytes(self) -> int:
-        """Most that was resident so far."""
+        """Peak of resident bytes so far."""
         return self._heap.peak_bytes
 
     def keep(self, sizes: Iterable[int]) -> None:
-        """Allocate blocks that stay for good."""
+        """Allocate blocks that are never freed."""
         for size in sizes:
             self._heap.allocate(size)
 
@@ -74,21 +74,21 @@ class BlockReplay:
         states: Sequence[int],
         temporaries: Sequence[int],
     ) -> None:
-        """Replay some steps.
+        """Replay ``_NUM_STEPS`` steps.
 
         Args:
-            trace: trace of a micro-batch.
-            changes: place among its deltas and marks, kind, and bytes of blocks that come, or of all that go, negative.
-            spikes: place, bytes, kind of what comes and goes at once.
-            images: bytes of those of a step.
-            states: optimizer state that the first update makes.
-            temporaries: temporaries of an update.
+            trace: recording of a micro-batch.
+            changes: place among its deltas and marks, kind, and bytes of allocated blocks; freed bytes are negative.
+            spikes: place, bytes and kind of blocks that are allocated and freed at once.
+            images: bytes of a step's images.
+            states: bytes of each tensor of optimizer state, which the first update creates.
+            temporaries: bytes of each temporary of an update.
         """
         at: dict[int, list[tuple[str, list[int]]]] = defaultdict(list)
         for place, kind, sizes in changes:
             at[place].append((kind, sizes))
         for place, size, kind in spikes:
-            if kind not in ("grads", "communication"):  # what stays a moment longer, and buckets, which stay
+            if kind not in ("grads", "communication"):  # these are freed later, or not at all
                 at[place].append((kind, [size, -size]))
         marks = [mark.place + index for index, mark in enumerate(trace.marks)]
         handed = {  # activations that become a finished gradient
@@ -106,7 +106,7 @@ class BlockReplay:
                     next_mark += 1
                     self._change(at.get(place, ()))
                 else:
-                    if index in trace.scratch:  # of a kernel that has made its outputs
+                    if index in trace.scratch:  # freed once the kernel has made its outputs
                         self._heap.free(self._heap.allocate(trace.scratch[index]))
                     self._delta(trace, index, index in handed)
                     index += 1
@@ -141,7 +141,7 @@ class BlockReplay:
                     self._handed = None
                 else:
                     self._live[kind].append((self._heap.allocate(size), size))
-        if self._handed is not None:  # sent at once, or added to what is there
+        if self._handed is not None:  # sent at once, or added to an earlier gradient
             self._heap.free(self._handed[0])
             self._handed = None
 

@@ -1,8 +1,8 @@
-"""How long a step takes at a level: what is computed, plus what travels.
+"""The time of a step at a level: computation, plus communication and traffic of disk and host.
 
 A roofline over the recorded operations: every kernel takes the longer of its arithmetic and its memory traffic, at the
-rates of a profile (``machine_profile.py``). Small layers do not reach these rates, so a roofline ranks plans and
-promises no seconds. Messages, disk and host traffic add up and hide behind nothing.
+rates of a profile (``machine_profile.py``). Small layers do not reach these rates, so the estimates rank plans but do
+not predict seconds. Messages, disk and host traffic are added without overlap.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from vissl_zero.sharding.param_facts import params_on_disk
 
 
 def cause_of(error: Exception) -> str:
-    """Return the type of an error and the first line of its text."""
+    """Return the type of an error and the first line of its message."""
     return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}".rstrip(": ")
 
 
-# Of a unit: gathered for the forward and for the backward pass, and its gradients reduced.
+# Collectives of a unit: it is gathered for the forward and for the backward pass, and its gradients are reduced.
 _TRANSFERS = 3
-# A parameter that comes from a disk and returns to it, for each micro-batch, costs about as much as so many transfers.
-# Measured with three small networks on two ranks (benchmarks/plan_accuracy.md).
+# A parameter that is read from a disk and written back costs, per micro-batch, about as much as this number of
+# transfers. Measured with three small networks on two ranks (benchmarks/plan_accuracy.md).
 _STREAMED_TRANSFERS = 1.5
 _HALF = ("float16", "bfloat16")
 _ASSUMED = {"cpu": "cpu_core", "cuda": "h100x8"}
 
 
 def machine_for(device_type: str) -> MachineProfile:
-    """Return the machine that a plan assumes for a device where nothing says more."""
+    """Return the machine that plans assume for a type of device by default."""
     return read_profile(_ASSUMED[device_type])
 
 
@@ -58,14 +58,14 @@ def step_seconds(  # noqa: PLR0913
     """Estimate the seconds of one step of a rank.
 
     Args:
-        trace, facts: as for ``step_memory``.
+        trace, facts: see ``step_memory``.
         plan: level and tiers.
-        world_size, num_nodes: ranks and machines.
-        micro_batches: per step.
-        machine: its rates.
-        device_type: "cpu" or "cuda": on the CPU the tier ``cpu`` is where state is anyway.
-        memory: memory of the same step; None where it is not known.
-        num_threads: number of threads of a rank, on the CPU: they share the arithmetic.
+        world_size, num_nodes: number of ranks and of machines.
+        micro_batches: micro-batches of a step.
+        machine: machine with its rates.
+        device_type: "cpu" or "cuda".
+        memory: forecast memory of the same step; None: unknown.
+        num_threads: threads of a rank on the CPU, which share the arithmetic.
     """
     num_ranks = plan.ranks_per_copy(world_size)
     compute = work_seconds(trace.work, plan, machine, num_threads)
@@ -79,7 +79,7 @@ def step_seconds(  # noqa: PLR0913
     group_link = machine.near_link if num_ranks <= world_size // num_nodes else machine.far_link
     cut = (num_ranks - 1) / num_ranks
     if plan.level == 0:
-        # A ring all-reduce sends (N-1)/N of the gradients twice: to sum them, and to tell the sums.
+        # A ring all-reduce sends (N-1)/N of the gradients twice: to sum them, and to distribute the sums.
         ring = machine.reduce_link if machine.reduce_link and num_nodes == 1 else link
         sent = 2 * (world_size - 1) / world_size * grads / ring
     else:
@@ -90,7 +90,7 @@ def step_seconds(  # noqa: PLR0913
         sent = cut * (rounds * grads + gathers * messages) / group_link
         if plan.level == 3:
             sent += cut * micro_batches * sum(p.sent(1, share) for p in facts.teacher.values()) / group_link
-            # Between parameters and messages all is copied once more: read and written.
+            # All bytes are copied between parameters and messages: read once and written once.
             sent += 2 * (rounds * grads + (gathers * params + micro_batches * teacher_bytes) * share) / machine.memory
         replicas = world_size // num_ranks
         sent += 2 * (replicas - 1) / replicas * part / link
@@ -110,7 +110,8 @@ def step_seconds(  # noqa: PLR0913
         # Parameters are read for each pass, read and written by the update; gradients are read and written per
         # micro-batch.
         update += (2 * micro_batches * values + 2 * values + 2 * micro_batches * trained) / machine.disk
-        # A teacher's are read for each pass; to follow, they are read and written, and those of the model are read.
+        # The teacher's parameters are read for each pass. To follow the model, they are read and written, and the
+        # model's are read.
         update += (micro_batches + 3) * follows / machine.disk
     elif params_place == "host":
         update += (2 * micro_batches * params / num_ranks + part) / machine.host
@@ -127,7 +128,7 @@ def _overhead_seconds(
     machine: MachineProfile,
     memory: StepMemory | None,
 ) -> float:
-    """Estimate what neither computes nor grows with what is sent: fresh memory, messages, bookkeeping."""
+    """Estimate seconds of overhead per micro-batch: fresh memory, latency of messages, handling of units."""
     seconds = 0.0
     if memory is not None and machine.fresh is not None:
         seconds += memory.cleared_bytes / machine.fresh + memory.num_mapped * machine.block_s

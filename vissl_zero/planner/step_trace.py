@@ -1,11 +1,11 @@
-"""What one micro-batch allocates, frees, computes and moves, operation by operation, on one rank.
+"""The recording of one micro-batch on one rank: allocations, frees, arithmetic and memory traffic of each operation.
 
-Recorded once, with fake tensors. The recording knows no ZeRO level. It says when each byte of activations comes and
-goes, when a unit is entered and left in either direction, and when a parameter's gradient is finished;
-``memory_model.py`` lays over it what a level gathers, frees and sends at these moments. Recomputation and autocast
-change the operations, so each has a recording.
+It is made once, with fake tensors, and does not depend on the ZeRO level. It has the moments when activations are
+allocated and freed, when a unit is entered and left in either direction, and when a parameter's gradient is finished;
+``memory_model.py`` adds what a level gathers, frees and sends at these moments. Recomputation and autocast change the
+operations, so each has a recording of its own.
 
-What is computed and moved is summed in such a way that any machine's rates can be applied to it later.
+Arithmetic and memory traffic are summed so that the rates of any machine can be applied later.
 """
 
 from __future__ import annotations
@@ -38,23 +38,23 @@ from vissl_zero.sharding.torch_private import (
     writes_in_place,
 )
 
-_BINS = 14  # of arithmetic per byte, by powers of two; the last has all above
+_BINS = 14  # bins of arithmetic per byte, by powers of two; the last bin is open
 
 
 class Kernel(IntEnum):
-    """Kinds of operations that a machine runs at rates of their own."""
+    """A kind of operation with its own rate on a machine."""
 
-    PLAIN = 0  # no arithmetic to speak of: memory decides
-    PRODUCT = 1  # of matrices
+    PLAIN = 0  # little arithmetic: memory traffic takes the time
+    PRODUCT = 1  # matrix product
     CONVOLUTION = 2
 
 
-@dataclass(frozen=True)
+@dataclass
 class Work:
     """Sums over operations, by kind and by arithmetic per byte.
 
-    Whether arithmetic or memory decides is a question to each operation: a sum over all answers it for none. Operations
-    with nearly as much arithmetic per byte may be summed.
+    Each operation is limited by its arithmetic or by its memory traffic, which a sum over all operations cannot show.
+    So only operations with similar arithmetic per byte are summed.
 
     Attributes:
         flops, moved_bytes: floating-point operations, and bytes read and written: one entry for each kind and bin.
@@ -62,23 +62,25 @@ class Work:
         num_messages: number of collectives among them.
     """
 
-    flops: tuple[int, ...] = (0,) * (_BINS * len(Kernel))
-    moved_bytes: tuple[int, ...] = (0,) * (_BINS * len(Kernel))
+    flops: list[int] = field(default_factory=lambda: [0] * (_BINS * len(Kernel)))
+    moved_bytes: list[int] = field(default_factory=lambda: [0] * (_BINS * len(Kernel)))
     num_operations: int = 0
     num_messages: int = 0
 
-    @staticmethod
-    def of(kernel: Kernel, flops: int, num_bytes: int, *, is_message: bool = False) -> Work:
-        """Count one operation; ``is_message``: a collective."""
-        tally = _Tally()
-        tally.add(kernel, flops, num_bytes, is_message)
-        return tally.work()
+    def count(self, kernel: Kernel, flops: int, num_bytes: int, *, is_message: bool = False) -> None:
+        """Add one operation in place, because a step has hundreds of thousands; ``is_message``: it is a collective."""
+        per_byte = flops // max(num_bytes, 1)
+        entry = kernel * _BINS + min(per_byte.bit_length(), _BINS - 1)
+        self.flops[entry] += flops
+        self.moved_bytes[entry] += num_bytes
+        self.num_operations += 1
+        self.num_messages += is_message
 
     def plus(self, other: Work, times: int = 1) -> Work:
-        """Add ``times`` the other; -1 takes it away."""
+        """Return the sum of this and ``times`` the other; -1 subtracts the other."""
         return Work(
-            tuple(a + times * b for a, b in zip(self.flops, other.flops, strict=True)),
-            tuple(a + times * b for a, b in zip(self.moved_bytes, other.moved_bytes, strict=True)),
+            [a + times * b for a, b in zip(self.flops, other.flops, strict=True)],
+            [a + times * b for a, b in zip(self.moved_bytes, other.moved_bytes, strict=True)],
             self.num_operations + times * other.num_operations,
             self.num_messages + times * other.num_messages,
         )
@@ -87,56 +89,35 @@ class Work:
         """Estimate seconds on a machine: every operation takes the longer of its arithmetic and its memory traffic.
 
         Args:
-            rate: floating-point operations a second, by kind.
-            memory: bytes a second.
+            rate: floating-point operations per second, by kind.
+            memory: bytes per second of memory traffic.
         """
         rates = [rate(kernel) for kernel in Kernel for _ in range(_BINS)]
         sums = zip(self.flops, self.moved_bytes, rates, strict=True)
         return sum(max(flops / each, num_bytes / memory) for flops, num_bytes, each in sums)
 
 
-class _Tally:
-    """A sum of work in progress: there are hundreds of thousands of operations, and an object for each takes long."""
-
-    def __init__(self) -> None:
-        self._flops, self._moved_bytes = ([0] * (_BINS * len(Kernel)) for _ in range(2))
-        self._num_operations = self._num_messages = 0
-
-    def add(self, kernel: Kernel, flops: int, num_bytes: int, is_message: bool) -> None:
-        """Count one operation."""
-        per_byte = flops // max(num_bytes, 1)
-        entry = kernel * _BINS + min(per_byte.bit_length(), _BINS - 1)
-        self._flops[entry] += flops
-        self._moved_bytes[entry] += num_bytes
-        self._num_operations += 1
-        self._num_messages += is_message
-
-    def work(self) -> Work:
-        """Return the sum so far."""
-        return Work(tuple(self._flops), tuple(self._moved_bytes), self._num_operations, self._num_messages)
-
-
 def kernel_of(operation: str, flops: int) -> Kernel:
-    """Sort an operation by torch's name for it, ``aten::mm``."""
+    """Return the kind of an operation, by torch's name for it, such as ``aten::mm``."""
     if not flops:
         return Kernel.PLAIN
     return Kernel.CONVOLUTION if "convolution" in operation else Kernel.PRODUCT
 
 
 def _backward_flops(outputs: Tensor, images: Tensor, weight: Tensor, *rest: Any, out_val: Any) -> int:
-    """Count the arithmetic of a convolution's backward pass: that of the forward, for each gradient wanted."""
+    """Count operations of a convolution's backward pass: those of the forward pass for each requested gradient."""
     # torch counts the weight's gradient as if there were one group.
     *_, is_transposed, _, _, mask = rest
     few = images if is_transposed else outputs
     return 2 * len(few) * few.shape[2:].numel() * weight.numel() * sum(mask[:2])
 
 
-# Torch counts attention of its GPU kernels alone.
+# torch counts attention only for its GPU kernels.
 _COUNTED: dict[Any, Callable[..., Any]] = {cpu: flop_registry[gpu] for cpu, gpu in ATTENTION_ON_CPU.items()}
 _COUNTED[torch.ops.aten.convolution_backward] = _backward_flops
 
 
-# Losses whose mean or sum keeps the memory of all their elements: torch reduces in place and shrinks the shape alone.
+# Losses whose result keeps the storage of all elements: torch reduces in place, and shrinks only the shape.
 _OVER_WHOLE = {
     torch.ops.aten.mse_loss.default,
     torch.ops.aten.smooth_l1_loss.default,
@@ -160,11 +141,11 @@ class Moment(IntEnum):
 
 @dataclass(frozen=True)
 class Mark:
-    """Something a ZeRO level may act on.
+    """An event at which a ZeRO level may act.
 
     Attributes:
-        place: number of entries of ``StepTrace.deltas`` that come before it.
-        moment: what happens.
+        place: number of entries of ``StepTrace.deltas`` before the mark.
+        moment: kind of event.
         name: name of the unit (its first module), or of the parameter whose gradient is finished.
         num_bytes: bytes of that gradient's storage.
     """
@@ -180,16 +161,16 @@ class StepTrace:
     """One micro-batch: teacher, forward, loss, backward.
 
     Attributes:
-        deltas: bytes of activations and temporaries, positive where made and negative where freed, in order. A finished
-            gradient leaves this account for that of gradients.
-        made: for each entry of ``deltas`` that frees, the place of the one that made the same storage.
+        deltas: bytes of activations and temporaries, positive if allocated and negative if freed, in order. A finished
+            gradient is no longer counted here.
+        made: place of a negative entry of ``deltas`` -> place of the entry that allocated the same storage.
         marks: marks in order.
-        input_bytes: input bytes of the images, alive throughout.
-        work: work of all operations, those of a recomputation included.
-        kept_bytes: alive when the loss is known.
-        forward_work: forward work of the last forward pass alone, by unit.
-        loss_work: work between a first round of passes and the second; see ``Subject.passes_per_loss``.
-        scratch: bytes that kernels of a CPU take while they run, beside their outputs; by the number of deltas before.
+        input_bytes: bytes of the images, which are alive throughout.
+        work: work of all operations, including recomputation.
+        kept_bytes: bytes that are alive when the loss is known.
+        forward_work: work of the last forward pass, by unit.
+        loss_work: work between the first round of passes and the second; see ``Subject.passes_per_loss``.
+        scratch: bytes that CPU kernels take in addition to their outputs; by the number of deltas before.
     """
 
     deltas: list[int] = field(default_factory=list)
@@ -203,7 +184,7 @@ class StepTrace:
     scratch: dict[int, int] = field(default_factory=dict)
 
     def forward_bytes(self) -> dict[str, int]:
-        """Return what the forward pass of each unit leaves for the backward pass, its output included."""
+        """Return the bytes that each unit's forward pass keeps for the backward pass, including its output."""
         bytes_by_name: dict[str, int] = {}
         for entered, left in self.forward_passes():
             kept = sum(self.deltas[self.marks[entered].place : self.marks[left].place])
@@ -218,23 +199,24 @@ class StepTrace:
                 begun[mark.name] = index
             elif mark.moment == Moment.FORWARD_OUT:
                 yield begun[mark.name], index
-            elif mark.moment == Moment.LOSS:  # what comes later is run again
+            elif mark.moment == Moment.LOSS:  # later forward passes are recomputations
                 return
 
 
 class Recorder(TorchDispatchMode):
-    """Inside, notes each storage when it is made and when it goes.
+    """Records when each storage is allocated and freed while the mode is active.
 
     Args:
-        constants: storages that belong to other accounts.
-        has_values: a tensor without values that is asked for its value answers 1. For optimizers, whose update has the
-            same shapes at any value; a model may take another branch.
-        answer: to each question of yes or no about values.
+        constants: storages that are counted elsewhere.
+        has_values: whether a fake tensor returns 1 as its value. Only for optimizers, whose update has the same shapes
+            at any value; a model may take another branch.
+        answer: result of a test of a fake tensor's values, such as ``bool(tensor)``.
 
     Attributes:
-        trace: what was noted.
-        works: work done before each of its marks.
-        is_asked: there was such a question, as of a mask whether it is causal: another answer may be another step.
+        trace: the recording.
+        works: work before each of its marks.
+        is_asked: whether ``answer`` was used, for example to test if a mask is causal; the other answer may record
+            another step.
     """
 
     def __init__(self, constants: Storages, *, has_values: bool = False, answer: bool = True):
@@ -243,13 +225,13 @@ class Recorder(TorchDispatchMode):
         self.is_asked = False
         self.trace = StepTrace()
         self.works: list[Work] = []
-        self._tally = _Tally()
+        self._work = Work()
         self._constants = constants
         self._alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], int, int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is torch.ops.prim.device.default:  # a question, no operation
+        if func is torch.ops.prim.device.default:  # a query, not an operation
             return func(*args, **kwargs)
         name = operation_name(func)
         if self._has_values and name == "aten::_local_scalar_dense":
@@ -259,10 +241,8 @@ class Recorder(TorchDispatchMode):
         ):
             return self._answered(func, args)
         if name.startswith("aten::_fused_"):
-            return (
-                None  # an optimizer's kernel: in place, nothing made; torch would try it on real tensors of this size
-            )
-        if func is torch.ops.aten.batch_norm_update_stats.default:  # torch has no shapes for it, and would run it
+            return None  # an optimizer's in-place kernel allocates nothing; torch would try it on real tensors
+        if func is torch.ops.aten.batch_norm_update_stats.default:  # torch has no fake kernel for it, and would run it
             result: Any = tuple(args[0].new_empty(2, args[0].shape[1]).unbind())
         else:
             result = func(*args, **kwargs)
@@ -276,17 +256,17 @@ class Recorder(TorchDispatchMode):
         if func in SCRATCH and (scratch := SCRATCH[func](args, result)):
             place = len(self.trace.deltas)
             self.trace.scratch[place] = max(scratch, self.trace.scratch.get(place, 0))
-        # A view moves nothing.
+        # A view causes no memory traffic.
         is_moving = made or writes_in_place(func)
         overloads = overloads_of(func)
         counted = _COUNTED.get(overloads) or flop_registry.get(overloads)
         flops = 0 if counted is None else int(counted(*args, **kwargs, out_val=result))
         moved = made + sum(t.nbytes for t in tensors_of(args)) if is_moving else 0
-        self._tally.add(kernel_of(name, flops), flops, moved, is_message=name.startswith("c10d::"))
+        self._work.count(kernel_of(name, flops), flops, moved, is_message=name.startswith("c10d::"))
         return result
 
     def _answered(self, question: Any, args: Sequence[Any]) -> bool:
-        """Answer whether something is so; ``answer`` where that needs values."""
+        """Return the result of a test of values; ``answer`` if the values are fake."""
         try:
             return bool(question(*args))
         except DataDependentOutputException:
@@ -294,13 +274,13 @@ class Recorder(TorchDispatchMode):
             return self._answer
 
     def mark(self, moment: Moment, name: str = "", num_bytes: int = 0) -> None:
-        """Note a moment."""
+        """Add a mark at this place."""
         self.trace.marks.append(Mark(len(self.trace.deltas), moment, name, num_bytes))
-        self.works.append(self._tally.work())
+        self.works.append(self._work.plus(Work()))
 
     def finish(self) -> None:
-        """Sum up: nothing more is recorded."""
-        self.trace.work = self._tally.work()
+        """Sum the work; call it once, after the last operation."""
+        self.trace.work = self._work
         work, passes = self.trace.forward_work, list(self.trace.forward_passes())
         roots = [one for one in passes if self.trace.marks[one[0]].name == ROOT]
         if len(roots) > 1:
@@ -312,9 +292,9 @@ class Recorder(TorchDispatchMode):
                 work[name] = work[name].plus(own_work) if name in work else own_work
 
     def release(self, tensor: Tensor) -> int:
-        """Take a storage out of this account, which it is to be freed from no more; its bytes, or the tensor's."""
+        """Stop counting a tensor's storage; returns its bytes, or the tensor's bytes if it was not counted."""
         key = object_address(tensor.untyped_storage())
-        # Else it shares a storage with something else.
+        # If the storage is not counted, it is shared with another tensor.
         return self._free(key) if key in self._alive else tensor.nbytes
 
     def _free(self, key: int) -> int:
@@ -324,7 +304,7 @@ class Recorder(TorchDispatchMode):
         return num_bytes
 
     def peak_bytes(self) -> int:
-        """Return the most bytes in this account at any moment so far."""
+        """Return the peak of counted bytes so far."""
         return max(accumulate(self.trace.deltas), default=0)
 
     def _note(self, tensor: Tensor) -> int:
@@ -355,15 +335,15 @@ def record_step(
     *,
     answer: bool = True,
 ) -> Recorder:
-    """Run one micro-batch, forward and backward, and note what it allocates. Gradients of ``model`` are dropped.
+    """Record one micro-batch, forward and backward. Gradients of ``model`` are set to None.
 
     Args:
-        model: prepared (number formats, batch norm, recomputation), of fake tensors.
-        wrap_plan: its units at level 3, whose names the marks carry.
-        run_forward: runs teacher, model and loss; the loss, and what the loop holds beside it until the update.
-        inputs: what every micro-batch holds before it begins.
+        model: model with fake tensors, prepared for training (number formats, batch norm, recomputation).
+        wrap_plan: units of the model at level 3, which the marks name.
+        run_forward: runs teacher, model and loss; returns the loss, and objects that the loop keeps until the update.
+        inputs: tensors of a micro-batch that exist before its first operation.
         teacher: teacher whose units are marked too.
-        others: tensors of other accounts (buffers of the loss).
+        others: tensors that are counted elsewhere (buffers of the loss).
         answer: see ``Recorder``.
     """
     constants = Storages([*model.parameters(), *model.buffers(), *inputs, *others])
@@ -378,7 +358,7 @@ def record_step(
         for root, is_teacher in ((model, False), (teacher, True)):
             modules = {} if root is None else dict(root.named_modules())
             for unit in (unit for unit in wrap_plan.units if not unit.is_replicated):
-                for module in (modules[name] for name in unit.modules if name in modules):  # a teacher may have less
+                for module in (modules[name] for name in unit.modules if name in modules):  # a teacher may lack modules
                     own = {"forward": module.forward} if "forward" in module.__dict__ else {}
                     stack.callback(module.__dict__.update, own)
                     stack.callback(module.__dict__.pop, "forward")
@@ -405,12 +385,12 @@ def _gradient_hook(recorder: Recorder, name: str) -> Callable[[Tensor], None]:
 
 
 def _marked(module: nn.Module, name: str, recorder: Recorder, is_teacher: bool) -> tuple[RemovableHandle, ...]:
-    """Note where a module of a unit is entered and left, in both directions, until the handles are removed.
+    """Mark where a unit's module is entered and left, in both directions, until the handles are removed.
 
-    ``module.forward`` is replaced: called alone it runs no hooks, but a sharded unit runs as one in it too.
+    ``module.forward`` is replaced, because a direct call of it runs no hooks, but a sharded unit is gathered there too.
     """
     forward, running = module.forward, list[str]()
-    # With its signature, which says what of a batch the model takes.
+    # The signature is kept: it tells which inputs of a batch the model takes.
     as_unit = wraps(forward)(lambda *args, **kwargs: (forward if running else module)(*args, **kwargs))
     module.__dict__["forward"] = as_unit
 
@@ -435,7 +415,7 @@ def _marked(module: nn.Module, name: str, recorder: Recorder, is_teacher: bool) 
         for result in [] if is_teacher else _differentiable(output):
             result.register_hook(on_gradient)
 
-    # Outermost: a unit is gathered before anything in it runs, and freed after all of it has.
+    # These hooks are outermost: a unit is gathered before anything in it runs, and freed after everything has run.
     return (
         module.register_forward_pre_hook(entered, prepend=True, with_kwargs=True),
         module.register_forward_hook(left),
@@ -443,16 +423,16 @@ def _marked(module: nn.Module, name: str, recorder: Recorder, is_teacher: bool) 
 
 
 class _Join(torch.autograd.Function):
-    """Ends a unit's backward pass for all its inputs before the one before it begins, as a unit that is gathered does.
+    """Ends a unit's backward pass for all inputs before the preceding unit's begins, as in a gathered unit.
 
-    Autograd alone takes the later inputs (small crops) back through several units first.
+    Autograd alone would run the backward pass of later inputs (small crops) through several units first.
     """
 
     @staticmethod
     def forward(ctx: Any, note: Callable[[], None], *inputs: Tensor) -> tuple[Tensor, ...]:
-        """Return the inputs; ``note`` is called when the gradients of all are there."""
+        """Return the inputs; ``note`` is called when the gradients of all inputs are known."""
         ctx.note = note
-        return tuple(tensor.detach() for tensor in inputs)  # as itself, an input could not be written in place
+        return tuple(tensor.detach() for tensor in inputs)  # an input returned unchanged cannot be written in place
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:

@@ -16,17 +16,21 @@ from vissl_zero.sharding.torch_private import pretended_ranks
 
 
 def test_each_operation_takes_the_longer_of_arithmetic_and_memory() -> None:
-    work = Work.of(Kernel.PRODUCT, 4_000, 10)  # 400 a byte
+    work = Work()
+    work.count(Kernel.PRODUCT, 4_000, 10)  # 400 a byte
     for one in ((Kernel.PRODUCT, 10, 1_000), (Kernel.CONVOLUTION, 4_000, 10), (Kernel.PLAIN, 0, 500)):
-        work = work.plus(Work.of(*one))
+        work.count(*one)
     rates = {Kernel.PRODUCT: 100.0, Kernel.CONVOLUTION: 50.0, Kernel.PLAIN: 100.0}
     # Of the sums of products alone arithmetic would decide: 4,010 / 100 s, and not 40 + 10.
     assert work.seconds(rates.__getitem__, memory=100.0) == pytest.approx(40 + 10 + 80 + 5)
 
 
 def test_what_was_done_between_two_moments_can_be_repeated() -> None:
-    before = Work.of(Kernel.PRODUCT, 100, 10)
-    after = before.plus(Work.of(Kernel.CONVOLUTION, 300, 20)).plus(Work.of(Kernel.PLAIN, 0, 7))
+    before = Work()
+    before.count(Kernel.PRODUCT, 100, 10)
+    after = before.plus(Work())
+    after.count(Kernel.CONVOLUTION, 300, 20)
+    after.count(Kernel.PLAIN, 0, 7)
     between = after.plus(before, -1)
     done = before.plus(between, 3)
     assert done.num_operations == 1 + 3 * 2

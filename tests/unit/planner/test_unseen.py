@@ -101,9 +101,9 @@ def test_only_what_the_optimizer_can_have_is_chosen_among(
 ) -> None:
     base = ShardingPlan(0, shard_group_size=-1, offload_optimizer=OffloadPlan(nvme_path=str(tmp_path)))
     forecaster, mode = forecaster_of(nn.Linear(64, 8), optimizer, base, torch.zeros(4, 64), CPU)
-    forecaster._subject.world_size = 2
+    forecaster.subject.world_size = 2
     with mode:
-        rows = forecast_all(forecaster, base, 2, 1, "cpu", 1, 4)
+        rows = forecast_all(forecaster, base, 1, 4)
     assert {plan.level for plan, *_ in rows} == levels
     assert {plan.level for plan, *_ in rows if plan.offload_optimizer.is_on_disk} == on_disk
 
@@ -114,9 +114,9 @@ def test_parameters_computed_in_half_precision_are_so_from_a_level_on(lowest: in
     formats = Precision("float32", None, "bfloat16", "float32")
     base = ShardingPlan(lowest, shard_group_size=-1, precision=formats)
     forecaster, mode = forecaster_of(nn.Linear(64, 8), {"type": "AdamW"}, base, torch.zeros(4, 64), CPU)
-    forecaster._subject.world_size = world_size
+    forecaster.subject.world_size = world_size
     with mode:
-        rows = forecast_all(forecaster, base, world_size, 1, "cpu", 1, 4)
+        rows = forecast_all(forecaster, base, 1, 4)
     assert [plan.level for plan, *_ in rows] == [*range(lowest, 4)]
     assert all(forecast.step is not None and not forecast.unknown for *_, forecast in rows)
 
@@ -125,7 +125,7 @@ def test_an_optimizer_that_no_plan_can_have_is_refused_as_by_the_first() -> None
     base = ShardingPlan(0, shard_group_size=-1, deterministic=True)
     forecaster, mode = forecaster_of(nn.Linear(64, 8), _over_the_mean, base, torch.zeros(4, 64), CPU)
     with mode, pytest.raises(ConfigError, match="must update each tensor from that tensor alone"):
-        forecast_all(forecaster, base, 2, 1, "cpu", 1, 4)
+        forecast_all(forecaster, base, 1, 4)
 
 
 class Pair(nn.Module):
@@ -232,7 +232,7 @@ def test_gradients_that_wait_for_another_rank_are_counted(num_layers: int) -> No
     model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(num_layers)))
     plan = ShardingPlan(1, shard_group_size=-1)
     forecaster, mode = forecaster_of(model, {"type": "SGD", "lr": 0.1}, plan, torch.zeros(1, 512), CPU)
-    forecaster._subject.world_size = 2
+    forecaster.subject.world_size = 2
     with mode:
         step = forecaster.forecast(plan).step
     assert step is not None and step.phase == "backward"
