@@ -64,7 +64,7 @@ def start(line: str, folder: Path) -> subprocess.Popen[str]:
 
 def finish(line: str, process: subprocess.Popen[str]) -> str:
     output, _ = process.communicate(timeout=240)
-    assert process.returncode == 0, f"{line}\n{output[-3000:]}"
+    assert process.returncode == 0 and "Traceback" not in output, f"{line}\n{output[-3000:]}"
     return output
 
 
