@@ -10,7 +10,7 @@ from types import ModuleType
 def import_at_once(name: str) -> ModuleType:
     """Import a module and all that it needs, without collecting garbage on the way.
 
-    Imports leave nothing to collect, and Python would look through all of it a hundred times: a fifth of their time.
+    Imports leave no garbage, but Python would search for it a hundred times, a fifth of the time of the imports.
     """
     was_enabled = gc.isenabled()
     gc.disable()

@@ -23,7 +23,7 @@ from vissl_zero.cli import main
 from vissl_zero.engine import stopping
 from vissl_zero.engine.stopping import JobNote
 from vissl_zero.errors import ConfigError, LaunchError
-from vissl_zero.launch.sweep import claim, divide, objective, read_figure
+from vissl_zero.launch.sweep import claim, divide, objective, read_metric
 from vissl_zero.resolve.followed_figure import SUMMARY_NUMBERS
 from vissl_zero.resolve.host import Host
 
@@ -312,20 +312,20 @@ def test_a_search_needs_a_figure_that_is_there(tmp_path: Path) -> None:
     searching = OmegaConf.create({"mode": "MULTIRUN", "runtime": {"choices": {"hydra/sweeper": "optuna"}}})
     searching.mode = RunMode.MULTIRUN
     config = OmegaConf.create({"OBJECTIVE": "", "DRY_RUN": False})
-    with pytest.raises(ConfigError, match=r"config.OBJECTIVE: must name the figure that optuna searches by"):
+    with pytest.raises(ConfigError, match=r"config.OBJECTIVE: must name the metric that optuna searches by"):
         objective(searching, config)
-    with pytest.raises(ConfigError, match=r"config.DRY_RUN: must be false: optuna searches by figures"):
+    with pytest.raises(ConfigError, match=r"config.DRY_RUN: must be false: optuna searches by a metric of training"):
         objective(searching, OmegaConf.create({"OBJECTIVE": "loss_last", "DRY_RUN": True}))
-    assert read_figure(tmp_path, "loss_last") is None
+    assert read_metric(tmp_path, "loss_last") is None
     (tmp_path / "summary.json").write_text('{"loss_last": 1.5, "data": {}}')
-    assert read_figure(tmp_path, "loss_last") == 1.5
+    assert read_metric(tmp_path, "loss_last") == 1.5
     unknown = OmegaConf.create({"OBJECTIVE": "accuracy", "DRY_RUN": False, "HOOKS": {"EXTRA": []}})
     with pytest.raises(ConfigError, match=r"config.OBJECTIVE: must name a number of summary.json \(got 'accuracy'\)"):
         objective(searching, unknown)
     unknown.HOOKS.EXTRA = ["mine"]
     assert objective(searching, unknown) == "accuracy"
     with pytest.raises(ConfigError, match=r"must be a number in summary.json.*Did you mean 'loss_last'"):
-        read_figure(tmp_path, "loss_lst")
+        read_metric(tmp_path, "loss_lst")
 
 
 @pytest.mark.skipif(find_spec("optuna") is None, reason="needs pip install hydra-optuna-sweeper")
@@ -333,7 +333,7 @@ def test_a_search_needs_a_figure_that_is_there(tmp_path: Path) -> None:
     ("word", "wanted"),
     [
         ("config.OBJECTIVE=accuracy", "config.OBJECTIVE: must name a number of summary.json"),
-        ("config.OBJECTIVE=", "config.OBJECTIVE: must name the figure that optuna searches by"),
+        ("config.OBJECTIVE=", "config.OBJECTIVE: must name the metric that optuna searches by"),
         ("hydra.sweeper.n_trials=0", "hydra.sweeper.n_trials: must be at least 1 (got 0)"),
     ],
 )

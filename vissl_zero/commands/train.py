@@ -37,7 +37,7 @@ from vissl_zero.config.recipes import recipe_names
 from vissl_zero.engine.stopping import INTERRUPTED, STOPPED
 from vissl_zero.errors import ConfigError, Problem, VisslZeroError, did_you_mean
 from vissl_zero.launch.run_list import COMMAND_MARK
-from vissl_zero.launch.sweep import finish_sweep, objective, read_figure, register_launcher
+from vissl_zero.launch.sweep import finish_sweep, objective, read_metric, register_launcher
 from vissl_zero.lifetime import run_in_subprocess
 from vissl_zero.planner.fit_plans import FitOption, FitPlans, FitRun, with_option
 from vissl_zero.resolve.host import free_memory
@@ -72,7 +72,7 @@ def train(arguments: Sequence[str]) -> int:  # noqa: C901 - every way that Hydra
         codes.append(code)
         result: int | float | None = code
         if figure:  # of a job that was refused, its folder has another's
-            result = read_figure(Path(HydraConfig.get().runtime.output_dir), figure) if code == 0 else None
+            result = read_metric(Path(HydraConfig.get().runtime.output_dir), figure) if code == 0 else None
         in_job = False
         return result
 

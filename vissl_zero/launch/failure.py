@@ -29,11 +29,11 @@ class Failure:
 
     Attributes:
         rank: global rank.
-        time_ns: when, on this machine's clock; 0: the rank was killed, or left no record.
-        is_user_error: the text is a sentence for the user, not a traceback.
+        time_ns: time of the failure on this machine's clock; 0: the rank was killed, or left no record.
+        is_user_error: whether ``text`` is a sentence for the user, not a traceback.
         text: sentence or traceback.
-        is_out_of_memory: an allocation failed, or the kernel killed the rank, or a loader worker, for its memory.
-        has_lost_to_kill: a process that the rank needs was ended by SIGKILL.
+        is_out_of_memory: whether an allocation failed, or the kernel killed the rank or a loader worker to free memory.
+        has_lost_to_kill: whether SIGKILL ended a process that the rank needs.
     """
 
     rank: int
@@ -45,9 +45,9 @@ class Failure:
 
 
 def write_failure(error: BaseException, rank: int) -> Failure:
-    """Record why this rank is about to exit, for the launcher (ours or torchrun), if one is listening.
+    """Record why this rank is about to exit, for its launcher (ours or torchrun), if it has one.
 
-    Where the record cannot be written (a full disk), the text goes to stderr.
+    If the record cannot be written (a full disk), the text goes to stderr.
     """
     is_user_error = isinstance(error, VisslZeroError)
     is_sentence = is_user_error or isinstance(error, ProcessLostError)
@@ -65,7 +65,7 @@ def write_failure(error: BaseException, rank: int) -> Failure:
 
 
 def _record(error: BaseException, failure: Failure) -> tuple[Path | None, dict[str, Any]]:
-    """Find where the launcher looks for this rank's record, if one does, and what it wants to read there."""
+    """Return the path of this rank's record (None without a launcher), and its content in the launcher's format."""
     if folder := os.environ.get(FAILURE_FOLDER_VARIABLE):
         return Path(folder) / f"rank{failure.rank}.json", failure.__dict__
     if path_name := os.environ.get("TORCHELASTIC_ERROR_FILE"):
@@ -75,16 +75,16 @@ def _record(error: BaseException, failure: Failure) -> tuple[Path | None, dict[s
 
 
 def first_failure(folder: Path, exit_codes: dict[int, int], is_short_of_memory: bool = False) -> Failure:
-    """Return the failure that ended the run: a rank killed by a signal not from the launcher, else the earliest.
+    """Return the failure that ended the run: that of a rank which a foreign signal killed, else the earliest.
 
     Args:
         folder: where ranks wrote their failures.
-        exit_codes: exit codes of the ranks that ended badly, as ``Popen.returncode`` gives them (negative: a signal).
-        is_short_of_memory: the kernel has killed processes for their memory meanwhile.
+        exit_codes: exit codes of the ranks that failed, as in ``Popen.returncode`` (negative: a signal).
+        is_short_of_memory: whether the kernel killed processes during the run to free memory.
     """
     reports = [report for path in sorted(folder.glob("rank*.json")) if (report := _read(path)) is not None]
     reported = {report.rank for report in reports}
-    # A killed rank leaves no report, and those of the others may say only that they lost a peer.
+    # A killed rank leaves no report, and reports of the others may say only that they lost a peer.
     for rank, code in sorted(exit_codes.items()):
         if rank not in reported and code < 0 and -code != signal.SIGTERM:
             is_killed = -code == signal.SIGKILL
@@ -98,7 +98,7 @@ def first_failure(folder: Path, exit_codes: dict[int, int], is_short_of_memory: 
             return replace(first, is_out_of_memory=True)
         return first
     rank, code = min(exit_codes.items(), default=(0, 1))
-    is_user_error = code == 2 and bool(exit_codes)  # it could not be recorded, and was printed
+    is_user_error = code == 2 and bool(exit_codes)  # the record could not be written, so the text was printed
     return Failure(rank, 0, is_user_error, f"rank {rank} ended with exit code {code} and left no record of why.")
 
 

@@ -1,11 +1,11 @@
-"""The key-value store through which launchers on several machines meet: server, client, shared secret, interface.
+"""The key-value store through which launchers on several machines meet: server, client, secret, network interface.
 
 torch's TCPStore listens on every interface and accepts anyone. This server listens on one address, and both sides
-prove with HMAC-SHA256 over fresh random numbers that they know the run's secret, before any other message. It holds
-what process groups need to start (addresses of peers), the time of each launcher's last heartbeat, and why the run
-ended.
+prove with HMAC-SHA256 over fresh random numbers that they know the run's secret, before any other message. The store
+has the addresses of peers, which process groups need to start, the time of each launcher's last heartbeat, and why the
+run ended.
 
-Frames are a 4-byte length and fields of a 4-byte length each; nothing is ever unpickled.
+A frame is a 4-byte length, then fields that each begin with a 4-byte length; nothing is ever unpickled.
 
 The secret is 32 random bytes in a file of the user's. Environment variables give ranks the server's address and the
 interface through which machine 0 is reached: gloo takes the address that this machine's own name resolves to, which on
@@ -36,8 +36,8 @@ _MAX_FRAME = 1 << 26
 _LENGTH = struct.Struct("!I")
 _NONCE_BYTES = 32
 _HANDSHAKE_S = 10.0
-# Most connections that have not authenticated yet; beyond that, the oldest is closed. A holder of the secret needs
-# milliseconds. A stranger who opens thousands can use no more threads and descriptors than these.
+# Most connections that have not authenticated yet; beyond that, the oldest is closed. A client with the secret needs
+# milliseconds to authenticate. A stranger cannot use more threads and descriptors than these connections have.
 _MOST_GREETING = 64
 
 
@@ -57,9 +57,10 @@ def receive(sock: socket.socket, max_bytes: int = _MAX_FRAME, deadline: float | 
     Args:
         sock: socket to read from.
         max_bytes: most bytes of a frame.
-        deadline: when all of it must have come, on the monotonic clock; None: the socket's timeout, for each part.
+        deadline: time on the monotonic clock by which the whole frame must have arrived; None: only the socket's
+            timeout limits each read.
     Raises:
-        ConnectionError: the other side is gone, or sends what is no frame.
+        ConnectionError: the other side is gone, or sends no valid frame.
     """
     (size,) = _LENGTH.unpack(_exactly(sock, _LENGTH.size, deadline))
     if size > max_bytes:
@@ -90,13 +91,13 @@ def _exactly(sock: socket.socket, size: int, deadline: float | None) -> bytes:
 
 
 def prove(sock: socket.socket, secret: bytes, is_server: bool) -> None:
-    """Prove to each other that both sides know ``secret``, without sending it.
+    """Prove to the other side, and make it prove, knowledge of ``secret`` without sending it.
 
     Raises:
-        RefusedError: the other side does not.
-        ConnectionError, TimeoutError: it is gone or says nothing.
+        RefusedError: the other side does not know the secret.
+        ConnectionError, TimeoutError: the other side is gone, or does not answer.
     """
-    # One deadline for the whole greeting: a byte at a time could hold the connection open forever.
+    # The whole greeting has one deadline: a peer that sends a byte at a time could hold the connection open forever.
     deadline = time.monotonic() + _HANDSHAKE_S
     sock.settimeout(_HANDSHAKE_S)
     ours = secrets.token_bytes(_NONCE_BYTES)
@@ -111,7 +112,7 @@ def prove(sock: socket.socket, secret: bytes, is_server: bool) -> None:
         proof = b"".join(receive(sock, 256, deadline))
     except ConnectionError as error:
         raise RefusedError("the other side ended the greeting") from error
-    # Compared in constant time, so that the time of a refusal tells nothing about the proof.
+    # Compared in constant time, so that the time of a refusal reveals nothing about the proof.
     if not hmac.compare_digest(proof, _proof(secret, other, theirs, ours)):
         raise RefusedError("the secrets differ")
     # From here on, a wait may take as long as the launcher asks for.
@@ -123,13 +124,13 @@ def _proof(secret: bytes, role: bytes, first: bytes, second: bytes) -> bytes:
 
 
 class KeyValueServer:
-    """Serves in threads of this process until ``close``.
+    """The server of the key-value store, in threads of this process, until ``close``.
 
     Args:
         address: host and port to listen on; port 0 takes a free one.
         secret: secret of the run.
     Attributes:
-        address: what it actually listens on.
+        address: host and port on which the server listens.
     """
 
     def __init__(self, address: tuple[str, int], secret: bytes):
@@ -138,7 +139,7 @@ class KeyValueServer:
         self._changed = threading.Condition()
         self._heard: dict[str, float] = {}
         self._open: set[socket.socket] = set()
-        self._greeting: dict[socket.socket, None] = {}  # in the order in which they came
+        self._greeting: dict[socket.socket, None] = {}  # oldest connection first
         self._is_closed = False
         family = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0][0]
         self._listener = socket.create_server(address, family=family, backlog=256)
@@ -149,7 +150,7 @@ class KeyValueServer:
         """Stop listening and cut all connections."""
         self._is_closed = True
         with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread in accept, which would take one more client
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread in accept, which would accept another client
         self._listener.close()
         for sock in list(self._open):
             with contextlib.suppress(OSError):
@@ -166,7 +167,7 @@ class KeyValueServer:
                 continue
             self._greeting[sock] = None
             if len(self._greeting) > _MOST_GREETING:
-                with contextlib.suppress(OSError, StopIteration, RuntimeError):  # it may just be done
+                with contextlib.suppress(OSError, StopIteration, RuntimeError):  # the greeting may have ended meanwhile
                     oldest = next(iter(self._greeting))
                     self._greeting.pop(oldest, None)
                     oldest.shutdown(socket.SHUT_RDWR)  # wakes its thread, which ends
@@ -192,7 +193,7 @@ class KeyValueServer:
                 timeout_s, keys = float(rest[0]), rest[1:]
                 are_set = self._changed.wait_for(lambda: all(key in self._values for key in keys), timeout_s)
                 return [b"1" if are_set else b"0"]
-            if operation == b"beat":  # answered by the seconds since each launcher's last
+            if operation == b"beat":  # the answer has the seconds since each launcher's last heartbeat
                 now = time.monotonic()
                 self._heard[rest[0].decode()] = now
                 return [json.dumps({name: now - when for name, when in self._heard.items()}).encode()]
@@ -226,9 +227,9 @@ class KeyValueServer:
         return []
 
 
-# Set for the ranks of a run by their launcher: on one machine a file, in a folder that only this user can enter; ...
+# The launcher sets these for its ranks. On one machine, it names a file in a folder that only this user can enter; ...
 STORE_PATH_VARIABLE = "VISSL_ZERO_STORE"
-# ... on several machines a server.
+# ... on several machines, it names a server.
 ADDRESS_VARIABLE = "VISSL_ZERO_STORE_ADDRESS"
 SECRET_VARIABLE = "VISSL_ZERO_STORE_SECRET"  # noqa: S105 - its name alone
 GENERATION_VARIABLE = "VISSL_ZERO_GENERATION"
@@ -236,7 +237,7 @@ _RETRY_S = 0.2
 
 
 class Client:
-    """Talks to the server; safe to use from several threads, each call on a connection of its own.
+    """Client of the key-value store. Threads may share it: each call uses a connection of its own.
 
     Args:
         address: address of the server.
@@ -252,7 +253,7 @@ class Client:
         self._lock = threading.Lock()
 
     def call(self, *fields: bytes, answer_within_s: float | None = None) -> list[bytes]:
-        """Send one request; returns its answer.
+        """Send one request; returns the fields of the answer.
 
         Raises:
             RefusedError: the server has another secret.
@@ -279,7 +280,7 @@ class Client:
                 sock = socket.create_connection(self._address, timeout=max(0.1, deadline - time.monotonic()))
                 try:
                     prove(sock, self._secret, is_server=False)
-                    # Requests are small and each is waited for: they must not be held back to be sent together.
+                    # Requests are small, and the caller waits for each: the kernel must not hold them back.
                     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                     return sock
                 except BaseException:
@@ -313,14 +314,14 @@ def load_secret(path_name: str | None) -> bytes:
     """Read the secret from a file; create the default file first if it is missing.
 
     Raises:
-        LaunchError: it is missing, empty, or can be read by others.
+        LaunchError: the file is missing, too short, or others can read it.
     """
     path = Path(path_name or DEFAULT).expanduser()
     if path_name is None and not path.exists():
         return _made(path)
     try:
         with path.open("rb") as file:
-            # Ask the open file: a path may name another file by the time that it is read.
+            # The status is that of the open file: the path may name another file meanwhile.
             status = os.fstat(file.fileno())
             content = file.read(4096)
     except OSError as error:
@@ -339,7 +340,7 @@ def _made(path: Path) -> bytes:
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    except FileExistsError:  # a launcher beside this one was faster
+    except FileExistsError:  # another launcher on this machine was faster
         return load_secret(str(path))
     except OSError as error:
         raise LaunchError(f"config.DISTRIBUTED.SECRET_FILE: cannot make {path} ({error.strerror}).") from error
@@ -349,7 +350,7 @@ def _made(path: Path) -> bytes:
 
 
 def interface_towards(host: str, port: int) -> str | None:
-    """Find the network interface through which ``host`` is reached, or None if it is unknown."""
+    """Return the name of the network interface that leads to ``host``; None if it is unknown."""
     try:
         family, kind, _, _, target = socket.getaddrinfo(host, port or 1, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
@@ -361,7 +362,7 @@ def interface_towards(host: str, port: int) -> str | None:
 
 
 def interfaces() -> Mapping[str, str]:
-    """List the IPv4 address of each network interface that has one."""
+    """Return interface -> IPv4 address; interfaces without an address are left out."""
     addresses = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():

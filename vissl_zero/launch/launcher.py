@@ -1,10 +1,10 @@
-"""The launcher of this machine's ranks: starts, watches and restarts them, alone or beside those of other machines.
+"""The launcher of this machine's ranks: it starts, watches and restarts them, alone or together with other machines.
 
-The ranks of one machine meet through files in a folder that only this user can enter: torch's TCPStore listens on every
-interface, even when told 127.0.0.1, so anyone who reaches the machine could join or disturb a run. They are restarted
-from the newest checkpoint if one is lost.
+The ranks of one machine meet through files in a folder that only this user can enter. torch's TCPStore listens on every
+interface, even with the address 127.0.0.1, so anyone who reaches the machine could join or disturb a run. If a rank is
+lost, all ranks are restarted from the newest checkpoint.
 
-Several machines have one launcher each, started by hand, one command per machine, or by a batch system.
+Each of several machines has its own launcher, started by hand, one command per machine, or by a batch system.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ def launch_local(  # noqa: C901
 
     Args:
         plan: plan of the run.
-        rendezvous: joined already, where other machines (or other launchers here) take part; they are started again
-            all together or not at all, by ``launch_member``.
-        plan_folder: folder with ``config.resolved.yaml``, if that is not the run folder.
-        began: when the time limit began to count, as Unix time; None: now.
-        fit: the fit that chose ``plan``, and chooses again where memory runs out. Not with ``rendezvous``.
-        work: module of this room whose ``main`` the ranks run.
+        rendezvous: joined rendezvous, if other machines (or other launchers here) take part. Then only
+            ``launch_member`` restarts ranks, on all machines together.
+        plan_folder: folder with ``config.resolved.yaml``; None: the run folder.
+        began: start of the time limit, as Unix time; None: now.
+        fit: fit that chose ``plan``, and chooses another plan if memory runs out. Not with ``rendezvous``.
+        work: module of ``launch`` whose ``main`` the ranks run.
     Returns:
-        Exit code: 0, 75 (saved and stopped because it was asked to), 130 (Ctrl-C; saved, too), 2 (a user's error, its
-        sentence printed) or 1 (a crash, its traceback printed).
+        Exit code: 0, 75 (saved and stopped on request), 130 (saved and stopped by Ctrl-C), 2 (a user's error, whose
+        sentence was printed) or 1 (a crash, whose traceback was printed).
     """
     most_restarts = 0 if rendezvous else plan.config.DISTRIBUTED.MAX_RESTARTS
     num_procs = rendezvous.spec.procs if rendezvous else plan.procs_per_node
@@ -66,9 +66,9 @@ def launch_local(  # noqa: C901
     if fit:
         fit.started()
     while True:
-        # Only what is added while the ranks run may be theirs.
+        # The counter is the machine's: only kills while the ranks run may be theirs.
         num_kills = num_oom_kills()
-        # New in every attempt: torch's file store would still hold the addresses of the ranks before.
+        # New in every attempt: torch's file store would still have the addresses of earlier ranks.
         with Scratch() as private:
             first_rank = rendezvous.first_rank() if rendezvous else 0
             folder = str(plan_folder or plan.run_dir)
@@ -114,7 +114,7 @@ def launch_local(  # noqa: C901
 
 
 def _smaller(fit: FitRun, reason: str, failure: Failure, num_restarts: int, most: int) -> ResolvedRun:
-    """Announce and note that the run continues with what ``fit`` has chosen now; returns its plan."""
+    """Announce and log that the run continues with the next choice of ``fit``; returns the new plan."""
     print(f"{failure.text.rstrip()}\n{reason} (restart {num_restarts} of at most {most}).", file=sys.stderr, flush=True)
     save_resolved(fit.choice.run, fit.folder / "config.resolved.yaml")
     fit.started()
@@ -122,25 +122,25 @@ def _smaller(fit: FitRun, reason: str, failure: Failure, num_restarts: int, most
 
 
 def _free_for_a_rank(plan: ResolvedRun) -> int:
-    """Measure the bytes that each rank may use here where it computes, once those before have ended."""
+    """Measure the free bytes of a rank's device. Call it after the earlier ranks have ended."""
     if plan.device == "cuda":
         try:
             return run_in_subprocess(_free_gpu_memory, plan.procs_per_node)
         except Exception as error:  # noqa: BLE001 - the earlier failure suffices to continue
-            print(f"The free memory of the GPUs was not found out ({error}).", file=sys.stderr)
+            print(f"The free memory of the GPUs could not be measured ({error}).", file=sys.stderr)
             return sys.maxsize
     return max(0, settled_free_memory() // plan.procs_per_node - RESERVE)
 
 
 def _free_gpu_memory(num_gpus: int) -> int:
-    """Measure the GPU that has least free. The asking process's context is not free: it stands for the rank's."""
+    """Measure the free bytes of the fullest GPU; the context of this process stands for that of the rank."""
     import torch
 
     return min(torch.cuda.mem_get_info(index)[0] for index in range(num_gpus))
 
 
 def _restarted(plan: ResolvedRun, failure: Failure, num_restarts: int) -> ResolvedRun:
-    """Announce a restart; returns the plan for it."""
+    """Announce a restart; returns the plan of the restarted run."""
     least, most = plan.config.DISTRIBUTED.MIN_PROC_PER_NODE, plan.config.DISTRIBUTED.MAX_RESTARTS
     fewer = with_fewer_ranks(plan, least) if least > 0 else None
     cause = failure.text.rstrip()
@@ -153,8 +153,8 @@ def _restarted(plan: ResolvedRun, failure: Failure, num_restarts: int) -> Resolv
 
 
 def _stopped(plan: ResolvedRun, stop: stopping.Stop, codes: dict[int, int], num_procs: int) -> int:
-    """Return the exit code of a run asked to stop: complete, saved, or not saved (second Ctrl-C, too early)."""
-    # The request is for this process too, which may have other runs to start.
+    """Return the exit code of a run that stopped on request: complete, saved, or unsaved (second Ctrl-C, too early)."""
+    # The request is for this process too, which could start further runs.
     stopping.request_stop(stop.reason, stop.exit_code)
     if len(codes) == num_procs and set(codes.values()) == {0}:
         return 0
@@ -173,7 +173,7 @@ def _log_folder(plan: ResolvedRun) -> Path:
 
 
 def _environment(plan: ResolvedRun, rendezvous: Rendezvous | None, began: float) -> dict[str, str]:
-    """Build the environment that the ranks inherit."""
+    """Return the environment that the ranks inherit."""
     environment = dict(os.environ)
     require_interfaces(environment)
     environment["OMP_NUM_THREADS"] = str(plan.threads_per_rank)
@@ -184,17 +184,16 @@ def _environment(plan: ResolvedRun, rendezvous: Rendezvous | None, began: float)
     of_device = allocator_environment if plan.device == "cpu" else gpu_allocator_environment
     environment |= of_device(plan.sharding, environment)
     limit = plan.config.CHECKPOINT.TIME_LIMIT_MIN
-    if limit is not None:  # of all restarts together
+    if limit is not None:  # it counts all restarts
         stopping.end_at(began + 60 * limit)
         environment[stopping.END_AT_VARIABLE] = str(stopping.deadline())
-        # The limit is for the ranks: here it would count as a request to this process, which may have other runs to
-        # start.
+        # The limit is for the ranks: here it would be a request to this process, which could start further runs.
         stopping.forget()
     return environment
 
 
 def launch_machine(plan: ResolvedRun, user_yaml: str, node_id: int) -> int:
-    """Start this machine's part of a run whose machines meet at ``DISTRIBUTED.RUN_ID``; returns the exit code.
+    """Start this machine's ranks of a run whose machines meet at ``DISTRIBUTED.RUN_ID``; returns the exit code.
 
     Raises:
         LaunchError: the machines do not find or accept each other, or the run folder cannot be used.
@@ -219,9 +218,9 @@ def launch_member(plan: ResolvedRun, spec: LauncherSpec, announce: Path | None =
     Args:
         plan: plan of the run.
         spec: specification of this launcher.
-        announce: file that launcher 0 writes its address to.
+        announce: file to which launcher 0 writes its address.
     Returns:
-        Exit code, as ``launch_local``.
+        Exit code; see ``launch_local``.
     Raises:
         LaunchError: the machines do not find or accept each other.
     """
@@ -236,7 +235,7 @@ def launch_member(plan: ResolvedRun, spec: LauncherSpec, announce: Path | None =
             if code == CRASHED and may_start_again and rendezvous.num_restarts < most:
                 code = None
         except LaunchError as error:
-            # At a restart machine 0 may be gone for good: that is the crash's exit code, not a wrong command.
+            # At a restart, machine 0 may be gone for good: the exit code is that of a crash, not of a wrong command.
             if before is None:
                 raise
             print(error, file=sys.stderr)
@@ -258,7 +257,7 @@ def _generation(plan: ResolvedRun, rendezvous: Rendezvous, began: float) -> int:
     run_dir = rendezvous.join(_fingerprint(plan), plan.run_dir)
     plan = replace(plan, run_dir=run_dir)
     with Scratch() as private:
-        # Machine 0 decides the run folder: its name may contain the time, and it may be on another machine's disk.
+        # Machine 0 chooses the run folder: the name may contain the time, and the folder may be on its own disk.
         save_resolved(plan, private / "config.resolved.yaml")
         try:
             code = launch_local(plan, rendezvous, private, began)
@@ -272,7 +271,7 @@ def _generation(plan: ResolvedRun, rendezvous: Rendezvous, began: float) -> int:
 
 
 def _fingerprint(plan: ResolvedRun) -> str:
-    """Digest what must be equal on all machines: the plan without folders and machine-specific values."""
+    """Return a digest of the settings that must be equal on all machines: no folders, no machine-specific values."""
     settings = asdict(plan)
     for name in ("run_dir", "notes", "interpolations", "copies", "threads_per_rank", "recipe"):
         del settings[name]

@@ -1,15 +1,15 @@
-"""Joining the other ranks, and leaving them cleanly.
+"""Joining the process group of all ranks, and leaving it cleanly.
 
-The ranks of several machines meet through ``NetworkStore``, torch's Store over ``KeyValueServer``; those of torchrun
-through the store that its agent serves.
+The ranks of several machines meet through ``NetworkStore``, torch's Store over ``KeyValueServer``; torchrun's ranks
+meet through the store that its agent serves.
 
 gloo's connections on this machine are between processes of one user only. gloo listens on a loopback port, accepts the
 first connection that sends the small number of an expected peer, and ends the process when strangers have used the
-last descriptor. Every user of the machine can connect to that port. So the kernel is told to hold back what comes over
-a new connection (a socket filter on the listener, which its connections inherit) until the kernel's own list says that
-the other end belongs to this user. Data from other users are never read. Once all peers are connected, the port
-accepts no more connections. The first bytes of a peer are held back too, and the kernel sends them again after 0.2 s:
-this is the cost of each group.
+last descriptor. Every user of the machine can connect to that port. So a socket filter on the listener, which its
+connections inherit, holds back the data of a new connection until the kernel's list of sockets shows that the other
+end belongs to this user. Data from other users are never read. Once all peers are connected, the port accepts no more
+connections. The first bytes of a peer are held back too, and the kernel sends them again after 0.2 s: this is the cost
+of each group.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from vissl_zero.launch.key_value_store import (
 
 _FAILED = "vissl_zero/failed"
 _ANSWER_S = 2.0  # the store may be on a machine that is gone
-_store: dist.Store | None = None  # of the group that this process has joined last
+_store: dist.Store | None = None  # store of the last process group that this process has joined
 
 
 @contextmanager
@@ -53,7 +53,7 @@ def process_group(backend: str, device: torch.device, timeout_s: float) -> Itera
 
     Args:
         backend: such as "gloo" or "cpu:gloo,cuda:nccl".
-        device: device of this rank; selected as the current one if it is a GPU.
+        device: device of this rank; a GPU becomes the current device.
         timeout_s: timeout of every collective, in seconds.
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -62,12 +62,12 @@ def process_group(backend: str, device: torch.device, timeout_s: float) -> Itera
         host, _, port = address.rpartition(":")
         secret = bytes.fromhex(os.environ[SECRET_VARIABLE])
         served = NetworkStore(Client((host, int(port)), secret, min(60.0, timeout_s)), timeout_s)
-        store = dist.PrefixStore(os.environ[GENERATION_VARIABLE], served)  # apart from ranks of a start before this one
+        store = dist.PrefixStore(os.environ[GENERATION_VARIABLE], served)  # apart from keys of earlier starts
     elif path := os.environ.get(STORE_PATH_VARIABLE):
         store = dist.FileStore(path, world_size)
     else:
         _choose_interface(world_size)
-        # What torch would do itself; but it would keep the store, which ``is_first_to_fail`` needs, to itself.
+        # As in torch, which would not give us the store that ``is_first_to_fail`` needs.
         store, _, _ = next(dist.rendezvous("env://", rank, world_size, timeout=timedelta(seconds=timeout_s)))
     global _store
     _store = store
@@ -85,19 +85,19 @@ def process_group(backend: str, device: torch.device, timeout_s: float) -> Itera
         if not is_guarded:
             _require_own_peers()
         yield
-        dist.barrier()  # or a fast rank would close connections that a slower one still uses
+        dist.barrier()  # else a fast rank would close connections that a slower rank still uses
         dist.destroy_process_group()
     _store = None
 
 
 def is_first_to_fail() -> bool:
-    """Check whether no other rank of this process group has failed before this one; a rank that fails asks once.
+    """Check whether this rank is the first of its group to fail. A failing rank calls this once, before it ends.
 
-    The others fail because the first one ends, and it asks before it does: what their errors say need not be read.
-    False if nobody answers: then the machine that keeps count is gone.
+    The other ranks fail because the first ends, so their errors explain nothing. Returns False if the store does not
+    answer, because its machine is gone.
     """
     if _store is None:
-        return True  # it has not met the others, so they have not taken it down
+        return True  # this rank has not joined a group, so no other rank caused its failure
     store, counts = _store, list[int]()
 
     def count() -> None:
@@ -111,13 +111,12 @@ def is_first_to_fail() -> bool:
 
 
 def _require_own_peers() -> None:
-    """Check that no other user has connected to this rank on this machine, whichever interface gloo listens on (Linux).
+    """Check that no other user of this machine has connected to this rank, on any interface (Linux).
 
-    Over loopback ``_own_peers_only`` keeps others out; over an interface that other machines use, this finds a user of
-    this one.
+    On loopback, ``_own_peers_only`` keeps other users out. On an interface to other machines, this check finds them.
 
     Raises:
-        ProcessLostError: somebody has; a crash, after which a run may start again.
+        ProcessLostError: another user has connected; it counts as a crash, after which a run may restart.
     """
     rows, inodes = connections(), _own_connections()
     listening = {row.local for row in rows if row.inode in inodes and row.state == LISTEN}
@@ -126,7 +125,7 @@ def _require_own_peers() -> None:
         if row.inode not in inodes or row.local not in listening:
             continue
         other = ends.get((row.remote, row.local))
-        if other is not None and other.inode != "0" and not other.is_own:  # one that is closed fails by itself
+        if other is not None and other.inode != "0" and not other.is_own:  # a closed connection fails by itself
             raise ProcessLostError(
                 f"Another user of this machine (uid {other.uid}) has connected to this rank while it was starting. "
                 "Start again, or in a network namespace of your own: unshare -rn sh -c 'ip link set lo up; exec "
@@ -135,7 +134,7 @@ def _require_own_peers() -> None:
 
 
 def _choose_interface(world_size: int) -> None:
-    """Let gloo use the interface that leads to the first machine under torchrun on several, unless the user says."""
+    """Let gloo use the interface to the first machine, if torchrun runs on several and the user has chosen none."""
     master, is_alone = os.environ.get("MASTER_ADDR"), world_size == int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     if master is None or is_alone or "GLOO_SOCKET_IFNAME" in os.environ:
         return
@@ -144,7 +143,7 @@ def _choose_interface(world_size: int) -> None:
 
 
 class NetworkStore(dist.Store):
-    """See the module. The C++ side of torch calls these methods, from any thread."""
+    """torch's Store over ``KeyValueServer``. The C++ side of torch calls these methods, from any thread."""
 
     def __init__(self, client: Client, timeout_s: float):
         super().__init__()
@@ -156,28 +155,28 @@ class NetworkStore(dist.Store):
         self._client.call(b"set", key.encode(), value.encode() if isinstance(value, str) else bytes(value))
 
     def get(self, key: str) -> bytes:
-        """Wait for a key and give its value."""
+        """Wait for a key; returns its value."""
         self.wait([key], timedelta(seconds=self._timeout_s))
         return self._client.call(b"get", key.encode())[0]
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a counter. Returns its new value."""
+        """Add ``amount`` to a counter; returns the new value."""
         return int(self._client.call(b"add", key.encode(), str(amount).encode())[0])
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """Replace a value if it is as expected. Returns the value after that."""
+        """Replace a value if it equals ``expected``; returns the value after that."""
         words = [word.encode() if isinstance(word, str) else bytes(word) for word in (key, expected, desired)]
         return self._client.call(b"swap", *words)[0]
 
     def check(self, keys: list[str]) -> bool:
-        """Check whether all keys are there."""
+        """Check whether all keys are set."""
         return self._client.call(b"check", *(key.encode() for key in keys))[0] == b"1"
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Wait until all keys are there.
+        """Wait until all keys are set.
 
         Raises:
-            dist.DistStoreError: they are not, in time.
+            dist.DistStoreError: a key is missing after the timeout.
         """
         limit = timeout.total_seconds() if timeout is not None else self._timeout_s
         words = [str(limit).encode(), *(key.encode() for key in keys)]
@@ -185,7 +184,7 @@ class NetworkStore(dist.Store):
             raise dist.DistStoreError(f"no value of {', '.join(keys)} within {limit:g} s: a rank is missing")
 
     def delete_key(self, key: str) -> bool:
-        """Remove a key. Returns whether it was there."""
+        """Remove a key; returns whether it was set."""
         return self._client.call(b"delete", key.encode())[0] == b"1"
 
     def num_keys(self) -> int:
@@ -193,7 +192,7 @@ class NetworkStore(dist.Store):
         return int(self._client.call(b"count")[0])
 
     def has_extended_api(self) -> bool:
-        """Return False: there is no append, multi_get and multi_set; torch does without them."""
+        """Return False: append, multi_get and multi_set do not exist here, and torch does not need them."""
         return False
 
     def clone(self) -> NetworkStore:
@@ -204,7 +203,7 @@ class NetworkStore(dist.Store):
 _INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
 _LOOPBACK = "lo"
 _SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27  # Linux; Python's socket has no names for them
-# Classic BPF: code, jumps if true and false, constant. A packet begins with its TCP header; 0 bytes of it are kept.
+# Classic BPF: code, jumps if true and false, constant. A packet begins with its TCP header; a result of 0 drops it.
 _NOTHING = ((0x06, 0, 0, 0),)
 _NO_DATA = (
     (0x30, 0, 0, 12),  # length of the header, in the upper half of byte 12, in words of 4 bytes
@@ -224,12 +223,12 @@ _POLL_S = 0.002
 
 @contextmanager
 def _own_peers_only() -> Iterator[bool]:
-    """Let gloo groups over loopback connect processes of this user only; others are torch's. A context.
+    """Let gloo groups on the loopback interface connect only to processes of this user. A context.
 
     Yields:
-        Whether that is so: ``GLOO_SOCKET_IFNAME`` is the loopback interface, and the kernel has what it takes.
+        Whether groups are protected: ``GLOO_SOCKET_IFNAME`` is the loopback interface, and the kernel has filters.
     Raises:
-        ProcessLostError: while a group is made, strangers connect before the filter stands, in each of many tries.
+        ProcessLostError: in each of many tries to make a group, strangers connected before the filter was set.
     """
     before = distributed_c10d.ProcessGroupGloo
     if os.environ.get(_INTERFACE_VARIABLE) != _LOOPBACK or not _can_filter():
@@ -246,7 +245,7 @@ def _own_peers_only() -> Iterator[bool]:
 
 
 def _own_connections() -> dict[str, int]:
-    """Map the inode of each of this process's sockets to its descriptor."""
+    """Return the sockets of this process: inode -> descriptor."""
     inodes = {}
     for path in Path("/proc/self/fd").iterdir():
         with suppress(OSError):  # closed meanwhile
@@ -257,7 +256,7 @@ def _own_connections() -> dict[str, int]:
 
 
 def connections() -> list[Connection]:
-    """List all TCP sockets of this machine (of this network namespace), as the kernel has them."""
+    """List all TCP sockets of this network namespace, from the kernel's list."""
     connections = []
     for table in (Path("/proc/net/tcp"), Path("/proc/net/tcp6")):
         with suppress(OSError):
@@ -266,13 +265,13 @@ def connections() -> list[Connection]:
 
 
 class Connection:
-    """A row of the kernel's list.
+    """A socket in the kernel's list.
 
     Attributes:
-        local, remote: address and port, as text.
-        state: such as "01": established.
-        uid: owner; of no meaning where ``inode`` is "0".
-        inode: "0" where no process has it open, or has accepted it yet.
+        local, remote: address and port, as strings.
+        state: state as a hexadecimal number, such as "01" for established.
+        uid: user id of the owner; meaningless if ``inode`` is "0".
+        inode: inode; "0" if no process has the socket open or has accepted it.
     """
 
     def __init__(self, row: list[str]):
@@ -281,12 +280,12 @@ class Connection:
 
     @property
     def is_own(self) -> bool:
-        """Return whether a process of this user has it open. The kernel lists a closed one as root's."""
+        """Return whether a process of this user has the socket open. The kernel lists closed sockets as root's."""
         return self.state == _ESTABLISHED and self.inode != "0" and self.uid == os.geteuid()
 
 
 class _Gloo(type(dist.ProcessGroupGloo)):  # type: ignore[misc]
-    """Makes a class that torch can call for a gloo group, and can name in ``isinstance`` later."""
+    """The metaclass of a class that torch can call to make a gloo group, and use in ``isinstance``."""
 
     def __instancecheck__(cls, instance: object) -> bool:
         return isinstance(instance, dist.ProcessGroupGloo)
@@ -305,14 +304,14 @@ class _OwnPeersGloo(dist.ProcessGroupGloo, metaclass=_Gloo):
 
 
 def _guarded_listener() -> tuple[Any, _GuardedListener]:
-    """Build a gloo device whose listener is guarded before anyone can connect."""
+    """Make a gloo device and the guard of its listener; the filter was set before anyone connected."""
     for _ in range(_MOST_TRIES):
         before = _own_connections()
-        # gloo opens its listener here and does not give us the socket: we find it as the new one of this process.
-        device = dist.ProcessGroupGloo.create_device(interface=_LOOPBACK, lazy_init=False)  # all connect at once
+        # gloo opens its listener here and does not give us the socket, so we search this process's new sockets.
+        device = dist.ProcessGroupGloo.create_device(interface=_LOOPBACK, lazy_init=False)  # all peers connect at once
         listeners = {inode: fd for inode, fd in _own_connections().items() if inode not in before}
         listener = _GuardedListener({inode: fd for inode, fd in listeners.items() if _set_filter(fd, _NO_DATA)})
-        # A stranger may connect between listen and filter. Then this port is lost; try another.
+        # If a stranger connects before the filter is set, the port is lost, and another is tried.
         if not listener.was_reached():
             return device, listener
         del device
@@ -323,10 +322,12 @@ def _guarded_listener() -> tuple[Any, _GuardedListener]:
 
 
 class _GuardedListener:
-    """A guarded listener. Use it as a context while peers connect; afterward it refuses everyone.
+    """A listener that only processes of this user can reach. Use it as a context while peers connect.
+
+    After the context, it refuses everyone.
 
     Args:
-        listeners: inode -> descriptor of the one socket.
+        listeners: inode -> descriptor of the listening socket, the only entry.
     """
 
     def __init__(self, listeners: dict[str, int]):
@@ -348,7 +349,7 @@ class _GuardedListener:
         self._watch.join()
         for fd in self._listeners.values():
             _set_filter(fd, _NOTHING)
-        self._look()  # connections since the last look
+        self._look()  # connections that came after the last look
 
     def _watch_listener(self) -> None:
         while not self._is_over.wait(_POLL_S):
@@ -368,9 +369,9 @@ class _GuardedListener:
             if row.inode not in new:
                 continue
             other = ends.get((row.remote, row.local))
-            if row.local not in self._addresses:  # one that we have made
+            if row.local not in self._addresses:  # an outgoing connection
                 self._judged.add(row.inode)
-            elif other is not None and other.state != _SYN_SENT:  # else the list was read while it changed
+            elif other is not None and other.state != _SYN_SENT:  # otherwise the list changed while it was read
                 self._judged.add(row.inode)
                 with _socket(new[row.inode]) as sock:
                     if other.is_own:
@@ -385,7 +386,7 @@ def _can_filter() -> bool:
 
 
 def _set_filter(fd: int, program: tuple[tuple[int, int, int, int], ...]) -> bool:
-    """Set a listener's filter; False if it does not listen for TCP, or the kernel has no filters."""
+    """Set a listener's filter; returns False if this is no TCP listener, or the kernel has no filters."""
     code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in program))
     with _socket(fd) as sock:
         if sock.family in (socket.AF_INET, socket.AF_INET6) and sock.getsockopt(
@@ -399,6 +400,6 @@ def _set_filter(fd: int, program: tuple[tuple[int, int, int, int], ...]) -> bool
 
 @contextmanager
 def _socket(fd: int) -> Iterator[socket.socket]:
-    """Wrap a descriptor of gloo as Python's socket; gloo's own stays open. Errors of a closed one are ignored."""
+    """Wrap a copy of gloo's descriptor as a Python socket; errors of a closed socket are ignored. A context."""
     with suppress(OSError), ExitStack() as stack:
         yield stack.enter_context(socket.socket(fileno=os.dup(fd)))

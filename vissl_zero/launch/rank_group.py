@@ -1,8 +1,8 @@
-"""The ranks of a run on this machine: started together, monitored, sent signals, and ended with the launcher.
+"""The group of a run's ranks on this machine: it starts and watches them, forwards signals, and ends them.
 
-Not ``torch.distributed.elastic``'s: the launcher would import torch before its ranks do, and a rank that saved and
-stopped would count as failed (docs/cluster.md has the list). A rank runs this module: ``main`` listens to signals
-before anything slow is imported.
+``torch.distributed.elastic`` is not used: the launcher would import torch before its ranks do, and a rank that saved
+and stopped would count as failed (docs/cluster.md has the list). A rank runs this module: ``main`` sets the handlers
+of signals before it imports anything slow.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from vissl_zero.reporting.lossy_output import tolerate_lost_output
 
 _LAUNCHER_VARIABLE = "VISSL_ZERO_LAUNCHER"  # process id, so that a rank can tell that its launcher is gone
 _POLL_S = 0.05
-_OOM_SHARE = 100  # of 1000 of the memory: added to a rank's own use when the kernel picks a process to kill
-_GRACE_S = 3.0  # for the other ranks to fail, and say why, once one has
+_OOM_SHARE = 100  # thousandths of the memory, added to a rank's own when the kernel picks a process to kill
+_GRACE_S = 3.0  # after a rank failed, for the others to fail and to report why
 
 
 class RankGroup:
@@ -42,12 +42,12 @@ class RankGroup:
 
     Args:
         num_procs: number of processes to start.
-        first_rank: global rank of the first of them.
+        first_rank: global rank of the first process.
         plan_folder: folder with ``config.resolved.yaml``.
-        private: a folder that only this user can enter, for rendezvous, failure reports and what ranks leave behind.
-        log_folder: made if it is not there.
-        environment: environment of the ranks, beside what this class sets.
-        work: module of this room whose ``main`` the ranks run.
+        private: folder that only this user can enter, for rendezvous, failure reports and temporary files of ranks.
+        log_folder: folder of the ranks' output; it is made if it is missing.
+        environment: environment of the ranks, in addition to the variables that this class sets.
+        work: module of ``launch`` whose ``main`` the ranks run.
     """
 
     def __init__(
@@ -67,12 +67,12 @@ class RankGroup:
         if not log_folder.parent.is_dir() and Path(plan_folder) == log_folder.parent:
             raise LaunchError(f"{plan_folder} was moved or removed while the run wrote to it. Move it back.")
         log_folder.mkdir(parents=True, exist_ok=True)
-        # Where there are several machines, ``rendezvous`` adds the numbers and the store to the environment.
+        # With several machines, ``environment`` has the numbers and the store already (``Rendezvous.variables``).
         shared = {STORE_PATH_VARIABLE: str(private / "store")} if WORLD_SIZE_VARIABLE not in environment else {}
         # torch creates its compiler's folder on import, and leaves it in /tmp unless given another.
         shared |= {"TORCHINDUCTOR_CACHE_DIR": str(private / "inductor")} | environment
-        # A rank leaves without Python's own cleaning up, the cleanup process does it, and Python's tracker of
-        # semaphores would print a page about both.
+        # A rank ends without Python's own cleanup, because a cleanup process does that. Python's tracker of semaphores
+        # would print a page of warnings.
         warnings = [os.environ.get("PYTHONWARNINGS", ""), "ignore::UserWarning:multiprocessing.resource_tracker"]
         shared |= {
             "PYTHONWARNINGS": ",".join(filter(None, warnings)),
@@ -89,13 +89,13 @@ class RankGroup:
                 with _output(log_folder, first_rank + index) as log:
                     self._ranks.append(subprocess.Popen(command, env=of_rank, stdout=log, stderr=log))
         except BaseException:
-            self.kill()  # whoever asked for the group does not get it, and could not end those that run
+            self.kill()  # the caller gets no group, so it could not end the ranks that run
             raise
 
     def wait(self) -> dict[int, int]:
-        """Wait until all have ended. Returns exit codes (negative: a signal) of those that ended by themselves.
+        """Wait until all ranks have ended; returns rank -> exit code (negative: a signal) of those not killed here.
 
-        Once one ends badly, the others get a little time to end too, and are killed then.
+        After a rank has failed, the others have ``_GRACE_S`` seconds to end; then they are killed.
         """
         deadline = None
         with self._forwarded_signals():
@@ -115,20 +115,20 @@ class RankGroup:
         return ended
 
     def kill(self) -> None:
-        """End what is still there, at once."""
+        """Kill the ranks that still run, and wait for them."""
         self.end()
         for rank in self._ranks:
             rank.wait()
 
     def end(self) -> None:
-        """Send SIGKILL to what is still there; from any thread, or from a signal handler."""
+        """Send SIGKILL to the ranks that still run. Any thread, or a signal handler, may call this."""
         for rank in self._ranks:
             with suppress(ProcessLookupError):
                 rank.kill()
 
     @contextmanager
     def _forwarded_signals(self) -> Iterator[None]:
-        """Pass on what asks to save and stop; a second Ctrl-C kills."""
+        """Forward signals to save and stop to the ranks; a second Ctrl-C kills them. A context."""
 
         def forward(number: int, frame: FrameType | None) -> None:
             if number == signal.SIGINT and self.asked is not None and self.asked.exit_code == stopping.INTERRUPTED:
@@ -136,7 +136,7 @@ class RankGroup:
                 self.end()
                 return
             is_ctrl_c = number == signal.SIGINT
-            if is_ctrl_c:  # before the first step, or in a long one, nothing else would be seen for a while
+            if is_ctrl_c:  # before the first step, or during a long one, the user would see no reaction
                 print("\nSaving and stopping; Ctrl-C again ends at once, unsaved.", file=sys.stderr, flush=True)
             if self.asked is None or is_ctrl_c:
                 code = stopping.INTERRUPTED if is_ctrl_c else stopping.STOPPED
@@ -149,7 +149,7 @@ class RankGroup:
         try:
             for number in (*stopping.handled_signals(), signal.SIGINT):
                 before[number] = signal.signal(number, forward)
-        except ValueError:  # not in the main thread: whoever runs us there answers signals
+        except ValueError:  # not in the main thread: the caller handles signals
             pass
         try:
             yield
@@ -168,12 +168,12 @@ def _output(log_folder: Path, rank: int) -> Iterator[Any]:
 
 
 def main() -> int:
-    """Work as one rank: ``argv`` has the plan's folder, and the module that works; see ``worker.main``."""
+    """Run one rank: ``argv`` has the plan's folder and the module whose ``main`` is run. Returns the exit code."""
     tolerate_lost_output()
     be_killed_first()
-    end_with_parent(int(os.environ[_LAUNCHER_VARIABLE]))  # else it would outlive its launcher, which holds the lock
+    end_with_parent(int(os.environ[_LAUNCHER_VARIABLE]))  # else it could outlive its launcher, which holds the lock
     stopping.listen(ctrl_c=False)
-    # Ctrl-C reaches every process of the terminal, and the launcher passes it on as well: twice means once here.
+    # Ctrl-C reaches every process of the terminal, and the launcher forwards it too: two signals count as one.
     signal.signal(signal.SIGINT, _on_ctrl_c)
     work = import_at_once(f"vissl_zero.launch.{sys.argv[2]}")
     gc.freeze()  # what was imported stays: later collections leave it out
@@ -182,7 +182,7 @@ def main() -> int:
 
 
 def be_killed_first(path: Path = Path("/proc/self/oom_score_adj")) -> None:
-    """Have the kernel kill this rank rather than its launcher where memory is short: a launcher can start it again."""
+    """Let the kernel kill this rank before its launcher if memory is short: a launcher can restart ranks."""
     with suppress(OSError, ValueError):
         path.write_text(str(min(1000, int(path.read_text()) + _OOM_SHARE)))
 
@@ -192,12 +192,12 @@ def _on_ctrl_c(number: int, frame: FrameType | None) -> None:
 
 
 if __name__ == "__main__":
-    # os._exit: a failed rank must not wait for threads of a process group whose peers are gone. One that is done has
-    # closed its files and left the group; taking down the interpreter under what is left of gloo's threads can only
-    # spoil that (seen once in a finished run on two machines: SIGABRT).
+    # os._exit: a failed rank must not wait for threads of a process group whose peers are gone. A finished rank has
+    # closed its files and left the group. To shut down the interpreter while threads of gloo still run could crash it
+    # (seen once in a finished run on two machines: SIGABRT).
     code = main()
     for child in multiprocessing.active_children():  # workers that load data
-        child.kill()  # one that is stopped would not hear of SIGTERM
+        child.kill()  # SIGTERM would not reach a stopped process
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -42,35 +42,35 @@ from vissl_zero.launch.key_value_store import (
 FIRST_RANK_VARIABLE = "VISSL_ZERO_FIRST_RANK"
 WORLD_SIZE_VARIABLE = "VISSL_ZERO_WORLD_SIZE"
 FIRST_LOCAL_RANK_VARIABLE = "VISSL_ZERO_FIRST_LOCAL_RANK"
-CRASHED = 1  # the exit code after which a run may start again
+CRASHED = 1  # the exit code after which a run may restart
 _AGAIN = b"again"
 _BEAT_S = 1.0
 _FAREWELL_S = 5.0
-_SETTLE_S = 5.0  # for another machine to say that it failed first; its launcher gives its own ranks 3 s
+_SETTLE_S = 5.0  # for another machine to report that it failed first; its launcher waits 3 s for its own ranks
 _WELL_S = 3.5 * _BEAT_S  # a launcher with a younger heartbeat is not lost
 
 
 class Rendezvous:
-    """One launcher's rendezvous; use ``join`` and, whatever happens, ``leave``.
+    """One launcher's rendezvous. Call ``join`` and, also after an error, ``leave``.
 
     Attributes:
-        spec: where this launcher stands; of launcher 0 with the port that it listens on.
-        num_restarts: number of restarts of the run so far, as all launchers agree after ``join``.
-        cause: why the ranks here were stopped, if not by themselves.
-        exit_code: the exit code that goes with it.
+        spec: specification of this launcher; on launcher 0, with the port on which it listens.
+        num_restarts: number of restarts of the run so far; all launchers agree on it after ``join``.
+        cause: why another launcher had the ranks here stopped; empty if none had.
+        exit_code: exit code for ``cause``.
         is_someone_lost: whether ``cause`` is a launcher that was silent for too long.
         may_start_again: whether all launchers are present or may come back.
     """
 
     def __init__(self, spec: LauncherSpec, announce: Path | None = None, before: Rendezvous | None = None):
-        """Serve, if this is launcher 0.
+        """Start the server, if this is launcher 0.
 
         Args:
-            spec: where this launcher stands.
-            announce: file to write the address to, for launchers that read it from a shared folder.
+            spec: specification of this launcher.
+            announce: file to which launcher 0 writes its address, for launchers that read it from a shared folder.
             before: this launcher's rendezvous in the previous generation, which it has left to restart.
         Raises:
-            LaunchError: the address cannot be listened on.
+            LaunchError: launcher 0 cannot listen on its address.
         """
         self.spec = spec
         self.num_restarts: int = before.num_restarts + 1 if before else 0
@@ -105,14 +105,14 @@ class Rendezvous:
 
     @property
     def generation_name(self) -> str:
-        """Name of the generation that this launcher has joined; "" before ``join``."""
+        """The name of the generation that this launcher has joined; "" before ``join``."""
         return self._generation.name if self._generation else ""
 
     def join(self, configuration: str, run_dir: str) -> str:
-        """Wait for all launchers. Returns the run folder that launcher 0 decided on.
+        """Wait for all launchers; returns the run folder that launcher 0 has chosen.
 
         Args:
-            configuration: what must be equal on all machines.
+            configuration: digest of the configuration, which must be equal on all machines.
             run_dir: run folder that this launcher proposes.
         Raises:
             LaunchError: a launcher does not join in time, or has another secret or configuration.
@@ -123,7 +123,7 @@ class Rendezvous:
             "configuration": configuration,
             "run_dir": run_dir,
             "num_restarts": self.num_restarts,
-            "launcher": secrets.token_hex(8),  # no two say the same
+            "launcher": secrets.token_hex(8),  # different for each launcher
         }
         try:
             self._generation = enter(self._client, spec, json.dumps(hello).encode(), self._after)
@@ -156,7 +156,7 @@ class Rendezvous:
                     f"Machine {index} was started with another configuration than machine 0. Use the same recipe, "
                     "overrides and version of vissl_zero on all of them."
                 )
-        # A launcher that was started anew counts from 0, but the limit is for the whole run: take the largest count.
+        # A restarted launcher counts from 0, but the limit is for the whole run, so the largest count is used.
         self.num_restarts = max(int(greeting["num_restarts"]) for greeting in greetings)
         self._watcher = threading.Thread(target=self._watch, args=(self._generation,), daemon=True, name="peers")
         self._watcher.start()
@@ -179,13 +179,13 @@ class Rendezvous:
         return variables
 
     def watch_over(self, end_ranks: Callable[[], None]) -> None:
-        """Have this launcher's ranks ended once another launcher is lost or has failed.
+        """Watch the other launchers, and end this launcher's ranks if one is lost or has failed.
 
         Args:
-            end_ranks: ends them at once; called from a thread.
+            end_ranks: function that ends the ranks at once; called from a thread.
         """
         self._end_ranks = end_ranks
-        if self.cause:  # before they were started
+        if self.cause:  # set before the ranks were started
             end_ranks()
 
     def first_rank(self) -> int:
@@ -193,7 +193,7 @@ class Rendezvous:
         return self.spec.index * self.spec.procs
 
     def _watch(self, generation: Generation) -> None:
-        """Notice, in a thread, who is lost or has failed, and stop this launcher's ranks."""
+        """Wait, in a thread, until a launcher is lost or has failed; then stop this launcher's ranks."""
         began = last_answer = time.monotonic()
         silence_s = self.spec.silence_s
         while not self._stopping.wait(_BEAT_S) and not self.cause:
@@ -202,22 +202,22 @@ class Rendezvous:
                 last_answer = time.monotonic()
                 departed = generation.published("left")
                 self._repeat(generation)
-                if not self.cause and generation.is_over():  # launcher 0 was gone, and has been started again
+                if not self.cause and generation.is_over():  # launcher 0 was lost, and has been restarted
                     self.cause = self._lost(0, last_answer - began)
             except OSError:
                 if (age_s := time.monotonic() - last_answer) > silence_s and not self._stopping.is_set():
                     self.cause = self._lost(0, age_s)
                 continue
             for index in range(self.spec.count):
-                # Who had to wait for the others before this began was silent meanwhile.
+                # A launcher that waited for the others before this thread began sent no heartbeat meanwhile.
                 age_s = min(ages.get(index, 0.0), last_answer - began)
                 if index not in departed and age_s > silence_s:
                     self.cause = self.cause or self._lost(index, age_s)
         if self.cause:
-            self._end_ranks()  # they wait for a peer that will not answer, and would do so until the timeout
+            self._end_ranks()  # else they would wait until the timeout for a peer that does not answer
 
     def _repeat(self, generation: Generation) -> None:
-        """Take over the first failure that another launcher has reported, if there is one."""
+        """Set ``cause`` to the first failure that another launcher has reported, if there is one."""
         reports = {
             index: json.loads(text)
             for index, text in generation.published("failed").items()
@@ -236,19 +236,19 @@ class Rendezvous:
         )
 
     def explain(self, failure: Failure) -> str:
-        """Explain the end of the run if another launcher caused it; else return "" and publish this launcher's failure.
+        """Return why another launcher ended the run, or "" after publishing this launcher's failure as the cause.
 
-        A rank that was killed, or has found the user's input wrong, is a cause. One that raised may only have lost its
-        peer: this waits until all other machines have been heard of, and the earliest of those that raised counts.
+        A rank that was killed, or reports a user's error, is a cause. A rank that raised another error may only have
+        lost its peer. So this waits for reports of all other machines, and the earliest error is the cause.
 
         Args:
-            failure: how this launcher's first failed rank ended.
+            failure: failure of this launcher's first failed rank.
         """
         assert self._watcher is not None and self._generation is not None
         if not self.cause and failure.time_ns and not failure.is_user_error:
             self._wait_for_others(self._generation, failure)
         if self.cause:
-            self._watcher.join(_SETTLE_S)  # it ends the ranks here
+            self._watcher.join(_SETTLE_S)  # the watcher ends the ranks here
         with contextlib.suppress(OSError):
             if not self.cause:
                 self._see_who_has_ended(self._generation)
@@ -259,25 +259,25 @@ class Rendezvous:
 
     def _wait_for_others(self, generation: Generation, failure: Failure) -> None:
         """Wait until it is known whether another machine failed or was lost before ``failure``, and set ``cause``."""
-        began, is_told, stumbled = time.monotonic(), False, dict[int, bytes]()
+        began, is_published, errors = time.monotonic(), False, dict[int, bytes]()
         while not self.cause and (waited_s := time.monotonic() - began) < self.spec.silence_s + _SETTLE_S:
             try:
-                if not is_told:  # at the time of the server's clock, since those of the machines may differ
+                if not is_published:  # with a time of the server's clock, because the clocks of machines may differ
                     when = generation.server_time_ns() - (time.time_ns() - failure.time_ns)
                     generation.publish("raised", json.dumps(failure.__dict__ | {"time_ns": when}).encode())
-                    is_told = True
-                ages, stumbled = generation.beat(), generation.published("raised")
+                    is_published = True
+                ages, errors = generation.beat(), generation.published("raised")
                 alive = (
-                    stumbled.keys()
+                    errors.keys()
                     | generation.published("left").keys()
                     | {i for i, age in ages.items() if age < _WELL_S}
                 )
                 if waited_s > _SETTLE_S and alive >= {*range(self.spec.count)}:
                     break
-            except OSError:  # the server cannot be reached: the watcher will know whether it is lost
+            except OSError:  # the server does not answer: the watcher finds out whether it is lost
                 pass
             time.sleep(0.2)
-        reports = {index: json.loads(text) for index, text in stumbled.items()}
+        reports = {index: json.loads(text) for index, text in errors.items()}
         first = min(reports, key=lambda index: (reports[index]["time_ns"], index), default=self.spec.index)
         if not self.cause and first != self.spec.index:
             self._take_over(first, reports[first])
@@ -287,7 +287,7 @@ class Rendezvous:
         self.cause = f"rank {report['rank']} on {self._names[index]} failed first:\n{report['text']}"
 
     def _see_who_has_ended(self, generation: Generation) -> None:
-        """Notice launchers that will not start again: done, or stopped by somebody. Crashed ones have said why."""
+        """Note launchers that will not restart, because they are done or were stopped; crashes were reported before."""
         for index, code in generation.published("left").items():
             if code == _AGAIN:
                 continue
@@ -303,7 +303,7 @@ class Rendezvous:
             exit_code: exit code of this launcher; None: it will join the next generation.
         """
         self._stopping.set()
-        # Machine 0 may be the lost one, and then a farewell would only wait for its timeout.
+        # If machine 0 is lost, a farewell would only wait for its timeout.
         is_out_of_reach = self.is_someone_lost and self._server is None
         with contextlib.suppress(OSError):
             if self._generation is not None and not is_out_of_reach:
@@ -332,45 +332,45 @@ class Generation:
         self._spec = spec
 
     def publish(self, what: str, value: bytes) -> None:
-        """Note ``what`` for the others."""
+        """Publish ``value`` under the key ``what`` for the other launchers."""
         self.client.call(b"set", self._key(what, self._spec.index), value)
 
     def claim(self, hello: bytes) -> bool:
-        """Claim this launcher's index. Returns False if another launcher holds it."""
+        """Claim this launcher's index; returns False if another launcher has it."""
         if self.client.call(b"swap", self._key("hello", self._spec.index), b"", hello)[0] != hello:
             return False
         self.beat()  # from now on, a missing heartbeat counts as a lost launcher
         return True
 
     def wait(self, what: str, index: int, within_s: float) -> bytes | None:
-        """Return the value that launcher ``index`` set for ``what``, or None if it does not come in time."""
+        """Return the value that launcher ``index`` published as ``what``; None: not within ``within_s`` seconds."""
         key = self._key(what, index)
         if self.client.call(b"wait", str(within_s).encode(), key, answer_within_s=within_s + 5.0)[0] != b"1":
             return None
         return self.client.call(b"get", key)[0]
 
     def published(self, what: str) -> dict[int, bytes]:
-        """Return the values that launchers have set for ``what``, by launcher."""
+        """Return launcher -> value that it has published as ``what``."""
         answers = {index: self.client.call(b"get", self._key(what, index)) for index in range(self._spec.count)}
         return {index: answer[0] for index, answer in answers.items() if answer}
 
     def wait_for_all(self, what: str, within_s: float) -> None:
-        """Wait until every launcher has set ``what``, at most ``within_s`` seconds."""
+        """Wait until every launcher has published ``what``, at most ``within_s`` seconds."""
         keys = [self._key(what, index) for index in range(self._spec.count)]
         self.client.call(b"wait", str(within_s).encode(), *keys, answer_within_s=2 * within_s)
 
     def beat(self) -> dict[int, float]:
-        """Send a heartbeat; returns the seconds since each launcher's last one, by launcher."""
+        """Send a heartbeat; returns launcher -> seconds since its last heartbeat."""
         ages = self.client.beat(f"{self.name}/{self._spec.index}")
         split = {tuple(name.split("/")): age for name, age in ages.items()}
         return {int(index): age for (name, index), age in split.items() if name == self.name}
 
     def server_time_ns(self) -> int:
-        """Read the clock of launcher 0's machine; the reading is late by the time that the answer takes."""
+        """Return the time of launcher 0's clock; it is late by the time that the answer takes."""
         return int(self.client.call(b"time")[0])
 
     def is_over(self) -> bool:
-        """Check whether the server at this address serves another generation by now."""
+        """Check whether the server now serves another generation."""
         return self.client.call(b"get", _NAME) != [self.name.encode()]
 
     def _key(self, what: str, index: int) -> bytes:
@@ -378,16 +378,16 @@ class Generation:
 
 
 def enter(client: Client, spec: LauncherSpec, hello: bytes, after: str) -> Generation:
-    """Join the generation that is served, as soon as it is not ``after``.
+    """Join the generation that the server serves, as soon as it is not ``after``; returns this launcher's part in it.
 
     Args:
         client: client with a short timeout; this function retries for ``spec.start_s``.
         spec: specification of this launcher.
-        hello: its first message, different from any other launcher's.
-        after: name of the generation that it has left, or "".
+        hello: first message of this launcher; each launcher's is different.
+        after: name of the generation that this launcher has left, or "".
     Raises:
         RefusedError: the server has another secret.
-        OSError: there is no server.
+        OSError: the server cannot be reached.
         LaunchError: another launcher has this index, or no new generation is served in time.
     """
     deadline = time.monotonic() + spec.start_s
@@ -408,7 +408,7 @@ def enter(client: Client, spec: LauncherSpec, hello: bytes, after: str) -> Gener
                 raise
         if time.monotonic() > deadline:
             raise LaunchError(_TAKEN.format(index=spec.index) if is_taken else "Machine 0 did not restart in time.")
-        client.close()  # a server that is about to end may still answer on a connection made before
+        client.close()  # a server that is about to end may still answer on an old connection
         time.sleep(_RETRY_S)
 
 
@@ -423,17 +423,17 @@ _LONGEST_SILENCE_S = 60.0
 
 @dataclass(frozen=True)
 class LauncherSpec:
-    """One launcher among those of its run.
+    """The specification of one launcher of a run.
 
     Attributes:
-        index, count: this launcher's number, and how many there are; launcher 0 serves the others.
-        procs: ranks that each launcher starts.
+        index, count: number of this launcher, and of all launchers; launcher 0 serves the others.
+        procs: number of ranks that each launcher starts.
         first_local_rank: ``local_rank`` of this launcher's first rank (not 0 where SLURM starts one launcher per rank).
-        address: where launcher 0 listens, or will listen; port 0: a free one.
+        address: host and port on which launcher 0 listens; port 0: any free port.
         secret: secret of the run.
         timeout_s: timeout of a collective, in seconds.
-        start_s: how long launchers wait for each other at the start, and for a lost one to come back.
-        comes_back: whether a person may restart a lost launcher. A batch system restarts the whole job instead.
+        start_s: seconds for which launchers wait for each other at the start, and for a lost launcher to return.
+        comes_back: whether the user may restart a lost launcher. A batch system restarts the whole job instead.
     """
 
     index: int
@@ -448,6 +448,6 @@ class LauncherSpec:
 
     @property
     def silence_s(self) -> float:
-        """A launcher without a heartbeat for this long counts as lost."""
-        # Well before a collective times out, which would name no machine.
+        """Seconds without a heartbeat after which a launcher counts as lost."""
+        # Well before a collective times out, because that error would name no machine.
         return min(_LONGEST_SILENCE_S, self.timeout_s / 2)

@@ -1,4 +1,4 @@
-"""The program of a rank that replays a bad step: the state before it, its batch, and what went through each module."""
+"""The program of a rank that replays a bad step, from the state before it and its batch, and watches each module."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ from vissl_zero.terminal import print_line
 if TYPE_CHECKING:
     from vissl_zero.data.dataset import ImageBatch
 
-REQUEST_NAME = "replay.json"  # beside the plan: what the command asks for
+REQUEST_NAME = "replay.json"  # the command's request, in the folder of the plan
 
 
-class _Figures(Hook):
+class _LossAndNorm(Hook):
     """Reads loss and gradient norm before the update."""
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class _Figures(Hook):
 
 
 def main() -> int:
-    """Replay as one rank that ``RankGroup`` has started: ``argv[1]`` has the plan and what the command asks for."""
+    """Replay as one rank that ``RankGroup`` has started: folder ``argv[1]`` has the plan and the request."""
     take_place()
     try:
         folder = Path(sys.argv[1])
@@ -65,19 +65,20 @@ def main() -> int:
 
 
 def replay(plan: ResolvedRun, folder: Path, with_optimizer: bool = True) -> dict[str, Any]:
-    """Run the step in ``folder`` again as ``plan`` says. Collective.
+    """Run the captured step in ``folder`` again under ``plan``. Collective.
 
     Args:
-        plan: that of the run, or one with other levels, ranks, or number formats.
+        plan: plan of the run, or a plan with another level, number of ranks, or number format.
         folder: folder of the bad step.
-        with_optimizer: restore the optimizer's state too; figures before the update do not depend on it.
+        with_optimizer: whether to restore the optimizer's state too; loss and gradient norm do not depend on it.
     Returns:
-        Figures as they were and as they are, what each module gave, samples with pixels that are not finite.
+        Loss and gradient norm, as captured and as replayed; statistics of each module; samples with pixels that are not
+        finite.
     Raises:
-        CheckpointError: the folder is not whole, or of another model.
+        CheckpointError: the folder is incomplete, or belongs to another model.
     """
     facts = read_facts(folder)
-    # Weights come from the checkpoint; those of a teacher that stays as it is are not in it.
+    # Weights come from the captured state, but it lacks those of a frozen teacher.
     run, schedules, frozen = build_run(plan, rank_device(plan), None, lambda teacher: load_teacher(teacher, plan))
     with open_state(folder) as state:
         manifest = state.manifest
@@ -85,7 +86,7 @@ def replay(plan: ResolvedRun, folder: Path, with_optimizer: bool = True) -> dict
         restore(run, (), state, with_optimizer)
     run.lr_factor = facts.lr_factor
     run.sharded.model.train()
-    watch, figures = ModuleWatch(), _Figures()
+    watch, figures = ModuleWatch(), _LossAndNorm()
     loss_scale = (run.sharded.loss_scale_state() or {}).get("scale", 1.0)
     models = [("", run.sharded.model)]
     if run.method.has_teacher and run.teacher_features is None:
@@ -124,18 +125,18 @@ def replay(plan: ResolvedRun, folder: Path, with_optimizer: bool = True) -> dict
 
 
 def _format(precision: Mapping[str, Any]) -> str:
-    """Name the number format of the forward pass."""
+    """Return the name of the forward pass's number format."""
     name: str = precision["autocast"] or precision["compute"]
     return name
 
 
 def _text(value: Any) -> Any:
-    """Write numbers as text where JSON has none."""
+    """Return a value for JSON; numbers that JSON lacks become strings."""
     return repr(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _broken_samples(run: Run, batches: list[ImageBatch]) -> list[dict[str, Any]]:
-    """List this rank's samples whose crops hold what is not finite, with their names."""
+    """List this rank's samples with pixels that are not finite."""
     broken = []
     for batch in batches:
         is_bad = torch.zeros(batch.num_local, dtype=torch.bool)

@@ -1,4 +1,4 @@
-"""Start a run: here, in N processes, as one of several machines, or as one rank of a job that torchrun started."""
+"""The start of a run: in N processes here, as one of several machines, or as one rank that torchrun has started."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def run(plan: ResolvedRun, user_yaml: str, node_id: int = 0, fit: FitRun | None 
         plan: the resolved run.
         user_yaml: the configuration as the user wrote it, interpolations unresolved, for ``config.user.yaml``.
         node_id: number of this machine, where machines are started by hand.
-        fit: the fit that chose ``plan``, and chooses again where memory runs out; on one machine.
+        fit: fit that chose ``plan``, and chooses another plan if memory runs out; only on one machine.
     """
-    if plan.config.DRY_RUN:  # under torchrun every rank comes here
-        is_silent = _is_under_torchrun() and os.environ["RANK"] != "0"  # RANK alone may be left over
+    if plan.config.DRY_RUN:  # under torchrun, every rank executes this
+        is_silent = _is_under_torchrun() and os.environ["RANK"] != "0"  # RANK alone may be left from another program
         budget = fit.choice.budget_bytes if fit else None
         return 0 if is_silent else print_dry_run(plan, _submission(plan), budget_bytes=budget)
     if _is_under_torchrun():
@@ -64,12 +64,12 @@ def _run_as_rank(plan: ResolvedRun, user_yaml: str) -> int:
 
     if plan.device == "cpu" and (advice := allocator_advice(plan.sharding)):
         plan = replace(plan, notes=(*plan.notes, advice))
-    stopping.forget()  # of an earlier run of this process
+    stopping.forget()  # a request to an earlier run of this process
     stopping.listen()
     lock: RunLock | None = None
     try:
         with process_group(plan.backend, rank_device(plan), plan.sharding.timeout_s):
-            # Every rank composed by itself, and the clock in the folder's name may differ: rank 0 decides.
+            # Each rank has composed its own plan, and the time in the folder's name may differ: rank 0 decides.
             plan = replace(plan, run_dir=collectives.broadcast_object(plan.run_dir))
             problem: VisslZeroError | None = None
             if collectives.rank() == 0:
@@ -88,7 +88,7 @@ def _run_as_rank(plan: ResolvedRun, user_yaml: str) -> int:
 
 
 def _submission(plan: ResolvedRun) -> str:
-    """Return the sbatch script of a run that would be submitted, else nothing."""
+    """Return the sbatch script of a run that would be submitted; "" for other runs."""
     if not plan.config.SLURM.USE_SLURM:
         return ""
     from vissl_zero.launch.slurm import script
@@ -99,19 +99,18 @@ def _submission(plan: ResolvedRun) -> str:
 def print_dry_run(
     plan: ResolvedRun, submission: str = "", console: Console | None = None, budget_bytes: int | None = None
 ) -> int:
-    """Print the plan for ``config.DRY_RUN=true``; return the exit code: 0, or ``DOES_NOT_FIT``.
+    """Print the plan for ``config.DRY_RUN=true``; returns the exit code: 0, or ``DOES_NOT_FIT``.
 
-    Everything a person can check before spending hours, without starting anything. The recipe has been composed,
-    checked and resolved by then. Here the data are indexed and a few images are read, the model is built with fake
-    tensors, the run folder is looked at, and the plan is printed.
+    It shows everything that the user can check before spending hours, and starts nothing. The data are indexed, a few
+    images are read, the model is built with fake tensors, and the run folder is inspected.
 
     Args:
         plan: the resolved run.
-        submission: the sbatch script, where the run would be submitted.
-        console: where to print.
-        budget_bytes: bytes that ``fit`` chose the plan for; None: it did not choose.
+        submission: the sbatch script if the run would be submitted, else "".
+        console: console to print to; None: stdout.
+        budget_bytes: budget for which ``fit`` chose the plan; None: ``fit`` did not choose.
     Raises:
-        ConfigError, DataError, CheckpointError, LaunchError: what the run would be refused for.
+        ConfigError, DataError, CheckpointError, LaunchError: the run would be refused with the same error.
     """
     import rich
 
@@ -133,10 +132,10 @@ def print_dry_run(
 
 
 def _resumed(plan: ResolvedRun) -> list[str]:
-    """Describe what the run would do with its folder's contents; the data of checkpoints are not read.
+    """Return lines on whether and from what the run would resume; the data of checkpoints are not read.
 
     Raises:
-        ConfigError, CheckpointError, LaunchError: as the run would, where it cannot start or resume there.
+        ConfigError, CheckpointError, LaunchError: the run could not start or resume in its folder.
     """
     from vissl_zero.checkpoint.comparison import require_resumable
     from vissl_zero.checkpoint.folder import find_checkpoints, newest_checkpoint

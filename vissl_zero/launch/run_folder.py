@@ -1,8 +1,8 @@
-"""The folder of a run: prepared by one process, and locked for as long as the run lives.
+"""The folder of a run: one process prepares it, and it is locked while the run is alive.
 
-A folder has one live run, and ``run.lock`` says whose it is. The lock is the operating system's (``flock``), which ends
-with the process however that ends. Where a file system does not carry it from machine to machine, the file itself
-tells: host, process, job and a time stamp renewed every 30 s.
+A folder has at most one live run, whose owner is in ``run.lock``. The operating system's lock (``flock``) ends with the
+process in any case. Some file systems do not share locks between machines. There the content of the file decides: host,
+process, job, and a time stamp that is renewed every 30 s.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ _JOB_VARIABLES = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "JOB_ID")
 
 
 def prepare_folder(plan: ResolvedRun, user_yaml: str) -> RunLock:
-    """Make the run folder, lock it, write the user's and the resolved configuration into it. One process calls this.
+    """Make and lock the run folder, and write both configurations into it. One process of the run calls this.
 
     Returns:
-        The lock, to be held as long as the run lives.
+        The lock; hold it as long as the run is alive.
     Raises:
-        LaunchError: another run is alive in the folder, it holds one that is not to be continued, or it cannot be
-            written.
-        ConfigError: the run there cannot go on with this configuration; its files stay as they are.
+        LaunchError: another run is alive in the folder, the folder has a run that may not be continued, or it is not
+            writable.
+        ConfigError: the run there cannot continue with this configuration; its files are unchanged.
     """
     folder = Path(plan.run_dir)
     try:
@@ -58,9 +58,7 @@ def prepare_folder(plan: ResolvedRun, user_yaml: str) -> RunLock:
         lock = RunLock(folder)
         try:
             require_free(folder, plan)
-            _require_resumable(
-                folder, plan
-            )  # before overwriting: the old configuration says how to read the weights here
+            _require_resumable(folder, plan)  # before the old configuration, which describes the weights, is replaced
             with replacing(folder / "config.user.yaml") as temporary:
                 temporary.write_text(user_yaml, encoding="utf-8")
             save_resolved(plan, folder / "config.resolved.yaml")
@@ -75,9 +73,9 @@ def prepare_folder(plan: ResolvedRun, user_yaml: str) -> RunLock:
 
 
 def require_plain_files(folder: Path) -> None:
-    """Refuse links in the folder, which a run would write through, and folders where the run has a file.
+    """Refuse links in the folder, which a run would follow as it writes, and folders in the place of its files.
 
-    What stands inside ``checkpoints`` is left to the search for one to resume from, which passes over what is damaged.
+    Contents of ``checkpoints`` are not checked: the search for a checkpoint to resume from skips damaged ones.
     """
     for path in sorted(path for part in (folder, *map(folder.joinpath, _OUR_FOLDERS)) for path in _entries(part)):
         kind = irregular(path.lstat())
@@ -93,7 +91,7 @@ def _entries(folder: Path) -> list[Path]:
 
 
 def require_free(folder: Path, plan: ResolvedRun) -> None:
-    """Require that the folder holds no run, or one to continue: it has a checkpoint, or ended before its first."""
+    """Require that the folder has no run, or a run to continue: with a checkpoint, or without a summary."""
     if not (folder / "metrics.jsonl").exists():
         return
     has_checkpoint = any(folder.glob("checkpoints/step_*"))
@@ -106,7 +104,7 @@ def require_free(folder: Path, plan: ResolvedRun) -> None:
 
 
 def _require_resumable(folder: Path, plan: ResolvedRun) -> None:
-    """Refuse what the newest checkpoint in the folder cannot go on with. Imports torch, where there is one."""
+    """Refuse a configuration with which the newest checkpoint cannot continue. Imports torch if there is one."""
     options = plan.config.CHECKPOINT
     is_newest = options.LATEST_CHECKPOINT_RESUME_FILE_NUM == 1
     if not (options.AUTO_RESUME and is_newest and any(folder.glob("checkpoints/step_*"))):
@@ -117,36 +115,36 @@ def _require_resumable(folder: Path, plan: ResolvedRun) -> None:
     try:
         with newest_checkpoint(folder, []) as checkpoint:
             saved = checkpoint.manifest.config
-    except CheckpointError:  # none opens: the run says why
+    except CheckpointError:  # none can be opened; the run will report why
         return
     require_resumable(saved, as_data(plan), options.ALLOW_CHANGED)
 
 
 class RunLock:
-    """Held from ``__init__`` to ``release``, or to the end of the process; one process per run takes it.
+    """The lock of a run folder, from ``__init__`` to ``release`` or the end of the process. One process per run has it.
 
-    A lock whose owner is gone is taken over without a word: its process on this machine has ended, it belongs to an
-    earlier try of this very job (a requeue), or it was not renewed for ``STALE_S`` seconds.
+    A lock is taken over silently if its owner is gone: the owner's process on this machine has ended, the owner was an
+    earlier attempt of the same job (a requeue), or the lock was not renewed for ``STALE_S`` seconds.
 
     Args:
-        folder: the run folder; exists.
+        folder: an existing run folder.
     Raises:
-        LaunchError: another run is alive in the folder; it is named.
-        OSError: the folder cannot be written.
+        LaunchError: another run is alive in the folder; the message names it.
+        OSError: the folder is not writable.
     """
 
     def __init__(self, folder: Path):
         self._path = folder / LOCK_NAME
         self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
-            # Before the lock is tried, so that a refusal can name the owner.
+            # Read before locking, so that a refusal can name the owner.
             owner = _read(self._fd)
             try:
                 fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise _refused(folder, owner) from None
             except OSError:
-                pass  # a file system without locks: the file decides
+                pass  # a file system without locks: the content of the file decides
             if owner and not _is_gone(owner, self._fd):
                 raise _refused(folder, owner)
             self._write({"host": socket.gethostname(), "pid": os.getpid(), "born": _born(os.getpid()), "job": _job()})
@@ -158,7 +156,7 @@ class RunLock:
         self._thread.start()
 
     def release(self) -> None:
-        """Let others have the folder. The file stays, empty: removing it could remove the next owner's."""
+        """Release the folder. The file remains, empty: its removal could remove the next owner's file."""
         if self._ended.is_set():
             return
         self._ended.set()
@@ -187,7 +185,7 @@ class RunLock:
 
 
 def owner_of(folder: Path) -> tuple[dict[str, Any], bool]:
-    """Return what ``run.lock`` says of its owner (empty after a run that ended by itself), and whether it is alive."""
+    """Return the owner's entries in ``run.lock`` (empty if the run released it), and whether the owner is alive."""
     try:
         fd = os.open(folder / LOCK_NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
@@ -204,7 +202,7 @@ def _job() -> str:
 
 
 def _born(pid: int) -> str:
-    """Return when a process of this machine started, in its own clock: a number may go to another process later."""
+    """Return the start time of a process in kernel ticks, because process ids are reused."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except (OSError, IndexError):

@@ -1,4 +1,4 @@
-"""Runs in a folder, as their files describe them: state, progress, figures, and the command that resumes each."""
+"""The list of runs in a folder, read from their files: state, progress, results, and the command to resume."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ _SAVED = {0, 75, 130}
 
 @dataclass(frozen=True)
 class ListedRun:
-    """One run.
+    """A run in a folder, as its files describe it.
 
     Attributes:
         folder: the run folder.
         state: one of ``STATES``.
-        why: where a run runs, or why one failed or stopped; may be empty.
-        recipe: what ``config=`` named.
-        step: optimizer steps done.
-        figures: results by name; only the last loss and the speed where the run has not ended.
-        age_s: seconds since something was last written.
-        resume: the command that continues the run; empty for one that runs or is done.
+        why: process of a running run, or why the run failed or stopped; may be empty.
+        recipe: value of ``config=``.
+        step: number of completed optimizer steps.
+        figures: results by name; only the last loss and the speed until the run has ended.
+        age_s: seconds since the run last wrote a file.
+        resume: command that continues the run; empty if the run is running or done.
     """
 
     folder: str
@@ -50,9 +50,9 @@ class ListedRun:
 
 
 def find_runs(root: Path) -> Iterator[Path]:
-    """Yield every run folder at or below ``root``, in the order of names. A folder that cannot be read is left out."""
+    """Yield every run folder at or below ``root``, sorted by name. Folders that cannot be read are left out."""
     for place, folders, files in os.walk(root):
-        # Loggers keep copies of the configuration, and weights have one beside them: those are no runs.
+        # Folders of loggers and of weights have copies of the configuration, but they are not runs.
         if "config.resolved.yaml" in files and _OF_A_RUN & {*files}:
             folders.clear()
             yield Path(place)
@@ -60,7 +60,7 @@ def find_runs(root: Path) -> Iterator[Path]:
 
 
 def listed(folder: Path) -> ListedRun:
-    """Return what the files of a run folder say. Cost: a millisecond; metrics are read from their end."""
+    """Return the run in a folder. Cost: a millisecond; only the end of the metrics is read."""
     summary, last = read_summary(folder), _last_record(folder)
     state, why = _state(folder, summary, last)
     figures = {name: value for name in FIGURES if isinstance(value := summary.get(name), int | float)}
@@ -81,7 +81,7 @@ def listed(folder: Path) -> ListedRun:
 
 
 def _last_record(folder: Path) -> dict[str, Any]:
-    """Return the last whole line of a run's metrics; empty if there is none."""
+    """Return the last complete record of a run's metrics; empty if there is none."""
     try:
         with os.fdopen(open_regular(folder / "metrics.jsonl"), "rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))

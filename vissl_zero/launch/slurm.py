@@ -1,11 +1,11 @@
-"""A run on SLURM: handed in through submitit (``config.SLURM.USE_SLURM=true``), and what each task of the job runs.
+"""A run on SLURM: its submission through submitit (``config.SLURM.USE_SLURM=true``), and the tasks of the job.
 
-What the run asks for becomes parameters of submitit, and they an sbatch script. What was submitted is noted in the run
-folder and in the user's home, so that it can be listed, followed and canceled. Each task runs a launcher of its share
-of the ranks, and is requeued when it saved and stopped.
+The keys of ``config.SLURM`` become parameters of submitit, which writes the sbatch script. Submitted jobs are noted in
+the run folder and in the user's home, so that they can be listed, followed and canceled. Each task starts a launcher
+for its share of the ranks. A job that saved and stopped is requeued.
 
-A job is read from a copy of the code, and from a folder that no other user can ever write to: submitit unpickles what
-it finds in the folder, so whoever can write into it, or replace it, runs code as the user.
+A job runs a copy of the code, and reads a folder to which no other user can ever write. submitit unpickles files of
+this folder, so whoever can write into it, or replace it, runs code as the user.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from vissl_zero.resolve.resolved import ResolvedRun
 
 
 def submit(plan: ResolvedRun, user_yaml: str) -> int:
-    """Submit, note it down, and say what was done; returns 0.
+    """Submit the run as a job, note and print the job; returns 0.
 
     Raises:
-        LaunchError: there is no SLURM, the folder is not safe, or the cluster refuses the job.
+        LaunchError: SLURM is missing, the folder is not safe, or the cluster refuses the job.
     """
     if shutil.which("sbatch") is None or shutil.which("srun") is None:
         raise LaunchError(
@@ -53,7 +53,7 @@ def submit(plan: ResolvedRun, user_yaml: str) -> int:
     _ask_cluster(plan)
     existed = Path(plan.run_dir).exists()
     try:
-        prepare_folder(plan, user_yaml).release()  # the job takes the lock when it runs
+        prepare_folder(plan, user_yaml).release()  # the job takes the lock when it starts
         folder = private_folder(_submission_folder(plan))
         if plan.config.SLURM.SNAPSHOT_CODE:
             snapshot(code_folder(plan), plan.config.IMPORTS)
@@ -76,10 +76,10 @@ def submit(plan: ResolvedRun, user_yaml: str) -> int:
 
 
 def _ask_cluster(plan: ResolvedRun) -> None:
-    """Let SLURM check the job without submitting it: an impossible one would wait in the queue for ever.
+    """Let SLURM check the job without submission, because an impossible job would wait in the queue forever.
 
     Raises:
-        LaunchError: it says no.
+        LaunchError: the cluster refuses the job, or does not answer.
     """
     with tempfile.NamedTemporaryFile("w", prefix="vissl_zero_", suffix=".sh") as file:
         file.write(script(plan))
@@ -121,14 +121,15 @@ _SIZES = (
 
 
 def _offer() -> str:
-    """Describe the partitions in a sentence; return "" if sinfo does not list them."""
+    """Return a sentence on the partitions of the cluster; "" if sinfo lists none."""
     answer = _answer(["sinfo", "-h", "-o", "%R|%D|%c|%m|%G"])
     rows = [line.split("|") for line in answer.stdout.splitlines() if line.count("|") == 4]
-    texts = []
+    partitions = []
     for name, nodes, cores, megabytes, resources in rows:
         gpus = "" if resources == "(null)" else f", {resources}"
-        texts.append(f"{name}: {nodes} nodes of {cores} cores and {int(megabytes.rstrip('+')) / 1024:.3g} GiB{gpus}")
-    return f"Partitions: {'; '.join(texts)}." if texts else ""
+        memory = f"{int(megabytes.rstrip('+')) / 1024:.3g} GiB"
+        partitions.append(f"{name}: {nodes} nodes of {cores} cores and {memory}{gpus}")
+    return f"Partitions: {'; '.join(partitions)}." if partitions else ""
 
 
 def _hand_in(plan: ResolvedRun, folder: Path) -> Submitted:
@@ -138,7 +139,7 @@ def _hand_in(plan: ResolvedRun, folder: Path) -> Submitted:
     executor = SlurmExecutor(folder / "%j")
     executor.update_parameters(**parameters(plan))
     task = SlurmTask(plan.run_dir, str(folder), secrets.token_bytes(32), plan.config.SLURM.MAX_REQUEUES)
-    # The pickled task holds the run's secret.
+    # The pickled task has the run's secret.
     mask = os.umask(0o077)
     try:
         job = executor.submit(task)
@@ -158,23 +159,23 @@ def _hand_in(plan: ResolvedRun, folder: Path) -> Submitted:
 
 
 def _submission_folder(plan: ResolvedRun) -> Path:
-    """Return where submission files and logs of a run go.
+    """Return the folder for submission files and logs of a run.
 
     Raises:
-        LaunchError: the path has a line break in it, which would end a line of the sbatch script.
+        LaunchError: the path has a line break, which would end a line of the sbatch script.
     """
-    if is_unsafe(plan.run_dir):  # it may come from the folder that the command was given in, or from hydra.run.dir
+    if is_unsafe(plan.run_dir):  # it may come from the current folder, or from hydra.run.dir
         raise LaunchError(f"The run folder {plan.run_dir!r} must be one line of printable text. Name another folder.")
     return Path(plan.run_dir) / Path(plan.config.SLURM.LOG_FOLDER).expanduser() / "slurm"
 
 
 def code_folder(plan: ResolvedRun) -> Path:
-    """Return where the snapshot of a run's code goes; runs may share a LOG_FOLDER."""
+    """Return the folder for the snapshot of a run's code; other runs may share its LOG_FOLDER."""
     return _submission_folder(plan) / f"code_{hashlib.sha256(plan.run_dir.encode()).hexdigest()[:12]}"
 
 
 def parameters(plan: ResolvedRun) -> dict[str, Any]:
-    """Collect submitit's parameters; empty keys are left out, so that the cluster's own defaults hold."""
+    """Return submitit's parameters; empty keys are left out, so that the cluster's defaults apply."""
     slurm = plan.config.SLURM
     procs = plan.procs_per_node
     procs_per_task = 1 if slurm.TASK_PER == "process" else procs
@@ -197,7 +198,7 @@ def parameters(plan: ResolvedRun) -> dict[str, Any]:
         "gpus_per_node": procs if plan.device == "cuda" else "",
         "signal_delay_s": slurm.SIGNAL_DELAY_S,
         "setup": setup or "",
-        # Launchers notice by themselves when another is gone, and must have the time to say so.
+        # Launchers notice themselves that another is gone, and need time to report it.
         "srun_args": ["--kill-on-bad-exit=0", f"--cpus-per-task={slurm.NUM_CPU_PER_PROC * procs_per_task}"],
         "additional_parameters": {"requeue": True, **further},
     }
@@ -205,7 +206,7 @@ def parameters(plan: ResolvedRun) -> dict[str, Any]:
 
 
 def script(plan: ResolvedRun) -> str:
-    """Write the sbatch script that ``submit`` hands in (submitit puts the job's id for ``%j``)."""
+    """Return the sbatch script that ``submit`` submits (submitit replaces ``%j`` by the job's id)."""
     folder = _submission_folder(plan) / "%j"
     from submitit.slurm.slurm import _make_sbatch_string  # slow to import
 
@@ -218,11 +219,11 @@ class Submitted:
     """A submitted run.
 
     Attributes:
-        job_id: SLURM's.
-        name, recipe: for people.
+        job_id: SLURM's id of the job.
+        name, recipe: name of the job, and recipe of the run.
         run_dir: the run folder.
-        stdout, stderr: logs of the first task.
-        submitted: Unix time.
+        stdout, stderr: paths of the first task's logs.
+        submitted: Unix time of the submission.
     """
 
     job_id: str
@@ -235,12 +236,12 @@ class Submitted:
 
 
 def _jobs_folder() -> Path:
-    """Return where this user's submitted runs are noted."""
+    """Return the folder with the notes of this user's submitted runs."""
     return Path("~/.vissl_zero/jobs").expanduser()
 
 
 def note(job: Submitted) -> None:
-    """Write it to ``slurm.json`` in the run folder and into ``_jobs_folder``; says so if that cannot be written."""
+    """Write the job to ``slurm.json`` in the run folder, and to ``_jobs_folder``; prints why if the latter fails."""
     text = json.dumps(asdict(job), indent=2) + "\n"
     with replacing(Path(job.run_dir) / "slurm.json") as temporary:
         temporary.write_text(text)
@@ -252,7 +253,7 @@ def note(job: Submitted) -> None:
 
 
 def noted() -> list[Submitted]:
-    """List all runs that were noted, oldest first; files that cannot be read are left out."""
+    """List all noted runs, oldest first; files that cannot be read are left out."""
     jobs = []
     for path in _jobs_folder().glob("*.json"):
         try:
@@ -267,13 +268,13 @@ _MEET_S = 300.0
 
 @dataclass
 class SlurmTask:
-    """Called in every task by submitit, which unpickles it from the submission folder.
+    """The program of a task; submitit unpickles it from the submission folder and calls it.
 
     Attributes:
         run_dir: the run folder, with ``config.resolved.yaml``.
-        folder: the job's submission folder, which this user alone can enter, on a disk that all nodes share.
+        folder: the job's submission folder, on a disk that all nodes share; only this user can enter it.
         secret: secret of the run.
-        max_requeues: SLURM.MAX_REQUEUES.
+        max_requeues: most requeues of the job (``SLURM.MAX_REQUEUES``).
     """
 
     run_dir: str
@@ -285,7 +286,7 @@ class SlurmTask:
         """Run this task's ranks to the end.
 
         Raises:
-            SystemExit: with the code of the run, unless it is 0.
+            SystemExit: the exit code of the run is not 0.
         """
         from vissl_zero.launch.run_folder import RunLock
 
@@ -309,7 +310,7 @@ class SlurmTask:
         count, index = _number("SLURM_NTASKS", 1), _number("SLURM_PROCID")
         if count == 1:
             return launch_local(plan)
-        # One name per try: a requeued job must not read the address of the try before.
+        # Each attempt has its own name: a requeued job must not read the address of an earlier attempt.
         meeting = Path(self.folder) / f"meet_{_job_id()}_{_number('SLURM_RESTART_COUNT')}.json"
         address = (_own_address(), plan.config.SLURM.PORT_ID) if index == 0 else _read_address(meeting)
         spec = LauncherSpec(
@@ -327,9 +328,9 @@ class SlurmTask:
 
 
 def requeue(max_requeues: int) -> int:
-    """Queue this job again after it saved and stopped. Returns the exit code.
+    """Requeue this job after it saved and stopped; returns the exit code.
 
-    Not if it was canceled, has been queued often enough, or the cluster is about to do so itself.
+    The job is not requeued if it was canceled, has reached ``max_requeues``, or is being requeued by the cluster.
     """
     times = _number("SLURM_RESTART_COUNT")
     if times >= max_requeues:
@@ -340,17 +341,17 @@ def requeue(max_requeues: int) -> int:
         )
         return STOPPED
     state = _job_state(_job_id())
-    if state != "RUNNING":  # canceled, or being requeued by someone else
+    if state != "RUNNING":  # canceled, or already being requeued
         print(f"Saved and stopped; the job is {state.lower() or 'gone'}.", flush=True)
         return STOPPED
     print(f"Saved and stopped; requeued ({times + 1} of at most {max_requeues} times).", flush=True)
     subprocess.run(["scontrol", "requeue", _job_id()], check=False, timeout=60)
-    time.sleep(60.0)  # SLURM ends this job now; one that ended by itself before that would not be queued
+    time.sleep(60.0)  # SLURM ends this job now; a job that ends before that would not be requeued
     return STOPPED
 
 
 def _job_state(job_id: str) -> str:
-    """Ask for SLURM's word for the state of a job, such as RUNNING; empty if it is not known any more."""
+    """Return SLURM's name for the state of a job, such as RUNNING; "" if SLURM no longer knows the job."""
     done = subprocess.run(
         ["scontrol", "show", "job", "-o", job_id], capture_output=True, text=True, check=False, timeout=60
     )
@@ -367,7 +368,7 @@ def _number(name: str, default: int = 0) -> int:
 
 
 def _own_address() -> str:
-    """Resolve this node's name in the cluster to the address that other nodes reach."""
+    """Return the address at which other nodes reach this node, by its name in the cluster."""
     for name in (os.environ.get("SLURMD_NODENAME", ""), socket.gethostname()):
         try:
             return socket.gethostbyname(name) if name else ""
@@ -377,10 +378,10 @@ def _own_address() -> str:
 
 
 def _read_address(path: Path) -> tuple[str, int]:
-    """Wait for the first task to write where it listens.
+    """Wait until the first task has written its address; returns host and port.
 
     Raises:
-        LaunchError: it does not.
+        LaunchError: the first task does not write it in time.
     """
     deadline = time.monotonic() + _MEET_S
     while not path.exists():
@@ -390,7 +391,7 @@ def _read_address(path: Path) -> tuple[str, int]:
                 "that all nodes share."
             )
         time.sleep(0.1)
-        list(path.parent.iterdir())  # has a network file system look again
+        list(path.parent.iterdir())  # makes a network file system refresh its cache
     host, port = json.loads(path.read_text())
     return host, port
 
@@ -399,17 +400,17 @@ _LEFT_OUT = shutil.ignore_patterns("__pycache__", "*.pyc")
 
 
 def snapshot(code: Path, imports: Sequence[str]) -> None:
-    """Copy vissl_zero and the top-level modules of ``imports`` into the folder ``code``, which goes on PYTHONPATH.
+    """Copy vissl_zero and the top-level modules of ``imports`` into the folder ``code``, the job's PYTHONPATH.
 
     Raises:
-        LaunchError: it cannot be written.
+        LaunchError: the folder cannot be written.
     """
     try:
         shutil.rmtree(code, ignore_errors=True)
         for name in dict.fromkeys(["vissl_zero", *(module.partition(".")[0] for module in imports)]):
             spec = find_spec(name)
             if spec is None:
-                continue  # said already where imports are checked
+                continue  # the check of imports has reported it
             if spec.submodule_search_locations:
                 shutil.copytree(next(iter(spec.submodule_search_locations)), code / name, ignore=_LEFT_OUT)
             elif spec.origin:
@@ -423,10 +424,10 @@ _KEY = "config.SLURM.LOG_FOLDER"
 
 
 def private_folder(path: Path) -> Path:
-    """Make ``path`` with mode 0700, or check that it is safe; returns it without links.
+    """Make the folder ``path`` with mode 0700, or check that it is safe; returns the path without links.
 
     Raises:
-        LaunchError: it, or a folder above it, is open to others.
+        LaunchError: other users can write to the folder, or to a folder above it.
     """
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -450,7 +451,7 @@ def private_folder(path: Path) -> Path:
 
 
 def _who_else_can_replace(status: os.stat_result) -> str:
-    """Find who besides the user and root can rename what is in a folder; else an empty text."""
+    """Return who besides the user and root can rename the contents of a folder; "" if nobody can."""
     if status.st_uid not in (0, os.getuid()):
         return _user(status.st_uid)
     if status.st_mode & stat.S_ISVTX:  # sticky: only owners rename

@@ -1,7 +1,7 @@
-"""A sweep: a safe folder, one summary, and each job's folder; and ``hydra/launcher=local``. Imports no torch.
+"""A sweep: checks of its folders, its summary, and the launcher ``hydra/launcher=local``. Imports no torch.
 
-The launcher runs jobs side by side on this machine, as many as its cores or GPUs allow. Each job is a process of its
-own (``python -m vissl_zero.cli``) on cores and GPUs of its own, with its ranks below it and what it prints in
+The launcher runs jobs in parallel on this machine, as many as its cores or GPUs allow. Each job is a process of its
+own (``python -m vissl_zero.cli``) with its own cores and GPUs, and starts its own ranks. Its output is in
 ``output.log`` of its folder.
 """
 
@@ -47,17 +47,17 @@ from vissl_zero.resolve.placement_plan import is_unsafe
 from vissl_zero.resolve.saved import leaves
 
 _NUMBERED = "${hydra:job.num}"  # hydra.sweep.subdir of defaults.yaml
-# What an attempt that left no checkpoint leaves, and what the next one would stumble over.
+# Files of an attempt that saved no checkpoint; the next attempt would refuse them, or append to them.
 _LEFTOVERS = ("metrics.jsonl", "summary.json", "tensorboard", "logs")
 
 
 def _require_own(jobs: Mapping[Path, Sequence[str]]) -> None:
-    """Require that no folder holds a run of something else. The order of overrides makes no other run.
+    """Require that no folder has a run with other overrides. The order of overrides does not matter.
 
     Args:
         jobs: folder -> overrides of its job.
     Raises:
-        LaunchError: some do; all of them are named.
+        LaunchError: some folders have another run; all are named.
     """
     foreign = [folder for folder, overrides in jobs.items() if _is_foreign(folder, overrides)]
     if not foreign:
@@ -83,12 +83,12 @@ def _is_foreign(folder: Path, overrides: Sequence[str]) -> bool:
 
 
 def claim(folder: Path, overrides: Sequence[str]) -> bool:
-    """Take a folder for a job. Returns whether anything is left to do.
+    """Prepare a folder for a job; returns False if the job is done already.
 
     An interrupted attempt resumes from its checkpoint, or starts from scratch if it has none.
 
     Raises:
-        LaunchError: the folder holds a run of something else.
+        LaunchError: the folder has a run with other overrides.
     """
     _require_own({folder: overrides})
     if is_done(folder):
@@ -105,12 +105,12 @@ def claim(folder: Path, overrides: Sequence[str]) -> bool:
 
 
 def run_job_of_sweep(folder: Path, overrides: Sequence[str], run: Callable[[], int], max_requeues: int) -> int:
-    """Run a job in this process unless it was done before. No error ends a sweep.
+    """Run a job in this process, unless it is done already. An error of a job does not end the sweep.
 
     Args:
         folder: folder of the job.
         overrides: overrides as Hydra gives them.
-        run: does the job; its exit code.
+        run: function that runs the job; returns its exit code.
         max_requeues: most requeues of a SLURM job that saved and stopped.
     Returns:
         The job's exit code, as in its note; if the job succeeded, but the sweep was asked to stop meanwhile, the exit
@@ -130,7 +130,7 @@ def run_job_of_sweep(folder: Path, overrides: Sequence[str], run: Callable[[], i
         return 2
     try:
         code = run()
-    except Exception:  # noqa: BLE001 - a defect in one job; the others are run all the same
+    except Exception:  # noqa: BLE001 - an error in one job must not keep the others from running
         traceback.print_exc()
         code = 1
     executor = os.environ.get("SUBMITIT_EXECUTOR")
@@ -142,22 +142,22 @@ def run_job_of_sweep(folder: Path, overrides: Sequence[str], run: Callable[[], i
 
 
 def objective(hydra: Any, config: Any) -> str:
-    """Return the figure that a searching sweeper (``hydra/sweeper=optuna``) goes by; empty where none searches.
+    """Return the name of the metric by which a sweeper searches (``hydra/sweeper=optuna``); "" if none searches.
 
     Args:
         hydra: Hydra's own configuration.
-        config: config of a job, below ``config``.
+        config: the block ``config`` of a job.
     Raises:
-        ConfigError: a sweeper searches, and no figure or an unknown one is named, or nothing is measured.
+        ConfigError: a sweeper searches, but the metric is missing or unknown, or the job does not train.
     """
     sweeper = str(hydra.runtime.choices.get("hydra/sweeper", "basic"))
     if hydra.mode != RunMode.MULTIRUN or sweeper == "basic":
         return ""
     if config.DRY_RUN:
-        must, fix = f"must be false: {sweeper} searches by figures of training", f"Leave out hydra/sweeper={sweeper}."
+        must, fix = f"must be false: {sweeper} searches by a metric of training", f"Leave out hydra/sweeper={sweeper}."
         raise ConfigError([Problem("config.DRY_RUN", "True", must, fix)])
     if not config.OBJECTIVE:
-        must, fix = f"must name the figure that {sweeper} searches by", "Write config.OBJECTIVE=loss_last, for example."
+        must, fix = f"must name the metric that {sweeper} searches by", "Write config.OBJECTIVE=loss_last, for example."
         raise ConfigError([Problem("config.OBJECTIVE", "", must, fix)])
     if problem := unknown_number(str(config.OBJECTIVE), config.HOOKS.EXTRA):
         raise ConfigError([problem])
@@ -165,24 +165,24 @@ def objective(hydra: Any, config: Any) -> str:
 
 
 def _check_search(config: DictConfig) -> None:
-    """Refuse what no trial of a search could mend, once and before the first.
+    """Refuse a search whose every trial would fail, before the first trial.
 
     Raises:
-        ConfigError: as ``objective``, or there is no trial to do.
+        ConfigError: see ``objective``; or the number of trials is below 1.
     """
     for key in ("hydra.sweeper.n_trials", "hydra.sweeper.n_jobs"):
         number = OmegaConf.select(config, key)
         if number is not None and number < 1:
             raise ConfigError([Problem(key, str(number), "must be at least 1", f"Write {key}=1, or more.")])
-    if config.hydra.runtime.choices.get("config") not in (None, "???"):  # else recipes are swept: each has its own
+    if config.hydra.runtime.choices.get("config") not in (None, "???"):  # else recipes are swept
         objective(config.hydra, config.config)
 
 
-def read_figure(folder: Path, name: str) -> float | None:
-    """Read a figure of a job's ``summary.json``; None: the job did not get that far, which a sweeper counts as failed.
+def read_metric(folder: Path, name: str) -> float | None:
+    """Read a metric of a job's ``summary.json``; None: the job has no summary, which a sweeper counts as a failure.
 
     Raises:
-        ConfigError: there is no such figure.
+        ConfigError: the summary has no such metric.
     """
     summary = read_summary(folder)
     if not summary:
@@ -195,18 +195,18 @@ def read_figure(folder: Path, name: str) -> float | None:
 
 
 _sweep_dir: Path | None = None
-_scratch: TemporaryDirectory[str] | None = None  # gets what Hydra writes of a sweep whose jobs are looked at only
+_scratch: TemporaryDirectory[str] | None = None  # Hydra's files of a sweep in a dry run
 
 
 class SweepFolder(Callback):
-    """Called by Hydra, in the process that the user started."""
+    """The callback that Hydra calls in the process that the user started."""
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Check a sweep before its first job, and remember where it goes; close the folder of submitit.
+        """Check a sweep before its first job, store its folder, and make submitit's folder private.
 
         Raises:
-            SystemExit: its folder holds other jobs, it searches by nothing, submitit's folder is open to others, or a
-                text for sbatch has several lines. (Hydra continues after any other exception of a callback.)
+            SystemExit: the folder has other jobs, a search has no metric, other users can write to submitit's folder,
+                or a string for sbatch has several lines. (Hydra continues after any other exception of a callback.)
         """
         global _sweep_dir, _scratch
         folder = Path(str(config.hydra.sweep.dir)).absolute()
@@ -217,7 +217,7 @@ class SweepFolder(Callback):
             _require_own(jobs)
             if config.config.DRY_RUN:
                 for path in jobs:
-                    remember_new(path)  # Hydra makes them
+                    remember_new(path)  # Hydra makes these folders
                 _scratch = TemporaryDirectory()
                 config.hydra.sweep.dir = _scratch.name
                 return
@@ -232,24 +232,24 @@ class SweepFolder(Callback):
 
 
 def _jobs(config: DictConfig, sweep_dir: Path) -> dict[Path, list[str]]:
-    """Return folder -> overrides of all jobs; empty where they are not known yet (a search), or named by the user."""
+    """Return folder -> overrides of all jobs; empty for a search, or if the user names the folders."""
     sweep = OmegaConf.to_container(config.hydra.sweep, resolve=False)
     assert isinstance(sweep, dict)
     if config.hydra.runtime.choices.get("hydra/sweeper") != "basic" or sweep["subdir"] != _NUMBERED:
         return {}
     params = OmegaConf.select(config, "hydra.sweeper.params") or {}
     words = [*(f"{key}={value}" for key, value in params.items()), *config.hydra.overrides.task]
-    words = [word for word in words if not word.startswith("config.DRY_RUN=")]  # as the jobs would be trained
+    words = [word for word in words if not word.startswith("config.DRY_RUN=")]  # as in a sweep that trains
     parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
     try:
         (jobs,) = BasicSweeper.split_arguments(parser.parse_overrides(words), None)
-    except HydraException:  # which the sweeper explains
+    except HydraException:  # the sweeper will report it
         return {}
     return {sweep_dir / str(number): overrides for number, overrides in enumerate(jobs)}
 
 
 def _check(launcher: Any) -> None:
-    """Refuse texts that would end a line of the sbatch script; ``setup`` is shell."""
+    """Refuse strings that would end a line of the sbatch script; ``setup`` is shell code, and may have lines."""
     must = "must be one line of printable text: the next line would be read as an option or a command"
     problems = [
         Problem(f"hydra.launcher.{key}", repr(value), must, "Remove the line breaks.")
@@ -261,7 +261,7 @@ def _check(launcher: Any) -> None:
 
 
 def finish_sweep() -> int | None:
-    """Write and print the summary of the sweep that this process ran; its worst exit code, or None without a sweep."""
+    """Write and print the summary of this process's sweep; returns its worst exit code, or None without a sweep."""
     global _sweep_dir, _scratch
     folder, _sweep_dir = _sweep_dir, None
     if _scratch is not None:
@@ -271,7 +271,7 @@ def finish_sweep() -> int | None:
         return None
     notes = read_jobs(folder)
     if not notes:
-        # Hydra leaves this of a sweep whose jobs were refused.
+        # If all jobs were refused, Hydra leaves this file.
         if {path.name for path in folder.iterdir()} == {"multirun.yaml"}:
             (folder / "multirun.yaml").unlink()
             folder.rmdir()
@@ -302,12 +302,12 @@ def finish_sweep() -> int | None:
 
 
 _OUTPUT = "output.log"
-_FAREWELL_S = 60.0  # to save and stop
+_FAREWELL_S = 60.0  # for jobs to save and stop
 
 
 @dataclass
 class LocalLauncherConfig:
-    """``hydra.launcher`` with ``hydra/launcher=local``."""
+    """The keys of ``hydra.launcher`` with ``hydra/launcher=local``."""
 
     _target_: str = "hydra_plugins.vissl_zero_local.SideBySide"
     jobs: int | None = None
@@ -315,10 +315,10 @@ class LocalLauncherConfig:
 
 
 def register_launcher() -> None:
-    """Make ``hydra/launcher=local`` known. Registering again changes nothing."""
+    """Register ``hydra/launcher=local`` in Hydra; a second call changes nothing."""
     ConfigStore.instance().store("local", LocalLauncherConfig, group="hydra/launcher", provider="vissl_zero")
-    # Hydra discovers no plugins in packages installed with ``pip install -e``: the namespace package (which
-    # hydra-submitit-launcher brings) gets our folder here, and Hydra our class.
+    # Hydra finds no plugins in packages installed with ``pip install -e``. So this adds our folder to the namespace
+    # package (which hydra-submitit-launcher installs), and our class to Hydra.
     namespace, folder = import_module("hydra_plugins"), str(Path(__file__).parent / "hydra_plugins")
     if folder not in namespace.__path__:
         namespace.__path__.append(folder)
@@ -329,7 +329,15 @@ def register_launcher() -> None:
 
 @dataclass
 class _Job:
-    """A job of the sweep: where it goes, what it says, what tells it apart; while it runs, its process and place."""
+    """A job of the sweep.
+
+    Attributes:
+        number, folder: number of the job, and its folder.
+        overrides, command: its overrides, and the command that runs it.
+        swept: overrides in which jobs differ.
+        process, slot, started: process, slot, and start time on the monotonic clock, once started.
+        code: exit code; None: not done.
+    """
 
     number: int
     folder: Path
@@ -344,10 +352,10 @@ class _Job:
 
 @dataclass(frozen=True)
 class Slots:
-    """The division of the machine among jobs.
+    """The slots of a machine; a job runs in each.
 
     Attributes:
-        cores, gpus: numbers of those that each slot has; no GPUs: jobs run on the CPU.
+        cores, gpus: ids of each slot's cores and GPUs; empty ``gpus``: jobs run on the CPU.
     """
 
     cores: list[list[int]] = field(default_factory=list)
@@ -358,7 +366,7 @@ class Slots:
 
 
 class SideBySide(Launcher):
-    """See the module."""
+    """The launcher ``hydra/launcher=local``, which runs jobs in parallel on this machine."""
 
     def __init__(self, jobs: int | None = None) -> None:
         self._most = jobs
@@ -366,15 +374,15 @@ class SideBySide(Launcher):
         self._context: HydraContext | None = None
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        """Take Hydra's context. Hydra calls it."""
+        """Store Hydra's context and configuration; Hydra calls this."""
         self._config, self._context = config, hydra_context
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        """Run all jobs; what each returned is its exit code, or the figure that a sweeper searches by.
+        """Run all jobs; each result has the exit code, or the metric by which a sweeper searches.
 
         Raises:
-            ConfigError, LaunchError: wrong keys of the launcher, or a folder that holds something else.
-            KeyboardInterrupt, SystemExit: Ctrl-C, or another request to stop, after the jobs have saved and ended.
+            ConfigError, LaunchError: a key of the launcher is wrong, or a folder has a run with other overrides.
+            KeyboardInterrupt, SystemExit: the sweep was asked to stop, and its jobs have saved and ended.
         """
         if self._most is not None and self._most < 1:
             raise ConfigError([Problem("hydra.launcher.jobs", str(self._most), "must be at least 1", "Leave it out.")])
@@ -382,7 +390,7 @@ class SideBySide(Launcher):
         sweep_dir = Path(str(self._config.hydra.sweep.dir)).absolute()
         jobs = [self._job(sweep_dir, initial_job_idx + index, list(o)) for index, o in enumerate(job_overrides)]
         _require_own({job.folder: job.overrides for job in jobs})
-        figure = self._objective(jobs[0])
+        metric = self._objective(jobs[0])
         common = set(jobs[0].overrides).intersection(*(job.overrides for job in jobs)) if len(jobs) > 1 else set()
         waiting = []
         for job in jobs:
@@ -398,11 +406,11 @@ class SideBySide(Launcher):
         self._run(waiting, slots, len(jobs))
         if (stop := stopping.requested_stop()) is not None:
             raise KeyboardInterrupt if stop.exit_code == stopping.INTERRUPTED else SystemExit(stop.exit_code)
-        return [_answer(job, figure) for job in jobs]
+        return [_answer(job, metric) for job in jobs]
 
     def _objective(self, job: _Job) -> str:
         assert self._context is not None and self._config is not None
-        if self._config.hydra.runtime.choices.get("hydra/sweeper", "basic") == "basic":  # composing costs a moment
+        if self._config.hydra.runtime.choices.get("hydra/sweeper", "basic") == "basic":  # saves composing a job
             return ""
         tree = self._context.config_loader.load_sweep_config(self._config, job.overrides)
         return objective(self._config.hydra, tree.config)
@@ -424,9 +432,9 @@ class SideBySide(Launcher):
         """Return the number of processes of the largest job, and whether any job may run on GPUs."""
         assert self._context is not None and self._config is not None
         load = self._context.config_loader.load_sweep_config
-        # Composing takes a fifth of a second: once for all jobs that say the same of recipe, processes and device.
-        unlike = {tuple(word for word in job.overrides if _DECIDES.match(word)): job for job in jobs}
-        trees = [load(self._config, job.overrides).config for job in unlike.values()]
+        # Composition takes a fifth of a second, so jobs with equal recipe, processes and device share it.
+        distinct = {tuple(word for word in job.overrides if _DECIDES.match(word)): job for job in jobs}
+        trees = [load(self._config, job.overrides).config for job in distinct.values()]
         procs = max(int(tree.DISTRIBUTED.NUM_PROC_PER_NODE) for tree in trees)
         return max(1, procs), any(str(tree.MACHINE.DEVICE) != "cpu" for tree in trees)
 
@@ -454,14 +462,14 @@ _NOT_FOR_JOBS = ("hydra.sweep", "hydra/launcher", "hydra.launcher", "hydra.mode"
 
 
 def divide(host: Host, procs: int, uses_gpus: bool, most: int | None, num_jobs: int) -> Slots:
-    """Divide the machine into slots with cores (and GPUs) of their own.
+    """Divide the machine into slots, each with its own cores (and GPUs).
 
     Args:
         host: this machine.
-        procs: processes of a job.
-        uses_gpus: jobs may run on GPUs, one per process.
-        most: slots asked for; None: as many as have a core (or a GPU) per process.
-        num_jobs: no more slots than that.
+        procs: number of processes of a job.
+        uses_gpus: whether jobs may run on GPUs, one per process.
+        most: requested number of slots; None: as many as get a core (or a GPU) per process.
+        num_jobs: number of jobs, and so the most slots.
     """
     cores = sorted(os.sched_getaffinity(0))[: host.num_cores]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -478,7 +486,7 @@ def divide(host: Host, procs: int, uses_gpus: bool, most: int | None, num_jobs: 
 
 
 def _share(cores: list[int], index: int, count: int) -> list[int]:
-    """Return a contiguous part of the cores; with fewer cores than slots, slots share them."""
+    """Return the cores of slot ``index``, which are contiguous; slots share cores if there are too few."""
     if count > len(cores):
         return [cores[index % len(cores)]]
     return cores[index * len(cores) // count : (index + 1) * len(cores) // count]
@@ -498,7 +506,7 @@ def _start(job: _Job, slots: Slots) -> None:
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
                 env=environment,
-                start_new_session=True,  # Ctrl-C reaches this process alone, which passes it on once
+                start_new_session=True,  # so Ctrl-C reaches only this process, which forwards it once
             )
         except OSError as error:
             raise LaunchError(f"Job {job.number} cannot be started ({error.strerror}).") from error
@@ -517,7 +525,7 @@ def _finish(job: _Job, total: int) -> None:
 
 
 def _end(running: list[subprocess.Popen[bytes]]) -> None:
-    """Ask every running job to save and stop, wait for it, and kill it if it does not."""
+    """Ask every running job to save and stop; kill the jobs that do not end in time."""
     for process in running:
         process.terminate()
     deadline = time.monotonic() + _FAREWELL_S
@@ -529,7 +537,7 @@ def _end(running: list[subprocess.Popen[bytes]]) -> None:
             process.wait()
 
 
-def _answer(job: _Job, figure: str) -> JobReturn:
+def _answer(job: _Job, metric: str) -> JobReturn:
     answer: Any = JobReturn(overrides=job.overrides, working_dir=str(job.folder), status=JobStatus.COMPLETED)
-    answer.return_value = read_figure(job.folder, figure) if figure else job.code
+    answer.return_value = read_metric(job.folder, metric) if metric else job.code
     return answer

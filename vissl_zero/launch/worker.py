@@ -1,6 +1,6 @@
-"""The program of one rank, started by the launcher (through ``rank_group``) or by torchrun.
+"""The program of one rank, which the launcher (through ``rank_group``) or torchrun starts.
 
-It resumes from the newest checkpoint, and hooks save new ones.
+It resumes from the newest checkpoint, and hooks save new checkpoints.
 """
 
 from __future__ import annotations
@@ -45,27 +45,27 @@ def rank_device(plan: ResolvedRun) -> torch.device:
 
 
 def prepare_process(plan: ResolvedRun) -> None:
-    """Set up threads, kernels and plugins, before anything is built."""
+    """Set up threads, kernels and plugins; call it before anything is built."""
     torch.set_num_threads(plan.threads_per_rank)
     if (rounds := plan.config.MACHINE.TF32) is not None:
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = rounds
     if plan.sharding.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else cuBLAS refuses
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else cuBLAS refuses deterministic mode
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     load_plugins(plan.config.IMPORTS)
 
 
 def train_rank(plan: ResolvedRun) -> int:
-    """Train one rank from start, or from its newest checkpoint, to end. Every rank calls it, inside the process group.
+    """Train to the end, from the newest checkpoint if there is one. Every rank calls it, inside the process group.
 
     Returns:
-        Exit code: 0, or that of ``engine/stopping.py`` where it saved and stopped.
+        Exit code: 0, or a code of ``engine/stopping.py`` if the run saved and stopped.
     """
-    tolerate_lost_output()  # torchrun starts other processes than ``rank_group`` does
+    tolerate_lost_output()  # ranks of torchrun do not pass through ``rank_group``
     prepare_process(plan)
     limit = plan.config.CHECKPOINT.TIME_LIMIT_MIN
-    if limit is not None and stopping.deadline() is None:  # else the launcher has set it
+    if limit is not None and stopping.deadline() is None:  # otherwise the launcher has set it
         stopping.end_at(time.time() + 60 * limit)
     run = None
     device = rank_device(plan)
@@ -85,23 +85,23 @@ def train_rank(plan: ResolvedRun) -> int:
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        from vissl_zero.reporting.out_of_memory import explain  # the planner, which training does without
+        from vissl_zero.reporting.out_of_memory import explain  # imports the planner, which training does not need
 
         raise explain(error, plan, run.sharded.ledger() if run else None) from error
     finally:
         if run is not None:
-            run.sharded.close()  # the process ends without what Python does at the end of one
+            run.sharded.close()  # the process ends without Python's own cleanup
     return run.stop.exit_code if run.stop is not None else 0
 
 
 def work(plan: ResolvedRun) -> int:
-    """Join the other ranks and train. Returns the exit code."""
+    """Join the process group and train; returns the exit code."""
     with process_group(plan.backend, rank_device(plan), plan.sharding.timeout_s):
         return train_rank(plan)
 
 
 def take_place() -> None:
-    """Set this rank's number among all machines; torch's launcher knows its own machine only."""
+    """Set this rank's global number; its launcher has set only the number on this machine."""
     if FIRST_RANK_VARIABLE in os.environ:
         os.environ["RANK"] = str(int(os.environ[FIRST_RANK_VARIABLE]) + int(os.environ["RANK"]))
         os.environ["LOCAL_RANK"] = str(int(os.environ[FIRST_LOCAL_RANK_VARIABLE]) + int(os.environ["LOCAL_RANK"]))
@@ -109,10 +109,10 @@ def take_place() -> None:
 
 
 def fail(error: BaseException) -> int:
-    """Report an error of this rank and give its exit code: 2 for a user's error, 1 otherwise."""
+    """Report an error of this rank; returns its exit code: 2 for a user's error, 1 otherwise."""
     is_collected = FAILURE_FOLDER_VARIABLE in os.environ
     if not is_collected and not is_first_to_fail():
-        # No launcher of ours picks the first failure: it is printed first, and torchrun, which compares whole seconds,
+        # Without a launcher of ours, the first rank to fail prints at once. torchrun, which compares whole seconds,
         # reports the earliest record.
         time.sleep(_AFTER_FIRST_S)
     failure = write_failure(error, int(os.environ.get("RANK", 0)))
@@ -122,7 +122,7 @@ def fail(error: BaseException) -> int:
 
 
 def main() -> int:
-    """Run a rank that ``RankGroup`` has started: ``argv[1]`` is the run folder."""
+    """Run a rank that ``RankGroup`` has started, with the run folder in ``argv[1]``; returns the exit code."""
     take_place()
     try:
         return work(load_resolved(Path(sys.argv[1]) / "config.resolved.yaml"))
@@ -131,7 +131,7 @@ def main() -> int:
 
 
 def with_checkpoints(run: Run, hooks: Sequence[Hook]) -> list[Hook] | None:
-    """Restore ``run`` from its newest checkpoint, if it has one and may resume; returns the hooks to train with.
+    """Restore ``run`` from its newest checkpoint, if it has one and may resume; returns the hooks for training.
 
     Collective. Returns None if the run is complete and has written its summary.
 
@@ -162,7 +162,7 @@ def with_checkpoints(run: Run, hooks: Sequence[Hook]) -> list[Hook] | None:
 
 
 def _is_over(run: Run) -> bool:
-    """Check whether the summary of the run's last step exists. All ranks agree, because they share the folder."""
+    """Check whether the run has written the summary of its last step; all ranks share the folder, so they agree."""
     try:
         return read_object(run.folder / summary.FILE_NAME).get("num_steps") == run.step
     except (OSError, ValueError):
