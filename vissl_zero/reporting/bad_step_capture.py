@@ -1,4 +1,4 @@
-"""Which steps are bad, and the hook that captures them before their update (``HOOKS.CAPTURE_BAD_STEP``)."""
+"""The rule for bad steps, and the hook that captures them before their update (``HOOKS.CAPTURE_BAD_STEP``)."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ if TYPE_CHECKING:
     from vissl_zero.data.dataset import ImageBatch
 
 logger = logging.getLogger(__name__)
-_WINDOW = 100  # steps whose median counts
-_FEWEST = 20  # steps before which nothing counts as a spike: the first ones fall fast
+_WINDOW = 100  # steps of the running median
+_FEWEST = 20  # steps before a spike can be found, because the loss falls fast at first
 _NAMES = ("loss", "gradient norm")
 
 
 class BadStepRule:
-    """Says what is wrong with a step, from its loss and gradient norm.
+    """The rule for bad steps, by loss and gradient norm.
 
     Args:
-        spike_factor: a figure of at least so many times its median is a spike; None: none is.
+        spike_factor: a value of at least this factor times its running median is a spike; None: spikes are not bad.
     """
 
     def __init__(self, spike_factor: float | None):
@@ -41,11 +41,12 @@ class BadStepRule:
         self._recent: list[deque[float]] = [deque(maxlen=_WINDOW) for _ in _NAMES]
 
     def verdict(self, figures: Sequence[float], loss_scale: float) -> str:
-        """Return what is wrong, empty if nothing is; remembers the figures.
+        """Return why a step is bad, "" if it is good; stores its values for the median.
 
         Args:
             figures: loss and gradient norm.
-            loss_scale: the scale of this step. Gradients that overflow at a scale above 1 are how it is found.
+            loss_scale: loss scale of the step. Above 1, gradients overflow while the scaler searches its scale, and
+                such steps are good.
         """
         loss, norm = figures
         if not math.isfinite(loss):
@@ -61,25 +62,25 @@ class BadStepRule:
         if self._factor is None or len(recent) < _FEWEST:
             return ""
         usual = median(recent)
-        # A loss may be negative, and has no factor then.
+        # A loss may be negative; then there is no factor.
         if usual <= 0.0 or figure < self._factor * usual:
             return ""
         return f"the {name} is {figure:.4g}, {figure / usual:.3g} times its median"
 
     def state_dict(self) -> list[list[float]]:
-        """Return the figures that count."""
+        """Return the values of the running medians."""
         return [list(recent) for recent in self._recent]
 
     def load_state_dict(self, state: Sequence[Sequence[float]]) -> None:
-        """Restore them."""
+        """Restore what ``state_dict`` returned."""
         for recent, figures in zip(self._recent, state, strict=True):
             recent.extend(figures)
 
 
 class BadStepCapture(Hook):
-    """Writes bad steps to the run folder, at most MOST in a run, and of several in a row the first.
+    """Writes bad steps to the run folder: at most MOST in a run, and only the first of consecutive bad steps.
 
-    Cost: an all-reduce of two numbers a step, for which the update waits; a copy of buffers and of the loss's state.
+    Cost: before each update, an all-reduce of two numbers; and a copy of buffers and of the loss's state.
 
     Args:
         options: the block ``HOOKS.CAPTURE_BAD_STEP``.
@@ -95,7 +96,7 @@ class BadStepCapture(Hook):
         self._captured: set[int] = set()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the figures of the last steps, and whether the last of them was bad."""
+        """Return the values of the running medians, and whether the last step was bad."""
         return {"recent": self._rule.state_dict(), "was_bad": self._was_bad}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -104,13 +105,13 @@ class BadStepCapture(Hook):
         self._was_bad = bool(state["was_bad"])
 
     def on_start(self, run: Run) -> None:
-        """Count what the run captured before it was resumed. Collective."""
+        """Count the captures of the run so far; a resumed run may have some. Collective."""
         self._captured = broadcast_object(_captured(run) if run.is_main else set())
         if self._captured:
             run.captured = run.folder / FOLDER_NAME / str(max(self._captured))
 
     def on_batch(self, run: Run, micro_batches: Sequence[ImageBatch]) -> None:
-        """Hold what the step changes before its update, while there is room for a capture."""
+        """Copy the state that the step changes before its update, unless the run has MOST captures."""
         if len(self._captured) < self._most:
             self._before, self._micro_batches = ForwardState.of(run).copy(), micro_batches
 

@@ -1,4 +1,4 @@
-"""Runs side by side: the keys that differ, figures over seeds with intervals, and one HTML page with curves."""
+"""The comparison of runs: the keys that differ, means over seeds with intervals, and an HTML page with curves."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from vissl_zero.reporting.metrics_file import FILE_NAME, read_records
 from vissl_zero.reporting.quantity import bytes_text, result_text
 from vissl_zero.resolve.saved import leaves, read_saved
 
-# Figure of summary.json -> its name for people.
+# Key of summary.json -> its name in tables.
 FIGURES = {
     "loss_last": "loss, last step",
     "top1": "top-1",
@@ -38,12 +38,12 @@ FIGURES = {
     "peak": "peak of the process",
 }
 _BYTES = ("memory", "peak")
-# Keys that do not make another experiment.
+# Keys that do not change an experiment.
 _SEED = "SEED_VALUE"
 _PLACES = ("CHECKPOINT.DIR", _SEED)
-_HOOKS = "HOOKS."  # they watch a run
-_MOST_KEYS, _LONGEST_NAME = 3, 60  # of the keys that name a group, and characters of such a name
-_LAST_NAME = re.compile(r".*\.(?=\D)")  # what comes before DATA_SOURCES.0
+_HOOKS = "HOOKS."  # hooks watch a run, and do not change it
+_MOST_KEYS, _LONGEST_NAME = 3, 60  # most keys in the name of a group, and its most characters
+_LAST_NAME = re.compile(r".*\.(?=\D)")  # the path before the last name, DATA_SOURCES.0 for example
 _RESAMPLES = 2000
 _MOST_POINTS = 600
 _PAGE = Path(__file__).with_name("comparison_page.html")
@@ -51,7 +51,7 @@ _PAGE = Path(__file__).with_name("comparison_page.html")
 
 @dataclass(frozen=True)
 class ComparedRun:
-    """One run: its folder, recipe, flat configuration, curve of the loss as (step, loss), and figures by name."""
+    """A run: its folder, recipe, flat configuration, curve of the loss as (step, loss), and results by name."""
 
     folder: Path
     recipe: str
@@ -62,7 +62,7 @@ class ComparedRun:
 
 @dataclass(frozen=True)
 class Group:
-    """Runs that differ in nothing but the seed."""
+    """Runs that differ only in the seed."""
 
     name: str
     runs: list[ComparedRun] = field(default_factory=list)
@@ -78,10 +78,10 @@ class Estimate:
 
 
 def read_run(folder: Path) -> ComparedRun:
-    """Return a run as its folder describes it.
+    """Read a run from its folder.
 
     Raises:
-        OSError, ValueError: it has no configuration or metrics that can be read.
+        OSError, ValueError: its configuration or its metrics cannot be read.
     """
     saved = read_saved(folder / "config.resolved.yaml")
     config = dict(leaves(saved["config"]))
@@ -99,23 +99,23 @@ def read_run(folder: Path) -> ComparedRun:
 
 
 def names_of(runs: Sequence[ComparedRun]) -> list[str]:
-    """Name runs by their paths below the folder that holds them all, so that equal last parts stay apart."""
+    """Return the runs' paths below their common folder: names that differ even if the last parts are equal."""
     if not runs:
         return []
     folders = [str(run.folder.absolute()) for run in runs]
-    above = os.path.commonpath([os.path.dirname(folder) for folder in folders])  # noqa: PTH120 - of texts
+    above = os.path.commonpath([os.path.dirname(folder) for folder in folders])  # noqa: PTH120 - of strings
     return [printable(os.path.relpath(folder, above)) for folder in folders]
 
 
 def differing(runs: Sequence[ComparedRun]) -> dict[str, list[Any]]:
-    """Return the keys whose values differ between runs, with the value of each run; None where a run lacks it."""
+    """Return each key whose values differ between runs, with the value of each run; None: the run lacks the key."""
     keys = dict.fromkeys(key for run in runs for key in run.config if key != "CHECKPOINT.DIR")
     values = {key: [run.config.get(key) for run in runs] for key in keys}
     return {key: row for key, row in values.items() if len({repr(value) for value in row}) > 1}
 
 
 def grouped(runs: Sequence[ComparedRun]) -> list[Group]:
-    """Join the seeds of one recipe; a group is named by the few keys that differ between groups, else by its run."""
+    """Group runs that differ only in the seed; a group is named by the keys that differ, if few, else by its run."""
     keys = [key for key in differing(runs) if key not in _PLACES and not key.startswith(_HOOKS)]
     groups: dict[tuple[str, ...], Group] = {}
     for run, path in zip(runs, names_of(runs), strict=True):
@@ -128,7 +128,7 @@ def grouped(runs: Sequence[ComparedRun]) -> list[Group]:
 
 
 def estimate(values: Sequence[float]) -> Estimate:
-    """Return the mean of ``values`` and its percentile bootstrap interval (Efron 1979); the same every time."""
+    """Return the mean of ``values`` and its percentile bootstrap interval (Efron 1979); the result is reproducible."""
     data = np.asarray(values, dtype=np.float64)
     if len(data) < 2:
         return Estimate(float(data.mean()), None, None)
@@ -138,13 +138,13 @@ def estimate(values: Sequence[float]) -> Estimate:
 
 
 def _figures_of(group: Group) -> dict[str, Estimate]:
-    """Return each figure that every run of the group has."""
+    """Return the mean of each result that all runs of the group have."""
     shared = [name for name in FIGURES if all(name in run.figures for run in group.runs)]
     return {name: estimate([run.figures[name] for run in group.runs]) for name in shared}
 
 
 def _parts(name: str, shown: Estimate | None) -> tuple[str, str]:
-    """Return a figure for people: the mean, and the interval where seeds differ in what is shown, or ""."""
+    """Format a mean and its interval; the interval is "" if it equals the mean after rounding."""
     if shown is None:
         return "-", ""
     mean = _text(name, shown.mean)
@@ -159,7 +159,7 @@ def _text(name: str, value: float) -> str:
 
 
 def rows_of(groups: Sequence[Group]) -> Iterator[tuple[str, list[str]]]:
-    """Yield the table of figures: a row per figure that some group has, a column per group."""
+    """Yield the rows of the table of results: name of a result, and a cell for each group."""
     columns = [_figures_of(group) for group in groups]
     for name, title in FIGURES.items():
         if any(name in column for column in columns):
@@ -167,7 +167,7 @@ def rows_of(groups: Sequence[Group]) -> Iterator[tuple[str, list[str]]]:
 
 
 def text_table(heads: Sequence[str], rows: Iterable[tuple[str, Sequence[object]]]) -> Table:
-    """Return a table for a terminal: a row for each name, with as many cells as there are heads after the first."""
+    """Return a table for a terminal: each row has a name, and a cell for each head after the first."""
     table = Table(box=None, pad_edge=False)
     for head in heads:
         table.add_column(Text(printable(head)), no_wrap=True)
@@ -177,7 +177,7 @@ def text_table(heads: Sequence[str], rows: Iterable[tuple[str, Sequence[object]]
 
 
 def page(runs: Sequence[ComparedRun]) -> str:
-    """Return one self-contained HTML page; it loads nothing from anywhere."""
+    """Return a self-contained HTML page, which loads nothing."""
     groups, names = grouped(runs), names_of(runs)
     name_of = {id(run): name for run, name in zip(runs, names, strict=True)}
     heads = [f"{group.name} ({len(group.runs)} {'run' if len(group.runs) == 1 else 'seeds'})" for group in groups]
@@ -224,14 +224,14 @@ def _seed_name(run: ComparedRun, name: str, group: Group) -> str:
 
 
 def _span(mean: str, interval: str) -> Iterator[str]:
-    """Yield a figure as elements that may stand beneath each other."""
+    """Yield mean and interval as HTML elements that can break into two lines."""
     yield f"<span>{html.escape(mean)}</span>"
     if interval:
         yield f"<span class=interval>{html.escape(interval)}</span>"
 
 
 def _table(heads: Sequence[str], rows: Iterable[tuple[str, Iterable[str]]]) -> str:
-    """Write a table; cells are HTML, the rest is text."""
+    """Return an HTML table; cells are HTML, heads and names are escaped."""
     first = "".join(f"<th>{html.escape(head)}</th>" for head in heads)
     body = "".join(
         f"<tr><th>{html.escape(name)}</th>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>" for name, cells in rows
@@ -250,7 +250,7 @@ def _report(run: ComparedRun) -> str:
 
 
 def as_json(runs: Sequence[ComparedRun]) -> Mapping[str, Any]:
-    """Return the comparison as data: differing keys by run, figures by group."""
+    """Return the comparison for JSON: differing keys by run, results by group."""
     return {
         "runs": [str(run.folder) for run in runs],
         "keys": differing(runs),
@@ -259,7 +259,7 @@ def as_json(runs: Sequence[ComparedRun]) -> Mapping[str, Any]:
 
 
 def groups_as_json(groups: Sequence[Group]) -> list[dict[str, Any]]:
-    """Return the figures of groups as data."""
+    """Return the results of groups for JSON."""
     return [
         {
             "name": group.name,

@@ -19,17 +19,17 @@ NUM_SAMPLES = 48
 _ACROSS = 12
 _SIDE, _GAP, _CAPTION = 112, 14, 22  # pixels
 _BARS_HEIGHT = 300
-_MOST_NAMED = 40  # classes whose names fit under their bars
+_MOST_NAMED = 40  # most classes whose names fit under their bars
 
 
 def write_sheet(path: Path, title: str, samples: Sequence[tuple[Image.Image, str]], classes: Mapping[str, int]) -> None:
-    """Write the picture, as PNG.
+    """Write the picture as PNG.
 
     Args:
-        path: path of the picture; one that exists is replaced.
-        title: the headline.
+        path: path of the picture; an existing file is replaced.
+        title: headline of the picture.
         samples: images and their captions.
-        classes: name -> images; empty without labels.
+        classes: name of a class -> number of its images; empty without labels.
     """
     rows = math.ceil(len(samples) / _ACROSS)
     bars_top = MARGIN + 48 + rows * (_SIDE + _CAPTION + _GAP)
@@ -45,7 +45,7 @@ def write_sheet(path: Path, title: str, samples: Sequence[tuple[Image.Image, str
         if classes:
             _draw_classes(page, bars_top + 40, classes)
     with replacing(path) as temporary, warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph .* missing")  # names in letters that matplotlib's font lacks
+        warnings.filterwarnings("ignore", "Glyph .* missing")  # matplotlib's font lacks some letters
         page.figure.savefig(temporary, format="png")
 
 
@@ -63,5 +63,5 @@ def _draw_classes(page: Page, top: float, classes: Mapping[str, int]) -> None:
 
 
 def _short(text: str) -> str:
-    text = printable(text).replace("$", r"\$")  # matplotlib would read mathematics between two of them
+    text = printable(text).replace("$", r"\$")  # matplotlib would read text between two $ as mathematics
     return text if len(text) <= 18 else f"{text[:17]}…"

@@ -25,24 +25,24 @@ _SPARKLINE_WIDTH = 32
 
 
 class LiveDisplay(Hook):
-    """Redraws from within ``on_record``: a thread of its own would take time from the step and has nothing new to show.
+    """The display on a terminal, redrawn in ``on_record``; a thread would take time from steps and show nothing new.
 
     Args:
-        console: a terminal that can show UTF-8.
+        console: console of a terminal that can show UTF-8.
     """
 
     def __init__(self, console: Console):
         self._console = console
         self._live: Live | None = None
         self._drawn_at = 0.0
-        self._watch: dict[str, float] = {}  # as measured last
+        self._watch: dict[str, float] = {}  # last measured values
 
     def on_start(self, run: Run) -> None:
         self._progress = Progress(run)
         # Other output to stdout or stderr appears above the frame.
         self._live = Live(console=self._console, auto_refresh=False, vertical_overflow="crop")
         self._live.start()
-        # rich hides the cursor; a rank that is killed would leave the user's terminal without one.
+        # rich hides the cursor; a killed rank would leave the user's terminal without a cursor.
         self._console.show_cursor(True)
 
     def on_epoch_start(self, run: Run) -> None:
@@ -59,17 +59,17 @@ class LiveDisplay(Hook):
             self._drawn_at = now
 
     def on_end(self, run: Run) -> None:
-        self.close(run)  # the last frame stays; what follows is printed below it
+        self.close(run)  # the last frame stays, and later output is printed below it
 
     def close(self, run: Run) -> None:
         if self._live is not None:
-            with suppress(OSError, ValueError):  # the terminal is gone, or its stream closed
+            with suppress(OSError, ValueError):  # the terminal is gone, or its stream is closed
                 self._live.stop()
             self._live = None
 
 
 def frame(run: Run, record: StepRecord, progress: Progress) -> RenderableType:
-    """Draw what a person wants to know of a run in progress; lines are cropped where the terminal is narrow."""
+    """Draw the state of a run in progress; lines are cropped if the terminal is narrow."""
     return Group(
         _position(run, record, progress),
         _figures(run, record, progress),
@@ -110,7 +110,7 @@ def _figures(run: Run, record: StepRecord, progress: Progress) -> RenderableType
 
 
 def _health(record: StepRecord) -> list[RenderableType]:
-    """Format the criterion's own figures on its health, if it has any."""
+    """Format the loss's own measures of health, if it has any."""
     if not record.watch:
         return []
     figures = "   ".join(f"{name.replace('_', ' ')} {figure_text(value, 3)}" for name, value in record.watch.items())
@@ -118,7 +118,7 @@ def _health(record: StepRecord) -> list[RenderableType]:
 
 
 def _evaluation(run: Run) -> list[RenderableType]:
-    """Draw top-1 of kNN and of the classifier so far, where they are measured."""
+    """Draw the measures of quality so far, such as top-1 of kNN; empty if none are measured."""
     before, latest = run.results.get("knn_top1_before"), run.results.get("knn_top1_latest")
     parts = []
     if before is not None:
@@ -164,10 +164,10 @@ _LATEST = {
 
 
 class _PlainLines(Hook):
-    """A line for the first step, for every ``every``-th, for the last, for the end of each epoch, and after a silence.
+    """The display in a log: lines for the first, every ``every``-th and the last step, each epoch, and after a silence.
 
     Args:
-        console: where to print.
+        console: console to print to.
         every: steps between lines (LOG_FREQUENCY).
     """
 
@@ -184,7 +184,7 @@ class _PlainLines(Hook):
     def on_epoch_start(self, run: Run) -> None:
         self._epoch_started = time.monotonic()
         self._epoch_losses.clear()
-        # What hooks after this one measured at the end of the epoch before.
+        # Later hooks have measured these at the end of the last epoch.
         figures = {text: run.results.get(name) for name, text in _LATEST.items()}
         if summary := ", ".join(f"{text} {100 * value:.1f} %" for text, value in figures.items() if value is not None):
             self._print(f"after epoch {run.epoch}: {summary}")
@@ -210,7 +210,7 @@ class _PlainLines(Hook):
 
 
 def step_line(run: Run, record: StepRecord, progress: Progress) -> str:
-    """Write one step in about 100 columns; columns stay where they are from line to line."""
+    """Format a step as a line of about 100 characters; columns are aligned from line to line."""
     width = len(str(run.num_steps))
     loss = "skipped" if record.loss is None else f"{record.loss:7.4f}"
     memory = bytes_text(total(record.bytes))
@@ -222,14 +222,14 @@ def step_line(run: Run, record: StepRecord, progress: Progress) -> str:
     )
 
 
-_SMOOTHING = 0.1  # weight of the newest step in the running speed
+_SMOOTHING = 0.1  # weight of the newest step in running means
 
 
 class LossHistory:
-    """The loss from the first step to the last in a bounded number of means, so that a year's run costs the same.
+    """The history of the loss as a bounded number of means, so that its memory does not grow with the run.
 
     Args:
-        capacity: most values kept; even. When it is reached, neighbors are merged and each then stands for twice as
+        capacity: most values; even. When it is reached, neighbors are merged, and each value is the mean of twice as
             many steps.
     """
 
@@ -251,18 +251,18 @@ class LossHistory:
             self._steps_per_value *= 2
 
     def values(self) -> list[float]:
-        """Return the means over equal numbers of steps, oldest first."""
+        """Return the means, each over the same number of steps, oldest first."""
         return list(self._values)
 
 
 class Progress:
-    """Follows a run step by step.
+    """The progress of a run.
 
     Attributes:
-        loss_first: loss of the first step that was not skipped, None before.
-        num_skipped: steps the loss scaler skipped.
+        loss_first: loss of the first step that was not skipped; None before that step.
+        num_skipped: number of steps that the loss scaler skipped.
         images_per_s, data_wait: running means; NaN before the first step.
-        losses: the loss so far.
+        losses: history of the loss.
     """
 
     def __init__(self, run: Run):
@@ -276,12 +276,12 @@ class Progress:
         self.losses = LossHistory()
 
     def update(self, record: StepRecord) -> None:
-        """Take in the newest step."""
+        """Add the newest step."""
         self._step = record.step
         self._num_seen += 1
         seconds = self._global_batch / record.images_per_s
         waited = seconds * record.data_wait
-        if self._num_seen <= 2:  # the first step also measures activations: forget it as soon as there is another
+        if self._num_seen <= 2:  # the first step also measures activations, so the second replaces it
             self._seconds_per_step, self._waited_per_step = seconds, waited
         else:
             self._seconds_per_step += _SMOOTHING * (seconds - self._seconds_per_step)
@@ -298,26 +298,26 @@ class Progress:
 
     @property
     def data_wait(self) -> float:
-        """Share of the time in which this rank waited for its loader."""
+        """Share of the time for which this rank waited for its loader, from 0 to 1."""
         return self._waited_per_step / self._seconds_per_step
 
     @property
     def time_left_s(self) -> float:
-        """Training time to the last step, evaluation apart; NaN before the first step."""
+        """Seconds of training to the last step, without evaluation; NaN before the first step."""
         return (self._num_steps - self._step) * self._seconds_per_step
 
     @property
     def fraction(self) -> float:
-        """Share of the steps that are done, from 0 to 1."""
+        """Share of completed steps, from 0 to 1."""
         return self._step / max(1, self._num_steps)
 
 
 class Display(Hook):
-    """Chooses the display that fits where stdout goes. Silent on every rank but 0.
+    """The display of a run on rank 0: live on a terminal, lines elsewhere.
 
     Args:
-        console: rich's own by default, which everything of ours prints to: what goes through another one would tear
-            the frame of the live display.
+        console: console to print to; None: rich's global console. Our other output uses the global one too, because
+            output through another console would tear the live frame.
     """
 
     def __init__(self, console: Console | None = None):
@@ -348,9 +348,9 @@ class Display(Hook):
 
 
 def can_redraw(console: Console) -> bool:
-    """Check whether lines can be redrawn: a terminal that moves its cursor and shows UTF-8.
+    """Check whether the console is a terminal that can redraw lines and shows UTF-8.
 
-    ``Console.is_terminal`` is not asked: FORCE_COLOR makes it true for a file.
+    ``Console.is_terminal`` is not enough: FORCE_COLOR makes it true for a file.
     """
     is_terminal = getattr(console.file, "isatty", lambda: False)()
     return bool(is_terminal and os.environ.get("TERM", "") not in ("", "dumb") and console.encoding.startswith("utf"))

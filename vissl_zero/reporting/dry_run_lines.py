@@ -1,4 +1,4 @@
-"""A rehearsed run for people: what ``config.DRY_RUN=true`` prints."""
+"""The lines that ``config.DRY_RUN=true`` prints."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from vissl_zero.resolve.resolved import ResolvedRun
 from vissl_zero.sharding.memory import Bytes
 from vissl_zero.version import __version__
 
-# What the tiers of a rank are called, by device.
+# Names of a rank's tiers, by device.
 PLACES = {
     "cpu": {"device": "memory", "disk": "disk"},
     "cuda": {"device": "GPU memory", "host": "host memory", "disk": "disk"},
@@ -29,9 +29,9 @@ _ASSUMED_GPU = 80 * _GIB
 
 
 def room(plan: ResolvedRun) -> tuple[int, str]:
-    """Return the bytes that a rank has where it computes, and how they are known.
+    """Return the bytes of memory of a rank's device, and a phrase on their source.
 
-    MACHINE.MEMORY_GIB, or this machine's: memory (a container's share of it) over its processes, or that of a GPU.
+    They are MACHINE.MEMORY_GIB, or measured. On a CPU, processes share the memory of the machine or container.
     """
     gib = plan.config.MACHINE.MEMORY_GIB
     if plan.device == "cuda":
@@ -51,19 +51,19 @@ def room(plan: ResolvedRun) -> tuple[int, str]:
 
 
 def verdict(run: DryRun, budget: Budget | None = None) -> tuple[bool, list[str]]:
-    """Decide whether the run fits where it computes, and what to print about it.
+    """Return whether the run fits into its device's memory, and the lines to print about it.
 
     Args:
-        run: what was found.
-        budget: budget that ``fit`` chose the plan for; None: ZERO.MEMORY_GB, or what the machine has, less the process
-            itself.
+        run: forecast of the run.
+        budget: budget for which ``fit`` chose the plan; None: ZERO.MEMORY_GB, or the machine's memory without the
+            process itself.
     """
     if budget is None:
         available, what = room(run.plan)
         budget = Budget(available - RESERVE, source=f"{what}, less {RESERVE / _GIB:g} GiB for the process itself")
         if (gb := run.plan.config.ZERO.MEMORY_GB) is not None:
             budget = Budget(int(gb * _GIB), source="config.ZERO.MEMORY_GB")
-    at_start = run.start_bytes if run.plan.device == "cpu" else 0  # else it takes the host's memory
+    at_start = run.start_bytes if run.plan.device == "cpu" else 0  # on a GPU, it takes host memory
     need, available = max(run.needed, at_start), budget.memory
     figures = f"{bytes_text(need)} of {bytes_text(available)} ({budget.source})"
     if run.forecast.unknown:
@@ -82,12 +82,12 @@ def verdict(run: DryRun, budget: Budget | None = None) -> tuple[bool, list[str]]
 
 
 def title(plan: ResolvedRun) -> str:
-    """Write the first line, known before the rest has been found out."""
+    """Return the first line, which is printed before the forecast is made."""
     return f"vissl_zero {__version__}, dry run of {plan.recipe}: nothing was started"
 
 
 def dry_run_lines(run: DryRun, budget: Budget | None = None) -> Iterator[str]:
-    """Describe the plan for people, ASCII but for what the user named, without its title; the verdict comes last."""
+    """Yield the lines after the title, ASCII except for the user's names; the verdict is last."""
     plan, tiers = run.plan, {**run.tiers, "device": run.needed}
     events = "tensorboard/ " if "tensorboard" in logger_names(plan.config.HOOKS) else ""
     rows = {
@@ -125,7 +125,7 @@ def _whole(run: DryRun) -> str:
 
 
 def _classes(names: Sequence[str]) -> str:
-    """Write " in 2 classes (train, val)": whoever named the folder above the classes sees it here."""
+    """Format " in 2 classes (train, val)": names of splits here reveal a folder that is one level too high."""
     if not names:
         return ""
     shown = ", ".join(printable(name) for name in names[:_CLASSES_SHOWN])
@@ -152,7 +152,7 @@ def _memory(run: DryRun) -> Iterator[tuple[str, str]]:
         "optimizer": run.plan.sharding.offload_optimizer.device,
         "params": run.plan.sharding.offload_params.device,
     }
-    teacher = Bytes(teacher=run.forecast.teacher_params)  # in memory there may be none of it
+    teacher = Bytes(teacher=run.forecast.teacher_params)  # all of it may be offloaded
     for kind, name in shown_kinds(run.forecast.memory, teacher).items():
         text = bytes_text(getattr(run.forecast.memory, kind))
         if kind == "activations" and run.forecast.unknown:

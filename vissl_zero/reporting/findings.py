@@ -1,4 +1,4 @@
-"""Findings on a run that came to its end: a sentence each, with the likely cause and what to change."""
+"""Findings on a finished run: sentences on what went wrong, with the likely cause and what to change."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from vissl_zero.terminal import print_line
 
 FINDINGS = "findings"  # the key in the results
 
-_STILL = 0.5  # share of its first weights that a teacher should have lost
-_DEAD = 0.1  # share of the prototypes that a run should use
-_GAP = 0.2  # of the probe's top-1 over kNN's; with features of healthy runs they differ by some points
-_OVER = 0.1  # share of the steps that may pass at a learning rate of nothing: a cosine has 2 %
-_NOTHING = 1e-6  # of the largest learning rate
-_MOST_FACTORS = 1000  # of the teacher's momentum that are looked at
+_STILL = 0.5  # largest share of its first weights that a teacher should still have at the end
+_DEAD = 0.1  # smallest share of the prototypes that a run should use
+_GAP = 0.2  # largest gap between the top-1 of probe and kNN; in healthy runs it is some points
+_OVER = 0.1  # largest share of steps with a negligible learning rate; a cosine schedule has 2 %
+_NOTHING = 1e-6  # a negligible learning rate, as a share of the largest
+_MOST_FACTORS = 1000  # most values of the teacher's momentum that are sampled
 
 
 class FindingsHook(Hook):
-    """Says at the end, on rank 0, what went wrong, and notes it as ``findings``; after every hook that adds results."""
+    """Prints findings at the end, on rank 0, and adds them to the results; place it after hooks that add results."""
 
     def __init__(self, console: Console | None = None):
         self._console = console or rich.get_console()
@@ -37,8 +37,9 @@ class FindingsHook(Hook):
 
 
 def add_finding(run: Run, sentence: str) -> None:
-    """Note a sentence in the run's results, for ``summary.json`` and the report."""
-    run.results[FINDINGS] = list(dict.fromkeys([*run.results.get(FINDINGS, []), sentence]))  # a resumed run has some
+    """Add a sentence to the run's results, for ``summary.json`` and the report."""
+    # A resumed run may have findings already.
+    run.results[FINDINGS] = list(dict.fromkeys([*run.results.get(FINDINGS, []), sentence]))
 
 
 def _teacher_stands_still(run: Run) -> str:

@@ -1,4 +1,4 @@
-"""``histograms.jsonl``: weights and gradients of some steps as counts in fixed buckets (``HOOKS.HISTOGRAMS_EVERY``)."""
+"""``histograms.jsonl``: histograms of weights and gradients with fixed buckets (``HOOKS.HISTOGRAMS_EVERY``)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Counts = dict[str, dict[int, int]]  # tag -> bucket -> elements; empty buckets a
 
 
 class HistogramFile(Hook):
-    """Writes a line for each step that has histograms; a resumed run drops those of steps that it repeats."""
+    """Writes a line for each step that has histograms; a resumed run drops the lines of steps that it repeats."""
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or rich.get_console()
@@ -55,7 +55,7 @@ def _line(step: int, counts: Counts) -> str:
 
 
 def read_histograms(path: Path) -> Iterator[tuple[int, Counts]]:
-    """Yield step and counts of each line, up to the first one that is cut short."""
+    """Yield step and counts of each line, up to the first incomplete line."""
     with path.open(encoding="utf-8") as file:
         for text in file:
             try:

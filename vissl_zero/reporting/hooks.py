@@ -1,4 +1,4 @@
-"""The hooks of a run, in the order of their calls; here too: its first lines, and the watch for collapse."""
+"""The hooks of a run, in the order of their calls; and the hooks for its first lines, its report, and collapse."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ from vissl_zero.version import __version__
 def build_hooks(plan: ResolvedRun) -> list[Hook]:
     """Build the hooks that a configuration asks for. Every rank builds the same list: some hooks are collective.
 
-    The display comes first, so that something is seen before the first evaluation and its last frame stands above what
-    the others print at the end; the file of metrics before anything that may fail; what adds results (evaluation, the
-    user's hooks, peak memory) before what reports them.
+    The display is first, so that the user sees output before the first evaluation, and its last frame is above the
+    output of other hooks. The file of metrics is before every hook that may fail. Hooks that add results (evaluation,
+    the user's hooks, peak memory) are before hooks that report them.
 
     Raises:
         RegistryError: config.HOOKS.EXTRA names an unknown hook.
@@ -67,7 +67,7 @@ def build_hooks(plan: ResolvedRun) -> list[Hook]:
 
 
 class Opening(Hook):
-    """Says once, on rank 0, what the run is, every note of the plan and, if ``verbose``, the wrap plan."""
+    """Prints the opening lines on rank 0: the run, all notes of the plan and, if ``verbose``, the wrap plan."""
 
     def __init__(self, console: Console | None = None):
         self._console = console or rich.get_console()
@@ -79,7 +79,7 @@ class Opening(Hook):
 
 
 def opening_lines(run: Run) -> list[str]:
-    """Write the opening lines, ASCII but for what the user named."""
+    """Return the opening lines, ASCII except for the user's names."""
     plan = run.plan
     ranks = "1 process" if run.world_size == 1 else f"{run.world_size} processes"
     lines = [
@@ -117,12 +117,12 @@ def _length(run: Run) -> str:
 
 
 class ReportImage(Hook):
-    """Draws ``report.png`` on rank 0, after every hook that adds results.
+    """Draws ``report.png`` on rank 0; place it after every hook that adds results.
 
     Args:
         knn: the run's kNN hook, for its curve and neighbors.
-        console: where to print the file's path.
-        segmentation: the hook with segmented images; None: there are none.
+        console: console on which to print the file's path; None: rich's global console.
+        segmentation: hook with segmented images; None: the report has none.
     """
 
     FILE = "report.png"
@@ -136,7 +136,7 @@ class ReportImage(Hook):
             return
         path = run.folder / self.FILE
         with optional_output(self.FILE, self._console):
-            from vissl_zero.reporting.report import (  # matplotlib: not before the first step
+            from vissl_zero.reporting.report import (  # imports matplotlib, which the first step should not wait for
                 gather_content,
                 write_report,
             )
@@ -147,7 +147,7 @@ class ReportImage(Hook):
 
 
 class CollapseWatch(Hook):
-    """Asks the method's ``collapse_rule``; warns once, on rank 0, and notes the step as ``collapse_warning_step``."""
+    """Applies the method's ``collapse_rule``; warns once, on rank 0, and adds ``collapse_warning_step`` to results."""
 
     def __init__(self, console: Console | None = None):
         self._console = console or rich.get_console()
@@ -155,7 +155,7 @@ class CollapseWatch(Hook):
 
     def on_start(self, run: Run) -> None:
         self._rule = run.method.collapse_rule(run.num_steps) if run.is_main else None
-        if self._rule and any(self._update(self._rule, record) for record in run.records):  # those before a resume
+        if self._rule and any(self._update(self._rule, record) for record in run.records):  # before a resume
             self._rule = None
 
     def on_record(self, run: Run, record: StepRecord) -> None:
@@ -163,7 +163,7 @@ class CollapseWatch(Hook):
             return
         warning = self._update(self._rule, record)
         if warning:
-            self._rule = None  # never twice
+            self._rule = None  # warn only once
             run.results["collapse_warning_step"] = record.step
             add_finding(run, warning)
             print_line(f"warning: {warning}", self._console)

@@ -8,13 +8,13 @@ from pathlib import Path
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-_ROOM = 0.1  # above and below the smoothed curve, of its height
+_ROOM = 0.1  # space above and below the smoothed curve, as a share of its height
 
 
 def draw_rates(
     rates: Sequence[float], losses: Sequence[float], smooth: Sequence[float], suggested: float, path: Path
 ) -> None:
-    """Draw the losses, their running mean and the rate that was found into ``path``.
+    """Draw the losses, their running mean and the suggested rate, and write the picture to ``path``.
 
     Raises:
         OSError: the file cannot be written.

@@ -1,7 +1,7 @@
-"""Terminal output that may be lost: a full disk, a reader that has gone or a closed terminal must not end a run.
+"""Terminal output that may be lost: a full disk, a closed pipe or a closed terminal must not end a run.
 
-What is printed holds no value that a configuration took from the environment (``errors.masked``). Imports nothing of
-this package but the errors: the command line takes it before anything else.
+Values that a configuration took from the environment are never printed (``errors.masked``). This imports only the
+errors of this package, because the command line imports it before anything else.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _LOST = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ESTALE, errno
 
 
 class LossyStream:
-    """A text stream that drops what cannot be written, and is the stream it wraps in all else.
+    """A text stream that drops output if it cannot be written; all else is passed to the wrapped stream.
 
     Attributes:
-        dropped: why something was dropped that its reader still waits for; None if nothing was.
+        dropped: error of lost output whose reader still exists; None if no such output was lost.
     """
 
     def __init__(self, stream: TextIO):
@@ -31,7 +31,7 @@ class LossyStream:
         self.dropped: OSError | None = None
 
     def write(self, text: str) -> int:
-        """Write what there is, or drop it; returns the length of ``text``."""
+        """Write or drop ``text``; returns its length."""
         try:
             self._stream.write(masked(text))
         except OSError as error:
@@ -43,7 +43,7 @@ class LossyStream:
         return len(text)
 
     def flush(self) -> None:
-        """Flush, or drop."""
+        """Flush or drop the buffer."""
         try:
             self._stream.flush()
         except OSError as error:
@@ -53,7 +53,7 @@ class LossyStream:
         if error.errno not in _LOST:
             raise error
         if error.errno == errno.EPIPE:
-            # The reader is gone for good. The buffer must be flushed somewhere, or Python complains at exit.
+            # The reader is gone for good. The buffer must be flushed somewhere, else Python complains at exit.
             with suppress(OSError, ValueError):
                 nowhere = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(nowhere, self._stream.fileno())
@@ -66,13 +66,13 @@ class LossyStream:
 
 
 class optional_output:  # noqa: N801 - used as a context, as contextlib's are
-    """A context of work on a file that a run can do without: whatever fails in it is a warning.
+    """A context in which an optional file is written: any error in it becomes a warning.
 
-    Not only ``OSError``: a library that draws or writes may pass a disk's failure on as anything.
+    Not only ``OSError``: a library may raise another exception if a disk fails.
 
     Args:
         name: name of the file.
-        console: rich's, to print the warning on.
+        console: rich console on which to print the warning.
     """
 
     def __init__(self, name: str, console: Any):
@@ -91,22 +91,22 @@ class optional_output:  # noqa: N801 - used as a context, as contextlib's are
 
 
 def why_stdout_is_incomplete() -> OSError | None:
-    """Return why what this process has printed is incomplete; None if it is not, or if its reader has gone away."""
+    """Return the error by which this process's output is incomplete; None if it is complete or its reader is gone."""
     sys.stdout.flush()
     return sys.stdout.dropped if isinstance(sys.stdout, LossyStream) else None
 
 
 def tolerate_lost_output() -> None:
-    """Wrap stdout and stderr of this process, once; open those that were closed before it began."""
+    """Wrap stdout and stderr of this process once, each in a ``LossyStream``; reopen them if they are closed."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)
         except OSError:
-            # Else the next file that is opened gets this number, and what a library prints goes into a checkpoint.
+            # Else the next opened file gets this descriptor, and output of a library could go into a checkpoint.
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
         stream = getattr(sys, name)
         if number == 0 or isinstance(stream, LossyStream):
             continue
         if stream is None:
-            stream = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 - for good
+            stream = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 - never closed
         setattr(sys, name, LossyStream(stream))

@@ -22,10 +22,10 @@ FILE_NAME = "metrics.jsonl"
 
 
 class MetricsFile(Hook):
-    """Writes a line per step as soon as its figures exist (0.1 ms), so a crash loses at most one.
+    """Writes a line per step as soon as its values exist (0.1 ms), so a crash loses at most one line.
 
-    A resumed run has its earlier records back from the file. A disk that is full, or fails, does not end the run: lines
-    wait in memory and are written when it takes them again.
+    A resumed run reads its earlier records from the file. A full or failing disk does not end the run: lines wait in
+    memory until the disk accepts them again.
     """
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class MetricsFile(Hook):
             self._file = None
 
     def _write(self, file: BinaryIO) -> None:
-        """Write what waits; what the disk has taken of a line is not written again."""
+        """Write the waiting bytes; bytes of a line that the disk has accepted are not written again."""
         try:
             while self._waiting:
                 self._waiting[0] = self._waiting[0][file.write(self._waiting[0]) :]
@@ -69,9 +69,9 @@ class MetricsFile(Hook):
 
 
 def line(record: StepRecord) -> str:
-    """Write one step as strict JSON on one line; floats keep every digit (``repr``).
+    """Return a step as a line of strict JSON; floats keep every digit (``repr``).
 
-    JSON has no NaN and no infinity: such a figure is null, and ``not_finite`` holds its name and what it was.
+    JSON has no NaN and no infinity: such a value is null, and ``not_finite`` has its name and the value as a string.
     """
     flat = asdict(record)
     not_finite: dict[str, str] = {}
@@ -82,7 +82,7 @@ def line(record: StepRecord) -> str:
 
 
 def _finite(value: Any, name: str, not_finite: dict[str, str]) -> Any:
-    """Replace every NaN or infinity in ``value`` by None, each noted in ``not_finite`` under its dotted name."""
+    """Return ``value`` with None for every NaN or infinity, which is added to ``not_finite`` under its dotted name."""
     if isinstance(value, dict):
         return {key: _finite(item, f"{name}.{key}" if name else key, not_finite) for key, item in value.items()}
     if isinstance(value, float) and not math.isfinite(value):
@@ -92,10 +92,10 @@ def _finite(value: Any, name: str, not_finite: dict[str, str]) -> Any:
 
 
 def _record_from(entry: Mapping[str, Any]) -> StepRecord:
-    """Read the record that ``line`` wrote; what was not finite is None.
+    """Return the record of a line that ``line`` has written; values that were not finite are None.
 
     Raises:
-        KeyError, TypeError: it is no such line.
+        KeyError, TypeError: the entry is not of such a line.
     """
     known = {f.name for f in fields(StepRecord)}
     figures = {key: value for key, value in entry.items() if key in known}
@@ -103,7 +103,7 @@ def _record_from(entry: Mapping[str, Any]) -> StepRecord:
 
 
 def read_records(path: Path, after: int = 0) -> Iterator[StepRecord]:
-    """Yield the steps of a ``metrics.jsonl`` that follow step ``after``, up to the first line that is cut short.
+    """Yield the records of a ``metrics.jsonl`` after step ``after``, up to the first incomplete line.
 
     Raises:
         OSError: the file cannot be read.
@@ -119,9 +119,9 @@ def read_records(path: Path, after: int = 0) -> Iterator[StepRecord]:
 
 
 def _forget_after(path: Path, step: int, records: Records) -> None:
-    """Drop the lines of steps after ``step`` (they will be run again) and a last line cut short by a crash.
+    """Remove the lines of steps after ``step`` (they will be repeated), and a last line that a crash left incomplete.
 
-    The records of the lines that stay are added to ``records``.
+    The records of the remaining lines are added to ``records``.
     """
     with path.open(encoding="utf-8") as old, replacing(path) as temporary, temporary.open("w", encoding="utf-8") as new:
         for text in old:

@@ -1,6 +1,6 @@
-"""The answer to "out of memory": what the bytes are, and the cheapest change that would help.
+"""The error after "out of memory": the bytes by kind, and the cheapest changes that would help.
 
-What a change saves is forecast by the one memory model (``planner/memory_model.py``), as in ``vissl-zero plan``.
+The savings of a change are forecast by the memory model (``planner/memory_model.py``), as in ``vissl-zero plan``.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from vissl_zero.reporting.quantity import bytes_text, shown_kinds, total
 from vissl_zero.resolve.resolved import Precision, ResolvedRun
 from vissl_zero.sharding.memory import Bytes
 
-_WORTHWHILE = 0.1  # of all that is held; less than this is not worth a change
+_WORTHWHILE = 0.1  # smallest saving that is worth a change, as a share of the rank's bytes
 _MOST_OTHERS = 3
-_MORE_PASSES = 8  # times those of the run
+_MORE_PASSES = 8  # factor for the run's passes
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
 @dataclass(frozen=True)
 class Switch:
-    """One change to the command line that frees memory.
+    """A change to the command line that saves memory.
 
     Attributes:
-        override: what to add, as the user types it.
-        saved: bytes of a rank's peak, by forecast.
-        price: what it costs, in words.
+        override: overrides to add, as the user types them.
+        saved: forecast savings in bytes of a rank's peak.
+        price: description of the cost.
     """
 
     override: str
@@ -43,14 +43,14 @@ class Switch:
 
 
 def explain(error: BaseException, plan: ResolvedRun, ledger: Bytes | None) -> OutOfMemoryError:
-    """Build the error to raise instead: bytes by kind, the cheapest change that would help, and some others.
+    """Return the error to raise instead of ``error``: bytes by kind, the cheapest change that would help, and others.
 
     Cost: forecasts of the run's other plans, a few seconds.
 
     Args:
-        error: see ``memory.is_out_of_memory``.
-        plan: the run.
-        ledger: this rank's memory by kind, or None if the model was not built yet.
+        error: an error for which ``memory.is_out_of_memory`` is true.
+        plan: the resolved run.
+        ledger: this rank's memory by kind; None if the model was not built yet.
     """
     requested = requested_bytes(error)
     failed = f"an allocation of {bytes_text(requested)} failed" if requested else "an allocation failed"
@@ -65,13 +65,13 @@ def explain(error: BaseException, plan: ResolvedRun, ledger: Bytes | None) -> Ou
     need = max(requested or 0, int(_WORTHWHILE * total(ledger)))
     try:
         advice = _advice(plan, need)
-    except Exception as again:  # noqa: BLE001 - memory is short, and the first error matters more than what follows
-        advice = [f"What would help was not found out here ({type(again).__name__}); vissl-zero plan shows it."]
+    except Exception as again:  # noqa: BLE001 - memory is short, and the first error matters more
+        advice = [f"The changes that would help could not be found here ({type(again).__name__}); see vissl-zero plan."]
     return OutOfMemoryError("\n".join([*lines, *advice]))
 
 
 def requested_bytes(error: BaseException) -> int | None:
-    """Read the size of the allocation that failed, if the message has it."""
+    """Return the bytes of the allocation that failed; None if the message does not name them."""
     match = re.search(r"[Tt]ried to allocate ([\d.]+) (bytes|KiB|MiB|GiB)", str(error))
     return int(float(match[1]) * _UNITS[match[2]]) if match else None
 
@@ -97,7 +97,7 @@ def _listed(title: str, switches: list[Switch]) -> list[str]:
 
 
 def same_numbers(plan: ResolvedRun) -> Iterator[Switch]:
-    """Yield every other way to run this that trains the same in less memory, the cheapest first."""
+    """Yield every other plan that trains the same model in less memory, cheapest first."""
     stage = set_stage(plan)
     forecast = stage.forecast()
     if forecast.step is None:
@@ -111,7 +111,7 @@ def same_numbers(plan: ResolvedRun) -> Iterator[Switch]:
             changed = " ".join(word for word in candidate.overrides() if word not in current)
             time = _relative_time(candidate.forecast, forecast)
             yield Switch(changed, peak - step.peak_bytes, f"same numbers, {time}")
-    with suppress(VisslZeroError):  # of a model whose rows see each other
+    with suppress(VisslZeroError):  # models whose rows see each other are refused
         passes = plan.crop_passes * _MORE_PASSES
         proposed = set_stage(replace(plan, crop_passes=passes)).forecast()
         if proposed.step is not None and proposed.step.peak_bytes < peak:
@@ -122,13 +122,13 @@ def same_numbers(plan: ResolvedRun) -> Iterator[Switch]:
 
 def _relative_time(proposed: Forecast, current: Forecast) -> str:
     if not proposed.seconds or not current.seconds:
-        return "its time is not known"
+        return "time unknown"
     ratio = proposed.seconds / current.seconds
     return "about as fast" if abs(ratio - 1) < 0.05 else f"about {ratio:.2g} times the time of a step"
 
 
 def other_numbers(plan: ResolvedRun) -> Iterator[Switch]:
-    """List changes that train something else, the mildest first."""
+    """Yield changes that alter the results, smallest change first."""
     before = _peak(plan)
     if before is None:
         return

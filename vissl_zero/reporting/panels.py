@@ -1,10 +1,7 @@
-"""The panels of a report: curves, bars of memory, sheets of pictures; and the page on which they are placed.
+"""The panels of a report, and the page on which they are placed.
 
-The page has a fixed width. Panels are placed by the pixel, top to bottom.
-
-The panels with axes: curves over the steps, and memory as stacked bars.
-
-The sheets of pictures: the crops that the model saw first, and nearest neighbors before and after training.
+The page has a fixed width. Panels are placed from top to bottom, in pixels. Panels with axes show curves over the
+steps, and memory as stacked bars. Sheets show the first crops, and nearest neighbors before and after training.
 """
 
 from __future__ import annotations
@@ -35,7 +32,7 @@ WIDTH = 1600  # pixels
 DPI = 100
 MARGIN = 48
 INK, SOFT, FAINT = "#1a1a1a", "#6b6b6b", "#e4e4e4"
-# Okabe and Ito's palette: told apart with any color vision, and in gray by lightness.
+# Okabe and Ito's palette: distinct with any color vision, and by lightness in gray.
 BLUE, SKY, GREEN, ORANGE, VERMILLION, PURPLE, GREY = (
     "#0072B2",
     "#56B4E9",
@@ -70,9 +67,9 @@ STYLE: dict[Any, Any] = {
 
 
 class Page:
-    """Places axes from the top; coordinates are pixels from the top left corner.
+    """A page on which axes are placed; coordinates are pixels from the top left corner.
 
-    Draw within ``matplotlib.rc_context(STYLE)``.
+    Draw in ``matplotlib.rc_context(STYLE)``.
 
     Args:
         height: height of the page, in pixels.
@@ -84,19 +81,19 @@ class Page:
         FigureCanvasAgg(self.figure)
 
     def axes(self, left: float, top: float, width: float, height: float) -> Axes:
-        """Add axes whose drawing area is this box."""
+        """Add axes whose drawing area is the box."""
         box = (left / WIDTH, 1 - (top + height) / self.height, width / WIDTH, height / self.height)
         return self.figure.add_axes(box)
 
     def picture(self, left: float, top: float, width: float, height: float) -> Axes:
-        """Add axes without ticks or frame, measured in pixels from their own top left corner."""
+        """Add axes without ticks or frame, whose coordinates are pixels from their own top left corner."""
         axes = self.axes(left, top, width, height)
         axes.set_axis_off()
         axes.set(xlim=(0, width), ylim=(height, 0))
         return axes
 
     def text(self, left: float, top: float, text: str, size: float = 11, color: str = INK, bold: bool = False) -> None:
-        """Draw text whose upper left corner is here, or its upper right one if ``left`` is the right margin."""
+        """Draw text with its upper left corner at the point, or its upper right if ``left`` is the right margin."""
         align = "right" if left == WIDTH - MARGIN else "left"
         weight = "bold" if bold else "normal"
         x, y = left / WIDTH, 1 - top / self.height
@@ -105,11 +102,11 @@ class Page:
 
 @dataclass(frozen=True)
 class CropSample:
-    """One source image and what the model saw of it.
+    """A source image and its crops.
 
     Attributes:
-        original: (H, W, 3) uint8, or None where the source could not give it again.
-        crops: one (h, w, 3) uint8 per crop, at the size the model got, large resolutions first.
+        original: source image, (H, W, 3) uint8; None if the source could not read it again.
+        crops: crops of the model's input size, each (h, w, 3) uint8, large resolutions first.
     """
 
     original: np.ndarray | None
@@ -118,12 +115,12 @@ class CropSample:
 
 @dataclass(frozen=True)
 class NeighborRow:
-    """A test image with the nearest training images before and after training, nearest first.
+    """A test image with the nearest training images before and after training.
 
     Attributes:
-        query: (H, W, 3) uint8.
-        before, after: the same number of (H, W, 3) uint8 images.
-        before_matches, after_matches: whether each has the query's label; None without labels.
+        query: test image, (H, W, 3) uint8.
+        before, after: training images, each (H, W, 3) uint8, nearest first; as many before as after.
+        before_matches, after_matches: whether each image has the query's label; None without labels.
     """
 
     query: np.ndarray
@@ -135,21 +132,21 @@ class NeighborRow:
 
 @dataclass(frozen=True)
 class ReportContent:
-    """Everything on the report.
+    """The content of a report.
 
     Attributes:
-        title, subtitle: the recipe; level, engine, ranks, length.
-        headlines: few (figure, what it is) pairs.
+        title, subtitle: name of the recipe; level, engine, ranks and length of the run.
+        headlines: a few pairs of a result and its description.
         findings: sentences on what went wrong.
-        records: the steps.
-        steps_per_epoch: steps per epoch for the epoch marks of the kNN curve.
-        trivial_loss: loss of guessing, drawn as a line; None where there is no such thing.
+        records: records of the steps.
+        steps_per_epoch: steps per epoch, for the epoch marks of the kNN curve.
+        trivial_loss: loss of guessing, drawn as a line; None if the method has none.
         knn: (optimizer step, top-1 from 0 to 1), in order; the first is before training.
         knn_raw_pixels: top-1 of kNN on raw pixels.
         top1: (optimizer step, top-1 of the classifier on TEST), in order.
         miou: (optimizer step, mean intersection over union on TEST), in order.
-        bytes_per_rank: peak of each kind.
-        peak_kind: what Bytes.peak is: "resident" or "allocated".
+        bytes_per_rank: peak bytes of each kind on each rank.
+        peak_kind: meaning of ``Bytes.peak``: "resident" or "allocated".
         crops: some samples of the first batch.
         neighbors: some test images.
         patches: some test images, each with the principal components of its patches and, with a class token, attention.
@@ -174,7 +171,7 @@ class ReportContent:
     segmented: list[CropSample] = field(default_factory=list)
 
 
-_MOST_POINTS = 1500  # about what a panel has pixels for
+_MOST_POINTS = 1500  # about the pixels of a panel's width
 
 
 @dataclass(frozen=True)
@@ -182,8 +179,8 @@ class Series:
     """A curve.
 
     Attributes:
-        steps: (n,) optimizer steps, ascending.
-        values: (n,) finite.
+        steps: optimizer steps, (n,), ascending.
+        values: finite values, (n,).
     """
 
     steps: np.ndarray
@@ -193,7 +190,7 @@ class Series:
         return len(self.steps)
 
     def smooth(self) -> Series:
-        """Smooth by a centered mean over a twentieth of the curve, less at both ends; it does not lag."""
+        """Return the centered mean over a twentieth of the curve, less at both ends; it does not lag."""
         half = max(1, len(self) // 40)
         sums = np.concatenate([[0.0], np.cumsum(self.values)])
         places = np.arange(len(self))
@@ -202,9 +199,9 @@ class Series:
 
 
 def series(records: Sequence[StepRecord], figure: Callable[[StepRecord], float | None]) -> Series:
-    """Return the curve of one figure; steps where it is missing or not finite are left out.
+    """Return the curve of a metric; steps without a finite value are left out.
 
-    Long runs are thinned to 1,500 points, each the mean of its share of the steps.
+    Long runs are reduced to 1,500 points, each the mean of consecutive steps.
     """
     points = [(record.step, figure(record)) for record in records]
     known = [(step, value) for step, value in points if value is not None and math.isfinite(value)]
@@ -216,7 +213,7 @@ def series(records: Sequence[StepRecord], figure: Callable[[StepRecord], float |
     return Series(steps, values)
 
 
-_ROUND = [1, 2, 5, 10]  # steps between ticks, times a power of ten
+_ROUND = [1, 2, 5, 10]  # steps between ticks, up to a power of ten
 KIND_COLORS = {
     "params": BLUE,
     "grads": SKY,
@@ -243,13 +240,13 @@ def draw_loss(axes: Axes, records: Sequence[StepRecord], trivial_loss: float | N
 
 
 def draw_figure(axes: Axes, title: str, curve: Series, color: str, is_noisy: bool) -> None:
-    """Draw any one figure over the steps."""
+    """Draw a curve over the steps."""
     axes.set_title(title)
     _draw(axes, curve, color, is_noisy)
 
 
 def draw_top1(axes: Axes, title: str, points: Sequence[tuple[int, float]], raw_pixels: float | None = None) -> None:
-    """Draw top-1 at the steps where it was measured, with that of kNN on raw pixels for comparison."""
+    """Draw top-1 at the steps at which it was measured, and top-1 of kNN on raw pixels for comparison."""
     axes.set_title(title)
     steps, values = [point[0] for point in points], [point[1] for point in points]
     axes.plot(steps, values, "o-", color=GREEN, markersize=6)
@@ -268,7 +265,7 @@ def draw_top1(axes: Axes, title: str, points: Sequence[tuple[int, float]], raw_p
 
 
 def draw_memory(axes: Axes, per_rank: Sequence[Bytes], peak_kind: str) -> None:
-    """Draw bytes of each kind, stacked, a bar per rank; beside it what is seen from outside."""
+    """Draw a bar per rank of the stacked bytes of each kind, and next to it the sum and the measured peak."""
     axes.set_title("Memory by kind, peak of each rank")
     axes.grid(False)
     lefts = [0.0] * len(per_rank)
@@ -289,7 +286,7 @@ def draw_memory(axes: Axes, per_rank: Sequence[Bytes], peak_kind: str) -> None:
     most = largest(per_rank)
     handles, labels = axes.get_legend_handles_labels()
     labels = [f"{label} {bytes_text(getattr(most, kind))}" for label, kind in zip(labels, kinds, strict=True)]
-    # Below: beside the title there is no room for six kinds.
+    # The legend is below, because six kinds do not fit next to the title.
     axes.legend(handles, labels, ncols=len(kinds), loc="upper left", bbox_to_anchor=(-0.01, 0.0), fontsize=10)
 
 
@@ -303,15 +300,15 @@ def _draw(axes: Axes, curve: Series, color: str, is_noisy: bool) -> None:
     else:
         axes.plot(curve.steps, curve.values, color=color)
     axes.margins(x=0.01, y=0.08)
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:.4g}")  # matplotlib's own puts "1e-7" in the title's place
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:.4g}")  # matplotlib's default draws "1e-7" over the title
     _label_steps(axes)
 
 
 def _draw_reference(axes: Axes, value: float, text: str) -> None:
-    """Draw what the curve is compared with: a dashed line, its text above the right end."""
+    """Draw a dashed reference line, with its label above the right end."""
     axes.axhline(value, color=SOFT, linewidth=1.2, linestyle=(0, (5, 4)))
     place, frame, offset = (1, value), ("axes fraction", "data"), (-4, 4)
-    box = {"facecolor": "white", "edgecolor": "none", "pad": 1}  # over a line of the grid
+    box = {"facecolor": "white", "edgecolor": "none", "pad": 1}  # hides the grid behind the label
     style: dict[str, Any] = {"ha": "right", "fontsize": 9.5, "color": SOFT, "bbox": box}
     axes.annotate(text, place, offset, xycoords=frame, textcoords="offset points", **style)
 
@@ -326,10 +323,10 @@ _NUM_SAMPLES = 8
 
 
 def first_crops(run: Run) -> list[CropSample]:
-    """Load samples of this rank's first batch; none if the images cannot be read any more. Cost: loads one step."""
+    """Load samples of this rank's first batch; empty if the images cannot be read. Cost: loads one step."""
     try:
         batch = next(iter(run.loader.epoch(0)))[0].to("cpu", torch.float32)
-    except DataError:  # a report is no reason to fail a run that has ended well
+    except DataError:  # a report must not fail a run that has ended well
         return []
     return crop_samples(batch, run.loader.source, run.plan.config.DATA.TRAIN.TRANSFORMS)
 
@@ -338,9 +335,9 @@ def crop_samples(batch: ImageBatch, source: Source, transforms: Sequence[Mapping
     """Convert the first samples of a batch into pictures.
 
     Args:
-        batch: batch as the loader gives it, on the CPU.
-        source: where the samples come from.
-        transforms: TRANSFORMS, for the mean and standard deviation to undo.
+        batch: batch of the loader, on the CPU.
+        source: source of the samples.
+        transforms: TRANSFORMS, whose mean and standard deviation are undone.
     """
     mean, std = normalization(transforms)
     samples = []
@@ -356,7 +353,7 @@ def crop_samples(batch: ImageBatch, source: Source, transforms: Sequence[Mapping
 
 
 def original(source: Source, index: int) -> np.ndarray | None:
-    """Load an image of a source, (H, W, 3) uint8, at most 256 pixels long; None if it cannot be read."""
+    """Load an image of a source as (H, W, 3) uint8, at most 256 pixels a side; None if it cannot be read."""
     try:
         image = source.image(index)
     except (DataError, OSError):
@@ -366,9 +363,9 @@ def original(source: Source, index: int) -> np.ndarray | None:
 
 
 def denormalized(image: Tensor, mean: Sequence[float], std: Sequence[float]) -> np.ndarray:
-    """Undo the normalization of a tensor (C, h, w), per channel, and return a picture (h, w, 3) uint8.
+    """Undo the normalization of an image (C, h, w) per channel; returns a picture (h, w, 3) uint8.
 
-    Of images of other channels than red, green and blue the first is shown, in gray.
+    If the channels are not red, green and blue, the picture is the first channel in gray.
     """
     picture = image.double().numpy().transpose(1, 2, 0) * np.array(std) + np.array(mean)
     picture = picture if picture.shape[2] == 3 else picture[..., :1].repeat(3, axis=2)
@@ -376,22 +373,25 @@ def denormalized(image: Tensor, mean: Sequence[float], std: Sequence[float]) -> 
 
 
 _GAP = 6  # pixels between pictures
-_LABEL = 22  # height of the line above them
+_LABEL = 22  # height of the label above pictures
 _LARGEST_TILE = 126
 _CROP_COLUMNS = 2
 
 
 def crops_height(samples: Sequence[CropSample], width: float) -> float:
-    """Return the pixels that ``draw_crops`` needs."""
+    """Return the height in pixels that ``draw_crops`` needs."""
     rows = math.ceil(len(samples) / _CROP_COLUMNS)
     return _LABEL + rows * (_crop_tile(samples, width) + _GAP)
 
 
 def draw_crops(axes: Axes, samples: Sequence[CropSample], width: float, label: str = "") -> None:
-    """Draw each sample's image, then its crops, as large beside each other as the model got them.
+    """Draw each sample's image, then its crops in their relative sizes.
 
     Args:
-        label: what stands above the crops; empty: how many of which size the model saw.
+        axes: axes to draw on.
+        samples: images with their crops.
+        width: width in pixels.
+        label: label above the crops; empty: number and sizes of the crops.
     """
     tile = _crop_tile(samples, width)
     column_width = (width - 8 * _GAP) / _CROP_COLUMNS + 8 * _GAP
@@ -428,7 +428,7 @@ def _crop_label(sample: CropSample) -> str:
 
 
 def neighbors_height(rows: Sequence[NeighborRow], width: float) -> float:
-    """Pixels that ``draw_neighbors`` needs."""
+    """Return the height in pixels that ``draw_neighbors`` needs."""
     return _LABEL + len(rows) * (_neighbor_tile(rows, width) + _GAP)
 
 
@@ -460,7 +460,7 @@ def _neighbor_tile(rows: Sequence[NeighborRow], width: float) -> float:
 
 
 def _show(axes: Axes, picture: np.ndarray, left: float, top: float, side: float, border: str | None = None) -> None:
-    """Draw a picture, longer side ``side`` pixels, centered in its square; with a colored border if one is given."""
+    """Draw a picture, its longer side ``side`` pixels, centered in a square, with a border of the color ``border``."""
     height, width = picture.shape[:2]
     scale = side / max(height, width)
     left += (side - width * scale) / 2

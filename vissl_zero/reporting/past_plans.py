@@ -1,4 +1,4 @@
-"""The history of plans: forecast and measured memory of all that were run under a folder (``plan --history``)."""
+"""The history of plans: forecast and measured memory of all plans that ran under a folder (``plan --history``)."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ DONE, NOT_DONE = "done", "not done"
 
 @dataclass(frozen=True)
 class Past:
-    """A plan that was run.
+    """A plan that has run.
 
     Attributes:
         folder: folder of the run.
-        plan: description for people.
-        steps: optimizer steps that were run with it, those that were repeated afterward included.
-        forecast_bytes: most a rank would hold (``StepMemory.resident_bytes``); None: not known.
-        measured_bytes: measured bytes of rank 0, most so far beyond ``held_bytes`` (CPU), or what torch had allocated
-            at most (GPU); None: not known.
-        held_bytes: held bytes that rank 0 held beside the plan; None: not known.
+        plan: description of the plan, as tables print it.
+        steps: optimizer steps under the plan, including steps that were repeated later.
+        forecast_bytes: forecast peak of a rank (``StepMemory.resident_bytes``); None: unknown.
+        measured_bytes: measured peak of rank 0: resident bytes beyond ``held_bytes`` (CPU), or bytes that torch had
+            allocated (GPU); None: unknown.
+        held_bytes: bytes of rank 0 that do not belong to the plan; None: unknown.
         outcome: "done", "out of memory" or "not done".
     """
 
@@ -42,7 +42,7 @@ class Past:
 
     @property
     def error(self) -> float | None:
-        """Forecast over measured, less 1."""
+        """Relative error of the forecast: forecast / measured - 1; None: unknown."""
         if self.forecast_bytes is None or not self.measured_bytes:
             return None
         return self.forecast_bytes / self.measured_bytes - 1
@@ -51,7 +51,7 @@ class Past:
 def history(folder: Path) -> Iterator[Past]:
     """Yield all plans of all runs under ``folder``.
 
-    Where ``fit`` did not choose, the forecast is made now, in a second or two.
+    If ``fit`` did not choose a plan, its forecast is made now. Cost: a second or two for each.
     """
     for path in sorted(folder.rglob("config.resolved.yaml")):
         if rows := outcomes(path.parent):
@@ -61,7 +61,7 @@ def history(folder: Path) -> Iterator[Past]:
 
 
 def _fitted_past(folder: Path, rows: Sequence[Outcome]) -> list[Past]:
-    """List each plan that ``fit`` chose, in order; one that was started again in between has one row for both."""
+    """List the plans that ``fit`` chose, in order; consecutive starts of the same plan share a row."""
     peaks = dict(measured_peaks(folder))
     past: list[Past] = []
     for index, row in enumerate(rows):
@@ -77,7 +77,7 @@ def _fitted_past(folder: Path, rows: Sequence[Outcome]) -> list[Past]:
 
 
 def _with_process(past: Past, begun: Outcome, later: Sequence[Outcome], peaks: Mapping[int, int]) -> Past:
-    """Add what one process of rank 0 did. If it ran out of memory, its last steps are in the log alone."""
+    """Add the outcome of one process of rank 0. If it ran out of memory, its last steps are only in the log."""
     first, held = begun.step or 0, begun.held_bytes or 0
     if later and later[0].outcome == OUT_OF_MEMORY:
         last, most = later[0].step or first, later[0].peak_bytes

@@ -1,4 +1,4 @@
-"""Ways to run a recipe, for people (a table, a picture of memory over a step) and for scripts (JSON)."""
+"""The plans of a recipe as a table, as a picture of memory over a step, and as JSON for scripts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _BUDGETS = [f"config.ZERO.{key}" for key in ("MEMORY_GB", "HOST_MEMORY_GB", "DIS
 
 
 def plan_table(planned: Planned) -> Table:
-    """Draw one row per candidate, cheapest first."""
+    """Return the table of candidates, cheapest first."""
     table = Table(box=None, pad_edge=False)
     kinds, tiers = _shown(planned), _tiers(planned)
     titles = (
@@ -53,12 +53,12 @@ def plan_table(planned: Planned) -> Table:
 
 
 def plan_lines(planned: Planned, overrides: Sequence[str] = (), recipe_images: int | None = None) -> Iterator[str]:
-    """Yield what to print beside the table.
+    """Yield the lines to print below the table.
 
     Args:
-        planned: a recipe.
-        overrides: the user's, for the command that runs the chosen plan.
-        recipe_images: recipe images in a step of the recipe itself; None: not looked up.
+        planned: recipe with its candidates.
+        overrides: the user's overrides, for the command that runs the chosen plan.
+        recipe_images: images of a step in the recipe without overrides; None: unknown.
     """
     plan, chosen = planned.plan, planned.chosen
     images = f"{plan.global_batch:,} images a step"
@@ -71,7 +71,7 @@ def plan_lines(planned: Planned, overrides: Sequence[str] = (), recipe_images: i
     if num_doubles := len(planned.candidates) - len(without_doubles(planned.candidates)):
         yield f"not in the table: {num_doubles} plans of level 2, each with the memory and time of the same at level 1"
     yield f"budget: {bytes_text(planned.budget.memory)} a rank ({planned.budget.source})"
-    yield f"time: as of {planned.machine.name}; it ranks plans and promises no seconds (docs/plan.md)"
+    yield f"time: for {planned.machine.name}; it ranks plans, and does not predict seconds (docs/plan.md)"
     yield from (f"assumed: {sentence}" for sentence in planned.assumed)
     unknown = {c.forecast.unknown for c in planned.candidates if c.forecast.unknown}
     yield from (f"not known: {reason}" for reason in sorted(unknown))
@@ -106,7 +106,7 @@ def plan_lines(planned: Planned, overrides: Sequence[str] = (), recipe_images: i
 
 
 def _own_level(planned: Planned, chosen: Candidate, overrides: Sequence[str]) -> Iterator[str]:
-    """Say why the level that the user wrote is not the chosen one."""
+    """Yield a line on why the level that the user wrote is not chosen."""
     level = planned.plan.sharding.level
     is_written = any(word.startswith("config.ZERO.LEVEL=") for word in overrides)
     candidate_there = next((candidate for candidate in planned.candidates if candidate.sharding.level == level), None)
@@ -127,16 +127,16 @@ def _own_level(planned: Planned, chosen: Candidate, overrides: Sequence[str]) ->
 
 
 def _command(planned: Planned, chosen: Candidate, overrides: Sequence[str]) -> list[str]:
-    """List the words of the command that runs a plan: those of the user, and what the recipe does not say already."""
+    """Return the command that runs a plan, as words: the user's overrides, and settings that differ from the recipe."""
     recipe = planned.plan.recipe
     changed = {
         f"config.{path}": override
         for (path, value), override in zip(chosen.settings().items(), chosen.overrides(), strict=True)
         if path == "ZERO.LEVEL" or str(value) != str(functools.reduce(getattr, path.split("."), planned.config))
     }
-    if planned.config.ZERO.MEMORY_GB is not None:  # a dry run judges against it too
+    if planned.config.ZERO.MEMORY_GB is not None:  # a dry run uses this budget too
         changed["config.ZERO.MEMORY_GB"] = f"config.ZERO.MEMORY_GB={planned.config.ZERO.MEMORY_GB:g}"
-    elif planned.budget.given is not None and planned.config.MACHINE.MEMORY_GIB is None:  # of a profile
+    elif planned.budget.given is not None and planned.config.MACHINE.MEMORY_GIB is None:  # from a profile
         changed["config.ZERO.MEMORY_GB"] = f"config.ZERO.MEMORY_GB={planned.budget.given / 2**30:g}"
     kept = [word for word in overrides if word.lstrip("+").split("=")[0] not in {*changed, *_BUDGETS}]
     name = "<recipe>" if recipe.endswith(".yaml") else recipe
@@ -144,7 +144,7 @@ def _command(planned: Planned, chosen: Candidate, overrides: Sequence[str]) -> l
 
 
 def _speed(planned: Planned, chosen: Candidate) -> Iterator[str]:
-    """Say how fast the chosen plan is, as far as its profile knows."""
+    """Yield a line on the speed of the chosen plan, if its time is known."""
     if seconds := chosen.forecast.seconds:
         rate = planned.plan.global_batch / seconds
         hours = planned.num_images / rate / 3600
@@ -158,12 +158,12 @@ def _speed(planned: Planned, chosen: Candidate) -> Iterator[str]:
 
 
 def _short(number: float) -> str:
-    """Write three digits, the rest as zeros: 1,490."""
+    """Format a number with three significant digits, such as 1,490."""
     return f"{float(f'{number:.3g}'):,.0f}" if number >= 1000 else f"{number:.3g}"
 
 
 def history_table(rows: Sequence[Past]) -> Table:
-    """Draw one row per plan that was run."""
+    """Return the table of plans that have run."""
     table = Table(box=None, pad_edge=False)
     for title in ("run", "plan", "steps", "forecast", "measured", "held", "error", "outcome"):
         is_text = title in ("run", "plan", "outcome")
@@ -177,7 +177,7 @@ def history_table(rows: Sequence[Past]) -> Table:
 
 
 def as_json(planned: Planned) -> dict[str, Any]:
-    """Convert the plan for ``--json``: per rank, bytes; null: not known."""
+    """Return the plan for ``--json``: bytes per rank; None: unknown."""
     return {
         "recipe": planned.plan.recipe,
         "ranks": planned.plan.world_size,
@@ -195,7 +195,7 @@ def as_json(planned: Planned) -> dict[str, Any]:
 
 
 def draw_plans(plans: Sequence[Planned], path: Path) -> bool:
-    """Draw memory over one step by kind, of each recipe's chosen plan, or its smallest; False: none is known."""
+    """Draw each recipe's memory over a step by kind, for its chosen or smallest plan; returns False: none is known."""
     import matplotlib as mpl
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -273,7 +273,7 @@ def _shown(planned: Planned) -> list[str]:
 
 
 def _tiers(planned: Planned) -> list[str]:
-    """Return the places beside the device where any plan holds something."""
+    """Return the tiers, apart from the device, on which any candidate has bytes."""
     steps = [candidate.forecast.step for candidate in planned.candidates if candidate.forecast.step is not None]
     used = {"host": any(step.host_bytes for step in steps), "disk": any(step.disk_bytes for step in steps)}
     return [name for name, is_used in used.items() if is_used]

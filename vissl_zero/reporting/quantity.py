@@ -1,6 +1,6 @@
-"""Numbers as people read them: bytes and durations as text, bars and sparklines for the terminal.
+"""Formatted numbers: bytes and durations as text, bars and sparklines for the terminal.
 
-Memory by kind, as tables, bars and files show it: names, order, peaks over a run, figures of all ranks.
+Also memory by kind, as tables, bars and files show it: names, order, peaks over a run, and values of all ranks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _HEIGHTS = "▁▂▃▄▅▆▇█"
 
 
 def bar(fraction: float, width: int) -> str:
-    """Draw a bar of ``fraction`` of ``width`` characters, to an eighth; something above zero is visible."""
+    """Return a bar of ``fraction`` of ``width`` characters, to an eighth; a fraction above zero is visible."""
     eighths = round(min(1.0, max(0.0, fraction)) * width * 8)
     if fraction > 0:
         eighths = max(1, eighths)
@@ -31,11 +31,11 @@ def bar(fraction: float, width: int) -> str:
 
 
 def sparkline(values: list[float], width: int) -> str:
-    """Draw values as a row of blocks between the lowest and the highest, empty for fewer than two.
+    """Return values as a row of blocks, scaled from the lowest to the highest; "" for fewer than two values.
 
     Args:
-        values: oldest first.
-        width: most characters; with more values than that, each character is the mean of its share.
+        values: values, oldest first.
+        width: most characters; with more values, each character is the mean of consecutive values.
     """
     if len(values) < 2:
         return ""
@@ -48,10 +48,10 @@ def sparkline(values: list[float], width: int) -> str:
 
 
 def bytes_text(num_bytes: float) -> str:
-    """Write ``"1.5 MiB"``: three digits or so, powers of 1024.
+    """Format bytes as ``"1.50 MiB"``, with about three digits and powers of 1024.
 
     Args:
-        num_bytes: may be negative (a difference).
+        num_bytes: number of bytes; may be negative (a difference).
     """
     value = float(num_bytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
@@ -67,7 +67,7 @@ def _three_digits(value: float) -> str:
 
 
 def duration_text(seconds: float) -> str:
-    """Write ``"0:07"``, ``"12:34"`` (minutes, seconds), ``"3:05:09"`` (hours), ``"2 d 3:05:09"``; else ``"?"``."""
+    """Format seconds as ``"12:34"`` (minutes, seconds), ``"3:05:09"`` (hours) or ``"2 d 3:05:09"``; NaN as ``"?"``."""
     if not math.isfinite(seconds) or seconds < 0:
         return "?"
     minutes, second = divmod(round(seconds), 60)
@@ -79,19 +79,19 @@ def duration_text(seconds: float) -> str:
 
 
 def figure_text(value: float | None, digits: int = 4) -> str:
-    """Format a number with ``digits`` significant digits, ``"-"`` for None."""
+    """Format a number with ``digits`` significant digits; None as ``"-"``."""
     return "-" if value is None else f"{value:.{digits}g}"
 
 
 def result_text(name: str, value: float | None) -> str:
-    """Format a result of a run, called ``name`` in its summary: shares in percent, others as ``figure_text``."""
+    """Format a result named ``name`` in a run's summary: shares in percent, others as ``figure_text``."""
     return f"{100 * value:.1f} %" if name in _SHARES and value is not None else figure_text(value)
 
 
 _SHARES = ("top1", "top5", "miou", "knn_top1_after", "probe_top1")
 
-# What a rank holds, in the order it is shown. Two figures of Bytes are no part of the sum: ``peak`` is measured for
-# the process as a whole (resident set size on the CPU, allocated on CUDA), so it has code, data and caches too;
+# Kinds of a rank's memory, in the order of display. Two fields of Bytes are not part of the sum: ``peak`` is measured
+# for the whole process (resident set size on the CPU, allocated on CUDA), so it includes code, data and caches;
 # ``params_step_peak`` is the peak of ``params`` while units are gathered.
 KINDS = {
     "params": "parameters",
@@ -105,7 +105,7 @@ _FIELDS = tuple(field.name for field in fields(Bytes))
 
 
 def shown_kinds(*figures: Bytes) -> dict[str, str]:
-    """Return ``KINDS`` without the teacher, where no figure has one."""
+    """Return ``KINDS``, without the teacher if no rank has bytes of a teacher."""
     has_teacher = any(memory.teacher for memory in figures)
     return {kind: name for kind, name in KINDS.items() if kind != "teacher" or has_teacher}
 
@@ -116,19 +116,19 @@ def total(memory: Bytes) -> int:
 
 
 def largest(figures: Iterable[Bytes]) -> Bytes:
-    """Return the largest figure of each kind on its own; zeros for no figures."""
+    """Return the maximum of each kind; zeros if ``figures`` is empty."""
     table = [asdict(memory) for memory in figures]
     return Bytes(**{name: max((row[name] for row in table), default=0) for name in _FIELDS})
 
 
 def gather(memory: Bytes, device: torch.device) -> list[Bytes]:
-    """Gather every rank's figures, in rank order. Collective. Cost: one all-gather of a few numbers."""
+    """Gather every rank's memory by kind, in rank order. Collective. Cost: one all-gather of a few numbers."""
     row = torch.tensor([list(asdict(memory).values())], dtype=torch.int64, device=device)
     return [Bytes(*figures) for figures in all_gather_rows(row).tolist()]
 
 
 class PeakMemory(Hook):
-    """Adds ``bytes_per_rank`` and ``bytes`` (the largest rank's, kind by kind) to the results.
+    """Adds ``bytes_per_rank`` and ``bytes`` (the maximum over ranks of each kind) to the results.
 
     Cost: one all-gather of a few numbers at the end of the run.
     """
@@ -142,16 +142,16 @@ class PeakMemory(Hook):
             self._largest = largest((self._largest, step.bytes))
 
     def on_end(self, run: Run) -> None:
-        recorded = (record.bytes for record in run.records)  # those before a resume, too; not all of a long run
+        recorded = (record.bytes for record in run.records)  # also before a resume; a long run keeps not all records
         per_rank = gather(largest((self._largest, *recorded)), run.device)
         run.results["bytes"] = asdict(largest(per_rank))
         run.results["bytes_per_rank"] = [asdict(memory) for memory in per_rank]
 
 
 class FitMeasurement(Hook):
-    """Notes in the log of ``fit``, after the first step of this process, what rank 0 holds beside the plan.
+    """Writes the bytes of rank 0 that do not belong to the plan into the log of ``fit``, after the first step.
 
-    Make it before the model is built.
+    Create this hook before the model is built.
     """
 
     def __init__(self, device: torch.device) -> None:

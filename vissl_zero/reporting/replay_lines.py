@@ -1,4 +1,4 @@
-"""What ``vissl-zero replay`` prints for a person."""
+"""The lines that ``vissl-zero replay`` prints."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _MOST_SAMPLES = 20
 
 
 def replay_lines(result: dict[str, Any], most_modules: int) -> list[str]:
-    """Write the lines for a person.
+    """Return the lines to print.
 
     Args:
-        result: what ``replay`` gave.
-        most_modules: number of modules to show.
+        result: result of ``launch.replay.replay``.
+        most_modules: most modules to show.
     """
     written = result["written"]
     ranks = "1 process" if result["world_size"] == 1 else f"{result['world_size']} processes"
@@ -62,14 +62,14 @@ def _comparison(result: dict[str, Any]) -> str:
     named = ", ".join(filter(None, others))
     if named:
         return f"not equal; it was captured with {named}"
-    return "not equal: it lies in neither state nor batch. A hook of your own, or the hardware, may be at fault"
+    return "not equal, although state and batch are. A hook of your own, or the hardware, may be at fault"
 
 
 def _shown(modules: list[dict[str, Any]], most: int) -> list[dict[str, Any]]:
-    """Choose the first module that is not finite and those with the largest finite values, in their order."""
+    """Return the first module that is not finite, and modules with the largest finite values, in order of the pass."""
     first = next((row["name"] for row in modules if isinstance(row["activation"], str)), None)
     before = [{"name": "", "activation": None}, *modules]
-    # What only passes on the output of its last part says nothing new.
+    # A module that only returns the output of its last submodule adds nothing.
     modules = [
         row
         for row, last in zip(modules, before, strict=False)

@@ -1,7 +1,4 @@
-"""``report.png``: the run on one page.
-
-``report.png`` at the end of a run: gathers what there is to show and has it drawn.
-"""
+"""``report.png``: a finished run on one page. This gathers the content and draws it."""
 
 from __future__ import annotations
 
@@ -61,14 +58,14 @@ _PANEL = 230  # height of a panel's drawing area
 _PANEL_STEP = _PANEL + 100
 _AXIS_ROOM = 62  # pixels left of a panel, for its tick labels
 _MOST_RANKS = 16
-_FINDING = 24  # height of a line on what went wrong
-_FINDING_WIDTH = 170  # its characters
+_FINDING = 24  # height of a line of a finding
+_FINDING_WIDTH = 170  # most characters of such a line
 _WATCH_COLORS = (PURPLE, GREEN, VERMILLION)
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One panel with axes. ``weight``: its share of the row's width."""
+    """A panel with axes. ``weight``: its share of the row's width."""
 
     weight: float
     draw: Callable[[Axes], None]
@@ -83,7 +80,7 @@ def write_report(content: ReportContent, path: Path) -> None:
 
 @mpl.rc_context(STYLE)
 def draw(content: ReportContent) -> Page:
-    """Draw the whole page; parts that are missing take no room."""
+    """Draw the whole page; sections without content take no space."""
     rows = panel_rows(content)
     num_ranks = len(content.bytes_per_rank[:_MOST_RANKS])
     memory = 84 + 40 * num_ranks if num_ranks else 0
@@ -127,7 +124,7 @@ def draw(content: ReportContent) -> Page:
 
 
 def panel_rows(content: ReportContent) -> list[list[Panel]]:
-    """List the panels with axes, row by row: only those with something to show."""
+    """List the panels with axes, row by row, without panels that have no content."""
     records = content.records
     first = [Panel(2.0, lambda axes: draw_loss(axes, records, content.trivial_loss))]
     if content.knn:
@@ -184,7 +181,7 @@ def _draw_neighbors(page: Page, content: ReportContent, top: float, height: floa
 
 
 def gather_content(run: Run, knn: KnnHook, segmented: Sequence[SegmentedImage] = ()) -> ReportContent:
-    """Collect everything a finished run has to show. Not a collective; rank 0 reads some images again."""
+    """Collect the report's content from a finished run. Not collective; rank 0 reads some images again."""
     plan = run.plan
     ranks = "1 process" if run.world_size == 1 else f"{run.world_size} processes"
     per_rank = [Bytes(**memory) for memory in run.results.get("bytes_per_rank", [])]
@@ -213,11 +210,11 @@ def gather_content(run: Run, knn: KnnHook, segmented: Sequence[SegmentedImage] =
 
 
 def segmented_samples(segmented: Sequence[SegmentedImage], transforms: Sequence[Mapping[str, Any]]) -> list[CropSample]:
-    """Show images as the model got them, each with mask and prediction in PASCAL VOC's colors.
+    """Return pictures of images at the model's input size, each with mask and prediction in PASCAL VOC's colors.
 
     Args:
         segmented: images of TEST with their masks.
-        transforms: transforms of evaluation, for the mean and standard deviation to undo.
+        transforms: transforms of evaluation, whose mean and standard deviation are undone.
     """
     mean, std = normalization(transforms)
     colors = voc_colors()
@@ -227,7 +224,7 @@ def segmented_samples(segmented: Sequence[SegmentedImage], transforms: Sequence[
 
 
 def _patch_samples(knn: KnnHook) -> list[CropSample]:
-    """Test images with pictures of their patches, where the trunk is a vision transformer."""
+    """Return test images with pictures of their patches; empty if the trunk is no vision transformer."""
     if knn.neighbors_after is None:
         return []
     source = knn.neighbors_after.query_source
@@ -241,14 +238,14 @@ def _patch_samples(knn: KnnHook) -> list[CropSample]:
 
 
 def headlines(run: Run, per_rank: list[Bytes]) -> list[tuple[str, str]]:
-    """List the few figures at the top: (figure, what it is)."""
+    """List the headlines: pairs of a result and its description."""
     summary = summarize(run)
     lines = []
     if summary["loss_first"] is not None:
         lines.append((f"{summary['loss_first']:.3f} → {summary['loss_last']:.3f}", "loss, first step → last"))
     if summary["knn_top1_after"] is not None:
         before, after = summary["knn_top1_before"], percent(summary["knn_top1_after"])
-        # A run that resumes from an imported checkpoint has not seen its own beginning.
+        # A run that resumes from an imported checkpoint has no measurement before its first step.
         knn = (after, "kNN top-1") if before is None else (f"{100 * before:.1f} → {after}", "kNN top-1, before → after")
         lines.append(knn)
     if summary.get("top1") is not None:
@@ -263,12 +260,12 @@ def headlines(run: Run, per_rank: list[Bytes]) -> list[tuple[str, str]]:
 
 
 def neighbor_rows(before: Neighbors | None, after: Neighbors | None) -> list[NeighborRow]:
-    """Pair the same test images with their neighbors before and after training.
+    """Pair test images with their neighbors before and after training.
 
     Args:
-        before, after: with the same queries and the same number of neighbors; None where kNN was off.
+        before, after: neighbors of the same queries, in equal number; None if kNN was off.
     Returns:
-        A row per test image; those with an image that cannot be read any more are left out.
+        A row per test image, without rows that have an unreadable image.
     """
     if before is None or after is None:
         return []

@@ -1,4 +1,4 @@
-"""The results of a run: ``summary.json`` for scripts, a table for people."""
+"""The results of a run: ``summary.json`` for scripts, and a table for the terminal."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _MOST_CLASSES_SHOWN = 5
 
 
 class Summary(Hook):
-    """Writes and prints at the end of the run; comes after every hook that adds results."""
+    """Writes and prints the summary at the end of the run; place it after every hook that adds results."""
 
     def __init__(self, console: Console | None = None):
         self._console = console or rich.get_console()
@@ -38,13 +38,13 @@ class Summary(Hook):
         try:
             with replacing(run.folder / FILE_NAME) as temporary:
                 temporary.write_text(json.dumps(summary, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-        except OSError as error:  # a full disk: the table below still says what came out
+        except OSError as error:  # a full disk: the table below still has the results
             self._console.print(f"warning: {FILE_NAME} cannot be written ({error.strerror}).", markup=False)
         self._console.print(table(run, summary))
 
 
 def summarize(run: Run) -> dict[str, Any]:
-    """Build the content of ``summary.json``; keys and units in ``docs/run_folder.md``."""
+    """Return the content of ``summary.json``; ``docs/run_folder.md`` has keys and units."""
     losses = [record.loss for record in run.records if record.loss is not None]
     return {
         "vissl_zero": __version__,
@@ -64,22 +64,22 @@ def summarize(run: Run) -> dict[str, Any]:
 
 
 def images_per_s(records: Sequence[StepRecord]) -> float | None:
-    """Compute the speed over the run: steps have equal numbers of images, so the harmonic mean of theirs.
+    """Return the mean speed of a run: the harmonic mean over steps, which have equal numbers of images.
 
-    The first step is left out when there are others: it measures activations and warms caches.
+    The first step is left out if there are others, because it measures activations and warms caches.
     """
     speeds = [record.images_per_s for record in (records[1:] or records)]
     return len(speeds) / sum(1 / speed for speed in speeds) if speeds else None
 
 
 def table(run: Run, summary: dict[str, Any]) -> RenderableType:
-    """Format the summary for people."""
+    """Return the summary as a table for the terminal."""
     rows = Table.grid(padding=(0, 2))
     rows.add_column(no_wrap=True, style="bold")
     rows.add_column(overflow="fold")
     for name, text in _lines(run, summary):
-        rows.add_row(name, Text(printable(text)))  # as text: a folder may be called [best]
-    if not summary["num_steps"]:  # nothing was trained, so nothing of it was measured
+        rows.add_row(name, Text(printable(text)))  # as Text, because a folder's name may be markup, such as [best]
+    if not summary["num_steps"]:  # nothing was trained, so no memory was measured
         return Group(Text(), rows, Text())
     return Group(Text(), rows, Text(), _memory(run, summary["bytes_per_rank"]), Text())
 
@@ -120,7 +120,7 @@ def _lines(run: Run, summary: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _last_batch(run: Run) -> str:
-    """Say where the last step has fewer images than the others, so that its loss is noisier and may be another."""
+    """Return a clause if the last step has fewer images than others, which makes its loss noisier; else ""."""
     rest = len(run.loader.source) % run.plan.global_batch
     is_end = run.steps_per_epoch > 0 and run.step % run.steps_per_epoch == 0
     is_smaller = is_end and rest and not run.plan.config.DATA.TRAIN.DROP_LAST
@@ -170,12 +170,12 @@ def _best_text(summary: Mapping[str, Any], name: str) -> str:
 
 
 def percent(fraction: float | None) -> str:
-    """Write ``"93.9 %"``, ``"-"`` for None."""
+    """Format a fraction as ``"93.9 %"``; None as ``"-"``."""
     return "-" if fraction is None else f"{100 * fraction:.1f} %"
 
 
 def _memory(run: Run, per_rank: list[dict[str, int]]) -> RenderableType:
-    """Draw kinds down, ranks across: fits 80 columns."""
+    """Return the table of memory, with kinds as rows and ranks as columns; it fits 80 characters."""
     columns = {f"rank {rank}": memory for rank, memory in enumerate(per_rank[:_MOST_RANKS_SHOWN])}
     if len(per_rank) > _MOST_RANKS_SHOWN:
         kinds = per_rank[0]

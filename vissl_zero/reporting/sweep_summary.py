@@ -1,4 +1,4 @@
-"""A sweep at a glance: one table, ``sweep.csv`` and ``sweep.png`` over all of its jobs, failed ones included."""
+"""The summary of a sweep: a table, ``sweep.csv`` and ``sweep.png`` over all jobs, including failed ones."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ _MOST_LABELS = 24
 
 @dataclass(frozen=True)
 class Row:
-    """One job.
+    """A job in the summary of its sweep.
 
     Attributes:
-        name: its folder's.
-        values: swept key -> value as text.
+        name: name of the job's folder.
+        values: swept key -> value as a string.
         state: "done", "failed (2)" with the exit code, or "not done".
-        summary: summary of the run; empty if it did not come to its end.
+        summary: summary of the run; empty if the run has not ended.
     """
 
     name: str
@@ -55,7 +55,7 @@ class Row:
 
 
 def collect(sweep_dir: Path) -> list[Row]:
-    """Collect all jobs of a sweep folder, in their order; the values that differ between them."""
+    """Return all jobs of a sweep folder in order, with the keys whose values differ between jobs."""
     pairs = {folder: pairs_of(note.overrides) for folder, note in read_jobs(sweep_dir).items()}
     keys = dict.fromkeys(key for values in pairs.values() for key in values)
     swept = [key for key in keys if len({values.get(key) for values in pairs.values()}) > 1]
@@ -102,19 +102,19 @@ def print_sweep(rows: Sequence[Row], console: Console | None = None) -> None:
         figures = [result_text(name, summary.get(name)) for name in measured]
         kinds = (bytes_text(memory[kind]) if kind in memory else "-" for kind in shown)
         table.add_row(*map(Text, (row.name, *row.values.values(), row.state, *figures, *kinds)))
-    # Cut columns say nothing: a narrow terminal wraps the lines instead.
+    # On a narrow terminal, lines wrap, because cropped columns are useless.
     wide = Console(file=out.file, width=max(out.width, 60 + 14 * (len(swept) + len(shown))), soft_wrap=True)
     wide.print(table)
 
 
 def join_seeds(sweep_dir: Path, rows: Sequence[Row]) -> bool:
-    """Print each figure's mean over seeds with its 95 % bootstrap interval, and write them as JSON.
+    """Print each result's mean over seeds with its 95 % bootstrap interval, and write these as JSON.
 
     Args:
         sweep_dir: folder of the jobs.
-        rows: all jobs; those that are done count.
+        rows: all jobs; only completed jobs are used.
     Returns:
-        Whether there are jobs that differ in their seed alone.
+        Whether there are jobs that differ only in their seed.
     """
     groups = grouped([read_run(sweep_dir / row.name) for row in rows if row.state == "done"])
     groups = [group for group in groups if len(group.runs) > 1]
@@ -174,7 +174,7 @@ def _draw_memory(axes: Axes, rows: Sequence[Row]) -> None:
 
 
 def _mark(axes: Axes, rows: Sequence[Row]) -> None:
-    """Label the jobs by their values, and cross those that have no result."""
+    """Label the jobs by their values, and cross out jobs without a result."""
     labels = [" ".join(row.values.values()) or row.name for row in rows]
     every = max(1, -(-len(rows) // _MOST_LABELS))
     slanted = max(map(len, labels), default=0) > 6

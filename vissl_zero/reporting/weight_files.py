@@ -1,4 +1,4 @@
-"""Weights that a run leaves in files: at its end, as a running average, and after every step.
+"""Files of weights that a run writes: at its end, as a running average, and after every step.
 
 ``weights.safetensors``: the trained model's full parameters and buffers under their plain names.
 
@@ -37,7 +37,7 @@ from vissl_zero.version import __version__
 class FinalWeights(Hook):
     """Gathers the whole model at the end of the run and writes it on rank 0.
 
-    Cost: the model is gathered and written tensor by tensor; rank 0 holds one whole at a time.
+    Cost: the model is gathered and written tensor by tensor; rank 0 has one full tensor in memory at a time.
     """
 
     def on_end(self, run: Run) -> None:
@@ -47,9 +47,9 @@ class FinalWeights(Hook):
 
 
 class BestWeights(Hook):
-    """Writes ``weights_best.safetensors`` whenever a figure is better than ever before.
+    """Writes ``weights_best.safetensors`` at the end of each epoch in which a metric has its best value so far.
 
-    Comes after the hooks that measure. Adds ``<metric>_best`` and ``best_step`` to the results. Cost: as
+    Place it after hooks that measure. It adds ``<metric>_best`` and ``best_step`` to the results. Cost: that of
     ``FinalWeights``, at each such epoch.
 
     Args:
@@ -58,10 +58,10 @@ class BestWeights(Hook):
 
     def __init__(self, metric: str) -> None:
         self._figure = FollowedFigure(metric, BEST)
-        self._best: list[float] = []  # [step, figure]
+        self._best: list[float] = []  # step, value
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the best figure so far, and what the next one needs."""
+        """Return the best value so far, and the state of the metric."""
         return {"best": self._best, **self._figure.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -105,17 +105,17 @@ def _write(run: Run, name: str, which: str = "student") -> None:
 
 
 def stream_weights(tensors: Sequence[WholeTensor], path: Path, metadata: dict[str, str], is_writer: bool) -> None:
-    """Gather tensors one by one and write each as it comes, as one safetensors file with checksums.
+    """Gather tensors one by one, and write them to a safetensors file with checksums.
 
-    Collective. The file is complete or not there; one tensor at a time is in memory.
+    Collective. The file is replaced only once it is complete; one full tensor at a time is in memory.
 
     Args:
-        tensors: the same on every rank.
-        path: where to; an older file is replaced.
+        tensors: tensors to gather; the same on every rank.
+        path: path of the file.
         metadata: strings for the file's header.
-        is_writer: this is the rank that writes; the others take part in the gathering.
+        is_writer: whether this rank writes the file; the others only take part in the gathers.
     Raises:
-        OSError: on the writer, after every tensor was gathered: other ranks do not wait.
+        OSError: the writer cannot write. It raises after all tensors are gathered, so other ranks do not wait.
     """
     queue = deque(in_file_order(Entry(t.name, t.dtype, t.shape, t.read) for t in tensors))
     try:
@@ -124,14 +124,14 @@ def stream_weights(tensors: Sequence[WholeTensor], path: Path, metadata: dict[st
             with replacing(path) as temporary:
                 write_shard_file(temporary, entries, metadata, with_checksums=True)
     finally:
-        while queue:  # all of them on other ranks; on the writer those that a full disk left over
+        while queue:  # on other ranks all tensors; on the writer those not yet gathered when the disk was full
             queue.popleft().read()
 
 
 class WeightAverageHook(Hook):
-    """Follows the weights, step by step, as VISSL's ``EmaHook`` does: a copy in the warm-up, an average after it.
+    """Keeps a running average of the weights, as VISSL's ``EmaHook``: a copy during warm-up, an average after it.
 
-    Skipped steps change neither. Cost: one more copy of what a rank holds, no communication but at the end.
+    Skipped steps do not change it. Cost: another copy of a rank's parameters; communication only at the end.
 
     Args:
         options: UPDATE_ITER, WARMUP and DECAY.
@@ -151,7 +151,7 @@ class WeightAverageHook(Hook):
         run.sharded.average(self._options.DECAY if is_warm else 0.0)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return whether there is an average; the average itself is the model's."""
+        """Return whether there is an average; the model's state has the average itself."""
         return {"has_begun": self._has_begun}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -159,7 +159,7 @@ class WeightAverageHook(Hook):
         self._has_begun = bool(state["has_begun"])
 
     def on_end(self, run: Run) -> None:
-        """Gather the average tensor by tensor; rank 0 writes it."""
+        """Gather the average tensor by tensor; rank 0 writes it. Collective."""
         if not self._has_begun:
             return
         with run.sharded.averaged():
@@ -176,11 +176,11 @@ class WeightTrace(Hook):
     """Saves the full weights after every step into the run folder's weight_trace/ (large: one model per step)."""
 
     def on_start(self, run: Run) -> None:
-        """Save what training starts from, as step 0. Collective."""
+        """Save the first weights as step 0. Collective."""
         self._save(run, 0)
 
     def on_step(self, run: Run, step: Step) -> None:
-        """Save what the step left. Collective."""
+        """Save the weights after the step. Collective."""
         self._save(run, step.step)
 
     def _save(self, run: Run, step: int) -> None:

@@ -153,7 +153,7 @@ def test_figures_that_differ_name_what_differs_and_else_the_hardware(tmp_path: P
     result = replay(make_plan(make_config(), tmp_path), tmp_path / "bad_steps/3")
     assert "equal, bit for bit" in replay_lines(result, 3)
     result["is_equal"] = False
-    at_fault = "not equal: it lies in neither state nor batch. A hook of your own, or the hardware, may be at fault"
+    at_fault = "not equal, although state and batch are. A hook of your own, or the hardware, may be at fault"
     assert at_fault in replay_lines(result, 3)
     result["written"] |= {"level": 3, "world_size": 2, "compile": "inductor", "torch": "1.0"}
     named = "not equal; it was captured with ZeRO level 3, 2 processes, torch 1.0, compiled units"

@@ -110,7 +110,7 @@ def test_a_forecast_that_fails_hides_no_error(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr("vissl_zero.reporting.out_of_memory.set_stage", fail)
     answer = str(explain(failed(MIB), planned(), HELD))
-    assert "an allocation of 1.00 MiB failed" in answer and "was not found out here (MemoryError)" in answer
+    assert "an allocation of 1.00 MiB failed" in answer and "could not be found here (MemoryError)" in answer
 
 
 def test_before_the_model_is_built() -> None:
