@@ -1,4 +1,4 @@
-"""Adapters that peft has saved: adapter_config.json, which says what they are, and adapter_model.safetensors."""
+"""Adapters that peft has saved: their configuration adapter_config.json, and adapter_model.safetensors."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from vissl_zero.models.weight_names import adapter_name, is_adapters
 
 _KEY = "config.MODEL.LORA.ADAPTER_FOLDER"
 _MAX_BYTES = 2**20
-# Settings of peft that do not change what an adapter computes. Any other that is not plain LoRA's is refused, so that
-# what a later peft adds is not ignored.
+# Settings of peft that do not change the outputs of an adapter. All other settings must be those of plain LoRA, so that
+# new settings of a later peft are not ignored.
 _WITHOUT_EFFECT = (
     "auto_mapping",
     "base_model_name_or_path",
@@ -33,19 +33,19 @@ _WITHOUT_EFFECT = (
     "target_modules",
     "task_type",
 )
-# Initializations beside the usual one (true) that leave the frozen weights as they are; PiSSA and OLoRA subtract their
+# Initializations, besides the default (true), that do not change the frozen weights; PiSSA and OLoRA subtract their
 # first product from them.
 _PLAIN_STARTS = (None, False, "gaussian", "eva", "orthogonal")
 
 
 def read_adapters(model: nn.Module, options: Lora) -> dict[str, Callable[[], Tensor]]:
-    """Find what reads each adapter tensor of ``model``, by full name; all are there, and none is left over.
+    """Return a reader for each adapter tensor of ``model``, by full name; folder and model must have the same tensors.
 
     Args:
-        model: model with adapters; only names and shapes are looked at.
-        options: options of these adapters, and the folder.
+        model: model with adapters; only names and shapes are used.
+        options: options of the adapters, and the folder.
     Raises:
-        CheckpointError: unreadable, damaged, or of other layers, ranks or factors.
+        CheckpointError: the folder is unreadable or damaged, or its adapters have other layers, ranks or factors.
     """
     folder = Path(options.ADAPTER_FOLDER)
     _require_same(_config(folder / ADAPTER_FILES[0]), options)
@@ -77,7 +77,7 @@ def _config(path: Path) -> Mapping[str, Any]:
 
 
 def _require_same(config: Mapping[str, Any], options: Lora) -> None:
-    """Refuse adapters that compute something else than those of ``options`` would with the same numbers."""
+    """Refuse adapters whose outputs would differ under ``options`` with the same weights."""
     from peft import LoraConfig  # takes seconds to import
 
     wanted = {**LoraConfig().to_dict(), "r": options.R, "lora_alpha": options.LORA_ALPHA}

@@ -1,8 +1,8 @@
-"""A bad step on disk, ``<run folder>/bad_steps/<step>``: all that runs it again.
+"""A bad step on disk, ``<run folder>/bad_steps/<step>``, with everything needed to run the step again.
 
 The folder has the form of a run folder: ``config.resolved.yaml``, and a checkpoint of the state before the step, in
-which each rank has stored its micro-batches beside its shards. So nothing is ever gathered, and it opens at any level
-and number of ranks. ``bad_step.json`` says what was wrong; it is written last, so that a folder with it is complete.
+which each rank has stored its micro-batches next to its shards. So nothing is gathered, and the step can be run at any
+level and number of ranks. ``bad_step.json`` has the reason; it is written last, so a folder with it is complete.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class BadStep:
 
     Attributes:
         step: number of the step, from 1, as in ``metrics.jsonl``.
-        why: what is wrong, a part of a sentence.
-        loss, grad_norm: as text, which holds NaN and every digit.
-        lr_factor: what hooks had multiplied the learning rates by.
+        why: what is wrong, as a clause.
+        loss, grad_norm: loss and gradient norm as strings, which keep NaN and every digit.
+        lr_factor: factor by which hooks had multiplied the learning rates.
     """
 
     step: int
@@ -50,21 +50,21 @@ class BadStep:
 
 
 class NotWrittenError(Exception):
-    """A bad step could not be written; raised on every rank, with the reason."""
+    """A bad step could not be written; it is raised on every rank, with the reason."""
 
 
 def write_bad_step(
     run: Run, facts: BadStep, before: ForwardState, micro_batches: Sequence[ImageBatch]
 ) -> tuple[Path, int]:
-    """Write a step whose update has not begun; return its folder and the bytes of all ranks. Collective.
+    """Write a step before its update; returns its folder and the bytes of all ranks. Collective.
 
     Args:
         run: run in progress.
-        facts: what is wrong; equal on every rank.
-        before: what the step's forward passes have changed.
-        micro_batches: this rank's part of the step.
+        facts: why the step is bad; equal on every rank.
+        before: state, before the step, that its forward passes have changed.
+        micro_batches: this rank's micro-batches of the step.
     Raises:
-        NotWrittenError: there is no room, or the disk failed; nothing is left behind.
+        NotWrittenError: the disk is full or failed; no files remain.
         CheckpointError: the loss or the optimizer has state that cannot be stored.
     """
     folder = run.folder / FOLDER_NAME / str(facts.step)
@@ -90,7 +90,7 @@ def _prepare(run: Run, folder: Path, num_bytes: int) -> None:
     free = shutil.disk_usage(run.folder).free
     if free < num_bytes:
         raise OSError(f"it takes {num_bytes / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free")
-    shutil.rmtree(folder, ignore_errors=True)  # of an attempt that did not end
+    shutil.rmtree(folder, ignore_errors=True)  # left by an attempt that was interrupted
     folder.mkdir(parents=True)
 
 
@@ -103,11 +103,11 @@ def _require_all(work: Callable[[], object], folder: Path) -> None:
 
 
 def read_facts(folder: Path) -> BadStep:
-    """Read what was wrong.
+    """Read the reason of a bad step.
 
     Raises:
-        LaterFormatError: a later version has written it.
-        CheckpointError: the folder is none of a bad step, or is damaged.
+        LaterFormatError: a later version has written the folder.
+        CheckpointError: the folder has no bad step, or is damaged.
     """
     path = folder / _FACTS_NAME
     if not path.is_file():
@@ -125,7 +125,7 @@ def open_state(folder: Path) -> Checkpoint:
     """Open the checkpoint of the state before the step.
 
     Raises:
-        CheckpointError: it is not whole.
+        CheckpointError: the checkpoint is incomplete.
     """
     paths = find_checkpoints(folder)
     if len(paths) != 1:
@@ -134,7 +134,7 @@ def open_state(folder: Path) -> Checkpoint:
 
 
 def _batch_parts(run: Run, micro_batches: Sequence[ImageBatch]) -> list[Part]:
-    """List what this rank stores of its micro-batches: the images as the loop sees them, changes on the device done."""
+    """List the tensors that this rank stores of its micro-batches, with images after all changes on the device."""
     dtype = getattr(torch, run.plan.sharding.precision.master)
     tensors: dict[str, Tensor] = {}
     for index, batch in enumerate(micro_batches):
@@ -153,11 +153,11 @@ def _prefix(rank: int, index: int) -> str:
 
 
 def read_batches(checkpoint: Checkpoint, rank: int, world_size: int) -> list[ImageBatch]:
-    """Read a rank's micro-batches: its own where as many ranks wrote them, else an even share of all samples.
+    """Read a rank's micro-batches: its own if as many ranks wrote them, else an even share of all samples.
 
     Args:
-        checkpoint: open.
-        rank: rank to read for.
+        checkpoint: open checkpoint of the step.
+        rank: rank whose micro-batches are read.
         world_size: number of ranks that run the step.
     """
     writers = checkpoint.manifest.world_size

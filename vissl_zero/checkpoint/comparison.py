@@ -1,4 +1,4 @@
-"""Two checkpoints, files of weights or configurations side by side, and which changes a resumed run refuses."""
+"""The comparison of two checkpoints, files of weights or configurations; and the changes that a resume refuses."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class TensorDifference:
     """The difference of one tensor.
 
     Attributes:
-        name: name as stored; plain in a file of weights.
+        name: name as stored; in a file of weights, without a prefix.
         what: "only in A", "only in B", "shape", "type" or "values".
-        text: shapes or types, or how many elements differ.
-        largest: largest absolute difference of two elements; NaN where a NaN meets a number; None without values.
+        text: shapes or types, or the number of elements that differ.
+        largest: largest absolute difference of two elements; NaN if one is NaN; None if values were not compared.
     """
 
     name: str
@@ -38,10 +38,10 @@ class TensorDifference:
 
 
 def compare(a: Checkpoint | WeightsFile, b: Checkpoint | WeightsFile) -> Iterator[TensorDifference]:
-    """Yield every tensor that differs, by name, read in chunks: a few MiB of memory whatever the size.
+    """Yield the difference of every tensor that differs, by name. Cost: reads all data, with a few MiB of memory.
 
-    Two checkpoints are compared as a whole, but for what belongs to single ranks and is in one of them only; anything
-    else by its weights.
+    Two checkpoints are compared as a whole, except for tensors of single ranks that only one of them has. In other
+    cases, only the weights are compared.
     """
     if isinstance(a, Checkpoint) and isinstance(b, Checkpoint):
         left, right = (Weights(store, {name: name for name in store.tensors}) for store in (a, b))
@@ -63,13 +63,13 @@ def compare(a: Checkpoint | WeightsFile, b: Checkpoint | WeightsFile) -> Iterato
 
 
 def facts_that_differ(a: Checkpoint, b: Checkpoint) -> dict[str, tuple[Any, Any]]:
-    """Compare step, level, ranks and the like of two checkpoints; return what differs."""
+    """Return the differences of two checkpoints in step, level, ranks and similar values."""
     pairs = {name: (getattr(a.manifest, name), getattr(b.manifest, name)) for name in _FACTS}
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
 
 def settings_that_differ(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Compare two configurations: key path -> values that differ; "-" for a key that one of them lacks."""
+    """Return the differences of two configurations: key path -> both values; "-" for a missing key."""
     return dict(sorted(differing(settings(a), settings(b), absent="-").items()))
 
 
@@ -78,7 +78,7 @@ def _values(name: str, a: Weights, b: Weights) -> Iterator[TensorDifference]:
     for first in range(0, size, _CHUNK_ELEMENTS):
         count = min(_CHUNK_ELEMENTS, size - first)
         x, y = (side.read_range(name, first, count) for side in (a, b))
-        # By bits, where NaN equals itself; most chunks then need no arithmetic.
+        # Bits are compared first, so that NaN equals itself; then most chunks need no arithmetic.
         if x.dtype == y.dtype and torch.equal(_bits(x), _bits(y)):
             continue
         x, y = x.double(), y.double()
@@ -87,7 +87,7 @@ def _values(name: str, a: Weights, b: Weights) -> Iterator[TensorDifference]:
         gap[x.isnan() & y.isnan()] = 0.0
         num_different += int((gap != 0).sum())
         here = float(gap.max())
-        # NaN is unequal to itself, and no number may hide it.
+        # NaN is unequal to itself, and must not be hidden by a number.
         largest = here if here != here or here > largest else largest
     if num_different:
         yield TensorDifference(name, "values", f"{num_different} of {size} elements", largest)
@@ -101,7 +101,7 @@ def _plain(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-# Keys under ``config`` that decide shapes of tensors, and keys that decide which images come when and how they look.
+# Keys under ``config`` that determine shapes of tensors, and keys that determine images, their order and transforms.
 _SHAPES = ("MODEL.TRUNK", "MODEL.HEAD", "MODEL.NON_TRAINABLE_PARAMS", "LOSS.name")
 _ADAPTERS = tuple(f"MODEL.LORA.{key}" for key in ("USE_LORA", "R", "LORA_ALPHA", "TARGET_MODULES"))
 _ORDER = ("SEED_VALUE", "DATA.ON_BROKEN_IMAGE", "DATA.TRAIN")
@@ -114,7 +114,7 @@ _ROOT = "config."
 
 
 def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Map key paths under ``config`` to (value in the checkpoint, value here), for every leaf that differs.
+    """Return key path under ``config`` -> (value in the checkpoint, value here), for every leaf that differs.
 
     Args:
         saved, now: resolved runs as data (``config.saved.as_data``).
@@ -136,7 +136,7 @@ def settings(tree: Any, path: str = "") -> dict[str, Any]:
 
 
 def differing(before: Mapping[str, Any], after: Mapping[str, Any], absent: Any = None) -> dict[str, tuple[Any, Any]]:
-    """Map keys to (value before, value after) where they differ; ``absent`` for one that is not there."""
+    """Return key -> (value before, value after) for values that differ; ``absent`` for a missing key."""
     keys = [key for key in {**before, **after} if before.get(key) != after.get(key)]
     return {key: (before.get(key, absent), after.get(key, absent)) for key in keys}
 
@@ -145,8 +145,8 @@ def refused(saved: Mapping[str, Any], now: Mapping[str, Any], allowed: Sequence[
     """List differences in shapes, order of the data or optimizer that ALLOW_CHANGED does not name.
 
     Args:
-        saved, now: as for ``differences``.
-        allowed: ``CHECKPOINT.ALLOW_CHANGED``: keys, or blocks of keys.
+        saved, now: see ``differences``.
+        allowed: keys, or blocks of keys, of ``CHECKPOINT.ALLOW_CHANGED``.
     """
     differing: dict[str, tuple[Any, Any, str]] = {}
     has_adapters = any(_at(tree, "config.MODEL.LORA.USE_LORA") for tree in (saved, now))
@@ -183,7 +183,7 @@ _OR_ELSE = "{} another run folder, or allow it: config.CHECKPOINT.ALLOW_CHANGED=
 
 
 def _other_batch(before: Any, now: Mapping[str, Any]) -> list[Problem]:
-    """Tell that a step has another number of images; of its three factors, the number of processes may have changed."""
+    """Return a sentence if a step has another number of images; the cause may be the number of processes."""
     if before == now["global_batch"]:
         return []
     ranks, micro = now["world_size"], now["accumulation_steps"]
@@ -195,17 +195,17 @@ def _other_batch(before: Any, now: Mapping[str, Any]) -> list[Problem]:
 
 
 def require_resumable(saved: Mapping[str, Any], now: Mapping[str, Any], allowed: Sequence[str]) -> None:
-    """Refuse what ``refused`` finds.
+    """Refuse the differences that ``refused`` lists.
 
     Raises:
-        ConfigError: with all of it.
+        ConfigError: there are such differences; the message names all.
     """
     if problems := refused(saved, now, allowed):
         raise ConfigError(problems)
 
 
 def describe(differing: Mapping[str, tuple[Any, Any]]) -> list[str]:
-    """Format a line for each difference, for people."""
+    """Format a line for each difference."""
     return [
         f"config.{key}: {before} in the checkpoint, {after} now" for key, (before, after) in sorted(differing.items())
     ]

@@ -1,6 +1,6 @@
-"""Models out and in: a checkpoint's as one file for other programs, and weights from elsewhere as a file or checkpoint.
+"""Export of a checkpoint's model to a file for other programs, and import of other weights to a file or checkpoint.
 
-Exporting holds one tensor in memory at a time.
+An export has one tensor in memory at a time.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ SAFETENSORS, TORCH = (".safetensors",), (".pt", ".pth", ".torch", ".bin")
 
 @dataclass(frozen=True)
 class Exported:
-    """The files that were written.
+    """The file that was written.
 
     Attributes:
         path: path of the file.
         names: names of its tensors.
         num_bytes: size of the file.
-        left_out: our names of tensors that the other library has no name for.
+        left_out: our names of tensors for which the other library has no name.
     """
 
     path: Path
@@ -60,13 +60,14 @@ def export(weights: Weights, path: Path, part: str = "model", names: str = "own"
     Data are checked against their checksums before anything is written.
 
     Args:
-        weights: open.
-        path: ends in one of ``SAFETENSORS`` or ``TORCH``.
+        weights: open weights.
+        path: path that ends in one of ``SAFETENSORS`` or ``TORCH``.
         part: one of ``PARTS``.
         names: one of ``NAMES``; "own" keeps ours (``trunk.stem.0.weight``).
-        overwrite: replace ``path`` if it exists.
+        overwrite: whether to replace an existing file.
     Raises:
-        CheckpointError: damaged, a wrong ending, the file exists, nothing of that part, or no such names.
+        CheckpointError: data are damaged, the ending is wrong, the file exists, the part is empty, or the library has
+            no such names.
     """
     writer = _writer(path)
     if path.exists() and not overwrite:
@@ -109,7 +110,7 @@ def _write_torch(path: Path, entries: list[Entry], metadata: dict[str, str]) -> 
 
 
 def _write_aside(path: Path, write: Callable[[Path], object]) -> None:
-    """Write a file that the user names through a temporary file beside it; make its folder, and explain a failure."""
+    """Write the user's file through a temporary file next to it; make its folder, and explain a failure."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as temporary:
@@ -162,14 +163,14 @@ _BUFFER_ENDINGS = ("running_mean", "running_var", COUNTERS)
 def write_imported(
     matched: Match, foreign: Foreign, target: Path, config: Mapping[str, Any] | None = None, overwrite: bool = False
 ) -> tuple[Path, str]:
-    """Write what matched; gives where it is, and a sentence on the optimizer's state, if the file may have some.
+    """Write matched tensors; returns their path, and a sentence on the optimizer's state if the file may have one.
 
     Args:
-        matched: what to write.
-        foreign: where it is from.
-        target: a .safetensors file; or a run folder to be, for a checkpoint in our format, with the optimizer's state.
-        config: the resolved run as data that the model is of, for the checkpoint.
-        overwrite: replace a file.
+        matched: tensors to write.
+        foreign: weights to which they belong.
+        target: a .safetensors file; or a new run folder, for a checkpoint in our format with the optimizer's state.
+        config: resolved run of the model as data, for the checkpoint.
+        overwrite: whether to replace an existing file.
     Raises:
         CheckpointError: the target exists or cannot be written.
     """
@@ -196,7 +197,7 @@ def write_imported(
 def _optimizer_state(
     matched: Match, optimizer: OptimizerState, config: Mapping[str, Any]
 ) -> tuple[dict[str, Mapping[str, Any]], str]:
-    """Translate the state to our names, all of it or none, and say so in a sentence."""
+    """Return the optimizer's state under our names, all of it or none, and a sentence that says which."""
     name = config.get("optimizer", {}).get("name", "")
     state = {ours: optimizer.of[theirs] for ours, theirs in matched.theirs.items() if theirs in optimizer.of}
     reason = optimizer.reason
@@ -215,7 +216,7 @@ def _optimizer_state(
 
 
 def _loss_parts(matched: Match, foreign: Foreign, config: Mapping[str, Any]) -> tuple[list[Part], list[str]]:
-    """Collect the entries of a recipe's loss and teacher, and sentences on them; nothing without a recipe."""
+    """Return the entries of a recipe's loss and teacher, and sentences on them; empty without a recipe."""
     tree = config.get("config", {})
     if "LOSS" not in tree:
         return [], []

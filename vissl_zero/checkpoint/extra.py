@@ -1,7 +1,7 @@
-"""A dictionary of the user's own in a checkpoint: what ``torch.save`` writes, as the bytes of one tensor.
+"""The user's dictionary in a checkpoint: the output of ``torch.save``, stored as a tensor of bytes.
 
-A tensor of rank 0's file, so that checksums, completeness and commands cover it as all others. It is read by torch's
-restricted reader (``weights_only``), which runs no code.
+The tensor is in rank 0's file, so that checksums, completeness and commands treat it as all others. torch's restricted
+reader (``weights_only``) reads it, which runs no code.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ NAME = "extra/torch_save"
 
 
 def extra_parts(extra: dict[str, Any] | None) -> list[Part]:
-    """Return what rank 0 stores of its ``extra``; other ranks store nothing. Collective.
+    """Return the tensor of rank 0's ``extra``; other ranks store nothing. Collective.
 
     Raises:
-        CheckpointError: on every rank, if rank 0's is no dict or holds what ``read_extra`` could not read.
+        CheckpointError: on every rank, if rank 0's is no dict or has values that ``read_extra`` could not read.
     Cost: two broadcasts of a sentence.
     """
     data, problem = None, ""
@@ -41,16 +41,16 @@ def extra_parts(extra: dict[str, Any] | None) -> list[Part]:
 
 
 def read_extra(checkpoint: Checkpoint) -> dict[str, Any] | None:
-    """Read the dictionary, its tensors to the CPU; None if none was saved. Not a collective.
+    """Read the dictionary, with tensors on the CPU; None if none was saved. Not collective.
 
     Raises:
-        CheckpointError: it is damaged, or holds more than data.
+        CheckpointError: the dictionary is damaged, or has more than data.
     """
     if NAME not in checkpoint.tensors:
         return None
     try:
         extra = _unpacked(checkpoint.read(NAME))
-    except Exception as error:  # whatever a damaged or hostile file makes torch stumble over: nothing was run
+    except Exception as error:  # a damaged or hostile file may raise any error in torch; no code was run
         raise CheckpointError(
             f"extra in {checkpoint.path} holds more than data, or is damaged. Nothing was run."
         ) from error
@@ -60,7 +60,7 @@ def read_extra(checkpoint: Checkpoint) -> dict[str, Any] | None:
 
 
 def _packed(extra: Any) -> Tensor:
-    """Write as bytes: (num_bytes,) of uint8, read back once."""
+    """Return the dictionary as bytes, (num_bytes,) uint8; they are read back once."""
     if not isinstance(extra, dict):
         raise CheckpointError(f"extra must be a dict (got {type(extra).__name__}). Write save(folder, extra={{...}}).")
     for key, value in extra.items():
@@ -74,7 +74,7 @@ def _packed(extra: Any) -> Tensor:
     key = next((key for key, value in extra.items() if _written({key: value}) is None), next(iter(extra)))
     raise CheckpointError(
         f"extra[{key!r}] ({type(extra[key]).__name__}) cannot be read back without running code. Write its "
-        "state_dict(), or numbers, texts, tensors, lists, tuples and dicts (of a NumPy array, .tolist())."
+        "state_dict(), or numbers, strings, tensors, lists, tuples and dicts (of a NumPy array, .tolist())."
     )
 
 

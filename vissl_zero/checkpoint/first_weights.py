@@ -1,4 +1,4 @@
-"""``MODEL.WEIGHTS_INIT``: weights of another run, or from elsewhere, to begin with; which tensors go where."""
+"""``MODEL.WEIGHTS_INIT``: initial weights from another run or elsewhere, matched with the model by name and shape."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from vissl_zero.resolve.components import saved_config
 from vissl_zero.resolve.resolved import ResolvedRun
 from vissl_zero.terminal import print_line
 
-# What public files hold beside the trunk, and why nothing is lost without it.
+# Tensors of public files that are not of the trunk, and why they are not needed.
 _BESIDE_THE_TRUNK = (
     (
         r"(?:head|heads\.head|head_dist|head\.fc|fc|classifier(?:\.\d)?|last_linear)\.(?:weight|bias)",
@@ -45,15 +45,15 @@ class Match:
     """Matching and missing tensors. All names except ``unknown`` and ``no_tensors`` are ours.
 
     Attributes:
-        entries: what fits, under our names.
-        theirs: our name -> name in the file, of what fits.
+        entries: matching tensors, under our names.
+        theirs: our name -> name in the file, of matching tensors.
         missing: names of the model that the file lacks.
-        other_shape: name -> (shape in the file, shape in the model); left out.
-        names_of_others: our name -> name in the file, of these.
-        unknown: names in the file that no tensor of the model has.
-        no_tensors: entries of the file that are no tensors.
-        resized: our names of positions among ``entries`` that are interpolated as they are read.
-        num_foreign: tensors of the file.
+        other_shape: name -> (shape in the file, shape in the model), of tensors that are left out for their shape.
+        names_of_others: our name -> name in the file, of tensors in ``other_shape``.
+        unknown: names in the file that the model lacks.
+        no_tensors: entries of the file that are not tensors.
+        resized: our names of position embeddings in ``entries`` that are interpolated when they are read.
+        num_foreign: number of tensors in the file.
     """
 
     entries: list[Entry] = field(default_factory=list)
@@ -104,10 +104,10 @@ def match(
     """Find our name for every tensor.
 
     Args:
-        foreign: the weights.
-        shapes: shapes of the model's parameters and buffers by name; None: whatever has a name of ours is taken.
-        remove_prefix: taken off the names that begin with it, first; then append_prefix is put before all.
-        skip: names that contain one of these are left out, as VISSL's SKIP_LAYERS.
+        foreign: weights to match.
+        shapes: shapes of the model's parameters and buffers by name; None: every tensor with a name of ours matches.
+        remove_prefix, append_prefix: prefix removed from names that begin with it, and then prefix added to all names.
+        skip: substrings; names that contain one are left out, as by VISSL's SKIP_LAYERS.
     """
     matched = Match(no_tensors=list(foreign.no_tensors), num_foreign=len(foreign.entries))
     entries = [as_token(entry) for entry in foreign.entries]
@@ -140,7 +140,7 @@ def _is_skipped(name: str, skip: Sequence[str]) -> bool:
 
 
 def shapes_of(model_config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a model's parameters and buffers by full name; takes no memory for them.
+    """Return the shapes of a model's parameters and buffers by full name, without memory for their data.
 
     Args:
         model_config: ``config.MODEL`` after resolution.
@@ -157,23 +157,23 @@ FOUND_BY_ITSELF = ("classy_state_dict", "")
 
 @torch.no_grad()
 def load_first_weights(model: nn.Module, plan: ResolvedRun) -> Mapping[str, Callable[[], Tensor]]:
-    """Fill ``model`` from ``WEIGHTS_INIT.PARAMS_FILE``, if it is given; rank 0 says what did not match.
+    """Fill ``model`` from ``WEIGHTS_INIT.PARAMS_FILE``, if it is set; rank 0 prints what did not match.
 
-    Every rank reads the file for itself. In evaluation mode (``FEATURE_EVAL_SETTINGS``) heads are left as they are.
+    Every rank reads the file. In evaluation mode (``FEATURE_EVAL_SETTINGS``), heads are not filled.
 
     Args:
-        model: unsharded, on the CPU; what is on the meta device is left alone.
+        model: unsharded model on the CPU; tensors on the meta device are not filled.
         plan: plan of the run.
     Returns:
-        By full name, what reads each tensor that was found.
+        Full name -> reader of each matching tensor.
     Raises:
-        CheckpointError: the file is unreadable, damaged or refused, or the trunk would not be complete.
+        CheckpointError: the file is unreadable, damaged or refused, or the trunk would be incomplete.
     """
     options, settings = plan.config.MODEL.WEIGHTS_INIT, plan.config.MODEL.FEATURE_EVAL_SETTINGS
     wants_heads = not settings.EVAL_MODE_ON or settings.EVAL_TRUNK_AND_HEAD
     if not options.PARAMS_FILE:
         return {}
-    # What is measured must have been trained: a head that begins at random would give figures of nothing.
+    # An evaluated head must have been trained: measurements of a random head would be meaningless.
     is_measured = settings.FREEZE_TRUNK_AND_HEAD or plan.config.TEST_ONLY
     needs: Literal["trunk", "head shapes", "heads"] = "trunk"
     if is_measured and not settings.EXTRACT_TRUNK_FEATURES_ONLY and wants_heads:
@@ -197,7 +197,7 @@ def load_first_weights(model: nn.Module, plan: ResolvedRun) -> Mapping[str, Call
 
 
 def _fill_adapters(model: nn.Module, options: Lora, has_some: bool) -> dict[str, Callable[[], Tensor]]:
-    """Fill the adapters of ``model`` from ADAPTER_FOLDER, if it is given; what is on the meta device is left alone."""
+    """Fill the adapters of ``model`` from ADAPTER_FOLDER, if it is set; tensors on the meta device are not filled."""
     if not options.ADAPTER_FOLDER:
         return {}
     if has_some:
@@ -219,7 +219,7 @@ def _fill_adapters(model: nn.Module, options: Lora, has_some: bool) -> dict[str,
 def load_teacher(model: nn.Module, plan: ResolvedRun) -> Mapping[str, Callable[[], Tensor]]:
     """Fill the model under DISTILLATION from its own ``WEIGHTS_INIT.PARAMS_FILE``: trunk and heads.
 
-    Args, Returns and Raises: as for ``load_first_weights``; the heads must be complete too.
+    Args, Returns and Raises: see ``load_first_weights``; the heads must be complete too.
     """
     options = plan.config.DISTILLATION.TEACHER_MODEL.WEIGHTS_INIT
     matched = _fill(model, options, wants_heads=True, needs="head shapes", opening="The teacher has")
@@ -266,7 +266,7 @@ def _fill(
 
 
 def _require_place_for_adapters(foreign: Foreign, shapes: Mapping[str, Sequence[int]], path: str) -> None:
-    """Refuse weights with LoRA adapters for a model without: what is left would be another network."""
+    """Refuse weights with LoRA adapters for a model without: the weights alone would be another network."""
     if any(is_adapters(entry.key) for entry in foreign.entries) and not any(map(is_adapters, shapes)):
         raise CheckpointError(
             f"config.MODEL.WEIGHTS_INIT.PARAMS_FILE: {path} holds LoRA adapters, and this model has none. Write "
@@ -279,7 +279,7 @@ _MAY_LACK = ".mask_token"  # most files have none: few methods train it
 
 
 def _adapt(matched: Match, model: nn.Module, foreign: Mapping[str, Entry]) -> None:
-    """Take positions of another image size too, interpolated as the trunk interpolates its own."""
+    """Also accept position embeddings of another image size, interpolated as in the trunk."""
     for name, (theirs, ours) in list(matched.other_shape.items()):
         parent, _, key = name.rpartition(".")
         embedding = model.get_submodule(parent) if key == "pos_embed" else None

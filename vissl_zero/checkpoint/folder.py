@@ -1,6 +1,6 @@
-"""The folder of a run's checkpoints, ``<run folder>/checkpoints/step_<steps>``, and how one is read.
+"""The folder of a run's checkpoints, ``<run folder>/checkpoints/step_<steps>``, and the reader of a checkpoint.
 
-What its JSON files say is read without trusting them. Any range of any tensor is read, whoever wrote which part.
+Contents of its JSON files are not trusted. Any range of a tensor can be read, whichever ranks wrote its parts.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from vissl_zero.errors import CheckpointError
 FORMAT = "vissl_zero checkpoint"
 _FORMAT_VERSION = 1
 MANIFEST_NAME = "manifest.json"
-IMPORTED = "imported: "  # begins the recipe of a checkpoint that was made of other people's weights
+IMPORTED = "imported: "  # prefix of the recipe in a checkpoint that was made from imported weights
 _RANK_FILE = re.compile(r"rank\d{5,7}")
 _MAX_JSON_BYTES = 2**28
 _MAX_DEPTH = 100
 
 
 class LaterFormatError(CheckpointError):
-    """A checkpoint of a later version of vissl_zero. It is neither skipped for an older one nor replaced."""
+    """A later version of vissl_zero wrote the checkpoint. It is neither skipped for an older one nor replaced."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,8 @@ class PieceFacts:
     Attributes:
         dtype: safetensors' name ("F32").
         shape: shape of the full tensor.
-        first_element, num_elements: the part, of the full tensor flattened.
-        digest: XXH3-64 of its bytes, hexadecimal.
+        first_element, num_elements: range of the part in the flattened full tensor.
+        digest: XXH3-64 of the part's bytes, hexadecimal.
     """
 
     dtype: str
@@ -58,14 +58,14 @@ class PieceFacts:
 
 @dataclass(frozen=True)
 class RankManifest:
-    """``rank<k>.json``: what rank k has stored.
+    """``rank<k>.json``: the manifest of the data that rank k has stored.
 
     Attributes:
-        num_bytes, header_digest: of ``rank<k>.safetensors``.
+        num_bytes, header_digest: size of ``rank<k>.safetensors``, and digest of its header.
         pieces: pieces by tensor name.
-        scalars: state that is one number per parameter (Adam's step): {parameter: {key: value}}; only what this rank
-            answers for.
-        rng: this rank's random number generators, by name, as hexadecimal text.
+        scalars: state that is one number per parameter (Adam's step), {parameter: {key: value}}, for the parameters
+            that this rank is responsible for.
+        rng: states of this rank's random number generators, by name, as hexadecimal strings.
     """
 
     num_bytes: int
@@ -80,21 +80,21 @@ class Manifest:
     """``manifest.json``: the checkpoint as a whole.
 
     Attributes:
-        step, epoch: optimizer steps done; the epoch that the next step belongs to (from 0).
-        epoch_samples: source images of that epoch already trained on, over all ranks.
-        position: source images trained on in all.
-        world_size, level, engine: of the run that wrote it; it opens under any other.
+        step, epoch: completed optimizer steps; epoch of the next step, from 0.
+        epoch_samples: source images of that epoch that all ranks have already trained on.
+        position: source images that the run has trained on.
+        world_size, level, engine: settings of the run that wrote it; it can be opened under any other.
         global_batch: source images per optimizer step.
-        recipe: what ``config=`` named.
-        vissl_zero, torch: versions that wrote it.
-        created: UTC, ISO 8601.
+        recipe: value of ``config=``.
+        vissl_zero, torch: versions of the packages that wrote it.
+        created: time in UTC, ISO 8601.
         ranks: digests of the ranks' JSON files, by file stem ("rank00000").
-        config: the resolved run as data, ``${...}`` as written; nothing in it is ever run.
+        config: resolved run as data, ``${...}`` as written; nothing in it is ever run.
         groups: parameter groups of the optimizer: name, parameters, options.
         loss_scale: state of the loss scaler, or None.
-        criterion: state of the loss that is no tensor.
+        criterion: state of the loss without its tensors.
         hooks: state of hooks by name.
-        results: figures found so far (``run.results``).
+        results: results so far (``run.results``).
     """
 
     step: int
@@ -120,7 +120,7 @@ class Manifest:
 
 @dataclass(frozen=True)
 class TensorInfo(Sized):
-    """One tensor of a checkpoint as a whole."""
+    """Dtype and shape of a full tensor in a checkpoint."""
 
     name: str
     dtype: torch.dtype
@@ -128,12 +128,12 @@ class TensorInfo(Sized):
 
 
 def stem_of(rank: int) -> str:
-    """Name a rank's two files, without ending."""
+    """Return the stem of a rank's two files."""
     return f"rank{rank:05d}"
 
 
 def write_json(path: Path, body: Mapping[str, Any]) -> str:
-    """Write a JSON file of ours, synced to the disk; gives the digest of its body."""
+    """Write one of our JSON files, synced to the disk; returns the digest of its body."""
     text = _canonical(body)
     digest = xxhash.xxh3_64_hexdigest(text.encode())
     whole = f'{{"format": "{FORMAT}", "format_version": {_FORMAT_VERSION}, "xxh3": "{digest}",\n"body": {text}}}\n'
@@ -145,11 +145,11 @@ def write_json(path: Path, body: Mapping[str, Any]) -> str:
 
 
 def read_json(path: Path) -> tuple[dict[str, Any], str]:
-    """Read body and digest of a JSON file of ours.
+    """Read body and digest of one of our JSON files.
 
     Raises:
-        LaterFormatError: a later version has written it.
-        CheckpointError: missing, no regular file, damaged or not ours.
+        LaterFormatError: a later version has written the file.
+        CheckpointError: the file is missing, not regular, damaged, or not ours.
     """
     try:
         whole = json.loads(read_regular(path, _MAX_JSON_BYTES))
@@ -194,7 +194,7 @@ def _is_too_deep(tree: Any) -> bool:
 
 
 def _canonical(body: Any) -> str:
-    """Write JSON text that is the same for equal content."""
+    """Return JSON that is equal for equal content."""
     return json.dumps(body, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
@@ -202,7 +202,7 @@ def _manifest_from(body: dict[str, Any], path: Path) -> Manifest:
     """Build a manifest from JSON.
 
     Raises:
-        CheckpointError: fields are missing or of the wrong kind, or a file name leads elsewhere.
+        CheckpointError: fields are missing or of the wrong type, or a file name leads out of the folder.
     """
     known = {f.name for f in fields(Manifest)}
     try:
@@ -234,7 +234,7 @@ def _rank_manifest_from(body: dict[str, Any], path: Path) -> RankManifest:
     """Build a rank's manifest from JSON.
 
     Raises:
-        CheckpointError: fields are missing or of the wrong kind.
+        CheckpointError: fields are missing or of the wrong type.
     """
     try:
         pieces = {
@@ -258,13 +258,13 @@ def _rank_manifest_from(body: dict[str, Any], path: Path) -> RankManifest:
 
 
 def plain(record: Manifest | RankManifest) -> dict[str, Any]:
-    """Convert a manifest to what JSON holds."""
+    """Convert a manifest to plain data for JSON."""
     return json.loads(json.dumps(asdict(record), allow_nan=False))
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """The place of a stored run of elements of one tensor."""
+    """The location of a stored range of a tensor's elements."""
 
     first_element: int
     num_elements: int
@@ -272,21 +272,21 @@ class _Piece:
 
 
 class Checkpoint:
-    """A checkpoint whose files are all there and fit together; the data are checked by ``verify``.
+    """An open checkpoint whose files are complete and consistent; ``verify`` checks the data.
 
-    Files are opened when first read and stay open until ``close``; it is a context manager. Reading takes no memory
-    beyond the tensor that is asked for.
+    Files are opened when first read, and stay open until ``close``; it is a context manager. Reading takes no memory
+    in addition to the tensor that is read.
 
     Args:
-        path: the folder.
+        path: folder of the checkpoint.
     Attributes:
-        manifest: manifest of the whole.
+        manifest: manifest of the whole checkpoint.
         ranks: manifests of the ranks that wrote it, by file stem ("rank00000").
         tensors: name -> TensorInfo. Names are ``model/<full name>`` (parameters), ``buffer/<full name>``,
-            ``optimizer/<key>/<full name of the parameter>``, ``criterion/<name>``; what differs between ranks stands
-            under ``of_rank/<rank>/...``.
+            ``optimizer/<key>/<full name of the parameter>``, ``criterion/<name>``; tensors that differ between ranks
+            are under ``of_rank/<rank>/...``.
     Raises:
-        CheckpointError: something is missing, torn, truncated, from elsewhere or of a later version.
+        CheckpointError: a file is missing, truncated, of another checkpoint, or of a later version.
     """
 
     def __init__(self, path: Path):
@@ -317,7 +317,7 @@ class Checkpoint:
             self._pieces[name] = [piece for piece, _ in parts]
 
     def read(self, name: str) -> Tensor:
-        """Read one full tensor, on the CPU.
+        """Read a full tensor to the CPU.
 
         Raises:
             CheckpointError: there is no such tensor, or its file cannot be read.
@@ -328,13 +328,13 @@ class Checkpoint:
         return flat.view(info.shape)
 
     def read_range(self, name: str, first_element: int, num_elements: int) -> Tensor:
-        """Read elements of one tensor, flattened: (num_elements,)."""
+        """Read a range of a flattened tensor, (num_elements,)."""
         flat = torch.empty(num_elements, dtype=self._info(name).dtype)
         self.read_into(name, first_element, flat)
         return flat
 
     def read_into(self, name: str, first_element: int, out: Tensor) -> None:
-        """Fill ``out`` (1-d) with the elements from ``first_element`` on of a tensor flattened.
+        """Fill ``out`` (1-d) with elements of a flattened tensor, from ``first_element`` on.
 
         A contiguous CPU tensor of the stored dtype is filled in place; any other through a copy of the range.
         """
@@ -348,7 +348,7 @@ class Checkpoint:
         index = max(bisect_right(pieces, first_element, key=lambda piece: piece.first_element) - 1, 0)
         for piece in pieces[index:]:
             first, stop = max(piece.first_element, first_element), min(piece.first_element + piece.num_elements, end)
-            # The pieces are in order, so none of those that follow holds an element of the range.
+            # The pieces are in order, so no later piece has an element of the range.
             if piece.first_element >= end:
                 break
             if first < stop:
@@ -358,14 +358,14 @@ class Checkpoint:
             out.detach().copy_(flat)
 
     def scalars(self, parameter: str) -> dict[str, Any]:
-        """Read the optimizer state of a parameter that is one number each (Adam's ``step``)."""
+        """Read the optimizer state of a parameter whose values are single numbers (Adam's ``step``)."""
         scalars: dict[str, Any] = {}
         for rank in self.ranks.values():
             scalars |= rank.scalars.get(parameter, {})
         return scalars
 
     def verify(self, stems: Sequence[str] | None = None, names: Container[str] | None = None) -> Iterator[str]:
-        """Compare the data with the checksums; yields a sentence for each damaged tensor.
+        """Compare the data with their checksums; yields a sentence for each damaged tensor.
 
         Args:
             stems: ranks' files to read; None: all.
@@ -416,16 +416,16 @@ class Checkpoint:
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
-    """Open one checkpoint folder. See ``Checkpoint``.
+    """Open a checkpoint folder. See ``Checkpoint``.
 
     Raises:
-        CheckpointError: it is not whole, not ours or too new.
+        CheckpointError: the checkpoint is incomplete, not ours, or of a later version.
     """
     return Checkpoint(Path(path))
 
 
 def _whole(name: str, parts: Sequence[tuple[_Piece, PieceFacts]], path: Path) -> TensorInfo:
-    """Assemble a tensor from its parts, in their order; they must cover it once."""
+    """Assemble a tensor from its parts, in order; each element must be in exactly one part."""
     first = parts[0][1]
     info = TensorInfo(name, DTYPES[first.dtype], first.shape)
     if any((facts.dtype, facts.shape) != (first.dtype, first.shape) for _, facts in parts):
@@ -446,17 +446,17 @@ _PARTIAL = re.compile(r"\.step_\d{9,}\.(partial|old)")
 
 
 def name_of(step: int) -> str:
-    """Name the folder of the checkpoint after ``step`` optimizer steps."""
+    """Return the folder of the checkpoint after ``step`` optimizer steps."""
     return f"step_{step:09d}"
 
 
 def partial_name_of(step: int) -> str:
-    """Name the folder while it is being written."""
+    """Return the folder of a checkpoint while it is being written."""
     return f".{name_of(step)}.partial"
 
 
 def step_of(path: Path) -> int | None:
-    """Read the optimizer steps of a checkpoint folder from its name; None for anything else."""
+    """Return the optimizer steps in the name of a checkpoint folder; None for other names."""
     match = _NAME.fullmatch(path.name)
     return int(match[1]) if match else None
 
@@ -476,7 +476,7 @@ def newest_checkpoint(path: str | Path, passed_over: list[str] | None = None, wi
     Args:
         path: path of a run folder or a checkpoint.
         passed_over: receives a sentence for each newer checkpoint that cannot be opened.
-        with_data: also read the data against their checksums, and pass over damaged checkpoints.
+        with_data: whether to compare the data with their checksums too, and skip damaged checkpoints.
     Raises:
         LaterFormatError: a checkpoint that comes first was written by a later vissl_zero.
         CheckpointError: none can be opened; the message says why, checkpoint by checkpoint.
@@ -510,7 +510,7 @@ def _opened(path: Path, with_data: bool) -> Checkpoint:
 
 
 def remove_leftovers(run_folder: Path) -> list[str]:
-    """Remove what interrupted saves have left; gives the names. One process calls this, with no save under way."""
+    """Remove the files of interrupted saves; returns their names. One process calls this, while no save is running."""
     folder = run_folder / FOLDER_NAME
     leftovers = sorted(p for p in folder.iterdir() if _PARTIAL.fullmatch(p.name)) if folder.is_dir() else []
     for path in leftovers:
@@ -531,11 +531,12 @@ def prune(run_folder: Path, keep_last: int, keep_every: int, newest: int | None 
 
     Args:
         run_folder: folder of the run.
-        keep_last: at least 1; -1: all.
-        keep_every: in optimizer steps; -1: none.
-        newest: steps of the newest to count; later ones, of another course of the run or damaged, are left alone.
+        keep_last: number of newest checkpoints to keep, at least 1; -1: all.
+        keep_every: interval in optimizer steps; -1: none.
+        newest: steps of the newest checkpoint to consider. Later checkpoints, damaged or of another course of the run,
+            are not removed.
     Returns:
-        What was removed.
+        Removed checkpoints.
     """
     if keep_last < 0:
         return []
@@ -545,7 +546,7 @@ def prune(run_folder: Path, keep_last: int, keep_every: int, newest: int | None 
         step = step_of(path)
         if keep_every > 0 and step is not None and step % keep_every == 0:
             continue
-        # Renamed first: half a checkpoint must never stand under the name of a whole one.
+        # Renamed first: an incomplete checkpoint must never have the name of a complete one.
         doomed = path.with_name(f".{path.name}.old")
         _remove(doomed)
         path.rename(doomed)

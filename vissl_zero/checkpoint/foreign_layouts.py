@@ -54,13 +54,13 @@ class Foreign:
     """Weights from elsewhere.
 
     Attributes:
-        layout: what the file turned out to be, in words.
-        entries: tensors under their names there (a transformer's as timm cuts and calls them), read one by one.
+        layout: description of the detected layout.
+        entries: tensors under their names in the file (for transformers, in timm's layout), read one by one.
         passed_over: a sentence for each newer checkpoint of a run folder that is damaged.
         no_tensors: names of entries of the state dict that are not plain tensors.
-        iteration, epoch: of the run that wrote it; 0 where it does not say.
-        optimizer: its state, by names as in ``entries``; of checkpoints of training only.
-        loss: state of the loss, the teacher among it.
+        iteration, epoch: progress of the run that wrote the file; 0 if the file does not have it.
+        optimizer: state of the optimizer, by names as in ``entries``; only of training checkpoints.
+        loss: state of the loss, including the teacher.
         config: ``config.json`` of a folder that transformers or timm wrote, with ``preprocessor_config.json``'s keys
             under "preprocessor".
     """

@@ -39,8 +39,8 @@ class Resumable:
     """The result of the search for a checkpoint; equal on every rank.
 
     Attributes:
-        path: the newest complete one; None: the run folder has none at all.
-        skipped: a sentence for each newer one that is not complete.
+        path: the newest complete checkpoint; None: the run folder has no checkpoint.
+        skipped: a sentence for each newer checkpoint that is incomplete.
     """
 
     path: Path | None = None
@@ -48,19 +48,19 @@ class Resumable:
 
 
 def find_resumable(run_folder: Path, nth_newest: int = 1) -> Resumable:
-    """Find the newest checkpoint all of whose data fit their checksums. Collective; ranks share the reading.
+    """Find the newest checkpoint whose data all match their checksums. Collective; ranks share the reading.
 
     Args:
-        run_folder: the same on every rank; or the folder of one checkpoint, the only one that counts then.
-        nth_newest: 1: the newest, 2: the one before it, ...
+        run_folder: run folder, or the folder of the only checkpoint to consider; the same on every rank.
+        nth_newest: 1: the newest checkpoint, 2: the second newest, ...
     Raises:
-        LaterFormatError: a later vissl_zero has written one that is newer than the newest complete one.
-        CheckpointError: there are checkpoints, and none is complete.
+        LaterFormatError: a checkpoint that comes first was written by a later vissl_zero.
+        CheckpointError: there are checkpoints, but none is complete.
     """
-    # One rank lists the folder: two could see different ones, and resume from different steps.
+    # One rank lists the folder: two ranks could see different checkpoints, and resume from different steps.
     paths: list[Path] = []
     if collectives.rank() == 0:
-        # One checkpoint by its name, so that one that is not there is named and no other is taken in its place.
+        # The user names one checkpoint: if it is missing, the error names it, and no other is used.
         paths = find_checkpoints(run_folder) if step_of(run_folder) is None else [run_folder]
     paths = collectives.broadcast_object(paths)
     resumable = Resumable()
@@ -92,8 +92,8 @@ def resume(run: Run, hooks: Sequence[Hook], plan: ResolvedRun) -> Resumable:
     """Restore ``run`` from its newest complete checkpoint; leave it unchanged if there is none. Collective.
 
     Raises:
-        CheckpointError: checkpoints are there and none is complete, or it is of another model.
-        ConfigError: the configuration has changed in what must not change.
+        CheckpointError: there are checkpoints, but none is complete; or the checkpoint is of another model.
+        ConfigError: a key that must not change has changed.
     """
     options = plan.config.CHECKPOINT
     if collectives.rank() == 0:
@@ -109,7 +109,7 @@ def resume(run: Run, hooks: Sequence[Hook], plan: ResolvedRun) -> Resumable:
 
 
 def opening_lines(resumable: Resumable, plan: ResolvedRun) -> list[str]:
-    """Describe a resume to the user. Not a collective."""
+    """Return lines that describe a resume. Not collective."""
     if resumable.path is None:
         return []
     lines = [f"skipped: {sentence}" for sentence in resumable.skipped[:_MOST_LINES]]
@@ -130,7 +130,7 @@ def opening_lines(resumable: Resumable, plan: ResolvedRun) -> list[str]:
 
 
 def _problems(path: Path) -> list[str]:
-    """List what is wrong with a checkpoint; each rank reads its share of the files. The same list on every rank."""
+    """List the problems of a checkpoint, equal on every rank. Collective; each rank reads its share of the files."""
     rank, world_size = collectives.rank(), collectives.world_size()
     local_problems: list[str] = []
     later: LaterFormatError | None = None
@@ -144,7 +144,7 @@ def _problems(path: Path) -> list[str]:
     gathered: list[tuple[list[str], LaterFormatError | None]] = [(local_problems, later)]
     if world_size > 1:
         gathered = gathered * world_size
-        # Damage that one rank has found must turn all of them to the checkpoint before.
+        # If one rank finds damage, all ranks must go on to the next older checkpoint.
         dist.all_gather_object(gathered, (local_problems, later))
     if refusal := next((each for _, each in gathered if each), None):
         raise LaterFormatError(
@@ -154,11 +154,11 @@ def _problems(path: Path) -> list[str]:
 
 
 class StoredState:
-    """A checkpoint as strategies read it (``sharding.state.SavedState``).
+    """The view of a checkpoint for strategies (``sharding.state.SavedState``).
 
     Args:
-        checkpoint: open.
-        with_optimizer: False: as if no optimizer state had been stored.
+        checkpoint: open checkpoint.
+        with_optimizer: whether to show the optimizer state; False: as if none had been stored.
     """
 
     def __init__(self, checkpoint: Checkpoint, with_optimizer: bool = True):
@@ -196,16 +196,16 @@ class StoredState:
 
 
 def restore(run: Run, hooks: Sequence[Hook], checkpoint: Checkpoint, with_optimizer: bool = True) -> None:
-    """Put ``run`` where the checkpoint was made. Every rank calls it, before ``train``.
+    """Restore ``run`` from a checkpoint. Every rank calls it, before ``train``.
 
-    On the number of ranks that wrote it, what each rank had of its own (random numbers, batch norm that is not
-    synchronized) comes back too.
+    If as many ranks wrote it, the state of each rank (random numbers, batch norm that is not synchronized) is restored
+    too.
 
     Raises:
-        CheckpointError: it is of another model or loss.
+        CheckpointError: the checkpoint is of another model or loss.
     """
     manifest = checkpoint.manifest
-    # What was imported may lack the teacher and the loss's state: they are then as a new run has them.
+    # An imported checkpoint may lack the teacher and the loss's state; then they start as in a new run.
     lacks = {
         prefix
         for prefix in ("teacher/", "criterion/")
@@ -224,19 +224,19 @@ def restore(run: Run, hooks: Sequence[Hook], checkpoint: Checkpoint, with_optimi
     for name, hook in zip(hook_names(hooks), hooks, strict=True):
         if name in manifest.hooks:
             hook.load_state_dict(manifest.hooks[name])
-    # Each rank has generators of its own, which have no counterpart on another number of ranks.
+    # The generators of a rank have no counterpart if the number of ranks has changed.
     if manifest.world_size == collectives.world_size():
         random_state = checkpoint.ranks[stem_of(collectives.rank())].rng
-        if random_state:  # what was imported has none
+        if random_state:  # imported checkpoints have none
             restore_random_state(random_state, run.device)
 
 
 @torch.no_grad()
 def restore_buffers(sharded: ShardedModel, checkpoint: Checkpoint, with_teacher: bool = True) -> None:
-    """Restore running statistics and the like; with as many ranks as wrote them, each rank its own.
+    """Restore buffers, such as running statistics; if as many ranks wrote them, each rank gets its own.
 
     Raises:
-        CheckpointError: the model has others.
+        CheckpointError: the model has other buffers.
     """
     buffers = {n: b for n, b in sharded.buffers().items() if with_teacher or not n.startswith("teacher:")}
     has_teacher = any(name.startswith("teacher:") for name in buffers)
@@ -263,7 +263,7 @@ def _restore_criterion(run: Run, checkpoint: Checkpoint) -> None:
 
 
 def _require_same_teacher(run: Run, results: Mapping[str, Any]) -> None:
-    """Require that a frozen teacher, which checkpoints leave out, has the weights that the run began with."""
+    """Require that a frozen teacher, which checkpoints leave out, has the weights of the run's start."""
     before, now = (figures.get(TEACHER_CHECKSUM) for figures in (results, run.results))
     if None not in (before, now) and before != now:
         raise CheckpointError(
@@ -283,7 +283,7 @@ def _require_same_names(
 
 
 def _require_same_images(name: str, shape: tuple[int, ...], checkpoint: Checkpoint, num_images: int) -> None:
-    """Require that a tensor of the loss with a row for each training image has as many of them as before."""
+    """Require that a tensor of the loss with a row for each training image has as many rows as before."""
     stored = checkpoint.tensors[name].shape
     if len(stored) != len(shape):
         return

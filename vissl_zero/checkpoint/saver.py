@@ -1,4 +1,4 @@
-"""Saving while training continues: when to save, who writes what, and how ranks agree that a checkpoint is complete."""
+"""Saving while training continues: the times of saves, each rank's part, and the agreement that all is written."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ def write_rank(
     scalars: Mapping[str, Mapping[str, Any]],
     rng: Mapping[str, Any],
 ) -> None:
-    """Write this rank's part of the checkpoint of ``step``, synced to the disk. Not a collective.
+    """Write this rank's part of the checkpoint of ``step``, synced to the disk. Not collective.
 
     Raises:
         OSError: no room, or the disk failed.
     """
     folder = run_folder / FOLDER_NAME / partial_name_of(step)
-    # Never make the run folder: of a run that was moved away, the rest would land in a second one.
+    # The run folder is never made here: if it was moved away, a second one would get the rest of the run.
     folder.parent.mkdir(exist_ok=True)
     folder.mkdir(exist_ok=True)
     stem = stem_of(rank)
@@ -87,15 +87,15 @@ def write_rank(
 
 
 def commit(run_folder: Path, manifest: Manifest) -> Path:
-    """Give the checkpoint its manifest and its name. One rank calls this, when all ranks have written their part.
+    """Write the manifest, and give the checkpoint its name. One rank calls this, after all have written their parts.
 
     Args:
         run_folder: folder of the run.
-        manifest: all but ``ranks``, which is read from the files.
+        manifest: manifest without ``ranks``, which is read from the files.
     Raises:
         OSError: no room, or the disk failed.
-        CheckpointError: a rank's file is not there or not whole.
-        LaterFormatError: a later version of vissl_zero has written a checkpoint of this step; it is left alone.
+        CheckpointError: a rank's file is missing or incomplete.
+        LaterFormatError: a later version of vissl_zero has written a checkpoint of this step; it is not replaced.
     """
     base = run_folder / FOLDER_NAME
     partial, final = base / partial_name_of(manifest.step), base / name_of(manifest.step)
@@ -106,7 +106,7 @@ def commit(run_folder: Path, manifest: Manifest) -> Path:
     write_json(partial / MANIFEST_NAME, plain(replace(manifest, ranks=digests)))
     # Names must be on disk before the rename: after a power cut, a complete folder has all of its files.
     _sync_folder(partial)
-    if os.path.lexists(final):  # of an earlier try, which was found damaged or comes from another course of the run
+    if os.path.lexists(final):  # of an earlier save, which was damaged or of another course of the run
         _require_replaceable(final)
         old = base / f".{final.name}.old"
         shutil.rmtree(old, ignore_errors=True)
@@ -135,7 +135,7 @@ def discard(run_folder: Path, step: int) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Make the names in a folder reach the disk."""
+    """Sync the names in a folder to the disk."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)
@@ -144,7 +144,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 def _shape_in_file(part: Part) -> tuple[int, ...]:
-    """Keep the shape of a part that is the whole, so that any safetensors reader opens a checkpoint of one rank."""
+    """Keep the shape of a part that is a full tensor, so that any safetensors reader opens a checkpoint of one rank."""
     is_whole = part.first_element == 0 and part.num_elements == part.full_shape.numel()
     return tuple(part.full_shape) if is_whole else (part.num_elements,)
 
@@ -155,7 +155,7 @@ _POLL_S = 0.5
 
 @dataclass
 class _Save:
-    """A save under way; ``is_committing``: all ranks have written, rank 0 is completing it."""
+    """A running save; ``is_committing``: all ranks have written, and rank 0 completes it."""
 
     manifest: Manifest
     work: Future[None]
@@ -163,20 +163,20 @@ class _Save:
 
 
 class Saver:
-    """Writes checkpoints of one run. Every rank has one; methods are collective unless they say otherwise.
+    """Writes checkpoints of a run. Every rank has a saver; methods are collective unless their docstrings differ.
 
     A save that fails (for example on a full disk) is abandoned on all ranks, with a warning. Earlier checkpoints stay.
-    Only where the run folder itself is gone, every rank raises: what follows could be saved nowhere.
+    If the run folder itself is gone, every rank raises, because nothing could be saved any more.
 
     Args:
-        run_folder: the same on all ranks, on a file system they share.
-        is_async: copy to host memory, and write from there, while training continues; only its next update waits, until
-            the copy is made.
+        run_folder: run folder on a file system that all ranks share; the same on all ranks.
+        is_async: whether to copy to host memory, and write from there, while training continues; only the next update
+            waits until the copy is made.
         keep_last, keep_every: see ``prune``.
         device: device of training.
 
     Attributes:
-        latest_step: latest step of the newest checkpoint that is known to be complete; None: there is none.
+        latest_step: step of the newest checkpoint that is known to be complete; None: there is none.
     """
 
     def __init__(
@@ -193,9 +193,9 @@ class Saver:
         self.latest_step: int | None = None
 
     def save(self, run: Run, hooks: Sequence[Hook], is_epoch_over: bool = False) -> None:
-        """Begin a checkpoint of the run as it is (see ``take_snapshot``); waits for one that is still being written.
+        """Start to save the current state (see ``take_snapshot``), after an earlier save has ended.
 
-        Without ``is_async``, and where state streams from a disk, it is complete when this returns.
+        Without ``is_async``, or if state streams from a disk, the checkpoint is complete when this returns.
 
         Raises:
             DivergedError: the loss of the newest step is not finite; nothing is saved.
@@ -207,7 +207,7 @@ class Saver:
             self.store(take_snapshot(run, hooks, is_epoch_over), run.sharded)
 
     def store(self, snapshot: Snapshot, sharded: ShardedModel) -> None:
-        """Begin a checkpoint with what ``snapshot`` holds; none may be under way. See ``save``."""
+        """Start to save ``snapshot``; no other save may be running. See ``save``."""
         # All ranks must choose the same way: a rank that saves asynchronously takes other collectives.
         streams = collectives.all_reduce_max(torch.tensor(float(snapshot.is_streamed))).item() > 0
         if self._is_async and not streams:
@@ -223,7 +223,7 @@ class Saver:
         self.finish()
 
     def advance(self) -> None:
-        """Take the next step of a save under way. Cost: an all-reduce of 2 numbers; nothing without one.
+        """Advance a running save. Cost: an all-reduce of 2 numbers; nothing if no save is running.
 
         Raises:
             CheckpointError: the run folder was moved or removed.
@@ -250,7 +250,7 @@ class Saver:
             self._save = None
 
     def finish(self) -> None:
-        """Wait until no save is under way."""
+        """Wait until no save is running."""
         while self._save is not None:
             # Poll, so that early ranks don't time out in their collective.
             begun = time.monotonic()
@@ -259,11 +259,11 @@ class Saver:
             self.advance()
 
     def close(self) -> None:
-        """End the thread, when what it is writing is written. Not a collective."""
+        """End the thread after its current write. Not collective."""
         self._thread.shutdown()
 
     def _begin(self, snapshot: Snapshot, sharded: ShardedModel) -> Future[None]:
-        """Copy what a forward pass changes; leave the rest to the thread, and let the next update wait for it."""
+        """Copy the state that a forward pass changes; the thread copies the rest, and the next update waits for it."""
         self._memory.begin()
         # Buffers and the loss's state change in the next forward pass, so they cannot wait for the thread.
         snapshot = dataclasses.replace(snapshot, replicated=self._memory.copy(snapshot.replicated))
@@ -276,7 +276,7 @@ class Saver:
         try:
             snapshot = dataclasses.replace(snapshot, parts=self._memory.copy(snapshot.parts))
         finally:
-            # Also after an error, or the next update would wait forever.
+            # Also after an error, else the next update would wait forever.
             is_copied.set()
         self._write(snapshot)
 
@@ -328,19 +328,19 @@ class Saver:
 
 
 def _nothing(manifest: Manifest | None = None) -> None:
-    """Do nothing: what ranks other than 0 do to complete a checkpoint, and every thread to start."""
+    """Do nothing: the first task of every thread, and the completion of a checkpoint on ranks other than 0."""
 
 
 class CheckpointHook(Hook):
-    """Saves as ``CHECKPOINT`` says, and saves and stops when any rank is asked to (``engine/stopping.py``).
+    """Saves at the intervals in ``CHECKPOINT``, and saves and stops if any rank is asked to (``engine/stopping.py``).
 
-    It must be the last of the hooks, so that the others have seen the step that is saved.
+    It must be the last hook, so that the others have processed the step that is saved.
 
     Args:
-        saver: writes.
+        saver: saver of the run.
         hooks: all other hooks, whose state is saved.
-        epochs, steps: between checkpoints; -1: none by these. The end of the run is saved unless both are -1.
-        console: where to say that the run stops.
+        epochs, steps: intervals between checkpoints; -1: no interval. The end of the run is saved unless both are -1.
+        console: console on which to announce a stop; None: rich's global console.
 
     Cost: nothing in a step that neither saves nor follows a save whose files are still being written.
     """
@@ -373,12 +373,12 @@ class CheckpointHook(Hook):
         self._saver.close()
 
     def _stop(self, run: Run) -> None:
-        """Save now; the loop ends after this step, with the first reason in the order of ranks."""
+        """Save, and end the loop after this step, with the reason of the first rank that has one."""
         request = stopping.requested_stop()
         stops = [request] * collectives.world_size()
         if len(stops) > 1:
             dist.all_gather_object(stops, request)
-        # The first in the order of ranks, so that all ranks end with the same reason and exit code.
+        # The reason of the first rank that has one, so that all ranks end with the same reason and exit code.
         run.stop = next(stop for stop in stops if stop is not None)
         self._saver.save(run, self._hooks)
         self._saver.finish()
