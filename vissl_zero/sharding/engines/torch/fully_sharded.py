@@ -50,14 +50,21 @@ from vissl_zero.sharding.sharded_model import ModelSetup, ShardedModel
 from vissl_zero.sharding.state.shard import Shard, hide_gradient, shards_of, wide_dtype
 from vissl_zero.sharding.state.sharded_tensor import WHOLE_LEVELS, ReplacedParameter, ShardedTensor
 from vissl_zero.sharding.torch_private import (
+    forget_backward,
     forget_meshes,
     group_of,
+    has_begun_backward,
     lazy_init,
     modules_of,
     real_grad,
     reduce_by_dtype,
     set_real_grad,
     unit_state,
+)
+
+_FAILED = (
+    "A backward pass raised, and its gradients are incomplete. Call optimizer.zero_grad() after the error, before the "
+    "next forward pass."
 )
 
 
@@ -122,7 +129,8 @@ class FullySharded(ShardedModel):
             _guard_loading(module, self._before_shards_change)
             # Now, not in the first forward pass: torch takes the unit that runs first for the root, and a loop may call
             # one alone.
-            for root in _outermost(module):
+            self._roots = _outermost(module)
+            for root in self._roots:
                 lazy_init(root)
             undo.pop_all()
 
@@ -145,9 +153,15 @@ class FullySharded(ShardedModel):
         self._guard.end_micro_batch()
 
     def zero_grad(self) -> None:
-        """Zero the gradients; see ``ShardedModel``."""
+        """Zero the gradients, also those of a backward pass that raised; see ``ShardedModel``."""
+        for root in filter(_has_failed, self._roots):
+            forget_backward(root, self._units)
         super().zero_grad()
         self._guard.forget()
+
+    def _problem(self) -> str | None:
+        """Return why there must be no update; see ``ShardedModel``."""
+        return _FAILED if any(map(_has_failed, self._roots)) else super()._problem()
 
     def close(self) -> None:
         """Close the store; see ``ShardedModel``."""
@@ -216,6 +230,11 @@ def _outermost(module: nn.Module) -> list[FSDPModule]:
     if isinstance(module, FSDPModule):
         return [module]
     return [root for child in module.children() for root in _outermost(child)]
+
+
+def _has_failed(root: FSDPModule) -> bool:
+    """Check, between passes, whether the last backward pass through the model raised."""
+    return has_begun_backward(unit_state(root))
 
 
 def _is_replicated(param: nn.Parameter) -> bool:
