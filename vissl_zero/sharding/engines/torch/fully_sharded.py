@@ -320,11 +320,12 @@ def _wrap(
     """Apply ``fully_shard`` unit by unit, inner ones first; parameters of ``store`` move there at once. In place."""
     # fully_shard cuts the first dimension, which scalars lack.
     replicated = {param for param in module.parameters() if param.dim() == 0 or param.numel() == 0}
+    # Before all units: they may be tied across those that hold them.
+    replicated |= _replicate(module, plan, wrap_plan, fill)
     for position, unit in enumerate(wrap_plan.units):
-        modules = [module.get_submodule(name) for name in unit.modules]
         if unit.is_replicated:
-            replicated |= _replicate(unit, modules, plan, fill)
             continue
+        modules = [module.get_submodule(name) for name in unit.modules]
         for name, part in zip(unit.modules, modules, strict=True):
             # Unit by unit, so that a rank never holds all full parameters.
             fill(part, name)
@@ -370,17 +371,20 @@ def _with_units_of_others(setup: ModelSetup) -> WrapPlan:
     return replace(setup.wrap_plan, units=tuple(units))
 
 
-def _replicate(unit: PlannedUnit, modules: Sequence[nn.Module], plan: ShardingPlan, fill: Fill) -> set[nn.Parameter]:
-    """Fill the batch norms of a unit, which stay whole on every rank; returns their parameters."""
+def _replicate(module: nn.Module, plan: ShardingPlan, wrap_plan: WrapPlan, fill: Fill) -> set[nn.Parameter]:
+    """Fill the batch norms that stay whole on every rank; returns their parameters."""
     master, compute = dtype_of(plan.precision.master), dtype_of(plan.precision.compute)
-    for name, part in zip(unit.modules, modules, strict=True):
+    params: set[nn.Parameter] = set()
+    for name in (name for unit in wrap_plan.units if unit.is_replicated for name in unit.modules):
+        part = module.get_submodule(name)
         fill(part, name)
         # torch takes inputs in half precision beside parameters in float32, but none beside float64.
         if master == torch.float64:
             part.register_forward_pre_hook(lambda _, *arguments: cast_tensors(arguments, master), with_kwargs=True)
         if plan.precision.casts_parameters:
             part.register_forward_hook(lambda *call: cast_tensors(call[-1], compute))
-    return {param for part in modules for param in part.parameters()}
+        params.update(part.parameters())
+    return params
 
 
 class _Replaced:
