@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from vissl_zero.imports import import_at_once
 from vissl_zero.torchvision_compat import install as _let_torchvision_import
 from vissl_zero.version import __version__
 
@@ -50,4 +50,4 @@ def __getattr__(name: str) -> Any:
     # Lazy: `import vissl_zero` and a config error must not pay for importing torch.
     if name not in _FROM:
         raise AttributeError(f"module 'vissl_zero' has no attribute {name!r}")
-    return getattr(import_module(_FROM[name]), name)
+    return getattr(import_at_once(_FROM[name]), name)

@@ -13,11 +13,11 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
-from importlib import import_module
 from pathlib import Path
 
 from vissl_zero.config.programs import PROGRAMS
 from vissl_zero.errors import ConfigError, ProcessLostError, VisslZeroError, did_you_mean
+from vissl_zero.imports import import_at_once
 from vissl_zero.lifetime import SWEEP_VARIABLE, end_with_parent
 from vissl_zero.reporting.lossy_output import tolerate_lost_output, why_stdout_is_incomplete
 from vissl_zero.vissl.programs import ELSEWHERE
@@ -229,7 +229,7 @@ def _dispatch(arguments: list[str]) -> int:
         return 0
     if word in _COMMANDS:
         name = word.replace("-", "_")
-        command = getattr(import_module(f"vissl_zero.commands.{_FILES.get(word, name)}"), name)
+        command = getattr(import_at_once(f"vissl_zero.commands.{_FILES.get(word, name)}"), name)
         is_jobs_help = word == "jobs" and {"--help", "-h"} & {*rest}  # its words have no help of their own
         return int(command(["--help"] if is_jobs_help else rest))
     if word == "list":

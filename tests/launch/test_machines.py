@@ -9,7 +9,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -105,21 +106,33 @@ def ends(processes: list[subprocess.Popen[str]], within_s: float) -> list[tuple[
     return found
 
 
-def differs_from_one_machine(folder: Path, num_steps: int) -> float:
-    """Largest difference of the weights in ``folder/run`` from those that one machine of two ranks trains."""
-    words = [*SMALL, f"config.TRAINER.MAX_STEPS={num_steps}", f"config.CHECKPOINT.DIR={folder}/one"]
-    run_command(*words, timeout_s=200, cwd=folder)
-    alone, together = load_file(folder / "one/weights.safetensors"), load_file(folder / "run/weights.safetensors")
+@pytest.fixture(scope="module")
+def one_machine(tmp_path_factory) -> Callable[[int], Path]:
+    """The weights that one machine of two ranks has trained after so many steps."""
+
+    @cache
+    def weights(num_steps: int) -> Path:
+        folder = tmp_path_factory.mktemp("one")
+        words = [*SMALL, f"config.TRAINER.MAX_STEPS={num_steps}", f"config.CHECKPOINT.DIR={folder}/run"]
+        run_command(*words, timeout_s=200, cwd=folder)
+        return folder / "run/weights.safetensors"
+
+    return weights
+
+
+def largest_difference(folder: Path, weights: Path) -> float:
+    """Largest difference of the weights in ``folder/run`` from others."""
+    alone, together = load_file(weights), load_file(folder / "run/weights.safetensors")
     assert alone.keys() == together.keys()
     return max((alone[name].double() - together[name].double()).abs().max().item() for name in alone)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-def test_two_machines_train_what_one_does(machines, tmp_path):
+def test_two_machines_train_what_one_does(machines, one_machine, tmp_path):
     for code, out in ends(both(machines, tmp_path, "config.TRAINER.MAX_STEPS=3"), 150):
         assert code == 0, out
-    worst = differs_from_one_machine(tmp_path, 3)
+    worst = largest_difference(tmp_path, one_machine(3))
     print(f"largest difference between two machines and one: {worst:.1e}")
     assert worst < 1e-10
     assert (tmp_path / ".vissl_zero/secret").stat().st_mode & 0o777 == 0o600
@@ -127,7 +140,7 @@ def test_two_machines_train_what_one_does(machines, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-def test_so_do_two_machines_under_torchrun(machines, tmp_path):
+def test_so_do_two_machines_under_torchrun(machines, one_machine, tmp_path):
     """Both machines have one hostname here, which resolves to a loopback address: the interface must be found."""
     words = ["-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1", "--master-addr", "10.77.0.1"]
     words += ["--master-port", "29600"]
@@ -146,12 +159,12 @@ def test_so_do_two_machines_under_torchrun(machines, tmp_path):
     ]
     for code, out in ends(processes, 150):
         assert code == 0, out
-    assert differs_from_one_machine(tmp_path, 3) < 1e-10
+    assert largest_difference(tmp_path, one_machine(3)) < 1e-10
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_cut_link_ends_both_and_each_names_the_other(machines, tmp_path):
+def test_a_cut_link_ends_both_and_each_names_the_other(machines, one_machine, tmp_path):
     length = ["config.TRAINER.MAX_STEPS=60", "config.CHECKPOINT.CHECKPOINT_ITER_FREQUENCY=2"]
     processes = both(machines, tmp_path, *length)
     wait_for_steps(tmp_path, 5, processes)
@@ -170,7 +183,7 @@ def test_a_cut_link_ends_both_and_each_names_the_other(machines, tmp_path):
     (code0, out0), (code1, out1) = ends(both(machines, tmp_path, *length), 150)
     assert code0 == code1 == 0, out0 + out1
     assert "resumed after step" in out0
-    worst = differs_from_one_machine(tmp_path, 60)
+    worst = largest_difference(tmp_path, one_machine(60))
     print(f"resumed: largest difference from an undisturbed run on one machine {worst:.1e}")
     assert worst < 1e-10
 
@@ -187,7 +200,7 @@ def test_a_killed_machine_is_named_by_the_other(machines, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_a_killed_rank_and_a_lost_machine_are_survived(machines, tmp_path):
+def test_a_killed_rank_and_a_lost_machine_are_survived(machines, one_machine, tmp_path):
     """Machine 0 is the harder one to lose: the others meet at its address. Its command is given again by hand."""
     length = ["config.TRAINER.MAX_STEPS=30", "config.CHECKPOINT.CHECKPOINT_ITER_FREQUENCY=2"]
     overrides = [*length, "config.DISTRIBUTED.MAX_RESTARTS=2"]
@@ -202,7 +215,7 @@ def test_a_killed_rank_and_a_lost_machine_are_survived(machines, tmp_path):
     assert code0 == code1 == 0, out0 + out1
     assert "resumed after step" in out0 and "Lost machine 0 (" in out1, out0 + out1
     assert "(restart 1 of at most 2)" in out1 and "(restart 2 of at most 2). Waiting 300 s" in out1, out1
-    worst = differs_from_one_machine(tmp_path, 30)
+    worst = largest_difference(tmp_path, one_machine(30))
     print(f"restarted twice: largest difference from an undisturbed run on one machine {worst:.1e}")
     assert worst < 1e-10
 

@@ -17,6 +17,7 @@ from hydra.types import RunMode
 from omegaconf import OmegaConf
 
 from tests.command_line import COMMAND, run_command
+from tests.small_trunk import SMALL_TRUNK
 from tests.unit.config.example_config import complaints
 from vissl_zero.cli import main
 from vissl_zero.engine import stopping
@@ -208,6 +209,7 @@ def _processes_of(folder: Path) -> list[str]:
 def test_eight_jobs_interrupted_and_run_again_end_with_the_same_results(tmp_path):
     """Against a sweep that was left alone; two jobs at a time on two cores."""
     grid = [
+        *SMALL_TRUNK,
         "hydra/launcher=local",
         "config.TRAINER.MAX_STEPS=20",
         "config.ZERO.LEVEL=range(0,4)",

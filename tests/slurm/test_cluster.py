@@ -161,20 +161,29 @@ def ends_as_undisturbed(job: str, folder: Path, undisturbed: Path, restarts: int
     assert difference < 1e-10
 
 
+THREE_STEPS = ["config.TRAINER.MAX_STEPS=3", "config.DATA.TRAIN.BATCHSIZE_PER_REPLICA=8", "config.ZERO.LEVEL=3"]
+
+
+@pytest.fixture(scope="module")
+def four_on_one_machine(tmp_path_factory) -> Path:
+    """The run folder of three steps of 4 local processes."""
+    folder = tmp_path_factory.mktemp("four")
+    local = ["config.DISTRIBUTED.NUM_PROC_PER_NODE=4", f"config.CHECKPOINT.DIR={folder}/run"]
+    done = command(folder, "-m", "vissl_zero.cli", *SMALL, *THREE_STEPS, *local)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder / "run"
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("task_per", ["node", "process"])
-def test_two_nodes_of_two_tasks_train_what_one_machine_does(task_per, tmp_path):
-    size = ["config.TRAINER.MAX_STEPS=3", "config.DATA.TRAIN.BATCHSIZE_PER_REPLICA=8", "config.ZERO.LEVEL=3"]
+def test_two_nodes_of_two_tasks_train_what_one_machine_does(task_per, four_on_one_machine, tmp_path):
     cluster = ["config.DISTRIBUTED.NUM_NODES=2", "config.DISTRIBUTED.NUM_PROC_PER_NODE=2"]
     own_code = ["config.SLURM.SNAPSHOT_CODE=true"] if task_per == "node" else []
-    job = submit(tmp_path, *size, *cluster, *own_code, f"config.SLURM.TASK_PER={task_per}")
+    job = submit(tmp_path, *THREE_STEPS, *cluster, *own_code, f"config.SLURM.TASK_PER={task_per}")
     found = wait_for(job, tmp_path, "COMPLETED")
     assert found["NumNodes"] == "2" and found["NumTasks"] == ("2" if task_per == "node" else "4")
-    local = ["config.DISTRIBUTED.NUM_PROC_PER_NODE=4", f"config.CHECKPOINT.DIR={tmp_path}/local"]
-    done = command(tmp_path, "-m", "vissl_zero.cli", *SMALL, *size, *local)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert largest_difference(tmp_path / "run", tmp_path / "local") < 1e-10
+    assert largest_difference(tmp_path / "run", four_on_one_machine) < 1e-10
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     assert summary["world_size"] == 4 and summary["level"] == 3
     assert len(list(tmp_path.glob("run/slurm/code_*/pace_of_tests.py"))) == len(own_code)

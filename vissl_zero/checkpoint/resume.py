@@ -35,7 +35,7 @@ _MOST_LINES = 20
 
 
 @dataclass
-class Found:
+class Resumable:
     """The result of the search for a checkpoint; equal on every rank.
 
     Attributes:
@@ -47,7 +47,7 @@ class Found:
     skipped: list[str] = field(default_factory=list)
 
 
-def find_resumable(run_folder: Path, nth_newest: int = 1) -> Found:
+def find_resumable(run_folder: Path, nth_newest: int = 1) -> Resumable:
     """Find the newest checkpoint all of whose data fit their checksums. Collective; ranks share the reading.
 
     Args:
@@ -63,7 +63,7 @@ def find_resumable(run_folder: Path, nth_newest: int = 1) -> Found:
         # One checkpoint by its name, so that one that is not there is named and no other is taken in its place.
         paths = find_checkpoints(run_folder) if step_of(run_folder) is None else [run_folder]
     paths = collectives.broadcast_object(paths)
-    resumable = Found()
+    resumable = Resumable()
     for path in paths[nth_newest - 1 :]:
         problems = _problems(path)
         if not problems:
@@ -88,7 +88,7 @@ def find_resumable(run_folder: Path, nth_newest: int = 1) -> Found:
     return resumable
 
 
-def resume(run: Run, hooks: Sequence[Hook], plan: ResolvedRun) -> Found:
+def resume(run: Run, hooks: Sequence[Hook], plan: ResolvedRun) -> Resumable:
     """Restore ``run`` from its newest complete checkpoint; leave it unchanged if there is none. Collective.
 
     Raises:
@@ -108,7 +108,7 @@ def resume(run: Run, hooks: Sequence[Hook], plan: ResolvedRun) -> Found:
     return resumable
 
 
-def opening_lines(resumable: Found, plan: ResolvedRun) -> list[str]:
+def opening_lines(resumable: Resumable, plan: ResolvedRun) -> list[str]:
     """Describe a resume to the user. Not a collective."""
     if resumable.path is None:
         return []

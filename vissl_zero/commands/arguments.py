@@ -11,10 +11,10 @@ from vissl_zero.errors import ConfigError, did_you_mean
 
 
 def output(text: str) -> Path:
-    """Parse the path of what a command writes, for ``add_argument(type=output)``.
+    """Parse the path of a command's output, for ``add_argument(type=output)``.
 
     Raises:
-        ConfigError: nothing can be written there, whatever the command computes first.
+        ConfigError: the path cannot be written. This is raised before the command computes anything.
     """
     path = Path(text).expanduser()
     if not text:
@@ -25,14 +25,14 @@ def output(text: str) -> Path:
 
 
 def output_file(text: str) -> Path:
-    """Parse the path of a file that a command writes, as ``output`` does; a folder is refused too."""
+    """Parse the path of a command's output file; see ``output``. Folders are refused too."""
     if (path := output(text)).is_dir():
         raise ConfigError(f"{text}: must be a file, and is a folder. Name a file in it.")
     return path
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Parse the words of a command; an error is one sentence, with the flag that was meant."""
+    """A parser of a command's arguments, whose errors are one sentence with the closest flag."""
 
     def __init__(self, **options: Any):
         super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **options)

@@ -64,7 +64,7 @@ def compare(arguments: Sequence[str]) -> int:
 
 
 def _runs_of(names: Sequence[str]) -> list[Path]:
-    """Find the runs in the named folders."""
+    """Return the runs in the named folders."""
     folders: list[Path] = []
     for name in names:
         runs = list(find_runs(Path(name).expanduser()))

@@ -99,7 +99,7 @@ def _pack(source: Path, out: Path, form: str, size: int | None) -> None:
 
 
 def _opened(paths: Sequence[str], channels: int = 3) -> tuple[Source, str]:
-    """Open the source that reads ``paths``, and name it."""
+    """Open the source that reads ``paths``; returns the source and its name."""
     from vissl_zero.data.decode import Decoder
     from vissl_zero.data.source import SourceRequest
     from vissl_zero.registry import DATA_SOURCES
@@ -145,7 +145,7 @@ def _check(paths: Sequence[str], picture: Path, is_json: bool) -> None:
 
 
 def _described(findings: Findings) -> list[str]:
-    """Describe a source, a line for each kind of fact."""
+    """Return lines that describe a source."""
     size = f", {bytes_text(findings.num_bytes)}" if findings.num_bytes else ""
     lines = [f"{findings.source}: {counted(findings.num_images, 'image')}{size}"]
     if findings.classes:
@@ -232,7 +232,7 @@ def _bench(options: argparse.Namespace) -> None:
 
 
 def _step_seconds(folder: Path, images: int) -> float:
-    """Return what a step of so many images takes beside loading, from the newest steps of a run."""
+    """Return the seconds of a step of ``images`` images without loading, by the newest steps of a run."""
     from vissl_zero.reporting.metrics_file import FILE_NAME, read_records
 
     try:

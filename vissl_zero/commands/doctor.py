@@ -24,12 +24,12 @@ _SHM_NEEDED = 64 * _MIB  # NCCL exchanges tensors through /dev/shm
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report.
+    """A line of the report.
 
     Attributes:
-        subject: what was looked at.
+        subject: feature or resource that was checked.
         works: True, False, or None where it is only information.
-        text: the version, the amount, or why it does not work and what would help.
+        text: version or amount; or why the feature does not work, and what would help.
     """
 
     subject: str
@@ -64,7 +64,7 @@ def _versions() -> Iterator[Finding]:
 
 
 def _torchvision(number: str) -> Finding:
-    """Check that torchvision imports: its CUDA wheel beside a CPU build of torch needs vissl_zero imported first."""
+    """Check that torchvision can be imported: its CUDA wheel with a CPU build of torch needs vissl_zero first."""
     try:
         import torch
         import torchvision

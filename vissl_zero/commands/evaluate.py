@@ -40,7 +40,7 @@ _WEIGHTS = (
 _OF_PROBES = ("knn_top1", "knn_k", "knn_temperature", "linear_top1", "linear_penalty", "linear_protocol")
 _OF_DATA = ("num_features", "image_size", "num_train", "num_val", "skipped", "recognized")
 _FIGURES = (*_OF_PROBES, "linear_by_class", "rankme", *_OF_DATA)
-_MOST_CLASSES = 5  # printed
+_MOST_CLASSES = 5  # most classes to print
 _ENDINGS = (".npz", ".parquet", ".safetensors")
 _VALIDATION = ("val", "test")
 
@@ -117,7 +117,7 @@ def _table(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def _hardest(classes: dict[str, dict[str, Any]]) -> str:
-    """List the classes with the lowest accuracy below 1, each with the class that it is most often taken for."""
+    """List the classes with the lowest accuracy below 1, each with the class with which it is most often confused."""
     wrong = sorted((name for name in classes if classes[name]["taken_for"]), key=lambda name: classes[name]["top1"])
     return ", ".join(
         f"{printable(name)} {classes[name]['top1']:.1%} (taken for {printable(classes[name]['taken_for'])}: "
@@ -172,7 +172,7 @@ def _require_weights(name: str) -> None:
 
 
 def _existing(what: str, name: str) -> Path:
-    """Return the path that an argument names; refuse one that does not exist, with the names beside it like it."""
+    """Return the path of an argument; a missing path is refused with similar names in its folder."""
     if not name:
         raise ConfigError(f"{what}: must be a path, and is empty. A variable of your shell may be unset.")
     path = Path(name).expanduser()
@@ -190,7 +190,7 @@ def _require_pyarrow() -> None:
 
 
 def _write(run_folder: Path, images: Path, out: Path) -> ExtractedFeatures:
-    """Write the features of a run as one file, and return them."""
+    """Write the features of a run to one file; returns them."""
     import numpy as np
 
     from vissl_zero.evaluation.feature_files import read_features
@@ -212,7 +212,7 @@ def _write(run_folder: Path, images: Path, out: Path) -> ExtractedFeatures:
             import pyarrow.parquet as parquet
 
             columns = arrow.FixedSizeListArray.from_arrays(arrow.array(rows.ravel()), rows.shape[1])
-            texts = [os.fsencode(name).decode("utf-8", "backslashreplace") for name in names]  # Parquet has UTF-8 alone
+            texts = [os.fsencode(name).decode("utf-8", "backslashreplace") for name in names]  # Parquet needs UTF-8
             parquet.write_table(arrow.table({"name": texts, "features": columns}), temporary)
     return features
 
@@ -233,27 +233,27 @@ def _word(key: str, path: Path) -> str:
 
 
 def _run(weights: str, words: Sequence[str], folder: Path, is_quiet: bool) -> tuple[int, dict[str, Any]]:
-    """Run one evaluation with what it prints on stderr; return its exit code and its results."""
+    """Run an evaluation, and print its output on stderr; returns its exit code and its results."""
     place = [f"config.CHECKPOINT.DIR={as_word(folder)}", f"hydra.run.dir={as_word(folder)}"]
     init = f"config.MODEL.WEIGHTS_INIT.PARAMS_FILE={as_word(absolute(weights))}"
     command = [sys.executable, "-m", "vissl_zero.cli", *words, init, *place]
-    environment = {**os.environ, SWEEP_VARIABLE: str(os.getpid())}  # it ends with this process, however that ends
+    environment = {**os.environ, SWEEP_VARIABLE: str(os.getpid())}  # the run ends with this process in any case
     run = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, errors="replace", env=environment)
     notes = []
     with run, _ending_first(run):
         for line in run.stdout or ():
             if is_quiet and line.startswith("note: "):
                 notes.append(line)
-            elif not is_quiet and str(folder) not in line:  # it is temporary: the user would look for it in vain
+            elif not is_quiet and str(folder) not in line:  # a temporary path misleads
                 print(line, end="", file=sys.stderr, flush=True)
-    if not (code := run.returncode):  # else the error stands alone
+    if not (code := run.returncode):  # after an error, only the error is printed
         print(end="".join(notes), file=sys.stderr)
     return (code, {}) if code else (0, read_object(folder / "summary.json"))
 
 
 @contextmanager
 def _ending_first(run: subprocess.Popen[str]) -> Iterator[None]:
-    """End ``run`` at once where this process is asked to end: it trains nothing, so it has nothing to save."""
+    """End ``run`` at once if this process is asked to end: an evaluation has nothing to save. A context."""
 
     def end(number: int, frame: FrameType | None) -> None:
         run.kill()  # the kernel ends its ranks

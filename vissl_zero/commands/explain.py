@@ -127,7 +127,7 @@ def _parse(arguments: Sequence[str]) -> tuple[str, list[str], set[str], str]:
 
 
 def _accounts_of(files: Sequence[RecipeFile], overrides: Sequence[str]) -> list[Account]:
-    """Explain each recipe, in their order, over a process a core."""
+    """Explain each recipe, in order, in one process per core."""
     account = partial(account_of, overrides=overrides)
     workers = min(len(files), os.cpu_count() or 1)
     if workers < 2:
@@ -137,7 +137,7 @@ def _accounts_of(files: Sequence[RecipeFile], overrides: Sequence[str]) -> list[
 
 
 def topic(problem: Problem) -> str:
-    """Name what a problem is about, for counting: its key, and a component that is not there."""
+    """Return the subject of a problem, for counting: its key, and the missing component if there is one."""
     key = re.sub(r"\[\d+\]", "", problem.key).removeprefix("config.")
     is_name = key.endswith(("NAME", "name", "SOURCES", "TRANSFORMS", "HEAD.PARAMS", "COLLATE_FUNCTION"))
     return f"{key} {problem.got}" if is_name and re.fullmatch(r"'[^']*'|[\w.]+", problem.got) else key
@@ -161,7 +161,7 @@ def _files(name: str, with_parts: bool) -> list[RecipeFile]:
 
 
 def _fix(files: Sequence[RecipeFile], out: Path) -> dict[str, list[Replacement]]:
-    """Write copies with public paths; what was replaced in each, by the recipe's name."""
+    """Write copies with public paths; returns the replacements of each recipe, by its name."""
     if not all(file.folder for file in files):
         raise ConfigError("vissl-zero explain: --fix needs a file or a folder, not the name of a recipe.")
     replacements = {}
@@ -216,7 +216,7 @@ def _print_folder(accounts: Sequence[Account]) -> None:
 
 
 def scoreboard(accounts: Sequence[Account]) -> list[str]:
-    """Count how many are accepted, and what blocks the others: in how many it takes part, and in how many alone."""
+    """Count accepted recipes and, for each problem, the recipes that have it, and those that have only it."""
     accepted = sum(account.is_accepted for account in accounts)
     lines = [f"{accepted} of {len(accounts)} recipes are accepted"]
     part: Counter[str] = Counter()
@@ -235,7 +235,7 @@ def _line(text: str) -> None:
     print(printable(text))
 
 
-_CORES = 64  # of the machines that are assumed
+_CORES = 64  # cores of the assumed machines
 _SENTENCE = re.compile(r"(?P<keys>config\.\S+(?:, config\.\S+)*) (?:has|have) no effect: (?P<why>.*)")
 
 
@@ -245,13 +245,13 @@ class Account:
 
     Attributes:
         name: name of the recipe, with the parts that were added to it.
-        file: the recipe's own file, where it is known.
-        used: keys that it writes and that count.
-        without_effect: key -> why it changes nothing here.
-        differs: key -> what is meant otherwise than in VISSL.
-        yours: what every user gives: paths of images and weights. A recipe that lacks only these is accepted.
-        refused: what is wrong.
-        notes: sentences that a run would say at its start.
+        file: the recipe's own file, if it is known.
+        used: keys of the recipe that have an effect.
+        without_effect: key -> why it has no effect.
+        differs: key -> how its meaning differs from VISSL.
+        yours: settings that every user provides: paths of images and weights. A recipe may lack them.
+        refused: problems of the recipe.
+        notes: sentences that a run would print at its start.
     """
 
     name: str
@@ -265,7 +265,7 @@ class Account:
 
     @property
     def is_accepted(self) -> bool:
-        """Return whether it would run, given paths."""
+        """Return whether the recipe would run once the user has set its paths."""
         return not self.refused
 
 
@@ -275,15 +275,15 @@ def account_of(
     """Compose and check a recipe as ``--dry-run`` does, on the machines that it asks for.
 
     Args:
-        recipe: what to account for.
+        recipe: recipe to check.
         overrides: overrides of the command line.
-        then: further called with an accepted run, while stand-ins are there; may raise ConfigError.
+        then: function called with an accepted run, while placeholders of its files exist; may raise ConfigError.
     """
     account = Account(str(recipe), str(recipe.file) if recipe.folder else "")
     words = [f"config={recipe.recipe}", *recipe.overrides, "config.DRY_RUN=true", *overrides]
     try:
         tree = untyped(plain_words(words))
-    except ConfigError as error:  # a file that is no moderate YAML
+    except ConfigError as error:  # a file that is not YAML, or too large
         account.refused += error.problems
         return account
     except (*EXPLAINABLE, *IN_A_LIST) as error:
@@ -322,7 +322,7 @@ def _written(tree: DictConfig) -> dict[str, Any]:
 
 
 def _leaves(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield key paths with what is no block; a list is one value."""
+    """Yield the key path and value of each leaf; a list is one value."""
     for name, value in tree.items():
         if isinstance(value, Mapping) and value:
             yield from _leaves(value, f"{prefix}{name}.")
@@ -331,7 +331,7 @@ def _leaves(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 
 def _typed(tree: DictConfig, recipe: str, words: Sequence[str], account: Account) -> Composed:
-    """Convert the tree to dataclasses, and move keys and values that are none into ``account.refused``."""
+    """Convert the tree to dataclasses; unknown keys and wrong values move to ``account.refused``."""
     if tree.get("engine_name", TRAIN) not in (TRAIN, *PROGRAMS):
         account.refused.append(unknown_engine(tree.engine_name))
         tree.engine_name = TRAIN
@@ -389,13 +389,13 @@ def _weights(weights: WeightsInit, path: str, account: Account, stack: ExitStack
 
 @contextmanager
 def _stand_in() -> Iterator[str]:
-    """Create a file that exists; of weights only that is checked."""
+    """Create a placeholder file, because only the existence of weights is checked."""
     with tempfile.NamedTemporaryFile(suffix=".torch") as file:
         yield file.name
 
 
 def _sort_keys(account: Account, run: RunConfig, written: Mapping[str, Any], notes: Sequence[str]) -> None:
-    """Sort each written key into its list, and sentences that are about no key into ``notes``."""
+    """Sort each written key into its list, and sentences without a key into ``notes``."""
     loss = run.LOSS.get("name")
     inactive: dict[str, str] = {key.path: key.why for key in vissl_keys() if not key.is_refused}
     inactive |= {f"LOSS.{name}": f"the loss is {loss}." for name in run.LOSS if name not in ("name", loss)}

@@ -1,4 +1,4 @@
-"""``vissl-zero export``: a trunk as a folder that another library opens."""
+"""``vissl-zero export``: write a trunk to a folder that another library opens."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def export(arguments: Sequence[str]) -> int:
         print(f"note: {warning.message}", file=sys.stderr)
     views = Views.of(loaded.config["DATA"])
     out.parent.mkdir(parents=True, exist_ok=True)
-    # Beside its place and under its own name, which the calls that open it quote; moved when it is whole.
+    # Written next to its final place, under the name that the printed calls use; moved once it is complete.
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=".export-") as temporary:
         folder = Path(temporary) / out.name
         folder.mkdir()
@@ -135,7 +135,7 @@ def _card(
 
 
 def _facts(source: Path) -> dict[str, Any]:
-    """Collect recipe, data and figures of a run of ours."""
+    """Collect recipe, data and results of one of our runs."""
     summary = source / "summary.json"
     if not summary.is_file():
         return {}

@@ -40,7 +40,7 @@ class Run:
 
     Attributes:
         folder: the run folder.
-        exit_code: 0: complete; 75 or 130: it saved and stopped, and ``train`` with the same folder resumes it.
+        exit_code: 0: complete; 75 or 130: saved and stopped; ``train`` with the same folder resumes the run.
     """
 
     folder: Path
@@ -48,20 +48,20 @@ class Run:
 
     @property
     def is_complete(self) -> bool:
-        """Return whether the run came to its end."""
+        """Return whether the run is complete."""
         return self.exit_code == 0
 
     @property
     def seeds(self) -> list[Run]:
-        """Return the run of each of ``config.SEEDS``, in their order; empty for a run of one seed."""
+        """Return the runs of ``config.SEEDS``, in order; empty for a run of one seed."""
         jobs = read_jobs(self.folder)
         return [Run(path, STOPPED if note.code is None else note.code) for path, note in jobs.items()]
 
     @property
     def summary(self) -> dict[str, Any]:
-        """Return ``summary.json`` of a complete run (keys: docs/run_folder.md); empty for one that was stopped.
+        """Return ``summary.json`` of a complete run (keys: docs/run_folder.md); empty if the run was stopped.
 
-        Of several seeds these are the means of ``seeds.json`` (keys: docs/runs.md).
+        For several seeds, these are the means in ``seeds.json`` (keys: docs/runs.md).
         """
         if (own := read_summary(self.folder)) or not self.is_complete:
             return own
@@ -75,7 +75,7 @@ class Run:
         """Return the trained trunk; ``options`` are those of ``vissl_zero.load_trunk``. Imports torch.
 
         Raises:
-            CheckpointError: as ``vissl_zero.load_trunk``; of several seeds, each of ``seeds`` has its trunk.
+            CheckpointError: see ``vissl_zero.load_trunk``. With several seeds, call this on each of ``seeds``.
         """
         import vissl_zero
 
@@ -95,8 +95,8 @@ def train(recipe: str, overrides: Overrides | None = None) -> Run:
             None, lists, dicts. Or a list of words as of the command line: ``["config.ZERO.LEVEL=3"]``. Without
             "config.CHECKPOINT.DIR" the run gets a new folder below ./runs.
     Raises:
-        ConfigError: the recipe, a key or the data are wrong; everything that is wrong, all at once.
-        LaunchError: the run crashed; with the end of what it printed.
+        ConfigError: the recipe, a key or the data are wrong; the message names all problems.
+        LaunchError: the run crashed; the message has the end of its output.
     """
     words = [_recipe_word(recipe), *_words(overrides)]
     folder = _named_folder(words)
@@ -113,14 +113,14 @@ def train(recipe: str, overrides: Overrides | None = None) -> Run:
 
 
 def plan(recipe: str, overrides: Overrides | None = None, *, memory_gb: float | None = None) -> dict[str, Any]:
-    """List every way to run a recipe with its memory and time, without training: ``vissl-zero plan --json``.
+    """List every plan of a recipe with its memory and time, without training: ``vissl-zero plan --json``.
 
     Args:
         recipe: what ``config=`` names.
         overrides: see ``train``.
-        memory_gb: GiB for a rank's tensors, as of ``--memory-gb``: 38 for a card of 40 GB; None: this machine's.
+        memory_gb: GiB for a rank's tensors, as in ``--memory-gb``: 38 for a GPU of 40 GB; None: this machine's.
     Returns:
-        What docs/plan.md describes: the plans, and which one is chosen.
+        The plans and the chosen plan, as docs/plan.md describes.
     Raises:
         ConfigError: the recipe or a key is wrong.
     """
@@ -182,7 +182,7 @@ def _absolute(folder: str | Path) -> str:
 
 
 def _output_of(words: Sequence[str]) -> str:
-    """Run a command to its end, which must be a good one, and return what it printed."""
+    """Run a command, which must succeed; returns its output."""
     printed: list[str] = []
     code, tail = _command(words, printed.append)
     if code == _INPUT_IS_WRONG:
@@ -191,7 +191,7 @@ def _output_of(words: Sequence[str]) -> str:
         raise KeyboardInterrupt
     if code:
         raise LaunchError(f"vissl-zero {words[0]} ended with exit code {code}.\n{tail}")
-    if tail:  # such as photos that are not read
+    if tail:  # for example, warnings about unread photos
         print(tail, file=sys.stderr)
     return "".join(printed)
 
@@ -200,8 +200,8 @@ _print_now = partial(print, end="", flush=True)
 
 
 def _command(words: Sequence[str], take: Callable[[str], object] = _print_now) -> tuple[int, str]:
-    """Run ``vissl-zero`` and hand on each line it prints; return its exit code and the end of its errors."""
-    # A session of its own: an interrupt is passed on once, and a second one ends it at once, as at a terminal.
+    """Run ``vissl-zero``, and forward each line of its output; returns its exit code and the end of its errors."""
+    # In its own session, an interrupt is forwarded once, and a second interrupt ends it at once, as in a terminal.
     process = subprocess.Popen(
         [sys.executable, "-m", "vissl_zero.cli", *words],
         stdin=subprocess.DEVNULL,
@@ -248,7 +248,7 @@ def _words(overrides: Overrides | None) -> list[str]:
 
 
 def _named_folder(words: Sequence[str]) -> str:
-    """Return the run folder that the words name, without the quotes of Hydra's grammar; empty without one."""
+    """Return the run folder in the overrides, without the quotes of Hydra's grammar; empty if they name none."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import OverrideParseException
 
@@ -258,4 +258,4 @@ def _named_folder(words: Sequence[str]) -> str:
     try:
         return str(OverridesParser.create().parse_override(*plain_words([word])).value() or "")
     except OverrideParseException:
-        return word  # the command says what is wrong with it
+        return word  # the command reports what is wrong

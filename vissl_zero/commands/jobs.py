@@ -30,7 +30,7 @@ def jobs(arguments: Sequence[str]) -> int:
     """Run the command; returns its exit code.
 
     Raises:
-        LaunchError: an unknown word or job.
+        LaunchError: an unknown subcommand or job.
     """
     word, rest = (arguments[0], list(arguments[1:])) if arguments else ("", [])
     if word in ("", "-h", "--help"):
@@ -76,7 +76,7 @@ def _list() -> int:
         row = (job.job_id, job.name, state_of(job), _steps(job), when, job.run_dir)
         table.add_row(*map(Text, row))
     if jobs:
-        # A path that is cut is of no use: a narrow terminal wraps the lines instead.
+        # A cropped path would be useless, so lines wrap on a narrow terminal.
         Console(width=max(len(job.run_dir) + len(job.name) for job in jobs) + 60, soft_wrap=True).print(table)
     else:
         print("No run was submitted from this account.")
@@ -84,14 +84,14 @@ def _list() -> int:
 
 
 def state_of(job: Submitted) -> str:
-    """Ask SLURM for the job's state; read it from the run folder where SLURM has forgotten the job."""
+    """Return the job's state by SLURM, or by the run folder if SLURM no longer knows the job."""
     try:
         command = ["scontrol", "show", "job", "-o", job.job_id]
         answer = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60).stdout
     except (OSError, subprocess.TimeoutExpired):
         answer = ""
     states = [word.partition("=")[2] for word in answer.split() if word.startswith("JobState=")]
-    # The path of its log identifies a job: numbers restart on a cluster that was set up again.
+    # The path of its log identifies a job, because numbers restart if a cluster is set up again.
     if states and str(Path(job.stdout).parent) in answer:
         return states[0]
     return "COMPLETED" if (Path(job.run_dir) / "summary.json").exists() else "ended"
@@ -109,11 +109,11 @@ def _steps(job: Submitted) -> str:
 
 
 def _logs(job: Submitted, follow: bool) -> int:
-    """Print the first task's output as it comes, then every task's errors."""
+    """Print the first task's output, as it is written if ``follow``, then every task's errors."""
     out, folder = Path(job.stdout), Path(job.stdout).parent
     position = 0
     while True:
-        is_over = not follow or state_of(job) in _FINAL  # asked first: what is written before the end is still read
+        is_over = not follow or state_of(job) in _FINAL  # checked before reading, so that the last output is read too
         if out.exists():
             with out.open("rb") as file:
                 file.seek(position)

@@ -16,7 +16,7 @@ from vissl_zero.registry import REGISTRIES, load_plugins
 
 
 def completed_recipes(arguments: Sequence[str]) -> list[str]:
-    """List what ``config=...`` at the cursor may become, for ``-sc query=<shell>``; empty where that is not asked.
+    """List completions of ``config=...`` at the cursor, for ``-sc query=<shell>``; empty for other queries.
 
     The shell's script sets ``COMP_LINE``, the line up to the cursor.
     """
@@ -32,13 +32,13 @@ KINDS = ("recipes", *REGISTRIES)
 
 
 def list_kind(kind: str, folders: Sequence[str]) -> int:
-    """Print everything of one kind by name, installed plugins' components too.
+    """Print everything of one kind by name, including components of installed plugins.
 
     Args:
         kind: one of ``KINDS``.
         folders: more folders with recipes (--config-dir).
     Raises:
-        ConfigError: another word.
+        ConfigError: ``kind`` is unknown.
     """
     if kind not in KINDS:
         command = f"vissl-zero list {kind}".rstrip()

@@ -1,4 +1,4 @@
-"""``vissl-zero lr-find config=<recipe> [overrides]``: which learning rate does this recipe train well with?
+"""``vissl-zero lr-find config=<recipe> [overrides]``: find a learning rate with which a recipe trains well.
 
 Trains in a temporary folder with a rate that rises from step to step, and keeps nothing of it.
 """
@@ -29,7 +29,7 @@ _FORCED = (
     "config.HOOKS.LOGGERS=[]",
     "config.HOOKS.EARLY_STOPPING.METRIC=''",
     "config.HOOKS.EMA_MODEL.SAVE_EMA_MODEL=false",
-    "config.HOOKS.CAPTURE_BAD_STEP.USE_CAPTURE=false",  # it ends where the loss is no longer finite
+    "config.HOOKS.CAPTURE_BAD_STEP.USE_CAPTURE=false",  # the test ends with a loss that is not finite
     "config.CHECKPOINT.SAVE_BEST=false",
     "config.CHECKPOINT.CHECKPOINT_FREQUENCY=-1",
     "config.CHECKPOINT.CHECKPOINT_ITER_FREQUENCY=-1",
@@ -87,7 +87,7 @@ def lr_find(arguments: Sequence[str]) -> int:
 
 
 def _train(recipe: str, overrides: Sequence[str], num_steps: int, folder: Path) -> int:
-    """Run the test in ``folder``; 0 also where it ended because the loss was no longer finite."""
+    """Run the test in ``folder``; returns its exit code, 0 also if it ended because the loss was not finite."""
     from vissl_zero.launch.run import run
     from vissl_zero.planner.planning import fitted
     from vissl_zero.resolve.resolve import resolve

@@ -35,15 +35,15 @@ _NUM_TIMED, _NUM_WARM = 8, 3  # steps of the measurement, and those before the s
 
 @dataclass(frozen=True)
 class Facts:
-    """The result of a quick look at a folder.
+    """Facts about a folder of images.
 
     Attributes:
         train: folder to train on.
-        val: folder to measure on; None without labels.
+        val: folder to evaluate on; None without labels.
         num_images: number of images in ``train``.
         num_classes: number of classes in ``train``; 0 without labels.
-        side: median of the shorter sides of the images looked at, pixels.
-        is_gray: whether all of them are gray.
+        side: median of the shorter sides of the sampled images, in pixels.
+        is_gray: whether all sampled images are gray.
     """
 
     train: Path
@@ -73,13 +73,13 @@ class Place:
 
     @property
     def procs(self) -> int:
-        """Processes on it: a profile that ends with x8 is of a machine of eight."""
+        """Number of processes on the machine: a profile whose name ends in x8 describes a machine with eight."""
         count = re.search(r"x(\d+)$", self.profile)
         return int(count[1]) if count else 1
 
 
 def new(arguments: Sequence[str]) -> int:
-    """Ask what the flags leave open, and write the recipe; returns the exit code.
+    """Ask the questions that the flags do not answer, and write the recipe; returns the exit code.
 
     Raises:
         ConfigError: an answer is wrong, or no plan fits the memory.
@@ -138,7 +138,7 @@ def _place(name: str) -> Path:
 
 
 def _answer(value: str | None, flag: str, question: str, default: str, read: Callable[[str], T]) -> T:
-    """Read the value of a flag, or ask for it until the answer can be read; without a terminal its default."""
+    """Return the value of a flag, or ask until an answer can be parsed; the default without a terminal."""
     while value is None and sys.stdin.isatty():
         try:
             return read(input(f"{question}{f' [{default}]' if default else ''} ").strip() or default)
@@ -188,7 +188,7 @@ def _place_of(memory_gb: float | None, profile: str) -> Place:
 
 
 def _asked_length(epochs: str | None, hours: str | None) -> tuple[int, float | None]:
-    """Read ``--epochs`` or ``--hours``, or ask for one of them; the epochs are 1 where hours are given."""
+    """Read ``--epochs`` or ``--hours``, or ask for one of them; with hours, epochs are 1."""
     if epochs is not None and hours is not None:
         raise ConfigError("vissl-zero new --hours: must be left out beside --epochs. Give one of them.")
     if hours is not None:
@@ -218,7 +218,7 @@ def look_at(folder: Path, labels: str) -> Facts:
     """Count the images of a folder, and decode a few of them.
 
     Args:
-        folder: holds images; or train/ and val/ with a folder for each class.
+        folder: folder with images; or with train/ and val/, each with a folder for each class.
         labels: yes, no or auto.
     Raises:
         DataError: there are too few images, or no labels.
@@ -302,7 +302,7 @@ def _quoted(path: Path | str) -> str:
 
 
 def _fitting(path: Path, facts: Facts, place: Place, epochs: int) -> tuple[int, Planned]:
-    """Write the recipe with the largest batch for which a plan fits; return the batch and the plans."""
+    """Write the recipe with the largest batch for which a plan fits; returns the batch and the plans."""
     from vissl_zero.planner.planning import plan_run
 
     batch = _LEAST_IMAGES
@@ -326,10 +326,10 @@ def _name(path: Path) -> str:
 
 
 def _speed(path: Path, place: Place, planned: Planned) -> tuple[float, str]:
-    """Return images per second of the recipe, and where that is from: the forecast, or steps on this machine.
+    """Return images per second of the recipe, and their source: the forecast, or steps measured on this machine.
 
     Raises:
-        ConfigError: neither can be had.
+        ConfigError: there is no forecast, or the measured steps failed.
     """
     chosen = planned.chosen
     if place.profile:

@@ -1,4 +1,4 @@
-"""``vissl-zero plan config=<recipe>``: every way to run a recipe, with its forecast memory and time."""
+"""``vissl-zero plan config=<recipe>``: every plan of a recipe, with its forecast memory and time."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _VALUES = {
 _FLAGS = ("--history", "--ranks", "--gpus", "--png", "--json", *_VALUES)
 _NOTHING_FITS = 1
 _PER_MACHINE = 8
-_WIDTH = 260  # columns: a wrapped table is better than a cut one
+_WIDTH = 260  # characters; a wrapped table is better than a cropped one
 
 
 def plan(arguments: Sequence[str]) -> int:
@@ -95,12 +95,12 @@ def plan(arguments: Sequence[str]) -> int:
 
 
 def _sets_ranks(overrides: Sequence[str]) -> bool:
-    """Check whether the user says how many ranks there are."""
+    """Check whether the user sets the number of ranks."""
     return any(word.startswith(("config.DISTRIBUTED.NUM_PROC", "config.DISTRIBUTED.NUM_NODES")) for word in overrides)
 
 
 def _images_a_step(file: RecipeFile) -> int:
-    """Return the images of a step of a recipe as it is written."""
+    """Return the images of a step in a recipe without overrides."""
     written = compose(file.recipe, file.overrides).run
     num_ranks = written.DISTRIBUTED.NUM_PROC_PER_NODE * written.DISTRIBUTED.NUM_NODES
     return num_ranks * written.DATA.TRAIN.BATCHSIZE_PER_REPLICA * written.ZERO.gradient_accumulation_steps
@@ -121,7 +121,7 @@ def _history(words: Sequence[str]) -> int:
 
 
 def _parse(arguments: Sequence[str]) -> tuple[list[str], list[str], list[str], bool, Path | None]:
-    """Parse recipes, overrides of the run, overrides of the plan alone, whether to print JSON, and the plot's file."""
+    """Parse recipes, overrides of the run, overrides only of the plan, whether to print JSON, and the plot's file."""
     words = [part for word in arguments for part in (word.split("=", 1) if word.startswith("--") else [word])]
     recipes: list[str] = []
     overrides: list[str] = []
@@ -151,7 +151,7 @@ def _parse(arguments: Sequence[str]) -> tuple[list[str], list[str], list[str], b
 
 
 def _recipe(name: str, scratch: Path) -> RecipeFile:
-    """Find a recipe by its name or path; the path may be anywhere, such as a run's config.user.yaml."""
+    """Find a recipe by its name, or by any path, such as a run's config.user.yaml."""
     path = Path(name).expanduser()
     if path.suffix != ".yaml" or not path.is_file():
         if path.suffix == ".yaml" and name.removesuffix(".yaml") not in recipe_names():

@@ -1,6 +1,6 @@
-"""``vissl-zero replay <run folder>/bad_steps/<step>``: run a captured bad step again, and look into every module.
+"""``vissl-zero replay <run folder>/bad_steps/<step>``: run a captured bad step again, and watch every module.
 
-Nothing is written: neither into the run folder nor into that of the step.
+Nothing is written, neither into the run folder nor into the folder of the step.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def replay(arguments: Sequence[str]) -> int:
 
     Raises:
         ConfigError: the arguments are wrong, or this machine cannot run the step.
-        CheckpointError: the folder is none of a captured step, is damaged, or is of a later version.
+        CheckpointError: the folder has no captured step, is damaged, or was written by a later version.
     """
     parser = CommandParser(
         prog=_WORD,
@@ -65,11 +65,11 @@ def replay(arguments: Sequence[str]) -> int:
 
 
 def _plan(folder: Path, precision: str | None, level: int | None, processes: int | None) -> ResolvedRun:
-    """Return the plan of the captured run, changed as asked for.
+    """Return the plan of the captured run, with the requested changes.
 
     Raises:
-        ConfigError: it cannot be run so, or not here.
-        CheckpointError: there is no plan.
+        ConfigError: the changed plan is not possible, or not on this machine.
+        CheckpointError: the folder has no plan.
     """
     try:
         plan = load_resolved(folder / RESOLVED_FILE)

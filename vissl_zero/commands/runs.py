@@ -58,7 +58,7 @@ def runs(arguments: Sequence[str]) -> int:
 
 
 def _order(run: ListedRun, column: str) -> tuple[bool, float | str]:
-    """Return the key to sort runs by; one that lacks the figure comes last."""
+    """Return the sort key of a run; runs without a value in the column are last."""
     if column in FIGURES:
         value = run.figures.get(column)
         return value is None, (value or 0.0) * (1 if column == "loss_last" else -1)

@@ -46,12 +46,12 @@ from vissl_zero.resolve.resolved import ResolvedRun
 
 
 def train(arguments: Sequence[str]) -> int:  # noqa: C901 - every way that Hydra ends
-    """Compose through ``@hydra.main`` and run every job of it (one, or a sweep); the worst exit code of all jobs.
+    """Compose through ``@hydra.main``, and run the job or the sweep; returns the worst exit code of all jobs.
 
     Args:
-        arguments: the words of the command line.
+        arguments: arguments of the command line.
     Raises:
-        VisslZeroError: they are wrong.
+        VisslZeroError: the arguments are wrong.
     """
     if recipes := completed_recipes(arguments):
         print("\n".join(recipes))
@@ -63,23 +63,23 @@ def train(arguments: Sequence[str]) -> int:  # noqa: C901 - every way that Hydra
     def job(cfg: DictConfig) -> int | float | None:
         nonlocal in_job
         in_job = True
-        figure = objective(HydraConfig.get(), cfg.config)
+        metric = objective(HydraConfig.get(), cfg.config)
         code = _run_job(cfg)
         if code == INTERRUPTED:
             raise KeyboardInterrupt  # ends a sweep
         if code == STOPPED and "SUBMITIT_EXECUTOR" not in os.environ:
-            raise SystemExit(STOPPED)  # ends a sweep too, but for one whose jobs are queued again one by one
+            raise SystemExit(STOPPED)  # ends a sweep too, unless its jobs are requeued one by one
         codes.append(code)
         result: int | float | None = code
-        if figure:  # of a job that was refused, its folder has another's
-            result = read_metric(Path(HydraConfig.get().runtime.output_dir), figure) if code == 0 else None
+        if metric:  # after a refusal, the folder may have the summary of another job
+            result = read_metric(Path(HydraConfig.get().runtime.output_dir), metric) if code == 0 else None
         in_job = False
         return result
 
     register()
     register_launcher()
     remember_new(Path("runs"))
-    warnings.filterwarnings("error", message="provider=hydra.searchpath")  # a folder that is not there
+    warnings.filterwarnings("error", message="provider=hydra.searchpath")  # a folder is missing
     flags, overrides, folders = _for_hydra(arguments)
     sys.argv = [sys.argv[0], *flags, *overrides]
     before = os.environ.get("HYDRA_FULL_ERROR")
@@ -99,7 +99,7 @@ def train(arguments: Sequence[str]) -> int:  # noqa: C901 - every way that Hydra
     except SystemExit as end:
         if end.code != 1 or in_job:
             raise
-        return 2  # Hydra has said what is wrong with one of its own flags
+        return 2  # Hydra has reported what is wrong with one of its own flags
     finally:
         if before is None:
             os.environ.pop("HYDRA_FULL_ERROR", None)
@@ -113,10 +113,10 @@ def train(arguments: Sequence[str]) -> int:  # noqa: C901 - every way that Hydra
 
 
 def _for_hydra(arguments: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
-    """Sort the words for Hydra's parser: flags, then overrides in one piece; and the folders of --config-dir.
+    """Sort arguments for Hydra's parser, flags before overrides; returns them, and the folders of --config-dir.
 
     Raises:
-        ConfigError: a flag that there is not or that would replace our defaults, or blanks around "=".
+        ConfigError: a flag is unknown or would replace our defaults, or there are blanks around "=".
     """
     for before, word in pairwise(arguments):
         if word.startswith("=") and "=" not in before:
@@ -137,7 +137,7 @@ def _for_hydra(arguments: Sequence[str]) -> tuple[list[str], list[str], list[str
     flags = [word for word in words if word not in overrides]
     folders = [parsed.config_dir] if parsed.config_dir else []
     overrides = [_recipes_of_glob(word, folders) for word in plain_words(overrides)]
-    if "config.DRY_RUN=true" in overrides:  # nothing is started, so the jobs of a sweep are looked at here
+    if "config.DRY_RUN=true" in overrides:  # nothing is started, so the jobs of a sweep are checked here
         overrides = [word for word in overrides if not word.startswith(("hydra/launcher=", "hydra.launcher."))]
     is_other_rank = {"RANK", "WORLD_SIZE", "LOCAL_RANK"} <= os.environ.keys() and os.environ["RANK"] != "0"
     if is_other_rank and not any(word.startswith("hydra.run.dir=") for word in overrides):
@@ -156,7 +156,7 @@ def _recipes_of_glob(word: str, folders: Sequence[str]) -> str:
 
 
 def _run_job(cfg: DictConfig) -> int:
-    """Check, resolve and run one composed job. Errors end it, not the sweep it belongs to."""
+    """Check, resolve and run a composed job; returns its exit code. An error ends the job, but not its sweep."""
     hydra_cfg = HydraConfig.get()
     folder, recipe = Path(hydra_cfg.runtime.output_dir), str(hydra_cfg.runtime.choices.get("config") or "several")
     if hydra_cfg.job.chdir:
@@ -178,14 +178,14 @@ def _run_job(cfg: DictConfig) -> int:
 
 
 def _train_seeds(cfg: DictConfig, folder: Path, is_sweep: bool) -> NoReturn:
-    """Become the sweep over SEED_VALUE that ``config.SEEDS`` stands for.
+    """Replace this process by the sweep over SEED_VALUE that ``config.SEEDS`` means.
 
     Args:
-        cfg: what is below ``config``, with ``SEEDS``.
-        folder: the run folder, which becomes the sweep's.
-        is_sweep: this is a job of a sweep already.
+        cfg: the block ``config``, with ``SEEDS``.
+        folder: run folder, which becomes the sweep's folder.
+        is_sweep: whether this is already a job of a sweep.
     Raises:
-        ConfigError: the seeds are wrong, or this process is one of several.
+        ConfigError: the seeds are wrong, or this process is one of several ranks.
     """
     seeds: Sequence[int] = cfg.SEEDS
     fix = "Correct it."
@@ -201,7 +201,7 @@ def _train_seeds(cfg: DictConfig, folder: Path, is_sweep: bool) -> NoReturn:
         raise ConfigError([Problem("config.SEEDS", f"[{', '.join(map(str, seeds))}]", must, fix)])
     if cfg.SEED_VALUE:
         print(f"note: config.SEED_VALUE has no effect: {SEED_BESIDE_SEEDS}.")
-    _remove_if_empty(folder)  # the sweep makes it again, and takes back no folder that it has found
+    _remove_if_empty(folder)  # the sweep makes it again, and would not remove a folder that exists
     ours = ("config.SEEDS=", "+config.SEEDS=", "config.CHECKPOINT.DIR=", "hydra.run.dir=")
     words = [word for word in sys.argv[1:] if not word.startswith(ours)]
     swept = ",".join(map(str, seeds))
@@ -215,7 +215,7 @@ def _compose_and_run(cfg: DictConfig, recipe: str, output_dir: Path) -> int:
     from vissl_zero.launch.run import run
 
     try:
-        # Not resolved: a word with ${...} in it would be.
+        # Not resolved, so that ${...} in an override stays as written.
         overrides = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
         assert isinstance(overrides, list)
         sources = HydraConfig.get().runtime.config_sources
@@ -237,7 +237,7 @@ def _compose_and_run(cfg: DictConfig, recipe: str, output_dir: Path) -> int:
 
 
 def _fit(composed: Composed, output_dir: Path) -> FitRun:
-    """Decide ``ZERO.LEVEL: fit``, in a process of its own: it builds the model with fake tensors, and imports torch."""
+    """Decide ``ZERO.LEVEL: fit`` in another process, because that imports torch and builds the model."""
     plans = run_in_subprocess(_fit_plans, composed, output_dir, free_memory())
 
     def resolved(option: FitOption, why: str) -> ResolvedRun:
@@ -259,7 +259,7 @@ def _resolved(composed: Composed, output_dir: Path) -> ResolvedRun:
 
 
 def _remove_if_empty(folder: Path) -> None:
-    """Take back the folder that Hydra makes before a run is checked."""
+    """Remove the folder that Hydra makes before a run is checked, if it is empty."""
     with suppress(OSError):  # not empty
         while folder in new_folders or Path("runs").absolute() in folder.parents:
             folder.rmdir()

@@ -1,4 +1,4 @@
-"""``vissl-zero verify config=<recipe> [overrides]``: does sharding change what this recipe trains?
+"""``vissl-zero verify config=<recipe> [overrides]``: check that sharding does not change what a recipe trains.
 
 Runs the recipe for a few steps twice in float64, unsharded (level 0, torch engine, no offload) and as it says, and
 compares every loss and every parameter after every step. Run it before trusting a long job.
@@ -61,7 +61,7 @@ class StepDifference:
         step: number of the step, from 1.
         loss: absolute difference of the losses.
         parameter: largest absolute difference of an element of a parameter or buffer.
-        name: where that is.
+        name: name of this parameter or buffer.
     """
 
     step: int
@@ -98,7 +98,7 @@ def verify(arguments: Sequence[str]) -> int:
 
 
 def _require_trainable(cfg: RunConfig) -> None:
-    """Check that there are steps to compare, and that this machine can take them."""
+    """Check that there are steps to compare, and that this machine can run them."""
     problems = []
     if cfg.TEST_ONLY:
         problems.append(
@@ -143,7 +143,7 @@ def _train(recipe: str, overrides: Sequence[str], num_steps: int, folder: Path) 
 
 
 def compare(reference: Path, other: Path) -> list[StepDifference]:
-    """Compare two run folders that hold metrics.jsonl and weight_trace/, after each step."""
+    """Compare two run folders with metrics.jsonl and weight_trace/, after each step."""
     from safetensors import safe_open
 
     losses = [

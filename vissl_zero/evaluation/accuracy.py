@@ -1,6 +1,6 @@
-"""Accuracy on images that the model was not trained on, while it trains and at the end.
+"""Accuracy on images on which the model was not trained, during training and at the end.
 
-It is that of supervised training and of linear evaluation, or the online probe's beside a self-supervised method.
+It is the accuracy of supervised training, of linear evaluation, or of the online probe of a self-supervised method.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ TOP_K = 5
 
 @dataclass(frozen=True)
 class Accuracy:
-    """Shares of images, 0 to 1, of one head.
+    """The accuracy of one head, as shares of images from 0 to 1.
 
     Attributes:
-        top1: share of images whose largest logit is their label's.
-        top5: share whose label is among the ``TOP_K`` largest logits; None for a head with at most as many outputs.
-        by_k: k -> whose label is among the k largest logits, of other k.
+        top1: share of images whose largest logit is that of their label.
+        top5: share of images whose label is among the ``TOP_K`` largest logits; None if the head has too few outputs.
+        by_k: k -> share of images whose label is among the k largest logits, for further k.
     """
 
     top1: float
@@ -40,14 +40,14 @@ class Accuracy:
 
 
 class AccuracyHook(CurveHook):
-    """Top-1 and top-5 on TEST's images of a run that predicts classes, every TEST_EVERY_NUM_EPOCH epochs and last.
+    """Measures top-1 and top-5 on TEST's images if a run predicts classes, every TEST_EVERY_NUM_EPOCH epochs and last.
 
     Adds to the results: ``top1_latest``, ``top5_latest`` and ``top1_by_step`` ([step, top-1] each) while it trains;
     ``top1`` and ``top5`` at the end (0 to 1; None where TEST has no images or no labels). The best of several
     heads counts; a sweep of learning rates adds ``top1_by_lr`` and ``best_lr``, an evaluation of several layers
     ``top1_by_layer``, ``top5_by_layer`` and ``best_layer``; METERS adds ``top<k>``, ``precision_at_<k>`` and
-    ``recall_at_<k>`` of that head. Nothing is added for other methods, without TEST_MODEL, or where nothing was trained
-    and the heads are as new.
+    ``recall_at_<k>`` of that head. Nothing is added for other methods, without TEST_MODEL, or if the heads are neither
+    trained nor loaded.
     """
 
     figure = "top1"
@@ -73,10 +73,10 @@ class AccuracyHook(CurveHook):
             run.results |= _further_figures(run.plan.config.METERS, accuracy)
 
     def _measure(self, run: Run) -> Accuracy | None:
-        """Measure the accuracy of the best head as it is now, which joins the curve. Collective."""
+        """Measure the accuracy of the current best head, and add it to the curve. Collective."""
         if (ignored_label := _ignored_label(run)) is None:
             return None
-        # Opened each time, so that loader workers live only as long as the evaluation.
+        # Opened for each evaluation, so that loader workers end with it.
         _, images = build_eval_images(run.plan.config.DATA, run.plan.seed)
         if images is None or not (heads := accuracies(run, images, ignored_label)):
             return None
@@ -96,26 +96,26 @@ class AccuracyHook(CurveHook):
 
 
 def _ignored_label(run: Run) -> int | None:
-    """Return ``Method.ignored_label`` of a run whose accuracy means something and is asked for."""
+    """Return ``Method.ignored_label``; None if the run predicts no classes or does not ask for accuracy."""
     config = run.plan.config
     settings = config.MODEL.FEATURE_EVAL_SETTINGS
     has_new_heads = settings.EVAL_MODE_ON and not settings.EVAL_TRUNK_AND_HEAD
-    predicts = config.PROGRAM in (TRAIN, PREDICTIONS)  # the other programs are about features, heads' too
+    predicts = config.PROGRAM in (TRAIN, PREDICTIONS)  # the other programs use features only
     is_measured = predicts and config.TEST_MODEL and (run.num_steps > 0 or not has_new_heads)
     return run.method.ignored_label if is_measured else None
 
 
 def _numbers(meters: Meters, meter: str) -> list[int]:
-    """Return ``topk_values`` of a meter that METERS names."""
+    """Return ``topk_values`` of a meter in METERS."""
     return list(getattr(meters, meter).topk_values) if meter in (meters.name, *meters.names) else []
 
 
 def _further_figures(meters: Meters, accuracy: Accuracy) -> dict[str, float]:
-    """Compute what METERS names beyond top-1 and top-5, by its name among the results.
+    """Compute the further metrics in METERS, by their names in the results.
 
     Args:
-        meters: the resolved block.
-        accuracy: of one head, at every number that the block names.
+        meters: the resolved block METERS.
+        accuracy: accuracy of one head, for every k in the block.
     """
     shares = {1: accuracy.top1, TOP_K: accuracy.top5, **accuracy.by_k}
     figures = {}
@@ -132,8 +132,8 @@ def accuracies(run: Run, images: EvalImages, ignored_label: int) -> list[Accurac
 
     Args:
         run: run with a sharded model in any mode.
-        images: images of any number; each is counted once.
-        ignored_label: images with this label do not count.
+        images: images in any number; each is counted once.
+        ignored_label: label of images that do not count.
     Returns:
         Equal on every rank; empty if no image has a label.
     """
@@ -149,7 +149,7 @@ def accuracies(run: Run, images: EvalImages, ignored_label: int) -> list[Accurac
 
 
 def _masked(logits: Tensor, labels: Set[int | None]) -> Tensor:
-    """Put logits (n, C) of classes that are no label last, as VISSL's ModelOutputMaskHook does."""
+    """Lower the logits (n, C) of classes without a label, as VISSL's ModelOutputMaskHook does."""
     is_out = torch.tensor([label not in labels for label in range(logits.shape[1])], device=logits.device)
     return logits.masked_fill(is_out, float("-inf"))
 
@@ -162,15 +162,15 @@ def _accuracies_of(
     counts_label: Callable[[Tensor], Tensor],
     numbers: Sequence[int] = (),
 ) -> list[Accuracy]:
-    """Measure classifiers on top of the model (``EVALUATED_MODEL``), in evaluation mode. Collective.
+    """Measure classifiers on the model (``EVALUATED_MODEL``), in evaluation mode. Collective.
 
     Args:
         run: run with a sharded model in any mode.
-        images: images of any number; each is counted once.
-        score: model, images of one resolution -> logits (n, C) of each classifier.
-        num_classifiers: how many ``score`` gives.
-        counts_label: labels (n,) -> which of the images count.
-        numbers: further k for ``Accuracy.by_k``; 1 and ``TOP_K`` are there anyway.
+        images: images in any number; each is counted once.
+        score: function from model and images of one resolution to logits (n, C) of each classifier.
+        num_classifiers: number of classifiers that ``score`` returns.
+        counts_label: function from labels (n,) to a mask of the images that count.
+        numbers: further k for ``Accuracy.by_k``, in addition to 1 and ``TOP_K``.
     Returns:
         Equal on every rank; empty if no image counts.
     """
@@ -205,10 +205,10 @@ def _accuracies_of(
 
 
 class OnlineProbeHook(CurveHook):
-    """Steps the probe with the model and measures it on TEST's images, every EVERY_NUM_EPOCHS epochs and at the end.
+    """Steps the probe with the model, and measures it on TEST's images every EVERY_NUM_EPOCHS epochs and at the end.
 
     Adds to the results: ``probe_top1_latest`` while it trains, ``probe_top1`` at the end, ``probe_top1_by_step``
-    ([step, top-1] each), and ``probe_top1_train``, of the newest epoch's training views (0 to 1).
+    ([step, top-1] each), and ``probe_top1_train``, top-1 on the newest epoch's training views (0 to 1).
     """
 
     figure = "probe_top1"
@@ -239,7 +239,7 @@ class OnlineProbeHook(CurveHook):
             run.results["probe_top1"] = self._measure(run)
 
     def _measure(self, run: Run) -> float | None:
-        """Measure top-1 on TEST's images as the probe is now, which joins the curve. Collective."""
+        """Measure top-1 of the current probe on TEST's images, and add it to the curve. Collective."""
         _, images = build_eval_images(run.plan.config.DATA, run.plan.seed)
         probe = run.probe
         if images is None or probe is None:

@@ -29,15 +29,15 @@ _CHUNK_ELEMENTS = 2**24  # distances at once: 64 MiB in float32
 
 
 def unit_rows(rows: Tensor) -> Tensor:
-    """Divide rows by their L2 norm, to which VISSL adds 1e-5."""
+    """Divide rows by their L2 norm plus 1e-5, as VISSL does."""
     return rows / (rows.norm(dim=1, keepdim=True) + 1e-5)
 
 
 def nearest_centroids(rows: Tensor, centroids: Tensor) -> tuple[Tensor, Tensor]:
-    """Find the centroid (K, F) nearest to each of the rows (N, F). Collective: ranks share the rows.
+    """Find the nearest of ``centroids`` (K, F) for each of ``rows`` (N, F). Collective: ranks share the rows.
 
     Returns:
-        Numbers (N,) int64 and squared distances (N,), equal on every rank.
+        Indices of centroids (N,) int64, and squared distances (N,); equal on every rank.
     """
     local_rows = rows[rank_slice(len(rows), rank(), world_size())]
     squares = centroids.square().sum(dim=1)
@@ -50,13 +50,13 @@ def nearest_centroids(rows: Tensor, centroids: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def kmeans(rows: Tensor, num_clusters: int, num_iterations: int, seed: int) -> Tensor:
-    """Compute centroids (K, F) by Lloyd's algorithm, which ends early where nothing changes. Collective.
+    """Compute centroids (K, F) by Lloyd's algorithm, which ends early if no assignment changes. Collective.
 
-    It begins at rows that ``seed`` draws. An empty cluster moves to the row that is farthest from its own centroid.
+    The first centroids are rows drawn by ``seed``. An empty cluster moves to the row farthest from its centroid.
 
     Args:
-        rows: (N, F), N at least K, equal on every rank.
-        num_clusters: K.
+        rows: rows (N, F), equal on every rank; N is at least K.
+        num_clusters: number of clusters, K.
         num_iterations: most iterations.
         seed: seed of the draw.
     Cost: N * K * F / ranks multiplications and an all-reduce of K * F numbers an iteration.
@@ -80,7 +80,7 @@ def kmeans(rows: Tensor, num_clusters: int, num_iterations: int, seed: int) -> T
 
 @HOOKS.register("cluster_features_and_label")
 class ClusterFeatures(Hook):
-    """Clusters the features of one split, and writes both splits as lists of images with their clusters for labels.
+    """Clusters the features of a split, and writes lists of images of both splits with their clusters as labels.
 
     ``CLUSTERFIT`` has the keys. Files, under VISSL's names: ``<name>_<split>_<layer>_N<clusters>_D<width>_images.npy``
     and ``..._labels.npy``, which ``disk_filelist`` reads, and ``....safetensors`` in place of VISSL's pickle
@@ -139,7 +139,7 @@ class ClusterFeatures(Hook):
                 print_line(line)
 
     def _write(self, run: Run, split: str, labels: Tensor, distances: Tensor, centroids: Tensor) -> list[str]:
-        """Write two lists on rank 0; return their paths."""
+        """Write the two lists on rank 0; returns their paths."""
         options = run.plan.config.CLUSTERFIT
         name = options.FEATURES.DATASET_NAME or "clusters"
         layer = options.FEATURES.LAYER_NAME or "features"

@@ -1,4 +1,4 @@
-"""A figure that a hook measures again and again: the curve of it, which is saved with the run."""
+"""The curve of a metric that a hook measures repeatedly; checkpoints save it."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from vissl_zero.engine.hook import Hook, Run
 
 
 class CurveHook(Hook):
-    """Base of hooks that measure one figure; ``<figure>_by_step`` of the results has [step, value] of each time.
+    """Base of hooks that measure one metric; ``<figure>_by_step`` in the results has [step, value] of each measurement.
 
     Attributes:
-        figure: its name in the results.
+        figure: name of the metric in the results.
     """
 
     figure: ClassVar[str]
@@ -27,7 +27,7 @@ class CurveHook(Hook):
         self._curve = [list(point) for point in state["curve"]]
 
     def _add(self, run: Run, value: float) -> None:
-        """Add what was measured after this step, unless the step has been measured before."""
+        """Add the value measured after this step, unless the curve has the step already."""
         if not self._curve or self._curve[-1][0] < run.step:
             self._curve.append([run.step, value])
         run.results[f"{self.figure}_by_step"] = [list(point) for point in self._curve]

@@ -1,4 +1,4 @@
-"""Ending a run whose figure no longer gets better (``HOOKS.EARLY_STOPPING``)."""
+"""Early stopping of a run whose metric no longer improves (``HOOKS.EARLY_STOPPING``)."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from vissl_zero.terminal import print_line
 
 
 class EarlyStoppingHook(Hook):
-    """Ends the run as its last step would, after PATIENCE measurements in a row without a better one.
+    """Ends the run, as after its last step, when PATIENCE measurements in a row have not improved the metric.
 
-    Comes after the hooks that measure, before those that save. Adds ``early_stopping`` to the results. Cost: an
-    all-reduce of a number at each measurement, so that every rank decides by the same figure.
+    Place it after hooks that measure, and before hooks that save. It adds ``early_stopping`` to the results. Cost: an
+    all-reduce of a number at each measurement, so that every rank decides by the same value.
 
     Args:
         options: the block ``HOOKS.EARLY_STOPPING``, with a METRIC.
-        console: where rank 0 says that the run ends.
+        console: console on which rank 0 announces the end; None: rich's global console.
     """
 
     def __init__(self, options: EarlyStopping, console: Console | None = None):
@@ -35,11 +35,11 @@ class EarlyStoppingHook(Hook):
 
     @property
     def has_stopped(self) -> bool:
-        """Return whether the run is over; a larger PATIENCE continues it."""
+        """Return whether the run has stopped early; a larger PATIENCE continues it."""
         return self._num_worse >= self._options.PATIENCE
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the best figure, the measurements since it, and the losses of an epoch in progress."""
+        """Return the best value, the number of measurements since then, and the losses of an epoch in progress."""
         return {
             "best": self._best,
             "best_step": self._best_step,
@@ -54,7 +54,7 @@ class EarlyStoppingHook(Hook):
         self._figure.load_state_dict(state)
 
     def on_start(self, run: Run) -> None:
-        """End a run at once that had stopped when it was saved."""
+        """End the run at once if it had stopped early when it was saved."""
         if self.has_stopped:
             self._end(run)
 
@@ -63,10 +63,10 @@ class EarlyStoppingHook(Hook):
         self._figure.add(record)
 
     def on_epoch_end(self, run: Run) -> None:
-        """Compare the figure with the best. Collective.
+        """Compare the metric with its best value. Collective.
 
         Raises:
-            ConfigError: nothing has measured the figure: images have no labels.
+            ConfigError: no hook has measured the metric, because images have no labels.
         """
         figure = self._figure.at_epoch_end(run)
         if figure is None:

@@ -6,7 +6,7 @@
 row's image in the split, and ``label`` (n,), -1 without labels. ``<SPLIT>_images.txt`` names all ``num_images`` images,
 one a line, in their order.
 
-VISSL's engine ``extract_label_predictions`` writes what a classifier says of each image in the same way.
+VISSL's engine ``extract_label_predictions``, which writes a classifier's predictions, is here too.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ _ROWS_PER_SHARD = 2**16
 class ExtractFeatures(Hook):
     """Writes the trunk's features at the end of the run, each image once, whatever the number of ranks.
 
-    A broken image under ON_BROKEN_IMAGE=skip gets no row: features of another would stand under its name.
-    Images are transformed as for evaluation (TEST.TRANSFORMS). Every rank writes the rows of its share as they come.
+    A broken image under ON_BROKEN_IMAGE=skip has no row, because another image's features would get its name.
+    Images are transformed as for evaluation (TEST.TRANSFORMS). Every rank writes the rows of its share in shards.
     The format is that of ``evaluation/feature_files.py``.
     """
 
@@ -98,15 +98,15 @@ _FEATURES_FOLDER = "features"
 
 @dataclass(frozen=True)
 class ExtractedFeatures:
-    """Features of a split, in the order of its images.
+    """The features of a split, in the order of its images.
 
     Attributes:
-        rows: (N, F).
-        labels: (N,) int64, -1 without labels.
+        rows: features (N, F).
+        labels: labels (N,) int64, -1 without labels.
         images: names of the N images.
         skipped: names of broken images, which have no row.
         class_names: class names by label.
-        layers: columns of each inner layer; empty where the features are the trunk's.
+        layers: columns of each inner layer; empty if the features are those of the whole trunk.
     """
 
     rows: Tensor
@@ -118,15 +118,15 @@ class ExtractedFeatures:
 
 
 class _ShardWriter:
-    """Writes one rank's rows as they come, a shard for every ``rows_per_shard``.
+    """Writes one rank's rows into shards of ``rows_per_shard`` rows.
 
     Args:
-        folder: exists.
+        folder: an existing folder.
         split: "TRAIN" or "TEST".
         rank: rank of the writer.
-        rows_per_shard: bounds memory.
+        rows_per_shard: rows of a shard; they are kept in memory until then.
     Attributes:
-        shards: file name -> number of rows, of what has been written.
+        shards: name of each written file -> number of its rows.
     """
 
     def __init__(self, folder: Path, split: str, rank: int, rows_per_shard: int):
@@ -135,14 +135,14 @@ class _ShardWriter:
         self.shards: dict[str, int] = {}
 
     def add(self, features: Tensor, images: Tensor, labels: Tensor) -> None:
-        """Take rows (n, F), their images' places (n,) and labels (n,); n may be 0."""
+        """Add features (n, F), the positions (n,) of their images in the split, and labels (n,); n may be 0."""
         if len(features):
             self._waiting.append((features.cpu(), images.cpu(), labels.cpu()))
         if sum(len(part[0]) for part in self._waiting) >= self._rows_per_shard:
             self.flush()
 
     def flush(self) -> None:
-        """Write what waits."""
+        """Write the remaining rows as a shard."""
         if not self._waiting:
             return
         features, images, labels = (torch.cat(parts) for parts in zip(*self._waiting, strict=True))
@@ -163,9 +163,9 @@ def write_index(
     layers: Mapping[str, slice],
     skipped: list[str],
 ) -> None:
-    """Write the index, when all ranks have written their shards. One rank calls this."""
+    """Write the index. One rank calls this, after all ranks have written their shards."""
     lines = "".join(name.replace("\n", " ") + "\n" for name in images)
-    # Names of files need not be UTF-8, and only a line feed ends a line: str.splitlines would cut at U+2028 too.
+    # Names of files need not be UTF-8. Only a line feed ends a line: str.splitlines would also cut at U+2028.
     (folder / f"{split}_images.txt").write_bytes(os.fsencode(lines))
     index = {"split": split, "num_images": len(images), "feature_dim": feature_dim, "class_names": class_names}
     if skipped:
@@ -182,7 +182,7 @@ def read_features(folder: str | Path, split: str = "TRAIN") -> ExtractedFeatures
         folder: ``<run folder>/features``, or the run folder.
         split: "TRAIN" or "TEST".
     Raises:
-        DataError: there are none, or they are damaged.
+        DataError: the features are missing or damaged.
     """
     folder = Path(folder)
     folder = folder / _FEATURES_FOLDER if (folder / _FEATURES_FOLDER).is_dir() else folder

@@ -1,4 +1,4 @@
-"""How good features are, in figures that need no training of the trunk: kNN, a linear probe and RankMe.
+"""The quality of features, measured without training the trunk: kNN, a linear probe and RankMe.
 
 The linear probe is scikit-learn's multinomial logistic regression on standardized features: images are shown once, so
 it takes seconds where a probe by SGD takes epochs. Its penalty is chosen on a tenth of TRAIN's images, and it is then
@@ -37,7 +37,7 @@ _PROTOCOL = (
 
 @HOOKS.register("feature_quality")
 class FeatureQuality(Hook):
-    """Measure the trunk's features at the end of the run, each image once, on any number of ranks.
+    """Measures the trunk's features at the end of the run, each image once, on any number of ranks.
 
     Adds ``knn_top1`` with ``knn_k`` and ``knn_temperature``, ``linear_top1`` with ``linear_penalty``,
     ``linear_protocol`` and ``linear_by_class``, ``rankme``, ``num_features``, ``image_size``, ``num_train``,
@@ -81,7 +81,7 @@ class FeatureQuality(Hook):
 
 
 def _linear_predictions(train: Features, test: Features) -> tuple[float, np.ndarray]:
-    """Fit the probe and classify. Collective: ranks share the penalties among themselves.
+    """Choose a penalty, fit the probe, and classify TEST's images. Collective: ranks share the penalties.
 
     Args:
         train, test: features with labels, equal on every rank.
@@ -103,14 +103,14 @@ def _linear_predictions(train: Features, test: Features) -> tuple[float, np.ndar
 
 
 def by_class(labels: np.ndarray, predicted: np.ndarray, class_names: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Measure the accuracy of each class, and find the class that it is most often taken for.
+    """Measure the accuracy of each class, and find the class with which it is most often confused.
 
     Args:
-        labels, predicted: (N,) class numbers.
-        class_names: names by number.
+        labels, predicted: class numbers (N,).
+        class_names: names of classes by number.
     Returns:
-        By the name of each class with an image: ``top1`` (0 to 1), ``num_images``, ``taken_for`` (a name, or None where
-        every prediction is right) and ``num_taken`` (images taken for that class).
+        For the name of each class with an image: ``top1`` (0 to 1), ``num_images``, ``taken_for`` (the name of the
+        other class, or None if every prediction is right) and ``num_taken`` (number of images predicted as that class).
     """
     classes = {}
     for label in np.unique(labels):
@@ -127,7 +127,7 @@ def by_class(labels: np.ndarray, predicted: np.ndarray, class_names: Sequence[st
 
 
 def _held_out(rows: np.ndarray, labels: np.ndarray, penalty: float) -> float:
-    """Measure top-1 on every tenth image of each class, after a fit to the others; the same where a class has one."""
+    """Fit without every tenth image of each class, and return top-1 on these; 0 if there are too few images."""
     place = np.zeros(len(labels), dtype=int)
     for label in np.unique(labels):
         members = np.flatnonzero(labels == label)

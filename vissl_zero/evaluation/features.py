@@ -1,6 +1,6 @@
-"""Running a sharded model over images without training it: features of all ranks in the order of the images.
+"""Extraction of features: a sharded model runs over images without training, and rows are in the order of the images.
 
-And how many dimensions they use (RankMe, LiDAR): figures of a trunk's quality that need no labels.
+RankMe and LiDAR measure how many dimensions features use, and so the quality of a trunk without labels.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from vissl_zero.terminal import print_line
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Set ``model`` to evaluation mode without gradients inside; afterward every module is as it was before.
+    """Set ``model`` to evaluation mode, without gradients; restore the mode of every module afterward. A context.
 
-    Module by module, so that batch norm which a recipe keeps in evaluation mode stays there.
+    The mode is restored module by module, so that batch norms which a recipe keeps in evaluation mode stay in it.
     """
     was_training = [(module, module.training) for module in model.modules()]
     model.eval()
@@ -48,10 +48,10 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 def evaluated(run: Run) -> Iterator[nn.Module]:
     """Yield the model that ``EVALUATED_MODEL`` names, with the weights to evaluate, in evaluation mode. Collective.
 
-    Call what it gives on every rank equally often. The teacher's running statistics become those of all ranks; the
-    student's must be that already (``consolidate_buffers``), where ranks may differ.
+    All ranks must call the model equally often. This averages the teacher's running statistics over ranks. If ranks
+    may differ, call ``consolidate_buffers`` before for the student's.
 
-    Cost: of the student with a schedule-free optimizer, a copy of this rank's trained shards meanwhile.
+    Cost: with a schedule-free optimizer, a copy of this rank's trained shards of the student.
     """
     if run.plan.config.EVALUATED_MODEL == "teacher":
         run.sharded.whole_teacher_tensors()  # makes its buffers equal on all ranks; gathers nothing that is not read
@@ -66,12 +66,12 @@ _SECONDS_BETWEEN_LINES = 5.0
 
 
 def own_batches(run: Run, images: EvalImages) -> Iterator[tuple[ImageBatch, int]]:
-    """Yield this rank's batches on its device, each with the number of samples in it that belong to this rank.
+    """Yield this rank's batches on its device, each with the number of samples that belong to this rank.
 
     Rank 0 prints its progress every few seconds, because nothing else is shown during that time.
 
-    The number is 0 for the copy that a rank without a sample gets, so that all ranks call the model equally often:
-    call it on every batch, whatever the number is.
+    Call the model on every batch, so that all ranks call it equally often. A rank without a sample gets a copy, for
+    which the number is 0.
     """
     dtype = getattr(torch, run.plan.sharding.precision.master)
     began, last_progress, num_done = time.monotonic(), time.monotonic(), 0
@@ -86,7 +86,7 @@ def own_batches(run: Run, images: EvalImages) -> Iterator[tuple[ImageBatch, int]
 
 
 def rows_to_write(batch: ImageBatch, num_own: int) -> list[int]:
-    """List the rows of ``own_batches`` that may be written under their images' names: not those of broken images."""
+    """List the rows of a batch of ``own_batches`` that belong to this rank, without rows of broken images."""
     return [place for place in range(num_own) if place not in batch.stand_ins]
 
 
@@ -95,7 +95,7 @@ def broken_ids(batch: ImageBatch, num_own: int) -> list[int]:
     return [int(batch.sample_ids[place]) for place in batch.stand_ins if place < num_own]
 
 
-# Raw pixels are compared as thumbnails: on larger images the background would decide, at a hundred times the memory.
+# Raw pixels are compared as thumbnails: larger images would take much memory, and their background would dominate.
 _THUMBNAIL_SIDE = 16
 
 
@@ -104,11 +104,11 @@ class Features:
     """Features of the images of a source, in its order, equal on every rank.
 
     Attributes:
-        rows: (N, F) features of the trunk, float32 or float64.
-        labels: (N,) int64, or None without labels.
-        pixels: (N, 3 * h * w) the images themselves, from 0 to 1, at most ``_THUMBNAIL_SIDE`` pixels long; None if they
-            were not asked for.
-        broken: indices, in increasing order, of broken images, whose rows are those of other images.
+        rows: features (N, F) of the trunk, float32 or float64.
+        labels: labels (N,) int64; None without labels.
+        pixels: thumbnails (N, 3 * h * w) of the images, from 0 to 1, at most ``_THUMBNAIL_SIDE`` pixels a side; None if
+            they were not requested.
+        broken: ascending indices of broken images; their rows have the features of other images.
     """
 
     rows: Tensor
@@ -117,28 +117,28 @@ class Features:
     broken: tuple[int, ...] = ()
 
     def at(self, places: Tensor) -> Features:
-        """Select the features of some of the images."""
+        """Return the features of the images at ``places``."""
         labels, pixels = (None if t is None else t[places] for t in (self.labels, self.pixels))
         return Features(self.rows[places], labels, pixels)
 
     def without_broken(self) -> Features:
-        """Leave the rows of broken images out."""
+        """Return the features without the rows of broken images."""
         kept = torch.ones(len(self.rows), dtype=torch.bool, device=self.rows.device)
         kept[list(self.broken)] = False
         return self.at(kept)
 
     def of_pixels(self) -> Features:
-        """Return the same images with their pixels for features."""
+        """Return the same images with their pixels as features."""
         assert self.pixels is not None, "extract_features was not asked for pixels"
         return Features(self.pixels, self.labels)
 
     def of_columns(self, columns: slice) -> Features:
-        """Return the same images with some of their features."""
+        """Return the same images with only ``columns`` of their features."""
         return Features(self.rows[:, columns], self.labels, self.pixels)
 
 
 def layers_of(run: Run) -> dict[str, slice]:
-    """Return the columns of each inner layer in the rows extracted last; empty where they are the trunk's features."""
+    """Return the columns of each inner layer in the last extracted rows; empty if they are features of the trunk."""
     taps = getattr(run.evaluated_model, "feature_taps", None)
     if taps is None:
         return {}
@@ -165,7 +165,7 @@ def extract_features(run: Run, images: EvalImages, with_pixels: bool = False) ->
             broken += broken_ids(batch, num_own)
             if with_pixels:
                 pixels.append(thumbnails(batch.images[0][:num_own], images.transform))
-    order = all_gather_rows(torch.cat(ids)).argsort()  # ids are those of the source: 0 to N - 1, each once
+    order = all_gather_rows(torch.cat(ids)).argsort()  # ids are indices of the source, 0 to N - 1, each once
     all_labels = all_gather_rows(torch.cat(labels))[order]
     return Features(
         rows=all_gather_rows(torch.cat(rows))[order],
@@ -176,13 +176,13 @@ def extract_features(run: Run, images: EvalImages, with_pixels: bool = False) ->
 
 
 def thumbnails(images: Tensor, transform: Pipeline) -> Tensor:
-    """Average images before their normalization down to thumbnails, one row each.
+    """Undo the normalization of images, and reduce them to thumbnails, one row each.
 
     Args:
-        images: (B, 3, H, W) as ``transform`` makes them.
-        transform: its Normalize, if it has one, is undone.
+        images: images (B, 3, H, W), as ``transform`` returns them.
+        transform: pipeline whose Normalize, if it has one, is undone.
     Returns:
-        (B, 3 * h * w) float32, h and w at most ``_THUMBNAIL_SIDE``.
+        Thumbnails (B, 3 * h * w), float32; h and w are at most ``_THUMBNAIL_SIDE``.
     """
     images = transform.unnormalized(images.float())
     height, width = (min(side, _THUMBNAIL_SIDE) for side in images.shape[2:])
@@ -198,13 +198,13 @@ def rankme(rows: Tensor) -> float:
     """Compute RankMe, https://arxiv.org/abs/2210.02885, section 3: exp of the entropy of singular values' shares.
 
     Args:
-        rows: (N, F) features of N images, not centered.
+        rows: features (N, F) of N images, not centered.
     Returns:
-        From 1 to about F; NaN if a feature is not finite.
-    Cost: 2 * N * F * F multiplications and the singular values of an F x F matrix. Not a collective.
+        A number from 1 to about F; NaN if a feature is not finite.
+    Cost: 2 * N * F * F multiplications and the singular values of an F x F matrix. Not collective.
     """
-    # Singular values come from the triangle of a QR decomposition. Eigenvalues of rows.T @ rows would leave features
-    # that are hardly used at the root of rounding, and so the figure at seven digits.
+    # Singular values are those of the triangle of a QR decomposition. By eigenvalues of rows.T @ rows, small singular
+    # values would have the square root of the rounding error, and the result only seven correct digits.
     triangle = rows.new_zeros(0, rows.shape[1], dtype=torch.float64)
     for block in rows.split(_ROWS_PER_BLOCK):
         triangle = torch.linalg.qr(torch.cat([triangle, block.double()]), mode="r").R
@@ -216,14 +216,14 @@ def rankme(rows: Tensor) -> float:
 def lidar(views: Tensor) -> float:
     """Compute LiDAR, https://arxiv.org/abs/2312.04000, section 4.
 
-    That is the smooth rank of linear discriminant analysis' matrix, with images for classes and augmented views for
-    their samples.
+    It is the smooth rank of the matrix of linear discriminant analysis, with images as classes and augmented views as
+    samples.
 
     Args:
-        views: (n, q, F) features of q views of each of n images; n and q above 1.
+        views: features (n, q, F) of q views of each of n images; n and q above 1.
     Returns:
-        From 1 to about the smaller of F and n - 1; NaN if a feature is not finite.
-    Cost: (n * q + n) * F * F multiplications and two sets of eigenvalues of an F x F matrix. Not a collective.
+        A number from 1 to about the smaller of F and n - 1; NaN if a feature is not finite.
+    Cost: (n * q + n) * F * F multiplications and two sets of eigenvalues of an F x F matrix. Not collective.
     """
     wide = views.double()
     if not bool(torch.isfinite(wide).all()):
@@ -239,7 +239,7 @@ def lidar(views: Tensor) -> float:
 
 
 def _smooth_rank(values: Tensor) -> float:
-    """Compute the exponential of the entropy of the shares of ``values`` (F,), none of them negative."""
+    """Compute the exponential of the entropy of the shares of ``values`` (F,), which must not be negative."""
     shares = values / values.sum().clamp(min=torch.finfo(values.dtype).tiny) + _EPSILON
     return math.exp(float(-(shares * shares.log()).sum()))
 
@@ -252,8 +252,8 @@ def view_features(run: Run, source: Source, num_views: int) -> Tensor:
 
     Args:
         run: run with a sharded model in any mode; see ``evaluated``.
-        source: the images.
-        num_views: q.
+        source: source of the n images.
+        num_views: number of views of an image.
     Cost: n * num_views forward passes, shared among ranks; augmentations are drawn again.
     """
     data_cfg = run.plan.config.DATA
@@ -268,7 +268,7 @@ def view_features(run: Run, source: Source, num_views: int) -> Tensor:
             plans = (replace(plan, epoch=epoch) for plan in sequential(len(source), total, run.rank, run.world_size))
             for batch in BatchStream(dataset, data_cfg).load(plans):
                 local_slice = rank_slice(batch.num_global, run.rank, run.world_size)
-                num_own = local_slice.stop - local_slice.start  # 0 for the copy that a rank without a sample has
+                num_own = local_slice.stop - local_slice.start  # 0 for the copy of a rank without samples
                 moved = batch.to(run.device, dtype)
                 (features,) = model(moved.images[:1], features_only=True)
                 by_crop = features.unflatten(0, (batch.num_crops[0], -1)).transpose(0, 1)  # rows are crop-major
@@ -283,16 +283,16 @@ def view_features(run: Run, source: Source, num_views: int) -> Tensor:
 def nearest(
     queries: Tensor, index: Tensor, num_neighbors: int, is_cosine: bool = True, excluded: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Find the most similar rows of ``index`` for each query, most similar first; of equals, the first in the index.
+    """Find the most similar rows of ``index`` for each query, most similar first; ties keep the order of the index.
 
     Args:
         queries: (Q, F) features.
         index: (N, F) features.
         num_neighbors: k; fewer are returned if the index has fewer.
-        is_cosine: compare directions; else dot products.
-        excluded: (Q,) for each query the one place of the index that does not count (the query itself), or None.
+        is_cosine: whether to compare by cosine similarity; else by dot product.
+        excluded: row of the index that each query (Q,) must not find, which is the query itself; None: no row.
     Returns:
-        similarities (Q, k) float64 and places in the index (Q, k) int64. Not a collective.
+        Similarities (Q, k) float64, and rows of the index (Q, k) int64. Not collective.
     """
     if is_cosine:
         queries, index = F.normalize(queries, dim=1), F.normalize(index, dim=1)
@@ -315,7 +315,7 @@ def nearest(
 _CHUNK_ELEMENTS = 2**22  # similarities at once: 32 MiB in float64
 
 
-# Between equally near neighbors the first in the index is chosen, also when the features of all images are the same (a
-# collapsed model): similarities are lowered by this much of the largest one per place. For a million images that is
-# less than float32 can tell apart.
+# The first of equally near neighbors in the index is chosen, also if all images have the same features (a collapsed
+# model): similarities are lowered by this share of the largest per row. For a million images, that is below the
+# resolution of float32.
 _TIE_BREAK = 2.0**-48

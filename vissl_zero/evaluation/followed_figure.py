@@ -1,4 +1,4 @@
-"""A figure that a run measures again and again, which early stopping and the best weights follow."""
+"""The metric that early stopping or the best weights follow."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ _AT_END = {"top1": "top1", "miou": "miou", "knn_top1": "knn_top1_after", "probe_
 
 
 class FollowedFigure:
-    """Reads one figure of a run after each measurement, equal on all ranks.
+    """Reads one metric of a run after each measurement; its value is equal on all ranks.
 
     Args:
         metric: loss (mean of an epoch), top1, miou, knn_top1 or probe_top1.
-        key: the configuration key that names it, for messages.
-        mode: max or min, whichever is better; auto: min for loss, max for the others.
+        key: configuration key that names the metric, for messages.
+        mode: max if larger values are better, min if smaller ones are; auto: min for loss, max for the others.
     """
 
     def __init__(self, metric: str, key: str, mode: str = "auto"):
         self.metric, self._key = metric, key
         self._sign = -1 if mode == "min" or (mode == "auto" and metric == "loss") else 1
-        self._losses = [0.0, 0.0]  # sum and number, of this epoch
+        self._losses = [0.0, 0.0]  # sum and number of this epoch's losses
 
     def state_dict(self) -> dict[str, Any]:
         """Return the losses of an epoch in progress."""
@@ -43,10 +43,10 @@ class FollowedFigure:
             self._losses = [self._losses[0] + record.loss, self._losses[1] + 1]
 
     def at_epoch_end(self, run: Run) -> float | None:
-        """Return the figure if this epoch has measured it, and is not the last. Collective.
+        """Return the metric if this epoch has measured it, and is not the last; else None. Collective.
 
         Raises:
-            ConfigError: nothing has measured the figure: images have no labels.
+            ConfigError: no hook has measured the metric, because images have no labels.
         """
         total, count = self._losses
         if run.step >= run.num_steps:
@@ -62,7 +62,7 @@ class FollowedFigure:
         return _shared(figure)
 
     def at_end(self, run: Run) -> float | None:
-        """Return the figure at the end of the run; None if nothing has measured it. Collective."""
+        """Return the metric at the end of the run; None if no hook has measured it. Collective."""
         total, count = self._losses
         if self.metric == "loss":
             return _shared(total / count) if count else None
@@ -75,5 +75,5 @@ class FollowedFigure:
 
 
 def _shared(figure: float) -> float:
-    """Take the largest of all ranks, so that each decides by the same figure."""
+    """Return the maximum over ranks, so that all decide by the same value. Collective."""
     return float(all_reduce_max(torch.tensor(figure, dtype=torch.float64)))

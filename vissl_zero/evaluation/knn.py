@@ -1,8 +1,8 @@
-"""k-nearest-neighbor classification of features: how good a trunk is, without training anything on top of it.
+"""k-nearest-neighbor classification of features: the quality of a trunk, measured without training a head.
 
 Source: the weighted vote of https://arxiv.org/abs/1805.01978, as DINO and VISSL use it.
 
-A run is evaluated before the first step, every k epochs if asked, and at the end.
+A run is evaluated before the first step, every k epochs if configured, and at the end.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from vissl_zero.terminal import print_line
 
 
 def vote(similarities: Tensor, labels: Tensor, sigma: float, num_classes: int) -> Tensor:
-    """Return the class with the largest sum of ``exp(similarity / sigma)``; of equals, the lowest.
+    """Return the class with the largest sum of ``exp(similarity / sigma)``; of equal ones, the lowest.
 
     Args:
-        similarities: (Q, k) of the neighbors.
-        labels: (Q, k) int64, their classes.
-        sigma: temperature; the smaller, the more the nearest count.
-        num_classes: classes are 0 to num_classes - 1.
+        similarities: similarities (Q, k) of the neighbors.
+        labels: classes (Q, k) int64 of the neighbors.
+        sigma: temperature; a smaller one gives near neighbors more weight.
+        num_classes: number of classes, which are 0 to num_classes - 1.
     Returns:
-        (Q,) int64.
+        A class for each query, (Q,) int64.
     """
-    # Relative to the nearest: a common factor, without which a small sigma would overflow.
+    # Relative to the nearest neighbor: this changes sums by a common factor, and avoids overflow at a small sigma.
     weights = ((similarities - similarities.amax(dim=1, keepdim=True)) / sigma).exp()
     sums = weights.new_zeros(len(labels), num_classes).scatter_add_(1, labels, weights)
     is_largest = sums == sums.amax(dim=1, keepdim=True)
@@ -58,7 +58,7 @@ def knn_top1(
     is_cosine: bool = True,
     excluded: Tensor | None = None,
 ) -> float | None:
-    """Compute ``knn_top1s`` of one number of neighbors and one temperature."""
+    """Compute ``knn_top1s`` for one number of neighbors and one temperature. Collective."""
     top1s = knn_top1s(queries, index, [(num_neighbors, sigma)], is_cosine, excluded)
     return None if top1s is None else top1s[0]
 
@@ -70,16 +70,18 @@ def knn_top1s(
     is_cosine: bool = True,
     excluded: Tensor | None = None,
 ) -> list[float] | None:
-    """Count the queries whose neighbors vote for their class. Collective: each rank looks up its share of them.
+    """Compute the share of queries whose neighbors vote for their class. Collective: ranks share the queries.
+
+    All arguments must be equal on every rank.
 
     Args:
-        queries: Q images, equal on every rank, as are all others.
-        index: N images.
-        votes: for each vote, the number of neighbors and the temperature.
-        is_cosine: compare directions; else dot products.
+        queries: features of Q images.
+        index: features of N images.
+        votes: number of neighbors and temperature of each vote.
+        is_cosine: whether to compare by cosine similarity; else by dot product.
         excluded: see ``nearest``.
     Returns:
-        0 to 1 for each vote, equal on every rank; None if queries or index have no labels.
+        Top-1 from 0 to 1 for each vote, equal on every rank; None if queries or index have no labels.
     Cost: Q * N * F / ranks multiplications, and an all-gather for each vote.
     """
     if queries.labels is None or index.labels is None:
@@ -97,12 +99,12 @@ def knn_top1s(
 
 @dataclass(frozen=True)
 class Measured:
-    """Features of one moment of training.
+    """The features of one evaluation.
 
     Attributes:
-        index: index of TRAIN's images.
-        queries: queries of TEST's images, or of some of TRAIN's.
-        excluded: place of each query in the index, if it is one of TRAIN's.
+        index: features of TRAIN's images.
+        queries: features of TEST's images, or of some of TRAIN's.
+        excluded: row of each query in the index, if queries are images of TRAIN; else None.
     """
 
     index: Features
@@ -110,11 +112,11 @@ class Measured:
     excluded: Tensor | None
 
 
-_FALLEN = 0.5  # of the first weights' RankMe; a change of images moves it far less than a collapse
+_FALLEN = 0.5  # a fall below this share of the first RankMe is reported; other images change RankMe far less
 
 
 def fall_of_rank(results: Mapping[str, Any]) -> str:
-    """Say that features use far fewer dimensions than at the start (``rankme_before``); empty where they do not."""
+    """Return a sentence if features use far fewer dimensions than at the start (``rankme_before``); else ""."""
     before, after = results.get("rankme_before"), results.get("rankme_after")
     if before is None or after is None or after >= _FALLEN * before:
         return ""
@@ -126,7 +128,7 @@ def fall_of_rank(results: Mapping[str, Any]) -> str:
 
 
 class KnnHook(Hook):
-    """Classifies TEST's images by their neighbors among TRAIN's, in the trunk's features and in raw pixels.
+    """Classifies TEST's images by their neighbors among TRAIN's images, by features and by raw pixels.
 
     Without TEST, images of TRAIN are classified by the others. Adds ``knn_top1_before``, ``knn_top1_after`` and
     ``knn_top1_raw_pixels`` (0 to 1; None without labels) to the run's results, and, with
@@ -140,8 +142,8 @@ class KnnHook(Hook):
 
     Attributes:
         curve: (optimizer steps done, top-1) of every measurement.
-        neighbors_before, neighbors_after: images to look at; None until measured, and with USE_KNN off.
-        pictures: pictures of the same images' patches at the end, where the trunk is a vision transformer.
+        neighbors_before, neighbors_after: images and neighbors to draw; None until measured, and with USE_KNN off.
+        pictures: pictures of the same images' patches at the end; only for vision transformers.
     """
 
     def __init__(self, plan: ResolvedRun):
@@ -184,7 +186,7 @@ class KnnHook(Hook):
         if self._index_source is None:
             return
         if run.num_steps == 0 or run.plan.config.MODEL.FEATURE_EVAL_SETTINGS.FREEZE_TRUNK_ONLY:
-            # The features are what they were: no need to measure again.
+            # The features have not changed, so they need not be measured again.
             run.results["knn_top1_after"] = run.results["knn_top1_before"]
             self.neighbors_after = self.neighbors_before
             if "rankme_before" in run.results:
@@ -205,7 +207,7 @@ class KnnHook(Hook):
             run.results["knn_top1_by_step"] = [list(point) for point in self.curve]
 
     def _look_closer(self, run: Run, measured: Measured) -> None:
-        """Measure the optional figures of the end of a run. Collective."""
+        """Measure the optional metrics at the end of a run. Collective."""
         options = self._options
         votes = [
             (k, sigma)
@@ -223,7 +225,7 @@ class KnnHook(Hook):
             run.results["lidar"] = lidar(view_features(run, images, options.LIDAR_VIEWS))
 
     def _take_pictures(self, run: Run) -> None:
-        """Draw the images whose neighbors are shown. Collective."""
+        """Draw the patches of the images whose neighbors are shown. Collective."""
         if self.neighbors_after is not None:
             shown = self.neighbors_after
             self.pictures = patch_pictures(run, shown.query_source, shown.query_ids)
@@ -239,12 +241,12 @@ class KnnHook(Hook):
             self._query_source = Subset(self._index_source, tuple(self._own_places))
 
     def _measure(self, run: Run, with_pixels: bool = False) -> Measured:
-        """Extract features as they are now. Collective."""
+        """Extract the features of the current weights. Collective."""
         assert self._index_source is not None
         assert self._query_source is not None
         run.sharded.consolidate_buffers()  # running statistics may differ between ranks; features must not
         data_cfg, seed = run.plan.config.DATA, run.plan.seed
-        # Images are opened each time, so that loader workers live only as long as the evaluation.
+        # Images are opened for each evaluation, so that loader workers end with it.
         index = extract_features(run, eval_images(self._index_source, data_cfg, seed), with_pixels)
         if self._own_places is not None:
             own_places = torch.tensor(self._own_places, device=index.rows.device)
@@ -253,7 +255,7 @@ class KnnHook(Hook):
         return self._of_best_layer(run, Measured(index, queries, None))
 
     def _of_best_layer(self, run: Run, measured: Measured) -> Measured:
-        """Keep, of what is measured of inner layers, the best layer alone."""
+        """Return the features of the best inner layer only."""
         by_layer = {
             name: Measured(
                 measured.index.of_columns(layer_features),
@@ -288,5 +290,5 @@ class KnnHook(Hook):
 
 
 def thinned(source: Source, max_images: int) -> Source:
-    """Select at most ``max_images`` of a source, evenly spread over it."""
+    """Select at most ``max_images`` images of a source, evenly spaced."""
     return source if len(source) <= max_images else Subset(source, tuple(middles(len(source), max_images)))

@@ -1,4 +1,4 @@
-"""The learning-rate range test: the rate rises from step to step until the loss explodes (``vissl-zero lr-find``).
+"""The learning-rate range test: the rate grows in each step until the loss explodes (``vissl-zero lr-find``).
 
 Leslie Smith, https://arxiv.org/abs/1506.01186; range, smoothing and end are fastai's (``Learner.lr_find``).
 """
@@ -12,17 +12,17 @@ from vissl_zero.registry import HOOKS
 
 LOWEST, HIGHEST = 1e-7, 10.0
 _MOMENTUM = 0.98  # weight of the past in the smoothed loss
-_EXPLODED = 4.0  # times the lowest smoothed loss
+_EXPLODED = 4.0  # an exploded loss is this factor above the lowest smoothed loss
 
 
 class SmoothLoss:
-    """A running mean of losses, corrected for its beginning at zero."""
+    """A running mean of losses, corrected for its start at zero."""
 
     def __init__(self) -> None:
         self._mean, self._num = 0.0, 0
 
     def add(self, loss: float) -> float:
-        """Add a loss; return the mean."""
+        """Add a loss; returns the mean."""
         self._num += 1
         self._mean = _MOMENTUM * self._mean + (1 - _MOMENTUM) * loss
         return self._mean / (1 - _MOMENTUM**self._num)
@@ -30,9 +30,9 @@ class SmoothLoss:
 
 @HOOKS.register("learning_rate_range_test")
 class LearningRateRangeTest(Hook):
-    """Multiplies the rates by 1e-7 in the first step, by 10 in the last, in equal ratios; ends where the loss explodes.
+    """Multiplies the rates by a factor that grows geometrically from 1e-7 to 10; ends the run if the loss explodes.
 
-    Every rank comes to the same rates and the same end, as it sees the same losses.
+    Losses are equal on all ranks, so the rates and the end are too.
     """
 
     def __init__(self) -> None:
@@ -60,10 +60,10 @@ def suggested(rates: Sequence[float], losses: Sequence[float]) -> tuple[float | 
     """Suggest a learning rate: the middle of the longest fall of the smoothed loss, as fastai's ``valley``.
 
     Args:
-        rates: ascending.
+        rates: learning rates, ascending.
         losses: losses of the same steps.
     Returns:
-        The rate, None if the loss never falls; and the smoothed losses.
+        The rate (None: the loss never falls), and the smoothed losses.
     """
     mean = SmoothLoss()
     smooth = [mean.add(loss) for loss in losses]

@@ -1,9 +1,9 @@
 """Linear classifiers on features, by scikit-learn: support vector machines, and logistic regression on few images.
 
-One support vector machine per class against all others, by LinearSVC. Source: VISSL's ``vissl/utils/svm_utils``
+LinearSVC trains a support vector machine for each class against all others. Source: VISSL's ``vissl/utils/svm_utils``
 (svm_trainer.py, svm_low_shot_trainer.py, evaluate.py) at 09270ed2, after https://arxiv.org/abs/1905.01235: weights of 2
 for images of the class and 1 for others, costs chosen by cross validation, average precision. Ranks share the
-classifiers among themselves. Logistic regression: VISSL's ``vissl/utils/low_shot_utils.py`` at 09270ed2.
+classifiers. Logistic regression: VISSL's ``vissl/utils/low_shot_utils.py`` at 09270ed2.
 
 The programs are ``train_svm``, ``train_svm_low_shot`` and ``low_shot_test``.
 """
@@ -43,10 +43,10 @@ class ClassSvm:
 
     Attributes:
         average_precisions: average precision in cross validation for each cost.
-        cost: the one with the highest; of equals, the first.
-        weight: (F,).
+        cost: cost with the highest average precision; of equal ones, the first.
+        weight: weight (F,) of the class's score.
         bias: bias of the class's score.
-        is_converged: the solver ended before max_iter.
+        is_converged: whether the solver ended before max_iter.
     """
 
     average_precisions: list[float]
@@ -57,20 +57,20 @@ class ClassSvm:
 
 
 def shared(jobs: Sequence[Job], work: Callable[[Job], Done]) -> list[Done]:
-    """Run ``work`` on each job, in their order; results are equal on every rank. Collective: each does its share."""
+    """Return the results of ``work`` on each job in order, on every rank. Collective: ranks share the jobs."""
     results = [work(job) for job in jobs[rank() :: world_size()]]
     of_ranks = all_gather_objects(results)
     return [of_ranks[index % world_size()][index // world_size()] for index in range(len(jobs))]
 
 
 def _costs_of(options: Svm) -> list[float]:
-    """List the costs that the keys of ``SVM`` ask for."""
+    """List the costs of the block ``SVM``."""
     costs, powers = options.costs, range(*options.costs.power_range)
     return [*costs.costs_list, *(costs.base**power for power in powers if costs.base > 0)]
 
 
 def normalized(rows: np.ndarray) -> np.ndarray:
-    """Divide rows by their L2 norm, to which VISSL adds 1e-5."""
+    """Divide rows by their L2 norm plus 1e-5, as VISSL does."""
     return np.asarray(rows / (np.linalg.norm(rows, axis=1) + 1e-5)[:, None])
 
 
@@ -78,10 +78,10 @@ def average_precision(labels: np.ndarray, scores: np.ndarray) -> float:
     """Compute the area under the envelope of precision over recall, VOC's rule since 2010.
 
     Args:
-        labels: (N,) 1 for images of the class; -1, which counts as none, must have been left out.
-        scores: (N,).
+        labels: labels (N,), 1 for images of the class and 0 for others. Leave out images with -1, which do not count.
+        scores: scores (N,).
     Returns:
-        0 to 1; NaN where no image is of the class.
+        A number from 0 to 1; NaN if no image is of the class.
     """
     hits = np.cumsum(labels[np.argsort(scores)[::-1]] > 0)
     if not len(hits) or not hits[-1]:
@@ -92,7 +92,7 @@ def average_precision(labels: np.ndarray, scores: np.ndarray) -> float:
 
 
 def solver(options: Svm, cost: float, seed: int) -> Any:
-    """Build VISSL's LinearSVC, not yet fitted; liblinear's draws are those of ``seed``."""
+    """Return VISSL's LinearSVC, not yet fitted; ``seed`` determines liblinear's draws."""
     from sklearn.svm import LinearSVC  # here: takes a second
 
     return LinearSVC(
@@ -109,12 +109,12 @@ def solver(options: Svm, cost: float, seed: int) -> Any:
 
 
 def train_class(rows: np.ndarray, labels: np.ndarray, options: Svm, seed: int) -> ClassSvm:
-    """Choose the cost by cross validation and train with it. Not a collective.
+    """Choose the cost by cross validation, and train with it. Not collective.
 
     Args:
-        rows: (N, F) features of the training images, normalized.
-        labels: (N,) 1 for images of the class. 0 and -1 are both taken as others: in training VISSL leaves none out.
-        options: the keys of ``SVM``.
+        rows: normalized features (N, F) of the training images.
+        labels: labels (N,), 1 for images of the class. 0 and -1 both mean other images, as in VISSL's training.
+        options: the block ``SVM``.
         seed: seed of the solver.
     """
     from sklearn.model_selection import cross_val_score
@@ -141,24 +141,26 @@ def _fitted(rows: np.ndarray, signs: np.ndarray, options: Svm, cost: float, seed
 
 
 def average_precision_of(svm: ClassSvm, rows: np.ndarray, labels: np.ndarray) -> float:
-    """Average precision on the images (N, F) whose label (N,) is not -1."""
+    """Return the average precision on the rows (N, F) whose label (N,) is not -1."""
     counts = labels != -1
     return average_precision(labels[counts], rows[counts] @ svm.weight + svm.bias)
 
 
 def draw(matrix: np.ndarray, k: int, dataset_name: str, generator: np.random.Generator) -> np.ndarray:
-    """Draw labels of a few images, the others -1: VISSL's ``extra_scripts/create_low_shot_samples.py``.
+    """Keep the labels of a few drawn images, and set the others to -1.
+
+    Source: VISSL's ``extra_scripts/create_low_shot_samples.py``.
 
     Args:
-        matrix: (N, C) labels, 1, 0 or -1.
-        k: images with each class.
-        dataset_name: "voc": for each class k images with it and (C - 1) * k without it; else k images of each class,
-            each of which counts for all classes.
+        matrix: labels (N, C): 1, 0 or -1.
+        k: number of images of each class.
+        dataset_name: "voc" draws k images with each class and (C - 1) * k images without it. Other names draw k images
+            of each class, which count for all classes.
         generator: generator of the draw.
     Raises:
-        DataError: there are not as many.
+        DataError: a class has too few images.
     """
-    few = np.full_like(matrix, -1)
+    drawn = np.full_like(matrix, -1)
     num_classes = matrix.shape[1]
     for column in range(num_classes):
         wanted = {1: k, 0: (num_classes - 1) * k} if dataset_name == "voc" else {1: k}
@@ -172,23 +174,23 @@ def draw(matrix: np.ndarray, k: int, dataset_name: str, generator: np.random.Gen
                 )
             chosen = generator.choice(places, count, replace=False)
             if dataset_name == "voc":
-                few[chosen, column] = label
+                drawn[chosen, column] = label
             else:
-                few[chosen] = matrix[chosen]
-    return few
+                drawn[chosen] = matrix[chosen]
+    return drawn
 
 
 def low_shot(
-    train: np.ndarray, few: np.ndarray, test: np.ndarray, labels: np.ndarray, options: Svm, seed: int
+    train: np.ndarray, drawn: np.ndarray, test: np.ndarray, labels: np.ndarray, options: Svm, seed: int
 ) -> list[float]:
-    """Train on the images that were drawn; return the mean average precision on TEST for each cost. Not a collective.
+    """Train on the drawn images; returns the mean average precision on TEST for each cost. Not collective.
 
     Args:
-        train: (N, F) features, normalized.
-        few: (N, C) labels as ``draw`` gives them.
-        test: (M, F).
-        labels: (M, C).
-        options: the keys of ``SVM``.
+        train: normalized features (N, F) of TRAIN.
+        drawn: labels (N, C), as ``draw`` returns them.
+        test: normalized features (M, F) of TEST.
+        labels: labels (M, C) of TEST.
+        options: the block ``SVM``.
         seed: seed of the solver.
     """
     means = []
@@ -196,9 +198,9 @@ def low_shot(
         warnings.filterwarnings("ignore", message="Liblinear failed to converge")
         for cost in _costs_of(options):
             accuracies = []
-            for column in range(few.shape[1]):
-                counts = few[:, column] != -1
-                signs = np.where(few[counts, column] == 1, 1, -1)
+            for column in range(drawn.shape[1]):
+                counts = drawn[:, column] != -1
+                signs = np.where(drawn[counts, column] == 1, 1, -1)
                 svm = _fitted(train[counts], signs, options, cost, seed, [])
                 accuracies.append(average_precision_of(svm, test, labels[:, column]))
             means.append(float(np.nanmean(accuracies)))
@@ -210,14 +212,14 @@ FOLDER = "svm"
 
 @dataclass(frozen=True)
 class _Labeled:
-    """Images of a split and their labels (N, C), 1, 0 or -1."""
+    """The images of a split, and their labels (N, C): 1, 0 or -1."""
 
     source: Source
     matrix: np.ndarray
 
 
 class _SvmHook(Hook):
-    """Extracts the features of TRAIN and TEST at the end of a run, layer by layer, and hands them on."""
+    """Base of hooks that train SVMs on features of TRAIN and TEST at the end of a run, layer by layer."""
 
     def __init__(self) -> None:
         self._train: _Labeled | None = None
@@ -252,12 +254,12 @@ class _SvmHook(Hook):
                 print_line(line)
 
     def check(self, run: Run, matrix: np.ndarray) -> None:
-        """Refuse labels (N, C) of TRAIN that nothing can be learned from. Raises DataError."""
+        """Refuse labels (N, C) of TRAIN on which nothing can be trained. Raises DataError."""
 
     def measure(
         self, run: Run, name: str, train: np.ndarray, labels: np.ndarray, test: np.ndarray, test_labels: np.ndarray
     ) -> str:
-        """Train and test on features of a layer (N, F), (M, F) with labels (N, C), (M, C); a line on the outcome.
+        """Train and test on features of a layer (N, F), (M, F) with labels (N, C), (M, C); returns a line to print.
 
         Collective. Adds to the run's results.
         """
@@ -266,10 +268,10 @@ class _SvmHook(Hook):
 
 @HOOKS.register("train_svm")
 class TrainSvm(_SvmHook):
-    """One SVM per class, its cost chosen by cross validation on TRAIN; mean average precision on TEST.
+    """Trains an SVM for each class, whose cost is chosen by cross validation; measures mean average precision on TEST.
 
-    Adds to the results, by layer, ``svm_map_by_layer``, and ``svm_top1_by_layer`` where each image has one class (0 to
-    1). Classes without an image in TEST are left out of the mean. ``svm/<layer>`` in the run folder has VISSL's
+    Adds ``svm_map_by_layer`` to the results, and ``svm_top1_by_layer`` if each image has one class (0 to 1). The mean
+    leaves out classes without an image in TEST. ``svm/<layer>`` in the run folder has VISSL's
     ``test_ap.npy`` (C, 1), ``crossval_ap.npy`` (C, costs) and ``chosen_cost.npy`` (C,), and
     ``classifiers.safetensors`` with ``weight`` (C, F) and ``bias`` (C,).
     """
@@ -311,7 +313,7 @@ class TrainSvm(_SvmHook):
 
 @HOOKS.register("train_svm_low_shot")
 class TrainSvmLowShot(_SvmHook):
-    """SVMs on k images of each class, drawn several times; mean average precision on all of TEST.
+    """Trains SVMs on k images of each class, drawn several times; measures mean average precision on all of TEST.
 
     Adds ``svm_low_shot_by_layer`` to the results: for each layer and ``k=<k>`` the mean, min, max and std (0 to 1) over
     the draws, at the cost with the highest mean. ``svm/<layer>`` in the run folder has VISSL's
@@ -319,8 +321,8 @@ class TrainSvmLowShot(_SvmHook):
     """
 
     def check(self, run: Run, matrix: np.ndarray) -> None:
-        for few in run.plan.config.SVM.low_shot.k_values:
-            self._draw(run, matrix, 0, few)
+        for k in run.plan.config.SVM.low_shot.k_values:
+            self._draw(run, matrix, 0, k)
 
     def _draw(self, run: Run, matrix: np.ndarray, sample: int, k: int) -> np.ndarray:
         name = run.plan.config.SVM.low_shot.dataset_name
@@ -337,8 +339,8 @@ class TrainSvmLowShot(_SvmHook):
         jobs = [(k, sample) for k in k_values for sample in samples]
 
         def work(job: tuple[int, int]) -> list[float]:
-            few = self._draw(run, labels, job[1], job[0])
-            return low_shot(train, few, test, test_labels, options, seed)
+            drawn = self._draw(run, labels, job[1], job[0])
+            return low_shot(train, drawn, test, test_labels, options, seed)
 
         precisions = np.array(shared(jobs, work)).reshape(len(k_values), len(samples), -1)
         stats: dict[str, np.ndarray] = {
@@ -390,16 +392,16 @@ def _save(folder: Path, svms: list[ClassSvm], aps: list[float]) -> None:
 def logistic_top1(
     train: np.ndarray, labels: np.ndarray, test: np.ndarray, test_labels: np.ndarray, penalty: float
 ) -> tuple[float, float]:
-    """Fit a multinomial logistic regression; return top-1 (0 to 1) on the training images and on the others.
+    """Fit a multinomial logistic regression; returns top-1 (0 to 1) on the training and on the test images.
 
-    Features are standardized by the training images'. The solver is scikit-learn's, of 100 iterations at most.
+    Features are standardized with the training images' statistics. scikit-learn's solver runs at most 100 iterations.
 
     Args:
-        train: features (N, F).
-        labels: (N,).
-        test: (M, F).
-        test_labels: (M,).
-        penalty: the L2 penalty, divided by N.
+        train: features (N, F) of the training images.
+        labels: labels (N,) of the training images.
+        test: features (M, F) of the test images.
+        test_labels: labels (M,) of the test images.
+        penalty: L2 penalty, divided by N.
     """
     from sklearn.exceptions import ConvergenceWarning  # here: takes a second
     from sklearn.linear_model import LogisticRegression
@@ -415,11 +417,11 @@ def logistic_top1(
 
 @HOOKS.register("low_shot_test")
 class LowShot(Hook):
-    """Logistic regressions on TRAIN's images, drawn anew for each seed; top-1 on TEST at the best penalty.
+    """Fits logistic regressions to images of TRAIN, drawn with each seed; measures top-1 on TEST at the best penalty.
 
-    ``LOW_SHOT_BENCHMARK.LOGISTIC_REGRESSION`` has the keys; a seed stands for ``DATA_LIMIT_SAMPLING.SEED``. Adds
+    ``LOW_SHOT_BENCHMARK.LOGISTIC_REGRESSION`` has the keys; each seed replaces ``DATA_LIMIT_SAMPLING.SEED``. Adds
     ``low_shot_by_layer`` to the results: layer -> mean and std over the seeds, and for each seed ``top1`` (0 to 1), the
-    best of ``top1_by_lambda`` (penalty -> TRAIN's and TEST's).
+    best of ``top1_by_lambda`` (penalty -> top-1 on TRAIN and on TEST).
     """
 
     def __init__(self) -> None:

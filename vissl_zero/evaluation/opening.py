@@ -1,4 +1,4 @@
-"""What a measurement says before its work: which network was recognized, and how images are shown to it."""
+"""The lines before a measurement: the recognized network, and the size and normalization of images."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from vissl_zero.weights.reading import find
 
 
 def print_opening(run: Run) -> None:
-    """Say on rank 0 of a run that trains nothing what is measured, and in which size and normalization."""
+    """Print the network, and size and normalization of images, on rank 0 of a run that does not train."""
     if run.is_main and run.plan.config.TEST_ONLY:
         print_line(f"network: {recognized(run)}")
         print_line(f"images: {described_views(run.plan.config.DATA)}. config.DATA.IMG_SIZE chooses another size.")
 
 
 def recognized(run: Run) -> str:
-    """Name the network for people."""
+    """Return the network's name, and the path of its weights, for messages."""
     model = run.plan.config.MODEL
     name = model.WEIGHTS_INIT.PARAMS_FILE
     if name and is_of_no_run(name):

@@ -1,4 +1,4 @@
-"""Pictures of what a trunk has learned: nearest neighbors, and what it makes of an image's patches.
+"""Pictures of a trunk's features: nearest neighbors, and the features and attention of an image's patches.
 
 Sources: figure 1 of DINOv2 (https://arxiv.org/abs/2304.07193: the first three principal components of patch features as
 red, green and blue) and figure 1 of DINO (https://arxiv.org/abs/2104.14294: attention of the class token).
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Neighbors:
-    """Some images and their nearest neighbors; equal on every rank.
+    """A few images and their nearest neighbors; equal on every rank.
 
     Attributes:
-        query_source, index_source: where the images are from (``source.image(id)``).
-        query_ids: Q places in ``query_source``.
-        neighbor_ids: Q lists of K places in ``index_source``, nearest first.
-        matches: Q lists of K, whether the neighbor has the query's label; None without labels.
+        query_source, index_source: sources of the images (``source.image(id)``).
+        query_ids: Q indices in ``query_source``.
+        neighbor_ids: Q lists of K indices in ``index_source``, nearest first.
+        matches: Q lists of K values, whether a neighbor has the query's label; None without labels.
     """
 
     query_source: Source
@@ -52,13 +52,13 @@ def find_neighbors(
     is_cosine: bool,
     excluded: Tensor | None,
 ) -> Neighbors:
-    """Find neighbors of a few images, evenly spread over the source (so over its class folders too). Not a collective.
+    """Find neighbors of a few images, evenly spaced in the source, and so over its class folders. Not collective.
 
     Args:
-        query_source, index_source: where the images are from.
-        queries, index: features of their images.
-        is_cosine: compare directions; else dot products.
-        excluded: place in the index, per query, that does not count (the query itself), or None.
+        query_source, index_source: sources of the images.
+        queries, index: features of these sources' images.
+        is_cosine: whether to compare by cosine similarity; else by dot product.
+        excluded: row of the index that each query must not find, which is the query itself; None: no row.
     """
     ids = middles(len(query_source), _NUM_QUERIES)
     places = torch.tensor(ids, device=queries.rows.device)
@@ -71,13 +71,13 @@ def find_neighbors(
 
 
 def middles(length: int, number: int) -> list[int]:
-    """Return the middles of ``number`` equal parts of ``length`` places, or all places if there are fewer."""
+    """Return the middle indices of ``number`` equal parts of ``length``; all indices if there are fewer."""
     number = min(number, length)
     return [(2 * part + 1) * length // (2 * number) for part in range(number)]
 
 
 _NUM_QUERIES, _NUM_NEIGHBORS = 6, 5
-_CUT = 0.02  # share of the patches at either end of a component that do not stretch its colors
+_CUT = 0.02  # share of patches at either end of a component's range that are clipped
 
 
 @dataclass(frozen=True)
@@ -85,9 +85,9 @@ class PatchPictures:
     """Pictures of one image, one pixel per patch, (h, w, 3) uint8.
 
     Attributes:
-        image_id: place in the source.
-        components: the first three principal components over the patches of all images shown.
-        attention: how much the class token attends to each patch in the last block, mean over heads, white the most;
+        image_id: index of the image in the source.
+        components: first three principal components, over the patches of all images.
+        attention: attention of the class token to each patch in the last block, mean over heads, from black to white;
             None without a class token.
     """
 
@@ -97,9 +97,9 @@ class PatchPictures:
 
 
 def patch_pictures(run: Run, source: Source, image_ids: Sequence[int]) -> list[PatchPictures]:
-    """Draw pictures of some images, of the model that ``EVALUATED_MODEL`` names. Collective.
+    """Draw patches of images, by the model that ``EVALUATED_MODEL`` names. Collective.
 
-    None if the trunk is no vision transformer, or the images cannot be read.
+    Returns an empty list if the trunk is no vision transformer, or the images cannot be read.
 
     Cost: one forward pass over the images on every rank.
     """
@@ -130,9 +130,9 @@ def patch_pictures(run: Run, source: Source, image_ids: Sequence[int]) -> list[P
 
 
 def principal_components(tokens: Tensor) -> Tensor:
-    """Project patches on their first three principal components, each stretched to 0..1: (n, P, D) -> (n, P, 3).
+    """Project patches (n, P, D) on their first three principal components (n, P, 3), each scaled to 0..1.
 
-    A component's sign is that of its largest weight, so that a run repeated gives the same picture.
+    The largest weight determines a component's sign, so that a repeated run draws the same picture.
     """
     rows = tokens.double().flatten(0, 1)
     rows = rows - rows.mean(dim=0)
@@ -149,13 +149,13 @@ def _images(run: Run, source: Source, image_ids: Sequence[int]) -> list[Tensor]:
     pipeline = build_eval_pipeline(run.plan.config.DATA)
     try:
         images = [pipeline(source.image(image_id))[0] for image_id in image_ids]
-    except (DataError, OSError):  # a report is no reason to fail a run that has ended well
+    except (DataError, OSError):  # a report must not fail a run that has ended well
         return []
     return images if len({image.shape for image in images}) == 1 else []
 
 
 def _transformer(model: nn.Module) -> TransformerTrunk | None:
-    # Where this module is not loaded, no model has one of its trunks; with timm, it takes half a second to import.
+    # If this module is not loaded, no model has its trunks. Its import takes half a second with timm.
     loaded = sys.modules.get("vissl_zero.models.trunks.vision_transformer")
     if loaded is None:
         return None

@@ -1,8 +1,8 @@
-"""How images are found: one vector an image from its feature maps, whitened; a ranking's scores; and the data sets.
+"""Retrieval of images: a whitened vector for each image, the scores of a ranking, and the data sets.
 
-One vector an image by regional maxima (R-MAC) or generalized means (GeM). A ranking's mean average precision and
-precision at k leave out images that do not count. Data sets in VISSL's folders: revisited Oxford and Paris, Oxford and
-Paris, Copydays.
+An image's vector has regional maxima (R-MAC) or generalized means (GeM) of its feature maps. Mean average precision and
+precision at k leave out images that do not count. Data sets are in VISSL's folders: revisited Oxford and Paris, Oxford
+and Paris, Copydays.
 
 Sources: https://arxiv.org/abs/1511.05879 (R-MAC), https://arxiv.org/abs/1711.02512 (GeM),
 https://arxiv.org/abs/1803.11285 (Revisiting Oxford and Paris); constants, protocol and data sets of VISSL's
@@ -26,24 +26,24 @@ from vissl_zero.checkpoint.torch_file import NumpyArray, read_pickle
 from vissl_zero.collectives import all_reduce_sum
 from vissl_zero.errors import CheckpointError, DataError
 
-_OVERLAP = 0.4  # of neighboring regions, as wanted
+_OVERLAP = 0.4  # desired overlap of neighboring regions
 _MOST_STEPS = 7
 
 
 def unit_vectors(rows: Tensor, epsilon: float = 0.0) -> Tensor:
-    """Divide vectors (..., F) by their L2 norm plus ``epsilon``; those of zeros stay so."""
+    """Divide vectors (..., F) by their L2 norm plus ``epsilon``; vectors of zeros stay zeros."""
     norms = rows.norm(dim=-1, keepdim=True) + epsilon
     return rows / torch.where(norms > 0, norms, torch.ones_like(norms))
 
 
 def regions(height: int, width: int, levels: int) -> list[tuple[int, int, int]]:
-    """List squares on a map: top, left and side of each, level by level.
+    """List squares on a map, level by level: top, left and side of each.
 
-    Level l has l squares along the shorter side, and as many more along the longer one at every level as make
-    neighbors overlap by about 40 %. Levels that are finer than the map are left out.
+    Level l has l squares along the shorter side. Along the longer side, each level has additional squares, as many as
+    make neighbors overlap by about 40 %. Levels that are finer than the map are left out.
     """
     short, long = min(height, width), max(height, width)
-    steps = np.arange(2, _MOST_STEPS + 1, dtype=np.float64)  # as NumPy 2 runs VISSL; NumPy 1 breaks ties in float32
+    steps = np.arange(2, _MOST_STEPS + 1, dtype=np.float64)  # as VISSL with NumPy 2; NumPy 1 used float32
     overlaps = (short**2 - short * ((long - short) / (steps - 1))) / short**2
     more = int(np.abs(overlaps - _OVERLAP).argmin()) + 1
     squares = []
@@ -67,11 +67,11 @@ def regional_maxima(maps: Tensor, levels: int, normalize: bool = True) -> Tensor
     """Return the largest value of each channel in each region.
 
     Args:
-        maps: (B, C, H, W).
+        maps: feature maps (B, C, H, W).
         levels: levels of ``regions``.
         normalize: whether to scale to unit length.
     Returns:
-        (B, R, C).
+        Maxima (B, R, C) of R regions.
     """
     maxima = [
         maps[:, :, top : top + side, left : left + side].amax(dim=(2, 3))
@@ -82,25 +82,25 @@ def regional_maxima(maps: Tensor, levels: int, normalize: bool = True) -> Tensor
 
 
 def _generalized_mean(maps: Tensor, power: float) -> Tensor:
-    """Compute means of powers over the map, then their roots, and a constant 1 behind them, as in VISSL.
+    """Compute the roots of means of powers over the maps, and append a constant 1, as in VISSL.
 
     Args:
-        maps: (B, C, H, W); values below 1e-6 count as that.
-        power: 1: the mean, of negative values too.
+        maps: feature maps (B, C, H, W); values below 1e-6 are raised to it.
+        power: exponent; 1: the mean, without the lower limit.
     Returns:
-        (B, C + 1).
+        Generalized means (B, C + 1).
     """
     rows = maps.mean(dim=(2, 3)) if power == 1 else maps.clamp(min=1e-6).pow(power).mean(dim=(2, 3)).pow(1 / power)
     return torch.cat([rows, torch.ones_like(rows[:, :1])], dim=1)
 
 
 def descriptor(maps: Sequence[Tensor], kind: str, power: float, normalize: bool) -> Tensor:
-    """Compute one vector (B, D) of an image's maps (B, C, H, W) at each scale: the mean over scales.
+    """Compute an image's vector (B, D), the mean over scales.
 
     Args:
-        maps: one tensor a scale; of equal shape unless ``kind`` is gem.
-        kind: "gem", or "" for the maps themselves, as vectors.
-        power: power of gem.
+        maps: feature maps (B, C, H, W) at each scale; their shapes are equal unless ``kind`` is gem.
+        kind: "gem", or "" for the maps themselves, flattened.
+        power: exponent of gem.
         normalize: whether to scale to unit length, with 1e-6 added to the norm.
     """
     if kind == "gem":
@@ -112,11 +112,11 @@ def descriptor(maps: Sequence[Tensor], kind: str, power: float, normalize: bool)
 
 @dataclass(frozen=True)
 class Whitening:
-    """Principal components of unit variance.
+    """A projection on principal components of unit variance.
 
     Attributes:
-        mean: (F,).
-        components: (F, D).
+        mean: mean (F,) of the features.
+        components: scaled components (F, D).
     """
 
     mean: Tensor
@@ -124,11 +124,11 @@ class Whitening:
 
     @classmethod
     def of(cls, rows: Tensor, num_components: int) -> Whitening:
-        """Fit to rows (N, F), in float64; as in VISSL by the sum of squares, not their mean.
+        """Fit to rows in float64; as in VISSL by the sum of squares, not their mean.
 
         Args:
-            rows: N features.
-            num_components: D at most; those of largest variance. -1: F.
+            rows: features (N, F).
+            num_components: most components, those of largest variance; -1: F.
         """
         mean = rows.double().mean(dim=0)
         centered = rows.double() - mean
@@ -136,7 +136,7 @@ class Whitening:
 
     @classmethod
     def of_all_ranks(cls, own_rows: Tensor, num_components: int) -> Whitening:
-        """Fit to the rows of all ranks, of which each may have another number. Collective.
+        """Fit to the rows of all ranks, whose numbers may differ. Collective.
 
         Cost: two all-reduces, of F and of F * F numbers.
         """
@@ -161,13 +161,13 @@ AT = (1, 5, 10)  # the k of precision at k
 
 @dataclass(frozen=True)
 class Wanted:
-    """The images that one query should find.
+    """The images that a query should find.
 
     Attributes:
-        query: number of the query.
-        good: numbers of the images of the database that show the same.
-        ignored: numbers of those that count neither way.
-        num_good: how many good ones there are, those outside of the database too; None: ``len(good)``.
+        query: index of the query.
+        good: indices of the images in the database that show the same object.
+        ignored: indices of images that are not counted.
+        num_good: number of good images, including any outside the database; None: ``len(good)``.
     """
 
     query: int
@@ -180,8 +180,8 @@ def average_precision(places: np.ndarray, num_good: int) -> float:
     """Compute the area under precision over recall, by trapezoids.
 
     Args:
-        places: places of the good images in the ranking, from 0, ascending; ignored images are left out of the count.
-        num_good: how many there are.
+        places: ranks of the good images in the ranking without ignored images, from 0, ascending.
+        num_good: number of good images.
     """
     counts = np.arange(len(places))
     before = np.where(places == 0, 1.0, counts / np.maximum(places, 1))
@@ -190,13 +190,13 @@ def average_precision(places: np.ndarray, num_good: int) -> float:
 
 
 def scores(similarity: np.ndarray, wanted: Sequence[Wanted]) -> tuple[float, list[float]]:
-    """Compute mean average precision, and mean precision at each k of ``AT``; NaN where no query has a good image.
+    """Compute mean average precision, and mean precision at each k of ``AT``; NaN if no query has a good image.
 
-    A query without one is left out. A query whose last good image stands before k counts as of there.
+    Queries without a good image are left out. If a query's last good image ranks before k, its rank replaces k.
 
     Args:
-        similarity: (queries, images), higher is more similar. Ties keep the order of the images.
-        wanted: answers to some or all of the queries. Numbers at or above ``images`` are left out.
+        similarity: similarities (queries, images); higher is more similar. Ties keep the order of the images.
+        wanted: images that some or all queries should find. Indices beyond the images are left out.
     """
     precisions, at = [], []
     for query in wanted:
@@ -225,27 +225,27 @@ _CORRUPT = {
     *("paris_louvre_000136", "paris_louvre_000146", "paris_moulinrouge_000422"),
     *("paris_museedorsay_001059", "paris_notredame_000188"),
 }
-# Changes of Copydays' images: JPEG at some quality, crops of some percent.
+# Changes of Copydays' images: JPEG by quality, crops by percent.
 _CHANGES = (
     "original",
     "strong",
     *(f"jpegqual_{quality}" for quality in (3, 5, 8, 10, 15, 20, 30, 50, 75)),
     *(f"crops_{percent}" for percent in (10, 15, 20, 30, 40, 50, 60, 70, 80)),
 )
-_MOST_BYTES = 2**26  # of a list; those of Oxford and Paris are below 2**21
+_MOST_BYTES = 2**26  # most bytes of a list; the lists of Oxford and Paris are below 2**21
 
 
 @dataclass(frozen=True)
 class RetrievalSet:
-    """Queries, images to find, and which of them a query should find.
+    """A data set of queries, images, and the images that each query should find.
 
     Attributes:
         name: name of the data set.
         images: files of the database.
-        queries: files.
-        boxes: boxes of the object in each query, in pixels (left, top, right, bottom); None where there are none.
-        wanted: figure -> what each query it counts should find: e, m and h (easy, medium, hard), the changes of
-            Copydays, or all.
+        queries: files of the queries.
+        boxes: box of the object in each query, in pixels (left, top, right, bottom); None: queries have no boxes.
+        wanted: name of a score -> images that its queries should find. Names are e, m and h (easy, medium, hard), the
+            changes of Copydays, or all.
     """
 
     name: str
@@ -260,10 +260,10 @@ def retrieval_set(root: Path, name: str, with_distractors: bool = False) -> Retr
 
     Args:
         root: ``IMG_RETRIEVAL.DATASET_PATH``.
-        name: roxford5k, rparis6k, copydays, or any other for the format of Oxford and Paris.
+        name: roxford5k, rparis6k, copydays, or another name for the format of Oxford and Paris.
         with_distractors: for Copydays, use ``database_and_distractors`` in place of ``database``.
     Raises:
-        DataError: the folder is not of that format.
+        DataError: the folder does not have that format.
     """
     folder = root / name
     if not folder.is_dir():
@@ -274,7 +274,7 @@ def retrieval_set(root: Path, name: str, with_distractors: bool = False) -> Retr
 
 
 def whitening_images(root: Path, name: str, image_list: str, with_distractors: bool = False) -> list[Path]:
-    """List the image files from whose features the principal components are computed.
+    """List the image files whose features determine the principal components.
 
     Args:
         root, name: see ``retrieval_set``; any other name is a folder of .jpg files.
@@ -363,13 +363,13 @@ def _oxford(folder: Path, name: str) -> RetrievalSet:
 
 
 def _copydays(folder: Path, with_distractors: bool) -> RetrievalSet:
-    """Return ``queries`` and ``database``: an image's number is the end of its file's name; hundreds show the same."""
+    """Read ``queries`` and ``database``: names end in a number, and images of the same hundred show the same object."""
     queries = _jpegs(folder / "queries")
     images = _jpegs(folder / ("database_and_distractors" if with_distractors else "database"))
     groups = np.array([-1 if "distractor" in file.name else _number(file) // 100 for file in images])
     wanted: dict[str, list[Wanted]] = {}
     for change in _CHANGES:
-        named = re.compile(rf"{change}(?!\d)")  # VISSL counts jpegqual_30 under jpegqual_3, too
+        named = re.compile(rf"{change}(?!\d)")  # VISSL also counts jpegqual_30 as jpegqual_3
         of_change = [index for index, file in enumerate(queries) if named.search(file.name)]
         if of_change:
             wanted[change] = [
@@ -402,7 +402,7 @@ def _lines(file: Path) -> list[str]:
 
 
 def first(dataset: RetrievalSet, num_images: int, num_queries: int) -> RetrievalSet:
-    """Keep the first images and queries, -1 for all; as in VISSL, never more queries than images."""
+    """Return the data set's first images and queries (-1: all); as in VISSL, at most as many queries as images."""
     images = dataset.images if num_images < 0 else dataset.images[:num_images]
     most = num_queries if num_queries >= 0 else num_images if num_images >= 0 else len(dataset.queries)
     wanted = {name: [each for each in of if each.query < most] for name, of in dataset.wanted.items()}
@@ -412,6 +412,6 @@ def first(dataset: RetrievalSet, num_images: int, num_queries: int) -> Retrieval
 
 
 def require_files(files: Sequence[Path]) -> None:
-    """Refuse a list of which files are missing. Raises DataError."""
+    """Raise DataError if any of the files is missing."""
     if lacking := [file for file in files if not file.is_file()]:
         raise DataError(f"IMG_RETRIEVAL: {len(lacking):,} of {len(files):,} images are missing, such as {lacking[0]}.")

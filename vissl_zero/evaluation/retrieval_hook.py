@@ -1,4 +1,4 @@
-"""Images found by their features: VISSL's ``instance_retrieval_test``."""
+"""The hook for retrieval of images by their features: VISSL's ``instance_retrieval_test``."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ class InstanceRetrieval(Hook):
 
 
 def _options(run: Run) -> ImageRetrieval:
-    """Return ``IMG_RETRIEVAL``, with what DEBUG_MODE stands for."""
+    """Return ``IMG_RETRIEVAL``, with the settings that DEBUG_MODE implies."""
     options = run.plan.config.IMG_RETRIEVAL
     if options.DEBUG_MODE:
         counts: dict[str, Any] = {key: count for key, count in _DEBUG.items() if getattr(options, key) == -1}
@@ -130,11 +130,11 @@ def _vectors(
     what: str,
     boxes: Sequence[Box] | None = None,
 ) -> Tensor:
-    """Compute a vector (N, D) of each image, equal on every rank. Collective."""
+    """Compute the vectors (N, D) of all images, equal on every rank. Collective."""
     rows = []
     for maps, is_own in _each(run, options, files, what, boxes):
         if is_own and options.FEATS_PROCESSING_TYPE == "rmac":
-            assert whitening is not None  # a rule
+            assert whitening is not None  # resolve's rules ensure it
             of_regions = regional_maxima(maps[0], options.SPATIAL_LEVELS, options.NORMALIZE_FEATURES)[0]
             white = whitening(of_regions)
             if options.NORMALIZE_FEATURES:
@@ -174,9 +174,9 @@ def _common_width(rows: Sequence[Tensor]) -> int:
 def _each(
     run: Run, options: ImageRetrieval, files: Sequence[Path], what: str, boxes: Sequence[Box] | None = None
 ) -> Iterator[tuple[list[Tensor], bool]]:
-    """Yield this rank's maps (1, C, H, W) at each scale, and whether the image differs from the last one.
+    """Yield the maps (1, C, H, W) at each scale of this rank's images, and whether the image differs from the last.
 
-    Collective: each rank gets as many, so that a sharded model can be called.
+    Collective: each rank gets as many images, so that a sharded model can be called.
     """
     dtype = getattr(torch, run.plan.sharding.precision.master)
     num_steps = -(-len(files) // run.world_size)
@@ -209,7 +209,7 @@ def _each(
 
 
 def _ahead(load: Callable[[int], Tensor], items: Sequence[int], num_threads: int) -> Iterator[Tensor]:
-    """Yield what ``load`` returns for each item, in order; threads are a few items ahead."""
+    """Yield the result of ``load`` for each item, in order; threads load a few items ahead."""
     if num_threads < 1:
         yield from map(load, items)
         return
@@ -224,12 +224,12 @@ def _ahead(load: Callable[[int], Tensor], items: Sequence[int], num_threads: int
 
 
 def prepared(image: Image.Image, options: ImageRetrieval, box: Box | None = None) -> Tensor:
-    """Convert an RGB image to (3, H, W), normalized: longer side RESIZE_IMG pixels, or a square from the middle.
+    """Convert an RGB image to a normalized tensor (3, H, W): longer side RESIZE_IMG pixels, or a center crop.
 
     Args:
-        image: whole.
-        options: options of ``IMG_RETRIEVAL``.
-        box: left, top, right and bottom in pixels of ``image``, of what is seen.
+        image: whole image.
+        options: the block ``IMG_RETRIEVAL``.
+        box: part of the image to use: left, top, right and bottom in pixels; None: the whole image.
     """
     side, ratio = options.RESIZE_IMG, 1.0
     if options.CENTER_CROP:

@@ -1,6 +1,6 @@
-"""Intersection over union on images that the model was not trained on, while it trains and at the end.
+"""Intersection over union on images on which the model was not trained, during training and at the end.
 
-And before that: every image and mask is looked at once, so that all wrong ones are named before the first step.
+Every image and mask is checked before the first step, so that all unusable ones are named at once.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _NUM_PICTURES = 8
 
 @dataclass(frozen=True)
 class Overlap:
-    """Counts of overlaps between predicted classes of pixels and true ones.
+    """The overlap of predicted and true classes of pixels.
 
     Attributes:
-        miou: mean of the classes' intersection over union, of those that are predicted or there.
-        pixel_accuracy: share of the pixels that count whose class is predicted.
-        by_class: intersection over union; None of a class that is neither predicted nor there.
+        miou: mean intersection over union of the classes that are present or predicted.
+        pixel_accuracy: share of counted pixels whose class is predicted.
+        by_class: intersection over union of each class; None: the class is neither present nor predicted.
     """
 
     miou: float
@@ -45,10 +45,10 @@ class Overlap:
 
 
 def overlap(confusion: Tensor) -> Overlap | None:
-    """Compute the figures of a confusion matrix; None where no pixel counts.
+    """Compute the overlap of a confusion matrix; None if no pixel counts.
 
     Args:
-        confusion: (C, K) int64, pixels by true class and by prediction; K at least C.
+        confusion: number of pixels by true class and by prediction, (C, K) int64; K is at least C.
     """
     right, total = confusion.diagonal(), int(confusion.sum())
     if not total:
@@ -62,12 +62,12 @@ def overlap(confusion: Tensor) -> Overlap | None:
 
 @dataclass(frozen=True)
 class SegmentedImage:
-    """An image of TEST with what the model makes of it.
+    """An image of TEST with its mask and prediction, on the CPU.
 
     Attributes:
-        image: (3, H, W), as the transforms make it, on the CPU.
-        mask: (H, W) uint8, the class of each pixel, 255 where it does not count.
-        predicted: (H, W) uint8.
+        image: image (3, H, W) after the transforms.
+        mask: class of each pixel, (H, W) uint8; 255: the pixel does not count.
+        predicted: predicted class of each pixel, (H, W) uint8.
     """
 
     image: Tensor
@@ -76,14 +76,14 @@ class SegmentedImage:
 
 
 class SegmentationHook(CurveHook):
-    """Mean intersection over union on TEST's images: before training, every TEST_EVERY_NUM_EPOCH epochs, and last.
+    """Measures intersection over union on TEST's images: before training, every TEST_EVERY_NUM_EPOCH epochs, and last.
 
     Adds to the results: ``miou_latest`` while it trains, ``miou_by_step`` ([step, mIoU] each); at the end ``miou``,
     ``pixel_accuracy`` and ``iou_by_class`` (0 to 1; None where TEST has no images). Nothing is added for other methods,
     or without TEST_MODEL.
 
     Attributes:
-        pictures: a few images of TEST with what the model makes of them at the end; on rank 0.
+        pictures: a few images of TEST with the final predictions; on rank 0.
     """
 
     figure = "miou"
@@ -93,7 +93,7 @@ class SegmentationHook(CurveHook):
         self.pictures: list[SegmentedImage] = []
 
     def on_start(self, run: Run) -> None:
-        """Look at all images and masks, and measure the untrained model. Collective."""
+        """Check all images and masks, and measure the untrained model. Collective."""
         if not run.method.predicts_pixels:
             return
         _require_pairs(run)
@@ -117,7 +117,7 @@ class SegmentationHook(CurveHook):
         self.pictures = _segmented_images(run, images)
 
     def _measure(self, run: Run) -> Overlap | None:
-        """Measure the model as it is now, which joins the curve. Collective."""
+        """Measure the current model, and add it to the curve. Collective."""
         images = _test_images(run) if _is_measured(run) else None
         overlaps = None if images is None else overlap(_confusion_of(run, images))
         if overlaps is None:
@@ -131,19 +131,19 @@ def _is_measured(run: Run) -> bool:
 
 
 def _test_images(run: Run) -> EvalImages | None:
-    """Open TEST's images: each time, so that loader workers live only as long as the evaluation."""
+    """Open TEST's images; call it for each evaluation, so that loader workers end with it."""
     _, images = build_eval_images(run.plan.config.DATA, run.plan.seed)
     return images if images is not None and masks_of(images.source) is not None else None
 
 
 def _confusion_of(run: Run, images: EvalImages) -> Tensor:
-    """Count the pixels of images by class and by what the model predicts. Collective; equal on every rank.
+    """Count pixels by class and by prediction. Collective; the result is equal on every rank.
 
     Args:
         run: run with a sharded model in any mode.
-        images: images with masks, of any number; each is counted once.
+        images: images with masks, in any number; each is counted once.
     Returns:
-        (C, K) int64 for C classes and K outputs.
+        Confusion matrix (C, K) int64 for C classes and K outputs.
     """
     run.sharded.consolidate_buffers()  # running statistics may differ between ranks; the result must not
     num_classes = len(images.source.class_names)
@@ -164,7 +164,7 @@ def _confusion(logits: Tensor, masks: Tensor, num_classes: int) -> Tensor:
 
 
 def _segmented_images(run: Run, images: EvalImages) -> list[SegmentedImage]:
-    """Segment a few images, evenly spread over the source; none if they cannot be read any more. Collective.
+    """Segment a few images, evenly spaced in the source; empty if they cannot be read. Collective.
 
     Cost: a forward pass for each, on every rank.
     """
@@ -172,7 +172,7 @@ def _segmented_images(run: Run, images: EvalImages) -> list[SegmentedImage]:
     try:
         places = middles(len(images), _NUM_PICTURES)
         read = [images.transform.sample(images.transform.read(images.source, place)) for place in places]
-    except (DataError, OSError):  # a report is no reason to fail a run that has ended well
+    except (DataError, OSError):  # a report must not fail a run that has ended well
         return []
     chosen = []
     with evaluated(run) as model:
@@ -188,13 +188,13 @@ _FIX = "Repair or delete them, or set config.DATA.ON_BROKEN_IMAGE=skip."
 
 
 def _require_pairs(run: Run) -> None:
-    """Check every image and mask before training: sizes, formats and classes. Collective; ranks share the work.
+    """Check size, format and classes of every image and mask before training. Collective; ranks share the work.
 
-    With ``ON_BROKEN_IMAGE: skip``, what is wrong is printed, and left out as it is met.
+    With ``ON_BROKEN_IMAGE: skip``, unusable pairs are printed, and the loader skips them.
 
     Raises:
-        ConfigError: a head has fewer outputs than there are classes, or the images have no masks.
-        DataError: with all images and masks that cannot be used.
+        ConfigError: a head has too few outputs for the classes, or the images have no masks.
+        DataError: images or masks cannot be used; all are named.
     Cost: decodes each mask and reads the header of each image.
     """
     data = run.plan.config.DATA
@@ -220,12 +220,12 @@ def _require_outputs(run: Run, source: Source) -> None:
 
 
 def _wrong(run: Run, source: Source) -> list[str]:
-    """List what is wrong with the pairs of a source, in its order. Collective; equal on every rank."""
+    """List the problems of a source's pairs, in its order. Collective; equal on every rank."""
     check = checks_of(source)
     if check is None:
         return []
     indices = range(run.rank, len(source), run.world_size)
-    with ThreadPoolExecutor(max(1, run.plan.config.DATA.NUM_DATALOADER_WORKERS)) as pool:  # decoders let others run
+    with ThreadPoolExecutor(max(1, run.plan.config.DATA.NUM_DATALOADER_WORKERS)) as pool:  # decoders release the GIL
         complaints = pool.map(lambda index: (index, _problem_of(check, index)), indices)
         problems = [(index, text) for index, text in complaints if text]
     return [text for _, text in sorted(line for lines in all_gather_objects(problems) for line in lines)]

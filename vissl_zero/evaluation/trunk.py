@@ -1,4 +1,4 @@
-"""A trained trunk to use elsewhere.
+"""A trained trunk for use in other code.
 
 In a notebook::
 
@@ -60,13 +60,13 @@ _LEAST_LIMIT = 100_000
 
 
 class Transform:
-    """Transforms an RGB image to (3, H, W) float32: sized and normalized as for the run's own evaluation."""
+    """Resizes and normalizes an RGB image to (3, H, W) float32, as in the run's own evaluation."""
 
     def __init__(self, data_cfg: Data):
         self._pipeline, self._words = build_eval_pipeline(data_cfg), described_views(data_cfg)
 
     def __call__(self, image: Image.Image) -> Tensor:
-        """Transform an image."""
+        """Return the transformed image, (3, H, W) float32."""
         (crop,) = self._pipeline(image)
         return crop
 
@@ -76,11 +76,11 @@ class Transform:
 
 @dataclass(frozen=True)
 class Classifier:
-    """The trunk of a run, to tell from the features of its trunk.
+    """The classifier of a run, which takes the features of its trunk.
 
     Attributes:
         layer: linear layer from features to a score for each class, in float32 on the CPU.
-        classes: names of the classes by index; empty: the weights do not name them.
+        classes: names of the classes by index; empty if the weights do not name them.
     """
 
     layer: nn.Linear
@@ -88,16 +88,16 @@ class Classifier:
 
 
 class LoadedTrunk(nn.Module):
-    """A trunk that takes one tensor and gives one, in evaluation mode.
+    """A trained trunk in evaluation mode, which maps a tensor of images to a tensor of features.
 
     Attributes:
-        trunk: network as it was trained: list of tensors -> list of features.
-        feature_dim: features per image.
+        trunk: network as trained: list of tensors -> list of features.
+        feature_dim: number of features of an image.
         path: path of the weights: a file, or a checkpoint's folder.
-        recognized: the network in words, with its sizes.
-        transform: transform from an RGB image to (3, H, W) float32, as for the run's own evaluation; print it to see
+        recognized: description of the network, with its sizes.
+        transform: transform from an RGB image to (3, H, W) float32, as in the run's own evaluation; print it to see
             its steps.
-        config: what builds it, ``MODEL`` (TRUNK) and ``DATA`` (TRAIN and TEST with TRANSFORMS).
+        config: configuration of the trunk: ``MODEL`` (TRUNK) and ``DATA`` (TRAIN and TEST with TRANSFORMS).
     """
 
     def __init__(self, trunk: nn.Module, config: Mapping[str, Any], path: Path, recognized: str):
@@ -111,7 +111,7 @@ class LoadedTrunk(nn.Module):
         self.eval()
 
     def forward(self, images: Tensor) -> Tensor:
-        """Compute features (B, feature_dim) of images (B, 3, H, W) that went through ``transform``."""
+        """Compute features (B, feature_dim) of images (B, 3, H, W), which ``transform`` has prepared."""
         features: Tensor = self.trunk([images])[0]
         return features
 
@@ -119,23 +119,23 @@ class LoadedTrunk(nn.Module):
 def load_trunk(run_folder: str | Path, *, which: str = "student", imports: bool = False) -> LoadedTrunk:
     """Load the trunk of a run with its trained weights, in float32 on the CPU.
 
-    Of a run that has ended these are its final weights; of one in progress or stopped, those of its newest complete
-    checkpoint, and a warning says of which. Data are checked against their checksums.
+    If the run has ended, these are its final weights. If not, they are those of its newest complete checkpoint, which a
+    warning names. Data are checked against their checksums.
 
-    Nothing that the folder names is run, and nothing is taken from the environment. A trunk of your own is known once
-    the module that registers it is imported.
+    No code that the folder names is run, and the environment is not read. For a custom trunk, import the module that
+    registers it first.
 
-    Weights that are not of a run are taken too: a file of another program, a folder of transformers or timm, or a
-    library's name for them (``timm:vit_small_patch14_dinov2.lvd142m``, ``torchhub:dinov2_vits14``; docs/weights.md).
-    Their network is found from names and shapes of the tensors.
+    Other weights are accepted too: a file of another program, a folder of transformers or timm, or a library's name
+    (``timm:vit_small_patch14_dinov2.lvd142m``, ``torchhub:dinov2_vits14``; docs/weights.md). Their network is
+    recognized by names and shapes of the tensors.
 
     Args:
-        run_folder: ``config.CHECKPOINT.DIR`` of the run; or one of its checkpoints or weights files; or other weights.
-        which: "student", the model that was trained, or "teacher", the momentum copy of a method that has one.
-        imports: import the modules that the run's ``config.IMPORTS`` names; for a folder that you trust.
+        run_folder: ``config.CHECKPOINT.DIR`` of the run, a checkpoint or weights file in it, or other weights.
+        which: "student" for the trained model, or "teacher" for the momentum copy, if the method has a teacher.
+        imports: whether to import the modules in the run's ``config.IMPORTS``; only for a folder that you trust.
     Raises:
-        CheckpointError: it is not of a run, its files are damaged or do not fit each other, or it has no teacher.
-        ValueError: ``which`` is neither.
+        CheckpointError: there are no such weights, files are damaged or inconsistent, or there is no teacher.
+        ValueError: ``which`` has another value.
     """
     if which not in _FINAL_FILES:
         raise ValueError(f"which must be {' or '.join(map(repr, _FINAL_FILES))}, not {which!r}")
@@ -152,7 +152,7 @@ def load_trunk(run_folder: str | Path, *, which: str = "student", imports: bool 
         except CheckpointError:
             raise
         except Exception as error:
-            # The configuration may come from anywhere: whatever building from it stumbles over, the remedy is the same.
+            # The configuration may be from anywhere. The remedy is the same for every error in building from it.
             reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
             raise CheckpointError(
                 f"No trunk can be built from the configuration of {source} ({reason}). "
@@ -161,10 +161,10 @@ def load_trunk(run_folder: str | Path, *, which: str = "student", imports: bool 
 
 
 def load_classifier(run_folder: str | Path, *, which: str = "student") -> Classifier:
-    """Load the last layer of a run that predicts classes, of the weights that ``load_trunk`` takes.
+    """Load the last layer of a run that predicts classes.
 
     Args:
-        run_folder, which: as for ``load_trunk``.
+        run_folder, which: see ``load_trunk``.
     Raises:
         CheckpointError: the run has no head of one linear layer on the features of its trunk.
     """
@@ -201,7 +201,7 @@ def _class_names(weights: Weights, num_classes: int) -> tuple[str, ...]:
 
 
 def is_of_no_run(name: str) -> bool:
-    """Return whether weights are known by a library's name, or lie in a file or folder that no run has written."""
+    """Return whether ``name`` is a library's name of weights, or a file or folder that no run has written."""
     path = Path(name).expanduser()
     if scheme_of(name) or is_library_folder(path):
         return True
@@ -231,14 +231,14 @@ def _of_no_run(name: str, which: str) -> LoadedTrunk:
 
 
 def _with_name(trunk: Mapping[str, Any]) -> dict[str, Any]:
-    """Restore a trunk block as resolution leaves it: the model of a library among its own keys."""
+    """Return a trunk block as after resolution, with the model of a library among its own keys."""
     if trunk_component(trunk["NAME"]) == trunk["NAME"]:
         return dict(trunk)
     return {**trunk, "PARAMS": trunk_params(trunk["NAME"], trunk.get("PARAMS", {}))}
 
 
 def _store(path: Path, final_name: str) -> Checkpoint | WeightsFile:
-    """Open the final weights, unless a checkpoint is of a later step; else the newest complete checkpoint."""
+    """Open the final weights, or the newest complete checkpoint if that is of a later step."""
     if not path.exists():
         hint = names_like(path.parent, path.name)
         raise CheckpointError(f"There is no {path}.{hint} Give a file of weights, or the folder of a run.")
@@ -256,7 +256,7 @@ def _store(path: Path, final_name: str) -> Checkpoint | WeightsFile:
     if final.is_file() and (last_step or 0) >= store.manifest.step:
         store.close()
         return WeightsFile(final)
-    if last_step == store.manifest.step:  # the run has ended; what has no file of its own is in the checkpoint
+    if last_step == store.manifest.step:  # the run has ended; weights without a file of their own are in the checkpoint
         return store
     about = f"{path} has no final weights yet: these are of step {store.manifest.step}, {store.path}."
     warnings.warn(" ".join([about, *map("Passed over: {}".format, passed_over)]), stacklevel=3)
@@ -264,7 +264,7 @@ def _store(path: Path, final_name: str) -> Checkpoint | WeightsFile:
 
 
 def _config(weights: Weights) -> dict[str, Any]:
-    """Read the run's configuration as data."""
+    """Read the run's configuration as plain data."""
     if isinstance(weights.store, Checkpoint):
         path, data = weights.path, dict(weights.store.manifest.config)
     else:
@@ -313,7 +313,7 @@ def _require_known(config: Mapping[str, Any], path: Path) -> None:
 
 
 def _trunk(config: Mapping[str, Any], weights: Weights) -> nn.Module:
-    """Build the trunk with its weights: first without memory, and for real once it is known to fit them."""
+    """Build the trunk with its weights; it is first built without memory, to check that the weights fit."""
     infos = {name.removeprefix(_PREFIX): i for name, i in weights.tensors.items() if name.startswith(_PREFIX)}
     limit = max(_LEAST_LIMIT, sum(info.num_elements for info in infos.values()))
     numbers = [value for _, value in leaves(config["MODEL"]["TRUNK"]) if isinstance(value, (int, float))]
@@ -332,7 +332,7 @@ def _trunk(config: Mapping[str, Any], weights: Weights) -> nn.Module:
 
 @contextmanager
 def _at_most(num_modules: int, path: Path) -> Iterator[None]:
-    """End a construction that a hostile configuration makes endless."""
+    """Limit the number of modules in a construction, which a hostile configuration could make endless. A context."""
     count = 0
 
     def on_module(parent: nn.Module, name: str, child: nn.Module) -> None:

@@ -16,13 +16,13 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from importlib import import_module
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from vissl_zero.engine import stopping
 from vissl_zero.errors import LaunchError
+from vissl_zero.imports import import_at_once
 from vissl_zero.launch.failure import FAILURE_FOLDER_VARIABLE
 from vissl_zero.launch.key_value_store import STORE_PATH_VARIABLE
 from vissl_zero.launch.rendezvous import WORLD_SIZE_VARIABLE
@@ -175,11 +175,8 @@ def main() -> int:
     stopping.listen(ctrl_c=False)
     # Ctrl-C reaches every process of the terminal, and the launcher forwards it too: two signals count as one.
     signal.signal(signal.SIGINT, _on_ctrl_c)
-    # Imports leave no garbage, but Python would search for it a hundred times, a fifth of the time of the imports.
-    gc.disable()
-    work = import_module(f"vissl_zero.launch.{sys.argv[2]}")
-    gc.freeze()
-    gc.enable()
+    work = import_at_once(f"vissl_zero.launch.{sys.argv[2]}")
+    gc.freeze()  # what was imported stays: later collections leave it out
     code: int = work.main()
     return code
 

@@ -139,7 +139,7 @@ def _resumed(plan: ResolvedRun) -> list[str]:
     """
     from vissl_zero.checkpoint.comparison import require_resumable
     from vissl_zero.checkpoint.folder import find_checkpoints, newest_checkpoint
-    from vissl_zero.checkpoint.resume import Found, opening_lines
+    from vissl_zero.checkpoint.resume import Resumable, opening_lines
 
     folder, options = Path(plan.run_dir), plan.config.CHECKPOINT
     require_plain_files(folder)
@@ -150,5 +150,5 @@ def _resumed(plan: ResolvedRun) -> list[str]:
     with newest_checkpoint(folder, passed_over) as checkpoint:
         manifest = checkpoint.manifest
         require_resumable(manifest.config, as_data(plan), options.ALLOW_CHANGED)
-        lines = opening_lines(Found(checkpoint.path, passed_over), plan)
+        lines = opening_lines(Resumable(checkpoint.path, passed_over), plan)
     return ["resume:", *(f"  {line}" for line in lines)]

@@ -1,1 +1,1 @@
-"""Weights of any origin: which network a file is of, and our trunks as folders that other libraries open."""
+"""Weights of any origin: recognition of a file's network, and export of our trunks to other libraries."""

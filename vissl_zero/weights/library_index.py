@@ -1,4 +1,4 @@
-"""Which models of timm and torchvision have tensors of given names and shapes.
+"""The index of timm's and torchvision's models by names and shapes of their tensors.
 
 ``library_models.json`` holds a _fingerprint for every model of the two libraries. To write it anew, after an update of
 either::
@@ -16,7 +16,7 @@ from hashlib import sha256
 from pathlib import Path
 
 _INDEX_FILE = Path(__file__).with_name("library_models.json")
-# Classifiers, which the number of classes changes; and what follows from the image size or from nothing at all.
+# Classifiers, which depend on the number of classes; and tensors that depend on the image size, or are constant.
 _CLASSIFIER = re.compile(
     r"(?:head|head_dist|fc|classifier|last_linear|head\.fc|head\.l|heads\.head|classifier\.(?:\d|fc)|head\.fc\.fc2)"
     r"\.(?:weight|bias)"
@@ -33,7 +33,7 @@ def _is_classifier(name: str) -> bool:
 
 
 def _fingerprint(shapes: Mapping[str, Iterable[int]]) -> str:
-    """Hash the names and shapes of a network without its classifier and without what depends on the image size."""
+    """Hash the names and shapes of a network, without its classifier and tensors that depend on the image size."""
     lines = [
         f"{name} {'x'.join(map(str, shape))}"
         for name, shape in sorted(shapes.items())

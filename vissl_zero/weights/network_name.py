@@ -1,4 +1,4 @@
-"""The name of a network for people: kind, depth, width and patches, since a trunk is built from another's class."""
+"""The displayed name of a network: kind, depth, width and patches, because its class may name another network."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from vissl_zero.errors import counted
 
-_SIZES = ("embed_dim", "depth", "num_heads", "patch_size")  # what makes a transformer another one than its class
+_SIZES = ("embed_dim", "depth", "num_heads", "patch_size")  # by which a transformer may differ from its class
 _OF_REGNET = ("depth", "w_0", "w_a", "w_m", "group_width")
 
 

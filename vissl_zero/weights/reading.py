@@ -1,4 +1,4 @@
-"""Weights by any name, with the network that they are of."""
+"""Weights by any name, together with their network."""
 
 from __future__ import annotations
 
@@ -22,45 +22,45 @@ from vissl_zero.weights.recognition import Recognized, recognize
 
 
 @dataclass(frozen=True)
-class Found:
-    """Weights and their network."""
+class RecognizedWeights:
+    """Weights and the network recognized in them."""
 
     weights: Foreign
     network: Recognized
 
 
-def find(name: str, key: str = "") -> Found:
+def find(name: str, key: str = "") -> RecognizedWeights:
     """Read the names and shapes of weights, and find their network.
 
     Args:
         name: a file, a folder of transformers or timm, or a library's name (``docs/weights.md``).
-        key: where a torch file holds the state dict; empty: detected.
+        key: key of the state dict in a torch file; empty: it is detected.
     Raises:
-        CheckpointError: not on this machine, unreadable, or of a network that is not known.
+        CheckpointError: the weights are not on this machine, cannot be read, or belong to an unknown network.
     """
     located = locate(name)
     if not located.path.exists():
         raise CheckpointError(f"There is no {located.path}. Give a file of weights, a folder or a run folder.")
     foreign = read_foreign(located.path, "" if key in FOUND_BY_ITSELF else key)
-    return Found(foreign, recognize(foreign, located.model, located.preprocessing))
+    return RecognizedWeights(foreign, recognize(foreign, located.model, located.preprocessing))
 
 
 @WEIGHTS_READERS.register("network")
 def network_of(name: str, key: str = "") -> dict[str, Any]:
-    """Find the network of weights and describe it as the configuration of a run. Args and Raises: as for ``find``."""
+    """Return the network of weights as the configuration of a run. Args and Raises: see ``find``."""
     return as_run(find(name, key).network)
 
 
 @WEIGHTS_READERS.register("teacher")
 def teacher_of(name: str, saved: Mapping[str, Any] | None, wants_scores: bool = False) -> dict[str, Any]:
-    """Describe the network of weights as ``network_of``, and count its features (``feature_dim``).
+    """Return the network of weights as ``network_of`` does, with the number of its features (``feature_dim``).
 
     Args:
-        name: as for ``find``.
-        saved: the configuration of the run that the weights are of; None: they are recognized.
-        wants_scores: also find their head of prototypes (``score_head``, as HEAD.PARAMS; None without one).
+        name: see ``find``.
+        saved: configuration of the run that wrote the weights; None: the network is recognized.
+        wants_scores: whether to add the head of prototypes (``score_head``, as HEAD.PARAMS; None without a head).
     Raises:
-        CheckpointError, ConfigError: as ``find``, or the trunk cannot be built.
+        CheckpointError, ConfigError: see ``find``; or the trunk cannot be built.
     """
     head = None
     if saved is not None:
@@ -77,7 +77,7 @@ def teacher_of(name: str, saved: Mapping[str, Any] | None, wants_scores: bool = 
 
 
 def _saved_score_head(model: Mapping[str, Any]) -> list[Any] | None:
-    """Return HEAD.PARAMS of a run's head of prototypes for whole images; None where it has no such head."""
+    """Return HEAD.PARAMS of a run's head of prototypes for whole images; None without such a head."""
     heads: list[Any] = model["HEAD"]["PARAMS"]
     name, keys = heads[0] if heads else ("", {})
     if name in ("swav_head", "dino_head") and len(keys["num_clusters"]) == 1:
@@ -101,7 +101,7 @@ def _score_head_of(weights: Foreign) -> list[Any] | None:
 
 
 def as_run(network: Recognized) -> dict[str, Any]:
-    """Describe a network as the configuration of a run would: ``MODEL.TRUNK``, and transforms of evaluation."""
+    """Return a network as the configuration of a run: ``MODEL.TRUNK``, and transforms of evaluation."""
     normalize = {"name": "Normalize", "mean": list(network.mean), "std": list(network.std)}
     train = [{"name": "RandomResizedCrop", "size": network.size}, {"name": "RandomHorizontalFlip"}]
     test = [{"name": "Resize", "size": network.size}, {"name": "CenterCrop", "size": network.size}]

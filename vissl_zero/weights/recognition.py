@@ -1,7 +1,7 @@
 """Recognition of the network in a file of weights: its ``MODEL.TRUNK``, from the names and shapes of tensors.
 
-What a shape does not say is taken from the ``config.json`` beside it: attention heads and the epsilon of layer norms.
-Without one, heads are those of the published networks of that width, 64 channels each for most.
+Attention heads and the epsilon of layer norms cannot be read from shapes; they come from the ``config.json`` next to
+the file. Without it, heads are those of the published networks of the same width, most with 64 channels a head.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ _INSIDE = re.compile(r"(?:norm[12]|attn\.(?:qkv|proj|q_norm|k_norm)|mlp\.fc[12])
 
 @dataclass(frozen=True)
 class Recognized:
-    """The contents of a file.
+    """The network recognized in a file of weights.
 
     Attributes:
-        text: the network in words, with its sizes.
-        trunk: ``MODEL.TRUNK``: NAME and the keys of that trunk.
-        size: side of the images that it was made for, in pixels.
-        mean, std: what images are normalized by; ImageNet's where the file does not say.
+        text: description of the network, with its sizes.
+        trunk: ``MODEL.TRUNK``: NAME and the keys of the trunk.
+        size: side of the network's images, in pixels.
+        mean, std: normalization of images; ImageNet's if the file has none.
         others: models of timm or torchvision with the same tensors.
     """
 
@@ -60,8 +60,8 @@ def recognize(foreign: Foreign, model: str = "", preprocessing: Mapping[str, Any
 
     Args:
         foreign: the weights.
-        model: the library's model, where the name of the weights says it (``timm/...``, ``torchvision/...``).
-        preprocessing: ``size``, ``mean``, ``std``, where the library says them.
+        model: name of the library's model (``timm/...``, ``torchvision/...``), if the weights have one; else empty.
+        preprocessing: ``size``, ``mean`` and ``std``, as far as the library has them.
     Raises:
         CheckpointError: no known network has these tensors.
     """
@@ -90,7 +90,7 @@ def recognize(foreign: Foreign, model: str = "", preprocessing: Mapping[str, Any
 
 
 def _own(config: Mapping[str, Any]) -> Recognized | None:
-    """Recognize what ``vissl-zero export --to safetensors`` has written."""
+    """Recognize a file of ``vissl-zero export --to safetensors``."""
     written = config.get("vissl_zero")
     trunk = written.get("TRUNK") if isinstance(written, Mapping) else None
     views = written.get("views") if isinstance(written, Mapping) else None
@@ -106,7 +106,7 @@ def _own(config: Mapping[str, Any]) -> Recognized | None:
 
 
 def _normalization(views: Mapping[str, Any]) -> tuple[list[float], list[float]]:
-    """Return mean and deviation of three channels; ImageNet's where they are not written."""
+    """Return mean and deviation of three channels; ImageNet's if the file has none."""
     mean, std = views.get("mean"), views.get("std")
     for values in (mean, std):
         if not isinstance(values, list) or len(values) != 3 or not all(isinstance(x, int | float) for x in values):

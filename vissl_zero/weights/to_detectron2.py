@@ -1,4 +1,4 @@
-"""A trunk as detectron2's checkpointer reads it: a pickle of arrays under detectron2's names, and its settings.
+"""Export of a trunk to detectron2: a pickle of arrays with detectron2's names, and settings.
 
 Names of ResNets as in MoCo's ``detection/convert-pretrain-to-detectron2.py`` and VISSL's
 ``extra_scripts/convert_vissl_to_detectron2.py``, without batch norm's counters, which detectron2's R-50.pkl lacks too.
@@ -36,7 +36,7 @@ _TRANSFORMER = re.compile(
 )
 _NOT_TAKEN = re.compile(r"cls_token|mask_token|norm\.(weight|bias)|.+\.num_batches_tracked")
 _SCALED = {"ls1": "attn.proj", "ls2": "mlp.fc2"}
-_DEPTHS = (18, 34, 50, 101, 152)  # that detectron2 builds
+_DEPTHS = (18, 34, 50, 101, 152)  # depths of detectron2's ResNets
 
 
 def resnet_names(names: Sequence[str]) -> dict[str, str]:
@@ -67,7 +67,7 @@ def resnet_settings(shapes: Mapping[str, Sequence[int]]) -> dict[str, Any]:
     """Return ``MODEL.RESNETS`` of a ResNet with these shapes, by torchvision's names.
 
     Raises:
-        CheckpointError: detectron2 builds none of this depth or width.
+        CheckpointError: detectron2 has no ResNet of this depth or width.
     """
     stages = [{int(name.split(".")[1]) for name in shapes if name.startswith(f"layer{n}.")} for n in (1, 2, 3, 4)]
     num_convolutions = 2 + ("layer1.0.conv3.weight" in shapes)
@@ -83,12 +83,12 @@ def resnet_settings(shapes: Mapping[str, Sequence[int]]) -> dict[str, Any]:
 
 
 def transformer_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return a plain vision transformer under timm's names as ViTDet's has it: no class token, no last norm.
+    """Convert a plain vision transformer in timm's names to ViTDet's: without class token and last norm.
 
-    Layer scales, which it lacks, are multiplied into the layers before them.
+    ViTDet's has no layer scales, so they are multiplied into the layers before them.
 
     Raises:
-        CheckpointError: something in it has no place there, such as registers.
+        CheckpointError: ViTDet's transformer lacks a tensor, such as registers.
     """
     kept = dict(tensors)
     for name in [name for name in tensors if name.endswith(".gamma")]:
@@ -123,6 +123,6 @@ def write_model(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def read_model(path: Path) -> dict[str, Tensor]:
-    """Read what ``write_model`` has just written; never a file of others, as a pickle may run code."""
+    """Read a file that ``write_model`` has just written; never other files, because a pickle may run code."""
     with path.open("rb") as file:
         return {name: torch.from_numpy(array) for name, array in pickle.load(file)["model"].items()}  # noqa: S301

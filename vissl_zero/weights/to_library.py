@@ -1,6 +1,6 @@
-"""A trunk as a folder that another library opens: its weights, its configuration, and how images are shown to it.
+"""Export of a trunk to a folder that another library opens: weights, configuration, and preprocessing of images.
 
-Every folder is opened again by the library itself and compared with the trunk before it is said to be done.
+The library itself opens every folder, and its outputs are compared with the trunk's before the export succeeds.
 
 Formats: timm 1.0.31, ``timm/models/_hub.py`` (config.json); transformers 5.23, ``configuration_utils.py`` and
 ``image_processing_utils.py``.
@@ -33,20 +33,20 @@ from vissl_zero.weights.network_name import network_name
 from vissl_zero.weights.recognition import Recognized, recognize
 
 WEIGHTS, CONFIG, PREPROCESSOR, CARD = "model.safetensors", "config.json", "preprocessor_config.json", "README.md"
-_TOLERANCE = 1e-4  # of the largest feature, in float32
+_TOLERANCE = 1e-4  # largest difference of features in float32, as a share of the largest feature
 _PREFIX = "trunk."
 _CLASSIFYING = ("timm", "torchvision", "onnx")
-_RESIZERS = ("timm", "transformers", "torchhub")  # each has a way of its own to resize position embeddings
+_RESIZERS = ("timm", "transformers", "torchhub")  # each resizes position embeddings in its own way
 
 
 @dataclass(frozen=True)
 class Views:
-    """The form in which images are shown to a trunk.
+    """The preprocessing of a trunk's images.
 
     Attributes:
-        size: side of the square that it sees, in pixels.
-        resize: side to which the shorter side is brought first.
-        mean, std: of the normalization.
+        size: side of the square crop, in pixels.
+        resize: length to which the shorter side is resized first.
+        mean, std: mean and deviation of the normalization.
     """
 
     size: int
@@ -56,7 +56,7 @@ class Views:
 
     @classmethod
     def of(cls, data: Mapping[str, Any]) -> Views:
-        """Read them from the TRANSFORMS of evaluation, or those that TRAIN's imply, of a DATA block."""
+        """Read the views from a DATA block: TRANSFORMS of evaluation, or those that TRAIN's imply."""
         transforms = data["TEST"]["TRANSFORMS"] or derive_eval_transforms(data["TRAIN"]["TRANSFORMS"])
         by_name = {entry["name"]: entry for entry in transforms}
         resize, crop = _side(by_name.get("Resize", {}).get("size")), _side(by_name.get("CenterCrop", {}).get("size"))
@@ -71,12 +71,12 @@ def _side(size: Any) -> int:
 
 @dataclass(frozen=True)
 class Exported:
-    """The files that were written.
+    """The result of an export.
 
     Attributes:
         folder: folder of the files.
-        call: Python that opens it; ``model`` and ``images`` follow from it.
-        difference: the largest between features of the opened model and of the trunk, on random images.
+        call: Python code that opens the folder.
+        difference: largest difference between features of the opened model and of the trunk, on random images.
         notes: sentences on what the folder lacks.
     """
 
@@ -91,11 +91,11 @@ class Source:
     """A trunk to write.
 
     Attributes:
-        trunk: takes a list of images (B, 3, H, W), gives a list of features; in evaluation mode, on the CPU.
-        config: ``MODEL.TRUNK`` that builds it.
+        trunk: trunk in evaluation mode on the CPU, which maps a list of images (B, 3, H, W) to a list of features.
+        config: ``MODEL.TRUNK`` of the trunk.
         views: views of evaluation.
-        classifier: linear layer to write behind it; None: the trunk alone.
-        classes: names of the classifier's classes; empty: they are not known.
+        classifier: linear layer to write too; None: only the trunk.
+        classes: names of the classifier's classes; empty if they are unknown.
     """
 
     trunk: nn.Module
@@ -105,17 +105,17 @@ class Source:
     classes: Sequence[str] = ()
 
     def outputs(self, images: Tensor) -> Tensor:
-        """Compute features (B, F) of images (B, 3, H, W), or the classifier's scores of them."""
+        """Compute features (B, F) of images (B, 3, H, W), or the classifier's scores."""
         rows: Tensor = self.trunk([images])[0]
         return rows if self.classifier is None else self.classifier(rows)
 
     @property
     def named_classes(self) -> dict[str, Any]:
-        """What a configuration says of the classes: nothing where their names are not known."""
+        """Entries on the classes for a library's configuration; empty if their names are unknown."""
         return {"classes": list(self.classes)} if self.classes else {}
 
     def classifier_entries(self, name: str) -> list[Entry]:
-        """Return the classifier's tensors as those of a layer called ``name``; none without a classifier."""
+        """Return the classifier's tensors under the layer name ``name``; empty without a classifier."""
         state = {} if self.classifier is None else self.classifier.state_dict()
         return [Entry.of(f"{name}.{kind}", tensor) for kind, tensor in state.items()]
 
@@ -125,7 +125,7 @@ class Source:
         return any(map(is_adapters, self.trunk.state_dict()))
 
     def merged(self) -> Source:
-        """Return the same with the adapters, if there are any, added to the weights."""
+        """Return the source with its adapters, if it has any, merged into the weights."""
         if not self.is_adapted:
             return self
         from vissl_zero.models.lora import merged
@@ -133,9 +133,9 @@ class Source:
         return replace(self, trunk=merged(self.trunk))
 
     def of_size(self, side: int) -> Source:
-        """Return the same with positions for images of ``side`` pixels, if a library would resize them otherwise.
+        """Return the source with positions for images of ``side`` pixels, if libraries resize them differently.
 
-        DINO and DINOv2 resize with an offset, transformers without antialiasing; timm has neither.
+        DINO and DINOv2 resize with an offset, transformers without antialiasing, and timm with antialiasing alone.
         """
         trunk = copy.deepcopy(self.trunk)
         embedding = next((module for module in trunk.modules() if isinstance(module, TokenEmbedding)), None)
@@ -159,7 +159,7 @@ class Source:
         """Return the trunk's tensors under timm's or torchvision's names.
 
         Raises:
-            CheckpointError: that library has no names for some.
+            CheckpointError: the library has no name for a tensor.
         """
         state = {f"{_PREFIX}{name}": tensor for name, tensor in self.trunk.state_dict().items()}
         if style == "torchvision" and self.config["NAME"].startswith("torchvision/"):
@@ -174,19 +174,19 @@ class Source:
 
 
 def _in_library(name: str) -> str:
-    """Write a name of a trunk in units (``trunk.net.features.0.unit.0.weight``) as its library has it."""
+    """Return the library's name of a tensor in a trunk of units (``trunk.net.features.0.unit.0.weight``)."""
     return ".".join(part for part in name.removeprefix(f"{_PREFIX}net.").split(".") if part != "unit")
 
 
 def write(source: Source, target: str, folder: Path) -> Exported:
-    """Write a trunk for another library and compare what that opens.
+    """Write a trunk for another library, open it there, and compare the outputs.
 
     Args:
-        source: the trunk.
+        source: trunk to write.
         target: one of ``TARGETS``.
-        folder: exists and is empty.
+        folder: an existing, empty folder.
     Raises:
-        CheckpointError: the library has no such network, is not installed, or computes something else.
+        CheckpointError: the library has no such network, is not installed, or computes different outputs.
     """
     if source.classifier is not None and target not in _CLASSIFYING:
         raise CheckpointError(f"--classifier: goes with --to {', '.join(_CLASSIFYING)}, not with --to {target}.")
@@ -209,7 +209,7 @@ def write(source: Source, target: str, folder: Path) -> Exported:
 
 
 def _whole(source: Source) -> int:
-    """Choose the side of images to compare with: whole patches, as near to that of evaluation as they come."""
+    """Return the side of images for the comparison: that of evaluation, rounded to whole patches."""
     patch = getattr(source.trunk, "patch_size", (1, 1))[0]
     return max(patch, source.views.size // patch * patch)
 
@@ -273,7 +273,7 @@ def _timms(name: str) -> str:
 
 
 def _in_timm(source: Source, entries: list[Entry]) -> Recognized:
-    """Find timm's model of the trunk: the one that it was built from, or the one with its tensors."""
+    """Return timm's model from which the trunk was built, or which has the same tensors."""
     name, params = source.config["NAME"], source.config.get("PARAMS", {})
     if name.startswith("timm/"):
         return Recognized(network_name(source.config), {"NAME": name, "PARAMS": params})
@@ -498,7 +498,7 @@ def _to_safetensors(source: Source, folder: Path) -> tuple[str, Opened, list[str
 
 
 class _OneTensor(nn.Module):
-    """A trunk, with its classifier if it has one, that takes a tensor and gives one."""
+    """A trunk with its classifier, if it has one, as a module from one tensor to one tensor."""
 
     def __init__(self, source: Source):
         super().__init__()
@@ -581,7 +581,7 @@ TARGETS: dict[str, Callable[[Source, Path], tuple[str, Opened, list[str]]]] = {
 
 
 def write_preprocessor(views: Views, folder: Path) -> None:
-    """Write how images are shown, as transformers' AutoImageProcessor reads it (and people do)."""
+    """Write the preprocessing of images for transformers' AutoImageProcessor."""
     config: dict[str, Any] = {"image_processor_type": "BitImageProcessor", "do_convert_rgb": True, "do_resize": True}
     config |= {"size": {"shortest_edge": views.resize}, "resample": 2, "do_center_crop": True}
     config |= {"crop_size": {"height": views.size, "width": views.size}, "do_rescale": True, "rescale_factor": 1 / 255}

@@ -15,7 +15,7 @@ from tests.unit.checkpoint.test_format import TENSORS, _manifest, write
 from vissl_zero.checkpoint import open_checkpoint
 from vissl_zero.checkpoint.folder import prune
 from vissl_zero.checkpoint.resume import (
-    Found,
+    Resumable,
     StoredState,
     _require_same_images,
     _require_same_names,
@@ -132,14 +132,14 @@ def test_what_has_changed_is_listed_before_training(num_changed: int, tmp_path: 
     config["config"]["DRY_RUN"] = "no change that counts"
     write_rank(tmp_path, 7, 0, [], {}, {})
     path = commit(tmp_path, replace(_manifest(7, 1), config=config, level=3))
-    first, *lines = opening_lines(Found(path, ["\x1b[31mone is damaged"] * 25), plan)[20:]
+    first, *lines = opening_lines(Resumable(path, ["\x1b[31mone is damaged"] * 25), plan)[20:]
     assert first == (
         "Resuming from step_000000007 (step 7, epoch 1; written at ZeRO level 3, torch engine, 1 process)."
     )
     changes = [f"  config.OTHER_{number:02}: {number} in the checkpoint, None now" for number in range(num_changed)]
     more = [f"  ... and {num_changed - 20} more"] * (num_changed > 20)
     assert lines == (["Changed since then:", *changes[:20], *more] if num_changed else [])
-    skipped = opening_lines(Found(path, ["\x1b[31mone is damaged"] * 25), plan)[:20]
+    skipped = opening_lines(Resumable(path, ["\x1b[31mone is damaged"] * 25), plan)[:20]
     assert set(skipped) == {skipped[0]} and skipped[0].startswith("skipped: ") and "\x1b" not in skipped[0]
 
 
