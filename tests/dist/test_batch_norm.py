@@ -258,7 +258,26 @@ class _Tied(nn.Module):
         return self.norm(self.linear(x))
 
 
+class _TwoNames(nn.Module):
+    """A batch norm that stands in a Sequential too, as where an encoder takes over torchvision's layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(6, 6), nn.BatchNorm1d(6)
+        self.stem = nn.Sequential(self.linear, self.norm)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.stem(x)
+
+
+def _tied_across_blocks() -> nn.Module:
+    blocks = [nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)) for _ in range(3)]
+    blocks[2][1].weight, blocks[1][1] = blocks[0][1].weight, blocks[0][1]
+    return nn.Sequential(*blocks)
+
+
 def _losses_of_a_whole_model(build: Callable[[], nn.Module], level: int) -> list[float]:
+    torch.manual_seed(0)
     model, generator = build(), torch.Generator().manual_seed(dist.get_rank())
     model, optimizer = vissl_zero.initialize(model, {"type": "SGD", "lr": 0.5}, {"level": level, "bf16": True})
     losses = []
@@ -281,8 +300,19 @@ def test_a_model_that_is_a_batch_norm_trains_in_half_precision() -> None:
 
 
 @pytest.mark.timeout(60)
-def test_a_batch_norm_tied_to_the_module_around_it_is_refused_in_half_precision() -> None:
-    with pytest.raises(RankError, match=r"norm: must share no parameter with a module around it in half precision"):
+@pytest.mark.parametrize("build", [_TwoNames, _tied_across_blocks])
+def test_a_batch_norm_in_two_places_trains_in_half_precision(build: Callable[[], nn.Module]) -> None:
+    expected = run_on_ranks(2, _losses_of_a_whole_model, build, 0)[0]
+    assert expected[2] < 0.9 * expected[0]
+    for level in (1, 3):
+        assert run_on_ranks(2, _losses_of_a_whole_model, build, level)[0] == pytest.approx(expected, rel=0.02), level
+
+
+@pytest.mark.timeout(60)
+def test_a_batch_norm_tied_to_another_layer_is_refused_in_half_precision() -> None:
+    with pytest.raises(
+        RankError, match=r"norm: must share no parameter with a layer that is no batch norm in half precision"
+    ):
         run_on_ranks(2, _losses_of_a_whole_model, _Tied, 1)
 
 

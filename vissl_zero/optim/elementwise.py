@@ -59,7 +59,18 @@ def sgd(groups: Groups, momentum: float = 0.9, nesterov: bool = False) -> torch.
     """Build SGD with momentum, plain or Nesterov."""
     optimizer = torch.optim.SGD(groups, momentum=momentum, nesterov=nesterov, fused=True)
     complete_state(optimizer)
+    optimizer.register_step_pre_hook(_avoid_wrong_kernel)
     return optimizer
+
+
+def _avoid_wrong_kernel(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Compute unfused where torch's fused SGD is wrong: in half precision on the CPU (2.11 to 2.13).
+
+    It leaves tensors of 16 elements or more as they are, or moves them too little.
+    """
+    for group in optimizer.param_groups:
+        is_half = (param.dtype.itemsize == 2 and param.device.type == "cpu" for param in group["params"])
+        group["fused"] = not any(is_half)
 
 
 def complete_state(optimizer: torch.optim.Optimizer) -> None:

@@ -450,6 +450,33 @@ def forget_reduced(group: Any) -> None:
         group.comm_ctx.reduce_scatter_state = None
 
 
+def has_begun_backward(state: Any) -> bool:
+    """Check whether a backward pass through the units of a root has begun and not ended; between passes, it raised."""
+    return bool(state._state_ctx.post_backward_final_callback_queued)
+
+
+def forget_backward(root: Any, units: Iterable[Any]) -> None:
+    """Put the units of a root back to before a pass that raised, without its gradients.
+
+    ``reset_iter_state`` leaves the gradients that full parameters had got before it raised.
+
+    Raises:
+        VisslZeroError: torch is older than 2.13, which brought it.
+    """
+    if not hasattr(root, "reset_iter_state"):
+        raise VisslZeroError(
+            f"A backward pass raised, and torch {torch.__version__} cannot go on after that where parameters are "
+            "sharded. Restart from a checkpoint, or use torch 2.13."
+        )
+    root.reset_iter_state()
+    for unit in units:
+        group = group_of(unit_state(unit))
+        for param in group.fsdp_params if group is not None else ():
+            param.unsharded_accumulated_grad = None
+            if hasattr(param, "_unsharded_param"):
+                param._unsharded_param.grad = None
+
+
 def left_to_itself(model: nn.Module) -> Any:
     """Return the names that ``DistributedDataParallel`` must leave alone; None without any."""
     return getattr(model, "_ddp_params_and_buffers_to_ignore", None)

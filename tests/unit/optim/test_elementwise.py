@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
+from torch import nn
 
 from vissl_zero.optim.elementwise import adam, adamw, complete_state, sgd
 
@@ -67,3 +70,19 @@ def test_restored_counters_go_where_fused_kernels_read_them(is_fused):
     optimizer.state[param]["step"] = torch.tensor(7.0)
     complete_state(optimizer)
     assert optimizer.state[param]["step"].device.type == ("meta" if is_fused else "cpu")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_sgd_in_half_precision_is_torchs_unfused_one(dtype: torch.dtype, momentum: float) -> None:
+    """Torch's fused kernel on the CPU leaves 16 elements as they are."""
+    start, grads = torch.linspace(-1, 1, 64).to(dtype), [torch.full((64,), value).to(dtype) for value in (1.0, 0.5)]
+    results = []
+    for build in (sgd, partial(torch.optim.SGD, fused=False)):
+        param = nn.Parameter(start.clone())
+        optimizer = build([{"params": [param], "lr": 0.125}], momentum=momentum)
+        for grad in grads:
+            param.grad = grad.clone()
+            optimizer.step()
+        results.append(param.detach())
+    assert torch.equal(*results) and not torch.equal(results[0], start)

@@ -119,7 +119,7 @@ def plan_wrap(model: nn.Module, plan: ShardingPlan, num_ranks: int) -> WrapPlan:
         num_ranks: ranks that share one copy of the state.
     Raises:
         ConfigError: activation checkpointing is asked of a model without ``Unit``s, or a batch norm in half precision
-            shares a parameter with a module around it.
+            shares a parameter with a layer that is none.
     """
     names = {module: name for name, module in model.named_modules()}
     blocks = [names[block] for block in model_units(model) if block in names]
@@ -279,10 +279,11 @@ def _resolve_ties(model: nn.Module, kinds: dict[str, str]) -> list[tuple[str, ..
 
     A parameter must be sharded once, and be whole whenever any module that uses it runs.
     """
+    first_names = _first_names(model)
     while True:
         owners: dict[Tensor, list[str]] = {}
         for name, param in model.named_parameters(remove_duplicate=False):
-            owner = _owner(name.rpartition(".")[0], kinds)
+            owner = _owner(name.rpartition(".")[0], kinds, first_names)
             if owner not in owners.setdefault(param, []):
                 owners[param].append(owner)
         nested = {
@@ -293,11 +294,7 @@ def _resolve_ties(model: nn.Module, kinds: dict[str, str]) -> list[tuple[str, ..
         }
         if not nested:
             break
-        norms = sorted(name for name in nested if kinds[name] == "norm")
-        if norms:
-            must = "must share no parameter with a module around it in half precision, since it computes in float32"
-            fix = "Give it parameters of its own, or train in float32 or at level 0."
-            raise ConfigError([Problem(name, type(model.get_submodule(name)).__name__, must, fix) for name in norms])
+        _refuse_tied_norms(model, [name for name in nested if kinds[name] == "norm"])
         # Parameters of a unit that is dropped go to the one around it, which may tie more: look once more.
         for name in nested:
             del kinds[name]
@@ -307,15 +304,35 @@ def _resolve_ties(model: nn.Module, kinds: dict[str, str]) -> list[tuple[str, ..
         for name in merged:
             groups[name] = merged
     unique = {id(group): group for group in groups.values()}
+    for group in unique.values():
+        norms = [name for name in group if kinds[name] == "norm"]
+        _refuse_tied_norms(model, norms if len(norms) < len(group) else [])
     positions = {name: position for position, (name, _) in enumerate(model.named_modules())}
     return [tuple(sorted(group, key=positions.__getitem__)) for group in unique.values()]
 
 
-def _owner(module_name: str, kinds: dict[str, str]) -> str:
+def _refuse_tied_norms(model: nn.Module, names: Sequence[str]) -> None:
+    must = (
+        "must share no parameter with a layer that is no batch norm in half precision: batch norm computes in float32"
+    )
+    fix = "Give it parameters of its own, or train in float32 or at level 0."
+    if names:
+        raise ConfigError(
+            [Problem(name, type(model.get_submodule(name)).__name__, must, fix) for name in sorted(names)]
+        )
+
+
+def _first_names(model: nn.Module) -> dict[str, str]:
+    """Map each name of a module to its first: a model may hold one module in several places."""
+    first = {module: name for name, module in model.named_modules()}
+    return {name: first[module] for name, module in model.named_modules(remove_duplicate=False)}
+
+
+def _owner(module_name: str, kinds: dict[str, str], first_names: Mapping[str, str]) -> str:
     """Return the innermost unit that holds a module."""
-    while module_name not in kinds:
+    while first_names[module_name] not in kinds:
         module_name = module_name.rpartition(".")[0]
-    return module_name
+    return first_names[module_name]
 
 
 def _is_inside(inner: str, outer: str) -> bool:
@@ -323,9 +340,9 @@ def _is_inside(inner: str, outer: str) -> bool:
 
 
 def _owned_elements(model: nn.Module, kinds: dict[str, str]) -> dict[str, int]:
-    owned = dict.fromkeys(kinds, 0)
+    owned, first_names = dict.fromkeys(kinds, 0), _first_names(model)
     for name, param in model.named_parameters():
-        owned[_owner(name.rpartition(".")[0], kinds)] += param.numel()
+        owned[_owner(name.rpartition(".")[0], kinds, first_names)] += param.numel()
     return owned
 
 

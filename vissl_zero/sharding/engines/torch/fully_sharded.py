@@ -50,14 +50,21 @@ from vissl_zero.sharding.sharded_model import ModelSetup, ShardedModel
 from vissl_zero.sharding.state.shard import Shard, hide_gradient, shards_of, wide_dtype
 from vissl_zero.sharding.state.sharded_tensor import WHOLE_LEVELS, ReplacedParameter, ShardedTensor
 from vissl_zero.sharding.torch_private import (
+    forget_backward,
     forget_meshes,
     group_of,
+    has_begun_backward,
     lazy_init,
     modules_of,
     real_grad,
     reduce_by_dtype,
     set_real_grad,
     unit_state,
+)
+
+_FAILED = (
+    "A backward pass raised, and its gradients are incomplete. Call optimizer.zero_grad() after the error, before the "
+    "next forward pass."
 )
 
 
@@ -122,7 +129,8 @@ class FullySharded(ShardedModel):
             _guard_loading(module, self._before_shards_change)
             # Now, not in the first forward pass: torch takes the unit that runs first for the root, and a loop may call
             # one alone.
-            for root in _outermost(module):
+            self._roots = _outermost(module)
+            for root in self._roots:
                 lazy_init(root)
             undo.pop_all()
 
@@ -145,9 +153,15 @@ class FullySharded(ShardedModel):
         self._guard.end_micro_batch()
 
     def zero_grad(self) -> None:
-        """Zero the gradients; see ``ShardedModel``."""
+        """Zero the gradients, also those of a backward pass that raised; see ``ShardedModel``."""
+        for root in filter(_has_failed, self._roots):
+            forget_backward(root, self._units)
         super().zero_grad()
         self._guard.forget()
+
+    def _problem(self) -> str | None:
+        """Return why there must be no update; see ``ShardedModel``."""
+        return _FAILED if any(map(_has_failed, self._roots)) else super()._problem()
 
     def close(self) -> None:
         """Close the store; see ``ShardedModel``."""
@@ -216,6 +230,11 @@ def _outermost(module: nn.Module) -> list[FSDPModule]:
     if isinstance(module, FSDPModule):
         return [module]
     return [root for child in module.children() for root in _outermost(child)]
+
+
+def _has_failed(root: FSDPModule) -> bool:
+    """Check, between passes, whether the last backward pass through the model raised."""
+    return has_begun_backward(unit_state(root))
 
 
 def _is_replicated(param: nn.Parameter) -> bool:
@@ -301,11 +320,12 @@ def _wrap(
     """Apply ``fully_shard`` unit by unit, inner ones first; parameters of ``store`` move there at once. In place."""
     # fully_shard cuts the first dimension, which scalars lack.
     replicated = {param for param in module.parameters() if param.dim() == 0 or param.numel() == 0}
+    # Before all units: they may be tied across those that hold them.
+    replicated |= _replicate(module, plan, wrap_plan, fill)
     for position, unit in enumerate(wrap_plan.units):
-        modules = [module.get_submodule(name) for name in unit.modules]
         if unit.is_replicated:
-            replicated |= _replicate(unit, modules, plan, fill)
             continue
+        modules = [module.get_submodule(name) for name in unit.modules]
         for name, part in zip(unit.modules, modules, strict=True):
             # Unit by unit, so that a rank never holds all full parameters.
             fill(part, name)
@@ -351,17 +371,20 @@ def _with_units_of_others(setup: ModelSetup) -> WrapPlan:
     return replace(setup.wrap_plan, units=tuple(units))
 
 
-def _replicate(unit: PlannedUnit, modules: Sequence[nn.Module], plan: ShardingPlan, fill: Fill) -> set[nn.Parameter]:
-    """Fill the batch norms of a unit, which stay whole on every rank; returns their parameters."""
+def _replicate(module: nn.Module, plan: ShardingPlan, wrap_plan: WrapPlan, fill: Fill) -> set[nn.Parameter]:
+    """Fill the batch norms that stay whole on every rank; returns their parameters."""
     master, compute = dtype_of(plan.precision.master), dtype_of(plan.precision.compute)
-    for name, part in zip(unit.modules, modules, strict=True):
+    params: set[nn.Parameter] = set()
+    for name in (name for unit in wrap_plan.units if unit.is_replicated for name in unit.modules):
+        part = module.get_submodule(name)
         fill(part, name)
         # torch takes inputs in half precision beside parameters in float32, but none beside float64.
         if master == torch.float64:
             part.register_forward_pre_hook(lambda _, *arguments: cast_tensors(arguments, master), with_kwargs=True)
         if plan.precision.casts_parameters:
             part.register_forward_hook(lambda *call: cast_tensors(call[-1], compute))
-    return {param for part in modules for param in part.parameters()}
+        params.update(part.parameters())
+    return params
 
 
 class _Replaced:
