@@ -4,8 +4,8 @@ The format is that of https://github.com/huggingface/safetensors: eight bytes wi
 header, the data. Its own library needs a second copy of all tensors to write, and full tensors in memory to read; a
 rank that stores or takes a range of a few hundred gigabytes can afford neither.
 
-The format has no checksums. Those of a checkpoint's shards stand in ``rank<k>.json``; a file of weights carries its own
-(``with_checksums``), in the texts that the format lets anyone add to the header: any other reader takes it as it is.
+The format has no checksums. The checksums of a checkpoint's shards are in ``rank<k>.json``. A file of weights has its
+own (``with_checksums``) in the header's metadata, which other readers ignore.
 """
 
 from __future__ import annotations
@@ -48,37 +48,37 @@ DTYPES: dict[str, torch.dtype] = {
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 SLICE_BYTES = 8 * 2**20  # hashed and written in turn, while they are in the processor's cache
-_MAX_HEADER_BYTES = 100_000_000  # as safetensors has it
-_MAX_DIMS = 64  # as torch has it
+_MAX_HEADER_BYTES = 100_000_000  # as in safetensors
+_MAX_DIMS = 64  # as in torch
 # Texts of the header. A file with one of them and not the other was ours, and has been damaged.
 WRITER, CHECKSUMS = "vissl_zero", "vissl_zero_xxh3"
 
 
 class Sized:
-    """A tensor known by its type and shape."""
+    """The type and shape of a tensor."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
 
     @property
     def num_elements(self) -> int:
-        """Elements of the tensor."""
+        """Number of elements."""
         return math.prod(self.shape)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its elements."""
+        """Number of bytes of the elements."""
         return self.num_elements * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class Entry(Sized):
-    """One tensor to write.
+    """A tensor to write.
 
     Attributes:
         key: name in the file.
-        dtype, shape: of the tensor.
-        read: gives its elements when their turn comes; any device, any layout.
+        dtype, shape: type and shape of the tensor.
+        read: function that returns the elements, on any device and in any layout; called when they are written.
     """
 
     key: str
@@ -88,7 +88,7 @@ class Entry(Sized):
 
     @classmethod
     def of(cls, key: str, tensor: Tensor) -> Entry:
-        """Wrap a tensor that is there already."""
+        """Return the entry of an existing tensor."""
         return cls(key, tensor.dtype, tuple(tensor.shape), lambda: tensor)
 
     @classmethod
@@ -109,7 +109,7 @@ class Entry(Sized):
 
 @dataclass(frozen=True)
 class Written:
-    """A file's size and checksums: of its header, and of each tensor's bytes (XXH3, 64 bits, as hex)."""
+    """The size of a written file, and checksums of its header and of each tensor's bytes (XXH3, 64 bits, as hex)."""
 
     num_bytes: int
     header_digest: str
@@ -128,9 +128,9 @@ def write_shard_file(
 
     Args:
         path: path of the file.
-        entries: what to write.
-        metadata: texts for the header.
-        with_checksums: add checksums of the header and of every tensor to it, and who wrote the file.
+        entries: tensors to write.
+        metadata: strings for the header.
+        with_checksums: whether to add checksums of the header and of every tensor to the header, and our mark.
 
     Raises:
         OSError: no room, or the disk failed; or the file exists.
@@ -165,15 +165,15 @@ def write_shard_file(
 
 
 class ShardFile:
-    """A safetensors file to read from; nothing but numbers is taken from it. Close it when done.
+    """An open safetensors file; reading it runs no code. Close it after use.
 
     Args:
-        path: not a link.
+        path: path of the file; not a link.
     Attributes:
-        shapes, dtypes: by key.
-        metadata: texts in the header.
+        shapes, dtypes: shapes and types of the tensors by key.
+        metadata: strings in the header.
         header_digest: checksum of the header.
-        digests: checksums of the tensors by key that the file itself carries; empty if it carries none.
+        digests: checksums of the tensors by key, as stored in the file; empty if it has none.
         num_bytes: size of the file.
     Raises:
         CheckpointError: the file is missing, no regular file, or no complete safetensors file; or it carries a checksum
@@ -220,7 +220,7 @@ class ShardFile:
             done += count
 
     def digest(self, key: str) -> str:
-        """Compute the checksum of the bytes of one tensor, read in slices."""
+        """Compute the checksum of a tensor's bytes, which are read in slices."""
         size = math.prod(self.shapes[key])
         step = SLICE_BYTES // self.dtypes[key].itemsize
         buffer, digest = torch.empty(min(step, size), dtype=self.dtypes[key]), xxhash.xxh3_64()
@@ -231,7 +231,7 @@ class ShardFile:
         return digest.hexdigest()
 
     def damaged(self, keys: Iterable[str] | None = None) -> Iterator[str]:
-        """Read data against the checksums that the file carries; a sentence for each tensor that does not fit its own.
+        """Compare data with the checksums in the file; yields a sentence for each tensor that differs.
 
         Args:
             keys: tensors to read; None: all.

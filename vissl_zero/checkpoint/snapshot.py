@@ -1,6 +1,6 @@
-"""State of a run at one step: this rank's part, its random state, and on rank 0 the manifest.
+"""The state of a run at one step: this rank's part, its random state, and on rank 0 the manifest.
 
-Replicated state is here too: how it is stored, and the replica check that finds ranks that differ.
+It also stores replicated state, and has the check that finds ranks whose replicas differ.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class Snapshot:
     """The state of a run after a step.
 
     Attributes:
-        parts: parameters and optimizer state of this rank; memory is shared with training, whose updates change it.
-        replicated: buffers and state of the loss; the forward pass changes them too.
+        parts: parameters and optimizer state of this rank. They share memory with training, whose updates change them.
+        replicated: buffers and state of the loss, which the forward pass changes too.
         scalars: see ``RankManifest``.
-        rng: likewise.
-        manifest: manifest of the whole.
+        rng: see ``RankManifest``.
+        manifest: manifest of the whole checkpoint.
     """
 
     parts: list[Part]
@@ -56,11 +56,10 @@ class Snapshot:
 
 
 class HostMemory:
-    """Buffers that one save after the other is copied into: fresh memory would cost more than the copy itself.
+    """Host buffers that all saves reuse, because fresh memory would cost more than the copy itself.
 
     Args:
-        device: device whose memory is copied. From a GPU, copies go through a stream of their own, beside the
-            computation.
+        device: device whose memory is copied. From a GPU, copies use their own stream, and overlap with computation.
     """
 
     def __init__(self, device: torch.device | None = None):
@@ -70,7 +69,7 @@ class HostMemory:
         self._buffers: dict[str, Tensor] = {}
 
     def begin(self) -> None:
-        """Let ``copy`` wait for all that is queued on the device so far. The thread that trains calls it."""
+        """Let ``copy`` wait for all work that is queued on the device so far. The training thread calls it."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
 
@@ -101,9 +100,9 @@ class ForwardState:
     """The state that the forward passes of a step change.
 
     Attributes:
-        buffers: of the model, by full name.
+        buffers: buffers of the model, by full name.
         criterion: state of the loss.
-        rng: random state, see ``random_state``.
+        rng: random state; see ``random_state``.
     """
 
     buffers: dict[str, Tensor]
@@ -112,11 +111,11 @@ class ForwardState:
 
     @classmethod
     def of(cls, run: Run) -> ForwardState:
-        """Return the state as it is, sharing memory with the run. Not a collective."""
+        """Return the current state, which shares memory with the run. Not collective."""
         return cls(run.sharded.buffers(), run.method.state_dict(), random_state(run.device))
 
     def copy(self) -> ForwardState:
-        """Copy the tensors where they are, without waiting for the device."""
+        """Return copies of the tensors on their devices, without waiting for the device."""
         buffers = {name: buffer.detach().clone() for name, buffer in self.buffers.items()}
         criterion = {
             name: value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
@@ -126,13 +125,13 @@ class ForwardState:
 
 
 def take_snapshot(run: Run, hooks: Sequence[Hook], is_epoch_over: bool, before: ForwardState | None = None) -> Snapshot:
-    """Describe the run as it is, between two steps. Collective; copies nothing.
+    """Return the current state of the run, between two steps. Collective; copies nothing.
 
     Args:
         run: run in progress.
         hooks: hooks whose state is stored.
-        is_epoch_over: nothing is left to do in ``run.epoch``, the end of the epoch in hooks included.
-        before: takes the place of what forward passes have changed since; None: they have changed nothing.
+        is_epoch_over: whether ``run.epoch`` is complete, including the hooks' end of the epoch.
+        before: state to store in the place of state that forward passes have changed; None: they changed nothing.
     Raises:
         CheckpointError: the loss, the optimizer or a hook has state that cannot be stored.
     """
@@ -169,7 +168,7 @@ def take_snapshot(run: Run, hooks: Sequence[Hook], is_epoch_over: bool, before: 
 
 
 def hook_names(hooks: Sequence[Hook]) -> list[str]:
-    """Name each hook so that a resumed run finds it again: by its class, numbered where there are several."""
+    """Return a name for each hook that is the same in a resumed run: its class, with a number if there are several."""
     names: list[str] = []
     for hook in hooks:
         name = type(hook).__name__
@@ -206,12 +205,12 @@ def _hook_states(hooks: Sequence[Hook]) -> dict[str, Any]:
 
 
 def _copy(value: Any) -> Any:
-    """Copy a value as the file will have it: what a hook gives may change while the checkpoint is being written."""
+    """Return a copy of a value as JSON data, because a hook may change it while the checkpoint is being written."""
     return json.loads(json.dumps(value))
 
 
 def _is_plain(value: Any) -> bool:
-    """Check whether JSON holds the value."""
+    """Check whether JSON can store the value."""
     try:
         json.dumps(value, allow_nan=False)
     except (TypeError, ValueError, RecursionError):
@@ -234,10 +233,10 @@ def random_state(device: torch.device) -> dict[str, Any]:
 
 
 def restore_random_state(state: Mapping[str, Any], device: torch.device) -> None:
-    """Put back what ``random_state`` gave.
+    """Restore the state that ``random_state`` returned.
 
     Raises:
-        CheckpointError: it is not such a state.
+        CheckpointError: the value is not such a state.
     """
     try:
         torch.set_rng_state(_bytes(state["torch"]))
@@ -256,13 +255,13 @@ def _bytes(text: str) -> torch.Tensor:
 
 
 def replicated_parts(prefix: str, tensors: Mapping[str, Tensor]) -> list[Part]:
-    """Return what this rank stores of tensors by name that every rank has. Collective.
+    """Return the parts that this rank stores of replicated tensors. Collective.
 
-    Where all ranks hold the same, rank 0 stores it under ``<prefix>/<name>``. Where they do not, each stores its own
-    under ``of_rank/<k>/<prefix>/<name>``, and rank 0 what a run on another number of ranks takes: the mean of floating
-    point tensors, its own of others.
+    If a tensor is equal on all ranks, rank 0 stores it under ``<prefix>/<name>``. If not, each rank stores its own
+    under ``of_rank/<k>/<prefix>/<name>``. For runs with another number of ranks, rank 0 also stores the mean of
+    floating point tensors, and its own of other tensors.
 
-    Cost: one all-gather of a number; where ranks differ, an all-reduce of each floating point tensor.
+    Cost: one all-gather of a number; if ranks differ, an all-reduce of each floating point tensor.
     """
     rank = collectives.rank()
     if _is_equal_everywhere(tensors):
@@ -284,12 +283,12 @@ def stored_name(names: Mapping[str, object], prefix: str, name: str, world_size:
 
 
 def _digest_of(tensors: Mapping[str, Tensor]) -> int:
-    """Compute a number of 63 bits that differs if any value does."""
+    """Return a hash of 63 bits of all values."""
     digest = xxhash.xxh3_64()
     for name, tensor in sorted(tensors.items()):
         digest.update(name.encode())
         digest.update(bytes_of(tensor.detach().to("cpu").contiguous()))
-    # 63 bits, since torch's integers are signed.
+    # 63 bits, because torch's integers are signed.
     return digest.intdigest() >> 1
 
 
@@ -303,11 +302,11 @@ def _is_equal_everywhere(tensors: Mapping[str, Tensor]) -> bool:
 
 
 class RanksDifferError(VisslZeroError):
-    """Ranks hold different values of what should be equal; raised on every rank at the same step."""
+    """Values that must be equal differ between ranks; it is raised on every rank at the same step."""
 
 
 class RankCheck(Hook):
-    """Compares full parameters, buffers, the loss's state and the learning rate over ranks, bit for bit.
+    """Compares full parameters, buffers, the loss's state and the learning rate between ranks, bit by bit.
 
     Args:
         every: optimizer steps between comparisons.
