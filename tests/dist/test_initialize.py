@@ -7,6 +7,7 @@ import re
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -520,3 +521,38 @@ def test_no_layer_keeps_the_hooks_of_the_first_passes() -> None:
     """They cost time in each pass, and torch.compile takes no unit that has them."""
     assert run_on_ranks(2, _hooked_layers, 2)[0] == ["0.first", "0.second", "1.first", "1.second"]
     assert run_on_ranks(2, _hooked_layers, 4)[0] == []
+
+
+class _Parts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 3)
+
+    def scores(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x).tanh())
+
+
+def _plain_backward_through_a_method(zero: dict[str, Any], is_ours: bool) -> float:
+    torch.manual_seed(0)
+    model, optimizer = vissl_zero.initialize(_Parts(), {"type": "SGD", "lr": 0.1}, zero)
+    for _ in range(2):
+        loss = model.scores(torch.ones(4, 6)).float().square().mean()
+        if not is_ours:
+            loss.backward()
+        elif dist.get_rank() == 0 or zero["level"]:  # at level 0, one rank skips its loss
+            optimizer.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    return float(loss.detach())
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("level", [0, 1, 3])
+@pytest.mark.parametrize("scaled", [{"gradient_accumulation_steps": 2}, {"fp16": True}])
+def test_a_plain_backward_pass_is_refused_where_the_loss_is_scaled_also_through_a_method(
+    level: int, scaled: dict[str, Any]
+) -> None:
+    zero = {"level": level, **scaled}
+    assert run_on_ranks(2, _plain_backward_through_a_method, zero, True)[0] > 0
+    with pytest.raises(RankError, match=r"Call optimizer\.backward\(loss\) instead of loss\.backward\(\)"):
+        run_on_ranks(2, _plain_backward_through_a_method, zero, False)

@@ -28,6 +28,7 @@ from vissl_zero.integration.ema import Ema
 from vissl_zero.optim.update_rule import with_wrapped
 from vissl_zero.sharding.checks.waiting import waiting
 from vissl_zero.sharding.sharded_model import ShardedModel
+from vissl_zero.sharding.state.missing_gradient import PLAIN_BACKWARD
 from vissl_zero.sharding.state.saved_state import Part, check_same_update, inner_optimizer, take_group_options
 from vissl_zero.sharding.update.stepper import StepResult
 from vissl_zero.version import __version__
@@ -113,6 +114,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._micro_batch = ExitStack()
         self._open_micro_batch()
         if is_plain_refused:
+            sharded.scales_loss = True
+            # Earlier than step() does, but only where the loop calls the model itself.
             model.register_forward_hook(self._watch)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -416,11 +419,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def _refuse_plain_backward(self, grad: Tensor) -> None:
         if not self._is_in_backward and any(param.requires_grad for param in self._model.parameters()):
-            raise VisslZeroError(
-                "Call optimizer.backward(loss) instead of loss.backward(): with gradient accumulation or loss scaling "
-                "the loss is scaled there. If this backward pass is of another model's optimizer and only passes "
-                "through this model, freeze this one meanwhile: model.requires_grad_(False)."
-            )
+            raise VisslZeroError(PLAIN_BACKWARD)
 
 
 def _require_loss(loss: Any) -> None:

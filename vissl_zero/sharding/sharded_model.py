@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from vissl_zero import collectives
-from vissl_zero.errors import CheckpointError
+from vissl_zero.errors import CheckpointError, VisslZeroError
 from vissl_zero.models.bare import Fill, materialize_
 from vissl_zero.optim.adaptation import Adaptation, OptimizerFactory
 from vissl_zero.optim.param_groups import ParamGroup
@@ -39,7 +39,7 @@ from vissl_zero.sharding.model.precision import LossScale, rounded
 from vissl_zero.sharding.model.prepare import prepare
 from vissl_zero.sharding.model.wrap_plan import WrapPlan
 from vissl_zero.sharding.state import teacher as teaching
-from vissl_zero.sharding.state.missing_gradient import SPENT
+from vissl_zero.sharding.state.missing_gradient import PLAIN_BACKWARD, SPENT
 from vissl_zero.sharding.state.rank_state import layout_of, load_rank_state, load_torch_state, rank_state
 from vissl_zero.sharding.state.saved_state import (
     NO_TEACHER,
@@ -105,6 +105,7 @@ class ShardedModel:
         model: call this (``sharded.model(crops)``), in training and evaluation; under no_grad too.
         optimizer: torch optimizer over this rank's shards. Set ``lr`` and ``weight_decay`` in its ``param_groups``
             (each has the ``name`` of its ParamGroup); never call its ``step`` or ``zero_grad``.
+        scales_loss: gradients must come from ``backward``, which scales the loss; ``step`` refuses others.
 
     Args:
         setup: model, optimizer and plans. The model is already sharded, by the subclass.
@@ -154,6 +155,8 @@ class ShardedModel:
             build = rounded(build_optimizer, plan, self._trained) if build_optimizer else _no_optimizer
             self.optimizer, adaptation = build(optimizer_groups)
         self._loss_scale = LossScale() if plan.precision.use_loss_scale else None
+        self.scales_loss = self._loss_scale is not None
+        self._has_scaled = False
         self._stepper = Stepper(self._trained, self.optimizer, adaptation, Clipping.of(plan), self._loss_scale, group)
         self._step_check = StepCheck(setup.device)
         # Only now: the guard remembers where each parameter lies, and nothing may move one from here on.
@@ -233,6 +236,7 @@ class ShardedModel:
                 ``num_local * world_size / num_samples_of_the_step``.
         """
         scale = self._loss_scale.scale if self._loss_scale else 1.0
+        self._has_scaled = True
         with self._backward_pass():
             (loss * (weight * scale)).backward()
 
@@ -265,7 +269,12 @@ class ShardedModel:
         for shard in self._trained:
             shard.take_grad()
         # The last moment to refuse: nothing has been updated yet, and all ranks learn of it together.
-        present = self._step_check.require_equal(self._problem(), self._facts(), self._has_gradients())
+        has_scaled, self._has_scaled = self._has_scaled or not self.scales_loss, False
+        marks = [*self._has_gradients(), has_scaled]
+        *present, is_scaled = self._step_check.require_equal(self._problem(), self._facts(), marks)
+        # Not for a rank that had no loss in this step, and gets the mean of the others' gradients.
+        if not is_scaled and any(shard.local.grad is not None for shard in self._trained):
+            raise VisslZeroError(PLAIN_BACKWARD)
         for shard, is_present in zip(self._trained, present, strict=False):
             # No rank had this gradient. The zeros that filled its message would let decay and momentum move the
             # parameter.

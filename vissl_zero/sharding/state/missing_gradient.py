@@ -29,6 +29,11 @@ ON_DISK = (
     "A gradient was read or changed by the loop, and with parameters on NVMe gradients are on NVMe too. Clip by "
     f"zero=dict(clip_grad=...), or scale the loss. {_NONE_IS_FINE}"
 )
+PLAIN_BACKWARD = (
+    "Call optimizer.backward(loss) instead of loss.backward(): with gradient accumulation or loss scaling the loss is "
+    "scaled there. If this backward pass is of another model's optimizer and only passes through this model, freeze "
+    "this one meanwhile: model.requires_grad_(False)."
+)
 SPENT = (
     "A gradient was used after optimizer.step(), which frees gradients at ZeRO levels 1 to 3. Call "
     "optimizer.zero_grad() after each step, read or change gradients before it, add up several backward passes by "
