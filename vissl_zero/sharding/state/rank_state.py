@@ -21,6 +21,7 @@ from vissl_zero.resolve.resolved import ShardingPlan
 from vissl_zero.sharding.model.precision import LossScale
 from vissl_zero.sharding.offload.streamed_optimizer import StreamedOptimizer
 from vissl_zero.sharding.state.saved_state import (
+    SAME_SCALING,
     check_names,
     check_optimizer,
     check_same_update,
@@ -87,7 +88,7 @@ def load_rank_state(
     if names_there != names_here:
         raise CheckpointError("The saved optimizer groups parameters differently. Use the same decay rules and head.")
     if (loss_scale is None) != (state["loss_scale"] is None):
-        raise CheckpointError("The saved state and this run differ in loss scaling. Use the same AMP settings.")
+        raise CheckpointError(f"The saved state and this run differ in loss scaling. {SAME_SCALING}")
     check_optimizer(state["optimizer"]["state"], optimizer)
     check_same_update(state["optimizer"]["groups"], optimizer)
     for name, shard in shards.items():

@@ -79,6 +79,7 @@ class SavedState(Protocol):
 
 
 MODEL, OPTIMIZER, AVERAGE, TEACHER = "model/", "optimizer/", "average/", "teacher/"
+SAME_SCALING = "Use the same setting of half precision (zero.fp16, config.MODEL.AMP_PARAMS)."
 NO_TEACHER = (
     "The checkpoint holds a momentum teacher, and this model has none. Make it as the run did that saved it, by its "
     "method or by vissl_zero.ema(model, decay) before initialize()."
@@ -292,7 +293,7 @@ def _check_saved(
         if shape != tuple(shard.full_shape):
             raise CheckpointError(f"{name} has shape {shape} in the checkpoint and {tuple(shard.full_shape)} here.")
     if (loss_scale is None) != (saved.loss_scale is None):
-        raise CheckpointError("The checkpoint and this run differ in loss scaling. Use the same AMP settings.")
+        raise CheckpointError(f"The checkpoint and this run differ in loss scaling. {SAME_SCALING}")
     held: dict[str, set[str]] = {name: set(saved.scalars(name)) for name in shards}
     for stored in saved.names(OPTIMIZER):
         key, _, name = stored.removeprefix(OPTIMIZER).partition("/")

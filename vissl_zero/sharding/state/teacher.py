@@ -86,7 +86,8 @@ def require_wide(precision: Precision, what: str) -> None:
     """
     if precision.rounding:
         must = f"cannot go with {what}, which follows in steps that bfloat16 would lose"
-        raise ConfigError([Problem("config.TRAINER.DTYPE", "'bfloat16'", must, "Write config.TRAINER.DTYPE=float32.")])
+        fix = "Write config.TRAINER.DTYPE=float32 (no zero.rounding)."
+        raise ConfigError([Problem("config.TRAINER.DTYPE, zero.rounding", "'bfloat16'", must, fix)])
 
 
 def follow_(average: Tensor, value: Tensor, decay: float) -> None:
