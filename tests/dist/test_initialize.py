@@ -556,3 +556,35 @@ def test_a_plain_backward_pass_is_refused_where_the_loss_is_scaled_also_through_
     assert run_on_ranks(2, _plain_backward_through_a_method, zero, True)[0] > 0
     with pytest.raises(RankError, match=r"Call optimizer\.backward\(loss\) instead of loss\.backward\(\)"):
         run_on_ranks(2, _plain_backward_through_a_method, zero, False)
+
+
+def _adversaries(level: int, trains_plainly: bool) -> list[float]:
+    """Losses of a generator, under accumulation, whose critic is frozen while the loss passes through it."""
+    torch.manual_seed(0)
+    nets = [nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.Tanh(), nn.Linear(16, width)) for width in (8, 1)]
+    zero = {"level": level, "gradient_accumulation_steps": 2} | ({} if trains_plainly else {"bf16": True})
+    pairs = [vissl_zero.initialize(net, {"type": "SGD", "lr": 0.1}, zero) for net in nets]
+    (generator, of_generator), (critic, of_critic) = pairs
+    noise, losses = torch.Generator().manual_seed(dist.get_rank()), []
+    for _ in range(6):
+        fake, real = generator(torch.randn(16, 8, generator=noise)), torch.randn(16, 8, generator=noise) + 1
+        of_critic.backward((critic(real) - 1).square().mean() + critic(fake.detach()).square().mean())
+        of_critic.step()
+        of_critic.zero_grad()
+        critic.requires_grad_(False)
+        loss = (critic(fake) - 1).square().mean()
+        of_generator.backward(loss)
+        of_generator.step()
+        of_generator.zero_grad()
+        critic.requires_grad_(True)
+        losses.append(float(loss.detach()))
+    return losses
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("trains_plainly", [True, False])
+def test_two_models_train_each_other_under_accumulation(trains_plainly: bool) -> None:
+    expected = run_on_ranks(2, _adversaries, 0, trains_plainly)[0]
+    for level in (1, 2, 3):
+        losses = run_on_ranks(2, _adversaries, level, trains_plainly)[0]
+        assert losses == pytest.approx(expected, rel=1e-5 if trains_plainly else 0.01), level

@@ -305,11 +305,12 @@ class _GuardedUnit:
 
     def post_backward(self, *unused: Any) -> None:
         """Reduce all gradients on every rank that has the unit whole: an absent one is zero."""
-        group = self._group
-        if group.is_unsharded and group.reduce_grads:
+        group, reduces = self._group, self._group.reduce_grads
+        if group.is_unsharded and reduces:
             has_any = False
             for param in group.fsdp_params:
-                if not param.sharded_param.requires_grad:
+                # A loop that freezes a model between micro-batches reaches the full parameters, where these stay whole.
+                if not (param.sharded_param.requires_grad and param.unsharded_param.requires_grad):
                     continue
                 has_any = True
                 if param.unsharded_accumulated_grad is not None or param.unsharded_param.grad is not None:
@@ -320,8 +321,13 @@ class _GuardedUnit:
                     param.unsharded_param.grad = torch.zeros_like(param.unsharded_param)
             if has_any:
                 self._guard.record(self._number, is_reduce=True)
-        with real_gradients():
-            self._post_backward(*unused)
+            # Gradients of earlier micro-batches wait for the pass of this model's own loss.
+            group.reduce_grads = has_any
+        try:
+            with real_gradients():
+                self._post_backward(*unused)
+        finally:
+            group.reduce_grads = reduces
 
     @property
     def _title(self) -> str:
