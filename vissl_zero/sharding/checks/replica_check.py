@@ -262,7 +262,7 @@ class ParameterGuard:
 
     @contextmanager
     def own_writes(self) -> Iterator[None]:
-        """Take writes into parameters made inside for sharding's own, not for a loop's. A context."""
+        """Count writes into parameters made inside as sharding's own, not as the loop's. A context."""
         yield
         self._num_writes = self._count_writes()
         for shard in self._all_shards:

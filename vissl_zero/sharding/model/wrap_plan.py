@@ -135,9 +135,10 @@ def plan_wrap(model: nn.Module, plan: ShardingPlan, num_ranks: int) -> WrapPlan:
         kinds |= dict.fromkeys((name for name in blocks if name != ROOT), "block")
         if plan.precision.compute != plan.precision.wide:
             kinds |= dict.fromkeys(_batch_norms(model), "norm")
-    groups = _resolve_ties(model, kinds)
+    first_names = _first_names(model)
+    groups = _resolve_ties(model, kinds, first_names)
     order = {name: position for position, name in enumerate(_inner_first(model))}
-    owned = _owned_elements(model, kinds)
+    owned = _owned_elements(model, kinds, first_names)
     units = [
         PlannedUnit(
             modules=group,
@@ -274,12 +275,11 @@ def _is_plain_norm(module: nn.Module) -> bool:
     return {name for name, _ in module.named_parameters()} <= {"weight", "bias"}
 
 
-def _resolve_ties(model: nn.Module, kinds: dict[str, str]) -> list[tuple[str, ...]]:
+def _resolve_ties(model: nn.Module, kinds: dict[str, str], first_names: Mapping[str, str]) -> list[tuple[str, ...]]:
     """Bind units that share a parameter; drop from ``kinds`` those that share one with a unit around them.
 
     A parameter must be sharded once, and be whole whenever any module that uses it runs.
     """
-    first_names = _first_names(model)
     while True:
         owners: dict[Tensor, list[str]] = {}
         for name, param in model.named_parameters(remove_duplicate=False):
@@ -339,8 +339,8 @@ def _is_inside(inner: str, outer: str) -> bool:
     return outer == ROOT or inner.startswith(outer + ".")
 
 
-def _owned_elements(model: nn.Module, kinds: dict[str, str]) -> dict[str, int]:
-    owned, first_names = dict.fromkeys(kinds, 0), _first_names(model)
+def _owned_elements(model: nn.Module, kinds: dict[str, str], first_names: Mapping[str, str]) -> dict[str, int]:
+    owned = dict.fromkeys(kinds, 0)
     for name, param in model.named_parameters():
         owned[_owner(name.rpartition(".")[0], kinds, first_names)] += param.numel()
     return owned
