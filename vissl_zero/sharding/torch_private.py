@@ -531,15 +531,6 @@ def scaled_product(a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor) -> 
     return torch._scaled_mm(a, b.t(), **scales, out_dtype=torch.bfloat16, use_fast_accum=False)
 
 
-def reshaped(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Reshape as ``tensor.view(shape)``, but no view to autograd: one drops a unit's hooks when it is written to.
-
-    ``tensor`` must not be used any more.
-    """
-    view: Tensor = torch.ops.aten._unsafe_view(tensor, shape)
-    return view
-
-
 def compiled(function: Callable[..., Any], backend: Callable[..., Any], max_graphs: int) -> Callable[..., Any]:
     """Wrap in ``torch.compile``, with graphs of its own for each shape, at most ``max_graphs``; then it runs as it is.
 
