@@ -78,7 +78,7 @@ class ModelSetup:
         plan: level, clipping, precision.
         wrap_plan: the units.
         device: device of the computation.
-        fill: gives a unit its weights, where it was built without memory for them.
+        fill: initializes a unit whose parameters are on the meta device.
     """
 
     module: nn.Module
@@ -110,9 +110,9 @@ class ShardedModel:
     Args:
         setup: model, optimizer and plans. The model is already sharded, by the subclass.
         group: the ranks among which parameters are sharded; None where every rank holds them whole.
-        shards: this rank's part of every parameter; None: as ``fully_shard`` has cut them.
-        model: what to call, where that is a wrapper around the model.
-        comm: among the ranks of ``group``, on the CPU, if there is one.
+        shards: this rank's part of every parameter; None: the parts that ``fully_shard`` has cut.
+        model: wrapper to call; None: the model itself.
+        comm: CPU communicator of the ranks of ``group``; None: torch's collectives.
     """
 
     model: nn.Module
@@ -147,6 +147,7 @@ class ShardedModel:
         ]
         adaptation: Adaptation | None
         if plan.needs_whole_tensors and build_optimizer is not None and group is not None:
+            # Without a group every rank holds full tensors already: the optimizer runs on them directly.
             whole = WholeTensorOptimizer(
                 build_optimizer, optimizer_groups, self._trained, group, plan.offload_optimizer, comm
             )
@@ -159,7 +160,7 @@ class ShardedModel:
         self._has_scaled = False
         self._stepper = Stepper(self._trained, self.optimizer, adaptation, Clipping.of(plan), self._loss_scale, group)
         self._step_check = StepCheck(setup.device)
-        # Only now: the guard remembers where each parameter lies, and nothing may move one from here on.
+        # Last: the guard records the address of each parameter, and the lines above may still move one.
         self._parameter_guard = ParameterGuard(module, self._shards.values(), self.optimizer)
         self._average: WeightAverage | None = None
         self._teacher: ShardedModel | None = None
@@ -183,7 +184,7 @@ class ShardedModel:
         """Send shards that were set from outside to the ranks that hold copies of them. May be a collective."""
 
     def _publish_shards(self) -> None:
-        """Send shards that sharding has set to the ranks that hold copies of them: no writes of the loop."""
+        """Send shards that this package has set to the ranks with copies of them; the loop has written nothing."""
         with self._parameter_guard.own_writes():
             self._after_shards_change()
 
@@ -192,7 +193,7 @@ class ShardedModel:
         return nullcontext()
 
     def _problem(self) -> str | None:
-        """Find why an update would be wrong: something on this rank was changed that sharding has not seen."""
+        """Explain why an update would be wrong: the loop changed something that sharding does not see; else None."""
         if any(shard.is_spent for shard in self._trained):
             return SPENT
         return self._parameter_guard.problem()
@@ -217,14 +218,14 @@ class ShardedModel:
         }
 
     def _has_gradients(self) -> Sequence[bool]:
-        """Return, per trained parameter, whether this rank had a gradient; empty where an absent gradient is None."""
+        """Return per trained parameter whether this rank had a gradient; empty where an absent gradient stays None."""
         return ()
 
     def _average_replicated(self) -> None:
         """Average the gradients of parameters that every rank holds whole, unless backward has done so."""
 
     def _buffers_in_use(self) -> list[Tensor]:
-        """List buffers of communication: made in the forward pass, and no activations."""
+        """List communication buffers: the forward pass allocates them, but they are no activations."""
         return []
 
     def backward(self, loss: Tensor, weight: float = 1.0) -> None:
@@ -241,7 +242,7 @@ class ShardedModel:
             (loss * (weight * scale)).backward()
 
     def freeze(self, names: Collection[str]) -> None:
-        """Leave the parameters of these full names untouched in every ``step`` until the next ``freeze``.
+        """Exclude parameters, by full name, from every ``step`` until the next ``freeze``.
 
         Not a collective.
 
@@ -284,30 +285,32 @@ class ShardedModel:
         self._wait_for_readers()
         with self._parameter_guard.own_step():
             result = self._stepper.step(self._frozen, with_histograms, before_update)
-            if not result.skipped:  # a skipped step has changed nothing to tell
+            # Inside own_step: rows that arrive from other ranks are no writes of the loop.
+            if not result.skipped:  # equal on all ranks, so all of them call the collective
                 self._after_update()
         return result
 
     def zero_grad(self) -> None:
-        """Forget the gradients of what the optimizer updates; after ``step``, before the next forward.
+        """Drop the gradients of the trained parameters. Call it after ``step``, before the next forward pass.
 
-        Another optimizer of the loop's may update the other parameters, and needs theirs. Not a collective.
+        Other parameters keep their gradients: the loop may train them by another optimizer. Not a collective.
         """
         for shard in self._trained:
             shard.forget_grad()
 
     def gradient_marks(self) -> list[tuple[int, ...] | None]:
-        """Return marks that every change of a gradient changes (``marks``). Not a collective."""
+        """Return address and version counters of each gradient; any write changes them. Not a collective."""
         return marks([shard.source for shard in self._trained if not shard.is_on_disk])
 
     def retire_gradients(self) -> None:
-        """Retire gradients after ``step``, in a loop of the user's: free them, and refuse their further use.
+        """Free the gradients after ``step`` in a user's loop, and refuse their further use.
 
-        At level 0 they stay, as under DistributedDataParallel.
+        At level 0 gradients stay, as under DistributedDataParallel.
         """
-        used = [shard for shard in self._trained if shard.local.grad is not None]
+        with_gradient = [shard for shard in self._trained if shard.local.grad is not None]
+        # Clears is_spent too, so shards are marked after it.
         self.zero_grad()
-        for shard in used:
+        for shard in with_gradient:
             shard.mark_spent()
 
     def normalize_rows(self, names: Collection[str]) -> None:
@@ -321,21 +324,21 @@ class ShardedModel:
 
     @property
     def teacher(self) -> nn.Module:
-        """The teacher, after ``adopt_teacher``: call it without gradient. Every rank must, in the same order."""
+        """The teacher, after ``adopt_teacher``. Every rank must call it, without gradient, in the same order."""
         assert self._teacher is not None, "adopt_teacher was never called"
         return self._teacher.model
 
     def adopt_teacher(self, teacher: nn.Module, follows: bool = True, fill: Fill | None = None) -> None:
-        """Shard a frozen model as the trained one is sharded. Changed in place.
+        """Shard ``teacher``, a frozen model, with the plan of the trained one. In place.
 
         Args:
             teacher: if it ``follows``, a copy of the model, possibly without some parts; else any model.
-            follows: ``follow`` will be called, and batch norm takes the statistics of the teacher's own batches; else
-                it runs in evaluation mode throughout, and saved states leave it out: ``fill`` gives it again.
+            follows: True: ``follow`` moves the teacher, and its batch norm uses the statistics of its own batches.
+                False: the teacher stays in evaluation mode, and saved states leave it out: ``fill`` rebuilds it.
             fill: see ``Strategy.shard``.
 
         Raises:
-            VisslZeroError: this engine cannot cut it as the model.
+            VisslZeroError: this engine cannot cut the teacher as it cuts the model.
         """
         if follows:
             teaching.require_wide(self._plan.precision, "a teacher that follows the student")
@@ -349,21 +352,23 @@ class ShardedModel:
         teaching.set_modes(self._teacher.model, has_own_statistics=follows)
 
     def _saved_teacher(self) -> ShardedModel | None:
-        """Return the teacher if saved states hold it: one that follows, as only training knows its weights."""
+        """Return the teacher if it follows the student: only training can reproduce its weights, so they are saved."""
         return self._teacher if self._teacher_follows else None
 
     @torch.no_grad()
     def teacher_checksum(self) -> int | None:
-        """Add up the bits of a teacher that saved states leave out; None without one. Collective.
+        """Compute a checksum of a teacher that saved states leave out; None without one. Collective.
 
         Returns:
-            The sum of all elements in float32, read as whole numbers: the same on every rank and in every layout.
+            The sum of the bits of all elements in float32, read as int32: the same on every rank and in every layout.
         """
         if self._teacher is None or self._teacher_follows:
             return None
         buffers = self._teacher.buffers().values() if collectives.rank() == 0 else ()  # equal on every rank
         total = torch.zeros((), dtype=torch.int64, device=self._device)
         for values in (*(part.read for part in teacher_parts(self._teacher._shards)), *(b.detach for b in buffers)):
+            # Integers, whose sum does not depend on its order: layouts cut the elements differently. A sum of floats
+            # would differ.
             total += values().float().contiguous().view(torch.int32).sum(dtype=torch.int64).to(total.device)
         return int(collectives.all_reduce_sum(total))
 
@@ -372,15 +377,15 @@ class ShardedModel:
 
         Args:
             momentum: 0 copies.
-            unit_rows: full names of 2-d parameters whose rows are brought back to unit length.
-            moves_anchor: an anchor in the teacher becomes a copy of its trunk; else it stays.
+            unit_rows: full names of 2-d parameters of the teacher whose rows are first divided by their L2 norms.
+            moves_anchor: copy the teacher's trunk into its anchor; False: the anchor stays.
         """
         assert self._teacher is not None
         self._wait_for_readers()
         teaching.follow(self._teacher, self, momentum, unit_rows, moves_anchor)
 
     def _shard_teacher(self, setup: ModelSetup) -> ShardedModel:
-        """Make the teacher whole on every rank, by default, as the student is."""
+        """Keep the teacher whole on every rank, like the student; engines that cut parameters override this."""
         setup.fill(setup.module, "")
         setup.module.to(setup.device)
         return _WholeTeacher(setup)
@@ -399,9 +404,9 @@ class ShardedModel:
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Put the running average in place of the weights: to evaluate or export, not to train. A context.
+        """Exchange the weights for their running average, to evaluate or export, not to train. A context.
 
-        Costs one clone of a tensor at a time.
+        Cost: a clone of one tensor at a time.
 
         Raises:
             RuntimeError: ``average`` was never called.
@@ -422,10 +427,10 @@ class ShardedModel:
 
     @contextmanager
     def evaluated(self) -> Iterator[None]:
-        """Put the weights to evaluate and export into the model; afterward those to train, bit for bit. A context.
+        """Set the weights for evaluation and export; afterward restore those for training, bit for bit. A context.
 
-        They differ where the optimizer has ``eval`` and ``train`` (schedule-free ones); elsewhere this does nothing.
-        Costs a copy of this rank's trained shards.
+        Only optimizers with ``eval`` and ``train`` (schedule-free ones) have two sets; otherwise this does nothing.
+        Cost: a copy of this rank's trained shards.
         """
         optimizer = getattr(self.optimizer, "optim", self.optimizer)  # fairscale's has the one that runs inside
         if not (hasattr(optimizer, "eval") and hasattr(optimizer, "train")):
@@ -433,9 +438,10 @@ class ShardedModel:
             return
         self._wait_for_readers()
         self._before_shards_change()
-        # Going back by the optimizer's own formula would round: keep the training weights instead.
+        # Undoing eval by the optimizer's own formula would round: keep the training weights instead.
         trained = [shard.values().clone() for shard in self._trained]
         optimizer.eval()
+        # ``eval`` writes ``local`` alone; with offload, the model computes with a copy of it.
         for shard in self._trained:
             shard.publish()
         self._publish_shards()
@@ -443,6 +449,7 @@ class ShardedModel:
             yield
         finally:
             self._before_shards_change()
+            # The evaluation has gathered units again, from the weights that are about to be replaced.
             optimizer.train()
             for shard, values in zip(self._trained, trained, strict=True):
                 shard.assign(values)
@@ -455,7 +462,7 @@ class ShardedModel:
             return
         for buffer in self._module.buffers():
             if buffer.is_floating_point():
-                # Every rank has seen other samples, and the mean has something of all of them.
+                # Every rank has seen different samples; the mean accounts for all of them.
                 buffer.copy_(collectives.all_reduce_sum(buffer) / collectives.world_size())
             else:
                 # A mean of counters need not be a whole number.
@@ -486,7 +493,7 @@ class ShardedModel:
             )
 
     def full_teacher_state(self) -> dict[str, Tensor]:
-        """Gather as ``full_state`` the teacher, buffers made equal on all ranks first; empty without one."""
+        """Gather the teacher's ``full_state``, its buffers made equal on all ranks first; empty without a teacher."""
         if self._teacher is None:
             return {}
         self._teacher.consolidate_buffers()
@@ -502,28 +509,31 @@ class ShardedModel:
         for tensor in self.whole_tensors():
             whole = tensor.read()
             if collectives.rank() == 0:
-                # copy: the file is written later, and training may continue meanwhile
+                # copy=True: on the CPU, ``to`` would return the live parameter. The file is written later, while
+                # training continues.
                 state[tensor.name] = whole.to("cpu", copy=True)
         return state
 
     def plain_state(self, of_teacher: bool = False) -> dict[str, Any]:
-        """Gather what ``state_dict()`` of the unsharded model would be: on rank 0's CPU, empty on other ranks.
+        """Gather the ``state_dict()`` that the unsharded model would have: on rank 0's CPU, empty on other ranks.
 
-        All names of what is shared, what the model's hooks make of it, and the extra state of modules. Collective;
-        tensors are gathered one by one.
+        It has all names of a tied parameter, the changes of the model's state-dict hooks, and the extra state of
+        modules. Collective; tensors are gathered one by one.
 
         Args:
-            of_teacher: the teacher's, in place of the model's.
+            of_teacher: gather the teacher's state instead of the model's.
         """
         if of_teacher:
             assert self._teacher is not None, "adopt_teacher was never called"
             return self._teacher.plain_state()
         self._before_shards_change()  # or units that are still gathered would give plain tensors, on some ranks
         entries = self._module.state_dict()
+        # An OrderedDict, not a dict: ``copy_versions`` sets an attribute.
         state = type(entries)()
         for name, entry in entries.items():
             full = whole(entry) if isinstance(entry, Tensor) else entry
             if collectives.rank() == 0:
+                # Extra state may be a live object of its module, which training changes before the file is written.
                 state[name] = full.detach().to("cpu", copy=True) if isinstance(full, Tensor) else copy.deepcopy(full)
         copy_versions(state, entries)
         return state
@@ -544,7 +554,7 @@ class ShardedModel:
         return [*params, *buffers]
 
     def whole_teacher_tensors(self) -> list[WholeTensor]:
-        """List as ``whole_tensors`` those of the teacher, buffers made equal on all ranks first; empty without one."""
+        """List the teacher's ``whole_tensors``, its buffers made equal on all ranks first; empty without a teacher."""
         if self._teacher is None:
             return []
         self._teacher.consolidate_buffers()
@@ -561,12 +571,12 @@ class ShardedModel:
         return state | {"teacher": None if teacher is None else teacher.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what ``state_dict`` of the same level, engine, world size and rank gave.
+        """Restore a state that ``state_dict`` returned at the same level, engine, world size and rank.
 
-        Or take over optimizer state alone, as plain torch saved it: the same complete dict on every rank.
+        The state of a plain torch optimizer is accepted too: then every rank must pass the same complete dict.
 
         Raises:
-            CheckpointError: it comes from another layout or another model.
+            CheckpointError: the state is of another layout or another model.
         """
         self._wait_for_readers()
         # Plain torch's state has no parameters, so gathered copies stay valid.
@@ -595,7 +605,7 @@ class ShardedModel:
         return layout_of(self._plan)
 
     def parts(self) -> Iterator[Part]:
-        """Yield what this rank stores of parameters and optimizer state: over all ranks, each element once.
+        """Yield the parts of parameters and optimizer state that this rank stores; all ranks store each element once.
 
         Not a collective. Memory is shared with training: read it before the next step (``before_next_change``).
         """
@@ -606,15 +616,15 @@ class ShardedModel:
             yield from teacher_parts(teacher._shards)
 
     def before_next_change(self, wait: Callable[[], object]) -> None:
-        """Call ``wait`` once, before anything that ``parts`` returned changes, because a reader still uses it.
+        """Register ``wait``, to be called once before any tensor of ``parts`` changes: a reader still uses them.
 
-        Forward and backward passes change none of it, so training continues in the meantime. ``wait`` must return in
-        the end, and call no collective. Not a collective.
+        Forward and backward passes change none of them, so training continues in the meantime. ``wait`` must return
+        in the end, and call no collective. Not a collective.
         """
         self._readers.append(wait)
 
     def scalars(self) -> dict[str, dict[str, Any]]:
-        """Return optimizer state that is one number per parameter, of those this rank answers for. Not a collective."""
+        """Return the scalar optimizer state (step counters) that this rank stores, by parameter. Not a collective."""
         return scalars_of(self._shards, self.optimizer)
 
     def loss_scale_state(self) -> dict[str, float] | None:
@@ -652,30 +662,32 @@ class ShardedModel:
         return tensors
 
     def restore(self, saved: SavedState, with_teacher: bool = True) -> None:
-        """Take parameters, optimizer state and loss scale from a store, whatever layout wrote it.
+        """Load parameters, optimizer state and loss scale from a saved state of any layout.
 
-        Each rank reads the runs of elements it needs, straight into where they rest. Buffers are not touched.
+        Each rank reads its own elements alone, directly into its shards. Buffers are not loaded.
 
         Args:
-            saved: the store.
-            with_teacher: false where it has none: the teacher stays as it is.
+            saved: the saved state.
+            with_teacher: False: leave the teacher as it is, because ``saved`` has none.
 
         Raises:
-            CheckpointError: it is of another model, or was trained with another kind of loss scaling.
+            CheckpointError: the state is of another model, or was trained with another kind of loss scaling.
         """
         self._wait_for_readers()
         self._before_shards_change()
         teacher = self._saved_teacher() if with_teacher else None
+        # Before restore_state, which checks everything else: a refused state must change nothing.
         check_teacher(saved, self._teacher is not None, None if teacher is None else teacher._shards)
         restore_state(saved, self._shards, self.optimizer, self._loss_scale)
         self._average = restore_average(saved, self._shards, dict(self._saved_buffers()))
         if teacher is not None:
+            # Levels 1 and 2 leave the teacher's units gathered, with the old weights.
             teacher._before_shards_change()
             restore_teacher(saved, teacher._shards)
         self._publish_shards()
 
     def close(self) -> None:
-        """Remove files that hold offloaded state; no step after it. Not a collective."""
+        """Remove the files of offloaded state. No step may follow. Not a collective."""
         close = getattr(self.optimizer, "close", None)
         if close is not None:
             close()
@@ -738,7 +750,7 @@ class _WholeTeacher(ShardedModel):
 
 
 def _no_optimizer(groups: list[dict[str, Any]]) -> tuple[torch.optim.Optimizer, None]:
-    """Build an optimizer of nothing for an untrained model: torch's refuse to be built without a parameter."""
+    """Build an optimizer without parameters, for an untrained model. torch's constructor needs at least one."""
     optimizer = torch.optim.SGD([nn.Parameter(torch.empty(0))], lr=0.0)
     optimizer.param_groups[0]["params"] = []  # the parameter is no shard
     return optimizer, None

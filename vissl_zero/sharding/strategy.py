@@ -46,11 +46,11 @@ class Strategy(ABC):
         Args:
             model: whole model; it is changed in place.
             groups: parameter groups by full parameter name; every trainable parameter in exactly one.
-            build_optimizer: called with the local shards; before that, above level 0, with tiny tensors, to find out
-                whether its update may be cut.
+            build_optimizer: called with the local shards. Above level 0 it is called with tiny tensors first, to test
+                whether its update may run on a part of a tensor.
             plan: level, thresholds, precision.
             device: where to train.
-            fill: gives values to what is on the meta device, unit by unit; by default through ``reset_parameters``.
+            fill: initializes parameters on the meta device, unit by unit; by default through ``reset_parameters``.
         Raises:
             ConfigError: the combination cannot be run, with the reason and what to use instead; the model is as it
                 was.
@@ -63,6 +63,7 @@ class Strategy(ABC):
             plan = dataclasses.replace(plan, needs_whole_tensors=True)
             if collectives.rank() == 0 and plan.level:
                 logging.getLogger(__name__).warning("%s", _WHOLE_TENSORS)
+        # Meta parameters get their values during sharding, so they cannot be compared across ranks before it.
         with equal_values(fill or partial(materialize_, seed=plan.seed), model, device) as checked:
             return self._shard(model, groups, build_optimizer, plan, device, checked)
 
@@ -86,18 +87,18 @@ class Strategy(ABC):
 def update_rule_of(
     build_optimizer: OptimizerFactory, model: nn.Module, groups: Sequence[ParamGroup], plan: ShardingPlan
 ) -> UpdateRule:
-    """Find what the update of one element depends on: see ``optim/update_rule.py``.
+    """Test whether an update of one element depends on other elements; returns the rule (``optim/update_rule.py``).
 
-    Not tried at level 0, unless all levels are to give the same bits or the optimizer gets pieces there too.
+    Level 0 needs no test, unless the run is deterministic or rounds parameters to bfloat16.
 
     Args:
-        build_optimizer: is called with tiny tensors of as many dimensions as the parameters have.
+        build_optimizer: called with tiny tensors that have as many dimensions as the parameters.
         model: whole, on any device.
         groups: parameter groups by full name.
-        plan: what is to run.
+        plan: level, engine, precision and offload of the run.
     Raises:
-        ConfigError: its update couples tensors, or cannot be tried, or needs full tensors where ``plan`` asks for
-            something that cannot give them, or cannot go with a disk where ``plan`` names one.
+        ConfigError: the update couples tensors, cannot be tested, needs full tensors where ``plan`` cannot provide
+            them, or cannot be streamed from the disk that ``plan`` names.
     """
     if plan.level == 0 and not (plan.deterministic or plan.precision.rounding):
         return UpdateRule.ELEMENT_WISE
@@ -116,7 +117,8 @@ def update_rule_of(
             for group, group_shapes in zip(groups, shapes, strict=True)
         ]
     )
-    is_on_disk = plan.offload_optimizer.is_on_disk or plan.offload_params.is_on_disk  # streamed in runs of elements
+    # Streaming and fairscale's FSDP hand the optimizer 1-d runs of elements, whatever the parameter's shape.
+    is_on_disk = plan.offload_optimizer.is_on_disk or plan.offload_params.is_on_disk
     is_flattened = (plan.engine == "fairscale" and plan.level == 3) or is_on_disk
     rule = update_rule(optimizer, shapes, is_flattened=is_flattened or bool(plan.precision.rounding))
     if rule is UpdateRule.PER_TENSOR and plan.precision.rounding:

@@ -72,7 +72,7 @@ class FullySharded(ShardedModel):
     """A model of which each rank keeps a part. See ``ShardedModel``.
 
     Attributes:
-        comm: among the ranks of a shard group, on the CPU; on GPUs nccl's collectives are the right ones.
+        comm: communicator of the ranks of a shard group on the CPU; None on GPUs, which use nccl's collectives.
     """
 
     def __init__(self, setup: ModelSetup):
@@ -80,20 +80,20 @@ class FullySharded(ShardedModel):
         module, plan, device, build_optimizer = setup.module, setup.plan, setup.device, setup.build_optimizer
         mesh = _mesh(device, setup.wrap_plan.num_ranks, plan.timeout_s)
         trained = setup.trained
-        self._own_store: ParameterStore | None = None  # of a teacher; a trained model's optimizer closes its own
+        self._own_store: ParameterStore | None = None  # a teacher's: a trained model's optimizer closes its store
         store = stored_parameters(planned_shards(module, setup.wrap_plan, trained, mesh), plan.offload_params)
         _refuse_scripted(module)
         _guard_padding(module)
         with ExitStack() as undo:
             if store is not None:
-                undo.callback(store.close)  # or its files would stay
+                undo.callback(store.close)  # a refused model would leave its files on the disk
             _wrap(module, plan, setup.wrap_plan, mesh, store, setup.fill)
             wrapped = [module for module in module.modules() if isinstance(module, FSDPModule)]
             guard_modules(wrapped)
             # Modules that are bound by a tied parameter are one unit.
             self._units = list({unit_state(unit): unit for unit in wrapped}.values())
             self._is_last = True
-            # Not in a unit, so their gradients travel apart.
+            # Replicated parameters belong to no unit, so their gradients travel apart from those of units.
             self._replicated_means: OrderedMeans | None = None
             if plan.deterministic:
                 self._replicated_means = OrderedMeans([*filter(_is_replicated, module.parameters())])
@@ -109,7 +109,7 @@ class FullySharded(ShardedModel):
             sent = sent_weights(module) if plan.level == 3 else set()
             self._guard = UnitGuard(titles, self._units, self.comm, is_recording=is_recording, sent=sent)
             if self.comm is not None:
-                # A teacher on disk would hold one more unit while the student has three.
+                # Without kept buffers for a teacher on a disk: they add a unit to the three that the student holds.
                 announce, keeps_buffers = self._guard.announce, store is None or build_optimizer is not None
                 self._comm_buffers = use_communicator(self._units, self.comm, announce, keeps_buffers, sent)
             else:
@@ -127,11 +127,12 @@ class FullySharded(ShardedModel):
                 self._own_store = store
             super().__init__(replace(setup, build_optimizer=build_optimizer), group, shards, comm=self.comm)
             _guard_loading(module, self._before_shards_change)
-            # Now, not in the first forward pass: torch takes the unit that runs first for the root, and a loop may call
-            # one alone.
+            # Now, not in the first forward pass: torch makes the first unit that runs the root, and a loop may call an
+            # inner one first.
             self._roots = _outermost(module)
             for root in self._roots:
                 lazy_init(root)
+            # Nothing failed, so the store stays open; the optimizer, or ``close`` of a teacher, closes it.
             undo.pop_all()
 
     @contextmanager
@@ -150,6 +151,7 @@ class FullySharded(ShardedModel):
             self._is_last = is_last
         with nullcontext() if self._replicated_means is None else self._replicated_means.micro_batch():
             yield
+        # Not in a finally: after an error on this rank, the collective would wait for the others until its timeout.
         self._guard.end_micro_batch()
 
     def zero_grad(self) -> None:
@@ -182,7 +184,7 @@ class FullySharded(ShardedModel):
         try:
             yield
         except RuntimeError as error:
-            # torch's own messages name neither the cause in the user's loop nor the fix.
+            # torch's messages name neither the cause in the user's loop nor a fix.
             if "storage of size 0" in str(error):
                 raise VisslZeroError(FREED) from error
             if "mixed torch.Tensor and DTensor" in str(error):
@@ -195,38 +197,39 @@ class FullySharded(ShardedModel):
         return super()._facts() | {what: self._guard.order()}
 
     def _has_gradients(self) -> list[bool]:
-        """List presence of gradients; see ``ShardedModel``. Where some rank had one, all have been given zeros."""
+        """Return whether this rank had each gradient; see ``ShardedModel``. Ranks without one were given zeros."""
         sources = [shard.source for shard in self._trained]
         return [not isinstance(source, DTensor) or self._guard.has_gradient(source) for source in sources]
 
     def _average_replicated(self) -> None:
-        """Average what every rank holds whole: ``fully_shard`` leaves it alone. Cost: one small all-reduce."""
+        """Average the gradients of replicated parameters, which ``fully_shard`` ignores. Cost: one small all-reduce."""
         params = [shard.source for shard in self._trained if _is_replicated(shard.source)]
         if not params or self._replicated_means is not None:
             return
         grads = [real_grad(param) for param in params]
         present, device = [grad is not None for grad in grads], params[0].device
         filled = [torch.zeros_like(param) if grad is None else grad for param, grad in zip(params, grads, strict=True)]
-        # Flags are sent to the device, and read from it, only on a rank that lacks a gradient: it waits for both.
+        # Only a rank that lacks a gradient copies flags to the device and reads them back: both wait for the device.
         flags = torch.ones(len(params), device=device) if all(present) else torch.tensor(present, device=device)
-        # Of one dtype, so that parameters of different formats share one message.
+        # One dtype, so that parameters of different formats share one message.
         dtype = wide_dtype(params)
         message = torch.cat([piece.flatten().to(dtype) for piece in (flags, *filled)])
         # Over all ranks, not the shard group: every rank of the world holds them.
         dist.all_reduce(message)
         num_present, *totals = message.split([len(params), *(param.numel() for param in params)])
         for param, total, number in zip(params, totals, present if all(present) else num_present.tolist(), strict=True):
+            # A gradient that no rank has stays None: zeros would let decay and momentum move the parameter.
             if number:
                 set_real_grad(param, (total / dist.get_world_size()).view(param.shape).to(param.dtype))
 
     def _before_shards_change(self) -> None:
-        """Reshard units: at levels 1 and 2 a forward pass without gradient leaves them whole, and out of date."""
+        """Reshard all units: at levels 1 and 2 a forward pass without gradient leaves them gathered, soon stale."""
         for unit in self._units:
             unit.reshard()
 
 
 def _outermost(module: nn.Module) -> list[FSDPModule]:
-    """Find the model, or in a container of models each of them."""
+    """List the outermost units: the model itself, or each model of a container."""
     if isinstance(module, FSDPModule):
         return [module]
     return [root for child in module.children() for root in _outermost(child)]
@@ -238,12 +241,12 @@ def _has_failed(root: FSDPModule) -> bool:
 
 
 def _is_replicated(param: nn.Parameter) -> bool:
-    """Check whether every rank holds it whole; without elements there is nothing to hold."""
+    """Check whether every rank holds the full parameter; one without elements does not count."""
     return not isinstance(param, DTensor) and param.numel() > 0
 
 
 def _show_to_loop(shards: Sequence[Shard]) -> None:
-    """Have sharded parameters read and write their values where they rest, and refuse gradients of a loop's own."""
+    """Connect sharded parameters to their stored values, and make them refuse losses of the parameters themselves."""
     for shard in shards:
         if isinstance(shard.source, ShardedTensor):
             if isinstance(shard, DiskShard | HostShard):
@@ -253,9 +256,10 @@ def _show_to_loop(shards: Sequence[Shard]) -> None:
 
 
 def _guard_loading(module: nn.Module, before: Callable[[], None]) -> None:
-    """Have ``load_state_dict`` call ``before``, and write into the parameters that there are."""
+    """Make ``load_state_dict`` call ``before`` first, and refuse ``assign=True``, which would replace parameters."""
     module.register_load_state_dict_pre_hook(lambda *_: before())
     for part in module.modules():
+        # Every module, not the root alone: a loop may load a submodule by itself.
         part.register_load_state_dict_pre_hook(_refuse_assignment)
 
 
@@ -268,18 +272,19 @@ def _refuse_assignment(module: nn.Module, state: Any, prefix: str, metadata: dic
 
 
 def _refuse_penalty(grad: Tensor) -> NoReturn:
-    """Refuse the gradient of a sharded parameter itself: those of a unit arrive at the full parameters."""
+    """Refuse a gradient that autograd sends to a shard: those of the forward pass arrive at full parameters."""
     raise VisslZeroError(OF_PARAMETERS)
 
 
 def _guard_padding(module: nn.Module) -> None:
-    """Have encoders refuse the evaluation in which torch zeroes padding, unless it sees parameters of a subclass."""
+    """Make ``nn.TransformerEncoder`` refuse padded evaluation: only on plain tensors does torch zero the padding."""
     for part in module.modules():
         if isinstance(part, nn.TransformerEncoder) and getattr(part, "use_nested_tensor", False):
             part.register_forward_pre_hook(_refuse_padding, with_kwargs=True)
 
 
 def _refuse_padding(encoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    # forward(src, mask, src_key_padding_mask). The fast path runs in evaluation without gradients only.
     mask = args[2] if len(args) > 2 else kwargs.get("src_key_padding_mask")
     if mask is not None and not (encoder.training or torch.is_grad_enabled()):
         raise VisslZeroError(
@@ -304,6 +309,7 @@ def _mesh(device: torch.device, num_shards: int, timeout_s: float) -> DeviceMesh
         return init_device_mesh(device.type, (world_size,), mesh_dim_names=("shard",))
     places = torch.arange(world_size).view(-1, num_shards)
     timeout = timedelta(seconds=timeout_s)  # a mesh that makes its own groups gives them torch's half hour
+    # Collectives of the world: every rank creates all groups, replicas (columns of places) before shards (rows).
     replicas, _ = dist.new_subgroups_by_enumeration(places.T.tolist(), timeout=timeout)
     shards, _ = dist.new_subgroups_by_enumeration(places.tolist(), timeout=timeout)
     return DeviceMesh.from_group([replicas, shards], device.type, places, mesh_dim_names=("replicate", "shard"))
@@ -317,10 +323,10 @@ def _wrap(
     store: ParameterStore | None,
     fill: Fill,
 ) -> None:
-    """Apply ``fully_shard`` unit by unit, inner ones first; parameters of ``store`` move there at once. In place."""
+    """Apply ``fully_shard`` unit by unit, inner units first, and move each unit's shards to ``store``. In place."""
     # fully_shard cuts the first dimension, which scalars lack.
     replicated = {param for param in module.parameters() if param.dim() == 0 or param.numel() == 0}
-    # Before all units: they may be tied across those that hold them.
+    # Before the first unit: a replicated parameter may be tied across units, and each must ignore it.
     replicated |= _replicate(module, plan, wrap_plan, fill)
     for position, unit in enumerate(wrap_plan.units):
         if unit.is_replicated:
@@ -330,8 +336,8 @@ def _wrap(
             # Unit by unit, so that a rank never holds all full parameters.
             fill(part, name)
             for param in part.parameters():
-                if not param.is_contiguous():
-                    param.data = param.data.contiguous()  # shards are rows
+                if not param.is_contiguous():  # channels_last weights, which fully_shard refuses
+                    param.data = param.data.contiguous()
         replaced = [_Replaced(part, name, param) for part in modules for name, param in part.named_parameters()]
         fully_shard(
             modules[0] if len(modules) == 1 else modules,
@@ -347,16 +353,16 @@ def _wrap(
         if group is not None and len({param.sharded_param.dtype for param in group.fsdp_params}) > 1:
             reduce_by_dtype(group)
         if store is not None:
-            # Looked up anew: fully_shard has put other tensors in the place of the unit's parameters.
+            # Names are looked up again: fully_shard has just replaced the unit's parameters.
             names = {param: name for name, param in module.named_parameters()}
             UnitOnDisk(modules[0], position, names, store)
     for param in replicated:
-        # fully_shard moves what it cuts and leaves ignored parameters where they are.
+        # fully_shard moves the parameters that it shards to the device, and not those that it ignores.
         param.data = param.data.to(mesh.device_type)
 
 
 def _with_units_of_others(setup: ModelSetup) -> WrapPlan:
-    """Wrap batch norms that another optimizer trains: only units average gradients before its step."""
+    """Shard batch norms that another optimizer trains: our ``step`` averages replicated ones too late for it."""
     trained = setup.trained
     names = {param: name for name, param in setup.module.named_parameters()}
 
@@ -372,27 +378,29 @@ def _with_units_of_others(setup: ModelSetup) -> WrapPlan:
 
 
 def _replicate(module: nn.Module, plan: ShardingPlan, wrap_plan: WrapPlan, fill: Fill) -> set[nn.Parameter]:
-    """Fill the batch norms that stay whole on every rank; returns their parameters."""
+    """Initialize the batch norms that stay whole on every rank; return their parameters."""
     master, compute = dtype_of(plan.precision.master), dtype_of(plan.precision.compute)
     params: set[nn.Parameter] = set()
     for name in (name for unit in wrap_plan.units if unit.is_replicated for name in unit.modules):
         part = module.get_submodule(name)
         fill(part, name)
-        # torch takes inputs in half precision beside parameters in float32, but none beside float64.
+        # torch's batch norm accepts half-precision inputs with float32 parameters, but not with float64 ones.
         if master == torch.float64:
             part.register_forward_pre_hook(lambda _, *arguments: cast_tensors(arguments, master), with_kwargs=True)
         if plan.precision.casts_parameters:
+            # The next layer of the unit around it has gathered weights in half precision, and needs inputs of that
+            # dtype.
             part.register_forward_hook(lambda *call: cast_tensors(call[-1], compute))
         params.update(part.parameters())
     return params
 
 
 class _Replaced:
-    """A full parameter that ``fully_shard`` replaces: the new one gets its flags, and it is not to be used any more."""
+    """A full parameter before ``fully_shard`` replaces it: ``mark`` copies its attributes, and forbids its use."""
 
     def __init__(self, part: nn.Module, name: str, param: nn.Parameter):
         self._part, self._name, self._flags = part, name, dict(vars(param))
-        self._find = weakref.ref(param)  # or a rank would hold all full parameters at once
+        self._find = weakref.ref(param)  # a strong reference would keep every full parameter in memory
 
     def mark(self) -> None:
         old, new = self._find(), self._part.get_parameter(self._name)
@@ -405,7 +413,7 @@ class _Replaced:
 def _use_collectives(
     units: Sequence[FSDPModule], num_ranks: int, is_ordered: bool, sent: Collection[nn.Parameter]
 ) -> None:
-    """Set torch's own collectives, or those of GPUs, where no communicator sums in the order of ranks."""
+    """Replace torch's collectives of units without a CPU communicator: ordered sums, packed gathers of float8."""
     for unit in units:
         if is_ordered:
             unit.set_custom_reduce_scatter(OrderedReduceScatter())  # type: ignore[arg-type]
@@ -414,17 +422,17 @@ def _use_collectives(
 
 
 def _offload_policy(plan: ShardingPlan, mesh: DeviceMesh) -> OffloadPolicy:
-    """Choose host memory for shards, unless they are there anyway; gradients follow them, and the update runs there."""
+    """Choose torch's CPU offload for shards of a model on a GPU. Gradients and the update then move to the host too."""
     if plan.offload_params.device == "none" or mesh.device_type == "cpu":
         return OffloadPolicy()
-    # Shards that are dropped once they are copied to the device must have been copied by then: not from pinned memory.
+    # Copies from pinned memory are asynchronous, and ``UnitOnDisk`` drops a shard once it is gathered: tier cpu only.
     is_pinned = plan.offload_params.pin_memory and plan.offload_params.device == "cpu"
     return CPUOffloadPolicy(pin_memory=is_pinned)
 
 
 def _policy(unit: PlannedUnit, precision: Precision) -> MixedPrecisionPolicy:
     master, compute, reduce = map(dtype_of, (precision.master, precision.compute, precision.reduce))
-    if unit.is_float32:  # tied to other weights, or it would be replicated
+    if unit.is_float32:  # a batch norm with tied weights; others are replicated
         return MixedPrecisionPolicy(param_dtype=master, reduce_dtype=master, output_dtype=compute)
     if not precision.casts_parameters:
         return MixedPrecisionPolicy(reduce_dtype=None if reduce == master else reduce)

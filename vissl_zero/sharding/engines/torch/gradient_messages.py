@@ -1,6 +1,6 @@
-"""Gradients on their way from the backward pass, where they are whole, to the ranks that need a part of them.
+"""Messages that reduce full gradients to parts during the backward pass, and share updated rows after the step.
 
-They and updated parameters are packed into messages of limited size.
+Gradients and parameters are packed into messages of limited size.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from vissl_zero.sharding.torch_private import (
 
 
 class ParameterMessages:
-    """After a step, every rank sends its updated rows to all others, straight into their parameters.
+    """Sends the rows that each rank has updated to all others, directly into their parameters.
 
     Args:
-        messages: see the messages of gradients.
-        comm: among the ranks that share the parameters.
+        messages: packing of the parameters, as for gradients.
+        comm: communicator of the ranks that share the parameters.
     """
 
     def __init__(self, messages: Sequence[Message], comm: CpuCommunicator):
@@ -77,7 +77,7 @@ class Piece:
         shard: the parameter.
         spans: per rank, begin and end in the full parameter, flattened; shorter than ``numel`` where its part ends.
         offset: place in the part that a message has for each rank.
-        numel: elements for the rank that gets most.
+        numel: elements of the largest part of any rank.
     """
 
     shard: RowShard
@@ -101,9 +101,9 @@ class Message:
     """Parameters of one dtype that are sent at once.
 
     Attributes:
-        pieces: pieces in the order in which they lie in each rank's part, one behind the other.
+        pieces: consecutive pieces of each rank's part.
         start: place of the payload for this rank among the payloads of all messages of this dtype.
-        payload: elements for each rank; as many flags as pieces follow, which say whether there was a gradient.
+        payload: elements for each rank. One flag per piece follows them: whether there was a gradient.
     """
 
     pieces: tuple[Piece, ...]
@@ -129,12 +129,12 @@ class Message:
 def plan_messages(
     shards: Sequence[RowShard], num_ranks: int, capacity_of: Callable[[torch.dtype], int]
 ) -> list[Message]:
-    """Pack parameters one behind the other, large ones in several messages, small ones of one dtype together.
+    """Pack parameters into messages: large ones into several, small ones of one dtype together.
 
     Args:
         shards: shards in the order in which gradients are expected.
         num_ranks: number of ranks that share the state.
-        capacity_of: most elements of a dtype that a rank's part of a message may have.
+        capacity_of: returns, for a dtype, the most elements of a message per rank.
     """
     messages: list[Message] = []
     # One message of each dtype is filled at a time: layers may alternate between two.
@@ -184,8 +184,8 @@ class GradientMessages:
 
     Args:
         shards: the trained parameters in the order of the model.
-        messages: how they are packed, the last parameters first.
-        comm: among the ranks that share them.
+        messages: packing of their gradients, the last parameters first.
+        comm: communicator of the ranks that share the parameters.
     """
 
     def __init__(self, shards: Sequence[RowShard], messages: Sequence[Message], comm: CpuCommunicator):
@@ -202,12 +202,14 @@ class GradientMessages:
         self._num_posted = 0
         self._backlog_bytes = 0
         self._is_open = False
-        self._is_driven = False
+        self._is_driven = False  # whether ``backward_pass`` runs this pass, and ends the round itself
         self._is_callback_queued = False
         self._num_opening = 0.0
+        # Index of the last message of each parameter: once it is posted, the full gradient can be freed.
         self._last_use = {piece.shard.source: i for i, message in enumerate(self.messages) for piece in message.pieces}
         for shard in shards:
             call_on_gradient([shard.source], self._on_gradient)
+            # WholeParameter reads both when the loop asks for ``.grad``.
             shard.source._row_shard, shard.source._settle = shard, self.settle  # type: ignore[attr-defined]
 
     def start(self, *, is_active: bool) -> None:
@@ -235,8 +237,8 @@ class GradientMessages:
         self.settle()
 
     def settle(self) -> None:
-        """Settle between backward passes: send everything that is left. Collective if a round is open."""
-        # In the middle of a backward pass more gradients are to come; only its end may close the round.
+        """End the open round between backward passes: send the remaining gradients. Collective if a round is open."""
+        # Inside a backward pass (a hook may read ``.grad``) more gradients are to come; only its end closes the round.
         if self._is_open and not is_in_backward():
             self._end_round()
 
@@ -258,8 +260,7 @@ class GradientMessages:
             call_after_backward(self._after_backward)
         self._ready.add(param)
         self._backlog_bytes += param.nbytes
-        # The order of messages is fixed, or ranks would pair different ones: an early gradient waits for those before
-        # it.
+        # Messages have one fixed order, or ranks would pair different ones: an early gradient waits for its turn.
         while (
             self._num_posted < len(self.messages)
             and all(piece.shard.source in self._ready for piece in self.messages[self._num_posted].pieces)
@@ -269,8 +270,7 @@ class GradientMessages:
 
     def _after_backward(self) -> None:
         self._is_callback_queued = False
-        # torch also calls this when a segment of reentrant checkpointing ends, and the pass around it has gradients
-        # left.
+        # torch also calls this at the end of a segment of reentrant checkpointing, while the outer pass goes on.
         if self._is_open and not is_nested_backward():
             self._end_round()
 
@@ -283,7 +283,7 @@ class GradientMessages:
         def unpack(received: Sequence[Tensor]) -> None:
             self._num_opening = float(sum(received))
 
-        # As one more message, so that it keeps its place among those of the gradients.
+        # A message like any other, so that it keeps its place in the order of messages.
         self._comm.post(1, torch.float32, pack, unpack, is_scatter=False)
         if wait:
             self._comm.finish()
@@ -291,7 +291,7 @@ class GradientMessages:
         return self._num_opening > 0
 
     def _end_round(self) -> None:
-        """Send the rest at the end of the backward pass, and receive everything that is under way."""
+        """End a round: send the remaining gradients, and receive all messages in flight. Collective."""
         is_begun = True
         while is_begun:
             while self._num_posted < len(self.messages):
@@ -315,7 +315,7 @@ class GradientMessages:
         for piece in message.pieces:
             source = piece.shard.source
             if source not in self._sending:
-                # Taken out of .grad, or another backward pass would add to a gradient that was already sent.
+                # Removed from .grad, or another backward pass would add to a gradient that was already sent.
                 self._sending[source] = real_grad(source)
                 set_real_grad(source, None)
         self._comm.post(
@@ -326,7 +326,7 @@ class GradientMessages:
             is_scatter=True,
         )
         for piece in message.pieces:
-            # Its last piece is in the buffer by now, so the memory of the gradient can be freed.
+            # post() has packed its last piece, so the memory of the gradient can be freed.
             if self._last_use[piece.shard.source] == index:
                 self._sending[piece.shard.source] = None
                 self._backlog_bytes -= piece.shard.source.nbytes

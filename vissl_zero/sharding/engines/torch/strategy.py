@@ -42,7 +42,7 @@ from vissl_zero.sharding.torch_private import num_gradient_hooks
 
 @STRATEGIES.register("torch")
 class TorchStrategy(Strategy):
-    """Replicas at level 0, fully_shard at 1 to 3."""
+    """Full replicas at level 0; replicated parameters or ``fully_shard`` at levels 1 and 2; ``fully_shard`` at 3."""
 
     def _check(self, plan: ShardingPlan, device: torch.device) -> None:
         _check(plan)
@@ -62,7 +62,9 @@ class TorchStrategy(Strategy):
             ConfigError: group sizes that do not divide the world.
             ModelsDifferError: the ranks hold different weights.
         """
-        if plan.deterministic and not plan.needs_whole_tensors:  # those see the same tensors at every level
+        # torch's kernels round the vector loop and its remainder differently, and levels cut tensors at different
+        # places. Optimizers of whole tensors see the same tensors at every level.
+        if plan.deterministic and not plan.needs_whole_tensors:
             build_optimizer = _single_rounded(build_optimizer)
         wrap_plan = prepare(model, plan, device)
         if plan.verbose and collectives.rank() == 0:
@@ -76,7 +78,7 @@ class TorchStrategy(Strategy):
             fill(model, "")
             model.to(device)
             return ReplicatedParameters(setup)
-        # Only here: the classes above keep the parameters themselves, and with them their hooks.
+        # Only here: the classes above keep the user's parameters, and with them their hooks.
         _refuse_hooked(model)
         return FullySharded(setup)
 
@@ -126,7 +128,7 @@ class Replicated(ShardedModel):
         module, plan = setup.module, setup.plan
         params = list(module.parameters())
         self.means = OrderedMeans(params) if plan.deterministic else GradientAverage(params, plan.timeout_s)
-        # No group: gradients are averages on every rank, so each finds the same norms by itself.
+        # No group: averaged gradients are equal on every rank, so each computes the same norms without a message.
         super().__init__(setup, group=None)
 
     def micro_batch(self, is_last: bool) -> AbstractContextManager[None]:
@@ -144,15 +146,16 @@ class Replicated(ShardedModel):
 
     def retire_gradients(self) -> None:
         """Retire the gradients; see ``ShardedModel``."""
-        if self._loss_scale is not None:  # the step has divided them by the scale, which the next ones have
+        # step() has unscaled them; a further backward pass would add scaled gradients.
+        if self._loss_scale is not None:
             super().retire_gradients()
 
 
 class ReplicatedParameters(ShardedModel):
-    """A model that every rank holds in full, and of which each rank updates a part. See ``ShardedModel``.
+    """A model that every rank holds in full, while each rank updates a part of it. See ``ShardedModel``.
 
     Attributes:
-        comm: among all ranks.
+        comm: communicator of all ranks.
     """
 
     def __init__(self, setup: ModelSetup):
@@ -161,17 +164,17 @@ class ReplicatedParameters(ShardedModel):
         assert group is not None
         self.comm = open_communicator(group, plan.timeout_s)
         for param in module.parameters():
-            # Messages carry runs of a flattened parameter.
+            # Messages carry runs of a flattened parameter, so channels_last weights are laid out by rows.
             param.data = param.data.contiguous()
         shards = list(row_shards(module, setup.trained, group.size(), group.rank()))
         rows = [shard for shard in shards if isinstance(shard, RowShard)]
         self._means: GradientAverage | None = None
         left_out = [param for name, param in module.named_parameters() if name not in setup.trained]
-        # Another optimizer of the loop's may update these.
+        # The loop may train these by another optimizer, which needs averaged gradients too.
         self._means_of_others = GradientAverage(left_out, plan.timeout_s)
         # Reversed: the backward pass finishes the last parameters first.
         messages = plan_messages(rows[::-1], group.size(), self.comm.capacity)
-        # The loop wants to read and change full gradients, so they are averaged in place and not sent away.
+        # The loop wants to read and change full gradients: average them in place instead of reducing them to parts.
         if plan.keep_gradients:
             self._means = GradientAverage([shard.source for shard in rows], plan.timeout_s)
         else:
@@ -179,7 +182,7 @@ class ReplicatedParameters(ShardedModel):
         self._parameters = ParameterMessages(messages, self.comm)
         assert setup.build_optimizer is not None  # a teacher of these levels is a whole copy
         build_optimizer = offloaded(setup.build_optimizer, plan, None, shards)
-        # The shards are views: what they share memory with is whole already.
+        # Shards are views of full parameters, whose bytes are counted already.
         wrap_plan = dataclasses.replace(setup.wrap_plan, whole_bytes=0)
         setup = dataclasses.replace(setup, build_optimizer=build_optimizer, wrap_plan=wrap_plan)
         super().__init__(setup, group, shards, comm=self.comm)
@@ -188,7 +191,7 @@ class ReplicatedParameters(ShardedModel):
     def micro_batch(self, is_last: bool) -> Iterator[None]:
         """Reduce gradients in every backward pass at level 2; level 1 keeps them whole until the last one.
 
-        Where the order of sums is fixed, level 1 does as level 2.
+        In a deterministic run, level 1 reduces as level 2 does.
         """
         with self._means_of_others.micro_batch(is_last):
             if self._means is not None:

@@ -53,6 +53,7 @@ from vissl_zero.sharding.torch_private import (
     viewed,
 )
 
+# A tag names a message of a unit: 2 * number of the unit + kind; or the end of a micro-batch.
 _GATHER, _REDUCE = range(2)
 _WHAT = ("gathers", "reduces gradients of")
 _END = -1
@@ -95,10 +96,9 @@ class UnitGuard:
     Args:
         names: full names of the modules of each unit, the same on every rank.
         units: one of the modules of each unit, in the same order.
-        comm: over which all messages of the units go; None where torch's own collectives carry them.
-        is_recording: whether to keep ``order``, which is compared before the update where ``comm`` does not reach
-            all ranks.
-        sent: parameters that travel in float8.
+        comm: communicator that carries all messages of the units; None: torch's collectives do.
+        is_recording: record the order of units, to compare it before the update: ``comm`` does not reach all ranks.
+        sent: parameters that are sent in float8.
     """
 
     def __init__(
@@ -114,9 +114,9 @@ class UnitGuard:
         self._sent = sent
         self._comm = comm
         self._is_recording = is_recording
-        self._present: set[int] = set()
-        self._ran: list[int] = []
-        # Of every unit whose output is a view: written to in place, it loses a hook, but ``_hook_bases`` sets another.
+        self._present: set[int] = set()  # ids of the sharded parameters that had a gradient
+        self._ran: list[int] = []  # tags of the messages since ``forget``
+        # About every unit whose output is a view: a write in place drops its hook, but ``_hook_bases`` sets another.
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
         for number, (name, unit) in enumerate(zip(names, units, strict=True)):
             state: Any = unit_state(unit)
@@ -134,7 +134,7 @@ class UnitGuard:
         self._ran.clear()
 
     def order(self) -> int:
-        """Digest which units were gathered and reduced since ``forget``, and in which order."""
+        """Return a digest of the units that were gathered and reduced since ``forget``, in their order."""
         return text_digest(self._ran)
 
     def announce(self, number: int, *, is_reduce: bool) -> None:
@@ -146,7 +146,7 @@ class UnitGuard:
         self._announce(2 * number + (_REDUCE if is_reduce else _GATHER))
 
     def end_micro_batch(self) -> None:
-        """All ranks must have run equally many units by now; raises like ``announce``. Collective."""
+        """Require that no rank runs a further unit in this micro-batch; raises like ``announce``. Collective."""
         self._announce(_END)
         # Announcements are read up to a few messages later; none may be open when the optimizer steps.
         if self._comm is not None:
@@ -187,19 +187,22 @@ class _GuardedUnit:
         ]
         self._versions: dict[int, int] = {}
         self._followed: dict[nn.Module, RemovableHandle] = {}
-        self._is_running = False  # between the unit's entry and its exit in a forward pass
-        self._entered: nn.Module | None = None  # the layer for which the unit is gathered, if it does not run itself
-        self._watch: AbstractContextManager[Any] = nullcontext()  # over what that layer saves for its backward pass
+        self._is_running = False  # whether the unit is in its forward pass
+        self._entered: nn.Module | None = None  # the layer called from outside, for which the unit is gathered
+        self._watch: AbstractContextManager[Any] = nullcontext()  # checks the tensors that this layer saves
         infos = [owner_of(param) for param in group.fsdp_params]
         owners = {module for info in infos for module in (info.module, *info.shared_modules)} - set(modules_of(state))
-        # Until these layers have run, nobody may have used their weights.
+        # Layers that round their float8 weight. If one has not run and its weight got a gradient, another module
+        # multiplied by the unrounded weight.
         sent = (param for param in group.fsdp_params if param.sharded_param in guard._sent)
         self._to_run = {owner_of(param).module: param for param in sent if owner_of(param).module in owners}
         # Not on the unit's own modules: calling them is what gathers the unit.
         inside = [module for module in self._inner if not owners.isdisjoint(module.modules())]
         self._entry_hooks = {
             module: (
+                # As torch hooks units: before the loop's own pre-hooks.
                 module.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True),
+                # Also if forward raises, or its saved-tensor hooks would stay active.
                 module.register_forward_hook(self._leave, always_call=True),
             )
             for module in inside
@@ -208,7 +211,7 @@ class _GuardedUnit:
         self._num_runs = 0
         self._pre_forward, self._post_forward = group.pre_forward, group.post_forward
         self._pre_backward, self._post_backward = group.pre_backward, group.post_backward
-        # These may be the methods of a unit on disk, which has wrapped torch's own before.
+        # For a unit on disk these are methods of ``UnitOnDisk``, which has wrapped torch's before.
         self._unshard, self._wait = group.unshard, group.wait_for_unshard
         # fully_shard has no public hooks at these moments, so its methods are wrapped on the instance.
         group.pre_forward, group.post_forward = self.pre_forward, self.post_forward
@@ -216,7 +219,7 @@ class _GuardedUnit:
         group.unshard, group.wait_for_unshard = self.unshard, self.wait
 
     def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Refuse what the unit cannot follow."""
+        """Gather the unit; refuse contexts in which its gradients would be wrong or its parameters absent."""
         if is_in_functional_transform():
             raise VisslZeroError(
                 f"{self._title} runs inside torch.func (jacrev, grad, vmap or the like), which sharded parameters do "
@@ -235,6 +238,7 @@ class _GuardedUnit:
             )
         self._require_own_parameters()
         self._follow_hooked()
+        # A layer that is called from outside comes here too (``_enter``), and is no run of the unit.
         self._num_runs += self._entered is None
         if self._num_runs > _FIRST_RUNS:
             # A hook on every layer costs time. A loop that calls layers from outside does so from the start.
@@ -246,7 +250,7 @@ class _GuardedUnit:
         return self._pre_forward(module, args, kwargs)
 
     def post_forward(self, module: nn.Module, inputs: Any, output: Any) -> Any:
-        """Follow tensors that torch does not find in the output."""
+        """Check the forward pass, free the unit, and hook tensors of the output that torch does not find."""
         if isinstance(output, GeneratorType):
             raise VisslZeroError(
                 f"{self._title} returns a generator, which computes when its parameters are no longer gathered. "
@@ -254,10 +258,11 @@ class _GuardedUnit:
             )
         self._require_unwritten()
         for param in self._to_run.values():
-            if not param.sharded_param.requires_grad:  # of others, a gradient will tell
+            if not param.sharded_param.requires_grad:  # trained ones are checked when a gradient arrives
                 raise VisslZeroError(_NOT_MULTIPLIED.format(name_of(param) or self._name))
         self._is_running = False
         if any(_is_of_parameter(tensor) for tensor in pytree.tree_leaves(output)):
+            # The next line frees its memory, so the caller gets a copy. A clone is differentiable.
             output = pytree.tree_map(lambda leaf: leaf.clone() if _is_of_parameter(leaf) else leaf, output)
         output = self._post_forward(module, inputs, output)
         if torch.is_grad_enabled():
@@ -285,6 +290,7 @@ class _GuardedUnit:
         if not is_being_gathered(self._group) and not self._group.is_unsharded:
             self._guard.record(self._number, is_reduce=False)
         # torch makes full parameters in the first gather and keeps them: in inference mode they could never be trained.
+        # no_grad, because inference_mode(False) turns gradients on.
         with torch.inference_mode(False), torch.no_grad(), waiting(f"the forward pass (it gathers {self._title})"):
             self._unshard(async_op)
 
@@ -294,13 +300,13 @@ class _GuardedUnit:
             self._wait()
         if not self._is_watching_gradients and self._group.is_unsharded:
             self._is_watching_gradients = True
-            # torch makes the full parameters in the first gather and keeps these objects, so one hook lasts.
+            # torch keeps these parameter objects and only frees their memory, so one hook lasts.
             trained = [param for param in self._group.fsdp_params if param.sharded_param.requires_grad]
             call_on_gradient([param.unsharded_param for param in trained], self.on_gradient)
 
     def on_gradient(self, param: Tensor) -> None:
-        """Prepare a unit with an accumulated gradient to be reduced, also if no output of the unit led to it."""
-        # The parameter was freed before its gradient arrived, so the gradient would never be reduced.
+        """Schedule the unit's reduction at the end of the backward pass, also if no hooked output led to it."""
+        # The unit was freed before the gradient arrived, so it would never be reduced.
         if not self._group.is_unsharded:
             raise VisslZeroError(FREED)
         for unused in self._to_run.values():
@@ -309,8 +315,8 @@ class _GuardedUnit:
         finish_unit_after_backward(self._state)
 
     def pre_backward(self, default_prefetch: bool, *unused: Any) -> None:
-        """Refuse gradients of gradients: parameters are not whole when they are differentiated."""
-        # In a backward pass gradients are on only where it is to be differentiated itself.
+        """Gather the unit for its backward pass; refuse gradients of gradients, for which it would be freed."""
+        # Gradient mode is on in a backward pass only with create_graph=True.
         if torch.is_grad_enabled():
             raise VisslZeroError(
                 f"A backward pass with create_graph=True runs through {self._title}. Gradients of gradients need "
@@ -319,12 +325,12 @@ class _GuardedUnit:
         self._pre_backward(default_prefetch, *unused)
 
     def post_backward(self, *unused: Any) -> None:
-        """Reduce all gradients on every rank that has the unit whole: an absent one is zero."""
+        """Reduce the gradients of a gathered unit on every rank; an absent gradient counts as zero."""
         group, reduces = self._group, self._group.reduce_grads
         if group.is_unsharded and reduces:
             has_any = False
             for param in group.fsdp_params:
-                # A loop that freezes a model between micro-batches reaches the full parameters, where these stay whole.
+                # Both: a loop that freezes a model between micro-batches reaches the full parameters of gathered units.
                 if not (param.sharded_param.requires_grad and param.unsharded_param.requires_grad):
                     continue
                 has_any = True
@@ -336,9 +342,11 @@ class _GuardedUnit:
                     param.unsharded_param.grad = torch.zeros_like(param.unsharded_param)
             if has_any:
                 self._guard.record(self._number, is_reduce=True)
-            # Gradients of earlier micro-batches wait for the pass of this model's own loss.
+            # If all are frozen in this pass (another model's loss), gradients of earlier micro-batches wait for the
+            # next.
             group.reduce_grads = has_any
         try:
+            # torch reads and writes ``.grad`` of shards here; ``ShardedTensor.grad`` may show users a stand-in.
             with real_gradients():
                 self._post_backward(*unused)
         finally:
@@ -363,7 +371,7 @@ class _GuardedUnit:
                 )
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Gather the unit for a layer that is called from outside of it, as for the unit itself."""
+        """Gather the unit for a layer that is called from outside, as torch gathers it for the unit's own call."""
         self._to_run.pop(module, None)
         if not self._group.is_sharded:
             return None
@@ -371,6 +379,8 @@ class _GuardedUnit:
         self._called.add(module)
         inputs = run_before_forward(self._state, module, args, kwargs)
         if torch.is_grad_enabled() and not has_saved_tensor_hooks():
+            # Only the innermost saved-tensor hooks run: ours would switch off those of the loop (offloading,
+            # checkpointing).
             self._watch = torch.autograd.graph.saved_tensors_hooks(_keep, _require_memory)
         self._watch.__enter__()
         return inputs
@@ -398,6 +408,7 @@ class _GuardedUnit:
                     f"{param.unsharded_param.dtype} in the forward pass of {self._title}, which its shards do not "
                     "follow. Convert it before initialize(), or compute with a converted copy."
                 )
+            # torch's gathers preserve the version counter, so a changed one is a write of the forward pass.
             version = num_writes(param.unsharded_param)
             is_written = self._versions.setdefault(index, version) != version
             if not is_written and self._is_compared(index, param):
@@ -416,9 +427,9 @@ class _GuardedUnit:
         return self._num_runs % _SAMPLED_RUNS == 0
 
     def _follow_hooked(self) -> None:
-        """Follow modules whose forward hooks may keep an output: a backward pass from there must find parameters whole.
+        """Hook modules with forward hooks of the loop, which may keep an output and run backward from it.
 
-        For as long as there is such a hook: the loop's own, around the first forward pass, are removed again.
+        Modules whose hooks are gone are unhooked: many loops hook a model for its first forward pass alone.
         """
         ours = (_GuardedUnit._gather_before_backward, _GuardedUnit._leave)
         for module in self._inner:
@@ -431,9 +442,10 @@ class _GuardedUnit:
                 self._followed.pop(module).remove()
 
     def _gather_before_backward(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        """Gather, but not where the module runs for another unit that shares it (RegNet's one ReLU): this may be done.
+        """Hook the unit's gather to the outputs of a module that the unit runs.
 
-        It would be gathered once more, and stay whole to the end of the backward pass.
+        Two units may share a module (RegNet has one ReLU). If it runs for the other unit, this one may have finished
+        its backward pass: a hook would gather it again, and keep it whole to the end of the pass.
         """
         if self._is_running and torch.is_grad_enabled():
             for tensor in _tensors(output):
@@ -442,21 +454,22 @@ class _GuardedUnit:
 
 
 def _has_followed(info: Any, params: Mapping[str, Any], expected: Tensor) -> bool:
-    """Follow a parameter to another name in its module, where pruning puts it beside a mask; False without one."""
+    """Follow a parameter that pruning renamed in its module (``weight_orig``); return False if the module lost it."""
     name = next((name for name, param in params.items() if param is expected), None)
     if name is None:
         return False
     info.param_name = name
     buffers = own_buffers(info.module)
+    # The mask was computed from the sharded parameter, and forward multiplies it with the full one.
     buffers.update({key: whole(buffer) for key, buffer in buffers.items() if isinstance(buffer, ShardedTensor)})
     return True
 
 
 @torch.no_grad()
 def _has_rows_of_shard(param: Any) -> bool:
-    """Check whether the full parameter holds the values of this rank's rows."""
+    """Check whether the full parameter has the values of this rank's shard in its rows. Waits for a GPU."""
     local = local_tensor(param.sharded_param)
-    # A shard that is elsewhere would have to be read or copied for each comparison.
+    # A shard on the host or on a disk would have to be copied or read for each comparison.
     if local.is_meta or not local.numel() or local.device != param.unsharded_param.device:
         return True
     start = param.mesh_info.shard_mesh_rank * param.padded_sharded_param_size[0]
@@ -467,7 +480,7 @@ def _has_rows_of_shard(param: Any) -> bool:
 
 
 def guard_modules(modules: Sequence[FSDPModule]) -> None:
-    """Make modules of units say why they cannot be copied, moved or saved, and run as units in ``forward`` too."""
+    """Make units refuse to be copied, moved or saved, with the reason, and gather also if ``forward`` is called."""
     for module in modules:
         assert isinstance(module, nn.Module)
         # copy and pickle look for these on the object before its class.
@@ -476,6 +489,7 @@ def guard_modules(modules: Sequence[FSDPModule]) -> None:
         if save is not None:
             module.__dict__["save_pretrained"] = partial(_save_or_refuse, save)
         put_before_moves(module, _apply_or_refuse)
+        # The class that fully_shard made (``FSDPLinear``); the user's own may still be derived from.
         type(module).__init_subclass__ = classmethod(_refuse_subclass)  # type: ignore[assignment,method-assign]
         group = group_of(unit_state(module))
         run = _Forward(module, group)
@@ -484,7 +498,7 @@ def guard_modules(modules: Sequence[FSDPModule]) -> None:
 
 
 class _Forward:
-    """The ``forward`` of a module that is a unit."""
+    """The ``forward`` of a unit's module: gathers if called directly, and explains torch's errors."""
 
     def __init__(self, module: nn.Module, group: Any):
         self._module, self._group, self._forward = module, group, module.forward
@@ -507,7 +521,7 @@ class _Forward:
             raise
 
     def _is_sample(self) -> bool:
-        """Decide whether to verify that the backward pass finds what this run saves. Not under other hooks."""
+        """Decide whether to check that tensors saved in this run still have memory in the backward pass."""
         if self._group is None or not torch.is_grad_enabled() or has_saved_tensor_hooks():
             return False
         self._num_runs += 1
@@ -515,17 +529,17 @@ class _Forward:
 
 
 def _is_of_parameter(leaf: Any) -> bool:
-    """Check whether an output is a parameter or a view of one, whose memory is freed as the unit ends."""
+    """Check whether an output is a parameter or a view of a parameter, whose memory the unit frees."""
     return isinstance(leaf, nn.Parameter) or (isinstance(leaf, Tensor) and isinstance(viewed(leaf), nn.Parameter))
 
 
 def _keep(tensor: Tensor) -> Tensor:
-    """Save as torch would. Detached: an output that holds its own node is a cycle, which only ``gc`` frees."""
+    """Save a tensor unchanged. Detached: an output that refers to its own node is a cycle, which only ``gc`` frees."""
     return tensor.detach()
 
 
 def _require_memory(tensor: Tensor) -> Tensor:
-    """Refuse a parameter that has been freed: torch would read it unchecked, and crash or compute with anything."""
+    """Refuse a saved parameter that has been freed: torch would read freed memory without a check."""
     if tensor.numel() and not tensor.untyped_storage().size():
         raise VisslZeroError(FREED)
     return tensor
@@ -534,7 +548,7 @@ def _require_memory(tensor: Tensor) -> Tensor:
 def _apply_or_refuse(
     module: nn.Module, apply: Callable[..., nn.Module], fn: Callable[[Tensor], Tensor], recurse: bool = True
 ) -> nn.Module:
-    """Refuse ``module.to(...)`` and the like. Even where nothing changes, torch lays out uneven shards anew."""
+    """Refuse ``module.to(...)`` and the like, unless nothing changes: then skip it, as torch would re-pad shards."""
     held = (local_tensor(tensor).detach() for tensor in (*module.parameters(), *module.buffers()))
     if all(fn(tensor) is tensor for tensor in held):
         return module
@@ -582,7 +596,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _hidden_tensors(value: Any, visited: set[int]) -> Iterator[Tensor]:
-    """Yield tensors in attributes of objects that torch does not look into: all but containers and dataclasses."""
+    """Yield tensors in attributes of objects that torch does not search: it searches containers and dataclasses."""
     if value is None or isinstance(value, Tensor | nn.Module | str | bytes | int | float | Callable):
         return
     if id(value) in visited:

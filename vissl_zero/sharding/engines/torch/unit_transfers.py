@@ -64,12 +64,12 @@ def use_communicator(
 
     Args:
         units: units of one model; their places here are their numbers.
-        comm: among the ranks that share it.
+        comm: communicator of the ranks that share the model.
         announce: called before each message with the number of its unit.
-        keeps_buffers: keep buffers for the next unit; False where memory matters more than the time to clear it.
-        sent: parameters that travel in float8.
+        keeps_buffers: keep buffers for the next unit; False where memory matters more than the time to clear pages.
+        sent: parameters that are sent in float8.
     Returns:
-        A function that lists the buffers they have taken so far.
+        A function that lists the buffers allocated so far.
     """
     buffer = _Buffer(keeps_buffers)
     for number, unit in enumerate(units):
@@ -78,17 +78,18 @@ def use_communicator(
             _AllGather(comm, buffer, number, announce, packing),
             _ReduceScatter(comm, buffer, number, announce),
         )
-        # torch's own base classes have private names, and ask for no more than these two methods
+        # torch's base classes have private names; it calls no methods but ``allocate`` and ``__call__``.
         unit.set_custom_all_gather(gather)  # type: ignore[arg-type]
         unit.set_custom_reduce_scatter(reduce)  # type: ignore[arg-type]
-        unit.set_modules_to_backward_prefetch([unit])  # an empty list would mean: the default
+        # Prefetching itself is a no-op and turns the default off, which an empty list would leave on.
+        unit.set_modules_to_backward_prefetch([unit])
     return lambda: list(buffer.by_dtype.values())
 
 
 class _Buffer:
-    """One buffer per dtype that grows to the largest size asked for.
+    """One buffer per dtype that grows to the largest size requested.
 
-    It serves all units in turn, for gathering and for reducing: each has left it before the next one needs it.
+    All units use it in turn, to gather and to reduce: a unit is done with it before the next unit needs it.
     """
 
     def __init__(self, is_kept: bool):
@@ -96,7 +97,7 @@ class _Buffer:
         self.by_dtype: dict[torch.dtype, Tensor] = {}
 
     def get(self, size: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return the first elements of the buffer; whatever it held is lost."""
+        """Return the first elements of the buffer as a tensor of ``size``; its previous contents are lost."""
         if not self.is_kept:
             return torch.empty(*size, dtype=dtype)
         numel = math.prod(size)
@@ -107,38 +108,39 @@ class _Buffer:
 
 
 class Packing:
-    """The packing of a rank's message of a unit: weights of float8 layers in float8, the rest as it is.
+    """The layout of one rank's gather message of a unit: weights of float8 layers in float8, the rest unchanged.
 
-    A message is bytes: the rest, then values of weights, then their scales, then zeros up to a whole number of words.
+    A message has four sections of bytes: other parameters, float8 values, their scales, and zeros up to whole words.
 
     Args:
-        shapes: shapes of this rank's part of each parameter, in order, padded; equal on every rank.
-        is_float8: whether each parameter is sent as float8.
+        shapes: padded shapes of a rank's part of each parameter, in order; equal on every rank.
+        is_float8: whether each parameter is sent in float8.
     """
 
-    _WORD = 16  # bytes, which the size of an element of any format divides
+    _WORD = 16  # bytes; a multiple of every itemsize, so that the message of each rank is aligned for any dtype
 
     def __init__(self, shapes: Sequence[torch.Size], is_float8: Sequence[bool]):
         self._shapes, self._is_float8 = shapes, is_float8
         self._matrices = [shape for shape, is_sent in zip(shapes, is_float8, strict=True) if is_sent]
 
     def num_bytes(self, itemsize: int) -> int:
-        """Return the bytes of a rank's message, whose other parameters have elements of ``itemsize`` bytes."""
+        """Return the bytes of a rank's message; elements of parameters not in float8 have ``itemsize`` bytes."""
         return sum(self._sizes(itemsize))
 
     def pack(self, part: Tensor, message: Tensor) -> None:
-        """Write a message (num_bytes,) of the rank's ``part`` (m,) of all parameters."""
-        wide, float8 = self._sorted(part)
+        """Pack ``part`` (m,), a rank's elements of all parameters, into ``message`` (num_bytes,), uint8."""
+        wide, float8 = self._by_format(part)
         rows = [packed(weight) for weight in float8]
         *places, rest = message.split(self._sizes(part.element_size()))
+        # Scales are powers of two, which e8m0 holds exactly in one byte.
         pieces = [*wide, *(values for values, _ in rows), *(scales.to(torch.float8_e8m0fnu) for _, scales in rows)]
         for place, piece in zip(places, pieces, strict=True):
             place.copy_(piece.flatten().view(torch.uint8))
         rest.zero_()
 
     def unpack(self, messages: Tensor, parts: Tensor) -> None:
-        """Write the ``parts`` (n, m) of n ranks that their ``messages`` (n, num_bytes) hold."""
-        wide, float8 = self._sorted(parts)
+        """Unpack the ``messages`` (n, num_bytes) of n ranks into their ``parts`` (n, m)."""
+        wide, float8 = self._by_format(parts)
         pieces = iter(messages.split(self._sizes(parts.element_size()), dim=1))
         for out in wide:
             out.copy_(next(pieces).view(parts.dtype))
@@ -146,8 +148,8 @@ class Packing:
         for out, of_weight in zip(float8, values, strict=True):
             unpacked(Rows(of_weight, next(pieces).view(torch.float8_e8m0fnu)[..., None]), out)
 
-    def _sorted(self, parts: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """Split (..., m) into views of parameters: those sent as they are (..., k), and weights (..., rows, k)."""
+    def _by_format(self, parts: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """Split (..., m) into views: parameters sent unchanged (..., k), and float8 weights (..., rows, k)."""
         pieces = list(zip(parts.split([shape.numel() for shape in self._shapes], dim=-1), self._is_float8, strict=True))
         weights = [piece for piece, is_sent in pieces if is_sent]
         return (
@@ -165,7 +167,7 @@ class Packing:
 
 
 def packing_of(unit: FSDPModule, sent: Collection[nn.Parameter]) -> Packing | None:
-    """Plan how to pack the messages of a unit; None: it has none of the parameters ``sent``."""
+    """Plan the layout of a unit's messages; None if it has none of the parameters ``sent``."""
     group = group_of(unit_state(unit))
     params = [] if group is None else group.fsdp_params
     is_float8 = [param.sharded_param in sent for param in params]
@@ -175,11 +177,17 @@ def packing_of(unit: FSDPModule, sent: Collection[nn.Parameter]) -> Packing | No
 def gather_packed(
     packing: Packing, output: Tensor, messages: Tensor, rank: int, gather: Callable[[Tensor, Tensor], Any]
 ) -> None:
-    """Fill ``output`` (N * m,), which holds this rank's part, with the others'; ``messages`` (N, num_bytes) is room.
+    """Gather ``output`` (N * m,), which has this rank's part already, by packed messages. Collective.
 
-    This rank's own stays unrounded, as ``UnitGuard`` expects: its layers round what all others have got rounded.
+    This rank's part stays unrounded, because ``UnitGuard`` compares it with the shard. Its layers round it before use,
+    to the values that the other ranks receive.
 
-    Collective, through ``gather``, which is given where to write all messages, flat, and this rank's among them.
+    Args:
+        packing: layout of a message.
+        output: all ranks' parts.
+        messages: scratch memory (N, num_bytes), uint8.
+        rank: position of this rank.
+        gather: called with all messages, flat, to be filled, and this rank's message, a view of them.
     """
     parts = output.view(len(messages), -1)
     packing.pack(parts[rank], messages[rank])
@@ -189,19 +197,20 @@ def gather_packed(
 
 
 class PackedAllGather:
-    """The all-gather of a unit on GPUs, with its message packed; on the stream that it is called on."""
+    """All-gather of a unit's packed messages on GPUs. It runs on the current stream."""
 
     def __init__(self, packing: Packing):
         self._packing = packing
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Allocate memory for what is gathered."""
+        """Allocate the gathered output."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> None:
         gather = partial(all_gather_into, group=group)
+        # A unit of several dtypes, as bytes; see ``_AllGather``.
         if output_tensor.dtype == torch.uint8:
             gather(output_tensor, input_tensor)
             return
@@ -226,13 +235,13 @@ class _AllGather:
         return self._buffer.get(size, dtype)
 
     def unused(self, numel: int, dtype: torch.dtype) -> Tensor | None:
-        """Return memory of ``numel`` elements for what this rank is about to send, or None if there is none to spare.
+        """Return scratch memory for the elements that this rank sends in the next gather; None if there is none.
 
-        It is another rank's part of the buffer: overwritten when the message arrives, which is after it was sent.
+        It is another rank's part of the buffer, which that rank's message overwrites after this rank's was sent.
 
         Args:
-            numel: number of elements of all that this rank sends in the next gather.
-            dtype: its data type.
+            numel: elements that this rank sends.
+            dtype: their data type.
         """
         num_ranks = self._comm.num_ranks
         if not self._buffer.is_kept or num_ranks == 1:
@@ -243,7 +252,7 @@ class _AllGather:
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> None:
         self._announce_message(self._number, is_reduce=False)
-        # torch sends a unit of several number formats as bytes, in which we cannot tell its parameters apart.
+        # torch sends a unit of several dtypes as bytes, in which parameters cannot be told apart.
         if self._packing is None or output_tensor.dtype == torch.uint8:
             self._comm.all_gather(output_tensor, input_tensor)
             return
@@ -253,9 +262,9 @@ class _AllGather:
 
 
 class _ReduceScatter:
-    """``fully_shard`` asks for the input, then for the output, which lives on as the gradient.
+    """Reduce-scatter of a unit. ``fully_shard`` allocates the input, then the output, which becomes the gradient.
 
-    The two are told apart by size: the output is one of ``num_ranks`` parts of the input before it.
+    Size tells the two apart: the output has 1/N of the elements of the input allocated before it.
     """
 
     def __init__(self, comm: CpuCommunicator, buffer: _Buffer, number: int, announce: Announce):
@@ -279,7 +288,7 @@ class _ReduceScatter:
         self._comm.reduce_scatter(output_tensor, input_tensor, is_mean=op == dist.ReduceOp.AVG)
 
     def _require_own_memory(self, output: Tensor) -> None:
-        """Require that a gradient has memory of its own: the next unit writes into the buffer."""
+        """Require that the gradient is not in the shared buffer, which the next unit overwrites."""
         kept = self._buffer.by_dtype.get(output.dtype)
         if kept is not None and kept.untyped_storage().data_ptr() == output.untyped_storage().data_ptr():
             raise VisslZeroError(
@@ -293,7 +302,7 @@ class UnitOnDisk:
     """Keeps the shards of one unit in a store, except while they are being gathered.
 
     Args:
-        unit: just wrapped, with its shards in memory; those that the store knows are moved there.
+        unit: just wrapped, with its shards in memory; shards that ``store`` lists are moved there.
         position: position of the unit in the store.
         names: full names of the unit's parameters, by the parameter as the model holds it now.
         store: store of the shards.
@@ -307,14 +316,14 @@ class UnitOnDisk:
         indices = {store.layout.index_of.get(names[param.sharded_param]): param for param in params}
         self._params: dict[int, Any] = {index: param for index, param in indices.items() if index is not None}
         if self._group is not None and self._group.device.type == "cpu":
-            # A gather on the CPU overlaps with nothing, and would take the memory of a second unit. On every rank, also
-            # one that holds nothing of this unit: all must gather in one order.
-            cast(Any, unit).set_modules_to_backward_prefetch([unit])  # an empty list would mean: the default
+            # Without prefetching: a gather on the CPU overlaps with nothing, and would take a second unit's memory.
+            # Also on ranks without a shard of this unit: all must gather in one order.
+            cast(Any, unit).set_modules_to_backward_prefetch([unit])  # see use_communicator
         if not self._params:
             return
         store.write({index: shard_data(param) for index, param in self._params.items()})
         for param in self._params.values():
-            # The model keeps only the shape: a read outside of a gather must fail, not give old values.
+            # The model keeps only the shape: a read outside a gather must raise, not return stale values.
             set_local_tensor(param.sharded_param, local_tensor(param.sharded_param).to("meta"))
         self._drop()
         group = self._group
@@ -329,14 +338,15 @@ class UnitOnDisk:
         self._unshard(async_op)
 
     def wait(self) -> None:
-        """Drop the shards when they have been gathered."""
+        """Wait for the gather, then drop the shards."""
         self._wait()
         self._drop()
         if self._group.device.type == "cpu":
-            self._group.comm_ctx.all_gather_state = None  # kept for the sake of a stream
+            # torch keeps the gathered buffer until the next gather, to overlap streams. The CPU has none.
+            self._group.comm_ctx.all_gather_state = None
 
     def post_backward(self, *unused: Any) -> None:
-        """Move gradients to the disk when they have been reduced."""
+        """Reduce the gradients, then move them to the disk."""
         self._post_backward(*unused)
         if self._group.device.type == "cpu":
             forget_reduced(self._group)
@@ -344,7 +354,7 @@ class UnitOnDisk:
         for index, param in self._params.items():
             if (grad := param.sharded_param.grad) is not None:
                 if param.grad_offload_event is not None:
-                    # The copy to the host may be under way still.
+                    # CPUOffloadPolicy copies to the host asynchronously.
                     param.grad_offload_event.synchronize()
                     param.grad_offload_event = None
                 grads[index] = grad.to_local().reshape(-1)
@@ -359,17 +369,17 @@ class UnitOnDisk:
             numel = param.padded_sharded_param_size.numel()
             data = torch.empty(numel, dtype=param.orig_dtype) if room is None else room[first : first + numel]
             first += numel
-            # torch gathers parts of equal length; beyond this rank's rows lies padding.
+            # torch gathers parts of equal length: behind this rank's rows is padding.
             data[self._store.layout.params[index].num_elements :].zero_()
             set_shard_data(param, data)
             outs[index] = data
         self._store.fetch(self._position, outs)
 
     def _unused_memory(self) -> Tensor | None:
-        """Find room for all shards that saves the clearing of fresh pages, or None."""
+        """Return reusable memory for all shards of the unit, without fresh pages to clear; None if there is none."""
         gather, params = gather_of(self._group), self._group.fsdp_params
         dtype = params[0].orig_dtype
-        # Elsewhere the message has another format, or is not made of these shards alone.
+        # Else the message has another dtype than the shards, or is torch's own on a GPU.
         if not isinstance(gather, _AllGather) or any(
             (p.param_dtype or dtype, p.orig_dtype) != (dtype,) * 2 for p in params
         ):
@@ -399,6 +409,7 @@ def planned_shards(
     units = []
     for unit in wrap_plan.units:
         params = [param for name in unit.modules for param in module.get_submodule(name).parameters()]
+        # As ``_wrap``: inner units own tied parameters first; scalars and empty parameters are not sharded.
         params = [param for param in dict.fromkeys(params) if param not in taken and param.dim() and param.numel()]
         taken |= set(params)
         stored = [
@@ -410,7 +421,7 @@ def planned_shards(
 
 
 def _num_local(param: Tensor, num_shards: int, shard_index: int) -> int:
-    """Count the elements of this rank's rows, dealt as ``torch.chunk`` does."""
+    """Count the elements of this rank's rows, cut as by ``torch.chunk``."""
     rows_each = -(-param.shape[0] // num_shards)
     num_rows = min(max(param.shape[0] - shard_index * rows_each, 0), rows_each)
     return num_rows * param.shape[1:].numel()
