@@ -1,4 +1,4 @@
-"""Contrast with other positives than the image's own view: its nearest neighbor (NNCLR), its class (SupCon)."""
+"""Contrastive losses whose positives are other images: the nearest neighbor (NNCLR) or the same class (SupCon)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from vissl_zero.registry import LOSSES
 
 
 def _nearest_neighbors(rows: Tensor, queue: Tensor) -> Tensor:
-    """Find the row of the queue with the largest cosine similarity to each row; without gradient.
+    """Select the row of the queue with the largest cosine similarity to each row; without gradient.
 
     Args:
         rows: (n, D); not normalized.
@@ -67,7 +67,7 @@ def nnclr_loss(
 class NNCLR(EmbeddingMethod):
     """NNCLR: the nearest neighbor of a view in a queue is the other view's positive.
 
-    The queue holds the first view's projections of the last steps.
+    The queue has the first view's projections of the last steps.
 
     Args: the fields of ``NNCLRLossConfig``, with embedding_dim known.
     """
@@ -86,24 +86,25 @@ class NNCLR(EmbeddingMethod):
         return nnclr_loss(*pairs, self.queue.keys, self.temperature)
 
     def observe(self, outputs: list[Any], batch: Batch, teacher_outputs: list[Any] | None = None) -> Any:
-        """Return the first view's projections."""
+        """Return the first view's projections (n, D)."""
         return crops_of(outputs[0].projections, 2, batch)[0].detach()
 
     def update_state(self, observed: Sequence[Any]) -> None:
         """Queue the projections. Collective."""
+        # After the loss, so that no image is its own nearest neighbor.
         for projections in observed:
             self.queue.push(projections)
 
 
 def supcon_loss(views: Sequence[Tensor], labels: Tensor, temperature: float = 0.1) -> Tensor:
-    """Compute the cross-entropy of finding each positive among all other views of all ranks.
+    """Compute the cross-entropy of identifying each positive among all other views of all ranks.
 
-    It is averaged over an anchor's positives: L_out of https://arxiv.org/abs/2004.11362, equation 2. The authors' code
-    multiplies it by temperature / 0.07.
+    The loss is averaged over an anchor's positives: L_out of https://arxiv.org/abs/2004.11362, equation 2. The authors'
+    code multiplies it by temperature / 0.07.
 
     Args:
         views: (n, D) embeddings of each view of this rank's samples; not normalized.
-        labels: (n,) int64 classes; of a negative one, the other views of the image are the only positives.
+        labels: (n,) int64 classes; an image with a negative label has only its own other views as positives.
         temperature: divides the cosine similarities.
     Returns:
         0-d, the mean over this rank's V * n anchors; with one class per image it is ``nt_xent``.
@@ -113,16 +114,16 @@ def supcon_loss(views: Sequence[Tensor], labels: Tensor, temperature: float = 0.
     counts = count_samples(len(z), z.device)
     num_views = len(views)
     everyone = gather_samples(z, counts).flatten(0, 1)  # (N V, D), image by image
-    places = counts.first + torch.arange(counts.local, device=z.device)
+    positions = counts.first + torch.arange(counts.local, device=z.device)
     every_label = collectives.all_gather_rows(labels, counts.per_rank)
-    # An image without a class is one of its own: numbers below all others that are different for each image.
+    # An image without a class is a class of its own: a negative number that no other image has.
     numbers = torch.arange(counts.total, device=labels.device)
     every_label = torch.where(every_label < 0, -1 - numbers, every_label)
-    same = (every_label[places][:, None] == every_label[None]).repeat_interleave(num_views, 0)
+    same = (every_label[positions][:, None] == every_label[None]).repeat_interleave(num_views, 0)
     is_positive = same.repeat_interleave(num_views, 1)
-    itself = (places[:, None] * num_views + torch.arange(num_views, device=z.device)).flatten()[:, None]
+    itself = (positions[:, None] * num_views + torch.arange(num_views, device=z.device)).flatten()[:, None]
     logits = z.flatten(0, 1) @ everyone.T / temperature
-    # Not minus infinity: its product with a weight of 0 below would be undefined.
+    # Not minus infinity: its product with a weight of 0 below would be NaN.
     logits = logits.scatter(1, itself, torch.finfo(logits.dtype).min / 2)
     weights = is_positive.to(logits.dtype).scatter(1, itself, 0.0)
     log_probabilities = logits - logits.logsumexp(dim=1, keepdim=True)

@@ -1,4 +1,4 @@
-"""Contrast with other positives than the image's own view: its nearest neighbor (NNCLR), its class (SupCon): keys."""
+"""Contrastive losses whose positives are other images, NNCLR and SupCon: keys and rules."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class NNCLRSpec(MethodSpec):
         return {"embedding_dim": (head_width(cfg), "head")}
 
     def problems(self, cfg: RunConfig, decided: Decisions) -> list[Problem]:
-        """Check for two views, a projector and a predictor, a queue that takes a whole micro-batch."""
+        """Check for two views, a projector and a predictor, and a queue at least as long as a micro-batch."""
         path, batch = f"LOSS.{cfg.LOSS['name']}", decided.micro_batch
         fix = f"Write config.{path}.queue_size={batch} or more, or lower config.DATA.TRAIN.BATCHSIZE_PER_REPLICA."
         length = at_least(f"{path}.queue_size", loss_keys(cfg).queue_size, batch, fix)
@@ -71,7 +71,7 @@ class SupConSpec(MethodSpec):
     recipe = "digits/supcon"
 
     def problems(self, cfg: RunConfig, decided: Decisions) -> list[Problem]:
-        """Check for two views, one projection head, a class for each image."""
+        """Check for two views, one projection head, and a class for each image."""
         problems = [*one_head(cfg, "mlp"), *two_views(cfg)]
         if cfg.DATA.TRAIN.LABEL_TYPE != "standard":
             fix = "Write config.DATA.TRAIN.LABEL_TYPE=standard."

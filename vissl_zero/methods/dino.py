@@ -1,4 +1,4 @@
-"""Self-distillation of crops and of masked patches: DINO, iBOT and DINOv2: losses, heads, and what the loop calls."""
+"""Self-distillation of crops and of masked patches (DINO, iBOT, DINOv2): losses, heads and methods."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def dino_loss(student: Tensor, targets: Tensor, student_temperature: float = 0.1
     """
     num_teacher_views, num_views = len(targets), len(student)
     log_probabilities = F.log_softmax(at_least_float32(student) / student_temperature, dim=2)
-    # All pairs of views at once, since cross-entropy is linear in both; those of a view with itself are taken out
-    # below.
+    # Cross-entropy is linear in targets and log-probabilities: one product has all pairs of views. The pairs of a view
+    # with itself are subtracted below.
     total = -(targets.sum(dim=0) * log_probabilities.sum(dim=0)).sum()
     same_view = -(targets * log_probabilities[:num_teacher_views]).sum()
     num_pairs = num_teacher_views * (num_views - 1)
@@ -54,9 +54,9 @@ def sinkhorn_targets(teacher: Tensor, temperature: float, num_iters: int = 3, co
     """Compute targets that use all prototypes equally over the rows of all ranks (arXiv 2304.07193). Collective.
 
     Args:
-        teacher: (..., K) scores; any number of rows, also none.
+        teacher: (..., K) scores; any number of rows, zero included.
         temperature: divides the scores.
-        counts: (...) bool, rows that are used equally; None: all.
+        counts: (...) bool, rows over which the use of prototypes is balanced; None: all.
     Returns:
         Shape of ``teacher``, rows sum to 1.
     Cost: see ``sinkhorn``.
@@ -67,11 +67,11 @@ def sinkhorn_targets(teacher: Tensor, temperature: float, num_iters: int = 3, co
 
 
 class Center(nn.Module):
-    """Running mean of the teacher's scores over the rows of all ranks, which keeps one prototype from winning them all.
+    """Running mean of the teacher's scores over the rows of all ranks; centering keeps one prototype from dominating.
 
     Args:
         num_prototypes: K.
-        momentum: weight of the past.
+        momentum: weight of the past (arXiv 2104.14294, equation 4).
 
     Attributes:
         mean: buffer (K,), identical on every rank.
@@ -91,11 +91,13 @@ class Center(nn.Module):
 
     @torch.no_grad()
     def sums(self, teacher: Tensor, counts: Tensor | None = None) -> Tensor:
-        """Sum this rank's scores (..., K) for ``update``: their sum (K,), and their number. No communication.
+        """Sum this rank's scores for ``update``. No communication.
 
         Args:
-            teacher: scores.
-            counts: (...) bool, rows that count; None: all.
+            teacher: (..., K) scores.
+            counts: (...) bool, rows to sum; None: all.
+        Returns:
+            (K + 1,): the sum of the rows, then their number.
         """
         rows = teacher.flatten(0, -2).to(self.mean.dtype)
         weights = rows.new_ones(len(rows)) if counts is None else counts.flatten().to(rows.dtype)
@@ -103,26 +105,26 @@ class Center(nn.Module):
 
     @torch.no_grad()
     def update(self, sums: Tensor) -> None:
-        """Move the mean towards that of the scores of a step, over the rows of all ranks. Collective.
+        """Move the mean towards the mean score of a step over the rows of all ranks. Collective.
 
         Args:
-            sums: (K + 1,), ``sums`` of each micro-batch of this rank, added up.
-
-        Rows that are not finite leave the mean as it is: the step is one that the loss scaler skips.
+            sums: (K + 1,), results of ``sums``, summed over the micro-batches of this rank.
 
         Cost: one all-reduce of K + 1 numbers.
         """
+        # Sums, not means: ranks and micro-batches may have different numbers of rows.
         sums = collectives.all_reduce_sum(sums)
         newest = self.mean.lerp(sums[:-1] / sums[-1].clamp(min=1), 1 - self.momentum)
+        # Scores of a step that the loss scaler skips may be infinite, and would stay in the mean forever.
         self.mean.copy_(torch.where((sums[-1] > 0) & newest.isfinite().all(), newest, self.mean))
 
 
-_INIT_STD = 0.02
+_INIT_STD = 0.02  # as DINOHead in facebookresearch/dino vision_transformer.py
 
 
 @HEADS.register("dino_head", config=DINOHeadConfig)
 class DINOHead(nn.Module):
-    """An MLP with GELU, embeddings of unit length, weight-normalized prototypes.
+    """DINO's head: an MLP with GELU, embeddings of unit length, weight-normalized prototypes.
 
     Args: the fields of ``DINOHeadConfig``.
     """
@@ -154,7 +156,7 @@ class DINOHead(nn.Module):
         return SwAVOutput(embeddings, [self.prototypes0(embeddings)], None)
 
     def embed(self, rows: Tensor) -> Tensor:
-        """Embed (..., in_dim) at unit length, float32 or finer; with batch norm rows (n, in_dim) alone."""
+        """Embed rows (..., in_dim) at unit length, in float32 at least; with batch norm, rows must be (n, in_dim)."""
         x = self.mlp(rows)
         return F.normalize(x.to(torch.promote_types(x.dtype, torch.float32)), dim=-1)
 
@@ -170,13 +172,13 @@ class DINOHead(nn.Module):
 
 @dataclass
 class TeacherTemperature:
-    """The temperature of a teacher's scores, which warms up in a straight line.
+    """The temperature of a teacher's scores, with a linear warm-up.
 
     Attributes:
-        low, high: at the start, and after the warm-up.
-        num_steps: optimizer steps of the warm-up; 0: it is high at once.
-        interval: step (VISSL's DINO, facebookresearch/dinov2) or epoch (facebookresearch/dino, bytedance/ibot): how
-            often it changes. The last of the warm-up has the maximum already: all of them use ``linspace``.
+        low, high: temperature at the start, and after the warm-up.
+        num_steps: optimizer steps of the warm-up; 0: no warm-up.
+        interval: how often the temperature changes: every step (VISSL's DINO, facebookresearch/dinov2) or every epoch
+            (facebookresearch/dino, bytedance/ibot).
     """
 
     low: float
@@ -189,6 +191,7 @@ class TeacherTemperature:
         is_by_epoch = self.interval == "epoch"
         done = step // steps_per_epoch if is_by_epoch else step
         warmup = round(self.num_steps / steps_per_epoch) if is_by_epoch else self.num_steps
+        # warmup - 1: the last step or epoch of the warm-up has the maximum, as linspace in all four repositories.
         share = done / max(warmup - 1, 1) if done < warmup else 1.0
         return self.low + (self.high - self.low) * share
 
@@ -245,15 +248,14 @@ class DINO(EmbeddingMethod):
 
 
 def koleo(embeddings: Tensor, eps: float = 1e-8) -> Tensor:
-    """Average minus the log of the distance to the nearest other sample of all ranks, over this rank's samples.
+    """Compute the mean of minus the log distance to the nearest other sample of all ranks, over this rank's samples.
 
-    KoLeo (Sablayrolles et al., arXiv 1806.03198) spreads embeddings by the distance to the nearest other one. As in
-    DINOv2 (arXiv 2304.07193, section 4), except that the nearest neighbor is that among the samples of all ranks:
-    DINOv2's own code looks at one rank only, so its result depends on the number of GPUs.
+    KoLeo (Sablayrolles et al., arXiv 1806.03198) spreads embeddings. DINOv2's own code (arXiv 2304.07193, section 4)
+    searches the nearest neighbor on one rank only, so its result depends on the number of GPUs.
 
     Args:
         embeddings: (n, D) of one view; not normalized.
-        eps: added to differences and distances.
+        eps: added to differences and distances, as in DINOv2's koleo_loss.py.
     Returns:
         0-d; zero for a batch of one sample, which has no neighbor.
     Cost: an all-gather of the embeddings, n * N * D multiplications; an all-reduce of them in the backward pass.
@@ -262,8 +264,9 @@ def koleo(embeddings: Tensor, eps: float = 1e-8) -> Tensor:
     rows = F.normalize(at_least_float32(embeddings), dim=1, eps=eps)
     everyone = gather_samples(rows, counts)
     if counts.total < 2:
-        return everyone.sum() * 0.0
+        return everyone.sum() * 0.0  # zero with a graph, so that the loss has a backward pass
     row_ids = counts.first + torch.arange(counts.local, device=rows.device)
+    # The choice of the neighbor has no gradient; the distance to it has one, on both sides.
     with torch.no_grad():
         similarity = rows @ everyone.T
         nearest = similarity.scatter(1, row_ids[:, None], -torch.inf).argmax(dim=1)
@@ -272,19 +275,18 @@ def koleo(embeddings: Tensor, eps: float = 1e-8) -> Tensor:
 
 
 def masked_patch_loss(student: Tensor, targets: Tensor, is_masked: Tensor, student_temperature: float = 0.1) -> Tensor:
-    """Compute the cross-entropy of masked patches against the teacher's, which saw them: mean by image, then over all.
-
-    As many patches of every image are given, so that shapes do not depend on masks; those not masked do not count.
+    """Compute the cross-entropy of masked patches against the unmasked teacher's, averaged by image, then over images.
 
     Args:
-        student: (I, m, K) scores of some patches of each of this rank's I images (views included).
+        student: (I, m, K) scores of m patches of each of this rank's I images (views included).
         targets: (I, m, K) probabilities of the same patches from the teacher, without gradient.
-        is_masked: (I, m) bool, which of them count.
+        is_masked: (I, m) bool, the masked patches, which alone count: m is constant, so that no shape depends on masks.
         student_temperature: divides the student's scores.
     Returns:
-        0-d, the mean over this rank's I images; one without masked patches counts as zero. No communication.
+        0-d, the mean over this rank's I images; an image without masked patches has a loss of zero. No communication.
     """
     log_probabilities = F.log_softmax(at_least_float32(student) / student_temperature, dim=2)
+    # Images, not patches, have equal weights, as in ibot's main_ibot.py and dinov2's ibot_patch_loss.py.
     weights = is_masked / is_masked.sum(dim=1, keepdim=True).clamp(min=1).to(log_probabilities.dtype)
     return -((targets * log_probabilities).sum(dim=2) * weights).sum() / max(len(student), 1)
 
@@ -294,10 +296,10 @@ class IBOTOutput(NamedTuple):
 
     Attributes:
         embeddings: (n, D) of all crops, of unit length.
-        features: (n, F) of all crops, as they came from the trunk.
+        features: (n, F) of all crops, from the trunk.
         scores: (n, K) of all crops.
-        patch_scores: (b, m, K') of the patches asked for in the crops of the first size.
-        is_masked: (b, m) bool, which of these were masked; None if nothing was.
+        patch_scores: (b, m, K') of the selected patches of the crops of the first size.
+        is_masked: (b, m) bool, whether each selected patch is masked; None without masks.
     """
 
     embeddings: Tensor
@@ -309,13 +311,13 @@ class IBOTOutput(NamedTuple):
 
 @HEADS.register("ibot_head", config=IBOTHeadConfig)
 class IBOTHead(nn.Module):
-    """Projection MLP and weight-normalized prototypes, for class tokens and patches, shared or separate.
+    """A projection MLP with weight-normalized prototypes, shared by class tokens and patches or one for each.
 
     Args: the fields of ``IBOTHeadConfig``.
 
     Attributes:
         class_head: class head of all crops.
-        patch_head: patch head of patches; None where they share ``class_head``.
+        patch_head: head of patches; None if they share ``class_head``.
     """
 
     def __init__(
@@ -340,7 +342,7 @@ class IBOTHead(nn.Module):
         self.patch_head: SwAVHead | None = heads[1] if len(heads) > 1 else None
 
     def forward(self, features: Tensor, tokens: list[Tokens]) -> IBOTOutput:
-        """Score all crops, and patches of those of the first size."""
+        """Score all crops, and the selected patches of crops of the first size."""
         crops, patches = self.class_head(features), tokens[0].wanted()
         scores = (self.patch_head or self.class_head)(patches.flatten(0, 1)).scores[0]
         of_patches = scores.unflatten(0, patches.shape[:2])
@@ -349,12 +351,12 @@ class IBOTHead(nn.Module):
 
 @HEADS.register("ibot_dino_head", config=IBOTDINOHeadConfig)
 class IBOTDINOHead(DINOHead):
-    """DINO's head, whose MLP embeds patches too; their prototypes are those of crops or others.
+    """DINO's head, whose MLP also embeds patches; prototypes are shared by crops and patches or separate.
 
     Args: the fields of ``IBOTDINOHeadConfig``.
 
     Attributes:
-        prototypes1: prototypes1 of patches; None where they share ``prototypes0``.
+        prototypes1: prototypes of patches; None if they share ``prototypes0``.
     """
 
     def __init__(
@@ -373,27 +375,25 @@ class IBOTDINOHead(DINOHead):
         self.prototypes1 = None if shared_head else of_patches
 
     def forward(self, features: Tensor, tokens: list[Tokens]) -> IBOTOutput:  # type: ignore[override]
-        """Score all crops, and patches of those of the first size."""
+        """Score all crops, and the selected patches of crops of the first size."""
         crops, patches = self.embed(features), self.embed(tokens[0].wanted())
         of_patches = (self.prototypes1 or self.prototypes0)(patches)
         return IBOTOutput(crops, features, self.prototypes0(crops), of_patches, _are_masked(tokens[0].view))
 
 
 def _are_masked(view: PatchView) -> Tensor | None:
-    """Tell which of the patches asked for are masked, (b, m) bool; None if nothing is."""
+    """Return whether each selected patch is masked, (b, m) bool; None without masks."""
     if view.masked is None:
         return None
     return view.masked if view.wanted is None else view.masked.gather(1, view.wanted)
 
 
 class PatchDistillation(EmbeddingMethod):
-    """Base of methods whose student fills in masked patches of the large crops as a teacher sees them.
-
-    Heads score the largest number of patches that a crop may have masked, so shapes are the same in every step.
+    """Base of methods whose student predicts the teacher's scores of masked patches of the large crops.
 
     Args:
-        num_global_crops: number of global crops of the first size.
-        mask_ratio: least and largest share of the patches that are masked.
+        num_global_crops: number of global crops, those of the first size.
+        mask_ratio: smallest and largest share of patches to mask.
         mask_probability: probability that a crop is masked.
     """
 
@@ -406,17 +406,17 @@ class PatchDistillation(EmbeddingMethod):
         self.mask_probability = mask_probability
 
     def run_student(self, model: nn.Module, batch: Batch) -> list[Any]:
-        """Run the student on all crops, those of the first size masked."""
+        """Run the student on all crops, with patches of crops of the first size masked."""
         outputs: list[Any] = model(batch.images, choose_patches=partial(self._choose_patches, masks=True))
         return outputs
 
     def run_teacher(self, model: nn.Module, batch: Batch) -> list[Any]:
-        """Run the teacher on the crops of the first size, whole."""
+        """Run the teacher on the unmasked crops of the first size."""
         outputs: list[Any] = model(batch.images[:1], choose_patches=partial(self._choose_patches, masks=False))
         return outputs
 
     def by_view(self, rows: Tensor, batch: Batch, num_views: int | None = None) -> Tensor:
-        """Reshape rows (views * n, ...) to (views, n, ...); by default of the crops that the teacher sees."""
+        """Reshape rows (views * n, ...) to (views, n, ...); ``num_views`` None: the number of the teacher's crops."""
         return rows.unflatten(0, (num_views or self.num_global_crops, batch.num_local))
 
     def _choose_patches(self, images: Sequence[Tensor], patch_size: tuple[int, int], masks: bool) -> list[PatchView]:
@@ -424,7 +424,9 @@ class PatchDistillation(EmbeddingMethod):
         num_patches = grid[0] * grid[1]
         probability = self.mask_probability if self._is_masking() else 0.0
         counts = masked_counts(images[0], num_patches, self.mask_ratio, probability, self.epoch, "counts")
+        # Always the largest number that may be masked: shapes, and so memory, are the same in every step.
         most = max(1, int(self.mask_ratio[1] * num_patches))
+        # Draws are keyed by (seed, step, sample, name), so student and teacher select the same patches.
         wanted = block_order(images[0], grid, counts, self.epoch, "mask")[:, :most]
         if not masks:
             return [PatchView(wanted=wanted)]
@@ -442,8 +444,8 @@ class PatchDistillation(EmbeddingMethod):
 class IBOT(PatchDistillation):
     """iBOT: DINO, and self-distillation of masked patches.
 
-    The center of patches is the mean over masked ones; the paper's code takes all, which the teacher's head then scores
-    for nothing else.
+    The center of patches is the mean over masked patches. The authors' code takes the mean over all patches, and so its
+    teacher's head must score all of them.
 
     Args: the fields of ``IBOTLossConfig``, with out_dim, patch_out_dim and num_global_crops known.
     """
@@ -484,8 +486,9 @@ class IBOT(PatchDistillation):
         self.mim_start_epoch = mim_start_epoch
 
     def set_length(self, num_steps: int, steps_per_epoch: int) -> None:
-        """Remember the length, for schedules."""
+        """Set the length of schedules."""
         super().set_length(num_steps, steps_per_epoch)
+        # The warm-up is configured in epochs, as in main_ibot.py.
         for temperature in (self.crop_temperature, self.patch_temperature):
             temperature.num_steps = self.num_warmup_epochs * steps_per_epoch
 
@@ -502,7 +505,7 @@ class IBOT(PatchDistillation):
         return self.weights[0] * crops + self.weights[1] * patches
 
     def observe(self, outputs: list[Any], batch: Batch, teacher_outputs: list[Any] | None = None) -> Any:
-        """Sum the teacher's scores of crops, and of masked patches."""
+        """Return the sums of the teacher's scores of crops, and of masked patches."""
         assert teacher_outputs is not None
         is_masked = outputs[0].is_masked
         return self.center.sums(teacher_outputs[0].scores), self.patch_center.sums(
@@ -528,23 +531,24 @@ def dinov2_loss(
     student_temperature: float = 0.1,
     weights: tuple[float, float, float] = (1.0, 1.0, 0.1),
 ) -> Tensor:
-    """Add the three weighted terms. Targets are centered by Sinkhorn over the rows of all ranks. Collective.
+    """Sum the three weighted terms, with targets centered by Sinkhorn over the rows of all ranks. Collective.
 
     Args:
         class_scores: the student's (V, n, K) and the teacher's (T, n, K).
-        patch_scores: the student's and the teacher's (T * n, m, K) of some patches of the student's first T views,
-            view-major.
-        is_masked: (T * n, m) bool, which of them were masked; the others do not count.
-        class_tokens: (T, n, D) the student's class tokens of these views before the head, for KoLeo.
+        patch_scores: the student's and the teacher's (T * n, m, K) of the selected patches of the student's first T
+            views, view-major.
+        is_masked: (T * n, m) bool, the masked ones among the selected patches; the loss ignores the others.
+        class_tokens: (T, n, D) the student's class tokens of the first T views before the head, for KoLeo.
         teacher_temperature: divides the teacher's scores.
-        student_temperature: divides the student's.
-        weights: weights of DINO, iBOT and KoLeo; KoLeo is added up over views, as in the paper's code.
+        student_temperature: divides the student's scores.
+        weights: weights of DINO, iBOT and KoLeo.
     Returns:
         0-d, the mean over this rank's samples.
     """
     dino = dino_loss(class_scores[0], sinkhorn_targets(class_scores[1], teacher_temperature), student_temperature)
     patch_targets = sinkhorn_targets(patch_scores[1], teacher_temperature, counts=is_masked)
     ibot = masked_patch_loss(patch_scores[0], patch_targets, is_masked, student_temperature)
+    # A sum over views, each with neighbors of its own view only, as in dinov2/train/ssl_meta_arch.py.
     spread = torch.stack([koleo(view) for view in class_tokens]).sum()
     return weights[0] * dino + weights[1] * ibot + weights[2] * spread
 
@@ -553,7 +557,8 @@ def dinov2_loss(
 class DINOv2(PatchDistillation):
     """DINOv2: DINO, iBOT and KoLeo, with Sinkhorn's centering.
 
-    Which crops are masked, and how much, is drawn for each by itself; the paper's code masks exactly half of a batch.
+    Each crop draws independently whether, and how much of it, is masked. The authors' code masks exactly half of the
+    crops of a batch.
 
     Args: the fields of ``DINOv2LossConfig``, with num_global_crops known.
     """

@@ -86,7 +86,7 @@ class DINOSpec(MethodSpec):
         return {"output_dim": (counts[0] if counts else None, "head")}
 
     def problems(self, cfg: RunConfig, decided: Decisions) -> list[Problem]:
-        """Check for two crops or more, one head with one layer of prototypes."""
+        """Check for two or more crops, one head with one layer of prototypes, and numbers in range."""
         keys, path = loss_keys(cfg), f"LOSS.{cfg.LOSS['name']}"
         return [
             *one_head(cfg, "swav_head", "dino_head"),
@@ -113,7 +113,8 @@ class DINOSpec(MethodSpec):
 
 
 def _teacher_crops(crops: list[int], key: str, counts: list[int] | None) -> list[Problem]:
-    """Check that the teacher's crops are the first ones, so that teacher and student number them in the same way."""
+    """Check that the teacher's crops are the first crops, in order."""
+    # dino_loss pairs the teacher's view i with the student's view i.
     total = sum(counts or [])
     if crops and crops == list(range(len(crops))) and len(crops) <= max(total, 1):
         return []
@@ -241,7 +242,7 @@ IBOT_HEADS = ("ibot_head", "ibot_dino_head")
 
 
 def _prototypes_of(cfg: RunConfig) -> list[int] | None:
-    """Return the prototypes of the first head: one number, or one for crops and one for patches."""
+    """Return the first head's numbers of prototypes: one for crops and patches together, or one for each."""
     name, keys = next(heads_of(cfg), ("", {}))
     if name != "ibot_dino_head":
         return keys.get("num_clusters")
@@ -251,14 +252,14 @@ def _prototypes_of(cfg: RunConfig) -> list[int] | None:
 
 
 def patch_distillation(cfg: RunConfig, path: str, ratio: Sequence[float], probability: float) -> list[Problem]:
-    """Check what iBOT, DINOv2 and iBOT's distillation ask for."""
+    """Check the recipe of iBOT, DINOv2 and iBOT's distillation; see ``distills_patches``."""
     return distills_patches(cfg, path, ratio, probability, IBOT_HEADS)
 
 
 def distills_patches(
     cfg: RunConfig, path: str, ratio: Sequence[float], probability: float, heads: Sequence[str]
 ) -> list[Problem]:
-    """Check what the distillation of patches asks for, with one of these heads."""
+    """Check for one of ``heads``, a vision transformer with a mask token, two or more crops, and shares in range."""
     problems = [
         *one_head(cfg, *heads),
         *patch_trunk(cfg, mask_token=True),
@@ -323,7 +324,7 @@ class DINOv2Spec(IBOTSpec):
         return {"num_global_crops": (crops[0] if crops else None, "transforms")}
 
     def problems(self, cfg: RunConfig, decided: Decisions) -> list[Problem]:
-        """Check the recipe as iBOT's."""
+        """Check the recipe by iBOT's rules."""
         keys, path = loss_keys(cfg), f"LOSS.{cfg.LOSS['name']}"
         problems = patch_distillation(cfg, path, keys.mask_ratio, keys.mask_probability)
         return [*problems, *share(f"{path}.momentum", keys.momentum)]

@@ -1,4 +1,4 @@
-"""DINOv3: DINOv2, and patches whose similarities stay those of an earlier teacher (Gram anchoring)."""
+"""DINOv3: DINOv2 with Gram anchoring: similarities of patches stay close to those of an earlier teacher."""
 
 from __future__ import annotations
 
@@ -23,18 +23,19 @@ def gram_loss(student: Tensor, anchor: Tensor) -> Tensor:
     """Compute the squared distance between cosine similarities of an image's patches, student against anchor.
 
     https://arxiv.org/abs/2508.10104, section 4.2; facebookresearch/dinov3 loss/gram_loss.py with ``img_level`` and
-    without ``remove_neg``, as its vit7b16_gram_anchor.yaml has it.
+    without ``remove_neg``, the settings of its vit7b16_gram_anchor.yaml.
 
     Args:
         student: (I, P, D) patches of each of this rank's I images (views included) after the last norm.
-        anchor: (I, P, D) of the anchor; no gradient goes into them.
+        anchor: (I, P, D) patches of the anchor; no gradient goes into them.
     Returns:
         0-d, the mean over this rank's images and pairs of patches. No communication.
     Cost: 4 * I * P * P * D multiplications and 2 * I * P * P numbers.
     """
     patches = F.normalize(at_least_float32(student), dim=2)
-    theirs = F.normalize(at_least_float32(anchor.detach()), dim=2)
-    squares = (patches @ patches.transpose(1, 2) - theirs @ theirs.transpose(1, 2)).square()
+    targets = F.normalize(at_least_float32(anchor.detach()), dim=2)
+    # One matrix per image (img_level), not one over the patches of all images: samples stay independent.
+    squares = (patches @ patches.transpose(1, 2) - targets @ targets.transpose(1, 2)).square()
     return squares.sum() / max(squares.numel(), 1)
 
 
@@ -42,7 +43,7 @@ class GramOutput(NamedTuple):
     """Outputs of the head: ``IBOTOutput``, and the patches.
 
     Attributes:
-        embeddings, features, scores, patch_scores, is_masked: as of ``IBOTOutput``.
+        embeddings, features, scores, patch_scores, is_masked: see ``IBOTOutput``.
         patches: (b, P, D) all patches of the crops of the first size, after the trunk's last norm.
     """
 
@@ -56,22 +57,22 @@ class GramOutput(NamedTuple):
 
 @HEADS.register("dinov3_head", config=DINOv3HeadConfig)
 class DINOv3Head(IBOTHead):
-    """``ibot_head``, which gives the patches themselves too.
+    """``ibot_head`` that also returns the patches.
 
     Args: the fields of ``DINOv3HeadConfig``.
     """
 
     def forward(self, features: Tensor, tokens: list[Tokens]) -> GramOutput:  # type: ignore[override]
-        """Score all crops, and patches of those of the first size."""
+        """Score all crops, and the selected patches of crops of the first size; return all of their patches too."""
         return GramOutput(*super().forward(features, tokens), tokens[0].rows[:, tokens[0].num_prefix :])
 
 
 @LOSSES.register("dinov3_loss", config=DINOv3LossConfig)
 class DINOv3(DINOv2):
-    """DINOv3: DINOv2, and patches whose similarities stay those of an earlier teacher (Gram anchoring).
+    """DINOv3: DINOv2 with Gram anchoring: similarities of patches stay close to those of an earlier teacher.
 
-    The anchor is a trunk beside the teacher's own, sharded and saved with it. It sees the crops that the teacher sees;
-    the paper's sees them at twice the size, and without distortions.
+    The anchor is a second trunk of the teacher, sharded and saved with it. It sees the same crops as the teacher. The
+    paper's anchor sees them at twice the size and without distortions.
 
     Args: the fields of ``DINOv3LossConfig``, with num_global_crops known.
     """
@@ -91,12 +92,12 @@ class DINOv3(DINOv2):
         self.gram_updates = gram_updates
 
     def make_teacher(self, model: Model) -> Model:
-        """Give the copy an anchor."""
+        """Add an anchor to the copy, and return it as the teacher."""
         model.anchor = copy.deepcopy(model.trunk)
         return model.as_teacher()
 
     def run_teacher(self, model: nn.Module, batch: Batch) -> list[Any]:
-        """Show the crops of the first size whole; once anchoring has started, the anchor's patches of them follow."""
+        """Run the teacher on unmasked crops of the first size, and the anchor too once anchoring has started."""
         choose = partial(self._choose_patches, masks=False)
         outputs: list[Any] = model(batch.images[:1], choose_patches=choose, anchored=self._is_anchored())
         return outputs
@@ -110,11 +111,12 @@ class DINOv3(DINOv2):
 
     def moves_anchor(self, step: int) -> bool:
         """Check whether the anchor moves after this step; see ``Method``."""
+        # The copy after step s is first used in step s + 1.
         since = step + 1 - self._first_step()
         return 0 <= since < self.gram_updates * self.gram_interval and since % self.gram_interval == 0
 
     def heaviest_step(self) -> int:
-        """Choose one with the anchor."""
+        """Return the first step with the anchor."""
         return self._first_step()
 
     def _first_step(self) -> int:

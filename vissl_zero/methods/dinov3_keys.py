@@ -1,4 +1,4 @@
-"""DINOv3: DINOv2, and patches whose similarities stay those of an earlier teacher (Gram anchoring): keys and rules."""
+"""DINOv3, DINOv2 with Gram anchoring: keys and rules."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class DINOv3Spec(DINOv2Spec):
     recipe = "digits/dinov3"
 
     def problems(self, cfg: RunConfig, decided: Decisions) -> list[Problem]:
-        """Check the recipe as DINOv2's, with its own head."""
+        """Check the recipe by DINOv2's rules, with ``dinov3_head``."""
         keys, path = loss_keys(cfg), f"LOSS.{cfg.LOSS['name']}"
         problems = distills_patches(cfg, path, keys.mask_ratio, keys.mask_probability, ("dinov3_head",))
         return [*problems, *share(f"{path}.momentum", keys.momentum)]

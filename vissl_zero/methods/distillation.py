@@ -1,4 +1,4 @@
-"""Distillation: its loss, and the method as the loop runs it."""
+"""Distillation from a trained, frozen teacher: logits, prototype scores, assignments; losses and methods."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def distillation_loss(
 
     Args:
         student, teacher: (n, C) logits; no gradient goes into the teacher's.
-        temperature: divides both.
-        loss_type: kl_divergence; cross_entropy, which adds the teacher's entropy; mse, of the logits themselves.
+        temperature: divides the logits of both.
+        loss_type: kl_divergence; cross_entropy, which adds the teacher's entropy; mse of the logits without softmax.
     Returns:
         0-d, the mean over this rank's samples. No communication.
     """
@@ -52,6 +52,7 @@ def distillation_loss(
         divergence = -(log_targets.exp() * log_probabilities).sum()
     else:
         divergence = F.kl_div(log_probabilities, log_targets, reduction="sum", log_target=True)
+    # Gradients of softened probabilities scale with 1 / T^2 (arXiv 1503.02531, section 2).
     return divergence * temperature**2 / max(len(student), 1)
 
 
@@ -61,7 +62,7 @@ _NO_LABEL = -1
 
 @LOSSES.register("distillation_loss", config=DistillationLossConfig)
 class KnowledgeDistillation(EmbeddingMethod):
-    """Distillation: the probabilities of a trained, frozen classifier.
+    """Distillation: the student learns the probabilities of a trained, frozen classifier.
 
     Args: the fields of ``DistillationLossConfig``.
     """
@@ -81,15 +82,15 @@ class KnowledgeDistillation(EmbeddingMethod):
         self.loss_type = loss_type
         self.temperature = temperature
         self.soft_target_alpha = soft_target_alpha
-        self.couples_samples = soft_target_alpha < 1  # the number of labels divides
+        self.couples_samples = soft_target_alpha < 1  # the hard loss divides by the number of labels in the batch
 
     def make_teacher(self, model: Model) -> Model:
-        """Return the trained model of another run, or this run's own where none is named.
+        """Return the frozen model of the run ``teacher``, or without one the model under DISTILLATION.
 
         Args:
-            model: without a run folder, the model under DISTILLATION with its weights.
+            model: the model under DISTILLATION with its weights, if ``teacher`` is empty; else unused.
         Raises:
-            ConfigError: its folder cannot be read, or its files are not of one run.
+            ConfigError: the run folder cannot be read, or its files belong to different runs.
         """
         if not self.teacher:
             return model.requires_grad_(False)
@@ -98,7 +99,7 @@ class KnowledgeDistillation(EmbeddingMethod):
             saved = with_references(read_saved(folder / RESOLVED_FILE)["config"])
             teacher = build_model(block_of(ModelConfig, saved["MODEL"]))
             dtypes = {name: tensor.dtype for name, tensor in teacher.state_dict().items()}
-            # By way of numpy, and assigned: a dry run makes tensors without memory, and these have values.
+            # Through numpy and assign=True: in a dry run new torch tensors have no memory, but the weights do.
             arrays = load_file(folder / WEIGHTS_FILE).items()
             weights = {name: torch.from_numpy(array).to(dtypes[name]) for name, array in arrays}
             teacher.load_state_dict(weights, assign=True)
@@ -111,7 +112,7 @@ class KnowledgeDistillation(EmbeddingMethod):
         """Compute the mean loss over this rank's crops; see ``distillation_loss``. Collective where labels count.
 
         Raises:
-            ConfigError: student and teacher have other numbers of outputs.
+            ConfigError: student and teacher have different numbers of outputs.
         """
         student, teacher = at_least_float32(outputs[0]), teacher_outputs[0]
         if student.shape != teacher.shape:
@@ -131,19 +132,20 @@ class KnowledgeDistillation(EmbeddingMethod):
 def dino_distillation_loss(
     student: Tensor, targets: Tensor, student_temperature: float = 0.1, swapped_assignment: bool = False
 ) -> Tensor:
-    """Compute the cross-entropy of crops, student against teacher, as VISSL's ``dino_distillation_loss`` pairs them.
+    """Compute the cross-entropy of the student's crops against the teacher's, paired as in VISSL's loss of this name.
 
     Args:
         student: (V, n, K) scores; the teacher's crops come first, in the same order.
         targets: (T, n, K) probabilities, without gradient; T at most V.
         student_temperature: divides the student's scores.
-        swapped_assignment: pairs are all of different crops; else a crop of the teacher's with itself, and with each
+        swapped_assignment: pair each of the teacher's crops with all other crops; else with itself and with the crops
             that the teacher does not see.
     Returns:
         0-d, the mean over pairs and this rank's samples. No communication.
     """
     log_probabilities = F.log_softmax(at_least_float32(student) / student_temperature, dim=2)
     count, views = len(targets), len(student)
+    # Sums over crops before products: cross-entropy is linear in both (see dino_loss).
     same = (targets * log_probabilities[:count]).sum()
     if swapped_assignment:
         total = (targets.sum(dim=0) * log_probabilities.sum(dim=0)).sum() - same
@@ -156,7 +158,7 @@ def dino_distillation_loss(
 
 @LOSSES.register("dino_distillation_loss", config=DINODistillationLossConfig)
 class DINODistillation(EmbeddingMethod):
-    """Distillation of scores of prototypes: the teacher is trained, frozen, and sees the first crops.
+    """Distillation of prototype scores from a trained, frozen teacher, which sees the first crops.
 
     Args: the fields of ``DINODistillationLossConfig``, with student_num_crops and output_dim known.
     """
@@ -188,11 +190,11 @@ class DINODistillation(EmbeddingMethod):
         self.swapped_assignment = swapped_assignment
 
     def make_teacher(self, model: Model) -> Model:
-        """Return the model under DISTILLATION, with its weights, as it is."""
+        """Return the model under DISTILLATION, with its weights, frozen."""
         return model.requires_grad_(False)
 
     def run_student(self, model: nn.Module, batch: Batch) -> list[Any]:
-        """Run the student on all crops, patches left out of those of the first size where asked for."""
+        """Run the student on all crops; ``patch_drop`` drops patches of crops of the first size."""
         if not self.patch_drop:
             return super().run_student(model, batch)
         outputs: list[Any] = model(batch.images, choose_patches=self._choose_patches)
@@ -205,7 +207,7 @@ class DINODistillation(EmbeddingMethod):
         """Compute the mean loss over this rank's samples; see ``dino_distillation_loss``.
 
         Raises:
-            ConfigError: student and teacher have other numbers of scores.
+            ConfigError: student and teacher have different numbers of scores.
         """
         student, teacher = _scores(outputs[0]), at_least_float32(_scores(teacher_outputs[0]))
         _require_scores(student, teacher)
@@ -222,7 +224,7 @@ class DINODistillation(EmbeddingMethod):
         )
 
     def observe(self, outputs: list[Any], batch: Batch, teacher_outputs: list[Any] | None = None) -> Any:
-        """Sum the teacher's scores, where they are centered."""
+        """Return the sums of the teacher's scores for the center; None without a center."""
         assert teacher_outputs is not None
         return None if self.center is None else self.center.sums(_scores(teacher_outputs[0]))
 
@@ -234,7 +236,7 @@ class DINODistillation(EmbeddingMethod):
 
 @LOSSES.register("ibot_distillation_loss", config=IBOTDistillationLossConfig)
 class IBOTDistillation(PatchDistillation):
-    """Distillation of scores of crops and of masked patches: the teacher is trained, frozen, and sees the large crops.
+    """Distillation of scores of crops and masked patches from a trained, frozen teacher, which sees the large crops.
 
     Args: the fields of ``IBOTDistillationLossConfig``, with student_num_crops and num_global_crops known.
     """
@@ -262,14 +264,14 @@ class IBOTDistillation(PatchDistillation):
         self.swapped_assignment = swapped_assignment
 
     def make_teacher(self, model: Model) -> Model:
-        """Return the model under DISTILLATION, with its weights, as it is."""
+        """Return the model under DISTILLATION, with its weights, frozen."""
         return model.requires_grad_(False)
 
     def forward(self, outputs: list[Any], batch: Batch, teacher_outputs: list[Any]) -> Tensor:
         """Compute the mean loss over this rank's samples; see ``dino_distillation_loss`` and ``masked_patch_loss``.
 
         Raises:
-            ConfigError: student and teacher have other numbers of scores.
+            ConfigError: student and teacher have different numbers of scores.
         """
         student, teacher = output_of(outputs, "patch_scores"), teacher_outputs[0]
         _require_scores(student.scores, teacher.scores)
@@ -288,13 +290,13 @@ class IBOTDistillation(PatchDistillation):
 
 @LOSSES.register("swav_distillation_loss", config=SwAVDistillationLossConfig)
 class SwAVDistillation(EmbeddingMethod):
-    """Distillation of SwAV's assignments: the teacher is trained, frozen, and sees the first crop, or two.
+    """Distillation of SwAV's assignments from a trained, frozen teacher, which sees the first one or two crops.
 
     Args: the fields of ``SwAVDistillationLossConfig``, with sizes known.
 
     Attributes:
-        prototypes: buffer (K, D), the teacher's.
-        queue: past embeddings of the teacher, from which their scores come again; None without.
+        prototypes: buffer (K, D), a copy of the teacher's prototypes.
+        queue: past embeddings of the teacher, scored again in each step; None if its length is 0.
     """
 
     has_teacher = True
@@ -330,11 +332,12 @@ class SwAVDistillation(EmbeddingMethod):
         self.uses_own_prototypes, self.uses_teachers = use_student_prototypes, use_teacher_prototypes
         self.teacher_crops = [0, 1] if use_two_crops_for_teacher else [0]
         self.swapped_assignment = swapped_assignment
+        # A copy on every rank: the teacher's own may be sharded, and are whole only in its forward pass.
         self.register_buffer("prototypes", torch.zeros(num_prototypes[0], embedding_dim))
         self.queue = EmbeddingQueue(1, queue_length, embedding_dim) if queue_length else None
 
     def make_teacher(self, model: Model) -> Model:
-        """Return the model under DISTILLATION, with its weights, as it is; note its prototypes."""
+        """Return the model under DISTILLATION, with its weights, frozen; copy its prototypes."""
         head: Any = model.heads[0]
         self.prototypes.copy_(head.prototypes0.weight.detach())
         return model.requires_grad_(False)
@@ -343,9 +346,9 @@ class SwAVDistillation(EmbeddingMethod):
         """Compute the mean loss over this rank's samples; pairs of crops as in ``dino_distillation_loss``. Collective.
 
         Raises:
-            ConfigError: what the student gives has another width than what it is compared with.
+            ConfigError: the width of the student's output differs from the teacher's embeddings or prototypes.
         """
-        student = self._given(outputs[0])
+        student = self._student_rows(outputs[0])
         self._note(student)
         if self.is_normalized:
             student = F.normalize(student, dim=1)
@@ -365,11 +368,12 @@ class SwAVDistillation(EmbeddingMethod):
         )
 
     def observe(self, outputs: list[Any], batch: Batch, teacher_outputs: list[Any] | None = None) -> Any:
-        """Return the teacher's embeddings, once the queue has started."""
+        """Return the teacher's embeddings (1, T * n, D) for the queue; None before the queue starts."""
         if self.queue is None or self._step < self.queue_start:
             return None
         assert teacher_outputs is not None
         rows = at_least_float32(teacher_outputs[0].embeddings).unflatten(0, (len(self.teacher_crops), batch.num_local))
+        # By sample, then crop: gathered rows have the same order on any number of ranks.
         return rows.transpose(0, 1).flatten(0, 1)[None]
 
     def update_state(self, observed: Sequence[Any]) -> None:
@@ -380,7 +384,7 @@ class SwAVDistillation(EmbeddingMethod):
 
     @torch.no_grad()
     def _assign(self, scores: Tensor) -> Tensor:
-        """Compute assignments (T, B, K) of scores (T, B, K), the rows of the queue taking part."""
+        """Compute assignments (T, B, K) of scores (T, B, K), balanced together with the rows of the queue."""
         num_samples = scores.shape[1]
         if self.queue is not None and self.queue.num_filled and self._step >= self.queue_start:
             past = self.queue.local_part().to(scores.dtype) @ self.prototypes.to(scores.dtype).T
@@ -390,8 +394,8 @@ class SwAVDistillation(EmbeddingMethod):
             return F.one_hot(assigned.argmax(dim=2), assigned.shape[2]).to(assigned.dtype)
         return assigned
 
-    def _given(self, output: Any) -> Tensor:
-        """Return what the student gives: rows of an mlp, or embeddings or scores of a head with prototypes."""
+    def _student_rows(self, output: Any) -> Tensor:
+        """Return the student's rows: the output of an mlp, or embeddings or scores of a head with prototypes."""
         if isinstance(output, Tensor):
             return at_least_float32(output)
         return at_least_float32(output.scores[0] if self.uses_own_prototypes else output.embeddings)
@@ -401,13 +405,13 @@ class SwAVDistillation(EmbeddingMethod):
 
 
 def _require_scores(student: Tensor, teacher: Tensor) -> None:
-    """Raise ConfigError unless both (n, K) have as many scores."""
+    """Raise ConfigError unless both have the same number of scores, (n, K)."""
     if student.shape[1] != teacher.shape[1]:
         must = f"must end in the teacher's {teacher.shape[1]} scores"
         raise ConfigError([Problem("config.MODEL.HEAD.PARAMS", f"{student.shape[1]}", must, "Correct the head.")])
 
 
 def _scores(output: Any) -> Tensor:
-    """Return the scores of the first prototypes, or what an mlp gives."""
+    """Return the scores of the first layer of prototypes, or the output of an mlp."""
     scores: Tensor = output.scores[0] if hasattr(output, "scores") else output
     return scores

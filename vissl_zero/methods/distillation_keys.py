@@ -147,10 +147,11 @@ _TEACHER = "config.DISTILLATION.TEACHER_MODEL"
 
 
 def teacher_trunk_problems(cfg: RunConfig, decided: Decisions) -> list[Problem]:
-    """Check the model under DISTILLATION, under its own keys."""
+    """Check the model under DISTILLATION; problems name its keys, not those of MODEL."""
     from vissl_zero.resolve import model_rules as rules
     from vissl_zero.resolve.inactive import refused
 
+    # The rules read MODEL. So they get a configuration whose MODEL is the teacher's.
     shadow, problems = as_teacher(cfg), list[Problem]()
     for rule in (rules.trunk, rules.input_type, rules.regnet, rules.vision_transformer, rules.trunk_sizes, rules.heads):
         verdict = rule(shadow, decided)
@@ -191,7 +192,7 @@ class DistillationSpec(MethodSpec):
     recipe = "digits/distillation"
 
     def takes_other_model(self, cfg: RunConfig) -> bool:
-        """Check whether no run folder is named, so that the teacher is another model."""
+        """Check whether the teacher is the model under DISTILLATION: no run folder is named."""
         return cfg.LOSS["name"] != "distillation_loss" or not loss_keys(cfg).teacher
 
     def teacher_weights(self, cfg: RunConfig) -> str:
@@ -199,11 +200,11 @@ class DistillationSpec(MethodSpec):
         return str(loss_keys(cfg).teacher) if cfg.LOSS["name"] == "dino_distillation_loss" else ""
 
     def teacher_head(self, cfg: RunConfig) -> list[Any] | None:
-        """Return None: the head of prototypes that the weights hold."""
+        """Return None: the teacher keeps the head of prototypes in its weights."""
         return None
 
     def inferred(self, cfg: RunConfig) -> dict[str, tuple[Any, str]]:
-        """Infer the number of crops; sizes of the teacher's head and of the queue."""
+        """Infer the number of crops from the transforms, sizes from the heads, and the length of the queue."""
         if cfg.LOSS["name"] == "swav_distillation_loss":
             return _swav_sizes(cfg)
         counts = crops_of(cfg)
@@ -215,7 +216,7 @@ class DistillationSpec(MethodSpec):
         return {}
 
     def problems(self, cfg: RunConfig, decided: Decisions) -> list[Problem]:
-        """Check for one head, a teacher that is there, labels where they count, crops for the teacher."""
+        """Check for one head, a teacher that exists, enough crops for it, and labels if the loss needs them."""
         keys, path = loss_keys(cfg), f"config.LOSS.{cfg.LOSS['name']}"
         if cfg.LOSS["name"] == "swav_distillation_loss":
             return [*_swav_problems(cfg), *_teacher_problems(cfg, decided)]
@@ -247,7 +248,7 @@ class DistillationSpec(MethodSpec):
 
 
 def _num_scores(cfg: RunConfig) -> int | None:
-    """Return how many scores the student's head gives; None where it does not say."""
+    """Return the number of scores of the student's head; None if its keys do not say it."""
     options = next((options for _, options in heads_of(cfg)), {})
     sizes = options.get("num_clusters") or options.get("dims")
     return sizes[-1] if isinstance(sizes, Sequence) and sizes else None
@@ -266,7 +267,7 @@ def _swav_sizes(cfg: RunConfig) -> dict[str, tuple[Any, str]]:
 
 
 def _swav_problems(cfg: RunConfig) -> list[Problem]:
-    """Check the recipe: a teacher with one layer of prototypes, crops for both."""
+    """Check for a teacher with one layer of prototypes, and enough crops for teacher and student."""
     keys, problems = loss_keys(cfg), one_head(cfg, "mlp", "swav_head")
     heads = list(heads_of(as_teacher(cfg)))
     layers = [len(options.get("num_clusters") or []) for _, options in heads]
@@ -282,5 +283,5 @@ def _swav_problems(cfg: RunConfig) -> list[Problem]:
 
 
 def teacher_folder(teacher: str) -> Path:
-    """Return where the teacher's configuration and weights are."""
+    """Return the folder with the teacher's configuration and weights."""
     return _WITH_THE_PACKAGE.get(teacher, Path(teacher).expanduser())

@@ -1,8 +1,8 @@
-"""Feature distillation: its losses, and the method as the loop runs it.
+"""Feature distillation: losses, heads and method.
 
-The queue's form is lightly-train's ``distillation`` 1, the distance of features as they are its ``distillationv2``
-(https://github.com/lightly-ai/lightly-train, ``src/lightly_train/_methods``). There each process has a queue of its
-own, here all share one.
+The loss with a queue is lightly-train's ``distillation`` 1, and the distance of features without normalization its
+``distillationv2`` (https://github.com/lightly-ai/lightly-train, ``src/lightly_train/_methods``). lightly-train has a
+queue in each process; here all ranks share one.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def queue_distillation_loss(student: Tensor, teacher: Tensor, classes: Tensor, t
 
     Args:
         student, teacher: (n, D) unit rows; no gradient goes into the teacher's.
-        classes: (M, D) unit rows, the teacher's features of some images, without gradient.
+        classes: (M, D) unit rows, the teacher's features of the batch and the queue, without gradient.
         temperature: divides the similarities.
     Returns:
         0-d, the mean over this rank's rows. No communication.
@@ -49,7 +49,7 @@ def feature_distance(student: Tensor, teacher: Tensor, normalize: bool = True) -
 
     Args:
         student, teacher: (n, ..., D); no gradient goes into the teacher's.
-        normalize: compare unit vectors, which is 2 minus 2 cosines; else the mean over features as they are.
+        normalize: compare unit vectors (2 - 2 cosine); else return the mean over features without normalization.
     Returns:
         0-d, the mean over this rank's rows. No communication.
     """
@@ -60,7 +60,8 @@ def feature_distance(student: Tensor, teacher: Tensor, normalize: bool = True) -
 
 
 def resized(maps: Tensor, size: tuple[int, int]) -> Tensor:
-    """Interpolate maps (n, D, h, w) bilinearly, as products: torch's own gradient is not deterministic on CUDA."""
+    """Interpolate maps (n, D, h, w) bilinearly to ``size``, with a deterministic gradient."""
+    # As matrix products: the gradient of torch's own bilinear interpolation is not deterministic on CUDA.
     rows, columns = (
         F.interpolate(torch.eye(old, dtype=maps.dtype, device=maps.device)[None], size=new, mode="linear")[0]
         for old, new in zip(maps.shape[2:], size, strict=True)
@@ -69,11 +70,11 @@ def resized(maps: Tensor, size: tuple[int, int]) -> Tensor:
 
 
 class FeatureMaps(NamedTuple):
-    """Features and maps, projected or as they are.
+    """Features and maps, projected or not.
 
     Attributes:
         embeddings: (b, D) of all resolutions.
-        maps: (b_r, D, h_r, w_r) of each.
+        maps: (b_r, D, h_r, w_r) of each resolution.
     """
 
     embeddings: Tensor
@@ -82,7 +83,7 @@ class FeatureMaps(NamedTuple):
 
 @HEADS.register("map_projection_head", config=MapProjectionHeadConfig)
 class MapProjectionHead(nn.Module):
-    """A projection of features, and one of each place of the last maps.
+    """Two projections: of features, and of each place of the last maps.
 
     Args: the fields of ``MapProjectionHeadConfig``.
     """
@@ -107,21 +108,21 @@ class MapProjectionHead(nn.Module):
 
 @HEADS.register("feature_maps", config=FeatureMapsConfig)
 class FeatureMapsHead(nn.Module):
-    """Features and the last maps as they are."""
+    """Features and the last maps, without projection."""
 
     def forward(self, features: Tensor, maps: list[Tensor]) -> FeatureMaps:
-        """Return both."""
+        """Return features (b, F) and maps unchanged."""
         return FeatureMaps(features, maps)
 
 
 @LOSSES.register("feature_distillation_loss", config=FeatureDistillationLossConfig)
 class FeatureDistillation(EmbeddingMethod):
-    """Feature distillation: the features of a teacher, of weights of any origin.
+    """Feature distillation: the student learns the features of a teacher, whose weights may have any origin.
 
     Args: the fields of ``FeatureDistillationLossConfig``, with the width and both normalizations known.
 
     Attributes:
-        queue: the teacher's features of the last steps; None where nothing is compared with them.
+        queue: the teacher's features of the last steps; None if ``queue_weight`` is 0.
     """
 
     has_teacher = True
@@ -155,7 +156,7 @@ class FeatureDistillation(EmbeddingMethod):
         self._is_recolored = any(scale != 1 for scale in self._scales) or any(self._shifts)
 
     def make_teacher(self, model: Model) -> Model:
-        """Return the model under DISTILLATION, with its weights, as it is."""
+        """Return the model under DISTILLATION, with its weights, frozen."""
         return model.requires_grad_(False)
 
     def run_teacher(self, model: nn.Module, batch: Batch) -> list[Any]:
@@ -180,7 +181,7 @@ class FeatureDistillation(EmbeddingMethod):
         return torch.stack(terms).sum()
 
     def observe(self, outputs: list[Any], batch: Batch, teacher_outputs: list[Any] | None = None) -> Any:
-        """Return the teacher's features, where there is a queue."""
+        """Return the teacher's features (1, n, D) for the queue; None without a queue."""
         assert teacher_outputs is not None
         if self.queue is None:
             return None
@@ -188,30 +189,32 @@ class FeatureDistillation(EmbeddingMethod):
 
     def update_state(self, observed: Sequence[Any]) -> None:
         """Queue the teacher's features. Collective."""
-        for features in reversed(observed):  # so that their order in the queue is that of one batch
+        # The queue puts the newest in front; reversed, the micro-batches of a step are in the order of one batch.
+        for features in reversed(observed):
             if self.queue is not None:
                 self.queue.push(features)
 
     def _classes(self, queue: EmbeddingQueue, newest: Tensor) -> Tensor:
-        """Gather the teacher's features of the batch of all ranks, and past ones, as many as the queue has places."""
+        """Gather the teacher's features of all ranks' batch and of the queue, newest first, at most its length."""
         past = queue.embeddings[0, : queue.num_filled].to(newest.dtype)
         return torch.cat((collectives.all_gather_rows(newest), past))[: queue.embeddings.shape[1]]
 
     def _dense(self, student: list[Tensor], teacher: list[Tensor]) -> Tensor:
-        """Compute the mean distance of places, resolutions weighed by their crops."""
+        """Compute the mean distance of places over all crops, which may have several resolutions."""
         total, num_crops = student[0].new_zeros(()), sum(map(len, student))
-        for ours, theirs in zip(student, teacher, strict=True):
-            if ours.shape[1] != theirs.shape[1]:
-                must = f"must end in the {theirs.shape[1]} channels of the teacher's maps"
+        for maps, targets in zip(student, teacher, strict=True):
+            if maps.shape[1] != targets.shape[1]:
+                must = f"must end in the {targets.shape[1]} channels of the teacher's maps"
                 fix = "Take another teacher, or dense_weight 0 and an mlp."
-                raise ConfigError([Problem("config.MODEL.HEAD.PARAMS", f"{ours.shape[1]}", must, fix)])
-            places = resized(at_least_float32(ours), (theirs.shape[2], theirs.shape[3])).movedim(1, 3)
-            distance = feature_distance(places, at_least_float32(theirs).movedim(1, 3), self.normalize)
-            total = total + distance * (len(ours) / max(num_crops, 1))
+                raise ConfigError([Problem("config.MODEL.HEAD.PARAMS", f"{maps.shape[1]}", must, fix)])
+            # The student's maps are resized and not the teacher's, so that targets are features of the teacher.
+            places = resized(at_least_float32(maps), (targets.shape[2], targets.shape[3])).movedim(1, 3)
+            distance = feature_distance(places, at_least_float32(targets).movedim(1, 3), self.normalize)
+            total = total + distance * (len(maps) / max(num_crops, 1))
         return total
 
     def _recolored(self, images: Tensor) -> Tensor:
-        """Normalize images (b, 3, H, W) as the teacher's, which are normalized as the student's."""
+        """Convert images (b, 3, H, W) from the student's normalization to the teacher's."""
         if not self._is_recolored:
             return images
         scales, shifts = (images.new_tensor(values)[:, None, None] for values in (self._scales, self._shifts))
@@ -219,11 +222,12 @@ class FeatureDistillation(EmbeddingMethod):
 
 
 def _features(output: Any) -> Tensor:
-    """Return the features of a head's output, which may have maps beside them."""
+    """Return the features of a head's output, with or without maps."""
     features: Tensor = getattr(output, "embeddings", output)
     return features
 
 
 def _by_sample(rows: Tensor, batch: Batch) -> Tensor:
-    """Order crop-major rows (V * n, D) by sample, so that rows of all ranks have one order on any number of them."""
+    """Reorder crop-major rows (V * n, D) by sample."""
+    # Gathered rows are then in the order of the batch's samples, whatever the number of ranks.
     return rows.unflatten(0, (sum(batch.num_crops), batch.num_local)).transpose(0, 1).flatten(0, 1)

@@ -89,16 +89,16 @@ class FeatureDistillationSpec(MethodSpec):
     recipe = "digits/feature_distillation"
 
     def takes_other_model(self, cfg: RunConfig) -> bool:
-        """Return true: the named weights are put under DISTILLATION."""
+        """Return True: resolution puts the model of the named weights under DISTILLATION."""
         return True
 
     def teacher_weights(self, cfg: RunConfig) -> str:
-        """Return the key ``teacher``, with the place of what comes with the package."""
+        """Return the key ``teacher``; for ``digits``, the path of the weights in the package."""
         name: str = loss_keys(cfg).teacher
         return str(teacher_folder(name)) if name == "digits" else name
 
     def teacher_head(self, cfg: RunConfig) -> list[Any] | None:
-        """Return one that gives the maps too, where they count."""
+        """Return a head that also returns the maps, if ``dense_weight`` is not 0."""
         return [["feature_maps", {}]] if loss_keys(cfg).dense_weight else super().teacher_head(cfg)
 
     def inferred(self, cfg: RunConfig) -> dict[str, tuple[Any, str]]:
@@ -107,7 +107,7 @@ class FeatureDistillationSpec(MethodSpec):
         return {"student_mean": (mean, "transforms"), "student_std": (std, "transforms")}
 
     def problems(self, cfg: RunConfig, decided: Decisions) -> list[Problem]:
-        """Check for a teacher, a term that counts, one head that ends in the teacher's width."""
+        """Check for a teacher, a term with a weight above 0, and one head that ends in the teacher's width."""
         keys, path = loss_keys(cfg), f"config.LOSS.{cfg.LOSS['name']}"
         problems = one_head(cfg, _MAP_HEAD if keys.dense_weight else "mlp")
         if not keys.teacher:

@@ -1,15 +1,15 @@
 """Differentiable collectives that couple samples of different ranks in a loss: rows of all ranks, sums over ranks.
 
-The training loop multiplies the loss of rank r by ``n_r * world_size / N`` (its samples over all samples) and gradients
-are averaged over ranks. A loss follows one of two conventions, and is then exactly that of one process with the whole
-batch, gradients included:
+The training loop multiplies the loss of rank r by ``n_r * world_size / N`` (n_r samples of the N of all ranks), and
+gradients are averaged over ranks. A loss that follows one of two conventions equals the loss of one process with the
+whole batch, and so do its gradients:
 
 - *A mean over samples*: each rank returns the mean over its own samples, which may depend on rows of other ranks.
 - *A function of statistics of the whole batch*: every rank returns the same value.
 
-The backward pass of both functions here sums gradients over ranks, which is the exact transpose of the forward pass
-and makes both conventions right. It is a collective: all ranks must run the backward pass of the same graph. A rank
-without samples takes part with zero rows.
+The backward pass of both functions here sums gradients over ranks. This is the exact transpose of the forward pass, so
+both conventions are exact. It is a collective: all ranks must run the backward pass of the same graph. A rank without
+samples takes part with zero rows.
 
 Ranks hold consecutive parts of a batch, so rows in the order of ranks are in the order of samples, whatever the number
 of ranks.
@@ -32,10 +32,10 @@ from vissl_zero.collectives import all_reduce_max, all_reduce_sum
 
 @dataclass(frozen=True)
 class SampleCounts:
-    """The number of samples of a batch that each rank holds.
+    """The number of samples of a batch on each rank.
 
     Attributes:
-        per_rank: number of samples of each rank; zero is allowed.
+        per_rank: number of samples by rank; zero is allowed.
     """
 
     per_rank: tuple[int, ...]
@@ -71,7 +71,7 @@ def gather_samples(rows: Tensor, counts: SampleCounts | None = None) -> Tensor:
 
     Args:
         rows: (n_r, ...) of this rank; trailing dimensions and dtype equal on all ranks.
-        counts: counts of the batch; None asks the ranks for them (see ``count_samples``).
+        counts: counts of the batch; None: gather them (see ``count_samples``).
     Returns:
         (N, ...), identical on every rank.
     Cost: one all-gather of ``max n_r`` rows per rank; backward, one all-reduce of N rows.
@@ -93,9 +93,9 @@ def sum_over_ranks(statistic: Tensor) -> Tensor:
 
 
 def weighted_mean(values: Tensor, weights: Tensor, num_local: int) -> Tensor:
-    """Compute this rank's part of a weighted mean over all ranks, which may hold different total weights. Collective.
+    """Compute this rank's term of a weighted mean over all ranks, whose total weights may differ. Collective.
 
-    The loop's mean over ranks of what this returns is ``sum(weights * values) / sum(weights)`` over all ranks.
+    The loop's mean of these terms over ranks is ``sum(weights * values) / sum(weights)`` over all ranks.
 
     Args:
         values: any shape.
@@ -106,12 +106,15 @@ def weighted_mean(values: Tensor, weights: Tensor, num_local: int) -> Tensor:
     Cost: one all-reduce of two numbers.
     """
     totals = collectives.all_reduce_sum(torch.stack([weights.sum(), weights.new_tensor(num_local)]).to(values.dtype))
-    share = totals[0] / totals[1].clamp(min=1)  # mean weight of a sample
+    # The loop weighs this rank by num_local over all samples. So the mean weight of a sample divides, not the sum.
+    share = totals[0] / totals[1].clamp(min=1)
+    # clamp: a total weight of zero, or a rank without samples, must give zero and not NaN.
     return (values * weights).sum() / share.clamp(min=torch.finfo(share.dtype).tiny) / max(num_local, 1)
 
 
 def at_least_float32(tensors: Tensor) -> Tensor:
-    """Widen the tensor to float32 if it has a narrower format; float64 stays. Losses are computed in it."""
+    """Convert the tensor to float32 if its format is narrower; float64 stays."""
+    # All losses start with this: exponentials and norms of half precision have two or three digits only.
     return tensors.to(torch.promote_types(tensors.dtype, torch.float32))
 
 
@@ -124,6 +127,7 @@ class _GatherSamples(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         counts = ctx.counts
+        # Every rank's loss depends on these rows, so their gradient is the sum over ranks: the transpose of a gather.
         return collectives.all_reduce_sum(gradients[0])[counts.first : counts.first + counts.local], None
 
 
@@ -134,6 +138,7 @@ class _SumOverRanks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:  # noqa: ARG004 - autograd's signature
+        # A sum over ranks is its own transpose: the losses of all ranks depend on this rank's terms.
         return collectives.all_reduce_sum(gradients[0])
 
 
@@ -143,25 +148,27 @@ def sinkhorn(
 ) -> Tensor:
     """Compute soft assignments that use all prototypes equally (or by a power law) over the samples of all ranks.
 
-    Alternately scales prototypes to equal shares and samples to one, starting from ``exp(scores / epsilon)``, in the
-    logarithm: small epsilons neither overflow nor leave a prototype with a sum of zero, so nothing depends on a
-    condition that ranks might see differently. Every rank must call this with the same C, K and number of iterations.
+    Alternately scales prototypes to equal shares and samples to one, starting from ``exp(scores / epsilon)``. Every
+    rank must call this with the same C, K and number of iterations.
 
     Args:
         scores: (C, n, K), C independent problems over n samples of this rank (any n, also 0) and K prototypes; float32
             or float64.
         epsilon: weight of the entropy; smaller is harder.
         num_iters: rounds; 0 gives the softmax of ``scores / epsilon``.
-        counts: (C, n) bool, samples that count; the others are assigned like them, but use nothing. None: all count.
-        powerlaw: prototype i, from 1, has a share proportional to i to the power of minus this; 0: equal shares.
+        counts: (C, n) bool, samples that the shares of prototypes count. The others are assigned, but not counted.
+            None: all samples count.
+        powerlaw: prototype i, from 1, has a share proportional to ``i ** -powerlaw``; 0: equal shares.
     Returns:
-        (C, n, K), each row sums to 1. The same for a sample however samples are spread over ranks, up to rounding.
+        (C, n, K), each row sums to 1. The rows do not depend on how samples are spread over ranks, except for rounding.
     Cost: two all-reduces of C * K numbers per round.
     """
+    # In the logarithm, small epsilons neither overflow nor leave a prototype with a sum of zero. So there is no branch
+    # for such prototypes, which some ranks might take and others not.
     logits = scores / epsilon
     shares = -powerlaw * torch.log(torch.arange(1, scores.shape[2] + 1, dtype=scores.dtype, device=scores.device))
     for _ in range(num_iters):
-        # Shares up to one factor for all prototypes, which the next line takes out again.
+        # The shares need not sum to 1: the next line divides by any common factor.
         logits = logits - _logsumexp_over_samples(logits, counts) + shares
         logits = logits - torch.logsumexp(logits, dim=2, keepdim=True)
     return torch.softmax(logits, dim=2)
@@ -172,17 +179,17 @@ def _logsumexp_over_samples(logits: Tensor, counts: Tensor | None) -> Tensor:
     if counts is not None:
         logits = logits.masked_fill(~counts[:, :, None], -torch.inf)
     local = torch.logsumexp(logits, dim=1, keepdim=True)
-    # The largest of all ranks, so that the exponentials below overflow on none of them.
+    # The maximum over all ranks, so that the exponentials below overflow on none of them.
     largest = all_reduce_max(local)
     total = largest + torch.log(all_reduce_sum(torch.exp(local - largest)))
-    # No sample counts on any rank: nothing to share out, and -inf - -inf above.
+    # If no sample counts on any rank, the line above is -inf - -inf.
     return total if counts is None else torch.where(largest == -torch.inf, 0.0, total)
 
 
 class EmbeddingQueue(nn.Module):
-    """One queue for the whole run, identical on every rank, newest samples first.
+    """A queue of past embeddings of all ranks, identical on every rank, newest samples first.
 
-    Rows are ordered by micro-batch and, within one, by sample, whatever the number of ranks.
+    Rows are in the order of micro-batches and, within a micro-batch, of samples, whatever the number of ranks.
 
     Args:
         num_queues: independent queues, one per crop that is assigned (C).
@@ -190,8 +197,8 @@ class EmbeddingQueue(nn.Module):
         embedding_dim: D.
 
     Attributes:
-        embeddings: buffer (C, L, D); only the first ``num_filled`` of each queue are samples.
-        num_filled: samples so far, at most L; equal on every rank.
+        embeddings: buffer (C, L, D); only the first ``num_filled`` rows of each queue are samples.
+        num_filled: number of samples so far, at most L; equal on every rank.
     """
 
     embeddings: Tensor
@@ -204,21 +211,22 @@ class EmbeddingQueue(nn.Module):
 
     @torch.no_grad()
     def push(self, embeddings: Tensor) -> None:
-        """Put this micro-batch in front and drop the oldest. Collective; ranks hold consecutive parts of the batch.
+        """Add this micro-batch at the front and drop the oldest samples. Collective.
 
         Args:
             embeddings: (C, n, D) of this rank's n samples; n may differ between ranks.
         Cost: two all-gathers (see ``all_gather_rows``); copies the queue once.
         """
         length = self.embeddings.shape[1]
-        # A step that the loss scaler will skip may hold infinities; they must not stay for L samples.
+        # A step that the loss scaler skips may have infinities, which would stay for L samples.
         finite = torch.nan_to_num(embeddings.to(self.embeddings.dtype), nan=0.0, posinf=0.0, neginf=0.0)
         newest = collectives.all_gather_rows(finite.transpose(0, 1)).transpose(0, 1)
         self.embeddings.copy_(torch.cat((newest, self.embeddings), dim=1)[:, :length])
         self.num_filled = min(length, self.num_filled + newest.shape[1])
 
     def local_part(self) -> Tensor:
-        """Return this rank's share (C, q, D) of the queue; shares are consecutive and differ by one at most."""
+        """Return this rank's share (C, q, D) of the queue; shares are consecutive, and their q differ by at most 1."""
+        # Sinkhorn sums over ranks. If each rank added the whole queue, past samples would count world_size times.
         rank, world_size = collectives.rank(), collectives.world_size()
         return self.embeddings[:, rank * self.num_filled // world_size : (rank + 1) * self.num_filled // world_size]
 

@@ -1,4 +1,4 @@
-"""Figures that show a self-supervised model collapsing before its loss does."""
+"""Metrics that show the collapse of a self-supervised model before its loss does."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from torch import Tensor
 
 @torch.no_grad()
 def clustering_sums(embeddings: Tensor, assignments: Sequence[Tensor]) -> Tensor:
-    """Compute what ``clustering_health`` needs of each rank's samples, to be summed over ranks.
+    """Compute this rank's terms of ``clustering_health``, to be summed over ranks.
 
     Args:
         embeddings: (m, D) of this rank; any m.
         assignments: per layer of prototypes (m, K_i), rows sum to 1.
     Returns:
-        1-d, float64: X^T X of the embeddings, m, and per layer the sum of entropies and how many rows each prototype is
-        the first choice of.
+        1-d, float64: X^T X of the embeddings, m, and per layer the sum of entropies and, for each prototype, the number
+        of rows that assign the most to it.
     """
-    wide = embeddings.double()
+    wide = embeddings.double()  # X^T X squares the condition number
     parts = [(wide.T @ wide).flatten(), wide.new_tensor([len(wide)])]
     for rows in assignments:
         probabilities = rows.double()
@@ -40,16 +40,16 @@ def clustering_health(sums: Tensor, dim: int, num_prototypes: Sequence[int]) -> 
         dim: D, of the embeddings.
         num_prototypes: K_i of each layer.
     Returns:
-        ``assignment_entropy``: mean entropy of a row over ln K, mean over layers; 1: all samples get the same
-        assignment. ``prototypes_in_use``: prototypes that are the first choice of at least one row, summed over layers.
-        ``effective_rank``: see ``effective_rank``; 1: all embeddings point the same way.
+        ``assignment_entropy``: mean entropy of a row over ln K, mean over layers; 1: all assignments are uniform.
+        ``prototypes_in_use``: number of prototypes to which at least one row assigns the most, summed over layers.
+        ``effective_rank``: see ``effective_rank``; 1: all embeddings have the same direction.
     Cost: one transfer to the host and the eigenvalues of a D x D matrix.
     """
     sizes = [dim * dim, 1, *(size for count in num_prototypes for size in (1, count))]
     gram, num_rows, *per_layer = sums.cpu().split(sizes)
     entropies, counts = per_layer[::2], per_layer[1::2]
     count = max(float(num_rows), 1.0)
-    # ln 1 is 0: a single prototype has no entropy to speak of.
+    # A single prototype has ln 1 = 0 and entropy 0: the ratio is 0, not NaN.
     scales = [count * max(math.log(number), 1e-12) for number in num_prototypes]
     return {
         "assignment_entropy": sum(float(e) / s for e, s in zip(entropies, scales, strict=True)) / len(scales),
@@ -62,12 +62,14 @@ def effective_rank(gram: Tensor) -> float:
     """Compute the exp of the entropy of normalized singular values (Roy and Vetterli 2007; RankMe, arXiv 2210.02885).
 
     Args:
-        gram: (D, D) float64, X^T X of the rows X, not centered: a model that gives one vector for all has rank 1.
+        gram: (D, D) float64, X^T X of the rows X, not centered, so that a model with one output for all images has
+            rank 1.
     Returns:
         Between 1 and D; NaN for a matrix with NaN or infinity, 0 for no rows.
     """
     if not bool(torch.isfinite(gram).all()):
         return math.nan
+    # Singular values of X are square roots of X^T X's eigenvalues, which rounding may make negative.
     singular_values = torch.linalg.eigvalsh(gram).clamp(min=0.0).sqrt()
     total = float(singular_values.sum())
     if total == 0.0:
@@ -76,7 +78,7 @@ def effective_rank(gram: Tensor) -> float:
     return math.exp(float(-torch.xlogy(shares, shares).sum()))
 
 
-_MOST_FEATURES = 256  # what the figures of wide embeddings are about: more would be a message of megabytes
+_MOST_FEATURES = 256  # the all-reduce has D * D float64: with D = 2,048 it would be 32 MiB
 
 
 @torch.no_grad()
@@ -84,30 +86,40 @@ def embedding_sums(embeddings: Tensor) -> Tensor:
     """Compute X^T X of unit rows for ``embedding_rank``, to be summed over ranks: float64, 1-d.
 
     Args:
-        embeddings: (m, D) of this rank; any m; the first 256 of D features are looked at.
+        embeddings: (m, D) of this rank; any m; only the first 256 features are used.
     """
     rows = F.normalize(embeddings[:, :_MOST_FEATURES].double(), dim=1)
     return (rows.T @ rows).flatten()
 
 
 def embedding_rank(sums: Tensor) -> dict[str, float]:
-    """Compute ``effective_rank`` of the embeddings of all ranks; 1: all point the same way."""
+    """Compute ``effective_rank`` of the embeddings of all ranks; 1: all have the same direction.
+
+    Args:
+        sums: ``embedding_sums``, summed over all ranks.
+    """
     dim = math.isqrt(sums.numel())
     return {"effective_rank": effective_rank(sums.cpu().view(dim, dim))}
 
 
 class CollapseRule(ABC):
-    """Decides from a method's figures, step by step, whether its model collapses."""
+    """Decides from a method's metrics, step by step, whether its model collapses."""
 
     @abstractmethod
     def update(self, step: int, loss: float | None, watch: Mapping[str, float]) -> str | None:
-        """Take in one step (loss None: skipped); the sentence to warn with, or None."""
+        """Add one step, and return the warning to print, or None.
+
+        Args:
+            step: optimizer step.
+            loss: loss of the step; None if the step was skipped.
+            watch: metrics of the step (``Method.health``).
+        """
 
 
-class _RecentFigures:
-    """Means over what was measured in the last ``WINDOW`` steps, and over ``FEWEST`` measurements at least.
+class _RecentMetrics:
+    """Means of the metrics of the last ``WINDOW`` steps, and of at least ``FEWEST`` measurements.
 
-    Figures are measured every LOG_FREQUENCY-th step.
+    Metrics are measured every LOG_FREQUENCY-th step.
     """
 
     WINDOW = 20
@@ -117,11 +129,11 @@ class _RecentFigures:
         self._recent: deque[tuple[int, tuple[float, ...]]] = deque()
         self._first_step: int | None = None
 
-    def means(self, step: int, figures: tuple[float, ...]) -> tuple[float, ...] | None:
-        """Take in the finite figures of a step; None while there are too few for a mean."""
+    def means(self, step: int, metrics: tuple[float, ...]) -> tuple[float, ...] | None:
+        """Add the finite metrics of a step, and return the means; None before there are enough measurements."""
         if self._first_step is None:
             self._first_step = step
-        self._recent.append((step, figures))
+        self._recent.append((step, metrics))
         while len(self._recent) > self.FEWEST and self._recent[0][0] <= step - self.WINDOW:
             self._recent.popleft()
         if len(self._recent) < self.FEWEST or step - self._first_step + 1 < self.WINDOW:
@@ -131,14 +143,14 @@ class _RecentFigures:
 
 
 class Since:
-    """For how many steps on end something has been so."""
+    """Counts for how many consecutive steps a condition has held."""
 
     def __init__(self) -> None:
         self._begin: int | None = None
 
-    def num_steps(self, step: int, is_so: bool) -> int:
-        """Take in a step; 0 if it is not so."""
-        if not is_so:
+    def num_steps(self, step: int, holds: bool) -> int:
+        """Add a step, and return the number of consecutive steps, this one included; 0 if the condition is false."""
+        if not holds:
             self._begin = None
             return 0
         if self._begin is None:
@@ -147,25 +159,25 @@ class Since:
 
 
 class ClusteringCollapse(CollapseRule):
-    """Decides from the figures of ``clustering_health`` whether a clustering method collapses.
+    """Decides from the metrics of ``clustering_health`` whether a clustering method collapses.
 
-    A collapsed model gives every image the same embedding: the effective rank of the embeddings goes to 1, every
-    assignment becomes uniform (entropy 1 as a share of its maximum), and the loss stays at that of guessing. None of
-    them is enough alone: an untrained model may have all three, and a model that learns few clusters loses rank too.
-    So there are two ways to a warning, both on means (``_RecentFigures``):
+    A collapsed model has the same embedding for every image: the effective rank of the embeddings approaches 1, every
+    assignment becomes uniform (entropy 1 as a share of its maximum), and the loss stays at chance level. None of these
+    is enough alone: an untrained model may have all three, and a model that learns few clusters loses rank too. So
+    there are two conditions for a warning, both on means (``_RecentMetrics``):
 
-    - *falling*: the entropy is at least ``UNIFORM`` and the rank at most half of the highest such mean so far;
-    - *stuck*: the entropy is at least ``UNIFORM`` and the loss within 1 % of guessing, for ``patience`` steps on end.
+    - *falling*: the entropy is at least ``UNIFORM``, and the rank at most half of the highest mean so far;
+    - *stuck*: the entropy is at least ``UNIFORM``, and the loss within 1 % of chance, for ``patience`` steps in a row.
 
     Measured on SwAV on digits, a RegNet of 24 k parameters, 30 prototypes, 88 to 176 steps: in five runs that ended
     worse than they began (kNN .67 -> .53 to .62) the entropy passed .97 within 20 to 90 steps while the rank fell from
     12 to between 1.0 and 5.3; in runs that learned (loss 3.4 -> 2.1) the entropy stayed below .86, though the rank fell
-    to between 2.9 and 5.1 before it rose again. The loss reached that of guessing up to 80 steps after the entropy.
+    to between 2.9 and 5.1 before it rose again. The loss reached chance level up to 80 steps after the entropy.
 
     Args:
-        guessing: loss of a model that gives every prototype the same probability.
+        guessing: loss at chance level, with the same probability for every prototype.
         patience: steps without progress before the warning *stuck*.
-        advice: what helps, as the end of a sentence.
+        advice: remedies, as the end of a sentence.
     """
 
     UNIFORM = 0.97
@@ -174,7 +186,7 @@ class ClusteringCollapse(CollapseRule):
         self._guessing = guessing
         self._advice = advice
         self._patience = patience
-        self._recent = _RecentFigures()
+        self._recent = _RecentMetrics()
         self._highest_rank = 0.0
         self._stuck = Since()
 
@@ -183,10 +195,10 @@ class ClusteringCollapse(CollapseRule):
         entropy, rank = watch.get("assignment_entropy"), watch.get("effective_rank")
         if loss is None or entropy is None or rank is None:
             return None
-        figures = (loss, entropy, rank)
-        if not all(math.isfinite(figure) for figure in figures):
+        metrics = (loss, entropy, rank)
+        if not all(math.isfinite(value) for value in metrics):
             return None
-        means = self._recent.means(step, figures)
+        means = self._recent.means(step, metrics)
         if means is None:
             return None
         loss, entropy, rank = means
@@ -208,14 +220,15 @@ class ClusteringCollapse(CollapseRule):
 
 
 def trivial_loss(num_prototypes: Sequence[int]) -> float:
-    """Average ``ln(prototypes)`` over the prototype layers of a head."""
+    """Return the loss at chance level: the mean of ``ln(prototypes)`` over the prototype layers of a head."""
     return sum(math.log(count) for count in num_prototypes) / len(num_prototypes)
 
 
 class RankCollapse(CollapseRule):
-    """All images get nearly the same embedding: the effective rank, a mean (``_RecentFigures``), goes to 1.
+    """Decides from the effective rank of embeddings whether a model collapses to one embedding for all images.
 
-    Either it falls below ``LEAST`` from at least twice that, or it stays below for ``patience`` steps on end.
+    The model collapses if the mean rank (``_RecentMetrics``) falls below ``LEAST`` from at least twice ``LEAST``, or
+    stays below it for ``patience`` steps in a row.
 
     Args:
         patience: steps without progress before the warning *stuck*.
@@ -225,7 +238,7 @@ class RankCollapse(CollapseRule):
 
     def __init__(self, patience: int):
         self._patience = patience
-        self._recent = _RecentFigures()
+        self._recent = _RecentMetrics()
         self._highest = 0.0
         self._stuck = Since()
 

@@ -14,56 +14,62 @@ from vissl_zero.registry import LOSSES
 
 
 def random_directions(dim: int, num_slices: int, step: int, like: Tensor) -> Tensor:
-    """Draw unit vectors (dim, num_slices), the same on every rank, anew in each step on the CPU.
+    """Draw random unit vectors (dim, num_slices), the same on every rank and different in each step.
 
     Args:
         dim: D.
-        num_slices: how many.
-        step: optimizer step, which seeds them.
-        like: gives device and dtype.
+        num_slices: number of vectors.
+        step: optimizer step, the seed.
+        like: tensor with the device and dtype of the result.
     """
+    # On the CPU: CUDA's generator draws other numbers. The seed is the step, so micro-batches, ranks and resumed runs
+    # draw the same vectors without communication.
     drawn = torch.randn(dim, num_slices, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
     return (drawn / drawn.norm(dim=0)).to(device=like.device, dtype=like.dtype)
 
 
 def sigreg(views: Tensor, directions: Tensor, num_points: int = 17, max_point: float = 3.0) -> Tensor:
-    """Test each view's embeddings for a standard normal distribution (Epps and Pulley), averaged over directions.
+    """Compute the Epps-Pulley test statistic of each view's embeddings against a standard normal distribution.
 
-    The squared distance of characteristic functions under a Gaussian window, by the trapezoidal rule, times the number
-    of samples of all ranks (https://arxiv.org/abs/2511.08544, section 4 and algorithm 1).
+    The statistic is the squared distance of characteristic functions under a Gaussian window, times the number of
+    samples of all ranks, averaged over views and directions (https://arxiv.org/abs/2511.08544, section 4 and algorithm
+    1).
 
     Args:
         views: (V, n, D) embeddings of this rank's samples.
         directions: (D, K) unit vectors, the same on every rank.
-        num_points: T, from 0 to ``max_point``; the functions are symmetric, so that half of the line is enough.
-        max_point: the last of them.
+        num_points: number of integration points T, from 0 to ``max_point``.
+        max_point: last integration point.
     Returns:
         0-d, the same on every rank: a function of the whole batch.
     Cost: one all-reduce of 2 * V * K * T + 1 numbers, and again in the backward pass; V * n * K * T numbers of memory.
     """
     rows = at_least_float32(views)
+    # Half of the line is enough: the integrand is symmetric.
     points = torch.linspace(0, max_point, num_points, dtype=rows.dtype, device=rows.device)
     angles = (rows @ directions)[..., None] * points  # (V, n, K, T)
     sums = torch.stack([angles.cos().sum(dim=1), angles.sin().sum(dim=1)])
-    everything = sum_over_ranks(torch.cat([sums.flatten(), sums.new_tensor([rows.shape[1]])]))
-    num_samples = everything[-1].detach()
-    cosines, sines = everything[:-1].view_as(sums) / num_samples.clamp(min=1)
+    # A characteristic function is a mean over samples, so sums of cosines and sines are all that ranks exchange.
+    totals = sum_over_ranks(torch.cat([sums.flatten(), sums.new_tensor([rows.shape[1]])]))
+    num_samples = totals[-1].detach()
+    cosines, sines = totals[:-1].view_as(sums) / num_samples.clamp(min=1)
     window = torch.exp(-points.square() / 2)  # also the characteristic function of a standard normal distribution
-    weights = torch.full_like(points, 2 * max_point / (num_points - 1))  # both halves
-    weights[[0, -1]] /= 2
+    weights = torch.full_like(points, 2 * max_point / (num_points - 1))  # twice the step: both halves of the line
+    weights[[0, -1]] /= 2  # the trapezoidal rule
     distances = (cosines - window).square() + sines.square()
     return (distances @ (weights * window)).mean() * num_samples
 
 
 def distance_from_mean(views: Tensor, num_global: int) -> Tensor:
-    """Average the squared distance of all views from the mean of the global ones, over this rank's samples.
+    """Compute the mean squared distance of all views from the mean of the global views, over this rank's samples.
 
     Args:
         views: (V, n, D) embeddings; the global views come first.
-        num_global: number of global ones among them.
+        num_global: number of global views.
     Returns:
         0-d. No communication.
     """
+    # The mean has a gradient too: LeJEPA has no stop-gradient, and SIGReg prevents the collapse.
     squares = (views - views[:num_global].mean(dim=0)).square().sum()
     return squares / max(views.numel(), 1)
 
@@ -71,11 +77,11 @@ def distance_from_mean(views: Tensor, num_global: int) -> Tensor:
 def lejepa_loss(
     views: Tensor, num_global: int, directions: Tensor, weight: float = 0.05, num_points: int = 17, max_point: float = 3
 ) -> Tensor:
-    """Add the squared distance of all views from the mean of the global ones, and SIGReg, weighted.
+    """Compute the weighted sum of SIGReg and the squared distance of all views from the mean of the global views.
 
     Args:
         views: (V, n, D) embeddings; the global views come first.
-        num_global: number of global ones among them.
+        num_global: number of global views.
         directions: (D, K), see ``sigreg``.
         weight: weight of SIGReg; the distance has 1 - weight.
         num_points, max_point: see ``sigreg``.
@@ -88,10 +94,10 @@ def lejepa_loss(
 
 
 class SlicedMethod(EmbeddingMethod):
-    """Base of methods that compare the batch with a Gaussian along random directions, drawn anew for each step.
+    """Base of methods that compare the batch with a Gaussian along random directions, new ones in each step.
 
     Args:
-        num_global_crops: number of crops whose mean the others are drawn to; they come first.
+        num_global_crops: number of crops, from the first, whose mean all crops approach.
         weight: weight of the comparison; the distance from the mean has 1 - weight.
         num_slices: number of directions.
     """

@@ -33,7 +33,7 @@ class LeJEPALossConfig:
 
 
 class SlicedSpec(MethodSpec):
-    """Base of the facts on methods that compare the batch with a Gaussian along random directions."""
+    """Base of the specs of methods that compare the batch with a Gaussian along random directions."""
 
     views = "2 or more crops of any sizes"
 

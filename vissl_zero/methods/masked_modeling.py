@@ -1,4 +1,4 @@
-"""Masked image modeling: MAE, SimMIM, MaskFeat, I-JEPA and data2vec: losses, heads, and what the loop calls.
+"""Masked image modeling (MAE, SimMIM, MaskFeat, I-JEPA, data2vec): losses, heads and methods.
 
 ``PatchPredictor``, a narrow transformer, is MAE's decoder and I-JEPA's predictor.
 """
@@ -46,12 +46,12 @@ from vissl_zero.models.patches import (
 from vissl_zero.models.trunks.vision_transformer import initialize_transformer_, layer_norm, truncated_normal_
 from vissl_zero.registry import HEADS, LOSSES
 
-_VARIANCE_EPS = 1e-6
+_VARIANCE_EPS = 1e-6  # facebookresearch/mae models_mae.py
 _DIMS = "config.MODEL.HEAD.PARAMS[0][1].dims"  # these methods have one head
 
 
 def patchify(images: Tensor, patch_size: int) -> Tensor:
-    """Cut images into patches, (B, C, H, W) -> (B, P, patch_size^2 * C), patches row by row, channels innermost.
+    """Cut images into patches, (B, C, H, W) -> (B, P, patch_size^2 * C), row by row, channels innermost as in MAE.
 
     Raises:
         ValueError: the patch size does not divide the image.
@@ -64,10 +64,11 @@ def patchify(images: Tensor, patch_size: int) -> Tensor:
 
 
 def pixel_targets(images: Tensor, patch_size: int, normalize: bool = True) -> Tensor:
-    """Compute what a decoder predicts, (B, P, patch_size^2 * C); ``normalize``: patches of mean 0 and variance 1."""
+    """Compute a decoder's targets, (B, P, patch_size^2 * C); ``normalize``: patches of mean 0 and variance 1."""
     patches = patchify(at_least_float32(images), patch_size)
     if not normalize:
         return patches
+    # Unbiased, as ``var`` in models_mae.py.
     variances = patches.var(dim=2, keepdim=True)
     return (patches - patches.mean(dim=2, keepdim=True)) / (variances + _VARIANCE_EPS).sqrt()
 
@@ -79,7 +80,7 @@ def mae_loss(predictions: Tensor, targets: Tensor, mask: Tensor) -> Tensor:
         predictions, targets: (n, P, E) of this rank's images; targets without gradient.
         mask: (n, P), True or 1 where a patch was hidden.
     Returns:
-        0-d; the loop's mean over ranks is the mean over masked patches, however they are spread. Collective.
+        0-d; the loop's mean over ranks is the mean over the masked patches of all ranks. Collective.
     Cost: one all-reduce of two numbers.
     """
     errors = (at_least_float32(predictions) - targets).square().mean(dim=2)
@@ -87,12 +88,12 @@ def mae_loss(predictions: Tensor, targets: Tensor, mask: Tensor) -> Tensor:
 
 
 class _MaskedReconstruction(EmbeddingMethod):
-    """Base of methods that tell what hidden or masked patches hold, which ``_choose_patches`` draws."""
+    """Base of methods that predict the content of the hidden or masked patches that ``_choose_patches`` draws."""
 
     loss_sees_images = True
 
     def run_student(self, model: nn.Module, batch: Batch) -> list[Any]:
-        """Run the student on the patches that it may see."""
+        """Run the student on the visible patches."""
         outputs: list[Any] = model(batch.images, choose_patches=self._choose_patches)
         return outputs
 
@@ -105,9 +106,9 @@ class _MaskedReconstruction(EmbeddingMethod):
 
 @LOSSES.register("mae_loss", config=MAELossConfig)
 class MAE(_MaskedReconstruction):
-    """MAE: pixels of hidden patches from the few that are seen.
+    """MAE: pixels of hidden patches, predicted from the few visible ones.
 
-    Only hidden patches are decoded: the loss looks at no others.
+    Only hidden patches are decoded: the loss ignores the others.
 
     Args: the fields of ``MAELossConfig``.
     """
@@ -135,6 +136,7 @@ class MAE(_MaskedReconstruction):
         (view,) = images
         height, width = grid_of(view, patch_size)
         order = random_order(view, height * width, self.epoch, "mask")
+        # Truncated, as len_keep in models_mae.py.
         num_kept = max(1, int(height * width * (1 - self.mask_ratio)))
         return [PatchView(kept=order[:, :num_kept], wanted=order[:, num_kept:])]
 
@@ -146,7 +148,7 @@ def simmim_loss(predictions: Tensor, images: Tensor, mask: Tensor) -> Tensor:
         predictions, images: (n, C, H, W) of this rank's images.
         mask: (n, h, w), True or 1 where a patch was hidden; h divides H and w divides W.
     Returns:
-        0-d; the loop's mean over ranks is the mean over masked pixels, however they are spread. Collective.
+        0-d; the loop's mean over ranks is the mean over the masked pixels of all ranks. Collective.
     Cost: one all-reduce of two numbers.
     """
     errors = (at_least_float32(predictions) - images).abs().mean(dim=1)  # (n, H, W)
@@ -160,12 +162,12 @@ class PixelOutput(NamedTuple):
 
     Attributes:
         embeddings: (b, F) pooled features.
-        pixels: (b, 3, H, W).
+        patches: (b, h, w, C * p * p) pixels of each patch, channels outermost.
         mask: (b, h, w) bool, True where a patch was masked; None if none was.
     """
 
     embeddings: Tensor
-    pixels: Tensor
+    patches: Tensor
     mask: Tensor | None
 
 
@@ -180,25 +182,22 @@ class PixelHead(nn.Module):
 
     def __init__(self, dims: Sequence[int]):
         super().__init__()
-        self.patch_size = math.isqrt(dims[-1] // 3)
-        if len(dims) != 2 or 3 * self.patch_size**2 != dims[-1]:
-            must = "must be the trunk's features and 3 times the pixels of a square patch"
+        if len(dims) != 2:
+            must = "must have two widths: the trunk's features and the numbers of a patch"
             raise ConfigError([Problem(_DIMS, str(list(dims)), must, "Write [-1, -1].")])
         self.output = nn.Linear(dims[0], dims[1])
 
     def forward(self, features: Tensor, tokens: list[Tokens]) -> PixelOutput:
         """Predict the pixels of images of one resolution."""
         (crop,) = tokens
-        patches = self.output(crop.wanted()).unflatten(1, crop.grid).unflatten(3, (3, self.patch_size, self.patch_size))
-        # (b, h, w, 3, p, p) -> (b, 3, h * p, w * p)
-        pixels = patches.permute(0, 3, 1, 4, 2, 5).reshape(len(patches), 3, crop.grid[0] * self.patch_size, -1)
+        patches = self.output(crop.wanted().unflatten(1, crop.grid))
         mask = None if crop.view.masked is None else crop.view.masked.unflatten(1, crop.grid)
-        return PixelOutput(features, pixels, mask)
+        return PixelOutput(features, patches, mask)
 
 
 @LOSSES.register("simmim_loss", config=SimMIMLossConfig)
 class SimMIM(_MaskedReconstruction):
-    """SimMIM: pixels of masked patches by one linear layer.
+    """SimMIM: pixels of masked patches, predicted by one linear layer.
 
     Args: the fields of ``SimMIMLossConfig``.
     """
@@ -210,13 +209,14 @@ class SimMIM(_MaskedReconstruction):
 
     def forward(self, outputs: list[Any], batch: Batch) -> Tensor:
         """Compute the mean loss over this rank's images; see ``simmim_loss``. Collective."""
-        output, (images,) = output_of(outputs, "pixels"), batch.images
-        if output.pixels.shape != images.shape:
-            num_pixels, got = (tensor[0].numel() // output.mask[0].numel() for tensor in (images, output.pixels))
+        output, (images,) = output_of(outputs, "patches"), batch.images
+        num_pixels, got = images[0].numel() // output.mask[0].numel(), output.patches.shape[3]
+        if got != num_pixels:
             must = f"must end in the numbers of the trunk's patches, {num_pixels}"
             raise ConfigError([Problem(_DIMS, str(got), must, "Write [-1, -1].")])
         self._note(output.embeddings)
-        return simmim_loss(output.pixels, images, output.mask)
+        pixels = F.pixel_shuffle(output.patches.permute(0, 3, 1, 2), images.shape[2] // output.patches.shape[1])
+        return simmim_loss(pixels, images, output.mask)
 
     def _choose_patches(self, images: Sequence[Tensor], patch_size: tuple[int, int]) -> list[PatchView]:
         (view,) = images
@@ -226,6 +226,7 @@ class SimMIM(_MaskedReconstruction):
             fix = f"Write {patch_size[0]}, for example."
             raise ConfigError([Problem("config.LOSS.simmim_loss.mask_patch_size", str(side), must, fix)])
         height, width = view.shape[2] // side, view.shape[3] // side
+        # Rounded up, as in SimMIM's data_simmim.py; 1e-9 absorbs the rounding of the product: 100 * 0.55 is above 55.
         num_masked = math.ceil(height * width * self.mask_ratio - 1e-9)
         order = random_order(view, height * width, self.epoch, "mask")
         squares = as_mask(order[:, :num_masked], height * width).unflatten(1, (height, width))
@@ -234,27 +235,29 @@ class SimMIM(_MaskedReconstruction):
 
 
 def histograms_of_gradients(images: Tensor, num_bins: int = 9, cell_size: int = 8) -> Tensor:
-    """Compute HOG as MaskFeat predicts it: histograms of each channel's gradients in cells that do not overlap.
+    """Compute MaskFeat's HOG: histograms of each channel's gradients in cells that do not overlap.
 
-    Gradients are Sobel's, at the border of a mirrored image; a pixel counts in one bin by its gradient's length; each
-    histogram has unit length (facebookresearch/SlowFast 287ec00, slowfast/models/operators.py, ``HOGLayerC``). So
-    brightness and contrast of a channel change nothing.
+    Follows ``HOGLayerC`` (facebookresearch/SlowFast 287ec00, slowfast/models/operators.py). Brightness and contrast of
+    a channel do not change the histograms.
 
     Args:
         images: (B, C, H, W); cells divide H and W.
-        num_bins: orientations from 0 to 180 degrees, which opposite gradients share.
+        num_bins: orientations from 0 to 180 degrees.
         cell_size: side of a cell, in pixels.
     Returns:
         (B, C, num_bins, H / cell_size, W / cell_size), in float32 at least.
     """
     padded = F.pad(at_least_float32(images), (1, 1, 1, 1), mode="reflect")
+    # Sobel's filters, each as a smoothing and a difference.
     columns = padded[:, :, :-2] + 2 * padded[:, :, 1:-1] + padded[:, :, 2:]
     rows = padded[..., :-2] + 2 * padded[..., 1:-1] + padded[..., 2:]
     across, down = columns[..., :-2] - columns[..., 2:], rows[:, :, :-2] - rows[:, :, 2:]
+    # The remainder: opposite gradients are 180 degrees apart, and share a bin.
     bins = (torch.atan2(across, down) / math.pi * num_bins).floor().long() % num_bins
     lengths = torch.stack((across, down)).norm(dim=0)
+    # One bin for each pixel, weighted by the gradient's length: HOGLayerC does not interpolate between bins.
     spread = lengths.new_zeros(*lengths.shape[:2], num_bins, *lengths.shape[2:])
-    spread.scatter_(2, bins[:, :, None], lengths[:, :, None])  # one place a pixel, so the order of writes is free
+    spread.scatter_(2, bins[:, :, None], lengths[:, :, None])  # deterministic: no two pixels write to one element
     cells = spread.unflatten(4, (-1, cell_size)).unflatten(3, (-1, cell_size)).sum(dim=(4, 6))
     return F.normalize(cells, dim=2)
 
@@ -271,8 +274,8 @@ class HOGOutput(NamedTuple):
 
     Attributes:
         embeddings: (b, F) pooled features.
-        predictions: (b, m, E) for the patches asked for.
-        wanted: (b, m) int64, these.
+        predictions: (b, m, E) of the selected patches.
+        wanted: (b, m) int64, indices of the selected patches.
         grid: patches per column and per row.
     """
 
@@ -297,7 +300,7 @@ class HOGHead(nn.Module):
         self.output = nn.Linear(dims[0], dims[1])
 
     def forward(self, features: Tensor, tokens: list[Tokens]) -> HOGOutput:
-        """Predict the patches asked for of images of one resolution."""
+        """Predict the histograms of the selected patches of images of one resolution."""
         (crop,) = tokens
         assert crop.view.wanted is not None
         return HOGOutput(features, self.output(crop.wanted()), crop.view.wanted, crop.grid)
@@ -319,7 +322,7 @@ class MaskFeat(_MaskedReconstruction):
         self.cell_size = cell_size
 
     def forward(self, outputs: list[Any], batch: Batch) -> Tensor:
-        """Compute the mean squared error over this rank's images, all of which have as many masked patches."""
+        """Compute the mean squared error over this rank's images."""
         output, (images,) = output_of(outputs, "predictions"), batch.images
         self._note(output.embeddings)
         targets = taken(hog_targets(images, output.grid, self.num_bins, self.cell_size), output.wanted)
@@ -328,6 +331,7 @@ class MaskFeat(_MaskedReconstruction):
             got = str(output.predictions.shape[2])
             raise ConfigError([Problem(_DIMS, got, must, f"Write {number} in its place.")])
         errors = (at_least_float32(output.predictions) - targets).square()
+        # Every image has the same number of masked patches, so no weighted mean over ranks is needed.
         return errors.sum() / max(errors.numel(), 1)
 
     def _choose_patches(self, images: Sequence[Tensor], patch_size: tuple[int, int]) -> list[PatchView]:
@@ -344,15 +348,16 @@ class MaskFeat(_MaskedReconstruction):
 
 
 def latent_regression(predictions: Tensor, embeddings: Tensor, beta: float = 1.0) -> Tensor:
-    """Smooth absolute error against the teacher's embeddings, each normalized over its features.
+    """Compute the smooth L1 distance from the teacher's embeddings, each normalized over its features.
 
     Args:
-        predictions: (n, ..., D), as many target patches for each image.
-        embeddings: same shape, the teacher's, without gradient; not normalized.
-        beta: differences below it are squared; 1 in I-JEPA, 2 in data2vec for ViT-B.
+        predictions: (n, ..., D), the same number of target patches for each image.
+        embeddings: the teacher's embeddings of the same shape; no gradient goes into them; not normalized.
+        beta: differences below this are squared; 1 in I-JEPA, 2 in data2vec for ViT-B.
     Returns:
         0-d, the mean over this rank's samples. No communication.
     """
+    # layer_norm without weights: targets have a constant scale, which the teacher cannot shrink (ijepa src/train.py).
     targets = F.layer_norm(at_least_float32(embeddings.detach()), embeddings.shape[-1:])
     errors = F.smooth_l1_loss(at_least_float32(predictions), targets, beta=beta, reduction="sum")
     return errors / max(predictions.numel(), 1)
@@ -360,10 +365,10 @@ def latent_regression(predictions: Tensor, embeddings: Tensor, beta: float = 1.0
 
 @LOSSES.register("ijepa_loss", config=IJEPALossConfig)
 class IJEPA(EmbeddingMethod):
-    """I-JEPA: a teacher's embeddings of blocks from the patches around them.
+    """I-JEPA: a teacher's embeddings of blocks, predicted from the patches around them.
 
-    The paper draws the size of targets for each batch and cuts the context to the smallest one of the batch. Here
-    both have as many patches in every image, so that an image's masks do not depend on the others.
+    The paper draws one size of targets for each batch, and truncates the contexts to the smallest of the batch. Here
+    targets and contexts have constant sizes, so that an image's masks do not depend on other images.
 
     Args: the fields of ``IJEPALossConfig``.
     """
@@ -393,13 +398,14 @@ class IJEPA(EmbeddingMethod):
         return outputs
 
     def run_teacher(self, model: nn.Module, batch: Batch) -> list[Any]:
-        """Run the teacher on whole images, of which the targets' embeddings are taken."""
+        """Run the teacher on whole images, and select its embeddings of the targets."""
         outputs: list[Any] = model(batch.images, choose_patches=partial(self._choose_patches, all_are_seen=True))
         return outputs
 
     def forward(self, outputs: list[Any], batch: Batch, teacher_outputs: list[Any]) -> Tensor:
         """Compute the mean loss over this rank's samples; see ``latent_regression``."""
         student = output_of(outputs, "predictions")
+        # The teacher's, because the student's embeddings are of a part of the image.
         self._note(teacher_outputs[0].embeddings)
         return latent_regression(student.predictions, teacher_outputs[0].patches, self.beta)
 
@@ -423,7 +429,7 @@ class IJEPA(EmbeddingMethod):
 
 
 def mean_of_blocks(blocks: Sequence[Tensor]) -> Tensor:
-    """Average the tokens of blocks, each normalized over its features without learned weights.
+    """Compute the mean of blocks' tokens, each block normalized over its features without learned weights.
 
     Args:
         blocks: K tensors (b, n, D).
@@ -439,8 +445,8 @@ class LatentOutput(NamedTuple):
 
     Attributes:
         embeddings: (b, F) pooled features.
-        predictions: (b, m, D) for the patches asked for; None from a teacher, which predicts nothing.
-        targets: (b, m, D) mean of the last blocks for them; None where no blocks were asked for.
+        predictions: (b, m, D) of the selected patches; None from a teacher, which has no output layer.
+        targets: (b, m, D) mean of the last blocks' tokens of the selected patches; None if no blocks are requested.
     """
 
     embeddings: Tensor
@@ -450,12 +456,12 @@ class LatentOutput(NamedTuple):
 
 @HEADS.register("latent_head", config=LatentHeadConfig)
 class LatentHead(nn.Module):
-    """A linear layer from a masked patch's token to the teacher's embedding of it.
+    """A linear layer from a masked patch's token to the teacher's embedding of this patch.
 
     Args: the fields of ``LatentHeadConfig``.
 
     Attributes:
-        student_only: what a teacher's copy lacks.
+        student_only: modules that the teacher's copy does not have.
     """
 
     student_only = ("output",)
@@ -481,8 +487,8 @@ class LatentHead(nn.Module):
 class Data2Vec(EmbeddingMethod):
     """data2vec: a teacher's embeddings of masked patches, averaged over its last blocks.
 
-    Targets are those of the authors' code for images (facebookresearch/data2vec_vision af9a363,
-    beit/engine_for_cyclical.py): each block normalized, averaged, and normalized again.
+    Targets follow the authors' code for images (facebookresearch/data2vec_vision af9a363,
+    beit/engine_for_cyclical.py): each block is normalized, the blocks are averaged, and the mean is normalized again.
 
     Args: the fields of ``Data2VecLossConfig``.
     """
@@ -500,12 +506,12 @@ class Data2Vec(EmbeddingMethod):
         self.beta = beta
 
     def run_student(self, model: nn.Module, batch: Batch) -> list[Any]:
-        """Run the student on all patches, some of them masked."""
+        """Run the student on images with masked patches."""
         outputs: list[Any] = model(batch.images, choose_patches=partial(self._choose_patches, is_teacher=False))
         return outputs
 
     def run_teacher(self, model: nn.Module, batch: Batch) -> list[Any]:
-        """Run the teacher on whole images; the last blocks' tokens are taken where the student's are masked."""
+        """Run the teacher on whole images, and select its last blocks' tokens where the student's are masked."""
         outputs: list[Any] = model(batch.images, choose_patches=partial(self._choose_patches, is_teacher=True))
         return outputs
 
@@ -521,6 +527,7 @@ class Data2Vec(EmbeddingMethod):
         (view,) = images
         grid = grid_of(view, patch_size)
         num_patches = grid[0] * grid[1]
+        # 1e-9 absorbs the rounding of the product, as in SimMIM.
         num_masked = math.ceil(num_patches * self.mask_ratio - 1e-9)
         counts = torch.full((len(view),), num_masked, device=view.device)
         masked = block_order(view, grid, counts, self.epoch, "mask")[:, :num_masked]
@@ -529,7 +536,7 @@ class Data2Vec(EmbeddingMethod):
         return [PatchView(masked=as_mask(masked, num_patches), wanted=masked)]
 
 
-_NORM: Any = layer_norm  # timm wants a class, and calls it
+_NORM: Any = layer_norm  # timm's type is a class, but it only calls it
 
 
 class PatchOutput(NamedTuple):
@@ -537,9 +544,9 @@ class PatchOutput(NamedTuple):
 
     Attributes:
         embeddings: (b, F) pooled features.
-        wanted: (b, ..., m) int64, the patches asked for.
+        wanted: (b, ..., m) int64, indices of the selected patches.
         grid: patches per column and per row.
-        patches: (b, ..., m, F) the trunk's own embeddings of them; None where patches were left out.
+        patches: (b, ..., m, F) the trunk's embeddings of the selected patches; None if patches were dropped.
         predictions: (b, ..., m, E); None from a teacher, which has no predictor.
     """
 
@@ -552,13 +559,13 @@ class PatchOutput(NamedTuple):
 
 @HEADS.register("patch_predictor", config=PatchPredictorConfig)
 class PatchPredictor(nn.Module):
-    """Predicts each group of hidden patches from the patches seen and a learned vector at each hidden place.
+    """A narrow transformer that predicts each group of hidden patches from the visible ones and mask tokens.
 
     Args: the fields of ``PatchPredictorConfig``.
 
     Attributes:
-        student_only: what a teacher's copy lacks.
-        predicts_pixels: -1 as the last width stands for those of a patch.
+        student_only: modules that the teacher's copy does not have.
+        predicts_pixels: -1 as the last width means the numbers of a patch.
     """
 
     student_only = ("predictor",)
@@ -575,7 +582,7 @@ class PatchPredictor(nn.Module):
         self.predictor: _Predictor | None = _Predictor(dims, depth, num_heads)
 
     def forward(self, features: Tensor, tokens: list[Tokens]) -> PatchOutput:
-        """Predict the patches asked for of images of one resolution."""
+        """Predict the selected patches of images of one resolution."""
         (crop,) = tokens
         wanted = crop.view.wanted
         assert wanted is not None, "a method that has predictions asks for patches"
@@ -595,8 +602,9 @@ class _Predictor(nn.Module):
         self.output = nn.Linear(dims[1], dims[2])
 
     def forward(self, rows: Tensor, tokens: Tokens, wanted: Tensor) -> Tensor:
-        """Predict (b, ..., m, E): each group (m) of patches from prefix tokens and patches in ``rows``, by itself."""
+        """Predict (b, ..., m, E): each group of m patches separately, from prefix tokens and patches in ``rows``."""
         visible: Tensor = self.embedding(rows)
+        # Again, since the trunk's position embeddings have another width.
         positions = sine_positions(tokens.grid, self.width, visible)
         num_prefix, kept = tokens.num_prefix, tokens.view.kept
         places = positions.expand(len(visible), -1, -1) if kept is None else positions[kept]
@@ -604,14 +612,14 @@ class _Predictor(nn.Module):
         groups = wanted.flatten(1, -2) if wanted.ndim > 2 else wanted[:, None]  # (b, T, m)
         num_groups, num_wanted = groups.shape[1:]
         hidden = (self.mask_token.to(visible.dtype) + positions[groups]).flatten(0, 1)
+        # I-JEPA predicts each target block alone: a group attends to the context, not to other groups.
         xs = [torch.cat([visible.repeat_interleave(num_groups, dim=0), hidden], dim=1)]
         for block in self.blocks:
             xs = block(xs)
-        # In its shape before the last layer: FSDP warns of outputs that are views.
         predictions: Tensor = self.output(self.norm(xs[0][:, -num_wanted:]).view(*wanted.shape, -1))
         return predictions
 
     def init_parameters(self, generator_for: Callable[[str], torch.Generator]) -> None:
-        """Draw the first weights as a vision transformer's."""
+        """Initialize the weights as those of a vision transformer."""
         initialize_transformer_(self, generator_for)
         truncated_normal_(self.mask_token, generator_for("mask_token"))

@@ -1,4 +1,4 @@
-"""Masked image modeling: MAE, SimMIM, MaskFeat, I-JEPA and data2vec: keys and rules."""
+"""Masked image modeling (MAE, SimMIM, MaskFeat, I-JEPA, data2vec): keys and rules."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class PixelHeadConfig:
     """``pixel_head``: one linear layer from a patch's token to its pixels."""
 
     dims: list[int] = MISSING
-    """Two widths: the trunk's features, and 3 times the pixels of a patch (-1: those of the trunk)."""
+    """Two widths: the trunk's features, and the pixels of a patch in all channels (-1: those of the trunk)."""
 
 
 @dataclass
@@ -143,7 +143,7 @@ class IJEPASpec(MethodSpec):
     recipe = "digits/ijepa"
 
     def problems(self, cfg: RunConfig, decided: Decisions) -> list[Problem]:
-        """Check the recipe: a vision transformer, a predictor, one size of crops, room for context beside targets."""
+        """Check for a vision transformer, a predictor, one size of crops, and patches left for the context."""
         keys, path = loss_keys(cfg), f"LOSS.{cfg.LOSS['name']}"
         problems = [*one_head(cfg, "patch_predictor"), *patch_trunk(cfg), *one_size(cfg)]
         problems += share(f"{path}.momentum", keys.momentum)
@@ -154,6 +154,7 @@ class IJEPASpec(MethodSpec):
             must, fix = "must end in the trunk's features, which are predicted", "Write their number in its place."
             problems.append(Problem("config.MODEL.HEAD.PARAMS[0][1].dims", "-1", must, fix))
         taken = keys.num_targets * keys.target_scale
+        # Targets may overlap, but an image whose targets do not must still have its context.
         if taken + keys.context_scale > 1 + 1e-9:
             must = f"must leave room for the context: {taken:g} of the patches may be targets"
             fix = f"Write context_scale={max(1 - taken, 0):.2g}, or lower target_scale."

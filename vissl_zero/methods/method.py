@@ -1,6 +1,6 @@
-"""What every method is to the training loop, the dry run, checkpoints and reports: the only class they know.
+"""The interface of a method, which the training loop, the dry run, checkpoints and reports call.
 
-A loss of your own subclasses ``Method`` and defines ``forward(outputs, batch)``; everything else has a default. It
+A custom loss subclasses ``Method`` and defines ``forward(outputs, batch)``; everything else has a default. The class
 is registered with ``@LOSSES.register("my_loss", config=MyLossConfig)`` and built with the fields of its config.
 
 Rows of every output are *crop-major* over the resolutions in order: row j belongs to sample ``j % num_local``, crop
@@ -8,12 +8,12 @@ Rows of every output are *crop-major* over the resolutions in order: row j belon
 
 **Gradients.** The loop weighs each rank's loss by its share of the samples, ``num_local / num_global``, and gradients
 are summed over ranks with these weights. So a loss that is a mean over samples returns the mean over this rank's own.
-A loss that couples samples across ranks must give exactly the gradient of the single-process loss on the whole batch.
-Both come out right if every rank returns either the mean over its own samples of a term that may look at all samples,
-or the same number for the whole batch, and whatever it takes from other ranks comes through ``methods/gather.py``,
-whose backward passes sum over ranks. A rank may have no samples; it must make the same collective calls.
+A loss that couples samples across ranks must have exactly the gradient of one process with the whole batch. It has if
+every rank returns one of two values: the mean over this rank's samples, in which a term may depend on all samples, or
+the same number on every rank. Tensors of other ranks must come through ``methods/gather.py``, whose backward passes sum
+over ranks. A rank may have no samples; it must make the same collective calls.
 
-What methods that compare embeddings of crops share is here too: crops out of rows, figures, collapse, momentum.
+``EmbeddingMethod`` has what methods that compare embeddings of crops share: metrics, the collapse rule, momentum.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from vissl_zero.registry import LOSSES, require_interface
 
 
 class Batch(Protocol):
-    """What a method may know about a micro-batch of this rank; the data room's ``Batch`` is one."""
+    """The fields of this rank's micro-batch that a method may read; ``data.dataset.ImageBatch`` has them."""
 
     @property
     def images(self) -> list[Tensor]:
@@ -51,7 +51,7 @@ class Batch(Protocol):
 
     @property
     def masks(self) -> Tensor | None:
-        """(B, H, W) uint8 class of each pixel of the one crop, 255 where it does not count; None without masks."""
+        """(B, H, W) uint8 class of each pixel of the one crop, 255 where a pixel is ignored; None without masks."""
 
     @property
     def boxes(self) -> Tensor | None:
@@ -74,34 +74,34 @@ B = TypeVar("B", bound=Batch)
 
 
 class Method(nn.Module):
-    """Base of all methods, registered in LOSSES: what student and teacher see, the loss, the figures.
+    """Base of all methods, registered in LOSSES: runs student and teacher, computes the loss and its metrics.
 
-    A subclass defines ``forward(outputs, batch)``, the loss; with a teacher it takes ``teacher_outputs``, too.
+    A subclass defines ``forward(outputs, batch)``, the loss; with a teacher, also the argument ``teacher_outputs``.
 
     ``set_images`` and ``set_length`` are called once, ``on_epoch`` where an epoch begins (in the middle of one, a
     resumed run does not). For each optimizer step, on every rank, the loop calls ``on_step`` once; then per
     micro-batch ``prepare``, ``run_teacher`` (where ``has_teacher``), ``run_student``, ``loss``, the backward pass and
-    ``observe``; then ``update_state`` once. So centers, queues and memories stand still within a step and move once per
-    step, however many micro-batches it has. State that a resumed run needs belongs in buffers or in
+    ``observe``; then ``update_state`` once. So centers, queues and memories are constant within a step and change once
+    per step, however many micro-batches the step has. State that a resumed run needs belongs in buffers or in
     ``get_extra_state``.
 
     Attributes:
-        has_teacher: a second model is kept and run, which learns nothing by gradient (see ``run_teacher``).
-        teacher_follows: it is a copy of the model that follows it by ``momentum``; else it stays as ``make_teacher``
-            gave it.
+        has_teacher: the method has a second model, which is not trained by gradient (see ``run_teacher``).
+        teacher_follows: the teacher is a moving average of the model (``momentum``); else the model that
+            ``make_teacher`` returns, unchanged.
         teacher_crops: crops that the teacher sees, in ascending order; None: all, as the student.
-        needs_initial_embeddings: before the first step, all training images go through the model once without gradient,
-            and the outputs to ``observe``.
+        needs_initial_embeddings: before the first step, the model runs on all training images without gradient, and
+            ``observe`` receives the outputs.
         couples_samples: a sample's loss depends on others of its micro-batch, or on state that a micro-batch changes.
-        remembers_images: it keeps state for each training image, whose number ``set_images`` tells.
-        loss_sees_images: ``forward`` looks at ``batch.images``, which exact accumulation otherwise leaves out.
-        ignored_label: label of images that do not count, where the first head predicts classes; None elsewhere.
-        predicts_pixels: its first head predicts the class of each pixel, which ``batch.masks`` tells.
-        mixing: mixes the images of a micro-batch; set after construction, where DATA.TRAIN asks for it.
-        views_apart: each crop of an image goes through the model by itself, so that batch norm has its statistics view
-            by view; set after construction, by MODEL.VIEWS_APART.
-        num_prototypes: number of prototypes in each layer, for a method whose ``health`` counts those in use.
-        guessing_loss: loss of a model that tells nothing apart, drawn in the report; None where it is not known.
+        remembers_images: the method keeps state for each training image (see ``set_images``).
+        loss_sees_images: ``forward`` reads ``batch.images``, which exact accumulation otherwise leaves out.
+        ignored_label: label of images that the loss ignores, where the first head predicts classes; None elsewhere.
+        predicts_pixels: the first head predicts the class of each pixel, which ``batch.masks`` has.
+        mixing: mixes the images of a micro-batch; set after construction, if DATA.TRAIN has a mixing collator.
+        views_apart: the model runs on each crop of an image separately, so that batch norm has the statistics of one
+            view; set after construction, by MODEL.VIEWS_APART.
+        num_prototypes: number of prototypes in each layer, for a method whose ``health`` counts the prototypes in use.
+        guessing_loss: loss at chance level, drawn in the report; None if not known.
     """
 
     has_teacher: bool = False
@@ -123,18 +123,18 @@ class Method(nn.Module):
         raise NotImplementedError(f"{type(self).__name__} must define forward(outputs, batch)")
 
     def loss(self, outputs: list[Any], batch: Batch, teacher_outputs: list[Any] | None = None) -> Tensor:
-        """Compute the loss, a 0-d tensor; see the module for what its gradient must be. It calls ``forward``.
+        """Compute the loss, a 0-d tensor, by ``forward``. The module's docstring says which gradient it must have.
 
         Args:
             outputs: one entry per head of the model.
-            batch: the micro-batch they were computed from.
+            batch: micro-batch from which ``outputs`` were computed.
             teacher_outputs: the teacher's outputs, without gradient; None without a teacher.
         """
         loss: Tensor = self(outputs, batch) if teacher_outputs is None else self(outputs, batch, teacher_outputs)
         return loss
 
     def prepare(self, batch: B) -> B:
-        """Make the micro-batch what student, teacher and loss see: mixed by ``mixing``, a tensor per crop if apart."""
+        """Return the micro-batch that student, teacher and loss see: mixed, and with one tensor per crop if apart."""
         if self.mixing is not None:
             images, _ = self.mixing(batch.images, batch.num_local)
             batch = replace(batch, images=images)  # type: ignore[type-var]
@@ -153,7 +153,7 @@ class Method(nn.Module):
         """Make the teacher at the start of a run, without gradients.
 
         Args:
-            model: a copy of the one that is trained, to be changed in place.
+            model: copy of the trained model; may be changed in place.
         """
         return model.as_teacher()
 
@@ -164,23 +164,24 @@ class Method(nn.Module):
         return outputs
 
     def momentum(self, step: int) -> float:
-        """Return the weight of the teacher's past after optimizer step ``step`` (from 0); the rest is the student's."""
+        """Return the teacher's momentum at optimizer step ``step``, from 0: teacher = m * teacher + (1 - m) * model."""
         raise NotImplementedError(f"{type(self).__name__} has a teacher and must define momentum(step)")
 
     def moves_anchor(self, step: int) -> bool:
-        """Say whether the teacher's anchor, if any, becomes a copy of its trunk after optimizer step ``step``."""
+        """Check whether the teacher's anchor, if any, becomes a copy of its trunk after optimizer step ``step``."""
         return False
 
     def heaviest_step(self) -> int:
-        """Name an optimizer step that takes as much memory and time as any, for the dry run."""
+        """Return an optimizer step, from 0, that takes as much memory and time as any other, for the dry run."""
         return 0
 
     def join(self, parts: Sequence[list[Any]], num_samples: Sequence[int]) -> list[Any]:
-        """Join outputs of several micro-batches as those of one; see ``_join_rows``. What is no tensor is the first's.
+        """Join the outputs of several micro-batches to those of one; see ``_join_rows``.
 
         Args:
-            parts: outputs of student or teacher, a micro-batch each.
-            num_samples: number of samples in each.
+            parts: outputs of student or teacher for each micro-batch. Leaves other than tensors are taken from the
+                first.
+            num_samples: number of samples in each micro-batch.
         """
         columns = zip(*map(pytree.tree_leaves, parts), strict=True)
         joined = [_join_rows(column, num_samples) if isinstance(column[0], Tensor) else column[0] for column in columns]
@@ -188,16 +189,17 @@ class Method(nn.Module):
         return outputs
 
     def probe(self) -> Tensor | None:
-        """Return rows (q, D) for the head to score in the coming forward pass, without gradient; None: nothing."""
+        """Return rows (q, D) that the head scores in the next forward pass, without gradient; None: no rows."""
+        # In the forward pass, because a sharded head has its full weights only there.
         return None
 
     def observe(self, outputs: list[Any], batch: Batch, teacher_outputs: list[Any] | None = None) -> Any:
-        """Return what ``update_state`` needs of a micro-batch, without graph, or None. It must not change the state.
+        """Return the tensors of a micro-batch for ``update_state``, detached, or None. Must not change the state.
 
-        It is kept until the end of the step, so sums are better than rows where they suffice. No communication.
+        They are kept until the end of the step: return sums rather than rows where sums suffice. No communication.
 
         Args:
-            outputs: the student's.
+            outputs: the student's outputs.
             batch: the micro-batch, or with exact accumulation all of this rank's samples of the step.
             teacher_outputs: the teacher's outputs; None without a teacher.
         """
@@ -207,14 +209,14 @@ class Method(nn.Module):
         """Move the method's own state (center, queue, memory), once per optimizer step. May be a collective.
 
         Args:
-            observed: what ``observe`` gave, a micro-batch each; every rank has as many.
+            observed: results of ``observe``, one per micro-batch; equally many on every rank.
         """
 
     def set_images(self, num_images: int) -> None:
-        """Set how many images there are to train on: the size of a memory. Called before the method gets its dtype."""
+        """Set the number of training images, the size of a memory. Called before the method is cast to its dtype."""
 
     def set_length(self, num_steps: int, steps_per_epoch: int) -> None:
-        """Set how long the schedule is, in optimizer steps (``MAX_STEPS`` does not shorten it)."""
+        """Set the length of schedules, in optimizer steps (``MAX_STEPS`` does not shorten it)."""
 
     def on_epoch(self, epoch: int) -> None:
         """Prepare for a new epoch, counted from 0. May be a collective."""
@@ -223,19 +225,19 @@ class Method(nn.Module):
         """Prepare for a new optimizer step; both count from 0."""
 
     def health_sums(self) -> Tensor:
-        """Return what ``health`` needs of this rank's last micro-batch, 1-d; the loop sums it over ranks."""
+        """Return this rank's terms of ``health`` for the last micro-batch, 1-d; the loop sums them over ranks."""
         return torch.empty(0)
 
     def health(self, sums: Tensor) -> dict[str, float]:
-        """Compute figures on the last micro-batch of all ranks, for logs and the report.
+        """Compute metrics of the last micro-batch of all ranks, for logs and the report: name -> value.
 
         Args:
-            sums: ``health_sums`` of all ranks together, float64.
+            sums: ``health_sums``, summed over all ranks, float64.
         """
         return {}
 
     def collapse_rule(self, num_steps: int) -> CollapseRule | None:
-        """Return what tells from ``health``, step by step, that the model collapses; None: nothing does.
+        """Return the rule that detects from ``health``, step by step, that the model collapses; None: no rule.
 
         Args:
             num_steps: number of steps of the run.
@@ -248,7 +250,7 @@ class Method(nn.Module):
 
 
 def _join_rows(parts: Sequence[Tensor], num_samples: Sequence[int]) -> Tensor:
-    """Join crop-major rows of several micro-batches, as those of one micro-batch with all their samples.
+    """Join crop-major rows of several micro-batches to the rows of one micro-batch with all their samples.
 
     Args:
         parts: (V * n_i, ...) each.
@@ -280,9 +282,9 @@ class EmbeddingMethod(Method):
     """Base of methods whose first head gives an embedding for each crop; call ``_note`` in ``forward``.
 
     Attributes:
-        epoch: the present one, from 0.
-        momenta: the teacher's momentum at the start and at the end of the run, the same one where it stays; None: there
-            is no such teacher, or ``momentum`` is overridden.
+        epoch: current epoch, from 0.
+        momenta: the teacher's momentum at the start and at the end of the run, equal if constant; None: the method has
+            no such teacher, or overrides ``momentum``.
     """
 
     momenta: tuple[float, float] | None = None
@@ -307,6 +309,7 @@ class EmbeddingMethod(Method):
         if self.momenta is None:
             return super().momentum(step)
         first, last = self.momenta
+        # The default of BYOL, DINO, iBOT, DINOv2 and MoCo v3; equal ends make it constant.
         return last - (last - first) * (math.cos(math.pi * step / self._num_steps) + 1) / 2
 
     def health_sums(self) -> Tensor:
@@ -318,11 +321,12 @@ class EmbeddingMethod(Method):
         return {} if self._last is None else embedding_rank(sums)
 
     def collapse_rule(self, num_steps: int) -> CollapseRule | None:
-        """Return the rule for a collapse: all images with nearly the same embedding."""
+        """Return the rule that detects nearly equal embeddings of all images."""
         return RankCollapse(patience=max(500, num_steps // 4))
 
     def _note(self, embeddings: Tensor) -> None:
-        """Remember the rows (m, D) that the figures of this step are about."""
+        """Keep the rows (m, D) whose metrics this step logs."""
+        # Detached: a kept graph would hold the activations of the step until the next one.
         self._last = embeddings.detach()
 
     def _linear_momentum(self, start: float, step: int, end: float) -> float:
@@ -331,28 +335,28 @@ class EmbeddingMethod(Method):
 
 
 class GuessingMethod(Method):
-    """Base of methods that guess classes; ``health`` is the share of the last guesses that are right.
+    """Base of methods that predict classes; ``health`` is the accuracy of the last micro-batch.
 
     Attributes:
-        share_name: name of that share.
+        share_name: name of that metric.
     """
 
     share_name: str
     _counts: Tensor | None = None
 
     def health_sums(self) -> Tensor:
-        """Return how many guesses the last micro-batch had, and how many of them are right."""
+        """Return the number of predictions in the last micro-batch, and of correct ones."""
         return super().health_sums() if self._counts is None else self._counts
 
     def health(self, sums: Tensor) -> dict[str, float]:
-        """Compute the share of guesses that are right."""
+        """Compute the share of correct predictions."""
         if self._counts is None:
             return {}
         counted, right = sums.tolist()
         return {self.share_name: right / max(counted, 1)}
 
     def _note_guesses(self, counted: Tensor, right: Tensor) -> None:
-        """Remember the numbers, 0-d, that ``health`` is about."""
+        """Keep the number of predictions and of correct ones, 0-d, for ``health``."""
         self._counts = torch.stack((counted, right))
 
 
@@ -360,7 +364,7 @@ def crops_of(rows: Tensor, num_crops: int, batch: Batch) -> tuple[Tensor, ...]:
     """Split rows (num_crops * B, D) crop by crop, (B, D) each.
 
     Raises:
-        ConfigError: there are other crops than the method takes.
+        ConfigError: the transforms do not make ``num_crops`` crops of an image.
     """
     if len(rows) != num_crops * batch.num_local:
         must = f"must make {num_crops} crops of an image for this loss"
@@ -369,7 +373,7 @@ def crops_of(rows: Tensor, num_crops: int, batch: Batch) -> tuple[Tensor, ...]:
 
 
 def images_of(batch: Batch, crops: Sequence[int]) -> list[Tensor]:
-    """Select the images of some crops, as a model takes them: a tensor per resolution that has any, rows crop-major.
+    """Select the images of some crops: a tensor for each resolution among these crops, rows crop-major.
 
     Args:
         crops: crops in ascending order.

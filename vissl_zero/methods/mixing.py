@@ -3,10 +3,10 @@
 Losses without labels see the mixed images alone, each crop mixed by itself, as VISSL's ``cutmixup_collator`` does with
 an ``ssl_method``.
 
-An image's partner is its neighbor in the batch (the first and the second, the third and the fourth), and draws are
-keyed by (seed, step, image), or by (seed, step) where the whole batch shares one. So mixed images are the same at any
-level, after a resume, and on any number of ranks whose micro-batches are even. timm and VISSL take the image at the
-other end of a process's micro-batch, and draw once for each process: in a shuffled batch this is as random.
+An image's partner is its neighbor in the batch (the first and the second, the third and the fourth). Draws are keyed by
+(seed, step, image), or by (seed, step) in batch mode. So mixed images are the same at any level, after a resume, and on
+any number of ranks whose micro-batches are even. timm and VISSL pair an image with the one at the other end of the
+process's micro-batch, and draw once per process; a shuffled batch makes both choices equally random.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ from vissl_zero.config.blocks.data import MIXING_COLLATOR, MixingConfig, Split
 from vissl_zero.config.components import typed_options
 from vissl_zero.models.keyed_random import NUM_BITS, keyed_bits, resolution_scope
 
-_TRIES = 64  # of the rejection that draws a Beta: at alpha 2, one in 100,000 fails, and takes the last
-_SHARES = 6  # whether to mix, which of the two, where, how large
+# Tries of Johnk's rejection, a constant number: a loop until acceptance would wait for the device. At alpha 2, all
+# tries of one image in 100,000 are rejected, and it takes the first.
+_TRIES = 64
+_SHARES = 6  # uniform numbers per image: whether to mix, mixup or CutMix, and four for the box
 
 
 def smooth_targets(labels: Tensor, num_classes: int, smoothing: float = 0.0) -> Tensor:
@@ -38,8 +40,8 @@ def mix_targets(targets: Tensor, partners: Tensor, shares: Tensor) -> Tensor:
     """Mix the targets of images mixed by mixup or CutMix (https://arxiv.org/abs/1710.09412, 1905.04899).
 
     Args:
-        targets, partners: (n, C) of each image and of the one mixed into it.
-        shares: (n,) share of the image itself; for CutMix, of its area.
+        targets, partners: (n, C) targets of each image, and of the image mixed into it.
+        shares: (n,) share of the image itself; for CutMix, its share of the area.
     Returns:
         (n, C).
     """
@@ -47,26 +49,27 @@ def mix_targets(targets: Tensor, partners: Tensor, shares: Tensor) -> Tensor:
 
 
 def beta_from(uniforms: Tensor, alpha: float) -> Tensor:
-    """Draw Beta(alpha, alpha) by Johnk's method (https://doi.org/10.1007/BF02613800), all tries made at once.
+    """Draw Beta(alpha, alpha) by Johnk's method (https://doi.org/10.1007/BF02613800), with all tries at once.
 
     Args:
         uniforms: (n, tries, 2) in [0, 1).
-        alpha: alpha above 0; the larger, the more tries are rejected.
+        alpha: above 0; larger values reject more tries.
     Returns:
         (n,) in [0, 1].
     """
+    # In the logarithm: u ** (1 / alpha) underflows for a small alpha.
     logs = torch.log(uniforms.clamp(min=torch.finfo(uniforms.dtype).tiny)) / alpha
     total = torch.logsumexp(logs, dim=2)
-    first = (total <= 0).to(torch.int8).argmax(dim=1)  # argmax takes the first of the largest; 0 if none is accepted
+    first = (total <= 0).to(torch.int8).argmax(dim=1)  # index of the first accepted try; 0 if none is accepted
     ratios = torch.exp(logs[:, :, 0] - total)
     return ratios.gather(1, first[:, None])[:, 0]
 
 
 class Mixing:
-    """Mixes micro-batches of one process.
+    """Mixes the images of a micro-batch of one process.
 
     Args:
-        config: config as a recipe has it.
+        config: keys of the mixing collator.
     """
 
     def __init__(self, config: MixingConfig):
@@ -79,18 +82,19 @@ class Mixing:
             images: R tensors (V_r * B, 3, H_r, W_r), crop-major.
             num_samples: B.
         Returns:
-            Images of the same shapes; for each resolution (V_r * B,) float64, the share of each that is its own.
+            Images of the same shapes; for each resolution (V_r * B,) float64, the share of each image itself.
         """
         mixed, shares = [], []
         for index, crops in enumerate(images):
             views = len(crops) // max(num_samples, 1)
-            is_one = self.config.mode == "batch"  # each crop has a draw of its own
+            is_one = self.config.mode == "batch"  # one draw for each crop, which all samples share
             with resolution_scope(index, views if is_one else len(crops)):
                 draws = keyed_bits(
                     views if is_one else len(crops), 4 * _TRIES + _SHARES, "mixing", crops.device, by_sample=not is_one
                 )
             uniforms = (draws.double() / 2**NUM_BITS).unflatten(0, (views, 1 if is_one else num_samples))
             if self.config.mode == "pair":
+                # Both images of a pair take the draw of the first.
                 uniforms = uniforms[:, _places(uniforms.shape[1], crops.device) // 2 * 2]
             uniforms = uniforms.expand(views, num_samples, -1).flatten(0, 1)
             partners = crops.unflatten(0, (views, num_samples))[:, _partners(num_samples, crops.device)].flatten(0, 1)
@@ -100,11 +104,11 @@ class Mixing:
         return mixed, shares
 
     def labels(self, targets: Tensor, shares: list[Tensor], dtype: torch.dtype) -> Tensor:
-        """Mix the labels of what was mixed.
+        """Mix the labels of the images that ``__call__`` has mixed.
 
         Args:
             targets: (B,) int64.
-            shares: shares from ``__call__``.
+            shares: shares returned by ``__call__``.
             dtype: data type of the labels.
         Returns:
             (rows, num_classes), rows sum to 1.
@@ -116,7 +120,7 @@ class Mixing:
         return mix_targets(labels.repeat(views, 1), partners.repeat(views, 1), mixed)
 
     def _mix(self, images: Tensor, partners: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-        """Mix each image with its partner; returns them, and (rows,) the share of each that the image itself has."""
+        """Mix each image with its partner; return the mixed images, and (rows,) the share of each image itself."""
         keys, (height, width) = self.config, images.shape[2:]
         tries, (is_off, is_cut, *box) = uniforms[:, :-_SHARES], uniforms[:, -_SHARES:].unbind(1)
         first, second = tries.unflatten(1, (2, _TRIES, 2)).unbind(1)
@@ -127,15 +131,17 @@ class Mixing:
         areas = beta_from(second, 1.0 if keys.cutmix_minmax else keys.cutmix_alpha) if has_cut else shares
         tall = self._interval(box[0], box[1], areas, height)
         wide = self._interval(box[2], box[3], areas, width)
+        # The box is clipped at the border and has whole pixels: label by the area that it really has.
         if keys.correct_lam or keys.cutmix_minmax:
             areas = 1 - tall.sum(dim=1) * wide.sum(dim=1) / (height * width)
         shares = torch.where(mixes, torch.where(cuts, areas, shares), 1.0)
         is_pasted = (tall[:, :, None] & wide[:, None, :] & (cuts & mixes)[:, None, None])[:, None]
+        # CutMix pastes the box and does not blend.
         weights = torch.where(cuts, 1.0, shares).to(images.dtype)[:, None, None, None]
         return torch.where(is_pasted, partners, torch.lerp(partners, images, weights)), shares
 
     def _interval(self, place: Tensor, size: Tensor, areas: Tensor, side: int) -> Tensor:
-        """Compute where the box lies along one side, (rows, side) bool."""
+        """Compute the box's extent along one side, (rows, side) bool."""
         if self.config.cutmix_minmax:
             least, most = (int(side * share) for share in self.config.cutmix_minmax)
             length = least + (size * max(most - least, 1)).long()
@@ -154,13 +160,13 @@ def _places(num_samples: int, device: torch.device) -> Tensor:
 
 
 def _partners(num_samples: int, device: torch.device) -> Tensor:
-    """Return the place of each image's partner; the last of an odd number is its own."""
+    """Return the index of each image's partner; with an odd number, the last image is its own partner."""
     places = _places(num_samples, device)
     return torch.where(places ^ 1 < num_samples, places ^ 1, places)
 
 
 def mixing_of(train: Split) -> Mixing | None:
-    """Build what mixes the images of ``config.DATA.TRAIN`` after resolution; None: nothing does."""
+    """Build the mixing of ``config.DATA.TRAIN`` after resolution; None without a mixing collator."""
     if train.COLLATE_FUNCTION != MIXING_COLLATOR:
         return None
     key = "config.DATA.TRAIN.COLLATE_FUNCTION_PARAMS"

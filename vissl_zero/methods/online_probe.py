@@ -1,7 +1,7 @@
 """A linear classifier on the trunk's features, trained beside the model without touching it.
 
-Its accuracy says during training what a linear probe would say afterward. It has an update rule of its own: nothing of
-it enters the model's loss, gradients, gradient norm or optimizer.
+Its accuracy during training estimates that of a linear probe afterward. It has a separate update rule, and does not
+change the model's loss, gradients, gradient norm or optimizer.
 """
 
 from __future__ import annotations
@@ -21,12 +21,11 @@ _LEAST_STATISTICS_RATE = 0.01  # the features' mean and variance follow the trun
 class OnlineProbe(nn.Module):
     """Softmax regression by Adam (Kingma and Ba 2015) on standardized features.
 
-    All state is in buffers, so it is saved, restored and compared with the rest of the method's. Every rank holds the
-    whole of it, about 3 C (F + 1) numbers.
+    All state is in buffers, so it is saved, restored and compared with the rest of the method's. Every rank has all of
+    it, about 3 C (F + 1) numbers.
 
     **Exact.** A step's gradient is the mean over the samples of all ranks and micro-batches, summed in one all-reduce.
-    Features are standardized by the mean and variance of the steps *before*: those of the step itself would need a
-    second one. The first step therefore measures and changes no weight.
+    Features are standardized by the mean and variance of the *previous* steps. So the first step changes no weight.
 
     Args:
         feature_dim: F.
@@ -68,13 +67,13 @@ class OnlineProbe(nn.Module):
 
     @torch.no_grad()
     def learn(self, features: list[Tensor], batch: Batch) -> None:
-        """Add what the rows of the first resolution say to the gradient of this step. Not a collective.
+        """Add the rows of the first resolution to the gradient of this step. Not a collective.
 
         Args:
-            features: features of the trunk, per resolution (crops * B, F), crop-major; only the first is looked at.
-            batch: they are of; samples with a negative label don't count.
+            features: features of the trunk, per resolution (crops * B, F), crop-major; only the first is used.
+            batch: micro-batch of the features; samples with a negative label are ignored.
         Raises:
-            ConfigError: the labels are none, or no class numbers.
+            ConfigError: there are no labels, or they are no class numbers.
         """
         targets = batch.targets
         if targets is None or targets.dtype != torch.int64:
@@ -83,6 +82,7 @@ class OnlineProbe(nn.Module):
             raise ConfigError([Problem("config.ONLINE_PROBE.USE_PROBE", "true", must, fix)])
         if not batch.num_local:
             return
+        # Detached: the probe must not train the trunk.
         rows = features[0].detach().to(self.mean.dtype)
         labels = targets.repeat(len(rows) // batch.num_local)
         counts = (labels >= 0).to(rows.dtype)
@@ -90,26 +90,30 @@ class OnlineProbe(nn.Module):
         scores = inputs @ self.weight.T
         right = ((scores.argmax(dim=1) == labels) * counts).sum()
         one_hot = torch.zeros_like(scores).scatter_(1, labels.clamp(min=0)[:, None], 1.0)
+        # The gradient of softmax regression in closed form: no graph, and no hook of the sharded model.
         errors = (scores.softmax(dim=1) - one_hot) * counts[:, None]
         gradient = errors.T @ inputs
         weighted = rows * counts[:, None]
+        # One vector, so that a step needs one all-reduce.
         parts = [gradient.flatten(), weighted.sum(dim=0), (weighted * rows).sum(dim=0), counts.sum()[None], right[None]]
         self._sums = self._sums + torch.cat(parts)
 
     @torch.no_grad()
     def step(self) -> tuple[Tensor, Tensor]:
-        """Update by what was learned since the last call. Collective: every rank, once per optimizer step.
+        """Update the weights by the gradient since the last call. Collective: every rank, once per optimizer step.
 
         Cost: one all-reduce of C (F + 1) + 2 F + 2 numbers. Does not wait for the device.
 
         Returns:
-            How many samples were classified, and how many of them rightly before the update; 0-d, of all ranks.
+            Number of samples, and of those classified correctly before the update; 0-d, over all ranks.
         """
         num_classes, feature_dim = self._widths
         split = [num_classes * (feature_dim + 1), feature_dim, feature_dim, 1, 1]
         gradient, mean, mean_square, count, right = all_reduce_sum(self._sums).split(split)
         self._sums = self._no_sums()
         num_samples = count.clamp(min=1)
+        # A factor of 0 or 1 instead of a branch, which would wait for the device. The statistics of the step itself
+        # would need a second all-reduce, before the gradient.
         has_statistics = (self.num_steps > 0).to(gradient.dtype)
         gradient = has_statistics * gradient.view(num_classes, feature_dim + 1) / num_samples
         self.exp_avg.lerp_(gradient, 1 - _BETAS[0])
@@ -118,6 +122,7 @@ class OnlineProbe(nn.Module):
         average = self.exp_avg / (1 - _BETAS[0] ** updates)
         spread = (self.exp_avg_sq / (1 - _BETAS[1] ** updates)).sqrt() + _EPS
         self.weight -= has_statistics * self._lr * average / spread
+        # First a plain mean over steps, later an exponential one. A step without labeled samples changes nothing.
         rate = (1 / (self.num_steps + 1)).clamp(min=_LEAST_STATISTICS_RATE) * (count > 0)
         self.mean.lerp_(mean / num_samples, rate.squeeze())
         self.mean_square.lerp_(mean_square / num_samples, rate.squeeze())
@@ -130,7 +135,7 @@ class OnlineProbe(nn.Module):
         return self._inputs(rows.to(self.mean.dtype)) @ self.weight.T
 
     def _inputs(self, rows: Tensor) -> Tensor:
-        """Standardize the features, with a column of ones."""
+        """Standardize the features (N, F) and append a column of ones for the bias: (N, F + 1)."""
         variance = (self.mean_square - self.mean.square()).clamp(min=0)
         return torch.cat([(rows - self.mean) / (variance + 1e-6).sqrt(), rows.new_ones(len(rows), 1)], dim=1)
 

@@ -1,7 +1,7 @@
-"""Pretext tasks, classification by labels that the method makes itself: losses, heads, and what the loop calls.
+"""Pretext tasks, whose labels the method makes: losses, heads and methods.
 
-RotNet guesses a rotation and Jigsaw an order of tiles. NPID and PIRL tell an image from all others, with negatives from
-a memory bank of all images; PIRL does so for Jigsaw's tiles.
+RotNet predicts a rotation and Jigsaw an order of tiles. NPID and PIRL discriminate an image from all others, with
+negatives from a memory bank of all images; PIRL also discriminates Jigsaw's tiles.
 """
 
 from __future__ import annotations
@@ -39,10 +39,12 @@ from vissl_zero.registry import HEADS, LOSSES
 
 
 class PretextTask(GuessingMethod):
-    """Base of methods that guess what was done to an image; define ``labels``, and ``run_student``, which does it.
+    """Base of methods that predict which transformation an image had.
+
+    A subclass defines ``labels``, and ``run_student``, which transforms the images.
 
     Args:
-        num_classes: what may have been done.
+        num_classes: number of transformations.
     """
 
     couples_samples = False
@@ -54,14 +56,14 @@ class PretextTask(GuessingMethod):
         self.guessing_loss = math.log(num_classes)
 
     def labels(self, batch: Batch, num_rows: int, device: torch.device) -> Tensor:
-        """Return (num_rows,) int64: what was done to each row of the outputs."""
+        """Return (num_rows,) int64, the transformation of each row of the outputs."""
         raise NotImplementedError
 
     def forward(self, outputs: list[Any], batch: Batch) -> Tensor:
         """Compute the cross-entropy, the mean over this rank's samples. No communication.
 
         Raises:
-            ConfigError: the head has other outputs than there are classes.
+            ConfigError: the head has not one output per class.
         """
         logits: Tensor = at_least_float32(outputs[0])
         if logits.shape[1] != self.num_classes:
@@ -96,15 +98,17 @@ class RotNet(PretextTask):
             got = f"{images.shape[2]} x {images.shape[3]} pixels"
             fix = "Crop images to a square: {name: CenterCrop, size: 224}."
             raise ConfigError([Problem("config.DATA.TRAIN.TRANSFORMS", got, "must make square images", fix)])
+        # On the batch and not in the loader: the student sees every crop at all angles, which are loaded once.
         turned = torch.stack([torch.rot90(images, turns, (2, 3)) for turns in range(NUM_ANGLES)])
         rows = torch.arange(len(images), device=images.device)
-        one_of_each = (self.labels(batch, len(images), images.device), rows)
-        outputs: list[Any] = model([turned.flatten(0, 1) if self.all_angles else turned[one_of_each]])
+        drawn = (self.labels(batch, len(images), images.device), rows)
+        outputs: list[Any] = model([turned.flatten(0, 1) if self.all_angles else turned[drawn]])
         return outputs
 
     def labels(self, batch: Batch, num_rows: int, device: torch.device) -> Tensor:
-        """Return the quarter turns; see ``PretextTask``."""
+        """Return the number of quarter turns of each row; see ``PretextTask``."""
         if not self.all_angles:
+            # Keyed by (seed, step, sample): run_student and the loss draw the same angles.
             return keyed_bits(num_rows, 1, "rotnet", device)[:, 0] % NUM_ANGLES
         return torch.arange(NUM_ANGLES, device=device).repeat_interleave(num_rows // NUM_ANGLES)
 
@@ -112,7 +116,7 @@ class RotNet(PretextTask):
 def tiles_of(images: Tensor, num_tiles: int) -> Tensor:
     """Cut images (m, C, H, W) into a square grid, row by row: (num_tiles, m, C, H // g, W // g).
 
-    What is left over at the right and at the bottom is left out.
+    Pixels at the right and bottom that do not fill a tile are dropped.
 
     Args:
         num_tiles: g * g, 4 or 9.
@@ -128,7 +132,7 @@ def shuffled(tiles: Tensor, orders: Tensor) -> Tensor:
 
     Args:
         tiles: (T, m, ...).
-        orders: (m, T) int64: place t of image j gets its tile ``orders[j, t]``.
+        orders: (m, T) int64: position t of image j gets the image's tile ``orders[j, t]``.
     Returns:
         (T, m, ...).
     """
@@ -136,28 +140,28 @@ def shuffled(tiles: Tensor, orders: Tensor) -> Tensor:
 
 
 def random_order(num_rows: int, num_tiles: int, layer: str, device: torch.device) -> Tensor:
-    """Draw an order of tiles for each row, (num_rows, num_tiles), keyed as ``keyed_bits`` is."""
+    """Draw an order of tiles for each row, (num_rows, num_tiles); see ``keyed_bits`` for the key."""
     return keyed_bits(num_rows, num_tiles, layer, device).argsort(dim=1, stable=True)
 
 
 @cache
 def permutations(num_tiles: int, count: int) -> Tensor:
-    """Choose orders that are far from each other: each has the largest mean Hamming distance to those before it.
+    """Select orders greedily: each has the largest mean Hamming distance to the orders selected before.
 
     Args:
         num_tiles: T, at most 9.
         count: number of orders, at most T!.
     Returns:
-        (count, T) int64; the same everywhere.
+        (count, T) int64, a constant.
     Cost: T! * count comparisons of orders, once.
     """
-    # numpy: a dry run makes tensors without values.
+    # numpy, because a dry run makes torch tensors without values.
     candidates = np.array(list(itertools.permutations(range(num_tiles))), dtype=np.int8)
     distances = np.zeros(len(candidates), dtype=np.int64)
     chosen = [0]
     while len(chosen) < count:
         distances += (candidates != candidates[chosen[-1]]).sum(axis=1)
-        distances[chosen[-1]] = -(num_tiles + 1) * count  # never again
+        distances[chosen[-1]] = -(num_tiles + 1) * count  # below any sum of distances: not selected again
         chosen.append(int(distances.argmax()))
     return torch.from_numpy(candidates[chosen].astype(np.int64))
 
@@ -166,8 +170,9 @@ def permutations_of(file: str, num_tiles: int, count: int) -> Tensor:
     """Read orders from a .npy file, a row each, counted from 0 or from 1 (VISSL's): (count, T) int64.
 
     Raises:
-        ConfigError: it is no such file.
+        ConfigError: the file cannot be read, or does not have ``count`` orders of ``num_tiles`` tiles.
     """
+    # allow_pickle=False: a file of orders must not run code.
     try:
         orders = np.load(Path(file).expanduser(), allow_pickle=False).astype(np.int64)
         orders = orders - orders.min()
@@ -183,7 +188,7 @@ def permutations_of(file: str, num_tiles: int, count: int) -> Tensor:
 
 @HEADS.register("siamese_concat_view", config=SiameseConcatViewConfig)
 class SiameseConcatView(nn.Module):
-    """The features of an image's tiles side by side.
+    """A head that concatenates the features of an image's tiles.
 
     Args: the fields of ``SiameseConcatViewConfig``.
     """
@@ -193,14 +198,14 @@ class SiameseConcatView(nn.Module):
         self.num_towers = num_towers
 
     def forward(self, features: Tensor) -> Tensor:
-        """Concatenate features of each image's tiles, ordered by tile: (num_towers * m, F) -> (m, num_towers * F)."""
+        """Concatenate features by image: (num_towers * m, F), ordered by tile -> (m, num_towers * F)."""
         tiles = features.flatten(1).unflatten(0, (self.num_towers, len(features) // self.num_towers))
         return tiles.transpose(0, 1).flatten(1)
 
 
 @HEADS.register("jigsaw_head", config=JigsawHeadConfig)
 class JigsawHead(nn.Module):
-    """An MLP for each tile, then a linear layer for all tiles of an image side by side.
+    """An MLP for each tile, then a linear layer for the concatenated tiles of an image.
 
     Args: the fields of ``JigsawHeadConfig``.
     """
@@ -212,14 +217,14 @@ class JigsawHead(nn.Module):
         self.of_tiles = nn.Linear(num_towers * dims[-1], num_permutations)
 
     def forward(self, features: Tensor) -> Tensor:
-        """Score orders from features of the first tile of m images, the second, ...: (m, num_permutations)."""
+        """Score orders: features (num_towers * m, F), ordered by tile -> (m, num_permutations)."""
         logits: Tensor = self.of_tiles(self.side_by_side(self.of_tile(features)))
         return logits
 
 
 @LOSSES.register("jigsaw_loss", config=JigsawLossConfig)
 class Jigsaw(PretextTask):
-    """Jigsaw: in which order the tiles of an image were put; one of a set is drawn for every sample, crop and step.
+    """Jigsaw: predicts the order of an image's tiles; an order of a fixed set is drawn for every sample, crop and step.
 
     Args: the fields of ``JigsawLossConfig``, known.
     """
@@ -232,10 +237,10 @@ class Jigsaw(PretextTask):
         self.are_cut = are_cut
         orders = permutations_of(perm_file, num_towers, num_permutations) if perm_file else None
         orders = permutations(num_towers, num_permutations) if orders is None else orders
-        self.register_buffer("orders", orders, persistent=False)  # a constant: it is not saved
+        self.register_buffer("orders", orders, persistent=False)  # a constant, which checkpoints need not have
 
     def run_student(self, model: nn.Module, batch: Batch) -> list[Any]:
-        """Run the student on the tiles of every crop, rows by place, then by crop, then by sample."""
+        """Run the student on the tiles of every crop; rows are ordered by position, crop, sample."""
         (images,) = batch.images
         num_tiles = self.num_towers
         tiles = images.unflatten(0, (num_tiles, -1)) if self.are_cut else tiles_of(images, num_tiles)
@@ -244,7 +249,7 @@ class Jigsaw(PretextTask):
         return outputs
 
     def labels(self, batch: Batch, num_rows: int, device: torch.device) -> Tensor:
-        """Return the numbers of the orders; see ``PretextTask``."""
+        """Return the index of each row's order; see ``PretextTask``."""
         return keyed_bits(num_rows, 1, "jigsaw", device)[:, 0] % self.num_classes
 
 
@@ -258,13 +263,13 @@ class MemoryBank(nn.Module):
     Args:
         num_images: S, of the data set.
         embedding_dim: D.
-        momentum: weight of what is remembered.
+        momentum: weight of an image's old embedding.
         seed: seed of the first, random embeddings.
 
     Attributes:
         memory: buffer (S, D), unit rows. It takes S * D numbers on every rank.
         normalizer: buffer, 0-d: the constant Z of the paper.
-        has_normalizer: the first batch has set it. On the host: reading it from the device would wait for the device.
+        has_normalizer: whether the first batch has set the normalizer.
     """
 
     memory: Tensor
@@ -278,6 +283,7 @@ class MemoryBank(nn.Module):
         first = torch.empty(num_images, embedding_dim).uniform_(-bound, bound, generator=generator)
         self.register_buffer("memory", F.normalize(first, dim=1))
         self.register_buffer("normalizer", torch.tensor(-1.0))
+        # On the host: reading a buffer in every step would wait for the device.
         self.has_normalizer = False
 
     def get_extra_state(self) -> Tensor:
@@ -289,10 +295,10 @@ class MemoryBank(nn.Module):
         self.has_normalizer = bool(state)
 
     def draw_negatives(self, num_samples: int, num_negatives: int, layer: str = "memory_bank") -> Tensor:
-        """Draw images to contrast with, per sample from (seed, step, sample): the same on any number of ranks.
+        """Draw negatives for each sample, keyed by (seed, step, sample): the same on any number of ranks.
 
         Args:
-            num_samples: n, those that ``set_random_key`` was given.
+            num_samples: n, the samples of ``set_random_key``.
             num_negatives: M.
             layer: part of the key.
         Returns:
@@ -301,7 +307,7 @@ class MemoryBank(nn.Module):
         return keyed_bits(num_samples, num_negatives, layer, self.memory.device) % len(self.memory)
 
     def similarities(self, embeddings: Tensor, sample_ids: Tensor, negatives: Tensor) -> Tensor:
-        """Compute the cosine similarity to an image's own memory, then to those of its negatives.
+        """Compute the cosine similarity to the stored embeddings of the image itself, then of its negatives.
 
         Args:
             embeddings: (n, D); not normalized.
@@ -311,15 +317,15 @@ class MemoryBank(nn.Module):
             (n, 1 + M).
         """
         rows = F.normalize(at_least_float32(embeddings), dim=1)
-        remembered = self.memory[torch.cat((sample_ids[:, None], negatives), dim=1)].to(rows.dtype)
-        return torch.einsum("nd,nmd->nm", rows, remembered)
+        stored = self.memory[torch.cat((sample_ids[:, None], negatives), dim=1)].to(rows.dtype)
+        return torch.einsum("nd,nmd->nm", rows, stored)
 
     @torch.no_grad()
     def update(self, embeddings: Tensor, sample_ids: Tensor) -> None:
-        """Move the memory of the images of all ranks towards their embeddings. Collective.
+        """Move the stored embeddings of the images of all ranks towards the new ones. Collective.
 
         Args:
-            embeddings: (n, D) of this rank; not normalized. Rows that are not finite are left out.
+            embeddings: (n, D) of this rank; not normalized. Rows that are not finite are skipped.
             sample_ids: (n,), different from each other over all ranks.
         Cost: two gathers of rows (see ``collectives.all_gather_rows``).
         """
@@ -327,15 +333,17 @@ class MemoryBank(nn.Module):
         rows, indices = collectives.all_gather_rows(rows), collectives.all_gather_rows(sample_ids)
         before = self.memory[indices]
         after = F.normalize(before * self.momentum + rows * (1 - self.momentum), dim=1)
+        # torch.where, because indexing with a mask would wait for the device.
         self.memory[indices] = torch.where(rows.isfinite().all(dim=1, keepdim=True), after, before)
 
 
 def nce_loss(similarities: Tensor, bank: MemoryBank, temperature: float) -> Tensor:
-    """Compute noise-contrastive estimation: tell an image from its negatives (equation 7). The first call sets Z.
+    """Compute NPID's noise-contrastive estimation (arXiv 1805.01978, equation 7). The first call sets Z.
 
     Args:
         similarities: (n, 1 + M), see ``MemoryBank.similarities``.
-        temperature: divides them.
+        bank: bank with Z.
+        temperature: divides the similarities.
     Returns:
         0-d, the mean over this rank's samples. Collective in the first call only.
     """
@@ -351,10 +359,11 @@ def nce_loss(similarities: Tensor, bank: MemoryBank, temperature: float) -> Tens
 
 
 def info_nce_loss(similarities: Tensor, temperature: float) -> Tensor:
-    """Compute the cross-entropy of finding the image among itself and its negatives (NPID++).
+    """Compute the cross-entropy of identifying the image among itself and its negatives (NPID++).
 
     Args:
         similarities: (n, 1 + M), see ``MemoryBank.similarities``.
+        temperature: divides the similarities.
     Returns:
         0-d, the mean over this rank's samples. No communication.
     """
@@ -364,7 +373,8 @@ def info_nce_loss(similarities: Tensor, temperature: float) -> Tensor:
 
 @torch.no_grad()
 def _set_normalizer(bank: MemoryBank, scores: Tensor) -> None:
-    """Set Z: the mean score of the first batch of all ranks, times the number of images."""
+    """Set Z to the mean score of the first batch of all ranks, times the number of images. Collective."""
+    # NPID estimates Z once from the first batch, and keeps it: the sum over all images would cost a pass in every step.
     sums = collectives.all_reduce_sum(torch.stack((scores.sum(), scores.new_tensor(scores.numel()))))
     bank.normalizer.copy_(sums[0] / sums[1] * len(bank.memory))
     bank.has_normalizer = True
@@ -396,7 +406,7 @@ class NPID(EmbeddingMethod):
         self.memory_momentum = (memory_params or {}).get("momentum", 0.5)
 
     def set_images(self, num_images: int) -> None:
-        """Make a random memory of each image."""
+        """Make a memory bank with a random embedding for each image."""
         self.bank = MemoryBank(num_images, self.embedding_dim, self.memory_momentum)
 
     def forward(self, outputs: list[Any], batch: Batch) -> Tensor:
@@ -410,11 +420,11 @@ class NPID(EmbeddingMethod):
         return info_nce_loss(similarities, self.temperature)
 
     def observe(self, outputs: list[Any], batch: Batch, teacher_outputs: list[Any] | None = None) -> Any:
-        """Return embeddings of the images, and which they are."""
+        """Return the images' embeddings (n, D) and indices (n,)."""
         return outputs[0].detach(), batch.sample_ids
 
     def update_state(self, observed: Sequence[Any]) -> None:
-        """Remember the images. Collective."""
+        """Store the embeddings. Collective."""
         embeddings, sample_ids = (torch.cat(column) for column in zip(*observed, strict=True))
         self.bank.update(embeddings, sample_ids)
 
@@ -429,21 +439,21 @@ def pirl_loss(
     weight: float = 0.5,
     use_info_nce: bool = False,
 ) -> Tensor:
-    """Tell both an image and its transformed version from other images by the memory bank.
+    """Compute the contrastive loss of an image and of its transformed version against the memory bank.
 
     Args:
-        image, transformed: (n, D) embeddings of this rank's samples, whole and as patches; not normalized.
-        sample_ids: (n,) index of each image in the data set; ``set_random_key`` was given the same.
+        image, transformed: (n, D) embeddings of this rank's samples, whole and as tiles; not normalized.
+        sample_ids: (n,) index of each image in the data set, the samples of ``set_random_key``.
         bank: bank of all images; update it with ``image`` afterward.
-        num_negatives: images each one is contrasted with.
+        num_negatives: number of negatives of each image.
         temperature: divides the cosine similarities.
-        weight: weight of the transformed version; the image has the rest.
+        weight: weight of the transformed version; the image has 1 - weight.
         use_info_nce: cross-entropy instead of noise-contrastive estimation.
     Returns:
         0-d, the mean over this rank's samples. Collective in the first call only.
     """
     total = image.new_zeros(())
-    # Tiles first, as in VISSL: the first scores set the bank's Z.
+    # Tiles first, as in VISSL's nce_loss.py: the first scores set the bank's Z.
     for share, embeddings, layer in ((weight, transformed, "transformed"), (1 - weight, image, "image")):
         negatives = bank.draw_negatives(len(embeddings), num_negatives, f"memory_bank.{layer}")
         similarities = bank.similarities(embeddings, sample_ids, negatives)
@@ -466,7 +476,7 @@ class PIRLOutput(NamedTuple):
 
 @HEADS.register("pirl_head", config=PIRLHeadConfig)
 class PIRLHead(nn.Module):
-    """Two projections: of whole images, and of tiles, which are projected one by one and then side by side.
+    """Two projections: of whole images, and of tiles, projected one by one and then concatenated.
 
     Args: the fields of ``PIRLHeadConfig``.
     """
@@ -485,12 +495,12 @@ class PIRLHead(nn.Module):
         ends = (dims[0], dims[-1])
         self.of_image = Chain(of_image, ends) if of_image else MLP(dims, use_relu=True)
         self.of_tile = nn.Identity() if of_tiles else MLP(dims, use_relu=True)
-        # What puts tiles side by side is one of VISSL's heads, else of ours.
+        # Heads written in the recipe (VISSL's) concatenate the tiles themselves.
         self.side_by_side = nn.Identity() if of_tiles else SiameseConcatView(num_towers)
         self.of_tiles = Chain(of_tiles, ends) if of_tiles else nn.Linear(num_towers * dims[-1], dims[-1])
 
     def forward(self, features: Tensor) -> PIRLOutput:
-        """Project ((1 + num_towers) * n, F) features: of n images, then of the first tile of each, the second, ..."""
+        """Project features ((1 + num_towers) * n, F): n images first, then their tiles, ordered by tile."""
         num_images = len(features) // (1 + self.num_towers)
         tiles = self.of_tiles(self.side_by_side(self.of_tile(features[num_images:])))
         return PIRLOutput(self.of_image(features[:num_images]), tiles)
@@ -537,5 +547,5 @@ class PIRL(NPID):
         )
 
     def observe(self, outputs: list[Any], batch: Batch, teacher_outputs: list[Any] | None = None) -> Any:
-        """Return embeddings of the whole images, and which they are."""
+        """Return the whole images' embeddings (n, D) and indices (n,)."""
         return outputs[0].images.detach(), batch.sample_ids

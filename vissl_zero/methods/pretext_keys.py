@@ -120,7 +120,7 @@ class JigsawSpec(MethodSpec):
         }
 
     def problems(self, cfg: RunConfig, decided: Decisions) -> list[Problem]:
-        """Check for one size, a head that takes tiles, no more orders than there are, a file of them that exists."""
+        """Check for one size, a head of tiles, no more orders than exist, and a file of orders that exists."""
         return [
             *one_head(cfg, "jigsaw_head", *["mlp"] * (_towers_of(cfg, None) is not None)),
             *one_size(cfg),
@@ -148,7 +148,7 @@ class JigsawSpec(MethodSpec):
 
 
 def _towers_of(cfg: RunConfig, default: int | None) -> int | None:
-    """Return the tiles that the first head takes; of heads in a chain, the one that puts tiles side by side."""
+    """Return the number of tiles of the first head; of a chain, that of its ``siamese_concat_view``."""
     name, head = next(heads_of(cfg), ("", {}))
     if name == "chain":
         parts = [keys for part, keys in head["heads"] if part == "siamese_concat_view"]
@@ -158,7 +158,7 @@ def _towers_of(cfg: RunConfig, default: int | None) -> int | None:
 
 
 def _wrong_towers(cfg: RunConfig) -> list[Problem]:
-    """Check that the head takes a number of tiles that an image can be cut into."""
+    """Check that the head's number of tiles makes a square grid."""
     towers = _towers_of(cfg, 9)
     if towers is None or towers in GRIDS:
         return []
@@ -176,7 +176,7 @@ def _wrong_tiles(cfg: RunConfig) -> list[Problem]:
 
 
 def _joined_tiles(cfg: RunConfig) -> list[Problem]:
-    """Check that all tiles of an image go through the model at once: the head joins them."""
+    """Check that all tiles of an image are in one forward pass: the head concatenates them."""
     number, name = cfg.TRAINER.CROP_PASSES, cfg.LOSS["name"]
     if number == 1:
         return []
@@ -301,7 +301,7 @@ class PIRLSpec(MethodSpec):
         }
 
     def problems(self, cfg: RunConfig, decided: Decisions) -> list[Problem]:
-        """Check for two views, or one and tiles; a head that takes tiles."""
+        """Check for two views, or one view and tiles, and for a head of tiles."""
         keys, path = loss_keys(cfg), f"LOSS.{cfg.LOSS['name']}"
         return [
             *one_head(cfg, "pirl_head"),

@@ -1,4 +1,4 @@
-"""Prediction of centroids and prototypes: DeepCluster v2 and MSN: losses, heads, and what the loop calls."""
+"""Prediction of centroids and prototypes (DeepCluster v2, MSN): losses, heads and methods."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from vissl_zero.methods.swav import SwAVOutput
 from vissl_zero.models.patches import PatchView, with_patches_dropped
 from vissl_zero.registry import HEADS, LOSSES
 
-NOT_ASSIGNED = -100
+NOT_ASSIGNED = -100  # the ignore_index of torch's cross-entropy
 
 
 def deepcluster_loss(
@@ -32,7 +32,7 @@ def deepcluster_loss(
         embeddings: (V, n, D) of this rank's crops; not normalized.
         centroids: per clustering (K_i, D), unit rows.
         assignments: (H, n) int64, the cluster of each image in each of the H clusterings; ``NOT_ASSIGNED`` for an image
-            that had no embedding, which does not count.
+            without an embedding, which is ignored.
         temperature: divides the cosine similarities.
     Returns:
         0-d; the loop's mean over ranks is the mean over counted crops, however they are spread. Collective.
@@ -54,15 +54,16 @@ def spherical_kmeans(rows: Tensor, centroids: Tensor, num_iters: int = 10) -> tu
 
     Args:
         rows: (m, D) of this rank, unit rows; any m.
-        centroids: (K, D) to start from, the same on every rank. One that loses all its rows stays where it is.
+        centroids: first centroids (K, D), the same on every rank. A centroid without rows stays where it is.
         num_iters: rounds.
     Returns:
-        Centroids (K, D), unit rows, and the nearest of them for each row, (m,) int64.
+        Centroids (K, D), unit rows, and the index of the nearest centroid for each row, (m,) int64.
     Cost: one all-reduce of K * (D + 1) numbers per round.
     """
     num_clusters = len(centroids)
     for _ in range(num_iters):
         nearest = _nearest(rows, centroids)
+        # The last column counts rows, so that sums and counts are one all-reduce.
         sums = rows.new_zeros(num_clusters, rows.shape[1] + 1)
         sums.index_add_(0, nearest, torch.cat((rows, rows.new_ones(len(rows), 1)), dim=1))
         sums = collectives.all_reduce_sum(sums)
@@ -78,7 +79,7 @@ class ClusterMemory(nn.Module):
         num_images: S, of the data set.
         embedding_dim: D.
         num_clusters: K_i of each of the H clusterings.
-        num_crops: crops that are remembered, C; clustering i is of crop ``i % C``.
+        num_crops: number of crops with stored embeddings, C; clustering i uses crop ``i % C``.
         seed: seed of the first centroids.
 
     Attributes:
@@ -112,10 +113,10 @@ class ClusterMemory(nn.Module):
 
     @torch.no_grad()
     def update(self, embeddings: Tensor, sample_ids: Tensor) -> None:
-        """Remember the embeddings of the images of all ranks. Collective.
+        """Store the embeddings of the images of all ranks. Collective.
 
         Args:
-            embeddings: (C, n, D) of this rank; not normalized. Images with rows that are not finite are left out.
+            embeddings: (C, n, D) of this rank; not normalized. Images with rows that are not finite are skipped.
             sample_ids: (n,), different from each other over all ranks.
         Cost: two gathers of rows (see ``collectives.all_gather_rows``).
         """
@@ -123,37 +124,37 @@ class ClusterMemory(nn.Module):
         rows = collectives.all_gather_rows(rows.transpose(0, 1))
         indices = collectives.all_gather_rows(sample_ids)
         is_finite = rows.isfinite().flatten(1).all(dim=1)
-        # Chosen by value: to index with the mask would wait for the device.
+        # torch.where, because indexing with a mask would wait for the device.
         kept = self.embeddings[:, indices]
         self.embeddings[:, indices] = torch.where(is_finite[:, None], rows.transpose(0, 1), kept)
         self.is_known[indices] = self.is_known[indices] | is_finite
 
     @torch.no_grad()
     def cluster(self, epoch: int, num_iters: int) -> None:
-        """Cluster what is remembered; ranks share the work by image. Collective.
+        """Cluster the stored embeddings; each rank handles a part of the images. Collective.
 
         Args:
-            epoch: part of the key of the first centroids, which are embeddings drawn at random.
+            epoch: part of the seed of the first centroids, which are embeddings drawn at random.
             num_iters: rounds of k-means.
         Raises:
-            ValueError: fewer images than clusters are known.
-        Cost: H times that of ``spherical_kmeans``, and a gather of S assignments each.
+            ValueError: fewer images than clusters have an embedding.
+        Cost: H times ``spherical_kmeans``, and a gather of S assignments for each clustering.
         """
         known = self.is_known.nonzero()[:, 0]
         if len(known) < max(self.num_clusters):
             raise ValueError(f"{len(known)} images cannot make {max(self.num_clusters)} clusters")
         rank, world_size = collectives.rank(), collectives.world_size()
-        mine = known[rank * len(known) // world_size : (rank + 1) * len(known) // world_size]
+        local = known[rank * len(known) // world_size : (rank + 1) * len(known) // world_size]
         for index, count in enumerate(self.num_clusters):
-            # In float64: a row between two clusters should not change sides with the number of ranks.
+            # In float64, so that rounding, which depends on the number of ranks, hardly ever changes an assignment.
             embeddings = self.embeddings[index % len(self.embeddings)].double()
+            # Every clustering of every epoch has centroids of its own. The same seed on every rank needs no broadcast.
             generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch * 101 + index)
             first = embeddings[known[torch.randperm(len(known), generator=generator)[:count].to(known.device)]]
-            centroids, nearest = spherical_kmeans(embeddings[mine], first, num_iters)
+            centroids, nearest = spherical_kmeans(embeddings[local], first, num_iters)
             self.get_buffer(f"centroids{index}").copy_(centroids)
             self.assignments[index].fill_(NOT_ASSIGNED)
-            # Ranks took consecutive runs of the known images, so their rows joined in the order of ranks are in that of
-            # ``known``.
+            # Ranks have consecutive parts of ``known``, so gathered rows are in its order.
             self.assignments[index, known] = collectives.all_gather_rows(nearest)
 
 
@@ -165,7 +166,7 @@ def _nearest(rows: Tensor, centroids: Tensor) -> Tensor:
 class DeepClusterV2(EmbeddingMethod):
     """DeepCluster v2: prediction of the k-means assignments of the last epoch's embeddings.
 
-    Those of the first epoch come from a pass of the untrained model over all images.
+    The first epoch predicts assignments of the untrained model's embeddings of all images.
 
     Args: the fields of ``DeepClusterV2LossConfig``, with embedding_dim known.
     """
@@ -204,7 +205,7 @@ class DeepClusterV2(EmbeddingMethod):
         self.memory = ClusterMemory(num_images, self.embedding_dim, self.num_clusters, crops)
 
     def on_epoch(self, epoch: int) -> None:
-        """Cluster what is remembered. Collective."""
+        """Cluster the stored embeddings. Collective."""
         self.memory.cluster(epoch, self.kmeans_iters)
 
     def forward(self, outputs: list[Any], batch: Batch) -> Tensor:
@@ -215,11 +216,11 @@ class DeepClusterV2(EmbeddingMethod):
         return deepcluster_loss(embeddings, self.memory.centroids, assignments, self.temperature)
 
     def observe(self, outputs: list[Any], batch: Batch, teacher_outputs: list[Any] | None = None) -> Any:
-        """Return embeddings of the remembered crops, and of which images they are."""
+        """Return embeddings (C, n, D) of the crops to store, and the images' indices (n,)."""
         return self._by_crop(outputs, batch)[self.remembered_crops].detach(), batch.sample_ids
 
     def update_state(self, observed: Sequence[Any]) -> None:
-        """Remember the images. Collective."""
+        """Store the embeddings. Collective."""
         embeddings, sample_ids = zip(*observed, strict=True)
         self.memory.update(torch.cat(embeddings, dim=1), torch.cat(sample_ids))
 
@@ -237,30 +238,33 @@ def msn_loss(
     entropy_weight: float = 0.0,
     use_sinkhorn: bool = False,
 ) -> Tensor:
-    """Compute the cross-entropy of masked anchors against the sharpened target, less the mean prediction's entropy.
+    """Compute the cross-entropy of masked anchors against the sharpened target, minus the mean prediction's entropy.
 
     Args:
         anchors: (V, n, K) cosine similarities of the student's masked views to the prototypes.
-        target: (n, K) of the teacher's unmasked view to the same prototypes; no gradient goes into it.
+        target: (n, K) similarities of the teacher's unmasked view to the same prototypes; no gradient goes into it.
         temperature: divides the cosine similarities.
         sharpening: exponent 1 / sharpening of the target's probabilities.
         mean_entropy_weight: weight of ln K minus the entropy of the mean prediction over the anchors of all ranks.
         entropy_weight: weight of the mean entropy of the predictions.
-        use_sinkhorn: bring the targets to equal use of the prototypes over the samples of all ranks.
+        use_sinkhorn: balance the targets, so that the samples of all ranks use the prototypes equally.
     Returns:
         0-d: the mean over this rank's anchors, plus the mean-entropy term, the same on every rank. Collective.
     Cost: one all-reduce of K + 1 numbers, again in the backward pass; with Sinkhorn, six more of K numbers.
     """
     log_probabilities = F.log_softmax(at_least_float32(anchors) / temperature, dim=2)
     with torch.no_grad():
+        # p ** (1 / sharpening), normalized, is a softmax at a lower temperature.
         log_targets = F.log_softmax(at_least_float32(target) / (temperature * sharpening), dim=1)
-        # Rounds of Sinkhorn on probabilities are those on their logarithms with epsilon 1.
+        # Sinkhorn on probabilities is Sinkhorn on their logarithms with epsilon 1.
         targets = sinkhorn(log_targets[None], 1.0, 3)[0] if use_sinkhorn else log_targets.exp()
     probabilities = log_probabilities.exp()
     num_anchors = anchors.shape[0] * anchors.shape[1]
     loss = -(targets * log_probabilities).sum() / max(num_anchors, 1)
+    # The entropy of a mean is no mean of entropies: the mean prediction must be that of all ranks, with its gradient.
     sums = sum_over_ranks(torch.cat((probabilities.sum(dim=(0, 1)), probabilities.new_tensor([num_anchors]))))
     mean = sums[:-1] / sums[-1].detach().clamp(min=1)
+    # ln K - H(mean), at least 0. xlogy: a prototype that no anchor uses adds 0, not NaN.
     loss = loss + mean_entropy_weight * (math.log(len(mean)) + torch.special.xlogy(mean, mean).sum())
     if entropy_weight:
         loss = loss - entropy_weight * (probabilities * log_probabilities).sum() / max(num_anchors, 1)
@@ -269,7 +273,7 @@ def msn_loss(
 
 @HEADS.register("msn_head", config=MSNHeadConfig)
 class MSNHead(nn.Module):
-    """Three linear layers with GELU between, embeddings of unit length, prototypes scored at unit length.
+    """Three linear layers with GELU between them, embeddings of unit length, prototypes of unit length.
 
     Parameters have VISSL's names (``fc.fc1.weight``, ``fc.bn1.weight``, ``prototypes``).
 
@@ -304,7 +308,7 @@ class MSNHead(nn.Module):
         return F.linear(embeddings.to(self.prototypes.dtype), F.normalize(self.prototypes, dim=1))
 
     def init_parameters(self, generator_for: Callable[[str], torch.Generator]) -> None:
-        """Draw layers from a truncated normal of deviation 0.02, prototypes uniformly, as VISSL; biases are 0."""
+        """Draw layers from a truncated normal of deviation 0.02 and prototypes uniformly, as VISSL; set biases to 0."""
         for name, module in self.fc.named_modules(prefix="fc"):
             if isinstance(module, nn.Linear):
                 drawn = torch.empty(module.weight.shape)
@@ -320,7 +324,7 @@ class MSNHead(nn.Module):
 class MSN(EmbeddingMethod):
     """MSN: masked crops predict the prototypes that a teacher assigns to the full first crop.
 
-    The student's prototypes score the teacher's embeddings too, so those pass through the student's head as a probe.
+    The student's prototypes also score the teacher's embeddings, which the student's head gets as a probe.
 
     Args: the fields of ``MSNLossConfig``, with output_dim known.
     """
@@ -351,13 +355,14 @@ class MSN(EmbeddingMethod):
         self._targets: Tensor | None = None
 
     def run_teacher(self, model: nn.Module, batch: Batch) -> list[Any]:
-        """Run the teacher on the first crop, whole. Its embeddings are what the student scores next."""
+        """Run the teacher on the whole first crop, and keep its embeddings for ``probe``."""
         outputs: list[Any] = model(images_of(batch, [0]))
+        # The loop runs the teacher before the student, whose forward pass scores these.
         self._targets = output_of(outputs, "embeddings").embeddings.detach()
         return outputs
 
     def run_student(self, model: nn.Module, batch: Batch) -> list[Any]:
-        """Run the student on all other crops, patches left out of those of the first size."""
+        """Run the student on all other crops, with patches dropped from crops of the first size."""
         crops = range(1, sum(batch.num_crops))
         outputs: list[Any] = model(images_of(batch, crops), self.probe(), choose_patches=self._choose_patches)
         return outputs

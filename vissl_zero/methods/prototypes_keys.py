@@ -1,4 +1,4 @@
-"""Prediction of centroids and prototypes: DeepCluster v2 and MSN: keys and rules."""
+"""Prediction of centroids and prototypes (DeepCluster v2, MSN): keys and rules."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class DeepClusterV2Spec(MethodSpec):
         return {"embedding_dim": (head_width(cfg), "head")}
 
     def problems(self, cfg: RunConfig, decided: Decisions) -> list[Problem]:
-        """Check for one projection head, clusters, crops that there are."""
+        """Check for one projection head, positive numbers of clusters, and stored crops that exist."""
         keys, path = loss_keys(cfg), f"config.LOSS.{cfg.LOSS['name']}"
         problems = one_head(cfg, "mlp")
         if not keys.num_clusters or min(keys.num_clusters) < 1:

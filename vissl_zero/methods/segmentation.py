@@ -1,7 +1,7 @@
 """Segmentation: the class of every pixel, from a trunk's last maps.
 
-Head and loss are those of fully convolutional networks (https://arxiv.org/abs/1411.4038): classes at the resolution of
-the maps, made as large as the image by bilinear interpolation. ``fcn_head`` has the layers of mmsegmentation's FCNHead.
+Head and loss follow fully convolutional networks (https://arxiv.org/abs/1411.4038): logits at the resolution of the
+maps, upsampled to the image by bilinear interpolation. ``fcn_head`` has the layers of mmsegmentation's FCNHead.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from vissl_zero.resolve.pairs import IGNORED
 
 @HEADS.register("fcn_head", config=FCNHeadConfig)
 class FCNHead(nn.Module):
-    """A 1x1 convolution, after 3x3 convolutions with a norm and ReLU where there are widths between.
+    """A 1x1 convolution; each width between the first and the last adds a 3x3 convolution with norm and ReLU before it.
 
     Args: the fields of ``FCNHeadConfig``.
     """
@@ -39,27 +39,27 @@ class FCNHead(nn.Module):
         self.layers = nn.Sequential(*layers, nn.Conv2d(dims[-2], dims[-1], 1))
 
     def forward(self, features: Tensor, maps: list[Tensor]) -> Tensor:
-        """Compute logits (n, C, h, w) of the one resolution's maps (n, D, h, w)."""
+        """Compute logits (n, C, h, w) of maps (n, D, h, w) of the single resolution."""
         (feature_map,) = maps
         logits: Tensor = self.layers(feature_map)
         return logits
 
 
 def pixel_cross_entropy(logits: Tensor, masks: Tensor, weights: Tensor | None = None) -> Tensor:
-    """Average the cross-entropy over the pixels that count, of all ranks.
+    """Compute the mean cross-entropy over the pixels of all ranks that are not ignored.
 
     Args:
         logits: (n, C, H, W) of this rank's images.
-        masks: (n, H, W), the class of each pixel, ``IGNORED`` where it does not count.
+        masks: (n, H, W), the class of each pixel, or ``IGNORED``.
         weights: (C,) of each class; None: all equal.
     Returns:
-        0-d; the loop's mean over ranks is the mean over pixels, however they are spread. Collective.
+        0-d; the loop's mean over ranks is the mean over all these pixels. Collective.
     Cost: one all-reduce of two numbers.
     """
     classes = masks.long()
     counts = classes != IGNORED
     known = torch.where(counts, classes, 0)
-    # torch's own cross-entropy of maps is not deterministic on CUDA.
+    # gather, because torch's cross-entropy of maps is not deterministic on CUDA.
     errors = -F.log_softmax(at_least_float32(logits), dim=1).gather(1, known[:, None]).squeeze(1)
     shares = counts.to(errors.dtype) if weights is None else counts * weights.to(errors.dtype)[known]
     return weighted_mean(errors, shares, len(logits))
@@ -86,7 +86,7 @@ class Segmentation(GuessingMethod):
         self.register_buffer("class_weights", None if weight is None else torch.tensor(weight))
 
     def forward(self, outputs: list[Any], batch: Batch) -> Tensor:
-        """Compute the mean over all pixels that count; see ``pixel_cross_entropy``. Collective.
+        """Compute the mean loss over pixels that are not ignored; see ``pixel_cross_entropy``. Collective.
 
         Raises:
             ConfigError: the images have no masks, or there are several crops.

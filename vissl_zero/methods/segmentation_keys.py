@@ -1,4 +1,4 @@
-"""Keys of segmentation, and its rules."""
+"""Segmentation: keys and rules."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class SegmentationSpec(MethodSpec):
     recipe = "digits/segmentation"
 
     def problems(self, cfg: RunConfig, decided: Decisions) -> list[Problem]:
-        """Check for one head of pixels, transforms that masks can follow, and images that are not mixed."""
+        """Check for one head of pixels, transforms that also apply to masks, and images that are not mixed."""
         problems = [*one_head(cfg, "fcn_head"), *transforms_of_pairs(cfg)]
         if cfg.DATA.TRAIN.COLLATE_FUNCTION == MIXING_COLLATOR:
             must, fix = "must not mix images with masks", "Write default_collate."

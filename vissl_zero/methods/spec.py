@@ -22,16 +22,16 @@ class MethodSpec:
     """Base of the torch-free half of every method; registered in METHODS, built without arguments.
 
     Attributes:
-        losses: what ``LOSS.name`` may say for this method -> dataclass of the keys under that name. All are registered
-            in LOSSES beside the mathematics.
-        heads: heads that come with the method, registered in HEADS beside it -> dataclass of their keys.
-        shape_keys: keys of the loss that decide shapes of its own state, so that a checkpoint cannot change them.
-        teacher_follows: see ``Method``; such a teacher is a copy of the model that EVALUATED_MODEL may name.
-        teacher_keys: losses whose frozen teacher gives the same for the same crops of an image -> keys of the loss
-            that decide it too.
-        title, paper, views, teacher, couples, recipe: its row of ``docs/methods.md``: name and source; what it sees of
-            an image; whether a momentum copy teaches; what of a sample's loss depends on other samples; a recipe that
-            runs in a minute. What that recipe reached is in ``FIGURES``.
+        losses: names that ``LOSS.name`` may have for this method -> dataclass of the keys under that name. The loss
+            itself is registered in LOSSES, in the file with the mathematics.
+        heads: heads of the method, registered in HEADS in that file -> dataclass of their keys.
+        shape_keys: keys of the loss that decide the shapes of its state. They must equal those of a checkpoint.
+        teacher_follows: see ``Method``; EVALUATED_MODEL may name such a teacher, which is a copy of the model.
+        teacher_keys: losses whose frozen teacher has the same outputs for the same crops of an image -> keys of the
+            loss that change these outputs.
+        title, paper, views, teacher, couples, recipe: the method's row in ``docs/methods.md``: name and source; crops
+            of an image that the method sees; the kind of teacher; the terms that depend on other samples; a recipe that
+            runs in a minute. ``FIGURES`` has the results of that recipe.
     """
 
     losses: ClassVar[Mapping[str, type]]
@@ -49,7 +49,7 @@ class MethodSpec:
     def inferred(self, cfg: RunConfig) -> dict[str, tuple[Any, str]]:
         """Infer keys of the loss from other blocks: key -> (value, the block), such as ``(4, "transforms")``.
 
-        They override the recipe, with a note. A value of None leaves the recipe's.
+        Inferred values override those of the recipe, with a note. None keeps the recipe's value.
         """
         return {}
 
@@ -58,15 +58,15 @@ class MethodSpec:
         return False
 
     def teacher_weights(self, cfg: RunConfig) -> str:
-        """Name the weights whose network is the teacher; empty: it is made otherwise."""
+        """Name the weights whose network is the teacher; empty: the teacher does not come from named weights."""
         return ""
 
     def teacher_head(self, cfg: RunConfig) -> list[Any] | None:
-        """Return HEAD.PARAMS of such a teacher: its features as they are. None: its prototypes."""
+        """Return HEAD.PARAMS of a teacher from ``teacher_weights``; None: the head of prototypes in the weights."""
         return [["identity", {}]]
 
     def problems(self, cfg: RunConfig, decided: Decisions) -> list[Problem]:
-        """Check a recipe that names one of ``losses``; the types of the keys have been checked."""
+        """Check a recipe that names one of ``losses``. Types and limits of single keys have been checked before."""
         return []
 
 
@@ -88,7 +88,7 @@ def head_width(cfg: RunConfig) -> int | None:
     return dims[-1] if dims else None
 
 
-# Transforms that make tiles -> crops that come before them, of another size.
+# Transforms that make tiles -> crops of another size that they return before the tiles.
 _CUTTING: dict[str, list[int]] = {"ImgPatchesFromTensor": [], "ImgPilToPatchesAndImage": [1]}
 
 
@@ -124,7 +124,10 @@ def one_head(cfg: RunConfig, *allowed: str) -> list[Problem]:
 
 
 def two_views(cfg: RunConfig, exactly: bool = True) -> list[Problem]:
-    """Check that the transforms make two crops of every image, of one size; or two or more of any sizes."""
+    """Check that the transforms make two crops of one size of each image; else (``exactly``) two or more, of any size.
+
+    A recipe without a multi-crop makes one crop, which is refused in both cases.
+    """
     counts = crops_of(cfg)
     if counts is not None and (counts == [2] if exactly else sum(counts) >= 2):
         return []
@@ -151,13 +154,12 @@ def one_size(cfg: RunConfig) -> list[Problem]:
 
 
 def patch_trunk(cfg: RunConfig, mask_token: bool = False) -> list[Problem]:
-    """Check that the trunk is a vision transformer, with a learned vector for masked patches where needed.
-
-    Which of timm's models are plain vision transformers shows when the model is built.
-    """
+    """Check that the trunk is a vision transformer, and with ``mask_token`` that it has a vector for masked patches."""
     name, key = cfg.MODEL.TRUNK.NAME, "config.MODEL.TRUNK"
     is_own, is_timm = name == "vision_transformer", name.startswith("timm/")
+    # Only building the model shows which of timm's models are plain vision transformers: resolve imports no torch.
     if not (is_own or is_timm):
+        # A plugin's trunk may be a vision transformer under any name.
         if name not in TRUNKS.builtin():
             return []
         must = f"must be a vision transformer for {cfg.LOSS['name']}, which looks at patches"

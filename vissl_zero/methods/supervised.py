@@ -30,7 +30,9 @@ def soft_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def binary_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Compute one sigmoid per class, averaged over classes (https://arxiv.org/abs/2110.00476, section 3).
+    """Compute the binary cross-entropy of one sigmoid per class, averaged over classes.
+
+    See https://arxiv.org/abs/2110.00476, section 3.
 
     Args:
         logits, targets: (n, C), targets between 0 and 1.
@@ -47,8 +49,8 @@ def binary_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 class CrossEntropy(Method):
     """Supervised cross-entropy, summed over heads; every crop of an image has the image's label.
 
-    The mean is weighted by class and leaves ignored images out, over all ranks: each rank's loss is scaled so that the
-    loop's mean over ranks is exactly that, however ignored images are spread.
+    The loss is the mean over all ranks, weighted by class, without ignored images. Each rank's loss is scaled so that
+    the loop's mean over ranks is exactly this mean, however ignored images are spread.
 
     Args: the fields of ``CrossEntropyConfig``.
     """
@@ -69,28 +71,29 @@ class CrossEntropy(Method):
             raise ConfigError([Problem(key, str(temperature), "must be positive", "Write 1.0.")])
         self.register_buffer("class_weights", None if weight is None else torch.tensor(weight))
         self.ignored_label = ignore_index
-        self.couples_samples = weight is not None or ignore_index >= 0  # the mean weight of a micro-batch divides
+        self.couples_samples = weight is not None or ignore_index >= 0  # divided by the mean weight of a micro-batch
         self.normalize_output = normalize_output
         self.temperature = temperature
         self._last: tuple[list[Tensor], Tensor] | None = None
 
     def prepare(self, batch: B) -> B:
-        """Return the batch as it is: ``run_student`` mixes the images, with their labels."""
+        """Return the batch unchanged: ``run_student`` mixes the images, with their labels."""
         return batch
 
     def run_student(self, model: nn.Module, batch: Batch) -> list[Any]:
-        """Compute the model's outputs; where images are mixed, the mixed labels (rows, num_classes) come after them."""
+        """Compute the model's outputs; with mixing, append the mixed labels (rows, num_classes)."""
         if self.mixing is None:
             return super().run_student(model, batch)
-        targets_of(batch)
+        targets_of(batch)  # raises without labels
         assert batch.targets is not None
         images, shares = self.mixing(batch.images, batch.num_local)
         outputs: list[Any] = model(images, self.probe())
+        # Labels go with the outputs, so that exact accumulation joins them by the same rule.
         dtype = torch.promote_types(images[0].dtype, torch.float32)
         return [*outputs, self.mixing.labels(batch.targets, shares, dtype)]
 
     def forward(self, outputs: list[Any], batch: Batch) -> Tensor:
-        """Sum the mean over counted crops over heads.
+        """Compute the sum over heads of the mean loss over crops that are not ignored. Collective.
 
         Args:
             outputs: per head, logits (num_crops * B, number of classes).
@@ -102,18 +105,20 @@ class CrossEntropy(Method):
         if self.mixing is not None:
             return self._mixed(outputs[:-1], outputs[-1])
         targets = targets_of(batch)
-        if targets.is_cuda and self._last is None:  # later, looking would wait for the GPU
+        # On CUDA a label without an output is an assertion in a kernel, which names no key. In the first step only:
+        # reading the largest label waits for the GPU.
+        if targets.is_cuda and self._last is None:
             _require_outputs(outputs, targets)
         try:
             total = torch.stack([self._one_head(logits, targets, batch) for logits in outputs]).sum()
-        except IndexError:  # how the CPU says that a label has no output
+        except IndexError:  # raised on the CPU for a label without an output
             _require_outputs(outputs, targets)
             raise
         self._last = ([logits.detach() for logits in outputs], targets)
         return total
 
     def health_sums(self) -> Tensor:
-        """Count the crops that count, and those of them that each head gets right."""
+        """Return the number of crops that are not ignored, and for each head the number of correct predictions."""
         if self._last is None:
             return super().health_sums()
         outputs, targets = self._last
@@ -122,14 +127,14 @@ class CrossEntropy(Method):
         return torch.stack([is_counted.sum(), *right])
 
     def health(self, sums: Tensor) -> dict[str, float]:
-        """Compute ``top1``: share of counted crops that the best head gets right."""
+        """Compute ``top1``: the accuracy of the best head, without ignored crops."""
         if self._last is None:
             return {}
         counted, *right = sums.tolist()
         return {"top1": max(right) / max(counted, 1)}
 
     def _mixed(self, outputs: list[Any], labels: Tensor) -> Tensor:
-        """Sum the mean over this rank's crops over heads; ``top1`` is of the label with the larger share."""
+        """Compute the sum over heads of the mean loss over this rank's crops, whose labels are mixed."""
         for logits in outputs:
             if logits.shape[1] != labels.shape[1]:
                 got, must = f"{labels.shape[1]} classes", f"must be the {logits.shape[1]} outputs of the head"
@@ -143,6 +148,7 @@ class CrossEntropy(Method):
                         )
                     ]
                 )
+        # top1 counts the label with the larger share.
         self._last = ([logits.detach() for logits in outputs], labels.argmax(dim=1))
         return torch.stack([soft_cross_entropy(self._scaled(logits), labels) for logits in outputs]).sum()
 
@@ -156,18 +162,24 @@ class CrossEntropy(Method):
         log_probabilities = F.log_softmax(logits, dim=1)
         loss_sum = F.nll_loss(log_probabilities, targets, weights, ignore_index=self.ignored_label, reduction="sum")
         share = all_reduce_sum(self._total_weight(targets, logits.dtype, weights)) / max(batch.num_global, 1)
-        # share is the mean weight of a sample; without weights and ignored images it is the number of crops.
+        # share is the mean weight of a sample over all ranks; without weights and ignored images, the number of crops.
+        # clamp: a batch of ignored images has loss zero.
         return loss_sum / share.clamp(min=torch.finfo(share.dtype).tiny) / max(batch.num_local, 1)
 
     def _total_weight(self, targets: Tensor, dtype: torch.dtype, weights: Tensor | None) -> Tensor:
         is_counted = targets != self.ignored_label
         if weights is None:
             return is_counted.sum().to(dtype)
+        # torch.where: an ignored label may be no index of ``weights``.
         return (weights[torch.where(is_counted, targets, 0)] * is_counted).sum()
 
 
 def targets_of(batch: Batch) -> Tensor:
-    """Return one label per row of the outputs, crop-major."""
+    """Return one label per row of the outputs, crop-major.
+
+    Raises:
+        ConfigError: the images have no labels.
+    """
     if batch.targets is None:
         fix = "Use a source with labels (class folders), or a self-supervised loss such as swav_loss."
         raise ConfigError([Problem("config.LOSS.name", "", "this loss needs labels and the images have none", fix)])
@@ -179,10 +191,10 @@ def _require_outputs(outputs: list[Any], targets: Tensor) -> None:
 
 
 def require_classes(outputs: list[Any], num_classes: int) -> None:
-    """Refuse heads with fewer outputs than there are classes.
+    """Check that every head has at least ``num_classes`` outputs.
 
     Raises:
-        ConfigError: with the key to change.
+        ConfigError: a head has fewer.
     """
     width = min(logits.shape[1] for logits in outputs)
     if num_classes > width:

@@ -1,4 +1,4 @@
-"""Keys of supervised cross-entropy, and its rules."""
+"""Supervised cross-entropy: keys and rules."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class SupervisedSpec(MethodSpec):
     recipe = "digits/supervised"
 
     def problems(self, cfg: RunConfig, decided: Decisions) -> list[Problem]:
-        """Check that there are classes to tell apart."""
+        """Check that images have labels, and that class weights are not combined with mixing."""
         keys, problems = loss_keys(cfg), list[Problem]()
         if keys.weight is not None and cfg.DATA.TRAIN.COLLATE_FUNCTION == MIXING_COLLATOR:
             must = "must be null where images are mixed"

@@ -1,4 +1,4 @@
-"""SwAV, and SwAV with a teacher: losses, heads, and what the loop calls."""
+"""SwAV, and SwAV with a teacher: losses, head and methods."""
 
 from __future__ import annotations
 
@@ -36,21 +36,22 @@ class SwAVOutput(NamedTuple):
 
 
 class NormalizedPrototypes(nn.Module):
-    """Scores against rows ``weight_v`` of length ``weight_g``: what ``torch.nn.utils.weight_norm`` computes.
+    """A linear layer whose rows have direction ``weight_v`` and length ``weight_g``, as ``torch.nn.utils.weight_norm``.
 
     Attributes:
         weight_v: (K, D), directions.
-        weight_g: (K, 1), lengths, 1 at the start; not trained where ``is_unit``.
+        weight_g: (K, 1), lengths, 1 at the start; not trained if ``is_unit``.
     """
 
     def __init__(self, width: int, num_prototypes: int, is_unit: bool):
         super().__init__()
+        # The names of weight_norm's parameters, which checkpoints of VISSL and DINO have.
         self.weight_v = nn.Parameter(torch.zeros(num_prototypes, width))
         self.weight_g = nn.Parameter(torch.ones(num_prototypes, 1), requires_grad=not is_unit)
 
     @property
     def weight(self) -> Tensor:
-        """(K, D), what rows are scored against."""
+        """The prototypes (K, D): unit directions times lengths."""
         return F.normalize(self.weight_v, dim=1) * self.weight_g
 
     def forward(self, rows: Tensor) -> Tensor:
@@ -58,7 +59,7 @@ class NormalizedPrototypes(nn.Module):
         return F.linear(rows.to(self.weight_v.dtype), self.weight)
 
     def init_parameters(self, generator_for: Callable[[str], torch.Generator]) -> None:
-        """Draw directions as a linear layer of torch begins; set lengths to 1."""
+        """Draw directions from the distribution of ``nn.Linear``'s weights; set lengths to 1."""
         bound = 1 / math.sqrt(self.weight_v.shape[1])
         drawn = torch.empty(self.weight_v.shape).uniform_(-bound, bound, generator=generator_for("weight_v"))
         self.weight_v.data.copy_(drawn)
@@ -67,7 +68,7 @@ class NormalizedPrototypes(nn.Module):
 
 @HEADS.register("swav_head", config=SwAVHeadConfig)
 class SwAVHead(nn.Module):
-    """Projection MLP and prototypes, as SwAV and DINO have them.
+    """The projection MLP and prototypes of SwAV and DINO.
 
     Args: the fields of ``SwAVHeadConfig``.
 
@@ -118,7 +119,7 @@ class SwAVHead(nn.Module):
             probe: (q, D) embeddings to be scored without gradient, such as the loss's queue.
         """
         x = self.projection_head(features)
-        # In half precision a row would have unit length to two or three digits only.
+        # In half precision the length of a row would be 1 to two or three digits only.
         embeddings = x.to(torch.promote_types(x.dtype, torch.float32))
         if self.normalize_feats:
             embeddings = F.normalize(embeddings, dim=1)
@@ -133,6 +134,7 @@ class SwAVHead(nn.Module):
         for index in range(self.num_layers):
             layer: nn.Linear | NormalizedPrototypes = getattr(self, f"prototypes{index}")
             is_plain = isinstance(layer, nn.Linear)
+            # A mixed-precision layer has half-precision weights, and embeddings are float32 at least.
             scores.append(layer(embeddings.to(layer.weight.dtype) if is_plain else embeddings))
         return scores
 
@@ -158,7 +160,7 @@ _KEY = "config.LOSS.swav_loss"
 
 @runtime_checkable
 class ClusteredOutput(Protocol):
-    """What the loss needs of a head's output; ``swav_head`` gives it, and a head of your own may."""
+    """The fields that the loss reads of a head's output. ``swav_head`` returns them; a custom head may."""
 
     @property
     def embeddings(self) -> Tensor:
@@ -177,9 +179,9 @@ class ClusteredOutput(Protocol):
 class SwAVLoss(Method):
     """SwAV: swapped prediction of Sinkhorn assignments across crops.
 
-    For every crop c of ``crops_for_assign`` and every other crop v, the cross-entropy between the assignment of c and
-    the softmax of the scores of v, averaged over c, v, samples and layers of prototypes. Scores are brought to float32
-    at least; float64 stays. The model's first head must give a ``ClusteredOutput``.
+    The loss is the cross-entropy between the assignment of crop c and the softmax of the scores of crop v. It is
+    averaged over each c of ``crops_for_assign``, every other v, samples and layers of prototypes. Scores are converted
+    to float32 at least; float64 stays. The model's first head must return a ``ClusteredOutput``.
 
     Args: the fields of ``SwAVLossConfig``, with embedding_dim, num_crops and num_prototypes known.
 
@@ -230,9 +232,9 @@ class SwAVLoss(Method):
         assigner = output if teacher_outputs is None else teacher_outputs[0]
         probe_scores: Sequence[Tensor | None] = assigner.probe_scores or [None] * len(output.scores)
         losses, assignments = [], []
-        for scores, rated, queue_scores in zip(output.scores, assigner.scores, probe_scores, strict=True):
+        for scores, assigner_scores, queue_scores in zip(output.scores, assigner.scores, probe_scores, strict=True):
             by_crop = self._upcast(scores).unflatten(0, (self.num_crops, batch.num_local))
-            assigned = self._assign(self._assigned(self._upcast(rated), batch), queue_scores)
+            assigned = self._assign(self._assigned(self._upcast(assigner_scores), batch), queue_scores)
             losses.append(self._swapped_prediction(by_crop, assigned))
             assignments.append(assigned.flatten(0, 1))
         self._last = (self._assigned(assigner.embeddings, batch).flatten(0, 1), assignments)
@@ -245,13 +247,14 @@ class SwAVLoss(Method):
         return self.queue.local_part().flatten(0, 1)
 
     def join(self, parts: Sequence[list[Any]], num_samples: Sequence[int]) -> list[Any]:
-        """Join outputs; see ``Method``. The queue's scores are the same with every micro-batch."""
+        """Join outputs; see ``Method``."""
+        # The queue does not change within a step, so every micro-batch has the same scores of it: keep one copy.
         (first,) = parts[0]
         (joined,) = super().join([[part[0]._replace(probe_scores=None)] for part in parts], num_samples)
         return [joined._replace(probe_scores=first.probe_scores)]
 
     def observe(self, outputs: list[Any], batch: Batch, teacher_outputs: list[Any] | None = None) -> Any:
-        """Return embeddings of the assigned crops, once the queue has started."""
+        """Return embeddings (C, B, D) of the assigned crops; None before the queue starts."""
         if self.queue is None or not self._is_queue_on():
             return None
         assigner = self._output_of(outputs, batch) if teacher_outputs is None else teacher_outputs[0]
@@ -264,7 +267,7 @@ class SwAVLoss(Method):
                 self.queue.push(embeddings)
 
     def on_step(self, step: int, epoch: int) -> None:
-        """Remember where the run is: hard assignments end, and the queue starts, at a given step."""
+        """Set step and epoch: hard assignments end, and the queue starts, at a configured step."""
         self._step, self._epoch = step, epoch
 
     def health_sums(self) -> Tensor:
@@ -272,11 +275,11 @@ class SwAVLoss(Method):
         return clustering_sums(*self._last) if self._last is not None else super().health_sums()
 
     def health(self, sums: Tensor) -> dict[str, float]:
-        """Compute their ``clustering_health``."""
+        """Compute ``clustering_health`` of the assigned crops."""
         return clustering_health(sums, self._last[0].shape[1], self.num_prototypes) if self._last is not None else {}
 
     def collapse_rule(self, num_steps: int) -> ClusteringCollapse:
-        """Return the rule for a collapse: all images with nearly the same assignment."""
+        """Return the rule that detects nearly equal assignments of all images."""
         advice = (
             f"a lower {_KEY}.epsilon, a lower learning rate, milder crops, or prototypes frozen for longer "
             "(config.MODEL.TEMP_FROZEN_PARAMS_ITER_MAP)"
@@ -284,45 +287,46 @@ class SwAVLoss(Method):
         return ClusteringCollapse(trivial_loss(self.num_prototypes), max(500, num_steps // 4), advice)
 
     def normalized_rows(self) -> list[str]:
-        """Name the prototypes, which are kept at unit length where ``normalize_last_layer``."""
+        """Return the names of prototypes, whose rows are set to unit length if ``normalize_last_layer``."""
         if not self.normalize_last_layer:
             return []
         return [f"heads.0.prototypes{index}.weight" for index in range(len(self.num_prototypes))]
 
     def _assign(self, scores: Tensor, queue_scores: Tensor | None) -> Tensor:
-        """Compute assignments (C, B, K) of scores (C, B, K), the rows of the queue taking part."""
+        """Compute assignments (C, B, K) of scores (C, B, K), balanced together with the rows of the queue."""
         num_assigned, num_samples, num_prototypes = scores.shape
         if queue_scores is not None:
             past = queue_scores.to(scores.dtype).unflatten(0, (num_assigned, len(queue_scores) // num_assigned))
             scores = torch.cat((scores, past), dim=1)
-        # The queue's rows help to balance prototypes and are dropped: only this batch is learned from.
+        # The queue's rows balance the prototypes and are then dropped: only this batch is predicted.
         assigned = sinkhorn(scores, self.epsilon, self.num_iters, powerlaw=self.powerlaw)[:, :num_samples]
         if self._step < self.temp_hard_assignment_iters:
             assigned = F.one_hot(assigned.argmax(dim=2), num_prototypes).to(assigned.dtype)
         return assigned
 
     def _swapped_prediction(self, scores: Tensor, assigned: Tensor) -> Tensor:
-        """Compute the cross-entropy of each assigned crop (C, B, K) against all crops (V, B, K) but itself."""
+        """Compute the cross-entropy of each assigned crop (C, B, K) against all crops (V, B, K) except itself."""
         log_probabilities = F.log_softmax(scores / self.temperature, dim=2)
-        # Cross-entropy is linear in these, so one sum over crops stands for all pairs.
+        # Cross-entropy is linear in log-probabilities, so one sum over crops replaces the loop over pairs.
         others = log_probabilities.sum(dim=0, keepdim=True) - log_probabilities[self.crops_for_assign]
         # At least 1: a rank may have no samples.
         num_terms = len(self.crops_for_assign) * (self.num_crops - 1) * max(scores.shape[1], 1)
         return -(assigned * others).sum() / num_terms
 
     def _assigned(self, rows: Tensor, batch: Batch) -> Tensor:
-        """Select the assigned crops (C, B, ...) among the rows that assignments come from, without gradient."""
+        """Select the assigned crops (C, B, ...) of the assigner's rows, without gradient."""
+        # Detached: assignments are targets. main_swav.py computes them under no_grad too.
         return rows.detach().unflatten(0, (self.num_crops, batch.num_local))[self.crops_for_assign]
 
     def _upcast(self, scores: Tensor) -> Tensor:
-        wanted = torch.float64 if self.use_double_precision else torch.float32
-        return scores.to(torch.promote_types(scores.dtype, wanted))
+        least = torch.float64 if self.use_double_precision else torch.float32
+        return scores.to(torch.promote_types(scores.dtype, least))
 
     def _is_queue_on(self) -> bool:
         return self._step >= self.queue_start_iter and self._epoch >= self.queue_start_epoch
 
     def _output_of(self, outputs: list[Any], batch: Batch) -> ClusteredOutput:
-        """Return the first head's output, after checking that it is what this loss was built for."""
+        """Return the first head's output, after checking its prototypes and crops against those of this loss."""
         output = outputs[0]
         if not isinstance(output, ClusteredOutput):
             fix = 'Write config.MODEL.HEAD.PARAMS: [["swav_head", {...}]].'
@@ -360,7 +364,7 @@ def _check(
 
 @LOSSES.register("swav_momentum_loss", config=SwAVMomentumLossConfig)
 class SwAVMomentumLoss(SwAVLoss):
-    """SwAV with assignments from a teacher, which sees the assigned crops and has the queue.
+    """SwAV with assignments from a teacher, which sees the assigned crops and whose embeddings are queued.
 
     Args: the fields of ``SwAVMomentumLossConfig``, with embedding_dim, num_crops and num_prototypes known.
     """
@@ -370,6 +374,7 @@ class SwAVMomentumLoss(SwAVLoss):
     def __init__(self, momentum: float = 0.99, **keys: Any):
         super().__init__(**keys)
         self.constant_momentum = momentum
+        # images_of returns crops in ascending order; the indices into the student's crops must be in the same order.
         self.crops_for_assign.sort()
 
     def run_student(self, model: nn.Module, batch: Batch) -> list[Any]:
@@ -378,7 +383,7 @@ class SwAVMomentumLoss(SwAVLoss):
         return outputs
 
     def run_teacher(self, model: nn.Module, batch: Batch) -> list[Any]:
-        """Run the teacher on the assigned crops, and the rows of the queue."""
+        """Run the teacher on the assigned crops; its head also scores the rows of the queue."""
         outputs: list[Any] = model(images_of(batch, self.crops_for_assign), self.probe())
         return outputs
 
@@ -387,5 +392,5 @@ class SwAVMomentumLoss(SwAVLoss):
         return self.constant_momentum
 
     def _assigned(self, rows: Tensor, batch: Batch) -> Tensor:
-        """Select all rows; see ``SwAVLoss``. The teacher has seen no others."""
+        """Select all rows: the teacher sees only the assigned crops. See ``SwAVLoss``."""
         return rows.detach().unflatten(0, (len(self.crops_for_assign), batch.num_local))

@@ -87,7 +87,7 @@ class SwAVLossConfig:
 
 
 def _needs_embeddings(cfg: RunConfig) -> list[Problem]:
-    """Check that a ``swav_head`` does not leave out the embeddings, which the loss takes."""
+    """Check that a ``swav_head`` returns embeddings, which the loss needs."""
     must = f"must be true for {cfg.LOSS['name']}, which needs embeddings"
     return [
         Problem(f"config.MODEL.HEAD.PARAMS[{index}][1].return_embeddings", "False", must, "Leave it out.")
@@ -120,7 +120,7 @@ class SwAVSpec(MethodSpec):
         }
 
     def problems(self, cfg: RunConfig, decided: Decisions) -> list[Problem]:
-        """Check for one head of prototypes, two crops or more, a queue that takes a micro-batch, numbers in range."""
+        """Check for one head of prototypes, two or more crops, a long enough queue, and numbers in range."""
         keys: SwAVLossConfig = loss_keys(cfg)
         path = f"LOSS.{cfg.LOSS['name']}"
         return [
@@ -153,7 +153,8 @@ def _prototypes(keys: SwAVLossConfig, path: str) -> list[Problem]:
 
 
 def _lengths(cfg: RunConfig, keys: SwAVLossConfig, path: str) -> list[Problem]:
-    """Check that prototypes to normalize have no weight norm: the loss divides linear layers alone by their norm."""
+    """Check that prototypes that the loss normalizes have no weight norm."""
+    # The loss normalizes the rows of ``weight``, which a head with weight norm computes from two parameters.
     has_lengths = any(options.get("use_weight_norm_prototypes") for _, options in heads_of(cfg))
     if not (has_lengths and keys.normalize_last_layer):
         return []
@@ -190,5 +191,5 @@ class SwAVMomentumSpec(SwAVSpec):
     recipe = "digits/swav_momentum"
 
     def problems(self, cfg: RunConfig, decided: Decisions) -> list[Problem]:
-        """Check the recipe as SwAV's, and a momentum below 1."""
+        """Check the recipe by SwAV's rules, and that the momentum is between 0 and 1."""
         return [*super().problems(cfg, decided), *share(f"LOSS.{cfg.LOSS['name']}.momentum", loss_keys(cfg).momentum)]

@@ -1,4 +1,4 @@
-"""Two views of an image agree: losses, heads, and what the loop calls.
+"""Two views of an image agree: losses and methods.
 
 With negatives: SimCLR, MoCo v2 and MoCo v3. Without: BYOL, SimSiam, Barlow Twins and VICReg.
 """
@@ -29,9 +29,9 @@ from vissl_zero.registry import LOSSES
 
 
 def nt_xent(views: Sequence[Tensor], temperature: float) -> Tensor:
-    """Compute the cross-entropy of finding another view of an image among all views of all images of all ranks.
+    """Compute the cross-entropy of identifying another view of the image among the views of all images of all ranks.
 
-    With more than two views, each other view of the image is found by itself; the rest of them are left out.
+    With more than two views, each other view is a positive in turn, against the views of other images only.
 
     Args:
         views: (n, D) embeddings of each view of this rank's samples; not normalized.
@@ -45,11 +45,13 @@ def nt_xent(views: Sequence[Tensor], temperature: float) -> Tensor:
     everyone = gather_samples(z.transpose(0, 1), counts).transpose(0, 1)
     logits = z.flatten(0, 1) @ everyone.flatten(0, 1).T / temperature  # (V n, V N), both view-major
     numbers = range(len(views))
+    # (V, V - 1): for each view, the others in order, which are its positives.
     others = torch.tensor([[other for other in numbers if other != view] for view in numbers], device=logits.device)
     image = (counts.first + torch.arange(counts.local, device=logits.device)).repeat(len(views))[:, None]
     positives = logits.gather(1, image + others.repeat_interleave(counts.local, dim=0) * counts.total)
     of_image = image + torch.arange(len(views), device=logits.device) * counts.total
-    # Not minus infinity: of a single image nothing would be left, and the gradient of its logarithm is undefined.
+    # The image's own views are no negatives of each other, as in VISSL's multicrop_simclr_info_nce_loss.py.
+    # Not minus infinity: with a single image all logits are masked, and the gradient of their logsumexp would be NaN.
     negatives = logits.scatter(1, of_image, torch.finfo(logits.dtype).min / 2).logsumexp(dim=1, keepdim=True)
     return (torch.logaddexp(positives, negatives) - positives).sum() / max(positives.numel(), 1)
 
@@ -75,7 +77,7 @@ class SimCLR(EmbeddingMethod):
 
 
 def info_nce(queries: Tensor, keys: Tensor, queue: Tensor, temperature: float) -> Tensor:
-    """Compute the cross-entropy of finding an image's own key among it and the keys in the queue.
+    """Compute the cross-entropy of identifying the image's key among this key and the keys in the queue.
 
     Args:
         queries: (n, D), from the student; not normalized.
@@ -86,6 +88,7 @@ def info_nce(queries: Tensor, keys: Tensor, queue: Tensor, temperature: float) -
         0-d, the mean over this rank's samples. No communication.
     """
     queries = F.normalize(at_least_float32(queries), dim=1)
+    # MoCo (arXiv 1911.05722, section 3.2): the momentum encoder gets no gradient, its keys are constants.
     keys = F.normalize(at_least_float32(keys.detach()), dim=1)
     positive = (queries * keys).sum(dim=1, keepdim=True)
     logits = torch.cat((positive, queries @ queue.to(queries.dtype).T), dim=1) / temperature
@@ -93,9 +96,7 @@ def info_nce(queries: Tensor, keys: Tensor, queue: Tensor, temperature: float) -
 
 
 class KeyQueue(nn.Module):
-    """The keys of the last steps of all ranks, a ring, identical on every rank.
-
-    It starts with random unit vectors, as in MoCo.
+    """A ring buffer of the keys of the last steps of all ranks, identical on every rank.
 
     Args:
         length: keys kept, K.
@@ -103,7 +104,7 @@ class KeyQueue(nn.Module):
 
     Attributes:
         keys: buffer (K, D), unit rows.
-        position: buffer, 0-d int64; row that the next key will take.
+        position: buffer, 0-d int64; row of the next key.
     """
 
     keys: Tensor
@@ -111,23 +112,26 @@ class KeyQueue(nn.Module):
 
     def __init__(self, length: int, embedding_dim: int):
         super().__init__()
+        # Random unit vectors, as in MoCo's builder.py; a constant seed makes them the same on every rank.
         generator = torch.Generator().manual_seed(0)
         self.register_buffer("keys", F.normalize(torch.randn(length, embedding_dim, generator=generator), dim=1))
+        # On the device: it decides no shape, so the host never has to read it.
         self.register_buffer("position", torch.zeros((), dtype=torch.int64))
 
     @torch.no_grad()
     def push(self, keys: Tensor) -> None:
-        """Replace the oldest keys by those of all ranks, in the order of samples. Collective.
+        """Replace the oldest keys by the new keys of all ranks, in the order of samples. Collective.
 
         Args:
             keys: (n, D) of this rank; not normalized; n may differ between ranks.
         Cost: see ``collectives.all_gather_rows``.
         """
-        # A step that the loss scaler will skip may hold infinities; they must not stay for K samples.
+        # A step that the loss scaler skips may have infinities, which would stay for K samples.
         finite = torch.nan_to_num(keys.to(self.keys.dtype), nan=0.0, posinf=0.0, neginf=0.0)
         newest = collectives.all_gather_rows(F.normalize(finite, dim=1))
         length = len(self.keys)
         rows = (self.position + torch.arange(len(newest), device=newest.device)) % length
+        # With more keys than rows, the last ones win: index_copy_ with repeated rows is undefined.
         self.keys.index_copy_(0, rows[-length:], newest[-length:])
         self.position.copy_((self.position + len(newest)) % length)
 
@@ -136,8 +140,8 @@ class KeyQueue(nn.Module):
 class MoCoV2(EmbeddingMethod):
     """MoCo v2: InfoNCE against a queue of the teacher's keys.
 
-    The student sees the first crop, the teacher the second. Batch norm over one batch of all ranks
-    (``SYNC_BN_CONFIG``) stands in for MoCo's shuffling of the batch.
+    The student sees the first crop, the teacher the second. Batch norm over the batch of all ranks
+    (``SYNC_BN_CONFIG``) replaces MoCo's shuffling of the batch.
 
     Args: the fields of ``MoCoLossConfig``, with embedding_dim known.
     """
@@ -163,7 +167,7 @@ class MoCoV2(EmbeddingMethod):
         return info_nce(queries, keys, self.queue.keys, self.temperature)
 
     def observe(self, outputs: list[Any], batch: Batch, teacher_outputs: list[Any] | None = None) -> Any:
-        """Return the keys."""
+        """Return the teacher's keys (n, D)."""
         assert teacher_outputs is not None
         return teacher_outputs[0].detach()
 
@@ -178,24 +182,26 @@ def symmetric_info_nce(
     keys: tuple[Tensor, Tensor],
     temperature: float,
 ) -> Tensor:
-    """Match each view's query to the other view's key of the image among the keys of all images of all ranks.
+    """Compute the cross-entropy of identifying, for each view, the other view's key among the keys of all ranks.
 
     Args:
         queries: (n, D) of each of the two views, from the student's predictor; not normalized.
-        keys: (n, D) of each, from the momentum encoder; no gradient goes into them.
+        keys: (n, D) of each view, from the momentum encoder; no gradient goes into them.
         temperature: divides the cosine similarities; the loss is scaled by twice its value.
     Returns:
         0-d: the mean over this rank's samples, both directions added.
     Cost: one all-gather of 2n rows; none in the backward pass.
     """
     counts = count_samples(len(queries[0]), queries[0].device)
-    own_keys = F.normalize(at_least_float32(torch.stack(keys, dim=1).detach()), dim=2)
-    every_key = gather_samples(own_keys, counts)  # (N, 2, D)
-    labels = counts.first + torch.arange(counts.local, device=own_keys.device)
+    # Detached, so the gather below has no backward pass.
+    local_keys = F.normalize(at_least_float32(torch.stack(keys, dim=1).detach()), dim=2)
+    every_key = gather_samples(local_keys, counts)  # (N, 2, D)
+    labels = counts.first + torch.arange(counts.local, device=local_keys.device)
     terms = []
     for view, query in enumerate(queries):
         logits = F.normalize(at_least_float32(query), dim=1) @ every_key[:, 1 - view].T / temperature
         terms.append(F.cross_entropy(logits, labels, reduction="sum") / max(counts.local, 1))
+    # The factor of contrastive_loss in facebookresearch/moco-v3 moco/builder.py.
     return torch.stack(terms).sum() * (2 * temperature)
 
 
@@ -222,7 +228,7 @@ class MoCoV3(EmbeddingMethod):
 
 
 def cosine(predictions: Tensor, targets: Tensor) -> Tensor:
-    """Average the cosine similarity over this rank's samples; no gradient goes into the targets.
+    """Compute the mean cosine similarity over this rank's samples; no gradient goes into the targets.
 
     Args:
         predictions, targets: (n, D); not normalized.
@@ -230,12 +236,14 @@ def cosine(predictions: Tensor, targets: Tensor) -> Tensor:
         0-d. No communication.
     """
     predictions = F.normalize(at_least_float32(predictions), dim=1)
+    # SimSiam's targets are outputs of the student: without the stopped gradient, all embeddings become equal
+    # (arXiv 2011.10566, section 4.1). BYOL's come from a teacher, which has no graph.
     targets = F.normalize(at_least_float32(targets.detach()), dim=1)
     return (predictions * targets).sum() / max(len(predictions), 1)
 
 
 def byol_loss(predictions: tuple[Tensor, Tensor], targets: tuple[Tensor, Tensor]) -> Tensor:
-    """Add both squared distances of unit vectors, each view's prediction from the target of the other.
+    """Sum the squared distances of unit vectors between each view's prediction and the other view's target.
 
     Args:
         predictions: (n, D) of each view, from the student's predictor.
@@ -248,13 +256,13 @@ def byol_loss(predictions: tuple[Tensor, Tensor], targets: tuple[Tensor, Tensor]
 
 @LOSSES.register("byol_loss", config=BYOLLossConfig)
 class BYOL(EmbeddingMethod):
-    """BYOL: prediction of a teacher's projection of the other view.
+    """BYOL: the student predicts the teacher's projection of the other view.
 
     Args: the fields of ``BYOLLossConfig``.
     """
 
     has_teacher = True
-    guessing_loss = 4.0  # unrelated directions
+    guessing_loss = 4.0  # orthogonal unit vectors have a squared distance of 2, in both directions
 
     def __init__(self, momentum: float = 0.99, final_momentum: float = 1.0):
         super().__init__()
@@ -269,11 +277,11 @@ class BYOL(EmbeddingMethod):
 
 
 def simsiam_loss(predictions: tuple[Tensor, Tensor], projections: tuple[Tensor, Tensor]) -> Tensor:
-    """Average both directions; no gradient goes into the projections.
+    """Compute the negative cosine similarity, averaged over both directions; no gradient goes into the projections.
 
     Args:
         predictions: (n, D) of each view, from the predictor.
-        projections: (n, D) of each view, what the predictor was given.
+        projections: (n, D) of each view, the inputs of the predictor.
     Returns:
         0-d: the mean over this rank's samples, between -1 and 1. No communication.
     """
@@ -282,9 +290,9 @@ def simsiam_loss(predictions: tuple[Tensor, Tensor], projections: tuple[Tensor, 
 
 @LOSSES.register("simsiam_loss", config=SimSiamLossConfig)
 class SimSiam(EmbeddingMethod):
-    """SimSiam: prediction of the other view, gradient stopped."""
+    """SimSiam: prediction of the other view, without gradient through the target."""
 
-    guessing_loss = 0.0  # unrelated directions
+    guessing_loss = 0.0  # the cosine of orthogonal vectors
 
     def forward(self, outputs: list[Any], batch: Batch) -> Tensor:
         """Compute the mean loss over this rank's samples; see ``simsiam_loss``."""
@@ -294,11 +302,11 @@ class SimSiam(EmbeddingMethod):
         return simsiam_loss((predictions[0], predictions[1]), (projections[0], projections[1]))
 
 
-_BATCH_NORM_EPS = 1e-5  # the paper's code standardizes with nn.BatchNorm1d(affine=False)
+_BATCH_NORM_EPS = 1e-5  # barlowtwins/main.py standardizes with nn.BatchNorm1d(affine=False)
 
 
 def _cross_correlation(first: Tensor, second: Tensor) -> Tensor:
-    """Correlate the features of two views over the samples of all ranks, (D, D); differentiable. Collective.
+    """Compute the cross-correlation (D, D) of two views over the samples of all ranks; differentiable. Collective.
 
     Args:
         first, second: (n, D) embeddings of the views of this rank's samples; not standardized.
@@ -309,9 +317,10 @@ def _cross_correlation(first: Tensor, second: Tensor) -> Tensor:
     num_local = views.new_tensor([views.shape[1]])
     sums = sum_over_ranks(torch.cat((views.sum(dim=1).flatten(), num_local)))
     num_global = sums[-1]
-    # Deviations from the mean are squared, not the values: sums of squares would lose half of the digits.
+    # Two passes: E[x^2] - E[x]^2 would lose half of the digits where the mean is large. This costs a second all-reduce.
     views = views - (sums[:-1] / num_global).view(2, 1, dim)
     moments = torch.cat((views.square().sum(dim=1).flatten(), (views[0].T @ views[1]).flatten()))
+    # Divided by N and not by N - 1, as batch norm does.
     moments = sum_over_ranks(moments) / num_global
     deviations = torch.sqrt(moments[: 2 * dim].view(2, dim) + _BATCH_NORM_EPS)
     return moments[2 * dim :].view(dim, dim) / (deviations[0][:, None] * deviations[1][None])
@@ -323,7 +332,7 @@ def barlow_twins_loss(first: Tensor, second: Tensor, lambda_: float = 0.0051, sc
     Args:
         first, second: (n, D) embeddings of the views of this rank's samples.
         lambda_: weight of the elements off the diagonal.
-        scale: factor of the whole (VISSL's ``scale_loss``).
+        scale: factor of the whole loss (VISSL's ``scale_loss``).
     Returns:
         0-d, the same on every rank: a function of the whole batch.
     Cost: see ``_cross_correlation``.
@@ -337,7 +346,7 @@ def barlow_twins_loss(first: Tensor, second: Tensor, lambda_: float = 0.0051, sc
 
 @LOSSES.register("barlow_twins_loss", config=BarlowTwinsLossConfig)
 class BarlowTwins(EmbeddingMethod):
-    """Barlow Twins: cross-correlation of two views towards the identity.
+    """Barlow Twins: the cross-correlation of two views approaches the identity.
 
     Args: the fields of ``BarlowTwinsLossConfig``.
     """
@@ -354,7 +363,7 @@ class BarlowTwins(EmbeddingMethod):
         return barlow_twins_loss(first, second, self.lambda_, self.scale_loss)
 
 
-_VARIANCE_EPS = 1e-4
+_VARIANCE_EPS = 1e-4  # facebookresearch/vicreg main_vicreg.py
 
 
 def vicreg_loss(
@@ -364,7 +373,7 @@ def vicreg_loss(
     variance: float = 25.0,
     covariance: float = 1.0,
 ) -> Tensor:
-    """Add the three weighted terms; variance and covariance are those of the samples of all ranks.
+    """Sum the three weighted terms; variance and covariance are computed over the samples of all ranks.
 
     Args:
         first, second: (n, D) embeddings of the views of this rank's samples.
@@ -379,9 +388,10 @@ def vicreg_loss(
     distance = (views[:, 0] - views[:, 1]).square().sum() / max(counts.local * dim, 1)
     everyone = gather_samples(views, counts).transpose(0, 1)
     centered = everyone - everyone.mean(dim=1, keepdim=True)
-    # One sample has no variance: torch.var would give NaN.
+    # One sample has no variance: torch.var would return NaN.
     divisor = max(counts.total - 1, 1)
     deviations = torch.sqrt(centered.square().sum(dim=1) / divisor + _VARIANCE_EPS)
+    # main_vicreg.py averages the variance terms of the two views, but sums their covariance terms.
     spread = F.relu(1 - deviations).mean(dim=1).sum() / 2
     covariances = centered.transpose(1, 2) @ centered / divisor
     diagonal = covariances.diagonal(dim1=1, dim2=2)

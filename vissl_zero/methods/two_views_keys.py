@@ -52,7 +52,7 @@ class SimCLRSpec(MethodSpec):
         return {"num_crops": (sum(crops_of(cfg) or []) or None, "transforms")}
 
     def problems(self, cfg: RunConfig, decided: Decisions) -> list[Problem]:
-        """Check for two views, or more; one projection head."""
+        """Check for two views (multicrop: two or more) and one projection head."""
         temperature = above_zero(f"LOSS.{cfg.LOSS['name']}.temperature", loss_keys(cfg).temperature)
         return [*one_head(cfg, "mlp"), *two_views(cfg, not _has_many_crops(cfg)), *temperature]
 
@@ -94,7 +94,7 @@ class MoCoV2Spec(MethodSpec):
         return {"embedding_dim": (head_width(cfg), "head")}
 
     def problems(self, cfg: RunConfig, decided: Decisions) -> list[Problem]:
-        """Check for two views, one projection head, a queue that takes a whole micro-batch."""
+        """Check for two views, one projection head, and a queue at least as long as a micro-batch."""
         keys, path, batch = loss_keys(cfg), f"LOSS.{cfg.LOSS['name']}", decided.micro_batch
         fix = f"Write config.{path}.queue_size={batch} or more, or lower config.DATA.TRAIN.BATCHSIZE_PER_REPLICA."
         return [

@@ -1,8 +1,8 @@
 """VICRegL: VICReg between views of an image, and between places of their maps (https://arxiv.org/abs/2210.01571).
 
-A place of one map is matched with the place of another that is nearest in the image, and with the one whose embedding
-is nearest; VICReg's criterion is applied to the pairs. Variance and covariance of places are those of the n-th pair of
-all images of all ranks, as in the authors' code.
+Each place of one map is matched twice with a place of another map: the nearest in the image, and the one with the
+nearest embedding. VICReg's criterion is applied to the matched pairs. Variance and covariance are computed over the
+n-th pairs of all images of all ranks, as in the authors' code.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from vissl_zero.methods.vicregl_keys import VICRegLHeadConfig, VICRegLLossConfig
 from vissl_zero.registry import HEADS, LOSSES
 
 _NORMS: dict[str, type[nn.Module]] = {"batch": nn.BatchNorm1d, "layer": nn.LayerNorm}
-_VARIANCE_EPS = 1e-4
+_VARIANCE_EPS = 1e-4  # as VICReg
 
 
 @HEADS.register("vicregl_head", config=VICRegLHeadConfig)
 class VICRegLHead(nn.Module):
-    """VICRegL's expanders: of features, and of each place of the last maps.
+    """VICRegL's expanders: an MLP of features, and an MLP of each place of the last maps.
 
     Args: the fields of ``VICRegLHeadConfig``.
     """
@@ -46,7 +46,7 @@ class VICRegLHead(nn.Module):
             fix = "Take another trunk, such as resnet."
             raise ConfigError([Problem("config.MODEL.TRUNK.NAME", f"{features.shape[1]} features", must, fix)])
         rows = [crop_maps.movedim(1, 3) for crop_maps in maps]
-        # In one pass, so that batch norm has statistics of all places, as it has of all features.
+        # One pass for all resolutions, so that batch norm has the statistics of all places, as of all features.
         expanded = self.map_expander(torch.cat([places.flatten(0, 2) for places in rows]))
         parts = expanded.split([places.shape[:3].numel() for places in rows])
         shown = [part.unflatten(0, places.shape[:3]).movedim(3, 1) for part, places in zip(parts, rows, strict=True)]
@@ -61,13 +61,13 @@ def _expander(dims: Sequence[int], norm: str) -> nn.Sequential:
 
 
 def place_centers(boxes: Tensor, height: int, width: int) -> Tensor:
-    """Compute where the centers of a map's places lie in the image.
+    """Compute the centers of a map's places in the image.
 
     Args:
-        boxes: (n, 4) box of each crop: top, left, bottom, right.
-        height, width: of the map.
+        boxes: (n, 4) box of each crop: top, left, bottom, right. A mirrored crop has left > right.
+        height, width: size of the map.
     Returns:
-        (n, height * width, 2): down and across, in pixels of the image.
+        (n, height * width, 2): row and column, in pixels of the image.
     """
     down, across = ((torch.arange(count, device=boxes.device) + 0.5) / count for count in (height, width))
     top, left, bottom, right = boxes[:, :, None].unbind(1)
@@ -79,18 +79,18 @@ def place_centers(boxes: Tensor, height: int, width: int) -> Tensor:
 def match_places(
     places: Tensor, others: Tensor, distances: Tensor, num_matches: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Pair each place with the nearest other one, and keep the pairs that are nearest, in the order of places.
+    """Pair each place of one map with the nearest place of another, and keep the pairs with the smallest distances.
 
     Args:
-        places: (n, P, D).
-        others: (n, Q, D).
-        distances: (n, P, Q).
-        num_matches: pairs to keep; None: all.
+        places: (n, P, D) embeddings.
+        others: (n, Q, D) embeddings of the other map.
+        distances: (n, P, Q) distances that decide the match.
+        num_matches: number of pairs to keep; None: all.
     Returns:
-        (n, M, D) each, M at most P.
+        Embeddings of both sides of the pairs, in the order of places, (n, M, D) each, M at most P.
     """
     nearest, partners = distances.min(dim=2)
-    # Stable: distances in the image are often equal.
+    # Stable, because distances in the image are often equal, and every level must keep the same pairs.
     kept = nearest.argsort(dim=1, stable=True)[:, :num_matches].sort(dim=1).values
     return _rows_at(places, kept), _rows_at(others, partners.gather(1, kept))
 
@@ -100,12 +100,13 @@ def _rows_at(rows: Tensor, index: Tensor) -> Tensor:
 
 
 def spread_and_redundancy(embeddings: Tensor) -> tuple[Tensor, Tensor]:
-    """Measure how far features' deviations fall short of 1, and their covariances, over the samples of all ranks.
+    """Compute VICReg's variance and covariance terms over the samples of all ranks. Collective.
 
     Args:
-        embeddings: (n, K, D), K sets of embeddings of this rank's samples, each with statistics of its own.
+        embeddings: (n, K, D), K sets of embeddings of this rank's samples, with separate statistics.
     Returns:
-        Two 0-d tensors, means over the sets, the same on every rank. The second: the sum of squared covariances over D.
+        Two 0-d tensors, means over the sets, the same on every rank: how far the features' standard deviations fall
+        short of 1, and the sum of squared covariances over D.
     Cost: two all-reduces, of K * D + 1 and K * D * D numbers, and as many in the backward pass.
     """
     count, dim = embeddings.shape[1:]
@@ -113,7 +114,7 @@ def spread_and_redundancy(embeddings: Tensor) -> tuple[Tensor, Tensor]:
     num_samples = sums[-1].detach()
     centered = embeddings - (sums[:-1] / num_samples).view(count, dim)
     by_set = centered.transpose(0, 1)
-    # One sample has no variance.
+    # clamp: one sample has no variance.
     covariances = sum_over_ranks(by_set.transpose(1, 2) @ by_set) / (num_samples - 1).clamp(min=1)
     variances = covariances.diagonal(dim1=1, dim2=2)
     spread = F.relu(1 - torch.sqrt(variances + _VARIANCE_EPS)).mean()
@@ -124,13 +125,13 @@ Weights = tuple[float, float, float]  # of distance, spread and redundancy
 
 
 def global_loss(views: Tensor, weights: Weights) -> Tensor:
-    """Compare each of the first two views with all others, and measure all.
+    """Apply VICReg to each of the first two views against all others. Collective.
 
     Args:
         views: (V, n, D) embeddings of this rank's samples.
         weights: weights of the three terms.
     Returns:
-        0-d. The distance is the mean over this rank's samples and pairs; the others are the same on every rank.
+        0-d. The distance is the mean over this rank's samples and pairs; the other terms are the same on every rank.
     """
     pairs = [(views[first] - views[second]).square().sum() for first, second in pairs_of(len(views))]
     distance = torch.stack(pairs).mean() / max(views[0].numel(), 1)
@@ -138,12 +139,12 @@ def global_loss(views: Tensor, weights: Weights) -> Tensor:
 
 
 def local_loss(maps: Sequence[Tensor], boxes: Tensor, num_matches: Sequence[int], weights: Weights) -> Tensor:
-    """Apply VICReg to matching places of the first two maps and all others, by place and by embedding.
+    """Apply VICReg to places of the first two maps and their matches in all other maps. Collective.
 
     Args:
         maps: (n, D, h, w) of each crop, for this rank's samples.
         boxes: (V, n, 4) box of each crop.
-        num_matches: matches by place that are kept, of the first map of a pair and of the second.
+        num_matches: number of matches by position to keep, for the first map of a pair and for the second.
         weights: weights of the three terms.
     Returns:
         0-d, as ``global_loss``.
@@ -152,24 +153,26 @@ def local_loss(maps: Sequence[Tensor], boxes: Tensor, num_matches: Sequence[int]
     centers = [place_centers(box, *crop_map.shape[2:]) for box, crop_map in zip(boxes, maps, strict=True)]
     terms = []
     for pair in pairs_of(len(maps)):
-        for (one, other), kept in zip((pair, pair[::-1]), num_matches, strict=True):
+        for (one, other), num_kept in zip((pair, pair[::-1]), num_matches, strict=True):
+            # Matching is a choice without gradient; the matched embeddings have one.
             with torch.no_grad():
                 by_embedding = torch.cdist(places[one], places[other])
-                # Not by a matrix product, whose rounding would decide between equal distances.
+                # Differences instead of cdist's matrix product, whose rounding would decide between equal distances.
                 by_place = (centers[one][:, :, None] - centers[other][:, None]).square().sum(dim=3)
-            for distances, most in ((by_embedding, None), (by_place, kept)):
-                matches = match_places(places[one], places[other], distances, most)
-                terms.append(_weighted(weights, *_of_matches(*matches)))
-    return torch.stack(terms).mean() * 2  # a pair's two directions are averaged, its two kinds of matches added
+            for distances, limit in ((by_embedding, None), (by_place, num_kept)):
+                matches = match_places(places[one], places[other], distances, limit)
+                terms.append(_weighted(weights, *_terms_of_matches(*matches)))
+    return torch.stack(terms).mean() * 2  # the mean over a pair's two directions, the sum of both kinds of matches
 
 
-def _of_matches(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _terms_of_matches(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return distance, spread and redundancy of matched embeddings (n, M, D). Collective."""
     distance = (first - second).square().sum() / max(first.numel(), 1)
     return distance, *spread_and_redundancy(torch.cat((first, second), dim=1))
 
 
 def pairs_of(num_views: int) -> list[tuple[int, int]]:
-    """List the pairs that are compared: each of the first two views with all others."""
+    """List the pairs of views to compare: each of the first two views with all others."""
     return [(first, second) for first in range(2) for second in range(num_views) if second != first]
 
 
@@ -179,7 +182,7 @@ def _weighted(weights: Weights, *terms: Tensor) -> Tensor:
 
 @LOSSES.register("vicregl_loss", config=VICRegLLossConfig)
 class VICRegL(EmbeddingMethod):
-    """VICRegL: VICReg of two or more views, and of places of their maps that match.
+    """VICRegL: VICReg of two or more views, and of matching places of their maps.
 
     Args: the fields of ``VICRegLLossConfig``.
     """
@@ -198,10 +201,10 @@ class VICRegL(EmbeddingMethod):
         self.num_matches = tuple(num_matches)
 
     def forward(self, outputs: list[Any], batch: Batch) -> Tensor:
-        """Compute the loss of images and that of places, weighted. Collective.
+        """Compute the weighted sum of ``global_loss`` and ``local_loss``. Collective.
 
         Raises:
-            ConfigError: the crops do not keep their boxes.
+            ConfigError: the transforms do not keep the boxes of crops.
         """
         if batch.boxes is None:
             fix = "Write keeps_boxes: true in ImgPilToMultiCrop."
@@ -210,7 +213,7 @@ class VICRegL(EmbeddingMethod):
         crops = sum(batch.num_crops), batch.num_local
         views = at_least_float32(output.embeddings).unflatten(0, crops)
         self._note(views[0])
-        # Views of one size are one tensor, also where they went through the model one by one.
+        # The loss needs a map per crop. Heads return one tensor for all crops of a size, also with views_apart.
         counts = batch.num_crops if len(output.maps) > 1 else [sum(batch.num_crops)]
         maps = [
             crop_map

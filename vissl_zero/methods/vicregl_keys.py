@@ -1,4 +1,4 @@
-"""VICRegL: VICReg of whole images, and of places that match: keys and rules."""
+"""VICRegL, VICReg of whole images and of matching places: keys and rules."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class VICRegLSpec(MethodSpec):
     recipe = "digits/vicregl"
 
     def problems(self, cfg: RunConfig, decided: Decisions) -> list[Problem]:
-        """Check for two views or more that keep their boxes, and one head."""
+        """Check for two or more views whose boxes are kept, and one head."""
         keys, path = loss_keys(cfg), f"LOSS.{cfg.LOSS['name']}"
         names = ("sim_coeff", "std_coeff", "cov_coeff")
         problems = [problem for name in names for problem in at_least(f"{path}.{name}", getattr(keys, name), 0)]

@@ -532,15 +532,6 @@ def scaled_product(a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor) -> 
     return torch._scaled_mm(a, b.t(), **scales, out_dtype=torch.bfloat16, use_fast_accum=False)
 
 
-def reshaped(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Reshape like ``tensor.view(shape)``, but not as a view: a write to a view drops its unit's hooks.
-
-    ``tensor`` must not be used any more.
-    """
-    view: Tensor = torch.ops.aten._unsafe_view(tensor, shape)
-    return view
-
-
 def compiled(function: Callable[..., Any], backend: Callable[..., Any], max_graphs: int) -> Callable[..., Any]:
     """Wrap ``function`` in ``torch.compile`` with one graph per shape; beyond ``max_graphs`` shapes it runs eagerly.
 
