@@ -162,12 +162,12 @@ class PixelOutput(NamedTuple):
 
     Attributes:
         embeddings: (b, F) pooled features.
-        pixels: (b, 3, H, W).
+        patches: (b, h, w, C * p * p) pixels of each patch, channels outermost.
         mask: (b, h, w) bool, True where a patch was masked; None if none was.
     """
 
     embeddings: Tensor
-    pixels: Tensor
+    patches: Tensor
     mask: Tensor | None
 
 
@@ -182,20 +182,17 @@ class PixelHead(nn.Module):
 
     def __init__(self, dims: Sequence[int]):
         super().__init__()
-        self.patch_size = math.isqrt(dims[-1] // 3)
-        if len(dims) != 2 or 3 * self.patch_size**2 != dims[-1]:
-            must = "must be the trunk's features and 3 times the pixels of a square patch"
+        if len(dims) != 2:
+            must = "must have two widths: the trunk's features and the numbers of a patch"
             raise ConfigError([Problem(_DIMS, str(list(dims)), must, "Write [-1, -1].")])
         self.output = nn.Linear(dims[0], dims[1])
 
     def forward(self, features: Tensor, tokens: list[Tokens]) -> PixelOutput:
         """Predict the pixels of images of one resolution."""
         (crop,) = tokens
-        patches = self.output(crop.wanted()).unflatten(1, crop.grid).unflatten(3, (3, self.patch_size, self.patch_size))
-        # (b, h, w, 3, p, p) -> (b, 3, h * p, w * p)
-        pixels = patches.permute(0, 3, 1, 4, 2, 5).reshape(len(patches), 3, crop.grid[0] * self.patch_size, -1)
+        patches = self.output(crop.wanted().unflatten(1, crop.grid))
         mask = None if crop.view.masked is None else crop.view.masked.unflatten(1, crop.grid)
-        return PixelOutput(features, pixels, mask)
+        return PixelOutput(features, patches, mask)
 
 
 @LOSSES.register("simmim_loss", config=SimMIMLossConfig)
@@ -212,13 +209,14 @@ class SimMIM(_MaskedReconstruction):
 
     def forward(self, outputs: list[Any], batch: Batch) -> Tensor:
         """Compute the mean loss over this rank's images; see ``simmim_loss``. Collective."""
-        output, (images,) = output_of(outputs, "pixels"), batch.images
-        if output.pixels.shape != images.shape:
-            num_pixels, got = (tensor[0].numel() // output.mask[0].numel() for tensor in (images, output.pixels))
+        output, (images,) = output_of(outputs, "patches"), batch.images
+        num_pixels, got = images[0].numel() // output.mask[0].numel(), output.patches.shape[3]
+        if got != num_pixels:
             must = f"must end in the numbers of the trunk's patches, {num_pixels}"
             raise ConfigError([Problem(_DIMS, str(got), must, "Write [-1, -1].")])
         self._note(output.embeddings)
-        return simmim_loss(output.pixels, images, output.mask)
+        pixels = F.pixel_shuffle(output.patches.permute(0, 3, 1, 2), images.shape[2] // output.patches.shape[1])
+        return simmim_loss(pixels, images, output.mask)
 
     def _choose_patches(self, images: Sequence[Tensor], patch_size: tuple[int, int]) -> list[PatchView]:
         (view,) = images
@@ -618,7 +616,6 @@ class _Predictor(nn.Module):
         xs = [torch.cat([visible.repeat_interleave(num_groups, dim=0), hidden], dim=1)]
         for block in self.blocks:
             xs = block(xs)
-        # Reshaped before the last layer: FSDP warns about outputs that are views.
         predictions: Tensor = self.output(self.norm(xs[0][:, -num_wanted:]).view(*wanted.shape, -1))
         return predictions
 

@@ -47,7 +47,7 @@ class PixelHeadConfig:
     """``pixel_head``: one linear layer from a patch's token to its pixels."""
 
     dims: list[int] = MISSING
-    """Two widths: the trunk's features, and 3 times the pixels of a patch (-1: those of the trunk)."""
+    """Two widths: the trunk's features, and the pixels of a patch in all channels (-1: those of the trunk)."""
 
 
 @dataclass

@@ -427,8 +427,8 @@ def build_model(model_config: ModelConfig | TeacherModel, num_classes: int = 0) 
         torch.manual_seed(_CONSTRUCTION_SEED)
         trunk = build_trunk(model_config.TRUNK)
         _see_as(trunk, model_config.INPUT_TYPE, model_config.TRUNK.NAME)
-        if channels := getattr(model_config, "IN_CHANNELS", None):
-            _see_channels(trunk, channels, model_config.TRUNK.NAME)
+        num_channels = getattr(model_config, "IN_CHANNELS", None) or 3
+        _see_channels(trunk, num_channels, model_config.TRUNK.NAME)
         if isinstance(model_config, ModelConfig) and model_config.LORA.USE_LORA:
             from vissl_zero.models.lora import adapt_  # peft takes seconds to import, and may not be installed
 
@@ -442,7 +442,7 @@ def build_model(model_config: ModelConfig | TeacherModel, num_classes: int = 0) 
             build = HEADS.get(head_name).build
             width = _width_for(build, trunk)
             options = params if taps else _with_width(params, width)
-            last = _pixels_of_patch(trunk) if getattr(build, "predicts_pixels", False) else num_classes
+            last = _numbers_of_patch(trunk, num_channels) if getattr(build, "predicts_pixels", False) else num_classes
             options = _with_last(options, last)
             if taps is None:
                 _check_width(head_name, options, width)
@@ -543,10 +543,10 @@ def _with_width(options: Mapping[str, Any], feature_dim: int | None) -> Mapping[
     return {**options, "dims": [feature_dim, *dims[1:]]} if dims and dims[0] == -1 and feature_dim else options
 
 
-def _pixels_of_patch(trunk: nn.Module) -> int:
-    """Count the numbers of a patch: its pixels in three colors."""
+def _numbers_of_patch(trunk: nn.Module, num_channels: int) -> int:
+    """Count the numbers of a patch: its pixels in all channels."""
     height, width = getattr(_require_patches(trunk), "patch_size")  # noqa: B009 - of a module, which may hold anything
-    return 3 * int(height) * int(width)
+    return num_channels * int(height) * int(width)
 
 
 def _with_last(options: Mapping[str, Any], width: int) -> Mapping[str, Any]:

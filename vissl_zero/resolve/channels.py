@@ -25,7 +25,7 @@ _TRANSFORMS_OF_CHANNELS = (
     *("RandomHorizontalFlip", "RandomVerticalFlip", "RandomRotation", "RandomAffine", "RandomErasing"),
     *("ImgPilGaussianBlur", "RandomApply", "ImgPilMultiCropRandomApply", "ToTensor", "Normalize"),
 )
-_OF_RGB = ("mae_loss", "simmim_loss", "feature_distillation_loss")  # predict or change red, green and blue
+_OF_RGB = ("feature_distillation_loss",)  # its teacher normalizes red, green and blue
 
 
 def with_channels(cfg: RunConfig) -> RunConfig:

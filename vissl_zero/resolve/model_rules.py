@@ -171,7 +171,7 @@ _HEADS = "config.MODEL.HEAD.PARAMS"
 # What -1 as a head's last width stands for.
 _LAST = {
     **dict.fromkeys(("mlp", "eval_mlp", "fcn_head"), "as many as there are classes"),
-    **dict.fromkeys(("patch_predictor", "pixel_head"), "as many as a patch has pixels in three colors"),
+    **dict.fromkeys(("patch_predictor", "pixel_head"), "as many as a patch has pixels in all channels"),
 }
 
 

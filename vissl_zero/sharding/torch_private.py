@@ -1,4 +1,4 @@
-"""Every private attribute and function of torch that sharding relies on, each with what it is relied on for.
+"""Every private attribute and function of torch that sharding uses, each with its purpose.
 
 ``tests/unit/sharding/test_torch_private.py`` tests each; ``tests/unit/test_arrows.py`` lists what else of torch is
 private and in use: modules that torch documents under a private path, and base classes that have no public name.
@@ -28,10 +28,11 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from vissl_zero.errors import VisslZeroError
 
-# torch's own property, which the classes of shard.py hide from users behind another one.
+# torch's own property: parameter classes of this package override ``grad`` for users.
 _GRAD: Any = torch._C.TensorBase.grad
-# A context in which no class of tensors catches a function of torch. A Python call for each attribute of each parameter
-# is what a step on a GPU would wait for.
+# A context without ``__torch_function__`` of tensor subclasses. With it, each attribute read of each parameter is a
+# call
+# of Python, and a GPU would wait for them in every step.
 as_plain_tensors: Any = torch._C.DisableTorchFunctionSubclass
 # torch has no flag for reentrant checkpointing, so the stack is searched for these two functions.
 _REENTRANT = {CheckpointFunction.forward.__code__, CheckpointFunction.backward.__code__}
@@ -45,14 +46,14 @@ foreach_norm = torch._foreach_norm
 
 
 def real_grad(param: Tensor) -> Tensor | None:
-    """Return the gradient that autograd has left on this rank, also where a subclass shows users another one."""
+    """Return this rank's gradient as autograd stores it; subclasses may show users a stand-in. None without one."""
     with as_plain_tensors():
         grad: Tensor | None = _GRAD.__get__(param)
     return grad
 
 
 def marks(params: Iterable[Tensor]) -> list[tuple[int, ...] | None]:
-    """Return address and version counters of each parameter's gradient, which every change of it changes.
+    """Return address and version counters of each parameter's gradient; any write to the gradient changes them.
 
     None for a parameter without a gradient in memory.
     """
@@ -63,26 +64,27 @@ def marks(params: Iterable[Tensor]) -> list[tuple[int, ...] | None]:
         if grad is None or local is None or local.is_meta:
             all_marks.append(None)
         else:
+            # Both counters: writes through the DTensor count there, writes through its local tensor here.
             all_marks.append((local.data_ptr(), local._version, grad._version))
     return all_marks
 
 
 def set_real_grad(param: Tensor, grad: Tensor | None) -> None:
-    """Set what ``real_grad`` gives."""
+    """Set the gradient that ``real_grad`` returns."""
     with as_plain_tensors():
         _GRAD.__set__(param, grad)
 
 
 @contextmanager
 def pretended_ranks(world_size: int) -> Iterator[None]:
-    """Give collectives on fake tensors the shapes of ``world_size`` ranks; nothing is sent. A context.
+    """Simulate a process group of ``world_size`` ranks for collectives on fake tensors; nothing is sent. A context.
 
-    Torch's own backend for this lives among its tests. Where a process group is up already it is used as it is: fake
-    tensors send nothing through it either.
+    A process group that exists already is used: fake tensors send nothing through it either.
     """
     if world_size == 1 or dist.is_initialized():
         yield
         return
+    # torch has this backend for its own tests.
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
@@ -96,7 +98,7 @@ def forget_meshes() -> None:
     """Empty the caches of DTensor operations on this thread, which hold the mesh of the first call.
 
     Meshes are equal by their ranks and names, not by their process groups. Where a process has ended its groups and
-    made new ones, a cached operation would return a tensor of groups that no longer exist, or of others named so.
+    made new ones, a cached operation would return a tensor of groups that no longer exist, or of namesakes.
     """
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache  # here: takes a second
 
@@ -119,9 +121,9 @@ def is_building_data_parallel() -> bool:
 
 
 def call_after_backward(callback: Callable[[], None]) -> None:
-    """Have ``callback`` called at the end of the backward pass that is running on this thread.
+    """Call ``callback`` at the end of the backward pass that is running on this thread.
 
-    Inside a segment of reentrant checkpointing that is the segment's own backward pass: see ``is_nested_backward``.
+    Inside a segment of reentrant checkpointing, that is the segment's own backward pass: see ``is_nested_backward``.
     """
     Variable._execution_engine.queue_callback(callback)
 
@@ -132,7 +134,7 @@ def is_in_backward() -> bool:
 
 
 def is_nested_backward() -> bool:
-    """Check for a backward pass on this thread inside another one, as reentrant checkpointing has it. CPU only."""
+    """Check whether this thread's backward pass runs inside another, as in reentrant checkpointing. CPU only."""
     # The CPU's backward pass runs on its caller's thread, so nested ones stand on one Python stack.
     entry = _graph._engine_run_backward.__code__
     frame, depth = sys._getframe(), 0
@@ -169,24 +171,24 @@ def has_saved_tensor_hooks() -> bool:
 
 
 def finish_unit_after_backward(state: Any) -> None:
-    """Have the ``fully_shard`` ``state`` of a unit reduce and free all units when this backward pass ends."""
+    """Queue torch's callback that reduces and frees all units of the model at the end of this backward pass."""
     state._register_root_post_backward_final_callback()
 
 
 def lazy_init(root: Any) -> None:
-    """Have ``fully_shard`` settle which module is the root, as it does in the first forward pass of any unit."""
+    """Make ``root`` the root of the units inside it, as ``fully_shard`` does with the first unit that runs."""
     unit_state(root)._lazy_init()
 
 
-# What fully_shard keeps of a unit. Its public class has methods that change settings, and none that show these.
+# State of a unit in fully_shard. The public FSDPModule has setters only.
 
 
-# torch 2.11 follows the tensors in tuples, lists and dicts alone, from 2.12 on those in dataclasses too.
+# torch 2.11 hooks the output's tensors in tuples, lists and dicts; from 2.12 on, in dataclasses too.
 FOLLOWS_DATACLASSES = hasattr(_fsdp_state, "collect_grad_tensors")
 
 
 def unit_state(unit: Any) -> Any:
-    """Return what ``fully_shard`` keeps of a unit (``_get_fsdp_state``); the same for all modules of the unit."""
+    """Return the FSDPState of a unit (``_get_fsdp_state``); all modules of the unit share it."""
     return unit._get_fsdp_state()
 
 
@@ -197,7 +199,7 @@ def modules_of(state: Any) -> tuple[nn.Module, ...]:
 
 
 def group_of(state: Any) -> Any:
-    """Return a unit's parameters as one group that gathers and reduces (``_fsdp_param_group``); None without any."""
+    """Return the FSDPParamGroup that gathers and reduces a unit (``_fsdp_param_group``); None without parameters."""
     return state._fsdp_param_group
 
 
@@ -218,7 +220,7 @@ def run_after_forward(state: Any, module: nn.Module, inputs: Any, output: Any) -
 
 
 def reduce_by_dtype(group: Any) -> None:
-    """Have a unit reduce its gradients in one message for each dtype of its parameters, in float32 at least.
+    """Make a unit reduce its gradients in one message per dtype of its parameters, in float32 at least.
 
     ``fully_shard`` has one message for all, and refuses trained parameters of several dtypes (``_init_mp_dtypes``).
     ``post_backward`` reads ``fsdp_params``, ``_orig_dtype`` and ``_reduce_dtype``, and calls ``reshard``.
@@ -231,7 +233,7 @@ def reduce_by_dtype(group: Any) -> None:
 
     def post_backward_by_dtype(*unused: Any) -> None:
         params, is_freed = group.fsdp_params, group.reshard_after_backward
-        group.reshard_after_backward = False  # it would free the parameters of the first message alone
+        group.reshard_after_backward = False  # post_backward would free the parameters of the first message alone
         for dtype in dict.fromkeys(param.orig_dtype for param in params):
             group.fsdp_params = [param for param in params if param.orig_dtype == dtype]
             group._orig_dtype, group._reduce_dtype = dtype, torch.promote_types(dtype, torch.float32)
@@ -244,17 +246,17 @@ def reduce_by_dtype(group: Any) -> None:
 
 
 def gather_of(group: Any) -> Any:
-    """Return what gathers the unit's parameters (``_all_gather_comm``): ours, or torch's own."""
+    """Return the all-gather of a unit's group (``_all_gather_comm``): ours, or torch's default."""
     return group._all_gather_comm
 
 
 def is_being_gathered(group: Any) -> bool:
-    """Check whether a gather has begun that nothing has waited for (``_all_gather_result``)."""
+    """Check whether a gather was started and not yet waited for (``_all_gather_result``)."""
     return group._all_gather_result is not None
 
 
 def owner_of(param: Any) -> Any:
-    """Return where the parameter stands (``_module_info``): ``module``, ``param_name``, ``shared_modules``."""
+    """Return the place of a unit's parameter (``_module_info``): ``module``, ``param_name``, ``shared_modules``."""
     return param._module_info
 
 
@@ -271,7 +273,7 @@ def shard_data(param: Any) -> Tensor:
 
 
 def set_shard_data(param: Any, data: Tensor) -> None:
-    """Set what ``shard_data`` gives."""
+    """Set the tensor that ``shard_data`` returns."""
     param._sharded_param_data = data
 
 
@@ -285,11 +287,11 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 
 def set_local_tensor(tensor: Any, local: Tensor) -> None:
-    """Put another tensor of the same shape into a ``DTensor``, which no public method does."""
+    """Replace the local tensor of a ``DTensor`` by one of the same shape; no public method does."""
     tensor._local_tensor = local
 
 
-# What an operation is, in a mode that sees each one. torch's own profilers read the same.
+# Schemas of operations, for modes and classes that dispatch them. torch's own profilers read the same.
 
 
 def operation_name(operation: Any) -> str:
@@ -316,11 +318,11 @@ def written_arguments(operation: Any, args: Sequence[Any], kwargs: Mapping[str, 
 
 
 def overloads_of(operation: Any) -> Any:
-    """Return the operation for all kinds of arguments, a key of torch's table of flops (``_overloadpacket``)."""
+    """Return the packet of an operation's overloads, the key in torch's table of flops (``_overloadpacket``)."""
     return operation._overloadpacket
 
 
-# Attention on the CPU -> the GPU's, forward and backward: torch's table of flops has the second alone.
+# Attention on the CPU -> on the GPU, forward and backward: torch's table of flops lacks the CPU's.
 ATTENTION_ON_CPU = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: torch.ops.aten._scaled_dot_product_flash_attention,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
@@ -329,31 +331,31 @@ ATTENTION_ON_CPU = {
 }
 
 
-# What modules and tensors keep. torch shows these one by one, or to write only, or not at all.
+# State of modules and tensors that has no public getter, or one for single entries only.
 
 
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """Return the module's table of its own parameters (``_parameters``), absent ones too; it can be written to."""
+    """Return the dict of a module's direct parameters (``_parameters``), None entries included; writes take effect."""
     return module._parameters
 
 
 def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
-    """Return the module's table of its own buffers (``_buffers``), as ``own_parameters``."""
+    """Return the dict of a module's direct buffers (``_buffers``); see ``own_parameters``."""
     return module._buffers
 
 
 def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:
-    """Return the module's table of its own modules (``_modules``)."""
+    """Return the dict of a module's direct submodules (``_modules``)."""
     return module._modules
 
 
 def without_memory(cls: type, like: Tensor) -> Any:
-    """Make an object of a class of tensors with the facts of ``like`` and no memory (``_make_wrapper_subclass``)."""
+    """Make a tensor of ``cls`` with shape, dtype and device of ``like``, and no memory (``_make_wrapper_subclass``)."""
     return Tensor._make_wrapper_subclass(cls, like.shape, dtype=like.dtype, device=like.device)
 
 
 def copy_versions(state: Any, source: Any) -> None:
-    """Give a state dict the versions of modules that another one has, which loading reads (``_metadata``)."""
+    """Copy the module versions of one state dict to another (``_metadata``); ``load_state_dict`` reads them."""
     state._metadata = source._metadata
 
 
@@ -373,21 +375,21 @@ def has_forward_hooks(module: nn.Module) -> bool:
 
 
 def put_before_moves(module: nn.Module, before: Callable[..., Any]) -> None:
-    """Have ``before(module, apply, ...)`` called in place of ``_apply``, through which ``to()`` and casts go.
+    """Replace the module's ``_apply``, which ``to()`` and casts call, by ``before(module, apply, ...)``.
 
-    Only the object's own table is written: torch never finds the replacement on a copy.
+    Only the instance is changed, not its class.
     """
     module.__dict__["_apply"] = partial(before, module, module._apply)
 
 
 def num_gradient_hooks(tensor: Tensor) -> int:
-    """Count a parameter's hooks, before and after its gradient is accumulated."""
+    """Count a parameter's gradient hooks: tensor hooks and post-accumulate-grad hooks."""
     with as_plain_tensors():
         return len(tensor._backward_hooks or ()) + len(getattr(tensor, "_post_accumulate_grad_hooks", None) or ())
 
 
 def viewed(tensor: Tensor) -> Tensor | None:
-    """Return the tensor of which ``tensor`` is a view to autograd (``_base``); None if it is none."""
+    """Return the base of a view (``_base``); None if ``tensor`` is no view to autograd."""
     return tensor._base
 
 
@@ -402,12 +404,12 @@ def object_address(storage: torch.UntypedStorage) -> int:
 
 
 def same_layout(left: Any, right: Any) -> bool:
-    """Check whether two ``DTensor`` are cut alike."""
+    """Check whether two ``DTensor`` have the same shape, mesh and placements."""
     is_placed_alike: bool = left.placements == right.placements and left.device_mesh == right.device_mesh
     return left.shape == right.shape and is_placed_alike
 
 
-# For a class of tensors whose operations are caught below: nothing is caught above (``_disabled_torch_function_impl``).
+# The ``__torch_function__`` of a class that handles operations in ``__torch_dispatch__`` alone.
 without_functions: Any = torch._C._disabled_torch_function_impl
 
 
@@ -431,7 +433,7 @@ def with_own_dispatch() -> AbstractContextManager[Any]:
     return _DispatchToSubclass() if _SKIPS_SUBCLASSES else nullcontext()
 
 
-# Attributes that no operation computes.
+# Attributes that torch reads without an operation.
 _FACTS = """requires_grad grad grad_fn is_leaf shape ndim dtype device layout
     _version _backward_hooks _post_accumulate_grad_hooks"""
 FACTS = frozenset(getattr(torch._C.TensorBase, name) for name in _FACTS.split())
@@ -443,7 +445,7 @@ def without_values(cls: type[Tensor], like: Tensor) -> Any:
 
 
 def forget_reduced(group: Any) -> None:
-    """Release the input of the last reduction, which a unit's group keeps for the sake of a stream."""
+    """Release the input of the last reduce-scatter, which torch keeps until another stream has read it."""
     if hasattr(group.comm_ctx, "reduce_scatter_states"):
         group.comm_ctx.reduce_scatter_states.clear()
     else:  # before torch 2.12
@@ -451,17 +453,15 @@ def forget_reduced(group: Any) -> None:
 
 
 def has_begun_backward(state: Any) -> bool:
-    """Check whether a backward pass through the units of a root has begun and not ended; between passes, it raised."""
+    """Check whether a backward pass through a root's units has not ended; between passes: whether the last raised."""
     return bool(state._state_ctx.post_backward_final_callback_queued)
 
 
 def forget_backward(root: Any, units: Iterable[Any]) -> None:
-    """Put the units of a root back to before a pass that raised, without its gradients.
-
-    ``reset_iter_state`` leaves the gradients that full parameters had got before it raised.
+    """Reset the units of a root after a pass that raised, and drop its gradients.
 
     Raises:
-        VisslZeroError: torch is older than 2.13, which brought it.
+        VisslZeroError: torch is older than 2.13, the first version with ``reset_iter_state``.
     """
     if not hasattr(root, "reset_iter_state"):
         raise VisslZeroError(
@@ -469,6 +469,7 @@ def forget_backward(root: Any, units: Iterable[Any]) -> None:
             "sharded. Restart from a checkpoint, or use torch 2.13."
         )
     root.reset_iter_state()
+    # It leaves the gradients that full parameters had got before the pass raised.
     for unit in units:
         group = group_of(unit_state(unit))
         for param in group.fsdp_params if group is not None else ():
@@ -478,23 +479,23 @@ def forget_backward(root: Any, units: Iterable[Any]) -> None:
 
 
 def left_to_itself(model: nn.Module) -> Any:
-    """Return the names that ``DistributedDataParallel`` must leave alone; None without any."""
+    """Return the names of parameters that ``DistributedDataParallel`` ignores; None if it was told none."""
     return getattr(model, "_ddp_params_and_buffers_to_ignore", None)
 
 
 def set_left_to_itself(model: nn.Module, names: Any) -> None:
-    """Set what ``left_to_itself`` gives; torch's own way to do it is private too."""
+    """Set the names that ``left_to_itself`` returns; torch's own setter is private too."""
     model._ddp_params_and_buffers_to_ignore = names
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
-    """Return the longest wait of a group's messages on the CPU: torch takes it and does not show it."""
+    """Return the timeout of a group's collectives on the CPU, for which torch has no public getter."""
     timeout: timedelta = group._get_backend(torch.device("cpu")).options._timeout
     return timeout
 
 
 def call_on_gradient(params: Iterable[Tensor], method: Callable[[Any], None]) -> None:
-    """Have the bound ``method`` called with each parameter whose gradient has just been accumulated.
+    """Call the bound ``method`` with each parameter right after its gradient is accumulated.
 
     torch keeps such a hook in C++, where Python's garbage collector does not see it. So the hook holds the object of
     ``method`` weakly: else a model, its optimizer and their process groups would live until the process ends.
@@ -531,19 +532,10 @@ def scaled_product(a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor) -> 
     return torch._scaled_mm(a, b.t(), **scales, out_dtype=torch.bfloat16, use_fast_accum=False)
 
 
-def reshaped(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Reshape as ``tensor.view(shape)``, but no view to autograd: one drops a unit's hooks when it is written to.
-
-    ``tensor`` must not be used any more.
-    """
-    view: Tensor = torch.ops.aten._unsafe_view(tensor, shape)
-    return view
-
-
 def compiled(function: Callable[..., Any], backend: Callable[..., Any], max_graphs: int) -> Callable[..., Any]:
-    """Wrap in ``torch.compile``, with graphs of its own for each shape, at most ``max_graphs``; then it runs as it is.
+    """Wrap ``function`` in ``torch.compile`` with one graph per shape; beyond ``max_graphs`` shapes it runs eagerly.
 
-    From now on, code that ``torch.compile`` fails on runs as it is, in this process, and is no error.
+    From now on, code of this process that ``torch.compile`` fails on runs eagerly, without an error.
     """
     import torch._dynamo.config as settings
 
@@ -564,19 +556,19 @@ def compile_graph(backend: str, graph: Any, inputs: list[Any]) -> Callable[..., 
 
 @cache
 def left_out_of_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Leave the function out of graphs of ``torch.compile``: one ends before it, another begins after it."""
+    """Exclude a function from graphs of ``torch.compile``: a graph ends before it, another begins after it."""
     left_out: Callable[..., Any] = torch.compiler.disable(function)
     return left_out
 
 
 class Tracing:
-    """Counts what ``torch.compile`` has traced since this was made."""
+    """Counts the functions that ``torch.compile`` has traced since this object was made."""
 
     def __init__(self) -> None:
         self._before = self._counts()
 
     def has_failed(self) -> bool:
-        """Check whether functions were to be traced and none could be."""
+        """Check whether torch tried to trace functions and could trace none."""
         tried, done = (now - before for now, before in zip(self._counts(), self._before, strict=True))
         return tried > 0 and done == 0
 

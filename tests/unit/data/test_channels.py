@@ -136,7 +136,11 @@ def test_what_knows_colors_is_refused_by_name() -> None:
     said = [line for line in complaints(**keys, DATA__BACKEND="fast") if "5 channels" in line]
     assert [line.split(":")[0] for line in said] == ["config.DATA.BACKEND", *["config.DATA.TRAIN.TRANSFORMS"] * 2]
     assert "got 'ColorJitter'" in said[1] and "got 'RandomGrayscale'" in said[2]
-    keys |= {"DATA__TRAIN__TRANSFORMS": VIEWS, "DATA__TRAIN__DATA_SOURCES": ["hdf5"], "LOSS": {"name": "mae_loss"}}
+    keys |= {
+        "DATA__TRAIN__TRANSFORMS": VIEWS,
+        "DATA__TRAIN__DATA_SOURCES": ["hdf5"],
+        "LOSS": {"name": "feature_distillation_loss"},
+    }
     said = complaints(**keys, MODEL__INPUT_TYPE="bgr", MODEL__IN_CHANNELS=4)
     for key in ("MODEL.INPUT_TYPE", "MODEL.IN_CHANNELS", "LOSS.name", "DATA.TRAIN.DATA_SOURCES"):
         assert any(line.startswith(f"config.{key}: must be") and " 5" in line for line in said), (key, said)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -65,6 +65,7 @@ class _Images:
     [
         ("mae", "config.MODEL.HEAD.PARAMS=[[patch_predictor,{dims: [-1, 8, 50], num_heads: 2}]]", "a square patch, 48"),
         ("simmim", "config.MODEL.HEAD.PARAMS=[[pixel_head,{dims: [-1, 27]}]]", "numbers of the trunk's patches, 48"),
+        ("simmim", "config.MODEL.HEAD.PARAMS=[[pixel_head,{dims: [-1, 24]}]]", "numbers of the trunk's patches, 48"),
         ("simmim", "config.LOSS.simmim_loss.mask_patch_size=6", "must be a multiple of the patches, 4"),
         ("maskfeat", "config.LOSS.maskfeat_loss.cell_size=3", "must divide the patches, 4 pixels (got 3). Write 4"),
         ("maskfeat", "config.LOSS.maskfeat_loss.cell_size=4", "cells of a patch (got 108). Write 27 in its place"),
@@ -80,14 +81,14 @@ def test_sizes_that_do_not_fit_are_refused_with_those_that_do(recipe: str, overr
 
 
 @pytest.mark.parametrize(("recipe", "dims"), [("mae", "[-1,8,-1]"), ("simmim", "[-1,-1]")])
-@pytest.mark.parametrize("patch", [4, 6])
-def test_pixels_of_the_trunks_patches_need_no_number(recipe: str, dims: str, patch: int) -> None:
+@pytest.mark.parametrize(("patch", "channels"), [(4, 3), (6, 3), (4, 5)])
+def test_pixels_of_the_trunks_patches_need_no_number(recipe: str, dims: str, patch: int, channels: int) -> None:
     of_trunk = f"config.MODEL.TRUNK.VISION_TRANSFORMERS.PATCH_SIZE={patch}"
     size = ["config.MODEL.TRUNK.VISION_TRANSFORMERS.IMAGE_SIZE=24", "config.DATA.IMG_SIZE=24"]
     keys = [f"config.MODEL.HEAD.PARAMS[0][1].dims={dims}", of_trunk, *size]
     plan = _resolved(f"digits/{recipe}", *keys, f"++config.LOSS.{recipe}_loss.mask_ratio=0.5")
-    model = build_model(plan.config.MODEL)
-    assert 3 * patch * patch in [parameter.shape[0] for parameter in model.heads.parameters()]
+    model = build_model(replace(plan.config.MODEL, IN_CHANNELS=channels))
+    assert channels * patch * patch in [parameter.shape[0] for parameter in model.heads.parameters()]
 
 
 def test_a_trunk_with_too_few_blocks_is_refused() -> None:

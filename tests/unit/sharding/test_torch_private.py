@@ -313,13 +313,6 @@ def test_a_gradient_is_handed_over_and_its_owner_not_kept_alive():
         (param * 2).sum().backward()
 
 
-def test_a_reshaped_tensor_is_no_view():
-    tensor = torch.arange(6.0)
-    found = private.reshaped(tensor, (2, 3))
-    assert found.shape == (2, 3) and not found._is_view(), f"{TORCH} gives _unsafe_view as no view"
-    assert found.data_ptr() == tensor.data_ptr()
-
-
 def test_compilation_keeps_a_graph_for_each_shape_and_counts_them():
     tracing, graphs = private.Tracing(), []
 

@@ -116,8 +116,8 @@ class PatchPredictorConfig:
     """``patch_predictor``: a small transformer that predicts hidden patches from those seen; MAE and I-JEPA need it."""
 
     dims: list[int] = MISSING
-    """Three widths: the trunk's features, the predictor's, a patch's prediction (MAE: 3 times a patch's pixels, -1:
-    those of the trunk; I-JEPA: the trunk's features)."""
+    """Three widths: the trunk's features, the predictor's, a patch's prediction (MAE: a patch's pixels in all
+    channels, -1: those of the trunk; I-JEPA: the trunk's features)."""
     depth: int = number(8, least=1, most=10000)
     """Blocks."""
     num_heads: int = number(16, least=1, most=2**20)

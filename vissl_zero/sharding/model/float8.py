@@ -42,7 +42,7 @@ from torch.autograd.function import once_differentiable
 
 from vissl_zero.errors import ConfigError, Problem
 from vissl_zero.resolve.resolved import Float8Plan
-from vissl_zero.sharding.torch_private import reshaped, scaled_product
+from vissl_zero.sharding.torch_private import scaled_product
 
 _E4M3, _E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 _SMALLEST = 2.0**-9  # of e4m3, above 0
@@ -267,7 +267,7 @@ class Float8Linear(nn.Linear):
         flat = input.reshape(math.prod(input.shape[:-1]), self.in_features)
         with torch.autocast(device, enabled=False):
             output: Tensor = _Product.apply(flat, self.weight, dtype, self.kind, self.is_sent)
-        output = reshaped(output, (*input.shape[:-1], self.out_features))
+        output = output.view(*input.shape[:-1], self.out_features)
         return output if self.bias is None else output + self.bias.to(dtype)
 
 

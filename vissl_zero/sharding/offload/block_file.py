@@ -7,8 +7,8 @@ killed one has left.
 
 Reads and writes go around the page cache (O_DIRECT) into page-aligned memory: state that is streamed once a step would
 push everything else out of the cache, and through the cache the same traffic runs at half of the speed or less
-(docs/offload.md). The pipeline reads the next records while one is being updated, parameters in the order in which the
-last step wanted them.
+(docs/offload.md). The pipeline reads the next records while one is updated; parameters are read ahead in the order of
+the last step.
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ def new_run_name(run: str = "", keep: bool = False) -> str:
     """Make a name that no other run has; the same on every rank. Collective.
 
     Args:
-        run: the run folder; empty: of no run that could be started again.
-        keep: the files stay after the run, so no later attempt may take them for those of a killed one.
+        run: the run folder; empty: no later attempt can continue this run.
+        keep: the files stay after the run: no later attempt may remove them as those of a killed attempt.
     """
     return collectives.broadcast_object(f"{PREFIX}{'' if keep else _of_run(run)}{secrets.token_hex(8)}")
 
@@ -119,7 +119,7 @@ def remove_dead_attempts(nvme_path: str, run: str) -> None:
     base = _open_base(nvme_path)
     try:
         for name in _names(base):
-            # One that was killed before it had a rank's folder is dead, too: nothing else of this run begins now.
+            # An attempt that was killed before it made a rank's folder is dead too: no other attempt begins now.
             if name.startswith(PREFIX + _of_run(run)) and not any(_locks(base, name)):
                 _remove(base, name)
     finally:
@@ -147,11 +147,11 @@ def _remove(base: int, name: str) -> None:
 
 
 def stale_runs(nvme_path: str) -> list[str]:
-    """List folders that runs no longer alive have left under ``nvme_path``. Not a collective."""
+    """List the folders that dead runs have left under ``nvme_path``. Not a collective."""
     base = _open_base(nvme_path)
     try:
         names = [name for name in sorted(_names(base)) if name.startswith(PREFIX)]
-        # One without ranks may be of a run that is about to make them.
+        # A folder without ranks may be of a run that is about to make them.
         return [name for name in names if (locks := _locks(base, name)) and not any(locks)]
     finally:
         os.close(base)
@@ -163,7 +163,7 @@ def _names(folder: int) -> list[str]:
 
 
 def _locks(base: int, name: str) -> list[bool]:
-    """Tell of each rank's folder of a run whether a living process has locked it."""
+    """Return for each rank's folder of a run whether a living process has locked it."""
     try:
         run = os.open(name, _FOLDER, dir_fd=base)
     except OSError:
@@ -180,6 +180,7 @@ def _is_locked(run: int, entry: str) -> bool:
     except OSError:
         return False
     try:
+        # The kernel releases a process's lock when it ends, however it ends; ours is released by the close below.
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         return True
@@ -234,7 +235,7 @@ HUGE_PAGE = 2 * 2**20
 
 
 class PageBuffer:
-    """Page-aligned memory, as a torch tensor of bytes and as the operating system wants it."""
+    """Page-aligned memory, as a torch tensor of bytes and as a buffer for system calls."""
 
     def __init__(self, memory: mmap.mmap, first: int, num_bytes: int):
         self.num_bytes = num_bytes
@@ -242,24 +243,24 @@ class PageBuffer:
         self._view = memoryview(memory)[first : first + num_bytes]
 
     def view(self, num_bytes: int) -> memoryview:
-        """View the first bytes, for the operating system."""
+        """Return a view of the first bytes for a system call."""
         return self._view[:num_bytes]
 
 
 def page_buffers(sizes: Sequence[int]) -> list[PageBuffer]:
-    """Allocate zeros that lie together, ``sizes`` in bytes rounded up to whole pages; memory is taken when written.
+    """Allocate adjacent buffers of zeros, ``sizes`` in bytes, each rounded up to whole pages.
 
-    On huge pages, where the system has them: a request is one piece of memory then and not one for each page, so that
-    several fit into the queue of a virtual disk, which otherwise lets one wait for as long as there are others
-    (docs/offload.md). Forked children do not have the memory: of a request under way while the process forks, to load
-    data, for example, the result could otherwise be the child's (open(2), O_DIRECT).
+    Memory is taken when it is first written. Forked children do not inherit it.
     """
     starts = [0, *accumulate(map(pages, sizes))]
     num_huge = -(-starts[-1] // HUGE_PAGE)
-    # Private, unlike mmap's default: shared memory has no huge pages.
+    # Private, unlike mmap's default: shared memory has no huge pages. One page more, as mmap aligns to small pages.
     memory = mmap.mmap(-1, (num_huge + 1) * HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    # A fork during direct I/O could leave the data in the child's copy of the page.
+    # A fork during direct I/O, by a data loader for example, could leave the data in the child's copy of the page
+    # (open(2), O_DIRECT).
     memory.madvise(mmap.MADV_DONTFORK)
+    # In a huge page a request is one segment, else one per page. Then several requests fit into the queue of a virtual
+    # disk, which otherwise delays one for as long as there are others (docs/offload.md).
     if starts[-1] >= HUGE_PAGE:
         with suppress(OSError):  # a kernel built without them
             memory.madvise(mmap.MADV_HUGEPAGE)
@@ -274,7 +275,7 @@ class BlockFile:
         folder: folder to create it in.
         name: name of the file.
         sizes: bytes of each record; each takes whole pages.
-        is_touched: write zeros to all of it now, rather than when a record is first written.
+        is_touched: write zeros to the whole file now; False: its blocks are first written with their records.
     Raises:
         OffloadError: the disk has no room for it.
     """
@@ -302,7 +303,7 @@ class BlockFile:
             OffloadError: it is not what was written last: the file was cut or changed, or the disk failed.
         """
         size, expected = self._sizes[index], self._checksums[index]
-        # Never written: zero by definition, so there is nothing to read.
+        # Never written: zero by definition, whatever the disk holds.
         if expected is None:
             buffer.bytes[:size].zero_()
             return
@@ -325,7 +326,7 @@ class BlockFile:
         """
         size = self._sizes[index]
         digest = checksum(buffer.bytes[:size])
-        # Until it is whole on the disk, it equals neither the old record nor the new one.
+        # No record has this checksum: one that is partly written equals neither the old nor the new one.
         self._checksums[index] = -1
         try:
             num_written = os.pwritev(self._fd, [buffer.view(size)], self._offsets[index])
@@ -354,10 +355,10 @@ class BlockFile:
 
 
 def checksum(data: Tensor) -> int:
-    """Compute XXH3 of ``data`` (bytes), 64 bits. Depends on every byte's place: pages that were exchanged are found.
+    """Compute XXH3 of ``data`` (bytes), 64 bits. It depends on the position of each byte: exchanged pages are detected.
 
-    Damage that is not made on purpose passes once in 2^64. Runs at the speed of memory (15 GB/s), where CRC-32 would be
-    slower than the disk; releases the interpreter's lock, and starts no threads.
+    Accidental damage goes undetected once in 2^64. Runs at the speed of memory (15 GB/s), where CRC-32 would be slower
+    than the disk; releases the interpreter's lock, and starts no threads.
     """
     digest = xxhash.xxh3_64()
     digest.update(data.numpy().data)  # xxh3_64_intdigest would hold the lock
@@ -413,8 +414,8 @@ class Cell:
     """One record that an item needs.
 
     Attributes:
-        file, index: where it is.
-        is_read: False where it is about to be overwritten: the buffer then holds anything.
+        file, index: file and number of the record.
+        is_read: False if all of the record is overwritten: the buffer's contents are then undefined.
     """
 
     file: BlockFile
@@ -431,7 +432,7 @@ class RecordPipeline:
     """Streams items through a fixed number of trays, which have one buffer per column.
 
     Args:
-        column_bytes: size of the largest record in each column; 0 for one that is not used.
+        column_bytes: size of the largest record in each column; 0 for an unused column.
     """
 
     def __init__(self, column_bytes: Sequence[int]):
@@ -452,16 +453,15 @@ class RecordPipeline:
     ) -> None:
         """Call ``update(position, tray)`` for each item, and store the columns that it names.
 
-        Items are taken as the disk has them ready, not in order: it may let one wait for as long as there are others.
-        No two of them may share a record.
+        Items are updated as the disk delivers them, not in order. No two of them may share a record.
 
         Args:
-            items: what to stream.
-            update: changes the buffers of one item.
-            is_behind: return when every item has been updated, while the last are still being stored. Whoever reads
-                these records otherwise than through this object calls ``finish`` first.
+            items: records to stream.
+            update: changes the buffers of one item; returns the columns to write.
+            is_behind: return once every item is updated, while the last ones are still being written. Call ``finish``
+                before these records are read in another way than by this object.
         Raises:
-            OffloadError: a record could not be read or stored; all requests under way have ended then.
+            OffloadError: a record could not be read or stored; all requests have ended.
         """
         self.finish()
         coming = deque(enumerate(items))
@@ -479,13 +479,14 @@ class RecordPipeline:
             for tray in self._trays[: len(items)]:
                 send(tray, (), ())
             while requests and (num_left or not is_behind):
-                # In the order of completion: a slow record delays no other.
+                # In the order of completion: a disk may delay one request for as long as there are others.
                 request = ready.get()
                 requests.remove(request)
                 if (turn := request.result()) is not None:
                     position, tray = turn
                     columns = update(position, tray)
                     num_left -= 1
+                    # With nothing to write and nothing more to read, the tray has done its part.
                     if columns or coming:
                         send(tray, items[position], columns)
             self._behind, requests = requests, set()
@@ -493,15 +494,15 @@ class RecordPipeline:
             wait(requests)  # their buffers are about to be reused
 
     def finish(self) -> None:
-        """Wait until all that was updated is stored.
+        """Wait until all updated records are stored.
 
         Raises:
-            OffloadError: something could not be stored; from then on every call raises it.
+            OffloadError: a record could not be stored; every later call raises too.
         """
         behind, self._behind = self._behind, set()
         for request in wait(behind).done:
             self._failure = self._failure or request.exception()
-        # Whoever updated these records has long gone on: no later call may pass for a success.
+        # The call that updated these records has returned without an error, so every later one must raise.
         if self._failure is not None:
             raise self._failure
 
@@ -511,7 +512,7 @@ class RecordPipeline:
 
 
 class NoRecords(RecordPipeline):
-    """The stand-in where nothing is streamed: items are updated one after another, and there are no buffers."""
+    """A pipeline without files: updates items one after another, without buffers."""
 
     def __init__(self) -> None:
         self.num_columns, self._trays = 0, []
@@ -531,8 +532,8 @@ class NoRecords(RecordPipeline):
 
 
 def _exchange(tray: Tray, old: Item, columns: Collection[int], new: tuple[int, Item] | None) -> tuple[int, Tray] | None:
-    """Write ``columns`` of the item that ``tray`` holds, then read another into it."""
-    # One request writes the old item and reads the next: the tray is free for reuse without a second hand-over.
+    """Write ``columns`` of the item in ``tray``, then read the next item into it; return its position and the tray."""
+    # One request does both, so that a thread reuses the tray without a return to the main thread.
     for column in columns:
         cell = old[column]
         assert cell is not None
@@ -550,9 +551,10 @@ _Pair = tuple[int | None, int | None]
 
 
 class PrefetchOrder:
-    """Learns an order that repeats from step to step.
+    """Learns the order of units, which repeats from step to step. Pure.
 
-    Two units tell forward from backward, where the same ones come in the other order. Pure.
+    The last two units predict the next one. One unit would not do: it has different successors in the forward and in
+    the backward pass.
     """
 
     def __init__(self) -> None:
@@ -560,17 +562,17 @@ class PrefetchOrder:
         self._last: _Pair = (None, None)
 
     def came(self, unit: int) -> None:
-        """Note that ``unit`` is wanted now."""
+        """Record that ``unit`` is fetched now."""
         self._next[self._last] = unit
         self._last = (self._last[1], unit)
 
     def restart(self) -> None:
         """Begin a step: the order of the last step is expected again."""
-        # Without it, the end of one step would be taken for the context of the next one's beginning.
+        # Else the last units of one step would be the context of the first unit of the next.
         self._last = (None, None)
 
     def expected(self) -> Iterator[int]:
-        """Yield units in the order in which they are expected; may never end."""
+        """Yield units in the order in which they are expected; may be endless."""
         last = self._last
         while last in self._next:
             unit = self._next[last]
@@ -579,7 +581,7 @@ class PrefetchOrder:
 
 
 def _started_threads(number: int, name: str) -> ThreadPoolExecutor:
-    """Start a pool with all its threads. Left alone, it starts them one by one, some after hundreds of steps."""
+    """Start a pool with all its threads. By default it starts them on demand, some after hundreds of steps."""
     pool = ThreadPoolExecutor(number, thread_name_prefix=name)
     all_started = Barrier(number)  # holds each thread, so that the next request starts another
     for _ in range(number):
@@ -595,8 +597,8 @@ class ReadAhead:
     """A fixed number of buffers that are filled with the next records as soon as they are free.
 
     Args:
-        file: the records; whoever changes one must call ``forget`` first.
-        record_bytes: size of the largest.
+        file: file of the records; call ``forget`` before a record is changed.
+        record_bytes: size of the largest record.
     """
 
     def __init__(self, file: BlockFile, record_bytes: int):
@@ -618,7 +620,7 @@ class ReadAhead:
         return [*(index for index, _, _ in self._reads), *self._todo]
 
     def follow(self, records: Sequence[int]) -> None:
-        """Expect these records next, in this order; what has been read of them already is kept."""
+        """Expect these records next, in this order. Reads that match their beginning are kept."""
         num_kept = 0
         for (index, _, _), record in zip(self._reads, records, strict=False):
             if index != record:

@@ -68,7 +68,7 @@ def cut(tensors: Sequence[Tensor], chunk_elements: int) -> list[Chunk]:
         segments, filled = [], 0
 
     for index, tensor in enumerate(tensors):
-        # One item size for each chunk: its record is cut into keys by that.
+        # One itemsize per chunk: it determines where each key begins in a record.
         if tensor.element_size() != itemsize:
             close()
             itemsize = tensor.element_size()
@@ -76,6 +76,7 @@ def cut(tensors: Sequence[Tensor], chunk_elements: int) -> list[Chunk]:
         while start < tensor.numel():
             room = chunk_elements - filled
             if tensor.numel() - start > room:
+                # A cut inside this tensor; its end may be anywhere.
                 room = room // ALIGN * ALIGN
             if room == 0:
                 close()
@@ -89,10 +90,11 @@ def cut(tensors: Sequence[Tensor], chunk_elements: int) -> list[Chunk]:
 
 
 def kept_in_memory(sizes: Iterable[int], most: int) -> Iterator[bool]:
-    """Yield whether each shard stays in memory where ``max_in_cpu`` allows ``most`` elements: the first that fit do.
+    """Yield for each shard whether it stays in memory: in order, those that still fit into ``most`` elements.
 
     Args:
-        sizes: elements of each, in the order of the units.
+        sizes: elements of each shard, in the order of the units.
+        most: elements that ``max_in_cpu`` allows.
     """
     for size in sizes:
         keeps = size <= most
@@ -100,7 +102,7 @@ def kept_in_memory(sizes: Iterable[int], most: int) -> Iterator[bool]:
         yield keeps
 
 
-CHUNK_ELEMENTS = 128 * 1024  # 512 KiB of float32, beside which Adam's state is 1 MiB
+CHUNK_ELEMENTS = 128 * 1024  # 512 KiB of float32; Adam's state of them is 1 MiB
 
 
 @dataclass(frozen=True)
@@ -128,7 +130,7 @@ class Layout:
     Args:
         units: shards that are fetched together.
     Attributes:
-        params: all shards; a shard is known by its index here.
+        params: all shards; a shard is identified by its index here.
         index_of: index of each parameter, by full name.
         chunks: ``ChunkSegment.tensor`` is the index of the shard.
         unit_records: positions of the chunks of each unit.
@@ -216,8 +218,8 @@ class TensorFile:
 
         Args:
             values: flat tensors by index.
-            is_read: whether a record holds anything that must be kept.
-            combine: called with the index, and the stored and the given elements, of which it changes the first.
+            is_read: whether a record has elements that must be kept, so that it is read before it is written.
+            combine: called with the index, stored elements and new ones; writes the result into the stored ones.
             is_behind: see ``RecordPipeline.run``.
         """
         records = sorted({record for index in values for record in self._layout.records_of[index]})

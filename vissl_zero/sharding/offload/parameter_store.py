@@ -1,7 +1,7 @@
-"""Shards whose numbers are not on the device: on disk, or a master copy, gradient and state on the host.
+"""Shards whose values are not on the device: on a disk, or with master copy, gradient and state on the host.
 
-On disk they are in two files, parameters and gradients, and pass through bounded buffers. Backward passes add to the
-gradients; what clipping changes is carried out when they are read.
+A disk has two files, parameters and gradients, which are streamed through bounded buffers. Backward passes add to the
+gradients on the disk; clipping is applied when they are read.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from vissl_zero.sharding.torch_private import local_tensor, set_local_tensor
 
 
 class GradientStore:
-    """One gradient per trained shard, or none.
+    """Gradients of trained shards, on a disk; a shard may have none.
 
-    Changes (unscaling, clipping, adaptation) are noted and carried out on what is read, so that they cost no pass over
-    the file; element by element they are what they would be on the whole.
+    Changes (unscaling, clipping, adaptation) are noted and applied to the elements that are read, so they cost no pass
+    over the file. They are element-wise: the result is the same.
 
     Args:
         layout, file, pipeline: as for ``TensorFile``.
@@ -56,11 +56,11 @@ class GradientStore:
         return index in self._stored or index in self._zero
 
     def add(self, grads: Mapping[int, Tensor]) -> None:
-        """Add what a backward pass has given; flat tensors by index."""
+        """Add the gradients of a backward pass: flat tensors by index."""
 
         def is_read(record: int) -> bool:
-            # A record without stored gradients is overwritten; what that leaves for other shards is not marked as
-            # stored, and so never read.
+            # A record without stored gradients is overwritten. Its bytes of other shards are then undefined, but not
+            # marked as stored, so never read.
             return any(segment.tensor in self._stored for segment in self._layout.chunks[record].segments)
 
         def combine(index: int, stored: Tensor, new: Tensor) -> None:
@@ -72,7 +72,8 @@ class GradientStore:
         # The next unit is computed while the last records are written.
         self._file.write(grads, is_read, combine, is_behind=True)
         for index, grad in grads.items():
-            # Only of a gradient that is whole in memory: the sum of two backward passes is in the file alone.
+            # Only of a gradient that is complete in memory: a sum of two backward passes is in the file alone, and one
+            # of another dtype is rounded there.
             if index in self._stored or grad.dtype != self._layout.params[index].dtype:
                 self._squares.pop(index, None)
             else:
@@ -84,11 +85,11 @@ class GradientStore:
         return None if index in self._zero or index in self._changes else self._squares.get(index)
 
     def read(self, index: int, values: Tensor | None = None) -> Tensor:
-        """Read one gradient, flat, as the changes made so far have it.
+        """Read one gradient, flat, with the changes made so far.
 
         Args:
-            index: index of a shard that has one.
-            values: its parameters, where a change needs them.
+            index: index of a shard that has a gradient.
+            values: values of the shard, if a change adds them (``needs_values``).
         """
         grad = self._file.read(index)
         self.apply_changes(index, grad, values)
@@ -107,7 +108,7 @@ class GradientStore:
         self._changes.setdefault(index, []).append((factor, param_factor))
 
     def apply_changes(self, index: int, grad: Tensor, values: Tensor | None) -> None:
-        """Carry them out on some elements of a gradient as it was stored, in place."""
+        """Apply the noted changes to elements of a stored gradient, in place; ``values`` are their parameters."""
         if index in self._zero:
             grad.zero_()
         for factor, param_factor in self._changes.get(index, ()):
@@ -125,10 +126,10 @@ class GradientStore:
 
 
 class ParameterStore:
-    """Values and gradients of shards on a disk; a shard is known by its index in ``layout``.
+    """Values and gradients of shards on a disk; a shard is identified by its index in ``layout``.
 
-    The file of parameters is read ahead, in the order in which units were fetched before, as far as the buffers reach.
-    All methods are for one thread: the one that trains.
+    The file of parameters is read ahead, in the order of the last step, as far as the buffers reach. Only the thread
+    that trains may call the methods.
 
     Args:
         units: the shards of each unit, which are fetched together.
@@ -136,8 +137,8 @@ class ParameterStore:
         is_fast_init: leave blocks of the file of gradients untouched until they are first written.
     Attributes:
         layout: layout of both files.
-        parameters: the file of values, for whoever updates them inside ``updating``.
-        gradients: frozen parameters have empty records there.
+        parameters: file of values; an optimizer changes it inside ``updating`` only.
+        gradients: gradients; records of frozen parameters are empty.
     Raises:
         OffloadError: the disk has no room.
     """
@@ -177,9 +178,9 @@ class ParameterStore:
 
         Args:
             unit: position among ``units``.
-            outs: flat tensors of at least as many elements, by index.
+            outs: flat tensors to fill, by index; may be longer than their shards.
         Raises:
-            OffloadError: a record is not what was written, or an update failed.
+            OffloadError: a record is not what was written, or an earlier update failed.
         """
         self._require_sound()
         records = self.layout.unit_records[unit]
@@ -198,40 +199,41 @@ class ParameterStore:
         return self._values.read(index)
 
     def write(self, values: Mapping[int, Tensor]) -> None:
-        """Store parameters; flat tensors by index."""
+        """Store parameters: flat tensors by index."""
         self._require_sound()
-        self._ahead.forget()
+        self._ahead.forget()  # records that were read ahead have the old values
 
         def is_read(record: int) -> bool:
+            # A record with other shards is read first, to keep their elements.
             return any(segment.tensor not in values for segment in self.layout.chunks[record].segments)
 
         with self._whole_or_broken():
             self._values.write(values, is_read, lambda _, stored, new: stored.copy_(new))
 
     def add_grads(self, grads: Mapping[int, Tensor]) -> None:
-        """Add to the gradients what a backward pass has given; flat tensors by index."""
+        """Add the gradients of a backward pass: flat tensors by index."""
         self._require_sound()
         with self._whole_or_broken():
             self.gradients.add(grads)
 
     def expect_next_step(self) -> None:
-        """Begin to read, after an update by ``write``, what the next forward pass will want."""
+        """Begin to read ahead for the next forward pass, after an update by ``write``."""
         self._order.restart()
         self._ahead.follow(self._expected_records())
 
     @contextmanager
     def updating(self) -> Iterator[None]:
-        """Guard an update that changes the parameters' file; if it fails, nothing here is to be trusted. A context.
+        """Guard an update that writes ``parameters`` directly: if it fails, every later call raises. A context.
 
         Raises:
-            OffloadError: an earlier one failed.
+            OffloadError: an earlier update failed.
         """
         self._require_sound()
         # Records that were read ahead hold values from before the update.
         self._ahead.forget()
         self._order.restart()
         with self._whole_or_broken():
-            self._pipeline.finish()  # the update reads gradients that may still be being written
+            self._pipeline.finish()  # the last gradients may still be on their way to the file
             yield
         self._ahead.follow(self._expected_records())
 
@@ -249,7 +251,7 @@ class ParameterStore:
 
     def _expected_records(self) -> list[int]:
         records: list[int] = []
-        # Bounded, because the order may repeat for ever, and units in memory add no record to it.
+        # Bounded, because the order may repeat forever, and units in memory add no records.
         for unit in islice(self._order.expected(), NUM_BUFFERS):
             if len(records) >= NUM_BUFFERS:
                 break
@@ -271,11 +273,11 @@ def _end(ahead: ReadAhead, pipeline: RecordPipeline, files: Sequence[BlockFile],
 
 @dataclass(eq=False)
 class DiskShard(Shard):
-    """See ``Shard``. ``local`` and its gradient are on the meta device: computing with them raises an error.
+    """A shard on a disk; see ``Shard``. ``local`` and its gradient are meta tensors: computing with them raises.
 
     Attributes:
-        store: where values and gradient are.
-        index: index of this shard there.
+        store: store of values and gradient.
+        index: index of this shard in ``store``.
     """
 
     store: ParameterStore = None  # type: ignore[assignment]
@@ -299,7 +301,7 @@ class DiskShard(Shard):
         return ON_DISK if self.index in self.store.gradients else None
 
     def take_grad(self) -> None:
-        """Take the gradient; see ``Shard``. The optimizer sees only that there is one."""
+        """Take the gradient; see ``Shard``. It is a meta tensor: the optimizer sees only that there is one."""
         self.local.grad = torch.empty_like(self.local) if self.index in self.store.gradients else None
 
     def grad(self) -> Tensor:
@@ -341,7 +343,7 @@ class DiskShard(Shard):
     def _in_memory(self) -> Iterator[None]:
         assert isinstance(self.source, DTensor)
         absent = local_tensor(self.source)
-        # full_tensor() gathers what the DTensor holds, and that is a meta tensor but for this moment.
+        # full_tensor() gathers the local tensor, which is a meta tensor outside this context.
         set_local_tensor(self.source, self.values())
         try:
             yield
@@ -350,7 +352,7 @@ class DiskShard(Shard):
 
 
 def disk_shard(shard: Shard, store: ParameterStore | None) -> Shard:
-    """Make ``shard`` a ``DiskShard`` if ``store`` holds it, else leave it unchanged."""
+    """Return ``shard`` as a ``DiskShard`` if it is in ``store``, else unchanged."""
     index = None if store is None else store.layout.index_of.get(shard.name)
     if store is None or index is None:
         return shard
@@ -361,11 +363,11 @@ def disk_shard(shard: Shard, store: ParameterStore | None) -> Shard:
 
 @dataclass(eq=False)
 class HostShard(Shard):
-    """See ``Shard``. ``local`` is the master copy in host memory, and what the optimizer updates.
+    """A shard with a master copy in host memory, ``local``, which the optimizer updates; see ``Shard``.
 
-    Gradients flow there while backward runs, as soon as a unit's have been reduced, and leave the device; what the
-    optimizer has changed flows back with ``publish``. Copies from and to pinned memory overlap with the device's work,
-    and those back also with the update (``OverlappedUpdate``).
+    During the backward pass, gradients are copied to the host as soon as their unit is reduced, and freed on the
+    device. ``publish`` copies updated values back. Copies from and to pinned memory overlap with the device's work, and
+    those of values also with the update (``OverlappedUpdate``).
 
     Attributes:
         on_device: the rows that the model computes with.
@@ -400,7 +402,7 @@ class HostShard(Shard):
 
     def take_grad(self) -> None:
         """Take the gradient, after waiting for it to arrive; see ``Shard``."""
-        self._fetch_grad()  # of a scalar, which no hook has fetched
+        self._fetch_grad()  # a scalar's: only sharded parameters have the hook
         self._wait()
         self.local.grad = self._host_grad if self._is_there else None
 
@@ -412,7 +414,7 @@ class HostShard(Shard):
     @torch.no_grad()
     def publish(self) -> None:
         """Copy the rows to the device; see ``Shard``."""
-        # Not waited for: the next forward pass is queued on the device behind this copy, on whatever stream it is.
+        # Not waited for: the device runs the next forward pass after this copy, whatever the stream (CopyStream).
         self.on_device.copy_(self.local, non_blocking=True)
 
     @torch.no_grad()
@@ -427,12 +429,12 @@ class HostShard(Shard):
         grad = self.local_grad()
         if grad is None:
             return
-        # The last copy into the same memory may be under way still.
+        # The last copy into the same memory may still be in flight.
         self._wait()
         if self._host_grad is None:
             self._host_grad = _host_like(self.local, self.pin)
         if self._is_there:
-            # The sum needs all of the copy, so this one is waited for.
+            # The host adds, so it must wait for the copy.
             self._host_grad.add_(grad.to("cpu"))
         else:
             self._host_grad.copy_(grad, non_blocking=True)
@@ -449,13 +451,13 @@ class HostShard(Shard):
 
 
 def needs_host_shards(plan: ShardingPlan, device: torch.device) -> bool:
-    """Check whether the optimizer runs on another device than the parameters are on."""
+    """Check whether the optimizer runs on the host and the parameters stay on a GPU."""
     return plan.offload_optimizer.device != "none" and plan.offload_params.device == "none" and device.type != "cpu"
 
 
 @torch.no_grad()
 def host_shard(shard: Shard, pin: bool) -> HostShard:
-    """Give ``shard``, which is on a device, its master copy on the host."""
+    """Return ``shard``, which is on a GPU, as a ``HostShard`` with a master copy on the host."""
     on_device = shard.local.detach()
     values = {field.name: getattr(shard, field.name) for field in fields(Shard)}
     values["local"] = nn.Parameter(_host_like(on_device, pin).copy_(on_device), requires_grad=shard.local.requires_grad)

@@ -29,12 +29,12 @@ class UpdateKernel:
     Args:
         optimizer: built over proxies of one element per group; its group dicts are kept, so that learning rates set in
             them take effect.
-        key, what, instead: the key that asks for pieces, its value, and what else to write, to name them in errors.
+        key, what, instead: for errors: the key that requires pieces, its value, and what to write instead.
     Attributes:
         keys: names of the state that has one value per element.
         scalars: further state, one number per tensor, with its value before the first step.
-        begins_with_zeros: state of zeros makes a right first step. Otherwise the optimizer makes the state itself: a
-            piece without any is given to it.
+        begins_with_zeros: the first step is right with state of zeros. Otherwise the optimizer creates the state, from
+            pieces without any.
     Raises:
         ConfigError: its state cannot be cut.
     """
@@ -60,11 +60,11 @@ class UpdateKernel:
         set_own(optimizer, "state", defaultdict(dict))
 
     def format_of(self, key: str, param: torch.dtype) -> torch.dtype:
-        """Return the number format of the state ``key`` of a parameter in the format ``param``."""
+        """Return the dtype of the state ``key`` of a parameter with dtype ``param``."""
         return param
 
     def _probe(self) -> Mapping[str, Any]:
-        """Return the state that one step makes for one element; parameters of one class and its options share it."""
+        """Return the state that one step creates for one element; its keys are the same for all parameters."""
         proxies = [param for group in self.optimizer.param_groups for param in group["params"]]
         for proxy in proxies:
             proxy.grad = torch.zeros_like(proxy)
@@ -75,13 +75,13 @@ class UpdateKernel:
     def update(self, pieces: Sequence[UpdatePiece]) -> None:
         """Run one step on ``pieces``; parameters and per-element state change in place, scalars in ``piece.state``.
 
-        State of a piece that ``is_first`` is made by the optimizer, and copied to where it belongs.
+        The optimizer creates the state of a piece that ``is_first``; it is copied into ``piece.state``.
         """
         chosen: list[list[nn.Parameter]] = [[] for _ in self.optimizer.param_groups]
         state: defaultdict[Tensor, Any] = defaultdict(dict)
         made: list[tuple[UpdatePiece, dict[str, Any]]] = []
         for piece in pieces:
-            # A parameter over the same memory: what the step writes arrives in the buffer.
+            # A parameter over the same memory: the step writes directly into the buffer.
             param = nn.Parameter(piece.values)
             param.grad = piece.grad
             state[param] = {} if piece.is_first else piece.state
@@ -92,6 +92,7 @@ class UpdateKernel:
             with with_params(self.optimizer, chosen):
                 self.optimizer.step()
         finally:
+            # State is keyed by the parameters above: kept, it would hold their buffers, and grow in every step.
             self.optimizer.state = defaultdict(dict)
         for piece, place in made:
             if piece.is_first:
@@ -107,8 +108,8 @@ class UpdatePiece:
     Attributes:
         group: position of the parameter group.
         values, grad: (n,) elements and their gradient.
-        state: the optimizer's: (n,) views by key, and a copy of the tensor's scalars.
-        is_first: there is no state yet, and the optimizer is to make it.
+        state: optimizer state: (n,) views by key, and a copy of the tensor's scalars.
+        is_first: there is no state yet; the optimizer creates it.
         tensor: position of the parameter in the list of all.
         start: place of the first element in the parameter's shard, flattened.
     """
@@ -155,7 +156,7 @@ def require_streamable(
 
 
 def _why_not(optimizer: torch.optim.Optimizer) -> str:
-    """Explain why the state of an element-wise optimizer cannot be cut, or return nothing; found by trial."""
+    """Explain why an element-wise optimizer cannot run on pieces, after a trial step; "" if it can."""
     if hasattr(optimizer, "eval"):
         return "has other weights to evaluate, which it computes from all of its state"
     if any(optimizer.state.values()):
@@ -177,14 +178,14 @@ _FILE = "optimizer.state"
 
 
 class StatePlace(ABC):
-    """State by parameter, known by its position in the list of all.
+    """State by parameter; a parameter is identified by its position in the list of all.
 
     Args:
         params: all parameters.
         kernel: the base optimizer.
     Attributes:
-        mapping: what ``optimizer.state`` is.
-        file: file of a record per chunk; None if the state is in memory.
+        mapping: mapping that serves as ``optimizer.state``.
+        file: file with a record per chunk; None if the state is in memory.
         record_bytes: size of the largest record.
     """
 
@@ -211,19 +212,19 @@ class StatePlace(ABC):
 
     @abstractmethod
     def views(self, chunk: int, segment: ChunkSegment, tray: Tray) -> dict[str, Tensor]:
-        """View each element's state of ``segment`` by key; the chunk's record is the first column of ``tray``."""
+        """Return views (n,) of a segment's state by key; the chunk's record is in the first column of ``tray``."""
 
     @abstractmethod
     def scalars(self, tensor: int) -> dict[str, Any]:
-        """Copy the state that is one number for all of a parameter."""
+        """Return a copy of the scalars of a parameter's state."""
 
     @abstractmethod
     def set_scalars(self, tensor: int, values: dict[str, Any]) -> None:
-        """Replace it."""
+        """Replace the scalars of a parameter's state."""
 
 
 class StateInMemory(StatePlace):
-    """Tensors like those that the base optimizer would have. See ``StatePlace``."""
+    """State in memory, as the base optimizer itself would keep it. See ``StatePlace``."""
 
     def __init__(self, params: Sequence[nn.Parameter], kernel: UpdateKernel):
         super().__init__(params, kernel)
@@ -255,7 +256,7 @@ class StateInMemory(StatePlace):
 
 
 class StateOnDisk(StatePlace):
-    """One record per chunk, which holds one key after another.
+    """State in a file with one record per chunk, in which one key follows another. See ``StatePlace``.
 
     Args:
         params: all parameters.
@@ -280,7 +281,7 @@ class StateOnDisk(StatePlace):
         sizes = [len(kernel.keys) * chunk.num_elements * chunk.itemsize for chunk in chunks]
         self.record_bytes = max(sizes, default=0)
         self.records = self.file = folder.file(_FILE, sizes, is_touched=not is_fast_init)
-        # The optimizer sets it, since its buffers are sized by the records of this file.
+        # Set by the optimizer, which needs this file's record size for the buffers.
         self.pipeline: RecordPipeline | None = None
         self.is_sound = True
         self._scalars: dict[int, dict[str, Any]] = {}
@@ -310,11 +311,11 @@ class StateOnDisk(StatePlace):
         return [self._params[tensor] for tensor in sorted(self._scalars)]
 
     def has(self, param: nn.Parameter) -> bool:
-        """Check whether there is state of ``param``."""
+        """Check whether the file has state of ``param``. Reads nothing."""
         return self._positions.get(param) in self._scalars
 
     def read(self, param: nn.Parameter) -> dict[str, Any]:
-        """Read the state of one parameter, as the base optimizer would hold it. Reads the records it is in."""
+        """Read the state of one parameter, as the base optimizer would keep it, from all its records."""
         tensor, records = self._records_of(param)
         state: dict[str, Any] = {key: torch.empty(param.shape, dtype=param.dtype) for key in self._kernel.keys}
 
@@ -328,7 +329,7 @@ class StateOnDisk(StatePlace):
         return state | self.scalars(tensor)
 
     def write(self, param: nn.Parameter, state: dict[str, Any]) -> None:
-        """Store what ``read``, or the base optimizer, had for one parameter."""
+        """Store the state of one parameter, in the form that ``read`` returns."""
         tensor, records = self._records_of(param)
 
         def copy(position: int, tray: Tray) -> tuple[int, ...]:

@@ -1,7 +1,7 @@
 """Optimizers that update a few elements at a time: state and parameters on a disk pass through memory once a step.
 
-``StreamedOptimizer`` does so chunk by chunk. ``WholeStates`` is the state of an optimizer that looks at full tensors:
-read from its file before a tensor is updated, written after it.
+``StreamedOptimizer`` updates chunk by chunk. ``WholeStates`` is the state of an optimizer that needs full tensors: it
+is read from its file before a tensor is updated, and written afterward.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ _STATE, _VALUES, _GRAD = range(3)  # the columns of a tray
 class StreamedOptimizer(torch.optim.Optimizer):
     """Updates shards chunk by chunk, while the next chunks are read and the last ones written.
 
-    The arithmetic is the base optimizer's own, on views of the shards or of what was read; only where they are kept
-    is different. A parameter without gradient is left alone, and its state too.
+    The base optimizer itself computes, on views of the shards or of the buffers; only the storage differs. A parameter
+    without gradient stays as it is, and so does its state.
 
     Args:
         kernel: the base optimizer.
-        groups: parameters of each of its groups: shards, or without memory where they are in ``store``.
+        groups: parameters of each of its groups; meta tensors for those in ``store``.
         folder: where the file of state goes, removed with this object or at the end of the process; None: the state
             stays in memory.
         is_fast_init: leave the file's blocks untouched until they are first written.
@@ -96,7 +96,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
 
     @property
     def resident_tensors(self) -> list[Tensor]:
-        """All memory that it takes: the buffers, and the state unless it is on a disk."""
+        """Memory in use: the buffers, and the state unless it is on a disk."""
         buffers = self._pipeline.memory
         if self._store is not None:
             buffers += self._store.resident_tensors
@@ -113,12 +113,12 @@ class StreamedOptimizer(torch.optim.Optimizer):
 
     @property
     def is_on_disk(self) -> bool:
-        """Return whether state is read from a file when it is asked for."""
+        """Return whether reading ``state`` reads a file."""
         return self._place.file is not None
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """State that has an element for each of a parameter's."""
+        """Keys of the state that has one element per element of a parameter."""
         return tuple(self._kernel.keys)
 
     def params_with_state(self) -> list[nn.Parameter]:
@@ -126,15 +126,15 @@ class StreamedOptimizer(torch.optim.Optimizer):
         return self._place.params_with_state()
 
     def scalars_of(self, param: nn.Parameter) -> dict[str, Any]:
-        """Return the state of one shard that is one number each."""
+        """Return a copy of the scalars of one shard's state by key."""
         return self._place.scalars(self._place.position_of(param))
 
     def format_of(self, key: str, param: nn.Parameter) -> torch.dtype:
-        """Return the number format of the state ``key`` of a parameter."""
+        """Return the dtype of the state ``key`` of a parameter."""
         return self._kernel.format_of(key, param.dtype)
 
     def read_state(self, param: nn.Parameter) -> dict[str, Any]:
-        """Read the state of one shard, as the base optimizer would hold it."""
+        """Read the state of one shard, as the base optimizer would keep it."""
         return self.state[param]
 
     def close(self) -> None:
@@ -159,7 +159,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
         # Sound again only at the end: an error in between leaves some shards updated and others not.
         self._set_sound(False)
         with nullcontext() if self._store is None else self._store.updating():
-            pieces: dict[int, UpdatePiece] = {}  # of each tensor one; all of them have made the same step
+            pieces: dict[int, UpdatePiece] = {}  # the last per tensor: all its pieces have counted the same step
             firsts = self._first_updates(active)
             items = [self._item(index) for index in active]
             self._pipeline.run(items, lambda k, tray: self._update(active[k], tray, pieces, firsts))
@@ -182,10 +182,10 @@ class StreamedOptimizer(torch.optim.Optimizer):
         return [state, Cell(values, record), Cell(grad, record)]
 
     def _first_updates(self, active: Sequence[int]) -> set[int]:
-        """Find tensors whose state the base optimizer is to make in this step."""
+        """Return the tensors whose state the base optimizer creates in this step."""
         if self._kernel.begins_with_zeros:
             return set()
-        # Known before the first chunk: from then on there is state of some of their elements.
+        # Before the first chunk: after it, a tensor in several chunks has state of some elements.
         tensors = {segment.tensor for index in active for segment in self._chunks[index].segments}
         return {tensor for tensor in tensors if not self._place.has_state(tensor)}
 
@@ -213,8 +213,9 @@ class StreamedOptimizer(torch.optim.Optimizer):
             assert param.grad is not None
             return param.detach().view(-1)[span], param.grad.detach().reshape(-1)[span]
         assert self._store is not None
-        there = replace(segment, tensor=stored)
-        values, grad = (self._store.layout.view(there, tray[column].bytes) for column in (_VALUES, _GRAD))
+        stored_segment = replace(segment, tensor=stored)
+        values, grad = (self._store.layout.view(stored_segment, tray[column].bytes) for column in (_VALUES, _GRAD))
+        # Unscaling, clipping and adaptation, which were only noted.
         self._store.gradients.apply_changes(stored, grad, values)
         return values, grad
 
@@ -222,12 +223,13 @@ class StreamedOptimizer(torch.optim.Optimizer):
         return self._params[segment.tensor].grad is not None
 
     def _cut(self) -> tuple[list[Chunk], list[int | None]]:
-        """Cut all parameters into chunks, with the record of each that is in the store."""
+        """Cut all parameters into chunks; return also each chunk's record in the store, None outside."""
         position_of = {index: position for position, index in self._stored.items()}
         chunks: list[Chunk] = []
         records: list[int | None] = []
         if self._store is not None:
             layout = self._store.layout
+            # Stored parameters keep the chunks of their file: a chunk then reads and writes one record.
             for record in filter(layout.is_trained, range(len(layout.chunks))):
                 chunk = layout.chunks[record]
                 segments = tuple(replace(segment, tensor=position_of[segment.tensor]) for segment in chunk.segments)
@@ -238,8 +240,8 @@ class StreamedOptimizer(torch.optim.Optimizer):
         itemsize = max((param.element_size() for param in self._params), default=8)
         num_bytes = _DEVICE_BYTES if any(param.is_cuda for param in self._params) else RECORD_BYTES
         elements = max(num_bytes // (itemsize * max(1, len(self._kernel.keys))) // ALIGN, 1) * ALIGN
-        piece = cut(rest, elements)
-        return chunks + piece, records + [None] * len(piece)
+        chunks_in_memory = cut(rest, elements)
+        return chunks + chunks_in_memory, records + [None] * len(chunks_in_memory)
 
 
 def _end(pipeline: RecordPipeline, file: BlockFile | None, folder: RunFolder | None) -> None:
@@ -259,9 +261,9 @@ class StoredTensor:
     """One tensor of a parameter's state.
 
     Attributes:
-        key: its name.
-        shape, dtype: of it, which need not be the parameter's.
-        first: place of its first byte among those of the parameter.
+        key: key in the state.
+        shape, dtype: shape and dtype, which may differ from the parameter's.
+        first: offset of its first byte in the parameter's bytes of the file.
     """
 
     key: str
@@ -271,18 +273,18 @@ class StoredTensor:
 
     @property
     def num_bytes(self) -> int:
-        """Without padding."""
+        """Bytes without padding."""
         return self.shape.numel() * self.dtype.itemsize
 
 
 class WholeStates(MutableMapping[Any, dict[str, Any]]):
     """The mapping behind ``optimizer.state``: reading an entry reads the file, and setting one writes it.
 
-    Tensors rest in the file; numbers, and tensors without dimensions, in memory.
+    Tensors are kept in the file; numbers and 0-d tensors in memory.
 
     Args:
         params: parameters that this rank updates.
-        sizes: bytes of room for the state of each; see ``padded_bytes``.
+        sizes: bytes to reserve for the state of each parameter; see ``padded_bytes``.
         folder: folder of the file, removed with this object or at the end of the process.
         is_fast_init: leave the file's blocks untouched until they are first written.
     Raises:
@@ -311,11 +313,11 @@ class WholeStates(MutableMapping[Any, dict[str, Any]]):
         return self._pipeline.memory
 
     def numbers(self, param: nn.Parameter) -> dict[str, Any]:
-        """Return what is one number in a parameter's state. Reads nothing."""
+        """Return a copy of the scalars of a parameter's state. Does not read the file."""
         return {key: copied(value) for key, value in self._numbers[self._indices[param]].items()}
 
     def tensors(self, param: nn.Parameter) -> list[StoredTensor]:
-        """Return what of it is in the file. Reads nothing."""
+        """Return descriptions of a parameter's state tensors. Does not read the file."""
         return self._stored[self._indices[param]]
 
     def __getitem__(self, param: Any) -> dict[str, Any]:
@@ -395,7 +397,7 @@ class WholeStates(MutableMapping[Any, dict[str, Any]]):
 
 
 def padded_bytes(value: Any) -> int:
-    """Return the room that an entry of a state takes in the file."""
+    """Return the bytes that an entry of a state takes in the file; 0 for a scalar."""
     return -(-value.nbytes // _ALIGNMENT) * _ALIGNMENT if _is_stored(value) else 0
 
 
@@ -406,7 +408,10 @@ def _is_stored(value: Any) -> bool:
 def _overlaps(
     stored: Sequence[StoredTensor], tensors: dict[str, Tensor], first: int, length: int
 ) -> Iterator[tuple[Tensor, int, int, int]]:
-    """Yield where a record that begins at byte ``first`` meets tensors: bytes, begin and end in them, place in it."""
+    """Yield the overlaps of a record that begins at byte ``first`` with tensors.
+
+    Each is a tensor as flat bytes, begin and end of the overlap in it, and its offset in the record.
+    """
     for tensor in stored:
         begin, end = max(first - tensor.first, 0), min(first + length - tensor.first, tensor.num_bytes)
         if begin < end:

@@ -1,4 +1,4 @@
-"""Builds the optimizer and the store of parameters that keep training state where the two offload plans say."""
+"""Builds the optimizer, and the store of parameters, for the tiers of the two offload plans."""
 
 from __future__ import annotations
 
@@ -43,10 +43,11 @@ def stored_parameters(units: Sequence[Sequence[StoredParam]], plan: OffloadPlan)
     """
     if not plan.is_on_disk:
         return None
+    # Memory of units that are gathered and freed in turn would otherwise stay with the process.
     give_back_large_blocks()
     keeps = kept_in_memory((param.num_elements for unit in units for param in unit), plan.max_in_cpu or 0)
-    away = [[param for param in unit if not next(keeps)] for unit in units]
-    return _on_every_rank(plan, lambda folder: ParameterStore(away, folder, plan.fast_init))
+    on_disk = [[param for param in unit if not next(keeps)] for unit in units]
+    return _on_every_rank(plan, lambda folder: ParameterStore(on_disk, folder, plan.fast_init))
 
 
 def offloaded(
@@ -55,16 +56,16 @@ def offloaded(
     store: ParameterStore | None,
     shards: Sequence[Shard],
 ) -> OptimizerFactory:
-    """Wrap ``build_optimizer`` to put its state where ``plan.offload_optimizer`` says.
+    """Wrap ``build_optimizer`` to keep its state in the tier of ``plan.offload_optimizer``.
 
-    Every rank must call the result. With the shards in host memory already, ``cpu`` is where the state is built anyway,
-    and the optimizer is the base optimizer itself.
+    Every rank must call the result. Tier ``cpu`` needs no wrapper: the base optimizer makes its state next to its
+    shards, on the host.
 
     Args:
         build_optimizer: builds the base optimizer over local shards.
         plan: level and tiers.
         store: store of parameters on a disk, or None.
-        shards: the shards that are to be trained.
+        shards: shards of all parameters.
     Raises:
         ConfigError: (from the result) the optimizer cannot be streamed.
         OffloadError: (from the result) a rank has no disk space or cannot use the folder.
@@ -95,7 +96,7 @@ def offloaded(
             )
         if stored:
             return StreamedOptimizer(kernel, params, None, False, store, stored), adaptation
-        # Nothing is to be streamed, so the base optimizer gets its parameters in the place of the proxies.
+        # Nothing is streamed, so the base optimizer gets the real parameters instead of the proxies.
         for group, group_params in zip(optimizer.param_groups, params, strict=True):
             group["params"] = group_params
         return optimizer, adaptation
@@ -110,7 +111,7 @@ def whole_states(
 
     Args:
         plan: plan of the optimizer.
-        optimizer: left as it is; its state of each parameter is tried out.
+        optimizer: unchanged; a trial step on each parameter measures its state.
         params: parameters that this rank updates, in groups of ``optimizer``.
     Raises:
         OffloadError: a rank has no disk space or cannot use the folder.
@@ -123,7 +124,7 @@ def whole_states(
 
 
 def _proxies(group: dict[str, Any]) -> list[nn.Parameter]:
-    """Make one element of the group's format, for the base optimizer to be built and tried on."""
+    """Make a parameter of one element in the group's dtype, to build the base optimizer with."""
     dtypes = [param.dtype for param in group["params"]]
     return [nn.Parameter(torch.zeros(1, dtype=dtypes[0] if dtypes else torch.float32))]
 
@@ -136,7 +137,7 @@ def _on_every_rank(plan: OffloadPlan, build: Callable[[RunFolder], Built]) -> Bu
         remove_dead_attempts(plan.nvme_path, plan.run)
     except OffloadError as error:
         failure = error
-    # After all ranks have removed them: a new folder that is not locked yet would be taken for a dead one.
+    # Wait until all ranks have removed them: a new folder that is not locked yet would look like a dead attempt.
     is_usable = not collectives.all_reduce_sum(torch.tensor(float(failure is not None)))
     run_name = new_run_name(plan.run, plan.keep_files)
     try:

@@ -1,6 +1,6 @@
-"""A stand-in for a gradient that exists and cannot be read: its facts, and an error for every use of its values.
+"""A stand-in for a gradient that exists and cannot be read: it has a shape and a dtype, and raises when it is used.
 
-None would be a lie: a loop that edits, clips or logs gradients would skip the parameter without a word.
+None would be wrong: a loop that edits, clips or logs gradients would silently skip the parameter.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ SPENT = (
 
 
 class MissingGradient(Tensor):
-    """Shape, type and device of a gradient that cannot be read; see the module.
+    """A tensor with shape, dtype and device of a gradient that cannot be read, and without memory.
 
     Args:
-        param: parameter whose gradient it is.
-        why: the error's text.
+        param: parameter of the gradient.
+        why: text of the error that every operation raises.
     """
 
     why: str
@@ -58,7 +58,7 @@ class MissingGradient(Tensor):
         made.why = why
         return made
 
-    __torch_function__ = without_functions  # facts are torch's own; values come to the method below
+    __torch_function__ = without_functions  # attributes are torch's own; operations come to the method below
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -77,17 +77,17 @@ class MissingGradient(Tensor):
 
 
 class WatchedParameter(nn.Parameter):
-    """The class that a parameter gets which a rank holds in full, and whose gradient a loop cannot always read.
+    """A parameter that this rank holds in full, but whose gradient a loop cannot always read.
 
     Attributes:
-        is_spent: the last update has used its gradient up.
+        is_spent: the last update has consumed the gradient.
     """
 
     is_spent = False
 
     @property
     def grad(self) -> Tensor | None:
-        """The gradient, or a tensor that refuses to be used."""
+        """The gradient; a ``MissingGradient`` if it cannot be read."""
         why = SPENT if self.is_spent else self._missing()
         return real_grad(self) if why is None else MissingGradient(self, why)
 
@@ -99,6 +99,7 @@ class WatchedParameter(nn.Parameter):
             self._drop_grad()
         elif why is None and (why := self._only_from_backward()) is None:
             set_real_grad(self, value)
+        # A stand-in is set back by ``param.grad = param.grad``, which changes nothing.
         elif not isinstance(value, MissingGradient):
             raise VisslZeroError(why)
 
@@ -122,20 +123,20 @@ class WatchedParameter(nn.Parameter):
             self.copy_(value)
 
     def set_(self, source: Tensor) -> WatchedParameter:  # type: ignore[override]
-        """Take over values, as a parametrization does when it is assigned to or removed; the memory stays."""
+        """Copy values, which a parametrization sets when it is assigned to or removed; the memory stays."""
         self.data = source
         return self
 
     def _missing(self) -> str | None:
-        """Explain why the loop cannot read the gradient that there is; None where it can, or there is none."""
+        """Explain why the loop cannot read an existing gradient; None if it can, or there is none."""
         return None
 
     def _only_from_backward(self) -> str | None:
-        """Explain why the loop cannot set a gradient; None where it can."""
+        """Explain why the loop cannot set a gradient; None if it can."""
         return None
 
     def _drop_grad(self) -> None:
-        """Drop the gradient, which the loop does not want."""
+        """Drop the gradient, because the loop has set it to None."""
         set_real_grad(self, None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:

@@ -153,7 +153,7 @@ def load_torch_state(state: Mapping[str, Any], shards: Mapping[str, Shard], opti
         group.update({key: value for key, value in saved_group.items() if key not in ("params", "param_names", "name")})
     optimizer.state.clear()
     for name, saved_state in saved.items():
-        # Where each tensor has one owner, the other ranks keep no state of it.
+        # Under WholeTensorOptimizer one rank owns each tensor, and the others keep no state of it.
         if name not in owned:
             continue
         shard = owned[name]
@@ -184,7 +184,7 @@ def layout_of(plan: ShardingPlan) -> dict[str, Any]:
 
 
 def _entry(shard: Shard, value: Any) -> Any:
-    """Describe a tensor that is cut like the parameter by its place; keep anything else (a step counter)."""
+    """Return a tensor that is cut like the parameter with its position; anything else (a step counter) unchanged."""
     if not isinstance(value, Tensor) or value.shape != shard.local.shape:
         return value
     return {"local": value, "first_element": shard.first_element, "full_shape": tuple(shard.full_shape)}
@@ -194,7 +194,7 @@ def _value(entry: Any, local: Tensor) -> Any:
     if isinstance(entry, dict):
         values = entry["local"]
         return empty_state(local, values.shape, values.dtype).copy_(values)
-    # A copy: the saved dict may be loaded again after training has moved on.
+    # A copy: the optimizer counts up in place, and the saved dict may be loaded again.
     return entry.clone() if isinstance(entry, Tensor) else entry
 
 

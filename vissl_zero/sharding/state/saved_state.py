@@ -1,8 +1,8 @@
 """State that a rank writes so that a run can resume under any layout: each tensor with its place in the full one.
 
-``parts_of`` gives the runs of elements that this rank has to store so that together the ranks store everything once;
-``restore_state`` reads the runs that this rank needs from such a store, whatever the layout that wrote it.
-``sharding/state/rank_state.py`` has the same layout's form, one dict a rank.
+``parts_of`` yields the runs of elements that this rank stores; all ranks together store each element once.
+``restore_state`` reads the runs that this rank needs, whatever layout wrote them. ``sharding/state/rank_state.py`` has
+the form for an unchanged layout: one dict per rank.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class Part:
     Attributes:
         name: ``model/<full name>``, ``optimizer/<key>/<full name of the parameter>``, ...
         full_shape: shape of the full tensor.
-        first_element: place of the first element in the full tensor, flattened.
+        first_element: position of the first element in the flattened full tensor.
         num_elements: length of the run.
         dtype: data type of the elements.
-        read: gives them, (num_elements,) or any shape of as many; memory may be shared with training.
-        is_streamed: ``read`` takes them from a disk, so that a copy in memory would defeat their offload tier.
+        read: returns them in any shape of ``num_elements`` elements; may share memory with training.
+        is_streamed: ``read`` reads a disk: a copy of all parts in memory would defeat the offload tier.
     """
 
     name: str
@@ -62,7 +62,7 @@ class SavedState(Protocol):
         """Return the shape of a full tensor; None if there is none of that name."""
 
     def dtype(self, name: str) -> torch.dtype | None:
-        """Return the number format of a tensor; None if there is none of that name."""
+        """Return the dtype of a full tensor; None if there is none of that name."""
 
     def names(self, prefix: str) -> list[str]:
         """List the names of tensors that begin with ``prefix``."""
@@ -71,7 +71,7 @@ class SavedState(Protocol):
         """Fill ``out`` (1-d) with the elements from ``first_element`` on."""
 
     def scalars(self, parameter: str) -> Mapping[str, Any]:
-        """Return the optimizer state of a parameter that is one number each."""
+        """Return the scalars of a parameter's optimizer state by key."""
 
     @property
     def loss_scale(self) -> Mapping[str, Any] | None:
@@ -87,7 +87,7 @@ NO_TEACHER = (
 
 
 def saved_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield full names and values of the buffers that belong into a checkpoint."""
+    """Yield full names and values of the buffers that checkpoints contain."""
     for prefix, owner in model.named_modules():
         for name, buffer in owner.named_buffers(recurse=False):
             if name not in unsaved_buffers(owner):
@@ -147,10 +147,10 @@ def check_teacher(saved: SavedState, has_teacher: bool, shards: Mapping[str, Sha
 
     Args:
         saved: the store.
-        has_teacher: the model has a teacher, whether or not saved states hold it.
-        shards: parameters of the teacher to restore; None: there is none.
+        has_teacher: the model has a teacher, whether or not saved states contain it.
+        shards: parameters of the teacher to restore; None: no teacher is restored.
     Raises:
-        CheckpointError: only one of them has a teacher, or they are of two models.
+        CheckpointError: only one of them has a teacher, or the two teachers have different parameters.
     """
     names = {name.removeprefix(TEACHER): name for name in saved.names(TEACHER)}
     if shards is not None:
@@ -169,7 +169,7 @@ def restore_teacher(saved: SavedState, shards: Mapping[str, Shard]) -> None:
 def restore_average(
     saved: SavedState, shards: Mapping[str, Shard], buffers: Mapping[str, Tensor]
 ) -> WeightAverage | None:
-    """Restore the stored running average of parameters; None if there is none. Its buffers are restored as such."""
+    """Restore the running average of parameters; None if none was saved. Buffers are restored with the model's."""
     if not saved.names(AVERAGE):
         return None
     average = WeightAverage(shards.values(), buffers)
@@ -189,10 +189,11 @@ def group_facts(shards: Mapping[str, Shard], optimizer: torch.optim.Optimizer) -
 
 
 def take_group_options(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
-    """Set the options of a group to what ``group_facts`` gave, directly or through JSON."""
+    """Set the options of a group to those that ``group_facts`` returned, directly or through JSON."""
     for key, value in saved.items():
         if key == "params":
             continue
+        # JSON turns tuples (betas) into lists.
         value = _tensor_or_number(tuple(value) if isinstance(value, list) else value)
         if isinstance(value, Tensor) and isinstance(group.get(key), Tensor):
             value = group[key].fill_(value.item())  # a schedule may hold the very tensor
@@ -200,7 +201,7 @@ def take_group_options(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
 
 
 def restore_counters(optimizer: torch.optim.Optimizer, saved: Sequence[Mapping[str, Any]]) -> None:
-    """Take from saved groups what an optimizer counts there itself (LAMB's ``step``); options stay as they are."""
+    """Restore the counters that an optimizer keeps in its groups (LAMB's ``step``); options stay as they are."""
     if keys := counter_keys(inner_optimizer(optimizer)):
         by_name = {group.get("name"): group for group in saved}
         for group in optimizer.param_groups:
@@ -209,7 +210,7 @@ def restore_counters(optimizer: torch.optim.Optimizer, saved: Sequence[Mapping[s
 
 
 def scalars_of(shards: Mapping[str, Shard], optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
-    """Return optimizer state that is one number, of the parameters this rank answers for: ready for JSON."""
+    """Return the scalar optimizer state that this rank stores, by parameter and key, ready for JSON."""
     shards = state_shards(shards, optimizer)
     names = {id(shard.local): name for name, shard in shards.items()}
     scalars: dict[str, dict[str, Any]] = {}
@@ -222,14 +223,14 @@ def scalars_of(shards: Mapping[str, Shard], optimizer: torch.optim.Optimizer) ->
         items = list(optimizer.state.items())  # type: ignore[arg-type]
     for param, values in items:
         shard = shards[names[id(param)]]
-        if not _answers_for(shard):
+        if not _stores_scalars(shard):
             continue
         numbers = {
             key: _number(value)
             for key, value in values.items()
             if not _is_per_element(shard, key, value, per_element) and not (isinstance(value, Tensor) and value.dim())
         }
-        # An empty entry, too: it says that the parameter has been updated.
+        # Also if empty: the entry marks the parameter as updated.
         scalars[shard.name] = numbers
     return scalars
 
@@ -241,12 +242,12 @@ def restore_state(
     optimizer: torch.optim.Optimizer,
     loss_scale: LossScale | None,
 ) -> None:
-    """Fill parameters and optimizer state of this rank from a store that any layout may have written.
+    """Load parameters and optimizer state of this rank from a state that any layout may have saved.
 
-    Hyperparameters of groups are left as this run has them. Not a collective.
+    The groups keep this run's hyperparameters. Not a collective.
 
     Raises:
-        CheckpointError: it is of another model or another optimizer; nothing was changed then.
+        CheckpointError: the state is of another model or another optimizer; nothing was changed.
     """
     trained = {id(param) for group in optimizer.param_groups for param in group["params"]}
     # All checks come before the first write, so that a refused checkpoint leaves the model as it was.
@@ -258,6 +259,7 @@ def restore_state(
         key, _, name = stored.removeprefix(OPTIMIZER).partition("/")
         keys_of.setdefault(name, []).append(key)
     optimizer.state.clear()
+    # A parameter without saved state has never been updated: the optimizer makes its state in the next step.
     for name, shard in state_shards(shards, optimizer).items():
         numbers = saved.scalars(name)
         if id(shards[name].local) not in trained or not (numbers or name in keys_of):
@@ -271,7 +273,7 @@ def restore_state(
             dtype = saved.dtype(stored)
             if isinstance(optimizer, StreamedOptimizer):
                 dtype = optimizer.format_of(key, shard.local)
-            elif dtype == saved.dtype(MODEL + name):  # as the parameter: it may have another format here
+            elif dtype == saved.dtype(MODEL + name):  # state in the parameter's dtype follows it, if it differs here
                 dtype = shard.local.dtype
             state[key] = empty_state(shard.local, shape, dtype)
             _read(saved, stored, shard, state[key])
@@ -302,10 +304,13 @@ def _check_saved(
 
 
 def check_optimizer(held: Mapping[str, Collection[str]], optimizer: torch.optim.Optimizer) -> None:
-    """Check that saved state of a parameter has all that ``optimizer`` keeps.
+    """Check that the saved state of each parameter has all keys that ``optimizer`` keeps.
 
+    Args:
+        held: saved keys by parameter; empty for a parameter that was never updated.
+        optimizer: optimizer of this run.
     Raises:
-        CheckpointError: it is another optimizer's.
+        CheckpointError: the state is of another optimizer.
     """
     if isinstance(optimizer, StreamedOptimizer):
         expected = frozenset(optimizer.keys)
@@ -320,10 +325,10 @@ def check_optimizer(held: Mapping[str, Collection[str]], optimizer: torch.optim.
 
 
 def check_same_update(saved: Sequence[Mapping[str, Any]], optimizer: torch.optim.Optimizer) -> None:
-    """Check that saved groups are of this optimizer. Its state cannot tell: plain SGD keeps none.
+    """Check by their options that saved groups are of this optimizer. State does not tell: plain SGD keeps none.
 
     Raises:
-        CheckpointError: they lack an option of it, or would make AdamW of Adam, which keep the same state.
+        CheckpointError: an option is missing, or one is of Adam and the other of AdamW, whose states are alike.
     """
     options = inner_optimizer(optimizer).defaults.keys()
     if missing := sorted({key for group in saved for key in options - group.keys()}):
@@ -337,12 +342,12 @@ def check_same_update(saved: Sequence[Mapping[str, Any]], optimizer: torch.optim
 
 
 def inner_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Return the optimizer that computes the updates, from inside fairscale's OSS or our ``WholeTensorOptimizer``."""
+    """Return the optimizer that computes the updates, which OSS and ``WholeTensorOptimizer`` wrap."""
     return optimizer.inner if isinstance(optimizer, WholeTensorOptimizer) else getattr(optimizer, "optim", optimizer)
 
 
 def state_shards(shards: Mapping[str, Shard], optimizer: torch.optim.Optimizer) -> Mapping[str, Shard]:
-    """Return what the optimizer's state of this rank is cut as: the shards, or the full tensors that it owns."""
+    """Return the shards by which this rank's optimizer state is cut; full tensors under ``WholeTensorOptimizer``."""
     return optimizer.owned if isinstance(optimizer, WholeTensorOptimizer) else shards
 
 
@@ -370,20 +375,20 @@ def _read(saved: SavedState, name: str, shard: Shard, target: Tensor) -> None:
     target.copy_(flat.view(target.shape))
 
 
-def _own_run(shard: Shard, count: int) -> tuple[int, int]:
-    """Return those of ``count`` elements that this rank stores: its share among the ranks that hold the same."""
-    # One rank's end is the next one's begin, so that the runs leave no gap and do not overlap.
+def _stored_run(shard: Shard, count: int) -> tuple[int, int]:
+    """Return begin and end of the elements, of ``count``, that this rank stores among ranks with the same copy."""
+    # One rank's end is the next rank's begin: no gap, no overlap.
     return count * shard.copy // shard.num_copies, count * (shard.copy + 1) // shard.num_copies
 
 
-def _answers_for(shard: Shard) -> bool:
-    """Check whether this rank stores what a parameter has once, such as its step counter; true on one rank."""
+def _stores_scalars(shard: Shard) -> bool:
+    """Check whether this rank stores the scalars of a parameter, such as its step counter; true on one rank."""
     # An empty part may begin at element 0 too: fairscale's full tensors, on ranks that do not own them.
     return shard.copy == 0 and shard.first_element == 0 and (shard.local.numel() > 0 or not shard.full_shape.numel())
 
 
 def _is_per_element(shard: Shard, key: str, value: Any, per_element: Collection[str]) -> bool:
-    """Check whether state has an element for each of the parameter's.
+    """Check whether state has one element per element of the parameter.
 
     A parameter without dimensions has one element, and so have its counters (torch's ``step``, NAdam's ``mu_product``,
     ASGD's ``eta``): there, names decide.
@@ -392,19 +397,19 @@ def _is_per_element(shard: Shard, key: str, value: Any, per_element: Collection[
 
 
 def _element_keys(optimizer: torch.optim.Optimizer) -> frozenset[str]:
-    """Name the state that has a value for each element of a parameter."""
+    """Return the keys of the state that has one element per element of a parameter."""
     if isinstance(optimizer, StreamedOptimizer):
         return frozenset(optimizer.keys)
     return element_keys(inner_optimizer(optimizer))
 
 
 def _part(name: str, shard: Shard, value: Tensor, read: Callable[[], Tensor] | None = None) -> Iterator[Part]:
-    """Return what this rank stores of ``value``, which is cut as ``shard`` is; nothing where others hold it all.
+    """Yield the part of ``value``, cut like ``shard``, that this rank stores; nothing if other ranks store all.
 
-    With ``read``, ``value`` tells the shape only, and ``read`` gives the elements.
+    With ``read``, ``value`` has shape and dtype only, and ``read`` returns the elements.
     """
-    begin, end = _own_run(shard, value.numel())
-    if begin < end or (_answers_for(shard) and not shard.full_shape.numel()):
+    begin, end = _stored_run(shard, value.numel())
+    if begin < end or (_stores_scalars(shard) and not shard.full_shape.numel()):
         # A parameter without elements still needs an entry, or a restore would miss its name.
         first = shard.first_element + begin
         num_elements, dtype = end - begin, value.dtype
@@ -421,12 +426,12 @@ def _run_of(read: Callable[[], Tensor], begin: int, end: int) -> Tensor:
 
 
 def _streamed_parts(shards: Mapping[str, Shard], optimizer: StreamedOptimizer) -> Iterator[Part]:
-    """Yield state on the disk, read when it is written: all keys of a parameter in turn, so it is read once."""
+    """Yield state on a disk, to be read part by part. The keys of a parameter are consecutive, to read it once."""
     names = {id(shard.local): name for name, shard in shards.items()}
     read = _reader(optimizer.read_state)
     for param in optimizer.params_with_state():
         shard = shards[names[id(param)]]
-        begin, end = _own_run(shard, param.numel())
+        begin, end = _stored_run(shard, param.numel())
         for key in optimizer.keys if begin < end else ():
             yield Part(
                 f"{OPTIMIZER}{key}/{shard.name}",
@@ -440,12 +445,12 @@ def _streamed_parts(shards: Mapping[str, Shard], optimizer: StreamedOptimizer) -
 
 
 def _whole_parts(shards: Mapping[str, Shard], names: Mapping[int, str], place: WholeStates) -> Iterator[Part]:
-    """Yield as ``_streamed_parts`` state of full tensors, which may have shapes of its own."""
+    """Yield state of full tensors on a disk, as ``_streamed_parts``; its shape may differ from the parameter's."""
     read = _reader(place.__getitem__)
     for param in place:
         shard = shards[names[id(param)]]
         for stored in place.tensors(param):
-            begin, end = _own_run(shard, stored.shape.numel())
+            begin, end = _stored_run(shard, stored.shape.numel())
             if begin < end:
                 yield Part(
                     f"{OPTIMIZER}{stored.key}/{shard.name}",
@@ -459,11 +464,11 @@ def _whole_parts(shards: Mapping[str, Shard], names: Mapping[int, str], place: W
 
 
 def _reader(read_state: Callable[[Any], Mapping[str, Any]]) -> Callable[[Tensor, str, int, int], Tensor]:
-    """Read runs of state on a disk; keep what was read of a parameter until another one is wanted."""
+    """Return a reader of runs of state on a disk, which caches the state of the last parameter."""
     latest: list[Any] = [None, {}]
 
     def read(param: Tensor, key: str, begin: int, end: int) -> Tensor:
-        # Kept from one key to the next: each record holds all keys of its elements.
+        # Cached from one key to the next: each record holds all keys of its elements.
         if latest[0] is not param:
             latest[:] = [param, read_state(param)]
         return latest[1][key].reshape(-1)[begin:end]
@@ -472,7 +477,7 @@ def _reader(read_state: Callable[[Any], Mapping[str, Any]]) -> Callable[[Tensor,
 
 
 def _number(value: Any) -> Any:
-    """Convert a number to JSON, a tensor's with its type."""
+    """Convert a scalar to JSON; a tensor keeps its dtype."""
     if isinstance(value, Tensor) and value.numel() == 1:
         return {"dtype": str(value.dtype).removeprefix("torch."), "value": value.item()}
     return value

@@ -34,12 +34,11 @@ class Shard:
         source: the parameter as the model holds it: a DTensor, or ``local`` itself where nothing is sharded.
         local: this rank's rows; possibly none.
         full_shape: shape of the full parameter.
-        first_element: place of the first of their elements in the full parameter, flattened.
-        contributes_to_norm: whether this rank's part enters sums over ranks. One rank contributes what is
-            replicated.
-        num_copies, copy: how many ranks hold these very elements, and this rank's place among them.
+        first_element: position of the first local element in the flattened full parameter.
+        contributes_to_norm: whether sums over ranks count this rank's part; of a replicated parameter, on one rank.
+        num_copies, copy: number of ranks that hold the same elements, and this rank's position among them.
         is_on_disk: values and gradient are on disk; ``local`` and its gradient are meta tensors.
-        noted: changes of the gradient that the update is to carry out, where it widens gradients first; else None.
+        noted: changes of the gradient that the update applies after it has widened the gradient; None: it widens none.
     """
 
     is_on_disk: ClassVar[bool] = False
@@ -56,16 +55,16 @@ class Shard:
 
     @property
     def notes_changes(self) -> bool:
-        """Return whether ``change_grad`` only notes what the update is to do."""
+        """Return whether ``change_grad`` notes a change for the update instead of making it."""
         return self.is_on_disk or self.noted is not None
 
     def local_grad(self) -> Tensor | None:
-        """Return the gradient of these rows that the last backward left, or None."""
+        """Return the gradient of these rows; None if the backward passes left none."""
         grad = real_grad(self.source)
         return None if grad is None else local_tensor(grad)
 
     def take_grad(self) -> None:
-        """Hand the gradient to the optimizer's view of the parameter. No copy."""
+        """Set ``local.grad``, which the optimizer reads, to the gradient of these rows. No copy."""
         if self.local is not self.source:
             self.local.grad = self.local_grad()
 
@@ -82,14 +81,14 @@ class Shard:
         return self.local.shape
 
     def sum_of_writes(self) -> Tensor:
-        """Sum up (2,) what must be the same on every rank where the loop has written into the parameter."""
+        """Return a checksum (2,) of what the loop has written into the parameter; it must be equal on all ranks."""
         if self.is_held_whole:
             return checksum(self.held())
         taken = self.source.taken if isinstance(self.source, ShardedTensor) else None
         return torch.zeros(2, dtype=torch.float64) if taken is None else taken
 
     def forget_writes(self) -> None:
-        """Forget them: an update has been made."""
+        """Forget the loop's writes, after an update."""
         if isinstance(self.source, ShardedTensor):
             self.source.taken = None
 
@@ -104,10 +103,10 @@ class Shard:
         self.local.copy_(values)
 
     def take_over(self, rows: Tensor) -> None:
-        """Store ``rows``, which the loop has written into the source, where its values rest elsewhere too."""
+        """Store ``rows`` that the loop has written into ``source``, if the values are kept elsewhere too."""
 
     def missing_gradient(self) -> str | None:
-        """Explain why the loop cannot read the gradient that there is; None where it can, or there is none."""
+        """Explain why the loop cannot read an existing gradient; None if it can, or there is none."""
         return None
 
     @property
@@ -116,15 +115,15 @@ class Shard:
         return isinstance(self.source, WatchedParameter | ShardedTensor) and self.source.is_spent
 
     def mark_spent(self) -> None:
-        """Mark the gradient as released after an update: a loop that uses it must learn so."""
+        """Mark the gradient as released after an update: a loop that uses it gets an error."""
         if isinstance(self.source, WatchedParameter | ShardedTensor):
             self.source.is_spent = True
 
     def publish(self) -> None:
-        """Copy what the optimizer has changed to the model, where ``local`` is a copy. Does not wait for the device."""
+        """Copy the updated values to the model if ``local`` is a copy. Does not wait for the device."""
 
     def grad(self) -> Tensor:
-        """Return the gradient that ``take_grad`` found, to read."""
+        """Return the gradient that ``take_grad`` has set, to read."""
         assert self.local.grad is not None
         return self.local.grad
 
@@ -133,7 +132,7 @@ class Shard:
         return None
 
     def set_zero_grad(self) -> None:
-        """Have a gradient of zero, where backward has left none."""
+        """Set a gradient of zeros, where another rank has one and this rank has none."""
         self.local.grad = torch.zeros_like(self.local)
 
     def change_grad(self, factor: Tensor | float, param_factor: Tensor | None = None) -> None:
@@ -147,7 +146,7 @@ class Shard:
 
     def forget_grad(self) -> None:
         """Release the gradient."""
-        # Both refer to one tensor, whose memory is freed only when neither does.
+        # Both refer to one tensor; its memory is freed with the last reference.
         self.source.grad = None
         self.local.grad = None
 
@@ -158,7 +157,7 @@ class Shard:
 
     @torch.no_grad()
     def normalize_rows(self) -> None:
-        """Divide each row (dim 0) of the full parameter by its L2 norm, in place; shards are whole rows."""
+        """Divide each row (dim 0) of the full parameter by its L2 norm, in place. A shard has whole rows."""
         divide_by_norms(self.local)
 
 
@@ -204,7 +203,7 @@ def squared_norms(tensors: Sequence[Tensor]) -> Tensor:
     dtype = wide_dtype(tensors)
     # In the wide type: squares of large values overflow in half precision.
     norms = foreach_norm(filled, 2, dtype=dtype) if filled else ()
-    return in_place_of_empty(tensors, norms, dtype).square()  # one kernel for all
+    return with_zeros_for_empty(tensors, norms, dtype).square()  # one kernel for all
 
 
 def wide_dtype(tensors: Sequence[Tensor]) -> torch.dtype:
@@ -212,8 +211,8 @@ def wide_dtype(tensors: Sequence[Tensor]) -> torch.dtype:
     return torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
 
 
-def in_place_of_empty(tensors: Sequence[Tensor], values: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """Stack one 0-d value per non-empty tensor, in order, and zero for the empty ones; shape (T,)."""
+def with_zeros_for_empty(tensors: Sequence[Tensor], values: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """Stack the 0-d ``values`` of the non-empty ``tensors``, in order, with a zero for each empty one; shape (T,)."""
     device = tensors[0].device if tensors else None
     zero = torch.zeros((), dtype=dtype, device=device)
     remaining = iter(values)
@@ -222,7 +221,7 @@ def in_place_of_empty(tensors: Sequence[Tensor], values: Sequence[Tensor], dtype
 
 
 def empty_state(local: Tensor, shape: Sequence[int], dtype: torch.dtype | None) -> Tensor:
-    """Allocate optimizer state of ``local``, in the order in which it lies: fused kernels pair both up."""
+    """Allocate optimizer state of ``local`` in its memory format: fused kernels walk over both by address."""
     # A meta tensor stands for a shard on disk, whose state is in host memory or passes through it.
     device = torch.device("cpu") if local.is_meta else local.device
     if tuple(shape) != tuple(local.shape):
@@ -236,9 +235,10 @@ def divide_by_norms(rows: Tensor) -> None:
 
 
 class WholeParameter(WatchedParameter):
-    """The class that a parameter gets of which each rank updates some rows.
+    """A parameter that every rank holds in full, while each rank updates some of its rows.
 
-    With a plain parameter, a loop that edits gradients would find None and do nothing.
+    Its gradient leaves ``.grad`` for messages. A plain parameter would show None, and a loop that edits gradients would
+    silently skip it.
     """
 
     _row_shard: RowShard | None = None  # None: gradients are kept whole
@@ -247,7 +247,7 @@ class WholeParameter(WatchedParameter):
     def _missing(self) -> str | None:
         if self._row_shard is None:
             return None
-        # Finish the communication first: only then is it known whether any rank had a gradient.
+        # The communication must end first: only then is it known whether any rank had a gradient.
         self._settle()
         return None if self._row_shard.reduced is None else ELSEWHERE
 
@@ -262,9 +262,9 @@ class WholeParameter(WatchedParameter):
 
 
 class ReplicatedParameter(WatchedParameter):
-    """The class of a parameter that stays whole on every rank while others are sharded.
+    """A parameter that stays full on every rank while others are sharded.
 
-    Its gradient is this rank's own until ``step()`` averages it: a loop that read it would differ between ranks.
+    Until ``step()`` averages its gradient, ranks have different ones: a loop that reads it would differ between ranks.
     """
 
     def _missing(self) -> str | None:
@@ -272,7 +272,8 @@ class ReplicatedParameter(WatchedParameter):
 
 
 def hide_gradient(shard: Shard) -> Shard:
-    """Hide the shard's gradient from the loop, which would take this rank's own for the mean."""
+    """Hide the shard's gradient, which is not averaged yet, from the loop."""
+    # A second parameter over the same memory: the optimizer needs ``.grad``, which the class below hides.
     local = nn.Parameter(shard.source.detach(), shard.source.requires_grad)
     shard.source.__class__ = ReplicatedParameter
     return dataclasses.replace(shard, local=local)
@@ -287,8 +288,8 @@ class RowShard(Shard):
     Attributes:
         source: the full parameter.
         local: a view of this rank's rows in it.
-        reduced: their averaged gradient, once it is known.
-        rows_per_rank: rows per rank of the first ranks.
+        reduced: averaged gradient of these rows; None until a message has brought it.
+        rows_per_rank: rows of each rank but the last ones, which may have fewer or none.
     """
 
     reduced: Tensor | None = None
@@ -313,7 +314,7 @@ class RowShard(Shard):
         """Return this rank's gradient; see ``Shard``."""
         if self.reduced is not None or self.source._row_shard is not None:  # type: ignore[attr-defined]
             return self.reduced
-        # Gradients are kept whole: these rows of theirs.
+        # keep_gradients: ``.grad`` is the full mean, of which these rows are a part.
         grad, numel = self.source.grad, self.local.numel()
         if grad is None:
             return None
@@ -334,6 +335,7 @@ class RowShard(Shard):
 
     def forget_grad(self) -> None:
         """Forget the gradient; see ``Shard``."""
+        # Not ``source.grad = None``, whose setter ends here.
         set_real_grad(self.source, None)
         self.local.grad = None
         self.reduced = None
@@ -342,7 +344,7 @@ class RowShard(Shard):
     def drop_grad(self) -> None:
         """Forget the gradient in the middle of a step; a further backward pass starts from zero."""
         if self.reduced is not None:
-            # Zero, not only dropped: a further backward pass adds to this buffer.
+            # Zeroed, not only dropped: further rounds of messages add to this memory until the next step.
             self.reduced.zero_()
         self.forget_grad()
 
@@ -357,7 +359,7 @@ def row_shards(module: nn.Module, trained: set[str], num_ranks: int, rank: int) 
 
     Args:
         module: whole, where it is to be trained.
-        trained: full names; other parameters, and frozen ones, are not cut.
+        trained: full names of the parameters that the optimizer updates; others, and frozen ones, are not cut.
         num_ranks: number of ranks that share the state.
         rank: this one.
     """
@@ -383,7 +385,7 @@ class WholeTensor:
     Attributes:
         name: full name.
         dtype, shape: of the full tensor.
-        read: gathers it; only rank 0 uses the result. A collective: every rank reads the same ones in the same order.
+        read: gathers the tensor, for rank 0. Collective: every rank reads the same tensors in the same order.
     """
 
     name: str

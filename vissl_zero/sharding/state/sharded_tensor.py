@@ -1,8 +1,8 @@
 """A tensor of which each rank holds some rows, and the table of what a loop may do with it between steps.
 
-Parameters of ZeRO level 3, their gradients and whatever is computed from them are of one class. torch sends it every
-operation. The table has three ways to carry one out; an operation that is not in it raises an error that names it, so
-that what nobody thought of cannot be wrong without a word. ``docs/sharded_parameters.md`` is this table.
+Parameters of ZeRO level 3, their gradients and all tensors computed from them have one class, to which torch sends
+every operation. The table has three ways to run one. An operation that is not in the table raises an error with its
+name, so that none can be silently wrong. ``docs/sharded_parameters.md`` is this table.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from vissl_zero.sharding.torch_private import (
     written_arguments,
 )
 
-# An element of the result depends on the same element of the arguments alone: name of torch, with and without _.
+# An element of the result depends on the same element of the arguments alone. Names of torch, with and without _.
 ELEMENT_WISE = {
     "arithmetic": "abs add addcdiv addcmul div fmod lerp mul neg pow reciprocal remainder rsqrt rsub sqrt square sub",
     "functions": "acos acosh asin asinh atan atan2 atanh cos cosh erf erfc erfinv exp exp2 expm1 gelu hardtanh "
@@ -44,7 +44,7 @@ ELEMENT_WISE = {
     "logical_not logical_or logical_xor lt ne where",
     "copies and fills": "_to_copy clone copy empty_like fill full_like masked_fill ones_like zero zeros_like",
 }
-# Computed from the full tensor on every rank; what is written into a sharded tensor is this rank's rows of the result.
+# Computed from full tensors on every rank. In place, each rank stores its own rows of the result.
 ON_FULL_TENSOR = {
     "sums, norms, extremes": "all amax amin any argmax argmin count_nonzero dist dot histc kthvalue linalg_vector_norm "
     "logsumexp max mean median min nonzero norm prod quantile std std_mean sum topk var var_mean",
@@ -56,7 +56,7 @@ ON_FULL_TENSOR = {
     "along a dimension": "_log_softmax _softmax _unique2 argsort bincount cumprod cumsum flip index_add index_copy "
     "index_fill index_put log_softmax masked_scatter renorm roll scatter scatter_add softmax sort unique_dim",
 }
-# A new full tensor of a size that is given; the sharded one lends its type and device.
+# A new full tensor of a given size, with dtype and device of the sharded one.
 NEW_TENSOR = {"new tensors of a given size": "new_empty new_full new_ones new_zeros"}
 _NEW_TENSOR = frozenset(" ".join(NEW_TENSOR.values()).split())
 _ELEMENT_WISE = frozenset(" ".join(ELEMENT_WISE.values()).split())
@@ -64,7 +64,7 @@ _ON_FULL_TENSOR = frozenset(" ".join(ON_FULL_TENSOR.values()).split())
 # The tensor itself under another name: memory is shared.
 _SAME_TENSOR = frozenset({"alias", "detach"})
 
-# What to write in place of some operations that are not in the table.
+# Advice for some operations that are not in the table.
 _ADVICE = {
     "_amp_foreach_non_finite_check_and_unscale_": "torch.amp.GradScaler looks at this rank's gradients alone. Leave it "
     "out: zero=dict(fp16=True) scales the loss and skips a step on all ranks."
@@ -97,7 +97,7 @@ _OTHER_DATA = (
 
 
 class Store(Protocol):
-    """Holder of values that are not in ``_local_tensor``, or have a copy: ``vissl_zero.sharding.shard.Shard``."""
+    """A ``Shard`` whose values are not in ``_local_tensor`` (on a disk), or have a second copy (on the host)."""
 
     def held(self) -> Tensor:
         """Return this rank's rows, where the model computes with them."""
@@ -106,16 +106,16 @@ class Store(Protocol):
         """Store the rows that the loop has written."""
 
     def missing_gradient(self) -> str | None:
-        """Explain why the loop cannot read the gradient that there is."""
+        """Explain why the loop cannot read an existing gradient; None if it can, or there is none."""
 
 
 class ShardedTensor(DTensor):
-    """See the module. Made by giving a ``DTensor`` this class, or by an operation of the table.
+    """A ``DTensor`` with the operations of the table: a parameter (``sharded``), or the result of an operation.
 
     Attributes:
-        store: where a parameter's values rest; None for what was computed.
-        owner: the parameter whose memory this shares; None for what was computed.
-        is_spent: whether the last update has used up a parameter's gradient.
+        store: where a parameter's values are kept; None: in ``_local_tensor``.
+        owner: the parameter whose memory this shares; None for a computed tensor.
+        is_spent: whether the last update has consumed a parameter's gradient.
         taken: sum of the checksums (2,) of the numbers and full tensors that were combined into a parameter since the
             last update: each rank combines them into its own rows, so ranks with different ones would not notice.
     """
@@ -127,11 +127,11 @@ class ShardedTensor(DTensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__self__", None) in FACTS:  # read and written many times in each step
+        if getattr(func, "__self__", None) in FACTS:  # the fast path: accessed many times in each step
             with as_plain_tensors():
                 return func(*args, **(kwargs or {}))
         if ShardedView in types:
-            return NotImplemented  # its own function gathers what it is a view of, and comes back here
+            return NotImplemented  # ShardedView's handler gathers its base, and calls the operation again
         if is_view(func) and isinstance(args[0], ShardedTensor):
             with _named(func):
                 return run_on_views(func, args, kwargs or {})
@@ -158,6 +158,7 @@ class ShardedTensor(DTensor):
         if base in _ON_FULL_TENSOR:
             return _on_full(func, args, kwargs)
         if base in _NEW_TENSOR:
+            # An empty plain tensor, so that the result is a plain one.
             return func(torch.empty(0, dtype=args[0].dtype, device=args[0].device), *args[1:], **kwargs)
         raise VisslZeroError(_refusal(name))
 
@@ -177,6 +178,7 @@ class ShardedTensor(DTensor):
             description = "another parameter's memory" if is_other_parameter else f"{tuple(value.shape)}, {value.dtype}"
             raise VisslZeroError(_OTHER_DATA.format(description, tuple(self.shape), self.dtype))
         with torch.no_grad():
+            # Copied, not exchanged: fully_shard and the optimizer refer to the memory of the shard.
             self.copy_(value)
 
     @property
@@ -191,10 +193,11 @@ class ShardedTensor(DTensor):
 
     @property
     def grad(self) -> Tensor | None:
-        """The gradient, sharded as the parameter; a tensor that refuses to be used where it cannot be read."""
+        """The gradient, sharded like the parameter; a ``MissingGradient`` if it cannot be read."""
         if not _is_inside and (why := self._missing()) is not None:
             return MissingGradient(self, why)
         gradient = real_grad(self)
+        # fully_shard makes gradients of class DTensor.
         return sharded(gradient) if type(gradient) is DTensor else gradient
 
     @grad.setter
@@ -211,7 +214,7 @@ class ShardedTensor(DTensor):
         return None if self.store is None else self.store.missing_gradient()
 
     def as_computed(self) -> ShardedTensor:
-        """Return a tensor of the same memory, without history."""
+        """Return a tensor that shares memory with this one, without autograd history."""
         local = local_tensor(self)
         # A parameter on a disk has no memory here; the device is the model's.
         computed = _like(self, torch.empty_like(local, device=self.device) if local.is_meta else local)
@@ -220,15 +223,16 @@ class ShardedTensor(DTensor):
         return computed
 
     def rows(self) -> Tensor:
-        """Return this rank's rows, to read or to write; call ``written`` afterward."""
+        """Return this rank's rows, to read or to write; call ``written`` after a write."""
         return self._local_tensor if self.store is None else self.store.held()
 
     def full_tensor(self, *, grad_placements: Any = None) -> Tensor:
-        """Gather the full tensor; also of one whose rows are on a disk. Collective."""
+        """Gather the full tensor on every rank, also from rows on a disk. Collective."""
+        # DTensor's own is differentiable; ``whole`` reads the store.
         return whole(self) if local_tensor(self).is_meta else super().full_tensor(grad_placements=grad_placements)
 
     def written(self, rows: Tensor) -> None:
-        """Store ``rows``, which have been changed."""
+        """Store changed ``rows``, if the parameter's values are kept elsewhere too."""
         if self.store is not None:
             self.store.take_over(rows)
 
@@ -244,7 +248,7 @@ class ShardedTensor(DTensor):
         return f"ShardedTensor(shape={shape}, rows of this rank={rows}, dtype={self.dtype}); full_tensor() has all"
 
 
-# What can be known of a parameter that is not in use any more.
+# Attributes and methods that a replaced parameter still answers.
 _FACTS = (
     "shape dtype device requires_grad is_leaf layout ndim grad_fn is_cuda is_cpu is_meta is_sparse nbytes size dim",
     "numel stride element_size is_contiguous is_floating_point is_complex __hash__ __len__",
@@ -253,10 +257,9 @@ _KNOWN = frozenset(" ".join(_FACTS).split())
 
 
 class ReplacedParameter(nn.Parameter):
-    """The class that a full parameter gets when a sharded one has taken its place in the model.
+    """The class of a full parameter after a sharded one has replaced it in the model.
 
-    Whoever kept it (a list, a closure, a helper that was built before) would compute with values that training leaves
-    behind.
+    A reference that was kept before (in a list, a closure, a helper) would give values that training never updates.
     """
 
     @classmethod
@@ -275,7 +278,7 @@ class ReplacedParameter(nn.Parameter):
 
 
 def sharded(tensor: DTensor) -> ShardedTensor:
-    """Give ``tensor`` itself the class."""
+    """Turn ``tensor`` into a ``ShardedTensor``, in place: models and optimizers refer to the object."""
     tensor.__class__ = ShardedTensor
     assert isinstance(tensor, ShardedTensor)
     return tensor
@@ -295,7 +298,7 @@ _is_inside = False
 
 @contextmanager
 def real_gradients() -> Iterator[None]:
-    """Show sharding itself the ``grad`` of a parameter that there is. A context."""
+    """Make ``grad`` of parameters return the stored gradients, for torch's code that runs inside. A context."""
     global _is_inside
     _is_inside = True
     try:
@@ -309,7 +312,7 @@ _called = ""
 
 @contextmanager
 def _named(func: Any) -> Iterator[None]:
-    """Name in error messages what the loop has called, which may be several operations of torch. A context."""
+    """Remember the function that the loop called, for error messages: it may run several operations. A context."""
     global _called
     outer, _called = _called, _called or getattr(func, "__name__", "")
     try:
@@ -324,17 +327,21 @@ def _refusal(name: str) -> str:
 
 
 def _element_wise(func: Any, args: Any, kwargs: Any) -> Any:
-    """Run on local rows, of arguments sharded alike; of a full tensor that is combined into one, on its rows."""
+    """Run an operation on this rank's rows if its sharded arguments are cut alike; else on full tensors."""
     tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     sharded = [tensor for tensor in tensors if isinstance(tensor, ShardedTensor)]
     written = written_arguments(func, args, kwargs)
     like = sharded[0]
     is_in_place = bool(written) and all(isinstance(tensor, ShardedTensor) for tensor in written)
     is_alike = all(same_layout(tensor, like) for tensor in sharded)
+    # Combined with a full tensor, the result is full; in place it is sharded, and needs only this rank's rows of that
+    # one.
     has_full = any(tensor.dim() and not isinstance(tensor, ShardedTensor) for tensor in tensors)
     is_moved = "device" in kwargs and kwargs["device"] not in (None, like.device)
     if not is_alike or is_moved or (written and not is_in_place) or (has_full and not is_in_place):
         return _on_full(func, args, kwargs)
+    # Once per tensor: each call reads the disk for a shard there, and ``written`` must store the rows that were
+    # changed.
     rows = {id(tensor): tensor.rows() for tensor in sharded}
 
     def local(leaf: Any) -> Any:
@@ -355,7 +362,7 @@ def _element_wise(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _on_full(func: Any, args: Any, kwargs: Any) -> Any:
-    """Run on full tensors, gathered one by one; every rank must call it."""
+    """Run an operation on gathered full tensors, and store this rank's rows of those it writes. Collective."""
     tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, ShardedTensor)]
     full = {id(tensor): whole(tensor) for tensor in tensors}
 
@@ -373,7 +380,7 @@ def _on_full(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _one_by_one(func: Any, args: Any, kwargs: Any) -> Any:
-    """Run an operation on lists tensor by tensor: each may be sharded or not."""
+    """Run an operation on lists (``_foreach_add`` ...) tensor by tensor: each may be sharded or not."""
     num = max(len(arg) for arg in args if isinstance(arg, list | tuple))
     results: list[Any] = []
     for index in range(num):
@@ -392,8 +399,9 @@ def _one_by_one(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _note(tensor: ShardedTensor, operand: Tensor) -> None:
-    """Note what is combined into a parameter: each rank sees its own rows of the result alone."""
+    """Add an operand's checksum to the parameter's ``taken``, because each rank sees its own rows alone."""
     owner = tensor if tensor.owner is None else tensor.owner
+    # Of a parameter or a tensor that shares its memory; computed tensors may differ between ranks.
     if isinstance(owner, ShardedTensor) and isinstance(owner, nn.Parameter):
         # With parameters on the CPU, one operand may come from the GPU and the next one from the CPU.
         added = checksum(operand).to(tensor.device if owner.taken is None else owner.taken.device)
@@ -413,7 +421,7 @@ def _rows_of(full: Tensor, like: ShardedTensor) -> Tensor:
 
 
 def first_row(tensor: DTensor) -> int:
-    """Return where this rank's rows begin: in chunks of equal size, the last ones smaller or empty (``chunk``)."""
+    """Return the index of this rank's first row. Rows are cut as by ``torch.chunk``: the last ranks may have none."""
     mesh, num_rows = tensor.device_mesh, tensor.shape[0]
     shard_index, num_shards = mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1)
     return min(shard_index * -(-num_rows // num_shards), num_rows)
@@ -426,5 +434,6 @@ def _like(like: DTensor, rows: Tensor) -> ShardedTensor:
 def _dtensor_like(like: DTensor, rows: Tensor) -> DTensor:
     placed = like.device_mesh, like.placements
     shape = like.shape
+    # from_local() would infer shape and stride from this rank's rows, as if all ranks had as many.
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(rows, *placed, run_check=False, shape=shape, stride=stride)

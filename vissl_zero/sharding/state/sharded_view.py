@@ -1,8 +1,8 @@
 """A view of a tensor of which each rank holds some rows: a row of a weight, or all of it in another shape.
 
-Rows of several ranks cannot be seen in one memory. So a view has none: each use gathers the full tensor, takes the
-view of that, and, if it was written to, brings the full tensor back. That is what a view means: it has the values of
-its tensor at the time of the use.
+Rows of several ranks share no memory, so a view has none. Each use gathers the full tensor, takes the view of it and,
+after a write, copies the full tensor back into the shards. So a view has the values of its tensor at the time of use,
+as in plain torch.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from torch.utils import _pytree as pytree
 from vissl_zero.errors import VisslZeroError
 from vissl_zero.sharding.torch_private import as_plain_tensors, num_writes, without_values
 
-# Operations that are views of their first argument, or write into one; some copy for some arguments, which is told by
-# where the result lies.
+# Operations that return views of their first argument, or write into one. Some copy for some arguments: the address of
+# the result tells.
 VIEWS = {
     "views": "__getitem__ __iter__ __setitem__ chunk diagonal expand expand_as flatten hsplit movedim moveaxis narrow "
     "permute ravel reshape reshape_as select split squeeze swapaxes swapdims t tensor_split transpose unbind unflatten "
@@ -39,11 +39,11 @@ _TRACKED = (
 
 
 class ShardedView(Tensor):
-    """See the module. It has a shape, a type and a device, and no values.
+    """A view of a sharded tensor. It has a shape, a dtype and a device, but no memory.
 
     Attributes:
         whole: the sharded tensor.
-        steps: how to get the view from the full tensor.
+        steps: operations, in order, that take the view from the full tensor.
     """
 
     whole: Tensor
@@ -62,18 +62,18 @@ class ShardedView(Tensor):
 
 
 def is_view(func: Any) -> bool:
-    """Check whether ``func`` of torch is an operation of this file."""
+    """Check whether ``func``, a function of torch, is a view operation of the table above."""
     return _name(func) in _VIEWS
 
 
 def run_on_views(func: Any, args: Any, kwargs: Any) -> Any:
-    """Run ``func`` on full tensors, and bring back what it has written. Every rank must call it.
+    """Run ``func`` on gathered full tensors, and copy those it writes back into the shards. Collective.
 
     Args:
-        func: an operation of torch.
+        func: a function of torch.
         args, kwargs: its arguments, views and sharded tensors among them.
     Returns:
-        A view of its first argument where the result is one, else full tensors.
+        A ``ShardedView`` if the result is a view of the first argument; else full tensors.
     Cost: an all-gather of each tensor that is viewed.
     """
     if func is Tensor.__iter__:
@@ -83,15 +83,16 @@ def run_on_views(func: Any, args: Any, kwargs: Any) -> Any:
     leaves = pytree.tree_leaves((args, kwargs))
     places = {id(leaf): _place(leaf) for leaf in leaves if isinstance(leaf, DTensor | ShardedView)}
     bases = {id(base): base for base, _ in places.values()}
-    # Rolled by nothing: a full copy whose gradient would arrive at the sharded tensor, which refuses it.
+    # Rolled by 0: a full copy with autograd history. Without it, a loss made of the result would silently give no
+    # gradient; with it, the gradient reaches the sharded tensor, which refuses it.
     full = {key: torch.roll(base, 0, 0) for key, base in bases.items()}
     before = {key: num_writes(tensor) for key, tensor in full.items()}
-    values = {key: _taken(full[id(base)], steps) for key, (base, steps) in places.items()}
+    values = {key: _applied(steps, full[id(base)]) for key, (base, steps) in places.items()}
     full_args, options = pytree.tree_map(lambda leaf: values.get(id(leaf), leaf), (args, kwargs))
     result = func(*full_args, **options)
     for key, base in bases.items():
         if num_writes(full[key]) != before[key]:
-            _bring_back(func, full[key], base)
+            _write_back(func, full[key], base)
     if not args or id(args[0]) not in places:
         return result
     base, steps = places[id(args[0])]
@@ -100,6 +101,7 @@ def run_on_views(func: Any, args: Any, kwargs: Any) -> Any:
 
     def view_of(part: Any, *taken: _Step) -> Any:
         if part is full_args[0]:
+            # The operation returned its argument, as ``x.view_as(x)`` or ``ravel`` may.
             return args[0]
         if not isinstance(part, Tensor) or not part.numel() or part.untyped_storage().data_ptr() != memory:
             return part
@@ -111,7 +113,7 @@ def run_on_views(func: Any, args: Any, kwargs: Any) -> Any:
     return view_of(result, step)
 
 
-def _bring_back(func: Any, full: Tensor, base: Tensor) -> None:
+def _write_back(func: Any, full: Tensor, base: Tensor) -> None:
     if base.requires_grad and torch.is_grad_enabled():
         raise VisslZeroError(_TRACKED.format(_name(func)))
     with torch.no_grad():
@@ -119,7 +121,7 @@ def _bring_back(func: Any, full: Tensor, base: Tensor) -> None:
 
 
 def _place(tensor: Any) -> tuple[Any, tuple[_Step, ...]]:
-    """Return of which sharded tensor ``tensor`` is a view, and how it is taken."""
+    """Return the sharded tensor that ``tensor`` is a view of, and the steps to the view."""
     return (tensor.whole, tensor.steps) if isinstance(tensor, ShardedView) else (tensor, ())
 
 
@@ -133,7 +135,7 @@ def _step(func: Any, args: Any, kwargs: Any, value: Tensor) -> Any:
     return func(value, *args, **kwargs)
 
 
-def _taken(value: Any, steps: tuple[_Step, ...]) -> Any:
+def _applied(steps: tuple[_Step, ...], value: Any) -> Any:
     for step in steps:
         value = step(value)
     return value

@@ -2,10 +2,9 @@
 
 A running average of the weights (``HOOKS.EMA_MODEL``) is the same without a forward pass, kept shard by shard.
 
-It is a companion of the student, sharded with the same plan into the same units, so the rows of the teacher that a
-rank holds belong to the rows of the student that it holds: following is local arithmetic, at every level, engine and
-offload tier. At level 3 a rank holds 1/N of it, and its forward pass gathers each unit once. A method may bring a
-trained model instead: it is sharded in the same way, and stays as it is.
+The teacher is sharded with the student's plan into the same units, so a rank holds the same rows of both: following is
+local arithmetic, at every level, engine and offload tier. At level 3 a rank holds 1/N of the teacher, whose forward
+pass gathers each unit once. A method may provide a trained model instead: it is sharded alike, and never changes.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class WeightAverage:
-    """Copies of this rank's shards and of the model's buffers, which follow them slowly.
+    """Running averages of this rank's shards and of the model's buffers.
 
     The average of an element depends on that element alone, so the average of a shard is the shard of the average: it
     is exact at every level, and costs one more copy of what the rank holds (in memory, also where the shards themselves
@@ -34,7 +33,7 @@ class WeightAverage:
 
     Args:
         shards: this rank's part of every parameter.
-        buffers: those that belong into a checkpoint.
+        buffers: buffers that checkpoints contain, by full name.
     """
 
     def __init__(self, shards: Iterable[Shard], buffers: Mapping[str, Tensor]):
@@ -79,7 +78,7 @@ class WeightAverage:
 
 
 def require_wide(precision: Precision, what: str) -> None:
-    """Refuse what follows parameters in bfloat16: ``what`` takes steps of less than a last digit, which would be lost.
+    """Refuse ``what``, an average, if parameters are in bfloat16: its steps are less than a last digit, and get lost.
 
     Raises:
         ConfigError: parameters are in bfloat16.
@@ -100,7 +99,7 @@ def follow_(average: Tensor, value: Tensor, decay: float) -> None:
 
 
 def set_modes(teacher: nn.Module, has_own_statistics: bool) -> None:
-    """Set evaluation mode, so that nothing is dropped at random; batch norm may use its own batches' statistics."""
+    """Set evaluation mode, which turns dropout off; batch norm may use the statistics of the teacher's batches."""
     teacher.eval()
     for module in teacher.modules():
         if isinstance(module, _BatchNorm):
@@ -120,13 +119,13 @@ def follow(
 
     Args:
         momentum: 0 copies.
-        unit_rows: full names of 2-d parameters whose rows are brought back to unit length first.
-        moves_anchor: copy the teacher's trunk into its anchor (a second trunk, of DINOv3's Gram loss); else leave that.
+        unit_rows: full names of 2-d parameters whose rows are first divided by their L2 norms.
+        moves_anchor: copy the teacher's trunk into its anchor (a second trunk, for DINOv3's Gram loss); False: do not.
     """
-    # Units that are still gathered would keep the teacher of the last step.
+    # Units that are still gathered would keep the weights of the last step.
     teacher._before_shards_change()
     anchor = [name for name in teacher._shards if name.startswith(ANCHOR)]
-    # Before it follows, as in VISSL: rows are a little shorter than 1 while the teacher runs.
+    # Normalized before it follows, as in VISSL: rows are a little shorter than 1 while the teacher runs.
     for name in unit_rows:
         teacher._shards[name].normalize_rows()
     for name in teacher._shards.keys() - set(anchor):
@@ -152,10 +151,10 @@ def _follow_shard(shard: Shard, other: Shard, momentum: float) -> None:
 
 
 def require_same_layout(teacher: ShardedModel, student: ShardedModel) -> None:
-    """Check that every shard of the teacher has the elements that the student holds of that parameter.
+    """Check that this rank holds the same elements of each of the teacher's parameters as of the student's.
 
     Raises:
-        VisslZeroError: a parameter of the teacher is none of the student's, or is cut otherwise.
+        VisslZeroError: the student lacks a parameter of the teacher, or it is cut differently.
     """
     for name, shard in teacher._shards.items():
         mate = student._shards.get(_mate(name))

@@ -13,7 +13,8 @@ from vissl_zero.sharding.state.shard import Shard
 
 _PER_DECADE, _LEAST, _MOST = 5, -10, 4  # powers of ten
 _SIDE = [10 ** (place / _PER_DECADE) for place in range(_LEAST * _PER_DECADE, _MOST * _PER_DECADE + 1)]
-EDGES = [*(-edge for edge in reversed(_SIDE)), *_SIDE]  # fixed, so that counts of ranks can be added
+# Fixed, not computed from the values, so that counts of ranks, and of steps, can be added and compared.
+EDGES = [*(-edge for edge in reversed(_SIDE)), *_SIDE]
 
 
 @dataclass(frozen=True)
@@ -22,8 +23,8 @@ class Histograms:
 
     Attributes:
         names: full names, of T parameters that are not frozen.
-        weights, gradients: (T, B), int64, on the CPU; bucket b is from EDGES[b - 1] up to EDGES[b], the first and the
-            last are open. Gradients are unscaled and not clipped; a row of zeros: no rank had one.
+        weights, gradients: counts (T, B), int64, on the CPU. Bucket b is from EDGES[b - 1] up to EDGES[b]; the first
+            and the last are open. Gradients are unscaled and not clipped; a row of zeros: no rank had a gradient.
     """
 
     names: Sequence[str]

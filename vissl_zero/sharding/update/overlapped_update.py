@@ -1,4 +1,4 @@
-"""The update on the host of a model on a GPU: copies of the rows that it has changed run beside it."""
+"""The update on the host of a model on a GPU, overlapped with the copies of updated rows to the device."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PIECE_BYTES = 2**25  # of rows; PCIe 4 copies them in about a millisecond
 
 
 class OverlappedUpdate:
-    """The optimizer's step on shards, and their way to the model (``Shard.publish``).
+    """The optimizer's step on shards in host memory, and the copies to the model (``Shard.publish``).
 
     Rows travel to the GPU on a stream of their own, while the host updates the next parameters. The GPU waits once, for
     the last piece of ``PIECE_BYTES``. The host updates more slowly than the bus copies, so earlier pieces have arrived
@@ -49,7 +49,7 @@ class OverlappedUpdate:
 
 
 class CopyStream:
-    """A stream of a GPU for copies from host memory, beside the device's own work."""
+    """A stream of a GPU for copies from host memory."""
 
     def __init__(self, device: torch.device):
         self._device = device
@@ -57,12 +57,13 @@ class CopyStream:
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """Put copies that are begun inside on this stream; the device's further work waits for them. A context.
+        """Issue copies inside on this stream; later work of the device waits for them. A context.
 
-        Waits for the device: inside, the host may overwrite what copies were made from.
+        Waits for the device first.
         """
         main = torch.cuda.current_stream(self._device)
-        # Nothing reads the rows any more, on either side. Gradients have arrived, so little is left to wait for.
+        # The backward pass reads the rows on the device, and the last copies read the host's; both are overwritten
+        # inside. Gradients have arrived on the host, so the wait is short.
         main.synchronize()
         try:
             with torch.cuda.stream(self._stream):
@@ -72,14 +73,14 @@ class CopyStream:
 
 
 def overlapped_update(optimizer: torch.optim.Optimizer, shards: Sequence[Shard]) -> OverlappedUpdate | None:
-    """Prepare the update of shards whose rows go to a GPU; None where none do."""
+    """Prepare the overlapped update of shards with a copy on a GPU; None without such shards."""
     device = next((shard.on_device.device for shard in shards if isinstance(shard, HostShard)), None)
     copies = None if device is None else copy_stream(device)
     return None if copies is None else OverlappedUpdate(optimizer, shards, copies)
 
 
 def copy_stream(device: torch.device) -> CopyStream | None:
-    """Open a stream for copies to ``device``; None where there are no streams."""
+    """Open a stream for copies to ``device``; None if it has no streams."""
     return CopyStream(device) if device.type == "cuda" else None
 
 

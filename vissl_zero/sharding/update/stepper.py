@@ -17,7 +17,7 @@ from torch import Tensor
 from vissl_zero.optim.adaptation import Adaptation, TensorNorms, decay_absorbed
 from vissl_zero.resolve.resolved import ShardingPlan
 from vissl_zero.sharding.model.precision import LossScale
-from vissl_zero.sharding.state.shard import Shard, in_place_of_empty, squared_norms, wide_dtype
+from vissl_zero.sharding.state.shard import Shard, squared_norms, wide_dtype, with_zeros_for_empty
 from vissl_zero.sharding.torch_private import foreach_addcmul_, foreach_mul_
 from vissl_zero.sharding.update.histograms import Histograms, histograms_of
 from vissl_zero.sharding.update.overlapped_update import overlapped_update
@@ -34,7 +34,7 @@ class StepResult:
         loss_scale: the scale that was used, 1.0 without loss scaling.
         names: full names of the parameters that took part, in the order of the optimizer's groups.
         grad_sq: (len(names),) squared norms of their gradients, on the device.
-        histograms: histograms of their weights and gradients, where asked for and not skipped.
+        histograms: histograms of their weights and gradients, if requested and not skipped.
     """
 
     grad_norm: Tensor
@@ -51,7 +51,7 @@ class StepResult:
 
     @property
     def is_stuck(self) -> bool:
-        """Skipped with a loss that was not scaled up any more: the next steps would be skipped as well."""
+        """Skipped at a loss scale of at most 1: unscaled gradients overflow, so the next steps will be skipped too."""
         return self.skipped and self.loss_scale <= 1.0
 
 
@@ -63,7 +63,7 @@ def dots(lefts: Sequence[Tensor], rights: Sequence[Tensor]) -> Tensor:
     dtype = wide_dtype(lefts)
     pairs = zip(lefts, rights, strict=True)
     products = [torch.dot(*(side.detach().flatten().to(dtype) for side in pair)) for pair in pairs if pair[0].numel()]
-    return in_place_of_empty(lefts, products, dtype)
+    return with_zeros_for_empty(lefts, products, dtype)
 
 
 def sum_over_group(partials: Tensor, group: dist.ProcessGroup | None) -> Tensor:
@@ -88,7 +88,7 @@ class Clipping:
 
     Attributes:
         max_norm: largest norm.
-        per: what has it: "model" (all gradients together), "part" (trunk and each head apart) or "tensor".
+        per: scope of the norm: "model" (all gradients together), "part" (trunk and each head apart) or "tensor".
     """
 
     max_norm: float
@@ -100,7 +100,7 @@ class Clipping:
         return None if plan.clip_grad is None else cls(plan.clip_grad, plan.clip_grad_per)
 
     def factors(self, names: Sequence[str], grad_sq: Tensor) -> Tensor:
-        """Return what gradients are multiplied with: one number for all, or shape (T,), a number for each.
+        """Return the factors of the gradients: one for all, 0-d, or one per tensor, (T,). Does not wait for the device.
 
         Args:
             names: T full names.
@@ -119,7 +119,7 @@ class Clipping:
 
 
 def _part(name: str) -> str:
-    """Return ``trunk``, or a head such as ``heads.0``; for other models the first part of the name."""
+    """Return the part of a parameter: ``trunk``, or a head such as ``heads.0``; else the first part of its name."""
     first, *rest = name.split(".")
     return f"{first}.{rest[0]}" if first == "heads" and rest else first
 
@@ -176,7 +176,7 @@ class Stepper:
         # A temporarily frozen parameter may still get a gradient. Without one, the optimizer skips it.
         for shard in self._shards:
             if shard.noted:
-                shard.noted.clear()  # the last update has carried them out
+                shard.noted.clear()  # the last update has applied them
             if shard.name in frozen:
                 shard.local.grad = None
         shards = [shard for shard in self._shards if shard.name not in frozen]
@@ -184,7 +184,7 @@ class Stepper:
         # Unscale first: norms, clipping and adaptation are defined on true gradients.
         if scale != 1.0:
             _multiply(shards, 1.0 / scale)
-        # After this all-reduce every rank holds the same numbers, so what they decide needs no further message.
+        # After this all-reduce every rank holds the same sums, so decisions by them need no further message.
         norms = self._norms(shards)
         names = [shard.name for shard in shards]
         grad_norm = norms.grad_sq.sum().sqrt()
@@ -228,8 +228,8 @@ class Stepper:
 
     def _sums(self, shards: Sequence[Shard]) -> list[Tensor]:
         """Compute rows of one number per shard: squared gradient, its presence, squared parameter, their product."""
-        # Stands for a gradient that is absent, and for a scalar that another rank contributes: its norm is zero. It has
-        # the widest dtype, so that ranks with different gradients sum numbers of one dtype.
+        # Stands for a missing gradient, and for a replicated tensor that another rank contributes: its norm is zero. It
+        # has the widest dtype, so that ranks with different gradients sum numbers of one dtype.
         device = shards[0].local.device if shards and not shards[0].is_on_disk else torch.device("cpu")
         nothing = torch.empty(0, device=device, dtype=wide_dtype([shard.local for shard in shards]))
         grads = [
@@ -250,7 +250,7 @@ class Stepper:
         return rows
 
     def _of_stored(self, shard: Shard) -> Tensor:
-        """Return the sums of one shard on disk, which is read only where they are not known yet."""
+        """Return the sums of one shard on disk, which is read only if they are not known yet."""
         square = shard.known_square() if shard.contributes_to_norm and shard.local.grad is not None else None
         if square is None or self._adaptation is not None:
             return torch.stack(self._sums([shard]))[:, 0]
@@ -304,7 +304,8 @@ class Stepper:
         chosen = [(shard, g, p) for shard, g, p in factors if shard.local.grad is not None]
         for shard, g, p in chosen:
             if shard.notes_changes:
-                # Only noted here: the update applies it to what it reads or widens, which saves a pass and a rounding.
+                # Noted for the update, which applies it to the gradient that it reads or widens: this saves a pass over
+                # the gradients, and a rounding.
                 shard.change_grad(g, p)
         chosen = [row for row in chosen if not row[0].notes_changes]
         if chosen:
@@ -316,10 +317,10 @@ class Stepper:
 
 
 def _multiply(shards: Sequence[Shard], factor: Tensor | float) -> None:
-    """Multiply all gradients by a number, or each by its own: a tensor of as many as there are shards."""
-    has_own = isinstance(factor, Tensor) and factor.ndim > 0
+    """Multiply all gradients by one factor, or by a tensor (T,) with one factor per shard."""
+    is_per_shard = isinstance(factor, Tensor) and factor.ndim > 0
     factors: Sequence[Tensor | float] = (
-        factor.unbind() if isinstance(factor, Tensor) and has_own else [factor] * len(shards)
+        factor.unbind() if isinstance(factor, Tensor) and is_per_shard else [factor] * len(shards)
     )
     in_memory: list[tuple[Tensor, Tensor | float]] = []
     for shard, factor_of_shard in zip(shards, factors, strict=True):
@@ -331,5 +332,6 @@ def _multiply(shards: Sequence[Shard], factor: Tensor | float) -> None:
             in_memory.append((shard.local.grad, factor_of_shard))
     if in_memory:
         grads = [grad for grad, _ in in_memory]
-        each: Any = [factor_of_shard for _, factor_of_shard in in_memory] if has_own else factor
+        # One kernel for all gradients. A 0-d factor stays on the device: reading it as a number would wait.
+        each: Any = [factor_of_shard for _, factor_of_shard in in_memory] if is_per_shard else factor
         foreach_mul_(grads, each)

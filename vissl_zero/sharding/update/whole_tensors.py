@@ -33,16 +33,16 @@ from vissl_zero.sharding.offload.streamed_optimizer import WholeStates
 from vissl_zero.sharding.offload.tier import whole_states
 from vissl_zero.sharding.state.shard import Shard
 
-ROUND_ELEMENTS = 2**20  # of a rank's full tensors at once, where these rest on a disk: fewer rounds, fewer messages
+ROUND_ELEMENTS = 2**20  # full elements per rank and round, with a tier on a disk; fewer rounds need fewer messages
 
 
 def partition(sizes: Sequence[int], num_ranks: int) -> list[int]:
-    """Assign tensors to ranks: the largest first, each to the rank that has least.
+    """Assign tensors to ranks, the largest first, each to the rank with the fewest elements so far.
 
     The fullest rank then has at most 4/3 of the best partition's (https://doi.org/10.1137/0117039).
     """
     loads, owners = [0] * num_ranks, [0] * len(sizes)
-    # Ties go to the lower number, so that every rank finds the same deal without a message.
+    # Ties go to the lower number, so that every rank computes the same partition without a message.
     for index in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
         owners[index] = min(range(num_ranks), key=lambda rank: (loads[rank], rank))
         loads[owners[index]] += sizes[index]
@@ -50,7 +50,7 @@ def partition(sizes: Sequence[int], num_ranks: int) -> list[int]:
 
 
 def _rounds_of(sizes: Sequence[int], owners: Sequence[int]) -> list[list[int]]:
-    """Group tensors that are whole at one time: of each owner as many as take no more room than the largest."""
+    """Group tensors into rounds, in which they are full together: per owner no more elements than the largest has."""
     most = max([*sizes, ROUND_ELEMENTS])
     filled: defaultdict[int, int] = defaultdict(int)
     current: defaultdict[int, int] = defaultdict(int)
@@ -65,7 +65,7 @@ def _rounds_of(sizes: Sequence[int], owners: Sequence[int]) -> list[list[int]]:
 
 
 def _require_eps(optimizer: torch.optim.Optimizer, params: Sequence[Sequence[Tensor]]) -> None:
-    """Refuse torch's Adafactor without eps over several dtypes: it takes that of the first parameter it is given."""
+    """Refuse torch's Adafactor without eps over several dtypes: it uses the eps of the first dtype for all."""
     for group, of_group in zip(optimizer.param_groups, params, strict=True):
         eps = group.get("eps")
         if isinstance(eps, tuple) and None in eps and len({param.dtype for param in of_group}) > 1:
@@ -78,15 +78,15 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
     """Runs an optimizer on full tensors that this rank owns, for shards that all ranks hold.
 
     ``param_groups`` and ``state`` are those of the optimizer inside, so rates and counters are shared with it. The
-    groups list all shards; during a step, they list the full tensors that this rank owns. ``state`` is by these.
+    groups list all shards; during a step, they list the full tensors that this rank owns, the keys of ``state``.
 
     Args:
         build: builds the optimizer over full tensors.
         groups: its groups, over ``local`` of ``shards``.
         shards: shards of all trained parameters, the same names in the same order on every rank.
-        group: the ranks among which they are cut. Every one of them must construct it, and call ``step``.
+        group: the ranks among which they are cut. All of them must construct this object, and call ``step``.
         tier: where the state is stored.
-        comm: among the ranks of ``group``, for shards in the host's memory; None: the group's own collectives.
+        comm: communicator of the ranks of ``group``, for shards in host memory; None: torch's collectives.
     Raises:
         ConfigError: the optimizer takes a constant of a whole group from the dtype of one parameter.
         OffloadError: a rank has no disk space or cannot use the folder.
@@ -111,7 +111,7 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
         self._shards, self._group, self._comm = list(shards), group, comm
         self._stores = list({id(s.store): s.store for s in shards if isinstance(s, DiskShard)}.values())
         self._is_streamed = bool(self._stores) or tier.is_on_disk
-        # Whole on every rank, beside the rows that the optimizer updates: the owner has the values already.
+        # Parameters that are full on every rank, with ``local`` a view of some rows: the owner has the values already.
         self._is_held = [s.source is not s.local and not isinstance(s.source, DTensor) for s in self._shards]
         self.num_sent = 0
         rank, num_ranks = group.rank(), group.size()
@@ -119,10 +119,10 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
         self._owners = partition(sizes, num_ranks)
         self._rounds = _rounds_of(sizes, self._owners) if self._is_streamed else [list(range(len(shards)))]
         spans: list[Any] = [None] * num_ranks
-        # Engines cut tensors in different ways, so each rank tells the others where its parts begin.
+        # Engines cut tensors in different ways, so ranks exchange where their parts begin.
         dist.all_gather_object(spans, [(s.first_element, s.local.numel()) for s in shards], group=group)
         self._spans: list[list[tuple[int, int]]] = spans
-        # Every shard group deals anew, so a tensor has one owner in each group.
+        # Each shard group makes its own partition, so a tensor has one owner per group.
         copies = collectives.world_size() // num_ranks
         by_local: dict[int, nn.Parameter] = {}
         self.owned: dict[str, Shard] = {}
@@ -136,22 +136,24 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
             self.owned[shard.name].local if owner == rank else None
             for shard, owner in zip(shards, self._owners, strict=True)
         ]
-        self._sharded_params = [list(given["params"]) for given in groups]
-        self._whole_params = [[by_local[id(p)] for p in own if id(p) in by_local] for own in self._sharded_params]
-        # Full values first: an optimizer may read its parameters when it is built. All at once, they may be more than
-        # memory holds.
+        self._sharded_params = [list(options["params"]) for options in groups]
+        self._whole_params = [[by_local[id(p)] for p in params if id(p) in by_local] for params in self._sharded_params]
+        # Full values first: an optimizer may read its parameters when it is built. With a tier on a disk, all of them
+        # may not fit into memory.
         if not self._is_streamed:
             self._gather(self._rounds[0])
         self.inner, self.adaptation = build(
-            [{**given, "params": list(own)} for given, own in zip(groups, self._whole_params, strict=True)]
+            [{**options, "params": list(params)} for options, params in zip(groups, self._whole_params, strict=True)]
         )
         _require_eps(self.inner, self._sharded_params)
         params = [whole for whole in self._wholes if whole is not None]
         self._states: WholeStates | None = whole_states(tier, self.inner, params)
+        # With several rounds, one step calls the inner optimizer's step several times, which would count each.
         self._counters = counter_keys(self.inner) if len(self._rounds) > 1 else frozenset()
         self._is_broken = self._is_built = False
         super().__init__(groups, self.inner.defaults)
         self._is_built = True
+        # The inner optimizer's dicts, not those that super() was given: schedules set rates that the inner step reads.
         self.param_groups = self.inner.param_groups
         self.state = self.inner.state if self._states is None else self._states  # type: ignore[assignment]
         self._show(self._sharded_params)
@@ -161,12 +163,12 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
 
     @property
     def on_disk(self) -> WholeStates | None:
-        """``state`` where it is stored on a disk."""
+        """The state if it is stored on a disk; else None."""
         return self._states
 
     @property
     def resident_tensors(self) -> list[Tensor] | None:
-        """All memory of the state and of streaming; None where nothing is streamed."""
+        """Memory of the state and of streaming buffers; None if nothing is streamed."""
         if not self._is_streamed:
             return None
         buffers = [tensor for store in self._stores for tensor in store.resident_tensors]
@@ -194,7 +196,7 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        """Update from ``local.grad`` of the shards; a tensor that no rank has a gradient of stays. Collective.
+        """Update from ``local.grad`` of the shards; a tensor without a gradient on any rank stays. Collective.
 
         Raises:
             OffloadError: something could not be read or stored. Some tensors are updated and others not: nothing but
@@ -219,13 +221,13 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
         self._is_broken = False
 
     def _counts(self) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        """Collect the inner optimizer's counts of its steps outside the state of tensors: its own, its groups'."""
+        """Collect the inner optimizer's step counters outside ``state``: its attributes, its groups' options."""
         counters = {key: value for key, value in vars(self.inner).items() if type(value) in (int, float)}
         groups = [{key: copied(group[key]) for key in self._counters & group.keys()} for group in self.param_groups]
         return counters, groups
 
     def _set_counts(self, counters: dict[str, Any], groups: Sequence[dict[str, Any]]) -> None:
-        """Take back what it counted in a round: the next one is still the same step."""
+        """Reset the counters to their values before a round: the next round belongs to the same step."""
         vars(self.inner).update(counters)
         for group, counts in zip(self.param_groups, groups, strict=True):
             for key in self._counters & group.keys():
@@ -234,7 +236,7 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
 
     @contextmanager
     def _shown(self, mine: Sequence[nn.Parameter]) -> Iterator[None]:
-        """Show full parameters in groups to the inner optimizer; outside of a step they are sharded. A context."""
+        """List full parameters in the groups for the inner optimizer; outside, groups list shards. A context."""
         present = set(mine)
         self._show([[param for param in group_params if param in present] for group_params in self._whole_params])
         try:
@@ -264,7 +266,7 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
 
     @staticmethod
     def _forget(wholes: Sequence[nn.Parameter]) -> None:
-        """Give back the memory of full tensors; they keep their shapes."""
+        """Free the memory of full tensors; they keep their shapes."""
         for whole in wholes:
             whole.grad = None
             # The tensor objects must stay: the state of the inner optimizer is keyed by them.
@@ -272,9 +274,9 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def _gather(self, tensors: Sequence[int]) -> list[nn.Parameter]:
-        """Fill full tensors and their gradients from the shards of all ranks; returns those of this rank."""
+        """Fill full tensors and their gradients from the shards of all ranks; return those that this rank owns."""
         has_grad = self._on_any_rank([self._shards[index].local.grad is not None for index in tensors])
-        # A value is left out where the owner has it already, a gradient where no rank has one.
+        # Values are not sent if the owner has them already, nor gradients if no rank has one.
         has = {index: (not self._is_held[index], grad) for index, grad in zip(tensors, has_grad, strict=True)}
         outgoing: list[list[Tensor]] = [[] for _ in self._spans]
         for index in tensors:
@@ -289,7 +291,7 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
             # The optimizer leaves a tensor without gradient alone, which a gradient of zeros would not achieve.
             whole.grad = torch.empty_like(whole) if has_gradient else None
             for targets, spans in zip(incoming, self._spans, strict=True):
-                # The same parts, in the order in which their sender has them.
+                # In the order in which ``_values_and_gradient`` packs them on the sender.
                 targets += [_rows(whole, spans[index])] * has_values
                 targets += [_rows(whole.grad, spans[index])] if whole.grad is not None else []
         self._all_to_all(incoming, outgoing, {index: sum(what) for index, what in has.items()}, to_owners=True)
@@ -319,11 +321,11 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
             store.write(stored)
 
     def _mine(self, tensors: Sequence[int]) -> list[tuple[int, nn.Parameter]]:
-        """Select those of ``tensors`` that this rank owns."""
+        """Select the full tensors that this rank owns among ``tensors``, with their indices."""
         return [(index, whole) for index in tensors if (whole := self._wholes[index]) is not None]
 
     def _on_any_rank(self, flags: Sequence[bool]) -> list[bool]:
-        """Return each flag, if it is set on at least one rank."""
+        """Return for each flag whether at least one rank has set it. Collective."""
         message = torch.tensor(flags, dtype=torch.uint8, device=self._message_device())
         dist.all_reduce(message, dist.ReduceOp.MAX, group=self._group)
         return [bool(flag) for flag in message.tolist()]
@@ -339,16 +341,16 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
         """Move runs of elements between shards and full tensors; what stays on this rank is copied.
 
         Args:
-            received, sent: by rank, tensors (n,).
-            num_times: how many times the elements of each tensor are sent: values, gradients or both.
-            to_owners: whether they go from shards to owners; else back.
+            received, sent: per rank, tensors (n,).
+            num_times: per tensor, how often its elements are sent: 2 for values and gradients.
+            to_owners: send from shards to owners; False: from owners to shards.
         """
         me = self._group.rank()
         for target, values in zip(received[me], sent[me], strict=True):
             target.copy_(values)
         if self._group.size() == 1:
             return
-        # bytes[r][owner]: of the rows of rank r, what travels between it and the owner. Every rank knows all of them.
+        # num_bytes[r][owner]: bytes between rank r and an owner. Every rank computes all: sizes need no message.
         num_bytes = [[0] * self._group.size() for _ in self._spans]
         for index, times in num_times.items():
             for by_owner, spans in zip(num_bytes, self._spans, strict=True):
@@ -368,6 +370,7 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
         sizes = [num_bytes[rank][me] * (rank != me) for rank in range(self._group.size())]
         device = self._message_device()
         leaving = [part.to(device) for rank in others for part in parts[rank]]
+        # cat needs at least one tensor, and this rank may send nothing.
         message = torch.cat([torch.empty(0, dtype=torch.uint8, device=device), *leaving])
         arrived = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
         sent_sizes = [num * (rank != me) for rank, num in enumerate(num_bytes[me])]
@@ -377,22 +380,22 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
             target.copy_(values)
 
     def _message_device(self) -> torch.device:
-        """Return where the group's collectives take tensors."""
-        if dist.get_backend(self._group) == dist.Backend.NCCL:  # with offload, shards are in the host's memory
+        """Return the device of tensors in the group's collectives."""
+        if dist.get_backend(self._group) == dist.Backend.NCCL:  # with offload, shards are in host memory
             return torch.device("cuda", torch.cuda.current_device())
         return torch.device("cpu")
 
 
 def _device(shard: Shard) -> torch.device:
-    """Return where it is updated: what is on a disk passes through the host's memory."""
+    """Return the device on which a shard is updated; one on a disk passes through host memory."""
     return torch.device("cpu") if shard.is_on_disk else shard.local.device
 
 
 def _values_and_gradient(shard: Shard, has_values: bool, has_gradient: bool) -> list[Tensor]:
-    """Return the values, the gradient or both of the rows, each as a tensor (n,)."""
+    """Return the values, the gradient or both of a shard, each as a tensor (n,)."""
     tensors = [shard.values()] if has_values else []
     if has_gradient:
-        # Zeros where this rank alone has none: the size of a message must not depend on who has one.
+        # Zeros if another rank has a gradient and this rank has none: message sizes must not depend on it.
         missing = shard.local.grad is None
         zeros = torch.zeros(shard.local.shape, dtype=shard.local.dtype, device=_device(shard)) if missing else None
         tensors.append(shard.grad() if zeros is None else zeros)

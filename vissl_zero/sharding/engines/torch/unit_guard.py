@@ -10,6 +10,7 @@ each other which unit it is for, and an absent gradient counts as zero.
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial, wraps
@@ -61,8 +62,7 @@ _FIRST_RUNS, _SAMPLED_RUNS = 3, 100  # forward passes of a unit in which all sav
 
 FREED = (
     "The backward pass needs parameters of a unit that are no longer gathered: the loss used features from inside the "
-    "unit instead of its output, or changed its output in place. Return them from forward(), write y = y + 1, or use "
-    f"{WHOLE_LEVELS}. No update was made."
+    f"unit instead of its output. Return them from forward(), or use {WHOLE_LEVELS}. No update was made."
 )
 
 _TAKEN_APART = (
@@ -116,6 +116,8 @@ class UnitGuard:
         self._is_recording = is_recording
         self._present: set[int] = set()  # ids of the sharded parameters that had a gradient
         self._ran: list[int] = []  # tags of the messages since ``forget``
+        # About every unit whose output is a view: a write in place drops its hook, but ``_hook_bases`` sets another.
+        warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
         for number, (name, unit) in enumerate(zip(names, units, strict=True)):
             state: Any = unit_state(unit)
             # torch makes no group for a unit whose parameters are all scalars, or in units inside it.
@@ -263,12 +265,25 @@ class _GuardedUnit:
             # The next line frees its memory, so the caller gets a copy. A clone is differentiable.
             output = pytree.tree_map(lambda leaf: leaf.clone() if _is_of_parameter(leaf) else leaf, output)
         output = self._post_forward(module, inputs, output)
-        if torch.is_grad_enabled() and not isinstance(output, Tensor):
+        if torch.is_grad_enabled():
             # As torch does with the tensors that it finds in an output.
-            for tensor in _hidden_tensors(output, set()):
+            hidden = [] if isinstance(output, Tensor) else list(_hidden_tensors(output, set()))
+            for tensor in hidden:
                 if tensor.requires_grad:
                     tensor.register_hook(gather_hook(self._state))
+            self._hook_bases(inputs, [*_tensors(output), *hidden])
         return output
+
+    def _hook_bases(self, inputs: Any, outputs: Sequence[Tensor]) -> None:
+        """Gather the unit before its backward pass also where an output that is a view is written to in place.
+
+        A write gives a view another node in the graph, which lacks its hooks; the node of what it is a view of stays.
+        """
+        outside = [base if (base := viewed(tensor)) is not None else tensor for tensor in _tensors(inputs)]
+        for base in {id(base): base for output in outputs if (base := viewed(output)) is not None}.values():
+            # A tensor from outside gets its gradient after the unit is done, which would be gathered for nothing.
+            if base.grad_fn is not None and not any(base is tensor for tensor in outside):
+                base.register_hook(gather_hook(self._state))
 
     def unshard(self, async_op: bool = False) -> None:
         """Record that the unit is gathered."""
