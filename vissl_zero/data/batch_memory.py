@@ -1,9 +1,9 @@
-"""Memory in which loader workers hand over batches, and the messages that say what lies in it.
+"""Shared memory in which loader workers send batches, and the messages that describe its contents.
 
-Both processes map the memory, and it is used again. Fresh shared memory costs more than the augmentation of what it
-holds: the kernel clears each of its pages, and either process faults on each of them. So a worker keeps its blocks.
-The first byte of a block is 1 while the training process has a tensor in it; that process writes 0 when the last tensor
-is freed, whoever held it.
+A worker and the training process map the same blocks, which a worker keeps and uses again: fresh shared memory costs
+more than the augmentation of its contents, because the kernel clears each page and both processes fault on it. The
+first byte of a block is 1 while the training process has a tensor in it. The training process writes 0 when the last
+tensor is freed.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_HEADER_BYTES = 64  # the byte that says whether it is in use, and a cache line for itself
-_LEAST_BYTES = 2**16  # smaller tensors travel with the message
+_HEADER_BYTES = 64  # one byte is used; a whole cache line keeps the tensor aligned
+_LEAST_BYTES = 2**16  # smaller tensors are pickled into the message
 
 
 @dataclass
@@ -34,10 +34,10 @@ class _Block:
     """Memory of a worker; see the module.
 
     Attributes:
-        number: it is told apart by.
+        number: unique number within the worker.
         memory: header and contents, (bytes,) uint8.
-        descriptor: of the file without a name that it lies in.
-        is_sent: the training process has its descriptor.
+        descriptor: file descriptor of the memfd.
+        is_sent: whether the training process has the descriptor.
     """
 
     number: int
@@ -47,7 +47,7 @@ class _Block:
 
 
 class BatchSender:
-    """A worker's side: allocates the tensors of a batch, and sends it.
+    """The worker's end of the connection: allocates the tensors of a batch, and sends the batch.
 
     Args:
         connection: a socket to the training process's ``BatchReceiver``.
@@ -61,7 +61,7 @@ class BatchSender:
         self._dropped: list[int] = []
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
-        """Allocate a tensor, a large one in a block, which is the training process's once ``send`` has sent it."""
+        """Allocate a tensor, a large one in a block. After ``send``, only the training process may use the block."""
         num_bytes = math.prod(shape) * dtype.itemsize
         if num_bytes < _LEAST_BYTES:
             return torch.empty(*shape, dtype=dtype)
@@ -72,7 +72,7 @@ class BatchSender:
         return tensor
 
     def send(self, answer: Any) -> None:
-        """Send what was loaded. Tensors that are large, but not in a block, are copied into one."""
+        """Send an answer. Large tensors that are not in a block are copied into one."""
         sent: list[_Block] = []
         message = io.BytesIO()
         pickler = pickle.Pickler(message)
@@ -96,12 +96,13 @@ class BatchSender:
             if not block.is_sent:
                 send_handle(self._connection, block.descriptor, None)
                 block.is_sent = True
-        for block in self._unsent.values():  # of a batch whose loading has failed
+        # What remains belongs to a batch whose loading has failed.
+        for block in self._unsent.values():
             block.memory[0] = 0
         self._unsent.clear()
 
     def _free_block(self, num_bytes: int) -> _Block:
-        """Return the smallest free block that is large enough; a new one in place of a smaller one if there is none."""
+        """Return the smallest free block that is large enough, else a new block, which replaces a smaller free one."""
         free = [block for block in self._blocks if not block.memory[0]]
         fitting = [block for block in free if len(block.memory) >= _HEADER_BYTES + num_bytes]
         if fitting:
@@ -111,7 +112,8 @@ class BatchSender:
             self._blocks.remove(too_small)
             os.close(too_small.descriptor)
             self._dropped.append(too_small.number)
-        descriptor = os.memfd_create("vissl-zero batch")  # no room in /dev/shm is needed, and nothing is left behind
+        # A memfd needs no space in /dev/shm, which is small in containers, and leaves no file after a kill.
+        descriptor = os.memfd_create("vissl-zero batch")
         os.ftruncate(descriptor, _HEADER_BYTES + num_bytes)
         self._num_made += 1
         self._blocks.append(_Block(self._num_made, _mapped(descriptor), descriptor))
@@ -119,7 +121,7 @@ class BatchSender:
 
 
 class BatchReceiver:
-    """The training process's side of a worker. A new block's descriptor follows the message that first names it.
+    """The training process's end of the connection. A block's descriptor follows the first message that names it.
 
     Args:
         connection: a socket to the worker's ``BatchSender``.
@@ -130,13 +132,14 @@ class BatchReceiver:
         self._blocks: dict[int, np.ndarray[Any, Any]] = {}
 
     def set_timeout(self, seconds: float) -> None:
-        """Have ``receive`` wait so long at most for the worker; 0: for ever."""
+        """Limit how long ``receive`` waits for the worker, in seconds; 0: no limit."""
+        # On the socket: Connection.poll sees the start of a message only, and a worker may stop in the middle of one.
         timeval = struct.pack("ll", *divmod(round(seconds * 1e6), 10**6))
         with socket.socket(fileno=os.dup(self._connection.fileno())) as same:
             same.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval)
 
     def receive(self) -> Any:
-        """Return what was sent next, its tensors in the worker's memory until they are freed.
+        """Return the next answer, whose tensors use the worker's memory until they are freed.
 
         Raises:
             BlockingIOError: the worker has sent nothing, or has stopped in the middle, for as long as the timeout.
@@ -146,7 +149,7 @@ class BatchReceiver:
         unpickler.persistent_load = self._tensor  # type: ignore[method-assign]
         dropped, answer = unpickler.load()
         for number in dropped:
-            self._blocks.pop(number, None)  # tensors in it keep it mapped
+            self._blocks.pop(number, None)  # its tensors keep the mapping alive
         return answer
 
     def _tensor(self, value: Any) -> Tensor:
@@ -158,7 +161,8 @@ class BatchReceiver:
             self._blocks[number] = _mapped(descriptor)
             os.close(descriptor)
         memory = self._blocks[number]
-        # An array of its own, which the storage of the tensor holds, and so does all that shares the storage.
+        # A new array object for each tensor. The tensor's storage refers to it, so the block is free exactly when no
+        # view of the tensor is left.
         array = memory[:]
         finalize(array, _give_back, memory).atexit = False
         return _tensor(array, shape, dtype)
@@ -173,7 +177,7 @@ def _tensor(memory: np.ndarray[Any, Any], shape: Sequence[int], dtype: torch.dty
 
 
 def _mapped(descriptor: int) -> np.ndarray[Any, Any]:
-    # Not with Python's mmap, which keeps a descriptor of its own for each mapping.
+    # Python's mmap would keep a duplicate descriptor for each mapping.
     file, size = f"/proc/self/fd/{descriptor}", os.fstat(descriptor).st_size
     array: np.ndarray[Any, Any] = torch.from_file(file, shared=True, size=size, dtype=torch.uint8).numpy()
     return array

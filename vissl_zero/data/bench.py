@@ -1,4 +1,4 @@
-"""The cost of loading an image, part by part; whether training will wait for it, and what to change."""
+"""The cost of loading an image, by part; whether training will wait for images, and what to change."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from vissl_zero.resolve.fast_forms import refused
 from vissl_zero.resolve.resolved import ResolvedRun
 
 READ, DECODE, COLLATE = "read", "decode", "collate"
-_WARM_UP = 8  # images
-_MUCH = 0.3  # of the time of an image
+_WARM_UP = 8  # images: the first ones import codecs and fill caches
+_MUCH = 0.3  # share of an image's time that is worth advice
 T = TypeVar("T")
 
 
@@ -33,10 +33,10 @@ class LoadingCost:
     """The cost of an image on one core.
 
     Attributes:
-        num_images: number of images that were measured.
-        num_broken: number of images that could not be used.
-        seconds: part -> seconds an image: read, decode, each transform, collate. Reading is measured by the clock, the
-            rest in processor time.
+        num_images: number of measured images.
+        num_broken: number of broken images, which are not measured.
+        seconds: part -> seconds per image: read, decode, each transform, collate. Reading is wall-clock time, the rest
+            processor time.
     """
 
     num_images: int
@@ -45,7 +45,7 @@ class LoadingCost:
 
     @property
     def total(self) -> float:
-        """Seconds an image."""
+        """Seconds per image."""
         return sum(self.seconds.values())
 
     def share(self, part: str) -> float:
@@ -54,7 +54,7 @@ class LoadingCost:
 
 
 class _Clock:
-    """Adds up the seconds of each part."""
+    """Sums the seconds of each part."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -67,20 +67,20 @@ class _Clock:
 
 
 def measure(data: Data, seed: int, batch: int, num_images: int) -> LoadingCost:
-    """Load images of TRAIN in the order of an epoch, in this process, on one core.
+    """Measure the loading of TRAIN's images in the order of an epoch, in this process, on one core.
 
     Args:
         data: the resolved DATA block.
         seed: SEED_VALUE.
-        batch: images that are collated at a time.
-        num_images: number of images to measure at most.
+        batch: images per micro-batch.
+        num_images: largest number of images to measure.
     Raises:
-        ConfigError, DataError: as ``build_loader``; also where none of the images can be used.
+        ConfigError, DataError: as ``build_loader``; also if no image can be read.
     """
     source, pipeline = build_source(data, "TRAIN", seed), build_split_pipeline(data, "TRAIN")
     decoder, threads = Decoder.of(data), torch.get_num_threads()
     ids = shuffled(len(source), seed, 0).tolist()
-    torch.set_num_threads(1)  # as a worker has it
+    torch.set_num_threads(1)  # as in a worker
     try:
         with borrowed_randomness():
             _load(source, pipeline, decoder, seed, ids[-_WARM_UP:], _Clock())
@@ -97,7 +97,7 @@ def measure(data: Data, seed: int, batch: int, num_images: int) -> LoadingCost:
 
 
 def _load(source: Source, pipeline: Pipeline, decoder: Decoder, seed: int, ids: Sequence[int], clock: _Clock) -> int:
-    """Load a micro-batch; returns its images."""
+    """Load a micro-batch, and return the number of images that are not broken."""
     samples: list[list[Any]] = []
     for index in ids:
         try:
@@ -122,13 +122,13 @@ def _crops(source: Source, pipeline: Pipeline, decoder: Decoder, seed: int, inde
 
 @dataclass(frozen=True)
 class Supply:
-    """The rate of a rank's loader beside the rate that a step needs.
+    """The rate of a rank's loader, against the images that a step needs.
 
     Attributes:
-        images_per_step: images that a rank takes in a step.
+        images_per_step: images per rank and step.
         workers: NUM_DATALOADER_WORKERS.
-        cores: cores of this machine, for each of its ranks.
-        seconds: seconds of a core for an image.
+        cores: cores of this machine per rank.
+        seconds: core seconds per image.
     """
 
     images_per_step: int
@@ -138,27 +138,28 @@ class Supply:
 
     @property
     def rate(self) -> float:
-        """Images a second for a rank; workers beyond the cores add nothing."""
+        """Images per second and rank; workers beyond the number of cores add nothing."""
         return max(1, min(self.workers, self.cores)) / self.seconds
 
     @property
     def step_seconds(self) -> float:
-        """Time to load the images of a step."""
+        """Seconds to load the images of a step."""
         return self.images_per_step / self.rate
 
     def data_wait(self, step_seconds: float) -> float:
-        """Return the share of its time that training will wait, where all else of a step takes ``step_seconds``."""
+        """Return the share of time that training waits for images, if the rest of a step takes ``step_seconds``."""
+        # Without workers, loading and computing take turns; with workers they overlap.
         if not self.workers:
             return self.step_seconds / (self.step_seconds + step_seconds)
         return max(0.0, 1 - step_seconds / self.step_seconds)
 
     def workers_for(self, step_seconds: float) -> int:
-        """Return how many workers, with a core each, load a step in ``step_seconds``."""
+        """Return the number of workers, with a core each, that load a step's images in ``step_seconds``."""
         return max(1, math.ceil(self.images_per_step * self.seconds / step_seconds))
 
 
 def supply_of(plan: ResolvedRun, cost: LoadingCost) -> Supply:
-    """Return what the loader of a rank of a run gives on a machine like this one."""
+    """Return the supply of a rank of the run, on machines like this one."""
     ranks = max(1, plan.world_size // plan.num_nodes)
     cores = max(1, len(os.sched_getaffinity(0)) // ranks)
     images = plan.batch_per_rank * plan.accumulation_steps
@@ -166,13 +167,13 @@ def supply_of(plan: ResolvedRun, cost: LoadingCost) -> Supply:
 
 
 def advice(data: Data, cost: LoadingCost, supply: Supply, step_seconds: float | None) -> list[str]:
-    """Say what to change so that training waits less, in sentences, the most useful first; none where it never waits.
+    """Return sentences with changes that make training wait less, the most useful first; none if it does not wait.
 
     Args:
         data: the resolved DATA block.
         cost: cost of an image.
         supply: supply of a rank.
-        step_seconds: step seconds of all else that a step does; None: not known.
+        step_seconds: seconds of a step without loading; None: not known.
     """
     if step_seconds is not None and not supply.data_wait(step_seconds):
         return []

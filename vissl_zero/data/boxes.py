@@ -1,8 +1,8 @@
-"""Places of crops in their image: the boxes that its transforms draw.
+"""The boxes of crops in their image.
 
-They are drawn once more, with the sample's random numbers, before the transforms run: so they are the same for every
-backend, whose draws are the same, and no transform has to carry them. ``resolve/boxes.py`` has the rules that make
-this right: ImgPilToMultiCrop comes first, RandomHorizontalFlip second, and nothing else moves pixels.
+Boxes are drawn with the sample's random numbers before the transforms run and draw the same numbers again. So no
+transform has to return boxes, and they are the same for every backend. This is correct by the rules of
+``resolve/boxes.py``: ImgPilToMultiCrop comes first, RandomHorizontalFlip second, and no other transform moves pixels.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class CropBoxes:
 
     Args:
         crops: torchvision's transform for each crop.
-        flip_probability: probability that a crop is mirrored; None: none is, and nothing is drawn for it.
+        flip_probability: probability that a crop is mirrored; None: there is no RandomHorizontalFlip.
     """
 
     def __init__(
@@ -34,12 +34,13 @@ class CropBoxes:
         """Draw the boxes that the transforms will draw with the same random numbers.
 
         Args:
-            height, width: of the image, in pixels.
+            height, width: size of the image, in pixels.
         Returns:
-            (V, 4) float32: top, left, bottom and right edge of what each crop shows, in pixels of the image. A mirrored
-            crop has left and right exchanged.
+            (V, 4) float32: top, left, bottom and right edge of each crop, in pixels of the image. A mirrored crop has
+            left and right exchanged.
         """
-        image = torch.empty(3, height, width, device="meta")  # of which torchvision asks the size
+        image = torch.empty(3, height, width, device="meta")  # torchvision reads its size only
+        # All crops before all flips, because the transforms draw in this order.
         drawn = [crop.get_params(image, list(crop.scale), list(crop.ratio)) for crop in self._crops]
         boxes = torch.tensor([(top, left, top + down, left + across) for top, left, down, across in drawn])
         if self._flip_probability is not None:
@@ -50,11 +51,11 @@ class CropBoxes:
 
 
 def boxes_of(entries: Sequence[Mapping[str, Any]], key: str) -> CropBoxes | None:
-    """Return what draws the boxes of a TRANSFORMS list, or None if its crops do not keep them.
+    """Return the boxes' draws for a TRANSFORMS list, or None if its crops do not keep boxes.
 
     Args:
-        entries: the list, which ``build_pipeline`` accepts.
-        key: where it stands, for messages.
+        entries: TRANSFORMS, in a form that ``build_pipeline`` accepts.
+        key: configuration key of the list, for messages.
     """
     if not entries or not entries[0].get("keeps_boxes"):
         return None

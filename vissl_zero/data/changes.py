@@ -1,8 +1,8 @@
-"""Changes of a batch's crops, done on the device: the fast backend's, with the numbers that workers have drawn.
+"""The fast backend's color and filter transforms, applied to a batch on the device with numbers drawn by workers.
 
-Each is torch operations on those crops of the batch that it was drawn for. Nothing is drawn here, nothing is read back
-from the device, and no crop's values depend on the others: sums are of integers, and filters are sums of shifted
-images, because a convolution or a matrix product may add in another order for another number of crops.
+A change is torch operations on the crops of the batch for which it was drawn. Nothing is drawn here, and nothing is
+read back from the device. No crop's values depend on other crops, bit for bit: sums are of integers, and filters are
+sums of shifted images, because a convolution or a matrix product may add in another order for another number of crops.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _HUES = 256
 
 
 class Kind(Enum):
-    """A kind of change, with its values."""
+    """A kind of change; the comments name its values."""
 
     COLOR = auto()  # factor, share of gray, offset: x' = factor x + share gray(x) + offset
     CONTRAST = auto()  # factor
-    SETTLE = auto()  # do the pending changes of color
+    SETTLE = auto()  # apply the pending color matrix
     HUE = auto()  # steps of 256
     MIRROR = auto()
     BLUR = auto()  # the kernel
@@ -43,13 +43,13 @@ Change = tuple[Kind, tuple[float, ...]]
 
 @dataclass(frozen=True)
 class Changes:
-    """Changes still to be made to the crops of one resolution.
+    """Pending changes of the crops of one resolution.
 
     Attributes:
-        rounds: one kind each, with its number of crops and of values for each of them.
-        rows: int64, the crops of all rounds, one round after another.
-        values: float64, their values.
-        levels: (3, 256) float32, the value of each channel for each of 256 steps: ToTensor and Normalize.
+        rounds: (kind, number of crops, number of values per crop) of each round.
+        rows: int64, crop indices of all rounds, concatenated.
+        values: float64, values of these crops, concatenated.
+        levels: (3, 256) float32, the float value of each channel for each uint8 value: ToTensor and Normalize.
     """
 
     rounds: tuple[tuple[Kind, int, int], ...]
@@ -59,7 +59,7 @@ class Changes:
 
     @staticmethod
     def of(noted: Sequence[Sequence[Sequence[Change]]], levels: Tensor) -> Changes:
-        """Gather what was noted for crops, by transform; changes at one place of two crops are one round.
+        """Group the changes of crops into rounds: equal kinds at the same position of a transform are one round.
 
         Args:
             noted: changes in order, for each crop and each of its transforms.
@@ -75,7 +75,7 @@ class Changes:
             width = max(len(values) for _, values in changed)
             rounds.append((Kind(kind_value), len(changed), width))
             for row, values in changed:
-                outside = (0.0,) * ((width - len(values)) // 2)  # of a shorter kernel
+                outside = (0.0,) * ((width - len(values)) // 2)  # pads a shorter blur kernel on both sides
                 rows.append(row)
                 numbers += (*outside, *values, *outside)
         return Changes(
@@ -92,10 +92,10 @@ class Changes:
         return replace(self, rows=copy(self.rows), values=copy(self.values), levels=copy(self.levels))
 
     def __call__(self, pixels: Tensor) -> Tensor:
-        """Change crops on their device, where these changes are too.
+        """Apply the changes to crops on the same device.
 
         Args:
-            pixels: (N, 3, H, W) uint8; written to.
+            pixels: (N, 3, H, W) uint8; modified in place.
         Returns:
             (N, 3, H, W) float32.
         """
@@ -118,7 +118,7 @@ def _looked_up(pixels: Tensor, levels: Tensor) -> Tensor:
 
 
 class _Pictures:
-    """Crops on their way, and the matrix of the changes of color that are pending for each."""
+    """Crops between changes, and the pending color matrix of each crop."""
 
     def __init__(self, pixels: Tensor):
         self.pixels = pixels
@@ -126,7 +126,8 @@ class _Pictures:
         self._matrices = self._none.repeat(len(pixels), 1, 1)
 
     def change(self, kind: Kind, rows: Tensor, values: Tensor) -> None:
-        """Do one round."""
+        """Apply one round."""
+        # Color changes are composed and rounded once, in SETTLE: data/fast/color.py says why.
         if kind is Kind.COLOR:
             factor, share, offset = values[:, :, None, None].unbind(1)
             matrices = self._matrices[rows]
@@ -171,7 +172,8 @@ def _eight_bits(values: Tensor) -> Tensor:
 
 
 def _blurred(pixels: Tensor, kernels: Tensor) -> Tensor:
-    """Filter across and down with symmetric kernels (n, 2 r + 1)."""
+    """Filter along rows and then columns with symmetric kernels (n, 2 r + 1)."""
+    # A sum of shifted images, not a convolution; see the module. Symmetry halves the multiplications.
     radius = kernels.shape[1] // 2
     weights = kernels.float()[:, :, None, None, None].unbind(1)
     filtered = pixels.float()
@@ -185,7 +187,7 @@ def _blurred(pixels: Tensor, kernels: Tensor) -> Tensor:
 
 
 def _hue_turned(pixels: Tensor, steps: Tensor) -> Tensor:
-    """Shift the hue in HSV of 8 bits, as OpenCV converts: in whole numbers to HSV, in float32 back."""
+    """Shift the hue in 8-bit HSV, as OpenCV converts: to HSV in integers, back in float32."""
     red, green, blue = pixels.int().unbind(1)
     value, least = pixels.int().amax(1), pixels.int().amin(1)
     range_ = value - least
@@ -202,7 +204,7 @@ def _hue_turned(pixels: Tensor, steps: Tensor) -> Tensor:
 
 
 def _times_table(numbers: Tensor, table: Tensor, places: Tensor) -> Tensor:
-    """Multiply by entries of a table in 4,096ths, and round."""
+    """Multiply by a table's entries, which are fixed-point numbers with 12 fractional bits, and round."""
     entries = table.index_select(0, places.reshape(-1)).view(places.shape)
     return (numbers * entries + 2048) >> 12
 
@@ -210,10 +212,10 @@ def _times_table(numbers: Tensor, table: Tensor, places: Tensor) -> Tensor:
 def _from_hsv(hue: Tensor, saturation: Tensor, value: Tensor) -> Tensor:
     turned, share, most = hue.float() * (6 / 255), saturation.float() * (1 / 255), value.float() * (1 / 255)
     sector = turned.floor()
-    part = turned - sector  # OpenCV has 256 steps in a circle on the way to HSV, and 255 on the way back
+    part = turned - sector  # OpenCV's full-range hue has 256 steps on the way to HSV, and 255 on the way back
     least, down, up = most * (1 - share), most * (1 - share * part), most * (1 - share * (1 - part))
     sector = sector.int() % 6
-    # of each of the six sectors, red, green and blue
+    # Red, green and blue of the sectors 0 to 4; the sixth is the default below.
     sectors = ((most, up, least), (down, most, least), (least, most, up), (least, down, most), (up, least, most))
     planes = [most, least, down]
     for number, thirds in enumerate(sectors):
@@ -260,7 +262,7 @@ def _thinned(pixels: Tensor, share: Tensor) -> Tensor:
 
 
 def _blended(first: Tensor, second: Tensor, share: Tensor) -> Tensor:
-    """Mix two images as Pillow does, which drops the fraction."""
+    """Blend two images as Pillow does, which truncates."""
     share = share[:, :, None, None].float()
     return _eight_bits(first * (1 - share) + second * share + DROPPED)
 

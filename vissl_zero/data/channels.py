@@ -1,4 +1,4 @@
-"""Images of any number of channels, of 8 or 16 bits or floating point: tensors from the file on (DATA.IN_CHANNELS)."""
+"""Images of any number of channels, of 8 or 16 bits or floating point, as tensors (DATA.IN_CHANNELS)."""
 
 from __future__ import annotations
 
@@ -19,21 +19,26 @@ from vissl_zero.data.pipeline import Pipeline, build_pipeline
 from vissl_zero.data.source import Source, array_of, encoded_image
 
 _NUMPY = b"\x93NUMPY"
-_MODES = {"1": "L", "P": "RGB", "PA": "RGBA", "La": "LA", "RGBa": "RGBA", "RGBX": "RGB"}  # of those the pixels
+# Pillow modes whose arrays are bits, palette indices or premultiplied colors -> mode with plain values.
+_MODES = {"1": "L", "P": "RGB", "PA": "RGBA", "La": "LA", "RGBa": "RGBA", "RGBX": "RGB"}
 
 
 def read_channels(source: Source, index: int, decoder: Decoder) -> Tensor:
-    """Read an image as float32 (C, H, W), 255 or 65,535 being 1. Raises BrokenImageError."""
+    """Read an image as float32 (C, H, W); 255, or 65,535 of 16 bits, becomes 1. Raises BrokenImageError."""
     name, array = source.name(index), array_of(source)
     data = encoded_image(source, index) if array is None else array(index)
     return to_channels(data, name, decoder)
 
 
 def to_channels(data: bytes | np.ndarray | Image.Image, name: str, decoder: Decoder) -> Tensor:
-    """Convert a file's content, an array, or an image that its source made, whose gray every channel gets.
+    """Convert an image to float32 (C, H, W).
 
+    Args:
+        data: content of a file, an array, or an image that a source made; every channel gets the gray of the last.
+        name: name of the image, for errors.
+        decoder: decoder with the number of channels.
     Raises:
-        BrokenImageError: it cannot be decoded, or has another number of channels.
+        BrokenImageError: the image cannot be decoded, or has another number of channels.
     """
     if isinstance(data, Image.Image):
         gray = np.asarray(data.convert("L"))
@@ -44,7 +49,7 @@ def to_channels(data: bytes | np.ndarray | Image.Image, name: str, decoder: Deco
 
 
 def _decoded(data: bytes, name: str, decoder: Decoder) -> np.ndarray:
-    """Decode a ``.npy`` file, or an image whose pages, where it has several, are channels."""
+    """Decode a ``.npy`` file or an image; the pages of a TIFF of several pages are channels."""
     if data.startswith(_NUMPY):
         array: np.ndarray = np.load(io.BytesIO(data), allow_pickle=False)
         return array
@@ -81,7 +86,7 @@ def _scaled(array: np.ndarray, name: str) -> Tensor:
 
 
 class ChannelPipeline(Pipeline):
-    """Transforms of tensors: torchvision's own, and ours in a form for tensors, with the same draws."""
+    """Transforms of tensors: torchvision's, and ours in a form for tensors that draws the same numbers."""
 
     def __init__(self, transforms: Sequence[Callable[[Any], Any]], decoder: Decoder):
         super().__init__([_of_tensors(transform) for transform in transforms])
@@ -102,7 +107,7 @@ class ChannelPipeline(Pipeline):
 
 
 def build_channel_pipeline(entries: Sequence[Mapping[str, Any]], key: str, decoder: Decoder) -> ChannelPipeline:
-    """Build the pipeline of a TRANSFORMS list whose names ``resolve/channels.py`` allows; see ``build_pipeline``."""
+    """Build the pipeline of TRANSFORMS with names that ``resolve/channels.py`` allows; see ``build_pipeline``."""
     return ChannelPipeline(build_pipeline(entries, key).transforms, decoder)
 
 
@@ -119,7 +124,7 @@ def _of_tensors(transform: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 class _Same:
-    """A tensor as it is: ToTensor has nothing to do."""
+    """The identity in place of ToTensor: images are tensors already."""
 
     def __call__(self, image: Tensor) -> Tensor:
         return image
@@ -134,7 +139,7 @@ class _Copies:
 
 
 class _Blur:
-    """Gaussian blur as ImgPilGaussianBlur draws it."""
+    """Gaussian blur of tensors, with the draws of ImgPilGaussianBlur."""
 
     def __init__(self, original: originals.ImgPilGaussianBlur):
         self._original = original
@@ -144,7 +149,7 @@ class _Blur:
         if random.random() >= original.p:
             return image
         radius = random.uniform(original.radius_min, original.radius_max)
-        reach = min(max(1, round(3 * radius)), min(image.shape[1:]) - 1)  # torchvision mirrors at the edge
+        reach = min(max(1, round(3 * radius)), min(image.shape[1:]) - 1)  # reflection needs a reach below the side
         side = 2 * reach + 1
         blurred: Tensor = torchvision.transforms.functional.gaussian_blur(image, [side, side], [radius, radius])
         return blurred

@@ -1,4 +1,4 @@
-"""The check of a source: formats, sizes, classes, and the files that training would stumble over."""
+"""The check of a source: formats, sizes, classes, and files that training cannot use."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Part:
     """Counts over a chunk of images.
 
     Attributes:
-        rows: (N,) of ``_ROW``: size in pixels (0 if broken), bytes of the file, hash of its content, flags.
+        rows: (N,) of ``_ROW``: size in pixels (0 if broken), bytes of the file, hash of the content, flags.
         formats: (format, mode) -> images; a source without files has the format "pixels".
         broken: index -> name and reason.
     """
@@ -82,7 +82,7 @@ def _look_at(source: Source, index: int, row: Any, formats: Counter[tuple[str, s
 
 
 def _is_transparent(file: Image.Image) -> bool:
-    """Check whether a pixel lets something through, and not only whether it might."""
+    """Check whether any pixel is transparent; an alpha channel may be opaque everywhere."""
     if file.mode.startswith("I") or not ("transparency" in file.info or file.mode in _ALPHA):
         return False
     return any(file.convert("RGBA").getchannel("A").histogram()[:255])
@@ -90,10 +90,10 @@ def _is_transparent(file: Image.Image) -> bool:
 
 def _orientation(file: Image.Image, data: bytes) -> int:
     if file.format == "PNG" and b"eXIf" not in data and b"exif" not in data:
-        return 1  # Pillow would make a copy of the file's end to find none
+        return 1  # getexif would read the rest of the file, to find none
     try:
         return int(file.getexif().get(_ORIENTATION, 1))
-    except Exception:  # noqa: BLE001 - damaged EXIF data, which training does not read
+    except Exception:  # noqa: BLE001 - damaged EXIF data, which training ignores
         return 1
 
 
@@ -102,17 +102,17 @@ class Findings:
     """The contents of a source.
 
     Attributes:
-        source: its name under DATA_SOURCES, and its path.
-        num_images: number of images, the broken ones included.
-        num_bytes: number of bytes of the files; 0 where the source has none.
-        classes: name -> images, of all classes; empty without labels.
+        source: name of the source under DATA_SOURCES, and its path.
+        num_images: number of images, broken ones included.
+        num_bytes: bytes of all files; 0 for a source without files.
+        classes: class name -> number of images; empty without labels.
         sizes: "width", "height" and "shorter side" -> minimum, median and maximum in pixels.
-        formats: "JPEG RGB" -> images, most first.
-        flagged: flag of ``FLAGS`` -> images.
-        broken: the first of them: (name, reason).
-        num_duplicates: images whose content an earlier one has.
-        num_relabeled: number of these with another class than it.
-        duplicates: the first of them: (name, name of the earlier one).
+        formats: format and mode, such as "JPEG RGB" -> number of images, most frequent first.
+        flagged: flag of ``FLAGS`` -> number of images.
+        broken: (name, reason) of the first broken images.
+        num_duplicates: number of images with the content of an earlier image.
+        num_relabeled: number of duplicates whose class differs from that of the earlier image.
+        duplicates: (name, name of the earlier image) of the first duplicates.
         samples: indices of readable images, spread over the source.
     """
 
@@ -130,7 +130,7 @@ class Findings:
     samples: list[int]
 
     def warnings(self) -> list[str]:
-        """Say what may harm training, and what to do about it: a sentence each."""
+        """Return a sentence for each finding that may harm training, with a remedy."""
         sentences = []
         if self.flagged["broken"]:
             fix = "Repair or delete what is broken, or set config.DATA.ON_BROKEN_IMAGE=skip."
@@ -156,13 +156,13 @@ class Findings:
 
 
 def check(source: Source, title: str, num_samples: int, report: Callable[[str], None]) -> Findings:
-    """Look at every image of a source once; decodes all of them.
+    """Decode every image of a source once, and summarize what is found.
 
     Args:
         source: the images.
-        title: what ``Findings.source`` says.
-        num_samples: most indices in ``Findings.samples``.
-        report: gets a line of progress every few seconds.
+        title: value of ``Findings.source``.
+        num_samples: largest number of ``Findings.samples``.
+        report: receives a line of progress every few seconds.
     Raises:
         DataError: none of the images can be read.
     """
@@ -196,7 +196,7 @@ def check(source: Source, title: str, num_samples: int, report: Callable[[str], 
 
 
 def _copies(rows: np.ndarray, readable: np.ndarray) -> list[tuple[int, int]]:
-    """Find the images whose content an earlier one has: (index, index of the first), in order."""
+    """Return (index, index of the first) of images with the content of an earlier image, in order."""
     digests = rows["digest"][readable]
     order = np.argsort(digests, kind="stable")
     is_new = np.ones(len(order), bool)

@@ -1,6 +1,6 @@
-"""One micro-batch: how a loader worker reads, transforms and collates it, and what the loop, model and loss get.
+"""A micro-batch: how a loader worker reads, transforms and collates it.
 
-Random numbers belong to a sample, not to a process, so any number of ranks and workers makes the same pixels.
+Random numbers are keyed by sample, not by process, so any number of ranks and workers makes the same pixels.
 """
 
 from __future__ import annotations
@@ -33,10 +33,8 @@ class Loaded:
 
     Attributes:
         batch: the micro-batch, or None after an error.
-        error: what a person must be told, where the fault is theirs. Sent as text, because an exception raised in a
-            worker arrives in the main process wrapped in two tracebacks. Other exceptions (a defect in a user's own
-            transform, say) are left to do just that.
-        skipped: broken files that other images stood in for: name -> reason.
+        error: message for the user, if the data or the configuration is at fault; empty otherwise.
+        skipped: broken files that other images replaced: name -> reason.
     """
 
     batch: ImageBatch | None
@@ -48,19 +46,19 @@ class Loaded:
         return Loaded(self.batch.pin_memory() if self.batch else None, self.error, self.skipped)
 
 
-_CACHED_VALUES = 2**18  # of crops of 8 bits, a quarter of a core's second cache
+_CACHED_VALUES = 2**18  # bytes of 8-bit crops: a quarter of a core's L2 cache
 
 
 class MicroBatchDataset(Dataset[Loaded]):
-    """Micro-batches by their plan. Augmentations depend on (seed, epoch, sample id) alone.
+    """A data set whose indices are plans of micro-batches. Augmentations depend on (seed, epoch, sample id) alone.
 
     Args:
         source: the images.
         pipeline: pipeline from an image to its crops.
         seed: SEED_VALUE.
-        skip_broken: use the next readable image of the source in place of a broken one, instead of raising.
-        label_type: LABEL_TYPE, what a sample's target is: "standard" (its class), "sample_index" or "zero".
-        boxes: draws the boxes of the crops; None: nobody asks for them.
+        skip_broken: replace a broken image by the next readable one of the source, instead of raising.
+        label_type: LABEL_TYPE, the target of a sample: "standard" (its class), "sample_index" or "zero".
+        boxes: draws the boxes of crops; None: batches have no boxes.
     """
 
     def __init__(
@@ -78,15 +76,18 @@ class MicroBatchDataset(Dataset[Loaded]):
         self.skip_broken = skip_broken
         self.label_type = label_type
         self.boxes = boxes
-        self._broken: dict[int, tuple[str, str]] = {}  # name and reason: an error would keep its stack and its image
+        # Name and reason, not the exception, whose traceback would keep the image in memory.
+        self._broken: dict[int, tuple[str, str]] = {}
 
     def __getitem__(self, plan: MicroBatchPlan) -> Loaded:
-        """Load one micro-batch, in a process that others share: its random numbers are as before afterward."""
+        """Load one micro-batch in a process with other work; the process's random states are restored."""
         with borrowed_randomness():
             return self.load(plan)
 
     def load(self, plan: MicroBatchPlan, empty: Callable[..., Tensor] = torch.empty) -> Loaded:
-        """Load one micro-batch, in a process of its own; ``empty(shape, dtype=...)`` allocates its images."""
+        """Load one micro-batch in a dedicated process; ``empty(shape, dtype=...)`` allocates its images."""
+        # A user's error is sent as text: an exception raised in a worker arrives wrapped in two tracebacks. Other
+        # exceptions, such as a defect in a custom transform, need these tracebacks.
         skipped: dict[str, str] = {}
         try:
             return Loaded(self._collated(plan, empty, skipped), skipped=skipped)
@@ -94,11 +95,11 @@ class MicroBatchDataset(Dataset[Loaded]):
             return Loaded(None, error=str(error))
 
     def _sample(self, sample_id: int, epoch: int, skipped: dict[str, str]) -> tuple[list[Any], _Sample]:
-        """Load one sample, or the first readable image after it. Returns its crops and what else it has."""
+        """Load one sample, or the first readable image after it; return its crops and its other data."""
         for shift in range(len(self.source)):
             index = (sample_id + shift) % len(self.source)
             try:
-                # It could not be decoded before, and a worker lives through all epochs.
+                # Known from an earlier epoch: do not decode a broken file again.
                 if index in self._broken:
                     raise BrokenImageError(*self._broken[index])
                 image = self.pipeline.read(self.source, index)
@@ -106,8 +107,8 @@ class MicroBatchDataset(Dataset[Loaded]):
                 if self.boxes is not None:
                     seed_sample(self.seed, epoch, sample_id)
                     boxes = self.boxes.draw(*self.pipeline.size(image))
-                # By the sample asked for, and after the image was read: neither a stand-in nor a decoder moves the
-                # random numbers.
+                # Keyed by the planned sample and set after reading, so that neither a replacement nor a decoder changes
+                # the draws.
                 seed_sample(self.seed, epoch, sample_id)
                 crops, mask = self.pipeline.sample(image)
                 return crops, _Sample(mask, self.source.label(index), boxes)
@@ -144,7 +145,7 @@ class MicroBatchDataset(Dataset[Loaded]):
             targets=self._targets([sample.label for sample in samples], ids),
             sample_ids=ids,
             num_global=plan.num_global,
-            stand_ins=tuple(place for place, id_ in enumerate(plan.sample_ids) if id_ in self._broken),
+            stand_ins=tuple(position for position, id_ in enumerate(plan.sample_ids) if id_ in self._broken),
             masks=torch.stack(masks) if (masks := [s.mask for s in samples if s.mask is not None]) else None,
             boxes=_rows_of_boxes(samples, [crop for crops in rows.resolutions for crop in crops]),
         )
@@ -158,7 +159,7 @@ class MicroBatchDataset(Dataset[Loaded]):
 
 
 class _Sample(NamedTuple):
-    """Facts of an image beside its crops: mask (H, W), label, and the boxes (V, 4) of crops; None: it has none."""
+    """Data of an image in addition to its crops: mask (H, W), label, and boxes (V, 4) of crops; None if missing."""
 
     mask: Tensor | None
     label: int | None
@@ -168,15 +169,13 @@ class _Sample(NamedTuple):
 class _Rows:
     """The images of a batch, one tensor per resolution, into which each sample's crops are written.
 
-    Crops are written a few samples at a time, while they are still in the processor's cache.
-
     Args:
-        pipeline: makes the crops.
-        crops: those of one sample; all samples have crops of these shapes.
+        pipeline: pipeline that made the crops.
+        crops: crops of the first sample; those of all samples must have the same shapes.
         num_samples: B, samples of the batch.
-        empty: ``empty(shape, dtype=...)`` allocates.
+        empty: ``empty(shape, dtype=...)`` allocates a tensor.
     Attributes:
-        shapes: of the crops.
+        shapes: shape of each crop.
         resolutions: indices of the crops of each resolution.
         images: see ``ImageBatch``.
     """
@@ -192,9 +191,10 @@ class _Rows:
             for same in self.resolutions
         ]
         self._pipeline = pipeline
+        # A few samples at a time, while their crops are still in the processor's cache.
         self._at_a_time = max(1, _CACHED_VALUES // sum(map(math.prod, self.shapes)))
         self._waiting: list[Sequence[Any]] = []
-        # By crop: its row for each sample, and the notes of ``write``.
+        # For each crop: its row of each sample, and the notes of ``write``.
         self._rows: list[Iterator[Any]] = [iter(())] * len(crops)
         self._notes: list[list[Any]] = [[] for _ in crops]
         for images, same in zip(self.images, self.resolutions, strict=True):
@@ -208,13 +208,14 @@ class _Rows:
             self.flush()
 
     def flush(self) -> None:
-        """Write what waits."""
+        """Write the waiting crops."""
+        # By crop and not by sample: rows of one crop are consecutive in memory.
         for index, (rows, notes) in enumerate(zip(self._rows, self._notes, strict=True)):
             notes += [self._pipeline.write(crops[index], next(rows)) for crops in self._waiting]
         self._waiting.clear()
 
     def changes(self) -> tuple[Changes, ...]:
-        """Gather what the device is to do to the images of each resolution; empty: nothing."""
+        """Gather the changes that the device makes to the images of each resolution; empty: none."""
         notes = [[note for index in same for note in self._notes[index]] for same in self.resolutions]
         changes = [self._pipeline.changes(of_images) for of_images in notes]
         return tuple(change for change in changes if change is not None)
@@ -230,7 +231,7 @@ def _rows_of_boxes(samples: Sequence[_Sample], order: Sequence[int]) -> Tensor |
     return torch.stack(boxes, dim=1).flatten(0, 1) if boxes else None
 
 
-# The tensors beside the images, by what they have a row for. Each may be missing but the ids.
+# Tensors of a batch besides the images: with a row per sample, and with a row per crop. All but the ids are optional.
 BY_SAMPLE = ("sample_ids", "targets", "masks")
 BY_CROP = ("boxes",)
 
@@ -241,17 +242,17 @@ class ImageBatch:
 
     Attributes:
         images: one tensor per resolution, (num_crops[r] * B, 3, H_r, W_r), crop-major: row j shows crop j // B of
-            sample j % B. Resolutions come in the order in which the transforms first made them.
+            sample j % B. Resolutions are in the order in which the transforms first made them.
         num_crops: crops per sample at each resolution.
-        targets: (B,) int64 labels, or None when the source has none.
-        sample_ids: (B,) int64, each sample's index in the source. A sample replaced because its file is broken keeps
-            its own index here; image and label are the replacement's.
-        num_global: samples of this micro-batch over all ranks, right for a partial last batch too.
-        stand_ins: places from 0 to B - 1 of the samples that were replaced.
-        masks: (B, H, W) uint8, the class of each pixel of the one crop, 255 where it does not count; None without.
+        targets: (B,) int64 labels, or None without labels.
+        sample_ids: (B,) int64, each sample's index in the source. A sample whose broken image was replaced keeps its
+            index; image and label are the replacement's.
+        num_global: samples of this micro-batch over all ranks, also of a partial last batch.
+        stand_ins: positions from 0 to B - 1 of the samples that were replaced.
+        masks: (B, H, W) uint8, the class of each pixel of the one crop, 255 where ignored; None without masks.
         boxes: (V * B, 4) float32, the box of each crop in its image (``CropBoxes``), V crops of all resolutions,
             crop-major; None: the transforms do not keep them.
-        changes: changes of the images of each resolution, which are uint8 then; ``to`` does them. Empty: they are done.
+        changes: pending changes of the images of each resolution, which are then uint8; ``to`` applies them.
     """
 
     images: list[Tensor]
@@ -266,7 +267,7 @@ class ImageBatch:
 
     @property
     def beside(self) -> dict[str, Tensor]:
-        """The tensors beside the images, by name."""
+        """Tensors of the batch other than images and changes, by name."""
         return {name: rows for name in (*BY_SAMPLE, *BY_CROP) if (rows := getattr(self, name)) is not None}
 
     @property
@@ -281,12 +282,13 @@ class ImageBatch:
         return len(self.sample_ids)
 
     def to(self, device: torch.device | str, dtype: torch.dtype) -> ImageBatch:
-        """Copy the batch to ``device``, do its changes, images as ``dtype``; asynchronously from pinned memory."""
+        """Copy the batch to ``device``, apply its changes, cast images to ``dtype``; asynchronous if pinned."""
 
         def copied(tensor: Tensor) -> Tensor:
             return tensor.to(device, non_blocking=True)
 
         if self.changes:
+            # copy=True: changes are made in place, and on the CPU the batch may be used again.
             copies = [image.to(device, non_blocking=True, copy=True) for image in self.images]
             changes = [change.each(copied) for change in self.changes]
             images = [change(copy).to(dtype) for change, copy in zip(changes, copies, strict=True)]
@@ -295,7 +297,7 @@ class ImageBatch:
         return self._with(images, copied, ())
 
     def pin_memory(self) -> ImageBatch:
-        """Copy the batch to page-locked memory; torch's DataLoader calls this where CUDA is used."""
+        """Copy the batch to page-locked memory; torch's DataLoader calls this on CUDA."""
         changes = tuple(change.each(Tensor.pin_memory) for change in self.changes)
         return self._with([image.pin_memory() for image in self.images], Tensor.pin_memory, changes)
 
@@ -306,7 +308,7 @@ class ImageBatch:
         return replace(self, images=images, changes=changes, **beside)
 
     def take(self, first: int, last: int) -> ImageBatch:
-        """Return the samples from ``first`` up to before ``last``. Changes must be done."""
+        """Return the samples from ``first`` to ``last``, exclusive. Changes must have been applied."""
         chosen = slice(first, last)
 
         def of_crops(rows: Tensor, num_crops: int) -> Tensor:
@@ -325,10 +327,10 @@ class ImageBatch:
 
 
 def join_batches(parts: Sequence[ImageBatch], num_global: int) -> ImageBatch:
-    """Join batches into one that has the samples of all of them, in order. Changes must be done, or no images be there.
+    """Join batches to one with the samples of all, in order. Changes must have been applied, if there are images.
 
     Args:
-        parts: of several ranks or micro-batches; each may have no samples.
+        parts: batches of several ranks or micro-batches; each may have no samples.
         num_global: samples of the result over all ranks.
     """
     sizes = [part.num_local for part in parts]
@@ -353,25 +355,24 @@ def join_batches(parts: Sequence[ImageBatch], num_global: int) -> ImageBatch:
     )
 
 
-_SHUFFLE = -1  # in place of a sample id
+_SHUFFLE = -1  # stands for the sample id in the key of an epoch's order
 
 
 def _key_of(seed: int, epoch: int, sample_id: int) -> int:
-    """Mix (seed, epoch, sample) to 64 bits, the same on every machine."""
+    """Hash (seed, epoch, sample) to 64 bits, the same on every machine."""
+    # A hash and not a sum: seed 0, epoch 1 and seed 1, epoch 0 must not share random numbers.
     return int.from_bytes(blake2b(struct.pack("<qqq", seed, epoch, sample_id), digest_size=8).digest(), "little")
 
 
 def epoch_of_views(epoch: int, period: int | None) -> int:
-    """Return the epoch whose augmentations an epoch shows: AUGMENTATION_PERIOD repeats those of the first ones."""
+    """Return the epoch that keys an epoch's augmentations: with AUGMENTATION_PERIOD they repeat after ``period``."""
     return epoch % period if period else epoch
 
 
 def seed_sample(seed: int, epoch: int, sample_id: int) -> None:
-    """Point torch's (CPU), numpy's and Python's random numbers at one sample. Costs 10 microseconds.
-
-    Not ``torch.manual_seed``: that also visits every accelerator and takes 170 microseconds.
-    """
+    """Seed torch's (CPU), numpy's and Python's generators for one sample. Costs 10 microseconds."""
     key = _key_of(seed, epoch, sample_id)
+    # torch.manual_seed would also seed every accelerator, in 170 microseconds.
     torch.default_generator.manual_seed(key)
     np.random.seed(key & 0xFFFFFFFF)
     random.seed(key)
@@ -379,7 +380,7 @@ def seed_sample(seed: int, epoch: int, sample_id: int) -> None:
 
 @contextmanager
 def borrowed_randomness() -> Iterator[None]:
-    """Restore the three random states after ``seed_sample`` in a process that others share. A context."""
+    """Restore the three random states after ``seed_sample``, in a process with other work. A context manager."""
     states = torch.get_rng_state(), np.random.get_state(), random.getstate()
     try:
         yield
@@ -400,7 +401,7 @@ class MicroBatchPlan:
     """The samples that one rank loads for one global micro-batch.
 
     Attributes:
-        epoch: the epoch that augmentations are drawn for.
+        epoch: epoch that keys the augmentations.
         sample_ids: this rank's samples.
         num_global: samples over all ranks.
     """

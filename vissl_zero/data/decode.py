@@ -1,4 +1,4 @@
-"""Reading untrusted images and arrays: damaged, oversized or malicious ones are refused."""
+"""Decoding of untrusted images and arrays: damaged, oversized or malicious files are refused."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from vissl_zero.config.blocks.data import Data
 from vissl_zero.data.dicom import ENDING, dicom_image, is_dicom, require_pydicom
 from vissl_zero.errors import DataError
 
-# What Pillow itself calls suspicious: a quarter of a GiB as 24-bit pixels. Pillow only warns there; here it is refused,
-# because a training set decodes the file in every epoch, in several workers at once.
+# Pillow's own MAX_IMAGE_PIXELS: a quarter of a GiB as 24-bit pixels. Pillow only warns; here such files are refused,
+# because training decodes them in every epoch, in several workers at once.
 MAX_PIXELS = 89_478_485
 
-# Named, so that no file reaches a decoder that starts another program (EPS runs Ghostscript) or is seldom looked after.
+# An allow-list, so that no file reaches a decoder that starts another program (EPS runs Ghostscript) or is rarely used.
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ENDING)
 _BACKGROUNDS = {"stored": None, "white": (255, 255, 255), "gray": (128, 128, 128), "black": (0, 0, 0)}
 _MAX_FILE_BYTES = 2**30
 MAX_SCANS, MAX_SCANNED = 50, 2 * 10**9  # an encoder writes about 10 scans; 2e9 pixels take a core 5 to 20 s
 _GZIP, _JPEG, _PNG, _START_OF_SCAN = b"\x1f\x8b", b"\xff\xd8", b"\x89PNG\r\n\x1a\n", b"\xff\xda"
-_ON_ITS_SIDE = (5, 6, 7, 8)  # orientations of EXIF
-PNG_BITS = 24  # where a PNG has its bits a sample; the next byte is the kind of color
+_ON_ITS_SIDE = (5, 6, 7, 8)  # EXIF orientations that exchange width and height
+PNG_BITS = 24  # offset of a PNG's bits per sample; the next byte is the color type
 _TEXTS = (b"tEXt", b"zTXt", b"iTXt", b"iCCP")
 _BITS_PER_SAMPLE, _PHOTOMETRIC = 258, 262  # tags of TIFF
 
@@ -49,7 +49,8 @@ class BrokenImageError(DataError):
             "and embed leaves it out."
         )
 
-    def __reduce__(self) -> tuple[type, tuple[str, str]]:  # an exception is otherwise made again from its message
+    def __reduce__(self) -> tuple[type, tuple[str, str]]:
+        # Workers send it pickled; the default would call the class with the message alone.
         return BrokenImageError, (self.name, self.reason)
 
 
@@ -58,9 +59,9 @@ class Decoder:
     """Decodes image files in memory; the keys ``DATA.EXIF``, ``DATA.BACKGROUND`` and ``DATA.MAX_PIXELS``.
 
     Attributes:
-        applies_exif: turn an image as its EXIF orientation says.
-        background: what shines through transparent pixels, red, green and blue; None: the color stored beneath them.
-        max_pixels: most pixels of an image.
+        applies_exif: rotate an image by its EXIF orientation.
+        background: red, green and blue behind transparent pixels; None: the stored color of these pixels.
+        max_pixels: largest number of pixels of an image.
         channels: channels of an image; other than 3: see ``data/channels.py``.
     """
 
@@ -71,12 +72,12 @@ class Decoder:
 
     @property
     def endings(self) -> tuple[str, ...]:
-        """Endings of the files that are images."""
+        """File name endings of images."""
         return endings_of(self.channels)
 
     @staticmethod
     def of(data_cfg: Data) -> Decoder:
-        """Return the decoder that a DATA block asks for."""
+        """Return the decoder of a DATA block."""
         background = _BACKGROUNDS[data_cfg.BACKGROUND]
         return Decoder(data_cfg.EXIF == "apply", background, data_cfg.MAX_PIXELS, data_cfg.IN_CHANNELS)
 
@@ -86,10 +87,10 @@ class Decoder:
         Args:
             data: content of the file.
             name: name of the image, for errors.
-            look: gets the file as Pillow opened it, with its format and mode, once its pixels have been read.
+            look: receives the opened Pillow image, with its format and mode, after its pixels have been read.
         Raises:
-            BrokenImageError: damaged, truncated, not an image, more than ``max_pixels`` pixels, too slow to decode, or
-                of pixels whose range is not known (floating point, 32-bit integers, 12-bit TIFF).
+            BrokenImageError: the file is damaged, truncated, not an image, has more than ``max_pixels`` pixels, is too
+                slow to decode, or has pixels of an unknown range (floating point, 32-bit integers, 12-bit TIFF).
         """
         if is_dicom(data):
             require_pydicom()
@@ -105,7 +106,7 @@ class Decoder:
             try:
                 return self._decoded(data, name, look)
             except ValueError:
-                # Pillow limits texts and color profiles of a PNG. The pixels need neither.
+                # Pillow limits the size of texts and color profiles in a PNG. The pixels need neither.
                 if data[:8] != _PNG:
                     raise
                 return self._decoded(_without_texts(data), name, look)
@@ -121,7 +122,7 @@ class Decoder:
             return rgb
 
     def mask(self, data: bytes, name: str | Path) -> np.ndarray:
-        """Decode a PNG whose pixels are classes: its indices as stored, or its colors.
+        """Decode a PNG whose pixels are classes: palette indices or gray values as stored, or colors.
 
         Args:
             data: content of the file.
@@ -129,7 +130,7 @@ class Decoder:
         Returns:
             (H, W) uint8 of a palette or of gray, or (H, W, 3) uint8.
         Raises:
-            BrokenImageError: it is no PNG, is damaged, or has more than 8 bits.
+            BrokenImageError: the file is no PNG, is damaged, or has more than 8 bits per sample.
         """
         if data[:8] != _PNG:
             raise BrokenImageError(str(name), "it is no PNG, and other formats change the classes of a mask")
@@ -139,12 +140,12 @@ class Decoder:
             if bits > 8:
                 raise BrokenImageError(str(name), f"its pixels have {bits} bits; a mask has at most 8")
             values = np.asarray(image, dtype=np.uint8)
-            # Pillow spreads gray of 2 and 4 bits over 0 to 255.
+            # Pillow scales gray of 2 and 4 bits to 0 to 255; classes are the stored values.
             values = values // (255 // (2**bits - 1)) if color == 0 and 1 < bits < 8 else values
         return values if values.ndim == 2 else values[..., 0] if values.shape[2] == 2 else values[..., :3]
 
     def size(self, data: bytes, name: str | Path) -> tuple[int, int]:
-        """Read width and height of an image as it would be decoded. Raises BrokenImageError."""
+        """Read width and height of the decoded image. Raises BrokenImageError."""
         if is_dicom(data):
             return self.image(data, name).size
         with named(name), _limit_of(self.max_pixels), Image.open(io.BytesIO(data), formats=FORMATS) as image:
@@ -152,10 +153,10 @@ class Decoder:
             return (image.height, image.width) if is_turned else (image.width, image.height)
 
     def check(self, width: int, height: int, data: bytes, name: str | Path) -> None:
-        """Refuse what would take too much memory or time, before any pixel is decoded.
+        """Refuse an image that needs too much memory or time, before any pixel is decoded.
 
-        A progressive JPEG passes over all pixels once a scan, and a scan may be a few bytes long. The limit is of
-        work, not of time, so that every machine refuses the same files.
+        Raises:
+            BrokenImageError: too many pixels, or too many scans of a progressive JPEG.
         """
         if width * height > self.max_pixels:
             raise BrokenImageError(
@@ -163,6 +164,8 @@ class Decoder:
                 f"its {width} x {height} pixels are more than the {self.max_pixels:,} that are read (oversized; "
                 "config.DATA.MAX_PIXELS is the limit)",
             )
+        # Each scan passes over all pixels, and may be a few bytes long. The limit is of work, not of time, so that all
+        # machines refuse the same files.
         scans = data.count(_START_OF_SCAN) if data[:2] == _JPEG else 0
         if scans > MAX_SCANS and scans * width * height > MAX_SCANNED:
             work = f"its {scans:,} scans of {width} x {height} pixels take too long to decode"
@@ -170,7 +173,7 @@ class Decoder:
 
 
 def endings_of(channels: int) -> tuple[str, ...]:
-    """Return the endings of image files; arrays are images where they may have any channels."""
+    """Return the file name endings of images with ``channels`` channels; other than 3, arrays (.npy) too."""
     return EXTENSIONS if channels == 3 else (*EXTENSIONS, ".npy")
 
 
@@ -178,28 +181,28 @@ def read_file(path: str | Path) -> bytes:
     """Read an image file.
 
     Raises:
-        BrokenImageError: missing, not a regular file, unreadable, or more than ``_MAX_FILE_BYTES``.
+        BrokenImageError: the file is missing, not regular, unreadable, or larger than ``_MAX_FILE_BYTES``.
     """
     with named(path):
         return read_regular(path, _MAX_FILE_BYTES, follow_links=True)  # a pipe would block for ever
 
 
 def read_image(path: str | Path) -> Image.Image:
-    """Read and decode the image at ``path``, as ``Decoder()`` does."""
+    """Read and decode the image at ``path`` with the default ``Decoder``."""
     return Decoder().image(read_file(path), path)
 
 
 def decode_image(data: bytes, name: str) -> Image.Image:
-    """Decode an image whose file is in memory, as ``Decoder()`` does; ``name`` is what errors call it."""
+    """Decode an image file in memory with the default ``Decoder``; ``name`` is its name in errors."""
     return Decoder().image(data, name)
 
 
 @contextmanager
 def named(name: str | Path) -> Iterator[None]:
-    """Turn any failure into an error that names this image."""
+    """Convert any exception to a BrokenImageError with the name of this image. A context manager."""
     try:
         with warnings.catch_warnings():
-            # Pillow warns where we are about to refuse. Costs 5 microseconds.
+            # The size check below refuses what Pillow warns about. Costs 5 microseconds.
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
             yield
     except BrokenImageError:
@@ -210,7 +213,7 @@ def named(name: str | Path) -> Iterator[None]:
 
 @contextmanager
 def _limit_of(max_pixels: int) -> Iterator[None]:
-    """Raise Pillow's own limit where more pixels are allowed; it refuses twice its number."""
+    """Raise Pillow's own limit, of which it refuses the double, if more pixels are allowed. A context manager."""
     before = Image.MAX_IMAGE_PIXELS
     if before is not None and max_pixels > before:
         Image.MAX_IMAGE_PIXELS = max_pixels
@@ -221,7 +224,7 @@ def _limit_of(max_pixels: int) -> Iterator[None]:
 
 
 def _without_texts(data: bytes) -> bytes:
-    """Copy a PNG without its texts and its color profile."""
+    """Copy a PNG without texts and color profile."""
     kept, at = [data[:8]], 8
     while at + 8 <= len(data):
         end = at + 12 + int.from_bytes(data[at : at + 4], "big")  # length, kind, content, checksum
@@ -232,44 +235,48 @@ def _without_texts(data: bytes) -> bytes:
 
 
 def _on(background: tuple[int, int, int], image: Image.Image) -> Image.Image:
-    """Lay an image that has transparent pixels on a background; others stay as they are."""
+    """Composite an image that has transparent pixels onto a background; return others unchanged."""
     if "transparency" not in image.info and image.mode not in ("RGBA", "LA", "PA", "La", "RGBa"):
         return image
     if image.mode.startswith("I"):
-        return image  # 16-bit gray with one value for transparent: PNG's; its range is kept instead
+        return image  # a PNG of 16-bit gray with one transparent value: RGBA would cut its range
     whole = image.convert("RGBA")
     return Image.alpha_composite(Image.new("RGBA", whole.size, (*background, 255)), whole)
 
 
 def read_array(path: str | Path, max_dims: int = 1) -> np.ndarray:
-    """Read the array of a ``.npy`` file, of one dimension or at most ``max_dims``. Nothing is unpickled.
+    """Read the array of a ``.npy`` file, of 1 to ``max_dims`` dimensions. Nothing is unpickled.
 
     Raises:
-        ValueError: missing, damaged, or another array; the text says which.
+        ValueError: the file is missing or damaged, or has another array; the text says which.
     """
     try:
         with os.fdopen(open_regular(path, follow_links=True), "rb") as file, warnings.catch_warnings():
             warnings.simplefilter("ignore")
             values = np.load(file, allow_pickle=False)
-    except Exception as error:  # numpy's parsers let much through: TokenError, BadZipFile, MemoryError, OverflowError
+    except Exception as error:  # numpy raises many kinds: TokenError, BadZipFile, MemoryError, OverflowError
         raise ValueError(" ".join(str(error).split()) or type(error).__name__) from error
     # Items of no bytes: a file of 100 bytes may have 2**62 of them.
     if not isinstance(values, np.ndarray) or not 1 <= values.ndim <= max_dims or values.dtype.itemsize == 0:
         raise ValueError("it has no 1-d array" if max_dims == 1 else "it has no 1-d or 2-d array")
     if values.dtype.kind == "U":
         codes = np.ascontiguousarray(values).view(np.dtype(np.uint32).newbyteorder(values.dtype.byteorder))
-        if codes.size and codes.max() > sys.maxunicode:  # numpy would make a text of it that breaks Python
+        if codes.size and codes.max() > sys.maxunicode:  # numpy would make an invalid str of it
             raise ValueError("it has text that is damaged")
     return values
 
 
 def _as_8_bits(image: Image.Image, file: Image.Image, path: str | Path) -> Image.Image:
-    """Convert gray of 16 bits to 8, 65,535 to 255; Pillow's own ``convert`` would cut off all above 255.
+    """Convert gray of 16 bits to 8 bits, 65,535 to 255; return images of 8 bits unchanged.
 
-    ``file`` is the image as opened, which knows its format.
-
-    Pillow reads color of 16 bits as 8 by itself. The value range of a float or 32-bit image is unknown.
+    Args:
+        image: the image to convert.
+        file: the image as opened, with its format and tags.
+        path: name for errors.
+    Raises:
+        BrokenImageError: the range of the values is unknown.
     """
+    # Pillow converts color of 16 bits itself, but its ``convert`` clips gray of 16 bits at 255.
     is_16_bits = image.mode == "I" and file.format in ("PPM", "PNG")  # PNG: before Pillow 10
     if image.mode.startswith("I;16") or is_16_bits:
         depths = _tag(file, _BITS_PER_SAMPLE)
@@ -288,7 +295,7 @@ def _as_8_bits(image: Image.Image, file: Image.Image, path: str | Path) -> Image
 
 
 def _tag(image: Image.Image, number: int) -> set[int]:
-    """Read the values of a TIFF tag; empty for other formats, which leave no choice."""
+    """Return the values of a TIFF tag; empty for other formats."""
     tags = getattr(image, "tag_v2", None)
     value = tags.get(number, ()) if tags is not None else ()
     return set(value) if isinstance(value, tuple) else {value}

@@ -1,4 +1,4 @@
-"""DICOM images (``pip install vissl-zero[dicom]``): values as their file says they are shown, in 8 bits."""
+"""DICOM images (``pip install vissl-zero[dicom]``): values in the file's display range, in 8 bits."""
 
 from __future__ import annotations
 
@@ -18,35 +18,35 @@ _PREFIX = slice(128, 132)
 
 
 def is_dicom(data: bytes) -> bool:
-    """Check whether a file says that it is DICOM."""
+    """Check whether a file has DICOM's prefix."""
     return data[_PREFIX] == b"DICM"
 
 
 def require_pydicom() -> None:
-    """Raise DataError, with what installs it, where pydicom is missing."""
+    """Raise DataError, with the command that installs pydicom, if it is missing."""
     if find_spec("pydicom") is None:
         raise DataError("DICOM images need pydicom. Run pip install vissl-zero[dicom].")
 
 
 def dicom_image(data: bytes, check: Callable[[int, int], None]) -> Image.Image:
-    """Decode the first frame of a DICOM file: its modality and its window (or VOI LUT) applied by pydicom.
+    """Decode the first frame of a DICOM file; pydicom applies the modality LUT and the window (or VOI LUT).
 
-    The window's range, or that of the LUT, becomes 0 to 255; gray values without one are spread from their least to
-    their greatest. Color keeps the upper 8 bits. MONOCHROME1 is inverted, so that white is always the largest.
+    The range of the window or LUT becomes 0 to 255; without either, the range from the smallest to the largest value.
+    Color keeps the upper 8 bits. MONOCHROME1 is inverted, so that white is always the largest value.
 
     Args:
         data: content of the file.
-        check: gets width and height before pixels are decoded, and may refuse them.
+        check: receives width and height before pixels are decoded, and may raise.
     Returns:
         Gray or RGB, 8 bits.
     Raises:
-        Exception: pydicom's, of any class, where the file is damaged, has no pixels, or no plugin decodes them.
+        Exception: of any class, from pydicom: the file is damaged, has no pixels, or no plugin decodes them.
     """
     from pydicom import dcmread
     from pydicom.pixels import apply_color_lut, apply_modality_lut, apply_voi_lut, pixel_array
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of attributes that are written otherwise than the standard says
+        warnings.simplefilter("ignore")  # about attributes that violate the standard
         dataset = dcmread(io.BytesIO(data))
         check(int(dataset.get("Columns", 0)), int(dataset.get("Rows", 0)))
         pixels = pixel_array(dataset, index=0)
@@ -70,7 +70,7 @@ def dicom_image(data: bytes, check: Callable[[int, int], None]) -> Image.Image:
 
 
 def _range_of_window(dataset: Any, apply_voi_lut: Callable[..., np.ndarray]) -> tuple[float, float]:
-    """Return what the window makes of the smallest and the largest values."""
+    """Return the window's output for the smallest and the largest inputs."""
     with np.errstate(over="ignore"):
         least, most = apply_voi_lut(np.array([-1e30, 1e30]), dataset)
     return float(least), float(most)

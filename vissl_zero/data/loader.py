@@ -1,7 +1,7 @@
 """Training data: the same pixels in the same order at any number of ranks and of loader workers.
 
-The order says which samples are in which step, and which of them are this rank's; it is pure arithmetic. Evaluation
-sees every image once, in the source's order, without augmentation.
+``EpochOrder`` computes the samples of each step and each rank, without communication. Evaluation sees every image once,
+in the source's order, without augmentation.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Loader:
 
     Attributes:
         source: all images, those of other ranks included.
-        transform: transform from an image to its crops.
-        order: decides which samples are in which step.
+        transform: pipeline from an image to its crops.
+        order: samples of each step.
     """
 
     def __init__(self, source: Source, transform: Pipeline, order: EpochOrder, stream: BatchStream):
@@ -51,7 +51,7 @@ class Loader:
         return self.order.steps_per_epoch
 
     def epoch(self, epoch: int, start_sample: int = 0) -> Iterator[list[ImageBatch]]:
-        """Yield the micro-batches of each step of an epoch. Begin one epoch after the other, not two at once.
+        """Yield the micro-batches of each step of an epoch. Two epochs must not be iterated at once.
 
         Args:
             epoch: number of the epoch, from 0.
@@ -60,7 +60,8 @@ class Loader:
             DataError: an image cannot be used. On this rank alone.
             ProcessLostError: a loader worker died or does not answer. On this rank alone.
         """
-        sizes: deque[int] = deque()  # of the steps that are loaded: workers are ahead of the step that asks
+        # Micro-batches of each planned step: workers load several steps ahead, and the last step may be smaller.
+        sizes: deque[int] = deque()
 
         def plans() -> Iterator[MicroBatchPlan]:
             for step in self.order.steps(epoch, start_sample):
@@ -72,12 +73,12 @@ class Loader:
             yield [first, *islice(batches, sizes.popleft() - 1)]
 
     def first_images(self, most: int) -> tuple[ImageBatch, int, int]:
-        """Load a few images of a micro-batch as large as the first, without shuffling the data set.
+        """Load the first images of a micro-batch of full size, without shuffling the data set.
 
         Args:
-            most: images to load.
+            most: largest number of images to load.
         Returns:
-            A batch of at most that many images; this rank's images of the whole micro-batch, and those of all ranks.
+            The batch; the number of this rank's images in the whole micro-batch, and of all ranks'.
         Raises:
             DataError: as ``epoch``.
         """
@@ -92,7 +93,7 @@ def build_train_loader(plan: ResolvedRun, rank: int, world_size: int, data: Data
 
     Args:
         plan: plan of the run.
-        rank, world_size: of this process.
+        rank, world_size: rank of this process, and number of ranks.
         data: replaces the plan's DATA.
     Raises:
         ConfigError, DataError: as ``build_loader``.
@@ -126,7 +127,7 @@ def build_loader(
         split: "TRAIN" or "TEST".
         seed: SEED_VALUE; with (epoch, sample) it decides order and augmentations.
         batch_per_rank: samples per rank and micro-batch.
-        rank, world_size: of this process.
+        rank, world_size: rank of this process, and number of ranks.
         accumulation_steps: micro-batches per optimizer step.
         is_exact: see ``EpochOrder``.
     Raises:
@@ -179,9 +180,9 @@ def _check_length(order: EpochOrder, split: str) -> None:
 
 
 def rank_slice(num_samples: int, rank: int, world_size: int) -> slice:
-    """Return the samples of a global micro-batch for ``rank``: those i with i * world_size // num_samples == rank.
+    """Return the slice of a global micro-batch for ``rank``: samples i with i * world_size // num_samples == rank.
 
-    Contiguous, and uneven by one at most; every sample goes to exactly one rank whatever the numbers are.
+    Slices are consecutive, their lengths differ by at most 1, and every sample is in exactly one.
     """
     return slice(-(-rank * num_samples // world_size), -(-(rank + 1) * num_samples // world_size))
 
@@ -194,12 +195,12 @@ class EpochOrder:
         num_samples: length of the source.
         micro_batch: samples of a global micro-batch (all ranks).
         accumulation_steps: micro-batches per step.
-        rank, world_size: of this process.
+        rank, world_size: rank of this process, and number of ranks.
         seed: seed of the shuffling.
-        is_exact: a rank's micro-batches are consecutive parts of its part of the step, so that a rank's samples lie
-            together as they would with as many ranks more; otherwise each micro-batch is dealt to ranks by itself.
-        drop_last: leave out the samples after the last whole step.
-        augmentation_period: epochs after which augmentations repeat; None: never. The order never does.
+        is_exact: split a step among ranks first, and then each rank's part into micro-batches, so that a rank's samples
+            of the step are consecutive; otherwise split each global micro-batch among ranks.
+        drop_last: drop the samples after the last whole step.
+        augmentation_period: epochs after which augmentations repeat; None: never. The order never repeats.
     """
 
     num_samples: int
@@ -214,9 +215,9 @@ class EpochOrder:
 
     @property
     def num_kept(self) -> int:
-        """Samples of an epoch that are trained on.
+        """Number of samples of an epoch that are trained on.
 
-        Without ``drop_last`` all of them, unless the last micro-batch would have fewer samples than there are ranks.
+        Without ``drop_last`` all samples, unless the last micro-batch would have fewer samples than ranks.
         """
         if self.drop_last:
             step = self.micro_batch * self.accumulation_steps
@@ -238,15 +239,16 @@ class EpochOrder:
                 with another batch size or world size.
         """
         order = shuffled(self.num_samples, self.seed, epoch)[start_sample : self.num_kept]
-        if len(order) % self.micro_batch < self.world_size:  # a tail of another length than an epoch from its start has
+        # num_kept is for a whole epoch; a resumed one may leave another tail with fewer samples than ranks.
+        if len(order) % self.micro_batch < self.world_size:
             order = order[: len(order) - len(order) % self.micro_batch]
         views = epoch_of_views(epoch, self.augmentation_period)
         for step in order.split(self.micro_batch * self.accumulation_steps):
-            if len(step):  # split of an empty tensor gives one empty part
+            if len(step):  # split of an empty tensor returns one empty part
                 yield self._dealt(views, step)
 
     def first(self) -> MicroBatchPlan:
-        """Make the first micro-batch of an epoch without shuffling: of a run's size, at no cost for any data set."""
+        """Return the plan of an unshuffled first micro-batch of full size, at the same cost for any data set."""
         step = torch.arange(min(self.micro_batch * self.accumulation_steps, self.num_kept))
         return self._dealt(0, step)[0]
 
@@ -256,7 +258,8 @@ class EpochOrder:
         return [self._plan(epoch, part) for part in step.split(self.micro_batch)]
 
     def _together(self, epoch: int, step: Tensor) -> list[MicroBatchPlan]:
-        """Deal a step to ranks as a whole; fewer micro-batches where there are not enough samples for one each."""
+        """Split a step among ranks, then each part into micro-batches; fewer if some rank has too few samples."""
+        # The shares of all ranks, because every rank must compute the same number of micro-batches.
         shares = [step[rank_slice(len(step), rank, self.world_size)] for rank in range(self.world_size)]
         count = max(1, min(self.accumulation_steps, *map(len, shares)))
         parts = [[share[rank_slice(len(share), index, count)] for share in shares] for index in range(count)]
@@ -268,11 +271,12 @@ class EpochOrder:
 
 
 def sequential(num_samples: int, micro_batch: int, rank: int, world_size: int) -> Iterator[MicroBatchPlan]:
-    """Yield every sample once, in order, the same number of micro-batches on every rank: for evaluation.
+    """Yield plans with every sample once, in order, and the same number of micro-batches on every rank.
 
-    Where the last micro-batch has fewer samples than there are ranks, a rank left without takes the last sample again:
-    every rank must run the model equally often, and results are placed by sample id, so the copy changes nothing.
+    If the last micro-batch has fewer samples than ranks, the remaining ranks get a copy of the last sample.
     """
+    # A copy, because every rank must run a sharded model equally often. Results are stored by sample id, so a copy
+    # changes nothing.
     for part in torch.arange(num_samples).split(micro_batch):
         local = part[rank_slice(len(part), rank, world_size)].tolist()
         yield MicroBatchPlan(0, tuple(local or [int(part[-1])]), len(part))
@@ -283,7 +287,7 @@ class EvalImages:
 
     Attributes:
         source: the images and their labels.
-        transform: Resize, CenterCrop, ToTensor, Normalize or what TEST.TRANSFORMS say; one crop.
+        transform: TEST.TRANSFORMS, or Resize, CenterCrop, ToTensor and Normalize; one crop.
     """
 
     def __init__(self, source: Source, transform: Pipeline, stream: BatchStream):
@@ -297,12 +301,12 @@ class EvalImages:
     def batches(self, batch_size: int, rank: int = 0, world_size: int = 1) -> Iterator[ImageBatch]:
         """Yield this rank's share of every image once.
 
-        Every rank gets the same number of batches, so a sharded model can be called on each. Put results in their
-        place by ``sample_ids``: a rank left without a sample in the last batch gets a copy of the last one.
+        Every rank gets the same number of batches, so that a sharded model can run on each. Store results by
+        ``sample_ids``: in the last batch a rank may get a copy of the last sample (see ``sequential``).
 
         Args:
             batch_size: images per batch over all ranks.
-            rank, world_size: which share.
+            rank, world_size: rank whose share is yielded, and number of ranks.
         Raises:
             DataError: an image cannot be used, or the transforms make several crops.
         """
@@ -318,10 +322,10 @@ class EvalImages:
 def build_eval_images(data_cfg: Data, seed: int) -> tuple[EvalImages, EvalImages | None]:
     """Prepare images of TRAIN (a kNN's index) and of TEST (its queries), both under the evaluation transforms.
 
-    TEST is None where config.DATA.TEST names no source. A class has the same number in both.
+    TEST is None if config.DATA.TEST names no source. A class has the same number in both.
 
     Raises:
-        ConfigError, DataError: as ``build_loader``; also a class of TEST that TRAIN does not have.
+        ConfigError, DataError: as ``build_loader``; also if TEST has a class that TRAIN does not have.
     """
     train, test = build_eval_sources(data_cfg, seed)
     return eval_images(train, data_cfg, seed), None if test is None else eval_images(test, data_cfg, seed)
@@ -333,7 +337,7 @@ def require_evaluation(data_cfg: Data, seed: int) -> None:
     Cost: indexing the sources; no image is read.
 
     Raises:
-        ConfigError, DataError: as ``build_eval_images``; also transforms that cannot follow one another.
+        ConfigError, DataError: as ``build_eval_images``; also if a transform cannot take the previous one's output.
     """
     for images in build_eval_images(data_cfg, seed):
         if images is not None:

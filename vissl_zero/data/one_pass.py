@@ -1,4 +1,4 @@
-"""Looking once at every image of a source, in its order, by several processes where that pays."""
+"""A pass over all images of a source, in order, by several processes if there are many images."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from vissl_zero.errors import DataError
 T = TypeVar("T")
 Look = Callable[[Source, range], T]
 PER_CHUNK = 256  # images
-FEW = 4096  # images, which one process has read before others have imported torch
+FEW = 4096  # images: one process reads them before others have imported torch
 
 
 def looked_at(source: Source, look: Look[T], report: Callable[[str], None]) -> Iterator[T]:
@@ -24,19 +24,19 @@ def looked_at(source: Source, look: Look[T], report: Callable[[str], None]) -> I
 
     Args:
         source: the images.
-        look: a function at the top level of a module; other processes get it by name.
-        report: gets a line of progress every few seconds.
+        look: function at the top level of a module, which can be pickled.
+        report: receives a line of progress every few seconds.
     Raises:
         DataError: a process was killed.
     """
     total, work = len(source), SlowProgress(report)
     chunks = [range(start, min(total, start + PER_CHUNK)) for start in range(0, total, PER_CHUNK)]
-    for chunk, results in zip(chunks, _found(source, look, chunks), strict=True):
+    for chunk, results in zip(chunks, _mapped(source, look, chunks), strict=True):
         yield results
         work.update(f"{chunk.stop:,} of {total:,} images")
 
 
-def _found(source: Source, look: Look[T], chunks: list[range]) -> Iterator[T]:
+def _mapped(source: Source, look: Look[T], chunks: list[range]) -> Iterator[T]:
     num_workers = len(os.sched_getaffinity(0))
     if num_workers == 1 or len(source) <= FEW:
         yield from (look(source, chunk) for chunk in chunks)
@@ -53,7 +53,7 @@ _source: Source | None = None
 
 
 def _start(source: Source) -> None:
-    """Keep the source of this process, so that it is not sent with every chunk."""
+    """Store the source in this process, so that it is not pickled with every chunk."""
     global _source
     _source = source
 

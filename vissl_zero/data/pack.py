@@ -1,4 +1,4 @@
-"""Packing a source of images into tars, Arrow files or an LMDB database, in the source's order."""
+"""Packing of a source of images into tars, Arrow files or an LMDB database, in the source's order."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _QUALITY = 95
 
 @dataclass(frozen=True)
 class Row:
-    """An image to pack: its number, its file, the extension that its format has, and its label."""
+    """An image to pack: index in the source, file content, file extension without the dot, and label."""
 
     index: int
     data: bytes
@@ -39,20 +39,20 @@ class Row:
 
 
 def pack(path: Path, out: Path, form: str, size: int | None, report: Callable[[str], None]) -> int:
-    """Pack what DATA_PATHS recognizes at ``path``; if it was interrupted, go on with the first part that is missing.
+    """Pack the images at ``path``; an interrupted call is continued at the first missing part.
 
     Args:
-        path: path of a folder of images, or of images in another format.
-        out: folder to write; new, or begun with the same arguments.
-        form: one of ``WRITERS``.
-        size: shorter side in pixels that larger images are reduced to, as JPEG; None: files as they are.
-        report: gets a line of progress for each part.
+        path: folder of images, or images in another format that DATA_PATHS accepts.
+        out: folder to write: new, or of an interrupted call with the same arguments.
+        form: a key of ``WRITERS``.
+        size: shorter side in pixels to which larger images are reduced, as JPEG; None: files are packed unchanged.
+        report: receives a line of progress for each part.
     Returns:
-        Images packed, over all calls.
+        Number of packed images, over all calls.
     Raises:
-        DataError: there are no images, or they have several labels each; ``out`` holds something else; or a library is
+        DataError: there are no images, or they have several labels each; ``out`` has other files; or a library is
             missing.
-        BrokenImageError: an image cannot be used: read, or decoded where ``size`` is given.
+        BrokenImageError: an image cannot be read, or with ``size`` cannot be decoded.
     """
     source: Source = DATA_SOURCES.get(source_of([str(path)])).build(SourceRequest("TRAIN", (str(path),)))
     if isinstance(source, MultiLabeled):
@@ -63,8 +63,9 @@ def pack(path: Path, out: Path, form: str, size: int | None, report: Callable[[s
         report(line)
     out.mkdir(parents=True, exist_ok=True)
     names = xxhash.xxh3_64_hexdigest(b"\0".join(os.fsencode(source.name(i)) for i in range(len(source))))
-    begun = {"folder": ascii(str(path.resolve())), "to": form, "size": size, "images": len(source), "names": names}
-    done = _parts_of(out, begun)
+    # Arguments and names identify the call, so that parts of different data are never mixed in one folder.
+    call = {"folder": ascii(str(path.resolve())), "to": form, "size": size, "images": len(source), "names": names}
+    done = _parts_of(out, call)
     write = WRITERS[form]
     parts = -(-len(source) // PER_PART)
     for part in range(parts):
@@ -76,14 +77,15 @@ def pack(path: Path, out: Path, form: str, size: int | None, report: Callable[[s
             for row in rows:
                 digest.update(row.data)
             done[str(part)] = digest.hexdigest()
-            _write(out / _PROGRESS_FILE, {**begun, "parts": done})
+            # After the part itself: a kill between the two packs the part again.
+            _write(out / _PROGRESS_FILE, {**call, "parts": done})
         report(f"{min(len(source), (part + 1) * PER_PART):,} of {len(source):,} images")
     _finish(out, form, source, parts)
     return len(source)
 
 
-def _parts_of(out: Path, begun: dict[str, Any]) -> dict[str, str]:
-    """Read the checksums of the parts that an earlier call wrote: of the content of their images."""
+def _parts_of(out: Path, call: dict[str, Any]) -> dict[str, str]:
+    """Read the parts that an earlier, equal call wrote: number -> checksum of the content of the images."""
     if not (out / _PROGRESS_FILE).exists():
         if any(out.iterdir()):
             raise DataError(f"{out} is not empty. Name a new folder.")
@@ -92,7 +94,7 @@ def _parts_of(out: Path, begun: dict[str, Any]) -> dict[str, str]:
         progress = read_object(out / _PROGRESS_FILE)
     except (OSError, ValueError) as error:
         raise DataError(f"{out / _PROGRESS_FILE} cannot be read ({error}). Name a new folder.") from error
-    if {name: progress.get(name) for name in begun} != begun or not isinstance(progress.get("parts"), dict):
+    if {name: progress.get(name) for name in call} != call or not isinstance(progress.get("parts"), dict):
         raise DataError(f"{out} was begun with another folder, other images or other arguments. Name a new folder.")
     return dict(progress["parts"])
 
@@ -125,11 +127,11 @@ def _png(image: Image.Image) -> bytes:
 
 
 def _extension_of(data: bytes) -> str:
-    """Tell a file's extension by its content; one that is unknown is packed as it is."""
+    """Return a file's extension by its content; ".jpg" if it cannot be opened."""
     try:
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
             return f".{str(image.format).lower().replace('jpeg', 'jpg')}"
-    except Exception:  # noqa: BLE001 - broken: training says so
+    except Exception:  # noqa: BLE001 - a broken file, which training reports
         return ".jpg"
 
 
@@ -175,7 +177,7 @@ WRITERS = {"webdataset": _tar, "arrow": _arrow, "lmdb": _lmdb}
 
 
 def _finish(out: Path, form: str, source: Source, parts: int) -> None:
-    """Write what holds for all parts."""
+    """Write the files that describe all parts."""
     names = list(source.class_names)
     if form == "webdataset" and names:
         _write(out / CLASSES_FILE, names)

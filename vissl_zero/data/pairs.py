@@ -1,4 +1,4 @@
-"""An image and its mask through the same transforms: the same draws for both, and nearest pixels for the mask."""
+"""Transforms of an image with its mask: the same draws for both, and nearest interpolation for the mask."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from vissl_zero.resolve.pairs import GEOMETRIC
 
 
 class _PairPipeline(Pipeline):
-    """Transforms of images with masks, one after another; each makes one image of one.
+    """A sequence of transforms of images with masks; each returns one image.
 
-    Images come out as they would without masks.
+    Images are the same as without masks.
 
     Args:
         pipeline: pipeline of images alone.
-        of_masks: the transform of masks for each of its transforms; None where masks stay as they are.
+        of_masks: transform of masks for each of the pipeline's transforms; None if it does not change masks.
     """
 
     def __init__(self, pipeline: Pipeline, of_masks: Sequence[Callable[[Any], Any] | None]):
@@ -35,7 +35,7 @@ class _PairPipeline(Pipeline):
         self._of_masks = tuple(of_masks)
 
     def read(self, source: Source, index: int) -> tuple[Image.Image, Image.Image]:
-        """Read an image and its mask. Raises BrokenImageError, where they have different sizes too."""
+        """Read an image and its mask. Raises BrokenImageError, also if their sizes differ."""
         read_mask = masks_of(source)
         assert read_mask is not None, "the source has masks"
         image, mask = source.image(index), read_mask(index)
@@ -44,8 +44,10 @@ class _PairPipeline(Pipeline):
         return image, mask
 
     def sample(self, read: tuple[Image.Image, Image.Image]) -> tuple[list[Any], Tensor | None]:
-        """Transform an image and its mask (H, W)."""
+        """Return the crop of an image and its mask (H, W), transformed with the same draws."""
         image, mask = read
+        # Image transforms run first and alone, so that they draw as without masks. Each mask transform then starts from
+        # the random state of its image transform.
         states, crops = [], [image]
         for transform in self.transforms:
             states.append(torch.get_rng_state())
@@ -61,20 +63,21 @@ class _PairPipeline(Pipeline):
 
 
 def _shifted(mask: Image.Image, by: int) -> Image.Image:
-    """Add to all classes, 255 and 1 being 0: what transforms add to an image is 0, and must not count."""
+    """Add ``by`` to all classes, modulo 256."""
+    # Shifted by 1, the ignored class 255 is 0, the value with which transforms pad.
     return mask.point([(value + by) % 256 for value in range(256)])
 
 
 def with_masks(pipeline: Pipeline, source: Source, data_cfg: Data, entries: Sequence[Mapping[str, Any]]) -> Pipeline:
-    """Return the pipeline for the images of ``source``: that of pairs where they have masks.
+    """Return the pipeline for the images of ``source``: ``pipeline`` itself, or one of pairs if images have masks.
 
     Args:
         pipeline: pipeline of images alone.
         source: source of the images.
-        data_cfg: names the backend.
-        entries: the transforms of the pipeline.
+        data_cfg: DATA block with the backend.
+        entries: TRANSFORMS of the pipeline.
     Raises:
-        ConfigError: the backend has no masks.
+        ConfigError: the backend does not support masks.
     """
     if masks_of(source) is None:
         return pipeline
@@ -85,7 +88,7 @@ def with_masks(pipeline: Pipeline, source: Source, data_cfg: Data, entries: Sequ
 
 
 def _of_masks(entry: Mapping[str, Any]) -> Callable[[Any], Any] | None:
-    """Build the transform of masks that goes with one of images: nearest pixels, and no color for what it adds."""
+    """Build the mask transform for an image transform: nearest interpolation, padding of 0; None if not geometric."""
     if entry["name"] not in GEOMETRIC:
         return None
     key = "config.DATA.TRAIN.TRANSFORMS"

@@ -1,4 +1,4 @@
-"""From the list under TRANSFORMS to one function from an image to its crops; and how evaluation shows images."""
+"""The pipeline of a TRANSFORMS list, from an image to its crops; and the transforms of evaluation."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SIZED = ("RandomResizedCrop", "CenterCrop", "RandomCrop", "Resize")
 
 
 def derive_eval_transforms(train: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Derive the transforms that ``split_pipeline.build_eval_pipeline`` uses without TEST.TRANSFORMS; see there."""
+    """Derive the evaluation transforms from TRAIN's; ``split_pipeline.build_eval_pipeline`` describes them."""
     size = _largest_crop(train)
     sized: list[Mapping[str, Any]] = (
         [{"name": "Resize", "size": max(size)}, {"name": "CenterCrop", "size": size}] if size else []
@@ -34,7 +34,7 @@ def derive_eval_transforms(train: Sequence[Mapping[str, Any]]) -> list[Mapping[s
 
 def _largest_crop(train: Sequence[Mapping[str, Any]]) -> list[int]:
     """Return height and width of TRAIN's largest crop, or an empty list if nothing in TRAIN sets a size."""
-    for entry in reversed(train):  # the last transform that sets a size decides
+    for entry in reversed(train):  # the last transform with a size decides
         if entry["name"] == "ImgPilToMultiCrop":
             return [max(entry["size_crops"])] * 2
         if entry["name"] == "ImgPilToPatchesAndImage":
@@ -49,24 +49,24 @@ InterpolationMode = torchvision.transforms.InterpolationMode
 
 
 class Pipeline:
-    """Transforms one after another; after one that makes several crops, the rest act on each crop by itself (VISSL).
+    """A sequence of transforms; after one that makes several crops, the others act on each crop separately (VISSL).
 
-    A transform with a true ``takes_all_crops`` is given the list of all crops, and gives a list.
+    A transform with a true ``takes_all_crops`` takes the list of all crops, and returns a list.
     """
 
     def __init__(self, transforms: Sequence[Callable[[Any], Any]]):
         self.transforms = tuple(transforms)
 
     def read(self, source: Source, index: int) -> Any:
-        """Read an image as ``crops`` takes it. Raises BrokenImageError."""
+        """Read an image in the form that ``crops`` takes. Raises BrokenImageError."""
         return source.image(index)
 
     def size(self, read: Any) -> tuple[int, int]:
-        """Return height and width of what ``read`` gave."""
+        """Return height and width, in pixels, of an image from ``read``."""
         return read.height, read.width
 
     def open(self, image: bytes | Image.Image, name: str, decoder: Decoder) -> Any:
-        """Open a file in memory, or an RGB image, as ``crops`` takes it. Raises BrokenImageError."""
+        """Convert a file in memory, or an image, to the form that ``crops`` takes. Raises BrokenImageError."""
         return decoder.image(image, name) if isinstance(image, bytes) else image.convert("RGB")
 
     def __call__(self, image: Image.Image) -> list[Tensor]:
@@ -74,26 +74,26 @@ class Pipeline:
         return self.crops(image)
 
     def sample(self, read: Any) -> tuple[list[Any], Tensor | None]:
-        """Make the crops of what ``read`` gave, and the mask of the image where it has one."""
+        """Return the crops of an image from ``read``, and its mask; None without masks."""
         return self.crops(read), None
 
     def rows(self, images: Tensor) -> Iterable[Any]:
-        """Return the rows (3, H, W) of a batch as ``write`` takes them."""
+        """Return the rows (3, H, W) of a batch in the form that ``write`` takes."""
         return images.unbind()
 
     def write(self, crop: Any, row: Any) -> Any:
-        """Write a crop into its row of a batch, and return a note of what the device is to do to it."""
+        """Write a crop into its row of a batch, and return the changes left to the device (see ``changes``)."""
         row.copy_(crop)
 
     def stacked(self, crops: Sequence[Any]) -> Tensor:
-        """Write crops of one shape into one new tensor (N, 3, H, W)."""
+        """Stack crops of one shape into a new tensor (N, 3, H, W)."""
         batch = torch.empty((len(crops), *crops[0].shape), dtype=crops[0].dtype)
         for crop, row in zip(crops, self.rows(batch), strict=True):
             self.write(crop, row)
         return batch
 
     def unnormalized(self, images: Tensor) -> Tensor:
-        """Undo Normalize, if there is one, on images (B, C, H, W) that went through the pipeline."""
+        """Return images (B, C, H, W) of the pipeline before Normalize, if it has one."""
         for transform in reversed(self.transforms):
             if isinstance(transform, torchvision.transforms.Normalize):
                 mean, std = (images.new_tensor(v).view(1, -1, 1, 1) for v in (transform.mean, transform.std))
@@ -101,14 +101,14 @@ class Pipeline:
         return images
 
     def changes(self, notes: Sequence[Any]) -> Changes | None:
-        """Gather the notes of ``write`` for the crops of one batch; None: the device has nothing to do."""
+        """Gather the results of ``write`` for the crops of one batch; None: no changes are left to the device."""
         return None
 
     def crops(self, image: Any) -> list[Any]:
-        """Make the crops of an image, with ``shape`` and ``dtype``, in the order in which they were made.
+        """Return the crops of an image, which have ``shape`` and ``dtype``, in the order in which they were made.
 
         Raises:
-            DataError: the transforms do not end in tensors, or one of ours or torchvision's cannot take what it gets.
+            DataError: the transforms do not end in tensors, or one of ours or torchvision's cannot take its input.
         """
         crops: list[Any] = [self.begun(image)]
         for transform in self.transforms:
@@ -116,7 +116,7 @@ class Pipeline:
         return self.finished(crops)
 
     def begun(self, image: Any) -> Any:
-        """Return what the first transform takes."""
+        """Convert an image to the input of the first transform."""
         return image
 
     def step(self, transform: Callable[[Any], Any], crops: list[Any]) -> list[Any]:
@@ -126,7 +126,7 @@ class Pipeline:
         return [made for crop in crops for made in _as_list(_applied(transform, crop))]
 
     def finished(self, crops: list[Any]) -> list[Any]:
-        """Return the crops, which must be tensors by now. Raises DataError as ``crops``."""
+        """Return the crops, after checking that they are float tensors. Raises DataError as ``crops``."""
         if not all(isinstance(crop, Tensor) and crop.ndim == 3 and torch.is_floating_point(crop) for crop in crops):
             raise DataError(
                 f"TRANSFORMS must turn an image into (3, H, W) float tensors, but end in {type(crops[0]).__name__}. "
@@ -140,7 +140,7 @@ def _applied(transform: Callable[[Any], Any], crop: Any) -> Any:
         return transform(crop)
     except (TypeError, ValueError, AttributeError, RuntimeError) as error:
         if type(transform).__module__.split(".")[0] not in ("torchvision", "vissl_zero"):
-            raise  # a defect in a user's own, who wants to see where
+            raise  # a defect in a custom transform: its author needs the traceback
         raise DataError(
             f"TRANSFORMS: {type(transform).__name__} cannot take a {type(crop).__name__} ({error}). Put transforms of "
             "images before {name: ToTensor} and those of tensors, such as Normalize, after it."
@@ -157,9 +157,9 @@ def build_pipeline(entries: Sequence[Mapping[str, Any]], key: str) -> Pipeline:
     Args:
         entries: ``{name: ..., <argument>: ...}`` each. A name is one of the TRANSFORMS registry or of a class of
             ``torchvision.transforms``; an argument that is itself a list of such entries (RandomApply) is built too.
-        key: where the list stands, for messages, such as ``config.DATA.TRAIN.TRANSFORMS``; an entry has its position.
+        key: configuration key of the list, for messages, such as ``config.DATA.TRAIN.TRANSFORMS``.
     Raises:
-        ConfigError: every unknown name and every entry whose arguments do not fit.
+        ConfigError: lists every unknown name and every entry whose arguments do not fit.
     """
     built: list[Callable[[Any], Any]] = []
     problems: list[Problem] = []
@@ -207,7 +207,7 @@ def torchvision_names() -> list[str]:
 
 
 def argument(value: Any, key: str) -> Any:
-    """Convert an argument for the constructor: YAML has neither nested transforms nor enumerations."""
+    """Convert an argument from YAML, which has no enumerations and no nested transforms, for a constructor."""
     if isinstance(value, str) and value in {mode.value for mode in InterpolationMode}:
         return InterpolationMode(value)
     if isinstance(value, (list, tuple)) and value and all(isinstance(v, Mapping) and "name" in v for v in value):

@@ -25,10 +25,10 @@ class Counted:
     """Sums over a chunk of images.
 
     Attributes:
-        values: (3, 256) int64, how often each channel of the decoded RGB images has each value.
-        num_images: number of images that could be read.
-        is_gray: whether all of them are gray.
-        bits: per channel, of the image with the most.
+        values: (3, 256) int64, histogram of each channel of the decoded RGB images.
+        num_images: number of readable images.
+        is_gray: whether all images are gray.
+        bits: largest number of bits per channel of any image.
     """
 
     values: np.ndarray
@@ -38,7 +38,7 @@ class Counted:
 
 
 def count(source: Source, indices: range) -> Counted:
-    """Count the values of these images' pixels; broken images are passed over."""
+    """Count the pixel values of these images; broken images are skipped."""
     values = np.zeros((_CHANNELS, 256), np.int64)
     num_images, is_gray, most_bits = 0, True, 1
     for index in indices:
@@ -71,7 +71,7 @@ def _is_gray(image: Image.Image) -> bool:
 
 
 def _bits(file: Image.Image, data: bytes) -> int:
-    """Return the bits per channel; Pillow reads color of 16 bits as 8, and says so nowhere."""
+    """Return the bits per channel in the file; Pillow reads color of 16 bits as 8 without a trace."""
     if file.format == "PNG":
         return data[PNG_BITS]
     if isinstance(file, TiffImageFile):
@@ -84,9 +84,9 @@ class _Sums:
     """Sums over a chunk of images of other channels than red, green and blue, in float64.
 
     Attributes:
-        num_images: number of images that could be read.
-        num_pixels: number of their pixels.
-        of_values, of_squares: (C,), each channel.
+        num_images: number of readable images.
+        num_pixels: number of pixels of these images.
+        of_values, of_squares: (C,), sums over all pixels of each channel.
     """
 
     num_images: int
@@ -96,7 +96,7 @@ class _Sums:
 
 
 def _sum_up(source: Source, indices: range, channels: int) -> _Sums:
-    """Sum up the values of these images; broken images are passed over."""
+    """Sum the values of these images; broken images are skipped."""
     num_images = num_pixels = 0
     of_values, of_squares = np.zeros(channels), np.zeros(channels)
     for index in indices:
@@ -112,13 +112,13 @@ def _sum_up(source: Source, indices: range, channels: int) -> _Sums:
 
 @dataclass(frozen=True)
 class ChannelStatistics:
-    """Statistics of all pixels, as the loader reads them: 255, or 65,535 of 16 bits, as 1.
+    """Statistics of all pixels in the loader's range, where 255, or 65,535 of 16 bits, is 1.
 
     Attributes:
-        num_images: number of images that were read.
-        num_broken: number of images that could not be read.
-        channels: number of channels; of RGB images, 1 where every image is gray.
-        mean, std: of each channel, over all pixels of all images.
+        num_images: number of readable images.
+        num_broken: number of broken images.
+        channels: number of channels; 1 if all images are RGB and gray.
+        mean, std: mean and standard deviation of each channel, over all pixels of all images.
     """
 
     num_images: int
@@ -135,26 +135,25 @@ class ChannelStatistics:
 
 @dataclass(frozen=True)
 class Statistics(ChannelStatistics):
-    """Statistics of images that are read as 8-bit RGB; the mean of each of three channels, gray or not.
+    """Statistics of images that are read as 8-bit RGB; ``mean`` and ``std`` have three channels, also of gray images.
 
     Attributes:
-        bits: bits of a channel, of the image with the most.
+        bits: largest number of bits per channel of any image.
     """
 
     bits: int
 
 
 def statistics(source: Source, report: Callable[[str], None]) -> Statistics:
-    """Measure all pixels of a source in one pass; each image counts by its pixels.
-
-    The counts are whole numbers, so neither the order nor the number of processes changes the result.
+    """Measure all pixels of a source in one pass; an image's weight is its number of pixels.
 
     Args:
         source: the images.
-        report: gets a line of progress every few seconds.
+        report: receives a line of progress every few seconds.
     Raises:
         DataError: none of the images can be read.
     """
+    # Counts are integers, so neither the order of chunks nor the number of processes changes the result.
     values = np.zeros((_CHANNELS, 256), np.int64)
     num_images, is_gray, bits = 0, True, 1
     for counted in looked_at(source, count, report):
@@ -174,15 +173,16 @@ def statistics(source: Source, report: Callable[[str], None]) -> Statistics:
 
 
 def channel_statistics(source: Source, channels: int, report: Callable[[str], None]) -> ChannelStatistics:
-    """Measure all pixels of a source in one pass, as ``statistics``; sums are joined in the order of the images.
+    """Measure all pixels of a source with other channels than RGB in one pass; see ``statistics``.
 
     Args:
         source: the images.
         channels: DATA.IN_CHANNELS.
-        report: gets a line of progress every few seconds.
+        report: receives a line of progress every few seconds.
     Raises:
         DataError: none of the images can be read.
     """
+    # Chunks arrive in order, so float sums do not depend on the number of processes.
     parts = list(looked_at(source, partial(_sum_up, channels=channels), report))
     num_images, num_pixels = (
         sum(values) for values in zip(*((p.num_images, p.num_pixels) for p in parts), strict=True)

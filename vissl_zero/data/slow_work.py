@@ -1,4 +1,4 @@
-"""Progress of slow work: a line every few seconds, none where it is quick."""
+"""Progress of slow work: a line every few seconds."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ EVERY_S = 5.0
 
 
 class SlowProgress:
-    """Reports how far the work has come.
+    """Reports progress, at most once every ``EVERY_S`` seconds.
 
     Args:
-        report: takes a line.
+        report: receives a line.
     """
 
     def __init__(self, report: Callable[[str], object]):
         self._report, self._last = report, time.monotonic()
 
     def update(self, text: str) -> None:
-        """Report ``text`` if it is time to."""
+        """Report ``text`` if the last report was more than ``EVERY_S`` seconds ago."""
         if time.monotonic() > self._last + EVERY_S:
             self._last = time.monotonic()
             self._report(text)

@@ -1,7 +1,7 @@
-"""Sources of images and labels: the ``Source`` of every kind of data set, and how a split's is built.
+"""Sources of images and labels: the ``Source`` of every kind of data set, and the source of a split.
 
-Labels may come from elsewhere: VISSL's ``LABEL_SOURCES: [disk_filelist]``, a ``.npy`` file of integers. A class for
-each image, or a row of several labels for each, as VISSL writes those of VOC07.
+Labels may come from a separate ``.npy`` file of integers (VISSL's ``LABEL_SOURCES: [disk_filelist]``): one class per
+image, or a row of several labels per image, as VISSL's files of VOC07.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from vissl_zero.data.decode import Decoder, read_array
 from vissl_zero.errors import ConfigError, DataError, Problem, counted
 from vissl_zero.registry import DATA_SOURCES, require_interface
 
-UNLABELLED = -1  # stands for the number of a class in arrays of labels
+UNLABELLED = -1  # in arrays of labels
 _MOST_NAMED = 10
 
 
@@ -31,7 +31,7 @@ class Source(Protocol):
 
     @property
     def class_names(self) -> tuple[str, ...]:
-        """Name of each class, by label; empty when the images have no labels. A plain attribute will do."""
+        """Name of each class, by label; empty without labels. May be a plain attribute."""
 
     def __len__(self) -> int:
         """Return the number of images."""
@@ -43,20 +43,20 @@ class Source(Protocol):
         """Return the class of an image, or None without labels."""
 
     def name(self, index: int) -> str:
-        """Name an image for messages: its path, where it has one."""
+        """Return an image's name for messages: its path, if it has one."""
 
 
 class EncodedSource:
-    """A source of image files, wherever they lie. A subclass reads a file, and has the rest of ``Source``.
+    """A source of image files. A subclass defines ``encoded``, which reads a file, and the rest of ``Source``.
 
-    The fast backend decodes such a file itself, and no larger than needed.
+    The fast backend decodes the file itself, at no larger size than needed.
     """
 
     def __init__(self, decoder: Decoder):
         self.decoder = decoder
 
     def encoded(self, index: int) -> bytes | Image.Image:
-        """Read the file of an image, not decoded; an RGB image where it has none. Raises BrokenImageError."""
+        """Read the file of an image without decoding it; an RGB image if there is no file. Raises BrokenImageError."""
         raise NotImplementedError
 
     def name(self, index: int) -> str:
@@ -69,26 +69,26 @@ class EncodedSource:
 
 
 def encoded_image(source: Source, index: int) -> bytes | Image.Image:
-    """Return the file of an image where ``source`` has files, else the image."""
+    """Return the content of an image's file if ``source`` has files, else the image. Raises BrokenImageError."""
     read = getattr(source, "encoded", None)
     return source.image(index) if read is None else read(index)
 
 
 def masks_of(source: Source) -> Callable[[int], Image.Image] | None:
-    """Return what reads the mask of an image: "L", the class of each pixel, 255 where it does not count.
+    """Return the function that reads the mask of an image: mode "L", the class of each pixel, 255 where ignored.
 
-    None where the images have no masks: a source has them by a method ``mask(index)``.
+    None if the source has no method ``mask(index)``.
     """
     return _of_index(source, "mask")
 
 
 def array_of(source: Source) -> Callable[[int], np.ndarray] | None:
-    """Return what copies the array of an image; None where a source has none by a method ``array(index)``."""
+    """Return the function that copies the array of an image; None if the source has no method ``array(index)``."""
     return _of_index(source, "array")
 
 
 def checks_of(source: Source) -> Callable[[int], None] | None:
-    """Return what looks at an image without keeping it, and raises BrokenImageError; None without ``check(index)``."""
+    """Return the function that checks an image and may raise BrokenImageError; None without ``check(index)``."""
     return _of_index(source, "check")
 
 
@@ -106,14 +106,14 @@ class SourceRequest:
     Attributes:
         split: "TRAIN" or "TEST".
         paths: DATA_PATHS, possibly none.
-        limit: DATA_LIMIT, -1 for all. Sources that make images make this many; others may ignore it (the subset is
-            drawn by ``build_source``).
-        image_size: DEFAULT_GRAY_IMG_SIZE, the side in pixels of images that are made.
+        limit: DATA_LIMIT, -1 for all. Sources that generate images generate this many; others may ignore it, because
+            ``build_source`` draws the subset.
+        image_size: DEFAULT_GRAY_IMG_SIZE, the side in pixels of generated images.
         seed: SEED_VALUE.
-        class_names: classes that labels must count by (those of TRAIN, for TEST), or empty to take the source's own.
-        dataset_names: DATASET_NAMES, for a source that knows data sets by name.
+        class_names: classes that number the labels (for TEST, those of TRAIN); empty: the source's own.
+        dataset_names: DATASET_NAMES, for a source of named data sets.
         path_prefix: REMOVE_IMG_PATH_PREFIX and NEW_IMG_PATH_PREFIX, for a source that reads paths from a list.
-        decoder: decodes files as the DATA block says.
+        decoder: decoder of the DATA block.
     """
 
     split: str
@@ -129,7 +129,7 @@ class SourceRequest:
 
 @dataclass(frozen=True)
 class _Derived:
-    """A source made of another; image i is image ``_at(i)`` of that one."""
+    """A source derived from another; image i is image ``_at(i)`` of the other."""
 
     source: Source
 
@@ -157,7 +157,7 @@ class Subset(_Derived):
 
     @property
     def class_names(self) -> tuple[str, ...]:
-        """Those of the whole source."""
+        """Class names of the whole source."""
         return self.source.class_names
 
     def __len__(self) -> int:
@@ -176,10 +176,10 @@ def build_source(data_cfg: Data, split: str, seed: int, class_names: Sequence[st
     Args:
         data_cfg: the resolved DATA block.
         split: "TRAIN" or "TEST".
-        seed: SEED_VALUE; only sources that make images use it.
-        class_names: the classes of TRAIN when building TEST, so that a class has one number in both.
+        seed: SEED_VALUE; only sources that generate images use it.
+        class_names: the classes of TRAIN when building TEST, so that a class has the same number in both.
     Raises:
-        ConfigError: no source is named, several different ones are, or a source's own keys are wrong.
+        ConfigError: no source or several different sources are named, or a source's keys are wrong.
         DataError: paths are missing, empty or unreadable.
     Cost: lists the folders; no image is read.
     """
@@ -210,7 +210,7 @@ def build_source(data_cfg: Data, split: str, seed: int, class_names: Sequence[st
 
 
 def build_eval_sources(data_cfg: Data, seed: int) -> tuple[Source, Source | None]:
-    """Build TRAIN's and TEST's sources with the same classes; None for TEST when it names no source."""
+    """Build TRAIN's and TEST's sources with the same classes; None for TEST if it names no source."""
     train = build_source(data_cfg, "TRAIN", seed)
     if not data_cfg.TEST.DATA_SOURCES:
         return train, None
@@ -218,9 +218,9 @@ def build_eval_sources(data_cfg: Data, seed: int) -> tuple[Source, Source | None
 
 
 def splits_to_read(data_cfg: Data, seed: int) -> dict[str, Source]:
-    """Return the splits that a program reads to see each image once: TRAIN, and TEST if it has images.
+    """Return the splits that together have each image once: TRAIN, and TEST if it has images.
 
-    Where both are configured alike, TEST alone: they hold the same images.
+    If both have the same configuration, and so the same images: TEST alone.
     """
     train, test = build_eval_sources(data_cfg, seed)
     if test is None:
@@ -229,13 +229,13 @@ def splits_to_read(data_cfg: Data, seed: int) -> dict[str, Source]:
 
 
 def left_out(source: Source) -> Sequence[str]:
-    """Say what beside the images of a source is not read, in sentences; nothing where a source cannot tell."""
-    noted: Sequence[str] = getattr(_whole(source), "left_out", ())
-    return noted
+    """Return sentences about files in a source's folders that are not read; empty if the source has none to report."""
+    sentences: Sequence[str] = getattr(_whole(source), "left_out", ())
+    return sentences
 
 
 def left_out_of_run(data_cfg: Data, train: Source, seed: int) -> list[str]:
-    """Say what the folders of TRAIN and of TEST hold and a run does not read, and which of TRAIN's classes TEST lacks.
+    """Return sentences about files of TRAIN and TEST that are not read, and about TRAIN's classes that TEST lacks.
 
     Cost: lists TEST's folders.
     """
@@ -247,7 +247,7 @@ def left_out_of_run(data_cfg: Data, train: Source, seed: int) -> list[str]:
 
 
 def _lacking(test: Source) -> list[str]:
-    """Say which classes of TRAIN have no images in TEST, or that none has."""
+    """Return a sentence about the classes of TRAIN without images in TEST, or about a TEST without classes."""
     whole = _whole(test)
     if not whole.class_names:
         return ["config.DATA.TEST.DATA_PATHS has images outside of class folders, so no accuracy on TEST is measured."]
@@ -261,20 +261,20 @@ def _lacking(test: Source) -> list[str]:
 
 
 def _whole(source: Source) -> Source:
-    """Return the source that limits and labels were put over."""
+    """Return the source without limits and separate labels."""
     while isinstance(source, _Derived):
         source = source.source
     return source
 
 
 def label_matrix(source: Source, num_classes: int = 0) -> np.ndarray | None:
-    """Build a matrix of the labels of all images; None where an image has none.
+    """Build a matrix of the labels of all images; None if an image has no label.
 
     Args:
         source: the images.
-        num_classes: columns at least, where images have one class each.
+        num_classes: smallest number of columns, for images with one class each.
     Returns:
-        (N, C) int8: 1 where an image shows the class, 0 where not, -1 where it does not count.
+        (N, C) int8: 1 if an image shows the class, 0 if not, -1 if ignored.
     """
     if isinstance(source, Subset):
         whole = label_matrix(source.source, num_classes)
@@ -289,11 +289,11 @@ def label_matrix(source: Source, num_classes: int = 0) -> np.ndarray | None:
 
 
 def described_splits(config: RunConfig, is_labeled: bool = True) -> str:
-    """Describe the images that are trained on, and those that are measured on, for people.
+    """Describe the images of training and of evaluation, for people.
 
     Args:
-        config: config of the run.
-        is_labeled: whether the images of TRAIN have classes; without, kNN has nothing to measure.
+        config: configuration of the run.
+        is_labeled: whether the images of TRAIN have classes, without which there is no kNN.
     """
     train, test = (described(config.DATA, split) for split in ("TRAIN", "TEST"))
     if not test and not (config.NEAREST_NEIGHBOR.USE_KNN and is_labeled):
@@ -302,7 +302,7 @@ def described_splits(config: RunConfig, is_labeled: bool = True) -> str:
 
 
 def described(data_cfg: Data, split: str) -> str:
-    """Describe the images of a split for people: ``digits``, ``disk_folder /my/photos``; empty where it has none."""
+    """Describe the images of a split for people, such as ``disk_folder /my/photos``; empty without a source."""
     cfg = split_of(data_cfg, split)
     if not cfg.DATA_SOURCES:
         return ""
@@ -319,7 +319,7 @@ def _source_name(cfg: Split, split: str) -> str:
 
 
 def _with_labels(source: Source, cfg: Split, request: SourceRequest) -> Source:
-    """Apply LABEL_SOURCES: empty for the labels the source has, its own name to insist on them, or disk_filelist."""
+    """Apply LABEL_SOURCES: empty: the source's labels, if any; its own name: require them; disk_filelist: a file."""
     names = list(cfg.LABEL_SOURCES)
     key = f"config.DATA.{request.split}.LABEL_SOURCES"
     if not names:
@@ -338,10 +338,7 @@ def _with_labels(source: Source, cfg: Split, request: SourceRequest) -> Source:
 
 
 def _limit(source: Source, limit: int, sampling: DataLimitSampling, key: str) -> Source:
-    """Draw ``limit`` images at random, in the source's order; always the same ones.
-
-    Not the first ``limit``: with class folders those would be a class or two.
-    """
+    """Draw ``limit`` images at random, in the source's order; the same in every run."""
     skip = sampling.SKIP_NUM_SAMPLES
     if limit < 0 or (limit >= len(source) and not skip):
         return source
@@ -351,6 +348,8 @@ def _limit(source: Source, limit: int, sampling: DataLimitSampling, key: str) ->
         must = f"must leave DATA_LIMIT ({limit}) of the {len(source)} images"
         fix = "Lower one of them."
         raise ConfigError([Problem(f"{key}.DATA_LIMIT_SAMPLING.SKIP_NUM_SAMPLES", str(skip), must, fix)])
+    # At random, because the first ``limit`` images of class folders would be of one or two classes. Seeded by a key of
+    # its own, so that another SEED_VALUE trains on the same subset.
     generator = torch.Generator().manual_seed(sampling.SEED)
     if sampling.IS_BALANCED:
         chosen = _balanced(source, limit, skip, generator, key)
@@ -360,7 +359,7 @@ def _limit(source: Source, limit: int, sampling: DataLimitSampling, key: str) ->
 
 
 def _balanced(source: Source, limit: int, skip: int, generator: torch.Generator, key: str) -> list[int]:
-    """Draw the indices of ``limit`` images, from each class as many, or one more from the first classes."""
+    """Draw the indices of ``limit`` images, equally many of each class; the first classes have the remainder."""
     groups: dict[int, list[int]] = {}
     for index in range(len(source)):
         if (label := source.label(index)) is not None:
@@ -384,7 +383,7 @@ def _balanced(source: Source, limit: int, skip: int, generator: torch.Generator,
 
 @dataclass(frozen=True)
 class Relabeled(_Derived):
-    """A source under labels from elsewhere."""
+    """A source with labels from a separate file."""
 
     labels: tuple[int, ...]
     class_names: tuple[str, ...]
@@ -395,10 +394,10 @@ class Relabeled(_Derived):
 
 @dataclass(frozen=True, eq=False)
 class MultiLabeled(_Derived):
-    """A source whose images have several labels each, so that none of them is its class.
+    """A source whose images have several labels each, and so no single class.
 
     Attributes:
-        matrix: (N, C) int8: 1 where an image shows the class, 0 where not, -1 where it does not count.
+        matrix: (N, C) int8: 1 if an image shows the class, 0 if not, -1 if ignored.
     """
 
     matrix: np.ndarray
@@ -409,15 +408,15 @@ class MultiLabeled(_Derived):
 
 
 def relabel(source: Source, paths: tuple[str, ...], class_names: tuple[str, ...]) -> Relabeled | MultiLabeled:
-    """Put ``source`` under the labels of ``.npy`` files, one integer per image in the source's order.
+    """Return ``source`` with the labels of ``.npy`` files, in the source's order: an integer or a row per image.
 
     Args:
         source: the images.
-        paths: LABEL_PATHS; several are read one after another, as several DATA_PATHS are.
-        class_names: the classes of TRAIN when ``source`` is TEST, else empty. Classes are the distinct values in
-            ascending order (VISSL's rule), so labels need not be contiguous.
+        paths: LABEL_PATHS; several are concatenated, like several DATA_PATHS.
+        class_names: the classes of TRAIN if ``source`` is TEST, else empty. Classes are the distinct values in
+            ascending order (VISSL's rule), so labels need not be consecutive.
     Raises:
-        DataError: a file is missing, is not an array of integers, or the number of labels is not that of the images.
+        DataError: a file is missing, is not an array of integers, or the numbers of labels and images differ.
     """
     arrays = [_read(path) for path in paths]
     if len({array.shape[1:] for array in arrays}) > 1:

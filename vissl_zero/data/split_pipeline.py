@@ -15,9 +15,9 @@ _IMAGENET = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
 
 
 def build_eval_pipeline(data_cfg: Data) -> Pipeline:
-    """Build the pipeline of TEST's TRANSFORMS, or Resize, CenterCrop, ToTensor and Normalize as TRAIN's imply.
+    """Build the pipeline of TEST's TRANSFORMS; by default Resize, CenterCrop, ToTensor and Normalize.
 
-    The size is that of TRAIN's largest crops (no resizing where TRAIN has none), Normalize is TRAIN's own.
+    The default has the size of TRAIN's largest crops (no resizing if TRAIN has no size), and TRAIN's Normalize.
     """
     split = "TEST" if data_cfg.TEST.TRANSFORMS else "TRAIN"
     return _with_backend(data_cfg, eval_transforms(data_cfg), f"config.DATA.{split}.TRANSFORMS", on_device=False)
@@ -29,7 +29,7 @@ def eval_transforms(data_cfg: Data) -> Sequence[Mapping[str, Any]]:
 
 
 def described_views(data_cfg: Data) -> str:
-    """Describe what ``build_eval_pipeline`` does to an image, for people: sizes in pixels, mean and deviation."""
+    """Describe the transforms of ``build_eval_pipeline`` for people: sizes in pixels, mean and standard deviation."""
     return ", ".join(text for entry in eval_transforms(data_cfg) if (text := _in_words(entry)))
 
 
@@ -55,7 +55,7 @@ def build_split_pipeline(data_cfg: Data, split: str) -> Pipeline:
     """Build the pipeline of the TRANSFORMS of a split ("TRAIN" or "TEST"), for the backend of the DATA block.
 
     Raises:
-        ConfigError: as ``build_pipeline``; also transforms that the backend does not have.
+        ConfigError: as ``build_pipeline``; also if the backend lacks a transform.
     """
     on_device, key = data_cfg.AUGMENT_ON == "device", f"config.DATA.{split}.TRANSFORMS"
     return _with_backend(data_cfg, split_of(data_cfg, split).TRANSFORMS, key, on_device)

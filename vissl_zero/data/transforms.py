@@ -1,8 +1,7 @@
-"""Transforms of images that torchvision does not have: colors, and several crops of an image.
+"""Transforms that torchvision does not have: colors, and several crops of an image.
 
-Colors: SimCLR's distortion and blur, BYOL's solarization, RandAugment (https://arxiv.org/abs/1909.13719, that of VISSL
-and timm, or torchvision's), images of one channel in color. Crops: SwAV's multi-crop, copies, tiles, and what is done
-to some of the crops alone.
+Colors: SimCLR's distortion and blur, BYOL's solarization, RandAugment (https://arxiv.org/abs/1909.13719, VISSL's and
+timm's or torchvision's), gray to RGB. Crops: SwAV's multi-crop, copies, tiles, and transforms of some crops only.
 """
 
 from __future__ import annotations
@@ -45,12 +44,12 @@ class ImgPilGaussianBlur:
 
 @TRANSFORMS.register("ImgPilRandomStroke")
 class ImgPilRandomStroke:
-    """Thicker or thinner bright strokes: a random mixture with the brightest or darkest pixel of 3 by 3 around each.
+    """Thicker or thinner bright strokes: a random blend with the 3 x 3 maximum or minimum filter of the image.
 
     For scans of handwriting, where pens and writers differ. Torchvision has no such transform.
 
     Args:
-        strength: most that the thickened or thinned image counts in the mixture, 0 to 1.
+        strength: largest share of the filtered image in the blend, 0 to 1.
     """
 
     def __init__(self, strength: float = 0.5):
@@ -66,8 +65,8 @@ class ImgPilColorDistortion:
     """Color jitter with probability 0.8, then gray with probability 0.2: https://arxiv.org/abs/2002.05709, appendix A.
 
     Args:
-        strength: scales the other four.
-        brightness, contrast, saturation, hue: by how much each is jittered.
+        strength: factor of the other four.
+        brightness, contrast, saturation, hue: ranges of ``ColorJitter``.
     """
 
     def __init__(
@@ -91,7 +90,7 @@ class ImgPilColorDistortion:
 
 @TRANSFORMS.register("ImgPilRandomSolarize")
 class ImgPilRandomSolarize:
-    """Inverts, with a probability, all values from a threshold up that is drawn from 0 to 256, as VISSL has it.
+    """Inverts, with a probability, all values from a random threshold (0 to 256) up, as in VISSL.
 
     Args:
         p: probability.
@@ -108,12 +107,12 @@ class ImgPilRandomSolarize:
 
 @TRANSFORMS.register("ImgPilRandomPhotometric")
 class ImgPilRandomPhotometric:
-    """With a probability: fewer bits, blurred or sharpened, solarized, and contrast stretched, as PIRL has it.
+    """PIRL's photometric distortion, with a probability: posterize, blur or sharpen, solarize, stretch the contrast.
 
     https://arxiv.org/abs/1912.01991. Bits are drawn from 4 to 8, sharpness from 0.1 to 1.9, a threshold from 0 to 256.
 
     Args:
-        p: probability of all four.
+        p: probability of the four together.
     """
 
     def __init__(self, p: float = 0.66):
@@ -131,11 +130,11 @@ class ImgPilRandomPhotometric:
 
 @TRANSFORMS.register("MNISTImgPil2RGB")
 class MNISTImgPil2RGB:
-    """An RGB image, if asked for on a black canvas of another size.
+    """Conversion to RGB, optionally on a black canvas of another size.
 
     Args:
-        size: height and width of the canvas, or one number for both; empty: the image's own.
-        box: left and upper edge of the image on it, in pixels.
+        size: height and width of the canvas, or one number for both; empty: the image's size.
+        box: left and upper edge of the image on the canvas, in pixels.
     """
 
     def __init__(self, size: int | Sequence[int] = (), box: Sequence[int] = (0, 0)):
@@ -166,7 +165,7 @@ _LINEAR_BELOW = 0.008856
 
 @TRANSFORMS.register("ImgPil2LabTensor")
 class ImgPil2LabTensor:
-    """A Lab tensor: lightness from -50 to 50, a and b from -128 to 127, in steps of 8 bits as OpenCV has them.
+    """A Lab tensor: lightness from -50 to 50, a and b from -128 to 127, rounded to OpenCV's 8-bit values.
 
     Args:
         indices: must be empty; VISSL does not use them either.
@@ -189,14 +188,14 @@ class ImgPil2LabTensor:
         return torch.from_numpy(scaled.astype(np.float32))
 
 
-# The order of VISSL's lists: which number drawn is which operation.
+# In the order of VISSL's lists, so that a drawn index selects the same operation.
 _OPERATIONS = (
     *("AutoContrast", "Equalize", "Invert", "Rotate", "Posterize", "Solarize", "SolarizeAdd", "Color"),
     *("Contrast", "Brightness", "Sharpness", "ShearX", "ShearY", "TranslateXRel", "TranslateYRel"),
 )
-# Those that have a form whose severity grows with the magnitude.
+# Operations with a variant whose severity grows with the magnitude.
 _GROWING = ("Posterize", "Solarize", "Color", "Contrast", "Brightness", "Sharpness")
-# VISSL's one set of weights (rand_auto_aug.py); the others are never drawn.
+# VISSL's only set of weights (rand_auto_aug.py); operations with weight 0 are never drawn.
 _WEIGHTS = {
     "Rotate": 0.3,
     "ShearX": 0.2,
@@ -211,7 +210,8 @@ _FILL = (128, 128, 128)
 
 
 def _posterize(image: Image.Image, bits_to_keep: int, **_: Any) -> Image.Image:
-    """Posterize as timm does; new versions of Pillow refuse its greatest magnitude, 0 bits: black."""
+    """Posterize as timm does."""
+    # timm's largest magnitude keeps 0 bits, a black image, which new versions of Pillow refuse.
     if bits_to_keep < 1:
         return image.point([0] * 256 * len(image.getbands()))
     return ImageOps.posterize(image, min(bits_to_keep, 8))
@@ -226,17 +226,17 @@ def rand_augment(
     weight_choice: int | None = None,
     **torchvisions: Any,
 ) -> Callable[[Image.Image], Image.Image]:
-    """Build VISSL's RandAugment where one of its keys is written, by timm's operations; else torchvision's.
+    """Build VISSL's RandAugment, of timm's operations, if one of its keys is set; else torchvision's.
 
     Args:
         magnitude: strength of each operation; VISSL's from 0 to 10, 10 by default.
-        magnitude_std: deviation of a normal draw around it, 0 by default. VISSL's alone, like the next three.
-        num_layers: operations for an image, 2 by default; each is applied with probability 0.5.
-        increasing_severity: take the forms of operations whose severity grows with the magnitude.
-        weight_choice: 0: operations are drawn by VISSL's weights, each once; null: evenly.
+        magnitude_std: standard deviation of the magnitude, 0 by default. VISSL's only, like the next three.
+        num_layers: operations per image, 2 by default; each is applied with probability 0.5.
+        increasing_severity: use the variants of operations whose severity grows with the magnitude.
+        weight_choice: 0: draw operations by VISSL's weights, without replacement; null: with equal weights.
         torchvisions: keys of ``torchvision.transforms.RandAugment``.
     Raises:
-        TypeError, ValueError: keys of both, or a wrong value.
+        TypeError, ValueError: keys of both are set, or a value is wrong.
     """
     timms = (magnitude_std, num_layers, increasing_severity, weight_choice)
     if all(value is None for value in timms):
@@ -273,7 +273,7 @@ class ImgPilToMultiCrop:
         size_crops: side of each size, in pixels.
         crop_scales: smallest and largest share of the image's area that a crop of each size shows.
         interpolation: bilinear, or bicubic as in BYOL, DINO, MAE, Barlow Twins and VICReg.
-        keeps_boxes: the batch has the box of each crop too (``CropBoxes``), for VICRegL.
+        keeps_boxes: add the box of each crop to the batch (``CropBoxes``), for VICRegL.
     """
 
     def __init__(
@@ -310,7 +310,7 @@ class ImgReplicatePil:
     """Copies of an image. Later transforms act on each copy.
 
     Args:
-        num_times: copies.
+        num_times: number of copies.
     """
 
     def __init__(self, num_times: int = 2):
@@ -324,10 +324,7 @@ class ImgReplicatePil:
 
 @TRANSFORMS.register("ImgPatchesFromTensor")
 class ImgPatchesFromTensor:
-    """Tiles of an image: one at a random place of each cell of a grid, the cells column by column, as in VISSL.
-
-    Neither an edge that continues in the next tile nor the tile's position reveals the order (arXiv 1603.09246,
-    section 3.3).
+    """Tiles of an image: one at a random position in each cell of a grid, in the order of columns, as in VISSL.
 
     Args:
         num_patches: tiles, a square number.
@@ -348,6 +345,7 @@ class ImgPatchesFromTensor:
     def boxes(self, height: int) -> list[tuple[int, int, int, int]]:
         """Return left, top, right and bottom of each tile of a square image."""
         cell = height // self.side
+        # Smaller than the cell: edges that continue in the next tile would reveal the order (arXiv 1603.09246, 3.3).
         size = cell - self.patch_jitter
         if size < 1:
             raise ValueError(f"cells of {cell} pixels have no room for tiles; lower patch_jitter or crop larger images")
@@ -361,16 +359,17 @@ class ImgPatchesFromTensor:
 
 @TRANSFORMS.register("ImgPilToPatchesAndImage")
 class ImgPilToPatchesAndImage:
-    """A random resized crop, and the tiles of another one in random order, as PIRL has them (arXiv 1912.01991).
+    """A random resized crop, and the tiles of a second crop in random order, as in PIRL (arXiv 1912.01991).
 
     Later transforms act on the crop and on each tile.
 
     Args:
         crop_scale_image: smallest and largest share of the image's area in the crop.
-        crop_size_image: its side in pixels.
-        crop_scale_patches, crop_size_patches: the same of the crop that is cut. A tile is 21 pixels less than its cell.
+        crop_size_image: side of the crop, in pixels.
+        crop_scale_patches, crop_size_patches: the same for the crop that is cut into tiles. A tile's side is 21 pixels
+            less than its cell's.
         num_patches: tiles, a square number.
-        permute_patches: only true, as in VISSL, which does not read it.
+        permute_patches: must be true; VISSL ignores it.
     """
 
     def __init__(
@@ -397,10 +396,10 @@ class ImgPilToPatchesAndImage:
 
 @TRANSFORMS.register("ImgPilMultiCropRandomApply")
 class ImgPilMultiCropRandomApply:
-    """Transforms with a probability for each crop, as BYOL and DINO have it: https://arxiv.org/abs/2006.07733.
+    """Transforms with a separate probability for each crop, as in BYOL and DINO: https://arxiv.org/abs/2006.07733.
 
     Args:
-        transforms: applied one after another, all or none of them.
+        transforms: applied in order, all or none.
         prob: probability for each crop, in the order in which crops are made.
     """
 

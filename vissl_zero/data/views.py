@@ -1,4 +1,4 @@
-"""The loader's crops of one image, for a loader of your own: ``vissl_zero.load_views``."""
+"""The loader's crops of one image, for a custom loader: ``vissl_zero.load_views``."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from vissl_zero.resolve.resolve import resolve
 
 
 class Views:
-    """From an image to its crops, as the loader makes them. Picklable, so that loader workers can have it.
+    """The function from an image to its crops that the loader applies. Picklable, for loader workers.
 
     Args:
         pipeline: pipeline of DATA.TRAIN.TRANSFORMS.
-        decoder: reads files.
+        decoder: decoder of files.
         seed: SEED_VALUE.
         period: AUGMENTATION_PERIOD.
     """
@@ -33,12 +33,12 @@ class Views:
         self.pipeline, self.decoder, self.seed, self.period = pipeline, decoder, seed, period
 
     def __call__(self, image: bytes | str | Path | Image.Image, epoch: int = 0, index: int = 0) -> list[Tensor]:
-        """Make the crops of a sample; they depend on (SEED_VALUE, epoch, index) and the image alone.
+        """Return the crops of a sample, which depend only on (SEED_VALUE, epoch, index) and the image.
 
-        The global random numbers of torch, numpy and Python are as before afterward.
+        The global random states of torch, numpy and Python do not change.
 
         Args:
-            image: the content of a file, its path, or an image.
+            image: the content of a file, a path, or an image.
             epoch: number of the epoch, from 0.
             index: index of the image in its source.
         Returns:
@@ -58,16 +58,16 @@ class Views:
 def load_views(recipe: str, overrides: Sequence[str] = ()) -> Views:
     """Load the training crops of a recipe: ``views(image, epoch=0, index=0) -> list[Tensor]``.
 
-    They are, bit by bit, those that the loader makes of image ``index`` of its source in ``epoch``.
+    The crops are bit-identical to the loader's crops of image ``index`` of its source in ``epoch``.
 
     Args:
-        recipe: what ``config=`` would name.
+        recipe: value of ``config=``.
         overrides: such as ``config.SEED_VALUE=1`` or ``config.DATA.BACKEND=fast``.
     Raises:
-        ConfigError: everything that is wrong with the recipe, all at once.
+        ConfigError: lists all problems of the recipe.
     """
     composed = compose(recipe, [*overrides, "config.DRY_RUN=true"])
-    # The images that the recipe names need not be here; those of this source always are.
+    # The recipe's images need not exist on this machine; synthetic ones always do.
     none: dict[str, Any] = {
         "DATA_PATHS": [],
         "DATASET_NAMES": [],

@@ -1,8 +1,8 @@
 """Loader workers: processes that load micro-batches ahead, and end with their rank.
 
-Each worker receives plans and sends batches through a socket of its own. So the training process waits for one worker
-at a time, with a timeout: one that is killed, stopped or hung ends the iteration with a sentence that names it. torch's
-DataLoader would wait forever for a stopped worker, and takes each batch through three threads.
+Each worker receives plans and sends batches through its own socket. So the training process waits for one worker at a
+time, with a timeout: a worker that is killed, stopped or hung ends the iteration with an error that names it. torch's
+DataLoader would wait forever for a stopped worker, and passes each batch through three threads.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from vissl_zero.errors import DataError, ProcessLostError, printable
 from vissl_zero.lifetime import end_with_creator, register_for_cleanup, signal_name, start_fork_server
 
 logger = logging.getLogger(__name__)
-# VISSL's own default. A plain fork would copy a process in which gloo, OpenMP and CUDA threads hold locks; spawn would
-# import torch again in every worker. The fork server imports once and has a single thread.
+# A plain fork would copy a process in which gloo, OpenMP and CUDA threads hold locks; spawn would import torch in every
+# worker. The fork server imports once and has a single thread. It is VISSL's default too.
 _CONTEXT = multiprocessing.get_context("forkserver")
 _PRELOAD = ["vissl_zero.data.fork_server", "vissl_zero.data.workers"]
-_AHEAD = 2  # micro-batches that a worker is asked for before they are needed
-_reported: set[str] = set()  # images that this process has skipped: training, kNN and probes read the same ones
-_START_S = 120.0  # more for the first micro-batch: the fork server imports torch, perhaps from a slow disk
-_REAPED_S = 2.0  # until the fork server has told how a worker ended
+_AHEAD = 2  # micro-batches that a worker loads before they are needed
+_reported: set[str] = set()  # skipped images, reported once per process: training, kNN and probes read the same ones
+_START_S = 120.0  # added for the first micro-batch: the fork server imports torch, perhaps from a slow disk
+_REAPED_S = 2.0  # the exit code of a dead worker arrives through the fork server
 
 
 class BatchStream:
     """Loads planned micro-batches, in the process itself or in workers that stay alive between epochs.
 
     Args:
-        dataset: turns a plan into a batch.
+        dataset: data set that loads a plan.
         data_cfg: the resolved DATA block (NUM_DATALOADER_WORKERS, PIN_MEMORY, WORKER_TIMEOUT_S).
     """
 
@@ -57,20 +57,20 @@ class BatchStream:
         self._workers: list[Any] = []
         self._connections: list[Connection] = []
         self._receivers: list[BatchReceiver] = []
-        self._due: deque[int] = deque()  # workers, in the order of the micro-batches that they were asked for
+        self._due: deque[int] = deque()  # workers that still have to answer, in the order of micro-batches
         if self._num_workers:
             finalize(self, _kill, self._workers)
             register_for_cleanup()
         self._pins = data_cfg.PIN_MEMORY and torch.cuda.is_available()
         self._pinner: ThreadPoolExecutor | None = None
         if self._pins and self._num_workers:
-            # One thread for all epochs: glibc would give each the heap of some other thread, and batches would leave
-            # free memory behind in all heaps. A thread has a device of its own.
+            # One thread for all epochs: glibc gives each new thread one of several heaps, and batches would leave free
+            # memory in all of them. The current CUDA device is per thread.
             device = torch.cuda.current_device()
             self._pinner = ThreadPoolExecutor(1, "pinned memory", torch.cuda.set_device, (device,))
 
     def load(self, plans: Iterable[MicroBatchPlan]) -> Iterator[ImageBatch]:
-        """Yield the micro-batches of ``plans``, in order; one such iteration at a time.
+        """Yield the micro-batches of ``plans``, in order. Only one iteration may be active at a time.
 
         Raises:
             DataError: an image cannot be used.
@@ -85,10 +85,11 @@ class BatchStream:
             yield self._open(loaded)
 
     def _from_workers(self, plans: Iterable[MicroBatchPlan]) -> Iterator[Loaded]:
-        """Yield what the workers load, each in its turn. They are asked ahead, and so never wait."""
+        """Yield the workers' answers, in the order of plans, with ``_AHEAD`` plans in flight per worker."""
         if not self._workers:
             self._start_workers()
-        while self._due:  # of an iteration that was given up
+        # An abandoned iteration leaves answers in the sockets, which would be taken for those of this one.
+        while self._due:
             self._received()
         turns, coming = itertools.cycle(range(self._num_workers)), iter(plans)
         for plan in itertools.islice(coming, self._num_workers * _AHEAD):
@@ -102,14 +103,14 @@ class BatchStream:
             yield answer
 
     def _start_workers(self) -> None:
-        # OpenCV, which the fast backend imports, would be 75 MiB in each worker.
+        # The pipeline's module is imported in the fork server, and its pages are shared: OpenCV takes 75 MiB.
         start_fork_server([*_PRELOAD, type(self._dataset.pipeline).__module__])
         for index in range(self._num_workers):
-            connection, theirs = _CONTEXT.Pipe()
-            worker = _CONTEXT.Process(target=_work, args=(self._dataset, theirs), name=f"loader worker {index}")
-            worker.daemon = True  # it is not waited for
+            connection, worker_end = _CONTEXT.Pipe()
+            worker = _CONTEXT.Process(target=_work, args=(self._dataset, worker_end), name=f"loader worker {index}")
+            worker.daemon = True  # the training process does not wait for it at exit
             worker.start()
-            theirs.close()  # so that the worker's end is the only one, and closes with it
+            worker_end.close()  # the worker then has the only copy, and its death closes the connection
             self._workers.append(worker)
             self._connections.append(connection)
             self._receivers.append(BatchReceiver(connection))
@@ -117,7 +118,7 @@ class BatchStream:
 
     def _ask(self, turn: int, plan: MicroBatchPlan) -> None:
         self._due.append(turn)
-        with suppress(ConnectionError):  # it has died; its turn to answer will tell
+        with suppress(ConnectionError):  # a dead worker is reported when its answer is due
             self._connections[turn].send(plan)
 
     def _received(self) -> Any:
@@ -136,7 +137,7 @@ class BatchStream:
         return answer
 
     def _give_up_on(self, turn: int) -> str:
-        """Kill all workers. Returns the sentence that names those to blame: stopped ones, else the one that is due."""
+        """Kill all workers, and return an error message that names stopped workers, or else worker ``turn``."""
         workers = [(index, worker.pid) for index, worker in enumerate(self._workers)]
         stopped = [f"worker {index} (process {pid}, which is stopped)" for index, pid in workers if _is_stopped(pid)]
         slow = [f"worker {index} (process {pid})" for index, pid in workers if index == turn]
@@ -148,7 +149,7 @@ class BatchStream:
         )
 
     def _explained(self, error: BaseException) -> BaseException:
-        """Explain why a worker's connection is closed; return ``error`` where none has ended."""
+        """Return an error that says how workers ended; ``error`` itself if all are alive."""
         for worker in self._workers:
             worker.join(_REAPED_S / self._num_workers)
         dead = [(index, worker) for index, worker in enumerate(self._workers) if not worker.is_alive()]
@@ -181,16 +182,16 @@ class BatchStream:
 
 def _kill(workers: Iterable[Any]) -> None:
     for worker in workers:
-        with suppress(OSError, ValueError, AttributeError):  # gone, or never begun
+        with suppress(OSError, ValueError, AttributeError):  # ended, or never started
             worker.kill()
 
 
 def _work(dataset: MicroBatchDataset, connection: Connection) -> None:
-    """Answer each plan with what was loaded, until the other end is closed."""
+    """Answer each plan with its batch, until the training process closes the connection."""
     end_with_creator()
     register_for_cleanup()
     torch.set_num_threads(1)
-    # A collection would write to every object that the fork server has imported, and so copy its page.
+    # Garbage collection writes to every object, and so would copy all pages shared with the fork server.
     gc.freeze()
     sender = BatchSender(connection)
     with suppress(EOFError, ConnectionError):
@@ -201,12 +202,12 @@ def _work(dataset: MicroBatchDataset, connection: Connection) -> None:
 def _answer(dataset: MicroBatchDataset, plan: MicroBatchPlan, sender: BatchSender) -> Loaded | ExceptionWrapper:
     try:
         return dataset.load(plan, sender.empty)
-    except Exception:  # noqa: BLE001 - the training process raises it
+    except Exception:  # noqa: BLE001 - raised again in the training process
         return ExceptionWrapper(where="in a loader worker")
 
 
 def _ahead(thread: ThreadPoolExecutor, batches: Iterator[Loaded]) -> Iterator[Loaded]:
-    """Yield what the thread takes from ``batches``, one ahead."""
+    """Yield ``batches``, with the thread one batch ahead."""
     coming = thread.submit(next, batches, None)
     while (loaded := coming.result()) is not None:
         coming = thread.submit(next, batches, None)

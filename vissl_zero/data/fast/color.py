@@ -1,22 +1,21 @@
 """Changes of color as one matrix: brightness, contrast, saturation and gray, with Pillow's roundings.
 
-Of a pixel x (red, green, blue; 0 to 255) and Rec. 601's weights w = (0.299, 0.587, 0.114):
+For a pixel x (red, green, blue; 0 to 255) and Rec. 601's weights w = (0.299, 0.587, 0.114):
 
     brightness b:  x' = b x
     contrast c:    x' = c x + (1 - c) m,     m = w . (mean of all x), rounded, the image's mean gray
     saturation s:  x' = s x + (1 - s) w . x
     gray:          x' = w . x
 
-Each is an affine map A x + t, so one after another they are one 3 x 4 matrix: A2 (A1 x + t1) + t2. The mean of all x
-follows the same maps, so contrast needs no pass over the pixels at any place in the order. Pillow cuts to 0 to 255
-after each change and drops the fraction. A change by a factor of at most 1 cannot leave the range (x' lies between x
-and another value of the range), so whatever follows it folds exactly; after a factor above 1, pixels are cut first.
-The dropped fraction is 1/2 on average, and t has it: this leaves no bias.
+Each change is an affine map A x + t, so a sequence of changes is one 3 x 4 matrix: A2 (A1 x + t1) + t2. The mean of all
+x follows the same maps, so contrast needs no pass over the pixels at any position in the order. Pillow clips to 0 to
+255 after each change and truncates. A change by a factor of at most 1 cannot leave the range (x' is between x and
+another value of the range), so it can be folded exactly; after a factor above 1, pixels are clipped first. Truncation
+subtracts 1/2 on average, and so does t: there is no bias.
 
-Hue is no such map: Pillow turns the hue of HSV, which keeps the largest and the smallest of the three channels. A
-rotation of the color space around gray, the matrix that is closest to it, differs from it by 4 steps of 8 bits on
-average at a shift of 0.1 of the circle, and a rotation of YIQ by 6. So hue is done in HSV of 8 bits here too, between
-two matrices.
+Hue is no such map: Pillow shifts the hue of HSV, which keeps the largest and the smallest of the three channels. The
+closest matrix, a rotation of the color space around gray, differs from Pillow by 4 of 255 on average at a shift of 0.1
+of the circle, and a rotation of YIQ by 6. So hue is shifted in 8-bit HSV here too, between two matrices.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ import numpy as np
 
 WEIGHTS = np.array([0.299, 0.587, 0.114])
 _NO_CHANGE = np.eye(3, 4)
-_DROPPED = -0.5  # the mean of a fraction that is dropped, where rounding would drop none
+_DROPPED = -0.5  # makes rounding truncate on average
 
 
 class Colors:
-    """An image whose change of color is pending.
+    """An image with a pending change of color.
 
     Args:
-        pixels: (H, W, 3) uint8, C-contiguous. Not written to.
+        pixels: (H, W, 3) uint8, C-contiguous. Not modified.
     """
 
     def __init__(self, pixels: np.ndarray):
@@ -43,7 +42,7 @@ class Colors:
 
     @property
     def pixels(self) -> np.ndarray:
-        """The image with all changes done."""
+        """The image with all changes applied."""
         if self._matrix is not None:
             self._pixels = cv2.transform(self._pixels, self._matrix.astype(np.float32))
             self._matrix, self._may_leave = None, False
@@ -78,7 +77,7 @@ class Colors:
         step = np.zeros((width, 3), np.uint8)
         step[:, 0] = steps
         rows = hsv.reshape(height, width * 3)
-        np.add(rows, step.reshape(1, -1), out=rows)  # 255 + 1 is 0: the circle closes
+        np.add(rows, step.reshape(1, -1), out=rows)  # uint8 wraps around, as hue does
         self._pixels = cv2.cvtColor(hsv, cv2.COLOR_HSV2RGB_FULL)
 
     def mirror(self) -> None:
@@ -86,7 +85,7 @@ class Colors:
         self._pixels = cv2.flip(self._pixels, 1)
 
     def _pending(self) -> np.ndarray:
-        """Return the matrix of the changes so far; first cut what may have left the range."""
+        """Return the matrix of the pending changes, after clipping pixels that may have left the range."""
         if self._may_leave:
             _ = self.pixels
         return _NO_CHANGE if self._matrix is None else self._matrix

@@ -1,4 +1,4 @@
-"""The fast pipeline up to the last crop; what follows is drawn and noted, and done on the device to whole batches."""
+"""The fast pipeline up to the last crop; later changes are drawn and recorded, and applied to batches on the device."""
 
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ from vissl_zero.data.pipeline import Pipeline
 
 
 class HandOver:
-    """Hands a crop over: a worker changes it no further, and later changes are noted."""
+    """The end of a worker's changes: later changes of the crop are recorded, not applied."""
 
     def __call__(self, picture: Picture | EncodedPicture) -> NotedPicture:
         return NotedPicture(picture.opened().pixels)
 
 
 class DevicePipeline(FastPipeline):
-    """As FastPipeline, with the same draws; batches have pixels of 8 bits and ``changes``."""
+    """A FastPipeline, with the same draws, whose batches have 8-bit pixels and ``changes``."""
 
     def __init__(self, forms: Sequence[Form], end: Pipeline, decoder: Decoder):
+        # Changes of color depend on no other pixel's position, so all after the last geometric form can wait.
         last = max((index + 1 for index, form in enumerate(forms) if moves_pixels(form)), default=0)
         super().__init__([*forms[:last], HandOver(), *forms[last:]], end, decoder)
 
@@ -37,7 +38,7 @@ class DevicePipeline(FastPipeline):
         made = super().step(transform, crops)
         for crop in made:
             if isinstance(crop, NotedPicture):
-                crop.noted.append([])  # what follows is the next transform's
+                crop.noted.append([])  # changes of the next transform
         return made
 
     def finished(self, crops: list[Any]) -> list[Any]:

@@ -1,4 +1,4 @@
-"""A crop whose changes are noted as they are drawn, to be done on the device (``DATA.AUGMENT_ON: device``)."""
+"""A crop whose changes are recorded when they are drawn, and applied on the device (``DATA.AUGMENT_ON: device``)."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from vissl_zero.data.changes import DROPPED, Change, Kind
 
 
 class NotedPicture:
-    """Pixels, and the changes to do to them: a ``Picture`` for every form that moves no pixels.
+    """Pixels and their recorded changes: stands for a ``Picture`` in every form that moves no pixels.
 
-    Changes of color are folded into one matrix, as ``Colors`` does, and cut to 8 bits at the same places.
+    Changes of color are folded into one matrix, and clipped to 8 bits at the same positions as in ``Colors``.
 
     Args:
         pixels: (H, W, 3) uint8.
@@ -23,7 +23,7 @@ class NotedPicture:
 
     def __init__(self, pixels: np.ndarray):
         self.pixels = pixels
-        self.noted: list[list[Change]] = [[]]  # by transform, so that what two crops share is done to both at once
+        self.noted: list[list[Change]] = [[]]  # by transform, so that crops with an equal change share a round
         self._is_pending = self._may_leave = False
 
     @property
@@ -34,7 +34,7 @@ class NotedPicture:
 
     @property
     def colors(self) -> NotedPicture:
-        """This picture, which notes them."""
+        """This picture, which records changes of color."""
         return self
 
     def opened(self) -> NotedPicture:
@@ -42,7 +42,7 @@ class NotedPicture:
         return self
 
     def settle(self) -> None:
-        """Note that pending changes of color are done and cut to 8 bits."""
+        """Record that pending changes of color are applied and clipped to 8 bits."""
         if self._is_pending:
             self._note(Kind.SETTLE)
             self._is_pending = self._may_leave = False
@@ -73,7 +73,7 @@ class NotedPicture:
         self._note(Kind.MIRROR)
 
     def blur(self, kernel: Sequence[float] | np.ndarray) -> None:
-        """Filter down and across."""
+        """Filter along columns and rows with a symmetric kernel."""
         self._change(Kind.BLUR, *map(float, kernel))
 
     def solarize(self, threshold: float) -> None:
@@ -85,7 +85,7 @@ class NotedPicture:
         self._change(Kind.POSTERIZE, bits)
 
     def sharpen(self, share: float) -> None:
-        """Mix with a smooth copy."""
+        """Blend with a smoothed copy."""
         self._change(Kind.SHARPEN, share)
 
     def spread(self) -> None:
@@ -93,7 +93,7 @@ class NotedPicture:
         self._change(Kind.SPREAD)
 
     def stroke(self, is_thicker: bool, share: float) -> None:
-        """Mix with the brightest, or darkest, pixel around each."""
+        """Blend with the 3 x 3 maximum (thicker) or minimum filter of the image."""
         self._change(Kind.THICKEN if is_thicker else Kind.THIN, share)
 
     def _color(self, kind: Kind, may_leave: bool, *values: float) -> None:

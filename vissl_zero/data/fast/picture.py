@@ -1,4 +1,4 @@
-"""One image on its way to crops: a file that is decoded when its crops are known, or pixels of 8 bits."""
+"""An image before and after cropping: a file that is decoded once its crops are known, or 8-bit pixels."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from vissl_zero.data.fast.color import Colors
 
 _ALL = np.arange(256)
 _SMOOTH = np.array([[1, 1, 1], [1, 5, 1], [1, 1, 1]], np.float32) / 13
-_EIGHTHS = (1, 2, 4, 8)  # by how much a JPEG may be decoded smaller: by leaving out frequencies of its cosine transform
+_EIGHTHS = (1, 2, 4, 8)  # factors by which libjpeg decodes smaller, from fewer DCT coefficients
 _EXIF_ORIENTATION = b"Exif\0\0"
 
 
@@ -26,9 +26,9 @@ class Cut:
     """A box of an image, resized.
 
     Attributes:
-        top, left, height, width: of the box, in pixels of the image.
+        top, left, height, width: the box, in pixels of the image.
         size: height and width of the result.
-        mode: "bilinear" or "bicubic", both over all pixels that a pixel of the result covers, as Pillow does.
+        mode: "bilinear" or "bicubic", both with Pillow's antialiasing.
     """
 
     top: int
@@ -48,14 +48,14 @@ class Cut:
 
         Args:
             pixels: (H, W, 3) uint8.
-            scale: size of the image of the box over theirs, down and across; box edges are rounded.
+            scale: height and width of ``pixels`` over those of the image that the box refers to; box edges are rounded.
         """
         top, bottom = _edges(self.top, self.height, scale[0], pixels.shape[0])
         left, right = _edges(self.left, self.width, scale[1], pixels.shape[1])
-        box = np.ascontiguousarray(pixels[top:bottom, left:right])  # what torch resizes without moving channels
+        box = np.ascontiguousarray(pixels[top:bottom, left:right])  # torch then resizes it in channels-last format
         if box.shape[:2] == self.size:
             return box
-        # torch's, not OpenCV's: its result is Pillow's, bit by bit but for one value in a thousand.
+        # torch's and not OpenCV's: all but one value in a thousand equal Pillow's.
         planes = torch.from_numpy(box).permute(2, 0, 1)[None]
         resized = torch.nn.functional.interpolate(planes, self.size, mode=self.mode, antialias=True)
         return np.ascontiguousarray(resized[0].permute(1, 2, 0).numpy())
@@ -67,14 +67,14 @@ def _edges(start: int, length: int, scale: float, limit: int) -> tuple[int, int]
 
 
 class Picture:
-    """Pixels, and changes of color that are not done yet."""
+    """Pixels with pending changes of color."""
 
     def __init__(self, pixels: np.ndarray):
         self.colors = Colors(pixels)
 
     @property
     def pixels(self) -> np.ndarray:
-        """(H, W, 3) uint8, C-contiguous, with all changes done."""
+        """(H, W, 3) uint8, C-contiguous, with all changes applied."""
         return self.colors.pixels
 
     @pixels.setter
@@ -92,15 +92,16 @@ class Picture:
         return [Picture(cut.of(self.pixels)) for cut in cuts]
 
     def copy(self) -> Picture:
-        """Copy the picture, to be changed without touching this one's pixels."""
+        """Copy the picture; changes of the copy do not affect this one."""
+        # Pixels are shared: no change is made in place.
         return Picture(self.pixels)
 
     def opened(self) -> Picture:
-        """Return this picture: it is decoded."""
+        """Return this picture, which is decoded already."""
         return self
 
     def blur(self, kernel: np.ndarray) -> None:
-        """Filter down and across with ``kernel``, (2 r + 1,) float32; the border continues outside."""
+        """Filter along columns and rows with ``kernel``, (2 r + 1,) float32; border pixels are replicated."""
         self.pixels = cv2.sepFilter2D(self.pixels, -1, kernel, kernel, borderType=cv2.BORDER_REPLICATE)
 
     def solarize(self, threshold: float) -> None:
@@ -112,9 +113,9 @@ class Picture:
         self.pixels = cv2.LUT(self.pixels, (_ALL & ~(2 ** (8 - bits) - 1)).astype(np.uint8))
 
     def sharpen(self, share: float) -> None:
-        """Mix the image with its smooth copy, of which it has 1 - ``share``: above 1, edges get stronger."""
+        """Blend: ``share`` of the image and 1 - ``share`` of a smoothed copy; above 1, edges get stronger."""
         smooth = self.pixels.copy()
-        smooth[1:-1, 1:-1] = cv2.filter2D(self.pixels, -1, _SMOOTH)[1:-1, 1:-1]  # Pillow leaves the border
+        smooth[1:-1, 1:-1] = cv2.filter2D(self.pixels, -1, _SMOOTH)[1:-1, 1:-1]  # Pillow copies the border
         self.pixels = _blended(smooth, self.pixels, share)
 
     def spread(self) -> None:
@@ -126,29 +127,29 @@ class Picture:
         self.pixels = cv2.LUT(pixels, np.stack(tables, -1).astype(np.uint8)[:, None])
 
     def stroke(self, is_thicker: bool, share: float) -> None:
-        """Mix the image with ``share`` of the brightest, or darkest, pixel of 3 by 3 around each."""
+        """Blend the image with ``share`` of its 3 x 3 maximum (thicker) or minimum filter."""
         extreme = cv2.dilate if is_thicker else cv2.erode
         self.pixels = _blended(self.pixels, extreme(self.pixels, np.ones((3, 3), np.uint8)), share)
 
 
 def _blended(first: np.ndarray, second: np.ndarray, share: float) -> np.ndarray:
-    """Mix two images as Pillow does, which drops the fraction."""
+    """Blend two images as Pillow does, which truncates."""
     mixed: np.ndarray = cv2.addWeighted(first, 1 - share, second, share, -0.5)
     return mixed
 
 
 class EncodedPicture:
-    """An image file. A JPEG is decoded once its boxes are known, as small as the largest reduction allows.
+    """An image file. A JPEG is decoded once its boxes are known, at the smallest size that all of them allow.
 
-    What is no plain JPEG (another format or color space, damaged, turned by EXIF) is decoded by Pillow, so that both
-    backends read and refuse the same files.
+    Pillow decodes any other file (another format or color space, damaged, rotated by EXIF), so that both backends read
+    and refuse the same files.
 
     Args:
         data: content of the file.
         name: name of the image, for errors.
-        decoder: limits and what is done to odd files.
+        decoder: decoder with limits, and for other files.
     Raises:
-        BrokenImageError: it cannot be used.
+        BrokenImageError: the file cannot be decoded.
     """
 
     def __init__(self, data: bytes, name: str, decoder: Decoder):
@@ -161,6 +162,7 @@ class EncodedPicture:
             height, width, space, _ = simplejpeg.decode_jpeg_header(self._data)
         except ValueError:
             space = ""
+        # simplejpeg does not rotate. A JPEG's EXIF is in its first segments, of at most 64 KiB each.
         is_turned = self._decoder.applies_exif and _EXIF_ORIENTATION in self._data[: 2**16]
         if space not in ("YCbCr", "Gray") or is_turned:
             return self._by_pillow().size
@@ -192,7 +194,7 @@ class EncodedPicture:
         return [Picture(cut.of(pixels, scale)) for cut in cuts]
 
     def _decoded(self, factor: int) -> np.ndarray | None:
-        """Decode a JPEG at 1 / factor of its size; None where only Pillow can judge the file."""
+        """Decode a JPEG at 1 / factor of its size; None if simplejpeg fails and Pillow must try."""
         height, width = (-(-side // factor) for side in self.size)
         try:
             decoded: np.ndarray = simplejpeg.decode_jpeg(self._data, "RGB", min_height=height, min_width=width)
@@ -202,18 +204,18 @@ class EncodedPicture:
 
 
 def opened(image: bytes | Image.Image, name: str | Path, decoder: Decoder) -> Picture | EncodedPicture:
-    """Return what the transforms begin with: of a file, or of an image that its source made."""
+    """Return the transforms' first input, for a file or for an image that its source made."""
     if isinstance(image, Image.Image):
         return Picture(np.array(image.convert("RGB")))
     return EncodedPicture(image, str(name), decoder)
 
 
 class Finished:
-    """A crop whose values are looked up as they are written into a batch.
+    """A crop that is converted to floats by a lookup while it is written into a batch.
 
     Args:
         pixels: (H, W, 3) uint8.
-        tables: three times (256,) float32, the value of a channel for each of 256 steps.
+        tables: for each channel (256,) float32, the float value of each uint8 value.
     """
 
     dtype = torch.float32

@@ -18,16 +18,16 @@ from vissl_zero.data.source import Source, encoded_image
 from vissl_zero.errors import ConfigError, DataError, Problem
 from vissl_zero.resolve.fast_forms import ENDS, refused
 
-cv2.setNumThreads(1)  # crops are small, and the cores are other ranks' and workers'
+cv2.setNumThreads(1)  # crops are small, and other ranks and workers use the cores
 
 
 class FastPipeline(Pipeline):
-    """Fast forms one after another, then the values that a batch holds.
+    """A sequence of fast forms, followed by a lookup of float values.
 
     Args:
-        forms: up to the last transform of images.
-        end: what follows, ToTensor and Normalize.
-        decoder: reads files.
+        forms: forms up to the last transform of images.
+        end: pipeline of the remaining transforms, ToTensor and Normalize.
+        decoder: decoder of files.
     """
 
     def __init__(self, forms: Sequence[Form], end: Pipeline, decoder: Decoder):
@@ -35,7 +35,7 @@ class FastPipeline(Pipeline):
         self._end, self._decoder = end, decoder
         ramp = Image.fromarray(np.repeat(np.arange(256, dtype=np.uint8)[None, :, None], 3, axis=2))
         (values,) = end(ramp)
-        # (3, 256): what becomes of each step of 8 bits.
+        # ToTensor and Normalize act on single values, so a table replaces them: (3, 256), by running them on a ramp.
         self._values = np.ascontiguousarray(values.numpy()[:, 0])
         self._tables = tuple(self._values)
 
@@ -59,7 +59,7 @@ class FastPipeline(Pipeline):
         """Apply a form to all crops.
 
         Raises:
-            BrokenImageError: a JPEG is damaged behind its header.
+            BrokenImageError: a JPEG is damaged after its header.
             DataError: a crop cannot be made.
         """
         if not getattr(transform, "takes_files", False):
@@ -74,7 +74,7 @@ class FastPipeline(Pipeline):
         return [Finished(picture.opened().pixels, self._tables) for picture in crops]
 
     def rows(self, images: Tensor) -> Iterable[Any]:
-        return images.numpy()  # whose rows cost a tenth of a tensor's
+        return images.numpy()  # indexing a row costs a tenth of a tensor's
 
     def write(self, crop: Finished, row: np.ndarray) -> Any:
         crop.write(row)
@@ -84,7 +84,7 @@ class FastPipeline(Pipeline):
 
 
 def _after(form: Form, pictures: list[Any]) -> list[Any]:
-    """Apply a form, which changes a picture in place, or returns others."""
+    """Apply a form, which modifies a picture in place or returns new ones."""
     if getattr(form, "takes_all_crops", False):
         form(pictures)
         return pictures
@@ -101,11 +101,11 @@ def build_fast_pipeline(
     """Build the fast pipeline of a TRANSFORMS list; see ``build_pipeline``.
 
     Args:
-        entries, key: as there.
-        decoder: reads files.
-        kind: kind of pipeline.
+        entries, key: see ``build_pipeline``.
+        decoder: decoder of files.
+        kind: class of the pipeline.
     Raises:
-        ConfigError: every transform or argument without a fast form, and wrong arguments.
+        ConfigError: lists every transform or argument without a fast form, and wrong arguments.
     """
     if problems := refused(entries, key):
         raise ConfigError(problems)
@@ -131,7 +131,7 @@ def _nested(value: Any, key: str) -> Any:
 
 
 def _joined(forms: list[Form]) -> list[Form]:
-    """Make copies that are cropped at once into crops, so that the file is decoded no larger than they need."""
+    """Replace copies that are cropped next by crops of one image, so that a file is decoded no larger than needed."""
     joined: list[Form] = []
     for form in forms:
         if isinstance(form, CutBoxes) and joined and isinstance(joined[-1], Replicate):

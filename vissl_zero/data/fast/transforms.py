@@ -1,6 +1,6 @@
-"""Fast forms of transforms, by the names of the originals: the same random numbers in the same order, on arrays.
+"""Fast forms of transforms, under the names of the originals: the same draws in the same order, on arrays.
 
-``resolve/fast_forms.py`` lists them, with the arguments that each takes; all others are refused at the start.
+``resolve/fast_forms.py`` lists the forms with their arguments; other transforms are refused before the run.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from vissl_zero.data.fast.noted import NotedPicture
 from vissl_zero.data.fast.picture import Cut, EncodedPicture, Picture
 
 Image = Picture | EncodedPicture
-AnyPicture = Picture | NotedPicture  # whose colors change, at once or on the device
+AnyPicture = Picture | NotedPicture  # changes are applied at once, or on the device
 Form = Callable[[Any], Any]
 
 
 def moves_pixels(form: Form) -> bool:
-    """Check whether a form crops, resizes or turns images. Others change colors, and mirror."""
+    """Check whether a form crops, resizes or rotates images. Other forms change colors or mirror."""
     return getattr(form, "moves_pixels", False)
 
 
 class CutBoxes:
-    """Random resized crops, of one image: RandomResizedCrop, ImgPilToMultiCrop, copies that are cropped at once.
+    """Random resized crops of one image: RandomResizedCrop, ImgPilToMultiCrop, and copies that are cropped next.
 
     Args:
-        crops: torchvision's transform for each crop, whose boxes are drawn.
+        crops: torchvision's transform of each crop, with its distribution of boxes.
     """
 
     moves_pixels = takes_files = True
@@ -59,10 +59,10 @@ def draw_box(
 
     Args:
         size: height and width of the image.
-        scale: least and largest share of its area.
-        ratio: least and largest width over height.
+        scale: smallest and largest share of the image's area.
+        ratio: smallest and largest width over height.
     Returns:
-        Top, left, height and width; after ten boxes that do not fit, the largest one in the middle.
+        Top, left, height and width; if ten draws do not fit, the largest box in the center.
     """
     height, width = size
     least, most = _logarithms(ratio)
@@ -107,7 +107,7 @@ class Replicate:
 
 
 class CropAndTiles:
-    """PIRL's crop, and the tiles of another one."""
+    """PIRL's crop, and the tiles of a second crop."""
 
     moves_pixels = takes_files = True
 
@@ -145,7 +145,7 @@ class Resize:
 
 
 class CenterCrop:
-    """The middle of an image; black where it is smaller."""
+    """The center of an image, padded with black if the image is smaller."""
 
     moves_pixels = True
 
@@ -164,7 +164,8 @@ class CenterCrop:
 
 
 def single(p: float) -> float:
-    """Return a probability as torch compares it with a drawn tensor: in single precision."""
+    """Round a probability to float32."""
+    # torch compares a drawn float32 tensor with p in float32; Python would compare in float64.
     return float(np.float32(p))
 
 
@@ -215,7 +216,7 @@ class Apply:
         self.moves_pixels = any(map(moves_pixels, transforms))
 
     def __call__(self, picture: AnyPicture) -> None:
-        if self.p >= torch.rand(1).item():
+        if self.p >= torch.rand(1).item():  # torchvision's comparison, unlike the others'
             for transform in self._transforms:
                 transform(picture)
 
@@ -255,7 +256,7 @@ class ApplyToSome:
 
 
 class Blur:
-    """Gaussian blur of a random radius, with a probability; its kernel is what Pillow's three boxes make together."""
+    """Gaussian blur of a random radius, with a probability, by the joint kernel of Pillow's three box filters."""
 
     def __init__(self, **arguments: Any):
         self._original = originals.ImgPilGaussianBlur(**arguments)
@@ -267,16 +268,14 @@ class Blur:
             picture.blur(_three_boxes(round(radius * _RADII) / _RADII))
 
 
-_RADII = 256  # kept kernels per pixel of radius
+_RADII = 256  # cached kernels per pixel of radius
 
 
 @lru_cache(1024)
 def _three_boxes(radius: float) -> np.ndarray:
-    """Return the kernel of three box filters whose variances add up to ``radius`` squared.
-
-    A box has whole weights up to a distance of l pixels and a part a of one beyond, as in Gwosdek et al.,
-    https://doi.org/10.1007/978-3-642-24785-9_38, equations 7, 11 and 14.
-    """
+    """Return the kernel of three box filters whose variances sum to ``radius`` squared, (2 r + 1,) float32."""
+    # Extended box filters of Gwosdek et al. (https://doi.org/10.1007/978-3-642-24785-9_38, equations 7, 11 and 14):
+    # weight 1 up to a distance of ``whole`` pixels, and ``part`` for one pixel more.
     variance = radius * radius / 3
     whole = int((np.sqrt(12 * variance + 1) - 1) / 2)
     part = (2 * whole + 1) * (whole * (whole + 1) - 3 * variance) / (6 * (variance - (whole + 1) ** 2))
@@ -298,7 +297,7 @@ class Solarize:
 
 
 class RandomSolarize:
-    """The same, from a threshold that is drawn."""
+    """Values from a random threshold up inverted, with a probability."""
 
     def __init__(self, **arguments: Any):
         self.p = originals.ImgPilRandomSolarize(**arguments).p
@@ -309,7 +308,7 @@ class RandomSolarize:
 
 
 class Photometric:
-    """PIRL's: fewer bits, blurred or sharpened, solarized, contrast stretched."""
+    """PIRL's photometric distortion; see ``ImgPilRandomPhotometric``."""
 
     def __init__(self, **arguments: Any):
         self.p = originals.ImgPilRandomPhotometric(**arguments).p
@@ -335,7 +334,7 @@ class Stroke:
 
 
 class Affine:
-    """Turned, moved, scaled and sheared at random, bilinear; black where nothing is."""
+    """A random rotation, translation, scaling and shear, bilinear; black outside of the image."""
 
     moves_pixels = True
 
@@ -354,6 +353,7 @@ class Affine:
         moved = cv2.warpAffine(picture.pixels, half, (width, height), flags=how, borderMode=cv2.BORDER_REPLICATE)
         across, down = np.arange(width) + 0.5, np.arange(height)[:, None] + 0.5
         x, y = (row[0] * across + row[1] * down + row[2] for row in matrix)
+        # Pillow fills pixels whose center is outside; OpenCV's constant border would also blend into pixels inside.
         moved[(x < 0) | (x >= width) | (y < 0) | (y >= height)] = 0
         picture.pixels = moved
 

@@ -46,14 +46,14 @@ class NpyArrays:
         return int(self._starts[-1])
 
     def image(self, index: int) -> Image.Image:
-        """Copy an RGB image out of its file. Raises BrokenImageError where the file has changed, or has no colors."""
+        """Read an RGB image. Raises BrokenImageError if the file has changed, or its values are no 8-bit colors."""
         pixels = self.array(index)
         if pixels.dtype != np.uint8 or pixels.shape[2:] not in ((), (1,), (3,)):
             raise BrokenImageError(self.name(index), f"it is {pixels.dtype} of {pixels.shape}, and no picture")
         return rgb_image(pixels)
 
     def array(self, index: int) -> np.ndarray:
-        """Copy the values of an image. Raises BrokenImageError where the file has changed."""
+        """Copy the values of an image. Raises BrokenImageError if the file has changed."""
         at, row = self._place(index)
         try:
             if not self._arrays:
@@ -82,7 +82,7 @@ def rgb_image(pixels: np.ndarray) -> Image.Image:
 
 
 def check_pixels(dtype: np.dtype[Any], shape: tuple[int, ...], name: str) -> None:
-    """Refuse an array that ``rgb_image`` cannot make images of. Raises DataError."""
+    """Check that ``rgb_image`` can convert the images of an array. Raises DataError."""
     if dtype != np.uint8 or len(shape) not in (3, 4) or shape[3:] not in ((), (1,), (3,)):
         must = "uint8 of (N, H, W) or (N, H, W, C) with 1 or 3 channels"
         raise DataError(f"{name} must hold images as {must}, not {dtype} of {shape}. Convert it.")

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 class ListedFiles(EncodedSource):
-    """Image files by path, with a label each or none.
+    """Image files by path, with or without labels.
 
     Args:
         request: request of the source.
@@ -86,7 +86,7 @@ class DiskFolder(ListedFiles):
         if request.class_names and classes:
             _check_known(classes, request)
             classes = list(request.class_names)
-        # A single folder beneath the path is a place, not a label, unless TRAIN says that it is a class.
+        # A single folder beneath the path is a location and not a class, unless TRAIN has this class.
         class_names = tuple(classes) if len(classes) > 1 else ()
         number = {name: index for index, name in enumerate(class_names)}
         paths = files.array()
@@ -98,11 +98,9 @@ class DiskFolder(ListedFiles):
 
 
 class _Files:
-    """Gathers paths as bytes of one width, in parts.
+    """Gathers paths as fixed-width bytes, in parts."""
 
-    A copy goes to every loader worker, and a list of a million texts would take 200 MiB while it is made.
-    """
-
+    # Every loader worker gets a copy, and a list of a million strings would take 200 MiB.
     def __init__(self) -> None:
         self._parts: list[np.ndarray] = []
         self._newest: list[bytes] = []
@@ -126,11 +124,11 @@ def _images_below(
 
     Args:
         root: a folder with class folders, or with images.
-        key: the configuration key that named it, for messages.
-        others: pictures that are not read are added to it, by their ending.
-        endings: endings of images.
+        key: configuration key of ``root``, for messages.
+        others: counts the pictures of formats that are not read, by ending; updated.
+        endings: file name endings of images.
     Raises:
-        DataError: ``root`` is missing, is not a folder, cannot be read or holds no image.
+        DataError: ``root`` is missing, is not a folder, cannot be read or has no image.
     """
     if not root.is_dir():
         parent = next((parent for parent in root.absolute().parents if parent.is_dir()), None)
@@ -165,8 +163,9 @@ def _visible(folder: str | os.PathLike[str]) -> Iterator[os.DirEntry[str]]:
 
 
 def _children(folder: str | os.PathLike[str], endings: tuple[str, ...]) -> list[str | os.DirEntry[str]]:
-    """List what is visible in a folder, sorted by name: images, perhaps a million, by name alone, the rest by entry."""
-    # is_file: a named pipe called x.jpg would block the reader for ever.
+    """List the visible entries of a folder, sorted by name: images as names, other files and folders as entries."""
+    # Names take less memory than entries, and there may be a million images.
+    # is_file: a named pipe called x.jpg would block the reader forever.
     children = [
         entry.name if entry.name.lower().endswith(endings) and entry.is_file() else entry for entry in _visible(folder)
     ]
@@ -181,15 +180,15 @@ def _beneath(
     endings: tuple[str, ...],
     depth: int = 0,
 ) -> Iterator[str]:
-    """Yield the images at or below ``child``, sorted; folders that were seen are passed over, so that links end.
+    """Yield the images at or below ``child``, sorted. A folder is visited once, so that cycles of links end.
 
     Args:
-        folder: folder that ``child`` is in.
+        folder: folder of ``child``.
         child: an image's name, or an entry of another file or folder.
-        visited: device and inode of folders; those met here are added.
-        others: pictures that are not read are added, by their ending.
-        endings: endings of images.
-        depth: depth of the child.
+        visited: device and inode of visited folders; updated.
+        others: counts the pictures of formats that are not read, by ending; updated.
+        endings: file name endings of images.
+        depth: depth of the child below the root.
     """
     if isinstance(child, str):
         yield os.path.join(folder, child)  # noqa: PTH118 - millions of names
@@ -257,20 +256,21 @@ class DiskFilelist(ListedFiles):
 
 
 def moved(path: str, old: str, new: str, folder: Path) -> str:
-    """Replace the start ``old`` of a path by ``new``; a relative path counts from ``folder``."""
+    """Replace the prefix ``old`` of a path by ``new``; a relative path is relative to ``folder``."""
     if old and path.startswith(old):
         path = new + path[len(old) :]
     return os.path.join(folder, path)  # noqa: PTH118 - millions of paths: pathlib takes 10 times as long
 
 
 def read_list(path: Path, key: str) -> list[str]:
-    """Read the paths of images that a list file holds.
+    """Read the paths of images in a list file.
 
     Args:
-        path: a ``.npy`` file with a 1-d array of text, or a text file with a path a line (blank lines are passed over).
-        key: the configuration key that named it, for messages.
+        path: a ``.npy`` file with a 1-d array of strings, or a text file with one path per line (blank lines are
+            skipped).
+        key: configuration key of the list, for messages.
     Raises:
-        DataError: it is missing, is not such a file, or holds nothing.
+        DataError: the list is missing, is not such a file, or is empty.
     """
     try:
         if not stat.S_ISREG(path.stat().st_mode):
@@ -279,7 +279,7 @@ def read_list(path: Path, key: str) -> list[str]:
         raise DataError(f"The list of images {path} cannot be read: {error.strerror}. Correct {key}.") from error
     if path.suffix != ".npy":
         try:
-            lines = path.read_text(encoding="utf-8-sig").splitlines()  # Windows begins a text with a mark
+            lines = path.read_text(encoding="utf-8-sig").splitlines()  # Windows programs write a byte order mark
         except (OSError, UnicodeDecodeError) as error:
             fix = f"Correct {key}, or write it as text, one path a line."
             raise DataError(f"The list of images {path} is not text ({error}). {fix}") from error
@@ -303,5 +303,5 @@ def _read_array(path: Path) -> list[str]:
         raise DataError(f"The list of images {path} must hold a 1-d array of text. {fix}")
     try:
         return [os.fsdecode(os.fsencode(value)) for value in values.tolist()]
-    except ValueError as error:  # numbers that are no characters
+    except ValueError as error:  # code points that are no characters
         raise DataError(f"The list of images {path} has text that is damaged ({error}). Write it again.") from error

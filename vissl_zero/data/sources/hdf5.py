@@ -34,7 +34,7 @@ class Hdf5(Packed):
         self._file: Any = None
         self._images = ""
         file = self._opened()
-        self._images, labels = _found(file, _IMAGES), _found(file, _LABELS)
+        self._images, labels = _first_of(file, _IMAGES), _first_of(file, _LABELS)
         if not self._images:
             raise DataError(f"{self._path} has none of {', '.join(_IMAGES)}; it has {', '.join(file) or 'nothing'}.")
         images = file[self._images]
@@ -66,7 +66,7 @@ class Hdf5(Packed):
         return self._file
 
     def encoded(self, index: int) -> bytes | Image.Image:
-        """Read a file, not decoded; an image where the HDF5 file holds pixels. Raises BrokenImageError."""
+        """Read a file without decoding it; an image if the HDF5 file has pixels. Raises BrokenImageError."""
         try:
             item = self._opened()[self._images][index]
         except (OSError, KeyError, IndexError, ValueError, DataError) as error:
@@ -78,7 +78,8 @@ class Hdf5(Packed):
         return f"{self._path} row {index}"
 
 
-def _found(file: Any, names: tuple[str, ...]) -> str:
+def _first_of(file: Any, names: tuple[str, ...]) -> str:
+    """Return the first of ``names`` that is a data set of the file; empty if none is."""
     return next((name for name in names if hasattr(file.get(name), "shape")), "")
 
 

@@ -21,13 +21,13 @@ from vissl_zero.errors import DataError, did_you_mean
 from vissl_zero.registry import DATA_SOURCES
 
 NUM_CLASSES = 10
-NUM_IMAGES = 50_000  # VISSL's number when DATA_LIMIT says nothing
+NUM_IMAGES = 50_000  # VISSL's number without a DATA_LIMIT
 _SPLIT_KEY = {"TRAIN": 0, "TEST": 1}
 
 
 @DATA_SOURCES.register("synthetic")
 class Synthetic:
-    """Seeded images with a learnable class structure, made on the fly.
+    """Seeded images with a learnable class structure, generated on the fly.
 
     Class c is a grating at an angle of c * 18 degrees and its own wavelength; phase, two colors, contrast and noise
     differ from image to image, so that color and brightness say nothing about the class. DATA_LIMIT images (50,000 for
@@ -45,7 +45,8 @@ class Synthetic:
         return self._num_images
 
     def image(self, index: int) -> Image.Image:
-        """Make image ``index``."""
+        """Generate image ``index``."""
+        # Keyed by image, so that any worker generates the same one.
         rng = np.random.default_rng((*self._key, index))
         label = index % NUM_CLASSES
         angle = np.pi * label / NUM_CLASSES + rng.normal(0, 0.05)
@@ -70,7 +71,8 @@ _WHITE = 16  # the scans count 0 to 16
 
 @cache
 def _scans() -> np.ndarray:
-    """Read (1797, 65): 64 pixels, 0 to 16, and the digit, from scikit-learn's files; its import takes a second."""
+    """Read (1797, 65) int64 from scikit-learn's files: 64 pixels, 0 to 16, and the digit."""
+    # Without importing scikit-learn, which takes a second.
     spec = find_spec("sklearn")
     assert spec is not None and spec.origin is not None  # installed with this package
     with gzip.open(Path(spec.origin).parent / "datasets" / "data" / "digits.csv.gz", "rt", encoding="ascii") as file:
@@ -106,8 +108,8 @@ class Digits:
         return f"digit {self._first + index}"
 
 
-_CELLS = 4  # of a scene: its quadrants
-_INK = 96  # of 255, from which on a pixel is the digit's
+_CELLS = 4  # quadrants of a scene
+_INK = 96  # of 255: brighter pixels belong to the digit
 
 
 @DATA_SOURCES.register("digit_scenes")
@@ -135,11 +137,11 @@ class DigitScenes:
         return self._scene(index)[0]
 
     def mask(self, index: int) -> Image.Image:
-        """Return the class of each of its pixels."""
+        """Return the class of each pixel of scene ``index``."""
         return self._scene(index)[1]
 
     def label(self, index: int) -> int | None:
-        """Return None: its pixels have classes, the whole has none."""
+        """Return None: pixels have classes, scenes have none."""
         return None
 
     def name(self, index: int) -> str:
@@ -241,7 +243,7 @@ class TorchvisionDataset:
 
 
 def _labels(data: Any) -> list[int]:
-    """Return every image's label, from what torchvision keeps; where it keeps none, read every image once."""
+    """Return every image's label: from torchvision's attributes, or else by reading every image once."""
     for attribute in ("targets", "labels", "_labels"):
         if (values := getattr(data, attribute, None)) is not None:
             return [int(value) for value in values]
@@ -252,7 +254,7 @@ def _labels(data: Any) -> list[int]:
 
 
 def _class_names(data: Any, labels: np.ndarray) -> tuple[str, ...]:
-    """Return torchvision's names of the classes where it has them, else their numbers, gaps included."""
+    """Return torchvision's names of the classes, or else the numbers from 0 to the largest label."""
     names = tuple(str(name) for name in getattr(data, "classes", ()))
     number = int(labels.max()) + 1
     return names if len(names) >= number else tuple(str(label) for label in range(number))

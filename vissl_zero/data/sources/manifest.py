@@ -1,4 +1,4 @@
-"""Image files that a table names beside their labels (``manifest``): CSV or JSON lines."""
+"""Image files and labels listed in a table (``manifest``): CSV or JSON lines."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _labeled(files: np.ndarray, labels: Sequence[tuple[str, ...]], is_multiple: 
     if not labels:
         return ListedFiles(request, files, np.full(len(files), UNLABELLED), ())
     used = {label for each in labels for label in each}
-    are_numbers = all(label.isdecimal() and label.isascii() for label in used)  # 2 before 10
+    are_numbers = all(label.isdecimal() and label.isascii() for label in used)  # sorted as numbers: 2 before 10
     names = tuple(request.class_names) or tuple(sorted(used, key=int if are_numbers else str))
     if unknown := sorted(used - {*names}):
         hint = did_you_mean(unknown[0], names)
@@ -73,13 +73,13 @@ def _labeled(files: np.ndarray, labels: Sequence[tuple[str, ...]], is_multiple: 
 
 
 def _rows(table: Path, key: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the rows of a table, each with its place for messages."""
+    """Yield (position for messages, row) for each row of a table."""
     is_json = table.suffix.lower() in (".jsonl", ".ndjson")
     if not table.is_file():  # a pipe would block for ever
         raise DataError(f"The table of images {table} is not a file. Correct {key}.")
     number = 0
     try:
-        # Names of files that are no UTF-8 survive; only line feeds end a line of JSON (U+2028 does not).
+        # surrogateescape keeps file names that are not UTF-8; newline: only a line feed ends a line of JSON.
         with table.open(encoding="utf-8-sig", errors="surrogateescape", newline="\n" if is_json else "") as file:
             if is_json:
                 for number, line in enumerate(file, 1):
@@ -108,13 +108,13 @@ def _file_in(row: Mapping[str, Any], place: str, move: Callable[[str], str]) -> 
     try:
         if isinstance(path, str) and path and "\0" not in path:
             return os.fsencode(move(path))
-    except UnicodeEncodeError:  # half of a pair of JSON's \u escapes
+    except UnicodeEncodeError:  # an unpaired surrogate from JSON's \u escapes
         pass
     raise DataError(f"{place} has no path of an image. Write one under {'path'!r}.")
 
 
 def _labels_in(row: Mapping[str, Any], place: str) -> tuple[str, ...] | None:
-    """Return the labels of a row as text, one for ``label``; None without."""
+    """Return the labels of a row as strings, one for ``label``; None without labels."""
     several, one = row.get("labels"), row.get("label")
     if several is None:
         if one is None or one == "":

@@ -1,6 +1,6 @@
 """Image files packed into few large ones: tars (``webdataset``), Arrow files (``arrow``), an LMDB database (``lmdb``).
 
-Each is read by index, so that the order of an epoch is the loader's, and the pixels are those of the folder.
+All are read by index, so that the loader decides the order of an epoch, and the pixels equal those of the folder.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _MOST_JSON = 2**26
 
 
 class Packed(EncodedSource):
-    """Share labels and their numbers in TRAIN among the packed sources.
+    """Base of packed sources: labels, numbered by TRAIN's classes.
 
     Args:
         request: request of the source.
-        labels: (N,) integers, -1 without.
-        names: names of the classes; empty: their numbers.
+        labels: (N,) integers, -1 without a label.
+        names: names of the classes; empty: the class numbers.
     """
 
     def __init__(self, request: SourceRequest, labels: np.ndarray, names: Sequence[str]):
@@ -66,7 +66,7 @@ class Packed(EncodedSource):
 
 
 def one_path(request: SourceRequest, what: str) -> Path:
-    """Return the only path of a request. Raises DataError where there are several, or nothing is there."""
+    """Return the only path of a request. Raises DataError if there are several, or the path does not exist."""
     key = f"config.DATA.{request.split}.DATA_PATHS"
     if len(request.paths) != 1 or not Path(request.paths[0]).exists():
         raise DataError(f"{key} must name {what} that exists, got {', '.join(request.paths) or 'nothing'}.")
@@ -74,12 +74,12 @@ def one_path(request: SourceRequest, what: str) -> Path:
 
 
 def missing(library: str, extra: str) -> DataError:
-    """Return the error that says how to install a library."""
+    """Return the error for a missing library, with the command that installs it."""
     return DataError(f"This data source needs {library}. Run pip install vissl-zero[{extra}].")
 
 
 def _class_names(folder: Path) -> list[str]:
-    """Read the names in ``classes.json``, a list; none without the file."""
+    """Read the class names in ``classes.json``; empty without the file."""
     try:
         names = json.loads((folder / CLASSES_FILE).read_text(encoding="utf-8", errors="surrogateescape"))
     except FileNotFoundError:
@@ -138,7 +138,7 @@ class WebDataset(Packed):
 
 
 def _tars_in(path: Path, split: str) -> list[Path]:
-    """List the tars in a folder, sorted by name, or the one tar that ``path`` is."""
+    """List the tars in a folder, sorted by name; ``path`` itself if it is a file."""
     tars = sorted(path.glob("*.tar")) if path.is_dir() else [path] if path.is_file() else []
     if not tars:
         raise DataError(f"{path} has no tars. Correct config.DATA.{split}.DATA_PATHS.")
@@ -146,7 +146,7 @@ def _tars_in(path: Path, split: str) -> list[Path]:
 
 
 def _index_of(tar: Path) -> dict[str, np.ndarray]:
-    """Find the places of the images in a tar, from its index file if that is of this tar as it is now."""
+    """Return the offsets, sizes, labels and names of a tar's images, from its index file unless the tar has changed."""
     facts = tar.stat()
     stamp = np.array([facts.st_size, facts.st_mtime_ns])
     kept = tar.with_name(f".{tar.name}{_INDEX_FILE}")
@@ -255,7 +255,7 @@ class ArrowFiles(Packed):
 
 
 def file_in(value: Any, name: str) -> bytes:
-    """Return the file in a row of ``image_column``, or read the one that it names. Raises BrokenImageError."""
+    """Return the file content in a row of ``image_column``, or of the file at its path. Raises BrokenImageError."""
     if isinstance(value, dict):
         value = value["bytes"] if value.get("bytes") is not None else value.get("path")
     if isinstance(value, str):
@@ -301,7 +301,7 @@ def image_column(schema: Any, path: Path) -> str:
 
 
 def label_column(schema: Any) -> tuple[list[str], str]:
-    """Return the names of the classes and the column of labels; an empty name without."""
+    """Return the names of the classes, and the column of labels; empty without labels."""
     column = next((name for name in ("label", "labels", "fine_label") if name in schema.names), "")
     if not column or "int" not in str(schema.field(column).type):
         return [], ""
@@ -314,7 +314,7 @@ def label_column(schema: Any) -> tuple[list[str], str]:
 
 @cache
 def _environment(path: str, process: int) -> Any:
-    """Open a database once in a process, which LMDB demands: training and evaluation may read the same one."""
+    """Open a database once per process: LMDB forbids a second time, and evaluation may read that of training."""
     try:
         import lmdb
     except ModuleNotFoundError as error:

@@ -23,7 +23,7 @@ from vissl_zero.data.sources.packed import (
 from vissl_zero.errors import DataError
 from vissl_zero.registry import DATA_SOURCES
 
-_KEPT_BYTES = 2**25  # of row groups, in each process
+_KEPT_BYTES = 2**25  # cache of row groups, in each process
 
 
 @DATA_SOURCES.register("parquet")
@@ -67,7 +67,7 @@ class ParquetFiles(Packed):
         return {**self.__dict__, "_kept": OrderedDict()}  # each process keeps its own
 
     def _open(self, number: int) -> Any:
-        """Open a file for as long as it is read: there may be more of them than a process may have open."""
+        """Open a file; the caller closes it after use, since a process may not keep thousands of files open."""
         try:
             import pyarrow as pa
             import pyarrow.parquet as pq
@@ -108,7 +108,7 @@ class ParquetFiles(Packed):
 
 
 def _files_in(path: Path, split: str) -> list[Path]:
-    """List the Parquet files of a split in a folder, sorted by name, or the one file that ``path`` is."""
+    """List the Parquet files of a split in a folder, sorted by name; ``path`` itself if it is a file."""
     if path.is_file():
         return [path]
     files = sorted(path.glob("*.parquet")) or sorted(path.glob("data/*.parquet"))

@@ -68,12 +68,12 @@ class SegmentationFolder(EncodedSource):
         return read_file(self.name(index))
 
     def mask(self, index: int) -> Image.Image:
-        """Read the class of each pixel, 255 where it does not count. Raises BrokenImageError."""
+        """Read the class of each pixel, 255 where ignored. Raises BrokenImageError."""
         name = os.fsdecode(self._masks[index])
         return Image.fromarray(read_mask(self.decoder, name, len(self.class_names)))
 
     def check(self, index: int) -> None:
-        """Check that a mask can be used, and is as large as its image. Raises BrokenImageError."""
+        """Check that a mask can be decoded, and has the size of its image. Raises BrokenImageError."""
         name, data = self.name(index), self.encoded(index)
         size, mask = self.decoder.size(data, name), self.mask(index).size
         if size != mask:
@@ -89,7 +89,7 @@ class SegmentationFolder(EncodedSource):
 
 
 def different_sizes(image: tuple[int, int], mask: tuple[int, int]) -> str:
-    """Say that image and mask have different sizes, as a clause."""
+    """Return a clause for errors: image and mask have different sizes."""
     sizes = " and ".join(f"{width} x {height}" for width, height in (image, mask))
     return f"image and mask have different sizes, {sizes} pixels"
 
@@ -98,13 +98,13 @@ def read_mask(decoder: Decoder, path: str, num_classes: int) -> np.ndarray:
     """Read a mask.
 
     Args:
-        decoder: decoder with its limits.
+        decoder: decoder with limits.
         path: path of a PNG.
-        num_classes: number of classes that there are.
+        num_classes: number of classes.
     Returns:
-        (H, W) uint8 below ``num_classes``, or ``IGNORED``.
+        (H, W) uint8, each below ``num_classes`` or ``IGNORED``.
     Raises:
-        BrokenImageError: it cannot be decoded, or has a pixel of no class.
+        BrokenImageError: the mask cannot be decoded, or has a pixel of another class.
     """
     values = decoder.mask(read_file(path), path)
     if values.ndim == 3:
@@ -117,7 +117,7 @@ def read_mask(decoder: Decoder, path: str, num_classes: int) -> np.ndarray:
 
 
 def _classes_of(colors: np.ndarray, path: str) -> np.ndarray:
-    """Find the classes (H, W) of VOC's colors (H, W, 3)."""
+    """Convert VOC's colors (H, W, 3) to classes (H, W)."""
     codes = _codes(colors)
     known = _codes(voc_colors())
     order = known.argsort()
@@ -135,9 +135,9 @@ def _codes(colors: np.ndarray) -> np.ndarray:
 
 @cache
 def voc_colors() -> np.ndarray:
-    """Compute PASCAL VOC's color of each class, (256, 3) uint8: the bits of the class, dealt to the three channels.
+    """Compute PASCAL VOC's color of each class, (256, 3) uint8: the bits of the class, distributed over three channels.
 
-    As VOClabelcolormap of the development kit (http://host.robots.ox.ac.uk/pascal/VOC/voc2012/) does.
+    Follows VOClabelcolormap of the development kit (http://host.robots.ox.ac.uk/pascal/VOC/voc2012/).
     """
     classes = np.arange(IGNORED + 1)
     colors = np.zeros((len(classes), 3), np.uint8)
