@@ -13,25 +13,25 @@ from collections.abc import Mapping
 
 from vissl_zero.resolve.resolved import ShardingPlan
 
-# As glibc's malloc.h numbers it.
+# From glibc's malloc.h.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _LARGE_BYTES = 2**20
 
 
 def give_back_large_blocks() -> None:
-    """Have glibc return every freed block of 1 MiB or more to the system at once.
+    """Make glibc return every freed block of 1 MiB or more to the system at once.
 
-    glibc keeps blocks of up to 32 MiB for reuse as soon as one such has been freed. Units that are gathered and freed
-    in turn then leave their memory behind: 1.6 GiB instead of 0.6 measured. Without glibc this does nothing. It
-    affects the whole process and costs the clearing of fresh pages.
+    glibc keeps blocks of up to 32 MiB for reuse once a block of that size has been freed. Units that are gathered and
+    freed in turn then leave their memory with the process: 1.6 GiB instead of 0.6 measured. Without glibc this does
+    nothing. It affects the whole process, and costs the clearing of fresh pages.
     """
     _set(_M_MMAP_THRESHOLD, _LARGE_BYTES)
 
 
 def return_free_pages() -> None:
-    """Have glibc return the free pages between blocks in use to the system. Without glibc this does nothing.
+    """Make glibc return the free pages between blocks in use to the system. Without glibc this does nothing.
 
-    Building a model leaves holes: 46 to 89 MiB of them beside a ResNet-34 of 81 MiB. Cost: about a millisecond.
+    Building a model leaves holes: 46 to 89 MiB for a ResNet-34 of 81 MiB. Cost: about a millisecond.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
@@ -39,15 +39,16 @@ def return_free_pages() -> None:
 
 
 def _set(parameter: int, value: int) -> None:
-    """Set a parameter of glibc's malloc; elsewhere nothing."""
+    """Set a parameter of glibc's malloc. Without glibc this does nothing."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(parameter, value)
 
 
-# By ZeRO level: blocks of at least so many bytes are mapped singly. The smaller, the less stays behind and the slower
-# the step: at 256 KiB small activations were mapped and cleared again each time, 30 % of a small model's step. Without
-# a value glibc's own rises to 32 MiB: a ResNet-18 at level 0 then took 218 MiB instead of 186, its step as long.
+# By ZeRO level: blocks of at least this many bytes are mapped one by one. A smaller threshold leaves less memory
+# behind,
+# and slows the step: at 256 KiB, mapping and clearing small activations took 30 % of a small model's step. Without a
+# threshold, glibc raises its own to 32 MiB: a ResNet-18 at level 0 then took 218 MiB instead of 186, in the same time.
 MAPPED_BYTES = {0: 2**22, 1: 2**22, 2: 2**22, 3: 2**21}
 KEPT_BYTES = 2**24  # free bytes at the end of the heap that stay with the process: it need not grow again every step
 _NAMES = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES")
@@ -55,21 +56,21 @@ _OTHER_CHOICES = ("LD_PRELOAD", "MALLOC_ARENA_MAX", "MALLOC_TOP_PAD_")
 
 
 def allocator_environment(plan: ShardingPlan, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables to add for a process that trains on the CPU; none where the user has chosen.
+    """Return the variables to add for a process that trains on the CPU; none if the user has set any of them.
 
-    They are read when a process starts. Systems other than glibc ignore them.
+    glibc reads them when a process starts; other libraries ignore them.
     """
     if any(name in environment for name in (*_NAMES, *_OTHER_CHOICES)):
         return {}
     return dict(zip(_NAMES, (str(MAPPED_BYTES[plan.level]), str(KEPT_BYTES), "glibc.malloc.hugetlb=1"), strict=True))
 
 
-# Both names of the variable: newer versions of torch have the second and still accept the first.
+# Both names of the variable: newer versions of torch prefer the second and still accept the first.
 _GPU_NAMES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
 def gpu_allocator_environment(plan: ShardingPlan, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables to add for a process that trains on a GPU; none where the user has chosen, or below level 3.
+    """Return the variables to add for a process that trains on a GPU; none below level 3, or if the user has set one.
 
     Level 3 gathers and frees units of many sizes, and blocks of fixed size would leave gaps between them. Segments that
     grow do not. torch reads the variable when CUDA starts.
@@ -80,9 +81,9 @@ def gpu_allocator_environment(plan: ShardingPlan, environment: Mapping[str, str]
 
 
 def set_allocator(plan: ShardingPlan, environment: Mapping[str, str] = os.environ) -> None:
-    """Give this process the settings that a rank of vissl-zero is started with; nothing where the user has chosen.
+    """Give this process the settings of a rank that vissl-zero starts, unless the user has set variables for them.
 
-    Huge pages are not among them: glibc reads that setting only when a process starts.
+    Huge pages are left out: glibc reads that setting only when a process starts.
     """
     if allocator_environment(plan, environment):
         _set(_M_MMAP_THRESHOLD, MAPPED_BYTES[plan.level])

@@ -24,16 +24,16 @@ class Bytes:
     """Memory of this rank by kind, in bytes.
 
     Attributes:
-        params: parameters: this rank's shards, and whole ones where units are gathered at this moment.
+        params: parameters: this rank's shards, and full parameters of units that are gathered now.
         grads: gradients, counted in the same way.
-        optimizer: state of the optimizer, its step counters apart.
-        activations: what the forward pass that was measured kept alive for the backward pass.
+        optimizer: state of the optimizer, without step counters.
+        activations: memory that the measured forward pass kept alive for the backward pass.
         buffers: running statistics and other buffers, and the running average of the weights.
         teacher: parameters and buffers of the teacher in memory: its shards unless they are on a disk, and whole
             parameters where units are gathered.
-        peak: largest so far: resident memory on CPU, allocated on CUDA.
-        params_step_peak: parameters at the peak of a step, by the wrap plan: shards, and the units that are
-            whole at once.
+        peak: peak so far: resident memory on CPU, allocated memory on CUDA.
+        params_step_peak: parameters at the peak of a step, by the wrap plan: shards, and the units that are gathered
+            together.
     """
 
     params: int = 0
@@ -54,9 +54,9 @@ class Storages:
         self.add(tensors)
 
     def add(self, tensors: Iterable[Tensor | None]) -> None:
-        """Add the storage of each tensor; None and storages whose memory has been released count nothing."""
+        """Add the storage of each tensor; None, meta tensors and storages that were freed count as 0 bytes."""
         for tensor in tensors:
-            if tensor is not None and not _plain(tensor).is_meta:  # those have a shape and no memory
+            if tensor is not None and not _plain(tensor).is_meta:
                 storage = _plain(tensor).untyped_storage()
                 if size := storage.nbytes():
                     self._sizes[_address(storage)] = size
@@ -87,20 +87,21 @@ def gradient_storages(model: nn.Module, shards: Iterable[Shard]) -> Storages:
 def optimizer_storages(optimizer: torch.optim.Optimizer) -> Storages:
     """Collect the optimizer's state in memory; step counters (one number a parameter) are left out."""
     buffers: list[Tensor] | None = getattr(optimizer, "resident_tensors", None)
-    if buffers is not None:  # the state is on a disk and passes through these
+    if buffers is not None:  # the state is on a disk, and streamed through these
         return Storages(buffers)
     entries = (entry for state in optimizer.state.values() for entry in state.items())
     return Storages(value for key, value in entries if isinstance(value, Tensor) and key != "step")
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Return the largest memory so far: allocated by torch on a GPU, resident in this process on a CPU."""
+    """Return the peak memory so far: allocated by torch on a GPU, resident in this process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    high_water = _status("VmHWM")  # not ru_maxrss: a process inherits that from the one that started it
+    high_water = _status("VmHWM")  # not ru_maxrss, which a process inherits from its parent
     if high_water is not None:
         return high_water
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    # getrusage reports bytes on macOS, and KiB elsewhere.
     return peak if sys.platform == "darwin" else peak * 1024
 
 
@@ -122,7 +123,7 @@ def mapped_bytes() -> int:
 
 
 def _status(name: str) -> int | None:
-    """Read a figure of Linux on this process, in bytes."""
+    """Read a field of /proc/self/status, in bytes; None where there is none."""
     status = Path("/proc/self/status")
     if status.exists():
         for line in status.read_text().splitlines():
@@ -132,33 +133,34 @@ def _status(name: str) -> int | None:
 
 
 class ActivationCounter(TorchDispatchMode):
-    """Inside, notes every tensor that an operation makes; afterward, how much of it is still alive.
+    """A context that records the storage of every tensor that an operation returns, to sum those still alive.
 
-    Slow (Python runs at every operation) and exact: views, in-place results and what checkpointing drops are counted as
-    they are, whoever holds them.
+    Slow (every operation calls Python) and exact: views share a storage, and storages that checkpointing drops are not
+    counted.
     """
 
     def __init__(self) -> None:
         super().__init__()
+        # Weak references: the counter must keep nothing alive.
         self._made: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for tensor in tensors_of(result):
             storage = _plain(tensor).untyped_storage()
-            # The address of a freed storage may be used again: the newer one then takes its place.
+            # A freed storage's address may be reused: the entry is then the newer storage's.
             self._made[object_address(storage)] = weakref.ref(storage)
         return result
 
     def alive_bytes(self, *excluded: Storages) -> int:
-        """Sum the bytes of the storages made inside that still live and are not among ``excluded``."""
+        """Return the bytes of storages that were made inside, are still alive, and are in none of ``excluded``."""
         storages = (reference() for reference in self._made.values())
         alive = {_address(s): s.nbytes() for s in storages if s is not None and not any(s in kind for kind in excluded)}
         return sum(alive.values())
 
 
 def _address(storage: torch.UntypedStorage) -> int:
-    """Return the address of the memory; of the object for fake and meta tensors, which have none."""
+    """Return the address of a storage's memory; for fake and meta tensors, that of its C++ object."""
     return object_address(storage) if storage.device.type == "meta" else storage.data_ptr()
 
 

@@ -17,10 +17,10 @@ from vissl_zero.sharding.offload.layout import kept_in_memory
 
 @dataclass(frozen=True)
 class ParamFacts:
-    """A parameter as far as memory goes.
+    """Properties of a parameter that determine its memory.
 
     Attributes:
-        shape: shape of the whole.
+        shape: shape of the full parameter.
         itemsize: bytes of an element.
         unit: first module of the unit that holds it at level 3.
         is_trained: an optimizer updates it.
@@ -47,7 +47,7 @@ class ParamFacts:
         return self._rows(num_ranks) * torch.Size(self.shape[1:]).numel() * self.itemsize
 
     def sent(self, num_ranks: int, share: float) -> float:
-        """Return its bytes in a message of level 3, which has ``share`` of the bytes in the master format."""
+        """Return its bytes in a rank's gather message; ``share`` is message bytes over master bytes (``share_of``)."""
         if not self.is_float8:
             return self.padded(num_ranks) * share
         return self.padded(num_ranks) // self.itemsize + self._rows(num_ranks)  # a scale for each row
@@ -93,11 +93,11 @@ def whole_units(params: Mapping[str, ParamFacts], num_ranks: int) -> dict[str, i
 
 
 def params_on_disk(params: Mapping[str, ParamFacts], plan: ShardingPlan, num_ranks: int) -> dict[str, ParamFacts]:
-    """Select parameters that rest on a disk: all that are cut, but for the first ones, which fit ``max_in_cpu``.
+    """Select the parameters on a disk: all sharded ones, except the first ones, which fit into ``max_in_cpu``.
 
     Args:
         params: facts of a model's parameters.
-        plan: where they rest.
+        plan: offload tiers.
         num_ranks: number of ranks that share one copy of the state.
     """
     if not plan.offload_params.is_on_disk:
@@ -110,10 +110,10 @@ def params_on_disk(params: Mapping[str, ParamFacts], plan: ShardingPlan, num_ran
 
 
 def gathered_bytes(params: Mapping[str, ParamFacts], plan: ShardingPlan, num_ranks: int) -> int:
-    """Return the most bytes of full parameters at any moment of a step, beside the shards, as they are computed in.
+    """Return the peak bytes of full parameters in a step, in the compute dtype and in addition to the shards.
 
-    At levels 1 and 2 all of them. At level 3 those of a unit and of all units around it: the root is always one. What
-    is fetched ahead on a GPU is counted as communication until it is needed.
+    At levels 1 and 2 all parameters are full; at level 3 those of a unit and of all units around it, the root included.
+    Units that a GPU prefetches count as communication until they are used.
 
     Args:
         params: facts of a model's parameters.

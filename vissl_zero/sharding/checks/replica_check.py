@@ -1,6 +1,6 @@
 """Verifies that all ranks train the same model in the same way: before sharding, and before every update.
 
-And notices changes of a model that its shards cannot follow, before they make a wrong update.
+It also detects changes of a model that its shards cannot follow, before they cause a wrong update.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ class ModelsDifferError(VisslZeroError):
 def require_equal_models(model: nn.Module, device: torch.device) -> None:
     """Compare parameters and buffers across ranks: names, shapes, ``requires_grad``, and values by checksums.
 
-    Every rank must call it. Tensors on the meta device have no values yet and are compared by name and shape. A
-    counter (a buffer of whole numbers) takes the value of rank 0, as under ``DistributedDataParallel``: some libraries
-    leave its memory unwritten until it is used.
+    Collective. Tensors on the meta device have no values yet and are compared by name and shape. A counter (a buffer of
+    integers) takes the value of rank 0, as under ``DistributedDataParallel``: some libraries leave its memory
+    uninitialized until it is used.
 
     Raises:
         ModelsDifferError: on every rank, with the first parameter that differs.
@@ -76,6 +76,7 @@ def require_equal(what: str, facts: Sequence[str]) -> None:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
     digests: list[Any] = [None] * dist.get_world_size()
+    # Not ``hash``, which Python seeds differently in every process.
     dist.all_gather_object(digests, hashlib.sha256("\n".join(facts).encode()).hexdigest()[:16])
     if len(set(digests)) == 1:
         return
@@ -95,7 +96,7 @@ def require_equal(what: str, facts: Sequence[str]) -> None:
 def equal_values(
     fill: Callable[[nn.Module, str], None], model: nn.Module, device: torch.device
 ) -> Iterator[Callable[[nn.Module, str], None]]:
-    """Yield ``fill``, for sharding ``model``; compare afterward what it gave to parameters on the meta device.
+    """Yield a ``fill`` for sharding ``model``; afterward compare across ranks how it filled meta parameters.
 
     Raises:
         ModelsDifferError: on every rank, with the first parameter that differs.
@@ -107,7 +108,7 @@ def equal_values(
     def filled(module: nn.Module, name: str) -> None:
         fill(module, name)
         for key, param in module.named_parameters(prefix=name):
-            if key in bare - sums.keys():  # more than this may have been filled with what is in it
+            if key in bare - sums.keys():  # an outer module is filled after units inside it
                 sums[key] = checksum(param)
 
     yield filled
@@ -156,9 +157,9 @@ class StepCheck:
         """Raise on every rank if one of them has a problem, or if facts differ.
 
         Args:
-            problem: why this rank cannot update.
-            facts: numbers of 32 bits by what they say; the same names on every rank.
-            marks: equally many on every rank.
+            problem: why this rank cannot update; None if it can.
+            facts: numbers of 32 bits by their meaning, which completes the error message; the same keys on all ranks.
+            marks: flags, as many as on every other rank.
         Returns:
             For each mark whether any rank has set it.
         Raises:
@@ -172,6 +173,7 @@ class StepCheck:
             dist.all_reduce(bounds, dist.ReduceOp.MAX)
             agreed = bounds.tolist()
             # Ranks agree on a value where its maximum is its minimum.
+            # Likewise a problem on some ranks only. If all ranks have one, each raises its own below.
             has_problem, *differs = (agreed[i] != -agreed[i + len(values)] for i in range(len(values)))
             marks = [bool(mark) for mark in agreed[2 * len(values) :]]
             if problem is None and has_problem:
@@ -184,19 +186,19 @@ class StepCheck:
 
 
 def text_digest(*values: object) -> int:
-    """Digest the text of ``values`` to 32 bits; the same in every process."""
+    """Return a 32-bit digest of the text of ``values``, the same in every process."""
     return zlib.crc32(repr(values).encode())
 
 
 def option_text(option: Any) -> str:
-    """Write a value of a group's options in the same way on every rank, whatever its device and address."""
+    """Return the text of an option of a parameter group, the same on every rank: without device and address."""
     if isinstance(option, Tensor):
         return repr(option.tolist())
     return repr(option) if isinstance(option, str | int | float | None) else type(option).__name__
 
 
 def _differing(values: Tensor) -> list[int]:
-    """List the rows of ``values`` that are not the same on every rank; the same list everywhere."""
+    """Return the indices of the rows of ``values`` that differ between ranks, the same list on all. Collective."""
     # One maximum of a value and of its negative gives both bounds in a single message.
     bounds = torch.stack([values, -values])
     dist.all_reduce(bounds, dist.ReduceOp.MAX)
@@ -220,7 +222,7 @@ _ADDED = (
 
 
 class ParameterGuard:
-    """Looks after the parameters of one model between steps.
+    """Detects changes of a model's parameters between steps that sharding cannot follow.
 
     Args:
         module: already sharded.
@@ -236,18 +238,18 @@ class ParameterGuard:
         self._places = {shard.name: _place(shard) for shard in self._shards}
         self._num_hooks = {shard.name: num_gradient_hooks(shard.source) for shard in self._shards}
         self._known = {id(param): name for name, param in module.named_parameters()}
-        # An engine that puts all parameters into one has others in the model.
+        # fairscale's FSDP flattens parameters, so the model has others than the shards.
         self._is_followed = all(id(shard.source) in self._known for shard in shards)
         self._tables = _tables(module)
         _FirstPasses(module, self._refuse_moved)
         self._is_own_step = False
-        self._all_shards = shards  # those on a disk too
+        self._all_shards = shards  # also those on a disk, which are never moved but may be written
         self._num_writes = self._count_writes()
-        self._optimizer = getattr(optimizer, "optim", optimizer)  # fairscale's has the one that runs inside
+        self._optimizer = getattr(optimizer, "optim", optimizer)  # the base optimizer inside fairscale's OSS
         self._optimizer.register_step_pre_hook(self._refuse_foreign_step)
 
     def accept_hooks(self) -> None:
-        """Accept the hooks that parameters have by now as sharding's own."""
+        """Accept the present hooks of parameters: sharding has set them."""
         self._num_hooks = {shard.name: num_gradient_hooks(shard.source) for shard in self._shards}
 
     @contextmanager
@@ -269,10 +271,10 @@ class ParameterGuard:
             shard.forget_writes()
 
     def written(self) -> int:
-        """Digest what the loop has written into parameters since the last update; 0 if nothing. Not a collective.
+        """Return a digest of the loop's writes into parameters since the last update; 0 if none. Not a collective.
 
-        What counts is the values of a parameter that this rank holds in full, and of another one the numbers and
-        full tensors that were combined into it. torch does not count writes through ``.data`` at level 0.
+        Of a parameter that this rank holds in full it covers the values; of a sharded one, the numbers and full tensors
+        that were combined into it. torch does not count writes through ``.data`` at level 0.
         Cost: one pass over what was written.
         """
         pairs = zip(self._all_shards, self._count_writes(), self._num_writes, strict=True)
@@ -281,12 +283,12 @@ class ParameterGuard:
         return text_digest([shard.name for shard in written], sums) if written else 0
 
     def _count_writes(self) -> list[tuple[int, int]]:
-        # A write of the loop counts at the sharded tensor, and one of sharding at its rows.
+        # A write by the loop counts at the sharded tensor, and a write by sharding at its local rows.
         with as_plain_tensors():
             return [(num_writes(shard.source), num_writes(local_tensor(shard.source))) for shard in self._all_shards]
 
     def problem(self) -> str | None:
-        """Find the first change that an update would not see, as a sentence for people; None if there is none."""
+        """Return a sentence on the first change that an update would not see; None if there is none."""
         with as_plain_tensors():
             return self._problem()
 
@@ -310,9 +312,10 @@ class ParameterGuard:
         return None
 
     def _rebuilt(self) -> str | None:
-        """Find the first parameter taken out of the model or put into it; one may change its name (pruning)."""
+        """Return a sentence on the first parameter that the model lost or gained; None if all are still in it."""
         tables = _tables(self._module)
         if tables == self._tables:
+            # The usual case: comparing ids is cheaper than walking over named parameters.
             return None
         names = {id(param): name for name, param in self._module.named_parameters()}
         for key, name in self._known.items():
@@ -322,6 +325,7 @@ class ParameterGuard:
             if key not in self._known:
                 return _ADDED.format(name)
         self._tables = tables
+        # Parameters have only changed their names or places, as in pruning.
         return None
 
     def _is_moved(self, shard: Shard) -> bool:
@@ -333,7 +337,8 @@ class ParameterGuard:
             raise VisslZeroError(_MOVED.format(moved))
 
     def _refuse_foreign_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if optimizer is self._optimizer and not self._is_own_step:  # a copy of it may be tried out
+        # The hook is copied with the optimizer: trial steps of copies are allowed.
+        if optimizer is self._optimizer and not self._is_own_step:
             raise VisslZeroError(
                 "step() was called on the optimizer that was given to initialize(), which has no gradients. "
                 "Call step() of the optimizer that initialize() returned."
@@ -341,9 +346,9 @@ class ParameterGuard:
 
 
 class _FirstPasses:
-    """Looks at a model after its first forward passes: a layer that converts itself does so there.
+    """Checks a model after its first forward passes, in which some layers convert their own parameters.
 
-    The backward pass would end in torch's words before a step could say what is wrong.
+    A check in ``step`` would be too late: the backward pass fails before, with torch's message.
     """
 
     def __init__(self, module: nn.Module, look: Callable[[], None]):
@@ -372,11 +377,11 @@ def _nothing_to_look_at() -> Callable[..., None]:
 
 
 def _place(shard: Shard) -> object:
-    """Return what must stay of a parameter: where its values lie, if the optimizer updates them under another name."""
+    """Return what must not change of a parameter: its address if ``local`` shares its memory, else dtype and shape."""
     source = shard.source
     if shard.local is source:
         return source.dtype, source.device, source.shape
-    # The tensor itself: to_local() would return a new view, and record it for autograd.
+    # Not to_local(), which returns a new view and records it for autograd.
     return local_tensor(source).data_ptr()
 
 
@@ -389,10 +394,10 @@ def _tables(module: nn.Module) -> list[list[int]]:
 
 
 def mark_sharded(model: nn.Module) -> None:
-    """Have ``DistributedDataParallel`` end in a sentence instead of averaging gradients a second time.
+    """Make ``DistributedDataParallel`` refuse ``model``, whose gradients it would average a second time.
 
-    Around the model itself it is refused when it is built; around a module that holds the model, in the forward pass,
-    or, if there are DTensors, which it cannot broadcast, when it asks for them.
+    Around the model itself, its constructor is refused. Around a module that contains the model, its forward pass is;
+    with DTensors, which it cannot broadcast, the constructor.
     """
     set_left_to_itself(model, _NotToBeWrapped())
     model.register_forward_pre_hook(_refuse_to_run_inside)
@@ -401,7 +406,7 @@ def mark_sharded(model: nn.Module) -> None:
 
 
 def is_marked_sharded(model: nn.Module) -> bool:
-    """Check whether ``mark_sharded`` has had it; not so for a copy, which is a plain model."""
+    """Check whether ``mark_sharded`` was called with ``model``; False for a copy, which is a plain model."""
     return isinstance(left_to_itself(model), _NotToBeWrapped)
 
 
@@ -425,7 +430,7 @@ _AVERAGED_TWICE = (
 
 
 class _NotToBeWrapped:
-    """Where ``DistributedDataParallel`` looks for what to leave alone, before it changes anything of a model."""
+    """Raises when ``DistributedDataParallel`` reads the names to ignore, before it changes anything of a model."""
 
     def __iter__(self) -> Iterator[str]:
         raise VisslZeroError(_AVERAGED_TWICE)

@@ -1,6 +1,6 @@
 """Names the call in which this rank waits for others, within seconds instead of at the time limit.
 
-A collective that only some ranks call (``if rank == 0: evaluate()``) waits until its limit, and ends in words that name
+A collective that only some ranks call (``if rank == 0: evaluate()``) waits until its timeout, and its error names
 neither the call nor the cause.
 """
 
@@ -21,7 +21,7 @@ _LOST = ("Timed out", "Connection closed", "Connection reset", "Broken pipe", "t
 
 
 class _Watch:
-    """A thread that looks twice a second whether the outermost call is overdue."""
+    """A thread that checks twice a second whether the outermost call is overdue."""
 
     def __init__(self) -> None:
         self.is_on = False
@@ -32,18 +32,19 @@ class _Watch:
     def start(self) -> None:
         """Start the thread: once per process; after a fork, once more."""
         if self._thread is None or not self._thread.is_alive():
-            self._thread = threading.Thread(target=self._look, name="vissl_zero waiting", daemon=True)
+            self._thread = threading.Thread(target=self._poll, name="vissl_zero waiting", daemon=True)
             self._thread.start()
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         reported = 0.0
         while True:
             time.sleep(_POLL_S)
+            # Read once: the main thread may change both at any time.
             call, since = self.call, self.since
             if call and since != reported and time.monotonic() - since > AFTER_S:
                 reported = since
                 where = f"Rank {collectives.rank()} waits in {call} for more than {AFTER_S:.0f} s"
-                # Not certain yet: a first backward pass may compile for minutes.
+                # A warning, no error: a first backward pass may compile for minutes.
                 why = "this rank compiles or computes, or another rank has not made the call"
                 logging.getLogger(__name__).warning("%s: %s. %s", where, why, _FIX)
 
@@ -52,19 +53,20 @@ _watch = _Watch()
 
 
 def watch_calls() -> None:
-    """Watch calls in this process from now on: a loop of the user's may leave a rank waiting."""
+    """Watch calls in this process from now on. For loops of users, which may leave a rank waiting."""
     _watch.is_on = True
 
 
 @contextmanager
 def waiting(call: str) -> Iterator[None]:
-    """Note a call that every rank must make. A context. Cost: some microseconds.
+    """Watch a call that every rank must make. A context. Cost: some microseconds.
 
     Args:
-        call: call as the loop has written it, for people.
+        call: the call as written in the loop, for messages.
     Raises:
         VisslZeroError: other ranks did not take part within the time limit, or have ended.
     """
+    # An outer call is watched already: its name says more than that of a collective inside.
     if not _watch.is_on or _watch.call or collectives.world_size() == 1:
         yield
         return
@@ -73,7 +75,7 @@ def waiting(call: str) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, OSError) as error:
-        # The limit of the process group, or the end of another rank, in words of its transport.
+        # A timeout of the process group or the end of another rank, in the words of gloo, nccl or the communicator.
         if isinstance(error, VisslZeroError) or not any(word in str(error) for word in _LOST):
             raise
         raise VisslZeroError(

@@ -1,8 +1,8 @@
 """Reduce-scatter and all-gather of CPU tensors, in chunks that pass through small buffers of fixed size.
 
-gloo's own reduce-scatter costs a whole all-reduce, and its all-gather is no better. Here every rank hands each other
-rank what that one needs and nothing else, (N-1)/N of the data as in a ring, and what arrives is summed in the order of
-ranks: the result does not depend on timing, and two ranks that sum the same elements get the same bits.
+gloo's own reduce-scatter costs a whole all-reduce, and its all-gather is no better. Here every rank sends each other
+rank only the part that it needs, (N-1)/N of the data as in a ring, and the receiver sums in the order of ranks: the
+result does not depend on timing, and two ranks that sum the same elements get the same bits.
 
 The CPU ranks of a group communicate through memory that all of them map, or, between machines, through gloo.
 """
@@ -33,24 +33,24 @@ Drain = Callable[[Sequence[Tensor]], None]
 
 class _Pending(NamedTuple):
     number: int
-    view: Callable[[Tensor], Tensor]  # a sender's slot -> what it says to this rank
+    view: Callable[[Tensor], Tensor]  # from a sender's slot, selects the part for this rank
     drain: Drain
 
 
 class CpuCommunicator(ABC):
     """Messages among the ranks of a group.
 
-    A message is written by ``fill`` into a slot of ``slot_bytes`` and read by ``drain`` when it has come from all
-    ranks: in the order of posting, ``LAG`` messages later or in ``finish``. Every rank must post the same messages in
-    the same order. Slots are few and used in turn, so that nothing is allocated, whatever the size of the model.
+    ``fill`` writes a message into a slot of ``slot_bytes``; ``drain`` reads it when it has arrived from all ranks: in
+    the order of posting, ``LAG`` messages later or in ``finish``. Every rank must post the same messages in the same
+    order. Slots are few and used in turn, so that nothing is allocated, whatever the size of the model.
 
     Args:
         num_ranks: number of ranks of the group.
-        rank: this one's place in it.
-        slot_bytes: largest message, the parts for all ranks taken together.
+        rank: position of this rank in the group.
+        slot_bytes: bytes of the largest message, including the parts for all ranks.
 
     Attributes:
-        sent_bytes: what has left this rank for others, by "gradients" (reduce-scatter) and "parameters" (all-gather).
+        sent_bytes: bytes sent to other ranks, by "gradients" (reduce-scatter) and "parameters" (all-gather).
     """
 
     LAG = 3  # how far, in messages, a rank may run ahead of the slowest
@@ -63,10 +63,10 @@ class CpuCommunicator(ABC):
 
     @property
     def num_slots(self) -> int:
-        """A slot is written again after ``2 * LAG`` messages.
+        """Slots of a rank: one is rewritten after ``2 * LAG`` messages, when all ranks have read it.
 
-        Message k is posted once this rank has read message k - LAG, and that was complete once all had posted it, hence
-        read message k - 2 * LAG.
+        This rank posts message k after it has read message k - LAG. That message was complete only after all ranks had
+        posted it, hence had read message k - 2 * LAG.
         """
         return 2 * self.LAG
 
@@ -81,11 +81,11 @@ class CpuCommunicator(ABC):
             numel: elements for one rank, at most ``capacity``; the same on every rank.
             dtype: data type of the elements.
             fill: writes the message: (N * numel,), the part of rank r at r * numel, if ``is_scatter``; else (numel,).
-            drain: is given N tensors of (numel,), in the order of ranks, valid during the call only.
+            drain: called with N tensors (numel,), in the order of ranks, which are valid during the call only.
             is_scatter: whether each rank gets a part of its own, or all get the same.
         """
         assert numel <= self.capacity(dtype), (numel, self.capacity(dtype))
-        # Every rank reads before it writes on, which is what makes it safe to use a slot again (see num_slots).
+        # Every rank reads before it writes further messages: this makes it safe to reuse a slot (see num_slots).
         while len(self._pending) >= self.LAG:
             self._drain_oldest()
         number = self._num_posted
@@ -166,7 +166,7 @@ class CpuCommunicator(ABC):
 
         Args:
             received, sent: by rank, tensors of uint8 (n,); those of this rank itself are not looked at.
-            most_bytes: most bytes that a rank sends to another one; the same number on every rank.
+            most_bytes: largest number of bytes that any rank sends to another; the same on every rank.
 
         Collective; moves ``most_bytes`` to every other rank.
         """
@@ -199,7 +199,7 @@ class CpuCommunicator(ABC):
 
     @abstractmethod
     def buffers(self) -> list[Tensor]:
-        """Return tensors that cover all its slots."""
+        """Return tensors over the memory of all slots, to count it."""
 
     @abstractmethod
     def _slot(self, number: int) -> Tensor:
@@ -207,7 +207,7 @@ class CpuCommunicator(ABC):
 
     @abstractmethod
     def _publish(self, number: int, message: Tensor, is_scatter: bool) -> None:
-        """Let the others have it. Must not wait for them."""
+        """Make the message visible to the other ranks, without waiting for them."""
 
     @abstractmethod
     def _has_come(self, number: int) -> bool:
@@ -225,7 +225,7 @@ class _Cursor:
         self._tensors, self._index, self._start = tensors, 0, 0
 
     def pieces(self, num_elements: int) -> Iterator[tuple[int, Tensor]]:
-        """Yield the next elements, fewer at the end: views, each with its place among them."""
+        """Yield views of the next ``num_elements`` elements, each with its offset; fewer at the end."""
         place = 0
         while place < num_elements and self._index < len(self._tensors):
             tensor = self._tensors[self._index]
@@ -282,9 +282,9 @@ class SharedMemoryCommunicator(CpuCommunicator):
     open it, it needs no room in /dev/shm, and it is gone with its last process, however that ends.
 
     Args:
-        memories: one per rank of the group, that of this rank writable.
-        pids: pids of the ranks.
-        rank: this one's place in the group.
+        memories: mapped memory of each rank of the group.
+        pids: process ids of the ranks.
+        rank: position of this rank in the group.
         timeout_s: longest wait for a message.
     """
 
@@ -295,7 +295,8 @@ class SharedMemoryCommunicator(CpuCommunicator):
         self._pids, self._timeout_s = list(pids), timeout_s
         # Each count has one writer, its owner, so no lock is needed.
         self._counts = [memoryview(memory)[:8].cast("q") for memory in memories]
-        # Never written but by ``_slot``: torch has no read-only tensors, and says so for each.
+        # Only this rank's own slots are written. Others' memory is mapped writable too, because torch has no read-only
+        # tensors and would warn of each.
         tensors = [torch.frombuffer(memory, dtype=torch.uint8, offset=_HEADER_BYTES) for memory in memories]
         self._slots = [list(tensor.split(slot_bytes)) for tensor in tensors]
 
@@ -307,7 +308,7 @@ class SharedMemoryCommunicator(CpuCommunicator):
         return self._slots[self.rank][number % self.num_slots]
 
     def _publish(self, number: int, message: Tensor, is_scatter: bool) -> None:
-        # x86 makes stores visible in the order of the program: whoever reads the count finds the message.
+        # x86 makes stores visible in program order: a rank that reads the new count also reads the message.
         self._counts[self.rank][0] = number + 1
 
     def _has_come(self, number: int) -> bool:
@@ -342,13 +343,13 @@ class SharedMemoryCommunicator(CpuCommunicator):
 
     def _require_alive(self, sender: int) -> None:
         try:
-            os.kill(self._pids[sender], 0)
+            os.kill(self._pids[sender], 0)  # signal 0: only check
         except ProcessLookupError:
             raise LostRankError(f"The process of peer rank {sender} of the shard group has ended.") from None
 
 
 def _open_shared_memory(group: dist.ProcessGroup, slot_bytes: int, timeout_s: float) -> SharedMemoryCommunicator | None:
-    """Open memory shared by ``group``; None, on every rank, where its ranks cannot share any. Collective.
+    """Open memory shared by ``group``; None on every rank if its ranks cannot share memory. Collective.
 
     Only on x86, whose order of stores it relies on.
     """
@@ -365,10 +366,11 @@ def _open_shared_memory(group: dist.ProcessGroup, slot_bytes: int, timeout_s: fl
     dist.all_gather_object(addresses, mine, group=group)
     memories = _map(addresses, memory, group.rank(), num_bytes)
     is_open = torch.tensor([memories is not None])
-    # All ranks must take the same way: one that cannot map the memory sends everyone to gloo.
+    # All ranks must use the same transport: if one cannot map the memory, all use gloo.
     dist.all_reduce(is_open, dist.ReduceOp.MIN, group=group)
     if mine is not None:
-        os.close(mine.fd)  # all have opened it, or will not
+        # After the all-reduce: every rank that can open this descriptor has done so.
+        os.close(mine.fd)
     if memories is None or not bool(is_open):
         return None
     pids = [address.pid for address in addresses if address is not None]
@@ -380,8 +382,7 @@ def _machine() -> tuple[str, int] | None:
     if platform.machine() not in ("x86_64", "AMD64") or not hasattr(os, "memfd_create"):
         return None
     try:
-        # A process is found by its number, which means the same process only within one namespace of one running
-        # system.
+        # A pid identifies a process only within one pid namespace of one running system.
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return boot, Path("/proc/self/ns/pid").stat().st_ino
     except OSError:
@@ -402,7 +403,7 @@ def _map(
         if address.machine != addresses[rank].machine:  # type: ignore[union-attr]
             return None
         try:
-            # For writing, though only its owner writes: mmap asks for a writable descriptor by default.
+            # O_RDWR, though only the owner writes: mmap's default needs a writable descriptor.
             fd = os.open(f"/proc/{address.pid}/fd/{address.fd}", os.O_RDWR)
         except OSError:
             return None
@@ -420,7 +421,7 @@ class GlooCommunicator(CpuCommunicator):
     78 and 157 ms for gloo's reduce-scatter; 19 and 40 ms for broadcasts, 57 and 104 ms for its all-gather.
 
     Args:
-        group: group of gloo, and used for nothing else, so that messages cannot meet other collectives out of order.
+        group: gloo group for this object alone, so that its messages cannot be mixed up with other collectives.
     """
 
     def __init__(self, group: dist.ProcessGroup, slot_bytes: int):
@@ -435,7 +436,7 @@ class GlooCommunicator(CpuCommunicator):
         return [*self._sent, *self._arrived]
 
     def announce(self, tag: int, check: Callable[[Sequence[int]], None]) -> None:
-        """Send at once; see ``CpuCommunicator``. Waits: gloo cannot bear messages of different sizes."""
+        """Send and wait; see ``CpuCommunicator``. Ranks must agree first: gloo fails on messages of different sizes."""
         super().announce(tag, check)
         self.finish()
 
@@ -447,7 +448,7 @@ class GlooCommunicator(CpuCommunicator):
         sent = message.view(torch.uint8)
         if is_scatter:
             size = len(sent) // self.num_ranks
-            # What rank r sends lies where it lies in r's own slot.
+            # At the place that the part has in the sender's slot, where ``_Pending.view`` selects it.
             parts = [arrived[sender, self.rank * size : (self.rank + 1) * size] for sender in range(self.num_ranks)]
             self._works[number] = _all_to_all(parts, list(sent.split(size)), self._group)
             return
@@ -469,7 +470,7 @@ class GlooCommunicator(CpuCommunicator):
 
 
 def _all_to_all(arrived: Sequence[Tensor], sent: Sequence[Tensor], group: dist.ProcessGroup) -> list[dist.Work]:
-    """Post pairs of sends and receives: gloo has no all-to-all into separate tensors."""
+    """Post pairs of sends and receives, because gloo has no all-to-all of separate tensors; return their works."""
     rank = group.rank()
     arrived[rank].copy_(sent[rank])
     works = []
@@ -480,29 +481,28 @@ def _all_to_all(arrived: Sequence[Tensor], sent: Sequence[Tensor], group: dist.P
     return [work for work in works if work is not None]
 
 
-SLOT_BYTES = 2**20  # stays in a core's cache; 2 * LAG of them per rank. Twice or half that: as fast
+SLOT_BYTES = 2**20  # fits into a core's cache; 2 * LAG of them per rank. Twice or half the size is as fast
 MAX_BACKLOG_BYTES = 2**23  # of gradients that a rank keeps while others are behind, so that it need not wait for them
 
 
 def open_communicator(group: dist.ProcessGroup, timeout_s: float, *, use_shared_memory: bool = True) -> CpuCommunicator:
-    """Open shared memory where all ranks of ``group`` run on one machine, else gloo. CPU tensors.
+    """Open shared memory if all ranks of ``group`` run on one machine, else gloo. For CPU tensors.
 
     Collective over the world: every rank calls it, each with its own group.
 
     Args:
         group: the ranks that communicate.
-        timeout_s: longest wait for a message; that of ``group`` if it is shorter.
-        use_shared_memory: False: gloo in any case.
+        timeout_s: longest wait for a message, in seconds, limited by the timeout of ``group``.
+        use_shared_memory: False: always use gloo.
     """
     comm: CpuCommunicator | None = None
-    of_group_s = timeout_of(group).total_seconds()
-    timeout_s = min(timeout_s, of_group_s)
+    timeout_s = min(timeout_s, timeout_of(group).total_seconds())
     if use_shared_memory:
         comm = _open_shared_memory(group, SLOT_BYTES, timeout_s)
-    wishes: list[tuple[int, ...] | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(wishes, None if comm else tuple(dist.get_process_group_ranks(group)))
-    # new_group is a collective of the world, so every rank makes all groups, its own or not, in one order.
-    for ranks in sorted({wish for wish in wishes if wish}):
+    gloo_ranks: list[tuple[int, ...] | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(gloo_ranks, None if comm else tuple(dist.get_process_group_ranks(group)))
+    # new_group is a collective of the world: every rank makes all groups, its own or not, in one order.
+    for ranks in sorted({ranks for ranks in gloo_ranks if ranks}):
         gloo_group = dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_s), backend="gloo")
         if dist.get_rank() in ranks:
             comm = GlooCommunicator(gloo_group, SLOT_BYTES)

@@ -1,15 +1,15 @@
 """Average the gradients of parameters that every rank holds whole, whatever the loss is made of.
 
-``DistributedDataParallel`` finds out from the outputs of ``forward`` which gradients to expect. It misses the gradients
-of losses that are made in another way (outputs in dataclasses, methods other than ``forward``, hooked features,
-gradient penalties, two backward passes), and says nothing. The mean here starts from the gradients themselves.
+``DistributedDataParallel`` derives from the outputs of ``forward`` which gradients to expect. It silently misses the
+gradients of losses that are made in another way (outputs in dataclasses, methods other than ``forward``, hooked
+features, gradient penalties, two backward passes). The mean here starts from the gradients themselves.
 
 Means whose sum always runs in the order of ranks make levels agree bit for bit. A library's all-reduce and
-reduce-scatter add up in an order that depends on sizes, places and algorithms, and float addition is not associative.
-Here every rank receives all parts of the elements it is to reduce and adds them, rank 0's first; so an element's mean
-does not depend on what else travels with it. Gradients in half precision are summed in float32, and their mean is
-rounded once. It moves as many bytes as a reduce-scatter. Sharded gradients on the CPU
-go through ``sharding/engines/cpu_communicator.py``, which adds up in the same order.
+reduce-scatter add in an order that depends on sizes, positions and algorithms, and float addition is not associative.
+Here every rank receives all parts of the elements that it reduces and adds them, rank 0's first; so an element's mean
+does not depend on the rest of its message. Gradients in half precision are summed in float32, and their mean is
+rounded once. It moves as many bytes as a reduce-scatter. Sharded gradients on the CPU go through
+``sharding/engines/cpu_communicator.py``, which adds in the same order.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from vissl_zero.sharding.torch_private import (
     set_real_grad,
 )
 
-# A fact that ranks must agree on.
+# Names, in errors, a fact that must be equal on all ranks (``StepCheck``).
 OWN_GRADIENTS = (
     "the gradients that the loop has set or changed. Let them come from optimizer.backward(loss), or compute them from "
     "what is the same on every rank"
@@ -49,9 +49,9 @@ class GradientAverage:
     """The mean over all ranks of each gradient, taken by the end of every backward pass.
 
     Parameters are packed into buckets in the order in which gradients are expected, the last parameters first. A bucket
-    is sent as soon as all its gradients exist, while the backward pass continues; the others follow at its end. A
-    gradient that only some ranks have counts as zero on the others; one that no rank has stays None. Ranks may run
-    different numbers of backward passes: a rank that has no more sends zeros.
+    is sent as soon as all its gradients exist, while the backward pass continues; the remaining buckets follow at its
+    end. A gradient that only some ranks have counts as zero on the others; a gradient that no rank has stays None.
+    Ranks may run different numbers of backward passes: a rank without a further pass sends zeros.
 
     Args:
         params: the same on every rank, in the order of the model; those without ``requires_grad`` are left out.
@@ -59,7 +59,7 @@ class GradientAverage:
         bucket_bytes: gradients sent at once.
 
     Attributes:
-        sent_bytes: sent bytes of gradients, as a ring all-reduce sends them.
+        sent_bytes: bytes of gradients that this rank has sent, by the formula of a ring all-reduce.
 
     Cost per backward pass: one all-reduce of the gradients, and two of at most two bytes per parameter.
     """
@@ -70,8 +70,8 @@ class GradientAverage:
         self._buckets = _buckets(self._params, bucket_bytes)
         self.sent_bytes = 0
         self._is_active = True
-        self._is_driven = False
-        self._is_open = False
+        self._is_driven = False  # whether ``backward_pass`` runs this pass, and ends the round itself
+        self._is_open = False  # whether a round of messages has begun
         self._is_callback_queued = False
         self._ready: set[nn.Parameter] = set()
         self._sent: list[tuple[Tensor, dist.Work]] = []
@@ -83,7 +83,8 @@ class GradientAverage:
             return
         self._group = dist.group.WORLD
         if self._params[0].device.type == "cpu":
-            # Not in the way of batch norm's collectives, whose order among these depends on timing.
+            # A group of its own: the order of these all-reduces relative to batch norm's collectives depends on timing,
+            # and a group pairs collectives by their order.
             self._group = dist.new_group(timeout=timedelta(seconds=timeout_s))
         call_on_gradient(self._params, self._on_gradient)
 
@@ -96,15 +97,15 @@ class GradientAverage:
             return
         if self._is_open:
             self._end_round()
-        # Not before all ranks have said that they have no more: one that left early would keep the others waiting.
-        # A rank also opens a round for gradients of earlier micro-batches, if this one had no backward pass.
+        # Leave together: a rank that left earlier would be missing from a round that another rank opens. A rank also
+        # opens a round for gradients of earlier micro-batches, if this micro-batch had no backward pass.
         while self._agree_to_open(self._has_own):  # another rank may have run one more backward pass
             self._is_open = True
             self._end_round()
 
     @contextmanager
     def backward_pass(self) -> Iterator[None]:
-        """Run the caller's backward pass: under reentrant checkpointing, autograd hides where it ends. A context."""
+        """Run the caller's backward pass, whose end autograd hides under reentrant checkpointing. A context."""
         self._is_driven = True
         try:
             yield
@@ -129,7 +130,7 @@ class GradientAverage:
             return
         if not self._is_open:
             self._is_open = True
-            # Waited for in _end_round only: the backward pass runs on meanwhile.
+            # Asynchronous: _end_round waits for it, and the backward pass continues meanwhile.
             self._opening = self._announce(True)
         if not (self._is_driven or self._is_callback_queued):
             self._is_callback_queued = True
@@ -145,7 +146,7 @@ class GradientAverage:
             self._end_round()
 
     def _announce(self, is_opening: bool) -> tuple[Tensor, dist.Work]:
-        """Say whether a round of means begins here, or this rank's micro-batch has ended."""
+        """Start an all-reduce of whether this rank opens a round; False: its micro-batch has ended."""
         flag = torch.tensor([is_opening], dtype=torch.uint8, device=self._device_of_flags())
         return flag, dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._group, async_op=True)
 
@@ -164,16 +165,16 @@ class GradientAverage:
         flat = torch.cat([_packed(param, grad) for param, grad in zip(bucket, grads, strict=True)]).to(_wide(bucket))
         self._present += [grad is not None for grad in grads]
         for param in bucket:
-            set_real_grad(param, None)  # it is in the bucket; reentrant checkpointing may add another one
+            set_real_grad(param, None)  # it is in the bucket; reentrant checkpointing may accumulate a further one
         self._sent.append((flat, dist.all_reduce(flat, group=self._group, async_op=True)))
         self.sent_bytes += flat.nbytes * 2 * (collectives.world_size() - 1) // collectives.world_size()
 
     @torch.no_grad()
     def _end_round(self) -> None:
-        """End the backward pass: send the rest, and replace the gradients with their means."""
+        """End a round: send the remaining buckets, and replace the gradients by their means. Collective."""
         while len(self._sent) < len(self._buckets):
             self._send_next()
-        # Reentrant checkpointing may add to a gradient after its bucket was sent. Such remainders are averaged one by
+        # Reentrant checkpointing may accumulate a gradient after its bucket was sent: average such remainders one by
         # one.
         late = [real_grad(param) for bucket in self._buckets for param in bucket]
         flags = [*self._present, *(grad is not None for grad in late)]
@@ -245,7 +246,7 @@ def _unpacked(param: nn.Parameter, values: Tensor) -> Tensor:
 
 
 class OrderedReduceScatter:
-    """For ``FSDPModule.set_custom_reduce_scatter``, which asks for no more than these two methods."""
+    """Reduce-scatter that sums in the order of ranks, for ``FSDPModule.set_custom_reduce_scatter``."""
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Allocate a buffer."""
@@ -262,7 +263,7 @@ class OrderedReduceScatter:
         """Reduce; see the module."""
         received = torch.empty_like(input_tensor)
         dist.all_to_all_single(received, input_tensor, group=group)
-        # Asked for a sum, torch divides by itself.
+        # If torch requests a sum, it divides by itself.
         add_in_order(received.view(group.size(), -1).unbind(), output_tensor, is_mean=op == dist.ReduceOp.AVG)
 
 
@@ -304,7 +305,7 @@ class OrderedMeans:
             self._average_together([param for param in chosen if param.dtype == dtype])
 
     def _average_together(self, params: Sequence[nn.Parameter]) -> None:
-        """Average the gradients of parameters of one dtype, which some rank has."""
+        """Average the gradients of parameters of one dtype; each parameter has a gradient on some rank."""
         world_size = collectives.world_size()
         pairs = [(param, real_grad(param)) for param in params]
         grads = [torch.zeros_like(param) if grad is None else grad for param, grad in pairs]

@@ -1,8 +1,8 @@
-"""Batch norm across ranks, on any backend, and counted once under recomputation.
+"""Batch norm across ranks, on any backend, whose statistics count a batch once under recomputation.
 
 ``torch.nn.SyncBatchNorm`` refuses the CPU, and every batch norm of torch's updates its running statistics a second time
-when activation checkpointing runs the layer again. With the batch norm of this file N ranks train as one process does
-with the whole batch, running statistics included.
+when activation checkpointing runs the layer again. With the batch norm of this file, N ranks train as one process with
+the whole batch, running statistics included.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _is_frozen = False  # read by every layer's forward pass, in the thread that tra
 
 @contextmanager
 def frozen_statistics(model: nn.Module) -> Iterator[None]:
-    """Leave running statistics as they are in training's forward passes: the same batch comes again. A context."""
+    """Keep running statistics unchanged by forward passes in training mode: the batch comes again. A context."""
     global _is_frozen
     layers = (layer for layer in model.modules() if isinstance(layer, _BatchNorm))
-    # Without a group of ranks, layers are torch's own, which have a switch for it.
+    # Without a group of ranks, layers may be torch's own, which have a switch.
     unconverted = [layer for layer in layers if not isinstance(layer, BatchNorm) and layer.track_running_stats]
     for layer in unconverted:
         layer.track_running_stats = False
@@ -47,7 +47,7 @@ def frozen_statistics(model: nn.Module) -> Iterator[None]:
 
 
 class _Ranks:
-    """Lets a layer that holds a process group be copied; the copy shares the group."""
+    """Holds a layer's process group, which cannot be copied: a copy of the layer shares it."""
 
     def __init__(self, group: dist.ProcessGroup | None):
         self.group = group
@@ -59,8 +59,8 @@ class _Ranks:
 class BatchNorm(_BatchNorm):
     """Batch norm over any number of spatial dimensions, with the statistics of all ranks of a group.
 
-    A layer of the user's becomes one in place (``synchronize_``): it stays an instance of its own class (timm's
-    BatchNormAct2d of SyncBatchNormAct), with its name, hooks, parameters and buffers.
+    ``synchronize_`` converts a user's layer in place: it stays an instance of its own class (timm's BatchNormAct2d
+    becomes a SyncBatchNormAct), with its name, hooks, parameters and buffers.
 
     Cost per call, with a group of N ranks and C channels: one all-gather of 2C+1 numbers in forward (again in a
     recomputation) and one all-reduce of 2C numbers in backward.
@@ -82,6 +82,7 @@ class BatchNorm(_BatchNorm):
         self._check_input_dim(input)
         if not self.training and self.running_mean is not None:
             return F.batch_norm(input, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps)
+        # Activation checkpointing runs the layer again in the backward pass, with a batch that is counted already.
         is_counted = self.training and self.running_mean is not None and not is_recomputing() and not _is_frozen
         momentum = self._count_batch() if is_counted else 0.0
         if self.group is None:
@@ -100,12 +101,13 @@ class BatchNorm(_BatchNorm):
         return output
 
     def _count_batch(self) -> float:
-        """Count this batch. Returns the weight that its statistics get in the running ones."""
+        """Count this batch; return the weight of its statistics in the running ones."""
         if self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
         if self.momentum is not None:
             return self.momentum
         assert self.num_batches_tracked is not None
+        # momentum=None: a cumulative average, as in torch.
         return 1.0 / float(self.num_batches_tracked)
 
     def extra_repr(self) -> str:
@@ -134,8 +136,9 @@ class _Synchronized(torch.autograd.Function):
         grad = grads[0].contiguous()
         grad_weight, grad_bias = mean.new_zeros(2, len(mean))
         if x.numel():  # the kernel divides by the number of rows
-            # torch's own kernel sums grad * normalized x, and grad, per channel: the part that needs no other rank.
-            # Not even a name for the first: in a forecast it is whole, whatever the mask says.
+            # torch's kernel sums grad * normalized x, and grad, per channel: the part that needs no other rank.
+            # No variable for the first result: in a forecast with fake tensors it has full size, whatever the mask
+            # says.
             grad_weight, grad_bias = torch.ops.aten.native_batch_norm_backward(
                 grad, x, weight, None, None, mean, inv_std, True, ctx.eps, [False, True, True]
             )[1:]
@@ -143,7 +146,7 @@ class _Synchronized(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             sums = torch.stack([grad_bias, grad_weight]).to(mean.dtype)
             # Statistics depend on the rows of all ranks, and so does the gradient through them.
-            # Outside of the branch above: a rank without rows must take part too.
+            # Outside the branch above: a rank without rows must take part in the collective too.
             dist.all_reduce(sums, group=ctx.group)
             grad_mean, grad_dot = sums / count
             # weight * inv_std * (grad - grad_mean - (x - mean) * inv_std * grad_dot), as three channel-wise factors
@@ -159,7 +162,7 @@ class _Synchronized(torch.autograd.Function):
 
 
 def _group_statistics(x: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute mean (C,), biased variance (C,) and count (0-d) over rows and places of all ranks, at least float32.
+    """Compute mean (C,), biased variance (C,) and count (0-d) over rows and positions of all ranks, float32 at least.
 
     Each rank's mean and variance are combined as in https://doi.org/10.1080/00031305.1983.10483115 (no difference of
     large sums), in the order of ranks, so that all ranks get the same bits.
@@ -168,12 +171,13 @@ def _group_statistics(x: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tens
     num_channels = x.shape[1]
     local = wide.new_zeros(2 * num_channels + 1)
     if x.numel():
-        # The kernel inside batch norm itself: 5 times faster on the CPU than torch.var_mean.
+        # The kernel that batch norm uses: 5 times faster on the CPU than torch.var_mean.
         mean, var = torch.batch_norm_update_stats(wide, None, None, 0.0)
         local[:num_channels], local[num_channels:-1] = mean, var
         # A rank without rows sends a count of 0, and so a weight of 0.
         local[-1] = x.numel() // num_channels
     gathered = local.new_empty(group.size(), local.numel())
+    # Gathered, not all-reduced: each rank sums in the order of ranks, so that all get the same bits.
     collectives.all_gather_into(gathered.view(-1), local, group)
     means, variances, counts = gathered.split([num_channels, num_channels, 1], dim=1)
     count = counts.sum()
@@ -215,8 +219,8 @@ def synchronize_(layer: _BatchNorm, group: dist.ProcessGroup | None) -> None:
     """Make ``layer`` share its statistics among ``group``, in place.
 
     Args:
-        layer: layer of a class of torch's, timm's BatchNormAct2d, or of a class derived from ``nn.SyncBatchNorm`` whose
-            forward pass calls its parent's.
+        layer: a batch norm of torch's, timm's BatchNormAct2d, or of a subclass of ``nn.SyncBatchNorm`` whose forward
+            pass calls its parent's.
         group: every member must run the same layers in the same order, with any number of rows, zero included. None:
             this rank's batch alone.
     """
@@ -236,7 +240,7 @@ def _is_known(kind: type[_BatchNorm]) -> bool:
 
 
 def _has_activation(kind: type[_BatchNorm]) -> bool:
-    """Check for timm's batch norm with an activation, of which it has a form on top of ``nn.SyncBatchNorm``."""
+    """Check for timm's batch norm with an activation, which timm also derives from ``nn.SyncBatchNorm``."""
     return kind.__name__ == "BatchNormAct2d" and kind.__module__.startswith("timm.")
 
 
@@ -246,6 +250,7 @@ def _class_of(kind: type[_BatchNorm]) -> type[_BatchNorm]:
         import timm.layers
 
         kind = timm.layers.SyncBatchNormAct
+    # Our forward replaces that of torch's classes. A derived class comes first: its forward calls ours as its parent's.
     bases = (BatchNorm, kind) if kind in _CONVERTIBLE else (kind, _SyncBatchNorm)
     return type(kind.__name__, bases, {"__module__": kind.__module__, "__doc__": kind.__doc__})
 
@@ -261,13 +266,13 @@ def convert_batch_norms(
 
     Args:
         model: any module; changed.
-        group: ranks that share statistics. None: none do, and only those layers change that could not run as they are.
-        is_recomputed: the forward pass may run twice; then all batch norms change, to count each batch once.
-        only_marked: leave batch norms alone that are not ``nn.SyncBatchNorm``: their owner wants them local.
+        group: ranks that share statistics. None: each rank has its own; then only layers that need it are converted.
+        is_recomputed: the forward pass may run twice: convert all batch norms, so that each batch is counted once.
+        only_marked: convert ``nn.SyncBatchNorm`` alone: the user wants other batch norms local.
     Returns:
-        How many layers were changed.
+        The number of converted layers.
     Raises:
-        ConfigError: a subclass with a forward of its own must be synchronized, which cannot be done for it.
+        ConfigError: a layer to synchronize is of a subclass with a forward pass of its own.
     """
     num_changed = 0
     for name, layer in model.named_modules():

@@ -1,7 +1,7 @@
 """``torch.compile``, unit by unit: inside the unit, so that gathering, recomputing and reducing stay outside.
 
-A graph holds the layers of one unit on one resolution; nothing in it knows of ranks or levels. Identical blocks share
-their graphs, and a unit whose graph cannot be made runs as it is, and is named.
+A graph has the layers of one unit for one resolution, and depends on neither ranks nor level. Identical blocks share
+their graphs. A unit that cannot be compiled runs eagerly, with a warning that names it.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from vissl_zero.sharding.torch_private import Tracing, compile_graph, compiled, 
 _log = logging.getLogger(__name__)
 
 _MAX_GRAPHS = 32
-# They look at what changes from step to step, or talk to other ranks: a graph ends before each, and another one begins.
+# Layers that read state of the step or call collectives: a graph ends before each, and another begins after it.
 _EAGER_LAYERS = (BatchNorm, KeyedDropout, KeyedDropPath)
 _PATIENCE = 100  # forward passes with hooks inside before a unit is reported as never compiled
 
 
 def compile_units(model: nn.Module, units: Sequence[nn.Module], backend: str) -> None:
-    """Have ``units`` of ``model`` compiled when they first run; in place. Not a collective.
+    """Compile ``units`` of ``model`` when they first run; in place. Not a collective.
 
-    A unit that holds others is left alone: those are compiled. So are, for the time being, units with forward hooks on
-    a layer inside (checks of the first steps), which a graph could not call.
+    A unit that contains others stays eager: the inner ones are compiled. So does a unit as long as a layer inside has
+    forward hooks (checks of the first steps), which a graph could not call.
 
     Args:
         model: not sharded yet.
@@ -65,7 +65,7 @@ class _Compiler:
 
     Args:
         names: names of the units.
-        backend: what makes code of a graph.
+        backend: backend of ``torch.compile``.
     """
 
     def __init__(self, names: dict[nn.Module, str], backend: str):
@@ -89,6 +89,7 @@ class _Compiler:
             self._num_units -= 1
             return
         shapes = tuple((key, tuple(param.shape), param.dtype) for key, param in unit.named_parameters())
+        # Units of one kind share one compiled function: torch then reuses its graphs instead of compiling each block.
         kind = (function, tuple(type(layer) for layer in unit.modules()), shapes)
         if kind not in self._compiled:
             self._compiled[kind] = compiled(function, self._make, _MAX_GRAPHS)
@@ -147,15 +148,15 @@ class _Compiler:
         began = time.perf_counter()
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of inductor on its own affairs
+                warnings.simplefilter("ignore")  # inductor's, on its own settings
                 return compile_graph(self._backend, graph, inputs)
-        except Exception as error:  # noqa: BLE001 - whatever it is, the graph can run as it is
+        except Exception as error:  # noqa: BLE001 - whatever it is, the graph can run eagerly
             first, *_ = [*str(error).strip().splitlines(), ""]
             self._log_eager(self._current, f"{type(error).__name__}: {first[:200]}")
             return graph.forward
         finally:
             took = time.perf_counter() - began
-            if took > 1.0 and not self._is_first_run:  # for training after evaluation, or for another shape
+            if took > 1.0 and not self._is_first_run:  # recompiled, for training after evaluation or for another shape
                 _log_on_rank_0("Compiled another graph of %s, %.0f s.", self._current or "the model", took)
 
     def _log_eager(self, name: str, why: str) -> None:

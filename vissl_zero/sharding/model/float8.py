@@ -1,7 +1,7 @@
 """Linear layers that multiply in 8-bit floats, forward and backward, with the same numbers at every level.
 
 A row is a token of the input and of the output's gradient; of the weight it is an output channel, and an input channel
-in the backward pass. There are two ways to scale, each found anew from what is multiplied:
+in the backward pass. There are two ways to scale. Scales are computed in each product, from its operands:
 
 - ``rows``: each row has a scale, its largest magnitude over the largest float8. Input and weight are float8_e4m3fn, the
   gradient of the output is float8_e5m2 (the formats and their uses: https://arxiv.org/abs/2209.05433).
@@ -13,17 +13,17 @@ in the backward pass. There are two ways to scale, each found anew from what is 
   product multiplied by that: with a loss that is a mean over a rank's samples, 3 ranks have 3 times the gradient of one
   process, which powers of two would round otherwise.
 
-Products accumulate in float32. Weights, and what the optimizer does to them, stay as they are: a gathered weight is
-rounded where it is used. With ``Float8Plan.gather`` it is rounded before that, in the way in which level 3 sends it
-(``packed``). To round so twice is to round once, so a layer rounds at every level, whether its weight was sent or not.
+Products accumulate in float32. Weights, and their updates, keep their dtype: a full weight is rounded where it is used.
+With ``Float8Plan.gather`` it is first rounded as level 3 sends it (``packed``). Rounding twice in this way gives the
+same bits as rounding once, so a layer rounds at every level, whether its weight was sent or not.
 
-So no scale depends on which other tokens a rank holds or on how weights are cut. A gradient of a weight is a sum over
-tokens. Their scales stand inside the sum, where no product of scaled rows applies them; MX would have 32 tokens share
-one, and which 32 depends on the rank's batch. So both operands are scaled back and multiplied in the format of the
-layer's output, and a token adds the same wherever it is computed. One scale for a
-whole tensor, as in torchao's default recipe, would make that product faster, but it is the largest magnitude of the
-rank's own batch: over 2 ranks a gradient then differs from one process's by a tenth, and with a scale per row by
-rounding alone (both measured in ``tests/dist/test_float8.py``).
+So no scale depends on a rank's other tokens or on how weights are cut. A gradient of a weight is a sum over tokens.
+Their scales are inside the sum, where no product of scaled rows applies them; with MX, 32 tokens would share one, and
+which 32 depends on the rank's batch. So both operands are scaled back and multiplied in the dtype of the layer's
+output, and a token contributes the same on any rank. One scale for a whole tensor, as in torchao's default recipe,
+would make that product faster, but it is the largest magnitude of the rank's own batch: over 2 ranks a gradient then
+differs from one process's by a tenth, and with a scale per row by rounding alone (both measured in
+``tests/dist/test_float8.py``).
 
 Where the product of a GPU cannot be used (on a CPU, in float64, a width that 16 does not divide), the same float8
 numbers are multiplied in float32, or in float64: emulated, which saves memory and no time.
@@ -46,7 +46,7 @@ from vissl_zero.sharding.torch_private import scaled_product
 
 _E4M3, _E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 _SMALLEST = 2.0**-9  # of e4m3, above 0
-_SIDE = 16  # which a kernel wants to divide the layer's two widths
+_SIDE = 16  # kernels need multiples of it as the layer's two widths
 _BLOCK = 32  # elements that share a scale in MX
 _EXPONENT_BIAS, _NO_NUMBER = 127, 255  # of float8_e8m0fnu, which holds powers of two and NaN, and of float32
 _MANTISSA_BITS = 23  # of float32
@@ -65,7 +65,7 @@ class Rows(NamedTuple):
 
     @staticmethod
     def of(matrix: Tensor, *, is_gradient: bool) -> Rows:
-        """Round a matrix (n, k). A gradient's magnitudes differ more, so e5m2 gives it more of an exponent."""
+        """Round a matrix (n, k): to e4m3, a gradient to e5m2, because its magnitudes differ more."""
         return quantize(matrix, _E5M2 if is_gradient else _E4M3)
 
     def times(self, other: Rows, dtype: torch.dtype) -> Tensor:
@@ -100,12 +100,12 @@ def product(a: Rows, b: Rows, dtype: torch.dtype) -> Tensor:
 
 
 class Blocks(NamedTuple):
-    """A matrix in MXFP8: each 32 elements of a row share a scale, and so does what is left of it.
+    """A matrix in MXFP8: each 32 elements of a row share a scale; the last block may have fewer.
 
     Attributes:
         values: (n, k) float8_e4m3fn.
         scales: (n, ceil(k / 32)) float8_e8m0fnu, a byte each.
-        factors: (n, 1) float32 or float64, which multiply the rows of a gradient; None: the rows stay.
+        factors: (n, 1) float32 or float64, the largest magnitudes of a gradient's rows; None: not a gradient.
     """
 
     values: Tensor
@@ -123,6 +123,7 @@ class Blocks(NamedTuple):
         wide = matrix.to(torch.promote_types(matrix.dtype, torch.float32))
         factors = None
         if is_gradient:
+            # With 3 ranks a gradient is 3 times that of one process, and powers of two would round it differently.
             factors = wide.abs().amax(dim=1, keepdim=True).clamp(min=torch.finfo(wide.dtype).tiny)
             wide = wide / factors
         blocks = F.pad(wide, (0, -width % _BLOCK)).view(num_rows, math.ceil(width / _BLOCK), _BLOCK)
@@ -132,7 +133,7 @@ class Blocks(NamedTuple):
         return Blocks((wide / _widened(scales, width, wide.dtype)).to(_E4M3), scales, factors)
 
     def times(self, other: Blocks, dtype: torch.dtype) -> Tensor:
-        """Multiply, ``self @ other.T``, (n, m) in ``dtype``, of (n, k) and (m, k) that is no gradient."""
+        """Multiply ``self @ other.T``, (n, k) and (m, k), to (n, m) in ``dtype``; ``other`` must not be a gradient."""
         num_rows, width = self.values.shape
         exact = torch.promote_types(dtype, torch.float32)
         has_kernel = self.values.is_cuda and exact == torch.float32 and num_rows > 0
@@ -149,7 +150,7 @@ class Blocks(NamedTuple):
 
 
 def packed(weight: Tensor) -> Rows:
-    """Round a weight (n, k) as it is sent: each row over the least power of two that leaves no element above 448.
+    """Round a weight (n, k) for sending: each row over the least power of two that leaves no element above 448.
 
     The error of an element is at most 2**-4 of it, or 2**-10 times the scale; scales are in float32, and no less than
     2**-126. ``unpacked`` in the weight's own format is exact, and packed again gives the same numbers. A row with an
@@ -157,27 +158,27 @@ def packed(weight: Tensor) -> Rows:
     """
     largest = torch.linalg.vector_norm(weight, math.inf, dim=1, keepdim=True)
     limits = torch.finfo(weight.dtype)
-    # Below it, steps of e4m3 would be finer than the weight's own, and the scale might be too small for its format.
+    # With a smaller scale, steps of e4m3 would be finer than the weight's dtype, which might not hold the scale either.
     least = math.frexp(limits.smallest_normal * limits.eps)[1] - math.frexp(_SMALLEST)[1]
     exponents = _exponents(largest.to(torch.promote_types(weight.dtype, torch.float32)))
-    # A power of two by its bits: exact everywhere, and torch.compile has no float8_e8m0fnu.
+    # A power of two built from its bits: exact on any device, and torch.compile does not support float8_e8m0fnu.
     codes = exponents.clamp(min=max(least, 1 - _EXPONENT_BIAS)) + _EXPONENT_BIAS
     scales = (codes.clamp(max=_NO_NUMBER) << _MANTISSA_BITS).view(torch.float32)
     return Rows((weight / scales.to(weight.dtype)).to(_E4M3), scales)
 
 
 def unpacked(rows: Rows, out: Tensor) -> Tensor:
-    """Scale what ``packed`` gave back, into ``out`` of its shape; leading dimensions are allowed in all. Exact."""
+    """Convert rows of ``packed`` back to a weight, into ``out``; all may have leading dimensions. Exact."""
     return out.copy_(rows.values).mul_(rows.scales.to(out.dtype))
 
 
 def as_sent(weight: Tensor) -> Tensor:
-    """Round a weight (n, k) as it is sent, in its own format. Rounding twice gives the same bits."""
+    """Return a weight (n, k) in its own dtype, rounded as if it was sent. Rounding twice gives the same bits."""
     return unpacked(packed(weight), torch.empty_like(weight))
 
 
 def _exponents(largest: Tensor) -> Tensor:
-    """Compute exponents of the least powers of two that leave no magnitude above 448, int32; else that of no number."""
+    """Compute exponents, int32, of the least powers of two that leave no magnitude above 448; for inf, NaN's code."""
     most, exponent_of_most = math.frexp(torch.finfo(_E4M3).max)
     mantissa, exponent = torch.frexp(largest)
     exponent = exponent - exponent_of_most + (mantissa > most)
@@ -236,6 +237,7 @@ class _Product(torch.autograd.Function):
         values, scales, weight = ctx.saved_tensors
         (of_input, of_output), kind = ctx.formats, ctx.kind
         grad_x = grad_weight = None
+        # A loop may call backward() under autocast, which would cast the operands.
         with torch.autocast(grad.device.type, enabled=False):
             scaled = kind.of(grad, is_gradient=True)
             if ctx.needs_input_grad[0]:
@@ -248,12 +250,12 @@ class _Product(torch.autograd.Function):
 
 
 class Float8Linear(nn.Linear):
-    """A linear layer that multiplies in float8. Its parameters, and the format of its output, are ``nn.Linear``'s.
+    """A linear layer that multiplies in float8. Its parameters and the dtype of its output are those of ``nn.Linear``.
 
     Attributes:
-        kind: kind of matrix that it multiplies.
-        least_capability: least capability of a GPU that multiplies such matrices.
-        is_sent: the weight is rounded first, as ranks send it; its gradient is that of the rounded one.
+        kind: class of the float8 matrices.
+        least_capability: least compute capability of a GPU that multiplies such matrices.
+        is_sent: round the weight first, as ranks send it; its gradient is taken at the rounded weight.
     """
 
     kind: ClassVar[type[Rows | Blocks]] = Rows
@@ -265,6 +267,7 @@ class Float8Linear(nn.Linear):
         device = input.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else input.dtype
         flat = input.reshape(math.prod(input.shape[:-1]), self.in_features)
+        # Autocast would cast the operands of the products inside.
         with torch.autocast(device, enabled=False):
             output: Tensor = _Product.apply(flat, self.weight, dtype, self.kind, self.is_sent)
         output = output.view(*input.shape[:-1], self.out_features)
@@ -272,7 +275,7 @@ class Float8Linear(nn.Linear):
 
 
 class MxLinear(Float8Linear):
-    """As ``Float8Linear``, with scales of blocks."""
+    """A ``Float8Linear`` with one scale per block of 32 elements."""
 
     kind = Blocks
     least_capability = (10, 0)  # Blackwell
@@ -282,9 +285,9 @@ _LAYERS = {"rows": Float8Linear, "mx": MxLinear}
 
 
 def quantize_layers(model: nn.Module, plan: Float8Plan) -> None:
-    """Make the linear layers whose names match multiply in float8, in place.
+    """Convert the linear layers whose names match to float8, in place.
 
-    Parameters, names and hooks stay. Subclasses of ``nn.Linear``, which may compute otherwise, stay too.
+    Parameters, names and hooks stay. Subclasses of ``nn.Linear`` are not converted: they may compute differently.
     """
     for name, layer in _linear_layers(model).items():
         if plan.layers and re.search(plan.layers, name):
@@ -294,7 +297,7 @@ def quantize_layers(model: nn.Module, plan: Float8Plan) -> None:
 
 
 def sent_weights(model: nn.Module) -> set[nn.Parameter]:
-    """List the weights to send in float8: each belongs to one layer that rounds it, and to no other module."""
+    """Return the weights to send in float8: those of one layer, which rounds them, and of no other module."""
     owners: dict[nn.Parameter, list[nn.Module]] = {}
     for module in model.modules():
         for param in module.parameters(recurse=False):
@@ -308,13 +311,13 @@ def sent_weights(model: nn.Module) -> set[nn.Parameter]:
 
 
 def require_float8(model: nn.Module, plan: Float8Plan, device: torch.device, key: str = "config.MODEL.FLOAT8") -> None:
-    """Refuse a model, or a device, for which ``quantize_layers`` cannot do what is asked. Changes nothing.
+    """Refuse a model or a device to which ``quantize_layers`` cannot apply ``plan``. Changes nothing.
 
     Args:
         model: whole.
-        plan: what is asked; where it names no layers, nothing is refused.
-        device: where to train.
-        key: what the message names.
+        plan: layers and scales; a plan without layers is never refused.
+        device: device of training.
+        key: configuration key for the message.
     Raises:
         ConfigError: nothing matches, or the GPU has no products of such float8.
     """
@@ -332,7 +335,7 @@ def require_float8(model: nn.Module, plan: Float8Plan, device: torch.device, key
 
 
 def device_problems(scales: str, capability: tuple[int, int], key: str) -> list[Problem]:
-    """Refuse an emulation on a GPU of this compute capability: it would be slower than what the GPU has."""
+    """Return the problem of a GPU without products for ``scales``: emulation would be slower than its own formats."""
     able = [name for name, layer in _LAYERS.items() if capability >= layer.least_capability]
     if scales in able:
         return []

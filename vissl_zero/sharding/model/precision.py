@@ -1,6 +1,6 @@
-"""Number formats: what parameters, forward pass and outputs are in, loss scaling for float16, rounding for bfloat16.
+"""Dtypes of parameters, forward pass and outputs, loss scaling for float16, and rounding for bfloat16.
 
-The training loop has no case for any of it: it gives images in the master precision and gets float32 (or float64) back.
+The training loop is the same for all of them: it passes images in the master dtype, and gets float32 or float64 back.
 
 Parameters in bfloat16 are updated in float32, a few elements at a time, and the results are rounded. Between a bfloat16
 and the next lie 1/256 to 1/128 of it, so that rounding to the nearest would drop most updates. Two ways keep them.
@@ -42,15 +42,15 @@ if TYPE_CHECKING:  # it reads this file
 
 @dataclass
 class LossScale:
-    """The factor the loss is multiplied by. Halves after a step with an inf or NaN, doubles after many without.
+    """The factor of the loss. It halves after a step with an inf or NaN, and doubles after many without.
 
-    The rule and its constants are those of https://arxiv.org/abs/1710.03740 and of torch.amp.GradScaler. Equal on all
-    ranks as long as every rank is given the same outcome of every step.
+    The rule and its constants are those of https://arxiv.org/abs/1710.03740 and of torch.amp.GradScaler. Every rank
+    must update it with the same outcome of each step: then it is equal on all ranks.
 
     Attributes:
-        scale: the factor now.
-        growth_interval: steps without inf after which it doubles.
-        good_steps: steps without inf since it last changed.
+        scale: present factor.
+        growth_interval: steps without inf or NaN after which the factor doubles.
+        good_steps: steps without inf or NaN since the factor changed.
     """
 
     # A power of two, so that scaling and unscaling change no digit of a gradient.
@@ -59,7 +59,7 @@ class LossScale:
     good_steps: int = 0
 
     def update(self, found_inf: bool) -> None:
-        """Adapt the scale to what the last step, done or skipped, found in the gradients."""
+        """Adapt the scale after a step: ``found_inf`` if its gradients had an inf or NaN, so that it was skipped."""
         if found_inf:
             self.scale, self.good_steps = self.scale / 2, 0
             return
@@ -72,7 +72,7 @@ class LossScale:
         return {"scale": self.scale, "good_steps": self.good_steps}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Restore what ``state_dict`` gave."""
+        """Restore a state that ``state_dict`` returned."""
         self.scale, self.good_steps = float(state["scale"]), int(state["good_steps"])
 
 
@@ -87,9 +87,9 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def cast_to_master(model: nn.Module, precision: Precision) -> nn.Module:
-    """Cast parameters and buffers to the master format, in place.
+    """Cast parameters and buffers to the master dtype, in place; return ``model``.
 
-    Batch norm stays in float32 under parameters in bfloat16: its running statistics would no longer move.
+    Batch norm stays in float32 if parameters are in bfloat16, in which its running statistics would no longer change.
     """
     model.to(dtype=dtype_of(precision.master))
     for module in model.modules():
@@ -100,9 +100,9 @@ def cast_to_master(model: nn.Module, precision: Precision) -> nn.Module:
 
 @contextmanager
 def computed_in(model: nn.Module, dtype: torch.dtype, units: Sequence[PlannedUnit]) -> Iterator[None]:
-    """Give a model the parameters that its units gather, in ``dtype``, and cast their inputs to it. A context.
+    """Cast the parameters and inputs of ``units`` to ``dtype``, as ``fully_shard`` does when it gathers. A context.
 
-    For a forecast: ``fully_shard`` does both in a run. What it leaves alone keeps its format: batch norm, scalars.
+    For a forecast. Parameters that ``fully_shard`` does not cast (batch norm, scalars) keep their dtype.
     """
     modules = dict(model.named_modules())
     parts = [(unit, modules[name]) for unit in units for name in unit.modules if name in modules]
@@ -133,10 +133,10 @@ def cast_tensors(tree: Any, dtype: torch.dtype) -> Any:
 
 
 def run_in_precision(model: nn.Module, precision: Precision, device: torch.device) -> None:
-    """Make ``model.forward`` enter autocast, where asked for, and give its outputs in float32 at least. In place.
+    """Make ``model.forward`` use autocast, if the plan does, and return outputs in float32 at least. In place.
 
-    The method is replaced rather than the model wrapped, so that names carry no prefix and hooks stay outside. Where
-    nothing is computed in half precision the model is left as it is.
+    The method is replaced, and the model not wrapped, so that names have no prefix and hooks stay outside. Without half
+    precision the model is unchanged.
     """
     if precision.autocast is None and dtype_of(precision.compute) not in _HALF:
         return
@@ -155,7 +155,7 @@ def run_in_precision(model: nn.Module, precision: Precision, device: torch.devic
             outputs = forward(*args, **kwargs)
         return widened(outputs)
 
-    # A bound method: a deep copy of the model gets one that is bound to the copy.
+    # A bound method, not a closure over ``model``: a deep copy of the model gets a method bound to the copy.
     model.forward = MethodType(in_precision, model)
 
 
@@ -179,7 +179,7 @@ def widened(outputs: Any) -> Any:
     if isinstance(outputs, Tensor):
         return outputs.float() if outputs.dtype in _HALF else outputs
     if isinstance(outputs, MutableMapping):
-        changed = copy.copy(outputs)  # subclasses have constructors of their own
+        changed = copy.copy(outputs)  # subclasses (ModelOutput) have constructors of their own
         for key, value in outputs.items():
             changed[key] = widened(value)
         return changed
@@ -205,14 +205,15 @@ def stochastically_rounded(wide: Tensor, bits: Tensor) -> Tensor:
         bits: (n,) integers; the lowest 16 bits are used.
     """
     mask = (1 << _DROPPED_BITS) - 1
-    # Sign and magnitude: adding to the magnitude's last bits carries into the kept ones as often as they are large.
+    # Floats are sign and magnitude: a random number added to the dropped bits carries into the kept bits with a
+    # probability in proportion to the dropped bits.
     moved = wide.view(torch.int32) + (bits & mask).to(torch.int32)
     rounded = moved.bitwise_and_(~mask).view(torch.float32)
     return torch.where(wide.isfinite(), rounded, wide).to(_NARROW)
 
 
 class _RoundedKernel(UpdateKernel):
-    """Widens pieces in bfloat16, has the optimizer update them in float32, and rounds. See ``UpdateKernel``.
+    """Converts pieces in bfloat16 to float32, lets the optimizer update them, and rounds. See ``UpdateKernel``.
 
     Pieces in other formats are updated as they are.
 
@@ -270,12 +271,12 @@ class _RoundedKernel(UpdateKernel):
 
 
 def rounded(build_optimizer: OptimizerFactory, plan: ShardingPlan, shards: Sequence[Shard]) -> OptimizerFactory:
-    """Wrap ``build_optimizer`` for parameters in bfloat16, where the plan has them. Not a collective.
+    """Wrap ``build_optimizer`` if the plan has parameters in bfloat16: updates are then rounded. Not a collective.
 
     Args:
         build_optimizer: builds the base optimizer.
-        plan: number formats, seed.
-        shards: shards that are to be trained, all in memory.
+        plan: dtypes, seed.
+        shards: shards of the trained parameters, all in memory.
     Raises:
         ConfigError: (from the result) the optimizer cannot be run on pieces.
     """
@@ -290,8 +291,9 @@ def rounded(build_optimizer: OptimizerFactory, plan: ShardingPlan, shards: Seque
         for shard in group_params:
             shard.noted = []
             if not shard.local.is_contiguous():
-                shard.local.data = shard.local.data.contiguous()  # pieces are runs
+                shard.local.data = shard.local.data.contiguous()  # pieces are runs of the flattened shard
         device = group_params[0].local.device if group_params else torch.device("cpu")
+        # In float32: the optimizer gets widened pieces alone.
         proxies = [{**group, "params": [nn.Parameter(torch.zeros(1, device=device))]} for group in groups]
         optimizer, adaptation = build_optimizer(proxies)
         kernel = _RoundedKernel(optimizer, group_params, precision.rounding, plan.seed)

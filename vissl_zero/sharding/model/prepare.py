@@ -24,9 +24,9 @@ from vissl_zero.sharding.param_facts import gathered_bytes, param_facts
 
 
 def prepare(model: nn.Module, plan: ShardingPlan, device: torch.device) -> WrapPlan:
-    """Decide the units of ``model``; set its number formats, float8, batch norm, recomputation, compilation, in place.
+    """Plan the units of ``model``; set its dtype, float8, batch norm, recomputation and compilation, in place.
 
-    Collective; the process group must be up, but for level 0.
+    Collective; the process group must be initialized, except at level 0.
 
     Raises:
         ConfigError: group sizes do not divide the world, the model has no units to recompute, or changes its own
@@ -39,11 +39,11 @@ def prepare(model: nn.Module, plan: ShardingPlan, device: torch.device) -> WrapP
     if collectives.rank() == 0 and (advice := wrap_plan.advice()):
         logging.getLogger(__name__).warning("%s", advice)
     whole_bytes = gathered_bytes(param_facts(model, wrap_plan, ()), plan, wrap_plan.num_ranks)
-    # A model of several formats keeps them. Nothing is cast, buffers neither, if parameters have the master format.
+    # A model of several dtypes keeps them. If all parameters have the master dtype, buffers are not cast either.
     formats = {param.dtype for param in model.parameters()}
     if len(formats) == 1 and (plan.precision.rounding or formats != {dtype_of(plan.precision.master)}):
         cast_to_master(model, plan.precision)
-    # Before batch norms and forward methods are replaced: of a refused model only the format has changed.
+    # Before batch norms and forward methods are replaced: a refused model has changed its dtype at most.
     require_equal_models(model, device)
     norm_group = batch_norm_group(plan.sync_bn_group, plan.timeout_s)
     is_recomputed = bool(wrap_plan.checkpointed)
@@ -53,10 +53,10 @@ def prepare(model: nn.Module, plan: ShardingPlan, device: torch.device) -> WrapP
         assert isinstance(unit, Unit), name
         unit.checkpoint = True
     quantize_layers(model, plan.float8)
-    # After the conversion: compilation knows our batch norm by its class and leaves it out of the graphs.
+    # After the conversion: compilation excludes our batch norm, by its class, from graphs.
     if plan.compile:
         compile_units(model, model_units(model) or [model], plan.compile)
-    # Last: it wraps whatever forward is by now, compiled or not.
+    # Last: it wraps the model's forward, compiled or not.
     run_in_precision(model, plan.precision, device)
     return replace(wrap_plan, whole_bytes=whole_bytes)
 
@@ -79,13 +79,14 @@ def _refuse_embeddings(model: nn.Module, plan: ShardingPlan) -> None:
 
 
 def _refuse_shared_memory(model: nn.Module, plan: ShardingPlan) -> None:
-    """Refuse two parameters, or a parameter and a buffer, in one memory: sharded, each would go its own way."""
+    """Refuse parameters that share memory with each other or with a buffer: once sharded, they would diverge."""
     if not plan.level:
         return
     spans: dict[int, list[tuple[int, int, str]]] = {}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.numel() and not tensor.is_meta:
             start = int(tensor.storage_offset())
+            # Elements from the first to the last in memory: views of one storage may be disjoint, and are allowed then.
             extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
             spans.setdefault(tensor.untyped_storage().data_ptr(), []).append((start, start + extent, name))
     names = {name for name, _ in model.named_parameters()}

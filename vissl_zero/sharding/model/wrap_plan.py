@@ -1,4 +1,4 @@
-"""Which modules become units, which stay float32, which are recomputed: decided here, carried out elsewhere.
+"""Decides which modules become units, which stay in float32, and which are recomputed.
 
 Pure: nothing here changes the model or needs a process group, so that a plan can be printed and tested anywhere.
 """
@@ -23,12 +23,12 @@ class PlannedUnit:
     """Modules whose parameters are gathered, resharded and reduced together.
 
     Attributes:
-        modules: full module names; more than one where tied parameters bind them; ``("",)`` is the model itself.
+        modules: full module names; several if they share tied parameters; ``("",)`` is the model itself.
         kind: "block" (a unit of the model), "layer" (large enough for ``wrap_threshold``), "norm" (batch norm kept in
-            float32) or "root" (whatever no other unit holds).
-        num_params: elements it owns, those of units inside it not counted.
-        is_float32: computes in the master precision although the rest computes in half.
-        is_replicated: stays whole on every rank, and is not gathered: few numbers, for which a message is not worth it.
+            float32) or "root" (all parameters of no other unit).
+        num_params: elements of its parameters, without those of units inside it.
+        is_float32: computes in the master precision, while other units compute in half precision.
+        is_replicated: stays whole on every rank and is never gathered, because it is too small to be worth a message.
         is_checkpointed: recomputed in backward.
     """
 
@@ -42,15 +42,15 @@ class PlannedUnit:
 
 @dataclass(frozen=True)
 class WrapPlan:
-    """All units of a model, inner ones before those that hold them, the root last.
+    """All units of a model, inner units before outer ones, the root last.
 
     Attributes:
         level: ZeRO level.
         num_ranks: ranks that share one copy of the state.
         compute: dtype that parameters have in forward and backward.
-        units: units in the order in which they are to be wrapped, and what is replicated.
+        units: units in the order of wrapping, replicated ones included.
         checkpointed: names of the units that are recomputed in backward (at level 0 too).
-        whole_bytes: parameters that are whole on a rank at the peak of a step, beside its shards
+        whole_bytes: bytes of full parameters at the peak of a step, in addition to a rank's shards
             (``param_facts.gathered_bytes``).
     """
 
@@ -62,7 +62,7 @@ class WrapPlan:
     whole_bytes: int = 0
 
     def describe(self) -> str:
-        """Format a table for people: one line per unit, and what is whole on a rank at each moment."""
+        """Format a table for people: one line per unit, and which state is whole on a rank when."""
         total = sum(unit.num_params for unit in self.units)
         largest = max((unit.num_params for unit in self.units), default=0)
         ranks = f" over {self.num_ranks} rank{'s' * (self.num_ranks > 1)}" if self.level else ""  # 0 shards nothing
@@ -72,6 +72,7 @@ class WrapPlan:
             for unit in self.units:
                 lines.append(f"  {unit.kind:5}  {_title(unit):{width}}  {unit.num_params:>13,}  {self._remarks(unit)}")
             whole = sum(unit.num_params for unit in self.units if unit.is_replicated)
+            # Rounded up: floor division of a negative number.
             kept = whole - (whole - total) // self.num_ranks
             lines.append(f"  largest unit {largest:,} parameters, each rank keeps about {kept:,}")
         if self.checkpointed:
@@ -79,7 +80,7 @@ class WrapPlan:
         return "\n".join(lines)
 
     def advice(self) -> str:
-        """Say what to do where level 3 gathers most of a large model at once; else empty."""
+        """Return advice if level 3 gathers most of a large model at once; else ""."""
         total = sum(unit.num_params for unit in self.units)
         largest = max(self.units, key=lambda unit: unit.num_params)
         if self.level < 3 or total < _LARGE or largest.num_params * 2 <= total:
@@ -114,12 +115,12 @@ def plan_wrap(model: nn.Module, plan: ShardingPlan, num_ranks: int) -> WrapPlan:
     """Decide the units of ``model``.
 
     Args:
-        model: whole, not yet wrapped. Its own ``zero_units()`` are taken if it has any, else its repeated blocks.
+        model: whole, not yet wrapped. Its blocks are those of its ``zero_units()``, if it has any, else repeated ones.
         plan: level, threshold, checkpointing and precision.
         num_ranks: ranks that share one copy of the state.
     Raises:
-        ConfigError: activation checkpointing is asked of a model without ``Unit``s, or a batch norm in half precision
-            shares a parameter with a layer that is none.
+        ConfigError: activation checkpointing needs ``Unit``s, and the model has none; or, in half precision, a batch
+            norm shares a parameter with a layer of another kind.
     """
     names = {module: name for name, module in model.named_modules()}
     blocks = [names[block] for block in model_units(model) if block in names]
@@ -130,8 +131,7 @@ def plan_wrap(model: nn.Module, plan: ShardingPlan, num_ranks: int) -> WrapPlan:
         kinds = dict.fromkeys((names[child] for child in _called_first(model)), "root")
     if plan.level:
         kinds |= dict.fromkeys(_large_layers(model, plan.wrap_threshold), "layer")
-        # In this order, for the last kind wins: a large layer that is a block is a block, and batch norm is apart in
-        # any case.
+        # The last kind wins: a large layer that is a block counts as a block, and batch norm is always apart.
         kinds |= dict.fromkeys((name for name in blocks if name != ROOT), "block")
         if plan.precision.compute != plan.precision.wide:
             kinds |= dict.fromkeys(_batch_norms(model), "norm")
@@ -150,8 +150,7 @@ def plan_wrap(model: nn.Module, plan: ShardingPlan, num_ranks: int) -> WrapPlan:
             and ROOT not in group,
             is_checkpointed=any(name in checkpointed for name in group),
         )
-        # A group of tied modules comes where its last one would: everything inside any of them has been wrapped by
-        # then.
+        # A group of tied modules takes the place of its last module: all units inside any of them are wrapped by then.
         for group in sorted(groups, key=lambda group: max(order[name] for name in group))
     ]
     return WrapPlan(plan.level, num_ranks, plan.precision.compute, tuple(units), tuple(checkpointed))
@@ -160,9 +159,9 @@ def plan_wrap(model: nn.Module, plan: ShardingPlan, num_ranks: int) -> WrapPlan:
 def model_units(model: nn.Module) -> list[nn.Module]:
     """List the blocks of a model in forward order: its ``zero_units()``, or the children of repeated containers.
 
-    A container is repeated if it is a ModuleList or Sequential of two or more children of one type with parameters,
-    which can be called: containers of containers are looked into. A module elsewhere of the type of such a child is a
-    block too, if it is no smaller than their mean.
+    A repeated container is a ModuleList or Sequential of two or more callable children of one type with parameters.
+    Containers of containers are searched too. A module elsewhere of the same type as such a child is a block too, if it
+    is no smaller than their mean.
     """
     units = getattr(model, "zero_units", None)
     if callable(units):
@@ -172,7 +171,7 @@ def model_units(model: nn.Module) -> list[nn.Module]:
 
 
 def _with_single_blocks(module: nn.Module, blocks: Mapping[nn.Module, int]) -> Iterator[nn.Module]:
-    """Yield ``blocks``, and modules like them that hold none, in the order of the tree.
+    """Yield ``blocks``, and modules of the same type without blocks inside, in the order of the tree.
 
     RegNet's last stage has one block, with a third of the parameters.
     """
@@ -209,6 +208,7 @@ def _repeated_containers(module: nn.Module) -> Iterator[nn.Module]:
     if is_of_one_type and all(_has_parameters(child) and _is_callable(child) for child in children):
         # timm's RegNet and DenseNet give each block of a stage a name.
         is_list = isinstance(module, nn.ModuleList | nn.Sequential)
+        # Named children of one type may also be branches or experts: only blocks have normalization layers.
         if is_list or all(_normalizes(child) and not any(_repeated_containers(child)) for child in children):
             yield module
             return
@@ -243,12 +243,12 @@ def _called_first(container: nn.Module) -> Iterator[nn.Module]:
 
 
 def _is_callable(module: nn.Module) -> bool:
-    """Check whether it has a forward pass; ModuleList, ModuleDict and ParameterList have none."""
+    """Check whether a module has a forward pass; ModuleList, ModuleDict and ParameterList have none."""
     return getattr(type(module), "forward", None) is not nn.Module.forward
 
 
 def _large_layers(model: nn.Module, threshold: int) -> list[str]:
-    """List modules of any type that own, themselves, at least ``threshold`` parameters; none if it is 0."""
+    """List modules whose direct parameters have at least ``threshold`` elements; none if ``threshold`` is 0."""
     if threshold <= 0:
         return []
     hidden = {  # nn.MultiheadAttention reads the weight of this child without calling it, so hooks on it never run
@@ -271,14 +271,14 @@ def _batch_norms(model: nn.Module) -> list[str]:
 
 
 def _is_plain_norm(module: nn.Module) -> bool:
-    """Check that it has no parameters but its own two: a layer inside, such as PReLU, wants inputs of its dtype."""
+    """Check that a batch norm has no parameters but its own two: a layer inside (PReLU) needs inputs of its dtype."""
     return {name for name, _ in module.named_parameters()} <= {"weight", "bias"}
 
 
 def _resolve_ties(model: nn.Module, kinds: dict[str, str], first_names: Mapping[str, str]) -> list[tuple[str, ...]]:
-    """Bind units that share a parameter; drop from ``kinds`` those that share one with a unit around them.
+    """Group units that share a parameter; drop from ``kinds`` units that share one with a unit around them.
 
-    A parameter must be sharded once, and be whole whenever any module that uses it runs.
+    A parameter must be sharded once, and be whole whenever any module that uses it runs. Returns the groups.
     """
     while True:
         owners: dict[Tensor, list[str]] = {}
@@ -295,7 +295,7 @@ def _resolve_ties(model: nn.Module, kinds: dict[str, str], first_names: Mapping[
         if not nested:
             break
         _refuse_tied_norms(model, [name for name in nested if kinds[name] == "norm"])
-        # Parameters of a unit that is dropped go to the one around it, which may tie more: look once more.
+        # Parameters of a dropped unit belong to the unit around it, which may create further ties: repeat.
         for name in nested:
             del kinds[name]
     groups = {name: {name} for name in kinds}
@@ -323,13 +323,13 @@ def _refuse_tied_norms(model: nn.Module, names: Sequence[str]) -> None:
 
 
 def _first_names(model: nn.Module) -> dict[str, str]:
-    """Map each name of a module to its first: a model may hold one module in several places."""
+    """Map each name of a module to its first name: a model may have one module in several places."""
     first = {module: name for name, module in model.named_modules()}
     return {name: first[module] for name, module in model.named_modules(remove_duplicate=False)}
 
 
 def _owner(module_name: str, kinds: dict[str, str], first_names: Mapping[str, str]) -> str:
-    """Return the innermost unit that holds a module."""
+    """Return the innermost unit that contains a module, by the unit's name."""
     while first_names[module_name] not in kinds:
         module_name = module_name.rpartition(".")[0]
     return first_names[module_name]
@@ -358,7 +358,7 @@ def _inner_first(model: nn.Module) -> Iterator[str]:
 
 
 def _checkpointed(model: nn.Module, blocks: Sequence[str], plan: ShardingPlan) -> list[str]:
-    """Name the units to recompute: those that are named, every n-th, or up to VISSL's block ends per stage."""
+    """Return the names of units to recompute: those in the plan, each n-th, or up to VISSL's block ends per stage."""
     if not plan.is_recomputed:
         return []
     candidates = [name for name in blocks if isinstance(model.get_submodule(name), Unit)]
@@ -378,7 +378,7 @@ def _checkpointed(model: nn.Module, blocks: Sequence[str], plan: ShardingPlan) -
 
 
 def _named_units(candidates: Sequence[str], names: Sequence[str]) -> list[str]:
-    """Select the candidates that are named, in the model's order."""
+    """Select the candidates in ``names``, in the model's order."""
     problems = []
     for name in names:
         if name not in candidates:
@@ -394,7 +394,7 @@ def _named_units(candidates: Sequence[str], names: Sequence[str]) -> list[str]:
 
 
 def _stage_units(model: nn.Module, ends: Sequence[Sequence[int]]) -> list[str]:
-    """Return the units of each stage up to its last block end.
+    """Return the names of each stage's units up to its last block end.
 
     VISSL cuts a stage at every block end and recomputes each piece as a whole; here every block up to the last end is
     recomputed by itself, which keeps the same memory bound or a lower one and gives the same numbers.

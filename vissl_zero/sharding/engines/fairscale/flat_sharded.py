@@ -1,6 +1,6 @@
 """Level 3 of fairscale: its FullyShardedDataParallel around every unit. CUDA only.
 
-It cuts parameters flat, alone or joined with others; a shard is one rank's part of one parameter.
+FSDP flattens parameters, alone or joined with others, before it cuts them; a shard is one rank's part of one parameter.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from vissl_zero.sharding.state.shard import MIN_ROW_NORM, Shard
 class FlatShard(Shard):
     """A run of elements of one parameter, which need not begin or end with a row.
 
-    FSDP flattens a parameter, or all parameters of a unit joined end to end, and gives each rank one equal piece, the
-    last ones padded. What a piece holds of one parameter is a segment. So norms, groups, frozen parameters and saved
-    state are those of single parameters, joined or not, and padding is never trained.
+    FSDP flattens a parameter, or all parameters of a unit joined end to end, and gives each rank a piece of equal size;
+    the last pieces are padded. A segment is the part of one parameter in a piece. So norms, groups, frozen parameters
+    and saved state are those of single parameters, joined or not, and padding is never trained.
 
     Attributes:
         source: fairscale's parameter: this rank's piece, except inside forward and backward.
         local: 1-d view of the segment in that piece.
-        start: where in the piece it begins.
-        is_joined: whether the piece holds other parameters too.
-        has_grad: whether the loss has reached the parameter since its gradient was last forgotten. The gradient of a
-            joined one is there, and zero, in any case.
+        start: position of the segment in the piece.
+        is_joined: whether the piece has other parameters too.
+        has_grad: whether the loss has reached the parameter since its gradient was last forgotten. A joined parameter
+            always has a gradient, which may be zero.
     """
 
     start: int = 0
@@ -85,9 +85,9 @@ class FlatShard(Shard):
 def _segments_of(
     root: FullyShardedDataParallel,
 ) -> Iterator[tuple[FullyShardedDataParallel, list[FlatShard]]]:
-    """List the units under ``root``, each with this rank's segment of every parameter it took. Not a collective.
+    """Yield the units under ``root``, each with this rank's segments of its parameters. Not a collective.
 
-    Segments have full names (a tied parameter the first of its names) and come in the unit's order.
+    Segments have full names (a tied parameter its first name) and are in the unit's order.
     """
     units = [module for module in root.modules() if isinstance(module, FullyShardedDataParallel)]
     for unit, facts in zip(units, root.local_metadata_dict()["param_metadata"], strict=True):
@@ -115,7 +115,7 @@ def _cut(source: nn.Parameter, names: list[str], shapes: list[torch.Size]) -> It
         offset += shape.numel()
 
 
-# fairscale 0.4.13, its last version, uses what torch has renamed since. Both names work, and it will not change.
+# fairscale 0.4.13, its last version, uses functions that torch has renamed since; both names work.
 warnings.filterwarnings("ignore", message="TypedStorage is deprecated", category=UserWarning)
 warnings.filterwarnings(
     "ignore",
@@ -127,14 +127,14 @@ warnings.filterwarnings(
 class FsdpUnit(FullyShardedDataParallel):
     """One unit of the wrap plan.
 
-    Beyond fairscale's own: it may be run again in the backward pass by activation checkpointing around it, its inputs
-    are cast to the dtype it computes in, the loss need not depend on all of its parameters, and those of joined
-    parameters that it does depend on are noted.
+    Differences from fairscale: activation checkpointing around a unit may run it again in the backward pass, inputs are
+    cast to the compute dtype, the loss need not depend on all parameters, and the joined parameters that it does depend
+    on are recorded.
 
     Args:
-        module: the layers; parameters that inner units have taken are left to them.
+        module: the layers; parameters of inner units stay with these.
         use_sync: wait for the GPU before and after each forward pass.
-        options: fairscale's.
+        options: options of fairscale's class.
     """
 
     def __init__(self, module: nn.Module, use_sync: bool, **options: Any):
@@ -145,13 +145,13 @@ class FsdpUnit(FullyShardedDataParallel):
         """Gather the parameters and run the module."""
         if is_recomputing():
             # Called in the middle of the backward pass, fairscale's own forward would reset this unit's state:
-            # it would free what the backward pass is about to use. The parameters are freed when that is done.
+            # it would free the parameters that the backward pass is about to use. That pass frees them at its end.
             self._rebuild_full_params()
             return self.module(*args, **kwargs)
         if self._use_sync:
             torch.cuda.synchronize()
         if self.mixed_precision:
-            # At the root fairscale itself would cast to float16, whatever the parameters are in.
+            # At the root fairscale itself would cast to float16, whatever the compute dtype is.
             args, kwargs = apply_to_tensors(self._cast, args), apply_to_tensors(self._cast, kwargs)
         outputs = super().forward(*args, **kwargs)
         if self._use_sync:
@@ -162,13 +162,13 @@ class FsdpUnit(FullyShardedDataParallel):
         return tensor.to(self.compute_dtype) if tensor.is_floating_point() else tensor
 
     def assert_state(self, state: TrainingState | list[TrainingState]) -> None:
-        """Check as fairscale, but at the end of the backward pass the loss need not depend on a unit."""
+        """Check the state as fairscale does, but accept units that the loss did not use at the end of backward."""
         is_unused = self.training_state in (TrainingState.IDLE, TrainingState.BACKWARD_PRE)
         if not (state is TrainingState.BACKWARD_POST and is_unused):
             super().assert_state(state)
 
     def _lazy_init(self) -> None:
-        """Prepare as fairscale, but all units: the end of a backward pass visits those that were never called, too."""
+        """Initialize as fairscale does, but all units: the end of backward visits units that were never called too."""
         is_first = self._is_root is None
         super()._lazy_init()
         if is_first and self._is_root:
@@ -180,17 +180,18 @@ class FsdpUnit(FullyShardedDataParallel):
     def _register_pre_backward_hooks(self, outputs: Any) -> Any:
         """Gather the parameters for the backward pass before any of it runs, whichever output it comes from.
 
-        fairscale hooks the outputs one by one, and leaves out those that it takes for an inner unit's by the ``id`` of
-        tensors that may be gone, so that now and then a backward pass meets parameters that are not there.
+        fairscale hooks the outputs one by one. It skips an output whose ``id`` it has registered for an inner unit, but
+        ids of freed tensors are reused: now and then a backward pass would find parameters freed.
         """
         if self._output_pre_backward_hook_registered is not None:
             self._output_pre_backward_hook_registered.clear()
         return super()._register_pre_backward_hooks(_joined(outputs))
 
     def _prep_grads_for_backward(self) -> None:
-        """Prepare as fairscale, which takes the reduced gradient of a single element for one never reduced.
+        """Prepare as fairscale does, after setting reduced gradients of one element aside.
 
-        Their shapes are the same; it would add the next micro-batch's to it and reduce both.
+        fairscale tells a reduced gradient from an unreduced one by its shape, which is the same for one element. It
+        would add the next micro-batch's gradient, and reduce the sum a second time.
         """
         for param in self.params:
             if param._is_sharded and param.grad is not None and param.grad.shape == param._fp32_shard.shape:
@@ -198,31 +199,32 @@ class FsdpUnit(FullyShardedDataParallel):
         super()._prep_grads_for_backward()
 
     def _wait_for_post_backward(self) -> None:
-        """Wait as fairscale, which leaves parameters of the root whole where this backward pass did not reach them."""
+        """Wait as fairscale does, after freeing the root's parameters, which it leaves full if backward missed them."""
         self.drop_whole()
         super()._wait_for_post_backward()
 
     def watch(self, segments: Sequence[FlatShard]) -> None:
-        """Note which of ``segments``, those of this unit, the loss reaches.
+        """Record in ``segments``, those of this unit, which parameters the loss reaches.
 
-        The gradient of joined parameters has zeros where it does not: nothing tells them from a gradient of zero.
+        The gradient of joined parameters has zeros for the others, which look like gradients of zero.
         """
         if any(segment.is_joined for segment in segments):
             inner = self.module.module
             inner.register_forward_pre_hook(lambda *_: _watch(inner._unflattened_param_views, segments))
 
     def drop_whole(self) -> None:
-        """Forget full parameters that are kept from an earlier forward pass; the shards are about to change."""
+        """Free full parameters that an earlier forward pass has kept, because the shards are about to change."""
         if self.has_full_params or (self._is_root and self.params):
             self._free_full_params()
             self._use_fp32_param_shard()
 
 
 class _Joined(torch.autograd.Function):
-    """The identity, whose backward pass waits for the gradients of all its outputs. No copy."""
+    """The identity. Its backward pass runs once the gradients of all its outputs have arrived. No copy."""
 
     @staticmethod
     def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+        # An output without a gradient passes on None, not zeros.
         ctx.set_materialize_grads(False)
         return tensors
 
@@ -232,7 +234,7 @@ class _Joined(torch.autograd.Function):
 
 
 def _joined(outputs: Any) -> Any:
-    """Put all tensors of ``outputs`` that require a gradient behind one node of the graph."""
+    """Pass all tensors of ``outputs`` that require a gradient through one node of the graph."""
     pieces: list[Tensor] = []
     apply_to_tensors(lambda tensor: pieces.append(tensor) if tensor.requires_grad else None, outputs)
     if len(pieces) < 2 or not torch.is_grad_enabled():
@@ -254,7 +256,7 @@ def _marker(segment: FlatShard) -> Callable[[Tensor], None]:
     return mark
 
 
-_WRAPPERS = {"_fsdp_wrapped_module", "_fpw_module"}  # what fairscale puts into names
+_WRAPPERS = {"_fsdp_wrapped_module", "_fpw_module"}  # modules that fairscale's wrappers add to full names
 
 
 class FlatSharded(ShardedModel):
@@ -269,11 +271,12 @@ class FlatSharded(ShardedModel):
         root, units = _wrap(module, plan, setup.wrap_plan, setup.device, setup.fill)
         self._units: list[FsdpUnit] = []
         segments: list[FlatShard] = []
-        for unit, its_segments in _segments_of(root):
+        for unit, unit_segments in _segments_of(root):
             assert isinstance(unit, FsdpUnit)
-            unit.watch(its_segments)
+            unit.watch(unit_segments)
             self._units.append(unit)
-            segments += its_segments
+            segments += unit_segments
+        # Units list inner modules first; shards have the order of the model on every engine.
         segments.sort(key=lambda segment: order[segment.name])
         whole_bytes = _whole_bytes(plan, setup.wrap_plan, units)
         wrap_plan = dataclasses.replace(setup.wrap_plan, units=units, whole_bytes=whole_bytes)
@@ -281,7 +284,7 @@ class FlatSharded(ShardedModel):
         super().__init__(dataclasses.replace(setup, module=root, wrap_plan=wrap_plan), group, segments)
 
     def micro_batch(self, is_last: bool) -> AbstractContextManager[None]:
-        """Keep gradients of earlier micro-batches as pieces; nothing is left for the last one."""
+        """Return an empty context: every micro-batch reduces its gradients to pieces, which add up."""
         return nullcontext()
 
     def _shard_teacher(self, setup: ModelSetup) -> ShardedModel:
@@ -309,11 +312,11 @@ class FlatSharded(ShardedModel):
 def _wrap(
     model: nn.Module, plan: ShardingPlan, wrap_plan: WrapPlan, device: torch.device, fill: Fill
 ) -> tuple[FsdpUnit, tuple[PlannedUnit, ...]]:
-    """Wrap unit by unit, inner ones first, in place; the wrapped model, and the units as they came out.
+    """Wrap unit by unit, inner units first, in place; return the wrapped model and the units as wrapped.
 
-    fairscale wraps one module at a time. Modules that a tied parameter binds are left to the unit around them.
+    fairscale wraps one module at a time, so modules with tied parameters belong to the unit around them.
     """
-    # Groups of our own: fairscale would keep some in a cache that outlives the process group.
+    # Groups of our own: fairscale would cache its groups, beyond the life of the process group.
     timeout = timedelta(seconds=plan.timeout_s)
     groups = {
         "process_group": dist.new_group(timeout=timeout),
@@ -328,11 +331,11 @@ def _wrap(
         module = model.get_submodule(name)
         fill(module, name)
         module.to(device)
-        # fairscale marks the parameters that inner units have taken.
+        # fairscale marks the parameters of inner units.
         params = [param for param in module.parameters() if not hasattr(param, "_is_sharded")]
         if not params and name != ROOT:
             continue
-        # Before wrapping: afterward the wrapper would be among the parents.
+        # Before wrapping: afterward the wrapper would be one of the parents.
         references = [
             (parent, child_name)
             for parent in model.modules()
@@ -353,7 +356,7 @@ def _options(unit: PlannedUnit, params: Sequence[nn.Parameter], plan: ShardingPl
     precision = plan.precision
     is_mixed = precision.casts_parameters and not unit.is_float32
     return {
-        # As fairscale has it for batch norm: such a unit is small, and may be called once per resolution.
+        # As in fairscale's own wrapping of batch norm: such a unit is small, and may be called once per resolution.
         "reshard_after_forward": plan.reshard_after_forward and not unit.is_float32,
         "mixed_precision": is_mixed,
         "compute_dtype": dtype_of(precision.compute if is_mixed else precision.master),
@@ -368,7 +371,7 @@ def _options(unit: PlannedUnit, params: Sequence[nn.Parameter], plan: ShardingPl
 
 
 def _whole_bytes(plan: ShardingPlan, wrap_plan: WrapPlan, units: Sequence[PlannedUnit]) -> int:
-    """Count as ``WrapPlan``; tied modules are whole with the root, and without resharding all is, after forward."""
+    """Return bytes as ``WrapPlan`` does. Tied modules are gathered with the root; without resharding, all stay full."""
     itemsize = dtype_of(plan.precision.compute).itemsize
     if not plan.reshard_after_forward:
         return itemsize * sum(unit.num_params for unit in units)

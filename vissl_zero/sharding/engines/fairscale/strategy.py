@@ -1,8 +1,7 @@
 """The fairscale engine: OSS and ShardedDataParallel at levels 1 and 2; level 3 is in ``flat_sharded.py``.
 
-What fairscale cannot do is refused here, each with what to use instead. At levels 1 and 2 each rank updates full
-parameters of its own, and all ranks hold all parameters; OSS deals them out: who updates which, and how the others
-learn of it.
+Plans that fairscale cannot run are refused here, each with an alternative. At levels 1 and 2 all ranks hold all
+parameters. OSS assigns each parameter to one rank, which updates it and broadcasts it to the others.
 """
 
 from __future__ import annotations
@@ -134,8 +133,8 @@ class _OwnedShard(Shard):
         source: the full parameter, on every rank.
         local: the same memory on its owner, empty elsewhere.
         owner: rank that updates it.
-        has_grad: whether the loss has reached it since the gradient was last forgotten. A gradient that lives in a
-            communication buffer is there, and zero, in any case.
+        has_grad: whether the loss has reached it since the gradient was last forgotten. A parameter with its gradient
+            in a communication buffer always has one, which may be zero.
     """
 
     owner: int = 0
@@ -176,17 +175,18 @@ class _OwnedShard(Shard):
 def _build_oss(module: nn.Module, groups: Sequence[ParamGroup]) -> OSS:
     """Assign every trained parameter to a rank, and lay out those of a rank in one flat buffer. Not a collective.
 
-    OSS gives each parameter in turn to the rank that has least. Largest first, the fullest rank then has at most 4/3 of
-    the best partition's (https://doi.org/10.1137/0117039); in the model's order it can have nearly twice an even share.
+    OSS assigns each parameter in turn to the rank with the fewest elements. With the largest first, the fullest rank
+    has at most 4/3 of the best partition's (https://doi.org/10.1137/0117039); in the model's order it can have nearly
+    twice an even share.
     """
     trained = {name for group in groups for name in group.params}
     params = [param for name, param in module.named_parameters() if name in trained]
-    # The SGD is a placeholder: OSS asks for an optimizer before the shards that ours is to run on can be known.
+    # SGD is a placeholder: OSS needs an optimizer before it assigns parameters, and ours needs the assigned shards.
     return OSS(sorted(params, key=Tensor.numel, reverse=True), optim=torch.optim.SGD, lr=0.0)
 
 
 def _owned_shards(module: nn.Module, oss: OSS) -> Iterator[Shard]:
-    """Build a shard of every parameter of ``module``: trained ones by their owner, frozen ones whole on every rank."""
+    """Yield a shard of every parameter of ``module``: trained ones with an owner, frozen ones whole on every rank."""
     owners = {
         param: rank
         for rank, groups in enumerate(oss.partition_parameters())
@@ -211,8 +211,8 @@ class _OwnedByRank(ShardedModel):
 
     Args:
         setup: see ``ShardedModel``.
-        oss: has dealt its parameters.
-        model: what to call, where that is a wrapper around the model.
+        oss: OSS that has assigned the parameters to ranks.
+        model: wrapper to call; None: the model itself.
     """
 
     def __init__(self, setup: ModelSetup, oss: OSS, model: nn.Module | None = None):
@@ -223,12 +223,12 @@ class _OwnedByRank(ShardedModel):
 
         def build_inside(local_groups: list[dict[str, Any]]) -> tuple[OSS, Adaptation | None]:
             optimizer, adaptation = build_optimizer(local_groups)
-            # OSS copies parameter groups, and a learning rate set on one copy may not reach the other. Here both have
-            # the same groups and the same state: there is nothing to copy.
+            # OSS copies parameter groups, and a learning rate set on one copy may not reach the other. Here OSS and the
+            # optimizer share groups and state, so there is nothing to copy.
             oss.optim, oss.param_groups, oss.state = optimizer, optimizer.param_groups, optimizer.state
             return oss, adaptation
 
-        # Beside the parameters that it owns, a rank holds all others in full.
+        # In addition to the parameters that it owns, a rank holds all others in full.
         elsewhere = sum(shard.source.nbytes for shard in self._owned if not shard.is_owned)
         wrap_plan = dataclasses.replace(setup.wrap_plan, whole_bytes=elsewhere)
         group = dist.group.WORLD
@@ -237,7 +237,7 @@ class _OwnedByRank(ShardedModel):
         )
 
     def _after_shards_change(self) -> None:
-        """Send each rank's own parameters, which were just set, to the others."""
+        """Broadcast each parameter, which was just set, from its owner. Collective."""
         for shard in self._owned:
             shard.share()
 
@@ -257,7 +257,7 @@ class _OwnedByRank(ShardedModel):
         return "\n".join(lines)
 
     def _moment(self) -> str:
-        """Describe what is whole on a rank, and when."""
+        """Return words for ``describe``: which state is sharded, and which is whole."""
         raise NotImplementedError
 
 
@@ -296,17 +296,17 @@ class _GradientSharded(_OwnedByRank):
             broadcast_buffers=False,  # batch norm is synchronized, or differs between ranks on purpose
             sync_models_at_startup=False,  # all ranks were found to hold the same
             reduce_buffer_size=self._buffer_size,
-            # Would lay all parameters out afresh at every change between training and evaluation.
+            # True would lay out all parameters again at every change between training and evaluation.
             auto_refresh_trainable=False,
         )
-        self._parallel.refresh_trainable()  # lays the parameters out for good: shards can point at them now
+        self._parallel.refresh_trainable()  # fixes the layout of parameters: shards may refer to their memory now
         super().__init__(setup, oss, self._parallel)
         self._is_last = True
         self._reduced: set[str] = set()
         self._again = ""
         for shard in self._owned:
-            if shard.source.requires_grad:  # a group of the user's may hold frozen parameters
-                shard.source.register_post_accumulate_grad_hook(partial(self._note, shard))
+            if shard.source.requires_grad:  # a group of the user's may have frozen parameters
+                shard.source.register_post_accumulate_grad_hook(partial(self._record_gradient, shard))
         self._parameter_guard.accept_hooks()
         self.zero_grad()
 
@@ -317,7 +317,7 @@ class _GradientSharded(_OwnedByRank):
         if is_last:
             yield
         else:
-            # Without it, gradients that add up over micro-batches are silently wrong under fairscale.
+            # Without no_sync, fairscale reduces in each pass: gradients that add up over passes are silently wrong.
             with self._parallel.no_sync():
                 yield
 
@@ -347,7 +347,7 @@ class _GradientSharded(_OwnedByRank):
         self._again = ""
 
     def _problem(self) -> str | None:
-        """Find why an update would be wrong; see ``ShardedModel``."""
+        """Explain why an update would be wrong; see ``ShardedModel``."""
         if self._again:
             return (
                 f"Two backward passes reached {self._again} before optimizer.step(), and fairscale reduces a gradient "
@@ -355,8 +355,8 @@ class _GradientSharded(_OwnedByRank):
             )
         return super()._problem()
 
-    def _note(self, shard: _OwnedShard, param: nn.Parameter) -> None:
-        """Note that the backward pass has just added to the gradient of ``shard``."""
+    def _record_gradient(self, shard: _OwnedShard, param: nn.Parameter) -> None:
+        """Record that the backward pass has just added to the gradient of ``shard``."""
         shard.has_grad = True
         if self._is_last:
             if shard.name in self._reduced:

@@ -275,13 +275,13 @@ class _GuardedUnit:
         return output
 
     def _hook_bases(self, inputs: Any, outputs: Sequence[Tensor]) -> None:
-        """Gather the unit before its backward pass also where an output that is a view is written to in place.
+        """Hook the unit's gather to the bases of outputs that are views.
 
-        A write gives a view another node in the graph, which lacks its hooks; the node of what it is a view of stays.
+        An in-place write gives a view a new node in the graph, without the old one's hooks. Its base keeps its node.
         """
         outside = [base if (base := viewed(tensor)) is not None else tensor for tensor in _tensors(inputs)]
         for base in {id(base): base for output in outputs if (base := viewed(output)) is not None}.values():
-            # A tensor from outside gets its gradient after the unit is done, which would be gathered for nothing.
+            # An input's gradient arrives after the unit's backward pass: its hook would gather the unit for nothing.
             if base.grad_fn is not None and not any(base is tensor for tensor in outside):
                 base.register_hook(gather_hook(self._state))
 
