@@ -1,12 +1,12 @@
-"""Models without memory for their weights: built larger than a rank, then filled part by part.
+"""Models whose weights are on the meta device first: larger than a rank's memory, and filled unit by unit.
 
 Convolutions, linear layers and norms, for which ``initialize_`` has a rule, get parameters on the meta device.
-Everything else is built normally: buffers, learned vectors and other values that a constructor computes. What
-constructors draw
-for a parameter without memory is drawn and dropped, so that the numbers they draw next are those of a whole model.
+Everything else is built normally: buffers, learned vectors and other values that a constructor computes. Random numbers
+for a parameter on the meta device are drawn and dropped, so that constructors draw the same numbers next as in a model
+with memory.
 
-Weights are drawn a unit at a time, so that no rank ever holds them all. A module that owns parameters or buffers must
-have ``reset_parameters()`` (torch's layers do), and that must fill all of them. It runs on full tensors, in float32,
+Weights are drawn a unit at a time, so that no rank ever has all of them. A module with its own parameters or buffers
+must have ``reset_parameters()`` (torch's layers do), which must fill all of them. It runs on full tensors, in float32,
 under a generator keyed by (seed, full name): the weights depend on neither the world size nor the level nor the order
 of construction.
 """
@@ -36,17 +36,17 @@ _log = logging.getLogger(__name__)
 def build_bare(build: Callable[[], Model]) -> Model:
     """Build a model with the parameters of known layers on the meta device; ``FirstWeights`` fills them.
 
-    A model that cannot be filled part by part is built whole: a trunk or a method of initialization that spans several
-    units (timm's own weights), tied parameters, a constructor that computes with its weights.
+    A model that cannot be filled unit by unit is built with memory: an initialization that spans several units (timm's
+    weights), tied parameters, or a constructor that computes with its weights.
 
     Args:
-        build: draws from the global generator only under a seed of its own; called again for a whole model.
+        build: builds the model; seeds the global generator itself, because it may be called twice.
     """
     try:
         with _bare_parameters() as requested:
             model = build()
         reason = "a constructor asks whether its weights are there" if requested else _why_whole(model)
-    except Exception as error:  # noqa: BLE001 - what is wrong with the model itself is raised again below
+    except Exception as error:  # noqa: BLE001 - a defect of the model itself is raised again below
         reason = f"its constructor failed without weights ({' '.join(str(error).split())[:200]})"
     if not reason:
         return model
@@ -62,9 +62,9 @@ def lost_operations() -> Iterator[list[str]]:
 
 
 def why_whole(model: nn.Module) -> str:
-    """Explain why the parts of ``model`` cannot be filled one by one; empty if they can.
+    """Return why the units of ``model`` cannot be filled one by one; empty if they can.
 
-    A constructor may be a reason too, which shows only when it runs.
+    A constructor may be another reason, which only ``build_bare`` can detect.
     """
     params = list(model.named_parameters(remove_duplicate=False))
     if len({param for _, param in params}) < len(params):
@@ -74,17 +74,15 @@ def why_whole(model: nn.Module) -> str:
 
 
 def whole_start_bytes(model: nn.Module) -> int:
-    """Count the bytes that ``model`` takes at the start where it is built whole, in float32.
-
-    A trunk that draws all of its weights at once makes them in a model beside it.
-    """
+    """Count the bytes of ``model``, in float32, while it is built and initialized with memory."""
+    # A trunk that draws all weights at once (TimmTrunk) builds a second model for them.
     drawn = next(_fillers_of_others(model), None)
     counted = [*model.parameters(), *(drawn.parameters() if drawn is not None else ())]
     return 4 * sum(param.numel() for param in counted)
 
 
 def _why_whole(model: Model) -> str:
-    """Explain as ``why_whole``, and name what the constructor of ``model`` has left without memory."""
+    """Return why ``model`` must be built with memory: see ``why_whole``, or a tensor computed from weights."""
     for name, module in model.named_modules():
         for key, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is not None and tensor.is_meta and not has_rule(module, key):
@@ -93,7 +91,7 @@ def _why_whole(model: Model) -> str:
 
 
 def _fillers_of_others(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield modules around units that fill these."""
+    """Yield modules that contain units, and initialize the weights in them."""
     parts = outermost_units(model)
     for name, module in model.named_modules():
         if any(part.startswith(f"{name}." if name else "") for part in parts) and _fills_others(module):
@@ -111,20 +109,20 @@ def _fills_others(module: nn.Module) -> bool:
 def _bare_parameters() -> Iterator[list[bool]]:
     handle = register_module_parameter_registration_hook(_without_memory)
     try:
-        with _DrawAndDrop(), _WhoAsks() as who:
-            yield who.asked
+        with _DrawAndDrop(), _MetaQueries() as queries:
+            yield queries.answers
     finally:
         handle.remove()
 
 
 def _without_memory(module: nn.Module, key: str, param: Tensor | None) -> None:
-    """Move a parameter that has a rule to the meta device as it is registered; it stays the same object."""
+    """Move a parameter with a rule to the meta device when it is registered; it stays the same object."""
     if type(param) is nn.Parameter and param.device.type != "meta" and has_rule(module, key):
         replace_data_(param, torch.empty_like(param, device="meta", requires_grad=False))
 
 
 class _DrawAndDrop(TorchDispatchMode):
-    """Random operations on tensors without memory move the generator on as they would have."""
+    """Makes random operations on meta tensors advance the generator as they would with memory."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -134,17 +132,17 @@ class _DrawAndDrop(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-class _WhoAsks(TorchFunctionMode):
-    """Notes where code would draw nothing for tensors without memory, as some of ``torch.nn.init`` does."""
+class _MetaQueries(TorchFunctionMode):
+    """Records positive answers of ``is_meta``, after which some of ``torch.nn.init`` skips its draws."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.asked: list[bool] = []
+        self.answers: list[bool] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         answer = func(*args, **(kwargs or {}))
         if answer is True and func == Tensor.is_meta.__get__:  # type: ignore[attr-defined]
-            self.asked.append(answer)
+            self.answers.append(answer)
         return answer
 
 
@@ -168,23 +166,23 @@ def _with_memory(value: Any) -> Any:
     return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype) if is_bare else value
 
 
-# Given a module that is about to be sharded and its full name, gives values to whatever in it has none.
+# (module, full name) -> None: fills the meta tensors of a module that is about to be sharded.
 Fill = Callable[[nn.Module, str], None]
 
 
 @torch.no_grad()
 def materialize_(module: nn.Module, full_name: str, seed: int) -> None:
-    """Give values on the CPU to whatever in ``module`` is on the meta device, in place, children first.
+    """Initialize all meta tensors of ``module`` on the CPU, in place, children first.
 
-    Parameters stay the same objects, so that ties and an optimizer's references hold. A tied parameter keeps what it
-    was given under the first of its names.
+    Parameters stay the same objects, so that ties and an optimizer's references remain. A tied parameter keeps the
+    values of the first of its names.
 
     Args:
-        module: a unit about to be sharded, or a whole model; parts that have values are left alone.
+        module: a unit about to be sharded, or a whole model; tensors with memory are not changed.
         full_name: full name of ``module`` in the model; empty for the model itself.
         seed: seed of the run.
     Raises:
-        ConfigError: a module cannot initialize what it owns.
+        ConfigError: a module cannot initialize its tensors.
     """
     for name, owner in _children_first(module, full_name):
         if _own_meta(owner):
@@ -193,6 +191,7 @@ def materialize_(module: nn.Module, full_name: str, seed: int) -> None:
 
 def _fill(owner: nn.Module, name: str, seed: int) -> None:
     reset = _reset_of(owner, name)
+    # reset_parameters also overwrites tensors with memory, which must keep their values.
     kept = [(param, param.detach().clone()) for param in owner.parameters(recurse=False) if not param.is_meta]
     dtypes = {key: tensor.dtype for key, tensor in _own_meta(owner).items()}
     for key, param in owner._parameters.items():
@@ -225,7 +224,7 @@ def _reset_of(owner: nn.Module, name: str) -> Callable[[], None]:
 
 
 def _unset(tensor: Tensor) -> Tensor:
-    """Return the full tensor on the CPU, float32, filled with NaN, so that anything left uninitialized is noticed."""
+    """Return a tensor of this shape on the CPU, in float32, filled with NaN, by which missing values are detected."""
     if not tensor.is_floating_point():
         return torch.zeros(tensor.shape, dtype=tensor.dtype)
     return torch.full(tensor.shape, torch.nan)

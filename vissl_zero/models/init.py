@@ -1,14 +1,14 @@
-"""First weights, drawn per parameter from (seed, full name).
+"""Initial weights, drawn for each parameter from (seed, full name).
 
-They depend on neither the order in which the model was built nor on world size, level or number format: each tensor has
-a generator of its own, is drawn in float32 on the CPU, then cast.
+They do not depend on the order of construction, the world size, the level or the number format: each tensor has its own
+generator, and is drawn in float32 on the CPU and then cast.
 
-A module of your own has three ways. With an ``init_parameters(generator_for)`` method it fills its tensors itself:
+A custom module has three options. With a method ``init_parameters(generator_for)`` it fills its tensors itself:
 ``generator_for("weight")`` is a generator keyed by (seed, full name of the module, "weight"). With only
-``reset_parameters()``, that runs under a generator keyed by the module's name. With neither, the values its constructor
-gave are kept (``build_model`` seeds the constructors).
+``reset_parameters()``, this runs under a generator keyed by the module's name. With neither, the values of its
+constructor are kept (``build_model`` seeds the constructors).
 
-A model may lack memory for parameters that have a rule here (``models/bare.py``): ``FirstWeights`` fills it by units.
+Parameters with a rule here may be on the meta device (``models/bare.py``): ``FirstWeights`` then fills them by units.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ GeneratorFor = Callable[[str], torch.Generator]
 
 @torch.no_grad()
 def initialize_(model: nn.Module, seed: int) -> None:
-    """Fill every parameter of ``model`` in place; buffers of norm layers start afresh too.
+    """Initialize every parameter of ``model`` in place, and reset the buffers of norm layers.
 
     Args:
-        model: whole and unsharded; on any device, in any number format.
+        model: unsharded; on any device, in any number format.
         seed: seed of the run.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -42,18 +42,18 @@ def initialize_(model: nn.Module, seed: int) -> None:
 
 
 class FirstWeights:
-    """The first weights of a model, to be filled in all at once or unit by unit, with the same bits.
+    """The initial weights of a model, filled in at once or unit by unit, with the same bits.
 
-    A model that has memory for all its parameters is filled here and now. Any other needs memory for one unit at
-    a time: each is drawn on the CPU in the format it was built in, then takes the one it has when it is filled.
+    The constructor fills a model without meta tensors. Any other model needs memory for one unit at a time: a unit is
+    drawn on the CPU in the dtype in which it was built, and then cast to its dtype at the time.
 
     Args:
         model: just built.
         seed: seed of the run.
-        drawn_as: name of a head -> the name it is drawn by in place of its own.
+        drawn_as: name of a head -> name that keys its draws instead.
 
     Attributes:
-        loaded: weights to begin with in place of drawn ones, by full name.
+        loaded: weights that replace drawn ones, by full name; functions that read a tensor.
     """
 
     def __init__(self, model: nn.Module, seed: int, drawn_as: Mapping[str, str] | None = None):
@@ -69,14 +69,14 @@ class FirstWeights:
             self.fill_("")
 
     def of_copy(self, model: nn.Module) -> FirstWeights:
-        """Return the same weights for a copy of the model, which may lack parts; parts filled here are filled there."""
+        """Return the same weights for a copy of the model, which may lack modules; filled modules need no filling."""
         other = copy.copy(self)
         other._waiting = {name: m for name, m in model.named_modules(remove_duplicate=False) if name in self._waiting}
         return other
 
     @torch.no_grad()
     def fill_(self, name: str) -> None:
-        """Fill module ``name`` and all of the unit around it, where that has not been done; "" is the model."""
+        """Fill module ``name`` and its whole unit, unless they are filled already; "" is the model."""
         name = next((unit for unit in self._units if _is_in(name, unit)), name)
         modules = {key: self._waiting.pop(key) for key in list(self._waiting) if _is_in(key, name)}
         tensors = [(f"{name}.{key}", t) for name, module in modules.items() for key, t in _own(module)]
@@ -92,7 +92,7 @@ class FirstWeights:
             tensor.data = tensor.data.to(dtype)
 
     def _key(self, name: str) -> str:
-        """Return the name by which a module is drawn."""
+        """Return the name that keys a module's draws."""
         for head, other in self._drawn_as.items():
             if _is_in(name, head):
                 return f"{other}{name[len(head) :]}".removeprefix(".")
@@ -100,7 +100,7 @@ class FirstWeights:
 
 
 def outermost_units(model: nn.Module) -> list[str]:
-    """Name the model's ``zero_units`` that are in no other one; these are filled at once."""
+    """Return the names of the model's ``zero_units`` that are in no other unit; each is filled at once."""
     zero_units = getattr(model, "zero_units", None)
     units = set(zero_units()) if callable(zero_units) else set()
     names = [name for name, module in model.named_modules() if module in units]
@@ -116,13 +116,14 @@ def rule_of(module: nn.Module) -> Callable[[nn.Module, GeneratorFor], None] | No
 
 
 def has_rule(module: nn.Module, key: str) -> bool:
-    """Check whether the rule for ``module`` fills its parameter ``key``, whatever was in it."""
+    """Check whether the rule for ``module`` overwrites its parameter ``key``."""
     rule = rule_of(module)
     return rule is _norm or (rule is not None and key in ("weight", "bias"))
 
 
 def replace_data_(param: nn.Parameter, data: Tensor) -> None:
-    """Replace ``param.data``, between the CPU and the meta device too: ties and attributes hold."""
+    """Replace ``param.data``, also by a tensor of another device; ties and attributes remain."""
+    # Assigning ``param.data`` raises between CPU and meta. swap_tensors keeps the object.
     other = nn.Parameter(data, requires_grad=param.requires_grad)
     other.__dict__.update(param.__dict__)
     torch.utils.swap_tensors(param, other)
@@ -138,10 +139,10 @@ def _own(module: nn.Module) -> Iterable[tuple[str, Tensor]]:
 
 
 def _initialize(modules: Mapping[str, nn.Module], keys: Mapping[str, str], seed: int) -> None:
-    """Fill ``modules``, by name, each from a generator keyed by its place in ``keys``."""
-    # Innermost first, so that init_parameters of a parent has the last word; among equals by name, so that what is tied
-    # or shared under two names keeps what it was given under the same one, however the model was built. Layers with
-    # adapters come last: what is around them knows nothing of adapters, and would draw these like any other layer.
+    """Fill ``modules``, by name, each from a generator keyed by its name in ``keys``."""
+    # Innermost first, so that init_parameters of a parent overrides its children; among equals by name, so that tied
+    # parameters have the values of the same name, however the model was built. Layers with adapters are last: modules
+    # around them do not know adapters, and would draw them like any other layer.
     order = sorted(modules, key=lambda name: (-len(name.split(".")) if name else 0, name))
     for name in sorted(order, key=lambda name: hasattr(modules[name], "lora_A")):
         module = modules[name]
@@ -154,7 +155,7 @@ def _initialize(modules: Mapping[str, nn.Module], keys: Mapping[str, str], seed:
 
 
 def _fill(module: nn.Module, generator_for: GeneratorFor) -> None:
-    """Fill the own parameters of one module, by the rule for its type or else by its ``reset_parameters``."""
+    """Fill a module's direct parameters by the rule for its type, or else by its ``reset_parameters``."""
     if (rule := rule_of(module)) is not None:
         rule(module, generator_for)
     elif hasattr(module, "reset_parameters") and not hasattr(module, "init_parameters"):
@@ -166,8 +167,9 @@ def _reset_of(module_type: type) -> object:
 
 
 def _convolution(module: nn.Module, generator_for: GeneratorFor) -> None:
-    """Draw He's normal over fan-out (https://arxiv.org/abs/1502.01852), as RegNet and ResNet; the bias as torch."""
+    """Draw weights from He's normal over fan-out (https://arxiv.org/abs/1502.01852), the bias as torch does."""
     assert isinstance(module, _ConvNd)
+    # RegNet's and torchvision's ResNet's initialization; torch's default differs.
     receptive = math.prod(module.kernel_size)
     std = math.sqrt(2.0 / (receptive * module.out_channels))
     module.weight.copy_(torch.empty(module.weight.shape).normal_(0.0, std, generator=generator_for("weight")))
@@ -184,7 +186,7 @@ def _linear(module: nn.Module, generator_for: GeneratorFor) -> None:
 
 
 def _norm(module: nn.Module, generator_for: GeneratorFor) -> None:
-    """Set weight 1, bias 0; running statistics as new."""
+    """Set weight to 1 and bias to 0, and reset running statistics."""
     for name, tensor in module.named_parameters(recurse=False):
         tensor.fill_(0.0 if name == "bias" else 1.0)
     if isinstance(module, _NormBase):
@@ -201,7 +203,7 @@ _RULES: tuple[tuple[type, Callable[[nn.Module, GeneratorFor], None]], ...] = (
 
 
 def _reset(module: nn.Module, generator_for: GeneratorFor) -> None:
-    """Run ``reset_parameters`` in float32 under a generator of its own."""
+    """Run ``reset_parameters`` in float32 on the CPU, under a generator keyed by the module's name."""
     before = [(tensor.device, tensor.dtype) for tensor in module.parameters(recurse=False)]
     for tensor in module.parameters(recurse=False):
         tensor.data = tensor.data.to(device="cpu", dtype=torch.float32)
@@ -220,6 +222,6 @@ def _uniform(tensor: Tensor, fan_in: int, generator: torch.Generator) -> None:
 
 
 def _generator(seed: int, module_name: str, parameter: str) -> torch.Generator:
-    # torch takes 64 bits, but a negative seed and its unsigned twin are the same: 63 keep it simple.
+    # 63 bits: torch takes 64, but maps a negative seed and its unsigned twin to the same state.
     full_name = without_base_layer(f"{module_name}.{parameter}")
     return torch.Generator().manual_seed(stable_hash(seed, full_name) >> 1)

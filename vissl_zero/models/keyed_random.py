@@ -1,8 +1,8 @@
-"""Random numbers that are a function of (seed, step, sample, layer, crop, element) and of nothing else.
+"""Random numbers that are a function of (seed, step, sample, layer, crop, element) only.
 
-A sample meets the same dropout mask whichever rank, micro-batch row or recomputation it lands in, so a run with dropout
-is the same at every level and world size. ``key_random_layers`` puts such layers in the place of the common ones;
-``refuse_unkeyed_randomness`` finds, by name, a layer that draws from torch's global generator all the same.
+A sample has the same dropout mask on any rank, in any micro-batch row and in a recomputation, so a run with dropout is
+the same at every level and world size. ``key_random_layers`` replaces the usual random layers by such layers;
+``refuse_unkeyed_randomness`` detects a layer that still draws from torch's global generator.
 
 The generator is the finalizer of splitmix64 (Steele, Lea, Flood 2014, https://doi.org/10.1145/2714064.2660195) over a
 counter, in int64 tensor arithmetic, which wraps around in the same way on CPU and GPU.
@@ -27,17 +27,17 @@ from vissl_zero.models.packing import Shapes, packed, unpacked
 _MASK64 = (1 << 64) - 1
 _GAMMA = 0x9E3779B97F4A7C15
 _MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
-NUM_BITS = 53
-# What sharding puts into the names of a model's modules.
+NUM_BITS = 53  # float64 represents them exactly, and int64 has ten bits left for an order before them
+# Components that sharding adds to the names of modules.
 _WRAPPER_NAMES = ("module", "_fsdp_wrapped_module", "_fpw_module", "_orig_mod", "_checkpoint_wrapped_module")
 
 
 class Place(NamedTuple):
-    """The place of a pass's tensor in its micro-batch.
+    """The position of a forward pass's tensor in its micro-batch.
 
     Attributes:
         resolution: index of the resolution in the list.
-        first_row: row of that resolution that the tensor begins with.
+        first_row: first row of the tensor within its resolution.
     """
 
     resolution: int
@@ -46,7 +46,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class _RandomKey:
-    """What the rows of the current micro-batch are keyed by; ``places``: of each tensor, if a part of it is run."""
+    """The key of the current micro-batch's rows; ``places``: position of each tensor, if the pass has a part of it."""
 
     seed: int
     step: int
@@ -62,7 +62,7 @@ _scope = threading.local()
 def set_random_key(seed: int, step: int, sample_ids: Tensor) -> None:
     """Set the key of every keyed layer to this micro-batch, until the next call.
 
-    The loop calls it before each forward pass in training, and leaves it alone until the backward pass has ended.
+    The loop calls it before each forward pass in training, and not again before the backward pass has ended.
 
     Args:
         seed: seed of the run.
@@ -75,10 +75,10 @@ def set_random_key(seed: int, step: int, sample_ids: Tensor) -> None:
 
 @contextmanager
 def rows_in_place(places: Sequence[Place] = ()) -> Iterator[None]:
-    """Key rows as in a pass over the whole micro-batch, while a model sees a part of them. A context.
+    """Key rows as in a pass over the whole micro-batch, while a model runs on a part. A context manager.
 
     Args:
-        places: place of each tensor of the list that the model is given; none: all tensors are whole.
+        places: position of each tensor in the model's list; empty: all tensors are whole.
     """
     global _current
     before = _current
@@ -92,12 +92,12 @@ def rows_in_place(places: Sequence[Place] = ()) -> Iterator[None]:
 
 @contextmanager
 def resolution_scope(index: int, num_rows: int | None = None) -> Iterator[None]:
-    """Tell keyed layers what they are applied to; ``Unit`` does.
+    """Set the resolution of keyed layers, as ``Unit`` does. A context manager.
 
     Args:
         index: index of the resolution in the list.
-        num_rows: rows of its batch (crops times samples). A layer inside may see a multiple of them, the windows of
-            each row one after another.
+        num_rows: rows of its batch (crops times samples). A layer inside may see a multiple of them: the windows of
+            each row, consecutively.
     """
     before = current_scope()
     _scope.resolution, _scope.num_rows = index, num_rows
@@ -108,16 +108,16 @@ def resolution_scope(index: int, num_rows: int | None = None) -> Iterator[None]:
 
 
 def current_scope() -> tuple[int, int | None]:
-    """Return what ``resolution_scope`` was last given, to enter it again in a recomputation."""
+    """Return the arguments of the current ``resolution_scope``, to enter it again in a recomputation."""
     return getattr(_scope, "resolution", 0), getattr(_scope, "num_rows", None)
 
 
 @contextmanager
 def packed_scope(shapes: Shapes) -> Iterator[None]:
-    """Tell keyed layers that they are applied to the packed tokens of all resolutions. A context.
+    """Set the shapes of packed tokens for keyed layers. A context manager.
 
     Args:
-        shapes: images and tokens of an image, of each resolution of the list.
+        shapes: (images, tokens per image) of each resolution.
     """
     _scope.shapes = shapes
     try:
@@ -127,7 +127,7 @@ def packed_scope(shapes: Shapes) -> Iterator[None]:
 
 
 def _by_resolution(drop: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Apply ``drop`` to the tokens of each resolution by itself where they are packed, else to ``x``."""
+    """Apply ``drop`` to each resolution of packed tokens separately, or else to ``x``."""
     shapes: Shapes = getattr(_scope, "shapes", ())
     if not shapes:
         return drop(x)
@@ -139,7 +139,7 @@ def _by_resolution(drop: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 def stable_hash(*parts: object) -> int:
-    """Hash the parts' text to 64 bits of SHA-256: equal in every process and Python version, unlike ``hash``."""
+    """Hash the strings of the parts to 64 bits of SHA-256, unlike ``hash`` the same in every process and version."""
     text = "\x1f".join(str(part) for part in parts)
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
 
@@ -156,24 +156,24 @@ def keyed_bits(
     Args:
         rows: number of rows, a multiple of B and, inside a unit, of the rows of its batch.
         row_size: numbers per row.
-        layer: full name of the layer that asks.
-        epoch: key by it in place of the optimizer step, as views are; None: by the step.
-        by_sample: False: for all samples together, one row for each crop.
+        layer: full name of the calling layer, part of the key.
+        epoch: replaces the optimizer step in the key, as for augmentations; None: the step.
+        by_sample: False: one row for each crop, shared by all samples.
     Returns:
         (rows, row_size) int64 in [0, 2**53).
     Raises:
-        RuntimeError: no key was set, or it is for another number of samples.
+        RuntimeError: no key is set, or it has another number of samples.
     """
     return _bits(rows, row_size, layer, device, epoch, by_sample)
 
 
 def element_bits(key: int, first: int, count: int, device: torch.device) -> Tensor:
-    """Draw uniform 53-bit integers for a run of elements of a tensor, whatever runs it is cut into.
+    """Draw uniform 53-bit integers for consecutive elements of a tensor, the same for any split of the tensor.
 
     Args:
-        key: key of the tensor and the moment, from ``stable_hash``.
-        first: place of the first element in the full tensor, flattened.
-        count: elements.
+        key: key of the tensor and the step, from ``stable_hash``.
+        first: index of the first element in the flattened full tensor.
+        count: number of elements.
     Returns:
         (count,) int64 in [0, 2**53).
     """
@@ -182,7 +182,8 @@ def element_bits(key: int, first: int, count: int, device: torch.device) -> Tens
 
 
 def change_drawing(wrap: Callable[[Callable[..., Tensor]], Callable[..., Tensor]]) -> None:
-    """Put ``wrap`` around what draws, once in a process: a compiler must not take the step's number for a constant."""
+    """Wrap the function that draws; only the first call in a process has an effect."""
+    # For compilation: a traced draw would treat the step's number as a constant.
     global _bits
     if _bits is _draw:
         _bits = wrap(_draw)
@@ -208,6 +209,8 @@ def _draw(
     if _current.places:
         resolution, first_row = _current.places[resolution]
     moment = _current.step if epoch is None else f"epoch {epoch}"
+    # One hash on the host for what all rows share. The device mixes in sample, crop and window in separate rounds: a
+    # sum of two of them would be the same for other pairs.
     base = stable_hash(_current.seed, moment, layer, resolution)
     row = first_row + torch.arange(rows, device=device) // num_windows
     row_key = _mix(sample_ids[row % num_samples] * _signed(_GAMMA) + _signed(base))
@@ -222,7 +225,7 @@ _bits: Callable[..., Tensor] = _draw
 
 
 class _Keyed(nn.Module):
-    """What ``print(model)`` shows of a random layer."""
+    """Base of keyed layers, with their ``extra_repr``."""
 
     p: float
     layer: str
@@ -235,7 +238,7 @@ class _Keyed(nn.Module):
 class KeyedDropout(_Keyed):
     """Dropout whose mask is a function of (seed, step, sample, layer, crop).
 
-    ``key_random_layers`` puts one in the place of every ``nn.Dropout`` and names it.
+    ``key_random_layers`` replaces every ``nn.Dropout`` by one, and sets its name.
 
     Args:
         p: probability of an element to be zeroed; the others are divided by 1 - p.
@@ -262,7 +265,7 @@ class KeyedDropout(_Keyed):
 
 
 class KeyedDropPath(_Keyed):
-    """Stochastic depth (https://arxiv.org/abs/1603.09382) with a choice keyed by (seed, step, sample, layer, crop).
+    """Stochastic depth (https://arxiv.org/abs/1603.09382) keyed by (seed, step, sample, layer, crop).
 
     Args:
         p: probability of a row to be zeroed.
@@ -289,27 +292,28 @@ class KeyedDropPath(_Keyed):
 
 
 def key_random_layers(model: nn.Module) -> None:
-    """Replace the random layers of ``model`` by keyed ones named after their place; in place.
+    """Replace the random layers of ``model`` by keyed layers with their full names; in place.
 
-    These are ``nn.Dropout``, stochastic depth as timm (``DropPath``) and torchvision (``StochasticDepth`` by row) have
-    it, and timm's attention dropout, which is moved out of torch's fused attention.
+    Random layers are ``nn.Dropout``, timm's ``DropPath``, torchvision's ``StochasticDepth`` by row, and timm's
+    attention dropout, for which fused attention is switched off.
     """
     for name, module in list(model.named_modules()):
         for child_name, child in list(module.named_children()):
             keyed = _keyed(child, f"{name}.{child_name}" if name else child_name)
             if keyed is not None:
                 setattr(module, child_name, keyed)
-        # Fused attention has no use for the layer but its probability, and draws from the global generator.
+        # Fused attention reads only the layer's probability, and draws from the global generator.
         if getattr(module, "fused_attn", False) and getattr(getattr(module, "attn_drop", None), "p", 0.0):
             module.fused_attn = False
 
 
 def _keyed(layer: nn.Module, name: str) -> nn.Module | None:
-    """Build the keyed layer that replaces ``layer``; None for one that stays."""
+    """Build the keyed layer that replaces ``layer``; None if ``layer`` stays."""
     if type(layer) is nn.Dropout:
         return KeyedDropout(layer.p, name)
     kind = type(layer).__name__
-    if kind == "DropPath" and isinstance(p := getattr(layer, "drop_prob", None), int | float):  # timm's, much copied
+    # By name: many repositories have a copy of timm's class.
+    if kind == "DropPath" and isinstance(p := getattr(layer, "drop_prob", None), int | float):
         return KeyedDropPath(float(p), name, bool(getattr(layer, "scale_by_keep", True)))
     if kind == "StochasticDepth" and getattr(layer, "mode", None) == "row":
         return KeyedDropPath(float(layer.p), name)  # type: ignore[arg-type]
@@ -318,10 +322,10 @@ def _keyed(layer: nn.Module, name: str) -> nn.Module | None:
 
 @contextmanager
 def refuse_unkeyed_randomness(model: nn.Module) -> Iterator[None]:
-    """Refuse a layer of ``model`` that draws from torch's global generator in training. A context.
+    """Refuse a layer of ``model`` that draws from torch's global generator in training. A context manager.
 
-    Such a layer would make the run depend on the number of ranks, the level, recomputation and resuming. The generators
-    are compared before and after each module, which is cheap enough for one forward pass.
+    Such a layer would make the run depend on the number of ranks, the level, recomputation and resuming. Cost: compares
+    the generators before and after each module.
 
     Args:
         model: wrapped or not.
@@ -374,7 +378,7 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def _shift_right(x: Tensor, bits: int) -> Tensor:
-    """Shift logically; the shift of int64 tensors repeats the sign."""
+    """Shift logically; torch's shift of int64 is arithmetic."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 

@@ -1,7 +1,7 @@
-"""LoRA: frozen linear layers, to each of which a trained product of two thin matrices is added, through peft.
+"""LoRA: frozen linear layers plus trained products of two low-rank matrices, through peft.
 
-``build_model`` imports this module for trunks with adapters alone, since peft takes seconds to import. An adapted layer
-``<name>`` has its own weights at ``<name>.base_layer`` and the matrices at ``<name>.lora_A.default`` and
+``build_model`` imports this module only for trunks with adapters, since peft takes seconds to import. An adapted layer
+``<name>`` has its frozen weights at ``<name>.base_layer``, and the matrices at ``<name>.lora_A.default`` and
 ``<name>.lora_B.default``.
 
 LoRA: https://arxiv.org/abs/2106.09685.
@@ -34,11 +34,11 @@ _TARGETS = "config.MODEL.LORA.TARGET_MODULES"
 
 
 class AdaptedLinear(PeftLinear):
-    """A frozen linear layer with an adapter, which begins as the layer alone: A is drawn as peft draws it, B is 0."""
+    """A frozen linear layer with an adapter, which is 0 at the start: A is drawn as in peft, B is 0."""
 
     @property
     def weight(self) -> Tensor:
-        """Refuse to give the frozen weight alone: a trunk that multiplies by it never calls the adapter."""
+        """Raise ConfigError: a trunk that reads the frozen weight itself never calls the adapter."""
         must = "must not name layers whose weight the trunk reads itself, past the adapter"
         got = f"a layer from {self.in_features} to {self.out_features} features"
         raise ConfigError([Problem(_TARGETS, got, must, "Name other layers, such as attn.proj, mlp.fc1 and mlp.fc2.")])
@@ -53,13 +53,13 @@ class AdaptedLinear(PeftLinear):
 
 
 def adapt_(trunk: nn.Module, options: Lora) -> None:
-    """Freeze a trunk and put adapters around its targets; in place.
+    """Freeze a trunk and add adapters to its target layers; in place.
 
     Args:
         trunk: just built; its weights may be on the meta device.
         options: rank, factor, dropout and targets.
     Raises:
-        ConfigError: no layer, or one of another kind, is a target; or the trunk has running statistics.
+        ConfigError: a target names no layer, or no linear layer; or the trunk has running statistics.
     """
     counting = [name for name, m in trunk.named_modules() if isinstance(m, _NormBase) and m.track_running_stats]
     if counting:
@@ -83,21 +83,21 @@ def _adapted_layers(trunk: nn.Module) -> Iterator[tuple[str, AdaptedLinear]]:
 
 
 def merged(trunk: nn.Module) -> nn.Module:
-    """Return a copy of a trunk with plain layers in place of adapted ones, W + lora_alpha / r B A."""
+    """Return a copy of a trunk whose adapters are merged into plain layers: W + lora_alpha / r B A."""
     return _without_adapters(trunk, merges=True)
 
 
 def unadapted(trunk: nn.Module) -> nn.Module:
-    """Return a copy of a trunk with the frozen layers alone."""
+    """Return a copy of a trunk with the frozen layers and without adapters."""
     return _without_adapters(trunk, merges=False)
 
 
 def write_adapter(trunk: nn.Module, folder: Path) -> None:
-    """Write adapters as peft opens them over the library's own model: adapter_model.safetensors, adapter_config.json.
+    """Write adapters for peft, which opens them over timm's model: adapter_model.safetensors, adapter_config.json.
 
     Args:
         trunk: trunk with adapters; on the CPU.
-        folder: exists.
+        folder: existing folder.
     """
     configs: Any = trunk.peft_config
     adapter: LoraConfig = configs[_ADAPTER]
@@ -108,7 +108,7 @@ def write_adapter(trunk: nn.Module, folder: Path) -> None:
     written = LoraConfig(
         r=adapter.r, lora_alpha=adapter.lora_alpha, lora_dropout=adapter.lora_dropout, target_modules=targets
     )
-    written.inference_mode = True  # as peft saves what was trained
+    written.inference_mode = True  # as in peft's own files of trained adapters
     written.save_pretrained(str(folder))
 
 
@@ -123,23 +123,23 @@ def _without_adapters(trunk: nn.Module, merges: bool) -> nn.Module:
 
 
 def _targets(trunk: nn.Module, wanted: str | list[str]) -> list[str]:
-    """List the paths of the layers that are meant, by the names that peft would find in the library's own model."""
+    """Return the paths of the target layers, which are matched by their names in timm's model, as peft does."""
     modules = {timm_name(f"trunk.{name}"): (name, module) for name, module in trunk.named_modules() if name}
     linear = [name for name, (_, module) in modules.items() if type(module) is nn.Linear]
     entries = [wanted] if isinstance(wanted, str) else list(wanted)
     targets: dict[str, nn.Module] = {}
     for entry in entries:
-        # As peft does: a pattern is of whole names; in a list stand names or their ends.
+        # peft's rules: a string is a pattern of full names; a list has full names or their last components.
         if isinstance(wanted, str):
-            meant = [name for name in modules if re.fullmatch(entry, name)]
+            matching = [name for name in modules if re.fullmatch(entry, name)]
         else:
-            meant = [name for name in modules if f".{name}".endswith(f".{entry}")]
-        if not meant:
+            matching = [name for name in modules if f".{name}".endswith(f".{entry}")]
+        if not matching:
             near = did_you_mean(entry, {*linear, *(name.rpartition(".")[2] for name in linear)})
             fix = f"Linear layers: {', '.join(linear[:8])}{', ...' * (len(linear) > 8)}.{near}"
             raise ConfigError([Problem(_TARGETS, repr(entry), "must name layers of the trunk", fix)])
-        targets |= {modules[name][0]: modules[name][1] for name in meant}
-    # Subclasses too are refused: torch's attention multiplies by the weight of its own without calling the layer.
+        targets |= {modules[name][0]: modules[name][1] for name in matching}
+    # Subclasses are refused too: torch's attention reads the weight of its out_proj without calling the layer.
     if other := next((name for name, module in targets.items() if type(module) is not nn.Linear), ""):
         got = f"{timm_name(f'trunk.{other}')}, {type(targets[other]).__name__}"
         fix = f"Write longer ends of names that only linear layers have: {', '.join(linear[:4]) or 'it has none'}."

@@ -1,6 +1,6 @@
-"""Linear layers with optional batch norm, ReLU and dropout, VISSL's probe of feature maps, and chains of heads.
+"""MLP heads with optional batch norm, ReLU and dropout, VISSL's probe of feature maps, and chains of heads.
 
-A projector and a predictor, as BYOL, SimSiam and MoCo v3 have them, are two of these in one head.
+``SiameseHead`` has the projector and the predictor of BYOL, SimSiam and MoCo v3.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from vissl_zero.registry import HEADS
 
 @HEADS.register("chain", config=ChainConfig)
 class Chain(nn.Sequential):
-    """Each head on what the one before it gives; of a head with embeddings and scores, the embeddings.
+    """A sequence of heads; a head with embeddings and scores passes its embeddings on.
 
     Args:
-        heads: [name, keys] each.
-        dims: first and last width, with the trunk's features and the number of classes filled in.
+        heads: [name, keys] of each head.
+        dims: first and last width of the chain, after -1 has been replaced.
     """
 
     def __init__(self, heads: Sequence[Any], dims: Sequence[int] = ()):
@@ -50,7 +50,7 @@ class Chain(nn.Sequential):
         super().__init__(*built)
 
     def forward(self, features: Tensor) -> Any:
-        """Compute what the last head gives of (n, F)."""
+        """Return the last head's output for features (n, F)."""
         x: Any = features
         for head in self:
             x = head(getattr(x, "embeddings", x))
@@ -59,7 +59,7 @@ class Chain(nn.Sequential):
 
 @HEADS.register("mlp", config=MLPConfig)
 class MLP(nn.Module):
-    """Linear layers, each followed by batch norm, ReLU and dropout where asked for; the last one by none of them.
+    """Linear layers with optional batch norm, ReLU and dropout after each except the last.
 
     Args: the fields of ``MLPConfig``.
     """
@@ -93,7 +93,7 @@ class MLP(nn.Module):
         self.first_scale = 1.0
 
     def init_parameters(self, generator_for: Callable[[str], torch.Generator]) -> None:
-        """Multiply the first weights of the layers, already drawn, by ``MODEL.HEAD.PARAMS_MULTIPLIER``."""
+        """Multiply the initial weights of the layers, drawn before, by ``MODEL.HEAD.PARAMS_MULTIPLIER``."""
         for layer in self.clf:
             if isinstance(layer, nn.Linear):
                 for parameter in layer.parameters():
@@ -128,18 +128,18 @@ class EvalMLP(nn.Module):
 
 @HEADS.register("identity", config=IdentityHeadConfig)
 class IdentityHead(nn.Module):
-    """The features as they are, for losses that compare features."""
+    """The identity, for losses that compare features."""
 
     def forward(self, features: Tensor) -> Tensor:
-        """Return (n, F), as it is."""
+        """Return features (n, F) unchanged."""
         return features
 
 
 class _DrawnHead(nn.Module):
-    """Linear layers that begin normal, cut at -2 and 2 as in VISSL, and with biases of 0."""
+    """Base of heads whose linear layers are drawn from VISSL's truncated normal, with biases of 0."""
 
     def init_parameters(self, generator_for: Callable[[str], torch.Generator]) -> None:
-        """Draw the first weights, by ``_deviation``."""
+        """Draw weights with the standard deviation ``_deviation``, truncated at -2 and 2; set biases to 0."""
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear):
                 drawn, generator = torch.empty(module.weight.shape), generator_for(f"{name}.weight")
@@ -153,7 +153,7 @@ class _DrawnHead(nn.Module):
 
 @HEADS.register("mobilenet_v3_head", config=MobileNetHeadConfig)
 class MobileNetHead(_DrawnHead):
-    """MobileNet v3's classifier, as torchvision and VISSL have it. Args: the fields of ``MobileNetHeadConfig``."""
+    """MobileNet v3's classifier, as in torchvision and VISSL. Args: the fields of ``MobileNetHeadConfig``."""
 
     def __init__(
         self,
@@ -184,7 +184,7 @@ class MobileNetHead(_DrawnHead):
 
 @HEADS.register("mobilenet_v3_head_timm", config=MobileNetHeadConfig)
 class MobileNetHeadOfTimm(MobileNetHead):
-    """The same with a convolution as the first layer, as timm and VISSL have it; that begins as torch's do."""
+    """MobileNet v3's classifier with a convolution as the first layer, as in timm and VISSL."""
 
     def __init__(
         self,
@@ -207,7 +207,7 @@ class MobileNetHeadOfTimm(MobileNetHead):
         return outputs
 
     def init_parameters(self, generator_for: Callable[[str], torch.Generator]) -> None:
-        """Draw weights as the other's, and the convolution uniform within 1 / sqrt(fan-in)."""
+        """Draw weights as ``MobileNetHead``, and the convolution as torch: uniform within 1 / sqrt(fan-in)."""
         super().init_parameters(generator_for)
         first = self.classifier[0]
         assert isinstance(first, nn.Conv2d) and first.bias is not None
@@ -219,7 +219,7 @@ class MobileNetHeadOfTimm(MobileNetHead):
 
 @HEADS.register("vision_transformer_head", config=VisionTransformerHeadConfig)
 class VisionTransformerHead(_DrawnHead):
-    """The classifier of vision transformers, as VISSL has it. Args: the fields of ``VisionTransformerHeadConfig``."""
+    """VISSL's classifier of vision transformers. Args: the fields of ``VisionTransformerHeadConfig``."""
 
     def __init__(self, in_plane: int, num_classes: int, hidden_dim: int | None = None):
         super().__init__()
@@ -235,15 +235,15 @@ class VisionTransformerHead(_DrawnHead):
         return outputs
 
     def _deviation(self, name: str, module: nn.Linear) -> float:
-        return sqrt(1 / module.in_features) if name.endswith("pre_logits") else 0.02  # LeCun's for the first
+        return sqrt(1 / module.in_features) if name.endswith("pre_logits") else 0.02  # LeCun's normal for pre_logits
 
 
 class SiameseOutput(NamedTuple):
     """Outputs of the head; a tuple, so that hooks of sharded modules see the tensors in it.
 
     Attributes:
-        projections: (n, D).
-        predictions: (n, D), of the other view's projections; None from a teacher, which has no predictor.
+        projections: (n, D), from the projector.
+        predictions: (n, D), from the predictor; None from a teacher, which has no predictor.
     """
 
     projections: Tensor
@@ -257,7 +257,7 @@ class SiameseHead(nn.Module):
     Args: the fields of ``SiameseHeadConfig``.
 
     Attributes:
-        student_only: what a teacher's copy lacks.
+        student_only: modules that the teacher's copy does not have.
     """
 
     student_only = ("predictor",)
@@ -285,7 +285,7 @@ def _mlp(dims: Sequence[int], use_bn: bool, last_bn: bool) -> nn.Sequential:
     for index, (width_in, width_out) in enumerate(pairwise(dims)):
         is_last = index == len(dims) - 2
         has_bn = last_bn if is_last else use_bn
-        layers.append(nn.Linear(width_in, width_out, bias=not has_bn))  # batch norm would take a bias off again
+        layers.append(nn.Linear(width_in, width_out, bias=not has_bn))  # batch norm subtracts a bias
         if has_bn:
             layers.append(nn.BatchNorm1d(width_out, affine=not is_last))
         if not is_last:

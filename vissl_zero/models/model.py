@@ -1,10 +1,10 @@
-"""A trunk and its heads, as one module of units that knows nothing of sharding.
+"""A trunk and its heads as one module of units, independent of sharding.
 
-A unit is the piece of a model that is gathered, resharded and recomputed at once. It takes the list of all resolutions
-of a step, so that its parameters are gathered once a step and not once per resolution. Sharding hangs on the unit's
-``__call__``: call units, never their layers from outside.
+A unit is the part of a model that is gathered, resharded and recomputed at once. It takes the list of all resolutions
+of a step, so that its parameters are gathered once per step and not once per resolution. Sharding uses hooks on the
+unit's ``__call__``: call units, and never their layers from outside.
 
-Heads may be given inner layers too: ``Taps`` are the outputs of named layers of a frozen trunk, pooled.
+``Taps`` feed heads with pooled outputs of named layers of a frozen trunk.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from vissl_zero.models.packing import KEY as PACKING
 from vissl_zero.models.patches import ChoosePatches, PatchView, Tokens, grid_of
 from vissl_zero.registry import HEADS, TRUNKS, require_interface
 
-# Outputs of each tapped layer, and the trunk's features, as a tensor per resolution -> the same of the tap.
+# (outputs of each tapped layer, the trunk's features) -> outputs of the tap; each a tensor per resolution.
 Combine = Callable[[list[list[Tensor]], list[Tensor]], list[Tensor]]
 
 
@@ -42,8 +42,8 @@ class LayerTap:
     """The way to read one named output of a trunk.
 
     Attributes:
-        layers: paths of modules in the trunk whose outputs are wanted.
-        combine: what to make of them; None: the output of the one layer.
+        layers: paths of modules in the trunk whose outputs are caught.
+        combine: function of these outputs; None: the output of the single layer.
     """
 
     layers: tuple[str, ...]
@@ -54,10 +54,10 @@ class Taps:
     """Catches the outputs of layers in the trunk's forward pass, and pools them.
 
     Args:
-        trunk: whole, not wrapped. It may have ``tap(name) -> LayerTap | None`` for names of its own; every other name
-            is the path of a module, whose output must be maps, vectors or a list of them.
+        trunk: unsharded trunk. It may have ``tap(name) -> LayerTap | None`` for its own names; every other name is the
+            path of a module, whose output must be maps, vectors or a list of them.
         entries: entries of LINEAR_EVAL_FEAT_POOL_OPS_MAP, one per head.
-        should_flatten: make vectors of what is pooled.
+        should_flatten: flatten pooled outputs to vectors.
     Raises:
         ConfigError: a name is neither.
     """
@@ -68,26 +68,26 @@ class Taps:
         self._taps = [_tap(trunk, name) for name, _ in entries]
         self._pools = [_pooling(name, args) for _, (name, args) in entries]
         self.names = [name for name, _ in entries]
-        self.widths = [0] * len(entries)  # of the newest vectors
+        self.widths = [0] * len(entries)  # widths of the last pass's vectors
         for path in dict.fromkeys(path for tap in self._taps for path in tap.layers):
             trunk.get_submodule(path).register_forward_hook(self._catch(path))
 
     def _catch(self, path: str) -> Callable[[nn.Module, Any, Any], None]:
         def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
-            # A unit gives all resolutions at once, a layer inside it one after another.
+            # A unit returns the list of all resolutions; a layer inside a unit is called for each.
             self._caught.setdefault(path, []).extend(output if isinstance(output, (list, tuple)) else [output])
 
         return hook
 
     def clear(self) -> None:
-        """Forget what was caught: before a forward pass, and after it, so that it holds no memory."""
+        """Drop caught outputs: before a forward pass, and after it to free their memory."""
         self._caught.clear()
 
     def __call__(self, features: list[Tensor]) -> list[Tensor]:
-        """Return the input of each head, rows of all resolutions; call it after the trunk's forward pass.
+        """Return the input of each head, rows of all resolutions. Call it after the trunk's forward pass.
 
         Args:
-            features: what the trunk gave, a tensor (b_r, F) per resolution.
+            features: the trunk's features, a tensor (b_r, F) per resolution.
         """
         inputs = []
         for tap, pool in zip(self._taps, self._pools, strict=True):
@@ -119,10 +119,10 @@ def _pooling(name: str, args: Sequence[Any]) -> nn.Module:
 
 
 def _require_width(head: nn.Module, index: int, rows: Tensor) -> None:
-    """Refuse features that the first layer of a head does not take.
+    """Check that a head's first layer takes these features.
 
     Raises:
-        ConfigError: with the widths to write.
+        ConfigError: the widths differ; names the widths to write.
     """
     first = next((layer for layer in head.modules() if isinstance(layer, nn.Linear)), None)
     norm = getattr(head, "channel_bn", None)
@@ -143,18 +143,18 @@ _thread = threading.local()
 
 
 def is_recomputing() -> bool:
-    """Check whether the calling thread is running a forward pass again for the backward pass.
+    """Check whether the calling thread recomputes a checkpointed forward pass.
 
-    Layers with side effects in forward (running statistics of batch norm) must leave them out the second time.
+    Layers with side effects in forward (running statistics of batch norm) must skip them in a recomputation.
     """
     return getattr(_thread, "depth", 0) > 0
 
 
 class Unit(nn.Sequential):
-    """Layers applied one after another to each resolution of a list.
+    """A sequence of layers, applied to each resolution of a list.
 
     Attributes:
-        checkpoint: keep only the inputs in the forward pass of training and run the layers again in the backward pass.
+        checkpoint: in training, keep only the inputs and recompute the layers in the backward pass.
     """
 
     checkpoint: bool = False
@@ -170,11 +170,11 @@ class Unit(nn.Sequential):
         return self.each(xs, *others)
 
     def each(self, xs: list[Tensor], *others: Sequence[Any] | None) -> list[Tensor]:
-        """Run ``apply_layers`` for each resolution, and give keyed random layers its index.
+        """Run ``apply_layers`` for each resolution, in the ``resolution_scope`` of its index.
 
         Args:
             xs: R tensors.
-            others: further arguments, one per resolution each; None: None for all of them.
+            others: further arguments, each with one value per resolution; None: None for all resolutions.
         """
         outputs = []
         for index, x in enumerate(xs):
@@ -183,12 +183,13 @@ class Unit(nn.Sequential):
         return outputs
 
     def apply_layers(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Apply the layers to one resolution: the part of the unit's forward pass that is compiled."""
+        """Apply the layers to one resolution. This is the part of the forward pass that is compiled."""
         return super().forward(x)
 
 
 def attention_for(x: Tensor) -> AbstractContextManager[Any]:
-    """Return a context in which attention takes ``x``: on a GPU, cuDNN's gives None where there are no rows."""
+    """Return a context manager in which attention accepts ``x``, which may have no rows."""
+    # cuDNN's attention returns None for an empty batch.
     return nullcontext() if len(x) else sdpa_kernel(SDPBackend.MATH)
 
 
@@ -211,20 +212,19 @@ class Model(nn.Module):
 
     Args:
         trunk: list of R image tensors -> list of R features (b_r, F).
-        heads: each takes the rows of all resolutions, concatenated; one whose ``forward`` has a parameter ``probe`` is
-            given that too (see ``Method.probe``), one with a parameter ``tokens`` a list of ``Tokens``, one per
-            resolution, which a vision transformer alone has, and one with ``maps`` the trunk's last maps
-            (b_r, map_dim, h_r, w_r), one per resolution.
-        taps: gives each head the features of a layer of its own, in place of the trunk's.
+        heads: each takes the concatenated rows of all resolutions. ``forward`` may have further parameters: ``probe``
+            (see ``Method.probe``); ``tokens``, a list of ``Tokens``, one per resolution, for vision transformers only;
+            ``maps``, the trunk's last maps (b_r, map_dim, h_r, w_r), one per resolution.
+        taps: replaces the trunk's features by those of a layer for each head.
 
     Attributes:
         trunk_is_frozen: the trunk stays in evaluation mode and records no gradients.
-        keeps_features: ``kept_features`` holds the trunk's features of the newest pass, without graph.
-        anchor: a second trunk of a teacher, which stays while the teacher moves (see ``Method.moves_anchor``).
-        views_apart: heads take the rows of one resolution after another, not all together.
-        is_channels_last: images are laid out so before the trunk sees them.
-        features_are_embeddings: ``features_only`` gives the first head's embeddings, not the trunk's features.
-        feature_taps: ``features_only`` gives what they catch, layer by layer in one row; None: the trunk's features.
+        keeps_features: keep the trunk's features of the last pass in ``kept_features``, without graph.
+        anchor: a second trunk of a teacher, constant while the teacher moves (see ``Method.moves_anchor``).
+        views_apart: heads are called for each resolution separately.
+        is_channels_last: images are converted to channels-last format before the trunk.
+        features_are_embeddings: ``features_only`` returns the first head's embeddings, not the trunk's features.
+        feature_taps: ``features_only`` returns its outputs, concatenated; None: the trunk's features.
     """
 
     def __init__(self, trunk: nn.Module, heads: Sequence[nn.Module], taps: Taps | None = None):
@@ -241,9 +241,9 @@ class Model(nn.Module):
         self.heads = nn.ModuleList(heads)
         self.taps = taps
         self.feature_taps: Taps | None = None
-        self._asks = [_EXTRAS & inspect.signature(head.forward).parameters.keys() for head in heads]
-        self._shows_tokens = any("tokens" in asked for asked in self._asks)
-        self._shows_maps = any("maps" in asked for asked in self._asks)
+        self._extras = [_EXTRAS & inspect.signature(head.forward).parameters.keys() for head in heads]
+        self._shows_tokens = any("tokens" in names for names in self._extras)
+        self._shows_maps = any("maps" in names for names in self._extras)
         if self._shows_tokens:
             _require_patches(trunk)
 
@@ -260,10 +260,10 @@ class Model(nn.Module):
         Args:
             images: R tensors (b_r, 3, H_r, W_r), crop-major.
             probe: (q, D) rows that the heads score in the same pass, without gradient.
-            features_only: stop after the trunk, or after the first head where ``features_are_embeddings``; see
+            features_only: stop after the trunk, or after the first head if ``features_are_embeddings``; see
                 ``feature_taps``.
-            choose_patches: decides which patches are hidden, seen and asked for; None: all are seen.
-            anchored: give the anchor's patches of the first resolution (b_0, P, F) too, after all outputs of heads.
+            choose_patches: selects the patches that are masked, visible and returned; None: all are visible.
+            anchored: append the anchor's patches of the first resolution (b_0, P, F) to the outputs.
         Returns:
             One output per head, or the R features (b_r, F) of the trunk.
         """
@@ -274,7 +274,7 @@ class Model(nn.Module):
         is_first, self._is_checked = not self._is_checked, True
         if is_first:
             _require_features(self.trunk, images, features)
-        if self.keeps_features:  # a teacher's too, which is in evaluation mode throughout
+        if self.keeps_features:  # independent of training mode: a teacher is always in evaluation mode
             self.kept_features = [rows.detach() for rows in features]
         if features_only:
             return self._features_to_show(features)
@@ -285,23 +285,23 @@ class Model(nn.Module):
             for index, (head, rows) in enumerate(zip(self.heads, inputs, strict=True)):
                 _require_width(head, index, rows)
         extras = {"probe": probe, "tokens": tokens, "maps": maps}
-        heads = zip(self.heads, inputs, self._asks, strict=True)
-        outputs = [head(rows, **{name: extras[name] for name in wanted_inputs}) for head, rows, wanted_inputs in heads]
+        heads = zip(self.heads, inputs, self._extras, strict=True)
+        outputs = [head(rows, **{name: extras[name] for name in names}) for head, rows, names in heads]
         if anchored:
             anchor: Any = self.anchor
             outputs.append(anchor(images[:1], return_tokens=True)[0][:, anchor.num_prefix_tokens :])
         return outputs
 
     def _view_by_view(self, features: list[Tensor], maps: list[Tensor]) -> list[Any]:
-        """Call each head once for each resolution, and join what it gives."""
+        """Call each head for each resolution separately, and join the outputs."""
         outputs = []
-        for head, wanted_inputs in zip(self.heads, self._asks, strict=True):
-            extras = [{"maps": [own]} for own in maps] if "maps" in wanted_inputs else [{}] * len(features)
+        for head, names in zip(self.heads, self._extras, strict=True):
+            extras = [{"maps": [own]} for own in maps] if "maps" in names else [{}] * len(features)
             outputs.append(_joined([head(rows, **more) for rows, more in zip(features, extras, strict=True)]))
         return outputs
 
     def _features_to_show(self, features: list[Tensor]) -> list[Any]:
-        """Return the trunk's features, or what stands for them: embeddings of the first head, or inner layers."""
+        """Return the features of ``features_only``: the trunk's, the first head's embeddings, or tapped layers."""
         lengths = [len(rows) for rows in features]
         if self.features_are_embeddings:
             outputs: Any = self.heads[0](torch.cat(features))
@@ -313,8 +313,8 @@ class Model(nn.Module):
     def _of_trunk(
         self, images: list[Tensor], choose_patches: ChoosePatches | None, features_only: bool
     ) -> tuple[list[Tokens], list[Tensor], list[Tensor]]:
-        """Compute tokens and maps, where heads ask for them, and features."""
-        if self.is_channels_last:  # weights stay contiguous, as level 3 needs them
+        """Compute tokens and maps, if heads have these parameters, and features."""
+        if self.is_channels_last:  # images only: level 3 needs contiguous weights
             images = [image.contiguous(memory_format=torch.channels_last) for image in images]
         if choose_patches is not None or (self._shows_tokens and not features_only):
             tokens, features = self._encode_patches(images, choose_patches)
@@ -327,7 +327,7 @@ class Model(nn.Module):
     def _encode_patches(
         self, images: list[Tensor], choose_patches: ChoosePatches | None
     ) -> tuple[list[Tokens], list[Tensor]]:
-        """Compute tokens and features of images seen in part."""
+        """Compute tokens and features of images with masked or dropped patches."""
         trunk: Any = _require_patches(self.trunk)
         size = trunk.patch_size
         views = [PatchView() for _ in images] if choose_patches is None else choose_patches(images, size)
@@ -353,9 +353,9 @@ class Model(nn.Module):
         return self
 
     def as_teacher(self) -> Model:
-        """Freeze this copy of a model that is to be trained, and drop what only the student has; in place.
+        """Freeze this copy of the trained model, and drop modules that only the student needs; in place.
 
-        A head names those of its submodules in its attribute ``student_only``; they become None.
+        A head lists these in its attribute ``student_only``; they become None.
         """
         for head in self.heads:
             for name in getattr(head, "student_only", ()):
@@ -363,10 +363,10 @@ class Model(nn.Module):
         return self.requires_grad_(False)
 
     def zero_units(self) -> list[nn.Module]:
-        """List what is gathered and resharded at once, in forward order: the trunk's outermost units, then the heads.
+        """List the units of sharding in forward order: the trunk's outermost units, then the heads.
 
-        A trunk without units is one. Parameters of a trunk outside its units belong to the model as a whole. A head is
-        one, and the units in it are units too.
+        A trunk without units is itself a unit. A trunk's parameters outside of its units belong to the root. Each head
+        is a unit, and so are the units inside it.
         """
         units = _outermost_units(self.trunk) or [self.trunk]
         if self.anchor is not None:
@@ -380,7 +380,7 @@ _EXTRAS = {"probe", "tokens", "maps"}
 
 
 def _require_patches(trunk: nn.Module) -> nn.Module:
-    """Return the trunk, which must have patches to hide and to show."""
+    """Return the trunk, after checking that it is a vision transformer. Raises ConfigError."""
     if not hasattr(trunk, "pooled"):
         must = "must be a vision transformer: the method or its head looks at patches"
         fix = "Write NAME: vision_transformer, or timm/vit_small_patch16_224, for example."
@@ -389,7 +389,7 @@ def _require_patches(trunk: nn.Module) -> nn.Module:
 
 
 def _require_features(trunk: nn.Module, images: list[Tensor], features: Any) -> None:
-    """Refuse what is not a list with the features of each resolution. Costs nothing: shapes alone, once."""
+    """Check that the trunk returned a list with the features of each resolution. Reads shapes only."""
     wanted = [(len(image), trunk.feature_dim) for image in images]
     is_list = isinstance(features, (list, tuple)) and all(isinstance(rows, Tensor) for rows in features)
     got = [tuple(rows.shape) for rows in features] if is_list else type(features).__name__
@@ -407,7 +407,7 @@ def _outermost_units(module: nn.Module) -> list[nn.Module]:
     return [unit for child in module.children() for unit in _outermost_units(child)]
 
 
-# Constructors may draw, as long as all ranks draw the same; initialize_ then replaces what it has a rule for.
+# A seed, because constructors may draw, and all ranks must draw the same. initialize_ then overwrites most weights.
 _CONSTRUCTION_SEED = 0
 
 
@@ -416,7 +416,7 @@ def build_model(model_config: ModelConfig | TeacherModel, num_classes: int = 0) 
 
     Args:
         model_config: ``config.MODEL`` after resolution, or the teacher under ``config.DISTILLATION``.
-        num_classes: number of classes of the images, for a head whose last width is -1; 0: they have none.
+        num_classes: number of classes of the images, for a head whose last width is -1; 0: no classes.
 
     Raises:
         ConfigError: a name or a key is wrong, or a head does not fit the trunk.
@@ -465,14 +465,14 @@ def build_model(model_config: ModelConfig | TeacherModel, num_classes: int = 0) 
 
 
 def _apply_switches(model: Model, config: ModelConfig) -> None:
-    """Set how all resolutions go through the model. In place. Raises ConfigError."""
+    """Apply VIEWS_APART, CHANNELS_LAST and PACK_CROPS to a model. In place. Raises ConfigError."""
     model.views_apart, model.is_channels_last = config.VIEWS_APART, config.CHANNELS_LAST
     if config.PACK_CROPS:
         _pack_crops(model.trunk)
 
 
 def _pack_crops(trunk: nn.Module) -> None:
-    """Have the trunk run the crops of all sizes as one sequence of tokens. In place. Raises ConfigError."""
+    """Make the trunk run the crops of all sizes as one sequence of tokens. In place. Raises ConfigError."""
     pack_crops: Any = getattr(trunk, "pack_crops", None)
     if not callable(pack_crops):
         must = "must be false for a trunk that is no vision transformer: other layers see more than a token at a time"
@@ -481,14 +481,14 @@ def _pack_crops(trunk: nn.Module) -> None:
 
 
 def _joined(parts: Sequence[Any]) -> Any:
-    """Join what a head gave for each resolution: tensors one after the other."""
+    """Concatenate a head's outputs for each resolution."""
     columns = zip(*map(pytree.tree_leaves, parts), strict=True)
     joined = [torch.cat(column) if isinstance(column[0], Tensor) else column[0] for column in columns]
     return pytree.tree_unflatten(joined, pytree.tree_structure(parts[0]))
 
 
 def _see_as(trunk: nn.Module, input_type: str, name: str) -> None:
-    """Let a trunk see the channels of its images otherwise, as VISSL's INPUT_TYPE says. In place."""
+    """Convert the channels of a trunk's input to VISSL's INPUT_TYPE. In place."""
     if input_type == "bgr":
         trunk.register_forward_pre_hook(lambda _, args: ([x.flip(1) for x in args[0]], *args[1:]))
     if input_type == "lab" and name == "resnet":
@@ -499,7 +499,7 @@ def _see_as(trunk: nn.Module, input_type: str, name: str) -> None:
 
 
 def _see_channels(trunk: nn.Module, channels: int, name: str) -> None:
-    """Replace a trunk's first convolution, of three channels, by one of ``channels``. In place. Raises ConfigError."""
+    """Replace a trunk's first convolution of three channels by one of ``channels``. In place. Raises ConfigError."""
     if channels == 3:
         return
     for path, first in trunk.named_modules():
@@ -513,7 +513,7 @@ def _see_channels(trunk: nn.Module, channels: int, name: str) -> None:
 
 
 def build_trunk(trunk_config: Trunk) -> nn.Module:
-    """Build the trunk of ``config.MODEL.TRUNK`` after resolution; it has ``feature_dim``. Raises ConfigError."""
+    """Build the trunk of ``config.MODEL.TRUNK`` after resolution, with ``feature_dim``. Raises ConfigError."""
     name = trunk_config.NAME
     component = TRUNKS.get(trunk_component(name))
     options = trunk_config.PARAMS
@@ -525,7 +525,7 @@ def build_trunk(trunk_config: Trunk) -> nn.Module:
 
 
 def _width_for(head: Any, trunk: nn.Module) -> int | None:
-    """Return the width of what a head is given of the trunk: features, or maps where it asks for them."""
+    """Return the width of a head's input: the trunk's maps if ``forward`` has ``maps``, else its features."""
     forward = getattr(head, "forward", None)
     if forward is None or "maps" not in inspect.signature(forward).parameters:
         return getattr(trunk, "feature_dim", None)
@@ -538,7 +538,7 @@ def _width_for(head: Any, trunk: nn.Module) -> int | None:
 
 
 def _with_width(options: Mapping[str, Any], feature_dim: int | None) -> Mapping[str, Any]:
-    """Set a head's first width, where it is -1, to that of the trunk's features."""
+    """Replace a first width of -1 by the width of the trunk's features."""
     dims = options.get("dims")
     return {**options, "dims": [feature_dim, *dims[1:]]} if dims and dims[0] == -1 and feature_dim else options
 
@@ -550,7 +550,7 @@ def _numbers_of_patch(trunk: nn.Module, num_channels: int) -> int:
 
 
 def _with_last(options: Mapping[str, Any], width: int) -> Mapping[str, Any]:
-    """Set a head's last width, where it is -1: to the number of classes, or of a patch's pixels."""
+    """Replace a last width of -1 by ``width``: the number of classes, or of a patch's pixels."""
     dims = options.get("dims")
     if not dims or dims[-1] != -1:
         return options

@@ -1,7 +1,7 @@
-"""Tokens of several resolutions as one sequence, for layers that look at one token at a time.
+"""Tokens of several resolutions as one sequence, for layers that act on single tokens.
 
 Attention gets ``WithinImages`` as its mask, and then runs one kernel per resolution, on views of queries, keys and
-values: no image sees another, no token is padding, and the kernels are those of a pass per resolution.
+values: images do not attend to each other, there is no padding, and the kernels are those of a pass per resolution.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 KEY = "config.MODEL.PACK_CROPS"
-Shapes = Sequence[tuple[int, int]]  # images and tokens of an image, of each resolution
+Shapes = Sequence[tuple[int, int]]  # (images, tokens per image) of each resolution
 
 
 def packed(xs: Sequence[Tensor]) -> Tensor:
@@ -37,12 +37,12 @@ def unpacked(x: Tensor, shapes: Shapes, dim: int = 1) -> list[Tensor]:
 
 
 class WithinImages:
-    """A mask for ``scaled_dot_product_attention``: tokens of one image see each other, and no others.
+    """A mask for ``scaled_dot_product_attention`` by which tokens attend within their image.
 
-    It is no tensor, so it costs no memory. Like torch's ``CausalBias``, it computes what it stands for.
+    It is no tensor and costs no memory. Like torch's ``CausalBias``, it replaces the attention function.
 
     Args:
-        shapes: images and tokens of an image, of each resolution that is packed.
+        shapes: (images, tokens per image) of each packed resolution.
     """
 
     def __init__(self, shapes: Shapes):
@@ -57,9 +57,9 @@ class WithinImages:
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, attn_mask: WithinImages, **options: Any) -> Tensor:
-    """Compute attention (1, heads, T, width) of packed tokens, one resolution after another."""
+    """Compute attention (1, heads, T, width) of packed tokens, by resolution."""
     shapes = attn_mask.shapes
     columns = zip(*(unpacked(x, shapes, dim=2) for x in (query, key, value)), strict=True)
-    # Without images there is nothing to attend to, and cuDNN's attention would give None.
+    # cuDNN's attention returns None for an empty batch.
     outputs = [functional.scaled_dot_product_attention(*x, **options) if len(x[0]) else x[2] for x in columns]
     return packed([output.transpose(1, 2) for output in outputs]).transpose(1, 2)

@@ -1,7 +1,7 @@
-"""Patches of images between a method, a vision transformer and its heads: which are hidden, seen and asked for.
+"""Selection of patches for a vision transformer and its heads: masked, visible, and returned ones.
 
-Which are hidden is keyed by (seed, epoch, image, crop), the same on any number of ranks and micro-batches. Everything
-is drawn on the images' device for all images at once, and as many patches are taken of each.
+Draws are keyed by (seed, epoch, image, crop), the same on any number of ranks and micro-batches. They are made on the
+images' device for all images at once, and select the same number of patches in each image.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from vissl_zero.models.keyed_random import NUM_BITS, keyed_bits
 
 
 class PatchView(NamedTuple):
-    """The changes that a pass makes to the patches of one resolution; tuples, so that hooks see the tensors.
+    """The selected patches of one resolution; a tuple, so that hooks see the tensors in it.
 
-    As many patches for every image, so that shapes do not depend on what was drawn.
+    Every image has the same number of patches, so that shapes do not depend on draws.
 
     Attributes:
-        masked: (b, P) bool, patches that the mask token stands for; None: none.
-        kept: (b, k) int64, the patches that are seen, the others being left out; None: all.
-        wanted: (b, ..., m) int64, the patches that heads are asked for; None: all.
-        last_blocks: how many of the trunk's last blocks heads are given the tokens of, too.
+        masked: (b, P) bool, patches replaced by the mask token; None: none.
+        kept: (b, k) int64, visible patches, the others being dropped; None: all.
+        wanted: (b, ..., m) int64, patches that heads return; None: all.
+        last_blocks: number of the trunk's last blocks whose tokens heads get too.
     """
 
     masked: Tensor | None = None
@@ -33,19 +33,19 @@ class PatchView(NamedTuple):
     last_blocks: int = 0
 
 
-# From the image tensors of all resolutions and a patch's (height, width) to a view of each.
+# (image tensors of all resolutions, height and width of a patch) -> a view of each resolution.
 ChoosePatches = Callable[[Sequence[Tensor], tuple[int, int]], list[PatchView]]
 
 
 class Tokens(NamedTuple):
-    """The tokens of each resolution, for a head whose ``forward`` has a parameter ``tokens``.
+    """The tokens of one resolution, for a head whose ``forward`` has a parameter ``tokens``.
 
     Attributes:
-        rows: (b, num_prefix + patches seen, D) after the trunk's last norm.
-        num_prefix: class and register tokens, which come first.
+        rows: (b, num_prefix + visible patches, D) after the trunk's last norm.
+        num_prefix: number of class and register tokens, which are first.
         grid: patches per column and per row, h and w.
-        view: how they were seen.
-        blocks: the shape of ``rows``, of the last blocks in their order, before the trunk's last norm.
+        view: selected patches.
+        blocks: tokens of the last blocks, in order, before the trunk's last norm; each of the shape of ``rows``.
     """
 
     rows: Tensor
@@ -55,7 +55,7 @@ class Tokens(NamedTuple):
     blocks: tuple[Tensor, ...] = ()
 
     def wanted(self) -> Tensor:
-        """Return (b, ..., m, D) of the patches asked for, of which none may have been left out."""
+        """Return the tokens of ``view.wanted``, (b, ..., m, D). No patch may have been dropped."""
         patches = self.rows[:, self.num_prefix :]
         return patches if self.view.wanted is None else taken(patches, self.view.wanted)
 
@@ -74,20 +74,19 @@ def grid_of(images: Tensor, patch_size: tuple[int, int]) -> tuple[int, int]:
 def sine_positions(grid: tuple[int, int], dim: int, like: Tensor) -> Tensor:
     """Compute fixed position embeddings (h * w, dim): sines and cosines of the column, then those of the row.
 
-    As MAE and I-JEPA have them (facebookresearch/mae util/pos_embed.py), so that predictors' weights can be exchanged.
-
     Args:
         grid: h and w.
         dim: a multiple of 4.
-        like: gives device and dtype.
+        like: tensor with the device and dtype of the result.
     """
+    # The order of facebookresearch/mae util/pos_embed.py and I-JEPA ("here w goes first"), whose predictors then fit.
     rates = 10000.0 ** -(torch.arange(dim // 4, dtype=torch.float64, device=like.device) / (dim / 4))
     rows, columns = (torch.arange(side, dtype=torch.float64, device=like.device)[:, None] * rates for side in grid)
     angles = torch.stack([columns[None].expand(grid[0], -1, -1), rows[:, None].expand(-1, grid[1], -1)], dim=2)
     return torch.cat([angles.sin(), angles.cos()], dim=3).flatten(2).flatten(0, 1).to(like.dtype)
 
 
-_NUM_BLOCKS = 10  # tries at covering the patches that are wanted by blocks
+_NUM_BLOCKS = 10  # blocks drawn per image; a constant number, so that no loop waits for the device
 
 
 def random_order(images: Tensor, num_patches: int, epoch: int, name: str) -> Tensor:
@@ -97,7 +96,7 @@ def random_order(images: Tensor, num_patches: int, epoch: int, name: str) -> Ten
         images: (b, 3, H, W), crop-major.
         num_patches: P.
         epoch: number of the epoch, from 0.
-        name: name of this draw; another one is independent.
+        name: name of this draw, part of its key; draws of different names are independent.
     Returns:
         (b, P) int64.
     """
@@ -107,7 +106,7 @@ def random_order(images: Tensor, num_patches: int, epoch: int, name: str) -> Ten
 def with_patches_dropped(
     images: Sequence[Tensor], patch_size: tuple[int, int], share: float, epoch: int
 ) -> list[PatchView]:
-    """Drop a random part of the patches of images of the first size; keep all of the others (MSN)."""
+    """Drop a random share of the patches of images of the first size, and no patches of other sizes (MSN)."""
     height, width = grid_of(images[0], patch_size)
     num_kept = max(1, int(height * width * (1 - share)))
     order = random_order(images[0], height * width, epoch, "drop")
@@ -115,15 +114,15 @@ def with_patches_dropped(
 
 
 def block_order(images: Tensor, grid: tuple[int, int], counts: Tensor, epoch: int, name: str) -> Tensor:
-    """Order the patches of each image so that the first lie in blocks (BEiT, https://arxiv.org/abs/2106.08254).
+    """Order the patches of each image so that the first are in blocks (BEiT, https://arxiv.org/abs/2106.08254).
 
-    Blocks of at most as many patches as are wanted and of ratios from 0.3 to 1 / 0.3 come one after another; the last
-    one that counts is taken in part, and what ten blocks do not cover follows at random.
+    Ten blocks have at most ``counts`` patches each, and aspect ratios from 0.3 to 1 / 0.3. Patches are ordered by the
+    first block that covers them, at random within a block; patches of no block are last.
 
     Args:
         images: (b, 3, H, W), crop-major.
         grid: patches per column and row, h and w.
-        counts: (b,) int64, how many patches will be taken of each image.
+        counts: (b,) int64, number of patches that the caller will select in each image.
         epoch, name: as for ``random_order``.
     Returns:
         (b, h * w) int64.
@@ -151,18 +150,19 @@ def block_targets(
     epoch: int,
     name: str,
 ) -> Tensor:
-    """Draw blocks of each image that may overlap, all of as many patches; a block's last column may be incomplete.
+    """Draw blocks of each image, all with the same number of patches; blocks may overlap.
 
     Args:
         images: (b, 3, H, W), crop-major.
         grid: patches per column and row, h and w.
         num_targets: T, blocks of an image.
         num_patches: m, patches of a block; at most h * w.
-        ratio: least and largest height over width.
+        ratio: smallest and largest height over width.
         epoch, name: as for ``random_order``.
     Returns:
         (b, T, m) int64.
     """
+    # Column by column, so that only the last column of a block may be incomplete.
     shares = _shares(images, num_targets * 3, epoch, name).unflatten(1, (num_targets, 3)).unbind(2)
     ratios = ratio[0] + shares[0] * (ratio[1] - ratio[0])
     heights = (num_patches * ratios).sqrt().round().long().clamp(-(-num_patches // grid[1]), min(grid[0], num_patches))
@@ -175,7 +175,7 @@ def block_targets(
 
 
 def outside(images: Tensor, patches: Tensor, num_patches: int, epoch: int, name: str) -> Tensor:
-    """Order all patches of each image at random, those that are none of ``patches`` first.
+    """Order all patches of each image at random, with those outside of ``patches`` first.
 
     Args:
         images: (b, 3, H, W), crop-major.
@@ -193,13 +193,13 @@ def outside(images: Tensor, patches: Tensor, num_patches: int, epoch: int, name:
 def masked_counts(
     images: Tensor, num_patches: int, ratio: tuple[float, float], probability: float, epoch: int, name: str
 ) -> Tensor:
-    """Draw how many patches to hide of each image: none, or a share between two limits.
+    """Draw the number of patches to mask in each image: 0, or a share between two limits.
 
     Args:
         images: (b, 3, H, W), crop-major.
         num_patches: P.
-        ratio: least and largest share.
-        probability: probability of an image to be masked at all.
+        ratio: smallest and largest share.
+        probability: probability that an image has masked patches.
         epoch, name: as for ``random_order``.
     Returns:
         (b,) int64, at most ``int(ratio[1] * P)``.
@@ -221,7 +221,7 @@ def _shares(images: Tensor, count: int, epoch: int, name: str) -> Tensor:
 
 
 def _between(share: Tensor, sizes: Tensor, side: int) -> Tensor:
-    """Place intervals of ``sizes`` (b, J) somewhere in ``side`` cells: (b, J, side) bool."""
+    """Place intervals of ``sizes`` (b, J) in ``side`` cells, at positions ``share`` in [0, 1): (b, J, side) bool."""
     begin = (share * (side - sizes + 1)).long()[:, :, None]
     cells = torch.arange(side, device=sizes.device)
     return (cells >= begin) & (cells < begin + sizes[:, :, None])

@@ -13,14 +13,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 STYLES = ("torchvision", "timm")
-# Wrappers that other frameworks leave in names, and what they put in front.
+# Wrappers that other frameworks leave in names, and prefixes.
 _WRAPPERS = {"_fsdp_wrapped_module", "_fpw_module", "_orig_mod", "_checkpoint_wrapped_module"}
 _PREFIXES = ("module.", "model.", "trunk.", "base_model.", "_feature_blocks.", "backbone.")
 _STAT = r"(weight|bias|running_mean|running_var|num_batches_tracked)"
 
 _Rules = tuple[tuple[str, str], ...]
 
-# Names of other libraries -> ours, below ``trunk.``; of a block's stage and place, {n} means "minus one".
+# Patterns of names in other libraries -> ours, below ``trunk.``; "": a block, whose name ``_our_block`` builds.
 _TO_OURS: _Rules = (
     # VISSL's and classy-vision's RegNet; VISSL's FSDP twin puts stretches called part<n> around the blocks.
     (rf"(?:conv1\.|stem\.)stem\.([013])\.{_STAT}", r"stem.\1.\2"),
@@ -83,11 +83,11 @@ _OUR_BLOCK = re.compile(r"trunk\.stages\.(\d+)\.(\d+)\.0\.(.+)")
 
 @dataclass
 class Renamed:
-    """The fate of each name.
+    """A renaming of tensors.
 
     Attributes:
         names: new name -> old name.
-        unknown: old names that have no new one.
+        unknown: old names without a new name.
     """
 
     names: dict[str, str] = field(default_factory=dict)
@@ -97,12 +97,12 @@ class Renamed:
 def to_our_names(names: Iterable[str], ours: Iterable[str] = ()) -> Renamed:
     """Translate names of another library to ours (``trunk.stem.0.weight``).
 
-    Ours, VISSL's (``trunk._feature_blocks. ...``, with or without ``trunk.base_model.`` and FSDP's wrappers),
-    classy-vision's, torchvision's and timm's are understood. ``heads.`` is kept; ``fc.`` is the first head's layer.
+    Known are our names, VISSL's (``trunk._feature_blocks. ...``, with or without ``trunk.base_model.`` and FSDP's
+    wrappers), classy-vision's, torchvision's and timm's. ``heads.`` is kept; ``fc.`` is the first head's layer.
 
     Args:
-        names: names of the tensors from elsewhere.
-        ours: names in the model, which tell where the units of a ``timm/...`` trunk are.
+        names: names of the tensors in a file.
+        ours: names in the model, from which the units of a ``timm/...`` trunk are known.
     """
     by_timm_name = {timm_name(name): name for name in ours if name.startswith(_TIMM_TRUNK)}
     result = Renamed()
@@ -138,32 +138,32 @@ def to_other_names(names: Iterable[str], style: str) -> Renamed:
 
 
 def has_classifier(names: Iterable[str]) -> bool:
-    """Check for a classifier: a head that is one linear layer. The first layer of a projection is none."""
+    """Check for a classifier: the only head is one linear layer."""
     return {name.rpartition(".")[0] for name in names if name.startswith("heads.")} == {CLASSIFIER}
 
 
 def without_base_layer(name: str) -> str:
-    """Return the name that a frozen weight below an adapter of peft has without the adapter."""
+    """Return the name of a frozen weight without peft's ``base_layer``."""
     return name.replace(".base_layer.", ".")
 
 
 def is_adapters(name: str) -> bool:
-    """Check whether a tensor is of a LoRA adapter, by its name here or in a file of peft."""
+    """Check whether a name, ours or peft's, is of a LoRA adapter's tensor."""
     return ".lora_A." in name or ".lora_B." in name
 
 
 def adapter_name(name: str) -> str:
-    """Return the name in peft's file of a tensor of an adapter here (``trunk.<layer>.lora_A.default.weight``)."""
+    """Return peft's name of an adapter's tensor, ``trunk.<layer>.lora_A.default.weight`` here."""
     return f"base_model.model.{timm_name(name).replace('.default.', '.')}"
 
 
 def without_wrappers(name: str) -> str:
-    """Strip from a parameter's name what sharding and compilers put into it."""
+    """Remove the components of sharding and compilers from a parameter's name."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def plain_name(name: str) -> str:
-    """Return a name without wrappers and prefixes, and a torchvision transformer's in timm's words."""
+    """Return a name without wrappers and prefixes; names of torchvision's transformers are converted to timm's."""
     plain = without_wrappers(name)
     while (shorter := _without_prefix(plain)) != plain:
         plain = shorter
@@ -173,12 +173,12 @@ def plain_name(name: str) -> str:
 
 
 def _replaced(name: str, starts: Iterable[tuple[str, str]]) -> str:
-    """Replace the beginning of ``name`` by the first pair that has it."""
+    """Replace the prefix of ``name`` by the first pair (old, new) that matches."""
     return next((new + name.removeprefix(old) for old, new in starts if name.startswith(old)), name)
 
 
 def timm_name(name: str) -> str:
-    """Return timm's name of a parameter of a transformer or of a ``timm/...`` trunk of ours."""
+    """Return timm's name of a parameter of our transformer or of a ``timm/...`` trunk."""
     plain = name.removeprefix(_TIMM_TRUNK) if name.startswith(_TIMM_TRUNK) else name.removeprefix("trunk.")
     return ".".join(part for part in plain.split(".") if part not in _TRANSFORMER_PARTS)
 
@@ -221,7 +221,7 @@ def _our_block(sizes: dict[str, str]) -> str:
 
 
 def _classifier_name(ours: Iterable[str], style: str, is_regnet: bool) -> str | None:
-    """Return what the other library calls the classifier of this trunk; None: it cannot be told from names."""
+    """Return the other library's name of this trunk's classifier; None if our names do not determine it."""
     if is_regnet:
         return "head.fc" if style == "timm" else "fc"
     names = [name for name in ours if name.startswith("trunk.")]

@@ -1,16 +1,14 @@
 """SGD, Adam and AdamW from torch, in their fused kernels on CPU and CUDA; LARS, Lion and schedule-free AdamW.
 
-One kernel reads and writes each element once and needs no temporaries: with 20 M float32 parameters on one CPU core,
-18 ms for SGD and 23 ms for AdamW against 66 and 146 ms (foreach) or 59 and 76 ms (one tensor at a time). Cutting a
-tensor differently may move a last bit (5.6e-17 after 7 float64 steps): the ends of a tensor are computed without
-vector instructions, which round multiply-and-add once.
+A fused kernel reads and writes each element once and needs no temporaries: with 20 M float32 parameters on one CPU
+core, 18 ms for SGD and 23 ms for AdamW against 66 and 146 ms (foreach) or 59 and 76 ms (one tensor at a time).
 
-A second form of SGD, Adam and AdamW rounds once per operation, so that an element's update does not depend on where it
-lies. torch's fused kernels compute most of a tensor with vector instructions and the elements beyond a multiple of 16
-without, and the two fuse different multiplications and additions (one rounding or two): cut a tensor elsewhere, as
-another ZeRO level does, and last bits move (float32, pieces of 13 elements, 5 steps: 8 to 10 % of SGD's elements, 1 %
-of AdamW's). Here every kernel is one multiplication, addition, division or square root, all of which IEEE 754 rounds
-correctly, whatever code computes them. That costs temporaries and passes over memory, so only
+A second form of SGD, Adam and AdamW rounds once per operation, so that an element's update does not depend on its
+position. torch's fused kernels compute most of a tensor with vector instructions, and the elements beyond a multiple of
+16 without. The two fuse different multiplications and additions (one rounding or two), so last bits depend on how a
+ZeRO level splits a tensor. In float32, with pieces of 13 elements and 5 steps, 8 to 10 % of SGD's elements change and
+1 % of AdamW's; in float64 by 5.6e-17 after 7 steps. Here every kernel is one multiplication, addition, division or
+square root, which IEEE 754 rounds correctly in any code. It costs temporaries and passes over memory, so only
 ``TRAINER.DETERMINISTIC`` uses it.
 """
 
@@ -47,7 +45,7 @@ def lars(
     eps: float = TRUST_EPS,
     exclude_bias_and_norm: bool = False,
 ) -> tuple[torch.optim.Optimizer, Lars]:
-    """Build SGD with layer-wise adaptive rates, as Barlow Twins has it."""
+    """Build SGD with layer-wise adaptive rates, as in Barlow Twins."""
     return sgd(groups, momentum, nesterov), Lars(eta, eps, exclude_bias_and_norm)
 
 
@@ -64,25 +62,21 @@ def sgd(groups: Groups, momentum: float = 0.9, nesterov: bool = False) -> torch.
 
 
 def _avoid_wrong_kernel(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Compute unfused where torch's fused SGD is wrong: in half precision on the CPU (2.11 to 2.13).
-
-    It leaves tensors of 16 elements or more as they are, or moves them too little.
-    """
+    """Switch the fused kernel off for parameters in half precision on the CPU."""
+    # There torch 2.11 to 2.13 leaves tensors of 16 elements or more unchanged, or moves them too little.
     for group in optimizer.param_groups:
         is_half = (param.dtype.itemsize == 2 and param.device.type == "cpu" for param in group["params"])
         group["fused"] = not any(is_half)
 
 
 def complete_state(optimizer: torch.optim.Optimizer) -> None:
-    """Give fused kernels the state that they ask for, in a new optimizer and after state was restored.
+    """Complete the state that fused kernels require, in a new optimizer and after state was restored. In place.
 
-    A momentum of zero to what has none, where the optimizer is SGD with momentum. Its fused kernel wants all buffers
-    or none: a parameter that is thawed later would have none yet, and it raises. Starting from zero gives the same
-    first step as starting from the gradient, bit for bit.
-
-    Counters of steps on the parameter's device. Restored ones are in host memory, where torch's own
-    ``load_state_dict`` does not leave them either.
+    Adds zero momenta for SGD with momentum, and moves step counters to the parameters' device.
     """
+    # torch's fused SGD raises if some parameters of a group have a momentum and others (thawed later) have none. A zero
+    # momentum has the same first step as torch's copy of the gradient, bit for bit.
+    # Restored counters are in host memory; torch's ``load_state_dict`` would move them too.
     for group in optimizer.param_groups:
         has_momenta = isinstance(optimizer, torch.optim.SGD) and group["momentum"] and not group["dampening"]
         for parameter in group["params"] if group.get("fused") else ():
@@ -111,7 +105,7 @@ def adamw(
 
 @OPTIMIZERS.register("lion", config=LionConfig)
 def lion(groups: Groups, betas: Sequence[float] = (0.9, 0.99)) -> torch.optim.Optimizer:
-    """Build Lion of timm: the sign of a running mean."""
+    """Build timm's Lion, which updates by the sign of a running mean."""
     from timm.optim import Lion
 
     built = Lion(groups, betas=(betas[0], betas[1]))
@@ -121,7 +115,7 @@ def lion(groups: Groups, betas: Sequence[float] = (0.9, 0.99)) -> torch.optim.Op
 
 @OPTIMIZERS.register("adamw_schedule_free", config=ScheduleFreeConfig)
 def adamw_schedule_free(groups: Groups, betas: Sequence[float] = (0.9, 0.999), **options: Any) -> torch.optim.Optimizer:
-    """Build AdamW without a schedule; an average of its weights is evaluated and exported."""
+    """Build schedule-free AdamW; an average of its weights is evaluated and exported."""
     from schedulefree import AdamWScheduleFree
 
     built = AdamWScheduleFree(groups, betas=(betas[0], betas[1]), **options)
@@ -131,7 +125,7 @@ def adamw_schedule_free(groups: Groups, betas: Sequence[float] = (0.9, 0.999), *
 
 
 class SingleRoundingSGD(torch.optim.SGD):
-    """SGD with momentum, plain or Nesterov."""
+    """SGD with momentum, plain or Nesterov, with one rounding per operation."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -148,7 +142,7 @@ class SingleRoundingSGD(torch.optim.SGD):
 
 
 class SingleRoundingAdam(torch.optim.Adam):
-    """Adam; with ``decoupled_weight_decay`` AdamW."""
+    """Adam, or with ``decoupled_weight_decay`` AdamW, with one rounding per operation."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -162,6 +156,7 @@ class SingleRoundingAdam(torch.optim.Adam):
                     state["max_exp_avg_sq"] = torch.zeros_like(param)
             state["step"] += 1
             count = float(state["step"])
+            # grad * (1 - beta) and not add_(alpha=): a fused multiply-add would round once.
             if group["decoupled_weight_decay"]:
                 param.mul_(1 - group["lr"] * group["weight_decay"])
             else:
@@ -175,7 +170,7 @@ class SingleRoundingAdam(torch.optim.Adam):
 
 
 class SingleRoundingAdamW(SingleRoundingAdam, torch.optim.AdamW):
-    """AdamW."""
+    """AdamW with one rounding per operation."""
 
 
 SINGLE_ROUNDING: dict[type[torch.optim.Optimizer], type[torch.optim.Optimizer]] = {
@@ -186,10 +181,10 @@ SINGLE_ROUNDING: dict[type[torch.optim.Optimizer], type[torch.optim.Optimizer]] 
 
 
 def single_rounded(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Give ``optimizer`` the update of this module, with the same groups and state; it is the same object.
+    """Change the class of ``optimizer`` to its single-rounding form; groups, state and the object stay.
 
     Raises:
-        ConfigError: it is none of SGD, Adam and AdamW.
+        ConfigError: the optimizer is none of SGD, Adam and AdamW.
     """
     kind = SINGLE_ROUNDING.get(type(optimizer))
     if kind is None:

@@ -1,6 +1,6 @@
-"""Which parameters decay and which belong to the head, decided by full name before anything is wrapped or flattened.
+"""Parameter groups by weight decay, head, depth and rule, from full names of the unwrapped model.
 
-From these groups and the plan comes the optimizer that runs on this rank's shards.
+``build_optimizer`` builds the optimizer of this rank's shards from these groups and the plan.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ class ParamGroup:
     """Parameters that share a learning rate and a weight decay.
 
     Attributes:
-        name: "trunk", "trunk_no_decay", "head" or "head_no_decay"; "head_<i>" where heads differ in their rates.
+        name: "trunk", "trunk_no_decay", "head" or "head_no_decay"; "head_<i>" if heads have different rates.
         params: full names, in the model's order.
         is_head: under ``heads.``; follows the head's schedules.
-        is_decayed: follows the weight decay; the others have 0.
+        is_decayed: follows the weight decay's schedule; other groups have 0.
         weight_decay: weight decay at the start; a schedule may change it.
         lr_factor: factor of the scheduled learning rate.
-        wd_factor: factor of the scheduled weight decay; ``weight_decay`` has it already.
-        has_constant_lr: follows no schedule, but has its largest value throughout.
+        wd_factor: factor of the scheduled weight decay; ``weight_decay`` includes it.
+        has_constant_lr: keeps the largest value of the schedule.
     """
 
     name: str
@@ -57,19 +57,19 @@ class ParamGroup:
 def param_groups(model: nn.Module, plan: OptimizerPlan) -> list[ParamGroup]:
     """Sort every parameter with ``requires_grad`` into exactly one group, the same on every rank.
 
-    There are at most four groups, two more per head where heads have rates of their own, or parts
-    of these by ``layer_decay`` and ``param_rules``.
+    There are at most four groups, and two more per head if heads have different rates. ``layer_decay`` and
+    ``param_rules`` split them further.
 
     A parameter does not decay if its full name contains an entry of ``plan.non_regularized``, if it is a bias and
     ``regularize_bias`` is off, or if it belongs to a norm layer and ``regularize_bn`` is off (so a norm's bias needs
-    both). A bias is a parameter called ``bias``, or with that word in its name (``in_proj_bias``, ``bias_hh_l0``).
-    A tied parameter counts once, by the first of its names. Groups without parameters are left out.
+    both). A bias is a parameter called ``bias``, or with that component in its name (``in_proj_bias``, ``bias_hh_l0``).
+    A tied parameter counts once, by the first of its names. Empty groups are dropped.
 
     Args:
-        model: whole, not wrapped.
+        model: unwrapped model.
         plan: decay rules.
     Raises:
-        ConfigError: nothing is left to train, a rule fits no parameter, or there are no blocks for ``layer_decay``.
+        ConfigError: no parameter is trainable, a rule matches no parameter, or ``layer_decay`` finds no blocks.
     """
     groups = _plain_groups(model, plan) if plan.grouping != "default" else _default_groups(model, plan)
     return _refined(groups, model, plan)
@@ -88,7 +88,7 @@ def _default_groups(model: nn.Module, plan: OptimizerPlan) -> list[ParamGroup]:
 
 
 def _refined(groups: list[ParamGroup], model: nn.Module, plan: OptimizerPlan) -> list[ParamGroup]:
-    """Cut groups by block and by rule."""
+    """Split groups by block (``layer_decay``) and by rule (``param_rules``)."""
     if plan.layer_decay == 1 and not plan.param_rules:
         return groups
     depths = _depths_from_top(model, plan.layer_decay) if plan.layer_decay != 1 else {}
@@ -128,7 +128,7 @@ def _part_of_group(group: ParamGroup, depth: int, rule: int, names: list[str], p
 
 
 def _rule_of(name: str, num_dims: int, rules: Sequence[Mapping[str, Any]]) -> int:
-    """Return the index of the first rule that fits; -1: none does."""
+    """Return the index of the first matching rule; -1 if none matches."""
     for index, rule in enumerate(rules):
         if rule["match"] in name and (rule["max_dims"] is None or num_dims <= rule["max_dims"]):
             return index
@@ -136,9 +136,10 @@ def _rule_of(name: str, num_dims: int, rules: Sequence[Mapping[str, Any]]) -> in
 
 
 def _depths_from_top(model: nn.Module, layer_decay: float) -> dict[str, int]:
-    """Count the blocks after a trunk's parameter, and one; 0 after the last block, and in heads.
+    """Return the exponent of ``layer_decay`` of a trunk's parameters: 1 in the last block, 2 in the one before, ...
 
-    As https://github.com/facebookresearch/mae/blob/be47fef/util/lr_decay.py counts; DINOv2's pre-training has the same.
+    Parameters after the last block, and of heads, are not included: their exponent is 0. The exponents are those of
+    https://github.com/facebookresearch/mae/blob/be47fef/util/lr_decay.py and of DINOv2's pre-training.
     """
     names = [name for name, _ in model.named_parameters() if name.startswith("trunk.")]
     blocks = {name: int(match[1]) for name in names if (match := _BLOCK.match(name))}
@@ -163,8 +164,8 @@ def _required(groups: list[ParamGroup]) -> list[ParamGroup]:
 def _plain_groups(model: nn.Module, plan: OptimizerPlan) -> list[ParamGroup]:
     """Group parameters regardless of heads: all in one (VISSL's construct_single_param_group_only), or DINO's two.
 
-    https://github.com/facebookresearch/vissl/blob/main/vissl/optimizers/param_groups/dino.py: what ends in ``.bias`` or
-    has ``norm`` in its full name does not decay.
+    DINO's groups: parameters whose full name ends in ``.bias`` or contains ``norm`` do not decay, as in
+    https://github.com/facebookresearch/vissl/blob/main/vissl/optimizers/param_groups/dino.py.
     """
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     apart = {
@@ -175,16 +176,16 @@ def _plain_groups(model: nn.Module, plan: OptimizerPlan) -> list[ParamGroup]:
 
 
 def _is_norm_name(model: nn.Module, name: str) -> bool:
-    """Check whether VISSL calls the parameter a norm's: by its name, or by its layer where ours has another name."""
+    """Check whether "norm" is in VISSL's name of the parameter, or the layer is a norm, which may have another name."""
     return "norm" in name or isinstance(model.get_submodule(name.rpartition(".")[0]), (nn.LayerNorm, nn.GroupNorm))
 
 
 def freeze_untrainable(model: nn.Module, names: Sequence[str]) -> None:
-    """Take the parameters of MODEL.NON_TRAINABLE_PARAMS out of training for good (``requires_grad = False``).
+    """Freeze the parameters of MODEL.NON_TRAINABLE_PARAMS for the whole run (``requires_grad = False``).
 
     Args:
-        model: whole, not wrapped.
-        names: full names of parameters, or of modules, for all parameters below them; VISSL's ``module.`` prefix is
+        model: unwrapped model.
+        names: full names of parameters, or of modules for all of their parameters; VISSL's ``module.`` prefix is
             allowed.
     Raises:
         ConfigError: a name is neither.
@@ -207,10 +208,10 @@ def freeze_untrainable(model: nn.Module, names: Sequence[str]) -> None:
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Check whether the parameters of ``module`` itself scale and shift normalized values.
+    """Check whether ``module`` is a norm layer, whose parameters scale and shift normalized values.
 
-    Batch, instance, layer, group and RMS norm, subclasses included; and any class with "norm" in its name whose own
-    parameters have at most one dimension, which is how norm layers outside torch are recognized.
+    Norm layers are torch's, subclasses included, and any class with "norm" in its name whose direct parameters have at
+    most one dimension.
     """
     if isinstance(module, _NORMS):
         return True
@@ -262,14 +263,14 @@ def _warn_of_unmatched(parts: Iterable[str], model: nn.Module) -> None:
         )
 
 
-# What a component of OPTIMIZERS returns: an optimizer, alone or with an adaptation of its own.
+# The result of a component of OPTIMIZERS: an optimizer, alone or with its adaptation.
 Built = torch.optim.Optimizer | tuple[torch.optim.Optimizer, Adaptation]
 
 
 def build_optimizer(
     plan: OptimizerPlan, groups: list[dict[str, Any]]
 ) -> tuple[torch.optim.Optimizer, Adaptation | None]:
-    """Build the base optimizer of ``plan`` over ``groups``, and LARC or LARS if it has them.
+    """Build the base optimizer of ``plan`` over ``groups``, and LARC or LARS if the plan has them.
 
     A component is called as ``build(groups, **options)`` and returns a ``torch.optim.Optimizer`` whose update of a
     tensor depends on that tensor alone (``optim/update_rule.py`` finds out), alone or as a pair with an ``Adaptation``.
@@ -284,7 +285,7 @@ def build_optimizer(
     component = OPTIMIZERS.get(plan.name)
     try:
         built: Built = component.build(groups, **plan.options)
-    except ValueError as error:  # torch's optimizers check their options so
+    except ValueError as error:  # torch's optimizers raise it for wrong options
         key = "config.OPTIMIZER.base_optimizer"
         problem = Problem(key, str(plan.options), f"{plan.name} refuses its options: {error}", "Correct the value.")
         raise ConfigError([problem]) from error

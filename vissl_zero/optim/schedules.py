@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-# Imports no torchvision; with torch there already it costs 50 ms.
+# Costs 50 ms, since it does not import torchvision.
 from classy_vision.optim.param_scheduler import (
     CompositeParamScheduler,
     ParamScheduler,
@@ -19,12 +19,12 @@ from classy_vision.optim.param_scheduler import (
 from vissl_zero.errors import ConfigError, Problem
 from vissl_zero.registry import SCHEDULERS
 
-# Share of training done, from 0 up to but not including 1 -> value.
+# Share of training done, 0 <= share < 1 -> value.
 Progression = Callable[[float], float]
 
 _KEY = "config.OPTIMIZER.param_schedulers"
-# The schedulers add WHERE_EPSILON against rounding; past this point that takes "step" beyond its last value. It
-# changes nothing before half a million steps.
+# classy-vision adds WHERE_EPSILON to the share against rounding; above this limit, "step" would exceed its last value.
+# Runs of less than half a million steps do not reach the limit before their end.
 _LAST_PROGRESS = 1 - 2 * ParamScheduler.WHERE_EPSILON
 
 
@@ -57,7 +57,7 @@ def build_schedule(config: Mapping[str, Any], steps_per_epoch: int, num_epochs: 
 
 
 def _update_interval(config: Mapping[str, Any]) -> UpdateInterval | None:
-    """Return what the configuration sets; None where it sets nothing."""
+    """Return the configured interval; None if it is not set."""
     value = config.get("update_interval")
     if value is None:
         return None
@@ -69,7 +69,7 @@ def _update_interval(config: Mapping[str, Any]) -> UpdateInterval | None:
 
 
 def _build_progression(config: Mapping[str, Any], num_epochs: int) -> Progression:
-    # A copy: classy-vision's composite corrects its lengths in place. A key that is null is not there.
+    # A copy, because classy-vision's composite modifies its lengths in place. Null means that a key is not set.
     options = {key: value for key, value in copy.deepcopy(dict(config)).items() if value is not None}
     if "name" not in options:
         raise ConfigError(
@@ -78,7 +78,7 @@ def _build_progression(config: Mapping[str, Any], num_epochs: int) -> Progressio
     component = SCHEDULERS.get(options["name"])
     try:
         progression: Progression = component.build(options, num_epochs)
-    except (ValueError, TypeError, KeyError, AssertionError) as error:  # all of these, for a value that is wrong
+    except (ValueError, TypeError, KeyError, AssertionError) as error:  # classy-vision raises all of these
         reason = f"missing {error}" if isinstance(error, KeyError) else str(error)
         must = f"the {options['name']} schedule cannot be built: {reason}"
         fix = "See docs/optimizers.md for the keys of each schedule."
@@ -87,7 +87,7 @@ def _build_progression(config: Mapping[str, Any], num_epochs: int) -> Progressio
 
 
 def _single(config: dict[str, Any], num_epochs: int) -> Progression:
-    """Build a classy-vision schedule by its own name and keys."""
+    """Build a classy-vision schedule by its name and keys."""
     scheduler: Progression = build_param_scheduler({**config, "num_epochs": num_epochs})
     return scheduler
 
@@ -98,12 +98,12 @@ for _name in ("constant", "cosine", "linear", "multistep", "step"):
 
 @SCHEDULERS.register("cosine_warm_restart")
 def cosine_warm_restart(config: dict[str, Any], num_epochs: int) -> Progression:
-    """Build cosines one after another (https://arxiv.org/abs/1608.03983), as VISSL's schedule of that name.
+    """Build a sequence of cosines (https://arxiv.org/abs/1608.03983), as VISSL's schedule of this name.
 
     Args:
         config: "start_value", "end_value", "restart_interval_length" (of half a wave, a share of the schedule),
             "wave_type" ("half": the next wave starts at its top; "full": the value rises again before it falls),
-            "lr_multiplier" (of each top over the one before) and "is_adaptive" (tops on one cosine over the whole).
+            "lr_multiplier" (ratio of successive tops) and "is_adaptive" (the tops follow one cosine over the schedule).
         num_epochs: not used.
     """
     first, last, length = config["start_value"], config["end_value"], config["restart_interval_length"]
@@ -131,12 +131,12 @@ def cosine_warm_restart(config: dict[str, Any], num_epochs: int) -> Progression:
 
 @SCHEDULERS.register("composite")
 def composite(config: dict[str, Any], num_epochs: int) -> Progression:
-    """Build several schedules one after another, each for its share of training.
+    """Build a sequence of schedules, each for its share of training.
 
     Args:
-        config: "schedulers", "lengths" (shares, which sum to 1) and "interval_scaling": per part "rescaled" (it runs
-            from its start to its end; what is not given) or "fixed" (as if it had run from the start of training).
-        num_epochs: length of the whole.
+        config: "schedulers", "lengths" (shares, which sum to 1) and "interval_scaling": for each part "rescaled" (it
+            runs from its start to its end; the default) or "fixed" (as if it had started with the training).
+        num_epochs: length of the whole schedule.
     """
     parts, lengths = config["schedulers"], list(config["lengths"])
     scaling = list(config.get("interval_scaling") or ["rescaled"] * len(parts))

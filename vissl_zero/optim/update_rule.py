@@ -1,8 +1,8 @@
 """The dependencies of an element's update: that element, its full tensor, or more. Determined by test steps.
 
-A rank holds rows of tensors. SGD and Adam do not notice; LAMB, Muon or Adafactor, run on rows, train another model, and
-nothing raises. So an optimizer that is not known is run on small tensors with its own settings, in three ways: all
-tensors in one optimizer, each in one of its own, and each cut into rows with an optimizer for every piece, as on ranks.
+A rank has rows of tensors. SGD and Adam are exact on rows; LAMB, Muon or Adafactor would train another model without
+an error. So an unknown optimizer runs on small tensors with its settings, in three ways: all tensors in one optimizer,
+each tensor in a separate optimizer, and each tensor split into rows with an optimizer for every piece, as on ranks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from vissl_zero.errors import ConfigError, Problem
 
-# Known to be element-wise, whatever their options: tests/unit/optim/test_update_rule.py tries them all out.
+# Element-wise with any options, as tests/unit/optim/test_update_rule.py checks.
 ELEMENT_WISE = frozenset(
     getattr(torch.optim, name)
     for name in ("SGD", "Adam", "AdamW", "Adadelta", "Adagrad", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop")
@@ -29,8 +29,8 @@ ELEMENT_WISE = frozenset(
 _INSTEAD = "Use SGD, Adam, AdamW, LARC or LARS, or level 0."
 _NOT_OPTIONS = {"params", "param_names"}
 _NOT_SETTINGS = {*_NOT_OPTIONS, "name", "lr", "initial_lr", "lr_scale"}  # groups may differ in these
-_TOLERANCE = 1e-6  # of a step's largest change: room for an update computed in float32, which may round by position
-_ROUNDING = 1e-13  # of the largest value: what float64 leaves of a change that is very small
+_TOLERANCE = 1e-6  # relative to a step's largest change: an update in float32 may round by position
+_ROUNDING = 1e-13  # relative to the largest value: float64's rounding of a very small change
 _MAX_REAL_ELEMENTS = 2**17
 _LARGE = (264, 160)
 # By number of dimensions.
@@ -45,7 +45,7 @@ _SHAPES: dict[int, list[tuple[int, ...]]] = {
 
 
 class UpdateRule(enum.Enum):
-    """The elements that the update of one depends on."""
+    """The elements on which an element's update depends."""
 
     ELEMENT_WISE = "that element alone"
     PER_TENSOR = "its full tensor"
@@ -57,22 +57,22 @@ def update_rule(
     """Determine the update rule of ``optimizer`` by test steps. Free for torch's own, under a second for most others.
 
     Args:
-        optimizer: left as it is; copies of it run, without its state, with the settings of each group.
+        optimizer: not changed; copies run, without its state, with the settings of each group.
         shapes: shapes of the full parameters of each group.
         is_flattened: pieces will be one-dimensional, not rows.
     Raises:
-        ConfigError: it couples tensors (a global norm, one step size for all), it is random, or it cannot be tried.
+        ConfigError: the optimizer couples tensors (a global norm, one step size for all), is random, or fails.
     """
     if type(optimizer) in ELEMENT_WISE and not has_hooks(optimizer):
         return UpdateRule.ELEMENT_WISE
     name = type(optimizer).__name__
     try:
-        # Some compile their kernels for each shape, which would take minutes.
+        # Some optimizers compile a kernel for each shape, which would take minutes.
         with torch.random.fork_rng(devices=[]), torch.compiler.set_stance("force_eager"):
             return _try_out(optimizer, shapes, is_flattened)
     except ConfigError:
         raise
-    except Exception as error:  # foreign code: whatever it raises, it could not be tried
+    except Exception as error:  # third-party code may raise anything
         must = f"must run on single tensors to be sharded, and raised {type(error).__name__}: {error}"
         raise ConfigError([Problem("optimizer", name, must, _INSTEAD)]) from error
 
@@ -119,20 +119,20 @@ def _runs_on_pieces(
 ) -> bool:
     try:
         alone = [_run(optimizer, [(index, piece)])[0] for piece in case.pieces(is_flattened)]
-    except Exception:  # noqa: BLE001 - it ran on the full tensor; on rows, or on none, it need not
+    except Exception:  # noqa: BLE001 - it ran on the full tensor, but may not accept rows, or no rows
         return False
     joined = [torch.cat(parts).view(case.start.shape) for parts in zip(*alone, strict=True)]
     return _agree(changes, joined, case)
 
 
 class _Case:
-    """A tensor and the gradients of some steps."""
+    """A test case: a tensor, and its gradients in successive steps."""
 
     def __init__(self, start: Tensor, grads: Sequence[Tensor]):
         self.start, self.grads = start, list(grads)
 
     def pieces(self, is_flattened: bool) -> list[_Case]:
-        """Split into rows as ranks may hold them: one, some, some, none."""
+        """Split into rows as ranks may have them: one, several, several, none."""
         tensors = [self.start, *self.grads]
         if is_flattened or not self.start.dim():
             tensors = [tensor.reshape(-1) for tensor in tensors]
@@ -143,28 +143,28 @@ class _Case:
 
 
 def _cases(shape: tuple[int, ...], device: torch.device) -> Iterator[_Case]:
-    """Yield values on which clamps, masks and thresholds decide one way for the tensor and another for its rows."""
+    """Yield cases for which clamps, masks and thresholds differ between the full tensor and its rows."""
     random, top = _random(shape, device), slice(0, shape[0] // 2 if shape else None)
     start, first, silent, small = random(), random(), random(), random() * 0.02
     silent[top if shape else ...] = 0.0
     small[top if shape else ...] = 0.0
-    # Signs that turn against the momentum; rows without gradient.
+    # Gradients against the momentum (cautious optimizers); rows without gradient.
     yield _Case(start, [first, random(), -first, silent, random()])
     # From huge to tiny: clipped updates, trust ratios, running maxima. Half of the rows start at zero.
     yield _Case(small, [random() * scale for scale in (1e3, 1.0, 1e-3, 30.0, 1e-6, 1.0)])
 
 
 def _cases_by_angle(shape: tuple[int, ...], device: torch.device) -> Iterator[_Case]:
-    """Yield gradients and weights at angles that projections ask for."""
+    """Yield cases with angles between gradients and weights that projections depend on."""
     random = _random(shape, device)
     start = random()
-    # At right angles: as a whole, and in some rows only.
+    # Orthogonal to the weights: as a full tensor, and in some rows only.
     yield _Case(start, [_at_right_angles(random(), start), random(), random()])
     mixed = random() + start
     for row in range(shape[0] // 2 if len(shape) > 1 else 0):
         mixed[row] = _at_right_angles(mixed[row], start[row])
     yield _Case(start, [mixed, mixed.clone(), random()])
-    # Along the weights, as weight decay in the loss has it.
+    # Parallel to the weights, as the gradient of weight decay in the loss.
     yield _Case(start, [start.clone(), start * 3.0, random() * 0.1 - start])
 
 
@@ -178,13 +178,13 @@ def _at_right_angles(grad: Tensor, param: Tensor) -> Tensor:
 
 
 def _small_shapes(shapes: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """Choose shapes of as many dimensions as the parameters have: some optimizers take matrices only."""
+    """Return small shapes with the parameters' numbers of dimensions: some optimizers take matrices only."""
     by_dims = dict.fromkeys(map(len, shapes))
     return [shape for num_dims in by_dims for shape in _SHAPES.get(num_dims, [(4, *[2] * (num_dims - 1))])]
 
 
 def _large_shapes(shapes: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """Choose shapes for thresholds on size (factored second moments, blocks of 8 bits): a matrix, and their largest."""
+    """Return large shapes, for thresholds on size (factored moments, 8-bit blocks): a matrix, and the largest."""
     chosen: list[tuple[int, ...]] = [_LARGE] if any(len(shape) == 2 for shape in shapes) else []
     for num_dims in dict.fromkeys(map(len, shapes)):
         sized = sorted((torch.Size(shape).numel(), tuple(shape)) for shape in shapes if len(shape) == num_dims)
@@ -195,7 +195,7 @@ def _large_shapes(shapes: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
 def _distinct_groups(
     optimizer: torch.optim.Optimizer, shapes: Sequence[Sequence[tuple[int, ...]]]
 ) -> list[tuple[int, Sequence[tuple[int, ...]]]]:
-    """Choose one group of each kind of settings, with the shapes of all groups of that kind."""
+    """Return one group for each distinct set of settings, with the shapes of all groups with these settings."""
     groups: dict[str, tuple[int, list[tuple[int, ...]]]] = {}
     for index, (group, group_shapes) in enumerate(zip(optimizer.param_groups, shapes, strict=True)):
         settings = {key: value for key, value in group.items() if key not in _NOT_SETTINGS}
@@ -204,14 +204,14 @@ def _distinct_groups(
 
 
 def _run(optimizer: torch.optim.Optimizer, cases: Sequence[tuple[int, _Case]]) -> list[list[Tensor]]:
-    """Return what each step adds to each tensor, all of them in one copy of ``optimizer``, each in its group."""
+    """Return the change of each tensor in each step, with all tensors in one copy of ``optimizer``, by group."""
     params = [nn.Parameter(case.start.clone()) for _, case in cases]
     of_group: dict[int, list[nn.Parameter]] = {}
     for (index, _), param in zip(cases, params, strict=True):
         of_group.setdefault(index, []).append(param)
     copied = trial(optimizer, of_group)
     changes: list[list[Tensor]] = [[] for _ in cases]
-    for grads in zip(*(case.grads for _, case in cases), strict=False):  # as many steps as all of them have
+    for grads in zip(*(case.grads for _, case in cases), strict=False):  # as many steps as the shortest case
         before = [param.detach().clone() for param in params]
         for param, grad in zip(params, grads, strict=True):
             param.grad = grad.clone()
@@ -232,7 +232,7 @@ def _agree(expected: Sequence[Tensor], got: Sequence[Tensor], case: _Case) -> bo
 
 
 def has_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Check whether a step of the optimizer calls more than its own code."""
+    """Check whether the optimizer has hooks on its steps."""
     return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
 
 
@@ -240,8 +240,8 @@ def trial(optimizer: torch.optim.Optimizer, params: Mapping[int, Sequence[nn.Par
     """Copy ``optimizer`` over ``params``, with its groups' options and a fresh state, ready to ``step``.
 
     Args:
-        optimizer: left as it is. One that wraps another over the same groups is copied with it.
-        params: parameters by the position of the group whose options they get. Other groups are left out.
+        optimizer: not changed. A wrapped optimizer over the same groups is copied too.
+        params: group index -> parameters of the copy's group with these options. Other groups are dropped.
     """
     groups = []
     for index, group_params in params.items():
@@ -259,7 +259,7 @@ def _copied(
 ) -> torch.optim.Optimizer:
     copied = object.__new__(type(optimizer))
     for key, value in vars(optimizer).items():
-        if key == "step":  # a scheduler wraps it
+        if key == "step":  # a scheduler's wrapper, which counts steps of the original
             continue
         if _is_wrapped(value, shared):
             value = _copied(value, shared, groups)
@@ -280,10 +280,8 @@ def _copied(
 
 @contextmanager
 def with_params(optimizer: torch.optim.Optimizer, params: Sequence[Sequence[Tensor]]) -> Iterator[None]:
-    """Let each group have other ``params``. A context.
-
-    Schedules set rates in the groups' dicts, so these are lent out, and not made anew.
-    """
+    """Replace the ``params`` of each group temporarily. A context manager."""
+    # In the same dicts, in which schedules set the rates.
     groups = optimizer.param_groups
     held = [group["params"] for group in groups]
     try:
@@ -296,25 +294,25 @@ def with_params(optimizer: torch.optim.Optimizer, params: Sequence[Sequence[Tens
 
 
 def set_own(optimizer: torch.optim.Optimizer, name: str, value: Any) -> None:
-    """Set ``param_groups`` or ``state``, unless the optimizer shows that of one inside it (OrthoGrad): a property."""
+    """Set ``param_groups`` or ``state``, unless it is a property that forwards to a wrapped optimizer (OrthoGrad)."""
     if not isinstance(getattr(type(optimizer), name, None), property):
         setattr(optimizer, name, value)
 
 
 def _is_wrapped(value: Any, groups: Sequence[dict[str, Any]]) -> TypeGuard[torch.optim.Optimizer]:
-    """Check whether ``value`` is an optimizer over the same groups as the one that holds it."""
+    """Check whether ``value`` is an optimizer over the same groups as its owner."""
     others = value.param_groups if isinstance(value, torch.optim.Optimizer) else []
     return len(others) == len(groups) and all(a is b for a, b in zip(groups, others, strict=True))
 
 
 def with_wrapped(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
-    """List the optimizer and those that it wraps over the same groups, as Lookahead does: each may have a state."""
+    """List the optimizer and those that it wraps over the same groups (Lookahead). Each may have a state."""
     wrapped = [value for value in vars(optimizer).values() if _is_wrapped(value, optimizer.param_groups)]
     return [optimizer, *(layer for other in wrapped for layer in with_wrapped(other))]
 
 
 def _fresh(key: str, value: Any, like: Tensor, param: Tensor) -> Any:
-    """Make the state that ``value`` is for ``like``, for another parameter."""
+    """Return ``value``, an initial state of parameter ``like``, for another parameter."""
     is_alike = isinstance(value, Tensor) and value.dim() and (value.dtype, value.shape) == (like.dtype, like.shape)
     if is_alike and _has_memory(value) and _has_memory(like) and torch.equal(value, like):
         return param.detach().clone()
@@ -324,26 +322,26 @@ def _fresh(key: str, value: Any, like: Tensor, param: Tensor) -> Any:
 
 
 def _has_memory(tensor: Tensor) -> bool:
-    """Check whether values may be read: an offloaded parameter is on the meta device, or its storage was given back."""
+    """Check whether values may be read: an offloaded parameter is on the meta device, or has no storage."""
     return not tensor.is_meta and tensor.untyped_storage().nbytes() >= tensor.nbytes
 
 
 def state_keys(optimizer: torch.optim.Optimizer) -> frozenset[str]:
-    """Name what the optimizer keeps for each parameter, whatever its shape; empty if it cannot be tried out."""
+    """Return the state's keys that parameters of every shape have; empty if no test step succeeds."""
     keys = [state.keys() for state in (_state_of(optimizer, (2,)), _state_of(optimizer, (2, 2))) if state]
     return frozenset.intersection(*map(frozenset, keys)) if keys else frozenset()
 
 
 def element_keys(optimizer: torch.optim.Optimizer) -> frozenset[str]:
-    """Name the state that has a value for each element of a vector (or matrix, where it takes no vectors)."""
+    """Return the state's keys with a tensor per vector (or matrix, if the optimizer takes no vectors)."""
     state = _state_of(optimizer, (2,)) or _state_of(optimizer, (2, 2))
     return frozenset(key for key, value in state.items() if isinstance(value, Tensor) and value.dim())
 
 
 def trial_state(optimizer: torch.optim.Optimizer, index: int, like: nn.Parameter) -> dict[str, Any]:
-    """Return the state that a first step makes of a parameter of group ``index``: its shapes and formats, not values.
+    """Return the state after a first step of a parameter of group ``index``; only shapes and dtypes are meaningful.
 
-    Cost: nothing where the optimizer does not look at values, else a step of this one parameter.
+    Cost: nothing if the optimizer does not read values, else a step of this parameter.
     """
 
     def tried(param: nn.Parameter) -> dict[str, Any]:
@@ -358,21 +356,21 @@ def trial_state(optimizer: torch.optim.Optimizer, index: int, like: nn.Parameter
 
 
 def _state_of(optimizer: torch.optim.Optimizer, shape: tuple[int, ...]) -> dict[str, Any]:
-    # First without the state of other parameters: of another shape it may be of another kind (Muon, Adafactor).
+    # First without the state of other parameters: its kind may depend on the shape (Muon, Adafactor).
     for is_empty in (True, False):
         param = nn.Parameter(torch.ones(shape))
         param.grad = torch.ones(shape)
         copied = trial(optimizer, {0: [param]})
         if is_empty:
             copied.state.clear()
-        with suppress(Exception):  # it asks for a closure, for matrices, or for state that it made when it was built
+        with suppress(Exception):  # it needs a closure, matrices, or state from its constructor
             copied.step()
             return {key: value for key, value in copied.state[param].items() if value is not None}
     return {}
 
 
 def counter_keys(optimizer: torch.optim.Optimizer) -> frozenset[str]:
-    """Name the options that the optimizer itself changes in a step: state, though it stands among the options."""
+    """Return the options of a group that the optimizer changes in a step, and so are state."""
     if type(optimizer) in ELEMENT_WISE:
         return frozenset()
     for shape in ((2,), (2, 2)):
@@ -383,7 +381,7 @@ def counter_keys(optimizer: torch.optim.Optimizer) -> frozenset[str]:
             for _ in range(2):
                 param.grad = torch.ones(shape)
                 copied.step()
-        except Exception:  # noqa: BLE001, S112 - it asks for a closure, or for matrices
+        except Exception:  # noqa: BLE001, S112 - it needs a closure, or matrices
             continue
         after = {key: repr(value) for key, value in copied.param_groups[0].items() if key != "params"}
         return frozenset(key for key, value in after.items() if before.get(key) != value)

@@ -1,6 +1,6 @@
-"""Optimizers that look at full tensors: Muon, NorMuon, LAMB, Adafactor, Shampoo, and AdamW with its state in 8 bits.
+"""Optimizers that need full tensors: Muon, NorMuon, LAMB, Adafactor, Shampoo, and AdamW with its state in 8 bits.
 
-Above level 0, ``sharding/update/whole_tensors.py`` gives them full tensors, each on one rank.
+Above level 0, ``sharding/update/whole_tensors.py`` gathers each full tensor on one rank.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from vissl_zero.registry import OPTIMIZERS
 
 
 class GroupOptimizer(torch.optim.Optimizer):
-    """An optimizer of our own: updates the parameters that have a gradient, a group at a time."""
+    """Base of our optimizers, which updates the parameters with a gradient, group by group."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter with a gradient once; return what ``closure`` gives."""
+        """Update every parameter with a gradient once; return the result of ``closure``."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -40,29 +40,29 @@ class GroupOptimizer(torch.optim.Optimizer):
         return loss
 
     def update_group(self, group: dict[str, Any], params: Sequence[nn.Parameter]) -> None:
-        """Update ``params`` of a group in place; all have gradients and elements. Gradients are not recorded."""
+        """Update ``params`` of a group in place; all have gradients and elements. Called under ``no_grad``."""
         for param in params:
             assert param.grad is not None
             self.update_tensor(group, param, param.grad)
 
     def update_tensor(self, group: dict[str, Any], param: Tensor, grad: Tensor) -> None:
-        """Update one tensor of a group in place; an optimizer defines this or ``update_group``."""
+        """Update one tensor of a group in place. A subclass defines this or ``update_group``."""
         raise NotImplementedError
 
 
 class MuonAdamW(GroupOptimizer):
     """torch's Muon for matrices, torch's AdamW for everything else.
 
-    A tensor of more than two dimensions (a convolution's kernel) counts as the matrix of its first dimension by the
-    rest, as Muon's authors have it: https://kellerjordan.github.io/posts/muon/. torch orthogonalizes in bfloat16; in
-    another number format, or with NorMuon's normalization, ``Orthogonal`` runs in its place.
+    A tensor of more than two dimensions (a convolution's kernel) is reshaped to the matrix of its first dimension by
+    the rest, as by Muon's authors: https://kellerjordan.github.io/posts/muon/. torch orthogonalizes in bfloat16;
+    ``Orthogonal`` replaces it for another number format and for NorMuon's normalization.
 
     Args:
-        params: parameters or groups; a group with ``use_muon=False`` is left to AdamW.
+        params: parameters or groups; a group with ``use_muon=False`` uses AdamW.
         lr: learning rate of both: with ``adjust_lr_fn="match_rms_adamw"`` Muon's updates have the size of AdamW's.
-        weight_decay: decoupled, of both.
-        momentum, nesterov, ns_steps, adjust_lr_fn: of ``torch.optim.Muon``.
-        betas, eps: of ``torch.optim.AdamW``.
+        weight_decay: decoupled weight decay of both.
+        momentum, nesterov, ns_steps, adjust_lr_fn: see ``torch.optim.Muon``.
+        betas, eps: see ``torch.optim.AdamW``.
         ns_dtype: number format of the Newton-Schulz iterations: bfloat16, float32 or float64.
         row_beta: NorMuon's running mean square of each row of the updates; None: Muon.
     """
@@ -97,7 +97,7 @@ class MuonAdamW(GroupOptimizer):
             "use_muon": True,
         }
         super().__init__(params, defaults)
-        for group in self.param_groups:  # torch checks the values
+        for group in self.param_groups:  # torch's constructors check the values
             self._muon(group, [torch.empty(1, 1)])
             self._adamw(group, [torch.empty(1)])
 
@@ -115,7 +115,7 @@ class MuonAdamW(GroupOptimizer):
         params: Sequence[nn.Parameter],
         view: Callable[[Tensor], Tensor],
     ) -> None:
-        """Run one step of an optimizer of torch's over views of ``params``, with their state."""
+        """Run one step of one of torch's optimizers over views of ``params``, with their state."""
         if not params:
             return
         views = []
@@ -140,7 +140,7 @@ class MuonAdamW(GroupOptimizer):
     @staticmethod
     def _muon(group: dict[str, Any], params: Sequence[Tensor]) -> torch.optim.Optimizer:
         keys = ("lr", "weight_decay", "momentum", "nesterov", "ns_steps", "adjust_lr_fn")
-        muon = torch.optim.Muon(params, **{key: group[key] for key in keys})  # it checks the values
+        muon = torch.optim.Muon(params, **{key: group[key] for key in keys})  # built in any case: it checks the values
         if group["ns_dtype"] == "bfloat16" and group["row_beta"] is None:
             return muon
         return Orthogonal(params, **{key: group[key] for key in (*keys, "ns_dtype", "row_beta")})
@@ -158,14 +158,14 @@ class NorMuonAdamW(MuonAdamW):
 
 
 class Orthogonal(torch.optim.Optimizer):
-    """Muon of matrices in a number format of choice, by timm's Newton-Schulz; with ``row_beta``, NorMuon.
+    """Muon for matrices in a choice of number formats, by timm's Newton-Schulz; with ``row_beta``, NorMuon.
 
     NorMuon (https://arxiv.org/abs/2510.05491) divides each row of an orthogonalized update by the root of a running
-    mean of its mean square, and gives the whole its former norm back.
+    mean of its mean square, and then restores the norm of the update.
 
     Args:
         params: matrices.
-        lr, weight_decay, momentum, nesterov, ns_steps, adjust_lr_fn: of ``torch.optim.Muon``.
+        lr, weight_decay, momentum, nesterov, ns_steps, adjust_lr_fn: see ``torch.optim.Muon``.
         ns_dtype, row_beta: see ``MuonAdamW``.
     """
 
@@ -204,12 +204,12 @@ class Orthogonal(torch.optim.Optimizer):
 
 
 _FORMATS = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
-_COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # Muon's authors'
+_COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of Newton-Schulz, by Muon's authors
 _ROW_EPS = 1e-10
 
 
 def _scale(shape: torch.Size, adjust_lr_fn: str) -> float:
-    """Compute the factor of Muon's updates of a matrix, as ``torch.optim.Muon`` has it."""
+    """Compute the factor of a matrix's update, as in ``torch.optim.Muon``."""
     num_rows, num_cols = shape
     if adjust_lr_fn == "match_rms_adamw":
         return float(0.2 * max(num_rows, num_cols) ** 0.5)
@@ -238,7 +238,7 @@ def lamb(
     trust_clip: bool = False,
     always_adapt: bool = False,
 ) -> torch.optim.Optimizer:
-    """Build LAMB of timm, without its own clipping by the norm of all gradients (that is ``ZERO.clip_grad``)."""
+    """Build timm's LAMB, without its clipping by the norm of all gradients (use ``ZERO.clip_grad``)."""
     from timm.optim import Lamb
 
     options = {"trust_clip": trust_clip, "always_adapt": always_adapt}
@@ -249,24 +249,24 @@ def lamb(
 
 @OPTIMIZERS.register("adafactor", config=AdafactorConfig)
 def adafactor(groups: Groups, beta2_decay: float = -0.8, clip_threshold: float = 1.0) -> torch.optim.Optimizer:
-    """Build Adafactor of torch: second moments by row and column."""
+    """Build torch's Adafactor, with second moments by row and column."""
     return torch.optim.Adafactor(groups, beta2_decay=beta2_decay, d=clip_threshold)
 
 
 class Shampoo(GroupOptimizer):
-    """Shampoo as Distributed Shampoo has it: https://arxiv.org/abs/2309.06497.
+    """Shampoo as in Distributed Shampoo: https://arxiv.org/abs/2309.06497.
 
-    A matrix (a kernel counts as the matrix of its first dimension by the rest) is cut into blocks by a grid that begins
-    at its first element. The averaged gradient M of a block becomes ``L^(-1/4) M R^(-1/4)``, with L and R the running
-    means of ``G G^T`` and ``G^T G``, at the length of Adam's update of the block (grafting). Other tensors take Adam's
-    update. Weight decay is decoupled. Roots are taken in float64.
+    A matrix (a kernel is reshaped to its first dimension by the rest) is split into blocks by a grid from its first
+    element. The update of a block is ``L^(-1/4) M R^(-1/4)``, with M the running mean of gradients G, and L and R those
+    of ``G G^T`` and ``G^T G``, scaled to the norm of Adam's update of the block (grafting). Other tensors have Adam's
+    update. Weight decay is decoupled. Roots are computed in float64.
 
-    State: Adam's, and for a matrix ``left``, ``right`` and their roots: the matrices of all blocks, row by row of the
-    grid, flattened one after another.
+    State: Adam's, and for a matrix ``left``, ``right`` and their roots: the flattened matrices of all blocks, row by
+    row of the grid.
 
     Args:
         params: parameters or groups.
-        lr: learning rate, of Adam's size.
+        lr: learning rate, as for Adam.
         betas: betas of the running mean, and of all running squares.
         eps: added to the root of Adam's running square.
         matrix_eps: added to L and R before the root, as a share of their largest eigenvalue.
@@ -305,10 +305,9 @@ class Shampoo(GroupOptimizer):
                 for side, size in (("left", blocks[-1].left.stop), ("right", blocks[-1].right.stop)):
                     state[side], state[f"{side}_root"] = param.new_zeros(size), param.new_zeros(size)
         state["step"] += 1
-        # The first step is due too, for it has no roots yet; 1 % frequency, since a frequency of 1 leaves no remainder
-        # of 1.
+        # Steps 1, 1 + frequency, ...: the first step has no roots yet. 1 % frequency is 0 for a frequency of 1.
         is_due = state["step"] % group["frequency"] == 1 % group["frequency"]
-        # Adam's corrections for running means that begin at zero: https://arxiv.org/abs/1412.6980
+        # Adam's bias corrections (https://arxiv.org/abs/1412.6980, section 3).
         first, second = 1 - beta1 ** state["step"], 1 - beta2 ** state["step"]
         mean = state["exp_avg"].mul_(beta1).add_(grad, alpha=1 - beta1)
         square = state["exp_avg_sq"].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
@@ -325,16 +324,17 @@ class Shampoo(GroupOptimizer):
             if is_due:
                 left_root.copy_(_inverse_fourth_root(left / second, group["matrix_eps"]))
                 right_root.copy_(_inverse_fourth_root(right / second, group["matrix_eps"]))
-            turned = left_root @ mean[block.place] @ right_root
-            length = torch.linalg.vector_norm(matrix[block.place]) / torch.linalg.vector_norm(turned).clamp(min=1e-30)
-            matrix[block.place] = turned.mul_(length)
+            preconditioned = left_root @ mean[block.place] @ right_root
+            # Grafting: the direction is Shampoo's, the norm Adam's.
+            norm = torch.linalg.vector_norm(preconditioned).clamp(min=1e-30)
+            matrix[block.place] = preconditioned.mul_(torch.linalg.vector_norm(matrix[block.place]) / norm)
         param.mul_(1 - group["lr"] * group["weight_decay"])
         param.add_(matrix.view(param.shape), alpha=-group["lr"])
 
 
 @dataclass(frozen=True)
 class _Block:
-    """A block of the grid: its place in the matrix, and where its L and R lie in the state."""
+    """A block of the grid: its slices of the matrix, and the slices of its L and R in the state."""
 
     place: tuple[slice, slice]
     left: slice
@@ -350,7 +350,7 @@ class _Block:
 
 
 def _grid(param: Tensor, size: int) -> Iterator[_Block]:
-    """Yield blocks of a matrix, row by row; none of what is no matrix."""
+    """Yield the blocks of a matrix, row by row; none for a vector."""
     if param.dim() < 2:
         return
     num_rows, num_cols = len(param), param.shape[1:].numel()
@@ -364,9 +364,9 @@ def _grid(param: Tensor, size: int) -> Iterator[_Block]:
 
 
 def _inverse_fourth_root(matrix: Tensor, eps: float) -> Tensor:
-    """Compute ``(matrix + eps * its largest eigenvalue)^(-1/4)``; of zeros, zeros."""
+    """Compute ``(matrix + eps * its largest eigenvalue)^(-1/4)``; zeros for a zero matrix."""
     values, vectors = torch.linalg.eigh(matrix.double())
-    # L and R have no negative eigenvalues; rounding may leave some.
+    # L and R are positive semidefinite; rounding may make eigenvalues negative.
     values = values.clamp(min=0.0) + eps * values[-1].clamp(min=0.0)
     powers = torch.where(values > 0, values.clamp(min=1e-300).pow(-0.25), 0.0)
     return ((vectors * powers) @ vectors.T).to(matrix.dtype)
@@ -378,22 +378,22 @@ def shampoo(groups: Groups, **options: Any) -> torch.optim.Optimizer:
     return Shampoo(groups, **options)
 
 
-_ELEMENTS_AT_ONCE = 2**20  # decoded together, or rounded up to a block: bounds what a step takes beside the state
+_ELEMENTS_AT_ONCE = 2**20  # decoded at once, rounded up to a block: limits a step's temporaries
 
 
 class AdamW8bit(GroupOptimizer):
     """AdamW with block-wise quantized moments: https://arxiv.org/abs/2110.02861.
 
-    Each block of ``block_size`` successive elements (the last may be shorter) is stored as a byte an element, an entry
-    of a table of 256 values between -1 and 1 (0 and 1 for squares), and the block's largest magnitude in float32. The
-    arithmetic is AdamW's on decoded values. Blocks are counted from the first element of the *whole* tensor.
+    A block of ``block_size`` consecutive elements (the last may be shorter) is stored as the block's largest magnitude
+    in float32, and a byte per element: an index into a table of 256 values between -1 and 1 (0 and 1 for squares). The
+    arithmetic is AdamW's on decoded values. Blocks are counted from the first element of the *full* tensor.
 
     State: ``exp_avg`` and ``exp_avg_sq``, uint8 and shaped like the parameter, ``exp_avg_scale`` and
-    ``exp_avg_sq_scale``, (blocks,) float32. Tensors with fewer than ``min_elements`` keep AdamW's own state.
+    ``exp_avg_sq_scale``, (blocks,) float32. Tensors with fewer than ``min_elements`` have AdamW's state.
 
     Args:
         params: parameters or groups.
-        lr, betas, eps, weight_decay: of AdamW.
+        lr, betas, eps, weight_decay: see AdamW.
         block_size: elements that share a scale.
         min_elements: smaller tensors are not quantized.
     """
@@ -449,7 +449,7 @@ class AdamW8bit(GroupOptimizer):
 
 
 def _adamw(group: dict[str, Any], step: int, values: Tensor, grad: Tensor, mean: Tensor, square: Tensor) -> None:
-    """Update the values in place."""
+    """Apply AdamW's update to ``values``, and to its moments, in place."""
     beta1, beta2 = group["betas"]
     mean.mul_(beta1).add_(grad, alpha=1 - beta1)
     square.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
@@ -459,7 +459,7 @@ def _adamw(group: dict[str, Any], step: int, values: Tensor, grad: Tensor, mean:
 
 
 class _Quantized:
-    """A run of whole blocks: (n,) codes and (blocks,) scales."""
+    """Consecutive blocks of a quantized moment: (n,) codes and (blocks,) scales."""
 
     def __init__(self, codes: Tensor, scales: Tensor, block_size: int, is_signed: bool):
         self._codes, self._scales, self._size = codes, scales, block_size
@@ -471,12 +471,12 @@ class _Quantized:
         return values.mul_(self._scale_of_each(dtype))
 
     def encode(self, values: Tensor) -> None:
-        """Take (n,) values: each becomes the nearest entry of the table."""
+        """Store (n,) values: a scale for each block, and the nearest entry of the table for each value."""
         blocks = torch.nn.functional.pad(values, (0, len(self._scales) * self._size - len(values)))
         self._scales.copy_(blocks.view(-1, self._size).abs().amax(dim=1))
-        # The clamp is for a block of zeros, whose scale is zero.
+        # clamp: a block of zeros has scale zero.
         shares = values / self._scale_of_each(values.dtype).clamp(min=torch.finfo(torch.float32).tiny)
-        # The nearest entry is the one whose neighbors' middles a value lies between.
+        # The nearest entry, by the midpoints between entries.
         middles = ((self._table[1:] + self._table[:-1]) / 2).to(values.dtype)
         self._codes.copy_(torch.bucketize(shares, middles))
 
@@ -486,7 +486,7 @@ class _Quantized:
 
 @lru_cache(maxsize=2)
 def _table(is_signed: bool) -> tuple[float, ...]:
-    """Build the dynamic tree quantization: seven powers of ten, each cut more finely than the one below; 0 and 1."""
+    """Build the table of dynamic tree quantization: seven decades, each with twice the values of the last; 0 and 1."""
     levels = [0.0, 1.0]
     for exponent in range(7):
         count = 2 ** (exponent + (0 if is_signed else 1))

@@ -1,7 +1,7 @@
-"""The AlexNets of VISSL's model zoo, with its layers and its names of them.
+"""The AlexNets of VISSL's model zoo, with VISSL's layers and names.
 
-They differ in groups, norms, strides and what they make of an image. They are read from the layer tables below, which
-follow ``vissl/models/trunks/alexnet_*.py`` at 09270ed2.
+They differ in groups, norms, strides and the input that they derive from an image. Layers follow
+``vissl/models/trunks/alexnet_*.py`` at 09270ed2.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from vissl_zero.models.model import LayerTap
 from vissl_zero.models.trunks.timm_trunk import TimmTrunk
 from vissl_zero.registry import TRUNKS
 
-# Side of the images that the flat feature is counted for: unpadded first convolutions, and padded ones.
+# Side of the images, in pixels, for the width of the flat feature: unpadded and padded first convolutions.
 _UNPADDED_SIDE, _PADDED_SIDE = 227, 224
 _LAYERS = ("conv1", "pool1", "conv2", "pool2", "conv3", "conv4", "conv5", "pool5", "flatten")
 
 
 class AlexNetTrunk(TimmTrunk):
-    """An AlexNet; its feature is the flat output of the last pooling, so that all images have one size.
+    """An AlexNet whose feature is the flat output of the last pooling; all images must have one size.
 
     Args:
-        build: gives the layers by name.
+        build: builds the named layers.
     """
 
     tap_names = _LAYERS
@@ -42,7 +42,7 @@ class AlexNetTrunk(TimmTrunk):
 
 
 class _Sobel(nn.Module):
-    """Mean of the colors, and its slopes along both sides: what DeepCluster's AlexNet sees. Nothing is trained."""
+    """Sobel gradients of the mean of colors, along both sides: the input of DeepCluster's AlexNet. Not trained."""
 
     filters: Tensor
 

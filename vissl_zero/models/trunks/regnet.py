@@ -31,8 +31,7 @@ _KEY = "config.MODEL.TRUNK.REGNET"
 class RegNet(StagedTrunk):
     """RegNet X/Y by name or by depth, w_0, w_a, w_m and group_width.
 
-    Only the stem and the blocks are classy-vision's: its model's ``__call__`` forwards to an inner module, so hooks on
-    the model would never run. Images of any size of at least 1 pixel work.
+    Images may have any size of at least 1 pixel.
 
     Args:
         options: fields of ``RegNetConfig``.
@@ -44,6 +43,7 @@ class RegNet(StagedTrunk):
     def __init__(self, **options: Any):
         config = RegNetConfig(**options)
         build = _from_stages if config.name == config.ANYNET else _named if config.name else _from_parameters
+        # Stem and blocks only: classy-vision's model forwards ``__call__`` to an inner module, past hooks of the model.
         net = build(config)
         stages = [list(stage) for stage in net.trunk_output]
         norms = [layer for layer in stages[-1][-1].modules() if isinstance(layer, nn.BatchNorm2d)]
@@ -101,7 +101,7 @@ def _from_stages(config: RegNetConfig) -> AnyNet:
 
 
 def _common(config: RegNetConfig) -> dict[str, Any]:
-    """Collect arguments that go with a name too."""
+    """Return arguments that a named RegNet also takes."""
     return {
         "stem_type": _member(StemType, "stem_type", config.stem_type),
         "stem_width": config.stem_width,

@@ -1,10 +1,8 @@
 """ResNet from torchvision's blocks (https://arxiv.org/abs/1512.03385), and SimCLR v2's with selective kernels.
 
-The stride is in the 3x3 convolution.
-
-Selective kernels: https://arxiv.org/abs/2006.10029, appendix A; kernels as in VISSL. In every block two 3x3
-convolutions are mixed channel by channel, with weights that a small network finds from the mean of both. The first
-convolution is three of 3x3, and projections pool before they change the width. Layers and sizes are those of
+Selective kernels: https://arxiv.org/abs/2006.10029, appendix A. In every block two 3x3 convolutions are mixed by
+channel, with weights that a small network computes from the mean of both. The stem has three 3x3 convolutions, and
+projections pool before they change the width. Layers and sizes follow
 ``vissl/models/trunks/resnext_selective_kernels.py`` at 09270ed2.
 """
 
@@ -28,7 +26,7 @@ _EPS = 1e-5
 
 
 class TorchFirstConv2d(nn.Conv2d):
-    """A convolution that begins as torch's do, uniform within 1 / sqrt(fan-in)."""
+    """A convolution with torch's initialization, uniform within 1 / sqrt(fan-in)."""
 
     def init_parameters(self, generator_for: Callable[[str], torch.Generator]) -> None:
         bound = 1 / math.sqrt(self.weight[0].numel())
@@ -37,23 +35,23 @@ class TorchFirstConv2d(nn.Conv2d):
 
 
 class StandardizedConv2d(nn.Conv2d):
-    """A convolution whose filters are brought to mean 0 and standard deviation 1 whenever it is applied."""
+    """A convolution whose filters are normalized to mean 0 and standard deviation 1 in each forward pass."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Convolve x with standardized weights: (b, C, H, W) -> (b, C', H', W')."""
         centered = self.weight - self.weight.mean(dim=(1, 2, 3), keepdim=True)
-        # The square root of the variance plus eps, not the deviation plus eps: differentiable for a constant filter.
+        # eps under the root, and not added to it: the gradient is finite for a constant filter.
         scale = centered.square().mean(dim=(1, 2, 3), keepdim=True).add(_EPS**2).rsqrt()
         return self._conv_forward(x, centered * scale, self.bias)
 
 
 class TorchFirstStandardizedConv2d(StandardizedConv2d, TorchFirstConv2d):
-    """Both."""
+    """A standardized convolution with torch's initialization."""
 
 
 def replace_convolutions(module: nn.Module, is_standardized: bool, is_torch_first: bool) -> None:
-    """Turn every convolution in ``module`` into one of these classes, in place; parameters and names stay."""
-    both = {
+    """Change the class of every convolution in ``module``, in place; parameters and names do not change."""
+    classes = {
         (False, False): nn.Conv2d,
         (True, False): StandardizedConv2d,
         (False, True): TorchFirstConv2d,
@@ -61,7 +59,7 @@ def replace_convolutions(module: nn.Module, is_standardized: bool, is_torch_firs
     }
     for layer in module.modules():
         if type(layer) is nn.Conv2d:
-            layer.__class__ = both[is_standardized, is_torch_first]
+            layer.__class__ = classes[is_standardized, is_torch_first]
 
 
 class StagedTrunk(nn.Module):
@@ -94,7 +92,7 @@ class StagedTrunk(nn.Module):
 
         Args:
             images: images of each resolution.
-            return_maps: give the maps (b_r, F, h_r, w_r) of the last stage too, before the features.
+            return_maps: also return the maps (b_r, F, h_r, w_r) of the last stage, before the features.
         """
         xs: list[Tensor] = self.stem(images)
         for stage in self.stages:
@@ -131,14 +129,14 @@ _KEY = "config.MODEL.TRUNK.RESNETS"
 
 
 class _ZeroBasicBlock(BasicBlock):
-    """Starts as its shortcut alone (https://arxiv.org/abs/1706.02677, section 5.1)."""
+    """A block that is the identity plus shortcut at the start (https://arxiv.org/abs/1706.02677, section 5.1)."""
 
     def init_parameters(self, generator_for: Callable[[str], torch.Generator]) -> None:
         nn.init.zeros_(self.bn2.weight)
 
 
 class _ZeroBottleneck(Bottleneck):
-    """As ``_ZeroBasicBlock``."""
+    """A bottleneck with the initialization of ``_ZeroBasicBlock``."""
 
     def init_parameters(self, generator_for: Callable[[str], torch.Generator]) -> None:
         nn.init.zeros_(self.bn3.weight)
@@ -197,7 +195,7 @@ def _check(config: ResNetConfig) -> None:
 
 
 def _stem(config: ResNetConfig, width: int, norm: Callable[[int], nn.Module]) -> Unit:
-    """Build 7x7 convolution and max pooling, or a 3x3 convolution of full resolution, for images under 64 pixels."""
+    """Build a 7x7 convolution with max pooling, or for images under 64 pixels a 3x3 convolution with stride 1."""
     if config.STEM_TYPE == "RES_STEM_CIFAR":
         return Unit(nn.Conv2d(3, width, 3, padding=1, bias=False), norm(width), nn.ReLU(inplace=True))
     conv = nn.Conv2d(3, width, 7, stride=2, padding=3, bias=False)
@@ -205,7 +203,7 @@ def _stem(config: ResNetConfig, width: int, norm: Callable[[int], nn.Module]) ->
 
 
 def _stages(config: ResNetConfig, width: int, norm: Callable[[int], nn.Module]) -> tuple[list[list[nn.Module]], int]:
-    """Build the blocks of the four stages; return them and the channels of the last one."""
+    """Build the blocks of the four stages; return them and the channels of the last block."""
     block_class, depths = _BLOCKS[config.DEPTH]
     if config.ZERO_INIT_RESIDUAL:
         block_class = _ZeroBasicBlock if block_class is BasicBlock else _ZeroBottleneck
@@ -233,7 +231,7 @@ def _stages(config: ResNetConfig, width: int, norm: Callable[[int], nn.Module]) 
 
 _SK_BLOCKS = {50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}
 _EXPANSION = 4
-_LEAST_MIXING = 32  # channels of the network that mixes
+_LEAST_MIXING = 32  # smallest width of the mixing network
 
 
 @TRUNKS.register("resnet_sk", config=ResNetSkConfig)
@@ -278,7 +276,7 @@ def _sk_stem(width: int, ratio: float) -> nn.Sequential:
 
 
 class _SelectiveKernel(nn.Module):
-    """Two 3x3 convolutions mixed by channel."""
+    """Two 3x3 convolutions, mixed by channel."""
 
     def __init__(self, channels: int, stride: int, ratio: float):
         super().__init__()
@@ -294,7 +292,7 @@ class _SelectiveKernel(nn.Module):
 
 
 class _Bottleneck(nn.Module):
-    """1x1, selective (or plain) 3x3, 1x1, and a shortcut around them."""
+    """A bottleneck: 1x1, selective (or plain) 3x3, 1x1 convolution, and a shortcut."""
 
     def __init__(self, channels_in: int, inner: int, stride: int, ratio: float, is_first: bool = False):
         super().__init__()

@@ -1,12 +1,12 @@
-"""Networks of timm, cut into units: any by its name, or by VISSL's keys.
+"""Networks of timm, cut into units: any by name, or by VISSL's keys.
 
-timm: https://github.com/huggingface/pytorch-image-models. Plain vision transformers become a ``TransformerTrunk``. Of
-other models, one forward pass tells which modules are called one after another, each with the output of the one before.
-ConvNeXt, Swin, EfficientNet, ResNet, RegNet and most others are such chains, and each link becomes a unit that takes
-all resolutions at once. Others (XCiT, BEiT, EVA) keep timm's own forward pass, and each of their blocks becomes a unit
-that is gathered once per resolution.
+timm: https://github.com/huggingface/pytorch-image-models. Plain vision transformers become a ``TransformerTrunk``. For
+other models, one traced forward pass detects whether the model is a chain: modules called in sequence, each with the
+previous output. ConvNeXt, Swin, EfficientNet, ResNet, RegNet and most others are chains, and each link becomes a unit
+that takes all resolutions at once. Others (XCiT, BEiT, EVA) keep timm's forward pass, and each of their blocks becomes
+a unit that is gathered once per resolution.
 
-By VISSL's keys: from the classes that timm has of the same architectures, and MobileNet v3 from torchvision too.
+VISSL's keys build timm's classes of the same architectures, and MobileNet v3 also from torchvision.
 """
 
 from __future__ import annotations
@@ -52,17 +52,17 @@ from vissl_zero.models.weight_names import is_adapters, without_base_layer
 from vissl_zero.registry import TRUNKS
 
 _KEY = "config.MODEL.TRUNK"
-# What a subclass must have left alone for its parts to be taken over.
+# Methods that a subclass must not override: TransformerTrunk replaces them.
 _TRANSFORMER_METHODS = ("forward_features", "_pos_embed", "pool", "forward_head")
-# timm's arguments that our units would ignore -> what to write.
+# timm's arguments that our units would ignore -> fix for the error.
 _WITHOUT_EFFECT = {
     "patch_drop_rate": f"Write {_KEY}.PARAMS.patch_drop_rate instead.",
     "drop_rate": "Write use_dropout and dropout_rate in an mlp head instead: timm drops before its classifier.",
 }
-# A module that holds a smaller part of the model is one unit, whatever is in it.
+# A module with less than 1 / 64 of the model's parameters is not split further: tiny units cost a collective each.
 _MOST_UNITS = 64
-_MOST_PREFIX = 32  # class and register tokens before the patches, at most
-_PROBE_SIDE = 64  # of the image for models that take any
+_MOST_PREFIX = 32  # largest number of class and register tokens before the patches
+_PROBE_SIDE = 64  # side of the traced image, for models of any size
 
 
 @TRUNKS.register("timm", config=TimmConfig)
@@ -81,7 +81,7 @@ def build_timm_trunk(
     Args: the fields of ``TimmConfig``.
 
     Raises:
-        ConfigError: there is no such model, it does not take an argument, or an argument would do nothing.
+        ConfigError: there is no such model, it does not take an argument, or an argument would have no effect.
     """
     arguments = dict(model_args or {})
     if drop_path_rate is not None:
@@ -108,13 +108,13 @@ class TimmTrunk(nn.Module):
     """A timm model in units. Parameters have timm's names below ``net.``, with ``.unit`` after a unit's module.
 
     Args:
-        net: built without a classifier; taken apart.
+        net: model without a classifier; its modules are moved into units.
         build: builds the same model again.
 
     Attributes:
-        feature_dim: F, of the pooled features.
-        map_dim: channels of the last maps; None where the model has none that could be found.
-        is_chain: units take all resolutions at once; else each is gathered once per resolution.
+        feature_dim: F, width of the pooled features.
+        map_dim: channels of the last maps; None if no maps were detected.
+        is_chain: whether units take all resolutions at once; else a unit is gathered once per resolution.
     """
 
     def __init__(self, net: nn.Module, build: Callable[[], nn.Module]):
@@ -137,7 +137,7 @@ class TimmTrunk(nn.Module):
 
         Args:
             images: images of each resolution.
-            return_maps: give the last maps (b_r, map_dim, h_r, w_r) too, before the features.
+            return_maps: also return the last maps (b_r, map_dim, h_r, w_r), before the features.
         """
         maps: list[Tensor] = []
         if self.is_chain:
@@ -155,13 +155,13 @@ class TimmTrunk(nn.Module):
         return [*self._as_maps(maps, images), *features]
 
     def _as_maps(self, outputs: list[Tensor], images: list[Tensor]) -> list[Tensor]:
-        """Shape what the layer of the last maps gave for each resolution; nothing of nothing."""
+        """Convert the outputs of the layer of the last maps to maps, for each resolution; empty if there are none."""
         pairs = zip(outputs, images, strict=bool(outputs))
         return [_as_map(output, image, self.net, self._is_channels_last) for output, image in pairs]
 
     @contextmanager
     def _caught_maps(self, maps: list[Tensor] | None) -> Iterator[None]:
-        """Append what the layer of the last maps gives inside, unless None. A context."""
+        """Append the outputs of the layer of the last maps to ``maps``, unless None. A context manager."""
         if maps is None:
             yield
             return
@@ -172,13 +172,14 @@ class TimmTrunk(nn.Module):
             handle.remove()
 
     def last_link(self, path: str) -> str:
-        """Find what gives the output of ``path``, a part of the network that may be split into links."""
+        """Return the path of the link with the output of ``path``, a module that may be split into links."""
         inside = [link for link in self._links if link == f"net.{path}" or link.startswith(f"net.{path}.")]
         return inside[-1] if inside else f"net.{path}"
 
     @torch.no_grad()
     def init_parameters(self, generator_for: Callable[[str], torch.Generator]) -> None:
-        """Draw the first weights as timm does, under a generator of the run's."""
+        """Draw the weights as timm does, under a generator keyed by the run's seed."""
+        # By building the model again: timm draws weights in constructors, across the borders of units.
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(generator_for("").initial_seed())
             fresh = self._build().state_dict()
@@ -189,9 +190,10 @@ class TimmTrunk(nn.Module):
 
 
 class _SingleUnit(Unit):
-    """A unit inside somebody else's forward pass: it is given one resolution, and what else its block takes."""
+    """A unit inside timm's forward pass, which takes one resolution and the other arguments of its block."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+        # Captured now: in a recomputation, the scope is no longer that of this resolution.
         scope = current_scope()
 
         def run(x: Tensor) -> Any:
@@ -209,7 +211,7 @@ class _SingleUnit(Unit):
 
 @dataclass
 class _Call:
-    """One call of a module in a forward pass; tensors with their version, which a change in place counts up."""
+    """A call of a module in a traced forward pass; (tensor, version) each, as in-place changes increase the version."""
 
     name: str
     num_params: int
@@ -219,10 +221,10 @@ class _Call:
     inner: list[_Call] = field(default_factory=list)
 
     def links(self, least_params: int) -> list[str]:
-        """Name the modules that do the same one after another; its own name if there are no such.
+        """Return the names of inner modules whose sequence equals this call; its own name if there is no such sequence.
 
         Args:
-            least_params: a module with fewer parameters is not worth taking apart.
+            least_params: a module with fewer parameters is not split.
         """
         if self.num_params < least_params:
             return [self.name]
@@ -236,11 +238,11 @@ class _Call:
         return names if is_chain and len(set(names)) == len(names) else [self.name]
 
 
-_LastMap = tuple[str, int | None, bool]  # the link that gives it, its channels, whether they come last
+_LastMap = tuple[str, int | None, bool]  # link with the last map, its channels, whether channels are the last dimension
 
 
 def _trace(net: nn.Module) -> tuple[list[str] | None, int, _LastMap]:
-    """Find the modules that a training pass is a chain of, None if it is none; the number of features; the last map."""
+    """Trace a training pass; return the chain's links (None: no chain), the number of features, and the last map."""
     names = {module: name for name, module in net.named_modules()}
     root = _Call("", 0, False, (None, 0))
     stack = [root]
@@ -263,7 +265,7 @@ def _trace(net: nn.Module) -> tuple[list[str] | None, int, _LastMap]:
             probe = _probe(net)
             try:
                 features = net.train()(probe)
-            except RuntimeError:  # too small for it; what it was trained on is not
+            except RuntimeError:  # the model needs larger images: try the size of its pre-training
                 root.inner.clear()
                 del stack[1:]
                 probe = _probe(net, is_own_size=True)
@@ -283,7 +285,7 @@ def _trace(net: nn.Module) -> tuple[list[str] | None, int, _LastMap]:
 
 
 def _last_map(call: _Call, links: list[str], num_features: int, num_patches: int = 0) -> _LastMap:
-    """Find the last link that gives maps, or tokens of all patches, which only pooled features may follow."""
+    """Return the last link whose output is a map, or tokens of all patches."""
     outputs = {inner.name: inner.left[0] for inner in _calls_below(call)}
     for name in reversed(links):
         output = outputs.get(name)
@@ -305,7 +307,7 @@ def _calls_below(call: _Call) -> Iterator[_Call]:
 
 
 def _as_map(output: Tensor, image: Tensor, net: Any, is_channels_last: bool) -> Tensor:
-    """Shape a layer's output as a map (b, D, h, w): maps, channels last or not, or tokens (b, prefix + h * w, D)."""
+    """Convert a map, channels last or not, or tokens (b, prefix + h * w, D) to a map (b, D, h, w)."""
     if output.ndim == 4:
         return output.permute(0, 3, 1, 2) if is_channels_last else output
     grid = _patches(image, net)
@@ -313,7 +315,7 @@ def _as_map(output: Tensor, image: Tensor, net: Any, is_channels_last: bool) -> 
 
 
 def _patches(image: Tensor, net: Any) -> tuple[int, int]:
-    """Count the patches per column and row that a network cuts images into; 0 where it cuts none."""
+    """Count a network's patches per column and row of an image; 0 if it has no patches."""
     side = getattr(getattr(net, "patch_embed", None), "patch_size", None)
     if side is None:
         return 0, 0
@@ -329,7 +331,7 @@ def _same(one: tuple[Any, int], other: tuple[Any, int]) -> bool:
 
 
 def _blocks(net: nn.Module) -> Iterator[str]:
-    """List the model's blocks: members of its lists; for a list in a list, which has no forward pass, its members."""
+    """Yield the paths of the model's blocks: the members of its lists, and of lists in these."""
     for name, child in list(net.named_children()):
         if isinstance(child, nn.Sequential | nn.ModuleList):
             yield from (f"{name}.{member}" for member in _members(child))
@@ -375,7 +377,7 @@ def _create(name: str, arguments: dict[str, Any]) -> nn.Module:
     build = partial(timm.create_model, name, pretrained=False, num_classes=0, **arguments)
     try:
         try:
-            net: nn.Module = build(dynamic_img_size=True)  # vision transformers take it, and then crops of any size
+            net: nn.Module = build(dynamic_img_size=True)  # crops of any size, for vision transformers
         except TypeError as error:
             if "dynamic_img_size" not in str(error):
                 raise
@@ -471,10 +473,10 @@ def _beit(config: BeitConfig) -> nn.Module:
 
 
 class _OneFeature(TimmTrunk):
-    """A network with one feature. VISSL gives it whatever layer is asked for; here the names that its recipes write.
+    """A network of which only the feature can be tapped, by the name in VISSL's recipes.
 
     Args:
-        build: gives the network.
+        build: builds the network.
     """
 
     tap_names = ("lastCLS",)
@@ -483,7 +485,8 @@ class _OneFeature(TimmTrunk):
         super().__init__(build(), build)
 
     def tap(self, name: str) -> LayerTap | None:
-        """Return the feature that VISSL's recipes call lastCLS: a transformer's class token after the last norm."""
+        """Tap lastCLS, VISSL's name of the feature: a transformer's class token after the last norm."""
+        # VISSL ignores the name and returns the feature for any.
         return LayerTap((), lambda _, features: features) if name == "lastCLS" else None
 
 
@@ -561,7 +564,7 @@ def _convit(config: ConvitConfig) -> nn.Module:
         patch_size=config.PATCH_SIZE,
         num_classes=0,
         global_pool="token" if config.CLASSIFIER == "token" else "avg",
-        embed_dim=config.HIDDEN_DIM // config.NUM_HEADS,  # timm's is that of a head
+        embed_dim=config.HIDDEN_DIM // config.NUM_HEADS,  # timm's embed_dim is per head
         depth=config.NUM_LAYERS,
         num_heads=config.NUM_HEADS,
         mlp_ratio=config.MLP_DIM / config.HIDDEN_DIM,
@@ -581,7 +584,7 @@ _FEATURE_DROPOUT = {"B0": 0.2, "B1": 0.2, "B2": 0.3, "B3": 0.3, "B4": 0.4, "B5":
 
 @TRUNKS.register("efficientnet", config=EfficientNetConfig)
 class EfficientNetTrunk(TimmTrunk):
-    """EfficientNet B0 to B7, padded as in TensorFlow and classy-vision; its feature goes through dropout, as in VISSL.
+    """EfficientNet B0 to B7, padded as in TensorFlow and classy-vision, with dropout of its feature as in VISSL.
 
     Args:
         options: fields of ``EfficientNetConfig``.
@@ -618,9 +621,9 @@ class _MobileNetTrunk(TimmTrunk):
     """MobileNet v3.
 
     Args:
-        build: gives the network.
-        maps: module whose output is pooled.
-        has_wide_feature: the feature is wider than the pooled maps.
+        build: builds the network.
+        maps: path of the module whose output is pooled.
+        has_wide_feature: whether the feature is wider than the pooled maps.
     """
 
     tap_names = ("trunk", "trunk_pool", "trunk_pool_norm", "flatten", "flatten_norm")
@@ -631,7 +634,7 @@ class _MobileNetTrunk(TimmTrunk):
         self._has_wide_feature = has_wide_feature
 
     def tap(self, name: str) -> LayerTap | None:
-        """Tap VISSL's trunk (last maps), trunk_pool (their mean), timm's feature flatten; _norm: on the unit sphere."""
+        """Tap VISSL's trunk (last maps), trunk_pool (their mean) or flatten (timm's feature); _norm: of unit length."""
         kind = name.removesuffix("_norm")
         if kind == "trunk" and kind == name:
             return LayerTap((self._maps,))
@@ -655,7 +658,7 @@ def _torchvision_mobilenet(config: MobileNetConfig) -> nn.Module:
     size = config.NAME.split("_")[1]
     norm = partial(nn.BatchNorm2d, eps=1e-5, momentum=0.1) if config.TIMM_BN else None
     net: Any = getattr(torchvision.models, f"mobilenet_v3_{size}")(weights=None, norm_layer=norm)
-    # torchvision flattens in its forward pass; as a layer, so that the whole is a chain.
+    # torchvision flattens in its forward pass; as a layer, it keeps the model a chain.
     return nn.Sequential(OrderedDict(features=net.features, avgpool=net.avgpool, flatten=nn.Flatten()))
 
 
@@ -674,7 +677,7 @@ def _timm_mobilenet(config: MobileNetConfig) -> nn.Module:
 
 
 def _checked(block: str, build: Callable[[_Keys], nn.Module], config: _Keys) -> Callable[[], nn.Module]:
-    """Bind ``build`` to its keys. Raises ConfigError where those of ``MODEL.TRUNK.<block>`` make no network."""
+    """Bind ``build`` to its keys. Raises ConfigError if the keys of ``MODEL.TRUNK.<block>`` make no network."""
     if problems := size_problems(f"config.MODEL.TRUNK.{block}", config):
         raise ConfigError(problems)
     return partial(build, config)

@@ -1,6 +1,6 @@
 """The embedding of a vision transformer: patches, masks, positions for any resolution, class and register tokens.
 
-It takes timm's parts without importing timm: weights of any model are read through this file, and timm takes a second.
+This file does not import timm, which takes a second: reading the weights of any model imports this file.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 
 class TokenEmbedding(nn.Module):
-    """Patches to tokens: embedding, masks, positions, class and register tokens.
+    """Images to tokens: patch embedding, masks, positions, class and register tokens.
 
     Args:
-        vit: the vision transformer whose parts are taken.
-        use_mask_token: make ``mask_token``, (1, 1, D).
-        patch_drop_rate: share of patches left out in training, by keyed numbers.
+        vit: vision transformer whose modules are used.
+        use_mask_token: create ``mask_token``, (1, 1, D).
+        patch_drop_rate: share of patches dropped in training, by keyed random numbers.
         position_resize: see ``interpolated``.
     """
 
@@ -44,7 +44,7 @@ class TokenEmbedding(nn.Module):
         self.patch_drop_rate = patch_drop_rate
 
     def forward(self, images: Tensor, mask: Tensor | None = None, kept: Tensor | None = None) -> Tensor:
-        """Embed images (b, 3, H, W) as tokens (b, prefix + patches seen, D); see ``TransformerTrunk.forward``."""
+        """Embed images (b, 3, H, W) as tokens (b, prefix + visible patches, D); see ``TransformerTrunk.forward``."""
         self._require_whole_patches(images.shape[-2:])
         patches = self.patch_embed(images)
         height, width = patches.shape[1:3]
@@ -65,6 +65,7 @@ class TokenEmbedding(nn.Module):
             num_kept = max(1, int(patches.shape[1] * (1 - self.patch_drop_rate)))
             numbers = keyed_bits(patches.shape[0], patches.shape[1], "trunk.embedding.patch_drop", patches.device)
             kept = numbers.argsort(dim=1)[:, :num_kept].sort(dim=1).values
+        # After the positions: a visible patch keeps the position of its place in the image.
         if kept is not None:
             patches = patches.gather(1, kept[:, :, None].expand(-1, -1, patches.shape[2]))
         tokens: Tensor = self.norm_pre(self.pos_drop(torch.cat([*prefix, patches], dim=1)))
@@ -79,21 +80,21 @@ class TokenEmbedding(nn.Module):
             raise ConfigError([Problem("sides of the images", ", ".join(wrong), must, fix)])
 
 
-_OFFSET = 0.1  # patches: https://github.com/facebookresearch/dino/issues/8
+_OFFSET = 0.1  # patches, against rounding of the size: https://github.com/facebookresearch/dino/issues/8
 
 
 def interpolated(positions: Tensor, grid: tuple[int, int], wanted: tuple[int, int], how: str = "antialiased") -> Tensor:
-    """Interpolate position embeddings (1, h * w, D) of a grid for another one, bicubic; the same if the grids are.
+    """Interpolate position embeddings (1, h * w, D) to another grid, bicubic; unchanged if the grids are equal.
 
     Args:
-        positions: positions of the grid that they were made for.
-        grid, wanted: height and width, in patches.
+        positions: position embeddings of ``grid``.
+        grid, wanted: height and width of the old and the new grid, in patches.
         how: antialiased, as ``timm.layers.resample_abs_pos_embed``; bicubic, without antialiasing, as transformers'
-            ViT and DINOv2; offset, the same by the factor of 0.1 patches more than there are, as DINO and DINOv2.
-    All compute in float32 whatever they are given.
+            ViT and DINOv2; offset, bicubic with a scale factor for 0.1 patches more, as DINO and DINOv2.
     """
     if grid == wanted:
         return positions
+    # In float32, as all three implementations.
     wide = positions.to(torch.promote_types(positions.dtype, torch.float32))
     maps = wide.unflatten(1, grid).permute(0, 3, 1, 2)
     if how == "offset":

@@ -14,7 +14,7 @@ from vissl_zero.models.trunks.timm_trunk import TimmTrunk
 from vissl_zero.registry import TRUNKS
 
 _KEY = "config.MODEL.TRUNK"
-_LARGE = ("googlenet", "inception_v3")  # draw their weights for a minute unless they are told not to
+_LARGE = ("googlenet", "inception_v3")  # drawing their weights takes a minute, unless init_weights is false
 _CLASSIFIERS = ("fc", "head", "heads", "classifier")
 
 

@@ -1,6 +1,6 @@
 """Vision transformers: timm's layers (https://arxiv.org/abs/2010.11929), cut into units that take all resolutions.
 
-Ours is only what sharding and self-supervised methods need: units, and the embedding of ``token_embedding.py``.
+Sharding and self-supervised methods need units, and the embedding of ``token_embedding.py``; the rest is timm's.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from vissl_zero.registry import TRUNKS
 _INIT_STD = 0.02
 _LAYER_NORM_EPS = 1e-6
 
-# Per resolution, or None where all of them have none.
+# A mask or None for each resolution; None: no masks at all.
 PatchMasks = Sequence[Tensor | None] | None
 
 
@@ -40,15 +40,15 @@ class TransformerTrunk(nn.Module):
     Parameters have timm's names below ``embedding.unit``, ``blocks.<i>.unit``, ``norm.unit`` and ``pooling.unit``.
 
     Args:
-        vit: built with ``dynamic_img_size=True`` and without a classifier; taken apart.
-        use_mask_token: make the vector that stands for masked patches.
-        patch_drop_rate: share of patches left out in training.
+        vit: built with ``dynamic_img_size=True`` and without a classifier; its modules are moved into units.
+        use_mask_token: create the vector that replaces masked patches.
+        patch_drop_rate: share of patches dropped in training.
         position_resize: see ``interpolated``.
 
     Attributes:
-        feature_dim: D, of pooled features and of tokens.
-        patch_size: side of a patch, in pixels (height, width).
-        num_prefix_tokens: class and register tokens, which come before the patches.
+        feature_dim: D, width of pooled features and of tokens.
+        patch_size: height and width of a patch, in pixels.
+        num_prefix_tokens: number of class and register tokens, which are before the patches.
         is_packing: blocks take the tokens of all resolutions as one sequence; see ``pack_crops``.
     """
 
@@ -86,14 +86,14 @@ class TransformerTrunk(nn.Module):
         Args:
             images: R tensors (b_r, 3, H_r, W_r); sides are multiples of the patch size.
             masks: per resolution (b_r, P_r) bool, patches replaced by the mask token; None: none.
-            kept: per resolution (b_r, k_r) int64, the patches that are seen, the others being left out; None: all.
-            return_tokens: give tokens after the last norm instead of features.
-            last_blocks: give the tokens of that many last blocks too, before the norm.
-            return_maps: give the patches' tokens after the last norm as maps (b_r, D, h_r, w_r), before the features;
-                all patches must be seen.
+            kept: per resolution (b_r, k_r) int64, visible patches, the others being dropped; None: all.
+            return_tokens: return tokens after the last norm instead of features.
+            last_blocks: number of last blocks whose tokens, before the norm, are returned too.
+            return_maps: also return the patches' tokens after the last norm as maps (b_r, D, h_r, w_r), before the
+                features; all patches must be visible.
         Returns:
-            R pooled features (b_r, D), or R tensors of tokens (b_r, num_prefix_tokens + patches seen, D), followed by R
-            of each of the last blocks in their order.
+            R pooled features (b_r, D), or R tensors of tokens (b_r, num_prefix_tokens + visible patches, D), followed
+            by R tensors for each of the last blocks, in order.
         """
         xs: list[Tensor] = self.embedding(images, masks, kept)
         shapes = [(x.shape[0], x.shape[1]) for x in xs]
@@ -108,7 +108,7 @@ class TransformerTrunk(nn.Module):
                 caught[index] = xs
             if index >= len(self.blocks) - last_blocks:
                 last += xs
-        # One call for all tapped blocks: a unit is gathered once a step.
+        # One call for all tapped blocks: calling a unit gathers its parameters.
         flat: list[Tensor] = self.norm([x for tokens in (*caught.values(), xs) for x in tokens])
         if masks_of_attention:
             flat, last = ([part for x in rows for part in unpacked(x, shapes)] for rows in (flat, last))
@@ -120,10 +120,10 @@ class TransformerTrunk(nn.Module):
         return [*(self._as_map(tokens, image) for tokens, image in shown), *self.pooled(xs)]
 
     def pack_crops(self) -> None:
-        """Run each block on the tokens of all resolutions as one sequence from now on; call it once it is built.
+        """Make each block run on the tokens of all resolutions as one sequence. Call it before sharding.
 
         Raises:
-            ConfigError: blocks have another form than timm's ``Block``, or attention is not fused.
+            ConfigError: blocks are not timm's ``Block``, or attention is not fused.
         """
         for block in (unit.get_submodule("unit") for unit in self.blocks):
             if type(block) is not Block or type(block.attn) is not Attention:
@@ -148,9 +148,9 @@ class TransformerTrunk(nn.Module):
     def tap(self, name: str) -> LayerTap | None:
         """Tap VISSL's names, all after the last norm.
 
-        These are class token (CLS), mean of the patches (POOL) or all tokens (BLK) of the last
-        block, of the last n concatenated (concat...n), of n blocks at a stride, or of block n (blkCLSn); and the last
-        patches as a map (n, h, w, D) (lastMAP).
+        Names are the class token (CLS), the mean of the patches (POOL) or all tokens (BLK) of the last block, of the
+        last n concatenated (concat...n), of n blocks at a stride, or of block n (blkCLSn); and the last patches as a
+        map (n, h, w, D) (lastMAP).
 
         https://github.com/facebookresearch/vissl/blob/main/vissl/models/trunks/vision_transformer.py
         """
@@ -190,18 +190,18 @@ class TransformerTrunk(nn.Module):
 
 
 class _TransformerUnit(Unit):
-    """A unit that starts as DINO and DeiT have it."""
+    """A unit with the initialization of DINO and DeiT."""
 
     def init_parameters(self, generator_for: Callable[[str], torch.Generator]) -> None:
         """Draw linear layers and learned vectors from a truncated normal of deviation 0.02; set biases to 0.
 
-        Norms and layer scale start as timm has them; the patches' convolution as torch has it.
+        Norms and layer scale keep timm's initialization; the patches' convolution has torch's.
         """
         initialize_transformer_(self, generator_for)
 
 
 class _BlockUnit(_TransformerUnit):
-    """A block of attention and an MLP, for tokens of each resolution, or for the packed ones of all and their mask."""
+    """A block of attention and an MLP, for the tokens of each resolution, or for packed tokens with their mask."""
 
     def each(self, xs: list[Tensor], *others: Sequence[Any] | None) -> list[Tensor]:
         masks: Any = others[0] if others else None
@@ -215,7 +215,7 @@ class _BlockUnit(_TransformerUnit):
 
 
 class _EmbeddingUnit(_TransformerUnit):
-    """The first unit, which is given masks too. It is never recomputed: one convolution saves nothing."""
+    """The first unit, which also takes masks. It is never recomputed: one convolution has little to save."""
 
     def __init__(self, embedding: TokenEmbedding):
         super().__init__(OrderedDict(unit=embedding))
@@ -230,7 +230,7 @@ class _EmbeddingUnit(_TransformerUnit):
 
 
 class _Pooling(nn.Module):
-    """timm's pooling of tokens, and the norm after it where there is one."""
+    """timm's pooling of tokens, and the norm after it, if there is one."""
 
     def __init__(self, vit: TimmVisionTransformer):
         super().__init__()
@@ -295,7 +295,7 @@ def _square(patches: int) -> tuple[int, int]:
 
 @torch.no_grad()
 def initialize_transformer_(net: nn.Module, generator_for: Callable[[str], torch.Generator]) -> None:
-    """Draw weights as ``_TransformerUnit.init_parameters``; parameters of other modules stay as they are."""
+    """Draw weights as ``_TransformerUnit.init_parameters``; parameters of other modules do not change."""
     for name, module in net.named_modules():
         if isinstance(module, nn.Linear):
             truncated_normal_(module.weight, generator_for(f"{name}.weight"))
@@ -321,6 +321,7 @@ def _unit(layer: nn.Module) -> Unit:
 
 
 def truncated_normal_(tensor: Tensor, generator: torch.Generator) -> None:
-    """Fill a tensor, of any device and dtype, with numbers of deviation 0.02."""
+    """Fill a tensor, of any device and dtype, from a truncated normal of deviation 0.02."""
+    # Drawn in float32 on the CPU: the same bits for every device and dtype, up to the cast.
     drawn = nn.init.trunc_normal_(torch.empty(tensor.shape), std=_INIT_STD, generator=generator)
     tensor.data.copy_(drawn)
