@@ -432,7 +432,7 @@ class ShardedModel:
         Only optimizers with ``eval`` and ``train`` (schedule-free ones) have two sets; otherwise this does nothing.
         Cost: a copy of this rank's trained shards.
         """
-        optimizer = getattr(self.optimizer, "optim", self.optimizer)  # fairscale's has the one that runs inside
+        optimizer = getattr(self.optimizer, "optim", self.optimizer)  # the base optimizer inside fairscale's OSS
         if not (hasattr(optimizer, "eval") and hasattr(optimizer, "train")):
             yield
             return
@@ -720,7 +720,7 @@ class ShardedModel:
 
     @contextmanager
     def measure_activations(self) -> Iterator[None]:
-        """Count what one forward pass keeps alive, for ``ledger``. A context. Slow; meant for the first step."""
+        """Measure the memory that one forward pass keeps alive, for ``ledger``. A context. Slow: for the first step."""
         with ActivationCounter() as counter:
             yield
         # Looked up after the pass: it gathers parameters and takes buffers, which are counted as other kinds.

@@ -523,9 +523,9 @@ def scaled_product(a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor) -> 
 
     Args:
         a: (n, k) e4m3 or e5m2, contiguous.
-        a_scales: (n, 1) float32, of its rows.
+        a_scales: (n, 1) float32, scales of its rows.
         b: (m, k) e4m3, contiguous; 16 divides k and m.
-        b_scales: (m, 1) float32.
+        b_scales: (m, 1) float32, scales of its rows.
     """
     scales = {"scale_a": a_scales, "scale_b": b_scales.t()}
     # bfloat16 is the one format that every kernel of scaled rows gives.

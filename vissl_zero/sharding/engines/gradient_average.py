@@ -174,8 +174,7 @@ class GradientAverage:
         """End a round: send the remaining buckets, and replace the gradients by their means. Collective."""
         while len(self._sent) < len(self._buckets):
             self._send_next()
-        # Reentrant checkpointing may accumulate a gradient after its bucket was sent: average such remainders one by
-        # one.
+        # Reentrant checkpointing may accumulate a gradient after its bucket was sent: average such remainders singly.
         late = [real_grad(param) for bucket in self._buckets for param in bucket]
         flags = [*self._present, *(grad is not None for grad in late)]
         table = torch.tensor(flags, dtype=torch.uint8, device=self._device_of_flags())
@@ -294,7 +293,7 @@ class OrderedMeans:
 
     @torch.no_grad()
     def _average(self) -> None:
-        """Average the gradients over ranks; one that only some ranks have is zero on the others."""
+        """Average the gradients over ranks; a gradient that only some ranks have counts as zero on the others."""
         if collectives.world_size() == 1 or not self._params:
             return
         present = torch.tensor([real_grad(param) is not None for param in self._params], device=self._params[0].device)

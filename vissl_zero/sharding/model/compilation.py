@@ -61,7 +61,7 @@ def compile_units(model: nn.Module, units: Sequence[nn.Module], backend: str) ->
 
 
 class _Compiler:
-    """Compiles the units of one model, and reports its progress and what it could not compile.
+    """Compiles the units of one model; logs progress, and the units that cannot be compiled.
 
     Args:
         names: names of the units.

@@ -196,9 +196,9 @@ def _block_scaled_product(a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tens
 
     Args:
         a: (n, k) e4m3, contiguous.
-        a_scales: (n, k / 32) e8m0, of its blocks.
+        a_scales: (n, k / 32) e8m0, scales of its blocks.
         b: (m, k) e4m3, contiguous; 32 divides k, 16 divides m.
-        b_scales: (m, k / 32) e8m0.
+        b_scales: (m, k / 32) e8m0, scales of its blocks.
     """
     kind, order = F.ScalingType.BlockWise1x32, F.SwizzleType.SWIZZLE_32_4_4
     scales = _in_tiles(a_scales), kind, _in_tiles(b_scales), kind

@@ -140,6 +140,7 @@ def run_in_precision(model: nn.Module, precision: Precision, device: torch.devic
     """
     if precision.autocast is None and dtype_of(precision.compute) not in _HALF:
         return
+    # A forward set on the instance, such as a compiled one, runs inside ours.
     own_forward = model.__dict__.get("forward")
 
     def in_precision(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -291,6 +292,7 @@ def rounded(build_optimizer: OptimizerFactory, plan: ShardingPlan, shards: Seque
         params = [list(group["params"]) for group in groups]
         group_params = [by_local[id(param)] for together in params for param in together]
         for shard in group_params:
+            # From now on, unscaling and clipping are noted, and applied to the widened gradient: one rounding less.
             shard.noted = []
             if not shard.local.is_contiguous():
                 shard.local.data = shard.local.data.contiguous()  # pieces are runs of the flattened shard

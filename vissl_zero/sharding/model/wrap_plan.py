@@ -102,7 +102,7 @@ class WrapPlan:
         return ", ".join(remarks)
 
 
-_LARGE = 10_000_000  # parameters below which a unit of most of them takes little memory
+_LARGE = 10_000_000  # parameters; in a smaller model, even a unit of most of them takes little memory
 _MOMENT = {
     0: "replicated",
     1: "optimizer state sharded; gradients whole until the last micro-batch",

@@ -240,6 +240,7 @@ class PageBuffer:
 
     def __init__(self, memory: mmap.mmap, first: int, num_bytes: int):
         self.num_bytes = num_bytes
+        # Tensor and view share the mapping, which lives as long as one of them.
         self.bytes = torch.frombuffer(memory, dtype=torch.uint8)[first : first + num_bytes]
         self._view = memoryview(memory)[first : first + num_bytes]
 

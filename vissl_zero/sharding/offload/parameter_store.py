@@ -151,7 +151,7 @@ class ParameterStore:
         try:
             gradients = folder.file("gradients", trained, is_touched=not is_fast_init)
         except OffloadError:
-            self.parameters.close()
+            self.parameters.close()  # there is no finalizer yet
             raise
         self.record_bytes = max(sizes, default=0)
         self._pipeline = RecordPipeline([self.record_bytes])
@@ -280,6 +280,7 @@ class DiskShard(Shard):
         index: index of this shard in ``store``.
     """
 
+    # Required fields; dataclasses allow none without a default behind the base's.
     store: ParameterStore = None  # type: ignore[assignment]
     index: int = -1
     is_on_disk = True
@@ -374,6 +375,7 @@ class HostShard(Shard):
         pin: page-lock the host's memory.
     """
 
+    # A required field; see ``DiskShard``.
     on_device: Tensor = None  # type: ignore[assignment]
     pin: bool = False
 

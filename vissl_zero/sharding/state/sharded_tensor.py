@@ -1,4 +1,4 @@
-"""A tensor of which each rank holds some rows, and the table of what a loop may do with it between steps.
+"""A tensor of which each rank holds some rows, and the table of operations that a loop may run on it between steps.
 
 Parameters of ZeRO level 3, their gradients and all tensors computed from them have one class, to which torch sends
 every operation. The table has three ways to run one. An operation that is not in the table raises an error with its

@@ -90,6 +90,7 @@ class _Piece:
     def __init__(self, optimizer: torch.optim.Optimizer, shards: Sequence[Shard]):
         self.shards = shards
         chosen = {id(shard.local) for shard in shards}
+        # One list per group of the optimizer, also if it is empty, as ``with_params`` expects.
         self.params: list[list[nn.Parameter]] = [
             [param for param in group["params"] if id(param) in chosen] for group in optimizer.param_groups
         ]

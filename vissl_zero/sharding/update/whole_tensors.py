@@ -359,6 +359,7 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
             num_bytes = [list(column) for column in zip(*num_bytes, strict=True)]
         others = [rank for rank in range(self._group.size()) if rank != me]
         self.num_sent += sum(num_bytes[me][rank] for rank in others)
+        # As bytes, so that tensors of several dtypes share one message.
         targets, parts = (
             [[tensor.contiguous().view(torch.uint8) for tensor in of_rank] for of_rank in by_rank]
             for by_rank in (received, sent)

@@ -339,7 +339,7 @@ class _GradientSharded(_OwnedByRank):
 
     def zero_grad(self) -> None:
         """Zero in place; see ``ShardedModel``. A gradient set to None leaves fairscale's buffers (fairscale #354)."""
-        self._parallel.zero_grad(set_to_none=True)  # None for those outside the buffers
+        self._parallel.zero_grad(set_to_none=True)  # sets only gradients outside the buffers to None
         for shard in self._owned:
             shard.local.grad = None
             shard.has_grad = False

@@ -81,6 +81,8 @@ class FullySharded(ShardedModel):
         mesh = _mesh(device, setup.wrap_plan.num_ranks, plan.timeout_s)
         trained = setup.trained
         self._own_store: ParameterStore | None = None  # a teacher's: a trained model's optimizer closes its store
+        # Planned before any unit is wrapped: each unit's shards move to the store's file before the next unit is
+        # initialized.
         store = stored_parameters(planned_shards(module, setup.wrap_plan, trained, mesh), plan.offload_params)
         _refuse_scripted(module)
         _guard_padding(module)
@@ -211,7 +213,7 @@ class FullySharded(ShardedModel):
         filled = [torch.zeros_like(param) if grad is None else grad for param, grad in zip(params, grads, strict=True)]
         # Only a rank that lacks a gradient copies flags to the device and reads them back: both wait for the device.
         flags = torch.ones(len(params), device=device) if all(present) else torch.tensor(present, device=device)
-        # One dtype, so that parameters of different formats share one message.
+        # One dtype, so that parameters of different dtypes share one message, and half precision is rounded once.
         dtype = wide_dtype(params)
         message = torch.cat([piece.flatten().to(dtype) for piece in (flags, *filled)])
         # Over all ranks, not the shard group: every rank of the world holds them.
@@ -303,6 +305,7 @@ def _refuse_scripted(module: nn.Module) -> None:
 
 def _mesh(device: torch.device, num_shards: int, timeout_s: float) -> DeviceMesh:
     """Build a mesh of all ranks in one dimension, or replicas x shards where a shard group is less than the world."""
+    # A process may train in several worlds, one after the other, as tests and notebooks do.
     forget_meshes()
     world_size = dist.get_world_size()
     if num_shards == world_size:

@@ -91,7 +91,7 @@ OF_PARAMETERS = (
 
 
 class UnitGuard:
-    """Watches over the units of one model. It lives as long as the model.
+    """Checks that all ranks use the units of one model in the same order. It lives as long as the model.
 
     Args:
         names: full names of the modules of each unit, the same on every rank.
