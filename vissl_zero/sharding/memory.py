@@ -106,7 +106,7 @@ def peak_bytes(device: torch.device) -> int:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Check whether an error says that an allocation failed: CUDA's, the CPU allocator's, or Python's own."""
+    """Check whether an error is of a failed allocation: CUDA's, the CPU allocator's, or Python's own."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(error)

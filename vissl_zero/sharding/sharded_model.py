@@ -237,7 +237,7 @@ class ShardedModel:
                 ``num_local * world_size / num_samples_of_the_step``.
         """
         scale = self._loss_scale.scale if self._loss_scale else 1.0
-        self._has_scaled = True
+        self._has_scaled = True  # step() refuses gradients of a plain loss.backward()
         with self._backward_pass():
             (loss * (weight * scale)).backward()
 

@@ -548,7 +548,7 @@ def compiled(function: Callable[..., Any], backend: Callable[..., Any], max_grap
 
 
 def compile_graph(backend: str, graph: Any, inputs: list[Any]) -> Callable[..., Any]:
-    """Compile a traced graph, by a backend of ``torch.compile``. Raises whatever the backend raises."""
+    """Compile a traced graph with a backend of ``torch.compile``; errors are the backend's."""
     from torch._dynamo.backends.registry import lookup_backend
 
     return lookup_backend(backend)(graph, inputs)

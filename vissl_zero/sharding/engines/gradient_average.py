@@ -228,7 +228,7 @@ def _wide(params: Sequence[Tensor]) -> torch.dtype:
 
 
 def _packed(param: nn.Parameter, grad: Tensor | None) -> Tensor:
-    """Flatten ``grad``, zeros where it is None, in the order in which the parameter's own elements lie in memory."""
+    """Flatten ``grad``, or zeros if it is None, in the memory format of its parameter."""
     if grad is None:
         return torch.zeros(param.numel(), dtype=param.dtype, device=param.device)
     if param.is_contiguous():
@@ -239,7 +239,7 @@ def _packed(param: nn.Parameter, grad: Tensor | None) -> Tensor:
 
 
 def _unpacked(param: nn.Parameter, values: Tensor) -> Tensor:
-    """Reverse ``_packed``: fused optimizers expect a gradient that is laid out as its parameter is."""
+    """Reverse ``_packed``: fused optimizers expect a gradient in the memory format of its parameter."""
     if param.is_contiguous():
         return values.view(param.shape)
     return values.as_strided(param.shape, torch.empty_like(param).stride(), values.storage_offset())
@@ -299,8 +299,8 @@ class OrderedMeans:
             return
         present = torch.tensor([real_grad(param) is not None for param in self._params], device=self._params[0].device)
         # Ranks must agree on the list first: the exchange below needs equal sizes everywhere.
-        used = collectives.all_reduce_max(present.to(torch.uint8)).tolist()
-        chosen = [param for param, is_used in zip(self._params, used, strict=True) if is_used]
+        on_any_rank = collectives.all_reduce_max(present.to(torch.uint8)).tolist()
+        chosen = [param for param, is_present in zip(self._params, on_any_rank, strict=True) if is_present]
         for dtype in dict.fromkeys(param.dtype for param in chosen):
             self._average_together([param for param in chosen if param.dtype == dtype])
 

@@ -256,7 +256,7 @@ def _class_of(kind: type[_BatchNorm]) -> type[_BatchNorm]:
 
 
 class _SyncBatchNorm(BatchNorm, nn.SyncBatchNorm):
-    """Stands between ``nn.SyncBatchNorm`` and a class derived from it, whose own forward pass comes first."""
+    """Base of converted subclasses of ``nn.SyncBatchNorm``, whose own forward pass runs first and calls this one."""
 
 
 def convert_batch_norms(

@@ -201,8 +201,8 @@ def stochastically_rounded(wide: Tensor, bits: Tensor) -> Tensor:
     """Round ``wide`` to bfloat16, each element to one of its two neighbors; the mean over ``bits`` is ``wide``.
 
     Args:
-        wide: (n,) float32; inf and NaN stay what they are, and what bfloat16 can hold stays as it is.
-        bits: (n,) integers; the lowest 16 bits are used.
+        wide: (n,) float32; inf, NaN and values that bfloat16 can represent do not change.
+        bits: (n,) random integers, of which the lowest 16 bits count.
     """
     mask = (1 << _DROPPED_BITS) - 1
     # Floats are sign and magnitude: a random number added to the dropped bits carries into the kept bits with a
@@ -252,6 +252,7 @@ class _RoundedKernel(UpdateKernel):
             values, grad = values.float(), grad.float()
             if not self._is_stochastic:
                 values += piece.state[_REST]
+        # Out of place: a piece in another dtype is a view of the loop's gradient.
         for factor, param_factor in self._shards[piece.tensor].noted or ():
             grad = grad * factor
             if param_factor is not None:
@@ -261,6 +262,7 @@ class _RoundedKernel(UpdateKernel):
     def _round(self, piece: UpdatePiece, wide: Tensor) -> None:
         if not self._is_stochastic:
             piece.values.copy_(wide)
+            # The difference is exact in float32; only the copy rounds it to bfloat16.
             piece.state[_REST].copy_(wide.sub_(piece.values))
             return
         shard, count = self._shards[piece.tensor], piece.state[_COUNT]

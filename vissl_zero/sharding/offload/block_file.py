@@ -61,6 +61,7 @@ class RunFolder:
         try:
             run = _enter_run(base, run_name, nvme_path)
             try:
+                # By descriptors, not paths: nobody can exchange a folder for a link between two calls.
                 os.mkdir(self.path.name, 0o700, dir_fd=run)
                 self.fd = os.open(self.path.name, _FOLDER, dir_fd=run)
             except OSError as error:
@@ -227,7 +228,7 @@ def _refused(path: str, error: OSError) -> OffloadError:
 
 
 class OffloadError(VisslZeroError):
-    """Offloaded state cannot be stored, or did not come back as it was stored; training must not continue with it."""
+    """Offloaded state cannot be stored, or differs from what was stored: training must not continue with it."""
 
 
 PAGE = mmap.PAGESIZE
@@ -463,6 +464,7 @@ class RecordPipeline:
         Raises:
             OffloadError: a record could not be read or stored; all requests have ended.
         """
+        # Trays are about to be reused, and items may be records that are still being written.
         self.finish()
         coming = deque(enumerate(items))
         ready: SimpleQueue[Future[tuple[int, Tray] | None]] = SimpleQueue()
@@ -581,7 +583,8 @@ class PrefetchOrder:
 
 
 def _started_threads(number: int, name: str) -> ThreadPoolExecutor:
-    """Start a pool with all its threads. By default it starts them on demand, some after hundreds of steps."""
+    """Start a pool with all its threads, so that a run's number of threads does not grow."""
+    # By default a pool starts threads on demand, some of them after hundreds of steps.
     pool = ThreadPoolExecutor(number, thread_name_prefix=name)
     all_started = Barrier(number)  # holds each thread, so that the next request starts another
     for _ in range(number):
@@ -616,7 +619,7 @@ class ReadAhead:
 
     @property
     def expected(self) -> list[int]:
-        """The records that come next, those already read or being read first."""
+        """The expected records, in order; those already read or being read are first."""
         return [*(index for index, _, _ in self._reads), *self._todo]
 
     def follow(self, records: Sequence[int]) -> None:

@@ -81,7 +81,7 @@ class GradientStore:
         self._stored |= grads.keys()
 
     def square(self, index: int) -> Tensor | None:
-        """Return the squared norm of a gradient as ``read`` would give it, if known without reading; 0-d."""
+        """Return the squared norm, 0-d, of the gradient that ``read`` would return; None if the file must be read."""
         return None if index in self._zero or index in self._changes else self._squares.get(index)
 
     def read(self, index: int, values: Tensor | None = None) -> Tensor:

@@ -155,6 +155,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
         assert closure is None
         if self._is_broken:
             raise OffloadError(UNSOUND)
+        # A chunk without gradients is neither read nor written.
         active = [index for index, chunk in enumerate(self._chunks) if any(map(self._has_grad, chunk.segments))]
         # Sound again only at the end: an error in between leaves some shards updated and others not.
         self._set_sound(False)
@@ -393,6 +394,7 @@ class WholeStates(MutableMapping[Any, dict[str, Any]]):
             copy(first, tray[0].bytes[: min(RECORD_BYTES, self._sizes[index] - first)])
             return (0,) if is_written else ()
 
+        # No record has two parameters, so a write needs no read.
         self._pipeline.run([[Cell(self._file, record, is_read=not is_written)] for record in records], update)
 
 

@@ -56,7 +56,7 @@ class Part:
 
 
 class SavedState(Protocol):
-    """A saved state: full tensors by name, of which any run of elements can be read."""
+    """A saved state: full tensors by name, with access to any run of their elements."""
 
     def shape(self, name: str) -> tuple[int, ...] | None:
         """Return the shape of a full tensor; None if there is none of that name."""
@@ -117,6 +117,7 @@ def parts_of(shards: Mapping[str, Shard], optimizer: torch.optim.Optimizer) -> I
     for param, values in states:
         shard = shards[names[id(param)]]
         for key, value in values.items():
+            # Scalars are not parts: ``scalars_of`` returns them.
             if _is_per_element(shard, key, value, per_element):
                 yield from _part(f"{OPTIMIZER}{key}/{shard.name}", shard, value)
             # State of another shape cannot be cut like the parameter, but it can be stored where a rank holds the full
@@ -367,6 +368,7 @@ def _read(saved: SavedState, name: str, shard: Shard, target: Tensor) -> None:
     # The last ranks may hold no row of a small tensor.
     if not target.numel():
         return
+    # Saved elements are in the order of a contiguous tensor; channels_last memory is filled through a copy.
     if target.is_contiguous():
         saved.read_into(name, shard.first_element, target.detach().view(-1))
         return

@@ -128,7 +128,7 @@ class Shard:
         return self.local.grad
 
     def known_square(self) -> Tensor | None:
-        """Return the squared norm of ``grad``, if known without reading it; 0-d, as ``squared_norms`` gives it."""
+        """Return the squared norm of ``grad``, 0-d, as ``squared_norms`` computes it; None if ``grad`` must be read."""
         return None
 
     def set_zero_grad(self) -> None:

@@ -286,7 +286,7 @@ def sharded(tensor: DTensor) -> ShardedTensor:
 
 @torch.no_grad()
 def whole(tensor: Tensor) -> Tensor:
-    """Gather the full tensor on every rank. Collective for sharded ones; any other comes back as it is."""
+    """Gather the full tensor on every rank. Collective for a sharded one; any other tensor is returned unchanged."""
     if not isinstance(tensor, ShardedTensor):
         return tensor
     with waiting(f"{_called or 'full_tensor'}() of a sharded tensor"):

@@ -94,7 +94,7 @@ def follow_(average: Tensor, value: Tensor, decay: float) -> None:
     if decay == 0:
         average.copy_(value)
     else:
-        # Not lerp_: its vector and scalar code round differently, and shards are cut anywhere.
+        # Not lerp_: its vector and scalar code round differently, and levels cut shards at different elements.
         average.mul_(decay).add_(value * (1 - decay))
 
 
@@ -130,6 +130,7 @@ def follow(
         teacher._shards[name].normalize_rows()
     for name in teacher._shards.keys() - set(anchor):
         _follow_shard(teacher._shards[name], student._shards[name], momentum)
+    # After the trunk has moved, which the anchor copies.
     for name in anchor if moves_anchor else ():
         _follow_shard(teacher._shards[name], teacher._shards[_mate(name)], 0.0)
 

@@ -101,8 +101,8 @@ class FullySharded(ShardedModel):
             self.comm: CpuCommunicator | None = None
             if device.type == "cpu" and group.size() > 1:
                 self.comm = open_communicator(group, plan.timeout_s)
-            names = {part: name or "(model)" for name, part in module.named_modules()}
-            titles = [" + ".join(names[part] for part in modules_of(unit_state(unit))) for unit in self._units]
+            names = {submodule: name or "(model)" for name, submodule in module.named_modules()}
+            titles = [" + ".join(map(names.__getitem__, modules_of(unit_state(unit)))) for unit in self._units]
             # The communicator compares the order of units at once, but only among the ranks of a shard group.
             is_recording = self.comm is None or group.size() < dist.get_world_size()
             # Levels 1 and 2 gather once a step, and level 3 in every pass.
@@ -258,9 +258,9 @@ def _show_to_loop(shards: Sequence[Shard]) -> None:
 def _guard_loading(module: nn.Module, before: Callable[[], None]) -> None:
     """Make ``load_state_dict`` call ``before`` first, and refuse ``assign=True``, which would replace parameters."""
     module.register_load_state_dict_pre_hook(lambda *_: before())
-    for part in module.modules():
+    for submodule in module.modules():
         # Every module, not the root alone: a loop may load a submodule by itself.
-        part.register_load_state_dict_pre_hook(_refuse_assignment)
+        submodule.register_load_state_dict_pre_hook(_refuse_assignment)
 
 
 def _refuse_assignment(module: nn.Module, state: Any, prefix: str, metadata: dict[str, Any], *_: Any) -> None:
@@ -278,9 +278,9 @@ def _refuse_penalty(grad: Tensor) -> NoReturn:
 
 def _guard_padding(module: nn.Module) -> None:
     """Make ``nn.TransformerEncoder`` refuse padded evaluation: only on plain tensors does torch zero the padding."""
-    for part in module.modules():
-        if isinstance(part, nn.TransformerEncoder) and getattr(part, "use_nested_tensor", False):
-            part.register_forward_pre_hook(_refuse_padding, with_kwargs=True)
+    for encoder in module.modules():
+        if isinstance(encoder, nn.TransformerEncoder) and getattr(encoder, "use_nested_tensor", False):
+            encoder.register_forward_pre_hook(_refuse_padding, with_kwargs=True)
 
 
 def _refuse_padding(encoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -433,6 +433,7 @@ def _offload_policy(plan: ShardingPlan, mesh: DeviceMesh) -> OffloadPolicy:
 def _policy(unit: PlannedUnit, precision: Precision) -> MixedPrecisionPolicy:
     master, compute, reduce = map(dtype_of, (precision.master, precision.compute, precision.reduce))
     if unit.is_float32:  # a batch norm with tied weights; others are replicated
+        # Inputs and weights in the master dtype, outputs as the layers around it compute.
         return MixedPrecisionPolicy(param_dtype=master, reduce_dtype=master, output_dtype=compute)
     if not precision.casts_parameters:
         return MixedPrecisionPolicy(reduce_dtype=None if reduce == master else reduce)

@@ -56,7 +56,7 @@ class TorchStrategy(Strategy):
         device: torch.device,
         fill: Fill,
     ) -> ShardedModel:
-        """Shard the model; see ``Strategy``. Collective; the process group must be up, but for level 0 on one rank.
+        """Shard the model; see ``Strategy``. Collective; needs a process group, except at level 0 on one rank.
 
         Raises:
             ConfigError: group sizes that do not divide the world.

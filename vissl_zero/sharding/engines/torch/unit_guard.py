@@ -256,7 +256,7 @@ class _GuardedUnit:
                 f"{self._title} returns a generator, which computes when its parameters are no longer gathered. "
                 f"Return a list or a tuple, or use {WHOLE_LEVELS}."
             )
-        self._require_unwritten()
+        self._require_unwritten()  # torch frees the unit below, and a write with it
         for param in self._to_run.values():
             if not param.sharded_param.requires_grad:  # trained ones are checked when a gradient arrives
                 raise VisslZeroError(_NOT_MULTIPLIED.format(name_of(param) or self._name))
