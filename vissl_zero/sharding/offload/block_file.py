@@ -64,13 +64,14 @@ class RunFolder:
                 # By descriptors, not paths: nobody can exchange a folder for a link between two calls.
                 os.mkdir(self.path.name, 0o700, dir_fd=run)
                 self.fd = os.open(self.path.name, _FOLDER, dir_fd=run)
+                # Tells a later run that this one is alive. It waits for another run that looks (``_is_locked``).
+                fcntl.flock(self.fd, fcntl.LOCK_EX)
             except OSError as error:
                 raise _refused(str(self.path), error) from error
             finally:
                 os.close(run)
         finally:
             os.close(base)
-        fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # tells a later run that this one is alive
 
     def file(self, name: str, sizes: Sequence[int], is_touched: bool) -> BlockFile:
         """Create a new file of records in this folder; the arguments and errors are those of ``BlockFile``."""
@@ -181,8 +182,9 @@ def _is_locked(run: int, entry: str) -> bool:
     except OSError:
         return False
     try:
-        # The kernel releases a process's lock when it ends, however it ends; ours is released by the close below.
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # The kernel releases a process's lock when it ends, however it ends; ours is released by the close below. It is
+        # shared: two runs that look at once must not take each other for the run that owns the folder.
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError:
         return True
     finally:

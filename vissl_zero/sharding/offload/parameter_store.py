@@ -30,7 +30,7 @@ from vissl_zero.sharding.offload.block_file import (
 from vissl_zero.sharding.offload.layout import Layout, StoredParam, TensorFile
 from vissl_zero.sharding.state.missing_gradient import ON_DISK
 from vissl_zero.sharding.state.shard import Shard, divide_by_norms, squared_norms
-from vissl_zero.sharding.torch_private import local_tensor, set_local_tensor
+from vissl_zero.sharding.torch_private import local_tensor, set_local_tensor, set_real_grad
 
 
 class GradientStore:
@@ -322,6 +322,10 @@ class DiskShard(Shard):
     def forget_grad(self) -> None:
         """Forget the gradient; see ``Shard``."""
         super().forget_grad()
+        self.discard_grad()
+
+    def discard_grad(self) -> None:
+        """Discard the gradient on the disk; see ``Store``."""
         self.store.gradients.forget(self.index)
 
     def set_zero_grad(self) -> None:
@@ -411,6 +415,10 @@ class HostShard(Shard):
     def forget_grad(self) -> None:
         """Forget the gradient; see ``Shard``."""
         super().forget_grad()
+        self.discard_grad()
+
+    def discard_grad(self) -> None:
+        """Discard the gradient on the host; see ``Store``."""
         self._is_there = False
 
     @torch.no_grad()
@@ -444,7 +452,7 @@ class HostShard(Shard):
                 self._arrival = torch.cuda.Event()
                 self._arrival.record()
         self._is_there = True
-        self.source.grad = None
+        set_real_grad(self.source, None)  # the parameter's own setter would discard the copy
 
     def _wait(self) -> None:
         if self._arrival is not None:

@@ -108,6 +108,9 @@ class Store(Protocol):
     def missing_gradient(self) -> str | None:
         """Explain why the loop cannot read an existing gradient; None if it can, or there is none."""
 
+    def discard_grad(self) -> None:
+        """Discard the gradient that is kept outside of the parameter."""
+
 
 class ShardedTensor(DTensor):
     """A ``DTensor`` with the operations of the table: a parameter (``sharded``), or the result of an operation.
@@ -204,6 +207,8 @@ class ShardedTensor(DTensor):
     def grad(self, value: Tensor | None) -> None:
         if value is None and not _is_inside:
             self.is_spent = False
+            if self.store is not None:
+                self.store.discard_grad()
         elif value is not None and not _is_inside and (why := self._missing()) is not None:
             raise VisslZeroError(why)
         set_real_grad(self, value)

@@ -36,6 +36,7 @@ from vissl_zero.sharding.torch_private import (
     is_being_gathered,
     local_tensor,
     set_local_tensor,
+    set_real_grad,
     set_shard_data,
     shard_data,
     unit_state,
@@ -360,7 +361,8 @@ class UnitOnDisk:
                     param.grad_offload_event.synchronize()
                     param.grad_offload_event = None
                 grads[index] = grad.to_local().reshape(-1)
-                param.sharded_param.grad = None
+                # The parameter's own setter would discard the gradient of earlier micro-batches.
+                set_real_grad(param.sharded_param, None)
         if grads:
             self._store.add_grads(grads)
 
