@@ -226,6 +226,7 @@ class _OwnedByRank(ShardedModel):
             # OSS copies parameter groups, and a learning rate set on one copy may not reach the other. Here OSS and the
             # optimizer share groups and state, so there is nothing to copy.
             oss.optim, oss.param_groups, oss.state = optimizer, optimizer.param_groups, optimizer.state
+            oss.defaults = optimizer.defaults  # schedulers look here for the momentum that they cycle
             return oss, adaptation
 
         # In addition to the parameters that it owns, a rank holds all others in full.
@@ -340,6 +341,8 @@ class _GradientSharded(_OwnedByRank):
     def zero_grad(self) -> None:
         """Zero in place; see ``ShardedModel``. A gradient set to None leaves fairscale's buffers (fairscale #354)."""
         self._parallel.zero_grad(set_to_none=True)  # sets only gradients outside the buffers to None
+        # Its forward pass does this too, but a loop may call parts of the model alone: nothing would be reduced.
+        self._parallel._clear_counters()
         for shard in self._owned:
             shard.local.grad = None
             shard.has_grad = False
