@@ -31,8 +31,7 @@ from vissl_zero.errors import VisslZeroError
 # torch's own property: parameter classes of this package override ``grad`` for users.
 _GRAD: Any = torch._C.TensorBase.grad
 # A context without ``__torch_function__`` of tensor subclasses. With it, each attribute read of each parameter is a
-# call
-# of Python, and a GPU would wait for them in every step.
+# call of Python, and a GPU would wait for them in every step.
 as_plain_tensors: Any = torch._C.DisableTorchFunctionSubclass
 # torch has no flag for reentrant checkpointing, so the stack is searched for these two functions.
 _REENTRANT = {CheckpointFunction.forward.__code__, CheckpointFunction.backward.__code__}

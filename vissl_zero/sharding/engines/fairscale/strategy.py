@@ -307,6 +307,7 @@ class _GradientSharded(_OwnedByRank):
         for shard in self._owned:
             if shard.source.requires_grad:  # a group of the user's may have frozen parameters
                 shard.source.register_post_accumulate_grad_hook(partial(self._record_gradient, shard))
+        # The guard has counted hooks in super().__init__, before those above were set.
         self._parameter_guard.accept_hooks()
         self.zero_grad()
 

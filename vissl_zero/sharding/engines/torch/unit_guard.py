@@ -262,7 +262,7 @@ class _GuardedUnit:
                 raise VisslZeroError(_NOT_MULTIPLIED.format(name_of(param) or self._name))
         self._is_running = False
         if any(_is_of_parameter(tensor) for tensor in pytree.tree_leaves(output)):
-            # The next line frees its memory, so the caller gets a copy. A clone is differentiable.
+            # Its memory is freed below, so the caller gets a copy, which is differentiable.
             output = pytree.tree_map(lambda leaf: leaf.clone() if _is_of_parameter(leaf) else leaf, output)
         output = self._post_forward(module, inputs, output)
         if torch.is_grad_enabled():
