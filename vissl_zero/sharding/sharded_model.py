@@ -176,7 +176,7 @@ class ShardedModel:
         raise NotImplementedError(f"{type(self).__name__} trains nothing")
 
     def _before_shards_change(self) -> None:
-        """Drop whole copies of parameters that a change of the shards would leave behind."""
+        """Drop full copies of parameters, which a change of the shards would make stale."""
 
     def _after_update(self) -> None:
         """Send the rows that the optimizer has just updated to the ranks that hold copies of them. A collective."""
@@ -200,7 +200,7 @@ class ShardedModel:
         return self._parameter_guard.problem()
 
     def _facts(self) -> dict[str, int]:
-        """Collect what must be the same on every rank in this step."""
+        """Collect the facts that must be equal on every rank in this step."""
         names = self.optimizer.defaults.keys() | _SCHEDULED_OPTIONS
         options = [
             [(name, *map(option_text, pytree.tree_leaves(group[name]))) for name in sorted(names & group.keys())]
@@ -638,7 +638,7 @@ class ShardedModel:
         return group_facts(self._shards, self.optimizer)
 
     def buffers(self) -> dict[str, Tensor]:
-        """Return buffers that belong into a checkpoint, by full name; memory is shared. Not a collective."""
+        """Return buffers that checkpoints contain, by full name; memory is shared. Not a collective."""
         averages = {} if self._average is None else self._average.buffers
         teacher = self._saved_teacher()
         teacher_buffers = {} if teacher is None else teacher.buffers()

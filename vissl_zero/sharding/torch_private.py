@@ -214,7 +214,7 @@ def run_before_forward(state: Any, module: nn.Module, args: Any, kwargs: Any) ->
 
 
 def run_after_forward(state: Any, module: nn.Module, inputs: Any, output: Any) -> Any:
-    """Free a unit after ``module`` inside it has run, and return its output to go on with (``_post_forward``)."""
+    """Free a unit after ``module`` inside it has run, and return the module's output (``_post_forward``)."""
     return state._post_forward(module, inputs, output)
 
 
@@ -277,7 +277,7 @@ def set_shard_data(param: Any, data: Tensor) -> None:
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a ``DTensor`` (``_local_tensor``); a plain tensor as it is.
+    """Return this rank's part of a ``DTensor`` (``_local_tensor``); a plain tensor unchanged.
 
     ``to_local()`` gives a new view each time, and records it for autograd.
     """
@@ -359,7 +359,7 @@ def copy_versions(state: Any, source: Any) -> None:
 
 
 def unsaved_buffers(module: nn.Module) -> set[str]:
-    """Name the buffers that ``state_dict`` leaves out (``_non_persistent_buffers_set``)."""
+    """Return the names of buffers that ``state_dict`` leaves out (``_non_persistent_buffers_set``)."""
     return module._non_persistent_buffers_set
 
 
@@ -422,13 +422,13 @@ class _DispatchToSubclass(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-# torch 2.11 carries an operation on a subclass of DTensor out as DTensor does, and never calls the subclass's
+# torch 2.11 runs an operation on a subclass of DTensor as DTensor does, and never calls the subclass's
 # ``__torch_dispatch__`` (pytorch#177878).
 _SKIPS_SUBCLASSES = "should not actually get called" in inspect.getsource(DTensor.__torch_dispatch__)
 
 
 def with_own_dispatch() -> AbstractContextManager[Any]:
-    """Let a subclass of ``DTensor`` carry out its operations itself, as other tensor classes do. A context."""
+    """Let a subclass of ``DTensor`` run its operations itself, as other tensor classes do. A context."""
     return _DispatchToSubclass() if _SKIPS_SUBCLASSES else nullcontext()
 
 

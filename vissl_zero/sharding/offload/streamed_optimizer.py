@@ -371,7 +371,7 @@ class WholeStates(MutableMapping[Any, dict[str, Any]]):
         return self._indices.get(param) in self._stored  # type: ignore[call-overload]
 
     def clear(self) -> None:
-        """Forget all of it."""
+        """Forget the state of all parameters."""
         self._file.forget()
         self._stored.clear()
         self._numbers.clear()
