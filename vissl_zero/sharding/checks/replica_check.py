@@ -143,7 +143,7 @@ def _take_from_rank_0(name: str, buffer: Tensor, device: torch.device) -> None:
 
 
 class StepCheck:
-    """Compares, before every update, what must be the same on all ranks.
+    """Compares, before every update, the facts that must be equal on all ranks.
 
     Args:
         device: device of the model; used where the process group has no CPU backend.
@@ -156,7 +156,7 @@ class StepCheck:
     def require_equal(
         self, problem: str | None, facts: Mapping[str, int], marks: Sequence[bool] = ()
     ) -> Sequence[bool]:
-        """Raise on every rank if one of them has a problem, or if facts differ.
+        """Raise on every rank if any rank has a problem, or if facts differ.
 
         Args:
             problem: why this rank cannot update; None if it can.
@@ -372,7 +372,7 @@ class _FirstPasses:
 
 
 def _look_at_nothing(module: nn.Module, inputs: Any, output: Any) -> None:
-    """Do nothing, in a copy, where the hook was."""
+    """Do nothing: the hook of a copied model, which is a plain model."""
 
 
 def _nothing_to_look_at() -> Callable[..., None]:

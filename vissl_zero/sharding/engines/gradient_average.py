@@ -222,7 +222,7 @@ def _buckets(params: Sequence[nn.Parameter], bucket_bytes: int) -> list[list[nn.
 
 
 def _wide(params: Sequence[Tensor]) -> torch.dtype:
-    """Choose the format in which gradients are summed."""
+    """Return the dtype in which gradients are summed."""
     return reduce(torch.promote_types, (param.dtype for param in params), torch.float32)
 
 

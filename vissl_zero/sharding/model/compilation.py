@@ -144,7 +144,7 @@ class _Compiler:
                 )
 
     def _make(self, graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        """Compile a graph; return the graph itself where that fails."""
+        """Compile a graph; return the graph itself if that fails."""
         began = time.perf_counter()
         try:
             with warnings.catch_warnings():

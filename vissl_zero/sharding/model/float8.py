@@ -219,7 +219,7 @@ def _in_tiles(scales: Tensor) -> Tensor:
 
 
 class _Product(torch.autograd.Function):
-    """``x @ weight.T`` of x (n, k) and weight (m, k), in ``dtype``. Keeps x in float8 and the weight as it is."""
+    """``x @ weight.T`` of x (n, k) and weight (m, k), in ``dtype``. Keeps x in float8, and the weight unchanged."""
 
     @staticmethod
     def forward(

@@ -308,6 +308,7 @@ def _resolve_ties(model: nn.Module, kinds: dict[str, str], first_names: Mapping[
     unique = {id(group): group for group in groups.values()}
     for group in unique.values():
         norms = [name for name in group if kinds[name] == "norm"]
+        # Batch norms may share parameters with each other: they compute in one dtype.
         _refuse_tied_norms(model, norms if len(norms) < len(group) else [])
     positions = {name: position for position, (name, _) in enumerate(model.named_modules())}
     return [tuple(sorted(group, key=positions.__getitem__)) for group in unique.values()]

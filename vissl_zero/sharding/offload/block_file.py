@@ -93,7 +93,7 @@ class RunFolder:
 
 
 def new_run_name(run: str = "", keep: bool = False) -> str:
-    """Make a name that no other run has; the same on every rank. Collective.
+    """Return a name that no other run has, the same on every rank. Collective.
 
     Args:
         run: the run folder; empty: no later attempt can continue this run.
@@ -103,12 +103,12 @@ def new_run_name(run: str = "", keep: bool = False) -> str:
 
 
 def _of_run(run: str) -> str:
-    """Compute the part of a name that all attempts of a run share."""
+    """Return the part of a name that all attempts of a run share."""
     return hashlib.sha256(os.fsencode(Path(run).absolute())).hexdigest()[:16] + "-" if run else ""
 
 
 def remove_dead_attempts(nvme_path: str, run: str) -> None:
-    """Remove what killed attempts of a run have left, so that the disk needs room for one state. Collective.
+    """Remove the folders of a run's killed attempts, so that the disk needs room for one state only. Collective.
 
     Args:
         nvme_path: an existing folder.
@@ -345,7 +345,7 @@ class BlockFile:
         self._checksums = [None] * len(self._sizes)
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         os.close(self._fd)
 
     def _touch(self) -> None:
@@ -657,7 +657,7 @@ class ReadAhead:
         self._fill()
 
     def forget(self) -> None:
-        """Expect nothing, and drop what was read."""
+        """Expect no records, and drop those that were read ahead."""
         self._todo.clear()
         self._drop(len(self._reads))
 

@@ -393,7 +393,7 @@ class _FileMapping(MutableMapping[Any, dict[str, Any]]):
         return len(self._place.params_with_state())
 
     def clear(self) -> None:
-        """Forget all of it."""
+        """Forget the state of all parameters."""
         self._place.forget()
 
 

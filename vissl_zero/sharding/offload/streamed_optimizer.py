@@ -164,6 +164,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
             firsts = self._first_updates(active)
             items = [self._item(index) for index in active]
             self._pipeline.run(items, lambda k, tray: self._update(active[k], tray, pieces, firsts))
+        # After all chunks: the pieces of a tensor in several chunks must begin with the same counters.
         for tensor, piece in pieces.items():
             self._place.set_scalars(tensor, {key: piece.state[key] for key in self._kernel.scalars})
         self._set_sound(True)
@@ -212,6 +213,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
         if stored is None:
             param, span = self._params[segment.tensor], slice(segment.start, segment.stop)
             assert param.grad is not None
+            # A view of the values, into which the update writes; the gradient is only read, and may be copied.
             return param.detach().view(-1)[span], param.grad.detach().reshape(-1)[span]
         assert self._store is not None
         stored_segment = replace(segment, tensor=stored)
@@ -369,7 +371,7 @@ class WholeStates(MutableMapping[Any, dict[str, Any]]):
         return self._indices.get(param) in self._stored  # type: ignore[call-overload]
 
     def clear(self) -> None:
-        """Forget all of it."""
+        """Forget the state of all parameters."""
         self._file.forget()
         self._stored.clear()
         self._numbers.clear()

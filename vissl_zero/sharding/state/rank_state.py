@@ -109,12 +109,12 @@ def load_rank_state(
 
 @torch.no_grad()
 def load_torch_state(state: Mapping[str, Any], shards: Mapping[str, Shard], optimizer: torch.optim.Optimizer) -> None:
-    """Take over optimizer state that plain torch saved (``{"state": ..., "param_groups": ...}``): this rank's elements.
+    """Load this rank's elements of optimizer state that plain torch saved (``{"state": ..., "param_groups": ...}``).
 
-    Parameters are not touched. Not a collective, but every rank needs the same complete ``state``.
+    Parameters do not change. Not a collective, but every rank needs the same complete ``state``.
 
     Raises:
-        CheckpointError: it is of another optimizer, or of other groups or shapes; nothing was changed.
+        CheckpointError: the state is of another optimizer, or has other groups or shapes; nothing was changed.
     """
     if isinstance(optimizer, StreamedOptimizer):
         raise CheckpointError(

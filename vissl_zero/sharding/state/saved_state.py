@@ -95,9 +95,9 @@ def saved_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def parts_of(shards: Mapping[str, Shard], optimizer: torch.optim.Optimizer) -> Iterator[Part]:
-    """Yield what this rank stores of parameters and optimizer state: each element once. Not a collective.
+    """Yield the parts of parameters and optimizer state that this rank stores. Not a collective.
 
-    Ranks that hold the same elements share the work of storing them.
+    All ranks together store each element once; ranks that hold the same elements divide them.
 
     Raises:
         CheckpointError: the optimizer keeps state that is neither one number nor cut like its parameter.
@@ -132,13 +132,13 @@ def parts_of(shards: Mapping[str, Shard], optimizer: torch.optim.Optimizer) -> I
 
 
 def average_parts(shards: Mapping[str, Shard], average: WeightAverage) -> Iterator[Part]:
-    """Yield what this rank stores of the running average of parameters. Not a collective."""
+    """Yield the parts of the running average of parameters that this rank stores. Not a collective."""
     for name, shard in shards.items():
         yield from _part(AVERAGE + name, shard, average.params[name])
 
 
 def teacher_parts(shards: Mapping[str, Shard]) -> Iterator[Part]:
-    """Yield what this rank stores of the teacher's parameters. Not a collective."""
+    """Yield the parts of the teacher's parameters that this rank stores. Not a collective."""
     for name, shard in shards.items():
         yield from _part(TEACHER + name, shard, shard.local, shard.values if shard.is_on_disk else None)
 

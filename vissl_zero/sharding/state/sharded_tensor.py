@@ -167,7 +167,7 @@ class ShardedTensor(DTensor):
 
     @property
     def data(self) -> Tensor:
-        """These rows without their history; memory is shared."""
+        """This tensor without autograd history; memory is shared."""
         return self.detach()
 
     @data.setter
@@ -190,7 +190,7 @@ class ShardedTensor(DTensor):
         raise AttributeError
 
     def set_(self, source: Tensor) -> ShardedTensor:  # type: ignore[override]
-        """Take over values, as a parametrization does when it is assigned to or removed."""
+        """Copy values, which a parametrization sets when it is assigned to or removed."""
         self.data = source
         return self
 

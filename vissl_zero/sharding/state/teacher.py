@@ -64,10 +64,10 @@ class WeightAverage:
 
     @torch.no_grad()
     def load(self, params: Mapping[str, Any], buffers: Mapping[str, Tensor]) -> None:
-        """Take over saved averages: entries as ``sharding/state/rank_state.py`` has them.
+        """Copy saved averages, in the form of ``sharding/state/rank_state.py``.
 
         Raises:
-            CheckpointError: they are of another model.
+            CheckpointError: the averages are of another model.
         """
         if params.keys() != self.params.keys() or buffers.keys() != self.buffers.keys():
             raise CheckpointError("The saved running average is of another model.")
@@ -136,7 +136,7 @@ def follow(
 
 
 def _mate(name: str) -> str:
-    """Name the student's parameter that the teacher's parameter ``name`` comes from."""
+    """Return the name of the student's parameter for the teacher's ``name``: an anchor's is in the trunk."""
     return TRUNK + name.removeprefix(ANCHOR) if name.startswith(ANCHOR) else name
 
 

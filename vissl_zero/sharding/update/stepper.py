@@ -100,7 +100,7 @@ class Clipping:
         return None if plan.clip_grad is None else cls(plan.clip_grad, plan.clip_grad_per)
 
     def factors(self, names: Sequence[str], grad_sq: Tensor) -> Tensor:
-        """Return the factors of the gradients: one for all, 0-d, or one per tensor, (T,). Does not wait for the device.
+        """Return the factors of the gradients: one for all, 0-d, or one per tensor, (T,).
 
         Args:
             names: T full names.
@@ -268,7 +268,7 @@ class Stepper:
                 shard.set_zero_grad()
 
     def _constant(self, what: str, values: Sequence[float], like: Tensor) -> Tensor:
-        """Put ``values`` into a tensor on ``like``'s device. The last step's is reused if the values are equal."""
+        """Return ``values`` as a tensor on ``like``'s device; the last step's tensor is reused if they are equal."""
         key = (tuple(values), like.dtype, like.device)
         last_key, tensor = self._constants.get(what, (None, like))
         if last_key != key:

@@ -189,7 +189,7 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
         self._finalizer()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse: groups are fixed."""
+        """Refuse to add a group: the groups are fixed."""
         # torch's constructor adds the groups through this method, so it is refused only afterward.
         assert not getattr(self, "_is_built", False)
         super().add_param_group(param_group)

@@ -142,7 +142,7 @@ class _OwnedShard(Shard):
 
     @property
     def is_owned(self) -> bool:
-        """Return whether this rank updates it."""
+        """Return whether this rank updates the parameter."""
         return self.owner == dist.get_rank()
 
     def local_grad(self) -> Tensor | None:
@@ -168,7 +168,7 @@ class _OwnedShard(Shard):
         divide_by_norms(self.source)
 
     def share(self) -> None:
-        """Copy it from its owner to all ranks. Collective; costs one broadcast."""
+        """Broadcast the parameter from its owner. Collective."""
         dist.broadcast(self.source.detach(), src=self.owner)
 
 
@@ -258,7 +258,7 @@ class _OwnedByRank(ShardedModel):
         return "\n".join(lines)
 
     def _moment(self) -> str:
-        """Return words for ``describe``: which state is sharded, and which is whole."""
+        """Return the clause of ``describe`` on which state is sharded and which is whole."""
         raise NotImplementedError
 
 
@@ -308,6 +308,7 @@ class _GradientSharded(_OwnedByRank):
         for shard in self._owned:
             if shard.source.requires_grad:  # a group of the user's may have frozen parameters
                 shard.source.register_post_accumulate_grad_hook(partial(self._record_gradient, shard))
+        # The guard has counted hooks in super().__init__, before those above were set.
         self._parameter_guard.accept_hooks()
         self.zero_grad()
 

@@ -84,7 +84,7 @@ class TorchStrategy(Strategy):
 
 
 def _refuse_hooked(model: nn.Module) -> None:
-    """Refuse hooks on parameters: ``fully_shard`` puts other tensors in their place, so a hook would never run."""
+    """Refuse hooks on parameters: ``fully_shard`` replaces parameters, so a hook would never run."""
     hooked = [name for name, param in model.named_parameters() if num_gradient_hooks(param)]
     if hooked:
         must = "must have no hooks where fully_shard replaces parameters: they would never run"
