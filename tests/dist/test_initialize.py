@@ -93,6 +93,31 @@ def test_an_optimizer_may_hold_frozen_parameters(level: int, engine: str) -> Non
     assert _distance(run_on_ranks(2, _frozen_half, level, engine)[0], _frozen_half(None, "")) < TOLERANCE
 
 
+def _by_parts(level: int | None, engine: str) -> dict[str, Tensor]:
+    """Weights after 4 steps that call parts of the model, under a schedule of momentum; ``level`` None: plain torch."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"policy": nn.Sequential(nn.Linear(6, 6), nn.Tanh()), "value": nn.Linear(6, 2)}).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    if level is not None:
+        model, optimizer = vissl_zero.initialize(model, optimizer, {"level": level, "engine": engine})
+    schedule = torch.optim.lr_scheduler.CyclicLR(optimizer, 0.05, 0.2, step_size_up=2)
+    for step in range(4):
+        images = torch.randn(8, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+        rows = images if level is None else images[dist.get_rank() :: 2]
+        loss = model["policy"](rows).square().mean() + model["value"](rows).square().mean()
+        loss.backward() if level is None else optimizer.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+    return _cloned(model.state_dict()) if level is None else optimizer.full_state()
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(("level", "engine"), [*((n, "torch") for n in range(4)), (1, "fairscale"), (2, "fairscale")])
+def test_a_loop_may_call_parts_and_cycle_momentum(level: int, engine: str) -> None:
+    assert _distance(run_on_ranks(2, _by_parts, level, engine)[0], _by_parts(None, "")) < TOLERANCE
+
+
 @pytest.mark.timeout(60)
 def test_larc_is_the_same_at_every_level() -> None:
     loop = Loop("larc_dict", clip=0.5, accumulation=2)

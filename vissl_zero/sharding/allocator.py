@@ -46,9 +46,9 @@ def _set(parameter: int, value: int) -> None:
 
 
 # By ZeRO level: blocks of at least this many bytes are mapped one by one. A smaller threshold leaves less memory
-# behind,
-# and slows the step: at 256 KiB, mapping and clearing small activations took 30 % of a small model's step. Without a
-# threshold, glibc raises its own to 32 MiB: a ResNet-18 at level 0 then took 218 MiB instead of 186, in the same time.
+# behind, and slows the step: at 256 KiB, mapping and clearing small activations took 30 % of a small model's step.
+# Without a threshold, glibc raises its own to 32 MiB: a ResNet-18 at level 0 then took 218 MiB instead of 186, in the
+# same time.
 MAPPED_BYTES = {0: 2**22, 1: 2**22, 2: 2**22, 3: 2**21}
 KEPT_BYTES = 2**24  # free bytes at the end of the heap that stay with the process: it need not grow again every step
 _NAMES = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES")

@@ -63,7 +63,7 @@ class Storages:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all of them."""
+        """Bytes of all storages."""
         return sum(self._sizes.values())
 
     def __contains__(self, storage: torch.UntypedStorage) -> bool:
@@ -71,21 +71,21 @@ class Storages:
 
 
 def parameter_storages(model: nn.Module, shards: Iterable[Shard]) -> Storages:
-    """Collect this rank's shards, and full parameters where units are gathered at this moment."""
+    """Collect the storages of this rank's shards, and of full parameters of units that are gathered now."""
     storages = Storages(shard.local for shard in shards)
     storages.add(model.parameters())
     return storages
 
 
 def gradient_storages(model: nn.Module, shards: Iterable[Shard]) -> Storages:
-    """Collect this rank's shards of gradients, and full gradients that wait for the last micro-batch."""
+    """Collect the storages of this rank's gradient shards, and of full gradients until the last micro-batch."""
     storages = Storages(shard.local_grad() for shard in shards)
     storages.add(real_grad(param) for param in model.parameters())
     return storages
 
 
 def optimizer_storages(optimizer: torch.optim.Optimizer) -> Storages:
-    """Collect the optimizer's state in memory; step counters (one number a parameter) are left out."""
+    """Collect the storages of the optimizer's state in memory, without step counters (one number per parameter)."""
     buffers: list[Tensor] | None = getattr(optimizer, "resident_tensors", None)
     if buffers is not None:  # the state is on a disk, and streamed through these
         return Storages(buffers)
@@ -106,7 +106,7 @@ def peak_bytes(device: torch.device) -> int:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Check whether an error says that an allocation failed: CUDA's, the CPU allocator's, or Python's own."""
+    """Check whether an error is of a failed allocation: CUDA's, the CPU allocator's, or Python's own."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(error)

@@ -69,6 +69,7 @@ def param_facts(model: nn.Module, wrap_plan: WrapPlan, trained: Iterable[str]) -
     facts = {}
     for name, param in model.named_parameters():
         module = name.rpartition(".")[0]
+        # The innermost unit around it; the root, "", contains every module.
         while module not in owners:
             module = module.rpartition(".")[0]
         facts[name] = ParamFacts(

@@ -134,6 +134,7 @@ class ShardedModel:
         self._device = setup.device
         shard_table = shards_of(module, group) if shards is None else shards
         self._shards = {shard.name: shard for shard in shard_table}
+        # In the order of the groups, the same on every rank: messages pair norms and flags by position.
         self._trained = [self._shards[name] for parameter_group in groups for name in parameter_group.params]
         optimizer_groups: list[dict[str, Any]] = [
             {
@@ -175,7 +176,7 @@ class ShardedModel:
         raise NotImplementedError(f"{type(self).__name__} trains nothing")
 
     def _before_shards_change(self) -> None:
-        """Drop whole copies of parameters that a change of the shards would leave behind."""
+        """Drop full copies of parameters, which a change of the shards would make stale."""
 
     def _after_update(self) -> None:
         """Send the rows that the optimizer has just updated to the ranks that hold copies of them. A collective."""
@@ -199,13 +200,13 @@ class ShardedModel:
         return self._parameter_guard.problem()
 
     def _facts(self) -> dict[str, int]:
-        """Collect what must be the same on every rank in this step."""
+        """Collect the facts that must be equal on every rank in this step."""
         names = self.optimizer.defaults.keys() | _SCHEDULED_OPTIONS
         options = [
             [(name, *map(option_text, pytree.tree_leaves(group[name]))) for name in sorted(names & group.keys())]
             for group in self.optimizer.param_groups
         ]
-        with as_plain_tensors():
+        with as_plain_tensors():  # else each read of an attribute calls Python
             trained = [shard.source.requires_grad for shard in self._trained]
         return {
             "the learning rate, weight decay or another option of a group. Set them to the same values on every "
@@ -237,7 +238,7 @@ class ShardedModel:
                 ``num_local * world_size / num_samples_of_the_step``.
         """
         scale = self._loss_scale.scale if self._loss_scale else 1.0
-        self._has_scaled = True
+        self._has_scaled = True  # step() refuses gradients of a plain loss.backward()
         with self._backward_pass():
             (loss * (weight * scale)).backward()
 
@@ -276,6 +277,7 @@ class ShardedModel:
         # Not for a rank that had no loss in this step, and gets the mean of the others' gradients.
         if not is_scaled and any(shard.local.grad is not None for shard in self._trained):
             raise VisslZeroError(PLAIN_BACKWARD)
+        # ``present`` is empty if a gradient that no rank has is None already.
         for shard, is_present in zip(self._trained, present, strict=False):
             # No rank had this gradient. The zeros that filled its message would let decay and momentum move the
             # parameter.
@@ -432,7 +434,7 @@ class ShardedModel:
         Only optimizers with ``eval`` and ``train`` (schedule-free ones) have two sets; otherwise this does nothing.
         Cost: a copy of this rank's trained shards.
         """
-        optimizer = getattr(self.optimizer, "optim", self.optimizer)  # fairscale's has the one that runs inside
+        optimizer = getattr(self.optimizer, "optim", self.optimizer)  # the base optimizer inside fairscale's OSS
         if not (hasattr(optimizer, "eval") and hasattr(optimizer, "train")):
             yield
             return
@@ -636,7 +638,7 @@ class ShardedModel:
         return group_facts(self._shards, self.optimizer)
 
     def buffers(self) -> dict[str, Tensor]:
-        """Return buffers that belong into a checkpoint, by full name; memory is shared. Not a collective."""
+        """Return buffers that checkpoints contain, by full name; memory is shared. Not a collective."""
         averages = {} if self._average is None else self._average.buffers
         teacher = self._saved_teacher()
         teacher_buffers = {} if teacher is None else teacher.buffers()
@@ -720,7 +722,7 @@ class ShardedModel:
 
     @contextmanager
     def measure_activations(self) -> Iterator[None]:
-        """Count what one forward pass keeps alive, for ``ledger``. A context. Slow; meant for the first step."""
+        """Measure the memory that one forward pass keeps alive, for ``ledger``. A context. Slow: for the first step."""
         with ActivationCounter() as counter:
             yield
         # Looked up after the pass: it gathers parameters and takes buffers, which are counted as other kinds.

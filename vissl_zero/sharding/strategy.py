@@ -1,4 +1,4 @@
-"""Shard a built model as the plan says: the entry to every engine, and what is checked before the model changes."""
+"""The entry to every engine: checks plan, model and optimizer, then shards the model."""
 
 from __future__ import annotations
 

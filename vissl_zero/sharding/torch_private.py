@@ -31,8 +31,7 @@ from vissl_zero.errors import VisslZeroError
 # torch's own property: parameter classes of this package override ``grad`` for users.
 _GRAD: Any = torch._C.TensorBase.grad
 # A context without ``__torch_function__`` of tensor subclasses. With it, each attribute read of each parameter is a
-# call
-# of Python, and a GPU would wait for them in every step.
+# call of Python, and a GPU would wait for them in every step.
 as_plain_tensors: Any = torch._C.DisableTorchFunctionSubclass
 # torch has no flag for reentrant checkpointing, so the stack is searched for these two functions.
 _REENTRANT = {CheckpointFunction.forward.__code__, CheckpointFunction.backward.__code__}
@@ -215,7 +214,7 @@ def run_before_forward(state: Any, module: nn.Module, args: Any, kwargs: Any) ->
 
 
 def run_after_forward(state: Any, module: nn.Module, inputs: Any, output: Any) -> Any:
-    """Free a unit after ``module`` inside it has run, and return its output to go on with (``_post_forward``)."""
+    """Free a unit after ``module`` inside it has run, and return the module's output (``_post_forward``)."""
     return state._post_forward(module, inputs, output)
 
 
@@ -278,7 +277,7 @@ def set_shard_data(param: Any, data: Tensor) -> None:
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a ``DTensor`` (``_local_tensor``); a plain tensor as it is.
+    """Return this rank's part of a ``DTensor`` (``_local_tensor``); a plain tensor unchanged.
 
     ``to_local()`` gives a new view each time, and records it for autograd.
     """
@@ -360,7 +359,7 @@ def copy_versions(state: Any, source: Any) -> None:
 
 
 def unsaved_buffers(module: nn.Module) -> set[str]:
-    """Name the buffers that ``state_dict`` leaves out (``_non_persistent_buffers_set``)."""
+    """Return the names of buffers that ``state_dict`` leaves out (``_non_persistent_buffers_set``)."""
     return module._non_persistent_buffers_set
 
 
@@ -423,13 +422,13 @@ class _DispatchToSubclass(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-# torch 2.11 carries an operation on a subclass of DTensor out as DTensor does, and never calls the subclass's
+# torch 2.11 runs an operation on a subclass of DTensor as DTensor does, and never calls the subclass's
 # ``__torch_dispatch__`` (pytorch#177878).
 _SKIPS_SUBCLASSES = "should not actually get called" in inspect.getsource(DTensor.__torch_dispatch__)
 
 
 def with_own_dispatch() -> AbstractContextManager[Any]:
-    """Let a subclass of ``DTensor`` carry out its operations itself, as other tensor classes do. A context."""
+    """Let a subclass of ``DTensor`` run its operations itself, as other tensor classes do. A context."""
     return _DispatchToSubclass() if _SKIPS_SUBCLASSES else nullcontext()
 
 
@@ -523,9 +522,9 @@ def scaled_product(a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor) -> 
 
     Args:
         a: (n, k) e4m3 or e5m2, contiguous.
-        a_scales: (n, 1) float32, of its rows.
+        a_scales: (n, 1) float32, scales of its rows.
         b: (m, k) e4m3, contiguous; 16 divides k and m.
-        b_scales: (m, 1) float32.
+        b_scales: (m, 1) float32, scales of its rows.
     """
     scales = {"scale_a": a_scales, "scale_b": b_scales.t()}
     # bfloat16 is the one format that every kernel of scaled rows gives.
@@ -548,7 +547,7 @@ def compiled(function: Callable[..., Any], backend: Callable[..., Any], max_grap
 
 
 def compile_graph(backend: str, graph: Any, inputs: list[Any]) -> Callable[..., Any]:
-    """Compile a traced graph, by a backend of ``torch.compile``. Raises whatever the backend raises."""
+    """Compile a traced graph with a backend of ``torch.compile``; errors are the backend's."""
     from torch._dynamo.backends.registry import lookup_backend
 
     return lookup_backend(backend)(graph, inputs)

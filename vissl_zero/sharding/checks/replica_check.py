@@ -58,10 +58,12 @@ def require_equal_models(model: nn.Module, device: torch.device) -> None:
     named = [*params, *model.named_buffers()]
     require_equal("parameters or buffers", [f"{name}, of shape {tuple(t.shape)}" for name, t in named])
     require_equal("what is trained", [f"requires_grad={p.requires_grad} of {name}" for name, p in params])
+    # Names are equal by now, so the all-reduce of the sums has one shape on all ranks.
     sums = torch.stack([checksum(tensor) for _, tensor in named]).to(device)
     differing = [named[index] for index in _differing(sums)]
     counters = [(name, tensor) for name, tensor in differing if _is_counter(tensor)]
     _refuse_differing([name for name, tensor in differing if not _is_counter(tensor)])
+    # The list is equal on all ranks, so all take part in each broadcast.
     for name, buffer in counters:
         _take_from_rank_0(name, buffer, device)
 
@@ -141,7 +143,7 @@ def _take_from_rank_0(name: str, buffer: Tensor, device: torch.device) -> None:
 
 
 class StepCheck:
-    """Compares, before every update, what must be the same on all ranks.
+    """Compares, before every update, the facts that must be equal on all ranks.
 
     Args:
         device: device of the model; used where the process group has no CPU backend.
@@ -154,7 +156,7 @@ class StepCheck:
     def require_equal(
         self, problem: str | None, facts: Mapping[str, int], marks: Sequence[bool] = ()
     ) -> Sequence[bool]:
-        """Raise on every rank if one of them has a problem, or if facts differ.
+        """Raise on every rank if any rank has a problem, or if facts differ.
 
         Args:
             problem: why this rank cannot update; None if it can.
@@ -175,6 +177,7 @@ class StepCheck:
             # Ranks agree on a value where its maximum is its minimum.
             # Likewise a problem on some ranks only. If all ranks have one, each raises its own below.
             has_problem, *differs = (agreed[i] != -agreed[i + len(values)] for i in range(len(values)))
+            # The maximum of a mark: whether any rank has set it.
             marks = [bool(mark) for mark in agreed[2 * len(values) :]]
             if problem is None and has_problem:
                 raise VisslZeroError("No update was made: another rank cannot continue; see its message.")
@@ -369,7 +372,7 @@ class _FirstPasses:
 
 
 def _look_at_nothing(module: nn.Module, inputs: Any, output: Any) -> None:
-    """Do nothing, in a copy, where the hook was."""
+    """Do nothing: the hook of a copied model, which is a plain model."""
 
 
 def _nothing_to_look_at() -> Callable[..., None]:

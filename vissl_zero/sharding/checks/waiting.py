@@ -71,6 +71,7 @@ def waiting(call: str) -> Iterator[None]:
         yield
         return
     _watch.start()
+    # Time before name: the thread would otherwise combine this call with the time of the last one.
     _watch.since, _watch.call = time.monotonic(), call
     try:
         yield

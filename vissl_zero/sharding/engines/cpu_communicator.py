@@ -165,7 +165,7 @@ class CpuCommunicator(ABC):
         Nothing is packed: tensors are read and written where they are, a slot at a time.
 
         Args:
-            received, sent: by rank, tensors of uint8 (n,); those of this rank itself are not looked at.
+            received, sent: per rank, tensors of uint8 (n,); the entries of this rank itself are ignored.
             most_bytes: largest number of bytes that any rank sends to another; the same on every rank.
 
         Collective; moves ``most_bytes`` to every other rank.
@@ -482,7 +482,7 @@ def _all_to_all(arrived: Sequence[Tensor], sent: Sequence[Tensor], group: dist.P
 
 
 SLOT_BYTES = 2**20  # fits into a core's cache; 2 * LAG of them per rank. Twice or half the size is as fast
-MAX_BACKLOG_BYTES = 2**23  # of gradients that a rank keeps while others are behind, so that it need not wait for them
+MAX_BACKLOG_BYTES = 2**23  # of gradients that a rank keeps, instead of waiting, while other ranks are behind
 
 
 def open_communicator(group: dist.ProcessGroup, timeout_s: float, *, use_shared_memory: bool = True) -> CpuCommunicator:

@@ -174,8 +174,7 @@ class GradientAverage:
         """End a round: send the remaining buckets, and replace the gradients by their means. Collective."""
         while len(self._sent) < len(self._buckets):
             self._send_next()
-        # Reentrant checkpointing may accumulate a gradient after its bucket was sent: average such remainders one by
-        # one.
+        # Reentrant checkpointing may accumulate a gradient after its bucket was sent: average such remainders singly.
         late = [real_grad(param) for bucket in self._buckets for param in bucket]
         flags = [*self._present, *(grad is not None for grad in late)]
         table = torch.tensor(flags, dtype=torch.uint8, device=self._device_of_flags())
@@ -223,12 +222,12 @@ def _buckets(params: Sequence[nn.Parameter], bucket_bytes: int) -> list[list[nn.
 
 
 def _wide(params: Sequence[Tensor]) -> torch.dtype:
-    """Choose the format in which gradients are summed."""
+    """Return the dtype in which gradients are summed."""
     return reduce(torch.promote_types, (param.dtype for param in params), torch.float32)
 
 
 def _packed(param: nn.Parameter, grad: Tensor | None) -> Tensor:
-    """Flatten ``grad``, zeros where it is None, in the order in which the parameter's own elements lie in memory."""
+    """Flatten ``grad``, or zeros if it is None, in the memory format of its parameter."""
     if grad is None:
         return torch.zeros(param.numel(), dtype=param.dtype, device=param.device)
     if param.is_contiguous():
@@ -239,7 +238,7 @@ def _packed(param: nn.Parameter, grad: Tensor | None) -> Tensor:
 
 
 def _unpacked(param: nn.Parameter, values: Tensor) -> Tensor:
-    """Reverse ``_packed``: fused optimizers expect a gradient that is laid out as its parameter is."""
+    """Reverse ``_packed``: fused optimizers expect a gradient in the memory format of its parameter."""
     if param.is_contiguous():
         return values.view(param.shape)
     return values.as_strided(param.shape, torch.empty_like(param).stride(), values.storage_offset())
@@ -294,13 +293,13 @@ class OrderedMeans:
 
     @torch.no_grad()
     def _average(self) -> None:
-        """Average the gradients over ranks; one that only some ranks have is zero on the others."""
+        """Average the gradients over ranks; a gradient that only some ranks have counts as zero on the others."""
         if collectives.world_size() == 1 or not self._params:
             return
         present = torch.tensor([real_grad(param) is not None for param in self._params], device=self._params[0].device)
         # Ranks must agree on the list first: the exchange below needs equal sizes everywhere.
-        used = collectives.all_reduce_max(present.to(torch.uint8)).tolist()
-        chosen = [param for param, is_used in zip(self._params, used, strict=True) if is_used]
+        on_any_rank = collectives.all_reduce_max(present.to(torch.uint8)).tolist()
+        chosen = [param for param, is_present in zip(self._params, on_any_rank, strict=True) if is_present]
         for dtype in dict.fromkeys(param.dtype for param in chosen):
             self._average_together([param for param in chosen if param.dtype == dtype])
 

@@ -194,8 +194,8 @@ def batch_norm_group(ranks_per_group: int, timeout_s: float) -> dist.ProcessGrou
         ranks_per_group: consecutive ranks that share statistics; -1: all; 0: none.
         timeout_s: timeout of the collectives of a new group, in seconds.
     Raises:
-        ConfigError: it does not divide the world.
-    Cost: collective over the world where it is neither all nor one.
+        ConfigError: ``ranks_per_group`` does not divide the number of ranks.
+    Cost: a collective over the world, unless the group is all ranks or one.
     """
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     size = world_size if ranks_per_group == -1 else ranks_per_group
@@ -256,7 +256,7 @@ def _class_of(kind: type[_BatchNorm]) -> type[_BatchNorm]:
 
 
 class _SyncBatchNorm(BatchNorm, nn.SyncBatchNorm):
-    """Stands between ``nn.SyncBatchNorm`` and a class derived from it, whose own forward pass comes first."""
+    """Base of converted subclasses of ``nn.SyncBatchNorm``, whose own forward pass runs first and calls this one."""
 
 
 def convert_batch_norms(

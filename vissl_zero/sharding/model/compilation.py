@@ -61,7 +61,7 @@ def compile_units(model: nn.Module, units: Sequence[nn.Module], backend: str) ->
 
 
 class _Compiler:
-    """Compiles the units of one model, and reports its progress and what it could not compile.
+    """Compiles the units of one model; logs progress, and the units that cannot be compiled.
 
     Args:
         names: names of the units.
@@ -144,7 +144,7 @@ class _Compiler:
                 )
 
     def _make(self, graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        """Compile a graph; return the graph itself where that fails."""
+        """Compile a graph; return the graph itself if that fails."""
         began = time.perf_counter()
         try:
             with warnings.catch_warnings():

@@ -96,6 +96,7 @@ def product(a: Rows, b: Rows, dtype: torch.dtype) -> Tensor:
     if has_kernel and sides[0] and sides[1] % _SIDE == sides[2] % _SIDE == 0:
         return scaled_product(a.values, a.scales, b.values, b.scales).to(dtype)
     wide = a.scales.dtype
+    # Scales of rows are factors of the sum over k, so they may follow it.
     return (a.values.to(wide) @ b.values.to(wide).t() * a.scales * b.scales.t()).to(dtype)
 
 
@@ -195,9 +196,9 @@ def _block_scaled_product(a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tens
 
     Args:
         a: (n, k) e4m3, contiguous.
-        a_scales: (n, k / 32) e8m0, of its blocks.
+        a_scales: (n, k / 32) e8m0, scales of its blocks.
         b: (m, k) e4m3, contiguous; 32 divides k, 16 divides m.
-        b_scales: (m, k / 32) e8m0.
+        b_scales: (m, k / 32) e8m0, scales of its blocks.
     """
     kind, order = F.ScalingType.BlockWise1x32, F.SwizzleType.SWIZZLE_32_4_4
     scales = _in_tiles(a_scales), kind, _in_tiles(b_scales), kind
@@ -218,17 +219,18 @@ def _in_tiles(scales: Tensor) -> Tensor:
 
 
 class _Product(torch.autograd.Function):
-    """``x @ weight.T`` of x (n, k) and weight (m, k), in ``dtype``. Keeps x in float8 and the weight as it is."""
+    """``x @ weight.T`` of x (n, k) and weight (m, k), in ``dtype``. Keeps x in float8, and the weight unchanged."""
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, dtype: torch.dtype, kind: type[Rows | Blocks], is_sent: bool
     ) -> Tensor:
         scaled: Any = kind.of(x, is_gradient=False)
+        # In 8 bits, and only for the weight's gradient: a frozen weight needs no input.
         ctx.save_for_backward(*(scaled[:2] if weight.requires_grad else (None, None)), weight)
         ctx.formats, ctx.kind, ctx.is_sent = (x.dtype, dtype), kind, is_sent
-        used = as_sent(weight) if is_sent else weight
-        product: Tensor = scaled.times(kind.of(used, is_gradient=False), dtype)
+        operand = as_sent(weight) if is_sent else weight
+        product: Tensor = scaled.times(kind.of(operand, is_gradient=False), dtype)
         return product
 
     @staticmethod
@@ -241,10 +243,12 @@ class _Product(torch.autograd.Function):
         with torch.autocast(grad.device.type, enabled=False):
             scaled = kind.of(grad, is_gradient=True)
             if ctx.needs_input_grad[0]:
-                used = as_sent(weight) if ctx.is_sent else weight
-                grad_x = scaled.times(kind.of(used.t().contiguous(), is_gradient=False), of_input)
+                # Rounded again, by input channels: this product sums over output channels, whose scales differ.
+                operand = as_sent(weight) if ctx.is_sent else weight
+                grad_x = scaled.times(kind.of(operand.t().contiguous(), is_gradient=False), of_input)
             if ctx.needs_input_grad[1]:
                 x = kind(values, scales)
+                # Not in float8: scales of tokens stand inside the sum over tokens (see the module).
                 grad_weight = (scaled.wide(of_output).t() @ x.wide(of_output)).to(weight.dtype)
         return grad_x, grad_weight, None, None, None
 

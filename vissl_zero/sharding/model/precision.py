@@ -140,6 +140,7 @@ def run_in_precision(model: nn.Module, precision: Precision, device: torch.devic
     """
     if precision.autocast is None and dtype_of(precision.compute) not in _HALF:
         return
+    # A forward set on the instance, such as a compiled one, runs inside ours.
     own_forward = model.__dict__.get("forward")
 
     def in_precision(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -201,8 +202,8 @@ def stochastically_rounded(wide: Tensor, bits: Tensor) -> Tensor:
     """Round ``wide`` to bfloat16, each element to one of its two neighbors; the mean over ``bits`` is ``wide``.
 
     Args:
-        wide: (n,) float32; inf and NaN stay what they are, and what bfloat16 can hold stays as it is.
-        bits: (n,) integers; the lowest 16 bits are used.
+        wide: (n,) float32; inf, NaN and values that bfloat16 can represent do not change.
+        bits: (n,) random integers, of which the lowest 16 bits count.
     """
     mask = (1 << _DROPPED_BITS) - 1
     # Floats are sign and magnitude: a random number added to the dropped bits carries into the kept bits with a
@@ -252,6 +253,7 @@ class _RoundedKernel(UpdateKernel):
             values, grad = values.float(), grad.float()
             if not self._is_stochastic:
                 values += piece.state[_REST]
+        # Out of place: a piece in another dtype is a view of the loop's gradient.
         for factor, param_factor in self._shards[piece.tensor].noted or ():
             grad = grad * factor
             if param_factor is not None:
@@ -261,6 +263,7 @@ class _RoundedKernel(UpdateKernel):
     def _round(self, piece: UpdatePiece, wide: Tensor) -> None:
         if not self._is_stochastic:
             piece.values.copy_(wide)
+            # The difference is exact in float32; only the copy rounds it to bfloat16.
             piece.state[_REST].copy_(wide.sub_(piece.values))
             return
         shard, count = self._shards[piece.tensor], piece.state[_COUNT]
@@ -289,6 +292,7 @@ def rounded(build_optimizer: OptimizerFactory, plan: ShardingPlan, shards: Seque
         params = [list(group["params"]) for group in groups]
         group_params = [by_local[id(param)] for together in params for param in together]
         for shard in group_params:
+            # From now on, unscaling and clipping are noted, and applied to the widened gradient: one rounding less.
             shard.noted = []
             if not shard.local.is_contiguous():
                 shard.local.data = shard.local.data.contiguous()  # pieces are runs of the flattened shard

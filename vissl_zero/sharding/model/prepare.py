@@ -33,6 +33,7 @@ def prepare(model: nn.Module, plan: ShardingPlan, device: torch.device) -> WrapP
             parameters in the forward pass.
         ModelsDifferError: the ranks hold different weights.
     """
+    # Refusals first, while the model is unchanged.
     _refuse_embeddings(model, plan)
     _refuse_shared_memory(model, plan)
     wrap_plan = plan_wrap(model, plan, _ranks_per_copy(plan))

@@ -102,7 +102,7 @@ class WrapPlan:
         return ", ".join(remarks)
 
 
-_LARGE = 10_000_000  # parameters below which a unit of most of them takes little memory
+_LARGE = 10_000_000  # parameters; in a smaller model, even a unit of most of them takes little memory
 _MOMENT = {
     0: "replicated",
     1: "optimizer state sharded; gradients whole until the last micro-batch",
@@ -145,6 +145,7 @@ def plan_wrap(model: nn.Module, plan: ShardingPlan, num_ranks: int) -> WrapPlan:
             kind=kinds[group[0]],
             num_params=sum(owned[name] for name in group),
             is_float32=kinds[group[0]] == "norm",
+            # fairscale's FSDP gathers batch norm like any unit. The root must be a unit, whatever it contains.
             is_replicated=plan.engine == "torch"
             and all(kinds[name] == "norm" and _is_plain_norm(model.get_submodule(name)) for name in group)
             and ROOT not in group,
@@ -282,6 +283,7 @@ def _resolve_ties(model: nn.Module, kinds: dict[str, str], first_names: Mapping[
     """
     while True:
         owners: dict[Tensor, list[str]] = {}
+        # All names of a tied parameter: each of its places belongs to a unit.
         for name, param in model.named_parameters(remove_duplicate=False):
             owner = _owner(name.rpartition(".")[0], kinds, first_names)
             if owner not in owners.setdefault(param, []):
@@ -306,6 +308,7 @@ def _resolve_ties(model: nn.Module, kinds: dict[str, str], first_names: Mapping[
     unique = {id(group): group for group in groups.values()}
     for group in unique.values():
         norms = [name for name in group if kinds[name] == "norm"]
+        # Batch norms may share parameters with each other: they compute in one dtype.
         _refuse_tied_norms(model, norms if len(norms) < len(group) else [])
     positions = {name: position for position, (name, _) in enumerate(model.named_modules())}
     return [tuple(sorted(group, key=positions.__getitem__)) for group in unique.values()]
@@ -397,7 +400,7 @@ def _stage_units(model: nn.Module, ends: Sequence[Sequence[int]]) -> list[str]:
     """Return the names of each stage's units up to its last block end.
 
     VISSL cuts a stage at every block end and recomputes each piece as a whole; here every block up to the last end is
-    recomputed by itself, which keeps the same memory bound or a lower one and gives the same numbers.
+    recomputed by itself, which keeps the same memory bound or a lower one, with the same results.
     """
     stages = getattr(getattr(model, "trunk", model), "stages", None)
     names = {module: name for name, module in model.named_modules()}

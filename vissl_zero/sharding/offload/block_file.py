@@ -61,15 +61,17 @@ class RunFolder:
         try:
             run = _enter_run(base, run_name, nvme_path)
             try:
+                # By descriptors, not paths: nobody can exchange a folder for a link between two calls.
                 os.mkdir(self.path.name, 0o700, dir_fd=run)
                 self.fd = os.open(self.path.name, _FOLDER, dir_fd=run)
+                # Tells a later run that this one is alive. It waits for another run that looks (``_is_locked``).
+                fcntl.flock(self.fd, fcntl.LOCK_EX)
             except OSError as error:
                 raise _refused(str(self.path), error) from error
             finally:
                 os.close(run)
         finally:
             os.close(base)
-        fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # tells a later run that this one is alive
 
     def file(self, name: str, sizes: Sequence[int], is_touched: bool) -> BlockFile:
         """Create a new file of records in this folder; the arguments and errors are those of ``BlockFile``."""
@@ -91,7 +93,7 @@ class RunFolder:
 
 
 def new_run_name(run: str = "", keep: bool = False) -> str:
-    """Make a name that no other run has; the same on every rank. Collective.
+    """Return a name that no other run has, the same on every rank. Collective.
 
     Args:
         run: the run folder; empty: no later attempt can continue this run.
@@ -101,12 +103,12 @@ def new_run_name(run: str = "", keep: bool = False) -> str:
 
 
 def _of_run(run: str) -> str:
-    """Compute the part of a name that all attempts of a run share."""
+    """Return the part of a name that all attempts of a run share."""
     return hashlib.sha256(os.fsencode(Path(run).absolute())).hexdigest()[:16] + "-" if run else ""
 
 
 def remove_dead_attempts(nvme_path: str, run: str) -> None:
-    """Remove what killed attempts of a run have left, so that the disk needs room for one state. Collective.
+    """Remove the folders of a run's killed attempts, so that the disk needs room for one state only. Collective.
 
     Args:
         nvme_path: an existing folder.
@@ -180,8 +182,9 @@ def _is_locked(run: int, entry: str) -> bool:
     except OSError:
         return False
     try:
-        # The kernel releases a process's lock when it ends, however it ends; ours is released by the close below.
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # The kernel releases a process's lock when it ends, however it ends; ours is released by the close below. It is
+        # shared: two runs that look at once must not take each other for the run that owns the folder.
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError:
         return True
     finally:
@@ -227,7 +230,7 @@ def _refused(path: str, error: OSError) -> OffloadError:
 
 
 class OffloadError(VisslZeroError):
-    """Offloaded state cannot be stored, or did not come back as it was stored; training must not continue with it."""
+    """Offloaded state cannot be stored, or differs from what was stored: training must not continue with it."""
 
 
 PAGE = mmap.PAGESIZE
@@ -239,6 +242,7 @@ class PageBuffer:
 
     def __init__(self, memory: mmap.mmap, first: int, num_bytes: int):
         self.num_bytes = num_bytes
+        # Tensor and view share the mapping, which lives as long as one of them.
         self.bytes = torch.frombuffer(memory, dtype=torch.uint8)[first : first + num_bytes]
         self._view = memoryview(memory)[first : first + num_bytes]
 
@@ -341,7 +345,7 @@ class BlockFile:
         self._checksums = [None] * len(self._sizes)
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         os.close(self._fd)
 
     def _touch(self) -> None:
@@ -463,6 +467,7 @@ class RecordPipeline:
         Raises:
             OffloadError: a record could not be read or stored; all requests have ended.
         """
+        # Trays are about to be reused, and items may be records that are still being written.
         self.finish()
         coming = deque(enumerate(items))
         ready: SimpleQueue[Future[tuple[int, Tray] | None]] = SimpleQueue()
@@ -581,7 +586,8 @@ class PrefetchOrder:
 
 
 def _started_threads(number: int, name: str) -> ThreadPoolExecutor:
-    """Start a pool with all its threads. By default it starts them on demand, some after hundreds of steps."""
+    """Start a pool with all its threads, so that a run's number of threads does not grow."""
+    # By default a pool starts threads on demand, some of them after hundreds of steps.
     pool = ThreadPoolExecutor(number, thread_name_prefix=name)
     all_started = Barrier(number)  # holds each thread, so that the next request starts another
     for _ in range(number):
@@ -616,7 +622,7 @@ class ReadAhead:
 
     @property
     def expected(self) -> list[int]:
-        """The records that come next, those already read or being read first."""
+        """The expected records, in order; those already read or being read are first."""
         return [*(index for index, _, _ in self._reads), *self._todo]
 
     def follow(self, records: Sequence[int]) -> None:
@@ -651,7 +657,7 @@ class ReadAhead:
         self._fill()
 
     def forget(self) -> None:
-        """Expect nothing, and drop what was read."""
+        """Expect no records, and drop those that were read ahead."""
         self._todo.clear()
         self._drop(len(self._reads))
 

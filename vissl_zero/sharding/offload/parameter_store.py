@@ -30,7 +30,7 @@ from vissl_zero.sharding.offload.block_file import (
 from vissl_zero.sharding.offload.layout import Layout, StoredParam, TensorFile
 from vissl_zero.sharding.state.missing_gradient import ON_DISK
 from vissl_zero.sharding.state.shard import Shard, divide_by_norms, squared_norms
-from vissl_zero.sharding.torch_private import local_tensor, set_local_tensor
+from vissl_zero.sharding.torch_private import local_tensor, set_local_tensor, set_real_grad
 
 
 class GradientStore:
@@ -81,7 +81,7 @@ class GradientStore:
         self._stored |= grads.keys()
 
     def square(self, index: int) -> Tensor | None:
-        """Return the squared norm of a gradient as ``read`` would give it, if known without reading; 0-d."""
+        """Return the squared norm, 0-d, of the gradient that ``read`` would return; None if the file must be read."""
         return None if index in self._zero or index in self._changes else self._squares.get(index)
 
     def read(self, index: int, values: Tensor | None = None) -> Tensor:
@@ -151,7 +151,7 @@ class ParameterStore:
         try:
             gradients = folder.file("gradients", trained, is_touched=not is_fast_init)
         except OffloadError:
-            self.parameters.close()
+            self.parameters.close()  # there is no finalizer yet
             raise
         self.record_bytes = max(sizes, default=0)
         self._pipeline = RecordPipeline([self.record_bytes])
@@ -280,6 +280,7 @@ class DiskShard(Shard):
         index: index of this shard in ``store``.
     """
 
+    # Required fields; dataclasses allow none without a default behind the base's.
     store: ParameterStore = None  # type: ignore[assignment]
     index: int = -1
     is_on_disk = True
@@ -321,6 +322,10 @@ class DiskShard(Shard):
     def forget_grad(self) -> None:
         """Forget the gradient; see ``Shard``."""
         super().forget_grad()
+        self.discard_grad()
+
+    def discard_grad(self) -> None:
+        """Discard the gradient on the disk; see ``Store``."""
         self.store.gradients.forget(self.index)
 
     def set_zero_grad(self) -> None:
@@ -374,6 +379,7 @@ class HostShard(Shard):
         pin: page-lock the host's memory.
     """
 
+    # A required field; see ``DiskShard``.
     on_device: Tensor = None  # type: ignore[assignment]
     pin: bool = False
 
@@ -409,6 +415,10 @@ class HostShard(Shard):
     def forget_grad(self) -> None:
         """Forget the gradient; see ``Shard``."""
         super().forget_grad()
+        self.discard_grad()
+
+    def discard_grad(self) -> None:
+        """Discard the gradient on the host; see ``Store``."""
         self._is_there = False
 
     @torch.no_grad()
@@ -442,7 +452,7 @@ class HostShard(Shard):
                 self._arrival = torch.cuda.Event()
                 self._arrival.record()
         self._is_there = True
-        self.source.grad = None
+        set_real_grad(self.source, None)  # the parameter's own setter would discard the copy
 
     def _wait(self) -> None:
         if self._arrival is not None:

@@ -24,7 +24,7 @@ _BEGIN_WITH_ZEROS = (*SINGLE_ROUNDING.keys(), *SINGLE_ROUNDING.values())
 
 
 class UpdateKernel:
-    """Runs one update of a torch optimizer on pieces of tensors whose state comes from elsewhere.
+    """Runs one update of a torch optimizer on pieces of tensors, whose state is passed in.
 
     Args:
         optimizer: built over proxies of one element per group; its group dicts are kept, so that learning rates set in
@@ -131,12 +131,12 @@ def require_streamable(
     *,
     is_whole: bool = False,
 ) -> None:
-    """Refuse an optimizer that cannot be run on a part of what it updates at a time.
+    """Refuse an optimizer that cannot update a part of its elements at a time.
 
     Args:
         optimizer: over any parameters; left as it is.
         key, what, instead: see ``UpdateKernel``.
-        is_whole: a part is some full tensors, not some elements.
+        is_whole: parts are full tensors, not runs of elements.
     Raises:
         ConfigError: the reason, and what to use instead.
     """
@@ -248,6 +248,7 @@ class StateInMemory(StatePlace):
         param = self._params[tensor]
         state = self.mapping[param]
         if not state:
+            # A meta tensor stands for a shard on a disk: its state is in host memory.
             device = "cpu" if param.is_meta else param.device
             formats = {key: self._kernel.format_of(key, param.dtype) for key in self._kernel.keys}
             state |= {key: torch.zeros(param.shape, dtype=dtype, device=device) for key, dtype in formats.items()}
@@ -292,6 +293,7 @@ class StateOnDisk(StatePlace):
         data = tray[0].bytes
         num_elements, itemsize = self._chunks[chunk].num_elements, self._chunks[chunk].itemsize
         whole = data[: len(self._kernel.keys) * num_elements * itemsize].view(self._params[segment.tensor].dtype)
+        # Each key has the dtype of its parameter (``require_streamable``), so all have one length in a record.
         firsts = (position * num_elements + segment.offset for position in range(len(self._kernel.keys)))
         length = segment.stop - segment.start
         return {key: whole[first : first + length] for key, first in zip(self._kernel.keys, firsts, strict=True)}
@@ -391,7 +393,7 @@ class _FileMapping(MutableMapping[Any, dict[str, Any]]):
         return len(self._place.params_with_state())
 
     def clear(self) -> None:
-        """Forget all of it."""
+        """Forget the state of all parameters."""
         self._place.forget()
 
 

@@ -155,6 +155,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
         assert closure is None
         if self._is_broken:
             raise OffloadError(UNSOUND)
+        # A chunk without gradients is neither read nor written.
         active = [index for index, chunk in enumerate(self._chunks) if any(map(self._has_grad, chunk.segments))]
         # Sound again only at the end: an error in between leaves some shards updated and others not.
         self._set_sound(False)
@@ -163,6 +164,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
             firsts = self._first_updates(active)
             items = [self._item(index) for index in active]
             self._pipeline.run(items, lambda k, tray: self._update(active[k], tray, pieces, firsts))
+        # After all chunks: the pieces of a tensor in several chunks must begin with the same counters.
         for tensor, piece in pieces.items():
             self._place.set_scalars(tensor, {key: piece.state[key] for key in self._kernel.scalars})
         self._set_sound(True)
@@ -211,6 +213,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
         if stored is None:
             param, span = self._params[segment.tensor], slice(segment.start, segment.stop)
             assert param.grad is not None
+            # A view of the values, into which the update writes; the gradient is only read, and may be copied.
             return param.detach().view(-1)[span], param.grad.detach().reshape(-1)[span]
         assert self._store is not None
         stored_segment = replace(segment, tensor=stored)
@@ -368,7 +371,7 @@ class WholeStates(MutableMapping[Any, dict[str, Any]]):
         return self._indices.get(param) in self._stored  # type: ignore[call-overload]
 
     def clear(self) -> None:
-        """Forget all of it."""
+        """Forget the state of all parameters."""
         self._file.forget()
         self._stored.clear()
         self._numbers.clear()
@@ -393,6 +396,7 @@ class WholeStates(MutableMapping[Any, dict[str, Any]]):
             copy(first, tray[0].bytes[: min(RECORD_BYTES, self._sizes[index] - first)])
             return (0,) if is_written else ()
 
+        # No record has two parameters, so a write needs no read.
         self._pipeline.run([[Cell(self._file, record, is_read=not is_written)] for record in records], update)
 
 

@@ -1,4 +1,4 @@
-"""Two numbers that tell whether ranks hold the same tensor."""
+"""A checksum of tensors, to compare them across ranks."""
 
 from __future__ import annotations
 
@@ -13,5 +13,6 @@ def checksum(tensor: Tensor) -> Tensor:
     # NaN is unequal to itself, so equal models that hold one would be refused.
     flat = tensor.detach().flatten().nan_to_num()
     flat = flat if flat.is_floating_point() else flat.double()
+    # Weights that differ by position: without them, exchanged values would go unnoticed.
     ramp = torch.linspace(1.0, 2.0, flat.numel(), dtype=flat.dtype, device=flat.device)
     return torch.stack([flat.sum(dtype=torch.float64), (flat * ramp).sum(dtype=torch.float64)])

@@ -73,10 +73,10 @@ def load_rank_state(
     buffers: Mapping[str, Tensor],
     loss_scale: LossScale | None,
 ) -> None:
-    """Restore what ``rank_state`` gave to a rank of the same layout.
+    """Restore a state that ``rank_state`` returned on a rank of the same layout.
 
     Raises:
-        CheckpointError: it comes from another layout or another model; nothing was changed.
+        CheckpointError: the state is of another layout or another model; nothing was changed.
     """
     # All checks come before the first write: a refused state must change nothing.
     _check_layout(state["layout"], plan)
@@ -109,12 +109,12 @@ def load_rank_state(
 
 @torch.no_grad()
 def load_torch_state(state: Mapping[str, Any], shards: Mapping[str, Shard], optimizer: torch.optim.Optimizer) -> None:
-    """Take over optimizer state that plain torch saved (``{"state": ..., "param_groups": ...}``): this rank's elements.
+    """Load this rank's elements of optimizer state that plain torch saved (``{"state": ..., "param_groups": ...}``).
 
-    Parameters are not touched. Not a collective, but every rank needs the same complete ``state``.
+    Parameters do not change. Not a collective, but every rank needs the same complete ``state``.
 
     Raises:
-        CheckpointError: it is of another optimizer, or of other groups or shapes; nothing was changed.
+        CheckpointError: the state is of another optimizer, or has other groups or shapes; nothing was changed.
     """
     if isinstance(optimizer, StreamedOptimizer):
         raise CheckpointError(
@@ -122,6 +122,7 @@ def load_torch_state(state: Mapping[str, Any], shards: Mapping[str, Shard], opti
             "bfloat16 (rounding)."
         )
     names = [group["params"] for group in group_facts(shards, optimizer)]
+    # torch saves parameters by number, in the order of the groups.
     numbers = [group["params"] for group in state["param_groups"]]
     sizes, saved_sizes = list(map(len, names)), list(map(len, numbers))
     if sizes != saved_sizes:
@@ -131,8 +132,8 @@ def load_torch_state(state: Mapping[str, Any], shards: Mapping[str, Shard], opti
         )
     pairs = [
         pair
-        for group_names, theirs in zip(names, numbers, strict=True)
-        for pair in zip(group_names, theirs, strict=True)
+        for group_names, group_numbers in zip(names, numbers, strict=True)
+        for pair in zip(group_names, group_numbers, strict=True)
     ]
     saved = {name: state["state"][number] for name, number in pairs if number in state["state"]}
     check_optimizer(
@@ -193,15 +194,16 @@ def _entry(shard: Shard, value: Any) -> Any:
 def _value(entry: Any, local: Tensor) -> Any:
     if isinstance(entry, dict):
         values = entry["local"]
+        # In the parameter's memory format, which fused kernels need; the saved tensor may have another.
         return empty_state(local, values.shape, values.dtype).copy_(values)
     # A copy: the optimizer counts up in place, and the saved dict may be loaded again.
     return entry.clone() if isinstance(entry, Tensor) else entry
 
 
-def _check_layout(there: Mapping[str, Any], plan: ShardingPlan) -> None:
+def _check_layout(saved: Mapping[str, Any], plan: ShardingPlan) -> None:
     here = layout_of(plan)
-    if differing := [key for key in here if here[key] != there.get(key)]:
-        facts = ", ".join(f"{key} {there.get(key)} (here {here[key]})" for key in differing)
+    if differing := [key for key in here if here[key] != saved.get(key)]:
+        facts = ", ".join(f"{key} {saved.get(key)} (here {here[key]})" for key in differing)
         raise CheckpointError(f"This state was saved with another layout: {facts}. Resume with the same settings.")
 
 

@@ -56,7 +56,7 @@ class Part:
 
 
 class SavedState(Protocol):
-    """A saved state: full tensors by name, of which any run of elements can be read."""
+    """A saved state: full tensors by name, with access to any run of their elements."""
 
     def shape(self, name: str) -> tuple[int, ...] | None:
         """Return the shape of a full tensor; None if there is none of that name."""
@@ -95,9 +95,9 @@ def saved_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def parts_of(shards: Mapping[str, Shard], optimizer: torch.optim.Optimizer) -> Iterator[Part]:
-    """Yield what this rank stores of parameters and optimizer state: each element once. Not a collective.
+    """Yield the parts of parameters and optimizer state that this rank stores. Not a collective.
 
-    Ranks that hold the same elements share the work of storing them.
+    All ranks together store each element once; ranks that hold the same elements divide them.
 
     Raises:
         CheckpointError: the optimizer keeps state that is neither one number nor cut like its parameter.
@@ -117,6 +117,7 @@ def parts_of(shards: Mapping[str, Shard], optimizer: torch.optim.Optimizer) -> I
     for param, values in states:
         shard = shards[names[id(param)]]
         for key, value in values.items():
+            # Scalars are not parts: ``scalars_of`` returns them.
             if _is_per_element(shard, key, value, per_element):
                 yield from _part(f"{OPTIMIZER}{key}/{shard.name}", shard, value)
             # State of another shape cannot be cut like the parameter, but it can be stored where a rank holds the full
@@ -131,13 +132,13 @@ def parts_of(shards: Mapping[str, Shard], optimizer: torch.optim.Optimizer) -> I
 
 
 def average_parts(shards: Mapping[str, Shard], average: WeightAverage) -> Iterator[Part]:
-    """Yield what this rank stores of the running average of parameters. Not a collective."""
+    """Yield the parts of the running average of parameters that this rank stores. Not a collective."""
     for name, shard in shards.items():
         yield from _part(AVERAGE + name, shard, average.params[name])
 
 
 def teacher_parts(shards: Mapping[str, Shard]) -> Iterator[Part]:
-    """Yield what this rank stores of the teacher's parameters. Not a collective."""
+    """Yield the parts of the teacher's parameters that this rank stores. Not a collective."""
     for name, shard in shards.items():
         yield from _part(TEACHER + name, shard, shard.local, shard.values if shard.is_on_disk else None)
 
@@ -367,6 +368,7 @@ def _read(saved: SavedState, name: str, shard: Shard, target: Tensor) -> None:
     # The last ranks may hold no row of a small tensor.
     if not target.numel():
         return
+    # Saved elements are in the order of a contiguous tensor; channels_last memory is filled through a copy.
     if target.is_contiguous():
         saved.read_into(name, shard.first_element, target.detach().view(-1))
         return

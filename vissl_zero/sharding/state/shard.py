@@ -111,7 +111,7 @@ class Shard:
 
     @property
     def is_spent(self) -> bool:
-        """Return whether an update has used up the gradient, and the loop has not called ``zero_grad`` since."""
+        """Return whether an update has consumed the gradient, and the loop has not called ``zero_grad`` since."""
         return isinstance(self.source, WatchedParameter | ShardedTensor) and self.source.is_spent
 
     def mark_spent(self) -> None:
@@ -128,7 +128,7 @@ class Shard:
         return self.local.grad
 
     def known_square(self) -> Tensor | None:
-        """Return the squared norm of ``grad``, if known without reading it; 0-d, as ``squared_norms`` gives it."""
+        """Return the squared norm of ``grad``, 0-d, as ``squared_norms`` computes it; None if ``grad`` must be read."""
         return None
 
     def set_zero_grad(self) -> None:
@@ -207,7 +207,7 @@ def squared_norms(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def wide_dtype(tensors: Sequence[Tensor]) -> torch.dtype:
-    """Choose float32 at least for reductions."""
+    """Return the dtype for reductions: float64 if any tensor has it, else float32."""
     return torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
 
 
@@ -281,7 +281,7 @@ def hide_gradient(shard: Shard) -> Shard:
 
 @dataclass(eq=False)
 class RowShard(Shard):
-    """Rows that this rank updates, of a parameter that lives whole on every rank.
+    """Rows that this rank updates, of a parameter that every rank holds in full.
 
     Cut as ``fully_shard`` cuts: in chunks of equal numbers of rows, the last ones shorter or empty. A scalar is a row.
 
@@ -306,7 +306,7 @@ class RowShard(Shard):
         return self.rows_per_rank * self.row_numel
 
     def span(self, rank: int) -> tuple[int, int]:
-        """Return where a rank's part begins and ends in the full parameter, flattened."""
+        """Return begin and end of a rank's part in the flattened full parameter."""
         numel = self.full_shape.numel()
         return min(rank * self.padded_numel, numel), min((rank + 1) * self.padded_numel, numel)
 

@@ -1,4 +1,4 @@
-"""A tensor of which each rank holds some rows, and the table of what a loop may do with it between steps.
+"""A tensor of which each rank holds some rows, and the table of operations that a loop may run on it between steps.
 
 Parameters of ZeRO level 3, their gradients and all tensors computed from them have one class, to which torch sends
 every operation. The table has three ways to run one. An operation that is not in the table raises an error with its
@@ -108,6 +108,9 @@ class Store(Protocol):
     def missing_gradient(self) -> str | None:
         """Explain why the loop cannot read an existing gradient; None if it can, or there is none."""
 
+    def discard_grad(self) -> None:
+        """Discard the gradient that is kept outside of the parameter."""
+
 
 class ShardedTensor(DTensor):
     """A ``DTensor`` with the operations of the table: a parameter (``sharded``), or the result of an operation.
@@ -164,7 +167,7 @@ class ShardedTensor(DTensor):
 
     @property
     def data(self) -> Tensor:
-        """These rows without their history; memory is shared."""
+        """This tensor without autograd history; memory is shared."""
         return self.detach()
 
     @data.setter
@@ -187,7 +190,7 @@ class ShardedTensor(DTensor):
         raise AttributeError
 
     def set_(self, source: Tensor) -> ShardedTensor:  # type: ignore[override]
-        """Take over values, as a parametrization does when it is assigned to or removed."""
+        """Copy values, which a parametrization sets when it is assigned to or removed."""
         self.data = source
         return self
 
@@ -204,6 +207,8 @@ class ShardedTensor(DTensor):
     def grad(self, value: Tensor | None) -> None:
         if value is None and not _is_inside:
             self.is_spent = False
+            if self.store is not None:
+                self.store.discard_grad()
         elif value is not None and not _is_inside and (why := self._missing()) is not None:
             raise VisslZeroError(why)
         set_real_grad(self, value)
@@ -286,7 +291,7 @@ def sharded(tensor: DTensor) -> ShardedTensor:
 
 @torch.no_grad()
 def whole(tensor: Tensor) -> Tensor:
-    """Gather the full tensor on every rank. Collective for sharded ones; any other comes back as it is."""
+    """Gather the full tensor on every rank. Collective for a sharded one; any other tensor is returned unchanged."""
     if not isinstance(tensor, ShardedTensor):
         return tensor
     with waiting(f"{_called or 'full_tensor'}() of a sharded tensor"):

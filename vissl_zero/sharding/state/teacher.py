@@ -64,10 +64,10 @@ class WeightAverage:
 
     @torch.no_grad()
     def load(self, params: Mapping[str, Any], buffers: Mapping[str, Tensor]) -> None:
-        """Take over saved averages: entries as ``sharding/state/rank_state.py`` has them.
+        """Copy saved averages, in the form of ``sharding/state/rank_state.py``.
 
         Raises:
-            CheckpointError: they are of another model.
+            CheckpointError: the averages are of another model.
         """
         if params.keys() != self.params.keys() or buffers.keys() != self.buffers.keys():
             raise CheckpointError("The saved running average is of another model.")
@@ -94,7 +94,7 @@ def follow_(average: Tensor, value: Tensor, decay: float) -> None:
     if decay == 0:
         average.copy_(value)
     else:
-        # Not lerp_: its vector and scalar code round differently, and shards are cut anywhere.
+        # Not lerp_: its vector and scalar code round differently, and levels cut shards at different elements.
         average.mul_(decay).add_(value * (1 - decay))
 
 
@@ -130,12 +130,13 @@ def follow(
         teacher._shards[name].normalize_rows()
     for name in teacher._shards.keys() - set(anchor):
         _follow_shard(teacher._shards[name], student._shards[name], momentum)
+    # After the trunk has moved, which the anchor copies.
     for name in anchor if moves_anchor else ():
         _follow_shard(teacher._shards[name], teacher._shards[_mate(name)], 0.0)
 
 
 def _mate(name: str) -> str:
-    """Name the student's parameter that the teacher's parameter ``name`` comes from."""
+    """Return the name of the student's parameter for the teacher's ``name``: an anchor's is in the trunk."""
     return TRUNK + name.removeprefix(ANCHOR) if name.startswith(ANCHOR) else name
 
 

@@ -48,6 +48,7 @@ def histograms_of(shards: Sequence[Shard], group: dist.ProcessGroup | None) -> H
         rows.append(_counts(shard.grad() if counts and shard.local.grad is not None else None))
     table = torch.stack(rows)
     if group is not None and group.size() > 1:
+        # Counts are on the CPU, and nccl reduces CUDA tensors only.
         device = torch.device("cuda") if dist.get_backend(group) == "nccl" else torch.device("cpu")
         table = table.to(device)
         dist.all_reduce(table, group=group)

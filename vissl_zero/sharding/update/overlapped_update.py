@@ -32,6 +32,7 @@ class OverlappedUpdate:
 
     def __init__(self, optimizer: torch.optim.Optimizer, shards: Sequence[Shard], copies: CopyStream):
         self._optimizer, self._copies = optimizer, copies
+        # Step hooks of the loop would run once per piece.
         is_cut = type(optimizer) in ELEMENT_WISE and not has_hooks(optimizer)
         self._pieces = [_Piece(optimizer, piece) for piece in _cut(shards)] if is_cut else []
         self._shards = shards
@@ -90,6 +91,7 @@ class _Piece:
     def __init__(self, optimizer: torch.optim.Optimizer, shards: Sequence[Shard]):
         self.shards = shards
         chosen = {id(shard.local) for shard in shards}
+        # One list per group of the optimizer, also if it is empty, as ``with_params`` expects.
         self.params: list[list[nn.Parameter]] = [
             [param for param in group["params"] if id(param) in chosen] for group in optimizer.param_groups
         ]

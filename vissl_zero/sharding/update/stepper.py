@@ -1,6 +1,6 @@
 """The optimizer step that all levels share: unscale, agree on inf, clip, adapt, update.
 
-Norms of full parameters and gradients come from the shards this rank holds, in one collective for all of them.
+Norms of full parameters and gradients are sums over the ranks' shards, in one collective for all of them.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class Clipping:
         return None if plan.clip_grad is None else cls(plan.clip_grad, plan.clip_grad_per)
 
     def factors(self, names: Sequence[str], grad_sq: Tensor) -> Tensor:
-        """Return the factors of the gradients: one for all, 0-d, or one per tensor, (T,). Does not wait for the device.
+        """Return the factors of the gradients: one for all, 0-d, or one per tensor, (T,).
 
         Args:
             names: T full names.
@@ -205,7 +205,7 @@ class Stepper:
         return StepResult(grad_norm, False, scale, names, norms.grad_sq, histograms)
 
     def _update(self) -> None:
-        """Run the optimizer, and publish what it has changed."""
+        """Run the optimizer, and publish the updated shards."""
         if self._overlapped is not None:
             self._overlapped.run()
             return
@@ -268,10 +268,10 @@ class Stepper:
                 shard.set_zero_grad()
 
     def _constant(self, what: str, values: Sequence[float], like: Tensor) -> Tensor:
-        """Put ``values`` into a tensor on ``like``'s device. The last step's is reused if the values are equal."""
+        """Return ``values`` as a tensor on ``like``'s device; the last step's tensor is reused if they are equal."""
         key = (tuple(values), like.dtype, like.device)
-        known, tensor = self._constants.get(what, (None, like))
-        if known != key:
+        last_key, tensor = self._constants.get(what, (None, like))
+        if last_key != key:
             # From pinned memory, so that the copy does not wait for the device.
             host = torch.tensor(values, dtype=like.dtype, pin_memory=like.is_cuda)
             tensor = host.to(like.device, non_blocking=True)

@@ -189,7 +189,7 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
         self._finalizer()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse: groups are fixed."""
+        """Refuse to add a group: the groups are fixed."""
         # torch's constructor adds the groups through this method, so it is refused only afterward.
         assert not getattr(self, "_is_built", False)
         super().add_param_group(param_group)
@@ -359,6 +359,7 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
             num_bytes = [list(column) for column in zip(*num_bytes, strict=True)]
         others = [rank for rank in range(self._group.size()) if rank != me]
         self.num_sent += sum(num_bytes[me][rank] for rank in others)
+        # As bytes, so that tensors of several dtypes share one message.
         targets, parts = (
             [[tensor.contiguous().view(torch.uint8) for tensor in of_rank] for of_rank in by_rank]
             for by_rank in (received, sent)

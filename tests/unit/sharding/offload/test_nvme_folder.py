@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import multiprocessing
 import os
 import stat
 from collections.abc import Callable
 from pathlib import Path
+from threading import Timer
 from types import SimpleNamespace
 from typing import Any
 
@@ -44,6 +46,22 @@ def test_two_runs_never_meet(tmp_path):
     RunFolder(str(tmp_path), "vissl-zero-1", rank=0)
     with pytest.raises(OffloadError, match="rank0 cannot be used: File exists"):
         RunFolder(str(tmp_path), "vissl-zero-1", rank=0)
+
+
+def test_a_run_waits_for_another_that_looks_whether_it_lives(tmp_path, monkeypatch):
+    make = os.mkdir
+
+    def make_and_look(name: str, mode: int, dir_fd: int) -> None:
+        make(name, mode, dir_fd=dir_fd)
+        if name == "rank0":
+            looking = os.open(name, os.O_RDONLY, dir_fd=dir_fd)
+            fcntl.flock(looking, fcntl.LOCK_SH)
+            Timer(0.2, os.close, (looking,)).start()
+
+    monkeypatch.setattr(os, "mkdir", make_and_look)
+    folder = RunFolder(str(tmp_path), "vissl-zero-1", rank=0)
+    assert stale_runs(str(tmp_path)) == []
+    folder.remove()
 
 
 def test_a_folder_leaves_no_file_open(tmp_path):

@@ -99,7 +99,7 @@ def _segments_of(
 
 
 def _cut(source: nn.Parameter, names: list[str], shapes: list[torch.Size]) -> Iterator[FlatShard]:
-    """Return the segments in this rank's piece of parameters joined in the order given."""
+    """Yield the segments in this rank's piece of parameters that are joined in the given order."""
     piece = source.detach().view(-1)
     begin = dist.get_rank() * piece.numel()
     offset = 0

@@ -142,7 +142,7 @@ class _OwnedShard(Shard):
 
     @property
     def is_owned(self) -> bool:
-        """Return whether this rank updates it."""
+        """Return whether this rank updates the parameter."""
         return self.owner == dist.get_rank()
 
     def local_grad(self) -> Tensor | None:
@@ -168,7 +168,7 @@ class _OwnedShard(Shard):
         divide_by_norms(self.source)
 
     def share(self) -> None:
-        """Copy it from its owner to all ranks. Collective; costs one broadcast."""
+        """Broadcast the parameter from its owner. Collective."""
         dist.broadcast(self.source.detach(), src=self.owner)
 
 
@@ -226,6 +226,7 @@ class _OwnedByRank(ShardedModel):
             # OSS copies parameter groups, and a learning rate set on one copy may not reach the other. Here OSS and the
             # optimizer share groups and state, so there is nothing to copy.
             oss.optim, oss.param_groups, oss.state = optimizer, optimizer.param_groups, optimizer.state
+            oss.defaults = optimizer.defaults  # schedulers look here for the momentum that they cycle
             return oss, adaptation
 
         # In addition to the parameters that it owns, a rank holds all others in full.
@@ -257,7 +258,7 @@ class _OwnedByRank(ShardedModel):
         return "\n".join(lines)
 
     def _moment(self) -> str:
-        """Return words for ``describe``: which state is sharded, and which is whole."""
+        """Return the clause of ``describe`` on which state is sharded and which is whole."""
         raise NotImplementedError
 
 
@@ -307,6 +308,7 @@ class _GradientSharded(_OwnedByRank):
         for shard in self._owned:
             if shard.source.requires_grad:  # a group of the user's may have frozen parameters
                 shard.source.register_post_accumulate_grad_hook(partial(self._record_gradient, shard))
+        # The guard has counted hooks in super().__init__, before those above were set.
         self._parameter_guard.accept_hooks()
         self.zero_grad()
 
@@ -339,7 +341,9 @@ class _GradientSharded(_OwnedByRank):
 
     def zero_grad(self) -> None:
         """Zero in place; see ``ShardedModel``. A gradient set to None leaves fairscale's buffers (fairscale #354)."""
-        self._parallel.zero_grad(set_to_none=True)  # None for those outside the buffers
+        self._parallel.zero_grad(set_to_none=True)  # sets only gradients outside the buffers to None
+        # Its forward pass does this too, but a loop may call parts of the model alone: nothing would be reduced.
+        self._parallel._clear_counters()
         for shard in self._owned:
             shard.local.grad = None
             shard.has_grad = False

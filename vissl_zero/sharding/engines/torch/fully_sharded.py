@@ -81,6 +81,8 @@ class FullySharded(ShardedModel):
         mesh = _mesh(device, setup.wrap_plan.num_ranks, plan.timeout_s)
         trained = setup.trained
         self._own_store: ParameterStore | None = None  # a teacher's: a trained model's optimizer closes its store
+        # Planned before any unit is wrapped: each unit's shards move to the store's file before the next unit is
+        # initialized.
         store = stored_parameters(planned_shards(module, setup.wrap_plan, trained, mesh), plan.offload_params)
         _refuse_scripted(module)
         _guard_padding(module)
@@ -101,8 +103,8 @@ class FullySharded(ShardedModel):
             self.comm: CpuCommunicator | None = None
             if device.type == "cpu" and group.size() > 1:
                 self.comm = open_communicator(group, plan.timeout_s)
-            names = {part: name or "(model)" for name, part in module.named_modules()}
-            titles = [" + ".join(names[part] for part in modules_of(unit_state(unit))) for unit in self._units]
+            names = {submodule: name or "(model)" for name, submodule in module.named_modules()}
+            titles = [" + ".join(map(names.__getitem__, modules_of(unit_state(unit)))) for unit in self._units]
             # The communicator compares the order of units at once, but only among the ranks of a shard group.
             is_recording = self.comm is None or group.size() < dist.get_world_size()
             # Levels 1 and 2 gather once a step, and level 3 in every pass.
@@ -211,7 +213,7 @@ class FullySharded(ShardedModel):
         filled = [torch.zeros_like(param) if grad is None else grad for param, grad in zip(params, grads, strict=True)]
         # Only a rank that lacks a gradient copies flags to the device and reads them back: both wait for the device.
         flags = torch.ones(len(params), device=device) if all(present) else torch.tensor(present, device=device)
-        # One dtype, so that parameters of different formats share one message.
+        # One dtype, so that parameters of different dtypes share one message, and half precision is rounded once.
         dtype = wide_dtype(params)
         message = torch.cat([piece.flatten().to(dtype) for piece in (flags, *filled)])
         # Over all ranks, not the shard group: every rank of the world holds them.
@@ -258,9 +260,9 @@ def _show_to_loop(shards: Sequence[Shard]) -> None:
 def _guard_loading(module: nn.Module, before: Callable[[], None]) -> None:
     """Make ``load_state_dict`` call ``before`` first, and refuse ``assign=True``, which would replace parameters."""
     module.register_load_state_dict_pre_hook(lambda *_: before())
-    for part in module.modules():
+    for submodule in module.modules():
         # Every module, not the root alone: a loop may load a submodule by itself.
-        part.register_load_state_dict_pre_hook(_refuse_assignment)
+        submodule.register_load_state_dict_pre_hook(_refuse_assignment)
 
 
 def _refuse_assignment(module: nn.Module, state: Any, prefix: str, metadata: dict[str, Any], *_: Any) -> None:
@@ -278,9 +280,9 @@ def _refuse_penalty(grad: Tensor) -> NoReturn:
 
 def _guard_padding(module: nn.Module) -> None:
     """Make ``nn.TransformerEncoder`` refuse padded evaluation: only on plain tensors does torch zero the padding."""
-    for part in module.modules():
-        if isinstance(part, nn.TransformerEncoder) and getattr(part, "use_nested_tensor", False):
-            part.register_forward_pre_hook(_refuse_padding, with_kwargs=True)
+    for encoder in module.modules():
+        if isinstance(encoder, nn.TransformerEncoder) and getattr(encoder, "use_nested_tensor", False):
+            encoder.register_forward_pre_hook(_refuse_padding, with_kwargs=True)
 
 
 def _refuse_padding(encoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -303,6 +305,7 @@ def _refuse_scripted(module: nn.Module) -> None:
 
 def _mesh(device: torch.device, num_shards: int, timeout_s: float) -> DeviceMesh:
     """Build a mesh of all ranks in one dimension, or replicas x shards where a shard group is less than the world."""
+    # A process may train in several worlds, one after the other, as tests and notebooks do.
     forget_meshes()
     world_size = dist.get_world_size()
     if num_shards == world_size:
@@ -433,6 +436,7 @@ def _offload_policy(plan: ShardingPlan, mesh: DeviceMesh) -> OffloadPolicy:
 def _policy(unit: PlannedUnit, precision: Precision) -> MixedPrecisionPolicy:
     master, compute, reduce = map(dtype_of, (precision.master, precision.compute, precision.reduce))
     if unit.is_float32:  # a batch norm with tied weights; others are replicated
+        # Inputs and weights in the master dtype, outputs as the layers around it compute.
         return MixedPrecisionPolicy(param_dtype=master, reduce_dtype=master, output_dtype=compute)
     if not precision.casts_parameters:
         return MixedPrecisionPolicy(reduce_dtype=None if reduce == master else reduce)

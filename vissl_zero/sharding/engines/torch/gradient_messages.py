@@ -193,6 +193,7 @@ class GradientMessages:
         self.messages = messages
         stops = {message.dtype: message.stop for message in messages}
         self._reduced = {dtype: torch.empty(stop, dtype=dtype) for dtype, stop in stops.items()}
+        # Slices of these pad messages, and stand for missing gradients.
         self._zeros = {dtype: torch.zeros(comm.capacity(dtype), dtype=dtype) for dtype in stops}
         self._is_summing = False  # whether ``_reduced`` holds gradients of this step already
         self._is_active = True

@@ -56,7 +56,7 @@ class TorchStrategy(Strategy):
         device: torch.device,
         fill: Fill,
     ) -> ShardedModel:
-        """Shard the model; see ``Strategy``. Collective; the process group must be up, but for level 0 on one rank.
+        """Shard the model; see ``Strategy``. Collective; needs a process group, except at level 0 on one rank.
 
         Raises:
             ConfigError: group sizes that do not divide the world.
@@ -84,7 +84,7 @@ class TorchStrategy(Strategy):
 
 
 def _refuse_hooked(model: nn.Module) -> None:
-    """Refuse hooks on parameters: ``fully_shard`` puts other tensors in their place, so a hook would never run."""
+    """Refuse hooks on parameters: ``fully_shard`` replaces parameters, so a hook would never run."""
     hooked = [name for name, param in model.named_parameters() if num_gradient_hooks(param)]
     if hooked:
         must = "must have no hooks where fully_shard replaces parameters: they would never run"

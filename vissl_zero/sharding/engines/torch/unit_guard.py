@@ -91,7 +91,7 @@ OF_PARAMETERS = (
 
 
 class UnitGuard:
-    """Watches over the units of one model. It lives as long as the model.
+    """Checks that all ranks use the units of one model in the same order. It lives as long as the model.
 
     Args:
         names: full names of the modules of each unit, the same on every rank.
@@ -129,7 +129,7 @@ class UnitGuard:
         return id(param) in self._present
 
     def forget(self) -> None:
-        """Begin a new step."""
+        """Begin a new step: forget gradients and order."""
         self._present.clear()
         self._ran.clear()
 
@@ -138,7 +138,7 @@ class UnitGuard:
         return text_digest(self._ran)
 
     def announce(self, number: int, *, is_reduce: bool) -> None:
-        """Announce a message of unit ``number``: all ranks must be at the same one.
+        """Announce a message of unit ``number``, which must be the next message of every rank.
 
         Raises:
             VisslZeroError: on every rank, before any data are mixed.
@@ -256,13 +256,13 @@ class _GuardedUnit:
                 f"{self._title} returns a generator, which computes when its parameters are no longer gathered. "
                 f"Return a list or a tuple, or use {WHOLE_LEVELS}."
             )
-        self._require_unwritten()
+        self._require_unwritten()  # torch frees the unit below, and a write with it
         for param in self._to_run.values():
             if not param.sharded_param.requires_grad:  # trained ones are checked when a gradient arrives
                 raise VisslZeroError(_NOT_MULTIPLIED.format(name_of(param) or self._name))
         self._is_running = False
         if any(_is_of_parameter(tensor) for tensor in pytree.tree_leaves(output)):
-            # The next line frees its memory, so the caller gets a copy. A clone is differentiable.
+            # Its memory is freed below, so the caller gets a copy, which is differentiable.
             output = pytree.tree_map(lambda leaf: leaf.clone() if _is_of_parameter(leaf) else leaf, output)
         output = self._post_forward(module, inputs, output)
         if torch.is_grad_enabled():
@@ -286,7 +286,7 @@ class _GuardedUnit:
                 base.register_hook(gather_hook(self._state))
 
     def unshard(self, async_op: bool = False) -> None:
-        """Record that the unit is gathered."""
+        """Record that the unit is gathered, and start the gather."""
         if not is_being_gathered(self._group) and not self._group.is_unsharded:
             self._guard.record(self._number, is_reduce=False)
         # torch makes full parameters in the first gather and keeps them: in inference mode they could never be trained.
@@ -295,7 +295,7 @@ class _GuardedUnit:
             self._unshard(async_op)
 
     def wait(self) -> None:
-        """Watch the gradients of the full parameters after the first gather."""
+        """Wait for the gather; after the first one, hook the gradients of the full parameters."""
         with torch.inference_mode(False), torch.no_grad():
             self._wait()
         if not self._is_watching_gradients and self._group.is_unsharded:
@@ -393,7 +393,7 @@ class _GuardedUnit:
         return run_after_forward(self._state, module, inputs, output)
 
     def _require_unwritten(self) -> None:
-        """Refuse writes into full parameters, which are dropped after use: what forward writes would be lost.
+        """Refuse writes into full parameters by the forward pass: they are lost when the unit is freed.
 
         A write that torch counts is seen in every pass; one through ``.data`` by comparison: of all parameters in the
         first passes, then of one in turn; on a GPU, where to compare is to wait, of all in samples.

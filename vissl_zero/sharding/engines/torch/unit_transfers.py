@@ -36,6 +36,7 @@ from vissl_zero.sharding.torch_private import (
     is_being_gathered,
     local_tensor,
     set_local_tensor,
+    set_real_grad,
     set_shard_data,
     shard_data,
     unit_state,
@@ -251,6 +252,7 @@ class _AllGather:
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> None:
+        # Before the data: ranks that run different units must raise before they mix messages of equal size.
         self._announce_message(self._number, is_reduce=False)
         # torch sends a unit of several dtypes as bytes, in which parameters cannot be told apart.
         if self._packing is None or output_tensor.dtype == torch.uint8:
@@ -282,6 +284,7 @@ class _ReduceScatter:
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
         assert op in _MEANS, op
+        # The next allocation is an input again, also if it is smaller than this one.
         self._input_numel = None
         self._require_own_memory(output_tensor)
         self._announce_message(self._number, is_reduce=True)
@@ -358,7 +361,8 @@ class UnitOnDisk:
                     param.grad_offload_event.synchronize()
                     param.grad_offload_event = None
                 grads[index] = grad.to_local().reshape(-1)
-                param.sharded_param.grad = None
+                # The parameter's own setter would discard the gradient of earlier micro-batches.
+                set_real_grad(param.sharded_param, None)
         if grads:
             self._store.add_grads(grads)
 
