@@ -1,1 +1,1 @@
-"""The training loop and its hook interface: small, with no case for any sharding level."""
+"""The training loop and its hook interface. No code here depends on the sharding level."""

@@ -1,4 +1,4 @@
-"""From a resolved configuration to a run that can be trained: data, model, method, sharding."""
+"""Build a run that can be trained from a resolved configuration: data, model, method, sharding."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from vissl_zero.sharding.allocator import return_free_pages
 from vissl_zero.sharding.model.precision import cast_to_master, dtype_of
 
 _BEFORE_TRAINING = -1  # in place of an epoch
-# Puts weights into a model, where it has memory for them; gives what reads them, by full name.
+# Loads weights into a model's parameters, except those on the meta device; returns a reader of each, by full name.
 Load = Callable[[nn.Module], Mapping[str, Callable[[], Tensor]]]
 
 
@@ -42,18 +42,18 @@ def build_run(
     fill: Load | None = None,
     fill_teacher: Load | None = None,
 ) -> tuple[Run, Schedules, Frozen]:
-    """Build everything one rank needs. Collective: every rank calls it, after the process group is up.
+    """Build data, model, method and sharding of one rank. Collective: every rank calls it, with a process group.
 
-    Where parameters are sharded, a rank holds its shards and one unit at a time, unless the model cannot be filled unit
-    by unit (``models/bare.py``).
+    If parameters are sharded, the peak of parameter memory is a rank's shards and one whole unit, unless the model
+    cannot be filled unit by unit (``models/bare.py``).
 
     Args:
         plan: plan of the run.
         device: device of this rank.
-        fill: puts other initial weights into the model, the same on every rank.
-        fill_teacher: puts the weights into the model under DISTILLATION, where there is one.
+        fill: loads initial weights into the model, the same on every rank; None: random weights.
+        fill_teacher: loads the weights of the model under DISTILLATION, if there is one.
     Raises:
-        ConfigError, DataError: what the configuration asks for does not exist or cannot be run.
+        ConfigError, DataError: the data do not exist, or the model cannot be trained as configured.
     """
     rank, world_size = collectives.rank(), collectives.world_size()
     precision = plan.sharding.precision
@@ -61,10 +61,11 @@ def build_run(
     num_classes = len(loader.source.class_names)
     model = build_bare(lambda: build_model(plan.config.MODEL, num_classes))
     require_separate_rows(model, plan)
-    return_free_pages()  # constructors draw numbers for weights that have no memory yet, and drop them
+    return_free_pages()  # constructors of layers allocate and free temporary tensors
     weights = first_weights(model, plan, fill)
     cast_to_master(model, precision)
     freeze_untrainable(model, plan.config.MODEL.NON_TRAINABLE_PARAMS)
+    # Groups and names are taken before sharding, which replaces the parameters.
     groups = param_groups(model, plan.optimizer)
     names = [name for name, _ in model.named_parameters()]
     frozen = Frozen(plan.config.MODEL.TEMP_FROZEN_PARAMS_ITER_MAP, names)
@@ -86,8 +87,9 @@ def build_run(
         sharded.adopt_teacher(teacher, method.teacher_follows, lambda _, name: fill_teacher_unit(name))
         evaluated_model = teacher if plan.config.EVALUATED_MODEL == "teacher" else model
     return_free_pages()
-    evaluated_model.keeps_features = plan.config.ONLINE_PROBE.USE_PROBE  # after it was copied: the other one keeps none
-    seed_sample(plan.seed, _BEFORE_TRAINING, rank)  # nothing of ours draws from now on, but a plugin may
+    # Set after the teacher was copied from the model, so that only one of the two keeps its features.
+    evaluated_model.keeps_features = plan.config.ONLINE_PROBE.USE_PROBE
+    seed_sample(plan.seed, _BEFORE_TRAINING, rank)  # for plugins: nothing here uses the global generators from now on
     num_steps = 0 if plan.config.TEST_ONLY else loader.steps_per_epoch * plan.num_epochs
     run = Run(
         plan=plan,
@@ -111,13 +113,13 @@ def build_run(
 
 
 def first_weights(model: Model, plan: ResolvedRun, load: Load | None) -> FirstWeights:
-    """Draw the first weights of the trained model, then replace them by what ``load`` gives."""
+    """Return the initial weights of the trained model: random, or loaded by ``load`` where it has them."""
     drawn_as = {}
-    if plan.optimizer.head_lr_factors:  # a sweep: the rates alone differ
+    if plan.optimizer.head_lr_factors:  # a sweep of learning rates: all heads start with the same weights
         for index, head in enumerate(model.heads[1:], 1):
             head.load_state_dict(model.heads[0].state_dict())
             drawn_as[f"heads.{index}"] = "heads.0"
-    if model.taps is not None:  # by its own names: each begins as a probe that is trained alone
+    if model.taps is not None:  # each head starts with the weights it would have if it were trained alone
         drawn_as = {f"heads.{index}": "" for index in range(len(model.heads))}
     weights = FirstWeights(model, plan.seed, drawn_as)
     if load is not None:
@@ -133,52 +135,53 @@ def _first_teacher(
     num_classes: int,
     load: Load | None,
 ) -> tuple[Model, Callable[[str], None]] | None:
-    """Build the teacher, and what gives its modules their weights by name; None without one.
+    """Return the teacher and a function that fills one of its modules by name; None for methods without a teacher.
 
     Args:
         plan: plan of the run.
-        method: makes it.
-        model: the one that is trained; a teacher may be a copy of it.
-        weights: its first weights.
-        num_classes: number of classes of its images.
-        load: puts weights into the model under DISTILLATION.
+        method: method that makes the teacher.
+        model: trained model, which the teacher may be a copy of.
+        weights: initial weights of ``model``.
+        num_classes: number of classes of the training images.
+        load: loads the weights of the model under DISTILLATION.
     """
     if not method.has_teacher:
         return None
-    source, its_weights = _origin(plan, model, weights, num_classes, load)
+    source, source_weights = _origin(plan, model, weights, num_classes, load)
     teacher: Model | None = None
-    # torch raises where a weight without memory is copied into a buffer of the method's.
+    # First try on the meta device, which needs no memory. torch raises if the method copies a meta tensor into a
+    # buffer of its own.
     with lost_operations() as lost, suppress(NotImplementedError):
         teacher = method.make_teacher(source)
     if teacher is None or lost or (teacher is not source and any(param.is_meta for param in teacher.parameters())):
-        source, its_weights = _origin(plan, model, weights, num_classes, load)
-        its_weights.fill_("")  # the method computes with the weights
+        source, source_weights = _origin(plan, model, weights, num_classes, load)
+        source_weights.fill_("")  # the method computes with the weights, so it needs real ones
         teacher = method.make_teacher(source)
-    return teacher, its_weights.of_copy(teacher).fill_ if teacher is source else lambda _: None
+    return teacher, source_weights.of_copy(teacher).fill_ if teacher is source else lambda _: None
 
 
 def _origin(
     plan: ResolvedRun, model: Model, weights: FirstWeights, num_classes: int, load: Load | None
 ) -> tuple[Model, FirstWeights]:
-    """Return what a method makes its teacher of: the model under DISTILLATION, or a copy of the trained one."""
+    """Return the model to make a teacher from (the one under DISTILLATION, or a copy of ``model``) and its weights."""
     if not plan.learns_from_other:
         copied = copy.deepcopy(model)
         return copied, weights.of_copy(copied)
     other = build_bare(lambda: other_model(plan, num_classes) or model)
-    its_weights = FirstWeights(other, plan.seed)
+    other_weights = FirstWeights(other, plan.seed)
     if load is not None:
-        its_weights.loaded = load(other)
-    return other, its_weights
+        other_weights.loaded = load(other)
+    return other, other_weights
 
 
 def _require_evaluated_model(plan: ResolvedRun, method: Method) -> None:
-    """Check EVALUATED_MODEL for losses of the user's, of which the rules know nothing. Raises ConfigError."""
+    """Raise ConfigError if EVALUATED_MODEL is teacher and the method has none: a user's loss, unknown to the rules."""
     if plan.config.EVALUATED_MODEL == "teacher" and not (method.has_teacher and method.teacher_follows):
         raise ConfigError([no_teacher(plan.config.LOSS["name"])])
 
 
 def add_probe(plan: ResolvedRun, method: Method, model: Model, num_classes: int, device: torch.device | None) -> None:
-    """Give the method an online probe where the configuration asks for one: checkpoints then hold it.
+    """Add an online probe to the method if the configuration has one; as its submodule, it is in checkpoints.
 
     Raises:
         ConfigError: the images have no classes.
@@ -196,10 +199,10 @@ def add_probe(plan: ResolvedRun, method: Method, model: Model, num_classes: int,
 
 
 def other_model(plan: ResolvedRun, num_classes: int) -> Model | None:
-    """Build the model under DISTILLATION, without its weights; None where the teacher is another.
+    """Build the model under DISTILLATION, without loading its weights; None if the loss does not learn from it.
 
     Args:
         plan: plan of the run.
-        num_classes: number of classes of its images.
+        num_classes: number of classes of the training images.
     """
     return build_model(plan.config.DISTILLATION.TEACHER_MODEL, num_classes) if plan.learns_from_other else None

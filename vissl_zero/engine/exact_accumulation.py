@@ -1,17 +1,17 @@
-"""A step in passes: the loss of several micro-batches, or of the crops of one, without the activations of all of them.
+"""A training step in passes: one loss over several micro-batches or crops, with the activations of one pass at a time.
 
-Accumulating gradients of a loss that couples samples is not the same as a larger batch: each micro-batch has its own
-negatives, center or correlation. Nor can a loss that compares crops be computed crop by crop. Here a first round of
-passes without graph collects all outputs that the loss needs; the loss gives a gradient for each; a second round runs
-each pass again, with graph, and propagates those (GradCache, Gao et al. 2021, https://arxiv.org/abs/2101.06983).
+For a loss that couples samples, gradient accumulation differs from a larger batch: each micro-batch has its own
+negatives, center or correlation. A loss that compares crops cannot be computed crop by crop at all. So a first round
+of passes, without graph, collects the outputs, and the loss is differentiated with respect to them. A second round runs
+each pass again, with graph, and backpropagates these gradients (GradCache, https://arxiv.org/abs/2101.06983).
 
-``TRAINER.EXACT_ACCUMULATION`` makes one loss of all micro-batches, ``TRAINER.CROP_PASSES`` several passes of one.
+``TRAINER.EXACT_ACCUMULATION`` computes one loss over all micro-batches. ``TRAINER.CROP_PASSES`` divides the crops of a
+micro-batch among several passes.
 
-Exact for models without batch norm. With it, each micro-batch has statistics of its own, as one process of several has
-without synchronized batch norm, and running statistics see the micro-batches one after the other.
+Exact for models without batch norm. Batch norm has separate statistics per micro-batch, as without synchronization
+over processes, and its running statistics are updated by one micro-batch after the other.
 
-Cost: the student's forward pass twice (a third more computation), one loss instead of many, and the memory of the
-outputs that a loss sees and of their gradients; activations are those of one pass.
+Cost: a second forward pass of the student (a third more computation), and memory for all outputs and their gradients.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from vissl_zero.errors import ConfigError, Problem
 from vissl_zero.models.keyed_random import rows_in_place, set_random_key
 from vissl_zero.sharding.model.batch_norm import frozen_statistics
 
-Gradients = list[Tensor | None]  # of each leaf of what a model gave; None where the loss does not use it
+Gradients = list[Tensor | None]  # of each leaf of a model's outputs; None: the loss does not use this leaf
 
 
 def accumulate_exactly(
     run: Run, micro_batches: Sequence[ImageBatch], dtype: torch.dtype, watch: AbstractContextManager[None]
 ) -> Tensor:
-    """Accumulate gradients in two rounds of passes.
+    """Accumulate the gradients of a step in two rounds of passes. Collective.
 
     Args:
-        run: run in progress; ``method.on_step`` has been called.
-        micro_batches: micro batches of this rank, on the CPU.
+        run: run in progress, after ``method.on_step``.
+        micro_batches: micro-batches of this rank, on the CPU.
         dtype: data type of images.
-        watch: entered around the first forward pass with graph.
+        watch: context for the first forward pass with graph.
     Returns:
         0-d float64: this rank's share of the step's loss.
     """
@@ -59,6 +59,7 @@ def accumulate_exactly(
         for index, batch in enumerate(_loaded(run, group, dtype), 1):
             is_last = number == len(groups) and index == len(group)
             model: Any = _SecondRound(run, gradients.pop(0), is_last, watches)
+            # The method calls the model once. Its code after the call was differentiated in the first round already.
             with suppress(_PropagatedError):
                 run.method.run_student(model, batch)
     run.method.update_state(observed)
@@ -68,11 +69,10 @@ def accumulate_exactly(
 def _differentiate(
     run: Run, group: Sequence[ImageBatch], dtype: torch.dtype, num_samples: int
 ) -> tuple[Tensor, list[Gradients], Any]:
-    """Compute one loss of some micro-batches, and its gradients; no activations and no outputs are kept.
+    """Compute one loss over micro-batches and its gradients with respect to the student's outputs.
 
     Returns:
-        This rank's share of the step's loss, gradients of the student's outputs for each micro-batch, and what the
-        method observed.
+        This rank's share of the step's loss, the gradients per micro-batch, and the result of ``method.observe``.
     """
     method = run.method
     sizes = [batch.num_local for batch in group]
@@ -82,10 +82,10 @@ def _differentiate(
             teacher_parts.append(run.run_teacher(batch))
         rounds.append(_FirstRound(run))
         model: Any = rounds[-1]
-        # The second round shows the same images, and running statistics must count each batch once.
+        # The second round repeats these images; running statistics must count each batch once.
         with frozen_statistics(run.sharded.model):
             parts.append(method.run_student(model, batch))
-        run.show_probe(batch)  # here, where the teacher's features are this batch's too
+        run.show_probe(batch)  # now, while the kept features, the teacher's too, are those of this batch
     joined, whole = batch, parts[0]
     if len(group) > 1:
         prepared = [
@@ -96,9 +96,9 @@ def _differentiate(
     teacher_outputs = None
     if method.has_teacher:
         teacher_outputs = method.join(teacher_parts, sizes) if len(group) > 1 else teacher_parts[0]
-    set_random_key(run.plan.seed, run.step, joined.sample_ids)  # the loss may draw, too
+    set_random_key(run.plan.seed, run.step, joined.sample_ids)  # the loss may draw random numbers too
     loss = method.loss(whole, joined, teacher_outputs)
-    # Weighed before it is differentiated: what couples ranks sums their gradients on the way.
+    # Weighted before differentiation: collectives inside the loss sum the ranks' gradients during backward.
     weighed = loss * (joined.num_local * run.world_size / num_samples)
     wanted = [leaf for one in rounds for leaf in one.leaves if is_float(leaf)]
     each = iter(torch.autograd.grad(weighed, wanted, allow_unused=True))
@@ -108,10 +108,10 @@ def _differentiate(
 
 
 class _FirstRound:
-    """Stands in for the student: gives outputs without activations, which begin the graph of the loss.
+    """A stand-in for the student that returns outputs without graph; the loss is differentiated down to them.
 
     Attributes:
-        leaves: leaves of what the model gave.
+        leaves: leaves of the model's outputs, detached; those of floating point require gradients.
     """
 
     def __init__(self, run: Run):
@@ -131,7 +131,7 @@ class _FirstRound:
 
 
 class _SecondRound:
-    """Stands in for the student: runs each pass again, with graph, and propagates the gradients of its outputs."""
+    """A stand-in for the student that runs each pass again, with graph, and backpropagates the given gradients."""
 
     def __init__(self, run: Run, gradients: Gradients, is_last: bool, watches: Iterator[AbstractContextManager[None]]):
         self._run, self._gradients, self._is_last, self._watches = run, gradients, is_last, watches
@@ -144,13 +144,13 @@ class _SecondRound:
             with sharded.micro_batch(is_last=self._is_last and number == len(passes)):
                 with next(self._watches, nullcontext()):
                     outputs = pytree.tree_leaves(wide(one.run(sharded.model)))
-                with rows_in_place(one.places):  # what is recomputed draws the same numbers
+                with rows_in_place(one.places):  # recomputed blocks must draw the same random numbers again
                     sharded.backward(surrogate(outputs, self._gradients, done))
         raise _PropagatedError
 
 
 class _PropagatedError(Exception):
-    """All is propagated: what a method does with outputs was differentiated in the first round."""
+    """Leave ``run_student`` after backward: the rest of it was differentiated in the first round."""
 
 
 def _refuse_second_call(run: Run) -> None:
@@ -162,19 +162,19 @@ def _refuse_second_call(run: Run) -> None:
 
 
 def _loaded(run: Run, micro_batches: Sequence[ImageBatch], dtype: torch.dtype) -> Iterator[ImageBatch]:
-    """Yield each micro-batch on the device, random layers keyed by it."""
+    """Yield each micro-batch on the device, with random layers keyed by its samples."""
     for batch in micro_batches:
         set_random_key(run.plan.seed, run.step, batch.sample_ids)
         yield run.method.prepare(batch.to(run.device, dtype))
 
 
 def is_float(value: Any) -> bool:
-    """Check for a tensor that may have a gradient."""
+    """Check whether ``value`` is a tensor that may have a gradient."""
     return isinstance(value, Tensor) and value.is_floating_point()
 
 
 def wide(outputs: list[Any]) -> list[Any]:
-    """Widen half precision to float32, as losses compute: gradients of outputs would lose digits in between."""
+    """Cast tensors of half precision to float32, the dtype of losses, so that gradients of outputs are not rounded."""
     return pytree.tree_map(
         lambda value: value.float() if isinstance(value, Tensor) and value.dtype in _HALF else value, outputs
     )
@@ -184,18 +184,18 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 def surrogate(outputs: Sequence[Any], gradients: Gradients, done: list[int]) -> Tensor:
-    """Return a scalar whose gradient with respect to the outputs of a pass is that of the loss.
+    """Return the sum of outputs times gradients: its gradient with respect to the outputs is that of the loss.
 
     Args:
-        outputs: leaves.
-        gradients: of the outputs of all passes.
-        done: rows of each that earlier passes had; those of this pass are added.
+        outputs: leaves of the outputs of one pass.
+        gradients: gradient of the loss for each leaf, with the rows of all passes.
+        done: number of rows per leaf in earlier passes; updated in place.
     """
     terms = []
     for index, (output, gradient) in enumerate(zip(outputs, gradients, strict=True)):
         if isinstance(output, Tensor) and output.requires_grad:
             first = done[index]
             done[index] += len(output)
-            # Unused ones are part of the graph in every step all the same.
+            # Unused leaves are kept in the graph with factor 0, so that every step reduces the same parameters.
             terms.append((output * (0 if gradient is None else gradient[first : done[index]])).sum())
     return torch.stack(terms).sum()

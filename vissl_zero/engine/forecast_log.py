@@ -1,6 +1,6 @@
-"""Which plans ``fit`` has started in a run folder and what became of them: ``forecasts.jsonl``. Imports no torch.
+"""``forecasts.jsonl``: the plans that ``fit`` has started in a run folder, and their outcomes. Imports no torch.
 
-A line is written where a plan is started, where rank 0 has done its first step, and where memory ran out.
+A line is written when a plan is started, when rank 0 has done its first step, and when memory has run out.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ class Outcome:
 
     Attributes:
         plan, forecast_bytes, budget_bytes: as of ``FitChoice``.
-        outcome: ``STARTED`` by the launcher, ``RUNNING`` in a process of rank 0, or ``OUT_OF_MEMORY``.
-        step: RUNNING: optimizer steps done when that process began; OUT_OF_MEMORY: the last one that is known of it.
-        held_bytes: RUNNING: what rank 0 holds beside the plan: before the model was built, and code mapped since.
-        peak_bytes: OUT_OF_MEMORY: most that rank 0 has held, ``held_bytes`` included, as far as it is known.
+        outcome: ``STARTED`` (written by the launcher), ``RUNNING`` (by rank 0) or ``OUT_OF_MEMORY``.
+        step: RUNNING: optimizer steps done when the process started; OUT_OF_MEMORY: the last known step.
+        held_bytes: RUNNING: memory of rank 0 that the forecast leaves out: before the model was built, and code
+            mapped since.
+        peak_bytes: OUT_OF_MEMORY: known peak memory of rank 0, including ``held_bytes``.
     """
 
     plan: str
@@ -37,25 +38,25 @@ class Outcome:
 
     @property
     def measured_bytes(self) -> int | None:
-        """What the forecast is about, measured; None: not known."""
+        """Return the measured counterpart of the forecast, bytes; None: not known."""
         return None if self.peak_bytes is None or self.held_bytes is None else self.peak_bytes - self.held_bytes
 
 
 def note(folder: Path, row: Outcome) -> None:
-    """Append a line. A disk that takes nothing more ends no run."""
+    """Append a line; does nothing if the disk is full."""
     entry = {name: value for name, value in asdict(row).items() if value is not None}
     with suppress(OSError), (folder / FILE_NAME).open("a", encoding="utf-8") as file:
         file.write(json.dumps(entry) + "\n")
 
 
 def note_running(folder: Path, step: int, held_bytes: int) -> None:
-    """Record that rank 0 of the plan started last has done its first step; see ``Outcome``."""
+    """Append that rank 0 of the newest plan has done its first step; arguments as in ``Outcome``."""
     if rows := outcomes(folder):
         note(folder, replace(rows[-1], outcome=RUNNING, step=step, held_bytes=held_bytes, peak_bytes=None))
 
 
 def outcomes(folder: Path) -> list[Outcome]:
-    """Read the lines of a run folder in order; damaged ones are passed over."""
+    """Return the lines of a run folder in order, without damaged lines."""
     outcomes = []
     with suppress(OSError, UnicodeDecodeError):
         for line in (folder / FILE_NAME).read_text(encoding="utf-8").splitlines():
@@ -65,7 +66,7 @@ def outcomes(folder: Path) -> list[Outcome]:
 
 
 def measured_peaks(folder: Path, after: int = 0) -> Iterator[tuple[int, int]]:
-    """Yield steps beyond ``after`` in ``metrics.jsonl``, and the peak of rank 0 until then, bytes."""
+    """Yield (step, peak memory of rank 0 so far in bytes) for the steps beyond ``after`` in ``metrics.jsonl``."""
     with suppress(OSError, UnicodeDecodeError):
         for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
             with suppress(ValueError, TypeError, KeyError):

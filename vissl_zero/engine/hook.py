@@ -1,7 +1,7 @@
-"""The events that the training loop reports to hooks.
+"""The interface of hooks: the events that the training loop reports, and the state of the run.
 
-Hooks are how metrics, display, evaluation and reports attach to a run; the loop knows none of them. Every hook runs on
-every rank (some of them call collectives); one that only writes files checks ``run.is_main``.
+Metrics, display, evaluation and reports are hooks; the loop knows none of them. Every hook runs on every rank, because
+some hooks call collectives. A hook that only writes files checks ``run.is_main``.
 """
 
 from __future__ import annotations
@@ -29,15 +29,14 @@ if TYPE_CHECKING:
     from vissl_zero.models.model import Model
     from vissl_zero.resolve.resolved import ResolvedRun
 
-TEACHER_CHECKSUM = "teacher_checksum"  # among results: of a frozen teacher, which checkpoints leave out
+TEACHER_CHECKSUM = "teacher_checksum"  # key of ``Run.results``; checkpoints have it instead of a frozen teacher
 
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """An optimizer step as soon as it was launched, with the figures that each rank knows by itself.
+    """An optimizer step with the values that each rank knows without communication.
 
-    Rank 0 writes its own. They are equal on every rank except for ``bytes``, ``data_wait`` and, by little,
-    ``images_per_s``.
+    They are equal on every rank, except ``bytes``, ``data_wait`` and (slightly) ``images_per_s``.
 
     Attributes:
         step: optimizer steps so far, this one included (the first is 1).
@@ -45,7 +44,7 @@ class Step:
         lr: learning rate of the trunk.
         images_per_s: source images per second over all ranks, data loading included.
         data_wait: share of the step's time in which this rank waited for its loader, 0 to 1.
-        bytes: this rank's memory by kind, as it was last measured.
+        bytes: this rank's memory by kind at the last measurement.
         skipped: the loss scaler skipped the update.
         loss_scale: 1.0 without loss scaling.
     """
@@ -62,12 +61,12 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord(Step):
-    """A step with its figures, computed by the device and summed over the ranks.
+    """A step with the values that the device computes and that are summed over ranks.
 
     Attributes:
         loss: mean over the step's samples (all ranks and micro-batches), float64; None if the step was skipped.
         grad_norm: global L2 norm before clipping; None if the step was skipped.
-        watch: figures of the method on its own health (``Method.health``); empty at steps that are not logged.
+        watch: health metrics of the method (``Method.health``); empty at steps that are not logged.
     """
 
     loss: float | None
@@ -76,17 +75,17 @@ class StepRecord(Step):
 
 
 class Records(Sequence[StepRecord]):
-    """The steps of a run in order, in bounded memory: all of a short run, every 2nd, 4th, ... of a long one.
+    """The steps of a run in order, in bounded memory: all steps of a short run, every 2nd, 4th, ... of a long run.
 
-    The first ones (``HEAD``) and the newest are always kept.
+    The first ``HEAD`` steps and the newest step are always kept.
     """
 
     HEAD = 64
     MOST = 4096
 
     def __init__(self, records: Iterable[StepRecord] = ()):
-        self._kept: list[tuple[int, StepRecord]] = []  # with their place among all
-        self._newest: StepRecord | None = None  # where it is not kept
+        self._kept: list[tuple[int, StepRecord]] = []  # with the index among all steps
+        self._newest: StepRecord | None = None  # the newest step, if it is not in _kept
         self._num_seen = 0
         self._stride = 1
         for record in records:
@@ -94,10 +93,10 @@ class Records(Sequence[StepRecord]):
 
     def append(self, record: StepRecord) -> None:
         """Add the next step."""
-        place, self._newest = self._num_seen, record
+        index, self._newest = self._num_seen, record
         self._num_seen += 1
-        if self._is_kept(place):
-            self._kept.append((place, record))
+        if self._is_kept(index):
+            self._kept.append((index, record))
             self._newest = None
         if len(self._kept) > self.MOST:
             self._stride *= 2
@@ -106,8 +105,8 @@ class Records(Sequence[StepRecord]):
             if self._kept[-1][1] is record:
                 self._newest = None
 
-    def _is_kept(self, place: int) -> bool:
-        return place < self.HEAD or place % self._stride == 0
+    def _is_kept(self, index: int) -> bool:
+        return index < self.HEAD or index % self._stride == 0
 
     def __len__(self) -> int:
         return len(self._kept) + (self._newest is not None)
@@ -134,27 +133,27 @@ class Run:
     Attributes:
         plan: the resolved configuration.
         sharded: model and optimizer.
-        method: what is learned: the loss, what student and teacher see.
+        method: the loss, and the inputs of student and teacher.
         loader: training data.
-        device: where the model computes.
-        rank, world_size: global.
-        steps_per_epoch, num_steps: length of the schedule, and the step the run will end at (MAX_STEPS included).
-        step, epoch, position: optimizer steps done, epoch in progress, source images consumed in all.
-        epoch_samples: source images of that epoch consumed, over all ranks.
-        records: steps so far, thinned out in a long run; on rank 0 also those before a resume, from ``metrics.jsonl``.
-        first_step: optimizer steps done when this process began; not 0 where it resumes from a checkpoint.
-        is_asked_to_stop: some rank was asked to save and stop (``engine/stopping.py``), according to the newest
-            record; equal on every rank.
-        histograms: histograms of the newest step, where HOOKS.HISTOGRAMS_EVERY asks for them; else None.
-        lr_factor: set by a hook, equal on every rank: what the schedules' learning rates are multiplied by from now on.
+        device: device of the model.
+        rank, world_size: rank of this process, and number of ranks.
+        steps_per_epoch, num_steps: optimizer steps per epoch, and of the whole run (at most MAX_STEPS).
+        step, epoch, position: optimizer steps done, epoch in progress, and source images consumed in total.
+        epoch_samples: source images consumed in this epoch, over all ranks.
+        records: steps so far, thinned out in a long run; on rank 0 also steps before a resume, from ``metrics.jsonl``.
+        first_step: optimizer steps done when this process started: above 0 if it resumed from a checkpoint.
+        is_asked_to_stop: by the newest record, some rank has a request to save and stop (``engine/stopping.py``);
+            equal on every rank.
+        histograms: histograms of the newest step, every HOOKS.HISTOGRAMS_EVERY steps; else None.
+        lr_factor: set by a hook, equal on every rank: factor of the schedules' learning rates from now on.
         stop: set by a hook, equal on every rank: leave the loop after this step, without ``on_end``.
-        unsettled: reads the figures of the newest step; None where that has been done. See ``settle``.
-        bytes: this rank's memory by kind, as it was last measured.
-        evaluated_model: the model inside ``sharded`` that EVALUATED_MODEL names, for the features that it keeps of its
-            newest pass (``kept_features``).
-        teacher_features: what a frozen teacher gives, on disk; None: it is run in each step.
-        results: figures for ``summary.json`` that hooks add (``knn_top1_before`` ...).
-        captured: set by a hook: the folder of the newest bad step that was captured, named by its number.
+        unsettled: function that completes the record of the newest step; None: it is complete. See ``settle``.
+        bytes: this rank's memory by kind at the last measurement.
+        evaluated_model: the model inside ``sharded`` that EVALUATED_MODEL names; it keeps the features of its newest
+            pass (``kept_features``).
+        teacher_features: cache of a frozen teacher's outputs on disk; None: the teacher runs in each step.
+        results: values for ``summary.json`` that hooks add (``knn_top1_before`` ...).
+        captured: set by a hook: folder of the newest captured bad step, named by the step's number.
     """
 
     plan: ResolvedRun
@@ -184,18 +183,19 @@ class Run:
     captured: Path | None = None
 
     def is_due(self, every_num_epochs: int) -> bool:
-        """Check whether the epoch that ends is one to measure: each so many, but for the last, which the end measures.
+        """Check whether to measure at the end of this epoch: every ``every_num_epochs``, except at the end of the run.
 
         Args:
-            every_num_epochs: 0: none is.
+            every_num_epochs: period in epochs; 0: never.
         """
+        # Hooks measure in ``on_end`` too, so at the end of the run the measurement would be made twice.
         is_one = every_num_epochs > 0 and (self.epoch + 1) % every_num_epochs == 0
         return is_one and self.step < self.num_steps
 
     def settle(self) -> None:
-        """Read the figures of the newest step now instead of a step later; every rank must. Waits for the device.
+        """Complete the record of the newest step now instead of a step later. Collective; waits for the device.
 
-        Before anything that must not be made of a step that went wrong (a checkpoint), or that needs its record.
+        Call it before using that record, or before saving state that must not come from a diverged step.
 
         Raises:
             DivergedError: the loss of that step is not finite.
@@ -206,13 +206,13 @@ class Run:
 
     @property
     def probe(self) -> OnlineProbe | None:
-        """The classifier that is trained beside the model (``ONLINE_PROBE``)."""
+        """Return the classifier that is trained along with the model (``ONLINE_PROBE``); None without one."""
         probe: OnlineProbe | None = getattr(self.method, "online_probe", None)
         return probe
 
     @torch.no_grad()
     def run_teacher(self, batch: ImageBatch) -> list[Any]:
-        """Compute the teacher's outputs for a micro-batch, or read them where they are kept. Collective."""
+        """Compute the teacher's outputs for a micro-batch, or read them from the cache. Collective."""
 
         def compute() -> list[Any]:
             return self.method.run_teacher(self.in_passes(self.sharded.teacher), batch)
@@ -222,71 +222,69 @@ class Run:
         return self.teacher_features.outputs(self.epoch, batch.sample_ids, compute)
 
     def in_passes(self, model: nn.Module) -> Any:
-        """Return what stands in for a model that is run without graph: in fewer passes than CROP_PASSES says.
-
-        Such a pass holds one layer's activations at a time, which are less than a quarter of a whole model's.
-        """
+        """Return a stand-in for ``model`` that runs without graph, in a quarter of CROP_PASSES (rounded up)."""
+        # Without graph only one layer's activations are alive, less than a quarter of the whole model's.
         number = -(-self.plan.crop_passes // 4)
         return (
             model if number == 1 else InPasses(model, number, self.plan.config.MODEL.VIEWS_APART, self.evaluated_model)
         )
 
     def show_probe(self, batch: ImageBatch) -> None:
-        """Let the probe learn from the features of the newest forward pass, which was of ``batch``."""
+        """Train the probe on the kept features of the newest forward pass, which must be of ``batch``."""
         if self.probe is not None and self.evaluated_model is not None:
             self.probe.learn(self.evaluated_model.kept_features, batch)
 
     @property
     def is_resumed(self) -> bool:
-        """The run resumes from a checkpoint: anything done once at the start has been done."""
+        """Check whether the run resumed from a checkpoint, so that one-time actions at the start are done already."""
         return self.first_step > 0
 
     @property
     def is_main(self) -> bool:
-        """Return whether this rank writes files and talks to the user."""
+        """Check whether this rank writes files and prints."""
         return self.rank == 0
 
     @property
     def folder(self) -> Path:
-        """The run folder."""
+        """Return the run folder."""
         return Path(self.plan.run_dir)
 
 
 class Hook:
-    """Base of all hooks; override what you need. Called in the order hooks were given, on every rank."""
+    """Base class of hooks; override the methods you need. The loop calls all hooks in order, on every rank."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for a resume, as JSON; rank 0's is saved. Not a collective."""
+        """Return the state to save for a resume, of JSON types; rank 0's is saved. Must not call collectives."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what ``state_dict`` returned; on every rank, before ``on_start``."""
+        """Restore the result of ``state_dict``. Called on every rank, before ``on_start``."""
 
     def on_start(self, run: Run) -> None:
         """Run after the model was sharded (and its checkpoint loaded, if ``run.is_resumed``), before the next step."""
 
     def on_epoch_start(self, run: Run) -> None:
-        """Run before the first step of ``run.epoch``, or before the next one where a run resumes in mid-epoch."""
+        """Run before the first step of ``run.epoch``, or before the next step if the run resumes in mid-epoch."""
 
     def on_batch(self, run: Run, micro_batches: Sequence[ImageBatch]) -> None:
-        """Run before every optimizer step, ``run.step`` being those done, with this rank's part, on the CPU."""
+        """Run before every optimizer step, with this rank's micro-batches, on the CPU; ``run.step`` steps are done."""
 
     def before_update(self, run: Run, figures: Callable[[], tuple[float, float]]) -> None:
-        """Run after the last backward pass of every step, while nothing is updated yet.
+        """Run after the last backward pass of every step, before the update.
 
         Args:
-            run: run in progress; of its state, only what a forward pass changes is no longer that before the step.
-            figures: gives the step's loss and gradient norm, as its record will have them. The first call is a
-                collective and waits for the device, which has nothing to do until the update follows.
+            run: run in progress; since the step began, only forward passes have changed its state (buffers).
+            figures: returns the step's loss and gradient norm, equal to those of its record. The first call is a
+                collective, and waits for the device, which then idles until the update.
         """
 
     def on_step(self, run: Run, step: Step) -> None:
-        """Run after every optimizer step, for what must see the model as that step left it."""
+        """Run after every optimizer step, while the model is as this step left it."""
 
     def on_record(self, run: Run, record: StepRecord) -> None:
-        """Take the figures of every step, in order, after the step that follows or where an epoch or the run ends.
+        """Run for every step in order, one step later (or at the end of an epoch), so the loop need not wait.
 
-        So the loop need not wait for the device. ``run.step`` may be one ahead of ``record.step``.
+        ``run.step`` may be one ahead of ``record.step``.
         """
 
     def on_epoch_end(self, run: Run) -> None:
@@ -296,4 +294,4 @@ class Hook:
         """Run after the last step of the run (not after an error)."""
 
     def close(self, run: Run) -> None:
-        """Release files and the terminal. Runs always, also after an error. Never a collective; must not raise."""
+        """Release files and the terminal. Always called, also after an error; must not raise or call collectives."""

@@ -1,7 +1,4 @@
-"""The training loop: steps, epochs, hooks. It knows nothing of levels, engines, methods or files.
-
-Learning rate, weight decay and frozen parameters are set before each step.
-"""
+"""The training loop: steps, epochs and hooks. No code here depends on a level, an engine, a method or a file."""
 
 from __future__ import annotations
 
@@ -36,11 +33,11 @@ Schedule = Callable[[int], float]
 
 
 class Schedules:
-    """Sets the hyperparameters of every parameter group as functions of the optimizer step.
+    """The learning rates and weight decays of parameter groups as functions of the optimizer step.
 
     Args:
-        plan: the resolved run.
-        groups: groups as given to the strategy; a group's ``name`` finds it in the optimizer.
+        plan: plan of the run.
+        groups: groups as passed to the strategy; matched with the optimizer's groups by ``name``.
         steps_per_epoch: optimizer steps of one epoch.
     """
 
@@ -66,7 +63,7 @@ class Schedules:
         return self._lr(step)
 
     def apply(self, sharded: ShardedModel, step: int, lr_factor: float = 1.0) -> float:
-        """Set every group's ``lr`` and ``weight_decay`` for optimizer step ``step`` (from 0); gives the trunk's LR."""
+        """Set ``lr`` and ``weight_decay`` of every group for step ``step`` (from 0); returns the trunk's rate."""
         for group in sharded.optimizer.param_groups:
             name = group["name"]
             group["lr"] = self._lr_of[name](step) * self._groups[name].lr_factor * lr_factor
@@ -84,8 +81,8 @@ class Frozen:
     """Parameters that are frozen for the first steps (VISSL's ``TEMP_FROZEN_PARAMS_ITER_MAP``).
 
     Args:
-        entries: pairs of full parameter name, in which what DDP and FSDP put there is allowed, and number of steps.
-        known: the model's parameter names.
+        entries: pairs of full parameter name (prefixes of DDP and FSDP are allowed) and number of steps.
+        known: names of the model's parameters.
     Raises:
         ConfigError: a name is not a parameter.
     """
@@ -110,25 +107,25 @@ class Frozen:
             raise ConfigError(problems)
 
     def at(self, step: int) -> set[str]:
-        """Name the parameters frozen at optimizer step ``step`` (from 0)."""
+        """Return the names of parameters that are frozen at optimizer step ``step`` (from 0)."""
         return {name for name, until in self._until.items() if step < until}
 
 
 def train(run: Run, schedules: Schedules, frozen: Frozen, hooks: Sequence[Hook]) -> None:
-    """Train to the end of the schedule, or to ``run.num_steps`` if that comes first, or until a hook sets ``run.stop``.
+    """Train until ``run.num_steps``, or until a hook sets ``run.stop``. Collective.
 
-    A run that was resumed begins where its checkpoint was made, in the middle of an epoch too.
-
-    Every rank calls this with hooks in the same order (some are collective).
+    A resumed run continues at its checkpoint, which may be in the middle of an epoch. Every rank must pass its hooks in
+    the same order, because some hooks call collectives.
 
     Raises:
-        DivergedError: the loss is not finite, or, under loss scaling, the gradients are not whatever the scale.
+        DivergedError: the loss is not finite, or the gradients are not finite at any loss scale.
     """
     try:
         if not run.is_resumed:
             run.sharded.normalize_rows(run.method.normalized_rows())
             if run.method.has_teacher and run.method.teacher_follows:
-                run.sharded.follow(0.0, moves_anchor=True)  # weights may have come from elsewhere since it was copied
+                # Momentum 0 copies the student: its weights may have changed since the teacher was made.
+                run.sharded.follow(0.0, moves_anchor=True)
         for hook in hooks:
             hook.on_start(run)
         run.sharded.model.train()
@@ -148,7 +145,7 @@ def train(run: Run, schedules: Schedules, frozen: Frozen, hooks: Sequence[Hook])
 
 @torch.no_grad()
 def _embed_dataset(run: Run) -> None:
-    """Give the method the untrained model's outputs for every image, in the views of the first epoch."""
+    """Initialize the method's state from the untrained model's outputs for every image, in the first epoch's views."""
     dtype = getattr(torch, run.plan.sharding.precision.master)
     run.method.on_step(0, 0)
     with frozen_statistics(run.sharded.model):
@@ -164,7 +161,7 @@ def _embed_dataset(run: Run) -> None:
 def _train_epoch(run: Run, schedules: Schedules, frozen: Frozen, hooks: Sequence[Hook]) -> None:
     for hook in hooks:
         hook.on_epoch_start(run)
-    # A run that resumes in mid-epoch has done this before it was stopped.
+    # A run that resumes in mid-epoch called it before it stopped.
     if run.epoch_samples == 0:
         run.method.on_epoch(run.epoch)
     started = time.perf_counter()
@@ -176,9 +173,9 @@ def _train_epoch(run: Run, schedules: Schedules, frozen: Frozen, hooks: Sequence
         if run.stop is not None or run.step >= run.num_steps:
             break
         started = time.perf_counter()
-    # Hooks must have the record of the last step before they see the end of the epoch.
+    # Hooks must receive the record of the last step before the end of the epoch.
     run.settle()
-    # The epoch is not over: a resumed run continues in it.
+    # The epoch has not ended: a resumed run continues in it.
     if run.stop is not None:
         return
     for hook in hooks:
@@ -194,9 +191,9 @@ def take_step(
     hooks: Sequence[Hook],
     times: tuple[float, float],
 ) -> Step:
-    """Run one optimizer step over its micro-batches. ``times``: the clock before and after the loader gave them.
+    """Run one optimizer step over its micro-batches. ``times``: clock (s) before and after they were loaded.
 
-    Its figures may not have arrived when this returns: ``run.settle``, which the next step calls, reads them.
+    The step's record may be incomplete when this returns: the next step or ``run.settle`` completes it.
     """
     lr = schedules.apply(run.sharded, run.step, run.lr_factor)
     run.sharded.freeze(frozen.at(run.step))
@@ -208,12 +205,13 @@ def take_step(
 def _train_step(
     run: Run, micro_batches: Sequence[ImageBatch], lr: float, times: tuple[float, float], hooks: Sequence[Hook]
 ) -> Step:
-    """Run the step that ``take_step`` has prepared."""
+    """Run forward, backward and update; ``take_step`` has set rates and frozen parameters."""
     sharded, method = run.sharded, run.method
     num_samples = sum(batch.num_global for batch in micro_batches)
     dtype = getattr(torch, run.plan.sharding.precision.master)
     if run.device.type == "cpu" and _is_logged(run, run.step):
-        run.settle()  # figures of health may be a matrix as wide as the embeddings: not beside the activations
+        # Sums of health may be a matrix as wide as the embeddings: free it before there are activations.
+        run.settle()
     method.on_step(run.step, run.epoch)
     watch = _watched(run) if run.step == run.first_step else nullcontext()
     is_joint = run.plan.exact_accumulation and len(micro_batches) > 1
@@ -236,7 +234,7 @@ def _train_step(
     sharded.normalize_rows(method.normalized_rows())
     if method.has_teacher and method.teacher_follows and not result.skipped:
         sharded.follow(method.momentum(run.step), method.normalized_rows(), method.moves_anchor(run.step))
-    # All that ranks must agree on travels as one message. The norm is equal on all of them, so one rank sends it.
+    # One all-reduce for all values, as latency dominates. Every rank has the same norm, so only one rank adds it.
     is_stop_requested = torch.full_like(loss_sum, stopping.requested_stop() is not None)
     norm = result.grad_norm.to(loss_sum) if run.is_main else torch.zeros_like(loss_sum)
     parts = [torch.stack((loss_sum, is_stop_requested, norm))]
@@ -257,16 +255,17 @@ def _train_step(
         skipped=result.skipped,
         loss_scale=result.loss_scale,
     )
-    run.settle()  # the figures of the step before
+    # Only now, with the kernels of this step launched, wait for the record of the step before.
+    run.settle()
     run.unsettled = partial(_settle, run, hooks, step, result, loss_sum, totals, is_logged)
-    # No later step would be better: raise now, on every rank.
+    # Gradients overflow without any loss scaling, so no later step can succeed: raise now, on every rank.
     if result.is_stuck:
         run.settle()
     return step
 
 
 def _figures(local_loss: Tensor, grad_norm: Tensor) -> tuple[float, float]:
-    """Read the loss of all ranks and the gradients' norm now; as ``_settle`` reads them. Collective."""
+    """Return the loss of all ranks and the gradients' norm, equal to the record's. Collective; waits for the device."""
     norm = grad_norm.to(local_loss) if rank() == 0 else torch.zeros_like(local_loss)
     loss, norm_everywhere = sum_later(torch.stack((local_loss, norm)))().tolist()
     return loss, norm_everywhere
@@ -281,7 +280,7 @@ def _settle(
     totals: Callable[[], Tensor],
     is_logged: bool,
 ) -> None:
-    """Read the figures of ``step`` and tell the hooks: the one place where the loop waits for the device."""
+    """Complete the record of ``step`` and call ``on_record``: the one place where the loop waits for the device."""
     figures = totals()
     loss, num_asked, grad_norm = figures[:3].tolist()
     run.is_asked_to_stop = num_asked > 0
@@ -301,7 +300,7 @@ def _settle(
 
 @contextmanager
 def _watched(run: Run) -> Iterator[None]:
-    """Measure the first forward pass of a run, and refuse layers that draw from torch's global generator. A context."""
+    """Measure activations in the context, and raise if a layer draws from torch's global generator."""
     with run.sharded.measure_activations(), refuse_unkeyed_randomness(run.sharded.model):
         yield
 
@@ -309,7 +308,7 @@ def _watched(run: Run) -> Iterator[None]:
 def _accumulate(
     run: Run, micro_batches: Sequence[ImageBatch], dtype: torch.dtype, watch: AbstractContextManager[None]
 ) -> Tensor:
-    """Accumulate gradients of the mean of the micro-batches' losses; as ``accumulate_exactly``."""
+    """Accumulate gradients of the mean of the micro-batches' losses; arguments as for ``accumulate_exactly``."""
     sharded, method = run.sharded, run.method
     num_samples = sum(batch.num_global for batch in micro_batches)
     loss_sum = torch.zeros((), dtype=torch.float64, device=run.device)
@@ -323,8 +322,8 @@ def _accumulate(
             with watch if index == 0 else nullcontext():
                 outputs = method.run_student(sharded.model, batch)
                 loss = method.loss(outputs, batch, teacher_outputs)
-            # Gradients are averaged over ranks: the factor undoes that and weighs each micro-batch by its share of the
-            # samples.
+            # Gradients are averaged over ranks. The factor undoes that, and weights each micro-batch by its share of
+            # the samples.
             sharded.backward(loss, batch.num_local * run.world_size / num_samples)
         run.show_probe(batch)
         observed.append(method.observe(outputs, batch, teacher_outputs))
@@ -334,11 +333,9 @@ def _accumulate(
 
 
 def _is_logged(run: Run, step: int) -> bool:
-    """Check whether memory and health are measured in a step: the first two, every LOG_FREQUENCY-th, the last.
-
-    The optimizer has its state in the second. Walking over all tensors takes as long as a tenth of a small model's
-    step, and figures of health may need the eigenvalues of a matrix.
-    """
+    """Check whether memory and health are measured in a step: the first two, every LOG_FREQUENCY-th and the last."""
+    # Not in every step: walking over all tensors takes a tenth of a small model's step, and health metrics may need
+    # eigenvalues. The second step is the first one with optimizer state.
     is_new = step - run.first_step <= 2
     return is_new or step % run.plan.config.LOG_FREQUENCY == 0 or step >= run.num_steps
 
@@ -348,15 +345,15 @@ _MOST_NAMED = 3
 
 
 class DivergedError(VisslZeroError):
-    """The loss, or gradients at any scale, became NaN or infinite; raised on every rank at the same step."""
+    """The loss, or the gradients at every loss scale, became NaN or infinite; all ranks raise at the same step."""
 
 
 def diverged(run: Run, step: Step, result: StepResult, loss: float, local_loss: Tensor) -> DivergedError:
-    """Build the error to raise; rank 0 writes ``diverged.json`` into the run folder.
+    """Return the error to raise; rank 0 writes ``diverged.json`` into the run folder.
 
     Args:
-        run: run in progress, perhaps a step further.
-        step: step that went wrong.
+        run: run in progress, possibly one step ahead of ``step``.
+        step: step that diverged.
         result: result of its update.
         loss: loss of all ranks.
         local_loss: this rank's share of it, 0-d.
@@ -375,7 +372,7 @@ def diverged(run: Run, step: Step, result: StepResult, loss: float, local_loss: 
             "ranks": ranks,
             "parameters": params,
         }
-        with suppress(OSError):  # the disk is full, or the folder was moved: the error below matters more
+        with suppress(OSError):  # a full disk or a moved folder must not hide the error below
             (run.folder / FILE_NAME).write_text(json.dumps(facts, indent=1) + "\n")
     named = ", ".join(params[:_MOST_NAMED]) + (f" and {len(params) - _MOST_NAMED} more" * (len(params) > _MOST_NAMED))
     gradients = f"Gradients that are not finite: {named or 'none'}"

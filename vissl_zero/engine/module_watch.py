@@ -1,4 +1,4 @@
-"""Statistics of each module in a step: the largest activation, the largest gradient, and where numbers end."""
+"""Statistics of each module in a step: the largest activation and gradient, and whether they are finite."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from vissl_zero.models.weight_names import without_wrappers
 
 @dataclass
 class Seen:
-    """The values that went through one module, over all its calls.
+    """The largest values of one module, over all its calls.
 
     Attributes:
-        name: full name.
-        activation: largest absolute value of its outputs; NaN if one was.
-        gradient: the same of the loss's gradient with respect to them; None: none came back.
+        name: full name of the module.
+        activation: largest absolute value of the outputs; NaN if any output is NaN.
+        gradient: largest absolute value of the loss's gradient with respect to the outputs; None: there was none.
     """
 
     name: str
@@ -34,25 +34,25 @@ class Seen:
 
     @property
     def is_finite(self) -> bool:
-        """Return whether all outputs were finite."""
+        """Check whether all outputs were finite."""
         return math.isfinite(self.activation)
 
 
 @dataclass
 class ModuleWatch:
-    """Watches modules, in the order in which they first give something: parts before what they are parts of.
+    """Records the largest values of modules, in the order in which they first return: children before parents.
 
-    Every value is read on the host at once, so a step under watch is slow.
+    Slow: waits for the device after every module.
 
     Attributes:
-        seen: by full name.
+        seen: statistics by full name.
     """
 
     seen: dict[str, Seen] = field(default_factory=dict)
 
     @contextmanager
     def watching(self, models: Iterable[tuple[str, nn.Module]]) -> Iterator[None]:
-        """Watch models, each with what its names begin with. A context; outputs and gradients stay as they are."""
+        """Record the modules of models in the context. ``models``: pairs of a prefix for names, and a model."""
         handles = [
             module.register_forward_hook(partial(self._forward, start + without_wrappers(name)))
             for start, model in models
@@ -75,11 +75,11 @@ class ModuleWatch:
 
     @staticmethod
     def _backward(record: Seen, gradient: Tensor | None) -> None:
-        if gradient is not None:  # None where the output had no part in the loss
+        if gradient is not None:  # None: the loss does not depend on the output
             record.gradient = _larger(record.gradient or 0.0, _largest(gradient))
 
     def over_ranks(self, loss_scale: float) -> list[Seen]:
-        """Join what all ranks have seen, in the order of the first pass, gradients unscaled. Collective."""
+        """Return the statistics over all ranks, with gradients divided by ``loss_scale``. Collective."""
         joined: dict[str, Seen] = {}
         for seen in all_gather_objects(list(self.seen.values())):
             for record in seen:
@@ -91,7 +91,7 @@ class ModuleWatch:
 
 
 def _with_one_name(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """List the parts of a model, less those at several places: what they give belongs to no one of them."""
+    """Return the submodules with exactly one name: values of a shared module cannot be attributed to one name."""
     places = list(model.named_modules(remove_duplicate=False))
     count = Counter(id(module) for _, module in places)
     return [(name, module) for name, module in places if name and count[id(module)] == 1]
@@ -103,5 +103,5 @@ def _largest(values: Tensor) -> float:
 
 
 def _larger(left: float, right: float) -> float:
-    """Return the larger number; NaN if one is, which ``max`` would lose."""
+    """Return the larger number, or NaN if either is NaN (``max`` would drop it)."""
     return math.nan if math.isnan(left) or math.isnan(right) else max(left, right)

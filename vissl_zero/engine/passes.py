@@ -1,11 +1,11 @@
-"""A model that runs a part of a micro-batch's rows at a time, so that activations are those of one part.
+"""Forward passes over parts of a micro-batch, so that memory has the activations of one part at a time.
 
-The rows of all crops, in their order, are cut into consecutive parts of about as many pixels. Each part is one pass of
-the model. Rows do not see each other in a model without batch norm, so all passes together give what one would. Heads
-find each resolution at its place: a pass that has no rows of it holds an empty tensor.
+The rows of all crops are cut, in order, into consecutive parts with about the same number of pixels. Each part is one
+pass of the model. Without batch norm the rows are independent, so the joined outputs equal those of one pass. Every
+pass has a tensor per resolution, empty if it has no rows of this resolution, so that heads find each one by its index.
 
-Where each crop of an image goes through the model by itself (``MODEL.VIEWS_APART``), whole crops are grouped instead:
-then batch norm has the same statistics, and a pass has no empty tensors, which have none.
+With ``MODEL.VIEWS_APART`` every crop goes through the model separately, and passes consist of whole crops. Then batch
+norm has the same statistics as in one pass, and no pass has empty tensors, for which there are no statistics.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Part(NamedTuple):
     """Rows of one tensor of images.
 
     Attributes:
-        tensor: index in the list that the model is given.
-        first, stop: first row, and the one after the last.
+        tensor: index in the model's list of image tensors.
+        first, stop: the rows ``first:stop``.
     """
 
     tensor: int
@@ -42,13 +42,14 @@ class Part(NamedTuple):
 
 
 def cut(images: Sequence[Tensor], number: int, by_crop: bool) -> list[list[Part]]:
-    """Cut the rows of images into consecutive passes of about as many pixels.
+    """Cut the rows of images into consecutive passes with about the same number of pixels.
 
     Args:
         images: R tensors (b_r, 3, H_r, W_r).
-        number: number of passes. Ranks with other numbers of rows make as many, some of them empty.
-        by_crop: a tensor is one crop and stays whole; there are at most R passes then, the same on every rank.
+        number: number of passes, on every rank; a pass may have no rows.
+        by_crop: keep each tensor, which is one crop, whole; then there are at most R passes, equally many on all ranks.
     """
+    # Every rank must run the same number of passes, because each pass of a sharded model has collectives.
     counts = [1 if by_crop else len(rows) for rows in images]
     pixels = [rows.shape[2] * rows.shape[3] for rows in images]
     total = sum(count * size for count, size in zip(counts, pixels, strict=True))
@@ -64,7 +65,7 @@ def cut(images: Sequence[Tensor], number: int, by_crop: bool) -> list[list[Part]
 
 
 def _before(target: int, number: int, counts: Sequence[int], pixels: Sequence[int]) -> list[int]:
-    """Return how many rows of each tensor the first ``target / number`` pixels are, rounded to whole rows."""
+    """Return the number of rows of each tensor in the first ``target / number`` pixels, rounded to whole rows."""
     rows, done = [], 0
     for count, size in zip(counts, pixels, strict=True):
         nearest = (target - done * number + size * number // 2) // (size * number)
@@ -77,7 +78,7 @@ class Pass(NamedTuple):
     """The inputs of one pass through the model.
 
     Attributes:
-        places: place of each tensor in the micro-batch; empty: all are whole.
+        places: position of each tensor's rows in the micro-batch; empty: all tensors are whole.
         images, probe, options: arguments of ``Model``.
     """
 
@@ -87,7 +88,7 @@ class Pass(NamedTuple):
     options: dict[str, Any]
 
     def run(self, model: nn.Module) -> list[Any]:
-        """Run the model, random layers keyed as in one pass over all rows."""
+        """Run the model; random layers draw the same numbers for each row as in one pass over all rows."""
         with rows_in_place(self.places):
             outputs: list[Any] = model(self.images, self.probe, **self.options)
         return outputs
@@ -96,7 +97,7 @@ class Pass(NamedTuple):
 def passes_of(
     images: Sequence[Tensor], probe: Tensor | None, options: dict[str, Any], number: int, by_crop: bool
 ) -> Iterator[Pass]:
-    """Yield the passes of one call of a model. The probe's rows are scored in the first.
+    """Yield the passes of one call of a model. The first pass scores all rows of the probe.
 
     Args:
         images, probe, options: arguments of ``Model``.
@@ -106,7 +107,7 @@ def passes_of(
         yield Pass((), list(images), probe, options)
         return
     for index, parts in enumerate(cut(images, number, by_crop)):
-        # A head takes the rows of all resolutions: its first row is the first of the pass among all of them.
+        # A head sees the rows of all resolutions as one tensor, so the first place counts rows over all resolutions.
         places = [Place(0, sum(part.first for part in parts)), *(Place(part.tensor, part.first) for part in parts[1:])]
         if by_crop:
             places = [Place(part.tensor, 0) for part in parts]
@@ -118,7 +119,8 @@ def passes_of(
 
 
 def _of_rows(choose_patches: ChoosePatches, images: Sequence[Tensor], parts: Sequence[Part]) -> ChoosePatches:
-    """Choose the patches of all images, then take those of some rows."""
+    """Return a function that chooses the patches of all images, and returns those of the rows in ``parts``."""
+    # Over all images, because the random choice may depend on the whole micro-batch.
 
     def choose(_: Sequence[Tensor], patch_size: tuple[int, int]) -> list[PatchView]:
         with rows_in_place():
@@ -136,12 +138,12 @@ def _rows_of(view: PatchView, part: Part) -> PatchView:
 
 
 class InPasses:
-    """Stands in for a model that a method calls: runs it pass by pass, and joins what the passes give, without graph.
+    """A stand-in for a model that runs it pass by pass, without graph, and joins the outputs.
 
     Args:
-        model: what is run.
+        model: model to run.
         number, by_crop: see ``cut``.
-        evaluated_model: model whose features of the newest pass a probe looks at; those of all passes are joined.
+        evaluated_model: model whose kept features a probe reads; the features of all passes are joined.
     """
 
     def __init__(self, model: nn.Module, number: int, by_crop: bool, evaluated_model: Model | None):
@@ -149,14 +151,14 @@ class InPasses:
 
     @torch.no_grad()
     def __call__(self, images: list[Tensor], probe: Tensor | None = None, **options: Any) -> list[Any]:
-        """Run all passes; arguments as of ``Model``."""
+        """Run all passes; arguments as for ``Model``."""
         outputs, features = [], []
         newest = [] if self._evaluated_model is None else self._evaluated_model.kept_features
         for one in passes_of(images, probe, options, self._number, self._by_crop):
             outputs.append(one.run(self._model))
             if self._evaluated_model is not None and self._evaluated_model.kept_features is not newest:
                 newest = self._evaluated_model.kept_features
-                # The probe looks at the first resolution alone.
+                # The probe reads the first resolution only.
                 features += newest[:1] if not one.places or one.places[0].resolution == 0 else []
         if features and self._evaluated_model is not None:
             self._evaluated_model.kept_features = [torch.cat(features)]
@@ -164,7 +166,7 @@ class InPasses:
 
 
 def _joined(parts: Sequence[list[Any]]) -> list[Any]:
-    """Join the rows of passes; what is no tensor is the first's."""
+    """Concatenate the outputs of passes; outputs that are not tensors are taken from the first pass."""
     if len(parts) == 1:
         return parts[0]
     columns = zip(*map(pytree.tree_leaves, parts), strict=True)
@@ -174,10 +176,10 @@ def _joined(parts: Sequence[list[Any]]) -> list[Any]:
 
 
 def require_separate_rows(model: Model, plan: ResolvedRun) -> None:
-    """Refuse several passes of a model whose rows see each other.
+    """Check that the rows of a model are independent if CROP_PASSES is above 1.
 
     Raises:
-        ConfigError: it has batch norm, or random layers that would draw other numbers.
+        ConfigError: the model has batch norm, or random layers that would draw different numbers.
     """
     if plan.crop_passes == 1 or plan.config.TEST_ONLY:
         return

@@ -1,25 +1,24 @@
 """Save and stop: how to ask a run to end early, and the exit codes that report it.
 
-A run that is asked to stop finishes its optimizer step and the next, in which all ranks learn of it, saves, closes
-its files and ends with exit code ``STOPPED`` (75) instead of 0: the same command resumes from there, on the same number
-of ranks or another. Asking one rank is enough. Ctrl-C does the same and ends with ``INTERRUPTED`` (130). Launchers
-(the local one, a batch system) need only this file::
+After a request on any rank, the run finishes its optimizer step and one more, in which all ranks receive the request.
+Then it saves, closes its files, and ends with exit code ``STOPPED`` (75) instead of 0. The same command resumes it, on
+any number of ranks. Ctrl-C does the same and ends with ``INTERRUPTED`` (130). Launchers (the local one, a batch system)
+need only this file::
 
     from vissl_zero.engine import stopping
 
-    stopping.listen()           # in a rank's process: SIGTERM, SIGHUP, SIGUSR1, SIGUSR2, Ctrl-C: save and stop
+    stopping.listen()           # in a rank's process: save and stop on SIGTERM, SIGHUP, SIGUSR1, SIGUSR2, Ctrl-C
     stopping.request_stop("preempted")   # the same without a signal; from any thread, or from a signal handler
     stopping.end_at(deadline)   # the time limit, as Unix time; VISSL_ZERO_END_AT in the environment does it too
     ...
     if code == stopping.STOPPED:  # the exit code of a rank, of the launcher, of ``vissl-zero config=...``
         requeue()
 
-A batch system that sends a warning signal before the end of a job (``#SBATCH --signal=USR1@300``) may send it to the
-launcher or to the ranks: the launcher passes them on. SIGHUP (the terminal was closed) stays ignored under nohup. A
-second Ctrl-C ends at once, unsaved.
+A batch system may send its warning signal (``#SBATCH --signal=USR1@300``) to the ranks or to the launcher, which
+forwards it. SIGHUP (the terminal was closed) stays ignored under nohup. A second Ctrl-C ends at once, without saving.
 
-Other exit codes: 0 done, 1 a crash, 2 the user's input. A sweep records the exit code of each job in ``job.json`` in
-the job's folder. Imports nothing heavy.
+Other exit codes: 0 success, 1 a crash, 2 wrong input. A sweep records the exit code of each job in ``job.json`` in the
+job's folder. Imports no torch.
 """
 
 from __future__ import annotations
@@ -44,10 +43,10 @@ END_AT_VARIABLE = "VISSL_ZERO_END_AT"
 
 @dataclass(frozen=True)
 class Stop:
-    """Why a run is to end.
+    """A request to end a run.
 
     Attributes:
-        reason: reason for people ("SIGUSR1", "the time limit", ...).
+        reason: reason to print ("SIGUSR1", "the time limit", ...).
         exit_code: ``STOPPED``, or ``INTERRUPTED`` for Ctrl-C.
     """
 
@@ -60,14 +59,14 @@ _end_at: float | None = None
 
 
 def request_stop(reason: str, exit_code: int = STOPPED) -> None:
-    """Have this rank's run save and stop after the step that follows the one in progress. The first call counts."""
+    """Request that the run saves and stops after the next step. If called several times, the first request counts."""
     global _requested
     if _requested is None:
         _requested = Stop(reason, exit_code)
 
 
 def requested_stop() -> Stop | None:
-    """Return the request that this rank got, or the time limit once it is reached; None: continue."""
+    """Return the request of this rank, or one for the time limit if that has passed; None: continue."""
     if _requested is not None:
         return _requested
     limit = deadline()
@@ -77,30 +76,31 @@ def requested_stop() -> Stop | None:
 
 
 def end_at(unix_time_s: float | None) -> None:
-    """Stop when the clock says so; the earlier of this and ``VISSL_ZERO_END_AT`` counts. None: no limit."""
+    """Set the time limit, Unix time (s). ``VISSL_ZERO_END_AT`` counts if it is earlier. None: no limit of its own."""
     global _end_at
     limits = [limit for limit in (unix_time_s, _from_environment()) if limit is not None]
     _end_at = min(limits, default=None)
 
 
 def deadline() -> float | None:
-    """Return when the time limit is reached, as Unix time; None: no limit."""
+    """Return the time limit, Unix time (s); None: no limit."""
     return _end_at if _end_at is not None else _from_environment()
 
 
 def forget() -> None:
-    """Forget all requests, for the next run of a process."""
+    """Clear all requests and the time limit, before the next run in this process."""
     global _requested, _end_at
     _requested = _end_at = None
 
 
 def handled_signals() -> tuple[signal.Signals, ...]:
-    """``SIGNALS``, without SIGHUP if nohup ignores it."""
+    """Return ``SIGNALS``, without SIGHUP if nohup ignores it."""
     return tuple(s for s in SIGNALS if s != signal.SIGHUP or signal.getsignal(s) != signal.SIG_IGN)
 
 
 def listen(ctrl_c: bool = True) -> None:
-    """Let ``SIGNALS`` (and Ctrl-C, if wanted) mean save and stop. Only in the main thread; does nothing elsewhere."""
+    """Install handlers that save and stop on ``SIGNALS`` (and Ctrl-C). Does nothing outside the main thread."""
+    # Python allows signal handlers in the main thread only.
     if threading.current_thread() is not threading.main_thread():
         return
     for number in handled_signals():
@@ -133,8 +133,8 @@ class JobNote:
     """One job of a sweep.
 
     Attributes:
-        overrides: overrides as Hydra gave them to the job.
-        code: exit code; None while it runs, or where it was interrupted.
+        overrides: Hydra's overrides of the job.
+        code: exit code; None while the job runs, or if it was interrupted.
     """
 
     overrides: list[str]
@@ -148,7 +148,7 @@ class JobNote:
 
 
 def read_note(folder: Path) -> JobNote | None:
-    """Read the note in a job's folder; return None if there is none that can be read."""
+    """Return the note in a job's folder; None if there is no readable note."""
     try:
         note = JobNote(**read_object(folder / FILE_NAME))
     except (OSError, ValueError, TypeError):
@@ -158,14 +158,14 @@ def read_note(folder: Path) -> JobNote | None:
 
 
 def read_jobs(sweep_dir: Path) -> dict[Path, JobNote]:
-    """Read the notes of all jobs in a sweep's folder, by the job's folder, in the order of the jobs."""
+    """Return the notes of a sweep's jobs by the job's folder, in the order of the jobs."""
     folders = [path for path in sweep_dir.iterdir() if path.is_dir()] if sweep_dir.is_dir() else []
     folders.sort(key=lambda path: (int(path.name) if path.name.isdecimal() else 10**9, path.name))
     return {path: note for path in folders if (note := read_note(path)) is not None}
 
 
 def read_summary(folder: Path) -> dict[str, Any]:
-    """Read ``summary.json`` of a job, empty if it did not get that far."""
+    """Return ``summary.json`` of a job; empty if the job has not written it."""
     try:
         return read_object(folder / "summary.json")
     except (OSError, ValueError):
@@ -173,6 +173,6 @@ def read_summary(folder: Path) -> dict[str, Any]:
 
 
 def is_done(folder: Path) -> bool:
-    """Check whether a job ended properly."""
+    """Check whether a job ended with exit code 0 and a summary."""
     note = read_note(folder)
     return note is not None and note.code == 0 and bool(read_summary(folder))

@@ -1,10 +1,13 @@
-"""Outputs of a frozen teacher, cached on disk: computed once for each view of an image, then read.
+"""A cache of a frozen teacher's outputs on disk: computed once for each view of an image, then read.
 
-A folder holds the outputs of one teacher for the views of one data set; its name is a digest of all that decides
-them. Each process appends to a pair of files of its own, and reads those of all: ``<id>.rows``, the bytes of samples
-one after another, and ``<id>.places``, where each belongs (int64, view times images plus image). Places are written
-after their rows are on the disk, so a killed process leaves whole rows or none. Any number of processes goes on from
-there.
+A folder has the outputs of one teacher for the views of one data set; its name is a digest of everything that decides
+the outputs. Each process appends to its own two files, and reads the files of all processes:
+
+- ``<id>.rows``: the bytes of samples, one after another;
+- ``<id>.places``: the place of each row, ``view * num_images + image``, int64.
+
+Places are written after their rows are on disk, so a killed process leaves no partial rows. A later run continues with
+any number of processes.
 """
 
 from __future__ import annotations
@@ -34,15 +37,16 @@ from vissl_zero.terminal import print_line
 
 FOLDER = "teacher_features"
 _ROWS, _PLACES, _ABOUT = ".rows", ".places", "about.json"
-_MOST_UNWRITTEN = 1024  # samples that a killed process loses
-_TOLERANCE = 0.05  # of the largest number: half precision on another machine stays below, another image does not
+_MAX_UNWRITTEN = 1024  # samples that a killed process loses at most
+# Relative to the largest value. Rounding of half precision on another machine stays below, a different image does not.
+_TOLERANCE = 0.05
 
 
 class _Layout:
     """The layout of the outputs for one sample in a row of bytes.
 
     Args:
-        outputs: outputs of a micro-batch, tensors (V * B, ...) crop-major; what is no tensor is the same for all.
+        outputs: outputs of a micro-batch: tensors (V * B, ...), crop-major; other values are equal for all samples.
         num_samples: B, at least 1.
     """
 
@@ -56,7 +60,7 @@ class _Layout:
         self.row_bytes = sum(sizes)
 
     def pack(self, outputs: list[Any], num_samples: int) -> np.ndarray:
-        """Write outputs as rows (B, row_bytes), uint8."""
+        """Convert outputs to rows (B, row_bytes), uint8."""
         tensors = [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)]
         by_sample = [
             leaf.detach().cpu().unflatten(0, (shape[0], num_samples)).transpose(0, 1).reshape(num_samples, -1)
@@ -65,10 +69,10 @@ class _Layout:
         return torch.cat([rows.contiguous().view(torch.uint8) for rows in by_sample], dim=1).numpy()
 
     def unpack(self, rows: np.ndarray, device: torch.device) -> list[Any]:
-        """Make outputs, on ``device``, of rows (B, row_bytes)."""
+        """Convert rows (B, row_bytes) to outputs on ``device``."""
         data, begin, tensors = torch.from_numpy(rows), 0, []
         for end, shape, dtype in zip(self._ends, self._shapes, self._dtypes, strict=True):
-            values = data[:, begin:end].clone().view(dtype)  # cloned: a number begins where its width allows it
+            values = data[:, begin:end].clone().view(dtype)  # cloned, because ``view`` needs aligned memory
             tensors.append(values.view(len(rows), *shape).transpose(0, 1).flatten(0, 1).to(device))
             begin = end
         remaining = iter(tensors)
@@ -78,13 +82,13 @@ class _Layout:
 
 
 class TeacherFeatures:
-    """The teacher's outputs for the micro-batches of a run. Every rank builds one, and calls it at the same points.
+    """The cached outputs of the teacher for the micro-batches of a run. All ranks must call ``outputs`` together.
 
     Args:
-        folder: folder of this teacher, these images and these views; see ``folder_of``.
+        folder: folder for this teacher, these images and these views; see ``folder_of``.
         num_images: number of images of the source.
-        num_views: AUGMENTATION_PERIOD.
-        device: where outputs are wanted.
+        num_views: number of views of each image: AUGMENTATION_PERIOD.
+        device: device of the returned outputs.
     """
 
     def __init__(self, folder: Path, num_images: int, num_views: int, device: torch.device):
@@ -93,25 +97,26 @@ class TeacherFeatures:
         self._epoch = -1
         self._layout: _Layout | None = None
         self._maps: list[np.memmap] = []
-        self._starts = np.zeros(1, dtype=np.int64)  # of each map's rows among those of all
-        self._where = np.full(num_images * num_views, -1, dtype=np.int64)  # among the rows of all maps, by place
+        self._starts = np.zeros(1, dtype=np.int64)  # index of each map's first row among the rows of all maps
+        self._where = np.full(num_images * num_views, -1, dtype=np.int64)  # place -> row among all maps; -1: not cached
         self._is_complete = False
         self._files: tuple[BinaryIO, BinaryIO] | None = None
-        self._unwritten: list[int] = []  # places of rows that may not be on the disk
+        self._unwritten: list[int] = []  # places of rows that may not be on disk yet
         self._is_writing = True
-        self.num_computed = 0  # micro-batches
+        self.num_computed = 0  # micro-batches that the teacher was run for
 
     def outputs(self, epoch: int, sample_ids: Tensor, compute: Callable[[], list[Any]]) -> list[Any]:
-        """Read the teacher's outputs for a micro-batch; compute them where a rank lacks some. Collective.
+        """Return the teacher's outputs for a micro-batch: read, or computed if any rank lacks one. Collective.
 
         Args:
             epoch: epoch of the run, from 0.
             sample_ids: (B,) index of each image.
-            compute: runs the teacher; called on all ranks or on none.
-        Cost: an all-reduce of one number, until all images are there.
+            compute: function that runs the teacher; called on all ranks or on none.
+        Cost: an all-reduce of one number, until all images are cached.
         """
         places = sample_ids.cpu().numpy() + epoch % self._num_views * self._num_images
-        if self._layout is None:  # the first micro-batch of a process shows the layout, and that these are the images
+        # The first micro-batch is always computed: it shows the layout, and whether the cache has the same outputs.
+        if self._layout is None:
             computed = compute()
             self._layout = _Layout(computed, len(places))
             self._open(epoch)
@@ -120,6 +125,7 @@ class TeacherFeatures:
             return computed
         if epoch != self._epoch:
             self._open(epoch)
+        # The teacher may be sharded, so that all ranks must run it if one rank needs to.
         if not self._is_complete and self._any(bool((self._where[places] < 0).any())):
             computed = compute()
             self._keep(computed, places)
@@ -127,7 +133,7 @@ class TeacherFeatures:
         return self._layout.unpack(self._read(places), self._device)
 
     def close(self) -> None:
-        """Write what is not yet on the disk. Not a collective."""
+        """Write all rows to disk and close the files. Not a collective."""
         self._write()
         for file in self._files or ():
             file.close()
@@ -138,15 +144,15 @@ class TeacherFeatures:
         return bool(collectives.all_reduce_max(number) > 0)
 
     def _open(self, epoch: int) -> None:
-        """Map the files of all processes anew. Collective: every rank writes first."""
+        """Map the current files of all processes. Collective: every rank writes first."""
         assert self._layout is not None
         self._write()
-        self._any(False)
+        self._any(False)  # a barrier: all ranks have written
         counts: list[int] = []
         self._epoch, self._maps, size = epoch, [], self._layout.row_bytes
         for path in sorted(self.folder.glob(f"*{_PLACES}")):
             places, rows = np.fromfile(path, dtype=np.int64), path.with_suffix(_ROWS)
-            count = min(len(places), rows.stat().st_size // size)
+            count = min(len(places), rows.stat().st_size // size)  # another process may be writing
             if count:
                 self._where[places[:count]] = np.arange(count) + sum(counts)
                 self._maps.append(np.memmap(rows, np.uint8, "r", shape=(count, size)))
@@ -165,7 +171,7 @@ class TeacherFeatures:
         return picked
 
     def _keep(self, outputs: list[Any], places: np.ndarray) -> None:
-        """Append the rows of images that no process has."""
+        """Append the rows of images that are not cached."""
         assert self._layout is not None
         self.num_computed += 1
         is_new = self._where[places] < 0
@@ -182,7 +188,7 @@ class TeacherFeatures:
             self._stop_writing(error)
             return
         self._unwritten += places[is_new].tolist()
-        if len(self._unwritten) >= _MOST_UNWRITTEN:
+        if len(self._unwritten) >= _MAX_UNWRITTEN:
             self._write()
 
     def _write(self) -> None:
@@ -199,14 +205,14 @@ class TeacherFeatures:
         self._unwritten = []
 
     def _stop_writing(self, error: OSError) -> None:
-        """Go on without further rows, as a full disk ends no run."""
+        """Stop caching and print a warning: a full disk must not end the run."""
         self._is_writing, self._unwritten = False, []
         print_line(
             f"warning: {self.folder} cannot be written ({error.strerror}). The teacher computes what is not there."
         )
 
     def _require_same(self, outputs: list[Any], places: np.ndarray) -> None:
-        """Raise VisslZeroError on all ranks where what is on the disk is not what the teacher gives now. Collective."""
+        """Raise VisslZeroError on all ranks if cached outputs differ from the computed ones. Collective."""
         assert self._layout is not None
         known = self._where[places] >= 0
         is_other = False
@@ -227,13 +233,13 @@ def _differ(value: Tensor, other: Tensor) -> bool:
 
 
 def folder_of(plan: ResolvedRun, source: Source, checksum: int) -> Path:
-    """Name the folder of what a run's teacher gives; the same on every rank. Collective.
+    """Return the cache folder for a run's teacher and images, the same on every rank. Collective.
 
     Args:
         plan: plan of the run.
-        source: the images.
+        source: training images.
         checksum: checksum of the teacher's weights.
-    Cost: rank 0 looks at size and time of each image file; no file is read.
+    Cost: rank 0 calls ``stat`` for each image file; no file is read.
     """
     facts = collectives.broadcast_object(_facts(plan, source, checksum) if collectives.rank() == 0 else "")
     block = plan.config.DISTILLATION
@@ -250,12 +256,12 @@ def folder_of(plan: ResolvedRun, source: Source, checksum: int) -> Path:
 
 
 def _facts(plan: ResolvedRun, source: Source, checksum: int) -> str:
-    """Write as JSON all that decides what the teacher gives for a view of an image."""
+    """Return everything that decides the teacher's outputs for a view of an image, as JSON."""
     config, loss = plan.config, plan.config.LOSS["name"]
     keys, train = method_of(loss).teacher_keys[loss], asdict(config.DATA.TRAIN)
     images = ("DATA_SOURCES", "DATASET_NAMES", "SOURCE_PARAMS", "DATA_LIMIT", "DATA_LIMIT_SAMPLING", "TRANSFORMS")
     teacher = asdict(config.DISTILLATION.TEACHER_MODEL)
-    del teacher["WEIGHTS_INIT"]  # the checksum is of the weights, wherever they lie
+    del teacher["WEIGHTS_INIT"]  # the checksum identifies the weights; their path does not matter
     reading = ("BACKEND", "EXIF", "BACKGROUND", "MAX_PIXELS", "ON_BROKEN_IMAGE")
     facts = {
         "teacher": {"checksum": checksum, "model": teacher},
@@ -272,7 +278,7 @@ def _facts(plan: ResolvedRun, source: Source, checksum: int) -> str:
 
 
 def _digest(source: Source, paths: Sequence[str]) -> str:
-    """Digest the images' names, and size and time of files among them and of what DATA_PATHS holds."""
+    """Return a digest of the images' names, and of size and time of image files and of entries of DATA_PATHS."""
     digest = sha256()
     names = (source.name(index) for index in range(len(source)))
     for text in chain(names, *(_held(Path(path)) for path in paths)):

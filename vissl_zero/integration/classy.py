@@ -1,4 +1,4 @@
-"""ZeRO for Classy Vision: ``import vissl_zero.integration.classy`` and a task of its registry trains sharded.
+"""ZeRO for Classy Vision: importing this module registers a sharded optimizer and a task that uses it.
 
 ::
 
@@ -12,10 +12,10 @@
             "base_optimizer": {"name": "sgd", "momentum": 0.9},
             "param_schedulers": {"lr": {"name": "constant", "value": 0.1}},
         },
-        ...                     # all else as for Classy's own "classification_task"
+        ...                     # other keys as for Classy's "classification_task"
     }
 
-Classy has an optimizer called ``zero`` of its own; it stays what it is.
+Classy's own optimizer ``zero`` is not changed.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from vissl_zero.integration.sharded_optimizer import ZeroOptimizer
 
 @register_optimizer("vissl_zero")
 class ClassyZero(ClassyOptimizer):
-    """An optimizer of Classy's with its state, and its model, sharded by ``vissl_zero.initialize``.
+    """A Classy optimizer whose state and model are sharded by ``vissl_zero.initialize``.
 
     Args:
-        base_optimizer: Classy's, element-wise.
+        base_optimizer: Classy optimizer with element-wise updates.
         zero: see ``initialize``.
     Attributes:
-        model: set by the task before ``set_param_groups``; sharded in place there.
+        model: the model; the task sets it before ``set_param_groups``, which shards it in place.
     """
 
     def __init__(self, base_optimizer: ClassyOptimizer, zero: Any):
@@ -71,7 +71,7 @@ class ClassyZero(ClassyOptimizer):
         _, self.optimizer = initialize(self.model, self.base_optimizer.optimizer, self.zero)
 
     def _update_schedule(self, param_groups: Any) -> None:
-        """Update all but the parameters, as Classy does: the optimizer's are shards of the ones that were given."""
+        """Copy all options of the groups except the parameters: those of the optimizer are shards of Classy's."""
         assert self.optimizer is not None
         for group, values in zip(self.optimizer.param_groups, param_groups, strict=True):
             group.update({key: value for key, value in values.items() if key != "params"})
@@ -79,17 +79,17 @@ class ClassyZero(ClassyOptimizer):
 
 @register_task("vissl_zero_classification_task")
 class ZeroClassificationTask(ClassificationTask):
-    """Classy's classification with an optimizer that shards; with any other optimizer just Classy's."""
+    """Classy's classification task with support for the optimizer ``vissl_zero``."""
 
     def prepare_optimizer(self, optimizer: ClassyOptimizer, model: nn.Module, loss: nn.Module | None = None) -> None:
-        """Give the optimizer the model, then do as Classy does.
+        """Set the optimizer's model, then call Classy's method.
 
         Raises:
-            ConfigError: the task is to do what the optimizer does itself.
+            ConfigError: the task accumulates, clips or uses AMP, which the optimizer does itself.
         """
         if isinstance(optimizer, ClassyZero):
             self._refuse_double()
-            # Classy's models come in a wrapper that is no module and whose call passes by the hooks of sharding.
+            # Classy wraps models in an object that is not a module, and whose call would bypass the sharding hooks.
             optimizer.model = getattr(model, "classy_model", model)
         super().prepare_optimizer(optimizer=optimizer, model=model, loss=loss)
 
@@ -108,7 +108,7 @@ class ZeroClassificationTask(ClassificationTask):
 
     @property
     def model(self) -> nn.Module:
-        """What the loop calls: the sharded model itself, where Classy would take its DDP wrapper."""
+        """Return the model that the loop calls: the sharded model instead of Classy's DDP wrapper."""
         return self.base_model if isinstance(self.optimizer, ClassyZero) else super().model
 
     def init_distributed_data_parallel_model(self) -> None:

@@ -1,4 +1,4 @@
-"""A momentum teacher of a user's own loop: a copy of the model that follows it, sharded as it is."""
+"""A momentum teacher for a custom loop: a moving average of the model, sharded like the model."""
 
 from __future__ import annotations
 
@@ -31,18 +31,17 @@ def ema(model: M, decay: Decay) -> M:
         with torch.no_grad():
             targets = teacher(x)
 
-    Each ``optimizer.step()`` that updates moves it: ``teacher = decay * teacher + (1 - decay) * model``, parameters
-    only. Batch norm keeps statistics of the teacher's own batches, as after ``copy.deepcopy(model)``, and
-    ``teacher.eval()`` works. ``optimizer.save`` and ``load`` include it; ``optimizer.full_ema_state()`` exports it. At
-    level 3 a rank keeps 1/N of it, and following costs no communication (BYOL,
-    https://arxiv.org/abs/2006.07733, section 3.1).
+    Each update by ``optimizer.step()`` sets ``teacher = decay * teacher + (1 - decay) * model``, for parameters only
+    (BYOL, https://arxiv.org/abs/2006.07733, section 3.1). Batch norm has statistics of the teacher's own batches, as
+    after ``copy.deepcopy(model)``, and ``teacher.eval()`` works. ``optimizer.save`` and ``load`` include the teacher;
+    ``optimizer.full_ema_state()`` exports it. At level 3 a rank keeps 1/N of it, and the update has no communication.
 
     Args:
-        model: not yet given to ``initialize``.
-        decay: decay from 0 (copy) to 1 (stay), or a function of the number of the update, 1 for the first.
+        model: model that has not been passed to ``initialize``.
+        decay: decay from 0 (copy the model) to 1 (keep the teacher), or a function of the update's number, from 1.
     Returns:
-        The teacher, an object of the model's class, frozen. Until ``initialize``, a full copy. Every rank must call it
-        equally often, in the same order as the model.
+        The frozen teacher, of the model's class; until ``initialize``, a full copy. Every rank must call the teacher
+        equally often, in the same order relative to the model.
     Raises:
         ConfigError: the model is sharded already, has a teacher, or ``decay`` is out of range.
     """
@@ -60,23 +59,24 @@ def ema(model: M, decay: Decay) -> M:
     if problems:
         raise ConfigError(problems)
     teacher = copy.deepcopy(model).requires_grad_(False)
-    model.__dict__[_KEY] = Ema(teacher, decay)  # not an attribute: torch would make it a part of the model
+    model.__dict__[_KEY] = Ema(teacher, decay)  # past __setattr__, which would register the teacher as a submodule
     return teacher
 
 
 @dataclass
 class Ema:
-    """A teacher and how fast it follows."""
+    """A teacher and its decay."""
 
     teacher: nn.Module
     decay: Decay
 
     def decay_at(self, num_updates: int) -> float:
-        """Return the decay after so many updates."""
+        """Return the decay of update ``num_updates``, from 1."""
         return self.decay(num_updates) if callable(self.decay) else self.decay
 
     def adopt(self, sharded: ShardedModel) -> None:
-        """Shard the teacher as the model is sharded. Collective."""
+        """Shard the teacher like the model. Collective."""
+        # Adopting sets the mode of every module; the user may have chosen train() or eval() already.
         modes = {module: module.training for module in self.teacher.modules()}
         sharded.adopt_teacher(self.teacher)
         for module, mode in modes.items():
@@ -84,17 +84,17 @@ class Ema:
 
     @torch.no_grad()
     def follow(self, model: nn.Module, num_updates: int) -> None:
-        """Move the teacher of a model that is not sharded."""
+        """Update the teacher of a model that is not sharded."""
         for average, value in zip(self.teacher.parameters(), model.parameters(), strict=True):
             follow_(average, value, self.decay_at(num_updates))
 
 
 def ema_of(model: nn.Module) -> Ema | None:
-    """Return the teacher that ``ema`` has made of ``model``, if any."""
+    """Return the teacher that ``ema`` has made of ``model``, or None."""
     return model.__dict__.get(_KEY)
 
 
 def take_ema(model: nn.Module) -> Ema | None:
-    """Take the teacher that ``ema`` has made of ``model``, if any; from now on it is its caller's."""
+    """Return the teacher that ``ema`` has made of ``model``, or None, and detach it from the model."""
     ema: Ema | None = model.__dict__.pop(_KEY, None)
     return ema

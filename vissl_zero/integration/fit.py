@@ -1,7 +1,7 @@
-"""``level="fit"`` for a custom loop: the cheapest plan within a budget that trains the same.
+"""``level="fit"`` for a custom loop: choose the cheapest plan within a memory budget that trains the same model.
 
-The model is copied with fake tensors, which have shapes and no memory, and one forward and backward pass over a sample
-is recorded on the copy. Recomputation and micro-batches are the loop's own: levels and tiers are chosen here.
+One forward and backward pass over a sample is recorded on a copy of the model with fake tensors, which have shapes but
+no memory. Only levels and offload tiers are chosen; recomputation and micro-batches are up to the loop.
 """
 
 from __future__ import annotations
@@ -46,20 +46,20 @@ _GIB = 2**30
 def choose_plan(
     model: nn.Module, optimizer: Any, base: ShardingPlan, settings: ZeroSettings, sample: Any, device: torch.device
 ) -> tuple[ShardingPlan, str]:
-    """Choose the cheapest plan that fits, and say why. Every rank must call it; rank 0's choice counts.
+    """Return the cheapest plan that fits, and a note with the reason. Collective; all ranks get rank 0's choice.
 
     Args:
-        model: whole, on any device; left as it is.
-        optimizer: see ``initialize``; left as it is.
-        base: number formats, shard groups, clipping; a folder on a disk, where state may rest there.
+        model: whole model on any device; not changed.
+        optimizer: see ``initialize``; not changed.
+        base: plan with number formats, shard groups and clipping, and with a folder if state may be offloaded to disk.
         settings: settings with the budget.
         sample: see ``initialize``.
-        device: where to train.
+        device: device to train on.
     Raises:
-        ConfigError: nothing fits, with the smallest memory that would; or there is no forecast.
+        ConfigError: no plan fits (the error has the smallest sufficient memory), or no forecast is possible.
     """
     if base.precision.casts_parameters:
-        base = replace(base, level=1)  # level 0 uses autocast in its place, which trains differently
+        base = replace(base, level=1)  # level 0 would use autocast instead of casts, which trains a different model
     budget = _budget(settings, device)
     outcome: tuple[ShardingPlan, str] | ConfigError
     try:
@@ -79,7 +79,7 @@ def choose_plan(
             others = ", or give smaller micro-batches"
             raise ConfigError([nothing_fits(ranked, budget, disk=disk, others=others, **words)])
         outcome = chosen.sharding, f"zero.level=fit took {chosen}: {because(ranked, budget)}"
-    # Broadcast like a choice: raised by rank 0 alone, it would leave the others waiting for its choice.
+    # Broadcast like a choice: if rank 0 raised alone, the other ranks would wait for its choice.
     except ConfigError as error:
         outcome = error
     outcome = collectives.broadcast_object(outcome)
@@ -91,17 +91,17 @@ def choose_plan(
 def forecaster_of(
     model: nn.Module, optimizer: Any, base: ShardingPlan, sample: Any, device: torch.device
 ) -> tuple[Forecaster, FakeTensorMode]:
-    """Make what forecasts any plan over these ranks, to be called in that mode. Each rank may call it alone.
+    """Return a forecaster of plans over these ranks, and the mode to call it in. Not a collective.
 
     Args:
         model, optimizer, base, sample, device: as for ``choose_plan``.
     Raises:
-        ConfigError: no sample, or a model that cannot be copied.
+        ConfigError: there is no sample, or the model cannot be copied.
     """
     if sample is None:
         fix = "Give one micro-batch of a rank: initialize(..., sample=batch); tensors on the meta device will do."
         raise ConfigError([Problem("sample", "", "must be given with level='fit'", fix)])
-    # A module's plain tensors, which are neither parameters nor buffers, stay real, and so do those of a function.
+    # Plain tensors of modules (neither parameters nor buffers) and tensors of functions stay real.
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     fake = _meta_copy(model)
     as_given = _meta_copy(model) if callable(sample) else None
@@ -111,7 +111,7 @@ def forecaster_of(
         if as_given is not None:
             fake_(as_given)
             batch = _OnHost(sample, device.type)
-            # What is wrong with it is said when it is recorded.
+            # This call only collects tensors; an error is raised again, and reported, when the pass is recorded.
             with suppress(Exception), torch.no_grad():
                 batch(as_given)
             leaves = batch.fakes
@@ -119,7 +119,8 @@ def forecaster_of(
             batch = pytree.tree_map(_fake, sample)
             leaves = pytree.tree_leaves(batch)
     groups, build_optimizer = read_optimizer(_shell(optimizer), model)
-    parameters = [*inspect.signature(model.forward).parameters.values()]  # those of the copy are wrapped
+    # The signature of the original: the copy's forward is wrapped.
+    parameters = [*inspect.signature(model.forward).parameters.values()]
     inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     if empty := [str(tuple(leaf.shape)) for leaf in inputs if not leaf.numel()]:
         fix = "Give one micro-batch as the loop trains it."
@@ -140,7 +141,7 @@ def forecaster_of(
 
 
 def _budget(settings: ZeroSettings, device: torch.device) -> Budget:
-    """Agree on the budget of the rank that may use the least."""
+    """Return the budget of the rank with the least memory. Collective."""
     host, disk = (None if gib is None else int(gib * _GIB) for gib in (settings.host_memory_gb, settings.disk_gb))
     if settings.memory_gb is not None:
         return Budget(int(settings.memory_gb * _GIB), host, disk, "zero.memory_gb")
@@ -161,20 +162,20 @@ def _local_ranks() -> int:
 
 
 class _OnHost(TorchFunctionMode):
-    """Calls a function on fake CPU tensors, as the copy of the model is, whatever device it was written for.
+    """Calls a function that was written for any device on the fake CPU copy of the model.
 
-    Its own tensors are replaced by fakes, devices by the CPU, and autocast for ``device_type`` holds on the CPU.
+    The function's own tensors are replaced by fakes, devices by the CPU, and autocast of ``device_type`` by the CPU's.
     """
 
     def __init__(self, sample: Callable[..., Tensor], device_type: str) -> None:
         super().__init__()
         self._sample, self._device_type = sample, device_type
-        # With the real ones: an id is used again once its tensor is gone.
+        # Values keep the real tensors alive, because Python reuses the id of a freed object.
         self._fakes: dict[int, tuple[Tensor, Tensor]] = {}
 
     @property
     def fakes(self) -> list[Tensor]:
-        """Return the fakes of the function's own tensors, parameters of other models included."""
+        """Return the fakes of the function's own tensors, including parameters of other models."""
         return [fake for _, fake in self._fakes.values()]
 
     def __call__(self, model: nn.Module) -> Tensor:
@@ -205,7 +206,7 @@ class _OnHost(TorchFunctionMode):
 
 
 def _fake(leaf: Any) -> Any:
-    """Replace a tensor by a fake CPU tensor; in ``FakeTensorMode``."""
+    """Return a fake CPU tensor for a tensor, and other values unchanged. Call it in ``FakeTensorMode``."""
     if not isinstance(leaf, Tensor):
         return leaf
     return _empty(leaf, "cpu")
@@ -219,10 +220,10 @@ def _empty(tensor: Tensor, device: str) -> Tensor:
 
 
 def _meta_copy(model: nn.Module) -> nn.Module:
-    """Copy a model with parameters and buffers on the meta device, tied ones once."""
+    """Return a copy of a model with parameters and buffers on the meta device. Tied tensors stay tied."""
     tensors = [*model.parameters(), *model.buffers()]
     try:
-        # deepcopy takes what stands in its memo for copied already: no weight is read, and tied ones stay tied.
+        # deepcopy treats objects in its memo as copied already, so no weight is read.
         return copy.deepcopy(model, {id(tensor): _empty(tensor, "meta") for tensor in tensors})
     except Exception as error:
         must = f"must support copy.deepcopy, to be forecast ({type(error).__name__}: {error})"
@@ -230,20 +231,20 @@ def _meta_copy(model: nn.Module) -> nn.Module:
 
 
 def _shell(optimizer: Any) -> Any:
-    """Copy a ready optimizer without its tensors, over parameter names it will be given. The original stays."""
+    """Return a copy of an optimizer instance that shares its tensors but has its own groups and state dicts."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         return optimizer
-    # Its constructor may want arguments that nobody has kept.
+    # Not by the constructor: its arguments are not known any more.
     twin = object.__new__(type(optimizer))
     twin.__dict__.update(optimizer.__dict__)
-    twin.__dict__.pop("step", None)  # a scheduler's, bound to the other one
+    twin.__dict__.pop("step", None)  # a scheduler's wrapper, which is bound to the original
     set_own(twin, "param_groups", [dict(group) for group in optimizer.param_groups])
     set_own(twin, "state", defaultdict(dict, optimizer.state))
     return twin
 
 
 def _forward(model: nn.Module, sample: Any, parameters: Sequence[inspect.Parameter]) -> tuple[Tensor, Any]:
-    """Compute the loss and the outputs. A loss that the model does not give is the mean of each of its outputs."""
+    """Return (loss, outputs). If the model returns no scalar, the loss is the sum of its outputs' means."""
     if callable(sample):
         loss = sample(model)
         return loss, loss
@@ -255,7 +256,7 @@ def _forward(model: nn.Module, sample: Any, parameters: Sequence[inspect.Paramet
 
 
 def _arguments(params: Sequence[inspect.Parameter], sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Select what the model takes of a loader's batch: labels behind its arguments are the loss's."""
+    """Return the arguments of the model from a loader's batch; labels after them are for the loss."""
     if isinstance(sample, Mapping):
         takes_all = any(param.kind is param.VAR_KEYWORD for param in params)
         names = {param.name for param in params}
@@ -266,7 +267,7 @@ def _arguments(params: Sequence[inspect.Parameter], sample: Any) -> tuple[tuple[
         return tuple(sample), {}
     positional = [param for param in params if param.kind in (param.POSITIONAL_ONLY, param.POSITIONAL_OR_KEYWORD)]
     taken = list(sample[: len(positional)])
-    # A class number an image is no mask, whatever else the model would take (timm's forward(x, attn_mask=None)).
+    # Labels must not be passed as an optional argument, such as attn_mask of timm's forward(x, attn_mask=None).
     while taken and positional[len(taken) - 1].default is not inspect.Parameter.empty and _is_labels(taken[-1]):
         taken.pop()
     return tuple(taken), {}

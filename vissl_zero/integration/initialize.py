@@ -1,8 +1,7 @@
-"""ZeRO for a custom training loop: one call, no YAML needed.
+"""ZeRO for a custom training loop: one call, without YAML.
 
-Its number formats are those of the model and of the settings; notes say what was decided.
-
-The ranks that train together: those of torchrun, those already joined, or this process alone.
+Number formats follow from the model and the settings; notes report them. The ranks are those of the process group that
+is up already, else those of torchrun, else this process alone.
 """
 
 from __future__ import annotations
@@ -61,25 +60,24 @@ def initialize(
         model, optimizer = vissl_zero.initialize(model, optimizer=dict(type="Adam", lr=1e-3), zero=dict(level=3))
         loss = model(x).mean(); optimizer.backward(loss); optimizer.step(); optimizer.zero_grad()
 
-    Every rank must call it, with equal models; ranks are those of torchrun, of the process group that is up already,
-    or this process alone.
+    Collective: every rank must call it, with equal models. The ranks are those of the process group that is up already,
+    else those of torchrun, else this process alone.
 
     Args:
-        model: whole; changed in place and returned, and to be called as before. On the meta device, its weights are
-            drawn unit by unit through ``reset_parameters``, so that a rank never holds them all.
+        model: whole model; it is changed in place and returned, and is called as before. If it is on the meta device,
+            its weights are drawn unit by unit by ``reset_parameters``, so that no rank has all of them at once.
         optimizer: ``dict(type="Adam", lr=...)``, a class, or a torch optimizer over the model's parameters.
         zero: keys of ``docs/initialize.md`` as a dict, a DictConfig or the path of a YAML file.
-        device: where to train; by default the model's GPU, else this rank's, else the CPU.
+        device: device to train on; by default the model's GPU, else this rank's GPU, else the CPU.
         seed: seed of the weights of a model on the meta device, and of stochastic rounding.
-        timeout_s: timeout of every collective, in seconds, where the process group is started here.
-        sample: sample for ``level="fit"``: a micro-batch of a rank, as a tensor, or a tuple or dict of the model's
-            arguments
-            (what the model does not take is left out), real or on the meta device; or a function of the model that
-            gives the loss.
+        timeout_s: timeout of every collective, in seconds, if the process group is started here.
+        sample: for ``level="fit"``: one rank's micro-batch, real or on the meta device, as a tensor or as a tuple or
+            dict of the model's arguments (further entries are ignored); or a function of the model that returns the
+            loss.
     Returns:
         The model, and an optimizer with ``backward``, ``step`` and ``zero_grad``.
     Raises:
-        ConfigError: whatever is wrong with the arguments, all problems of ``zero`` at once.
+        ConfigError: an argument is wrong; all problems of ``zero`` are in one error.
     """
     settings = read_settings(zero)
     if not isinstance(model, nn.Module):
@@ -116,13 +114,13 @@ def initialize(
     tier_notes = offload_notes(*tiers, has_gpu=where.type == "cuda", root="zero")
     k = settings.gradient_accumulation_steps
     if settings.is_fitted:
-        # Only rank 0's choice counts: a smaller budget of another rank would go unheard.
+        # Only rank 0 chooses, so a smaller budget of another rank would be ignored.
         require_equal("the budget", [f"{settings.memory_gb}, {settings.host_memory_gb}, {settings.disk_gb}"])
         plan, note = choose_plan(model, optimizer, plan, settings, sample, where)
         notes, tier_notes = (*notes, note), ()
     elif sample is not None:
         notes = (*notes, "sample has no effect: zero names a level.")
-    # Ranks that differ would meet in different collectives and wait there until the timeout.
+    # Ranks with different settings would call different collectives, and wait until the timeout.
     require_equal("the settings of zero", _facts(plan, k))
     require_equal("the optimizer", optimizer_facts(optimizer))
     num_ranks = plan.ranks_per_copy(collectives.world_size())
@@ -144,12 +142,13 @@ def initialize(
     is_plain_refused = k > 1 or precision.use_loss_scale
     outer = ZeroOptimizer(sharded, model, k, is_plain_refused=is_plain_refused, follower=follower)
     if isinstance(optimizer, torch.optim.Optimizer):
-        optimizer.zero_grad = outer.zero_grad  # type: ignore[method-assign]  # its own knows nothing of shards
+        # The original method would not clear the shards' gradients.
+        optimizer.zero_grad = outer.zero_grad  # type: ignore[method-assign]
     return model, outer
 
 
 def _facts(plan: ShardingPlan, accumulation_steps: int) -> list[str]:
-    """List what must be the same on every rank."""
+    """Return the settings that must be equal on every rank, as ``name=value``."""
     names = (
         "level",
         "engine",
@@ -172,7 +171,7 @@ def _facts(plan: ShardingPlan, accumulation_steps: int) -> list[str]:
 
 
 def _require_fresh(model: nn.Module) -> None:
-    """Refuse what is sharded already, parameters without a shape, and gradients, which are of this rank alone."""
+    """Raise ConfigError if the model is sharded already, or has lazy parameters or gradients (of this rank alone)."""
     if sharded := [name for name, module in model.named_modules() if is_marked_sharded(module)]:
         fix = (
             "Build the model again, or keep the optimizer it has. Give initialize() the whole model once, or each part."
@@ -189,7 +188,7 @@ def _require_fresh(model: nn.Module) -> None:
 
 
 def _check_groups(size: int, level: int) -> None:
-    """Check that shard groups leave no rank over."""
+    """Check that the size of shard groups divides the number of ranks."""
     world_size = collectives.world_size()
     if level and size != -1 and world_size % size:
         must = f"must divide the number of ranks, {world_size}"
@@ -203,7 +202,7 @@ def _print_notes(notes: tuple[str, ...]) -> None:
 
 
 class _Body(nn.Module):
-    """The forward pass of a module, without its hooks and its name."""
+    """A module that runs the forward function of another module, without its hooks and submodules."""
 
     def __init__(self, forward: Callable[..., Any]):
         super().__init__()
@@ -214,16 +213,16 @@ class _Body(nn.Module):
 
 
 def _call_through(wrapper: nn.Module, module: nn.Module) -> None:
-    """Make ``module(...)`` run as ``wrapper(...)`` does, where the engine has put a wrapper around it.
+    """Make ``module(...)`` call the engine's ``wrapper``, if there is one.
 
-    The user keeps a model of their own class, with its attributes, methods and parameter names.
+    So the user's model keeps its class, attributes, methods and parameter names.
     """
     if wrapper is module:
         return
-    # Were it the module itself, the wrapper's call of it would come back here without end.
+    # If the wrapper called the module itself, the two would call each other forever.
     wrapper.module = _Body(module.forward)
     module.forward = lambda *args, **kwargs: wrapper(*args, **kwargs)
-    # copy and pickle look for these on the object first, so that its class stays as it is for other models.
+    # On the object, where copy and pickle look first: other models of the class can still be copied.
     module.__dict__["__deepcopy__"] = module.__dict__["__reduce_ex__"] = _refuse_copy
 
 
@@ -238,16 +237,16 @@ _NAMES = {torch.float64: "float64", torch.float32: "float32", torch.float16: "fl
 
 
 def choose_precision(model: nn.Module, settings: ZeroSettings) -> tuple[Precision, tuple[str, ...]]:
-    """Choose number formats from the model's own and from ``fp16``, ``bf16`` and the ``type=`` form; add notes.
+    """Return the number formats, and notes, from the model's dtypes and from ``fp16``, ``bf16`` and ``type=``.
 
-    float64 is never touched. A model in half precision computes in it, over float32 masters. ``type=`` turns float16 on
-    at levels 2 and 3, unless ``fp16=False`` or ``bf16=True``. At level 0 half precision is autocast. A model of several
-    formats keeps all of them, and is trained in them.
+    A float64 model stays in float64. A model in half precision computes in it, with float32 master weights. ``type=``
+    turns float16 on at levels 2 and 3, unless ``fp16=False`` or ``bf16=True``. At level 0 half precision is autocast. A
+    model of several dtypes keeps all of them.
 
     Raises:
-        ConfigError: half precision asked of a float64 or mixed model, or parameters that are no floating-point numbers.
+        ConfigError: half precision is requested of a float64 or mixed model, or parameters are not floating-point.
     """
-    # Frozen integers (a quantized base, a table of indices) are kept as they are.
+    # Frozen integer parameters (a quantized base, a table of indices) are not trained, so they do not count.
     numbers = [
         (name, param)
         for name, param in model.named_parameters()
@@ -298,9 +297,10 @@ def _require_floating(formats: Mapping[torch.dtype, str]) -> None:
 
 
 def _of_mixed(model: nn.Module, formats: Mapping[torch.dtype, str], settings: ZeroSettings) -> Precision:
-    """Choose the precision of a model of several formats: it keeps them, and sums over all of them use the widest."""
+    """Return the precision of a model of several dtypes: norms over all parameters use the widest dtype."""
     problems = []
-    scaled = ["dynamic_loss_scale"] if torch.float16 in formats else []  # elsewhere a note says that it has no effect
+    # Without float16, a note reports that dynamic_loss_scale has no effect.
+    scaled = ["dynamic_loss_scale"] if torch.float16 in formats else []
     for key in ("fp16", "bf16", *scaled):
         if getattr(settings, key):
             must = "cannot go with a model of several formats, which keeps them"
@@ -319,7 +319,7 @@ def _of_mixed(model: nn.Module, formats: Mapping[torch.dtype, str], settings: Ze
 
 
 def _examples(formats: Mapping[torch.dtype, str]) -> str:
-    """Name a parameter of each format."""
+    """Return a string that names one parameter of each dtype."""
     examples = (f"{str(dtype).removeprefix('torch.')} of {name}" for dtype, name in formats.items())
     return ", ".join(sorted(examples)) or "none"
 
@@ -345,13 +345,13 @@ _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def join_ranks(device: torch.device, timeout_s: float) -> None:
-    """Start the default process group if there is none; it is left at exit.
+    """Start the default process group if there is none; it is destroyed at exit.
 
-    Every rank that torchrun started must call it. Without torchrun's environment, this process is a world of one.
+    Collective under torchrun. Without torchrun's environment, the group has this process alone.
 
     Args:
         device: device of this rank.
-        timeout_s: timeout of every collective of a group started here, in seconds.
+        timeout_s: timeout of every collective in seconds, if the group is started here.
     Raises:
         ConfigError: torchrun's environment is incomplete, or left over from another run.
     """
@@ -369,8 +369,9 @@ def join_ranks(device: torch.device, timeout_s: float) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group(
-        # gloo beside nccl: norms of tensors that are offloaded to the host are summed on the host
+        # gloo in addition to nccl: norms of tensors that are offloaded to the host are summed on the host.
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+        # A store in memory needs no port, which another program might use.
         store=None if is_launched else dist.HashStore(),
         rank=-1 if is_launched else 0,
         world_size=-1 if is_launched else 1,
@@ -386,7 +387,7 @@ def _leave() -> None:
 
 
 def training_device(model: torch.nn.Module) -> torch.device:
-    """Choose where to train: the GPU that holds the model, else this rank's GPU if there is any, else the CPU."""
+    """Return the device to train on: the model's GPU, else this rank's GPU if there is one, else the CPU."""
     held = next((param.device for param in model.parameters()), torch.device("cpu"))
     if held.type == "cuda":
         return held

@@ -1,8 +1,6 @@
-"""The ``zero`` argument of ``initialize``: a dict, a DictConfig or a YAML file, checked whole. No torch.
+"""The ``zero`` argument of ``initialize``: read from a dict, a DictConfig or a YAML file, and checked. No torch.
 
-DeepSpeed's configuration read as the ``zero`` argument of ``initialize``. No torch.
-
-Names and meanings: https://www.deepspeed.ai/docs/config-json/ (read 2026-11).
+DeepSpeed's configuration is accepted too: https://www.deepspeed.ai/docs/config-json/ (read 2026-11).
 """
 
 from __future__ import annotations
@@ -33,6 +31,7 @@ from vissl_zero.resolve.sharding_plan import (
     typed_level,
 )
 
+# A ZERO block copied from a recipe is accepted: key in recipes -> key here.
 _RECIPE_KEYS = {
     "LEVEL": "level",
     "ENGINE": "engine",
@@ -40,8 +39,8 @@ _RECIPE_KEYS = {
     "MEMORY_GB": "memory_gb",
     "HOST_MEMORY_GB": "host_memory_gb",
     "DISK_GB": "disk_gb",
-}  # a ZERO block copied from a recipe
-_BLOCK_LAYERS = "(^|[.])(qkv|proj|fc1|fc2)$"  # of transformers, as timm names them
+}
+_BLOCK_LAYERS = "(^|[.])(qkv|proj|fc1|fc2)$"  # timm's names of the linear layers in transformer blocks
 _BUDGET = ("memory_gb", "host_memory_gb", "disk_gb")
 _FIT = "fit"
 _BLOCKS = {"offload_optimizer_config": OffloadOptimizer, "offload_param_config": OffloadParam}
@@ -75,27 +74,27 @@ class _Keys:
 
 @dataclass(frozen=True)
 class ZeroSettings:
-    """The settings that ``zero`` asks for, checked.
+    """The checked settings of ``zero``.
 
     Attributes:
-        level: ZeRO level, 0 to 3; 3 where ``is_fitted``.
-        is_fitted: ``level="fit"``: the cheapest plan within the budget is yet to be chosen.
-        memory_gb, host_memory_gb, disk_gb: that budget, GiB of a rank; None: what there is, and no limit.
-        is_typed: given as ColossalAI's ``type=``, which turns float16 on at levels 2 and 3.
+        level: ZeRO level, 0 to 3; 3 if ``is_fitted``.
+        is_fitted: ``level="fit"``: ``initialize`` chooses the cheapest plan within the budget.
+        memory_gb, host_memory_gb, disk_gb: this budget in GiB per rank. None: the available memory, else no limit.
+        is_typed: the level is given by ColossalAI's ``type=``, which turns float16 on at levels 2 and 3.
         gradient_accumulation_steps: calls of ``backward`` and ``step`` per optimizer step.
-        dynamic_loss_scale: None: wherever float16 is used.
-        clip_grad: largest global L2 norm of the gradients, or None.
-        fp16, bf16: None: not said.
-        rounding: parameters stay in bfloat16, and updates are rounded so: "stochastic" or "kahan"; empty: they do not.
+        dynamic_loss_scale: scale the loss; None: if float16 is used.
+        clip_grad: maximum global L2 norm of the gradients; None: no clipping.
+        fp16, bf16: compute in this format; None: the key is not set.
+        rounding: keep parameters in bfloat16, and round updates so: "stochastic" or "kahan"; empty: no.
         wrap_threshold: also make a unit of every layer with at least this many parameters; 0: repeated blocks only.
         verbose: log the wrap plan.
-        shard_group_size: ranks that share one copy of the state; -1: all.
+        shard_group_size: ranks that share one copy of the state; -1: all ranks.
         engine: a name of the STRATEGIES registry.
-        keep_gradients: whole averaged gradients stay in place between backward and step, for loops that edit them.
+        keep_gradients: keep whole averaged gradients between backward and step, for loops that edit them.
         compile: compile each unit with torch.compile.
         float8: linear layers that multiply in float8.
-        offload_optimizer, offload_params: where optimizer state and parameters live.
-        notes: sentences to say once.
+        offload_optimizer, offload_params: where optimizer state and parameters are between uses.
+        notes: sentences to print once.
     """
 
     level: int
@@ -123,13 +122,13 @@ class ZeroSettings:
 
 
 def read_settings(zero: Any) -> ZeroSettings:
-    """Read the settings from whatever the user gave as ``zero``.
+    """Read and check the ``zero`` argument of ``initialize``.
 
     Args:
-        zero: mapping, DictConfig, or path of a YAML file that holds the keys at its root, under ``zero`` or under
-            ``config.ZERO``; with DeepSpeed's names where it has its ``zero_optimization``.
+        zero: mapping, DictConfig, or path of a YAML file with the keys at its root, under ``zero`` or under
+            ``config.ZERO``. If it has the key ``zero_optimization``, it is read as DeepSpeed's configuration.
     Raises:
-        ConfigError: all problems found in it: unknown keys with the closest known ones, wrong types, contradictions.
+        ConfigError: unknown keys (with the closest known ones), wrong types or contradictions, all in one error.
     """
     mapped, mapped_notes = _from_deepspeed(_mapping(zero))
     settings = {_RECIPE_KEYS.get(str(key), str(key)): value for key, value in mapped.items()}
@@ -139,7 +138,7 @@ def read_settings(zero: Any) -> ZeroSettings:
         _refuse(unknown)
     is_fitted = settings.get("level") == _FIT
     if is_fitted:
-        settings["level"] = None if settings.get("type") else 3  # whatever is allowed at level 3 may be chosen
+        settings["level"] = None if settings.get("type") else 3  # checked as level 3, which allows all tiers
     keys = _Keys(**typed_options(_Keys, {key: settings[key] for key in settings if key not in _BLOCKS}, "zero"))
     optimizer = OffloadOptimizer(**blocks["offload_optimizer_config"])
     params = OffloadParam(**blocks["offload_param_config"])
@@ -192,14 +191,14 @@ def read_settings(zero: Any) -> ZeroSettings:
 
 @dataclass
 class _AllKeys(_Keys):
-    """All names that may stand in ``zero``, to find the closest to one that may not."""
+    """All keys of ``zero``, to suggest the closest one for an unknown key."""
 
     offload_optimizer_config: Any = None
     offload_param_config: Any = None
 
 
 def _refuse(unknown: list[str]) -> NoReturn:
-    """Refuse keys of ``zero`` that are none; for DeepSpeed's, name ours.
+    """Report unknown keys of ``zero``. For DeepSpeed's keys, suggest the key here.
 
     Raises:
         ConfigError: always.
@@ -308,7 +307,7 @@ def _range_problems(keys: _Keys) -> list[Problem]:
 def _rounding_problems(
     keys: _Keys, is_fitted: bool, optimizer: OffloadOptimizer, params: OffloadParam
 ) -> list[Problem]:
-    """Check what cannot go with parameters in bfloat16."""
+    """Return problems of ``rounding``: an unknown value, or keys that do not support parameters in bfloat16."""
     if not keys.rounding:
         return []
     if keys.rounding not in ("stochastic", "kahan"):
@@ -326,7 +325,7 @@ def _rounding_problems(
 
 
 def _fit_problems(keys: _Keys, optimizer: OffloadOptimizer, params: OffloadParam) -> list[Problem]:
-    """Check what contradicts a plan that is yet to be chosen."""
+    """Return a problem for each key that level='fit' would choose."""
     excluded = {
         "type": keys.type is not None,
         "engine": keys.engine not in ("auto", "torch"),
@@ -350,19 +349,17 @@ def _budget_problems(keys: _Keys) -> list[Problem]:
 
 
 def _no_effect(keys: _Keys, level: int) -> list[str]:
-    """Write sentences on keys that do nothing at this level, or without another key."""
-    problems = []
+    """Return notes on keys without effect at this level, or without another key."""
+    notes = []
     if keys.float8_scales != "rows" and keys.float8 is False:
-        problems.append("zero.float8_scales has no effect without zero.float8.")
+        notes.append("zero.float8_scales has no effect without zero.float8.")
     if keys.float8_gather and level < 3:
-        problems.append(SENDS_NOTHING.format(key="zero.float8_gather", level=level))
+        notes.append(SENDS_NOTHING.format(key="zero.float8_gather", level=level))
     if level:
-        return problems
-    in_vain = {"wrap_threshold": keys.wrap_threshold > 0, "shard_group_size": keys.shard_group_size != -1}
-    problems += [
-        f"zero.{key} has no effect at level 0: nothing is sharded." for key, is_set in in_vain.items() if is_set
-    ]
-    return problems
+        return notes
+    inactive = {"wrap_threshold": keys.wrap_threshold > 0, "shard_group_size": keys.shard_group_size != -1}
+    notes += [f"zero.{key} has no effect at level 0: nothing is sharded." for key, is_set in inactive.items() if is_set]
+    return notes
 
 
 def _float8_plan(keys: _Keys) -> Float8Plan:
@@ -373,14 +370,15 @@ def _float8_plan(keys: _Keys) -> Float8Plan:
 
 
 _MARK = "zero_optimization"
-# Keys that a custom loop decides itself, and keys that tune messages that this engine sends differently.
-_IN_VAIN = {
+# DeepSpeed's keys without effect, and why: the custom loop decides them.
+_UNUSED = {
     "train_batch_size": "your loader decides it",
     "train_micro_batch_size_per_gpu": "your loader decides it",
     "steps_per_print": "your loop prints",
     "wall_clock_breakdown": "your loop prints",
     "zero_allow_untested_optimizer": "every optimizer is tried out",
 }
+# DeepSpeed's keys that tune its communication.
 _TUNING = "it tunes DeepSpeed's messages and changes no number"
 _TUNES = (
     "allgather_partitions",
@@ -410,14 +408,14 @@ _RENAMED = {
 
 
 def _theirs() -> dict[str, str]:
-    """Say what to do about each of DeepSpeed's keys where ours are expected."""
+    """Map each of DeepSpeed's keys to a hint, for a ``zero`` that is not in DeepSpeed's format."""
     renamed = {key: f"Write {ours}, or give the keys in DeepSpeed's format." for key, ours in _RENAMED.items()}
-    in_vain = {key: f"Leave it out: {why}." for key, why in (_IN_VAIN | dict.fromkeys(_TUNES, _TUNING)).items()}
-    return renamed | in_vain | _OWN_OPTIMIZER
+    unused = {key: f"Leave it out: {why}." for key, why in (_UNUSED | dict.fromkeys(_TUNES, _TUNING)).items()}
+    return renamed | unused | _OWN_OPTIMIZER
 
 
 def _automatic(tree: Any, path: str) -> list[Problem]:
-    """Refuse values that Hugging Face's Trainer would fill in."""
+    """Return a problem for each value ``auto``, which only Hugging Face's Trainer fills in."""
     if isinstance(tree, Mapping):
         return [problem for key, value in tree.items() for problem in _automatic(value, f"{path}.{key}")]
     if tree != "auto":
@@ -427,7 +425,7 @@ def _automatic(tree: Any, path: str) -> list[Problem]:
 
 
 def _repeated(settings: Mapping[str, Any]) -> list[Problem]:
-    """Find our names beside DeepSpeed's for the same thing."""
+    """Return a problem for each key here that is given in addition to DeepSpeed's name of it."""
     both = [(f"{_MARK}.{theirs}", ours) for theirs, ours in _RENAMED.items() if theirs != "gradient_clipping"]
     both += [("gradient_clipping", "clip_grad")] if "gradient_clipping" in settings else []
     must, fix = "says the same as DeepSpeed's {}", "Leave one of them out."
@@ -442,7 +440,7 @@ _BATCH, _MICRO, _STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "
 
 
 def _batch_problems(settings: Mapping[str, Any]) -> list[Problem]:
-    """Refuse batch sizes from which DeepSpeed would work out how many micro-batches make an update."""
+    """Return a problem if DeepSpeed would compute the accumulation steps from batch sizes, which is not done here."""
     if _STEPS in settings or not {_BATCH, _MICRO} <= settings.keys():
         return []
     must = f"must be given beside {_BATCH} and {_MICRO}, from which it is not worked out"
@@ -451,17 +449,17 @@ def _batch_problems(settings: Mapping[str, Any]) -> list[Problem]:
 
 
 def _fixed_scale(block: dict[str, Any]) -> list[Problem]:
-    """Take ``loss_scale`` out of DeepSpeed's ``fp16`` block, and refuse a fixed one."""
+    """Remove ``loss_scale`` from DeepSpeed's ``fp16`` block, and return a problem if it is a fixed number."""
     scale = block.pop("loss_scale", 0)
     must = "cannot be a fixed number: the scale follows the gradients"
     return [Problem("zero.fp16.loss_scale", str(scale), must, "Write 0, or leave it out.")] if scale else []
 
 
 def _from_deepspeed(settings: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:  # noqa: C901
-    """Translate ``settings`` to the names of ``zero``; it stays as it is where it is not DeepSpeed's.
+    """Return ``settings`` with DeepSpeed's keys renamed, and notes; unchanged if it is not DeepSpeed's format.
 
     Raises:
-        ConfigError: a key that asks for other numbers than the same key here would give.
+        ConfigError: a key has no counterpart here, or would change the training.
     """
     if _MARK not in settings:
         return dict(settings), []
@@ -475,10 +473,10 @@ def _from_deepspeed(settings: Mapping[str, Any]) -> tuple[dict[str, Any], list[s
     for name in [name for name in zero if name in _TUNES]:
         notes.append(f"zero.{_MARK}.{name} has no effect: {_TUNING}.")
         zero.pop(name)
-    for name in [name for name in keys if name in _IN_VAIN]:
-        notes.append(f"zero.{name} has no effect: {_IN_VAIN[name]}.")
+    for name in [name for name in keys if name in _UNUSED]:
+        notes.append(f"zero.{name} has no effect: {_UNUSED[name]}.")
         keys.pop(name)
-    # As it is typed, before a key gets our name; blocks that are refused as a whole are not looked into.
+    # Before keys are renamed, so that errors name keys as the user wrote them. Blocks refused as a whole are skipped.
     typed = {name: value for name, value in keys.items() if name not in _OWN_OPTIMIZER}
     if automatic := _automatic(typed | {_MARK: zero}, "zero"):
         raise ConfigError(automatic)
@@ -493,7 +491,7 @@ def _from_deepspeed(settings: Mapping[str, Any]) -> tuple[dict[str, Any], list[s
         problems.append(Problem(f"zero.{name}", "", "is not read from zero", _OWN_OPTIMIZER[name]))
         keys.pop(name)
     if "gradient_clipping" in keys:
-        # DeepSpeed's 0 means no clipping, where ours is refused.
+        # 0 means no clipping in DeepSpeed; here it is an error.
         keys["clip_grad"] = keys.pop("gradient_clipping") or None
     for name in ("fp16", "bf16"):
         if isinstance(keys.get(name), Mapping):

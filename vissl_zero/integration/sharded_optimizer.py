@@ -1,6 +1,6 @@
 """The optimizer of a custom loop: a torch optimizer that handles loss scaling, accumulation and sharding.
 
-It saves and loads training state in a checkpoint folder: the format that recipes write, streamed both ways.
+It saves and loads training state in checkpoint folders of the same format as recipes, one tensor at a time.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ _STATE = (
 
 
 class _OfParameter(dict[str, Any]):
-    """The state that a wrapper keeps for one parameter."""
+    """The state that wrappers store for one parameter."""
 
     def __missing__(self, key: str) -> NoReturn:
         raise VisslZeroError(f"optimizer.state[...][{key!r}]: is not there. {_STATE}")
 
 
 class _StateOfWrappers(defaultdict[Any, Any]):
-    """``optimizer.state``: wrappers read and write by parameter; what is meant for the base optimizer is refused."""
+    """``optimizer.state``: wrappers read and write it by parameter; access to the base optimizer's state raises."""
 
     def __init__(self) -> None:
         super().__init__(_OfParameter)
@@ -59,23 +59,23 @@ class _StateOfWrappers(defaultdict[Any, Any]):
 
 
 class ZeroOptimizer(torch.optim.Optimizer):
-    """Optimizer over this rank's shards; schedulers and loggers take it for the torch optimizer it is.
+    """A torch optimizer over this rank's shards, for use with schedulers and loggers.
 
-    ``param_groups`` are those of the base optimizer, which updates this rank's rows. Between steps they show the
-    model's parameters, so that what a loop does through them is what it would do through the model. ``state`` is for
-    wrappers that keep something by parameter; that of the base optimizer is in ``state_dict()``. Every method but
-    ``zero_grad`` and ``ledger`` is a collective: all ranks must call it, in the same order.
+    ``param_groups`` are those of the base optimizer, which updates this rank's rows. Between steps they list the
+    model's parameters, as for a plain optimizer. ``state`` is for wrappers that store values by parameter; the base
+    optimizer's state is in ``state_dict()``. Every method except ``zero_grad`` and ``ledger`` is a collective: all
+    ranks must call it, in the same order.
 
     Args:
         sharded: model and base optimizer.
-        model: what the user calls.
-        accumulation_steps: calls of ``step`` per update; each ``backward`` counts for its share.
-        is_plain_refused: gradients must come from ``backward`` of this class, because it scales them.
-        follower: a teacher that follows the model, or None.
+        model: the user's model, which the loop calls.
+        accumulation_steps: calls of ``step`` per update; each ``backward`` is weighted by its inverse.
+        is_plain_refused: raise for gradients of ``loss.backward()``: ``backward`` of this class must scale them.
+        follower: momentum teacher of the model, or None.
 
     Attributes:
-        last_step: gradient norm, loss scale and whether the last update was skipped; None before the first.
-        num_updates: how often the optimizer has stepped, skipped steps included.
+        last_step: gradient norm and loss scale of the last update, and whether it was skipped; None before the first.
+        num_updates: number of updates, including skipped ones.
     """
 
     def __init__(
@@ -87,10 +87,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         follower: Ema | None = None,
     ):
         base = sharded.optimizer
-        # torch's constructor gives the groups to ``add_param_group``, which refuses later ones.
+        # torch's constructor calls ``add_param_group``, which raises for groups that are added later.
         self._is_built = False
         super().__init__(base.param_groups, base.defaults)
-        # The very objects, so that a learning rate set here reaches the base optimizer.
+        # The same list objects, so that a learning rate set here reaches the base optimizer.
         self.param_groups, self.state = base.param_groups, _StateOfWrappers()
         self._is_built = True
         self._rows = [group["params"] for group in base.param_groups]
@@ -102,11 +102,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._accumulation_steps = accumulation_steps
         self.num_updates = 0
         self._num_micro_batches = 0
-        self._marks: list[tuple[int, ...] | None] | None = None  # of gradients that later micro-batches add to
+        self._marks: list[tuple[int, ...] | None] | None = None  # versions of gradients between micro-batches
         self._is_in_backward = False
         self._is_backward_done = self._is_run_again = False  # in the open micro-batch
         self._model = model
-        # Further names of tied parameters, each with the first one.
+        # Alias of a tied parameter -> its first name.
         first = {param: name for name, param in model.named_parameters()}
         names = model.named_parameters(remove_duplicate=False)
         self._tied = {name: first[param] for name, param in names if first[param] != name}
@@ -115,11 +115,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._open_micro_batch()
         if is_plain_refused:
             sharded.scales_loss = True
-            # Earlier than step() does, but only where the loop calls the model itself.
+            # The hooks report a plain backward() earlier than step() can, if the loop calls the model itself.
             model.register_forward_hook(self._watch)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute, but for those that would part the loop from the update."""
+        """Set an attribute; raises for ``state``, which the base optimizer would not see."""
         if name == "state" and getattr(self, "_is_built", False):
             raise VisslZeroError(_STATE)
         super().__setattr__(name, value)
@@ -128,10 +128,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Accumulate the gradients of ``loss``, averaged over ranks and over the calls that make one update.
 
         Args:
-            loss: 0-d, this rank's mean over its own samples.
+            loss: 0-d tensor, this rank's mean over its own samples.
         Raises:
-            VisslZeroError: ``loss`` is no number that was computed with gradients; under accumulation, for a second
-                micro-batch before ``step``.
+            VisslZeroError: ``loss`` is not a scalar with a gradient, or, under accumulation, a second micro-batch ran
+                before ``step``.
         """
         _require_loss(loss)
         self._require_same_gradients()
@@ -152,18 +152,18 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._marks = None if is_last or collectives.world_size() == 1 else self._sharded.gradient_marks()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the weights; then free the gradients, but for level 0.
+        """Update the weights, and free the gradients (except at level 0).
 
         Under accumulation, call it after every micro-batch: every k-th call updates the weights, the others only count.
-        Unscale, agree on inf, clip, adapt, update: in this order, with norms over full parameters. A step whose
-        gradients hold an inf under loss scaling changes nothing but the scale.
+        An update unscales, checks for inf on all ranks, clips, adapts rates, and updates, with norms over full
+        parameters. Under loss scaling, a step with an inf in its gradients changes only the scale.
 
         Args:
-            closure: computes the loss and its gradients first, as in torch.
+            closure: function that computes the loss and its gradients first, as in torch.
         Returns:
-            What ``closure`` returned, or None.
+            The result of ``closure``, or None.
         Raises:
-            VisslZeroError: on every rank, where steps are skipped although the loss is not scaled up any more.
+            VisslZeroError: gradients overflow at a loss scale of 1; raised on every rank.
         """
         loss = None
         if closure is not None:
@@ -191,10 +191,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients; between the calls that make one update, keep them.
+        """Set all gradients to None; does nothing between the micro-batches of one update.
 
         Args:
-            set_to_none: must stay True, because an existing gradient would make its parameter take part in the step.
+            set_to_none: must be True: the step would update a parameter that has a gradient, even a zero gradient.
         """
         if not set_to_none:
             raise VisslZeroError("zero_grad(set_to_none=False) is not supported; leave the argument out.")
@@ -202,23 +202,23 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self._sharded.zero_grad()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse a group: groups are given to ``initialize`` and fixed from then on.
+        """Raise an error, because groups are fixed by ``initialize``.
 
         Raises:
-            VisslZeroError: always, once built.
+            VisslZeroError: always, after construction.
         """
         if self._is_built:
             raise VisslZeroError("Parameter groups cannot be added to a sharded optimizer; give all to initialize().")
         super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's shards of parameters and optimizer state, buffers and loss scale: all that a resume needs.
+        """Return everything a resume needs: this rank's shards of parameters and state, buffers and loss scale.
 
-        Tensors are shared with the training state, not copied; what is on NVMe is read into memory, all of it
-        (``save`` does without). ``torch.save`` writes it; every rank has its own.
+        Tensors are shared with the training state, not copied. All state on NVMe is read into memory (``save`` avoids
+        this). Each rank's dict is different; ``torch.save`` can write it.
 
         Raises:
-            VisslZeroError: between the calls of ``step`` that make one update.
+            VisslZeroError: called between the micro-batches of one update.
         """
         self._require_boundary("state_dict()")
         self._require_storable("state_dict()")
@@ -226,14 +226,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
             return self._sharded.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what ``state_dict`` of the same rank gave under the same level and world size, parameters included.
+        """Restore a result of ``state_dict`` of the same rank, level and world size, including parameters.
 
-        Also takes what ``state_dict`` of the plain torch optimizer gave, the same on every rank: optimizer state and
-        options of groups, at any level. Parameters stay as they are then.
+        A ``state_dict`` of the plain torch optimizer is accepted at any level, if it is the same on every rank. It
+        restores optimizer state and options of groups; parameters are not changed.
 
         Raises:
-            CheckpointError: it comes from another layout or another model; nothing was changed.
-            VisslZeroError: between the calls of ``step`` that make one update.
+            CheckpointError: the state has another layout or is of another model; nothing is changed.
+            VisslZeroError: called between the micro-batches of one update.
         """
         self._require_boundary("load_state_dict()")
         with self._on_rows():
@@ -242,19 +242,17 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def save(self, folder: str | Path, extra: dict[str, Any] | None = None) -> None:
         """Write a checkpoint of all ranks to ``<folder>/checkpoints/step_<number of updates>``.
 
-        Tensors pass through memory one by one. Any level, tier and number of ranks can ``load`` it; ``vissl-zero
-        checkpoint`` reads it. Earlier checkpoints stay.
+        Tensors pass through memory one at a time. ``load`` works at any level, tier and number of ranks; ``vissl-zero
+        checkpoint`` reads the folder. Earlier checkpoints are kept.
 
         Args:
             folder: folder on a file system that all ranks share.
-            extra: what ``load`` is to return, such as ``{"scheduler": scheduler.state_dict(), "epoch": epoch}``. Rank
-                0's is written; gather what differs between ranks. It may hold what ``torch.load(weights_only=True)``
-                reads: numbers, texts, bytes, None, tensors that are not sharded, and lists, tuples, sets and dicts of
-                these.
+            extra: values that ``load`` returns, such as ``{"scheduler": scheduler.state_dict(), "epoch": epoch}``.
+                Only rank 0's are written. Allowed are the types of ``torch.load(weights_only=True)``: numbers, strings,
+                bytes, None, tensors that are not sharded, and lists, tuples, sets and dicts of these.
         Raises:
-            CheckpointError: a rank could not write its part, or ``extra`` could not be read back; earlier checkpoints
-                stay.
-            VisslZeroError: between the calls of ``step`` that make one update.
+            CheckpointError: a rank could not write its part, or ``extra`` has a type that cannot be read back.
+            VisslZeroError: called between the micro-batches of one update.
         """
         self._require_boundary("save()")
         self._require_storable("save()")
@@ -267,13 +265,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Build a scheduler before this call: building it sets learning rates, which this call restores.
 
         Args:
-            folder: folder that ``save`` was given, to take the newest complete one; or one of its
-                ``checkpoints/step_<number of updates>``. All data are read against their checksums first.
+            folder: the folder passed to ``save``, for its newest complete checkpoint; or one of its
+                ``checkpoints/step_<number of updates>``. Checksums of all data are verified first.
         Returns:
-            ``extra`` of ``save`` on every rank, tensors on the CPU; None if none was saved.
+            ``extra`` of ``save`` on every rank, with tensors on the CPU; None if none was saved.
         Raises:
-            CheckpointError: there is none, it is damaged or of another model.
-            VisslZeroError: between the calls of ``step`` that make one update.
+            CheckpointError: there is no checkpoint, or it is damaged or of another model.
+            VisslZeroError: called between the micro-batches of one update.
         """
         self._require_boundary("load()")
         self._require_storable("load()")
@@ -283,7 +281,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @contextmanager
     def full_parameters(self) -> Iterator[dict[str, Tensor]]:
-        """Gather full parameters by full name, on every rank, to read. Takes the memory of all of them."""
+        """Gather full parameters by full name on every rank, for reading, in the memory of a whole model."""
         with ExitStack() as stack:
             with waiting("optimizer.full_parameters()"):
                 stack.enter_context(self._sharded.full_parameters())
@@ -292,26 +290,26 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @contextmanager
     def evaluated(self) -> Iterator[None]:
-        """Set the weights to use in an evaluation or ``full_state()``: an average for schedule-free ones. A context.
+        """Use the weights for evaluation in the context: the average of a schedule-free optimizer.
 
-        Every rank must enter and leave it; with another optimizer it does nothing.
+        Every rank must enter and leave it. Does nothing for other optimizers.
         """
         with self._on_rows(), self._sharded.evaluated():
             yield
 
     def full_state(self) -> dict[str, Any]:
-        """Gather what ``state_dict()`` of the plain model would be to rank 0's CPU; empty on other ranks.
+        """Gather the ``state_dict()`` of the plain model to rank 0's CPU; empty on other ranks.
 
-        Every rank must call it. Tensors are gathered one by one.
+        Every rank must call it. Tensors are gathered one at a time.
         """
         with waiting("optimizer.full_state()"):
             return self._with_tied(self._sharded.plain_state())
 
     def full_ema_state(self) -> dict[str, Any]:
-        """Gather as ``full_state`` the teacher that ``vissl_zero.ema`` has made.
+        """Gather the ``state_dict()`` of the teacher of ``vissl_zero.ema``, as ``full_state`` does for the model.
 
         Raises:
-            VisslZeroError: there is none.
+            VisslZeroError: there is no teacher.
         """
         if self._follower is None:
             raise VisslZeroError("There is no teacher. Call vissl_zero.ema(model, decay) before initialize().")
@@ -323,11 +321,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return self._sharded.ledger()
 
     def close(self) -> None:
-        """Remove files that hold offloaded state now rather than at the end of the process; no step after it."""
+        """Remove the files of offloaded state now instead of at exit. No step may follow."""
         self._sharded.close()
 
     def describe(self) -> str:
-        """Describe level, units and number formats, for people."""
+        """Return a description of level, units and number formats, to print."""
         return self._sharded.describe()
 
     def _update(self) -> None:
@@ -344,7 +342,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @contextmanager
     def _on_rows(self) -> Iterator[None]:
-        """Show groups what the base optimizer updates. A context."""
+        """List this rank's rows in the groups in the context, as the base optimizer needs."""
         self._show(self._rows)
         try:
             yield
@@ -352,12 +350,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self._show(self._params)
 
     def _require_storable(self, method: str) -> None:
-        """Refuse state that a checkpoint has no place for.
-
-        A module's own may be any object, and a checkpoint has tensors and numbers. Where optimizers
-        wrap each other, as in Lookahead, only the outer one's state would be saved.
-        """
-        optimizer = inner_optimizer(self._sharded.optimizer)  # ours around it is no foreign one
+        """Raise VisslZeroError if the training has state that a checkpoint cannot store."""
+        optimizer = inner_optimizer(self._sharded.optimizer)  # without the package's own wrapper
+        # If optimizers wrap each other, as in Lookahead, only the outer state would be saved.
         if any(layer.state is not optimizer.state for layer in with_wrapped(optimizer)):
             name = type(optimizer).__name__
             raise VisslZeroError(
@@ -365,6 +360,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 "weights alone with optimizer.full_state()."
             )
         for name, module in self._model.named_modules():
+            # Extra state may be any object, and checkpoints have only tensors and numbers.
             if type(module).get_extra_state is not nn.Module.get_extra_state:
                 raise VisslZeroError(
                     f"{method} cannot store the extra state of {name or 'the model'} ({type(module).__name__}."
@@ -380,7 +376,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._micro_batch.enter_context(self._sharded.micro_batch(is_last))
 
     def _require_same_gradients(self) -> None:
-        """Refuse gradients that the loop has changed before the last micro-batch, when they may not be averaged yet."""
+        """Raise VisslZeroError if the loop has changed gradients before they are averaged (the last micro-batch)."""
         if self._marks is not None and self._marks != self._sharded.gradient_marks():
             raise VisslZeroError(
                 "A gradient was changed before the last micro-batch of an update, when it is not yet averaged over "
@@ -389,7 +385,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             )
 
     def _require_same_groups(self) -> None:
-        """Refuse parameters that were put into groups or taken out of them: the update would not know."""
+        """Raise VisslZeroError if parameters were added to groups or removed: the update would ignore it."""
         groups = self._sharded.optimizer.param_groups
         is_same = self.param_groups is groups and len(groups) == len(self._params)
         for group, own_params in zip(groups, self._params if is_same else (), strict=False):
@@ -409,11 +405,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
             )
 
     def _watch(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
-        """Make every output refuse gradients that do not come from ``backward``."""
+        """Register hooks on the outputs that raise if gradients do not come from ``backward`` of this class."""
         if torch.is_grad_enabled():
             self._is_run_again = self._is_backward_done
             for output in pytree.tree_leaves(outputs):
-                # A parameter that a model returns, such as a temperature, would keep one more hook from each pass.
+                # Not on leaves: a parameter that the model returns would collect one more hook in every pass.
                 if isinstance(output, Tensor) and output.requires_grad and not output.is_leaf:
                     output.register_hook(self._refuse_plain_backward)
 
@@ -423,7 +419,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
 
 def _require_loss(loss: Any) -> None:
-    """Refuse what has no gradient to take, in other words than torch's, which name neither the call nor the fix."""
+    """Raise VisslZeroError if ``loss`` is not a scalar with a gradient; torch's error names neither call nor fix."""
     if not isinstance(loss, Tensor):
         shown, fix = type(loss).__name__, "Take the loss out of the model's output, as a tensor"
     elif loss.numel() != 1:
@@ -436,7 +432,7 @@ def _require_loss(loss: Any) -> None:
 
 
 def _own_params(sharded: ShardedModel, model: nn.Module) -> list[list[nn.Parameter]] | None:
-    """List the model's parameters of each group; None where the engine has put others in their place."""
+    """Return the model's parameters by group; None if the engine has replaced them by other parameters."""
     params = dict(model.named_parameters())
     names = [group["params"] for group in sharded.group_facts()]
     if any(name not in params for group_names in names for name in group_names):
@@ -445,15 +441,15 @@ def _own_params(sharded: ShardedModel, model: nn.Module) -> list[list[nn.Paramet
 
 
 def save_state(sharded: ShardedModel, folder: Path, step: int, extra: Sequence[Part] = ()) -> None:
-    """Write ``<folder>/checkpoints/step_<step>``: each rank what it holds, one tensor in memory at a time. Collective.
+    """Write ``<folder>/checkpoints/step_<step>``; each rank writes its shards, one tensor at a time. Collective.
 
     Args:
-        sharded: between two steps.
+        sharded: model and optimizer, between two steps.
         folder: folder on a file system that all ranks share.
         step: optimizer steps done.
-        extra: what this rank stores beside the training state.
+        extra: parts that this rank stores in addition to the training state.
     Raises:
-        CheckpointError: a rank could not write its part; what was written is removed, earlier checkpoints stay.
+        CheckpointError: a rank could not write its part. The incomplete checkpoint is removed, earlier ones are kept.
     """
     layout = sharded.layout()
     manifest = Manifest(
@@ -482,7 +478,7 @@ def save_state(sharded: ShardedModel, folder: Path, step: int, extra: Sequence[P
 
     try:
         _require_all(write)
-        # Not in the same go: the manifest names the files of every rank, so all must have written theirs.
+        # Only after all ranks have written: the manifest names the files of every rank.
         _require_all(lambda: commit(folder, manifest) if is_first else None)
     except CheckpointError:
         if is_first:
@@ -492,17 +488,17 @@ def save_state(sharded: ShardedModel, folder: Path, step: int, extra: Sequence[P
 
 
 def load_state(sharded: ShardedModel, folder: Path) -> tuple[int, dict[str, Any] | None]:
-    """Restore the newest complete checkpoint in ``folder``, whatever level, tier and number of ranks wrote it.
+    """Restore the newest complete checkpoint in ``folder``, of any level, tier and number of ranks.
 
-    Collective; ranks share the reading of checksums.
+    Collective; the ranks divide the verification of checksums among themselves.
 
     Args:
-        sharded: between two steps.
-        folder: the folder that ``save_state`` got, or that of one checkpoint.
+        sharded: model and optimizer, between two steps.
+        folder: the folder passed to ``save_state``, or the folder of one checkpoint.
     Returns:
-        Optimizer steps that had been done, and the user's ``extra``.
+        Optimizer steps done when it was saved, and the user's ``extra``.
     Raises:
-        CheckpointError: there is none that is whole, or it is of another model.
+        CheckpointError: there is no complete checkpoint, or it is of another model.
     """
     resumable = find_resumable(folder)
     if resumable.path is None:
@@ -526,7 +522,7 @@ def load_state(sharded: ShardedModel, folder: Path) -> tuple[int, dict[str, Any]
             )
         check_same_update(saved, sharded.optimizer)
         extra = read_extra(checkpoint)
-        # After the checks above: what does not fit must not overwrite a part of the state.
+        # Only after all checks: a checkpoint that does not fit must not overwrite part of the state.
         sharded.restore(StoredState(checkpoint))
         restore_buffers(sharded, checkpoint)
         for group, values in zip(groups, saved, strict=True):
@@ -535,11 +531,11 @@ def load_state(sharded: ShardedModel, folder: Path) -> tuple[int, dict[str, Any]
 
 
 def _places(groups: Sequence[dict[str, Any]]) -> dict[str, tuple[int, int]]:
-    """Map the name of each parameter to its group and its place there."""
+    """Map the name of each parameter to (index of its group, index in the group)."""
     return {name: (number, place) for number, group in enumerate(groups) for place, name in enumerate(group["params"])}
 
 
 def _require_all(work: Callable[[], object]) -> None:
-    """Do ``work`` on every rank; if it fails on one, raise on all. Collective."""
+    """Run ``work`` on every rank; raise CheckpointError on all ranks if it fails on any. Collective."""
     if reason := collectives.first_failure(work, OSError, CheckpointError):
         raise CheckpointError(f"The checkpoint could not be written: {reason}.")

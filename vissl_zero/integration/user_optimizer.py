@@ -1,4 +1,4 @@
-"""The ``optimizer`` argument of ``initialize``: a dict, a class or a ready torch optimizer, to run on shards."""
+"""The ``optimizer`` argument of ``initialize``: a dict, a class or a torch optimizer instance, to run on shards."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Built = tuple[torch.optim.Optimizer, Adaptation | None]
 
 @dataclass
 class _SGDOptions(SGDConfig):
-    """Keys of SGD where ours runs: torch's own, and torch's defaults."""
+    """Keys of the package's own SGD, with torch's names and defaults."""
 
     momentum: float = 0.0
     lr: float = 1e-3
@@ -54,20 +54,20 @@ _TORCH = ("SGD", "Adam", "AdamW", "Adadelta", "Adagrad", "Adamax", "ASGD", "NAda
 _FUSED = ("Adam", "AdamW")
 _ELSEWHERE = ("Lion", "ScheduleFreeAdamW", "Muon", "NorMuon", "LAMB", "Adafactor", "Shampoo", "AdamW8bit")
 _LARC_KEYS = ("trust_coefficient", "clip", "eps")
-# Given to a group by the strategy, where the optimizer's own defaults are meant.
+# Keys that the strategy adds to groups; they are removed, so that the optimizer's defaults apply.
 _STRATEGY_KEYS = ("lr", "weight_decay")
 
 
 def read_optimizer(optimizer: Any, model: nn.Module) -> tuple[list[ParamGroup], OptimizerFactory]:
-    """Read parameter groups by name, and what builds the optimizer over this rank's shards of them.
+    """Return parameter groups by name, and a factory of the optimizer over this rank's shards.
 
     Args:
-        optimizer: ``dict(type=..., lr=..., ...)``, a class or function that takes parameter groups, or a torch
-            optimizer over parameters of ``model`` that has not made a step; its groups and hyperparameters are kept,
-            and it is itself what runs.
-        model: whole, not wrapped.
+        optimizer: ``dict(type=..., lr=..., ...)``; a class or function that takes parameter groups; or a torch
+            optimizer over parameters of ``model`` before its first step. The instance itself then runs on the shards,
+            with its groups and hyperparameters.
+        model: whole model, without a wrapper.
     Raises:
-        ConfigError: an unknown type or key, or parameters that are not the model's.
+        ConfigError: the type or a key is unknown, or parameters are not the model's.
     """
     if isinstance(optimizer, torch.optim.Optimizer):
         _require_step_alone(optimizer)
@@ -84,7 +84,8 @@ def read_optimizer(optimizer: Any, model: nn.Module) -> tuple[list[ParamGroup], 
 
 
 def _require_step_alone(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer that needs the loss several times in a step (LBFGS, SAM): gradients are averaged once."""
+    """Raise ConfigError if the optimizer needs several backward passes per step (LBFGS, SAM)."""
+    # Gradients are averaged over ranks once per step.
     name = type(optimizer).__name__
     if callable(getattr(optimizer, "first_step", None)):
         fix = "Give its base optimizer, and make the step to the neighbor in your loop: docs/initialize.md, SAM."
@@ -98,15 +99,14 @@ def _require_step_alone(optimizer: torch.optim.Optimizer) -> None:
 
 
 def require_plain_step(optimizer: Any) -> None:
-    """Refuse a torch optimizer whose step calls other code than its class's: it would see this rank's rows alone.
-
-    A scheduler's own wrapper, which counts steps, may stay.
+    """Check that an optimizer instance has the ``step`` of its class: other code would see only this rank's rows.
 
     Raises:
-        ConfigError: it has step hooks, or a ``step`` of its own.
+        ConfigError: the instance has step hooks, or its ``step`` was replaced.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         return
+    # A scheduler's wrapper of step is allowed: it only counts steps.
     is_replaced = not getattr(vars(optimizer).get("step"), "_wrapped_by_lr_sched", "step" not in vars(optimizer))
     if is_replaced or has_hooks(optimizer):
         what = "a step() that was replaced" if is_replaced else "step hooks"
@@ -159,7 +159,7 @@ def _from_instance(optimizer: torch.optim.Optimizer, model: nn.Module) -> tuple[
     def factory(local_groups: Groups) -> Built:
         for group, local in zip(optimizer.param_groups, local_groups, strict=True):
             group["params"] = list(local["params"])
-        # What they held is keyed by whole parameters, which it would keep alive. A shared state stays shared.
+        # Fresh dicts: the old keys would keep the whole parameters alive. A dict that layers share stays shared.
         fresh: dict[int, defaultdict[Tensor, dict[str, Any]]] = {id(layer.state): defaultdict(dict) for layer in layers}
         for layer, states in zip(layers, initial, strict=True):
             set_own(layer, "state", fresh[id(layer.state)])
@@ -175,12 +175,10 @@ def _from_instance(optimizer: torch.optim.Optimizer, model: nn.Module) -> tuple[
 def _initial_state(
     optimizer: torch.optim.Optimizer, params: Sequence[nn.Parameter]
 ) -> dict[str, Callable[[Tensor], Any]]:
-    """Find how to rebuild the state before a first step: one number everywhere, or a copy of the parameter.
-
-    Frozen parameters need none.
+    """Return a maker for each key of the state before the first step: a constant, or a copy of the parameter.
 
     Raises:
-        ConfigError: it has made steps.
+        ConfigError: the optimizer has made steps.
     """
     rows = [(param, optimizer.state.get(param, {})) for param in params if param.numel() and param.requires_grad]
     keys = {key for _, state in rows for key in state}
@@ -195,11 +193,11 @@ _NOTHING = object()
 
 
 def _maker(key: str, values: Sequence[tuple[Any, Tensor]]) -> Callable[[Tensor], Any] | None:
-    """Return what makes a key's first state for any parameter; None where steps have left traces.
+    """Return a function that makes the initial state of a key for a parameter; None if the state is not initial.
 
     Args:
         key: key of the state.
-        values: its value, or ``_NOTHING``, and the parameter, for each parameter.
+        values: for each parameter, (the state's value or ``_NOTHING``, the parameter).
     """
     value, _ = values[0]
     if not isinstance(value, Tensor):
@@ -210,14 +208,14 @@ def _maker(key: str, values: Sequence[tuple[Any, Tensor]]) -> Callable[[Tensor],
     if not all(isinstance(other, Tensor) and other.numel() for other, _ in values):
         return None
     first_of_all = value.flatten()[0].clone()
-    # By the parameter's dtype: one number is rounded in another way in each.
+    # By the parameter's dtype, because each dtype rounds the constant differently.
     firsts = {param.dtype: other.flatten()[0].clone() for other, param in reversed(values)}
     if not all(other.dtype == (first := firsts[p.dtype]).dtype and bool((other == first).all()) for other, p in values):
         return None
 
     def make(param: Tensor) -> Tensor:
-        first = firsts.get(param.dtype, first_of_all)  # none: all parameters of this dtype are empty
-        if key == "step":  # by the name and not the shape: the state of a 0-d parameter is 0-d as well
+        first = firsts.get(param.dtype, first_of_all)  # missing if all parameters of this dtype are empty
+        if key == "step":  # by name, not by shape: any state of a 0-d parameter is 0-d too
             return torch.tensor(first.item(), dtype=first.dtype)
         return torch.full_like(param, first.item(), dtype=first.dtype, requires_grad=False)
 
@@ -226,7 +224,7 @@ def _maker(key: str, values: Sequence[tuple[Any, Tensor]]) -> Callable[[Tensor],
 
 @contextmanager
 def unchanged_on_error(optimizer: Any) -> Iterator[None]:
-    """Give a ready optimizer its parameters back if what is done inside fails."""
+    """Restore the parameters and state of an optimizer instance if the body of the context raises."""
     layers = with_wrapped(optimizer) if isinstance(optimizer, torch.optim.Optimizer) else []
     before = [(group, group["params"]) for layer in layers[:1] for group in layer.param_groups]
     states = [layer.state for layer in layers]
@@ -271,11 +269,11 @@ def _from_dict(config: Mapping[str, Any] | DictConfig) -> OptimizerFactory:
 
 
 def _build(name: str, groups: Groups, options: Mapping[str, Any]) -> Built:
-    # Where a rate is a tensor, torch's plain kernels use what its type rounds to, and the fused ones another value.
+    # If lr is a tensor, torch's plain kernels use its rounded value, and the fused kernels use another value.
     has_tensor = any(isinstance(value, Tensor) for value in options.values())
     if name in _OWN and set(options) <= set(_names(_OWN[name])) and not (name == "SGD" and has_tensor):
         rest = typed_options(_OWN[name], options, "optimizer")
-        # torch checks what it is given as a default, not what a group has.
+        # Only for its checks: torch validates defaults, not the values of groups.
         torch.optim.SGD([torch.empty(0)], **{key: rest[key] for key in _names(_SGDOptions)})
         rates = {key: rest.pop(key) for key in _STRATEGY_KEYS}
         for group in groups:
@@ -290,7 +288,7 @@ def _build(name: str, groups: Groups, options: Mapping[str, Any]) -> Built:
     if name in _ELSEWHERE:
         optimizer = _class_from_elsewhere(name)(groups, **options)
         if name == "ScheduleFreeAdamW":
-            # Its ``step`` raises before this call.
+            # ``step`` of a schedule-free optimizer raises until train() was called.
             optimizer.train()  # type: ignore[attr-defined]
         return optimizer, None
     built = getattr(torch.optim, name)(groups, **({"fused": True} if is_fused else {}), **options)
@@ -308,11 +306,11 @@ def _option_names(name: str) -> tuple[str, ...]:
 
 
 def _class_from_elsewhere(name: str) -> Callable[..., torch.optim.Optimizer]:
-    """Find optimizers that torch.optim does not have, and those with another name there."""
+    """Return the class of an optimizer that is not in torch.optim, or not under this name."""
     if name in ("LAMB", "Lion"):
         from timm.optim import Lamb, Lion
 
-        # LAMB's own clipping looks at all gradients; clip_grad does that.
+        # timm's clipping would use the norm of this rank's rows; ``clip_grad`` uses the norm of all gradients.
         return Lion if name == "Lion" else functools.partial(Lamb, max_grad_norm=None)
     if name == "ScheduleFreeAdamW":
         from schedulefree import AdamWScheduleFree
@@ -331,7 +329,7 @@ def _without_strategy_keys(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def optimizer_facts(optimizer: Any) -> list[str]:
-    """Write sentences about the ``optimizer`` argument of ``initialize`` that must be the same on every rank."""
+    """Return facts about the ``optimizer`` argument of ``initialize`` that must be equal on every rank."""
     if isinstance(optimizer, torch.optim.Optimizer):
         options = [
             {key: value for key, value in group.items() if key != "params"} | {"params": len(group["params"])}

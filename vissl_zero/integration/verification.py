@@ -29,11 +29,11 @@ class Verdict:
     Attributes:
         is_equal: losses, parameters and buffers agreed after every step.
         num_steps: number of steps that were compared.
-        step: the first that differs, from 1; 0: the models differed before training. None if all agree.
-        name: what differs there most: a parameter's or buffer's full name, or "loss".
-        difference: largest absolute difference of an element there; over all steps if all agree.
-        dtype: data type that both runs computed in.
-        notes: what may explain a difference, and what was not tested.
+        step: the first step that differs, from 1; 0: the models differed before training. None: all steps agree.
+        name: full name of the parameter or buffer that differs most in this step, or "loss".
+        difference: largest absolute difference of an element of it; over all steps if all agree.
+        dtype: data type in which both runs computed.
+        notes: possible reasons for a difference, and what was not tested.
     """
 
     is_equal: bool
@@ -63,28 +63,27 @@ def verify(
     seed: int = 0,
     timeout_s: float = 600.0,
 ) -> Verdict:
-    """Train a few steps of your loop twice, plainly on complete batches and sharded over the ranks, and compare.
+    """Train a few steps of your loop with plain torch and sharded over the ranks, and compare.
 
-    Collective: start it with torchrun on the number of ranks you want to be sure of. Every rank holds a complete plain
-    model beside its shards, so use a small version of a large model.
+    Collective: start it with torchrun on the number of ranks to verify. Every rank has a whole plain model in addition
+    to its shards, so use a small version of a large model.
 
     Args:
         build: returns a new model and its optimizer (a torch optimizer, a class, or ``dict(type=..., lr=...)`` of a
             torch optimizer). It is called several times, each time after ``torch.manual_seed(seed)``.
         step: your loop's body, ``step(model, optimizer, batch) -> loss``: forward, ``optimizer.backward(loss)`` or
             ``loss.backward()``, ``optimizer.step()`` and ``optimizer.zero_grad()``. The loss is the mean over the
-            samples of ``batch``; of several micro-batches, the mean of theirs. It is called at least twice for each
-            batch, after ``torch.manual_seed`` with the same number.
-        batches: a few complete batches, the same on every rank: tensors, or any nesting of them. Each rank gets its
-            share of the rows (dim 0) of the tensors that have as many rows as the first one; their number must be a
-            multiple of the ranks.
-        zero: see ``initialize``. Half precision is left out: it would hide a difference.
-        tolerance: largest difference, relative where values are above 1; 1e-10 in float64. Where the model cannot run
-            in float64, both run in its own format, and it is 1e-4.
+            samples of ``batch``; with several micro-batches, the mean of their losses. It is called at least twice for
+            each batch, after ``torch.manual_seed`` with the same number.
+        batches: a few complete batches, equal on every rank: tensors, or any nesting of tensors. Tensors with as many
+            rows (dim 0) as the first tensor are divided among the ranks; this number must be a multiple of the ranks.
+        zero: see ``initialize``. Half precision is turned off, because its rounding would hide a difference.
+        tolerance: maximum difference, relative for values above 1; default 1e-10 in float64. If the model cannot run in
+            float64, both runs use the model's dtype, and the default is 1e-4.
         seed: seed of the weights.
-        timeout_s: timeout of every collective, in seconds, where the process group is started here.
+        timeout_s: timeout of every collective in seconds, if the process group is started here.
     Raises:
-        ConfigError: what is given cannot be used.
+        ConfigError: an argument cannot be used.
     """
     batches = list(batches)
     if not batches:
@@ -119,7 +118,7 @@ def _require_same(batches: list[Any]) -> None:
 
 @dataclass
 class _Trace:
-    """Record of the plain run: loss and state after each step; the first state is that before training."""
+    """Record of the plain run: the loss of each step, and the state before training and after each step."""
 
     losses: list[float]
     states: list[dict[str, Tensor]]
@@ -151,7 +150,7 @@ def _compare(  # noqa: PLR0913
         for number in range(len(batches) + 1):
             loss = None
             if number:
-                # As before each step of the plain run, so that both draw the same numbers.
+                # The same seed as in the plain run, so that both draw the same random numbers.
                 torch.manual_seed(seed + number)
                 share = _share(_converted(batches[number - 1], dtype))
                 loss = (
@@ -173,7 +172,7 @@ def _tolerance(dtype: torch.dtype) -> float:
 def _distance(
     plain: _Trace, number: int, loss: float | None, state: Mapping[str, Tensor], tolerance: float
 ) -> tuple[str, float, bool]:
-    """Find what differs most after a step, by how much, and whether that is within bounds: rank 0's word for all."""
+    """Return (name, difference, is within tolerance) of the tensor that differs most. Collective."""
     worst: list[Any] = ["", 0.0, True, -1.0]
     # ``full_state`` is on rank 0 only.
     if collectives.rank() == 0:
@@ -198,7 +197,8 @@ def _run_plainly(
 ) -> _Trace:
     model, optimizer = _built(build, seed, dtype)
     for module in model.modules():
-        if _is_synchronized(module):  # of one process, that is plain batch norm, and torch's refuses to run on a CPU
+        # In one process it equals plain batch norm, and torch's SyncBatchNorm does not run on a CPU.
+        if _is_synchronized(module):
             module.__class__ = _BatchNorm
     plain = _PlainOptimizer(_torch_optimizer(optimizer, model), settings, model)
     trace = _Trace([], [_state(model)], False)
@@ -212,7 +212,7 @@ def _run_plainly(
 
 
 class _BatchNorm(nn.modules.batchnorm._BatchNorm):
-    """Normalizes inputs of any number of dimensions."""
+    """Batch norm of inputs with any number of dimensions, as SyncBatchNorm accepts."""
 
     def _check_input_dim(self, input: Tensor) -> None:
         pass
@@ -268,7 +268,7 @@ def _built(build: Build, seed: int, dtype: torch.dtype | None) -> tuple[nn.Modul
 
 
 def _torch_optimizer(optimizer: Any, model: nn.Module) -> torch.optim.Optimizer:
-    """Build what plain torch runs for the ``optimizer`` argument of ``initialize``."""
+    """Return the plain torch optimizer for the ``optimizer`` argument of ``initialize``."""
     if isinstance(optimizer, torch.optim.Optimizer):
         return optimizer
     params = [param for param in model.parameters() if param.requires_grad]
@@ -301,7 +301,7 @@ def _options(settings: ZeroSettings) -> dict[str, Any]:
 
 
 def _share(batch: Any) -> Any:
-    """Select this rank's rows of a batch."""
+    """Return a batch with this rank's rows."""
     leaves = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()]
     num_ranks = collectives.world_size()
     if num_ranks == 1 or not leaves:

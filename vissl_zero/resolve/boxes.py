@@ -1,4 +1,4 @@
-"""Crops that keep their boxes (``keeps_boxes``): which transforms may stand beside them."""
+"""Rules for crops that keep their boxes (``keeps_boxes``): which transforms may be used with them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def keeps_boxes(cfg: RunConfig) -> bool:
 
 
 def boxes(cfg: RunConfig, decided: Decisions) -> list[Problem]:
-    """Check that boxes are those of whole training images, and that no later transform moves pixels."""
+    """Check that crops are taken from whole training images, and that no later transform moves pixels."""
     problems: list[Problem] = []
     for split, options in splits(cfg).items():
         entries = [entry for entry in options.TRANSFORMS if isinstance(entry, Mapping)]
@@ -40,6 +40,7 @@ def boxes(cfg: RunConfig, decided: Decisions) -> list[Problem]:
                 Problem(key, MULTI_CROP, must, f"Move {MULTI_CROP} to the front, or leave out keeps_boxes.")
             )
             continue
+        # Only a flip directly after the crops is applied to the boxes too.
         last = 2 if len(entries) > 1 and entries[1].get("name") == FLIP else 1
         for name in _names(entries[last:]):
             if name not in _ALLOWED:
@@ -54,7 +55,7 @@ def _keeps(entry: Any) -> bool:
 
 
 def _names(entries: Sequence[Any]) -> list[str]:
-    """Name transforms, and those that they apply."""
+    """Return the names of transforms, including the transforms nested in them."""
     names = []
     for entry in entries:
         if isinstance(entry, Mapping):

@@ -1,4 +1,4 @@
-"""Images of other channels than red, green and blue: the rules of ``DATA.IN_CHANNELS``."""
+"""Rules of ``DATA.IN_CHANNELS``: images whose channels are not red, green and blue."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 RGB = 3
 KEY = "config.DATA.IN_CHANNELS"
-# Sources of files or arrays, and those that make gray images themselves.
+# Sources that read files or arrays of any number of channels, and the two that make gray images themselves.
 SOURCES = (
     *("disk_folder", "disk_filelist", "manifest", "webdataset", "arrow", "parquet", "lmdb", "npy"),
     *("digits", "synthetic"),
 )
-# Transforms that move or weigh pixels, whatever their channels mean.
+# Transforms of pixels that work for any number of channels; those of color assume red, green and blue.
 _TRANSFORMS_OF_CHANNELS = (
     *("RandomResizedCrop", "ImgPilToMultiCrop", "ImgReplicatePil", "Resize", "CenterCrop", "RandomCrop"),
     *("RandomHorizontalFlip", "RandomVerticalFlip", "RandomRotation", "RandomAffine", "RandomErasing"),
@@ -29,14 +29,14 @@ _OF_RGB = ("feature_distillation_loss",)  # its teacher normalizes red, green an
 
 
 def with_channels(cfg: RunConfig) -> RunConfig:
-    """Fill in MODEL.IN_CHANNELS of a copy of ``cfg``, so that a saved model knows what it was trained on."""
+    """Return a copy of ``cfg`` with MODEL.IN_CHANNELS set, so that a saved model records its channels."""
     if cfg.DATA.IN_CHANNELS == RGB or cfg.MODEL.IN_CHANNELS is not None:
         return cfg
     return replace(cfg, MODEL=replace(cfg.MODEL, IN_CHANNELS=cfg.DATA.IN_CHANNELS))
 
 
 def channels(cfg: RunConfig, decided: Decisions) -> list[Problem]:
-    """Check that sources, transforms, backend, trunk and loss take the channels of the images."""
+    """Check that sources, transforms, backend, trunk and loss accept the number of channels."""
     count, model = cfg.DATA.IN_CHANNELS, cfg.MODEL.IN_CHANNELS
     problems: list[Problem] = []
     if model is not None and model != count:
@@ -68,7 +68,7 @@ def _refused(entries: Sequence[Any], key: str, must: str) -> list[Problem]:
     problems: list[Problem] = []
     for entry in entries:
         if not isinstance(entry, Mapping) or "name" not in entry:
-            continue  # another rule speaks
+            continue  # the rule ``transforms`` reports malformed entries
         if (name := str(entry["name"])) not in _TRANSFORMS_OF_CHANNELS:
             fix = f"Leave it out. There are: {', '.join(_TRANSFORMS_OF_CHANNELS)}."
             problems.append(Problem(key, repr(name), f"must make sense {must}", fix))

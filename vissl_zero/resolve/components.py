@@ -1,6 +1,6 @@
 """The resolved MODEL and LOSS blocks: every key of the chosen trunk, heads and loss, typed and filled in.
 
-``auto`` takes the trunk, the images and their size from the run whose weights this one begins with.
+The value ``auto`` copies the trunk, the images and their size from the run that the initial weights come from.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from vissl_zero.resolve.saved import RESOLVED_FILE, read_saved, with_references
 
 
 def trunk_options(trunk: Trunk) -> dict[str, Any]:
-    """Return all keys of the chosen trunk. Raises ConfigError for keys of a user's trunk that it does not have."""
+    """Return all keys of the chosen trunk. Raises ConfigError for keys that a user's trunk does not have."""
     if trunk.NAME in TRUNK_BLOCKS:
         return own_trunk_keys(trunk, builtin_keys("trunk")[trunk.NAME])
     keys = component_keys(TRUNKS, trunk_component(trunk.NAME))
@@ -48,7 +48,7 @@ def takes_other_model(cfg: RunConfig) -> bool:
 
 
 def as_teacher(cfg: RunConfig) -> RunConfig:
-    """Make a configuration whose MODEL is the teacher under DISTILLATION, for rules and for its resolved keys."""
+    """Return a configuration whose MODEL is the teacher under DISTILLATION, so that rules can check the teacher."""
     teacher = cfg.DISTILLATION.TEACHER_MODEL
     model = type(cfg.MODEL)(TRUNK=teacher.TRUNK, HEAD=teacher.HEAD, INPUT_TYPE=teacher.INPUT_TYPE)
     model.WEIGHTS_INIT = teacher.WEIGHTS_INIT
@@ -56,7 +56,7 @@ def as_teacher(cfg: RunConfig) -> RunConfig:
 
 
 def head_options(cfg: RunConfig) -> list[tuple[str, dict[str, Any]]]:
-    """Return name and all keys of each head. Raises ConfigError for wrong keys."""
+    """Return the name and all keys of each head. Raises ConfigError for wrong keys."""
     heads = []
     for index, (name, options) in enumerate(cfg.MODEL.HEAD.PARAMS):
         key = f"config.MODEL.HEAD.PARAMS[{index}][1]"
@@ -65,7 +65,7 @@ def head_options(cfg: RunConfig) -> list[tuple[str, dict[str, Any]]]:
 
 
 def loss_options(cfg: RunConfig) -> dict[str, Any]:
-    """Return all keys of the chosen loss, with those that other blocks decide. Raises ConfigError for wrong keys."""
+    """Return all keys of the chosen loss, with the keys that other blocks decide. Raises ConfigError for wrong keys."""
     name = cfg.LOSS["name"]
     block: Any = cfg.LOSS.get(name) or {}
     schema = component_keys(LOSSES, name)
@@ -76,7 +76,7 @@ def loss_options(cfg: RunConfig) -> dict[str, Any]:
 
 
 def inferred_notes(cfg: RunConfig) -> list[str]:
-    """Write notes where the loss's keys say something else than the blocks they are taken from."""
+    """Return a note for each key of the loss that differs from the block that decides it."""
     name, notes = cfg.LOSS["name"], []
     for key, (value, origin) in _inferred(cfg).items():
         written = getattr(cfg.LOSS[name], key)
@@ -86,7 +86,7 @@ def inferred_notes(cfg: RunConfig) -> list[str]:
 
 
 def method_of(loss: Any) -> Any:
-    """Find the ``MethodSpec`` that a built-in loss belongs to; None for a loss of your own."""
+    """Return the ``MethodSpec`` that a built-in loss belongs to; None for a user's loss."""
     specs = (METHODS.get(name).build() for name in METHODS)
     return next((spec for spec in specs if loss in spec.losses), None)
 
@@ -100,25 +100,23 @@ AUTO = "auto"
 _KEY = "config.MODEL.TRUNK.NAME"
 _MAX_MANIFEST_BYTES = 2**28
 _STEP = re.compile(r"step_\d{9,}")
-# What says which images a split has; how many of them make a batch is the benchmark's own affair.
+# The keys that decide which images a split has. Batch sizes are not copied: the benchmark sets them.
 _IMAGES = ("DATA_SOURCES", "DATA_PATHS", "SOURCE_PARAMS", "LABEL_SOURCES", "LABEL_PATHS", "DEFAULT_GRAY_IMG_SIZE")
-# Transforms that give an image its size and its range. The others distort it, which a benchmark does not want.
+# Transforms that set an image's size and range. The others are augmentations, which a benchmark does not use.
 _KEPT = ("Resize", "CenterCrop", "RandomCrop", "RandomResizedCrop", "RandomHorizontalFlip", "ToTensor", "Normalize")
 
 
 def with_run_of_weights(cfg: RunConfig) -> RunConfig:
-    """Fill in trunk and data in a copy of ``cfg`` where they say auto.
-
-    What the saved configuration says is taken as data: nothing in it is imported or resolved.
+    """Return a copy of ``cfg`` with trunk and data filled in where they are ``auto``.
 
     Raises:
-        ConfigError: there are no weights, or the run they are of is not known.
+        ConfigError: no weights are named, or the run that they come from cannot be read.
     """
     wanted, path = _wanted(cfg), cfg.MODEL.WEIGHTS_INIT.PARAMS_FILE
     if not wanted:
         if cfg.MODEL.LORA.USE_LORA and path and not scheme_of(path):
             run = saved_config(Path(path).expanduser())
-            _lora(cfg, {} if run is None else run["MODEL"])  # refuses adapters that would be scaled otherwise
+            _lora(cfg, {} if run is None else run["MODEL"])  # raises if adapters would be scaled differently
         return cfg
     key = next(iter(wanted))
     if not path:
@@ -130,6 +128,7 @@ def with_run_of_weights(cfg: RunConfig) -> RunConfig:
         raise ConfigError([problem])
     saved = None if scheme_of(path) else saved_config(Path(path).expanduser())
     if saved is None:
+        # In a subprocess: recognizing a network imports torch, which the launcher avoids.
         saved = run_in_subprocess(_network, path, cfg.MODEL.WEIGHTS_INIT.STATE_DICT_KEY_NAME)
         if lost := [name for name in wanted if name.endswith("DATA_SOURCES")]:
             must = f"needs a run folder or a checkpoint of one: {path} names no images"
@@ -142,13 +141,13 @@ def with_run_of_weights(cfg: RunConfig) -> RunConfig:
 
 
 def _network(path: str, key: str) -> Mapping[str, Any]:
-    """Recognize the network that weights are of, and how images are shown to it; imports torch."""
+    """Return MODEL and DATA blocks for the network in a file of weights: its trunk and its transforms."""
     network: Mapping[str, Any] = WEIGHTS_READERS.get("network").build(path, key)
     return network
 
 
 def _wanted(cfg: RunConfig) -> dict[str, str]:
-    """Map keys that say auto to what to write instead."""
+    """Map each key whose value is ``auto`` to a hint: what to write instead."""
     chosen = {}
     if cfg.MODEL.TRUNK.NAME == AUTO:
         chosen[_KEY] = "Write the trunk, regnet or resnet, and its keys."
@@ -166,11 +165,11 @@ def _is_auto(entries: Sequence[Any]) -> bool:
 
 
 def _with_data(data: Data, saved: Mapping[str, Any], path: str) -> Data:
-    """Take the images and transforms of the run where ``data`` says auto.
+    """Return ``data`` with the run's images and transforms wherever it is ``auto``.
 
-    Paths that the user names imply the source that reads what is there. TEST is then not the run's: its classes would
-    be others.
+    Paths that the user names imply their source.
     """
+    # The saved run is data, not code: its ``${...}`` are not resolved with this process's environment.
     if any("${" in str(saved[name].get(key, "")) for name in ("TRAIN", "TEST") for key in _IMAGES):
         own_paths = data.TRAIN.DATA_PATHS and data.TEST.DATA_PATHS
         if not own_paths:
@@ -178,12 +177,13 @@ def _with_data(data: Data, saved: Mapping[str, Any], path: str) -> Data:
             fix = "Write config.DATA.TRAIN.DATA_PATHS=[...] config.DATA.TEST.DATA_PATHS=[...]."
             raise ConfigError([Problem("config.DATA.TRAIN.DATA_PATHS", str(data.TRAIN.DATA_PATHS), must, fix)])
     train = _with_images(data.TRAIN, saved["TRAIN"])
+    # The user's own training images have other classes, so that the run's TEST images do not fit them.
     is_other = (_is_auto(data.TRAIN.DATA_SOURCES) and data.TRAIN.DATA_PATHS) or not _is_auto(data.TRAIN.DATA_SOURCES)
     test = _with_images(data.TEST, {} if is_other else saved["TEST"])
     if _is_auto(data.TRAIN.TRANSFORMS):
         train = replace(train, TRANSFORMS=_plain_views(saved["TRAIN"]["TRANSFORMS"]))
     if _is_auto(data.TEST.TRANSFORMS):
-        # Other images may have other sizes: none here means resized and cropped as TRAIN's are.
+        # Other images may have other sizes. An empty list means: resize and crop as for TRAIN.
         is_runs = bool(test.DATA_SOURCES) and not is_other and not data.TEST.DATA_PATHS
         test = replace(test, TRANSFORMS=list(saved["TEST"]["TRANSFORMS"]) if is_runs else [])
     return replace(data, TRAIN=train, TEST=test)
@@ -200,7 +200,7 @@ def _with_images(split: Split, saved: Mapping[str, Any]) -> Split:
 
 
 def _plain_views(transforms: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return TRAIN's transforms with one crop of its largest size and without distortion of color or sharpness."""
+    """Return TRAIN's transforms with one crop of the largest size and without augmentation of color or sharpness."""
     views: list[dict[str, Any]] = []
     for entry in transforms:
         if entry["name"] == "ImgPilToMultiCrop":
@@ -225,13 +225,13 @@ def normalization(transforms: Sequence[Any]) -> tuple[list[float], list[float]]:
 
 
 def trunk_of(trunk: Trunk, saved: Mapping[str, Any]) -> Trunk:
-    """Return ``trunk`` with the name and the keys that a saved configuration has."""
+    """Return ``trunk`` with the name and the keys of a saved configuration."""
     filled = dict[str, Any](NAME=str(saved.get("NAME", "")))
     for name in ("REGNET", "RESNETS", "VISION_TRANSFORMERS"):
         if isinstance(block := saved.get(name), Mapping):
             filled[name] = replace(getattr(trunk, name), **_known(block, type(getattr(trunk, name))))
     if isinstance(block := saved.get("PARAMS"), Mapping):
-        is_timm = trunk_component(filled["NAME"]) != filled["NAME"]  # then the name is in NAME
+        is_timm = trunk_component(filled["NAME"]) != filled["NAME"]  # NAME is timm/<model>: it has the name already
         filled["PARAMS"] = {key: value for key, value in block.items() if not (is_timm and key == "name")}
     if trunk.VISION_TRANSFORMERS.USE_MASK_TOKEN:  # the method's need, whatever the weights were trained for
         if filled["NAME"] == "vision_transformer":
@@ -243,16 +243,17 @@ def trunk_of(trunk: Trunk, saved: Mapping[str, Any]) -> Trunk:
 
 
 def _lora(cfg: RunConfig, saved: Mapping[str, Any]) -> Lora:
-    """Return the LoRA settings of the run that the weights come from, or the recipe's own if that run has none.
+    """Return the LoRA settings of the run that the weights come from, or the recipe's if that run has none.
 
     Raises:
-        ConfigError: the recipe asks for others.
+        ConfigError: the recipe's settings differ from the run's.
     """
     block, saved_block = cfg.MODEL.LORA, saved.get("LORA")
     if not isinstance(saved_block, Mapping) or not saved_block.get("USE_LORA"):
         return block
-    # The adapter that the run began with has been trained since: its folder is not taken.
+    # The run has trained its adapter since: reading the initial one from its folder again would undo that.
     runs = replace(block, **{**_known(saved_block, Lora), "ADAPTER_FOLDER": block.ADAPTER_FOLDER})
+    # Dropout may differ: it has no weights, and it does not change the function at evaluation.
     if block.USE_LORA and replace(block, LORA_DROPOUT=runs.LORA_DROPOUT) != runs:
         wanted = f"R: {runs.R}, LORA_ALPHA: {runs.LORA_ALPHA}, TARGET_MODULES: {runs.TARGET_MODULES}"
         must = f"must be as in the run that the weights are of, whose adapters are trained further: {{{wanted}}}"
@@ -272,7 +273,7 @@ _WEIGHTS = "config.MODEL.WEIGHTS_INIT.PARAMS_FILE"
 
 
 def missing_weights(path: str, key: str = _WEIGHTS) -> Problem | None:
-    """Check that the key of weights names what exists."""
+    """Return the problem of a path of weights that does not exist; None if it exists or is no local path."""
     if not path or scheme_of(path) or is_there(Path(path).expanduser()):
         return None
     must = "must name a run folder, a checkpoint or a file of weights that exists"
@@ -286,9 +287,10 @@ def _known(values: Mapping[Any, Any], block: type[Any]) -> dict[str, Any]:
 
 
 def saved_config(path: Path) -> Mapping[str, Any] | None:
-    """Read the configuration of the run at ``path``: a run folder, one of its checkpoints, or a file in it."""
+    """Return the configuration of the run at ``path`` (a run folder, a checkpoint or a file in it), or None."""
     folder = path if is_folder(path) else path.parent
     steps = [place for place in (folder, *folder.glob("checkpoints/step_*")) if _STEP.fullmatch(place.name)]
+    # The folder of a checkpoint has no resolved file; its manifest has the configuration too.
     manifests = [(step / "manifest.json", _manifest) for step in sorted(steps, reverse=True)]
     for file, read in ((folder / RESOLVED_FILE, read_saved), *manifests):
         try:

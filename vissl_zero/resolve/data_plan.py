@@ -1,4 +1,4 @@
-"""Which images: sources, labels and transforms, what they must be, and what DATA_PATHS and DATA.IMG_SIZE imply."""
+"""Rules and derived values of DATA: sources, labels and transforms, and what DATA_PATHS and IMG_SIZE imply."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ _SIZED = ("RandomResizedCrop", "CenterCrop", "RandomCrop", "Resize", "FiveCrop",
 
 
 def with_image_size(cfg: RunConfig) -> RunConfig:
-    """Scale the transforms of a copy of ``cfg`` to make crops of DATA.IMG_SIZE: all of their sizes times one factor.
+    """Return a copy of ``cfg`` whose transforms make crops of DATA.IMG_SIZE: all sizes are multiplied by one factor.
 
-    A vision transformer's smaller crops become whole patches: 224 and 96 pixels at IMG_SIZE=64 are 64 and 32.
+    For a vision transformer, sizes are rounded to whole patches: 224 and 96 pixels at IMG_SIZE=64 become 64 and 32.
     """
     size, train, test = cfg.DATA.IMG_SIZE, cfg.DATA.TRAIN, cfg.DATA.TEST
     largest = _largest_crop(train.TRANSFORMS)
     if size is None or not largest or not 1 <= size <= 65536:
         return cfg
     factor, side = size / largest, patch_side(cfg.MODEL.TRUNK)
-    side = side if size % side == 0 else 1  # else a rule refuses the size
+    side = side if size % side == 0 else 1  # not a multiple: the rule ``_whole_patches`` reports it
     data = replace(
         cfg.DATA,
         TRAIN=replace(train, TRANSFORMS=_scaled(train.TRANSFORMS, factor, side)),
@@ -54,19 +54,19 @@ def with_image_size(cfg: RunConfig) -> RunConfig:
 
 
 def _largest_crop(transforms: Sequence[Any]) -> int | None:
-    """Return the longest side in pixels that the last sized transform makes; None where nothing sets a size."""
+    """Return the longest side in pixels of the last sized transform's images; None if no transform sets a size."""
     return max(crop_sides(transforms), default=None)
 
 
 def crop_sides(transforms: Sequence[Any]) -> list[int]:
-    """Return the sides in pixels that the last sized transform makes; none where nothing sets a size."""
+    """Return the sides in pixels of the last sized transform's images; empty if no transform sets a size."""
     entry, keys = _last_sized(transforms)
     values = [side for key in keys for value in _as_list(entry[key]) for side in _as_list(value)]
     return [side for side in values if isinstance(side, int) and side > 0]
 
 
 def _last_sized(transforms: Sequence[Any]) -> tuple[Any, Sequence[str]]:
-    """Find the transform that sets the size of what the trunk sees, and the keys that do."""
+    """Return the last transform that sets a size, and the keys that set it: the trunk sees images of this size."""
     sized = ((entry, [key for key in _size_keys(entry) if entry.get(key)]) for entry in reversed(transforms))
     return next(((entry, keys) for entry, keys in sized if keys), ({}, ()))
 
@@ -86,7 +86,7 @@ def _as_list(value: Any) -> list[Any]:
 def _scaled(transforms: Sequence[Any], factor: float, side: int) -> list[Any]:
     last, scaled = _last_sized(transforms)[0], []
     for entry in transforms:
-        whole = side if entry is last else 1  # what is cut afterward need not be whole patches
+        whole = side if entry is last else 1  # earlier sizes are cropped again: no need for whole patches
         sizes = {key: _times(entry[key], factor, whole) for key in _size_keys(entry) if key in entry}
         scaled.append({**entry, **sizes} if sizes else entry)
     return scaled
@@ -104,7 +104,8 @@ def splits(cfg: RunConfig) -> dict[str, Split]:
 
 
 def mixing_notes(cfg: RunConfig, world_size: int) -> list[str]:
-    """Write a note where images are mixed in pairs that the ranks part: the number of ranks then makes a difference."""
+    """Return a note if the number of ranks changes which images are mixed with each other."""
+    # Images are mixed in pairs. An odd number of images on a rank leaves the last image unmixed.
     train = cfg.DATA.TRAIN
     if train.COLLATE_FUNCTION != MIXING_COLLATOR or world_size == 1:
         return []
@@ -136,7 +137,7 @@ def sources(cfg: RunConfig, decided: Decisions) -> list[Problem]:
 
 
 def labels(cfg: RunConfig, decided: Decisions) -> list[Problem]:
-    """Check that labels come from the folders or from files that exist."""
+    """Check that sources of labels are known, and that files of labels exist."""
     problems: list[Problem] = []
     for name, split in splits(cfg).items():
         key = f"DATA.{name}"
@@ -153,7 +154,7 @@ def labels(cfg: RunConfig, decided: Decisions) -> list[Problem]:
 
 
 def datasets(cfg: RunConfig, decided: Decisions) -> list[Problem]:
-    """Check that data sets named without paths are in a catalog, and have classes of images, not of pixels."""
+    """Check that data sets named without paths are in a catalog, and have a class per image, not per pixel."""
     problems = missing(cfg.DATA)
     for name, split in splits(cfg).items():
         if of_pixels := [dataset for dataset in split.DATASET_NAMES if dataset.endswith("_SEGMENTATION")]:
@@ -163,7 +164,7 @@ def datasets(cfg: RunConfig, decided: Decisions) -> list[Problem]:
 
 
 def image_size(cfg: RunConfig, decided: Decisions) -> list[Problem]:
-    """Check that IMG_SIZE has something to scale."""
+    """Check that a transform sets a size if IMG_SIZE is given."""
     size = cfg.DATA.IMG_SIZE
     if size is not None and size >= 1 and _largest_crop(cfg.DATA.TRAIN.TRANSFORMS) is None:
         must = "must be left out: no transform of config.DATA.TRAIN.TRANSFORMS sets a size"
@@ -172,7 +173,7 @@ def image_size(cfg: RunConfig, decided: Decisions) -> list[Problem]:
 
 
 def _whole_patches(cfg: RunConfig, decided: Decisions) -> list[Problem]:
-    """Check that a vision transformer cuts its crops into patches, with nothing left over."""
+    """Check that the sides of a vision transformer's crops are multiples of its patch size."""
     side, size = patch_side(cfg.MODEL.TRUNK), cfg.DATA.IMG_SIZE
     must = f"must be a multiple of the trunk's patches of {side} pixels"
     if size is not None and size % side:
@@ -191,9 +192,9 @@ def _multiples(size: int, side: int) -> str:
 
 
 def transforms(cfg: RunConfig, decided: Decisions) -> list[Problem]:
-    """Check that every transform is ours, torchvision's or registered."""
+    """Check that every transform is built in, torchvision's or registered."""
     problems: list[Problem] = []
-    # Those of TEST also where it names no source: TRAIN's images are evaluated by them.
+    # TEST's transforms are checked without a TEST source too: TRAIN's images are evaluated with them.
     for name, split in (("TRAIN", cfg.DATA.TRAIN), ("TEST", cfg.DATA.TEST)):
         key = f"config.DATA.{name}.TRANSFORMS"
         problems += _unknown_transforms(split.TRANSFORMS, key, cfg.DATA.IN_CHANNELS)
@@ -222,7 +223,7 @@ def _unknown_transforms(entries: list[object], key: str, count: int) -> list[Pro
 
 
 def _multi_crop(entry: Mapping[str, object], key: str, _: int) -> list[Problem]:
-    """Check for a number, a size and two scales for each kind of crop."""
+    """Check that each kind of crop has a count, a size and a range of scales."""
     counts, sizes, scales = (entry.get(name) for name in ("num_crops", "size_crops", "crop_scales"))
     if not (_are_counts(counts) and _are_counts(sizes)):
         fix = "Write num_crops: [2, 6], size_crops: [224, 96], for example."
@@ -243,7 +244,7 @@ def _is_pair(pair: object) -> bool:
 
 
 def _normalize(entry: Mapping[str, object], key: str, count: int) -> list[Problem]:
-    """Check for one number per channel of an image, or one for all; a deviation is above 0."""
+    """Check that mean and std have one number per channel, or one for all channels; std must be above 0."""
     which = "3 numbers, one for each of red, green and blue" if count == RGB else f"{count} numbers, one a channel"
     example = ", ".join(["0.5"] * min(count, RGB)) + (", ..." if count > RGB else "")
     problems = []
@@ -263,20 +264,21 @@ _SHAPES = {"ImgPilToMultiCrop": _multi_crop, "Normalize": _normalize}
 
 @cache
 def torchvision_names() -> frozenset[str]:
-    """List the transforms that torchvision exports, from its source: importing it would import torch."""
+    """Return the names of the transforms that torchvision exports."""
+    # Parsed from its source: importing torchvision would import torch, which takes seconds.
     spec = find_spec("torchvision")
     assert spec is not None and spec.origin is not None
     names: set[str] = set()
-    for module in ("transforms", "autoaugment"):  # what torchvision.transforms takes over with `import *`
+    for module in ("transforms", "autoaugment"):  # torchvision.transforms re-exports these with `import *`
         tree = ast.parse((Path(spec.origin).parent / "transforms" / f"{module}.py").read_text())
         for statement in tree.body:
             if isinstance(statement, ast.Assign) and getattr(statement.targets[0], "id", "") == "__all__":
                 names.update(ast.literal_eval(statement.value))
-    return frozenset(names - {"AutoAugmentPolicy"})  # an enumeration
+    return frozenset(names - {"AutoAugmentPolicy"})  # an enumeration, not a transform
 
 
 def _same_origin(cfg: RunConfig, decided: Decisions) -> Problem | None:
-    """Refuse to evaluate a trunk trained on the digits with a user's own images, or to index these by them."""
+    """Refuse a user's own TEST images while TRAIN still has the digits, whose classes are different."""
     train, test = cfg.DATA.TRAIN, cfg.DATA.TEST
     if test.DATA_SOURCES != ["disk_folder"] or train.DATA_SOURCES != ["digits"]:
         return None
@@ -284,23 +286,21 @@ def _same_origin(cfg: RunConfig, decided: Decisions) -> Problem | None:
     return Problem("config.DATA.TRAIN.DATA_PATHS", "[]", must, "Write config.DATA.TRAIN.DATA_PATHS=<folder>.")
 
 
-# As the data room reads them; a test holds the two together.
+# A copy of the list in ``vissl_zero.data``, which imports torch; a test compares the two.
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ".dcm")
 _NUM_DIGITS = {"TRAIN": 1_437, "TEST": 360}
 
 
 def paths(cfg: RunConfig, decided: Decisions | None = None) -> list[Problem]:
-    """Check that a disk_folder has folders that exist and hold images.
-
-    A dry run may be of a machine that has them, if none of the paths is here. A path that is missing beside others, or
-    resembles a folder beside it, is a mistake.
-    """
+    """Check that the folders of a disk_folder exist and have images."""
     problems: list[Problem] = []
+    # A dry run may plan for another machine, whose paths do not exist here. But if some of the paths exist, or a
+    # missing path resembles an existing folder, then the missing path is a mistake.
     named = [path for split in splits(cfg).values() for path in split.DATA_PATHS]
     is_elsewhere = cfg.DRY_RUN and all(named) and not any(is_there(path) or _resembles(Path(path)) for path in named)
     for name, split in splits(cfg).items():
         key = f"config.DATA.{name}.DATA_PATHS"
-        if split.DATA_SOURCES != ["disk_folder"] or cfg.PROGRAM == RETRIEVAL:  # it has a key of its own
+        if split.DATA_SOURCES != ["disk_folder"] or cfg.PROGRAM == RETRIEVAL:  # retrieval reads DATASET_PATH instead
             continue
         if not split.DATA_PATHS:
             fix = f"Write {key}=[/path/to/images]."
@@ -314,7 +314,7 @@ def paths(cfg: RunConfig, decided: Decisions | None = None) -> list[Problem]:
 
 
 def _path_problem(key: str, text: str, endings: tuple[str, ...]) -> Problem | None:
-    if not text:  # such as a variable of the shell that is unset; Path("") is the working directory
+    if not text:  # often an unset shell variable; Path("") would be the working directory
         return Problem(key, "''", "must name a folder with images", f"Write {key}=[/path/to/images].")
     if "\0" in text:
         return Problem(
@@ -340,7 +340,7 @@ def _path_problem(key: str, text: str, endings: tuple[str, ...]) -> Problem | No
 
 
 def _resembles(path: Path) -> bool:
-    """Check whether the folder of ``path`` exists and holds a name like its own."""
+    """Check whether the parent of ``path`` exists and has an entry of a similar name."""
     existing, missing = _missing_part(path)
     return existing / missing == path.absolute() and bool(names_like(existing, missing))
 
@@ -360,15 +360,14 @@ def _missing_part(path: Path) -> tuple[Path, str]:
 
 
 def endings_of(cfg: RunConfig) -> tuple[str, ...]:
-    """Return the endings of image files; arrays are images where they may have any channels."""
+    """Return the file extensions of images; with channels other than RGB, arrays (.npy) are images too."""
     return EXTENSIONS if cfg.DATA.IN_CHANNELS == RGB else (*EXTENSIONS, ".npy")
 
 
 def image_files(folder: str | os.PathLike[str], endings: tuple[str, ...] = EXTENSIONS) -> Iterator[str]:
-    """Yield the images in a folder and below it, hidden ones left out, in no order; lists as it goes.
-
-    A folder counts once in each folder of the first level (a class may be a link to another), so that links end.
-    """
+    """Yield the paths of images in a folder and its subfolders, in no order, without hidden files; lists lazily."""
+    # Symbolic links can form cycles, so a folder is visited once per class folder. Not once overall: the folder of one
+    # class may be a link to another's.
     top = os.stat(folder)  # noqa: PTH116 - may be bytes of any encoding
     yield from _below(folder, None, {(top.st_dev, top.st_ino)}, endings)
 
@@ -393,9 +392,9 @@ def _below(
 
 
 def num_images(name: str, split: Split, most: int, endings: tuple[str, ...] = EXTENSIONS) -> int | None:
-    """Count the images of a split (``name``: TRAIN or TEST), at most ``most``; None if its folder cannot be read.
+    """Count the images of a split (``name``: TRAIN or TEST), up to ``most``; None if its folder cannot be read.
 
-    A source that would have to be opened counts as ``most``.
+    Archives and lists are not opened; their count is taken to be ``most``.
     """
     source = split.DATA_SOURCES[0] if len(split.DATA_SOURCES) == 1 else ""
     if source == "digits":
@@ -411,12 +410,12 @@ def num_images(name: str, split: Split, most: int, endings: tuple[str, ...] = EX
 
 
 def enough(cfg: RunConfig, decided: Decisions) -> Problem | None:
-    """Check that every process has an image, and an epoch a step."""
+    """Check that every process has at least one image, and every epoch at least one step."""
     train, world_size = cfg.DATA.TRAIN, decided.world_size
     step = decided.micro_batch * max(1, cfg.ZERO.gradient_accumulation_steps)
     count = num_images("TRAIN", train, max(world_size, step), endings_of(cfg))
     if not count:
-        return None  # no path, an unknown source: other rules speak
+        return None  # no path or an unknown source: other rules report it
     if count < world_size:
         must = f"must be at most the number of images, {count}"
         key = "config.DISTRIBUTED.NUM_PROC_PER_NODE"
@@ -429,7 +428,7 @@ def enough(cfg: RunConfig, decided: Decisions) -> Problem | None:
 
 
 def mixing(cfg: RunConfig, decided: Decisions) -> list[Problem]:
-    """Check that images are mixed in training, by keys that make sense, for a loss whose labels are mixed or absent."""
+    """Check that images are mixed only in training, with valid keys, for a loss with mixed labels or none."""
     problems, key, train = [], "COLLATE_FUNCTION", cfg.DATA.TRAIN
     if cfg.DATA.TEST.COLLATE_FUNCTION == MIXING_COLLATOR:
         fix = "Write default_collate."
@@ -465,7 +464,7 @@ def mixing(cfg: RunConfig, decided: Decisions) -> list[Problem]:
     return problems
 
 
-# Losses for which images can be mixed -> what VISSL's ssl_method says for them; none has labels to mix.
+# Loss for which images can be mixed -> VISSL's ``ssl_method`` for it; empty: ssl_method is not used.
 _MIXABLE = {
     "CrossEntropyLoss": "",
     "cross_entropy_multiple_output_single_target": "",

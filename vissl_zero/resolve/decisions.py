@@ -1,4 +1,4 @@
-"""Facts that rules read beside the configuration: the machine, and each decision, derived once."""
+"""What rules read in addition to the configuration: the machine, and each decision, derived once."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from vissl_zero.resolve.sharding_plan import level
 
 @dataclass(frozen=True)
 class Decisions:
-    """The machine, and what follows for a configuration on it.
+    """The decisions that follow from a configuration on one machine.
 
-    Each is derived on its first use and kept: a rule that reads none of them runs whatever else is wrong.
+    Each decision is derived on its first use and cached.
     """
 
     cfg: RunConfig
     host: Host
 
+    # Lazy: deriving a decision can raise, which must not stop the rules that do not need it.
     @cached_property
     def placement(self) -> Placement:
         """Device, ranks and threads."""
@@ -38,15 +39,15 @@ class Decisions:
 
     @property
     def world_size(self) -> int:
-        """Ranks of the run; torchrun's number wins."""
+        """Number of ranks; torchrun's number wins over the configuration's."""
         return self.placement.world_size
 
     @property
     def micro_batch(self) -> int:
-        """Source images per micro-batch over all ranks."""
+        """Source images per micro-batch, summed over ranks."""
         return self.cfg.DATA.TRAIN.BATCHSIZE_PER_REPLICA * self.world_size
 
     @property
     def global_batch(self) -> int:
-        """Source images per optimizer step over all ranks and micro-batches."""
+        """Source images per optimizer step, summed over ranks and micro-batches."""
         return self.micro_batch * self.cfg.ZERO.gradient_accumulation_steps

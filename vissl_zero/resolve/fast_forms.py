@@ -1,4 +1,4 @@
-"""The transforms of the fast backend and their arguments: the rule of ``DATA.BACKEND``."""
+"""The rule of ``DATA.BACKEND``: transforms of the fast backend and their arguments."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 ENDS = ("ToTensor", "ImgPilToRawTensor")
 _RESIZING = ("bilinear", ("bilinear", "bicubic"))
-# Name -> argument -> None (any value), or its default and the values that have a fast form.
+# Name -> argument -> None (any value has a fast form), or the argument's default and the values with a fast form.
 FAST_FORMS: dict[str, dict[str, tuple[str, tuple[str, ...]] | None]] = {
     "RandomResizedCrop": {"size": None, "scale": None, "ratio": None, "interpolation": _RESIZING},
     "ImgPilToMultiCrop": {
@@ -50,7 +50,7 @@ _LIBRARIES = {"simplejpeg": "simplejpeg", "cv2": "opencv-python-headless"}
 
 
 def fast_backend(cfg: RunConfig, decided: Decisions) -> list[Problem]:
-    """Check that the fast backend has its libraries, and a fast form of every transform; AUGMENT_ON needs it."""
+    """Check that the fast backend's libraries are installed, and that every transform has a fast form."""
     if cfg.DATA.BACKEND != "fast":
         if cfg.DATA.AUGMENT_ON == "workers":
             return []
@@ -73,7 +73,7 @@ def refused(entries: Sequence[Any], key: str) -> list[Problem]:
 
     Args:
         entries: a TRANSFORMS list.
-        key: where it stands, for messages.
+        key: key path of the list, for messages.
     """
     names = [str(entry.get("name")) if isinstance(entry, Mapping) else str(entry) for entry in entries]
     at = next((index for index, name in enumerate(names) if name in ENDS), len(names))
@@ -89,7 +89,7 @@ _FIX = "Correct the list, or write config.DATA.BACKEND=pil."
 
 def _refused(entry: Any, key: str) -> list[Problem]:
     if not isinstance(entry, Mapping) or "name" not in entry:
-        return []  # another rule speaks
+        return []  # the rule ``transforms`` reports malformed entries
     name = str(entry["name"])
     if name not in FAST_FORMS:
         must = "must have a fast form for config.DATA.BACKEND=fast"

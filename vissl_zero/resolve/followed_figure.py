@@ -1,4 +1,4 @@
-"""Which figures early stopping and the best weights can follow, and the epochs that measure them."""
+"""Metrics that early stopping and the best weights can follow, and the epochs that measure them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vissl_zero.resolve.inactive import can_measure_top1, segments
 if TYPE_CHECKING:
     from vissl_zero.resolve.decisions import Decisions
 
-# Those that docs/run_folder.md lists; what METERS counts is named by its k.
+# The numbers of summary.json that docs/run_folder.md lists. The names of METERS's metrics end in k.
 SUMMARY_NUMBERS = (
     *("level", "world_size", "num_steps", "loss_first", "loss_last", "images_per_s", "memory_before_bytes"),
     *("knn_top1_before", "knn_top1_after", "knn_top1_raw_pixels", "rankme_before", "rankme_after", "lidar"),
@@ -26,7 +26,7 @@ EARLY_STOPPING, BEST = "config.HOOKS.EARLY_STOPPING.METRIC", "config.CHECKPOINT.
 
 
 def periods(cfg: RunConfig) -> dict[str, int]:
-    """Return the figures that a run measures while it trains, and every how many epochs.
+    """Map each metric that a run measures during training to its period in epochs.
 
     Args:
         cfg: the whole configuration.
@@ -39,12 +39,12 @@ def periods(cfg: RunConfig) -> dict[str, int]:
         "probe_top1": cfg.ONLINE_PROBE.EVERY_NUM_EPOCHS if cfg.ONLINE_PROBE.USE_PROBE else 0,
     }
     if cfg.MODEL.FEATURE_EVAL_SETTINGS.FREEZE_TRUNK_ONLY:
-        every["knn_top1"] = 0  # a frozen trunk is measured once
+        every["knn_top1"] = 0  # a frozen trunk does not change: kNN is measured once
     return {name: number for name, number in every.items() if number > 0}
 
 
 def _followed_figures(cfg: RunConfig, decided: Decisions) -> list[Problem]:
-    """Check that the run measures the figures that early stopping and the best weights follow."""
+    """Check that the run measures the metrics that early stopping and the best weights follow."""
     known = periods(cfg)
     wanted = {EARLY_STOPPING: cfg.HOOKS.EARLY_STOPPING.METRIC}
     if cfg.CHECKPOINT.SAVE_BEST and cfg.CHECKPOINT.BEST_METRIC != "top1":
@@ -59,12 +59,13 @@ def _followed_figures(cfg: RunConfig, decided: Decisions) -> list[Problem]:
 
 
 def objective(cfg: RunConfig, decided: Decisions) -> Problem | None:
-    """Check the name of the figure of a search; whether this run's summary has it is known when it has ended."""
+    """Check the name of the metric that a search optimizes."""
+    # Only the name: which numbers this run's summary has is known only after the run.
     return unknown_number(cfg.OBJECTIVE, cfg.HOOKS.EXTRA) if cfg.OBJECTIVE else None
 
 
 def unknown_number(name: str, own_hooks: Sequence[str]) -> Problem | None:
-    """Check that ``summary.json`` may have a number of this name; hooks of the user's own add others."""
+    """Return the problem of a name that no number of ``summary.json`` can have; user hooks may add any identifier."""
     of_meter = re.fullmatch(f"({'|'.join(METERS.values())})[0-9]+", name)
     if name in SUMMARY_NUMBERS or of_meter or (own_hooks and name.isidentifier()):
         return None

@@ -26,15 +26,15 @@ RESERVE = 2**29  # bytes of a rank: code, libraries, torch's own buffers; CUDA's
 
 @dataclass(frozen=True)
 class Host:
-    """This machine and how the process was started.
+    """The machine that a run is planned for, and how this process was started.
 
     Attributes:
-        num_gpus: usable ones.
-        why_no_gpu: a clause that says why there is none, else empty.
-        num_cores: number of cores that this process may use.
-        num_idle_cores: number of them that nothing else keeps busy now; None: not measured.
-        num_threads: OMP_NUM_THREADS, if the user has set it, else None.
-        assumed: a sentence on what of it is not so here, or not known, else empty.
+        num_gpus: number of usable GPUs.
+        why_no_gpu: clause with the reason why no GPU is usable; empty if one is.
+        num_cores: number of CPU cores that this process may use.
+        num_idle_cores: number of these cores that are idle now; None: not measured.
+        num_threads: OMP_NUM_THREADS if the user has set it, else None.
+        assumed: sentence with the facts that are assumed, not measured; empty if all are measured.
         torchrun: (world size, local world size) if torchrun started this process, else None.
     """
 
@@ -48,7 +48,7 @@ class Host:
 
 
 def this_host(environment: Mapping[str, str] | None = None) -> Host:
-    """Look at this machine. Takes milliseconds; the GPU driver is asked once a process.
+    """Return the resources of this machine. Takes milliseconds; the GPU driver is queried once per process.
 
     Args:
         environment: variables that torchrun sets; the process's own by default.
@@ -56,21 +56,21 @@ def this_host(environment: Mapping[str, str] | None = None) -> Host:
     environment = os.environ if environment is None else environment
     num_gpus, why_no_gpu = _gpus()
     torchrun, threads = torchrun_ranks(environment), environment.get("OMP_NUM_THREADS", "")
-    # torchrun sets the variable to 1 itself, for every user.
+    # torchrun sets the variable to 1 by default, so that under torchrun it is not the user's choice.
     num_threads = int(threads) if threads.isdigit() and int(threads) > 0 and torchrun is None else None
-    # Those that the process may use: its affinity, and a container's share of the processor if less.
+    # The cores that the process may use: its affinity mask, or a container's CPU quota if that is less.
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     num_cores = max(1, min([num_cores, *(round(share) for share in _shares())]))
     return Host(num_gpus, why_no_gpu, num_cores, num_threads=num_threads, torchrun=torchrun)
 
 
 def cluster_host(num_procs: int, num_cores: int, device: str, partition: str) -> Host:
-    """Describe a node of the SLURM cluster as a job will see it, which need not be like this machine.
+    """Return the resources of a SLURM node as the job will see it. It may differ from this machine.
 
     Args:
-        num_procs, num_cores: that the job asks for on each node.
-        device: MACHINE.DEVICE; "auto" has GPUs where the partition says that its nodes do.
-        partition: empty for the cluster's default one.
+        num_procs, num_cores: processes and cores that the job requests per node.
+        device: MACHINE.DEVICE; for "auto", ``sinfo`` decides whether the partition's nodes have GPUs.
+        partition: name of the partition; empty: the cluster's default.
     """
     why_no_gpu = "the partition's nodes have none"
     num_gpus = num_procs if device in ("gpu", "cuda") else _partition_gpus(partition) if device == "auto" else 0
@@ -81,7 +81,7 @@ def cluster_host(num_procs: int, num_cores: int, device: str, partition: str) ->
 
 
 def assumed_host(here: Host, num_procs: int) -> Host:
-    """Assume a machine with a GPU for each process, for a dry run where ``here`` has fewer."""
+    """Return ``here`` with one GPU per process, for a dry run on a machine with fewer GPUs."""
     why = here.why_no_gpu or f"this one has {here.num_gpus}"
     return replace(
         here, num_gpus=num_procs, why_no_gpu="", assumed=f"Assumed: machines with {num_procs} GPU(s) each ({why})."
@@ -89,7 +89,7 @@ def assumed_host(here: Host, num_procs: int) -> Host:
 
 
 def _partition_gpus(partition: str) -> int | None:
-    """Ask SLURM for the GPUs of a partition's nodes; None: it does not answer."""
+    """Return the number of GPUs per node of a SLURM partition, by ``sinfo``; None if ``sinfo`` fails."""
     command = ["sinfo", "-h", "-o", "%P %G", *(["-p", partition] if partition else [])]
     try:
         answer = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
@@ -104,10 +104,10 @@ def _partition_gpus(partition: str) -> int | None:
 
 
 def torchrun_ranks(environment: Mapping[str, str]) -> tuple[int, int] | None:
-    """Return world size and ranks on this machine, if a launcher has started this process as one of several.
+    """Return (world size, ranks on this machine) if a launcher such as torchrun started this process, else None.
 
     Raises:
-        ConfigError: what it has set makes no sense.
+        ConfigError: the launcher's variables are not consistent.
     """
     if not {"RANK", "WORLD_SIZE", "LOCAL_RANK"} <= environment.keys():
         return None
@@ -116,10 +116,10 @@ def torchrun_ranks(environment: Mapping[str, str]) -> tuple[int, int] | None:
 
 
 def rank_numbers(environment: Mapping[str, str]) -> dict[str, int]:
-    """Read the variables that a launcher such as torchrun sets; RANK and WORLD_SIZE are there.
+    """Read the variables that a launcher such as torchrun sets. RANK and WORLD_SIZE must be set.
 
     Raises:
-        ConfigError: they are no numbers, or do not fit together: left over from another run, perhaps.
+        ConfigError: the variables are not numbers or not consistent, for example left over from another run.
     """
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     present = {name: environment[name] for name in names if name in environment}
@@ -139,10 +139,10 @@ def rank_numbers(environment: Mapping[str, str]) -> dict[str, int]:
 
 
 def require_interfaces(environment: Mapping[str, str]) -> None:
-    """Check that the network interfaces that gloo is told to use are there.
+    """Check that this machine has the network interfaces of GLOO_SOCKET_IFNAME.
 
     Raises:
-        ConfigError: GLOO_SOCKET_IFNAME names one that this machine does not have; it may be left over.
+        ConfigError: it does not have one of them.
     """
     known = sorted(name for _, name in socket.if_nameindex())
     for name in environment.get("GLOO_SOCKET_IFNAME", "").split(","):
@@ -156,7 +156,7 @@ def require_interfaces(environment: Mapping[str, str]) -> None:
 def _gpus() -> tuple[int, str]:
     if not _torch_has_cuda():
         return 0, "the installed torch was built without CUDA"
-    # A process that has started CUDA cannot lend it to the processes that are forked from it.
+    # In a subprocess: forked children cannot use CUDA if their parent has initialized it.
     return run_in_subprocess(_driver_gpus)
 
 
@@ -172,20 +172,19 @@ def _driver_gpus() -> tuple[int, str]:
 
 
 def _torch_has_cuda() -> bool:
-    """Read whether torch is built with CUDA from its file, without importing torch."""
+    """Check whether the installed torch was built with CUDA, from its version.py; does not import torch."""
     spec = find_spec("torch")
     assert spec is not None and spec.origin is not None
     return runpy.run_path(str(Path(spec.origin).with_name("version.py")))["cuda"] is not None
 
 
 def idle_cores(host: Host, seconds: float = 0.2, stat: Path = Path("/proc/stat")) -> int | None:
-    """Measure the cores of ``host`` that nothing keeps busy, at least 1; None where the machine does not count.
+    """Measure how many cores of ``host`` are idle, at least 1; None if the system does not report CPU times.
 
-    Threads in excess of them do not share the work: they wait for each other. On a busy machine of 2 cores a process
-    with 2 threads trained 26 images/s, with 1 thread 448.
-
-    Cost: ``seconds``, in which the cores are watched.
+    Cost: waits ``seconds``.
     """
+    # More threads than idle cores slow each other down at every barrier. On a busy machine of 2 cores, a process with
+    # 2 threads trained 26 images/s, with 1 thread 448.
     before = _ticks(stat)
     time.sleep(seconds)
     after = _ticks(stat)
@@ -196,34 +195,34 @@ def idle_cores(host: Host, seconds: float = 0.2, stat: Path = Path("/proc/stat")
 
 
 def _ticks(stat: Path) -> tuple[int, int] | None:
-    """Read idle and all ticks of all cores since the machine started."""
+    """Return (idle ticks, all ticks), summed over cores since boot; None if the file cannot be read."""
     try:
         name, *ticks = stat.read_text().splitlines()[0].split()
-        counts = [int(tick) for tick in ticks[:8]]  # guests are counted under user already
+        counts = [int(tick) for tick in ticks[:8]]  # the later columns, guests, are part of user time already
     except (OSError, ValueError, IndexError):
         return None
+    # Columns 3 and 4 are idle and iowait: a core that waits for a disk is free to compute.
     return (counts[3] + counts[4], sum(counts)) if name == "cpu" and len(counts) > 4 else None
 
 
 def _shares(root: Path = _GROUPS, groups_file: Path = _OWN_GROUPS) -> Iterator[float]:
-    """Yield the cores that this process's control groups allow: its own, every one above it, and a version-1 group."""
+    """Yield the number of cores that each control group of this process allows, versions 1 and 2."""
     for place, is_first in _control_groups("cpu", root, groups_file):
         try:
             if is_first:
                 quota, period = ((place / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
             else:
                 quota, period = (place / "cpu.max").read_text().split()
-            if int(quota) > 0:  # "max" is no number, -1 no limit
+            if int(quota) > 0:  # unlimited is "max" (a ValueError) in version 2, and -1 in version 1
                 yield int(quota) / int(period)
         except (OSError, ValueError):
             continue
 
 
 def _control_groups(controller: str, root: Path, groups_file: Path) -> Iterator[tuple[Path, bool]]:
-    """Yield the folders of this process's control groups, its own first, then those above; whether of version 1.
-
-    A container that sees no more than its own group finds it at the top, whatever its name is outside.
-    """
+    """Yield (folder, is version 1) of this process's control groups: its own group first, then its ancestors."""
+    # The limits of all ancestors apply. In a container the path may be the host's, which does not exist here; the loop
+    # then ends at the root, where the container's own group is mounted.
     try:
         entries = [line.split(":", 2) for line in groups_file.read_text().splitlines()]
     except OSError:
@@ -236,36 +235,37 @@ def _control_groups(controller: str, root: Path, groups_file: Path) -> Iterator[
                 yield place, bool(controllers)
 
 
-_MEMORY_FILES = {  # by whether of version 1: limit, use, and the name of what is cached of files, in memory.stat
+# Is version 1 -> files of the limit and of the usage, and the field of memory.stat for reclaimable file cache.
+_MEMORY_FILES = {
     True: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
     False: ("memory.max", "memory.current", "inactive_file"),
 }
 
 
 def available_memory(root: Path = _GROUPS, groups_file: Path = _OWN_GROUPS) -> int:
-    """Return the bytes of memory, or of a container's share or another control group's limit if that is less."""
+    """Return the bytes of memory that this process may use: the machine's, or a control group's limit if less."""
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for place, is_first in _control_groups("memory", root, groups_file):
-        with suppress(OSError, ValueError):  # "max" is no number
+        with suppress(OSError, ValueError):  # "max" (unlimited) is not a number
             limits.append(int((place / _MEMORY_FILES[is_first][0]).read_text()))
     return min(limits)
 
 
 def free_memory(root: Path = _GROUPS, groups_file: Path = _OWN_GROUPS, info: Path = Path("/proc/meminfo")) -> int:
-    """Return the bytes that are free now: of the machine, and of every control group that this process is in."""
+    """Return the bytes that are free now: the least over the machine and all control groups of this process."""
     least = [available_memory(root, groups_file)]
     with suppress(OSError, ValueError, KeyError):
-        least.append(_figures(info)["MemAvailable:"] * 1024)
+        least.append(_counters(info)["MemAvailable:"] * 1024)
     for place, is_first in _control_groups("memory", root, groups_file):
         limit, used, cached = _MEMORY_FILES[is_first]
-        with suppress(OSError, ValueError, KeyError):  # "max" is no number, and the topmost group has no files
+        with suppress(OSError, ValueError, KeyError):  # "max" is not a number, and the root group has no files
             free = int((place / limit).read_text()) - int((place / used).read_text())
-            least.append(free + _figures(place / "memory.stat")[cached])  # what is cached of files goes first
+            least.append(free + _counters(place / "memory.stat")[cached])  # the kernel reclaims it first
     return max(0, min(least))
 
 
 def settled_free_memory() -> int:
-    """Measure ``free_memory`` once no more comes back after processes were killed: the kernel may be behind."""
+    """Measure ``free_memory`` after processes were killed; waits up to 5 s until the kernel has freed their memory."""
     free, end = free_memory(), time.monotonic() + _SETTLED_WITHIN_S
     while time.monotonic() < end:
         time.sleep(_SETTLING_S)
@@ -276,20 +276,21 @@ def settled_free_memory() -> int:
 
 
 def num_oom_kills(root: Path = _GROUPS, groups_file: Path = _OWN_GROUPS, counters: Path = Path("/proc/vmstat")) -> int:
-    """Count the processes that the kernel has killed for their memory so far; 0: it does not say.
+    """Count the processes that the OOM killer has killed so far; 0 if the kernel does not report it.
 
-    In this process's control group, else on the whole machine. Linux before 4.13 counts how often a limit was reached.
+    Counts this process's control group, else the whole machine.
     """
     for place, is_first in _control_groups("memory", root, groups_file):
         with suppress(OSError, ValueError, KeyError):
-            return _figures(place / ("memory.oom_control" if is_first else "memory.events"))["oom_kill"]
+            return _counters(place / ("memory.oom_control" if is_first else "memory.events"))["oom_kill"]
+        # Linux before 4.13 has no ``oom_kill`` and counts only how often the limit was reached.
         with suppress(OSError, ValueError):
             return int((place / "memory.failcnt").read_text())
     with suppress(OSError, ValueError, KeyError):
-        return _figures(counters)["oom_kill"]
+        return _counters(counters)["oom_kill"]
     return 0
 
 
-def _figures(path: Path) -> dict[str, int]:
-    """Read a file with a name and a number in each line."""
+def _counters(path: Path) -> dict[str, int]:
+    """Read a file of lines ``name number`` as a dict."""
     return {name: int(number) for name, number, *_ in (line.split() for line in path.read_text().splitlines())}

@@ -1,7 +1,7 @@
-"""Inactive keys: set away from their defaults though nothing reads them in this run; each named once, with why.
+"""Inactive keys: changed from their defaults although this run does not read them. Each is noted once, with the reason.
 
-Keys of sharding are ``sharding_plan.py``'s, where the plan says more than a switch. VISSL's keys that we do not use are
-refused where they would change the result, and noted where they do nothing.
+Inactive keys of sharding are in ``sharding_plan.py``, because they follow from the plan. VISSL's unused keys are
+refused if they would change the result, and noted otherwise.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 _OPTIMIZER = "OPTIMIZER.head_optimizer_params"
 _SCHEDULES = "OPTIMIZER.param_schedulers"
-# Switch -> what has an effect only while it is set (blocks stand for all of their keys).
+# Switch -> keys that have an effect only while the switch is set (a block means all of its keys).
 _SWITCHES: dict[str, tuple[str, ...]] = {
     "MODEL.WEIGHTS_INIT.PARAMS_FILE": ("MODEL.WEIGHTS_INIT",),
     f"{_OPTIMIZER}.use_different_wd": (f"{_OPTIMIZER}.weight_decay",),
@@ -87,7 +87,7 @@ _SWITCHES: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Inactive:
-    """Keys that have no effect where ``when`` holds, and why."""
+    """Keys that have no effect if ``when`` is true of the configuration, and the reason."""
 
     keys: tuple[str, ...]
     when: Callable[[RunConfig], bool]
@@ -105,7 +105,7 @@ def can_measure_top1(cfg: RunConfig) -> bool:
 
 
 def _measures_test(cfg: RunConfig) -> bool:
-    """Check whether a figure on TEST may be measured: top-1, or the overlap of classes of pixels."""
+    """Check whether a metric on TEST may be measured: top-1 or mIoU."""
     return can_measure_top1(cfg) or segments(cfg)
 
 
@@ -460,12 +460,12 @@ def _value(cfg: RunConfig, path: str, otherwise: Any = None) -> Any:
 
 
 def refused(cfg: RunConfig, decided: Decisions) -> list[Problem]:
-    """Refuse keys whose value would change what is trained."""
+    """Report VISSL's unused keys whose value would change what is trained."""
     return [_problem(key, value) for key, value in _set_keys(cfg) if key.is_refused]
 
 
 def meters(cfg: RunConfig, decided: Decisions) -> list[Problem]:
-    """Check that figures on TEST are ones measured here."""
+    """Check that the meters of METERS exist here."""
     names = [cfg.METERS.name, *cfg.METERS.names] if cfg.METERS.name else cfg.METERS.names
     must = f"must be {' or '.join(METERS)}: each image has one class here"
     fix = "Leave it out. For several classes an image, train SVMs (train_svm), which measure average precision."
@@ -473,7 +473,7 @@ def meters(cfg: RunConfig, decided: Decisions) -> list[Problem]:
 
 
 def no_effect(cfg: RunConfig) -> list[str]:
-    """Write the keys that were set and do nothing here, as one sentence (or none)."""
+    """Return a list with one sentence that names the set keys without effect; empty if there are none."""
     keys = [key.path for key, _ in _set_keys(cfg) if not key.is_refused]
     keys += [f"LOSS.{name}" for name in cfg.LOSS if name in OTHER_LOSSES]
     if not cfg.SLURM.USE_SLURM and Slurm() != cfg.SLURM:
@@ -492,7 +492,7 @@ def _problem(key: VisslKey, value: Any) -> Problem:
 
 
 def _set_keys(cfg: RunConfig) -> list[tuple[VisslKey, Any]]:
-    """List keys of the tables whose value is not one that changes nothing."""
+    """Return VISSL's unused keys and their values, except values that are allowed because they change nothing."""
     keys = []
     for key in vissl_keys():
         value = _value(cfg, key.path, _MISSING)
@@ -501,7 +501,7 @@ def _set_keys(cfg: RunConfig) -> list[tuple[VisslKey, Any]]:
     return keys
 
 
-_MISSING = object()  # of a block that was deleted, or is no block
+_MISSING = object()  # the value of a key whose block was deleted or is not a block
 
 
 VISSL_RULES = (refused, meters)

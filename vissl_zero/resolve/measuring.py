@@ -1,4 +1,4 @@
-"""VISSL's programs, which train nothing: what their switches stand for, and what they need."""
+"""VISSL's programs that train no trunk: the meaning of their switches, and their rules."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from vissl_zero.errors import ConfigError, Problem
 if TYPE_CHECKING:
     from vissl_zero.resolve.decisions import Decisions
 
-# Names of features that are no inner layer's.
+# Names of features of the trunk's output, not of an inner layer.
 _PLAIN_FEATURES = ("heads", "trunk", "lastCLS", "res5avg", "avgpool", "flatten")
 
 
@@ -36,7 +36,7 @@ def program(cfg: RunConfig, decided: Decisions) -> list[Problem]:
 
 
 def svm(cfg: RunConfig, decided: Decisions) -> list[Problem]:
-    """Check that SVMs are tested on TEST's images, and that LinearSVC solves what is asked for."""
+    """Check that SVMs have TEST images, and that LinearSVC supports the loss, penalty and costs."""
     if cfg.PROGRAM not in SVM_PROGRAMS:
         return []
     problems, options = _no_test_images(cfg, "SVMs"), cfg.SVM
@@ -65,7 +65,7 @@ def svm(cfg: RunConfig, decided: Decisions) -> list[Problem]:
 
 
 def clusters(cfg: RunConfig, decided: Decisions) -> list[Problem]:
-    """Check that the layer that is clustered is one of those that are extracted."""
+    """Check that the features of the layer to cluster are extracted."""
     if cfg.PROGRAM != CLUSTERING:
         return []
     entries, name = cfg.MODEL.FEATURE_EVAL_SETTINGS.LINEAR_EVAL_FEAT_POOL_OPS_MAP, cfg.CLUSTERFIT.FEATURES.LAYER_NAME
@@ -95,7 +95,7 @@ def low_shot(cfg: RunConfig, decided: Decisions) -> list[Problem]:
 
 
 def penalties(value: Any) -> list[Any]:
-    """Return ``LOW_SHOT_BENCHMARK.LOGISTIC_REGRESSION.LAMBDA`` as a list: one number or several."""
+    """Return ``LOW_SHOT_BENCHMARK.LOGISTIC_REGRESSION.LAMBDA``, a number or a list, as a list."""
     return value if isinstance(value, list) else [value]
 
 
@@ -110,7 +110,7 @@ def _no_test_images(cfg: RunConfig, tested: str) -> list[Problem]:
 
 
 def retrieval(cfg: RunConfig, decided: Decisions) -> list[Problem]:
-    """Check that there are images to search; pooling, whitening and scales go together."""
+    """Check that there are images to search, and that pooling, whitening and scales are compatible."""
     if cfg.PROGRAM != RETRIEVAL:
         return []
     options, problems = cfg.IMG_RETRIEVAL, []
@@ -143,7 +143,7 @@ def retrieval(cfg: RunConfig, decided: Decisions) -> list[Problem]:
 
 
 def predictions(cfg: RunConfig, decided: Decisions) -> list[Problem]:
-    """Check that heads that predict have weights."""
+    """Check that programs that predict load the weights of the heads."""
     settings, weights = cfg.MODEL.FEATURE_EVAL_SETTINGS, cfg.MODEL.WEIGHTS_INIT.PARAMS_FILE
     if cfg.PROGRAM not in (PREDICTIONS, ASSIGNMENTS):
         return []
@@ -159,9 +159,9 @@ def predictions(cfg: RunConfig, decided: Decisions) -> list[Problem]:
 PROGRAM_RULES = (program, svm, clusters, low_shot, retrieval, predictions)
 
 
-# VISSL's names of what the trunk gives to its heads.
+# VISSL's names for the trunk's output, the input of the heads.
 _FEATURES = ("lastCLS", "res5avg", "avgpool", "flatten")
-_ALL_IMAGES = 10**8  # VISSL takes all of them
+_ALL_IMAGES = 10**8  # VISSL's kNN has no limit
 _NOT_USED = ["mlp", {"dims": [-1, 1]}]
 
 
@@ -172,19 +172,18 @@ def only_measures(cfg: RunConfig) -> bool:
 
 
 def tests_alone(cfg: RunConfig) -> bool:
-    """Check whether images are only measured: TEST_ONLY, and TRAIN names none."""
+    """Check whether the run only evaluates TEST's images: TEST_ONLY is set, and TRAIN has no source."""
     return cfg.TEST_ONLY and not cfg.DATA.TRAIN.DATA_SOURCES and bool(cfg.DATA.TEST.DATA_SOURCES)
 
 
 def without_training(cfg: RunConfig) -> RunConfig:
-    """Set TEST_ONLY in a copy of ``cfg`` where nothing is to be trained: its loss does not count.
-
-    Where TRAIN names no images, TEST's stand for them, and there is no kNN, which would find each image itself.
+    """Return a copy of ``cfg`` with TEST_ONLY set if the run trains nothing.
 
     Raises:
-        ConfigError: the recipe is for a program that was not asked for.
+        ConfigError: the recipe is for another program.
     """
     if tests_alone(cfg):
+        # TEST's images serve as TRAIN's. kNN is off: the nearest neighbor of each image would be the image itself.
         images = replace(cfg.DATA, TRAIN=cfg.DATA.TEST)
         cfg = replace(cfg, DATA=images, NEAREST_NEIGHBOR=replace(cfg.NEAREST_NEIGHBOR, USE_KNN=False))
     if not only_measures(cfg):
@@ -213,12 +212,12 @@ def without_training(cfg: RunConfig) -> RunConfig:
         cfg,
         MODEL=replace(model, FEATURE_EVAL_SETTINGS=settings),
         NEAREST_NEIGHBOR=replace(neighbors, **all_images),
-        LOSS={**cfg.LOSS, "name": "CrossEntropyLoss"},
+        LOSS={**cfg.LOSS, "name": "CrossEntropyLoss"},  # not used: a loss with no needs of its own
         TEST_ONLY=True,
     )
 
 
-# Blocks that a program alone reads, by the program's name here; empty: the program is not here.
+# Block -> the one program that reads it; empty: a program of VISSL that does not exist here.
 _BLOCKS = {
     "SVM": "train_svm",
     "CLUSTERFIT": CLUSTERING,
@@ -229,7 +228,7 @@ _BLOCKS = {
 
 
 def _of_other_program(cfg: RunConfig) -> Problem | None:
-    """Check for a block of a program that was not asked for: kNN is not what the recipe is about."""
+    """Return a problem if the recipe sets a block of another program, since this run would only measure kNN."""
     unset = RunConfig()
     for key, program in _BLOCKS.items():
         if getattr(cfg, key) != getattr(unset, key):

@@ -1,4 +1,4 @@
-"""Trunk, heads and loss: what is known, and what goes together."""
+"""Rules of trunk, heads and loss: known names and keys, and combinations that are supported."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 def known(cfg: RunConfig, decided: Decisions) -> list[Problem]:
-    """Check that the loss is known and has the keys it is given, and that no other block is mistyped."""
+    """Check that the loss and its keys are known, and that the names of the other blocks are losses."""
     name = cfg.LOSS.get("name")
     blocks = [key for key in cfg.LOSS if key != "name" and key not in _UNREAD]
     all_losses = f"Known: {', '.join(LOSSES)}."
@@ -70,14 +70,14 @@ def _is_block(value: object) -> bool:
 
 
 def method(cfg: RunConfig, decided: Decisions) -> list[Problem]:
-    """Check what the method asks of the recipe."""
+    """Run the rules of the method that the loss belongs to."""
     name = str(cfg.LOSS.get("name"))
     spec = method_of(name)
     return [] if spec is None or not isinstance(cfg.LOSS.get(name), spec.losses[name]) else spec.problems(cfg, decided)
 
 
 def views_apart(cfg: RunConfig, decided: Decisions) -> list[Problem]:
-    """Check that heads can be called view by view."""
+    """Check that the heads can be called view by view if VIEWS_APART is set."""
     heads = [head for head in cfg.MODEL.HEAD.PARAMS if is_head(head)]
     links = [link for head in heads for link in (head[1].get("heads", []) if head[0] == "chain" else [head])]
     names = [link[0] for link in links if is_head(link)]
@@ -94,7 +94,8 @@ _APART = ("mlp", "siamese_head", "identity", "vicregl_head")
 
 
 def pack_crops(cfg: RunConfig, decided: Decisions) -> Problem | None:
-    """Check that no head is given a layer inside a block, which sees the crops of all sizes as one image."""
+    """Check that no head reads an inner layer if PACK_CROPS is set."""
+    # Inner layers see the packed crops of all sizes as one image.
     if not cfg.MODEL.PACK_CROPS or not (are_tapped(cfg) or features_are_tapped(cfg)):
         return None
     must = "must be false where heads or features are those of inner layers (LINEAR_EVAL_FEAT_POOL_OPS_MAP)"
@@ -102,7 +103,8 @@ def pack_crops(cfg: RunConfig, decided: Decisions) -> Problem | None:
 
 
 def lora(cfg: RunConfig, decided: Decisions) -> list[Problem]:
-    """Check that peft is there, that targets are names or a pattern, and that float8 is off. The model has the rest."""
+    """Check that peft is installed, weights are named, targets are names or a pattern, and float8 is off."""
+    # Whether the targets match layers is checked when the model is built.
     block, key, problems = cfg.MODEL.LORA, "config.MODEL.LORA", list[Problem]()
     if not block.USE_LORA:
         return []
@@ -128,7 +130,7 @@ def lora(cfg: RunConfig, decided: Decisions) -> list[Problem]:
 
 
 def adapter_folder(cfg: RunConfig, decided: Decisions) -> list[Problem]:
-    """Check that an adapter to begin with exists."""
+    """Check that the folder of an initial adapter has its files."""
     key, folder, problems = "config.MODEL.LORA.ADAPTER_FOLDER", cfg.MODEL.LORA.ADAPTER_FOLDER, list[Problem]()
     if not folder or not cfg.MODEL.LORA.USE_LORA:
         return []
@@ -149,7 +151,8 @@ def _are_targets(value: Any) -> bool:
 
 
 def evaluated_model(cfg: RunConfig, decided: Decisions) -> list[Problem]:
-    """Check that a momentum copy is evaluated in the student's place; of a loss of yours that shows as it is built."""
+    """Check that a loss whose teacher is to be evaluated has a momentum teacher."""
+    # A user's loss has no spec: whether it has a teacher is known only when it is built.
     spec = method_of(cfg.LOSS.get("name"))
     is_wrong = cfg.EVALUATED_MODEL == "teacher" and spec is not None and not spec.teacher_follows
     if not is_wrong:
@@ -162,13 +165,13 @@ def evaluated_model(cfg: RunConfig, decided: Decisions) -> list[Problem]:
 
 
 def no_teacher(loss: str) -> Problem:
-    """Make the problem of EVALUATED_MODEL=teacher for a loss without a momentum copy."""
+    """Return the problem of EVALUATED_MODEL=teacher for a loss without a momentum teacher."""
     must = f"must be student: {loss} has no teacher that follows the model"
     return Problem("config.EVALUATED_MODEL", "teacher", must, "Write config.EVALUATED_MODEL=student.")
 
 
 _HEADS = "config.MODEL.HEAD.PARAMS"
-# What -1 as a head's last width stands for.
+# Head -> meaning of -1 as its last width.
 _LAST = {
     **dict.fromkeys(("mlp", "eval_mlp", "fcn_head"), "as many as there are classes"),
     **dict.fromkeys(("patch_predictor", "pixel_head"), "as many as a patch has pixels in all channels"),
@@ -176,7 +179,7 @@ _LAST = {
 
 
 def trunk(cfg: RunConfig, decided: Decisions) -> list[Problem]:
-    """Check that the trunk is known and has the keys it is given."""
+    """Check that the trunk and its keys are known."""
     if trunk_component(cfg.MODEL.TRUNK.NAME) not in TRUNKS:
         return [TRUNKS.unknown(cfg.MODEL.TRUNK.NAME)]
     has_name = "name" in cfg.MODEL.TRUNK.PARAMS and trunk_component(cfg.MODEL.TRUNK.NAME) == "timm"
@@ -197,7 +200,7 @@ _INPUT_TYPES = {"bgr": ("resnet", "regnet"), "lab": ("resnet", "alexnet_coloriza
 
 
 def input_type(cfg: RunConfig, decided: Decisions) -> Problem | None:
-    """Check that the trunk can look at images in this way, as in VISSL."""
+    """Check that the trunk supports this INPUT_TYPE, as in VISSL."""
     key, name, order = "config.MODEL.INPUT_TYPE", cfg.MODEL.TRUNK.NAME, cfg.MODEL.INPUT_TYPE
     if name == "alexnet_colorization" and order != "lab":
         fix = "Write lab, and ImgPil2LabTensor at the end of the transforms."
@@ -208,13 +211,13 @@ def input_type(cfg: RunConfig, decided: Decisions) -> Problem | None:
 
 
 def vision_transformer(cfg: RunConfig, decided: Decisions) -> list[Problem]:
-    """Check that heads divide the width of a vision transformer, and patches its image."""
+    """Check that a vision transformer's heads divide its width, and its patches the image."""
     is_used = cfg.MODEL.TRUNK.NAME == "vision_transformer"
     return vision_transformer_problems(cfg.MODEL.TRUNK.VISION_TRANSFORMERS) if is_used else []
 
 
 def regnet(cfg: RunConfig, decided: Decisions) -> list[Problem]:
-    """Check that a RegNet has a name or all of its parameters, and that they make one."""
+    """Check that a RegNet has a name or all of its parameters, and that they are valid."""
     if cfg.MODEL.TRUNK.NAME != "regnet":
         return []
     block, key = cfg.MODEL.TRUNK.REGNET, "config.MODEL.TRUNK.REGNET"
@@ -239,7 +242,7 @@ def regnet(cfg: RunConfig, decided: Decisions) -> list[Problem]:
 
 
 def _checkpointing_problem(block: RegNetBlock, key: str) -> Problem | None:
-    """Check that stage_checkpointing has a flag for each entry of stage_checkpoints, all true ones of a stage first."""
+    """Check that stage_checkpointing has a flag per entry of stage_checkpoints, with a stage's true flags first."""
     for index, flags in enumerate(block.stage_checkpointing):
         ends = block.stage_checkpoints[index] if index < len(block.stage_checkpoints) else []
         if flags and (len(flags) != len(ends) or sorted(flags, reverse=True) != list(flags)):
@@ -253,7 +256,7 @@ _SIZED = ("beit", "xcit", "convnext", "swin_transformer")
 
 
 def trunk_sizes(cfg: RunConfig, decided: Decisions) -> list[Problem]:
-    """Check that heads divide a transformer's width, patches its image, and that lists of stages are equally long."""
+    """Check that heads divide the width, patches divide the image, and lists of stages have the same length."""
     name = cfg.MODEL.TRUNK.NAME
     if name == "convit":
         return [*vision_transformer_problems(cfg.MODEL.TRUNK.VISION_TRANSFORMERS), *_not_in_convit(cfg)]
@@ -280,7 +283,7 @@ def _not_in_convit(cfg: RunConfig) -> list[Problem]:
 
 
 def frozen(cfg: RunConfig, decided: Decisions) -> list[Problem]:
-    """Check that what is frozen for a time has a name and a number of steps."""
+    """Check that temporarily frozen parameters are pairs of a name and a number of steps."""
     key, problems = "config.MODEL.TEMP_FROZEN_PARAMS_ITER_MAP", []
     for entry in cfg.MODEL.TEMP_FROZEN_PARAMS_ITER_MAP:
         pair = list(entry) if isinstance(entry, (list, tuple)) else []
@@ -293,16 +296,17 @@ def frozen(cfg: RunConfig, decided: Decisions) -> list[Problem]:
 
 
 def heads(cfg: RunConfig, decided: Decisions) -> list[Problem]:
-    """Check that every head is ["name", {keys}], known, and has the keys it is given."""
+    """Check that every head has the form ["name", {keys}], and that its name and keys are known."""
     if not cfg.MODEL.HEAD.PARAMS:
         fix = 'Write [["swav_head", {dims: [...], num_clusters: [...]}]] or [["mlp", {dims: [...]}]].'
         return [Problem(_HEADS, "[]", "must list at least one head", fix)]
-    measured = cfg.MODEL.FEATURE_EVAL_SETTINGS.FREEZE_TRUNK_AND_HEAD  # then a projection may be the last
+    # With FREEZE_TRUNK_AND_HEAD features are measured after the heads, so the last head may lack prototypes.
+    measured = cfg.MODEL.FEATURE_EVAL_SETTINGS.FREEZE_TRUNK_AND_HEAD
     written = enumerate(cfg.MODEL.HEAD.PARAMS)
     return [problem for index, head in written for problem in _head(head, f"{_HEADS}[{index}]", is_inner=measured)]
 
 
-# Keys of heads that hold heads, one after another.
+# Head -> its keys that are lists of heads, applied one after another.
 _ROWS = {"chain": ("heads",), "pirl_head": ("of_image", "of_tiles")}
 
 
@@ -327,7 +331,7 @@ def _head(head: Any, key: str, is_inner: bool) -> list[Problem]:
 
 
 def _joints(heads: Sequence[Any]) -> list[Problem]:
-    """Check that each head of a chain begins with as many features as the one before it gives."""
+    """Check that the input width of each head in a chain is the output width of the head before."""
     widths = [list(head[1].get("dims") or []) if is_head(head) else [] for head in heads]
     return [
         Problem(
@@ -348,7 +352,7 @@ def is_head(head: Any) -> bool:
 
 
 def _dims(name: str, options: Mapping[str, Any], key: str, is_inner: bool) -> list[Problem]:
-    """Check widths and numbers of prototypes, as every built-in head has them."""
+    """Check the widths and the numbers of prototypes of a built-in head."""
     problems = []
     if name in builtin_keys("head") and "dims" in options and name != "chain":
         problems += _widths(name, list(options["dims"]), key)
@@ -371,7 +375,8 @@ def _widths(name: str, dims: list[int], key: str) -> list[Problem]:
 
 
 def evaluation(cfg: RunConfig, decided: Decisions) -> list[Problem]:
-    """Check that settings of evaluation have their mode, as in VISSL, where they would be ignored without it."""
+    """Check that EVAL_MODE_ON is set if one of the settings is that needs it."""
+    # VISSL ignores them without EVAL_MODE_ON; training the trunk instead would be a costly surprise.
     settings, key = cfg.MODEL.FEATURE_EVAL_SETTINGS, "config.MODEL.FEATURE_EVAL_SETTINGS"
     if settings.EVAL_MODE_ON:
         return []
@@ -381,7 +386,8 @@ def evaluation(cfg: RunConfig, decided: Decisions) -> list[Problem]:
 
 
 def sweep(cfg: RunConfig, decided: Decisions) -> list[Problem]:
-    """Check that heads at several learning rates do not touch each other: what couples them is refused."""
+    """Check that heads trained at several learning rates are independent of each other."""
+    # Only then does the best head equal the head of a run with this learning rate alone.
     factors, settings = cfg.OPTIMIZER.head_optimizer_params.lr_factors, cfg.MODEL.FEATURE_EVAL_SETTINGS
     if not factors:
         return []
@@ -400,7 +406,7 @@ def sweep(cfg: RunConfig, decided: Decisions) -> list[Problem]:
 
 
 def taps(cfg: RunConfig, decided: Decisions) -> list[Problem]:
-    """Check that inner layers are named with their pooling, one per head, and without a sweep of learning rates."""
+    """Check that there is one inner layer with its pooling per head, and no sweep of learning rates."""
     problems = tap_problems(cfg)
     if are_tapped(cfg) and cfg.OPTIMIZER.head_optimizer_params.lr_factors:
         fix = "Write lr_factors: [], or leave the map out."
@@ -409,7 +415,7 @@ def taps(cfg: RunConfig, decided: Decisions) -> list[Problem]:
 
 
 def probe(cfg: RunConfig, decided: Decisions) -> Problem | None:
-    """Check that a probe that is trained is measured on images it has not seen."""
+    """Check that a run that trains a probe has TEST images to measure it on."""
     if not cfg.MODEL.FEATURE_EVAL_SETTINGS.FREEZE_TRUNK_ONLY or cfg.TEST_ONLY or cfg.DATA.TEST.DATA_SOURCES:
         return None
     fix = "Write config.DATA.TEST.DATA_PATHS=[<class folders of test images>]."
@@ -422,7 +428,7 @@ def weights(cfg: RunConfig, decided: Decisions) -> Problem | None:
 
 
 def continued(cfg: RunConfig, decided: Decisions) -> list[Problem]:
-    """Check that what continues has weights to continue from, and trains trunk and heads."""
+    """Check that a run with CONTINUE has weights, and trains trunk and heads."""
     key, problems = "config.MODEL.WEIGHTS_INIT", []
     if cfg.DISTILLATION.TEACHER_MODEL.WEIGHTS_INIT.CONTINUE:
         name = "config.DISTILLATION.TEACHER_MODEL.WEIGHTS_INIT.CONTINUE"

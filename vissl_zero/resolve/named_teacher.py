@@ -1,4 +1,4 @@
-"""The model under DISTILLATION, and keys of the loss, where the loss names its teacher by weights alone."""
+"""Fill in DISTILLATION and keys of the loss if the loss names its teacher by weights alone."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from vissl_zero.resolve.components import method_of, missing_weights, normalizat
 
 
 def with_named_teacher(cfg: RunConfig) -> RunConfig:
-    """Fill in the teacher's trunk, its width and its normalization in a copy of ``cfg``.
+    """Return a copy of ``cfg`` with the teacher's trunk, width and normalization filled in.
 
     Raises:
-        ConfigError, CheckpointError: its weights are not there, or of a network that is not known.
+        ConfigError, CheckpointError: the teacher's weights do not exist, or their network is not recognized.
     """
     loss = str(cfg.LOSS.get("name"))
     spec = method_of(loss)
@@ -30,7 +30,7 @@ def with_named_teacher(cfg: RunConfig) -> RunConfig:
         return cfg
     key, name = f"config.LOSS.{loss}.teacher", absolute(name)
     if name == cfg.DISTILLATION.TEACHER_MODEL.WEIGHTS_INIT.PARAMS_FILE:
-        return cfg  # filled in before
+        return cfg  # a resolved configuration: the teacher is filled in already
     if TeacherModel() != cfg.DISTILLATION.TEACHER_MODEL:
         must = f"must be left out: {loss}.teacher names the teacher, and its trunk is that of the weights"
         raise ConfigError([Problem("config.DISTILLATION", "other values", must, "Leave DISTILLATION out.")])
@@ -41,6 +41,7 @@ def with_named_teacher(cfg: RunConfig) -> RunConfig:
         fix = "Give its merged weights: vissl-zero export <run> --to safetensors."
         raise ConfigError([Problem(key, name, "must not be a run with LoRA, whose weights are in two parts", fix)])
     head = spec.teacher_head(cfg)
+    # In a subprocess: this imports torch, which the launcher does not.
     run = run_in_subprocess(_teacher, name, saved, head is None)
     head = head or run["score_head"]
     if head is None:
@@ -48,7 +49,7 @@ def with_named_teacher(cfg: RunConfig) -> RunConfig:
         fix = "Write config.LOSS.name=feature_distillation_loss, which learns from features alone."
         raise ConfigError([Problem(key, name, must, fix)])
     mean, std = normalization(run["DATA"]["TRAIN"]["TRANSFORMS"])
-    if not hasattr(keys, "teacher_mean"):
+    if not hasattr(keys, "teacher_mean"):  # the loss cannot renormalize the images for its teacher
         _require_normalization(cfg, mean, std)
     width = run["feature_dim"] if spec.teacher_head(cfg) else int(head[0][1]["num_clusters"][0])
     facts = {
@@ -72,13 +73,14 @@ def with_named_teacher(cfg: RunConfig) -> RunConfig:
 
 
 def _teacher(name: str, saved: Mapping[str, Any] | None, wants_scores: bool) -> Mapping[str, Any]:
-    """Recognize the network of a teacher, count its features, find its head of prototypes; imports torch."""
+    """Return the teacher's MODEL and DATA blocks, its number of features and its head of prototypes."""
     teacher: Mapping[str, Any] = WEIGHTS_READERS.get("teacher").build(name, saved, wants_scores)
     return teacher
 
 
 def _require_normalization(cfg: RunConfig, mean: Any, std: Any) -> None:
-    """Raise ConfigError where student and teacher, who see the same tensors, need other ones."""
+    """Raise ConfigError if the student's images are not normalized as the teacher expects."""
+    # Student and teacher see the same tensors, so one Normalize must suit both.
     students = normalization(cfg.DATA.TRAIN.TRANSFORMS)
     if [list(values) for values in students] != [list(mean), list(std)]:
         must = f"must normalize as the teacher's weights expect, by mean {list(mean)} and std {list(std)}"
@@ -88,7 +90,7 @@ def _require_normalization(cfg: RunConfig, mean: Any, std: Any) -> None:
 
 
 def _with_last(head: Any, width: int) -> Any:
-    """Set the last of a head's dims, or its prototypes, where it is -1, to the teacher's number."""
+    """Return ``head`` with ``width`` in place of -1 as its last width or its number of prototypes."""
     is_named = isinstance(head, Sequence) and len(head) == 2 and isinstance(head[1], Mapping)
     if is_named and head[1].get("num_clusters") == [-1]:
         return [head[0], {**head[1], "num_clusters": [width]}]

@@ -1,4 +1,4 @@
-"""Offload tiers in recipes and under ``initialize``, and the limits of engines under ``initialize``."""
+"""Rules of offload tiers, for recipes and ``initialize``, and limits of the engines under ``initialize``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ DEVICES = tuple(TIERS)
 
 
 def offload_plans(optimizer: OffloadOptimizer, params: OffloadParam) -> tuple[OffloadPlan, OffloadPlan]:
-    """Build the plans of two blocks that ``offload_problems`` has nothing against."""
+    """Return the plans of two blocks that have passed ``offload_problems``."""
     return (
         OffloadPlan(
             device=optimizer.device,
@@ -32,19 +32,20 @@ def offload_plans(optimizer: OffloadOptimizer, params: OffloadParam) -> tuple[Of
 
 
 def max_in_cpu(params: OffloadParam) -> int | None:
-    """Return ``max_in_cpu``, or a number under ``fast_init``, where ColossalAI's page prints it."""
+    """Return ``max_in_cpu``, also if its number is written under ``fast_init``."""
+    # ColossalAI's documentation prints the number under fast_init, and recipes copy it.
     if params.max_in_cpu is not None:
         return int(params.max_in_cpu)
     return None if isinstance(params.fast_init, bool) else int(params.fast_init)
 
 
 def offload_problems(optimizer: OffloadOptimizer, params: OffloadParam, level: int, root: str) -> list[Problem]:
-    """Check what cannot be done, each with the reason.
+    """Return a problem for each setting of the two offload blocks that is not supported.
 
     Args:
-        optimizer, params: the blocks.
+        optimizer, params: the two blocks.
         level: ZeRO level.
-        root: key path of what holds them, such as ``config.ZERO``.
+        root: key path of the parent of both blocks, such as ``config.ZERO``.
     """
     problems: list[Problem] = []
     for name, block in (("offload_optimizer_config", optimizer), ("offload_param_config", params)):
@@ -93,11 +94,11 @@ def _param_problems(params: OffloadParam, level: int, key: str) -> list[Problem]
 
 
 def offload_notes(optimizer: OffloadOptimizer, params: OffloadParam, has_gpu: bool, root: str) -> tuple[str, ...]:
-    """Write notes to print once on keys without effect and keys that were read in another way.
+    """Return notes on keys without effect, and on keys that are read as another key.
 
     Args:
         optimizer, params, root: as for ``offload_problems``.
-        has_gpu: training runs on one.
+        has_gpu: training runs on a GPU.
     """
     notes = []
     defaults = OffloadOptimizer(), OffloadParam()
@@ -122,15 +123,15 @@ def offload_notes(optimizer: OffloadOptimizer, params: OffloadParam, has_gpu: bo
         if block.device == "cpu":
             if not has_gpu:
                 notes.append(f"{key}.device=cpu: training runs on the CPU, where this state is in any case.")
-            notes += [f"{key}.{name} has no effect with device: cpu." for name in _set_in_vain(block)]
+            notes += [f"{key}.{name} has no effect with device: cpu." for name in _nvme_keys(block)]
     return tuple(notes)
 
 
-def _set_in_vain(block: OffloadOptimizer | OffloadParam) -> list[str]:
-    """List keys that mean something with nvme only."""
-    in_vain = ["fast_init"] if block.fast_init is True else []
-    in_vain += ["nvme_path"] if block.nvme_path else []
-    return in_vain + (["max_in_cpu"] if isinstance(block, OffloadParam) and max_in_cpu(block) is not None else [])
+def _nvme_keys(block: OffloadOptimizer | OffloadParam) -> list[str]:
+    """Return the keys of ``block`` that are set and have an effect with nvme only."""
+    keys = ["fast_init"] if block.fast_init is True else []
+    keys += ["nvme_path"] if block.nvme_path else []
+    return keys + (["max_in_cpu"] if isinstance(block, OffloadParam) and max_in_cpu(block) is not None else [])
 
 
 _ENGINES = ("torch", "fairscale")
@@ -138,21 +139,21 @@ _ENGINE_KEY = "zero.engine"
 
 
 def engine_of(name: str) -> str:
-    """Replace ``auto`` by torch."""
+    """Return the name of the engine: torch for ``auto``."""
     return "torch" if name == "auto" else name
 
 
 def engine_problems(
     name: str, level: int, *, is_half: bool, is_offloaded: bool, shard_group_size: int, is_float8: bool
 ) -> list[Problem]:
-    """Check what cannot be done, each with the reason.
+    """Return a problem for each setting of ``initialize`` that the engine does not support.
 
     Args:
-        name: name as given.
+        name: engine as the user wrote it.
         level: ZeRO level.
-        is_half: half precision is asked for, or comes with ``type=``.
-        is_offloaded: the optimizer or parameters rest elsewhere.
-        shard_group_size: -1: all ranks.
+        is_half: half precision is requested, or implied by ``type=``.
+        is_offloaded: optimizer state or parameters are offloaded.
+        shard_group_size: ranks per copy of the state; -1: all ranks.
         is_float8: linear layers multiply in float8.
     """
     if engine_of(name) not in _ENGINES:
@@ -168,4 +169,4 @@ def engine_problems(
         "with shard_group_size, since fairscale shares one copy among all ranks": shard_group_size != -1,
     }
     fix = "Leave it out, or the other."
-    return [Problem(_ENGINE_KEY, repr(name), f"must be torch {words}", fix) for words, is_so in cannot.items() if is_so]
+    return [Problem(_ENGINE_KEY, repr(name), f"must be torch {words}", fix) for words, holds in cannot.items() if holds]

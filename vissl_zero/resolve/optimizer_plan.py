@@ -1,6 +1,6 @@
-"""One base optimizer and its schedules from every form of OPTIMIZER, and which forms name one optimizer.
+"""The base optimizer and its schedules, from each form that OPTIMIZER may have, and their rules.
 
-docs/optimizer_forms.md is the table.
+docs/optimizer_forms.md lists the forms.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _WRITE = f"Write {_KEY}.base_optimizer.name=sgd, for example, or {_KEY}.name=sgd
 
 
 def form(cfg: RunConfig, decided: Decisions) -> list[Problem]:
-    """Check that one optimizer is named, once, or twice by the same name."""
+    """Check that OPTIMIZER names one optimizer; flat and nested names must be equal."""
     block, nested = cfg.OPTIMIZER, cfg.OPTIMIZER.base_optimizer.name
     if nested == "zero":
         must = "must be the optimizer whose state zero shards, not zero itself"
@@ -48,7 +48,7 @@ def form(cfg: RunConfig, decided: Decisions) -> list[Problem]:
 
 
 def known(cfg: RunConfig, decided: Decisions) -> list[Problem]:
-    """Check that the optimizer is known and has the keys it is given."""
+    """Check that the optimizer and its keys are known."""
     if form(cfg, decided):
         return []
     if base_name(cfg.OPTIMIZER) not in OPTIMIZERS:
@@ -70,7 +70,7 @@ def known(cfg: RunConfig, decided: Decisions) -> list[Problem]:
 
 
 def larc(cfg: RunConfig, decided: Decisions) -> list[Problem]:
-    """Refuse LARC on top of an optimizer that adapts its rates by itself."""
+    """Check that LARC is not combined with LARS, which has the same layer-wise rates."""
     block, problems = cfg.OPTIMIZER, []
     if uses_larc(block) and base_name(block) == "lars":
         must = "cannot be put on top of lars, which adapts its rates by itself"
@@ -79,7 +79,7 @@ def larc(cfg: RunConfig, decided: Decisions) -> list[Problem]:
 
 
 def groups(cfg: RunConfig, decided: Decisions) -> list[Problem]:
-    """Check that rates of several heads have groups of heads; parameters with rates of their own, known keys."""
+    """Check the entries of ``param_groups`` and ``linear_eval_heads``, and that lr_factors have a group per head."""
     block = cfg.OPTIMIZER
     try:
         rules = param_rules(block)
@@ -102,7 +102,7 @@ def groups(cfg: RunConfig, decided: Decisions) -> list[Problem]:
 
 
 def _head_rules(cfg: RunConfig) -> list[Problem]:
-    """Check that linear_eval_heads has a block for each head, and nothing else sets the heads' rates or decay."""
+    """Check that linear_eval_heads has a block per head, and that no other key sets the heads' rates or decay."""
     block, key = cfg.OPTIMIZER, f"{_KEY}.linear_eval_heads"
     if block.param_group_constructor != "linear_eval_heads" or one_rate(block):
         return []
@@ -138,7 +138,7 @@ def used_schedules(cfg: RunConfig) -> dict[str, Scheduler]:
 
 
 def _well_formed(cfg: RunConfig, decided: Decisions) -> list[Problem]:
-    """Check that every schedule is known and has what it needs; parts of a composite too."""
+    """Check that every schedule, and every part of a composite, is known and complete."""
     problems: list[Problem] = []
     for name, schedule in used_schedules(cfg).items():
         problems += _schedule(f"{_SCHEDULES}.{name}", asdict(schedule), cfg.OPTIMIZER.num_epochs)
@@ -160,7 +160,8 @@ def _schedule(key: str, schedule: Mapping[str, Any], num_epochs: int) -> list[Pr
 
 
 def _missing(key: str, name: str, schedule: Mapping[str, Any]) -> list[Problem]:
-    """Report keys that a part of a composite, a free block, lacks or does not have."""
+    """Return problems of unknown and of missing keys of a schedule."""
+    # Parts of a composite are plain dicts, which the typed configuration has not checked.
     try:
         typed_options(Scheduler, schedule, key)
     except ConfigError as error:
@@ -206,12 +207,13 @@ def _composite(key: str, schedule: Mapping[str, Any], num_epochs: int) -> list[P
 
 
 def _auto_scaling(cfg: RunConfig, decided: Decisions) -> list[Problem]:
-    """Check that scaling by the batch has a base and something to scale."""
+    """Check that a schedule with auto_lr_scaling rises above 0."""
     problems: list[Problem] = []
     for name, schedule in used_schedules(cfg).items():
         auto, key = schedule.auto_lr_scaling, f"OPTIMIZER.param_schedulers.{name}.auto_lr_scaling"
         if not auto.auto_scale:
             continue
+        # A broken schedule is reported by ``_well_formed`` alone. Any length is fine here, hence 10**9 epochs.
         if schedule.name in KEYS and not _schedule(key, asdict(schedule), 10**9) and peak(plain(schedule)) <= 0:
             fix = "Write the schedule for base_value; its shape is kept."
             problems.append(Problem(f"config.{key}", "", "needs a schedule that rises above 0", fix))
@@ -219,7 +221,7 @@ def _auto_scaling(cfg: RunConfig, decided: Decisions) -> list[Problem]:
 
 
 def _peak_value(cfg: RunConfig, decided: Decisions) -> list[Problem]:
-    """Check that OPTIMIZER.lr has a schedule that can be scaled to it."""
+    """Check that the schedule can be scaled to the peak value OPTIMIZER.lr."""
     value, schedule = cfg.OPTIMIZER.lr, cfg.OPTIMIZER.param_schedulers.lr
     if value is None:
         return []
@@ -237,8 +239,8 @@ OPTIMIZER_RULES = (form, known, larc, groups, _well_formed, _auto_scaling, _peak
 
 
 _DEFAULT_WEIGHT_DECAY = 1e-4
-# Keys that stand in the block itself; every other key of an optimizer stands in PARAMS.
-_OWN_KEYS = ("momentum", "nesterov", "betas", "exclude_bias_and_norm")
+# Keys of optimizers that are fields of the block; all other keys of an optimizer are in PARAMS.
+_BLOCK_KEYS = ("momentum", "nesterov", "betas", "exclude_bias_and_norm")
 _BASE = "config.OPTIMIZER.base_optimizer"
 
 
@@ -256,15 +258,15 @@ def grouping(block: Optimizer) -> str:
 
 
 def one_rate(block: Optimizer) -> bool:
-    """Check whether the heads have neither rate nor weight decay of their own, whatever their keys say."""
+    """Check whether the grouping ignores the heads' keys: heads then have the trunk's rate and weight decay."""
     return grouping(block) != "default"
 
 
 def param_rules(block: Optimizer) -> list[dict[str, Any]]:
-    """Return the entries of ``param_groups``, typed and complete.
+    """Return the entries of ``param_groups``, typed, with defaults filled in.
 
     Raises:
-        ConfigError: an entry that is none.
+        ConfigError: an entry is not a block, or has unknown keys.
     """
     key = "config.OPTIMIZER.param_groups"
     for index, entry in enumerate(block.param_groups):
@@ -277,10 +279,10 @@ def param_rules(block: Optimizer) -> list[dict[str, Any]]:
 
 
 def head_rules(block: Optimizer) -> list[dict[str, Any]]:
-    """Return the entries of ``linear_eval_heads``, typed; none unless ``param_group_constructor`` asks for them.
+    """Return the entries of ``linear_eval_heads``, typed; empty unless ``param_group_constructor`` is this name.
 
     Raises:
-        ConfigError: an entry that is none.
+        ConfigError: an entry is not a block, or has unknown keys.
     """
     key = "config.OPTIMIZER.linear_eval_heads"
     if block.param_group_constructor != "linear_eval_heads" or one_rate(block):
@@ -295,7 +297,7 @@ def head_rules(block: Optimizer) -> list[dict[str, Any]]:
 
 
 def uses_larc(block: Optimizer) -> bool:
-    """Check whether LARC is on; the nested block decides if it says so."""
+    """Check whether LARC is on; the nested key wins over the flat key."""
     return bool(_nested_first(block, "use_larc"))
 
 
@@ -306,16 +308,16 @@ def weight_decay(block: Optimizer) -> float:
 
 
 def _optimizer_options(block: Optimizer) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return the optimizer's own keys, typed and complete, and notes on keys it does not have.
+    """Return the optimizer's keys, typed, with defaults filled in, and notes on keys without effect on it.
 
     Raises:
-        ConfigError: an unknown optimizer, unknown keys in PARAMS, values of a wrong type.
+        ConfigError: unknown keys in PARAMS, or values of a wrong type.
     """
     name = base_name(block)
     schema = component_keys(OPTIMIZERS, name)
     known = set(getattr(schema, "__dataclass_fields__", ()))
     options, notes = {}, []
-    for key in _OWN_KEYS:
+    for key in _BLOCK_KEYS:
         value = _nested_first(block, key)
         if value is not None and key in known:
             options[key] = value
@@ -342,12 +344,12 @@ def _larc(block: Optimizer) -> tuple[LarcPlan | None, tuple[str, ...]]:
 
 
 def optimizer_plan(cfg: RunConfig, global_batch: int, num_nodes: int) -> tuple[OptimizerPlan, tuple[str, ...]]:
-    """Plan the optimizer of a run, and what to say about it.
+    """Return the optimizer plan of a run, and notes to print about it.
 
     Args:
-        cfg: a configuration that passed the rules.
+        cfg: a configuration that has passed the rules.
         global_batch: source images per optimizer step, for automatic scaling of the learning rate.
-        num_nodes: machines, among which that batch is shared.
+        num_nodes: number of machines, for VISSL's form of the scaling.
     """
     block = cfg.OPTIMIZER
     options, option_notes = _optimizer_options(block)
@@ -377,7 +379,7 @@ def optimizer_plan(cfg: RunConfig, global_batch: int, num_nodes: int) -> tuple[O
 
 
 def _warm_up_notes(block: Optimizer, schedules: DerivedSchedules) -> list[str]:
-    """Note what VISSL's scaling left out of a schedule."""
+    """Return a note for each schedule from which VISSL's scaling has removed the warm-up."""
     return [
         f"config.OPTIMIZER.param_schedulers.{name}: on one machine the warm-up is left out, as in VISSL, because it "
         "would begin at the scaled rate; auto_lr_scaling.keep_shape=true keeps it."
@@ -392,11 +394,11 @@ def _parts(scheduler: Scheduler) -> list[Any]:
 
 
 def _own_names(parts: Sequence[str]) -> list[str]:
-    """List parts of parameters' names, VISSL's with ours beside them (class_token: cls_token)."""
+    """Return parts of parameters' names, each VISSL name followed by its name here (class_token, cls_token)."""
     return list(dict.fromkeys(name for part in parts for name in (part, ALIASES["parameters"].get(part, part))))
 
 
-# Keys that each schedule reads; those of the others are left out of the resolved configuration.
+# Schedule -> the keys that it reads; the resolved configuration omits all other keys.
 KEYS: dict[str, tuple[str, ...]] = {
     "constant": ("value",),
     "linear": ("start_value", "end_value"),
@@ -413,14 +415,14 @@ KEYS: dict[str, tuple[str, ...]] = {
     "multistep": ("values", "milestones"),
     "composite": ("schedulers", "lengths", "interval_scaling"),
 }
-# Keys among them that have a default in a part of a composite too.
+# Keys that may be missing even in a part of a composite.
 OPTIONAL_KEYS = ("interval_scaling", "lr_multiplier", "is_adaptive")
 _VALUES = ("value", "start_value", "end_value")
 
 
 @dataclass(frozen=True)
 class DerivedSchedules:
-    """Schedules of a run as plain dicts; None: no schedule."""
+    """Schedules of a run as plain dicts. None: the value is constant."""
 
     lr: dict[str, Any]
     lr_head: dict[str, Any]
@@ -429,7 +431,7 @@ class DerivedSchedules:
 
 
 def resolved_schedules(block: Optimizer, global_batch: int, num_nodes: int = 1) -> DerivedSchedules:
-    """Resolve all schedules of OPTIMIZER, learning rates scaled by the global batch if the recipe asks for it."""
+    """Return all schedules of OPTIMIZER, with learning rates scaled by the global batch if auto_scale is on."""
     schedulers, head = block.param_schedulers, block.head_optimizer_params
     has_own_lr = head.use_different_lr and not one_rate(block)
     if block.lr is None:
@@ -450,11 +452,11 @@ def resolved_schedules(block: Optimizer, global_batch: int, num_nodes: int = 1) 
 
 
 def scaled(scheduler: Scheduler, global_batch: int, num_nodes: int = 1) -> dict[str, Any]:
-    """Scale a schedule's rates by the batch, if auto_scale: https://arxiv.org/abs/1706.02677.
+    """Return a schedule, scaled by the batch if auto_scale is on: https://arxiv.org/abs/1706.02677.
 
-    The rate becomes ``base_value * global_batch / base_lr_batch_size``, or the root of that ratio. With ``keep_shape``
-    all of the schedule is multiplied by one factor, so that its peak is that rate; else it is as in VISSL
-    (``get_scaled_lr_scheduler`` of vissl/utils/hydra_config.py at 09270ed2).
+    The rate becomes ``base_value * ratio``, or ``base_value * sqrt(ratio)``, where ``ratio`` is
+    ``global_batch / base_lr_batch_size``. With ``keep_shape`` the schedule is multiplied by one factor, so that the
+    rate is its peak. Otherwise it follows ``get_scaled_lr_scheduler`` of vissl/utils/hydra_config.py at 09270ed2.
     """
     schedule, auto = plain(scheduler), scheduler.auto_lr_scaling
     if not auto.auto_scale:
@@ -467,9 +469,9 @@ def scaled(scheduler: Scheduler, global_batch: int, num_nodes: int = 1) -> dict[
 
 
 def _as_in_vissl(schedule: dict[str, Any], wanted: float, of_one_machine: float, num_nodes: int) -> dict[str, Any]:
-    """Begin every part at ``wanted``; a line ends there and begins, as a warm-up, at the rate of one machine's batch.
+    """Scale as VISSL: each part starts at ``wanted``, but a linear part rises to it from the rate of one machine.
 
-    On one machine a line that would not fall is left out.
+    On one machine the last linear part is removed unless it falls.
     """
     name = schedule["name"]
     if name == "linear":
@@ -486,7 +488,7 @@ def _as_in_vissl(schedule: dict[str, Any], wanted: float, of_one_machine: float,
 
 
 def _without_part(schedule: dict[str, Any], index: int) -> dict[str, Any]:
-    """Remove one part from a composite; the other parts take over its share."""
+    """Return a composite without the part ``index``; the other lengths are rescaled to sum to 1."""
     parts, lengths, scaling = (
         [value for at, value in enumerate(schedule.get(key) or []) if at != index]
         for key in ("schedulers", "lengths", "interval_scaling")
@@ -499,7 +501,7 @@ def _without_part(schedule: dict[str, Any], index: int) -> dict[str, Any]:
 
 
 def plain(scheduler: Scheduler) -> dict[str, Any]:
-    """Convert a schedule to the dict that builds it: its name, its own keys, its update interval."""
+    """Convert a schedule to the dict that builds it: its name, the keys that it reads, its update interval."""
     return _own_keys(asdict(scheduler))
 
 
@@ -515,7 +517,7 @@ def _own_keys(schedule: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def peak(schedule: Mapping[str, Any]) -> float:
-    """Return the largest value a schedule takes."""
+    """Return the largest value of a schedule."""
     if schedule["name"] == "composite":
         return max((peak(part) for part in schedule["schedulers"]), default=0.0)
     return max([*(schedule[key] for key in _VALUES if key in schedule), *schedule.get("values", [])], default=0.0)

@@ -1,4 +1,4 @@
-"""Files in a folder of images that are not read, in words: nobody wants to lose photos without a sign."""
+"""Messages about files in a folder of images that are not read, so that no photo is left out silently."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from vissl_zero.errors import counted
 
-# Pictures of phones, cameras and programs whose formats are not decoded (``data/decode.py``).
+# Extensions of image formats that ``data/decode.py`` does not decode.
 PICTURES = (
     *(".heic", ".heif", ".hif", ".avif", ".avifs", ".jxl", ".jp2", ".j2k", ".jpf", ".jfif", ".jpe"),
     *(".svg", ".psd", ".ico", ".tga", ".eps", ".exr", ".hdr", ".dds", ".pbm", ".pnm", ".pfm"),
@@ -19,16 +19,16 @@ PICTURES = (
 
 
 def left_out(endings: Mapping[str, int], where: str) -> str:
-    """Say how many pictures of which endings in ``where`` are not read: a sentence, empty where there is none."""
+    """Return a sentence with the number of unread images in ``where`` by extension; empty if there are none."""
     if not (count := sum(endings.values())):
         return ""
     listed = ", ".join(f"{ending} {number:,}" for ending, number in sorted(endings.items(), key=lambda pair: -pair[1]))
-    verb, them = ("is", "it") if count == 1 else ("are", "them")
-    return f"{counted(count, 'file')} in {where} {verb} left out: {listed} (convert {them} to JPEG or PNG)."
+    verb, pronoun = ("is", "it") if count == 1 else ("are", "them")
+    return f"{counted(count, 'file')} in {where} {verb} left out: {listed} (convert {pronoun} to JPEG or PNG)."
 
 
 def held(endings: Mapping[str, int], most: int = 3) -> str:
-    """Say what a folder without images does hold: ``" It does hold 1 .heic file (...)."``; empty if nothing."""
+    """Return a sentence on the other files of a folder without images (" It does hold 1 .heic file."), or ""."""
     shown = sorted(((ending, n) for ending, n in endings.items() if ending), key=lambda pair: -pair[1])[:most]
     if not shown:
         return ""
@@ -39,5 +39,5 @@ def held(endings: Mapping[str, int], most: int = 3) -> str:
 
 
 def endings_in(folder: Path) -> Counter[str]:
-    """Count the files in a folder and below it by their endings, in lower case. Cost: lists all of it."""
+    """Count the files in a folder and its subfolders by lower-case extension. Cost: lists the whole tree."""
     return Counter(Path(name).suffix.lower() for _, _, names in os.walk(folder) for name in names if name[0] != ".")

@@ -1,6 +1,6 @@
-"""Images with masks (``segmentation_folder``): which files belong together, and how many classes their pixels have.
+"""Images with masks (``segmentation_folder``): matching files, and the number of classes of their pixels.
 
-A folder has ``images/`` and ``masks/``, files of the same names in both, and perhaps ``classes.txt``, a name a line.
+A folder has ``images/`` and ``masks/`` with files of the same names, and optionally ``classes.txt``, one name per line.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 SOURCE = "segmentation_folder"
 IMAGES, MASKS, CLASSES = "images", "masks", "classes.txt"
 IGNORED = 255  # the class of pixels that do not count
-_MOST_NAMED = 20
+_MAX_CLAUSES = 20
 
-# Transforms that move pixels are made of image and mask by the same draws; the others are of the image alone.
+# Geometric transforms use the same random draws for image and mask. All others change the image alone.
 GEOMETRIC = (
     *("Resize", "CenterCrop", "RandomCrop", "RandomResizedCrop", "RandomHorizontalFlip", "RandomVerticalFlip"),
     *("Pad", "RandomRotation", "RandomAffine", "RandomPerspective", "ElasticTransform"),
@@ -43,7 +43,7 @@ class Pair(NamedTuple):
 
 
 def list_pairs(root: Path) -> tuple[list[Pair], list[str]]:
-    """List the images below ``root`` with their masks, by name; and a clause for each that has no usable mask."""
+    """Return the pairs of image and mask below ``root``, sorted, and a clause for each image without a usable mask."""
     if missing := [name for name in (IMAGES, MASKS) if not (root / name).is_dir()]:
         return [], [f"{root} has no folder {' and no folder '.join(missing)}"]
     try:
@@ -59,6 +59,7 @@ def list_pairs(root: Path) -> tuple[list[Pair], list[str]]:
         elif not mask:
             problems.append(f"{image[0]} has no mask {root / MASKS / stem}.png")
         elif not pngs:
+            # JPEG is lossy: it would change the numbers of classes.
             problems.append(f"the mask {mask[0]} is no PNG, and other formats change values")
         else:
             pairs.append(Pair(image[0], pngs[0]))
@@ -73,13 +74,13 @@ def _by_stem(folder: Path) -> Mapping[str, list[str]]:
 
 
 def listed(problems: Sequence[str]) -> str:
-    """Join clauses to one text, the first 20 of them."""
-    more = len(problems) - _MOST_NAMED
-    return "; ".join(problems[:_MOST_NAMED]) + (f"; and {more:,} more" if more > 0 else "")
+    """Join the first 20 clauses to one string, and say how many more there are."""
+    more = len(problems) - _MAX_CLAUSES
+    return "; ".join(problems[:_MAX_CLAUSES]) + (f"; and {more:,} more" if more > 0 else "")
 
 
 def names_of_classes(root: Path, num_classes: int) -> tuple[str, ...]:
-    """Return the names in ``classes.txt`` of a folder, else the numbers below ``num_classes``; none where it is 0.
+    """Return the names in ``classes.txt`` of a folder, or "0", "1", ... up to ``num_classes`` without such a file.
 
     Raises:
         OSError, UnicodeDecodeError: the file cannot be read.
@@ -112,7 +113,7 @@ def pairs(cfg: RunConfig, decided: Decisions) -> list[Problem]:
 
 
 def transforms_of_pairs(cfg: RunConfig) -> list[Problem]:
-    """Check that every transform says what becomes of a mask, and that the backend has masks."""
+    """Check that every transform is defined for masks too, and that the backend supports masks."""
     problems: list[Problem] = []
     for split, options in splits(cfg).items():
         key = f"config.DATA.{split}.TRANSFORMS"
@@ -142,9 +143,9 @@ def _names(transforms: Any) -> list[str]:
 
 
 def _classes(roots: Sequence[Path], num_classes: object, key: str, is_train: bool) -> Problem | None:
-    """Check that ``classes.txt`` and the given number agree. TEST has TRAIN's classes."""
+    """Check that ``classes.txt`` and ``num_classes`` agree, and that TRAIN has one of them."""
     if not isinstance(num_classes, int):
-        return None  # the rule of types speaks
+        return None  # reported where types are checked
     try:
         named = [names_of_classes(root, 0) for root in roots]
     except (OSError, UnicodeDecodeError) as error:

@@ -1,7 +1,4 @@
-"""How many processes, on which device, joined by what: with the rules of devices, machines, restarts and SLURM.
-
-Nothing given under SLURM can add a line to the sbatch script.
-"""
+"""The placement of ranks (processes, device, backend), and the rules of devices, machines, restarts and SLURM."""
 
 from __future__ import annotations
 
@@ -28,9 +25,9 @@ class Placement:
     Attributes:
         device: "cpu" or "cuda".
         backend: "gloo" or "cpu:gloo,cuda:nccl".
-        world_size, num_nodes, procs_per_node: ranks.
-        threads_per_rank: CPU threads of torch.
-        notes: sentences to say once.
+        world_size, num_nodes, procs_per_node: number of ranks, of machines, and of ranks per machine.
+        threads_per_rank: CPU threads of torch per rank.
+        notes: sentences to print once.
     """
 
     device: str
@@ -43,7 +40,7 @@ class Placement:
 
 
 def placement(cfg: RunConfig, host: Host) -> Placement:
-    """Decide where the ranks of ``cfg`` live on ``host``."""
+    """Return the placement of the ranks of ``cfg`` on ``host``."""
     distributed, notes = cfg.DISTRIBUTED, [host.assumed] if host.assumed else []
     world_size, procs = ranks(cfg, host)
     device = _device(cfg, host, procs)
@@ -78,14 +75,14 @@ def placement(cfg: RunConfig, host: Host) -> Placement:
 
 
 def _threads(cfg: RunConfig, host: Host, procs: int) -> int:
-    """Choose a rank's threads: the user's, else its share of idle cores (of all, if bits must not depend on it)."""
-    looks = host.num_idle_cores is not None and not cfg.TRAINER.DETERMINISTIC
-    cores = host.num_idle_cores if looks and host.num_idle_cores else host.num_cores
+    """Return the threads per rank: the user's number, else the rank's share of the idle cores."""
+    # The number of threads changes the order of sums. With DETERMINISTIC it must not depend on the machine's load.
+    cores = host.num_cores if cfg.TRAINER.DETERMINISTIC else host.num_idle_cores or host.num_cores
     return cfg.TRAINER.THREADS_PER_RANK or host.num_threads or max(1, cores // procs)
 
 
 def ranks(cfg: RunConfig, host: Host) -> tuple[int, int]:
-    """Return world size and processes on this machine; torchrun's numbers win."""
+    """Return (world size, processes on this machine); torchrun's numbers win over the configuration's."""
     procs = max(1, cfg.DISTRIBUTED.NUM_PROC_PER_NODE)
     return host.torchrun or (procs * max(1, cfg.DISTRIBUTED.NUM_NODES), procs)
 
@@ -118,7 +115,7 @@ def gpu(cfg: RunConfig, decided: Decisions) -> Problem | None:
 
 
 def _several_machines(cfg: RunConfig, decided: Decisions) -> Problem | None:
-    """Check that several machines know where to meet."""
+    """Check that RUN_ID names a rendezvous address if the run has several machines."""
     distributed = cfg.DISTRIBUTED
     if distributed.NUM_NODES <= 1 or decided.host.torchrun or is_submitted(cfg) or cfg.DRY_RUN:
         return None
@@ -150,7 +147,7 @@ def folder(cfg: RunConfig, decided: Decisions) -> list[Problem]:
 
 
 def allowed(cfg: RunConfig, decided: Decisions) -> list[Problem]:
-    """Check that what may change is a key or a block that there is."""
+    """Check that the entries of ALLOW_CHANGED are existing keys or blocks."""
     problems, known = [], [field.name for field in fields(cfg)]
     for key in cfg.CHECKPOINT.ALLOW_CHANGED:
         if key.removeprefix("config.").split(".")[0] not in known:
@@ -160,7 +157,7 @@ def allowed(cfg: RunConfig, decided: Decisions) -> list[Problem]:
 
 
 def restarts(cfg: RunConfig, decided: Decisions) -> list[Problem]:
-    """Check that restarts have a number of tries and a checkpoint to resume from."""
+    """Check that restarts can resume from a checkpoint, and that MIN_PROC_PER_NODE is possible."""
     problems = []
     distributed = cfg.DISTRIBUTED
     if distributed.MAX_RESTARTS > 0 and not cfg.CHECKPOINT.AUTO_RESUME:
@@ -178,7 +175,7 @@ def restarts(cfg: RunConfig, decided: Decisions) -> list[Problem]:
 
 
 _OPTION = re.compile(r"[a-z][a-z0-9-]*")
-# sbatch options that other keys decide, and those that keys decide.
+# Option of sbatch -> the key that decides it, which ADDITIONAL_PARAMETERS must not contradict.
 _DECIDED = {
     "job-name": "config.SLURM.NAME",
     "comment": "config.SLURM.COMMENT",
@@ -204,8 +201,9 @@ _DECIDED = {
 }
 
 
-def _texts(cfg: RunConfig, decided: Decisions) -> list[Problem]:
-    """Check that names and comments are one line each: a second one would be read as an option or a command."""
+def _strings(cfg: RunConfig, decided: Decisions) -> list[Problem]:
+    """Check that strings in the sbatch script are one line each, without SLURM's placeholder %."""
+    # A second line would be read as an option of sbatch or as a shell command.
     slurm, problems = cfg.SLURM, []
     for key in ("NAME", "COMMENT", "PARTITION", "ACCOUNT", "QOS", "CONSTRAINT", "LOG_FOLDER"):
         value = getattr(slurm, key)
@@ -226,7 +224,7 @@ def _texts(cfg: RunConfig, decided: Decisions) -> list[Problem]:
 
 
 def _setup(cfg: RunConfig, decided: Decisions) -> list[Problem]:
-    """Check that SETUP is shell, and nothing but shell."""
+    """Check that SETUP has shell commands and no options of sbatch."""
     must = "must be shell commands, not options of sbatch"
     fix = "Put options into config.SLURM.ADDITIONAL_PARAMETERS."
     return [
@@ -237,7 +235,7 @@ def _setup(cfg: RunConfig, decided: Decisions) -> list[Problem]:
 
 
 def _additional(cfg: RunConfig, decided: Decisions) -> Iterator[Problem]:
-    """Check that further options are well formed and are not those that other keys decide."""
+    """Check that further options of sbatch are well formed, and that no other key decides them."""
     for name, value in cfg.SLURM.ADDITIONAL_PARAMETERS.items():
         option, key = str(name).replace("_", "-"), f"config.SLURM.ADDITIONAL_PARAMETERS.{name}"
         if not _OPTION.fullmatch(option):
@@ -253,8 +251,8 @@ def _additional(cfg: RunConfig, decided: Decisions) -> Iterator[Problem]:
             yield _one_line(key, str(value))
 
 
-def _numbers(cfg: RunConfig, decided: Decisions) -> list[Problem]:
-    """Check that there is time to run, and to save before it ends."""
+def _time_limit(cfg: RunConfig, decided: Decisions) -> list[Problem]:
+    """Check that the time limit is above 0, and that the signal to save comes after the start."""
     slurm = cfg.SLURM
     problems = []
     minutes = 60 * slurm.TIME_HOURS + slurm.TIME_MINUTES
@@ -269,15 +267,15 @@ def _numbers(cfg: RunConfig, decided: Decisions) -> list[Problem]:
 
 
 def is_submitted(cfg: RunConfig) -> bool:
-    """Check whether the run is handed in to a scheduler: its machines are not this one, and have disks of their own."""
+    """Check whether the run is submitted to a scheduler, so that its machines and their disks are not this one's."""
     return cfg.SLURM.USE_SLURM
 
 
 def _slurm_job(cfg: RunConfig, decided: Decisions) -> list[Problem]:
-    """Check what a job of a cluster may be called and ask for, where one is submitted."""
+    """Check the keys of SLURM if the run is submitted."""
     if not is_submitted(cfg):
         return []
-    return [*_texts(cfg, decided), *_setup(cfg, decided), *_additional(cfg, decided), *_numbers(cfg, decided)]
+    return [*_strings(cfg, decided), *_setup(cfg, decided), *_additional(cfg, decided), *_time_limit(cfg, decided)]
 
 
 def is_unsafe(value: object) -> bool:

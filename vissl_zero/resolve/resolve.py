@@ -1,4 +1,4 @@
-"""From the typed configuration to the frozen plan of a run: rules first, then every derived value."""
+"""Turn the typed configuration into the frozen plan of a run: check all rules, then derive every value."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ __all__ = ["load_resolved", "resolve", "save_resolved"]
 
 Rule = Callable[[RunConfig, Decisions], Problem | list[Problem] | None]
 
-# All of them run, and all problems are reported together. A rule is a pure function of configuration and decisions.
+# A rule is a pure function of configuration and decisions. All rules run, so that one error lists all problems.
 RULES: tuple[Rule, ...] = (
     *DATA_RULES,
     *PAIR_RULES,
@@ -84,21 +84,21 @@ def resolve(
     notes: Sequence[str] = (),
     host: Host | None = None,
 ) -> ResolvedRun:
-    """Check a configuration and decide every derived value. Imports the user's modules (``IMPORTS``), never torch.
+    """Check a configuration and return the plan of the run. Imports the user's modules (``IMPORTS``), never torch.
 
     Args:
-        cfg: configuration as ``compose`` gives it.
-        run_dir: the run folder where CHECKPOINT.DIR is null.
-        recipe: what ``config=`` named.
+        cfg: configuration that ``compose`` returned.
+        run_dir: run folder to use if CHECKPOINT.DIR is null.
+        recipe: name of the recipe, the value of ``config=``.
         written: the tree with ``${...}`` as written (``Composed.written``), so that their values can be masked on disk.
-        notes: sentences of composing (``Composed.notes``).
+        notes: notes of ``compose`` (``Composed.notes``).
         host: the machine to plan for; this one by default.
     Raises:
-        ConfigError: everything that is wrong, all problems at once.
+        ConfigError: the configuration has problems; the error lists all of them.
     """
-    # First: all that follows looks up names in the registries, which these modules fill.
+    # First, because these modules register the names that the rules look up.
     broken = [*load_plugins(cfg.IMPORTS), *recipe_packages()[1]]
-    # On its own: a part lacks most of a recipe, and each check below would say so.
+    # Alone, because a part lacks most of a recipe: nearly every rule would report a problem.
     if problem := _part_alone(cfg, recipe):
         raise ConfigError([problem])
     if tests_alone(cfg):
@@ -106,10 +106,11 @@ def resolve(
     cfg = without_training(cfg)
     try:
         cfg = with_named_teacher(with_channels(with_image_size(with_run_of_weights(cfg))))
-    except ConfigError as error:  # without the trunk most rules would stumble, but not that of the images
+    except ConfigError as error:  # without a trunk most rules cannot run, but the rule of paths can
         raise ConfigError([*error.problems, *paths(cfg)]) from error
     decided = Decisions(cfg, host or _host(cfg))
-    # Modules that cannot be imported are problems only beside others, which they may explain; else they are notes.
+    # A module that cannot be imported may be the cause of other problems, such as an unknown name. Without other
+    # problems this run does not need it, and a note is enough.
     if all_problems := problems(decided):
         raise ConfigError([*all_problems, *broken])
     place, step = decided.placement, decided.global_batch
@@ -163,7 +164,7 @@ def resolve(
 
 
 def problems(decided: Decisions) -> list[Problem]:
-    """Find all that is wrong with a configuration: values by themselves, then keys together; each problem once."""
+    """Return all problems of a configuration, each once: first of single values, then of the rules."""
     cfg = decided.cfg
     collected = list(constraint_problems(cfg, "config", unread_blocks(cfg)))
     for rule in RULES:
@@ -172,13 +173,13 @@ def problems(decided: Decisions) -> list[Problem]:
         except (TypeError, ValueError, KeyError, IndexError, AttributeError, OverflowError):
             if not collected:
                 raise
-            continue  # it stumbles over a value that is among the problems already
+            continue  # the cause is a wrong value, which is reported already
         collected += [verdict] if isinstance(verdict, Problem) else verdict or []
     return list(dict.fromkeys(collected))
 
 
 def unread_blocks(cfg: RunConfig) -> set[str]:
-    """Return paths of blocks that this run does not read: of other trunks and losses, and of what is switched off."""
+    """Return paths of blocks that this run does not read: other trunks and losses, and blocks that are off."""
     name = cfg.MODEL.TRUNK.NAME
     others = {*TRUNK_BLOCKS.values()} - {TRUNK_BLOCKS.get(name), FURTHER_BLOCKS.get(name)}
     unread = {f"config.MODEL.TRUNK.{block}" for block in others}
@@ -195,7 +196,9 @@ def unread_blocks(cfg: RunConfig) -> set[str]:
 
 
 def _part_alone(cfg: RunConfig, recipe: str) -> Problem | None:
-    """Refuse a part of a recipe as one: its comment says so, it names no images and no heads, or heads and no more."""
+    """Return the problem of a part of a recipe that is used as a whole recipe; None for a whole recipe."""
+    # A part says so in its comment. Without such a comment, a file is a part if it names no images, and no heads
+    # together with a method.
     named = find_recipe(recipe)
     part = named if named and named.is_part else None
     has_method = cfg.TEST_ONLY or cfg.LOSS["name"] != default_loss()["name"] or Optimizer() != cfg.OPTIMIZER
@@ -212,28 +215,29 @@ def _part_alone(cfg: RunConfig, recipe: str) -> Problem | None:
 
 
 def _host(cfg: RunConfig) -> Host:
-    """Choose the machine to plan for: this one, or a node of the cluster that the run is submitted to."""
+    """Return the machine to plan for: this one, or a node of the cluster that the run is submitted to."""
     here = this_host()
     if cfg.DRY_RUN and not is_submitted(cfg):
         procs = ranks(cfg, here)[1]
         is_elsewhere = cfg.MACHINE.DEVICE in GPU_NAMES and here.num_gpus < procs
         return assumed_host(here, procs) if is_elsewhere else here
     if not is_submitted(cfg) or here.torchrun:
-        # Looking at idle cores takes a fifth of a second: only where nobody has said how many threads.
-        is_asked = cfg.TRAINER.THREADS_PER_RANK or here.num_threads
-        return here if is_asked else replace(here, num_idle_cores=idle_cores(here))
+        # Measuring idle cores takes a fifth of a second, so it is skipped if the user has set the threads.
+        is_set = cfg.TRAINER.THREADS_PER_RANK or here.num_threads
+        return here if is_set else replace(here, num_idle_cores=idle_cores(here))
     procs = cfg.DISTRIBUTED.NUM_PROC_PER_NODE
     return cluster_host(procs, cfg.SLURM.NUM_CPU_PER_PROC * procs, cfg.MACHINE.DEVICE, cfg.SLURM.PARTITION)
 
 
 def _filled(cfg: RunConfig) -> RunConfig:
-    """Return a copy with all keys of the chosen components, absolute paths and what follows from other keys."""
+    """Return a copy with all keys of the chosen components, absolute paths, and keys that follow from others."""
     cfg = copy.deepcopy(cfg)
     model, settings = cfg.MODEL, cfg.MODEL.FEATURE_EVAL_SETTINGS
     if not (are_tapped(cfg) or features_are_tapped(cfg)):
         settings.LINEAR_EVAL_FEAT_POOL_OPS_MAP = []
     if settings.FREEZE_TRUNK_ONLY:
         model.NON_TRAINABLE_PARAMS = [*model.NON_TRAINABLE_PARAMS, "trunk"]
+    # Half the timeout of collectives: a hanging loader is reported before the other ranks time out.
     if cfg.DATA.WORKER_TIMEOUT_S is None:
         cfg.DATA.WORKER_TIMEOUT_S = cfg.DISTRIBUTED.TIMEOUT_S / 2
     for split in (cfg.DATA.TRAIN, cfg.DATA.TEST):
@@ -253,10 +257,10 @@ def _filled(cfg: RunConfig) -> RunConfig:
 
 
 def _fill_model(cfg: RunConfig) -> None:
-    """Fill in trunk, heads and the path of the weights of ``cfg.MODEL``, in place."""
+    """Fill in the keys of trunk and heads of ``cfg.MODEL`` and the absolute path of its weights, in place."""
     model = cfg.MODEL
     if model.TRUNK.NAME not in TRUNK_BLOCKS:
         model.TRUNK.PARAMS = trunk_options(model.TRUNK)
     model.HEAD.PARAMS = [[head, options] for head, options in head_options(cfg)]
     if path := model.WEIGHTS_INIT.PARAMS_FILE:
-        model.WEIGHTS_INIT.PARAMS_FILE = absolute(path)  # workers may start elsewhere
+        model.WEIGHTS_INIT.PARAMS_FILE = absolute(path)  # workers may start in another directory

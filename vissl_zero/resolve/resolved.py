@@ -1,6 +1,6 @@
-"""The plan of a run, every derived value decided: the frozen result of ``resolve(RunConfig)``.
+"""The plan of a run with every derived value: the frozen result of ``resolve(RunConfig)``.
 
-No torch here; dtypes are named by strings ("float32", "bfloat16", ...).
+Imports no torch; dtypes are strings ("float32", "bfloat16", ...).
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ class Precision:
     """The number formats of a run.
 
     Attributes:
-        master: dtype of the parameters the optimizer updates: TRAINER.DTYPE.
+        master: dtype of the parameters that the optimizer updates: TRAINER.DTYPE.
         autocast: dtype of torch.autocast around the forward pass, or None (AMP off, or level 3 with O2).
         compute: dtype that parameters are cast to for forward and backward (FSDP_CONFIG.compute_dtype); equals
             ``master`` unless parameters themselves are computed in half precision.
-        reduce: dtype gradients are reduced in.
-        use_loss_scale: dynamic loss scaling (float16 only).
-        rounding: how an update becomes a parameter in bfloat16: "stochastic" or "kahan"; empty: ``master`` is wider.
+        reduce: dtype in which gradients are reduced over ranks.
+        use_loss_scale: scale the loss dynamically (float16 only).
+        rounding: rounding of updated parameters in bfloat16: "stochastic" or "kahan"; empty: ``master`` is wider.
     """
 
     master: str = "float32"
@@ -37,12 +37,12 @@ class Precision:
 
     @property
     def wide(self) -> str:
-        """The format of losses, statistics and optimizer state: that of the parameters, float32 at least."""
+        """Return the dtype of losses, statistics and optimizer state: float64 for float64 parameters, else float32."""
         return "float64" if self.master == "float64" else "float32"
 
     @property
     def casts_parameters(self) -> bool:
-        """Whether parameters are cast for the forward and backward pass."""
+        """Check whether parameters are cast for the forward and backward pass."""
         return self.compute != self.master
 
 
@@ -64,8 +64,8 @@ class OptimizerPlan:
         options: keyword arguments by the component's own config (momentum, nesterov, betas, eps ...), typed.
         larc: None when LARC is off.
         weight_decay: weight decay of the regularized parameters of the trunk.
-        head_weight_decay: weight decay of the head's; equals ``weight_decay`` unless head_optimizer_params say
-            otherwise.
+        head_weight_decay: weight decay of the heads' regularized parameters; equals ``weight_decay`` unless
+            head_optimizer_params.use_different_wd.
         lr: schedule of the learning rate after automatic scaling: a plain dict with a "name" and that schedule's keys.
         lr_head: the same for the head (equal to ``lr`` unless use_different_lr).
         wd_schedule, wd_head_schedule: schedules of the weight decay, or None.
@@ -74,7 +74,7 @@ class OptimizerPlan:
         grouping: default (by trunk, heads, norms and biases), dino (biases and norms apart) or single (one group).
         head_rules: decay and rate of each head, the keys of ``LinearEvalHead``; empty: all heads have the same.
         layer_decay: decay of the learning rate from one block of a transformer to the one before.
-        param_rules: what some parameters have of their own, the keys of ``ParamGroupKeys``; the first that fits counts.
+        param_rules: settings of matching parameters, the keys of ``ParamGroupKeys``; the first match counts.
     """
 
     name: str
@@ -96,7 +96,7 @@ class OptimizerPlan:
     head_rules: tuple[dict[str, Any], ...] = ()
 
 
-# Tier, as recipes name it -> where its bytes are.
+# Tier, as named in recipes -> where its bytes are.
 TIERS = {"none": "device", "cpu": "host", "nvme": "disk"}
 
 
@@ -110,8 +110,8 @@ class OffloadPlan:
         pin_memory: page-lock host memory, where there is an accelerator.
         fast_init: leave memory and disk untouched until their first use.
         keep_files: leave the files on the disk at a clean end.
-        max_in_cpu: parameters on NVMe: most elements of a rank that stay in host memory; None: none does.
-        run: the run folder, whose killed attempts' files are removed first; empty: of none.
+        max_in_cpu: for parameters on NVMe: maximum number of elements per rank in host memory; None: 0.
+        run: run folder; files that its killed attempts left on NVMe are removed first. Empty: no files are removed.
     """
 
     device: str = "none"
@@ -124,7 +124,7 @@ class OffloadPlan:
 
     @property
     def is_on_disk(self) -> bool:
-        """The state is in files between uses, and passes through memory in pieces."""
+        """Check whether the state is in files between uses and is read into memory in pieces."""
         return TIERS[self.device] == "disk"
 
     def place(self, device_type: str) -> str:
@@ -142,9 +142,9 @@ class Float8Plan:
     """The linear layers that multiply in float8, and their format.
 
     Attributes:
-        layers: regular expression of their full names, found anywhere in them; empty: none does.
-        scales: rows (one for each row) or mx (one for each 32 elements of a row).
-        gather: their weights are rounded to a byte an element, in which level 3 sends them.
+        layers: regular expression that is searched in the full names of layers; empty: no layer.
+        scales: rows (one scale per row) or mx (one scale per 32 elements of a row).
+        gather: round the weights to one byte per element, and send them so at level 3.
     """
 
     layers: str = ""
@@ -161,11 +161,11 @@ class ShardingPlan:
         engine: a name of the STRATEGIES registry.
         shard_group_size: ranks that share one copy of the state; the world size unless HSDP.
         wrap_threshold: also wrap every layer with at least this many parameters; 0: blocks only.
-        clip_grad: largest L2 norm of the gradients, None: off.
-        clip_grad_per: whose norm is clipped: model (all together), part (trunk and each head by itself) or tensor (each
-            by itself).
+        clip_grad: maximum L2 norm of the gradients; None: no clipping.
+        clip_grad_per: clip the norm of the whole model (model), of the trunk and each head (part), or of each tensor
+            (tensor).
         sync_bn_group: ranks per batch-norm group; 0: batch norm is not synchronized.
-        sync_bn_only_marked: leave batch norms alone that are not ``SyncBatchNorm`` in the model itself.
+        sync_bn_only_marked: synchronize only the modules that are ``SyncBatchNorm`` already.
         checkpoint_every: recompute the activations of every n-th block in backward; 0: off.
         stage_checkpoints: VISSL's lists of block ends per stage, used instead of ``checkpoint_every`` when not empty.
         checkpoint_blocks: full names of the blocks to recompute, used instead of both when not empty.
@@ -173,18 +173,18 @@ class ShardingPlan:
         timeout_s: timeout of every collective, in seconds.
         deterministic: the same bits at levels 0 to 3 of the torch engine, at one number of ranks.
         verbose: print the wrap plan.
-        seed: seed of weights that have no values yet (a model built on the meta device), and of stochastic rounding.
-        offload_optimizer, offload_params: where optimizer state and parameters rest.
+        seed: seed of the initial weights of a model built on the meta device, and of stochastic rounding.
+        offload_optimizer, offload_params: where optimizer state and parameters are between uses.
         reduce_buffer_size: elements per communication buffer of fairscale's ShardedDDP at level 2; -1: its own 2**23.
         flatten_parameters: fairscale at level 3 joins the parameters of a unit into one flat tensor.
         bucket_cap_mb: MiB per reduce-scatter bucket of fairscale at level 3; 0: one reduce-scatter per parameter.
         clear_autocast_cache: fairscale at level 3 drops autocast's cached casts after each unit.
         force_sync_cuda: fairscale at level 3 waits for the GPU before and after each unit.
         reshard_after_forward: fairscale at level 3 frees the full parameters of a unit after its forward pass.
-        keep_gradients: levels 1 and 2 on the CPU leave whole averaged gradients in place until the step.
-        compile: backend of torch.compile for the units of the model ("inductor"); empty: they run as they are.
+        keep_gradients: levels 1 and 2 on the CPU keep whole averaged gradients until the step.
+        compile: backend of torch.compile for the units of the model ("inductor"); empty: not compiled.
         float8: linear layers that multiply in float8.
-        needs_whole_tensors: the optimizer's update of an element depends on its full tensor; found by trial.
+        needs_whole_tensors: the optimizer's update of an element depends on its full tensor; detected by a trial step.
     """
 
     level: int
@@ -218,7 +218,7 @@ class ShardingPlan:
 
     @property
     def is_recomputed(self) -> bool:
-        """Return whether any block is run again in the backward pass."""
+        """Check whether any block is run again in the backward pass."""
         return bool(self.checkpoint_every or any(self.stage_checkpoints) or self.checkpoint_blocks)
 
     def ranks_per_copy(self, world_size: int) -> int:
@@ -228,39 +228,38 @@ class ShardingPlan:
         return self.shard_group_size if self.shard_group_size > 1 else world_size
 
     def of_run(self, run: str) -> ShardingPlan:
-        """Build the same plan with the run folder that files on a disk belong to."""
+        """Return a copy whose offload files belong to the run folder ``run``."""
         optimizer, params = replace(self.offload_optimizer, run=run), replace(self.offload_params, run=run)
         return replace(self, offload_optimizer=optimizer, offload_params=params)
 
     def keeping_activations(self) -> ShardingPlan:
-        """Copy the plan with nothing recomputed."""
+        """Return a copy without activation recomputation."""
         return replace(self, checkpoint_every=0, stage_checkpoints=(), checkpoint_blocks=())
 
 
 @dataclass(frozen=True)
 class ResolvedRun:
-    """Everything a rank needs to know; saved as ``config.resolved.yaml`` and read by the workers.
+    """The complete plan of a run; saved as ``config.resolved.yaml`` and read by every rank.
 
     Attributes:
-        config: the typed tree, ``${oc.env:...}`` already resolved (masked again when written to disk for people). The
-            blocks of the chosen trunk, heads and loss hold all their keys; blocks that are not chosen are at their
-            defaults.
-        recipe: what ``config=`` named.
+        config: the typed tree with ``${oc.env:...}`` resolved (masked again on disk). The blocks of the chosen trunk,
+            heads and loss have all their keys; all other components' blocks have their defaults.
+        recipe: name of the recipe, the value of ``config=``.
         run_dir: absolute path of the run folder.
         device: "cpu" or "cuda".
         backend: "gloo" or "cpu:gloo,cuda:nccl".
-        world_size, num_nodes, procs_per_node: ranks.
-        threads_per_rank: CPU threads for torch in every rank.
+        world_size, num_nodes, procs_per_node: number of ranks, of machines, and of ranks per machine.
+        threads_per_rank: CPU threads of torch per rank.
         seed: SEED_VALUE.
         batch_per_rank: BATCHSIZE_PER_REPLICA, source images per rank and micro-batch.
         accumulation_steps: micro-batches per optimizer step.
-        exact_accumulation: the loss is one over all micro-batches of a step.
-        crop_passes: passes of the model that the crops of a micro-batch take.
+        exact_accumulation: compute one loss over all micro-batches of a step.
+        crop_passes: number of forward passes among which the crops of a micro-batch are divided.
         global_batch: source images per optimizer step = batch_per_rank * world_size * accumulation_steps.
         num_epochs, max_steps: length of the run; max_steps None: no limit. It never changes the schedule.
-        sharding, optimizer: see there.
-        notes: sentences to say once at the start (keys with no effect, keys overridden by ZERO.LEVEL, ...).
-        interpolations: key path under ``config`` (list positions as numbers) -> the ``${...}`` that was written there.
+        sharding, optimizer: the plans of these two parts.
+        notes: sentences to print once at the start (keys with no effect, keys overridden by ZERO.LEVEL, ...).
+        interpolations: key path under ``config`` (list positions as numbers) -> the ``${...}`` in the recipe.
         learns_from_other: the loss learns from the model under DISTILLATION.
         copies: path in the plan ("optimizer.weight_decay") -> the interpolated key whose value was copied there.
     """
@@ -294,18 +293,17 @@ NO_UNITS = " has no effect at levels 1 and 2 on the CPU, where parameters stay w
 
 
 def keeps_parameters_whole(plan: ShardingPlan, num_ranks: int, world_size: int, device_type: str) -> bool:
-    """Check whether the torch engine leaves parameters whole on every rank between steps, and gathers none.
-
-    So at levels 1 and 2 on the CPU, in one number format and with one copy of the state: ``fully_shard`` would copy all
-    of them in and out of buffers, which costs as much there as the communication.
+    """Check whether the torch engine keeps whole parameters on every rank between steps, without all-gathers.
 
     Args:
-        plan: level, engine, precision, tiers.
+        plan: sharding plan of the run.
         num_ranks: number of ranks that share one copy of the state.
-        world_size: all ranks.
+        world_size: number of all ranks.
         device_type: "cpu" or "cuda".
     """
     precision = plan.precision
+    # On the CPU, ``fully_shard`` would copy all parameters in and out of buffers, which costs as much as the
+    # communication. Casts, disks and several copies of the state need its buffers anyway.
     return (
         plan.engine == "torch"
         and plan.level in (1, 2)
@@ -317,15 +315,15 @@ def keeps_parameters_whole(plan: ShardingPlan, num_ranks: int, world_size: int, 
 
 
 def shards_parameters(plan: ShardingPlan, num_ranks: int, world_size: int, device_type: str) -> bool:
-    """Check whether a rank holds shards of parameters between steps; arguments as of ``keeps_parameters_whole``."""
+    """Check whether ranks have shards of parameters between steps; arguments as for ``keeps_parameters_whole``."""
     return plan.level > 0 and not keeps_parameters_whole(plan, num_ranks, world_size, device_type)
 
 
 def with_fewer_ranks(plan: ResolvedRun, least: int) -> ResolvedRun | None:
-    """Plan for the most processes below the present number, at least ``least``, that divide the micro-batch.
+    """Return a plan for the largest smaller number of processes (at least ``least``) that divides the micro-batch.
 
-    Groups of fewer ranks than all (a shard group, a batch-norm group) keep their size, so the processes must be a
-    multiple of it too. None if there are none. For runs on one machine.
+    For runs on one machine. Shard groups and batch-norm groups smaller than the world keep their size, which must
+    divide the number too. None if there is no such number.
     """
     micro_batch = plan.batch_per_rank * plan.world_size
     for number in range(plan.world_size - 1, least - 1, -1):
@@ -335,9 +333,9 @@ def with_fewer_ranks(plan: ResolvedRun, least: int) -> ResolvedRun | None:
 
 
 def with_ranks(plan: ResolvedRun, number: int) -> ResolvedRun | None:
-    """Plan for another number of processes on one machine, which share the micro-batch as evenly as it goes.
+    """Return a plan for ``number`` processes on one machine, with the micro-batch divided as evenly as possible.
 
-    Groups of fewer ranks than all keep their size; None: the processes are no multiple of it.
+    Groups smaller than the world keep their size; None if it does not divide ``number``.
     """
     sizes = (plan.sharding.shard_group_size, plan.sharding.sync_bn_group)
     shard_group, bn_group = (number if size == plan.world_size else size for size in sizes)

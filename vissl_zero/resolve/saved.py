@@ -1,10 +1,7 @@
-"""``config.resolved.yaml``: the plan of a run on disk, for people and for the workers.
+"""``config.resolved.yaml``: the plan of a run on disk, for users and for the workers.
 
-Values that came from ``${...}`` are written as they were written in the recipe, so that nothing an environment variable
-holds ends up in a file people keep or share; a worker resolves them again from its own environment. Which values of the
-plan are copies of such a value is found when the plan is made (``copies_of``): equal numbers are not enough.
-
-Plain nested dicts and lists are walked by key path.
+Values from ``${...}`` are saved as ``${...}``: the values of environment variables must not be in files that users keep
+or share. A worker resolves them again from its environment.
 """
 
 from __future__ import annotations
@@ -42,7 +39,7 @@ from vissl_zero.vissl.keys import without_vissl_keys
 
 
 def leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield key path and value of all that is neither dict nor list; list positions are numbers in the path."""
+    """Yield key path and value of each leaf of nested dicts and lists; list positions are numbers in the path."""
     if isinstance(tree, Mapping):
         items: Any = tree.items()
     elif isinstance(tree, (list, tuple)):
@@ -55,7 +52,7 @@ def leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def find(tree: Any, path: str) -> tuple[Any, Any] | None:
-    """Find the dict or list that holds ``path`` and the key in it, or None if there is none."""
+    """Return (parent dict or list, key in it) of the value at ``path``, or None if there is no such value."""
     *parents, last = path.split(".")
     for part in parents:
         place = _key_at(tree, part)
@@ -86,9 +83,9 @@ _WRITTEN = "interpolations"
 
 
 def save_resolved(plan: ResolvedRun, path: Path) -> None:
-    """Write a plan with ``${...}`` as written, in the configuration and wherever a value was derived from it.
+    """Write a plan with ``${...}`` as in the recipe, in the configuration and in values that are copies of it.
 
-    Whole numbers that the run counts by (seed, batch, processes) are the exception: they stand as numbers.
+    Integers of the plan (seed, batch, processes) are written as numbers.
     """
     text = _HEADER + yaml.safe_dump(as_data(plan), sort_keys=False, width=120)
     with replacing(path) as temporary:
@@ -96,13 +93,13 @@ def save_resolved(plan: ResolvedRun, path: Path) -> None:
 
 
 def as_data(plan: ResolvedRun) -> dict[str, Any]:
-    """Convert a plan to plain containers with ``${...}`` as written: what may be kept and shared."""
+    """Convert a plan to plain containers with ``${...}`` as in the recipe, safe to keep and share."""
     data = _plain(asdict(plan))
     data["config"] = _plain(config_data(plan.config, plan.learns_from_other))
-    values, data[_WRITTEN] = _put_back(data["config"], plan.interpolations)
+    values, data[_WRITTEN] = _mask(data["config"], plan.interpolations)
     for path, key in plan.copies.items():
         place = find(data, path)
-        if place is not None and place[0][place[1]] == values[key]:  # else it was changed since
+        if place is not None and place[0][place[1]] == values[key]:  # not equal: changed after ``resolve``
             place[0][place[1]] = plan.interpolations[key]
     data["run_dir"] = _masked_folder(plan.run_dir, values.get(_RUN_DIR_KEY), plan.interpolations.get(_RUN_DIR_KEY))
     texts = {value: plan.interpolations[key] for key, value in values.items() if value and isinstance(value, str)}
@@ -111,10 +108,10 @@ def as_data(plan: ResolvedRun) -> dict[str, Any]:
 
 
 def config_data(config: RunConfig, learns_from_other: bool) -> dict[str, Any]:
-    """Return the tree as plain containers: without blocks that are not chosen, and VISSL's unused keys at defaults.
+    """Return the tree as plain containers, without the blocks of other components and unset unused keys of VISSL.
 
     Args:
-        config: config with the keys of the chosen components filled in.
+        config: configuration with the keys of the chosen components filled in.
         learns_from_other: keep the model under DISTILLATION.
     """
     tree = without_vissl_keys(asdict(config))
@@ -147,15 +144,16 @@ def _trunk_data(trunk: Trunk) -> dict[str, Any]:
 
 
 def copies_of(derive: Callable[[Any], Mapping[str, Any]], cfg: Any, keys: Mapping[str, str]) -> dict[str, str]:
-    """Find the values of a plan that copy interpolated values: path in the plan -> key path under ``config``.
+    """Return the values of a plan that are copies of interpolated values: path in the plan -> key under ``config``.
 
-    Each interpolated number or text is changed in turn and the plan derived again: what follows is a copy.
+    Cost: derives the plan once per key.
 
     Args:
-        derive: blocks of the plan, as plain containers by name, from a configuration.
-        cfg: the configuration; it stays as it is.
+        derive: function from a configuration to blocks of the plan, as plain containers by name.
+        cfg: the configuration; it is not changed.
         keys: key paths under ``config`` that were interpolated.
     """
+    # Equal values may be coincidence. So each key is changed in turn: values that change with it are copies.
     copies: dict[str, str] = {}
     before = dict(leaves(derive(cfg)))
     for key in keys:
@@ -171,13 +169,13 @@ def copies_of(derive: Callable[[Any], Mapping[str, Any]], cfg: Any, keys: Mappin
         try:
             after = dict(leaves(derive(changed)))
         except (VisslZeroError, ValueError, LookupError):
-            continue  # a name that decides what runs, such as the optimizer's: no other will do
-        copies |= {path: key for path, it in before.items() if it == value and after.get(path) == other}
+            continue  # a name in a registry, such as the optimizer's: the changed name does not exist
+        copies |= {path: key for path, leaf in before.items() if leaf == value and after.get(path) == other}
     return copies
 
 
 def _place(tree: Any, path: str) -> tuple[Any, Any] | None:
-    """Find the dataclass, dict or list that holds ``path``, and its name there."""
+    """Return (parent dataclass, dict or list, name in it) of the value at ``path``, or None."""
     *parents, last = path.split(".")
     for name in [*parents, last]:
         known = tree if isinstance(tree, Mapping) else getattr(tree, "__dataclass_fields__", {})
@@ -201,8 +199,8 @@ def _set(holder: Any, name: Any, value: Any) -> None:
         setattr(holder, name, value)
 
 
-def _put_back(config: dict[str, Any], interpolations: dict[str, str]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Put each ``${...}`` back in its place; returns key -> value, and what is needed to resolve them again."""
+def _mask(config: dict[str, Any], interpolations: dict[str, str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Replace values by their ``${...}``, in place. Returns key -> value, and key -> text and type of the value."""
     values: dict[str, Any] = {}
     written: dict[str, Any] = {}
     for key, text in interpolations.items():
@@ -216,12 +214,12 @@ def _put_back(config: dict[str, Any], interpolations: dict[str, str]) -> tuple[d
 
 
 def _masked_folder(run_dir: str, value: Any, text: str | None) -> str:
-    """Write the run folder with the interpolated ``CHECKPOINT.DIR`` in it as written."""
+    """Return the run folder with the value of ``CHECKPOINT.DIR`` replaced by its ``${...}``."""
     if not text or not isinstance(value, str):
         return run_dir
     if run_dir == str(Path(value).expanduser().absolute()) and value.startswith(("/", "~")):
         return text
-    # The last place: a folder further up may have the same name.
+    # The last occurrence: a parent folder may have the same name.
     before, separator, after = f"{run_dir}/".rpartition(f"/{Path(value)}/")
     return f"{before}/{text}/{after}".rstrip("/") if separator else run_dir
 
@@ -233,21 +231,19 @@ def _plain(value: Any) -> Any:
 
 
 def _masked_text(text: str, values: Mapping[str, str]) -> str:
-    """Replace interpolated texts in a sentence for people by ``${...}``: whole words, no parts of others."""
+    """Replace interpolated strings in a note by their ``${...}``, if they are whole words."""
     for value, written in values.items():
-        as_it_is = written.replace("\\", r"\\")  # not a reference to a group
-        text = re.sub(rf"(?<![\w.]){re.escape(value)}(?!\w)", as_it_is, text)
+        replacement = written.replace("\\", r"\\")  # a backslash would refer to a group
+        text = re.sub(rf"(?<![\w.]){re.escape(value)}(?!\w)", replacement, text)
     return text
 
 
 def read_saved(path: Path) -> dict[str, Any]:
-    """Read ``config.resolved.yaml`` as data: nothing in it is resolved, imported or run.
-
-    For unchecked files: their size is limited, and aliases, which could unfold to any size, are refused.
+    """Read ``config.resolved.yaml`` as data: nothing in it is resolved, imported or run. Safe for untrusted files.
 
     Raises:
-        OSError: it cannot be read, or is not a regular file.
-        ValueError: it is not such a file.
+        OSError: the file cannot be read, or is not a regular file.
+        ValueError: the file is not a resolved configuration.
     """
     try:
         data = yaml.load(read_regular(path, _MAX_BYTES), Loader=_Loader)  # noqa: S506 - a safe loader
@@ -260,17 +256,18 @@ def read_saved(path: Path) -> dict[str, Any]:
 
 class _Loader(yaml.SafeLoader):
     def compose_node(self, parent: Any, index: Any) -> Any:
+        # Nested aliases can expand a small file to any size in memory.
         if self.check_event(yaml.AliasEvent):
             raise yaml.YAMLError("it has aliases, which vissl_zero does not write")
         return super().compose_node(parent, index)
 
 
 def with_references(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace ``${config.A.B}`` in a saved configuration by what stands there. Nothing else is resolved."""
+    """Replace each ``${config.A.B}`` in a saved configuration by the value of that key. Nothing else is resolved."""
     tree = copy.deepcopy(dict(config))
     for path, value in leaves(config):
         text = value
-        for _ in range(10):
+        for _ in range(10):  # a reference may lead to another one; the limit ends cycles
             match = _REFERENCE.fullmatch(text) if isinstance(text, str) else None
             target = find(config, match[1]) if match else None
             if target is None:
@@ -283,7 +280,7 @@ def with_references(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def load_resolved(path: Path) -> ResolvedRun:
-    """Read a plan, ``${...}`` resolved from this process's environment; what cannot be resolved stays as written.
+    """Read a plan, and resolve ``${...}`` from this process's environment where possible.
 
     Raises:
         OSError, ValueError: see ``read_saved``.
@@ -326,7 +323,7 @@ def load_resolved(path: Path) -> ResolvedRun:
 
 
 def _at(root: DictConfig, key: str, text: str) -> Any:
-    """Return the value at ``key`` of the configuration, or ``text`` if the environment does not have it."""
+    """Return the value at ``key`` of the configuration, or ``text`` if the environment lacks a variable."""
     try:
         value = OmegaConf.select(root, f"config.{key}")
     except OmegaConfBaseException:

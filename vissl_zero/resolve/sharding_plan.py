@@ -1,4 +1,4 @@
-"""The sharding plan: the ZeRO level, the number formats, and what the engine is asked to do; and what they must be."""
+"""The sharding plan (ZeRO level, number formats, settings of the engine), and its rules."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _NVME_FIX = "Give a folder of yours on a local disk."
 
 
 def _level_value(cfg: RunConfig, decided: Decisions) -> Problem | None:
-    """Check that the level is auto or a number from 0 to 3, and that ``type`` says nothing else."""
+    """Check that the level is auto or 0 to 3, and that ``type`` names the same level."""
     zero, chosen = cfg.ZERO, _chosen_level(cfg)
     if str(zero.LEVEL) == "fit":
         must = "must be decided from a forecast first, which this command does not make"
@@ -46,7 +46,7 @@ def _level_value(cfg: RunConfig, decided: Decisions) -> Problem | None:
 
 
 def _one_switch(cfg: RunConfig, decided: Decisions) -> Problem | None:
-    """Check that VISSL's switches for levels 2 and 3 are not both on, unless a number decides."""
+    """Check that VISSL's switches for levels 2 and 3 are not both on, unless ZERO.LEVEL is a number."""
     both = cfg.MODEL.SHARDED_DDP_SETUP.USE_SDP and cfg.MODEL.FSDP_CONFIG.AUTO_SETUP_FSDP
     if not both or _chosen_level(cfg) is not None:
         return None
@@ -56,7 +56,7 @@ def _one_switch(cfg: RunConfig, decided: Decisions) -> Problem | None:
 
 
 def engine(cfg: RunConfig, decided: Decisions) -> Problem | None:
-    """Check that the engine is installed, and runs on this device."""
+    """Check that the engine is installed, and supports this level, device and dtype."""
     name = cfg.ZERO.ENGINE
     if name == "fairscale" and decided.level == 3 and decided.placement.device == "cpu":
         must = "fairscale shards parameters (level 3) on CUDA only, and this run is on the CPU"
@@ -71,7 +71,7 @@ def engine(cfg: RunConfig, decided: Decisions) -> Problem | None:
 
 
 def clipping(cfg: RunConfig, decided: Decisions) -> list[Problem]:
-    """Check that both switches for clipping say the same."""
+    """Check that both keys for clipping have the same value, and that the norm is L2."""
     old, new = cfg.MODEL.GRAD_CLIP, cfg.ZERO.clip_grad
     if not old.USE_GRAD_CLIP:
         return []
@@ -87,7 +87,7 @@ def clipping(cfg: RunConfig, decided: Decisions) -> list[Problem]:
 
 
 def sync_bn_group(cfg: RunConfig, decided: Decisions) -> Problem | None:
-    """Check that groups of synchronized batch norm divide the world."""
+    """Check that the group size of synchronized batch norm divides the world size."""
     sync, world_size = cfg.MODEL.SYNC_BN_CONFIG, decided.world_size
     size = min(sync.GROUP_SIZE, world_size)
     if not sync.CONVERT_BN_TO_SYNC_BN or (sync.GROUP_SIZE in (-1, 0)) or (size > 0 and world_size % size == 0):
@@ -97,7 +97,7 @@ def sync_bn_group(cfg: RunConfig, decided: Decisions) -> Problem | None:
 
 
 def shard_groups(cfg: RunConfig, decided: Decisions) -> Problem | None:
-    """Check that groups that share a copy of the state divide the world, on an engine that has them."""
+    """Check that the size of shard groups divides the world size, and that the engine supports shard groups."""
     size, world_size = cfg.ZERO.SHARD_GROUP_SIZE, decided.world_size
     if size in (-1, world_size):
         return None
@@ -113,7 +113,7 @@ def shard_groups(cfg: RunConfig, decided: Decisions) -> Problem | None:
 
 
 def offload(cfg: RunConfig, decided: Decisions) -> list[Problem]:
-    """Check that each tier can be had at this level, on this engine and device."""
+    """Check that this level and this engine support each offload tier, and that folders for NVMe exist."""
     optimizer, params = cfg.ZERO.offload_optimizer_config, cfg.ZERO.offload_param_config
     problems = offload_problems(optimizer, params, decided.level, "config.ZERO")
     if problems or {optimizer.device, params.device} == {"none"}:
@@ -121,6 +121,7 @@ def offload(cfg: RunConfig, decided: Decisions) -> list[Problem]:
     if cfg.ZERO.ENGINE == "fairscale":
         must = "must be torch or auto where state is offloaded"
         return [Problem(_ENGINE, "'fairscale'", must, f"Write {_ENGINE}=torch, or device: none.")]
+    # The disks of other machines cannot be checked from here.
     is_here = not is_submitted(cfg) and cfg.DISTRIBUTED.NUM_NODES == 1
     names = ("offload_optimizer_config", "offload_param_config")
     return [
@@ -135,14 +136,14 @@ _RECOMPUTE = "config.MODEL.ACTIVATION_CHECKPOINTING"
 
 
 def names(cfg: RunConfig, decided: Decisions) -> list[Problem]:
-    """Check that AMP_TYPE is one of the known, in one of its spellings."""
+    """Check that AMP_TYPE is O1 or O2, in one of VISSL's spellings."""
     if _amp_type(cfg) is not None:
         return []
     return one_of(f"{_FSDP}.AMP_TYPE", cfg.MODEL.FSDP_CONFIG.AMP_TYPE, ("O1", "O2"))
 
 
 def opt_level(cfg: RunConfig, decided: Decisions) -> Problem | None:
-    """Refuse apex's other levels, which are not supported; torch's autocast has none, in VISSL too."""
+    """Check that apex's opt_level is O1; torch's autocast has no levels."""
     level_text = cfg.MODEL.AMP_PARAMS.AMP_ARGS.opt_level
     is_apex = cfg.MODEL.AMP_PARAMS.AMP_TYPE == "apex"
     if not cfg.MODEL.AMP_PARAMS.USE_AMP or level_text in ("O1", "01") or not is_apex:
@@ -153,7 +154,7 @@ def opt_level(cfg: RunConfig, decided: Decisions) -> Problem | None:
 
 
 def float64(cfg: RunConfig, decided: Decisions) -> list[Problem]:
-    """Check that float64 is for everything or nothing."""
+    """Check that no key requests half precision if TRAINER.DTYPE is float64."""
     if cfg.TRAINER.DTYPE != "float64":
         return []
     problems = []
@@ -167,7 +168,7 @@ def float64(cfg: RunConfig, decided: Decisions) -> list[Problem]:
 
 
 def bfloat16(cfg: RunConfig, decided: Decisions) -> list[Problem]:
-    """Check that parameters in bfloat16 can be updated, and that nothing asks for another format."""
+    """Check that engine and tiers support parameters in bfloat16, and that no key requests another format."""
     if cfg.TRAINER.DTYPE != "bfloat16":
         return []
     switches_on = {"config.MODEL.AMP_PARAMS.USE_AMP=True": cfg.MODEL.AMP_PARAMS.USE_AMP}
@@ -181,13 +182,13 @@ def bfloat16(cfg: RunConfig, decided: Decisions) -> list[Problem]:
 def narrow_problems(
     key: str, value: str, engine: str, is_on_disk: bool, others: Mapping[str, bool | None]
 ) -> list[Problem]:
-    """Check what cannot go with parameters in bfloat16.
+    """Return a problem for each setting that does not support parameters in bfloat16.
 
     Args:
-        key, value: that ask for them.
+        key, value: the key that requests bfloat16, and its value.
         engine: engine of the run.
         is_on_disk: optimizer state or parameters are on NVMe.
-        others: further settings -> whether they are there.
+        others: further conflicting settings -> whether they are set.
     """
     switches_on = {"the fairscale engine": engine == "fairscale", "state on NVMe (device: cpu)": is_on_disk, **others}
     fix = f"Leave one of them out: {key} keeps parameters, and computes, in bfloat16."
@@ -204,7 +205,7 @@ SENDS_NOTHING = (
 
 
 def float8(cfg: RunConfig, decided: Decisions) -> list[Problem]:
-    """Check that an engine prepares float8 layers. Whether there are any, the model says."""
+    """Check that the engine supports float8. Whether LAYERS match is checked when the model is built."""
     if not cfg.MODEL.FLOAT8.USE_FLOAT8:
         key, fix = "config.MODEL.FLOAT8.GATHER", "Write config.MODEL.FLOAT8.USE_FLOAT8=true, or leave it out."
         return [Problem(key, "True", NEEDS_FLOAT8, fix)] if cfg.MODEL.FLOAT8.GATHER else []
@@ -216,11 +217,12 @@ def float8(cfg: RunConfig, decided: Decisions) -> list[Problem]:
 
 
 _DETERMINISTIC = "config.TRAINER.DETERMINISTIC"
+# Optimizers whose update of an element has the same bits however the tensors are sharded.
 _REPEATABLE = ("sgd", "lars", "adam", "adamw", "muon", "normuon", "shampoo", "adamw_8bit", "lamb", "adafactor")
 
 
 def reachable(cfg: RunConfig, decided: Decisions) -> list[Problem]:
-    """Check that engine, groups and optimizer are ones whose sums have one order."""
+    """Check that engine, shard groups and optimizer give the same bits at every level, if DETERMINISTIC is set."""
     if not cfg.TRAINER.DETERMINISTIC:
         return []
     problems = []
@@ -256,7 +258,7 @@ SHARDING_RULES = (
 )
 
 
-# What only fairscale reads: key -> field of the plan, and the level that reads it.
+# Keys of fairscale alone: key -> field of the plan, and the level that reads it.
 _FAIRSCALE_KEYS = {
     "SHARDED_DDP_SETUP.reduce_buffer_size": ("reduce_buffer_size", 2),
     "FSDP_CONFIG.flatten_parameters": ("flatten_parameters", 3),
@@ -268,7 +270,7 @@ _FAIRSCALE_KEYS = {
 
 
 def sharding_plan(decided: Decisions) -> tuple[ShardingPlan, tuple[str, ...]]:
-    """Decide the sharding plan of a run, and the notes to print about it."""
+    """Return the sharding plan of a run, and the notes to print about it."""
     cfg, place = decided.cfg, decided.placement
     number, level_notes = decided.level_and_notes
     formats, precision_notes = precision(cfg, number)
@@ -309,7 +311,7 @@ def _float8_plan(block: Float8) -> Float8Plan:
 
 
 def clip_grad(cfg: RunConfig) -> float | None:
-    """Return the largest global norm of the gradients, from ZERO.clip_grad or VISSL's MODEL.GRAD_CLIP."""
+    """Return the maximum norm of the gradients, from ZERO.clip_grad or VISSL's MODEL.GRAD_CLIP; None: no clipping."""
     if cfg.ZERO.clip_grad is not None:
         return cfg.ZERO.clip_grad
     return cfg.MODEL.GRAD_CLIP.MAX_NORM if cfg.MODEL.GRAD_CLIP.USE_GRAD_CLIP else None
@@ -323,7 +325,7 @@ def _sync_bn_group(cfg: RunConfig, world_size: int) -> int:
 
 
 def _recomputation(cfg: RunConfig) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Choose the one field of ``ShardingPlan`` that says which blocks to recompute, if any; add notes."""
+    """Return the field of ``ShardingPlan`` that selects the blocks to recompute (or none), and notes."""
     recompute, stages = cfg.MODEL.ACTIVATION_CHECKPOINTING, cfg.MODEL.TRUNK.REGNET.stage_checkpoints
     flags = cfg.MODEL.TRUNK.REGNET.stage_checkpointing
     is_regnet = cfg.MODEL.TRUNK.NAME == "regnet"
@@ -334,7 +336,7 @@ def _recomputation(cfg: RunConfig) -> tuple[dict[str, Any], tuple[str, ...]]:
         counts = [sum(flag) if flag else len(stage) * is_on for flag, stage in zip(stage_flags, ends, strict=True)]
         kept = tuple(stage[:count] for stage, count in zip(ends, counts, strict=True))
         return {"stage_checkpoints": kept}, ()
-    # Those that are set, from the one that wins to the one that yields to all others.
+    # The keys that are set, in order of priority: the first wins.
     keys = [f"{_RECOMPUTE}.BLOCKS"] if recompute.BLOCKS else []
     if any(ends):
         keys.append("config.MODEL.TRUNK.REGNET.stage_checkpoints")
@@ -351,7 +353,7 @@ def _recomputation(cfg: RunConfig) -> tuple[dict[str, Any], tuple[str, ...]]:
 
 
 def _no_effect_on_engine(cfg: RunConfig, plan: ShardingPlan, place: Placement) -> list[str]:
-    """Write notes on keys that do nothing on this engine or at this level."""
+    """Return notes on keys without effect on this engine or at this level."""
     notes = []
     zero, optimizer = cfg.ZERO, base_name(cfg.OPTIMIZER)
     for key, (field, its_level) in _FAIRSCALE_KEYS.items():
@@ -379,7 +381,7 @@ def _no_effect_on_engine(cfg: RunConfig, plan: ShardingPlan, place: Placement) -
 
 
 def _no_effect_of_switches(cfg: RunConfig, plan: ShardingPlan, place: Placement) -> list[str]:
-    """Write notes on keys that do nothing because the switch that reads them is off."""
+    """Return notes on keys without effect because their switch is off."""
     budgets = [key for key in ("HOST_MEMORY_GB", "DISK_GB", "MACHINE_PROFILE") if getattr(cfg.ZERO, key) is not None]
     notes = [f"config.ZERO.{key} has no effect: config.ZERO.LEVEL is not fit." for key in budgets]
     if cfg.ZERO.MEMORY_GB is not None and not cfg.DRY_RUN:
@@ -413,18 +415,18 @@ TYPES = "must be ZeroRedundancyOptimizer_Level_1, _2 or _3"
 
 
 def typed_level(name: str) -> int | None:
-    """Read the level from ColossalAI's name of it; None: it is no such name."""
+    """Return the level that ColossalAI's name stands for; None for any other name."""
     match = _TYPE.fullmatch(name)
     return int(match[1]) if match else None
 
 
 def implied_level(params_device: str) -> int | None:
-    """Infer the level of a block that names none but keeps parameters off the device, as ColossalAI; else None."""
+    """Return 3 if parameters are offloaded, as ColossalAI does without a level; else None."""
     return 3 if params_device in DEVICES[1:] else None
 
 
 def switches(cfg: RunConfig) -> dict[str, int]:
-    """Map VISSL's switches that are on to the level each stands for."""
+    """Map each of VISSL's switches that is on to its level."""
     levels = {}
     if cfg.OPTIMIZER.name == "zero":
         levels["config.OPTIMIZER.name=zero"] = 1
@@ -441,7 +443,7 @@ def switches(cfg: RunConfig) -> dict[str, int]:
 
 
 def _chosen_level(cfg: RunConfig) -> int | None:
-    """Read the number in ``ZERO.LEVEL``, or in ``type``; None for auto, and for what a rule refuses."""
+    """Return the level in ``ZERO.LEVEL`` or ``type``; None for auto, and for values that a rule refuses."""
     text = str(cfg.ZERO.LEVEL)
     if text in {"0", "1", "2", "3"}:
         return int(text)
@@ -449,7 +451,7 @@ def _chosen_level(cfg: RunConfig) -> int | None:
 
 
 def level(cfg: RunConfig) -> tuple[int, tuple[str, ...]]:
-    """Decide the level, and write a note for each switch that a number overrides."""
+    """Return the level, and a note for each switch that ZERO.LEVEL or ZERO.type overrides."""
     chosen, levels = _chosen_level(cfg), switches(cfg)
     if chosen is None and not levels and (implied := implied_level(cfg.ZERO.offload_param_config.device)):
         return implied, (IMPLIED.format(key="config.ZERO.LEVEL"),)
@@ -472,34 +474,31 @@ _AMP_TYPES = {"O1": "O1", "01": "O1", "1": "O1", "O2": "O2", "02": "O2", "2": "O
 
 
 def _amp_type(cfg: RunConfig) -> str | None:
-    """Return ``FSDP_CONFIG.AMP_TYPE`` as O1 or O2 (VISSL's documentation prints "01"); None: something else."""
+    """Return ``FSDP_CONFIG.AMP_TYPE`` as O1 or O2 (VISSL's documentation prints "01"); None for other values."""
     return _AMP_TYPES.get(cfg.MODEL.FSDP_CONFIG.AMP_TYPE.upper())
 
 
 def precision(cfg: RunConfig, level: int) -> tuple[Precision, tuple[str, ...]]:
-    """Decide the number formats of a run, and write a note for each key of FSDP_CONFIG that they override.
-
-    TRAINER.DTYPE=bfloat16: parameters in it, gradients reduced in float32. Else, AMP off: one format throughout. AMP
-    on: autocast over float32 parameters, gradients reduced in float32. At level 3,
-    O2 (or a compute_dtype of half precision written by hand, without AUTO_SETUP_FSDP) casts the parameters themselves
-    and reduces gradients in half precision too, unless fp32_reduce_scatter.
-    """
+    """Return the number formats of a run, and a note for each key of FSDP_CONFIG that they override."""
     fsdp, amp = cfg.MODEL.FSDP_CONFIG, cfg.MODEL.AMP_PARAMS
     if cfg.TRAINER.DTYPE == "float64":
-        return Precision("float64", None, "float64", "float64", False), _in_vain(cfg, level, "TRAINER.DTYPE is float64")
+        notes = _no_effect(cfg, level, "TRAINER.DTYPE is float64")
+        return Precision("float64", None, "float64", "float64", False), notes
     if cfg.TRAINER.DTYPE == "bfloat16":
-        notes = _in_vain(cfg, level, "TRAINER.DTYPE is bfloat16")
-        # Their mean is rounded once; summing in bfloat16 would round with every rank.
+        notes = _no_effect(cfg, level, "TRAINER.DTYPE is bfloat16")
+        # Gradients are reduced in float32, so their mean is rounded once. In bfloat16 each rank's summand would round.
         return Precision("bfloat16", None, "bfloat16", "float32", False, cfg.TRAINER.ROUNDING), notes
+    # AUTO_SETUP_FSDP derives compute_dtype from AMP, so only without it does a written compute_dtype count.
     by_hand = fsdp.compute_dtype in HALF and fsdp.mixed_precision and not fsdp.AUTO_SETUP_FSDP
-    half = None
+    half = None  # level 3 casts the parameters themselves to this format
     if level == 3 and by_hand:
         half = fsdp.compute_dtype
     elif level == 3 and amp.USE_AMP and _amp_type(cfg) == "O2":
         half = amp.DTYPE
-    notes = (*_overridden(cfg, level, half), *_in_vain(cfg, level, _why_not_read(cfg, level, by_hand)))
+    notes = (*_overridden(cfg, level, half), *_no_effect(cfg, level, _why_not_read(cfg, level, by_hand)))
     if half:
         reduce = "float32" if fsdp.fp32_reduce_scatter else half
+        # bfloat16 has float32's range of exponents: only float16 needs a loss scale.
         scale = half == "float16" and cfg.ZERO.dynamic_loss_scale
         return Precision("float32", None, half, reduce, scale), notes
     autocast = amp.DTYPE if amp.USE_AMP else None
@@ -508,7 +507,7 @@ def precision(cfg: RunConfig, level: int) -> tuple[Precision, tuple[str, ...]]:
 
 
 def _overridden(cfg: RunConfig, level: int, half: str | None) -> tuple[str, ...]:
-    """Write notes on precision keys of FSDP_CONFIG that differ from the precision in use."""
+    """Return a note if FSDP_CONFIG.compute_dtype differs from the precision in use."""
     fsdp = cfg.MODEL.FSDP_CONFIG
     if fsdp.compute_dtype == (half or "float32"):
         return ()
@@ -523,7 +522,7 @@ def _overridden(cfg: RunConfig, level: int, half: str | None) -> tuple[str, ...]
 
 
 def _why_not_read(cfg: RunConfig, level: int, by_hand: bool) -> str:
-    """Explain why AMP_TYPE decides nothing; empty if it does."""
+    """Return the reason why AMP_TYPE has no effect; empty if it has."""
     if level < 3:
         return "parameters are computed in half precision at level 3 only"
     if by_hand:
@@ -531,8 +530,8 @@ def _why_not_read(cfg: RunConfig, level: int, by_hand: bool) -> str:
     return "" if cfg.MODEL.AMP_PARAMS.USE_AMP else "AMP_PARAMS.USE_AMP is off"
 
 
-def _in_vain(cfg: RunConfig, level: int, why_no_type: str) -> tuple[str, ...]:
-    """Write notes on switches that were set and decide nothing."""
+def _no_effect(cfg: RunConfig, level: int, why_no_type: str) -> tuple[str, ...]:
+    """Return notes on keys of precision that are set and have no effect."""
     fsdp, amp = cfg.MODEL.FSDP_CONFIG, cfg.MODEL.AMP_PARAMS
     key, notes = "config.MODEL.FSDP_CONFIG", []
     if why_no_type and _amp_type(cfg) == "O2":

@@ -1,4 +1,4 @@
-"""Whether what a frozen teacher gives can be kept on disk: DISTILLATION.CACHE_FEATURES."""
+"""The rule of DISTILLATION.CACHE_FEATURES: whether a teacher's outputs can be cached on disk."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _KEY = "config.DISTILLATION.CACHE_FEATURES"
 
 
 def teacher_features(cfg: RunConfig, decided: Decisions) -> list[Problem]:
-    """Check that the teacher stays as it is, and sees views that come again."""
+    """Check that the teacher is frozen, and that it sees the same views of an image again."""
     if not cfg.DISTILLATION.CACHE_FEATURES:
         return []
     loss, period, problems = cfg.LOSS.get("name"), cfg.DATA.AUGMENTATION_PERIOD, list[Problem]()

@@ -133,8 +133,14 @@ def test_an_index_is_made_again_when_a_tar_changes(packed: dict[str, Path], make
     assert len(build_source(data_block(data), "TRAIN", 0)) == 4
     with tarfile.open(tar, "a") as opened:
         opened.add(packed["webdataset"].parent / "photos/b/0.png", "extra.png")
+    with pytest.raises(DataError, match="1 of 5 images have no label"):
+        build_source(data_block(data), "TRAIN", 0)
+    with tarfile.open(tar, "a") as opened:
+        label = tarfile.TarInfo("extra.cls")
+        label.size = 1
+        opened.addfile(label, io.BytesIO(b"1"))
     grown = build_source(data_block(data), "TRAIN", 0)
-    assert len(grown) == 5 and grown.label(0) is None  # one has no label, so none has
+    assert len(grown) == 5 and grown.label(4) == 1
     content = tar.read_bytes()
     os.truncate(tar, 600)
     with pytest.raises(BrokenImageError, match="its tar is truncated"):
@@ -144,21 +150,53 @@ def test_an_index_is_made_again_when_a_tar_changes(packed: dict[str, Path], make
         build_source(data_block(data), "TRAIN", 0)
 
 
-def test_labels_of_webdataset_are_numbers_in_cls_or_json(tmp_path: Path, photos: Path, make_data: MakeData) -> None:
-    def labels(**files: bytes) -> list[int | None]:
-        with tarfile.open(tmp_path / "mine.tar", "w") as opened:
-            for name, content in files.items():
-                opened.add(photos / "b/0.png", f"{name}.png")
-                member = tarfile.TarInfo(f"{name}.{'cls' if content.isdigit() else 'json'}")
-                member.size = len(content)
-                opened.addfile(member, io.BytesIO(content))
-        source = build_source(data_block(make_data("webdataset", tmp_path / "mine.tar")), "TRAIN", 0)
-        return [source.label(index) for index in range(len(source))]
+def write_tar(path: Path, image: Path, **members: bytes) -> Path:
+    """A tar of one image for each label: ``x_cls`` is the content of ``x.cls``, beside ``x.png``."""
+    with tarfile.open(path, "w") as opened:
+        for name, content in members.items():
+            stem, _, extension = name.rpartition("_")
+            opened.add(image, f"{stem}.png")
+            member = tarfile.TarInfo(f"{stem}.{extension}")
+            member.size = len(content)
+            opened.addfile(member, io.BytesIO(content))
+    return path
 
-    assert labels(x=b'{"label": 3}', y=b"1", z=b'{"label": 0, "caption": "a"}') == [3, 1, 0]
-    for unknown in (b'{"label": "cat"}', b'{"label": true}', b'{"caption": "a"}', b"[3]"):
-        assert labels(x=unknown) == [None]
-    assert labels(x=b'{"label": 3}', y=b"[3]") == [None, None]  # one has none, so none has
+
+def test_labels_of_webdataset_are_in_cls_or_json(tmp_path: Path, photos: Path, make_data: MakeData) -> None:
+    def labels(**members: bytes) -> tuple[list[int | None], tuple[str, ...]]:
+        tar = write_tar(tmp_path / "mine.tar", photos / "b/0.png", **members)
+        source = build_source(data_block(make_data("webdataset", tar)), "TRAIN", 0)
+        return [source.label(index) for index in range(len(source))], source.class_names
+
+    numbers = labels(x_json=b'{"label": 3}', y_cls=b" 1\n", z_json=b'{"label": "0", "caption": "a"}')
+    assert numbers == ([3, 1, 0], ("0", "1", "2", "3"))
+    assert labels(x_json=b'{"label": "dog"}', y_cls=b"cat\n", z_cls=b"dog") == ([1, 0, 1], ("cat", "dog"))
+    for nothing in (b'{"label": null}', b'{"label": -1}', b'{"caption": "a"}', b"[3]"):
+        assert labels(x_json=nothing) == ([None], ())
+        with pytest.raises(DataError, match=r"1 of 2 images have no label\. Give every image the same kind of label"):
+            labels(x_json=nothing, y_cls=b"3")
+    with pytest.raises(DataError, match="some labels are names and others numbers"):
+        labels(x_cls=b"3", y_cls=b"cat")
+    for content, says in ((b'{"label": true}', "has True for a label"), (b"{", "cannot be read as a label")):
+        with pytest.raises(DataError, match=rf"mine\.tar:x\.json {says}.*rite .*whole number"):
+            labels(x_json=content)
+    (tmp_path / "classes.json").write_text('["dog", "cat", "cow"]')
+    assert labels(x_cls=b"cat", y_cls=b"dog") == ([1, 0], ("dog", "cat", "cow"))
+    with pytest.raises(DataError, match=r"labels that classes\.json does not have: cot\. Did you mean 'cow', 'cat'"):
+        labels(x_cls=b"cot")
+
+
+def test_an_index_with_labels_of_an_earlier_form_is_made_again(
+    tmp_path: Path, photos: Path, make_data: MakeData
+) -> None:
+    tar = write_tar(tmp_path / "mine.tar", photos / "b/0.png", x_cls=b"cat")
+    data = data_block(make_data("webdataset", tar))
+    build_source(data, "TRAIN", 0)
+    (kept,) = tmp_path.glob(".mine.tar*.npz")
+    with np.load(kept) as arrays:
+        index = {name: arrays[name] for name in arrays.files if name != "label_text"}
+    np.savez(kept, label=np.array([-1]), **index)  # names were read as no label
+    assert build_source(data, "TRAIN", 0).class_names == ("cat",)
 
 
 def test_a_pickled_source_holds_no_images(packed: dict[str, Path], make_data: MakeData, photos: Path) -> None:
@@ -213,6 +251,9 @@ def test_an_image_of_arrow_is_a_file_or_names_one(tmp_path: Path, photos: Path, 
     labelled = write_arrow(tmp_path / "z", [content] * 3, label=[2, 0, 1])
     source = build_source(data_block(make_data("arrow", labelled)), "TRAIN", 0)
     assert [source.label(index) for index in range(3)] == [2, 0, 1] and source.class_names == ("0", "1", "2")
+    some = write_arrow(tmp_path / "some", [content] * 3, label=[2, None, 1])
+    with pytest.raises(DataError, match=r"some: 1 of 3 images have no label"):
+        build_source(data_block(make_data("arrow", some)), "TRAIN", 0)
 
 
 def test_splits_of_arrow_are_called_as_hugging_face_calls_them(

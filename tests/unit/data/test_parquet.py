@@ -60,11 +60,55 @@ def test_files_may_be_binary_or_only_named(make_data: MakeData, folder: Source, 
         source.image(1)
     image = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
     rows = [{"bytes": None, "path": folder.name(0)}, {"bytes": None, "path": None}]
-    pq.write_table(pa.table({"image": pa.array(rows, image), "label": pa.array([1, None])}), tmp_path / "named.parquet")
+    columns = {"image": pa.array(rows, image), "label": pa.array([None, None], pa.int64())}
+    pq.write_table(pa.table(columns), tmp_path / "named.parquet")
     source = opened(make_data, tmp_path / "named.parquet")
-    assert source.encoded(0) == content and source.label(0) is None  # one has no label, so none has
+    assert source.encoded(0) == content and source.label(0) is None
     with pytest.raises(BrokenImageError, match="its row has no image"):
         source.image(1)
+
+
+@pytest.mark.parametrize(
+    ("column", "labels", "classes"),
+    [
+        (pa.array([2, 0, 2], pa.uint8()), [2, 0, 2], ("0", "1", "2")),
+        (pa.array(["dog", "cat", "dog"]), [1, 0, 1], ("cat", "dog")),
+        (pa.array(["10", "2", "10"], pa.large_string()), [1, 0, 1], ("2", "10")),
+        (pa.array(["dog", "cat", "dog"]).dictionary_encode(), [1, 0, 1], ("cat", "dog")),
+        (pa.array([2, 0, 2], pa.int32()).dictionary_encode(), [2, 0, 2], ("0", "1", "2")),
+        (pa.nulls(3), [None] * 3, ()),
+    ],
+)
+def test_labels_are_a_column_of_numbers_or_names(
+    make_data: MakeData, tmp_path: Path, column: Any, labels: list[int | None], classes: tuple[str, ...]
+) -> None:
+    pq.write_table(pa.table({"image": [b"x"] * 3, "label": column}), tmp_path / "x.parquet", row_group_size=1)
+    source = opened(make_data, tmp_path / "x.parquet")
+    assert [source.label(index) for index in range(3)] == labels and source.class_names == classes
+
+
+@pytest.mark.parametrize(
+    ("column", "says"),
+    [
+        (pa.array([1, None, 0], pa.uint8()), "1 of 3 images have no label. Give every image the same kind of label"),
+        (pa.array(["a", None, ""]), "2 of 3 images have no label"),
+        (pa.array([0.5, 1.0, 2.0]), "the column label is of double. Write names or whole numbers, or rename it"),
+        (pa.array([[1], [2], [1, 2]]), "the column label is of list<.*>. Write names or whole numbers"),
+    ],
+)
+def test_labels_that_some_images_lack_or_of_other_types_are_refused(
+    make_data: MakeData, tmp_path: Path, column: Any, says: str
+) -> None:
+    pq.write_table(pa.table({"image": [b"x"] * 3, "label": column}), tmp_path / "x.parquet")
+    with pytest.raises(DataError, match=says):
+        opened(make_data, tmp_path / "x.parquet")
+
+
+def test_files_with_labels_of_two_kinds_are_refused(make_data: MakeData, tmp_path: Path) -> None:
+    for number, label in enumerate((1, "cat")):
+        pq.write_table(pa.table({"image": [b"x"], "label": [label]}), tmp_path / f"{number}.parquet")
+    with pytest.raises(DataError, match="some labels are names and others numbers"):
+        opened(make_data, tmp_path)
 
 
 @pytest.mark.parametrize("form", packing.WRITERS)

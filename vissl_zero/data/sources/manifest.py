@@ -11,9 +11,10 @@ from typing import Any
 
 import numpy as np
 
+from vissl_zero.data.labels import class_numbers, ordered_classes, require_every_label, unequal_labels
 from vissl_zero.data.source import UNLABELLED, MultiLabeled, Source, SourceRequest
 from vissl_zero.data.sources.disk import ListedFiles, moved
-from vissl_zero.errors import DataError, did_you_mean
+from vissl_zero.errors import DataError
 from vissl_zero.registry import DATA_SOURCES
 
 _BETWEEN_LABELS = "|"  # in a cell of CSV
@@ -47,9 +48,9 @@ def manifest(request: SourceRequest) -> Source:
     if not files:
         raise DataError(f"{', '.join(request.paths)} names no images. Correct {key}.")
     without = labels.count(None)
-    if 0 < without < len(labels) or (len(has_several) > 1 and without < len(labels)):
-        what = f"{without:,} of {len(labels):,} images have no label" if without else "both label and labels are used"
-        raise DataError(f"{', '.join(request.paths)}: {what}. Give every image the same kind of label, or none.")
+    require_every_label(without, len(labels), request.paths)
+    if len(has_several) > 1 and not without:
+        raise unequal_labels(request.paths, "both label and labels are used")
     return _labeled(np.array(files), [each for each in labels if each is not None], has_several == {True}, request)
 
 
@@ -57,13 +58,8 @@ def _labeled(files: np.ndarray, labels: Sequence[tuple[str, ...]], is_multiple: 
     if not labels:
         return ListedFiles(request, files, np.full(len(files), UNLABELLED), ())
     used = {label for each in labels for label in each}
-    are_numbers = all(label.isdecimal() and label.isascii() for label in used)  # sorted as numbers: 2 before 10
-    names = tuple(request.class_names) or tuple(sorted(used, key=int if are_numbers else str))
-    if unknown := sorted(used - {*names}):
-        hint = did_you_mean(unknown[0], names)
-        key = f"config.DATA.{request.split}.DATA_PATHS"
-        raise DataError(f"{key} has labels that DATA.TRAIN does not have: {', '.join(unknown[:10])}.{hint}")
-    number = {name: index for index, name in enumerate(names)}
+    names = tuple(request.class_names) or ordered_classes(used)
+    number = class_numbers(used, names, "DATA.TRAIN", request)
     if not is_multiple:
         return ListedFiles(request, files, np.array([number[label] for (label,) in labels]), names)
     matrix = np.zeros((len(files), len(names)), np.int8)

@@ -9,6 +9,7 @@ import io
 import json
 import logging
 import os
+import re
 import tarfile
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -19,9 +20,18 @@ import numpy as np
 
 from vissl_zero.atomic import read_object, replacing
 from vissl_zero.data.decode import EXTENSIONS, BrokenImageError, read_file
+from vissl_zero.data.labels import (
+    MIXED,
+    class_numbers,
+    joined,
+    label_text,
+    numbered,
+    require_every_label,
+    unequal_labels,
+)
 from vissl_zero.data.slow_work import SlowProgress
 from vissl_zero.data.source import UNLABELLED, EncodedSource, SourceRequest
-from vissl_zero.errors import DataError, did_you_mean
+from vissl_zero.errors import DataError
 from vissl_zero.registry import DATA_SOURCES
 
 CLASSES_FILE = "classes.json"
@@ -29,6 +39,7 @@ LABELS_KEY, CLASSES_KEY = b"__labels__", b"__classes__"  # of an LMDB database
 logger = logging.getLogger(__name__)
 _INDEX_FILE = ".vissl_zero_index.npz"
 _MOST_JSON = 2**26
+_WHOLE = re.compile(r"-?[0-9]{1,18}")  # fits into int64
 
 
 class Packed(EncodedSource):
@@ -36,26 +47,32 @@ class Packed(EncodedSource):
 
     Args:
         request: request of the source.
-        labels: (N,) integers, -1 without a label.
-        names: names of the classes; empty: the class numbers.
+        labels: (N,) integers, -1 without a label; or names of classes, "" without.
+        names: names of the classes; empty: the class numbers, or the names that occur in ascending order.
+    Raises:
+        DataError: some of the images have labels and others none, or a label is none of the classes.
     """
 
     def __init__(self, request: SourceRequest, labels: np.ndarray, names: Sequence[str]):
         super().__init__(request.decoder)
-        has_labels = len(labels) > 0 and bool((labels >= 0).all())
-        classes = tuple(names) or (tuple(map(str, range(int(labels.max()) + 1))) if has_labels else ())
-        if has_labels and int(labels.max()) >= len(classes):
+        is_text = labels.dtype.kind == "U"
+        is_labeled = labels != "" if is_text else labels >= 0
+        require_every_label(len(labels) - int(is_labeled.sum()), len(labels), request.paths)
+        self.class_names: tuple[str, ...] = ()
+        self._labels = np.full(len(labels), UNLABELLED)
+        if not is_labeled.any():
+            return
+        if is_text:
+            self._labels, self.class_names = numbered(labels, names, CLASSES_FILE, request)
+            return
+        classes = tuple(names) or tuple(map(str, range(int(labels.max()) + 1)))
+        if int(labels.max()) >= len(classes):
             raise DataError(f"{', '.join(request.paths)} has labels up to {labels.max()}, but {len(classes)} classes.")
-        self.class_names: tuple[str, ...] = classes if has_labels else ()
-        self._labels = labels if has_labels else np.full(len(labels), UNLABELLED)
-        if has_labels and request.class_names:
-            unknown = [name for name in classes if name not in request.class_names]
-            if unknown:
-                hint = did_you_mean(unknown[0], request.class_names)
-                key = f"config.DATA.{request.split}.DATA_PATHS"
-                raise DataError(f"{key} has classes that DATA.TRAIN does not have: {', '.join(unknown[:10])}.{hint}")
-            number = np.array([request.class_names.index(name) for name in classes])
-            self.class_names, self._labels = request.class_names, number[labels]
+        self.class_names, self._labels = classes, labels
+        if request.class_names:
+            number = class_numbers(classes, request.class_names, "DATA.TRAIN", request)
+            labels = np.array([number[name] for name in classes])[labels]
+            self.class_names, self._labels = request.class_names, labels
 
     def __len__(self) -> int:
         return len(self._labels)
@@ -95,8 +112,8 @@ def _class_names(folder: Path) -> list[str]:
 class WebDataset(Packed):
     """Tars as webdataset writes them: files that share a name up to its first dot are a sample.
 
-    An image, and ``cls`` (the number of its class) or ``json`` with a ``label``. ``classes.json`` beside the tars may
-    name the classes. Images come in the order of the tars' names, then as they lie in a tar.
+    An image, and ``cls`` (number or name of its class) or ``json`` with a ``label``. ``classes.json`` beside the tars
+    may list the classes. Images come in the order of the tars' names, then as they lie in a tar.
 
     Cost: the first time, reads the headers of all tars. The index is kept beside them, where that can be written, and
     made again when a tar's size or time has changed.
@@ -112,12 +129,13 @@ class WebDataset(Packed):
             work.update(f"Reading the index of tars: {number + 1:,} of {len(self._tars):,}")
         self._tar = np.repeat(np.arange(len(indexes)), [len(index["offset"]) for index in indexes])
         self._offset, self._size, labels, self._key = (
-            np.concatenate([index[part] for index in indexes]) for part in ("offset", "size", "label", "key")
+            np.concatenate([index[part] for index in indexes]) for part in ("offset", "size", "label_text", "key")
         )
         if not len(self._tar):
             raise DataError(f"{', '.join(request.paths)} has no images ({', '.join(EXTENSIONS)}) in its tars.")
         first = Path(request.paths[0])
-        super().__init__(request, labels, _class_names(first if first.is_dir() else first.parent))
+        names = _class_names(first if first.is_dir() else first.parent)
+        super().__init__(request, _numbers_or_names(np.char.decode(labels, "utf-8").tolist(), request.paths), names)
 
     def encoded(self, index: int) -> bytes:
         """Read the file out of its tar. Raises BrokenImageError."""
@@ -152,7 +170,7 @@ def _index_of(tar: Path) -> dict[str, np.ndarray]:
     kept = tar.with_name(f".{tar.name}{_INDEX_FILE}")
     try:
         with np.load(kept, allow_pickle=False) as arrays:
-            index = {name: arrays[name] for name in ("stamp", "offset", "size", "label", "key")}
+            index = {name: arrays[name] for name in ("stamp", "offset", "size", "label_text", "key")}
         if np.array_equal(index["stamp"], stamp) and len({len(index[name]) for name in list(index)[1:]}) == 1:
             return index
     except Exception:  # noqa: BLE001, S110 - missing, damaged, of another version: it is made again
@@ -168,7 +186,7 @@ def _index_of(tar: Path) -> dict[str, np.ndarray]:
 
 def _read_index(tar: Path) -> dict[str, np.ndarray]:
     places: list[tuple[int, int, bytes, bytes]] = []
-    labels: dict[bytes, int] = {}
+    labels: dict[bytes, str] = {}
     try:
         with tarfile.open(tar, "r:", errors="surrogateescape") as opened:
             for member in opened:
@@ -182,23 +200,35 @@ def _read_index(tar: Path) -> dict[str, np.ndarray]:
                 elif extension.lower() in ("cls", "json") and member.size <= _MOST_JSON:
                     content = opened.extractfile(member)
                     assert content is not None
-                    labels[key] = _label_in(content.read(), extension.lower())
+                    labels[key] = _label_in(content.read(), extension.lower(), f"{tar}:{member.name}")
     except (tarfile.TarError, OSError, ValueError) as error:
         raise DataError(f"{tar} cannot be read as a tar ({error}). Write it again, without compression.") from error
     return {
         "offset": np.array([place[0] for place in places], np.int64),
         "size": np.array([place[1] for place in places], np.int64),
-        "label": np.array([labels.get(place[2], UNLABELLED) for place in places], np.int64),
+        "label_text": np.array([labels.get(place[2], "").encode() for place in places], np.bytes_),
         "key": np.array([place[3] for place in places], np.bytes_),
     }
 
 
-def _label_in(content: bytes, extension: str) -> int:
-    if extension == "cls":
-        return int(content)
-    value = json.loads(content)
-    label = value.get("label", UNLABELLED) if isinstance(value, dict) else UNLABELLED
-    return label if type(label) is int else UNLABELLED
+def _label_in(content: bytes, extension: str, place: str) -> str:
+    """Return the label in a member of a tar, "" without one. Raises DataError."""
+    try:
+        text = content.decode()
+        value = json.loads(text) if extension == "json" else {"label": text}
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{place} cannot be read as a label ({error}). Write a name or a whole number.") from error
+    return label_text(value.get("label") if isinstance(value, dict) else None, place)
+
+
+def _numbers_or_names(labels: Sequence[str], paths: Sequence[str]) -> np.ndarray:
+    """Return labels as integers, -1 for "", if they are whole numbers; else as text. Raises DataError if mixed."""
+    are_numbers = {_WHOLE.fullmatch(label) is not None for label in labels if label}
+    if len(are_numbers) > 1:
+        raise unequal_labels(paths, MIXED)
+    if False in are_numbers:
+        return np.array(labels, np.str_)
+    return np.array([int(label or UNLABELLED) for label in labels], np.int64)
 
 
 SPLITS = {"TRAIN": ("train",), "TEST": ("test", "validation", "val")}
@@ -208,9 +238,9 @@ SPLITS = {"TRAIN": ("train",), "TEST": ("test", "validation", "val")}
 class ArrowFiles(Packed):
     """A data set of Hugging Face's ``datasets`` on disk: ``save_to_disk``'s folder, or a folder of its Arrow files.
 
-    Images are a column of files (``Image``, or binary), labels an integer column (``label``); names of classes are
-    those of its ``ClassLabel``. Where a folder has splits, TRAIN takes train, TEST takes test or validation. Files are
-    mapped into memory, not read.
+    Images are a column of files (``Image``, or binary), labels a column of integers or names (``label``); names of
+    classes are those of its ``ClassLabel``. Where a folder has splits, TRAIN takes train, TEST takes test or
+    validation. Files are mapped into memory, not read.
     """
 
     def __init__(self, request: SourceRequest):
@@ -227,9 +257,9 @@ class ArrowFiles(Packed):
         schema = tables[0].schema
         self._column = image_column(schema, folder)
         names, column = label_column(schema)
-        labels = [table[column].to_numpy() for table in tables] if column else []
-        every = np.concatenate(labels) if labels else np.full(int(self._starts[-1]), UNLABELLED)
-        super().__init__(request, every.astype(np.int64), names)
+        unlabeled = np.full(int(self._starts[-1]), UNLABELLED)
+        labels = [labels_in(table[column], column, folder) for table in tables] if column else [unlabeled]
+        super().__init__(request, joined(labels, request.paths), names)
 
     def __getstate__(self) -> Mapping[str, Any]:
         return {**self.__dict__, "_tables": []}  # a mapped table would be pickled with its content
@@ -303,13 +333,33 @@ def image_column(schema: Any, path: Path) -> str:
 def label_column(schema: Any) -> tuple[list[str], str]:
     """Return the names of the classes, and the column of labels; empty without labels."""
     column = next((name for name in ("label", "labels", "fine_label") if name in schema.names), "")
-    if not column or "int" not in str(schema.field(column).type):
-        return [], ""
     try:
         about = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
         return list(about["info"]["features"][column]["names"]), column
     except (ValueError, KeyError, TypeError):
         return [], column
+
+
+def labels_in(values: Any, column: str, path: Path) -> np.ndarray:
+    """Return the labels in a column of Arrow.
+
+    Args:
+        values: chunked array of integers or text, plain or encoded by a dictionary.
+        column: its name.
+        path: its file or folder, for messages.
+    Returns:
+        (N,) integers, -1 where null; or text, "" where null.
+    Raises:
+        DataError: the column is of another type.
+    """
+    import pyarrow as pa
+
+    kind = values.type.value_type if pa.types.is_dictionary(values.type) else values.type
+    if pa.types.is_integer(kind) or pa.types.is_null(kind):
+        return np.asarray(values.cast(pa.int64()).fill_null(UNLABELLED).to_numpy(), np.int64)
+    if pa.types.is_string(kind) or pa.types.is_large_string(kind):
+        return np.array(values.cast(kind).fill_null("").to_pylist(), np.str_)
+    raise DataError(f"{path}: the column {column} is of {values.type}. Write names or whole numbers, or rename it.")
 
 
 @cache

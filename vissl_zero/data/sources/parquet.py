@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from vissl_zero.data.decode import BrokenImageError
+from vissl_zero.data.labels import joined
 from vissl_zero.data.source import UNLABELLED, SourceRequest
 from vissl_zero.data.sources.packed import (
     SPLITS,
@@ -18,6 +19,7 @@ from vissl_zero.data.sources.packed import (
     file_in,
     image_column,
     label_column,
+    labels_in,
     missing,
 )
 from vissl_zero.errors import DataError
@@ -61,7 +63,7 @@ class ParquetFiles(Packed):
         self._starts = np.cumsum([0, *(place[2] for place in groups)])
         if not self._starts[-1]:
             raise DataError(f"{', '.join(request.paths)} has no rows. Correct config.DATA.{request.split}.DATA_PATHS.")
-        super().__init__(request, np.concatenate(labels), names)
+        super().__init__(request, joined(labels, request.paths), names)
 
     def __getstate__(self) -> Mapping[str, Any]:
         return {**self.__dict__, "_kept": OrderedDict()}  # each process keeps its own
@@ -126,7 +128,6 @@ def _labels(file: Any, column: str, path: Path) -> np.ndarray:
     import pyarrow as pa
 
     try:
-        values = file.read([column], use_threads=False)[column]
-        return np.asarray(values.fill_null(UNLABELLED).to_numpy(), np.int64)
+        return labels_in(file.read([column], use_threads=False)[column], column, path)
     except (pa.ArrowException, OSError, TypeError) as error:
         raise DataError(f"{path}: the column {column} cannot be read ({error}).") from error
