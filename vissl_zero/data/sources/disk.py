@@ -32,7 +32,11 @@ class ListedFiles(EncodedSource):
         files: (N,) paths, bytes.
         labels: (N,) class numbers, -1 without.
         class_names: class names by number; empty without labels.
+    Attributes:
+        left_out: sentences on what is not read.
     """
+
+    left_out: Sequence[str] = ()
 
     def __init__(self, request: SourceRequest, files: np.ndarray, labels: np.ndarray, class_names: tuple[str, ...]):
         super().__init__(request.decoder)
