@@ -46,6 +46,8 @@ SOURCES = (
 EVERSTORE = "everstore"
 _LISTS = (".npy", ".txt")
 _MAX_BYTES = 2**26
+# In the header of a .npy file: bytes, or other numbers in 3 dimensions or more. Fewer are labels.
+_PIXELS = re.compile(rb"'descr': '(?:\|u1'|[<>|][fiu]\d+'.*'shape': \(\d+, \d+, \d)")
 # What a file is by the end of its name.
 _FILES = {
     ".csv": "manifest",
@@ -93,7 +95,7 @@ def _format_of(path: Path) -> str:
             return form
         if path.suffix == ".npy" and path.is_file():
             with path.open("rb") as file:  # its header names the type of its items: pixels, or the characters of paths
-                return "npy" if b"'descr': '|u1'" in file.read(256) else "disk_filelist"
+                return "npy" if _PIXELS.search(file.read(256)) else "disk_filelist"
         names = {path.name} if path.is_file() else {entry.name for entry in path.iterdir()}
     except (OSError, ValueError):
         return "disk_folder"

@@ -286,8 +286,11 @@ def _same_origin(cfg: RunConfig, decided: Decisions) -> Problem | None:
     return Problem("config.DATA.TRAIN.DATA_PATHS", "[]", must, "Write config.DATA.TRAIN.DATA_PATHS=<folder>.")
 
 
-# A copy of the list in ``vissl_zero.data``, which imports torch; a test compares the two.
-EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ".dcm")
+# Endings of the files that ``vissl_zero.data.decode`` decodes.
+EXTENSIONS = (
+    *(".jpg", ".jpeg", ".jfif", ".jpe", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff"),
+    *(".ppm", ".pgm", ".dcm"),
+)
 _NUM_DIGITS = {"TRAIN": 1_437, "TEST": 360}
 
 

@@ -76,6 +76,18 @@ def test_a_file_is_recognized_by_its_name_where_all_paths_agree(tmp_path: Path) 
     assert source_of([str(tmp_path / "none.csv")]) == "disk_folder"
 
 
+def test_an_array_of_numbers_is_pixels_of_three_dimensions_or_more(make_data: MakeData, tmp_path: Path) -> None:
+    path = tmp_path / "x.npy"
+    kinds = (np.float32, ">f8", np.uint16, np.int64, "<U5", "S5")
+    for dims, formats in ((4, ["npy"] * 4 + ["disk_filelist"] * 2), (2, ["disk_filelist"] * 6)):
+        for kind, form in zip(kinds, formats, strict=True):
+            np.save(path, np.zeros((2, 8, 8, 3)[:dims], kind))
+            assert source_of([str(path)]) == form
+    np.save(path, np.zeros((2, 8, 8, 3), np.float32))
+    with pytest.raises(DataError, match=r"not float32 of .*Convert it, or write config\.DATA\.IN_CHANNELS=<number>"):
+        opened(make_data("npy", path))
+
+
 def test_two_workers_give_the_same(make_data: MakeData, tables: dict[str, Path], tmp_path: Path) -> None:
     np.save(tmp_path / "gray.npy", np.random.default_rng(0).integers(0, 256, (9, 16, 16, 1), np.uint8))
     with h5py.File(tmp_path / "x.h5", "w") as file:

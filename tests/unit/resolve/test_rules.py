@@ -5,14 +5,15 @@ from __future__ import annotations
 from dataclasses import is_dataclass
 
 import pytest
+from PIL import Image
 
 from tests.unit.config.example_config import CPU_HOST, GPU_HOST, complaints
 from vissl_zero.config.blocks.model_and_loss import RegNetBlock
-from vissl_zero.data import decode
 from vissl_zero.resolve import resolved
 from vissl_zero.resolve.data_plan import EXTENSIONS
 from vissl_zero.resolve.host import Host
 from vissl_zero.resolve.model_rules import _checkpointing_problem, _widths
+from vissl_zero.resolve.other_files import PICTURES
 
 TAPS = "MODEL__FEATURE_EVAL_SETTINGS__"
 TAPPED = {f"{TAPS}EVAL_MODE_ON": True, f"{TAPS}FREEZE_TRUNK_ONLY": True}
@@ -566,8 +567,9 @@ def test_images_are_counted_without_being_opened(tmp_path):
     assert "at most the number of images, 3" in found
 
 
-def test_extensions_are_those_that_are_read():
-    assert EXTENSIONS == decode.EXTENSIONS
+def test_endings_of_jpeg_are_all_read_and_no_ending_is_called_unread():
+    jpeg = {ending for ending, form in Image.registered_extensions().items() if form == "JPEG"}
+    assert {".jfif", ".jpe"} < jpeg <= {*EXTENSIONS} and not {*EXTENSIONS} & {*PICTURES}
 
 
 COMPOSITES = {
