@@ -223,6 +223,48 @@ def test_the_model_computes_with_what_the_update_made_of_master_copies() -> None
     assert run_on_ranks(1, _distance_of_host_shards)[0] < 1e-12
 
 
+def _train_with_gradients_cleared(tiers: dict[str, Any], how: str) -> dict[str, Tensor]:
+    """Train at level 3 on two backward passes a step, after the gradient of a third was cleared."""
+    given = {"type": "SGD", "lr": 0.1, "momentum": 0.9}
+    model, optimizer = vissl_zero.initialize(_model(torch.float64), given, {"level": 3, **tiers})
+    for step in range(3):
+        for index in range(3):
+            generator = torch.Generator().manual_seed(3 * step + index)
+            images = torch.randn(8, 40, generator=generator, dtype=torch.float64)
+            images = images.chunk(torch.distributed.get_world_size())[torch.distributed.get_rank()]
+            optimizer.backward(model(images).square().mean())
+            if index == 0 and how == "optimizer":
+                optimizer.zero_grad()
+            elif index == 0 and how == "module":
+                model.zero_grad()
+            elif index == 0:
+                for param in model.parameters():
+                    param.grad = None
+        optimizer.step()
+        optimizer.zero_grad()
+    weights = optimizer.full_state()
+    optimizer.close()
+    return weights
+
+
+def _distances_of_cleared_gradients(folder: str) -> list[float]:
+    expected = _train_with_gradients_cleared({}, "optimizer")
+    host = {"offload_optimizer_config": _tier("cpu", Path(folder))}
+    disk = {f"offload_{kind}_config": _tier("nvme", Path(folder)) for kind in ("optimizer", "param")}
+    distances = []
+    for how in ("module", "parameters"):
+        distances.append(_distance(_train_with_gradients_cleared(disk, how), expected))
+        with _host_shards():
+            distances.append(_distance(_train_with_gradients_cleared(host, how), expected))
+    return distances
+
+
+@pytest.mark.timeout(60)
+def test_a_loop_clears_gradients_wherever_they_are(tmp_path: Path) -> None:
+    distances = run_on_ranks(2, _distances_of_cleared_gradients, str(tmp_path))
+    assert max(map(max, distances)) < 1e-12, distances
+
+
 def _distance_of_shards_on_a_disk(folder: str) -> float:
     """Between the shards that a rank alone reads, and the full parameters."""
     _, optimizer = _build("sgd", 3, {"offload_param_config": _tier("nvme", Path(folder))}, torch.float64)

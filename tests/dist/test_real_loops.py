@@ -1606,37 +1606,6 @@ def test_a_base_in_half_precision_goes_with_shard_groups_and_tiers(zero: dict[st
     assert max(run_on_ranks(4, _adapters, given, str(tmp_path), timeout_s=90, group_timeout_s=30)) < TOLERANCE
 
 
-def _cleared(folder: str) -> float:
-    """Clear gradients by the optimizer, then by the loop itself with parameters on NVMe; return the difference."""
-    torch.set_default_dtype(torch.float64)
-    states = []
-    on_disk = {"device": "nvme", "nvme_path": folder}
-    for zero in ({"level": 0}, {"level": 3, "offload_param_config": on_disk, "offload_optimizer_config": on_disk}):
-        torch.manual_seed(0)
-        model, optimizer = vissl_zero.initialize(chain(), {"type": "SGD", "lr": 0.1, "momentum": 0.9}, zero)
-        for step in range(4):
-            optimizer.backward(model(rows(step + 9, 7)).square().mean())
-            if zero["level"] == 0:
-                optimizer.zero_grad()
-            elif step % 2:
-                model.zero_grad()
-            else:
-                for param in model.parameters():
-                    param.grad = None
-            for micro_batch in (step, step + 20):  # the second is added to the first
-                optimizer.backward(model(rows(micro_batch, 7)).square().mean())
-            optimizer.step()
-            optimizer.zero_grad()
-        states.append(optimizer.full_state())
-        optimizer.close()
-    torch.set_default_dtype(torch.float32)
-    return max([(states[1][name] - value).abs().max().item() for name, value in states[0].items()], default=0.0)
-
-
-def test_gradients_on_nvme_are_cleared_by_the_loop(tmp_path: Path) -> None:
-    assert max(run_on_ranks(2, _cleared, str(tmp_path))) < TOLERANCE
-
-
 def _gradient_bytes(level: int) -> list[int]:
     """That leave this rank in a step of twelve checkpointed layers, not reentrant and reentrant."""
     sent = []

@@ -1,13 +1,13 @@
-"""Weights in others' layouts: VISSL's checkpoints, plain state dicts, safetensors, and vision transformers.
+"""Weights in the layouts of other programs: VISSL's checkpoints, plain state dicts, safetensors, vision transformers.
 
-VISSL's (vissl/utils/checkpoint.py): a dict with ``type`` and ``classy_state_dict -> base_model -> model -> {trunk,
-heads}``. A ``shard_list`` names a file per rank beside it; a ``slice_list`` has, in the place of each tensor, the path
-of a file that holds it, in a folder ``<name>_layers`` beside it.
+A checkpoint of VISSL (vissl/utils/checkpoint.py) is a dict with ``type`` and ``classy_state_dict -> base_model -> model
+-> {trunk, heads}``. A ``shard_list`` names a file per rank in the same folder. A ``slice_list`` has the path of a file
+for each tensor, in a folder ``<name>_layers`` next to it.
 
-Hugging Face and torch hub's DINOv2, iBOT and MAE store vision transformers in layouts of their own, which are read into
-timm's and written from it. Where only names differ, ``models/weight_names.py`` knows them. These layouts also cut
-tensors differently: Hugging Face keeps queries, keys and values apart, and DINOv2 with registers adds a position to the
-class token, which timm and we have already added.
+Hugging Face, torch hub's DINOv2, iBOT and MAE have their own layouts of vision transformers, which are converted to
+timm's layout and back. ``models/weight_names.py`` handles layouts with different names only. These layouts also divide
+tensors differently: Hugging Face stores queries, keys and values separately, and DINOv2 with registers adds a position
+to the class token, which is added already in timm and here.
 
 Sources: transformers 5.23, ``conversion_mapping.py`` and ``models/{vit,vit_mae,dinov2,dinov2_with_registers}``;
 facebookresearch/dinov2 b8931f7, ``dinov2/models/vision_transformer.py`` and ``dinov2/layers/swiglu_ffn.py``;
@@ -42,7 +42,7 @@ from vissl_zero.checkpoint.weights import Weights, is_torch_file, open_weights
 from vissl_zero.errors import CheckpointError, did_you_mean
 
 _MODEL = ("classy_state_dict", "base_model", "model")
-# Where other programs keep the model's state dict, first come first served.
+# Keys under which other programs store the model's state dict, in order of choice.
 # Averages of the weights come before the weights themselves, as timm and DINO load them.
 _AVERAGES = ("state_dict_ema", "model_ema", "ema_state_dict", "ema", "teacher")
 _USUAL_KEYS = (*_AVERAGES, "state_dict", "model_state_dict", "model", "module", "params", "student")
@@ -51,7 +51,7 @@ _MOST_SHARDS = 100_000
 
 @dataclass
 class Foreign:
-    """Weights from elsewhere.
+    """Weights that another program has written.
 
     Attributes:
         layout: description of the detected layout.
@@ -77,7 +77,7 @@ class Foreign:
 
 
 def read_foreign(path: Path, key: str = "") -> Foreign:
-    """Open weights of whatever layout.
+    """Open weights in any of the layouts above.
 
     Args:
         path: path of the file; of ours too, a run folder or a checkpoint.
@@ -125,7 +125,7 @@ def _all(weights: Weights) -> list[Entry]:
 
 
 def _library_folder(path: Path, key: str) -> Foreign:
-    """Read what ``save_pretrained`` and ``push_to_hf_hub`` write: one file of weights, or several and an index."""
+    """Read a folder of ``save_pretrained`` or ``push_to_hf_hub``: one file of weights, or several with an index."""
     foreign = Foreign(f"a folder of transformers or timm, {path.name}", config=folder_config(path))
     for file in library_files(path):
         is_pickled = is_torch_file(file)
@@ -168,7 +168,7 @@ def _sharded(content: Mapping[str, Any], path: Path) -> Foreign:
     names = content.get("shards")
     if not isinstance(names, list) or not 0 < len(names) <= _MOST_SHARDS:
         raise CheckpointError(f"{path} lists no shards.")
-    # Resolved: where the path given is a link, the shards lie beside the file that it names.
+    # Resolved, because the shards are next to the file, not next to a link to it.
     shards = [read_torch_file(_beside(path, str(name), path.resolve().parent)) for name in names]
     base = [_mapping(shard, _MODEL[:2], path) for shard in shards]
     models, metas = ([_mapping(entry, (part,), path) for entry in base] for part in ("model", "meta"))
@@ -223,7 +223,7 @@ def _slice(path: Path) -> Tensor:
 
 
 def _beside(path: Path, name: str, folder: Path) -> Path:
-    """Find the file that a list names, in the folder where VISSL puts it.
+    """Return the path of a file that a list names, in the folder where VISSL writes it.
 
     Slices are listed by their absolute path on the machine that wrote them: only the last part counts, so that a copy
     can be read, and nothing else can.
@@ -311,7 +311,7 @@ def _count(content: Mapping[str, Any], key: str, otherwise: int = 0) -> int:
 
 
 def _epoch(content: Mapping[str, Any]) -> int:
-    """Count the epochs done: VISSL counts training phases from 0, and -1 before the first."""
+    """Return the number of epochs done. VISSL numbers training phases from 0; -1 means before the first."""
     return _count(content, "train_phase_idx", otherwise=-1) + 1
 
 
@@ -343,7 +343,7 @@ _HF_LAYERS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "mlp.fc1": ("intermediate.dense", "mlp.fc1", ("mlp.weights_in",)),
     "mlp.fc2": ("output.dense", "mlp.fc2", ("mlp.weights_out", "mlp.down_proj")),
 }
-# What a gated MLP's layers are called.
+# Names of a gated MLP's layers.
 _GATED = {
     HUGGING_FACE: {"mlp.fc1": "mlp.weights_in", "mlp.fc2": "mlp.weights_out"},
     DINOV2: {"mlp.fc1": "mlp.w12", "mlp.fc2": "mlp.w3"},
@@ -362,7 +362,7 @@ _PART_OF = {part: (ours, parts) for ours, forms in _MERGED.items() for parts in 
 
 
 def _to_timm(entries: Sequence[Entry]) -> list[Entry]:
-    """Rename the tensors to timm's layout, lazily; what is in no layout known here stays as it is.
+    """Convert the tensors to timm's layout, lazily; tensors in no known layout are not changed.
 
     Args:
         entries: entries of a whole state dict, since one name alone does not tell whose it is.
@@ -378,7 +378,7 @@ def _to_timm(entries: Sequence[Entry]) -> list[Entry]:
 
 
 def from_timm(entries: Sequence[Entry], style: str) -> tuple[list[Entry], list[str]]:
-    """Convert a transformer from timm's layout to another library's; return the names that it has no place for, too.
+    """Convert a transformer from timm's layout to another library's; also return names without a counterpart there.
 
     Hugging Face's names are those of its files, which ``from_pretrained`` of any version reads: with layer scale
     Dinov2Model's (with registers Dinov2WithRegistersModel's), else ViTModel's, which are ViTMAEModel's too.
@@ -462,14 +462,14 @@ def _to_hugging_face(entry: Entry, layers: Mapping[str, str]) -> list[Entry]:
 
 
 def _to_dinov2(entry: Entry, layers: Mapping[str, str]) -> Entry:
-    """Rename a tensor to DINOv2's own names: timm's, but for a gated MLP."""
+    """Return an entry with DINOv2's name: timm's name, except in a gated MLP."""
     match = _TIMM_BLOCK.fullmatch(entry.key)
     is_other = match is not None and match[2] in layers
     return replace(entry, key=f"blocks.{match[1]}.{layers[match[2]]}.{match[3]}") if match and is_other else entry
 
 
 def _without_class_position(entries: list[Entry]) -> list[Entry]:
-    """Convert positions for DINOv2 with registers: the class token has its own in it, patches have theirs alone."""
+    """Return entries for DINOv2 with registers: the class token's position is added to the token."""
     by_name = {_last(entry): entry for entry in entries}
     registers, token, positions = (by_name.get(name) for name in ("register_tokens", "cls_token", "pos_embed"))
     if registers is None or token is None or positions is None:
@@ -483,7 +483,7 @@ def _without_class_position(entries: list[Entry]) -> list[Entry]:
 
 
 def _with_class_position(entries: Sequence[Entry]) -> list[Entry]:
-    """Add the class token's position, which is 0 since it is in the token."""
+    """Return entries with a position of 0 for the class token, which includes its position already."""
     by_name = {entry.key: entry for entry in entries}
     registers, positions = by_name.get("reg_token"), by_name.get("pos_embed")
     if registers is None or positions is None:
@@ -505,7 +505,7 @@ def _last(entry: Entry) -> str:
 
 
 def as_token(entry: Entry) -> Entry:
-    """Reshape VISSL's vector of masked patches, (1, D), to our token (1, 1, D); any other entry stays as it is."""
+    """Reshape VISSL's mask token from (1, D) to (1, 1, D); other entries are not changed."""
     if not entry.key.endswith("patch_masking.masked_embed") or len(entry.shape) != 2:
         return entry
     return Entry(entry.key, entry.dtype, (1, *entry.shape), lambda: entry.read()[None])

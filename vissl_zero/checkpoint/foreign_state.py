@@ -1,19 +1,19 @@
 """State of the loss and the optimizer in VISSL's checkpoints: teachers, queues, memory banks, centers, clusters.
 
-VISSL stores ``task.loss.state_dict()`` under ``loss`` beside ``classy_state_dict`` (vissl/hooks/log_hooks.py at
-09270ed2), or in it. It keeps the first process's alone. Each process has a part of SwAV's queue and of DeepCluster's
-memory: the other parts are lost, as they are when VISSL resumes.
+VISSL stores ``task.loss.state_dict()`` under ``loss``, next to ``classy_state_dict`` or in it
+(vissl/hooks/log_hooks.py at 09270ed2). It stores only the first process's state. Each process has a part of SwAV's
+queue and of DeepCluster's memory; the other parts are lost, as when VISSL itself resumes.
 
-Optimizer state of consolidated checkpoints is found again by parameter. torch numbers optimizer state by the place of a
-parameter in the optimizer's groups. VISSL's groups follow from the model and a few settings, which the file does not
-hold (vissl/optimizers/param_groups/default.py): weights of convolutions and linear layers, with or without biases and
-norms, of the trunk and of whatever has "head" in its name; then the rest. Here every way in which those settings can
-sort the parameters is tried. State is taken only if the numbers and shapes of all groups fit one of them, and no two
-that fit would give a parameter different state.
+Optimizer state of consolidated checkpoints is matched with parameters as follows. torch numbers optimizer state by the
+position of a parameter in the optimizer's groups. VISSL's groups follow from the model and a few settings, which are
+not in the file (vissl/optimizers/param_groups/default.py): weights of convolutions and linear layers, with or without
+biases and norms, of the trunk and of modules with "head" in their name; then the rest. All combinations of these
+settings are tried. State is imported only if counts and shapes of all groups match a combination, and all matching
+combinations agree.
 
-Sharded checkpoints hold what ``local_state_dict`` and ``local_metadata_dict`` of fairscale's FullyShardedDataParallel
-gave on every rank (the layout: fairscale/nn/data_parallel/fully_sharded_data_parallel.py, in its form since 0.4 and the
-one before). Full tensors are put together from them.
+Sharded checkpoints have the results of ``local_state_dict`` and ``local_metadata_dict`` of fairscale's
+FullyShardedDataParallel on every rank (fairscale/nn/data_parallel/fully_sharded_data_parallel.py, in its layouts before
+and since 0.4). Full tensors are assembled from them.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class LossState:
 
     Attributes:
         teacher: tensors of the momentum teacher under VISSL's names (``trunk...``, ``heads...``).
-        tensors: all others by VISSL's names; those of iBOT's inner criterion with ``criterion.`` before them.
+        tensors: all other tensors by VISSL's names; names of iBOT's inner criterion begin with ``criterion.``.
     """
 
     teacher: list[Entry] = field(default_factory=list)
@@ -51,12 +51,12 @@ class LossState:
 
 
 def loss_state(contents: Sequence[Mapping[str, Any]]) -> LossState:
-    """Read it.
+    """Return the state of the loss in a checkpoint of VISSL.
 
     Args:
         contents: contents of the file, or of each shard in order.
     Raises:
-        CheckpointError: shards of the teacher do not fit together.
+        CheckpointError: the shards of the teacher are incomplete or do not match.
     """
     states = [_of(content) for content in contents]
     first, loaded = states[0], LossState()
@@ -90,9 +90,9 @@ def _of(content: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def method_of(loss_config: Mapping[str, Any], state: LossState) -> Method | None:
-    """Build the method of a resolved ``LOSS`` block, for the images that the state remembers; None: it must know them.
+    """Build the method of a resolved ``LOSS`` block, with the number of images in the state.
 
-    A method with a memory of the images, and no state, is None.
+    None if the method has a memory of images, and the state does not show their number.
     """
     remembered = [state.tensors.get("nce_average.memory"), state.tensors.get("assignments")]
     sizes = [tensor.shape[0 if index == 0 else -1] for index, tensor in enumerate(remembered) if tensor is not None]
@@ -105,14 +105,14 @@ def method_of(loss_config: Mapping[str, Any], state: LossState) -> Method | None
 
 
 def as_ours(method: Method, loss_config: Mapping[str, Any], state: LossState) -> tuple[dict[str, Tensor], list[str]]:
-    """Build the state of ``method``: what VISSL's file has, and the rest as a new run has it.
+    """Return the state of ``method``: VISSL's tensors if the file has them, else the initial ones.
 
     Args:
-        method: method of ``method_of``.
+        method: result of ``method_of``.
         loss_config: the resolved ``LOSS`` block.
-        state: state of the file.
+        state: state in the file.
     Returns:
-        Tensors by our names, and a sentence for each thing that was taken or could not be.
+        Tensors by the names here, and sentences about what was imported and what was not.
     """
     ours = {name: value.clone() for name, value in method.state_dict().items() if isinstance(value, Tensor)}
     sentences: list[str] = []
@@ -137,7 +137,7 @@ def as_ours(method: Method, loss_config: Mapping[str, Any], state: LossState) ->
 def _translated(
     loss: str, config: Mapping[str, Any], theirs: Mapping[str, Tensor], ours: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Translate VISSL's tensors to our names and our form."""
+    """Return VISSL's tensors with the names and layouts here."""
     translated: dict[str, Tensor] = {}
     for name, place in (("center", "center.mean"), ("criterion.center", "center.mean")):
         if name in theirs:
@@ -145,7 +145,7 @@ def _translated(
     if "criterion.center2" in theirs:
         translated["patch_center.mean"] = theirs["criterion.center2"].flatten()
     if loss == "moco_loss" and "queue" in theirs:
-        translated["queue.keys"] = theirs["queue"].T  # a column a key
+        translated["queue.keys"] = theirs["queue"].T  # VISSL has one key per column
         if "queue_ptr" in theirs:
             translated["queue.position"] = theirs["queue_ptr"].flatten()[0]
     if "nce_average.memory" in theirs:
@@ -161,7 +161,8 @@ def _translated(
 
 
 def _queue(theirs: Mapping[str, Tensor], ours: Mapping[str, Tensor], options: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Take the first process's part of SwAV's queue; leave its random start out where the queue is not yet in use."""
+    """Return the first process's part of SwAV's queue; empty before ``start_iter``."""
+    # Before ``start_iter`` VISSL's queue has only its random initial values.
     rows, queue = theirs["local_emb_queue"], ours["queue.embeddings"].clone()
     steps = theirs.get("num_iteration", torch.tensor(0)).flatten()[0]
     count = min(rows.shape[1], queue.shape[1])
@@ -172,7 +173,7 @@ def _queue(theirs: Mapping[str, Tensor], ours: Mapping[str, Tensor], options: Ma
 
 
 def _clusters(theirs: Mapping[str, Tensor], ours: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Take the first process's part of DeepCluster's memory, and the clusters of all images."""
+    """Return the first process's part of DeepCluster's memory, and the clusters of all images."""
     is_global = re.compile(r"assignments|centroids\d+").fullmatch
     memory_state = {f"memory.{name}": value for name, value in theirs.items() if is_global(name)}
     rows, index = theirs["local_memory_embeddings"], theirs.get("local_memory_index")
@@ -195,23 +196,23 @@ _KEYS_OF = {
 
 @dataclass(frozen=True)
 class OptimizerState:
-    """State by parameter, or why there is none.
+    """Optimizer state by parameter, or the reason why there is none.
 
     Attributes:
         of: name of the parameter in the file -> key -> tensor or number.
-        reason: why the state in the file is not taken; empty if it is, or if there is none.
+        reason: reason why the state in the file is not imported; empty if it is.
     """
 
     of: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     reason: str = ""
 
     def fits(self, optimizer: str) -> bool:
-        """Check whether an optimizer of ours (``OPTIMIZER.name``) has this state."""
+        """Check whether an optimizer (``OPTIMIZER.name``) has state with these keys."""
         return all(state.keys() == _KEYS_OF.get(optimizer) for state in self.of.values())
 
 
 def optimizer_state(classy_state: Mapping[str, Any], entries: Sequence[Entry]) -> OptimizerState:
-    """Read the state of every parameter that has some.
+    """Return the optimizer state of every parameter that has state.
 
     Args:
         classy_state: ``classy_state_dict`` of the file.
@@ -240,16 +241,16 @@ def optimizer_state(classy_state: Mapping[str, Any], entries: Sequence[Entry]) -
 
 
 def _checked(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Keep tensors, and the number of steps as a number; drop the None that SGD without momentum keeps.
+    """Return one parameter's state with detached tensors, the step as a number, and without None.
 
     Raises:
-        ValueError, TypeError, AttributeError, RuntimeError: it is something else.
+        ValueError, TypeError, AttributeError, RuntimeError: the state has other values.
     """
     checked: dict[str, Any] = {}
     for key, value in state.items():
         if key == "step":
             checked[key] = float(value)
-        elif value is not None:
+        elif value is not None:  # SGD without momentum stores None
             if not isinstance(key, str) or value.layout != torch.strided or value.is_quantized:
                 raise ValueError
             checked[key] = value.detach()
@@ -257,7 +258,7 @@ def _checked(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _sortings(entries: Sequence[Entry]) -> Iterator[list[list[Entry]]]:
-    """Yield the groups of parameters, for all settings that sort them."""
+    """Yield the groups of parameters for each combination of VISSL's settings."""
     params = [entry for entry in entries if not entry.key.endswith(_BUFFERS)]
     trained_heads = [entry for entry in params if entry.key.startswith("heads.")]
     yield [params]  # construct_single_param_group_only
@@ -269,13 +270,13 @@ def _sortings(entries: Sequence[Entry]) -> Iterator[list[list[Entry]]]:
 def _default_groups(
     params: Sequence[Entry], entries: Sequence[Entry], bias: bool, norm: bool, is_layer_norm: bool
 ) -> list[list[Entry]]:
-    """Sort into VISSL's ``default``: trunk with and without decay, heads with and without decay, the rest if any.
+    """Return VISSL's groups ``default``: trunk with and without decay, heads with and without decay, and the rest.
 
     Args:
-        params: those that are trained.
-        entries: all tensors.
-        bias, norm: whether they decay (``regularize_bias``, ``regularize_bn``).
-        is_layer_norm: norms without running statistics are layer norms, which count as norms; else group norms.
+        params: trained parameters.
+        entries: all tensors of the model.
+        bias, norm: biases and norms decay (``regularize_bias``, ``regularize_bn``).
+        is_layer_norm: norms without running statistics are layer norms, which VISSL counts as norms; else group norms.
     """
     keys = {entry.key for entry in entries}
     groups: list[list[Entry]] = [[], [], [], [], []]
@@ -304,7 +305,7 @@ def _default_groups(
 def _take(
     sorting: list[list[Entry]], groups: list[tuple[Any, ...]], states: Mapping[Any, Mapping[str, Any]]
 ) -> dict[str, Any] | None:
-    """Take the state by name if the groups of the file are those of ``sorting``; else None."""
+    """Return the state by parameter name if the groups of the file match ``sorting``; else None."""
     if [len(group) for group in sorting] != [len(group) for group in groups]:
         return None
     taken, rest = {}, dict(states)
@@ -315,7 +316,7 @@ def _take(
             if any(tuple(value.shape) != entry.shape for key, value in state.items() if key != "step"):
                 return None
             taken[entry.key] = state
-    # State that no parameter has taken shows that this is not the file's order.
+    # Leftover state shows that this is not the file's order.
     return None if rest else taken
 
 
@@ -325,13 +326,13 @@ def _is_same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 
 @dataclass(frozen=True)
 class _Group:
-    """Parameters that one tensor holds, one after the other: those of a flattened unit, or a single one.
+    """The parameters in one stored tensor, one after the other: those of a flattened unit, or a single one.
 
     Attributes:
-        key: key of that tensor in a rank's state.
-        names, shapes: of the parameters.
-        padding: elements at the end of each rank's part that mean nothing.
-        is_whole: every rank has all of it.
+        key: key of the tensor in a rank's state.
+        names, shapes: names and shapes of the parameters.
+        padding: number of unused elements at the end of each rank's part.
+        is_whole: every rank has the whole tensor.
     """
 
     key: str
@@ -342,13 +343,13 @@ class _Group:
 
 
 def full_tensors(states: Sequence[Mapping[str, Tensor]], metadata: Sequence[Mapping[str, Any]]) -> list[Entry]:
-    """Collect parameters, each put together when it is read, and buffers as rank 0 has them.
+    """Return full parameters, assembled from the shards when they are read, and rank 0's buffers.
 
     Args:
         states: ``local_state_dict`` of every rank, in order.
         metadata: ``local_metadata_dict`` of every rank.
     Raises:
-        CheckpointError: they do not fit together.
+        CheckpointError: the shards are incomplete or do not match.
     """
     try:
         entries = [entry for group in _groups(metadata) for entry in _entries(group, states)]
@@ -387,7 +388,7 @@ def _groups_of_unit(unit: Mapping[str, Any], of_ranks: Sequence[Mapping[str, Any
 
 
 def _old_groups_of_unit(unit: Mapping[str, Any], of_ranks: Sequence[Mapping[str, Any]]) -> list[_Group]:
-    """Read the form before fairscale 0.4: one flat tensor called ``flat_param_0``, or one for each parameter."""
+    """Read the layout before fairscale 0.4: one flat tensor called ``flat_param_0``, or one tensor per parameter."""
     path, names = unit["fsdp_path"], list(unit["param_names"])
     shapes = [tuple(shape) for shape in unit["param_shapes"]]
     paddings = [[int(count) for count in rank["num_padded"]] for rank in of_ranks]
@@ -434,7 +435,7 @@ def _entries(group: _Group, states: Sequence[Mapping[str, Tensor]]) -> list[Entr
 
 
 def _gather(parts: Sequence[Tensor], first: int, size: int, shape: tuple[int, ...]) -> Tensor:
-    """Take elements of the parts laid end to end."""
+    """Return elements ``first`` to ``first + size`` of the concatenated parts, as ``shape``."""
     pieces, start = [], 0
     for part in parts:
         begin, end = max(first - start, 0), min(first + size - start, part.numel())

@@ -1,4 +1,4 @@
-"""Folders that transformers and timm write, and which of the networks in a file is the one to take."""
+"""Read folders of weights of transformers and timm, and select one of several networks in a file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from vissl_zero.models.weight_names import plain_name
 _WHOLE = ("model.safetensors", "pytorch_model.bin")
 _MAX_BYTES = 2**26
 _MOST_NETWORKS = 4  # student, teacher and their averages
-# What every network of a kind has once, in its outermost module.
+# Names of weights in the outermost module: every kind of network has one of them, once.
 _ROOTS = (
     "patch_embed.proj.weight",
     "patch_embed.proj.0.0.weight",
@@ -34,22 +34,22 @@ _ROOTS = (
     "conv1.weight",
     "conv1.0.weight",
 )
-# Where one file has several networks: averages first, then the one that is trained.
+# Order of choice if a file has several networks: averages before the trained network.
 _FIRST = ("ema", "teacher", "momentum", "target", "encoder_k", "encoder_q", "student", "online", "backbone")
 
 
 def is_library_folder(path: Path) -> bool:
-    """Return whether a folder holds weights as transformers and timm write them."""
+    """Check whether a folder has weights in the layout of transformers and timm."""
     return path.is_dir() and any((path / name).is_file() or _index(path, name).is_file() for name in _WHOLE)
 
 
 def is_library_file(path: Path) -> bool:
-    """Return whether a file has the name that transformers and timm give it, so that ``config.json`` is of it."""
+    """Check whether a file has transformers' and timm's name of weights, so that ``config.json`` belongs to it."""
     return path.name in _WHOLE and path.is_file()
 
 
 def library_files(path: Path) -> list[Path]:
-    """Return the files of weights of such a folder; of several, those that the index names.
+    """Return the files of weights in such a folder: one file, or the files that the index names.
 
     Raises:
         CheckpointError: the index is damaged, leads out of the folder, or names a file that is missing.
@@ -77,7 +77,7 @@ def _index(path: Path, name: str) -> Path:
 
 
 def folder_config(path: Path) -> dict[str, Any]:
-    """Read ``config.json`` and ``preprocessor_config.json`` as data; what is missing or damaged is left out."""
+    """Read ``config.json`` and ``preprocessor_config.json`` as data; missing or damaged files count as empty."""
     config = _read(path / "config.json")
     return {**config, "preprocessor": _read(path / "preprocessor_config.json")}
 
@@ -91,16 +91,16 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def at_root(entries: Sequence[Entry]) -> tuple[list[Entry], str]:
-    """Take one network of a file, and the prefix from its names.
+    """Return the entries of one network of a file, without the network's prefix.
 
-    If the file holds several, as those of DINO, DINOv2, MoCo and BYOL do, take the teacher and leave out the rest. If
-    it holds one, keep all entries.
+    If the file has several networks (DINO, DINOv2, MoCo, BYOL), return only the entries of the teacher. If it has one,
+    return all entries.
 
     Returns:
-        Entries, and what a message says of the choice: empty if there was none.
+        The entries, and a clause for messages about the choice; empty if there was no choice.
     """
     roots = _roots(entry.key for entry in entries)
-    # Parts inside one network repeat the names of layers too, such as the layers of a DenseNet.
+    # Many matches mean repeated layers inside one network, such as those of a DenseNet.
     if not roots or roots == [""] or len(roots) > _MOST_NETWORKS:
         return list(entries), ""
     root = min(roots, key=_rank)

@@ -1,6 +1,6 @@
-"""Names of transformers' and facebookresearch's newer networks, as timm's: ConvNeXt 1 and 2, ResNet and DINOv3.
+"""Rename weights of transformers and facebookresearch to timm's names: ConvNeXt 1 and 2, ResNet and DINOv3.
 
-timm's DINOv3 is its ``Eva``: queries, keys and values in one layer whose bias has no part for keys.
+timm's DINOv3 is its ``Eva``, where queries, keys and values are one layer with a bias for queries and values only.
 
 Sources: transformers 5.23, ``models/{convnext,convnextv2,resnet,dinov3_vit,dinov3_convnext}``; facebookresearch/dinov3
 54694f7, ``dinov3/models/vision_transformer.py`` and ``dinov3/layers``; timm 1.0.31, ``models/eva.py``.
@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from vissl_zero.checkpoint.shard_file import Entry
 
-# Theirs -> timm's, full matches; the first that matches counts. A number after ``+`` counts from 1.
+# Pattern of a full name -> timm's name; the first match counts. A number after ``+`` is increased by 1.
 _Rules = tuple[tuple[str, str], ...]
 
 _CONVNEXT_PARTS = (
@@ -63,7 +63,7 @@ _DINOV3: _Rules = (
     (r"blocks\.(\d+)\.mlp\.w2\.(\w+)", r"blocks.\1.mlp.fc1_x.\2"),
     (r"blocks\.(\d+)\.mlp\.w3\.(\w+)", r"blocks.\1.mlp.fc2.\2"),
 )
-# By a name that only this layout has.
+# A name that only one layout has -> the rules of this layout.
 _LAYOUTS: dict[str, _Rules] = {
     "encoder.stages.0.layers.0.dwconv.weight": _CONVNEXT,
     "stages.0.layers.0.depthwise_conv.weight": _CONVNEXT,
@@ -74,7 +74,7 @@ _LAYOUTS: dict[str, _Rules] = {
 
 
 def renamed(entries: Sequence[Entry]) -> list[Entry]:
-    """Give tensors of the networks above timm's names and cut, lazily; any others stay as they are."""
+    """Return entries with timm's names and layout, converted lazily; unchanged for other networks."""
     for mark, rules in _LAYOUTS.items():
         marks = [entry.key for entry in entries if f".{entry.key}".endswith(f".{mark}")]
         if marks:
@@ -101,14 +101,15 @@ def _in_one_dimension(entry: Entry) -> Entry:
 
 
 def _without_plain_mlp(entries: list[Entry]) -> list[Entry]:
-    """Rename the first layer without a gate: Hugging Face calls both ``up_proj``, timm this one ``fc1``."""
+    """Rename the first layer of an MLP without a gate: ``up_proj`` in Hugging Face, ``fc1`` in timm."""
     if any(".fc1_g." in entry.key for entry in entries):
         return entries
     return [replace(entry, key=entry.key.replace(".fc1_x.", ".fc1.")) for entry in entries]
 
 
 def _fused(entries: list[Entry]) -> Iterable[Entry]:
-    """Fuse DINOv3's queries, keys and values as timm has them: one weight, and biases of queries and values alone."""
+    """Yield entries with queries, keys and values fused as in timm: one weight, and biases without one for keys."""
+    # A bias of the keys adds the same number to all logits of a query, which softmax cancels: DINOv3 masks it to 0.
     parts = {entry.key: entry for entry in entries if re.search(r"\.attn\.[qkv]\.weight$", entry.key)}
     for entry in entries:
         if match := re.fullmatch(r"(.+\.attn)\.([qkv])\.(weight|bias)", entry.key):

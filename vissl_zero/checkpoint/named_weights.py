@@ -1,7 +1,7 @@
-"""Where weights with a name lie on this machine: ``timm:``, ``hf:``, ``torchvision:``, ``torchhub:``, or a path.
+"""Locate named weights on this machine: ``timm:``, ``hf:``, ``torchvision:``, ``torchhub:``, or a path.
 
-Nothing is downloaded here: ranks of a job have no business on the network, and a command that trains must be the same
-tomorrow. What is not in the library's own cache is refused with the command that fills it.
+Nothing is downloaded here: ranks should not use the network, and the same command must train the same model later. If
+weights are not in the library's cache, the error has the command that downloads them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from vissl_zero.errors import CheckpointError, did_you_mean
 
 _HF_FILES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 _META = "https://dl.fbaipublicfiles.com"
-# torch.hub's names -> where facebookresearch/dinov2 and facebookresearch/dino keep the file.
+# torch.hub's name -> URL of the file of facebookresearch/dinov2 or facebookresearch/dino.
 _HUB_FILES = {
     f"dinov2_vit{size}14{registers}": f"{_META}/dinov2/dinov2_vit{size}14/dinov2_vit{size}14{file}_pretrain.pth"
     for size in "sblg"
@@ -36,9 +36,9 @@ class Located:
     """Weights on this machine.
 
     Attributes:
-        path: file or folder.
-        model: the library's model, as TRUNK.NAME says it (``timm/...``, ``torchvision/...``); empty: not told.
-        preprocessing: ``size``, ``mean``, ``std`` as far as the library says them.
+        path: path of the file or folder.
+        model: the library's model in the form of TRUNK.NAME (``timm/...``, ``torchvision/...``); empty: not known.
+        preprocessing: ``size``, ``mean`` and ``std`` if the library has them.
     """
 
     path: Path
@@ -47,10 +47,10 @@ class Located:
 
 
 def locate(name: str) -> Located:
-    """Find weights by their name; a path is taken as it is.
+    """Return the location of weights by name; a path is returned without a check.
 
     Raises:
-        CheckpointError: no such name, or its file is not on this machine; the message has the command that brings it.
+        CheckpointError: the name is unknown, or its file is not on this machine; the message has the download command.
     """
     scheme = scheme_of(name)
     if not scheme:
@@ -73,7 +73,7 @@ def _hugging_face(repo: str) -> Located:
 
 
 def _snapshot(repo: str, name: str) -> Path:
-    """Find the folder of a repository in Hugging Face's cache."""
+    """Return the folder of a repository in Hugging Face's cache; raises CheckpointError if it is not there."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
@@ -100,7 +100,7 @@ def _timm(name: str) -> Located:
         raise CheckpointError(f"timm:{name}: timm has no such model.{hint or ' timm.list_models() lists them.'}")
     try:
         config = timm.models.get_pretrained_cfg(name)
-    except RuntimeError:  # the tag after the dot is none of the model's
+    except RuntimeError:  # the tag after the dot does not belong to the model
         config = None
     if config is None:
         known = timm.list_pretrained(f"{name.split('.')[0]}*")

@@ -1,16 +1,16 @@
-"""Files of ``torch.save``: state dicts written tensor by tensor, and files read without running code in them.
+"""Write state dicts in the format of ``torch.save`` tensor by tensor, and read such files without running code.
 
-*Writing.* ``torch.save`` wants all tensors at once. Its file is an ordinary zip archive, nothing in it compressed:
+*Writing.* ``torch.save`` needs all tensors in memory. Its file is a zip archive without compression:
 ``data.pkl``, in which every tensor is a call of ``torch._utils._rebuild_tensor_v2`` on a storage named by number, and
 the bytes of storage k as ``data/<k>``, each at a multiple of 64 bytes so that it can be mapped into memory
 (https://docs.pytorch.org/docs/stable/notes/serialization.html). ``torch.load(weights_only=True)`` takes it.
 
-*Reading.* These files are pickles, and a pickle can call any function. Two guards stand here, one before the other.
-``_inspect`` reads the pickle as a list of opcodes, builds nothing, and refuses every name outside a short list: plain
-tensors, containers and numbers. ``torch.load(weights_only=True)`` then builds these, and would itself refuse anything
-else. NumPy scalars and arrays, which VISSL's meters and older weights hold, are built by the classes below in place of
-NumPy's own: ``numpy.dtype.__setstate__`` takes fields and flags from the file as they are, and a file of a few hundred
-bytes makes it follow pointers of the file's choosing.
+*Reading.* These files are pickles, and a pickle can call any function. There are two checks. First, ``_inspect`` reads
+the opcodes of the pickle, builds nothing, and accepts only names from a short list: plain tensors, containers and
+numbers. Then ``torch.load(weights_only=True)`` builds the objects, with a list of its own. NumPy scalars and arrays,
+which VISSL's meters and older weights have, are built by the classes below instead of NumPy's. The reason is
+``numpy.dtype.__setstate__``: it does not check fields and flags from the file, and a file of a few hundred bytes can
+make it follow arbitrary pointers.
 """
 
 from __future__ import annotations
@@ -56,18 +56,18 @@ _STORAGES = {
 
 
 def can_hold(dtype: torch.dtype) -> bool:
-    """Check whether a tensor of this type can be written (8-bit floats and wide unsigned integers cannot)."""
+    """Check whether tensors of this dtype can be written (8-bit floats and wide unsigned integers cannot)."""
     return dtype in _STORAGES
 
 
 def write_torch_file(path: Path, entries: Sequence[Entry]) -> None:
-    """Write a new file, synced to the disk. One tensor at a time is in memory.
+    """Write a new file and sync it to disk, with one tensor in memory at a time.
 
     Args:
         path: path of the file; it must not exist.
-        entries: entries in the order of the state dict, of types for which ``can_hold``.
+        entries: entries in the order of the state dict, of dtypes that ``can_hold`` accepts.
     Raises:
-        OSError: no room, or the disk failed; or the file exists.
+        OSError: the disk is full or fails, or the file exists.
     """
     with path.open("xb") as file:
         with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
@@ -86,10 +86,10 @@ def _add(archive: zipfile.ZipFile, name: str, data: bytes | memoryview) -> None:
     info = zipfile.ZipInfo(f"{_ROOT}/{name}")
     info.file_size = len(data)
     assert archive.fp is not None
-    # zipfile adds its own field for sizes over 4 GiB; it decides by the size with 5 % in reserve.
+    # zipfile adds its own field for sizes over 4 GiB, by the same test of the size plus 5 %.
     is_large = len(data) * 1.05 > zipfile.ZIP64_LIMIT
     start = archive.fp.tell() + _LOCAL_HEADER_BYTES + len(info.filename) + _ZIP64_EXTRA_BYTES * is_large
-    # 4: the extra field's own id and length come before its content.
+    # 4 bytes: id and length of the extra field precede its content.
     padding = -(start + 4) % _ALIGNMENT
     info.extra = _PADDING_ID + padding.to_bytes(2, "little") + b"Z" * padding
     with archive.open(info, "w") as member:
@@ -98,14 +98,14 @@ def _add(archive: zipfile.ZipFile, name: str, data: bytes | memoryview) -> None:
 
 
 class _Storage:
-    """A storage that is only a number."""
+    """A stand-in for a storage: only its index, dtype and size are pickled."""
 
     def __init__(self, index: int, entry: Entry):
         self.persistent_id = ("storage", _STORAGES[entry.dtype], str(index), "cpu", entry.num_elements)
 
 
 class _Tensor:
-    """A tensor that is only a shape and a storage."""
+    """A stand-in for a tensor: only its shape and storage are pickled."""
 
     def __init__(self, index: int, entry: Entry):
         storage = _Storage(index, entry)
@@ -137,7 +137,7 @@ def _strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 _NUMBERS = re.compile(r"[<>=|]?(\?|b1|[iu][1248]|f[248])")
 _MAX_PICKLE_BYTES = 2**25  # VISSL's own are below 2**22; the tensors' data are not part of it
-_MAX_TUPLE = 2**20  # elements of a tuple, those of the tuples in it included: hashing one takes that long
+_MAX_TUPLE = 2**20  # elements of a tuple, including nested tuples: the time to hash it grows with them
 _REFUSED_BY_ALL = ("INST", "OBJ", "NEWOBJ_EX", "EXT1", "EXT2", "EXT4", "PERSID")
 _REFUSED_OPCODES = (*_REFUSED_BY_ALL, "STACK_GLOBAL", "FRAME")  # torch.save never writes these
 _TORCH_FUNCTIONS = ("_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3", "_rebuild_sparse_tensor")
@@ -153,7 +153,7 @@ _NAMES = {
 
 
 class NumpyArray:
-    """A stand-in for a NumPy array: bytes, and their layout."""
+    """A stand-in for a NumPy array: its bytes and their layout."""
 
     def __init__(self, *arguments: Any):
         self._read: tuple[bytes, str, tuple[int, ...], bool] | None = None
@@ -161,7 +161,7 @@ class NumpyArray:
     def __setstate__(self, state: Any) -> None:
         _, shape, dtype, is_fortran, data = state
         if not isinstance(dtype, _Dtype) or dtype.text is None:
-            return  # texts, objects, records: not tensors, and never used
+            return  # strings, objects and records are not tensors, and are never used
         shape = tuple(shape)
         if not all(type(size) is int and size >= 0 for size in shape) or type(data) is not bytes:
             raise ValueError("an array has an impossible shape")
@@ -170,7 +170,7 @@ class NumpyArray:
         self._read = data, dtype.text, shape, bool(is_fortran)
 
     def tensor(self) -> Tensor | None:
-        """Copy the array into a tensor; return None if it does not hold numbers."""
+        """Return a copy of the array as a tensor; None if its elements are not numbers."""
         if self._read is None:
             return None
         data, text, shape, is_fortran = self._read
@@ -211,17 +211,17 @@ _KNOWN = _NAMES | {name for _, name in _STAND_INS}
 
 
 def read_torch_file(path: Path) -> Any:
-    """Read a file of ``torch.save`` to the CPU; arrays of NumPy become ``NumpyArray``.
+    """Read a file of ``torch.save`` to the CPU; NumPy arrays become ``NumpyArray``.
 
-    Tensors of a zip file (torch 1.6 and later) stay on the disk until they are used.
+    Tensors of a zip file (torch 1.6 and later) stay on disk until they are used.
 
     Raises:
-        CheckpointError: it cannot be read, is damaged, or asks for something to be run.
+        CheckpointError: the file cannot be read, is damaged, or would run code.
     """
     try:
         is_zip = _inspect(path)
         with torch.serialization.safe_globals(_STAND_INS), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about pickle protocols; what is not understood is refused
+            warnings.simplefilter("ignore")  # about pickle protocols
             return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read ({error.strerror or error}).") from error
@@ -230,34 +230,34 @@ def read_torch_file(path: Path) -> Any:
     except CheckpointError:
         raise
     except Exception as error:
-        # Whatever a damaged or hostile file makes torch stumble over: nothing was run, the remedy is the same.
+        # A damaged or hostile file can raise any error in torch. No code of the file was run.
         reason = " ".join(str(error).split())[:120] or type(error).__name__
         raise CheckpointError(f"{path} is damaged, or not a torch.save file ({reason}). Copy it again.") from error
 
 
 def is_plain_tensor(value: Any) -> bool:
-    """Check for a tensor with memory of its own for every element, in a format that safetensors has."""
+    """Check whether ``value`` is a CPU tensor with memory for every element, in a format of safetensors."""
     if type(value) not in (Tensor, torch.nn.Parameter) or value.layout != torch.strided or value.device.type != "cpu":
         return False
     if value.is_quantized or value.is_complex() or value.is_nested:
         return False
-    # A stride of 0 makes terabytes of four bytes.
+    # A stride of 0 could turn four bytes into terabytes.
     return value.numel() * value.element_size() <= value.untyped_storage().nbytes()
 
 
 def _inspect(path: Path) -> bool:
-    """Read the opcodes, building nothing. Returns whether it is a zip file.
+    """Check the opcodes of a file without building objects. Returns whether it is a zip file.
 
     Raises:
-        CheckpointError: it names what is not data.
-        OSError, ValueError, zipfile.BadZipFile, ...: it is damaged.
+        CheckpointError: the file names something other than data.
+        OSError, ValueError, zipfile.BadZipFile, ...: the file is damaged.
     """
     with os.fdopen(open_regular(path, follow_links=True), "rb") as file:
         size = os.fstat(file.fileno()).st_size
         is_zip = file.read(4) == b"PK\x03\x04"
         file.seek(0)
         if not is_zip:
-            for _ in range(5):  # magic number, version, the machine's facts, the object, keys of storages
+            for _ in range(5):  # magic number, version, system information, the object, keys of storages
                 _inspect_pickle(file, path)
             return False
         with zipfile.ZipFile(file) as archive:
@@ -274,23 +274,23 @@ def _inspect(path: Path) -> bool:
 
 
 class _Builder(pickle.Unpickler):
-    """Builds nothing but containers, numbers, texts and what stands for NumPy's arrays."""
+    """An unpickler for containers, numbers, strings and stand-ins of NumPy arrays only."""
 
     def find_class(self, module: str, name: str) -> Any:
         stand_in = next((replacement for replacement, of in _STAND_INS if of == f"{module}.{name}"), None)
         if stand_in is None and f"{module}.{name}" == "_codecs.encode":
-            return lambda text, _: text.encode("latin1")  # how Python 3 writes bytes for Python 2
+            return lambda text, _: text.encode("latin1")  # Python 3 pickles bytes so in protocol 2
         if stand_in is None:
             raise CheckpointError(f"it holds more than data ({module}.{name}), which loading it would run")
         return stand_in
 
 
 def read_pickle(path: Path) -> Any:
-    """Read a plain pickle: containers, numbers, texts; arrays of NumPy become ``NumpyArray``.
+    """Read a plain pickle of containers, numbers and strings; NumPy arrays become ``NumpyArray``.
 
     Raises:
-        OSError: it is not there.
-        CheckpointError: it is damaged, or asks for something to be run.
+        OSError: the file cannot be opened.
+        CheckpointError: the file is damaged, or would run code.
     """
     with os.fdopen(open_regular(path, follow_links=True), "rb") as file:
         try:
@@ -303,7 +303,8 @@ def read_pickle(path: Path) -> Any:
 
 
 def _inspect_pickle(file: IO[bytes], path: Path, refused: Sequence[str] = _REFUSED_OPCODES) -> None:
-    """Check one pickle. ``stack`` and ``memo`` hold each object's number of elements, nested tuples counted out."""
+    """Check one pickle by simulating its stack, with a number of elements in place of each object."""
+    # The number counts nested tuples in full, although a pickle may share one: hashing visits each again.
     stack: list[int | None] = []  # None: a mark
     memo: dict[Any, int | None] = {}
     start = file.tell()
@@ -334,7 +335,7 @@ def _inspect_pickle(file: IO[bytes], path: Path, refused: Sequence[str] = _REFUS
 
 
 def _pop(stack: list[int | None], before: Sequence[Any]) -> list[int | None]:
-    """Take what an opcode takes off the stack; back to the last mark where it asks for one."""
+    """Remove an opcode's operands from the stack and return them: back to the last mark if the opcode needs one."""
     if pickletools.markobject in before:
         place = len(stack) - 1
         while place >= 0 and stack[place] is not None:

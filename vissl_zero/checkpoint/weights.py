@@ -1,4 +1,4 @@
-"""Weights of a model by full name, read one tensor at a time, from any path that a user can give."""
+"""Read the weights of a model by full name, one tensor at a time, from a checkpoint, a run folder or a file."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TEACHER_WEIGHTS_FILE, BEST_WEIGHTS_FILE = "weights_teacher.safetensors", "weight
 FILES_OF_A_RUN = (WEIGHTS_FILE, AVERAGED_WEIGHTS_FILE, TEACHER_WEIGHTS_FILE, BEST_WEIGHTS_FILE)
 PARAMETERS, BUFFERS = "model/", "buffer/"
 _TEACHER_BUFFERS, _AVERAGED_BUFFERS = "buffer/teacher:", "buffer/average:"
-# Which of the models in a store -> how names of its parameters and buffers begin.
+# Model in a store -> prefixes of the names of its parameters and buffers.
 _PREFIXES = {
     "student": (PARAMETERS, BUFFERS),
     "average": ("average/", _AVERAGED_BUFFERS),
@@ -45,21 +45,21 @@ _MISSING = {
 
 
 class WeightsFile:
-    """A safetensors file, read as a checkpoint is.
+    """A safetensors file with the interface of ``Checkpoint``.
 
     Args:
         path: path of the file; a link to a file is followed.
     Attributes:
-        path: path as given.
+        path: the path argument.
         tensors: name -> TensorInfo.
-        metadata: texts in the file's header.
+        metadata: strings in the file's header.
     Raises:
-        CheckpointError: missing, damaged or no safetensors file.
+        CheckpointError: the file is missing, damaged or not a safetensors file.
     """
 
     def __init__(self, path: Path):
         self.path = path
-        # The user names this file himself, so a link is his own; what a manifest names is never followed.
+        # The user names this file, so a link is trusted. Links that a manifest names are never followed.
         self._file = ShardFile(path.resolve())
         self.metadata: Mapping[str, str] = self._file.metadata
         self.tensors = {
@@ -71,7 +71,7 @@ class WeightsFile:
         self._file.read_into(name, first_element, out)
 
     def verify(self, names: Iterable[str] | None = None) -> Iterator[str]:
-        """Read data against the checksums that the file carries; a sentence for each damaged tensor.
+        """Verify data against the checksums in the file; yield a sentence for each damaged tensor.
 
         Args:
             names: tensors to read; None: all.
@@ -80,7 +80,7 @@ class WeightsFile:
 
     @property
     def has_checksums(self) -> bool:
-        """Files that vissl_zero has written carry checksums; those of other programs do not."""
+        """Check whether the file has checksums: files of vissl_zero have them, files of other programs do not."""
         return bool(self._file.digests) or not self.tensors
 
     def close(self) -> None:
@@ -89,10 +89,10 @@ class WeightsFile:
 
 
 class Weights:
-    """Full parameters and buffers of a model, under their plain names. A context manager.
+    """Full parameters and buffers of a model by plain name. A context manager.
 
     Args:
-        store: an open checkpoint or file; closed with this.
+        store: open checkpoint or file; ``close`` closes it.
         stored: plain name -> name in the store.
     Attributes:
         path: path of the store.
@@ -121,12 +121,12 @@ class Weights:
         return flat
 
     def require_undamaged(self, names: Iterable[str] | None = None) -> None:
-        """Read the data against their checksums, where the file carries any (``WeightsFile.has_checksums``).
+        """Verify the data against their checksums, if the store has checksums (``WeightsFile.has_checksums``).
 
         Args:
             names: plain names; None: all.
         Raises:
-            CheckpointError: with a sentence for each damaged tensor.
+            CheckpointError: data are damaged; the message has a sentence for each damaged tensor.
         """
         wanted = self._stored if names is None else names
         if problems := list(self.store.verify(names={self._stored[name] for name in wanted})):
@@ -148,17 +148,17 @@ class Weights:
 def open_store(
     path: str | Path, passed_over: list[str] | None = None, with_data: bool = False
 ) -> Checkpoint | WeightsFile:
-    """Open what a user points at: a checkpoint, a run folder or a safetensors file.
+    """Open a checkpoint, a run folder or a safetensors file.
 
-    Of a run folder it is the newest checkpoint that opens; the weights written at the end of the run if there is none,
-    or if they are of a later step.
+    For a run folder, open its newest checkpoint that can be opened. If there is none, or if the weights written at the
+    end of the run are of a later step, open these weights.
 
     Args:
-        path: path of any of these.
-        passed_over: gets a sentence for each newer checkpoint of the run folder that does not open.
-        with_data: read the data against their checksums too, where there are any.
+        path: path of a checkpoint, a run folder or a file.
+        passed_over: receives a sentence for each newer checkpoint of the run folder that cannot be opened.
+        with_data: also verify the data against their checksums, if there are any.
     Raises:
-        CheckpointError: it is none of these, or damaged.
+        CheckpointError: the path is none of these, or damaged.
     """
     path = Path(path).expanduser()
     if not path.exists() and not path.is_symlink():
@@ -190,7 +190,7 @@ def open_store(
 
 
 def _what_else(folder: Path) -> str:
-    """Say what a folder without weights holds, and what to give instead."""
+    """Return the end of a message: the contents of a folder without weights, and what to name instead."""
     if jobs := read_jobs(folder):
         return f"holds several runs. Name one of them: {', '.join(map(str, jobs))}."
     what = f"holds images, and weights are wanted here. {_IMAGES_ARE_NAMED}"
@@ -200,7 +200,7 @@ def _what_else(folder: Path) -> str:
 
 
 def final_step(run_folder: Path) -> int | None:
-    """Read the step of the weights written at the end of a run; None where there are none, or they do not say."""
+    """Return the step of the weights written at the end of a run; None if there are none, or without a step."""
     try:
         file = WeightsFile(run_folder / WEIGHTS_FILE)
     except CheckpointError:
@@ -219,15 +219,14 @@ def _weights_file(path: Path, with_data: bool) -> WeightsFile:
 
 
 def weights_of(store: Checkpoint | WeightsFile, which: str = "student") -> Weights:
-    """Select the model in a store, without optimizer and other state.
+    """Return the weights of one model in a store, without optimizer and other state.
 
     Args:
-        store: open.
-        which: "student", the model that was trained; "average", the running average of its weights
-            (``HOOKS.EMA_MODEL``; of a loop of the user's own, ``vissl_zero.ema``); "teacher", the momentum copy that
-            some methods have.
+        store: open checkpoint or file.
+        which: "student": the trained model; "average": the running average of its weights (``HOOKS.EMA_MODEL``, or
+            ``vissl_zero.ema`` in a custom loop); "teacher": the momentum teacher of some methods.
     Raises:
-        CheckpointError: it holds none.
+        CheckpointError: the store does not have this model.
     """
     if isinstance(store, WeightsFile):
         if which == "average":
@@ -244,7 +243,7 @@ def weights_of(store: Checkpoint | WeightsFile, which: str = "student") -> Weigh
         if key.startswith(prefix) and not key.startswith(others)
     }
     if which == "average" and not stored and not store.manifest.recipe:
-        # A loop of the user's own; what ``vissl_zero.ema`` keeps is stored as a teacher.
+        # Without a recipe it is of a custom loop, where the average of ``vissl_zero.ema`` is stored as a teacher.
         if not any(key.startswith("teacher/") for key in store.tensors):
             raise CheckpointError(
                 f"{store.path} holds no running average. vissl_zero.ema(model, decay) before initialize() keeps one."
@@ -256,23 +255,23 @@ def weights_of(store: Checkpoint | WeightsFile, which: str = "student") -> Weigh
 
 
 def open_weights(path: str | Path, passed_over: list[str] | None = None, with_data: bool = False) -> Weights:
-    """Open the model in whatever ``path`` is; see ``open_store``."""
+    """Open the trained model of a checkpoint, a run folder or a file; arguments and errors as for ``open_store``."""
     return weights_of(open_store(path, passed_over, with_data))
 
 
 def is_torch_file(path: Path) -> bool:
-    """Check whether a file begins as torch.save's do: a zip file, or a pickle."""
+    """Check whether a file begins like a file of torch.save: a zip file or a pickle."""
     try:
         with os.fdopen(open_regular(path, follow_links=True), "rb") as file:
             start = file.read(9)
     except OSError:
         return False
-    # In a safetensors file the header, which is JSON, begins after eight bytes with its length.
+    # A safetensors file begins with the header's length in eight bytes, then JSON. The length may look like a pickle.
     return start[:4] == b"PK\x03\x04" or (start[:1] == b"\x80" and start[8:] != b"{")
 
 
 def config_of(store: Checkpoint | WeightsFile) -> dict[str, Any]:
-    """Return the resolved run that wrote a store, as data; empty if it is not known. Nothing in it is run."""
+    """Return the resolved configuration of the run that wrote a store, as plain data; empty if it is not known."""
     if isinstance(store, Checkpoint):
         return store.manifest.config
     if store.path.name not in FILES_OF_A_RUN:

@@ -1,4 +1,4 @@
-"""Typed blocks from plain data, as a saved run holds them."""
+"""Build typed blocks from plain data, such as a saved run's configuration."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ def block_of(kind: type[T], data: Mapping[str, Any]) -> T:
     """Return a block with the values of ``data``; keys that are absent keep their defaults.
 
     Args:
-        kind: a dataclass of keys, such as ``RunConfig`` or ``Data``.
-        data: plain nested containers. Blocks in it become those of ``kind``, at any depth.
+        kind: dataclass of keys, such as ``RunConfig`` or ``Data``.
+        data: plain nested containers; inner blocks are converted too.
     Raises:
-        ValueError: a key is unknown, or something else stands in the place of a block.
+        ValueError: a key is unknown, or a value is not a block where one is expected.
     """
     if not isinstance(data, Mapping):
         raise ValueError(f"{data!r} is no block of {kind.__name__}")

@@ -1,12 +1,12 @@
-"""VISSL's dataset catalog: where the data sets that recipes name (``DATASET_NAMES``) lie on this machine.
+"""VISSL's dataset catalog: the paths on this machine of data sets that recipes name (``DATASET_NAMES``).
 
-A JSON file in VISSL's format::
+A catalog is a JSON file in VISSL's format::
 
     {"imagenet1k_folder": {"train": ["/imagenet/train", "<lbl_path>"], "val": ["/imagenet/val", "<lbl_path>"]}}
 
-The first path of a split is DATA_PATHS, the second LABEL_PATHS. What stands in angle brackets is not filled in.
+The first path of a split is DATA_PATHS, the second LABEL_PATHS. A value in angle brackets counts as missing.
 
-Paths of Facebook's own stores and clusters are found here too, and answered with the public file.
+This module also replaces paths of Facebook's internal stores and clusters by public files.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ BUILT_IN = ("digits", "synthetic")  # sources that make their images
 _VARIABLE = "VISSL_ZERO_CATALOG"
 FILE = "dataset_catalog.json"
 SPLITS = {"TRAIN": "train", "TEST": "val"}
-# Sources that read files: others make their images, or are a plugin's and know their own names.
+# Sources that read files. Others generate their images, or belong to a plugin, which resolves its own names.
 SOURCES = (
     "disk_folder",
     "disk_filelist",
@@ -42,13 +42,13 @@ SOURCES = (
     "hdf5",
     "everstore",
 )
-# Facebook's own store of images: outside of it, the same data sets lie in folders or are named by lists.
+# Facebook's internal store of images. Elsewhere the same data sets are folders or lists of files.
 EVERSTORE = "everstore"
 _LISTS = (".npy", ".txt")
 _MAX_BYTES = 2**26
 # In the header of a .npy file: bytes, or other numbers in 3 dimensions or more. Fewer are labels.
 _PIXELS = re.compile(rb"'descr': '(?:\|u1'|[<>|][fiu]\d+'.*'shape': \(\d+, \d+, \d)")
-# What a file is by the end of its name.
+# Extension of a file -> the source that reads it.
 _FILES = {
     ".csv": "manifest",
     ".jsonl": "manifest",
@@ -61,14 +61,13 @@ _FILES = {
 
 
 def use_own_images(data: Data, chosen: Collection[str]) -> list[str]:
-    """Let DATA_PATHS replace the images of a recipe for the digits, in place; returns notes to print once.
+    """Set the source of splits with DATA_PATHS, in place; returns notes to print once.
 
-    DATA_PATHS implies the source that reads what is there. A TEST split of digits is left out where TRAIN has images of
-    the user's: part of those is evaluated on then.
+    If TRAIN has the user's images, a TEST split of digits is removed: part of TRAIN's images is used for evaluation.
 
     Args:
-        data: the block as composed.
-        chosen: keys under ``config:`` that the command line sets. A source that is named there stays.
+        data: the composed block.
+        chosen: keys under ``config:`` that the command line sets. A source that is set there is kept.
     """
     for name in ("TRAIN", "TEST"):
         split = getattr(data, name)
@@ -84,7 +83,7 @@ def use_own_images(data: Data, chosen: Collection[str]) -> list[str]:
 
 
 def source_of(paths: Sequence[str]) -> str:
-    """Return the source that reads what is at ``paths``: disk_folder unless all of them are of one packed format."""
+    """Return the source for ``paths``: disk_folder, unless all of them have the same packed format."""
     formats = {_format_of(Path(path).expanduser()) for path in paths}
     return formats.pop() if len(formats) == 1 else "disk_folder"
 
@@ -94,7 +93,7 @@ def _format_of(path: Path) -> str:
         if path.is_file() and (form := _FILES.get(path.suffix.lower())):
             return form
         if path.suffix == ".npy" and path.is_file():
-            with path.open("rb") as file:  # its header names the type of its items: pixels, or the characters of paths
+            with path.open("rb") as file:  # the header has the dtype and the shape
                 return "npy" if _PIXELS.search(file.read(256)) else "disk_filelist"
         names = {path.name} if path.is_file() else {entry.name for entry in path.iterdir()}
     except (OSError, ValueError):
@@ -109,13 +108,13 @@ def _format_of(path: Path) -> str:
 
 
 def find_catalog(recipe_folders: Iterable[Path], environment: Mapping[str, str] = os.environ) -> Path | None:
-    """Find the catalog to use: VISSL_ZERO_CATALOG, else the one beside the recipes, else ``~/.vissl_zero``'s.
+    """Return the catalog to use: VISSL_ZERO_CATALOG, else one next to the recipes, else the one in ``~/.vissl_zero``.
 
     Args:
-        recipe_folders: folders that hold ``config/``, in the order in which recipes are looked for.
+        recipe_folders: folders with ``config/``, in the order in which recipes are searched.
         environment: environment of the process.
     Raises:
-        ConfigError: the variable names no file.
+        ConfigError: VISSL_ZERO_CATALOG does not name a file.
     """
     if named := environment.get(_VARIABLE):
         path = Path(named).expanduser()
@@ -127,14 +126,14 @@ def find_catalog(recipe_folders: Iterable[Path], environment: Mapping[str, str] 
 
 
 def _home_catalog() -> Path:
-    """Return where a user's own catalog lies."""
+    """Return the path of the catalog in the user's home folder."""
     return Path.home() / ".vissl_zero" / FILE
 
 
 def use_catalog(data: Data, catalog: Path | None) -> list[str]:
-    """Fill in DATA_PATHS and LABEL_PATHS of splits that name data sets but no paths; returns sentences to say once.
+    """Fill in DATA_PATHS and LABEL_PATHS of splits that name data sets but no paths; returns notes to print once.
 
-    A name that the catalog does not have stays without paths: ``missing`` says what to add.
+    Names that are not in the catalog stay without paths; ``missing`` reports them.
 
     Raises:
         ConfigError: the catalog cannot be read.
@@ -156,7 +155,7 @@ def use_catalog(data: Data, catalog: Path | None) -> list[str]:
 
 
 def _outside_facebook(name: str, split: Split) -> list[str]:
-    """Replace everstore by the folder or list that the catalog gives for it; returns the note to print."""
+    """Replace everstore by the source of the catalog's paths, in place; returns notes to print."""
     if split.DATA_SOURCES != [EVERSTORE] or not split.DATA_PATHS:
         return []
     source = "disk_filelist" if split.DATA_PATHS[0].endswith(_LISTS) else "disk_folder"
@@ -166,7 +165,7 @@ def _outside_facebook(name: str, split: Split) -> list[str]:
 
 
 def missing(data: Data) -> list[Problem]:
-    """Report data sets that are named and in no catalog, with the line to add."""
+    """Return a problem for each split whose data sets are not in a catalog, with the line to add."""
     problems = []
     for name in SPLITS:
         split = getattr(data, name)
@@ -186,7 +185,7 @@ def _wants_paths(split: Split) -> bool:
 
 
 def _read_catalog(path: Path) -> dict[str, Any]:
-    """Read the entries of a catalog. Raises ConfigError where it is no JSON object of objects."""
+    """Return the entries of a catalog. Raises ConfigError if it is not a JSON object of objects."""
     must = 'must be JSON: {"<name>": {"train": [<images>, <labels>], "val": [...]}}'
     try:
         entries = json.loads(read_regular(path, _MAX_BYTES, follow_links=True))
@@ -198,7 +197,7 @@ def _read_catalog(path: Path) -> dict[str, Any]:
 
 
 def _paths(entries: Mapping[str, Any], dataset: str, part: str) -> tuple[str, str]:
-    """Return images and labels of one split; empty where the catalog does not say."""
+    """Return (images, labels) of one split; empty strings if the catalog does not have them."""
     values: Sequence[Any] = entries.get(dataset, {}).get(part) or ()
     filled = [v if isinstance(v, str) and not (v.startswith("<") and v.endswith(">")) else "" for v in values]
     images, labels, *_ = [*filled, "", ""]
@@ -213,14 +212,14 @@ _EVERSTORE = re.compile(r"(?P<key>DATA_SOURCES|LABEL_SOURCES): *\[ *[\"']?everst
 
 
 def public_equivalent(path: str) -> str:
-    """Return where a file of an internal store is public; empty if it is not internal or nothing is known."""
+    """Return the public URL of a file in an internal store; empty if it is not internal, or no URL is known."""
     is_internal = _PATH.match(path) is not None
     return next((url for part, url in PUBLIC_FILES.items() if is_internal and part in path), "")
 
 
 @dataclass(frozen=True)
 class Replacement:
-    """One line that was changed: its number from 1, what stood there and what stands there now."""
+    """One changed line: its number from 1, the old and the new text."""
 
     line: int
     was: str
@@ -228,10 +227,10 @@ class Replacement:
 
 
 def with_public_paths(text: str) -> tuple[str, list[Replacement]]:
-    """Replace internal paths and sources in a recipe's text, and end each such line with a comment.
+    """Return a recipe's text with internal paths and sources replaced, a comment on each such line, and the changes.
 
     Args:
-        text: YAML, as VISSL writes it: one value a line, or a list within a line.
+        text: YAML in VISSL's style: one value per line, or a list within a line.
     """
     lines, replacements = [], []
     for number, line in enumerate(text.split("\n"), 1):
@@ -245,7 +244,7 @@ def with_public_paths(text: str) -> tuple[str, list[Replacement]]:
 
 
 def _fixed(code: str) -> tuple[str, list[str]]:
-    """Remove internal paths from a line, and say why for each."""
+    """Return a line with internal paths and sources replaced, and a reason for each replacement."""
     if code.lstrip().startswith("#"):
         return code, []
     why: list[str] = []

@@ -1,6 +1,6 @@
-"""From a recipe's name and overrides to a typed configuration.
+"""Compose a typed configuration from a recipe's name and overrides.
 
-Refusals by Hydra and OmegaConf become one sentence: the key, what it must be, what to write instead.
+Errors of Hydra and OmegaConf become one sentence: the key, what it must be, what to write instead.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from vissl_zero.vissl.keys import without_vissl_keys
 from vissl_zero.vissl.names import use_own_names
 from vissl_zero.vissl.programs import DETECTION, ELSEWHERE
 
-# What composing a configuration raises for a user's mistake; anything else is a defect and keeps its traceback.
+# Errors that a user's mistake in a configuration raises. Any other error is a defect and keeps its traceback.
 EXPLAINABLE = (HydraException, OmegaConfBaseException, YAMLError, RecursionError)
-# The same, as long as Hydra works by itself: a folder or file that cannot be used, flags that cannot go together.
+# Errors of Hydra before a job starts: a folder or file cannot be used, or flags contradict each other.
 BEFORE_A_JOB = (OSError, ValueError, UserWarning)
-# What Hydra lets through where a key goes on behind a list.
+# Python's errors that Hydra does not catch if a key path continues below a list.
 IN_A_LIST = (TypeError, ValueError)
 
 
@@ -51,7 +51,7 @@ def explain(error: BaseException, folders: Sequence[str] = (), overrides: Sequen
 
     Args:
         error: error of ``EXPLAINABLE`` or ``BEFORE_A_JOB``.
-        folders: folders that --config-dir and hydra.searchpath name, to look for recipes in.
+        folders: further folders of recipes, from --config-dir and hydra.searchpath.
         overrides: overrides of the command line.
     """
     if isinstance(error, BEFORE_A_JOB) and not isinstance(error, EXPLAINABLE):
@@ -102,7 +102,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _no_recipe(folders: Sequence[str] = ()) -> Problem:
-    """Make the problem of a command without ``config=``."""
+    """Return the problem of a command without ``config=``."""
     number = len(recipe_names(folders))
     fix = f"Write config=<recipe>. First: config=quickstart/swav_digits; vissl-zero list recipes lists {number}"
     return Problem("config", "", "must name a recipe", f"{fix}, vissl-zero --help the rest.")
@@ -153,7 +153,7 @@ def _missing_file(error: MissingConfigException, folders: Sequence[str], overrid
 
 
 def _level_of_folder(folder: Path, option: str) -> str:
-    """Say what to write for --config-dir where it is a level too low or too high; empty if it is neither."""
+    """Return a hint if --config-dir names a folder that is one level too low or too high; else empty."""
     if (folder / "config").is_dir():
         return ""
     if (folder / f"{option}.yaml").is_file() or folder.name == "config":
@@ -172,7 +172,7 @@ def _yaml(error: YAMLError) -> Problem:
 
 
 def _added_keys(cfg: DictConfig, prefix: str = "") -> list[Problem]:
-    """Refuse keys that ``+key=value`` on the command line added to blocks that do not have them."""
+    """Return problems of unknown keys that were added by ``+key=value`` on the command line."""
     problems: list[Problem] = []
     kind = OmegaConf.get_type(cfg)
     names = {f.name for f in fields(kind)} if is_dataclass(kind) else None
@@ -185,12 +185,12 @@ def _added_keys(cfg: DictConfig, prefix: str = "") -> list[Problem]:
     return problems
 
 
-# Keys that all of Detectron2's files have one of, at their root.
+# Every file of Detectron2 has one of these keys at its root.
 _OF_DETECTRON = {"_BASE_", "SOLVER", "DATASETS"}
 
 
 def of_another_program(tree: DictConfig) -> list[Problem]:
-    """Check whether an untyped tree is no recipe but a file of Detectron2's, as VISSL's object_detection are."""
+    """Return the problem of a file of Detectron2, such as VISSL's object_detection, that is used as a recipe."""
     block = tree.get("config")
     if not isinstance(block, DictConfig) or block._is_none() or not {*map(str, block)} & _OF_DETECTRON:
         return []
@@ -198,7 +198,7 @@ def of_another_program(tree: DictConfig) -> list[Problem]:
 
 
 def every_mistake(tree: DictConfig, typed: DictConfig | None = None, prefix: str = "") -> list[Problem]:
-    """List every key and value of an untyped tree that the typed one refuses."""
+    """Return a problem for every key and value of an untyped tree that the typed tree does not accept."""
     node = new_schema() if typed is None else typed
     is_open, problems = OmegaConf.get_type(node) is dict, []
     for name in map(str, tree):
@@ -220,26 +220,26 @@ _ITEMS: dict[str, tuple[type | tuple[type, ...], str, str]] = {
     "list[int]": (int, "whole numbers", "[1,2]"),
     "list[float]": ((int, float), "numbers", "[0.1,0.2]"),
 }
-# Run folders, and those above them, that Hydra made: removed again where a run comes to nothing.
+# Run folders that Hydra has created, and their parents: removed if the run fails before it starts.
 new_folders: set[Path] = set()
 
 
 @cache
 def register() -> None:
-    """Register the sources and the resolvers. Repeating it does nothing."""
+    """Register the sources and the resolvers. Idempotent."""
     register_sources()
     mask_environment()
-    # Cached, because the name holds the time: every reader must get the same folder.
+    # Cached, because the name has the time in it: every access must return the same folder.
     OmegaConf.register_new_resolver("vissl_zero_run_dir", _run_dir, replace=True, use_cache=True)
 
 
 def _run_dir(chosen: str | None, recipe: str | None) -> str:
-    """Choose the folder that Hydra makes for a single run: CHECKPOINT.DIR, or a new one under runs/."""
+    """Return the folder that Hydra creates for a single run: CHECKPOINT.DIR, or a new folder under runs/."""
     if chosen:
         folder = Path(chosen).expanduser()
         remember_new(folder)
         return str(folder)
-    # To the millisecond: runs that a script starts side by side must not share a folder.
+    # To the millisecond: runs that a script starts at the same time must not share a folder.
     stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S-%f")[:-3]
     folder = Path("runs") / f"{stamp}_{(recipe or 'several').replace('/', '-')}"  # config=[a,b] has no one name
     remember_new(folder)
@@ -257,11 +257,11 @@ class Composed:
     """A composed recipe.
 
     Attributes:
-        run: typed, every ``${...}`` resolved, VISSL's second names replaced.
-        written: the same tree as plain containers, with every ``${...}`` as it was written.
-        recipe: what ``config=`` named.
+        run: typed configuration with every ``${...}`` resolved and VISSL's aliases replaced.
+        written: the same tree as plain containers, with every ``${...}`` as written.
+        recipe: name of the recipe, the value of ``config=``.
         node_id: number of this machine, from 0.
-        notes: sentences to say once.
+        notes: sentences to print once.
     """
 
     run: RunConfig
@@ -271,7 +271,7 @@ class Composed:
     notes: tuple[str, ...] = ()
 
     def user_yaml(self) -> str:
-        """Write ``config.user.yaml``: a recipe that gives this run again, interpolations unresolved."""
+        """Return ``config.user.yaml``: a recipe that reproduces this run, with interpolations unresolved."""
         tree = OmegaConf.to_yaml({"config": without_vissl_keys(self.written)})
         return f"# @package _global_\n# {self.recipe}, as composed.\n{tree}"
 
@@ -279,16 +279,15 @@ class Composed:
 def typed(
     cfg: DictConfig, recipe: str, overrides: Sequence[str] = (), folders: Sequence[Path] | None = None
 ) -> Composed:
-    """Convert a composed tree (the root that holds ``config:``) to dataclasses.
+    """Convert a composed tree (the root, with the key ``config``) to dataclasses.
 
     Args:
-        cfg: what Hydra composed.
-        recipe: what ``config=`` named.
+        cfg: tree that Hydra composed.
+        recipe: name of the recipe, the value of ``config=``.
         overrides: overrides of the command line.
-        folders: folders in which Hydra looked for recipes, those of the command line first; unset: those that
-            ``overrides`` name and ``recipe_folders()``.
+        folders: folders of recipes in Hydra's order; default: those of ``overrides``, then ``recipe_folders()``.
     Raises:
-        ConfigError: an interpolation cannot be resolved or a value is missing.
+        ConfigError: a key is unknown, an interpolation cannot be resolved, or a value is missing or wrong.
     """
     if problems := _added_keys(cfg) or _other_programs(cfg):
         raise ConfigError(problems)
@@ -304,7 +303,7 @@ def typed(
         raise ConfigError(problems)
     if cfg.engine_name != TRAIN:
         begin_program(run, cfg.engine_name)
-        # ``config.user.yaml`` holds no root keys, and must name the program when it is composed again.
+        # ``config.user.yaml`` has no root keys, so PROGRAM must name the program when it is composed again.
         written["PROGRAM"] = cfg.engine_name
     elif run.PROGRAM in PROGRAMS:
         begin_program(run, run.PROGRAM)
@@ -328,10 +327,10 @@ def _searchpath(overrides: Sequence[str]) -> list[Path]:
 
 
 def _one_or_many(block: Any, path: str = "config") -> list[Problem]:
-    """Make a single text a list of one wherever a field takes both, in place.
+    """Convert a single string to a list wherever a field accepts both, in place.
 
     Returns:
-        What is neither, and blocks in whose place an interpolation put a value.
+        Problems of values that are neither, and of blocks that an interpolation replaced by a value.
     """
     problems: list[Problem] = []
     for item in fields(block):
@@ -349,7 +348,7 @@ def _one_or_many(block: Any, path: str = "config") -> list[Problem]:
                     Problem(key, str(value), "must be a string or a list of strings", f"Write {key}=[a,b].")
                 )
             setattr(block, item.name, [str(text) for text in values])
-        elif item.type in _ITEMS and value is not None:  # OmegaConf lets lists and blocks pass as items
+        elif item.type in _ITEMS and value is not None:  # OmegaConf accepts lists and blocks as items
             kind, words, example = _ITEMS[str(item.type)]
             if not all(isinstance(part, kind) for part in value):
                 problems.append(Problem(key, str(value), f"must be a list of {words}", f"Write {key}={example}."))
@@ -365,12 +364,12 @@ def plain_words(overrides: Sequence[str]) -> list[str]:
     return words
 
 
-# A path may hold what is syntax to Hydra (`/photos (2)`). A comma may be meant as a sweep, quotes as quotes.
+# Paths with characters that are syntax to Hydra (`/photos (2)`), except commas and quotes: they may be meant as such.
 _ODD_PATH = re.compile(r"(?=.*[^\w/ .:+\-@%*?|$])(/|\.\.?/|~/)[^,'\"\\$]*")
 
 
 def _quoted(value: str) -> str:
-    """Quote a plain value, or each item of a list, where Hydra's grammar asks for it."""
+    """Return a plain value, or each item of a list, in quotes if Hydra's grammar needs them."""
     if _ODD_PATH.fullmatch(value):
         return f"'{value}'"
     if value.startswith("[") and value.endswith("]") and not {*value[1:-1]} & {*"'\"\\[]{}$"}:
@@ -379,7 +378,7 @@ def _quoted(value: str) -> str:
 
 
 def _other_programs(cfg: DictConfig) -> list[Problem]:
-    """Refuse VISSL's other programs, which a recipe's root names."""
+    """Return problems of the root keys: a program that does not exist here, or another version."""
     programs = []
     if cfg.engine_name not in (TRAIN, *PROGRAMS):
         programs.append(unknown_engine(cfg.engine_name))
@@ -389,7 +388,7 @@ def _other_programs(cfg: DictConfig) -> list[Problem]:
 
 
 def unknown_engine(name: object) -> Problem:
-    """Make the problem of an ``engine_name`` that is none of ours."""
+    """Return the problem of an unknown ``engine_name``."""
     known = [TRAIN, *PROGRAMS]
     if why := ELSEWHERE.get(str(name)):
         return Problem("engine_name", repr(name), "must be a program that is here", why)
@@ -397,13 +396,13 @@ def unknown_engine(name: object) -> Problem:
 
 
 def compose(recipe: str, overrides: Sequence[str] = ()) -> Composed:
-    """Compose as the command line does, without starting anything.
+    """Compose a recipe as the command line does, without starting a run.
 
     Args:
-        recipe: what ``config=`` would name.
-        overrides: such as ``config.ZERO.LEVEL=3`` or ``+config/zero=fsdp``.
+        recipe: name of the recipe, as for ``config=``.
+        overrides: overrides such as ``config.ZERO.LEVEL=3`` or ``+config/zero=fsdp``.
     Raises:
-        ConfigError: an unknown recipe, a mistyped key or a mistyped value.
+        ConfigError: the recipe or a key is unknown, or a value is wrong.
     """
     register()
     # Hydra refuses to be initialized twice in one process.
@@ -418,15 +417,16 @@ def compose(recipe: str, overrides: Sequence[str] = ()) -> Composed:
 
 
 def explained(error: BaseException, overrides: Sequence[str], folders: Sequence[str] = ()) -> ConfigError:
-    """Collect all refusals while composing in one ConfigError: every mistyped key and value; Hydra stops at the first.
+    """Return one ConfigError with all wrong keys and values of a recipe whose composition failed.
 
     Args:
         error: error of ``EXPLAINABLE``, ``BEFORE_A_JOB`` or ``IN_A_LIST``.
-        overrides: overrides of the command line, ``config=`` too.
-        folders: folders that --config-dir and hydra.searchpath name.
+        overrides: overrides of the command line, including ``config=``.
+        folders: further folders of recipes, from --config-dir and hydra.searchpath.
     Raises:
-        TypeError: ``error`` itself, where no mistake of the user's is found behind it.
+        TypeError: ``error`` itself, if it is not caused by an override.
     """
+    # Hydra stops at the first mistake. Composing again without types finds the others.
     words = plain_words(overrides)
     lost = _blocked(words, folders)
     if isinstance(error, TypeError) and not lost:
@@ -443,12 +443,12 @@ def explained(error: BaseException, overrides: Sequence[str], folders: Sequence[
         return first or ConfigError(in_lists)
     if first is None:
         return ConfigError([*in_lists, *problems])
-    # Where even the first mistake is not found again, the untyped tree is not what the user meant.
+    # If the first mistake is not found again, the untyped tree differs from the recipe: report the first alone.
     return ConfigError(problems) if first.problems[0].key in [problem.key for problem in problems] else first
 
 
 def _blocked(words: Sequence[str], folders: Sequence[str]) -> dict[str, Problem]:
-    """Find the overrides that go through a list or a value of the recipe; none where that cannot be composed."""
+    """Return ``blocked`` for the recipe without overrides of values; empty if it cannot be composed."""
     try:
         return blocked(_composed([word for word in words if not _OF_A_VALUE.match(word)], folders), words)
     except Exception:  # noqa: BLE001 - then the first mistake is another one
@@ -463,15 +463,15 @@ def _searchpath_or_none(overrides: Sequence[str]) -> list[Path]:
 
 
 def untyped(overrides: Sequence[str], folders: Sequence[str] = ()) -> DictConfig:
-    """Compose without types, which refuses no key and no value; arguments as for ``explained``."""
+    """Compose without types, so that any key and value is accepted; arguments as for ``explained``."""
     register()
-    # Without the types most keys do not exist yet, and ``++`` is Hydra's only form that takes both kinds.
+    # Without types most keys do not exist yet; ``++`` is Hydra's only form for both new and existing keys.
     words = [f"++{word.lstrip('+')}" if _SETS.match(word) else word for word in overrides]
     SchemaSource.is_typed = False
     try:
         return _composed(words, folders)
     finally:
-        # The source is the process's: whoever composes next needs the types again.
+        # The flag is global in this process: the next composition needs types again.
         SchemaSource.is_typed = True
 
 

@@ -1,11 +1,11 @@
-"""What a value may be, stated beside the field it is about, and the one checker that reads it.
+"""Constraints of values, declared at the field, and the function that checks them.
 
     temperature: float = number(0.1, above=0)
     DEVICE: str = choice("auto", "cpu", "gpu")
 
-Whatever a field says, every number must be finite and fit into 64 bits, and the elements of a typed list have its type.
+For all fields, every number must be finite and fit into 64 bits, and the elements of a typed list must have its type.
 
-Below: ranges and choices of single keys as one line each, for rules.
+At the end: checks of single values, for rules.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _ELEMENTS: dict[str, tuple[Any, str]] = {
 
 @dataclass(frozen=True)
 class Range:
-    """A range of numbers; ``also`` holds values outside it that have a meaning of their own, such as -1 for "all"."""
+    """A range of numbers; ``also`` has further allowed values with a special meaning, such as -1 for "all"."""
 
     least: float | None = None
     most: float | None = None
@@ -48,7 +48,7 @@ class Range:
         )
 
     def violated(self, value: float) -> str:
-        """Name the bound that a number outside the range violates; both bounds of a share."""
+        """Return the bound that a number violates, in words; for a range from 0 to 1, both bounds."""
         if (self.least, self.most) == (0, 1):
             return str(self)
         is_low = (self.least is not None and value < self.least) or (self.above is not None and value <= self.above)
@@ -68,10 +68,10 @@ class Range:
 
 @dataclass(frozen=True)
 class Choice:
-    """One of several words."""
+    """One of several values."""
 
     options: tuple[Any, ...]
-    also: tuple[Any, ...] = ()  # understood, and not listed
+    also: tuple[Any, ...] = ()  # accepted, but not listed in messages
 
     def __str__(self) -> str:
         return " or ".join(map(str, self.options))
@@ -90,10 +90,10 @@ def number(
     """Declare a dataclass field whose number, or each number of its list, is in a range.
 
     Args:
-        default: a list is copied for each instance.
+        default: default value; a list is copied for each instance.
         least, most, above, below: bounds, the last two exclusive.
-        also: allowed outside of them.
-        fix: what to write instead, for the message; by default the nearest value that is allowed.
+        also: further allowed values outside of the bounds.
+        fix: hint for the message; by default it suggests an allowed value.
     """
     return _field(default, Range(least, most, above, below, also, fix))
 
@@ -111,12 +111,12 @@ def _field(default: Any, constraint: Range | Choice) -> Any:
 
 
 def constraint_problems(value: Any, key: str, unused: Collection[str] = ()) -> Iterator[Problem]:  # noqa: C901
-    """Find everything in a tree of dataclasses and plain containers that its fields do not allow.
+    """Yield a problem for each value in a tree of dataclasses and plain containers that its field does not allow.
 
     Args:
-        value: a dataclass, or what one holds.
-        key: its full path, such as ``config.MODEL``.
-        unused: paths of blocks that this run does not read, which may hold anything.
+        value: a dataclass, or a value in one.
+        key: full key path of ``value``, such as ``config.MODEL``.
+        unused: paths of blocks that this run does not read; they are not checked.
     """
     if key in unused:
         return
@@ -140,7 +140,8 @@ def constraint_problems(value: Any, key: str, unused: Collection[str] = ()) -> I
 
 
 def _of_type(value: Any, annotation: str, key: str) -> Iterator[Problem]:
-    """Refuse elements of a typed list that are something else: OmegaConf lets containers among numbers pass."""
+    """Yield the problem of a typed list with an element of another type."""
+    # OmegaConf accepts containers among the numbers of a typed list.
     list_type = re.fullmatch(r"list\[(int|float|str)\](?: \| None)?", annotation)
     if not list_type or not isinstance(value, (list, tuple)):
         return
@@ -199,7 +200,7 @@ def one_of(key: str, value: str, allowed: Iterable[str]) -> list[Problem]:
 
 
 def pattern_problems(key: str, value: str) -> list[Problem]:
-    """Check that ``value`` is a regular expression, and not empty; ``key`` in full."""
+    """Check that ``value`` is a non-empty regular expression; ``key`` is the full key path."""
     fix = "Write the names or parts of them, '|' between: 'qkv|fc1' finds all layers whose names have one of these."
     try:
         re.compile(value)

@@ -1,4 +1,4 @@
-"""Copies of trees that cost much to build: pickle copies one of OmegaConf's in a fifth of the time of its deepcopy."""
+"""Fast copies of OmegaConf trees by pickle, which takes a fifth of the time of their ``deepcopy``."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ T = TypeVar("T")
 _CLASSES: list[type] = []
 
 
-def _class(place: int) -> type:
-    return _CLASSES[place]
+def _class(index: int) -> type:
+    return _CLASSES[index]
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles for this process alone: a class as its place in a list, since many are made here and have no address."""
+    """Pickles objects for this process alone, with classes as indices in a list."""
 
+    # Many classes are created at run time, so that pickle could not import them by name.
     def reducer_override(self, value: Any) -> Any:
         if not isinstance(value, type):
             return NotImplemented
@@ -26,7 +27,7 @@ class _Pickler(pickle.Pickler):
 
 
 class Copies(Generic[T]):
-    """Makes copies of an object as it was when this was built; they share its classes, and nothing else."""
+    """Makes copies of an object in its state at construction; the copies share only its classes."""
 
     def __init__(self, original: T):
         file = io.BytesIO()
@@ -34,6 +35,6 @@ class Copies(Generic[T]):
         self._pickle = file.getvalue()
 
     def new(self) -> T:
-        """Make a copy."""
+        """Return a new copy."""
         copy: T = pickle.loads(self._pickle)  # noqa: S301 - written above
         return copy

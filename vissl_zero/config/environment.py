@@ -1,6 +1,7 @@
-"""Values of environment variables in a configuration, which may be secrets: ``${oc.env:TOKEN}``.
+"""Mask values of environment variables in a configuration (``${oc.env:TOKEN}``), because they may be secrets.
 
-Files of a run keep them as written (``saved.py``). What is printed and every error text mask them (``errors.masked``).
+A run's files have ``${...}`` instead of the values (``saved.py``). Output and error messages mask the values
+(``errors.masked``).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from vissl_zero.errors import keep_secret
 
 
 def mask_environment() -> None:
-    """Make OmegaConf's ``oc.env`` note each value that it gives. Repeating it does nothing."""
+    """Make OmegaConf's ``oc.env`` register each value that it returns as a secret. Idempotent."""
     OmegaConf.register_new_resolver("oc.env", _env, replace=True)
 
 

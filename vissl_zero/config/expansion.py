@@ -1,4 +1,4 @@
-"""How long the texts of a tree become once their ``${...}`` are resolved, found without resolving them.
+"""Bound the length of a tree's strings after resolving ``${...}``, without resolving them.
 
 Eleven keys that each name the one before nine times would fill any memory.
 """
@@ -15,13 +15,14 @@ _REFERENCE = re.compile(r"\$\{\s*(?:oc\.select:)?\s*(\.*)([\w.\[\]]+)")
 
 
 def require_moderate_texts(tree: Mapping[str, object]) -> None:
-    """Refuse texts that would be longer than ``MOST_CHARACTERS`` together.
+    """Check that all strings together have at most ``MOST_CHARACTERS`` characters with ``${...}`` resolved.
 
     Args:
-        tree: plain containers, interpolations as written; keys are named from its root.
+        tree: plain containers with interpolations as written, from the root of key paths.
     Raises:
-        ConfigError: names the first such text. References that end nowhere, or in themselves, are left to OmegaConf.
+        ConfigError: the strings are too long; names the string that exceeds the limit.
     """
+    # Missing and cyclic references count as empty: OmegaConf reports them.
     texts = dict(_texts(tree, ""))
     sizes: dict[str, int] = {}
     total = 0
@@ -33,7 +34,7 @@ def require_moderate_texts(tree: Mapping[str, object]) -> None:
 
 
 def _texts(tree: object, path: str) -> Iterator[tuple[str, str]]:
-    """Yield key path and text of every text in a tree; list positions are numbers in the path."""
+    """Yield (key path, string) of every string in a tree; list positions are numbers in the path."""
     if isinstance(tree, str):
         yield path, tree
     items = tree.items() if isinstance(tree, Mapping) else enumerate(tree) if isinstance(tree, list) else ()
@@ -42,11 +43,11 @@ def _texts(tree: object, path: str) -> Iterator[tuple[str, str]]:
 
 
 def _size(path: str, texts: Mapping[str, str], sizes: dict[str, int]) -> int:
-    """Count the characters of one text, resolved; ``sizes`` keeps those that are known."""
+    """Return the number of characters of one resolved string; ``sizes`` caches results."""
     if path not in texts:
         return 0
     if path not in sizes:
-        sizes[path] = 0  # of one that leads back here
+        sizes[path] = 0  # ends cycles: a reference back to this string counts as empty
         text, parents = texts[path], path.split(".")
         size = len(text)
         for dots, name in _REFERENCE.findall(text):

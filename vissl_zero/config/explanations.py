@@ -1,4 +1,4 @@
-"""One sentence for each key or value that OmegaConf refuses: the key, what it must be, what to write instead."""
+"""Convert errors of OmegaConf into problems: the key, what it must be, what to write instead."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from vissl_zero.errors import Problem, did_you_mean
 MOST_LISTED = 20
 
 
-# What people write for an everyday wish, in lower case without underscores -> the key that does it.
+# Key -> common names that users write for it, in lower case without underscores.
 EVERYDAY = {
     "config.OPTIMIZER.lr": ("lr", "learningrate", "baselr", "maxlr", "rate"),
     "config.OPTIMIZER.weight_decay": ("weightdecay", "wd", "decay"),
@@ -56,11 +56,11 @@ EVERYDAY = {
 
 
 def explain_value(error: OmegaConfBaseException, tree: DictConfig, prefix: str = "") -> Problem:
-    """Return one mistyped key or value as a problem.
+    """Return the problem of an unknown key or a wrong value.
 
     Args:
-        error: what OmegaConf raised.
-        tree: the typed tree, or the block of it that was checked alone.
+        error: error that OmegaConf raised.
+        tree: the typed tree, or the one block of it that was checked.
         prefix: key path of that block, with a dot at its end.
     """
     # OmegaConf writes a position behind a position as "[0]1".
@@ -82,7 +82,7 @@ def _sentence(error: OmegaConfBaseException) -> str:
 
 
 def _unset_variable(error: InterpolationResolutionError) -> str:
-    """Return the name of the environment variable that a value asks for and that is not set; empty if there is none."""
+    """Return the name of the first environment variable in a value that is not set; empty if all are set."""
     node = error.parent_node._get_node(error.key) if isinstance(error.parent_node, Container) else None
     names = _VARIABLE.findall(str(node._value())) if isinstance(node, Node) else []
     return next((name for name in names if name not in os.environ), "")
@@ -90,7 +90,7 @@ def _unset_variable(error: InterpolationResolutionError) -> str:
 
 _VARIABLE = re.compile(r"\$\{oc\.env:(\w+)\}")
 _WITH_UNIT = re.compile(r"(\d+\.?\d*) ?Gi?B?", re.IGNORECASE)
-# What a typed node takes, in words.
+# Typed node -> its allowed values, in words.
 _TAKES: dict[type[Node], str] = {
     IntegerNode: "a whole number",
     FloatNode: "a number",
@@ -110,7 +110,7 @@ def _wrong_type(key: str, error: OmegaConfBaseException) -> Problem:
     node, value = error.child_node, error.value
     if node is not None and value is None:
         return Problem(key, "null", "must have a value", "Leave the key out to get its default.")
-    if node is None and isinstance(error, ConfigTypeError):  # a list for a block, or the other way round
+    if node is None and isinstance(error, ConfigTypeError):  # a list instead of a block, or vice versa
         node = error.parent_node
     takes = _EITHER.get(str(node._metadata.ref_type)) if isinstance(node, UnionNode) else _TAKES.get(type(node))
     if node is None and isinstance(error.parent_node, ListConfig):  # one of its items
@@ -131,7 +131,7 @@ def _wrong_type(key: str, error: OmegaConfBaseException) -> Problem:
 
 
 def _in_a_list(value: Any, node: ListConfig) -> str:
-    """Write a single value as the list that was meant; empty where the list takes no such item."""
+    """Return a single value as a list with this item; empty if the list does not accept the item."""
     item = value._value() if isinstance(value, ValueNode) else value
     if not isinstance(item, (str, int, float)):
         return ""
@@ -143,12 +143,12 @@ def _in_a_list(value: Any, node: ListConfig) -> str:
 
 
 def unknown_key(key: str, tree: DictConfig, prefix: str = "") -> Problem:
-    """Return the problem of an unknown key, with the closest keys beside it or the place where that key exists.
+    """Return the problem of an unknown key, with the closest keys in its block or the paths of keys of this name.
 
     Args:
-        key: path in ``tree``.
-        tree: where to look.
-        prefix: prefix of that path, for messages.
+        key: key path in ``tree``.
+        tree: the typed tree or a block of it.
+        prefix: prefix of the path, for messages.
     """
     node: Any = tree
     parts, depth = key.split("."), 0

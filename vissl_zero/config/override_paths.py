@@ -1,6 +1,6 @@
-"""Overrides whose key goes on behind a list or a plain value, where there are no names.
+"""Report overrides whose key path continues below a list or a plain value, where there are no names.
 
-Hydra has no sentence for them: it lets Python's own errors through.
+Hydra has no message for them: it raises Python's own errors.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _MOST_PLACES = 3
 
 
 def blocked(tree: DictConfig, words: Sequence[str]) -> dict[str, Problem]:
-    """Find the overrides that go through a list by a name, or through a plain value; each with its problem.
+    """Map each override whose key names an item of a list, or continues below a plain value, to its problem.
 
     Args:
-        tree: composed of the recipe and the files alone; the words that can be are applied to it, in order.
-        words: words of the command line, as Hydra takes them (``a.1.b=2``).
+        tree: tree composed from the recipe's files alone; valid overrides are applied to it, in order.
+        words: words of the command line in Hydra's form (``a.1.b=2``).
     """
     problems = {}
     for word in words:
@@ -42,7 +42,7 @@ def blocked(tree: DictConfig, words: Sequence[str]) -> dict[str, Problem]:
 def _apply(tree: DictConfig, key: str, word: str) -> None:
     override = OverridesParser.create().parse_override(word)
     if not override.is_sweep_override():
-        with suppress(OmegaConfBaseException):  # a value of the wrong type has a problem of its own
+        with suppress(OmegaConfBaseException):  # a value of the wrong type is reported elsewhere
             OmegaConf.update(tree, key, override.value(), force_add=True)
 
 
@@ -68,7 +68,7 @@ def _problem(tree: DictConfig, path: Sequence[str], sign: str) -> Problem | None
 
 
 def _in_list(node: ListConfig, above: str, rest: Sequence[str], key: str) -> Problem:
-    """Make the problem of what cannot be reached, added or taken out in a list: name places where the rest fits."""
+    """Return the problem of a key path that cannot be reached, added or removed in a list, with similar paths."""
     size, whole = counted(len(node), "item"), f"{above}=[...]"
     if rest[0].isdecimal():
         must = f"is not a key: {above} has {size}, counted from 0, and none can be added or taken out"

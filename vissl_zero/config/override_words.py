@@ -1,4 +1,4 @@
-"""Values as words of Hydra's grammar. Imports nothing of Hydra."""
+"""Convert values to Hydra's override grammar, and split overrides. Imports no Hydra."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _RESERVED = {"true", "false", "null", "nan", "inf"}
 
 
 def as_word(value: Any) -> str:
-    """Return a number, text, None, list or dict as the part of an override after its ``=``."""
+    """Return a number, string, None, list or dict in Hydra's grammar, as the part of an override after ``=``."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -25,16 +25,17 @@ def as_word(value: Any) -> str:
     text = str(value)
     if _PLAIN.fullmatch(text) and text.lower() not in _RESERVED:
         return text
+    # In Hydra's quoted strings, backslashes count as escapes only before a quote or at the end.
     quoted = re.sub(r"(\\*)'", r"\1\1\\'", text)
     return "'" + re.sub(r"(\\+)$", r"\1\1", quoted) + "'"
 
 
 def pairs_of(words: Sequence[str]) -> dict[str, str]:
-    """Return key -> value of overrides, whatever their order; the last of equal keys wins, as in Hydra."""
+    """Return key -> value of overrides; the last of equal keys wins, as in Hydra."""
     return {key.lstrip("+"): value for key, _, value in (word.partition("=") for word in words)}
 
 
 def recipe_and_overrides(words: Sequence[str]) -> tuple[str | None, list[str]]:
-    """Split the words of a command into the recipe that ``config=`` names, None without one, and the overrides."""
+    """Split command-line words into (value of ``config=`` or None, the overrides)."""
     recipe = next((word.removeprefix("config=") for word in words if word.startswith("config=")), None)
     return recipe, [word for word in words if not word.startswith("config=")]

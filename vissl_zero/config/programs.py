@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from vissl_zero.config.run_config import RunConfig
 
 TRAIN = "train"
-# Program -> the hook that does its work at the end of a run that trains nothing; none: kNN is measured anyway.
+# Program -> the hook that runs it at the end of a run without training. None: kNN, which every run can measure.
 PROGRAMS: dict[str, str | None] = {
     "extract_features": "extract_features",
     "extract_label_predictions": "extract_label_predictions",
@@ -22,26 +22,26 @@ PROGRAMS: dict[str, str | None] = {
     "instance_retrieval_test": "instance_retrieval_test",
 }
 SVM_PROGRAMS, CLUSTERING = ("train_svm", "train_svm_low_shot"), "cluster_features_and_label"
-RETRIEVAL = "instance_retrieval_test"  # of images that IMG_RETRIEVAL names, where others are of DATA's
+RETRIEVAL = "instance_retrieval_test"  # reads the images of IMG_RETRIEVAL instead of DATA
 LOW_SHOT = "low_shot_test"
-# They write what the heads give; other programs write features.
+# These two use the outputs of the heads; other programs use features.
 PREDICTIONS, ASSIGNMENTS = "extract_label_predictions", "extract_cluster"
 
 
 def begin_program(run: RunConfig, name: str) -> None:
-    """Make of a recipe a run of a program, in place: nothing is trained, and trunk and heads are frozen.
+    """Change a recipe, in place, into a run of a program: without training, with trunk and heads frozen.
 
     Args:
-        run: run as it was written; with heads of VISSL's names.
-        name: name of ``PROGRAMS``.
+        run: composed run, before VISSL's aliases are replaced.
+        name: a name of ``PROGRAMS``.
     """
     run.PROGRAM, run.TEST_ONLY = name, True
     run.CHECKPOINT.CHECKPOINT_FREQUENCY = run.CHECKPOINT.CHECKPOINT_ITER_FREQUENCY = -1
     run.NEAREST_NEIGHBOR.USE_KNN = name == "nearest_neighbor_test"
     settings = run.MODEL.FEATURE_EVAL_SETTINGS
     if name in (PREDICTIONS, ASSIGNMENTS):
-        run.LOSS = {**run.LOSS, "name": "CrossEntropyLoss"}  # no loss counts
-        if settings.FREEZE_TRUNK_AND_HEAD:  # the same here, and it lets the heads see layers
+        run.LOSS = {**run.LOSS, "name": "CrossEntropyLoss"}  # not used: nothing is trained
+        if settings.FREEZE_TRUNK_AND_HEAD:  # equal without training, but allows heads on inner layers
             settings.FREEZE_TRUNK_ONLY, settings.FREEZE_TRUNK_AND_HEAD = True, False
         return
     settings.EVAL_MODE_ON = True
@@ -49,7 +49,7 @@ def begin_program(run: RunConfig, name: str) -> None:
         settings.EXTRACT_TRUNK_FEATURES_ONLY = True
     if name == RETRIEVAL:
         settings.LINEAR_EVAL_FEAT_POOL_OPS_MAP = settings.LINEAR_EVAL_FEAT_POOL_OPS_MAP[:1]  # VISSL takes the first
-        # What builds the run's loader, which nothing reads.
+        # Every run builds a loader, so it needs a source; this program never reads it.
         options, side = run.IMG_RETRIEVAL, max(run.IMG_RETRIEVAL.RESIZE_IMG, 32)
         run.DATA.TRAIN.DATA_SOURCES = ["disk_folder"]
         run.DATA.TRAIN.DATA_PATHS = [str(Path(options.DATASET_PATH).expanduser() / options.EVAL_DATASET_NAME)]

@@ -1,11 +1,10 @@
-"""Recipes: where they are looked for, which there are, and the sentence each says about itself.
+"""Find recipes, list them with their summaries, and tell complete recipes from parts.
 
-In this order: the package, the project's ``configs/``, ``./configs``, installed packages (entry-point group
-``vissl_zero.recipes``), --config-dir. ``hydra.searchpath`` comes last, as Hydra has it. ``sources.py`` tells Hydra.
+Recipes are searched in this order: the package, the project's ``configs/``, ``./configs``, installed packages
+(entry-point group ``vissl_zero.recipes``), --config-dir, ``hydra.searchpath``. ``sources.py`` registers it with Hydra.
 
-In folders of others, such as VISSL's: which files are complete recipes, and what the others are parts of. A file is
-complete if it names a trunk, data, an optimizer and a loss; or a trunk, data and how kNN votes, or what another of
-VISSL's programs reads, which it is then composed for. One that lacks the loss, or that names a trunk alone, is an
+In other projects' folders, such as VISSL's, a file is a complete recipe if it names a trunk, data, an optimizer and a
+loss; or a trunk, data and the block of one of VISSL's programs. A file without a loss, or with a trunk alone, is an
 overlay: it is composed on the first complete recipe in the nearest folder above it, as VISSL's ``models/`` are.
 """
 
@@ -32,7 +31,7 @@ _RECIPE_GROUP = "vissl_zero.recipes"
 
 
 def recipe_folders() -> list[Path]:
-    """List existing folders with recipes outside the package: of a checkout, the working directory, plugins."""
+    """Return existing folders of recipes outside the package: of a checkout, the working directory and plugins."""
     checkout = Path(__file__).parents[2]
     folders = [Path("configs").resolve()]
     if (checkout / "setup.py").is_file():
@@ -43,7 +42,7 @@ def recipe_folders() -> list[Path]:
 
 @cache
 def recipe_packages() -> tuple[list[Path], list[Problem]]:
-    """List the folders of packages that plugins name, none of them imported; and what is wrong with those left out."""
+    """Return the folders of packages that plugins name, without importing them, and problems of broken plugins."""
     folders, broken = [], []
     for entry_point in entry_points(group=_RECIPE_GROUP):
         try:
@@ -62,10 +61,10 @@ class Recipe:
     """A YAML file of the ``config`` group.
 
     Attributes:
-        name: what ``config=`` takes, such as ``pretrain/swav/my_photos``.
-        path: the file.
-        summary: its first comment after the ``@package`` line.
-        is_part: to be added to a recipe with ``+config/<group>=<file>``, as its comment shows; not a run by itself.
+        name: the value for ``config=``, such as ``pretrain/swav/my_photos``.
+        path: path of the file.
+        summary: first comment after the ``@package`` line.
+        is_part: the file is not a whole run: it is added to a recipe with ``+config/<group>=<file>``.
     """
 
     name: str
@@ -75,16 +74,16 @@ class Recipe:
 
     @property
     def argument(self) -> str:
-        """What to write on the command line: ``config=<recipe>``, or ``+config/<group>=<file>`` for a part."""
+        """Return the command-line argument: ``config=<recipe>``, or ``+config/<group>=<file>`` for a part."""
         group, _, file = self.name.rpartition("/")
         return f"+config/{group}={file}" if self.is_part else f"config={self.name}"
 
 
 def list_recipes(folders: Sequence[str | Path] = ()) -> list[Recipe]:
-    """List all recipes and parts of the package, the project and ``./configs``, in the order in which they are found.
+    """Return all recipes and parts of the package, the project, ``./configs`` and plugins, in search order.
 
     Args:
-        folders: more folders to look in (--config-dir, hydra.searchpath); theirs come first.
+        folders: further folders (--config-dir, hydra.searchpath), which are searched first.
     """
     recipes: dict[str, Recipe] = {}
     for root in [*map(Path, folders), *_roots()]:
@@ -98,7 +97,7 @@ def list_recipes(folders: Sequence[str | Path] = ()) -> list[Recipe]:
 
 
 def find_recipe(name: str) -> Recipe | None:
-    """Find the recipe or part of a name where ``list_recipes`` looks; None where there is none."""
+    """Return the recipe or part of a name, in the folders of ``list_recipes``; None if there is none."""
     paths = (root / "config" / f"{name}.yaml" for root in _roots())
     return next((_read(name, path) for path in paths if is_file(path)), None)
 
@@ -108,7 +107,7 @@ def _roots() -> list[Path]:
 
 
 def recipe_names(folders: Sequence[str | Path] = ()) -> list[str]:
-    """List the names that ``config=`` takes; ``folders`` as for ``list_recipes``."""
+    """Return the names for ``config=``; ``folders`` as for ``list_recipes``."""
     return [recipe.name for recipe in list_recipes(folders) if not recipe.is_part]
 
 
@@ -124,7 +123,7 @@ def _read(name: str, path: Path) -> Recipe:
 
 
 _COMPLETE = {"trunk", "data", "optimizer"}
-# Blocks that one of VISSL's programs alone reads.
+# Block -> the one program of VISSL that reads it.
 _PROGRAM_BLOCKS = {
     "SVM.low_shot": "train_svm_low_shot",
     "SVM": "train_svm",
@@ -139,12 +138,13 @@ _MAX_VALUES, _MAX_DEPTH, _MAX_DIGITS = 100_000, 50, 1000
 
 @dataclass(frozen=True)
 class RecipeFile:
-    """A recipe as ``config=`` takes it, and where it is looked for.
+    """The arguments that compose a recipe file.
 
     Attributes:
-        overlay: name of a part that is laid over the recipe; empty for none.
-        folder: holds ``config/``; empty for recipes that are found without it.
-        program: program that the recipe is for, where no ``engine_name`` in it says so: VISSL's SVM recipes.
+        recipe: name of the recipe, as for ``config=``.
+        overlay: name of a part that is composed on the recipe; empty: none.
+        folder: folder with ``config/``; empty: the recipe is in the default folders.
+        program: program of a recipe without ``engine_name``, such as VISSL's SVM recipes.
     """
 
     recipe: str
@@ -157,7 +157,7 @@ class RecipeFile:
 
     @property
     def overrides(self) -> list[str]:
-        """What the command line would say beyond ``config=``."""
+        """Return the overrides of the command line in addition to ``config=``."""
         group, _, choice = self.overlay.rpartition("/")
         words = [f"hydra.searchpath=['file://{self.folder}']"] if self.folder else []
         words += [f"engine_name={self.program}"] if self.program else []
@@ -165,21 +165,21 @@ class RecipeFile:
 
     @property
     def file(self) -> Path:
-        """The file of the overlay, else of the recipe."""
+        """Return the file of the overlay, or of the recipe without one."""
         return Path(self.folder) / "config" / f"{self.overlay or self.recipe}.yaml"
 
 
 def recipe_files(folder: Path, with_parts: bool = False) -> Iterator[RecipeFile]:
-    """Yield every recipe in ``folder`` and below it, each overlay on its base.
+    """Yield every recipe in ``folder`` and its subfolders, overlays with their base.
 
     Args:
         folder: ``config/`` of a tree of recipes, or any folder below it.
-        with_parts: also files that name no more than a trunk.
+        with_parts: also yield files that name only a trunk.
     Raises:
         ConfigError: no folder above is called ``config``.
     """
     root = _config_folder(folder)
-    # Bases may stand above the folder that is asked for.
+    # The base of an overlay may be in a folder above ``folder``.
     inside = sorted(folder.rglob("*.yaml"))
     above = [file for parent in folder.parents if parent.is_relative_to(root) for file in sorted(parent.glob("*.yaml"))]
     blocks = {file: _blocks(file) for file in (*inside, *above)}
@@ -198,7 +198,7 @@ def recipe_files(folder: Path, with_parts: bool = False) -> Iterator[RecipeFile]
 
 
 def recipe_file(path: Path) -> RecipeFile:
-    """Read one YAML file as a recipe, on its base if it is an overlay. Errors as for ``recipe_files``."""
+    """Return the arguments that compose one YAML file, on its base if it is an overlay. Raises as ``recipe_files``."""
     path = path.absolute()
     root = _config_folder(path.parent)
     name = path.relative_to(root).with_suffix("").as_posix()
@@ -212,11 +212,12 @@ def recipe_file(path: Path) -> RecipeFile:
 
 
 def recipe_text(path: Path) -> str:
-    """Read a recipe file, which may be anyone's: Hydra would unfold aliases for ever, or end in a traceback.
+    """Read the text of a recipe file, with limits that make untrusted files safe to parse.
 
     Raises:
-        ConfigError: it is no regular file of YAML, or larger or deeper than any recipe is.
+        ConfigError: it is not a regular file of YAML, or too large or too deep for a recipe.
     """
+    # Without the limits, Hydra would expand nested aliases without end.
     try:
         text = read_regular(path, _MAX_BYTES, follow_links=True).decode()
         require_moderate(text)
@@ -229,9 +230,9 @@ def recipe_text(path: Path) -> str:
 
 @lru_cache(maxsize=256)
 def require_moderate(text: str) -> None:
-    """Count values with aliases unfolded, without unfolding them. Raises ValueError, YAMLError."""
+    """Raise ValueError if YAML is too deep, or too large with aliases expanded; YAMLError if it is no YAML."""
     sizes: dict[str, int] = {}
-    blocks: list[tuple[str | None, int]] = [(None, 0)]  # anchor and values so far, of every block that is open
+    blocks: list[tuple[str | None, int]] = [(None, 0)]  # (anchor, number of values so far) of each open block
     for event in yaml.parse(text, Loader=_LOADER):
         if isinstance(event, yaml.CollectionStartEvent):
             blocks.append((event.anchor, 1))
@@ -258,7 +259,7 @@ def require_moderate(text: str) -> None:
 
 
 def _config_folder(folder: Path) -> Path:
-    """Find the folder ``config`` that recipe names begin below: the nearest at or above ``folder``."""
+    """Return the nearest folder called ``config`` at or above ``folder``; names of recipes are relative to it."""
     folder = folder.absolute()
     for candidate in (folder, *folder.parents):
         if candidate.name == "config":
@@ -268,26 +269,26 @@ def _config_folder(folder: Path) -> Path:
 
 
 def _begins_with_recipe(file: Path) -> bool:
-    """Check whether a file names its own base: ``defaults: [/config/<recipe>]``."""
+    """Check whether a file names its base itself: ``defaults: [/config/<recipe>]``."""
     tree = _tree(file)
     defaults = tree.get("defaults") if isinstance(tree, dict) else None
     return any(str(name).startswith("/config/") for name in (defaults if isinstance(defaults, list) else ()))
 
 
 def _base(file: Path, bases: list[Path]) -> Path | None:
-    """Find the complete recipe, one of ``bases``, in the nearest folder above a file; None where there is none."""
+    """Return the first of ``bases`` in the nearest folder above a file; None if there is none."""
     return next((base for folder in file.parents for base in bases if base.parent == folder and base != file), None)
 
 
 def _blocks(file: Path) -> set[str]:
-    """Find which of trunk, data, optimizer and loss a file names; nothing where it is no YAML of ours."""
+    """Return which of trunk, data, optimizer and loss a file has; empty if it is not a recipe."""
     tree = _tree(file)
     config = _block(tree, "config")
     data = _block(config, "DATA")
     blocks = {"trunk"} if _block(_block(config, "MODEL"), "TRUNK").get("NAME") else set()
     blocks |= {"data"} if data.get("TRAIN") or data.get("TEST") else set()
     blocks |= {"optimizer"} if config.get("OPTIMIZER") else set()
-    # Recipes of VISSL's programs train nothing, so that they name neither.
+    # Recipes of VISSL's programs train nothing: they are complete without an optimizer and a loss.
     engine = tree.get("engine_name") if isinstance(tree, dict) else None
     is_of_program = (
         _block(config, "NEAREST_NEIGHBOR") or _program(tree) or (isinstance(engine, str) and engine in PROGRAMS)
@@ -299,7 +300,7 @@ def _blocks(file: Path) -> set[str]:
 
 
 def _program(tree: Any) -> str:
-    """Infer the program that a file's blocks are for; empty where it says so itself, or is for none."""
+    """Return the program that reads a file's blocks; empty if ``engine_name`` is set, or no program needs them."""
     config = _block(tree, "config")
     if isinstance(tree, dict) and tree.get("engine_name"):
         return ""
@@ -315,7 +316,7 @@ def _block_at(config: dict[str, Any], path: str) -> dict[str, Any]:
 def _tree(file: Path) -> Any:
     try:
         return yaml.load(recipe_text(file), _LOADER)  # noqa: S506 - a safe loader
-    except (ConfigError, yaml.YAMLError, TypeError, ValueError):  # keys that are lists, dates that are none
+    except (ConfigError, yaml.YAMLError, TypeError, ValueError):  # such as keys that are lists, and impossible dates
         return None
 
 

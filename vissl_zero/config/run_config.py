@@ -121,7 +121,7 @@ class Root:
 
 @cache  # a third of a second
 def schema() -> DictConfig:
-    """Build ``Root`` as OmegaConf's typed tree, to read; ``new_schema`` makes one to write into."""
+    """Return ``Root`` as OmegaConf's typed tree, for reading only; use ``new_schema`` for a tree to change."""
     tree: DictConfig = OmegaConf.structured(Root)
     return tree
 
@@ -132,5 +132,5 @@ def _copies() -> Copies[DictConfig]:
 
 
 def new_schema() -> DictConfig:
-    """Copy ``schema()``, in a few milliseconds."""
+    """Return a copy of ``schema()``, in a few milliseconds."""
     return _copies().new()

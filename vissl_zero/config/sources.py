@@ -1,7 +1,7 @@
-"""Where Hydra finds what a run is composed of: the typed tree, and the folders and files of recipes.
+"""Hydra's sources of a configuration: the typed tree, and the folders and files of recipes.
 
-The plugins below are registered when the program starts, never discovered: discovery does not see packages installed
-with ``pip install -e``. Sources parse a file once for each text that it has, and give copies.
+The plugins below are registered at the start of the program, because Hydra's discovery does not find packages
+installed with ``pip install -e``. Sources cache parsed files by their text, and return copies.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from vissl_zero.config.run_config import new_schema
 from vissl_zero.errors import ConfigError
 
 _PACKAGE = "pkg://vissl_zero.conf"
-# Providers whose recipes are not for us: classy-vision puts its own into every Hydra program's `config` group.
+# Providers whose recipes are ignored: classy-vision adds its own to the ``config`` group of every Hydra program.
 _FOREIGN = frozenset({"classy_vision"})
 
 
 class RecipeSearchPath(SearchPathPlugin):
-    """Adds our typed tree and folders, and leaves out other packages' recipes."""
+    """Adds the typed tree and the folders of recipes to Hydra's search path, and removes other packages' recipes."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        """Add to Hydra's search path, which holds its own configuration and the package's."""
+        """Change Hydra's search path, which has Hydra's own configuration and the package's."""
         if not any(element.path == _PACKAGE for element in search_path.get_path()):
             return  # another Hydra program in this process
         path = search_path.get_path()
@@ -50,45 +50,43 @@ class RecipeSearchPath(SearchPathPlugin):
 class SchemaSource(ConfigSource):
     """Hydra's source of ``root_schema``, the typed tree.
 
-    Not its ConfigStore, which is copied with all trees in it whenever a run is composed, and each tree once more when
-    it is read.
-
     Attributes:
-        is_typed: false to compose without types, which refuses no key and no value.
+        is_typed: False composes without types, so that any key and any value is accepted.
     """
 
+    # Hydra's ConfigStore is not used: Hydra copies it with all its trees for every composition, and each tree again.
     is_typed: ClassVar[bool] = True
 
     @staticmethod
     def scheme() -> str:
-        """Return what paths of this source begin with."""
+        """Return the scheme of this source's paths."""
         return "schema"
 
     def load_config(self, config_path: str) -> ConfigResult:
-        """Make a tree that Hydra may change; ``config_path`` is one that ``is_config`` accepts."""
+        """Return a new tree, which Hydra may change."""
         tree = new_schema() if self.is_typed else OmegaConf.create({"VERSION": 1, "node_id": 0, "engine_name": "train"})
         return ConfigResult(self.provider, self.full_path(), tree, {"package": None})
 
     def is_config(self, config_path: str) -> bool:
-        """Check whether a name is the tree's."""
+        """Check whether a name is ``root_schema``."""
         return self._normalize_file_name(config_path) == "root_schema.yaml"
 
     def is_group(self, config_path: str) -> bool:
-        """Check whether a name is a group's: the tree is in the root."""
+        """Check whether a name is a group: only the root is, which has the tree."""
         return not config_path
 
     def available(self) -> bool:
-        """Check whether the source can be asked: always."""
+        """Return True: the source is always available."""
         return True
 
     def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
-        """List the names in a group."""
+        """Return the names in a group."""
         return ["root_schema"] if not config_path and results_filter != ObjectType.GROUP else []
 
 
 @lru_cache(maxsize=256)
 def _parsed(source: type[ConfigSource], provider: str, folder: str, config_path: str, _: str) -> Copies[ConfigResult]:
-    """Let Hydra read a file; the last argument is the text that it has now."""
+    """Parse a file by Hydra. The last argument is the file's text, so that the cache misses if it has changed."""
     return Copies(source(provider, folder).load_config(config_path))
 
 
@@ -96,21 +94,21 @@ class PackageFiles(ImportlibResourcesConfigSource):
     """Hydra's source of YAML files in packages."""
 
     def load_config(self, config_path: str) -> ConfigResult:
-        """Read one file of a composition; Hydra calls this for each."""
+        """Read one file of a composition."""
         text = (files(self.path) / self._normalize_file_name(config_path)).read_text(encoding="utf-8")
         return _parsed(ImportlibResourcesConfigSource, self.provider, self.full_path(), config_path, text).new()
 
 
 class ModerateFiles(FileConfigSource):
-    """Hydra's source of YAML files, which composes none that ``recipe_text`` refuses, wherever it is looked for."""
+    """Hydra's source of YAML files in folders, with the limits of ``recipe_text``."""
 
     def is_config(self, config_path: str) -> bool:
-        """Check whether something has the file's name; ``load_config`` names what is no file."""
+        """Check whether the file exists; ``load_config`` reports what is not a regular file."""
         path = Path(self.path, self._normalize_file_name(config_path))
         return is_there(path) and not path.is_dir()
 
     def load_config(self, config_path: str) -> ConfigResult:
-        """Read one file of a composition, of moderate size; Hydra calls this for each."""
+        """Read one file of a composition. Raises ConfigError for files that ``recipe_text`` refuses."""
         path = Path(self.path, self._normalize_file_name(config_path))
         try:
             text = recipe_text(path)
@@ -121,18 +119,15 @@ class ModerateFiles(FileConfigSource):
         return _parsed(FileConfigSource, self.provider, self.full_path(), config_path, text).new()
 
 
-# A job of submitit unpickles the registry and lets Hydra register its own sources again, which must have the same name.
+# Hydra registers its sources again in a job of submitit, after unpickling the registry; the names must be equal then.
 PackageFiles.__name__ = ImportlibResourcesConfigSource.__name__
 ModerateFiles.__name__ = FileConfigSource.__name__
 
 
 def register_sources() -> None:
-    """Make Hydra ask ``RecipeSearchPath`` whenever it builds a search path, and the sources above.
-
-    Registering again changes nothing.
-    """
+    """Register ``RecipeSearchPath`` and the sources above with Hydra. Idempotent."""
     plugins = Plugins.instance()  # registers Hydra's own sources
-    # The registry's ``register`` keeps the class that came first.
+    # Not by the registry's ``register``, which keeps the class that was registered first.
     for source in (SchemaSource, PackageFiles, ModerateFiles):
         SourcesRegistry.instance().types[source.scheme()] = source
     if RecipeSearchPath not in plugins.discover(SearchPathPlugin):

@@ -71,6 +71,8 @@ def read_optimizer(optimizer: Any, model: nn.Module) -> tuple[list[ParamGroup], 
     """
     if isinstance(optimizer, torch.optim.Optimizer):
         _require_step_alone(optimizer)
+        if callable(train := getattr(optimizer, "train", None)):
+            train()  # schedule-free optimizers step in no other mode, and loops may call this after ``initialize``
         return _from_instance(optimizer, model)
     groups = [_all_trainable(model)]
     if isinstance(optimizer, Mapping | DictConfig):

@@ -5,11 +5,13 @@ from __future__ import annotations
 import functools
 
 import pytest
+import schedulefree
 import torch
 from torch import nn
 
 from vissl_zero.errors import ConfigError
 from vissl_zero.integration.user_optimizer import read_optimizer, unchanged_on_error
+from vissl_zero.optim.update_rule import UpdateRule, update_rule
 
 
 def _model():
@@ -107,6 +109,13 @@ def test_a_fresh_adagrad_is_taken_and_keeps_its_first_sums():
     ready.step()
     with pytest.raises(ConfigError, match="has made steps already"):
         read_optimizer(ready, model)
+
+
+def test_a_schedule_free_optimizer_is_taken_before_it_is_put_into_training_mode():
+    model = _model()
+    given = schedulefree.AdamWScheduleFree(model.parameters(), lr=0.1)
+    built, _ = _built(given, model)
+    assert update_rule(built, [[(4, 3)]]) is UpdateRule.ELEMENT_WISE
 
 
 def test_first_sums_are_rounded_to_each_dtype():

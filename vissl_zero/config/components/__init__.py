@@ -1,6 +1,6 @@
-"""Keys of the built-in components: dataclasses only, so that a recipe is checked without importing torch.
+"""Keys of the built-in components, as dataclasses: recipes are checked without importing torch.
 
-A component's own keys are checked against the dataclass it was registered with.
+Keys of other components are checked against the dataclass that they were registered with.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ from vissl_zero.config.copies import Copies
 from vissl_zero.errors import ConfigError, Problem, did_you_mean
 from vissl_zero.registry import METHODS, Component, Registry
 
-# kind (the registry's own word) -> name -> keys
+# ``Registry.kind`` -> name of the component -> dataclass of its keys.
 _BUILTIN: dict[str, dict[str, type]] = {
     "trunk": {
         "regnet": RegNetConfig,
@@ -104,12 +104,12 @@ _BUILTIN: dict[str, dict[str, type]] = {
         "adamw_8bit": AdamW8bitConfig,
     },
 }
-_TABLES = {"loss": "losses", "head": "heads"}  # of a MethodSpec
+_TABLES = {"loss": "losses", "head": "heads"}  # kind -> attribute of MethodSpec
 
 
 @cache
 def builtin_keys(kind: str) -> dict[str, type]:
-    """Collect the keys of a kind's built-in components by name, losses and heads of methods among them."""
+    """Return name -> dataclass of keys for the built-in components of a kind, including losses and heads of methods."""
     keys = dict(_BUILTIN.get(kind, {}))
     if kind in ("loss", "head"):
         specs = [METHODS.get(method).build() for method in METHODS.builtin()]
@@ -118,7 +118,7 @@ def builtin_keys(kind: str) -> dict[str, type]:
 
 
 def component_keys(registry: Registry, name: str) -> type | None:
-    """Return the dataclass of a registered component's keys; of a built-in one without importing torch."""
+    """Return the dataclass of a component's keys. Imports torch only for components that are not built in."""
     return builtin_keys(registry.kind).get(name) or registry.get(name).config
 
 
@@ -128,14 +128,14 @@ def _defaults(schema: type) -> Copies[DictConfig]:
 
 
 def typed_options(component: Component | type | None, options: Mapping[str, Any], key_path: str) -> dict[str, Any]:
-    """Fill in all keys of a component: ``options`` over the defaults, with the types of its dataclass.
+    """Return all keys of a component: ``options`` over the defaults, with the types of its dataclass.
 
     Args:
-        component: registered component, or the dataclass itself; None where the component takes no keys.
-        options: what the recipe says.
-        key_path: where that stands, such as ``config.MODEL.TRUNK.PARAMS``, for messages.
+        component: registered component, or the dataclass itself; None if the component has no keys.
+        options: keys in the recipe.
+        key_path: key path of ``options``, such as ``config.MODEL.TRUNK.PARAMS``, for messages.
     Raises:
-        ConfigError: every unknown key, every value of a wrong type and every missing key.
+        ConfigError: keys are unknown or missing, or values have a wrong type; one error has all problems.
     """
     schema = component.config if isinstance(component, Component) else component
     if schema is None:
@@ -154,7 +154,7 @@ def typed_options(component: Component | type | None, options: Mapping[str, Any]
     known = {name: copy.deepcopy(value) for name, value in options.items() if name in names}
     try:
         node.merge_with(known)
-    except OmegaConfBaseException:  # it stops at the first
+    except OmegaConfBaseException:  # raised at the first wrong value: find all of them
         for name, value in known.items():
             try:
                 node.merge_with({name: value})
@@ -182,7 +182,7 @@ def _plain(node: Any, key_path: str) -> dict[str, Any]:
 
 
 def _explained(error: OmegaConfBaseException, key_path: str, node: DictConfig) -> Problem:
-    # Imports Hydra, for which every rank would wait.
+    # Imported here, because it imports Hydra, which would slow down the start of every rank.
     from vissl_zero.config.explanations import explain_value
 
     return explain_value(error, node, f"{key_path}.")

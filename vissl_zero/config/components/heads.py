@@ -130,21 +130,21 @@ POOLINGS = ("AdaptiveAvgPool2d", "AdaptiveMaxPool2d", "AvgPool2d", "MaxPool2d", 
 
 
 def are_tapped(cfg: RunConfig) -> bool:
-    """Check whether heads see inner layers. As in VISSL, the map counts where the trunk is frozen to evaluate it."""
+    """Check whether heads read inner layers. As in VISSL, the map counts only if the trunk is frozen for evaluation."""
     settings = cfg.MODEL.FEATURE_EVAL_SETTINGS
     is_frozen = settings.EVAL_MODE_ON and settings.FREEZE_TRUNK_ONLY and not settings.EXTRACT_TRUNK_FEATURES_ONLY
     return bool(settings.LINEAR_EVAL_FEAT_POOL_OPS_MAP) and is_frozen
 
 
 def features_are_tapped(cfg: RunConfig) -> bool:
-    """Check whether kNN and extraction look at inner layers in place of the trunk's features."""
+    """Check whether kNN and extraction read inner layers instead of the trunk's features."""
     settings = cfg.MODEL.FEATURE_EVAL_SETTINGS
     is_extracted = settings.EVAL_MODE_ON and settings.EXTRACT_TRUNK_FEATURES_ONLY
     return bool(settings.LINEAR_EVAL_FEAT_POOL_OPS_MAP) and is_extracted
 
 
 def layer_names(entries: Sequence[Any]) -> list[str]:
-    """Name each entry for its accuracy: layer, pooling where a layer stands there twice, number where both do."""
+    """Return a unique name per entry: the layer, with its pooling if it occurs twice, with a number if both do."""
     layers = [str(name) for name, _ in entries]
     names = [
         layer if layers.count(layer) == 1 else f"{layer} {pooling}{list(args)}"
@@ -154,12 +154,12 @@ def layer_names(entries: Sequence[Any]) -> list[str]:
 
 
 def distinct_names(names: Sequence[str]) -> list[str]:
-    """Add the head's place in ``HEAD.PARAMS`` to names that occur twice: figures of heads are kept by name."""
+    """Return names with the index in ``HEAD.PARAMS`` added to duplicates: metrics of heads are stored by name."""
     return [name if names.count(name) == 1 else f"{name}, head {index}" for index, name in enumerate(names)]
 
 
 def problems(cfg: RunConfig) -> list[Problem]:
-    """Refuse entries that are no [layer, [pooling, [arguments]]], and a map that is not as long as the heads."""
+    """Return problems of entries other than [layer, [pooling, [arguments]]], and of a map not as long as the heads."""
     if not (are_tapped(cfg) or features_are_tapped(cfg)):
         return []
     entries, problems = cfg.MODEL.FEATURE_EVAL_SETTINGS.LINEAR_EVAL_FEAT_POOL_OPS_MAP, []

@@ -365,20 +365,20 @@ class TorchvisionConfig:
     """Further arguments of ``torchvision.models.get_model``, such as stochastic_depth_prob."""
 
 
-# Trunk -> its block of keys under MODEL.TRUNK; a user's own trunk has PARAMS.
+# Trunk -> its block of keys under MODEL.TRUNK; other trunks have their keys in PARAMS.
 TRUNK_BLOCKS = {"regnet": "REGNET", "resnet": "RESNETS", "vision_transformer": "VISION_TRANSFORMERS"}
 TRUNK_BLOCKS |= {"beit": "BEIT", "xcit": "XCIT", "resnet_sk": "RESNETS_SK", "efficientnet": "EFFICIENT_NETS"}
 TRUNK_BLOCKS |= {"mobilenetv3_tv": "MOBILE_NET", "mobilenetv3_timm": "MOBILE_NET", "convnext": "CONVNEXT"}
 TRUNK_BLOCKS |= {"swin_transformer": "SWIN_TRANSFORMER", "convit": "CONVIT"}
-# Blocks that a trunk reads besides its own.
+# Trunk -> a block that it reads in addition to its own.
 FURTHER_BLOCKS = {"convit": "VISION_TRANSFORMERS"}
-_LIBRARIES = ("timm", "torchvision")  # whose models are trunks by name
-# What makes one stage by stage.
+_LIBRARIES = ("timm", "torchvision")  # their models are trunks: ``timm/<model>``
+# Parameters of a RegNet that is defined stage by stage.
 ANYNET_PARAMETERS = ("depths", "widths", "group_widths", "bottleneck_multipliers", "strides")
 
 
 def vision_transformer_problems(config: VisionTransformerConfig) -> list[Problem]:
-    """Refuse sizes that make no vision transformer."""
+    """Return problems of a vision transformer's sizes: out of range, or not divisible."""
     key = "config.MODEL.TRUNK.VISION_TRANSFORMERS"
     problems = list(constraint_problems(config, key))
     for name, divisor in (("HIDDEN_DIM", "NUM_HEADS"), ("IMAGE_SIZE", "PATCH_SIZE")):
@@ -389,22 +389,23 @@ def vision_transformer_problems(config: VisionTransformerConfig) -> list[Problem
 
 
 def patch_side(trunk: Any) -> int:
-    """Return the side in pixels that a trunk's crops are multiples of: a vision transformer's patches; else 1.
+    """Return the side in pixels of a vision transformer's patches, which must divide crops; 1 for other trunks.
 
     Args:
-        trunk: the block MODEL.TRUNK. A transformer of timm's names its patches.
+        trunk: the block MODEL.TRUNK.
     """
     if trunk.NAME in ("vision_transformer", "convit"):
         return max(1, trunk.VISION_TRANSFORMERS.PATCH_SIZE)
     patch_size = (trunk.PARAMS.get("model_args") or {}).get("patch_size")
     if trunk.NAME.startswith("timm/") and isinstance(patch_size, int):
         return max(1, patch_size)
+    # timm's names include the patch size; reading it from the model would import timm and torch.
     named = re.match(r"timm/(?:vit|deit)\w*_patch(\d+)_", f"{trunk.NAME}_")
     return int(named[1]) if named else 1
 
 
 def size_problems(key: str, config: Any) -> list[Problem]:
-    """Refuse sizes that no network can have: out of range, not divisible, or lists of different lengths."""
+    """Return problems of a trunk's sizes: out of range, not divisible, or lists of different lengths."""
     problems = list(constraint_problems(config, key))
     if problems:
         return problems
@@ -416,7 +417,7 @@ def size_problems(key: str, config: Any) -> list[Problem]:
 
 
 def _stage_problems(key: str, config: Any) -> list[Problem]:
-    """Refuse stages of a Swin or ConvNeXt whose lists differ in length, or whose heads do not divide them."""
+    """Return problems of a Swin's or ConvNeXt's stages: lists of wrong lengths, or heads that do not divide widths."""
     if isinstance(config, ConvNextConfig) and not len(config.DEPTH) == len(config.DIMS) == 4:
         must = "must have four entries, as DIMS"
         return [Problem(f"{key}.DEPTH", str(list(config.DEPTH)), must, "Write DEPTH: [3, 3, 9, 3], say.")]
@@ -434,7 +435,7 @@ def _stage_problems(key: str, config: Any) -> list[Problem]:
 
 
 def anynet_problems(config: RegNetConfig, key: str) -> list[Problem]:
-    """Check that the lists of stages are all there and equally long."""
+    """Check that all lists of stages are given and have the same length."""
     lengths = {name: len(getattr(config, name)) for name in ANYNET_PARAMETERS}
     if len(set(lengths.values())) == 1 and lengths["depths"]:
         return []
@@ -454,13 +455,13 @@ def trunk_component(name: str) -> str:
 
 
 def trunk_params(name: str, params: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``MODEL.TRUNK.PARAMS`` with what the name of the trunk says."""
+    """Return ``MODEL.TRUNK.PARAMS`` with the model's name, which is part of the trunk's name."""
     library = trunk_component(name)
     return {**params, "name": name.removeprefix(f"{library}/")} if library in _LIBRARIES else dict(params)
 
 
 def regnet_problems(config: RegNetConfig) -> list[Problem]:
-    """Refuse parameters of a RegNet that make none; those that are null are left to others to miss."""
+    """Return problems of a RegNet's parameters; null parameters are not checked here."""
     key = "config.MODEL.TRUNK.REGNET"
     problems = list(constraint_problems(config, key))
     if config.w_0 is not None and config.w_0 % 8:
@@ -469,7 +470,7 @@ def regnet_problems(config: RegNetConfig) -> list[Problem]:
 
 
 def own_fields(values: Mapping[str, Any], schema: type | None) -> dict[str, Any]:
-    """Return what of a block belongs to a component: blocks also hold VISSL's other keys."""
+    """Return the keys of a block that are in a component's dataclass: blocks also have unused keys of VISSL."""
     assert schema is not None
     kept: dict[str, Any] = {}
     for item in fields(schema):
@@ -483,7 +484,7 @@ def own_fields(values: Mapping[str, Any], schema: type | None) -> dict[str, Any]
 
 
 def trunk_block_names(name: str) -> list[str]:
-    """Name the blocks under ``MODEL.TRUNK`` that a trunk reads."""
+    """Return the names of the blocks under ``MODEL.TRUNK`` that a trunk reads."""
     further = [FURTHER_BLOCKS[name]] if name in FURTHER_BLOCKS else []
     return [*further, TRUNK_BLOCKS.get(name, "PARAMS")]
 

@@ -28,7 +28,7 @@ from vissl_zero.sharding.offload.block_file import (
     RunFolder,
 )
 from vissl_zero.sharding.offload.layout import Layout, StoredParam, TensorFile
-from vissl_zero.sharding.state.missing_gradient import ON_DISK
+from vissl_zero.sharding.state.missing_gradient import ON_DISK, ON_HOST
 from vissl_zero.sharding.state.shard import Shard, divide_by_norms, squared_norms
 from vissl_zero.sharding.torch_private import local_tensor, set_local_tensor, set_real_grad
 
@@ -416,6 +416,10 @@ class HostShard(Shard):
         """Forget the gradient; see ``Shard``."""
         super().forget_grad()
         self.discard_grad()
+
+    def missing_gradient(self) -> str | None:
+        """Explain a missing gradient; see ``Shard``."""
+        return ON_HOST if self._is_there else None
 
     def discard_grad(self) -> None:
         """Discard the gradient on the host; see ``Store``."""

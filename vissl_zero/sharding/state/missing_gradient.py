@@ -25,9 +25,11 @@ OF_THIS_RANK = (
     "parameters are sharded it is this rank's own until step() averages it. Clip by zero=dict(clip_grad=...), or scale "
     f"the loss, or make a scalar a parameter of shape (1,). {_NONE_IS_FINE}"
 )
-ON_DISK = (
-    "A gradient was read or changed by the loop, and with parameters on NVMe gradients are on NVMe too. Clip by "
-    f"zero=dict(clip_grad=...), or scale the loss. {_NONE_IS_FINE}"
+_CLIP = f"Clip by zero=dict(clip_grad=...), or scale the loss. {_NONE_IS_FINE}"
+ON_DISK = f"A gradient was read or changed by the loop, and with parameters on NVMe gradients are on NVMe too. {_CLIP}"
+ON_HOST = (
+    "A gradient was read or changed by the loop, and with the optimizer's state on the CPU or on NVMe, gradients of a "
+    f"GPU's parameters are moved to the CPU. {_CLIP}"
 )
 PLAIN_BACKWARD = (
     "Call optimizer.backward(loss) instead of loss.backward(): with gradient accumulation or loss scaling the loss is "
