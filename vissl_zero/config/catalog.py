@@ -58,6 +58,7 @@ _FILES = {
     ".h5": "hdf5",
     ".hdf5": "hdf5",
 }
+READ_FILES = (*_FILES, ".npy", ".tar", ".arrow")  # extensions of files that DATA_PATHS may name
 
 
 def use_own_images(data: Data, chosen: Collection[str]) -> list[str]:

@@ -150,7 +150,7 @@ def test_a_missing_path_shows_how_far_it_exists(make_data: MakeData, tmp_path: P
 
 
 def test_a_file_as_path_is_refused(make_data: MakeData, photos: Path) -> None:
-    with pytest.raises(DataError, match=r"a/0.jpg is a file, not a folder"):
+    with pytest.raises(DataError, match=r"a/0.jpg is a file, and no \.csv, \.jsonl, .*\. Correct"):
         build_source(data_block(make_data("disk_folder", photos / "a/0.jpg")), "TRAIN", 0)
 
 

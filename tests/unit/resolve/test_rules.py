@@ -557,7 +557,24 @@ def test_empty_folder_and_file_are_refused(tmp_path):
     (tmp_path / "a.jpg").touch()
     empty, file = complaints(**disk_folder(tmp_path / "empty", tmp_path / "a.jpg"))
     assert "must name a folder that holds images" in empty
-    assert f"must name a folder, not a file (got '{tmp_path}/a.jpg'). Name the folder that holds it" in file
+    assert (
+        f"must name a folder, not a file (got '{tmp_path}/a.jpg'). Name the folder that holds it, {tmp_path}," in file
+    )
+    assert ".csv" in file
+
+
+def test_a_file_beside_the_working_directory_names_its_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "make.py").touch()
+    (file,) = complaints(**disk_folder("make.py"))
+    assert f"Name the folder that holds it, {tmp_path}, or one of .csv" in file
+
+
+def test_only_folders_and_files_of_images_are_proposed(tmp_path):
+    for name in ("photos.sh", "photos.csv"):
+        (tmp_path / name).touch()
+    (found,) = complaints(**disk_folder(tmp_path / "photo"))
+    assert found.endswith("in it does not. Did you mean 'photos.csv'?")
 
 
 def test_images_are_counted_without_being_opened(tmp_path):

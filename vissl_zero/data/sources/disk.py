@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
+from vissl_zero.config.catalog import READ_FILES
 from vissl_zero.data.decode import read_array, read_file
 from vissl_zero.data.dicom import ENDING, require_pydicom
 from vissl_zero.data.slow_work import SlowProgress
@@ -137,7 +138,7 @@ def _images_below(
     if not root.is_dir():
         parent = next((parent for parent in root.absolute().parents if parent.is_dir()), None)
         nearest = f" ({parent} does)" if parent else ""
-        what = "is a file, not a folder" if root.exists() else f"does not exist{nearest}"
+        what = f"is a file, and no {', '.join(READ_FILES)}" if root.exists() else f"does not exist{nearest}"
         raise DataError(f"The data path {root} {what}. Correct {key}.")
     work, number = SlowProgress(logger.warning), 0
     try:
