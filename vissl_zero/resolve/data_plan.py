@@ -329,7 +329,7 @@ def _path_problem(key: str, text: str, endings: tuple[str, ...]) -> Problem | No
         fix = f"{existing} exists, {missing!r} in it does not.{names_like(existing, missing, _may_hold_images)}"
         return Problem(key, repr(str(path)), "must name a folder that exists", fix)
     if not path.is_dir():
-        fix = f"Name the folder that holds it, {path.absolute().parent}, or one of {', '.join(READ_FILES)}."
+        fix = f"Name the folder that holds it, {path.absolute().parent}, or files of one kind: {', '.join(READ_FILES)}."
         return Problem(key, repr(str(path)), "must name a folder, not a file", fix)
     try:
         is_empty = next(image_files(path, endings), None) is None

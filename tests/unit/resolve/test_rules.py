@@ -567,7 +567,7 @@ def test_a_file_beside_the_working_directory_names_its_folder(tmp_path, monkeypa
     monkeypatch.chdir(tmp_path)
     (tmp_path / "make.py").touch()
     (file,) = complaints(**disk_folder("make.py"))
-    assert f"Name the folder that holds it, {tmp_path}, or one of .csv" in file
+    assert f"Name the folder that holds it, {tmp_path}, or files of one kind: .csv" in file
 
 
 def test_only_folders_and_files_of_images_are_proposed(tmp_path):

@@ -138,7 +138,8 @@ def _images_below(
     if not root.is_dir():
         parent = next((parent for parent in root.absolute().parents if parent.is_dir()), None)
         nearest = f" ({parent} does)" if parent else ""
-        what = f"is a file, and no {', '.join(READ_FILES)}" if root.exists() else f"does not exist{nearest}"
+        is_file = f"is a file, not a folder or files of one kind: {', '.join(READ_FILES)}"
+        what = is_file if root.exists() else f"does not exist{nearest}"
         raise DataError(f"The data path {root} {what}. Correct {key}.")
     work, number = SlowProgress(logger.warning), 0
     try:
