@@ -46,6 +46,8 @@ SOURCES = (
 EVERSTORE = "everstore"
 _LISTS = (".npy", ".txt")
 _MAX_BYTES = 2**26
+# In the header of a .npy file: bytes, or other numbers in 3 dimensions or more. Fewer are labels.
+_PIXELS = re.compile(rb"'descr': '(?:\|u1'|[<>|][fiu]\d+'.*'shape': \(\d+, \d+, \d)")
 # Extension of a file -> the source that reads it.
 _FILES = {
     ".csv": "manifest",
@@ -56,6 +58,7 @@ _FILES = {
     ".h5": "hdf5",
     ".hdf5": "hdf5",
 }
+READ_FILES = (*_FILES, ".npy", ".tar", ".arrow")  # extensions of files that DATA_PATHS may name
 
 
 def use_own_images(data: Data, chosen: Collection[str]) -> list[str]:
@@ -91,8 +94,8 @@ def _format_of(path: Path) -> str:
         if path.is_file() and (form := _FILES.get(path.suffix.lower())):
             return form
         if path.suffix == ".npy" and path.is_file():
-            with path.open("rb") as file:  # the header has the dtype: uint8 pixels, or strings that are paths
-                return "npy" if b"'descr': '|u1'" in file.read(256) else "disk_filelist"
+            with path.open("rb") as file:  # the header has the dtype and the shape
+                return "npy" if _PIXELS.search(file.read(256)) else "disk_filelist"
         names = {path.name} if path.is_file() else {entry.name for entry in path.iterdir()}
     except (OSError, ValueError):
         return "disk_folder"

@@ -17,8 +17,9 @@ from PIL import ExifTags, Image, ImageOps
 
 from vissl_zero.atomic import open_regular, read_regular
 from vissl_zero.config.blocks.data import Data
-from vissl_zero.data.dicom import ENDING, dicom_image, is_dicom, require_pydicom
+from vissl_zero.data.dicom import dicom_image, is_dicom, require_pydicom
 from vissl_zero.errors import DataError
+from vissl_zero.resolve.data_plan import EXTENSIONS
 
 # Pillow's own MAX_IMAGE_PIXELS: a quarter of a GiB as 24-bit pixels. Pillow only warns; here such files are refused,
 # because training decodes them in every epoch, in several workers at once.
@@ -26,7 +27,6 @@ MAX_PIXELS = 89_478_485
 
 # An allow-list, so that no file reaches a decoder that starts another program (EPS runs Ghostscript) or is rarely used.
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
-EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ENDING)
 _BACKGROUNDS = {"stored": None, "white": (255, 255, 255), "gray": (128, 128, 128), "black": (0, 0, 0)}
 _MAX_FILE_BYTES = 2**30
 MAX_SCANS, MAX_SCANNED = 50, 2 * 10**9  # an encoder writes about 10 scans; 2e9 pixels take a core 5 to 20 s

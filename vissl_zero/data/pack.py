@@ -17,11 +17,12 @@ from PIL import Image
 
 from vissl_zero.atomic import read_object, replacing
 from vissl_zero.config.catalog import source_of
-from vissl_zero.data.decode import EXTENSIONS, FORMATS, Decoder
+from vissl_zero.data.decode import FORMATS, Decoder
 from vissl_zero.data.source import MultiLabeled, Source, SourceRequest, encoded_image, left_out
 from vissl_zero.data.sources.packed import CLASSES_FILE, CLASSES_KEY, LABELS_KEY
 from vissl_zero.errors import DataError
 from vissl_zero.registry import DATA_SOURCES
+from vissl_zero.resolve.data_plan import EXTENSIONS
 
 PER_PART = 1000  # images
 _PROGRESS_FILE = "packed.json"

@@ -331,8 +331,9 @@ def _with_labels(source: Source, cfg: Split, request: SourceRequest) -> Source:
         raise ConfigError([Problem(key, str(names), "must say where labels come from", fix)])
     if not source.class_names:
         raise DataError(
-            f"{key} asks for labels, but the images have none: {', '.join(request.paths)} has no class folders. "
-            "Put the images of each class in a folder of its own, or set LABEL_SOURCES to []."
+            f"{key} asks for labels, but the images have none: {', '.join(request.paths)} has no class folders, or "
+            "a single one, which is no class. Put the images of each class in a folder of its own, or set "
+            "LABEL_SOURCES to []."
         )
     return source
 

@@ -191,7 +191,7 @@ def add_probe(plan: ResolvedRun, method: Method, model: Model, num_classes: int,
         return
     if not num_classes:
         must = "needs a class for each training image"
-        fix = "Set it to false, or put each class in a folder of its own."
+        fix = "Set it to false, or put each class in a folder of its own (a single folder is no class)."
         raise ConfigError([Problem("config.ONLINE_PROBE.USE_PROBE", "true", must, fix)])
     dtype = dtype_of(plan.sharding.precision.wide)
     width = int(model.trunk.feature_dim)  # type: ignore[arg-type]

@@ -556,7 +556,10 @@ def _with_last(options: Mapping[str, Any], width: int) -> Mapping[str, Any]:
         return options
     if width < 1:
         must = "must end in the number of classes: the images have no labels to count them by"
-        fix = "Put the images of each class in a folder of its own, or write the number in place of the last -1."
+        fix = (
+            "Put the images of each class in a folder of its own (a single folder is no class), or write the number in "
+            "place of the last -1."
+        )
         raise ConfigError([Problem("config.MODEL.HEAD.PARAMS", str(list(dims)), must, fix)])
     return {**options, "dims": [*dims[:-1], width]}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from vissl_zero.atomic import is_file, is_folder, is_there
 from vissl_zero.config.blocks.data import MIXING_COLLATOR, MixingConfig, Split
-from vissl_zero.config.catalog import missing
+from vissl_zero.config.catalog import READ_FILES, missing
 from vissl_zero.config.components import typed_options
 from vissl_zero.config.components.trunks import patch_side
 from vissl_zero.config.constraints import one_of
@@ -286,8 +286,11 @@ def _same_origin(cfg: RunConfig, decided: Decisions) -> Problem | None:
     return Problem("config.DATA.TRAIN.DATA_PATHS", "[]", must, "Write config.DATA.TRAIN.DATA_PATHS=<folder>.")
 
 
-# A copy of the list in ``vissl_zero.data``, which imports torch; a test compares the two.
-EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ".dcm")
+# Endings of the files that ``vissl_zero.data.decode`` decodes.
+EXTENSIONS = (
+    *(".jpg", ".jpeg", ".jfif", ".jpe", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff"),
+    *(".ppm", ".pgm", ".dcm"),
+)
 _NUM_DIGITS = {"TRAIN": 1_437, "TEST": 360}
 
 
@@ -323,10 +326,10 @@ def _path_problem(key: str, text: str, endings: tuple[str, ...]) -> Problem | No
     path = Path(text)
     if not is_there(path):
         existing, missing = _missing_part(path)
-        fix = f"{existing} exists, {missing!r} in it does not.{names_like(existing, missing)}"
+        fix = f"{existing} exists, {missing!r} in it does not.{names_like(existing, missing, _may_hold_images)}"
         return Problem(key, repr(str(path)), "must name a folder that exists", fix)
     if not path.is_dir():
-        fix = f"Name the folder that holds it: {path.parent}."
+        fix = f"Name the folder that holds it, {path.absolute().parent}, or files of one kind: {', '.join(READ_FILES)}."
         return Problem(key, repr(str(path)), "must name a folder, not a file", fix)
     try:
         is_empty = next(image_files(path, endings), None) is None
@@ -342,15 +345,25 @@ def _path_problem(key: str, text: str, endings: tuple[str, ...]) -> Problem | No
 def _resembles(path: Path) -> bool:
     """Check whether the parent of ``path`` exists and has an entry of a similar name."""
     existing, missing = _missing_part(path)
-    return existing / missing == path.absolute() and bool(names_like(existing, missing))
+    return existing / missing == path.absolute() and bool(names_like(existing, missing, _may_hold_images))
 
 
-def names_like(folder: Path, name: str) -> str:
-    """Write ``" Did you mean 'a'?"`` for the names in ``folder`` that are like ``name``, or an empty string."""
+def names_like(folder: Path, name: str, may_be: Callable[[Path], bool] = Path.exists) -> str:
+    """Write ``" Did you mean 'a'?"`` for the names in ``folder`` that are like ``name``, or an empty string.
+
+    Args:
+        folder: folder to look in.
+        name: name that does not exist.
+        may_be: whether an entry of the folder may be meant.
+    """
     try:
-        return did_you_mean(name, sorted(entry.name for entry in folder.iterdir()))
+        return did_you_mean(name, sorted(entry.name for entry in folder.iterdir() if may_be(entry)))
     except OSError:
         return ""
+
+
+def _may_hold_images(path: Path) -> bool:
+    return path.is_dir() or path.suffix.lower() in READ_FILES
 
 
 def _missing_part(path: Path) -> tuple[Path, str]:

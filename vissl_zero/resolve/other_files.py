@@ -11,7 +11,7 @@ from vissl_zero.errors import counted
 
 # Extensions of image formats that ``data/decode.py`` does not decode.
 PICTURES = (
-    *(".heic", ".heif", ".hif", ".avif", ".avifs", ".jxl", ".jp2", ".j2k", ".jpf", ".jfif", ".jpe"),
+    *(".heic", ".heif", ".hif", ".avif", ".avifs", ".jxl", ".jp2", ".j2k", ".jpf"),
     *(".svg", ".psd", ".ico", ".tga", ".eps", ".exr", ".hdr", ".dds", ".pbm", ".pnm", ".pfm"),
     *(".dng", ".cr2", ".cr3", ".crw", ".nef", ".nrw", ".arw", ".srf", ".sr2", ".orf", ".raf", ".rw2", ".pef"),
     *(".srw", ".raw", ".x3f"),

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -149,8 +150,17 @@ def test_a_missing_path_shows_how_far_it_exists(make_data: MakeData, tmp_path: P
     )
 
 
+def test_a_single_folder_is_refused_as_classes(make_data: MakeData, photos: Path) -> None:
+    shutil.rmtree(photos / "b")
+    data = make_data("disk_folder", photos, LABEL_SOURCES=["disk_folder"])
+    with pytest.raises(DataError, match="has no class folders, or a single one, which is no class"):
+        build_source(data_block(data), "TRAIN", 0)
+
+
 def test_a_file_as_path_is_refused(make_data: MakeData, photos: Path) -> None:
-    with pytest.raises(DataError, match=r"a/0.jpg is a file, not a folder"):
+    with pytest.raises(
+        DataError, match=r"a/0.jpg is a file, not a folder or files of one kind: \.csv, \.jsonl, .*\. Correct"
+    ):
         build_source(data_block(make_data("disk_folder", photos / "a/0.jpg")), "TRAIN", 0)
 
 

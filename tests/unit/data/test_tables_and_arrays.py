@@ -17,7 +17,7 @@ from tests.unit.data.conftest import MakeData, save_image
 from tests.unit.data.test_packed import hashes
 from vissl_zero.config.catalog import source_of
 from vissl_zero.data.decode import BrokenImageError
-from vissl_zero.data.source import Source, Subset, build_source, encoded_image, label_matrix
+from vissl_zero.data.source import Source, Subset, build_source, encoded_image, label_matrix, left_out
 from vissl_zero.errors import DataError
 
 PATHS = [f"photos/a/{index}.jpg" for index in range(6)] + [f"photos/b/{index}.png" for index in range(5)]
@@ -76,6 +76,18 @@ def test_a_file_is_recognized_by_its_name_where_all_paths_agree(tmp_path: Path) 
     assert source_of([str(tmp_path / "none.csv")]) == "disk_folder"
 
 
+def test_an_array_of_numbers_is_pixels_of_three_dimensions_or_more(make_data: MakeData, tmp_path: Path) -> None:
+    path = tmp_path / "x.npy"
+    kinds = (np.float32, ">f8", np.uint16, np.int64, "<U5", "S5")
+    for dims, formats in ((4, ["npy"] * 4 + ["disk_filelist"] * 2), (2, ["disk_filelist"] * 6)):
+        for kind, form in zip(kinds, formats, strict=True):
+            np.save(path, np.zeros((2, 8, 8, 3)[:dims], kind))
+            assert source_of([str(path)]) == form
+    np.save(path, np.zeros((2, 8, 8, 3), np.float32))
+    with pytest.raises(DataError, match=r"not float32 of .*Convert it, or write config\.DATA\.IN_CHANNELS=<number>"):
+        opened(make_data("npy", path))
+
+
 def test_two_workers_give_the_same(make_data: MakeData, tables: dict[str, Path], tmp_path: Path) -> None:
     np.save(tmp_path / "gray.npy", np.random.default_rng(0).integers(0, 256, (9, 16, 16, 1), np.uint8))
     with h5py.File(tmp_path / "x.h5", "w") as file:
@@ -122,6 +134,28 @@ def test_labels_of_a_table_are_numbers_several_or_none(make_data: MakeData, phot
     assert of("path\nx\ny\n").class_names == () and of("path\n" + str(photos / "b/0.png")).image(0).size == (16, 16)
 
 
+def test_names_of_columns_count_without_capitals_and_spaces(make_data: MakeData, photos: Path, tmp_path: Path) -> None:
+    (tmp_path / "x.csv").write_text("Label, Path\nb , photos/b/0.png\na, photos/a/0.jpg\n")
+    (tmp_path / "x.jsonl").write_text(
+        '{"PATH": "photos/b/0.png", "Label ": 2}\n{"path": "photos/a/0.jpg", "label": "1"}'
+    )
+    for table, names in (("x.csv", ("a", "b")), ("x.jsonl", ("1", "2"))):
+        source = opened(make_data("manifest", tmp_path / table))
+        assert source.class_names == names and [source.label(index) for index in range(2)] == [1, 0]
+        assert source.image(0).size == (16, 16)
+
+
+def test_columns_that_are_not_read_are_noted_where_there_are_no_labels(make_data: MakeData, tmp_path: Path) -> None:
+    for table, note in (
+        ("path,lable,split\nx,cat,a,more\n", ["no column label or labels; these are not read: lable, split."]),
+        ("path\nx,more\n", []),
+        ("path,lable,label\nx,cat,\n", []),
+    ):
+        (tmp_path / "x.csv").write_text(table)
+        notes = left_out(opened(make_data("manifest", tmp_path / "x.csv")))
+        assert [each.removeprefix(f"{tmp_path / 'x.csv'}: ") for each in notes] == note
+
+
 def test_a_name_that_is_no_text_survives(make_data: MakeData, photos: Path, tmp_path: Path) -> None:
     for name in (b"\xff.png", "a\u2028b.png".encode()):
         os.link(photos / "b/0.png", os.fsencode(tmp_path) + b"/" + name)
@@ -142,6 +176,11 @@ def test_a_name_that_is_no_text_survives(make_data: MakeData, photos: Path, tmp_
         ("x.csv", b"path,label\n,1\n", "line 2, has no path"),
         ("x.csv", b"path,label,labels\nx,1,2\n", "has label and labels"),
         ("x.csv", b'path\n"x', "cannot be read as a table"),
+        ("x.csv", b"path,label\nx\ny\n", "line 2, has fewer cells than the first line"),
+        ("x.csv", b"path,label, Label\nx,1,2\n", "has the column label twice. Leave one of them out"),
+        ("x.csv", b"path,label\nx,1\ny, \n", "1 of 2 images have no label"),
+        ("x.jsonl", b'{"path": "x", "label": 1, "Label": 2}', "has the column label twice"),
+        ("x.jsonl", b'{"path": "x", "label": 0}\n{"path": "y", "label": "a"}', "some labels are names and others numb"),
         ("x.jsonl", b'{"path": "x"}\n[]\n', "line 2, cannot be read as a table of images .a line must be an object"),
         ("x.jsonl", b'{"path": "x", "label": 0.5}', "line 1, has .0.5. for a label"),
         ("x.jsonl", b'{"path": "\\ud800"}', "line 1, has no path"),

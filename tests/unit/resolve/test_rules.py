@@ -5,14 +5,15 @@ from __future__ import annotations
 from dataclasses import is_dataclass
 
 import pytest
+from PIL import Image
 
 from tests.unit.config.example_config import CPU_HOST, GPU_HOST, complaints
 from vissl_zero.config.blocks.model_and_loss import RegNetBlock
-from vissl_zero.data import decode
 from vissl_zero.resolve import resolved
 from vissl_zero.resolve.data_plan import EXTENSIONS
 from vissl_zero.resolve.host import Host
 from vissl_zero.resolve.model_rules import _checkpointing_problem, _widths
+from vissl_zero.resolve.other_files import PICTURES
 
 TAPS = "MODEL__FEATURE_EVAL_SETTINGS__"
 TAPPED = {f"{TAPS}EVAL_MODE_ON": True, f"{TAPS}FREEZE_TRUNK_ONLY": True}
@@ -556,7 +557,24 @@ def test_empty_folder_and_file_are_refused(tmp_path):
     (tmp_path / "a.jpg").touch()
     empty, file = complaints(**disk_folder(tmp_path / "empty", tmp_path / "a.jpg"))
     assert "must name a folder that holds images" in empty
-    assert f"must name a folder, not a file (got '{tmp_path}/a.jpg'). Name the folder that holds it" in file
+    assert (
+        f"must name a folder, not a file (got '{tmp_path}/a.jpg'). Name the folder that holds it, {tmp_path}," in file
+    )
+    assert ".csv" in file
+
+
+def test_a_file_beside_the_working_directory_names_its_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "make.py").touch()
+    (file,) = complaints(**disk_folder("make.py"))
+    assert f"Name the folder that holds it, {tmp_path}, or files of one kind: .csv" in file
+
+
+def test_only_folders_and_files_of_images_are_proposed(tmp_path):
+    for name in ("photos.sh", "photos.csv"):
+        (tmp_path / name).touch()
+    (found,) = complaints(**disk_folder(tmp_path / "photo"))
+    assert found.endswith("in it does not. Did you mean 'photos.csv'?")
 
 
 def test_images_are_counted_without_being_opened(tmp_path):
@@ -566,8 +584,9 @@ def test_images_are_counted_without_being_opened(tmp_path):
     assert "at most the number of images, 3" in found
 
 
-def test_extensions_are_those_that_are_read():
-    assert EXTENSIONS == decode.EXTENSIONS
+def test_endings_of_jpeg_are_all_read_and_no_ending_is_called_unread():
+    jpeg = {ending for ending, form in Image.registered_extensions().items() if form == "JPEG"}
+    assert {".jfif", ".jpe"} < jpeg <= {*EXTENSIONS} and not {*EXTENSIONS} & {*PICTURES}
 
 
 COMPOSITES = {

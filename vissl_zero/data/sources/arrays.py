@@ -81,11 +81,11 @@ def rgb_image(pixels: np.ndarray) -> Image.Image:
     return Image.fromarray(pixels[..., 0] if pixels.shape[2:] == (1,) else pixels).convert("RGB")
 
 
-def check_pixels(dtype: np.dtype[Any], shape: tuple[int, ...], name: str) -> None:
-    """Check that ``rgb_image`` can convert the images of an array. Raises DataError."""
+def check_pixels(dtype: np.dtype[Any], shape: tuple[int, ...], name: str, fix: str = "Convert it.") -> None:
+    """Check that ``rgb_image`` can convert the images of an array. Raises DataError, which ends in ``fix``."""
     if dtype != np.uint8 or len(shape) not in (3, 4) or shape[3:] not in ((), (1,), (3,)):
         must = "uint8 of (N, H, W) or (N, H, W, C) with 1 or 3 channels"
-        raise DataError(f"{name} must hold images as {must}, not {dtype} of {shape}. Convert it.")
+        raise DataError(f"{name} must hold images as {must}, not {dtype} of {shape}. {fix}")
     if 0 in shape:
         raise DataError(f"{name} is empty: its shape is {shape}.")
 
@@ -101,7 +101,8 @@ def _mapped(path: str, key: str, is_rgb: bool) -> np.ndarray:
     if not isinstance(array, np.ndarray):
         raise DataError(f"{path} is an archive of arrays. Name a .npy file with one array.")
     if is_rgb:
-        check_pixels(array.dtype, array.shape, path)
+        fix = "Convert it, or write config.DATA.IN_CHANNELS=<number> for another number of channels than 3."
+        check_pixels(array.dtype, array.shape, path, fix)
     elif array.ndim not in (3, 4) or 0 in array.shape:
         must = "(N, H, W), (N, H, W, C) or (N, C, H, W)"
         raise DataError(f"{path} must hold images as {must}, not {array.shape}. Convert it.")

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
+from vissl_zero.config.catalog import READ_FILES
 from vissl_zero.data.decode import read_array, read_file
 from vissl_zero.data.dicom import ENDING, require_pydicom
 from vissl_zero.data.slow_work import SlowProgress
@@ -32,7 +33,11 @@ class ListedFiles(EncodedSource):
         files: (N,) paths, bytes.
         labels: (N,) class numbers, -1 without.
         class_names: class names by number; empty without labels.
+    Attributes:
+        left_out: sentences on what is not read.
     """
+
+    left_out: Sequence[str] = ()
 
     def __init__(self, request: SourceRequest, files: np.ndarray, labels: np.ndarray, class_names: tuple[str, ...]):
         super().__init__(request.decoder)
@@ -133,7 +138,8 @@ def _images_below(
     if not root.is_dir():
         parent = next((parent for parent in root.absolute().parents if parent.is_dir()), None)
         nearest = f" ({parent} does)" if parent else ""
-        what = "is a file, not a folder" if root.exists() else f"does not exist{nearest}"
+        is_file = f"is a file, not a folder or files of one kind: {', '.join(READ_FILES)}"
+        what = is_file if root.exists() else f"does not exist{nearest}"
         raise DataError(f"The data path {root} {what}. Correct {key}.")
     work, number = SlowProgress(logger.warning), 0
     try:

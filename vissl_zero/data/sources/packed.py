@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from vissl_zero.atomic import read_object, replacing
-from vissl_zero.data.decode import EXTENSIONS, BrokenImageError, read_file
+from vissl_zero.data.decode import BrokenImageError, read_file
 from vissl_zero.data.labels import (
     MIXED,
     class_numbers,
@@ -33,6 +33,7 @@ from vissl_zero.data.slow_work import SlowProgress
 from vissl_zero.data.source import UNLABELLED, EncodedSource, SourceRequest
 from vissl_zero.errors import DataError
 from vissl_zero.registry import DATA_SOURCES
+from vissl_zero.resolve.data_plan import EXTENSIONS
 
 CLASSES_FILE = "classes.json"
 LABELS_KEY, CLASSES_KEY = b"__labels__", b"__classes__"  # of an LMDB database
