@@ -39,3 +39,11 @@ def test_an_error_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
         raise KeyboardInterrupt
     assert path.read_text() == "old"
     assert [file.name for file in tmp_path.iterdir()] == ["summary.json"]
+
+
+def test_the_first_error_is_reported_where_nothing_can_be_removed(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    with pytest.raises(ValueError, match="first"), replacing(folder / "a") as temporary:
+        temporary.mkdir()  # unlink fails
+        raise ValueError("first")

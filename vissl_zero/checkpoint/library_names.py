@@ -43,6 +43,12 @@ _RESNET: _Rules = (
     (rf"{_STAGE}layers\.(\d+)\.shortcut\.convolution\.(\w+)", r"layer+\1.\2.downsample.0.\3"),
     (rf"{_STAGE}layers\.(\d+)\.shortcut\.normalization\.(\w+)", r"layer+\1.\2.downsample.1.\3"),
 )
+# torchvision's ResNet as ``nn.Sequential(*list(resnet.children())[:-1])``, the backbone of lightly's examples.
+_RESNET_CHILDREN: _Rules = (
+    (r"0\.(\w+)", r"conv1.\1"),
+    (r"1\.(\w+)", r"bn1.\1"),
+    *((rf"{place}\.(\d+\..+)", rf"layer{place - 3}.\1") for place in (4, 5, 6, 7)),
+)
 _BLOCK = r"(?:model\.)?layer\.(\d+)\."
 _DINOV3_HF: _Rules = (
     (r"embeddings\.cls_token", "cls_token"),
@@ -68,6 +74,7 @@ _LAYOUTS: dict[str, _Rules] = {
     "encoder.stages.0.layers.0.dwconv.weight": _CONVNEXT,
     "stages.0.layers.0.depthwise_conv.weight": _CONVNEXT,
     "embedder.embedder.convolution.weight": _RESNET,
+    "4.0.conv1.weight": _RESNET_CHILDREN,
     "embeddings.patch_embeddings.weight": _DINOV3_HF,
     "storage_tokens": _DINOV3,
 }

@@ -59,6 +59,17 @@ def require_equal(path: Path | str, expected: Callable[[Tensor], Tensor], sides:
     return trunk.recognized
 
 
+@pytest.mark.parametrize("name", ["resnet18", "resnet50"])
+def test_a_resnet_that_is_saved_by_the_places_of_its_children_is_read(tmp_path, name):
+    """lightly's examples train ``nn.Sequential(*list(resnet.children())[:-1])`` as ``backbone``."""
+    net = randomized(getattr(torchvision.models, name)())
+    backbone = nn.Sequential(*list(net.children())[:-1])
+    state = nn.ModuleDict({"backbone": backbone, "projection_head": nn.Linear(8, 8)}).state_dict()
+    for file, content in (("a.pth", state), ("a.ckpt", {"state_dict": state, "epoch": 1})):
+        torch.save(content, tmp_path / file)
+        require_equal(tmp_path / file, lambda batch: backbone(batch).flatten(1), (32, 64))
+
+
 HF = {
     "vit": lambda: transformers.ViTModel(
         transformers.ViTConfig(**SIZES, intermediate_size=100), add_pooling_layer=False
