@@ -95,6 +95,9 @@ def test_a_run_leaves_what_the_contract_says(tmp_path):
     out, err = again.communicate(timeout=120)
     assert again.returncode == 0 and "is complete (step 4 of 4)" in out, out + err
     assert json.loads((folder / "summary.json").read_text()) == summary
+    shorter = start(tmp_path, "config.TRAINER.MAX_STEPS=3")
+    out, err = shorter.communicate(timeout=120)
+    assert shorter.returncode == 0 and "the checkpoint is of step 4, and config.TRAINER ends at 3" in out, out + err
     fresh = start(tmp_path, "config.CHECKPOINT.AUTO_RESUME=false")
     _, err = fresh.communicate(timeout=120)
     assert fresh.returncode == 2 and "already holds a run" in err and "Traceback" not in err

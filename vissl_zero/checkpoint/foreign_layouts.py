@@ -246,7 +246,10 @@ def _state_dict(content: Any, layout: str, path: Path) -> Foreign:
     _add(foreign, content, "")
     if not foreign.entries:
         keys = ", ".join(map(str, list(content)[:8]))
-        raise CheckpointError(f"{path} has no tensors at its top; it has {keys}. Say where with --key.")
+        raise CheckpointError(
+            f"{path} has no tensors at its top; it {f'has {keys}' if keys else 'is empty'}. Name the key of the state "
+            "dict: config.MODEL.WEIGHTS_INIT.STATE_DICT_KEY_NAME (checkpoint import: --key)."
+        )
     rooted, which = at_root(foreign.entries)
     foreign.entries, foreign.layout = _to_timm(rooted), layout + which
     return foreign

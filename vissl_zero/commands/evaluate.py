@@ -12,6 +12,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -155,6 +156,7 @@ def embed(arguments: Sequence[str]) -> int:
     if out.suffix == ".parquet":
         _require_pyarrow()
     _require_weights(options.weights)
+    _require_writable(out)  # before the work, not after it
     words = ["config=benchmark/embed", _word("DATA.TRAIN.DATA_PATHS", folder), *_overrides(arguments)]
     with Scratch() as run_folder:
         code, _ = _run(options.weights, words, run_folder, options.quiet)
@@ -189,17 +191,34 @@ def _require_pyarrow() -> None:
         raise ConfigError("--out .parquet needs pyarrow: pip install 'vissl-zero[export]', or write .npz.") from error
 
 
+@contextmanager
+def _writing(out: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        fix = "Name another place, or make room."
+        raise DataError(f"--out {out}: cannot be written ({error.strerror or error}). {fix}") from error
+
+
+def _require_writable(out: Path) -> None:
+    with _writing(out):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out.parent) as file:
+            file.write(b"0")
+
+
 def _write(run_folder: Path, images: Path, out: Path) -> ExtractedFeatures:
     """Write the features of a run to one file; returns them."""
     import numpy as np
 
     from vissl_zero.evaluation.feature_files import read_features
+    from vissl_zero.evaluation.features import require_finite
 
     features = read_features(run_folder)
+    require_finite(features.rows)
     rows = features.rows.numpy()
     names = [os.path.relpath(name, images.absolute()) for name in features.images]
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(out) as temporary:
+    with _writing(out), replacing(out) as temporary:
         if out.suffix == ".npz":
             with temporary.open("wb") as file:
                 np.savez(file, features=rows, names=np.array(names))

@@ -216,7 +216,8 @@ def _train_step(
     watch = _watched(run) if run.step == run.first_step else nullcontext()
     is_joint = run.plan.exact_accumulation and len(micro_batches) > 1
     accumulate = accumulate_exactly if is_joint or run.plan.crop_passes > 1 else _accumulate
-    loss_sum = accumulate(run, micro_batches, dtype, watch)
+    with _explaining_single_images():
+        loss_sum = accumulate(run, micro_batches, dtype, watch)
     is_logged = _is_logged(run, run.step + 1)
     if is_logged:
         run.bytes = sharded.ledger()  # before the step, while gradients exist
@@ -296,6 +297,19 @@ def _settle(
     run.records.append(record)
     for hook in hooks:
         hook.on_record(run, record)
+
+
+@contextmanager
+def _explaining_single_images() -> Iterator[None]:
+    """Name the key where batch norm has a single value for each channel: torch's error names the shape alone."""
+    try:
+        yield
+    except ValueError as error:
+        if "Expected more than 1 value per channel" not in str(error):
+            raise
+        must = "must leave more than one image to a rank: batch norm has no variance of one value for each channel"
+        fix = "Write config.DATA.TRAIN.DROP_LAST=True, or another BATCHSIZE_PER_REPLICA, or larger images."
+        raise ConfigError([Problem("config.DATA.TRAIN", "a step with one image on a rank", must, fix)]) from error
 
 
 @contextmanager

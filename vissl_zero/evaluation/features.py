@@ -25,6 +25,7 @@ from vissl_zero.data.source import Source
 from vissl_zero.data.split_pipeline import build_split_pipeline
 from vissl_zero.data.workers import BatchStream
 from vissl_zero.engine.hook import Run
+from vissl_zero.errors import DataError
 from vissl_zero.terminal import print_line
 
 
@@ -173,6 +174,15 @@ def extract_features(run: Run, images: EvalImages, with_pixels: bool = False) ->
         pixels=all_gather_rows(torch.cat(pixels))[order] if with_pixels else None,
         broken=tuple(sorted(index for of_rank in all_gather_objects(broken) for index in of_rank)),
     )
+
+
+def require_finite(rows: Tensor) -> None:
+    """Raise DataError if a feature of ``rows`` (N, F) is NaN or infinite. Not collective."""
+    if num_wrong := int((~rows.isfinite()).any(dim=1).sum()):
+        raise DataError(
+            f"The features of {num_wrong} of {len(rows)} images are NaN or infinite: the weights hold such values, or "
+            "their numbers overflow. Take other weights, such as an earlier checkpoint."
+        )
 
 
 def thumbnails(images: Tensor, transform: Pipeline) -> Tensor:

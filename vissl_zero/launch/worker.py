@@ -147,6 +147,11 @@ def with_checkpoints(run: Run, hooks: Sequence[Hook]) -> list[Hook] | None:
         if run.is_main:
             for line in opening_lines(resumed, run.plan):
                 print_line(line)
+    if run.is_main and run.step > run.num_steps:
+        print_line(
+            f"warning: the checkpoint is of step {run.step}, and config.TRAINER ends at {run.num_steps}: nothing is "
+            "trained. Raise config.TRAINER.MAX_STEPS, or config.OPTIMIZER.num_epochs, to train on."
+        )
     has_stopped = any(isinstance(hook, EarlyStoppingHook) and hook.has_stopped for hook in hooks)
     if run.is_resumed and (run.step >= run.num_steps or has_stopped) and _is_over(run):
         if run.is_main:

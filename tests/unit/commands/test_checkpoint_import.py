@@ -346,7 +346,7 @@ def test_shards_that_do_not_fit_together_are_refused(tmp_path, model, capsys):
         ("text", [], "damaged or no safetensors file"),
         ("one_shard", [], "is one shard of a checkpoint. Give the file that lists all of them"),
         ("list", [], "holds no state dict but a list"),
-        ("nested", [], "has no tensors at its top; it has a. Say where with --key"),
+        ("nested", [], "has no tensors at its top; it has a. Name the key of the state dict"),
         ("nested", ["--key", "a.c"], "has no 'c'"),
         ("no_slices", [], "holds no weights"),
         ("other", [], "no tensor has a name or shape that is understood"),

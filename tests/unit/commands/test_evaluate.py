@@ -191,6 +191,7 @@ def test_python_gives_the_figures_and_features_of_the_commands(folder):
         (["data", "pack", ".", "a.txt/x", "--to", "arrow"], "a.txt/x: must be in a folder, and a.txt is a file"),
         (["embed", "a.pth", ".", "--out", "x.csv"], r"must be one of .npz, .parquet, .safetensors"),
         (["embed", "a.pth", "nowhere", "--out", "x.npz"], "nowhere: there is no such file or folder"),
+        (["embed", "a.txt", ".", "--out", "/proc/x.npz"], r"--out /proc/x.npz: cannot be written \(No such file"),
     ],
 )
 def test_wrong_words_get_a_sentence(words, wanted, tmp_path, monkeypatch, capsys):
@@ -200,6 +201,16 @@ def test_wrong_words_get_a_sentence(words, wanted, tmp_path, monkeypatch, capsys
         (tmp_path / "data" / name).mkdir(parents=True)
     assert main(words) == 2
     assert re.search(wanted, capsys.readouterr().err)
+
+
+@pytest.mark.slow
+def test_weights_of_nan_are_refused(folder, tmp_path, capfd):
+    torch.save(
+        {key: value * float("nan") for key, value in torch.load(folder / "tiny.pth").items()}, tmp_path / "a.pth"
+    )
+    for words in (["embed", str(folder / "val"), "--out", "x.npz"], ["evaluate", "--data", str(folder)]):
+        assert main([words[0], str(tmp_path / "a.pth"), *words[1:], *SMALL]) == 2
+        assert re.search(r"The features of \d+ of \d+ images are NaN or infinite", capfd.readouterr().err)
 
 
 @pytest.mark.slow

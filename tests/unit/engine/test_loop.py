@@ -27,6 +27,7 @@ from vissl_zero.engine import stopping
 from vissl_zero.engine.build import build_run
 from vissl_zero.engine.hook import Hook, Records, Run, Step, StepRecord
 from vissl_zero.engine.loop import DivergedError, train
+from vissl_zero.engine.loop import _explaining_single_images as _explained
 from vissl_zero.errors import ConfigError
 
 
@@ -41,6 +42,13 @@ class _Watcher(Hook):
             self.heard.append(run.step)
         if run.step == 3:
             stopping.request_stop("a test")
+
+
+def test_batch_norm_of_one_value_is_explained() -> None:
+    with pytest.raises(ConfigError, match=r"must leave more than one image to a rank.*DROP_LAST=True"), _explained():
+        torch.nn.BatchNorm1d(3)(torch.ones(1, 3))
+    with pytest.raises(ValueError, match="another"), _explained():
+        raise ValueError("another")
 
 
 def test_memory_is_measured_at_few_steps_and_a_request_to_stop_is_known_at_the_next_step(tmp_path):

@@ -275,7 +275,7 @@ class _GuardedUnit:
         return output
 
     def _hook_bases(self, inputs: Any, outputs: Sequence[Tensor]) -> None:
-        """Hook the unit's gather to the bases of outputs that are views.
+        """Register the unit's gather on the bases of outputs that are views.
 
         An in-place write gives a view a new node in the graph, without the old one's hooks. Its base keeps its node.
         """
@@ -427,7 +427,7 @@ class _GuardedUnit:
         return self._num_runs % _SAMPLED_RUNS == 0
 
     def _follow_hooked(self) -> None:
-        """Hook modules with forward hooks of the loop, which may keep an output and run backward from it.
+        """Follow modules with forward hooks of the loop, which may keep an output and run backward from it.
 
         Modules whose hooks are gone are unhooked: many loops hook a model for its first forward pass alone.
         """
@@ -442,7 +442,7 @@ class _GuardedUnit:
                 self._followed.pop(module).remove()
 
     def _gather_before_backward(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        """Hook the unit's gather to the outputs of a module that the unit runs.
+        """Register the unit's gather on the outputs of a module that the unit runs.
 
         Two units may share a module (RegNet has one ReLU). If it runs for the other unit, this one may have finished
         its backward pass: a hook would gather it again, and keep it whole to the end of the pass.
