@@ -136,7 +136,7 @@ class WebDataset(Packed):
             raise DataError(f"{', '.join(request.paths)} has no images ({', '.join(EXTENSIONS)}) in its tars.")
         first = Path(request.paths[0])
         names = _class_names(first if first.is_dir() else first.parent)
-        super().__init__(request, _numbers_or_names(np.char.decode(labels, "utf-8").tolist(), request.paths), names)
+        super().__init__(request, _numbers_or_names(labels, request.paths), names)
 
     def encoded(self, index: int) -> bytes:
         """Read the file out of its tar. Raises BrokenImageError."""
@@ -222,14 +222,16 @@ def _label_in(content: bytes, extension: str, place: str) -> str:
     return label_text(value.get("label") if isinstance(value, dict) else None, place)
 
 
-def _numbers_or_names(labels: Sequence[str], paths: Sequence[str]) -> np.ndarray:
-    """Return labels as integers, -1 for "", if they are whole numbers; else as text. Raises DataError if mixed."""
-    are_numbers = {_WHOLE.fullmatch(label) is not None for label in labels if label}
+def _numbers_or_names(labels: np.ndarray, paths: Sequence[str]) -> np.ndarray:
+    """Convert labels, UTF-8, to integers (-1 for "") if they are whole numbers; else to text. DataError if mixed."""
+    distinct, at = np.unique(labels, return_inverse=True)
+    texts = [text.decode() for text in distinct.tolist()]
+    are_numbers = {_WHOLE.fullmatch(text) is not None for text in texts if text}
     if len(are_numbers) > 1:
         raise unequal_labels(paths, MIXED)
     if False in are_numbers:
-        return np.array(labels, np.str_)
-    return np.array([int(label or UNLABELLED) for label in labels], np.int64)
+        return np.array(texts, np.str_)[at]
+    return np.array([int(text or UNLABELLED) for text in texts], np.int64)[at]
 
 
 SPLITS = {"TRAIN": ("train",), "TEST": ("test", "validation", "val")}
