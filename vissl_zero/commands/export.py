@@ -85,8 +85,9 @@ def _print_result(loaded: LoadedTrunk, done: Exported, out: Path, target: str) -
     print(f"{loaded.path} ({loaded.recognized}) -> {out}, for {target}")
     for name in sorted(file.name for file in out.iterdir()):
         print(f"  {name}")
-    # The bare name, which the model card has, opens the folder only from where it lies.
-    call = re.sub(rf'(?<=[:"]){re.escape(out.name)}(?=[/"])', lambda _: str(out), _call(done, target))
+    call = _call(done, target)
+    if target != "detectron2":  # its settings name the weights in the same way, from where the folder lies
+        call = re.sub(rf'(?<=[:"]){re.escape(out.name)}(?=[/"])', lambda _: str(out), call)
     print(f"opens with   {call}")
     print(f"checked      outputs differ from ours by {done.difference:.2g} at most")
     for note in done.notes:

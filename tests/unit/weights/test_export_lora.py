@@ -75,7 +75,7 @@ def _base(run: Path, net: nn.Module) -> nn.Module:
 
 def test_peft_opens_the_adapter_over_the_library_s_model(of_vit: Path, tmp_path: Path, capsys) -> None:
     out = _exported(of_vit, "peft", tmp_path / "adapter")
-    assert 'peft.PeftModel.from_pretrained(base, "adapter")' in capsys.readouterr().out
+    assert f'peft.PeftModel.from_pretrained(base, "{out}")' in capsys.readouterr().out
     config = json.loads((out / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"], config["peft_type"]) == (3, 12, "LORA")
     assert len(load_file(out / "adapter_model.safetensors")) == 2 * 2 * 2
