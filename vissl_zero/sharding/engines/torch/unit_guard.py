@@ -116,7 +116,7 @@ class UnitGuard:
         self._is_recording = is_recording
         self._present: set[int] = set()  # ids of the sharded parameters that had a gradient
         self._ran: list[int] = []  # tags of the messages since ``forget``
-        # About every unit whose output is a view: a write in place drops its hook, but ``_hook_bases`` sets another.
+        # torch warns about each output that is a view: a write in place drops its hook. ``_hook_bases`` sets another.
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
         for number, (name, unit) in enumerate(zip(names, units, strict=True)):
             state: Any = unit_state(unit)
@@ -279,11 +279,14 @@ class _GuardedUnit:
 
         An in-place write gives a view a new node in the graph, without the old one's hooks. Its base keeps its node.
         """
-        outside = [base if (base := viewed(tensor)) is not None else tensor for tensor in _tensors(inputs)]
-        for base in {id(base): base for output in outputs if (base := viewed(output)) is not None}.values():
-            # An input's gradient arrives after the unit's backward pass: its hook would gather the unit for nothing.
-            if base.grad_fn is not None and not any(base is tensor for tensor in outside):
-                base.register_hook(gather_hook(self._state))
+        viewed_by_outputs = (viewed(output) for output in outputs)
+        bases = {id(base): base for base in viewed_by_outputs if base is not None and base.grad_fn is not None}
+        # An input's gradient arrives after the unit's backward pass: its hook would gather the unit for nothing.
+        for tensor in _tensors(inputs) if bases else ():
+            bases.pop(id(tensor), None)
+            bases.pop(id(viewed(tensor)), None)
+        for base in bases.values():
+            base.register_hook(gather_hook(self._state))
 
     def unshard(self, async_op: bool = False) -> None:
         """Record that the unit is gathered, and start the gather."""
