@@ -100,6 +100,7 @@ class Records(Sequence[StepRecord]):
             self._newest = None
         if len(self._kept) > self.MOST:
             self._stride *= 2
+            # The doubled stride may drop the newest record, which is kept until the next one comes.
             self._newest = self._newest or record
             self._kept = [row for row in self._kept if self._is_kept(row[0])]
             if self._kept[-1][1] is record:
@@ -200,6 +201,7 @@ class Run:
         Raises:
             DivergedError: the loss of that step is not finite.
         """
+        # Cleared before the call: a hook that receives the record may call settle() itself.
         unsettled, self.unsettled = self.unsettled, None
         if unsettled is not None:
             unsettled()
