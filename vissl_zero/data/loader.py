@@ -352,4 +352,4 @@ def eval_images(source: Source, data_cfg: Data, seed: int) -> EvalImages:
     """
     pipeline = with_masks(build_eval_pipeline(data_cfg), source, data_cfg, eval_transforms(data_cfg))
     dataset = MicroBatchDataset(source, pipeline, seed, skip_broken=data_cfg.ON_BROKEN_IMAGE == "skip")
-    return EvalImages(source, pipeline, BatchStream(dataset, data_cfg))
+    return EvalImages(source, pipeline, BatchStream(dataset, data_cfg, fate="It is left out."))

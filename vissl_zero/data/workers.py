@@ -47,10 +47,17 @@ class BatchStream:
     Args:
         dataset: data set that loads a plan.
         data_cfg: the resolved DATA block (NUM_DATALOADER_WORKERS, PIN_MEMORY, WORKER_TIMEOUT_S).
+        fate: what the caller does without a broken image, a sentence for the message that names it.
     """
 
-    def __init__(self, dataset: MicroBatchDataset, data_cfg: Data):
+    def __init__(
+        self,
+        dataset: MicroBatchDataset,
+        data_cfg: Data,
+        fate: str = "The next readable image takes its place.",
+    ):
         self._dataset = dataset
+        self._fate = fate
         self._num_workers = data_cfg.NUM_DATALOADER_WORKERS
         self._timeout_s = data_cfg.WORKER_TIMEOUT_S or 0.0
         self._has_begun = False
@@ -174,7 +181,7 @@ class BatchStream:
             if name not in _reported:
                 _reported.add(name)
                 skipped = printable(f"Skipping {name}: {reason}.")
-                logger.warning("%s The next readable image takes its place.", skipped)
+                logger.warning("%s %s", skipped, self._fate)
         if loaded.batch is None:
             raise DataError(loaded.error)
         return loaded.batch

@@ -18,7 +18,7 @@ from vissl_zero.config.programs import PREDICTIONS, TRAIN
 from vissl_zero.data.loader import EvalImages, build_eval_images, require_evaluation
 from vissl_zero.engine.hook import Run, Step
 from vissl_zero.evaluation.curve import CurveHook
-from vissl_zero.evaluation.features import evaluated, own_batches
+from vissl_zero.evaluation.features import evaluated, own_batches, rows_to_write
 from vissl_zero.resolve.optimizer_plan import peak
 
 TOP_K = 5
@@ -184,11 +184,12 @@ def _accuracies_of(
             outputs = score(model, batch.images)
             widths = [logits.shape[1] for logits in outputs]
             if batch.targets is not None:
-                labels = batch.targets[:num_own]
+                kept = rows_to_write(batch, num_own)
+                labels = batch.targets[kept]
                 is_counted = counts_label(labels)
                 num_counted += is_counted.sum()
                 for index, logits in enumerate(outputs):
-                    rows = logits[:num_own]
+                    rows = logits[kept]
                     is_best = (rows.argmax(dim=1) == labels) & is_counted
                     nearest = rows.topk(min(max(ks), rows.shape[1]), dim=1).indices == labels[:, None]
                     further = [(nearest[:, :k].any(dim=1) & is_counted).sum() for k in ks[1:]]

@@ -20,7 +20,7 @@ from vissl_zero.data.source import Source, checks_of, masks_of
 from vissl_zero.engine.hook import Run
 from vissl_zero.errors import ConfigError, DataError, Problem
 from vissl_zero.evaluation.curve import CurveHook
-from vissl_zero.evaluation.features import evaluated, own_batches
+from vissl_zero.evaluation.features import evaluated, own_batches, rows_to_write
 from vissl_zero.evaluation.pictures import middles
 from vissl_zero.methods.segmentation import as_large_as
 from vissl_zero.resolve.pairs import IGNORED, listed
@@ -152,7 +152,8 @@ def _confusion_of(run: Run, images: EvalImages) -> Tensor:
         for batch, num_own in own_batches(run, images):
             assert batch.masks is not None, "the source has masks"
             logits = as_large_as(model(batch.images)[0], batch.masks)
-            counts.append(_confusion(logits[:num_own], batch.masks[:num_own], num_classes))
+            kept = rows_to_write(batch, num_own)
+            counts.append(_confusion(logits[kept], batch.masks[kept], num_classes))
     return all_reduce_sum(torch.stack(counts).sum(dim=0))
 
 

@@ -131,7 +131,8 @@ def with_run_of_weights(cfg: RunConfig) -> RunConfig:
     saved = None if scheme_of(path) else saved_config(Path(path).expanduser())
     if saved is None:
         # In a subprocess: recognizing a network imports torch, which the launcher avoids.
-        saved = run_in_subprocess(_network, path, cfg.MODEL.WEIGHTS_INIT.STATE_DICT_KEY_NAME)
+        trunk = "" if _KEY in wanted else cfg.MODEL.TRUNK.NAME
+        saved = run_in_subprocess(_network, path, cfg.MODEL.WEIGHTS_INIT.STATE_DICT_KEY_NAME, trunk)
         if lost := [name for name in wanted if name.endswith("DATA_SOURCES")]:
             must = f"needs a run folder or a checkpoint of one: {path} names no images"
             raise ConfigError([Problem(name, AUTO, must, wanted[name]) for name in lost])
@@ -142,9 +143,9 @@ def with_run_of_weights(cfg: RunConfig) -> RunConfig:
     return replace(cfg, MODEL=model, DATA=data)
 
 
-def _network(path: str, key: str) -> Mapping[str, Any]:
+def _network(path: str, key: str, trunk: str) -> Mapping[str, Any]:
     """Return MODEL and DATA blocks for the network in a file of weights: its trunk and its transforms."""
-    network: Mapping[str, Any] = WEIGHTS_READERS.get("network").build(path, key)
+    network: Mapping[str, Any] = WEIGHTS_READERS.get("network").build(path, key, trunk)
     return network
 
 

@@ -29,12 +29,13 @@ class RecognizedWeights:
     network: Recognized
 
 
-def find(name: str, key: str = "") -> RecognizedWeights:
+def find(name: str, key: str = "", trunk: str = "") -> RecognizedWeights:
     """Read the names and shapes of weights, and find their network.
 
     Args:
         name: a file, a folder of transformers or timm, or a library's name (``docs/weights.md``).
         key: key of the state dict in a torch file; empty: it is detected.
+        trunk: see ``recognize``.
     Raises:
         CheckpointError: the weights are not on this machine, cannot be read, or belong to an unknown network.
     """
@@ -42,13 +43,13 @@ def find(name: str, key: str = "") -> RecognizedWeights:
     if not located.path.exists():
         raise CheckpointError(f"There is no {located.path}. Give a file of weights, a folder or a run folder.")
     foreign = read_foreign(located.path, "" if key in FOUND_BY_ITSELF else key)
-    return RecognizedWeights(foreign, recognize(foreign, located.model, located.preprocessing))
+    return RecognizedWeights(foreign, recognize(foreign, located.model, located.preprocessing, trunk))
 
 
 @WEIGHTS_READERS.register("network")
-def network_of(name: str, key: str = "") -> dict[str, Any]:
+def network_of(name: str, key: str = "", trunk: str = "") -> dict[str, Any]:
     """Return the network of weights as the configuration of a run. Args and Raises: see ``find``."""
-    return as_run(find(name, key).network)
+    return as_run(find(name, key, trunk).network)
 
 
 @WEIGHTS_READERS.register("teacher")

@@ -55,21 +55,41 @@ class Recognized:
     others: Sequence[str] = ()
 
 
-def recognize(foreign: Foreign, model: str = "", preprocessing: Mapping[str, Any] | None = None) -> Recognized:
+def recognize(
+    foreign: Foreign, model: str = "", preprocessing: Mapping[str, Any] | None = None, trunk: str = ""
+) -> Recognized:
     """Find the network of weights.
 
     Args:
         foreign: the weights.
         model: name of the library's model (``timm/...``, ``torchvision/...``), if the weights have one; else empty.
         preprocessing: ``size``, ``mean`` and ``std``, as far as the library has them.
+        trunk: ``MODEL.TRUNK.NAME`` if the user has chosen it: the weights may then be of no known network.
     Raises:
-        CheckpointError: no known network has these tensors.
+        CheckpointError: no known network has these tensors, and ``trunk`` names none.
     """
     shapes = {plain_name(entry.key): tuple(entry.shape) for entry in foreign.entries}
     stated = {**_stated(foreign.config), **(preprocessing or {})}
     if (recognized := _own(foreign.config)) is not None:
         return recognized
-    model = model or _architecture(foreign.config)
+    try:
+        network = _known(shapes, foreign, model or _architecture(foreign.config))
+    except CheckpointError:
+        if not trunk:
+            raise
+        network = _named(trunk)
+    return Recognized(
+        network.text,
+        network.trunk,
+        int(stated.get("size") or network.size),
+        list(stated.get("mean") or network.mean),
+        list(stated.get("std") or network.std),
+        [other for other in network.others if other != network.trunk["NAME"]],
+    )
+
+
+def _known(shapes: Shapes, foreign: Foreign, model: str) -> Recognized:
+    """Recognize a published network. Args and Raises: see ``recognize``."""
     network = _transformer(shapes, foreign) or _eva(shapes, foreign.config) or _resnet(shapes)
     network = network or _convnext(shapes, foreign.config) or _swin(shapes) or _indexed(shapes, model)
     if network is None:
@@ -79,14 +99,7 @@ def recognize(foreign: Foreign, model: str = "", preprocessing: Mapping[str, Any
             f"No network that is known here has the {counted(len(names), 'tensor')} {some}. Write the trunk: "
             "config.MODEL.TRUNK.NAME=timm/<model> or torchvision/<model>, or a run folder in place of the file."
         )
-    return Recognized(
-        network.text,
-        network.trunk,
-        int(stated.get("size") or network.size),
-        list(stated.get("mean") or network.mean),
-        list(stated.get("std") or network.std),
-        [other for other in network.others if other != network.trunk["NAME"]],
-    )
+    return network
 
 
 def _own(config: Mapping[str, Any]) -> Recognized | None:
@@ -317,7 +330,9 @@ def _indexed(shapes: Shapes, model: str) -> Recognized | None:
     """Recognize a published model of timm or torchvision, by the names and shapes of all its tensors."""
     candidates = models_of(shapes)
     name = model if model in candidates or (model and not candidates) else next(iter(candidates), "")
-    if not name:
-        return None
+    return _named(name, candidates) if name else None
+
+
+def _named(name: str, others: Sequence[str] = ()) -> Recognized:
     size = re.search(r"_(\d{3})(?:\D|$)", name)
-    return Recognized(name, {"NAME": name}, int(size[1]) if size else _USUAL_SIZE, others=candidates)
+    return Recognized(name, {"NAME": name}, int(size[1]) if size else _USUAL_SIZE, others=others)
