@@ -33,8 +33,7 @@ class DINOLossConfig:
     """Divides the teacher's scores in the first step."""
     teacher_temp_max: float = 0.07
     """Divides them after the warm-up."""
-    # 30 epochs of ImageNet in batches of 1,024. A higher temperature from the start is unstable
-    # (facebookresearch/dino).
+    # 30 epochs of ImageNet in batches of 1,024.
     teacher_temp_warmup_iters: int = 37500
     """Optimizer steps in which the teacher's temperature goes from one to the other in a straight line; 0: it has its
     maximum at once."""
