@@ -85,6 +85,7 @@ def numbered(
     Raises:
         DataError: a label is none of the classes.
     """
+    # Each label once: a million images share some thousand classes.
     names, at = np.unique(labels, return_inverse=True)
     known = tuple(request.class_names or classes) or ordered_classes(names.tolist())
     number = class_numbers(names.tolist(), known, "DATA.TRAIN" if request.class_names else whose, request)

@@ -66,6 +66,8 @@ class BatchStream:
         self._receivers: list[BatchReceiver] = []
         self._due: deque[int] = deque()  # workers that still have to answer, in the order of micro-batches
         if self._num_workers:
+            # The list itself, not its content: workers are added later, and ``finalize`` must not keep this object
+            # alive.
             finalize(self, _kill, self._workers)
             register_for_cleanup()
         self._pins = data_cfg.PIN_MEMORY and torch.cuda.is_available()
@@ -158,6 +160,7 @@ class BatchStream:
     def _explained(self, error: BaseException) -> BaseException:
         """Return an error that says how workers ended; ``error`` itself if all are alive."""
         for worker in self._workers:
+            # A share for each, so that waiting for all takes no longer than for one.
             worker.join(_REAPED_S / self._num_workers)
         dead = [(index, worker) for index, worker in enumerate(self._workers) if not worker.is_alive()]
         if not dead:
@@ -197,6 +200,7 @@ def _work(dataset: MicroBatchDataset, connection: Connection) -> None:
     """Answer each plan with its batch, until the training process closes the connection."""
     end_with_creator()
     register_for_cleanup()
+    # As many threads as cores in every worker would compete with each other and with the training process.
     torch.set_num_threads(1)
     # Garbage collection writes to every object, and so would copy all pages shared with the fork server.
     gc.freeze()
@@ -223,6 +227,7 @@ def _ahead(thread: ThreadPoolExecutor, batches: Iterator[Loaded]) -> Iterator[Lo
 
 def _is_stopped(pid: int) -> bool:
     try:
+        # After the last ")": the name in the second field may have spaces and brackets itself.
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
     except OSError:
         return False

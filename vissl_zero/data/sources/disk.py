@@ -85,6 +85,7 @@ class DiskFolder(ListedFiles):
         ):
             files.add(file)
             of_image.append(numbers.setdefault(name, len(numbers)))
+        # Sorted by name, not in the order of appearance, which depends on the order of the paths.
         classes = sorted(name for name in numbers if name is not None) if None not in numbers else []
         if request.class_names and classes:
             _check_known(classes, request)
@@ -93,6 +94,7 @@ class DiskFolder(ListedFiles):
         class_names = tuple(classes) if len(classes) > 1 else ()
         number = {name: index for index, name in enumerate(class_names)}
         paths = files.array()
+        # Here, before training, rather than at the first such image in a worker.
         if np.char.endswith(np.char.lower(paths), ENDING.encode()).any():
             require_pydicom()
         labels = np.array([number.get(name or "", UNLABELLED) for name in numbers])[np.array(of_image)]

@@ -175,6 +175,7 @@ def _index_of(tar: Path) -> dict[str, np.ndarray]:
             return index
     except Exception:  # noqa: BLE001, S110 - missing, damaged, of another version: it is made again
         pass
+    # The stamp from before reading: if the tar changes meanwhile, the index is made again.
     index = {"stamp": stamp, **_read_index(tar)}
     try:
         with replacing(kept) as path, path.open("wb") as file:
@@ -372,6 +373,7 @@ def _environment(path: str, process: int) -> Any:
     except ModuleNotFoundError as error:
         raise missing("lmdb", "lmdb") from error
     try:
+        # No lock file, which a disk mounted read-only could not hold. No readahead, since images are read at random.
         return lmdb.open(path, readonly=True, lock=False, readahead=False, subdir=Path(path).is_dir())
     except lmdb.Error as error:
         raise DataError(f"{path} cannot be read as an LMDB database ({error}).") from error

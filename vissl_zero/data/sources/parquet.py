@@ -86,6 +86,7 @@ class ParquetFiles(Packed):
         if at not in self._kept:
             number, group = self._place[at].tolist()
             with self._open(number) as file:
+                # Workers are processes already: pyarrow's threads would compete with them.
                 self._kept[at] = file.read_row_group(group, [self._column], use_threads=False)[self._column]
             while len(self._kept) > 1 and sum(images.nbytes for images in self._kept.values()) > _KEPT_BYTES:
                 self._kept.popitem(last=False)
