@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -57,6 +58,26 @@ def _no_process_group() -> Iterator[None]:
     distributed = getattr(sys.modules.get("torch"), "distributed", None)
     if distributed is not None and distributed.is_initialized():
         distributed.destroy_process_group()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _problems_are_sentences() -> Iterator[None]:
+    """Check each problem that a test meets: *key: must be (got it). Do this.* In another order it is nonsense."""
+    from vissl_zero.errors import Problem
+
+    initialize = Problem.__init__
+
+    def check(problem: Problem, *args: Any, **kwargs: Any) -> None:
+        initialize(problem, *args, **kwargs)
+        parts = (problem.key, problem.got, problem.must, problem.fix)
+        assert not re.match(r"[\[{(\d'\"]|(True|False|None)$", problem.key), f"no key: {parts}"
+        assert problem.must[:1] != problem.must[:1].upper() or "'" in problem.must, f"no continued sentence: {parts}"
+        assert not problem.must.endswith((".", "?")), f"two sentences: {parts}"
+        assert not problem.fix or problem.fix[-1] in ".?'", f"no sentence: {parts}"
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Problem, "__init__", check)
+        yield
 
 
 @pytest.fixture(autouse=True)

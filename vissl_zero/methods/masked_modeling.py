@@ -63,7 +63,7 @@ def patchify(images: Tensor, patch_size: int) -> Tensor:
     return patches.permute(0, 2, 3, 4, 5, 1).flatten(3).flatten(1, 2)
 
 
-def pixel_targets(images: Tensor, patch_size: int, normalize: bool = True) -> Tensor:
+def pixel_targets(images: Tensor, patch_size: int, normalize: bool) -> Tensor:
     """Compute a decoder's targets, (B, P, patch_size^2 * C); ``normalize``: patches of mean 0 and variance 1."""
     patches = patchify(at_least_float32(images), patch_size)
     if not normalize:

@@ -297,7 +297,7 @@ def test_mae(normalize: bool, published: float):
 
 def test_patches_must_fit():
     with pytest.raises(ValueError, match="have no whole patches of 4"):
-        pixel_targets(torch.zeros(1, 3, 8, 10), 4)
+        pixel_targets(torch.zeros(1, 3, 8, 10), 4, normalize=True)
 
 
 def test_simmim():

@@ -13,7 +13,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+import vissl_zero
+from tests.ranks import log_messages
 from vissl_zero.sharding.offload.block_file import (
     PREFIX,
     OffloadError,
@@ -219,3 +222,14 @@ def test_what_a_killed_run_left_is_named_and_a_living_one_is_not(tmp_path):
     RunFolder(str(tmp_path), f"{PREFIX}alive", rank=0)
     in_child(_die_with_files, str(tmp_path))
     assert stale_runs(str(tmp_path)) == [f"{PREFIX}dead"]
+    # The next run says so, and leaves them alone.
+    with log_messages() as messages:
+        _, optimizer = vissl_zero.initialize(
+            torch.nn.Linear(2, 2),
+            {"type": "SGD", "lr": 0.1, "momentum": 0.9},
+            {"level": 1, "offload_optimizer_config": {"device": "nvme", "nvme_path": str(tmp_path)}},
+        )
+    optimizer.close()
+    (message,) = [message for message in messages if "earlier runs" in message]
+    assert message.startswith(f"{tmp_path} holds files of earlier runs") and f"{PREFIX}dead" in message
+    assert (tmp_path / f"{PREFIX}dead" / "rank0" / "optimizer.state").exists()
