@@ -107,7 +107,7 @@ def _opened(paths: Sequence[str], channels: int = 3) -> tuple[Source, str]:
     paths = [str(Path(path).expanduser()) for path in paths]
     kind = source_of(paths)
     source: Source = DATA_SOURCES.get(kind).build(
-        SourceRequest("TRAIN", tuple(paths), decoder=Decoder(channels=channels))
+        SourceRequest("TRAIN", tuple(paths), decoder=Decoder(channels=channels), named="the path")
     )
     return source, f"{kind} {', '.join(paths)}"
 

@@ -212,10 +212,8 @@ def _write(run_folder: Path, images: Path, out: Path) -> ExtractedFeatures:
     import numpy as np
 
     from vissl_zero.evaluation.feature_files import read_features
-    from vissl_zero.evaluation.features import require_finite
 
     features = read_features(run_folder)
-    require_finite(features.rows)
     rows = features.rows.numpy()
     names = [os.path.relpath(name, images.absolute()) for name in features.images]
     with _writing(out), replacing(out) as temporary:

@@ -55,7 +55,9 @@ def pack(path: Path, out: Path, form: str, size: int | None, report: Callable[[s
             missing.
         BrokenImageError: an image cannot be read, or with ``size`` cannot be decoded.
     """
-    source: Source = DATA_SOURCES.get(source_of([str(path)])).build(SourceRequest("TRAIN", (str(path),)))
+    source: Source = DATA_SOURCES.get(source_of([str(path)])).build(
+        SourceRequest("TRAIN", (str(path),), named="the path")
+    )
     if isinstance(source, MultiLabeled):
         raise DataError(
             f"{path} has several labels for an image, which packed formats do not hold. Train on it as it is."

@@ -114,6 +114,7 @@ class SourceRequest:
         dataset_names: DATASET_NAMES, for a source of named data sets.
         path_prefix: REMOVE_IMG_PATH_PREFIX and NEW_IMG_PATH_PREFIX, for a source that reads paths from a list.
         decoder: decoder of the DATA block.
+        named: what names the paths, for messages; empty: the key of the configuration.
     """
 
     split: str
@@ -125,6 +126,12 @@ class SourceRequest:
     dataset_names: tuple[str, ...] = ()
     path_prefix: tuple[str, str] = ("", "")
     decoder: Decoder = field(default_factory=Decoder)
+    named: str = ""
+
+    @property
+    def key(self) -> str:
+        """Return what names the paths, for messages."""
+        return self.named or f"config.DATA.{self.split}.DATA_PATHS"
 
 
 @dataclass(frozen=True)

@@ -258,6 +258,7 @@ def _train_step(
         bytes=run.bytes,
         skipped=result.skipped,
         loss_scale=result.loss_scale,
+        num_samples=num_samples,
     )
     # Only now, with the kernels of this step launched, wait for the record of the step before.
     run.settle()

@@ -20,7 +20,7 @@ from vissl_zero.data.source import build_eval_sources
 from vissl_zero.data.split_pipeline import eval_transforms
 from vissl_zero.engine.hook import Hook, Run
 from vissl_zero.errors import DataError
-from vissl_zero.evaluation.features import Features, extract_features, rankme, require_finite
+from vissl_zero.evaluation.features import Features, extract_features, num_not_finite, rankme, require_finite
 from vissl_zero.evaluation.knn import knn_top1s
 from vissl_zero.evaluation.linear_classifiers import shared
 from vissl_zero.evaluation.opening import print_opening, recognized
@@ -62,7 +62,7 @@ class FeatureQuality(Hook):
         skipped = [source.name(index) for source, features in sources_of_features for index in features.broken]
         index, queries = (features.without_broken() for features in extracted)
         for features in (index, queries):
-            require_finite(features.rows)
+            require_finite(run, num_not_finite(features.rows), len(features.rows))
         assert index.labels is not None and queries.labels is not None
         k, temperature = min(options.TOPK, len(index.rows)), options.SIGMA
         (knn,) = knn_top1s(queries, index, [(k, temperature)]) or [float("nan")]
