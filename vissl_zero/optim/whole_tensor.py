@@ -184,7 +184,6 @@ class Orthogonal(torch.optim.Optimizer):
                     state["momentum_buffer"] = torch.zeros_like(grad)
                 mean = state["momentum_buffer"].lerp_(grad, 1 - group["momentum"])
                 update = grad.lerp(mean, group["momentum"]) if group["nesterov"] else mean
-                # Given for each step, since timm's own default may differ from torch's.
                 coefficients, dtype = [_COEFFICIENTS] * group["ns_steps"], _FORMATS[group["ns_dtype"]]
                 update = zeropower_via_newtonschulz(update, group["ns_steps"], coefficients, dtype=dtype)
                 update = update.to(param.dtype)

@@ -252,7 +252,7 @@ def _eva(shapes: Shapes, config: Mapping[str, Any]) -> Recognized | None:
     inner = shapes["blocks.0.mlp.fc1_g.weight" if is_gated else "blocks.0.mlp.fc1.weight"][0]
     args: dict[str, Any] = {"patch_size": patch, "embed_dim": width, "depth": depth, "num_heads": _heads(width, config)}
     args |= {"mlp_ratio": _ratio(inner, width), "num_reg_tokens": registers, "global_pool": "token"}
-    # No alignment: the ratio is of the file's own width, which is rounded up already.
+    # 1 changes no width, but makes timm build the gate and the values as two layers, as DINOv3 has them.
     args |= {"qkv_bias": "blocks.0.attn.q_bias" in shapes, "swiglu_mlp": is_gated, "swiglu_align_to": 1}
     if config.get("hidden_act", "silu" if is_gated else "gelu") != ("silu" if is_gated else "gelu"):
         return None
