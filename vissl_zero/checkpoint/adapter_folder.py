@@ -81,8 +81,10 @@ def _require_same(config: Mapping[str, Any], options: Lora) -> None:
     from peft import LoraConfig  # takes seconds to import
 
     wanted = {**LoraConfig().to_dict(), "r": options.R, "lora_alpha": options.LORA_ALPHA}
+    # Missing keys count as different: without rank and factor nothing says how strongly the adapters act.
     for key, theirs in {"peft_type": None, "r": None, "lora_alpha": None, **config}.items():
         value = wanted.get(key)
+        # What is off may be null, false or an empty list.
         if key in _WITHOUT_EFFECT or theirs == value or not (theirs or value):
             continue
         if key == "init_lora_weights" and theirs in _PLAIN_STARTS:

@@ -74,12 +74,15 @@ def write_bad_step(
     num_bytes = int(collectives.all_reduce_sum(torch.tensor(local_bytes)))
     _require_all(lambda: _prepare(run, folder, num_bytes) if run.is_main else None, folder)
     step = snapshot.manifest.step
+    # One collective after each stage: rank 0 must have made the folder, and all files must be there before the
+    # manifest.
     _require_all(lambda: write_rank(folder, step, run.rank, parts, snapshot.scalars, snapshot.rng), folder)
 
     def complete() -> None:
         if run.is_main:
             commit(folder, snapshot.manifest)
             save_resolved(run.plan, folder / RESOLVED_FILE)
+            # The last file: ``read_facts`` takes a folder without it for none.
             write_json(folder / _FACTS_NAME, asdict(facts))
 
     _require_all(complete, folder)
@@ -138,6 +141,8 @@ def _batch_parts(run: Run, micro_batches: Sequence[ImageBatch]) -> list[Part]:
     dtype = getattr(torch, run.plan.sharding.precision.master)
     tensors: dict[str, Tensor] = {}
     for index, batch in enumerate(micro_batches):
+        # Changes draw random numbers for each sample. Stored as results, they need no generator when the step is run
+        # again.
         changed = batch.to(run.device, dtype) if batch.changes else batch
         prefix = _prefix(run.rank, index)
         tensors |= {f"{prefix}images/{place}": image for place, image in enumerate(changed.images)}
@@ -168,6 +173,7 @@ def read_batches(checkpoint: Checkpoint, rank: int, world_size: int) -> list[Ima
             batches.append(_read(checkpoint, rank, index))
         else:
             parts = [_read(checkpoint, writer, index) for writer in range(writers)]
+            # In the order of ranks: a smaller or larger number of ranks then shares the samples as the loader would.
             whole = join_batches(parts, parts[0].num_global)
             local_slice = rank_slice(whole.num_local, rank, world_size)
             batches.append(whole.take(local_slice.start, local_slice.stop))

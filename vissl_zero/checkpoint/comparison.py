@@ -44,12 +44,14 @@ def compare(a: Checkpoint | WeightsFile, b: Checkpoint | WeightsFile) -> Iterato
     cases, only the weights are compared.
     """
     if isinstance(a, Checkpoint) and isinstance(b, Checkpoint):
+        # Under their stored names, so that optimizer state and buffers are compared too.
         left, right = (Weights(store, {name: name for name in store.tensors}) for store in (a, b))
     else:
         left, right = weights_of(a), weights_of(b)
     for name in sorted({*left.tensors, *right.tensors}):
         one, other = left.tensors.get(name), right.tensors.get(name)
         if one is None or other is None:
+            # Which of these tensors there are follows from the number of ranks.
             if not name.startswith(_OF_ONE_RANK):
                 held = one or other
                 assert held is not None
@@ -81,6 +83,7 @@ def _values(name: str, a: Weights, b: Weights) -> Iterator[TensorDifference]:
         # Bits are compared first, so that NaN equals itself; then most chunks need no arithmetic.
         if x.dtype == y.dtype and torch.equal(_bits(x), _bits(y)):
             continue
+        # Differences of half precision would round, and those of unsigned integers wrap around.
         x, y = x.double(), y.double()
         gap = (x - y).abs()
         gap[x == y] = 0.0  # infinities of one sign
@@ -166,6 +169,7 @@ def refused(saved: Mapping[str, Any], now: Mapping[str, Any], allowed: Sequence[
     if before != after:
         differing[OPTIMIZER] = (before, after, "its state does not fit")
     plain = [key.removeprefix(_ROOT) for key in allowed]
+    # By images per step: ranks, micro-batches and images per rank may change as long as their product does not.
     batch = [] if _is_under(BATCH, plain) else _other_batch(_at(saved, "global_batch"), now)
     return batch + [
         Problem(

@@ -82,6 +82,7 @@ def export(weights: Weights, path: Path, part: str = "model", names: str = "own"
         renamed = to_other_names(ours, "timm" if names in TRANSFORMER_STYLES else names)
         pairs, left_out = renamed.names, renamed.unknown
         _require_trunk_names(pairs, left_out, names)
+    # Before the file is opened: an export must not turn damaged data into a file whose new checksums fit.
     weights.require_undamaged(pairs.values())
     entries = [
         Entry(new, weights.tensors[old].dtype, weights.tensors[old].shape, partial(weights.read, old))
@@ -184,6 +185,7 @@ def write_imported(
         if foreign.optimizer.of:
             reason = "a file of weights has no place for it; a folder (--to) has"
         return target, f"Optimizer state is not imported: {reason}." if reason else ""
+    # A name with an ending is meant as a file; a folder called weights.pt would surprise.
     if target.suffix or target.is_file():
         raise CheckpointError(f"{target}: must end in .safetensors, or name a new run folder, for a checkpoint.")
     if find_checkpoints(target):
@@ -206,6 +208,7 @@ def _optimizer_state(
     elif optimizer.of and not optimizer.fits(name):
         keys = sorted({key for of_one in optimizer.of.values() for key in of_one})
         reason = f"it is {', '.join(keys)}, and the recipe's optimizer is {name}"
+    # All or none: an optimizer with momentum for some parameters trains differently from one with or without it.
     elif len(state) != len(optimizer.of):
         lost = sorted(optimizer.of.keys() - set(matched.theirs.values()))
         reason = f"{len(lost)} parameters that have some are left out themselves, such as {lost[0]}"
@@ -228,6 +231,7 @@ def _loss_parts(matched: Match, foreign: Foreign, config: Mapping[str, Any]) -> 
     if not method.has_teacher or tree.get("DISTILLATION") is not None:
         return parts, sentences
     with torch.device("meta"):
+        # Only names and shapes are needed.
         teacher = method.make_teacher(build_model(block_of(ModelConfig, tree["MODEL"])))
     shapes = {name: tuple(value.shape) for name, value in teacher.state_dict().items()}
     teachers, students = match(Foreign("", foreign.loss.teacher), shapes), match(Foreign("", matched.entries), shapes)
@@ -265,6 +269,7 @@ def _write_checkpoint(
         parts += [Part.of(f"{OPTIMIZER}{key}/{name}", tensor) for key, tensor in tensors.items()]
         numbers[name] = {"step": {"dtype": "float32", "value": values["step"]}} if "step" in values else {}
     manifest = Manifest(
+        # Schedules continue at the step of the other program.
         step=foreign.iteration,
         epoch=foreign.epoch,
         epoch_samples=0,

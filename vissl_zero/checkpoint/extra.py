@@ -64,6 +64,7 @@ def _packed(extra: Any) -> Tensor:
     if not isinstance(extra, dict):
         raise CheckpointError(f"extra must be a dict (got {type(extra).__name__}). Write save(folder, extra={{...}}).")
     for key, value in extra.items():
+        # torch.save would write it, but as rank 0's rows alone.
         if any(isinstance(leaf, DTensor) for leaf in pytree.tree_leaves(value)):
             raise CheckpointError(
                 f"extra[{key!r}] holds a sharded tensor, of which rank 0 has a part. Leave it out: save() writes the "
@@ -71,6 +72,7 @@ def _packed(extra: Any) -> Tensor:
             )
     if (data := _written(extra)) is not None:
         return data
+    # Tried one by one only after a failure: torch.save of a large dict takes time.
     key = next((key for key, value in extra.items() if _written({key: value}) is None), next(iter(extra)))
     raise CheckpointError(
         f"extra[{key!r}] ({type(extra[key]).__name__}) cannot be read back without running code. Write its "
@@ -83,6 +85,7 @@ def _written(extra: dict[str, Any]) -> Tensor | None:
     file = io.BytesIO()
     try:
         torch.save(extra, file)
+        # A copy that can be written to: torch warns of tensors over read-only memory.
         data = torch.frombuffer(bytearray(file.getbuffer()), dtype=torch.uint8)
         _unpacked(data)
     except Exception:  # noqa: BLE001 - of pickle, or of any object in it

@@ -112,6 +112,7 @@ def match(
     matched = Match(no_tensors=list(foreign.no_tensors), num_foreign=len(foreign.entries))
     entries = [as_token(entry) for entry in foreign.entries]
     renamed = {append_prefix + entry.key.removeprefix(remove_prefix): entry for entry in entries}
+    # Names that the model has are not translated: another library may use the same name for another tensor.
     direct = {name: name for name in renamed if shapes is not None and name in shapes}
     adapted = {without_base_layer(name): name for name in shapes or ()}
     ours = to_our_names((name for name in renamed if name not in direct), adapted)
@@ -182,6 +183,7 @@ def load_first_weights(model: nn.Module, plan: ResolvedRun) -> Mapping[str, Call
         needs = "head shapes"
     matched = _fill(model, options, wants_heads, needs)
     if plan.config.MODEL.LORA.USE_LORA:
+        # A factor other than the trained one changes the model without any error.
         if any(map(is_adapters, matched)) and saved_config(Path(options.PARAMS_FILE).expanduser()) is None:
             raise CheckpointError(
                 f"config.MODEL.WEIGHTS_INIT.PARAMS_FILE: {options.PARAMS_FILE} has adapters, and no configuration "
@@ -285,8 +287,10 @@ def _adapt(matched: Match, model: nn.Module, foreign: Mapping[str, Entry]) -> No
         embedding = model.get_submodule(parent) if key == "pos_embed" else None
         if not isinstance(embedding, TokenEmbedding) or theirs[-1] != ours[-1]:
             continue
+        # Positions of class and register tokens have no place in the grid, and stay as they are.
         prefix = embedding.num_prefix_positions
         side = math.isqrt(max(theirs[1] - prefix, 0))
+        # The file does not name its grid. Only a square one can be told from the number of positions.
         if not side or side * side != theirs[1] - prefix:
             continue
         entry = foreign[matched.names_of_others[name]]

@@ -30,6 +30,7 @@ _FORMAT_VERSION = 1
 MANIFEST_NAME = "manifest.json"
 IMPORTED = "imported: "  # prefix of the recipe in a checkpoint that was made from imported weights
 _RANK_FILE = re.compile(r"rank\d{5,7}")
+# Limits of what a file from elsewhere may take in memory and on the stack of recursive code.
 _MAX_JSON_BYTES = 2**28
 _MAX_DEPTH = 100
 
@@ -138,6 +139,7 @@ def write_json(path: Path, body: Mapping[str, Any]) -> str:
     digest = xxhash.xxh3_64_hexdigest(text.encode())
     whole = f'{{"format": "{FORMAT}", "format_version": {_FORMAT_VERSION}, "xxh3": "{digest}",\n"body": {text}}}\n'
     with path.open("xb") as file:
+        # "x" follows no link that someone has put there.
         file.write(whole.encode())
         file.flush()
         os.fsync(file.fileno())
@@ -169,6 +171,7 @@ def read_json(path: Path) -> tuple[dict[str, Any], str]:
     if _is_too_deep(body):
         raise CheckpointError(f"{path} is damaged: it is nested deeper than {_MAX_DEPTH} levels.")
     try:
+        # Of the parsed content, so that a file that was formatted anew is still whole.
         digest = xxhash.xxh3_64_hexdigest(_canonical(body).encode())
     except (ValueError, RecursionError):  # NaN, half of a surrogate pair
         digest = ""
@@ -204,6 +207,7 @@ def _manifest_from(body: dict[str, Any], path: Path) -> Manifest:
     Raises:
         CheckpointError: fields are missing or of the wrong type, or a file name leads out of the folder.
     """
+    # Unknown fields are dropped: a later version may add some without a new format.
     known = {f.name for f in fields(Manifest)}
     try:
         manifest = Manifest(**{key: value for key, value in body.items() if key in known})
@@ -247,6 +251,7 @@ def _rank_manifest_from(body: dict[str, Any], path: Path) -> RankManifest:
             raise ValueError
         if not all(isinstance(text, str) for text in (*texts, rank.header_digest)):
             raise ValueError
+        # torch multiplies sizes in 64 bits, and counts 0 as 1 for strides. Larger products would wrap around.
         if any(math.prod(max(size, 1) for size in p.shape) >= 2**63 or len(p.shape) > 64 for p in pieces.values()):
             raise ValueError
         blocks = (rank.rng, rank.scalars, *rank.scalars.values())
@@ -293,6 +298,7 @@ class Checkpoint:
         self.path = path
         self._files: dict[str, ShardFile] = {}
         if path.is_symlink():
+            # A link could be pointed elsewhere between the check of the files and their reading.
             raise CheckpointError(f"{path} is a link. Give the folder it points to.")
         body, _ = read_json(path / MANIFEST_NAME)
         self.manifest: Manifest = _manifest_from(body, path / MANIFEST_NAME)
@@ -301,9 +307,11 @@ class Checkpoint:
         for stem, digest in sorted(self.manifest.ranks.items()):
             rank_path = path / f"{stem}.json"
             rank_body, rank_digest = read_json(rank_path)
+            # The manifest is written last. So a file of another attempt at this step cannot be mixed in.
             if rank_digest != digest:
                 raise CheckpointError(f"{rank_path} is not the file that the manifest lists.")
             rank = self.ranks[stem] = _rank_manifest_from(rank_body, rank_path)
+            # Headers only. Reading the data of a large checkpoint takes minutes, which ``verify`` shares among ranks.
             self._require_described(stem, rank)
             for name, facts in rank.pieces.items():
                 piece = _Piece(facts.first_element, facts.num_elements, stem)
@@ -492,6 +500,7 @@ def newest_checkpoint(path: str | Path, passed_over: list[str] | None = None, wi
         try:
             return _opened(candidate, with_data)
         except LaterFormatError:
+            # Not passed over for an older checkpoint: training on from that would overwrite the newer one.
             raise
         except CheckpointError as error:
             reasons.append(str(error))

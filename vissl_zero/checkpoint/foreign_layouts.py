@@ -100,6 +100,7 @@ def _file_or_ours(path: Path, key: str) -> Foreign:
     content = read_torch_file(path)
     try:
         return _foreign(content, key, path)
+    # The content is any object graph. Checking each access would double this file.
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
         raise CheckpointError(f"{path} has a layout that no known program writes ({reason}).") from error
@@ -137,12 +138,14 @@ def _library_folder(path: Path, key: str) -> Foreign:
 
 def _foreign(content: Any, key: str, path: Path) -> Foreign:
     if key:
+        # A key of the user's comes before what would be recognized.
         return _state_dict(_at(content, key, path), f"a torch file, at {key}", path)
     kind = content.get("type") if isinstance(content, Mapping) else None
     if kind == "shard_list":
         return _sharded(content, path)
     if kind == "slice_list":
         return _sliced(content, path)
+    # It looks like weights of its own, but would fill a part of the model only.
     if kind in ("shard", "slice"):
         raise CheckpointError(f"{path} is one {kind} of a checkpoint. Give the file that lists all of them.")
     if isinstance(content, Mapping) and "classy_state_dict" in content:
@@ -273,6 +276,7 @@ def _add_entries(foreign: Foreign, entries: list[Entry], prefix: str) -> None:
 
 def _tensor(value: Any) -> Tensor | None:
     if isinstance(value, NumpyArray):
+        # VISSL's older weights are arrays.
         return value.tensor()
     return value.detach() if is_plain_tensor(value) else None
 
@@ -392,6 +396,7 @@ def from_timm(entries: Sequence[Entry], style: str) -> tuple[list[Entry], list[s
     """
     entries = _with_class_position(entries)
     shapes = {entry.key: entry.shape for entry in entries}
+    # A gated MLP has twice as many outputs in its first layer as inputs in its second: values and gates.
     inner = shapes.get("blocks.0.mlp.fc2.weight", (0, 0))[1]
     is_gated = inner > 0 and shapes.get("blocks.0.mlp.fc1.weight", (0,))[0] == 2 * inner
     layers: dict[str, str] = {}

@@ -66,6 +66,7 @@ def loss_state(contents: Sequence[Mapping[str, Any]]) -> LossState:
             raise CheckpointError("The shards lack parts of the teacher.")
         loaded.teacher = full_tensors([state["teacher"] for state in states], [s["teacher_meta"] for s in states])
     elif isinstance(named.get("teacher"), Mapping):
+        # DistributedDataParallel's prefix.
         plain = {str(name).removeprefix("module."): value for name, value in named["teacher"].items()}
         loaded.teacher = [Entry.of(name, value.detach()) for name, value in plain.items() if is_plain_tensor(value)]
     inner = named.get("criterion")
@@ -152,6 +153,7 @@ def _translated(
         translated["bank.memory"] = theirs["nce_average.memory"]
         if "nce_average.params" in theirs:  # negatives, temperature, Z, momentum
             normalizer = theirs["nce_average.params"].flatten()[2]
+            # VISSL stores -1 until the constant is estimated, in the first batch.
             translated["bank.normalizer"], translated["bank._extra_state"] = normalizer, normalizer > 0
     if "local_memory_embeddings" in theirs and "memory.embeddings" in ours:
         translated |= _clusters(theirs, ours)
@@ -179,6 +181,7 @@ def _clusters(theirs: Mapping[str, Tensor], ours: Mapping[str, Tensor]) -> dict[
     rows, index = theirs["local_memory_embeddings"], theirs.get("local_memory_index")
     memory, known = ours["memory.embeddings"].clone(), ours["memory.is_known"].clone()
     if index is not None and rows.shape[0] == memory.shape[0] and rows.shape[2] == memory.shape[2]:
+        # Rows of 0 are of images that the process had not seen yet.
         kept = (rows.norm(dim=2) > 0).all(dim=0) & (index < memory.shape[1])
         memory[:, index[kept]] = rows[:, kept].to(memory.dtype)
         known[index[kept]] = True
@@ -222,6 +225,7 @@ def optimizer_state(classy_state: Mapping[str, Any], entries: Sequence[Entry]) -
         optim = classy_state["optimizer"]["optim"]
         groups = [tuple(group["params"]) for group in optim["param_groups"]]
         states = {number: _checked(state) for number, state in optim["state"].items()}
+        # Numbers of parameters serve as keys below. Lists among them would fail there, outside this ``try``.
         hash(tuple(groups))
     except (KeyError, TypeError, AttributeError, ValueError, RuntimeError):
         return OptimizerState(reason="the file holds none that torch's optimizers have written")
@@ -290,6 +294,7 @@ def _default_groups(
         is_layer = "weight_v" in module_params or (weight is not None and len(weight.shape) > 1)
         is_norm = f"{module}.running_mean" in keys or (is_layer_norm and weight is not None and len(weight.shape) == 1)
         if not is_layer and not is_norm:
+            # Parameters of no layer (class token, position embeddings) are VISSL's last group.
             groups[4] += module_params.values()
             continue
         for name in ("weight_g", "weight_v", "weight", "bias"):
@@ -299,6 +304,7 @@ def _default_groups(
                 decays = bias and (norm or not is_norm)
             if name in module_params:
                 groups[first + (not decays)].append(module_params[name])
+    # VISSL adds the last group only where it has parameters.
     return groups if groups[4] else groups[:4]
 
 
@@ -415,6 +421,7 @@ def _entries(group: _Group, states: Sequence[Mapping[str, Tensor]]) -> list[Entr
         # fairscale pads the last ranks' parts, so that all parts have one length.
         parts.append(part[: part.numel() - padding])
         if group.is_whole:
+            # All ranks have the same tensor, so rank 0's is taken.
             break
     if any(part.dtype != parts[0].dtype for part in parts):
         raise CheckpointError(f"The shards of {group.key} have different types.")

@@ -64,6 +64,7 @@ def library_files(path: Path) -> list[Path]:
             names = sorted(set(json.loads(read_regular(index, _MAX_BYTES, follow_links=True))["weight_map"].values()))
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{index} is no index of weights ({type(error).__name__}). Copy it again.") from error
+        # The index may come from the network: a path in it must not reach other files of this machine.
         if wrong := [one for one in names if not isinstance(one, str) or one != Path(one).name]:
             raise CheckpointError(f"{index} names the file {wrong[0]!r}, which leads out of {path}: refused.")
         if lost := [one for one in names if not (path / one).is_file()]:
@@ -121,6 +122,7 @@ def _roots(names: Any) -> list[str]:
         for mark in _ROOTS:
             if name == mark or name.endswith(f".{mark}"):
                 roots.add(name.removesuffix(mark))
+    # Names such as conv1.weight occur in every block too. Only the outermost place is a network.
     outermost = [root for root in roots if not any(root != other and root.startswith(other) for other in roots)]
     return sorted(outermost)
 

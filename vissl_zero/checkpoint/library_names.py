@@ -85,6 +85,7 @@ def renamed(entries: Sequence[Entry]) -> list[Entry]:
     for mark, rules in _LAYOUTS.items():
         marks = [entry.key for entry in entries if f".{entry.key}".endswith(f".{mark}")]
         if marks:
+            # The shortest: a network inside another one, such as a teacher, has a longer name.
             prefix = min(marks, key=len).removesuffix(mark).removesuffix("model.")
             translated = [replace(e, key=_new_name(e.key.removeprefix(prefix), rules)) for e in entries]
             if rules in (_DINOV3, _DINOV3_HF):
@@ -96,6 +97,7 @@ def renamed(entries: Sequence[Entry]) -> list[Entry]:
 def _new_name(name: str, rules: _Rules) -> str:
     for old, new in rules:
         if match := re.fullmatch(old, name):
+            # "+" marks numbers that are counted from 0 in the file and from 1 in timm.
             return re.sub(r"\+(\d+)", lambda number: str(int(number[1]) + 1), match.expand(new))
     return name
 

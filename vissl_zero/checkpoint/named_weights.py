@@ -78,6 +78,7 @@ def _snapshot(repo: str, name: str) -> Path:
     from huggingface_hub.errors import HFValidationError
 
     try:
+        # safetensors first: reading it needs no pickle.
         cached = [try_to_load_from_cache(repo, file) for file in _HF_FILES]
     except HFValidationError as error:
         raise CheckpointError(

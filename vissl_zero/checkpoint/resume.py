@@ -97,6 +97,7 @@ def resume(run: Run, hooks: Sequence[Hook], plan: ResolvedRun) -> Resumable:
     """
     options = plan.config.CHECKPOINT
     if collectives.rank() == 0:
+        # Before the search: leftovers take the room of the next save.
         remove_leftovers(run.folder)
     resumable = find_resumable(run.folder, options.LATEST_CHECKPOINT_RESUME_FILE_NUM)
     if resumable.path is None:
@@ -136,6 +137,7 @@ def _problems(path: Path) -> list[str]:
     later: LaterFormatError | None = None
     try:
         with open_checkpoint(path) as checkpoint:
+            # By file, not by the rank that wrote it: the number of ranks may have changed.
             local_problems = list(checkpoint.verify(list(checkpoint.ranks)[rank::world_size]))
     except LaterFormatError as error:
         later = error
@@ -211,6 +213,7 @@ def restore(run: Run, hooks: Sequence[Hook], checkpoint: Checkpoint, with_optimi
         for prefix in ("teacher/", "criterion/")
         if manifest.recipe.startswith(IMPORTED) and not any(name.startswith(prefix) for name in checkpoint.tensors)
     }
+    # First, because the following lines change the run.
     _require_same_teacher(run, manifest.results)
     run.sharded.restore(StoredState(checkpoint, with_optimizer), with_teacher="teacher/" not in lacks)
     if with_optimizer:
@@ -245,6 +248,7 @@ def restore_buffers(sharded: ShardedModel, checkpoint: Checkpoint, with_teacher:
         stored = stored_name(checkpoint.tensors, "buffer", name, checkpoint.manifest.world_size)
         _require_shape(stored, tuple(buffer.shape), checkpoint)
         flat = torch.empty(buffer.numel(), dtype=buffer.dtype)
+        # Through a tensor on the host: the buffer may be on a GPU, or not contiguous.
         checkpoint.read_into(stored, 0, flat)
         buffer.copy_(flat.view(buffer.shape))
 

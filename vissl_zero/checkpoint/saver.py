@@ -136,6 +136,7 @@ def discard(run_folder: Path, step: int) -> None:
 
 def _sync_folder(folder: Path) -> None:
     """Sync the names in a folder to the disk."""
+    # On Linux, syncing a file does not sync its name in the folder.
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)
@@ -186,6 +187,7 @@ class Saver:
         self._is_async = is_async
         self._keep = (keep_last, keep_every)
         self._memory = HostMemory(device)
+        # One thread, so that a commit never overtakes the writing before it.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._thread.submit(_nothing)  # starts the thread, so that the number of threads stays constant
         self._save: _Save | None = None
@@ -203,6 +205,7 @@ class Saver:
         # Read the newest loss first: weights of a step that diverged must not become the newest checkpoint.
         run.settle()
         self.finish()
+        # An interval in steps and one in epochs may fall on the same step.
         if self.latest_step != run.step:
             self.store(take_snapshot(run, hooks, is_epoch_over), run.sharded)
 
@@ -300,6 +303,7 @@ class Saver:
         self._require_folder()
         commit(self._run_folder, manifest)
         try:
+            # Only after the rename: there is never a moment without a complete checkpoint.
             prune(self._run_folder, *self._keep, newest=manifest.step)
         except OSError as error:
             logger.warning("Old checkpoints could not be removed (%s).", error)
@@ -307,6 +311,7 @@ class Saver:
     def _give_up(self, save: _Save) -> None:
         error = save.work.exception()
         local_error = None if error is None else str(error) or type(error).__name__
+        # On all ranks, since caches of network file systems show the move at different times.
         if collectives.all_reduce_max(torch.tensor(float(self._is_gone()))):
             self._require_folder()
             raise CheckpointError(f"{self._run_folder} cannot be seen by every rank any more. Is the file system down?")
@@ -355,6 +360,7 @@ class CheckpointHook(Hook):
     def on_step(self, run: Run, step: Step) -> None:
         self._saver.advance()
         is_last = run.step >= run.num_steps
+        # At the last step the run ends anyway, with its hooks' measurements.
         if run.is_asked_to_stop and not is_last:
             self._stop(run)
         elif self._steps > 0 and run.step % self._steps == 0 and not is_last:
@@ -382,6 +388,7 @@ class CheckpointHook(Hook):
         run.stop = next(stop for stop in stops if stop is not None)
         self._saver.save(run, self._hooks)
         self._saver.finish()
+        # No later step would advance the save.
         if run.is_main:
             latest = self._saver.latest_step
             saved = "no checkpoint could be saved" if latest is None else f"the checkpoint of step {latest} is saved"

@@ -158,6 +158,7 @@ def write_shard_file(
             texts[CHECKSUMS] = _checksums(_header_digest(json.loads(header[8:])), digests)
             size, header = len(header), _header(ordered, texts)
             assert len(header) == size
+            # The same file is written to again, so data pass through memory once.
             os.pwrite(file.fileno(), header, 0)
         os.fsync(file.fileno())
     size = len(header) + sum(entry.num_bytes for entry in ordered)
@@ -212,6 +213,7 @@ class ShardFile:
         done = 0
         while done < len(data):
             try:
+                # Linux reads at most 2 GiB in one call. preadv moves no shared position, so threads may read at once.
                 count = os.preadv(self._fd, [data[done : done + 2**30]], offset + done)
             except OSError as error:
                 raise CheckpointError(f"{self.path} cannot be read ({error.strerror}).") from error
@@ -246,6 +248,7 @@ class ShardFile:
 
     def _read_header(self) -> str:
         prefix = os.pread(self._fd, 8, 0)
+        # A length is checked before memory is allocated for it.
         if len(prefix) < 8 or not 2 <= (length := struct.unpack("<Q", prefix)[0]) <= _MAX_HEADER_BYTES:
             how = "it begins neither with a header nor as torch.save writes. Copy it again, or give another file"
             raise self._damaged(how)

@@ -264,6 +264,7 @@ def replicated_parts(prefix: str, tensors: Mapping[str, Tensor]) -> list[Part]:
     Cost: one all-gather of a number; if ranks differ, an all-reduce of each floating point tensor.
     """
     rank = collectives.rank()
+    # Running statistics of plain batch norm differ between ranks, which see different images.
     if _is_equal_everywhere(tensors):
         return [Part.of(f"{prefix}/{name}", tensor) for name, tensor in tensors.items()] if rank == 0 else []
     parts = [Part.of(f"of_rank/{rank}/{prefix}/{name}", tensor) for name, tensor in tensors.items()]
@@ -286,6 +287,7 @@ def _digest_of(tensors: Mapping[str, Tensor]) -> int:
     """Return a hash of 63 bits of all values."""
     digest = xxhash.xxh3_64()
     for name, tensor in sorted(tensors.items()):
+        # With the name: two buffers with swapped values must not look equal.
         digest.update(name.encode())
         digest.update(bytes_of(tensor.detach().to("cpu").contiguous()))
     # 63 bits, because torch's integers are signed.

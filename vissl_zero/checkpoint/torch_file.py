@@ -72,11 +72,13 @@ def write_torch_file(path: Path, entries: Sequence[Entry]) -> None:
     with path.open("xb") as file:
         with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
             _add(archive, "data.pkl", _pickled(entries))
+            # Without this entry torch.load takes the data for little-endian.
             _add(archive, "byteorder", sys.byteorder.encode())
             for index, entry in enumerate(entries):
                 data = bytes_of(entry.read().detach().to("cpu").contiguous())
                 assert len(data) == entry.num_bytes, entry
                 _add(archive, f"data/{index}", data)
+            # The archive's version that torch.save writes; torch.load refuses unknown ones.
             _add(archive, "version", b"3\n")
         file.flush()
         os.fsync(file.fileno())
@@ -123,6 +125,7 @@ class _Pickler(pickle.Pickler):
 def _pickled(entries: Sequence[Entry]) -> bytes:
     buffer = io.BytesIO()
     state = OrderedDict((entry.key, _Tensor(index, entry)) for index, entry in enumerate(entries))
+    # torch.save's own protocol. The reader of ``weights_only`` knows its opcodes.
     _Pickler(buffer, protocol=2).dump(state)
     return buffer.getvalue()
 
@@ -185,6 +188,7 @@ class _Dtype:
         self.text = text if isinstance(text, str) and _NUMBERS.fullmatch(text) else None
 
     def __setstate__(self, state: Any) -> None:
+        # Only the byte order is taken from the state. Its other fields are those that crash NumPy.
         if self.text is not None and state[1] in ("<", ">"):
             self.text = state[1] + self.text.lstrip("<>=|")
 
@@ -222,6 +226,8 @@ def read_torch_file(path: Path) -> Any:
         is_zip = _inspect(path)
         with torch.serialization.safe_globals(_STAND_INS), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about pickle protocols
+            # Mapped, because a training checkpoint may be several times as large as the weights that are wanted from
+            # it.
             return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read ({error.strerror or error}).") from error
@@ -262,8 +268,10 @@ def _inspect(path: Path) -> bool:
             return False
         with zipfile.ZipFile(file) as archive:
             members = archive.infolist()
+            # A compressed member could grow without bound, and overlapping ones could show each reader something else.
             if any(m.compress_type != zipfile.ZIP_STORED for m in members) or sum(m.file_size for m in members) > size:
                 raise ValueError("its members are compressed or overlap")
+            # All of them: two members may have one name, and readers differ in which they take.
             pickles = [member for member in members if member.filename.endswith("data.pkl")]
             if not pickles:
                 raise ValueError("it has no data.pkl")

@@ -181,6 +181,7 @@ def open_store(
     if (path / MANIFEST_NAME).exists():
         return newest_checkpoint(path, with_data=with_data)
     if checkpoints := find_checkpoints(path):
+        # At equal steps the checkpoint: it has the teacher and the average too.
         if (step := final_step(path)) is not None and step > (step_of(checkpoints[0]) or 0):
             return _weights_file(final, with_data)
         return newest_checkpoint(path, passed_over, with_data)
@@ -274,6 +275,7 @@ def config_of(store: Checkpoint | WeightsFile) -> dict[str, Any]:
     """Return the resolved configuration of the run that wrote a store, as plain data; empty if it is not known."""
     if isinstance(store, Checkpoint):
         return store.manifest.config
+    # Only these names belong to the configuration beside them. A user's file may lie in any folder.
     if store.path.name not in FILES_OF_A_RUN:
         return {}
     try:

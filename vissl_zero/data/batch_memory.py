@@ -83,6 +83,7 @@ class BatchSender:
             if value.data_ptr() not in self._unsent:
                 if value.nbytes < _LEAST_BYTES:
                     return value.numpy()
+                # A transform of the user's may return a tensor of its own memory.
                 value = self.empty(value.shape, value.dtype).copy_(value)
             block = self._unsent.pop(value.data_ptr())
             sent.append(block)
@@ -91,6 +92,7 @@ class BatchSender:
         pickler.persistent_id = described  # type: ignore[method-assign]
         dropped, self._dropped = self._dropped, []
         pickler.dump((dropped, answer))
+        # The message before its descriptors: the receiver asks for each when it meets a block that it does not know.
         self._connection.send_bytes(message.getbuffer())
         for block in sent:
             if not block.is_sent:
@@ -106,10 +108,12 @@ class BatchSender:
         free = [block for block in self._blocks if not block.memory[0]]
         fitting = [block for block in free if len(block.memory) >= _HEADER_BYTES + num_bytes]
         if fitting:
+            # The smallest, so that a large block stays free for the large crops.
             return min(fitting, key=lambda block: len(block.memory))
         if free:
             too_small = max(free, key=lambda block: len(block.memory))
             self._blocks.remove(too_small)
+            # It is free: the training process has no tensor in it, and drops its mapping when it reads the number.
             os.close(too_small.descriptor)
             self._dropped.append(too_small.number)
         # A memfd needs no space in /dev/shm, which is small in containers, and leaves no file after a kill.
@@ -164,6 +168,7 @@ class BatchReceiver:
         # A new array object for each tensor. The tensor's storage refers to it, so the block is free exactly when no
         # view of the tensor is left.
         array = memory[:]
+        # Not at exit, when no worker needs the block any more.
         finalize(array, _give_back, memory).atexit = False
         return _tensor(array, shape, dtype)
 

@@ -83,6 +83,7 @@ def measure(data: Data, seed: int, batch: int, num_images: int) -> LoadingCost:
     torch.set_num_threads(1)  # as in a worker
     try:
         with borrowed_randomness():
+            # The last images of the order, so that those that are measured are not in the page cache yet.
             _load(source, pipeline, decoder, seed, ids[-_WARM_UP:], _Clock())
             clock, kept = _Clock(), 0
             for start in range(0, min(num_images, len(ids)), batch):
@@ -112,6 +113,7 @@ def _load(source: Source, pipeline: Pipeline, decoder: Decoder, seed: int, ids: 
 
 
 def _crops(source: Source, pipeline: Pipeline, decoder: Decoder, seed: int, index: int, clock: _Clock) -> list[Any]:
+    # By the wall: a process that waits for a disk uses no processor time.
     file = clock(READ, lambda: encoded_image(source, index), time.perf_counter)
     crops = [clock(DECODE, lambda: pipeline.open(file, source.name(index), decoder))]
     seed_sample(seed, 0, index)
@@ -161,6 +163,7 @@ class Supply:
 def supply_of(plan: ResolvedRun, cost: LoadingCost) -> Supply:
     """Return the supply of a rank of the run, on machines like this one."""
     ranks = max(1, plan.world_size // plan.num_nodes)
+    # The process's own cores: a container or a batch system may give it a part of the machine.
     cores = max(1, len(os.sched_getaffinity(0)) // ranks)
     images = plan.batch_per_rank * plan.accumulation_steps
     return Supply(images, plan.config.DATA.NUM_DATALOADER_WORKERS, cores, cost.total)

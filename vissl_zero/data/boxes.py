@@ -60,5 +60,6 @@ def boxes_of(entries: Sequence[Mapping[str, Any]], key: str) -> CropBoxes | None
     if not entries or not entries[0].get("keeps_boxes"):
         return None
     has_flip = len(entries) > 1 and entries[1]["name"] == "RandomHorizontalFlip"
+    # torchvision's transforms for any backend, since the fast forms draw the same numbers.
     multi_crop, *flips = build_pipeline(entries[: 1 + has_flip], key).transforms
     return CropBoxes(multi_crop._crops, flips[0].p if flips else None)  # type: ignore[attr-defined]

@@ -71,6 +71,7 @@ class Changes:
                 for place, (kind, values) in enumerate(changes):
                     notes[number, place, kind.value].append((row, values))
         rounds, rows, numbers = [], list[int](), list[float]()
+        # In the order of transforms, then of a transform's changes. Changes of different crops commute.
         for (_, _, kind_value), changed in sorted(notes.items()):
             width = max(len(values) for _, values in changed)
             rounds.append((Kind(kind_value), len(changed), width))
@@ -113,6 +114,7 @@ def _looked_up(pixels: Tensor, levels: Tensor) -> Tensor:
     looked_up = torch.empty(pixels.shape, dtype=levels.dtype, device=pixels.device)
     for channel, values in enumerate(levels):
         plane = pixels[:, channel]
+        # A table instead of arithmetic: the values are those that ToTensor and Normalize give on the CPU, bit for bit.
         looked_up[:, channel] = values.index_select(0, plane.reshape(-1).int()).view(plane.shape)
     return looked_up
 
@@ -156,6 +158,7 @@ def _gray(planes: Tensor) -> Tensor:
 def _mean_gray(pixels: Tensor, matrices: Tensor) -> Tensor:
     """Return the mean gray (n,) of images under their pending matrices, rounded."""
     height, width = pixels.shape[2:]
+    # Sums of integers are exact in any order. Sums of floats depend on the device.
     red, green, blue = (pixels.sum((2, 3), dtype=torch.int64).double() / (height * width)).unbind(1)
     of_red, of_green, of_blue, offset = _gray(matrices).unbind(1)
     return (of_red * red + of_green * green + of_blue * blue + offset + 0.5).trunc()
@@ -235,6 +238,7 @@ def _posterized(pixels: Tensor, bits: Tensor) -> Tensor:
 def _sharpened(pixels: Tensor, share: Tensor) -> Tensor:
     values = pixels.float()
     height, width = values.shape[2:]
+    # Pillow's kernel of SMOOTH: 1 around a center of 5, over 13.
     around = 4 * values[:, :, 1:-1, 1:-1]
     for down in range(3):
         for across in range(3):

@@ -67,6 +67,7 @@ def _channels_first(array: np.ndarray, name: str, count: int) -> np.ndarray:
     if array.ndim == 2:
         array = array[None]
     if array.ndim == 3 and 0 not in array.shape:
+        # Channels first wins where both fit, as in an image of as many rows as channels.
         if array.shape[0] == count:
             return array
         if array.shape[2] == count:
@@ -148,6 +149,7 @@ class _Blur:
         original = self._original
         if random.random() >= original.p:
             return image
+        # After the draw of p, as in the original: both draw the same numbers for one seed.
         radius = random.uniform(original.radius_min, original.radius_max)
         reach = min(max(1, round(3 * radius)), min(image.shape[1:]) - 1)  # reflection needs a reach below the side
         side = 2 * reach + 1

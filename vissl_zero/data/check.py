@@ -71,6 +71,7 @@ def _look_at(source: Source, index: int, row: Any, formats: Counter[tuple[str, s
             row["exif_rotated"] = _orientation(file, data) not in (0, 1)
 
         row["bytes"], row["digest"] = len(data), xxhash.xxh3_128_digest(data)
+        # Decoded as a whole: a truncated file shows only at its end.
         image = Decoder().image(data, source.name(index), look_at_file)
         formats.update(headers)
     else:
@@ -78,6 +79,7 @@ def _look_at(source: Source, index: int, row: Any, formats: Counter[tuple[str, s
         row["digest"] = xxhash.xxh3_128_digest(image.tobytes())
     row["width"], row["height"] = image.size
     red, green, blue = (channel.tobytes() for channel in image.split())
+    # By pixels: many gray photos are stored as RGB.
     row["gray"] = red == green == blue
 
 
@@ -198,6 +200,8 @@ def check(source: Source, title: str, num_samples: int, report: Callable[[str], 
 def _copies(rows: np.ndarray, readable: np.ndarray) -> list[tuple[int, int]]:
     """Return (index, index of the first) of images with the content of an earlier image, in order."""
     digests = rows["digest"][readable]
+    # Sorted, because a dict of all digests would take several times their memory. Stable: the first copy counts as the
+    # original.
     order = np.argsort(digests, kind="stable")
     is_new = np.ones(len(order), bool)
     is_new[1:] = digests[order][1:] != digests[order][:-1]

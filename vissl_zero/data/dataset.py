@@ -96,6 +96,7 @@ class MicroBatchDataset(Dataset[Loaded]):
 
     def _sample(self, sample_id: int, epoch: int, skipped: dict[str, str]) -> tuple[list[Any], _Sample]:
         """Load one sample, or the first readable image after it; return its crops and its other data."""
+        # The next image of the source, not a random one: the replacement is the same on any rank and worker.
         for shift in range(len(self.source)):
             index = (sample_id + shift) % len(self.source)
             try:
@@ -137,6 +138,7 @@ class MicroBatchDataset(Dataset[Loaded]):
             samples.append(sample)
         assert rows is not None, "a plan has samples"
         rows.flush()
+        # The planned ids, also of replaced images: losses that remember images address them by these.
         ids = torch.tensor(plan.sample_ids, dtype=torch.int64)
         return ImageBatch(
             images=rows.images,
@@ -312,6 +314,7 @@ class ImageBatch:
         chosen = slice(first, last)
 
         def of_crops(rows: Tensor, num_crops: int) -> Tensor:
+            # Rows are crop-major, so the samples of a part are not consecutive.
             return rows.unflatten(0, (num_crops, self.num_local))[:, chosen].flatten(0, 1)
 
         num_all = sum(self.num_crops)
@@ -374,6 +377,7 @@ def seed_sample(seed: int, epoch: int, sample_id: int) -> None:
     key = _key_of(seed, epoch, sample_id)
     # torch.manual_seed would also seed every accelerator, in 170 microseconds.
     torch.default_generator.manual_seed(key)
+    # numpy's legacy generator takes 32 bits.
     np.random.seed(key & 0xFFFFFFFF)
     random.seed(key)
 

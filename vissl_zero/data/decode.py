@@ -215,6 +215,7 @@ def named(name: str | Path) -> Iterator[None]:
 def _limit_of(max_pixels: int) -> Iterator[None]:
     """Raise Pillow's own limit, of which it refuses the double, if more pixels are allowed. A context manager."""
     before = Image.MAX_IMAGE_PIXELS
+    # Only raised, never lowered: ``check`` refuses smaller sizes with a message of its own.
     if before is not None and max_pixels > before:
         Image.MAX_IMAGE_PIXELS = max_pixels
     try:
@@ -253,6 +254,7 @@ def read_array(path: str | Path, max_dims: int = 1) -> np.ndarray:
     try:
         with os.fdopen(open_regular(path, follow_links=True), "rb") as file, warnings.catch_warnings():
             warnings.simplefilter("ignore")
+            # A pickle in the file could run code.
             values = np.load(file, allow_pickle=False)
     except Exception as error:  # numpy raises many kinds: TokenError, BadZipFile, MemoryError, OverflowError
         raise ValueError(" ".join(str(error).split()) or type(error).__name__) from error
@@ -284,6 +286,7 @@ def _as_8_bits(image: Image.Image, file: Image.Image, path: str | Path) -> Image
             raise BrokenImageError(str(path), "its 16-bit gray is stored with 0 for white, which is not read")
         if depths <= {16}:
             gray = np.asarray(image).astype(np.uint32)
+            # In integers, with the half added, so that every machine rounds alike.
             return Image.fromarray(((gray * 255 + 32_767) // 65_535).astype(np.uint8))
         raise BrokenImageError(str(path), f"its pixels have {max(depths)} bits; only 1, 8 and 16 are supported")
     if image.mode in ("I", "F") or image.mode.startswith("I;"):

@@ -48,6 +48,7 @@ def dicom_image(data: bytes, check: Callable[[int, int], None]) -> Image.Image:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about attributes that violate the standard
         dataset = dcmread(io.BytesIO(data))
+        # From the header: a small file may ask for gigabytes of pixels.
         check(int(dataset.get("Columns", 0)), int(dataset.get("Rows", 0)))
         pixels = pixel_array(dataset, index=0)
         photometric = dataset.PhotometricInterpretation
@@ -66,6 +67,7 @@ def dicom_image(data: bytes, check: Callable[[int, int], None]) -> Image.Image:
             least, most = _range_of_window(dataset, apply_voi_lut)
         else:
             least, most = shown.min(), shown.max()
+        # MONOCHROME1 shows the smallest value as white.
         return _eight_bits(-shown, -most, -least) if photometric == "MONOCHROME1" else _eight_bits(shown, least, most)
 
 

@@ -68,8 +68,7 @@ def class_numbers(names: Iterable[str], classes: Sequence[str], whose: str, requ
     number = {name: index for index, name in enumerate(classes)}
     if unknown := sorted({*names} - {*number}):
         hint = did_you_mean(unknown[0], classes)
-        key = f"config.DATA.{request.split}.DATA_PATHS"
-        raise DataError(f"{key} has labels that {whose} does not have: {', '.join(unknown[:10])}.{hint}")
+        raise DataError(f"{request.key} has labels that {whose} does not have: {', '.join(unknown[:10])}.{hint}")
     return number
 
 
@@ -86,6 +85,7 @@ def numbered(
     Raises:
         DataError: a label is none of the classes.
     """
+    # Each label once: a million images share some thousand classes.
     names, at = np.unique(labels, return_inverse=True)
     known = tuple(request.class_names or classes) or ordered_classes(names.tolist())
     number = class_numbers(names.tolist(), known, "DATA.TRAIN" if request.class_names else whose, request)

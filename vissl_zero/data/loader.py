@@ -84,6 +84,7 @@ class Loader:
         """
         plan = self.order.first()
         ids = plan.sample_ids[:most]
+        # A plan of few images: a dry run needs shapes, not the whole batch.
         batch = next(iter(self._stream.load([MicroBatchPlan(plan.epoch, ids, len(ids))])))
         return batch, len(plan.sample_ids), plan.num_global
 
@@ -139,6 +140,7 @@ def build_loader(
     transform = with_masks(build_split_pipeline(data_cfg, split), source, data_cfg, cfg.TRANSFORMS)
     order = EpochOrder(
         num_samples=len(source),
+        # The order is of global micro-batches. How many ranks share one does not change it.
         micro_batch=batch_per_rank * world_size,
         accumulation_steps=accumulation_steps,
         is_exact=is_exact,
@@ -223,6 +225,7 @@ class EpochOrder:
             step = self.micro_batch * self.accumulation_steps
             return self.num_samples // step * step
         tail = self.num_samples % self.micro_batch
+        # A rank without samples could not take part in the step, and others would wait for it.
         return self.num_samples - tail if tail < self.world_size else self.num_samples
 
     @property
@@ -341,6 +344,7 @@ def require_evaluation(data_cfg: Data, seed: int) -> None:
     """
     for images in build_eval_images(data_cfg, seed):
         if images is not None:
+            # One made-up image shows whether the transforms fit together, hours before the first evaluation.
             images.transform(Image.new("RGB", (1024, 1024)))  # large enough for any crop
 
 
@@ -352,4 +356,4 @@ def eval_images(source: Source, data_cfg: Data, seed: int) -> EvalImages:
     """
     pipeline = with_masks(build_eval_pipeline(data_cfg), source, data_cfg, eval_transforms(data_cfg))
     dataset = MicroBatchDataset(source, pipeline, seed, skip_broken=data_cfg.ON_BROKEN_IMAGE == "skip")
-    return EvalImages(source, pipeline, BatchStream(dataset, data_cfg))
+    return EvalImages(source, pipeline, BatchStream(dataset, data_cfg, fate="It is left out."))

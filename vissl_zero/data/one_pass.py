@@ -43,6 +43,7 @@ def _mapped(source: Source, look: Look[T], chunks: list[range]) -> Iterator[T]:
         return
     context = multiprocessing.get_context("spawn")  # a fork would copy the locks of torch's threads
     try:
+        # ``map`` returns results in order, so sums of floats do not depend on which process was faster.
         with ProcessPoolExecutor(num_workers, context, _start, (source,)) as pool:
             yield from pool.map(_look, [look] * len(chunks), chunks)
     except BrokenProcessPool as error:

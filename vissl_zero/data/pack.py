@@ -55,7 +55,9 @@ def pack(path: Path, out: Path, form: str, size: int | None, report: Callable[[s
             missing.
         BrokenImageError: an image cannot be read, or with ``size`` cannot be decoded.
     """
-    source: Source = DATA_SOURCES.get(source_of([str(path)])).build(SourceRequest("TRAIN", (str(path),)))
+    source: Source = DATA_SOURCES.get(source_of([str(path)])).build(
+        SourceRequest("TRAIN", (str(path),), named="the path")
+    )
     if isinstance(source, MultiLabeled):
         raise DataError(
             f"{path} has several labels for an image, which packed formats do not hold. Train on it as it is."
@@ -109,9 +111,11 @@ def _row(source: Source, index: int, size: int | None) -> Row:
     encoded, name = encoded_image(source, index), source.name(index)
     data = encoded if isinstance(encoded, bytes) else _png(encoded)
     extension = Path(name).suffix.lower()
+    # Readers of tars tell images by their ending, and names without one are common.
     extension = (extension if extension in EXTENSIONS else _extension_of(data)).lstrip(".")
     if size is not None:
         image = Decoder().image(data, name)
+        # Never enlarged: that would add bytes and no detail.
         if min(image.size) > size:
             factor = size / min(image.size)
             sides = (max(1, round(image.width * factor)), max(1, round(image.height * factor)))
@@ -158,6 +162,7 @@ def _arrow(out: Path, part: int, parts: int, rows: Sequence[Row], names: Sequenc
         columns.append(pa.array([row.label for row in rows], pa.int64()))
         fields.append(("label", pa.int64()))
     about = json.dumps({"info": {"features": features}})
+    # ``datasets`` reads the types of columns from this entry, else images are plain bytes.
     schema = pa.schema(fields, metadata={"huggingface": about})
     with replacing(out / _arrow_name(part, parts)) as path, pa.ipc.new_stream(str(path), schema) as stream:
         stream.write_table(pa.Table.from_arrays(columns, schema=schema))
@@ -170,6 +175,8 @@ def _arrow_name(part: int, parts: int) -> str:
 def _lmdb(out: Path, part: int, parts: int, rows: Sequence[Row], names: Sequence[str]) -> None:
     lmdb = _library("lmdb", "lmdb")
     with lmdb.open(str(out), map_size=2**40) as environment, environment.begin(write=True) as transaction:
+        # One transaction for a part: after a kill, LMDB has all of it or nothing. The map's size is address space, not
+        # disk.
         for row in rows:
             transaction.put(f"{row.index:09d}.{row.extension}".encode(), row.data)
 
@@ -186,6 +193,7 @@ def _finish(out: Path, form: str, source: Source, parts: int) -> None:
         features: dict[str, Any] = {"image": {"_type": "Image"}}
         if names:
             features["label"] = {"names": names, "_type": "ClassLabel"}
+        # What ``datasets.load_from_disk`` reads.
         files = [{"filename": _arrow_name(part, parts)} for part in range(parts)]
         _write(out / "dataset_info.json", {"features": features, "citation": "", "description": ""})
         state: dict[str, Any] = {

@@ -93,7 +93,9 @@ def _of_masks(entry: Mapping[str, Any]) -> Callable[[Any], Any] | None:
         return None
     key = "config.DATA.TRAIN.TRANSFORMS"
     (plain,) = build_pipeline([entry], key).transforms
+    # Images may be filled with a color. Masks are filled with 0, which means ignored here.
     of_masks = {word: value for word, value in entry.items() if word != "fill"}
+    # Interpolation between two classes would give a third.
     if "interpolation" in inspect.signature(type(plain)).parameters:
         of_masks["interpolation"] = "nearest"
     (transform,) = build_pipeline([of_masks], key).transforms

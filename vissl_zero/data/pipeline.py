@@ -29,6 +29,7 @@ def derive_eval_transforms(train: Sequence[Mapping[str, Any]]) -> list[Mapping[s
         [{"name": "Resize", "size": max(size)}, {"name": "CenterCrop", "size": size}] if size else []
     )
     normalize = [entry for entry in train if entry["name"] == "Normalize"]
+    # A square of the training size: Resize takes the shorter side, CenterCrop the rest.
     return [*sized, {"name": "ToTensor"}, *normalize]
 
 
@@ -95,6 +96,7 @@ class Pipeline:
     def unnormalized(self, images: Tensor) -> Tensor:
         """Return images (B, C, H, W) of the pipeline before Normalize, if it has one."""
         for transform in reversed(self.transforms):
+            # Undone in reverse, should there be several.
             if isinstance(transform, torchvision.transforms.Normalize):
                 mean, std = (images.new_tensor(v).view(1, -1, 1, 1) for v in (transform.mean, transform.std))
                 images = images * std + mean
@@ -167,6 +169,7 @@ def build_pipeline(entries: Sequence[Mapping[str, Any]], key: str) -> Pipeline:
         try:
             built.append(_build(entry, f"{key}[{index}]"))
         except ConfigError as error:
+            # All entries are built before the error is raised, so that it lists every problem.
             problems += error.problems
     if problems:
         raise ConfigError(problems)

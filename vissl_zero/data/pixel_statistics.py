@@ -50,6 +50,7 @@ def count(source: Source, indices: range) -> Counted:
         values += counts
         num_images += 1
         most_bits = max(most_bits, bits)
+        # Histograms first: equal pixels have equal histograms, and comparing pixels takes longer.
         if is_gray and not ((counts == counts[0]).all() and _is_gray(image)):
             is_gray = False
     return Counted(values, num_images, is_gray, most_bits)
@@ -190,6 +191,7 @@ def channel_statistics(source: Source, channels: int, report: Callable[[str], No
     if not num_images:
         raise DataError(f"No image of {channels} channels can be read (of {len(source):,}).")
     mean = sum(part.of_values for part in parts) / num_pixels
+    # Rounding may make the variance of a constant channel slightly negative.
     std = np.sqrt(np.maximum(sum(part.of_squares for part in parts) / num_pixels - mean**2, 0))
     broken = len(source) - num_images
     return ChannelStatistics(num_images, broken, channels, tuple(mean.tolist()), tuple(std.tolist()))

@@ -114,6 +114,7 @@ class SourceRequest:
         dataset_names: DATASET_NAMES, for a source of named data sets.
         path_prefix: REMOVE_IMG_PATH_PREFIX and NEW_IMG_PATH_PREFIX, for a source that reads paths from a list.
         decoder: decoder of the DATA block.
+        named: what names the paths, for messages; empty: the key of the configuration.
     """
 
     split: str
@@ -125,6 +126,12 @@ class SourceRequest:
     dataset_names: tuple[str, ...] = ()
     path_prefix: tuple[str, str] = ("", "")
     decoder: Decoder = field(default_factory=Decoder)
+    named: str = ""
+
+    @property
+    def key(self) -> str:
+        """Return what names the paths, for messages."""
+        return self.named or f"config.DATA.{self.split}.DATA_PATHS"
 
 
 @dataclass(frozen=True)
@@ -205,6 +212,7 @@ def build_source(data_cfg: Data, split: str, seed: int, class_names: Sequence[st
         "label": "label(index), an int or None",
         "name": "name(index), what messages call the image",
     }
+    # A source of the user's may lack a member, which would show in a worker only, after some batches.
     require_interface(DATA_SOURCES, _source_name(cfg, split), source, members=meanings)
     return _limit(_with_labels(source, cfg, request), request.limit, cfg.DATA_LIMIT_SAMPLING, f"config.DATA.{split}")
 
@@ -225,6 +233,7 @@ def splits_to_read(data_cfg: Data, seed: int) -> dict[str, Source]:
     train, test = build_eval_sources(data_cfg, seed)
     if test is None:
         return {"TRAIN": train}
+    # TEST alone where it stands for TRAIN: a run that only measures has no images of training.
     return {"TEST": test} if data_cfg.TRAIN == data_cfg.TEST else {"TRAIN": train, "TEST": test}
 
 

@@ -67,6 +67,7 @@ def _with_backend(data_cfg: Data, entries: Sequence[Mapping[str, Any]], key: str
     if data_cfg.BACKEND == "pil":
         return build_pipeline(entries, key)
     try:
+        # Imported here, because its libraries are optional.
         from vissl_zero.data.fast.device_pipeline import DevicePipeline
         from vissl_zero.data.fast.pipeline import FastPipeline, build_fast_pipeline
     except ModuleNotFoundError as error:

@@ -39,6 +39,7 @@ class ImgPilGaussianBlur:
     def __call__(self, image: Image.Image) -> Image.Image:
         if random.random() >= self.p:
             return image
+        # A radius for each image from SwAV's and SimCLR's range. Pillow approximates the Gaussian by three box filters.
         return image.filter(ImageFilter.GaussianBlur(random.uniform(self.radius_min, self.radius_max)))
 
 
@@ -123,6 +124,7 @@ class ImgPilRandomPhotometric:
     def __call__(self, image: Image.Image) -> Image.Image:
         if random.random() >= self.p:
             return image
+        # The order is VISSL's (PIRL): each step sees the result of the one before.
         image = ImageOps.posterize(image, random.randint(4, 8))
         image = ImageEnhance.Sharpness(image).enhance(random.uniform(0.1, 1.9))
         return ImageOps.autocontrast(ImageOps.solarize(image, random.randint(0, 256)))
@@ -181,6 +183,7 @@ class ImgPil2LabTensor:
         linear = np.where(values > 0.04045, ((values + 0.055) / 1.055) ** 2.4, values / 12.92)
         xyz = linear @ (_TO_XYZ / _WHITE[:, None]).T
         roots = np.where(xyz > _LINEAR_BELOW, np.cbrt(xyz), 7.787 * xyz + 16 / 116)
+        # CIE's linear segment for dark colors, where the cube root would be too steep.
         lightness = np.where(xyz[..., 1] > _LINEAR_BELOW, 116 * roots[..., 1] - 16, 903.3 * xyz[..., 1])
         x, y, z = np.moveaxis(roots, -1, 0)
         eight_bits = np.stack([lightness * 255 / 100, 500 * (x - y) + 128, 200 * (y - z) + 128]).round().clip(0, 255)
@@ -349,6 +352,7 @@ class ImgPatchesFromTensor:
         size = cell - self.patch_jitter
         if size < 1:
             raise ValueError(f"cells of {cell} pixels have no room for tiles; lower patch_jitter or crop larger images")
+        # The tile moves inside its cell, so that gaps between tiles differ and cannot be matched.
         corners = [
             (column * cell + random.randrange(self.patch_jitter), row * cell + random.randrange(self.patch_jitter))
             for column in range(self.side)

@@ -66,6 +66,7 @@ def load_views(recipe: str, overrides: Sequence[str] = ()) -> Views:
     Raises:
         ConfigError: lists all problems of the recipe.
     """
+    # A dry run does not require that paths exist here.
     composed = compose(recipe, [*overrides, "config.DRY_RUN=true"])
     # The recipe's images need not exist on this machine; synthetic ones always do.
     none: dict[str, Any] = {

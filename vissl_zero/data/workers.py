@@ -47,10 +47,17 @@ class BatchStream:
     Args:
         dataset: data set that loads a plan.
         data_cfg: the resolved DATA block (NUM_DATALOADER_WORKERS, PIN_MEMORY, WORKER_TIMEOUT_S).
+        fate: what the caller does without a broken image, a sentence for the message that names it.
     """
 
-    def __init__(self, dataset: MicroBatchDataset, data_cfg: Data):
+    def __init__(
+        self,
+        dataset: MicroBatchDataset,
+        data_cfg: Data,
+        fate: str = "The next readable image takes its place.",
+    ):
         self._dataset = dataset
+        self._fate = fate
         self._num_workers = data_cfg.NUM_DATALOADER_WORKERS
         self._timeout_s = data_cfg.WORKER_TIMEOUT_S or 0.0
         self._has_begun = False
@@ -59,6 +66,8 @@ class BatchStream:
         self._receivers: list[BatchReceiver] = []
         self._due: deque[int] = deque()  # workers that still have to answer, in the order of micro-batches
         if self._num_workers:
+            # The list itself, not its content: workers are added later, and ``finalize`` must not keep this object
+            # alive.
             finalize(self, _kill, self._workers)
             register_for_cleanup()
         self._pins = data_cfg.PIN_MEMORY and torch.cuda.is_available()
@@ -151,6 +160,7 @@ class BatchStream:
     def _explained(self, error: BaseException) -> BaseException:
         """Return an error that says how workers ended; ``error`` itself if all are alive."""
         for worker in self._workers:
+            # A share for each, so that waiting for all takes no longer than for one.
             worker.join(_REAPED_S / self._num_workers)
         dead = [(index, worker) for index, worker in enumerate(self._workers) if not worker.is_alive()]
         if not dead:
@@ -174,7 +184,7 @@ class BatchStream:
             if name not in _reported:
                 _reported.add(name)
                 skipped = printable(f"Skipping {name}: {reason}.")
-                logger.warning("%s The next readable image takes its place.", skipped)
+                logger.warning("%s %s", skipped, self._fate)
         if loaded.batch is None:
             raise DataError(loaded.error)
         return loaded.batch
@@ -190,6 +200,7 @@ def _work(dataset: MicroBatchDataset, connection: Connection) -> None:
     """Answer each plan with its batch, until the training process closes the connection."""
     end_with_creator()
     register_for_cleanup()
+    # As many threads as cores in every worker would compete with each other and with the training process.
     torch.set_num_threads(1)
     # Garbage collection writes to every object, and so would copy all pages shared with the fork server.
     gc.freeze()
@@ -216,6 +227,7 @@ def _ahead(thread: ThreadPoolExecutor, batches: Iterator[Loaded]) -> Iterator[Lo
 
 def _is_stopped(pid: int) -> bool:
     try:
+        # After the last ")": the name in the second field may have spaces and brackets itself.
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
     except OSError:
         return False

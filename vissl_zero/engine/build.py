@@ -69,6 +69,7 @@ def build_run(
     groups = param_groups(model, plan.optimizer)
     names = [name for name, _ in model.named_parameters()]
     frozen = Frozen(plan.config.MODEL.TEMP_FROZEN_PARAMS_ITER_MAP, names)
+    # Losses, centers and prototypes sum over many samples, so they are never in half precision.
     method = build_method(plan.config.LOSS, len(loader.source)).to(device=device, dtype=dtype_of(precision.wide))
     _require_evaluated_model(plan, method)
     method.mixing = mixing_of(plan.config.DATA.TRAIN)
@@ -157,6 +158,7 @@ def _first_teacher(
         source, source_weights = _origin(plan, model, weights, num_classes, load)
         source_weights.fill_("")  # the method computes with the weights, so it needs real ones
         teacher = method.make_teacher(source)
+    # A teacher of its own has its values already. One that is the source itself is filled while it is sharded.
     return teacher, source_weights.of_copy(teacher).fill_ if teacher is source else lambda _: None
 
 

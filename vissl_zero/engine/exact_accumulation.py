@@ -56,6 +56,7 @@ def accumulate_exactly(
         loss, gradients, batches = _differentiate(run, group, dtype, num_samples)
         loss_sum += loss
         observed.append(batches)
+        # Loaded a second time instead of kept, so that the device has the images of one micro-batch at a time.
         for index, batch in enumerate(_loaded(run, group, dtype), 1):
             is_last = number == len(groups) and index == len(group)
             model: Any = _SecondRound(run, gradients.pop(0), is_last, watches)
@@ -88,6 +89,7 @@ def _differentiate(
         run.show_probe(batch)  # now, while the kept features, the teacher's too, are those of this batch
     joined, whole = batch, parts[0]
     if len(group) > 1:
+        # The joined batch has the images of all micro-batches only for losses that read pixels, such as MAE's.
         prepared = [
             batch.to(run.device, dtype) if method.loss_sees_images else replace(batch, images=[]) for batch in group
         ]
@@ -101,6 +103,7 @@ def _differentiate(
     # Weighted before differentiation: collectives inside the loss sum the ranks' gradients during backward.
     weighed = loss * (joined.num_local * run.world_size / num_samples)
     wanted = [leaf for one in rounds for leaf in one.leaves if is_float(leaf)]
+    # A loss need not use every output of the model.
     each = iter(torch.autograd.grad(weighed, wanted, allow_unused=True))
     gradients = [[next(each) if is_float(leaf) else None for leaf in one.leaves] for one in rounds]
     share = loss.detach().double() * (joined.num_local / num_samples)

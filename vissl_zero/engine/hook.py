@@ -47,6 +47,7 @@ class Step:
         bytes: this rank's memory by kind at the last measurement.
         skipped: the loss scaler skipped the update.
         loss_scale: 1.0 without loss scaling.
+        num_samples: source images of the step, over all ranks and micro-batches.
     """
 
     step: int
@@ -57,6 +58,7 @@ class Step:
     data_wait: float = 0.0
     skipped: bool = False
     loss_scale: float = 1.0
+    num_samples: int = 1  # for metrics.jsonl of earlier versions, which lacks it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +74,25 @@ class StepRecord(Step):
     loss: float | None
     grad_norm: float | None = None
     watch: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass
+class MeanLoss:
+    """The mean loss over the samples of several steps: the last step of an epoch may have fewer than the others."""
+
+    total: float = 0.0
+    num_samples: int = 0
+
+    def add(self, record: StepRecord) -> None:
+        """Add a step, unless it was skipped."""
+        if record.loss is not None:
+            self.total += record.loss * record.num_samples
+            self.num_samples += record.num_samples
+
+    @property
+    def value(self) -> float | None:
+        """Return the mean; None if every step was skipped."""
+        return self.total / self.num_samples if self.num_samples else None
 
 
 class Records(Sequence[StepRecord]):
@@ -100,6 +121,7 @@ class Records(Sequence[StepRecord]):
             self._newest = None
         if len(self._kept) > self.MOST:
             self._stride *= 2
+            # The doubled stride may drop the newest record, which is kept until the next one comes.
             self._newest = self._newest or record
             self._kept = [row for row in self._kept if self._is_kept(row[0])]
             if self._kept[-1][1] is record:
@@ -200,6 +222,7 @@ class Run:
         Raises:
             DivergedError: the loss of that step is not finite.
         """
+        # Cleared before the call: a hook that receives the record may call settle() itself.
         unsettled, self.unsettled = self.unsettled, None
         if unsettled is not None:
             unsettled()

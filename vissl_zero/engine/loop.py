@@ -148,6 +148,7 @@ def _embed_dataset(run: Run) -> None:
     """Initialize the method's state from the untrained model's outputs for every image, in the first epoch's views."""
     dtype = getattr(torch, run.plan.sharding.precision.master)
     run.method.on_step(0, 0)
+    # Running statistics begin with the first step, as in a run whose method needs no embeddings.
     with frozen_statistics(run.sharded.model):
         for micro_batches in run.loader.epoch(0):
             for cpu_batch in micro_batches:
@@ -234,6 +235,8 @@ def _train_step(
     # After the update, as SwAV's prototypes must have unit length in every forward pass.
     sharded.normalize_rows(method.normalized_rows())
     if method.has_teacher and method.teacher_follows and not result.skipped:
+        # Before ``run.step`` is raised: momentum schedules count the step that was just made from 0. A skipped update
+        # has left no new weights to follow.
         sharded.follow(method.momentum(run.step), method.normalized_rows(), method.moves_anchor(run.step))
     # One all-reduce for all values, as latency dominates. Every rank has the same norm, so only one rank adds it.
     is_stop_requested = torch.full_like(loss_sum, stopping.requested_stop() is not None)
@@ -255,6 +258,7 @@ def _train_step(
         bytes=run.bytes,
         skipped=result.skipped,
         loss_scale=result.loss_scale,
+        num_samples=num_samples,
     )
     # Only now, with the kernels of this step launched, wait for the record of the step before.
     run.settle()

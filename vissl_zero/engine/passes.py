@@ -115,6 +115,7 @@ def passes_of(
         if options.get("choose_patches") is not None:
             chosen["choose_patches"] = _of_rows(options["choose_patches"], images, parts)
         rows = [images[part.tensor][part.first : part.stop] for part in parts]
+        # An empty probe in later passes: their outputs must have the same structure to be joined.
         yield Pass(tuple(places), rows, probe if probe is None or index == 0 else probe[:0], chosen)
 
 

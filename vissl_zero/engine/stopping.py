@@ -110,6 +110,8 @@ def listen(ctrl_c: bool = True) -> None:
 
 
 def _on_signal(number: int, frame: FrameType | None) -> None:
+    # Only a note is taken here: a handler runs between any two lines, also inside a collective that other ranks wait
+    # for.
     if number == signal.SIGINT:
         if _requested is not None:
             raise KeyboardInterrupt
@@ -160,6 +162,7 @@ def read_note(folder: Path) -> JobNote | None:
 def read_jobs(sweep_dir: Path) -> dict[Path, JobNote]:
     """Return the notes of a sweep's jobs by the job's folder, in the order of the jobs."""
     folders = [path for path in sweep_dir.iterdir() if path.is_dir()] if sweep_dir.is_dir() else []
+    # By number, so that job 10 follows job 9. Folders that are no job's come last.
     folders.sort(key=lambda path: (int(path.name) if path.name.isdecimal() else 10**9, path.name))
     return {path: note for path in folders if (note := read_note(path)) is not None}
 

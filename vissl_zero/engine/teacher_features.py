@@ -180,6 +180,7 @@ class TeacherFeatures:
         try:
             if self._files is None:
                 self.folder.mkdir(parents=True, exist_ok=True)
+                # A random name: ranks of this run, and of others that share the folder, must never write to one file.
                 name = uuid4().hex
                 paths = [self.folder / f"{name}{ending}" for ending in (_ROWS, _PLACES)]
                 self._files = paths[0].open("xb"), paths[1].open("xb")
@@ -196,6 +197,7 @@ class TeacherFeatures:
             return
         try:
             self._files[0].flush()
+            # Rows reach the disk before their places: after a power cut, places alone would name rows of zeros.
             os.fsync(self._files[0].fileno())
             self._files[1].write(np.array(self._unwritten, dtype=np.int64).tobytes())
             self._files[1].flush()
@@ -272,6 +274,7 @@ def _facts(plan: ResolvedRun, source: Source, checksum: int) -> str:
         "views_apart": config.MODEL.VIEWS_APART,
         "seed": plan.seed,
         "numbers": {**asdict(plan.sharding.precision), "float8": asdict(config.MODEL.FLOAT8)},
+        # Kernels of another device or version round differently.
         "computed_by": [plan.device, torch.__version__],
     }
     return json.dumps(facts, default=str, sort_keys=True, indent=1)

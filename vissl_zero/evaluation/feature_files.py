@@ -19,20 +19,27 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from vissl_zero.atomic import read_object
-from vissl_zero.collectives import all_gather_rows
+from vissl_zero.collectives import all_gather_objects, all_gather_rows
 from vissl_zero.config.components.heads import layer_names
 from vissl_zero.data.loader import eval_images
 from vissl_zero.data.source import Source, build_eval_sources, splits_to_read
 from vissl_zero.engine.hook import Hook, Run
 from vissl_zero.errors import ConfigError, DataError, Problem
 from vissl_zero.evaluation.accuracy import TOP_K
-from vissl_zero.evaluation.features import broken_ids, evaluating, layers_of, own_batches, rows_to_write
+from vissl_zero.evaluation.features import (
+    broken_ids,
+    evaluating,
+    layers_of,
+    num_not_finite,
+    own_batches,
+    require_finite,
+    rows_to_write,
+)
 from vissl_zero.evaluation.opening import print_opening
 from vissl_zero.registry import HOOKS
 from vissl_zero.terminal import print_line
@@ -43,6 +50,8 @@ _ROWS_PER_SHARD = 2**16
 @HOOKS.register("extract_features")
 class ExtractFeatures(Hook):
     """Writes the trunk's features at the end of the run, each image once, whatever the number of ranks.
+
+    Features that are NaN or infinite get no index: DataError.
 
     A broken image under ON_BROKEN_IMAGE=skip has no row, because another image's features would get its name.
     Images are transformed as for evaluation (TEST.TRANSFORMS). Every rank writes the rows of its share in shards.
@@ -68,7 +77,7 @@ class ExtractFeatures(Hook):
     def _extract(self, run: Run, split: str, source: Source) -> int:
         """Write the features of a split to files. Collective."""
         writer = _ShardWriter(run.folder / _FEATURES_FOLDER, split, run.rank, _ROWS_PER_SHARD)
-        feature_dim, skipped = 0, list[str]()
+        feature_dim, num_wrong, skipped = 0, 0, list[str]()
         with run.sharded.evaluated(), evaluating(run.sharded.model):
             for batch, num_own in own_batches(run, eval_images(source, run.plan.config.DATA, run.plan.seed)):
                 (features,) = run.sharded.model(batch.images, features_only=True)
@@ -77,15 +86,14 @@ class ExtractFeatures(Hook):
                 skipped += [source.name(index) for index in broken_ids(batch, num_own)]
                 kept = rows_to_write(batch, num_own)
                 rows = features[kept].to(torch.promote_types(features.dtype, torch.float32))
+                num_wrong += num_not_finite(rows)
                 writer.add(rows, batch.sample_ids[kept], labels[kept])
         writer.flush()
-        of_ranks = [(writer.shards, skipped)]
-        if run.world_size > 1:
-            of_ranks = of_ranks * run.world_size
-            dist.all_gather_object(of_ranks, (writer.shards, skipped))
+        of_ranks = all_gather_objects((writer.shards, skipped, num_wrong))
+        shards = {name: rows for rows_by_name, _, _ in of_ranks for name, rows in rows_by_name.items()}
+        require_finite(run, sum(count for *_, count in of_ranks), sum(shards.values()))
         if run.is_main:
-            shards = {name: rows for rows_by_name, _ in of_ranks for name, rows in rows_by_name.items()}
-            skipped = sorted(name for _, names in of_ranks for name in names)
+            skipped = sorted(name for _, names, _ in of_ranks for name in names)
             images = [source.name(index) for index in range(len(source))]
             names = list(source.class_names)
             folder = run.folder / _FEATURES_FOLDER
@@ -136,6 +144,7 @@ class _ShardWriter:
 
     def add(self, features: Tensor, images: Tensor, labels: Tensor) -> None:
         """Add features (n, F), the positions (n,) of their images in the split, and labels (n,); n may be 0."""
+        # A rank whose share of a batch is a copy has no rows.
         if len(features):
             self._waiting.append((features.cpu(), images.cpu(), labels.cpu()))
         if sum(len(part[0]) for part in self._waiting) >= self._rows_per_shard:
@@ -193,6 +202,7 @@ def read_features(folder: str | Path, split: str = "TRAIN") -> ExtractedFeatures
         places = torch.cat([part["image"] for part in parts])
         order = places.argsort()
         skipped = list(index.get("skipped", []))
+        # Each image once: shards of an earlier, interrupted call may lie in the folder.
         is_complete = len(set(places.tolist())) == len(places) == index["num_images"] - len(skipped)
         images = [images[place] for place in places[order]]
     except (OSError, ValueError, LookupError, TypeError, RuntimeError, SafetensorError) as error:

@@ -20,7 +20,7 @@ from vissl_zero.data.source import build_eval_sources
 from vissl_zero.data.split_pipeline import eval_transforms
 from vissl_zero.engine.hook import Hook, Run
 from vissl_zero.errors import DataError
-from vissl_zero.evaluation.features import Features, extract_features, rankme, require_finite
+from vissl_zero.evaluation.features import Features, extract_features, num_not_finite, rankme, require_finite
 from vissl_zero.evaluation.knn import knn_top1s
 from vissl_zero.evaluation.linear_classifiers import shared
 from vissl_zero.evaluation.opening import print_opening, recognized
@@ -62,7 +62,7 @@ class FeatureQuality(Hook):
         skipped = [source.name(index) for source, features in sources_of_features for index in features.broken]
         index, queries = (features.without_broken() for features in extracted)
         for features in (index, queries):
-            require_finite(features.rows)
+            require_finite(run, num_not_finite(features.rows), len(features.rows))
         assert index.labels is not None and queries.labels is not None
         k, temperature = min(options.TOPK, len(index.rows)), options.SIGMA
         (knn,) = knn_top1s(queries, index, [(k, temperature)]) or [float("nan")]
@@ -96,6 +96,7 @@ def _linear_predictions(train: Features, test: Features) -> tuple[float, np.ndar
     if len(np.unique(labels)) < 2:
         raise DataError("A linear probe needs images of two classes at least in TRAIN.")
     mean, scale = rows.mean(axis=0), rows.std(axis=0)
+    # A constant feature would become NaN.
     scale[scale == 0] = 1.0
     rows = (rows - mean) / scale
     penalty = _PENALTIES[int(np.argmax(shared(_PENALTIES, partial(_held_out, rows, labels))))]
@@ -134,6 +135,8 @@ def _held_out(rows: np.ndarray, labels: np.ndarray, penalty: float) -> float:
     for label in np.unique(labels):
         members = np.flatnonzero(labels == label)
         place[members] = np.arange(len(members))
+    # By class and by place, not at random: every class is held out in proportion, and the choice is the same
+    # everywhere.
     held = place % 10 == 1
     if not held.any() or len(np.unique(labels[~held])) < 2:
         return 0.0

@@ -160,6 +160,7 @@ def extract_features(run: Run, images: EvalImages, with_pixels: bool = False) ->
         for batch, num_own in own_batches(run, images):
             (features,) = model(batch.images, features_only=True)
             rows.append(features[:num_own].to(torch.promote_types(features.dtype, torch.float32)))
+            # Without copies, so that each index occurs once and a sort restores the source's order.
             ids.append(batch.sample_ids[:num_own])
             targets = torch.full_like(batch.sample_ids, -1) if batch.targets is None else batch.targets
             labels.append(targets[:num_own])
@@ -176,11 +177,19 @@ def extract_features(run: Run, images: EvalImages, with_pixels: bool = False) ->
     )
 
 
-def require_finite(rows: Tensor) -> None:
-    """Raise DataError if a feature of ``rows`` (N, F) is NaN or infinite. Not collective."""
-    if num_wrong := int((~rows.isfinite()).any(dim=1).sum()):
+def num_not_finite(rows: Tensor) -> int:
+    """Count the rows (N, F) with a feature that is NaN or infinite."""
+    return int((~rows.isfinite()).any(dim=1).sum())
+
+
+def require_finite(run: Run, num_wrong: int, num_images: int) -> None:
+    """Raise DataError if the features of ``num_wrong`` images, of all ranks, are NaN or infinite. Not collective."""
+    if num_wrong:
+        config = run.plan.config
+        file = config.MODEL.WEIGHTS_INIT.PARAMS_FILE if config.TEST_ONLY else ""  # else the run has trained others
+        weights = f"the weights {file}".rstrip()
         raise DataError(
-            f"The features of {num_wrong} of {len(rows)} images are NaN or infinite: the weights hold such values, or "
+            f"The features of {num_wrong} of {num_images} images are NaN or infinite: {weights} hold such values, or "
             "their numbers overflow. Take other weights, such as an earlier checkpoint."
         )
 
@@ -245,6 +254,7 @@ def lidar(views: Tensor) -> float:
     values, vectors = torch.linalg.eigh(within)
     whiten = vectors * (values.clamp(min=0) + _RIDGE).rsqrt() @ vectors.T
     matrix = whiten @ between @ whiten
+    # Made symmetric again: rounding of the products leaves differences, and eigvalsh reads one triangle only.
     return _smooth_rank(torch.linalg.eigvalsh((matrix + matrix.T) / 2).clamp(min=0))
 
 

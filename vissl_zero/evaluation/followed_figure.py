@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from vissl_zero.collectives import all_reduce_max
-from vissl_zero.engine.hook import Run, StepRecord
+from vissl_zero.engine.hook import MeanLoss, Run, StepRecord
 from vissl_zero.errors import ConfigError, Problem
 from vissl_zero.resolve.followed_figure import periods
 
@@ -27,20 +27,19 @@ class FollowedFigure:
     def __init__(self, metric: str, key: str, mode: str = "auto"):
         self.metric, self._key = metric, key
         self._sign = -1 if mode == "min" or (mode == "auto" and metric == "loss") else 1
-        self._losses = [0.0, 0.0]  # sum and number of this epoch's losses
+        self._loss = MeanLoss()  # of this epoch
 
     def state_dict(self) -> dict[str, Any]:
         """Return the losses of an epoch in progress."""
-        return {"losses": list(self._losses)}
+        return {"losses": [self._loss.total, self._loss.num_samples]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state."""
-        self._losses = list(state["losses"])
+        self._loss = MeanLoss(*state["losses"])
 
     def add(self, record: StepRecord) -> None:
         """Add the loss of a step, which is equal on all ranks."""
-        if record.loss is not None:
-            self._losses = [self._losses[0] + record.loss, self._losses[1] + 1]
+        self._loss.add(record)
 
     def at_epoch_end(self, run: Run) -> float | None:
         """Return the metric if this epoch has measured it, and is not the last; else None. Collective.
@@ -48,14 +47,13 @@ class FollowedFigure:
         Raises:
             ConfigError: no hook has measured the metric, because images have no labels.
         """
-        total, count = self._losses
         if run.step >= run.num_steps:
             return None
-        self._losses = [0.0, 0.0]
+        loss, self._loss = self._loss.value, MeanLoss()
         if not run.is_due(periods(run.plan.config).get(self.metric, 0)):
             return None
         if self.metric == "loss":
-            return _shared(total / count) if count else None  # None: every step was skipped
+            return None if loss is None else _shared(loss)
         if (figure := run.results.get(f"{self.metric}_latest")) is None:
             must = "must be a figure that this run measures"
             raise ConfigError([Problem(self._key, repr(self.metric), must, "It needs images with labels. Write loss.")])
@@ -63,10 +61,7 @@ class FollowedFigure:
 
     def at_end(self, run: Run) -> float | None:
         """Return the metric at the end of the run; None if no hook has measured it. Collective."""
-        total, count = self._losses
-        if self.metric == "loss":
-            return _shared(total / count) if count else None
-        figure = run.results.get(_AT_END[self.metric])
+        figure = self._loss.value if self.metric == "loss" else run.results.get(_AT_END[self.metric])
         return None if figure is None else _shared(figure)
 
     def is_better(self, figure: float, best: float | None, by: float = 0.0) -> bool:
@@ -76,4 +71,6 @@ class FollowedFigure:
 
 def _shared(figure: float) -> float:
     """Return the maximum over ranks, so that all decide by the same value. Collective."""
+    # The values are equal already. A collective guards against ranks that would decide differently and then wait for
+    # each other.
     return float(all_reduce_max(torch.tensor(figure, dtype=torch.float64)))

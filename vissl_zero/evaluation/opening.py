@@ -10,7 +10,6 @@ from vissl_zero.engine.hook import Run
 from vissl_zero.evaluation.trunk import is_of_no_run
 from vissl_zero.terminal import print_line
 from vissl_zero.weights.network_name import network_name
-from vissl_zero.weights.reading import find
 
 
 def print_opening(run: Run) -> None:
@@ -21,10 +20,8 @@ def print_opening(run: Run) -> None:
 
 
 def recognized(run: Run) -> str:
-    """Return the network's name, and the path of its weights, for messages."""
+    """Return the network's name, and the path of its weights if a run wrote them, for messages."""
     model = run.plan.config.MODEL
     name = model.WEIGHTS_INIT.PARAMS_FILE
-    if name and is_of_no_run(name):
-        return find(name, model.WEIGHTS_INIT.STATE_DICT_KEY_NAME).network.text
-    where = f", from {locate(name).path}" if name else ""
+    where = f", from {locate(name).path}" if name and not is_of_no_run(name) else ""
     return f"{network_name(asdict(model.TRUNK))}{where}"

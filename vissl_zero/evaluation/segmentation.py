@@ -20,7 +20,7 @@ from vissl_zero.data.source import Source, checks_of, masks_of
 from vissl_zero.engine.hook import Run
 from vissl_zero.errors import ConfigError, DataError, Problem
 from vissl_zero.evaluation.curve import CurveHook
-from vissl_zero.evaluation.features import evaluated, own_batches
+from vissl_zero.evaluation.features import evaluated, own_batches, rows_to_write
 from vissl_zero.evaluation.pictures import middles
 from vissl_zero.methods.segmentation import as_large_as
 from vissl_zero.resolve.pairs import IGNORED, listed
@@ -152,13 +152,15 @@ def _confusion_of(run: Run, images: EvalImages) -> Tensor:
         for batch, num_own in own_batches(run, images):
             assert batch.masks is not None, "the source has masks"
             logits = as_large_as(model(batch.images)[0], batch.masks)
-            counts.append(_confusion(logits[:num_own], batch.masks[:num_own], num_classes))
+            kept = rows_to_write(batch, num_own)
+            counts.append(_confusion(logits[kept], batch.masks[kept], num_classes))
     return all_reduce_sum(torch.stack(counts).sum(dim=0))
 
 
 def _confusion(logits: Tensor, masks: Tensor, num_classes: int) -> Tensor:
     """Count pixels by class and prediction, (num_classes, K), of logits (n, K, H, W) and masks (n, H, W)."""
     width, is_counted = logits.shape[1], masks != IGNORED
+    # One bincount over pairs of class and prediction, instead of a pass for each class.
     cells = masks[is_counted].long() * width + logits.argmax(dim=1)[is_counted]
     return torch.bincount(cells, minlength=num_classes * width).view(num_classes, width)
 

@@ -67,6 +67,7 @@ class ClassyZero(ClassyOptimizer):
         if self.model is None:
             fix = "Name the task vissl_zero_classification_task."
             raise ConfigError([Problem("optimizer.name", "vissl_zero", "needs a task that gives it the model", fix)])
+        # Classy builds its torch optimizer only here, and initialize() needs the instance.
         self.base_optimizer.prepare(param_groups)
         _, self.optimizer = initialize(self.model, self.base_optimizer.optimizer, self.zero)
 
@@ -113,5 +114,6 @@ class ZeroClassificationTask(ClassificationTask):
 
     def init_distributed_data_parallel_model(self) -> None:
         """Skip DDP around a sharded model."""
+        # DDP would broadcast parameters that a rank has only in part, and reduce gradients that are averaged already.
         if not isinstance(self.optimizer, ClassyZero):
             super().init_distributed_data_parallel_model()

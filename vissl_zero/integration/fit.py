@@ -63,12 +63,14 @@ def choose_plan(
     budget = _budget(settings, device)
     outcome: tuple[ShardingPlan, str] | ConfigError
     try:
+        # The recorded pass may draw random numbers. The loop must draw the same ones as without a forecast.
         with torch.random.fork_rng(devices=[]):
             forecaster, mode = forecaster_of(model, optimizer, base, sample, device)
             with mode:
                 plans = forecast_all(forecaster, base, settings.gradient_accumulation_steps, 0)
                 ranked = rank_candidates(plans, budget, collectives.world_size())
                 if (first := chosen_of(ranked)) is not None:
+                    # Only for the plan that was chosen, because each try is a forecast.
                     plans += kept_in_part(first, budget, forecaster)
             ranked = rank_candidates(plans, budget, collectives.world_size())
         chosen = chosen_of(ranked)
@@ -149,6 +151,7 @@ def _budget(settings: ZeroSettings, device: torch.device) -> Budget:
         memory, what = torch.cuda.get_device_properties(device).total_memory, "the GPU"
     else:
         memory, what = free_memory() // _local_ranks(), f"what is free over {_local_ranks()} ranks"
+    # One plan holds for all ranks, so it must fit the rank with the least memory.
     least = min(collectives.all_gather_number(max(0, memory - RESERVE), device))
     return Budget(least, host, disk, f"{what}, less {RESERVE / _GIB:g} GiB")
 
@@ -158,6 +161,8 @@ def _num_nodes() -> int:
 
 
 def _local_ranks() -> int:
+    # Only torchrun sets it. Without it, all ranks count as ranks of this machine, which makes the budget too small at
+    # worst.
     return int(os.environ.get("LOCAL_WORLD_SIZE", collectives.world_size()))
 
 
@@ -188,9 +193,11 @@ class _OnHost(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self._device_type != "cpu":
+            # At every operation: the function may enter and leave autocast of its device between two of them.
             kind = self._device_type
             self._set_autocast(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
         args, kwargs = pytree.tree_map(self._on_host, (args, kwargs or {}))
+        # Tensor.cuda() names no device that could be replaced, and would start CUDA.
         return args[0] if func is Tensor.cuda else func(*args, **kwargs)
 
     @staticmethod
@@ -213,6 +220,7 @@ def _fake(leaf: Any) -> Any:
 
 
 def _empty(tensor: Tensor, device: str) -> Tensor:
+    # The strides too: kernels return activations in the memory format of their inputs (channels_last).
     empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(empty, tensor.requires_grad)
@@ -238,6 +246,7 @@ def _shell(optimizer: Any) -> Any:
     twin = object.__new__(type(optimizer))
     twin.__dict__.update(optimizer.__dict__)
     twin.__dict__.pop("step", None)  # a scheduler's wrapper, which is bound to the original
+    # Reading an optimizer sets parameters and state in its groups, which the original must not see.
     set_own(twin, "param_groups", [dict(group) for group in optimizer.param_groups])
     set_own(twin, "state", defaultdict(dict, optimizer.state))
     return twin

@@ -84,6 +84,7 @@ def initialize(
         fix = "Give the model first: initialize(model, optimizer=..., zero=...)."
         raise ConfigError([Problem("model", type(model).__name__, "must be a torch module", fix)])
     _require_fresh(model)
+    # Before a forecast copies the model: the copy would carry the teacher's weights along.
     follower = take_ema(model)
     precision, notes = choose_precision(model, settings)
     groups, build_optimizer = read_optimizer(optimizer, model)
@@ -99,6 +100,8 @@ def initialize(
         shard_group_size=settings.shard_group_size,
         wrap_threshold=settings.wrap_threshold,
         clip_grad=settings.clip_grad,
+        # Only layers that the user has converted are synchronized. The loop relies on its other layers normalizing per
+        # rank.
         sync_bn_group=-1 if any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()) else 0,
         sync_bn_only_marked=True,
         precision=precision,
@@ -126,17 +129,21 @@ def initialize(
     num_ranks = plan.ranks_per_copy(collectives.world_size())
     if plan.wrap_threshold and keeps_parameters_whole(plan, num_ranks, collectives.world_size(), where.type):
         notes = (*notes, f"zero.wrap_threshold{NO_UNITS}")
+    # Hooks of the optimizer see whole parameters at level 0, as without sharding.
     if plan.level:
         require_plain_step(optimizer)
     _print_notes((*settings.notes, *tier_notes, *notes))
     if where.type == "cpu":
         set_allocator(plan)
+    # Sharding puts rows into the groups of an instance. After an error the caller may call again with the same
+    # instance.
     with unchanged_on_error(optimizer):
         sharded = STRATEGIES.get(plan.engine).build().shard(model, groups, build_optimizer, plan, where)
     if follower is not None:
         follower.adopt(sharded)
     _call_through(sharded.model, model)
     mark_sharded(model)
+    # The whole model is freed by now. Without this its pages would stay in the process, in holes between blocks.
     return_free_pages()
     watch_calls()
     is_plain_refused = k > 1 or precision.use_loss_scale
@@ -252,6 +259,7 @@ def choose_precision(model: nn.Module, settings: ZeroSettings) -> tuple[Precisio
         for name, param in model.named_parameters()
         if param.requires_grad or param.is_floating_point() or param.is_complex()
     ]
+    # Reversed, so that the example of a format is the first parameter in it.
     formats = {param.dtype: name for name, param in reversed(numbers)}
     if settings.rounding:
         if formats.keys() != {torch.bfloat16}:
@@ -286,6 +294,7 @@ def choose_precision(model: nn.Module, settings: ZeroSettings) -> tuple[Precisio
     if half is None:
         return Precision(master, None, master, master, False), tuple(notes)
     if settings.level == 0:
+        # Nothing is gathered at level 0, so there is no copy of a unit that could be cast.
         return Precision(master, half, master, master, use_scale), tuple(notes)
     return Precision(master, None, half, master, use_scale), tuple(notes)
 
@@ -367,6 +376,7 @@ def join_ranks(device: torch.device, timeout_s: float) -> None:
         rank_numbers(os.environ)
     require_interfaces(os.environ)
     if device.type == "cuda":
+        # Before the group starts: nccl uses the current device, which is GPU 0 on every rank until it is set.
         torch.cuda.set_device(device)
     dist.init_process_group(
         # gloo in addition to nccl: norms of tensors that are offloaded to the host are summed on the host.
@@ -378,6 +388,7 @@ def join_ranks(device: torch.device, timeout_s: float) -> None:
         timeout=timedelta(seconds=timeout_s),
         device_id=device if device.type == "cuda" else None,
     )
+    # torch warns at exit about a group that was not destroyed.
     atexit.register(_leave)
 
 
@@ -392,5 +403,6 @@ def training_device(model: torch.nn.Module) -> torch.device:
     if held.type == "cuda":
         return held
     if torch.cuda.is_available():
+        # A launcher may show each rank only its own GPU, which then has number 0 on all of them.
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
     return torch.device("cpu")

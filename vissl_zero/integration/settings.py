@@ -148,6 +148,8 @@ def read_settings(zero: Any) -> ZeroSettings:
     problems += _fit_problems(keys, optimizer, params) if is_fitted else _budget_problems(keys)
     problems += _rounding_problems(keys, is_fitted, optimizer, params)
     if not problems:
+        # These checks need a valid level: with a wrong one, they would report what is right once the level is
+        # corrected.
         problems += offload_problems(optimizer, params, level, "zero")
         problems += engine_problems(
             keys.engine,
@@ -232,6 +234,7 @@ def _mapping(zero: Any) -> Mapping[Any, Any]:
 def _from_file(path: Path) -> Any:
     try:
         node = OmegaConf.create(recipe_text(path))
+        # Before references are resolved: a few nested ones can double a text until memory is full.
         require_moderate_texts(OmegaConf.to_container(node, resolve=False))  # type: ignore[arg-type]
         tree = OmegaConf.to_container(node, resolve=True)
     except ConfigError as error:
@@ -480,6 +483,7 @@ def _from_deepspeed(settings: Mapping[str, Any]) -> tuple[dict[str, Any], list[s
     typed = {name: value for name, value in keys.items() if name not in _OWN_OPTIMIZER}
     if automatic := _automatic(typed | {_MARK: zero}, "zero"):
         raise ConfigError(automatic)
+    # DeepSpeed's default is stage 0.
     keys["level"] = zero.pop("stage", 0)
     for name in ("offload_optimizer", "offload_param"):
         if name in zero:

@@ -43,6 +43,7 @@ class _OfParameter(dict[str, Any]):
     """The state that wrappers store for one parameter."""
 
     def __missing__(self, key: str) -> NoReturn:
+        # A KeyError would read as if the optimizer had made no step yet.
         raise VisslZeroError(f"optimizer.state[...][{key!r}]: is not there. {_STATE}")
 
 
@@ -55,6 +56,7 @@ class _StateOfWrappers(defaultdict[Any, Any]):
     def _refuse(self, *_: Any) -> NoReturn:
         raise VisslZeroError(_STATE)
 
+    # Code that walks over the state expects moments. It would find none, and take the optimizer for new.
     clear = values = items = keys = __iter__ = _refuse
 
 
@@ -89,6 +91,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         base = sharded.optimizer
         # torch's constructor calls ``add_param_group``, which raises for groups that are added later.
         self._is_built = False
+        # Called although its lists are replaced below: torch's schedulers and hooks need a constructed Optimizer.
         super().__init__(base.param_groups, base.defaults)
         # The same list objects, so that a learning rate set here reaches the base optimizer.
         self.param_groups, self.state = base.param_groups, _StateOfWrappers()
@@ -168,6 +171,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         loss = None
         if closure is not None:
             with torch.enable_grad():
+                # As in torch's optimizers: the caller may be in no_grad().
                 loss = closure()
         self._require_same_groups()
         with waiting("optimizer.step()"):
@@ -333,6 +337,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self.last_step = self._sharded.step()
         self.num_updates += 1
         self._sharded.retire_gradients()
+        # A skipped update counts in num_updates, but has left no new weights for the teacher to follow.
         if self._follower is not None and not self.last_step.skipped:
             self._sharded.follow(self._follower.decay_at(self.num_updates))
 
@@ -414,6 +419,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                     output.register_hook(self._refuse_plain_backward)
 
     def _refuse_plain_backward(self, grad: Tensor) -> None:
+        # The loss of a GAN's generator passes through a frozen discriminator, whose gradients nobody needs.
         if not self._is_in_backward and any(param.requires_grad for param in self._model.parameters()):
             raise VisslZeroError(PLAIN_BACKWARD)
 
@@ -452,6 +458,7 @@ def save_state(sharded: ShardedModel, folder: Path, step: int, extra: Sequence[P
         CheckpointError: a rank could not write its part. The incomplete checkpoint is removed, earlier ones are kept.
     """
     layout = sharded.layout()
+    # A loop counts epochs and samples itself, and stores them in ``extra``. Those of a recipe are 0.
     manifest = Manifest(
         step=step,
         epoch=0,

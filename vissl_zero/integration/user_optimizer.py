@@ -180,6 +180,7 @@ def _initial_state(
     Raises:
         ConfigError: the optimizer has made steps.
     """
+    # Empty parameters have no value that shows the constant, and frozen ones need no state.
     rows = [(param, optimizer.state.get(param, {})) for param in params if param.numel() and param.requires_grad]
     keys = {key for _, state in rows for key in state}
     makers = {key: _maker(key, [(state.get(key, _NOTHING), param) for param, state in rows]) for key in keys}
@@ -202,6 +203,7 @@ def _maker(key: str, values: Sequence[tuple[Any, Tensor]]) -> Callable[[Tensor],
     value, _ = values[0]
     if not isinstance(value, Tensor):
         is_equal = all(not isinstance(other, Tensor) and other == value for other, _ in values)
+        # A count of steps above 0 is equal for all parameters too, but not initial.
         return (lambda _: value) if is_equal and value is not _NOTHING and not (key == "step" and value) else None
     if all(isinstance(other, Tensor) and other.dtype == p.dtype and torch.equal(other, p) for other, p in values):
         return lambda param: param.detach().clone()  # Lookahead's slow weights
@@ -226,6 +228,7 @@ def _maker(key: str, values: Sequence[tuple[Any, Tensor]]) -> Callable[[Tensor],
 def unchanged_on_error(optimizer: Any) -> Iterator[None]:
     """Restore the parameters and state of an optimizer instance if the body of the context raises."""
     layers = with_wrapped(optimizer) if isinstance(optimizer, torch.optim.Optimizer) else []
+    # Optimizers that wrap each other share the groups of the outermost.
     before = [(group, group["params"]) for layer in layers[:1] for group in layer.param_groups]
     states = [layer.state for layer in layers]
     try:
@@ -302,6 +305,7 @@ def _option_names(name: str) -> tuple[str, ...]:
     cls = _class_from_elsewhere(name) if name in _ELSEWHERE else getattr(torch.optim, name)
     hidden = ("params", "max_grad_norm", "options")
     keys = tuple(key for key in inspect.signature(cls).parameters if key not in hidden)
+    # NorMuon's constructor passes all other keys on to Muon's.
     return tuple(dict.fromkeys([*keys, *_option_names("Muon")])) if name == "NorMuon" else keys
 
 
@@ -344,5 +348,6 @@ def optimizer_facts(optimizer: Any) -> list[str]:
 
 
 def _option_facts(options: Mapping[str, Any], where: str) -> str:
+    # Other values, such as functions, print their address, which differs on every rank.
     plain = {k: v for k, v in options.items() if isinstance(v, str | int | float | tuple | list | torch.Tensor | None)}
     return ", ".join(f"{key}={plain[key]}" for key in sorted(plain)) + where

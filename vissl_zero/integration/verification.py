@@ -19,6 +19,7 @@ from vissl_zero.integration.settings import ZeroSettings, read_settings
 
 Build = Callable[[], tuple[nn.Module, Any]]
 Step = Callable[[nn.Module, Any, Any], Any]
+# Sums in another order differ in the last digits. Wrong gradients differ in the first.
 _TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4}
 
 
@@ -98,6 +99,7 @@ def verify(
         notes.append("half precision was left out.")
     dtype: torch.dtype | None = torch.float64
     try:
+        # A single batch: it shows whether every layer of the model has kernels for float64.
         _run_plainly(build, step, batches[:1], settings, seed, dtype)
     except RuntimeError as error:
         notes.append(f"not in float64: {str(error).splitlines()[0]}")
@@ -108,6 +110,7 @@ def verify(
 
 def _require_same(batches: list[Any]) -> None:
     tensors = [leaf for leaf in pytree.tree_leaves(batches) if isinstance(leaf, Tensor)]
+    # Sums instead of batches, which would all be gathered on every rank.
     facts = [(tuple(tensor.shape), float(tensor.double().sum())) for tensor in tensors]
     of_ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(of_ranks, facts)
@@ -181,6 +184,7 @@ def _distance(
             pairs.append(("loss", torch.tensor(plain.losses[number - 1]), torch.tensor(loss)))
         for name, expected, got in pairs:
             expected, got = expected.double(), got.double()
+            # Equal infinities agree, although their difference is NaN.
             if not expected.numel() or torch.equal(expected, got):
                 continue
             difference = (expected - got).abs().nan_to_num(nan=torch.inf).max().item()
@@ -262,6 +266,8 @@ def _built(build: Build, seed: int, dtype: torch.dtype | None) -> tuple[nn.Modul
         model.to(dtype)
         if (follower := ema_of(model)) is not None:
             follower.teacher.to(dtype)
+        # Adagrad makes its sums in the constructor, in the dtype that the model had then. Counts of steps (0-d) keep
+        # theirs.
         for state in optimizer.state.values() if isinstance(optimizer, torch.optim.Optimizer) else ():
             state.update({k: v.to(dtype) for k, v in state.items() if isinstance(v, Tensor) and v.dim()})
     return model, optimizer
@@ -322,6 +328,7 @@ def _converted(batch: Any, dtype: torch.dtype | None) -> Any:
     def convert(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
+        # Cloned, because a step may change its batch in place, and both runs use the same batches.
         return leaf.to(dtype) if dtype is not None and leaf.is_floating_point() else leaf.clone()
 
     return pytree.tree_map(convert, batch)

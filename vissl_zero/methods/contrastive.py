@@ -59,6 +59,7 @@ def nnclr_loss(
     terms = []
     for view, projection in enumerate(projections):
         logits = _nearest_neighbors(projection, queue) @ everyone[:, 1 - view].T / temperature
+        # A sum divided by hand: torch's mean over the rows of a rank without samples is NaN.
         terms.append(F.cross_entropy(logits, labels, reduction="sum") / max(counts.local, 1))
     return torch.stack(terms).mean()
 
@@ -87,6 +88,7 @@ class NNCLR(EmbeddingMethod):
 
     def observe(self, outputs: list[Any], batch: Batch, teacher_outputs: list[Any] | None = None) -> Any:
         """Return the first view's projections (n, D)."""
+        # Of one view, as in algorithm 1 of the paper: both views of an image would be each other's nearest neighbor.
         return crops_of(outputs[0].projections, 2, batch)[0].detach()
 
     def update_state(self, observed: Sequence[Any]) -> None:
@@ -115,6 +117,7 @@ def supcon_loss(views: Sequence[Tensor], labels: Tensor, temperature: float = 0.
     num_views = len(views)
     everyone = gather_samples(z, counts).flatten(0, 1)  # (N V, D), image by image
     positions = counts.first + torch.arange(counts.local, device=z.device)
+    # Labels have no gradient, so a plain gather will do.
     every_label = collectives.all_gather_rows(labels, counts.per_rank)
     # An image without a class is a class of its own: a negative number that no other image has.
     numbers = torch.arange(counts.total, device=labels.device)

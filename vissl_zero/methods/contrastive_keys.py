@@ -21,6 +21,7 @@ class NNCLRLossConfig:
 
     embedding_dim: int | None = None
     """Width of the embeddings; null: from the head, which also wins over a different number."""
+    # The paper's queue.
     queue_size: int = 98304
     """Projections in the one queue of all ranks; at least a micro-batch over all ranks."""
     temperature: float = number(0.1, above=0, most=1000)

@@ -146,6 +146,7 @@ class DINOHead(nn.Module):
         layers: list[nn.Module] = []
         for width_in in [in_dim, *[hidden_dim] * (num_layers - 1)][: num_layers - 1]:
             layers += [nn.Linear(width_in, hidden_dim), *([nn.BatchNorm1d(hidden_dim)] if use_bn else []), nn.GELU()]
+        # No norm or activation after the last layer: the embedding is normalized.
         last = nn.Linear(in_dim if num_layers == 1 else hidden_dim, bottleneck_dim)
         self.mlp: nn.Module = nn.Sequential(*layers, last) if layers else last
         self.prototypes0 = NormalizedPrototypes(bottleneck_dim, num_clusters[0], normalize_last_layer)
@@ -220,6 +221,7 @@ class DINO(EmbeddingMethod):
         final_momentum: float = 1.0,
     ):
         super().__init__()
+        # The cross-entropy of uniform predictions.
         self.guessing_loss = math.log(output_dim)
         self.center = Center(output_dim, ema_center)
         self.momenta = momentum, final_momentum
@@ -412,6 +414,7 @@ class PatchDistillation(EmbeddingMethod):
 
     def run_teacher(self, model: nn.Module, batch: Batch) -> list[Any]:
         """Run the teacher on the unmasked crops of the first size."""
+        # Small crops have no masks, and the teacher gives targets for large crops only.
         outputs: list[Any] = model(batch.images[:1], choose_patches=partial(self._choose_patches, masks=False))
         return outputs
 
@@ -472,6 +475,7 @@ class IBOT(PatchDistillation):
         mask_probability: float = 0.5,
     ):
         super().__init__(num_global_crops, mask_ratio, mask_probability)
+        # Crops that are not masked have no loss of patches.
         self.guessing_loss = lambda1 * math.log(out_dim) + lambda2 * mask_probability * math.log(patch_out_dim)
         self.center = Center(out_dim, center_momentum)
         self.patch_center = Center(patch_out_dim, center_momentum2)
@@ -545,6 +549,7 @@ def dinov2_loss(
     Returns:
         0-d, the mean over this rank's samples.
     """
+    # Sinkhorn in place of DINO's center (section 4 of the paper): it needs no state between steps.
     dino = dino_loss(class_scores[0], sinkhorn_targets(class_scores[1], teacher_temperature), student_temperature)
     patch_targets = sinkhorn_targets(patch_scores[1], teacher_temperature, counts=is_masked)
     ibot = masked_patch_loss(patch_scores[0], patch_targets, is_masked, student_temperature)

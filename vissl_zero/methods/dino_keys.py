@@ -24,6 +24,7 @@ class DINOLossConfig:
 
     momentum: float = 0.996
     """Weight of the teacher's past at the start; it goes to the final one along half a cosine."""
+    # From 0.996 to 1: section 3.1 of the paper.
     final_momentum: float = 1.0
     """That weight after the last step."""
     student_temp: float = 0.1
@@ -32,6 +33,7 @@ class DINOLossConfig:
     """Divides the teacher's scores in the first step."""
     teacher_temp_max: float = 0.07
     """Divides them after the warm-up."""
+    # 30 epochs of ImageNet in batches of 1,024.
     teacher_temp_warmup_iters: int = 37500
     """Optimizer steps in which the teacher's temperature goes from one to the other in a straight line; 0: it has its
     maximum at once."""
@@ -189,6 +191,7 @@ class IBOTLossConfig:
     """Weight of the loss of masked patches."""
     mim_start_epoch: int = number(0, least=0)
     """Epochs before patches are masked."""
+    # Half of the crops masked, at a ratio of 0.3 with a range of 0.2 to both sides: the settings of the paper.
     mask_ratio: list[float] = field(default_factory=lambda: [0.1, 0.5])
     """Least and largest share of the patches of a crop that are masked, in blocks."""
     mask_probability: float = 0.5
@@ -280,6 +283,7 @@ def distills_patches(
 class DINOv2LossConfig:
     """``dinov2_loss``: DINO, iBOT and KoLeo with Sinkhorn's centering, https://arxiv.org/abs/2304.07193."""
 
+    # This and the other defaults: ssl_default_config.yaml of facebookresearch/dinov2.
     momentum: float = 0.992
     """Weight of the teacher's past at the start; it grows to 1 along half a cosine."""
     student_temp: float = number(0.1, above=0, most=1000)

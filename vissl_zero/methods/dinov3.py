@@ -93,6 +93,7 @@ class DINOv3(DINOv2):
 
     def make_teacher(self, model: Model) -> Model:
         """Add an anchor to the copy, and return it as the teacher."""
+        # The trunk alone, since Gram matrices are of patches before the head.
         model.anchor = copy.deepcopy(model.trunk)
         return model.as_teacher()
 

@@ -27,6 +27,7 @@ class DINOv3LossConfig(DINOv2LossConfig):
 
     gram_weight: float = number(2.0, least=0)
     """Weight of the squared distance between the similarities of an image's patches and those of the anchor."""
+    # A share of the run. In the paper it is step 1,000,000 of a run whose schedules are constant.
     gram_start: float = number(0.9, least=0, most=1)
     """Share of the run before that loss begins; the anchor is then a copy of the teacher. 0: from the first step."""
     gram_interval: int = number(10_000, least=1)

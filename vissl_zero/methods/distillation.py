@@ -47,6 +47,7 @@ def distillation_loss(
     if loss_type == "mse":
         return (at_least_float32(student) - at_least_float32(teacher.detach())).square().sum() / max(student.numel(), 1)
     log_probabilities = F.log_softmax(at_least_float32(student) / temperature, dim=1)
+    # Logarithms on both sides: products of small probabilities would lose digits.
     log_targets = F.log_softmax(at_least_float32(teacher.detach()) / temperature, dim=1)
     if loss_type == "cross_entropy":
         divergence = -(log_targets.exp() * log_probabilities).sum()
@@ -121,6 +122,7 @@ class KnowledgeDistillation(EmbeddingMethod):
             raise ConfigError([Problem("config.MODEL.HEAD.PARAMS", got, must, "Correct the last of dims.")])
         self._note(student)
         soft = distillation_loss(student, teacher, self.temperature, self.loss_type)
+        # Images need labels only where the hard loss counts.
         if self.soft_target_alpha == 1:
             return soft
         targets = targets_of(batch)
@@ -339,6 +341,7 @@ class SwAVDistillation(EmbeddingMethod):
     def make_teacher(self, model: Model) -> Model:
         """Return the model under DISTILLATION, with its weights, frozen; copy its prototypes."""
         head: Any = model.heads[0]
+        # While they are whole: the teacher is sharded after this.
         self.prototypes.copy_(head.prototypes0.weight.detach())
         return model.requires_grad_(False)
 

@@ -262,6 +262,8 @@ def _swav_sizes(cfg: RunConfig) -> dict[str, tuple[Any, str]]:
         "num_crops": (None if crops is None else sum(crops), "transforms"),
         "num_prototypes": (head.get("num_clusters"), "teacher's head"),
         "embedding_dim": (dims[-1], "teacher's head"),
+        # VISSL has a queue in each process. One queue of the same length in all has the same content at any number of
+        # them.
         "queue_length": (loss_keys(cfg).local_queue_length * processes, "processes"),
     }
 

@@ -100,6 +100,7 @@ class MapProjectionHead(nn.Module):
             must = f"must be a trunk whose features are as many as the channels of its maps, {self._width}"
             fix = "Take another trunk, or dense_weight 0 and an mlp."
             raise ConfigError([Problem("config.MODEL.TRUNK.NAME", f"{features.shape[1]} features", must, fix)])
+        # Places as rows: an MLP takes features in the last dimension.
         places = [self.map_projection(crop_maps.movedim(1, 3).flatten(0, 2)) for crop_maps in maps]
         shapes = [(len(crop_maps), *crop_maps.shape[2:]) for crop_maps in maps]
         shown = [rows.unflatten(0, shape).movedim(3, 1) for rows, shape in zip(places, shapes, strict=True)]
@@ -153,6 +154,7 @@ class FeatureDistillation(EmbeddingMethod):
         colors = list(zip(student_mean, student_std, teacher_mean, teacher_std, strict=True))
         self._scales = [std / other_std for _, std, _, other_std in colors]
         self._shifts = [(mean - other_mean) / other_std for mean, _, other_mean, other_std in colors]
+        # Where both normalizations are equal, images need not be copied.
         self._is_recolored = any(scale != 1 for scale in self._scales) or any(self._shifts)
 
     def make_teacher(self, model: Model) -> Model:

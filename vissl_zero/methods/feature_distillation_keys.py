@@ -36,6 +36,7 @@ class FeatureDistillationLossConfig:
     be map_projection_head."""
     normalize: bool = True
     """Divide features by their L2 norm before their distance is taken; false: the mean over features as they are."""
+    # lightly-train's.
     temperature: float = number(0.07, least=1e-4)
     """Divides the similarities to the queue."""
     queue_size: int = number(8192, least=1)

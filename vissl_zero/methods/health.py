@@ -122,6 +122,7 @@ class _RecentMetrics:
     Metrics are measured every LOG_FREQUENCY-th step.
     """
 
+    # A single batch may have a low rank by chance, and early steps always do.
     WINDOW = 20
     FEWEST = 5
 
@@ -204,6 +205,7 @@ class ClusteringCollapse(CollapseRule):
         loss, entropy, rank = means
         self._highest_rank = max(self._highest_rank, rank)
         is_uniform = entropy >= self.UNIFORM
+        # Relative, because chance level is the logarithm of the number of prototypes.
         is_guessing = abs(loss - self._guessing) <= 0.01 * self._guessing
         num_stuck = self._stuck.num_steps(step, is_uniform and is_guessing)
         if is_uniform and rank <= 0.5 * self._highest_rank:

@@ -215,6 +215,7 @@ class SimMIM(_MaskedReconstruction):
             must = f"must end in the numbers of the trunk's patches, {num_pixels}"
             raise ConfigError([Problem(_DIMS, str(got), must, "Write [-1, -1].")])
         self._note(output.embeddings)
+        # As in SimMIM, whose decoder is a 1x1 convolution and a pixel shuffle, with channels outermost in a patch.
         pixels = F.pixel_shuffle(output.patches.permute(0, 3, 1, 2), images.shape[2] // output.patches.shape[1])
         return simmim_loss(pixels, images, output.mask)
 
@@ -419,11 +420,13 @@ class IJEPA(EmbeddingMethod):
         (view,) = images
         grid = grid_of(view, patch_size)
         num_patches = grid[0] * grid[1]
+        # One size for all targets: their embeddings are one tensor.
         size = max(1, int(num_patches * self.target_scale))
         targets = block_targets(view, grid, self.num_targets, size, self.target_ratio, self.epoch, "targets")
         if all_are_seen:
             return [PatchView(wanted=targets)]
         num_seen = max(1, int(num_patches * self.context_scale))
+        # The context must not show what is predicted (section 3 of the paper).
         context = outside(view, targets, num_patches, self.epoch, "context")[:, :num_seen]
         return [PatchView(kept=context, wanted=targets)]
 
@@ -576,6 +579,7 @@ class PatchPredictor(nn.Module):
         if len(dims) != 3:
             must = "must have three widths: of the trunk, of the predictor, of a prediction"
             raise ConfigError([Problem(_DIMS, str(list(dims)), must, "Write [-1, 512, 768], for example.")])
+        # By 4: sine positions have sines and cosines of rows and of columns, a quarter of the width each.
         if dims[1] % num_heads or dims[1] % 4:
             must = f"must be a multiple of 4 and of num_heads, {num_heads}"
             raise ConfigError([Problem(_DIMS, str(dims[1]), must, "Change one of them.")])
@@ -596,6 +600,7 @@ class _Predictor(nn.Module):
         self.width = dims[1]
         self.embedding = nn.Linear(dims[0], dims[1])
         self.mask_token = nn.Parameter(torch.zeros(dims[1]))
+        # timm's block, the one of the authors' decoder.
         blocks = (Block(dims[1], num_heads, qkv_bias=True, norm_layer=_NORM) for _ in range(depth))
         self.blocks = nn.ModuleList(Unit(OrderedDict(unit=block)) for block in blocks)
         self.norm = layer_norm(dims[1])

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 class MAELossConfig:
     """``mae_loss``: squared error of hidden patches' pixels, https://arxiv.org/abs/2111.06377."""
 
+    # Neighboring patches are alike: only with most of them hidden does the task need more than interpolation (section
+    # 3).
     mask_ratio: float = number(0.75, above=0, below=1)
     """Share of the patches that are left out, at random."""
     normalize_pixels: bool = True
@@ -56,6 +58,7 @@ class SimMIMLossConfig:
 
     mask_ratio: float = number(0.6, above=0, below=1)
     """Share of the image that is masked, at random."""
+    # Table 1 of the paper: small masked patches are easy to fill in from their neighbors.
     mask_patch_size: int = number(32, least=1, most=2**16)
     """Side of the squares that are masked, in pixels: a multiple of the trunk's patches."""
 
@@ -120,6 +123,7 @@ class IJEPALossConfig:
     """Weight of the teacher's past at the start; it grows to 1 in a straight line."""
     num_targets: int = number(4, least=1, most=100)
     """Blocks of an image that are predicted, each by itself; they may overlap."""
+    # The middle of the paper's range, 0.15 to 0.2.
     target_scale: float = number(0.175, above=0, most=1)
     """Share of the patches in each of them."""
     target_ratio: list[float] = field(default_factory=lambda: [0.75, 1.5])

@@ -139,6 +139,7 @@ class Method(nn.Module):
             images, _ = self.mixing(batch.images, batch.num_local)
             batch = replace(batch, images=images)  # type: ignore[type-var]
         if self.views_apart:
+            # A tensor for each crop, which the model then runs apart from the others.
             columns = zip(batch.images, batch.num_crops, strict=True)
             apart = [view for images, count in columns for view in images.chunk(count)]
             batch = replace(batch, images=apart, num_crops=[1] * len(apart))  # type: ignore[type-var]
@@ -274,6 +275,7 @@ def build_method(loss_config: Mapping[str, Any], num_images: int = 0) -> Method:
     name = loss_config["name"]
     method: Method = LOSSES.get(name).build(**(loss_config.get(name) or {}))
     require_interface(LOSSES, name, method, base=Method)
+    # Here rather than in the constructor: a recipe does not know the number of images.
     method.set_images(num_images)
     return method
 

@@ -113,6 +113,7 @@ class Mixing:
         Returns:
             (rows, num_classes), rows sum to 1.
         """
+        # Smoothed before they are mixed, as in timm.
         labels = smooth_targets(targets, self.config.num_classes, self.config.label_smoothing).to(dtype)
         mixed = torch.cat(shares)
         views = len(mixed) // max(len(targets), 1)
@@ -143,6 +144,7 @@ class Mixing:
     def _interval(self, place: Tensor, size: Tensor, areas: Tensor, side: int) -> Tensor:
         """Compute the box's extent along one side, (rows, side) bool."""
         if self.config.cutmix_minmax:
+            # Sides are drawn here, not the area (timm's cutmix_minmax).
             least, most = (int(side * share) for share in self.config.cutmix_minmax)
             length = least + (size * max(most - least, 1)).long()
             begin = (place * (side - length)).long()

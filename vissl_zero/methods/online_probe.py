@@ -116,6 +116,7 @@ class OnlineProbe(nn.Module):
         # would need a second all-reduce, before the gradient.
         has_statistics = (self.num_steps > 0).to(gradient.dtype)
         gradient = has_statistics * gradient.view(num_classes, feature_dim + 1) / num_samples
+        # Plain Adam, as the defaults of torch: the probe is a measurement, with no schedule to tune.
         self.exp_avg.lerp_(gradient, 1 - _BETAS[0])
         self.exp_avg_sq.lerp_(gradient.square(), 1 - _BETAS[1])
         updates = self.num_steps.clamp(min=1)

@@ -94,6 +94,7 @@ class RotNet(PretextTask):
             ConfigError: images are not square.
         """
         (images,) = batch.images
+        # A quarter turn of another rectangle has another shape, and would give the angle away.
         if images.shape[2] != images.shape[3]:
             got = f"{images.shape[2]} x {images.shape[3]} pixels"
             fix = "Crop images to a square: {name: CenterCrop, size: 224}."
@@ -175,6 +176,7 @@ def permutations_of(file: str, num_tiles: int, count: int) -> Tensor:
     # allow_pickle=False: a file of orders must not run code.
     try:
         orders = np.load(Path(file).expanduser(), allow_pickle=False).astype(np.int64)
+        # VISSL's files count tiles from 1.
         orders = orders - orders.min()
         is_right = orders.shape == (count, num_tiles) and (np.sort(orders) == np.arange(num_tiles)).all()
     except (OSError, ValueError, TypeError):
@@ -278,10 +280,12 @@ class MemoryBank(nn.Module):
     def __init__(self, num_images: int, embedding_dim: int, momentum: float = 0.5, seed: int = 0):
         super().__init__()
         self.momentum = momentum
+        # As in NPID's NCEAverage.py.
         bound = 1 / math.sqrt(embedding_dim / 3)
         generator = torch.Generator().manual_seed(seed)
         first = torch.empty(num_images, embedding_dim).uniform_(-bound, bound, generator=generator)
         self.register_buffer("memory", F.normalize(first, dim=1))
+        # -1 until the first batch, as in NPID's code, so that a forgotten estimate shows.
         self.register_buffer("normalizer", torch.tensor(-1.0))
         # On the host: reading a buffer in every step would wait for the device.
         self.has_normalizer = False
@@ -502,6 +506,8 @@ class PIRLHead(nn.Module):
     def forward(self, features: Tensor) -> PIRLOutput:
         """Project features ((1 + num_towers) * n, F): n images first, then their tiles, ordered by tile."""
         num_images = len(features) // (1 + self.num_towers)
+        # Each tile is projected to a small width before all are joined: nine full features side by side would be too
+        # wide.
         tiles = self.of_tiles(self.side_by_side(self.of_tile(features[num_images:])))
         return PIRLOutput(self.of_image(features[:num_images]), tiles)
 

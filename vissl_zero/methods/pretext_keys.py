@@ -191,6 +191,7 @@ _LOSS_TYPES = ("nce", "cross_entropy")
 class NegativesConfig:
     """``negative_sampling_params``: what an image is contrasted with."""
 
+    # VISSL's number. The paper has 4,096.
     num_negatives: int = number(16000, least=1)
     """Images drawn from the memory for each image and step."""
 

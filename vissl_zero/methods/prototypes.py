@@ -265,6 +265,7 @@ def msn_loss(
     sums = sum_over_ranks(torch.cat((probabilities.sum(dim=(0, 1)), probabilities.new_tensor([num_anchors]))))
     mean = sums[:-1] / sums[-1].detach().clamp(min=1)
     # ln K - H(mean), at least 0. xlogy: a prototype that no anchor uses adds 0, not NaN.
+    # Without it all images could take one prototype, which makes the first term 0 (section 3 of the paper).
     loss = loss + mean_entropy_weight * (math.log(len(mean)) + torch.special.xlogy(mean, mean).sum())
     if entropy_weight:
         loss = loss - entropy_weight * (probabilities * log_probabilities).sum() / max(num_anchors, 1)
@@ -305,6 +306,7 @@ class MSNHead(nn.Module):
             return SwAVOutput(embeddings, scores, [self._score(probe)])
 
     def _score(self, embeddings: Tensor) -> Tensor:
+        # Normalized at each use: an optimizer step moves prototypes off the unit sphere.
         return F.linear(embeddings.to(self.prototypes.dtype), F.normalize(self.prototypes, dim=1))
 
     def init_parameters(self, generator_for: Callable[[str], torch.Generator]) -> None:

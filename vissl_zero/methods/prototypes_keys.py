@@ -43,6 +43,7 @@ class DeepClusterV2LossConfig:
     """Width of the embeddings; null: from the head, which also wins over a different number."""
     temperature: float = number(0.1, least=1e-4)
     """Divides the cosine similarities to the centroids."""
+    # Three clusterings of 3,000: appendix D of the paper.
     num_clusters: list[int] = field(default_factory=lambda: [3000, 3000, 3000])
     """Clusters of each clustering; at most as many as an epoch has images."""
     kmeans_iters: int = number(10, least=1)
@@ -107,6 +108,7 @@ class MSNLossConfig:
     """That weight after the last step."""
     temperature: float = number(0.1, above=0, most=1000)
     """Divides the cosine similarities to the prototypes."""
+    # A target temperature of 0.025 against 0.1, as in the paper.
     sharpening: float = number(0.25, above=0, most=1)
     """The target's probabilities are raised to 1 over it."""
     mean_entropy_weight: float = number(1.0, least=0)

@@ -33,6 +33,7 @@ class FCNHead(nn.Module):
         super().__init__()
         layers: list[nn.Module] = []
         for width_in, width_out in pairwise(dims[:-1]):
+            # Batch norm subtracts the mean, and a bias with it.
             layers.append(nn.Conv2d(width_in, width_out, 3, padding=1, bias=not use_bn))
             layers += [nn.BatchNorm2d(width_out)] if use_bn else []
             layers.append(nn.ReLU(inplace=True))

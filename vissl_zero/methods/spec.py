@@ -100,6 +100,7 @@ def are_cut(cfg: RunConfig) -> bool:
 def crops_of(cfg: RunConfig) -> list[int] | None:
     """Count the crops per image of each size that the transforms make; None without a multi-crop."""
     for entry in cfg.DATA.TRAIN.TRANSFORMS:
+        # The first that makes several crops decides: those after it act on each crop.
         if isinstance(entry, Mapping) and entry.get("name") == "ImgPilToMultiCrop":
             counts = entry.get("num_crops")
             return list(counts) if counts and all(isinstance(count, int) for count in counts) else None

@@ -237,6 +237,7 @@ class SwAVLoss(Method):
             assigned = self._assign(self._assigned(self._upcast(assigner_scores), batch), queue_scores)
             losses.append(self._swapped_prediction(by_crop, assigned))
             assignments.append(assigned.flatten(0, 1))
+        # Assigned crops only: small ones have no assignments to count.
         self._last = (self._assigned(assigner.embeddings, batch).flatten(0, 1), assignments)
         return torch.stack(losses).mean()
 

@@ -68,6 +68,7 @@ class SwAVLossConfig:
     """Compute assignments and loss in float64."""
     normalize_last_layer: bool = True
     """Divide prototypes by their L2 norm after every step."""
+    # Three rounds suffice for small epsilons, and more cost communication (section 3.1 of the paper).
     num_iters: int = number(3, least=1, most=10000)
     """Rounds of Sinkhorn's algorithm."""
     epsilon: float = number(0.05, least=1e-4)

@@ -130,6 +130,7 @@ class KeyQueue(nn.Module):
         finite = torch.nan_to_num(keys.to(self.keys.dtype), nan=0.0, posinf=0.0, neginf=0.0)
         newest = collectives.all_gather_rows(F.normalize(finite, dim=1))
         length = len(self.keys)
+        # All rows at once, where they wrap around too: MoCo's code asserts that a batch divides the queue.
         rows = (self.position + torch.arange(len(newest), device=newest.device)) % length
         # With more keys than rows, the last ones win: index_copy_ with repeated rows is undefined.
         self.keys.index_copy_(0, rows[-length:], newest[-length:])

@@ -189,6 +189,7 @@ class SimSiamSpec(MethodSpec):
 class BarlowTwinsLossConfig:
     """``barlow_twins_loss``: cross-correlation towards the identity, https://arxiv.org/abs/2103.03230."""
 
+    # The default of main.py in facebookresearch/barlowtwins.
     lambda_: float = 0.0051
     """Weight of the elements off the diagonal."""
     scale_loss: float = 0.024
@@ -217,6 +218,7 @@ class BarlowTwinsSpec(MethodSpec):
 class VICRegLossConfig:
     """``vicreg_loss``: variance, invariance, covariance, https://arxiv.org/abs/2105.04906."""
 
+    # 25, 25 and 1: section 4.2 of the paper.
     sim_coeff: float = 25.0
     """Weight of the distance between the views."""
     std_coeff: float = 25.0

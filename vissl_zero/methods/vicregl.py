@@ -57,6 +57,7 @@ def _expander(dims: Sequence[int], norm: str) -> nn.Sequential:
     layers: list[nn.Module] = []
     for width_in, width_out in pairwise(dims[:-1]):
         layers += [nn.Linear(width_in, width_out), _NORMS[norm](width_out), nn.ReLU(inplace=True)]
+    # Without bias: variance and covariance subtract the mean.
     return nn.Sequential(*layers, nn.Linear(dims[-2], dims[-1], bias=False))
 
 
@@ -156,6 +157,8 @@ def local_loss(maps: Sequence[Tensor], boxes: Tensor, num_matches: Sequence[int]
         for (one, other), num_kept in zip((pair, pair[::-1]), num_matches, strict=True):
             # Matching is a choice without gradient; the matched embeddings have one.
             with torch.no_grad():
+                # Every place has a partner by embedding. By position only the closest pairs show the same part of the
+                # image.
                 by_embedding = torch.cdist(places[one], places[other])
                 # Differences instead of cdist's matrix product, whose rounding would decide between equal distances.
                 by_place = (centers[one][:, :, None] - centers[other][:, None]).square().sum(dim=3)

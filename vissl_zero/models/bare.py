@@ -67,6 +67,7 @@ def why_whole(model: nn.Module) -> str:
     A constructor may be another reason, which only ``build_bare`` can detect.
     """
     params = list(model.named_parameters(remove_duplicate=False))
+    # A tied parameter has a name in two units. The unit that is filled second would overwrite the first.
     if len({param for _, param in params}) < len(params):
         return "parameters are tied"
     filler = next(_fillers_of_others(model), None)
@@ -85,6 +86,7 @@ def _why_whole(model: Model) -> str:
     """Return why ``model`` must be built with memory: see ``why_whole``, or a tensor computed from weights."""
     for name, module in model.named_modules():
         for key, tensor in (*module._parameters.items(), *module._buffers.items()):
+            # Its values followed from weights that were not there: they exist nowhere.
             if tensor is not None and tensor.is_meta and not has_rule(module, key):
                 return f"{name}.{key} is computed from weights"
     return why_whole(model)
@@ -107,6 +109,7 @@ def _fills_others(module: nn.Module) -> bool:
 
 @contextmanager
 def _bare_parameters() -> Iterator[list[bool]]:
+    # A hook of registration, not a device context: buffers and other tensors of a constructor keep their memory.
     handle = register_module_parameter_registration_hook(_without_memory)
     try:
         with _DrawAndDrop(), _MetaQueries() as queries:
@@ -126,6 +129,7 @@ class _DrawAndDrop(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        # torch tags every operation that draws from a generator.
         if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()) and _has_meta((args, kwargs)):
             positional, named = tree_map(_with_memory, (args, kwargs))
             func(*positional, **named)
@@ -201,6 +205,7 @@ def _fill(owner: nn.Module, name: str, seed: int) -> None:
         if key in dtypes and buffer is not None:
             owner._buffers[key] = _unset(buffer)
     with torch.random.fork_rng(devices=[]):
+        # reset_parameters() takes no generator, so the global one is seeded for it, and restored.
         torch.manual_seed(stable_hash(seed, name) >> 1)
         reset()
     for param, value in kept:
@@ -210,6 +215,7 @@ def _fill(owner: nn.Module, name: str, seed: int) -> None:
         if tensor.isnan().any():
             must = f"reset_parameters() of {type(owner).__name__} leaves {key} without values"
             raise ConfigError([Problem(f"model.{name}".rstrip("."), "", must, "Fill it there.")])
+        # Drawn in float32, then cast: the draws are the same in every format.
         tensor.data = tensor.data.to(dtype)
 
 

@@ -71,12 +71,14 @@ class FirstWeights:
     def of_copy(self, model: nn.Module) -> FirstWeights:
         """Return the same weights for a copy of the model, which may lack modules; filled modules need no filling."""
         other = copy.copy(self)
+        # Shared modules are filled under their names in the original, so that a copy has the same weights.
         other._waiting = {name: m for name, m in model.named_modules(remove_duplicate=False) if name in self._waiting}
         return other
 
     @torch.no_grad()
     def fill_(self, name: str) -> None:
         """Fill module ``name`` and its whole unit, unless they are filled already; "" is the model."""
+        # A unit at once: an init_parameters of its parent may span its layers.
         name = next((unit for unit in self._units if _is_in(name, unit)), name)
         modules = {key: self._waiting.pop(key) for key in list(self._waiting) if _is_in(key, name)}
         tensors = [(f"{name}.{key}", t) for name, module in modules.items() for key, t in _own(module)]
@@ -87,6 +89,7 @@ class FirstWeights:
             tensor.data = tensor.data.to(self._dtypes[full_name])
         _initialize(modules, {name: self._key(name) for name in modules}, self._seed)
         for full_name, tensor, dtype in dtypes:
+            # After drawing, which may fill several tensors of a module, of which only some are loaded.
             if read := self.loaded.get(full_name.lstrip(".")):
                 tensor.copy_(read())
             tensor.data = tensor.data.to(dtype)
@@ -110,6 +113,7 @@ def outermost_units(model: nn.Module) -> list[str]:
 def rule_of(module: nn.Module) -> Callable[[nn.Module, GeneratorFor], None] | None:
     """Return the rule for the type of ``module``; a subclass with its own ``reset_parameters`` has none."""
     for module_type, rule in _RULES:
+        # A subclass that overrides reset_parameters wants other weights.
         if isinstance(module, module_type) and _reset_of(type(module)) is _reset_of(module_type):
             return rule
     return None
@@ -206,6 +210,7 @@ def _reset(module: nn.Module, generator_for: GeneratorFor) -> None:
     """Run ``reset_parameters`` in float32 on the CPU, under a generator keyed by the module's name."""
     before = [(tensor.device, tensor.dtype) for tensor in module.parameters(recurse=False)]
     for tensor in module.parameters(recurse=False):
+        # On the CPU: generators of other devices draw other numbers.
         tensor.data = tensor.data.to(device="cpu", dtype=torch.float32)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(generator_for("").initial_seed())

@@ -177,6 +177,7 @@ def element_bits(key: int, first: int, count: int, device: torch.device) -> Tens
     Returns:
         (count,) int64 in [0, 2**53).
     """
+    # From 1: splitmix64 adds its increment before each output.
     counter = torch.arange(first + 1, first + count + 1, device=device).mul_(_signed(_GAMMA)).add_(_signed(key))
     return _shift_right(_mix(counter), 64 - NUM_BITS)
 
@@ -298,6 +299,7 @@ def key_random_layers(model: nn.Module) -> None:
     attention dropout, for which fused attention is switched off.
     """
     for name, module in list(model.named_modules()):
+        # Lists, because children are replaced during the loop.
         for child_name, child in list(module.named_children()):
             keyed = _keyed(child, f"{name}.{child_name}" if name else child_name)
             if keyed is not None:
@@ -315,6 +317,7 @@ def _keyed(layer: nn.Module, name: str) -> nn.Module | None:
     # By name: many repositories have a copy of timm's class.
     if kind == "DropPath" and isinstance(p := getattr(layer, "drop_prob", None), int | float):
         return KeyedDropPath(float(p), name, bool(getattr(layer, "scale_by_keep", True)))
+    # In the mode "batch", all rows share a draw, which no key of a sample could give.
     if kind == "StochasticDepth" and getattr(layer, "mode", None) == "row":
         return KeyedDropPath(float(layer.p), name)  # type: ignore[arg-type]
     return None
@@ -366,6 +369,7 @@ def _compare(
 
 def _generator_states() -> list[Tensor]:
     states = [torch.get_rng_state()]
+    # Asking for the state would start CUDA on a rank that computes on the CPU.
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         states.append(torch.cuda.get_rng_state())
     return states

@@ -47,6 +47,7 @@ class AdaptedLinear(PeftLinear):
     def init_parameters(self, generator_for: GeneratorFor) -> None:
         """Draw A (r, in_features) uniformly within 1 / sqrt(in_features) and set B (out_features, r) to 0."""
         first, second = (getattr(self, key)[_ADAPTER].weight for key in ("lora_A", "lora_B"))
+        # peft's draw: kaiming_uniform_ with a = sqrt(5) has this bound.
         bound = 1 / math.sqrt(first.shape[1])
         first.copy_(torch.empty(first.shape).uniform_(-bound, bound, generator=generator_for("lora_A")))
         second.zero_()
@@ -73,6 +74,7 @@ def adapt_(trunk: nn.Module, options: Lora) -> None:
         target_modules=_targets(trunk, options.TARGET_MODULES),
         init_lora_weights=False,  # ``init_parameters`` draws, by keys
     )
+    # So that peft builds this class, whose ``weight`` raises and whose draws are keyed.
     config._register_custom_module({nn.Linear: AdaptedLinear})
     inject_adapter_in_model(config, trunk)
 
@@ -118,6 +120,7 @@ def _without_adapters(trunk: nn.Module, merges: bool) -> nn.Module:
         if merges:
             layer.merge()
         parent, _, child = name.rpartition(".")
+        # The plain layer in place of the wrapper: names are those of a model without LoRA.
         setattr(plain.get_submodule(parent), child, layer.base_layer)
     return plain
 

@@ -195,6 +195,7 @@ class MobileNetHeadOfTimm(MobileNetHead):
         with_bn: bool = False,
     ):
         super().__init__(in_channels, mid_channels, num_classes, drop_out, with_bn)
+        # The same layers in another order: timm flattens after its first layer, a convolution.
         _, activation, dropout, last = self.classifier
         self.classifier = nn.Sequential(
             nn.Conv2d(in_channels, mid_channels, 1), activation, nn.Flatten(1), dropout, last
@@ -287,6 +288,7 @@ def _mlp(dims: Sequence[int], use_bn: bool, last_bn: bool) -> nn.Sequential:
         has_bn = last_bn if is_last else use_bn
         layers.append(nn.Linear(width_in, width_out, bias=not has_bn))  # batch norm subtracts a bias
         if has_bn:
+            # Not affine after the last layer, as in SimSiam's and MoCo v3's builder.py.
             layers.append(nn.BatchNorm1d(width_out, affine=not is_last))
         if not is_last:
             layers.append(nn.ReLU(inplace=True))

@@ -70,6 +70,7 @@ class Taps:
         self.names = [name for name, _ in entries]
         self.widths = [0] * len(entries)  # widths of the last pass's vectors
         for path in dict.fromkeys(path for tap in self._taps for path in tap.layers):
+            # Hooks, because a trunk has no argument for the outputs of its layers.
             trunk.get_submodule(path).register_forward_hook(self._catch(path))
 
     def _catch(self, path: str) -> Callable[[nn.Module, Any, Any], None]:
@@ -96,6 +97,7 @@ class Taps:
             inputs.append(torch.cat([x.flatten(1) for x in rows] if self._should_flatten else rows))
         self.widths = [rows.shape[1] for rows in inputs]
         self.clear()
+        # Caught maps of all layers would stay in memory until the next pass.
         return inputs
 
 
@@ -270,9 +272,11 @@ class Model(nn.Module):
         for taps in filter(None, (self.taps, self.feature_taps)):
             taps.clear()
         with torch.no_grad() if self.trunk_is_frozen else nullcontext():
+            # A frozen trunk keeps no activations: a linear probe takes the memory of its heads.
             tokens, maps, features = self._of_trunk(images, choose_patches, features_only)
         is_first, self._is_checked = not self._is_checked, True
         if is_first:
+            # In the first pass only: a custom trunk that passes once has the right form.
             _require_features(self.trunk, images, features)
         if self.keeps_features:  # independent of training mode: a teacher is always in evaluation mode
             self.kept_features = [rows.detach() for rows in features]
@@ -280,6 +284,8 @@ class Model(nn.Module):
             return self._features_to_show(features)
         if self.views_apart:
             return self._view_by_view(features, maps)
+        # All resolutions in one call, so that a head is gathered once and batch norm sees all crops (as SwAV's
+        # multi-crop).
         inputs = self.taps(features) if self.taps is not None else [torch.cat(features)] * len(self.heads)
         if is_first and self.taps is not None:
             for index, (head, rows) in enumerate(zip(self.heads, inputs, strict=True)):
@@ -359,6 +365,7 @@ class Model(nn.Module):
         """
         for head in self.heads:
             for name in getattr(head, "student_only", ()):
+                # None instead of a removed attribute: heads test for it.
                 setattr(head, name, None)
         return self.requires_grad_(False)
 
@@ -372,6 +379,7 @@ class Model(nn.Module):
         if self.anchor is not None:
             units += _outermost_units(self.anchor)
         for head in self.heads:
+            # A head is a unit even if it has units: else its other layers would belong to the root.
             units += dict.fromkeys([*_outermost_units(head), head])
         return units
 
@@ -449,6 +457,7 @@ def build_model(model_config: ModelConfig | TeacherModel, num_classes: int = 0) 
             heads.append(build(**options))
             require_interface(HEADS, head_name, heads[-1], base=nn.Module)
         model = Model(trunk, heads, taps)
+    # After all parts are built: keys are full names in the model.
     key_random_layers(model)
     model.trunk_is_frozen = settings.FREEZE_TRUNK_ONLY
     model.feature_taps = feature_taps
@@ -457,6 +466,7 @@ def build_model(model_config: ModelConfig | TeacherModel, num_classes: int = 0) 
     model.features_are_embeddings = settings.FREEZE_TRUNK_AND_HEAD
     for module in model.heads.modules():
         if isinstance(module, MLP):
+            # Applied when weights are drawn, since they may be on the meta device now.
             module.first_scale = head_config.PARAMS_MULTIPLIER
         if isinstance(module, _BatchNorm):
             module.eps = head_config.BATCHNORM_EPS
@@ -490,6 +500,7 @@ def _joined(parts: Sequence[Any]) -> Any:
 def _see_as(trunk: nn.Module, input_type: str, name: str) -> None:
     """Convert the channels of a trunk's input to VISSL's INPUT_TYPE. In place."""
     if input_type == "bgr":
+        # A hook, because weights of Caffe expect blue first; the loader stays the same for all trunks.
         trunk.register_forward_pre_hook(lambda _, args: ([x.flip(1) for x in args[0]], *args[1:]))
     if input_type == "lab" and name == "resnet":
         stem: Any = trunk.get_submodule("stem")
@@ -503,6 +514,7 @@ def _see_channels(trunk: nn.Module, channels: int, name: str) -> None:
     if channels == 3:
         return
     for path, first in trunk.named_modules():
+        # The first such convolution in the order of the modules takes the images.
         if isinstance(first, nn.Conv2d) and first.in_channels == 3 and first.groups == 1:
             shape = (channels, first.out_channels, first.kernel_size, first.stride, first.padding, first.dilation)
             parent, _, own_name = path.rpartition(".")

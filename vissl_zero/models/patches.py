@@ -130,7 +130,9 @@ def block_order(images: Tensor, grid: tuple[int, int], counts: Tensor, epoch: in
     shares = _shares(images, _NUM_BLOCKS * 4, epoch, f"{name}.blocks").unflatten(1, (_NUM_BLOCKS, 4)).unbind(2)
     most = counts[:, None].double()
     least = most.clamp(max=4.0)
+    # At least 4 patches, the default of BEiT's masking_generator.py.
     areas = least + shares[0] * (most - least)
+    # Uniform in the logarithm, as in BEiT's masking_generator.py: tall and wide blocks are equally likely.
     ratios = (0.3 ** (1 - 2 * shares[1])).sqrt()
     heights = (areas.sqrt() * ratios).round().long().clamp(1, grid[0])
     widths = (areas.sqrt() / ratios).round().long().clamp(1, grid[1])
@@ -138,6 +140,7 @@ def block_order(images: Tensor, grid: tuple[int, int], counts: Tensor, epoch: in
     covers = torch.cat([covers.flatten(2), covers.new_ones(len(images), 1, grid[0] * grid[1])], dim=1)
     first = covers.byte().argmax(dim=1)  # the first block that covers a patch
     bits = keyed_bits(len(images), grid[0] * grid[1], name, images.device, epoch)
+    # The block in the upper bits, a random number in the lower ones: one sort orders by both.
     return ((first << NUM_BITS) + bits).argsort(dim=1, stable=True)
 
 

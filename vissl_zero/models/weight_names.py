@@ -108,6 +108,7 @@ def to_our_names(names: Iterable[str], ours: Iterable[str] = ()) -> Renamed:
     result = Renamed()
     for name in names:
         our_name = by_timm_name.get(plain_name(name)) or _our_name(name)
+        # Two tensors for one name: the first is kept, and the other is reported.
         if our_name is None or our_name in result.names:
             result.unknown.append(name)
         else:
@@ -123,6 +124,7 @@ def to_other_names(names: Iterable[str], style: str) -> Renamed:
         style: one of ``STYLES``.
     """
     ours = list(names)
+    # Only RegNet's blocks have a module f; a ResNet has the same names otherwise.
     is_regnet = any(".f." in name for name in ours if name.startswith("trunk.stages."))
     has_bottlenecks = any(".f.c." in name for name in ours)
     classifier = _classifier_name(ours, style, is_regnet) if has_classifier(ours) else None
@@ -165,6 +167,7 @@ def without_wrappers(name: str) -> str:
 def plain_name(name: str) -> str:
     """Return a name without wrappers and prefixes; names of torchvision's transformers are converted to timm's."""
     plain = without_wrappers(name)
+    # Prefixes nest, such as module.backbone.model.
     while (shorter := _without_prefix(plain)) != plain:
         plain = shorter
     if match := re.fullmatch(r"encoder\.layers\.encoder_layer_(\d+)\.(.+)", plain):

@@ -15,7 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from vissl_zero.engine.hook import Hook, Run, StepRecord
+from vissl_zero.engine.hook import Hook, MeanLoss, Run, StepRecord
 from vissl_zero.reporting.quantity import bar, bytes_text, duration_text, figure_text, shown_kinds, sparkline, total
 from vissl_zero.terminal import print_line
 
@@ -53,6 +53,7 @@ class LiveDisplay(Hook):
         self._progress.update(record)
         self._watch = record.watch or self._watch
         now = time.monotonic()
+        # Bounded by time, not by steps, since a small model makes hundreds of them in a second.
         is_due = now - self._drawn_at >= _SECONDS_BETWEEN_FRAMES or record.step == run.num_steps
         if self._live is not None and is_due:
             self._live.update(frame(run, replace(record, watch=self._watch), self._progress), refresh=True)
@@ -175,7 +176,7 @@ class _PlainLines(Hook):
         self._console = console
         self._every = max(1, every)
         self._epoch_started = time.monotonic()
-        self._epoch_losses: list[float] = []
+        self._epoch_loss = MeanLoss()
         self._last_print_s = time.monotonic()
 
     def on_start(self, run: Run) -> None:
@@ -183,7 +184,7 @@ class _PlainLines(Hook):
 
     def on_epoch_start(self, run: Run) -> None:
         self._epoch_started = time.monotonic()
-        self._epoch_losses.clear()
+        self._epoch_loss = MeanLoss()
         # Later hooks have measured these at the end of the last epoch.
         figures = {text: run.results.get(name) for name, text in _LATEST.items()}
         if summary := ", ".join(f"{text} {100 * value:.1f} %" for text, value in figures.items() if value is not None):
@@ -191,15 +192,13 @@ class _PlainLines(Hook):
 
     def on_record(self, run: Run, record: StepRecord) -> None:
         self._progress.update(record)
-        if record.loss is not None:
-            self._epoch_losses.append(record.loss)
+        self._epoch_loss.add(record)
         is_due = record.step % self._every == 0 or record.step == run.num_steps or len(run.records) == 1
         if is_due or time.monotonic() - self._last_print_s >= _LONGEST_SILENCE_S:
             self._print(step_line(run, record, self._progress))
 
     def on_epoch_end(self, run: Run) -> None:
-        if self._epoch_losses:
-            mean = sum(self._epoch_losses) / len(self._epoch_losses)
+        if (mean := self._epoch_loss.value) is not None:
             took = duration_text(time.monotonic() - self._epoch_started)
             self._print(f"epoch {run.epoch + 1}/{run.plan.num_epochs} done in {took}, mean loss {mean:.4f}")
 

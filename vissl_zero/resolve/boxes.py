@@ -34,6 +34,8 @@ def boxes(cfg: RunConfig, decided: Decisions) -> list[Problem]:
             must = "must not keep boxes, which only training looks at"
             problems.append(Problem(key, MULTI_CROP, must, "Leave out keeps_boxes."))
             continue
+        # A box is in units of the image that the crop was taken from. After another transform that is no longer the
+        # file's image.
         if not _keeps(entries[0]):
             must = "must be the first transform where it keeps boxes, which are those of the whole image"
             problems.append(

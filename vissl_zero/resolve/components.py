@@ -72,6 +72,7 @@ def loss_options(cfg: RunConfig) -> dict[str, Any]:
     written = own_fields(asdict(block), schema) if is_dataclass(block) and not isinstance(block, type) else block
     options = typed_options(schema, written, f"config.LOSS.{name}")
     inferred = _inferred(cfg).items()
+    # A written value gives way, with a note: VISSL's recipes repeat these numbers, and an override changes one place.
     return options | {key: value for key, (value, _) in inferred if value is not None}
 
 
@@ -98,6 +99,7 @@ def _inferred(cfg: RunConfig) -> dict[str, tuple[Any, str]]:
 
 AUTO = "auto"
 _KEY = "config.MODEL.TRUNK.NAME"
+# A limit, because the file may come from elsewhere, and is read into memory before anything is known about it.
 _MAX_MANIFEST_BYTES = 2**28
 _STEP = re.compile(r"step_\d{9,}")
 # The keys that decide which images a split has. Batch sizes are not copied: the benchmark sets them.
@@ -129,7 +131,8 @@ def with_run_of_weights(cfg: RunConfig) -> RunConfig:
     saved = None if scheme_of(path) else saved_config(Path(path).expanduser())
     if saved is None:
         # In a subprocess: recognizing a network imports torch, which the launcher avoids.
-        saved = run_in_subprocess(_network, path, cfg.MODEL.WEIGHTS_INIT.STATE_DICT_KEY_NAME)
+        trunk = "" if _KEY in wanted else cfg.MODEL.TRUNK.NAME
+        saved = run_in_subprocess(_network, path, cfg.MODEL.WEIGHTS_INIT.STATE_DICT_KEY_NAME, trunk)
         if lost := [name for name in wanted if name.endswith("DATA_SOURCES")]:
             must = f"needs a run folder or a checkpoint of one: {path} names no images"
             raise ConfigError([Problem(name, AUTO, must, wanted[name]) for name in lost])
@@ -140,9 +143,9 @@ def with_run_of_weights(cfg: RunConfig) -> RunConfig:
     return replace(cfg, MODEL=model, DATA=data)
 
 
-def _network(path: str, key: str) -> Mapping[str, Any]:
+def _network(path: str, key: str, trunk: str) -> Mapping[str, Any]:
     """Return MODEL and DATA blocks for the network in a file of weights: its trunk and its transforms."""
-    network: Mapping[str, Any] = WEIGHTS_READERS.get("network").build(path, key)
+    network: Mapping[str, Any] = WEIGHTS_READERS.get("network").build(path, key, trunk)
     return network
 
 
@@ -206,6 +209,7 @@ def _plain_views(transforms: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
         if entry["name"] == "ImgPilToMultiCrop":
             size = max(entry["size_crops"])
             scales = entry.get("crop_scales") or []
+            # torchvision's default range of scales.
             scale = scales[list(entry["size_crops"]).index(size)] if scales else [0.08, 1.0]
             views.append({"name": "RandomResizedCrop", "size": size, "scale": list(scale)})
         elif entry["name"] == "ImgPilToPatchesAndImage":
@@ -291,11 +295,13 @@ def saved_config(path: Path) -> Mapping[str, Any] | None:
     folder = path if is_folder(path) else path.parent
     steps = [place for place in (folder, *folder.glob("checkpoints/step_*")) if _STEP.fullmatch(place.name)]
     # The folder of a checkpoint has no resolved file; its manifest has the configuration too.
+    # The newest checkpoint first: a resumed run may have continued under a changed configuration.
     manifests = [(step / "manifest.json", _manifest) for step in sorted(steps, reverse=True)]
     for file, read in ((folder / RESOLVED_FILE, read_saved), *manifests):
         try:
             config = with_references(read(file)["config"])
             known = [config["MODEL"]["TRUNK"], config["DATA"]["TRAIN"], config["DATA"]["TEST"]]
+        # The folder may have files of another program under these names. Then it is no run, which is no error yet.
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             continue
         if all(isinstance(block, Mapping) for block in known):

@@ -41,6 +41,7 @@ def with_image_size(cfg: RunConfig) -> RunConfig:
     """
     size, train, test = cfg.DATA.IMG_SIZE, cfg.DATA.TRAIN, cfg.DATA.TEST
     largest = _largest_crop(train.TRANSFORMS)
+    # A rule reports sizes out of range; scaling by them here could make crops of no pixel, or of any amount of memory.
     if size is None or not largest or not 1 <= size <= 65536:
         return cfg
     factor, side = size / largest, patch_side(cfg.MODEL.TRUNK)
@@ -332,6 +333,7 @@ def _path_problem(key: str, text: str, endings: tuple[str, ...]) -> Problem | No
         fix = f"Name the folder that holds it, {path.absolute().parent}, or files of one kind: {', '.join(READ_FILES)}."
         return Problem(key, repr(str(path)), "must name a folder, not a file", fix)
     try:
+        # Only the first image: listing a data set of millions takes minutes.
         is_empty = next(image_files(path, endings), None) is None
     except OSError as error:
         fix = f"Make it readable ({error.strerror}: {error.filename})."
@@ -358,6 +360,7 @@ def names_like(folder: Path, name: str, may_be: Callable[[Path], bool] = Path.ex
     """
     try:
         return did_you_mean(name, sorted(entry.name for entry in folder.iterdir() if may_be(entry)))
+    # A parent that cannot be listed gives no hint, and the missing path is reported in any case.
     except OSError:
         return ""
 
@@ -414,6 +417,7 @@ def num_images(name: str, split: Split, most: int, endings: tuple[str, ...] = EX
         count = _NUM_DIGITS[name]
     elif source == "disk_folder":
         try:
+            # Counting stops once the rule is met.
             count = sum(1 for path in split.DATA_PATHS for _ in islice(image_files(path, endings), most))
         except OSError:
             return None
@@ -426,6 +430,7 @@ def enough(cfg: RunConfig, decided: Decisions) -> Problem | None:
     """Check that every process has at least one image, and every epoch at least one step."""
     train, world_size = cfg.DATA.TRAIN, decided.world_size
     step = decided.micro_batch * max(1, cfg.ZERO.gradient_accumulation_steps)
+    # No more images than the two comparisons below need.
     count = num_images("TRAIN", train, max(world_size, step), endings_of(cfg))
     if not count:
         return None  # no path or an unknown source: other rules report it

@@ -76,6 +76,7 @@ def refused(entries: Sequence[Any], key: str) -> list[Problem]:
         key: key path of the list, for messages.
     """
     names = [str(entry.get("name")) if isinstance(entry, Mapping) else str(entry) for entry in entries]
+    # Up to the conversion, images are arrays of bytes. After it only Normalize has a fast form for tensors.
     at = next((index for index, name in enumerate(names) if name in ENDS), len(names))
     problems = [problem for entry in entries[:at] for problem in _refused(entry, key)]
     if names[at + 1 :] not in ([], ["Normalize"]) or at == len(names):

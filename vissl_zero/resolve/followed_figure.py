@@ -47,6 +47,7 @@ def _followed_figures(cfg: RunConfig, decided: Decisions) -> list[Problem]:
     """Check that the run measures the metrics that early stopping and the best weights follow."""
     known = periods(cfg)
     wanted = {EARLY_STOPPING: cfg.HOOKS.EARLY_STOPPING.METRIC}
+    # top1 is the default: where it is not measured, a note reports SAVE_BEST as inactive instead of an error.
     if cfg.CHECKPOINT.SAVE_BEST and cfg.CHECKPOINT.BEST_METRIC != "top1":
         wanted[BEST] = cfg.CHECKPOINT.BEST_METRIC
     fix = (

@@ -90,6 +90,7 @@ def assumed_host(here: Host, num_procs: int) -> Host:
 
 def _partition_gpus(partition: str) -> int | None:
     """Return the number of GPUs per node of a SLURM partition, by ``sinfo``; None if ``sinfo`` fails."""
+    # By the partition's nodes: the login node, where this runs, often has no GPU.
     command = ["sinfo", "-h", "-o", "%P %G", *(["-p", partition] if partition else [])]
     try:
         answer = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
@@ -99,6 +100,7 @@ def _partition_gpus(partition: str) -> int | None:
     for line in answer.splitlines():
         name, _, resources = line.partition(" ")
         if partition or name.endswith("*"):  # the star marks the default
+            # "gpu:4", "gpu:a100:4" and "gpu:a100:4(S:0-1)" are forms of one entry.
             counts += [int(count) for count in re.findall(r"gpu(?::[a-zA-Z][^:,()]*)?:(\d+)", resources)]
     return max(counts, default=0)
 
@@ -123,6 +125,7 @@ def rank_numbers(environment: Mapping[str, str]) -> dict[str, int]:
     """
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     present = {name: environment[name] for name in names if name in environment}
+    # isdecimal() holds for digits of other scripts too, which no launcher writes.
     numbers = {name: int(text) for name, text in present.items() if text.isdecimal() and text.isascii()}
     local = numbers.get("LOCAL_WORLD_SIZE", numbers.get("WORLD_SIZE", 0))
     if numbers.keys() != present.keys() or not (
@@ -131,6 +134,7 @@ def rank_numbers(environment: Mapping[str, str]) -> dict[str, int]:
         got = ", ".join(f"{name}={text}" for name, text in present.items())
         fix = "Unset them: only torchrun should set them, for each process that it starts."
         raise ConfigError([Problem("environment", got, "must number the processes of a run", fix)])
+    # torch's own error for a wrong port does not name the variable.
     port = environment.get("MASTER_PORT", "1")
     if not (port.isdecimal() and port.isascii() and 0 < int(port) < 2**16):
         fix = "Unset it: torchrun sets it for the processes that it starts."
@@ -231,6 +235,7 @@ def _control_groups(controller: str, root: Path, groups_file: Path) -> Iterator[
         if not controllers or controller in controllers.split(","):
             top = root / controller if controllers else root
             folder = top / group.strip("/")
+            # Own group first: num_oom_kills() takes the first group that has a counter.
             for place in (folder, *(above for above in folder.parents if above.is_relative_to(top))):
                 yield place, bool(controllers)
 
@@ -269,6 +274,7 @@ def settled_free_memory() -> int:
     free, end = free_memory(), time.monotonic() + _SETTLED_WITHIN_S
     while time.monotonic() < end:
         time.sleep(_SETTLING_S)
+        # The largest so far: another process may take memory in the meantime, which is not a sign that all is freed.
         before, free = free, max(free, free_memory())
         if free - before < 2**20:
             break

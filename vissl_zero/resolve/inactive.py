@@ -95,6 +95,7 @@ class Inactive:
 
 
 def _of_split(split: str, when: Callable[[Any], bool]) -> Callable[[RunConfig], bool]:
+    # A function of its own, because a lambda in a loop would see the loop's last split.
     return lambda cfg: when(getattr(cfg.DATA, split))
 
 
@@ -402,6 +403,7 @@ def inactive_keys(cfg: RunConfig) -> list[str]:
     trunk, unset = cfg.MODEL.TRUNK, _defaults().MODEL.TRUNK
     read = {TRUNK_BLOCKS.get(trunk.NAME), FURTHER_BLOCKS.get(trunk.NAME)}
     for block in dict.fromkeys(TRUNK_BLOCKS.values()):
+        # The trunk behind "auto" is known only once its weights are read.
         if trunk.NAME != "auto" and block not in read and getattr(trunk, block) != getattr(unset, block):
             notes.append(f"{_have([f'MODEL.TRUNK.{block}'])}: the trunk is {trunk.NAME}.")
     teacher, plain = cfg.DISTILLATION.TEACHER_MODEL, _defaults().DISTILLATION.TEACHER_MODEL
@@ -475,6 +477,7 @@ def meters(cfg: RunConfig, decided: Decisions) -> list[Problem]:
 def no_effect(cfg: RunConfig) -> list[str]:
     """Return a list with one sentence that names the set keys without effect; empty if there are none."""
     keys = [key.path for key, _ in _set_keys(cfg) if not key.is_refused]
+    # Recipes of VISSL bring blocks of losses that do not exist here. Only the loss that is named is computed.
     keys += [f"LOSS.{name}" for name in cfg.LOSS if name in OTHER_LOSSES]
     if not cfg.SLURM.USE_SLURM and Slurm() != cfg.SLURM:
         keys.append("SLURM (USE_SLURM is off)")

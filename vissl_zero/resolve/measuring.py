@@ -40,6 +40,7 @@ def svm(cfg: RunConfig, decided: Decisions) -> list[Problem]:
     if cfg.PROGRAM not in SVM_PROGRAMS:
         return []
     problems, options = _no_test_images(cfg, "SVMs"), cfg.SVM
+    # LinearSVC (liblinear) has no solver for the other combinations.
     if options.penalty == "l1" and (options.dual or options.loss != "squared_hinge"):
         got = f"'l1', dual {options.dual}, loss {options.loss!r}"
         must = "must be l2 unless dual is false and loss is squared_hinge"
@@ -193,6 +194,7 @@ def without_training(cfg: RunConfig) -> RunConfig:
     settings, model = cfg.MODEL.FEATURE_EVAL_SETTINGS, cfg.MODEL
     if settings.EXTRACT_TRUNK_FEATURES_ONLY:
         entries = settings.LINEAR_EVAL_FEAT_POOL_OPS_MAP
+        # A single map of the trunk's output asks for what heads see anyway. Without taps no inner layer must be kept.
         is_plain = len(entries) == 1 and entries[0][0] in _FEATURES and entries[0][1][0] == "Identity"
         model = replace(model, HEAD=replace(model.HEAD, PARAMS=[_NOT_USED]))
         settings = replace(

@@ -56,6 +56,7 @@ def known(cfg: RunConfig, decided: Decisions) -> list[Problem]:
     if name in wrong:
         return problems
     try:
+        # Only for its errors: it checks names and types of the loss's keys.
         loss_options(cfg)
     except ConfigError as error:
         problems += error.problems
@@ -73,6 +74,7 @@ def method(cfg: RunConfig, decided: Decisions) -> list[Problem]:
     """Run the rules of the method that the loss belongs to."""
     name = str(cfg.LOSS.get("name"))
     spec = method_of(name)
+    # Another type of block is reported by ``known`` already.
     return [] if spec is None or not isinstance(cfg.LOSS.get(name), spec.losses[name]) else spec.problems(cfg, decided)
 
 

@@ -37,6 +37,7 @@ def with_named_teacher(cfg: RunConfig) -> RunConfig:
     if problem := missing_weights(name, key):
         raise ConfigError([problem])
     saved = None if scheme_of(name) else saved_config(Path(name))
+    # The teacher is built without adapters, so that it would be the network before its training.
     if saved is not None and (saved["MODEL"].get("LORA") or {}).get("USE_LORA"):
         fix = "Give its merged weights: vissl-zero export <run> --to safetensors."
         raise ConfigError([Problem(key, name, "must not be a run with LoRA, whose weights are in two parts", fix)])
@@ -51,6 +52,7 @@ def with_named_teacher(cfg: RunConfig) -> RunConfig:
     mean, std = normalization(run["DATA"]["TRAIN"]["TRANSFORMS"])
     if not hasattr(keys, "teacher_mean"):  # the loss cannot renormalize the images for its teacher
         _require_normalization(cfg, mean, std)
+    # The student's last layer must be as wide as what the teacher gives: features, or scores of prototypes.
     width = run["feature_dim"] if spec.teacher_head(cfg) else int(head[0][1]["num_clusters"][0])
     facts = {
         "embedding_dim": run["feature_dim"],

@@ -17,6 +17,7 @@ def offload_plans(optimizer: OffloadOptimizer, params: OffloadParam) -> tuple[Of
         OffloadPlan(
             device=optimizer.device,
             nvme_path=optimizer.nvme_path,
+            # Not set means on: only page-locked memory is copied while the GPU computes.
             pin_memory=optimizer.pin_memory is not False,
             fast_init=optimizer.fast_init,
             keep_files=optimizer.keep_files,

@@ -49,6 +49,7 @@ def form(cfg: RunConfig, decided: Decisions) -> list[Problem]:
 
 def known(cfg: RunConfig, decided: Decisions) -> list[Problem]:
     """Check that the optimizer and its keys are known."""
+    # Reported by that rule. Which optimizer's keys to check is not known.
     if form(cfg, decided):
         return []
     if base_name(cfg.OPTIMIZER) not in OPTIMIZERS:
@@ -86,6 +87,7 @@ def groups(cfg: RunConfig, decided: Decisions) -> list[Problem]:
     except ConfigError as error:
         return list(error.problems)
     for index, rule in enumerate(rules):
+        # A constant rate is the schedule's peak.
         if rule["constant_lr"] and block.param_schedulers.lr.name not in KEYS:
             must = f"needs a schedule whose peak is known, and {block.param_schedulers.lr.name} is one of your own"
             return [Problem(f"{_KEY}.param_groups[{index}].constant_lr", "True", must, "Leave it out.")]
@@ -193,6 +195,7 @@ def _composite(key: str, schedule: Mapping[str, Any], num_epochs: int) -> list[P
         return [
             Problem(key, got, "must have a length and an interval_scaling per part", "Give the lists the same length.")
         ]
+    # Negated comparisons, because comparisons with NaN are false. Thirds in decimals do not sum to 1 exactly.
     if not min(lengths) > 0 or not abs(sum(lengths) - 1) <= 1e-6:
         fix = "They are shares of the whole run, such as [0.1, 0.9]."
         return [Problem(f"{key}.lengths", str(list(lengths)), "must be positive and sum to 1", fix)]
@@ -440,6 +443,7 @@ def resolved_schedules(block: Optimizer, global_batch: int, num_nodes: int = 1) 
         lr = plain(schedulers.lr)
         lr = _multiplied(lr, block.lr / peak(lr))
     decay = plain(schedulers.weight_decay) if schedulers.weight_decay.name else None
+    # Heads with a weight decay of their own keep it: the schedule is the trunk's.
     decay_head = None if head.use_different_wd and not one_rate(block) else decay
     if schedulers.weight_decay_head.name and not one_rate(block):
         decay_head = plain(schedulers.weight_decay_head)
@@ -480,6 +484,8 @@ def _as_in_vissl(schedule: dict[str, Any], wanted: float, of_one_machine: float,
         first = schedule.get("start_value") or next(iter(schedule.get("values", ())), 0.0) or peak(schedule)
         return _multiplied(schedule, wanted / (first or 1.0))
     parts = [_as_in_vissl(part, wanted, of_one_machine, num_nodes) for part in schedule["schedulers"]]
+    # VISSL's warm-up starts at the rate of one machine's share of the batch, as Goyal et al. (section 2.2) start at the
+    # rate of one worker.
     parts = [{**part, "start_value": of_one_machine} if part["name"] == "linear" else part for part in parts]
     lines = [index for index, part in enumerate(parts) if part["name"] == "linear"]
     if not lines or num_nodes > 1 or of_one_machine > wanted or len(parts) == 1:
@@ -496,6 +502,7 @@ def _without_part(schedule: dict[str, Any], index: int) -> dict[str, Any]:
     if len(parts) == 1:
         interval = {"update_interval": schedule["update_interval"]} if "update_interval" in schedule else {}
         return {**interval, **parts[0]}
+    # The rest of the schedule takes the room of the part.
     shares = [length / sum(lengths) for length in lengths]
     return {**schedule, "schedulers": parts, "lengths": shares, "interval_scaling": scaling}
 

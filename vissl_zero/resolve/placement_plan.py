@@ -65,6 +65,7 @@ def placement(cfg: RunConfig, host: Host) -> Placement:
         )
     return Placement(
         device=device,
+        # gloo too, for tensors that stay on the host: nccl moves none of them.
         backend="cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
         world_size=world_size,
         num_nodes=max(1, world_size // procs),
@@ -242,6 +243,7 @@ def _additional(cfg: RunConfig, decided: Decisions) -> Iterator[Problem]:
             fix = "Write it without leading dashes, such as exclude."
             yield Problem("config.SLURM.ADDITIONAL_PARAMETERS", repr(name), "must be a long option of sbatch", fix)
         elif option in _DECIDED:
+            # sbatch takes the later of two equal options without a word.
             yield Problem(key, repr(value), "is decided by another key", f"Use {_DECIDED[option]}.")
         elif not isinstance(value, (str, int, float, bool)):
             yield Problem(key, repr(value), "must be a string, a number or true", "Write one value.")

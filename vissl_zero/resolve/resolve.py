@@ -231,6 +231,7 @@ def _host(cfg: RunConfig) -> Host:
 
 def _filled(cfg: RunConfig) -> RunConfig:
     """Return a copy with all keys of the chosen components, absolute paths, and keys that follow from others."""
+    # The caller's tree stays as written: errors and notes name what the user wrote.
     cfg = copy.deepcopy(cfg)
     model, settings = cfg.MODEL, cfg.MODEL.FEATURE_EVAL_SETTINGS
     if not (are_tapped(cfg) or features_are_tapped(cfg)):
@@ -250,6 +251,7 @@ def _filled(cfg: RunConfig) -> RunConfig:
     _fill_model(cfg)
     if model.LORA.ADAPTER_FOLDER:
         model.LORA.ADAPTER_FOLDER = str(Path(model.LORA.ADAPTER_FOLDER).expanduser().absolute())
+    # A sweep of learning rates trains a copy of the head for each factor, on the features of one forward pass.
     model.HEAD.PARAMS *= len(cfg.OPTIMIZER.head_optimizer_params.lr_factors) or 1
     if has_other_teacher:
         _fill_model(teacher)  # shares the blocks of cfg.DISTILLATION.TEACHER_MODEL

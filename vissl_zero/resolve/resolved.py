@@ -225,6 +225,7 @@ class ShardingPlan:
         """Return how many of ``world_size`` ranks share one copy of the state; 1 at level 0."""
         if self.level == 0:
             return 1
+        # -1 (``initialize``) and 1 (the default) mean all ranks.
         return self.shard_group_size if self.shard_group_size > 1 else world_size
 
     def of_run(self, run: str) -> ShardingPlan:
@@ -302,7 +303,7 @@ def keeps_parameters_whole(plan: ShardingPlan, num_ranks: int, world_size: int, 
         device_type: "cpu" or "cuda".
     """
     precision = plan.precision
-    # On the CPU, ``fully_shard`` would copy all parameters in and out of buffers, which costs as much as the
+    # On the CPU, torch would copy all parameters in and out of buffers, which costs as much as the
     # communication. Casts, disks and several copies of the state need its buffers anyway.
     return (
         plan.engine == "torch"
@@ -346,6 +347,7 @@ def with_ranks(plan: ResolvedRun, number: int) -> ResolvedRun | None:
         world_size=number,
         num_nodes=1,
         procs_per_node=number,
+        # Rounded up: no image of the micro-batch may be lost where the number does not divide it.
         batch_per_rank=-(-plan.batch_per_rank * plan.world_size // number),
         sharding=replace(plan.sharding, shard_group_size=shard_group, sync_bn_group=bn_group),
     )

@@ -102,6 +102,7 @@ def as_data(plan: ResolvedRun) -> dict[str, Any]:
         if place is not None and place[0][place[1]] == values[key]:  # not equal: changed after ``resolve``
             place[0][place[1]] = plan.interpolations[key]
     data["run_dir"] = _masked_folder(plan.run_dir, values.get(_RUN_DIR_KEY), plan.interpolations.get(_RUN_DIR_KEY))
+    # Notes quote values, so they could disclose what the configuration masks.
     texts = {value: plan.interpolations[key] for key, value in values.items() if value and isinstance(value, str)}
     data["notes"] = [_masked_text(note, texts) for note in data["notes"]]
     return data
@@ -164,6 +165,8 @@ def copies_of(derive: Callable[[Any], Mapping[str, Any]], cfg: Any, keys: Mappin
         value = _get(*place)
         if isinstance(value, bool) or not value or not isinstance(value, (str, float)):
             continue
+        # The smallest change, so that all rules still hold. Integers are left out: a plan computes with them, and
+        # numbers of images or processes are no secrets.
         other: Any = value + "~" if isinstance(value, str) else math.nextafter(value, 0.0)
         _set(*place, other)
         try:
@@ -234,6 +237,7 @@ def _masked_text(text: str, values: Mapping[str, str]) -> str:
     """Replace interpolated strings in a note by their ``${...}``, if they are whole words."""
     for value, written in values.items():
         replacement = written.replace("\\", r"\\")  # a backslash would refer to a group
+        # Whole words: a short value such as "1" or "a" would be found in any sentence.
         text = re.sub(rf"(?<![\w.]){re.escape(value)}(?!\w)", replacement, text)
     return text
 
@@ -296,6 +300,7 @@ def load_resolved(path: Path) -> ResolvedRun:
         holder[name] = _cast(_at(root, key, holder[name]), entry["type"])
     for path_of_copy, key in data["copies"].items():
         place, source = find(data, path_of_copy), find(data["config"], key)
+        # A copy that was changed after ``resolve`` was saved as its value, and stays that.
         if place is not None and source is not None and place[0][place[1]] == written[key]["text"]:
             place[0][place[1]] = source[0][source[1]]
     data["notes"] = [_unmasked(note, root) for note in data["notes"]]

@@ -89,6 +89,7 @@ def clipping(cfg: RunConfig, decided: Decisions) -> list[Problem]:
 def sync_bn_group(cfg: RunConfig, decided: Decisions) -> Problem | None:
     """Check that the group size of synchronized batch norm divides the world size."""
     sync, world_size = cfg.MODEL.SYNC_BN_CONFIG, decided.world_size
+    # A larger group is all processes, so that recipes for larger machines run on smaller ones.
     size = min(sync.GROUP_SIZE, world_size)
     if not sync.CONVERT_BN_TO_SYNC_BN or (sync.GROUP_SIZE in (-1, 0)) or (size > 0 and world_size % size == 0):
         return None
@@ -501,6 +502,7 @@ def precision(cfg: RunConfig, level: int) -> tuple[Precision, tuple[str, ...]]:
         # bfloat16 has float32's range of exponents: only float16 needs a loss scale.
         scale = half == "float16" and cfg.ZERO.dynamic_loss_scale
         return Precision("float32", None, half, reduce, scale), notes
+    # Below level 3, or with O1, parameters stay in float32, and autocast casts at each operation.
     autocast = amp.DTYPE if amp.USE_AMP else None
     scale = autocast == "float16" and cfg.ZERO.dynamic_loss_scale
     return Precision("float32", autocast, "float32", "float32", scale), notes

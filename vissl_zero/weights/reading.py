@@ -29,12 +29,13 @@ class RecognizedWeights:
     network: Recognized
 
 
-def find(name: str, key: str = "") -> RecognizedWeights:
+def find(name: str, key: str = "", trunk: str = "") -> RecognizedWeights:
     """Read the names and shapes of weights, and find their network.
 
     Args:
         name: a file, a folder of transformers or timm, or a library's name (``docs/weights.md``).
         key: key of the state dict in a torch file; empty: it is detected.
+        trunk: see ``recognize``.
     Raises:
         CheckpointError: the weights are not on this machine, cannot be read, or belong to an unknown network.
     """
@@ -42,13 +43,13 @@ def find(name: str, key: str = "") -> RecognizedWeights:
     if not located.path.exists():
         raise CheckpointError(f"There is no {located.path}. Give a file of weights, a folder or a run folder.")
     foreign = read_foreign(located.path, "" if key in FOUND_BY_ITSELF else key)
-    return RecognizedWeights(foreign, recognize(foreign, located.model, located.preprocessing))
+    return RecognizedWeights(foreign, recognize(foreign, located.model, located.preprocessing, trunk))
 
 
 @WEIGHTS_READERS.register("network")
-def network_of(name: str, key: str = "") -> dict[str, Any]:
+def network_of(name: str, key: str = "", trunk: str = "") -> dict[str, Any]:
     """Return the network of weights as the configuration of a run. Args and Raises: see ``find``."""
-    return as_run(find(name, key).network)
+    return as_run(find(name, key, trunk).network)
 
 
 @WEIGHTS_READERS.register("teacher")
@@ -83,6 +84,7 @@ def _saved_score_head(model: Mapping[str, Any]) -> list[Any] | None:
     if name in ("swav_head", "dino_head") and len(keys["num_clusters"]) == 1:
         return [[name, dict(keys)]]
     if name == "ibot_dino_head":  # a dino_head with further prototypes, for patches
+        # The other keys are of the patches' prototypes.
         sizes = ("in_dim", "normalize_last_layer", "num_layers", "hidden_dim", "bottleneck_dim")
         return [["dino_head", {**{key: keys[key] for key in sizes}, "num_clusters": [keys["out_dim"]]}]]
     return None
@@ -95,6 +97,7 @@ def _score_head_of(weights: Foreign) -> list[Any] | None:
     prototypes, first = names.get("heads.0.prototypes0.weight_v"), names.get("heads.0.mlp.0.weight")
     if prototypes is None or first is None:
         return None
+    # Matrices are linear layers; norms and biases are vectors.
     num_layers = sum(name.startswith("heads.0.mlp.") and len(shape) == 2 for name, shape in names.items())
     sizes = {"in_dim": first[1], "hidden_dim": first[0], "bottleneck_dim": prototypes[1], "num_layers": num_layers}
     return [["dino_head", {**sizes, "num_clusters": [prototypes[0]], "use_bn": "heads.0.mlp.1.running_mean" in names}]]

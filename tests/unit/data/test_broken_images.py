@@ -165,6 +165,7 @@ def test_a_skipped_image_is_replaced_by_the_next_readable_one(
         assert torch.equal(rows[broken], rows[7])
     said = [message for message in caplog.messages if message.startswith("Skipping")]
     assert sorted(Path(message.split(":")[0]).name for message in said) == ["0.png", "5.jpg"]
+    assert all(message.endswith(". The next readable image takes its place.") for message in said)
 
 
 def test_the_name_of_a_skipped_image_cannot_reach_the_terminal_as_a_command(

@@ -160,11 +160,15 @@ def test_what_cannot_be_read_is_one_sentence(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken/0.png").write_bytes(b"x")
-    cases = (["none"], "does not exist"), (["broken"], "can be read"), ([], "the following arguments")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "x.parquet").mkdir()
+    cases = [(["none"], "does not exist"), (["broken"], "can be read"), ([], "the following arguments")]
+    cases += [(["empty"], "The data path empty holds no image files"), (["x.parquet"], "x.parquet")]
     for words, says in cases:
         assert main(["data", verb, *words]) == 2
         said = capsys.readouterr()
         assert says in said.err and said.err.count("\n") == 1 and said.out == ""
+        assert "config." not in said.err
     save_image(tmp_path / "fine/0.png", 0)
     if verb == "check":
         for picture, says in (("x.jpg", "must end in .png"), ("none/x.png", "cannot be written")):

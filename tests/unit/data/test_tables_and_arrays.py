@@ -147,8 +147,8 @@ def test_names_of_columns_count_without_capitals_and_spaces(make_data: MakeData,
 
 def test_columns_that_are_not_read_are_noted_where_there_are_no_labels(make_data: MakeData, tmp_path: Path) -> None:
     for table, note in (
-        ("path,lable,split\nx,cat,a,more\n", ["no column label or labels; these are not read: lable, split."]),
-        ("path\nx,more\n", []),
+        ("path,lable,split\nx,cat,a,\n", ["no column label or labels; these are not read: lable, split."]),
+        ("path\nx,\n", []),
         ("path,lable,label\nx,cat,\n", []),
     ):
         (tmp_path / "x.csv").write_text(table)
@@ -176,7 +176,13 @@ def test_a_name_that_is_no_text_survives(make_data: MakeData, photos: Path, tmp_
         ("x.csv", b"path,label\n,1\n", "line 2, has no path"),
         ("x.csv", b"path,label,labels\nx,1,2\n", "has label and labels"),
         ("x.csv", b'path\n"x', "cannot be read as a table"),
-        ("x.csv", b"path,label\nx\ny\n", "line 2, has fewer cells than the first line"),
+        ("x.csv", b"path,label\nx\ny\n", "lines 2, 3, have fewer cells than the first line"),
+        (
+            "x.csv",
+            b"path,label\na, b.png,1\ny,1\nz\nv,1,,\nw,1,,2\n",
+            "line 4, has fewer .* lines 2, 6, have more cells",
+        ),
+        ("x.csv", b"path,label\n" + b"x,1,2\n" * 9, "lines 2, 3, 4, 5, 6 and 4 more, have more cells .* Put cells"),
         ("x.csv", b"path,label, Label\nx,1,2\n", "has the column label twice. Leave one of them out"),
         ("x.csv", b"path,label\nx,1\ny, \n", "1 of 2 images have no label"),
         ("x.jsonl", b'{"path": "x", "label": 1, "Label": 2}', "has the column label twice"),

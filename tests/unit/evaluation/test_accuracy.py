@@ -10,6 +10,7 @@ from safetensors import safe_open
 
 from tests.blocks import data_block
 from tests.unit.evaluation.example_run import NUM_TEST, make_config, make_plan
+from vissl_zero.data.decode import BrokenImageError
 from vissl_zero.data.loader import build_eval_images, eval_images
 from vissl_zero.engine.build import build_run
 from vissl_zero.engine.hook import Hook
@@ -117,6 +118,32 @@ def test_an_ignored_label_does_not_count():
     # Each image is left out once: the right answers add up to nine times as many.
     counted = [share * (NUM_TEST - labels.count(label)) for label, share in enumerate(without)]
     assert abs(sum(counted) - 9 * everything * NUM_TEST) < 1e-9
+
+
+def test_a_broken_image_does_not_count_and_its_message_says_so(caplog):
+    """The next image would count twice, under its own label."""
+    config = make_config()
+    config["DATA"]["ON_BROKEN_IMAGE"] = "skip"
+    run, _, _ = build_run(make_plan(config), torch.device("cpu"))
+    logits, labels = _answers(run)
+    wrong = int((logits.argmax(dim=1) != labels).nonzero()[0])
+    images = build_eval_images(run.plan.config.DATA, run.plan.seed)[1]
+
+    class Broken:
+        def __getattr__(self, name):
+            return getattr(images.source, name)
+
+        def __len__(self):
+            return len(images.source)
+
+        def image(self, index):
+            if index == wrong:
+                raise BrokenImageError("a.png", "it is too small")
+            return images.source.image(index)
+
+    right = (logits.argmax(dim=1) == labels).sum().item()
+    assert top1(run, eval_images(Broken(), run.plan.config.DATA, 0), -1) == right / (NUM_TEST - 1)
+    assert caplog.messages == ["Skipping a.png: it is too small. It is left out."]
 
 
 def test_other_losses_have_no_top1():

@@ -10,6 +10,8 @@ from tests.unit.evaluation.example_run import NUM_TEST, NUM_TRAIN, make_config, 
 from vissl_zero.data.loader import build_eval_images
 from vissl_zero.data.pipeline import build_pipeline
 from vissl_zero.engine.build import build_run
+from vissl_zero.errors import DataError
+from vissl_zero.evaluation.feature_files import ExtractFeatures
 from vissl_zero.evaluation.features import evaluating, extract_features, thumbnails
 
 
@@ -53,6 +55,17 @@ def test_running_statistics_are_left_alone(run):
     extract_features(run, build_eval_images(run.plan.config.DATA, run.plan.seed)[0])
     assert before
     assert all(torch.equal(buffer, before[name]) for name, buffer in run.sharded.model.named_buffers())
+
+
+def test_features_that_are_nan_get_no_index_and_the_weights_are_named(tmp_path):
+    config = make_config()
+    config["TEST_ONLY"], config["MODEL"]["WEIGHTS_INIT"] = True, {"PARAMS_FILE": "/w/a.pth"}
+    run, _, _ = build_run(make_plan(make_config(), tmp_path), torch.device("cpu"))
+    run.plan = make_plan(config, tmp_path)
+    next(run.sharded.model.trunk.parameters()).data[:] = float("nan")
+    with pytest.raises(DataError, match=f"features of {NUM_TRAIN} of {NUM_TRAIN} images are NaN .* weights /w/a.pth h"):
+        ExtractFeatures().on_end(run)
+    assert not list(tmp_path.glob("features/*.json"))
 
 
 def test_thumbnails_undo_the_normalization_and_average():

@@ -51,6 +51,16 @@ def test_a_pipe_gets_plain_lines(run: Run, records: list[StepRecord]) -> None:
     assert "\x1b" not in console.file.getvalue()
 
 
+def test_the_mean_loss_of_an_epoch_is_that_of_its_images(run: Run) -> None:
+    """The last step of an epoch may have fewer images than the others."""
+    stream = io.StringIO()
+    steps = [(1.0, 32), (None, 32), (4.0, 16)]
+    run.steps_per_epoch = 3
+    records = [make_record(i + 1, loss=loss, num_samples=count) for i, (loss, count) in enumerate(steps)]
+    play(run, Display(Console(file=stream)), records)
+    assert "mean loss 2.0000\n" in stream.getvalue()
+
+
 def test_a_skipped_step_says_so(run: Run) -> None:
     console = Console(file=io.StringIO())
     play(run, Display(console), [make_record(1, loss=None, grad_norm=None, skipped=True)])

@@ -5,18 +5,22 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from tests.unit.commands.example_checkpoint import write_checkpoint
 from tests.unit.config.example_config import CPU_HOST
+from tests.unit.data.conftest import save_image
 from vissl_zero.config.blocks.model_and_loss import Trunk
 from vissl_zero.config.compose import compose
 from vissl_zero.errors import CheckpointError, ConfigError
+from vissl_zero.evaluation.opening import recognized
 from vissl_zero.resolve.components import normalization, saved_config, trunk_of
 from vissl_zero.resolve.resolve import resolve
 from vissl_zero.resolve.saved import RESOLVED_FILE
+from vissl_zero.weights.reading import network_of
 
 REGNET = {"depth": 3, "w_0": 16, "w_a": 16.0, "w_m": 2.0, "group_width": 8, "block_type": "RES_BASIC_BLOCK"}
 
@@ -119,6 +123,20 @@ def test_without_a_run_it_says_what_to_write(tmp_path):
     (tmp_path / "w.safetensors").write_bytes(b"")
     with pytest.raises(CheckpointError, match=r"w\.safetensors"):
         resolved(tmp_path / "w.safetensors")
+
+
+def test_weights_of_no_known_network_have_the_trunk_that_is_named(tmp_path):
+    """What they lack is the loader's to say; the launcher needs size and normalization alone."""
+    torch.save({"conv1.weight": torch.ones(64, 3, 7, 7)}, tmp_path / "part.pth")
+    with pytest.raises(CheckpointError, match=r"No network .* has the 1 tensor conv1.weight. Write the trunk"):
+        network_of(str(tmp_path / "part.pth"))
+    save_image(tmp_path / "a.png", 0)
+    images = f"config.DATA.TRAIN.DATA_PATHS=[{tmp_path}]", f"config.DATA.TEST.DATA_PATHS=[{tmp_path}]"
+    plan = resolved(tmp_path / "part.pth", "config.MODEL.TRUNK.NAME=timm/vit_base_patch16_384", *images)
+    entries = {entry["name"]: entry for entry in plan.config.DATA.TRAIN.TRANSFORMS}
+    assert entries["RandomResizedCrop"]["size"] == 384
+    assert entries["Normalize"]["mean"] == [0.485, 0.456, 0.406]
+    assert recognized(SimpleNamespace(plan=plan)) == "timm/vit_base_patch16_384"
 
 
 @pytest.mark.parametrize("recipe", ["benchmark/linear", "benchmark/knn", "benchmark/extract_features"])

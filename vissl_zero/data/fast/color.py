@@ -44,6 +44,7 @@ class Colors:
     def pixels(self) -> np.ndarray:
         """The image with all changes applied."""
         if self._matrix is not None:
+            # cv2.transform rounds and clips to 8 bits; the offset in the matrix turns rounding into truncation.
             self._pixels = cv2.transform(self._pixels, self._matrix.astype(np.float32))
             self._matrix, self._may_leave = None, False
         return self._pixels
@@ -87,6 +88,7 @@ class Colors:
     def _pending(self) -> np.ndarray:
         """Return the matrix of the pending changes, after clipping pixels that may have left the range."""
         if self._may_leave:
+            # Reading the pixels applies and clips what is pending.
             _ = self.pixels
         return _NO_CHANGE if self._matrix is None else self._matrix
 

@@ -67,6 +67,7 @@ def draw_box(
     height, width = size
     least, most = _logarithms(ratio)
     for _ in range(10):
+        # The same torch calls as torchvision's, in its order: the generator's state is the same after each crop.
         area = height * width * torch.empty(1).uniform_(*scale).item()
         aspect = torch.empty(1).uniform_(least, most).exp_().item()
         across, down = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
@@ -265,6 +266,7 @@ class Blur:
         original = self._original
         if random.random() < original.p:
             radius = random.uniform(original.radius_min, original.radius_max)
+            # Rounded, so that kernels are found in the cache. The difference is below what 8 bits show.
             picture.blur(_three_boxes(round(radius * _RADII) / _RADII))
 
 

@@ -31,7 +31,7 @@ class NpyArrays:
     class_names: tuple[str, ...] = ()
 
     def __init__(self, request: SourceRequest):
-        key = f"config.DATA.{request.split}.DATA_PATHS"
+        key = request.key
         if not request.paths:
             raise DataError(f"npy needs arrays of images: set {key}=[<images.npy>].")
         self._paths = tuple(request.paths)

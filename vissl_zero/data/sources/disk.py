@@ -75,10 +75,8 @@ class DiskFolder(ListedFiles):
 
     def __init__(self, request: SourceRequest):
         if not request.paths:
-            raise DataError(
-                f"disk_folder needs a folder: set config.DATA.{request.split}.DATA_PATHS=[<folder with images>]."
-            )
-        others, key = Counter[str](), f"config.DATA.{request.split}.DATA_PATHS"
+            raise DataError(f"disk_folder needs a folder: set {request.key}=[<folder with images>].")
+        others, key = Counter[str](), request.key
         files, numbers = _Files(), dict[str | None, int]()  # class or None -> its number in order of appearance
         of_image = array("i")
         endings = request.decoder.endings
@@ -87,6 +85,7 @@ class DiskFolder(ListedFiles):
         ):
             files.add(file)
             of_image.append(numbers.setdefault(name, len(numbers)))
+        # Sorted by name, not in the order of appearance, which depends on the order of the paths.
         classes = sorted(name for name in numbers if name is not None) if None not in numbers else []
         if request.class_names and classes:
             _check_known(classes, request)
@@ -95,6 +94,7 @@ class DiskFolder(ListedFiles):
         class_names = tuple(classes) if len(classes) > 1 else ()
         number = {name: index for index, name in enumerate(class_names)}
         paths = files.array()
+        # Here, before training, rather than at the first such image in a worker.
         if np.char.endswith(np.char.lower(paths), ENDING.encode()).any():
             require_pydicom()
         labels = np.array([number.get(name or "", UNLABELLED) for name in numbers])[np.array(of_image)]
@@ -217,7 +217,7 @@ def _check_known(classes: list[str], request: SourceRequest) -> None:
     unknown = [name for name in classes if name not in request.class_names]
     if unknown:
         raise DataError(
-            f"config.DATA.{request.split}.DATA_PATHS has class folders that DATA.TRAIN does not have: "
+            f"{request.key} has class folders that DATA.TRAIN does not have: "
             f"{', '.join(unknown[:10])}.{did_you_mean(unknown[0], request.class_names)} "
             "Use the same folder names in both."
         )
@@ -248,7 +248,7 @@ class DiskFilelist(ListedFiles):
     """
 
     def __init__(self, request: SourceRequest):
-        key = f"config.DATA.{request.split}.DATA_PATHS"
+        key = request.key
         if not request.paths:
             raise DataError(f"disk_filelist needs a list of images: set {key}=[<paths.npy>].")
         old, new = request.path_prefix

@@ -49,6 +49,7 @@ class Synthetic:
         # Keyed by image, so that any worker generates the same one.
         rng = np.random.default_rng((*self._key, index))
         label = index % NUM_CLASSES
+        # 18 degrees between classes, so that 0.05 radians (3 degrees) of noise confuses few neighbors.
         angle = np.pi * label / NUM_CLASSES + rng.normal(0, 0.05)
         waves = (3.0 + label % 3) * rng.uniform(0.9, 1.1)
         axis = np.linspace(0, 1, self._size, endpoint=False)
@@ -250,6 +251,7 @@ def _labels(data: Any) -> list[int]:
     for attribute, place in (("_samples", 1), ("index", 0)):  # (file, label); of iNaturalist (label, file)
         if (pairs := getattr(data, attribute, None)) is not None:
             return [pair[place] for pair in pairs]
+    # Slow, but correct for any class of torchvision.
     return [int(data[index][1]) for index in range(len(data))]
 
 

@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 
@@ -19,6 +19,8 @@ from vissl_zero.registry import DATA_SOURCES
 
 _BETWEEN_LABELS = "|"  # in a cell of CSV
 _COLUMNS = ("path", "label", "labels")
+_BEHIND = None  # stands for the cells behind the last column
+_MOST_LINES = 5  # named in a message
 
 
 @DATA_SOURCES.register("manifest")
@@ -35,7 +37,7 @@ def manifest(request: SourceRequest) -> Source:
             another kind.
     Cost: reads the tables. No image is looked up before it is used.
     """
-    key = f"config.DATA.{request.split}.DATA_PATHS"
+    key = request.key
     if not request.paths:
         raise DataError(f"manifest needs a table of images: set {key}=[<table.csv or table.jsonl>].")
     old, new = request.path_prefix
@@ -64,7 +66,7 @@ def manifest(request: SourceRequest) -> Source:
 
 def _unread(columns: Iterable[str], paths: Sequence[str]) -> list[str]:
     """Return a sentence on the columns of a table without labels that are not read."""
-    others = [name for name in columns if name and name not in _COLUMNS]  # None: cells behind the last column
+    others = [name for name in columns if name and name not in _COLUMNS]
     if not others or "label" in columns or "labels" in columns:
         return []
     what = f"no column label or labels; these are not read: {', '.join(others[:10])}"
@@ -106,24 +108,48 @@ def _rows(table: Path, key: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
                             raise ValueError("a line must be an object")
                         yield f"{table}, line {number},", dict(zip(_named(row, table), row.values(), strict=True))
                 return
-            header = csv.reader(file, strict=True)
-            names = next(header, [])
-            columns = _named(names, table)
-            if "path" not in columns:
-                must = "The first line must name the columns: path, and label or labels"
-                raise DataError(f"{table} has no column path; its columns are {', '.join(names) or 'none'}. {must}.")
-            # Who writes "path, label" writes a space in the rows too.
-            is_spaced = any(name != name.lstrip() for name in names)
-            reader = csv.DictReader(file, columns, strict=True, skipinitialspace=is_spaced)
-            for row in reader:
-                number = header.line_num + reader.line_num
-                if None in (row[name] for name in columns if name in _COLUMNS):
-                    raise DataError(f"{table}, line {number}, has fewer cells than the first line. Write all of them.")
+            for number, row in _rows_of_csv(file, table):
                 yield f"{table}, line {number},", row
     except (OSError, ValueError, RecursionError, csv.Error) as error:
         at = f" after line {number}" if number and not is_json else f", line {number}," if number else ""
         fix = "Write CSV with a header, or JSON lines (.jsonl)."
         raise DataError(f"{table}{at} cannot be read as a table of images ({error}). {fix}") from error
+
+
+def _rows_of_csv(file: TextIO, table: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    """Yield (line, row) for each row of a table in CSV. Raises DataError, csv.Error."""
+    header = csv.reader(file, strict=True)
+    names = next(header, [])
+    columns = _named(names, table)
+    if "path" not in columns:
+        must = "The first line must name the columns: path, and label or labels"
+        raise DataError(f"{table} has no column path; its columns are {', '.join(names) or 'none'}. {must}.")
+    # Who writes "path, label" writes a space in the rows too.
+    is_spaced = any(name != name.lstrip() for name in names)
+    reader = csv.DictReader(file, columns, restkey=_BEHIND, strict=True, skipinitialspace=is_spaced)
+    short, long = list[int](), list[int]()
+    for row in reader:
+        number = header.line_num + reader.line_num
+        if None in (row[name] for name in columns if name in _COLUMNS):
+            short.append(number)
+        elif any(cell.strip() for cell in row.pop(_BEHIND, ())):
+            long.append(number)
+        else:
+            yield number, row
+    _require_cells(table, short, long)
+
+
+def _require_cells(table: Path, short: Sequence[int], long: Sequence[int]) -> None:
+    """Raise DataError if lines of ``table`` are too short or too long."""
+    kinds = ((short, "fewer", "Write all of them."), (long, "more", "Put cells with a comma in quotes."))
+    sentences = []
+    for lines, how, fix in kinds:
+        some = ", ".join(map(str, lines[:_MOST_LINES]))
+        rest = f" and {len(lines) - _MOST_LINES:,} more" if len(lines) > _MOST_LINES else ""
+        which = f"lines {some}{rest}, have" if len(lines) > 1 else f"line {some}, has"
+        sentences += [f"{table}, {which} {how} cells than the first line. {fix}"] if lines else []
+    if sentences:
+        raise DataError(" ".join(sentences))
 
 
 def _named(names: Iterable[str], table: Path) -> list[str]:

@@ -85,9 +85,8 @@ class Packed(EncodedSource):
 
 def one_path(request: SourceRequest, what: str) -> Path:
     """Return the only path of a request. Raises DataError if there are several, or the path does not exist."""
-    key = f"config.DATA.{request.split}.DATA_PATHS"
     if len(request.paths) != 1 or not Path(request.paths[0]).exists():
-        raise DataError(f"{key} must name {what} that exists, got {', '.join(request.paths) or 'nothing'}.")
+        raise DataError(f"{request.key} must name {what} that exists, got {', '.join(request.paths) or 'nothing'}.")
     return Path(request.paths[0])
 
 
@@ -122,8 +121,8 @@ class WebDataset(Packed):
 
     def __init__(self, request: SourceRequest):
         if not request.paths:
-            raise DataError(f"webdataset needs tars: set config.DATA.{request.split}.DATA_PATHS=[<folder of tars>].")
-        self._tars = [os.fsencode(tar) for path in request.paths for tar in _tars_in(Path(path), request.split)]
+            raise DataError(f"webdataset needs tars: set {request.key}=[<folder of tars>].")
+        self._tars = [os.fsencode(tar) for path in request.paths for tar in _tars_in(Path(path), request.key)]
         work, indexes = SlowProgress(logger.warning), []
         for number, tar in enumerate(self._tars):
             indexes.append(_index_of(Path(os.fsdecode(tar))))
@@ -156,11 +155,11 @@ class WebDataset(Packed):
         return f"{os.fsdecode(self._tars[self._tar[index]])}:{os.fsdecode(bytes(self._key[index]))}"
 
 
-def _tars_in(path: Path, split: str) -> list[Path]:
-    """List the tars in a folder, sorted by name; ``path`` itself if it is a file."""
+def _tars_in(path: Path, key: str) -> list[Path]:
+    """List the tars in a folder, sorted by name; ``path`` itself if it is a file. ``key``: its name, for messages."""
     tars = sorted(path.glob("*.tar")) if path.is_dir() else [path] if path.is_file() else []
     if not tars:
-        raise DataError(f"{path} has no tars. Correct config.DATA.{split}.DATA_PATHS.")
+        raise DataError(f"{path} has no tars. Correct {key}.")
     return tars
 
 
@@ -176,6 +175,7 @@ def _index_of(tar: Path) -> dict[str, np.ndarray]:
             return index
     except Exception:  # noqa: BLE001, S110 - missing, damaged, of another version: it is made again
         pass
+    # The stamp from before reading: if the tar changes meanwhile, the index is made again.
     index = {"stamp": stamp, **_read_index(tar)}
     try:
         with replacing(kept) as path, path.open("wb") as file:
@@ -373,6 +373,7 @@ def _environment(path: str, process: int) -> Any:
     except ModuleNotFoundError as error:
         raise missing("lmdb", "lmdb") from error
     try:
+        # No lock file, which a disk mounted read-only could not hold. No readahead, since images are read at random.
         return lmdb.open(path, readonly=True, lock=False, readahead=False, subdir=Path(path).is_dir())
     except lmdb.Error as error:
         raise DataError(f"{path} cannot be read as an LMDB database ({error}).") from error

@@ -41,8 +41,8 @@ class ParquetFiles(Packed):
 
     def __init__(self, request: SourceRequest):
         if not request.paths:
-            raise DataError(f"parquet needs files: set config.DATA.{request.split}.DATA_PATHS=[<folder of .parquet>].")
-        files = [file for path in request.paths for file in _files_in(Path(path), request.split)]
+            raise DataError(f"parquet needs files: set {request.key}=[<folder of .parquet>].")
+        files = [file for path in request.paths for file in _files_in(Path(path), request)]
         self._files = [os.fsencode(file) for file in files]
         self._kept: OrderedDict[int, Any] = OrderedDict()
         self._column, column, names = "", "", list[str]()
@@ -62,7 +62,7 @@ class ParquetFiles(Packed):
         self._place = np.array([place[:2] for place in groups], np.int64).reshape(-1, 2)
         self._starts = np.cumsum([0, *(place[2] for place in groups)])
         if not self._starts[-1]:
-            raise DataError(f"{', '.join(request.paths)} has no rows. Correct config.DATA.{request.split}.DATA_PATHS.")
+            raise DataError(f"{', '.join(request.paths)} has no rows. Correct {request.key}.")
         super().__init__(request, joined(labels, request.paths), names)
 
     def __getstate__(self) -> Mapping[str, Any]:
@@ -86,6 +86,7 @@ class ParquetFiles(Packed):
         if at not in self._kept:
             number, group = self._place[at].tolist()
             with self._open(number) as file:
+                # Workers are processes already: pyarrow's threads would compete with them.
                 self._kept[at] = file.read_row_group(group, [self._column], use_threads=False)[self._column]
             while len(self._kept) > 1 and sum(images.nbytes for images in self._kept.values()) > _KEPT_BYTES:
                 self._kept.popitem(last=False)
@@ -109,18 +110,20 @@ class ParquetFiles(Packed):
         return f"{os.fsdecode(self._files[number])} row {index - first}"
 
 
-def _files_in(path: Path, split: str) -> list[Path]:
-    """List the Parquet files of a split in a folder, sorted by name; ``path`` itself if it is a file."""
+def _files_in(path: Path, request: SourceRequest) -> list[Path]:
+    """List the Parquet files of a request's split in a folder, sorted by name; ``path`` itself if it is a file."""
     if path.is_file():
         return [path]
     files = sorted(path.glob("*.parquet")) or sorted(path.glob("data/*.parquet"))
     if not files:
-        raise DataError(f"{path} has no Parquet files. Correct config.DATA.{split}.DATA_PATHS.")
+        raise DataError(f"{path} has no Parquet files. Correct {request.key}.")
     of_split = {file: file.name.split("-")[0].removesuffix(".parquet") for file in files}
     if not any(name in names for name in of_split.values() for names in SPLITS.values()):
         return files
-    if not (chosen := [file for file, name in of_split.items() if name in SPLITS[split]]):
-        raise DataError(f"{path} has no split {' or '.join(SPLITS[split])}: its files are those of other splits.")
+    if not (chosen := [file for file, name in of_split.items() if name in SPLITS[request.split]]):
+        raise DataError(
+            f"{path} has no split {' or '.join(SPLITS[request.split])}: its files are those of other splits."
+        )
     return chosen
 
 

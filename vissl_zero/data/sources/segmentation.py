@@ -43,7 +43,7 @@ class SegmentationFolder(EncodedSource):
 
     def __init__(self, request: SourceRequest, num_classes: int = 0):
         super().__init__(request.decoder)
-        key = f"config.DATA.{request.split}.DATA_PATHS"
+        key = request.key
         if not request.paths:
             raise DataError(f"{SOURCE} needs a folder with images/ and masks/: set {key}=[<folder>].")
         lists = [list_pairs(Path(path)) for path in request.paths]

@@ -80,6 +80,7 @@ def _response_norm() -> nn.Module:
 
 def _net(convs: list[nn.Module], pools: list[nn.Module], sight: nn.Module | None = None) -> nn.Module:
     first: Any = convs[0]
+    # The side that the first convolution was trained with. Flat features fit this side alone.
     side = _PADDED_SIDE if first[0].padding[0] else _UNPADDED_SIDE
     conv1, conv2, conv3, conv4, conv5 = convs
     layers = (conv1, pools[0], conv2, pools[1], conv3, conv4, conv5, pools[2], nn.Flatten())

@@ -46,6 +46,7 @@ class RegNet(StagedTrunk):
         # Stem and blocks only: classy-vision's model forwards ``__call__`` to an inner module, past hooks of the model.
         net = build(config)
         stages = [list(stage) for stage in net.trunk_output]
+        # The last norm of the last block has the width of its output, for every type of block.
         norms = [layer for layer in stages[-1][-1].modules() if isinstance(layer, nn.BatchNorm2d)]
         super().__init__(Unit(*net.stem.stem), stages, feature_dim=norms[-1].num_features)
 

@@ -59,6 +59,7 @@ def replace_convolutions(module: nn.Module, is_standardized: bool, is_torch_firs
     }
     for layer in module.modules():
         if type(layer) is nn.Conv2d:
+            # The class alone: the blocks are torchvision's, which take no class of convolution.
             layer.__class__ = classes[is_standardized, is_torch_first]
 
 
@@ -313,5 +314,6 @@ class _Bottleneck(nn.Module):
 def _projection(channels_in: int, channels_out: int, stride: int, ratio: float) -> nn.Sequential:
     if ratio == 0:
         return nn.Sequential(_conv(channels_in, channels_out, 1, stride), _norm(channels_out, has_relu=False))
+    # Padded at the right and bottom, so that 2x2 pooling keeps the size at stride 1 and covers odd sides at stride 2.
     pool = nn.Sequential(nn.ZeroPad2d((0, 1, 0, 1)), nn.AvgPool2d(2, stride), _conv(channels_in, channels_out, 1))
     return nn.Sequential(pool, _norm(channels_out, has_relu=False))

@@ -128,6 +128,7 @@ class TimmTrunk(nn.Module):
             kind = Unit if self.is_chain else _SingleUnit
             module = net.get_submodule(name)
             if next(module.parameters(), None) is not None:
+                # A module without parameters has nothing to gather.
                 setattr(net.get_submodule(parent), child, kind(OrderedDict(unit=module)))
         self.net = net
         self._links = [f"net.{name}" for name in links or ()]
@@ -230,10 +231,12 @@ class _Call:
             return [self.name]
         current, names = self.entered, list[str]()
         for call in self.inner:
+            # Another input than the last output: a shortcut, or arithmetic between the modules.
             if not _same(call.entered, current):
                 return [self.name]
             names += call.links(least_params)
             current = call.left
+        # Parameters of its own would be used outside of all links.
         is_chain = self.inner and not self.owns_parameters and _same(current, self.left)
         return names if is_chain and len(set(names)) == len(names) else [self.name]
 
@@ -259,11 +262,13 @@ def _trace(net: nn.Module) -> tuple[list[str] | None, int, _LastMap]:
 
     handles = [module.register_forward_pre_hook(enter, with_kwargs=True) for module in names]
     handles += [module.register_forward_hook(leave) for module in names]
+    # The traced pass moves running statistics, which must not count it.
     buffers = [(buffer, buffer.clone()) for buffer in net.buffers()]
     try:
         with torch.no_grad():
             probe = _probe(net)
             try:
+                # In training mode: some models run other modules in evaluation.
                 features = net.train()(probe)
             except RuntimeError:  # the model needs larger images: try the size of its pre-training
                 root.inner.clear()
@@ -351,6 +356,7 @@ def _probe(net: nn.Module, is_own_size: bool = False) -> Tensor:
     side = config.get("input_size", (3, 224, 224))[-1] if is_own_size else _PROBE_SIDE
     size = getattr(getattr(net, "patch_embed", None), "img_size", None) or (side, side)
     weight = next(net.parameters())
+    # Two images: batch norm needs more than one value for each channel.
     return torch.zeros(2, 3, *size, dtype=weight.dtype, device=weight.device)
 
 
@@ -613,6 +619,7 @@ def _efficientnet(config: EfficientNetConfig) -> nn.Module:
         drop_path_rate=config.drop_connect_rate,
         channel_divisor=config.width_divisor,
     )
+    # VISSL's trunk drops elements of its feature, with the rate of each version.
     net.classifier = nn.Dropout(_FEATURE_DROPOUT[config.model_version])
     return net
 

@@ -52,6 +52,7 @@ class TokenEmbedding(nn.Module):
         if mask is not None:
             if self.mask_token is None:
                 raise ValueError("masks need a trunk with a mask token (USE_MASK_TOKEN: true)")
+            # Before the positions are added: a masked patch keeps its position.
             patches = torch.where(mask[:, :, None], self.mask_token.to(patches.dtype), patches)
         prefix = [token.expand(len(patches), -1, -1) for token in (self.cls_token, self.reg_token) if token is not None]
         if self.pos_embed is not None:
@@ -60,10 +61,12 @@ class TokenEmbedding(nn.Module):
                 self.pos_embed[:, num_prefix:], self.grid_size, (height, width), self.position_resize
             )
             if num_prefix:
+                # Class and register tokens have no place in the image, so their positions are not interpolated.
                 prefix = [torch.cat(prefix, dim=1) + self.pos_embed[:, :num_prefix]]
         if self.training and self.patch_drop_rate and kept is None:
             num_kept = max(1, int(patches.shape[1] * (1 - self.patch_drop_rate)))
             numbers = keyed_bits(patches.shape[0], patches.shape[1], "trunk.embedding.patch_drop", patches.device)
+            # Sorted, so that the order of patches does not depend on the draw.
             kept = numbers.argsort(dim=1)[:, :num_kept].sort(dim=1).values
         # After the positions: a visible patch keeps the position of its place in the image.
         if kept is not None:

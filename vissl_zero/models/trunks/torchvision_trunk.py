@@ -50,5 +50,6 @@ def _create(name: str, arguments: dict[str, Any]) -> nn.Module:
     # SqueezeNet's classifier is a convolution over maps, which are pooled here.
     setattr(net.get_submodule(parent), child, nn.Identity() if last else nn.AdaptiveAvgPool2d(1))
     if isinstance(net, torchvision.models.VisionTransformer):
+        # torchvision's position embeddings fit one size of images.
         net.pretrained_cfg = {"fixed_input_size": True, "input_size": (3, net.image_size, net.image_size)}
     return net

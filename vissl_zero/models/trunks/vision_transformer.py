@@ -99,6 +99,7 @@ class TransformerTrunk(nn.Module):
         shapes = [(x.shape[0], x.shape[1]) for x in xs]
         masks_of_attention: list[list[WithinImages]] = []
         if self.is_packing and len(xs) > 1:
+            # Linear layers and norms then run once on all tokens: small crops alone leave a GPU idle.
             masks_of_attention, xs = [[WithinImages(shapes)]], [packed(xs)]
         caught: dict[int, list[Tensor]] = {}
         last: list[Tensor] = []
@@ -269,6 +270,7 @@ class VisionTransformer(TransformerTrunk):
             num_classes=0,
             class_token=config.USE_CLASS_TOKEN,
             global_pool="token" if config.CLASSIFIER == "token" and config.USE_CLASS_TOKEN else "avg",
+            # The norm after the last block stays also for averaged features, as in VISSL.
             fc_norm=False,
             embed_dim=config.HIDDEN_DIM,
             depth=config.NUM_LAYERS,
@@ -277,6 +279,7 @@ class VisionTransformer(TransformerTrunk):
             qkv_bias=config.QKV_BIAS,
             init_values=config.LAYER_SCALE_INIT,
             reg_tokens=config.NUM_REGISTERS,
+            # Registers have no positions (DINOv2 with registers), and timm drops those of the class token with them.
             no_embed_class=config.NUM_REGISTERS > 0,
             dynamic_img_size=True,
             proj_drop_rate=config.DROPOUT_RATE,
