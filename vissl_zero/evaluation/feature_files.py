@@ -144,6 +144,7 @@ class _ShardWriter:
 
     def add(self, features: Tensor, images: Tensor, labels: Tensor) -> None:
         """Add features (n, F), the positions (n,) of their images in the split, and labels (n,); n may be 0."""
+        # A rank whose share of a batch is a copy has no rows.
         if len(features):
             self._waiting.append((features.cpu(), images.cpu(), labels.cpu()))
         if sum(len(part[0]) for part in self._waiting) >= self._rows_per_shard:
@@ -201,6 +202,7 @@ def read_features(folder: str | Path, split: str = "TRAIN") -> ExtractedFeatures
         places = torch.cat([part["image"] for part in parts])
         order = places.argsort()
         skipped = list(index.get("skipped", []))
+        # Each image once: shards of an earlier, interrupted call may lie in the folder.
         is_complete = len(set(places.tolist())) == len(places) == index["num_images"] - len(skipped)
         images = [images[place] for place in places[order]]
     except (OSError, ValueError, LookupError, TypeError, RuntimeError, SafetensorError) as error:

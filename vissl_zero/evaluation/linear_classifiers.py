@@ -58,6 +58,7 @@ class ClassSvm:
 
 def shared(jobs: Sequence[Job], work: Callable[[Job], Done]) -> list[Done]:
     """Return the results of ``work`` on each job in order, on every rank. Collective: ranks share the jobs."""
+    # Interleaved, since jobs next to each other (costs of one class) take similar time.
     results = [work(job) for job in jobs[rank() :: world_size()]]
     of_ranks = all_gather_objects(results)
     return [of_ranks[index % world_size()][index // world_size()] for index in range(len(jobs))]
@@ -97,6 +98,7 @@ def solver(options: Svm, cost: float, seed: int) -> Any:
 
     return LinearSVC(
         C=cost,
+        # Positives are few in one against all others. VISSL's weights.
         class_weight={1: 2, -1: 1},
         intercept_scaling=1.0,
         penalty=options.penalty,

@@ -160,6 +160,7 @@ def _confusion_of(run: Run, images: EvalImages) -> Tensor:
 def _confusion(logits: Tensor, masks: Tensor, num_classes: int) -> Tensor:
     """Count pixels by class and prediction, (num_classes, K), of logits (n, K, H, W) and masks (n, H, W)."""
     width, is_counted = logits.shape[1], masks != IGNORED
+    # One bincount over pairs of class and prediction, instead of a pass for each class.
     cells = masks[is_counted].long() * width + logits.argmax(dim=1)[is_counted]
     return torch.bincount(cells, minlength=num_classes * width).view(num_classes, width)
 

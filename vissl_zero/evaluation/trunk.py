@@ -315,12 +315,14 @@ def _require_known(config: Mapping[str, Any], path: Path) -> None:
 def _trunk(config: Mapping[str, Any], weights: Weights) -> nn.Module:
     """Build the trunk with its weights; it is first built without memory, to check that the weights fit."""
     infos = {name.removeprefix(_PREFIX): i for name, i in weights.tensors.items() if name.startswith(_PREFIX)}
+    # No size of a network exceeds the number of its weights.
     limit = max(_LEAST_LIMIT, sum(info.num_elements for info in infos.values()))
     numbers = [value for _, value in leaves(config["MODEL"]["TRUNK"]) if isinstance(value, (int, float))]
     if any(abs(number) > limit for number in numbers):
         raise CheckpointError(f"{weights.path} does not fit its configuration: its trunk is far larger.")
     model = block_of(ModelConfig, config["MODEL"])
     model.HEAD.PARAMS = []
+    # On the meta device first: a hostile configuration could ask for any amount of memory.
     with torch.device("meta"), _at_most(1000 + 100 * len(infos), weights.path):
         wanted = build_model(model).trunk.state_dict()
     _require_fit({n: i.shape for n, i in infos.items()}, {n: tuple(t.shape) for n, t in wanted.items()}, weights.path)
