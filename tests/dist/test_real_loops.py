@@ -56,8 +56,8 @@ class Plain:
         self.model = model
         self.base = torch.optim.SGD(model.parameters(), lr=lr) if isinstance(lr, float) else lr
 
-    def backward(self, loss: Tensor) -> None:
-        loss.backward()
+    def backward(self, loss: Tensor, **options: Any) -> None:
+        loss.backward(**options)
 
     def average(self) -> None:
         for param in self.model.parameters():
@@ -409,6 +409,18 @@ def two_backward_passes(init: Init) -> dict[str, Tensor]:
         y = model(rows(step, 7))
         y.square().mean().backward(retain_graph=True)
         y.abs().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return optimizer.full_state()
+
+
+@case()
+def two_backward_passes_of_the_optimizer(init: Init) -> dict[str, Tensor]:
+    model, optimizer = init(Net())
+    for step in range(3):
+        y = model(rows(step, 7))
+        optimizer.backward(y.square().mean(), retain_graph=True)
+        optimizer.backward(y.abs().mean())
         optimizer.step()
         optimizer.zero_grad()
     return optimizer.full_state()
@@ -1443,6 +1455,13 @@ def loss_that_is_not_reduced(init: Init) -> dict[str, Tensor]:
 @case(**{f"level_{level}": "must be a tensor of one element (got one without a gradient)" for level in range(4)})
 def loss_that_is_detached(init: Init) -> dict[str, Tensor]:
     return _not_a_loss(init, lambda y: y.detach().mean())
+
+
+@case(**{f"level_{level}": "does not take create_graph. Call torch.autograd.grad" for level in range(4)})
+def second_derivatives_of_the_loss(init: Init) -> dict[str, Tensor]:
+    model, optimizer = init(Net())
+    optimizer.backward(model(rows(0, 7)).square().mean(), create_graph=True, inputs=None)
+    return optimizer.full_state()
 
 
 @case(**{f"level_{level}": "must be a tensor of one element (got dict)" for level in range(4)})

@@ -85,6 +85,7 @@ class ExtractFeatures(Hook):
                 labels = torch.full_like(batch.sample_ids, -1) if batch.targets is None else batch.targets
                 skipped += [source.name(index) for index in broken_ids(batch, num_own)]
                 kept = rows_to_write(batch, num_own)
+                # float32 holds half precision exactly, and numpy has no bfloat16.
                 rows = features[kept].to(torch.promote_types(features.dtype, torch.float32))
                 num_wrong += num_not_finite(rows)
                 writer.add(rows, batch.sample_ids[kept], labels[kept])
@@ -197,6 +198,7 @@ def read_features(folder: str | Path, split: str = "TRAIN") -> ExtractedFeatures
     folder = folder / _FEATURES_FOLDER if (folder / _FEATURES_FOLDER).is_dir() else folder
     try:
         index = read_object(folder / f"{split}.json")
+        # Names alone: an index from elsewhere must not lead out of its folder.
         parts = [load_file(folder / Path(name).name) for name in index["shards"]]
         images = os.fsdecode((folder / f"{split}_images.txt").read_bytes()).split("\n")[:-1]
         places = torch.cat([part["image"] for part in parts])

@@ -180,6 +180,7 @@ class KnnHook(Hook):
         self.neighbors_before = self._neighbors(measured)
 
     def on_epoch_end(self, run: Run) -> None:
+        # The features of a frozen trunk stay as they are.
         is_frozen = run.plan.config.MODEL.FEATURE_EVAL_SETTINGS.FREEZE_TRUNK_ONLY
         if self._index_source is not None and not is_frozen and run.is_due(self._options.EVERY_NUM_EPOCHS):
             run.results["knn_top1_latest"] = self._record(run, self._measure(run))

@@ -324,6 +324,7 @@ class TrainSvmLowShot(_SvmHook):
 
     def check(self, run: Run, matrix: np.ndarray) -> None:
         for k in run.plan.config.SVM.low_shot.k_values:
+            # A draw refuses classes with too few images, here before any feature is extracted.
             self._draw(run, matrix, 0, k)
 
     def _draw(self, run: Run, matrix: np.ndarray, sample: int, k: int) -> np.ndarray:
@@ -331,6 +332,7 @@ class TrainSvmLowShot(_SvmHook):
         if name != "voc" and not ((matrix >= 0).all() and (matrix.sum(axis=1) <= 1).all()):
             must = "SVM.low_shot.dataset_name: places205 needs one class for each image, and TRAIN's have several."
             raise DataError(f"{must} Write voc.")
+        # Seeded by k too, so that a draw does not depend on what else is measured, nor on the rank.
         return draw(matrix, k, name, np.random.default_rng([run.plan.seed, sample, k]))
 
     def measure(

@@ -99,7 +99,10 @@ def _try_out(
     for (_, case), alone, beside in zip(small, apart, together, strict=True):
         if not _agree(alone, beside, case):
             must = "must update each tensor from that tensor alone and without randomness: ranks hold different tensors"
-            fix = f"Switch off what it computes from all tensors (a gradient norm: use clip_grad instead). {_INSTEAD}"
+            options = {**optimizer.defaults, **optimizer.param_groups[0]}
+            norms = [f"{key}=None" for key, value in options.items() if "grad_norm" in key and value]
+            what = f"{norms[0]}, and " if norms else "a gradient norm: "
+            fix = f"Switch off what it computes from all tensors ({what}use clip_grad instead). {_INSTEAD}"
             raise ConfigError([Problem("optimizer", type(optimizer).__name__, must, fix)])
     if not all(
         _runs_on_pieces(optimizer, index, case, changes, is_flattened)

@@ -96,6 +96,7 @@ class Source:
         views: views of evaluation.
         classifier: linear layer to write too; None: only the trunk.
         classes: names of the classifier's classes; empty if they are unknown.
+        place: where the written folder will lie, for settings that name files; None: where it is written.
     """
 
     trunk: nn.Module
@@ -103,6 +104,7 @@ class Source:
     views: Views
     classifier: nn.Linear | None = None
     classes: Sequence[str] = ()
+    place: Path | None = None
 
     def outputs(self, images: Tensor) -> Tensor:
         """Compute features (B, F) of images (B, 3, H, W), or the classifier's scores."""
@@ -361,11 +363,15 @@ def _to_detectron2(source: Source, folder: Path) -> tuple[str, Opened, list[str]
         f"PIXEL_{name}": [255 * value for value in values]
         for name, values in (("MEAN", source.views.mean), ("STD", source.views.std))
     }
-    model = {"WEIGHTS": f"{folder.name}/{d2.MODEL}", **pixels, "RESNETS": settings}
+    # detectron2 looks for a relative path from where it runs.
+    model = {"WEIGHTS": str((source.place or folder).absolute() / d2.MODEL), **pixels, "RESNETS": settings}
     _write_json(folder / d2.SETTINGS, {"MODEL": model, "INPUT": {"FORMAT": "RGB"}})  # JSON is YAML
     kept = d2.read_model(folder / d2.MODEL)
     call = "from detectron2.config import get_cfg; cfg = get_cfg(); "
-    notes = ["Merge it after a configuration of detectron2, such as COCO-Detection/faster_rcnn_R_50_FPN_1x.yaml."]
+    notes = [
+        "Merge it after a configuration of detectron2, such as COCO-Detection/faster_rcnn_R_50_FPN_1x.yaml.",
+        f"{d2.SETTINGS} names the weights by where they were written: correct MODEL.WEIGHTS if the folder is moved.",
+    ]
     written = {old: kept[new] for old, new in names.items()}
     return call + f'cfg.merge_from_file("{folder.name}/{d2.SETTINGS}")', _torchvisions_resnet(written, settings), notes
 

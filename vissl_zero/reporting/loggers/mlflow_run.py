@@ -44,6 +44,7 @@ class MlflowRun(Logger):
     def __init__(self) -> None:
         self._client: MlflowClient | None = None
         self._id = ""
+        self._at_start: set[str] = set()  # tags of step 0 that MLflow holds, if it holds no later step
         self._waiting: list[list[Metric]] = []  # a row per step
         self._sent = time.monotonic()
 
@@ -66,7 +67,9 @@ class MlflowRun(Logger):
             self._id = matching[0].info.run_id
             client.update_run(self._id, status="RUNNING")
             # Of the learning rate, which every step has: a skipped step has no loss.
-            return max((metric.step for metric in client.get_metric_history(self._id, "train/lr")), default=0)
+            held = max((metric.step for metric in client.get_metric_history(self._id, "train/lr")), default=0)
+            self._at_start = set() if held else set(matching[0].data.metrics)
+            return held
         tags = {_ID_TAG: run.run_id, "recipe": run.recipe}
         self._id = client.create_run(number, run_name=run.folder.name, tags=tags).info.run_id
         self._log_config(client, run)
@@ -85,7 +88,9 @@ class MlflowRun(Logger):
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
-        self._waiting.append([Metric(tag, value, now, step) for tag, value in figures.items()])
+        self._waiting.append(
+            [Metric(tag, value, now, step) for tag, value in figures.items() if step or tag not in self._at_start]
+        )
         if time.monotonic() - self._sent > _EVERY_S:
             self._send()
 
