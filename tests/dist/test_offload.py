@@ -468,6 +468,45 @@ def test_options_that_need_state_without_a_place_are_refused(
     assert f"The options of group 0 need further state ({key})" in told
 
 
+class Reorders(nn.Linear):
+    """Has a table of indices among its parameters, before the others."""
+
+    def __init__(self) -> None:
+        super().__init__(7, 4, dtype=torch.float64)
+        weight, bias = self._parameters.pop("weight"), self._parameters.pop("bias")
+        self.order = nn.Parameter(torch.arange(7).flip(0), requires_grad=False)
+        self.weight, self.bias = weight, bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x[:, self.order])
+
+
+def _trained_with_indices(zero: dict[str, Any]) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    model = Reorders()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model, optimizer = vissl_zero.initialize(model, optimizer, zero)
+    for step in range(3):
+        images = torch.randn(4, 7, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+        optimizer.backward(model(images).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    state = optimizer.full_state()
+    optimizer.close()
+    return state
+
+
+def _distance_with_indices(zero: dict[str, Any]) -> float:
+    return _distance(_trained_with_indices({"level": 0}), _trained_with_indices(zero))
+
+
+@pytest.mark.timeout(60)
+def test_a_group_may_begin_with_a_frozen_parameter_of_integers(tmp_path: Path) -> None:
+    disk = {"device": "nvme", "nvme_path": str(tmp_path)}
+    zero = {"level": 3, "offload_optimizer_config": disk, "offload_param_config": disk}
+    assert run_on_ranks(1, _distance_with_indices, zero)[0] < 1e-10
+
+
 def _shards_exchanged(folder: str) -> str:
     zero = {"level": 3, "offload_param_config": {"device": "nvme", "nvme_path": folder}}
     model = nn.Sequential(nn.Linear(7, 7), nn.Tanh(), nn.Linear(7, 7))
