@@ -167,6 +167,7 @@ _MEASURES = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the ``vissl-zero`` command, or ``tools/run_distributed.py``; return the exit code."""
     if argv is None:
+        # Only in a process of its own: what follows would change the process of a caller for good.
         if sweep := os.environ.pop(SWEEP_VARIABLE, ""):
             end_with_parent(int(sweep))
         _speak_utf8()
@@ -192,6 +193,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except SystemExit as ended:  # argparse's --help, Hydra's own errors
+        # Python itself prints such a text, and exits with 1.
         if isinstance(ended.code, str):
             raise
         return int(ended.code or 0)
@@ -205,6 +207,7 @@ def _trains(arguments: list[str]) -> bool:
 def _find_own_modules() -> None:
     """Let ``config.IMPORTS`` name modules of the working directory, where a console script does not look."""
     if (here := str(Path.cwd())) not in sys.path:
+        # Last, so that no file of the user's can hide a package.
         sys.path.append(here)
 
 

@@ -102,6 +102,7 @@ class Registry:
             taken_by = owner.build if owner else None
             if owner is not None and not _same_source(owner.build, build):
                 raise RegistryError(self._duplicate(name, f"{taken_by!r}"))
+            # Also before the built-in module is imported: a plugin must not take the name by being first.
             if declared is not None and declared[0] != origin:
                 raise RegistryError(self._duplicate(name, declared[0]))
             if not callable(build):

@@ -18,7 +18,7 @@ import vissl_zero
 from tests.dist.delayed_streams import Stream, Streams
 from tests.ranks import run_on_ranks
 from tests.unit.evaluation.example_run import make_config, make_plan
-from vissl_zero.errors import ConfigError
+from vissl_zero.errors import ConfigError, VisslZeroError
 from vissl_zero.launch import worker
 from vissl_zero.resolve.resolved import OffloadPlan
 from vissl_zero.sharding.engines.torch import fully_sharded
@@ -403,6 +403,127 @@ def test_optimizers_that_cannot_be_streamed_are_refused_by_name(tmp_path: Path) 
     assert run_on_ranks(1, _unstreamable, {"type": "SGD", "lr": 0.1}, str(tmp_path))[0] == "", (
         "no state, nothing to stream"
     )
+
+
+def _groups(model: nn.Module, options: list[dict[str, Any]], **given: Any) -> torch.optim.Optimizer:
+    layers = [layer for layer in model if isinstance(layer, nn.Linear)]
+    groups = [{"params": layer.parameters(), **group} for layer, group in zip(layers, options, strict=True)]
+    return getattr(torch.optim, given.pop("type"))(groups, **given)
+
+
+def _trained_with_options(
+    given: dict[str, Any], options: list[dict[str, Any]], later: dict[int, dict[str, Any]], folder: str
+) -> list[float] | str:
+    """Distance from level 0 of two tiers with options by group, of which some change before a step; or a refusal."""
+    disk = {"device": "nvme", "nvme_path": folder}
+    tiers = {"level": 1, "offload_optimizer_config": disk}, {"level": 3, "offload_param_config": disk}
+    states = []
+    for zero in ({"level": 0}, *tiers):
+        model = _model(torch.float64)
+        model, optimizer = vissl_zero.initialize(model, _groups(model, options, **given), zero)
+        try:
+            for step in range(5):
+                for group in optimizer.param_groups:
+                    group |= later.get(step, {})
+                images = torch.randn(4, 40, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+                optimizer.backward(model(images).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+            states.append(optimizer.full_state())
+        except VisslZeroError as error:
+            return str(error)
+        finally:
+            optimizer.close()
+    return [_distance(states[0], state) for state in states[1:]]
+
+
+SGD, ADAM = {"type": "SGD", "lr": 0.05}, {"type": "AdamW", "lr": 1e-2, "eps": 1e-3}
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("given", "options", "later"),
+    [
+        (SGD, [{}, {"momentum": 0.9}, {}], {}),
+        (ADAM, [{}, {"amsgrad": True}, {}], {}),
+        (SGD | {"momentum": 0.9}, [{}] * 3, {0: {"dampening": 0.5}, 3: {"momentum": 0.5}}),
+    ],
+)
+def test_options_that_differ_between_groups_or_change_train_the_same(
+    given: dict[str, Any], options: list[dict[str, Any]], later: dict[int, dict[str, Any]], tmp_path: Path
+) -> None:
+    distances = run_on_ranks(1, _trained_with_options, given, options, later, str(tmp_path))[0]
+    assert max(distances) < 1e-10, distances
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("given", "later", "key"),
+    [(SGD, {"momentum": 0.9}, "momentum_buffer"), (ADAM, {"amsgrad": True}, "max_exp_avg_sq")],
+)
+def test_options_that_need_state_without_a_place_are_refused(
+    given: dict[str, Any], later: dict[str, Any], key: str, tmp_path: Path
+) -> None:
+    told = run_on_ranks(1, _trained_with_options, given, [{}] * 3, {0: later}, str(tmp_path))[0]
+    assert f"The options of group 0 need further state ({key})" in told
+
+
+class Reorders(nn.Linear):
+    """Has a table of indices among its parameters, before the others."""
+
+    def __init__(self) -> None:
+        super().__init__(7, 4, dtype=torch.float64)
+        weight, bias = self._parameters.pop("weight"), self._parameters.pop("bias")
+        self.order = nn.Parameter(torch.arange(7).flip(0), requires_grad=False)
+        self.weight, self.bias = weight, bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x[:, self.order])
+
+
+def _trained_with_indices(zero: dict[str, Any]) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    model = Reorders()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model, optimizer = vissl_zero.initialize(model, optimizer, zero)
+    for step in range(3):
+        images = torch.randn(4, 7, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+        optimizer.backward(model(images).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    state = optimizer.full_state()
+    optimizer.close()
+    return state
+
+
+def _distance_with_indices(zero: dict[str, Any]) -> float:
+    return _distance(_trained_with_indices({"level": 0}), _trained_with_indices(zero))
+
+
+@pytest.mark.timeout(60)
+def test_a_group_may_begin_with_a_frozen_parameter_of_integers(tmp_path: Path) -> None:
+    disk = {"device": "nvme", "nvme_path": str(tmp_path)}
+    zero = {"level": 3, "offload_optimizer_config": disk, "offload_param_config": disk}
+    assert run_on_ranks(1, _distance_with_indices, zero)[0] < 1e-10
+
+
+def _shards_exchanged(folder: str) -> str:
+    zero = {"level": 3, "offload_param_config": {"device": "nvme", "nvme_path": folder}}
+    model = nn.Sequential(nn.Linear(7, 7), nn.Tanh(), nn.Linear(7, 7))
+    model, optimizer = vissl_zero.initialize(model, {"type": "SGD", "lr": 0.1}, zero)
+    torch.utils.swap_tensors(model[0].weight, model[2].weight)
+    try:
+        optimizer.backward(model(torch.ones(4, 7)).square().mean())
+        optimizer.step()
+    except VisslZeroError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.timeout(60)
+def test_parameters_on_a_disk_that_are_exchanged_are_refused(tmp_path: Path) -> None:
+    told = run_on_ranks(1, _shards_exchanged, str(tmp_path))[0]
+    assert told.startswith("The memory of 0.weight was replaced")
 
 
 def _colossalai(zero: dict[str, Any]) -> dict[str, Any]:

@@ -56,8 +56,8 @@ class Plain:
         self.model = model
         self.base = torch.optim.SGD(model.parameters(), lr=lr) if isinstance(lr, float) else lr
 
-    def backward(self, loss: Tensor) -> None:
-        loss.backward()
+    def backward(self, loss: Tensor, **options: Any) -> None:
+        loss.backward(**options)
 
     def average(self) -> None:
         for param in self.model.parameters():
@@ -414,6 +414,18 @@ def two_backward_passes(init: Init) -> dict[str, Tensor]:
     return optimizer.full_state()
 
 
+@case()
+def two_backward_passes_of_the_optimizer(init: Init) -> dict[str, Tensor]:
+    model, optimizer = init(Net())
+    for step in range(3):
+        y = model(rows(step, 7))
+        optimizer.backward(y.square().mean(), retain_graph=True)
+        optimizer.backward(y.abs().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    return optimizer.full_state()
+
+
 @case(level_3=DIVERGED)
 def ranks_with_different_numbers_of_backward_passes(init: Init) -> dict[str, Tensor]:
     model, optimizer = init(chain())
@@ -579,8 +591,10 @@ def layers_dropped_by_rank(init: Init) -> dict[str, Tensor]:
 # --- gradients that the loop edits -----------------------------------------------------------------------------------
 
 
-def _edited(init: Init, edit: Callable[[nn.Module], None], **zero: Any) -> dict[str, Tensor]:
-    model, optimizer = init(chain(), **zero)
+def _edited(
+    init: Init, edit: Callable[[nn.Module], None], model: nn.Module | None = None, **zero: Any
+) -> dict[str, Tensor]:
+    model, optimizer = init(model or chain(), **zero)
     for step in range(3):
         optimizer.backward(model(rows(step, 7)).square().mean())
         if isinstance(optimizer, Plain):
@@ -625,6 +639,29 @@ def gradient_scaled_by_hand(init: Init) -> dict[str, Tensor]:
 @case(level_1=EDITED, level_2=EDITED)
 def gradient_clipped_by_torch(init: Init) -> dict[str, Tensor]:
     return _edited(init, _clip)
+
+
+def _exchange(model: nn.Module) -> None:
+    first, second = model[0].bias, model[1].bias
+    first.grad, second.grad = second.grad, first.grad
+
+
+@case(level_1=EDITED, level_2=EDITED)
+def gradients_exchanged(init: Init) -> dict[str, Tensor]:
+    return _edited(init, _exchange, nn.Sequential(nn.Linear(7, 7), nn.Linear(7, 7)))
+
+
+@case(level_1=EDITED, level_2=EDITED)
+def gradients_put_aside_for_another_loss(init: Init) -> dict[str, Tensor]:
+    def put_aside(model: nn.Module) -> None:
+        kept = [param.grad for param in model.parameters()]
+        for param in model.parameters():
+            param.grad = None
+        model(rows(9, 7)).abs().mean().backward()
+        for param, grad in zip(model.parameters(), kept, strict=True):
+            param.grad = grad
+
+    return _edited(init, put_aside)
 
 
 @case()
@@ -1115,6 +1152,68 @@ def weights_written_through_data(init: Init) -> dict[str, Tensor]:
     return optimizer.full_state()
 
 
+@case()
+def average_exchanged_with_the_weights_for_evaluation(init: Init) -> dict[str, Tensor]:
+    """By references to the memory, not by copies: ``backup`` and ``average`` keep what the parameter no longer has."""
+    model, optimizer = init(chain())
+    average = {name: param.data.clone() for name, param in model.named_parameters()}
+    outputs = {}
+    for step in range(4):
+        optimizer.backward(model(rows(step, 7)).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        backup = {}
+        for name, param in model.named_parameters():
+            average[name] = 0.7 * average[name] + 0.3 * param.data
+            backup[name], param.data = param.data, average[name]
+        with torch.no_grad():
+            outputs[f"output{step}"] = model(rows(9, 7))
+        for name, param in model.named_parameters():
+            param.data = backup[name]
+    return optimizer.full_state() | outputs
+
+
+@case()
+def weight_transposed_through_data(init: Init) -> dict[str, Tensor]:
+    model, optimizer = init(nn.Sequential(nn.Linear(7, 7), nn.Linear(7, 4)))
+    for step in range(3):
+        model[0].weight.data = model[0].weight.data.t()
+        optimizer.backward(model(rows(step, 7)).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    return optimizer.full_state()
+
+
+SHARED = "parameter.data = ... was given another parameter's memory"
+
+
+@case(level_1=SHARED, level_2=SHARED, level_3=SHARED)
+def memory_of_another_parameter_assigned(init: Init) -> dict[str, Tensor]:
+    model, optimizer = init(Blocks())
+    model.blocks[0].inner.weight.data = model.blocks[1].inner.weight.data
+    return train(model, optimizer, lambda model, x: model(x).square().mean())
+
+
+class Tied(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.c = nn.Linear(8, 4)
+        self.c.weight = self.b.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.c(self.features(x))
+
+
+ADDED = "c.weight was not in the model that was given to initialize()"
+
+
+@case(level_0=ADDED, level_1=ADDED, level_2=ADDED, level_3="weight of Linear is another tensor")
+def untied_later(init: Init) -> dict[str, Tensor]:
+    model, optimizer = init(Tied())
+    model.c.weight = nn.Parameter(model.b.weight.detach().clone())
+    return train(model, optimizer, lambda model, x: model(x).square().mean())
+
+
 class WritesInForward(Net):
     def __init__(self, write: Callable[[nn.Parameter], Any]) -> None:
         super().__init__()
@@ -1358,6 +1457,13 @@ def loss_that_is_detached(init: Init) -> dict[str, Tensor]:
     return _not_a_loss(init, lambda y: y.detach().mean())
 
 
+@case(**{f"level_{level}": "does not take create_graph. Call torch.autograd.grad" for level in range(4)})
+def second_derivatives_of_the_loss(init: Init) -> dict[str, Tensor]:
+    model, optimizer = init(Net())
+    optimizer.backward(model(rows(0, 7)).square().mean(), create_graph=True, inputs=None)
+    return optimizer.full_state()
+
+
 @case(**{f"level_{level}": "must be a tensor of one element (got dict)" for level in range(4)})
 def loss_in_a_dict(init: Init) -> dict[str, Tensor]:
     return _not_a_loss(init, lambda y: {"loss": y.mean()})
@@ -1493,7 +1599,7 @@ def blocks_of_two_inputs_change_them(init: Init) -> dict[str, Tensor]:
 # --- the same on every rank ------------------------------------------------------------------------------------------
 
 
-def _compare(name: str, level: int) -> tuple[float, str]:
+def _compare(name: str, level: int, tier: dict[str, Any] | None = None) -> tuple[float, str]:
     torch.set_default_dtype(torch.float64)
     try:
         torch.manual_seed(0)
@@ -1504,7 +1610,7 @@ def _compare(name: str, level: int) -> tuple[float, str]:
 
         def init(model: nn.Module, lr: float | torch.optim.Optimizer = 0.1, **zero: Any) -> tuple[nn.Module, Any]:
             optimizer = {"type": "SGD", "lr": lr} if isinstance(lr, float) else lr
-            return vissl_zero.initialize(model, optimizer, {"level": level, **zero})
+            return vissl_zero.initialize(model, optimizer, {"level": level, **zero, **(tier or {})})
 
         try:
             found = LOOPS[name](init)
@@ -1531,6 +1637,26 @@ def test_is_exact_or_refused(name: str, level: int) -> None:
             assert distance < TOLERANCE
         else:
             assert sentence in error
+
+
+ON_A_DISK = (
+    "average_exchanged_with_the_weights_for_evaluation",
+    "moved_to_where_it_is",
+    "parameter_hook_after",
+    "thawed_later",
+    "weights_scaled_through_data_in_forward",
+    "weights_scaled_through_data_in_a_later_forward",
+)
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize("name", ON_A_DISK)
+def test_is_exact_or_refused_with_parameters_on_a_disk(name: str, tmp_path: Path) -> None:
+    tier = {"offload_param_config": {"device": "nvme", "nvme_path": str(tmp_path)}}
+    for distance, error in run_on_ranks(2, _compare, name, 3, tier, timeout_s=60, group_timeout_s=20):
+        assert REFUSED.get((name, 3), "") in error
+        assert bool(error) == ((name, 3) in REFUSED)
+        assert distance < TOLERANCE
 
 
 class SplitsOutput(nn.Linear):

@@ -262,6 +262,7 @@ def _write_checkpoint(
 ) -> Path:
     parts, numbers = [*of_loss], {}
     for entry in matched.entries:
+        # A file of weights does not tell buffers from parameters, and names do.
         prefix = BUFFERS if entry.key.endswith(_BUFFER_ENDINGS) else PARAMETERS
         parts.append(_part_of(entry, prefix))
     for name, values in state.items():

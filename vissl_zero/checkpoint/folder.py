@@ -186,6 +186,7 @@ def read_json(path: Path) -> tuple[dict[str, Any], str]:
 
 
 def _is_too_deep(tree: Any) -> bool:
+    # Level by level: a recursive check would itself run out of stack.
     level = [tree]
     for _ in range(_MAX_DEPTH):
         level = [item for node in level if isinstance(node, dict) for item in node.values()] + [
@@ -264,6 +265,7 @@ def _rank_manifest_from(body: dict[str, Any], path: Path) -> RankManifest:
 
 def plain(record: Manifest | RankManifest) -> dict[str, Any]:
     """Convert a manifest to plain data for JSON."""
+    # Through JSON, so that tuples are lists, as in what is read later.
     return json.loads(json.dumps(asdict(record), allow_nan=False))
 
 

@@ -141,6 +141,7 @@ def take_snapshot(run: Run, hooks: Sequence[Hook], is_epoch_over: bool, before: 
         *replicated_parts("buffer", state.buffers),
         *replicated_parts("criterion", criterion),
     ]
+    # The next epoch, since a resumed run must not repeat what hooks do at the end of this one.
     epoch, epoch_samples = (run.epoch + 1, 0) if is_epoch_over else (run.epoch, run.epoch_samples)
     layout = run.sharded.layout()
     manifest = Manifest(

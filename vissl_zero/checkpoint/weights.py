@@ -236,6 +236,7 @@ def weights_of(store: Checkpoint | WeightsFile, which: str = "student") -> Weigh
                 f"{WEIGHTS_FILE}, in {AVERAGED_WEIGHTS_FILE}, and in the run's checkpoints: give one of these."
             )
         return Weights(store, {name: name for name in store.tensors})
+    # The names of their buffers begin with the student's prefix.
     others = (_AVERAGED_BUFFERS, _TEACHER_BUFFERS) if which == "student" else ()
     stored = {
         key.removeprefix(prefix): key

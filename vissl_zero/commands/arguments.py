@@ -35,6 +35,7 @@ class CommandParser(argparse.ArgumentParser):
     """A parser of a command's arguments, whose errors are one sentence with the closest flag."""
 
     def __init__(self, **options: Any):
+        # No abbreviations: the next flag with the same beginning would break a script that uses one.
         super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **options)
 
     def parse_known_args(  # type: ignore[override]
@@ -43,6 +44,7 @@ class CommandParser(argparse.ArgumentParser):
         """Refuse an unknown flag by its name, before argparse reports what else is missing; argparse calls this."""
         flags = set(self._option_string_actions)
         unknown = [word for word in args or () if word.startswith("--") and word.partition("=")[0] not in flags]
+        # A parser with subcommands does not know the flags of these.
         if unknown and self._subparsers is None:
             flag = unknown[0].partition("=")[0]
             self.error(f"{flag} is not a flag.{did_you_mean(flag, flags)}")

@@ -76,4 +76,5 @@ def _runs_of(names: Sequence[str]) -> list[Path]:
         raise ConfigError(
             [Problem(_WORD, counted(len(folders), "run"), "needs two runs at least", "Name two folders.")]
         )
+    # A run may be named twice, by itself and by a folder above.
     return list(dict.fromkeys(folders))

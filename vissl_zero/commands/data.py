@@ -236,6 +236,7 @@ def _step_seconds(folder: Path, images: int) -> float:
     from vissl_zero.reporting.metrics_file import FILE_NAME, read_records
 
     try:
+        # The first step also warms up caches and measures activations.
         records = [*read_records(folder / FILE_NAME, after=1)][-_NEWEST:]
     except OSError as error:
         raise DataError(f"{folder / FILE_NAME} cannot be read: {error.strerror}. Name a run folder.") from error
@@ -267,4 +268,5 @@ def _side(text: str) -> int:
 
 
 def _report(line: str) -> None:
+    # Standard output has the result alone, which may be JSON.
     print(line, file=sys.stderr, flush=True)

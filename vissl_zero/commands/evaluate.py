@@ -66,6 +66,7 @@ def evaluate(arguments: Sequence[str]) -> int:
     options = parser.parse_args(_without_overrides(arguments))
     train, val = _splits(_existing("--data", options.data))
     for name in options.weights:
+        # All of them first: a misspelled name must not end the command after an hour.
         _require_weights(name)
     rows = []
     for name in options.weights:
@@ -203,6 +204,7 @@ def _writing(out: Path) -> Iterator[None]:
 def _require_writable(out: Path) -> None:
     with _writing(out):
         out.parent.mkdir(parents=True, exist_ok=True)
+        # A byte is written, because permissions do not tell of a full disk, or of one that is read-only.
         with tempfile.TemporaryFile(dir=out.parent) as file:
             file.write(b"0")
 

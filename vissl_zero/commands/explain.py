@@ -301,6 +301,7 @@ def account_of(
     with ExitStack() as stack:
         _fill_in(composed.run, account, stack)
         procs = max(1, composed.run.DISTRIBUTED.NUM_PROC_PER_NODE)
+        # With all GPUs that the recipe asks for: whether it is right does not depend on this machine.
         host = Host(num_gpus=procs, why_no_gpu="", num_cores=_CORES)
         try:
             plan = resolve(composed.run, ".", recipe=recipe.recipe, written=composed.written, host=host)
@@ -337,6 +338,7 @@ def _typed(tree: DictConfig, recipe: str, words: Sequence[str], account: Account
         tree.engine_name = TRAIN
     for problem in every_mistake(tree):
         account.refused.append(problem)
+        # Dropped, so that the rest can be composed and its problems are found too.
         _drop(tree, problem.key)
     if isinstance(tree.get("config"), DictConfig):
         OmegaConf.set_struct(tree, False)

@@ -64,7 +64,7 @@ def export(arguments: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=".export-") as temporary:
         folder = Path(temporary) / out.name
         folder.mkdir()
-        source = Source(loaded.trunk, loaded.config["MODEL"]["TRUNK"], views)
+        source = Source(loaded.trunk, loaded.config["MODEL"]["TRUNK"], views, place=out)
         if options.classifier:
             last = load_classifier(options.weights, which=options.which)
             source = replace(source, classifier=last.layer, classes=last.classes)
@@ -85,9 +85,7 @@ def _print_result(loaded: LoadedTrunk, done: Exported, out: Path, target: str) -
     print(f"{loaded.path} ({loaded.recognized}) -> {out}, for {target}")
     for name in sorted(file.name for file in out.iterdir()):
         print(f"  {name}")
-    call = _call(done, target)
-    if target != "detectron2":  # its settings name the weights in the same way, from where the folder lies
-        call = re.sub(rf'(?<=[:"]){re.escape(out.name)}(?=[/"])', lambda _: str(out), call)
+    call = re.sub(rf'(?<=[:"]){re.escape(out.name)}(?=[/"])', lambda _: str(out), _call(done, target))
     print(f"opens with   {call}")
     print(f"checked      outputs differ from ours by {done.difference:.2g} at most")
     for note in done.notes:

@@ -214,6 +214,7 @@ def _command(words: Sequence[str], take: Callable[[str], object] = _print_now) -
     )
     tail: deque[str] = deque(maxlen=_TAIL_LINES)
     assert process.stdout is not None and process.stderr is not None
+    # In a thread: if nobody reads its errors, the pipe fills up and the process waits forever.
     errors = threading.Thread(target=lambda stream: tail.extend(stream), args=(process.stderr,), daemon=True)
     errors.start()
     while True:

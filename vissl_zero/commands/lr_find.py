@@ -99,6 +99,7 @@ def _train(recipe: str, overrides: Sequence[str], num_steps: int, folder: Path) 
     hooks = ",".join([*cfg.HOOKS.EXTRA, "learning_rate_range_test"])
     forced = [
         *_FORCED,
+        # An epoch has a step at least, so these are enough epochs for all steps.
         f"config.OPTIMIZER.num_epochs={max(cfg.OPTIMIZER.num_epochs, num_steps)}",
         f"config.TRAINER.MAX_STEPS={num_steps}",
         f"config.LOG_FREQUENCY={num_steps}",

@@ -114,6 +114,7 @@ def new(arguments: Sequence[str]) -> int:
             epochs = max(1, int(hours * 3600 * speed / facts.num_images))
             note = f"{hours:g} hours are about {epochs:,} epochs at {speed:,.0f} images/s, {source}"
             path.write_text(recipe(facts, place, epochs, batch), encoding="utf-8")
+    # Also after Ctrl-C: a recipe that is not fitted yet must not take the name.
     except BaseException:
         path.unlink(missing_ok=True)
         raise
@@ -228,6 +229,7 @@ def look_at(folder: Path, labels: str) -> Facts:
     from vissl_zero.registry import DATA_SOURCES
 
     folder = folder.absolute()
+    # In the recipe, it would be read as a reference to another key.
     if "${" in str(folder):
         raise DataError(f"vissl-zero new --images {folder}: must not have ${{ in its path. Rename the folder.")
     val = next((folder / name for name in _VALIDATION if (folder / name).is_dir()), None)

@@ -86,6 +86,7 @@ def _plan(folder: Path, precision: str | None, level: int | None, processes: int
         must = f"needs as many GPUs, and this machine has {gpus}"
         raise ConfigError([Problem(f"{_WORD} --processes", str(number), must, "Give fewer processes, or a machine.")])
     sharding = changed.sharding
+    # The engine and the tiers of the run may not have the other level.
     if level is not None and level != sharding.level:
         sharding = replace(
             sharding, level=level, engine="torch", offload_optimizer=OffloadPlan(), offload_params=OffloadPlan()
@@ -94,6 +95,7 @@ def _plan(folder: Path, precision: str | None, level: int | None, processes: int
         sharding = replace(sharding, precision=Precision(precision, None, precision, precision))
     # Modules inside a compiled unit cannot be watched.
     sharding = replace(sharding, compile="")
+    # A step that crashes would only crash again.
     config = replace(plan.config, DISTRIBUTED=replace(plan.config.DISTRIBUTED, MAX_RESTARTS=0))
     config = replace(config, CHECKPOINT=replace(config.CHECKPOINT, TIME_LIMIT_MIN=None))
     return replace(changed, sharding=sharding, config=config, max_steps=None)

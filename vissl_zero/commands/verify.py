@@ -176,6 +176,7 @@ def _report(differences: Sequence[StepDifference], tolerance: float) -> int:
     for row in differences:
         table.add_row(str(row.step), f"{row.loss:.1e}", f"{row.parameter:.1e}", row.name)
     console.print(table)
+    # Not ``>``, which is false for NaN.
     bad = next((row for row in differences if not (row.loss <= tolerance and row.parameter <= tolerance)), None)
     if bad is None:
         console.print(f"The same model: every loss and weight within {tolerance:g} over {len(differences)} steps.")

@@ -72,6 +72,7 @@ def use_own_images(data: Data, chosen: Collection[str]) -> list[str]:
     """
     for name in ("TRAIN", "TEST"):
         split = getattr(data, name)
+        # A recipe's digits stand in for images, and disk_folder is only the usual format. Other sources are meant.
         is_free = split.DATA_SOURCES in ([], ["digits"], ["disk_folder"]) and f"DATA.{name}.DATA_SOURCES" not in chosen
         if split.DATA_PATHS and is_free:
             split.DATA_SOURCES = [source_of(split.DATA_PATHS)]
@@ -145,6 +146,7 @@ def use_catalog(data: Data, catalog: Path | None) -> list[str]:
     entries, notes = _read_catalog(catalog) if catalog is not None and wanting else {}, list[str]()
     for name, split in wanting.items():
         paths = [_paths(entries, dataset, SPLITS[name]) for dataset in split.DATASET_NAMES]
+        # All or none: with paths for some, the other data sets would be left out silently.
         if not all(images for images, _ in paths):
             continue
         split.DATA_PATHS = [images for images, _ in paths]
@@ -235,6 +237,7 @@ def with_public_paths(text: str) -> tuple[str, list[Replacement]]:
     """
     lines, replacements = [], []
     for number, line in enumerate(text.split("\n"), 1):
+        # Comments stay as they are, whatever they name.
         code, mark, comment = line.partition(" #")
         fixed, why = _fixed(code)
         if why:

@@ -59,6 +59,7 @@ def explain(error: BaseException, folders: Sequence[str] = (), overrides: Sequen
     if any(isinstance(link, RecursionError) for link in _chain(error)):
         fix = "Make blocks and lists flatter, and let no recipe name itself among its defaults."
         return ConfigError([Problem("configuration", "", "must not be nested too deeply, or in itself", fix)])
+    # Hydra raises its own errors from those of OmegaConf and YAML, which know the key or the line.
     cause = next((link for link in _chain(error) if isinstance(link, (OmegaConfBaseException, YAMLError))), None)
     if isinstance(cause, YAMLError):
         return ConfigError([_yaml(cause)])
@@ -209,6 +210,7 @@ def every_mistake(tree: DictConfig, typed: DictConfig | None = None, prefix: str
             problems += every_mistake(child, below, f"{prefix}{name}.")
         else:
             try:
+                # A typed node checks what is assigned to it.
                 node[name] = child._value() if isinstance(child, ValueNode) else child
             except OmegaConfBaseException as error:
                 problems.append(explain_value(error, schema()))
@@ -294,6 +296,7 @@ def typed(
     try:
         written = OmegaConf.to_container(cfg.config, resolve=False)
         assert isinstance(written, dict)
+        # Before ``to_object``, which resolves every text.
         require_moderate_texts({"config": written})
         run = OmegaConf.to_object(cfg.config)
     except EXPLAINABLE as error:

@@ -123,6 +123,7 @@ def constraint_problems(value: Any, key: str, unused: Collection[str] = ()) -> I
     if is_dataclass(value) and not isinstance(value, type):
         for item in fields(value):
             inner, path = getattr(value, item.name), f"{key}.{item.name}"
+            # A value of a wrong type would otherwise be reported again, as out of range.
             problems = [*_of_type(inner, str(item.type), path)] or [*constraint_problems(inner, path, unused)]
             yield from problems
             if _KEY in item.metadata and not problems and path not in unused:
@@ -135,6 +136,7 @@ def constraint_problems(value: Any, key: str, unused: Collection[str] = ()) -> I
             yield from constraint_problems(inner, f"{key}[{index}]", unused)
     elif isinstance(value, float) and not math.isfinite(value):
         yield Problem(key, str(value), "must be a finite number", f"Correct {key}.")
+    # OmegaConf takes whole numbers of any size, and torch and numpy do not.
     elif isinstance(value, int) and abs(value) > _LARGEST:
         yield Problem(key, _short(value), f"must be at most {_LARGEST}", f"Lower {key}.")
 

@@ -22,6 +22,7 @@ def mask_environment() -> None:
 
 def _env(key: str, *default: Any) -> Any:
     value = oc.env(key, *default)
+    # A default stands in the recipe itself, and is no secret.
     if key in os.environ:
         keep_secret(os.environ[key], f"${{oc.env:{key}}}")
     return value

@@ -53,6 +53,7 @@ def _size(path: str, texts: Mapping[str, str], sizes: dict[str, int]) -> int:
         for dots, name in _REFERENCE.findall(text):
             base = parents[: len(parents) - len(dots)] if dots else []
             key = re.sub(r"\[(\w+)\]", r".\1", name)
+            # Capped, because the true size may double with each key.
             size = min(size + _size(".".join([*base, key]), texts, sizes), 2 * MOST_CHARACTERS)
         sizes[path] = size
     return sizes[path]

@@ -169,6 +169,7 @@ def unknown_key(key: str, tree: DictConfig, prefix: str = "") -> Problem:
         return Problem(full, "", "is not a key", f"Write {wish}=<value>.")
     elsewhere = [prefix + path for path in _paths(tree) if path.rsplit(".", 1)[-1] == wrong][:3]
     fix = did_you_mean(wrong, siblings).strip()
+    # Without this line, Hydra puts the keys of a file below the name of its group.
     if full.startswith("config.config"):
         fix = "Start the recipe's file with the line '# @package _global_'."
     if not fix and elsewhere:

@@ -34,6 +34,7 @@ def blocked(tree: DictConfig, words: Sequence[str]) -> dict[str, Problem]:
         path = parsed[2].split(".")
         if problem := _problem(tree, path, parsed[1]):
             problems[word] = problem
+        # Applied, because a later word may name what this one adds.
         elif parsed[1] != "~":
             _apply(tree, parsed[2], word)
     return problems
@@ -57,6 +58,7 @@ def _problem(tree: DictConfig, path: Sequence[str], sign: str) -> Problem | None
             return _in_list(node, above, rest, _written(path))
         if not isinstance(node, DictConfig):
             value = node._value() if node is not None else None
+            # What an interpolation stands for may have keys.
             if value is None or (isinstance(value, str) and "${" in value):
                 return None
             must = f"is not a key: {above} is one value, which has no keys"

@@ -23,6 +23,7 @@ def as_word(value: Any) -> str:
     if isinstance(value, list | tuple):
         return "[" + ",".join(map(as_word, value)) + "]"
     text = str(value)
+    # Without quotes, the text "true" would become a truth value.
     if _PLAIN.fullmatch(text) and text.lower() not in _RESERVED:
         return text
     # In Hydra's quoted strings, backslashes count as escapes only before a quote or at the end.

@@ -36,6 +36,7 @@ def begin_program(run: RunConfig, name: str) -> None:
         name: a name of ``PROGRAMS``.
     """
     run.PROGRAM, run.TEST_ONLY = name, True
+    # Nothing is trained, so there is nothing to save.
     run.CHECKPOINT.CHECKPOINT_FREQUENCY = run.CHECKPOINT.CHECKPOINT_ITER_FREQUENCY = -1
     run.NEAREST_NEIGHBOR.USE_KNN = name == "nearest_neighbor_test"
     settings = run.MODEL.FEATURE_EVAL_SETTINGS

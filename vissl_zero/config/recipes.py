@@ -92,6 +92,7 @@ def list_recipes(folders: Sequence[str | Path] = ()) -> list[Recipe]:
                 path = Path(folder) / name
                 if name.endswith(".yaml") and is_file(path):
                     recipe = _read(str(path.relative_to(root / "config").with_suffix("")), path)
+                    # The first file of a name counts, as in Hydra's search path.
                     recipes.setdefault(recipe.name, recipe)
     return list(recipes.values())
 
@@ -131,6 +132,7 @@ _PROGRAM_BLOCKS = {
     "IMG_RETRIEVAL": "instance_retrieval_test",
     "LOW_SHOT_BENCHMARK": "low_shot_test",
 }
+# libyaml is many times faster, but not every build of PyYAML has it.
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _MAX_BYTES = 2**22  # the longest of VISSL's recipes has 20 KiB
 _MAX_VALUES, _MAX_DEPTH, _MAX_DIGITS = 100_000, 50, 1000

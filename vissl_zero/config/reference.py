@@ -90,6 +90,7 @@ def _default(value: Any) -> str:
 def keys_of(schema: type) -> list[Key]:
     """List the fields written in a dataclass's source or its bases', with the sentence under each."""
     keys: dict[str, Key] = {}
+    # Bases first, so that what a subclass says about a key wins.
     for cls in reversed(schema.__mro__):
         body = _body(cls.__module__, cls.__name__)
         for statement, following in zip(body, [*body[1:], None], strict=False):
@@ -104,6 +105,7 @@ def keys_of(schema: type) -> list[Key]:
 def _body(module: str, name: str) -> list[ast.stmt]:
     if not module.startswith("vissl_zero"):
         return []
+    # From the source, since Python does not keep the strings under fields.
     tree = ast.parse(inspect.getsource(sys.modules[module]))
     return next((node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name), [])
 

@@ -257,6 +257,7 @@ def left_out_of_run(data_cfg: Data, train: Source, seed: int) -> list[str]:
 
 def _lacking(test: Source) -> list[str]:
     """Return a sentence about the classes of TRAIN without images in TEST, or about a TEST without classes."""
+    # Asked of the whole: a small DATA_LIMIT may miss classes by chance.
     whole = _whole(test)
     if not whole.class_names:
         return ["config.DATA.TEST.DATA_PATHS has images outside of class folders, so no accuracy on TEST is measured."]
@@ -381,6 +382,7 @@ def _balanced(source: Source, limit: int, skip: int, generator: torch.Generator,
     chosen: list[int] = []
     for at, label in enumerate(sorted(groups)):
         count = limit // len(groups) + (at < limit % len(groups))
+        # Skipped class by class too, so that two runs of one seed have no image in common.
         left_out = skip // len(groups) + (at < skip % len(groups))
         members = groups[label]
         if count + left_out > len(members):

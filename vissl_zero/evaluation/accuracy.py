@@ -150,6 +150,7 @@ def accuracies(run: Run, images: EvalImages, ignored_label: int) -> list[Accurac
 
 def _masked(logits: Tensor, labels: Set[int | None]) -> Tensor:
     """Lower the logits (n, C) of classes without a label, as VISSL's ModelOutputMaskHook does."""
+    # Minus infinity, not a low number: no logit may lose to one of a class that cannot be right.
     is_out = torch.tensor([label not in labels for label in range(logits.shape[1])], device=logits.device)
     return logits.masked_fill(is_out, float("-inf"))
 
@@ -176,6 +177,7 @@ def _accuracies_of(
     """
     run.sharded.consolidate_buffers()  # running statistics may differ between ranks; the result must not
     ks = (1, TOP_K, *(k for k in numbers if k not in (1, TOP_K)))
+    # Counts, not shares: ranks have different numbers of images, and sums of whole numbers are exact.
     right = torch.zeros(num_classifiers, len(ks), dtype=torch.int64, device=run.device)
     num_counted = torch.zeros(1, dtype=torch.int64, device=run.device)
     widths = [0] * num_classifiers
@@ -190,6 +192,7 @@ def _accuracies_of(
                 num_counted += is_counted.sum()
                 for index, logits in enumerate(outputs):
                     rows = logits[kept]
+                    # argmax, not topk: of equal logits it is documented to take the first.
                     is_best = (rows.argmax(dim=1) == labels) & is_counted
                     nearest = rows.topk(min(max(ks), rows.shape[1]), dim=1).indices == labels[:, None]
                     further = [(nearest[:, :k].any(dim=1) & is_counted).sum() for k in ks[1:]]
@@ -201,6 +204,7 @@ def _accuracies_of(
     for index, width in enumerate(widths):
         shares = [count / num_images for count in counts[index * len(ks) : (index + 1) * len(ks)]]
         by_k = {k: share for k, share in zip(ks[2:], shares[2:], strict=True) if k < width}
+        # With no more outputs than k, the share would be 1 for any classifier.
         accuracies.append(Accuracy(shares[0], shares[1] if width > TOP_K else None, by_k))
     return accuracies
 

@@ -43,6 +43,8 @@ def nearest_centroids(rows: Tensor, centroids: Tensor) -> tuple[Tensor, Tensor]:
     squares = centroids.square().sum(dim=1)
     labels, distances = [rows.new_zeros(0, dtype=torch.int64)], [rows.new_zeros(0)]
     for part in local_rows.split(max(1, _CHUNK_ELEMENTS // len(centroids))):
+        # The squared distance without the row's own square, which changes no order: a matrix product instead of
+        # differences.
         nearest = (squares - 2 * part @ centroids.T).min(dim=1)
         labels.append(nearest.indices)
         distances.append((nearest.values + part.square().sum(dim=1)).clamp(min=0))
@@ -69,11 +71,13 @@ def kmeans(rows: Tensor, num_clusters: int, num_iterations: int, seed: int) -> T
         if before is not None and torch.equal(labels, before):
             break
         before = labels
+        # In float64, so that the order of the sum, which follows from the number of ranks, hardly ever moves an image.
         sums = torch.zeros(num_clusters, rows.shape[1], dtype=torch.float64, device=rows.device)
         sums = all_reduce_sum(sums.index_add_(0, labels[local_slice], rows[local_slice].double()))
         counts = torch.bincount(labels, minlength=num_clusters)
         centroids = (sums / counts.clamp(min=1)[:, None]).to(rows.dtype)
         empty = (counts == 0).nonzero()[:, 0]
+        # An empty cluster would stay empty: its centroid is nearest to no row.
         centroids[empty] = rows[distances.topk(len(empty)).indices]
     return centroids
 
@@ -149,6 +153,7 @@ class ClusterFeatures(Hook):
         if run.is_main:
             folder.mkdir(parents=True, exist_ok=True)
             source = self._sources[split]
+            # Absolute, because the list is used from another folder.
             np.save(files[0], np.array([str(Path(source.name(index)).absolute()) for index in range(len(source))]))
             np.save(files[1], labels.numpy())
             tensors = {"hard_labels": labels, "distances": distances, "centroids": centroids}

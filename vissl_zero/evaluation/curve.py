@@ -28,6 +28,7 @@ class CurveHook(Hook):
 
     def _add(self, run: Run, value: float) -> None:
         """Add the value measured after this step, unless the curve has the step already."""
+        # A run that resumes at its end measures the last step again.
         if not self._curve or self._curve[-1][0] < run.step:
             self._curve.append([run.step, value])
         run.results[f"{self.figure}_by_step"] = [list(point) for point in self._curve]

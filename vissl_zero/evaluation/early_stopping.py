@@ -79,6 +79,7 @@ class EarlyStoppingHook(Hook):
             self._end(run)
 
     def _end(self, run: Run) -> None:
+        # Not ``run.stop``, which would leave the loop without the measurements and files of a run's end.
         run.num_steps = run.step
         run.results["early_stopping"] = {
             "metric": self._options.METRIC,

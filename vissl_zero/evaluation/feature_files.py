@@ -85,6 +85,7 @@ class ExtractFeatures(Hook):
                 labels = torch.full_like(batch.sample_ids, -1) if batch.targets is None else batch.targets
                 skipped += [source.name(index) for index in broken_ids(batch, num_own)]
                 kept = rows_to_write(batch, num_own)
+                # float32 holds half precision exactly, and numpy has no bfloat16.
                 rows = features[kept].to(torch.promote_types(features.dtype, torch.float32))
                 num_wrong += num_not_finite(rows)
                 writer.add(rows, batch.sample_ids[kept], labels[kept])
@@ -144,6 +145,7 @@ class _ShardWriter:
 
     def add(self, features: Tensor, images: Tensor, labels: Tensor) -> None:
         """Add features (n, F), the positions (n,) of their images in the split, and labels (n,); n may be 0."""
+        # A rank whose share of a batch is a copy has no rows.
         if len(features):
             self._waiting.append((features.cpu(), images.cpu(), labels.cpu()))
         if sum(len(part[0]) for part in self._waiting) >= self._rows_per_shard:
@@ -196,11 +198,13 @@ def read_features(folder: str | Path, split: str = "TRAIN") -> ExtractedFeatures
     folder = folder / _FEATURES_FOLDER if (folder / _FEATURES_FOLDER).is_dir() else folder
     try:
         index = read_object(folder / f"{split}.json")
+        # Names alone: an index from elsewhere must not lead out of its folder.
         parts = [load_file(folder / Path(name).name) for name in index["shards"]]
         images = os.fsdecode((folder / f"{split}_images.txt").read_bytes()).split("\n")[:-1]
         places = torch.cat([part["image"] for part in parts])
         order = places.argsort()
         skipped = list(index.get("skipped", []))
+        # Each image once: shards of an earlier, interrupted call may lie in the folder.
         is_complete = len(set(places.tolist())) == len(places) == index["num_images"] - len(skipped)
         images = [images[place] for place in places[order]]
     except (OSError, ValueError, LookupError, TypeError, RuntimeError, SafetensorError) as error:

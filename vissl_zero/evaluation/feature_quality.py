@@ -96,6 +96,7 @@ def _linear_predictions(train: Features, test: Features) -> tuple[float, np.ndar
     if len(np.unique(labels)) < 2:
         raise DataError("A linear probe needs images of two classes at least in TRAIN.")
     mean, scale = rows.mean(axis=0), rows.std(axis=0)
+    # A constant feature would become NaN.
     scale[scale == 0] = 1.0
     rows = (rows - mean) / scale
     penalty = _PENALTIES[int(np.argmax(shared(_PENALTIES, partial(_held_out, rows, labels))))]
@@ -134,6 +135,8 @@ def _held_out(rows: np.ndarray, labels: np.ndarray, penalty: float) -> float:
     for label in np.unique(labels):
         members = np.flatnonzero(labels == label)
         place[members] = np.arange(len(members))
+    # By class and by place, not at random: every class is held out in proportion, and the choice is the same
+    # everywhere.
     held = place % 10 == 1
     if not held.any() or len(np.unique(labels[~held])) < 2:
         return 0.0

@@ -160,6 +160,7 @@ def extract_features(run: Run, images: EvalImages, with_pixels: bool = False) ->
         for batch, num_own in own_batches(run, images):
             (features,) = model(batch.images, features_only=True)
             rows.append(features[:num_own].to(torch.promote_types(features.dtype, torch.float32)))
+            # Without copies, so that each index occurs once and a sort restores the source's order.
             ids.append(batch.sample_ids[:num_own])
             targets = torch.full_like(batch.sample_ids, -1) if batch.targets is None else batch.targets
             labels.append(targets[:num_own])
@@ -253,6 +254,7 @@ def lidar(views: Tensor) -> float:
     values, vectors = torch.linalg.eigh(within)
     whiten = vectors * (values.clamp(min=0) + _RIDGE).rsqrt() @ vectors.T
     matrix = whiten @ between @ whiten
+    # Made symmetric again: rounding of the products leaves differences, and eigvalsh reads one triangle only.
     return _smooth_rank(torch.linalg.eigvalsh((matrix + matrix.T) / 2).clamp(min=0))
 
 

@@ -71,4 +71,6 @@ class FollowedFigure:
 
 def _shared(figure: float) -> float:
     """Return the maximum over ranks, so that all decide by the same value. Collective."""
+    # The values are equal already. A collective guards against ranks that would decide differently and then wait for
+    # each other.
     return float(all_reduce_max(torch.tensor(figure, dtype=torch.float64)))

@@ -88,6 +88,7 @@ def knn_top1s(
         return None
     local_slice = rank_slice(len(queries.rows), rank(), world_size())
     without = None if excluded is None else excluded[local_slice]
+    # Once, for the largest k: neighbors come nearest first, so every smaller k is a prefix.
     similarities, places = nearest(queries.rows[local_slice], index.rows, max(k for k, _ in votes), is_cosine, without)
     num_classes = int(max(index.labels.max(), queries.labels.max())) + 1
     shares = []
@@ -168,6 +169,7 @@ class KnnHook(Hook):
             return
         self._open_sources(run)
         if run.is_resumed:
+            # The measurement before training is in the results of the checkpoint.
             return
         measured = self._measure(run, with_pixels=True)
         run.results["knn_top1_before"] = self._record(run, measured)
@@ -178,6 +180,7 @@ class KnnHook(Hook):
         self.neighbors_before = self._neighbors(measured)
 
     def on_epoch_end(self, run: Run) -> None:
+        # The features of a frozen trunk stay as they are.
         is_frozen = run.plan.config.MODEL.FEATURE_EVAL_SETTINGS.FREEZE_TRUNK_ONLY
         if self._index_source is not None and not is_frozen and run.is_due(self._options.EVERY_NUM_EPOCHS):
             run.results["knn_top1_latest"] = self._record(run, self._measure(run))

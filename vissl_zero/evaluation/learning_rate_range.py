@@ -52,6 +52,7 @@ class LearningRateRangeTest(Hook):
             return
         smooth = self._smooth.add(record.loss)
         self._best = min(self._best, smooth)
+        # Only for positive losses: a multiple of a negative one is lower.
         if smooth > _EXPLODED * self._best > 0:
             run.num_steps = run.step
 

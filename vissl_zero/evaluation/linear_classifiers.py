@@ -58,6 +58,7 @@ class ClassSvm:
 
 def shared(jobs: Sequence[Job], work: Callable[[Job], Done]) -> list[Done]:
     """Return the results of ``work`` on each job in order, on every rank. Collective: ranks share the jobs."""
+    # Interleaved, since jobs next to each other (costs of one class) take similar time.
     results = [work(job) for job in jobs[rank() :: world_size()]]
     of_ranks = all_gather_objects(results)
     return [of_ranks[index % world_size()][index // world_size()] for index in range(len(jobs))]
@@ -97,6 +98,7 @@ def solver(options: Svm, cost: float, seed: int) -> Any:
 
     return LinearSVC(
         C=cost,
+        # Positives are few in one against all others. VISSL's weights.
         class_weight={1: 2, -1: 1},
         intercept_scaling=1.0,
         penalty=options.penalty,
@@ -322,6 +324,7 @@ class TrainSvmLowShot(_SvmHook):
 
     def check(self, run: Run, matrix: np.ndarray) -> None:
         for k in run.plan.config.SVM.low_shot.k_values:
+            # A draw refuses classes with too few images, here before any feature is extracted.
             self._draw(run, matrix, 0, k)
 
     def _draw(self, run: Run, matrix: np.ndarray, sample: int, k: int) -> np.ndarray:
@@ -329,6 +332,7 @@ class TrainSvmLowShot(_SvmHook):
         if name != "voc" and not ((matrix >= 0).all() and (matrix.sum(axis=1) <= 1).all()):
             must = "SVM.low_shot.dataset_name: places205 needs one class for each image, and TRAIN's have several."
             raise DataError(f"{must} Write voc.")
+        # Seeded by k too, so that a draw does not depend on what else is measured, nor on the rank.
         return draw(matrix, k, name, np.random.default_rng([run.plan.seed, sample, k]))
 
     def measure(

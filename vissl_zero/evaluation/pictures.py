@@ -103,6 +103,7 @@ def patch_pictures(run: Run, source: Source, image_ids: Sequence[int]) -> list[P
 
     Cost: one forward pass over the images on every rank.
     """
+    # Equal on every rank: all have the same model and read the same images, so all call the model or none.
     if _transformer(run.sharded.model) is None or not (images := _images(run, source, image_ids)):
         return []
     caught: dict[str, Tensor] = {}
@@ -140,6 +141,7 @@ def principal_components(tokens: Tensor) -> Tensor:
     axes = vectors.flip(1)[:, :3]
     axes = axes * axes.gather(0, axes.abs().argmax(dim=0, keepdim=True)).sign()
     values = rows @ axes
+    # Single patches far out would leave all others in one color.
     low, high = values.quantile(_CUT, dim=0), values.quantile(1 - _CUT, dim=0)
     stretched = ((values - low) / (high - low).clamp(min=torch.finfo(values.dtype).tiny)).clamp(0, 1)
     return stretched.unflatten(0, tokens.shape[:2])

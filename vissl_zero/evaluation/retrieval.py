@@ -148,6 +148,7 @@ class Whitening:
     @classmethod
     def _of_squares(cls, mean: Tensor, squares: Tensor, num_components: int) -> Whitening:
         variances, vectors = torch.linalg.eigh(squares)
+        # Directions without variance would be divided by almost 0, and noise would decide rankings.
         variances = variances.clamp(min=float(variances.max()) * 1e-5)
         largest = variances.argsort(descending=True)[: num_components if num_components > 0 else None]
         return cls(mean, vectors[:, largest] / variances[largest].sqrt())
@@ -200,10 +201,12 @@ def scores(similarity: np.ndarray, wanted: Sequence[Wanted]) -> tuple[float, lis
     """
     precisions, at = [], []
     for query in wanted:
+        # Stable, so that ties have the same order everywhere.
         ranking = np.argsort(-similarity[query.query], kind="stable")
         good = query.good[query.good < len(ranking)]
         if not len(good):
             continue
+        # Taken out before ranks are counted: they must not push good images down.
         counted = ranking[~np.isin(ranking, query.ignored)]
         places = np.flatnonzero(np.isin(counted, good))
         precisions.append(average_precision(places, query.num_good or len(good)))

@@ -183,6 +183,7 @@ def _each(
     image_ids = [step * run.world_size + run.rank for step in range(num_steps)]
 
     def load(index: int) -> Tensor:
+        # A rank without an image left runs the last one again, because a sharded model needs all ranks.
         index = min(index, len(files) - 1)
         return prepared(read_image(files[index]), options, None if boxes is None else boxes[index])
 
@@ -238,6 +239,7 @@ def prepared(image: Image.Image, options: ImageRetrieval, box: Box | None = None
         ratio = side / max(image.size)
         width, height = (int(np.round(length * ratio)) for length in image.size)
         image = image.resize((max(width, 1), max(height, 1)), Image.Resampling.BILINEAR)
+    # Resized before it is cropped: the box then shows the object at the size that it has in the database.
     pixels = functional.normalize(functional.to_tensor(image), list(_MEAN), list(_STD))
     if box is not None:
         left, top, right, bottom = (max(0, int(np.round(edge * ratio))) for edge in box)

@@ -53,6 +53,7 @@ def overlap(confusion: Tensor) -> Overlap | None:
     right, total = confusion.diagonal(), int(confusion.sum())
     if not total:
         return None
+    # An output beyond the classes has no union of its own, but counts against the class of the pixel.
     unions = confusion.sum(dim=1) + confusion.sum(dim=0)[: len(confusion)] - right
     shares = zip(right.tolist(), unions.tolist(), strict=True)
     by_class = [intersection / union if union else None for intersection, union in shares]
@@ -151,6 +152,7 @@ def _confusion_of(run: Run, images: EvalImages) -> Tensor:
     with evaluated(run) as model:
         for batch, num_own in own_batches(run, images):
             assert batch.masks is not None, "the source has masks"
+            # At the size of the masks: shrinking these would lose small objects.
             logits = as_large_as(model(batch.images)[0], batch.masks)
             kept = rows_to_write(batch, num_own)
             counts.append(_confusion(logits[kept], batch.masks[kept], num_classes))
@@ -160,6 +162,7 @@ def _confusion_of(run: Run, images: EvalImages) -> Tensor:
 def _confusion(logits: Tensor, masks: Tensor, num_classes: int) -> Tensor:
     """Count pixels by class and prediction, (num_classes, K), of logits (n, K, H, W) and masks (n, H, W)."""
     width, is_counted = logits.shape[1], masks != IGNORED
+    # One bincount over pairs of class and prediction, instead of a pass for each class.
     cells = masks[is_counted].long() * width + logits.argmax(dim=1)[is_counted]
     return torch.bincount(cells, minlength=num_classes * width).view(num_classes, width)
 

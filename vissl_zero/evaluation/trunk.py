@@ -56,6 +56,7 @@ from vissl_zero.weights.reading import as_run, find
 
 _PREFIX = "trunk."
 _FINAL_FILES = {"student": WEIGHTS_FILE, "teacher": TEACHER_WEIGHTS_FILE}
+# A tiny network may have images with more pixels a side than it has weights.
 _LEAST_LIMIT = 100_000
 
 
@@ -175,6 +176,7 @@ def load_classifier(run_folder: str | Path, *, which: str = "student") -> Classi
         config = _config(weights)
         params, taps = config["MODEL"]["HEAD"]["PARAMS"], config["MODEL"].get("FEATURE_EVAL_SETTINGS", {})
         is_linear = len(params) == 1 and params[0][0] == "mlp" and params[0][1].get("skip_last_layer_relu_bn", True)
+        # A head on an inner layer does not see the features of the trunk.
         is_tapped = bool(taps.get("LINEAR_EVAL_FEAT_POOL_OPS_MAP"))
         if not is_linear or is_tapped or not has_classifier(weights.tensors):
             raise CheckpointError(
@@ -253,6 +255,7 @@ def _store(path: Path, final_name: str) -> Checkpoint | WeightsFile:
     if isinstance(store, WeightsFile) or store.path == path:
         return store
     last_step = final_step(path)
+    # A checkpoint of a later step is of a run that went on after its end.
     if final.is_file() and (last_step or 0) >= store.manifest.step:
         store.close()
         return WeightsFile(final)
@@ -315,12 +318,15 @@ def _require_known(config: Mapping[str, Any], path: Path) -> None:
 def _trunk(config: Mapping[str, Any], weights: Weights) -> nn.Module:
     """Build the trunk with its weights; it is first built without memory, to check that the weights fit."""
     infos = {name.removeprefix(_PREFIX): i for name, i in weights.tensors.items() if name.startswith(_PREFIX)}
+    # No size of a network exceeds the number of its weights.
     limit = max(_LEAST_LIMIT, sum(info.num_elements for info in infos.values()))
     numbers = [value for _, value in leaves(config["MODEL"]["TRUNK"]) if isinstance(value, (int, float))]
     if any(abs(number) > limit for number in numbers):
         raise CheckpointError(f"{weights.path} does not fit its configuration: its trunk is far larger.")
     model = block_of(ModelConfig, config["MODEL"])
+    # Heads are not loaded, and a custom one need not be registered here.
     model.HEAD.PARAMS = []
+    # On the meta device first: a hostile configuration could ask for any amount of memory.
     with torch.device("meta"), _at_most(1000 + 100 * len(infos), weights.path):
         wanted = build_model(model).trunk.state_dict()
     _require_fit({n: i.shape for n, i in infos.items()}, {n: tuple(t.shape) for n, t in wanted.items()}, weights.path)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -127,16 +127,19 @@ class ZeroOptimizer(torch.optim.Optimizer):
             raise VisslZeroError(_STATE)
         super().__setattr__(name, value)
 
-    def backward(self, loss: Tensor) -> None:
+    def backward(self, loss: Tensor, retain_graph: bool | None = None, **others: Any) -> None:
         """Accumulate the gradients of ``loss``, averaged over ranks and over the calls that make one update.
 
         Args:
             loss: 0-d tensor, this rank's mean over its own samples.
+            retain_graph: keep the graph for another backward pass, as in torch.
+            others: further arguments of torch's ``backward``, at their defaults.
         Raises:
-            VisslZeroError: ``loss`` is not a scalar with a gradient, or, under accumulation, a second micro-batch ran
-                before ``step``.
+            VisslZeroError: ``loss`` is not a scalar with a gradient, ``others`` ask for something, or, under
+                accumulation, a second micro-batch ran before ``step``.
         """
         _require_loss(loss)
+        _require_defaults(others)
         self._require_same_gradients()
         if self._is_run_again and self._accumulation_steps > 1:
             raise VisslZeroError(
@@ -148,7 +151,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._is_in_backward = self._is_backward_done = True
         try:
             with waiting("optimizer.backward()"):
-                self._sharded.backward(loss, 1.0 / self._accumulation_steps)
+                self._sharded.backward(loss, 1.0 / self._accumulation_steps, bool(retain_graph))
         finally:
             self._is_in_backward = False
         is_last = self._num_micro_batches == self._accumulation_steps - 1
@@ -435,6 +438,21 @@ def _require_loss(loss: Any) -> None:
     else:
         return
     raise VisslZeroError(f"optimizer.backward(loss): loss must be a tensor of one element (got {shown}). {fix}.")
+
+
+_INSTEAD_OF = {
+    "gradient": "Multiply the loss by it",
+    "create_graph": "Call torch.autograd.grad(..., create_graph=True), and add to the loss what is made of its result",
+    "inputs": "Freeze what it leaves out by requires_grad_(False)",
+}
+
+
+def _require_defaults(others: Mapping[str, Any]) -> None:
+    """Raise VisslZeroError if ``others``, arguments of torch's ``backward``, ask for something."""
+    wanted = [name for name, value in others.items() if value not in (None, False) or name not in _INSTEAD_OF]
+    if wanted:
+        fixes = ". ".join(_INSTEAD_OF.get(name, "Leave it out") for name in wanted)
+        raise VisslZeroError(f"optimizer.backward(loss): does not take {', '.join(wanted)}. {fixes}.")
 
 
 def _own_params(sharded: ShardedModel, model: nn.Module) -> list[list[nn.Parameter]] | None:

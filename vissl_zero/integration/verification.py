@@ -231,8 +231,8 @@ class _PlainOptimizer(torch.optim.Optimizer):
         self._base, self._settings, self._num_calls = base, settings, 0
         self._model, self._follower = model, take_ema(model)
 
-    def backward(self, loss: Tensor) -> None:
-        (loss / self._settings.gradient_accumulation_steps).backward()
+    def backward(self, loss: Tensor, retain_graph: bool | None = None) -> None:
+        (loss / self._settings.gradient_accumulation_steps).backward(retain_graph=retain_graph)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = None

@@ -59,6 +59,7 @@ def submit(plan: ResolvedRun, user_yaml: str) -> int:
             snapshot(code_folder(plan), plan.config.IMPORTS)
         job = _hand_in(plan, folder)
     except LaunchError:
+        # A refused job leaves no folder behind, but one that was there is the user's.
         if not existed:
             shutil.rmtree(plan.run_dir, ignore_errors=True)
         raise
@@ -191,6 +192,7 @@ def parameters(plan: ResolvedRun) -> dict[str, Any]:
         "qos": slurm.QOS,
         "constraint": slurm.CONSTRAINT,
         "time": 60 * slurm.TIME_HOURS + slurm.TIME_MINUTES,
+        # To sbatch, 0 is all the memory of a node.
         "mem": f"{slurm.MEM_GB}GB" if slurm.MEM_GB else "0",
         "nodes": plan.num_nodes,
         "ntasks_per_node": procs // procs_per_task,
@@ -198,8 +200,10 @@ def parameters(plan: ResolvedRun) -> dict[str, Any]:
         "gpus_per_node": procs if plan.device == "cuda" else "",
         "signal_delay_s": slurm.SIGNAL_DELAY_S,
         "setup": setup or "",
-        # Launchers notice themselves that another is gone, and need time to report it.
+        # Launchers notice themselves that another is gone, and need time to report it. Since SLURM 22.05, srun does not
+        # take over sbatch's cores for each task.
         "srun_args": ["--kill-on-bad-exit=0", f"--cpus-per-task={slurm.NUM_CPU_PER_PROC * procs_per_task}"],
+        # SLURM requeues only jobs that allow it.
         "additional_parameters": {"requeue": True, **further},
     }
     return {name: value for name, value in parameters.items() if value != ""}
@@ -291,6 +295,7 @@ class SlurmTask:
         from vissl_zero.launch.run_folder import RunLock
 
         try:
+            # The first task alone: all tasks share the folder, and the lock is of one process.
             with RunLock(Path(self.run_dir)) if _number("SLURM_PROCID") == 0 else nullcontext():
                 code = self._launch()
         except VisslZeroError as error:

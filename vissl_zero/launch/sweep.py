@@ -218,6 +218,7 @@ class SweepFolder(Callback):
             if config.config.DRY_RUN:
                 for path in jobs:
                     remember_new(path)  # Hydra makes these folders
+                # Hydra writes into a sweep's folder, of which a dry run must leave nothing.
                 _scratch = TemporaryDirectory()
                 config.hydra.sweep.dir = _scratch.name
                 return
@@ -496,6 +497,7 @@ def _start(job: _Job, slots: Slots) -> None:
     environment = {**os.environ, SWEEP_VARIABLE: str(os.getpid())}
     if slots.gpus:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(slots.gpus[job.slot])
+    # Bound before the process starts, because torch counts its cores when it is imported.
     cores = slots.cores[job.slot]
     job.started = time.monotonic()
     with (job.folder / _OUTPUT).open("ab") as output:
@@ -533,6 +535,7 @@ def _end(running: list[subprocess.Popen[bytes]]) -> None:
         try:
             process.wait(max(0.1, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
+            # With its ranks, which are in the same group.
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 

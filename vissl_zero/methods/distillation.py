@@ -184,6 +184,7 @@ class DINODistillation(EmbeddingMethod):
         super().__init__()
         self.teacher = teacher
         self.center = None if ema_center is None or output_dim is None else Center(output_dim, ema_center)
+        # A center is a mean over the batch, which ties samples to each other.
         self.couples_samples = self.center is not None
         self.patch_drop = patch_drop
         self.teacher_crops = list(range(teacher_num_crops))
@@ -244,6 +245,7 @@ class IBOTDistillation(PatchDistillation):
     """
 
     teacher_follows = False
+    # Unlike iBOT itself: a frozen teacher's scores are not centered.
     couples_samples = False
 
     def __init__(
@@ -392,6 +394,7 @@ class SwAVDistillation(EmbeddingMethod):
         if self.queue is not None and self.queue.num_filled and self._step >= self.queue_start:
             past = self.queue.local_part().to(scores.dtype) @ self.prototypes.to(scores.dtype).T
             scores = torch.cat((scores, past.expand(len(scores), -1, -1)), dim=1)
+        # Rows of the queue only balance the assignments: no student learns from them.
         assigned = sinkhorn(self._upcast(scores), self.epsilon, self.num_iters)[:, :num_samples]
         if self._step < self.num_hard_steps:
             return F.one_hot(assigned.argmax(dim=2), assigned.shape[2]).to(assigned.dtype)

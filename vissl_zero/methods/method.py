@@ -258,6 +258,7 @@ def _join_rows(parts: Sequence[Tensor], num_samples: Sequence[int]) -> Tensor:
         num_samples: n_i of each, at least 1.
     """
     views = len(parts[0]) // num_samples[0]
+    # View by view: rows are crop-major, so that rows of whole micro-batches in turn would mix the crops.
     by_view = [part.unflatten(0, (views, count)) for part, count in zip(parts, num_samples, strict=True)]
     return torch.cat(by_view, dim=1).flatten(0, 1)
 

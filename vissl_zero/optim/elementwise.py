@@ -119,6 +119,7 @@ def adamw_schedule_free(groups: Groups, betas: Sequence[float] = (0.9, 0.999), *
     from schedulefree import AdamWScheduleFree
 
     built = AdamWScheduleFree(groups, betas=(betas[0], betas[1]), **options)
+    # It refuses steps until it is told that training begins.
     built.train()
     assert isinstance(built, torch.optim.Optimizer)
     return built

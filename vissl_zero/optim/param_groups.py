@@ -150,6 +150,7 @@ def _depths_from_top(model: nn.Module, layer_decay: float) -> dict[str, int]:
             [Problem(key, f"{layer_decay:g}", must, f"Write {key}=1, or give rates by name in param_groups.")]
         )
     count = max(blocks.values()) + 1
+    # By place, as names of embeddings differ between libraries, and all are registered before the blocks.
     before = names[: names.index(next(iter(blocks)))]
     return {name: count - block for name, block in blocks.items()} | dict.fromkeys(before, count + 1)
 

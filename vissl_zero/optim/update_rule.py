@@ -89,6 +89,7 @@ def _try_out(
         for shape in _small_shapes(group_shapes)
         for case in (*_cases(shape, device), *_cases_by_angle(shape, device))
     ]
+    # Each tensor in its own optimizer first: this is what the other two ways must agree with.
     apart = [_run(optimizer, [pair])[0] for pair in small]
     moved = {index for (index, _), changes in zip(small, apart, strict=True) if any(c.any() for c in changes)}
     if idle := sorted({index for index, _ in small} - moved):
@@ -98,7 +99,10 @@ def _try_out(
     for (_, case), alone, beside in zip(small, apart, together, strict=True):
         if not _agree(alone, beside, case):
             must = "must update each tensor from that tensor alone and without randomness: ranks hold different tensors"
-            fix = f"Switch off what it computes from all tensors (a gradient norm: use clip_grad instead). {_INSTEAD}"
+            options = {**optimizer.defaults, **optimizer.param_groups[0]}
+            norms = [f"{key}=None" for key, value in options.items() if "grad_norm" in key and value]
+            what = f"{norms[0]}, and " if norms else "a gradient norm: "
+            fix = f"Switch off what it computes from all tensors ({what}use clip_grad instead). {_INSTEAD}"
             raise ConfigError([Problem("optimizer", type(optimizer).__name__, must, fix)])
     if not all(
         _runs_on_pieces(optimizer, index, case, changes, is_flattened)
@@ -169,6 +173,7 @@ def _cases_by_angle(shape: tuple[int, ...], device: torch.device) -> Iterator[_C
 
 
 def _random(shape: tuple[int, ...], device: torch.device) -> Callable[[], Tensor]:
+    # Drawn on the CPU by a fixed seed: all ranks must come to the same verdict.
     generator = torch.Generator().manual_seed(len(shape))
     return lambda: torch.randn(shape, generator=generator, dtype=torch.float64).to(device)
 
@@ -188,6 +193,7 @@ def _large_shapes(shapes: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
     chosen: list[tuple[int, ...]] = [_LARGE] if any(len(shape) == 2 for shape in shapes) else []
     for num_dims in dict.fromkeys(map(len, shapes)):
         sized = sorted((torch.Size(shape).numel(), tuple(shape)) for shape in shapes if len(shape) == num_dims)
+        # The largest that runs fast: thresholds on size are far below a hundred thousand elements.
         chosen += [shape for numel, shape in sized if 1 < numel <= _MAX_REAL_ELEMENTS][-1:]
     return chosen
 
@@ -246,6 +252,7 @@ def trial(optimizer: torch.optim.Optimizer, params: Mapping[int, Sequence[nn.Par
     groups = []
     for index, group_params in params.items():
         options = {k: copy.deepcopy(v) for k, v in optimizer.param_groups[index].items() if k not in _NOT_OPTIONS}
+        # A warm-up may begin at 0, and then no test step would move anything.
         if (rate := options.get("lr")) is not None and not float(rate):
             options["lr"] = torch.full_like(rate, 1e-3) if isinstance(rate, Tensor) else 1e-3
         groups.append(options | {"params": list(group_params)})
@@ -257,6 +264,7 @@ def _copied(
     shared: Sequence[dict[str, Any]],
     groups: list[dict[str, Any]],
 ) -> torch.optim.Optimizer:
+    # Not by the constructor, whose arguments nobody has kept.
     copied = object.__new__(type(optimizer))
     for key, value in vars(optimizer).items():
         if key == "step":  # a scheduler's wrapper, which counts steps of the original
@@ -314,6 +322,7 @@ def with_wrapped(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer
 def _fresh(key: str, value: Any, like: Tensor, param: Tensor) -> Any:
     """Return ``value``, an initial state of parameter ``like``, for another parameter."""
     is_alike = isinstance(value, Tensor) and value.dim() and (value.dtype, value.shape) == (like.dtype, like.shape)
+    # A copy of its parameter, such as Lookahead's slow weights, must be one of the other parameter too.
     if is_alike and _has_memory(value) and _has_memory(like) and torch.equal(value, like):
         return param.detach().clone()
     if isinstance(value, Tensor) and value.shape == like.shape and (like.dim() or key != "step"):

@@ -53,6 +53,7 @@ class BadStepRule:
             return f"the loss is {loss}"
         if not math.isfinite(norm):
             return f"the gradient norm is {norm}" if loss_scale <= 1.0 else ""
+        # Judged before they are added: a spike must not raise the median that it is compared with.
         reasons = [text for text in map(self._spike, _NAMES, figures, self._recent) if text]
         for recent, figure in zip(self._recent, figures, strict=True):
             recent.append(figure)
@@ -106,6 +107,7 @@ class BadStepCapture(Hook):
 
     def on_start(self, run: Run) -> None:
         """Count the captures of the run so far; a resumed run may have some. Collective."""
+        # From rank 0, since the decision to capture must be the same on all ranks and folders may be local.
         self._captured = broadcast_object(_captured(run) if run.is_main else set())
         if self._captured:
             run.captured = run.folder / FOLDER_NAME / str(max(self._captured))
@@ -117,6 +119,7 @@ class BadStepCapture(Hook):
 
     def before_update(self, run: Run, figures: Callable[[], tuple[float, float]]) -> None:
         """Judge the step, and capture it. Collective."""
+        # Forgotten here, so that the copy does not take memory during the update.
         before, self._before = self._before, None
         if before is None:
             return
@@ -125,6 +128,7 @@ class BadStepCapture(Hook):
         why = self._rule.verdict((loss, norm), scale)
         is_first, self._was_bad = not self._was_bad, bool(why)
         step = run.step + 1
+        # One cause often makes many steps bad, and the first shows it best. A resumed run repeats captured steps.
         if not why or not is_first or step in self._captured:
             return
         facts = BadStep(step, why, repr(loss), repr(norm), run.lr_factor)

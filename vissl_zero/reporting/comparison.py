@@ -103,6 +103,7 @@ def names_of(runs: Sequence[ComparedRun]) -> list[str]:
     if not runs:
         return []
     folders = [str(run.folder.absolute()) for run in runs]
+    # Of their parents, so that a single run still has a name.
     above = os.path.commonpath([os.path.dirname(folder) for folder in folders])  # noqa: PTH120 - of strings
     return [printable(os.path.relpath(folder, above)) for folder in folders]
 
@@ -132,6 +133,7 @@ def estimate(values: Sequence[float]) -> Estimate:
     data = np.asarray(values, dtype=np.float64)
     if len(data) < 2:
         return Estimate(float(data.mean()), None, None)
+    # A fixed seed, so that the same runs always give the same table.
     draws = np.random.default_rng(0).integers(0, len(data), (_RESAMPLES, len(data)))
     low, high = np.percentile(data[draws].mean(axis=1), [2.5, 97.5])
     return Estimate(float(data.mean()), float(low), float(high))

@@ -39,6 +39,7 @@ def write_sheet(path: Path, title: str, samples: Sequence[tuple[Image.Image, str
         for number, (image, caption) in enumerate(samples):
             down, across = divmod(number, _ACROSS)
             left, top = MARGIN + across * (_SIDE + _GAP), MARGIN + 36 + down * (_SIDE + _CAPTION + _GAP)
+            # Padded, not cropped: the sheet is there to show what images really look like.
             small = ImageOps.pad(image, (_SIDE, _SIDE), color="white")
             page.picture(left, top, _SIDE, _SIDE).imshow(np.asarray(small), extent=(0, _SIDE, _SIDE, 0))
             page.text(left, top + _SIDE + 4, _short(caption), size=8, color=SOFT)

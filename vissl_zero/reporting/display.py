@@ -53,6 +53,7 @@ class LiveDisplay(Hook):
         self._progress.update(record)
         self._watch = record.watch or self._watch
         now = time.monotonic()
+        # Bounded by time, not by steps, since a small model makes hundreds of them in a second.
         is_due = now - self._drawn_at >= _SECONDS_BETWEEN_FRAMES or record.step == run.num_steps
         if self._live is not None and is_due:
             self._live.update(frame(run, replace(record, watch=self._watch), self._progress), refresh=True)

@@ -47,6 +47,7 @@ def room(plan: ResolvedRun) -> tuple[int, str]:
     whole = int(gib * _GIB) if gib else available_memory()
     what = f"a machine of {bytes_text(whole)}" if gib else f"this machine, {bytes_text(whole)}"
     procs = plan.procs_per_node
+    # An even share: ranks have about the same memory, and none may take what others need.
     return whole // procs, what if procs == 1 else f"{what}, for {procs} processes"
 
 

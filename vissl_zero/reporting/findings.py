@@ -47,6 +47,7 @@ def _teacher_stands_still(run: Run) -> str:
         return ""
     stride = -(-run.step // _MOST_FACTORS)
     momenta = [run.method.momentum(step) for step in range(0, run.step, stride)]
+    # A momentum of 0 copies the student, and has no logarithm.
     if min(momenta) <= 0.0:
         return ""
     share = math.exp(fmean(map(math.log, momenta)) * run.step)  # the product over all steps
@@ -60,6 +61,7 @@ def _teacher_stands_still(run: Run) -> str:
 
 def _prototypes_are_dead(run: Run) -> str:
     in_use = [record.watch["prototypes_in_use"] for record in run.records if "prototypes_in_use" in record.watch][-5:]
+    # Counted per micro-batch, in which no more prototypes than rows can be a first choice.
     rows = run.plan.global_batch // run.plan.accumulation_steps
     reachable = sum(min(count, rows) for count in run.method.num_prototypes)
     if not in_use or fmean(in_use) >= _DEAD * reachable:

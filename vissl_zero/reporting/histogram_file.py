@@ -29,6 +29,7 @@ class HistogramFile(Hook):
         if run.is_main and path.exists():
             with optional_output(FILE_NAME, self._console):
                 kept = [(step, counts) for step, counts in read_histograms(path) if step <= run.step]
+                # Through a temporary file: a kill must not lose the lines of earlier steps.
                 with replacing(path) as temporary:
                     temporary.write_text("".join(_line(step, counts) for step, counts in kept), encoding="utf-8")
 

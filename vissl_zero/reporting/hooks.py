@@ -55,6 +55,7 @@ def build_hooks(plan: ResolvedRun) -> list[Hook]:
     if plan.config.CHECKPOINT.SAVE_BEST:
         hooks.append(BestWeights(plan.config.CHECKPOINT.BEST_METRIC))
     program = PROGRAMS.get(plan.config.PROGRAM)
+    # Once each, if the user also names the program's own hook.
     for name in dict.fromkeys([*([program] if program else []), *options.EXTRA]):
         hooks.append(HOOKS.get(name).build())
         require_interface(HOOKS, name, hooks[-1], base=Hook)

@@ -25,6 +25,7 @@ def draw_rates(
     axes.plot(rates, losses, color="#9a9a9a", linewidth=0.8, label="loss of a step")
     axes.plot(rates, smooth, color="#0072B2", label="smoothed")
     axes.axvline(suggested, color="#D55E00", linestyle="--", label=f"{suggested:.2g}")
+    # The axis follows the smoothed curve: a single exploding step would flatten all others.
     height = max(smooth) - min(smooth)
     axes.set_ylim(min(smooth) - _ROOM * height, max(smooth) + _ROOM * height)
     axes.set_xscale("log")

@@ -50,6 +50,7 @@ class LossyStream:
             self._drop(error)
 
     def _drop(self, error: OSError) -> None:
+        # Other errors, such as a bad file descriptor, are faults of the program.
         if error.errno not in _LOST:
             raise error
         if error.errno == errno.EPIPE:
@@ -82,6 +83,7 @@ class optional_output:  # noqa: N801 - used as a context, as contextlib's are
         pass
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
+        # Ctrl-C and exits go through.
         if not isinstance(error, Exception):
             return False
         why = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"

@@ -41,6 +41,7 @@ class MetricsFile(Hook):
         with optional_output(FILE_NAME, self._console):
             if path.exists():
                 _forget_after(path, run.step, run.records)
+            # Unbuffered, so that each line is with the system at once, and a write tells how much of it the disk took.
             self._file = path.open("ab", buffering=0)
 
     def on_record(self, run: Run, record: StepRecord) -> None:
@@ -58,6 +59,7 @@ class MetricsFile(Hook):
         """Write the waiting bytes; bytes of a line that the disk has accepted are not written again."""
         try:
             while self._waiting:
+                # A raw file may take a part of a line only.
                 self._waiting[0] = self._waiting[0][file.write(self._waiting[0]) :]
                 if not self._waiting[0]:
                     self._waiting.pop(0)
@@ -78,6 +80,7 @@ def line(record: StepRecord) -> str:
     entry = _finite(flat, "", not_finite)
     if not_finite:
         entry["not_finite"] = not_finite
+    # Python would write NaN, which other readers of JSON refuse.
     return json.dumps(entry, allow_nan=False)
 
 
@@ -98,6 +101,7 @@ def _record_from(entry: Mapping[str, Any]) -> StepRecord:
         KeyError, TypeError: the entry is not of such a line.
     """
     known = {f.name for f in fields(StepRecord)}
+    # ``not_finite`` is no field of a record, and a file of another version may have further keys.
     figures = {key: value for key, value in entry.items() if key in known}
     return StepRecord(**{**figures, "bytes": Bytes(**entry["bytes"])})
 

@@ -62,6 +62,7 @@ def explain(error: BaseException, plan: ResolvedRun, ledger: Bytes | None) -> Ou
         )
     held = ", ".join(f"{name} {bytes_text(getattr(ledger, kind))}" for kind, name in shown_kinds(ledger).items())
     lines = [f"Out of memory: {failed} while this rank held {bytes_text(total(ledger))} ({held})."]
+    # At least a share of the whole: the failed allocation is often small, and the next one would fail instead.
     need = max(requested or 0, int(_WORTHWHILE * total(ledger)))
     try:
         advice = _advice(plan, need)
@@ -104,6 +105,7 @@ def same_numbers(plan: ResolvedRun) -> Iterator[Switch]:
         return
     peak = forecast.step.peak_bytes
     batch, ranks = plan.batch_per_rank, plan.world_size
+    # Words that are in force already are left out of the advice.
     current = Candidate(plan.sharding, plan.accumulation_steps, batch, forecast, ranks, None, None).overrides()
     for candidate in rank_candidates(stage.forecasts(), Budget(peak), ranks):
         step = candidate.forecast.step
@@ -143,6 +145,7 @@ def other_numbers(plan: ResolvedRun) -> Iterator[Switch]:
     if plan.batch_per_rank > 1:
         changes.append(_smaller_micro_batch(plan))
     for words, changed, price in changes:
+        # Forecast again, not scaled: gathered units and parameters do not shrink with the batch.
         after = _peak(changed)
         if after is not None:
             yield Switch(words, before - after, price)

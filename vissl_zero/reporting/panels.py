@@ -78,6 +78,7 @@ class Page:
     def __init__(self, height: int):
         self.height = height
         self.figure = Figure(figsize=(WIDTH / DPI, height / DPI), dpi=DPI, facecolor="white")
+        # Not pyplot: it keeps every figure in memory, and picks a backend that may need a display.
         FigureCanvasAgg(self.figure)
 
     def axes(self, left: float, top: float, width: float, height: float) -> Axes:
@@ -192,6 +193,7 @@ class Series:
     def smooth(self) -> Series:
         """Return the centered mean over a twentieth of the curve, less at both ends; it does not lag."""
         half = max(1, len(self) // 40)
+        # By differences of prefix sums: one pass for any width of the window.
         sums = np.concatenate([[0.0], np.cumsum(self.values)])
         places = np.arange(len(self))
         first, last = np.maximum(places - half, 0), np.minimum(places + half + 1, len(self))

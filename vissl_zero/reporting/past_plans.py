@@ -83,6 +83,7 @@ def _with_process(past: Past, begun: Outcome, later: Sequence[Outcome], peaks: M
         last, most = later[0].step or first, later[0].peak_bytes
     else:
         end = next((row.step for row in later if row.outcome == RUNNING and row.step is not None), sys.maxsize)
+        # Only steps of this process: the file holds those of earlier plans too.
         step_peaks = {step: peak for step, peak in peaks.items() if first < step <= end}
         last, most = max(step_peaks, default=first), max(step_peaks.values(), default=None)
     known = [size for size in (past.measured_bytes, None if most is None else most - held) if size is not None]

@@ -138,6 +138,7 @@ def _command(planned: Planned, chosen: Candidate, overrides: Sequence[str]) -> l
         changed["config.ZERO.MEMORY_GB"] = f"config.ZERO.MEMORY_GB={planned.config.ZERO.MEMORY_GB:g}"
     elif planned.budget.given is not None and planned.config.MACHINE.MEMORY_GIB is None:  # from a profile
         changed["config.ZERO.MEMORY_GB"] = f"config.ZERO.MEMORY_GB={planned.budget.given / 2**30:g}"
+    # Budgets are dropped: they asked for a choice, which the command now states.
     kept = [word for word in overrides if word.lstrip("+").split("=")[0] not in {*changed, *_BUDGETS}]
     name = "<recipe>" if recipe.endswith(".yaml") else recipe
     return [f"vissl-zero config={name}", *map(shlex.quote, [*kept, *changed.values()])]
@@ -196,6 +197,7 @@ def as_json(planned: Planned) -> dict[str, Any]:
 
 def draw_plans(plans: Sequence[Planned], path: Path) -> bool:
     """Draw each recipe's memory over a step by kind, for its chosen or smallest plan; returns False: none is known."""
+    # Here, since most plans are printed only, and matplotlib takes a second.
     import matplotlib as mpl
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -257,6 +259,7 @@ def _draw(axes: Any, planned: Planned, candidate: Candidate) -> None:
     axes.set_xticks(starts, [step.phases[i] for i in starts], ha="left")
     budget = planned.budget.memory / 2**20
     top = max(totals) * 1.15
+    # A budget far above would flatten the curves.
     if budget <= 3 * max(totals):
         axes.axhline(budget, color=page.VERMILLION)
         axes.text(0, budget, f"budget {bytes_text(planned.budget.memory)}", color=page.VERMILLION, va="bottom")

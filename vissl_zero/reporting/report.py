@@ -74,6 +74,7 @@ class Panel:
 def write_report(content: ReportContent, path: Path) -> None:
     """Draw the page and write it as PNG, 1,600 pixels wide. Cost: 1 to 3 s."""
     page = draw(content)
+    # Again with the style: matplotlib reads some settings only when a figure is rendered.
     with mpl.rc_context(STYLE), replacing(path) as temporary:
         page.figure.savefig(temporary, format="png")
 
@@ -91,6 +92,7 @@ def draw(content: ReportContent) -> Page:
     pictures = crops + neighbors + patches + segmented
     findings = [line for sentence in content.findings for line in textwrap.wrap(sentence, _FINDING_WIDTH)]
     header = _HEADER + _FINDING * len(findings)
+    # Summed before anything is drawn, because a figure's size is set when it is made.
     page = Page(round(header + len(rows) * _PANEL_STEP + memory + pictures + MARGIN))
     _draw_header(page, content)
     for index, line in enumerate(findings):
@@ -276,6 +278,7 @@ def neighbor_rows(before: Neighbors | None, after: Neighbors | None) -> list[Nei
             wanted += [(neighbors.index_source, index) for index in neighbors.neighbor_ids[place]]
         pictures = [original(source, index) for source, index in wanted]
         readable = [picture for picture in pictures if picture is not None]
+        # Left out whole: the place of a picture in its row is its rank among the neighbors.
         if len(readable) < len(pictures):
             continue
         last = 1 + len(before.neighbor_ids[place])

@@ -69,6 +69,7 @@ def _state(folder: Path) -> str:
     note = read_note(folder)
     if is_done(folder):
         return "done"
+    # Codes 75 and 130 are of runs that were asked to stop; they can go on.
     return "not done" if note is None or note.code in (None, 0, 75, 130) else f"failed ({note.code})"
 
 

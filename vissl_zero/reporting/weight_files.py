@@ -120,6 +120,8 @@ def stream_weights(tensors: Sequence[WholeTensor], path: Path, metadata: dict[st
     queue = deque(in_file_order(Entry(t.name, t.dtype, t.shape, t.read) for t in tensors))
     try:
         if is_writer:
+            # All entries read from one queue: what is left in it after an error is what other ranks still wait to
+            # gather.
             entries = [replace(entry, read=lambda: queue.popleft().read()) for entry in queue]
             with replacing(path) as temporary:
                 write_shard_file(temporary, entries, metadata, with_checksums=True)
@@ -146,8 +148,10 @@ class WeightAverageHook(Hook):
         if step.skipped or (step.step - 1) % self._options.UPDATE_ITER:
             return
         self._has_begun = True
+        # Of the whole recipe, not ``run.num_steps``, which a limit of steps or an early stop shortens.
         length = run.steps_per_epoch * run.plan.num_epochs
         is_warm = (step.step - 1) / length >= self._options.WARMUP
+        # A decay of 0 copies the weights.
         run.sharded.average(self._options.DECAY if is_warm else 0.0)
 
     def state_dict(self) -> dict[str, Any]:

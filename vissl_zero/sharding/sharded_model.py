@@ -229,18 +229,19 @@ class ShardedModel:
         """List communication buffers: the forward pass allocates them, but they are no activations."""
         return []
 
-    def backward(self, loss: Tensor, weight: float = 1.0) -> None:
+    def backward(self, loss: Tensor, weight: float = 1.0, retain_graph: bool = False) -> None:
         """Accumulate gradients of ``loss * weight`` (averaged over ranks), scaled for half precision if need be.
 
         Args:
             loss: 0-d, this rank's mean over its own samples.
             weight: share of this micro-batch in the step times the correction for uneven batches:
                 ``num_local * world_size / num_samples_of_the_step``.
+            retain_graph: keep the graph for another backward pass, as in torch.
         """
         scale = self._loss_scale.scale if self._loss_scale else 1.0
         self._has_scaled = True  # step() refuses gradients of a plain loss.backward()
         with self._backward_pass():
-            (loss * (weight * scale)).backward()
+            (loss * (weight * scale)).backward(retain_graph=retain_graph)
 
     def freeze(self, names: Collection[str]) -> None:
         """Exclude parameters, by full name, from every ``step`` until the next ``freeze``.

@@ -259,6 +259,22 @@ def owner_of(param: Any) -> Any:
     return param._module_info
 
 
+def places_of(param: Any) -> list[tuple[nn.Module, str]]:
+    """List the modules that a unit's parameter is in, each with its name there; several where it is tied."""
+    info = owner_of(param)
+    names = (info.param_name, *info.shared_param_names)
+    return list(zip((info.module, *info.shared_modules), names, strict=True))
+
+
+def rename_place(param: Any, index: int, name: str) -> None:
+    """Change the name of a unit's parameter in the module at ``index`` of ``places_of``."""
+    info = owner_of(param)
+    if index:
+        info.shared_param_names[index - 1] = name
+    else:
+        info.param_name = name
+
+
 def name_of(param: Any) -> str | None:
     """Return the full name of a unit's parameter (``_param_fqn``); None before the first forward pass."""
     name: str | None = param._param_fqn

@@ -1,6 +1,6 @@
 """The index of timm's and torchvision's models by names and shapes of their tensors.
 
-``library_models.json`` holds a _fingerprint for every model of the two libraries. To write it anew, after an update of
+``library_models.json`` holds a fingerprint for every model of the two libraries. To write it anew, after an update of
 either::
 
     python -m vissl_zero.weights.library_index

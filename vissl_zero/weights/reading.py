@@ -84,6 +84,7 @@ def _saved_score_head(model: Mapping[str, Any]) -> list[Any] | None:
     if name in ("swav_head", "dino_head") and len(keys["num_clusters"]) == 1:
         return [[name, dict(keys)]]
     if name == "ibot_dino_head":  # a dino_head with further prototypes, for patches
+        # The other keys are of the patches' prototypes.
         sizes = ("in_dim", "normalize_last_layer", "num_layers", "hidden_dim", "bottleneck_dim")
         return [["dino_head", {**{key: keys[key] for key in sizes}, "num_clusters": [keys["out_dim"]]}]]
     return None
@@ -96,6 +97,7 @@ def _score_head_of(weights: Foreign) -> list[Any] | None:
     prototypes, first = names.get("heads.0.prototypes0.weight_v"), names.get("heads.0.mlp.0.weight")
     if prototypes is None or first is None:
         return None
+    # Matrices are linear layers; norms and biases are vectors.
     num_layers = sum(name.startswith("heads.0.mlp.") and len(shape) == 2 for name, shape in names.items())
     sizes = {"in_dim": first[1], "hidden_dim": first[0], "bottleneck_dim": prototypes[1], "num_layers": num_layers}
     return [["dino_head", {**sizes, "num_clusters": [prototypes[0]], "use_bn": "heads.0.mlp.1.running_mean" in names}]]

@@ -19,7 +19,7 @@ from vissl_zero.weights.library_index import models_of
 from vissl_zero.weights.network_name import network_name
 
 Shapes = Mapping[str, tuple[int, ...]]
-# Channels a head of published transformers, where it is not 64.
+# Width -> heads of published transformers whose heads do not have 64 channels.
 _HEADS = {1280: 16, 1152: 16, 1408: 16, 1664: 16, 4096: 32}
 # transformers' activations -> timm's; "" is what timm's transformers have anyway.
 _ACTIVATIONS = {"gelu": "", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "quick_gelu": "quick_gelu"}
@@ -70,6 +70,7 @@ def recognize(
     """
     shapes = {plain_name(entry.key): tuple(entry.shape) for entry in foreign.entries}
     stated = {**_stated(foreign.config), **(preprocessing or {})}
+    # First, because a file that states its trunk needs no guess.
     if (recognized := _own(foreign.config)) is not None:
         return recognized
     try:
@@ -190,6 +191,7 @@ def _transformer(shapes: Shapes, foreign: Foreign) -> Recognized | None:
     if prefix is None or (prefix and prefix != has_class + registers):
         return None
     side = _side(count - prefix)
+    # SwiGLU's first layer has gate and values side by side, and its last one takes half as many channels.
     is_gated = first[0] == 2 * shapes["blocks.0.mlp.fc2.weight"][1]
     args: dict[str, Any] = {"img_size": side * patch, "patch_size": patch, "embed_dim": width, "depth": depth}
     args |= {"num_heads": _heads(width, foreign.config), "mlp_ratio": _ratio(first[0], width), "reg_tokens": registers}
@@ -201,6 +203,7 @@ def _transformer(shapes: Shapes, foreign: Foreign) -> Recognized | None:
         return None
     if not is_gated and _ACTIVATIONS[act]:
         args["act_layer"] = _ACTIVATIONS[act]
+    # timm's models that pool patches norm after pooling, so the name of the norm tells how features are made.
     has_fc_norm = "fc_norm.weight" in shapes
     args |= {"global_pool": "token" if has_class and not has_fc_norm else "avg", "fc_norm": has_fc_norm}
     params: dict[str, Any] = {
@@ -209,6 +212,7 @@ def _transformer(shapes: Shapes, foreign: Foreign) -> Recognized | None:
     }
     if eps := _number(foreign.config, "layer_norm_eps") or (1e-5 if args["pre_norm"] else None):  # CLIP's
         params["layer_norm_eps"] = eps
+    # By the MLP alone: all sizes are in ``model_args``. Of timm's plain transformers, DINOv2's giant has a gated one.
     name = "vit_giant_patch14_dinov2" if is_gated else f"vit_base_patch{patch if patch in (8, 16, 32) else 16}_224"
     if args["pre_norm"]:
         name = "vit_base_patch32_clip_224"  # with CLIP's epsilon in timm too, where layer_norm_eps is not known
@@ -218,6 +222,7 @@ def _transformer(shapes: Shapes, foreign: Foreign) -> Recognized | None:
 
 def _ratio(inner: int, width: int) -> float:
     ratio = inner / width
+    # timm truncates ``width * ratio``, which rounding may leave just below the whole number.
     return ratio if int(width * ratio) == inner else (inner + 0.5) / width
 
 
@@ -247,6 +252,7 @@ def _eva(shapes: Shapes, config: Mapping[str, Any]) -> Recognized | None:
     inner = shapes["blocks.0.mlp.fc1_g.weight" if is_gated else "blocks.0.mlp.fc1.weight"][0]
     args: dict[str, Any] = {"patch_size": patch, "embed_dim": width, "depth": depth, "num_heads": _heads(width, config)}
     args |= {"mlp_ratio": _ratio(inner, width), "num_reg_tokens": registers, "global_pool": "token"}
+    # 1 changes no width, but makes timm build the gate and the values as two layers, as DINOv3 has them.
     args |= {"qkv_bias": "blocks.0.attn.q_bias" in shapes, "swiglu_mlp": is_gated, "swiglu_align_to": 1}
     if config.get("hidden_act", "silu" if is_gated else "gelu") != ("silu" if is_gated else "gelu"):
         return None
@@ -283,6 +289,7 @@ def _resnet(shapes: Shapes) -> Recognized | None:
         return None
     multiplier, groups = stem[0] // 64, last[0] // last[1]
     options: dict[str, Any] = {"DEPTH": depth, "WIDTH_MULTIPLIER": max(1, multiplier), "GROUPS": groups}
+    # Of the first stage, as torchvision counts it; each later stage doubles it.
     width = last[0] // groups // max(1, multiplier)
     options |= {"WIDTH_PER_GROUP": width, "STEM_TYPE": "RES_STEM_IN" if stem[-1] == 7 else "RES_STEM_CIFAR"}
     trunk = {"NAME": "resnet", "RESNETS": options}
@@ -298,11 +305,13 @@ def _convnext(shapes: Shapes, config: Mapping[str, Any]) -> Recognized | None:
     patch, kernel = shapes["stem.0.weight"][-1], shapes["stages.0.blocks.0.conv_dw.weight"][-1]
     args: dict[str, Any] = {"depths": depths, "dims": dims, "patch_size": patch, "kernel_sizes": kernel}
     args |= {"conv_mlp": len(shapes["stages.0.blocks.0.mlp.fc1.weight"]) == 4}
+    # ConvNeXt V2 has response normalization in place of layer scales (https://arxiv.org/abs/2301.00808, section 4).
     is_second = "stages.0.blocks.0.mlp.grn.weight" in shapes
     if "head.pre_logits.fc.weight" in shapes or is_second == ("stages.0.blocks.0.gamma" in shapes):
         return None
     params: dict[str, Any] = {"model_args": args}
     if config.get("model_type") in ("convnext", "convnextv2"):
+        # transformers uses this epsilon in the last norm alone; its blocks have 1e-6, as timm's.
         params["last_norm_eps"] = _number(config, "layer_norm_eps") or 1e-12
     trunk = {"NAME": "timm/convnextv2_tiny" if is_second else "timm/convnext_tiny", "PARAMS": params}
     return Recognized(network_name(trunk), trunk)
@@ -318,8 +327,10 @@ def _swin(shapes: Shapes) -> Recognized | None:
     tables = [shapes[f"layers.{stage}.blocks.0.attn.relative_position_bias_table"] for stage in range(stages)]
     depths = [_depth(shapes, rf"layers\.{stage}\.blocks\.(\d+)\.attn\.qkv\.weight") for stage in range(stages)]
     patches = shapes["patch_embed.proj.weight"]
+    # The table has a row for each offset between two patches of a window, (2 w - 1)^2.
     window = (_side(tables[0][0]) + 1) // 2
     args: dict[str, Any] = {"embed_dim": patches[0], "depths": depths, "num_heads": [table[1] for table in tables]}
+    # The published networks with windows of 12 are those for 384 pixels.
     size = 384 if window == 12 else _USUAL_SIZE
     args |= {"window_size": window, "patch_size": patches[-1], "img_size": size}
     trunk = {"NAME": "timm/swin_tiny_patch4_window7_224", "PARAMS": {"model_args": args}}
@@ -329,6 +340,8 @@ def _swin(shapes: Shapes) -> Recognized | None:
 def _indexed(shapes: Shapes, model: str) -> Recognized | None:
     """Recognize a published model of timm or torchvision, by the names and shapes of all its tensors."""
     candidates = models_of(shapes)
+    # Several models may have the same tensors, and the shortest name is the plainest. A name that the file states
+    # decides.
     name = model if model in candidates or (model and not candidates) else next(iter(candidates), "")
     return _named(name, candidates) if name else None
 

@@ -52,6 +52,7 @@ def resnet_names(names: Sequence[str]) -> dict[str, str]:
         renamed = next((re.sub(old, new, name) for old, new in _RESNET if re.fullmatch(old, name)), "")
         if not renamed:
             raise _no_place(name)
+        # detectron2 counts the stem as the first stage.
         renamed_names[name] = re.sub(r"^res(\d)", lambda match: f"res{int(match[1]) + 1}", renamed)
     return renamed_names
 
@@ -76,8 +77,10 @@ def resnet_settings(shapes: Mapping[str, Sequence[int]]) -> dict[str, Any]:
     groups = width // per_group
     if depth not in _DEPTHS or first != 64 or (num_convolutions == 2 and (width, groups) != (64, 1)):
         raise CheckpointError("--to detectron2: takes ResNets of depth 18, 34, 50, 101 and 152, and this is another.")
+    # torchvision's networks, and ours, have the stride in the 3 x 3 convolution. detectron2's default is MSRA's.
     settings = {"DEPTH": depth, "STRIDE_IN_1X1": False}
     if num_convolutions == 2:
+        # detectron2's default is a bottleneck's 256.
         return settings | {"RES2_OUT_CHANNELS": 64}
     return settings if (width, groups) == (64, 1) else settings | {"NUM_GROUPS": groups, "WIDTH_PER_GROUP": per_group}
 

@@ -96,6 +96,7 @@ class Source:
         views: views of evaluation.
         classifier: linear layer to write too; None: only the trunk.
         classes: names of the classifier's classes; empty if they are unknown.
+        place: where the written folder will lie, for settings that name files; None: where it is written.
     """
 
     trunk: nn.Module
@@ -103,6 +104,7 @@ class Source:
     views: Views
     classifier: nn.Linear | None = None
     classes: Sequence[str] = ()
+    place: Path | None = None
 
     def outputs(self, images: Tensor) -> Tensor:
         """Compute features (B, F) of images (B, 3, H, W), or the classifier's scores."""
@@ -148,6 +150,7 @@ class Source:
         resized = interpolated(
             positions[:, num_prefix:], embedding.grid_size, (height, width), embedding.position_resize
         )
+        # Resized once, by our rule: no library then has to resize at this size.
         embedding.pos_embed = nn.Parameter(torch.cat([positions[:, :num_prefix], resized], dim=1))
         embedding.grid_size = height, width
         config = copy.deepcopy(dict(self.config))
@@ -196,6 +199,7 @@ def write(source: Source, target: str, folder: Path) -> Exported:
     call, opened, notes = TARGETS[target](written, folder)
     if written is not merged:
         notes = [*notes, f"Position embeddings are those of images of {side} pixels."]
+    # Noise, since constant images would hide wrong positions and swapped channels.
     images = torch.randn(2, 3, side, side, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         wanted, got = source.outputs(images), opened(images)
@@ -355,14 +359,19 @@ def _to_detectron2(source: Source, folder: Path) -> tuple[str, Opened, list[str]
     settings = d2.resnet_settings(shapes)
     d2.write_model(folder / d2.MODEL, {new: tensors[old] for old, new in names.items()})
     pixels = {
+        # detectron2 normalizes pixels from 0 to 255, and reads BGR unless it is told.
         f"PIXEL_{name}": [255 * value for value in values]
         for name, values in (("MEAN", source.views.mean), ("STD", source.views.std))
     }
-    model = {"WEIGHTS": f"{folder.name}/{d2.MODEL}", **pixels, "RESNETS": settings}
+    # detectron2 looks for a relative path from where it runs.
+    model = {"WEIGHTS": str((source.place or folder).absolute() / d2.MODEL), **pixels, "RESNETS": settings}
     _write_json(folder / d2.SETTINGS, {"MODEL": model, "INPUT": {"FORMAT": "RGB"}})  # JSON is YAML
     kept = d2.read_model(folder / d2.MODEL)
     call = "from detectron2.config import get_cfg; cfg = get_cfg(); "
-    notes = ["Merge it after a configuration of detectron2, such as COCO-Detection/faster_rcnn_R_50_FPN_1x.yaml."]
+    notes = [
+        "Merge it after a configuration of detectron2, such as COCO-Detection/faster_rcnn_R_50_FPN_1x.yaml.",
+        f"{d2.SETTINGS} names the weights by where they were written: correct MODEL.WEIGHTS if the folder is moved.",
+    ]
     written = {old: kept[new] for old, new in names.items()}
     return call + f'cfg.merge_from_file("{folder.name}/{d2.SETTINGS}")', _torchvisions_resnet(written, settings), notes
 
@@ -375,6 +384,7 @@ def _torchvisions_resnet(tensors: Mapping[str, Tensor], settings: Mapping[str, A
     net = torchvision.models.get_model(f"resnet{settings['DEPTH']}", weights=None, **groups)
     _with_last(net, nn.Identity())
     lost = net.load_state_dict(tensors, strict=False)
+    # Not strict, because detectron2's format has no counters. Nothing else may be missing.
     assert all(name.endswith("num_batches_tracked") for name in lost.missing_keys), lost
     return net.eval()
 
@@ -428,6 +438,7 @@ def _to_transformers(source: Source, folder: Path) -> tuple[str, Opened, list[st
     heads = next(module.num_heads for module in source.trunk.modules() if hasattr(module, "num_heads"))
     config = _hf_config(kind, shapes, args | {"num_heads": heads}, network, source.views)
     entries = [Entry(_timms(e.key), e.dtype, e.shape, e.read) for e in timm_entries]
+    # ViTModel has a mask token only when it is built for masked images.
     entries = [e for e in entries if kind != "vit" or e.key != "mask_token"]
     entries_there, unknown = from_timm(entries, HUGGING_FACE)
     if unknown:
@@ -437,8 +448,10 @@ def _to_transformers(source: Source, folder: Path) -> tuple[str, Opened, list[st
     import transformers
 
     transformers.utils.logging.set_verbosity_error()
+    # Else ViTModel adds a pooler with random weights.
     options: dict[str, Any] = {"add_pooling_layer": False} if kind == "vit" else {}
     model = transformers.AutoModel.from_pretrained(folder, **options).eval()
+    # ViTModel refuses images of another size than its own; DINOv2's classes always interpolate.
     extra: dict[str, Any] = {"interpolate_pos_encoding": True} if kind == "vit" else {}
     call = f'transformers.AutoModel.from_pretrained("{folder.name}"{", add_pooling_layer=False" * (kind == "vit")})'
     notes = ["Features are last_hidden_state[:, 0], the class token after the last norm."]
@@ -459,6 +472,7 @@ def _hf_config(
     is_gated = inner == 2 * hidden
     if kind == "vit":
         return config | {"intermediate_size": inner}
+    # With a gated MLP, transformers takes two thirds of the ratio itself; published networks have 4.
     config |= {"mlp_ratio": 4 if is_gated else inner / width, "use_swiglu_ffn": is_gated}
     if not is_gated and inner % width == 0:
         config["mlp_ratio"] = inner // width
@@ -522,6 +536,7 @@ def _to_peft(source: Source, folder: Path) -> tuple[str, Opened, list[str]]:
     library = "torchvision" if source.config["NAME"].startswith("torchvision/") else "timm"
     base: Any
     with tempfile.TemporaryDirectory() as temporary:
+        # The base goes into a folder that is deleted: an adapter is published without it.
         _, base, _ = TARGETS[library](replace(source, trunk=unadapted(source.trunk)), Path(temporary))
         config = json.loads((Path(temporary) / CONFIG).read_text(encoding="utf-8"))
     write_adapter(source.trunk, folder)
@@ -544,6 +559,7 @@ def _to_onnx(source: Source, folder: Path) -> tuple[str, Opened, list[str]]:
     shape, output = {0: torch.export.Dim.DYNAMIC}, "features" if source.classifier is None else "scores"
     program = torch.onnx.export(
         _OneTensor(source).eval(),
+        # Two images: torch.export fixes a dimension of size 1.
         (torch.zeros(2, 3, side, side),),
         dynamo=True,
         dynamic_shapes=(shape,),

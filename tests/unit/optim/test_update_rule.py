@@ -82,6 +82,11 @@ def test_optimizers_of_timm_as_people_build_them(name, expected):
         assert update_rule(optimizer, shapes) is expected
 
 
+def test_the_refusal_of_timms_lamb_names_the_option_that_couples_all_tensors():
+    with pytest.raises(ConfigError, match=r"all tensors \(max_grad_norm=None, and use clip_grad instead\)"):
+        _rule(lambda params: timm.optim.Lamb(params, lr=1e-2))
+
+
 def test_prodigy_couples_all_tensors():
     with pytest.raises(ConfigError, match="from that tensor alone"):
         _rule(lambda params: prodigyopt.Prodigy(params, lr=1.0))

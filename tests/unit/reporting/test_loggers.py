@@ -289,6 +289,30 @@ def test_a_run_killed_three_times_has_every_step_once(tmp_path: Path, name: str)
     assert read_back(READERS[name], folder) == pytest.approx({step: make_record(step).loss for step in range(1, 31)})
 
 
+def play_start(folder: Path, figure: str) -> None:
+    run = make_run(folder)
+    hook = Logging(["mlflow"])
+    run.results |= {"knn_top1_before": 0.5, figure: 1.0}
+    play(run, hook, [])
+
+
+def starts_in_mlflow(folder: Path) -> list[int]:
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(tracking_uri=f"sqlite:///{folder / 'mlflow.db'}")
+    (run,) = client.search_runs([client.get_experiment_by_name("vissl_zero").experiment_id])
+    tags = [f"evaluation/{name}" for name in ("knn_top1_before", "first", "second")]
+    return [len(client.get_metric_history(run.info.run_id, tag)) for tag in tags]
+
+
+@pytest.mark.slow
+def test_mlflow_keeps_what_it_holds_of_step_0(tmp_path: Path) -> None:
+    """A measurement that is repeated in its folder, or a run that was killed in its first step."""
+    for figure in ("first", "second"):
+        read_back(play_start, tmp_path, figure)
+    assert read_back(starts_in_mlflow, tmp_path) == [1, 1, 1]
+
+
 def files_in_mlflow(folder: Path) -> tuple[str, str, str, list[str]]:
     """The experiment's place of files; the run's number, its place and its files."""
     from mlflow.artifacts import list_artifacts

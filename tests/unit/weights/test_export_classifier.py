@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import onnxruntime
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 import vissl_zero
 from tests.unit.evaluation.example_run import make_config, make_plan
+from vissl_zero.checkpoint.weights import TEACHER_WEIGHTS_FILE
 from vissl_zero.cli import main
 from vissl_zero.engine.build import build_run
 from vissl_zero.engine.loop import train
@@ -29,14 +31,14 @@ TRUNKS = {
 HEAD = ["mlp", {"dims": [-1, 10]}]
 
 
-def trained(folder: Path, name: str, head: list[object] = HEAD) -> Path:
+def trained(folder: Path, name: str, head: list[object] = HEAD, seed: int = 3) -> Path:
     library, model, args = TRUNKS[name]
     folder.mkdir(exist_ok=True)
     config = make_config(USE_KNN=False)
     config["DATA"]["TRAIN"]["TRANSFORMS"].insert(0, {"name": "Resize", "size": [32, 32]})
     config["MODEL"]["TRUNK"] = {"NAME": f"{library}/{model}", "PARAMS": {"name": model, "model_args": args}}
     config["MODEL"]["HEAD"]["PARAMS"] = [head]
-    plan = make_plan(config, folder, max_steps=1)
+    plan = make_plan(config, folder, max_steps=1, seed=seed)
     run, schedules, frozen = build_run(plan, torch.device("cpu"))
     train(run, schedules, frozen, [FinalWeights()])
     save_resolved(plan, folder / "config.resolved.yaml")
@@ -88,6 +90,17 @@ def test_onnx_gives_scores_and_names(tmp_path: Path) -> None:
     session = onnxruntime.InferenceSession(str(out / "model.onnx"), providers=["CPUExecutionProvider"])
     (found,) = session.run(["scores"], {"images": images.numpy()})
     torch.testing.assert_close(torch.from_numpy(found), scores(folder, images), rtol=1e-3, atol=1e-4)
+
+
+def test_the_teachers_classifier_goes_with_the_teachers_trunk(tmp_path: Path) -> None:
+    folder, other = trained(tmp_path / "run", "timm's vit"), trained(tmp_path / "other", "timm's vit", seed=4)
+    shutil.copy(other / "weights.safetensors", folder / TEACHER_WEIGHTS_FILE)
+    out, images = tmp_path / "out", torch.randn(3, 3, 32, 32)
+    command = ["export", str(folder), "--to", "timm", "--classifier", "--which", "teacher", "--out", str(out)]
+    assert main(command) == 0
+    net = timm.create_model(f"local-dir:{out}", pretrained=True).eval()
+    with torch.no_grad():
+        torch.testing.assert_close(net(images), scores(other, images), rtol=1e-4, atol=1e-5)
 
 
 def test_what_is_no_classifier_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -53,10 +53,10 @@ def test_a_resnet_has_the_names_and_settings_of_detectron2(tmp_path, capsys):
     assert (content["model"]["res5.0.shortcut.norm.bias"] == net.layer4[0].downsample[1].bias.detach().numpy()).all()
     config = yaml.safe_load((out / "detectron2.yaml").read_text())
     expected = {"DEPTH": 18, "STRIDE_IN_1X1": False, "RES2_OUT_CHANNELS": 64}
-    assert config["MODEL"]["RESNETS"] == expected and config["MODEL"]["WEIGHTS"] == "out/model.pkl"
+    assert config["MODEL"]["RESNETS"] == expected and config["MODEL"]["WEIGHTS"] == str(out / "model.pkl")
     assert config["MODEL"]["PIXEL_MEAN"] == pytest.approx([123.675, 116.28, 103.53])
     assert config["INPUT"]["FORMAT"] == "RGB"
-    assert 'cfg.merge_from_file("out/detectron2.yaml")' in capsys.readouterr().out
+    assert f'cfg.merge_from_file("{out}/detectron2.yaml")' in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

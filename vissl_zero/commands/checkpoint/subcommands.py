@@ -119,6 +119,7 @@ def diff(arguments: Sequence[str]) -> int:
     try:
         for store in (a, b):
             if problems := list(store.verify()):
+                # Damage is not a difference, but would be shown as one.
                 raise CheckpointError("\n".join(problems))
         echo(f"A {a.path}\nB {b.path}")
         if isinstance(a, Checkpoint) and isinstance(b, Checkpoint):
@@ -151,6 +152,7 @@ def _report(differences: list[TensorDifference], tolerance: float, most: int | N
         echo(f"\nAll tensors are equal{within}.")
         return 0
     echo("")
+    # Tensors that cannot be subtracted come first: one is missing, or has another shape.
     worst_first = sorted(
         differences, key=lambda entry: (entry.largest is not None, -(entry.largest or 0.0), entry.name)
     )
@@ -376,6 +378,7 @@ def import_(arguments: Sequence[str]) -> int:
     parser.add_argument("--remove-prefix", default="", metavar="TEXT", help="remove this prefix from tensor names")
     parser.add_argument("--partial", action="store_true", help="write what matches even if the trunk is incomplete")
     parser.add_argument("--overwrite", action="store_true", help="replace OUT if the file exists")
+    # Flags may stand between the words of a recipe.
     options = parser.parse_intermixed_args(arguments)
     if options.like and options.words:
         raise ConfigError(f"{parser.prog}: give a recipe or --like, not both.")

@@ -141,6 +141,7 @@ class WebDataset(Packed):
         """Read the file out of its tar. Raises BrokenImageError."""
         size = int(self._size[index])
         try:
+            # Opened for each image: a kept file would share its position with forked workers.
             with open(self._tars[self._tar[index]], "rb") as tar:  # noqa: PTH123 - bytes
                 tar.seek(int(self._offset[index]))
                 data = tar.read(size)
@@ -189,6 +190,7 @@ def _read_index(tar: Path) -> dict[str, np.ndarray]:
     places: list[tuple[int, int, bytes, bytes]] = []
     labels: dict[bytes, str] = {}
     try:
+        # Without compression, because an image is read by its offset.
         with tarfile.open(tar, "r:", errors="surrogateescape") as opened:
             for member in opened:
                 folder, _, name = member.name.rpartition("/")
@@ -224,6 +226,7 @@ def _label_in(content: bytes, extension: str, place: str) -> str:
 
 def _numbers_or_names(labels: np.ndarray, paths: Sequence[str]) -> np.ndarray:
     """Convert labels, UTF-8, to integers (-1 for "") if they are whole numbers; else to text. DataError if mixed."""
+    # Distinct ones first: there may be millions of labels, but few that differ.
     distinct, at = np.unique(labels, return_inverse=True)
     texts = [text.decode() for text in distinct.tolist()]
     are_numbers = {_WHOLE.fullmatch(text) is not None for text in texts if text}
@@ -302,6 +305,7 @@ def _table(pa: Any, file: str) -> Any:
     """Map a file of Arrow's stream format, or of its file format."""
     try:
         try:
+            # ``datasets`` writes streams, and other programs the file format.
             return pa.ipc.open_stream(pa.memory_map(file)).read_all()
         except pa.ArrowInvalid:
             return pa.ipc.open_file(pa.memory_map(file)).read_all()

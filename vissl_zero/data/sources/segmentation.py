@@ -121,6 +121,7 @@ def _classes_of(colors: np.ndarray, path: str) -> np.ndarray:
     codes = _codes(colors)
     known = _codes(voc_colors())
     order = known.argsort()
+    # Clipped, because a color after the last known one has no place. Each is compared below.
     places = order[np.searchsorted(known[order], codes).clip(max=IGNORED)]
     if (unknown := known[places] != codes).any():
         red, green, blue = colors[unknown][0].tolist()

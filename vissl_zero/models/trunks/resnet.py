@@ -123,9 +123,6 @@ class StagedTrunk(nn.Module):
     conv1_path = "stem"
 
 
-# isort: split
-
-
 _KEY = "config.MODEL.TRUNK.RESNETS"
 
 

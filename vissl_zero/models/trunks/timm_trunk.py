@@ -253,6 +253,7 @@ def _trace(net: nn.Module) -> tuple[list[str] | None, int, _LastMap]:
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         owns = next(module.parameters(recurse=False), None) is not None
         size = sum(param.numel() for param in module.parameters())
+        # A link takes one tensor: a call with anything else ends the chain.
         call = _Call(names[module], size, owns, _versioned(args[0] if len(args) == 1 and not kwargs else None))
         stack[-1].inner.append(call)
         stack.append(call)
@@ -679,6 +680,7 @@ def build_timm_mobilenet(**options: Any) -> nn.Module:
 def _timm_mobilenet(config: MobileNetConfig) -> nn.Module:
     net: nn.Module = timm.create_model(config.NAME, num_classes=0)
     if config.TRUNK_ONLY:
+        # Replaced and not removed, because timm's forward pass calls them.
         net.conv_head, net.norm_head, net.act2 = nn.Identity(), nn.Identity(), nn.Identity()
     return net
 

@@ -114,6 +114,7 @@ class TransformerTrunk(nn.Module):
         if masks_of_attention:
             flat, last = ([part for x in rows for part in unpacked(x, shapes)] for rows in (flat, last))
         *tapped, xs = [flat[start : start + len(images)] for start in range(0, len(flat), len(images))]
+        # Kept until the next pass: taps combine blocks only after the trunk has returned.
         self._normed = dict(zip(caught, tapped, strict=True))
         if return_tokens:
             return [*xs, *last]

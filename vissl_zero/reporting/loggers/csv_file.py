@@ -72,6 +72,7 @@ def _read(path: Path) -> Iterator[dict[str, str]]:
     """Yield the rows, up to one that is cut short."""
     with path.open(encoding="utf-8", newline="") as file:
         text = file.read()
+    # A kill may have cut the last line, and a cut number would read as another one.
     whole = text[: text.rfind("\n") + 1]
     for row in csv.DictReader(io.StringIO(whole)):
         if not (row.get(_STEP) or "").isdecimal() or None in row or None in row.values():

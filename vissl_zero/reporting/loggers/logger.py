@@ -76,6 +76,7 @@ def run_id(folder: Path) -> str:
         stored = ""
     if len(stored) == 16 and set(stored) <= set("0123456789abcdef"):
         return stored
+    # Drawn, not derived from the path: a folder may be moved, or deleted and made again for another run.
     drawn = uuid.uuid4().hex[:16]
     with replacing(path) as temporary:
         temporary.write_text(f"{drawn}\n", encoding="utf-8")

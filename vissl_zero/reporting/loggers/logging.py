@@ -115,6 +115,7 @@ class Logging(Hook):
             return
         results = {name: float(value) for name, value in run.results.items() if isinstance(value, int | float)}
         new = {f"evaluation/{name}": value for name, value in results.items() if math.isfinite(value)}
+        # Results stay in ``run.results``. Logged again, they would look like new measurements at each epoch.
         new = {tag: value for tag, value in new.items() if self._newest.get(tag) != value}
         if not new:
             return
@@ -136,6 +137,7 @@ class Logging(Hook):
                 if counts:
                     logger.log_histograms(counts, step)
 
+        # Outside ``log``, because every logger gets the same ones.
         counts = self._histograms.pop(step, None)
         self._each(log)
 
@@ -145,6 +147,7 @@ class Logging(Hook):
             try:
                 call(name, logger)
             except Exception as error:  # noqa: BLE001 - a library of another place, or the user's own class
+                # Left out for good: a row that it missed could not be logged after later ones.
                 self._loggers.pop(name)
                 self._held.pop(name, None)
                 why = " ".join(str(error).split()) or type(error).__name__

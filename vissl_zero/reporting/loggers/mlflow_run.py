@@ -44,6 +44,7 @@ class MlflowRun(Logger):
     def __init__(self) -> None:
         self._client: MlflowClient | None = None
         self._id = ""
+        self._at_start: set[str] = set()  # tags of step 0 that MLflow holds, if it holds no later step
         self._waiting: list[list[Metric]] = []  # a row per step
         self._sent = time.monotonic()
 
@@ -54,6 +55,7 @@ class MlflowRun(Logger):
 
         uri, place = os.environ.get("MLFLOW_TRACKING_URI"), None
         if not uri:
+            # Files need a place of their own: by default they would go to the folder in which the command was started.
             uri, place = f"sqlite:///{run.folder / FILE_NAME}", str(run.folder / _FILES_NAME)
         self._client = client = MlflowClient(tracking_uri=uri)
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "vissl_zero")
@@ -64,7 +66,10 @@ class MlflowRun(Logger):
         if matching := client.search_runs([number], f"tags.`{_ID_TAG}` = '{run.run_id}'"):
             self._id = matching[0].info.run_id
             client.update_run(self._id, status="RUNNING")
-            return max((metric.step for metric in client.get_metric_history(self._id, "train/lr")), default=0)
+            # Of the learning rate, which every step has: a skipped step has no loss.
+            held = max((metric.step for metric in client.get_metric_history(self._id, "train/lr")), default=0)
+            self._at_start = set() if held else set(matching[0].data.metrics)
+            return held
         tags = {_ID_TAG: run.run_id, "recipe": run.recipe}
         self._id = client.create_run(number, run_name=run.folder.name, tags=tags).info.run_id
         self._log_config(client, run)
@@ -74,6 +79,7 @@ class MlflowRun(Logger):
         from mlflow.entities import Param
 
         settings = {path.removeprefix("config."): str(value) for path, value in leaves(run.config) if value is not None}
+        # MLflow refuses brackets in names.
         params = [Param(path.replace("[", ".").replace("]", ""), text[:_LONGEST]) for path, text in settings.items()]
         for start in range(0, len(params), _MOST_PARAMS):
             client.log_batch(self._id, params=params[start : start + _MOST_PARAMS])
@@ -82,7 +88,9 @@ class MlflowRun(Logger):
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
-        self._waiting.append([Metric(tag, value, now, step) for tag, value in figures.items()])
+        self._waiting.append(
+            [Metric(tag, value, now, step) for tag, value in figures.items() if step or tag not in self._at_start]
+        )
         if time.monotonic() - self._sent > _EVERY_S:
             self._send()
 
@@ -102,6 +110,7 @@ class MlflowRun(Logger):
         assert self._client is not None
         while self._waiting:
             batch = self._waiting.pop(0)
+            # Whole rows only: the history of one metric then tells which steps the server has.
             while self._waiting and len(batch) + len(self._waiting[0]) <= _MOST_METRICS:
                 batch = batch + self._waiting.pop(0)
             self._client.log_batch(self._id, metrics=batch)

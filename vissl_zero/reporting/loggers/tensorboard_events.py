@@ -31,6 +31,7 @@ class TensorBoard(Logger):
     def open(self, run: LoggedRun) -> int:
         folder = run.folder / FOLDER_NAME
         held = min(run.step, _last_step(folder)) if run.step else 0
+        # Even 0 hides: a run that starts again from the beginning must not show the curves of an earlier one.
         purge_step = (held + 1 if held else 0) if any(folder.glob("events.*")) else None
         folder.mkdir(exist_ok=True)
         self._events = EventFile(folder / _file_name(), purge_step)
@@ -70,6 +71,7 @@ class EventFile:
         self._records = RecordWriter(self._file)
         self._event: Any = Event
         self._flushed = time.monotonic()
+        # TensorBoard expects this event first in a file.
         self._add(file_version="brain.Event:2")
         if purge_step is not None:
             self._add(step=purge_step, session_log=SessionLog(status=SessionLog.START))
@@ -126,6 +128,7 @@ def _last_step(folder: Path) -> int:
     from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
     last = 0
+    # In the order of their start, which their names begin with: a later file may hide steps of earlier ones.
     for path in sorted(folder.glob("events.*")):
         for event in EventFileLoader(str(path)).Load():
             if event.HasField("session_log"):

@@ -236,7 +236,7 @@ class ParameterGuard:
     def __init__(self, module: nn.Module, shards: Iterable[Shard], optimizer: torch.optim.Optimizer):
         shards = list(shards)
         self._module = module
-        self._shards = [shard for shard in shards if not shard.is_on_disk]
+        self._shards = shards
         self._frozen = {shard.name for shard in self._shards if not shard.source.requires_grad}
         self._places = {shard.name: _place(shard) for shard in self._shards}
         self._num_hooks = {shard.name: num_gradient_hooks(shard.source) for shard in self._shards}
@@ -246,7 +246,6 @@ class ParameterGuard:
         self._tables = _tables(module)
         _FirstPasses(module, self._refuse_moved)
         self._is_own_step = False
-        self._all_shards = shards  # also those on a disk, which are never moved but may be written
         self._num_writes = self._count_writes()
         self._optimizer = getattr(optimizer, "optim", optimizer)  # the base optimizer inside fairscale's OSS
         self._optimizer.register_step_pre_hook(self._refuse_foreign_step)
@@ -270,7 +269,7 @@ class ParameterGuard:
         """Count writes into parameters made inside as sharding's own, not as the loop's. A context."""
         yield
         self._num_writes = self._count_writes()
-        for shard in self._all_shards:
+        for shard in self._shards:
             shard.forget_writes()
 
     def written(self) -> int:
@@ -280,7 +279,7 @@ class ParameterGuard:
         that were combined into it. torch does not count writes through ``.data`` at level 0.
         Cost: one pass over what was written.
         """
-        pairs = zip(self._all_shards, self._count_writes(), self._num_writes, strict=True)
+        pairs = zip(self._shards, self._count_writes(), self._num_writes, strict=True)
         written = [shard for shard, number, before in pairs if number != before]
         sums = [shard.sum_of_writes().tolist() for shard in written]
         return text_digest([shard.name for shard in written], sums) if written else 0
@@ -288,7 +287,7 @@ class ParameterGuard:
     def _count_writes(self) -> list[tuple[int, int]]:
         # A write by the loop counts at the sharded tensor, and a write by sharding at its local rows.
         with as_plain_tensors():
-            return [(num_writes(shard.source), num_writes(local_tensor(shard.source))) for shard in self._all_shards]
+            return [(num_writes(shard.source), num_writes(local_tensor(shard.source))) for shard in self._shards]
 
     def problem(self) -> str | None:
         """Return a sentence on the first change that an update would not see; None if there is none."""
@@ -332,7 +331,9 @@ class ParameterGuard:
         return None
 
     def _is_moved(self, shard: Shard) -> bool:
-        return _place(shard) != self._places[shard.name]
+        # One on a disk has no address: exchanged by torch.utils.swap_tensors, it has another's store.
+        store = getattr(shard.source, "store", None)
+        return _place(shard) != self._places[shard.name] or store not in (None, shard)
 
     def _refuse_moved(self) -> None:
         moved = next((shard.name for shard in self._shards if self._is_moved(shard)), None)

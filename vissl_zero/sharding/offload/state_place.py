@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vissl_zero.errors import ConfigError, Problem
+from vissl_zero.errors import ConfigError, Problem, VisslZeroError
 from vissl_zero.optim.elementwise import SINGLE_ROUNDING
 from vissl_zero.optim.update_rule import counter_keys, set_own, trial_state, with_params
 from vissl_zero.sharding.offload.block_file import BlockFile, Cell, OffloadError, RecordPipeline, RunFolder, Tray
@@ -33,8 +33,6 @@ class UpdateKernel:
     Attributes:
         keys: names of the state that has one value per element.
         scalars: further state, one number per tensor, with its value before the first step.
-        begins_with_zeros: the first step is right with state of zeros. Otherwise the optimizer creates the state, from
-            pieces without any.
     Raises:
         ConfigError: its state cannot be cut.
     """
@@ -46,30 +44,61 @@ class UpdateKernel:
         what: str = "nvme",
         instead: str = "device: cpu",
     ):
-        self.begins_with_zeros = type(optimizer) in _BEGIN_WITH_ZEROS
         require_streamable(optimizer, key, what, instead)
         self.optimizer = optimizer
+        self._instead = instead
+        self._options = self._read_options()
         state = self._probe()
         self.keys = tuple(key for key, value in state.items() if isinstance(value, Tensor) and value.dim() > 0)
         self.scalars: dict[str, Any] = {
             key: torch.zeros_like(value) if isinstance(value, Tensor) else type(value)(0)
             for key, value in state.items()
-            if key not in self.keys and value is not None
+            if key not in self.keys
         }
         # The trial step has left state of the proxies.
         set_own(optimizer, "state", defaultdict(dict))
+
+    @property
+    def begins_with_zeros(self) -> bool:
+        """Return whether the first step is right with state of zeros; otherwise the optimizer creates the state."""
+        is_dampened = any(group.get("dampening") for group in self.optimizer.param_groups)
+        return type(self.optimizer) in _BEGIN_WITH_ZEROS and not is_dampened
+
+    def require_known_state(self) -> None:
+        """Check that the options of the groups, which a loop may change, need no state beyond ``keys``.
+
+        Raises:
+            VisslZeroError: they do, such as a momentum that was 0 before.
+        """
+        if (options := self._read_options()) == self._options:
+            return
+        for index, group in enumerate(self.optimizer.param_groups):
+            like = nn.Parameter(torch.zeros(1))
+            made = trial_state(self.optimizer, index, like) if group["params"] else {}
+            if new := {key for key, value in made.items() if value is not None} - {*self.keys, *self.scalars}:
+                raise VisslZeroError(
+                    f"The options of group {index} need further state ({', '.join(sorted(new))}), which has no place "
+                    "where parameters or state are offloaded: places are made for the options that initialize() was "
+                    f"given. Set these options before it, or write {self._instead}."
+                )
+        self._options = options
+
+    def _read_options(self) -> list[str]:
+        # Learning rates change in every step, and no optimizer keeps other state for them.
+        return [repr({k: v for k, v in g.items() if k not in ("params", "lr")}) for g in self.optimizer.param_groups]
 
     def format_of(self, key: str, param: torch.dtype) -> torch.dtype:
         """Return the dtype of the state ``key`` of a parameter with dtype ``param``."""
         return param
 
     def _probe(self) -> Mapping[str, Any]:
-        """Return the state that one step creates for one element; its keys are the same for all parameters."""
+        """Return the state that one step creates for one element, with the keys of all groups."""
         proxies = [param for group in self.optimizer.param_groups for param in group["params"]]
         for proxy in proxies:
             proxy.grad = torch.zeros_like(proxy)
         self.optimizer.step()
-        return dict(self.optimizer.state.get(proxies[0], {}))
+        states = [self.optimizer.state.get(proxy, {}) for proxy in reversed(proxies)]
+        return {key: value for state in states for key, value in state.items() if value is not None}
 
     @torch.no_grad()
     def update(self, pieces: Sequence[UpdatePiece]) -> None:

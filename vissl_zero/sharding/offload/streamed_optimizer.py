@@ -151,10 +151,12 @@ class StreamedOptimizer(torch.optim.Optimizer):
         Raises:
             OffloadError: something could not be read or stored. Some shards are updated and others not, so that nothing
                 but the last checkpoint can be trusted; every further call raises too.
+            VisslZeroError: changed options need other state; nothing is updated.
         """
         assert closure is None
         if self._is_broken:
             raise OffloadError(UNSOUND)
+        self._kernel.require_known_state()
         # A chunk without gradients is neither read nor written.
         active = [index for index, chunk in enumerate(self._chunks) if any(map(self._has_grad, chunk.segments))]
         # Sound again only at the end: an error in between leaves some shards updated and others not.

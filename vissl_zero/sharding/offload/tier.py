@@ -125,7 +125,8 @@ def whole_states(
 
 def _proxies(group: dict[str, Any]) -> list[nn.Parameter]:
     """Make a parameter of one element in the group's dtype, to build the base optimizer with."""
-    dtypes = [param.dtype for param in group["params"]]
+    # Frozen parameters of integers may be in a group, but cannot be trained.
+    dtypes = [param.dtype for param in group["params"] if param.is_floating_point()]
     return [nn.Parameter(torch.zeros(1, dtype=dtypes[0] if dtypes else torch.float32))]
 
 

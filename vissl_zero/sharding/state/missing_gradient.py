@@ -10,8 +10,10 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from vissl_zero.errors import VisslZeroError
+from vissl_zero.sharding.state.aliases import OTHER_DATA, add_alias, take_aliases
 from vissl_zero.sharding.torch_private import real_grad, set_real_grad, without_functions, without_memory
 
 _NONE_IS_FINE = "Setting it to None is possible."
@@ -83,31 +85,45 @@ class WatchedParameter(nn.Parameter):
 
     Attributes:
         is_spent: the last update has consumed the gradient.
+        stand_in: what the loop was shown of the present gradient, if it cannot be read; None: nothing, or no longer.
     """
 
     is_spent = False
+    stand_in: MissingGradient | None = None
+    aliases: WeakTensorKeyDictionary | None = None
 
     @property
     def grad(self) -> Tensor | None:
         """The gradient; a ``MissingGradient`` if it cannot be read."""
         why = SPENT if self.is_spent else self._missing()
-        return real_grad(self) if why is None else MissingGradient(self, why)
+        if why is None:
+            return real_grad(self)
+        if self.stand_in is None or self.stand_in.why != why:
+            self.stand_in = MissingGradient(self, why)
+        return self.stand_in
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
         why = SPENT if self.is_spent else self._missing()
         if value is None:
-            self.is_spent = False
+            self.is_spent, self.stand_in = False, None
             self._drop_grad()
         elif why is None and (why := self._only_from_backward()) is None:
             set_real_grad(self, value)
-        # A stand-in is set back by ``param.grad = param.grad``, which changes nothing.
-        elif not isinstance(value, MissingGradient):
+        # ``param.grad = param.grad`` changes nothing. The stand-in of another gradient, also of an earlier one of this
+        # parameter, would leave the present one where the loop wants that one.
+        elif value is not self.stand_in:
             raise VisslZeroError(why)
+
+    def detach(self) -> Tensor:
+        """Return the values without history; memory is shared until ``data`` is set."""
+        alias = super().detach()
+        add_alias(self, alias)
+        return alias
 
     @property
     def data(self) -> Tensor:
-        """The values without history; memory is shared."""
+        """The values without history; memory is shared until it is set."""
         return self.detach()
 
     @data.setter
@@ -121,8 +137,14 @@ class WatchedParameter(nn.Parameter):
                 f"shape {tuple(value.shape)} on {value.device} (by model.to(...), .half() or .data = ...). Convert a "
                 "model before initialize(); afterward shape, type and device stay."
             )
+        owner = value if isinstance(value, WatchedParameter) else getattr(value, "owner", None)
+        if owner is not None and owner is not self:
+            raise VisslZeroError(OTHER_DATA.format("another parameter's memory", tuple(self.shape), self.dtype))
         with torch.no_grad():
-            self.copy_(value)
+            new = value.clone()  # before anything moves: it may be a view of this memory, as in param.data.t()
+            for alias in take_aliases(self):
+                alias.data = alias.clone()
+            self.copy_(new)
 
     def set_(self, source: Tensor) -> WatchedParameter:  # type: ignore[override]
         """Copy values, which a parametrization sets when it is assigned to or removed; the memory stays."""

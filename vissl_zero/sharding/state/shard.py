@@ -339,7 +339,7 @@ class RowShard(Shard):
         set_real_grad(self.source, None)
         self.local.grad = None
         self.reduced = None
-        self.source.is_spent = False  # type: ignore[attr-defined]
+        self.source.is_spent, self.source.stand_in = False, None  # type: ignore[attr-defined]
 
     def drop_grad(self) -> None:
         """Forget the gradient in the middle of a step; a further backward pass starts from zero."""

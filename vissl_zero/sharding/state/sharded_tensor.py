@@ -15,9 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from vissl_zero.errors import VisslZeroError
 from vissl_zero.sharding.checks.waiting import waiting
+from vissl_zero.sharding.state.aliases import OTHER_DATA, add_alias, take_aliases
 from vissl_zero.sharding.state.checksum import checksum
 from vissl_zero.sharding.state.missing_gradient import SPENT, MissingGradient
 from vissl_zero.sharding.state.sharded_view import ShardedView, is_view, run_on_views
@@ -90,10 +92,6 @@ _SAVED_IN_PARTS = (
     "rank's rows alone. On every rank, write state = optimizer.full_state(); then on rank 0, torch.save(state, file). "
     "optimizer.save(folder) writes all ranks' state."
 )
-_OTHER_DATA = (
-    "parameter.data = ... was given {}; it takes over a tensor of the parameter's shape {} and type {}, sharded like "
-    "it or full. Convert a model before initialize(); share one parameter between two places there, too."
-)
 
 
 class Store(Protocol):
@@ -118,6 +116,7 @@ class ShardedTensor(DTensor):
     Attributes:
         store: where a parameter's values are kept; None: in ``_local_tensor``.
         owner: the parameter whose memory this shares; None for a computed tensor.
+        aliases: the tensors that share this one's memory.
         is_spent: whether the last update has consumed a parameter's gradient.
         taken: sum of the checksums (2,) of the numbers and full tensors that were combined into a parameter since the
             last update: each rank combines them into its own rows, so ranks with different ones would not notice.
@@ -125,6 +124,7 @@ class ShardedTensor(DTensor):
 
     store: Store | None = None
     owner: Tensor | None = None
+    aliases: WeakTensorKeyDictionary | None = None
     is_spent = False
     taken: Tensor | None = None
 
@@ -179,8 +179,12 @@ class ShardedTensor(DTensor):
         is_other_parameter = owner is not self and isinstance(owner, ShardedTensor) and isinstance(owner, nn.Parameter)
         if is_other_parameter or value.shape != self.shape or value.dtype != self.dtype:
             description = "another parameter's memory" if is_other_parameter else f"{tuple(value.shape)}, {value.dtype}"
-            raise VisslZeroError(_OTHER_DATA.format(description, tuple(self.shape), self.dtype))
+            raise VisslZeroError(OTHER_DATA.format(description, tuple(self.shape), self.dtype))
         with torch.no_grad():
+            for alias in take_aliases(self):
+                assert isinstance(alias, ShardedTensor)
+                set_local_tensor(alias, alias.rows().clone())
+                alias.store = None
             # Copied, not exchanged: fully_shard and the optimizer refer to the memory of the shard.
             self.copy_(value)
 
@@ -224,7 +228,8 @@ class ShardedTensor(DTensor):
         # A parameter on a disk has no memory here; the device is the model's.
         computed = _like(self, torch.empty_like(local, device=self.device) if local.is_meta else local)
         set_local_tensor(computed, local)
-        computed.store, computed.owner = self.store, self if self.owner is None else self.owner
+        computed.store = self.store
+        add_alias(self if self.owner is None else self.owner, computed)
         return computed
 
     def rows(self) -> Tensor:

@@ -27,6 +27,7 @@ from vissl_zero.errors import VisslZeroError
 from vissl_zero.sharding.checks.replica_check import text_digest
 from vissl_zero.sharding.checks.waiting import waiting
 from vissl_zero.sharding.engines.cpu_communicator import CpuCommunicator
+from vissl_zero.sharding.state.checksum import checksum
 from vissl_zero.sharding.state.sharded_tensor import WHOLE_LEVELS, ShardedTensor, real_gradients, whole
 from vissl_zero.sharding.torch_private import (
     FOLLOWS_DATACLASSES,
@@ -46,7 +47,9 @@ from vissl_zero.sharding.torch_private import (
     own_buffers,
     own_parameters,
     owner_of,
+    places_of,
     put_before_moves,
+    rename_place,
     run_after_forward,
     run_before_forward,
     unit_state,
@@ -58,6 +61,7 @@ _GATHER, _REDUCE = range(2)
 _WHAT = ("gathers", "reduces gradients of")
 _END = -1
 
+_PIECE = 2**18  # elements
 _FIRST_RUNS, _SAMPLED_RUNS = 3, 100  # forward passes of a unit in which all saved tensors are checked
 
 FREED = (
@@ -186,12 +190,13 @@ class _GuardedUnit:
             module for outer in modules_of(state) for module in outer.modules() if not isinstance(module, FSDPModule)
         ]
         self._versions: dict[int, int] = {}
+        self._sums: dict[int, Tensor] = {}  # of full parameters before the forward pass, where shards are not at hand
         self._followed: dict[nn.Module, RemovableHandle] = {}
         self._is_running = False  # whether the unit is in its forward pass
         self._entered: nn.Module | None = None  # the layer called from outside, for which the unit is gathered
         self._watch: AbstractContextManager[Any] = nullcontext()  # checks the tensors that this layer saves
-        infos = [owner_of(param) for param in group.fsdp_params]
-        owners = {module for info in infos for module in (info.module, *info.shared_modules)} - set(modules_of(state))
+        places = (place for param in group.fsdp_params for place in places_of(param))
+        owners = {module for module, _ in places} - set(modules_of(state))
         # Layers that round their float8 weight. If one has not run and its weight got a gradient, another module
         # multiplied by the unrounded weight.
         sent = (param for param in group.fsdp_params if param.sharded_param in guard._sent)
@@ -247,7 +252,13 @@ class _GuardedUnit:
                     hook.remove()
             self._to_run.clear()
         self._is_running = True
-        return self._pre_forward(module, args, kwargs)
+        inputs = self._pre_forward(module, args, kwargs)
+        self._sums = {
+            index: _sums(param.unsharded_param)
+            for index, param in enumerate(self._group.fsdp_params)
+            if not _has_rows_at_hand(param) and self._is_compared(index, param)
+        }
+        return inputs
 
     def post_forward(self, module: nn.Module, inputs: Any, output: Any) -> Any:
         """Check the forward pass, free the unit, and hook tensors of the output that torch does not find."""
@@ -362,12 +373,12 @@ class _GuardedUnit:
     def _require_own_parameters(self) -> None:
         is_whole = self._group.is_unsharded
         for param in self._group.fsdp_params:
-            info = owner_of(param)
             expected = param.unsharded_param if is_whole else param.sharded_param
-            params = own_parameters(info.module)
-            if params.get(info.param_name) is not expected and not _has_followed(info, params, expected):
+            for index, (module, name) in enumerate(places_of(param)):
+                if own_parameters(module).get(name) is expected or _has_followed(param, index, module, expected):
+                    continue
                 raise VisslZeroError(
-                    f"{self._name}: {info.param_name} of {type(info.module).__name__} is another tensor than the one "
+                    f"{self._name}: {name} of {type(module).__name__} is another tensor than the one "
                     "that was sharded (by torch.func.functional_call, or by assigning a parameter). Sharded units "
                     "compute with their own parameters. Write into them in place, or use ZeRO level 0, or level 1 or 2 "
                     "on the CPU."
@@ -414,7 +425,9 @@ class _GuardedUnit:
             # torch's gathers preserve the version counter, so a changed one is a write of the forward pass.
             version = num_writes(param.unsharded_param)
             is_written = self._versions.setdefault(index, version) != version
-            if not is_written and self._is_compared(index, param):
+            if not is_written and index in self._sums:
+                is_written = not torch.equal(_sums(param.unsharded_param), self._sums[index])
+            elif not is_written and self._is_compared(index, param):
                 is_written = not _has_rows_of_shard(param)
             if is_written:
                 raise VisslZeroError(
@@ -456,24 +469,34 @@ class _GuardedUnit:
                     tensor.register_hook(gather_hook(self._state))
 
 
-def _has_followed(info: Any, params: Mapping[str, Any], expected: Tensor) -> bool:
+def _has_followed(param: Any, index: int, module: nn.Module, expected: Tensor) -> bool:
     """Follow a parameter that pruning renamed in its module (``weight_orig``); return False if the module lost it."""
-    name = next((name for name, param in params.items() if param is expected), None)
+    name = next((name for name, own in own_parameters(module).items() if own is expected), None)
     if name is None:
         return False
-    info.param_name = name
-    buffers = own_buffers(info.module)
+    rename_place(param, index, name)
+    buffers = own_buffers(module)
     # The mask was computed from the sharded parameter, and forward multiplies it with the full one.
     buffers.update({key: whole(buffer) for key, buffer in buffers.items() if isinstance(buffer, ShardedTensor)})
     return True
+
+
+def _sums(param: Tensor) -> Tensor:
+    """Return checksums of a full parameter, piece by piece: there is no memory for another of its size."""
+    return torch.cat([checksum(piece) for piece in param.detach().reshape(-1).split(_PIECE)])
+
+
+def _has_rows_at_hand(param: Any) -> bool:
+    """Check whether this rank's rows are where the full parameter is: on the host or on a disk they are not."""
+    local = local_tensor(param.sharded_param)
+    return not local.is_meta and local.device == param.unsharded_param.device
 
 
 @torch.no_grad()
 def _has_rows_of_shard(param: Any) -> bool:
     """Check whether the full parameter has the values of this rank's shard in its rows. Waits for a GPU."""
     local = local_tensor(param.sharded_param)
-    # A shard on the host or on a disk would have to be copied or read for each comparison.
-    if local.is_meta or not local.numel() or local.device != param.unsharded_param.device:
+    if not local.numel():
         return True
     start = param.mesh_info.shard_mesh_rank * param.padded_sharded_param_size[0]
     whole = param.unsharded_param.detach()[start : start + len(local)]
@@ -552,7 +575,9 @@ def _apply_or_refuse(
     module: nn.Module, apply: Callable[..., nn.Module], fn: Callable[[Tensor], Tensor], recurse: bool = True
 ) -> nn.Module:
     """Refuse ``module.to(...)`` and the like, unless nothing changes: then skip it, as torch would re-pad shards."""
-    held = (local_tensor(tensor).detach() for tensor in (*module.parameters(), *module.buffers()))
+    tensors = [(tensor, local_tensor(tensor).detach()) for tensor in (*module.parameters(), *module.buffers())]
+    # In the place of a parameter on a disk, untouched memory on the model's device.
+    held = (torch.empty_like(local, device=tensor.device) if local.is_meta else local for tensor, local in tensors)
     if all(fn(tensor) is tensor for tensor in held):
         return module
     raise VisslZeroError(
