@@ -102,7 +102,19 @@ def _with_teacher(model: nn.Module, optimizer: Any, batch: dict[str, Tensor]) ->
     return loss
 
 
-_STEPS = {"teacher": _with_teacher, "by hand": _clipped_by_hand, "mean": _mean, "sum": _sum, "step 3": _wrong_at_step_3}
+def _doubles_its_images(model: nn.Module, optimizer: Any, batch: dict[str, Tensor]) -> Tensor:
+    batch["x"] *= 2
+    return _mean(model, optimizer, batch)
+
+
+_STEPS = {
+    "in place": _doubles_its_images,
+    "teacher": _with_teacher,
+    "by hand": _clipped_by_hand,
+    "mean": _mean,
+    "sum": _sum,
+    "step 3": _wrong_at_step_3,
+}
 
 
 def _verify(
@@ -122,6 +134,8 @@ def _verify(
 
     torch.manual_seed(seed if seed is not None else torch.distributed.get_rank())
     batches = [{"x": torch.randn(size, 7), "y": torch.arange(size) % 3, "number": torch.tensor(n)} for n in range(1, 5)]
+    if step == "in place":  # in the dtype of the comparison: nothing has to be converted
+        batches = [batch | {"x": batch["x"].double()} for batch in batches]
     return vissl_zero.verify(build, _STEPS[step], batches, zero)
 
 
@@ -149,6 +163,21 @@ def test_the_first_step_and_parameter_that_differ_are_named_on_every_rank() -> N
     verdict = run_on_ranks(3, _verify, {"level": 2}, "step 3")[2]
     assert (verdict.step, verdict.name) == (3, "out.bias")
     assert str(verdict).startswith("DIFFERENT: out.bias at step 3 by ")
+
+
+@pytest.mark.timeout(90)
+def test_a_step_may_change_its_batch() -> None:
+    verdict = run_on_ranks(2, _verify, {"level": 2}, "in place")[0]
+    assert verdict.is_equal, str(verdict)
+
+
+@pytest.mark.timeout(90)
+def test_what_would_hide_a_difference_is_left_out_and_named() -> None:
+    zero = {"level": 1, "bf16": True, "rounding": "kahan", "compile": True, "float8": "blocks"}
+    verdict = run_on_ranks(2, _verify, zero)[0]
+    assert verdict.is_equal and verdict.dtype == torch.float64, str(verdict)
+    for name in ("half precision", "float8", "rounding=kahan", "compile"):
+        assert f"{name} was left out." in str(verdict)
 
 
 @pytest.mark.timeout(90)

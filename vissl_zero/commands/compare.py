@@ -72,9 +72,10 @@ def _runs_of(names: Sequence[str]) -> list[Path]:
             must = "must be the folder of a run, or of several"
             raise ConfigError([Problem(_WORD, name, must, "vissl-zero runs lists them.")])
         folders += runs
+    # A run may be named twice, by itself and by a folder above.
+    folders = list(dict.fromkeys(folders))
     if len(folders) < 2:
         raise ConfigError(
             [Problem(_WORD, counted(len(folders), "run"), "needs two runs at least", "Name two folders.")]
         )
-    # A run may be named twice, by itself and by a folder above.
-    return list(dict.fromkeys(folders))
+    return folders

@@ -37,7 +37,7 @@ _COMMON = (
     "config.MODEL.AMP_PARAMS.USE_AMP=false",
     "config.MODEL.FSDP_CONFIG.compute_dtype=float32",
     "config.NEAREST_NEIGHBOR.USE_KNN=false",
-    "config.HOOKS.TENSORBOARD_SETUP.USE_TENSORBOARD=false",
+    "config.HOOKS.LOGGERS=[]",
     "config.CHECKPOINT.CHECKPOINT_FREQUENCY=-1",
     "config.CHECKPOINT.CHECKPOINT_ITER_FREQUENCY=-1",
     "config.SLURM.USE_SLURM=false",
@@ -146,10 +146,7 @@ def compare(reference: Path, other: Path) -> list[StepDifference]:
     """Compare two run folders with metrics.jsonl and weight_trace/, after each step."""
     from safetensors import safe_open
 
-    losses = [
-        [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        for folder in (reference, other)
-    ]
+    losses = [_losses(folder / "metrics.jsonl") for folder in (reference, other)]
     result = []
     for step, (loss_a, loss_b) in enumerate(zip(*losses, strict=True), start=1):
         name = f"weight_trace/{step:06d}.safetensors"
@@ -166,6 +163,12 @@ def compare(reference: Path, other: Path) -> list[StepDifference]:
                     worst, worst_name = largest, key
         result.append(StepDifference(step, abs(loss_a - loss_b), worst, worst_name))
     return result
+
+
+def _losses(metrics: Path) -> list[float]:
+    records = map(json.loads, metrics.read_text().splitlines())
+    # A loss that is not finite is stored as null.
+    return [math.nan if record["loss"] is None else record["loss"] for record in records]
 
 
 def _report(differences: Sequence[StepDifference], tolerance: float) -> int:

@@ -78,7 +78,8 @@ def verify(
             each batch, after ``torch.manual_seed`` with the same number.
         batches: a few complete batches, equal on every rank: tensors, or any nesting of tensors. Tensors with as many
             rows (dim 0) as the first tensor are divided among the ranks; this number must be a multiple of the ranks.
-        zero: see ``initialize``. Half precision is turned off, because its rounding would hide a difference.
+        zero: see ``initialize``. Half precision, float8, ``rounding`` and ``compile`` are turned off, because their
+            rounding would hide a difference; a note says so.
         tolerance: maximum difference, relative for values above 1; default 1e-10 in float64. If the model cannot run in
             float64, both runs use the model's dtype, and the default is 1e-4.
         seed: seed of the weights.
@@ -95,8 +96,13 @@ def verify(
     notes = []
     if collectives.world_size() == 1:
         notes.append("one process; start it with torchrun --nproc-per-node 2 to compare ranks too.")
-    if settings.fp16 or settings.bf16:
-        notes.append("half precision was left out.")
+    coarse = {
+        "half precision": settings.fp16 or settings.bf16,
+        "float8": settings.float8.layers,
+        f"rounding={settings.rounding}": settings.rounding,
+        "compile": settings.compile,
+    }
+    notes += [f"{name} was left out." for name, is_on in coarse.items() if is_on]
     dtype: torch.dtype | None = torch.float64
     try:
         # A single batch: it shows whether every layer of the model has kernels for float64.
@@ -290,7 +296,7 @@ def _torch_optimizer(optimizer: Any, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def _options(settings: ZeroSettings) -> dict[str, Any]:
-    """Return ``zero`` without half precision."""
+    """Return ``zero`` without the keys that change the numbers: half precision, float8, rounding, and compilation."""
     names = (
         "level",
         "gradient_accumulation_steps",
@@ -328,8 +334,8 @@ def _converted(batch: Any, dtype: torch.dtype | None) -> Any:
     def convert(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
-        # Cloned, because a step may change its batch in place, and both runs use the same batches.
-        return leaf.to(dtype) if dtype is not None and leaf.is_floating_point() else leaf.clone()
+        # Copied, because a step may change its batch in place, and both runs use the same batches.
+        return leaf.to(dtype, copy=True) if dtype is not None and leaf.is_floating_point() else leaf.clone()
 
     return pytree.tree_map(convert, batch)
 

@@ -180,6 +180,7 @@ def test_a_name_cannot_leave_the_page(tmp_path: Path) -> None:
 
 
 def test_compare_needs_two_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    make(tmp_path, "one", summary={})
-    assert main(["compare", str(tmp_path)]) == 2
-    assert "needs two runs" in capsys.readouterr().err
+    one = make(tmp_path, "one", summary={})
+    for names in ([tmp_path], [one, one], [one, tmp_path]):
+        assert main(["compare", *map(str, names)]) == 2
+        assert "needs two runs" in capsys.readouterr().err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from vissl_zero.commands.verify import _report, compare, verify
 from vissl_zero.errors import ConfigError
 
 
-def write_run(folder: Path, losses: list[float], weights: list[dict[str, torch.Tensor]]) -> Path:
+def write_run(folder: Path, losses: Sequence[float | None], weights: list[dict[str, torch.Tensor]]) -> Path:
     (folder / "weight_trace").mkdir(parents=True)
     lines = [json.dumps({"step": step, "loss": loss}) for step, loss in enumerate(losses, start=1)]
     (folder / "metrics.jsonl").write_text("\n".join(lines))
@@ -37,6 +38,12 @@ def test_nan_is_a_difference(tmp_path, capsys):
     sharded = write_run(tmp_path / "b", [1.0], [{"a": torch.tensor([float("nan")])}])
     assert _report(compare(reference, sharded), 1e-10) == 1
     assert "first at step 1, parameter a" in capsys.readouterr().out
+
+
+def test_a_loss_that_is_not_finite_is_a_difference(tmp_path, capsys):
+    runs = [write_run(tmp_path / name, [loss], [{"a": torch.ones(1)}]) for name, loss in (("a", None), ("b", 1.0))]
+    assert _report(compare(*runs), 1e-10) == 1
+    assert "first at step 1, the loss" in capsys.readouterr().out
 
 
 def test_a_missing_parameter_is_a_difference(tmp_path):
@@ -78,6 +85,7 @@ def test_the_two_runs_differ_in_sharding_alone(tmp_path, monkeypatch):
     ]
     others = ["config.DISTRIBUTED.NUM_PROC_PER_NODE=4", "config.DATA.TRAIN.BATCHSIZE_PER_REPLICA=8"]
     others += ["config.MODEL.AMP_PARAMS.USE_AMP=true", "config.SLURM.USE_SLURM=true", "config.SLURM.MEM_GB=4"]
+    others += ["config.HOOKS.LOGGERS=[jsonl]"]
     code = verify(["config=quickstart/swav_digits", *(f"config.ZERO.{word}" for word in zero), *others, "--steps", "3"])
     assert code == 7, "the second run's"
     reference, chosen = plans
@@ -87,7 +95,8 @@ def test_the_two_runs_differ_in_sharding_alone(tmp_path, monkeypatch):
         assert sharding.offload_optimizer.device == sharding.offload_params.device == tier
         assert {sharding.precision.master, sharding.precision.compute, sharding.precision.autocast} == {"float64", None}
         assert (plan.world_size, plan.global_batch, plan.max_steps) == (4, 32, 3)
-        assert not plan.config.SLURM.USE_SLURM and "weight_trace" in plan.config.HOOKS.EXTRA
+        assert not plan.config.SLURM.USE_SLURM and plan.config.HOOKS.LOGGERS == []
+        assert "weight_trace" in plan.config.HOOKS.EXTRA
     assert reference.optimizer == chosen.optimizer
 
 
