@@ -512,8 +512,11 @@ class RecordPipeline:
             raise self._failure
 
     def close(self) -> None:
-        """End the threads."""
-        self._threads.shutdown()
+        """End the threads, once all requests are done."""
+        wait(self._behind)  # the caller is about to close the file
+        # Joined by no one: a garbage collection may close this in any thread, such as one that starts, and under any
+        # lock. Joining a thread takes a lock of ``threading`` that the interrupted code may hold.
+        self._threads.shutdown(wait=False)
 
 
 class NoRecords(RecordPipeline):
@@ -662,9 +665,9 @@ class ReadAhead:
         self._drop(len(self._reads))
 
     def close(self) -> None:
-        """End the threads."""
+        """End the threads, once all reads are done."""
         self.forget()
-        self._threads.shutdown()
+        self._threads.shutdown(wait=False)  # see ``RecordPipeline.close``
 
     def _fill(self) -> None:
         while self._todo and self._free:

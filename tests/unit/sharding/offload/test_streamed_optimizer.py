@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -70,6 +72,18 @@ def test_updates_are_those_of_the_base_optimizer_to_the_bit(name, is_fast_init, 
         if theirs.numel():
             assert streamed.state[ours].keys() == plain.state[theirs].keys()
             assert all(torch.equal(value, plain.state[theirs][key]) for key, value in streamed.state[ours].items())
+
+
+@pytest.mark.timeout(30)
+def test_a_collection_that_interrupts_the_start_of_a_thread_removes_files(tmp_path):
+    """``threading`` holds this lock there, and takes it to join a thread."""
+    streamed = _streamed("sgd", tmp_path, params := _params())
+    _set_grads(params, 0)
+    streamed.step()
+    with threading._shutdown_locks_lock:  # type: ignore[attr-defined]
+        del streamed
+        gc.collect()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_memory_is_that_of_the_buffers(tmp_path):
