@@ -27,6 +27,7 @@ def use_own_methods(cfg: RunConfig) -> list[str]:
     Raises:
         ConfigError: one with a value that cannot be had here.
     """
+    # Before the forms: ``_ibot`` looks for the head under the name that it gets here.
     for head in [*cfg.MODEL.HEAD.PARAMS, *cfg.DISTILLATION.TEACHER_MODEL.HEAD.PARAMS]:
         if _name_of(head) == "ibot_head" and "in_dim" in head[1]:  # VISSL's, which is another than ours
             head[0] = _IBOT_HEAD
@@ -77,6 +78,8 @@ def _pirl(cfg: RunConfig) -> str:
     weights, whole = list(old.loss_weights), old.update_mem_with_emb_index
     if sorted(inputs) != ["images", "patches"] or len(heads) != len(weights) or whole not in (0, 1):
         return ""
+    # pirl_loss updates its memory with the embeddings of whole images, after the step, and has one weight, the tiles':
+    # the image has 1 minus that.
     if old.memory_params.update_mem_on_forward or inputs[whole] != "images" or abs(sum(weights) - 1) > 1e-9:
         return ""
     rows = {name: _row(head) for name, head in zip(inputs, heads, strict=True)}
