@@ -204,6 +204,7 @@ def _draw(
         )
     sample_ids = _current.sample_ids.to(device) if by_sample else torch.zeros(1, dtype=torch.int64, device=device)
     num_samples = len(sample_ids)
+    # Before the checks: a pass over a part of a micro-batch may have no rows of a resolution.
     if rows == 0:
         return torch.zeros(0, row_size, dtype=torch.int64, device=device)
     if num_samples == 0 or (rows % num_samples and not _current.places):

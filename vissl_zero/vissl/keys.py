@@ -148,6 +148,7 @@ def _field(name: str, path: str, values: list[Any]) -> tuple[str, Any, Any]:
     if isinstance(value, dict):
         return name, dict[str, Any], field(default_factory=dict)
     # Any: a value that has no effect, or is compared with its default, needs no type.
+    # A copy for each configuration: a list that one of them changes must not change in the others.
     return name, Any, field(default_factory=lambda: copy.deepcopy(value))
 
 

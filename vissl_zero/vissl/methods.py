@@ -44,6 +44,7 @@ def _rotnet(cfg: RunConfig) -> str:
         _refuse(key, count, "must be 4: quarter turns", "Leave it out.")
     for split in (cfg.DATA.TRAIN, cfg.DATA.TEST):
         split.TRANSFORMS = [other for other in split.TRANSFORMS if _name(other) != "ImgRotatePil"]
+    # One angle an image, as VISSL draws it; rotnet_loss's default is all four, as in the paper.
     cfg.LOSS["name"], cfg.LOSS["rotnet_loss"].all_angles = "rotnet_loss", False
     return (
         "ImgRotatePil: rotnet_loss turns each training image by one angle, after it was cropped; TEST's stay upright."
@@ -57,6 +58,7 @@ def _jigsaw(cfg: RunConfig) -> str:
         return ""
     train.TRANSFORMS = [other for other in train.TRANSFORMS if other is not entry]
     file = str(entry.get("perm_file", ""))
+    # VISSL's recipes name a file on its server, and nothing is downloaded here.
     is_address = "://" in file
     cfg.LOSS["name"], cfg.LOSS["jigsaw_loss"].perm_file = "jigsaw_loss", "" if is_address else file
     if not is_address:
