@@ -98,8 +98,11 @@ def _without_prefix(overrides: Sequence[str]) -> Iterator[Problem]:
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
+    # Under a debugger or a tracer, OmegaConf's errors are causes of each other.
+    met: set[int] = set()
+    while error is not None and id(error) not in met:
         yield error
+        met.add(id(error))
         error = error.__cause__ or error.__context__
 
 
