@@ -168,6 +168,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the ``vissl-zero`` command, or ``tools/run_distributed.py``; return the exit code."""
     if argv is None:
         # Only in a process of its own: what follows would change the process of a caller for good.
+        # Taken out: it is meant for this process, and not for those that it starts.
         if sweep := os.environ.pop(SWEEP_VARIABLE, ""):
             end_with_parent(int(sweep))
         _speak_utf8()

@@ -55,7 +55,9 @@ def sum_later(tensor: Tensor) -> Callable[[], Tensor]:
         return wait
     if work is not None:
         work.wait()  # on a GPU the stream waits, not the host
+    # Pinned, because a copy to other host memory would make the host wait for the device.
     host = torch.empty_like(result, device="cpu", pin_memory=True).copy_(result, non_blocking=True)
+    # An event, and not the whole stream: by the time that the sum is read, the stream has more work behind it.
     is_there = torch.cuda.Event()
     is_there.record()
 
@@ -84,6 +86,7 @@ def all_gather_rows(tensor: Tensor, counts: Sequence[int] | None = None) -> Tens
     """
     tensor = tensor.detach()
     if world_size() == 1:
+        # A new tensor here too, since callers may change what they get.
         return tensor.clone()
     if counts is None:
         counts = all_gather_number(len(tensor), tensor.device)
@@ -152,6 +155,7 @@ def first_failure(work: Callable[[], object], *kinds: type[Exception]) -> str | 
         work()
     except kinds as error:
         reason = str(error) or type(error).__name__
+    # Every rank comes here, failed or not: one that raised before it would leave the others waiting in the collective.
     return next((text for text in all_gather_objects(reason) if text is not None), None)
 
 
@@ -171,6 +175,7 @@ def _all_gather(tensor: Tensor) -> Tensor:
 
 
 def _all_reduce(tensor: Tensor, operation: str) -> Tensor:
+    # The collective writes in place and takes contiguous memory only; the caller's tensor must keep its values.
     result = tensor.detach().clone(memory_format=torch.contiguous_format)
     if world_size() > 1:
         dist.all_reduce(result, dist.ReduceOp.SUM if operation == "sum" else dist.ReduceOp.MAX)

@@ -17,12 +17,16 @@ _LEAST_SECRET = 4  # characters: to mask a shorter value would make every messag
 
 def keep_secret(value: str, written: str) -> None:
     """Have ``masked`` put ``written``, such as ``${oc.env:TOKEN}``, in the place of a value of the environment."""
+    # A number, such as a port or a rank, would be masked wherever the same digits occur as a word, in counts and steps
+    # too.
     if len(value) >= _LEAST_SECRET and not value.isdecimal():
         _secrets[value] = written
 
 
 def masked(text: str) -> str:
     """Mask the values that ``keep_secret`` was called with: whole words, the longest value first."""
+    # The longest first: where a value is a part of another, masking it first would leave the rest of the other
+    # readable.
     for value in sorted(_secrets, key=len, reverse=True):
         if value in text:
             written = _secrets[value].replace("\\", r"\\")  # not a reference to a group
@@ -35,6 +39,7 @@ def printable(value: object) -> str:
 
     Control characters, which could rewrite a terminal, become escapes; values of the environment are masked.
     """
+    # Line breaks stay: a message with several problems has one on each line.
     return masked("".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in str(value)))
 
 

@@ -220,6 +220,7 @@ class Scratch:
             stdin=self._read,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
+            # It must not keep the file system of the folder where the run was started from being unmounted.
             cwd="/",
             start_new_session=True,  # out of reach of what kills the group
         )
@@ -348,6 +349,7 @@ def _remove_shares(pids: list[int]) -> None:
 
 def _is_alive(pid: int) -> bool:
     try:
+        # A zombie has given up its memory and files already, though it still has an entry.
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
         return False

@@ -82,6 +82,8 @@ class Registry:
         builtin = dict(self._declared)
         for method, (module, sentence) in METHODS._builtin.items():
             names = getattr(METHODS.get(method).build, self._of_methods)
+            # A method's keys are in a module without torch, so that asking for them is cheap; its loss and heads, which
+            # need torch, are in the module beside it.
             builtin |= {name: (module.removesuffix("_keys"), sentence) for name in names}
         return builtin
 
@@ -143,6 +145,8 @@ class Registry:
         return f"The {self.kind} name {name!r} is already taken by {owner}. Register yours under another name."
 
     def __iter__(self) -> Iterator[str]:
+        # Also built-in components whose modules nothing has imported yet: messages and ``vissl-zero list`` name all of
+        # them.
         return iter(sorted({*self._builtin, *self._components}))
 
     def __contains__(self, name: object) -> bool:
@@ -222,6 +226,8 @@ def _broken_import(name: str, error: BaseException) -> Problem:
     missing = error.name if isinstance(error, ModuleNotFoundError) else None
     if not all(part.isidentifier() for part in name.split(".")):
         fix = "Write a module as an import statement does: my_package.my_module."
+    # The module itself, or a package above it, is not there. A missing module that it imports in turn is an error in
+    # it, and so the last case.
     elif missing and (name == missing or name.startswith(missing + ".")):
         fix = f"Put the folder that holds {name.split('.')[0]!r} on PYTHONPATH, install it, or correct the name."
     else:
@@ -237,6 +243,7 @@ def _error_text(error: BaseException) -> str:
 def _where(error: BaseException) -> str:
     """Return file and line of the error's innermost frame; a SyntaxError says it itself."""
     frames = traceback.extract_tb(error.__traceback__)
+    # The innermost frame says what failed; those around it are of the import machinery and ours.
     return f" at {frames[-1].filename}, line {frames[-1].lineno}" if not isinstance(error, SyntaxError) else ""
 
 
@@ -389,6 +396,7 @@ HEADS = Registry(
     },
     of_methods="heads",
 )
+# None of its own: a loss always comes with its method.
 LOSSES = Registry("loss", "config.LOSS.name", {}, of_methods="losses")
 OPTIMIZERS = Registry(
     "base optimizer",

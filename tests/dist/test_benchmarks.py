@@ -147,9 +147,10 @@ def test_clusters_are_the_same_on_three_ranks():
         assert torch.equal(found, labels) and len(labels.unique()) == 4
 
 
-def _found(level: int, world_size: int, root: str, folder: str) -> dict[str, float]:
+def _found(level: int, world_size: int, root: str, folder: str, num_queries: int = -1) -> dict[str, float]:
     names = {"EVAL_DATASET_NAME": "roxford5k", "TRAIN_DATASET_NAME": "rparis6k", "FEATS_PROCESSING_TYPE": "rmac"}
-    plan = make_plan(retrieval_config(Path(root), **names), folder, level=level, world_size=world_size)
+    config = retrieval_config(Path(root), **names, NUM_QUERY_SAMPLES=num_queries)
+    plan = make_plan(config, folder, level=level, world_size=world_size)
     run, schedules, frozen = build_run(plan, torch.device("cpu"))
     train(run, schedules, frozen, [InstanceRetrieval()])
     return run.results["instance_retrieval"]["mAP"]
@@ -162,6 +163,13 @@ def test_images_are_found_alike_at_level_3_on_three_ranks(tmp_path):
     wanted = {"e": 0.39268353174603177, "m": 0.4910683066933067, "h": 0.36880411255411255}
     for found in run_on_ranks(3, _found, 3, 3, str(tmp_path), str(tmp_path / "run")):  # 28 images: two ranks get copies
         assert found == pytest.approx(wanted, abs=1e-12)
+
+
+def test_a_rank_without_a_query_finds_what_the_others_find(tmp_path):
+    for name in ("roxford5k", "rparis6k"):
+        make_revisited(tmp_path, name)
+    one, two = run_on_ranks(2, _found, 0, 2, str(tmp_path), str(tmp_path / "run"), 1)
+    assert one == two == pytest.approx(_found(0, 1, str(tmp_path), str(tmp_path / "alone"), 1), abs=1e-12)
 
 
 def test_features_that_are_not_whole_are_refused(alone, tmp_path):

@@ -1152,6 +1152,9 @@ def weights_written_through_data(init: Init) -> dict[str, Tensor]:
     return optimizer.full_state()
 
 
+SHARED = "parameter.data = ... was given another parameter's memory"
+
+
 @case()
 def average_exchanged_with_the_weights_for_evaluation(init: Init) -> dict[str, Tensor]:
     """By references to the memory, not by copies: ``backup`` and ``average`` keep what the parameter no longer has."""
@@ -1174,6 +1177,34 @@ def average_exchanged_with_the_weights_for_evaluation(init: Init) -> dict[str, T
 
 
 @case()
+def views_of_the_weights_put_back(init: Init) -> dict[str, Tensor]:
+    """Views share memory with each other, not with what the parameter was given meanwhile."""
+    model, optimizer = init(chain())
+    outputs = {}
+    for step in range(3):
+        flat = {name: param.data.view(-1) for name, param in model.named_parameters()}
+        first = {name: values[:1] for name, values in flat.items()}
+        for name, param in model.named_parameters():
+            param.data = 0.9 * param.data
+            first[name].mul_(1.01)
+        with torch.no_grad():
+            outputs[f"output{step}"] = model(rows(9, 7))
+        for name, param in model.named_parameters():
+            param.data = flat[name].view(param.shape)
+        optimizer.backward(model(rows(step, 7)).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    return optimizer.full_state() | outputs
+
+
+@case(level_1=SHARED, level_2=SHARED, level_3=SHARED)
+def weight_tied_to_the_transpose_of_another(init: Init) -> dict[str, Tensor]:
+    model, optimizer = init(nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 7)))
+    model[1].weight.data = model[0].weight.data.t()
+    return train(model, optimizer, lambda model, x: model(x).square().mean())
+
+
+@case()
 def weight_transposed_through_data(init: Init) -> dict[str, Tensor]:
     model, optimizer = init(nn.Sequential(nn.Linear(7, 7), nn.Linear(7, 4)))
     for step in range(3):
@@ -1182,9 +1213,6 @@ def weight_transposed_through_data(init: Init) -> dict[str, Tensor]:
         optimizer.step()
         optimizer.zero_grad()
     return optimizer.full_state()
-
-
-SHARED = "parameter.data = ... was given another parameter's memory"
 
 
 @case(level_1=SHARED, level_2=SHARED, level_3=SHARED)

@@ -16,6 +16,7 @@ from vissl_zero.errors import CheckpointError
 from vissl_zero.models.weight_names import adapter_name, is_adapters
 
 _KEY = "config.MODEL.LORA.ADAPTER_FOLDER"
+# peft writes a few KiB: a larger file is no configuration of adapters, and is not read into memory.
 _MAX_BYTES = 2**20
 # Settings of peft that do not change the outputs of an adapter. All other settings must be those of plain LoRA, so that
 # new settings of a later peft are not ignored.

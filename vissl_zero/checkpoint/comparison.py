@@ -152,6 +152,7 @@ def refused(saved: Mapping[str, Any], now: Mapping[str, Any], allowed: Sequence[
         allowed: keys, or blocks of keys, of ``CHECKPOINT.ALLOW_CHANGED``.
     """
     differing: dict[str, tuple[Any, Any, str]] = {}
+    # Without adapters on either side, their keys have no effect and may differ.
     has_adapters = any(_at(tree, "config.MODEL.LORA.USE_LORA") for tree in (saved, now))
     shapes = [*_SHAPES, *(_ADAPTERS if has_adapters else ())]
     loss = _at(now, "config.LOSS.name")

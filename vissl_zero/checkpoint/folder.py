@@ -515,6 +515,7 @@ def _opened(path: Path, with_data: bool) -> Checkpoint:
     checkpoint = open_checkpoint(path)
     problems = list(checkpoint.verify()) if with_data else []
     if problems:
+        # Nobody else could close it, since it is not returned.
         checkpoint.close()
         raise CheckpointError("\n".join(problems))
     return checkpoint

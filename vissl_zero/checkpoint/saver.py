@@ -110,6 +110,7 @@ def commit(run_folder: Path, manifest: Manifest) -> Path:
         _require_replaceable(final)
         old = base / f".{final.name}.old"
         shutil.rmtree(old, ignore_errors=True)
+        # Between the two renames the name is missing; it never stands for an incomplete checkpoint.
         final.rename(old)
         partial.rename(final)
         _sync_folder(base)

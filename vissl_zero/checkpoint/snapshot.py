@@ -252,6 +252,7 @@ def restore_random_state(state: Mapping[str, Any], device: torch.device) -> None
 
 
 def _bytes(text: str) -> torch.Tensor:
+    # A bytearray, because torch warns of tensors over memory that cannot be written.
     return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
 
 

@@ -38,7 +38,9 @@ from vissl_zero.checkpoint.shard_file import SLICE_BYTES, Entry, bytes_of
 from vissl_zero.errors import CheckpointError
 
 _ROOT = "archive"
+# As torch.save aligns data, which torch.load may map into memory.
 _ALIGNMENT = 64
+# Of the ZIP format: the fixed part of a member's header, and the extra field of a member of more than 4 GiB.
 _LOCAL_HEADER_BYTES, _ZIP64_EXTRA_BYTES = 30, 20
 _PADDING_ID = b"FB"  # as torch calls the extra field that holds padding
 _STORAGES = {
@@ -134,6 +136,7 @@ def _strides(shape: Sequence[int]) -> tuple[int, ...]:
     strides, step = [], 1
     for size in reversed(shape):
         strides.append(step)
+        # torch counts a size of 0 as 1 for strides.
         step *= max(size, 1)
     return tuple(reversed(strides))
 

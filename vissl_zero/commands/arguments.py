@@ -17,6 +17,7 @@ def output(text: str) -> Path:
         ConfigError: the path cannot be written. This is raised before the command computes anything.
     """
     path = Path(text).expanduser()
+    # An empty path is the current folder to ``Path``.
     if not text:
         raise ConfigError("What is written must have a path, and it is empty. A variable of your shell may be unset.")
     if file := next((parent for parent in path.parents if parent.exists() and not parent.is_dir()), None):

@@ -54,6 +54,7 @@ def compare(arguments: Sequence[str]) -> int:
     if options.json:
         print(json.dumps(as_json(runs), indent=1))
         return 0
+    # Wider than the terminal if need be: a wrapped table can be read, and Rich would crop figures.
     console = Console(width=max(Console().width, 40 + 60 * len(runs)), soft_wrap=True)
     console.print(text_table(["key", *names_of(runs)], differing(runs).items()))
     groups = grouped(runs)

@@ -106,6 +106,7 @@ def _opened(paths: Sequence[str], channels: int = 3) -> tuple[Source, str]:
 
     paths = [str(Path(path).expanduser()) for path in paths]
     kind = source_of(paths)
+    # The messages of a source name a key of the configuration by default, and there is none here.
     source: Source = DATA_SOURCES.get(kind).build(
         SourceRequest("TRAIN", tuple(paths), decoder=Decoder(channels=channels), named="the path")
     )
@@ -242,6 +243,7 @@ def _step_seconds(folder: Path, images: int) -> float:
         raise DataError(f"{folder / FILE_NAME} cannot be read: {error.strerror}. Name a run folder.") from error
     if not records:
         raise DataError(f"{folder / FILE_NAME} has no step after the first. Name another run, or --step-seconds.")
+    # ``images_per_s`` includes the wait for the loader. A median, because some steps also save or evaluate.
     return middle(images / record.images_per_s * (1 - record.data_wait) for record in records)
 
 

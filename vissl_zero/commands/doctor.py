@@ -47,6 +47,7 @@ def doctor() -> int:
         mark = {True: "[green]yes[/green]", False: "[red]no[/red]", None: ""}[finding.works]
         table.add_row(finding.subject, mark, finding.text)
     Console().print(table)
+    # These two train at every level on the CPU. All else is optional, a GPU too.
     essential = {finding.subject: finding.works for finding in findings}
     return 0 if essential["backend gloo"] and essential["engine torch"] else 1
 
@@ -54,6 +55,7 @@ def doctor() -> int:
 def _versions() -> Iterator[Finding]:
     yield Finding("vissl_zero", None, __version__)
     yield Finding("Python", None, f"{platform.python_version()} on {platform.platform()}")
+    # Versions are read from metadata: importing a package takes seconds, and a broken one ends the report.
     for package in PACKAGES:
         try:
             installed = version(package)
@@ -114,6 +116,7 @@ def _slurm() -> Finding:
     if shutil.which("sbatch") is None or shutil.which("sinfo") is None:
         return Finding("SLURM", None, "not available: sbatch is not on the PATH")
     try:
+        # The programs are there even if the controller is down; then sinfo tries for long before it gives up.
         answer = subprocess.run(["sinfo", "-h", "-o", "%R"], capture_output=True, text=True, check=False, timeout=30)
         partitions = sorted(set(answer.stdout.split())) if answer.returncode == 0 else []
     except subprocess.TimeoutExpired:
@@ -124,6 +127,7 @@ def _slurm() -> Finding:
 
 
 def _resources() -> Iterator[Finding]:
+    # Those that this process may use: SLURM and taskset leave a process fewer than the machine has.
     yield Finding("CPU cores", None, str(len(os.sched_getaffinity(0))))
     memory = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     total, free = (int(memory[key].split()[0]) * 1024 for key in ("MemTotal", "MemAvailable"))

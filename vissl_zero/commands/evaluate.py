@@ -63,6 +63,7 @@ def evaluate(arguments: Sequence[str]) -> int:
         "--json", action="store_true", help="print JSON alone on stdout: an object, or a list of several"
     )
     parser.add_argument("--quiet", action="store_true", help="print nothing of the run on stderr but notes and errors")
+    # argparse would take overrides for further weights.
     options = parser.parse_args(_without_overrides(arguments))
     train, val = _splits(_existing("--data", options.data))
     for name in options.weights:
@@ -105,6 +106,7 @@ def _table(rows: Sequence[dict[str, Any]]) -> None:
     for row in rows:
         figures = (f"{row['knn_top1']:.1%}", f"{row['linear_top1']:.1%}", f"{row['rankme']:.1f}", row["num_features"])
         table.add_row(*(Text(str(cell)) for cell in (row["weights"], *figures, row["recognized"])))
+    # Rich assumes 80 columns where there is no terminal.
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
     console.print(table)
     sizes = ", ".join(dict.fromkeys(f"{row['image_size']}" for row in rows))
@@ -220,11 +222,13 @@ def _write(run_folder: Path, images: Path, out: Path) -> ExtractedFeatures:
     names = [os.path.relpath(name, images.absolute()) for name in features.images]
     with _writing(out), replacing(out) as temporary:
         if out.suffix == ".npz":
+            # Through an open file: given a path, numpy appends .npz to the temporary name.
             with temporary.open("wb") as file:
                 np.savez(file, features=rows, names=np.array(names))
         elif out.suffix == ".safetensors":
             from safetensors.torch import save_file
 
+            # safetensors holds tensors alone, so the names go into its metadata, whose values must be texts.
             save_file({"features": features.rows.contiguous()}, temporary, {"names": json.dumps(names)})
         else:
             import pyarrow as arrow
@@ -255,8 +259,11 @@ def _run(weights: str, words: Sequence[str], folder: Path, is_quiet: bool) -> tu
     """Run an evaluation, and print its output on stderr; returns its exit code and its results."""
     place = [f"config.CHECKPOINT.DIR={as_word(folder)}", f"hydra.run.dir={as_word(folder)}"]
     init = f"config.MODEL.WEIGHTS_INIT.PARAMS_FILE={as_word(absolute(weights))}"
+    # A run like any other, with its checks and its ranks. As a process, its output can go to stderr: stdout has the
+    # result alone.
     command = [sys.executable, "-m", "vissl_zero.cli", *words, init, *place]
     environment = {**os.environ, SWEEP_VARIABLE: str(os.getpid())}  # the run ends with this process in any case
+    # Names of files need not be UTF-8, and the run prints them.
     run = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, errors="replace", env=environment)
     notes = []
     with run, _ending_first(run):
@@ -278,6 +285,7 @@ def _ending_first(run: subprocess.Popen[str]) -> Iterator[None]:
         run.kill()  # the kernel ends its ranks
         raise SystemExit(128 + number)
 
+    # Python allows handlers in the main thread alone. Ctrl-C needs none: the terminal sends it to the run as well.
     if threading.current_thread() is not threading.main_thread():
         yield
         return

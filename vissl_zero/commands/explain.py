@@ -132,6 +132,7 @@ def _accounts_of(files: Sequence[RecipeFile], overrides: Sequence[str]) -> list[
     workers = min(len(files), os.cpu_count() or 1)
     if workers < 2:
         return [account(file) for file in files]
+    # Processes, not threads: Hydra keeps its state in globals, and composing is all Python.
     with ProcessPoolExecutor(workers) as pool:
         return list(pool.map(account, files, chunksize=4))
 
@@ -168,6 +169,7 @@ def _fix(files: Sequence[RecipeFile], out: Path) -> dict[str, list[Replacement]]
     for file in files:
         text, replaced = with_public_paths(recipe_text(file.file))
         target = out / "config" / file.file.relative_to(Path(file.folder) / "config")
+        # The user's own files are never overwritten, not even through a link.
         if target.resolve() == file.file.resolve():
             raise ConfigError(f"vissl-zero explain: --fix {out}: must be another folder than {file.folder}.")
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -177,6 +179,7 @@ def _fix(files: Sequence[RecipeFile], out: Path) -> dict[str, list[Replacement]]
 
 
 def _print_one(account: Account) -> None:
+    # In a pipe each row keeps its line, for grep.
     console = Console(width=None if os.isatty(1) else 10_000)
     number = len(account.refused)
     verdict = "accepted" if account.is_accepted else f"refused: {number} {'problem' if number == 1 else 'problems'}"
@@ -292,6 +295,7 @@ def account_of(
     if problems := of_another_program(tree):
         account.refused += problems
         return account
+    # Before ``_typed``, which drops the refused keys from the tree.
     written = _written(tree)
     try:
         composed = _typed(tree, recipe.recipe, words, account)
@@ -319,6 +323,7 @@ def _written(tree: DictConfig) -> dict[str, Any]:
     """Collect the keys under ``config:`` that the files write, with their values."""
     plain = OmegaConf.to_container(tree.config, resolve=False)
     assert isinstance(plain, dict)
+    # ``account_of`` sets DRY_RUN; the recipe did not write it.
     return dict(_leaves({key: value for key, value in plain.items() if key != "DRY_RUN"}))
 
 
@@ -400,12 +405,14 @@ def _sort_keys(account: Account, run: RunConfig, written: Mapping[str, Any], not
     """Sort each written key into its list, and sentences without a key into ``notes``."""
     loss = run.LOSS.get("name")
     inactive: dict[str, str] = {key.path: key.why for key in vissl_keys() if not key.is_refused}
+    # A recipe of VISSL often carries the blocks of several losses, and ``name`` picks one.
     inactive |= {f"LOSS.{name}": f"the loss is {loss}." for name in run.LOSS if name not in ("name", loss)}
     if not run.SLURM.USE_SLURM:
         inactive["SLURM"] = "SLURM.USE_SLURM is off."
     for note in notes:
         if parts := _SENTENCE.fullmatch(note):
             inactive |= {key.removeprefix("config."): parts["why"] for key in parts["keys"].split(", ")}
+        # That note sums up the keys that are listed here one by one.
         elif not note.startswith("Keys without effect here"):
             account.notes.append(note)
     refused = {re.sub(r"\[\d+\]", "", problem.key).removeprefix("config.") for problem in account.refused}

@@ -53,6 +53,7 @@ def export(arguments: Sequence[str]) -> int:
     from vissl_zero.evaluation.trunk import load_classifier, load_trunk
     from vissl_zero.weights.to_library import Source, Views, write, write_preprocessor
 
+    # Python prints a warning with our file and line; the user needs its text alone.
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
         loaded = load_trunk(options.weights, which=options.which)
@@ -85,6 +86,8 @@ def _print_result(loaded: LoadedTrunk, done: Exported, out: Path, target: str) -
     print(f"{loaded.path} ({loaded.recognized}) -> {out}, for {target}")
     for name in sorted(file.name for file in out.iterdir()):
         print(f"  {name}")
+    # The card stays in the folder, so its call names the folder alone. Here the call has to work from this shell.
+    # ``sub`` gets a function, because it would read backslashes in a path as references.
     call = re.sub(rf'(?<=[:"]){re.escape(out.name)}(?=[/"])', lambda _: str(out), _call(done, target))
     print(f"opens with   {call}")
     print(f"checked      outputs differ from ours by {done.difference:.2g} at most")
@@ -150,6 +153,7 @@ def _facts(source: Path) -> dict[str, Any]:
     facts: dict[str, Any] = {}
     try:
         saved = read_saved(source / RESOLVED_FILE)
+        # Runs of other versions may lack a key: the card then has fewer rows.
         facts["recipe"] = saved.get("recipe", "")
         facts["loss"] = saved["config"]["LOSS"]["name"]
         facts["data"] = ", ".join(saved["config"]["DATA"]["TRAIN"]["DATA_SOURCES"])

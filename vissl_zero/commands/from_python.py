@@ -101,6 +101,7 @@ def train(recipe: str, overrides: Overrides | None = None) -> Run:
     words = [_recipe_word(recipe), *_words(overrides)]
     folder = _named_folder(words)
     if not folder:
+        # Named here, not by Hydra, because the caller gets the folder back.
         stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S-%f")[:-3]
         folder = str(Path("runs") / f"{stamp}_{recipe.replace('/', '-')}")
         words.append(f"{_FOLDER}={as_word(folder)}")
@@ -209,6 +210,7 @@ def _command(words: Sequence[str], take: Callable[[str], object] = _print_now) -
         stderr=subprocess.PIPE,
         text=True,
         errors="replace",
+        # Python writes to a pipe in blocks: progress would arrive late, and in lumps.
         env={**os.environ, "PYTHONUNBUFFERED": "1", SWEEP_VARIABLE: str(os.getpid())},
         start_new_session=True,
     )

@@ -23,6 +23,7 @@ vissl-zero jobs logs <job> [--follow]  a job's output, then the errors of all it
 vissl-zero jobs cancel <job> ...       cancel jobs; a running one saves first, if the cluster gives it time
 """
 _WORDS = ("list", "logs", "cancel")
+# The last is ours (``state_of``): SLURM forgets a job some minutes after its end.
 _FINAL = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE", "ended")
 
 
@@ -101,6 +102,7 @@ def _steps(job: Submitted) -> str:
     """Read the optimizer steps so far from the last line of the run's metrics."""
     try:
         with os.fdopen(open_regular(Path(job.run_dir) / "metrics.jsonl"), "rb") as file:
+            # A line is far shorter than this, and the file of a long run is not.
             file.seek(max(0, os.fstat(file.fileno()).st_size - 65536))
             lines = file.read().splitlines()
         return str(as_object(lines[-1])["step"])

@@ -46,6 +46,7 @@ def list_kind(kind: str, folders: Sequence[str]) -> int:
     if kind == "recipes":
         _print((recipe.argument, recipe.summary) for recipe in list_recipes(folders))
     else:
+        # A plugin that cannot be imported must not hide the components of the others.
         for broken in load_plugins([]):
             print(broken, file=sys.stderr)
         registry = REGISTRIES[kind]

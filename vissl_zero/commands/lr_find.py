@@ -23,6 +23,7 @@ _FORCED = (
     "config.OPTIMIZER.param_schedulers.lr.auto_lr_scaling.auto_scale=false",
     "config.OPTIMIZER.lr=null",
     "config.OPTIMIZER.head_optimizer_params.use_different_lr=false",
+    # Measures and files of these few steps would only cost time.
     "config.NEAREST_NEIGHBOR.USE_KNN=false",
     "config.ONLINE_PROBE.USE_PROBE=false",
     "config.TEST_MODEL=false",
@@ -34,6 +35,7 @@ _FORCED = (
     "config.CHECKPOINT.CHECKPOINT_FREQUENCY=-1",
     "config.CHECKPOINT.CHECKPOINT_ITER_FREQUENCY=-1",
     "config.DISTRIBUTED.MAX_RESTARTS=0",
+    # One run, here and now: its metrics are read when the command returns.
     "config.SLURM.USE_SLURM=false",
     "config.SEEDS=[]",
     "config.DRY_RUN=false",

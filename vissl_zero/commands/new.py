@@ -24,11 +24,13 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+# Enough for a median; decoding every image of a large folder may take hours.
 _NUM_LOOKED_AT = 64
 _SIDES = (32, 64, 96, 128, 160, 192, 224)
 _MOST_IMAGES = 64  # of a batch
 _LEAST_IMAGES = 8
 _VALIDATION = ("val", "test")
+# Without this line, Hydra puts the keys below the name of the recipe's group.
 _PACKAGE = "# @package _global_"
 _NUM_TIMED, _NUM_WARM = 8, 3  # steps of the measurement, and those before the speed is steady
 
@@ -210,6 +212,7 @@ def _number(flag: str, text: str, also: str = "") -> float:
         number = float(text)
     except ValueError:
         number = 0
+    # Asked this way around, NaN is refused too.
     if not 0 < number < 10**9:
         raise ConfigError(f"vissl-zero new {flag}: must be a number above 0{also} (got {text!r}).")
     return number
@@ -248,6 +251,7 @@ def look_at(folder: Path, labels: str) -> Facts:
         raise DataError(
             f"vissl-zero new --images {train}: must hold {_LEAST_IMAGES} images or more (got {len(source)})."
         )
+    # Spread over the whole source, because files are sorted by class.
     rows = look(source, range(0, len(source), -(-len(source) // _NUM_LOOKED_AT))).rows
     rows = rows[~rows["broken"]]
     if not len(rows):
@@ -346,6 +350,7 @@ def _speed(path: Path, place: Place, planned: Planned) -> tuple[float, str]:
             f"config.CHECKPOINT.DIR={scratch}/run",
             "config.NEAREST_NEIGHBOR.USE_KNN=false",
         ]
+        # An epoch has a step at least, so these are enough epochs.
         words += [f"config.TRAINER.MAX_STEPS={_NUM_TIMED}", f"config.OPTIMIZER.num_epochs={_NUM_TIMED}"]
         words += ["config.TEST_MODEL=false", "config.HOOKS.LOGGERS=[]"]
         command = [sys.executable, "-m", "vissl_zero.cli", *words]
@@ -355,4 +360,5 @@ def _speed(path: Path, place: Place, planned: Planned) -> tuple[float, str]:
                 f"vissl-zero new --hours: the steps to measure failed. Give --epochs.\n{done.stderr.strip()}"
             )
         rows = (Path(scratch) / "run/metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    # A median: another program on the machine may slow down single steps.
     return median(json.loads(row)["images_per_s"] for row in rows[_NUM_WARM:]), f"measured in {_NUM_TIMED} steps here"

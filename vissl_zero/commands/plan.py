@@ -66,6 +66,7 @@ def plan(arguments: Sequence[str]) -> int:
     profile = next((word.split("=", 1)[1] for word in assumed if word.startswith(f"{_VALUES['--machine']}=")), None)
     is_device_given = any(word.startswith("config.MACHINE.DEVICE=") for word in overrides)
     if profile and not is_device_given and read_profile(profile).capability is not None:
+        # An override of the run, not only of the plan: the printed command needs it too.
         overrides.append("config.MACHINE.DEVICE=gpu")
     with TemporaryDirectory(prefix="vissl_zero_plan_") as scratch:
         files = [_recipe(name, Path(scratch)) for name in recipes]

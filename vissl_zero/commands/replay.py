@@ -48,10 +48,12 @@ def replay(arguments: Sequence[str]) -> int:
     folder: Path = options.folder.expanduser().absolute()
     read_facts(folder)
     with open_state(folder) as state:
+        # A damaged tensor would be replayed as another step, which may well be finite.
         if problems := list(state.verify()):
             raise CheckpointError("\n".join(problems))
     plan = _plan(folder, options.precision, options.level, options.processes)
     with Scratch() as scratch:
+        # The folder of the step is only read: it may be replayed again, and in another way.
         plan = replace(plan, run_dir=str(scratch))
         save_resolved(plan, scratch / RESOLVED_FILE)
         request = {

@@ -61,6 +61,7 @@ def _order(run: ListedRun, column: str) -> tuple[bool, float | str]:
     """Return the sort key of a run; runs without a value in the column are last."""
     if column in FIGURES:
         value = run.figures.get(column)
+        # The best run first. Of all figures, only the loss is better if lower.
         return value is None, (value or 0.0) * (1 if column == "loss_last" else -1)
     return False, run.age_s if column == "age" else -run.step if column == "step" else str(getattr(run, column))
 

@@ -125,6 +125,7 @@ def _for_hydra(arguments: Sequence[str]) -> tuple[list[str], list[str], list[str
             raise ConfigError([Problem("command line", repr(f"{before} {word}"), must, fix)])
     words = ["config.DRY_RUN=true" if word == "--dry-run" else word for word in arguments]
     parser = get_args_parser()
+    # argparse gives the overrides up to the next flag to the parser's list, and leaves those after it in ``rest``.
     parsed, rest = parser.parse_known_args(words)
     for word in rest:
         if word.startswith("-"):
@@ -206,7 +207,10 @@ def _train_seeds(cfg: DictConfig, folder: Path, is_sweep: bool) -> NoReturn:
     words = [word for word in sys.argv[1:] if not word.startswith(ours)]
     swept = ",".join(map(str, seeds))
     words += ["config.SEEDS=[]", f"config.SEED_VALUE={swept}", f"hydra.sweep.dir={as_word(folder)}"]
+    # exec throws away what Python has not yet written.
     sys.stdout.flush()
+    # Hydra has composed this run already and cannot start a sweep inside it. exec keeps the process id, which
+    # schedulers and shells watch.
     os.execv(sys.executable, [sys.executable, "-m", "vissl_zero.cli", "-m", *words])  # noqa: S606 - this very program
 
 

@@ -202,6 +202,7 @@ def _read_catalog(path: Path) -> dict[str, Any]:
 def _paths(entries: Mapping[str, Any], dataset: str, part: str) -> tuple[str, str]:
     """Return (images, labels) of one split; empty strings if the catalog does not have them."""
     values: Sequence[Any] = entries.get(dataset, {}).get(part) or ()
+    # ``missing`` prints a line with ``<labels>`` in it, which may be pasted as it is.
     filled = [v if isinstance(v, str) and not (v.startswith("<") and v.endswith(">")) else "" for v in values]
     images, labels, *_ = [*filled, "", ""]
     return images, labels

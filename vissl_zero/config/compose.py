@@ -54,6 +54,7 @@ def explain(error: BaseException, folders: Sequence[str] = (), overrides: Sequen
         folders: further folders of recipes, from --config-dir and hydra.searchpath.
         overrides: overrides of the command line.
     """
+    # Some errors of OmegaConf are a ValueError too.
     if isinstance(error, BEFORE_A_JOB) and not isinstance(error, EXPLAINABLE):
         return ConfigError([_around_a_job(error)])
     if any(isinstance(link, RecursionError) for link in _chain(error)):
@@ -97,8 +98,11 @@ def _without_prefix(overrides: Sequence[str]) -> Iterator[Problem]:
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
+    # Under a debugger or a tracer, OmegaConf's errors are causes of each other.
+    met: set[int] = set()
+    while error is not None and id(error) not in met:
         yield error
+        met.add(id(error))
         error = error.__cause__ or error.__context__
 
 
@@ -311,6 +315,7 @@ def typed(
     elif run.PROGRAM in PROGRAMS:
         begin_program(run, run.PROGRAM)
     chosen = {word.split("=")[0].lstrip("+").removeprefix("config.") for word in overrides}
+    # Before the catalog, whose paths would be taken for the user's own images.
     notes = use_own_names(run, chosen) + use_own_images(run.DATA, chosen)
     folders = [*_searchpath(overrides), *recipe_folders()] if folders is None else folders
     notes += use_catalog(run.DATA, find_catalog(folders))
@@ -326,6 +331,7 @@ def _searchpath(overrides: Sequence[str]) -> list[Path]:
     words = [word for word in overrides if word.startswith("hydra.searchpath=")]
     values = [override.value() for override in OverridesParser.create().parse_overrides(words)]
     named = [str(path) for value in values if isinstance(value, list) for path in value]
+    # Other schemes, such as pkg://, name no folder.
     return [Path(path.removeprefix("file://")) for path in named if "://" not in path.removeprefix("file://")]
 
 

@@ -105,6 +105,7 @@ def choice(default: Any, *options: Any, also: tuple[Any, ...] = ()) -> Any:
 
 def _field(default: Any, constraint: Range | Choice) -> Any:
     metadata = {_KEY: constraint}
+    # dataclasses refuse a default that all instances would share.
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -120,6 +121,7 @@ def constraint_problems(value: Any, key: str, unused: Collection[str] = ()) -> I
     """
     if key in unused:
         return
+    # ``is_dataclass`` holds for classes too.
     if is_dataclass(value) and not isinstance(value, type):
         for item in fields(value):
             inner, path = getattr(value, item.name), f"{key}.{item.name}"

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 
 from vissl_zero.errors import ConfigError, Problem
 
+# Each key may name the one before twice: thirty keys would make a text of a gigabyte.
 MOST_CHARACTERS = 1_000_000
 _REFERENCE = re.compile(r"\$\{\s*(?:oc\.select:)?\s*(\.*)([\w.\[\]]+)")
 

@@ -165,6 +165,7 @@ def unknown_key(key: str, tree: DictConfig, prefix: str = "") -> Problem:
         return Problem(full, "", "is not in the recipe yet", f"{near} {fix}".strip())
     siblings = [str(name) for name in node] if isinstance(node, DictConfig) and not node._is_none() else []
     word = wrong.lower().replace("_", "").replace("-", "")
+    # Asked first: the nearest spelling of an everyday word may be a key of another meaning.
     if wish := next((full_key for full_key, words in EVERYDAY.items() if word in words), ""):
         return Problem(full, "", "is not a key", f"Write {wish}=<value>.")
     elsewhere = [prefix + path for path in _paths(tree) if path.rsplit(".", 1)[-1] == wrong][:3]

@@ -14,6 +14,7 @@ def as_word(value: Any) -> str:
     """Return a number, string, None, list or dict in Hydra's grammar, as the part of an override after ``=``."""
     if value is None:
         return "null"
+    # Before numbers, because a bool is an int to Python.
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, int | float):

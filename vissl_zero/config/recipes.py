@@ -34,6 +34,7 @@ def recipe_folders() -> list[Path]:
     """Return existing folders of recipes outside the package: of a checkout, the working directory and plugins."""
     checkout = Path(__file__).parents[2]
     folders = [Path("configs").resolve()]
+    # Of an installed package, the folder above is site-packages, whose configs/ are not ours.
     if (checkout / "setup.py").is_file():
         folders.insert(0, checkout / "configs")
     folders += recipe_packages()[0]
@@ -114,6 +115,7 @@ def recipe_names(folders: Sequence[str | Path] = ()) -> list[str]:
 
 def _read(name: str, path: Path) -> Recipe:
     comments: list[str] = []
+    # Only the comments at its top: parsing the hundreds of recipes would take seconds.
     with path.open(encoding="utf-8", errors="replace") as lines:
         for line in lines:
             if not line.startswith("#"):
@@ -126,6 +128,7 @@ def _read(name: str, path: Path) -> Recipe:
 _COMPLETE = {"trunk", "data", "optimizer"}
 # Block -> the one program of VISSL that reads it.
 _PROGRAM_BLOCKS = {
+    # The first that a file has counts, so this one stands before the block around it.
     "SVM.low_shot": "train_svm_low_shot",
     "SVM": "train_svm",
     "CLUSTERFIT": "cluster_features_and_label",
@@ -235,6 +238,7 @@ def require_moderate(text: str) -> None:
     """Raise ValueError if YAML is too deep, or too large with aliases expanded; YAMLError if it is no YAML."""
     sizes: dict[str, int] = {}
     blocks: list[tuple[str | None, int]] = [(None, 0)]  # (anchor, number of values so far) of each open block
+    # By events, which build nothing, however large the file would become.
     for event in yaml.parse(text, Loader=_LOADER):
         if isinstance(event, yaml.CollectionStartEvent):
             blocks.append((event.anchor, 1))
@@ -248,6 +252,7 @@ def require_moderate(text: str) -> None:
             size = sizes[event.anchor]
         elif isinstance(event, yaml.ScalarEvent):
             size = sizes[event.anchor or ""] = 1
+            # Python refuses to convert more than 4,300 digits, with an error that names no key.
             if len(event.value) > _MAX_DIGITS and event.value.strip("+-").isdecimal():
                 raise ValueError(f"it has a number of more than {_MAX_DIGITS} digits")
         else:

@@ -66,6 +66,7 @@ class BatchSender:
         if num_bytes < _LEAST_BYTES:
             return torch.empty(*shape, dtype=dtype)
         block = self._free_block(num_bytes)
+        # Taken. The training process clears the byte when no view of the tensor is left.
         block.memory[0] = 1
         tensor = _tensor(block.memory, shape, dtype)
         self._unsent[tensor.data_ptr()] = block

@@ -250,6 +250,7 @@ def _sharpened(pixels: Tensor, share: Tensor) -> Tensor:
 
 def _spread(pixels: Tensor, _: Tensor) -> Tensor:
     least, most = pixels.amin((2, 3), keepdim=True).double(), pixels.amax((2, 3), keepdim=True).double()
+    # In float64 and truncated, as Pillow's autocontrast computes its table.
     scale = 255 / (most - least).clamp(min=1)
     spread = (pixels.double() * scale - least * scale).trunc().clamp(0, 255).to(torch.uint8)
     return torch.where(most > least, spread, pixels)

@@ -77,6 +77,7 @@ def _channels_first(array: np.ndarray, name: str, count: int) -> np.ndarray:
 
 
 def _scaled(array: np.ndarray, name: str) -> Tensor:
+    # Files of other machines may have the other byte order, with the same values.
     most = {np.dtype(np.uint8): 255.0, np.dtype(np.uint16): 65_535.0}.get(array.dtype.newbyteorder("="))
     if most is None and array.dtype.kind != "f":
         raise BrokenImageError(name, f"its values are {array.dtype}; uint8, uint16 and floating point are read")

@@ -106,6 +106,8 @@ class MicroBatchDataset(Dataset[Loaded]):
                 image = self.pipeline.read(self.source, index)
                 boxes = None
                 if self.boxes is not None:
+                    # The same seed as below: the boxes are drawn with the numbers that the transforms are about to
+                    # draw.
                     seed_sample(self.seed, epoch, sample_id)
                     boxes = self.boxes.draw(*self.pipeline.size(image))
                 # Keyed by the planned sample and set after reading, so that neither a replacement nor a decoder changes

@@ -73,6 +73,7 @@ def dicom_image(data: bytes, check: Callable[[int, int], None]) -> Image.Image:
 
 def _range_of_window(dataset: Any, apply_voi_lut: Callable[..., np.ndarray]) -> tuple[float, float]:
     """Return the window's output for the smallest and the largest inputs."""
+    # A sigmoid window overflows in exp at these values, and its limit is right all the same.
     with np.errstate(over="ignore"):
         least, most = apply_voi_lut(np.array([-1e30, 1e30]), dataset)
     return float(least), float(most)

@@ -178,6 +178,7 @@ def _lmdb(out: Path, part: int, parts: int, rows: Sequence[Row], names: Sequence
         # One transaction for a part: after a kill, LMDB has all of it or nothing. The map's size is address space, not
         # disk.
         for row in rows:
+            # Nine digits, because LMDB sorts keys as bytes, and the labels are stored in the order of the images.
             transaction.put(f"{row.index:09d}.{row.extension}".encode(), row.data)
 
 

@@ -404,6 +404,7 @@ class Relabeled(_Derived):
         return self.labels[index]
 
 
+# No ``==``: comparing arrays gives an array, which has no truth value of its own.
 @dataclass(frozen=True, eq=False)
 class MultiLabeled(_Derived):
     """A source whose images have several labels each, and so no single class.

@@ -123,6 +123,7 @@ def _further_figures(meters: Meters, accuracy: Accuracy) -> dict[str, float]:
         for k in _numbers(meters, meter):
             share = shares.get(k)
             if share is not None and f"{prefix}{k}" not in ("top1", "top5"):
+                # Each image has one class, so at most one of k guesses is right.
                 figures[f"{prefix}{k}"] = share / k if prefix == "precision_at_" else share
     return figures
 
@@ -226,6 +227,7 @@ class OnlineProbeHook(CurveHook):
         require_evaluation(run.plan.config.DATA, run.plan.seed)
 
     def on_epoch_start(self, run: Run) -> None:
+        # float32 counts exactly up to 2**24 images only. On the device, because reading the sums would wait for it.
         self._seen = torch.zeros(2, dtype=torch.float64, device=run.device)
 
     def on_step(self, run: Run, step: Step) -> None:

@@ -63,6 +63,7 @@ def kmeans(rows: Tensor, num_clusters: int, num_iterations: int, seed: int) -> T
         seed: seed of the draw.
     Cost: N * K * F / ranks multiplications and an all-reduce of K * F numbers an iteration.
     """
+    # Drawn on the CPU: the same seed gives other numbers on a GPU.
     drawn = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))[:num_clusters]
     centroids, before = rows[drawn.to(rows.device)].clone(), None
     local_slice = rank_slice(len(rows), rank(), world_size())

@@ -90,6 +90,7 @@ class ExtractFeatures(Hook):
                 num_wrong += num_not_finite(rows)
                 writer.add(rows, batch.sample_ids[kept], labels[kept])
         writer.flush()
+        # After this gather the shards of all ranks are on the disk, so the index tells the truth.
         of_ranks = all_gather_objects((writer.shards, skipped, num_wrong))
         shards = {name: rows for rows_by_name, _, _ in of_ranks for name, rows in rows_by_name.items()}
         require_finite(run, sum(count for *_, count in of_ranks), sum(shards.values()))
@@ -147,6 +148,7 @@ class _ShardWriter:
         """Add features (n, F), the positions (n,) of their images in the split, and labels (n,); n may be 0."""
         # A rank whose share of a batch is a copy has no rows.
         if len(features):
+            # To host memory at once: rows of 65,536 images can fill what the model leaves of a GPU.
             self._waiting.append((features.cpu(), images.cpu(), labels.cpu()))
         if sum(len(part[0]) for part in self._waiting) >= self._rows_per_shard:
             self.flush()
@@ -251,6 +253,7 @@ class ExtractLabelPredictions(Hook):
                     must = "must be classifiers, such as mlp or eval_mlp: predictions are of classes"
                     raise ConfigError([Problem("config.MODEL.HEAD.PARAMS", "another head", must, "Name such a head.")])
                 kept = rows_to_write(batch, num_own)
+                # In float32, because numpy has no bfloat16.
                 scores.append([output[kept].float().softmax(dim=1) for output in outputs])
                 ids.append(batch.sample_ids[kept])
                 predicted = torch.full_like(batch.sample_ids, -1) if batch.targets is None else batch.targets

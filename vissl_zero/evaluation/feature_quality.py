@@ -101,6 +101,7 @@ def _linear_predictions(train: Features, test: Features) -> tuple[float, np.ndar
     rows = (rows - mean) / scale
     penalty = _PENALTIES[int(np.argmax(shared(_PENALTIES, partial(_held_out, rows, labels))))]
     queries = (test.rows.double().cpu().numpy() - mean) / scale
+    # One job, so that one rank fits and all take its predictions: the last bits of a fit may depend on the machine.
     (predicted,) = shared([penalty], lambda chosen: _fitted(rows, labels, chosen).predict(queries))
     return penalty, predicted
 

@@ -47,6 +47,7 @@ class FollowedFigure:
         Raises:
             ConfigError: no hook has measured the metric, because images have no labels.
         """
+        # There is no later step to stop before; files of the best weights take the last value from ``at_end``.
         if run.step >= run.num_steps:
             return None
         loss, self._loss = self._loss.value, MeanLoss()

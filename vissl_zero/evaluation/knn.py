@@ -275,6 +275,7 @@ class KnnHook(Hook):
 
     def _record(self, run: Run, measured: Measured) -> float | None:
         top1 = self._top1(measured)
+        # A run that resumes at its end measures the last step again.
         if top1 is not None and (not self.curve or self.curve[-1][0] < run.step):
             self.curve.append((run.step, top1))
         return top1

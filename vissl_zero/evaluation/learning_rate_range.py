@@ -11,6 +11,7 @@ from vissl_zero.engine.hook import Hook, Run, Step, StepRecord
 from vissl_zero.registry import HOOKS
 
 LOWEST, HIGHEST = 1e-7, 10.0
+# Both numbers are those of fastai's ``lr_find``.
 _MOMENTUM = 0.98  # weight of the past in the smoothed loss
 _EXPLODED = 4.0  # an exploded loss is this factor above the lowest smoothed loss
 
@@ -70,6 +71,7 @@ def suggested(rates: Sequence[float], losses: Sequence[float]) -> tuple[float | 
     smooth = [mean.add(loss) for loss in losses]
     lengths, before = [1] * len(smooth), list(range(len(smooth)))
     for end in range(len(smooth)):
+        # Quadratic in the number of steps, of which a test has some hundreds.
         for start in range(end):
             if smooth[end] < smooth[start] and lengths[end] <= lengths[start]:
                 lengths[end], before[end] = lengths[start] + 1, start

@@ -138,6 +138,7 @@ def train_class(rows: np.ndarray, labels: np.ndarray, options: Svm, seed: int) -
 
 def _fitted(rows: np.ndarray, signs: np.ndarray, options: Svm, cost: float, seed: int, scores: list[float]) -> ClassSvm:
     fitted = solver(options, cost, seed).fit(rows, signs)
+    # scikit-learn warns, and keeps no other trace of it.
     is_converged = int(np.max(fitted.n_iter_)) < options.max_iter
     return ClassSvm(scores, cost, fitted.coef_[0], float(fitted.intercept_[0]), is_converged)
 
@@ -438,9 +439,11 @@ class LowShot(Hook):
         if not data.TEST.DATA_SOURCES:
             raise DataError("Low-shot classifiers are tested on TEST's images. Name some: config.DATA.TEST.DATA_PATHS.")
         for sampling_seed in run.plan.config.LOW_SHOT_BENCHMARK.LOGISTIC_REGRESSION.SEEDS:
+            # The plan is shared with other hooks and saved with the run.
             drawn = copy.deepcopy(data)
             drawn.TRAIN.DATA_LIMIT_SAMPLING.SEED = sampling_seed
             self._train.append(build_source(drawn, "TRAIN", seed))
+        # TEST may lack classes; their numbers must be those of TRAIN all the same.
         self._test = build_source(data, "TEST", seed, self._train[0].class_names)
         if len(self._train[0].class_names) < 2:
             raise DataError("Low-shot classifiers need images of two classes at least. Name labels of TRAIN's images.")

@@ -185,6 +185,7 @@ def average_precision(places: np.ndarray, num_good: int) -> float:
         num_good: number of good images.
     """
     counts = np.arange(len(places))
+    # Before the first image precision is 1 by definition, as in the data sets' own ``compute_ap``.
     before = np.where(places == 0, 1.0, counts / np.maximum(places, 1))
     after = (counts + 1) / (places + 1)
     return float((before + after).sum() / 2 / num_good)
@@ -301,6 +302,7 @@ def _revisited(folder: Path, name: str) -> RetrievalSet:
             content: Any = read_object(gnd, _MOST_BYTES)
         else:
             gnd = folder / f"gnd_{name}.pkl"
+            # Read as data: Python's pickle would run what the file says, and the file is a download.
             content = read_pickle(gnd)
         images, queries = ([folder / "jpg" / f"{stem}.jpg" for stem in content[key]] for key in ("imlist", "qimlist"))
         truth = [{key: _numbers(query[key]) for key in ("easy", "hard", "junk")} for query in content["gnd"]]
@@ -315,6 +317,8 @@ def _revisited(folder: Path, name: str) -> RetrievalSet:
         ) from error
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise DataError(f"{gnd} is no list of {name} ({type(error).__name__}: {error}). Copy it again.") from error
+    # The protocols of https://arxiv.org/abs/1803.11285: what a protocol does not look for is ignored, not counted as
+    # wrong.
     wanted = {"e": ("easy",), "m": ("easy", "hard"), "h": ("hard",)}
     figures = {}
     for figure, kinds in wanted.items():
@@ -345,6 +349,7 @@ def _oxford(folder: Path, name: str) -> RetrievalSet:
     wanted: list[Wanted] = []
     for file in sorted(labels.glob("*_query.txt")):
         stem, *box = (_lines(file) or [""])[0].split()
+        # Oxford's lists name queries with this prefix, and its files lack it.
         stem = stem.removeprefix("oxc1_")
         if stem not in number or len(box) != 4:
             raise DataError(f"{file} must name an image of {jpg} and four numbers, the box in it.")

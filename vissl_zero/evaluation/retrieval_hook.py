@@ -85,6 +85,8 @@ class InstanceRetrieval(Hook):
         queries = _vectors(run, options, self._found.queries, whitening, "queries", boxes)
         images = _vectors(run, options, self._found.images, whitening, "images")
         if options.SIMILARITY_MEASURE == "l2":
+            # In float64: torch computes many distances by a product of matrices, which cancels most digits of near
+            # vectors.
             similarity = -torch.cdist(queries.double(), images.double()).cpu().numpy()
         else:
             similarity = (queries @ images.T).cpu().numpy()
@@ -108,9 +110,7 @@ class InstanceRetrieval(Hook):
                 rows.append(regional_maxima(maps[0], options.SPATIAL_LEVELS, options.NORMALIZE_FEATURES)[0])
             elif is_own:
                 rows.append(_plain(maps, options))
-        width = _common_width(rows)
-        local_rows = torch.cat(rows) if rows else torch.zeros(0, width, device=run.device)
-        return Whitening.of_all_ranks(local_rows, options.N_PCA)
+        return Whitening.of_all_ranks(_joined(run, rows), options.N_PCA)
 
 
 def _options(run: Run) -> ImageRetrieval:
@@ -145,9 +145,7 @@ def _vectors(
         elif is_own:
             row = _plain(maps, options)
             rows.append(row if whitening is None else whitening(row))
-    local_rows = (
-        torch.cat(rows) if _common_width(rows) and rows else torch.zeros(0, _common_width(rows), device=run.device)
-    )
+    local_rows = _joined(run, rows)
     # Rank r has images r, r + n, r + 2 n, ...
     order = torch.tensor([index for rank in range(run.world_size) for index in range(rank, len(files), run.world_size)])
     return all_gather_rows(local_rows)[order.argsort().to(local_rows.device)]
@@ -160,15 +158,17 @@ def _plain(maps: Sequence[Tensor], options: ImageRetrieval) -> Tensor:
     return descriptor(maps, kind, power, options.NORMALIZE_FEATURES)
 
 
-def _common_width(rows: Sequence[Tensor]) -> int:
-    """Return the width of the vectors of all ranks. Collective."""
+def _joined(run: Run, rows: Sequence[Tensor]) -> Tensor:
+    """Join this rank's vectors (1 or more, D) to one tensor (N, D); N is 0 on a rank without an image. Collective."""
     widths = {width for of_rank in all_gather_objects({row.shape[1] for row in rows}) for width in of_rank}
     if len(widths) > 1:
         raise DataError(
             "IMG_RETRIEVAL.FEATS_PROCESSING_TYPE: images of several sizes have maps of several sizes, which cannot be "
             "compared as they are. Write rmac or gem, or CENTER_CROP: true."
         )
-    return widths.pop() if widths else 0
+    # A rank without an image gathers as the others do, so its empty rows need their width and dtype.
+    dtype = getattr(torch, run.plan.sharding.precision.wide)
+    return torch.cat([torch.zeros(0, *widths, dtype=dtype, device=run.device), *rows])
 
 
 def _each(
@@ -218,6 +218,7 @@ def _ahead(load: Callable[[int], Tensor], items: Sequence[int], num_threads: int
         waiting: deque[Future[Tensor]] = deque()
         for item in items:
             waiting.append(pool.submit(load, item))
+            # No further ahead, or decoded images would fill the memory while the model computes.
             if len(waiting) > 2 * num_threads:
                 yield waiting.popleft().result()
         while waiting:

@@ -262,6 +262,7 @@ def _store(path: Path, final_name: str) -> Checkpoint | WeightsFile:
     if last_step == store.manifest.step:  # the run has ended; weights without a file of their own are in the checkpoint
         return store
     about = f"{path} has no final weights yet: these are of step {store.manifest.step}, {store.path}."
+    # ``stacklevel`` 3 is the caller of ``load_trunk``, whose line is worth showing.
     warnings.warn(" ".join([about, *map("Passed over: {}".format, passed_over)]), stacklevel=3)
     return store
 
@@ -290,6 +291,7 @@ def _config(weights: Weights) -> dict[str, Any]:
         trunk = config["MODEL"]["TRUNK"]
         if not isinstance(trunk["NAME"], str) or not isinstance(config["IMPORTS"], list):
             raise TypeError
+        # Only to raise KeyError here, with the others: they are read much later.
         config["DATA"], config["MODEL"]["HEAD"]
     except (KeyError, TypeError) as error:
         raise CheckpointError(

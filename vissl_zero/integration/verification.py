@@ -175,6 +175,7 @@ def _compare(  # noqa: PLR0913
 
 
 def _tolerance(dtype: torch.dtype) -> float:
+    # Half precision has two to three digits.
     return _TOLERANCES.get(dtype, 1e-2)
 
 

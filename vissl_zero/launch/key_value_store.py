@@ -102,6 +102,7 @@ def prove(sock: socket.socket, secret: bytes, is_server: bool) -> None:
     sock.settimeout(_HANDSHAKE_S)
     ours = secrets.token_bytes(_NONCE_BYTES)
     send(sock, [ours])
+    # Enough for a greeting: before the proof, a stranger must not make this process take more memory.
     theirs = b"".join(receive(sock, 256, deadline))
     own_role, other = (b"server", b"client") if is_server else (b"client", b"server")
     # An echo of our own number would let a stranger reflect our proof back to us.
@@ -120,6 +121,7 @@ def prove(sock: socket.socket, secret: bytes, is_server: bool) -> None:
 
 
 def _proof(secret: bytes, role: bytes, first: bytes, second: bytes) -> bytes:
+    # With the role: otherwise a stranger could get a client's proof from the server itself, on a second connection.
     return hmac.new(secret, role + first + second, hashlib.sha256).digest()
 
 
@@ -366,6 +368,7 @@ def interfaces() -> Mapping[str, str]:
     addresses = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
+            # Linux limits the name of an interface to 15 bytes.
             request = array.array("B", struct.pack("256s", name.encode()[:15]))
             with contextlib.suppress(OSError):
                 answer = fcntl.ioctl(probe.fileno(), 0x8915, bytes(request))  # SIOCGIFADDR

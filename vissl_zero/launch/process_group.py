@@ -180,6 +180,7 @@ class NetworkStore(dist.Store):
         """
         limit = timeout.total_seconds() if timeout is not None else self._timeout_s
         words = [str(limit).encode(), *(key.encode() for key in keys)]
+        # The server itself waits for the limit; the rest is for its answer to arrive.
         if self._client.call(b"wait", *words, answer_within_s=limit + 5.0)[0] != b"1":
             raise dist.DistStoreError(f"no value of {', '.join(keys)} within {limit:g} s: a rank is missing")
 

@@ -96,6 +96,7 @@ class Rendezvous:
                     "and a free port."
                 ) from error
             self.address = self._server.address
+        # A fraction of the silence that counts as a loss, so that one slow answer is not taken for it.
         self._client = Client(self.address, spec.secret, min(5.0, max(1.0, spec.silence_s / 4)))
         if self._server is not None:  # it listens: launchers may join
             self._client.call(b"set", _NAME, secrets.token_hex(8).encode())
@@ -278,6 +279,7 @@ class Rendezvous:
                 pass
             time.sleep(0.2)
         reports = {index: json.loads(text) for index, text in errors.items()}
+        # By time and then by number, because all launchers must name the same one.
         first = min(reports, key=lambda index: (reports[index]["time_ns"], index), default=self.spec.index)
         if not self.cause and first != self.spec.index:
             self._take_over(first, reports[first])

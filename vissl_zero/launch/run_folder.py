@@ -187,6 +187,7 @@ class RunLock:
 def owner_of(folder: Path) -> tuple[dict[str, Any], bool]:
     """Return the owner's entries in ``run.lock`` (empty if the run released it), and whether the owner is alive."""
     try:
+        # A link could lead anywhere, and the opening of a pipe would wait for a writer.
         fd = os.open(folder / LOCK_NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
         return {}, False
@@ -221,6 +222,7 @@ def _is_gone(owner: dict[str, Any], fd: int) -> bool:
     if owner.get("host") == socket.gethostname():
         pid = owner.get("pid")
         return not isinstance(pid, int) or pid == os.getpid() or not _born(pid) or _born(pid) != owner.get("born")
+    # A requeued job may begin again on another machine; its earlier attempt has ended.
     if owner.get("job") and owner.get("job") == _job():
         return True
     renewed = os.fstat(fd).st_mtime

@@ -88,6 +88,7 @@ def _last_record(folder: Path) -> dict[str, Any]:
             lines = file.read().splitlines()
     except OSError:
         return {}
+    # The last line may be torn, by a kill or by a write in progress; the one before it is whole.
     for line in reversed(lines[-2:]):
         try:
             return as_object(line)

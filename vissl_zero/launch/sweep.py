@@ -474,6 +474,7 @@ def divide(host: Host, procs: int, uses_gpus: bool, most: int | None, num_jobs: 
     """
     cores = sorted(os.sched_getaffinity(0))[: host.num_cores]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    # The names in the variable, which may be identifiers: GPUs that it leaves out must stay so for the jobs.
     names = visible.split(",") if visible else [str(index) for index in range(host.num_gpus)]
     gpus = names[: host.num_gpus] if uses_gpus and host.num_gpus >= procs else []
     count = max(1, min(most or (len(gpus) if gpus else len(cores)) // procs, num_jobs))

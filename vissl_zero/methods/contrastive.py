@@ -151,6 +151,7 @@ class SupCon(EmbeddingMethod):
         Raises:
             ConfigError: the images have no classes.
         """
+        # Mixed labels are shares of classes, and an image of two classes has no one set of positives.
         if batch.targets is None or batch.targets.dtype != torch.int64:
             must, fix = "must have a class for each image for supcon_loss", "Put the images of each class in a folder."
             raise ConfigError([Problem("config.DATA.TRAIN", "no labels", must, fix)])

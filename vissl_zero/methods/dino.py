@@ -159,6 +159,7 @@ class DINOHead(nn.Module):
     def embed(self, rows: Tensor) -> Tensor:
         """Embed rows (..., in_dim) at unit length, in float32 at least; with batch norm, rows must be (n, in_dim)."""
         x = self.mlp(rows)
+        # Scores are divided by temperatures near 0.04, which would enlarge the rounding of half precision.
         return F.normalize(x.to(torch.promote_types(x.dtype, torch.float32)), dim=-1)
 
     def init_parameters(self, generator_for: Callable[[str], torch.Generator]) -> None:
@@ -481,6 +482,7 @@ class IBOT(PatchDistillation):
         self.patch_center = Center(patch_out_dim, center_momentum2)
         self.momenta = teacher_momentum, 1.0
         self.num_warmup_epochs = warmup_teacher_temp_epochs
+        # 0 for now: the steps of an epoch are known once ``set_length`` is called.
         self.crop_temperature = TeacherTemperature(warmup_teacher_temp, teacher_temp, 0, teacher_temp_interval)
         self.patch_temperature = TeacherTemperature(
             warmup_teacher_patch_temp, teacher_patch_temp, 0, teacher_temp_interval

@@ -166,6 +166,7 @@ class IBOTLossConfig:
 
     teacher_momentum: float = 0.996
     """Weight of the teacher's past at the start; it grows to 1 along half a cosine."""
+    # Temperatures and warm-up of the paper's ViT-S/16, as the README of bytedance/ibot trains it.
     warmup_teacher_temp: float = number(0.04, above=0, most=1000)
     """Divides the teacher's scores of crops in the first step."""
     teacher_temp: float = number(0.07, above=0, most=1000)

@@ -256,6 +256,7 @@ def _num_scores(cfg: RunConfig) -> int | None:
 
 def _swav_sizes(cfg: RunConfig) -> dict[str, tuple[Any, str]]:
     head = next((options for _, options in heads_of(as_teacher(cfg))), {})
+    # ``dino_head`` has no dims: its embedding is the bottleneck.
     dims, crops = head.get("dims") or [head.get("bottleneck_dim", 256)], crops_of(cfg)
     processes = cfg.DISTRIBUTED.NUM_NODES * cfg.DISTRIBUTED.NUM_PROC_PER_NODE
     return {

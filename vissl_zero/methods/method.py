@@ -325,6 +325,7 @@ class EmbeddingMethod(Method):
 
     def collapse_rule(self, num_steps: int) -> CollapseRule | None:
         """Return the rule that detects nearly equal embeddings of all images."""
+        # A good part of the run, because a model that has not learned yet looks like one that is stuck.
         return RankCollapse(patience=max(500, num_steps // 4))
 
     def _note(self, embeddings: Tensor) -> None:

@@ -137,6 +137,7 @@ class OnlineProbe(nn.Module):
 
     def _inputs(self, rows: Tensor) -> Tensor:
         """Standardize the features (N, F) and append a column of ones for the bias: (N, F + 1)."""
+        # Rounding may leave a difference below 0, and a constant feature has a variance of 0.
         variance = (self.mean_square - self.mean.square()).clamp(min=0)
         return torch.cat([(rows - self.mean) / (variance + 1e-6).sqrt(), rows.new_ones(len(rows), 1)], dim=1)
 

@@ -59,6 +59,7 @@ def pixel_cross_entropy(logits: Tensor, masks: Tensor, weights: Tensor | None = 
     """
     classes = masks.long()
     counts = classes != IGNORED
+    # ``gather`` needs a valid index for ignored pixels too; their weight below is 0.
     known = torch.where(counts, classes, 0)
     # gather, because torch's cross-entropy of maps is not deterministic on CUDA.
     errors = -F.log_softmax(at_least_float32(logits), dim=1).gather(1, known[:, None]).squeeze(1)

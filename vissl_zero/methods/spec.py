@@ -103,6 +103,7 @@ def crops_of(cfg: RunConfig) -> list[int] | None:
         # The first that makes several crops decides: those after it act on each crop.
         if isinstance(entry, Mapping) and entry.get("name") == "ImgPilToMultiCrop":
             counts = entry.get("num_crops")
+            # A list of other values is reported by the rule ``transforms``.
             return list(counts) if counts and all(isinstance(count, int) for count in counts) else None
         if isinstance(entry, Mapping) and entry.get("name") == "ImgReplicatePil":
             count = entry.get("num_times", 2)

@@ -91,6 +91,7 @@ class SwAVHead(nn.Module):
         normalize_last_layer: bool = False,
     ):
         super().__init__()
+        # ``return_embeddings`` is VISSL's key: only a rule reads it, as embeddings cost nothing beside their scores.
         _check_head(dims, num_clusters, activation_name)
         layers: list[nn.Module] = []
         for index, (width_in, width_out) in enumerate(pairwise(dims)):

@@ -67,6 +67,7 @@ class MoCoLossConfig:
 
     embedding_dim: int | None = None
     """Width of the embeddings; null: from the head, which also wins over a different number."""
+    # MoCo's queue and momentum; v2 (arXiv 2003.04297) raised the temperature from 0.07.
     queue_size: int = 65536
     """Keys in the one queue of all ranks; at least a micro-batch over all ranks."""
     momentum: float = 0.999

@@ -120,6 +120,7 @@ def _bare_parameters() -> Iterator[list[bool]]:
 
 def _without_memory(module: nn.Module, key: str, param: Tensor | None) -> None:
     """Move a parameter with a rule to the meta device when it is registered; it stays the same object."""
+    # A subclass, such as a lazy layer's UninitializedParameter, would become a plain parameter in the exchange.
     if type(param) is nn.Parameter and param.device.type != "meta" and has_rule(module, key):
         replace_data_(param, torch.empty_like(param, device="meta", requires_grad=False))
 
@@ -232,6 +233,7 @@ def _reset_of(owner: nn.Module, name: str) -> Callable[[], None]:
 def _unset(tensor: Tensor) -> Tensor:
     """Return a tensor of this shape on the CPU, in float32, filled with NaN, by which missing values are detected."""
     if not tensor.is_floating_point():
+        # Integers have no NaN. Batch norm's counter of batches, the usual one, begins at 0 in any case.
         return torch.zeros(tensor.shape, dtype=tensor.dtype)
     return torch.full(tensor.shape, torch.nan)
 
@@ -242,6 +244,7 @@ def _own_meta(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _children_first(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
+    # A parent may reset its children's parameters: torch's attention sets the bias of its out_proj to 0.
     for key, child in module.named_children():
         yield from _children_first(child, f"{name}.{key}".lstrip("."))
     yield name, module

@@ -176,6 +176,7 @@ def _convolution(module: nn.Module, generator_for: GeneratorFor) -> None:
     # RegNet's and torchvision's ResNet's initialization; torch's default differs.
     receptive = math.prod(module.kernel_size)
     std = math.sqrt(2.0 / (receptive * module.out_channels))
+    # Drawn in float32 on the CPU and then copied: other devices and number formats draw other numbers.
     module.weight.copy_(torch.empty(module.weight.shape).normal_(0.0, std, generator=generator_for("weight")))
     if module.bias is not None:
         _uniform(module.bias, module.in_channels // module.groups * receptive, generator_for("bias"))

@@ -24,6 +24,8 @@ from torch import Tensor, nn
 from vissl_zero.errors import ConfigError, Problem
 from vissl_zero.models.packing import Shapes, packed, unpacked
 
+# splitmix64's increment, shifts and factors (https://doi.org/10.1145/2660193.2660195). Its output is computed from the
+# counter alone, so any element can be drawn without those before it.
 _MASK64 = (1 << 64) - 1
 _GAMMA = 0x9E3779B97F4A7C15
 _MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
@@ -56,6 +58,8 @@ class _RandomKey:
 
 # Not thread-local: on a GPU, a checkpointed unit is recomputed in autograd's own thread and needs the same key.
 _current: _RandomKey | None = None
+# Thread-local, unlike the key: each recomputed unit enters its own scopes again, and another thread may be inside
+# others.
 _scope = threading.local()
 
 
@@ -140,6 +144,7 @@ def _by_resolution(drop: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 def stable_hash(*parts: object) -> int:
     """Hash the strings of the parts to 64 bits of SHA-256, unlike ``hash`` the same in every process and version."""
+    # A separator that no name contains: ("a", "bc") and ("ab", "c") must not have the same hash.
     text = "\x1f".join(str(part) for part in parts)
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
 
@@ -199,6 +204,7 @@ def _draw(
         )
     sample_ids = _current.sample_ids.to(device) if by_sample else torch.zeros(1, dtype=torch.int64, device=device)
     num_samples = len(sample_ids)
+    # Before the checks: a pass over a part of a micro-batch may have no rows of a resolution.
     if rows == 0:
         return torch.zeros(0, row_size, dtype=torch.int64, device=device)
     if num_samples == 0 or (rows % num_samples and not _current.places):

@@ -431,6 +431,7 @@ def build_model(model_config: ModelConfig | TeacherModel, num_classes: int = 0) 
     """
     head_config = model_config.HEAD
     settings = model_config.FEATURE_EVAL_SETTINGS if isinstance(model_config, ModelConfig) else FeatureEvalSettings()
+    # No devices: constructors draw on the CPU, and saving a GPU's generator would start CUDA here.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(_CONSTRUCTION_SEED)
         trunk = build_trunk(model_config.TRUNK)
@@ -493,6 +494,7 @@ def _pack_crops(trunk: nn.Module) -> None:
 def _joined(parts: Sequence[Any]) -> Any:
     """Concatenate a head's outputs for each resolution."""
     columns = zip(*map(pytree.tree_leaves, parts), strict=True)
+    # What is no tensor, such as the None of a teacher without a predictor, is the same for every view.
     joined = [torch.cat(column) if isinstance(column[0], Tensor) else column[0] for column in columns]
     return pytree.tree_unflatten(joined, pytree.tree_structure(parts[0]))
 

@@ -125,6 +125,8 @@ def adamw_schedule_free(groups: Groups, betas: Sequence[float] = (0.9, 0.999), *
     return built
 
 
+# torch's kernels may contract a product and a sum into one rounding in the vector loop and not in its remainder. Where
+# a tensor is cut then decides its last bits, and levels cut differently. Each operation here rounds by itself.
 class SingleRoundingSGD(torch.optim.SGD):
     """SGD with momentum, plain or Nesterov, with one rounding per operation."""
 

@@ -117,6 +117,7 @@ def _part_of_group(group: ParamGroup, depth: int, rule: int, names: list[str], p
     wd_factor = group.wd_factor * rule_options.get("wd_factor", 1.0)
     return replace(
         group,
+        # Names must differ: the loop finds the rates of a group by its name.
         name=group.name + (f".below_{depth}" if depth else "") + (f".rule_{rule}" if rule_options else ""),
         params=tuple(names),
         is_decayed=group.is_decayed and wd_factor > 0,
@@ -254,6 +255,7 @@ def _group(part: str, is_decayed: bool, names: Iterable[str], plan: OptimizerPla
 def _warn_of_unmatched(parts: Iterable[str], model: nn.Module) -> None:
     names = [name for name, _ in model.named_parameters()]
     known = [name for name in parts if any(name in full for full in names)]
+    # A recipe may list both names of one parameter, VISSL's and ours: only one can fit a model, and that is no mistake.
     twins = {ours for theirs, ours in ALIASES["parameters"].items() if theirs in known}
     twins |= {theirs for theirs, ours in ALIASES["parameters"].items() if ours in known}
     unmatched = [part for part in parts if part not in known and part not in twins]

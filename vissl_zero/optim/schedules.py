@@ -88,6 +88,7 @@ def _build_progression(config: Mapping[str, Any], num_epochs: int) -> Progressio
 
 def _single(config: dict[str, Any], num_epochs: int) -> Progression:
     """Build a classy-vision schedule by its name and keys."""
+    # classy-vision's multistep needs the number of epochs to place its milestones; the other schedules ignore it.
     scheduler: Progression = build_param_scheduler({**config, "num_epochs": num_epochs})
     return scheduler
 

@@ -64,6 +64,7 @@ def update_rule(
     Raises:
         ConfigError: the optimizer couples tensors (a global norm, one step size for all), is random, or fails.
     """
+    # The type itself: a subclass may do anything in its step, and so may a hook.
     if type(optimizer) in ELEMENT_WISE and not has_hooks(optimizer):
         return UpdateRule.ELEMENT_WISE
     name = type(optimizer).__name__
@@ -285,6 +286,7 @@ def _copied(
     set_own(copied, "state", defaultdict(dict))
     filled = [(param, state) for param, state in optimizer.state.items() if state]
     if filled:  # Adagrad and Lookahead make their state when they are built
+        # Of a parameter with dimensions, if one has a state: the moments of a scalar have the shape of a counter.
         like, template = max(filled, key=lambda pair: (pair[0].dim(), pair[0].numel()))
         for param in (param for group in groups for param in group["params"]):
             copied.state[param] = {key: _fresh(key, value, like, param) for key, value in template.items()}
@@ -331,6 +333,7 @@ def _fresh(key: str, value: Any, like: Tensor, param: Tensor) -> Any:
     if is_alike and _has_memory(value) and _has_memory(like) and torch.equal(value, like):
         return param.detach().clone()
     if isinstance(value, Tensor) and value.shape == like.shape and (like.dim() or key != "step"):
+        # Before the first step, a state has one value throughout (zeros, or Adagrad's initial_accumulator_value).
         return torch.full_like(param, value.flatten()[0].item() if value.numel() and not value.is_meta else 0.0)
     return copy.deepcopy(value)
 

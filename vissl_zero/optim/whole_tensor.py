@@ -243,6 +243,7 @@ def lamb(
     from timm.optim import Lamb
 
     options = {"trust_clip": trust_clip, "always_adapt": always_adapt}
+    # Its norm would be of the tensors that this rank holds, and so another on each rank.
     built = Lamb(groups, betas=(betas[0], betas[1]), eps=eps, max_grad_norm=None, **options)
     assert isinstance(built, torch.optim.Optimizer)
     return built
@@ -327,6 +328,7 @@ class Shampoo(GroupOptimizer):
                 right_root.copy_(_inverse_fourth_root(right / second, group["matrix_eps"]))
             preconditioned = left_root @ mean[block.place] @ right_root
             # Grafting: the direction is Shampoo's, the norm Adam's.
+            # clamp: a block that has had no gradient yet has norm 0, and 0 / 0 would be NaN.
             norm = torch.linalg.vector_norm(preconditioned).clamp(min=1e-30)
             matrix[block.place] = preconditioned.mul_(torch.linalg.vector_norm(matrix[block.place]) / norm)
         param.mul_(1 - group["lr"] * group["weight_decay"])
@@ -368,6 +370,7 @@ def _inverse_fourth_root(matrix: Tensor, eps: float) -> Tensor:
     """Compute ``(matrix + eps * its largest eigenvalue)^(-1/4)``; zeros for a zero matrix."""
     values, vectors = torch.linalg.eigh(matrix.double())
     # L and R are positive semidefinite; rounding may make eigenvalues negative.
+    # eigh sorts eigenvalues in ascending order: the last is the largest.
     values = values.clamp(min=0.0) + eps * values[-1].clamp(min=0.0)
     powers = torch.where(values > 0, values.clamp(min=1e-300).pow(-0.25), 0.0)
     return ((vectors * powers) @ vectors.T).to(matrix.dtype)

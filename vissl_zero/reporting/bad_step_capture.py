@@ -123,6 +123,7 @@ class BadStepCapture(Hook):
         before, self._before = self._before, None
         if before is None:
             return
+        # Only now, because it is collective and waits for the device.
         loss, norm = figures()
         scale = (run.sharded.loss_scale_state() or {}).get("scale", 1.0)
         why = self._rule.verdict((loss, norm), scale)
@@ -131,6 +132,7 @@ class BadStepCapture(Hook):
         # One cause often makes many steps bad, and the first shows it best. A resumed run repeats captured steps.
         if not why or not is_first or step in self._captured:
             return
+        # As texts: JSON has neither NaN nor infinity, and ``repr`` keeps every digit for the comparison with a replay.
         facts = BadStep(step, why, repr(loss), repr(norm), run.lr_factor)
         try:
             folder, num_bytes = write_bad_step(run, facts, before, self._micro_batches)

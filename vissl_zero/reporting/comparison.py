@@ -87,6 +87,7 @@ def read_run(folder: Path) -> ComparedRun:
     config = dict(leaves(saved["config"]))
     records = Records(read_records(folder / FILE_NAME))
     curve = [(record.step, float(record.loss)) for record in records if record.loss is not None]
+    # The page holds the points of all curves itself.
     curve = curve[:: max(1, -(-len(curve) // _MOST_POINTS))]
     summary = read_summary(folder)
     figures = {name: float(summary[name]) for name in FIGURES if isinstance(summary.get(name), int | float)}
@@ -112,6 +113,7 @@ def differing(runs: Sequence[ComparedRun]) -> dict[str, list[Any]]:
     """Return each key whose values differ between runs, with the value of each run; None: the run lacks the key."""
     keys = dict.fromkeys(key for run in runs for key in run.config if key != "CHECKPOINT.DIR")
     values = {key: [run.config.get(key) for run in runs] for key in keys}
+    # By ``repr``, because lists cannot be in a set, and because True equals 1.
     return {key: row for key, row in values.items() if len({repr(value) for value in row}) > 1}
 
 
@@ -243,6 +245,7 @@ def _table(heads: Sequence[str], rows: Iterable[tuple[str, Iterable[str]]]) -> s
 
 def _report(run: ComparedRun) -> str:
     try:
+        # Inside the page, so that it can be sent without its runs. One that was stopped has no picture.
         picture = base64.b64encode((run.folder / "report.png").read_bytes()).decode()
     except OSError:
         return ""

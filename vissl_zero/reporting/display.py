@@ -51,6 +51,7 @@ class LiveDisplay(Hook):
 
     def on_record(self, run: Run, record: StepRecord) -> None:
         self._progress.update(record)
+        # Not every step measures it; the frame keeps the last values rather than jump.
         self._watch = record.watch or self._watch
         now = time.monotonic()
         # Bounded by time, not by steps, since a small model makes hundreds of them in a second.
@@ -205,6 +206,7 @@ class _PlainLines(Hook):
     def _print(self, text: str) -> None:
         self._last_print_s = time.monotonic()
         print_line(text, self._console)
+        # A log is read while the run goes on, and Python would write it in blocks.
         self._console.file.flush()
 
 
@@ -278,6 +280,7 @@ class Progress:
         """Add the newest step."""
         self._step = record.step
         self._num_seen += 1
+        # Means are of times, not of rates: the time that is left follows from the mean time of a step.
         seconds = self._global_batch / record.images_per_s
         waited = seconds * record.data_wait
         if self._num_seen <= 2:  # the first step also measures activations, so the second replaces it
@@ -321,6 +324,7 @@ class Display(Hook):
 
     def __init__(self, console: Console | None = None):
         self._console = console or rich.get_console()
+        # On ranks other than 0 it stays this one, which does nothing.
         self._display = Hook()
 
     def on_start(self, run: Run) -> None:

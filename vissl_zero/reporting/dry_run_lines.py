@@ -67,6 +67,7 @@ def verdict(run: DryRun, budget: Budget | None = None) -> tuple[bool, list[str]]
     at_start = run.start_bytes if run.plan.device == "cpu" else 0  # on a GPU, it takes host memory
     need, available = max(run.needed, at_start), budget.memory
     figures = f"{bytes_text(need)} of {bytes_text(available)} ({budget.source})"
+    # A custom layer that cannot be counted is no proof that the run does not fit.
     if run.forecast.unknown:
         return True, [f"unknown: activations were not counted; {figures}"]
     if need <= available:

@@ -46,6 +46,7 @@ def _teacher_stands_still(run: Run) -> str:
     if not (run.method.has_teacher and run.method.teacher_follows):
         return ""
     stride = -(-run.step // _MOST_FACTORS)
+    # A sample is enough, since the momentum follows a smooth schedule.
     momenta = [run.method.momentum(step) for step in range(0, run.step, stride)]
     # A momentum of 0 copies the student, and has no logarithm.
     if min(momenta) <= 0.0:
@@ -60,6 +61,7 @@ def _teacher_stands_still(run: Run) -> str:
 
 
 def _prototypes_are_dead(run: Run) -> str:
+    # The last five measurements: few prototypes are in use at first in healthy runs too.
     in_use = [record.watch["prototypes_in_use"] for record in run.records if "prototypes_in_use" in record.watch][-5:]
     # Counted per micro-batch, in which no more prototypes than rows can be a first choice.
     rows = run.plan.global_batch // run.plan.accumulation_steps

@@ -20,6 +20,7 @@ def draw_rates(
         OSError: the file cannot be written.
     """
     figure = Figure(figsize=(8, 4.5), layout="constrained")
+    # Not pyplot, which picks a backend that may need a display.
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     axes.plot(rates, losses, color="#9a9a9a", linewidth=0.8, label="loss of a step")

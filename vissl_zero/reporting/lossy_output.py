@@ -16,6 +16,7 @@ from typing import Any, TextIO
 from vissl_zero.errors import masked
 from vissl_zero.terminal import print_line
 
+# A disk that is full or gone, a pipe without a reader, a terminal that has hung up.
 _LOST = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ESTALE, errno.EPIPE, errno.ENXIO}
 
 

@@ -107,6 +107,7 @@ def same_numbers(plan: ResolvedRun) -> Iterator[Switch]:
     batch, ranks = plan.batch_per_rank, plan.world_size
     # Words that are in force already are left out of the advice.
     current = Candidate(plan.sharding, plan.accumulation_steps, batch, forecast, ranks, None, None).overrides()
+    # Ranked for a budget of what the run takes now: plans that fit it come first, cheapest first.
     for candidate in rank_candidates(stage.forecasts(), Budget(peak), ranks):
         step = candidate.forecast.step
         if step is not None and step.peak_bytes < peak:

@@ -163,5 +163,6 @@ class FitMeasurement(Hook):
     def on_record(self, run: Run, record: StepRecord) -> None:
         if not self._is_noted and run.is_main:
             self._is_noted = True
+            # Code that was loaded with the first step counts as resident too, and is not the plan's either.
             since = 0 if self._mapped is None else max(0, mapped_bytes() - self._mapped)
             note_running(run.folder, run.first_step, self.held_bytes + since)

@@ -80,6 +80,7 @@ def _shown(modules: list[dict[str, Any]], most: int) -> list[dict[str, Any]]:
         finite = [row for row in modules if row[key] is not None and math.isfinite(float(row[key]))]
         return [row["name"] for row in sorted(finite, key=lambda row: -row[key])]
 
+    # Taken in turn, so that the largest of both kinds are among the few that are shown.
     columns = zip_longest([first], largest("activation"), largest("gradient"))
     names = list(dict.fromkeys(name for column in columns for name in column if name))[:most]
     return [row for row in modules if row["name"] in names]

@@ -156,6 +156,7 @@ def _draw(rows: Sequence[Row]) -> Page:
             axes.set_title(title)
             values = [figure(row) for row in rows]
             shown = [(place, value) for place, value in enumerate(values) if value is not None]
+            # matplotlib would label near values by their distance from a number above the axis.
             axes.ticklabel_format(axis="y", useOffset=False)
             axes.plot([place for place, _ in shown], [value for _, value in shown], "o", color=color, markersize=7)
         else:

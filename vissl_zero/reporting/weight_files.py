@@ -89,6 +89,7 @@ class BestWeights(Hook):
 
 def _write(run: Run, name: str, which: str = "student") -> None:
     run.sharded.consolidate_buffers()  # running statistics may differ between ranks; the file has their mean
+    # transformers refuses a safetensors file that does not name its format.
     metadata = {"format": "pt", "recipe": run.plan.recipe, "step": str(run.step)}
     if run.method.ignored_label is not None and (classes := run.loader.source.class_names):
         metadata["classes"] = json.dumps(classes)

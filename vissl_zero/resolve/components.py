@@ -197,6 +197,7 @@ def _with_images(split: Split, saved: Mapping[str, Any]) -> Split:
         return split
     if split.DATA_PATHS:
         return replace(split, DATA_SOURCES=[source_of(split.DATA_PATHS)])
+    # Without a run's images TEST stays empty: then some of TRAIN's are kept for evaluation.
     filled = {key: saved[key] for key in _IMAGES if key in saved} or {"DATA_SOURCES": []}
     limit = split.DATA_LIMIT if split.DATA_LIMIT != -1 else saved.get("DATA_LIMIT", -1)
     return replace(split, **filled, DATA_LIMIT=limit)
@@ -286,6 +287,7 @@ def missing_weights(path: str, key: str = _WEIGHTS) -> Problem | None:
 
 
 def _known(values: Mapping[Any, Any], block: type[Any]) -> dict[str, Any]:
+    # The run may be of another version, with keys that this one does not have.
     names = {field.name for field in fields(block)}
     return {str(key): value for key, value in values.items() if key in names}
 

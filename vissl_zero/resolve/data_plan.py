@@ -148,6 +148,7 @@ def labels(cfg: RunConfig, decided: Decisions) -> list[Problem]:
             fix = f"Write config.{key}.LABEL_PATHS=[<labels.npy>]."
             problems.append(Problem(f"config.{key}.LABEL_PATHS", "[]", "must name the files of labels", fix))
         for path in split.LABEL_PATHS:
+            # A dry run may plan for another machine, as in ``paths``.
             if not is_file(path) and not cfg.DRY_RUN:
                 fix = "Correct the path."
                 problems.append(Problem(f"config.{key}.LABEL_PATHS", repr(path), "must name files that exist", fix))
@@ -251,6 +252,7 @@ def _normalize(entry: Mapping[str, object], key: str, count: int) -> list[Proble
     problems = []
     for name in ("mean", "std"):
         values = entry.get(name)
+        # By type, because a bool is an int to Python.
         is_list = (
             isinstance(values, list) and len(values) in (1, count) and all(type(v) in (int, float) for v in values)
         )
@@ -292,6 +294,7 @@ EXTENSIONS = (
     *(".jpg", ".jpeg", ".jfif", ".jpe", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff"),
     *(".ppm", ".pgm", ".dcm"),
 )
+# The source's own split of scikit-learn's 1,797 images, counted without importing scikit-learn.
 _NUM_DIGITS = {"TRAIN": 1_437, "TEST": 360}
 
 

@@ -166,6 +166,7 @@ def _gpus() -> tuple[int, str]:
 
 def _driver_gpus() -> tuple[int, str]:
     try:
+        # Unlike nvidia-smi, the driver's library obeys CUDA_VISIBLE_DEVICES, and it takes milliseconds.
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
         return 0, "there is no NVIDIA driver (libcuda.so.1 cannot be loaded)"
@@ -252,6 +253,7 @@ def available_memory(root: Path = _GROUPS, groups_file: Path = _OWN_GROUPS) -> i
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for place, is_first in _control_groups("memory", root, groups_file):
         with suppress(OSError, ValueError):  # "max" (unlimited) is not a number
+            # In version 1, no limit is a number larger than any memory, which loses in ``min``.
             limits.append(int((place / _MEMORY_FILES[is_first][0]).read_text()))
     return min(limits)
 

@@ -375,6 +375,7 @@ def _has_batch_norm(head: Any) -> bool:
 
 def _trunk_decay(cfg: RunConfig) -> float | None:
     schedules = cfg.OPTIMIZER.param_schedulers
+    # A schedule has no one weight decay to compare with.
     if schedules.weight_decay.name or schedules.weight_decay_head.name:
         return None
     nested = cfg.OPTIMIZER.base_optimizer.weight_decay
@@ -390,6 +391,7 @@ def _conditional(cfg: RunConfig) -> Iterator[str]:
 
 def _changed(cfg: RunConfig, keys: Iterable[str]) -> list[str]:
     """List the keys that exist and differ from their defaults."""
+    # A key that repeats its default asks for nothing, so it gets no note.
     return [key for key in keys if _value(cfg, key) != _value(_defaults(), key)]
 
 
@@ -434,6 +436,7 @@ def _schedules(cfg: RunConfig) -> Iterator[str]:
     every = {key for keys in KEYS.values() for key in keys}
     for name in ("lr", "lr_head", "weight_decay", "weight_decay_head"):
         schedule: Scheduler = getattr(block, name)
+        # An unknown schedule is refused by a rule. That ``lr_head`` is off is a note of ``_SWITCHES``.
         if schedule.name not in KEYS or (
             name == "lr_head" and not cfg.OPTIMIZER.head_optimizer_params.use_different_lr
         ):

@@ -52,6 +52,7 @@ def svm(cfg: RunConfig, decided: Decisions) -> list[Problem]:
             Problem("config.SVM.dual", "false", "must be true with loss hinge", "Write config.SVM.dual=true.")
         )
     powers = options.costs.power_range
+    # VISSL's default base, -1, means that there are no powers, only the list.
     if options.costs.base > 0 and not (len(powers) == 2 and powers[0] < powers[1]):
         must = "must be two exponents, the smaller one first"
         problems.append(Problem("config.SVM.costs.power_range", str(powers), must, "Write [4, 20], for example."))
@@ -163,6 +164,7 @@ PROGRAM_RULES = (program, svm, clusters, low_shot, retrieval, predictions)
 # VISSL's names for the trunk's output, the input of the heads.
 _FEATURES = ("lastCLS", "res5avg", "avgpool", "flatten")
 _ALL_IMAGES = 10**8  # VISSL's kNN has no limit
+# The rule ``heads`` wants a head, but features are taken before it.
 _NOT_USED = ["mlp", {"dims": [-1, 1]}]
 
 
@@ -205,6 +207,7 @@ def without_training(cfg: RunConfig) -> RunConfig:
             SHOULD_FLATTEN_FEATS=cfg.PROGRAM != RETRIEVAL,  # rows to compare, unless maps are pooled later
         )
     neighbors, unset = cfg.NEAREST_NEIGHBOR, NearestNeighbor()
+    # A limit that the recipe writes stays.
     all_images: dict[str, Any] = {
         key: _ALL_IMAGES
         for key in ("MAX_TRAIN_IMAGES", "MAX_TEST_IMAGES")

@@ -63,6 +63,7 @@ def known(cfg: RunConfig, decided: Decisions) -> list[Problem]:
     return problems
 
 
+# Keys of VISSL that stand among the losses, and are none.
 _UNREAD = [key for key, value in NO_EFFECT["LOSS"].items() if not isinstance(value, Mapping)]
 
 
@@ -289,6 +290,7 @@ def frozen(cfg: RunConfig, decided: Decisions) -> list[Problem]:
     key, problems = "config.MODEL.TEMP_FROZEN_PARAMS_ITER_MAP", []
     for entry in cfg.MODEL.TEMP_FROZEN_PARAMS_ITER_MAP:
         pair = list(entry) if isinstance(entry, (list, tuple)) else []
+        # By type, because a bool is an int to Python.
         if [type(part) for part in pair] != [str, int] or pair[1] < 0:
             fix = "Write [[heads.0.prototypes0.weight, 313]], for example."
             problems.append(

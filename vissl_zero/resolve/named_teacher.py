@@ -28,6 +28,7 @@ def with_named_teacher(cfg: RunConfig) -> RunConfig:
     name = spec.teacher_weights(cfg) if spec and isinstance(keys, spec.losses[loss]) else ""
     if not name:
         return cfg
+    # A saved configuration may be read from another working directory.
     key, name = f"config.LOSS.{loss}.teacher", absolute(name)
     if name == cfg.DISTILLATION.TEACHER_MODEL.WEIGHTS_INIT.PARAMS_FILE:
         return cfg  # a resolved configuration: the teacher is filled in already

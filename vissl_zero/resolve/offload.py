@@ -36,6 +36,7 @@ def max_in_cpu(params: OffloadParam) -> int | None:
     """Return ``max_in_cpu``, also if its number is written under ``fast_init``."""
     # ColossalAI's documentation prints the number under fast_init, and recipes copy it.
     if params.max_in_cpu is not None:
+        # YAML reads 1e9 as a float.
         return int(params.max_in_cpu)
     return None if isinstance(params.fast_init, bool) else int(params.fast_init)
 

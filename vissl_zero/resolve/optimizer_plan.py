@@ -326,6 +326,7 @@ def _optimizer_options(block: Optimizer) -> tuple[dict[str, Any], tuple[str, ...
             options[key] = value
         elif value is not None:
             notes.append(f"config.OPTIMIZER: {key} has no effect on {name}.")
+    # The nested block wins, as it does for the keys above.
     options |= {**block.PARAMS, **block.base_optimizer.PARAMS}
     return typed_options(schema, options, f"{_BASE}.PARAMS"), tuple(notes)
 
@@ -514,6 +515,7 @@ def plain(scheduler: Scheduler) -> dict[str, Any]:
 
 def _own_keys(schedule: Mapping[str, Any]) -> dict[str, Any]:
     name = schedule["name"]
+    # A schedule of the user's own gets every key: nothing tells which of them it reads.
     keys = KEYS.get(name, tuple(key for key in schedule if key not in ("name", "auto_lr_scaling", "update_interval")))
     kept = {"name": name, **{key: schedule[key] for key in keys if key in schedule}}
     if name == "composite":

@@ -69,6 +69,7 @@ def list_pairs(root: Path) -> tuple[list[Pair], list[str]]:
 def _by_stem(folder: Path) -> Mapping[str, list[str]]:
     by_stem: dict[str, list[str]] = {}
     for path in image_files(str(folder)):
+        # With the folders below, because files of different folders may have the same name.
         by_stem.setdefault(str(Path(path).relative_to(folder).with_suffix("")), []).append(path)
     return by_stem
 
@@ -88,6 +89,7 @@ def names_of_classes(root: Path, num_classes: int) -> tuple[str, ...]:
     path = root / CLASSES
     if not path.is_file():
         return tuple(map(str, range(num_classes)))
+    # Editors on Windows put a byte-order mark before the first name.
     return tuple(line.strip() for line in path.read_text(encoding="utf-8-sig").splitlines() if line.strip())
 
 

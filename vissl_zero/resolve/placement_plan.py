@@ -68,6 +68,7 @@ def placement(cfg: RunConfig, host: Host) -> Placement:
         # gloo too, for tensors that stay on the host: nccl moves none of them.
         backend="cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
         world_size=world_size,
+        # torchrun does not say how many machines there are.
         num_nodes=max(1, world_size // procs),
         procs_per_node=procs,
         threads_per_rank=threads,

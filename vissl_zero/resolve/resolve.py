@@ -101,10 +101,13 @@ def resolve(
     # Alone, because a part lacks most of a recipe: nearly every rule would report a problem.
     if problem := _part_alone(cfg, recipe):
         raise ConfigError([problem])
+    # Before ``without_training``, which gives TRAIN the images of TEST.
     if tests_alone(cfg):
         notes = (*notes, "TEST's images alone are measured: config.DATA.TRAIN names none, so there is no kNN.")
     cfg = without_training(cfg)
     try:
+        # From the inside out: IMG_SIZE scales transforms that may be those of the weights' run, and the images of the
+        # teacher must be normalized as the result says.
         cfg = with_named_teacher(with_channels(with_image_size(with_run_of_weights(cfg))))
     except ConfigError as error:  # without a trunk most rules cannot run, but the rule of paths can
         raise ConfigError([*error.problems, *paths(cfg)]) from error
@@ -122,6 +125,7 @@ def resolve(
     learns_from_other = takes_other_model(cfg)
     data = config_data(_filled(cfg), learns_from_other)
     texts = {path: value for path, value in leaves(written or {}) if isinstance(value, str) and "${" in value}
+    # Blocks of components that were not chosen are not saved, so that nothing is left to mask there.
     interpolations = {path: text for path, text in texts.items() if find(data, path)}
 
     def derived(changed: RunConfig) -> dict[str, Any]:
@@ -171,6 +175,7 @@ def problems(decided: Decisions) -> list[Problem]:
         try:
             verdict = rule(cfg, decided)
         except (TypeError, ValueError, KeyError, IndexError, AttributeError, OverflowError):
+            # Without a wrong value to blame, the rule itself is wrong.
             if not collected:
                 raise
             continue  # the cause is a wrong value, which is reported already

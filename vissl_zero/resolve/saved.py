@@ -77,6 +77,7 @@ _HEADER = "# Every value of this run after resolution; written by vissl_zero, re
 _CASTS: dict[str, Callable[[str], Any]] = {
     "int": int,
     "float": float,
+    # Python's ``bool`` is True for any text, also for that of false.
     "bool": lambda text: text.lower() in ("true", "1", "yes", "on"),
 }
 _WRITTEN = "interpolations"
@@ -211,6 +212,7 @@ def _mask(config: dict[str, Any], interpolations: dict[str, str]) -> tuple[dict[
         assert place is not None, key
         holder, name = place
         values[key] = holder[name]
+        # The environment will give a text again; the type tells what to make of it.
         written[key] = {"text": text, "type": type(holder[name]).__name__}
         holder[name] = text
     return values, written
@@ -309,9 +311,11 @@ def load_resolved(path: Path) -> ResolvedRun:
         data["run_dir"] = run_dir if "${" in run_dir else str(Path(run_dir).expanduser().absolute())
     sharding, optimizer = data.pop("sharding"), data.pop("optimizer")
     sharding["precision"] = Precision(**sharding["precision"])
+    # ``get``, here and below: runs of older versions lack these fields.
     sharding["float8"] = Float8Plan(**sharding.get("float8", {}))
     for tier in ("offload_optimizer", "offload_params"):
         sharding[tier] = OffloadPlan(**sharding[tier])
+    # YAML gives lists, and a plan that was read must equal the one that was saved.
     sharding["stage_checkpoints"] = tuple(tuple(stage) for stage in sharding["stage_checkpoints"])
     sharding["checkpoint_blocks"] = tuple(sharding.get("checkpoint_blocks", ()))
     optimizer["larc"] = LarcPlan(**optimizer["larc"]) if optimizer["larc"] else None

@@ -334,6 +334,7 @@ def _recomputation(cfg: RunConfig) -> tuple[dict[str, Any], tuple[str, ...]]:
     if is_regnet and any(flags):  # as in VISSL, a stage with flags follows them whatever the switch says
         is_on = recompute.USE_ACTIVATION_CHECKPOINTING
         stage_flags = [*flags, *([] for _ in ends[len(flags) :])]
+        # A stage's true flags come first (the rule ``regnet``), so their number tells how far it is recomputed.
         counts = [sum(flag) if flag else len(stage) * is_on for flag, stage in zip(stage_flags, ends, strict=True)]
         kept = tuple(stage[:count] for stage, count in zip(ends, counts, strict=True))
         return {"stage_checkpoints": kept}, ()

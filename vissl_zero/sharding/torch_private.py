@@ -6,6 +6,7 @@ private and in use: modules that torch documents under a private path, and base 
 
 from __future__ import annotations
 
+import gc
 import inspect
 import sys
 import weakref
@@ -416,6 +417,22 @@ def num_writes(tensor: Tensor) -> int:
 def object_address(storage: torch.UntypedStorage) -> int:
     """Return the address of the storage's C++ object (``_cdata``): fake and meta storages have no memory."""
     return storage._cdata
+
+
+def num_holders(storage: torch.UntypedStorage) -> int:
+    """Count the tensors over a storage; ``storage`` itself is counted as one more."""
+    return torch._C._storage_Use_Count(storage._cdata)
+
+
+def tensors_over(storage: torch.UntypedStorage) -> list[Tensor]:
+    """Find the plain tensors over a storage, parameters left out. Searches all objects, which takes some 10 ms."""
+    return [
+        tensor
+        for tensor in gc.get_objects()
+        if type(tensor) is Tensor
+        and torch._C._has_storage(tensor)
+        and tensor.untyped_storage()._cdata == storage._cdata
+    ]
 
 
 def same_layout(left: Any, right: Any) -> bool:

@@ -37,6 +37,8 @@ class VisslKey:
 
 def _read() -> dict[str, Any]:
     text = (files("vissl_zero.vissl") / "keys.yaml").read_text(encoding="utf-8")
+    # libyaml's loader where PyYAML was built with it: every command reads this file at its start, and the other is
+    # slow.
     tables: dict[str, Any] = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # noqa: S506 - our own file
     return tables
 
@@ -130,6 +132,8 @@ def _extend(cls: type[T], path: str, trees: list[Mapping[str, Any]]) -> type[T]:
     names = [name for name in dict.fromkeys(name for tree in trees for name in tree) if name not in field_names]
     extra = [_field(name, f"{path}.{name}", [tree[name] for tree in trees if name in tree]) for name in names]
     extended = make_dataclass(cls.__name__, extra, bases=(cls,))
+    # pickle looks a class up by module and name, and the decorated name is this class; the generated keys need no
+    # docstring.
     extended.__module__, extended.__doc__ = cls.__module__, cls.__doc__
     return extended
 
@@ -144,6 +148,7 @@ def _field(name: str, path: str, values: list[Any]) -> tuple[str, Any, Any]:
     if isinstance(value, dict):
         return name, dict[str, Any], field(default_factory=dict)
     # Any: a value that has no effect, or is compared with its default, needs no type.
+    # A copy for each configuration: a list that one of them changes must not change in the others.
     return name, Any, field(default_factory=lambda: copy.deepcopy(value))
 
 
@@ -171,6 +176,8 @@ def _pruned(tree: Mapping[str, Any], unused: Mapping[str, Any]) -> dict[str, Any
     kept: dict[str, Any] = {}
     for name, value in tree.items():
         below = unused.get(name)
+        # The default alone: another allowed value, though it changes nothing, was written by somebody who may look for
+        # it.
         if isinstance(below, tuple) and value == below[0]:
             continue
         if isinstance(below, dict) and isinstance(value, Mapping):

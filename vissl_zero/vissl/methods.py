@@ -27,6 +27,7 @@ def use_own_methods(cfg: RunConfig) -> list[str]:
     Raises:
         ConfigError: one with a value that cannot be had here.
     """
+    # Before the forms: ``_ibot`` looks for the head under the name that it gets here.
     for head in [*cfg.MODEL.HEAD.PARAMS, *cfg.DISTILLATION.TEACHER_MODEL.HEAD.PARAMS]:
         if _name_of(head) == "ibot_head" and "in_dim" in head[1]:  # VISSL's, which is another than ours
             head[0] = _IBOT_HEAD
@@ -43,6 +44,7 @@ def _rotnet(cfg: RunConfig) -> str:
         _refuse(key, count, "must be 4: quarter turns", "Leave it out.")
     for split in (cfg.DATA.TRAIN, cfg.DATA.TEST):
         split.TRANSFORMS = [other for other in split.TRANSFORMS if _name(other) != "ImgRotatePil"]
+    # One angle an image, as VISSL draws it; rotnet_loss's default is all four, as in the paper.
     cfg.LOSS["name"], cfg.LOSS["rotnet_loss"].all_angles = "rotnet_loss", False
     return (
         "ImgRotatePil: rotnet_loss turns each training image by one angle, after it was cropped; TEST's stay upright."
@@ -56,6 +58,7 @@ def _jigsaw(cfg: RunConfig) -> str:
         return ""
     train.TRANSFORMS = [other for other in train.TRANSFORMS if other is not entry]
     file = str(entry.get("perm_file", ""))
+    # VISSL's recipes name a file on its server, and nothing is downloaded here.
     is_address = "://" in file
     cfg.LOSS["name"], cfg.LOSS["jigsaw_loss"].perm_file = "jigsaw_loss", "" if is_address else file
     if not is_address:
@@ -77,6 +80,8 @@ def _pirl(cfg: RunConfig) -> str:
     weights, whole = list(old.loss_weights), old.update_mem_with_emb_index
     if sorted(inputs) != ["images", "patches"] or len(heads) != len(weights) or whole not in (0, 1):
         return ""
+    # pirl_loss updates its memory with the embeddings of whole images, after the step, and has one weight, the tiles':
+    # the image has 1 minus that.
     if old.memory_params.update_mem_on_forward or inputs[whole] != "images" or abs(sum(weights) - 1) > 1e-9:
         return ""
     rows = {name: _row(head) for name, head in zip(inputs, heads, strict=True)}

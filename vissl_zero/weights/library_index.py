@@ -39,6 +39,7 @@ def _fingerprint(shapes: Mapping[str, Iterable[int]]) -> str:
         for name, shape in sorted(shapes.items())
         if not _CLASSIFIER.fullmatch(name) and not _OF_THE_SIZE.fullmatch(name)
     ]
+    # 48 bits: that two of a few thousand networks share them has a probability below 1e-7.
     return sha256("\n".join(lines).encode()).hexdigest()[:12]
 
 

@@ -187,6 +187,8 @@ def _transformer(shapes: Shapes, foreign: Foreign) -> Recognized | None:
     is_hidden_by_name = {"register_tokens", "reg_token"} & shapes.keys()
     registers = sum(shapes[name][1] for name in is_hidden_by_name)
     has_class, count = "cls_token" in shapes, shapes["pos_embed"][1]
+    # Positions are of all prefix tokens, of the class token alone, or of patches alone: one of them leaves a square
+    # grid. timm knows the first and the last.
     prefix = next((n for n in (has_class + registers, int(has_class), 0) if _side(count - n)), None)
     if prefix is None or (prefix and prefix != has_class + registers):
         return None

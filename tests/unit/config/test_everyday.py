@@ -192,7 +192,12 @@ def test_every_everyday_key_is_one_that_help_and_docs_print_work() -> None:
     compose(DIGITS, table)
 
 
-def test_all_mistyped_keys_and_values_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+# OC_CAUSE=1 is what OmegaConf does under a debugger: its errors are causes of each other.
+@pytest.mark.parametrize("omegaconf_causes", ["0", "1"])
+def test_all_mistyped_keys_and_values_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, omegaconf_causes: str
+) -> None:
+    monkeypatch.setenv("OC_CAUSE", omegaconf_causes)
     recipe = tmp_path / "configs" / "config" / "mine.yaml"
     recipe.parent.mkdir(parents=True)
     mistakes = "{ZERO: {LEVL: 1}, OPTIMIZER: {num_epochs: x}}"

@@ -81,6 +81,7 @@ def _verify(path: Path) -> bool:
                 file.close()
             num_bytes = sum(info.num_bytes for info in file.tensors.values())
             what = "all checksums fit" if file.has_checksums else "it carries no checksums; its length is right"
+    # A checkpoint that cannot be opened is a finding like the others, and those after it are still read.
     except CheckpointError as error:
         problems = [str(error)]
     for problem in problems:
@@ -252,6 +253,7 @@ def _settings(store: Checkpoint | WeightsFile, is_all: bool) -> None:
         return
     defaults: dict[str, Any] = {} if is_all else without_vissl_keys(asdict(RunConfig()))
     differing = settings_that_differ(defaults, config)
+    # A key that came after this checkpoint is missing in it ("-"), and was not set.
     rows = [(f"config.{key}", value) for key, (_, value) in differing.items() if value != "-"]
     echo("\nSettings:" if is_all else "\nSettings other than the defaults:")
     table(rows)
@@ -265,6 +267,7 @@ def _tensors(infos: Iterable[TensorInfo]) -> None:
 
 def console() -> Console:
     """Make a console as wide as the terminal, or as the text in a file or pipe."""
+    # Rich assumes 80 columns where there is no terminal, and would fold names that a script looks for.
     return Console(highlight=False, width=None if sys.stdout.isatty() else 200, soft_wrap=False)
 
 
@@ -280,8 +283,10 @@ def table(rows: Iterable[Sequence[object]], titles: Sequence[str] = (), right: S
     result = Table(box=None, pad_edge=False, show_header=bool(titles))
     for index in range(max((len(row) for row in cells), default=len(titles))):
         title = titles[index] if index < len(titles) else ""
+        # Rich would cut a long name and end it with dots; names are copied from here.
         result.add_column(title, justify="right" if index in right else "left", overflow="fold")
     for row in cells:
+        # As ``Text``, because brackets in the names of a foreign file would be markup of Rich.
         result.add_row(*map(Text, row))
     console().print(result)
 

@@ -51,6 +51,7 @@ class Slurm:
 
     USE_SLURM: bool = False
     """Submit the run instead of starting it here."""
+    # VISSL's defaults, but for the partition and the port, which were those of its authors' cluster.
     NAME: str = "vissl"
     """Name of the job."""
     COMMENT: str = "vissl job"

@@ -43,6 +43,7 @@ def _block(schema: type, path: str) -> type:
             inner = _block(item.default_factory, f"{path}.{item.name}")
             extra.append((item.name, inner, field(default_factory=inner)))
     block = make_dataclass(schema.__name__, extra, bases=(schema,))
+    # ``config.reference`` finds the sentences under fields by the module and the name of a class.
     block.__module__, block.__doc__ = schema.__module__, schema.__doc__
     return with_vissl_keys(path)(block)
 

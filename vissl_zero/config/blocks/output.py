@@ -142,6 +142,7 @@ class NearestNeighbor:
     """Measure before and after training."""
     EVERY_NUM_EPOCHS: int = number(0, least=0)
     """Measure after every k-th epoch too; 0: only before and after."""
+    # Both numbers are those of DINO (https://arxiv.org/abs/2104.14294), by which kNN is usually reported.
     TOPK: int = number(20, least=1)
     """Neighbors that vote."""
     SIGMA: float = number(0.07, least=1e-6)

@@ -79,6 +79,7 @@ class OffloadParam:
     """Folder on the NVMe disk."""
 
 
+# No machine has the GiB at which the limits of these keys lie; whoever writes more means MB.
 _GIB_NOT_MB = "Write GiB, not MB."
 
 

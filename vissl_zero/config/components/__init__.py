@@ -60,6 +60,7 @@ from vissl_zero.errors import ConfigError, Problem, did_you_mean
 from vissl_zero.registry import METHODS, Component, Registry
 
 # ``Registry.kind`` -> name of the component -> dataclass of its keys.
+# Listed here, not beside the components: importing these would import torch.
 _BUILTIN: dict[str, dict[str, type]] = {
     "trunk": {
         "regnet": RegNetConfig,
@@ -124,6 +125,7 @@ def component_keys(registry: Registry, name: str) -> type | None:
 
 @cache
 def _defaults(schema: type) -> Copies[DictConfig]:
+    # A copy takes a fraction of the time that OmegaConf needs to build a typed node.
     return Copies(OmegaConf.structured(schema))
 
 

@@ -303,6 +303,7 @@ class ConvitLocality:
 class ConvitConfig(ConvitLocality):
     """All keys of a ConViT: its own and those of VISION_TRANSFORMERS."""
 
+    # Listed, not inherited: of that block's keys, a ConViT has these alone, and a rule refuses the others.
     IMAGE_SIZE: int = 224
     """As in VISION_TRANSFORMERS; all images have this size."""
     PATCH_SIZE: int = 16
@@ -407,6 +408,7 @@ def patch_side(trunk: Any) -> int:
 def size_problems(key: str, config: Any) -> list[Problem]:
     """Return problems of a trunk's sizes: out of range, not divisible, or lists of different lengths."""
     problems = list(constraint_problems(config, key))
+    # A size of 0, which is reported already, cannot divide another.
     if problems:
         return problems
     for name, divisor in (("HIDDEN_DIM", "NUM_HEADS"), ("IMAGE_SIZE", "PATCH_SIZE")):
@@ -464,6 +466,7 @@ def regnet_problems(config: RegNetConfig) -> list[Problem]:
     """Return problems of a RegNet's parameters; null parameters are not checked here."""
     key = "config.MODEL.TRUNK.REGNET"
     problems = list(constraint_problems(config, key))
+    # Widths are rounded to multiples of 8, and the first block has exactly this one.
     if config.w_0 is not None and config.w_0 % 8:
         problems.append(Problem(f"{key}.w_0", str(config.w_0), "must be a multiple of 8", "Write 16, for example."))
     return problems

@@ -48,6 +48,7 @@ class DevicePipeline(FastPipeline):
 
     def write(self, crop: Any, row: np.ndarray) -> list[list[Change]]:
         """Write pixels into a row (3, H, W) uint8."""
+        # OpenCV writes into the planes that it is given, which are those of the batch.
         cv2.split(crop.pixels, list(row))
         return crop.noted
 

@@ -149,6 +149,8 @@ def _images_below(
         visited = {top}
         for child in children:
             name = None if flat or isinstance(child, str) else child.name
+            # A folder that two class folders link to belongs to both classes. In a flat folder, its images would come
+            # twice.
             for file in _beneath(root, child, visited if flat else {top}, others, endings):
                 number += 1
                 if number % _PER_PART == 0:
@@ -199,6 +201,7 @@ def _beneath(
     if isinstance(child, str):
         yield os.path.join(folder, child)  # noqa: PTH118 - millions of names
     elif depth > 32:
+        # 40 is ELOOP: the caller reports it with the folder, like one that cannot be listed.
         raise OSError(40, "more than 32 folders deep", child.path)
     elif child.is_dir() and (file_id := identity(child.stat())) not in visited:
         visited.add(file_id)

@@ -55,6 +55,7 @@ class Synthetic:
         axis = np.linspace(0, 1, self._size, endpoint=False)
         along = axis[None, :] * np.cos(angle) + axis[:, None] * np.sin(angle)
         wave = 0.5 + 0.5 * np.sin(2 * np.pi * (waves * along + rng.uniform()))
+        # Apart in every channel, so that each grating can be seen.
         dark, bright = rng.uniform(0, 110, 3), rng.uniform(145, 255, 3)
         pixels = dark + (bright - dark) * wave[..., None] + rng.normal(0, 12, (self._size, self._size, 3))
         return Image.fromarray(np.clip(pixels, 0, 255).astype(np.uint8))
@@ -160,6 +161,7 @@ class DigitScenes:
             top, left = half * (cell // 2) + down, half * (cell % 2) + right
             box = (slice(top, top + side), slice(left, left + side))
             ink = np.asarray(self._digits.image(scan).convert("L").resize((side, side), Image.Resampling.BILINEAR))
+            # The brighter of both: the black around a digit would show as a box on the ground.
             canvas[box] = np.maximum(canvas[box], ink)
             mask[box][ink >= _INK] = 1 + (self._digits.label(scan) or 0)
         return Image.fromarray(canvas).convert("RGB"), Image.fromarray(mask)

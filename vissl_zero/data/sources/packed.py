@@ -39,6 +39,7 @@ CLASSES_FILE = "classes.json"
 LABELS_KEY, CLASSES_KEY = b"__labels__", b"__classes__"  # of an LMDB database
 logger = logging.getLogger(__name__)
 _INDEX_FILE = ".vissl_zero_index.npz"
+# A larger member of a tar is no label, and is not read into memory.
 _MOST_JSON = 2**26
 _WHOLE = re.compile(r"-?[0-9]{1,18}")  # fits into int64
 
@@ -195,6 +196,7 @@ def _read_index(tar: Path) -> dict[str, np.ndarray]:
             for member in opened:
                 folder, _, name = member.name.rpartition("/")
                 stem, _, extension = name.partition(".")
+                # Without a stem it is a hidden file: macOS packs one (._name) beside each of its files.
                 if not member.isfile() or not stem:
                     continue
                 key = os.fsencode(f"{folder}/{stem}")
@@ -369,6 +371,7 @@ def labels_in(values: Any, column: str, path: Path) -> np.ndarray:
     raise DataError(f"{path}: the column {column} is of {values.type}. Write names or whole numbers, or rename it.")
 
 
+# The process is a part of the key only: LMDB forbids the use of an environment after a fork.
 @cache
 def _environment(path: str, process: int) -> Any:
     """Open a database once per process: LMDB forbids a second time, and evaluation may read that of training."""

@@ -88,6 +88,7 @@ class ParquetFiles(Packed):
             with self._open(number) as file:
                 # Workers are processes already: pyarrow's threads would compete with them.
                 self._kept[at] = file.read_row_group(group, [self._column], use_threads=False)[self._column]
+            # The newest stays, however large it is: otherwise each of its images would read it again.
             while len(self._kept) > 1 and sum(images.nbytes for images in self._kept.values()) > _KEPT_BYTES:
                 self._kept.popitem(last=False)
         self._kept.move_to_end(at)

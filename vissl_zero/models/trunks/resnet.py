@@ -268,6 +268,8 @@ def _norm(channels: int, has_relu: bool = True) -> nn.Module:
 def _sk_stem(width: int, ratio: float) -> nn.Sequential:
     half = width // 2
     layers: list[nn.Module] = [_conv(3, width, 7, 2)]
+    # As in SimCLR v2's code: ResNet-D's stem of three 3x3 convolutions (https://arxiv.org/abs/1812.01187) comes with
+    # selective kernels, and so does its pooling in shortcuts.
     if ratio > 0:
         layers = [_conv(3, half, stride=2), _norm(half), _conv(half, half), _norm(half), _conv(half, width)]
     return nn.Sequential(*layers, _norm(width), nn.MaxPool2d(3, stride=2, padding=1))

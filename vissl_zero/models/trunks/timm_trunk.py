@@ -664,6 +664,7 @@ def build_torchvision_mobilenet(**options: Any) -> nn.Module:
 
 def _torchvision_mobilenet(config: MobileNetConfig) -> nn.Module:
     size = config.NAME.split("_")[1]
+    # torchvision's own MobileNet has an eps of 0.001 and a momentum of 0.01.
     norm = partial(nn.BatchNorm2d, eps=1e-5, momentum=0.1) if config.TIMM_BN else None
     net: Any = getattr(torchvision.models, f"mobilenet_v3_{size}")(weights=None, norm_layer=norm)
     # torchvision flattens in its forward pass; as a layer, it keeps the model a chain.

@@ -38,6 +38,7 @@ def _create(name: str, arguments: dict[str, Any]) -> nn.Module:
         raise ConfigError(
             [Problem(f"{_KEY}.NAME", f"torchvision/{name}", "must name a classifier of torchvision", fix)]
         )
+    # Auxiliary classifiers would make the model return a tuple in training.
     options = {"init_weights": False, "aux_logits": False} if name in _LARGE else {}
     try:
         net: nn.Module = torchvision.models.get_model(name, weights=None, **options, **arguments)

@@ -47,6 +47,7 @@ class CsvFile(Logger):
             rows = list(_read(self._path))
             self._columns += new
             self._rewrite(rows)
+        # ``repr``: the shortest text that reads back as the same number.
         self._file.write(self._line({_STEP: str(step), **{tag: repr(value) for tag, value in figures.items()}}))
 
     def close(self, is_over: bool) -> None:

@@ -32,6 +32,7 @@ class TrackioRun(Logger):
         project = os.environ.get("TRACKIO_PROJECT", _PROJECT)
         name = f"{run.recipe.replace('/', '-')}-{run.run_id}"
         held = SQLiteStorage.get_max_step_for_run(project, name)
+        # By default it also shows a dashboard in notebooks, and measures the machine from a thread.
         self._run = trackio.init(
             project,
             name=name,

@@ -48,6 +48,7 @@ class WandbRun(Logger):
             config=dict(run.config) | {"recipe": run.recipe},
             settings=settings,
         )
+        # wandb counts up to the step that it expects next.
         return int(self._run.step) - 1 if self._run.resumed and self._run.step else 0
 
     def log(self, figures: Mapping[str, float], step: int) -> None:

@@ -6,6 +6,7 @@ None would be wrong: a loop that edits, clips or logs gradients would silently s
 from __future__ import annotations
 
 from typing import Any, NoReturn
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,15 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from vissl_zero.errors import VisslZeroError
 from vissl_zero.sharding.state.aliases import OTHER_DATA, add_alias, take_aliases
-from vissl_zero.sharding.torch_private import real_grad, set_real_grad, without_functions, without_memory
+from vissl_zero.sharding.torch_private import (
+    num_holders,
+    object_address,
+    real_grad,
+    set_real_grad,
+    tensors_over,
+    without_functions,
+    without_memory,
+)
 
 _NONE_IS_FINE = "Setting it to None is possible."
 ELSEWHERE = (
@@ -43,6 +52,11 @@ SPENT = (
     "optimizer.zero_grad() after each step, read or change gradients before it, add up several backward passes by "
     "zero=dict(gradient_accumulation_steps=...), or use level 0, where gradients stay until zero_grad()."
 )
+
+# The parameter of each storage, which it keeps as long as it lives.
+_PARAMETERS: WeakValueDictionary[int, WatchedParameter] = WeakValueDictionary()
+# What holds a parameter's storage anyway: the parameter, the optimizer's rows of it, and the object that asks.
+_NUM_HOLDERS = 3
 
 
 class MissingGradient(Tensor):
@@ -78,6 +92,12 @@ class MissingGradient(Tensor):
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"MissingGradient(shape={tuple(self.shape)}, dtype={self.dtype}): {self.why}"
+
+
+def watch(param: nn.Parameter, kind: type[WatchedParameter]) -> None:
+    """Make a parameter one of ``kind``: the same object, so that the model and the loop keep what they refer to."""
+    param.__class__ = kind
+    _PARAMETERS[object_address(param.untyped_storage())] = param  # type: ignore[assignment]
 
 
 class WatchedParameter(nn.Parameter):
@@ -137,14 +157,25 @@ class WatchedParameter(nn.Parameter):
                 f"shape {tuple(value.shape)} on {value.device} (by model.to(...), .half() or .data = ...). Convert a "
                 "model before initialize(); afterward shape, type and device stay."
             )
-        owner = value if isinstance(value, WatchedParameter) else getattr(value, "owner", None)
-        if owner is not None and owner is not self:
+        if _PARAMETERS.get(object_address(value.untyped_storage()), self) is not self:
             raise VisslZeroError(OTHER_DATA.format("another parameter's memory", tuple(self.shape), self.dtype))
         with torch.no_grad():
             new = value.clone()  # before anything moves: it may be a view of this memory, as in param.data.t()
-            for alias in take_aliases(self):
-                alias.data = alias.clone()
+            self._leave_memory_to_aliases()
             self.copy_(new)
+
+    def _leave_memory_to_aliases(self) -> None:
+        """Give all other tensors over this memory one with the same values, which they go on sharing."""
+        storage = self.untyped_storage()
+        aliases = take_aliases(self)
+        # Nothing lists the views of a tensor, as of ``param.data.view(-1)``: all objects are searched, but only then.
+        if num_holders(storage) > _NUM_HOLDERS + len(aliases):
+            aliases = tensors_over(storage)
+        if aliases:
+            values = storage.clone()
+            for alias in aliases:
+                alone = torch.empty(0, dtype=alias.dtype, device=alias.device)
+                alias.data = alone.set_(values, alias.storage_offset(), alias.shape, alias.stride())
 
     def set_(self, source: Tensor) -> WatchedParameter:  # type: ignore[override]
         """Copy values, which a parametrization sets when it is assigned to or removed; the memory stays."""

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from vissl_zero import collectives
 from vissl_zero.sharding.state.checksum import checksum
-from vissl_zero.sharding.state.missing_gradient import ELSEWHERE, OF_THIS_RANK, WatchedParameter
+from vissl_zero.sharding.state.missing_gradient import ELSEWHERE, OF_THIS_RANK, WatchedParameter, watch
 from vissl_zero.sharding.state.sharded_tensor import ShardedTensor, first_row, sharded
 from vissl_zero.sharding.torch_private import foreach_norm, local_tensor, real_grad, set_real_grad
 
@@ -275,7 +275,7 @@ def hide_gradient(shard: Shard) -> Shard:
     """Hide the shard's gradient, which is not averaged yet, from the loop."""
     # A second parameter over the same memory: the optimizer needs ``.grad``, which the class below hides.
     local = nn.Parameter(shard.source.detach(), shard.source.requires_grad)
-    shard.source.__class__ = ReplicatedParameter
+    watch(shard.source, ReplicatedParameter)
     return dataclasses.replace(shard, local=local)
 
 
@@ -370,7 +370,7 @@ def row_shards(module: nn.Module, trained: set[str], num_ranks: int, rank: int) 
         rows_per_rank = -(-(source.shape[0] if source.dim() else 1) // num_ranks)
         shard = RowShard(name, source, source, source.shape, rows_per_rank=rows_per_rank)
         start, stop = shard.span(rank)
-        source.__class__ = WholeParameter  # the same object, so that the model and the loop keep what they refer to
+        watch(source, WholeParameter)
         flat = source.detach().view(-1)[start:stop]
         # torch cannot infer the number of rows where a row has no elements.
         shard.local = nn.Parameter(flat.view(-1, *source.shape[1:]) if shard.row_numel else flat)
