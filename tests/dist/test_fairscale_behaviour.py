@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import vissl_zero
 from tests.dist.cuda_streams import streams_on_cpu
 from tests.dist.training import Case, Outcome, build, micro_batches, shard, train_plainly, train_step
 from tests.ranks import RankError, run_on_ranks
@@ -291,3 +292,20 @@ def test_a_run_without_buffers_ends_with_exit_code_0(tmp_path: Path) -> None:
     errors = [rank.communicate(timeout=80)[1].decode() for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], errors
     assert all("Warning" not in error for error in errors), errors
+
+
+class _Doubled(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+def _output_of_another_class(level: int) -> Tensor:
+    model = nn.Sequential(nn.Linear(3, 3))
+    model, _ = vissl_zero.initialize(model, {"type": "SGD"}, {"level": level, "engine": "fairscale"})
+    model.__class__ = _Doubled
+    return model(torch.ones(2, 3)).detach() - 2 * model[0](torch.ones(2, 3)).detach()
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_a_model_runs_the_forward_of_the_class_it_has(level: int) -> None:
+    assert not any(difference.any() for difference in run_on_ranks(2, _output_of_another_class, level))

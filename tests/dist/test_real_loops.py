@@ -1553,6 +1553,68 @@ def parametrization_removed(init: Init) -> dict[str, Tensor]:
     return _parametrized(init, lambda layer: parametrize.remove_parametrizations(layer, "weight"))
 
 
+@case(level_3="0.weight has been exchanged for another parameter (by torch.utils.swap_tensors?)")
+def evaluated_with_exchanged_parameters(init: Init) -> dict[str, Tensor]:
+    """After the passes in which all gathered values are compared with the shards."""
+    model, optimizer = init(nn.Sequential(*(nn.Linear(7, 7) for _ in range(4))))
+    train(model, optimizer, lambda model, x: model(x).square().mean(), steps=5)
+    with torch.no_grad():
+        if "Sharded" in type(model[0].weight).__name__:
+            torch.utils.swap_tensors(model[0].weight, model[2].weight)
+        else:  # as by swap_tensors, which refuses parameters that are watched
+            model[0].weight.data, model[2].weight.data = model[2].weight.data.clone(), model[0].weight.data.clone()
+        return {"outputs": model(rows(9, 7))}
+
+
+class _Doubled(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+@case(level_3="The class of a sharded module was changed to _Doubled")
+def class_of_the_model_changed(init: Init) -> dict[str, Tensor]:
+    model, optimizer = init(chain())
+    train(model, optimizer, lambda model, x: model(x).square().mean(), 1)
+    model.__class__ = _Doubled
+    return train(model, optimizer, lambda model, x: model(x).square().mean())
+
+
+@case(level_3="The class of a sharded module was changed to _Doubled")
+def class_of_the_model_changed_before_a_step(init: Init) -> dict[str, Tensor]:
+    model, optimizer = init(chain())
+    optimizer.backward(model(rows(0, 7)).square().mean())
+    model.__class__ = _Doubled
+    optimizer.step()
+    optimizer.zero_grad()
+    return optimizer.full_state()
+
+
+MADE = "nn.Parameter(...) was given a parameter of the model"
+
+
+@case(level_0=REPLACED, level_1=MADE, level_2=MADE, level_3="norm_except_dim() is not in the table")
+def parametrization_set_after_initialize(init: Init) -> dict[str, Tensor]:
+    model, optimizer = init(chain())
+    nn.utils.parametrizations.weight_norm(model[0])
+    return train(model, optimizer, lambda model, x: model(x).square().mean())
+
+
+@case()
+def gradients_detached_in_place(init: Init) -> dict[str, Tensor]:
+    """As ``zero_grad`` of older loops does."""
+    model, optimizer = init(chain())
+    for step in range(3):
+        optimizer.backward(model(rows(step, 7)).square().mean())
+        for param in model.parameters():
+            param.grad.detach_()
+        optimizer.step()
+        for param in model.parameters():
+            if param.grad is not None:
+                param.grad.detach_()
+        optimizer.zero_grad()
+    return optimizer.full_state()
+
+
 def _evaluated_with_padding(init: Init, **options: Any) -> dict[str, Tensor]:
     layer = nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)
     encoder, optimizer = init(nn.TransformerEncoder(layer, 2, **options))

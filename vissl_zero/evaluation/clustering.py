@@ -14,12 +14,20 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from vissl_zero.collectives import all_gather_rows, all_reduce_sum, rank, world_size
+from vissl_zero.collectives import all_gather_objects, all_gather_rows, all_reduce_sum, rank, world_size
 from vissl_zero.data.loader import eval_images, rank_slice
 from vissl_zero.data.source import Source, build_eval_sources, splits_to_read
 from vissl_zero.engine.hook import Hook, Run
 from vissl_zero.errors import ConfigError, DataError, Problem
-from vissl_zero.evaluation.features import evaluating, extract_features, layers_of, own_batches, rows_to_write
+from vissl_zero.evaluation.features import (
+    evaluating,
+    extract_features,
+    layers_of,
+    num_not_finite,
+    own_batches,
+    require_finite,
+    rows_to_write,
+)
 from vissl_zero.evaluation.retrieval import Whitening
 from vissl_zero.registry import HOOKS
 from vissl_zero.terminal import print_line
@@ -121,11 +129,15 @@ class ClusterFeatures(Hook):
     def on_end(self, run: Run) -> None:
         options, seed = run.plan.config.CLUSTERFIT, run.plan.seed
         run.sharded.consolidate_buffers()  # running statistics may differ between ranks; features must not
-        rows = {}
+        rows, images = {}, {}
         for split, source in self._sources.items():
-            features = extract_features(run, eval_images(source, run.plan.config.DATA, seed)).rows
+            features = extract_features(run, eval_images(source, run.plan.config.DATA, seed))
+            # The cluster of a broken image would be that of the image in its place.
+            images[split] = sorted({*range(len(source))}.difference(features.broken))
+            kept = features.without_broken().rows
+            require_finite(run, num_not_finite(kept), len(kept))
             columns = layers_of(run).get(options.FEATURES.LAYER_NAME, slice(None))
-            rows[split] = unit_rows(features[:, columns])
+            rows[split] = unit_rows(kept[:, columns])
         first = rows[options.FEATURES.DATA_PARTITION]
         if options.DATA_LIMIT >= 0:
             generator = torch.Generator().manual_seed(options.DATA_LIMIT_SAMPLING.SEED)
@@ -136,15 +148,17 @@ class ClusterFeatures(Hook):
         centroids = kmeans(first, options.NUM_CLUSTERS, options.NUM_ITER, seed)
         for split, features in rows.items():
             labels, distances = nearest_centroids(features, centroids)
-            files = self._write(run, split, labels.cpu(), distances.cpu(), centroids.cpu())
+            files = self._write(run, split, images[split], labels.cpu(), distances.cpu(), centroids.cpu())
             run.results.setdefault("clusters", {})[split] = files
             if run.is_main:
                 used = len(labels.unique())
                 line = f"{split}: {len(labels):,} images in {used:,} of {len(centroids):,} clusters: {files[0]}"
                 print_line(line)
 
-    def _write(self, run: Run, split: str, labels: Tensor, distances: Tensor, centroids: Tensor) -> list[str]:
-        """Write the two lists on rank 0; returns their paths."""
+    def _write(
+        self, run: Run, split: str, images: list[int], labels: Tensor, distances: Tensor, centroids: Tensor
+    ) -> list[str]:
+        """Write the two lists of ``images``, which are places in the split, on rank 0; return their paths."""
         options = run.plan.config.CLUSTERFIT
         name = options.FEATURES.DATASET_NAME or "clusters"
         layer = options.FEATURES.LAYER_NAME or "features"
@@ -155,7 +169,7 @@ class ClusterFeatures(Hook):
             folder.mkdir(parents=True, exist_ok=True)
             source = self._sources[split]
             # Absolute, because the list is used from another folder.
-            np.save(files[0], np.array([str(Path(source.name(index)).absolute()) for index in range(len(source))]))
+            np.save(files[0], np.array([str(Path(source.name(index)).absolute()) for index in images]))
             np.save(files[1], labels.numpy())
             tensors = {"hard_labels": labels, "distances": distances, "centroids": centroids}
             save_file({key: value.contiguous() for key, value in tensors.items()}, folder / f"{prefix}.safetensors")
@@ -178,7 +192,7 @@ class ExtractClusters(Hook):
 
     def _assign(self, run: Run, split: str, source: Source) -> None:
         """Assign each image of a split to its cluster. Collective."""
-        ids, labels, num_clusters = [], [], 0
+        ids, labels, num_clusters, num_wrong = [], [], 0, 0
         images = eval_images(source, run.plan.config.DATA, run.plan.seed)
         with run.sharded.evaluated(), evaluating(run.sharded.model):
             for batch, num_own in own_batches(run, images):
@@ -189,9 +203,11 @@ class ExtractClusters(Hook):
                 kept = rows_to_write(batch, num_own)
                 ids.append(batch.sample_ids[kept])
                 labels.append(scores[0][kept].argmax(dim=1))
+                num_wrong += num_not_finite(scores[0][kept])
                 num_clusters = scores[0].shape[1]
         places = all_gather_rows(torch.cat(ids))
         order = places.argsort()
+        require_finite(run, sum(all_gather_objects(num_wrong)), len(order), "scores")
         assigned, inds = all_gather_rows(torch.cat(labels))[order].cpu(), places[order].tolist()
         folder = run.folder / ASSIGNMENTS
         files = [folder / f"{split.lower()}_{kind}.npy" for kind in ("images", "labels")]

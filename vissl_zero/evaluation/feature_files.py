@@ -230,7 +230,7 @@ class ExtractLabelPredictions(Hook):
     the images; layer is "heads" where the heads see no inner layers. Kinds: ``predictions`` (N, k) int64, the ``TOP_K``
     most likely classes at most, best first; ``conf_scores`` (N, C), softmax; ``targets`` (N, 1), -1 without labels;
     ``inds`` (N,), places in the split; ``images`` (N,), which ``disk_filelist`` reads with ``labels`` (N,), the best
-    class.
+    class. Scores that are NaN get no files: DataError.
     """
 
     def on_end(self, run: Run) -> None:
@@ -264,6 +264,7 @@ class ExtractLabelPredictions(Hook):
         labels = all_gather_rows(torch.cat(targets))[order].cpu()
         entries = run.plan.config.MODEL.FEATURE_EVAL_SETTINGS.LINEAR_EVAL_FEAT_POOL_OPS_MAP
         heads = [all_gather_rows(torch.cat(parts))[order].cpu() for parts in zip(*scores, strict=True)]
+        require_finite(run, num_not_finite(torch.cat(heads, dim=1)), len(inds), "scores")
         plain = ["heads"] if len(heads) == 1 else [f"heads{index}" for index in range(len(heads))]
         for name, rows in zip(layer_names(entries) or plain, heads, strict=True):
             if run.is_main:

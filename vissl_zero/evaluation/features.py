@@ -182,14 +182,14 @@ def num_not_finite(rows: Tensor) -> int:
     return int((~rows.isfinite()).any(dim=1).sum())
 
 
-def require_finite(run: Run, num_wrong: int, num_images: int) -> None:
-    """Raise DataError if the features of ``num_wrong`` images, of all ranks, are NaN or infinite. Not collective."""
+def require_finite(run: Run, num_wrong: int, num_images: int, what: str = "features") -> None:
+    """Raise DataError if ``what`` of ``num_wrong`` images, of all ranks, is NaN or infinite. Not collective."""
     if num_wrong:
         config = run.plan.config
         file = config.MODEL.WEIGHTS_INIT.PARAMS_FILE if config.TEST_ONLY else ""  # else the run has trained others
         weights = f"the weights {file}".rstrip()
         raise DataError(
-            f"The features of {num_wrong} of {num_images} images are NaN or infinite: {weights} hold such values, or "
+            f"The {what} of {num_wrong} of {num_images} images are NaN or infinite: {weights} hold such values, or "
             "their numbers overflow. Take other weights, such as an earlier checkpoint."
         )
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import timedelta
-from functools import reduce
+from functools import partial, reduce
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -211,12 +211,16 @@ def _print_notes(notes: tuple[str, ...]) -> None:
 class _Body(nn.Module):
     """A module that runs the forward function of another module, without its hooks and submodules."""
 
-    def __init__(self, forward: Callable[..., Any]):
+    def __init__(self, module: nn.Module):
         super().__init__()
-        self._run = forward
+        self.__dict__["_body"] = module  # not as a submodule, which would be its own
+        self._own_forward = module.__dict__.get("forward")
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._run(*args, **kwargs)
+        # Looked up in each call: a loop may set ``__class__``.
+        kind: Any = type(self._body)
+        run = self._own_forward or partial(kind.forward, self._body)
+        return run(*args, **kwargs)
 
 
 def _call_through(wrapper: nn.Module, module: nn.Module) -> None:
@@ -227,7 +231,7 @@ def _call_through(wrapper: nn.Module, module: nn.Module) -> None:
     if wrapper is module:
         return
     # If the wrapper called the module itself, the two would call each other forever.
-    wrapper.module = _Body(module.forward)
+    wrapper.module = _Body(module)
     module.forward = lambda *args, **kwargs: wrapper(*args, **kwargs)
     # On the object, where copy and pickle look first: other models of the class can still be copied.
     module.__dict__["__deepcopy__"] = module.__dict__["__reduce_ex__"] = _refuse_copy

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.autograd import graph as _graph
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_state
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -120,6 +121,11 @@ def is_building_data_parallel() -> bool:
     return False
 
 
+def is_made_parameter() -> bool:
+    """Check whether ``nn.Parameter(...)`` has called the method that calls this."""
+    return sys._getframe(2).f_code is nn.Parameter.__new__.__code__
+
+
 def call_after_backward(callback: Callable[[], None]) -> None:
     """Call ``callback`` at the end of the backward pass that is running on this thread.
 
@@ -189,7 +195,8 @@ FOLLOWS_DATACLASSES = hasattr(_fsdp_state, "collect_grad_tensors")
 
 def unit_state(unit: Any) -> Any:
     """Return the FSDPState of a unit (``_get_fsdp_state``); all modules of the unit share it."""
-    return unit._get_fsdp_state()
+    # Not ``unit._get_fsdp_state()``: a loop may have set ``__class__``.
+    return FSDPModule._get_fsdp_state(unit)
 
 
 def modules_of(state: Any) -> tuple[nn.Module, ...]:

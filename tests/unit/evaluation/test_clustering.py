@@ -86,6 +86,22 @@ def test_the_lists_are_a_data_set_to_train_on(config, tmp_path):
     assert 1 < len(train_source.class_names) <= 6 and train_source.image(0).size == (8, 8)
 
 
+def test_a_broken_image_has_no_cluster(config, tmp_path):
+    broken = sorted(tmp_path.glob("TRAIN/*/*.png"))[3]
+    broken.write_bytes(b"no image")
+    config["DATA"]["ON_BROKEN_IMAGE"] = "skip"
+    images, labels = map(np.load, _cluster(config, tmp_path)["clusters"]["TRAIN"])
+    assert len(labels) == len(images) == 39 and str(broken) not in images
+
+
+def test_features_that_are_nan_are_not_clustered(config, tmp_path):
+    run, schedules, frozen = build_run(make_plan(config, tmp_path), torch.device("cpu"))
+    with torch.no_grad():
+        next(run.sharded.model.parameters()).fill_(torch.nan)
+    with pytest.raises(DataError, match="The features of 40 of 40 images are NaN or infinite"):
+        train(run, schedules, frozen, [ClusterFeatures()])
+
+
 def test_what_cannot_be_clustered_is_refused(config, tmp_path):
     config["CLUSTERFIT"]["NUM_CLUSTERS"] = 31
     with pytest.raises(DataError, match="31 clusters need as many images"):

@@ -12,7 +12,7 @@ from tests.unit.evaluation.example_run import NUM_TEST, NUM_TRAIN, make_config, 
 from vissl_zero.data.loader import build_eval_images
 from vissl_zero.engine.build import build_run
 from vissl_zero.engine.loop import train
-from vissl_zero.errors import ConfigError
+from vissl_zero.errors import ConfigError, DataError
 from vissl_zero.evaluation.feature_files import ExtractLabelPredictions
 
 
@@ -57,6 +57,17 @@ def test_a_broken_image_has_no_prediction_under_its_name(tmp_path):
     )
     assert [path.split("/")[-1] for path in images] == ["0.png", "4.png", "6.png", "1.png", "3.png", "5.png", "7.png"]
     assert inds.tolist() == [0, 2, 3, 4, 5, 6, 7] and targets[:, 0].tolist() == [0, 0, 0, 1, 1, 1, 1]
+
+
+def test_scores_that_are_nan_are_not_written(tmp_path):
+    config = make_config(USE_KNN=False)
+    config["TEST_ONLY"] = True
+    run, schedules, frozen = build_run(make_plan(config, tmp_path), torch.device("cpu"))
+    with torch.no_grad():
+        next(run.sharded.model.parameters()).fill_(torch.nan)
+    with pytest.raises(DataError, match=f"The scores of {NUM_TRAIN} of {NUM_TRAIN} images are NaN or infinite"):
+        train(run, schedules, frozen, [ExtractLabelPredictions()])
+    assert not (tmp_path / "label_predictions").exists()
 
 
 def test_heads_that_are_no_classifiers_are_refused(tmp_path):

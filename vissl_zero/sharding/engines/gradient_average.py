@@ -238,10 +238,13 @@ def _packed(param: nn.Parameter, grad: Tensor | None) -> Tensor:
 
 
 def _unpacked(param: nn.Parameter, values: Tensor) -> Tensor:
-    """Reverse ``_packed``: fused optimizers expect a gradient in the memory format of its parameter."""
+    """Reverse ``_packed``: fused optimizers expect a gradient in the memory format of its parameter.
+
+    The result shares memory, and is no view to autograd: loops call ``grad.detach_()``, which torch refuses on views.
+    """
     if param.is_contiguous():
-        return values.view(param.shape)
-    return values.as_strided(param.shape, torch.empty_like(param).stride(), values.storage_offset())
+        return values.view(param.shape).data
+    return values.as_strided(param.shape, torch.empty_like(param).stride(), values.storage_offset()).data
 
 
 class OrderedReduceScatter:
@@ -318,4 +321,4 @@ class OrderedMeans:
         add_in_order(received.view(world_size, -1).unbind(), mine, is_mean=True)
         dist.all_gather(list(flat.view(world_size, -1).unbind()), mine)
         for param, part in zip(params, flat[: sum(sizes)].split(sizes), strict=True):
-            set_real_grad(param, part.view(param.shape).to(param.dtype))
+            set_real_grad(param, part.view(param.shape).to(param.dtype).data)  # no view: see _unpacked

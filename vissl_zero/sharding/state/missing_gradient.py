@@ -16,6 +16,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from vissl_zero.errors import VisslZeroError
 from vissl_zero.sharding.state.aliases import OTHER_DATA, add_alias, take_aliases
 from vissl_zero.sharding.torch_private import (
+    is_made_parameter,
     num_holders,
     object_address,
     real_grad,
@@ -137,6 +138,12 @@ class WatchedParameter(nn.Parameter):
 
     def detach(self) -> Tensor:
         """Return the values without history; memory is shared until ``data`` is set."""
+        if is_made_parameter():  # it would refuse the plain tensor below, in words about ``__torch_dispatch__``
+            raise VisslZeroError(
+                "nn.Parameter(...) was given a parameter of the model after initialize(), directly or by a "
+                "parametrization such as weight_norm. Set parametrizations before initialize(); for a copy, write "
+                "nn.Parameter(param.data.clone())."
+            )
         alias = super().detach()
         add_alias(self, alias)
         return alias

@@ -26,7 +26,7 @@ from vissl_zero.models.bare import Fill
 from vissl_zero.resolve.resolved import Precision, ShardingPlan
 from vissl_zero.sharding.engines.cpu_communicator import CpuCommunicator, open_communicator
 from vissl_zero.sharding.engines.gradient_average import OrderedMeans, OrderedReduceScatter
-from vissl_zero.sharding.engines.torch.unit_guard import FREED, OF_PARAMETERS, UnitGuard, guard_modules
+from vissl_zero.sharding.engines.torch.unit_guard import FREED, OF_PARAMETERS, UnitGuard, guard_modules, require_units
 from vissl_zero.sharding.engines.torch.unit_transfers import (
     PackedAllGather,
     UnitOnDisk,
@@ -226,6 +226,7 @@ class FullySharded(ShardedModel):
 
     def _before_shards_change(self) -> None:
         """Reshard all units: at levels 1 and 2 a forward pass without gradient leaves them gathered, soon stale."""
+        require_units(self._units)
         for unit in self._units:
             unit.reshard()
 

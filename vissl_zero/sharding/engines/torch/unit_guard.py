@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial, wraps
 from types import GeneratorType
@@ -52,6 +52,7 @@ from vissl_zero.sharding.torch_private import (
     rename_place,
     run_after_forward,
     run_before_forward,
+    shard_data,
     unit_state,
     viewed,
 )
@@ -371,8 +372,15 @@ class _GuardedUnit:
         return f"unit {self._name}"
 
     def _require_own_parameters(self) -> None:
+        require_units(modules_of(self._state))
         is_whole = self._group.is_unsharded
         for param in self._group.fsdp_params:
+            if _is_exchanged(param):
+                raise VisslZeroError(
+                    f"{name_of(param) or self._name} has been exchanged for another parameter (by "
+                    "torch.utils.swap_tensors?), which its unit does not follow. Exchange their values: a.data, b.data "
+                    "= b.data.clone(), a.data.clone()."
+                )
             expected = param.unsharded_param if is_whole else param.sharded_param
             for index, (module, name) in enumerate(places_of(param)):
                 if own_parameters(module).get(name) is expected or _has_followed(param, index, module, expected):
@@ -467,6 +475,25 @@ class _GuardedUnit:
             for tensor in _tensors(output):
                 if tensor.requires_grad:
                     tensor.register_hook(gather_hook(self._state))
+
+
+def _is_exchanged(param: Any) -> bool:
+    """Check whether a sharded parameter has the rows of another one: gathers would send its own."""
+    sharded = param.sharded_param
+    if sharded.store is not None:
+        return sharded.store.source is not sharded
+    own = shard_data(param).untyped_storage().data_ptr()
+    return local_tensor(sharded).untyped_storage().data_ptr() != own
+
+
+def require_units(modules: Iterable[nn.Module]) -> None:
+    """Require that the modules of units have the class that ``fully_shard`` gave them; units run its ``forward``."""
+    for module in modules:
+        if not isinstance(module, FSDPModule):
+            raise VisslZeroError(
+                f"The class of a sharded module was changed to {type(module).__name__} (module.__class__ = ...). Do "
+                f"that before initialize(), or use {WHOLE_LEVELS}."
+            )
 
 
 def _has_followed(param: Any, index: int, module: nn.Module, expected: Tensor) -> bool:
