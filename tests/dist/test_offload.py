@@ -398,8 +398,6 @@ def test_optimizers_that_cannot_be_streamed_are_refused_by_name(tmp_path: Path) 
             "offload_optimizer_config.device: can be nvme only with an optimizer that is updated piece"
         )
         assert reason in told
-    dampened = {"type": "SGD", "lr": 0.1, "momentum": 0.9, "dampening": 0.1}
-    assert "without dampening" in run_on_ranks(1, _unstreamable, dampened, str(tmp_path))[0]
     assert run_on_ranks(1, _unstreamable, {"type": "SGD", "lr": 0.1}, str(tmp_path))[0] == "", (
         "no state, nothing to stream"
     )
@@ -447,6 +445,7 @@ SGD, ADAM = {"type": "SGD", "lr": 0.05}, {"type": "AdamW", "lr": 1e-2, "eps": 1e
         (SGD, [{}, {"momentum": 0.9}, {}], {}),
         (ADAM, [{}, {"amsgrad": True}, {}], {}),
         (SGD | {"momentum": 0.9}, [{}] * 3, {0: {"dampening": 0.5}, 3: {"momentum": 0.5}}),
+        (SGD | {"momentum": 0.9, "dampening": 0.5}, [{}, {"momentum": 0.0}, {"dampening": 0.0}], {}),
     ],
 )
 def test_options_that_differ_between_groups_or_change_train_the_same(
@@ -456,15 +455,63 @@ def test_options_that_differ_between_groups_or_change_train_the_same(
     assert max(distances) < 1e-10, distances
 
 
+def _continued(given: dict[str, Any], options: list[dict[str, Any]], zero: dict[str, Any] | None, folder: str) -> Any:
+    """Weights after four steps; with ``zero``, two of them at level 0 and two after a load by it."""
+    model = _model(torch.float64)
+    optimizer: Any = _groups(model, options, **given)
+    settings = {} if zero is None else {0: {"level": 0}, 2: zero}
+    for step in range(4):
+        if step in settings:
+            if step:
+                optimizer.save(folder)
+                model = _model(torch.float64)
+            model, optimizer = vissl_zero.initialize(model, _groups(model, options, **given), settings[step])
+            if step:
+                optimizer.load(folder)
+        images = torch.randn(4, 40, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+        loss = model(images).square().mean()
+        loss.backward() if zero is None else optimizer.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    if zero is None:
+        return {name: param.detach() for name, param in model.named_parameters()}
+    state = optimizer.full_state()
+    optimizer.close()
+    return state
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("is_on_disk", [False, True])
+@pytest.mark.parametrize(
+    ("given", "options"),
+    [
+        (ADAM, [{"amsgrad": True}, {}, {}]),
+        (ADAM, [{}, {"amsgrad": True}, {}]),
+        ({"type": "RMSprop", "lr": 1e-2, "eps": 1e-2}, [{"centered": True}, {"momentum": 0.9}, {}]),
+    ],
+)
+def test_state_of_groups_that_keep_different_keys_goes_from_tier_to_tier(
+    given: dict[str, Any], options: list[dict[str, Any]], is_on_disk: bool, tmp_path: Path
+) -> None:
+    disk = {"offload_optimizer_config": {"device": "nvme", "nvme_path": str(tmp_path)}} if is_on_disk else {}
+    state = run_on_ranks(1, _continued, given, options, {"level": 1, **disk}, str(tmp_path / "run"))[0]
+    assert _distance(_continued(given, options, None, ""), state) < 1e-10
+
+
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize(
-    ("given", "later", "key"),
-    [(SGD, {"momentum": 0.9}, "momentum_buffer"), (ADAM, {"amsgrad": True}, "max_exp_avg_sq")],
+    ("given", "options", "later", "key"),
+    [
+        (SGD, {}, {"momentum": 0.9}, "momentum_buffer"),
+        (ADAM, {}, {"amsgrad": True}, "max_exp_avg_sq"),
+        # The others' momenta have made a place, of zeros; a first step with dampening needs none there.
+        (SGD, {"momentum": 0.9}, {"momentum": 0.9, "dampening": 0.5}, "momentum_buffer"),
+    ],
 )
 def test_options_that_need_state_without_a_place_are_refused(
-    given: dict[str, Any], later: dict[str, Any], key: str, tmp_path: Path
+    given: dict[str, Any], options: dict[str, Any], later: dict[str, Any], key: str, tmp_path: Path
 ) -> None:
-    told = run_on_ranks(1, _trained_with_options, given, [{}] * 3, {0: later}, str(tmp_path))[0]
+    told = run_on_ranks(1, _trained_with_options, given, [{}, options, options], {0: later}, str(tmp_path))[0]
     assert f"The options of group 0 need further state ({key})" in told
 
 

@@ -12,6 +12,7 @@ import enum
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any, TypeGuard
 
 import torch
@@ -205,9 +206,13 @@ def _distinct_groups(
     """Return one group for each distinct set of settings, with the shapes of all groups with these settings."""
     groups: dict[str, tuple[int, list[tuple[int, ...]]]] = {}
     for index, (group, group_shapes) in enumerate(zip(optimizer.param_groups, shapes, strict=True)):
-        settings = {key: value for key, value in group.items() if key not in _NOT_SETTINGS}
-        groups.setdefault(repr(sorted(settings.items())), (index, []))[1].extend(group_shapes)
+        groups.setdefault(_settings(group), (index, []))[1].extend(group_shapes)
     return [(index, group_shapes) for index, group_shapes in groups.values() if group_shapes]
+
+
+def _settings(group: Mapping[str, Any]) -> str:
+    """Return a text that is equal for groups whose parameters are updated in the same way."""
+    return repr(sorted((key, value) for key, value in group.items() if key not in _NOT_SETTINGS))
 
 
 def _run(optimizer: torch.optim.Optimizer, cases: Sequence[tuple[int, _Case]]) -> list[list[Tensor]]:
@@ -338,15 +343,33 @@ def _has_memory(tensor: Tensor) -> bool:
     return not tensor.is_meta and tensor.untyped_storage().nbytes() >= tensor.nbytes
 
 
-def state_keys(optimizer: torch.optim.Optimizer) -> frozenset[str]:
-    """Return the state's keys that parameters of every shape have; empty if no test step succeeds."""
-    keys = [state.keys() for state in (_state_of(optimizer, (2,)), _state_of(optimizer, (2, 2))) if state]
-    return frozenset.intersection(*map(frozenset, keys)) if keys else frozenset()
+def state_keys(optimizer: torch.optim.Optimizer) -> list[frozenset[str]]:
+    """Return the state's keys that parameters of every shape have, by group; empty if no test step succeeds."""
+    return _by_settings(optimizer, partial(_keys_of_every_shape, optimizer))
 
 
 def element_keys(optimizer: torch.optim.Optimizer) -> frozenset[str]:
-    """Return the state's keys with a tensor per vector (or matrix, if the optimizer takes no vectors)."""
-    state = _state_of(optimizer, (2,)) or _state_of(optimizer, (2, 2))
+    """Return the state's keys with a tensor per vector (or matrix, if the optimizer takes no vectors) of any group."""
+    return frozenset[str]().union(*_by_settings(optimizer, partial(_keys_of_elements, optimizer)))
+
+
+def _by_settings(optimizer: torch.optim.Optimizer, keys_of: Callable[[int], frozenset[str]]) -> list[frozenset[str]]:
+    """Call ``keys_of`` with the index of each group, once for groups of equal settings; return the results by group."""
+    known: dict[str, frozenset[str]] = {}
+    for index, group in enumerate(optimizer.param_groups):
+        if (settings := _settings(group)) not in known:
+            known[settings] = keys_of(index)
+    return [known[_settings(group)] for group in optimizer.param_groups]
+
+
+def _keys_of_every_shape(optimizer: torch.optim.Optimizer, index: int) -> frozenset[str]:
+    states = (_state_of(optimizer, index, shape) for shape in ((2,), (2, 2)))
+    keys = [frozenset(state) for state in states if state]
+    return frozenset.intersection(*keys) if keys else frozenset()
+
+
+def _keys_of_elements(optimizer: torch.optim.Optimizer, index: int) -> frozenset[str]:
+    state = _state_of(optimizer, index, (2,)) or _state_of(optimizer, index, (2, 2))
     return frozenset(key for key, value in state.items() if isinstance(value, Tensor) and value.dim())
 
 
@@ -367,12 +390,12 @@ def trial_state(optimizer: torch.optim.Optimizer, index: int, like: nn.Parameter
     return tried(nn.Parameter(torch.ones(like.shape, dtype=like.dtype)))
 
 
-def _state_of(optimizer: torch.optim.Optimizer, shape: tuple[int, ...]) -> dict[str, Any]:
+def _state_of(optimizer: torch.optim.Optimizer, index: int, shape: tuple[int, ...]) -> dict[str, Any]:
     # First without the state of other parameters: its kind may depend on the shape (Muon, Adafactor).
     for is_empty in (True, False):
         param = nn.Parameter(torch.ones(shape))
         param.grad = torch.ones(shape)
-        copied = trial(optimizer, {0: [param]})
+        copied = trial(optimizer, {index: [param]})
         if is_empty:
             copied.state.clear()
         with suppress(Exception):  # it needs a closure, matrices, or state from its constructor

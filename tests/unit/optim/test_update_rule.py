@@ -200,7 +200,7 @@ def test_a_trial_leaves_the_optimizer_alone():
 def test_a_trial_leaves_state_that_is_there_from_the_start_alone():
     param = nn.Parameter(torch.ones(3, 4))
     optimizer = torch.optim.Adagrad([param], initial_accumulator_value=0.5)
-    assert state_keys(optimizer) == {"step", "sum"}
+    assert state_keys(optimizer) == [{"step", "sum"}]
     trial_state(optimizer, 0, param)
     assert float(optimizer.state[param]["step"]) == 0 and bool((optimizer.state[param]["sum"] == 0.5).all())
 
@@ -210,14 +210,16 @@ def test_counters_are_told_from_values_of_elements():
     assert element_keys(torch.optim.NAdam([param])) == {"exp_avg", "exp_avg_sq"}  # not step, not mu_product
     assert element_keys(torch.optim.ASGD([param])) == {"ax"}
     assert element_keys(torch.optim.Adagrad([param])) == {"sum"}
+    groups = [{"params": [param]}, {"params": [nn.Parameter(torch.zeros(2))], "momentum": 0.9}]
+    assert element_keys(torch.optim.SGD(groups)) == {"momentum_buffer"}  # of any group
 
 
 def test_state_that_every_parameter_has_whatever_its_shape():
     matrix, scalar = nn.Parameter(torch.zeros(2, 3)), nn.Parameter(torch.zeros(()))
-    assert state_keys(torch.optim.NAdam([scalar])) == {"step", "mu_product", "exp_avg", "exp_avg_sq"}
-    assert state_keys(torch.optim.Muon([matrix])) == {"momentum_buffer"}  # it takes no vectors
-    assert state_keys(torch.optim.Adafactor([matrix])) == {"step"}  # a matrix has row_var and col_var
-    assert state_keys(torch.optim.SGD([matrix])) == set()
+    assert state_keys(torch.optim.NAdam([scalar])) == [{"step", "mu_product", "exp_avg", "exp_avg_sq"}]
+    assert state_keys(torch.optim.Muon([matrix])) == [{"momentum_buffer"}]  # it takes no vectors
+    assert state_keys(torch.optim.Adafactor([matrix])) == [{"step"}]  # a matrix has row_var and col_var
+    assert state_keys(torch.optim.SGD([matrix])) == [set()]
 
 
 class _CountingMatrices(torch.optim.SGD):

@@ -91,7 +91,7 @@ def _over_the_mean(groups: Any) -> torch.optim.Optimizer:
     [
         ({"type": "AdamW", "lr": 0.1}, {0, 1, 2, 3}, {1, 2, 3}),
         ({"type": "Adagrad", "lr": 0.1}, {0, 1, 2, 3}, set()),
-        ({"type": "SGD", "lr": 0.1, "momentum": 0.9, "dampening": 0.1}, {0, 1, 2, 3}, set()),
+        ({"type": "SGD", "lr": 0.1, "momentum": 0.9, "dampening": 0.1}, {0, 1, 2, 3}, {1, 2, 3}),
         (_eager_and_whole, {0, 1, 2, 3}, set()),
         (_over_the_mean, {0}, set()),
     ],

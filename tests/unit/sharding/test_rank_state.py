@@ -144,6 +144,23 @@ def test_a_rank_takes_its_own_elements_of_plain_torchs_state() -> None:
     assert float(optimizer.state[rows]["step"]) == 2.0
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_rank_takes_its_own_elements_of_state_that_one_group_alone_keeps(first: int) -> None:
+    def options(index: int) -> dict[str, Any]:
+        return {"momentum": 0.9 * (index == first)}
+
+    whole = [nn.Parameter(torch.ones(2, 3)), nn.Parameter(torch.ones(2, 3))]
+    plain = torch.optim.SGD([{"params": [param], **options(index)} for index, param in enumerate(whole)], lr=0.1)
+    for param in whole:
+        param.grad = torch.arange(6.0).view(2, 3)
+    plain.step()
+    rows = [nn.Parameter(torch.zeros(1, 3)) for _ in whole]
+    shards = {name: Shard(name, row, row, torch.Size((2, 3)), 3) for name, row in zip("ab", rows, strict=True)}
+    sharded = torch.optim.SGD([{"params": [row], **options(index)} for index, row in enumerate(rows)], lr=0.1)
+    load_torch_state(plain.state_dict(), shards, sharded)
+    assert sharded.state[rows[first]]["momentum_buffer"].tolist() == [[3.0, 4.0, 5.0]]
+
+
 @pytest.mark.parametrize(
     ("path", "value", "sentence"),
     [

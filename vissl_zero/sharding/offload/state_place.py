@@ -48,7 +48,10 @@ class UpdateKernel:
         self.optimizer = optimizer
         self._instead = instead
         self._options = self._read_options()
-        state = self._probe()
+        states = self._probe()
+        # Names of the state that the options of each group have needed so far.
+        self._needed = [set(state) for state in states]
+        state = {key: value for of_group in reversed(states) for key, value in of_group.items()}
         self.keys = tuple(key for key, value in state.items() if isinstance(value, Tensor) and value.dim() > 0)
         self.scalars: dict[str, Any] = {
             key: torch.zeros_like(value) if isinstance(value, Tensor) else type(value)(0)
@@ -75,12 +78,16 @@ class UpdateKernel:
         for index, group in enumerate(self.optimizer.param_groups):
             like = nn.Parameter(torch.zeros(1))
             made = trial_state(self.optimizer, index, like) if group["params"] else {}
-            if new := {key for key, value in made.items() if value is not None} - {*self.keys, *self.scalars}:
+            needed = {key for key, value in made.items() if value is not None}
+            # Zeros, where another group's key has made a place, are only right where a first step is like the others.
+            places = {*self.keys, *self.scalars} if self.begins_with_zeros else self._needed[index]
+            if new := needed - places:
                 raise VisslZeroError(
                     f"The options of group {index} need further state ({', '.join(sorted(new))}), which has no place "
                     "where parameters or state are offloaded: places are made for the options that initialize() was "
                     f"given. Set these options before it, or write {self._instead}."
                 )
+            self._needed[index] |= needed
         self._options = options
 
     def _read_options(self) -> list[str]:
@@ -91,14 +98,21 @@ class UpdateKernel:
         """Return the dtype of the state ``key`` of a parameter with dtype ``param``."""
         return param
 
-    def _probe(self) -> Mapping[str, Any]:
-        """Return the state that one step creates for one element, with the keys of all groups."""
+    def keys_by_group(self) -> list[frozenset[str]]:
+        """Return the names of ``keys`` that the options of each group need."""
+        of_optimizer = set().union(*self._needed)
+        return [
+            frozenset(key for key in self.keys if key in needed or key not in of_optimizer) for needed in self._needed
+        ]
+
+    def _probe(self) -> list[Mapping[str, Any]]:
+        """Return the state that one step creates for one element of each group."""
         proxies = [param for group in self.optimizer.param_groups for param in group["params"]]
         for proxy in proxies:
             proxy.grad = torch.zeros_like(proxy)
         self.optimizer.step()
-        states = [self.optimizer.state.get(proxy, {}) for proxy in reversed(proxies)]
-        return {key: value for state in states for key, value in state.items() if value is not None}
+        states = (self.optimizer.state.get(proxy, {}) for proxy in proxies)
+        return [{key: value for key, value in state.items() if value is not None} for state in states]
 
     @torch.no_grad()
     def update(self, pieces: Sequence[UpdatePiece]) -> None:
@@ -178,10 +192,6 @@ def require_streamable(
         must = f"can be {what} only with an optimizer that is updated piece by piece, and this one {reason}"
         fix = f"Use SGD, LARC, LARS, Adam, AdamW or Lion, or write {instead}."
         raise ConfigError([Problem(key, type(optimizer).__name__, must, fix)])
-    if any(group.get("dampening") for group in optimizer.param_groups):
-        must = f"with {what} needs SGD without dampening: its first step differs from the others"
-        fix = f"Write dampening=0, or {instead}."
-        raise ConfigError([Problem(key, what, must, fix)])
 
 
 def _why_not(optimizer: torch.optim.Optimizer) -> str:
@@ -276,12 +286,13 @@ class StateInMemory(StatePlace):
     def _state(self, tensor: int) -> dict[str, Any]:
         param = self._params[tensor]
         state = self.mapping[param]
-        if not state:
+        # Some may be there: a saved state has what the options of its group needed.
+        if missing := [key for key in self._kernel.keys if key not in state]:
             # A meta tensor stands for a shard on a disk: its state is in host memory.
             device = "cpu" if param.is_meta else param.device
-            formats = {key: self._kernel.format_of(key, param.dtype) for key in self._kernel.keys}
+            formats = {key: self._kernel.format_of(key, param.dtype) for key in missing}
             state |= {key: torch.zeros(param.shape, dtype=dtype, device=device) for key, dtype in formats.items()}
-            state |= {key: copied(value) for key, value in self._kernel.scalars.items()}
+            state |= {key: copied(value) for key, value in self._kernel.scalars.items() if key not in state}
         return state
 
 
@@ -360,17 +371,20 @@ class StateOnDisk(StatePlace):
         return state | self.scalars(tensor)
 
     def write(self, param: nn.Parameter, state: dict[str, Any]) -> None:
-        """Store the state of one parameter, in the form that ``read`` returns."""
+        """Store the state of one parameter, in the form that ``read`` returns; zeros for what it lacks."""
         tensor, records = self._records_of(param)
 
         def copy(position: int, tray: Tray) -> tuple[int, ...]:
             for segment, views in self._views_of(tensor, records[position], tray):
                 for key, view in views.items():
-                    view.copy_(state[key].reshape(-1)[segment.start : segment.stop])
+                    if key in state:
+                        view.copy_(state[key].reshape(-1)[segment.start : segment.stop])
+                    else:
+                        view.zero_()
             return (0,)
 
         self._run(records, copy)
-        self._scalars[tensor] = {key: copied(state[key]) for key in self._kernel.scalars}
+        self._scalars[tensor] = {key: copied(state.get(key, first)) for key, first in self._kernel.scalars.items()}
 
     def forget(self) -> None:
         """Reset to the state before the first step."""

@@ -121,6 +121,11 @@ class StreamedOptimizer(torch.optim.Optimizer):
         """Keys of the state that has one element per element of a parameter."""
         return tuple(self._kernel.keys)
 
+    @property
+    def keys_by_group(self) -> list[frozenset[str]]:
+        """The names among ``keys`` that the options of each group need."""
+        return self._kernel.keys_by_group()
+
     def params_with_state(self) -> list[nn.Parameter]:
         """List the parameters that have state: all those updated so far."""
         return self._place.params_with_state()

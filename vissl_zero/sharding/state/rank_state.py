@@ -89,7 +89,7 @@ def load_rank_state(
         raise CheckpointError("The saved optimizer groups parameters differently. Use the same decay rules and head.")
     if (loss_scale is None) != (state["loss_scale"] is None):
         raise CheckpointError(f"The saved state and this run differ in loss scaling. {SAME_SCALING}")
-    check_optimizer(state["optimizer"]["state"], optimizer)
+    check_optimizer(state["optimizer"]["state"], names_here, optimizer)
     check_same_update(state["optimizer"]["groups"], optimizer)
     for name, shard in shards.items():
         shard.assign(state["params"][name]["local"])
@@ -136,12 +136,11 @@ def load_torch_state(state: Mapping[str, Any], shards: Mapping[str, Shard], opti
         for pair in zip(group_names, group_numbers, strict=True)
     ]
     saved = {name: state["state"][number] for name, number in pairs if number in state["state"]}
-    check_optimizer(
-        {name: [k for k, v in saved_state.items() if v is not None] for name, saved_state in saved.items()}, optimizer
-    )
+    held = {name: [k for k, v in saved_state.items() if v is not None] for name, saved_state in saved.items()}
+    check_optimizer(held, names, optimizer)
     check_same_update(state["param_groups"], optimizer)
     owned = state_shards(shards, optimizer)
-    per_element = element_keys(optimizer.inner if isinstance(optimizer, WholeTensorOptimizer) else optimizer)
+    per_element = element_keys(inner_optimizer(optimizer))
     for name, saved_state in saved.items():
         for key in per_element & saved_state.keys():
             if tuple(saved_state[key].shape) != tuple(shards[name].full_shape):
@@ -163,7 +162,7 @@ def load_torch_state(state: Mapping[str, Any], shards: Mapping[str, Shard], opti
             for key, value in saved_state.items()
         }
     if not isinstance(optimizer, WholeTensorOptimizer):
-        complete_state(optimizer)
+        complete_state(inner_optimizer(optimizer))
 
 
 def _elements_of(shard: Shard, whole: Tensor) -> Tensor:

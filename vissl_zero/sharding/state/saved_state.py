@@ -301,24 +301,28 @@ def _check_saved(
     for stored in saved.names(OPTIMIZER):
         key, _, name = stored.removeprefix(OPTIMIZER).partition("/")
         held[name].add(key)
-    check_optimizer(held, optimizer)
+    check_optimizer(held, [group["params"] for group in group_facts(shards, optimizer)], optimizer)
 
 
-def check_optimizer(held: Mapping[str, Collection[str]], optimizer: torch.optim.Optimizer) -> None:
-    """Check that the saved state of each parameter has all keys that ``optimizer`` keeps.
+def check_optimizer(
+    held: Mapping[str, Collection[str]], groups: Sequence[Sequence[str]], optimizer: torch.optim.Optimizer
+) -> None:
+    """Check that the saved state of each trained parameter has all keys that ``optimizer`` keeps.
 
     Args:
-        held: saved keys by parameter; empty for a parameter that was never updated.
+        held: saved keys by parameter; empty, or absent, for a parameter that was never updated.
+        groups: names of the parameters in each group of ``optimizer``.
         optimizer: optimizer of this run.
     Raises:
         CheckpointError: the state is of another optimizer.
     """
+    # By group: options such as amsgrad, in which groups may differ, decide what is kept.
     if isinstance(optimizer, StreamedOptimizer):
-        expected = frozenset(optimizer.keys)
+        expected = optimizer.keys_by_group
     else:
         expected = state_keys(inner_optimizer(optimizer))
-    for name, keys in held.items():
-        if keys and (missing := expected - set(keys)):
+    for name, needed in ((name, needed) for names, needed in zip(groups, expected, strict=True) for name in names):
+        if (keys := held.get(name)) and (missing := needed - set(keys)):
             raise CheckpointError(
                 f"The checkpoint is of another optimizer: of {name} it holds {', '.join(sorted(keys))}, and not "
                 f"{', '.join(sorted(missing))}. Use the optimizer, and its options, that trained it."
