@@ -34,7 +34,7 @@ def data(words: Sequence[str]) -> int:
         DataError: the images cannot be read, or packed.
     """
     parser = CommandParser(prog="vissl-zero data")
-    subcommands = parser.add_subparsers(dest="verb", required=True, parser_class=CommandParser)
+    subcommands = parser.add_subparsers(dest="verb", required=True)
     source = CommandParser(add_help=False)
     source.add_argument(
         "paths", nargs="+", metavar="source", help="what DATA_PATHS would name; its format is recognized"

@@ -75,8 +75,6 @@ def export(arguments: Sequence[str]) -> int:
         write_preprocessor(views, folder)
         card = _card(loaded, done, source, options.to, options.license, Path(options.weights))
         (folder / "README.md").write_text(card, encoding="utf-8")
-        if out.is_dir():
-            out.rmdir()
         folder.replace(out)
     _print_result(loaded, done, out, options.to)
     return 0

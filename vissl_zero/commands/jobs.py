@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import os
 import subprocess
 import sys
@@ -114,6 +115,7 @@ def _logs(job: Submitted, follow: bool) -> int:
     """Print the first task's output, as it is written if ``follow``, then every task's errors."""
     out, folder = Path(job.stdout), Path(job.stdout).parent
     position = 0
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")  # what is read may end within a character
     while True:
         is_over = not follow or state_of(job) in _FINAL  # checked before reading, so that the last output is read too
         if out.exists():
@@ -121,7 +123,7 @@ def _logs(job: Submitted, follow: bool) -> int:
                 file.seek(position)
                 text = file.read()
             position += len(text)
-            sys.stdout.write(text.decode(errors="replace"))
+            sys.stdout.write(decoder.decode(text))
             sys.stdout.flush()
         if is_over:
             break

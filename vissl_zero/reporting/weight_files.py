@@ -31,7 +31,6 @@ from vissl_zero.evaluation.followed_figure import FollowedFigure
 from vissl_zero.registry import HOOKS
 from vissl_zero.resolve.followed_figure import BEST
 from vissl_zero.sharding.state.shard import WholeTensor
-from vissl_zero.version import __version__
 
 
 class FinalWeights(Hook):
@@ -89,15 +88,17 @@ class BestWeights(Hook):
 
 def _write(run: Run, name: str, which: str = "student") -> None:
     run.sharded.consolidate_buffers()  # running statistics may differ between ranks; the file has their mean
+    with run.sharded.evaluated():
+        _stream(run, name, run.sharded.whole_tensors() if which == "student" else run.sharded.whole_teacher_tensors())
+
+
+def _stream(run: Run, name: str, tensors: Sequence[WholeTensor]) -> None:
     # transformers refuses a safetensors file that does not name its format.
     metadata = {"format": "pt", "recipe": run.plan.recipe, "step": str(run.step)}
     if run.method.ignored_label is not None and (classes := run.loader.source.class_names):
         metadata["classes"] = json.dumps(classes)
-    sharded = run.sharded
     try:
-        with sharded.evaluated():
-            tensors = sharded.whole_tensors() if which == "student" else sharded.whole_teacher_tensors()
-            stream_weights(tensors, run.folder / name, metadata, run.is_main)
+        stream_weights(tensors, run.folder / name, metadata, run.is_main)
     except OSError as error:
         raise CheckpointError(
             f"{run.folder / name} cannot be written ({error}). Make room; the same command resumes from the last "
@@ -169,8 +170,7 @@ class WeightAverageHook(Hook):
             return
         with run.sharded.averaged():
             run.sharded.consolidate_buffers()  # as in weights.safetensors
-            metadata = {"vissl_zero": __version__, "recipe": run.plan.recipe, "step": str(run.step)}
-            stream_weights(run.sharded.whole_tensors(), run.folder / AVERAGED_WEIGHTS_FILE, metadata, run.is_main)
+            _stream(run, AVERAGED_WEIGHTS_FILE, run.sharded.whole_tensors())
 
 
 FOLDER = "weight_trace"

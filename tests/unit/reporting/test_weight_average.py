@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
 from vissl_zero.config.blocks.output import EmaModel
@@ -51,3 +52,6 @@ def test_an_average_copies_in_the_warm_up_and_follows_after_it(tmp_path: Path) -
     with run.sharded.averaged():
         torch.testing.assert_close(weight_of(run), expected)
     run.sharded.close()
+    with safe_open(tmp_path / "weights_ema.safetensors", "pt") as file:
+        torch.testing.assert_close(file.get_tensor(PROTOTYPES), expected)
+        assert file.metadata()["format"] == "pt"  # transformers refuses a file without
