@@ -131,10 +131,10 @@ class ClusterFeatures(Hook):
         run.sharded.consolidate_buffers()  # running statistics may differ between ranks; features must not
         rows, images = {}, {}
         for split, source in self._sources.items():
-            features = extract_features(run, eval_images(source, run.plan.config.DATA, seed))
+            extracted = extract_features(run, eval_images(source, run.plan.config.DATA, seed))
             # The cluster of a broken image would be that of the image in its place.
-            images[split] = sorted({*range(len(source))}.difference(features.broken))
-            kept = features.without_broken().rows
+            images[split] = sorted({*range(len(source))}.difference(extracted.broken))
+            kept = extracted.without_broken().rows
             require_finite(run, num_not_finite(kept), len(kept))
             columns = layers_of(run).get(options.FEATURES.LAYER_NAME, slice(None))
             rows[split] = unit_rows(kept[:, columns])
