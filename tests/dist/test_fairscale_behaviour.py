@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import subprocess
 import sys
 from contextlib import AbstractContextManager, nullcontext
@@ -17,7 +18,7 @@ import vissl_zero
 from tests.dist.cuda_streams import streams_on_cpu
 from tests.dist.training import Case, Outcome, build, micro_batches, shard, train_plainly, train_step
 from tests.ranks import RankError, run_on_ranks
-from vissl_zero.errors import CheckpointError
+from vissl_zero.errors import CheckpointError, VisslZeroError
 from vissl_zero.optim.elementwise import sgd
 from vissl_zero.optim.param_groups import ParamGroup
 from vissl_zero.registry import STRATEGIES
@@ -309,3 +310,85 @@ def _output_of_another_class(level: int) -> Tensor:
 @pytest.mark.parametrize("level", [1, 2])
 def test_a_model_runs_the_forward_of_the_class_it_has(level: int) -> None:
     assert not any(difference.any() for difference in run_on_ranks(2, _output_of_another_class, level))
+
+
+# --- gradients in loops of one's own ----------------------------------------------------------------------------------
+
+
+def _clip(model: nn.Module) -> None:
+    nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+
+
+def _halve(model: nn.Module) -> None:
+    for param in model.parameters():
+        if param.grad is not None:
+            param.grad = param.grad / 2
+
+
+def _drop(model: nn.Module) -> None:
+    model[0].weight.grad = None
+
+
+def _keep(model: nn.Module) -> None:
+    """Leave the gradients alone."""
+
+
+def _loop(zero: dict[str, Any] | None, change: Any, zeroes: str) -> dict[str, Tensor] | str:
+    """Three steps; ``change`` is made before the second, and gradients are zeroed by the model or the optimizer."""
+    torch.manual_seed(1)
+    model: Any = nn.Sequential(nn.Linear(7, 9), nn.Tanh(), nn.Linear(9, 5), nn.Linear(5, 5)).double()
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    if zero is not None:
+        model, optimizer = vissl_zero.initialize(model, optimizer, zero)
+    try:
+        for step in range(3):
+            rows = torch.randn(12, 7, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+            if zero is not None:
+                rows = rows.chunk(dist.get_world_size())[dist.get_rank()]
+            model(rows).square().mean().backward()
+            if step == 1:
+                change(model)
+            optimizer.step()
+            if zeroes:
+                {"model": model, "optimizer": optimizer}[zeroes].zero_grad()
+    except VisslZeroError as error:
+        return str(error)
+    return {name: param.detach() for name, param in model.named_parameters()}
+
+
+_OWNER = "only the rank that updates a parameter has its averaged gradient"
+_SPENT = "A gradient was used after optimizer.step()"
+
+
+@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize(
+    ("change", "zeroes", "refusals"),
+    [
+        (_keep, "model", ("", "")),
+        (_keep, "", (_SPENT, _SPENT)),
+        (_drop, "optimizer", ("", "")),
+        (_clip, "optimizer", ("", _OWNER)),
+        (_halve, "optimizer", ("", _OWNER)),
+    ],
+)
+def test_a_loop_that_handles_gradients_is_exact_or_refused(
+    change: Any, zeroes: str, refusals: tuple[str, str], level: int
+) -> None:
+    results = run_on_ranks(3, _loop, {"level": level, "engine": "fairscale"}, change, zeroes)
+    if refusal := refusals[level - 1]:
+        assert any(refusal in result for result in results) and all(isinstance(result, str) for result in results)
+    else:
+        assert _largest_difference(results[0], _loop(None, change, zeroes)) < TOLERANCE["float64"]
+
+
+def _copied_after_a_step() -> list[str]:
+    model, optimizer = vissl_zero.initialize(
+        nn.Sequential(nn.Linear(3, 3)), {"type": "SGD"}, {"level": 1, "engine": "fairscale"}
+    )
+    model(torch.ones(2, 3)).mean().backward()
+    optimizer.step()
+    return [type(param).__name__ for param in copy.deepcopy(model).parameters()]
+
+
+def test_the_copy_of_a_model_is_plain() -> None:
+    assert run_on_ranks(2, _copied_after_a_step) == [["Parameter"] * 2] * 2

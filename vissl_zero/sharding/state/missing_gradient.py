@@ -101,8 +101,8 @@ def watch(param: nn.Parameter, kind: type[WatchedParameter]) -> None:
     _PARAMETERS[object_address(param.untyped_storage())] = param  # type: ignore[assignment]
 
 
-class WatchedParameter(nn.Parameter):
-    """A parameter that this rank holds in full, but whose gradient a loop cannot always read.
+class GradientGuard(nn.Parameter):
+    """A parameter whose gradient a loop cannot always read.
 
     Attributes:
         is_spent: the last update has consumed the gradient.
@@ -111,7 +111,6 @@ class WatchedParameter(nn.Parameter):
 
     is_spent = False
     stand_in: MissingGradient | None = None
-    aliases: WeakTensorKeyDictionary | None = None
 
     @property
     def grad(self) -> Tensor | None:
@@ -137,13 +136,42 @@ class WatchedParameter(nn.Parameter):
             raise VisslZeroError(why)
 
     def detach(self) -> Tensor:
-        """Return the values without history; memory is shared until ``data`` is set."""
+        """Return the values without history; memory is shared."""
         if is_made_parameter():  # it would refuse the plain tensor below, in words about ``__torch_dispatch__``
             raise VisslZeroError(
                 "nn.Parameter(...) was given a parameter of the model after initialize(), directly or by a "
                 "parametrization such as weight_norm. Set parametrizations before initialize(); for a copy, write "
                 "nn.Parameter(param.data.clone())."
             )
+        return super().detach()
+
+    def _missing(self) -> str | None:
+        """Explain why the loop cannot read an existing gradient; None if it can, or there is none."""
+        return None
+
+    def _only_from_backward(self) -> str | None:
+        """Explain why the loop cannot set a gradient; None if it can."""
+        return None
+
+    def _drop_grad(self) -> None:
+        """Drop the gradient, because the loop has set it to None."""
+        set_real_grad(self, None)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        # A copy takes no part in the exchange of gradients, so it is a plain parameter.
+        return memo.setdefault(id(self), nn.Parameter(self.detach().clone(), self.requires_grad))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)
+
+
+class WatchedParameter(GradientGuard):
+    """A parameter that this rank holds in full, and whose memory stays where it is."""
+
+    aliases: WeakTensorKeyDictionary | None = None
+
+    def detach(self) -> Tensor:
+        """Return the values without history; memory is shared until ``data`` is set."""
         alias = super().detach()
         add_alias(self, alias)
         return alias
@@ -188,22 +216,3 @@ class WatchedParameter(nn.Parameter):
         """Copy values, which a parametrization sets when it is assigned to or removed; the memory stays."""
         self.data = source
         return self
-
-    def _missing(self) -> str | None:
-        """Explain why the loop cannot read an existing gradient; None if it can, or there is none."""
-        return None
-
-    def _only_from_backward(self) -> str | None:
-        """Explain why the loop cannot set a gradient; None if it can."""
-        return None
-
-    def _drop_grad(self) -> None:
-        """Drop the gradient, because the loop has set it to None."""
-        set_real_grad(self, None)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        # A copy takes no part in the exchange of gradients, so it is a plain parameter.
-        return memo.setdefault(id(self), nn.Parameter(self.detach().clone(), self.requires_grad))
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from vissl_zero import collectives
 from vissl_zero.sharding.state.checksum import checksum
-from vissl_zero.sharding.state.missing_gradient import ELSEWHERE, OF_THIS_RANK, WatchedParameter, watch
+from vissl_zero.sharding.state.missing_gradient import ELSEWHERE, OF_THIS_RANK, GradientGuard, WatchedParameter, watch
 from vissl_zero.sharding.state.sharded_tensor import ShardedTensor, first_row, sharded
 from vissl_zero.sharding.torch_private import foreach_norm, local_tensor, real_grad, set_real_grad
 
@@ -112,11 +112,11 @@ class Shard:
     @property
     def is_spent(self) -> bool:
         """Return whether an update has consumed the gradient, and the loop has not called ``zero_grad`` since."""
-        return isinstance(self.source, WatchedParameter | ShardedTensor) and self.source.is_spent
+        return isinstance(self.source, GradientGuard | ShardedTensor) and self.source.is_spent
 
     def mark_spent(self) -> None:
         """Mark the gradient as released after an update: a loop that uses it gets an error."""
-        if isinstance(self.source, WatchedParameter | ShardedTensor):
+        if isinstance(self.source, GradientGuard | ShardedTensor):
             self.source.is_spent = True
 
     def publish(self) -> None:

@@ -32,8 +32,10 @@ from vissl_zero.sharding.engines.fairscale.flat_sharded import FlatSharded
 from vissl_zero.sharding.engines.gradient_average import GradientAverage
 from vissl_zero.sharding.model.prepare import prepare
 from vissl_zero.sharding.sharded_model import ModelSetup, ShardedModel
+from vissl_zero.sharding.state.missing_gradient import GradientGuard
 from vissl_zero.sharding.state.shard import Shard, divide_by_norms, whole_shard
 from vissl_zero.sharding.strategy import Strategy
+from vissl_zero.sharding.torch_private import is_in_backward, real_grad, set_real_grad
 from vissl_zero.sharding.update.stepper import StepResult
 
 _TORCH = "Write config.ZERO.ENGINE=torch"
@@ -135,10 +137,14 @@ class _OwnedShard(Shard):
         owner: rank that updates it.
         has_grad: whether the loss has reached it since the gradient was last forgotten. A parameter with its gradient
             in a communication buffer always has one, which may be zero.
+        is_reduced: whether the gradient has been sent to its owner.
+        is_hidden: whether other ranks than the owner have gradients of their own, so that the loop must not use any.
     """
 
     owner: int = 0
     has_grad: bool = True
+    is_reduced: bool = False
+    is_hidden: bool = False
 
     @property
     def is_owned(self) -> bool:
@@ -147,7 +153,11 @@ class _OwnedShard(Shard):
 
     def local_grad(self) -> Tensor | None:
         """Return the gradient; see ``Shard``. Gradients that other ranks own are ignored."""
-        return self.source.grad if self.is_owned and self.has_grad else None
+        return real_grad(self.source) if self.is_owned and self.has_grad else None
+
+    def missing_gradient(self) -> str | None:
+        """Explain why the loop cannot read the gradient; see ``Shard``."""
+        return _OF_OWNER if self.is_hidden and self.has_grad else None
 
     def held(self) -> Tensor:
         """Return the full parameter; see ``Shard``."""
@@ -170,6 +180,53 @@ class _OwnedShard(Shard):
     def share(self) -> None:
         """Broadcast the parameter from its owner. Collective."""
         dist.broadcast(self.source.detach(), src=self.owner)
+
+
+_OF_OWNER = (
+    "A gradient was read or changed by the loop, and at level 2 of the fairscale engine only the rank that updates a "
+    "parameter has its averaged gradient. Clip by zero=dict(clip_grad=...), or scale the loss, or write level=1 or "
+    'engine="torch". Setting it to None is possible.'
+)
+
+
+class _OwnedParameter(GradientGuard):
+    """A parameter that every rank holds in full, and one rank updates.
+
+    Attributes:
+        shard: its shard.
+    """
+
+    shard: _OwnedShard
+
+    @property
+    def grad(self) -> Tensor | None:
+        """The gradient; a ``MissingGradient`` if it cannot be read."""
+        if is_in_backward():  # fairscale's hooks
+            return real_grad(self)
+        # A buffer has zeros where no loss has reached the parameter.
+        return None if self.shard.is_hidden and not (self.shard.has_grad or self.is_spent) else super().grad
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        if is_in_backward():
+            set_real_grad(self, value)
+        else:
+            GradientGuard.grad.__set__(self, value)  # type: ignore[attr-defined]
+
+    def _missing(self) -> str | None:
+        return self.shard.missing_gradient()
+
+    def _only_from_backward(self) -> str | None:
+        return _OF_OWNER if self.shard.is_hidden else None
+
+    def _drop_grad(self) -> None:
+        if not self.shard.is_hidden:
+            set_real_grad(self, None)
+            return
+        # None would leave fairscale's buffers (fairscale #354), and be reduced no more.
+        if (grad := real_grad(self)) is not None:
+            grad.zero_()
+        self.shard.has_grad = self.shard.is_reduced = False
 
 
 def _build_oss(module: nn.Module, groups: Sequence[ParamGroup]) -> OSS:
@@ -200,7 +257,11 @@ def _owned_shards(module: nn.Module, oss: OSS) -> Iterator[Shard]:
         is_owned = owners[param] == dist.get_rank()
         # Empty elsewhere, so that only the owner's optimizer makes state of any size.
         local = param.detach() if is_owned else param.detach().new_empty((0, *param.shape[1:]))
-        yield _OwnedShard(name, param, nn.Parameter(local), param.shape, owner=owners[param])
+        shard = _OwnedShard(name, param, nn.Parameter(local), param.shape, owner=owners[param])
+        if type(param) is nn.Parameter:
+            param.__class__ = _OwnedParameter
+            param.shard = shard  # type: ignore[attr-defined]
+        yield shard
 
 
 _DEFAULT_BUFFER_SIZE = 2**23  # elements; fairscale's own default
@@ -303,9 +364,9 @@ class _GradientSharded(_OwnedByRank):
         self._parallel.refresh_trainable()  # fixes the layout of parameters: shards may refer to their memory now
         super().__init__(setup, oss, self._parallel)
         self._is_last = True
-        self._reduced: set[str] = set()
         self._again = ""
         for shard in self._owned:
+            shard.is_hidden = True
             if shard.source.requires_grad:  # a group of the user's may have frozen parameters
                 shard.source.register_post_accumulate_grad_hook(partial(self._record_gradient, shard))
         # The guard has counted hooks in super().__init__, before those above were set.
@@ -332,7 +393,7 @@ class _GradientSharded(_OwnedByRank):
             VisslZeroError: a parameter had a gradient in an earlier micro-batch and none in the last, so that fairscale
                 has not reduced it.
         """
-        if missed := [shard.name for shard in self._owned if shard.has_grad and shard.name not in self._reduced]:
+        if missed := [shard.name for shard in self._owned if shard.has_grad and not shard.is_reduced]:
             raise VisslZeroError(
                 f"The last micro-batch of the step did not use {missed[0]}, which an earlier one did. fairscale "
                 "reduces gradients in the last one only; write config.ZERO.ENGINE=torch."
@@ -341,13 +402,20 @@ class _GradientSharded(_OwnedByRank):
 
     def zero_grad(self) -> None:
         """Zero in place; see ``ShardedModel``. A gradient set to None leaves fairscale's buffers (fairscale #354)."""
-        self._parallel.zero_grad(set_to_none=True)  # sets only gradients outside the buffers to None
+        parallel = self._parallel
+        params = parallel._trainable_params
+        for param, is_in_buffer in zip(params, parallel._should_bucket_grad or [False] * len(params), strict=True):
+            if not is_in_buffer:
+                set_real_grad(param, None)
+        for bucket in parallel._bucket_list:
+            bucket.zero()
         # Its forward pass does this too, but a loop may call parts of the model alone: nothing would be reduced.
-        self._parallel._clear_counters()
+        parallel._clear_counters()
         for shard in self._owned:
             shard.local.grad = None
-            shard.has_grad = False
-        self._reduced.clear()
+            shard.has_grad = shard.is_reduced = False
+            if isinstance(shard.source, GradientGuard):
+                shard.source.is_spent, shard.source.stand_in = False, None
         self._again = ""
 
     def _problem(self) -> str | None:
@@ -363,9 +431,9 @@ class _GradientSharded(_OwnedByRank):
         """Record that the backward pass has just added to the gradient of ``shard``."""
         shard.has_grad = True
         if self._is_last:
-            if shard.name in self._reduced:
+            if shard.is_reduced:
                 self._again = shard.name
-            self._reduced.add(shard.name)
+            shard.is_reduced = True
 
     def _moment(self) -> str:
         size = f"{self._buffer_size:,} elements a rank" if self._buffer_size else "one tensor each"
