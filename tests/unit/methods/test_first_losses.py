@@ -13,6 +13,7 @@ import pytest
 
 from tests.dist.test_method_parity import CASES, make_method_plan, plain
 from vissl_zero.methods.method import Method, build_method
+from vissl_zero.registry import LOSSES, METHODS
 
 PAGE = Path(__file__).with_name("first_losses.json")
 FIRST = json.loads(PAGE.read_text()) if PAGE.exists() else {}
@@ -79,6 +80,15 @@ def test_what_a_method_tells_the_loop() -> None:
     assert {n: m.guessing_loss for n, m in methods.items() if m.guessing_loss is not None} == pytest.approx(GUESSING)
     prototypes = {name: list(m.num_prototypes) for name, m in methods.items() if m.num_prototypes}
     assert prototypes == {"swav": [5], "swav_momentum": [5]}
+
+
+def test_a_method_and_its_losses_agree_about_the_teacher() -> None:
+    for name in METHODS.builtin():
+        spec = METHODS.get(name).build()
+        for loss in spec.losses:
+            method = LOSSES.get(loss).build
+            assert method.has_teacher == (spec.teacher != "none"), loss
+            assert (method.has_teacher and method.teacher_follows) == spec.teacher_follows, loss
 
 
 if __name__ == "__main__":

@@ -195,3 +195,16 @@ def test_a_model_that_does_not_fit_is_refused() -> None:
         _loss(num_prototypes=[7])([output], _batch())
     with pytest.raises(ConfigError, match="that the transforms make, 4"):
         _loss(num_crops=2)([output], _batch())
+
+
+def test_micro_batches_join_to_the_outputs_of_the_whole_batch_and_one_copy_of_the_queue_s_scores() -> None:
+    def outputs(views: Tensor, queue_scores: list[Tensor]) -> list[Any]:
+        rows = views.flatten(0, 1)
+        return [SwAVOutput(rows[:, :DIM], [rows[:, :7], rows[:, 7:]], queue_scores)]
+
+    views = torch.randn(NUM_CROPS, NUM_SAMPLES, 10)
+    queue_scores = [torch.randn(2, count) for count in PROTOTYPES]
+    parts = [outputs(part, queue_scores) for part in views.split([2, 3], dim=1)]
+    joined, whole = _loss().join(parts, [2, 3])[0], outputs(views, queue_scores)[0]
+    assert torch.equal(joined.embeddings, whole.embeddings)
+    assert all(map(torch.equal, joined.scores, whole.scores)) and joined.probe_scores is queue_scores

@@ -143,7 +143,8 @@ def test_what_it_asks_of_a_recipe() -> None:
     assert "must be one vicregl_head for vicregl_loss" in _complaints(head="mlp")
     without_boxes = [CROPS | {"keeps_boxes": False}, END]
     assert "must make crops that keep their boxes for vicregl_loss" in _complaints(without_boxes)
-    assert "must make two or more crops of an image for vicregl_loss" in _complaints([END])
+    without_crops = _complaints([END])
+    assert "must make two or more crops of an image for vicregl_loss (got no multi-crop)" in without_crops
     assert "VIEWS_APART: must be false for vicregl_loss with crops of 2 sizes" in _complaints(apart=True)
     for wrong in ([20], [0, 4]):
         assert "num_matches: must be two numbers of at least 1" in _complaints(num_matches=wrong)
