@@ -19,7 +19,7 @@ from rich.text import Text
 
 from vissl_zero.engine.hook import Records
 from vissl_zero.engine.stopping import read_summary
-from vissl_zero.errors import printable
+from vissl_zero.errors import counted, printable
 from vissl_zero.reporting.metrics_file import FILE_NAME, read_records
 from vissl_zero.reporting.quantity import bytes_text, result_text
 from vissl_zero.resolve.saved import leaves, read_saved
@@ -66,6 +66,16 @@ class Group:
 
     name: str
     runs: list[ComparedRun] = field(default_factory=list)
+
+    @property
+    def has_seeds(self) -> bool:
+        """Whether the runs have different seeds. Repetitions with one seed say nothing about others."""
+        return len({run.config.get(_SEED) for run in self.runs}) == len(self.runs) > 1
+
+    @property
+    def size(self) -> str:
+        """The number of runs: "1 run", "2 runs", "2 seeds"."""
+        return f"{len(self.runs)} seeds" if self.has_seeds else counted(len(self.runs), "run")
 
 
 @dataclass(frozen=True)
@@ -144,7 +154,8 @@ def estimate(values: Sequence[float]) -> Estimate:
 def _figures_of(group: Group) -> dict[str, Estimate]:
     """Return the mean of each result that all runs of the group have."""
     shared = [name for name in FIGURES if all(name in run.figures for run in group.runs)]
-    return {name: estimate([run.figures[name] for run in group.runs]) for name in shared}
+    means = {name: estimate([run.figures[name] for run in group.runs]) for name in shared}
+    return means if group.has_seeds else {name: Estimate(of_runs.mean, None, None) for name, of_runs in means.items()}
 
 
 def _parts(name: str, shown: Estimate | None) -> tuple[str, str]:
@@ -184,7 +195,7 @@ def page(runs: Sequence[ComparedRun]) -> str:
     """Return a self-contained HTML page, which loads nothing."""
     groups, names = grouped(runs), names_of(runs)
     name_of = {id(run): name for run, name in zip(runs, names, strict=True)}
-    heads = [f"{group.name} ({len(group.runs)} {'run' if len(group.runs) == 1 else 'seeds'})" for group in groups]
+    heads = [f"{group.name} ({group.size})" for group in groups]
     keys = [(key, [printable(value) for value in row]) for key, row in differing(runs).items()]
     data = {
         "groups": [
@@ -199,7 +210,7 @@ def page(runs: Sequence[ComparedRun]) -> str:
             for head, group in zip(heads, groups, strict=True)
         ]
     }
-    are_seeds = any(len(group.runs) > 1 for group in groups)
+    are_seeds = any(group.has_seeds for group in groups)
     recipes = ", ".join(dict.fromkeys(run.recipe for run in runs if run.recipe))
     columns = [_figures_of(group) for group in groups]
     figures = [
@@ -223,8 +234,7 @@ def page(runs: Sequence[ComparedRun]) -> str:
 
 
 def _seed_name(run: ComparedRun, name: str, group: Group) -> str:
-    seeds = [other.config.get(_SEED) for other in group.runs]
-    return f"seed {run.config.get(_SEED)}" if len({*seeds}) == len(seeds) > 1 else name
+    return f"seed {run.config.get(_SEED)}" if group.has_seeds else name
 
 
 def _span(mean: str, interval: str) -> Iterator[str]:

@@ -118,12 +118,12 @@ def join_seeds(sweep_dir: Path, rows: Sequence[Row]) -> bool:
         Whether there are jobs that differ only in their seed.
     """
     groups = grouped([read_run(sweep_dir / row.name) for row in rows if row.state == "done"])
-    groups = [group for group in groups if len(group.runs) > 1]
+    groups = [group for group in groups if group.has_seeds]
     if not groups:
         return False
     with replacing(sweep_dir / SEEDS_NAME) as temporary:
         temporary.write_text(json.dumps(groups_as_json(groups), indent=1), encoding="utf-8")
-    heads = [f"{group.name if len(groups) > 1 else ''} {len(group.runs)} seeds".strip() for group in groups]
+    heads = [f"{group.name if len(groups) > 1 else ''} {group.size}".strip() for group in groups]
     table = text_table(["mean over seeds", *heads], rows_of(groups))
     out = rich.get_console()
     out.print()

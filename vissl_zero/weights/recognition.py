@@ -157,8 +157,8 @@ def _heads(width: int, config: Mapping[str, Any]) -> int:
     if not heads or width % heads:
         raise CheckpointError(
             f"A vision transformer of width {width}: no published one has it, so its attention heads are not known. "
-            'Put a config.json with {"num_attention_heads": ...} beside the file, in a folder of their own, and name '
-            "the folder; or write config.MODEL.TRUNK."
+            "Put it into a folder of its own as pytorch_model.bin or model.safetensors, beside a config.json with "
+            '{"num_attention_heads": ...}, and name the folder; or write config.MODEL.TRUNK.'
         )
     return int(heads)
 

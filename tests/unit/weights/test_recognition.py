@@ -340,8 +340,12 @@ def test_what_is_known_by_no_library_is_refused_with_a_way_out(tmp_path):
         vissl_zero.load_trunk(tmp_path / "a.pth")
     net = plain_transformer(embed_dim=24, num_heads=3)
     torch.save(net.state_dict(), tmp_path / "b.pth")
-    with pytest.raises(CheckpointError, match=r"width 24.*attention heads are not known.*config.json"):
+    with pytest.raises(CheckpointError, match=r"width 24.*attention heads are not known.*as pytorch_model.bin or"):
         vissl_zero.load_trunk(tmp_path / "b.pth")
+    (tmp_path / "own").mkdir()
+    (tmp_path / "b.pth").rename(tmp_path / "own" / "pytorch_model.bin")
+    (tmp_path / "own" / "config.json").write_text('{"num_attention_heads": 3}')
+    vissl_zero.load_trunk(tmp_path / "own")
 
 
 @pytest.mark.parametrize(
