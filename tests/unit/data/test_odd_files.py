@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from tests.blocks import data_block
 from tests.unit.data.conftest import MakeData
 from tests.unit.data.odd_files import OddFile, odd_files, table, write
 from vissl_zero.data import workers
-from vissl_zero.data.decode import BrokenImageError, Decoder
+from vissl_zero.data.decode import BrokenImageError, Decoder, read_array
 from vissl_zero.data.fast.pipeline import build_fast_pipeline
 from vissl_zero.data.loader import build_loader
 
@@ -68,3 +71,21 @@ def test_the_documentation_lists_them_all() -> None:
     assert len(ODD) >= 40 and len({odd.name for odd in ODD}) == len(ODD)
     fix = "write the table that `python -m tests.unit.data.odd_files` prints into docs/data.md"
     assert table() in (ROOT / "docs/data.md").read_text(), fix
+
+
+@pytest.mark.parametrize(("exif", "size"), [("ignore", (8, 6)), ("apply", (6, 8))])
+def test_the_key_says_whether_a_picture_is_turned(exif: str, size: tuple[int, int]) -> None:
+    file = io.BytesIO()
+    turn = Image.Exif()
+    turn[0x0112] = 6
+    Image.new("RGB", (8, 6)).save(file, "JPEG", exif=turn)
+    assert Decoder.of(data_block({"EXIF": exif})).image(file.getvalue(), "turned.jpg").size == size
+
+
+def test_text_with_the_last_character_of_unicode_is_read_and_what_lies_beyond_is_not(tmp_path: Path) -> None:
+    np.save(tmp_path / "names.npy", np.array(["a" + chr(sys.maxunicode)]))
+    assert read_array(tmp_path / "names.npy").tolist() == ["a" + chr(sys.maxunicode)]
+    content = (tmp_path / "names.npy").read_bytes()
+    (tmp_path / "names.npy").write_bytes(content[:-4] + (sys.maxunicode + 1).to_bytes(4, sys.byteorder))
+    with pytest.raises(ValueError, match="text that is damaged"):
+        read_array(tmp_path / "names.npy")

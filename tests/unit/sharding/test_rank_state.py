@@ -178,6 +178,17 @@ def test_state_of_plain_torch_that_does_not_fit_is_refused(path: Any, value: Any
     assert _plain(rank.save()) == before
 
 
+def test_a_fused_sgd_gets_the_momentum_that_plain_torch_lacks() -> None:
+    """Plain torch writes none for a parameter without gradient; fused kernels refuse a group where one lacks it."""
+
+    def build(groups: list[Any]) -> torch.optim.Optimizer:
+        return torch.optim.SGD(groups, 0.1, momentum=0.9, fused=True)
+
+    rank = _Rank(build, seed=1)
+    load_torch_state(_change(_Rank(build).optimizer.state_dict(), "state", 1), rank.shards, rank.optimizer)
+    assert not rank.optimizer.state[rank.model.bias]["momentum_buffer"].any()
+
+
 def test_a_parameter_without_state_in_plain_torch_has_none() -> None:
     rank = _Rank(seed=1)
     load_torch_state(_change(_Rank().optimizer.state_dict(), "state", 1), rank.shards, rank.optimizer)
