@@ -74,7 +74,7 @@ class Choice:
     also: tuple[Any, ...] = ()  # accepted, but not listed in messages
 
     def __str__(self) -> str:
-        return " or ".join(map(str, self.options))
+        return " or ".join("''" if option == "" else str(option) for option in self.options)
 
 
 def number(

@@ -14,6 +14,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from vissl_zero.config.blocks.data import MixingConfig
+from vissl_zero.config.blocks.optimizer import LinearEvalHead, ParamGroupKeys
 from vissl_zero.config.components import builtin_keys
 from vissl_zero.config.run_config import RunConfig
 from vissl_zero.vissl.keys import DIFFERENCES
@@ -23,6 +25,13 @@ _HEADER = """\
 Written by `python -m vissl_zero.config.reference`; a test holds it to the code.
 [configuration.md](configuration.md) says how keys are given, and which of VISSL's other keys are accepted.
 """
+# Keys of YAML maps and lists, which are typed where they are read.
+_BELOW_PLAIN_KEYS = {
+    "config.DATA.TRAIN.COLLATE_FUNCTION_PARAMS": MixingConfig,
+    "config.OPTIMIZER.param_groups[i]": ParamGroupKeys,
+    "config.OPTIMIZER.linear_eval_heads[i]": LinearEvalHead,
+}
+_TRUNKS = ("timm", "torchvision")
 _YAML = {None: "null", True: "true", False: "false", "": '""', "???": "(needed)"}
 
 
@@ -38,8 +47,11 @@ class Key:
 def reference() -> str:
     """Write the page: a table per block under ``config:``, then those of components that are not blocks."""
     tables = list(_blocks(RunConfig(), "config"))
-    for kind in ("head", "base optimizer"):
-        tables += [_table(f"{kind} `{name}`", schema()) for name, schema in builtin_keys(kind).items()]
+    tables += [_table(f"`{path}`", schema()) for path, schema in _BELOW_PLAIN_KEYS.items()]
+    for kind in ("trunk", "head", "base optimizer"):
+        # Most trunks have a block under MODEL.TRUNK, which stands above.
+        named = {name: schema for name, schema in builtin_keys(kind).items() if kind != "trunk" or name in _TRUNKS}
+        tables += [_table(f"{kind} `{name}`", schema()) for name, schema in named.items()]
     return "\n".join([_HEADER, *tables])
 
 

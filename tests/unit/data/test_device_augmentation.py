@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image, ImageOps
 
 from tests.blocks import data_block
 from tests.unit.config.example_config import complaints
 from tests.unit.data.conftest import MakeData
 from tests.unit.data.test_fast_backend import BOUNDS, END, JITTER, Entry, photograph
-from vissl_zero.data.changes import Kind, _mean_gray
+from vissl_zero.data.changes import Kind, _mean_gray, _spread
 from vissl_zero.data.dataset import borrowed_randomness, seed_sample
 from vissl_zero.data.decode import Decoder
 from vissl_zero.data.fast.device_pipeline import DevicePipeline, HandOver
@@ -122,6 +123,12 @@ def test_the_gray_that_contrast_mixes_with_is_a_mean_in_float64() -> None:
     pixels[0, :, 0, 0] = 127
     unchanged = torch.eye(3, 4, dtype=torch.float64).expand(2, 3, 4)
     assert _mean_gray(pixels, unchanged).tolist() == [127, 128]
+
+
+def test_contrast_is_spread_as_pillow_does_it_down_to_a_single_step() -> None:
+    pixels = np.random.default_rng(0).integers([100, 7, 40], [101, 9, 200], (8, 8, 3), np.uint8, endpoint=False)
+    (spread,) = _spread(torch.from_numpy(pixels).permute(2, 0, 1)[None], torch.empty(0))
+    assert np.array_equal(spread.permute(1, 2, 0), ImageOps.autocontrast(Image.fromarray(pixels)))
 
 
 BLUR, CUT = {"name": "ImgPilGaussianBlur", "p": 1.0}, {"name": "CenterCrop", "size": 8}

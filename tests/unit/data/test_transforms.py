@@ -350,6 +350,11 @@ def test_rand_augment_is_vissl_s(keys: dict[str, Any], means: list[float]) -> No
         assert np.asarray(augment(Image.fromarray(values.astype(np.uint8)))).mean() == pytest.approx(mean, abs=0.02)
 
 
+def test_the_weights_of_rand_augment_are_probabilities() -> None:
+    (augment,) = build_pipeline([{"name": "RandAugment", "magnitude": 5, "weight_choice": 0}], "here").transforms
+    assert sum(augment.choice_weights) == pytest.approx(1)
+
+
 def test_rand_augment_at_its_greatest_magnitude_and_torchvision_s() -> None:
     white = Image.new("RGB", (8, 8), "white")
     assert not np.asarray(_posterize(white, 0)).any() and np.asarray(_posterize(white, 1)).max() == 128

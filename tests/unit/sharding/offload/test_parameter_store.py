@@ -89,7 +89,9 @@ def test_gradients_add_up_change_and_are_forgotten(tmp_path):
     gradients.change(1, torch.tensor(2.0), torch.tensor(3.0))
     assert gradients.needs_values(1) and not gradients.needs_values(0)
     torch.testing.assert_close(gradients.read(1, values[1]), first[1] * 0.5 * 2 + values[1] * 3)
-    gradients.set_zero(3)
+    gradients.add({3: first[3]})
+    gradients.forget(3)
+    gradients.set_zero(3)  # in the file it is still that of the step before
     assert not gradients.read(3).any()
     for index in (0, 1, 3):
         gradients.forget(index)
