@@ -392,3 +392,34 @@ def _copied_after_a_step() -> list[str]:
 
 def test_the_copy_of_a_model_is_plain() -> None:
     assert run_on_ranks(2, _copied_after_a_step) == [["Parameter"] * 2] * 2
+
+
+def _used_by_one_rank(level: int) -> str | list[Tensor]:
+    torch.manual_seed(1)
+    layers: Any = nn.ModuleList(nn.Linear(7, 7) for _ in range(3)).double()
+    layers, optimizer = vissl_zero.initialize(
+        layers, {"type": "SGD", "lr": 0.1}, {"level": level, "engine": "fairscale"}
+    )
+    x = torch.ones(2, 7, dtype=torch.float64)
+    loss = layers[0](x).square().mean()
+    if dist.get_rank() == 0:
+        loss = loss + layers[1](x).square().mean() + layers[2](x).square().mean()
+    optimizer.backward(loss)
+    try:
+        optimizer.step()
+    except VisslZeroError as error:
+        return str(error)
+    return [param.detach() for param in layers.parameters()]
+
+
+def test_layers_that_one_rank_uses_are_refused_at_level_2() -> None:
+    """On level 1 they are exact: an absent gradient counts as zero."""
+    for told in run_on_ranks(2, _used_by_one_rank, 2):
+        assert "the ranks differ in which parameters their losses use" in told
+    torch.manual_seed(1)
+    layers = nn.ModuleList(nn.Linear(7, 7) for _ in range(3)).double()
+    x = torch.ones(2, 7, dtype=torch.float64)
+    first, *others = (layer(x).square().mean() for layer in layers)
+    (first + sum(others) / 2).backward()
+    for param, trained in zip(layers.parameters(), run_on_ranks(2, _used_by_one_rank, 1)[1], strict=True):
+        assert torch.allclose(param - 0.1 * param.grad, trained, rtol=0, atol=1e-10)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -22,12 +22,13 @@ from torch import Tensor, nn
 
 from vissl_zero import collectives
 from vissl_zero.collectives import world_size
-from vissl_zero.errors import ConfigError, Problem, VisslZeroError
+from vissl_zero.errors import ConfigError, Problem
 from vissl_zero.models.bare import Fill
 from vissl_zero.optim.adaptation import Adaptation, OptimizerFactory
 from vissl_zero.optim.param_groups import ParamGroup
 from vissl_zero.registry import STRATEGIES
 from vissl_zero.resolve.resolved import ShardingPlan
+from vissl_zero.sharding.checks.replica_check import text_digest
 from vissl_zero.sharding.engines.fairscale.flat_sharded import FlatSharded
 from vissl_zero.sharding.engines.gradient_average import GradientAverage
 from vissl_zero.sharding.model.prepare import prepare
@@ -36,7 +37,6 @@ from vissl_zero.sharding.state.missing_gradient import GradientGuard
 from vissl_zero.sharding.state.shard import Shard, divide_by_norms, whole_shard
 from vissl_zero.sharding.strategy import Strategy
 from vissl_zero.sharding.torch_private import is_in_backward, real_grad, set_real_grad
-from vissl_zero.sharding.update.stepper import StepResult
 
 _TORCH = "Write config.ZERO.ENGINE=torch"
 
@@ -384,21 +384,12 @@ class _GradientSharded(_OwnedByRank):
             with self._parallel.no_sync():
                 yield
 
-    def step(
-        self, with_histograms: bool = False, before_update: Callable[[Tensor], object] | None = None
-    ) -> StepResult:
-        """Update the parameters; see ``ShardedModel``.
-
-        Raises:
-            VisslZeroError: a parameter had a gradient in an earlier micro-batch and none in the last, so that fairscale
-                has not reduced it.
-        """
-        if missed := [shard.name for shard in self._owned if shard.has_grad and not shard.is_reduced]:
-            raise VisslZeroError(
-                f"The last micro-batch of the step did not use {missed[0]}, which an earlier one did. fairscale "
-                "reduces gradients in the last one only; write config.ZERO.ENGINE=torch."
-            )
-        return super().step(with_histograms, before_update)
+    def _facts(self) -> dict[str, int]:
+        """Collect the facts; see ``ShardedModel``."""
+        # The owner would not update what its own loss has not reached, and fairscale pairs messages by their order.
+        reached = [shard.name for shard in self._owned if shard.has_grad]
+        what = 'which parameters their losses use, which fairscale cannot reduce. Write level=1, or engine="torch"'
+        return super()._facts() | {what: text_digest(reached)}
 
     def zero_grad(self) -> None:
         """Zero in place; see ``ShardedModel``. A gradient set to None leaves fairscale's buffers (fairscale #354)."""
@@ -424,6 +415,11 @@ class _GradientSharded(_OwnedByRank):
             return (
                 f"Two backward passes reached {self._again} before optimizer.step(), and fairscale reduces a gradient "
                 'once. Add the losses and call backward() once, or write engine="torch".'
+            )
+        if missed := [shard.name for shard in self._owned if shard.has_grad and not shard.is_reduced]:
+            return (
+                f"The last micro-batch of the step did not use {missed[0]}, which an earlier one did. fairscale "
+                "reduces gradients in the last one only; write config.ZERO.ENGINE=torch."
             )
         return super()._problem()
 
