@@ -1559,11 +1559,18 @@ def evaluated_with_exchanged_parameters(init: Init) -> dict[str, Tensor]:
     model, optimizer = init(nn.Sequential(*(nn.Linear(7, 7) for _ in range(4))))
     train(model, optimizer, lambda model, x: model(x).square().mean(), steps=5)
     with torch.no_grad():
-        if "Sharded" in type(model[0].weight).__name__:
-            torch.utils.swap_tensors(model[0].weight, model[2].weight)
-        else:  # as by swap_tensors, which refuses parameters that are watched
-            model[0].weight.data, model[2].weight.data = model[2].weight.data.clone(), model[0].weight.data.clone()
+        torch.utils.swap_tensors(model[0].weight, model[2].weight)
         return {"outputs": model(rows(9, 7))}
+
+
+REPLACED = "The memory of 0.weight was replaced after sharding began"
+
+
+@case(level_1=REPLACED, level_2=REPLACED, level_3="0.weight has been exchanged for another parameter")
+def trained_with_exchanged_parameters(init: Init) -> dict[str, Tensor]:
+    model, optimizer = init(nn.Sequential(nn.Linear(7, 7), nn.Linear(7, 7)))
+    torch.utils.swap_tensors(model[0].weight, model[1].weight)
+    return train(model, optimizer, lambda model, x: model(x).square().mean())
 
 
 class _Doubled(nn.Sequential):

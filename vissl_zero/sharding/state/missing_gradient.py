@@ -54,8 +54,16 @@ SPENT = (
     "zero=dict(gradient_accumulation_steps=...), or use level 0, where gradients stay until zero_grad()."
 )
 
-# The parameter of each storage, which it keeps as long as it lives.
-_PARAMETERS: WeakValueDictionary[int, WatchedParameter] = WeakValueDictionary()
+
+class _Memory:
+    """A parameter's storage, which it keeps as long as it lives.
+
+    In the parameter's place where weak references are needed: torch.utils.swap_tensors refuses tensors that have any.
+    """
+
+
+# By the address of the storage.
+_MEMORIES: WeakValueDictionary[int, _Memory] = WeakValueDictionary()
 # What holds a parameter's storage anyway: the parameter, the optimizer's rows of it, and the object that asks.
 _NUM_HOLDERS = 3
 
@@ -98,7 +106,8 @@ class MissingGradient(Tensor):
 def watch(param: nn.Parameter, kind: type[WatchedParameter]) -> None:
     """Make a parameter one of ``kind``: the same object, so that the model and the loop keep what they refer to."""
     param.__class__ = kind
-    _PARAMETERS[object_address(param.untyped_storage())] = param  # type: ignore[assignment]
+    memory = _Memory()
+    param.memory = _MEMORIES[object_address(param.untyped_storage())] = memory  # type: ignore[attr-defined]
 
 
 class GradientGuard(nn.Parameter):
@@ -168,6 +177,7 @@ class GradientGuard(nn.Parameter):
 class WatchedParameter(GradientGuard):
     """A parameter that this rank holds in full, and whose memory stays where it is."""
 
+    memory: _Memory
     aliases: WeakTensorKeyDictionary | None = None
 
     def detach(self) -> Tensor:
@@ -192,7 +202,7 @@ class WatchedParameter(GradientGuard):
                 f"shape {tuple(value.shape)} on {value.device} (by model.to(...), .half() or .data = ...). Convert a "
                 "model before initialize(); afterward shape, type and device stay."
             )
-        if _PARAMETERS.get(object_address(value.untyped_storage()), self) is not self:
+        if _MEMORIES.get(object_address(value.untyped_storage()), self.memory) is not self.memory:
             raise VisslZeroError(OTHER_DATA.format("another parameter's memory", tuple(self.shape), self.dtype))
         with torch.no_grad():
             new = value.clone()  # before anything moves: it may be a view of this memory, as in param.data.t()
