@@ -249,6 +249,12 @@ def test_a_home_folder_is_not_made_here(command, tmp_path, monkeypatch):
     assert not (tmp_path / "~").exists()
 
 
+def test_python_runs_the_package() -> None:
+    run = [sys.executable, "-m", "vissl_zero", "--version"]
+    done = subprocess.run(run, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout.split()[-1]) == (0, __version__), done.stderr
+
+
 @pytest.mark.parametrize(("word", "text"), [("--help", "Train:"), ("--version", __version__), ("-h", "Exit codes:")])
 def test_words_about_the_program(command, word, text):
     code, out, _ = command(word)

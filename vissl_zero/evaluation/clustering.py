@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from vissl_zero.collectives import all_gather_objects, all_gather_rows, all_reduce_sum, rank, world_size
+from vissl_zero.config.blocks.output import ClusterFit
 from vissl_zero.data.loader import eval_images, rank_slice
 from vissl_zero.data.source import Source, build_eval_sources, splits_to_read
 from vissl_zero.engine.hook import Hook, Run
@@ -57,6 +58,15 @@ def nearest_centroids(rows: Tensor, centroids: Tensor) -> tuple[Tensor, Tensor]:
         labels.append(nearest.indices)
         distances.append((nearest.values + part.square().sum(dim=1)).clamp(min=0))
     return all_gather_rows(torch.cat(labels)), all_gather_rows(torch.cat(distances))
+
+
+def _require_images(options: ClusterFit, num_images: int) -> None:
+    limit = num_images if options.DATA_LIMIT < 0 else min(options.DATA_LIMIT, num_images)
+    if limit < options.NUM_CLUSTERS:
+        raise DataError(
+            f"CLUSTERFIT.NUM_CLUSTERS: {options.NUM_CLUSTERS} clusters need as many images, and {limit} of "
+            f"{options.FEATURES.DATA_PARTITION} are clustered. Lower it."
+        )
 
 
 def kmeans(rows: Tensor, num_clusters: int, num_iterations: int, seed: int) -> Tensor:
@@ -118,13 +128,7 @@ class ClusterFeatures(Hook):
                     f"CLUSTERFIT writes lists of image files, and {source.name(0)} is none. Take images of a "
                     "disk_folder or disk_filelist."
                 )
-        num_images, num_clusters = len(self._sources[split]), options.NUM_CLUSTERS
-        limit = num_images if options.DATA_LIMIT < 0 else min(options.DATA_LIMIT, num_images)
-        if limit < num_clusters:
-            raise DataError(
-                f"CLUSTERFIT.NUM_CLUSTERS: {num_clusters} clusters need as many images, and {limit} of {split} are "
-                "clustered. Lower it."
-            )
+        _require_images(options, len(self._sources[split]))
 
     def on_end(self, run: Run) -> None:
         options, seed = run.plan.config.CLUSTERFIT, run.plan.seed
@@ -139,6 +143,7 @@ class ClusterFeatures(Hook):
             columns = layers_of(run).get(options.FEATURES.LAYER_NAME, slice(None))
             rows[split] = unit_rows(kept[:, columns])
         first = rows[options.FEATURES.DATA_PARTITION]
+        _require_images(options, len(first))  # again: broken ones are left out
         if options.DATA_LIMIT >= 0:
             generator = torch.Generator().manual_seed(options.DATA_LIMIT_SAMPLING.SEED)
             first = first[torch.randperm(len(first), generator=generator)[: options.DATA_LIMIT].to(first.device)]

@@ -92,6 +92,9 @@ def test_a_broken_image_has_no_cluster(config, tmp_path):
     config["DATA"]["ON_BROKEN_IMAGE"] = "skip"
     images, labels = map(np.load, _cluster(config, tmp_path)["clusters"]["TRAIN"])
     assert len(labels) == len(images) == 39 and str(broken) not in images
+    config["CLUSTERFIT"] |= {"NUM_CLUSTERS": 40, "DATA_LIMIT": -1}
+    with pytest.raises(DataError, match="40 clusters need as many images, and 39 of TRAIN"):
+        _cluster(config, tmp_path / "more")
 
 
 def test_features_that_are_nan_are_not_clustered(config, tmp_path):
