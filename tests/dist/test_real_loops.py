@@ -1563,10 +1563,10 @@ def evaluated_with_exchanged_parameters(init: Init) -> dict[str, Tensor]:
         return {"outputs": model(rows(9, 7))}
 
 
-REPLACED = "The memory of 0.weight was replaced after sharding began"
+MOVED = "The memory of 0.weight was replaced after sharding began"
 
 
-@case(level_1=REPLACED, level_2=REPLACED, level_3="0.weight has been exchanged for another parameter")
+@case(level_1=MOVED, level_2=MOVED, level_3="0.weight has been exchanged for another parameter")
 def trained_with_exchanged_parameters(init: Init) -> dict[str, Tensor]:
     model, optimizer = init(nn.Sequential(nn.Linear(7, 7), nn.Linear(7, 7)))
     torch.utils.swap_tensors(model[0].weight, model[1].weight)

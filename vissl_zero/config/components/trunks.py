@@ -353,7 +353,7 @@ class TimmConfig:
     """How positions of a vision transformer are resized for other image sizes: antialiased (timm, DINOv2 with
     registers), bicubic (transformers) or offset (bicubic by a factor of 0.1 patches more: DINO, DINOv2)."""
     model_args: dict[str, Any] = field(default_factory=dict)
-    """Further arguments, such as img_size or init_values."""
+    """Further arguments, such as init_values."""
 
 
 @dataclass

@@ -145,14 +145,19 @@ class GradientGuard(nn.Parameter):
             raise VisslZeroError(why)
 
     def detach(self) -> Tensor:
-        """Return the values without history; memory is shared."""
+        """Return the values without history; memory is shared, of a ``WatchedParameter`` until ``data`` is set."""
         if is_made_parameter():  # it would refuse the plain tensor below, in words about ``__torch_dispatch__``
             raise VisslZeroError(
                 "nn.Parameter(...) was given a parameter of the model after initialize(), directly or by a "
                 "parametrization such as weight_norm. Set parametrizations before initialize(); for a copy, write "
                 "nn.Parameter(param.data.clone())."
             )
-        return super().detach()
+        alias = super().detach()
+        self._note_alias(alias)
+        return alias
+
+    def _note_alias(self, alias: Tensor) -> None:
+        """Note that ``alias`` shares this memory."""
 
     def _missing(self) -> str | None:
         """Explain why the loop cannot read an existing gradient; None if it can, or there is none."""
@@ -180,11 +185,8 @@ class WatchedParameter(GradientGuard):
     memory: _Memory
     aliases: WeakTensorKeyDictionary | None = None
 
-    def detach(self) -> Tensor:
-        """Return the values without history; memory is shared until ``data`` is set."""
-        alias = super().detach()
+    def _note_alias(self, alias: Tensor) -> None:
         add_alias(self, alias)
-        return alias
 
     @property
     def data(self) -> Tensor:
