@@ -17,6 +17,7 @@ from typing import Any
 from vissl_zero.config.blocks.data import MixingConfig
 from vissl_zero.config.blocks.optimizer import LinearEvalHead, ParamGroupKeys
 from vissl_zero.config.components import builtin_keys
+from vissl_zero.config.constraints import Range
 from vissl_zero.config.run_config import RunConfig
 from vissl_zero.vissl.keys import DIFFERENCES
 
@@ -85,7 +86,10 @@ def _table(title: str, block: Any) -> str:
         value = getattr(block, key.name)
         if not is_dataclass(value):
             kind = f"`{key.type}`".replace("|", "\\|")
-            kind += f", {constraints[key.name]}" if key.name in constraints else ""
+            constraint = constraints.get(key.name, "")
+            # A choice's words are values, and no English.
+            text = str(constraint) if isinstance(constraint, Range) else f"`{constraint}`".replace(" or ", "` or `")
+            kind += f", {text}" if constraint else ""
             rows.append(f"| `{key.name}` | {kind} | {_default(value)} | {key.sentence} |")
     heading = f"## {title}\n{inspect.cleandoc(type(block).__doc__ or '')}\n"
     head = ["| key | type | default | |", "| --- | --- | --- | --- |"] if rows else []

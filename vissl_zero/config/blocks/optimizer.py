@@ -129,7 +129,7 @@ class ParamGroupKeys:
     match: str = ""
     """Part of the full names of its parameters; empty: any."""
     max_dims: int | None = number(None, least=0, most=64)
-    """Most dimensions that they have; 1: biases, norms and other vectors; null: any number."""
+    """Most dimensions that they have; 1: biases, norms, and other vectors; null: any number."""
     lr_factor: float = number(1.0, least=0, most=10**9)
     """Multiplies their learning rate."""
     wd_factor: float = number(1.0, least=0, most=10**9)
