@@ -73,8 +73,13 @@ class Choice:
     options: tuple[Any, ...]
     also: tuple[Any, ...] = ()  # accepted, but not listed in messages
 
+    @property
+    def words(self) -> list[str]:
+        """The options as text; '' for the empty one."""
+        return ["''" if option == "" else str(option) for option in self.options]
+
     def __str__(self) -> str:
-        return " or ".join("''" if option == "" else str(option) for option in self.options)
+        return " or ".join(self.words)
 
 
 def number(

@@ -17,7 +17,7 @@ from typing import Any
 from vissl_zero.config.blocks.data import MixingConfig
 from vissl_zero.config.blocks.optimizer import LinearEvalHead, ParamGroupKeys
 from vissl_zero.config.components import builtin_keys
-from vissl_zero.config.constraints import Range
+from vissl_zero.config.constraints import Choice, Range
 from vissl_zero.config.run_config import RunConfig
 from vissl_zero.vissl.keys import DIFFERENCES
 
@@ -32,7 +32,8 @@ _BELOW_PLAIN_KEYS = {
     "config.OPTIMIZER.param_groups[i]": ParamGroupKeys,
     "config.OPTIMIZER.linear_eval_heads[i]": LinearEvalHead,
 }
-_TRUNKS = ("timm", "torchvision")
+# The other trunks have their keys under config.MODEL.TRUNK.
+_LIBRARY_TRUNKS = ("timm", "torchvision")
 _YAML = {None: "null", True: "true", False: "false", "": '""', "???": "(needed)"}
 
 
@@ -49,10 +50,10 @@ def reference() -> str:
     """Write the page: a table per block under ``config:``, then those of components that are not blocks."""
     tables = list(_blocks(RunConfig(), "config"))
     tables += [_table(f"`{path}`", schema()) for path, schema in _BELOW_PLAIN_KEYS.items()]
-    for kind in ("trunk", "head", "base optimizer"):
-        # Most trunks have a block under MODEL.TRUNK, which stands above.
-        named = {name: schema for name, schema in builtin_keys(kind).items() if kind != "trunk" or name in _TRUNKS}
-        tables += [_table(f"{kind} `{name}`", schema()) for name, schema in named.items()]
+    trunks = builtin_keys("trunk")
+    tables += [_table(f"trunk `{name}`", trunks[name]()) for name in _LIBRARY_TRUNKS]
+    for kind in ("head", "base optimizer"):
+        tables += [_table(f"{kind} `{name}`", schema()) for name, schema in builtin_keys(kind).items()]
     return "\n".join([_HEADER, *tables])
 
 
@@ -86,14 +87,16 @@ def _table(title: str, block: Any) -> str:
         value = getattr(block, key.name)
         if not is_dataclass(value):
             kind = f"`{key.type}`".replace("|", "\\|")
-            constraint = constraints.get(key.name, "")
-            # A choice's words are values, and no English.
-            text = str(constraint) if isinstance(constraint, Range) else f"`{constraint}`".replace(" or ", "` or `")
-            kind += f", {text}" if constraint else ""
+            kind += f", {_allowed(constraints[key.name])}" if key.name in constraints else ""
             rows.append(f"| `{key.name}` | {kind} | {_default(value)} | {key.sentence} |")
     heading = f"## {title}\n{inspect.cleandoc(type(block).__doc__ or '')}\n"
     head = ["| key | type | default | |", "| --- | --- | --- | --- |"] if rows else []
     return "\n".join([heading, *head, *rows, ""])
+
+
+def _allowed(constraint: Range | Choice) -> str:
+    """Write a range in words, and the options of a choice as code."""
+    return str(constraint) if isinstance(constraint, Range) else " or ".join(f"`{word}`" for word in constraint.words)
 
 
 def _default(value: Any) -> str:

@@ -163,7 +163,7 @@ class ClusterFeatures(Hook):
     def _write(
         self, run: Run, split: str, images: list[int], labels: Tensor, distances: Tensor, centroids: Tensor
     ) -> list[str]:
-        """Write the two lists of ``images``, which are places in the split, on rank 0; return their paths."""
+        """Write the files and the labels of ``images``, indices in the split, on rank 0; return both paths."""
         options = run.plan.config.CLUSTERFIT
         name = options.FEATURES.DATASET_NAME or "clusters"
         layer = options.FEATURES.LAYER_NAME or "features"

@@ -286,7 +286,7 @@ def _copied(
     set_own(copied, "state", defaultdict(dict))
     filled = [(param, state) for param, state in optimizer.state.items() if state]
     if filled:  # Adagrad and Lookahead make their state when they are built
-        # Of a parameter with dimensions, if one has a state: the moments of a scalar have the shape of a counter.
+        # Prefer a parameter with dimensions: a scalar's moments have the shape of a counter.
         like, template = max(filled, key=lambda pair: (pair[0].dim(), pair[0].numel()))
         for param in (param for group in groups for param in group["params"]):
             copied.state[param] = {key: _fresh(key, value, like, param) for key, value in template.items()}

@@ -56,13 +56,13 @@ SPENT = (
 
 
 class _Memory:
-    """A parameter's storage, which it keeps as long as it lives.
+    """Stands for a parameter's storage and lives as long as the parameter, which never changes its storage.
 
-    In the parameter's place where weak references are needed: torch.utils.swap_tensors refuses tensors that have any.
+    It takes weak references in the parameter's place: torch.utils.swap_tensors refuses tensors that have any.
     """
 
 
-# By the address of the storage.
+# The key is the storage's address.
 _MEMORIES: WeakValueDictionary[int, _Memory] = WeakValueDictionary()
 # What holds a parameter's storage anyway: the parameter, the optimizer's rows of it, and the object that asks.
 _NUM_HOLDERS = 3

@@ -138,7 +138,7 @@ class _OwnedShard(Shard):
         has_grad: whether the loss has reached it since the gradient was last forgotten. A parameter with its gradient
             in a communication buffer always has one, which may be zero.
         is_reduced: whether the gradient has been sent to its owner.
-        is_hidden: whether other ranks than the owner have gradients of their own, so that the loop must not use any.
+        is_hidden: whether ranks other than the owner keep their own gradients, which the loop must not use.
     """
 
     owner: int = 0
@@ -201,7 +201,7 @@ class _OwnedParameter(GradientGuard):
     @property
     def grad(self) -> Tensor | None:
         """The gradient; a ``MissingGradient`` if it cannot be read."""
-        if is_in_backward():  # fairscale's hooks
+        if is_in_backward():  # fairscale's hooks read it
             return real_grad(self)
         # A buffer has zeros where no loss has reached the parameter.
         return None if self.shard.is_hidden and not (self.shard.has_grad or self.is_spent) else super().grad
