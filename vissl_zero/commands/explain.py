@@ -25,6 +25,7 @@ from rich.table import Table
 from rich.text import Text
 
 from vissl_zero.atomic import is_there
+from vissl_zero.commands.arguments import config_dirs, searchpath
 from vissl_zero.config.blocks.model_and_loss import WeightsInit
 from vissl_zero.config.catalog import Replacement, missing, public_equivalent, use_catalog, with_public_paths
 from vissl_zero.config.compose import (
@@ -100,15 +101,12 @@ def explain(arguments: Sequence[str]) -> int:
 
 def _parse(arguments: Sequence[str]) -> tuple[str, list[str], set[str], str]:
     """Split the words into the recipe, file or folder, the overrides, the flags, and the folder of --fix."""
-    words = [part for word in arguments for part in (word.split("=", 1) if word.startswith("--") else [word])]
-    recipes, overrides, flags, out = list[str](), list[str](), set[str](), ""
+    rest, folders = config_dirs(arguments)
+    words = [part for word in rest for part in (word.split("=", 1) if word.startswith("--") else [word])]
+    recipes, overrides, flags, out = list[str](), searchpath(folders), set[str](), ""
     while words:
         word = words.pop(0)
-        if word in ("--config-dir", "-cd"):
-            if not words:
-                raise ConfigError("vissl-zero explain: --config-dir needs a folder. Write --config-dir <folder>.")
-            overrides.append(f"hydra.searchpath=['file://{Path(words.pop(0)).absolute()}']")
-        elif word == "--fix":
+        if word == "--fix":
             if not words:
                 raise ConfigError("vissl-zero explain: --fix needs a folder. Write --fix <folder>.")
             out = words.pop(0)
