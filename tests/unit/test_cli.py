@@ -123,7 +123,9 @@ def test_recipes_of_config_dir_are_known(command, vissl):
     assert "must name a folder that exists" in command("list", "recipes", "--config-dir", "nowhere")[2]
 
 
-@pytest.mark.parametrize("word", ["plan", "explain", "verify", "lr-find", "data bench", "checkpoint import w --to w.st"])
+@pytest.mark.parametrize(
+    "word", ["plan", "explain", "verify", "lr-find", "data bench", "checkpoint import w --to w.st"]
+)
 def test_every_command_that_takes_a_recipe_takes_config_dir(command, vissl, word):
     folder = vissl / "configs"
     (folder / "config" / "mine.yaml").write_text("# @package _global_\nconfig: {SEED_VALUE: nought}\n")
