@@ -80,9 +80,9 @@ def verify(arguments: Sequence[str]) -> int:
     if not arguments or "--help" in arguments or "-h" in arguments:
         print(USAGE, end="")
         return 0 if arguments else 2
-    rest, folders = config_dirs(arguments)
+    rest, places = config_dirs(arguments)
     words, num_steps, tolerance = _parse(rest)
-    recipe, overrides = recipe_and_overrides([*searchpath(folders), *words])
+    recipe, overrides = recipe_and_overrides([*searchpath(places), *words])
     if recipe is None:
         raise ConfigError(f"vissl-zero verify: must name a recipe. Write config=<recipe>.\n{USAGE}")
     _require_trainable(compose(recipe, overrides).run)
