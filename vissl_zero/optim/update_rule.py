@@ -53,7 +53,7 @@ class UpdateRule(enum.Enum):
 
 
 def update_rule(
-    optimizer: torch.optim.Optimizer, shapes: Sequence[Sequence[tuple[int, ...]]], *, is_flattened: bool = False
+    optimizer: torch.optim.Optimizer, shapes: Sequence[Sequence[tuple[int, ...]]], *, is_flattened: bool
 ) -> UpdateRule:
     """Determine the update rule of ``optimizer`` by test steps. Free for torch's own, under a second for most others.
 
