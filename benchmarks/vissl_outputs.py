@@ -329,7 +329,7 @@ def _dino() -> Pairs:
         rows, taught = _drawn(step, 24, 8), _drawn(step + 5, 2, 6, 8)
         theirs.teacher_output, theirs.teacher_temp = taught.flatten(0, 1), 0.05
         targets = center.targets(taught, 0.05)
-        ours = _with_gradient(lambda r: dino_loss(r.unflatten(0, (4, 6)), targets), rows)  # noqa: B023
+        ours = _with_gradient(lambda r: dino_loss(r.unflatten(0, (4, 6)), targets, student_temperature=0.1), rows)  # noqa: B023
         yield from zip(ours, _with_gradient(lambda r: theirs([r]), rows), strict=True)
         center.update(taught)
         yield center.mean, theirs.center[0]
@@ -365,8 +365,10 @@ def _ibot() -> Pairs:
     crops, of_patches = Center(7, 0.9).double(), Center(7, 0.9).double()
 
     def our(rows: Tensor) -> Tensor:
-        first = dino_loss(rows.view(3, 3, 7), crops.targets(teacher.view(2, 3, 7), 0.05))
-        return first + 0.5 * masked_patch_loss(patches, of_patches.targets(seen, 0.06), masked.flatten(1))
+        first = dino_loss(rows.view(3, 3, 7), crops.targets(teacher.view(2, 3, 7), 0.05), student_temperature=0.1)
+        return first + 0.5 * masked_patch_loss(
+            patches, of_patches.targets(seen, 0.06), masked.flatten(1), student_temperature=0.1
+        )
 
     def their(rows: Tensor) -> Tensor:
         found: Tensor = theirs([[rows[:6], patches], [rows[6:]]], masked)["loss"]
@@ -480,7 +482,10 @@ def _deepcluster() -> Pairs:
     theirs.update_memory_bank = lambda *_: None
     assignments = torch.stack([clusters[ids] for _, clusters in found])
     ours = _with_gradient(
-        lambda r: deepcluster_loss(r.view(2, 6, 5), [centroids for centroids, _ in found], assignments), crops
+        lambda r: deepcluster_loss(
+            r.view(2, 6, 5), [centroids for centroids, _ in found], assignments, temperature=0.1
+        ),
+        crops,
     )
     yield from zip(ours, _with_gradient(lambda r: theirs(r, ids.repeat(2)), crops), strict=True)
 

@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
+from vissl_zero.commands.arguments import config_dirs
 from vissl_zero.config.programs import PROGRAMS
 from vissl_zero.errors import ConfigError, ProcessLostError, VisslZeroError, did_you_mean
 from vissl_zero.imports import import_at_once
@@ -239,7 +240,7 @@ def _dispatch(arguments: list[str]) -> int:
     if word == "list":
         from vissl_zero.commands.list import list_kind
 
-        rest, folders = _config_dirs(rest)
+        rest, folders = config_dirs(rest)
         _no_more_than(1, word, rest)
         return list_kind(rest[0] if rest else "", folders)
     if word == "doctor":
@@ -279,22 +280,6 @@ def _refuse_unknown(word: str) -> None:
     words = [*WORDS, *PROGRAMS]
     known = f"must be config=<recipe> or one of {', '.join(words)}.{did_you_mean(word, words)}"
     raise ConfigError(f"vissl-zero {word}: {known} See vissl-zero --help.")
-
-
-def _config_dirs(words: list[str]) -> tuple[list[str], list[str]]:
-    """Split off --config-dir; return the other words, and the folders it names."""
-    rest, folders = [], []
-    words = [part for word in words for part in (word.split("=", 1) if word.startswith("--config-dir=") else [word])]
-    while words:
-        word = words.pop(0)
-        if word in ("--config-dir", "-cd"):
-            if not words or not Path(words[0]).is_dir():
-                got = f" (got {words[0]!r})" if words else ""
-                raise ConfigError(f"--config-dir: must name a folder that exists{got}. Correct the path.")
-            folders.append(words.pop(0))
-        else:
-            rest.append(word)
-    return rest, folders
 
 
 def _no_more_than(count: int, word: str, rest: list[str]) -> None:

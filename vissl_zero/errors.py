@@ -101,7 +101,8 @@ class Problem:
     """One thing wrong with a configuration: *key - must be - got - do this*.
 
     Attributes:
-        key: full key path as the user writes it, such as ``config.MODEL.SHARDED_DDP_SETUP.USE_SDP``.
+        key: full key path as the user writes it, such as ``config.MODEL.SHARDED_DDP_SETUP.USE_SDP``; empty if no key
+            is to blame, and ``must`` says what is wrong.
         got: the value found there, as YAML would print it; empty if the key is missing.
         must: what is allowed.
         fix: what to write instead.
@@ -114,7 +115,15 @@ class Problem:
 
     def __str__(self) -> str:
         got = f" (got {self.got})" if self.got else ""
-        return f"{self.key}: {self.must}{got}. {self.fix}"
+        return f"{self.key}{': ' if self.key else ''}{self.must}{got}. {self.fix}"
+
+
+def problems_of(error: VisslZeroError) -> tuple[Problem, ...]:
+    """Return the problems that an error carries, or its message as one."""
+    if isinstance(error, ConfigError) and error.problems:
+        return error.problems
+    what, _, fix = str(error).partition(". ")
+    return (Problem("", "", what.removesuffix("."), fix),)
 
 
 def counted(number: int, noun: str) -> str:

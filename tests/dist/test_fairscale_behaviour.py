@@ -312,6 +312,42 @@ def test_a_model_runs_the_forward_of_the_class_it_has(level: int) -> None:
     assert not any(difference.any() for difference in run_on_ranks(2, _output_of_another_class, level))
 
 
+def _two_optimizers(level: int, micro_batches: int) -> float:
+    """Train the last layer by an optimizer of torch's own; returns the largest difference from one process."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    plain = copy.deepcopy(model)
+    last = list(model[2].parameters())
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    model, first = vissl_zero.initialize(
+        model,
+        torch.optim.SGD(model[0].parameters(), lr=0.1),
+        {"level": level, "engine": "fairscale", "gradient_accumulation_steps": micro_batches},
+    )
+    second, of_plain = torch.optim.SGD(last, lr=0.1), torch.optim.SGD(plain.parameters(), lr=0.1)
+    for step in range(3):
+        rows = torch.randn(12, 4, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+        for part in rows.chunk(micro_batches):
+            first.backward(model(part[rank::num_ranks]).square().mean())
+            first.step()
+            first.zero_grad()
+        second.step()
+        second.zero_grad()
+        plain(rows).square().mean().backward()
+        of_plain.step()
+        of_plain.zero_grad()
+    return max(
+        float((mine - theirs).abs().max().detach())
+        for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True)
+    )
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("level", [1, 2])
+def test_an_optimizer_of_the_loop_trains_what_ours_leaves_out(level: int, micro_batches: int) -> None:
+    assert max(run_on_ranks(3, _two_optimizers, level, micro_batches)) < 1e-15
+
+
 # --- gradients in loops of one's own ----------------------------------------------------------------------------------
 
 

@@ -41,22 +41,27 @@ def _mask(mine: slice) -> Tensor:
 
 def _pirl(x: Tensor, mine: slice) -> Tensor:
     """Twice, as the memory that the first call updates enters the second."""
-    bank, sample_ids = MemoryBank(NUM_IMAGES, DIM).double(), torch.arange(7)[mine] * 5 % NUM_IMAGES
+    bank, sample_ids = MemoryBank(NUM_IMAGES, DIM, momentum=0.5).double(), torch.arange(7)[mine] * 5 % NUM_IMAGES
     total = x.new_zeros(())
     for step in range(2):
         set_random_key(0, step, sample_ids)
-        total = total + pirl_loss(x[:, 0], x[:, 1], sample_ids, bank, 3, temperature=0.5)
+        total = total + pirl_loss(
+            x[:, 0], x[:, 1], sample_ids, bank, 3, temperature=0.5, weight=0.5, use_info_nce=False
+        )
         bank.update(x[:, 0].detach(), sample_ids)
     return total
 
 
 def _deepcluster(x: Tensor, mine: slice) -> Tensor:
-    memory, sample_ids = ClusterMemory(NUM_IMAGES, DIM, [3, 2]).double(), torch.arange(7)[mine] * 5 % NUM_IMAGES
+    memory, sample_ids = (
+        ClusterMemory(NUM_IMAGES, DIM, [3, 2], num_crops=1).double(),
+        torch.arange(7)[mine] * 5 % NUM_IMAGES,
+    )
     memory.update(x[:, 0][None].detach(), sample_ids)
     memory.cluster(epoch=0, num_iters=3)
     assignments = memory.assignments[:, sample_ids]
     assignments[:, sample_ids == 5] = NOT_ASSIGNED
-    return deepcluster_loss(x.transpose(0, 1), memory.centroids, assignments)
+    return deepcluster_loss(x.transpose(0, 1), memory.centroids, assignments, temperature=0.1)
 
 
 def _moco_v2(x: Tensor, mine: slice) -> Tensor:
@@ -66,28 +71,40 @@ def _moco_v2(x: Tensor, mine: slice) -> Tensor:
 
 
 def _dino(x: Tensor, mine: slice) -> Tensor:
-    center = Center(DIM).double()
+    center = Center(DIM, momentum=0.9).double()
     teacher = x[:, :2].detach().transpose(0, 1) * 2
     center.update(center.sums(teacher))
-    return dino_loss(x.transpose(0, 1), center.targets(teacher, 0.3))
+    return dino_loss(x.transpose(0, 1), center.targets(teacher, 0.3), student_temperature=0.1)
 
 
 def _ibot(x: Tensor, mine: slice) -> Tensor:
     mask = _mask(mine)
     patches = x[:, :4]
-    return masked_patch_loss(patches, sinkhorn_targets(patches.detach().flip(2), 0.4, counts=mask), mask)
+    return masked_patch_loss(
+        patches, sinkhorn_targets(patches.detach().flip(2), 0.4, counts=mask), mask, student_temperature=0.1
+    )
 
 
 def _dinov2(x: Tensor, mine: slice) -> Tensor:
     views, mask = x.transpose(0, 1), _mask(mine).repeat(2, 1)
     patches = torch.cat((x[:, :4], x[:, 2:6]))
     teacher = views[:2].detach() * 1.5
-    return dinov2_loss((views, teacher), (patches, patches.detach() * 2), mask, views[2:4], 0.5)
+    return dinov2_loss(
+        (views, teacher),
+        (patches, patches.detach() * 2),
+        mask,
+        views[2:4],
+        0.5,
+        student_temperature=0.1,
+        weights=(1.0, 1.0, 0.1),
+    )
 
 
 def _msn(x: Tensor, mine: slice) -> Tensor:
     views = F.normalize(x.transpose(0, 1), dim=2)
-    return msn_loss(views[1:], views[0], 0.2, use_sinkhorn=True, entropy_weight=0.5)
+    return msn_loss(
+        views[1:], views[0], 0.2, use_sinkhorn=True, entropy_weight=0.5, sharpening=0.25, mean_entropy_weight=1.0
+    )
 
 
 def _simmim(x: Tensor, mine: slice) -> Tensor:
@@ -109,15 +126,17 @@ LOSSES: dict[str, Callable[[Tensor, slice], Tensor]] = {
     "multicrop_simclr": lambda x, _: nt_xent(x[:, :4].unbind(1), 0.3),
     "moco_v2": _moco_v2,
     "moco_v3": lambda x, _: symmetric_info_nce((x[:, 0], x[:, 1]), (x[:, 2], x[:, 3]), 0.3),
-    "barlow_twins": lambda x, _: barlow_twins_loss(x[:, 0], x[:, 1], 0.1),
-    "vicreg": lambda x, _: vicreg_loss(x[:, 0] * 0.3, x[:, 1] * 0.3),
+    "barlow_twins": lambda x, _: barlow_twins_loss(x[:, 0], x[:, 1], 0.1, scale=1.0),
+    "vicreg": lambda x, _: vicreg_loss(x[:, 0] * 0.3, x[:, 1] * 0.3, invariance=25.0, variance=25.0, covariance=1.0),
     "vicregl": _vicregl,
     "nnclr": lambda x, _: nnclr_loss(
         (x[:, 0], x[:, 1]), (x[:, 2], x[:, 3]), F.normalize(_constant(54, 9, DIM), dim=1), 0.3
     ),
     "supcon": lambda x, mine: supcon_loss(x[:, :2].unbind(1), torch.tensor([0, 1, 0, 2, -1, -1, 1])[mine], 0.3),
-    "lejepa": lambda x, _: lejepa_loss(x.transpose(0, 1), 2, random_directions(DIM, 5, 3, x)),
-    "visreg": lambda x, _: visreg_loss(x.transpose(0, 1), 2, random_directions(DIM, 5, 3, x)),
+    "lejepa": lambda x, _: lejepa_loss(
+        x.transpose(0, 1), 2, random_directions(DIM, 5, 3, x), weight=0.05, num_points=17, max_point=3
+    ),
+    "visreg": lambda x, _: visreg_loss(x.transpose(0, 1), 2, random_directions(DIM, 5, 3, x), weight=0.9),
     "koleo": lambda x, _: koleo(x[:, 0]),
     "dino": _dino,
     "ibot": _ibot,
@@ -125,7 +144,7 @@ LOSSES: dict[str, Callable[[Tensor, slice], Tensor]] = {
     "msn": _msn,
     "mae": lambda x, mine: mae_loss(x[:, :4], _constant(52, 7, 4, DIM)[mine], _mask(mine)),
     "simmim": _simmim,
-    "ijepa": lambda x, mine: latent_regression(x, _constant(53, 7, 6, DIM)[mine]),
+    "ijepa": lambda x, mine: latent_regression(x, _constant(53, 7, 6, DIM)[mine], beta=1.0),
     "pirl": _pirl,
     "deepcluster_v2": _deepcluster,
 }

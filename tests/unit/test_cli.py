@@ -123,6 +123,26 @@ def test_recipes_of_config_dir_are_known(command, vissl):
     assert "must name a folder that exists" in command("list", "recipes", "--config-dir", "nowhere")[2]
 
 
+@pytest.mark.parametrize(
+    "word", ["plan", "explain", "verify", "lr-find", "data bench", "checkpoint import w --to w.st"]
+)
+def test_every_command_that_takes_a_recipe_takes_config_dir(command, vissl, word):
+    folder = vissl / "configs"
+    (folder / "config" / "mine.yaml").write_text("# @package _global_\nconfig: {SEED_VALUE: nought}\n")
+    said = "".join(command(*word.split(), "config=mine", "--config-dir", str(folder))[1:])
+    assert "config.SEED_VALUE: must be a whole number" in said
+    _, _, err = command(*word.split(), "config=mine", "--config-dir=nowhere")
+    assert err == "--config-dir: must name a folder that exists (got 'nowhere'). Correct the path.\n"
+
+
+def test_plan_prints_a_command_that_finds_the_recipe_of_config_dir(command, vissl):
+    folder = vissl / "configs"
+    text = "# @package _global_\ndefaults: [/config/quickstart/swav_digits]\n"
+    (folder / "config" / "mine.yaml").write_text(text)
+    code, out, _ = command("plan", "config=mine", "--config-dir", str(folder), "--ranks", "2")
+    assert code == 0 and f"hydra.searchpath=[file://{folder}]" in out.replace("'", "")
+
+
 @pytest.mark.parametrize("part", ["zero/fsdp", "zero/oss", "benchmark/data/folder"])
 def test_a_part_alone_is_told_that_it_is_one(command, part):
     group, _, file = part.rpartition("/")

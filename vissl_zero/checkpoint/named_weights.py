@@ -142,6 +142,7 @@ def _hub_file(url: str, name: str) -> Path:
     file = _hub_folder() / url.rsplit("/", 1)[-1]
     if not file.is_file():
         raise CheckpointError(
-            f"{name} is not in torch's cache. Fill it where there is a network: curl -L --create-dirs -o {file} {url}"
+            f"{name} is not in torch's cache. Fill it where there is a network: curl -L --create-dirs -o {file} {url} "
+            "(TORCH_HOME names the cache's folder)."
         )
     return file

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from vissl_zero.config.override_words import as_word
 from vissl_zero.errors import ConfigError, did_you_mean
 
 
@@ -30,6 +32,34 @@ def output_file(text: str) -> Path:
     if (path := output(text)).is_dir():
         raise ConfigError(f"{text}: must be a file, and is a folder. Name a file in it.")
     return path
+
+
+def config_dirs(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Split off --config-dir; return the other words, and the folders it names.
+
+    Raises:
+        ConfigError: one of them does not exist.
+    """
+    rest, folders = list[str](), list[str]()
+    words = [part for word in words for part in (word.split("=", 1) if word.startswith("--config-dir=") else [word])]
+    while words:
+        word = words.pop(0)
+        if word in ("--config-dir", "-cd"):
+            if not words or not Path(words[0]).is_dir():
+                got = f" (got {words[0]!r})" if words else ""
+                raise ConfigError(f"--config-dir: must name a folder that exists{got}. Correct the path.")
+            folders.append(words.pop(0))
+        else:
+            rest.append(word)
+    return rest, folders
+
+
+def searchpath(folders: Sequence[str]) -> list[str]:
+    """Return the override that looks for recipes in the folders of --config-dir; empty without folders."""
+    # Without quotes where it may be: commands that are printed for a shell have the word in them.
+    places = [f"file://{Path(folder).absolute()}" for folder in folders]
+    words = [place if re.fullmatch(r"[\w/.:-]+", place, re.ASCII) else as_word(place) for place in places]
+    return [f"hydra.searchpath=[{','.join(words)}]"] if folders else []
 
 
 class CommandParser(argparse.ArgumentParser):

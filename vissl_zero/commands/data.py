@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import median as middle
 from typing import TYPE_CHECKING
 
-from vissl_zero.commands.arguments import CommandParser, output, output_file
+from vissl_zero.commands.arguments import CommandParser, config_dirs, output, output_file, searchpath
 from vissl_zero.config.catalog import source_of
 from vissl_zero.errors import ConfigError, DataError, counted, printable
 from vissl_zero.reporting.quantity import bytes_text
@@ -62,11 +62,12 @@ def data(words: Sequence[str]) -> int:
     wait.add_argument("--step-seconds", type=_seconds, help="time of a step without loading")
     wait.add_argument("--run", type=Path, help="run folder to take that time from")
     bench.add_argument("--json", action="store_true", help="print an object of JSON")
-    options = parser.parse_args(words)
+    rest, folders = config_dirs(words)
+    options = parser.parse_args(rest)
     if options.verb == "pack":
         _pack(options.source.expanduser(), options.out, options.to, options.size)
     elif options.verb == "bench":
-        _bench(options)
+        _bench(options, searchpath(folders))
     elif options.verb == "check":
         _check(options.paths, options.picture, options.json)
     else:
@@ -186,13 +187,13 @@ def _stats(paths: Sequence[str], is_json: bool, channels: int) -> None:
     print(f"For TRANSFORMS, after ToTensor:\n  {result.normalize()}")
 
 
-def _bench(options: argparse.Namespace) -> None:
+def _bench(options: argparse.Namespace, places: Sequence[str]) -> None:
     from vissl_zero.config.compose import compose
     from vissl_zero.config.override_words import recipe_and_overrides
     from vissl_zero.data.bench import advice, measure, supply_of
     from vissl_zero.resolve.resolve import resolve
 
-    recipe, overrides = recipe_and_overrides(options.words)
+    recipe, overrides = recipe_and_overrides([*places, *options.words])
     if recipe is None:
         raise ConfigError("vissl-zero data bench: needs a recipe: vissl-zero data bench config=<recipe>.")
     composed = compose(recipe, overrides)

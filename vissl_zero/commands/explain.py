@@ -25,6 +25,7 @@ from rich.table import Table
 from rich.text import Text
 
 from vissl_zero.atomic import is_there
+from vissl_zero.commands.arguments import config_dirs, searchpath
 from vissl_zero.config.blocks.model_and_loss import WeightsInit
 from vissl_zero.config.catalog import Replacement, missing, public_equivalent, use_catalog, with_public_paths
 from vissl_zero.config.compose import (
@@ -43,9 +44,10 @@ from vissl_zero.config.compose import explain as in_words
 from vissl_zero.config.programs import PROGRAMS, RETRIEVAL, TRAIN
 from vissl_zero.config.recipes import RecipeFile, recipe_file, recipe_files, recipe_text
 from vissl_zero.config.run_config import RunConfig, schema
-from vissl_zero.errors import ConfigError, Problem, did_you_mean, printable
-from vissl_zero.resolve.components import takes_other_model
+from vissl_zero.errors import CheckpointError, ConfigError, Problem, did_you_mean, printable, problems_of
+from vissl_zero.resolve.components import left_to_weights, takes_other_model
 from vissl_zero.resolve.host import Host
+from vissl_zero.resolve.named_teacher import teacher_name
 from vissl_zero.resolve.resolve import resolve
 from vissl_zero.resolve.resolved import ResolvedRun
 from vissl_zero.vissl.keys import DIFFERENCES, vissl_keys
@@ -100,15 +102,12 @@ def explain(arguments: Sequence[str]) -> int:
 
 def _parse(arguments: Sequence[str]) -> tuple[str, list[str], set[str], str]:
     """Split the words into the recipe, file or folder, the overrides, the flags, and the folder of --fix."""
-    words = [part for word in arguments for part in (word.split("=", 1) if word.startswith("--") else [word])]
-    recipes, overrides, flags, out = list[str](), list[str](), set[str](), ""
+    rest, folders = config_dirs(arguments)
+    words = [part for word in rest for part in (word.split("=", 1) if word.startswith("--") else [word])]
+    recipes, overrides, flags, out = list[str](), searchpath(folders), set[str](), ""
     while words:
         word = words.pop(0)
-        if word in ("--config-dir", "-cd"):
-            if not words:
-                raise ConfigError("vissl-zero explain: --config-dir needs a folder. Write --config-dir <folder>.")
-            overrides.append(f"hydra.searchpath=['file://{Path(words.pop(0)).absolute()}']")
-        elif word == "--fix":
+        if word == "--fix":
             if not words:
                 raise ConfigError("vissl-zero explain: --fix needs a folder. Write --fix <folder>.")
             out = words.pop(0)
@@ -139,7 +138,7 @@ def _accounts_of(files: Sequence[RecipeFile], overrides: Sequence[str]) -> list[
 
 def topic(problem: Problem) -> str:
     """Return the subject of a problem, for counting: its key, and the missing component if there is one."""
-    key = re.sub(r"\[\d+\]", "", problem.key).removeprefix("config.")
+    key = re.sub(r"\[\d+\]", "", problem.key).removeprefix("config.") or problem.must
     is_name = key.endswith(("NAME", "name", "SOURCES", "TRANSFORMS", "HEAD.PARAMS", "COLLATE_FUNCTION"))
     return f"{key} {problem.got}" if is_name and re.fullmatch(r"'[^']*'|[\w.]+", problem.got) else key
 
@@ -312,9 +311,9 @@ def account_of(
             notes = plan.notes
             if then is not None:
                 then(plan)
-        except ConfigError as error:
+        except (ConfigError, CheckpointError) as error:
             notes = ()
-            account.refused += error.problems or [Problem("config", "", str(error), "")]
+            account.refused += problems_of(error)
     _sort_keys(account, composed.run, written, [*composed.notes, *notes])
     return account
 
@@ -378,9 +377,11 @@ def _fill_in(run: RunConfig, account: Account, stack: ExitStack) -> None:
         must = "must name the folder that holds the data sets"
         account.yours.append(Problem("config.IMG_RETRIEVAL.DATASET_PATH", images, must, fix))
         run.IMG_RETRIEVAL.DATASET_PATH = images or "/path/to/images"
-    _weights(run.MODEL.WEIGHTS_INIT, "MODEL", account, stack)
+    # Nothing stands in for weights that say what the network is.
+    if not left_to_weights(run):
+        _weights(run.MODEL.WEIGHTS_INIT, "MODEL", account, stack)
     teacher = run.DISTILLATION.TEACHER_MODEL.WEIGHTS_INIT
-    if not teacher.PARAMS_FILE and takes_other_model(run):
+    if not teacher.PARAMS_FILE and takes_other_model(run) and not teacher_name(run):
         teacher.PARAMS_FILE = "/path/to/weights"
     _weights(teacher, "DISTILLATION.TEACHER_MODEL", account, stack)
 

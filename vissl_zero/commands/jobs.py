@@ -123,7 +123,7 @@ def _logs(job: Submitted, follow: bool) -> int:
                 file.seek(position)
                 text = file.read()
             position += len(text)
-            sys.stdout.write(decoder.decode(text))
+            sys.stdout.write(decoder.decode(text, final=is_over))
             sys.stdout.flush()
         if is_over:
             break

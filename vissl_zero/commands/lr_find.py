@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from vissl_zero.commands.arguments import CommandParser, output_file
+from vissl_zero.commands.arguments import CommandParser, config_dirs, output_file, searchpath
 from vissl_zero.config.compose import compose
 from vissl_zero.config.override_words import recipe_and_overrides
 from vissl_zero.errors import ConfigError, Problem
@@ -58,8 +58,10 @@ def lr_find(arguments: Sequence[str]) -> int:
     where = Path("lr_find.png")
     parser.add_argument("--png", type=output_file, metavar="FILE", default=where, help=f"picture to write ({where})")
     parser.add_argument("--json", action="store_true", help="print JSON on the last line")
-    options = parser.parse_args(arguments)
-    recipe, overrides = recipe_and_overrides(options.words)
+    rest, folders = config_dirs(arguments)
+    # Flags may stand between the words of a recipe.
+    options = parser.parse_intermixed_args(rest)
+    recipe, overrides = recipe_and_overrides([*searchpath(folders), *options.words])
     if recipe is None:
         raise ConfigError("vissl-zero lr-find: must name a recipe. Write config=<recipe>.")
     if options.steps < _FEWEST_STEPS:

@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 
 from rich.console import Console
 
-from vissl_zero.commands.arguments import output
+from vissl_zero.commands.arguments import config_dirs, output, searchpath
 from vissl_zero.config.compose import compose
 from vissl_zero.config.recipes import RecipeFile, recipe_file, recipe_names, recipe_text
 from vissl_zero.errors import ConfigError, Problem, did_you_mean
@@ -29,6 +29,7 @@ vissl-zero plan <recipe | file.yaml> [<another> ...] [config.A.B=value ...]
                        (config.ZERO.MACHINE_PROFILE); one of GPUs implies --gpus
   --images N           images to assume (config.DATA.TRAIN.DATA_LIMIT)
   --png FILE           plot memory over a step into this file
+  --config-dir FOLDER  where else recipes are looked for: FOLDER/config
   --json               print JSON to standard output
 
 Lists every combination of level, recomputation, tier and number of micro-batches that trains the same model, with its
@@ -45,7 +46,7 @@ _VALUES = {
     "--machine": "config.ZERO.MACHINE_PROFILE",
     "--images": "config.DATA.TRAIN.DATA_LIMIT",
 }
-_FLAGS = ("--history", "--ranks", "--gpus", "--png", "--json", *_VALUES)
+_FLAGS = ("--history", "--ranks", "--gpus", "--png", "--json", "--config-dir", *_VALUES)
 _NOTHING_FITS = 1
 _PER_MACHINE = 8
 _WIDTH = 260  # characters; a wrapped table is better than a cropped one
@@ -70,7 +71,7 @@ def plan(arguments: Sequence[str]) -> int:
         overrides.append("config.MACHINE.DEVICE=gpu")
     with TemporaryDirectory(prefix="vissl_zero_plan_") as scratch:
         files = [_recipe(name, Path(scratch)) for name in recipes]
-        images = [_images_a_step(file) if _sets_ranks(overrides) else None for file in files]
+        images = [_images_a_step(file, overrides) if _sets_ranks(overrides) else None for file in files]
         composed = [
             replace(compose(file.recipe, [*file.overrides, *overrides, *assumed]), recipe=name)
             for name, file in zip(recipes, files, strict=True)
@@ -100,9 +101,10 @@ def _sets_ranks(overrides: Sequence[str]) -> bool:
     return any(word.startswith(("config.DISTRIBUTED.NUM_PROC", "config.DISTRIBUTED.NUM_NODES")) for word in overrides)
 
 
-def _images_a_step(file: RecipeFile) -> int:
-    """Return the images of a step in a recipe without overrides."""
-    written = compose(file.recipe, file.overrides).run
+def _images_a_step(file: RecipeFile, overrides: Sequence[str]) -> int:
+    """Return the images of a step in a recipe without overrides, but for those that say where it is."""
+    places = [word for word in overrides if word.startswith("hydra.searchpath=")]
+    written = compose(file.recipe, [*file.overrides, *places]).run
     num_ranks = written.DISTRIBUTED.NUM_PROC_PER_NODE * written.DISTRIBUTED.NUM_NODES
     return num_ranks * written.DATA.TRAIN.BATCHSIZE_PER_REPLICA * written.ZERO.gradient_accumulation_steps
 
@@ -123,9 +125,10 @@ def _history(words: Sequence[str]) -> int:
 
 def _parse(arguments: Sequence[str]) -> tuple[list[str], list[str], list[str], bool, Path | None]:
     """Parse recipes, overrides of the run, overrides only of the plan, whether to print JSON, and the plot's file."""
-    words = [part for word in arguments for part in (word.split("=", 1) if word.startswith("--") else [word])]
+    rest, folders = config_dirs(arguments)
+    words = [part for word in rest for part in (word.split("=", 1) if word.startswith("--") else [word])]
     recipes: list[str] = []
-    overrides: list[str] = []
+    overrides = searchpath(folders)
     assumed = ["config.DRY_RUN=true"]
     is_json, png = False, None
     while words:

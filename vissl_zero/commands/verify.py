@@ -16,6 +16,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from vissl_zero.commands.arguments import config_dirs, searchpath
 from vissl_zero.config.compose import compose
 from vissl_zero.config.override_words import recipe_and_overrides
 from vissl_zero.config.run_config import RunConfig
@@ -25,7 +26,7 @@ from vissl_zero.resolve.resolve import resolve
 _DEFAULT_STEPS = 5
 _DEFAULT_TOLERANCE = 1e-10
 USAGE = """\
-vissl-zero verify config=<recipe> [config.A.B=value ...] [--steps N] [--tolerance T]
+vissl-zero verify config=<recipe> [config.A.B=value ...] [--steps N] [--tolerance T] [--config-dir FOLDER]
 
 Trains the recipe for N steps (5) in float64, once unsharded and once as the recipe says (level, engine, offload), with
 the same processes, and prints the largest difference of losses and parameters after each step.
@@ -79,8 +80,9 @@ def verify(arguments: Sequence[str]) -> int:
     if not arguments or "--help" in arguments or "-h" in arguments:
         print(USAGE, end="")
         return 0 if arguments else 2
-    words, num_steps, tolerance = _parse(arguments)
-    recipe, overrides = recipe_and_overrides(words)
+    rest, places = config_dirs(arguments)
+    words, num_steps, tolerance = _parse(rest)
+    recipe, overrides = recipe_and_overrides([*searchpath(places), *words])
     if recipe is None:
         raise ConfigError(f"vissl-zero verify: must name a recipe. Write config=<recipe>.\n{USAGE}")
     _require_trainable(compose(recipe, overrides).run)

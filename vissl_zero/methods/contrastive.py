@@ -37,7 +37,7 @@ def nnclr_loss(
     projections: tuple[Tensor, Tensor],
     predictions: tuple[Tensor, Tensor],
     queue: Tensor,
-    temperature: float = 0.1,
+    temperature: float,
 ) -> Tensor:
     """Contrast each view's nearest neighbor with the other view's predictions of all images of all ranks.
 
@@ -98,7 +98,7 @@ class NNCLR(EmbeddingMethod):
             self.queue.push(projections)
 
 
-def supcon_loss(views: Sequence[Tensor], labels: Tensor, temperature: float = 0.1) -> Tensor:
+def supcon_loss(views: Sequence[Tensor], labels: Tensor, temperature: float) -> Tensor:
     """Compute the cross-entropy of identifying each positive among all other views of all ranks.
 
     The loss is averaged over an anchor's positives: L_out of https://arxiv.org/abs/2004.11362, equation 2. The authors'

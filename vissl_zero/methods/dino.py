@@ -29,7 +29,7 @@ from vissl_zero.models.patches import PatchView, Tokens, block_order, grid_of, m
 from vissl_zero.registry import HEADS, LOSSES
 
 
-def dino_loss(student: Tensor, targets: Tensor, student_temperature: float = 0.1) -> Tensor:
+def dino_loss(student: Tensor, targets: Tensor, student_temperature: float) -> Tensor:
     """Compute the cross-entropy of each student view against the targets of other teacher views, averaged over pairs.
 
     Args:
@@ -50,7 +50,7 @@ def dino_loss(student: Tensor, targets: Tensor, student_temperature: float = 0.1
 
 
 @torch.no_grad()
-def sinkhorn_targets(teacher: Tensor, temperature: float, num_iters: int = 3, counts: Tensor | None = None) -> Tensor:
+def sinkhorn_targets(teacher: Tensor, temperature: float, counts: Tensor | None = None) -> Tensor:
     """Compute targets that use all prototypes equally over the rows of all ranks (arXiv 2304.07193). Collective.
 
     Args:
@@ -63,7 +63,8 @@ def sinkhorn_targets(teacher: Tensor, temperature: float, num_iters: int = 3, co
     """
     rows = at_least_float32(teacher).flatten(0, -2)
     counted = None if counts is None else counts.reshape(1, -1)
-    return sinkhorn(rows[None], temperature, num_iters, counted)[0].view(teacher.shape)
+    # Three rounds, as in DINOv2's code.
+    return sinkhorn(rows[None], temperature, 3, counted)[0].view(teacher.shape)
 
 
 class Center(nn.Module):
@@ -79,7 +80,7 @@ class Center(nn.Module):
 
     mean: Tensor
 
-    def __init__(self, num_prototypes: int, momentum: float = 0.9):
+    def __init__(self, num_prototypes: int, momentum: float):
         super().__init__()
         self.momentum = momentum
         self.register_buffer("mean", torch.zeros(num_prototypes))
@@ -250,7 +251,10 @@ class DINO(EmbeddingMethod):
         self.center.update(torch.stack(tuple(observed)).sum(dim=0))
 
 
-def koleo(embeddings: Tensor, eps: float = 1e-8) -> Tensor:
+_KOLEO_EPS = 1e-8  # of differences and distances, as in facebookresearch/dinov2 koleo_loss.py
+
+
+def koleo(embeddings: Tensor) -> Tensor:
     """Compute the mean of minus the log distance to the nearest other sample of all ranks, over this rank's samples.
 
     KoLeo (Sablayrolles et al., arXiv 1806.03198) spreads embeddings. DINOv2's own code (arXiv 2304.07193, section 4)
@@ -258,13 +262,12 @@ def koleo(embeddings: Tensor, eps: float = 1e-8) -> Tensor:
 
     Args:
         embeddings: (n, D) of one view; not normalized.
-        eps: added to differences and distances, as in DINOv2's koleo_loss.py.
     Returns:
         0-d; zero for a batch of one sample, which has no neighbor.
     Cost: an all-gather of the embeddings, n * N * D multiplications; an all-reduce of them in the backward pass.
     """
     counts = count_samples(len(embeddings), embeddings.device)
-    rows = F.normalize(at_least_float32(embeddings), dim=1, eps=eps)
+    rows = F.normalize(at_least_float32(embeddings), dim=1, eps=_KOLEO_EPS)
     everyone = gather_samples(rows, counts)
     if counts.total < 2:
         return everyone.sum() * 0.0  # zero with a graph, so that the loss has a backward pass
@@ -273,11 +276,11 @@ def koleo(embeddings: Tensor, eps: float = 1e-8) -> Tensor:
     with torch.no_grad():
         similarity = rows @ everyone.T
         nearest = similarity.scatter(1, row_ids[:, None], -torch.inf).argmax(dim=1)
-    distances = torch.linalg.vector_norm(rows - everyone[nearest] + eps, dim=1)
-    return -torch.log(distances + eps).sum() / max(counts.local, 1)
+    distances = torch.linalg.vector_norm(rows - everyone[nearest] + _KOLEO_EPS, dim=1)
+    return -torch.log(distances + _KOLEO_EPS).sum() / max(counts.local, 1)
 
 
-def masked_patch_loss(student: Tensor, targets: Tensor, is_masked: Tensor, student_temperature: float = 0.1) -> Tensor:
+def masked_patch_loss(student: Tensor, targets: Tensor, is_masked: Tensor, student_temperature: float) -> Tensor:
     """Compute the cross-entropy of masked patches against the unmasked teacher's, averaged by image, then over images.
 
     Args:
@@ -534,8 +537,8 @@ def dinov2_loss(
     is_masked: Tensor,
     class_tokens: Tensor,
     teacher_temperature: float,
-    student_temperature: float = 0.1,
-    weights: tuple[float, float, float] = (1.0, 1.0, 0.1),
+    student_temperature: float,
+    weights: tuple[float, float, float],
 ) -> Tensor:
     """Sum the three weighted terms, with targets centered by Sinkhorn over the rows of all ranks. Collective.
 

@@ -32,9 +32,7 @@ from vissl_zero.registry import LOSSES
 from vissl_zero.resolve.saved import RESOLVED_FILE, read_saved, with_references
 
 
-def distillation_loss(
-    student: Tensor, teacher: Tensor, temperature: float = 1.0, loss_type: str = "kl_divergence"
-) -> Tensor:
+def distillation_loss(student: Tensor, teacher: Tensor, temperature: float, loss_type: str) -> Tensor:
     """Compute the KL divergence of softened probabilities, student from teacher, times the squared temperature.
 
     Args:
@@ -132,7 +130,7 @@ class KnowledgeDistillation(EmbeddingMethod):
 
 
 def dino_distillation_loss(
-    student: Tensor, targets: Tensor, student_temperature: float = 0.1, swapped_assignment: bool = False
+    student: Tensor, targets: Tensor, student_temperature: float, swapped_assignment: bool
 ) -> Tensor:
     """Compute the cross-entropy of the student's crops against the teacher's, paired as in VISSL's loss of this name.
 

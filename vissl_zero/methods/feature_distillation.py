@@ -28,7 +28,7 @@ from vissl_zero.models.model import Model
 from vissl_zero.registry import HEADS, LOSSES
 
 
-def queue_distillation_loss(student: Tensor, teacher: Tensor, classes: Tensor, temperature: float = 0.07) -> Tensor:
+def queue_distillation_loss(student: Tensor, teacher: Tensor, classes: Tensor, temperature: float) -> Tensor:
     """Compute the KL divergence of the softmax of similarities to ``classes``, student from teacher.
 
     Args:
@@ -44,7 +44,7 @@ def queue_distillation_loss(student: Tensor, teacher: Tensor, classes: Tensor, t
     return F.kl_div(log_probabilities, log_targets, reduction="sum", log_target=True) / max(len(student), 1)
 
 
-def feature_distance(student: Tensor, teacher: Tensor, normalize: bool = True) -> Tensor:
+def feature_distance(student: Tensor, teacher: Tensor, normalize: bool) -> Tensor:
     """Compute the squared distance of features.
 
     Args:

@@ -28,7 +28,7 @@ def random_directions(dim: int, num_slices: int, step: int, like: Tensor) -> Ten
     return (drawn / drawn.norm(dim=0)).to(device=like.device, dtype=like.dtype)
 
 
-def sigreg(views: Tensor, directions: Tensor, num_points: int = 17, max_point: float = 3.0) -> Tensor:
+def sigreg(views: Tensor, directions: Tensor, num_points: int, max_point: float) -> Tensor:
     """Compute the Epps-Pulley test statistic of each view's embeddings against a standard normal distribution.
 
     The statistic is the squared distance of characteristic functions under a Gaussian window, times the number of
@@ -75,7 +75,7 @@ def distance_from_mean(views: Tensor, num_global: int) -> Tensor:
 
 
 def lejepa_loss(
-    views: Tensor, num_global: int, directions: Tensor, weight: float = 0.05, num_points: int = 17, max_point: float = 3
+    views: Tensor, num_global: int, directions: Tensor, weight: float, num_points: int, max_point: float
 ) -> Tensor:
     """Compute the weighted sum of SIGReg and the squared distance of all views from the mean of the global views.
 

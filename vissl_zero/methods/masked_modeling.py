@@ -235,7 +235,7 @@ class SimMIM(_MaskedReconstruction):
         return [PatchView(masked=mask.flatten(1))]
 
 
-def histograms_of_gradients(images: Tensor, num_bins: int = 9, cell_size: int = 8) -> Tensor:
+def histograms_of_gradients(images: Tensor, num_bins: int, cell_size: int) -> Tensor:
     """Compute MaskFeat's HOG: histograms of each channel's gradients in cells that do not overlap.
 
     Follows ``HOGLayerC`` (facebookresearch/SlowFast 287ec00, slowfast/models/operators.py). Brightness and contrast of
@@ -263,7 +263,7 @@ def histograms_of_gradients(images: Tensor, num_bins: int = 9, cell_size: int = 
     return F.normalize(cells, dim=2)
 
 
-def hog_targets(images: Tensor, grid: tuple[int, int], num_bins: int = 9, cell_size: int = 8) -> Tensor:
+def hog_targets(images: Tensor, grid: tuple[int, int], num_bins: int, cell_size: int) -> Tensor:
     """Return the histograms of each patch's cells, (B, P, C * num_bins * cells of a patch)."""
     cells = histograms_of_gradients(images, num_bins, cell_size).flatten(1, 2)  # (B, C * bins, rows, columns)
     patches = cells.unflatten(3, (grid[1], -1)).unflatten(2, (grid[0], -1))  # (B, C * bins, h, r, w, c)
@@ -348,7 +348,7 @@ class MaskFeat(_MaskedReconstruction):
         return [PatchView(masked=as_mask(masked, num_patches), wanted=masked)]
 
 
-def latent_regression(predictions: Tensor, embeddings: Tensor, beta: float = 1.0) -> Tensor:
+def latent_regression(predictions: Tensor, embeddings: Tensor, beta: float) -> Tensor:
     """Compute the smooth L1 distance from the teacher's embeddings, each normalized over its features.
 
     Args:

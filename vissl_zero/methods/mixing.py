@@ -25,7 +25,7 @@ _TRIES = 64
 _SHARES = 6  # uniform numbers per image: whether to mix, mixup or CutMix, and four for the box
 
 
-def smooth_targets(labels: Tensor, num_classes: int, smoothing: float = 0.0) -> Tensor:
+def smooth_targets(labels: Tensor, num_classes: int, smoothing: float) -> Tensor:
     """Spread ``smoothing`` of one-hot targets evenly over all classes (https://arxiv.org/abs/1512.00567).
 
     Args:

@@ -266,7 +266,6 @@ class MemoryBank(nn.Module):
         num_images: S, of the data set.
         embedding_dim: D.
         momentum: weight of an image's old embedding.
-        seed: seed of the first, random embeddings.
 
     Attributes:
         memory: buffer (S, D), unit rows. It takes S * D numbers on every rank.
@@ -277,12 +276,12 @@ class MemoryBank(nn.Module):
     memory: Tensor
     normalizer: Tensor
 
-    def __init__(self, num_images: int, embedding_dim: int, momentum: float = 0.5, seed: int = 0):
+    def __init__(self, num_images: int, embedding_dim: int, momentum: float):
         super().__init__()
         self.momentum = momentum
         # As in NPID's NCEAverage.py.
         bound = 1 / math.sqrt(embedding_dim / 3)
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator().manual_seed(0)  # one seed on every rank
         first = torch.empty(num_images, embedding_dim).uniform_(-bound, bound, generator=generator)
         self.register_buffer("memory", F.normalize(first, dim=1))
         # -1 until the first batch, as in NPID's code, so that a forgotten estimate shows.
@@ -439,9 +438,9 @@ def pirl_loss(
     sample_ids: Tensor,
     bank: MemoryBank,
     num_negatives: int,
-    temperature: float = 0.07,
-    weight: float = 0.5,
-    use_info_nce: bool = False,
+    temperature: float,
+    weight: float,
+    use_info_nce: bool,
 ) -> Tensor:
     """Compute the contrastive loss of an image and of its transformed version against the memory bank.
 

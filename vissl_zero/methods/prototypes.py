@@ -24,7 +24,7 @@ NOT_ASSIGNED = -100  # the ignore_index of torch's cross-entropy
 
 
 def deepcluster_loss(
-    embeddings: Tensor, centroids: Sequence[Tensor], assignments: Tensor, temperature: float = 0.1
+    embeddings: Tensor, centroids: Sequence[Tensor], assignments: Tensor, temperature: float
 ) -> Tensor:
     """Compute the cross-entropy of every crop against the cluster of its image, averaged over clusterings.
 
@@ -49,7 +49,7 @@ def deepcluster_loss(
 
 
 @torch.no_grad()
-def spherical_kmeans(rows: Tensor, centroids: Tensor, num_iters: int = 10) -> tuple[Tensor, Tensor]:
+def spherical_kmeans(rows: Tensor, centroids: Tensor, num_iters: int) -> tuple[Tensor, Tensor]:
     """Run k-means by cosine similarity over the rows of all ranks. Collective.
 
     Args:
@@ -80,7 +80,6 @@ class ClusterMemory(nn.Module):
         embedding_dim: D.
         num_clusters: K_i of each of the H clusterings.
         num_crops: number of crops with stored embeddings, C; clustering i uses crop ``i % C``.
-        seed: seed of the first centroids.
 
     Attributes:
         embeddings: buffer (C, S, D), unit rows. It takes C * S * D numbers on every rank.
@@ -93,12 +92,9 @@ class ClusterMemory(nn.Module):
     is_known: Tensor
     assignments: Tensor
 
-    def __init__(
-        self, num_images: int, embedding_dim: int, num_clusters: Sequence[int], num_crops: int = 1, seed: int = 0
-    ):
+    def __init__(self, num_images: int, embedding_dim: int, num_clusters: Sequence[int], num_crops: int):
         super().__init__()
         self.num_clusters = list(num_clusters)
-        self.seed = seed
         self.register_buffer("embeddings", torch.zeros(num_crops, num_images, embedding_dim))
         self.register_buffer("is_known", torch.zeros(num_images, dtype=torch.bool))
         unassigned = torch.full((len(self.num_clusters), num_images), NOT_ASSIGNED)
@@ -149,7 +145,7 @@ class ClusterMemory(nn.Module):
             # In float64, so that rounding, which depends on the number of ranks, hardly ever changes an assignment.
             embeddings = self.embeddings[index % len(self.embeddings)].double()
             # Every clustering of every epoch has centroids of its own. The same seed on every rank needs no broadcast.
-            generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch * 101 + index)
+            generator = torch.Generator().manual_seed(epoch * 101 + index)
             first = embeddings[known[torch.randperm(len(known), generator=generator)[:count].to(known.device)]]
             centroids, nearest = spherical_kmeans(embeddings[local], first, num_iters)
             self.get_buffer(f"centroids{index}").copy_(centroids)
@@ -232,11 +228,11 @@ class DeepClusterV2(EmbeddingMethod):
 def msn_loss(
     anchors: Tensor,
     target: Tensor,
-    temperature: float = 0.1,
-    sharpening: float = 0.25,
-    mean_entropy_weight: float = 1.0,
-    entropy_weight: float = 0.0,
-    use_sinkhorn: bool = False,
+    temperature: float,
+    sharpening: float,
+    mean_entropy_weight: float,
+    entropy_weight: float,
+    use_sinkhorn: bool,
 ) -> Tensor:
     """Compute the cross-entropy of masked anchors against the sharpened target, minus the mean prediction's entropy.
 

@@ -327,7 +327,7 @@ def _cross_correlation(first: Tensor, second: Tensor) -> Tensor:
     return moments[2 * dim :].view(dim, dim) / (deviations[0][:, None] * deviations[1][None])
 
 
-def barlow_twins_loss(first: Tensor, second: Tensor, lambda_: float = 0.0051, scale: float = 1.0) -> Tensor:
+def barlow_twins_loss(first: Tensor, second: Tensor, lambda_: float, scale: float) -> Tensor:
     """Compute the squared distance of the correlation from the identity, off the diagonal weighted by ``lambda_``.
 
     Args:
@@ -370,9 +370,9 @@ _VARIANCE_EPS = 1e-4  # facebookresearch/vicreg main_vicreg.py
 def vicreg_loss(
     first: Tensor,
     second: Tensor,
-    invariance: float = 25.0,
-    variance: float = 25.0,
-    covariance: float = 1.0,
+    invariance: float,
+    variance: float,
+    covariance: float,
 ) -> Tensor:
     """Sum the three weighted terms; variance and covariance are computed over the samples of all ranks.
 

@@ -55,7 +55,7 @@ def visreg(views: Tensor, directions: Tensor) -> Tensor:
     return torch.stack([term.square().mean() for term in terms]).sum()
 
 
-def visreg_loss(views: Tensor, num_global: int, directions: Tensor, weight: float = 0.9) -> Tensor:
+def visreg_loss(views: Tensor, num_global: int, directions: Tensor, weight: float) -> Tensor:
     """Compute the weighted sum of ``visreg`` and the squared distance of all views from the mean of the global views.
 
     Args:

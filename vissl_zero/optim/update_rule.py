@@ -63,7 +63,7 @@ def element_wise(declared: _Declared) -> _Declared:
 
 
 def update_rule(
-    optimizer: torch.optim.Optimizer, shapes: Sequence[Sequence[tuple[int, ...]]], *, is_flattened: bool = False
+    optimizer: torch.optim.Optimizer, shapes: Sequence[Sequence[tuple[int, ...]]], *, is_flattened: bool
 ) -> UpdateRule:
     """Determine the update rule of ``optimizer`` by test steps.
 

@@ -163,6 +163,15 @@ def _wanted(cfg: RunConfig) -> dict[str, str]:
     return chosen
 
 
+def left_to_weights(cfg: RunConfig) -> set[str]:
+    """Return the keys whose value ``auto`` stands for what only the weights can say."""
+    values = {_KEY: [cfg.MODEL.TRUNK.NAME]}
+    for name, split in (("TRAIN", cfg.DATA.TRAIN), ("TEST", cfg.DATA.TEST)):
+        values[f"config.DATA.{name}.DATA_SOURCES"] = split.DATA_SOURCES
+        values[f"config.DATA.{name}.TRANSFORMS"] = split.TRANSFORMS
+    return {key for key, entries in values.items() if _is_auto(entries)}
+
+
 def _is_auto(entries: Sequence[Any]) -> bool:
     return list(entries) in ([AUTO], [{"name": AUTO}])
 

@@ -16,18 +16,25 @@ from vissl_zero.registry import WEIGHTS_READERS
 from vissl_zero.resolve.components import method_of, missing_weights, normalization, saved_config, trunk_of
 
 
+def teacher_name(cfg: RunConfig) -> str:
+    """Return the weights that the loss names as its teacher; empty if it names none."""
+    loss = str(cfg.LOSS.get("name"))
+    spec = method_of(loss)
+    return spec.teacher_weights(cfg) if spec and isinstance(cfg.LOSS.get(loss), spec.losses[loss]) else ""
+
+
 def with_named_teacher(cfg: RunConfig) -> RunConfig:
     """Return a copy of ``cfg`` with the teacher's trunk, width and normalization filled in.
 
     Raises:
         ConfigError, CheckpointError: the teacher's weights do not exist, or their network is not recognized.
     """
-    loss = str(cfg.LOSS.get("name"))
-    spec = method_of(loss)
-    keys: Any = cfg.LOSS.get(loss)
-    name = spec.teacher_weights(cfg) if spec and isinstance(keys, spec.losses[loss]) else ""
+    name = teacher_name(cfg)
     if not name:
         return cfg
+    loss = str(cfg.LOSS["name"])
+    spec, keys = method_of(loss), cfg.LOSS[loss]
+    assert spec is not None
     # A saved configuration may be read from another working directory.
     key, name = f"config.LOSS.{loss}.teacher", absolute(name)
     if name == cfg.DISTILLATION.TEACHER_MODEL.WEIGHTS_INIT.PARAMS_FILE:

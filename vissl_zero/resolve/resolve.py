@@ -18,7 +18,7 @@ from vissl_zero.config.programs import RETRIEVAL, TRAIN
 from vissl_zero.config.recipes import find_recipe, recipe_packages
 from vissl_zero.config.run_config import RunConfig
 from vissl_zero.config.weights_name import absolute
-from vissl_zero.errors import ConfigError, Problem
+from vissl_zero.errors import CheckpointError, ConfigError, Problem, problems_of
 from vissl_zero.registry import load_plugins
 from vissl_zero.resolve.boxes import BOX_RULES
 from vissl_zero.resolve.channels import with_channels
@@ -26,6 +26,7 @@ from vissl_zero.resolve.components import (
     as_teacher,
     head_options,
     inferred_notes,
+    left_to_weights,
     loss_options,
     takes_other_model,
     trunk_options,
@@ -106,11 +107,15 @@ def resolve(
         notes = (*notes, "TEST's images alone are measured: config.DATA.TRAIN names none, so there is no kNN.")
     cfg = without_training(cfg)
     try:
+        cfg = with_run_of_weights(cfg)
+    except (ConfigError, CheckpointError) as error:
+        raise _without_weights(cfg, Decisions(cfg, host or _host(cfg)), error) from error
+    try:
         # From the inside out: IMG_SIZE scales transforms that may be those of the weights' run, and the images of the
         # teacher must be normalized as the result says.
-        cfg = with_named_teacher(with_channels(with_image_size(with_run_of_weights(cfg))))
-    except ConfigError as error:  # without a trunk most rules cannot run, but the rule of paths can
-        raise ConfigError([*error.problems, *paths(cfg)]) from error
+        cfg = with_named_teacher(with_channels(with_image_size(cfg)))
+    except (ConfigError, CheckpointError) as error:  # the rules would judge images or a teacher that stay unknown
+        raise _joined(error, paths(cfg)) from error
     decided = Decisions(cfg, host or _host(cfg))
     # A module that cannot be imported may be the cause of other problems, such as an unknown name. Without other
     # problems this run does not need it, and a note is enough.
@@ -167,10 +172,25 @@ def resolve(
     )
 
 
-def problems(decided: Decisions) -> list[Problem]:
-    """Return all problems of a configuration, each once: first of single values, then of the rules."""
+def _without_weights(
+    cfg: RunConfig, decided: Decisions, error: ConfigError | CheckpointError
+) -> ConfigError | CheckpointError:
+    """Return the error of weights that say nothing of the network, with all problems that do not depend on them."""
+    known = problems_of(error)
+    told = {problem.key for problem in known} | left_to_weights(cfg)
+    others = [problem for problem in problems(decided, known) if problem.key not in told]
+    return _joined(error, others)
+
+
+def _joined(error: ConfigError | CheckpointError, others: Sequence[Problem]) -> ConfigError | CheckpointError:
+    """Return the error with other problems; the error itself if there are none."""
+    return ConfigError([*problems_of(error), *others]) if others else error
+
+
+def problems(decided: Decisions, known: Sequence[Problem] = ()) -> list[Problem]:
+    """Return all problems of a configuration, each once: those known, then of single values, then of the rules."""
     cfg = decided.cfg
-    collected = list(constraint_problems(cfg, "config", unread_blocks(cfg)))
+    collected = [*known, *constraint_problems(cfg, "config", unread_blocks(cfg))]
     for rule in RULES:
         try:
             verdict = rule(cfg, decided)

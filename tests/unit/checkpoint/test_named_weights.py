@@ -35,7 +35,7 @@ def test_torch_hubs_names_are_of_its_files(name: str, tmp_path: Path) -> None:
         locate(f"torchhub:{name}")
     assert str(caught.value) == (
         f"torchhub:{name} is not in torch's cache. Fill it where there is a network: "
-        f"curl -L --create-dirs -o {file} {HUB[name]}"
+        f"curl -L --create-dirs -o {file} {HUB[name]} (TORCH_HOME names the cache's folder)."
     )
     file.parent.mkdir(parents=True)
     file.touch()

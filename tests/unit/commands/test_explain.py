@@ -18,7 +18,7 @@ from vissl_zero.commands.train import train
 from vissl_zero.config import recipes
 from vissl_zero.config.catalog import public_equivalent, with_public_paths
 from vissl_zero.config.compose import compose
-from vissl_zero.config.recipes import recipe_file, recipe_files, recipe_text
+from vissl_zero.config.recipes import RecipeFile, recipe_file, recipe_files, recipe_text
 from vissl_zero.errors import ConfigError
 
 RECIPE = """# @package _global_
@@ -251,3 +251,36 @@ def test_a_recipe_of_retrieval_is_sent_to_its_program(tmp_path: Path, capsys: py
     )
     assert main(["config=find", f"--config-dir={tmp_path}", "--dry-run"]) == 2
     assert "Write vissl-zero instance_retrieval_test config=find." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("weights", "said"),
+    [
+        ("", "config.MODEL.WEIGHTS_INIT.PARAMS_FILE: must name weights, as config.MODEL.TRUNK.NAME is auto"),
+        (
+            "nope.pth",
+            "config.MODEL.WEIGHTS_INIT.PARAMS_FILE: must name a run folder, a checkpoint or a file of weights",
+        ),
+        ("torchhub:dinov2_vits14", "torchhub:dinov2_vits14 is not in torch's cache. Fill it where there is a network"),
+    ],
+)
+def test_weights_that_are_not_here_do_not_hide_what_does_not_depend_on_them(
+    weights: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    words = [f"config.MODEL.WEIGHTS_INIT.PARAMS_FILE={weights}", "config.ZERO.LEVEL=9", "config.OPTIMIZER.num_epochs=0"]
+    account = account_of(RecipeFile("finetune/lora"), words)
+    assert str(account.refused[0]).startswith(said)
+    keys = {problem.key for problem in account.refused[1:]}
+    assert {"config.ZERO.LEVEL", "config.OPTIMIZER.num_epochs", "config.DATA.TRAIN.DATA_PATHS"} <= keys
+    # What the weights would say is not held against the recipe.
+    assert not keys & {"config.MODEL.TRUNK.NAME", "config.DATA.TRAIN.TRANSFORMS", "config.DATA.TEST.TRANSFORMS"}
+
+
+def test_a_teacher_that_the_loss_names_needs_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    word = "config.LOSS.feature_distillation_loss.teacher=torchhub:dinov2_vits14"
+    account = account_of(RecipeFile("distill/photos"), [word])
+    assert account.yours == []
+    assert [problem.key for problem in account.refused] == ["", "config.DATA.TRAIN.DATA_PATHS"]
+    assert str(account.refused[0]).startswith("torchhub:dinov2_vits14 is not in torch's cache.")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from tests.unit.reporting.example_run import make_run
+from tests.unit.reporting.example_run import make_record, make_run
 from vissl_zero.config.blocks.output import EarlyStopping
 from vissl_zero.config.compose import compose
 from vissl_zero.engine.hook import Run
@@ -62,6 +62,19 @@ def test_a_run_ends_after_patience_whenever_it_was_killed(tmp_path: Path, killed
 )
 def test_patience_mode_and_delta_decide_when(tmp_path: Path, options: EarlyStopping, end: int) -> None:
     assert follow(make_run(tmp_path), FIGURES, options) == end
+
+
+def test_the_loss_of_an_epoch_weighs_each_image_the_same(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    hook = EarlyStoppingHook(EarlyStopping("loss", PATIENCE=2), Console(file=io.StringIO()))
+    hook.on_record(run, make_record(1, loss=1.0, num_samples=12))
+    resumed = EarlyStoppingHook(EarlyStopping("loss", PATIENCE=2), Console(file=io.StringIO()))
+    resumed.load_state_dict(hook.state_dict())
+    resumed.on_record(run, make_record(2, loss=5.0, num_samples=4))
+    resumed.on_record(run, make_record(3, loss=None, num_samples=100))  # a step that was skipped
+    run.step, run.epoch = 10, 0
+    resumed.on_epoch_end(run)
+    assert resumed.state_dict()["best"] == 2.0
 
 
 def test_a_figure_that_nothing_measures_is_refused_with_those_that_exist(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from vissl_zero.engine.build import build_run
 from vissl_zero.engine.hook import Run
 from vissl_zero.engine.loop import train
 from vissl_zero.errors import ConfigError, DataError
-from vissl_zero.evaluation.segmentation import SegmentationHook, overlap
+from vissl_zero.evaluation.segmentation import SegmentationHook, _confusion_of, overlap
 from vissl_zero.planner.dry_run import dry_run
 from vissl_zero.reporting.report import segmented_samples
 from vissl_zero.reporting.summary import summarize, table
@@ -119,6 +119,24 @@ def test_all_that_is_wrong_is_named_before_the_first_step(tmp_path: Path) -> Non
     config["DATA"]["ON_BROKEN_IMAGE"] = "skip"
     run, _ = _trained(config, tmp_path, max_steps=1)
     assert run.step == 1
+
+
+def test_a_broken_image_counts_in_no_overlap(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "pairs", num_images=16)
+    config = _folder_config(folder)
+    config["DATA"]["ON_BROKEN_IMAGE"] = "skip"
+    run = build_run(make_plan(config, tmp_path), torch.device("cpu"))[0]
+
+    def counted() -> torch.Tensor:
+        images = build_eval_images(run.plan.config.DATA, run.plan.seed)[1]
+        assert images is not None
+        return _confusion_of(run, images)
+
+    expected = counted()
+    whole = (folder / "images/3.png").read_bytes()
+    (folder / "images/30.png").write_bytes(whole[: len(whole) // 2])
+    Image.open(folder / "masks/3.png").save(folder / "masks/30.png")
+    assert torch.equal(counted(), expected)
 
 
 def test_a_head_with_fewer_outputs_than_classes_is_refused(tmp_path: Path) -> None:

@@ -144,7 +144,7 @@ def maskfeat() -> None:
     view = _views(method)
     assert torch.equal(view.masked.sum(dim=1), torch.full((64,), 78)) and view.wanted.shape == (64, 78)
     assert (method.num_bins, method.cell_size) == (9, 8)
-    assert hog_targets(torch.zeros(1, 3, 224, 224), (GRID, GRID)).shape == (1, 196, 108)
+    assert hog_targets(torch.zeros(1, 3, 224, 224), (GRID, GRID), num_bins=9, cell_size=8).shape == (1, 196, 108)
 
 
 def ijepa() -> None:
@@ -210,7 +210,9 @@ def supcon() -> None:
     """https://arxiv.org/abs/2004.11362: all 2 n - 1 others equally alike, the loss is ln(2 n - 1)."""
     assert _make("supcon_loss").temperature == 0.1
     same = torch.ones(5, 3, dtype=torch.float64)
-    assert float(supcon_loss((same, same), torch.tensor([0, 0, 1, 1, -1]))) == pytest.approx(math.log(9))
+    assert float(supcon_loss((same, same), torch.tensor([0, 0, 1, 1, -1]), temperature=0.1)) == pytest.approx(
+        math.log(9)
+    )
 
 
 def lejepa() -> None:

@@ -35,13 +35,15 @@ def test_the_queue_s_term_is_lightly_train_s():
         F.log_softmax(student @ queue.T / 0.07, dim=1), F.softmax(teacher @ queue.T / 0.07, dim=1)
     )
     assert queue_distillation_loss(student, teacher, queue, 0.07) == pytest.approx(expected.item(), rel=1e-12)
-    assert queue_distillation_loss(teacher, teacher, queue).abs() < 1e-12
+    assert queue_distillation_loss(teacher, teacher, queue, temperature=0.07).abs() < 1e-12
 
 
 def test_the_distance_is_of_unit_vectors_or_of_features_as_they_are():
     student, teacher = _rows(0, 4, 5), _rows(1, 4, 5)
     cosines = F.cosine_similarity(student, teacher, dim=1)
-    assert feature_distance(student, teacher) == pytest.approx((2 - 2 * cosines).mean().item(), rel=1e-12)
+    assert feature_distance(student, teacher, normalize=True) == pytest.approx(
+        (2 - 2 * cosines).mean().item(), rel=1e-12
+    )
     assert feature_distance(student, teacher, False) == pytest.approx(F.mse_loss(student, teacher).item(), rel=1e-12)
 
 
@@ -69,7 +71,9 @@ def test_a_batch_beyond_the_queue_is_cut_in_the_order_of_samples():
 
 def test_without_a_queue_the_distance_alone_counts_and_nothing_couples_images():
     method, student, teacher = _method(queue_weight=0, global_weight=2), _rows(0, 4, 5), _rows(1, 4, 5)
-    assert method([student], _batch(4), [teacher]) == pytest.approx(2 * feature_distance(student, teacher).item())
+    assert method([student], _batch(4), [teacher]) == pytest.approx(
+        2 * feature_distance(student, teacher, normalize=True).item()
+    )
     assert not method.couples_samples and not list(method.buffers())
     assert _method().couples_samples
 

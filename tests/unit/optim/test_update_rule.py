@@ -33,7 +33,7 @@ def _rule(build, shapes=SHAPES):
     params = [nn.Parameter(torch.zeros(shape)) for shape in shapes]
     optimizer = build(params)
     own = [[tuple(param.shape) for param in group["params"]] for group in optimizer.param_groups]
-    return update_rule(optimizer, own)
+    return update_rule(optimizer, own, is_flattened=False)
 
 
 def _all_of_torch():
@@ -78,9 +78,9 @@ def test_optimizers_of_timm_as_people_build_them(name, expected):
     shapes = [[tuple(param.shape) for param in group["params"]] for group in optimizer.param_groups]
     if expected is None:
         with pytest.raises(ConfigError, match="from that tensor alone"):
-            update_rule(optimizer, shapes)
+            update_rule(optimizer, shapes, is_flattened=False)
     else:
-        assert update_rule(optimizer, shapes) is expected
+        assert update_rule(optimizer, shapes, is_flattened=False) is expected
 
 
 def test_the_refusal_of_timms_lamb_names_the_option_that_couples_all_tensors():
@@ -211,7 +211,7 @@ def test_a_trial_leaves_the_optimizer_alone():
     optimizer = _ClampOnly(params, lr=0.0)
     before, random_state = params[0].detach().clone(), torch.get_rng_state()
     torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    update_rule(optimizer, [[(3, 4)]])
+    update_rule(optimizer, [[(3, 4)]], is_flattened=False)
     assert not optimizer.state and optimizer.param_groups[0]["params"] == params
     assert torch.equal(before, params[0]) and torch.equal(random_state, torch.get_rng_state())
 

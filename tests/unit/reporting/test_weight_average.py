@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 from safetensors import safe_open
 from torch import Tensor
@@ -13,6 +17,8 @@ from vissl_zero.config.compose import compose
 from vissl_zero.engine.build import build_run
 from vissl_zero.engine.hook import Hook, Run, Step
 from vissl_zero.engine.loop import train
+from vissl_zero.errors import CheckpointError
+from vissl_zero.reporting import weight_files
 from vissl_zero.reporting.weight_files import WeightAverageHook
 from vissl_zero.resolve.host import Host
 from vissl_zero.resolve.resolve import resolve
@@ -55,3 +61,22 @@ def test_an_average_copies_in_the_warm_up_and_follows_after_it(tmp_path: Path) -
     with safe_open(tmp_path / "weights_ema.safetensors", "pt") as file:
         torch.testing.assert_close(file.get_tensor(PROTOTYPES), expected)
         assert file.metadata()["format"] == "pt"  # transformers refuses a file without
+
+
+def test_a_full_disk_is_named_with_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(weight_files, "write_shard_file", full)
+    plan = resolve(
+        compose(RECIPE, ["config.ZERO.LEVEL=0", "config.TRAINER.MAX_STEPS=1"]).run,
+        tmp_path,
+        recipe=RECIPE,
+        host=Host(num_cores=1),
+    )
+    run, schedules, frozen = build_run(plan, torch.device("cpu"))
+    with pytest.raises(
+        CheckpointError, match=r"weights_ema\.safetensors cannot be written \(.*No space left.*Make room"
+    ):
+        train(run, schedules, frozen, [WeightAverageHook(OPTIONS)])
+    run.sharded.close()

@@ -23,7 +23,7 @@ from vissl_zero.checkpoint.first_weights import match, shapes_of
 from vissl_zero.checkpoint.folder import MANIFEST_NAME, Checkpoint, TensorInfo, find_checkpoints, open_checkpoint
 from vissl_zero.checkpoint.foreign_layouts import read_foreign
 from vissl_zero.checkpoint.weights import WeightsFile, config_of, open_store, open_weights, weights_of
-from vissl_zero.commands.arguments import CommandParser, output
+from vissl_zero.commands.arguments import CommandParser, config_dirs, output, searchpath
 from vissl_zero.config.compose import compose
 from vissl_zero.config.override_words import recipe_and_overrides
 from vissl_zero.config.run_config import RunConfig
@@ -384,10 +384,11 @@ def import_(arguments: Sequence[str]) -> int:
     parser.add_argument("--partial", action="store_true", help="write what matches even if the trunk is incomplete")
     parser.add_argument("--overwrite", action="store_true", help="replace OUT if the file exists")
     # Flags may stand between the words of a recipe.
-    options = parser.parse_intermixed_args(arguments)
+    rest, folders = config_dirs(arguments)
+    options = parser.parse_intermixed_args(rest)
     if options.like and options.words:
         raise ConfigError(f"{parser.prog}: give a recipe or --like, not both.")
-    shapes, config = _target(parser.prog, options.words, options.like)
+    shapes, config = _target(parser.prog, [*searchpath(folders), *options.words] if options.words else [], options.like)
     foreign = read_foreign(Path(options.source).expanduser(), options.key)
     matched = match(foreign, shapes, options.remove_prefix)
     for reason in foreign.passed_over:

@@ -260,7 +260,7 @@ class _SyncBatchNorm(BatchNorm, nn.SyncBatchNorm):
 
 
 def convert_batch_norms(
-    model: nn.Module, group: dist.ProcessGroup | None, *, is_recomputed: bool = False, only_marked: bool = False
+    model: nn.Module, group: dist.ProcessGroup | None, *, is_recomputed: bool, only_marked: bool
 ) -> int:
     """Synchronize the batch norms of ``model``, in place (see ``synchronize_``).
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
@@ -264,7 +265,7 @@ def _owned_shards(module: nn.Module, oss: OSS) -> Iterator[Shard]:
         yield shard
 
 
-_DEFAULT_BUFFER_SIZE = 2**23  # elements; fairscale's own default
+_DEFAULT_BUFFER_SIZE: int = signature(ShardedDataParallel).parameters["reduce_buffer_size"].default
 
 
 class _OwnedByRank(ShardedModel):
@@ -362,6 +363,10 @@ class _GradientSharded(_OwnedByRank):
             auto_refresh_trainable=False,
         )
         self._parallel.refresh_trainable()  # fixes the layout of parameters: shards may refer to their memory now
+        # The loop may train these by another optimizer. fairscale reduces only those that have an owner.
+        owned = {name for group in setup.groups for name in group.params}
+        others = [param for name, param in module.named_parameters() if name not in owned]
+        self._means = GradientAverage(others, plan.timeout_s)
         super().__init__(setup, oss, self._parallel)
         self._is_last = True
         self._again = ""
@@ -377,12 +382,12 @@ class _GradientSharded(_OwnedByRank):
     def micro_batch(self, is_last: bool) -> Iterator[None]:
         """Reduce gradients in the backward pass of the last micro-batch; before it they add up on each rank."""
         self._is_last = is_last
-        if is_last:
+        # Without no_sync, fairscale reduces in each pass: gradients that add up over passes are silently wrong.
+        with self._means.micro_batch(is_last), nullcontext() if is_last else self._parallel.no_sync():
             yield
-        else:
-            # Without no_sync, fairscale reduces in each pass: gradients that add up over passes are silently wrong.
-            with self._parallel.no_sync():
-                yield
+
+    def _backward_pass(self) -> AbstractContextManager[None]:
+        return self._means.backward_pass()
 
     def _facts(self) -> dict[str, int]:
         """Collect the facts; see ``ShardedModel``."""
