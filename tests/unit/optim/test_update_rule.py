@@ -14,6 +14,7 @@ from torch import nn
 
 from vissl_zero.errors import ConfigError
 from vissl_zero.optim import update_rule as module
+from vissl_zero.optim.elementwise import SINGLE_ROUNDING, sgd
 from vissl_zero.optim.update_rule import (
     ELEMENT_WISE,
     UpdateRule,
@@ -180,6 +181,24 @@ def test_a_hook_takes_trust_away():
         return optimizer
 
     assert _rule(build) is UpdateRule.PER_TENSOR
+
+
+@pytest.mark.parametrize("kind", [None, *SINGLE_ROUNDING.values()])
+def test_what_is_declared_element_wise_needs_no_trial_and_would_pass_one(kind, monkeypatch):
+    def build(params):
+        optimizer = kind(params, lr=0.1, weight_decay=0.1) if kind else sgd([{"params": params, "lr": 0.1}])
+        optimizer.register_step_pre_hook(hook)
+        return optimizer
+
+    hook = module.element_wise(lambda *_: None)
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "_try_out", lambda *_: pytest.fail("tried"))
+        assert _rule(build) is UpdateRule.ELEMENT_WISE
+    monkeypatch.setattr(module, "_DECLARED", [])
+    tried = []
+    monkeypatch.setattr(module, "_try_out", lambda *args, try_out=module._try_out: tried.append(1) or try_out(*args))
+    assert _rule(build) is UpdateRule.ELEMENT_WISE
+    assert tried
 
 
 def test_one_that_wraps_another_is_tried_with_it():
