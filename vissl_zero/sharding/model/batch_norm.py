@@ -37,11 +37,11 @@ def frozen_statistics(model: nn.Module) -> Iterator[None]:
     unconverted = [layer for layer in layers if not isinstance(layer, BatchNorm) and layer.track_running_stats]
     for layer in unconverted:
         layer.track_running_stats = False
-    _is_frozen = True
+    outer, _is_frozen = _is_frozen, True
     try:
         yield
     finally:
-        _is_frozen = False
+        _is_frozen = outer
         for layer in unconverted:
             layer.track_running_stats = True
 
