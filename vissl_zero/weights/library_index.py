@@ -27,11 +27,6 @@ _OF_THE_SIZE = re.compile(
 )
 
 
-def _is_classifier(name: str) -> bool:
-    """Return whether a tensor of timm's or torchvision's belongs to the last layer, which numbers classes."""
-    return _CLASSIFIER.fullmatch(name) is not None
-
-
 def _fingerprint(shapes: Mapping[str, Iterable[int]]) -> str:
     """Hash the names and shapes of a network, without its classifier and tensors that depend on the image size."""
     lines = [
