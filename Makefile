@@ -7,6 +7,8 @@ STAMP := $(VENV)/.installed
 READY := $(VENV)/.ready
 # Processes that share the tests; each has its own pool of ranks. They begin files in the order of tests/conftest.py.
 WORKERS ?= 2
+# Tests start hundreds of processes: each would compile the package again, three quarters of a second.
+unexport PYTHONDONTWRITEBYTECODE
 # Rules of the grammar checker that misread names and terms of the field, or prefer another style.
 GRAMMAR_OFF := SentenceCapitalization,UseTitleCase,OrthographicConsistency,SplitWords,MergeWords,CompoundNouns,DisjointPrefixes,UseEllipsisCharacter,Dashes,ExpandMemoryShorthands,ExpandTimeShorthands,ExpandControl,ExpandParameter,ExpandArgument,ExpandMinimum,ExpandStandardInputAndOutput,ExpandDirectory,ExpandConfiguration,WrongNegative,Overall,MissingPreposition,MissingTo,SingleBe,PronounInflectionBe,PronounVerbAgreement,MassNouns,CapitalizePersonalPronouns,AllowTo,OneOfTheSingular,ThereToTheir,CallThem,PluralDecades,PhrasalVerbAsCompoundNoun
 

@@ -99,7 +99,7 @@ def ours(backend: str, views: dict[str, list], files: list[bytes], place: str = 
     """One image through the loader's own micro-batch: read, decode, transform, collate."""
     split = Split(TRANSFORMS=entries(views))
     pipeline = build_split_pipeline(Data(BACKEND=backend, AUGMENT_ON=place, TRAIN=split), "TRAIN")
-    dataset = MicroBatchDataset(Files(files, 2**31), pipeline, 0)
+    dataset = MicroBatchDataset(Files(files, 2**31), pipeline, 0, skip_broken=False)
 
     def load(start: int, count: int = 24) -> object:
         return dataset[MicroBatchPlan(0, tuple(range(start, start + count)), count)].batch

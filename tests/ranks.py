@@ -49,6 +49,8 @@ MAX_THREADS = 40
 # Imported once, before the fork. fully_shard imports torch._dynamo on first use, and most tests train through the last.
 _PRELOAD = ["torch", "torch.distributed.fsdp", "torch.distributed.tensor", "torch._dynamo", "fairscale.nn"]
 _PRELOAD += ["vissl_zero.config.compose", "vissl_zero.planner.forecast", "tests.dist.training"]
+# Otherwise each new set of processes, of which a session has dozens, would import them again.
+_PRELOAD += ["pytest", "vissl_zero.engine.build", "vissl_zero.integration.initialize"]
 
 
 class RankError(AssertionError):
@@ -278,6 +280,7 @@ def _run(task: _Task, port: int) -> Any:
 
     function = getattr(_import_source(task.module_name, task.source_file), task.function)
     args = pickle.loads(task.arguments)
+    num_modules = len(sys.modules)
     torch.manual_seed(0)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     dist.init_process_group(
@@ -290,6 +293,8 @@ def _run(task: _Task, port: int) -> Any:
     result = function(*args)
     forget_meshes()
     gc.collect()  # groups that are only in cycles: gloo's threads of a group that its peers have left never rest
+    if len(sys.modules) > num_modules:
+        gc.freeze()
     dist.barrier()  # nobody closes connections that a slower rank still uses
     return result
 

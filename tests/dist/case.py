@@ -89,7 +89,7 @@ class Case:
     lr: float = LR
     trunk: str = "conv"
     float8: Float8Plan = field(default_factory=Float8Plan)
-    lora: Lora | None = None
+    lora: Lora | None = field(default=None, hash=False)
 
 
 @dataclass

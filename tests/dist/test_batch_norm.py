@@ -63,7 +63,8 @@ def _run(layer: nn.Module, x: Tensor, grad: Tensor) -> dict[str, Tensor]:
 
 def _run_on_rank(num_dims: int, options: dict[str, Any], counts: list[int], ranks_per_group: int) -> dict[str, Tensor]:
     model = nn.Sequential(_layer(num_dims, options))
-    assert convert_batch_norms(model, batch_norm_group(ranks_per_group, 30)) == 1
+    group = batch_norm_group(ranks_per_group, 30)
+    assert convert_batch_norms(model, group, is_recomputed=False, only_marked=False) == 1
     assert isinstance(model[0], BatchNorm)
     start = sum(counts[: dist.get_rank()])
     mine = slice(start, start + counts[dist.get_rank()])
@@ -320,7 +321,7 @@ def _recompute_on_rank(ranks_per_group: int) -> tuple[dict[str, Tensor], dict[st
     seen = []
     for checkpoint in (False, True):
         unit = Unit(_layer(2, {}))
-        convert_batch_norms(unit, batch_norm_group(ranks_per_group, 30), is_recomputed=True)
+        convert_batch_norms(unit, batch_norm_group(ranks_per_group, 30), is_recomputed=True, only_marked=False)
         unit.checkpoint = checkpoint
         x = _rows(2, 4)[0].requires_grad_()
         outputs = unit([x, x[:2] * 2])
@@ -371,7 +372,7 @@ def _convert_timm(is_recomputed: bool) -> None:
     mean = layer.running_mean.clone()
     layer.reset_running_stats()
     group = None if is_recomputed else dist.group.WORLD
-    assert convert_batch_norms(nn.Sequential(layer), group, is_recomputed=is_recomputed) == 1
+    assert convert_batch_norms(nn.Sequential(layer), group, is_recomputed=is_recomputed, only_marked=False) == 1
     mine = slice(None) if is_recomputed else slice(6 * dist.get_rank(), 6 * dist.get_rank() + 6)
     torch.testing.assert_close(layer(rows[mine]).detach(), expected[mine], rtol=0, atol=1e-12)
     torch.testing.assert_close(layer.running_mean, mean, rtol=0, atol=1e-12)

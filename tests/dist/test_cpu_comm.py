@@ -39,7 +39,7 @@ def _collectives(kind: str, numels: list[int]) -> list[tuple[Tensor, Tensor, Ten
     for numel in numels:
         mine = _values(dist.get_rank(), numel * dist.get_world_size())
         total, mean, everything = torch.empty(numel), torch.empty(numel), torch.empty_like(mine)
-        comm.reduce_scatter(total, mine)
+        comm.reduce_scatter(total, mine, is_mean=False)
         comm.reduce_scatter(mean, mine, is_mean=True)
         comm.all_gather(everything, mine[:numel])
         results.append((total, mean, everything))
@@ -81,7 +81,7 @@ def test_gradients_of_units_are_summed_by_the_communicator() -> None:
 def _bytes_sent(kind: str) -> dict[str, int]:
     comm = _open(kind)
     whole = torch.zeros(4 * 3000)
-    comm.reduce_scatter(torch.empty(3000), whole)
+    comm.reduce_scatter(torch.empty(3000), whole, is_mean=False)
     comm.all_gather(whole, torch.zeros(3000))
     return dict(comm.sent_bytes)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from contextlib import nullcontext
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from vissl_zero import collectives
 from vissl_zero.models.keyed_random import set_random_key
 from vissl_zero.optim.adaptation import Adaptation, Larc, Lars
 from vissl_zero.optim.elementwise import adam, adamw, sgd
+from vissl_zero.optim.param_groups import ParamGroup
 from vissl_zero.optim.whole_tensor import adamw_8bit, lamb, muon
 from vissl_zero.registry import STRATEGIES
 from vissl_zero.resolve.resolved import Precision, ShardingPlan
@@ -111,10 +112,15 @@ def train_sharded(case: Case, level: int, changes: dict[str, Any] | None = None)
     return outcome
 
 
+@cache
+def _groups(case: Case) -> dict[str, ParamGroup]:
+    return {group.name: group for group in groups_of(build(case), case)}
+
+
 def train_step(sharded: ShardedModel, case: Case, step: int, outcome: Outcome) -> StepResult:
     """One optimizer step; notes loss and gradient norm in ``outcome``."""
     sharded.freeze([PROTOTYPES] if step < case.frozen_steps else [])
-    groups = {group.name: group for group in groups_of(build(case), case)}
+    groups = _groups(case)
     for settings in sharded.optimizer.param_groups:
         settings["lr"], settings["weight_decay"] = schedule(case, step, groups[settings["name"]])
     batches = list(micro_batches(case, step))

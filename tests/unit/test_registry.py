@@ -91,7 +91,7 @@ def test_a_plugin_that_ends_the_program_is_left_out(tmp_path: Path, monkeypatch:
 def _stated_twice() -> list[tuple[str, str, str, object, object]]:
     """Defaults of constructors beside those of their keys; None: the default depends on other keys."""
     pairs = []
-    for kind in ("losses", "heads", "optimizers", "trunks"):
+    for kind in ("losses", "heads", "optimizers", "trunks", "sources"):
         for name in REGISTRIES[kind].builtin():
             component = REGISTRIES[kind].get(name)
             keys = {key.name: key for key in fields(component.config)} if component.config else {}

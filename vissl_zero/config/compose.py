@@ -350,7 +350,7 @@ def _one_or_many(block: Any, path: str = "config") -> list[Problem]:
             problems.append(Problem(key, repr(value), "must be a block of keys", f"Write {key}.<key>=<value>."))
         elif str(item.type).startswith("dict[") and not isinstance(value, dict):
             problems.append(Problem(key, repr(value), "must be a block of keys", f"Write {key}={{a: 1}}."))
-        elif "texts" in item.metadata:
+        elif item.metadata.get("texts"):
             values = value if isinstance(value, list) else [] if value is None else [value]
             if not all(isinstance(text, (str, int, float)) for text in values):
                 problems.append(

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import xxhash
-from PIL import Image
+from PIL import ExifTags, Image
 
 from vissl_zero.data.decode import BrokenImageError, Decoder
 from vissl_zero.data.one_pass import looked_at
@@ -17,7 +17,6 @@ from vissl_zero.data.source import Source, encoded_image, label_matrix
 from vissl_zero.errors import DataError, counted
 
 _MOST_NAMED = 10
-_ORIENTATION = 0x0112
 _ALPHA = ("RGBA", "LA", "PA", "La", "RGBa")
 _SPLITS = {"train", "val", "valid", "validation", "test"}
 FLAGS = ("broken", "exif_rotated", "gray", "cmyk", "transparent")
@@ -95,7 +94,7 @@ def _orientation(file: Image.Image, data: bytes) -> int:
     if file.format == "PNG" and b"eXIf" not in data and b"exif" not in data:
         return 1  # getexif would read the rest of the file, to find none
     try:
-        return int(file.getexif().get(_ORIENTATION, 1))
+        return int(file.getexif().get(ExifTags.Base.Orientation, 1))
     except Exception:  # noqa: BLE001 - damaged EXIF data, which training ignores
         return 1
 

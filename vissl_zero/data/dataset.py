@@ -66,7 +66,7 @@ class MicroBatchDataset(Dataset[Loaded]):
         source: Source,
         pipeline: Pipeline,
         seed: int,
-        skip_broken: bool = False,
+        skip_broken: bool,
         label_type: str = "standard",
         boxes: CropBoxes | None = None,
     ):

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from PIL import ExifTags, Image, ImageOps
+from PIL import ExifTags, Image, ImageColor, ImageOps
 
 from vissl_zero.atomic import open_regular, read_regular
 from vissl_zero.config.blocks.data import Data
@@ -27,14 +27,12 @@ MAX_PIXELS = 89_478_485
 
 # An allow-list, so that no file reaches a decoder that starts another program (EPS runs Ghostscript) or is rarely used.
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
-_BACKGROUNDS = {"stored": None, "white": (255, 255, 255), "gray": (128, 128, 128), "black": (0, 0, 0)}
 _MAX_FILE_BYTES = 2**30
 MAX_SCANS, MAX_SCANNED = 50, 2 * 10**9  # an encoder writes about 10 scans; 2e9 pixels take a core 5 to 20 s
 _GZIP, _JPEG, _PNG, _START_OF_SCAN = b"\x1f\x8b", b"\xff\xd8", b"\x89PNG\r\n\x1a\n", b"\xff\xda"
 _ON_ITS_SIDE = (5, 6, 7, 8)  # EXIF orientations that exchange width and height
 PNG_BITS = 24  # offset of a PNG's bits per sample; the next byte is the color type
 _TEXTS = (b"tEXt", b"zTXt", b"iTXt", b"iCCP")
-_BITS_PER_SAMPLE, _PHOTOMETRIC = 258, 262  # tags of TIFF
 
 
 class BrokenImageError(DataError):
@@ -78,7 +76,7 @@ class Decoder:
     @staticmethod
     def of(data_cfg: Data) -> Decoder:
         """Return the decoder of a DATA block."""
-        background = _BACKGROUNDS[data_cfg.BACKGROUND]
+        background = None if data_cfg.BACKGROUND == "stored" else ImageColor.getrgb(data_cfg.BACKGROUND)[:3]
         return Decoder(data_cfg.EXIF == "apply", background, data_cfg.MAX_PIXELS, data_cfg.IN_CHANNELS)
 
     def image(self, data: bytes, name: str | Path, look: Callable[[Image.Image], object] | None = None) -> Image.Image:
@@ -281,8 +279,8 @@ def _as_8_bits(image: Image.Image, file: Image.Image, path: str | Path) -> Image
     # Pillow converts color of 16 bits itself, but its ``convert`` clips gray of 16 bits at 255.
     is_16_bits = image.mode == "I" and file.format in ("PPM", "PNG")  # PNG: before Pillow 10
     if image.mode.startswith("I;16") or is_16_bits:
-        depths = _tag(file, _BITS_PER_SAMPLE)
-        if _tag(file, _PHOTOMETRIC) == {0}:
+        depths = _tag(file, ExifTags.Base.BitsPerSample)
+        if _tag(file, ExifTags.Base.PhotometricInterpretation) == {0}:
             raise BrokenImageError(str(path), "its 16-bit gray is stored with 0 for white, which is not read")
         if depths <= {16}:
             gray = np.asarray(image).astype(np.uint32)

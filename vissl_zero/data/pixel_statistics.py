@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
-from PIL import Image
+from PIL import ExifTags, Image
 from PIL.TiffImagePlugin import TiffImageFile
 
 from vissl_zero.data.channels import read_channels
@@ -17,7 +17,6 @@ from vissl_zero.data.source import Source, encoded_image
 from vissl_zero.errors import DataError
 
 _CHANNELS = 3
-_BITS_PER_SAMPLE = 258  # TIFF's tag
 
 
 @dataclass(frozen=True)
@@ -76,7 +75,7 @@ def _bits(file: Image.Image, data: bytes) -> int:
     if file.format == "PNG":
         return data[PNG_BITS]
     if isinstance(file, TiffImageFile):
-        return max(file.tag_v2.get(_BITS_PER_SAMPLE, (1,)))
+        return max(file.tag_v2.get(ExifTags.Base.BitsPerSample, (1,)))
     return 1 if file.mode == "1" else 16 if file.mode.startswith("I") else 8
 
 

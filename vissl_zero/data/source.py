@@ -298,7 +298,7 @@ def label_matrix(source: Source, num_classes: int = 0) -> np.ndarray | None:
     return np.eye(max(num_classes, len(source.class_names), 1 + max(labels, default=0)), dtype=np.int8)[labels]
 
 
-def described_splits(config: RunConfig, is_labeled: bool = True) -> str:
+def described_splits(config: RunConfig, is_labeled: bool) -> str:
     """Describe the images of training and of evaluation, for people.
 
     Args:

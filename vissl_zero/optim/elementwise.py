@@ -33,6 +33,7 @@ from vissl_zero.config.components.optimizers import (
 )
 from vissl_zero.errors import ConfigError, Problem
 from vissl_zero.optim.adaptation import Lars
+from vissl_zero.optim.update_rule import element_wise
 from vissl_zero.registry import OPTIMIZERS
 
 
@@ -61,6 +62,7 @@ def sgd(groups: Groups, momentum: float = 0.9, nesterov: bool = False) -> torch.
     return optimizer
 
 
+@element_wise
 def _avoid_wrong_kernel(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """Switch the fused kernel off for parameters in half precision on the CPU."""
     # There torch 2.11 to 2.13 leaves tensors of 16 elements or more unchanged, or moves them too little.
@@ -127,6 +129,7 @@ def adamw_schedule_free(groups: Groups, betas: Sequence[float] = (0.9, 0.999), *
 
 # torch's kernels may contract a product and a sum into one rounding in the vector loop and not in its remainder. Where
 # a tensor is cut then decides its last bits, and levels cut differently. Each operation here rounds by itself.
+@element_wise
 class SingleRoundingSGD(torch.optim.SGD):
     """SGD with momentum, plain or Nesterov, with one rounding per operation."""
 
@@ -144,6 +147,7 @@ class SingleRoundingSGD(torch.optim.SGD):
             param.sub_(update * group["lr"])
 
 
+@element_wise
 class SingleRoundingAdam(torch.optim.Adam):
     """Adam, or with ``decoupled_weight_decay`` AdamW, with one rounding per operation."""
 
@@ -172,6 +176,7 @@ class SingleRoundingAdam(torch.optim.Adam):
             param.sub_(mean.div(spread).mul_(group["lr"] / (1 - beta1**count)))
 
 
+@element_wise
 class SingleRoundingAdamW(SingleRoundingAdam, torch.optim.AdamW):
     """AdamW with one rounding per operation."""
 

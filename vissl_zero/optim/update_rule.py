@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,10 @@ ELEMENT_WISE = frozenset(
     getattr(torch.optim, name)
     for name in ("SGD", "Adam", "AdamW", "Adadelta", "Adagrad", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop")
 )
+
+# Ours that are element-wise: classes, and hooks on steps.
+_DECLARED: list[Callable[..., Any]] = []
+_Declared = TypeVar("_Declared", bound=Callable[..., Any])
 
 _INSTEAD = "Use SGD, Adam, AdamW, LARC or LARS, or level 0."
 _NOT_OPTIONS = {"params", "param_names"}
@@ -52,10 +56,18 @@ class UpdateRule(enum.Enum):
     PER_TENSOR = "its full tensor"
 
 
+def element_wise(declared: _Declared) -> _Declared:
+    """Declare that an optimizer's class, or a hook on its steps, updates each element alone. A decorator."""
+    _DECLARED.append(declared)
+    return declared
+
+
 def update_rule(
-    optimizer: torch.optim.Optimizer, shapes: Sequence[Sequence[tuple[int, ...]]], *, is_flattened: bool = False
+    optimizer: torch.optim.Optimizer, shapes: Sequence[Sequence[tuple[int, ...]]], *, is_flattened: bool
 ) -> UpdateRule:
-    """Determine the update rule of ``optimizer`` by test steps. Free for torch's own, under a second for most others.
+    """Determine the update rule of ``optimizer`` by test steps.
+
+    Free for torch's element-wise optimizers and declared ones, under a second for most others.
 
     Args:
         optimizer: not changed; copies run, without its state, with the settings of each group.
@@ -65,7 +77,7 @@ def update_rule(
         ConfigError: the optimizer couples tensors (a global norm, one step size for all), is random, or fails.
     """
     # The type itself: a subclass may do anything in its step, and so may a hook.
-    if type(optimizer) in ELEMENT_WISE and not has_hooks(optimizer):
+    if (type(optimizer) in ELEMENT_WISE or type(optimizer) in _DECLARED) and not has_hooks(optimizer):
         return UpdateRule.ELEMENT_WISE
     name = type(optimizer).__name__
     try:
@@ -244,8 +256,9 @@ def _agree(expected: Sequence[Tensor], got: Sequence[Tensor], case: _Case) -> bo
 
 
 def has_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Check whether the optimizer has hooks on its steps."""
-    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+    """Check whether the optimizer has hooks on its steps, declared ones left out."""
+    hooks = *optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()
+    return any(hook not in _DECLARED for hook in hooks)
 
 
 def trial(optimizer: torch.optim.Optimizer, params: Mapping[int, Sequence[nn.Parameter]]) -> torch.optim.Optimizer:

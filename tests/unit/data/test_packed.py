@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+from PIL import Image
 
 from tests.blocks import data_block
 from tests.unit.data.conftest import MakeData, save_image
@@ -108,7 +109,16 @@ def test_larger_images_are_reduced(photos: Path, tmp_path: Path, make_data: Make
     source = build_source(data_block(make_data("webdataset", tmp_path / "out")), "TRAIN", 0)
     sizes = {source.image(index).size for index in range(len(source))}
     assert sizes == {(16, 16), (30, 20)}
-    assert [encoded_image(source, index) for index in range(len(source))].count(exact) == 1
+    files = [encoded_image(source, index) for index in range(len(source))]
+    like = io.BytesIO()
+    Image.new("RGB", (30, 20)).save(like, "JPEG", quality=95)  # as docs/data.md says
+    (reduced,) = (image for image in map(_opened, files) if (image.size, image.format) == ((30, 20), "JPEG"))
+    assert reduced.quantization == _opened(like.getvalue()).quantization
+    assert files.count(exact) == 1
+
+
+def _opened(file: Any) -> Any:
+    return Image.open(io.BytesIO(file))
 
 
 def test_reading_many_tars_says_how_far_it_is(

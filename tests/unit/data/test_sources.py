@@ -255,5 +255,5 @@ def test_only_images_with_classes_are_said_to_be_measured_on(make_data: MakeData
     data = data_block(make_data("disk_folder", photos, TEST={"DATA_SOURCES": []}))
     config = RunConfig(DATA=data)
     config.NEAREST_NEIGHBOR.USE_KNN = True
-    assert described_splits(config) == f"disk_folder {photos}; measured on some of them"
+    assert described_splits(config, is_labeled=True) == f"disk_folder {photos}; measured on some of them"
     assert described_splits(config, is_labeled=False) == f"disk_folder {photos}"

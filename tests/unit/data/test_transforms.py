@@ -172,6 +172,9 @@ def test_wrong_values_of_a_transform(name: str, right: dict[str, Any], wrong: di
         ((255, 0, 0), (136 * 100 / 255 - 50, 80, 67)),
         ((0, 255, 0), (224 * 100 / 255 - 50, -86, 83)),
         ((0, 0, 255), (82 * 100 / 255 - 50, 79, -108)),
+        # CIE's linear segment, L = 903.3 Y, ends at Y = 0.008856; 10 of 255 in sRGB is Y = 0.00304, 30 is Y = 0.01298.
+        ((10, 10, 10), (7 * 100 / 255 - 50, 0, 0)),
+        ((30, 30, 30), (29 * 100 / 255 - 50, 0, 0)),
     ],
 )
 def test_lab_is_cies(color: tuple[int, int, int], lab: tuple[float, float, float]) -> None:

@@ -115,7 +115,7 @@ def test_a_schedule_free_optimizer_is_taken_before_it_is_put_into_training_mode(
     model = _model()
     given = schedulefree.AdamWScheduleFree(model.parameters(), lr=0.1)
     built, _ = _built(given, model)
-    assert update_rule(built, [[(4, 3)]]) is UpdateRule.ELEMENT_WISE
+    assert update_rule(built, [[(4, 3)]], is_flattened=False) is UpdateRule.ELEMENT_WISE
 
 
 def test_first_sums_are_rounded_to_each_dtype():

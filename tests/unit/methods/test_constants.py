@@ -17,6 +17,7 @@ from torch import Tensor
 
 from tests.blocks import model_block
 from tests.configs.test_recipes import resolved
+from vissl_zero.data.source import UNLABELLED
 from vissl_zero.methods.contrastive import supcon_loss
 from vissl_zero.methods.gather import EmbeddingQueue
 from vissl_zero.methods.masked_modeling import hog_targets
@@ -296,8 +297,8 @@ def segmentation() -> None:
 
 
 def supervised() -> None:
-    """Labels of -1 do not count, as in VISSL."""
-    assert _make("CrossEntropyLoss").ignored_label == -1
+    """Labels of -1 do not count, as in VISSL; images without a label have it."""
+    assert _make("CrossEntropyLoss").ignored_label == UNLABELLED == -1
 
 
 def distillation() -> None:

@@ -72,3 +72,10 @@ def test_sums_are_of_float64_whatever_the_rows_are() -> None:
     rows, shares = torch.randn(64, 5, generator=generator), torch.randn(64, 7, generator=generator).softmax(dim=1)
     assert torch.equal(clustering_sums(rows, [shares]), clustering_sums(rows.double(), [shares.double()]))
     assert torch.equal(embedding_sums(rows), embedding_sums(rows.double()))
+
+
+def test_the_rank_is_of_the_first_256_features() -> None:
+    """As ``embedding_sums`` says."""
+    rows = torch.randn(9, 300, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(embedding_sums(rows), embedding_sums(rows[:, :256]))
+    assert len(embedding_sums(rows)) == 256**2

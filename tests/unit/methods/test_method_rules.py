@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from functools import cache
+from itertools import groupby
 from typing import Any
 
 import pytest
 import yaml
+from PIL import Image
 
 from tests.unit.config.example_config import CPU_HOST, changed
 from vissl_zero.config.compose import load
 from vissl_zero.config.run_config import RunConfig
+from vissl_zero.data.pipeline import build_pipeline
+from vissl_zero.methods.spec import crops_of
 from vissl_zero.resolve.components import method_of
 from vissl_zero.resolve.decisions import Decisions
 from vissl_zero.resolve.resolve import problems
@@ -270,3 +274,30 @@ def test_a_loss_takes_its_sizes_from_head_and_transforms(
 def test_a_recipe_is_refused_for_its_method(recipe: str, words: list[str], said: str) -> None:
     found = [str(problem) for problem in problems(Decisions(_changed(recipe, words), CPU_HOST))]
     assert any(said in problem for problem in found) if said else not found, found
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"name": "ImgReplicatePil"},
+        {"name": "ImgReplicatePil", "num_times": 3},
+        {"name": "ImgPilToPatchesAndImage"},
+        {"name": "ImgPilToPatchesAndImage", "num_patches": 4},
+        {"name": "ImgPatchesFromTensor"},
+        {"name": "ImgPatchesFromTensor", "num_patches": 4},
+        {
+            "name": "ImgPilToMultiCrop",
+            "total_num_crops": 5,
+            "num_crops": [2, 3],
+            "size_crops": [8, 6],
+            "crop_scales": [[0.5, 1.0]] * 2,
+        },
+    ],
+)
+def test_crops_are_counted_as_transforms_make_them(entry: dict[str, Any]) -> None:
+    end = {"name": "ToTensor"}
+    entries = [end, entry] if entry["name"] == "ImgPatchesFromTensor" else [entry, end]
+    cfg = RunConfig()
+    cfg.DATA.TRAIN.TRANSFORMS = entries
+    crops = build_pipeline(entries, "here")(Image.new("RGB", (96, 96)))
+    assert crops_of(cfg) == [len(list(group)) for _, group in groupby(crops, key=lambda crop: crop.shape)]

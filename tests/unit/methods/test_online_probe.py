@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from inspect import signature
 from typing import Any
 
 import torch
 
 from tests.unit.methods.batches import LossBatch
+from vissl_zero.methods import online_probe
 from vissl_zero.methods.online_probe import OnlineProbe
 
 ROWS = torch.randn(3, 8, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -35,3 +37,19 @@ def test_samples_without_a_label_count_for_nothing() -> None:
 def test_a_batch_without_labels_changes_no_statistics() -> None:
     state, ((count, right),) = _learned(LABELS < 0, steps=1)
     assert (count, right) == (0, 0) and not state["mean"].any() and not state["mean_square"].any()
+
+
+def test_adams_constants_are_torchs() -> None:
+    defaults = {name: item.default for name, item in signature(torch.optim.Adam).parameters.items()}
+    assert (defaults["betas"], defaults["eps"]) == (online_probe._BETAS, online_probe._EPS)
+
+
+def test_statistics_follow_the_trunk_over_a_hundred_steps() -> None:
+    """A hundredth of the way a step, once there were as many; before that, they are the mean of all steps."""
+    for past, rate in ((0, 1.0), (3, 1 / 4), (99, 1 / 100), (1000, 1 / 100)):
+        probe = OnlineProbe(4, 3, lr=0.1, dtype=torch.float64)
+        probe.num_steps.fill_(past)
+        batch: Any = LossBatch([1], torch.arange(8), 8, LABELS.clamp(min=0))
+        probe.learn([torch.ones(8, 4, dtype=torch.float64)], batch)
+        probe.step()
+        torch.testing.assert_close(probe.mean, torch.full((4,), rate, dtype=torch.float64))

@@ -14,6 +14,7 @@ from torch import nn
 
 from vissl_zero.errors import ConfigError
 from vissl_zero.optim import update_rule as module
+from vissl_zero.optim.elementwise import SINGLE_ROUNDING, sgd
 from vissl_zero.optim.update_rule import (
     ELEMENT_WISE,
     UpdateRule,
@@ -32,7 +33,7 @@ def _rule(build, shapes=SHAPES):
     params = [nn.Parameter(torch.zeros(shape)) for shape in shapes]
     optimizer = build(params)
     own = [[tuple(param.shape) for param in group["params"]] for group in optimizer.param_groups]
-    return update_rule(optimizer, own)
+    return update_rule(optimizer, own, is_flattened=False)
 
 
 def _all_of_torch():
@@ -77,9 +78,9 @@ def test_optimizers_of_timm_as_people_build_them(name, expected):
     shapes = [[tuple(param.shape) for param in group["params"]] for group in optimizer.param_groups]
     if expected is None:
         with pytest.raises(ConfigError, match="from that tensor alone"):
-            update_rule(optimizer, shapes)
+            update_rule(optimizer, shapes, is_flattened=False)
     else:
-        assert update_rule(optimizer, shapes) is expected
+        assert update_rule(optimizer, shapes, is_flattened=False) is expected
 
 
 def test_the_refusal_of_timms_lamb_names_the_option_that_couples_all_tensors():
@@ -182,6 +183,24 @@ def test_a_hook_takes_trust_away():
     assert _rule(build) is UpdateRule.PER_TENSOR
 
 
+@pytest.mark.parametrize("kind", [None, *SINGLE_ROUNDING.values()])
+def test_what_is_declared_element_wise_needs_no_trial_and_would_pass_one(kind, monkeypatch):
+    def build(params):
+        optimizer = kind(params, lr=0.1, weight_decay=0.1) if kind else sgd([{"params": params, "lr": 0.1}])
+        optimizer.register_step_pre_hook(hook)
+        return optimizer
+
+    hook = module.element_wise(lambda *_: None)
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "_try_out", lambda *_: pytest.fail("tried"))
+        assert _rule(build) is UpdateRule.ELEMENT_WISE
+    monkeypatch.setattr(module, "_DECLARED", [])
+    tried = []
+    monkeypatch.setattr(module, "_try_out", lambda *args, try_out=module._try_out: tried.append(1) or try_out(*args))
+    assert _rule(build) is UpdateRule.ELEMENT_WISE
+    assert tried
+
+
 def test_one_that_wraps_another_is_tried_with_it():
     build = lambda params: timm.optim.Lookahead(torch.optim.AdamW(params, lr=0.1))  # noqa: E731
     assert _rule(build) is UpdateRule.ELEMENT_WISE
@@ -192,7 +211,7 @@ def test_a_trial_leaves_the_optimizer_alone():
     optimizer = _ClampOnly(params, lr=0.0)
     before, random_state = params[0].detach().clone(), torch.get_rng_state()
     torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    update_rule(optimizer, [[(3, 4)]])
+    update_rule(optimizer, [[(3, 4)]], is_flattened=False)
     assert not optimizer.state and optimizer.param_groups[0]["params"] == params
     assert torch.equal(before, params[0]) and torch.equal(random_state, torch.get_rng_state())
 

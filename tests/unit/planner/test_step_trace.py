@@ -68,7 +68,7 @@ def test_synchronized_batch_norm_makes_no_gradient_that_its_mask_excludes() -> N
     with FakeTensorMode(), pretended_ranks(2):
         group = batch_norm_group(2, 60.0)
         norm = nn.Sequential(nn.BatchNorm2d(32))
-        convert_batch_norms(norm, group)
+        convert_batch_norms(norm, group, is_recomputed=False, only_marked=False)
         images = torch.zeros(8, 32, 12, 12, dtype=torch.bfloat16, requires_grad=True)
         with Recorder(Storages([images, *norm.parameters(), *norm.buffers()])) as recorder:
             outputs = norm(images)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from inspect import signature
+
+import torch
+
 from vissl_zero.sharding.model.precision import LossScale
 
 
@@ -21,3 +25,16 @@ def test_state_survives_a_restart() -> None:
     other.load_state_dict(scale.state_dict())
     other.update(False)
     assert (other.scale, other.good_steps) == (4.0, 0)
+
+
+def test_the_scale_begins_and_changes_as_torchs() -> None:
+    theirs = {name: item.default for name, item in signature(torch.amp.GradScaler).parameters.items()}
+    scale = LossScale()
+    assert scale.scale == theirs["init_scale"]
+    for _ in range(theirs["growth_interval"] - 1):
+        scale.update(False)
+    assert scale.scale == theirs["init_scale"]
+    scale.update(False)
+    assert scale.scale == theirs["init_scale"] * theirs["growth_factor"]
+    scale.update(True)
+    assert scale.scale == theirs["init_scale"] * theirs["growth_factor"] * theirs["backoff_factor"]

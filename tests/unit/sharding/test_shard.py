@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from vissl_zero.sharding.offload.parameter_store import host_shard
-from vissl_zero.sharding.state.shard import Shard, empty_state
+from vissl_zero.sharding.state.shard import Shard, divide_by_norms, empty_state
 
 
 def test_state_lies_in_memory_as_its_parameter_does():
@@ -46,3 +46,10 @@ def test_a_master_copy_on_the_host_and_the_rows_on_the_device_change_together() 
     assert rows.tolist() == shard.local.tolist() == [[1.0, 2.0]]
     shard.take_over(torch.tensor([[5.0, 6.0]]))  # the loop has written them into the source itself
     assert (rows.tolist(), shard.local.tolist()) == ([[1.0, 2.0]], [[5.0, 6.0]])
+
+
+def test_rows_are_normalized_as_torch_normalizes_them() -> None:
+    rows = torch.tensor([[3.0, 4.0], [3e-13, 4e-13], [0.0, 0.0]], dtype=torch.float64)
+    expected = torch.nn.functional.normalize(rows, dim=1)
+    divide_by_norms(rows)
+    torch.testing.assert_close(rows, expected, rtol=1e-12, atol=0)

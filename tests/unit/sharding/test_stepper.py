@@ -36,6 +36,15 @@ def test_the_norm_is_of_unscaled_gradients_before_clipping() -> None:
     assert shards[1].local.tolist() == pytest.approx([3.0, 4.0 - 2.0], abs=1e-5)
 
 
+def test_a_small_norm_is_clipped_as_torch_clips_it() -> None:
+    """What is added to the norm counts where the norm is as small."""
+    param = nn.Parameter(torch.zeros(2, dtype=torch.float64))
+    param.grad = torch.tensor([3e-6, 4e-6], dtype=torch.float64)
+    torch.nn.utils.clip_grad_norm_([param], 1e-6)
+    factor = Clipping(1e-6).factors(("a",), torch.tensor([25e-12], dtype=torch.float64))
+    torch.testing.assert_close(param.grad, factor * torch.tensor([3e-6, 4e-6], dtype=torch.float64), rtol=1e-12, atol=0)
+
+
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
 def test_inf_and_nan_skip_only_under_loss_scaling(bad: float) -> None:
     shards, scale = _shards(a=[bad, 1.0], b=[1.0, 1.0]), LossScale(scale=8.0)

@@ -304,27 +304,27 @@ class ConvitConfig(ConvitLocality):
     """All keys of a ConViT: its own and those of VISION_TRANSFORMERS."""
 
     # Listed, not inherited: of that block's keys, a ConViT has these alone, and a rule refuses the others.
-    IMAGE_SIZE: int = 224
+    IMAGE_SIZE: int = VisionTransformerConfig.IMAGE_SIZE
     """As in VISION_TRANSFORMERS; all images have this size."""
-    PATCH_SIZE: int = 16
+    PATCH_SIZE: int = VisionTransformerConfig.PATCH_SIZE
     """As in VISION_TRANSFORMERS."""
-    NUM_LAYERS: int = 12
+    NUM_LAYERS: int = VisionTransformerConfig.NUM_LAYERS
     """As in VISION_TRANSFORMERS."""
-    NUM_HEADS: int = 12
+    NUM_HEADS: int = VisionTransformerConfig.NUM_HEADS
     """As in VISION_TRANSFORMERS."""
-    HIDDEN_DIM: int = 768
+    HIDDEN_DIM: int = VisionTransformerConfig.HIDDEN_DIM
     """As in VISION_TRANSFORMERS."""
-    MLP_DIM: int = 3072
+    MLP_DIM: int = VisionTransformerConfig.MLP_DIM
     """As in VISION_TRANSFORMERS."""
-    DROPOUT_RATE: float = 0.0
+    DROPOUT_RATE: float = VisionTransformerConfig.DROPOUT_RATE
     """As in VISION_TRANSFORMERS."""
-    ATTENTION_DROPOUT_RATE: float = 0.0
+    ATTENTION_DROPOUT_RATE: float = VisionTransformerConfig.ATTENTION_DROPOUT_RATE
     """As in VISION_TRANSFORMERS."""
-    CLASSIFIER: str = "token"
+    CLASSIFIER: str = VisionTransformerConfig.CLASSIFIER
     """As in VISION_TRANSFORMERS."""
-    DROP_PATH_RATE: float = 0.0
+    DROP_PATH_RATE: float = VisionTransformerConfig.DROP_PATH_RATE
     """As in VISION_TRANSFORMERS."""
-    QKV_BIAS: bool = False
+    QKV_BIAS: bool = VisionTransformerConfig.QKV_BIAS
     """As in VISION_TRANSFORMERS."""
 
 

@@ -121,7 +121,7 @@ class CpuCommunicator(ABC):
         while self._pending:
             self._drain_oldest()
 
-    def reduce_scatter(self, output: Tensor, input: Tensor, *, is_mean: bool = False) -> None:
+    def reduce_scatter(self, output: Tensor, input: Tensor, *, is_mean: bool) -> None:
         """Set ``output`` (m,) to this rank's part of the sum over ranks, or mean, of ``input`` (N * m,).
 
         Both contiguous; summed in the order of ranks. Collective; moves (N-1)/N of ``input``.

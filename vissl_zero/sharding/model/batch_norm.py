@@ -37,11 +37,11 @@ def frozen_statistics(model: nn.Module) -> Iterator[None]:
     unconverted = [layer for layer in layers if not isinstance(layer, BatchNorm) and layer.track_running_stats]
     for layer in unconverted:
         layer.track_running_stats = False
-    _is_frozen = True
+    outer, _is_frozen = _is_frozen, True
     try:
         yield
     finally:
-        _is_frozen = False
+        _is_frozen = outer
         for layer in unconverted:
             layer.track_running_stats = True
 
@@ -260,7 +260,7 @@ class _SyncBatchNorm(BatchNorm, nn.SyncBatchNorm):
 
 
 def convert_batch_norms(
-    model: nn.Module, group: dist.ProcessGroup | None, *, is_recomputed: bool = False, only_marked: bool = False
+    model: nn.Module, group: dist.ProcessGroup | None, *, is_recomputed: bool, only_marked: bool
 ) -> int:
     """Synchronize the batch norms of ``model``, in place (see ``synchronize_``).
 

@@ -310,11 +310,11 @@ _is_inside = False
 def real_gradients() -> Iterator[None]:
     """Make ``grad`` of parameters return the stored gradients, for torch's code that runs inside. A context."""
     global _is_inside
-    _is_inside = True
+    outer, _is_inside = _is_inside, True
     try:
         yield
     finally:
-        _is_inside = False
+        _is_inside = outer
 
 
 _called = ""

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
@@ -264,7 +265,7 @@ def _owned_shards(module: nn.Module, oss: OSS) -> Iterator[Shard]:
         yield shard
 
 
-_DEFAULT_BUFFER_SIZE = 2**23  # elements; fairscale's own default
+_DEFAULT_BUFFER_SIZE: int = signature(ShardedDataParallel).parameters["reduce_buffer_size"].default
 
 
 class _OwnedByRank(ShardedModel):

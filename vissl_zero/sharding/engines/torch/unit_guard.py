@@ -113,7 +113,7 @@ class UnitGuard:
         comm: CpuCommunicator | None,
         *,
         is_recording: bool,
-        sent: Collection[nn.Parameter] = (),
+        sent: Collection[nn.Parameter],
     ):
         self._names = list(names)
         self._sent = sent

@@ -55,8 +55,8 @@ def use_communicator(
     units: Sequence[FSDPModule],
     comm: CpuCommunicator,
     announce: Announce,
-    keeps_buffers: bool = True,
-    sent: Collection[nn.Parameter] = (),
+    keeps_buffers: bool,
+    sent: Collection[nn.Parameter],
 ) -> Callable[[], list[Tensor]]:
     """Make ``units`` communicate through ``comm``, and gather each only when it is needed.
 
