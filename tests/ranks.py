@@ -50,7 +50,7 @@ MAX_THREADS = 40
 _PRELOAD = ["torch", "torch.distributed.fsdp", "torch.distributed.tensor", "torch._dynamo", "fairscale.nn"]
 _PRELOAD += ["vissl_zero.config.compose", "vissl_zero.planner.forecast", "tests.dist.training"]
 # Otherwise each new set of processes, of which a session has dozens, would import them again.
-_PRELOAD += ["pytest", "vissl_zero.engine.build", "vissl_zero.integration.initialize", "vissl_zero.models.lora"]
+_PRELOAD += ["pytest", "vissl_zero.engine.build", "vissl_zero.integration.initialize"]
 
 
 class RankError(AssertionError):

@@ -15,6 +15,7 @@ from typing import Any
 from vissl_zero.checkpoint.foreign_layouts import Foreign
 from vissl_zero.errors import CheckpointError, counted
 from vissl_zero.models.weight_names import plain_name
+from vissl_zero.resolve.channels import RGB
 from vissl_zero.weights.library_index import models_of
 from vissl_zero.weights.network_name import network_name
 
@@ -114,18 +115,21 @@ def _own(config: Mapping[str, Any]) -> Recognized | None:
     plain = (
         {**trunk, "PARAMS": {k: v for k, v in params.items() if k != "name"}} if isinstance(params, Mapping) else trunk
     )
-    size = views.get("size")
-    normalization = _normalization(views)
+    size, channels = views.get("size"), views.get("channels")
+    normalization = _normalization(views, channels if isinstance(channels, int) else RGB)
     return Recognized(network_name(trunk), plain, size if isinstance(size, int) else 224, *normalization)
 
 
-def _normalization(views: Mapping[str, Any]) -> tuple[list[float], list[float]]:
-    """Return mean and deviation of three channels; ImageNet's if the file has none."""
-    mean, std = views.get("mean"), views.get("std")
-    for values in (mean, std):
-        if not isinstance(values, list) or len(values) != 3 or not all(isinstance(x, int | float) for x in values):
+def _normalization(views: Mapping[str, Any], channels: int = RGB) -> tuple[list[float], list[float]]:
+    """Return mean and deviation of each channel; ImageNet's if the file has none."""
+    numbers = []
+    for values in (views.get("mean"), views.get("std")):
+        if not isinstance(values, list) or not all(isinstance(x, int | float) for x in values):
             return _IMAGENET["mean"], _IMAGENET["std"]
-    return list(mean or ()), list(std or ())
+        # One number may stand for all channels.
+        numbers.append(values * channels if len(values) == 1 else values)
+    mean, std = numbers
+    return (mean, std) if len(mean) == len(std) == channels else (_IMAGENET["mean"], _IMAGENET["std"])
 
 
 def _architecture(config: Mapping[str, Any]) -> str:
