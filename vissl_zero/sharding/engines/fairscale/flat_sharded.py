@@ -296,7 +296,7 @@ class FlatSharded(ShardedModel):
         num_joined = sum(unit._num_flatten_params for unit in self._units)
         return f"{super().describe()}\n  by fairscale; the parameters of {num_joined} units are joined into one each"
 
-    def plain_state(self, of_teacher: bool = False) -> dict[str, Any]:
+    def plain_state(self, of_teacher: bool) -> dict[str, Any]:
         """Gather the state; see ``ShardedModel``. The model's hooks and extra state are left out."""
         return self.full_teacher_state() if of_teacher else self.full_state()
 
