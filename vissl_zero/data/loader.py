@@ -212,8 +212,8 @@ class EpochOrder:
     rank: int
     world_size: int
     seed: int
-    drop_last: bool = False
-    is_exact: bool = False
+    drop_last: bool
+    is_exact: bool
     augmentation_period: int | None = None
 
     @property
