@@ -28,6 +28,7 @@ from vissl_zero.errors import CheckpointError
 from vissl_zero.models.trunks.token_embedding import TokenEmbedding, interpolated
 from vissl_zero.models.weight_names import is_adapters, to_other_names
 from vissl_zero.resolve.channels import RGB
+from vissl_zero.resolve.components import normalization
 from vissl_zero.weights import to_detectron2 as d2
 from vissl_zero.weights.library_index import models_of
 from vissl_zero.weights.network_name import network_name
@@ -62,14 +63,8 @@ class Views:
         transforms = data["TEST"]["TRANSFORMS"] or derive_eval_transforms(data["TRAIN"]["TRANSFORMS"])
         by_name = {entry["name"]: entry for entry in transforms}
         resize, crop = _side(by_name.get("Resize", {}).get("size")), _side(by_name.get("CenterCrop", {}).get("size"))
-        normalize = by_name.get("Normalize", {})
-        size, channels = crop or resize or 224, data.get("IN_CHANNELS", RGB)
-        # A recipe may have one number for all channels.
-        mean, std = (
-            values * channels if len(values) == 1 else values
-            for values in (list(normalize.get("mean", [0.0])), list(normalize.get("std", [1.0])))
-        )
-        return cls(size, resize or size, mean, std)
+        size = crop or resize or 224
+        return cls(size, resize or size, *normalization(transforms, data.get("IN_CHANNELS", RGB)))
 
 
 def _side(size: Any) -> int:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,7 @@ from vissl_zero.config.blocks.model_and_loss import ModelConfig
 from vissl_zero.errors import CheckpointError
 from vissl_zero.models.model import build_model
 from vissl_zero.models.trunks.timm_trunk import build_timm_trunk
+from vissl_zero.weights import to_library
 from vissl_zero.weights.to_library import Source, Views, write
 
 TINY = {"img_size": 32, "patch_size": 8, "depth": 2}
@@ -154,6 +157,19 @@ def test_what_has_no_form_there_is_refused(tmp_path, monkeypatch, capsys, words,
     assert main(["export", "in.pth", *words]) == 2
     assert wanted in capsys.readouterr().err
     assert not Path("out").exists()
+
+
+@pytest.mark.parametrize("target", ["timm", "safetensors"])
+def test_a_full_disk_is_one_sentence(target, tmp_path, monkeypatch, capsys):
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(to_library, "write_shard_file", full)
+    torch.save(torchvision.models.resnet18().state_dict(), tmp_path / "in.pth")
+    out = tmp_path / "out"
+    assert main(["export", str(tmp_path / "in.pth"), "--to", target, "--out", str(out)]) == 2
+    sentence = f"--out {out}: cannot be written (No space left on device). Name another place, or make room.\n"
+    assert capsys.readouterr().err.endswith(sentence) and [*tmp_path.iterdir()] == [tmp_path / "in.pth"]
 
 
 @pytest.mark.parametrize("target", ["timm", "transformers", "torchhub"])
