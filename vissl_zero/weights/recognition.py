@@ -96,7 +96,7 @@ def _known(shapes: Shapes, foreign: Foreign, model: str) -> Recognized:
     network = network or _convnext(shapes, foreign.config) or _swin(shapes) or _indexed(shapes, model)
     if network is None:
         names = [entry.key for entry in foreign.entries]
-        some = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
+        some = ", ".join(names[:4]) + (" and more" if len(names) > 4 else "")
         raise CheckpointError(
             f"No network that is known here has the {counted(len(names), 'tensor')} {some}. Write the trunk: "
             "config.MODEL.TRUNK.NAME=timm/<model> or torchvision/<model>, or a run folder in place of the file."
