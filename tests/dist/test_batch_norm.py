@@ -99,16 +99,18 @@ def test_equals_one_process_with_all_rows(num_dims: int, options: dict[str, Any]
 
 
 @pytest.mark.timeout(60)
-def test_groups_share_statistics_among_their_own_ranks_only() -> None:
+def test_groups_share_statistics_and_gradients_among_their_own_ranks_only() -> None:
     counts = [2, 3, 4, 1]
     answers = run_on_ranks(4, _run_on_rank, 2, {}, counts, 2)
-    x, _ = _rows(2, sum(counts))
-    for ranks, rows in (((0, 1), x[:5]), ((2, 3), x[5:])):
-        layer = _layer(2, {})
-        layer(rows), layer(rows)
+    x, grad = _rows(2, sum(counts))
+    for ranks, rows in (((0, 1), slice(5)), ((2, 3), slice(5, None))):
+        expected = _run(_layer(2, {}), x[rows], grad[rows])
+        for name in ("output", "grad"):
+            found = torch.cat([answers[rank][name] for rank in ranks])
+            torch.testing.assert_close(found, expected[name], rtol=1e-12, atol=1e-12)
         for rank in ranks:
-            torch.testing.assert_close(answers[rank]["running_mean"], layer.running_mean, rtol=1e-12, atol=1e-12)
-            torch.testing.assert_close(answers[rank]["running_var"], layer.running_var, rtol=1e-12, atol=1e-12)
+            for name in ("running_mean", "running_var"):
+                torch.testing.assert_close(answers[rank][name], expected[name], rtol=1e-12, atol=1e-12)
 
 
 def _half_on_rank(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:

@@ -316,7 +316,7 @@ class _SaveLate(Hook):
             is_free = threading.Event()
             self._saver._thread.submit(is_free.wait)
             self.weights = {name: tensor.detach().clone() for name, tensor in run.sharded.named_parameters()}
-            self._saver.save(run, [])
+            self._saver.save(run, [], is_epoch_over=False)
             threading.Timer(1.0, is_free.set).start()
 
 

@@ -117,7 +117,7 @@ class _Trace(Hook):
 
     def on_step(self, run: Run, step: Step) -> None:
         if self.saver is not None and run.step == SAVED_AT:
-            self.saver.save(run, [])
+            self.saver.save(run, [], is_epoch_over=False)
             self.saver.finish()
             assert self.saver.latest_step == SAVED_AT
 
@@ -126,7 +126,7 @@ def _state_at_end(run: Run, folder: Path) -> dict[str, torch.Tensor]:
     """Everything there is, as full tensors, by way of a second checkpoint; on rank 0."""
     folder.mkdir(parents=True, exist_ok=True)
     saver = Saver(folder, is_async=False, keep_last=-1, keep_every=-1)
-    saver.save(run, [])
+    saver.save(run, [], is_epoch_over=False)
     saver.close()
     if dist.get_rank():
         return {}

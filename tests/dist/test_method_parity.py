@@ -332,7 +332,7 @@ class _Losses(Hook):
 
     def on_step(self, run: Run, step: Step) -> None:
         if self.saver is not None:
-            self.saver.save(run, [])
+            self.saver.save(run, [], is_epoch_over=False)
             self.saver.finish()
 
 

@@ -163,7 +163,7 @@ def _save(plan: ResolvedRun, folder: str) -> list[str]:
     run, schedules, frozen = build_run(plan, torch.device("cpu"), fill_teacher=lambda model: load_teacher(model, plan))
     train(run, schedules, frozen, [])
     saver = Saver(Path(folder), is_async=False, keep_last=-1, keep_every=-1)
-    saver.save(run, [])
+    saver.save(run, [], is_epoch_over=False)
     saver.close()
     run.sharded.close()
     with newest_checkpoint(folder) as checkpoint:

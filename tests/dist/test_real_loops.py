@@ -225,6 +225,29 @@ def blocks_called_by_forward(init: Init) -> dict[str, Tensor]:
     return train(*init(ByForward()), lambda model, x: model.forward(x).square().mean())
 
 
+class Scaled(nn.Linear):
+    def forward(self, x: Tensor, *, scale: float = 1.0) -> Tensor:
+        return scale * super().forward(x)
+
+
+class WithKeywords(nn.Module):
+    """Calls its units with keywords, and once past ``__call__``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Scaled(7, 7) for _ in range(3))
+
+    def forward(self, x: Tensor, *, scale: float) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x, scale=scale)) + layer.forward(x, scale=0.5)
+        return x
+
+
+@case()
+def units_that_are_given_keywords(init: Init) -> dict[str, Tensor]:
+    return train(*init(WithKeywords()), lambda model, x: model(x, scale=3.0).square().mean())
+
+
 @case()
 def children_called_by_the_loop(init: Init) -> dict[str, Tensor]:
     return train(*init(Net()), lambda model, x: model.b(torch.tanh(model.a(x))).square().mean())

@@ -329,6 +329,16 @@ def test_what_the_cluster_cannot_do_is_refused_and_nothing_is_left(override, mes
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
+def test_a_sweep_that_the_cluster_refuses_is_one_sentence(tmp_path):
+    launcher = ["hydra/launcher=submitit_slurm", "hydra.launcher.partition=nope", "hydra.sweep.dir=sweep"]
+    done = command(tmp_path, "-m", "vissl_zero.cli", "-m", *SMALL, "config.ZERO.LEVEL=0,3", *launcher)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert "hydra/launcher: SLURM takes no job of the sweep (sbatch: error: invalid partition" in done.stderr
+    assert not jobs_of(tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
 def test_quotes_arrive_as_text(tmp_path):
     name, comment = """it's "a" name""", f"x $(touch {tmp_path}/pwned) `touch {tmp_path}/pwned`"
     quoted = name.replace("'", "\\'")

@@ -421,3 +421,19 @@ def test_a_slip_on_the_command_line_is_answered_to_the_point(
 ) -> None:
     assert main([*words, "--dry-run"]) == 2
     assert sentence in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("has_srun", [False, True])
+def test_a_sweep_that_slurm_does_not_take_is_one_sentence(command, tmp_path, monkeypatch, has_srun):
+    """Of submitit's launcher, which is not ours: without SLURM, and with an sbatch that refuses."""
+    binaries = tmp_path / "bin"
+    binaries.mkdir()
+    for name in ("srun", "sbatch") if has_srun else ():
+        (binaries / name).write_text("#!/bin/sh\necho 'invalid partition specified: nope' >&2\nexit 1\n")
+        (binaries / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{binaries}:/bin" if has_srun else str(binaries))
+    code, _, err = command("-m", QUICKSTART, "config.SEED_VALUE=0,1", "hydra/launcher=submitit_slurm")
+    why = "invalid partition specified: nope" if has_srun else 'Could not detect "srun"'
+    last = err.splitlines()[-1]
+    assert code == 2 and last.startswith(f"hydra/launcher: SLURM takes no job of the sweep ({why}")
+    assert "Traceback" not in err

@@ -195,7 +195,7 @@ class Saver:
         self._has_lock = (run_folder / LOCK_NAME).exists()
         self.latest_step: int | None = None
 
-    def save(self, run: Run, hooks: Sequence[Hook], is_epoch_over: bool = False) -> None:
+    def save(self, run: Run, hooks: Sequence[Hook], is_epoch_over: bool) -> None:
         """Start to save the current state (see ``take_snapshot``), after an earlier save has ended.
 
         Without ``is_async``, or if state streams from a disk, the checkpoint is complete when this returns.
@@ -365,7 +365,7 @@ class CheckpointHook(Hook):
         if run.is_asked_to_stop and not is_last:
             self._stop(run)
         elif self._steps > 0 and run.step % self._steps == 0 and not is_last:
-            self._saver.save(run, self._hooks)
+            self._saver.save(run, self._hooks, is_epoch_over=False)
 
     def on_epoch_end(self, run: Run) -> None:
         is_last = run.step >= run.num_steps
@@ -387,7 +387,7 @@ class CheckpointHook(Hook):
             dist.all_gather_object(stops, request)
         # The reason of the first rank that has one, so that all ranks end with the same reason and exit code.
         run.stop = next(stop for stop in stops if stop is not None)
-        self._saver.save(run, self._hooks)
+        self._saver.save(run, self._hooks, is_epoch_over=False)
         self._saver.finish()
         # No later step would advance the save.
         if run.is_main:

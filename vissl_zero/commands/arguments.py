@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
 from vissl_zero.config.override_words import as_word
-from vissl_zero.errors import ConfigError, did_you_mean
+from vissl_zero.errors import ConfigError, DataError, did_you_mean
 
 
 def output(text: str) -> Path:
@@ -32,6 +33,16 @@ def output_file(text: str) -> Path:
     if (path := output(text)).is_dir():
         raise ConfigError(f"{text}: must be a file, and is a folder. Name a file in it.")
     return path
+
+
+@contextmanager
+def writing(out: Path) -> Iterator[None]:
+    """Refuse an output that cannot be written, for lack of room or of a right. A context."""
+    try:
+        yield
+    except OSError as error:
+        fix = "Name another place, or make room."
+        raise DataError(f"--out {out}: cannot be written ({error.strerror or error}). {fix}") from error
 
 
 def config_dirs(words: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -25,7 +25,7 @@ from rich.table import Table
 from rich.text import Text
 
 from vissl_zero.atomic import read_object, replacing
-from vissl_zero.commands.arguments import CommandParser, output_file
+from vissl_zero.commands.arguments import CommandParser, output_file, writing
 from vissl_zero.config.override_words import as_word
 from vissl_zero.config.weights_name import absolute, scheme_of
 from vissl_zero.errors import ConfigError, DataError, counted, printable
@@ -194,17 +194,8 @@ def _require_pyarrow() -> None:
         raise ConfigError("--out .parquet needs pyarrow: pip install 'vissl-zero[export]', or write .npz.") from error
 
 
-@contextmanager
-def _writing(out: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        fix = "Name another place, or make room."
-        raise DataError(f"--out {out}: cannot be written ({error.strerror or error}). {fix}") from error
-
-
 def _require_writable(out: Path) -> None:
-    with _writing(out):
+    with writing(out):
         out.parent.mkdir(parents=True, exist_ok=True)
         # A byte is written, because permissions do not tell of a full disk, or of one that is read-only.
         with tempfile.TemporaryFile(dir=out.parent) as file:
@@ -220,7 +211,7 @@ def _write(run_folder: Path, images: Path, out: Path) -> ExtractedFeatures:
     features = read_features(run_folder)
     rows = features.rows.numpy()
     names = [os.path.relpath(name, images.absolute()) for name in features.images]
-    with _writing(out), replacing(out) as temporary:
+    with writing(out), replacing(out) as temporary:
         if out.suffix == ".npz":
             # Through an open file: given a path, numpy appends .npz to the temporary name.
             with temporary.open("wb") as file:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 import sys
 import tempfile
@@ -12,14 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vissl_zero.atomic import read_object
-from vissl_zero.commands.arguments import CommandParser, output
+from vissl_zero.commands.arguments import CommandParser, output, writing
 from vissl_zero.errors import CheckpointError
 from vissl_zero.torchvision_compat import is_repaired
 from vissl_zero.version import __version__
 
 if TYPE_CHECKING:
     from vissl_zero.evaluation.trunk import LoadedTrunk
-    from vissl_zero.weights.to_library import Exported, Source
+    from vissl_zero.weights.to_library import Exported, Source, Views
 
 TARGETS = ("timm", "transformers", "torchvision", "torchhub", "detectron2", "peft", "onnx", "safetensors")
 _FIGURES = ("steps", "final_loss", "knn_top1_before", "knn_top1_after", "top1", "rankme_after")
@@ -50,8 +51,8 @@ def export(arguments: Sequence[str]) -> int:
     out = options.out
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise CheckpointError(f"--out {out}: is not empty, and nothing is overwritten. Name a new folder.")
-    from vissl_zero.evaluation.trunk import load_classifier, load_trunk
-    from vissl_zero.weights.to_library import Source, Views, write, write_preprocessor
+    from vissl_zero.evaluation.trunk import load_trunk
+    from vissl_zero.weights.to_library import Views
 
     # Python prints a warning with our file and line; the user needs its text alone.
     with warnings.catch_warnings(record=True) as caught:
@@ -60,8 +61,19 @@ def export(arguments: Sequence[str]) -> int:
     for warning in caught:
         print(f"note: {warning.message}", file=sys.stderr)
     views = Views.of(loaded.config["DATA"])
+    with writing(out):
+        done = _written(loaded, views, options)
+    _print_result(loaded, done, out, options.to)
+    return 0
+
+
+def _written(loaded: LoadedTrunk, views: Views, options: argparse.Namespace) -> Exported:
+    """Write the folder next to its final place, under the name that the printed calls use, and move it there."""
+    from vissl_zero.evaluation.trunk import load_classifier
+    from vissl_zero.weights.to_library import Source, write, write_preprocessor
+
+    out = options.out
     out.parent.mkdir(parents=True, exist_ok=True)
-    # Written next to its final place, under the name that the printed calls use; moved once it is complete.
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=".export-") as temporary:
         folder = Path(temporary) / out.name
         folder.mkdir()
@@ -76,8 +88,7 @@ def export(arguments: Sequence[str]) -> int:
         card = _card(loaded, done, source, options.to, options.license, Path(options.weights))
         (folder / "README.md").write_text(card, encoding="utf-8")
         folder.replace(out)
-    _print_result(loaded, done, out, options.to)
-    return 0
+    return done
 
 
 def _print_result(loaded: LoadedTrunk, done: Exported, out: Path, target: str) -> None:

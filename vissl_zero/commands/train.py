@@ -37,6 +37,7 @@ from vissl_zero.config.recipes import recipe_names
 from vissl_zero.engine.stopping import INTERRUPTED, STOPPED
 from vissl_zero.errors import ConfigError, Problem, VisslZeroError, did_you_mean
 from vissl_zero.launch.run_list import COMMAND_MARK
+from vissl_zero.launch.slurm import refused_sweep
 from vissl_zero.launch.sweep import finish_sweep, objective, read_metric, register_launcher
 from vissl_zero.lifetime import run_in_subprocess
 from vissl_zero.planner.fit_plans import FitOption, FitPlans, FitRun, with_option
@@ -96,6 +97,10 @@ def train(arguments: Sequence[str]) -> int:  # noqa: C901 - every way that Hydra
         if in_job:
             raise
         raise explained(error, overrides, folders) from error
+    except Exception as error:
+        if in_job or (refused := refused_sweep(error)) is None:
+            raise
+        raise refused from error
     except SystemExit as end:
         if end.code != 1 or in_job:
             raise

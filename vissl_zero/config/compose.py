@@ -273,8 +273,8 @@ class Composed:
     run: RunConfig
     written: dict[str, Any]
     recipe: str
-    node_id: int = 0
-    notes: tuple[str, ...] = ()
+    node_id: int
+    notes: tuple[str, ...]
 
     def user_yaml(self) -> str:
         """Return ``config.user.yaml``: a recipe that reproduces this run, with interpolations unresolved."""

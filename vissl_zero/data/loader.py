@@ -24,7 +24,7 @@ from vissl_zero.data.pipeline import Pipeline
 from vissl_zero.data.source import Source, build_eval_sources, build_source
 from vissl_zero.data.split_pipeline import build_eval_pipeline, build_split_pipeline, eval_transforms
 from vissl_zero.data.workers import BatchStream
-from vissl_zero.errors import DataError
+from vissl_zero.errors import DataError, counted
 from vissl_zero.resolve.resolved import ResolvedRun
 
 logger = logging.getLogger(__name__)
@@ -165,14 +165,15 @@ def build_loader(
 def _check_length(order: EpochOrder, split: str) -> None:
     if order.num_samples < order.world_size:
         raise DataError(
-            f"config.DATA.{split} has {order.num_samples} images for {order.world_size} processes. "
+            f"config.DATA.{split} has {counted(order.num_samples, 'image')} for {order.world_size} processes. "
             f"Set config.DISTRIBUTED.NUM_PROC_PER_NODE to at most {order.num_samples}, or add images."
         )
     step = order.micro_batch * order.accumulation_steps
     if not order.num_kept:
         raise DataError(
-            f"config.DATA.{split} has {order.num_samples} images, less than one step of {step}, and DROP_LAST drops "
-            f"them all. Set config.DATA.{split}.DROP_LAST=False or lower config.DATA.{split}.BATCHSIZE_PER_REPLICA."
+            f"config.DATA.{split} has {counted(order.num_samples, 'image')}, less than one step of {step}, and "
+            f"DROP_LAST drops them all. Set config.DATA.{split}.DROP_LAST=False, lower "
+            f"config.DATA.{split}.BATCHSIZE_PER_REPLICA, or add images."
         )
     dropped = order.num_samples - order.num_kept
     if dropped and not order.drop_last and order.rank == 0:
@@ -211,8 +212,8 @@ class EpochOrder:
     rank: int
     world_size: int
     seed: int
-    drop_last: bool = False
-    is_exact: bool = False
+    drop_last: bool
+    is_exact: bool
     augmentation_period: int | None = None
 
     @property

@@ -312,7 +312,7 @@ def _explaining_single_images() -> Iterator[None]:
         if "Expected more than 1 value per channel" not in str(error):
             raise
         must = "must leave more than one image to a rank: batch norm has no variance of one value for each channel"
-        fix = "Write config.DATA.TRAIN.DROP_LAST=True, or another BATCHSIZE_PER_REPLICA, or larger images."
+        fix = "Write config.DATA.TRAIN.DROP_LAST=True, or another BATCHSIZE_PER_REPLICA, or add images, or larger ones."
         raise ConfigError([Problem("config.DATA.TRAIN", "a step with one image on a rank", must, fix)]) from error
 
 

@@ -217,7 +217,7 @@ def _of_no_run(name: str, which: str) -> LoadedTrunk:
         what = f"is of no run here, and holds no teacher ({weights.weights.layout})"
         raise CheckpointError(f"{name} {what}. Take the student, which is the default.")
     config = as_run(weights.network)
-    block = {"TRUNK": _with_name(config["MODEL"]["TRUNK"]), "HEAD": {"PARAMS": []}}
+    block = {**config["MODEL"], "TRUNK": _with_name(config["MODEL"]["TRUNK"]), "HEAD": {"PARAMS": []}}
     trunk = build_model(block_of(ModelConfig, block)).trunk
     tensors = {f"{_PREFIX}{key}": tensor for key, tensor in trunk.state_dict().items()}
     matched = match(weights.weights, {key: tensor.shape for key, tensor in tensors.items()})

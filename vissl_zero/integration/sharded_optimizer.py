@@ -310,7 +310,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Every rank must call it. Tensors are gathered one at a time.
         """
         with waiting("optimizer.full_state()"):
-            return self._with_tied(self._sharded.plain_state())
+            return self._with_tied(self._sharded.plain_state(of_teacher=False))
 
     def full_ema_state(self) -> dict[str, Any]:
         """Gather the ``state_dict()`` of the teacher of ``vissl_zero.ema``, as ``full_state`` does for the model.

@@ -159,6 +159,18 @@ def _hand_in(plan: ResolvedRun, folder: Path) -> Submitted:
     )
 
 
+def refused_sweep(error: Exception) -> LaunchError | None:
+    """Return the error of a sweep whose jobs submitit's launcher cannot submit; None for any other error."""
+    from submitit.core.utils import FailedJobError, FailedSubmissionError
+
+    # submitit has no class of its own for a machine without SLURM.
+    is_no_cluster = isinstance(error, RuntimeError) and str(error).startswith('Could not detect "srun"')
+    if not is_no_cluster and not isinstance(error, FailedJobError | FailedSubmissionError):
+        return None
+    fix = "Correct the keys of hydra.launcher, or write hydra/launcher=local to run side by side on this machine."
+    return LaunchError(f"hydra/launcher: SLURM takes no job of the sweep ({' '.join(str(error).split())}). {fix}")
+
+
 def _submission_folder(plan: ResolvedRun) -> Path:
     """Return the folder for submission files and logs of a run.
 

@@ -341,11 +341,10 @@ def crop_samples(batch: ImageBatch, source: Source, transforms: Sequence[Mapping
         source: source of the samples.
         transforms: TRANSFORMS, whose mean and standard deviation are undone.
     """
-    mean, std = normalization(transforms)
     samples = []
     for sample in range(min(_NUM_SAMPLES, batch.num_local)):
         crops = [
-            denormalized(images[crop * batch.num_local + sample], mean, std)
+            denormalized(images[crop * batch.num_local + sample], transforms)
             for images, num_crops in zip(batch.images, batch.num_crops, strict=True)
             for crop in range(num_crops)
         ]
@@ -364,11 +363,12 @@ def original(source: Source, index: int) -> np.ndarray | None:
     return np.asarray(image.convert("RGB"))
 
 
-def denormalized(image: Tensor, mean: Sequence[float], std: Sequence[float]) -> np.ndarray:
+def denormalized(image: Tensor, transforms: Sequence[Any]) -> np.ndarray:
     """Undo the normalization of an image (C, h, w) per channel; returns a picture (h, w, 3) uint8.
 
     If the channels are not red, green and blue, the picture is the first channel in gray.
     """
+    mean, std = normalization(transforms, len(image))
     picture = image.double().numpy().transpose(1, 2, 0) * np.array(std) + np.array(mean)
     picture = picture if picture.shape[2] == 3 else picture[..., :1].repeat(3, axis=2)
     return np.rint(picture.clip(0, 1) * 255).astype(np.uint8)

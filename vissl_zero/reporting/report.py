@@ -48,7 +48,6 @@ from vissl_zero.reporting.panels import (
 )
 from vissl_zero.reporting.quantity import bytes_text, figure_text, total
 from vissl_zero.reporting.summary import percent, summarize
-from vissl_zero.resolve.components import normalization
 from vissl_zero.sharding.memory import Bytes
 
 _INNER = WIDTH - 2 * MARGIN
@@ -218,10 +217,9 @@ def segmented_samples(segmented: Sequence[SegmentedImage], transforms: Sequence[
         segmented: images of TEST with their masks.
         transforms: transforms of evaluation, whose mean and standard deviation are undone.
     """
-    mean, std = normalization(transforms)
     colors = voc_colors()
     return [
-        CropSample(denormalized(one.image, mean, std), [colors[one.mask], colors[one.predicted]]) for one in segmented
+        CropSample(denormalized(one.image, transforms), [colors[one.mask], colors[one.predicted]]) for one in segmented
     ]
 
 

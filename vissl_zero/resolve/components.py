@@ -29,6 +29,7 @@ from vissl_zero.config.weights_name import scheme_of
 from vissl_zero.errors import ConfigError, Problem
 from vissl_zero.lifetime import run_in_subprocess
 from vissl_zero.registry import HEADS, LOSSES, METHODS, TRUNKS, WEIGHTS_READERS
+from vissl_zero.resolve.channels import RGB
 from vissl_zero.resolve.data_plan import names_like
 from vissl_zero.resolve.saved import RESOLVED_FILE, read_saved, with_references
 
@@ -140,6 +141,9 @@ def with_run_of_weights(cfg: RunConfig) -> RunConfig:
     model, lora = cfg.MODEL, _lora(cfg, saved["MODEL"])
     if _KEY in wanted:
         model = replace(model, TRUNK=trunk_of(model.TRUNK, saved["MODEL"]["TRUNK"]), LORA=lora)
+        # The first layer sees as many channels as in the run; images must have them.
+        if data.IN_CHANNELS == RGB and saved["MODEL"].get("IN_CHANNELS"):
+            data = replace(data, IN_CHANNELS=saved["MODEL"]["IN_CHANNELS"])
     return replace(cfg, MODEL=model, DATA=data)
 
 
@@ -230,12 +234,13 @@ def _plain_views(transforms: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
     return views
 
 
-def normalization(transforms: Sequence[Any]) -> tuple[list[float], list[float]]:
-    """Return mean and standard deviation of the last Normalize; 0 and 1 without one."""
-    for entry in reversed(transforms):
-        if isinstance(entry, Mapping) and entry.get("name") == "Normalize":
-            return list(entry["mean"]), list(entry["std"])
-    return [0.0] * 3, [1.0] * 3
+def normalization(transforms: Sequence[Any], channels: int = RGB) -> tuple[list[float], list[float]]:
+    """Return mean and standard deviation of each channel by the last Normalize; 0 and 1 without one."""
+    found = (entry for entry in reversed(transforms) if isinstance(entry, Mapping) and entry.get("name") == "Normalize")
+    last = next(found, {"mean": [0.0], "std": [1.0]})
+    # One number may stand for all channels.
+    mean, std = (list(last[key]) * (channels if len(last[key]) == 1 else 1) for key in ("mean", "std"))
+    return mean, std
 
 
 def trunk_of(trunk: Trunk, saved: Mapping[str, Any]) -> Trunk:

@@ -32,8 +32,8 @@ class ParamFacts:
     itemsize: int
     unit: str
     is_trained: bool
-    is_replicated: bool = False
-    is_float8: bool = False
+    is_replicated: bool
+    is_float8: bool
 
     @property
     def num_bytes(self) -> int:

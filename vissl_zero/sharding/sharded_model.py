@@ -517,7 +517,7 @@ class ShardedModel:
                 state[tensor.name] = whole.to("cpu", copy=True)
         return state
 
-    def plain_state(self, of_teacher: bool = False) -> dict[str, Any]:
+    def plain_state(self, of_teacher: bool) -> dict[str, Any]:
         """Gather the ``state_dict()`` that the unsharded model would have: on rank 0's CPU, empty on other ranks.
 
         It has all names of a tied parameter, the changes of the model's state-dict hooks, and the extra state of
@@ -528,7 +528,7 @@ class ShardedModel:
         """
         if of_teacher:
             assert self._teacher is not None, "adopt_teacher was never called"
-            return self._teacher.plain_state()
+            return self._teacher.plain_state(of_teacher=False)
         self._before_shards_change()  # or units that are still gathered would give plain tensors, on some ranks
         entries = self._module.state_dict()
         # An OrderedDict, not a dict: ``copy_versions`` sets an attribute.

@@ -17,6 +17,7 @@ from vissl_zero.errors import CheckpointError
 from vissl_zero.models.model import build_trunk
 from vissl_zero.models.weight_names import to_our_names
 from vissl_zero.registry import WEIGHTS_READERS
+from vissl_zero.resolve.channels import RGB
 from vissl_zero.resolve.components import trunk_of, trunk_options
 from vissl_zero.weights.recognition import Recognized, recognize
 
@@ -108,9 +109,11 @@ def as_run(network: Recognized) -> dict[str, Any]:
     normalize = {"name": "Normalize", "mean": list(network.mean), "std": list(network.std)}
     train = [{"name": "RandomResizedCrop", "size": network.size}, {"name": "RandomHorizontalFlip"}]
     test = [{"name": "Resize", "size": network.size}, {"name": "CenterCrop", "size": network.size}]
+    channels = {} if len(network.mean) == RGB else {"IN_CHANNELS": len(network.mean)}
     return {
-        "MODEL": {"TRUNK": dict(network.trunk)},
+        "MODEL": {"TRUNK": dict(network.trunk), **channels},
         "DATA": {
+            **channels,
             "TRAIN": {"TRANSFORMS": [*train, {"name": "ToTensor"}, normalize]},
             "TEST": {"TRANSFORMS": [*test, {"name": "ToTensor"}, normalize]},
         },

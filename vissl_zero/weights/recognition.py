@@ -15,6 +15,7 @@ from typing import Any
 from vissl_zero.checkpoint.foreign_layouts import Foreign
 from vissl_zero.errors import CheckpointError, counted
 from vissl_zero.models.weight_names import plain_name
+from vissl_zero.resolve.channels import RGB
 from vissl_zero.weights.library_index import models_of
 from vissl_zero.weights.network_name import network_name
 
@@ -95,7 +96,7 @@ def _known(shapes: Shapes, foreign: Foreign, model: str) -> Recognized:
     network = network or _convnext(shapes, foreign.config) or _swin(shapes) or _indexed(shapes, model)
     if network is None:
         names = [entry.key for entry in foreign.entries]
-        some = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
+        some = ", ".join(names[:4]) + (" and more" if len(names) > 4 else "")
         raise CheckpointError(
             f"No network that is known here has the {counted(len(names), 'tensor')} {some}. Write the trunk: "
             "config.MODEL.TRUNK.NAME=timm/<model> or torchvision/<model>, or a run folder in place of the file."
@@ -114,18 +115,21 @@ def _own(config: Mapping[str, Any]) -> Recognized | None:
     plain = (
         {**trunk, "PARAMS": {k: v for k, v in params.items() if k != "name"}} if isinstance(params, Mapping) else trunk
     )
-    size = views.get("size")
-    normalization = _normalization(views)
+    size, channels = views.get("size"), views.get("channels")
+    normalization = _normalization(views, channels if isinstance(channels, int) else RGB)
     return Recognized(network_name(trunk), plain, size if isinstance(size, int) else 224, *normalization)
 
 
-def _normalization(views: Mapping[str, Any]) -> tuple[list[float], list[float]]:
-    """Return mean and deviation of three channels; ImageNet's if the file has none."""
-    mean, std = views.get("mean"), views.get("std")
-    for values in (mean, std):
-        if not isinstance(values, list) or len(values) != 3 or not all(isinstance(x, int | float) for x in values):
+def _normalization(views: Mapping[str, Any], channels: int = RGB) -> tuple[list[float], list[float]]:
+    """Return mean and deviation of each channel; ImageNet's if the file has none."""
+    numbers = []
+    for values in (views.get("mean"), views.get("std")):
+        if not isinstance(values, list) or not all(isinstance(x, int | float) for x in values):
             return _IMAGENET["mean"], _IMAGENET["std"]
-    return list(mean or ()), list(std or ())
+        # One number may stand for all channels.
+        numbers.append(values * channels if len(values) == 1 else values)
+    mean, std = numbers
+    return (mean, std) if len(mean) == len(std) == channels else (_IMAGENET["mean"], _IMAGENET["std"])
 
 
 def _architecture(config: Mapping[str, Any]) -> str:

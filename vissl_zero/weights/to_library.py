@@ -27,6 +27,8 @@ from vissl_zero.data.pipeline import derive_eval_transforms
 from vissl_zero.errors import CheckpointError
 from vissl_zero.models.trunks.token_embedding import TokenEmbedding, interpolated
 from vissl_zero.models.weight_names import is_adapters, to_other_names
+from vissl_zero.resolve.channels import RGB
+from vissl_zero.resolve.components import normalization
 from vissl_zero.weights import to_detectron2 as d2
 from vissl_zero.weights.library_index import models_of
 from vissl_zero.weights.network_name import network_name
@@ -36,6 +38,7 @@ WEIGHTS, CONFIG, PREPROCESSOR, CARD = "model.safetensors", "config.json", "prepr
 _TOLERANCE = 1e-4  # largest difference of features in float32, as a share of the largest feature
 _PREFIX = "trunk."
 _CLASSIFYING = ("timm", "torchvision", "onnx")
+_ANY_CHANNELS = ("onnx", "safetensors")
 _RESIZERS = ("timm", "transformers", "torchhub")  # each resizes position embeddings in its own way
 
 
@@ -46,7 +49,7 @@ class Views:
     Attributes:
         size: side of the square crop, in pixels.
         resize: length to which the shorter side is resized first.
-        mean, std: mean and deviation of the normalization.
+        mean, std: mean and deviation of the normalization, a number for each channel.
     """
 
     size: int
@@ -60,9 +63,8 @@ class Views:
         transforms = data["TEST"]["TRANSFORMS"] or derive_eval_transforms(data["TRAIN"]["TRANSFORMS"])
         by_name = {entry["name"]: entry for entry in transforms}
         resize, crop = _side(by_name.get("Resize", {}).get("size")), _side(by_name.get("CenterCrop", {}).get("size"))
-        normalize = by_name.get("Normalize", {})
         size = crop or resize or 224
-        return cls(size, resize or size, normalize.get("mean", [0.0] * 3), normalize.get("std", [1.0] * 3))
+        return cls(size, resize or size, *normalization(transforms, data.get("IN_CHANNELS", RGB)))
 
 
 def _side(size: Any) -> int:
@@ -91,7 +93,7 @@ class Source:
     """A trunk to write.
 
     Attributes:
-        trunk: trunk in evaluation mode on the CPU, which maps a list of images (B, 3, H, W) to a list of features.
+        trunk: trunk in evaluation mode on the CPU, which maps a list of images (B, C, H, W) to a list of features.
         config: ``MODEL.TRUNK`` of the trunk.
         views: views of evaluation.
         classifier: linear layer to write too; None: only the trunk.
@@ -107,9 +109,15 @@ class Source:
     place: Path | None = None
 
     def outputs(self, images: Tensor) -> Tensor:
-        """Compute features (B, F) of images (B, 3, H, W), or the classifier's scores."""
+        """Compute features (B, F) of images (B, C, H, W), or the classifier's scores."""
         rows: Tensor = self.trunk([images])[0]
         return rows if self.classifier is None else self.classifier(rows)
+
+    def images(self, count: int, side: int) -> Tensor:
+        """Draw images (count, C, side, side), the same in each call."""
+        # Noise, since constant images would hide wrong positions and swapped channels.
+        generator = torch.Generator().manual_seed(0)
+        return torch.randn(count, len(self.views.mean), side, side, generator=generator)
 
     @property
     def named_classes(self) -> dict[str, Any]:
@@ -193,14 +201,19 @@ def write(source: Source, target: str, folder: Path) -> Exported:
     """
     if source.classifier is not None and target not in _CLASSIFYING:
         raise CheckpointError(f"--classifier: goes with --to {', '.join(_CLASSIFYING)}, not with --to {target}.")
+    channels = len(source.views.mean)
+    if channels != RGB and target not in _ANY_CHANNELS:
+        raise CheckpointError(
+            f"--to {target}: takes networks for images of {RGB} channels, and this one is for {channels}. "
+            f"--to {' and '.join(_ANY_CHANNELS)} take every trunk."
+        )
     side = _whole(source)
     merged = source if target == "peft" else source.merged()
     written = merged.of_size(side) if target in _RESIZERS else merged
     call, opened, notes = TARGETS[target](written, folder)
     if written is not merged:
         notes = [*notes, f"Position embeddings are those of images of {side} pixels."]
-    # Noise, since constant images would hide wrong positions and swapped channels.
-    images = torch.randn(2, 3, side, side, generator=torch.Generator().manual_seed(0))
+    images = source.images(2, side)
     with torch.no_grad():
         wanted, got = source.outputs(images), opened(images)
     difference = float((wanted - got).abs().max())
@@ -506,7 +519,8 @@ def _to_safetensors(source: Source, folder: Path) -> tuple[str, Opened, list[str
     state = {f"{_PREFIX}{name}": tensor.contiguous() for name, tensor in source.trunk.state_dict().items()}
     entries = [Entry.of(name, tensor) for name, tensor in state.items()]
     write_shard_file(folder / WEIGHTS, entries, {"format": "pt"}, with_checksums=True)
-    views = {"size": source.views.size, "mean": list(source.views.mean), "std": list(source.views.std)}
+    mean, std = list(source.views.mean), list(source.views.std)
+    views = {"size": source.views.size, "channels": len(mean), "mean": mean, "std": std}
     _write_json(folder / CONFIG, {"vissl_zero": {"TRUNK": dict(source.config), "views": views}})
     return f'vissl_zero.load_trunk("{folder.name}")', source.outputs, ["The names of tensors are vissl_zero's."]
 
@@ -560,7 +574,7 @@ def _to_onnx(source: Source, folder: Path) -> tuple[str, Opened, list[str]]:
     program = torch.onnx.export(
         _OneTensor(source).eval(),
         # Two images: torch.export fixes a dimension of size 1.
-        (torch.zeros(2, 3, side, side),),
+        (source.images(2, side),),
         dynamo=True,
         dynamic_shapes=(shape,),
         input_names=["images"],
@@ -573,7 +587,7 @@ def _to_onnx(source: Source, folder: Path) -> tuple[str, Opened, list[str]]:
     _write_json(folder / CONFIG, config | source.named_classes)
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     run = partial(_on_onnxruntime, session)
-    single = torch.zeros(1, 3, side, side)  # another batch than that of the export
+    single = source.images(1, side)  # another batch than that of the export
     with torch.no_grad():
         torch.testing.assert_close(run(single), source.outputs(single), rtol=1e-3, atol=1e-3)
     notes = [f"Batches of any size, images of {side} x {side} pixels."]
@@ -598,7 +612,8 @@ TARGETS: dict[str, Callable[[Source, Path], tuple[str, Opened, list[str]]]] = {
 
 def write_preprocessor(views: Views, folder: Path) -> None:
     """Write the preprocessing of images for transformers' AutoImageProcessor."""
-    config: dict[str, Any] = {"image_processor_type": "BitImageProcessor", "do_convert_rgb": True, "do_resize": True}
+    config: dict[str, Any] = {"image_processor_type": "BitImageProcessor", "do_resize": True}
+    config["do_convert_rgb"] = len(views.mean) == RGB
     config |= {"size": {"shortest_edge": views.resize}, "resample": 2, "do_center_crop": True}
     config |= {"crop_size": {"height": views.size, "width": views.size}, "do_rescale": True, "rescale_factor": 1 / 255}
     config |= {"do_normalize": True, "image_mean": list(views.mean), "image_std": list(views.std)}

@@ -155,7 +155,7 @@ class _Noting(Saver):
         self.saved: list[tuple[int, bool]] = []
         self.num_finished = 0
 
-    def save(self, run: Any, hooks: Any, is_epoch_over: bool = False) -> None:
+    def save(self, run: Any, hooks: Any, is_epoch_over: bool) -> None:
         self.saved.append((run.step, is_epoch_over))
 
     def finish(self) -> None:

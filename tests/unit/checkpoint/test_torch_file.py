@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import warnings
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -188,3 +189,12 @@ def test_a_link_that_the_user_names_is_followed(tmp_path: Path) -> None:
         (tmp_path / f"link.{name}").symlink_to(tmp_path / name)
     assert read_pickle(tmp_path / "link.a.pkl") == [1]
     assert read_torch_file(tmp_path / "link.a.pt")["w"].tolist() == [1.0]
+
+
+@pytest.mark.parametrize("is_zip", [True, False])
+def test_a_file_of_another_pickle_protocol_is_read_without_a_warning(is_zip: bool, tmp_path: Path) -> None:
+    path = tmp_path / "weights.pt"
+    torch.save({"a": torch.arange(3)}, path, pickle_protocol=3, _use_new_zipfile_serialization=is_zip)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert read_torch_file(path)["a"].tolist() == [0, 1, 2]

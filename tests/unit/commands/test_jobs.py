@@ -14,7 +14,7 @@ def test_followed_output_has_whole_characters(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "0_log.out"
-    parts = ["Größe ".encode()[:4], "Größe ".encode()[4:], b"256 \xe2\x82"]  # the last ends within a character
+    parts = ["Größe ".encode()[:3], "Größe ".encode()[3:], b"256 \xe2\x82"]  # the last ends within a character
     states = iter(["RUNNING", "RUNNING", "COMPLETED"])
 
     def write_more(*_: object) -> str:

@@ -15,6 +15,7 @@ from tests.unit.data.conftest import MakeData
 from tests.unit.reporting.example_run import make_record
 from vissl_zero.cli import main
 from vissl_zero.data.bench import LoadingCost, Supply, advice, measure, supply_of
+from vissl_zero.data.pipeline import Pipeline
 from vissl_zero.errors import DataError
 from vissl_zero.reporting.metrics_file import line
 from vissl_zero.resolve.resolve import resolve
@@ -50,6 +51,18 @@ def test_measuring_leaves_torchs_threads_as_they_were(make_data: MakeData) -> No
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
+
+
+def test_batches_are_put_together_as_in_training(make_data: MakeData, monkeypatch: pytest.MonkeyPatch) -> None:
+    stacked, stack = [], Pipeline.stacked
+
+    def noted(self: Pipeline, crops: Any) -> Any:
+        stacked.append(len(crops))
+        return stack(self, crops)
+
+    monkeypatch.setattr(Pipeline, "stacked", noted)
+    measure(data_block(make_data("digits")), 1, 4, 8)
+    assert stacked[-2:] == [4 * 2, 4 * 3]  # four images, by the size of their crops
 
 
 def test_the_share_of_waiting_follows_from_rate_and_step() -> None:

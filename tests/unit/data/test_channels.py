@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -179,3 +181,18 @@ def test_copies_of_tensors_are_apart() -> None:
     assert len(copies) == 3
     copies[0] += 1
     assert not image.any() and not copies[1].any()
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda data: Decoder().image(data, "x"),
+        lambda data: Decoder().size(data, "x"),
+        lambda data: to_channels(data, "x", Decoder(channels=1)),
+    ],
+)
+def test_a_format_that_is_not_listed_reaches_no_decoder(read: Callable[[bytes], Any]) -> None:
+    file = io.BytesIO()
+    Image.new("L", (4, 3)).save(file, "PCX")
+    with pytest.raises(BrokenImageError, match="x cannot be used"):
+        read(file.getvalue())

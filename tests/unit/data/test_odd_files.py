@@ -89,3 +89,10 @@ def test_text_with_the_last_character_of_unicode_is_read_and_what_lies_beyond_is
     (tmp_path / "names.npy").write_bytes(content[:-4] + (sys.maxunicode + 1).to_bytes(4, sys.byteorder))
     with pytest.raises(ValueError, match="text that is damaged"):
         read_array(tmp_path / "names.npy")
+
+
+def test_an_array_has_one_dimension_where_no_more_are_asked_for(tmp_path: Path) -> None:
+    np.save(tmp_path / "names.npy", np.array([["a", "b"]]))
+    assert read_array(tmp_path / "names.npy", max_dims=2).shape == (1, 2)
+    with pytest.raises(ValueError, match="it has no 1-d array"):
+        read_array(tmp_path / "names.npy")

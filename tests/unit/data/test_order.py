@@ -7,6 +7,7 @@ from vissl_zero.data.loader import EpochOrder, rank_slice, sequential
 
 def orders(world_size: int, **keys: int | bool) -> list[EpochOrder]:
     defaults: dict[str, int | bool] = {"num_samples": 50, "micro_batch": 8, "accumulation_steps": 1, "seed": 3}
+    defaults |= {"drop_last": False, "is_exact": False}
     return [EpochOrder(**{**defaults, **keys}, rank=rank, world_size=world_size) for rank in range(world_size)]  # type: ignore[arg-type]
 
 

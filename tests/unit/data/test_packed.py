@@ -314,3 +314,21 @@ def test_a_key_that_is_gone_is_one_broken_image(packed: dict[str, Path], make_da
         source.encoded(0)
     with pytest.raises(DataError, match="must name an LMDB database that exists"):
         build_source(data_block(make_data("lmdb", packed["lmdb"], packed["lmdb"])), "TRAIN", 0)
+
+
+@pytest.mark.parametrize("form", ["webdataset", "lmdb"])
+def test_a_file_that_was_cut_off_is_refused(form: str, photos: Path, tmp_path: Path, make_data: MakeData) -> None:
+    """A tar between two images, which reads as a shorter tar; a database, whose reader would end by a signal."""
+    out = tmp_path / form
+    assert data_command(["pack", str(photos), str(out), "--to", form]) == 0
+    if form == "lmdb":
+        file = out / "data.mdb"
+        os.truncate(file, file.stat().st_size // 2)
+    else:
+        (file,) = out.glob("*.tar")
+        with tarfile.open(file) as opened:
+            os.truncate(file, opened.getmembers()[4].offset)
+        for index in out.glob(".*.npz"):
+            index.unlink()
+    with pytest.raises(DataError, match="it was cut off"):
+        build_source(data_block(make_data(form, out)), "TRAIN", 0)

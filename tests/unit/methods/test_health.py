@@ -36,6 +36,17 @@ def test_a_fall_from_twice_the_least_rank_is_a_collapse_at_once_and_low_ranks_af
     assert (said[0] if said else None) == warned
 
 
+def test_where_few_steps_are_measured_a_mean_is_of_five_of_them() -> None:
+    """As docs/run_folder.md says."""
+    rule, ranks = RankCollapse(patience=500), [HIGH] * 5 + [LOW] * 9
+    said = [
+        step
+        for step, rank in zip(range(10, 150, 10), ranks, strict=True)
+        if rule.update(step, 1.0, {"effective_rank": rank})
+    ]
+    assert said[0] == 100
+
+
 # (loss, entropy, rank) of 20 steps, and then of 40 more; guessing gives a loss of 1, and patience is 50
 @pytest.mark.parametrize(
     ("before", "after", "warned"),

@@ -64,3 +64,10 @@ def test_a_few_samples_are_enough(num_samples: int) -> None:
     images = [torch.zeros(num_samples, 3, 4, 4)]
     many = ImageBatch(images, [1], None, torch.zeros(num_samples, dtype=torch.int64), num_samples)
     assert len(crop_samples(many, Flat(), [])) == min(8, num_samples)
+
+
+def test_images_of_other_channels_are_shown_by_their_first() -> None:
+    image = torch.stack([torch.full((4, 4), value) for value in (0.2, 0.4, 0.6, 0.8)])
+    of_four = ImageBatch([image[None]], [1], None, torch.zeros(1, dtype=torch.int64), 1)
+    (sample,) = crop_samples(of_four, Flat(), [])
+    assert sample.crops[0].shape == (4, 4, 3) and np.unique(sample.crops[0]).tolist() == [51]

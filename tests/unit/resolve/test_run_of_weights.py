@@ -216,6 +216,20 @@ def test_normalization_is_that_of_the_last_normalize():
     for transforms in ([first, last, {"name": "ToTensor"}, "RandomErasing"], [last]):
         assert normalization(transforms) == ([0.2] * 3, [0.5] * 3)
     assert normalization([{"name": "ToTensor"}, "Normalize"]) == ([0.0] * 3, [1.0] * 3)
+    # One number stands for all channels, and there may be others than three.
+    assert normalization([{"name": "Normalize", "mean": [0.2], "std": [0.5]}]) == ([0.2] * 3, [0.5] * 3)
+    assert normalization([], 5) == ([0.0] * 5, [1.0] * 5)
+
+
+def test_images_have_the_channels_of_the_run(tmp_path):
+    data = {split: {**keys, "TRANSFORMS": [{"name": "ToTensor"}]} for split, keys in DATA.items()}
+    model = {"TRUNK": {"NAME": "resnet"}, "IN_CHANNELS": 4}
+    write_checkpoint(tmp_path / "run", {"model/trunk.weight": torch.ones(3)}, config={"MODEL": model, "DATA": data})
+    sources = [
+        f"config.DATA.{split}.{key}" for split in data for key in ("DATA_SOURCES=[disk_folder]", "DATA_PATHS=[x]")
+    ]
+    config = resolved(tmp_path / "run", "config.DRY_RUN=true", *sources).config
+    assert config.DATA.IN_CHANNELS == config.MODEL.IN_CHANNELS == 4
 
 
 TIMM = {"name": "vit_tiny_patch16_224", "model_args": {"depth": 1}}

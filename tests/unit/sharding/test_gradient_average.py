@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from vissl_zero.sharding.engines.cpu_communicator import add_in_order
 from vissl_zero.sharding.engines.gradient_average import _buckets
 
 SINGLE, HALF = torch.float32, torch.bfloat16
@@ -29,3 +30,11 @@ def test_buckets_hold_the_last_parameters_first_up_to_their_size_in_one_dtype(
     made = [nn.Parameter(torch.zeros(count, dtype=dtype)) for dtype, count in params]
     places = {id(param): at for at, param in enumerate(made)}
     assert [[places[id(param)] for param in bucket] for bucket in _buckets(made, 100)] == buckets
+
+
+@pytest.mark.parametrize(("is_mean", "expected"), [(False, 258.0), (True, 86.0)])
+def test_half_precision_is_summed_in_float32_and_rounded_once(is_mean: bool, expected: float) -> None:
+    """In bfloat16 256 + 1 is 256, and 256 / 3 is 85.5."""
+    out = torch.empty(1, dtype=torch.bfloat16)
+    add_in_order([torch.tensor([value], dtype=torch.bfloat16) for value in (256.0, 1.0, 1.0)], out, is_mean=is_mean)
+    assert out.item() == expected

@@ -12,7 +12,7 @@ from vissl_zero.sharding.param_facts import ParamFacts, gathered_bytes, params_o
 
 
 def _facts(shape: tuple[int, ...], unit: str = "", **more: Any) -> ParamFacts:
-    return ParamFacts(shape, 4, unit, True, **more)
+    return ParamFacts(shape, 4, unit, True, **{"is_replicated": False, "is_float8": False, **more})
 
 
 @pytest.mark.parametrize(

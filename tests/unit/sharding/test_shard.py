@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from vissl_zero.sharding.offload.parameter_store import host_shard
-from vissl_zero.sharding.state.shard import Shard, divide_by_norms, empty_state
+from vissl_zero.sharding.engines.fairscale.flat_sharded import FlatShard
+from vissl_zero.sharding.engines.fairscale.strategy import _OwnedShard
+from vissl_zero.sharding.offload.parameter_store import DiskShard, HostShard, host_shard
+from vissl_zero.sharding.state.shard import RowShard, Shard, divide_by_norms, empty_state, row_shards
 
 
 def test_state_lies_in_memory_as_its_parameter_does():
@@ -53,3 +55,18 @@ def test_rows_are_normalized_as_torch_normalizes_them() -> None:
     expected = torch.nn.functional.normalize(rows, dim=1)
     divide_by_norms(rows)
     torch.testing.assert_close(rows, expected, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("kind", [Shard, RowShard, DiskShard, HostShard, FlatShard, _OwnedShard])
+def test_shards_are_told_apart_by_identity(kind: type[Shard]) -> None:
+    """Their tensors have no one truth value."""
+    assert kind.__eq__ is object.__eq__ and kind.__hash__ is object.__hash__
+
+
+def test_one_view_of_a_parameter_keeps_its_values_where_the_loop_sets_others() -> None:
+    model = nn.Linear(3, 2, bias=False)
+    (shard,) = row_shards(model, {"weight"}, num_ranks=1, rank=0)
+    before = model.weight.detach().clone()
+    view = model.weight.data.view(-1)
+    model.weight.data = torch.zeros(2, 3)
+    assert view.equal(before.view(-1)) and not shard.local.any()

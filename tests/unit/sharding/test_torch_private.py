@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from inspect import signature
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from torch.autograd.graph import save_on_cpu
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group as fsdp_param_group
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -22,6 +25,9 @@ from torch.utils.flop_counter import flop_registry
 
 from vissl_zero.errors import VisslZeroError
 from vissl_zero.sharding import torch_private as private
+from vissl_zero.sharding.engines.gradient_average import OrderedReduceScatter
+from vissl_zero.sharding.engines.torch.unit_guard import _apply_or_refuse, _GuardedUnit
+from vissl_zero.sharding.engines.torch.unit_transfers import PackedAllGather, UnitOnDisk, _AllGather, _ReduceScatter
 
 TORCH = f"torch {torch.__version__} no longer"
 
@@ -399,3 +405,25 @@ def test_hooks_before_and_after_a_forward_pass_are_seen():
         assert private.has_forward_hooks(module), f"{TORCH} has forward hooks where it had them"
         handle.remove()
     assert not private.has_forward_hooks(module)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (PackedAllGather.__call__, AllGather.__call__),
+        (_AllGather.__call__, AllGather.__call__),
+        (_ReduceScatter.__call__, ReduceScatter.__call__),
+        (OrderedReduceScatter.__call__, ReduceScatter.__call__),
+        (UnitOnDisk.unshard, fsdp_param_group.FSDPParamGroup.unshard),
+        (_GuardedUnit.unshard, fsdp_param_group.FSDPParamGroup.unshard),
+        (_apply_or_refuse, nn.Module._apply),
+    ],
+)
+def test_what_stands_in_for_a_function_of_torchs_has_its_defaults(
+    ours: Callable[..., Any], theirs: Callable[..., Any]
+) -> None:
+    defaults = [
+        {name: item.default for name, item in signature(function).parameters.items() if item.default is not item.empty}
+        for function in (ours, theirs)
+    ]
+    assert defaults[0] == defaults[1] != {}

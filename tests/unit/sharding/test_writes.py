@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
-from vissl_zero.sharding.checks.replica_check import ParameterGuard
+from vissl_zero.sharding.checks.replica_check import ParameterGuard, _FirstPasses
 from vissl_zero.sharding.state.checksum import checksum
 from vissl_zero.sharding.state.shard import Shard, shards_of, whole_shard
 
@@ -119,3 +119,11 @@ def test_what_counts_of_writes_is_what_all_ranks_must_agree_on(group: dist.Proce
     for shard in shards:
         shard.forget_writes()
     assert shards[1].sum_of_writes().tolist() == [0.0, 0.0]
+
+
+def test_a_model_is_looked_at_after_its_first_passes_alone() -> None:
+    model, seen = nn.Linear(3, 2), []
+    _FirstPasses(model, lambda: seen.append(1))
+    for _ in range(5):
+        model(torch.ones(1, 3))
+    assert len(seen) == 2 and not model._forward_hooks

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,12 @@ from torch import nn
 
 import vissl_zero
 from vissl_zero.cli import main
+from vissl_zero.config.block_data import block_of
+from vissl_zero.config.blocks.model_and_loss import ModelConfig
+from vissl_zero.errors import CheckpointError
+from vissl_zero.models.model import build_model
 from vissl_zero.models.trunks.timm_trunk import build_timm_trunk
+from vissl_zero.weights import to_library
 from vissl_zero.weights.to_library import Source, Views, write
 
 TINY = {"img_size": 32, "patch_size": 8, "depth": 2}
@@ -152,6 +159,19 @@ def test_what_has_no_form_there_is_refused(tmp_path, monkeypatch, capsys, words,
     assert not Path("out").exists()
 
 
+@pytest.mark.parametrize("target", ["timm", "safetensors"])
+def test_a_full_disk_is_one_sentence(target, tmp_path, monkeypatch, capsys):
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(to_library, "write_shard_file", full)
+    torch.save(torchvision.models.resnet18().state_dict(), tmp_path / "in.pth")
+    out = tmp_path / "out"
+    assert main(["export", str(tmp_path / "in.pth"), "--to", target, "--out", str(out)]) == 2
+    sentence = f"--out {out}: cannot be written (No space left on device). Name another place, or make room.\n"
+    assert capsys.readouterr().err.endswith(sentence) and [*tmp_path.iterdir()] == [tmp_path / "in.pth"]
+
+
 @pytest.mark.parametrize("target", ["timm", "transformers", "torchhub"])
 @pytest.mark.parametrize("how", ["offset", "bicubic"])
 def test_positions_that_the_library_would_resize_otherwise_go_out_at_the_size_of_the_run(how, target, tmp_path):
@@ -161,3 +181,38 @@ def test_positions_that_the_library_would_resize_otherwise_go_out_at_the_size_of
     done = write(Source(trunk, {"NAME": "timm/vit_tiny_patch16_224", "PARAMS": arguments}, views), target, tmp_path)
     assert done.difference < 1e-5
     assert any("24 pixels" in note for note in done.notes)
+
+
+def _of_channels(channels: int) -> Source:
+    """A transformer for images of so many channels, normalized by one number for all of them."""
+    config = {"NAME": "timm/vit_tiny_patch16_224", "PARAMS": {"model_args": TINY}}
+    model = {"TRUNK": {**config, "PARAMS": {"name": "vit_tiny_patch16_224", **config["PARAMS"]}}}
+    trunk = build_model(block_of(ModelConfig, {**model, "IN_CHANNELS": channels, "HEAD": {"PARAMS": []}})).trunk
+    test = [{"name": "Resize", "size": 32}, {"name": "Normalize", "mean": [0.3], "std": [0.2]}]
+    views = Views.of({"IN_CHANNELS": channels, "TEST": {"TRANSFORMS": test}, "TRAIN": {"TRANSFORMS": []}})
+    return Source(randomized(trunk), config, views)
+
+
+@pytest.mark.parametrize("target", ["safetensors", pytest.param("onnx", marks=pytest.mark.slow)])
+def test_a_trunk_that_sees_other_channels_goes_out_with_them(target: str, tmp_path: Path) -> None:
+    source = _of_channels(5)
+    done = write(source, target, tmp_path)
+    assert done.difference < 1e-5
+    if target == "safetensors":
+        images = source.images(2, 32)
+        with torch.no_grad():
+            assert torch.equal(vissl_zero.load_trunk(tmp_path)(images), source.outputs(images))
+
+
+@pytest.mark.parametrize("target", ["timm", "transformers", "torchvision", "torchhub", "detectron2"])
+def test_a_library_of_color_images_is_refused_for_other_channels(target: str, tmp_path: Path) -> None:
+    with pytest.raises(
+        CheckpointError, match=f"--to {target}: takes networks for images of 3 channels, and this one is"
+    ):
+        write(_of_channels(5), target, tmp_path)
+
+
+def test_one_number_for_all_channels_goes_out_for_each(tmp_path: Path) -> None:
+    write(_of_channels(3), "safetensors", tmp_path)
+    transforms = vissl_zero.load_trunk(tmp_path).config["DATA"]["TEST"]["TRANSFORMS"]
+    assert transforms[-1] == {"name": "Normalize", "mean": [0.3] * 3, "std": [0.2] * 3}

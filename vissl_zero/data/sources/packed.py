@@ -206,6 +206,9 @@ def _read_index(tar: Path) -> dict[str, np.ndarray]:
                     content = opened.extractfile(member)
                     assert content is not None
                     labels[key] = _label_in(content.read(), extension.lower(), f"{tar}:{member.name}")
+            # A tar that was cut between two files reads as a shorter one, but for the block of zeros at its end.
+            if opened.offset >= tar.stat().st_size:
+                raise ValueError("it has no end: it was cut off, and files are missing")
     except (tarfile.TarError, OSError, ValueError) as error:
         raise DataError(f"{tar} cannot be read as a tar ({error}). Write it again, without compression.") from error
     return {
@@ -381,9 +384,19 @@ def _environment(path: str, process: int) -> Any:
         raise missing("lmdb", "lmdb") from error
     try:
         # No lock file, which a disk mounted read-only could not hold. No readahead, since images are read at random.
-        return lmdb.open(path, readonly=True, lock=False, readahead=False, subdir=Path(path).is_dir())
+        found = lmdb.open(path, readonly=True, lock=False, readahead=False, subdir=Path(path).is_dir())
     except lmdb.Error as error:
         raise DataError(f"{path} cannot be read as an LMDB database ({error}).") from error
+    # It is mapped into memory: to read a page that the file lacks would end the process by a signal.
+    file = Path(path) / "data.mdb" if Path(path).is_dir() else Path(path)
+    facts = found.stat()
+    # The pages in use, and two of the database itself. A free page at the end need not be in the file.
+    pages = facts["branch_pages"] + facts["leaf_pages"] + facts["overflow_pages"] + 2
+    if (num_bytes := file.stat().st_size) < pages * facts["psize"]:
+        found.close()
+        how = f"it has {num_bytes:,} bytes, and its pages {pages * facts['psize']:,}: it was cut off"
+        raise DataError(f"{path} cannot be read as an LMDB database ({how}). Copy it again.")
+    return found
 
 
 @DATA_SOURCES.register("lmdb")

@@ -271,7 +271,7 @@ def _end(ahead: ReadAhead, pipeline: RecordPipeline, files: Sequence[BlockFile],
     folder.remove()
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class DiskShard(Shard):
     """A shard on a disk; see ``Shard``. ``local`` and its gradient are meta tensors: computing with them raises.
 
@@ -280,9 +280,8 @@ class DiskShard(Shard):
         index: index of this shard in ``store``.
     """
 
-    # Required fields; dataclasses allow none without a default behind the base's.
-    store: ParameterStore = None  # type: ignore[assignment]
-    index: int = -1
+    store: ParameterStore
+    index: int
     is_on_disk = True
 
     def values(self) -> Tensor:
@@ -366,7 +365,7 @@ def disk_shard(shard: Shard, store: ParameterStore | None) -> Shard:
     return DiskShard(**{field.name: getattr(shard, field.name) for field in fields(shard)}, store=store, index=index)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class HostShard(Shard):
     """A shard with a master copy in host memory, ``local``, which the optimizer updates; see ``Shard``.
 
@@ -379,9 +378,8 @@ class HostShard(Shard):
         pin: page-lock the host's memory.
     """
 
-    # A required field; see ``DiskShard``.
-    on_device: Tensor = None  # type: ignore[assignment]
-    pin: bool = False
+    on_device: Tensor
+    pin: bool
 
     def __post_init__(self) -> None:
         self._host_grad: Tensor | None = None

@@ -161,9 +161,9 @@ class UpdatePiece:
     values: Tensor
     grad: Tensor
     state: dict[str, Any]
-    is_first: bool = False
-    tensor: int = 0
-    start: int = 0
+    is_first: bool
+    tensor: int
+    start: int
 
 
 def require_streamable(

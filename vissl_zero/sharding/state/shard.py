@@ -279,7 +279,7 @@ def hide_gradient(shard: Shard) -> Shard:
     return dataclasses.replace(shard, local=local)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class RowShard(Shard):
     """Rows that this rank updates, of a parameter that every rank holds in full.
 
@@ -293,7 +293,7 @@ class RowShard(Shard):
     """
 
     reduced: Tensor | None = None
-    rows_per_rank: int = 0
+    rows_per_rank: int
 
     @property
     def row_numel(self) -> int:

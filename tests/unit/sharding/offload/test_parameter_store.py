@@ -12,6 +12,7 @@ from vissl_zero.sharding.offload import layout
 from vissl_zero.sharding.offload.block_file import OffloadError, PrefetchOrder, RunFolder
 from vissl_zero.sharding.offload.layout import StoredParam
 from vissl_zero.sharding.offload.parameter_store import DiskShard, ParameterStore
+from vissl_zero.sharding.offload.state_place import StateOnDisk, UpdateKernel
 from vissl_zero.sharding.state.missing_gradient import ON_DISK
 from vissl_zero.sharding.state.shard import squared_norms
 
@@ -210,3 +211,13 @@ def test_a_shard_on_a_disk_reads_and_writes_its_record(tmp_path):
     assert shard.missing_gradient() is None and shard.local.grad is None
     assert store.disk_bytes == sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
     store.close()
+
+
+def test_a_rank_without_elements_has_files_of_nothing(tmp_path):
+    for name in ("parameters", "state"):
+        (tmp_path / name).mkdir()
+    store = ParameterStore([], RunFolder(str(tmp_path / "parameters"), "vissl-zero-1", rank=0), is_fast_init=True)
+    kernel = UpdateKernel(torch.optim.Adam([torch.nn.Parameter(torch.zeros(2))]))
+    folder = RunFolder(str(tmp_path / "state"), "vissl-zero-1", rank=0)
+    state = StateOnDisk([], kernel, [], folder, is_fast_init=True)
+    assert store.record_bytes == state.record_bytes == 0

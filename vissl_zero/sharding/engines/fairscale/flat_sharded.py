@@ -29,7 +29,7 @@ from vissl_zero.sharding.sharded_model import ModelSetup, ShardedModel
 from vissl_zero.sharding.state.shard import MIN_ROW_NORM, Shard
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class FlatShard(Shard):
     """A run of elements of one parameter, which need not begin or end with a row.
 
@@ -46,9 +46,9 @@ class FlatShard(Shard):
             always has a gradient, which may be zero.
     """
 
-    start: int = 0
-    is_joined: bool = False
-    has_grad: bool = True
+    start: int
+    is_joined: bool
+    has_grad: bool
 
     def local_grad(self) -> Tensor | None:
         """Return this rank's gradient; see ``Shard``."""
@@ -296,7 +296,7 @@ class FlatSharded(ShardedModel):
         num_joined = sum(unit._num_flatten_params for unit in self._units)
         return f"{super().describe()}\n  by fairscale; the parameters of {num_joined} units are joined into one each"
 
-    def plain_state(self, of_teacher: bool = False) -> dict[str, Any]:
+    def plain_state(self, of_teacher: bool) -> dict[str, Any]:
         """Gather the state; see ``ShardedModel``. The model's hooks and extra state are left out."""
         return self.full_teacher_state() if of_teacher else self.full_state()
 

@@ -128,7 +128,7 @@ class FairscaleStrategy(Strategy):
         return sharded
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class _OwnedShard(Shard):
     """A parameter that every rank holds and one rank updates.
 
@@ -142,7 +142,7 @@ class _OwnedShard(Shard):
         is_hidden: whether ranks other than the owner keep their own gradients, which the loop must not use.
     """
 
-    owner: int = 0
+    owner: int
     has_grad: bool = True
     is_reduced: bool = False
     is_hidden: bool = False
