@@ -36,6 +36,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -272,6 +273,14 @@ def _work(pipe: multiprocessing.connection.Connection) -> None:
             torch.distributed.destroy_process_group()
 
 
+@cache
+def _store(port: int) -> Any:
+    """Connect to the store once: torch asks for the peer's name, and a DNS server that is late costs 5 s each time."""
+    import torch.distributed as dist
+
+    return dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+
+
 def _run(task: _Task, port: int) -> Any:
     import torch
     import torch.distributed as dist
@@ -282,10 +291,9 @@ def _run(task: _Task, port: int) -> Any:
     args = pickle.loads(task.arguments)
     num_modules = len(sys.modules)
     torch.manual_seed(0)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     dist.init_process_group(
         "gloo",
-        store=dist.PrefixStore(task.folder, store),
+        store=dist.PrefixStore(task.folder, _store(port)),
         rank=task.rank,
         world_size=task.world_size,
         timeout=timedelta(seconds=task.group_timeout_s),

@@ -120,7 +120,11 @@ class MicroBatchDataset(Dataset[Loaded]):
                     raise
                 self._broken[index] = error.name, error.reason
                 skipped[error.name] = error.reason
-        raise DataError(f"None of the {len(self.source)} images can be read. Correct DATA_PATHS or repair the files.")
+        name, reason = next(iter(self._broken.values()))
+        raise DataError(
+            f"None of the {len(self.source)} images can be used ({name}: {reason}). "
+            "Correct DATA_PATHS or repair the files."
+        )
 
     def _collated(self, plan: MicroBatchPlan, empty: Callable[..., Tensor], skipped: dict[str, str]) -> ImageBatch:
         """Load the samples of a plan into one batch."""

@@ -310,7 +310,7 @@ def _reason(error: Exception) -> str:
         size = f"its {int(pixels.group(1)):,} pixels are" if pixels else "it is"
         return f"{size} more than the {MAX_PIXELS:,} that are read (it could be a decompression bomb)"
     if isinstance(error, FileNotFoundError):
-        return "the file no longer exists"
+        return "the file does not exist"
     if isinstance(error, MemoryError):
         return "there is not enough memory to decode it"
     text = " ".join(str(error).split()) or type(error).__name__
