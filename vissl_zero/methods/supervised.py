@@ -182,8 +182,9 @@ def targets_of(batch: Batch) -> Tensor:
         ConfigError: the images have no labels.
     """
     if batch.targets is None:
+        must = "needs one label for each image, and the images have none or several"
         fix = "Use a source with labels (class folders), or a self-supervised loss such as swav_loss."
-        raise ConfigError([Problem("config.LOSS.name", "", "this loss needs labels and the images have none", fix)])
+        raise ConfigError([Problem("config.LOSS.name", "", must, fix)])
     return batch.targets.repeat(sum(batch.num_crops))
 
 

@@ -87,7 +87,7 @@ def test_health_is_top1_of_counted_images() -> None:
 
 
 def test_images_without_labels_are_refused() -> None:
-    with pytest.raises(ConfigError, match="needs labels and the images have none"):
+    with pytest.raises(ConfigError, match="needs one label for each image, and the images have none"):
         _loss()([_logits()], _batch([1], None))
     with pytest.raises(ConfigError, match="temperature: must be positive"):
         _loss(temperature=0.0)
