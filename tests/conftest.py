@@ -7,6 +7,7 @@ import os
 import re
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -94,14 +95,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     A file's tests share what they cache, so they stay together; the parity matrix, the longest file, is split by
     feature. Tests marked ``outside`` get one more try. All others fail at once: a retry would hide a race. Tests of
     ``tests/launch`` count as such: they start complete runs and wait for them by the clock, so that other work on the
-    machine can make them late. These take the longest, so they begin first: one that begins last leaves a core idle.
+    machine can make them late. These take the longest, so they begin first, and then what has the most tests: a long
+    file that begins last leaves a core idle.
     """
-    for item in items:
-        cell = getattr(item, "callspec", None) and item.callspec.params.get("cell")  # type: ignore[attr-defined]
-        item.add_marker(pytest.mark.xdist_group(f"{item.path.stem}-{cell.feature}" if cell else str(item.path)))
+    groups = [_group(item) for item in items]
+    sizes = Counter(groups)
+    for item, group in zip(items, groups, strict=True):
+        item.add_marker(pytest.mark.xdist_group(group))
         if _starts_complete_runs(item):
             item.add_marker(pytest.mark.flaky(reruns=1))
-    items.sort(key=lambda item: not _starts_complete_runs(item))
+    items.sort(key=lambda item: (not _starts_complete_runs(item), -sizes[_group(item)]))
+
+
+def _group(item: pytest.Item) -> str:
+    cell = getattr(item, "callspec", None) and item.callspec.params.get("cell")  # type: ignore[attr-defined]
+    return f"{item.path.stem}-{cell.feature}" if cell else str(item.path)
 
 
 def _starts_complete_runs(item: pytest.Item) -> bool:
