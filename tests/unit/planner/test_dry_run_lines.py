@@ -123,7 +123,7 @@ def test_it_refuses_classes_without_an_output_and_labels_that_are_not_there(tmp_
         Image.new("RGB", (40, 40)).save(tmp_path / f"{index}.png")
     photos = ["config.DATA.TRAIN.DATA_SOURCES=[disk_folder]", f"config.DATA.TRAIN.DATA_PATHS=[{tmp_path}]"]
     console = Console(file=io.StringIO(), width=200)
-    with pytest.raises(ConfigError, match="this loss needs labels"):
+    with pytest.raises(ConfigError, match="needs one label for each image"):
         print_dry_run(planned("supervised/digits", *photos), console=console)
     assert isinstance(console.file, io.StringIO)  # its title is there while the model is built
     assert "dry run of supervised/digits: nothing was started\n" in console.file.getvalue()
