@@ -29,7 +29,7 @@ from vissl_zero.checkpoint.resume import (
 from vissl_zero.checkpoint.saver import commit, write_rank
 from vissl_zero.config.compose import compose
 from vissl_zero.engine.hook import TEACHER_CHECKSUM
-from vissl_zero.errors import CheckpointError
+from vissl_zero.errors import CheckpointError, ConfigError
 from vissl_zero.resolve.resolve import resolve
 from vissl_zero.resolve.resolved import ResolvedRun
 from vissl_zero.resolve.saved import as_data
@@ -121,6 +121,17 @@ def test_leftovers_of_interrupted_saves_are_removed_before_a_run_resumes(tmp_pat
     resumable = resume(run, [], plan)
     assert resumable.path is None and opening_lines(resumable, plan) == []
     assert list((tmp_path / "checkpoints").iterdir()) == []
+
+
+def test_a_change_that_is_refused_is_told_from_what_the_checkpoint_has(tmp_path: Path) -> None:
+    plan = _plan()
+    config = as_data(plan)
+    config["config"]["SEED_VALUE"] = 5
+    write_rank(tmp_path, 7, 0, [], {}, {})
+    commit(tmp_path, replace(_manifest(7, 1), config=config, level=0))
+    run: Any = SimpleNamespace(folder=tmp_path)
+    with pytest.raises(ConfigError, match=r"config.SEED_VALUE: was 5 when the checkpoint was made: .* \(got 0\)"):
+        resume(run, [], plan)
 
 
 @pytest.mark.parametrize("num_changed", [0, 1, 20, 21, 23])
