@@ -28,7 +28,7 @@ from vissl_zero.registry import STRATEGIES
 from vissl_zero.resolve.resolved import ShardingPlan
 from vissl_zero.sharding.checks.replica_check import text_digest
 from vissl_zero.sharding.engines.fairscale.flat_sharded import FlatSharded
-from vissl_zero.sharding.engines.gradient_average import GradientAverage
+from vissl_zero.sharding.engines.gradient_average import OWN_GRADIENTS, GradientAverage
 from vissl_zero.sharding.sharded_model import ModelSetup, ShardedModel
 from vissl_zero.sharding.state.missing_gradient import GradientGuard
 from vissl_zero.sharding.state.shard import Shard, divide_by_norms, whole_shard
@@ -305,6 +305,10 @@ class _OptimizerSharded(_OwnedByRank):
 
     def _backward_pass(self) -> AbstractContextManager[None]:
         return self._means.backward_pass()
+
+    def _facts(self) -> dict[str, int]:
+        """Collect the facts; see ``ShardedModel``."""
+        return super()._facts() | {OWN_GRADIENTS: self._means.changed()}
 
     def _moment(self) -> str:
         return "optimizer state sharded; parameters and gradients whole"
