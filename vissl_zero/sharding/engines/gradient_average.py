@@ -120,7 +120,7 @@ class GradientAverage:
         """
         if not self._is_needed or marks(self._params) == self._means:
             return 0
-        grads = [grad for param in self._params if (grad := real_grad(param)) is not None]
+        grads = [grad.detach() for param in self._params if (grad := real_grad(param)) is not None]
         return text_digest([float(norm) for norm in foreach_norm(grads, 2)] if grads else [])  # none after zero_grad
 
     def _on_gradient(self, param: nn.Parameter) -> None:
