@@ -176,6 +176,7 @@ def test_a_name_that_is_no_text_survives(make_data: MakeData, photos: Path, tmp_
         ("x.csv", b"path,label\n,1\n", "line 2, has no path"),
         ("x.csv", b"path,label,labels\nx,1,2\n", "has label and labels"),
         ("x.csv", b'path\n"x', "cannot be read as a table"),
+        ("x.csv", b'"path"x,label\na,1\n', "cannot be read as a table"),
         ("x.csv", b"path,label\nx\ny\n", "lines 2, 3, have fewer cells than the first line"),
         (
             "x.csv",
