@@ -150,6 +150,7 @@ def test_columns_that_are_not_read_are_noted_where_there_are_no_labels(make_data
         ("path,lable,split\nx,cat,a,\n", ["no column label or labels; these are not read: lable, split."]),
         ("path\nx,\n", []),
         ("path,lable,label\nx,cat,\n", []),
+        ("path,lable,labels\nx,cat,\n", []),
     ):
         (tmp_path / "x.csv").write_text(table)
         notes = left_out(opened(make_data("manifest", tmp_path / "x.csv")))
