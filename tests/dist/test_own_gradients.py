@@ -176,7 +176,11 @@ REFUSED = {
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("kind", REFUSED)
-@pytest.mark.parametrize("zero", [LEVELS[0], LEVELS[2], LEVELS[4]], ids=["0", "1 kept", "3"])
+@pytest.mark.parametrize(
+    "zero",
+    [LEVELS[0], LEVELS[2], LEVELS[4], {"level": 1, "engine": "fairscale"}],
+    ids=["0", "1 kept", "3", "fairscale 1"],
+)
 def test_what_ranks_cannot_do_by_themselves_is_refused(zero: dict[str, Any], kind: str) -> None:
     if kind == "own noise" and zero["level"] == 3:
         pytest.skip("rows are this rank's alone")

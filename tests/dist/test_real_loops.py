@@ -486,7 +486,8 @@ def reentrant_checkpointing_and_two_forward_passes(init: Init) -> dict[str, Tens
 @case(level_3="The loss is made of parameters themselves")
 def penalty_on_weights(init: Init) -> dict[str, Tensor]:
     def loss(model: nn.Module, x: Tensor) -> Tensor:
-        return model(x).square().mean() + 0.1 * sum(param.square().sum() for param in model.parameters())
+        penalties = (param.square().sum() + param.abs().sum() for param in model.parameters())
+        return model(x).square().mean() + 0.1 * sum(penalties)
 
     return train(*init(chain()), loss)
 

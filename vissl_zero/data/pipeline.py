@@ -143,10 +143,22 @@ def _applied(transform: Callable[[Any], Any], crop: Any) -> Any:
     except (TypeError, ValueError, AttributeError, RuntimeError) as error:
         if type(transform).__module__.split(".")[0] not in ("torchvision", "vissl_zero"):
             raise  # a defect in a custom transform: its author needs the traceback
+        name = f"TRANSFORMS: {type(transform).__name__}"
+        if isinstance(error, ValueError | RuntimeError):  # of an image's size, or of arguments
+            raise DataError(
+                f"{name} cannot take {_shown(crop)} ({error}). Change its arguments, or the images that it gets."
+            ) from error
         raise DataError(
-            f"TRANSFORMS: {type(transform).__name__} cannot take a {type(crop).__name__} ({error}). Put transforms of "
+            f"{name} cannot take a {type(crop).__name__} ({error}). Put transforms of "
             "images before {name: ToTensor} and those of tensors, such as Normalize, after it."
         ) from error
+
+
+def _shown(crop: Any) -> str:
+    if isinstance(crop, list):
+        return f"{len(crop)} crops, the first {_shown(crop[0])}" if crop else "no crops"
+    size = crop.size if isinstance(crop, Image.Image) else getattr(crop, "shape", ())
+    return f"an {type(crop).__name__} of {' x '.join(map(str, size))}".replace("an Tensor", "a Tensor")
 
 
 def _as_list(result: Any) -> Sequence[Any]:

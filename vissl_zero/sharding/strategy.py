@@ -20,8 +20,9 @@ from vissl_zero.optim.update_rule import UpdateRule, update_rule
 from vissl_zero.resolve.resolved import ShardingPlan
 from vissl_zero.sharding.checks.replica_check import equal_values
 from vissl_zero.sharding.model.float8 import require_float8
+from vissl_zero.sharding.model.prepare import prepare
 from vissl_zero.sharding.offload.state_place import require_streamable
-from vissl_zero.sharding.sharded_model import ShardedModel
+from vissl_zero.sharding.sharded_model import ModelSetup, ShardedModel
 
 _WHOLE_TENSORS = (
     "The optimizer needs full tensors: each is gathered to one rank, updated there and sent back. A step moves "
@@ -54,10 +55,12 @@ class Strategy(ABC):
         Raises:
             ConfigError: the combination cannot be run, with the reason and what to use instead; the model is as it
                 was.
+            ModelsDifferError: the ranks hold different weights.
         """
-        self._check(plan, device)
+        if problems := [*_problems_at_level_0(plan), *self._problems(plan, device)]:
+            raise ConfigError(problems)
         require_float8(model, plan.float8, device)
-        # Before _shard, which changes the model: a refusal must leave it as it was.
+        # Before prepare, which changes the model: a refusal must leave it as it was.
         rule = update_rule_of(build_optimizer, model, groups, plan)
         if rule is UpdateRule.PER_TENSOR:
             plan = dataclasses.replace(plan, needs_whole_tensors=True)
@@ -65,23 +68,37 @@ class Strategy(ABC):
                 logging.getLogger(__name__).warning("%s", _WHOLE_TENSORS)
         # Meta parameters get their values during sharding, so they cannot be compared across ranks before it.
         with equal_values(fill or partial(materialize_, seed=plan.seed), model, device) as checked:
-            return self._shard(model, groups, build_optimizer, plan, device, checked)
+            wrap_plan = prepare(model, plan, device)
+            sharded = self._shard(ModelSetup(model, groups, build_optimizer, plan, wrap_plan, device, checked))
+        if plan.verbose and collectives.rank() == 0:
+            logging.getLogger(__name__).info("%s", sharded.describe())
+        return sharded
+
+    def _problems(self, plan: ShardingPlan, device: torch.device) -> list[Problem]:
+        """List everything in ``plan`` that this engine cannot run on ``device``; empty if it can."""
+        return []
 
     @abstractmethod
-    def _check(self, plan: ShardingPlan, device: torch.device) -> None:
-        """Raise ConfigError for what this engine cannot do."""
+    def _shard(self, setup: ModelSetup) -> ShardedModel:
+        """Shard the prepared model. Collective; needs a process group, except at level 0 on one rank."""
 
-    @abstractmethod
-    def _shard(
-        self,
-        model: nn.Module,
-        groups: Sequence[ParamGroup],
-        build_optimizer: OptimizerFactory,
-        plan: ShardingPlan,
-        device: torch.device,
-        fill: Fill,
-    ) -> ShardedModel:
-        """Shard the model, once everything has been checked."""
+
+def _problems_at_level_0(plan: ShardingPlan) -> list[Problem]:
+    """List what needs a level above 0, where ranks share state and parameters have a second copy."""
+    if plan.level:
+        return []
+    problems, precision = [], plan.precision
+    if plan.offload_optimizer.device != "none":
+        key, value = "config.ZERO.offload_optimizer_config.device", repr(plan.offload_optimizer.device)
+        must = "needs ZeRO level 1 to 3: at level 0 every rank would stream the same whole state"
+        problems.append(Problem(key, value, must, "Write level 1, 2 or 3, or device: none."))
+    if not precision.rounding and {precision.compute, precision.reduce} != {precision.master}:
+        key, value = "config.MODEL.FSDP_CONFIG.compute_dtype", precision.compute
+        must = f"must be {precision.master} at ZeRO level 0, where parameters have no second copy to compute with"
+        amp = "config.MODEL.AMP_PARAMS.USE_AMP=true"
+        fix = f"Set {amp} for half precision by autocast, or config.ZERO.LEVEL=1 or above."
+        problems.append(Problem(key, value, must, fix))
+    return problems
 
 
 def update_rule_of(

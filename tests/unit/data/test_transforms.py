@@ -103,6 +103,25 @@ def test_transforms_in_the_wrong_order_are_named(names: list[str]) -> None:
         pipeline(Image.new("RGB", (8, 8)))
 
 
+@pytest.mark.parametrize(
+    ("entries", "said"),
+    [
+        (
+            [{"name": "RandomCrop", "size": 9}],
+            r"RandomCrop cannot take an Image of 8 x 7 \(Required crop size \(9, 9\)",
+        ),
+        (
+            [{"name": "ToTensor"}, {"name": "ImgPatchesFromTensor", "patch_jitter": 21}],
+            r"ImgPatchesFromTensor cannot take a Tensor of 3 x 7 x 8 \(cells of 2 pixels have no room",
+        ),
+    ],
+)
+def test_an_image_that_is_too_small_is_no_matter_of_order(entries: list[dict[str, Any]], said: str) -> None:
+    with pytest.raises(DataError, match=rf"TRANSFORMS: {said}.*\)\. Change its arguments") as raised:
+        build_pipeline(entries, KEY)(Image.new("RGB", (8, 7)))
+    assert "ToTensor" not in str(raised.value)
+
+
 def test_images_of_different_sizes_are_named(make_data: MakeData, tmp_path: Path) -> None:
     save_image(tmp_path / "1.png", 1, (16, 16))
     save_image(tmp_path / "2.png", 2, (16, 12))

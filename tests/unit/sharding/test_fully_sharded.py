@@ -103,6 +103,14 @@ def test_save_pretrained_wants_the_full_state() -> None:
             lambda model: torch.autograd.grad(model(torch.ones(1, 3)).sum(), model[0].weight),
             r"torch\.autograd\.grad\(\) with respect to a sharded parameter finds nothing",
         ),
+        (
+            lambda model: model(torch.ones(1, 3)).sum().backward(inputs=list(model[0].parameters())),
+            r"backward\(inputs=\.\.\.\) with respect to a sharded parameter finds nothing",
+        ),
+        (
+            lambda model: torch.autograd.backward(model(torch.ones(1, 3)).sum(), inputs=model[0].weight),
+            r"backward\(inputs=\.\.\.\) with respect to a sharded parameter finds nothing",
+        ),
     ],
 )
 def test_what_would_break_shards_is_refused(call: Callable[[Any], Any], sentence: str) -> None:

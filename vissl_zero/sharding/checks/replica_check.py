@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from vissl_zero import collectives
@@ -412,6 +413,11 @@ def mark_sharded(model: nn.Module) -> None:
 def is_marked_sharded(model: nn.Module) -> bool:
     """Check whether ``mark_sharded`` was called with ``model``; False for a copy, which is a plain model."""
     return isinstance(left_to_itself(model), _NotToBeWrapped)
+
+
+def class_name(module: nn.Module) -> str:
+    """Return the name of a module's class as its author wrote it: ``fully_shard`` gives a unit one derived from it."""
+    return next(cls for cls in type(module).__mro__ if not issubclass(cls, FSDPModule)).__name__
 
 
 def _named_or_refused(named: Callable[..., Iterator[tuple[str, nn.Parameter]]], *args: Any, **kwargs: Any) -> Any:

@@ -22,8 +22,8 @@ from vissl_zero.sharding.offload.block_file import (
     Item,
     NoRecords,
     OffloadError,
+    OffloadFolder,
     RecordPipeline,
-    RunFolder,
     Tray,
 )
 from vissl_zero.sharding.offload.layout import ALIGN, Chunk, ChunkSegment, cut
@@ -65,7 +65,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
         self,
         kernel: UpdateKernel,
         groups: Sequence[Sequence[nn.Parameter]],
-        folder: RunFolder | None,
+        folder: OffloadFolder | None,
         is_fast_init: bool,
         store: ParameterStore | None = None,
         stored: dict[int, int] | None = None,
@@ -254,7 +254,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
         return chunks + chunks_in_memory, records + [None] * len(chunks_in_memory)
 
 
-def _end(pipeline: RecordPipeline, file: BlockFile | None, folder: RunFolder | None) -> None:
+def _end(pipeline: RecordPipeline, file: BlockFile | None, folder: OffloadFolder | None) -> None:
     pipeline.close()
     if file is not None:
         file.close()
@@ -301,7 +301,7 @@ class WholeStates(MutableMapping[Any, dict[str, Any]]):
         OffloadError: the disk has no room.
     """
 
-    def __init__(self, params: Sequence[nn.Parameter], sizes: Sequence[int], folder: RunFolder, is_fast_init: bool):
+    def __init__(self, params: Sequence[nn.Parameter], sizes: Sequence[int], folder: OffloadFolder, is_fast_init: bool):
         self._indices = {param: index for index, param in enumerate(params)}
         self._params = list(params)
         self._sizes = list(sizes)

@@ -41,7 +41,8 @@ ELEMENT_WISE = {
     "arithmetic": "abs add addcdiv addcmul div fmod lerp mul neg pow reciprocal remainder rsqrt rsub sqrt square sub",
     "functions": "acos acosh asin asinh atan atan2 atanh cos cosh erf erfc erfinv exp exp2 expm1 gelu hardtanh "
     "leaky_relu log log10 log1p log2 relu sigmoid sin sinh softplus tan tanh threshold xlogy",
-    "rounding and limits": "ceil clamp clamp_max clamp_min copysign floor maximum minimum nan_to_num round sign trunc",
+    "rounding and limits": "ceil clamp clamp_max clamp_min copysign floor maximum minimum nan_to_num round sgn sign "
+    "trunc",
     "comparisons": "bitwise_and bitwise_not bitwise_or eq ge gt isfinite isinf isnan isneginf isposinf le logical_and "
     "logical_not logical_or logical_xor lt ne where",
     "copies and fills": "_to_copy clone copy empty_like fill full_like masked_fill ones_like zero zeros_like",
@@ -83,9 +84,10 @@ _NOT_IN_TABLE = (
     "tensor.copy_(whole). docs/sharded_parameters.md is the table."
 )
 _GRADIENT_OF_A_WEIGHT = (
-    "torch.autograd.grad() with respect to a sharded parameter finds nothing: the loss was computed with full "
-    "parameters that were gathered for it. Differentiate with respect to an output of the model, or take "
-    f"parameter.grad after optimizer.backward(loss), or use {WHOLE_LEVELS}."
+    "{} with respect to a sharded parameter finds nothing: the loss was computed with full parameters that were "
+    "gathered for it. Differentiate with respect to an output of the model, or take parameter.grad after "
+    "optimizer.backward(loss), after requires_grad_(False) of what is not to be trained, "
+    f"or use {WHOLE_LEVELS}."
 )
 _SAVED_IN_PARTS = (
     "A sharded tensor cannot be pickled (by torch.save(model.state_dict()) or the like): the file would have this "
@@ -139,7 +141,11 @@ class ShardedTensor(DTensor):
             with _named(func):
                 return run_on_views(func, args, kwargs or {})
         if func is torch.autograd.grad:
-            raise VisslZeroError(_GRADIENT_OF_A_WEIGHT)
+            raise VisslZeroError(_GRADIENT_OF_A_WEIGHT.format("torch.autograd.grad()"))
+        if func is torch.autograd.backward and any(
+            isinstance(item, cls) for item in (kwargs or {}).get("inputs") or ()
+        ):
+            raise VisslZeroError(_GRADIENT_OF_A_WEIGHT.format("backward(inputs=...)"))
         if func in _READ_WHOLE:
             args = (whole(args[0]), *args[1:])
         with as_plain_tensors(), with_own_dispatch(), _named(func):

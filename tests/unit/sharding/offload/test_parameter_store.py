@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from vissl_zero.sharding.offload import layout
-from vissl_zero.sharding.offload.block_file import OffloadError, PrefetchOrder, RunFolder
+from vissl_zero.sharding.offload.block_file import OffloadError, OffloadFolder, PrefetchOrder
 from vissl_zero.sharding.offload.layout import StoredParam
 from vissl_zero.sharding.offload.parameter_store import DiskShard, ParameterStore
 from vissl_zero.sharding.offload.state_place import StateOnDisk, UpdateKernel
@@ -27,7 +27,7 @@ def _small_records(monkeypatch):
 def _store(path, is_fast_init=True):
     count = iter(range(100))
     units = [[StoredParam(f"p{next(count)}", size, torch.float32, size != 7) for size in unit] for unit in SIZES]
-    return ParameterStore(units, RunFolder(str(path), "vissl-zero-1", rank=0), is_fast_init)
+    return ParameterStore(units, OffloadFolder(str(path), "vissl-zero-1", rank=0), is_fast_init)
 
 
 def _values(store, seed=0):
@@ -218,8 +218,8 @@ def test_a_shard_on_a_disk_reads_and_writes_its_record(tmp_path):
 def test_a_rank_without_elements_has_files_of_nothing(tmp_path):
     for name in ("parameters", "state"):
         (tmp_path / name).mkdir()
-    store = ParameterStore([], RunFolder(str(tmp_path / "parameters"), "vissl-zero-1", rank=0), is_fast_init=True)
+    store = ParameterStore([], OffloadFolder(str(tmp_path / "parameters"), "vissl-zero-1", rank=0), is_fast_init=True)
     kernel = UpdateKernel(torch.optim.Adam([torch.nn.Parameter(torch.zeros(2))]))
-    folder = RunFolder(str(tmp_path / "state"), "vissl-zero-1", rank=0)
+    folder = OffloadFolder(str(tmp_path / "state"), "vissl-zero-1", rank=0)
     state = StateOnDisk([], kernel, [], folder, is_fast_init=True)
     assert store.record_bytes == state.record_bytes == 0

@@ -7,7 +7,6 @@ parameters. OSS assigns each parameter to one rank, which updates it and broadca
 from __future__ import annotations
 
 import dataclasses
-import logging
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -21,18 +20,15 @@ from fairscale.nn.data_parallel import ShardedDataParallel
 from fairscale.optim import OSS
 from torch import Tensor, nn
 
-from vissl_zero import collectives
 from vissl_zero.collectives import world_size
-from vissl_zero.errors import ConfigError, Problem
-from vissl_zero.models.bare import Fill
-from vissl_zero.optim.adaptation import Adaptation, OptimizerFactory
+from vissl_zero.errors import Problem
+from vissl_zero.optim.adaptation import Adaptation
 from vissl_zero.optim.param_groups import ParamGroup
 from vissl_zero.registry import STRATEGIES
 from vissl_zero.resolve.resolved import ShardingPlan
 from vissl_zero.sharding.checks.replica_check import text_digest
 from vissl_zero.sharding.engines.fairscale.flat_sharded import FlatSharded
-from vissl_zero.sharding.engines.gradient_average import GradientAverage
-from vissl_zero.sharding.model.prepare import prepare
+from vissl_zero.sharding.engines.gradient_average import OWN_GRADIENTS, GradientAverage
 from vissl_zero.sharding.sharded_model import ModelSetup, ShardedModel
 from vissl_zero.sharding.state.missing_gradient import GradientGuard
 from vissl_zero.sharding.state.shard import Shard, divide_by_norms, whole_shard
@@ -40,20 +36,6 @@ from vissl_zero.sharding.strategy import Strategy
 from vissl_zero.sharding.torch_private import is_in_backward, real_grad, set_real_grad
 
 _TORCH = "Write config.ZERO.ENGINE=torch"
-
-
-def problems(plan: ShardingPlan, device: torch.device) -> list[Problem]:
-    """List everything in ``plan`` that this engine cannot run on ``device``; empty if it can."""
-    refusals = []
-    if plan.level == 0:
-        must = "must be 1, 2 or 3 on the fairscale engine: at level 0 there is nothing to shard"
-        refusals.append(Problem("config.ZERO.LEVEL", "0", must, f"{_TORCH}, which runs level 0."))
-    if plan.level == 3 and not has_streams(device):
-        must = "fairscale shards parameters (level 3) on CUDA only: it needs CUDA's streams"
-        refusals.append(
-            Problem("config.ZERO.ENGINE", "fairscale", must, f"{_TORCH}, which runs level 3 on any device.")
-        )
-    return refusals + _precision(plan) + _placement(plan)
 
 
 def has_streams(device: torch.device) -> bool:
@@ -95,37 +77,23 @@ def _placement(plan: ShardingPlan) -> list[Problem]:
 class FairscaleStrategy(Strategy):
     """fairscale's OSS, ShardedDDP and FSDP, levels 1 to 3 (level 3 on CUDA)."""
 
-    def _check(self, plan: ShardingPlan, device: torch.device) -> None:
-        if refusals := problems(plan, device):
-            raise ConfigError(refusals)
+    def _problems(self, plan: ShardingPlan, device: torch.device) -> list[Problem]:
+        refusals = []
+        if plan.level == 0:
+            must = "must be 1, 2 or 3 on the fairscale engine: at level 0 there is nothing to shard"
+            refusals.append(Problem("config.ZERO.LEVEL", "0", must, f"{_TORCH}, which runs level 0."))
+        if plan.level == 3 and not has_streams(device):
+            must = "fairscale shards parameters (level 3) on CUDA only: it needs CUDA's streams"
+            fix = f"{_TORCH}, which runs level 3 on any device."
+            refusals.append(Problem("config.ZERO.ENGINE", "fairscale", must, fix))
+        return refusals + _precision(plan) + _placement(plan)
 
-    def _shard(
-        self,
-        model: nn.Module,
-        groups: Sequence[ParamGroup],
-        build_optimizer: OptimizerFactory,
-        plan: ShardingPlan,
-        device: torch.device,
-        fill: Fill,
-    ) -> ShardedModel:
-        """Shard the model; see ``Strategy``. Collective; the process group must be up.
-
-        Raises:
-            ConfigError: group sizes that do not divide the world.
-            ModelsDifferError: the ranks hold different weights.
-        """
-        wrap_plan = prepare(model, plan, device)
-        setup = ModelSetup(model, groups, build_optimizer, plan, wrap_plan, device, fill)
-        sharded: ShardedModel
-        if plan.level == 3:
-            sharded = FlatSharded(setup)
-        else:
-            fill(model, "")
-            model.to(device)
-            sharded = _OptimizerSharded(setup) if plan.level == 1 else _GradientSharded(setup)
-        if plan.verbose and collectives.rank() == 0:
-            logging.getLogger(__name__).info("%s", sharded.describe())
-        return sharded
+    def _shard(self, setup: ModelSetup) -> ShardedModel:
+        if setup.plan.level == 3:
+            return FlatSharded(setup)
+        setup.fill(setup.module, "")
+        setup.module.to(setup.device)
+        return _OptimizerSharded(setup) if setup.plan.level == 1 else _GradientSharded(setup)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -337,6 +305,10 @@ class _OptimizerSharded(_OwnedByRank):
 
     def _backward_pass(self) -> AbstractContextManager[None]:
         return self._means.backward_pass()
+
+    def _facts(self) -> dict[str, int]:
+        """Collect the facts; see ``ShardedModel``."""
+        return super()._facts() | {OWN_GRADIENTS: self._means.changed()}
 
     def _moment(self) -> str:
         return "optimizer state sharded; parameters and gradients whole"

@@ -10,8 +10,7 @@ as the communication.
 from __future__ import annotations
 
 import dataclasses
-import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -21,17 +20,14 @@ from torch import nn
 
 from vissl_zero import collectives
 from vissl_zero.errors import ConfigError, Problem
-from vissl_zero.models.bare import Fill
 from vissl_zero.optim.adaptation import Adaptation, OptimizerFactory
 from vissl_zero.optim.elementwise import single_rounded
-from vissl_zero.optim.param_groups import ParamGroup
 from vissl_zero.registry import STRATEGIES
-from vissl_zero.resolve.resolved import ShardingPlan, keeps_parameters_whole
+from vissl_zero.resolve.resolved import keeps_parameters_whole
 from vissl_zero.sharding.engines.cpu_communicator import open_communicator
 from vissl_zero.sharding.engines.gradient_average import OWN_GRADIENTS, GradientAverage, OrderedMeans
 from vissl_zero.sharding.engines.torch.fully_sharded import FullySharded
 from vissl_zero.sharding.engines.torch.gradient_messages import GradientMessages, ParameterMessages, plan_messages
-from vissl_zero.sharding.model.prepare import prepare
 from vissl_zero.sharding.offload.tier import offloaded
 from vissl_zero.sharding.sharded_model import ModelSetup, ShardedModel
 from vissl_zero.sharding.state.shard import RowShard, row_shards
@@ -44,43 +40,21 @@ from vissl_zero.sharding.torch_private import num_gradient_hooks
 class TorchStrategy(Strategy):
     """Full replicas at level 0; replicated parameters or ``fully_shard`` at levels 1 and 2; ``fully_shard`` at 3."""
 
-    def _check(self, plan: ShardingPlan, device: torch.device) -> None:
-        _check(plan)
-
-    def _shard(
-        self,
-        model: nn.Module,
-        groups: Sequence[ParamGroup],
-        build_optimizer: OptimizerFactory,
-        plan: ShardingPlan,
-        device: torch.device,
-        fill: Fill,
-    ) -> ShardedModel:
-        """Shard the model; see ``Strategy``. Collective; needs a process group, except at level 0 on one rank.
-
-        Raises:
-            ConfigError: group sizes that do not divide the world.
-            ModelsDifferError: the ranks hold different weights.
-        """
+    def _shard(self, setup: ModelSetup) -> ShardedModel:
+        plan = setup.plan
         # torch's kernels round the vector loop and its remainder differently, and levels cut tensors at different
         # places. Optimizers of whole tensors see the same tensors at every level.
         if plan.deterministic and not plan.needs_whole_tensors:
-            build_optimizer = _single_rounded(build_optimizer)
-        wrap_plan = prepare(model, plan, device)
-        if plan.verbose and collectives.rank() == 0:
-            logging.getLogger(__name__).info("%s", wrap_plan.describe())
-        setup = ModelSetup(model, groups, build_optimizer, plan, wrap_plan, device, fill)
-        if plan.level == 0:
-            fill(model, "")
-            model.to(device)
-            return Replicated(setup)
-        if keeps_parameters_whole(plan, wrap_plan.num_ranks, collectives.world_size(), device.type):
-            fill(model, "")
-            model.to(device)
-            return ReplicatedParameters(setup)
-        # Only here: the classes above keep the user's parameters, and with them their hooks.
-        _refuse_hooked(model)
-        return FullySharded(setup)
+            assert setup.build_optimizer is not None
+            setup = dataclasses.replace(setup, build_optimizer=_single_rounded(setup.build_optimizer))
+        is_whole = keeps_parameters_whole(plan, setup.wrap_plan.num_ranks, collectives.world_size(), setup.device.type)
+        if plan.level and not is_whole:
+            # Only here: the other classes keep the user's parameters, and with them their hooks.
+            _refuse_hooked(setup.module)
+            return FullySharded(setup)
+        setup.fill(setup.module, "")
+        setup.module.to(setup.device)
+        return ReplicatedParameters(setup) if plan.level else Replicated(setup)
 
 
 def _refuse_hooked(model: nn.Module) -> None:
@@ -98,22 +72,6 @@ def _single_rounded(build_optimizer: OptimizerFactory) -> OptimizerFactory:
         return single_rounded(optimizer), adaptation
 
     return factory
-
-
-def _check(plan: ShardingPlan) -> None:
-    precision = plan.precision
-    if plan.level == 0 and plan.offload_optimizer.device != "none":
-        key, value = "config.ZERO.offload_optimizer_config.device", repr(plan.offload_optimizer.device)
-        must = "needs ZeRO level 1 to 3: at level 0 every rank would stream the same whole state"
-        raise ConfigError([Problem(key, value, must, "Write level 1, 2 or 3, or device: none.")])
-    if plan.level == 0 and not precision.rounding and {precision.compute, precision.reduce} != {precision.master}:
-        problem = Problem(
-            "config.MODEL.FSDP_CONFIG.compute_dtype",
-            precision.compute,
-            f"must be {precision.master} at ZeRO level 0, where parameters have no second copy to compute with",
-            "Set config.MODEL.AMP_PARAMS.USE_AMP=true for half precision by autocast, or config.ZERO.LEVEL=1 or above.",
-        )
-        raise ConfigError([problem])
 
 
 class Replicated(ShardedModel):
