@@ -7,6 +7,7 @@ collective: all ranks must call it, in the same order.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import TypeVar
 
 import torch
@@ -30,6 +31,24 @@ def world_size() -> int:
 def rank() -> int:
     """Return the global rank of this process; 0 without a process group."""
     return dist.get_rank() if _is_distributed() else 0
+
+
+def new_group(timeout_s: float, ranks: Sequence[int] | None = None, backend: str | None = None) -> dist.ProcessGroup:
+    """Make a process group, and wait until all its ranks have joined it.
+
+    torch's own function may return while another rank still connects, which fails if this process ends at once.
+
+    Args:
+        timeout_s: timeout of its collectives, in seconds.
+        ranks: its members; None: all.
+        backend: None: that of the world.
+    """
+    group: dist.ProcessGroup = dist.new_group(
+        None if ranks is None else list(ranks), timeout=timedelta(seconds=timeout_s), backend=backend
+    )
+    if ranks is None or rank() in ranks:
+        dist.barrier(group)
+    return group
 
 
 def all_reduce_sum(tensor: Tensor) -> Tensor:

@@ -253,7 +253,7 @@ def read_array(path: str | Path, max_dims: int = 1) -> np.ndarray:
         with os.fdopen(open_regular(path, follow_links=True), "rb") as file, warnings.catch_warnings():
             warnings.simplefilter("ignore")
             # A pickle in the file could run code.
-            values = np.load(file, allow_pickle=False)
+            values = np.load(file)
     except Exception as error:  # numpy raises many kinds: TokenError, BadZipFile, MemoryError, OverflowError
         raise ValueError(" ".join(str(error).split()) or type(error).__name__) from error
     # Items of no bytes: a file of 100 bytes may have 2**62 of them.

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from vissl_zero.errors import ConfigError, Problem
-from vissl_zero.sharding.checks.replica_check import is_marked_sharded
+from vissl_zero.sharding.checks.replica_check import class_name, is_marked_sharded
 from vissl_zero.sharding.sharded_model import ShardedModel
 from vissl_zero.sharding.state.teacher import follow_
 
@@ -48,10 +48,10 @@ def ema(model: M, decay: Decay) -> M:
     problems = []
     if is_marked_sharded(model):
         fix = "Call ema() before initialize()."
-        problems.append(Problem("model", type(model).__name__, "was already passed to initialize()", fix))
+        problems.append(Problem("model", class_name(model), "was already passed to initialize()", fix))
     if _KEY in model.__dict__:
         fix = "Use the teacher that the first call returned."
-        problems.append(Problem("model", type(model).__name__, "already has a teacher", fix))
+        problems.append(Problem("model", class_name(model), "already has a teacher", fix))
     if not callable(decay) and not 0 <= decay <= 1:
         problems.append(
             Problem("decay", str(decay), "must be from 0 to 1, or a function of the update's number", "Write 0.996.")

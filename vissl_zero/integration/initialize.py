@@ -36,7 +36,7 @@ from vissl_zero.resolve.host import rank_numbers, require_interfaces
 from vissl_zero.resolve.offload import offload_notes, offload_plans
 from vissl_zero.resolve.resolved import NO_UNITS, Precision, ShardingPlan, keeps_parameters_whole
 from vissl_zero.sharding.allocator import return_free_pages, set_allocator
-from vissl_zero.sharding.checks.replica_check import is_marked_sharded, mark_sharded, require_equal
+from vissl_zero.sharding.checks.replica_check import class_name, is_marked_sharded, mark_sharded, require_equal
 from vissl_zero.sharding.checks.waiting import watch_calls
 from vissl_zero.sharding.model.float8 import require_float8
 
@@ -184,7 +184,7 @@ def _require_fresh(model: nn.Module) -> None:
             "Build the model again, or keep the optimizer it has. Give initialize() the whole model once, or each part."
         )
         raise ConfigError(
-            [Problem("model", sharded[0] or type(model).__name__, "was already passed to initialize()", fix)]
+            [Problem("model", sharded[0] or class_name(model), "was already passed to initialize()", fix)]
         )
     if lazy := [name for name, param in model.named_parameters() if is_lazy(param)]:
         fix = "Run one batch through the model first, with torch.no_grad()."

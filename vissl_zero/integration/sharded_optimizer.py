@@ -26,6 +26,7 @@ from vissl_zero.checkpoint.snapshot import replicated_parts
 from vissl_zero.errors import CheckpointError, VisslZeroError
 from vissl_zero.integration.ema import Ema
 from vissl_zero.optim.update_rule import with_wrapped
+from vissl_zero.sharding.checks.replica_check import class_name
 from vissl_zero.sharding.checks.waiting import waiting
 from vissl_zero.sharding.sharded_model import ShardedModel
 from vissl_zero.sharding.state.missing_gradient import PLAIN_BACKWARD
@@ -371,7 +372,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             # Extra state may be any object, and checkpoints have only tensors and numbers.
             if type(module).get_extra_state is not nn.Module.get_extra_state:
                 raise VisslZeroError(
-                    f"{method} cannot store the extra state of {name or 'the model'} ({type(module).__name__}."
+                    f"{method} cannot store the extra state of {name or 'the model'} ({class_name(module)}."
                     "get_extra_state). Keep what changes in buffers, or save optimizer.full_state(), which has it."
                 )
 

@@ -91,9 +91,10 @@ class Taps:
             features: the trunk's features, a tensor (b_r, F) per resolution.
         """
         inputs = []
-        for tap, pool in zip(self._taps, self._pools, strict=True):
+        for index, (tap, pool) in enumerate(zip(self._taps, self._pools, strict=True)):
             caught = [self._caught[path] for path in tap.layers]
-            rows = [pool(x) for x in (tap.combine(caught, features) if tap.combine else caught[0])]
+            outputs = tap.combine(caught, features) if tap.combine else caught[0]
+            rows = [pool(_with_room(pool, index, x)) for x in outputs]
             inputs.append(torch.cat([x.flatten(1) for x in rows] if self._should_flatten else rows))
         self.widths = [rows.shape[1] for rows in inputs]
         self.clear()
@@ -118,6 +119,33 @@ def _pooling(name: str, args: Sequence[Any]) -> nn.Module:
     pooling: nn.Module = getattr(nn, name)(*[tuple(arg) if isinstance(arg, list) else arg for arg in args])
     assert name in POOLINGS
     return pooling
+
+
+def _with_room(pooling: nn.Module, index: int, x: Tensor) -> Tensor:
+    """Return a layer's maps, after checking that a pooling's window fits into them. Reads shapes only.
+
+    Raises:
+        ConfigError: the maps are smaller, or the layer has none.
+    """
+    if isinstance(pooling, nn.Identity):
+        return x
+    options = [getattr(pooling, name, default) for name, default in _WINDOW.items()]
+    pairs = [option if isinstance(option, tuple) else (option, option) for option in options]
+    # A last window that begins inside the maps counts, with ceil_mode.
+    spare = [stride - 1 if getattr(pooling, "ceil_mode", False) else 0 for stride in pairs[1]]
+    windows = zip(pairs[0], pairs[2], pairs[3], spare, strict=True)
+    least = [dilation * (kernel - 1) + 1 - 2 * padding - left for kernel, padding, dilation, left in windows]
+    has_maps = x.ndim in (3, 4)  # as torch's poolings have it
+    if has_maps and all(size >= needed for size, needed in zip(x.shape[-2:], least, strict=True)):
+        return x
+    got = f"maps of {x.shape[-2]} x {x.shape[-1]}" if has_maps else f"vectors of {x.shape[-1]}"
+    fix = 'Write a smaller window, a layer with larger maps, or ["Identity", []] for a layer of vectors.'
+    must = f"must pool a layer whose maps have room for {pooling}"
+    raise ConfigError([Problem(f"{KEY}[{index}]", got, must, fix)])
+
+
+# Of poolings with windows, and what they are without.
+_WINDOW = {"kernel_size": 1, "stride": 1, "padding": 0, "dilation": 1}
 
 
 def _require_width(head: nn.Module, index: int, rows: Tensor) -> None:

@@ -6,6 +6,7 @@ from the shards that the first rank will hold (no rank holds more); activations 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 from vissl_zero.errors import ConfigError, Problem, VisslZeroError
 from vissl_zero.models.model import Unit
@@ -37,6 +38,18 @@ from vissl_zero.sharding.strategy import update_rule_of
 from vissl_zero.sharding.torch_private import own_buffers, own_parameters, pretended_ranks
 from vissl_zero.sharding.update.stepper import Clipping, Stepper
 from vissl_zero.sharding.update.whole_tensors import partition
+
+
+@contextmanager
+def _no_tracebacks() -> Iterator[None]:
+    """Keep torch from logging the traceback of an operation that fails without values: its error says it. A context."""
+    log = logging.getLogger(FakeTensorMode.__module__)
+    level = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
 
 
 @dataclass(frozen=True)
@@ -263,7 +276,7 @@ class Forecaster:
         unknown = ""
         for answer in (True, False):
             try:
-                with self._pretended(plan, modules), ExitStack() as half:
+                with self._pretended(plan, modules), _no_tracebacks(), ExitStack() as half:
                     for module in modules if plan.precision.casts_parameters else ():
                         half.enter_context(computed_in(module, dtype_of(plan.precision.compute), units.units))
                     recorders.append(record_step(subject.model, units, *inputs, answer=answer))

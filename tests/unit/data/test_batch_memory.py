@@ -64,6 +64,8 @@ def test_a_block_is_used_again_once_every_tensor_in_it_is_freed(sender: Sender) 
     third = sent(sender, 3.0)
     assert len(sender._blocks) == 2
     assert bool((second == 2).all()) and bool((third == 3).all())
+    del third
+    assert bool((sent(sender, 4.0) == 4).all())  # nothing of the third message is left in front of it
 
 
 def test_an_array_of_a_tensor_keeps_its_block(sender: Sender) -> None:

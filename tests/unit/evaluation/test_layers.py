@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from itertools import product
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from vissl_zero.errors import ConfigError
 from vissl_zero.evaluation.accuracy import AccuracyHook
 from vissl_zero.evaluation.feature_files import ExtractFeatures, read_features
 from vissl_zero.evaluation.knn import KnnHook
-from vissl_zero.models.model import build_model
+from vissl_zero.models.model import _with_room, build_model
 from vissl_zero.models.trunks.resnet import ResNet
 from vissl_zero.models.trunks.vision_transformer import VisionTransformer
 
@@ -186,6 +187,36 @@ def test_widths_that_do_not_fit_are_named():
 def test_a_layer_that_the_trunk_lacks_is_named():
     with pytest.raises(ConfigError, match=r"'res9'.*Name a layer of the trunk: conv1"):
         evaluate([(["res9", ["Identity", []]], ["mlp", {"dims": [8, 10]}])])
+
+
+@pytest.mark.parametrize(
+    ("layer", "got"),
+    [("res2", r"got maps of \d x \d\)\. Write"), ("flatten", r"got vectors of 32\)\. Write")],
+)
+def test_a_pooling_that_a_layer_has_no_room_for_is_named(layer, got):
+    wide = ([layer, ["AvgPool2d", [[9, 9], 1, 0]]], ["mlp", {"dims": [8, 10]}])
+    with pytest.raises(ConfigError, match=rf"POOL_OPS_MAP\[1\]: must pool .*AvgPool2d\(kernel_size=\(9, 9\).*{got}"):
+        evaluate([layers()[0], wide])
+
+
+def test_room_is_what_torch_s_poolings_need():
+    windows = product((1, 2, 4), (1, 2, 3), (0, 1), (1, 2), (False, True), (1, 2, 3, 5))
+    for kernel, stride, padding, dilation, ceil_mode, size in windows:
+        if padding > kernel // 2:  # refused by torch whatever the size
+            continue
+        pools = [nn.MaxPool2d(kernel, stride, padding, dilation, ceil_mode=ceil_mode)]
+        pools += [nn.AvgPool2d(kernel, stride, padding, ceil_mode)] if dilation == 1 else []
+        for pool in pools:
+            maps = torch.ones(1, 1, size, size)
+            assert _is_refused(pool, maps) == _is_refused(_with_room, pool, 0, maps), (pool, size)
+
+
+def _is_refused(function, *args):
+    try:
+        function(*args)
+    except (RuntimeError, ConfigError):
+        return True
+    return False
 
 
 def test_resnet_has_vissl_s_names():

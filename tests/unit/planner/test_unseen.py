@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -214,6 +215,17 @@ def test_a_number_that_a_model_asks_for_leaves_its_memory_unknown() -> None:
 
     found = forecast(Counting(32, 32), {"type": "SGD", "lr": 0.1}, torch.zeros(8, 32))
     assert found.step is None and "failed; the run may fail too" in found.unknown
+
+
+def test_what_fails_without_values_is_told_once_and_torch_logs_no_traceback(caplog: pytest.LogCaptureFixture) -> None:
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    log.addHandler(caplog.handler)  # torch's loggers do not propagate
+    found = forecast(
+        nn.Sequential(nn.Conv2d(1, 1, 1), nn.AvgPool2d(3)), {"type": "SGD", "lr": 0.1}, torch.zeros(1, 1, 2, 2)
+    )
+    log.removeHandler(caplog.handler)
+    assert "Output size is too small" in found.unknown
+    assert not caplog.records
 
 
 def test_a_transformer_that_asks_whether_its_mask_is_causal_is_forecast() -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from vissl_zero import collectives
@@ -52,7 +53,7 @@ def require_equal_models(model: nn.Module, device: torch.device) -> None:
         ModelsDifferError: on every rank, with the first parameter that differs.
     Cost: a gather of a few bytes, one all-reduce of 4 numbers per tensor; one pass over the tensors.
     """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    if collectives.world_size() == 1:
         return
     params = list(model.named_parameters())
     named = [*params, *model.named_buffers()]
@@ -75,7 +76,7 @@ def require_equal(what: str, facts: Sequence[str]) -> None:
         ModelsDifferError: on every rank, with the first fact that differs.
     Cost: a gather of 8 bytes a rank; more only where it raises.
     """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    if collectives.world_size() == 1:
         return
     digests: list[Any] = [None] * dist.get_world_size()
     # Not ``hash``, which Python seeds differently in every process.
@@ -412,6 +413,11 @@ def mark_sharded(model: nn.Module) -> None:
 def is_marked_sharded(model: nn.Module) -> bool:
     """Check whether ``mark_sharded`` was called with ``model``; False for a copy, which is a plain model."""
     return isinstance(left_to_itself(model), _NotToBeWrapped)
+
+
+def class_name(module: nn.Module) -> str:
+    """Return the name of a module's class as its author wrote it: ``fully_shard`` gives a unit one derived from it."""
+    return next(cls for cls in type(module).__mro__ if not issubclass(cls, FSDPModule)).__name__
 
 
 def _named_or_refused(named: Callable[..., Iterator[tuple[str, nn.Parameter]]], *args: Any, **kwargs: Any) -> Any:

@@ -17,7 +17,6 @@ from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from vissl_zero import collectives
 from vissl_zero.sharding.torch_private import timeout_of
 
 Fill = Callable[[Tensor], None]
@@ -503,7 +503,7 @@ def open_communicator(group: dist.ProcessGroup, timeout_s: float, *, use_shared_
     dist.all_gather_object(gloo_ranks, None if comm else tuple(dist.get_process_group_ranks(group)))
     # new_group is a collective of the world: every rank makes all groups, its own or not, in one order.
     for ranks in sorted({ranks for ranks in gloo_ranks if ranks}):
-        gloo_group = dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_s), backend="gloo")
+        gloo_group = collectives.new_group(timeout_s, ranks, backend="gloo")
         if dist.get_rank() in ranks:
             comm = GlooCommunicator(gloo_group, SLOT_BYTES)
     assert comm is not None

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 from functools import reduce
 from typing import Any
 
@@ -85,7 +84,7 @@ class GradientAverage:
         if self._params[0].device.type == "cpu":
             # A group of its own: the order of these all-reduces relative to batch norm's collectives depends on timing,
             # and a group pairs collectives by their order.
-            self._group = dist.new_group(timeout=timedelta(seconds=timeout_s))
+            self._group = collectives.new_group(timeout_s)
         call_on_gradient(self._params, self._on_gradient)
 
     @contextmanager

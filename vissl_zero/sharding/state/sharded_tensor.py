@@ -493,4 +493,4 @@ def _dtensor_like(like: DTensor, rows: Tensor) -> DTensor:
     shape = like.shape
     # from_local() would infer shape and stride from this rank's rows, as if all ranks had as many.
     stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(rows, *placed, run_check=False, shape=shape, stride=stride)
+    return DTensor.from_local(rows, *placed, shape=shape, stride=stride)

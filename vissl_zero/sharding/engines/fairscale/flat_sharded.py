@@ -10,7 +10,6 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from fairscale.nn.data_parallel import FullyShardedDataParallel
 from fairscale.nn.data_parallel.fully_sharded_data_parallel import TrainingState
 from torch import Tensor, nn
 
+from vissl_zero import collectives
 from vissl_zero.models.bare import Fill
 from vissl_zero.models.model import is_recomputing
 from vissl_zero.resolve.resolved import ShardingPlan
@@ -317,11 +317,8 @@ def _wrap(
     fairscale wraps one module at a time, so modules with tied parameters belong to the unit around them.
     """
     # Groups of our own: fairscale would cache its groups, beyond the life of the process group.
-    timeout = timedelta(seconds=plan.timeout_s)
-    groups = {
-        "process_group": dist.new_group(timeout=timeout),
-        "process_group_reduce_scatter": dist.new_group(timeout=timeout),
-    }
+    names = "process_group", "process_group_reduce_scatter"
+    groups = {name: collectives.new_group(plan.timeout_s) for name in names}
     root: nn.Module = model
     units = []
     for unit in wrap_plan.units:

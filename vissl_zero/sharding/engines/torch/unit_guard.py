@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from vissl_zero.errors import VisslZeroError
-from vissl_zero.sharding.checks.replica_check import text_digest
+from vissl_zero.sharding.checks.replica_check import class_name, text_digest
 from vissl_zero.sharding.checks.waiting import waiting
 from vissl_zero.sharding.engines.cpu_communicator import CpuCommunicator
 from vissl_zero.sharding.state.checksum import checksum
@@ -400,7 +400,7 @@ class _GuardedUnit:
                 if own_parameters(module).get(name) is expected or _has_followed(param, index, module, expected):
                     continue
                 raise VisslZeroError(
-                    f"{self._name}: {name} of {type(module).__name__} is another tensor than the one "
+                    f"{self._name}: {name} of {class_name(module)} is another tensor than the one "
                     "that was sharded (by torch.func.functional_call, or by assigning a parameter). Sharded units "
                     "compute with their own parameters. Write into them in place, or use ZeRO level 0, or level 1 or 2 "
                     "on the CPU."
@@ -583,8 +583,7 @@ class _Forward:
             if "mixed torch.Tensor and DTensor" in str(error):
                 raise VisslZeroError(_TAKEN_APART.format("A layer")) from error
             if "RegisterPostBackwardFunction" in str(error):  # not for views that the unit makes itself
-                name = type(self._module).__name__.removeprefix("FSDP")  # which fully_shard puts before it
-                raise VisslZeroError(_WRITTEN_INPUT.format(name)) from error
+                raise VisslZeroError(_WRITTEN_INPUT.format(class_name(self._module))) from error
             raise
 
     def _is_sample(self) -> bool:
