@@ -33,8 +33,8 @@ from vissl_zero.sharding.offload.block_file import (
     NUM_THREADS,
     BlockFile,
     Cell,
+    OffloadFolder,
     RecordPipeline,
-    RunFolder,
     new_run_name,
     page_buffers,
 )
@@ -48,7 +48,7 @@ RECORD_SIZES = (MIB // 4, MIB // 2, MIB, 2 * MIB, 4 * MIB)
 class Stream:
     """The pipeline by itself: records are read and written back."""
 
-    def __init__(self, folder: RunFolder, num_bytes: int, record_bytes: int):
+    def __init__(self, folder: OffloadFolder, num_bytes: int, record_bytes: int):
         sizes = [record_bytes] * (num_bytes // record_bytes)
         self._file = BlockFile(folder, f"records-{record_bytes}", sizes, is_touched=True)
         self._items = [[Cell(self._file, index)] for index in range(len(sizes))]
@@ -141,7 +141,7 @@ def main() -> None:
         param.grad = torch.full_like(param, 0.1)
     in_memory = adamw([{"params": params, "lr": 1e-3}])
     kernel = UpdateKernel(adamw([{"params": [nn.Parameter(torch.zeros(1))], "lr": 1e-3}]))
-    folder = RunFolder(args.path, new_run_name(), rank=0)
+    folder = OffloadFolder(args.path, new_run_name(), rank=0)
     streamed = StreamedOptimizer(kernel, [params], folder, is_fast_init=False)
     streams = {size: Stream(folder, num_bytes, size) for size in RECORD_SIZES}
     scratch = Path(args.path) / "streaming_scratch.bin"

@@ -73,7 +73,7 @@ def write_torch_file(path: Path, entries: Sequence[Entry]) -> None:
         OSError: the disk is full or fails, or the file exists.
     """
     with path.open("xb") as file:
-        with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
+        with zipfile.ZipFile(file, "w") as archive:
             _add(archive, "data.pkl", _pickled(entries))
             # Without this entry torch.load takes the data for little-endian.
             _add(archive, "byteorder", sys.byteorder.encode())

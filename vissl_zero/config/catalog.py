@@ -22,28 +22,18 @@ from typing import Any
 from vissl_zero.atomic import read_regular
 from vissl_zero.config.blocks.data import Data, Split
 from vissl_zero.errors import ConfigError, Problem
+from vissl_zero.registry import DATA_SOURCES
 from vissl_zero.vissl.keys import PUBLIC_FILES
 
-BUILT_IN = ("digits", "synthetic")  # sources that make their images
 _VARIABLE = "VISSL_ZERO_CATALOG"
 FILE = "dataset_catalog.json"
 SPLITS = {"TRAIN": "train", "TEST": "val"}
-# Sources that read files. Others generate their images, or belong to a plugin, which resolves its own names.
-SOURCES = (
-    "disk_folder",
-    "disk_filelist",
-    "torchvision_dataset",
-    "webdataset",
-    "arrow",
-    "parquet",
-    "lmdb",
-    "manifest",
-    "npy",
-    "hdf5",
-    "everstore",
-)
+# Sources that need no files: they generate their images, or a library brings them.
+BUILT_IN = ("digits", "digit_scenes", "synthetic")
 # Facebook's internal store of images. Elsewhere the same data sets are folders or lists of files.
 EVERSTORE = "everstore"
+# Sources of which a catalog may name the paths. Those of a plugin are not among them: it resolves its own names.
+_OF_PATHS = {*DATA_SOURCES.builtin(), EVERSTORE} - {*BUILT_IN}
 _LISTS = (".npy", ".txt")
 _MAX_BYTES = 2**26
 # In the header of a .npy file: bytes, or other numbers in 3 dimensions or more. Fewer are labels.
@@ -183,7 +173,7 @@ def missing(data: Data) -> list[Problem]:
 
 
 def _wants_paths(split: Split) -> bool:
-    reads_files = any(source in SOURCES for source in split.DATA_SOURCES)
+    reads_files = any(source in _OF_PATHS for source in split.DATA_SOURCES)
     return bool(split.DATASET_NAMES) and reads_files and not split.DATA_PATHS
 
 

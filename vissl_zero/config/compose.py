@@ -211,7 +211,7 @@ def every_mistake(tree: DictConfig, typed: DictConfig | None = None, prefix: str
         child, below = tree._get_node(name), node._get_node(name) if name in node else None
         if name not in node:
             problems += [] if is_open else [unknown_key(f"{prefix}{name}", schema())]
-        elif isinstance(child, DictConfig) and isinstance(below, DictConfig) and not below._is_none():
+        elif isinstance(child, DictConfig) and isinstance(below, DictConfig):
             problems += every_mistake(child, below, f"{prefix}{name}.")
         else:
             try:

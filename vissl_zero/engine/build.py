@@ -91,7 +91,6 @@ def build_run(
     # Set after the teacher was copied from the model, so that only one of the two keeps its features.
     evaluated_model.keeps_features = plan.config.ONLINE_PROBE.USE_PROBE
     seed_sample(plan.seed, _BEFORE_TRAINING, rank)  # for plugins: nothing here uses the global generators from now on
-    num_steps = 0 if plan.config.TEST_ONLY else loader.steps_per_epoch * plan.num_epochs
     run = Run(
         plan=plan,
         sharded=sharded,
@@ -102,7 +101,7 @@ def build_run(
         world_size=world_size,
         steps_per_epoch=loader.steps_per_epoch,
         evaluated_model=evaluated_model,
-        num_steps=num_steps if plan.max_steps is None else min(num_steps, plan.max_steps),
+        num_steps=plan.num_steps(loader.steps_per_epoch),
     )
     if (checksum := sharded.teacher_checksum()) is not None:
         run.results[TEACHER_CHECKSUM] = checksum

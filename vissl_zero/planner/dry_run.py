@@ -329,11 +329,9 @@ def dry_run(plan: ResolvedRun, check: Callable[[nn.Module], object] | None = Non
     stage = set_stage(plan, check)
     forecast = stage.forecast()
     per_epoch = stage.loader.steps_per_epoch
-    num_steps = per_epoch * plan.num_epochs
+    num_steps, length = plan.num_steps(per_epoch), per_epoch * plan.num_epochs
     schedules = Schedules(plan, stage.groups, per_epoch)
-    rates = [schedules.lr(step) for step in range(0, num_steps, max(1, num_steps // 1000))]
-    end = num_steps if plan.max_steps is None else min(num_steps, plan.max_steps)
-    end = 0 if plan.config.TEST_ONLY else end
+    rates = [schedules.lr(step) for step in range(0, length, max(1, length // 1000))]
     params = list(stage.model.parameters())
     # A rank that keeps parameters whole holds the whole model all the time anyway.
     is_cut = shards_parameters(plan.sharding, forecast.wrap_plan.num_ranks, plan.world_size, plan.device)
@@ -349,10 +347,10 @@ def dry_run(plan: ResolvedRun, check: Callable[[nn.Module], object] | None = Non
         crops=stage.crops,
         assumed=stage.assumed,
         steps_per_epoch=per_epoch,
-        num_steps=end,
+        num_steps=num_steps,
         lr_first=rates[0],
         lr_peak=max(rates),
-        lr_last=schedules.lr(max(end - 1, 0)),
+        lr_last=schedules.lr(max(num_steps - 1, 0)),
         built_whole=built_whole,
         start_bytes=whole_start_bytes(stage.model) if built_whole else 0,
     )

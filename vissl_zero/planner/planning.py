@@ -57,7 +57,7 @@ class Planned:
         candidates: candidates, cheapest first.
         budget: budget of a rank.
         assumed: sentences on what was assumed about the images.
-        num_images: number of images of the run.
+        num_images, num_steps: number of images of an epoch, and of optimizer steps of the run.
         machine: machine whose rates time the candidates.
     """
 
@@ -67,6 +67,7 @@ class Planned:
     budget: Budget
     assumed: tuple[str, ...]
     num_images: int
+    num_steps: int
     machine: MachineProfile
 
     @property
@@ -146,7 +147,8 @@ def plan_run(
                 stages.append(set_stage(part))
     budget = _budget_of(cfg, plan, free_bytes)
     candidates = rank_candidates(_forecasts(stages, budget), budget, plan.world_size, base.level)
-    return Planned(cfg, plan, candidates, budget, stage.assumed, len(stage.loader.source), machine)
+    num_images, num_steps = len(stage.loader.source), plan.num_steps(stage.loader.steps_per_epoch)
+    return Planned(cfg, plan, candidates, budget, stage.assumed, num_images, num_steps, machine)
 
 
 def _forecasts(stages: Sequence[Stage], budget: Budget) -> Forecasts:

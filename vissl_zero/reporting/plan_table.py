@@ -149,9 +149,7 @@ def _speed(planned: Planned, chosen: Candidate) -> Iterator[str]:
     if seconds := chosen.forecast.seconds:
         rate = planned.plan.global_batch / seconds
         hours = planned.num_images / rate / 3600
-        whole = hours * planned.plan.num_epochs
-        if planned.plan.max_steps is not None:
-            whole = min(whole, seconds * planned.plan.max_steps / 3600)
+        whole = seconds * planned.num_steps / 3600
         yield (
             f"speed: at most about {_short(rate)} images/s, {_short(hours)} hours an epoch, {_short(whole)} hours for "
             "the run; small layers are slower"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -142,9 +143,10 @@ def panel_rows(content: ReportContent) -> list[list[Panel]]:
             Panel(1.0, lambda axes: draw_figure(axes, "Gradient norm, before clipping", norm, SOFT, is_noisy=True))
         )
     names = list(dict.fromkeys(name for record in records for name in record.watch))
-    watched = [_watch_panel(content, name, color) for name, color in zip(names, _WATCH_COLORS, strict=False)]
+    watched = [_watch_panel(content, name, color) for name, color in zip(names, cycle(_WATCH_COLORS))]
+    per_row = len(_WATCH_COLORS)
     rows = [first, second] if records else []
-    return [*rows, *([watched] if watched else [])]
+    return [*rows, *(watched[start : start + per_row] for start in range(0, len(watched), per_row))]
 
 
 def _watch_panel(content: ReportContent, name: str, color: str) -> Panel:

@@ -15,6 +15,7 @@ from vissl_zero.config.blocks.data import MIXING_COLLATOR
 from vissl_zero.config.blocks.machine import Slurm
 from vissl_zero.config.blocks.optimizer import Scheduler
 from vissl_zero.config.blocks.output import METERS, ClusterFit, ImageRetrieval, LowShotBenchmark, Svm
+from vissl_zero.config.catalog import BUILT_IN
 from vissl_zero.config.components import builtin_keys
 from vissl_zero.config.components.heads import are_tapped, features_are_tapped
 from vissl_zero.config.components.trunks import FURTHER_BLOCKS, TRUNK_BLOCKS
@@ -124,7 +125,6 @@ def _does_not_count(meter: str) -> Callable[[RunConfig], bool]:
 _REGNET, _RESNET, _EVAL = "MODEL.TRUNK.REGNET", "MODEL.TRUNK.RESNETS", "MODEL.FEATURE_EVAL_SETTINGS"
 SEED_BESIDE_SEEDS = "config.SEEDS lists the seeds"
 _WITH_CLASSES = ("CrossEntropyLoss", "cross_entropy_multiple_output_single_target")
-_BUILT_IN = (["digits"], ["synthetic"], ["digit_scenes"])
 _WITHOUT_SIZE: tuple[list[str], ...] = (["digits"], ["disk_folder"], [FOLDER_OF_PAIRS], [])
 _CONDITIONS: tuple[Inactive, ...] = (
     Inactive(("SEED_VALUE",), lambda cfg: bool(cfg.SEEDS), SEED_BESIDE_SEEDS),
@@ -178,7 +178,7 @@ _CONDITIONS: tuple[Inactive, ...] = (
     Inactive(("TRAINER.CROP_PASSES",), lambda cfg: cfg.TEST_ONLY, "nothing is trained"),
     Inactive(
         ("DATA.ON_BROKEN_IMAGE",),
-        lambda cfg: all(split.DATA_SOURCES in (*_BUILT_IN, []) for split in (cfg.DATA.TRAIN, cfg.DATA.TEST)),
+        lambda cfg: {*cfg.DATA.TRAIN.DATA_SOURCES, *cfg.DATA.TEST.DATA_SOURCES} <= {*BUILT_IN},
         "no image is read from a file",
     ),
     Inactive(

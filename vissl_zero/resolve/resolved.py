@@ -289,6 +289,13 @@ class ResolvedRun:
     interpolations: dict[str, str] = field(default_factory=dict)
     copies: dict[str, str] = field(default_factory=dict)
 
+    def num_steps(self, steps_per_epoch: int) -> int:
+        """Return how many optimizer steps the run takes; 0 if it only evaluates."""
+        if self.config.TEST_ONLY:
+            return 0
+        whole = steps_per_epoch * self.num_epochs
+        return whole if self.max_steps is None else min(whole, self.max_steps)
+
 
 NO_UNITS = " has no effect at levels 1 and 2 on the CPU, where parameters stay whole."
 

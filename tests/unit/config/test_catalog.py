@@ -54,6 +54,19 @@ def test_paths_that_are_given_win(catalog: Path) -> None:
     assert (block.TRAIN.DATA_PATHS, block.TRAIN.LABEL_PATHS) == (["/data/flowers"], ["/mine.npy"])
 
 
+@pytest.mark.parametrize("source", ["hdf5", "segmentation_folder", "everstore"])
+def test_every_source_of_paths_may_be_named(catalog: Path, source: str) -> None:
+    block = data(DATA_SOURCES=[source])
+    use_catalog(block, catalog)
+    assert block.TRAIN.DATA_PATHS == ["/data/flowers"]
+
+
+@pytest.mark.parametrize("source", ["digits", "digit_scenes", "synthetic", "my_plugins_source"])
+def test_other_sources_have_no_paths_to_name(catalog: Path, source: str) -> None:
+    block = data(DATA_SOURCES=[source])
+    assert use_catalog(block, catalog) == [] and missing(block) == []
+
+
 @pytest.mark.parametrize("name", ["roses", "empty"])
 def test_a_name_that_is_not_there_is_answered_with_the_line_to_add(catalog: Path, name: str) -> None:
     block = data(DATASET_NAMES=[name])

@@ -62,7 +62,7 @@ def test_mixup_is_a_weighted_mean_of_image_and_label(mode):
     assert len(set(shares)) == {"batch": 1, "pair": 3, "elem": 6}[mode]
 
 
-@pytest.mark.parametrize("keys", [{"cutmix_alpha": 1.0}, {"cutmix_minmax": [0.25, 0.75]}])
+@pytest.mark.parametrize("keys", [{"cutmix_alpha": 1.0}, {"cutmix_minmax": [0.25, 0.75], "correct_lam": False}])
 def test_cutmix_pastes_a_box_of_the_share_that_the_label_has(keys):
     seen = set()
     for step in range(8):

@@ -80,6 +80,13 @@ def test_everything_is_there(full_page: Page) -> None:
     assert "Top-1 on the training batches" in titles(draw(replace(FULL, records=records)).figure)
 
 
+def test_every_health_metric_has_a_panel(full_page: Page) -> None:
+    watch = {"assignment_entropy": 0.5, "prototypes_in_use": 28.0, "effective_rank": 6.0, "mean_cosine": 0.1}
+    page = draw(replace(FULL, records=[make_record(step, watch=watch) for step in (1, 2)]))
+    assert {"Assignment entropy", "Prototypes in use", "Effective rank", "Mean cosine"} <= set(titles(page.figure))
+    assert page.height > full_page.height  # a row holds three
+
+
 @pytest.mark.parametrize(
     ("missing", "title"),
     [

@@ -42,7 +42,7 @@ PREFIX = "vissl-zero-"
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
-class RunFolder:
+class OffloadFolder:
     """This rank's folder, held open and locked for as long as the process lives.
 
     Args:
@@ -284,7 +284,7 @@ class BlockFile:
         OffloadError: the disk has no room for it.
     """
 
-    def __init__(self, folder: RunFolder, name: str, sizes: Sequence[int], is_touched: bool):
+    def __init__(self, folder: OffloadFolder, name: str, sizes: Sequence[int], is_touched: bool):
         self._path = folder.path / name
         self._sizes = [pages(size) for size in sizes]
         self._offsets = [0, *accumulate(self._sizes)][:-1]
@@ -374,7 +374,7 @@ def pages(num_bytes: int) -> int:
     return -(-num_bytes // PAGE) * PAGE
 
 
-def _open_direct(folder: RunFolder, name: str) -> int:
+def _open_direct(folder: OffloadFolder, name: str) -> int:
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
         return os.open(name, flags | getattr(os, "O_DIRECT", 0), 0o600, dir_fd=folder.fd)

@@ -22,10 +22,10 @@ from vissl_zero.sharding.offload.block_file import (
     NUM_BUFFERS,
     BlockFile,
     OffloadError,
+    OffloadFolder,
     PrefetchOrder,
     ReadAhead,
     RecordPipeline,
-    RunFolder,
 )
 from vissl_zero.sharding.offload.layout import Layout, StoredParam, TensorFile
 from vissl_zero.sharding.state.missing_gradient import ON_DISK, ON_HOST
@@ -143,7 +143,7 @@ class ParameterStore:
         OffloadError: the disk has no room.
     """
 
-    def __init__(self, units: Sequence[Sequence[StoredParam]], folder: RunFolder, is_fast_init: bool):
+    def __init__(self, units: Sequence[Sequence[StoredParam]], folder: OffloadFolder, is_fast_init: bool):
         self.layout = Layout(units)
         sizes = self.layout.sizes
         trained = [size if self.layout.is_trained(record) else 0 for record, size in enumerate(sizes)]
@@ -263,7 +263,7 @@ class ParameterStore:
             raise OffloadError("Streaming of parameters failed earlier or was closed. Resume from the last checkpoint.")
 
 
-def _end(ahead: ReadAhead, pipeline: RecordPipeline, files: Sequence[BlockFile], folder: RunFolder) -> None:
+def _end(ahead: ReadAhead, pipeline: RecordPipeline, files: Sequence[BlockFile], folder: OffloadFolder) -> None:
     ahead.close()
     pipeline.close()
     for file in files:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from vissl_zero.errors import ConfigError, Problem, VisslZeroError
 from vissl_zero.optim.elementwise import SINGLE_ROUNDING
 from vissl_zero.optim.update_rule import counter_keys, set_own, trial_state, with_params
-from vissl_zero.sharding.offload.block_file import BlockFile, Cell, OffloadError, RecordPipeline, RunFolder, Tray
+from vissl_zero.sharding.offload.block_file import BlockFile, Cell, OffloadError, OffloadFolder, RecordPipeline, Tray
 from vissl_zero.sharding.offload.layout import Chunk, ChunkSegment
 
 _BEGIN_WITH_ZEROS = (*SINGLE_ROUNDING.keys(), *SINGLE_ROUNDING.values())
@@ -314,7 +314,7 @@ class StateOnDisk(StatePlace):
         params: Sequence[nn.Parameter],
         kernel: UpdateKernel,
         chunks: Sequence[Chunk],
-        folder: RunFolder,
+        folder: OffloadFolder,
         is_fast_init: bool,
     ):
         super().__init__(params, kernel)

@@ -17,7 +17,7 @@ from vissl_zero.resolve.resolved import OffloadPlan, ShardingPlan
 from vissl_zero.sharding.allocator import give_back_large_blocks
 from vissl_zero.sharding.offload.block_file import (
     OffloadError,
-    RunFolder,
+    OffloadFolder,
     new_run_name,
     remove_dead_attempts,
     stale_runs,
@@ -47,7 +47,7 @@ def stored_parameters(units: Sequence[Sequence[StoredParam]], plan: OffloadPlan)
     give_back_large_blocks()
     keeps = kept_in_memory((param.num_elements for unit in units for param in unit), plan.max_in_cpu or 0)
     on_disk = [[param for param in unit if not next(keeps)] for unit in units]
-    return _on_every_rank(plan, lambda folder: ParameterStore(on_disk, folder, plan.fast_init))
+    return _build_on_every_rank(plan, lambda folder: ParameterStore(on_disk, folder, plan.fast_init))
 
 
 def offloaded(
@@ -85,7 +85,7 @@ def offloaded(
         stored = {k: index_of[id(param)] for k, param in enumerate(together) if id(param) in index_of}
         if is_on_disk and kernel.keys:
             fast_init = plan.offload_optimizer.fast_init
-            return _on_every_rank(
+            return _build_on_every_rank(
                 plan.offload_optimizer,
                 lambda folder: StreamedOptimizer(kernel, params, folder, fast_init, store, stored),
             ), adaptation
@@ -120,7 +120,7 @@ def whole_states(
         return None
     groups = {param: index for index, group in enumerate(optimizer.param_groups) for param in group["params"]}
     sizes = [sum(map(padded_bytes, trial_state(optimizer, groups[param], param).values())) for param in params]
-    return _on_every_rank(plan, lambda folder: WholeStates(params, sizes, folder, plan.fast_init))
+    return _build_on_every_rank(plan, lambda folder: WholeStates(params, sizes, folder, plan.fast_init))
 
 
 def _proxies(group: dict[str, Any]) -> list[nn.Parameter]:
@@ -130,7 +130,7 @@ def _proxies(group: dict[str, Any]) -> list[nn.Parameter]:
     return [nn.Parameter(torch.zeros(1, dtype=dtypes[0] if dtypes else torch.float32))]
 
 
-def _on_every_rank(plan: OffloadPlan, build: Callable[[RunFolder], Built]) -> Built:
+def _build_on_every_rank(plan: OffloadPlan, build: Callable[[OffloadFolder], Built]) -> Built:
     """Build on every rank or on none: a rank that continued alone would hang in its next collective."""
     assert plan.nvme_path is not None
     built, failure = None, None
@@ -144,7 +144,7 @@ def _on_every_rank(plan: OffloadPlan, build: Callable[[RunFolder], Built]) -> Bu
     try:
         if failure is not None or not is_usable:
             raise failure or OffloadError(f"nvme_path: another rank cannot use {plan.nvme_path}; see its message.")
-        folder = RunFolder(plan.nvme_path, run_name, collectives.rank(), plan.keep_files)
+        folder = OffloadFolder(plan.nvme_path, run_name, collectives.rank(), plan.keep_files)
         try:
             built = build(folder)
         except OffloadError:

@@ -14,8 +14,8 @@ from vissl_zero.sharding.offload.block_file import (
     PAGE,
     BlockFile,
     OffloadError,
+    OffloadFolder,
     PageBuffer,
-    RunFolder,
     checksum,
     page_buffers,
     pages,
@@ -26,7 +26,7 @@ SIZES = [PAGE, 3 * PAGE - 5, 1]
 
 @pytest.fixture
 def folder(tmp_path):
-    return RunFolder(str(tmp_path), "vissl-zero-1", rank=0)
+    return OffloadFolder(str(tmp_path), "vissl-zero-1", rank=0)
 
 
 def _buffer(num_bytes: int) -> PageBuffer:
@@ -84,7 +84,7 @@ def _with_limit(path: str) -> str:
 
     resource.setrlimit(resource.RLIMIT_FSIZE, (PAGE, PAGE))
     try:
-        BlockFile(RunFolder(path, "vissl-zero-2", rank=0), "records", [3 * PAGE], is_touched=False)
+        BlockFile(OffloadFolder(path, "vissl-zero-2", rank=0), "records", [3 * PAGE], is_touched=False)
     except OffloadError as error:
         return str(error)
     return ""
@@ -97,7 +97,7 @@ def test_an_allocation_that_the_system_refuses(tmp_path):
 def _write_past_limit(path: str) -> list[str]:
     import resource
 
-    file = BlockFile(RunFolder(path, "vissl-zero-2", rank=0), "records", [PAGE, PAGE], is_touched=False)
+    file = BlockFile(OffloadFolder(path, "vissl-zero-2", rank=0), "records", [PAGE, PAGE], is_touched=False)
     buffer = _buffer(PAGE)
     file.write(1, buffer)
     resource.setrlimit(resource.RLIMIT_FSIZE, (PAGE, PAGE))

@@ -20,7 +20,7 @@ from tests.ranks import log_messages
 from vissl_zero.sharding.offload.block_file import (
     PREFIX,
     OffloadError,
-    RunFolder,
+    OffloadFolder,
     new_run_name,
     remove_dead_attempts,
     stale_runs,
@@ -28,7 +28,7 @@ from vissl_zero.sharding.offload.block_file import (
 
 
 def test_only_this_user_may_enter(tmp_path):
-    folder = RunFolder(str(tmp_path), "vissl-zero-1", rank=3)
+    folder = OffloadFolder(str(tmp_path), "vissl-zero-1", rank=3)
     assert folder.path == tmp_path / "vissl-zero-1" / "rank3"
     for path in (folder.path, folder.path.parent):
         assert stat.S_IMODE(path.stat().st_mode) == 0o700
@@ -37,7 +37,7 @@ def test_only_this_user_may_enter(tmp_path):
 
 
 def test_ranks_of_a_run_share_a_folder_that_goes_with_the_last(tmp_path):
-    first, second = (RunFolder(str(tmp_path), "vissl-zero-1", rank) for rank in (0, 1))
+    first, second = (OffloadFolder(str(tmp_path), "vissl-zero-1", rank) for rank in (0, 1))
     first.remove()
     assert [path.name for path in (tmp_path / "vissl-zero-1").iterdir()] == ["rank1"]
     second.remove()
@@ -46,9 +46,9 @@ def test_ranks_of_a_run_share_a_folder_that_goes_with_the_last(tmp_path):
 
 def test_two_runs_never_meet(tmp_path):
     assert new_run_name() != new_run_name()
-    RunFolder(str(tmp_path), "vissl-zero-1", rank=0)
+    OffloadFolder(str(tmp_path), "vissl-zero-1", rank=0)
     with pytest.raises(OffloadError, match="rank0 cannot be used: File exists"):
-        RunFolder(str(tmp_path), "vissl-zero-1", rank=0)
+        OffloadFolder(str(tmp_path), "vissl-zero-1", rank=0)
 
 
 def test_a_run_waits_for_another_that_looks_whether_it_lives(tmp_path, monkeypatch):
@@ -62,7 +62,7 @@ def test_a_run_waits_for_another_that_looks_whether_it_lives(tmp_path, monkeypat
             Timer(0.2, os.close, (looking,)).start()
 
     monkeypatch.setattr(os, "mkdir", make_and_look)
-    folder = RunFolder(str(tmp_path), "vissl-zero-1", rank=0)
+    folder = OffloadFolder(str(tmp_path), "vissl-zero-1", rank=0)
     assert stale_runs(str(tmp_path)) == []
     folder.remove()
 
@@ -73,7 +73,7 @@ def test_a_folder_leaves_no_file_open(tmp_path):
 
     before = num_open()
     for keep in (False, True):
-        folder = RunFolder(str(tmp_path), new_run_name(), rank=0, keep=keep)
+        folder = OffloadFolder(str(tmp_path), new_run_name(), rank=0, keep=keep)
         assert num_open() == before + 1
         folder.remove()
         assert num_open() == before
@@ -81,12 +81,12 @@ def test_a_folder_leaves_no_file_open(tmp_path):
         (tmp_path / blocked).mkdir(mode=0o700)
         (tmp_path / blocked / "rank0").touch()
         with pytest.raises(OffloadError):
-            RunFolder(str(tmp_path), blocked, rank=0)
+            OffloadFolder(str(tmp_path), blocked, rank=0)
         assert num_open() == before
 
 
 def test_files_are_kept_on_request(tmp_path):
-    folder = RunFolder(str(tmp_path), "vissl-zero-1", rank=0, keep=True)
+    folder = OffloadFolder(str(tmp_path), "vissl-zero-1", rank=0, keep=True)
     (folder.path / "x").write_text("x")
     folder.remove()
     assert (folder.path / "x").exists()
@@ -95,7 +95,7 @@ def test_files_are_kept_on_request(tmp_path):
 def _attempt(path: str, run: str, keep: bool = False) -> str:
     """What a killed attempt of a run leaves: a folder that no process has locked."""
     name = new_run_name(run, keep)
-    folder = RunFolder(path, name, rank=0, keep=True)
+    folder = OffloadFolder(path, name, rank=0, keep=True)
     (folder.path / "parameters").write_bytes(b"x" * 10_000)
     folder.remove()
     return name
@@ -105,7 +105,7 @@ def test_files_of_dead_attempts_of_this_run_alone_are_removed(tmp_path):
     path = str(tmp_path)
     dead, other, of_none = (_attempt(path, run) for run in ("runs/a", "runs/b", ""))
     kept = _attempt(path, "runs/a", keep=True)
-    alive = RunFolder(path, new_run_name("runs/a"), rank=0)
+    alive = OffloadFolder(path, new_run_name("runs/a"), rank=0)
     remove_dead_attempts(path, "")
     assert dead in {found.name for found in tmp_path.iterdir()}
     remove_dead_attempts(path, "runs/a")
@@ -133,7 +133,7 @@ def test_a_link_among_the_files_of_a_dead_attempt_is_not_followed(tmp_path):
 
 def test_the_message_of_a_small_disk_has_sizes_that_say_something(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fstatvfs", lambda fd: SimpleNamespace(f_bavail=1, f_frsize=2**20))
-    folder = RunFolder(str(tmp_path), "vissl-zero-1", rank=0)
+    folder = OffloadFolder(str(tmp_path), "vissl-zero-1", rank=0)
     with pytest.raises(OffloadError, match=r"needs 3\.00 MiB and the disk has 1\.00 MiB left"):
         folder.file("parameters", [3 * 2**20], False)
 
@@ -159,7 +159,7 @@ def _link(path: Path) -> str:
 )
 def test_paths_that_cannot_be_used(make, sentence, tmp_path):
     with pytest.raises(OffloadError) as caught:
-        RunFolder(make(tmp_path), "vissl-zero-1", rank=0)
+        OffloadFolder(make(tmp_path), "vissl-zero-1", rank=0)
     assert sentence in str(caught.value) and "nvme_path: " in str(caught.value)
 
 
@@ -167,14 +167,14 @@ def test_a_link_put_in_the_place_of_the_run_is_not_followed(tmp_path):
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "vissl-zero-1").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(OffloadError):
-        RunFolder(str(tmp_path), "vissl-zero-1", rank=0)
+        OffloadFolder(str(tmp_path), "vissl-zero-1", rank=0)
     assert list((tmp_path / "elsewhere").iterdir()) == []
 
 
 def test_a_run_folder_that_others_may_enter_is_refused(tmp_path):
     (tmp_path / "vissl-zero-1").mkdir(mode=0o755)
     with pytest.raises(OffloadError, match="is not a folder of this user alone"):
-        RunFolder(str(tmp_path), "vissl-zero-1", rank=0)
+        OffloadFolder(str(tmp_path), "vissl-zero-1", rank=0)
 
 
 def in_child(work: Callable[..., Any], *args: Any) -> Any:
@@ -197,7 +197,7 @@ def _as_nobody(path: str) -> str:
         os.setgid(65534)
         os.setuid(65534)
     try:
-        RunFolder(path, "vissl-zero-1", rank=0)
+        OffloadFolder(path, "vissl-zero-1", rank=0)
     except OffloadError as error:
         return str(error)
     return ""
@@ -213,13 +213,13 @@ def test_a_folder_that_is_not_writable(tmp_path):
 
 
 def _die_with_files(path: str) -> None:
-    folder = RunFolder(path, f"{PREFIX}dead", rank=0)
+    folder = OffloadFolder(path, f"{PREFIX}dead", rank=0)
     (folder.path / "optimizer.state").write_text("old")
     os.kill(os.getpid(), 9)
 
 
 def test_what_a_killed_run_left_is_named_and_a_living_one_is_not(tmp_path):
-    RunFolder(str(tmp_path), f"{PREFIX}alive", rank=0)
+    OffloadFolder(str(tmp_path), f"{PREFIX}alive", rank=0)
     in_child(_die_with_files, str(tmp_path))
     assert stale_runs(str(tmp_path)) == [f"{PREFIX}dead"]
     # The next run says so, and leaves them alone.

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from vissl_zero.sharding.offload import layout
-from vissl_zero.sharding.offload.block_file import OffloadError, PrefetchOrder, RunFolder
+from vissl_zero.sharding.offload.block_file import OffloadError, OffloadFolder, PrefetchOrder
 from vissl_zero.sharding.offload.layout import StoredParam
 from vissl_zero.sharding.offload.parameter_store import DiskShard, ParameterStore
 from vissl_zero.sharding.offload.state_place import StateOnDisk, UpdateKernel
@@ -27,7 +27,7 @@ def _small_records(monkeypatch):
 def _store(path, is_fast_init=True):
     count = iter(range(100))
     units = [[StoredParam(f"p{next(count)}", size, torch.float32, size != 7) for size in unit] for unit in SIZES]
-    return ParameterStore(units, RunFolder(str(path), "vissl-zero-1", rank=0), is_fast_init)
+    return ParameterStore(units, OffloadFolder(str(path), "vissl-zero-1", rank=0), is_fast_init)
 
 
 def _values(store, seed=0):
@@ -97,8 +97,9 @@ def test_gradients_add_up_change_and_are_forgotten(tmp_path):
     for index in (0, 1, 3):
         gradients.forget(index)
     gradients.add({0: second[0]})
-    assert 1 not in gradients
-    assert torch.equal(gradients.read(0), second[0])
+    assert 1 not in gradients and 3 not in gradients
+    gradients.add({1: second[1], 3: second[3]})  # neither changed nor zero, as those before them were
+    assert all(torch.equal(gradients.read(index), second[index]) for index in (0, 1, 3))
     store.close()
 
 
@@ -171,6 +172,7 @@ def test_after_an_update_that_failed_nothing_is_read(tmp_path):
         lambda: _fetch(store, 0),
         lambda: store.read(0),
         lambda: store.write({}),
+        lambda: store.add_grads({}),
         lambda: next(store.updating().gen),
     ):
         with pytest.raises(OffloadError, match="failed earlier"):
@@ -216,8 +218,8 @@ def test_a_shard_on_a_disk_reads_and_writes_its_record(tmp_path):
 def test_a_rank_without_elements_has_files_of_nothing(tmp_path):
     for name in ("parameters", "state"):
         (tmp_path / name).mkdir()
-    store = ParameterStore([], RunFolder(str(tmp_path / "parameters"), "vissl-zero-1", rank=0), is_fast_init=True)
+    store = ParameterStore([], OffloadFolder(str(tmp_path / "parameters"), "vissl-zero-1", rank=0), is_fast_init=True)
     kernel = UpdateKernel(torch.optim.Adam([torch.nn.Parameter(torch.zeros(2))]))
-    folder = RunFolder(str(tmp_path / "state"), "vissl-zero-1", rank=0)
+    folder = OffloadFolder(str(tmp_path / "state"), "vissl-zero-1", rank=0)
     state = StateOnDisk([], kernel, [], folder, is_fast_init=True)
     assert store.record_bytes == state.record_bytes == 0

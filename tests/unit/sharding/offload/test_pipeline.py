@@ -16,9 +16,9 @@ from vissl_zero.sharding.offload.block_file import (
     BlockFile,
     Cell,
     OffloadError,
+    OffloadFolder,
     PageBuffer,
     RecordPipeline,
-    RunFolder,
     Tray,
     page_buffers,
 )
@@ -72,7 +72,7 @@ def _updated(file: BlockFile, pipeline: RecordPipeline) -> list[int]:
 
 @pytest.mark.timeout(60)
 def test_a_record_that_the_disk_lets_wait_holds_up_no_other(tmp_path: Path) -> None:
-    file = SlowOnce(RunFolder(str(tmp_path), "vissl-zero-1", rank=0), "records", [PAGE] * NUM_RECORDS, True)
+    file = SlowOnce(OffloadFolder(str(tmp_path), "vissl-zero-1", rank=0), "records", [PAGE] * NUM_RECORDS, True)
     pipeline = RecordPipeline([PAGE])
     order = _updated(file, pipeline)
     assert order[-1] == 0 and sorted(order) == list(range(NUM_RECORDS))
@@ -89,7 +89,7 @@ def test_a_record_that_the_disk_lets_wait_holds_up_no_other(tmp_path: Path) -> N
 
 @pytest.mark.timeout(60)
 def test_after_an_error_nothing_is_under_way_and_the_buffers_can_be_used_again(tmp_path: Path) -> None:
-    file = Watched(RunFolder(str(tmp_path), "vissl-zero-1", rank=0), "records", [PAGE] * NUM_RECORDS, True)
+    file = Watched(OffloadFolder(str(tmp_path), "vissl-zero-1", rank=0), "records", [PAGE] * NUM_RECORDS, True)
     pipeline = RecordPipeline([PAGE])
 
     def fail(position: int, tray: Tray) -> tuple[int, ...]:
@@ -120,7 +120,7 @@ class Held(BlockFile):
 
 def _filled_behind(path: Path) -> tuple[Held, RecordPipeline]:
     """The first records are ones, and none of them is stored yet."""
-    file = Held(RunFolder(str(path), "vissl-zero-1", rank=0), "records", [PAGE] * NUM_TRAYS, False)
+    file = Held(OffloadFolder(str(path), "vissl-zero-1", rank=0), "records", [PAGE] * NUM_TRAYS, False)
     pipeline = RecordPipeline([PAGE])
 
     def fill(position: int, tray: Tray) -> tuple[int, ...]:

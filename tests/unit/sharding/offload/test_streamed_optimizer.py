@@ -16,7 +16,7 @@ from torch import nn
 
 from vissl_zero.optim.elementwise import adamw, sgd
 from vissl_zero.sharding.offload import streamed_optimizer
-from vissl_zero.sharding.offload.block_file import NUM_TRAYS, OffloadError, RunFolder
+from vissl_zero.sharding.offload.block_file import NUM_TRAYS, OffloadError, OffloadFolder
 from vissl_zero.sharding.offload.state_place import UpdateKernel
 from vissl_zero.sharding.offload.streamed_optimizer import StreamedOptimizer
 
@@ -46,7 +46,7 @@ def _streamed(name, path, params, is_fast_init=False):
     groups = _groups(params)
     proxies = [{**group, "params": [nn.Parameter(torch.zeros(1))]} for group in groups]
     kernel = UpdateKernel(BUILD[name](proxies))
-    folder = RunFolder(str(path), "vissl-zero-1", rank=0)
+    folder = OffloadFolder(str(path), "vissl-zero-1", rank=0)
     return StreamedOptimizer(kernel, [group["params"] for group in groups], folder, is_fast_init)
 
 
