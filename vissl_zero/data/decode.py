@@ -287,7 +287,7 @@ def _as_8_bits(image: Image.Image, file: Image.Image, path: str | Path) -> Image
             # In integers, with the half added, so that every machine rounds alike.
             return Image.fromarray(((gray * 255 + 32_767) // 65_535).astype(np.uint8))
         raise BrokenImageError(str(path), f"its pixels have {max(depths)} bits; only 1, 8 and 16 are supported")
-    if image.mode in ("I", "F") or image.mode.startswith("I;"):
+    if image.mode in ("I", "F"):
         kind = "floating-point numbers" if image.mode == "F" else "32-bit integers"
         raise BrokenImageError(
             str(path), f"its pixels are {kind}, with an unknown white level (save it with 8 or 16 bits)"

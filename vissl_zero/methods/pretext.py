@@ -283,7 +283,7 @@ class MemoryBank(nn.Module):
         bound = 1 / math.sqrt(embedding_dim / 3)
         generator = torch.Generator().manual_seed(0)  # one seed on every rank
         first = torch.empty(num_images, embedding_dim).uniform_(-bound, bound, generator=generator)
-        self.register_buffer("memory", F.normalize(first, dim=1))
+        self.register_buffer("memory", F.normalize(first))
         # -1 until the first batch, as in NPID's code, so that a forgotten estimate shows.
         self.register_buffer("normalizer", torch.tensor(-1.0))
         # On the host: reading a buffer in every step would wait for the device.
@@ -319,7 +319,7 @@ class MemoryBank(nn.Module):
         Returns:
             (n, 1 + M).
         """
-        rows = F.normalize(at_least_float32(embeddings), dim=1)
+        rows = F.normalize(at_least_float32(embeddings))
         stored = self.memory[torch.cat((sample_ids[:, None], negatives), dim=1)].to(rows.dtype)
         return torch.einsum("nd,nmd->nm", rows, stored)
 
@@ -332,10 +332,10 @@ class MemoryBank(nn.Module):
             sample_ids: (n,), different from each other over all ranks.
         Cost: two gathers of rows (see ``collectives.all_gather_rows``).
         """
-        rows = F.normalize(at_least_float32(embeddings), dim=1).to(self.memory.dtype)
+        rows = F.normalize(at_least_float32(embeddings)).to(self.memory.dtype)
         rows, indices = collectives.all_gather_rows(rows), collectives.all_gather_rows(sample_ids)
         before = self.memory[indices]
-        after = F.normalize(before * self.momentum + rows * (1 - self.momentum), dim=1)
+        after = F.normalize(before * self.momentum + rows * (1 - self.momentum))
         # torch.where, because indexing with a mask would wait for the device.
         self.memory[indices] = torch.where(rows.isfinite().all(dim=1, keepdim=True), after, before)
 

@@ -50,7 +50,9 @@ def sent(sender: Sender, value: float, shape: tuple[int, ...] = SHAPE) -> torch.
 def sender() -> Iterator[Sender]:
     ours, theirs = multiprocessing.Pipe()
     with ours, theirs:
-        yield Sender(ours, theirs)
+        sender = Sender(ours, theirs)
+        sender.receiver.set_timeout(5.0)
+        yield sender
 
 
 def test_a_block_is_used_again_once_every_tensor_in_it_is_freed(sender: Sender) -> None:
