@@ -142,8 +142,9 @@ def _missing_file(error: MissingConfigException, folders: Sequence[str], overrid
         if fix := _level_of_folder(Path(folder), option):
             return Problem("--config-dir", repr(str(folder)), "must name the folder that holds config/", fix)
     if any(word.removeprefix("config=") == f"{option}.yaml" for word in overrides):
-        file_name = Path(option).name
-        fix = f"Put it in configs/config/ and write config={file_name}."
+        path = Path(f"{option}.yaml").absolute()
+        there = [recipe.argument for recipe in list_recipes(folders) if recipe.path.absolute() == path]
+        fix = f"Write {there[0]}." if there else f"Put it in configs/config/ and write config={path.stem}."
         return Problem("config", repr(f"{option}.yaml"), "must name a recipe, not a file", fix)
     arguments = {recipe.name: recipe.argument for recipe in list_recipes(folders)}
     if Path(option).is_absolute() or option.startswith("."):
