@@ -525,6 +525,27 @@ def penalty_on_thawed_weights(init: Init) -> dict[str, Tensor]:
 
 
 @case()
+def weights_used_outside_their_layer(init: Init) -> dict[str, Tensor]:
+    """As criteria of metric learning use a classifier's."""
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        y, weight = model.features(x), model.b.weight
+        logits = F.linear(F.normalize(y), F.normalize(weight)) + F.linear(y, weight, model.b.bias) + y @ weight.T
+        some = torch.arange(len(x)) % 4
+        near = (
+            torch.cdist(y, weight).mean()
+            + torch.cdist(y.repeat(9, 1), weight).mean()
+            + F.embedding(some, weight).std()
+            + weight.index_select(0, some).std()
+        )
+        shape = torch.linalg.matrix_norm(weight, 2) + torch.outer(model.b.bias, model.a.bias).square().sum()
+        joined = torch.stack([weight, 2 * weight]).square().mean() + weight.cumsum(0).prod(1).mean()
+        return F.cross_entropy(logits, some) + torch.einsum("bi,oi->bo", y, weight).mean() + near + shape + joined
+
+    return train(*init(Net()), loss)
+
+
+@case()
 def penalty_that_each_rank_weighs_otherwise(init: Init) -> dict[str, Tensor]:
     def loss(model: nn.Module, x: Tensor) -> Tensor:
         y, weight, scale = model(x), model.b.weight, 1 + dist.get_rank()

@@ -20,7 +20,7 @@ import vissl_zero
 from tests.ranks import log_messages, run_on_ranks
 from vissl_zero.errors import CheckpointError, VisslZeroError
 from vissl_zero.sharding.checks import waiting
-from vissl_zero.sharding.state.sharded_tensor import ELEMENT_WISE, NEW_TENSOR, ON_FULL_TENSOR
+from vissl_zero.sharding.state.sharded_tensor import COMPOSED, ELEMENT_WISE, NEW_TENSOR, ON_FULL_TENSOR
 from vissl_zero.sharding.state.sharded_view import VIEWS
 
 Between = Callable[[nn.Module, torch.optim.Optimizer], object]
@@ -438,5 +438,5 @@ def test_the_documentation_has_the_table():
         title, names = [*line.strip("| ").split(" | "), ""][:2]
         if names.startswith("`"):
             found[title] = " ".join(re.findall(r"`(\w+)`", names))
-    for table in (ELEMENT_WISE, ON_FULL_TENSOR, NEW_TENSOR, VIEWS):
+    for table in (COMPOSED, ELEMENT_WISE, ON_FULL_TENSOR, NEW_TENSOR, VIEWS):
         assert {title: found.get(title) for title in table} == table

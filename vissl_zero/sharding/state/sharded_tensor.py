@@ -56,18 +56,21 @@ ON_FULL_TENSOR = {
     "comparison of tensors, numbers": "_local_scalar_dense allclose equal isclose",
     "random numbers and initialization": "bernoulli cauchy exponential eye fill_diagonal geometric log_normal normal "
     "rand_like randn_like random uniform",
-    "products": "addmm addmv bmm mm mv",
+    "products and rows": "_cdist _cdist_forward _euclidean_dist addmm addmv bmm embedding index_select mm mv stack",
     "losses": "binary_cross_entropy huber_loss kl_div mse_loss smooth_l1_loss",
     "linear algebra": "_linalg_check_errors _linalg_det _linalg_eigh _linalg_svd linalg_cond linalg_cross linalg_det "
     "linalg_eigh linalg_eigvalsh linalg_inv_ex linalg_qr linalg_svd linalg_svdvals mode tril triu",
     "along a dimension": "_log_softmax _softmax _unique2 argsort bincount cumprod cumsum flip index_add index_copy "
     "index_fill index_put log_softmax masked_scatter renorm roll scatter scatter_add softmax sort unique_dim",
 }
+# Functions that take views of their arguments inside, and return none; on full tensors too.
+COMPOSED = {"made of others": "cdist einsum linalg_matrix_norm linear outer"}
 # A new full tensor of a given size, with dtype and device of the sharded one.
 NEW_TENSOR = {"new tensors of a given size": "new_empty new_full new_ones new_zeros"}
 _NEW_TENSOR = frozenset(" ".join(NEW_TENSOR.values()).split())
 _ELEMENT_WISE = frozenset(" ".join(ELEMENT_WISE.values()).split())
 _ON_FULL_TENSOR = frozenset(" ".join(ON_FULL_TENSOR.values()).split())
+_COMPOSED = frozenset(" ".join(COMPOSED.values()).split())
 # The tensor itself under another name: memory is shared.
 _SAME_TENSOR = frozenset({"alias", "detach"})
 
@@ -169,7 +172,8 @@ class ShardedTensor(DTensor):
             return args[0].as_computed()
         if base in _ELEMENT_WISE:
             return _element_wise(func, args, kwargs)
-        if base in _ON_FULL_TENSOR:
+        # Elsewhere a view of a full copy would lose what the loop writes into it.
+        if base in _ON_FULL_TENSOR or (func.is_view and (_called in _COMPOSED or is_in_backward())):
             return _on_full(func, args, kwargs)
         if base in _NEW_TENSOR:
             # An empty plain tensor, so that the result is a plain one.
