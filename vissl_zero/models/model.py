@@ -482,7 +482,7 @@ def build_model(model_config: ModelConfig | TeacherModel, num_classes: int = 0) 
             last = _numbers_of_patch(trunk, num_channels) if getattr(build, "predicts_pixels", False) else num_classes
             options = _with_last(options, last)
             if taps is None:
-                _check_width(head_name, options, width)
+                _check_input_dim(head_name, options, width)
             heads.append(build(**options))
             require_interface(HEADS, head_name, heads[-1], base=nn.Module)
         model = Model(trunk, heads, taps)
@@ -606,7 +606,7 @@ def _with_last(options: Mapping[str, Any], width: int) -> Mapping[str, Any]:
     return {**options, "dims": [*dims[:-1], width]}
 
 
-def _check_width(name: str, options: Mapping[str, Any], feature_dim: int | None) -> None:
+def _check_input_dim(name: str, options: Mapping[str, Any], feature_dim: int | None) -> None:
     dims = options.get("dims")
     if dims and feature_dim is not None and dims[0] != feature_dim:
         must = f"dims of {name} must begin with the trunk's {feature_dim} features"

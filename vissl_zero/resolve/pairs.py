@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from vissl_zero.atomic import is_there
 from vissl_zero.config.run_config import RunConfig
 from vissl_zero.errors import Problem
-from vissl_zero.resolve.data_plan import image_files, splits
+from vissl_zero.resolve.data_plan import splits
+from vissl_zero.resolve.image_files import image_files
 
 if TYPE_CHECKING:
     from vissl_zero.resolve.decisions import Decisions
