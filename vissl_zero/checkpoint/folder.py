@@ -171,7 +171,7 @@ def read_json(path: Path) -> tuple[dict[str, Any], str]:
     if _is_too_deep(body):
         raise CheckpointError(f"{path} is damaged: it is nested deeper than {_MAX_DEPTH} levels.")
     try:
-        # Of the parsed content, so that a file that was formatted anew is still whole.
+        # Digest the parsed content, so that a reformatted file still matches.
         digest = xxhash.xxh3_64_hexdigest(_canonical(body).encode())
     except (ValueError, RecursionError):  # NaN, half of a surrogate pair
         digest = ""
@@ -181,7 +181,7 @@ def read_json(path: Path) -> tuple[dict[str, Any], str]:
         or not isinstance(body, dict)
         or digest != whole.get("xxh3")
     ):
-        raise CheckpointError(f"{path} is damaged: its content does not fit its checksum.")
+        raise CheckpointError(f"{path} is damaged: its content does not match its checksum.")
     return body, digest
 
 

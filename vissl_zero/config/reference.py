@@ -61,7 +61,7 @@ _BEGIN, _END = "<!-- differences -->\n", "<!-- end of differences -->\n"
 
 
 def with_differences(page: str) -> str:
-    """Fill the table of ``docs/configuration.md``: keys that mean something else in VISSL, from ``vissl_keys.yaml``."""
+    """Fill the table of ``docs/configuration.md``: keys that mean something else in VISSL, from ``vissl/keys.yaml``."""
     before, _, rest = page.partition(_BEGIN)
     rows = ["| key | at | here, and in VISSL |", "| --- | --- | --- |"]
     for entry in DIFFERENCES:

@@ -75,7 +75,7 @@ def why_whole(model: nn.Module) -> str:
 
 
 def whole_start_bytes(model: nn.Module) -> int:
-    """Count the bytes of ``model``, in float32, while it is built and initialized with memory."""
+    """Count the bytes that ``model`` takes, in float32, if it is built and initialized in memory."""
     # A trunk that draws all weights at once (TimmTrunk) builds a second model for them.
     drawn = next(_fillers_of_others(model), None)
     counted = [*model.parameters(), *(drawn.parameters() if drawn is not None else ())]

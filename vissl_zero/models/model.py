@@ -465,7 +465,7 @@ def build_model(model_config: ModelConfig | TeacherModel, num_classes: int = 0) 
         trunk = build_trunk(model_config.TRUNK)
         _see_as(trunk, model_config.INPUT_TYPE, model_config.TRUNK.NAME)
         num_channels = getattr(model_config, "IN_CHANNELS", None) or 3
-        _see_channels(trunk, num_channels, model_config.TRUNK.NAME)
+        _set_input_channels(trunk, num_channels, model_config.TRUNK.NAME)
         if isinstance(model_config, ModelConfig) and model_config.LORA.USE_LORA:
             from vissl_zero.models.lora import adapt_  # peft takes seconds to import, and may not be installed
 
@@ -539,7 +539,7 @@ def _see_as(trunk: nn.Module, input_type: str, name: str) -> None:
         trunk.register_forward_pre_hook(lambda _, args: ([x[:, :1] for x in args[0]], *args[1:]))
 
 
-def _see_channels(trunk: nn.Module, channels: int, name: str) -> None:
+def _set_input_channels(trunk: nn.Module, channels: int, name: str) -> None:
     """Replace a trunk's first convolution of three channels by one of ``channels``. In place. Raises ConfigError."""
     if channels == 3:
         return

@@ -110,7 +110,7 @@ def pairs(cfg: RunConfig, decided: Decisions) -> list[Problem]:
             fix = f"Put a PNG of the same name under {MASKS}/ for each file under {IMAGES}/."
             must = f"must hold a mask for each image, and {listed(complaints)}"
             problems.append(Problem(f"{key}.DATA_PATHS", str(options.DATA_PATHS), must, fix))
-        # Only where all pairs are complete: the list of names says little about a folder that is not one.
+        # Only if all pairs are complete: the classes of any other folder say little.
         elif problem := _classes(roots, options.SOURCE_PARAMS.get("num_classes", 0), key, split == "TRAIN"):
             problems.append(problem)
     return problems

@@ -230,7 +230,7 @@ class ShardedModel:
         return []
 
     def backward(self, loss: Tensor, weight: float = 1.0, retain_graph: bool = False) -> None:
-        """Accumulate gradients of ``loss * weight`` (averaged over ranks), scaled for half precision if need be.
+        """Accumulate gradients of ``loss * weight`` (averaged over ranks), scaled for half precision if needed.
 
         Args:
             loss: 0-d, this rank's mean over its own samples.

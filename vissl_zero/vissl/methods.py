@@ -80,8 +80,8 @@ def _pirl(cfg: RunConfig) -> str:
     weights, whole = list(old.loss_weights), old.update_mem_with_emb_index
     if sorted(inputs) != ["images", "patches"] or len(heads) != len(weights) or whole not in (0, 1):
         return ""
-    # pirl_loss updates its memory with the embeddings of whole images, after the step, and has one weight, the tiles':
-    # the image has 1 minus that.
+    # pirl_loss updates its memory after the step, with embeddings of whole images. Its one weight is that of the tiles:
+    # the image gets the rest.
     if old.memory_params.update_mem_on_forward or inputs[whole] != "images" or abs(sum(weights) - 1) > 1e-9:
         return ""
     rows = {name: _row(head) for name, head in zip(inputs, heads, strict=True)}

@@ -339,7 +339,7 @@ def require_float8(model: nn.Module, plan: Float8Plan, device: torch.device, key
 
 
 def device_problems(scales: str, capability: tuple[int, int], key: str) -> list[Problem]:
-    """Return the problem of a GPU without products for ``scales``: emulation would be slower than its own formats."""
+    """Return the problem of a GPU that cannot multiply with ``scales``: emulation is slower than its other formats."""
     able = [name for name, layer in _LAYERS.items() if capability >= layer.least_capability]
     if scales in able:
         return []
