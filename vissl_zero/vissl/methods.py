@@ -146,7 +146,7 @@ def _masked_shares(entry: Mapping[str, Any], key: str) -> tuple[list[float], flo
     spans = [(mean - spread, mean + spread) for mean, spread in zip(means, spreads, strict=False)]
     masked = [span for span in spans if span[1] > 0]
     if not masked or len(set(masked)) > 1 or not 0 <= masked[0][0] <= masked[0][1] <= 1 or len(means) != len(spreads):
-        must = "must be one range of shares from 0 to 1, beside at most mean and spread of 0 (no mask)"
+        must = "must be one range of shares from 0 to 1, and optionally one of mean and spread 0 (no mask)"
         fix = "Write pred_ratio_mean: [0.0, 0.3], pred_ratio_var: [0.0, 0.2], for example."
         _refuse(f"{key}.pred_ratio_mean", f"{means} and {spreads}", must, fix)
     low, high = (round(share, 12) for share in masked[0])  # 0.3 - 0.2 is 0.1
