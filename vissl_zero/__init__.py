@@ -46,6 +46,11 @@ _FROM = {
 }
 
 
+def __dir__() -> list[str]:
+    """Return the public names, which a notebook completes: they are not in the module before their first use."""
+    return __all__
+
+
 def __getattr__(name: str) -> Any:
     # Lazy: `import vissl_zero` and a config error must not pay for importing torch.
     if name not in _FROM:

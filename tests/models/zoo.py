@@ -251,7 +251,8 @@ OPTIONS = {
 # Its routers convert themselves to float32 in the first forward pass, which changes nothing in a model in float32.
 CONVERTED = {
     "switch_transformers": {
-        **dict.fromkeys(range(3), "was replaced after sharding began"),
+        0: "was replaced after sharding began",
+        **dict.fromkeys((1, 2), "was given torch.float32"),
         3: "is converted from torch.float64 to torch.float32",
     }
 }
@@ -873,7 +874,6 @@ def auxiliary_losses() -> nn.Module:
 
 
 @odd(
-    refused={3: "The loss is made of parameters themselves"},
     loss=lambda model, g: (
         outputs_loss(model(torch.randn(4, 6, generator=g)), g)
         + 1e-3 * sum(p.square().sum() for p in model.parameters())
@@ -932,7 +932,7 @@ def complex_numbers_inside() -> nn.Module:
     )
 
 
-@odd(refused=dict.fromkeys(range(4), "must have all its trained parameters in float32"))
+@odd(refused=dict.fromkeys(range(4), "must have floating-point parameters"))
 def complex_parameters() -> nn.Module:
     return Model(
         lambda self, x: self.real(torch.view_as_real(x.to(torch.complex128) @ self.mix)),

@@ -106,9 +106,16 @@ def vissl(tmp_path: Path) -> Path:
     return tmp_path / "vissl"
 
 
-@pytest.mark.parametrize("level", [".", "configs/config"])
-def test_config_dir_at_the_wrong_level_says_the_right_one(command, vissl, level):
-    code, _, err = command("--config-dir", str(vissl / level), "config=pretrain/swav/swav_8node_resnet")
+@pytest.mark.parametrize(
+    ("level", "recipe"),
+    [
+        (".", "pretrain/swav/swav_8node_resnet"),
+        ("configs/config", "pretrain/swav/swav_8node_resnet"),
+        ("configs/config", "mistyped"),
+    ],
+)
+def test_config_dir_at_the_wrong_level_says_the_right_one(command, vissl, level, recipe):
+    code, _, err = command("--config-dir", str(vissl / level), f"config={recipe}")
     assert code == 2 and err.count("\n") == 1
     assert f"Write --config-dir {vissl / 'configs'}." in err
 

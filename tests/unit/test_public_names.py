@@ -31,6 +31,10 @@ def test_the_page_has_every_public_name():
         assert names.get(name) is getattr(vissl_zero, name), f"docs/api.md lacks {name}"
 
 
+def test_a_notebook_completes_the_public_names_before_their_first_use():
+    assert dir(vissl_zero) == sorted(vissl_zero.__all__)
+
+
 def test_every_public_name_has_a_docstring():
     bare = []
     for name, thing in public_objects():

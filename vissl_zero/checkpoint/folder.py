@@ -473,11 +473,16 @@ def step_of(path: Path) -> int | None:
 
 def find_checkpoints(run_folder: str | Path) -> list[Path]:
     """List the folders of a run's finished checkpoints, newest first. Open one to learn whether it is complete."""
+    return [path for _, path in numbered_checkpoints(run_folder)]
+
+
+def numbered_checkpoints(run_folder: str | Path) -> list[tuple[int, Path]]:
+    """List ``find_checkpoints``, each with its optimizer steps."""
     folder = Path(run_folder) / FOLDER_NAME
     if not folder.is_dir():
         return []
     checkpoints = [(step, path) for path in folder.iterdir() if (step := step_of(path)) is not None and path.is_dir()]
-    return [path for _, path in sorted(checkpoints, reverse=True)]
+    return sorted(checkpoints, reverse=True)
 
 
 def newest_checkpoint(path: str | Path, passed_over: list[str] | None = None, with_data: bool = False) -> Checkpoint:
@@ -553,10 +558,9 @@ def prune(run_folder: Path, keep_last: int, keep_every: int, newest: int | None 
     if keep_last < 0:
         return []
     removed = []
-    checkpoints = [p for p in find_checkpoints(run_folder) if newest is None or (step_of(p) or 0) <= newest]
-    for path in checkpoints[max(keep_last, 1) :]:
-        step = step_of(path)
-        if keep_every > 0 and step is not None and step % keep_every == 0:
+    checkpoints = [each for each in numbered_checkpoints(run_folder) if newest is None or each[0] <= newest]
+    for step, path in checkpoints[max(keep_last, 1) :]:
+        if keep_every > 0 and step % keep_every == 0:
             continue
         # Renamed first: an incomplete checkpoint must never have the name of a complete one.
         doomed = path.with_name(f".{path.name}.old")

@@ -7,7 +7,8 @@ the bytes of storage k as ``data/<k>``, each at a multiple of 64 bytes so that i
 
 *Reading.* These files are pickles, and a pickle can call any function. There are two checks. First, ``_inspect`` reads
 the opcodes of the pickle, builds nothing, and accepts only names from a short list: plain tensors, containers and
-numbers. Then ``torch.load(weights_only=True)`` builds the objects, with a list of its own. NumPy scalars and arrays,
+numbers. Then ``torch.load(weights_only=True)`` builds the objects, with a list of its own. Arguments and paths, which
+training programs save with the weights, are left out. NumPy scalars and arrays,
 which VISSL's meters and older weights have, are built by the classes below instead of NumPy's. The reason is
 ``numpy.dtype.__setstate__``: it does not check fields and flags from the file, and a file of a few hundred bytes can
 make it follow arbitrary pointers.
@@ -72,7 +73,7 @@ def write_torch_file(path: Path, entries: Sequence[Entry]) -> None:
         OSError: the disk is full or fails, or the file exists.
     """
     with path.open("xb") as file:
-        with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
+        with zipfile.ZipFile(file, "w") as archive:
             _add_aligned(archive, "data.pkl", _pickled(entries))
             # Without this entry torch.load takes the data for little-endian.
             _add_aligned(archive, "byteorder", sys.byteorder.encode())
@@ -196,6 +197,16 @@ class _Dtype:
             self.text = state[1] + self.text.lstrip("<>=|")
 
 
+class _Setting:
+    """A stand-in for settings that training programs save with the weights; they are left out."""
+
+    def __init__(self, *arguments: Any):
+        pass
+
+    def __setstate__(self, state: Any) -> None:
+        pass
+
+
 def _array(*arguments: Any) -> NumpyArray:
     return NumpyArray()
 
@@ -211,6 +222,8 @@ def _scalar(dtype: Any, data: Any = None) -> Any:
 _STAND_INS: list[Any] = [
     (_Dtype, "numpy.dtype"),
     (NumpyArray, "numpy.ndarray"),
+    # DINO, MAE and timm save the arguments of the command with the weights, and these may hold paths.
+    *((_Setting, name) for name in ("argparse.Namespace", "pathlib.PosixPath", "pathlib.WindowsPath")),
     *((_array, f"numpy.{core}.multiarray._reconstruct") for core in ("core", "_core")),
     *((_scalar, f"numpy.{core}.multiarray.scalar") for core in ("core", "_core")),
 ]
@@ -328,7 +341,7 @@ def _inspect_pickle(file: IO[bytes], path: Path, refused: Sequence[str] = _REFUS
         if name == "GLOBAL" and (global_name := str(argument).replace(" ", ".", 1)) not in _KNOWN:
             raise CheckpointError(
                 f"{path} is refused: it holds more than data ({global_name[:80]}), which loading it would run. "
-                "Nothing was run. Ask whoever made it for a plain state dict, or for safetensors."
+                "Nothing was run. Save model.state_dict() alone where the file was made, or save safetensors."
             )
         if name in ("BINPUT", "LONG_BINPUT", "PUT"):
             memo[argument] = stack[-1]

@@ -16,9 +16,8 @@ from vissl_zero.checkpoint.folder import (
     MANIFEST_NAME,
     Checkpoint,
     TensorInfo,
-    find_checkpoints,
     newest_checkpoint,
-    step_of,
+    numbered_checkpoints,
 )
 from vissl_zero.checkpoint.shard_file import ShardFile
 from vissl_zero.engine.stopping import read_jobs
@@ -181,9 +180,9 @@ def open_store(
     final = path / WEIGHTS_FILE
     if (path / MANIFEST_NAME).exists():
         return newest_checkpoint(path, with_data=with_data)
-    if checkpoints := find_checkpoints(path):
+    if checkpoints := numbered_checkpoints(path):
         # At equal steps the checkpoint: it has the teacher and the average too.
-        if (step := final_step(path)) is not None and step > (step_of(checkpoints[0]) or 0):
+        if (step := final_step(path)) is not None and step > checkpoints[0][0]:
             return _weights_file(final, with_data)
         return newest_checkpoint(path, passed_over, with_data)
     if os.path.lexists(final):

@@ -19,8 +19,8 @@ from vissl_zero.torchvision_compat import is_repaired
 from vissl_zero.version import __version__
 
 if TYPE_CHECKING:
-    from vissl_zero.evaluation.trunk import LoadedTrunk
-    from vissl_zero.weights.to_library import Exported, Source, Views
+    from vissl_zero.evaluation.trunk import Classifier, LoadedTrunk
+    from vissl_zero.weights.to_library import Exported, Source
 
 TARGETS = ("timm", "transformers", "torchvision", "torchhub", "detectron2", "peft", "onnx", "safetensors")
 _FIGURES = ("steps", "final_loss", "knn_top1_before", "knn_top1_after", "top1", "rankme_after")
@@ -51,8 +51,7 @@ def export(arguments: Sequence[str]) -> int:
     out = options.out
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise CheckpointError(f"--out {out}: is not empty, and nothing is overwritten. Name a new folder.")
-    from vissl_zero.evaluation.trunk import load_trunk
-    from vissl_zero.weights.to_library import Views
+    from vissl_zero.evaluation.trunk import load_classifier, load_trunk
 
     # Python prints a warning with our file and line; the user needs its text alone.
     with warnings.catch_warnings(record=True) as caught:
@@ -60,29 +59,28 @@ def export(arguments: Sequence[str]) -> int:
         loaded = load_trunk(options.weights, which=options.which)
     for warning in caught:
         print(f"note: {warning.message}", file=sys.stderr)
-    views = Views.of(loaded.config["DATA"])
+    # Before the writing, which blames --out for every error of a file.
+    last = load_classifier(options.weights, which=options.which) if options.classifier else None
     with writing(out):
-        done = _written(loaded, views, options)
+        done = _written(loaded, last, options)
     _print_result(loaded, done, out, options.to)
     return 0
 
 
-def _written(loaded: LoadedTrunk, views: Views, options: argparse.Namespace) -> Exported:
+def _written(loaded: LoadedTrunk, last: Classifier | None, options: argparse.Namespace) -> Exported:
     """Write the folder next to its final place, under the name that the printed calls use, and move it there."""
-    from vissl_zero.evaluation.trunk import load_classifier
-    from vissl_zero.weights.to_library import Source, write, write_preprocessor
+    from vissl_zero.weights.to_library import Source, Views, write, write_preprocessor
 
-    out = options.out
+    out, views = options.out, Views.of(loaded.config["DATA"])
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=".export-") as temporary:
         folder = Path(temporary) / out.name
         folder.mkdir()
         source = Source(loaded.trunk, loaded.config["MODEL"]["TRUNK"], views, place=out)
-        if options.classifier:
-            last = load_classifier(options.weights, which=options.which)
+        if last is not None:
             source = replace(source, classifier=last.layer, classes=last.classes)
         done = write(source, options.to, folder)
-        if options.classifier and not source.classes:
+        if last is not None and not source.classes:
             done.notes.append("The weights do not name their classes; those of a run that has ended do.")
         write_preprocessor(views, folder)
         card = _card(loaded, done, source, options.to, options.license, Path(options.weights))

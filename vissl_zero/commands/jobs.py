@@ -54,18 +54,23 @@ def jobs(arguments: Sequence[str]) -> int:
             listed = f"Known: {', '.join(list(known)[-8:])}." if known else "None was submitted from this account."
             raise LaunchError(f"vissl-zero jobs {word}: {name} is not a vissl-zero job. {listed}")
     if word == "cancel":
-        return _cancel(names)
+        return _cancel([known[name] for name in names])
     if len(names) > 1:
         raise LaunchError(f"vissl-zero jobs logs: must name one job (got {' '.join(names)}). Leave the others out.")
     return _logs(known[names[0]], follow)
 
 
-def _cancel(names: Sequence[str]) -> int:
+def _cancel(jobs: Sequence[Submitted]) -> int:
+    """Cancel jobs, and name those that had ended: ``scancel`` says nothing of them."""
+    ended = {job.job_id: state for job in jobs if (state := state_of(job)) in _FINAL}
     try:
-        return subprocess.run(["scancel", *names], check=False).returncode
+        code = subprocess.run(["scancel", *(job.job_id for job in jobs)], check=False).returncode
     except OSError as error:
         fix = "Run the command where the job was submitted."
         raise LaunchError(f"vissl-zero jobs cancel: SLURM's scancel cannot be run ({error.strerror}). {fix}") from error
+    for name, state in ended.items():
+        print(f"Job {name} had ended before{'' if state == 'ended' else f' ({state})'}; there was nothing to cancel.")
+    return code
 
 
 def _list() -> int:

@@ -143,8 +143,9 @@ def _missing_file(error: MissingConfigException, folders: Sequence[str], overrid
         if fix := _level_of_folder(Path(folder), option):
             return Problem("--config-dir", repr(str(folder)), "must name the folder that holds config/", fix)
     if any(word.removeprefix("config=") == f"{option}.yaml" for word in overrides):
-        file_name = Path(option).name
-        fix = f"Put it in configs/config/ and write config={file_name}."
+        path = Path(f"{option}.yaml").absolute()
+        there = [recipe.argument for recipe in list_recipes(folders) if recipe.path.absolute() == path]
+        fix = f"Write {there[0]}." if there else f"Put it in configs/config/ and write config={path.stem}."
         return Problem("config", repr(f"{option}.yaml"), "must name a recipe, not a file", fix)
     arguments = {recipe.name: recipe.argument for recipe in list_recipes(folders)}
     if Path(option).is_absolute() or option.startswith("."):
@@ -211,7 +212,7 @@ def every_mistake(tree: DictConfig, typed: DictConfig | None = None, prefix: str
         child, below = tree._get_node(name), node._get_node(name) if name in node else None
         if name not in node:
             problems += [] if is_open else [unknown_key(f"{prefix}{name}", schema())]
-        elif isinstance(child, DictConfig) and isinstance(below, DictConfig) and not below._is_none():
+        elif isinstance(child, DictConfig) and isinstance(below, DictConfig):
             problems += every_mistake(child, below, f"{prefix}{name}.")
         else:
             try:

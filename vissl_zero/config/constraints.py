@@ -156,7 +156,7 @@ def _of_type(value: Any, annotation: str, key: str) -> Iterator[Problem]:
         return
     kind, words = _ELEMENTS[list_type[1]]
     # A bool is an int to Python.
-    wrong = [item for item in value if not isinstance(item, kind) or (isinstance(item, bool) and kind is not str)]
+    wrong = [item for item in value if not isinstance(item, kind) or isinstance(item, bool)]
     if wrong:
         yield Problem(key, _short(wrong[0]), f"must be a list of {words}", f"Correct {key}.")
 

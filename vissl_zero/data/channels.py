@@ -51,7 +51,7 @@ def to_channels(data: bytes | np.ndarray | Image.Image, name: str, decoder: Deco
 def _decoded(data: bytes, name: str, decoder: Decoder) -> np.ndarray:
     """Decode a ``.npy`` file or an image; the pages of a multipage TIFF become channels."""
     if data.startswith(_NUMPY):
-        array: np.ndarray = np.load(io.BytesIO(data), allow_pickle=False)
+        array: np.ndarray = np.load(io.BytesIO(data))
         return array
     with Image.open(io.BytesIO(data), formats=FORMATS) as image:
         decoder.check(*image.size, data, name)

@@ -253,7 +253,7 @@ def read_array(path: str | Path, max_dims: int = 1) -> np.ndarray:
         with os.fdopen(open_regular(path, follow_links=True), "rb") as file, warnings.catch_warnings():
             warnings.simplefilter("ignore")
             # A pickle in the file could run code.
-            values = np.load(file, allow_pickle=False)
+            values = np.load(file)
     except Exception as error:  # numpy raises many kinds: TokenError, BadZipFile, MemoryError, OverflowError
         raise ValueError(" ".join(str(error).split()) or type(error).__name__) from error
     # Items of no bytes: a file of 100 bytes may have 2**62 of them.
@@ -287,7 +287,7 @@ def _as_8_bits(image: Image.Image, file: Image.Image, path: str | Path) -> Image
             # In integers, with the half added, so that every machine rounds alike.
             return Image.fromarray(((gray * 255 + 32_767) // 65_535).astype(np.uint8))
         raise BrokenImageError(str(path), f"its pixels have {max(depths)} bits; only 1, 8 and 16 are supported")
-    if image.mode in ("I", "F") or image.mode.startswith("I;"):
+    if image.mode in ("I", "F"):
         kind = "floating-point numbers" if image.mode == "F" else "32-bit integers"
         raise BrokenImageError(
             str(path), f"its pixels are {kind}, with an unknown white level (save it with 8 or 16 bits)"

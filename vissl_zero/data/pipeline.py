@@ -11,6 +11,7 @@ import torch
 import torchvision
 from PIL import Image
 from torch import Tensor
+from torchvision.transforms import functional
 
 from vissl_zero.config.components import typed_options
 from vissl_zero.data.changes import Changes
@@ -140,25 +141,35 @@ class Pipeline:
 def _applied(transform: Callable[[Any], Any], crop: Any) -> Any:
     try:
         return transform(crop)
-    except (TypeError, ValueError, AttributeError, RuntimeError) as error:
+    except (TypeError, ValueError, AttributeError, RuntimeError, OSError) as error:
         if type(transform).__module__.split(".")[0] not in ("torchvision", "vissl_zero"):
             raise  # a defect in a custom transform: its author needs the traceback
         name = f"TRANSFORMS: {type(transform).__name__}"
-        if isinstance(error, ValueError | RuntimeError):  # of an image's size, or of arguments
+        if isinstance(error, TypeError | AttributeError) or _takes_other_kind(transform, crop):
             raise DataError(
-                f"{name} cannot take {_shown(crop)} ({error}). Change its arguments, or the images that it gets."
+                f"{name} cannot take a {type(crop).__name__} ({error}). Put transforms of images before "
+                "{name: ToTensor} and those of tensors, such as Normalize, after it."
             ) from error
         raise DataError(
-            f"{name} cannot take a {type(crop).__name__} ({error}). Put transforms of "
-            "images before {name: ToTensor} and those of tensors, such as Normalize, after it."
+            f"{name} cannot take {_shown(crop)} ({error}). Change its arguments, or the images that it gets."
         ) from error
 
 
+def _takes_other_kind(transform: Callable[[Any], Any], crop: Any) -> bool:
+    """Check whether a transform that fails with an image takes it as a tensor, or a tensor as an image."""
+    convert = functional.to_pil_image if isinstance(crop, Tensor) else functional.to_tensor
+    try:
+        transform(convert(crop))
+    except Exception:  # noqa: BLE001 - whatever is wrong, it is not the kind
+        return False
+    return True
+
+
 def _shown(crop: Any) -> str:
-    if isinstance(crop, list):
-        return f"{len(crop)} crops, the first {_shown(crop[0])}" if crop else "no crops"
-    size = crop.size if isinstance(crop, Image.Image) else getattr(crop, "shape", ())
-    return f"an {type(crop).__name__} of {' x '.join(map(str, size))}".replace("an Tensor", "a Tensor")
+    if isinstance(crop, Image.Image):
+        return f"an image of {crop.width} x {crop.height}"
+    shape = getattr(crop, "shape", ())
+    return f"a {type(crop).__name__} of {' x '.join(map(str, shape))}" if shape else f"a {type(crop).__name__}"
 
 
 def _as_list(result: Any) -> Sequence[Any]:

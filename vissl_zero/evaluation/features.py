@@ -315,7 +315,7 @@ def nearest(
         Similarities (Q, k) float64, and rows of the index (Q, k) int64. Not collective.
     """
     if is_cosine:
-        queries, index = F.normalize(queries, dim=1), F.normalize(index, dim=1)
+        queries, index = F.normalize(queries), F.normalize(index)
     num_neighbors = min(num_neighbors, len(index) - (excluded is not None))
     places = torch.arange(len(index), device=index.device, dtype=torch.float64)
     chunk = max(1, _CHUNK_ELEMENTS // max(1, len(index)))

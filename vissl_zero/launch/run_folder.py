@@ -81,7 +81,7 @@ def require_plain_files(folder: Path) -> None:
         kind = irregular(path.lstat())
         if kind and (kind != "a folder" or path.name in _OUR_FILES):
             raise LaunchError(
-                f"config.CHECKPOINT.DIR: {path} is {kind}, where a run writes its own files. Remove it, or name "
+                f"config.CHECKPOINT.DIR: {path} is {kind}, and a run could write through it. Remove it, or name "
                 "another folder."
             )
 

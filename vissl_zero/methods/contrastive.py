@@ -28,9 +28,9 @@ def _nearest_neighbors(rows: Tensor, queue: Tensor) -> Tensor:
         (n, D) unit vectors. n * K * D multiplications, no communication.
     """
     with torch.no_grad():
-        unit = F.normalize(at_least_float32(rows), dim=1)
+        unit = F.normalize(at_least_float32(rows))
         past = queue.to(unit.dtype)
-        return F.normalize(past[(unit @ past.T).argmax(dim=1)], dim=1)
+        return F.normalize(past[(unit @ past.T).argmax(dim=1)])
 
 
 def nnclr_loss(

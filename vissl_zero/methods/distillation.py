@@ -354,7 +354,7 @@ class SwAVDistillation(EmbeddingMethod):
         student = self._student_rows(outputs[0])
         self._note(student)
         if self.is_normalized:
-            student = F.normalize(student, dim=1)
+            student = F.normalize(student)
         width = self.prototypes.shape[1 if self.uses_teachers else 0]
         if student.shape[1] != width:
             of = "the width of the teacher's embeddings" if self.uses_teachers else "the teacher's prototypes"

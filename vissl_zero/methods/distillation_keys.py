@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from vissl_zero.config.constraints import choice, number
 from vissl_zero.errors import Problem
 from vissl_zero.methods.dino_keys import IBOT_HEADS, patch_distillation
-from vissl_zero.methods.spec import MethodSpec, crops_of, heads_of, loss_keys, one_head, patch_trunk
+from vissl_zero.methods.spec import MethodSpec, crops_of, heads_of, loss_keys, num_crops_of, one_head, patch_trunk
 from vissl_zero.registry import METHODS
 from vissl_zero.resolve.components import as_teacher, missing_weights
 from vissl_zero.resolve.saved import RESOLVED_FILE
@@ -228,7 +228,7 @@ class DistillationSpec(MethodSpec):
         if cfg.LOSS["name"] == "dino_distillation_loss":
             problems = patch_trunk(cfg) if keys.patch_drop else []
             problems += one_head(cfg, "mlp", "dino_head", "swav_head")
-            crops = sum(crops_of(cfg) or [1])
+            crops = num_crops_of(cfg)
             if keys.teacher_num_crops > crops - keys.swapped_assignment:
                 must = f"must be at most {crops - keys.swapped_assignment}, with {crops} crops of an image"
                 problems.append(Problem(f"{path}.teacher_num_crops", str(keys.teacher_num_crops), must, "Lower it."))
@@ -278,7 +278,7 @@ def _swav_problems(cfg: RunConfig) -> list[Problem]:
         must = "must be one swav_head or dino_head with one layer of prototypes"
         fix = 'Write [["swav_head", {dims: [2048, 2048, 128], use_bn: true, num_clusters: [3000]}]], for example.'
         problems.append(Problem(f"{_TEACHER}.HEAD.PARAMS", str([name for name, _ in heads]), must, fix))
-    crops, least = sum(crops_of(cfg) or [1]), 1 + (keys.use_two_crops_for_teacher or keys.swapped_assignment)
+    crops, least = num_crops_of(cfg), 1 + (keys.use_two_crops_for_teacher or keys.swapped_assignment)
     if crops < least:
         fix = "Add an ImgPilToMultiCrop, or set use_two_crops_for_teacher and swapped_assignment to false."
         problems.append(Problem("config.DATA.TRAIN.TRANSFORMS", f"{crops}", "must make two crops of an image", fix))

@@ -172,9 +172,9 @@ class FeatureDistillation(EmbeddingMethod):
         self._note(student)
         terms = []
         if self.queue is not None:
-            unit = F.normalize(teacher, dim=1)
+            unit = F.normalize(teacher)
             classes = self._classes(self.queue, _by_sample(unit, batch))
-            divergence = queue_distillation_loss(F.normalize(student, dim=1), unit, classes, self.temperature)
+            divergence = queue_distillation_loss(F.normalize(student), unit, classes, self.temperature)
             terms.append(self.queue_weight * divergence)
         if self.global_weight:
             terms.append(self.global_weight * feature_distance(student, teacher, self.normalize))
@@ -187,7 +187,7 @@ class FeatureDistillation(EmbeddingMethod):
         assert teacher_outputs is not None
         if self.queue is None:
             return None
-        return _by_sample(F.normalize(at_least_float32(_features(teacher_outputs[0])), dim=1), batch)[None]
+        return _by_sample(F.normalize(at_least_float32(_features(teacher_outputs[0]))), batch)[None]
 
     def update_state(self, observed: Sequence[Any]) -> None:
         """Queue the teacher's features. Collective."""

@@ -90,8 +90,8 @@ class FeatureDistillationSpec(MethodSpec):
     recipe = "digits/feature_distillation"
 
     def takes_other_model(self, cfg: RunConfig) -> bool:
-        """Return True: resolution puts the model of the named weights under DISTILLATION."""
-        return True
+        """Check for a named teacher: resolution puts the model of these weights under DISTILLATION."""
+        return bool(loss_keys(cfg).teacher)
 
     def teacher_weights(self, cfg: RunConfig) -> str:
         """Return the key ``teacher``; for ``digits``, the path of the weights in the package."""

@@ -88,7 +88,7 @@ def embedding_sums(embeddings: Tensor) -> Tensor:
     Args:
         embeddings: (m, D) of this rank; any m; only the first 256 features are used.
     """
-    rows = F.normalize(embeddings[:, :_MOST_FEATURES].double(), dim=1)
+    rows = F.normalize(embeddings[:, :_MOST_FEATURES].double())
     return (rows.T @ rows).flatten()
 
 

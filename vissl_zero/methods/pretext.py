@@ -173,9 +173,9 @@ def permutations_of(file: str, num_tiles: int, count: int) -> Tensor:
     Raises:
         ConfigError: the file cannot be read, or does not have ``count`` orders of ``num_tiles`` tiles.
     """
-    # allow_pickle=False: a file of orders must not run code.
+    # By default NumPy refuses pickles, so a file of orders runs no code.
     try:
-        orders = np.load(Path(file).expanduser(), allow_pickle=False).astype(np.int64)
+        orders = np.load(Path(file).expanduser()).astype(np.int64)
         # VISSL's files count tiles from 1.
         orders = orders - orders.min()
         is_right = orders.shape == (count, num_tiles) and (np.sort(orders) == np.arange(num_tiles)).all()
@@ -283,7 +283,7 @@ class MemoryBank(nn.Module):
         bound = 1 / math.sqrt(embedding_dim / 3)
         generator = torch.Generator().manual_seed(0)  # one seed on every rank
         first = torch.empty(num_images, embedding_dim).uniform_(-bound, bound, generator=generator)
-        self.register_buffer("memory", F.normalize(first, dim=1))
+        self.register_buffer("memory", F.normalize(first))
         # -1 until the first batch, as in NPID's code, so that a forgotten estimate shows.
         self.register_buffer("normalizer", torch.tensor(-1.0))
         # On the host: reading a buffer in every step would wait for the device.
@@ -319,7 +319,7 @@ class MemoryBank(nn.Module):
         Returns:
             (n, 1 + M).
         """
-        rows = F.normalize(at_least_float32(embeddings), dim=1)
+        rows = F.normalize(at_least_float32(embeddings))
         stored = self.memory[torch.cat((sample_ids[:, None], negatives), dim=1)].to(rows.dtype)
         return torch.einsum("nd,nmd->nm", rows, stored)
 
@@ -332,10 +332,10 @@ class MemoryBank(nn.Module):
             sample_ids: (n,), different from each other over all ranks.
         Cost: two gathers of rows (see ``collectives.all_gather_rows``).
         """
-        rows = F.normalize(at_least_float32(embeddings), dim=1).to(self.memory.dtype)
+        rows = F.normalize(at_least_float32(embeddings)).to(self.memory.dtype)
         rows, indices = collectives.all_gather_rows(rows), collectives.all_gather_rows(sample_ids)
         before = self.memory[indices]
-        after = F.normalize(before * self.momentum + rows * (1 - self.momentum), dim=1)
+        after = F.normalize(before * self.momentum + rows * (1 - self.momentum))
         # torch.where, because indexing with a mask would wait for the device.
         self.memory[indices] = torch.where(rows.isfinite().all(dim=1, keepdim=True), after, before)
 

@@ -68,7 +68,7 @@ def spherical_kmeans(rows: Tensor, centroids: Tensor, num_iters: int) -> tuple[T
         sums.index_add_(0, nearest, torch.cat((rows, rows.new_ones(len(rows), 1)), dim=1))
         sums = collectives.all_reduce_sum(sums)
         means = sums[:, :-1] / sums[:, -1:].clamp(min=1)
-        centroids = F.normalize(torch.where(sums[:, -1:] > 0, means, centroids), dim=1)
+        centroids = F.normalize(torch.where(sums[:, -1:] > 0, means, centroids))
     return centroids, _nearest(rows, centroids)
 
 
@@ -294,7 +294,7 @@ class MSNHead(nn.Module):
     def forward(self, features: Tensor, probe: Tensor | None = None) -> SwAVOutput:
         """Embed and score the rows of all crops; score the probe (q, D) too, without gradient."""
         x = self.fc(features)
-        embeddings = F.normalize(x.to(torch.promote_types(x.dtype, torch.float32)), dim=1)
+        embeddings = F.normalize(x.to(torch.promote_types(x.dtype, torch.float32)))
         scores = [self._score(embeddings)]
         if probe is None:
             return SwAVOutput(embeddings, scores, None)
@@ -303,7 +303,7 @@ class MSNHead(nn.Module):
 
     def _score(self, embeddings: Tensor) -> Tensor:
         # Normalized at each use: an optimizer step moves prototypes off the unit sphere.
-        return F.linear(embeddings.to(self.prototypes.dtype), F.normalize(self.prototypes, dim=1))
+        return F.linear(embeddings.to(self.prototypes.dtype), F.normalize(self.prototypes))
 
     def init_parameters(self, generator_for: Callable[[str], torch.Generator]) -> None:
         """Draw layers from a truncated normal of deviation 0.02 and prototypes uniformly, as VISSL; set biases to 0."""

@@ -15,6 +15,7 @@ from vissl_zero.methods.spec import (
     head_width,
     heads_of,
     loss_keys,
+    num_crops_of,
     one_head,
     patch_trunk,
     share,
@@ -75,7 +76,7 @@ class DeepClusterV2Spec(MethodSpec):
         if not keys.num_clusters or min(keys.num_clusters) < 1:
             must, fix = "must have one or more numbers, each at least 1", "Write [3000, 3000, 3000]."
             problems.append(Problem(f"{path}.num_clusters", str(list(keys.num_clusters)), must, fix))
-        count, crops = sum(crops_of(cfg) or [1]), keys.memory_params.crops_for_mb
+        count, crops = num_crops_of(cfg), keys.memory_params.crops_for_mb
         if not crops or not all(0 <= crop < count for crop in crops):
             must = f"must list crops from 0 to {count - 1}"
             problems.append(Problem(f"{path}.memory_params.crops_for_mb", str(list(crops)), must, "Write [0]."))

@@ -69,7 +69,7 @@ def pixel_cross_entropy(logits: Tensor, masks: Tensor, weights: Tensor | None = 
 
 def as_large_as(logits: Tensor, masks: Tensor) -> Tensor:
     """Interpolate logits (n, C, h, w) to the size of masks (n, H, W)."""
-    return F.interpolate(at_least_float32(logits), size=masks.shape[1:], mode="bilinear", align_corners=False)
+    return F.interpolate(at_least_float32(logits), size=masks.shape[1:], mode="bilinear")
 
 
 @LOSSES.register("segmentation_loss", config=SegmentationLossConfig)

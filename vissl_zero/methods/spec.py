@@ -114,6 +114,11 @@ def crops_of(cfg: RunConfig) -> list[int] | None:
     return None
 
 
+def num_crops_of(cfg: RunConfig) -> int:
+    """Count the crops per image that the transforms make, of all sizes; 1 without a multi-crop."""
+    return sum(crops_of(cfg) or [1])
+
+
 def one_head(cfg: RunConfig, *allowed: str) -> list[Problem]:
     """Check that the model has one head, of an allowed name."""
     # The last head of a chain counts: those before it are projections.

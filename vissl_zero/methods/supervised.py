@@ -156,7 +156,7 @@ class CrossEntropy(Method):
 
     def _scaled(self, logits: Tensor) -> Tensor:
         logits = at_least_float32(logits)
-        return (F.normalize(logits, dim=1) if self.normalize_output else logits) / self.temperature
+        return (F.normalize(logits) if self.normalize_output else logits) / self.temperature
 
     def _one_head(self, logits: Tensor, targets: Tensor, batch: Batch) -> Tensor:
         logits = self._scaled(logits)

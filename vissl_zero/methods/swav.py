@@ -52,7 +52,7 @@ class NormalizedPrototypes(nn.Module):
     @property
     def weight(self) -> Tensor:
         """The prototypes (K, D): unit directions times lengths."""
-        return F.normalize(self.weight_v, dim=1) * self.weight_g
+        return F.normalize(self.weight_v) * self.weight_g
 
     def forward(self, rows: Tensor) -> Tensor:
         """Score rows, (n, D) -> (n, K)."""
@@ -123,7 +123,7 @@ class SwAVHead(nn.Module):
         # In half precision the length of a row would be 1 to two or three digits only.
         embeddings = x.to(torch.promote_types(x.dtype, torch.float32))
         if self.normalize_feats:
-            embeddings = F.normalize(embeddings, dim=1)
+            embeddings = F.normalize(embeddings)
         scores = self._score(embeddings)
         if probe is None:
             return SwAVOutput(embeddings, scores, None)

@@ -87,9 +87,9 @@ def info_nce(queries: Tensor, keys: Tensor, queue: Tensor, temperature: float) -
     Returns:
         0-d, the mean over this rank's samples. No communication.
     """
-    queries = F.normalize(at_least_float32(queries), dim=1)
+    queries = F.normalize(at_least_float32(queries))
     # MoCo (arXiv 1911.05722, section 3.2): the momentum encoder gets no gradient, its keys are constants.
-    keys = F.normalize(at_least_float32(keys.detach()), dim=1)
+    keys = F.normalize(at_least_float32(keys.detach()))
     positive = (queries * keys).sum(dim=1, keepdim=True)
     logits = torch.cat((positive, queries @ queue.to(queries.dtype).T), dim=1) / temperature
     return (torch.logsumexp(logits, dim=1) - logits[:, 0]).sum() / max(len(queries), 1)
@@ -114,7 +114,7 @@ class KeyQueue(nn.Module):
         super().__init__()
         # Random unit vectors, as in MoCo's builder.py; a constant seed makes them the same on every rank.
         generator = torch.Generator().manual_seed(0)
-        self.register_buffer("keys", F.normalize(torch.randn(length, embedding_dim, generator=generator), dim=1))
+        self.register_buffer("keys", F.normalize(torch.randn(length, embedding_dim, generator=generator)))
         # On the device: it decides no shape, so the host never has to read it.
         self.register_buffer("position", torch.zeros((), dtype=torch.int64))
 
@@ -128,7 +128,7 @@ class KeyQueue(nn.Module):
         """
         # A step that the loss scaler skips may have infinities, which would stay for K samples.
         finite = torch.nan_to_num(keys.to(self.keys.dtype), nan=0.0, posinf=0.0, neginf=0.0)
-        newest = collectives.all_gather_rows(F.normalize(finite, dim=1))
+        newest = collectives.all_gather_rows(F.normalize(finite))
         length = len(self.keys)
         # All rows at once, where they wrap around too: MoCo's code asserts that a batch divides the queue.
         rows = (self.position + torch.arange(len(newest), device=newest.device)) % length
@@ -200,7 +200,7 @@ def symmetric_info_nce(
     labels = counts.first + torch.arange(counts.local, device=local_keys.device)
     terms = []
     for view, query in enumerate(queries):
-        logits = F.normalize(at_least_float32(query), dim=1) @ every_key[:, 1 - view].T / temperature
+        logits = F.normalize(at_least_float32(query)) @ every_key[:, 1 - view].T / temperature
         terms.append(F.cross_entropy(logits, labels, reduction="sum") / max(counts.local, 1))
     # The factor of contrastive_loss in facebookresearch/moco-v3 moco/builder.py.
     return torch.stack(terms).sum() * (2 * temperature)
@@ -236,10 +236,10 @@ def cosine(predictions: Tensor, targets: Tensor) -> Tensor:
     Returns:
         0-d. No communication.
     """
-    predictions = F.normalize(at_least_float32(predictions), dim=1)
+    predictions = F.normalize(at_least_float32(predictions))
     # SimSiam's targets are outputs of the student: without the stopped gradient, all embeddings become equal
     # (arXiv 2011.10566, section 4.1). BYOL's come from a teacher, which has no graph.
-    targets = F.normalize(at_least_float32(targets.detach()), dim=1)
+    targets = F.normalize(at_least_float32(targets.detach()))
     return (predictions * targets).sum() / max(len(predictions), 1)
 
 

@@ -607,8 +607,10 @@ def _with_last(options: Mapping[str, Any], width: int) -> Mapping[str, Any]:
 
 
 def _check_input_dim(name: str, options: Mapping[str, Any], feature_dim: int | None) -> None:
+    if links := options.get("heads"):  # a chain: its first head sees the features, and is the one that was written
+        name, options = links[0]
     dims = options.get("dims")
-    if dims and feature_dim is not None and dims[0] != feature_dim:
+    if dims and feature_dim is not None and dims[0] not in (feature_dim, -1):
         must = f"dims of {name} must begin with the trunk's {feature_dim} features"
         fix = f"Write dims: {[feature_dim, *dims[1:]]}."
         raise ConfigError([Problem("config.MODEL.HEAD.PARAMS", str(list(dims)), must, fix)])

@@ -90,6 +90,8 @@ def _no_better_than_the_start(run: Run) -> str:
     pixels = run.results.get("knn_top1_raw_pixels")
     if before is None or after is None or run.results.get("collapse_warning_step") is not None:
         return ""
+    if run.plan.config.MODEL.FEATURE_EVAL_SETTINGS.FREEZE_TRUNK_ONLY:
+        return ""  # training leaves the features as they are
     if after <= before:
         return (
             f"training did not help: kNN top-1 is {after:.1%}, and was {before:.1%} before the first step. Try a lower "

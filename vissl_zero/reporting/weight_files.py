@@ -9,6 +9,7 @@ Full weights after every step, for comparing two runs parameter by parameter (``
 
 from __future__ import annotations
 
+import errno
 import json
 from collections import deque
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from vissl_zero.atomic import replacing
+from vissl_zero.checkpoint.folder import find_checkpoints
 from vissl_zero.checkpoint.shard_file import Entry, in_file_order, write_shard_file
 from vissl_zero.checkpoint.weights import (
     AVERAGED_WEIGHTS_FILE,
@@ -100,9 +102,11 @@ def _stream(run: Run, name: str, tensors: Sequence[WholeTensor]) -> None:
     try:
         stream_weights(tensors, run.folder / name, metadata, run.is_main)
     except OSError as error:
+        fix = "Make room" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "Check the disk"
+        has_any = bool(find_checkpoints(run.folder))
+        after = "resumes from the last checkpoint" if has_any else "trains from the start, for there is no checkpoint"
         raise CheckpointError(
-            f"{run.folder / name} cannot be written ({error}). Make room; the same command resumes from the last "
-            "checkpoint."
+            f"{run.folder / name} cannot be written ({error}). {fix}; the same command {after}."
         ) from error
 
 

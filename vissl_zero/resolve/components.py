@@ -168,11 +168,13 @@ def _wanted(cfg: RunConfig) -> dict[str, str]:
 
 
 def left_to_weights(cfg: RunConfig) -> set[str]:
-    """Return the keys whose value ``auto`` stands for what only the weights can say."""
+    """Return the keys that stand for, or change, what only the weights can say: their value is ``auto``."""
     values = {_KEY: [cfg.MODEL.TRUNK.NAME]}
     for name, split in (("TRAIN", cfg.DATA.TRAIN), ("TEST", cfg.DATA.TEST)):
         values[f"config.DATA.{name}.DATA_SOURCES"] = split.DATA_SOURCES
         values[f"config.DATA.{name}.TRANSFORMS"] = split.TRANSFORMS
+    if _is_auto(cfg.DATA.TRAIN.TRANSFORMS):
+        values["config.DATA.IMG_SIZE"] = [AUTO]  # it scales these transforms
     return {key for key, entries in values.items() if _is_auto(entries)}
 
 

@@ -58,6 +58,8 @@ def test_a_prefix_is_taken_off_and_another_put_before(prefixes: dict[str, str], 
 def test_what_is_skipped_is_neither_taken_nor_missing() -> None:
     matched = match(_foreign({"trunk.a.weight": (2, 3), "heads.0.weight": (9, 9)}), SHAPES, skip=["a.", "heads"])
     assert _facts(matched) == {"entries": [], "missing": ["trunk.bn.num_batches_tracked"], "num_foreign": 2}
+    below_adapters = {"trunk.a.base_layer.weight": (2, 3)}  # skipped under the name without them
+    assert _facts(match(_foreign({}), below_adapters, skip=["a.weight"])) == {"entries": []}
 
 
 def test_what_a_part_lacks_is_named_but_for_counters() -> None:

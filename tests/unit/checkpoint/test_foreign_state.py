@@ -122,6 +122,7 @@ def test_the_queue_of_swav_is_taken_once_it_is_in_use(
         embeddings[:, :count] = rows[:, :count]
         wanted = {"queue.embeddings": embeddings, "queue._extra_state": torch.tensor(count)}
     _is(_translated("swav_loss", config, theirs, EMPTY), wanted)
+    _is(_translated("swav_loss", config, theirs, {}), {})  # the recipe has no queue
     assert not EMPTY["queue.embeddings"].any()
 
 

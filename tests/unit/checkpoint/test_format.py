@@ -16,7 +16,7 @@ from vissl_zero.checkpoint import find_checkpoints, newest_checkpoint, open_chec
 from vissl_zero.checkpoint.folder import LaterFormatError, Manifest, prune, remove_leftovers
 from vissl_zero.checkpoint.resume import find_resumable
 from vissl_zero.checkpoint.saver import commit, write_rank
-from vissl_zero.checkpoint.shard_file import Entry, write_shard_file
+from vissl_zero.checkpoint.shard_file import CHECKSUMS, Entry, write_shard_file
 from vissl_zero.checkpoint.weights import open_weights
 from vissl_zero.errors import CheckpointError
 from vissl_zero.sharding.state.saved_state import Part
@@ -307,6 +307,27 @@ def test_a_header_that_points_outside_its_file_is_refused(tmp_path):
     path.write_bytes(struct.pack("<Q", len(header)) + header + b"\0" * 64)
     with pytest.raises(CheckpointError, match="is damaged"):
         open_checkpoint(path.parent)
+
+
+@pytest.mark.parametrize("shape", [[-2, -1], [True, 2], [2.0], [1] * 64 + [2], [2, "1"]])
+def test_a_shape_that_no_tensor_has_is_refused(tmp_path, shape):
+    header = json.dumps({"x": {"dtype": "F32", "shape": shape, "data_offsets": [0, 8]}}).encode()
+    (tmp_path / "x.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + b"\0" * 8)
+    with pytest.raises(CheckpointError, match="its header is invalid"):
+        open_weights(tmp_path / "x.safetensors")
+
+
+def test_every_tensor_of_a_file_with_checksums_needs_its_own(tmp_path):
+    path = tmp_path / "x.safetensors"
+    write_shard_file(path, [Entry.of(name, torch.ones(2)) for name in "ab"], {}, with_checksums=True)
+    (length,), data = struct.unpack("<Q", path.read_bytes()[:8]), path.read_bytes()
+    header = json.loads(data[8 : 8 + length])
+    checksums = json.loads(header["__metadata__"][CHECKSUMS])
+    del checksums["tensors"]["a"]
+    header["__metadata__"][CHECKSUMS] = json.dumps(checksums)
+    path.write_bytes(data[:8] + json.dumps(header).encode().ljust(length) + data[8 + length :])
+    with pytest.raises(CheckpointError, match="its header is invalid"):
+        open_weights(path)
 
 
 def test_the_newest_that_opens_is_found_and_old_ones_are_pruned(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import pickle
 import warnings
@@ -169,6 +170,19 @@ def test_both_forms_of_torchs_files_are_read_and_run_nothing(is_zip: bool, tmp_p
     torch.save({**content, "more": _Runs()}, path, _use_new_zipfile_serialization=is_zip)
     with pytest.raises(CheckpointError, match=r"holds more than data \(posix\.system\)"):
         read_torch_file(path)
+
+
+@pytest.mark.parametrize("is_zip", [True, False])
+def test_the_arguments_of_a_training_program_are_left_out(is_zip: bool, tmp_path: Path) -> None:
+    arguments = argparse.Namespace(arch="vit_tiny", output_dir=tmp_path, nested=argparse.Namespace(lr=1.0))
+    file = tmp_path / "a.pt"
+    torch.save({"w": torch.arange(3.0), "args": arguments}, file, _use_new_zipfile_serialization=is_zip)
+    state = read_torch_file(file)
+    assert state["w"].tolist() == [0.0, 1.0, 2.0] and not vars(state["args"])
+    # Only what they are is harmless: what they hold is checked too.
+    torch.save({"args": argparse.Namespace(lr=_Runs())}, file, _use_new_zipfile_serialization=is_zip)
+    with pytest.raises(CheckpointError, match=r"holds more than data \(posix\.system\)"):
+        read_torch_file(file)
 
 
 def test_a_pickle_has_a_largest_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from vissl_zero.checkpoint.exchange import export
 from vissl_zero.checkpoint.first_weights import Match, match
-from vissl_zero.checkpoint.foreign_layouts import read_foreign
+from vissl_zero.checkpoint.foreign_layouts import _to_timm, read_foreign
+from vissl_zero.checkpoint.shard_file import Entry
 from vissl_zero.checkpoint.weights import open_weights
 from vissl_zero.cli import main
 from vissl_zero.errors import CheckpointError
@@ -181,13 +182,22 @@ HUB = {
 MASK_TOKENS = {"ibot": "masked_embed", "vissl's ibot": "patch_masking.masked_embed"}
 
 
-@pytest.mark.parametrize("layout", HUB)
-def test_torch_hubs_layouts_come_in_whole(tmp_path, layout):
+@pytest.mark.parametrize("missing", ["register_tokens", "cls_token", "pos_embed"])
+def test_a_class_token_keeps_its_values_without_registers_or_positions(missing):
+    entries = [Entry.of(name, torch.ones(1, 2, 3)) for name in ("register_tokens", "cls_token", "pos_embed")]
+    found = _to_timm([entry for entry in entries if entry.key != missing])
+    assert len(found) == 2 and all(torch.equal(entry.read(), torch.ones(1, 2, 3)) for entry in found)
+
+
+@pytest.mark.parametrize(
+    ("layout", "token_shape"), [(layout, (1, 12)) for layout in HUB] + [(layout, (1, 1, 12)) for layout in MASK_TOKENS]
+)
+def test_torch_hubs_layouts_come_in_whole(tmp_path, layout, token_shape):
     theirs = randomized(TimmVisionTransformer(**TIMM))
     state = {HUB[layout](name): tensor for name, tensor in theirs.state_dict().items()}
     if layout == "mae":
         state |= {"mask_token": torch.ones(1, 1, 8), "decoder_embed.weight": torch.ones(8, 12)}
-    token = torch.randn(1, 12)
+    token = torch.randn(token_shape)
     if layout in MASK_TOKENS:
         state |= {MASK_TOKENS[layout]: token}
     content = {"teacher": state} if "checkpoint" in layout else {"model": state} if layout == "mae" else state
@@ -197,7 +207,7 @@ def test_torch_hubs_layouts_come_in_whole(tmp_path, layout):
     ours = VisionTransformer(**OURS, QKV_BIAS=True, USE_MASK_TOKEN=layout in MASK_TOKENS)
     found = take(tmp_path / "hub.pth", ours)
     if layout in MASK_TOKENS:
-        assert torch.equal(ours.embedding.unit.mask_token.detach(), token[None])
+        assert torch.equal(ours.embedding.unit.mask_token.detach(), token.view(1, 1, 12))
     assert sorted(found.unknown) == (["decoder_embed.weight", "decoder_mask_token"] if layout == "mae" else [])
     with torch.no_grad():
         torch.testing.assert_close(ours([images()])[0], theirs(images()), rtol=1e-5, atol=1e-5)

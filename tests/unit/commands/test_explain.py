@@ -284,3 +284,12 @@ def test_a_teacher_that_the_loss_names_needs_no_other(tmp_path: Path, monkeypatc
     assert account.yours == []
     assert [problem.key for problem in account.refused] == ["", "config.DATA.TRAIN.DATA_PATHS"]
     assert str(account.refused[0]).startswith("torchhub:dinov2_vits14 is not in torch's cache.")
+
+
+def test_a_loss_without_a_teacher_asks_for_it_in_one_place() -> None:
+    account = account_of(RecipeFile("distill/photos"), [])
+    assert account.yours == []
+    assert [problem.key for problem in account.refused] == [
+        "config.DATA.TRAIN.DATA_PATHS",
+        "config.LOSS.feature_distillation_loss.teacher",
+    ]

@@ -215,6 +215,14 @@ def test_a_file_in_place_of_a_recipe_is_told_where_it_belongs():
         compose("my_dinov2.yaml")
 
 
+def test_the_path_of_a_recipe_is_answered_with_its_name(tmp_path, monkeypatch):
+    write_recipe(tmp_path, "group/mine", "config: {SEED_VALUE: 7}\n")
+    monkeypatch.chdir(tmp_path)
+    for path in ("configs/config/group/mine.yaml", tmp_path / "configs/config/group/mine.yaml"):
+        with pytest.raises(ConfigError, match=r"not a file .*\. Write config=group/mine\.$"):
+            compose(str(path))
+
+
 def test_no_foreign_recipes():
     # classy-vision puts recipes called "args" and more into every Hydra program's config group.
     with pytest.raises(ConfigError, match="must name a recipe"):

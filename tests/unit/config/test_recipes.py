@@ -1,6 +1,8 @@
 from __future__ import annotations
 
-from vissl_zero.config.recipes import find_recipe, list_recipes
+import pytest
+
+from vissl_zero.config.recipes import find_recipe, list_recipes, require_moderate
 
 
 def test_each_recipe_is_found_by_its_name() -> None:
@@ -11,3 +13,10 @@ def test_each_recipe_is_found_by_its_name() -> None:
 
 def test_no_recipe_is_found_by_a_name_that_no_file_has() -> None:
     assert [find_recipe(name) for name in ("", "digits", "digits/no_such", "a\0b", "a" * 300)] == [None] * 5
+
+
+def test_a_number_may_not_have_more_digits_than_a_thousand_and_a_text_may_be_long() -> None:
+    require_moderate(f"a: {'1' * 1000}\nb: {'x' * 9000}\nc: {'1' * 9000}x")
+    for sign in ("", "-", "+"):
+        with pytest.raises(ValueError, match="digits"):
+            require_moderate(f"a: {sign}{'1' * 1001}")

@@ -50,7 +50,9 @@ def sent(sender: Sender, value: float, shape: tuple[int, ...] = SHAPE) -> torch.
 def sender() -> Iterator[Sender]:
     ours, theirs = multiprocessing.Pipe()
     with ours, theirs:
-        yield Sender(ours, theirs)
+        sender = Sender(ours, theirs)
+        sender.receiver.set_timeout(5.0)
+        yield sender
 
 
 def test_a_block_is_used_again_once_every_tensor_in_it_is_freed(sender: Sender) -> None:
@@ -64,6 +66,8 @@ def test_a_block_is_used_again_once_every_tensor_in_it_is_freed(sender: Sender) 
     third = sent(sender, 3.0)
     assert len(sender._blocks) == 2
     assert bool((second == 2).all()) and bool((third == 3).all())
+    del third
+    assert bool((sent(sender, 4.0) == 4).all())  # nothing of the third message is left in front of it
 
 
 def test_an_array_of_a_tensor_keeps_its_block(sender: Sender) -> None:

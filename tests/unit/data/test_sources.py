@@ -118,6 +118,8 @@ def test_data_limit_draws_from_all_classes_and_always_the_same(make_data: MakeDa
     assert {some.label(i) for i in range(100)} == set(range(10))
     at = int(names[40].split()[1])
     assert some.image(40) == whole.image(at)
+    more = build_source(data_block(make_data("digits", DATA_LIMIT=len(whole) + 1)), "TRAIN", 0)
+    assert [more.name(i) for i in range(len(more))] == [whole.name(i) for i in range(len(whole))]
     with pytest.raises(DataError, match="DATA_LIMIT is 0"):
         build_source(data_block(make_data("digits", DATA_LIMIT=0)), "TRAIN", 0)
 

@@ -150,10 +150,12 @@ def test_columns_that_are_not_read_are_noted_where_there_are_no_labels(make_data
         ("path,lable,split\nx,cat,a,\n", ["no column label or labels; these are not read: lable, split."]),
         ("path\nx,\n", []),
         ("path,lable,label\nx,cat,\n", []),
+        ('{"path": "x", "lable": "cat", "labels": null}\n', []),
     ):
-        (tmp_path / "x.csv").write_text(table)
-        notes = left_out(opened(make_data("manifest", tmp_path / "x.csv")))
-        assert [each.removeprefix(f"{tmp_path / 'x.csv'}: ") for each in notes] == note
+        file = tmp_path / ("x.jsonl" if table.startswith("{") else "x.csv")
+        file.write_text(table)
+        notes = left_out(opened(make_data("manifest", file)))
+        assert [each.removeprefix(f"{file}: ") for each in notes] == note
 
 
 def test_a_name_that_is_no_text_survives(make_data: MakeData, photos: Path, tmp_path: Path) -> None:
@@ -176,6 +178,7 @@ def test_a_name_that_is_no_text_survives(make_data: MakeData, photos: Path, tmp_
         ("x.csv", b"path,label\n,1\n", "line 2, has no path"),
         ("x.csv", b"path,label,labels\nx,1,2\n", "has label and labels"),
         ("x.csv", b'path\n"x', "cannot be read as a table"),
+        ("x.csv", b'"path"x,label\na,1\n', "cannot be read as a table"),
         ("x.csv", b"path,label\nx\ny\n", "lines 2, 3, have fewer cells than the first line"),
         (
             "x.csv",

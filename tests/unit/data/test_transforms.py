@@ -95,11 +95,19 @@ def test_transforms_must_end_in_tensors() -> None:
         build_pipeline([{"name": "CenterCrop", "size": 3}], KEY)(picture())
 
 
-@pytest.mark.parametrize("names", [["ToTensor", "ToTensor"], ["Normalize", "ToTensor"]])
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["ToTensor", "ToTensor"],
+        ["Normalize", "ToTensor"],
+        *(["ToTensor", name] for name in ("ImgPil2LabTensor", "MNISTImgPil2RGB", "ImgPilRandomPhotometric")),
+    ],
+)
 def test_transforms_in_the_wrong_order_are_named(names: list[str]) -> None:
-    arguments = {"Normalize": {"mean": [0.5] * 3, "std": [0.5] * 3}}
+    arguments = {"Normalize": {"mean": [0.5] * 3, "std": [0.5] * 3}, "ImgPilRandomPhotometric": {"p": 1.0}}
     pipeline = build_pipeline([{"name": name, **arguments.get(name, {})} for name in names], "config.X")
-    with pytest.raises(DataError, match=r"TRANSFORMS: (ToTensor|Normalize) cannot take a (Tensor|Image) .*after it"):
+    said = rf"(?s)TRANSFORMS: ({'|'.join(names)}) cannot take a (Tensor|Image) .*after it"
+    with pytest.raises(DataError, match=said):
         pipeline(Image.new("RGB", (8, 8)))
 
 
@@ -108,7 +116,7 @@ def test_transforms_in_the_wrong_order_are_named(names: list[str]) -> None:
     [
         (
             [{"name": "RandomCrop", "size": 9}],
-            r"RandomCrop cannot take an Image of 8 x 7 \(Required crop size \(9, 9\)",
+            r"RandomCrop cannot take an image of 8 x 7 \(Required crop size \(9, 9\)",
         ),
         (
             [{"name": "ToTensor"}, {"name": "ImgPatchesFromTensor", "patch_jitter": 21}],

@@ -6,6 +6,7 @@ import pickle
 import random
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -33,7 +34,7 @@ def test_views_are_the_loaders_crops(tmp_path: Path, backend: str, place: str) -
     loader = build_loader(data_block(plan.config.DATA), "TRAIN", plan.seed, 3, 0, 1, 1)
     batch = next(loader.epoch(2))[0].to("cpu", torch.float32)
     views = pickle.loads(pickle.dumps(vissl_zero.load_views(RECIPE, overrides=overrides)))
-    before = torch.get_rng_state(), random.getstate()
+    before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
     for row, index in enumerate(batch.sample_ids.tolist()):
         path = tmp_path / f"{index}.jpg"
         expected = [crop for images in batch.images for crop in images[row :: batch.num_local]]
@@ -43,6 +44,7 @@ def test_views_are_the_loaders_crops(tmp_path: Path, backend: str, place: str) -
             assert all(torch.equal(a, b) for a, b in zip(crops, expected, strict=True))
         assert not torch.equal(views(path, epoch=1, index=index)[0], expected[0])
     assert torch.equal(torch.get_rng_state(), before[0]) and random.getstate() == before[1]
+    assert np.random.get_state()[1].tolist() == before[2]
     again = vissl_zero.load_views(RECIPE, overrides=[*overrides, "config.DATA.AUGMENTATION_PERIOD=2"])
     assert torch.equal(again(path, epoch=3, index=1)[0], views(path, epoch=1, index=1)[0])
     assert torch.equal(views(path)[0], views(path, epoch=0, index=0)[0])  # as load_views says

@@ -38,7 +38,7 @@ def test_what_is_no_file_of_ours_is_named(tmp_path, name, kind):
         prepare_folder(plan, "").release()
         return
     says = {"link": "a link", "pipe": "a named pipe", "folder": "a folder"}[kind]
-    with pytest.raises(LaunchError, match=f"{path} is {says}, where a run writes its own files"):
+    with pytest.raises(LaunchError, match=f"{path} is {says}, and a run could write through it"):
         prepare_folder(plan, "")
     assert mine.read_text() == "mine"
 

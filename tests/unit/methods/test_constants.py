@@ -397,3 +397,19 @@ def test_what_decays(recipe: str) -> None:
     decayed = {name for group in param_groups(model, plan.optimizer) if group.is_decayed for name in group.params}
     expected = {name for name, parameter in model.named_parameters() if DECAYS[recipe](name, parameter)}
     assert decayed == expected
+
+
+def test_of_the_smallest_shares_one_patch_is_seen_and_one_is_predicted() -> None:
+    assert _views(_make("mae_loss", mask_ratio=0.999)).kept.shape == (64, 1)
+    assert _views(_make("maskfeat_loss", mask_ratio=0.001)).wanted.shape == (64, 1)
+    assert _views(_make("data2vec_loss", mask_ratio=0.001), is_teacher=False).masked.sum() == 64
+    assert _views(_make("ijepa_loss", target_scale=0.001), all_are_seen=False).wanted.shape == (64, 4, 1)
+    assert _views(_make("ijepa_loss", context_scale=0.001), all_are_seen=False).kept.shape == (64, 1)
+    ibot = {
+        "num_global_crops": 2,
+        "out_dim": 5,
+        "patch_out_dim": 5,
+        "mask_ratio": [0.0, 0.001],
+        "mask_probability": 1.0,
+    }
+    assert _views(_make("ibot_loss", **ibot), masks=True).wanted.shape == (64, 1)

@@ -84,6 +84,7 @@ def test_health_is_top1_of_counted_images() -> None:
     logits = F.one_hot(torch.tensor([2, 0, 0, 1]), 3).double()
     criterion([logits], _batch([1], torch.tensor([2, 0, 1, -1])))
     assert criterion.health(criterion.health_sums().double()) == {"top1": pytest.approx(2 / 3)}
+    assert criterion.health(torch.tensor([1.0, 1.0])) == {"top1": 1.0}  # a single image
 
 
 def test_images_without_labels_are_refused() -> None:

@@ -71,6 +71,13 @@ def test_equal_assignments_are_a_collapse_where_the_rank_halves_or_the_loss_stay
     assert (said[0] if said else None) == warned
 
 
+@pytest.mark.parametrize("missing", ["loss", "assignment_entropy", "effective_rank"])
+def test_a_step_whose_metrics_were_not_all_measured_says_nothing(missing: str) -> None:
+    rule, figures = ClusteringCollapse(1.0, 1, ""), {"loss": 1.0, "assignment_entropy": 1.0, "effective_rank": 8.0}
+    del figures[missing]
+    assert [rule.update(step, figures.get("loss"), figures) for step in range(60)] == [None] * 60
+
+
 def test_the_effective_rank_of_nothing_and_of_no_numbers() -> None:
     assert effective_rank(torch.zeros(3, 3).double()) == 0.0
     assert math.isnan(effective_rank(torch.tensor([[1.0, math.inf], [math.inf, 1.0]]).double()))

@@ -57,6 +57,7 @@ CASES = [
         [*MIXED, "config.LOSS.CrossEntropyLoss.weight=[1,1,1,1,1,1,1,1,1,1]"],
         "config.LOSS.CrossEntropyLoss.weight: must be null where images are mixed",
     ),
+    ("supervised", [UNLABELED, "config.TEST_ONLY=true"], ""),
     ("supervised", MIXED, ""),
     *(
         ("supervised", [MIXED[0], f"{MIXED[1].split('=')[0]}={{cutmix_minmax: {sides}, num_classes: 10}}"], said)

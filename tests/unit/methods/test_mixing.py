@@ -39,6 +39,17 @@ def own_share(labels: torch.Tensor, row: int) -> float:
     return labels[row, LABELS[row]].item()
 
 
+@pytest.mark.parametrize("mode", ["batch", "pair", "elem"])
+def test_an_image_alone_is_mixed_with_itself_in_all_its_crops(mode):
+    set_random_key(3, 0, torch.arange(1))
+    mixing = Mixing(MixingConfig(num_classes=C, label_smoothing=0.0, mode=mode))
+    crops = IMAGES[1:4]
+    (images,), shares = mixing([crops], 1)
+    assert torch.equal(images, crops)
+    labels = mixing.labels(LABELS[2:3], shares, torch.float64)
+    torch.testing.assert_close(labels, torch.eye(C).double()[[2, 2, 2]])
+
+
 @pytest.mark.parametrize("alpha", [0.1, 0.8, 1.0, 2.0])
 def test_shares_are_beta_distributed(alpha):
     uniforms = torch.rand(40_000, 64, 2, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -62,7 +73,7 @@ def test_mixup_is_a_weighted_mean_of_image_and_label(mode):
     assert len(set(shares)) == {"batch": 1, "pair": 3, "elem": 6}[mode]
 
 
-@pytest.mark.parametrize("keys", [{"cutmix_alpha": 1.0}, {"cutmix_minmax": [0.25, 0.75]}])
+@pytest.mark.parametrize("keys", [{"cutmix_alpha": 1.0}, {"cutmix_minmax": [0.25, 0.75], "correct_lam": False}])
 def test_cutmix_pastes_a_box_of_the_share_that_the_label_has(keys):
     seen = set()
     for step in range(8):

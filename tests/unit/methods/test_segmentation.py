@@ -42,6 +42,7 @@ def test_accuracy_is_of_pixels_that_count() -> None:
     method = Segmentation()
     method([logits], _batch(masks, 1))
     assert method.health(method.health_sums()) == {"pixel_accuracy": 2 / 3}
+    assert method.health(torch.tensor([1.0, 1.0])) == {"pixel_accuracy": 1.0}
 
 
 def test_images_without_masks_are_refused() -> None:

@@ -154,6 +154,10 @@ def test_building_leaves_the_global_generator_alone() -> None:
     ("head", "message"),
     [
         (("mlp", {"dims": [440, 3]}), r"dims of mlp must begin with the trunk's 32 features .*\[32, 3\]"),
+        (
+            ("chain", {"heads": [["mlp", {"dims": [440, 8]}], ["mlp", {"dims": [8, 3]}]], "dims": [440, 3]}),
+            r"dims of mlp must begin with the trunk's 32 features \(got \[440, 8\]\)\. Write dims: \[32, 8\]",
+        ),
         (("swav_head", {"dims": [32], "num_clusters": [3]}), r"at least two widths"),
         (
             ("swav_head", {"dims": [32, 4], "num_clusters": [0]}),

@@ -58,6 +58,9 @@ def test_stages_of_unlike_length_and_stages_without_their_name_are_refused():
     others = {"MODEL__TRUNK__REGNET__" + key: None for key in ("depth", "w_0", "w_a", "w_m", "group_width")}
     said = complaints(MODEL__TRUNK__REGNET__name="anynet", MODEL__TRUNK__REGNET__strides=[2], **block, **others)
     assert any("an entry of each per stage" in text and "1 strides" in text for text in said)
+    none = {f"MODEL__TRUNK__REGNET__{key}": [] for key in (*STAGES, "strides")}
+    said = complaints(MODEL__TRUNK__REGNET__name="anynet", **none, **others)
+    assert any("an entry of each per stage" in text for text in said)
     said = complaints(MODEL__TRUNK__REGNET__name=None, **block, **others)
     assert any("needs name: anynet" in text for text in said)
 

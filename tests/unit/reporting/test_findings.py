@@ -63,6 +63,12 @@ def test_figures_that_do_not_go_together_are_explained(run: Run, results: dict[s
     assert len(found) == 1 and sentence in found[0] and shown == f"warning: {found[0]}\n"
 
 
+def test_features_of_a_frozen_trunk_are_not_blamed_on_training(run: Run) -> None:
+    run.plan.config.MODEL.FEATURE_EVAL_SETTINGS.FREEZE_TRUNK_ONLY = True
+    same = {"knn_top1_before": 0.5, "knn_top1_after": 0.5, "knn_top1_raw_pixels": 0.6}
+    assert findings_of(run, steps(), **same) == ([], "")
+
+
 @pytest.mark.parametrize(("momentum", "share"), [(0.99, "81.8%"), (0.96, None)])
 def test_a_teacher_that_stands_still(run: Run, momentum: float, share: str | None) -> None:
     run.method = Follower(

@@ -63,20 +63,28 @@ def test_an_average_copies_in_the_warm_up_and_follows_after_it(tmp_path: Path) -
         assert file.metadata()["format"] == "pt"  # transformers refuses a file without
 
 
-def test_a_full_disk_is_named_with_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: Any, **__: Any) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+@pytest.mark.parametrize(
+    ("number", "has_checkpoint", "says"),
+    [
+        (errno.ENOSPC, False, r"No space left.*\)\. Make room; .* trains from the start, for there is no checkpoint\."),
+        (
+            errno.EIO,
+            True,
+            r"Input/output error\)\. Check the disk; .* resumes from the last checkpoint\.",
+        ),
+    ],
+)
+def test_a_disk_that_takes_no_weights_is_named_with_the_file_and_what_comes_after(
+    number: int, has_checkpoint: bool, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(weight_files, "write_shard_file", full)
-    plan = resolve(
-        compose(RECIPE, ["config.ZERO.LEVEL=0", "config.TRAINER.MAX_STEPS=1"]).run,
-        tmp_path,
-        recipe=RECIPE,
-        host=Host(num_cores=1),
-    )
+    monkeypatch.setattr(weight_files, "write_shard_file", refuse)
+    overrides = ["config.ZERO.LEVEL=0", "config.TRAINER.MAX_STEPS=1"]
+    plan = resolve(compose(RECIPE, overrides).run, tmp_path, recipe=RECIPE, host=Host(num_cores=1))
     run, schedules, frozen = build_run(plan, torch.device("cpu"))
-    with pytest.raises(
-        CheckpointError, match=r"weights_ema\.safetensors cannot be written \(.*No space left.*Make room"
-    ):
+    monkeypatch.setattr(weight_files, "find_checkpoints", lambda _: [tmp_path] * has_checkpoint)
+    with pytest.raises(CheckpointError, match=rf"weights_ema\.safetensors cannot be written \(.*{says}"):
         train(run, schedules, frozen, [WeightAverageHook(OPTIONS)])
     run.sharded.close()

@@ -115,3 +115,16 @@ def test_what_is_no_classifier_is_refused(tmp_path: Path, capsys: pytest.Capture
     assert main(["export", str(tmp_path / "weights.pth"), "--to", "timm", *command]) == 2
     assert "is of no run here" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_a_classifier_that_cannot_be_read_is_not_blamed_on_the_output(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr("vissl_zero.evaluation.trunk.load_classifier", fail)
+    command = ["export", str(trained(tmp_path / "run", "timm's vit")), "--to", "timm", "--classifier"]
+    with pytest.raises(OSError, match="Input/output error"):
+        main([*command, "--out", str(tmp_path / "out")])
+    assert "--out" not in capsys.readouterr().err

@@ -94,7 +94,7 @@ def _mapped(path: str, key: str, is_rgb: bool) -> np.ndarray:
     if not Path(path).is_file():  # a pipe would block for ever
         raise DataError(f"The array of images {path} is not a file. Correct {key}.")
     try:
-        array = np.load(path, mmap_mode="r", allow_pickle=False)
+        array = np.load(path, mmap_mode="r")
     except Exception as error:  # numpy's parsers let much through
         reason = " ".join(str(error).split())
         raise DataError(f"The array of images {path} cannot be read ({reason}). Write it with numpy.save.") from error

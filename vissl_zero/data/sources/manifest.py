@@ -55,7 +55,7 @@ def manifest(request: SourceRequest) -> Source:
         raise DataError(f"{', '.join(request.paths)} names no images. Correct {key}.")
     without = labels.count(None)
     require_every_label(without, len(labels), request.paths)
-    if len(has_several) > 1 and not without:
+    if len(has_several) > 1:
         raise unequal_labels(request.paths, "both label and labels are used")
     if without == len(labels):
         source = ListedFiles(request, np.array(files), np.full(len(files), UNLABELLED), ())

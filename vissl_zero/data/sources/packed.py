@@ -171,7 +171,7 @@ def _index_of(tar: Path) -> dict[str, np.ndarray]:
     stamp = np.array([facts.st_size, facts.st_mtime_ns])
     kept = tar.with_name(f".{tar.name}{_INDEX_FILE}")
     try:
-        with np.load(kept, allow_pickle=False) as arrays:
+        with np.load(kept) as arrays:
             index = {name: arrays[name] for name in ("stamp", "offset", "size", "label_text", "key")}
         if np.array_equal(index["stamp"], stamp) and len({len(index[name]) for name in list(index)[1:]}) == 1:
             return index
@@ -192,7 +192,7 @@ def _read_index(tar: Path) -> dict[str, np.ndarray]:
     labels: dict[bytes, str] = {}
     try:
         # Without compression, because an image is read by its offset.
-        with tarfile.open(tar, "r:", errors="surrogateescape") as opened:
+        with tarfile.open(tar, "r:") as opened:
             for member in opened:
                 folder, _, name = member.name.rpartition("/")
                 stem, _, extension = name.partition(".")
@@ -414,7 +414,7 @@ class Lmdb(Packed):
         self._keys = np.array([key for key in keys if key not in (LABELS_KEY, CLASSES_KEY)])
         try:
             labels = np.full(len(self._keys), UNLABELLED)
-            labels = labels if kept[0] is None else np.load(io.BytesIO(kept[0]), allow_pickle=False)
+            labels = labels if kept[0] is None else np.load(io.BytesIO(kept[0]))
             names = [] if kept[1] is None else json.loads(kept[1])
         except ValueError as error:
             raise DataError(f"{self._path} has labels that cannot be read ({error}). Pack it again.") from error

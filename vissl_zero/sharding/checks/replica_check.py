@@ -53,7 +53,7 @@ def require_equal_models(model: nn.Module, device: torch.device) -> None:
         ModelsDifferError: on every rank, with the first parameter that differs.
     Cost: a gather of a few bytes, one all-reduce of 4 numbers per tensor; one pass over the tensors.
     """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    if collectives.world_size() == 1:
         return
     params = list(model.named_parameters())
     named = [*params, *model.named_buffers()]
@@ -76,7 +76,7 @@ def require_equal(what: str, facts: Sequence[str]) -> None:
         ModelsDifferError: on every rank, with the first fact that differs.
     Cost: a gather of 8 bytes a rank; more only where it raises.
     """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    if collectives.world_size() == 1:
         return
     digests: list[Any] = [None] * dist.get_world_size()
     # Not ``hash``, which Python seeds differently in every process.

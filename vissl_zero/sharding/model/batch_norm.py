@@ -83,7 +83,7 @@ class BatchNorm(_BatchNorm):
         if not self.training and self.running_mean is not None:
             return F.batch_norm(input, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps)
         # Activation checkpointing runs the layer again in the backward pass, with a batch that is counted already.
-        is_counted = self.training and self.running_mean is not None and not is_recomputing() and not _is_frozen
+        is_counted = self.running_mean is not None and not is_recomputing() and not _is_frozen
         momentum = self._count_batch() if is_counted else 0.0
         if self.group is None:
             running = (self.running_mean, self.running_var)
@@ -197,7 +197,7 @@ def batch_norm_group(ranks_per_group: int, timeout_s: float) -> dist.ProcessGrou
         ConfigError: ``ranks_per_group`` does not divide the number of ranks.
     Cost: a collective over the world, unless the group is all ranks or one.
     """
-    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    world_size = collectives.world_size()
     size = world_size if ranks_per_group == -1 else ranks_per_group
     if world_size == 1 or size <= 1:
         return None

@@ -312,8 +312,7 @@ class WholeStates(MutableMapping[Any, dict[str, Any]]):
         )
         self.disk_bytes = self._file.num_bytes
         self._pipeline = RecordPipeline([max((piece for group_pieces in pieces for piece in group_pieces), default=0)])
-        self._stored: dict[int, list[StoredTensor]] = {}
-        self._numbers: dict[int, dict[str, Any]] = {}
+        self._stored: dict[int, tuple[list[StoredTensor], dict[str, Any]]] = {}  # with the scalars
         self._is_closed = False
         self._finalizer = weakref.finalize(self, _end, self._pipeline, self._file, folder)
 
@@ -324,15 +323,17 @@ class WholeStates(MutableMapping[Any, dict[str, Any]]):
 
     def numbers(self, param: nn.Parameter) -> dict[str, Any]:
         """Return a copy of the scalars of a parameter's state. Does not read the file."""
-        return {key: copied(value) for key, value in self._numbers[self._indices[param]].items()}
+        _, numbers = self._stored[self._indices[param]]
+        return {key: copied(value) for key, value in numbers.items()}
 
     def tensors(self, param: nn.Parameter) -> list[StoredTensor]:
         """Return descriptions of a parameter's state tensors. Does not read the file."""
-        return self._stored[self._indices[param]]
+        stored, _ = self._stored[self._indices[param]]
+        return stored
 
     def __getitem__(self, param: Any) -> dict[str, Any]:
         index = self._index_of(param)
-        stored = self._stored[index]
+        stored, _ = self._stored[index]
         tensors = {tensor.key: torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in stored}
 
         def copy(first: int, record: Tensor) -> None:
@@ -361,12 +362,11 @@ class WholeStates(MutableMapping[Any, dict[str, Any]]):
                 record[place : place + end - begin] = flat[begin:end]
 
         self._run(index, copy, is_written=True)
-        self._stored[index] = stored
-        self._numbers[index] = {key: copied(value) for key, value in state.items() if key not in tensors}
+        numbers = {key: copied(value) for key, value in state.items() if key not in tensors}
+        self._stored[index] = stored, numbers
 
     def __delitem__(self, param: Any) -> None:
-        index = self._index_of(param)
-        del self._stored[index], self._numbers[index]
+        del self._stored[self._index_of(param)]
 
     def __iter__(self) -> Iterator[nn.Parameter]:
         return iter([self._params[index] for index in sorted(self._stored)])
@@ -381,7 +381,6 @@ class WholeStates(MutableMapping[Any, dict[str, Any]]):
         """Forget the state of all parameters."""
         self._file.forget()
         self._stored.clear()
-        self._numbers.clear()
 
     def close(self) -> None:
         """Remove the file now."""

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from vissl_zero import collectives
 from vissl_zero.errors import VisslZeroError
 from vissl_zero.sharding.checks.waiting import waiting
 from vissl_zero.sharding.state.aliases import OTHER_DATA, add_alias, take_aliases
@@ -26,6 +27,7 @@ from vissl_zero.sharding.state.sharded_view import ShardedView, is_view, run_on_
 from vissl_zero.sharding.torch_private import (
     FACTS,
     as_plain_tensors,
+    is_in_backward,
     local_tensor,
     operation_name,
     real_grad,
@@ -54,16 +56,21 @@ ON_FULL_TENSOR = {
     "comparison of tensors, numbers": "_local_scalar_dense allclose equal isclose",
     "random numbers and initialization": "bernoulli cauchy exponential eye fill_diagonal geometric log_normal normal "
     "rand_like randn_like random uniform",
+    "products and rows": "_cdist _cdist_forward _euclidean_dist addmm addmv bmm embedding index_select mm mv stack",
+    "losses": "binary_cross_entropy huber_loss kl_div mse_loss smooth_l1_loss",
     "linear algebra": "_linalg_check_errors _linalg_det _linalg_eigh _linalg_svd linalg_cond linalg_cross linalg_det "
-    "linalg_eigh linalg_eigvalsh linalg_inv_ex linalg_qr linalg_svd linalg_svdvals mm mode mv tril triu",
+    "linalg_eigh linalg_eigvalsh linalg_inv_ex linalg_qr linalg_svd linalg_svdvals mode tril triu",
     "along a dimension": "_log_softmax _softmax _unique2 argsort bincount cumprod cumsum flip index_add index_copy "
     "index_fill index_put log_softmax masked_scatter renorm roll scatter scatter_add softmax sort unique_dim",
 }
+# Functions that take views of their arguments inside, and return none; on full tensors too.
+COMPOSED = {"made of others": "cdist einsum linalg_matrix_norm linear outer"}
 # A new full tensor of a given size, with dtype and device of the sharded one.
 NEW_TENSOR = {"new tensors of a given size": "new_empty new_full new_ones new_zeros"}
 _NEW_TENSOR = frozenset(" ".join(NEW_TENSOR.values()).split())
 _ELEMENT_WISE = frozenset(" ".join(ELEMENT_WISE.values()).split())
 _ON_FULL_TENSOR = frozenset(" ".join(ON_FULL_TENSOR.values()).split())
+_COMPOSED = frozenset(" ".join(COMPOSED.values()).split())
 # The tensor itself under another name: memory is shared.
 _SAME_TENSOR = frozenset({"alias", "detach"})
 
@@ -159,12 +166,14 @@ class ShardedTensor(DTensor):
         name = operation_name(func).removeprefix("aten::")
         if name.startswith("_foreach_"):
             return _one_by_one(func, args, kwargs)
-        base = name.removesuffix("_")
+        # A derivative belongs to its function's row: _softmax_backward_data, tanh_backward.
+        base = name.removesuffix("_").removesuffix("_data").removesuffix("_backward")
         if base in _SAME_TENSOR or (base == "view" and args[1] == list(args[0].shape)):
             return args[0].as_computed()
         if base in _ELEMENT_WISE:
             return _element_wise(func, args, kwargs)
-        if base in _ON_FULL_TENSOR:
+        # Elsewhere a view of a full copy would lose what the loop writes into it.
+        if base in _ON_FULL_TENSOR or (func.is_view and (_called in _COMPOSED or is_in_backward())):
             return _on_full(func, args, kwargs)
         if base in _NEW_TENSOR:
             # An empty plain tensor, so that the result is a plain one.
@@ -243,9 +252,14 @@ class ShardedTensor(DTensor):
         return self._local_tensor if self.store is None else self.store.held()
 
     def full_tensor(self, *, grad_placements: Any = None) -> Tensor:
-        """Gather the full tensor on every rank, also from rows on a disk. Collective."""
-        # DTensor's own is differentiable; ``whole`` reads the store.
-        return whole(self) if local_tensor(self).is_meta else super().full_tensor(grad_placements=grad_placements)
+        """Gather the full tensor on every rank, also from rows on a disk. Collective; autograd follows it.
+
+        Raises:
+            VisslZeroError: ``grad_placements`` is given: every rank's gradient is a full tensor.
+        """
+        if grad_placements is not None:
+            raise VisslZeroError("full_tensor(grad_placements=...) is not supported; leave the argument out.")
+        return _Gathered.apply(self) if torch.is_grad_enabled() and self.requires_grad else whole(self)
 
     def written(self, rows: Tensor) -> None:
         """Store changed ``rows``, if the parameter's values are kept elsewhere too."""
@@ -309,6 +323,36 @@ def whole(tensor: Tensor) -> Tensor:
         return _dtensor_like(tensor, tensor.rows().detach()).full_tensor()
 
 
+class _Gathered(torch.autograd.Function):
+    """``whole``, with a gradient: a full tensor of this rank, for ``mean_rows``."""
+
+    @staticmethod
+    def forward(_: Any, tensor: Tensor) -> Tensor:
+        return whole(tensor)
+
+    @staticmethod
+    def backward(_: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
+
+
+def mean_rows(param: ShardedTensor, grad: Tensor) -> ShardedTensor:
+    """Average the gradients that losses of ``param`` itself have on each rank; return this rank's rows. Collective.
+
+    Args:
+        param: the parameter.
+        grad: full gradient of this rank's loss: operations on gradients run on full tensors (``_element_wise``).
+    Cost: one all-reduce of the full gradient.
+    """
+    assert not isinstance(grad, DTensor)
+    with waiting("backward() of a loss made of parameters"):
+        mean = collectives.all_reduce_sum(grad).div_(collectives.world_size())
+    earlier = real_grad(param)
+    if type(earlier) is DTensor:  # fully_shard's; autograd adds tensors of one class only
+        sharded(earlier)
+    start, num_rows = first_row(param), len(local_tensor(param))
+    return _like(param, mean[start : start + num_rows].to(param.device, copy=True))  # a copy, to free the other rows
+
+
 _is_inside = False
 
 
@@ -351,8 +395,9 @@ def _element_wise(func: Any, args: Any, kwargs: Any) -> Any:
     is_in_place = bool(written) and all(isinstance(tensor, ShardedTensor) for tensor in written)
     is_alike = all(same_layout(tensor, like) for tensor in sharded)
     # Combined with a full tensor, the result is full; in place it is sharded, and needs only this rank's rows of that
-    # one.
-    has_full = any(tensor.dim() and not isinstance(tensor, ShardedTensor) for tensor in tensors)
+    # one. In a backward pass a number is the gradient of this rank's loss: the other ranks' rows have another factor.
+    least_dim = 0 if is_in_backward() else 1
+    has_full = any(tensor.dim() >= least_dim and not isinstance(tensor, ShardedTensor) for tensor in tensors)
     is_moved = "device" in kwargs and kwargs["device"] not in (None, like.device)
     if not is_alike or is_moved or (written and not is_in_place) or (has_full and not is_in_place):
         return _on_full(func, args, kwargs)
@@ -452,4 +497,4 @@ def _dtensor_like(like: DTensor, rows: Tensor) -> DTensor:
     shape = like.shape
     # from_local() would infer shape and stride from this rank's rows, as if all ranks had as many.
     stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(rows, *placed, run_check=False, shape=shape, stride=stride)
+    return DTensor.from_local(rows, *placed, shape=shape, stride=stride)

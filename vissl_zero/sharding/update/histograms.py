@@ -47,7 +47,7 @@ def histograms_of(shards: Sequence[Shard], group: dist.ProcessGroup | None) -> H
         rows.append(_counts(shard.values() if counts else None))
         rows.append(_counts(shard.grad() if counts and shard.local.grad is not None else None))
     table = torch.stack(rows)
-    if group is not None and group.size() > 1:
+    if group is not None:
         # Counts are on the CPU, and nccl reduces CUDA tensors only.
         device = torch.device("cuda") if dist.get_backend(group) == "nccl" else torch.device("cpu")
         table = table.to(device)
@@ -58,7 +58,7 @@ def histograms_of(shards: Sequence[Shard], group: dist.ProcessGroup | None) -> H
 
 def _counts(values: Tensor | None) -> Tensor:
     """Count the elements in each bucket; (B,) on the CPU."""
-    if values is None or not values.numel():
+    if values is None:
         return torch.zeros(len(EDGES) + 1, dtype=torch.int64)
     edges = torch.tensor(EDGES, dtype=torch.float64, device=values.device)
     places = torch.bucketize(values.detach().flatten().double(), edges, right=True)

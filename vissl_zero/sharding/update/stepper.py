@@ -74,7 +74,7 @@ def sum_over_group(partials: Tensor, group: dist.ProcessGroup | None) -> Tensor:
         group: the shard group; None: nothing is sharded, and ``partials`` are the result.
     Cost: one all-reduce, or none.
     """
-    if group is not None and group.size() > 1:
+    if group is not None:
         dist.all_reduce(partials, group=group)
     return partials
 

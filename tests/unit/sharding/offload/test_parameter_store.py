@@ -97,8 +97,9 @@ def test_gradients_add_up_change_and_are_forgotten(tmp_path):
     for index in (0, 1, 3):
         gradients.forget(index)
     gradients.add({0: second[0]})
-    assert 1 not in gradients
-    assert torch.equal(gradients.read(0), second[0])
+    assert 1 not in gradients and 3 not in gradients
+    gradients.add({1: second[1], 3: second[3]})  # neither changed nor zero, as those before them were
+    assert all(torch.equal(gradients.read(index), second[index]) for index in (0, 1, 3))
     store.close()
 
 
@@ -171,6 +172,7 @@ def test_after_an_update_that_failed_nothing_is_read(tmp_path):
         lambda: _fetch(store, 0),
         lambda: store.read(0),
         lambda: store.write({}),
+        lambda: store.add_grads({}),
         lambda: next(store.updating().gen),
     ):
         with pytest.raises(OffloadError, match="failed earlier"):

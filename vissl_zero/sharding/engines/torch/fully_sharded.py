@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -48,7 +48,7 @@ from vissl_zero.sharding.offload.parameter_store import (
 from vissl_zero.sharding.offload.tier import offloaded, stored_parameters
 from vissl_zero.sharding.sharded_model import ModelSetup, ShardedModel
 from vissl_zero.sharding.state.shard import Shard, hide_gradient, shards_of, wide_dtype
-from vissl_zero.sharding.state.sharded_tensor import WHOLE_LEVELS, ReplacedParameter, ShardedTensor
+from vissl_zero.sharding.state.sharded_tensor import WHOLE_LEVELS, ReplacedParameter, ShardedTensor, mean_rows
 from vissl_zero.sharding.torch_private import (
     forget_backward,
     forget_meshes,
@@ -122,7 +122,7 @@ class FullySharded(ShardedModel):
             if needs_host_shards(plan, device):
                 pin = plan.offload_optimizer.pin_memory and device.type == "cuda"
                 shards = [host_shard(shard, pin) if shard.name in trained else shard for shard in shards]
-            _show_to_loop(shards)
+            _show_to_loop(shards, self._guard)
             if build_optimizer is not None:
                 build_optimizer = offloaded(build_optimizer, plan, store, shards)
             elif store is not None:
@@ -186,11 +186,9 @@ class FullySharded(ShardedModel):
         try:
             yield
         except RuntimeError as error:
-            # torch's messages name neither the cause in the user's loop nor a fix.
+            # torch's message names neither the cause in the user's loop nor a fix.
             if "storage of size 0" in str(error):
                 raise VisslZeroError(FREED) from error
-            if "mixed torch.Tensor and DTensor" in str(error):
-                raise VisslZeroError(OF_PARAMETERS) from error
             raise
 
     def _facts(self) -> dict[str, int]:
@@ -248,14 +246,39 @@ def _is_replicated(param: nn.Parameter) -> bool:
     return not isinstance(param, DTensor) and param.numel() > 0
 
 
-def _show_to_loop(shards: Sequence[Shard]) -> None:
-    """Connect sharded parameters to their stored values, and make them refuse losses of the parameters themselves."""
-    for shard in shards:
+def _show_to_loop(shards: Sequence[Shard], guard: UnitGuard) -> None:
+    """Connect sharded parameters to their stored values, and make them take gradients of losses of themselves."""
+    for index, shard in enumerate(shards):
         if isinstance(shard.source, ShardedTensor):
             if isinstance(shard, DiskShard | HostShard):
                 shard.source.store = shard
-            if shard.source.requires_grad:
-                shard.source.register_hook(_refuse_penalty)
+            if shard.source.is_floating_point():
+                is_trained = shard.source.requires_grad
+                # A loop may thaw a frozen parameter later; torch hooks only a tensor that requires a gradient.
+                shard.source.requires_grad_(True).register_hook(_penalty_hook(shard, index, guard))
+                shard.source.requires_grad_(is_trained)
+
+
+def _penalty_hook(shard: Shard, index: int, guard: UnitGuard) -> Callable[[Tensor], Tensor]:
+    """Return the hook of gradients that autograd sends to a shard: the loss is made of the parameter itself.
+
+    Those of the forward pass arrive at full parameters.
+    """
+    # A hook that held its parameter would keep the model until garbage collection. Not of the parameter itself:
+    # torch.utils.swap_tensors refuses tensors that have weak references.
+    reference = weakref.ref(shard)
+
+    def average(grad: Tensor) -> Tensor:
+        alive = reference()
+        assert alive is not None
+        source = alive.source
+        assert isinstance(source, ShardedTensor)
+        if source.store is not None:
+            raise VisslZeroError(OF_PARAMETERS)
+        guard.announce_penalty(index, source)
+        return mean_rows(source, grad)
+
+    return average
 
 
 def _guard_loading(module: nn.Module, before: Callable[[], None]) -> None:
@@ -272,11 +295,6 @@ def _refuse_assignment(module: nn.Module, state: Any, prefix: str, metadata: dic
             "load_state_dict(assign=True) would put other parameters in the place of sharded ones. Leave assign out: "
             "values are then written into them."
         )
-
-
-def _refuse_penalty(grad: Tensor) -> NoReturn:
-    """Refuse a gradient that autograd sends to a shard: those of the forward pass arrive at full parameters."""
-    raise VisslZeroError(OF_PARAMETERS)
 
 
 def _guard_padding(module: nn.Module) -> None:

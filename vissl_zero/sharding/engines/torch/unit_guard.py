@@ -89,9 +89,9 @@ _NOT_MULTIPLIED = (
 
 
 OF_PARAMETERS = (
-    "The loss is made of parameters themselves (a penalty on weights, or a weight used outside its block?), and each "
-    "rank holds only a part of them. Use the optimizer's weight_decay, or compute it in the forward pass of the block "
-    f"that owns them and return it, or use {WHOLE_LEVELS}. No update was made."
+    "The loss is made of parameters themselves (a penalty on weights?), whose gradients are on the host or on a disk. "
+    "Use the optimizer's weight_decay, or compute it in the forward pass of the block that owns them and return it, or "
+    "keep parameters and optimizer state on the device. No update was made."
 )
 
 
@@ -150,6 +150,18 @@ class UnitGuard:
         """
         self._announce(2 * number + (_REDUCE if is_reduce else _GATHER))
 
+    def announce_penalty(self, index: int, param: nn.Parameter) -> None:
+        """Announce the gradient of a loss that is made of ``param`` itself, the sharded parameter ``index``.
+
+        Raises:
+            VisslZeroError: on every rank, if it is not the next message of every rank.
+        """
+        self._present.add(id(param))
+        tag = 2 * len(self._names) + index
+        if self._is_recording:
+            self._ran.append(tag)
+        self._announce(tag)
+
     def end_micro_batch(self) -> None:
         """Require that no rank runs a further unit in this micro-batch; raises like ``announce``. Collective."""
         self._announce(_END)
@@ -179,6 +191,8 @@ class UnitGuard:
     def _title(self, tag: int) -> str:
         if tag == _END:
             return "has ended its step"
+        if tag >= 2 * len(self._names):
+            return "has a loss made of a parameter itself"
         return f"{_WHAT[tag % 2]} {self._names[tag // 2]}"
 
 
