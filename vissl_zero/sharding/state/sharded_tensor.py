@@ -64,7 +64,7 @@ ON_FULL_TENSOR = {
     "index_fill index_put log_softmax masked_scatter renorm roll scatter scatter_add softmax sort unique_dim",
 }
 # Functions that take views of their arguments inside, and return none; on full tensors too.
-COMPOSED = {"made of others": "einsum linalg_matrix_norm linear outer"}
+COMPOSED = {"made of others": "cdist einsum linalg_matrix_norm linear outer"}
 # A new full tensor of a given size, with dtype and device of the sharded one.
 NEW_TENSOR = {"new tensors of a given size": "new_empty new_full new_ones new_zeros"}
 _NEW_TENSOR = frozenset(" ".join(NEW_TENSOR.values()).split())
