@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 
 import torch
@@ -233,6 +233,14 @@ class EpochOrder:
     def steps_per_epoch(self) -> int:
         """Optimizer steps from the start of an epoch to its end; the last may be smaller."""
         return -(-self.num_kept // (self.micro_batch * self.accumulation_steps))
+
+    @property
+    def fewest(self) -> int:
+        """Fewest samples that a rank has in a micro-batch of a whole epoch."""
+        step = self.micro_batch * self.accumulation_steps
+        tail = torch.arange(self.num_kept % step or min(step, self.num_kept))
+        last_rank = replace(self, rank=self.world_size - 1)  # no rank has fewer (``rank_slice``)
+        return min((len(part.sample_ids) for part in last_rank._dealt(0, tail)), default=0)
 
     def steps(self, epoch: int, start_sample: int = 0) -> Iterator[list[MicroBatchPlan]]:
         """Yield the micro-batches of each step.

@@ -217,7 +217,7 @@ def _train_step(
     watch = _watched(run) if run.step == run.first_step else nullcontext()
     is_joint = run.plan.exact_accumulation and len(micro_batches) > 1
     accumulate = accumulate_exactly if is_joint or run.plan.crop_passes > 1 else _accumulate
-    with _explaining_single_images():
+    with explaining_single_images():
         loss_sum = accumulate(run, micro_batches, dtype, watch)
     is_logged = _is_logged(run, run.step + 1)
     if is_logged:
@@ -304,7 +304,7 @@ def _settle(
 
 
 @contextmanager
-def _explaining_single_images() -> Iterator[None]:
+def explaining_single_images() -> Iterator[None]:
     """Name the key where batch norm has a single value for each channel: torch's error names the shape alone."""
     try:
         yield

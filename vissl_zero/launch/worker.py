@@ -77,6 +77,7 @@ def train_rank(plan: ResolvedRun) -> int:
             lambda model: load_first_weights(model, plan),
             lambda teacher: load_teacher(teacher, plan),
         )
+        _refuse_single_images(run)
         run.results["memory_before_bytes"] = measurement.held_bytes
         hooks = with_checkpoints(run, [measurement, *build_hooks(plan)])
         if hooks is None:
@@ -92,6 +93,20 @@ def train_rank(plan: ResolvedRun) -> int:
         if run is not None:
             run.sharded.close()  # the process ends without Python's own cleanup
     return run.stop.exit_code if run.stop is not None else 0
+
+
+def _refuse_single_images(run: Run) -> None:
+    """Refuse a micro-batch of one image before the first step, where batch norm will need more.
+
+    Raises:
+        ConfigError: as that step would.
+    """
+    if run.loader.order.fewest > 1 or run.plan.batch_per_rank == 1:
+        return  # in the second case the first step tells
+    from vissl_zero.planner.dry_run import meets_single_images, set_stage  # imports what training does not need
+
+    if meets_single_images(run.plan, run.loader):
+        set_stage(run.plan)
 
 
 def work(plan: ResolvedRun) -> int:

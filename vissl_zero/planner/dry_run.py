@@ -25,8 +25,9 @@ from vissl_zero.data.source import left_out_of_run
 from vissl_zero.engine.build import add_probe, other_model
 from vissl_zero.engine.exact_accumulation import is_float, surrogate, wide
 from vissl_zero.engine.hook import Hook
-from vissl_zero.engine.loop import Frozen, Schedules
+from vissl_zero.engine.loop import Frozen, Schedules, explaining_single_images
 from vissl_zero.engine.passes import passes_of, require_separate_rows
+from vissl_zero.errors import ConfigError
 from vissl_zero.methods.method import Method, build_method
 from vissl_zero.methods.mixing import mixing_of
 from vissl_zero.methods.supervised import require_classes
@@ -195,6 +196,7 @@ def set_stage(plan: ResolvedRun, check: Callable[[nn.Module], object] | None = N
         require_wide(precision, "a running average of the weights")
     if check is not None and not assumed:  # else the number of classes is assumed too
         check(model)
+    is_single = not assumed and meets_single_images(plan, loader)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode, _default_dtype(dtype):
         for module in filter(None, (model, method, teacher)):
@@ -205,6 +207,8 @@ def set_stage(plan: ResolvedRun, check: Callable[[nn.Module], object] | None = N
         Frozen(plan.config.MODEL.TEMP_FROZEN_PARAMS_ITER_MAP, names)
         method.set_length(loader.steps_per_epoch * plan.num_epochs, loader.steps_per_epoch)
         fakes = _dummy_batch(batch, num_local, num_global, dtype_of(precision.master))
+        if is_single:
+            _require_values(plan, model, method, _dummy_batch(batch, 1, plan.world_size, dtype_of(precision.master)))
 
         def run_forward() -> tuple[torch.Tensor, Any]:
             method.on_step(method.heaviest_step(), 0)
@@ -251,6 +255,30 @@ def set_stage(plan: ResolvedRun, check: Callable[[nn.Module], object] | None = N
     sizes = [(int(image.shape[-2]), int(image.shape[-1])) for image in batch.images]
     crops = tuple((number, *size) for number, size in zip(batch.num_crops, sizes, strict=True))
     return Stage(plan, forecaster, mode, model, method, groups, loader, crops, assumed)
+
+
+def meets_single_images(plan: ResolvedRun, loader: Loader) -> bool:
+    """Check whether a rank will train on a micro-batch of one image, with batch norm of its own values."""
+    num_steps = plan.num_epochs * loader.steps_per_epoch if plan.max_steps is None else plan.max_steps
+    is_reached = not plan.config.TEST_ONLY and num_steps >= loader.steps_per_epoch
+    return is_reached and loader.order.fewest == 1 and plan.sharding.sync_bn_group in (0, 1)
+
+
+def _require_values(plan: ResolvedRun, model: nn.Module, method: Method, fakes: ImageBatch) -> None:
+    """Refuse single images if batch norm has one value for each channel of them.
+
+    Raises:
+        ConfigError: it has; the message names the keys.
+    """
+    try:
+        with torch.no_grad(), explaining_single_images():
+            method.on_step(method.heaviest_step(), 0)
+            set_random_key(plan.seed, 0, fakes.sample_ids)
+            method.run_student(model, method.prepare(fakes))
+    except ConfigError:
+        raise
+    except Exception:  # noqa: BLE001, S110 - the recording of the step says what else fails
+        pass
 
 
 class _Sketch:

@@ -26,6 +26,8 @@ MISTYPED = {
     "key": (["config.ZERO.LEVL=2"], "config.ZERO.LEVL: is not a key. Did you mean 'LEVEL'?"),
     "block": (["config.MODLE.TRUNK.NAME=resnet"], "config.MODLE: is not a key. Did you mean 'MODEL'"),
     "key of a loss": (["config.LOSS.swav_loss.epslon=1"], "config.LOSS.swav_loss.epslon: is not a key. Did you mean"),
+    "key like no other": (["config.ZERO.qqqq=1"], "config.ZERO.qqqq: is not a key. Keys there: LEVEL, MEMORY_GB, "),
+    "block like no other": (["qqqq=1"], "qqqq: is not a key. Keys there: VERSION, node_id, engine_name, config."),
     "key added with a plus": (["+config.ZERO.LEVL=2"], "config.ZERO.LEVL: is not a key. Did you mean 'LEVEL'?"),
     "key of elsewhere": (
         ["config.OPTIMIZER.base_optimizer.regularize_bn=3"],

@@ -71,6 +71,15 @@ def test_the_global_count_is_right_for_the_partial_batch() -> None:
         assert len(steps[-1][0].sample_ids) == 1
 
 
+@pytest.mark.parametrize("changes", [{}, {"drop_last": True}, {"accumulation_steps": 3}, {"micro_batch": 60}])
+@pytest.mark.parametrize("is_exact", [True, False])
+def test_the_fewest_samples_of_a_rank_are_known_without_an_epoch(changes: dict[str, int], is_exact: bool) -> None:
+    for world_size in (1, 2, 3):
+        ranks = orders(world_size, is_exact=is_exact, **changes)
+        counts = [len(part.sample_ids) for rank in ranks for step in rank.steps(0) for part in step]
+        assert [rank.fewest for rank in ranks] == [min(counts, default=0)] * world_size
+
+
 def test_a_tail_smaller_than_the_world_is_left_out_and_no_other() -> None:
     assert orders(2)[0].num_kept == 50
     assert orders(4)[0].num_kept == 48

@@ -27,7 +27,7 @@ from vissl_zero.engine import stopping
 from vissl_zero.engine.build import build_run
 from vissl_zero.engine.hook import Hook, Records, Run, Step, StepRecord
 from vissl_zero.engine.loop import DivergedError, train
-from vissl_zero.engine.loop import _explaining_single_images as _explained
+from vissl_zero.engine.loop import explaining_single_images as _explained
 from vissl_zero.errors import ConfigError
 
 
