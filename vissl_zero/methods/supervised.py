@@ -72,7 +72,8 @@ class CrossEntropy(Method):
             raise ConfigError([Problem(key, str(temperature), "must be positive", "Write 1.0.")])
         self.register_buffer("class_weights", None if weight is None else torch.tensor(weight))
         self.ignored_label = ignore_index
-        self.couples_samples = weight is not None or ignore_index >= 0  # divided by the mean weight of a micro-batch
+        # Such a loss is divided by the mean weight of the micro-batch.
+        self.couples_samples = weight is not None or ignore_index >= 0
         self.normalize_output = normalize_output
         self.temperature = temperature
         self._last: tuple[list[Tensor], Tensor] | None = None

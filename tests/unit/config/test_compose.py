@@ -16,7 +16,7 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
 from vissl_zero.cli import main
-from vissl_zero.config.compose import _run_dir, compose, every_mistake, explain, load, register
+from vissl_zero.config.compose import _run_dir, compose, every_mistake, explain, load, register, untyped
 from vissl_zero.config.recipes import list_recipes
 from vissl_zero.config.sources import ModerateFiles, register_sources
 from vissl_zero.errors import ConfigError
@@ -288,6 +288,14 @@ def test_a_folder_may_have_any_name(value: str, paths: list[str]) -> None:
     """Whoever composes: the command line, plan, verify, explain."""
     composed = compose("pretrain/swav/my_photos", [f"config.DATA.TRAIN.DATA_PATHS={value}"])
     assert paths == composed.run.DATA.TRAIN.DATA_PATHS
+
+
+def test_a_folder_of_recipes_may_have_any_name(tmp_path: Path) -> None:
+    (folder := tmp_path / "my, 'recipes'" / "config").mkdir(parents=True)
+    (folder / "mine.yaml").write_text(
+        "# @package _global_\ndefaults: [/config/supervised/digits]\nconfig: {SEED_VALUE: 7}\n"
+    )
+    assert untyped(["config=mine"], [str(folder.parent)]).config.SEED_VALUE == 7
 
 
 def test_a_value_that_hydra_cannot_read_is_answered_with_both_quotes() -> None:
