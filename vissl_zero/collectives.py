@@ -132,7 +132,7 @@ def device_of_numbers(device: torch.device, group: dist.ProcessGroup | None = No
 
 
 def all_gather_number(number: int, device: torch.device) -> list[int]:
-    """Gather the number of every rank, by rank; ``device`` as of ``device_of_numbers``. Cost: one all-gather."""
+    """Gather the number of every rank, by rank; ``device`` is that of ``device_of_numbers``. Cost: one all-gather."""
     if world_size() == 1:
         return [number]
     local = torch.tensor(number, device=device_of_numbers(device))

@@ -171,7 +171,7 @@ def read_json(path: Path) -> tuple[dict[str, Any], str]:
     if _is_too_deep(body):
         raise CheckpointError(f"{path} is damaged: it is nested deeper than {_MAX_DEPTH} levels.")
     try:
-        # Of the parsed content, so that a file that was formatted anew is still whole.
+        # Digest the parsed content, so that a reformatted file still matches.
         digest = xxhash.xxh3_64_hexdigest(_canonical(body).encode())
     except (ValueError, RecursionError):  # NaN, half of a surrogate pair
         digest = ""
@@ -181,7 +181,7 @@ def read_json(path: Path) -> tuple[dict[str, Any], str]:
         or not isinstance(body, dict)
         or digest != whole.get("xxh3")
     ):
-        raise CheckpointError(f"{path} is damaged: its content does not fit its checksum.")
+        raise CheckpointError(f"{path} is damaged: its content does not match its checksum.")
     return body, digest
 
 
@@ -323,7 +323,7 @@ class Checkpoint:
         for name, parts in parts_of.items():
             # A piece without elements stands before the one that begins where it does: a search finds the last of them.
             parts.sort(key=lambda part: (part[0].first_element, part[0].num_elements))
-            self.tensors[name] = _whole(name, parts, path)
+            self.tensors[name] = _merge_pieces(name, parts, path)
             self._pieces[name] = [piece for piece, _ in parts]
 
     def read(self, name: str) -> Tensor:
@@ -434,19 +434,19 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     return Checkpoint(Path(path))
 
 
-def _whole(name: str, parts: Sequence[tuple[_Piece, PieceFacts]], path: Path) -> TensorInfo:
-    """Assemble a tensor from its parts, in order; each element must be in exactly one part."""
-    first = parts[0][1]
+def _merge_pieces(name: str, pieces: Sequence[tuple[_Piece, PieceFacts]], path: Path) -> TensorInfo:
+    """Merge the sorted pieces of a tensor, which must cover each element once."""
+    first = pieces[0][1]
     info = TensorInfo(name, DTYPES[first.dtype], first.shape)
-    if any((facts.dtype, facts.shape) != (first.dtype, first.shape) for _, facts in parts):
+    if any((facts.dtype, facts.shape) != (first.dtype, first.shape) for _, facts in pieces):
         raise CheckpointError(f"{path}: the ranks disagree on type or shape of {name}.")
     end = 0
-    for piece, _ in parts:
+    for piece, _ in pieces:
         if piece.first_element != end:
-            raise CheckpointError(f"{path}: the parts of {name} overlap or leave gaps.")
+            raise CheckpointError(f"{path}: the pieces of {name} overlap or leave gaps.")
         end += piece.num_elements
     if end != info.num_elements:
-        raise CheckpointError(f"{path}: the parts of {name} do not make up the whole.")
+        raise CheckpointError(f"{path}: the pieces of {name} do not add up to its shape.")
     return info
 
 

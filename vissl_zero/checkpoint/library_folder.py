@@ -117,12 +117,13 @@ def at_root(entries: Sequence[Entry]) -> tuple[list[Entry], str]:
 
 
 def _roots(names: Any) -> list[str]:
+    """Return the outermost prefixes of names that look like a network's."""
     roots: set[str] = set()
     for name in names:
         for mark in _ROOTS:
             if name == mark or name.endswith(f".{mark}"):
                 roots.add(name.removesuffix(mark))
-    # Names such as conv1.weight occur in every block too. Only the outermost place is a network.
+    # Names such as conv1.weight occur in every block too. Only the outermost prefix is a network's.
     outermost = [root for root in roots if not any(root != other and root.startswith(other) for other in roots)]
     return sorted(outermost)
 

@@ -74,27 +74,27 @@ def write_torch_file(path: Path, entries: Sequence[Entry]) -> None:
     """
     with path.open("xb") as file:
         with zipfile.ZipFile(file, "w") as archive:
-            _add(archive, "data.pkl", _pickled(entries))
+            _add_aligned(archive, "data.pkl", _pickled(entries))
             # Without this entry torch.load takes the data for little-endian.
-            _add(archive, "byteorder", sys.byteorder.encode())
+            _add_aligned(archive, "byteorder", sys.byteorder.encode())
             for index, entry in enumerate(entries):
                 data = bytes_of(entry.read().detach().to("cpu").contiguous())
                 assert len(data) == entry.num_bytes, entry
-                _add(archive, f"data/{index}", data)
+                _add_aligned(archive, f"data/{index}", data)
             # The archive's version that torch.save writes; torch.load refuses unknown ones.
-            _add(archive, "version", b"3\n")
+            _add_aligned(archive, "version", b"3\n")
         file.flush()
         os.fsync(file.fileno())
 
 
-def _add(archive: zipfile.ZipFile, name: str, data: bytes | memoryview) -> None:
+def _add_aligned(archive: zipfile.ZipFile, name: str, data: bytes | memoryview) -> None:
     info = zipfile.ZipInfo(f"{_ROOT}/{name}")
     info.file_size = len(data)
     assert archive.fp is not None
-    # zipfile adds its own field for sizes over 4 GiB, by the same test of the size plus 5 %.
+    # As zipfile decides: it adds a ZIP64 field if the size plus 5 % exceeds the limit.
     is_large = len(data) * 1.05 > zipfile.ZIP64_LIMIT
     start = archive.fp.tell() + _LOCAL_HEADER_BYTES + len(info.filename) + _ZIP64_EXTRA_BYTES * is_large
-    # 4 bytes: id and length of the extra field precede its content.
+    # The header of an extra field takes 4 bytes: its ID and length.
     padding = -(start + 4) % _ALIGNMENT
     info.extra = _PADDING_ID + padding.to_bytes(2, "little") + b"Z" * padding
     with archive.open(info, "w") as member:

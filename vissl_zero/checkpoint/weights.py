@@ -22,7 +22,8 @@ from vissl_zero.checkpoint.folder import (
 from vissl_zero.checkpoint.shard_file import ShardFile
 from vissl_zero.engine.stopping import read_jobs
 from vissl_zero.errors import CheckpointError
-from vissl_zero.resolve.data_plan import EXTENSIONS, image_files, names_like
+from vissl_zero.resolve.data_plan import names_like
+from vissl_zero.resolve.image_files import EXTENSIONS, image_files
 from vissl_zero.resolve.saved import RESOLVED_FILE, read_saved
 
 WEIGHTS_FILE, AVERAGED_WEIGHTS_FILE = "weights.safetensors", "weights_ema.safetensors"

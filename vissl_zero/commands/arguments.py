@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
-from vissl_zero.config.override_words import as_word
 from vissl_zero.errors import ConfigError, DataError, did_you_mean
 
 
@@ -63,14 +61,6 @@ def config_dirs(words: Sequence[str]) -> tuple[list[str], list[str]]:
         else:
             rest.append(word)
     return rest, folders
-
-
-def searchpath(folders: Sequence[str]) -> list[str]:
-    """Return the override that looks for recipes in the folders of --config-dir; empty without folders."""
-    # Without quotes where it may be: commands that are printed for a shell have the word in them.
-    places = [f"file://{Path(folder).absolute()}" for folder in folders]
-    words = [place if re.fullmatch(r"[\w/.:-]+", place, re.ASCII) else as_word(place) for place in places]
-    return [f"hydra.searchpath=[{','.join(words)}]"] if folders else []
 
 
 class CommandParser(argparse.ArgumentParser):

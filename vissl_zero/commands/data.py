@@ -12,8 +12,9 @@ from pathlib import Path
 from statistics import median as middle
 from typing import TYPE_CHECKING
 
-from vissl_zero.commands.arguments import CommandParser, config_dirs, output, output_file, searchpath
+from vissl_zero.commands.arguments import CommandParser, config_dirs, output, output_file
 from vissl_zero.config.catalog import source_of
+from vissl_zero.config.override_words import searchpath_override
 from vissl_zero.errors import ConfigError, DataError, counted, printable
 from vissl_zero.reporting.quantity import bytes_text
 
@@ -67,7 +68,7 @@ def data(words: Sequence[str]) -> int:
     if options.verb == "pack":
         _pack(options.source.expanduser(), options.out, options.to, options.size)
     elif options.verb == "bench":
-        _bench(options, searchpath(folders))
+        _bench(options, searchpath_override(folders))
     elif options.verb == "check":
         _check(options.paths, options.picture, options.json)
     else:

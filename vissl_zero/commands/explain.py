@@ -25,7 +25,7 @@ from rich.table import Table
 from rich.text import Text
 
 from vissl_zero.atomic import is_there
-from vissl_zero.commands.arguments import config_dirs, searchpath
+from vissl_zero.commands.arguments import config_dirs
 from vissl_zero.config.blocks.model_and_loss import WeightsInit
 from vissl_zero.config.catalog import Replacement, missing, public_equivalent, use_catalog, with_public_paths
 from vissl_zero.config.compose import (
@@ -41,6 +41,7 @@ from vissl_zero.config.compose import (
     untyped,
 )
 from vissl_zero.config.compose import explain as in_words
+from vissl_zero.config.override_words import searchpath_override
 from vissl_zero.config.programs import PROGRAMS, RETRIEVAL, TRAIN
 from vissl_zero.config.recipes import RecipeFile, recipe_file, recipe_files, recipe_text
 from vissl_zero.config.run_config import RunConfig, schema
@@ -104,7 +105,7 @@ def _parse(arguments: Sequence[str]) -> tuple[str, list[str], set[str], str]:
     """Split the words into the recipe, file or folder, the overrides, the flags, and the folder of --fix."""
     rest, folders = config_dirs(arguments)
     words = [part for word in rest for part in (word.split("=", 1) if word.startswith("--") else [word])]
-    recipes, overrides, flags, out = list[str](), searchpath(folders), set[str](), ""
+    recipes, overrides, flags, out = list[str](), searchpath_override(folders), set[str](), ""
     while words:
         word = words.pop(0)
         if word == "--fix":

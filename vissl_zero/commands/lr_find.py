@@ -9,10 +9,10 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from vissl_zero.commands.arguments import CommandParser, config_dirs, output_file, searchpath
+from vissl_zero.commands.arguments import CommandParser, config_dirs, output_file
 from vissl_zero.commands.temporary_run import run_in
 from vissl_zero.config.compose import compose
-from vissl_zero.config.override_words import recipe_and_overrides
+from vissl_zero.config.override_words import recipe_and_overrides, searchpath_override
 from vissl_zero.errors import ConfigError, Problem
 from vissl_zero.lifetime import Scratch
 
@@ -62,7 +62,7 @@ def lr_find(arguments: Sequence[str]) -> int:
     rest, folders = config_dirs(arguments)
     # Flags may stand between the words of a recipe.
     options = parser.parse_intermixed_args(rest)
-    recipe, overrides = recipe_and_overrides([*searchpath(folders), *options.words])
+    recipe, overrides = recipe_and_overrides([*searchpath_override(folders), *options.words])
     if recipe is None:
         raise ConfigError("vissl-zero lr-find: must name a recipe. Write config=<recipe>.")
     if options.steps < _FEWEST_STEPS:

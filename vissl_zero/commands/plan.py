@@ -11,8 +11,9 @@ from tempfile import TemporaryDirectory
 
 from rich.console import Console
 
-from vissl_zero.commands.arguments import config_dirs, output, searchpath
+from vissl_zero.commands.arguments import config_dirs, output
 from vissl_zero.config.compose import compose
+from vissl_zero.config.override_words import searchpath_override
 from vissl_zero.config.recipes import RecipeFile, recipe_file, recipe_names, recipe_text
 from vissl_zero.errors import ConfigError, Problem, did_you_mean
 from vissl_zero.planner.machine_profile import read_profile
@@ -128,7 +129,7 @@ def _parse(arguments: Sequence[str]) -> tuple[list[str], list[str], list[str], b
     rest, folders = config_dirs(arguments)
     words = [part for word in rest for part in (word.split("=", 1) if word.startswith("--") else [word])]
     recipes: list[str] = []
-    overrides = searchpath(folders)
+    overrides = searchpath_override(folders)
     assumed = ["config.DRY_RUN=true"]
     is_json, png = False, None
     while words:

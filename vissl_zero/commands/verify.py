@@ -16,9 +16,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from vissl_zero.commands.arguments import config_dirs, searchpath
+from vissl_zero.commands.arguments import config_dirs
 from vissl_zero.config.compose import compose
-from vissl_zero.config.override_words import recipe_and_overrides
+from vissl_zero.config.override_words import recipe_and_overrides, searchpath_override
 from vissl_zero.config.run_config import RunConfig
 from vissl_zero.errors import ConfigError, Problem
 from vissl_zero.resolve.resolve import resolve
@@ -82,7 +82,7 @@ def verify(arguments: Sequence[str]) -> int:
         return 0 if arguments else 2
     rest, places = config_dirs(arguments)
     words, num_steps, tolerance = _parse(rest)
-    recipe, overrides = recipe_and_overrides([*searchpath(places), *words])
+    recipe, overrides = recipe_and_overrides([*searchpath_override(places), *words])
     if recipe is None:
         raise ConfigError(f"vissl-zero verify: must name a recipe. Write config=<recipe>.\n{USAGE}")
     _require_trainable(compose(recipe, overrides).run)

@@ -1,4 +1,4 @@
-"""Build typed blocks from plain data, such as a saved run's configuration."""
+"""Between typed blocks and plain data, such as a saved run's configuration."""
 
 from __future__ import annotations
 
@@ -29,3 +29,17 @@ def block_of(kind: type[T], data: Mapping[str, Any]) -> T:
         is_block = is_dataclass(default) and not isinstance(value, type(default))
         setattr(block, name, block_of(type(default), value) if is_block else value)
     return block
+
+
+def declared_keys(data: Mapping[str, Any], kind: type | None) -> dict[str, Any]:
+    """Return the keys of ``data`` that a component's dataclass declares: blocks also carry unused keys of VISSL."""
+    assert kind is not None
+    kept: dict[str, Any] = {}
+    for item in fields(kind):
+        if item.name not in data:
+            continue
+        value = data[item.name]
+        default = item.default_factory() if callable(item.default_factory) else None
+        is_block = is_dataclass(default) and isinstance(value, Mapping)
+        kept[item.name] = declared_keys(value, type(default)) if is_block else value
+    return kept

@@ -29,6 +29,7 @@ from vissl_zero.config.environment import mask_environment
 from vissl_zero.config.expansion import require_moderate_texts
 from vissl_zero.config.explanations import MOST_LISTED, explain_value, unknown_key
 from vissl_zero.config.override_paths import blocked
+from vissl_zero.config.override_words import searchpath_override
 from vissl_zero.config.programs import PROGRAMS, TRAIN, begin_program
 from vissl_zero.config.recipes import list_recipes, recipe_folders, recipe_names
 from vissl_zero.config.run_config import RunConfig, new_schema, schema
@@ -47,26 +48,26 @@ IN_A_LIST = (TypeError, ValueError)
 
 
 def explain(error: BaseException, folders: Sequence[str] = (), overrides: Sequence[str] = ()) -> ConfigError:
-    """Convert an error into a ``ConfigError`` with one sentence.
+    """Convert an error into a ``ConfigError`` with a one-sentence message.
 
     Args:
-        error: error of ``EXPLAINABLE`` or ``BEFORE_A_JOB``.
-        folders: further folders of recipes, from --config-dir and hydra.searchpath.
+        error: instance of a class in ``EXPLAINABLE`` or ``BEFORE_A_JOB``.
+        folders: additional folders of recipes, from --config-dir and hydra.searchpath.
         overrides: overrides of the command line.
     """
-    # Some errors of OmegaConf are a ValueError too.
+    # Some of OmegaConf's errors are also ValueErrors.
     if isinstance(error, BEFORE_A_JOB) and not isinstance(error, EXPLAINABLE):
         return ConfigError([_around_a_job(error)])
     if any(isinstance(link, RecursionError) for link in _chain(error)):
-        fix = "Make blocks and lists flatter, and let no recipe name itself among its defaults."
+        fix = "Reduce the nesting, and check that no recipe lists itself in its defaults."
         return ConfigError([Problem("configuration", "", "must not be nested too deeply, or in itself", fix)])
     # Hydra raises its own errors from those of OmegaConf and YAML, which know the key or the line.
     cause = next((link for link in _chain(error) if isinstance(link, (OmegaConfBaseException, YAMLError))), None)
     if isinstance(cause, YAMLError):
         return ConfigError([_yaml(cause)])
     if isinstance(cause, OmegaConfBaseException):
-        if without_prefix := list(_without_prefix(overrides)):
-            return ConfigError(without_prefix)
+        if problems := list(_without_prefix(overrides)):
+            return ConfigError(problems)
         return ConfigError([explain_value(cause, schema())])
     if isinstance(error, MissingConfigException):
         return ConfigError([_missing_file(error, folders, overrides)])
@@ -78,7 +79,7 @@ def explain(error: BaseException, folders: Sequence[str] = (), overrides: Sequen
         return ConfigError([Problem("command line", repr(error.override), "must be an override", fix)])
     text = " ".join(str(error).split())
     if ambiguous := re.match(r"Ambiguous value for argument '([^=']+)=(.*?)'", text):
-        fix = "A number has a point: 0.1. Write [a,b] for a list; add -m to run once with each value."
+        fix = "Write a decimal point: 0.1. Write [a,b] for a list; add -m to run once with each value."
         return ConfigError(
             [Problem(ambiguous[1], repr(ambiguous[2]), "must be one value, and commas separate several", fix)]
         )
@@ -432,7 +433,7 @@ def explained(error: BaseException, overrides: Sequence[str], folders: Sequence[
     Args:
         error: error of ``EXPLAINABLE``, ``BEFORE_A_JOB`` or ``IN_A_LIST``.
         overrides: overrides of the command line, including ``config=``.
-        folders: further folders of recipes, from --config-dir and hydra.searchpath.
+        folders: additional folders of recipes, from --config-dir and hydra.searchpath.
     Raises:
         TypeError: ``error`` itself, if it is not caused by an override.
     """
@@ -486,10 +487,9 @@ def untyped(overrides: Sequence[str], folders: Sequence[str] = ()) -> DictConfig
 
 
 def _composed(words: Sequence[str], folders: Sequence[str]) -> DictConfig:
-    where = [f"hydra.searchpath=[{','.join(f'file://{Path(folder).absolute()}' for folder in folders)}]"]
     GlobalHydra.instance().clear()
     with hydra.initialize_config_module("vissl_zero.conf", version_base="1.3", job_name="vissl-zero"):
-        return hydra.compose("defaults", [*words, *(where if folders else [])])
+        return hydra.compose("defaults", [*words, *searchpath_override(folders)])
 
 
 _SETS = re.compile(r"\+{0,2}(?!hydra\b|config=)[^=/~]+=")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 _PLAIN = re.compile(r"[A-Za-z_][\w./-]*")
@@ -30,6 +31,14 @@ def as_word(value: Any) -> str:
     # In Hydra's quoted strings, backslashes count as escapes only before a quote or at the end.
     quoted = re.sub(r"(\\*)'", r"\1\1\\'", text)
     return "'" + re.sub(r"(\\+)$", r"\1\1", quoted) + "'"
+
+
+def searchpath_override(folders: Sequence[str | Path]) -> list[str]:
+    """Return the override that looks for recipes in ``folders``, as --config-dir does; empty without folders."""
+    # Quote only if needed: this override also stands in commands that are printed for a shell.
+    places = [f"file://{Path(folder).absolute()}" for folder in folders]
+    words = [place if re.fullmatch(r"[\w/.:-]+", place, re.ASCII) else as_word(place) for place in places]
+    return [f"hydra.searchpath=[{','.join(words)}]"] if folders else []
 
 
 def pairs_of(words: Sequence[str]) -> dict[str, str]:

@@ -23,6 +23,7 @@ from typing import Any
 import yaml
 
 from vissl_zero.atomic import is_file, read_regular
+from vissl_zero.config.override_words import searchpath_override
 from vissl_zero.config.programs import PROGRAMS
 from vissl_zero.errors import ConfigError, Problem
 from vissl_zero.registry import broken_plugin
@@ -84,7 +85,7 @@ def list_recipes(folders: Sequence[str | Path] = ()) -> list[Recipe]:
     """Return all recipes and parts of the package, the project, ``./configs`` and plugins, in search order.
 
     Args:
-        folders: further folders (--config-dir, hydra.searchpath), which are searched first.
+        folders: additional folders (--config-dir, hydra.searchpath), which are searched first.
     """
     recipes: dict[str, Recipe] = {}
     for root in [*map(Path, folders), *_roots()]:
@@ -164,7 +165,7 @@ class RecipeFile:
     def overrides(self) -> list[str]:
         """Return the overrides of the command line in addition to ``config=``."""
         group, _, choice = self.overlay.rpartition("/")
-        words = [f"hydra.searchpath=['file://{self.folder}']"] if self.folder else []
+        words = searchpath_override([self.folder] if self.folder else [])
         words += [f"engine_name={self.program}"] if self.program else []
         return [*words, f"+config/{group}={choice}"] if self.overlay else words
 

@@ -61,7 +61,7 @@ _BEGIN, _END = "<!-- differences -->\n", "<!-- end of differences -->\n"
 
 
 def with_differences(page: str) -> str:
-    """Fill the table of ``docs/configuration.md``: keys that mean something else in VISSL, from ``vissl_keys.yaml``."""
+    """Fill the table of ``docs/configuration.md``: keys that mean something else in VISSL, from ``vissl/keys.yaml``."""
     before, _, rest = page.partition(_BEGIN)
     rows = ["| key | at | here, and in VISSL |", "| --- | --- | --- |"]
     for entry in DIFFERENCES:
@@ -111,7 +111,7 @@ def keys_of(schema: type) -> list[Key]:
     keys: dict[str, Key] = {}
     # Bases first, so that what a subclass says about a key wins.
     for cls in reversed(schema.__mro__):
-        body = _body(cls.__module__, cls.__name__)
+        body = _class_body(cls.__module__, cls.__name__)
         for statement, following in zip(body, [*body[1:], None], strict=False):
             if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
                 name, annotation = statement.target.id, ast.unparse(statement.annotation)
@@ -121,10 +121,10 @@ def keys_of(schema: type) -> list[Key]:
 
 
 @cache
-def _body(module: str, name: str) -> list[ast.stmt]:
+def _class_body(module: str, name: str) -> list[ast.stmt]:
     if not module.startswith("vissl_zero"):
         return []
-    # From the source, since Python does not keep the strings under fields.
+    # Parse the source, because Python drops the docstrings of fields.
     tree = ast.parse(inspect.getsource(sys.modules[module]))
     return next((node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name), [])
 

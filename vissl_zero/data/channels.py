@@ -49,7 +49,7 @@ def to_channels(data: bytes | np.ndarray | Image.Image, name: str, decoder: Deco
 
 
 def _decoded(data: bytes, name: str, decoder: Decoder) -> np.ndarray:
-    """Decode a ``.npy`` file or an image; the pages of a TIFF of several pages are channels."""
+    """Decode a ``.npy`` file or an image; the pages of a multipage TIFF become channels."""
     if data.startswith(_NUMPY):
         array: np.ndarray = np.load(io.BytesIO(data))
         return array
@@ -58,8 +58,8 @@ def _decoded(data: bytes, name: str, decoder: Decoder) -> np.ndarray:
         pages = []
         for page in range(getattr(image, "n_frames", 1)) if image.format == "TIFF" else (0,):
             image.seek(page)
-            turned = ImageOps.exif_transpose(image) if decoder.applies_exif else image
-            pages.append(np.asarray(turned.convert(_MODES.get(turned.mode, turned.mode))))
+            upright = ImageOps.exif_transpose(image) if decoder.applies_exif else image
+            pages.append(np.asarray(upright.convert(_MODES.get(upright.mode, upright.mode))))
     return pages[0] if len(pages) == 1 else np.concatenate([page.reshape(*page.shape[:2], -1) for page in pages], 2)
 
 

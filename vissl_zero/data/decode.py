@@ -19,7 +19,7 @@ from vissl_zero.atomic import open_regular, read_regular
 from vissl_zero.config.blocks.data import Data
 from vissl_zero.data.dicom import dicom_image, is_dicom, require_pydicom
 from vissl_zero.errors import DataError
-from vissl_zero.resolve.data_plan import EXTENSIONS
+from vissl_zero.resolve.image_files import EXTENSIONS
 
 # Pillow's own MAX_IMAGE_PIXELS: a quarter of a GiB as 24-bit pixels. Pillow only warns; here such files are refused,
 # because training decodes them in every epoch, in several workers at once.

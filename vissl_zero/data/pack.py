@@ -22,7 +22,7 @@ from vissl_zero.data.source import MultiLabeled, Source, SourceRequest, encoded_
 from vissl_zero.data.sources.packed import CLASSES_FILE, CLASSES_KEY, LABELS_KEY
 from vissl_zero.errors import DataError
 from vissl_zero.registry import DATA_SOURCES
-from vissl_zero.resolve.data_plan import EXTENSIONS
+from vissl_zero.resolve.image_files import EXTENSIONS
 
 PER_PART = 1000  # images
 _PROGRESS_FILE = "packed.json"

@@ -66,7 +66,7 @@ def outcomes(folder: Path) -> list[Outcome]:
 
 
 def measured_peaks(folder: Path, after: int = 0) -> Iterator[tuple[int, int]]:
-    """Yield (step, peak memory of rank 0 so far in bytes) for the steps beyond ``after`` in ``metrics.jsonl``."""
+    """Yield (step, peak bytes of rank 0 so far) for each step after ``after`` in ``metrics.jsonl``."""
     with suppress(OSError, UnicodeDecodeError):
         for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
             with suppress(ValueError, TypeError, KeyError):

@@ -59,7 +59,7 @@ _end_at: float | None = None
 
 
 def request_stop(reason: str, exit_code: int = STOPPED) -> None:
-    """Request that the run saves and stops after the next step. If called several times, the first request counts."""
+    """Request that the run save and stop after the next step. If called several times, the first request counts."""
     global _requested
     if _requested is None:
         _requested = Stop(reason, exit_code)

@@ -288,7 +288,7 @@ def view_features(run: Run, source: Source, num_views: int) -> Tensor:
             plans = (replace(plan, epoch=epoch) for plan in sequential(len(source), total, run.rank, run.world_size))
             for batch in BatchStream(dataset, data_cfg).load(plans):
                 local_slice = rank_slice(batch.num_global, run.rank, run.world_size)
-                num_own = local_slice.stop - local_slice.start  # 0 for the copy of a rank without samples
+                num_own = local_slice.stop - local_slice.start  # 0 on a rank without samples, which got a copy
                 moved = batch.to(run.device, dtype)
                 (features,) = model(moved.images[:1], features_only=True)
                 by_crop = features.unflatten(0, (batch.num_crops[0], -1)).transpose(0, 1)  # rows are crop-major

@@ -326,14 +326,14 @@ class TrainSvmLowShot(_SvmHook):
     def check(self, run: Run, matrix: np.ndarray) -> None:
         for k in run.plan.config.SVM.low_shot.k_values:
             # A draw refuses classes with too few images, here before any feature is extracted.
-            self._draw(run, matrix, 0, k)
+            self._draw_images(run, matrix, 0, k)
 
-    def _draw(self, run: Run, matrix: np.ndarray, sample: int, k: int) -> np.ndarray:
+    def _draw_images(self, run: Run, matrix: np.ndarray, sample: int, k: int) -> np.ndarray:
         name = run.plan.config.SVM.low_shot.dataset_name
         if name != "voc" and not ((matrix >= 0).all() and (matrix.sum(axis=1) <= 1).all()):
-            must = "SVM.low_shot.dataset_name: places205 needs one class for each image, and TRAIN's have several."
+            must = "SVM.low_shot.dataset_name: places205 needs images of one class, and TRAIN has images of several."
             raise DataError(f"{must} Write voc.")
-        # Seeded by k too, so that a draw does not depend on what else is measured, nor on the rank.
+        # k is part of the seed, so that a draw depends neither on the other values of k nor on the rank.
         return draw(matrix, k, name, np.random.default_rng([run.plan.seed, sample, k]))
 
     def measure(
@@ -344,7 +344,7 @@ class TrainSvmLowShot(_SvmHook):
         jobs = [(k, sample) for k in k_values for sample in samples]
 
         def work(job: tuple[int, int]) -> list[float]:
-            drawn = self._draw(run, labels, job[1], job[0])
+            drawn = self._draw_images(run, labels, job[1], job[0])
             return low_shot(train, drawn, test, test_labels, options, seed)
 
         precisions = np.array(shared(jobs, work)).reshape(len(k_values), len(samples), -1)

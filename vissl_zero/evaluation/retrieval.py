@@ -374,24 +374,24 @@ def _copydays(folder: Path, with_distractors: bool) -> RetrievalSet:
     """Read ``queries`` and ``database``: names end in a number, and images of the same hundred show the same object."""
     queries = _jpegs(folder / "queries")
     images = _jpegs(folder / ("database_and_distractors" if with_distractors else "database"))
-    groups = np.array([-1 if "distractor" in file.name else _number(file) // 100 for file in images])
+    groups = np.array([-1 if "distractor" in file.name else _image_number(file) // 100 for file in images])
     wanted: dict[str, list[Wanted]] = {}
     for change in _CHANGES:
         named = re.compile(rf"{change}(?!\d)")  # VISSL also counts jpegqual_30 as jpegqual_3
         of_change = [index for index, file in enumerate(queries) if named.search(file.name)]
         if of_change:
             wanted[change] = [
-                Wanted(index, np.flatnonzero(groups == _number(queries[index]) // 100)) for index in of_change
+                Wanted(index, np.flatnonzero(groups == _image_number(queries[index]) // 100)) for index in of_change
             ]
     if not wanted:
         raise DataError(f"{folder / 'queries'}: no file's name begins with a change, such as strong_200001.jpg.")
     return RetrievalSet(COPYDAYS, images, queries, None, wanted)
 
 
-def _number(file: Path) -> int:
+def _image_number(file: Path) -> int:
     text = file.name.split(".")[0].split("_")[-1]
     if not text.isdecimal():
-        raise DataError(f"{file}: the name must end in the number of the image, as in strong_200001.jpg.")
+        raise DataError(f"{file}: the name must end in the image number, as in strong_200001.jpg.")
     return int(text)
 
 

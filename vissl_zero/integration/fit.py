@@ -120,7 +120,7 @@ def forecaster_of(
         else:
             batch = pytree.tree_map(_fake, sample)
             leaves = pytree.tree_leaves(batch)
-    groups, build_optimizer = read_optimizer(_shell(optimizer), model)
+    groups, build_optimizer = read_optimizer(_shallow_copy(optimizer), model)
     # The signature of the original: the copy's forward is wrapped.
     parameters = [*inspect.signature(model.forward).parameters.values()]
     inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -238,11 +238,11 @@ def _meta_copy(model: nn.Module) -> nn.Module:
         raise ConfigError([Problem("model", type(model).__name__, must, "Write level=0, 1, 2 or 3.")]) from error
 
 
-def _shell(optimizer: Any) -> Any:
+def _shallow_copy(optimizer: Any) -> Any:
     """Return a copy of an optimizer instance that shares its tensors but has its own groups and state dicts."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         return optimizer
-    # Not by the constructor: its arguments are not known any more.
+    # Bypass the constructor, whose arguments are no longer known.
     twin = object.__new__(type(optimizer))
     twin.__dict__.update(optimizer.__dict__)
     twin.__dict__.pop("step", None)  # a scheduler's wrapper, which is bound to the original

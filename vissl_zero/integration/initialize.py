@@ -226,7 +226,7 @@ class _Body(nn.Module):
 def _call_through(wrapper: nn.Module, module: nn.Module) -> None:
     """Make ``module(...)`` call the engine's ``wrapper``, if there is one.
 
-    So the user's model keeps its class, attributes, methods and parameter names.
+    The user's model keeps its class, attributes, methods and parameter names.
     """
     if wrapper is module:
         return

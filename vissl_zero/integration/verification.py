@@ -290,7 +290,7 @@ def _torch_optimizer(optimizer: Any, model: nn.Module) -> torch.optim.Optimizer:
     options = dict(optimizer)
     name = str(options.pop("type", None))
     if not hasattr(torch.optim, name):
-        must = "must be one that plain torch has, to compare with"
+        must = "must name an optimizer of torch.optim, for the run to compare with"
         fix = "Give a torch optimizer, or a class, that runs without vissl_zero too."
         raise ConfigError([Problem("optimizer.type", name, must, fix)])
     return getattr(torch.optim, name)(params, **options)

@@ -311,7 +311,7 @@ def _guarded_listener() -> tuple[Any, _GuardedListener]:
         # gloo opens its listener here and does not give us the socket, so we search this process's new sockets.
         device = dist.ProcessGroupGloo.create_device(interface=_LOOPBACK, lazy_init=False)  # all peers connect at once
         listeners = {inode: fd for inode, fd in _own_connections().items() if inode not in before}
-        listener = _GuardedListener({inode: fd for inode, fd in listeners.items() if _set_filter(fd, _NO_DATA)})
+        listener = _GuardedListener({inode: fd for inode, fd in listeners.items() if _attach_filter(fd, _NO_DATA)})
         # If a stranger connects before the filter is set, the port is lost, and another is tried.
         if not listener.was_reached():
             return device, listener
@@ -349,7 +349,7 @@ class _GuardedListener:
         self._is_over.set()
         self._watch.join()
         for fd in self._listeners.values():
-            _set_filter(fd, _NOTHING)
+            _attach_filter(fd, _NOTHING)
         self._look()  # connections that came after the last look
 
     def _watch_listener(self) -> None:
@@ -383,11 +383,11 @@ class _GuardedListener:
 
 def _can_filter() -> bool:
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        return Path("/proc/net/tcp").exists() and _set_filter(listener.fileno(), _NOTHING)
+        return Path("/proc/net/tcp").exists() and _attach_filter(listener.fileno(), _NOTHING)
 
 
-def _set_filter(fd: int, program: tuple[tuple[int, int, int, int], ...]) -> bool:
-    """Set a listener's filter; returns False if this is no TCP listener, or the kernel has no filters."""
+def _attach_filter(fd: int, program: tuple[tuple[int, int, int, int], ...]) -> bool:
+    """Attach a filter to a TCP listener; returns False for any other socket, or if the kernel has no filters."""
     code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in program))
     with _socket(fd) as sock:
         if sock.family in (socket.AF_INET, socket.AF_INET6) and sock.getsockopt(

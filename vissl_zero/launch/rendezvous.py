@@ -345,7 +345,7 @@ class Generation:
         return True
 
     def wait(self, what: str, index: int, within_s: float) -> bytes | None:
-        """Return the value that launcher ``index`` published as ``what``; None: not within ``within_s`` seconds."""
+        """Return the value that launcher ``index`` published as ``what``; None after ``within_s`` seconds."""
         key = self._key(what, index)
         if self.client.call(b"wait", str(within_s).encode(), key, answer_within_s=within_s + 5.0)[0] != b"1":
             return None

@@ -413,7 +413,7 @@ class NPID(EmbeddingMethod):
         self.bank = MemoryBank(num_images, self.embedding_dim, self.memory_momentum)
 
     def forward(self, outputs: list[Any], batch: Batch) -> Tensor:
-        """Compute the mean loss over this rank's samples; see ``nce_loss``. Collective in the first call only."""
+        """Compute the mean loss over this rank's samples; see ``nce_loss``. Only the first call is collective."""
         (embeddings,) = crops_of(outputs[0], 1, batch)
         self._note(embeddings)
         negatives = self.bank.draw_negatives(len(embeddings), self.num_negatives)
@@ -537,7 +537,7 @@ class PIRL(NPID):
         return outputs
 
     def forward(self, outputs: list[Any], batch: Batch) -> Tensor:
-        """Compute the mean loss over this rank's samples; see ``pirl_loss``. Collective in the first call only."""
+        """Compute the mean loss over this rank's samples; see ``pirl_loss``. Only the first call is collective."""
         images, tiles = output_of(outputs, "tiles")
         self._note(images)
         return pirl_loss(

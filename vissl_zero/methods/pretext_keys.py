@@ -114,7 +114,7 @@ class JigsawSpec(MethodSpec):
         name, head = next(heads_of(cfg), ("", {}))
         orders = head.get("num_permutations", 1000) if name == "jigsaw_head" else head_width(cfg)
         return {
-            "num_towers": (_towers_of(cfg, 9), "head"),
+            "num_towers": (_num_towers(cfg, 9), "head"),
             "num_permutations": (orders, "head"),
             "are_cut": (are_cut(cfg), "transforms"),
         }
@@ -122,7 +122,7 @@ class JigsawSpec(MethodSpec):
     def problems(self, cfg: RunConfig, decided: Decisions) -> list[Problem]:
         """Check for one size, a head of tiles, no more orders than exist, and a file of orders that exists."""
         return [
-            *one_head(cfg, "jigsaw_head", *["mlp"] * (_towers_of(cfg, None) is not None)),
+            *one_head(cfg, "jigsaw_head", *["mlp"] * (_num_towers(cfg, None) is not None)),
             *one_size(cfg),
             *_wrong_towers(cfg),
             *_wrong_tiles(cfg),
@@ -147,8 +147,8 @@ class JigsawSpec(MethodSpec):
         return [Problem("config.MODEL.HEAD.PARAMS", str(orders), must, "Lower it.")]
 
 
-def _towers_of(cfg: RunConfig, default: int | None) -> int | None:
-    """Return the number of tiles of the first head; of a chain, that of its ``siamese_concat_view``."""
+def _num_towers(cfg: RunConfig, default: int | None) -> int | None:
+    """Return ``num_towers`` of the first head or, in a chain, of its ``siamese_concat_view``."""
     name, head = next(heads_of(cfg), ("", {}))
     if name == "chain":
         parts = [keys for part, keys in head["heads"] if part == "siamese_concat_view"]
@@ -159,7 +159,7 @@ def _towers_of(cfg: RunConfig, default: int | None) -> int | None:
 
 def _wrong_towers(cfg: RunConfig) -> list[Problem]:
     """Check that the head's number of tiles makes a square grid."""
-    towers = _towers_of(cfg, 9)
+    towers = _num_towers(cfg, 9)
     if towers is None or towers in GRIDS:
         return []
     must = f"num_towers must be {' or '.join(map(str, GRIDS))}"
@@ -168,7 +168,7 @@ def _wrong_towers(cfg: RunConfig) -> list[Problem]:
 
 def _wrong_tiles(cfg: RunConfig) -> list[Problem]:
     """Check that the transforms cut images into the tiles that the head takes."""
-    towers, counts = _towers_of(cfg, 9), crops_of(cfg)
+    towers, counts = _num_towers(cfg, 9), crops_of(cfg)
     if not are_cut(cfg) or towers is None or counts is None or counts[-1] == towers:
         return []
     must = f"must make the {towers} tiles that the head takes"
@@ -297,7 +297,7 @@ class PIRLSpec(MethodSpec):
         """Infer embedding_dim and num_towers from the head, are_cut from the transforms."""
         return {
             "embedding_dim": (head_width(cfg), "head"),
-            "num_towers": (_towers_of(cfg, 9), "head"),
+            "num_towers": (_num_towers(cfg, 9), "head"),
             "are_cut": (are_cut(cfg), "transforms"),
         }
 

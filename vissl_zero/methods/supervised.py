@@ -40,7 +40,7 @@ def binary_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
         0-d, the mean over this rank's samples. No communication.
     """
     logits = at_least_float32(logits)
-    # With logits: a sigmoid and its logarithm would lose digits near 0 and 1.
+    # On logits: a sigmoid and its logarithm would lose digits near 0 and 1.
     total = F.binary_cross_entropy_with_logits(logits, targets.to(logits.dtype), reduction="sum")
     return total / max(logits.numel(), 1)
 
@@ -72,7 +72,8 @@ class CrossEntropy(Method):
             raise ConfigError([Problem(key, str(temperature), "must be positive", "Write 1.0.")])
         self.register_buffer("class_weights", None if weight is None else torch.tensor(weight))
         self.ignored_label = ignore_index
-        self.couples_samples = weight is not None or ignore_index >= 0  # divided by the mean weight of a micro-batch
+        # Such a loss is divided by the mean weight of the micro-batch.
+        self.couples_samples = weight is not None or ignore_index >= 0
         self.normalize_output = normalize_output
         self.temperature = temperature
         self._last: tuple[list[Tensor], Tensor] | None = None

@@ -207,7 +207,7 @@ class VICRegL(EmbeddingMethod):
         """Compute the weighted sum of ``global_loss`` and ``local_loss``. Collective.
 
         Raises:
-            ConfigError: the transforms do not keep the boxes of crops.
+            ConfigError: the transforms do not return the boxes of crops.
         """
         if batch.boxes is None:
             fix = "Write keeps_boxes: true in ImgPilToMultiCrop."
@@ -216,12 +216,12 @@ class VICRegL(EmbeddingMethod):
         crops = sum(batch.num_crops), batch.num_local
         views = at_least_float32(output.embeddings).unflatten(0, crops)
         self._note(views[0])
-        # The loss needs a map per crop. Heads return one tensor for all crops of a size, also with views_apart.
+        # The loss needs a map per crop. A head returns one tensor per crop size, even with views_apart.
         counts = batch.num_crops if len(output.maps) > 1 else [sum(batch.num_crops)]
         maps = [
             crop_map
-            for same, count in zip(output.maps, counts, strict=True)
-            for crop_map in at_least_float32(same).unflatten(0, (count, batch.num_local))
+            for maps_of_size, count in zip(output.maps, counts, strict=True)
+            for crop_map in at_least_float32(maps_of_size).unflatten(0, (count, batch.num_local))
         ]
-        of_places = local_loss(maps, batch.boxes.unflatten(0, crops), self.num_matches, self.weights)
-        return self.alpha * global_loss(views, self.weights) + (1 - self.alpha) * of_places
+        local = local_loss(maps, batch.boxes.unflatten(0, crops), self.num_matches, self.weights)
+        return self.alpha * global_loss(views, self.weights) + (1 - self.alpha) * local

@@ -75,7 +75,7 @@ def why_whole(model: nn.Module) -> str:
 
 
 def whole_start_bytes(model: nn.Module) -> int:
-    """Count the bytes of ``model``, in float32, while it is built and initialized with memory."""
+    """Count the bytes that ``model`` takes, in float32, if it is built and initialized in memory."""
     # A trunk that draws all weights at once (TimmTrunk) builds a second model for them.
     drawn = next(_fillers_of_others(model), None)
     counted = [*model.parameters(), *(drawn.parameters() if drawn is not None else ())]
@@ -231,9 +231,9 @@ def _reset_of(owner: nn.Module, name: str) -> Callable[[], None]:
 
 
 def _unset(tensor: Tensor) -> Tensor:
-    """Return a tensor of this shape on the CPU, in float32, filled with NaN, by which missing values are detected."""
+    """Return a tensor of NaNs with this shape, in float32 on the CPU: values that are never filled are detected."""
     if not tensor.is_floating_point():
-        # Integers have no NaN. Batch norm's counter of batches, the usual one, begins at 0 in any case.
+        # Integers have no NaN. Usually this is batch norm's ``num_batches_tracked``, which starts at 0 anyway.
         return torch.zeros(tensor.shape, dtype=tensor.dtype)
     return torch.full(tensor.shape, torch.nan)
 

@@ -465,7 +465,7 @@ def build_model(model_config: ModelConfig | TeacherModel, num_classes: int = 0) 
         trunk = build_trunk(model_config.TRUNK)
         _see_as(trunk, model_config.INPUT_TYPE, model_config.TRUNK.NAME)
         num_channels = getattr(model_config, "IN_CHANNELS", None) or 3
-        _see_channels(trunk, num_channels, model_config.TRUNK.NAME)
+        _set_input_channels(trunk, num_channels, model_config.TRUNK.NAME)
         if isinstance(model_config, ModelConfig) and model_config.LORA.USE_LORA:
             from vissl_zero.models.lora import adapt_  # peft takes seconds to import, and may not be installed
 
@@ -482,7 +482,7 @@ def build_model(model_config: ModelConfig | TeacherModel, num_classes: int = 0) 
             last = _numbers_of_patch(trunk, num_channels) if getattr(build, "predicts_pixels", False) else num_classes
             options = _with_last(options, last)
             if taps is None:
-                _check_width(head_name, options, width)
+                _check_input_dim(head_name, options, width)
             heads.append(build(**options))
             require_interface(HEADS, head_name, heads[-1], base=nn.Module)
         model = Model(trunk, heads, taps)
@@ -539,7 +539,7 @@ def _see_as(trunk: nn.Module, input_type: str, name: str) -> None:
         trunk.register_forward_pre_hook(lambda _, args: ([x[:, :1] for x in args[0]], *args[1:]))
 
 
-def _see_channels(trunk: nn.Module, channels: int, name: str) -> None:
+def _set_input_channels(trunk: nn.Module, channels: int, name: str) -> None:
     """Replace a trunk's first convolution of three channels by one of ``channels``. In place. Raises ConfigError."""
     if channels == 3:
         return
@@ -606,7 +606,7 @@ def _with_last(options: Mapping[str, Any], width: int) -> Mapping[str, Any]:
     return {**options, "dims": [*dims[:-1], width]}
 
 
-def _check_width(name: str, options: Mapping[str, Any], feature_dim: int | None) -> None:
+def _check_input_dim(name: str, options: Mapping[str, Any], feature_dim: int | None) -> None:
     if links := options.get("heads"):  # a chain: its first head sees the features, and is the one that was written
         name, options = links[0]
     dims = options.get("dims")

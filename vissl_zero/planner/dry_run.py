@@ -206,9 +206,9 @@ def set_stage(plan: ResolvedRun, check: Callable[[nn.Module], object] | None = N
         names = [name for name, _ in model.named_parameters()]
         Frozen(plan.config.MODEL.TEMP_FROZEN_PARAMS_ITER_MAP, names)
         method.set_length(loader.steps_per_epoch * plan.num_epochs, loader.steps_per_epoch)
-        fakes = _faked(batch, num_local, num_global, dtype_of(precision.master))
+        fakes = _dummy_batch(batch, num_local, num_global, dtype_of(precision.master))
         if is_single:
-            _require_values(plan, model, method, _faked(batch, 1, plan.world_size, dtype_of(precision.master)))
+            _require_values(plan, model, method, _dummy_batch(batch, 1, plan.world_size, dtype_of(precision.master)))
 
         def run_forward() -> tuple[torch.Tensor, Any]:
             method.on_step(method.heaviest_step(), 0)
@@ -425,8 +425,8 @@ def _data(plan: ResolvedRun) -> tuple[Data, tuple[str, ...]]:
     )
 
 
-def _faked(batch: ImageBatch, num_local: int, num_global: int, dtype: torch.dtype) -> ImageBatch:
-    """Make a micro-batch of ``num_local`` images with the shapes of ``batch``: black, or fake in ``FakeTensorMode``."""
+def _dummy_batch(batch: ImageBatch, num_local: int, num_global: int, dtype: torch.dtype) -> ImageBatch:
+    """Return a zero-filled micro-batch shaped like ``batch``, of ``num_local`` images; fake in ``FakeTensorMode``."""
     shapes = [(crops * num_local, *image.shape[1:]) for image, crops in zip(batch.images, batch.num_crops, strict=True)]
     return ImageBatch(
         images=[torch.zeros(shape, dtype=dtype) for shape in shapes],

@@ -45,7 +45,7 @@ class Kernel(IntEnum):
     """A kind of operation with its own rate on a machine."""
 
     PLAIN = 0  # little arithmetic: memory traffic takes the time
-    PRODUCT = 1  # matrix product
+    MATMUL = 1
     CONVOLUTION = 2
 
 
@@ -98,10 +98,10 @@ class Work:
 
 
 def kernel_of(operation: str, flops: int) -> Kernel:
-    """Return the kind of an operation, by torch's name for it, such as ``aten::mm``."""
+    """Classify an operation by torch's name for it, such as ``aten::mm``, and its FLOPs."""
     if not flops:
         return Kernel.PLAIN
-    return Kernel.CONVOLUTION if "convolution" in operation else Kernel.PRODUCT
+    return Kernel.CONVOLUTION if "convolution" in operation else Kernel.MATMUL
 
 
 def _backward_flops(outputs: Tensor, images: Tensor, weight: Tensor, *rest: Any, out_val: Any) -> int:

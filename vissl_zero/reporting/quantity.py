@@ -22,7 +22,7 @@ _HEIGHTS = "▁▂▃▄▅▆▇█"
 
 
 def bar(fraction: float, width: int) -> str:
-    """Return a bar of ``fraction`` of ``width`` characters, to an eighth; a fraction above zero is visible."""
+    """Return a bar that fills ``fraction`` of ``width`` characters, to an eighth; at least one eighth above zero."""
     eighths = round(min(1.0, max(0.0, fraction)) * width * 8)
     if fraction > 0:
         eighths = max(1, eighths)

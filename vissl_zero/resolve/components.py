@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from vissl_zero.atomic import is_folder, is_there, read_regular
+from vissl_zero.config.block_data import declared_keys
 from vissl_zero.config.blocks.data import Data, Split
 from vissl_zero.config.blocks.model_and_loss import Lora, Trunk, VisionTransformerBlock
 from vissl_zero.config.catalog import source_of
 from vissl_zero.config.components import builtin_keys, component_keys, typed_options
 from vissl_zero.config.components.trunks import (
     TRUNK_BLOCKS,
-    own_fields,
     own_trunk_keys,
     trunk_component,
     trunk_params,
@@ -70,7 +70,7 @@ def loss_options(cfg: RunConfig) -> dict[str, Any]:
     name = cfg.LOSS["name"]
     block: Any = cfg.LOSS.get(name) or {}
     schema = component_keys(LOSSES, name)
-    written = own_fields(asdict(block), schema) if is_dataclass(block) and not isinstance(block, type) else block
+    written = declared_keys(asdict(block), schema) if is_dataclass(block) and not isinstance(block, type) else block
     options = typed_options(schema, written, f"config.LOSS.{name}")
     inferred = _inferred(cfg).items()
     # A written value gives way, with a note: VISSL's recipes repeat these numbers, and an override changes one place.

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import ast
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
@@ -24,6 +23,7 @@ from vissl_zero.errors import ConfigError, Problem, did_you_mean
 from vissl_zero.registry import DATA_SOURCES, TRANSFORMS
 from vissl_zero.resolve.channels import RGB, channels
 from vissl_zero.resolve.fast_forms import fast_backend
+from vissl_zero.resolve.image_files import EXTENSIONS, image_files
 from vissl_zero.resolve.other_files import endings_in, held
 from vissl_zero.vissl.programs import SEGMENTATION
 
@@ -289,11 +289,6 @@ def _same_origin(cfg: RunConfig, decided: Decisions) -> Problem | None:
     return Problem("config.DATA.TRAIN.DATA_PATHS", "[]", must, "Write config.DATA.TRAIN.DATA_PATHS=<folder>.")
 
 
-# Endings of the files that ``vissl_zero.data.decode`` decodes.
-EXTENSIONS = (
-    *(".jpg", ".jpeg", ".jfif", ".jpe", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff"),
-    *(".ppm", ".pgm", ".dcm"),
-)
 # The source's own split of scikit-learn's 1,797 images, counted without importing scikit-learn.
 _NUM_DIGITS = {"TRAIN": 1_437, "TEST": 360}
 
@@ -381,33 +376,6 @@ def _missing_part(path: Path) -> tuple[Path, str]:
 def endings_of(cfg: RunConfig) -> tuple[str, ...]:
     """Return the file extensions of images; with channels other than RGB, arrays (.npy) are images too."""
     return EXTENSIONS if cfg.DATA.IN_CHANNELS == RGB else (*EXTENSIONS, ".npy")
-
-
-def image_files(folder: str | os.PathLike[str], endings: tuple[str, ...] = EXTENSIONS) -> Iterator[str]:
-    """Yield the paths of images in a folder and its subfolders, in no order, without hidden files; lists lazily."""
-    # Symbolic links can form cycles, so a folder is visited once per class folder. Not once overall: the folder of one
-    # class may be a link to another's.
-    top = os.stat(folder)  # noqa: PTH116 - may be bytes of any encoding
-    yield from _below(folder, None, {(top.st_dev, top.st_ino)}, endings)
-
-
-def _below(
-    folder: str | os.PathLike[str],
-    visited: set[tuple[int, int]] | None,
-    top: set[tuple[int, int]],
-    endings: tuple[str, ...],
-) -> Iterator[str]:
-    with os.scandir(folder) as entries:
-        for entry in entries:
-            if entry.name.startswith("."):
-                continue
-            if entry.name.lower().endswith(endings) and entry.is_file():
-                yield entry.path
-            elif entry.is_dir():
-                within, facts = set(top) if visited is None else visited, entry.stat()
-                if (inode := (facts.st_dev, facts.st_ino)) not in within:
-                    within.add(inode)
-                    yield from _below(entry.path, within, top, endings)
 
 
 def num_images(name: str, split: Split, most: int, endings: tuple[str, ...] = EXTENSIONS) -> int | None:

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from vissl_zero.atomic import is_there
 from vissl_zero.config.run_config import RunConfig
 from vissl_zero.errors import Problem
-from vissl_zero.resolve.data_plan import image_files, splits
+from vissl_zero.resolve.data_plan import splits
+from vissl_zero.resolve.image_files import image_files
 
 if TYPE_CHECKING:
     from vissl_zero.resolve.decisions import Decisions
@@ -109,7 +110,7 @@ def pairs(cfg: RunConfig, decided: Decisions) -> list[Problem]:
             fix = f"Put a PNG of the same name under {MASKS}/ for each file under {IMAGES}/."
             must = f"must hold a mask for each image, and {listed(complaints)}"
             problems.append(Problem(f"{key}.DATA_PATHS", str(options.DATA_PATHS), must, fix))
-        # Only where all pairs are complete: the list of names says little about a folder that is not one.
+        # Only if all pairs are complete: the classes of any other folder say little.
         elif problem := _classes(roots, options.SOURCE_PARAMS.get("num_classes", 0), key, split == "TRAIN"):
             problems.append(problem)
     return problems

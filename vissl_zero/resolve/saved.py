@@ -19,10 +19,10 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from vissl_zero.atomic import read_regular, replacing
-from vissl_zero.config.block_data import block_of
+from vissl_zero.config.block_data import block_of, declared_keys
 from vissl_zero.config.blocks.model_and_loss import Trunk
 from vissl_zero.config.components import builtin_keys
-from vissl_zero.config.components.trunks import TRUNK_BLOCKS, own_fields, trunk_block_names
+from vissl_zero.config.components.trunks import TRUNK_BLOCKS, trunk_block_names
 from vissl_zero.config.environment import mask_environment
 from vissl_zero.config.run_config import RunConfig
 from vissl_zero.errors import VisslZeroError
@@ -141,7 +141,7 @@ def _trunk_data(trunk: Trunk) -> dict[str, Any]:
     if trunk.NAME not in TRUNK_BLOCKS:
         return {"NAME": trunk.NAME, "PARAMS": dict(trunk.PARAMS)}
     schema = builtin_keys("trunk")[trunk.NAME]
-    blocks = {name: own_fields(asdict(getattr(trunk, name)), schema) for name in trunk_block_names(trunk.NAME)}
+    blocks = {name: declared_keys(asdict(getattr(trunk, name)), schema) for name in trunk_block_names(trunk.NAME)}
     return {"NAME": trunk.NAME, **blocks}
 
 

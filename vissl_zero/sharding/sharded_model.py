@@ -230,7 +230,7 @@ class ShardedModel:
         return []
 
     def backward(self, loss: Tensor, weight: float = 1.0, retain_graph: bool = False) -> None:
-        """Accumulate gradients of ``loss * weight`` (averaged over ranks), scaled for half precision if need be.
+        """Accumulate gradients of ``loss * weight`` (averaged over ranks), scaled for half precision if needed.
 
         Args:
             loss: 0-d, this rank's mean over its own samples.
@@ -430,10 +430,10 @@ class ShardedModel:
 
     @contextmanager
     def evaluated(self) -> Iterator[None]:
-        """Set the weights for evaluation and export; afterward restore those for training, bit for bit. A context.
+        """Swap in the weights for evaluation and export; on exit, restore those for training, bit for bit. A context.
 
         Only optimizers with ``eval`` and ``train`` (schedule-free ones) have two sets; otherwise this does nothing.
-        Cost: a copy of this rank's trained shards.
+        Cost: a copy of this rank's trainable shards.
         """
         optimizer = getattr(self.optimizer, "optim", self.optimizer)  # the base optimizer inside fairscale's OSS
         if not (hasattr(optimizer, "eval") and hasattr(optimizer, "train")):
@@ -441,10 +441,10 @@ class ShardedModel:
             return
         self._wait_for_readers()
         self._before_shards_change()
-        # Undoing eval by the optimizer's own formula would round: keep the training weights instead.
-        trained = [shard.values().clone() for shard in self._trained]
+        # ``optimizer.train()`` would restore the weights with rounding errors, so keep a copy.
+        saved = [shard.values().clone() for shard in self._trained]
         optimizer.eval()
-        # ``eval`` writes ``local`` alone; with offload, the model computes with a copy of it.
+        # ``eval`` updates only ``local``. With offload, the model computes with a copy, which must follow.
         for shard in self._trained:
             shard.publish()
         self._publish_shards()
@@ -454,7 +454,7 @@ class ShardedModel:
             self._before_shards_change()
             # The evaluation has gathered units again, from the weights that are about to be replaced.
             optimizer.train()
-            for shard, values in zip(self._trained, trained, strict=True):
+            for shard, values in zip(self._trained, saved, strict=True):
                 shard.assign(values)
             self._publish_shards()
 

@@ -80,8 +80,8 @@ def _pirl(cfg: RunConfig) -> str:
     weights, whole = list(old.loss_weights), old.update_mem_with_emb_index
     if sorted(inputs) != ["images", "patches"] or len(heads) != len(weights) or whole not in (0, 1):
         return ""
-    # pirl_loss updates its memory with the embeddings of whole images, after the step, and has one weight, the tiles':
-    # the image has 1 minus that.
+    # pirl_loss updates its memory after the step, with embeddings of whole images. Its one weight is that of the tiles:
+    # the image gets the rest.
     if old.memory_params.update_mem_on_forward or inputs[whole] != "images" or abs(sum(weights) - 1) > 1e-9:
         return ""
     rows = {name: _row(head) for name, head in zip(inputs, heads, strict=True)}
@@ -141,12 +141,12 @@ def _ibot(cfg: RunConfig) -> str:
 
 
 def _masked_shares(entry: Mapping[str, Any], key: str) -> tuple[list[float], float]:
-    """Return least and largest share of masked patches, and how often there is one: VISSL draws one of spans."""
+    """Return the range of the share of masked patches, and the share of masked images. VISSL draws one of several."""
     means, spreads = entry.get("pred_ratio_mean", [0.3]), entry.get("pred_ratio_var", [0.0])
     spans = [(mean - spread, mean + spread) for mean, spread in zip(means, spreads, strict=False)]
     masked = [span for span in spans if span[1] > 0]
     if not masked or len(set(masked)) > 1 or not 0 <= masked[0][0] <= masked[0][1] <= 1 or len(means) != len(spreads):
-        must = "must be one span of shares from 0 to 1, and none besides: mean and spread of 0"
+        must = "must be one range of shares from 0 to 1, and optionally one of mean and spread 0 (no mask)"
         fix = "Write pred_ratio_mean: [0.0, 0.3], pred_ratio_var: [0.0, 0.2], for example."
         _refuse(f"{key}.pred_ratio_mean", f"{means} and {spreads}", must, fix)
     low, high = (round(share, 12) for share in masked[0])  # 0.3 - 0.2 is 0.1

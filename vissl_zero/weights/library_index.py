@@ -49,7 +49,8 @@ def models_of(shapes: Mapping[str, Iterable[int]]) -> list[str]:
     return _index().get(_fingerprint(shapes), [])
 
 
-def _libraries() -> Iterator[tuple[str, Mapping[str, Iterable[int]]]]:
+def _networks() -> Iterator[tuple[str, Mapping[str, Iterable[int]]]]:
+    """Yield each network of timm and torchvision: its name, and the shapes of its tensors."""
     import timm
     import torch
     import torchvision
@@ -73,7 +74,7 @@ def _libraries() -> Iterator[tuple[str, Mapping[str, Iterable[int]]]]:
 def write_index() -> None:
     """Build every model without memory for its weights, and write their fingerprints. Takes minutes."""
     index: dict[str, list[str]] = {}
-    for name, shapes in _libraries():
+    for name, shapes in _networks():
         index.setdefault(_fingerprint(shapes), []).append(name)
     rows = [
         f"{json.dumps(key)}: {json.dumps(sorted(names, key=lambda n: (len(n), n)))}" for key, names in index.items()

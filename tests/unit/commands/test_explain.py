@@ -200,7 +200,7 @@ def test_a_command_line_that_is_nested_too_deeply_is_one_sentence(word: str) -> 
 def test_a_recipe_that_begins_with_itself_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "config").mkdir()
     (tmp_path / "config/x.yaml").write_text("# @package _global_\ndefaults: [/config/x]\n")
-    with pytest.raises(ConfigError, match="let no recipe name itself"):
+    with pytest.raises(ConfigError, match="check that no recipe lists itself"):
         train(["config=x", f"--config-dir={tmp_path}", "--dry-run"])
 
 

@@ -56,7 +56,7 @@ def test_a_later_version_is_refused(captured: Path, capsys: pytest.CaptureFixtur
 
 def test_damage_is_refused(captured: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     broken = _changed(captured, tmp_path, "bad_step.json", lambda text: text.replace("the loss is nan", "it is fine"))
-    assert "is damaged: its content does not fit its checksum" in refusal(capsys, str(broken))
+    assert "is damaged: its content does not match its checksum" in refusal(capsys, str(broken))
     shutil.rmtree(broken)
     broken = _changed(captured, tmp_path, "config.resolved.yaml", lambda text: "a: b")
     assert "config.resolved.yaml cannot be read (it has no config)" in refusal(capsys, str(broken))

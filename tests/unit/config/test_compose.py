@@ -16,7 +16,7 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
 from vissl_zero.cli import main
-from vissl_zero.config.compose import _run_dir, compose, every_mistake, explain, load, register
+from vissl_zero.config.compose import _run_dir, compose, every_mistake, explain, load, register, untyped
 from vissl_zero.config.recipes import list_recipes
 from vissl_zero.config.sources import ModerateFiles, register_sources
 from vissl_zero.errors import ConfigError
@@ -26,6 +26,8 @@ MISTYPED = {
     "key": (["config.ZERO.LEVL=2"], "config.ZERO.LEVL: is not a key. Did you mean 'LEVEL'?"),
     "block": (["config.MODLE.TRUNK.NAME=resnet"], "config.MODLE: is not a key. Did you mean 'MODEL'"),
     "key of a loss": (["config.LOSS.swav_loss.epslon=1"], "config.LOSS.swav_loss.epslon: is not a key. Did you mean"),
+    "key like no other": (["config.ZERO.qqqq=1"], "config.ZERO.qqqq: is not a key. Keys there: LEVEL, MEMORY_GB, "),
+    "block like no other": (["qqqq=1"], "qqqq: is not a key. Keys there: VERSION, node_id, engine_name, config."),
     "key added with a plus": (["+config.ZERO.LEVL=2"], "config.ZERO.LEVL: is not a key. Did you mean 'LEVEL'?"),
     "key of elsewhere": (
         ["config.OPTIMIZER.base_optimizer.regularize_bn=3"],
@@ -286,6 +288,14 @@ def test_a_folder_may_have_any_name(value: str, paths: list[str]) -> None:
     """Whoever composes: the command line, plan, verify, explain."""
     composed = compose("pretrain/swav/my_photos", [f"config.DATA.TRAIN.DATA_PATHS={value}"])
     assert paths == composed.run.DATA.TRAIN.DATA_PATHS
+
+
+def test_a_folder_of_recipes_may_have_any_name(tmp_path: Path) -> None:
+    (folder := tmp_path / "my, 'recipes'" / "config").mkdir(parents=True)
+    (folder / "mine.yaml").write_text(
+        "# @package _global_\ndefaults: [/config/supervised/digits]\nconfig: {SEED_VALUE: 7}\n"
+    )
+    assert untyped(["config=mine"], [str(folder.parent)]).config.SEED_VALUE == 7
 
 
 def test_a_value_that_hydra_cannot_read_is_answered_with_both_quotes() -> None:

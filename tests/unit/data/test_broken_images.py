@@ -244,6 +244,10 @@ def test_a_jpeg_of_many_scans_is_refused_before_it_is_decoded() -> None:
     scan = data[at:-2]
     with pytest.raises(BrokenImageError, match="pixels take too long"):
         decode_image(data[:at] + scan * 5000 + data[-2:], "x")
+    small = io.BytesIO()
+    Image.new("RGB", (16, 16)).save(small, "JPEG", progressive=True)
+    data, at = small.getvalue(), small.getvalue().rindex(b"\xff\xda")
+    assert decode_image(data[:at] + data[at:-2] * 100 + data[-2:], "x").size == (16, 16)  # they cost little
 
 
 def test_odd_files_are_read_as_documented(tmp_path: Path) -> None:

@@ -17,7 +17,8 @@ from vissl_zero.data import slow_work
 from vissl_zero.data.source import Source, build_eval_sources, build_source, left_out, left_out_of_run
 from vissl_zero.data.sources import disk
 from vissl_zero.errors import DataError
-from vissl_zero.resolve.data_plan import image_files, paths
+from vissl_zero.resolve.data_plan import paths
+from vissl_zero.resolve.image_files import image_files
 
 
 def names(source: Source, root: Path) -> list[str]:

@@ -35,6 +35,8 @@ def test_equals_torchs_with_gradients(name: str) -> None:
     logits = _logits()
     loss, expected = _loss(name)([logits], _batch([1])), F.cross_entropy(logits, TARGETS)
     torch.testing.assert_close(loss, expected)
+    one = LossBatch([1], torch.arange(1), 1, TARGETS[:1])
+    torch.testing.assert_close(_loss(name)([logits[:1]], one), F.cross_entropy(logits[:1], TARGETS[:1]))
     torch.testing.assert_close(torch.autograd.grad(loss, logits), torch.autograd.grad(expected, logits))
 
 

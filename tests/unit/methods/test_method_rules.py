@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 from itertools import groupby
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from tests.unit.config.example_config import CPU_HOST, changed
 from vissl_zero.config.compose import load
 from vissl_zero.config.run_config import RunConfig
 from vissl_zero.data.pipeline import build_pipeline
-from vissl_zero.methods.spec import crops_of
+from vissl_zero.methods.spec import crops_of, num_crops_of
 from vissl_zero.resolve.components import method_of
 from vissl_zero.resolve.decisions import Decisions
 from vissl_zero.resolve.resolve import problems
@@ -302,3 +303,24 @@ def test_crops_are_counted_as_transforms_make_them(entry: dict[str, Any]) -> Non
     cfg.DATA.TRAIN.TRANSFORMS = entries
     crops = build_pipeline(entries, "here")(Image.new("RGB", (96, 96)))
     assert crops_of(cfg) == [len(list(group)) for _, group in groupby(crops, key=lambda crop: crop.shape)]
+
+
+@pytest.mark.parametrize(
+    ("transforms", "counts"),
+    [
+        ([], None),
+        (["ToTensor", {"name": "ToTensor"}], None),
+        (["ToTensor", {"name": "ImgPilToMultiCrop", "num_crops": [2, 6]}, {"name": "ImgReplicatePil"}], [2, 6]),
+        ([{"name": "ImgPilToMultiCrop"}], None),
+        ([{"name": "ImgPilToMultiCrop", "num_crops": [2, "6"]}], None),
+        ([{"name": "ImgReplicatePil"}, {"name": "ImgPilToMultiCrop", "num_crops": [2, 6]}], [2]),
+        ([{"name": "ImgReplicatePil", "num_times": 3}], [3]),
+        ([{"name": "ImgReplicatePil", "num_times": "3"}], None),
+        ([{"name": "ImgPatchesFromTensor"}], [9]),
+        ([{"name": "ImgPilToPatchesAndImage", "num_patches": 4}], [1, 4]),
+        ([{"name": "ImgPatchesFromTensor", "num_patches": "4"}], None),
+    ],
+)
+def test_crops_are_counted_as_the_first_transform_that_makes_several_says(transforms, counts):
+    cfg: Any = SimpleNamespace(DATA=SimpleNamespace(TRAIN=SimpleNamespace(TRANSFORMS=transforms)))
+    assert crops_of(cfg) == counts and num_crops_of(cfg) == (sum(counts) if counts else 1)

@@ -12,8 +12,9 @@ from vissl_zero.methods.dino import Center, dino_loss, masked_patch_loss
 from vissl_zero.methods.distillation import dino_distillation_loss, distillation_loss
 from vissl_zero.methods.feature_distillation import feature_distance, queue_distillation_loss
 from vissl_zero.methods.gather import weighted_mean
+from vissl_zero.methods.lejepa import sigreg
 from vissl_zero.methods.masked_modeling import latent_regression
-from vissl_zero.methods.pretext import info_nce_loss
+from vissl_zero.methods.pretext import MemoryBank, info_nce_loss, nce_loss
 from vissl_zero.methods.prototypes import msn_loss
 from vissl_zero.methods.supervised import binary_cross_entropy, soft_cross_entropy
 from vissl_zero.methods.two_views import cosine, info_nce, vicreg_loss
@@ -57,6 +58,8 @@ LOSSES: dict[str, Callable[[int], Tensor]] = {
     "weighted": lambda n: weighted_mean(NUMBER.expand(n), torch.full((n,), 3.0).double(), n),
     "latents": lambda n: latent_regression(_times(NUMBER, n), _times(NUMBER, n), 1.0),
     "bank": lambda n: info_nce_loss(_times(SCORES, n), 0.5),
+    "npid": lambda n: nce_loss(_times(SCORES, n), MemoryBank(5, 3, 0.5), 0.5),
+    "lejepa": lambda n: sigreg(_times(SCORES, n)[None], UNIT, 17, 5.0) / n,  # a sum over samples
     "msn": lambda n: msn_loss(_times(SCORES, n)[None], _times(OTHERS, n), 0.5, 0.5, 1.0, 1.0, False),
     "soft_labels": lambda n: soft_cross_entropy(_times(SCORES, n), _times(SHARES, n)),
     "binary": lambda n: binary_cross_entropy(_times(NUMBER, n), torch.ones(n, 1)),

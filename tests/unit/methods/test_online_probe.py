@@ -46,10 +46,10 @@ def test_adams_constants_are_torchs() -> None:
 
 def test_statistics_follow_the_trunk_over_a_hundred_steps() -> None:
     """A hundredth of the way a step, once there were as many; before that, they are the mean of all steps."""
-    for past, rate in ((0, 1.0), (3, 1 / 4), (99, 1 / 100), (1000, 1 / 100)):
+    for past, rate, count in ((0, 1.0, 1), (3, 1 / 4, 8), (99, 1 / 100, 8), (1000, 1 / 100, 8)):
         probe = OnlineProbe(4, 3, lr=0.1, dtype=torch.float64)
         probe.num_steps.fill_(past)
-        batch: Any = LossBatch([1], torch.arange(8), 8, LABELS.clamp(min=0))
-        probe.learn([torch.ones(8, 4, dtype=torch.float64)], batch)
+        batch: Any = LossBatch([1], torch.arange(count), count, LABELS[:count].clamp(min=0))
+        probe.learn([torch.ones(count, 4, dtype=torch.float64)], batch)
         probe.step()
         torch.testing.assert_close(probe.mean, torch.full((4,), rate, dtype=torch.float64))

@@ -17,17 +17,17 @@ from vissl_zero.sharding.torch_private import pretended_ranks
 
 def test_each_operation_takes_the_longer_of_arithmetic_and_memory() -> None:
     work = Work()
-    work.count(Kernel.PRODUCT, 4_000, 10)  # 400 a byte
-    for one in ((Kernel.PRODUCT, 10, 1_000), (Kernel.CONVOLUTION, 4_000, 10), (Kernel.PLAIN, 0, 500)):
+    work.count(Kernel.MATMUL, 4_000, 10)  # 400 a byte
+    for one in ((Kernel.MATMUL, 10, 1_000), (Kernel.CONVOLUTION, 4_000, 10), (Kernel.PLAIN, 0, 500)):
         work.count(*one)
-    rates = {Kernel.PRODUCT: 100.0, Kernel.CONVOLUTION: 50.0, Kernel.PLAIN: 100.0}
+    rates = {Kernel.MATMUL: 100.0, Kernel.CONVOLUTION: 50.0, Kernel.PLAIN: 100.0}
     # Of the sums of products alone arithmetic would decide: 4,010 / 100 s, and not 40 + 10.
     assert work.seconds(rates.__getitem__, memory=100.0) == pytest.approx(40 + 10 + 80 + 5)
 
 
 def test_what_was_done_between_two_moments_can_be_repeated() -> None:
     before = Work()
-    before.count(Kernel.PRODUCT, 100, 10)
+    before.count(Kernel.MATMUL, 100, 10)
     after = before.plus(Work())
     after.count(Kernel.CONVOLUTION, 300, 20)
     after.count(Kernel.PLAIN, 0, 7)
@@ -39,7 +39,7 @@ def test_what_was_done_between_two_moments_can_be_repeated() -> None:
 
 def test_convolutions_are_told_from_products_and_from_what_computes_nothing() -> None:
     assert kernel_of("aten::convolution_backward", 9) == Kernel.CONVOLUTION
-    assert kernel_of("aten::addmm", 9) == Kernel.PRODUCT
+    assert kernel_of("aten::addmm", 9) == Kernel.MATMUL
     assert kernel_of("aten::convolution", 0) == kernel_of("aten::add", 0) == Kernel.PLAIN
 
 

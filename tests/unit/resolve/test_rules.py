@@ -10,8 +10,8 @@ from PIL import Image
 from tests.unit.config.example_config import CPU_HOST, GPU_HOST, complaints
 from vissl_zero.config.blocks.model_and_loss import RegNetBlock
 from vissl_zero.resolve import resolved
-from vissl_zero.resolve.data_plan import EXTENSIONS
 from vissl_zero.resolve.host import Host
+from vissl_zero.resolve.image_files import EXTENSIONS
 from vissl_zero.resolve.model_rules import _checkpointing_problem, _widths
 from vissl_zero.resolve.other_files import PICTURES
 

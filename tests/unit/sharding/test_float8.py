@@ -39,7 +39,7 @@ def test_what_float8_can_say_stays_as_it_is(dtype: torch.dtype, exponent_bits: i
     assert table[-1] == torch.finfo(dtype).max and len(table) == (127 if dtype == E4M3 else 124)
     for power in (-3, 0, 5):  # of the scale
         row = torch.cat([table, -table])[None] * 2.0**power
-        assert torch.equal(quantize(row, dtype).wide(torch.float64), row)
+        assert torch.equal(quantize(row, dtype).dequantize(torch.float64), row)
 
 
 @pytest.mark.parametrize("wide", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
@@ -56,7 +56,7 @@ def test_rounding_is_the_formats(dtype: torch.dtype, exponent_bits: int, mantiss
     # Dividing in float32 moves a number that lies in the middle to either side.
     is_same = rows.values.double() == values
     assert is_same.all() if wide == torch.float64 else is_same.double().mean() > 0.99
-    error = (rows.wide(torch.float64) - matrix.double()).abs()
+    error = (rows.dequantize(torch.float64) - matrix.double()).abs()
     smallest = representable(exponent_bits, mantissa_bits)[1] * scales
     bound = matrix.double().abs() * 2.0 ** -(mantissa_bits + 1) + smallest / 2
     assert (error <= bound * (1 + 1e-5)).all()
@@ -66,7 +66,7 @@ def test_zeros_and_tiny_rows() -> None:
     matrix = torch.tensor([[0.0, -0.0], [1e-44, 0.0], [1e-30, -2e-30], [1.0, 2.0]])
     rows = quantize(matrix, E4M3)
     assert rows.values.float().isfinite().all()
-    torch.testing.assert_close(rows.wide(torch.float32), matrix, rtol=2**-4, atol=1e-40)
+    torch.testing.assert_close(rows.dequantize(torch.float32), matrix, rtol=2**-4, atol=1e-40)
 
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
@@ -89,7 +89,7 @@ def test_a_block_has_the_least_power_of_two_that_cuts_nothing_off() -> None:
     assert blocks.scales.float().tolist() == [[1.0, 2.0, 2.0**-8, 2.0**-9, 2.0**-8]]
     assert blocks.scales.view(torch.uint8).tolist() == [[127, 128, 119, 118, 119]]
     assert blocks.values[0, [3, 40, 70, 130]].tolist() == [448.0, -224.0, 256.0, 448.0]  # 224.5 is not an e4m3
-    assert blocks.wide(torch.float32)[0, [3, 40, 70, 130]].tolist() == [448.0, -448.0, 1.0, 1.75]
+    assert blocks.dequantize(torch.float32)[0, [3, 40, 70, 130]].tolist() == [448.0, -448.0, 1.0, 1.75]
 
 
 @pytest.mark.parametrize("wide", [torch.float64, torch.float32, torch.bfloat16])
@@ -103,7 +103,7 @@ def test_blocks_are_rounded_as_written_out(wide: torch.dtype, width: int) -> Non
     # Dividing by a power of two is exact, in any format.
     assert torch.equal(blocks.values.double(), values)
     assert blocks.scales.shape == (20, math.ceil(width / 32))
-    assert torch.equal(blocks.wide(torch.float64), values * scales)
+    assert torch.equal(blocks.dequantize(torch.float64), values * scales)
     error, bound = (values * scales - matrix.double()).abs(), matrix.double().abs() * 2.0**-4
     assert (error <= torch.maximum(bound, scales * 2.0**-10)).all()
 
@@ -189,9 +189,9 @@ def test_three_times_a_gradient_is_rounded_to_three_times_the_numbers() -> None:
     """Or 3 ranks, each with a mean over a third of the samples, would train otherwise than one process."""
     torch.manual_seed(0)
     matrix = torch.randn(50, 100, dtype=torch.float64)
-    one, three = (Blocks.of(matrix * factor, is_gradient=True).wide(torch.float64) for factor in (1, 3))
+    one, three = (Blocks.of(matrix * factor, is_gradient=True).dequantize(torch.float64) for factor in (1, 3))
     torch.testing.assert_close(three, 3 * one, rtol=1e-14, atol=0)
-    one, three = (Blocks.of(matrix * factor, is_gradient=False).wide(torch.float64) for factor in (1, 3))
+    one, three = (Blocks.of(matrix * factor, is_gradient=False).dequantize(torch.float64) for factor in (1, 3))
     assert ((three - 3 * one).abs() > 1e-3).any()
 
 
@@ -200,10 +200,10 @@ def test_a_block_that_is_not_finite_is_nan_and_no_other_is(bad: float) -> None:
     a, b = torch.ones(3, 40, dtype=torch.float64), torch.ones(5, 40, dtype=torch.float64)
     a[1, 35] = bad
     blocks = Blocks.of(a, is_gradient=False)
-    assert blocks.wide(torch.float64).isnan().sum(dim=1).tolist() == [0, 8, 0]
-    result = blocks.times(Blocks.of(b, is_gradient=False), torch.float64)
+    assert blocks.dequantize(torch.float64).isnan().sum(dim=1).tolist() == [0, 8, 0]
+    result = blocks.matmul_t(Blocks.of(b, is_gradient=False), torch.float64)
     assert result[1].isnan().all() and (result[[0, 2]] == 40).all()
-    gradient = Blocks.of(a, is_gradient=True).wide(torch.float64)  # a large number alone is fine over its own row
+    gradient = Blocks.of(a, is_gradient=True).dequantize(torch.float64)  # a large number alone is fine over its own row
     assert gradient.isnan().all(dim=1).tolist() == [False, bad != 1e300, False]
 
 

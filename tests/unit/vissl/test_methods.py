@@ -148,7 +148,7 @@ def test_ibot():
 @pytest.mark.parametrize(
     ("was", "now", "said"),
     [
-        ("pred_ratio_mean: [0.0, 0.3]", "pred_ratio_mean: [0.2, 0.3]", "one span of shares"),
+        ("pred_ratio_mean: [0.0, 0.3]", "pred_ratio_mean: [0.2, 0.3]", "one range of shares"),
         ("patch_size: 4", "patch_size: 16", "the trunk's, 4"),
         ("patch_size: 4", "patch_size: 4, log_aspect_ratio: [0.3, 2]", "left out"),
     ],

@@ -23,9 +23,9 @@ from vissl_zero.checkpoint.first_weights import match, shapes_of
 from vissl_zero.checkpoint.folder import MANIFEST_NAME, Checkpoint, TensorInfo, find_checkpoints, open_checkpoint
 from vissl_zero.checkpoint.foreign_layouts import read_foreign
 from vissl_zero.checkpoint.weights import WeightsFile, config_of, open_store, open_weights, weights_of
-from vissl_zero.commands.arguments import CommandParser, config_dirs, output, searchpath
+from vissl_zero.commands.arguments import CommandParser, config_dirs, output
 from vissl_zero.config.compose import compose
-from vissl_zero.config.override_words import recipe_and_overrides
+from vissl_zero.config.override_words import recipe_and_overrides, searchpath_override
 from vissl_zero.config.run_config import RunConfig
 from vissl_zero.errors import CheckpointError, ConfigError, printable
 from vissl_zero.reporting.quantity import bytes_text
@@ -388,7 +388,9 @@ def import_(arguments: Sequence[str]) -> int:
     options = parser.parse_intermixed_args(rest)
     if options.like and options.words:
         raise ConfigError(f"{parser.prog}: give a recipe or --like, not both.")
-    shapes, config = _target(parser.prog, [*searchpath(folders), *options.words] if options.words else [], options.like)
+    shapes, config = _target(
+        parser.prog, [*searchpath_override(folders), *options.words] if options.words else [], options.like
+    )
     foreign = read_foreign(Path(options.source).expanduser(), options.key)
     matched = match(foreign, shapes, options.remove_prefix)
     for reason in foreign.passed_over:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
 
+from vissl_zero.config.block_data import declared_keys
 from vissl_zero.config.constraints import choice, constraint_problems, number
 from vissl_zero.errors import Problem
 
@@ -472,20 +473,6 @@ def regnet_problems(config: RegNetConfig) -> list[Problem]:
     return problems
 
 
-def own_fields(values: Mapping[str, Any], schema: type | None) -> dict[str, Any]:
-    """Return the keys of a block that are in a component's dataclass: blocks also have unused keys of VISSL."""
-    assert schema is not None
-    kept: dict[str, Any] = {}
-    for item in fields(schema):
-        if item.name not in values:
-            continue
-        value = values[item.name]
-        default = item.default_factory() if callable(item.default_factory) else None
-        is_block = is_dataclass(default) and isinstance(value, Mapping)
-        kept[item.name] = own_fields(value, type(default)) if is_block else value
-    return kept
-
-
 def trunk_block_names(name: str) -> list[str]:
     """Return the names of the blocks under ``MODEL.TRUNK`` that a trunk reads."""
     further = [FURTHER_BLOCKS[name]] if name in FURTHER_BLOCKS else []
@@ -502,4 +489,4 @@ def own_trunk_keys(trunk: Any, schema: type) -> dict[str, Any]:
     keys: dict[str, Any] = {}
     for name in trunk_block_names(trunk.NAME):
         keys |= asdict(getattr(trunk, name))
-    return own_fields(keys, schema)
+    return declared_keys(keys, schema)

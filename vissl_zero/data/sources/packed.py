@@ -33,7 +33,7 @@ from vissl_zero.data.slow_work import SlowProgress
 from vissl_zero.data.source import UNLABELLED, EncodedSource, SourceRequest
 from vissl_zero.errors import DataError
 from vissl_zero.registry import DATA_SOURCES
-from vissl_zero.resolve.data_plan import EXTENSIONS
+from vissl_zero.resolve.image_files import EXTENSIONS
 
 CLASSES_FILE = "classes.json"
 LABELS_KEY, CLASSES_KEY = b"__labels__", b"__classes__"  # of an LMDB database

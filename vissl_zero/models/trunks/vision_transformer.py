@@ -299,7 +299,7 @@ def _square(patches: int) -> tuple[int, int]:
 
 @torch.no_grad()
 def initialize_transformer_(net: nn.Module, generator_for: Callable[[str], torch.Generator]) -> None:
-    """Draw weights as ``_TransformerUnit.init_parameters``; parameters of other modules do not change."""
+    """Draw weights as ``_TransformerUnit.init_parameters`` does; parameters of other modules do not change."""
     for name, module in net.named_modules():
         if isinstance(module, nn.Linear):
             truncated_normal_(module.weight, generator_for(f"{name}.weight"))

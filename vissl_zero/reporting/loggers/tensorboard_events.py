@@ -124,7 +124,7 @@ def _file_name() -> str:
 
 
 def _last_step(folder: Path) -> int:
-    """Return the last step of the event files that is not hidden. A kill loses what its 10 s had not flushed."""
+    """Return the last step that the event files show; steps of the last 10 s before a kill may be missing."""
     from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
     last = 0

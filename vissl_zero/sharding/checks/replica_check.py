@@ -257,7 +257,7 @@ class ParameterGuard:
 
     @contextmanager
     def own_step(self) -> Iterator[None]:
-        """Mark a step that sharding makes itself. A context."""
+        """Mark an optimizer step that sharding makes, not the user. A context."""
         self._is_own_step = True
         try:
             with self.own_writes():

@@ -123,6 +123,7 @@ class _Compiler:
 
     @contextmanager
     def _first_run(self, unit: nn.Module) -> Iterator[None]:
+        """Time the first run of a unit, which compiles it, and log the progress. A context."""
         name = self._names[unit]
         self._started = self._started or time.perf_counter()
         if self._num_done == 0:

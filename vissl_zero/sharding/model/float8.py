@@ -68,12 +68,12 @@ class Rows(NamedTuple):
         """Round a matrix (n, k): to e4m3, a gradient to e5m2, because its magnitudes differ more."""
         return quantize(matrix, _E5M2 if is_gradient else _E4M3)
 
-    def times(self, other: Rows, dtype: torch.dtype) -> Tensor:
-        """Multiply, ``self @ other.T``: see ``product``."""
+    def matmul_t(self, other: Rows, dtype: torch.dtype) -> Tensor:
+        """Return ``self @ other.T``: see ``product``."""
         return product(self, other, dtype)
 
-    def wide(self, dtype: torch.dtype) -> Tensor:
-        """Scale the matrix (n, k) back, in ``dtype``."""
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        """Return the matrix (n, k) in ``dtype``."""
         return (self.values.to(self.scales.dtype) * self.scales).to(dtype)
 
 
@@ -133,18 +133,18 @@ class Blocks(NamedTuple):
         scales = codes.to(torch.uint8).view(torch.float8_e8m0fnu)
         return Blocks((wide / _widened(scales, width, wide.dtype)).to(_E4M3), scales, factors)
 
-    def times(self, other: Blocks, dtype: torch.dtype) -> Tensor:
-        """Multiply ``self @ other.T``, (n, k) and (m, k), to (n, m) in ``dtype``; ``other`` must not be a gradient."""
+    def matmul_t(self, other: Blocks, dtype: torch.dtype) -> Tensor:
+        """Return ``self @ other.T`` (n, m) in ``dtype`` of (n, k) and (m, k); ``other`` must not be a gradient."""
         num_rows, width = self.values.shape
         exact = torch.promote_types(dtype, torch.float32)
         has_kernel = self.values.is_cuda and exact == torch.float32 and num_rows > 0
         if has_kernel and width % _BLOCK == len(other.values) % _SIDE == 0:
             product = _block_scaled_product(self.values, self.scales, other.values, other.scales)
             return (product if self.factors is None else product * self.factors).to(dtype)
-        return (self.wide(exact) @ other.wide(exact).t()).to(dtype)
+        return (self.dequantize(exact) @ other.dequantize(exact).t()).to(dtype)
 
-    def wide(self, dtype: torch.dtype) -> Tensor:
-        """Scale the matrix (n, k) back, in ``dtype``."""
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        """Return the matrix (n, k) in ``dtype``."""
         exact = torch.promote_types(dtype, torch.float32)
         values = self.values.to(exact) * _widened(self.scales, self.values.shape[1], exact)
         return (values if self.factors is None else values * self.factors).to(dtype)
@@ -230,7 +230,7 @@ class _Product(torch.autograd.Function):
         ctx.save_for_backward(*(scaled[:2] if weight.requires_grad else (None, None)), weight)
         ctx.formats, ctx.kind, ctx.is_sent = (x.dtype, dtype), kind, is_sent
         operand = as_sent(weight) if is_sent else weight
-        product: Tensor = scaled.times(kind.of(operand, is_gradient=False), dtype)
+        product: Tensor = scaled.matmul_t(kind.of(operand, is_gradient=False), dtype)
         return product
 
     @staticmethod
@@ -245,11 +245,11 @@ class _Product(torch.autograd.Function):
             if ctx.needs_input_grad[0]:
                 # Rounded again, by input channels: this product sums over output channels, whose scales differ.
                 operand = as_sent(weight) if ctx.is_sent else weight
-                grad_x = scaled.times(kind.of(operand.t().contiguous(), is_gradient=False), of_input)
+                grad_x = scaled.matmul_t(kind.of(operand.t().contiguous(), is_gradient=False), of_input)
             if ctx.needs_input_grad[1]:
                 x = kind(values, scales)
                 # Not in float8: scales of tokens stand inside the sum over tokens (see the module).
-                grad_weight = (scaled.wide(of_output).t() @ x.wide(of_output)).to(weight.dtype)
+                grad_weight = (scaled.dequantize(of_output).t() @ x.dequantize(of_output)).to(weight.dtype)
         return grad_x, grad_weight, None, None, None
 
 
@@ -339,7 +339,7 @@ def require_float8(model: nn.Module, plan: Float8Plan, device: torch.device, key
 
 
 def device_problems(scales: str, capability: tuple[int, int], key: str) -> list[Problem]:
-    """Return the problem of a GPU without products for ``scales``: emulation would be slower than its own formats."""
+    """Return the problem of a GPU that cannot multiply with ``scales``: emulation is slower than its other formats."""
     able = [name for name, layer in _LAYERS.items() if capability >= layer.least_capability]
     if scales in able:
         return []

@@ -78,7 +78,7 @@ class WeightAverage:
 
 
 def require_wide(precision: Precision, what: str) -> None:
-    """Refuse ``what``, an average, if parameters are in bfloat16: its steps are less than a last digit, and get lost.
+    """Refuse ``what``, an average, if parameters are in bfloat16: its steps would be below the last digit, and lost.
 
     Raises:
         ConfigError: parameters are in bfloat16.

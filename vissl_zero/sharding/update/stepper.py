@@ -214,15 +214,17 @@ class Stepper:
             shard.publish()
 
     def _norms(self, shards: Sequence[Shard]) -> TensorNorms:
-        """Compute norms of the full tensors; a gradient that no rank has counts as zero."""
+        """Compute norms of the full tensors; a gradient that is missing on all ranks counts as zero."""
         table = torch.stack(self._sums([shard for shard in shards if not shard.is_on_disk]), dim=1)
         if any(shard.is_on_disk for shard in shards):
             in_memory = iter(table)
-            table = torch.stack([self._of_stored(shard) if shard.is_on_disk else next(in_memory) for shard in shards])
-        # One message for all rows: another all-reduce would pay its latency a second time.
+            table = torch.stack(
+                [self._sums_on_disk(shard) if shard.is_on_disk else next(in_memory) for shard in shards]
+            )
+        # One all-reduce for all rows pays its latency once.
         table = sum_over_group(table.T.contiguous(), self._group)
         self._agree_on_missing(shards, table[1])
-        # Without adaptation nothing reads these two; they only fill the type.
+        # Without adaptation nothing reads these two: zeros complete ``TensorNorms``.
         param_sq, dot = table[2:] if self._adaptation is not None else torch.zeros_like(table)
         return TensorNorms(param_sq=param_sq, grad_sq=table[0], dot=dot)
 
@@ -249,7 +251,7 @@ class Stepper:
                 rows.append(torch.zeros_like(grad_sq))
         return rows
 
-    def _of_stored(self, shard: Shard) -> Tensor:
+    def _sums_on_disk(self, shard: Shard) -> Tensor:
         """Return the sums of one shard on disk, which is read only if they are not known yet."""
         square = shard.known_square() if shard.contributes_to_norm and shard.local.grad is not None else None
         if square is None or self._adaptation is not None:

@@ -70,12 +70,12 @@ FREED = (
     f"unit instead of its output. Return them from forward(), or use {WHOLE_LEVELS}. No update was made."
 )
 
-_TAKEN_APART = (
+_FOREIGN_PARAMETER = (
     "{} reads a parameter of another sharded unit, which is not gathered there. Call the layer that owns it, or the "
     "unit: block(x), not F.linear(x, block.weight). Or name other units by a method zero_units() of the model, or use "
     f"{WHOLE_LEVELS}."
 )
-_WRITTEN_INPUT = (
+_CHANGED_INPUT = (
     "{} changes one of its inputs in place, which autograd does not allow in a sharded unit with several inputs. Write "
     f"it out of place (nn.ReLU(inplace=False), x = x + 1), or use {WHOLE_LEVELS}."
 )
@@ -572,7 +572,8 @@ class _Forward:
         self._num_runs = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._group is not None and self._group.is_sharded:  # module.forward(...): no hook has gathered the unit
+        # A direct call of ``module.forward`` bypasses the hook that gathers the unit.
+        if self._group is not None and self._group.is_sharded:
             return self._module(*args, **kwargs)
         try:
             if not self._is_sample():
@@ -581,9 +582,10 @@ class _Forward:
                 return self._forward(*args, **kwargs)
         except RuntimeError as error:
             if "mixed torch.Tensor and DTensor" in str(error):
-                raise VisslZeroError(_TAKEN_APART.format("A layer")) from error
-            if "RegisterPostBackwardFunction" in str(error):  # not for views that the unit makes itself
-                raise VisslZeroError(_WRITTEN_INPUT.format(class_name(self._module))) from error
+                raise VisslZeroError(_FOREIGN_PARAMETER.format("A layer")) from error
+            # Views that the unit itself makes of its inputs do not raise this.
+            if "RegisterPostBackwardFunction" in str(error):
+                raise VisslZeroError(_CHANGED_INPUT.format(class_name(self._module))) from error
             raise
 
     def _is_sample(self) -> bool:

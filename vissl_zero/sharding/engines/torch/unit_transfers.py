@@ -295,9 +295,9 @@ class _ReduceScatter:
         kept = self._buffer.by_dtype.get(output.dtype)
         if kept is not None and kept.untyped_storage().data_ptr() == output.untyped_storage().data_ptr():
             raise VisslZeroError(
-                f"torch {torch.__version__} asks for a unit's gradient before, or with another size than, the memory "
-                "that is reduced into it, so the gradient would lie in memory that the next unit overwrites. Use "
-                f"torch 2.11 to 2.13, or {WHOLE_LEVELS}. No update was made."
+                f"torch {torch.__version__} allocates a unit's gradient before the input of its reduce-scatter, or "
+                "with an unexpected size, so the next unit would overwrite it. Use torch 2.11 to 2.13, or "
+                f"{WHOLE_LEVELS}. No update was made."
             )
 
 
