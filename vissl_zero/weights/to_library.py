@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import json
 import tempfile
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -571,16 +572,18 @@ def _to_onnx(source: Source, folder: Path) -> tuple[str, Opened, list[str]]:
         raise CheckpointError(f"--to onnx needs {error.name}: pip install 'vissl-zero[export]'.") from error
     side, path = _whole(source), folder / "model.onnx"
     shape, output = {0: torch.export.Dim.DYNAMIC}, "features" if source.classifier is None else "scores"
-    program = torch.onnx.export(
-        _OneTensor(source).eval(),
-        # Two images: torch.export fixes a dimension of size 1.
-        (source.images(2, side),),
-        dynamo=True,
-        dynamic_shapes=(shape,),
-        input_names=["images"],
-        output_names=[output],
-        verbose=False,
-    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch's own internals; what comes out is compared below
+        program = torch.onnx.export(
+            _OneTensor(source).eval(),
+            # Two images: torch.export fixes a dimension of size 1.
+            (source.images(2, side),),
+            dynamo=True,
+            dynamic_shapes=(shape,),
+            input_names=["images"],
+            output_names=[output],
+            verbose=False,
+        )
     assert program is not None
     program.save(str(path))
     config = {"input": "images", "output": output, "image_size": side}
