@@ -9,15 +9,10 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
-import subprocess
 import sys
 import tempfile
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -26,10 +21,11 @@ from rich.text import Text
 
 from vissl_zero.atomic import read_object, replacing
 from vissl_zero.commands.arguments import CommandParser, output_file, writing
+from vissl_zero.commands.temporary_run import run_in
 from vissl_zero.config.override_words import as_word
 from vissl_zero.config.weights_name import absolute, scheme_of
 from vissl_zero.errors import ConfigError, DataError, counted, printable
-from vissl_zero.lifetime import SWEEP_VARIABLE, Scratch
+from vissl_zero.lifetime import Scratch
 from vissl_zero.resolve.data_plan import names_like
 
 if TYPE_CHECKING:
@@ -248,41 +244,6 @@ def _word(key: str, path: Path) -> str:
 
 def _run(weights: str, words: Sequence[str], folder: Path, is_quiet: bool) -> tuple[int, dict[str, Any]]:
     """Run an evaluation, and print its output on stderr; returns its exit code and its results."""
-    place = [f"config.CHECKPOINT.DIR={as_word(folder)}", f"hydra.run.dir={as_word(folder)}"]
     init = f"config.MODEL.WEIGHTS_INIT.PARAMS_FILE={as_word(absolute(weights))}"
-    # A run like any other, with its checks and its ranks. As a process, its output can go to stderr: stdout has the
-    # result alone.
-    command = [sys.executable, "-m", "vissl_zero.cli", *words, init, *place]
-    environment = {**os.environ, SWEEP_VARIABLE: str(os.getpid())}  # the run ends with this process in any case
-    # Names of files need not be UTF-8, and the run prints them.
-    run = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, errors="replace", env=environment)
-    notes = []
-    with run, _ending_first(run):
-        for line in run.stdout or ():
-            if is_quiet and line.startswith("note: "):
-                notes.append(line)
-            elif not is_quiet and str(folder) not in line:  # a temporary path misleads
-                print(line, end="", file=sys.stderr, flush=True)
-    if not (code := run.returncode):  # after an error, only the error is printed
-        print(end="".join(notes), file=sys.stderr)
+    code = run_in(folder, [*words, init], is_quiet)
     return (code, {}) if code else (0, read_object(folder / "summary.json"))
-
-
-@contextmanager
-def _ending_first(run: subprocess.Popen[str]) -> Iterator[None]:
-    """End ``run`` at once if this process is asked to end: an evaluation has nothing to save. A context."""
-
-    def end(number: int, frame: FrameType | None) -> None:
-        run.kill()  # the kernel ends its ranks
-        raise SystemExit(128 + number)
-
-    # Python allows handlers in the main thread alone. Ctrl-C needs none: the terminal sends it to the run as well.
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

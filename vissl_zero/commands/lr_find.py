@@ -6,14 +6,15 @@ Trains in a temporary folder with a rate that rises from step to step, and keeps
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 from vissl_zero.commands.arguments import CommandParser, config_dirs, output_file
+from vissl_zero.commands.temporary_run import run_in
 from vissl_zero.config.compose import compose
 from vissl_zero.config.override_words import recipe_and_overrides, searchpath_override
 from vissl_zero.errors import ConfigError, Problem
+from vissl_zero.lifetime import Scratch
 
 _FEWEST_STEPS = 20
 _FORCED = (
@@ -66,8 +67,7 @@ def lr_find(arguments: Sequence[str]) -> int:
         raise ConfigError("vissl-zero lr-find: must name a recipe. Write config=<recipe>.")
     if options.steps < _FEWEST_STEPS:
         raise ConfigError(f"vissl-zero lr-find --steps: must be {_FEWEST_STEPS} or more (got {options.steps}).")
-    with tempfile.TemporaryDirectory(prefix="vissl_zero_lr_find_") as scratch:
-        folder = Path(scratch) / "run"
+    with Scratch() as folder:
         if code := _train(recipe, overrides, options.steps, folder):
             return code
         from vissl_zero.evaluation.learning_rate_range import suggested
@@ -86,16 +86,14 @@ def lr_find(arguments: Sequence[str]) -> int:
         return 0
     lowest = rates[smooth.index(min(smooth))]
     print(f"The smoothed loss is lowest at a learning rate of {lowest:.2g}; the middle of its fall is at {rate:.2g}.")
+    if lowest == rates[-1]:
+        print("It still fell at the last rate, so that higher rates than the suggestion may train as well.")
     print(f"Write config.OPTIMIZER.lr={rate:.2g}, the peak of the recipe's schedule. Drawn: {options.png}")
     return 0
 
 
 def _train(recipe: str, overrides: Sequence[str], num_steps: int, folder: Path) -> int:
     """Run the test in ``folder``; returns its exit code, 0 also if it ended because the loss was not finite."""
-    from vissl_zero.launch.run import run
-    from vissl_zero.planner.planning import fitted
-    from vissl_zero.resolve.resolve import resolve
-
     cfg = compose(recipe, overrides).run
     if cfg.TEST_ONLY or cfg.PROGRAM != "train" or cfg.DISTRIBUTED.NUM_NODES > 1:
         must = "must train, on one machine, to have a learning rate to find"
@@ -107,10 +105,7 @@ def _train(recipe: str, overrides: Sequence[str], num_steps: int, folder: Path) 
         f"config.OPTIMIZER.num_epochs={max(cfg.OPTIMIZER.num_epochs, num_steps)}",
         f"config.TRAINER.MAX_STEPS={num_steps}",
         f"config.LOG_FREQUENCY={num_steps}",
-        f"config.CHECKPOINT.DIR={folder}",
         f"config.HOOKS.EXTRA=[{hooks}]",
     ]
-    composed = compose(recipe, [*overrides, *forced])
-    one = fitted(composed)
-    code = run(resolve(one.run, folder, recipe=recipe, written=one.written, notes=one.notes), composed.user_yaml())
+    code = run_in(folder, [f"config={recipe}", *overrides, *forced])
     return 0 if (folder / "diverged.json").exists() else code

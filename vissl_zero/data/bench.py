@@ -113,7 +113,7 @@ def _load(source: Source, pipeline: Pipeline, decoder: Decoder, seed: int, ids: 
 
 
 def _crops(source: Source, pipeline: Pipeline, decoder: Decoder, seed: int, index: int, clock: _Clock) -> list[Any]:
-    # By the wall: a process that waits for a disk uses no processor time.
+    # Wall-clock time: a process that waits for a disk uses no processor time.
     file = clock(READ, lambda: encoded_image(source, index), time.perf_counter)
     crops = [clock(DECODE, lambda: pipeline.open(file, source.name(index), decoder))]
     seed_sample(seed, 0, index)

@@ -52,8 +52,8 @@ def nearest_centroids(rows: Tensor, centroids: Tensor) -> tuple[Tensor, Tensor]:
     squares = centroids.square().sum(dim=1)
     labels, distances = [rows.new_zeros(0, dtype=torch.int64)], [rows.new_zeros(0)]
     for part in local_rows.split(max(1, _CHUNK_ELEMENTS // len(centroids))):
-        # The squared distance without the row's own square, which changes no order: a matrix product instead of
-        # differences.
+        # The squared distance without the row's own square, which does not affect the order: this takes a matrix
+        # product instead of differences.
         nearest = (squares - 2 * part @ centroids.T).min(dim=1)
         labels.append(nearest.indices)
         distances.append((nearest.values + part.square().sum(dim=1)).clamp(min=0))

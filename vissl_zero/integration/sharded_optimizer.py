@@ -57,7 +57,7 @@ class _StateOfWrappers(defaultdict[Any, Any]):
     def _refuse(self, *_: Any) -> NoReturn:
         raise VisslZeroError(_STATE)
 
-    # Code that walks over the state expects moments. It would find none, and take the optimizer for new.
+    # Code that walks over the state expects moments. It would find none, and treat the optimizer as new.
     clear = values = items = keys = __iter__ = _refuse
 
 

@@ -40,7 +40,7 @@ def binary_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
         0-d, the mean over this rank's samples. No communication.
     """
     logits = at_least_float32(logits)
-    # With logits: a sigmoid and its logarithm would lose digits near 0 and 1.
+    # On logits: a sigmoid and its logarithm would lose digits near 0 and 1.
     total = F.binary_cross_entropy_with_logits(logits, targets.to(logits.dtype), reduction="sum")
     return total / max(logits.numel(), 1)
 

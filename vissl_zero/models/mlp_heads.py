@@ -42,7 +42,7 @@ class Chain(nn.Sequential):
         for index, (name, params) in enumerate(heads):
             keys = dict(params)
             if dims and keys.get("dims"):
-                # Only the chain's own widths have no -1 left.
+                # In the chain's own widths, -1 is already replaced.
                 first = dims[0] if index == 0 else keys["dims"][0]
                 last = dims[-1] if index == len(heads) - 1 else keys["dims"][-1]
                 keys["dims"] = [first, *keys["dims"][1:-1], last]

@@ -309,7 +309,7 @@ def _copied(
 @contextmanager
 def with_params(optimizer: torch.optim.Optimizer, params: Sequence[Sequence[Tensor]]) -> Iterator[None]:
     """Replace the ``params`` of each group temporarily. A context manager."""
-    # In the same dicts, in which schedules set the rates.
+    # Keep the same dicts: schedules set the rates in them.
     groups = optimizer.param_groups
     held = [group["params"] for group in groups]
     try:

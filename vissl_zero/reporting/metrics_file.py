@@ -59,7 +59,7 @@ class MetricsFile(Hook):
         """Write the waiting bytes; bytes of a line that the disk has accepted are not written again."""
         try:
             while self._waiting:
-                # A raw file may take a part of a line only.
+                # A raw file may accept only part of a line.
                 self._waiting[0] = self._waiting[0][file.write(self._waiting[0]) :]
                 if not self._waiting[0]:
                     self._waiting.pop(0)

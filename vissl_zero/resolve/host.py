@@ -241,7 +241,7 @@ def _control_groups(controller: str, root: Path, groups_file: Path) -> Iterator[
                 yield place, bool(controllers)
 
 
-# Is version 1 -> files of the limit and of the usage, and the field of memory.stat for reclaimable file cache.
+# Whether control groups are of version 1 -> files of limit and usage, and the field of memory.stat for file cache.
 _MEMORY_FILES = {
     True: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
     False: ("memory.max", "memory.current", "inactive_file"),

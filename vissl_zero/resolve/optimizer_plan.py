@@ -503,7 +503,7 @@ def _without_part(schedule: dict[str, Any], index: int) -> dict[str, Any]:
     if len(parts) == 1:
         interval = {"update_interval": schedule["update_interval"]} if "update_interval" in schedule else {}
         return {**interval, **parts[0]}
-    # The rest of the schedule takes the room of the part.
+    # The other parts take over the time of the one that is removed.
     shares = [length / sum(lengths) for length in lengths]
     return {**schedule, "schedulers": parts, "lengths": shares, "interval_scaling": scaling}
 

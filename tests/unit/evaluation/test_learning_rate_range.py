@@ -53,6 +53,18 @@ def test_a_wrong_word_is_a_sentence(words: list[str], sentence: str, capsys: pyt
     assert sentence in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("still_falls", [True, False])
+def test_a_fall_that_has_not_ended_is_named(
+    still_falls: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    losses = [3.0 - 0.02 * step if step < 80 or still_falls else 9.0 for step in range(100)]
+    rows = [SimpleNamespace(lr=rate, loss=loss) for rate, loss in zip(RATES, losses, strict=True)]
+    monkeypatch.setattr("vissl_zero.commands.lr_find._train", lambda *_: 0)
+    monkeypatch.setattr("vissl_zero.reporting.metrics_file.read_records", lambda _: rows)
+    assert main(["lr-find", "config=digits/mae", "--png", str(tmp_path / "a.png")]) == 0
+    assert ("It still fell at the last rate" in capsys.readouterr().out) == still_falls
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_one_rate_whatever_level_and_ranks_and_nothing_is_left(tmp_path: Path) -> None:
@@ -62,6 +74,8 @@ def test_one_rate_whatever_level_and_ranks_and_nothing_is_left(tmp_path: Path) -
         words += [f"config.DATA.TRAIN.BATCHSIZE_PER_REPLICA={64 // ranks}", "config.TRAINER.DTYPE=float64"]
         done = run_command("lr-find", "config=digits/supervised", *words, "--steps", "40", "--json", cwd=tmp_path)
         found.append(json.loads(done.stdout.splitlines()[-1]))
+        # Their folder is gone when they are read.
+        assert "run folder" not in done.stdout + done.stderr and "report.png" not in done.stdout + done.stderr
     assert found[0]["suggestion"] == found[1]["suggestion"]
     assert found[0]["losses"] == pytest.approx(found[1]["losses"], rel=1e-8)
     assert [path.name for path in tmp_path.iterdir()] == ["lr_find.png"]

@@ -79,7 +79,7 @@ class OffloadParam:
     """Folder on the NVMe disk."""
 
 
-# No machine has the GiB at which the limits of these keys lie; whoever writes more means MB.
+# The limits of these keys are above the GiB of any machine: a larger number must be meant in MB.
 _GIB_NOT_MB = "Write GiB, not MB."
 
 

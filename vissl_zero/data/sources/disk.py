@@ -94,7 +94,7 @@ class DiskFolder(ListedFiles):
         class_names = tuple(classes) if len(classes) > 1 else ()
         number = {name: index for index, name in enumerate(class_names)}
         paths = files.array()
-        # Here, before training, rather than at the first such image in a worker.
+        # Require it here, before training, and not at the first such image in a worker.
         if np.char.endswith(np.char.lower(paths), ENDING.encode()).any():
             require_pydicom()
         labels = np.array([number.get(name or "", UNLABELLED) for name in numbers])[np.array(of_image)]

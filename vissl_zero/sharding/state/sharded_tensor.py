@@ -387,22 +387,23 @@ def _refusal(name: str) -> str:
 
 
 def _element_wise(func: Any, args: Any, kwargs: Any) -> Any:
-    """Run an operation on this rank's rows if its sharded arguments are cut alike; else on full tensors."""
+    """Run an operation on this rank's rows if its sharded arguments have one layout; else on full tensors."""
     tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     sharded = [tensor for tensor in tensors if isinstance(tensor, ShardedTensor)]
     written = written_arguments(func, args, kwargs)
     like = sharded[0]
     is_in_place = bool(written) and all(isinstance(tensor, ShardedTensor) for tensor in written)
     is_alike = all(same_layout(tensor, like) for tensor in sharded)
-    # Combined with a full tensor, the result is full; in place it is sharded, and needs only this rank's rows of that
-    # one. In a backward pass a number is the gradient of this rank's loss: the other ranks' rows have another factor.
+    # Out of place, a full tensor makes the result full. In place, the result stays sharded and needs only this rank's
+    # rows of the full tensor. In a backward pass a number is the gradient of this rank's loss: the other ranks' rows
+    # have another factor.
     least_dim = 0 if is_in_backward() else 1
     has_full = any(tensor.dim() >= least_dim and not isinstance(tensor, ShardedTensor) for tensor in tensors)
     is_moved = "device" in kwargs and kwargs["device"] not in (None, like.device)
     if not is_alike or is_moved or (written and not is_in_place) or (has_full and not is_in_place):
         return _on_full(func, args, kwargs)
-    # Once per tensor: each call reads the disk for a shard there, and ``written`` must store the rows that were
-    # changed.
+    # Call ``rows`` once per tensor: it may read the disk, and ``written`` must store the rows that the operation
+    # changes.
     rows = {id(tensor): tensor.rows() for tensor in sharded}
 
     def local(leaf: Any) -> Any:
