@@ -77,6 +77,7 @@ def test_files_keep_all_their_bits_and_channels(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("values", "reason"),
     [
+        (np.zeros((5, 0, 4), np.uint8), "its shape is 5 x 0 x 4, and config.DATA.IN_CHANNELS asks for 5 channels"),
         (np.zeros((6, 6, 4), np.uint8), "its shape is 6 x 6 x 4, and config.DATA.IN_CHANNELS asks for 5 channels"),
         (np.zeros((5, 6, 6), np.int32), "its values are int32; uint8, uint16 and floating point are read"),
         (np.full((5, 6, 6), np.nan, np.float32), "it has values that are not finite"),

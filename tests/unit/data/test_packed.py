@@ -172,6 +172,13 @@ def write_tar(path: Path, image: Path, **members: bytes) -> Path:
     return path
 
 
+def test_a_file_that_macos_packs_beside_an_image_is_none(tmp_path: Path, photos: Path, make_data: MakeData) -> None:
+    tar = write_tar(tmp_path / "mine.tar", photos / "b/0.png", x_cls=b"0", y_cls=b"1")
+    with tarfile.open(tar, "a") as opened:
+        opened.add(photos / "b/0.png", "._x.png")
+    assert len(build_source(data_block(make_data("webdataset", tar)), "TRAIN", 0)) == 2
+
+
 def test_labels_of_webdataset_are_in_cls_or_json(tmp_path: Path, photos: Path, make_data: MakeData) -> None:
     def labels(**members: bytes) -> tuple[list[int | None], tuple[str, ...]]:
         tar = write_tar(tmp_path / "mine.tar", photos / "b/0.png", **members)

@@ -13,6 +13,7 @@ from sklearn.linear_model import LogisticRegression
 from tests.blocks import data_block
 from tests.unit.data.conftest import MakeData
 from vissl_zero.config.run_config import RunConfig
+from vissl_zero.data.labels import ordered_classes
 from vissl_zero.data.source import (
     Source,
     SourceRequest,
@@ -122,6 +123,12 @@ def test_data_limit_draws_from_all_classes_and_always_the_same(make_data: MakeDa
     assert [more.name(i) for i in range(len(more))] == [whole.name(i) for i in range(len(whole))]
     with pytest.raises(DataError, match="DATA_LIMIT is 0"):
         build_source(data_block(make_data("digits", DATA_LIMIT=0)), "TRAIN", 0)
+
+
+def test_classes_are_ordered_as_numbers_if_all_are_written_in_plain_digits() -> None:
+    assert ordered_classes(["10", "2", "10"]) == ("2", "10")
+    assert ordered_classes(["10", "2", "a"]) == ("10", "2", "a")
+    assert ordered_classes(["10", "\N{FULLWIDTH DIGIT TWO}"]) == ("10", "\N{FULLWIDTH DIGIT TWO}")
 
 
 def test_labels_from_a_file(make_data: MakeData, photos: Path, tmp_path: Path) -> None:
