@@ -8,10 +8,9 @@ the bytes of storage k as ``data/<k>``, each at a multiple of 64 bytes so that i
 *Reading.* These files are pickles, and a pickle can call any function. There are two checks. First, ``_inspect`` reads
 the opcodes of the pickle, builds nothing, and accepts only names from a short list: plain tensors, containers and
 numbers. Then ``torch.load(weights_only=True)`` builds the objects, with a list of its own. Arguments and paths, which
-training programs save with the weights, are left out. NumPy scalars and arrays,
-which VISSL's meters and older weights have, are built by the classes below instead of NumPy's. The reason is
-``numpy.dtype.__setstate__``: it does not check fields and flags from the file, and a file of a few hundred bytes can
-make it follow arbitrary pointers.
+training programs save with the weights, are left out. NumPy scalars and arrays, which VISSL's meters and older weights
+have, are built by the classes below instead of NumPy's. The reason is ``numpy.dtype.__setstate__``: it does not check
+fields and flags from the file, and a file of a few hundred bytes can make it follow arbitrary pointers.
 """
 
 from __future__ import annotations

@@ -252,7 +252,7 @@ def read_array(path: str | Path, max_dims: int = 1) -> np.ndarray:
     try:
         with os.fdopen(open_regular(path, follow_links=True), "rb") as file, warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            # A pickle in the file could run code.
+            # NumPy refuses pickles by default, so the file runs no code.
             values = np.load(file)
     except Exception as error:  # numpy raises many kinds: TokenError, BadZipFile, MemoryError, OverflowError
         raise ValueError(" ".join(str(error).split()) or type(error).__name__) from error
