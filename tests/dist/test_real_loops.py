@@ -1636,7 +1636,7 @@ def parametrization_assigned(init: Init) -> dict[str, Tensor]:
     return _parametrized(init, lambda layer: setattr(layer, "weight", torch.eye(7)))
 
 
-@case(level_3="linear() is not in the table")
+@case()
 def parametrization_removed(init: Init) -> dict[str, Tensor]:
     return _parametrized(init, lambda layer: parametrize.remove_parametrizations(layer, "weight"))
 
