@@ -1,4 +1,4 @@
-"""Between typed blocks and plain data, such as a saved run's configuration."""
+"""Convert between typed blocks and plain data, such as a saved run's configuration."""
 
 from __future__ import annotations
 

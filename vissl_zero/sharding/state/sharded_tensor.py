@@ -64,7 +64,7 @@ ON_FULL_TENSOR = {
     "index_fill index_put log_softmax masked_scatter renorm roll scatter scatter_add softmax sort unique_dim",
 }
 # Functions that take views of their arguments inside, and return none; on full tensors too.
-COMPOSED = {"made of others": "cdist einsum linalg_matrix_norm linear outer"}
+COMPOSED = {"composed of other operations": "cdist einsum linalg_matrix_norm linear outer"}
 # A new full tensor of a given size, with dtype and device of the sharded one.
 NEW_TENSOR = {"new tensors of a given size": "new_empty new_full new_ones new_zeros"}
 _NEW_TENSOR = frozenset(" ".join(NEW_TENSOR.values()).split())
@@ -324,7 +324,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 class _Gathered(torch.autograd.Function):
-    """``whole``, with a gradient: a full tensor of this rank, for ``mean_rows``."""
+    """A differentiable ``whole``. Its gradient is a full tensor of this rank, which ``mean_rows`` averages."""
 
     @staticmethod
     def forward(_: Any, tensor: Tensor) -> Tensor:
@@ -336,7 +336,7 @@ class _Gathered(torch.autograd.Function):
 
 
 def mean_rows(param: ShardedTensor, grad: Tensor) -> ShardedTensor:
-    """Average the gradients that losses of ``param`` itself have on each rank; return this rank's rows. Collective.
+    """Average the gradients of losses that read ``param`` directly; return this rank's rows. Collective.
 
     Args:
         param: the parameter.
@@ -344,13 +344,12 @@ def mean_rows(param: ShardedTensor, grad: Tensor) -> ShardedTensor:
     Cost: one all-reduce of the full gradient.
     """
     assert not isinstance(grad, DTensor)
-    with waiting("backward() of a loss made of parameters"):
+    with waiting("backward() of a loss that reads parameters directly"):
         mean = collectives.all_reduce_sum(grad).div_(collectives.world_size())
     earlier = real_grad(param)
     if type(earlier) is DTensor:  # fully_shard's; autograd adds tensors of one class only
         sharded(earlier)
-    start, num_rows = first_row(param), len(local_tensor(param))
-    return _like(param, mean[start : start + num_rows].to(param.device, copy=True))  # a copy, to free the other rows
+    return _like(param, _cut(mean, param).clone())  # a copy, to free the other rows
 
 
 _is_inside = False
@@ -478,6 +477,11 @@ def _rows_of(full: Tensor, like: ShardedTensor) -> Tensor:
         name = f"{_called}() with a tensor of shape {tuple(full.shape)} and one of shape {tuple(like.shape)}"
         raise VisslZeroError(_NOT_IN_TABLE.format(name)) from error
     _note(like, full)
+    return _cut(full, like)
+
+
+def _cut(full: Tensor, like: ShardedTensor) -> Tensor:
+    """Cut this rank's rows out of a full tensor, as a view where it is on the device of ``like``."""
     start = first_row(like)
     return full[start : start + len(like._local_tensor)].to(like.device)
 

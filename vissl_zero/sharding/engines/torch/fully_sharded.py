@@ -247,7 +247,7 @@ def _is_replicated(param: nn.Parameter) -> bool:
 
 
 def _show_to_loop(shards: Sequence[Shard], guard: UnitGuard) -> None:
-    """Connect sharded parameters to their stored values, and make them take gradients of losses of themselves."""
+    """Connect sharded parameters to their stored values, and let losses read them directly."""
     for index, shard in enumerate(shards):
         if isinstance(shard.source, ShardedTensor):
             if isinstance(shard, DiskShard | HostShard):
@@ -260,9 +260,9 @@ def _show_to_loop(shards: Sequence[Shard], guard: UnitGuard) -> None:
 
 
 def _penalty_hook(shard: Shard, index: int, guard: UnitGuard) -> Callable[[Tensor], Tensor]:
-    """Return the hook of gradients that autograd sends to a shard: the loss is made of the parameter itself.
+    """Return a hook for gradients that reach a shard itself, from a loss that reads the parameter directly.
 
-    Those of the forward pass arrive at full parameters.
+    Gradients of the forward pass reach the full parameter instead.
     """
     # A hook that held its parameter would keep the model until garbage collection. Not of the parameter itself:
     # torch.utils.swap_tensors refuses tensors that have weak references.

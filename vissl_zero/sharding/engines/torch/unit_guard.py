@@ -89,7 +89,7 @@ _NOT_MULTIPLIED = (
 
 
 OF_PARAMETERS = (
-    "The loss is made of parameters themselves (a penalty on weights?), whose gradients are on the host or on a disk. "
+    "The loss reads sharded parameters directly (a penalty on weights?), whose gradients are on the host or on a disk. "
     "Use the optimizer's weight_decay, or compute it in the forward pass of the block that owns them and return it, or "
     "keep parameters and optimizer state on the device. No update was made."
 )
@@ -151,15 +151,14 @@ class UnitGuard:
         self._announce(2 * number + (_REDUCE if is_reduce else _GATHER))
 
     def announce_penalty(self, index: int, param: nn.Parameter) -> None:
-        """Announce the gradient of a loss that is made of ``param`` itself, the sharded parameter ``index``.
+        """Announce the gradient of a loss that reads ``param`` directly, the sharded parameter ``index``.
 
         Raises:
             VisslZeroError: on every rank, if it is not the next message of every rank.
         """
         self._present.add(id(param))
         tag = 2 * len(self._names) + index
-        if self._is_recording:
-            self._ran.append(tag)
+        self._record(tag)
         self._announce(tag)
 
     def end_micro_batch(self) -> None:
@@ -171,8 +170,11 @@ class UnitGuard:
 
     def record(self, number: int, *, is_reduce: bool) -> None:
         """Record a message that is not announced to the other ranks, to compare it before the update."""
+        self._record(2 * number + (_REDUCE if is_reduce else _GATHER))
+
+    def _record(self, tag: int) -> None:
         if self._is_recording:
-            self._ran.append(2 * number + (_REDUCE if is_reduce else _GATHER))
+            self._ran.append(tag)
 
     def _announce(self, tag: int) -> None:
         if self._comm is not None:
@@ -192,7 +194,7 @@ class UnitGuard:
         if tag == _END:
             return "has ended its step"
         if tag >= 2 * len(self._names):
-            return "has a loss made of a parameter itself"
+            return "has a loss that reads a parameter directly"
         return f"{_WHAT[tag % 2]} {self._names[tag // 2]}"
 
 
