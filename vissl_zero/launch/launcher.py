@@ -146,9 +146,7 @@ def _restarted(plan: ResolvedRun, failure: Failure, num_restarts: int) -> Resolv
     fewer = with_fewer_ranks(plan, least) if least > 0 else None
     cause = failure.text.rstrip()
     ranks = "" if fewer is None else f" with {fewer.procs_per_node} of {plan.procs_per_node} processes"
-    print(
-        f"{cause}\nRestarting{ranks} (restart {num_restarts} of at most {most}).", file=sys.stderr, flush=True
-    )
+    print(f"{cause}\nRestarting{ranks} (restart {num_restarts} of at most {most}).", file=sys.stderr, flush=True)
     if fewer is None:
         return plan
     save_resolved(fewer, Path(fewer.run_dir) / "config.resolved.yaml")
