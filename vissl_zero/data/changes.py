@@ -80,7 +80,7 @@ class Changes:
                 rows.append(row)
                 numbers += (*outside, *values, *outside)
         return Changes(
-            tuple(rounds), torch.tensor(rows, dtype=torch.int64), torch.tensor(numbers, dtype=torch.float64), levels
+            tuple(rounds), torch.tensor(rows), torch.tensor(numbers, dtype=torch.float64), levels
         )
 
     @property
