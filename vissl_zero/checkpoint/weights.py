@@ -262,7 +262,7 @@ def open_weights(path: str | Path, passed_over: list[str] | None = None, with_da
 
 
 def is_torch_file(path: Path) -> bool:
-    """Check whether a file begins like a file of torch.save: a zip file or a pickle."""
+    """Check whether a file begins as those of torch.save do: as a zip archive or a pickle."""
     try:
         with os.fdopen(open_regular(path, follow_links=True), "rb") as file:
             start = file.read(9)

@@ -69,7 +69,7 @@ REFUSED = 1
 
 
 def explain(arguments: Sequence[str]) -> int:
-    """Run the command; returns its exit code.
+    """Run the command and return its exit code.
 
     Raises:
         ConfigError: the arguments name nothing that can be explained.
@@ -162,7 +162,7 @@ def _files(name: str, with_parts: bool) -> list[RecipeFile]:
 
 
 def _fix(files: Sequence[RecipeFile], out: Path) -> dict[str, list[Replacement]]:
-    """Write copies with public paths; returns the replacements of each recipe, by its name."""
+    """Write copies with public paths and return the replacements of each recipe, by its name."""
     if not all(file.folder for file in files):
         raise ConfigError("vissl-zero explain: --fix needs a file or a folder, not the name of a recipe.")
     replacements = {}

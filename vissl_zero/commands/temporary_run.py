@@ -17,7 +17,7 @@ from vissl_zero.lifetime import SWEEP_VARIABLE
 
 
 def run_in(folder: Path, words: Sequence[str], is_quiet: bool = False) -> int:
-    """Run a recipe in a folder that will not stay, and print its output on stderr; returns the exit code.
+    """Run a recipe in a folder that will not stay, and print its output on stderr. Return the exit code.
 
     Args:
         folder: run folder; lines that name it are left out, because a temporary path misleads.

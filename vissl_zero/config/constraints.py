@@ -48,7 +48,7 @@ class Range:
         )
 
     def violated(self, value: float) -> str:
-        """Return the bound that a number violates, in words; for a range from 0 to 1, both bounds."""
+        """Describe the bound that a number violates; for a range from 0 to 1, both bounds."""
         if (self.least, self.most) == (0, 1):
             return str(self)
         is_low = (self.least is not None and value < self.least) or (self.above is not None and value <= self.above)
@@ -210,9 +210,9 @@ def one_of(key: str, value: str, allowed: Iterable[str]) -> list[Problem]:
 
 def pattern_problems(key: str, value: str) -> list[Problem]:
     """Check that ``value`` is a non-empty regular expression; ``key`` is the full key path."""
-    fix = "Write the names or parts of them, '|' between: 'qkv|fc1' finds all layers whose names have one of these."
+    fix = "Separate names, or parts of names, by '|': 'qkv|fc1' matches layers whose name contains qkv or fc1."
     try:
         re.compile(value)
     except re.error as error:
         return [Problem(key, repr(value), f"must be a regular expression ({error})", fix)]
-    return [] if value else [Problem(key, "''", "must be a regular expression, and not empty", fix)]
+    return [] if value else [Problem(key, "''", "must be a regular expression that is not empty", fix)]

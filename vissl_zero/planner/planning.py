@@ -77,7 +77,7 @@ class Planned:
 
 
 def fitted(composed: Composed) -> Composed:
-    """Decide ``ZERO.LEVEL: fit``; returns the configuration to resolve.
+    """Decide ``ZERO.LEVEL: fit``. Return the configuration to resolve.
 
     A configuration that names a level is returned unchanged.
 
@@ -97,8 +97,8 @@ def fit_plans(composed: Composed, run_dir: str | Path = "/nowhere", free_bytes: 
     Args:
         composed: a configuration whose ZERO.LEVEL is fit.
         run_dir: run folder.
-        free_bytes: free bytes of this machine; None: this measures them.
-    Raises: as ``fitted``.
+        free_bytes: free memory of this machine; measured if None.
+    Raises: see ``fitted``.
     """
     planned = plan_run(composed.run, composed.recipe, run_dir, free_bytes)
     if planned.chosen is None:

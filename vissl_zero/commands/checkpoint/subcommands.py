@@ -186,7 +186,7 @@ _KINDS = {
 
 
 def inspect(arguments: Sequence[str]) -> int:
-    """Print the contents; returns 0. Reads headers and manifests, not the data."""
+    """Print the contents and return 0. Reads headers and manifests, not the data."""
     parser = CommandParser(
         prog="vissl-zero checkpoint inspect", description="Contents of a checkpoint. Reads the manifests, not the data."
     )
@@ -322,7 +322,7 @@ Into a folder that transformers' Dinov2Model or ViTModel reads (with a config.js
 
 
 def export(arguments: Sequence[str]) -> int:
-    """Write the file and say what is in it; returns 0.
+    """Write the file and say what is in it. Return 0.
 
     Raises:
         ConfigError, CheckpointError: the arguments, or what they name, are wrong.
@@ -365,7 +365,7 @@ with its momentum, as far as the file says whose that is (consolidated checkpoin
 
 
 def import_(arguments: Sequence[str]) -> int:
-    """Write the matching tensors and report the others; returns 0, or 1 if the trunk is incomplete.
+    """Write the matching tensors and report the others. Return 0, or 1 if the trunk is incomplete.
 
     Raises:
         ConfigError, CheckpointError: the arguments, or what they name, are wrong.

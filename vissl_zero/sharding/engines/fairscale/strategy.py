@@ -63,7 +63,7 @@ def _precision(plan: ShardingPlan) -> list[Problem]:
 def _placement(plan: ShardingPlan) -> list[Problem]:
     refusals = []
     if plan.shard_group_size > 1 and plan.shard_group_size != world_size():
-        must = "must be -1 on the fairscale engine, which shares one copy of the state among all ranks"
+        must = "must be -1 on the fairscale engine, which shards across all ranks"
         refusals.append(Problem("config.ZERO.SHARD_GROUP_SIZE", str(plan.shard_group_size), must, f"{_TORCH}."))
     for kind, offload in (("optimizer", plan.offload_optimizer), ("param", plan.offload_params)):
         if offload.device != "none":

@@ -399,7 +399,7 @@ class _GuardedUnit:
                 )
             expected = param.unsharded_param if is_whole else param.sharded_param
             for index, (module, name) in enumerate(places_of(param)):
-                if own_parameters(module).get(name) is expected or _has_followed(param, index, module, expected):
+                if own_parameters(module).get(name) is expected or _follow_renamed(param, index, module, expected):
                     continue
                 raise VisslZeroError(
                     f"{self._name}: {name} of {class_name(module)} is another tensor than the one "
@@ -512,14 +512,14 @@ def require_units(modules: Iterable[nn.Module]) -> None:
             )
 
 
-def _has_followed(param: Any, index: int, module: nn.Module, expected: Tensor) -> bool:
+def _follow_renamed(param: Any, index: int, module: nn.Module, expected: Tensor) -> bool:
     """Follow a parameter that pruning renamed in its module (``weight_orig``); return False if the module lost it."""
     name = next((name for name, own in own_parameters(module).items() if own is expected), None)
     if name is None:
         return False
     rename_place(param, index, name)
     buffers = own_buffers(module)
-    # The mask was computed from the sharded parameter, and forward multiplies it with the full one.
+    # Gathered: the mask was computed from the sharded parameter, but forward multiplies it with the full one.
     buffers.update({key: whole(buffer) for key, buffer in buffers.items() if isinstance(buffer, ShardedTensor)})
     return True
 
