@@ -131,9 +131,7 @@ def use_catalog(data: Data, catalog: Path | None) -> list[str]:
         ConfigError: the catalog cannot be read.
     """
     wanting = {name: split for name in SPLITS if _wants_paths(split := getattr(data, name))}
-    if catalog is None:
-        wanting = {}
-    entries, notes = _read_catalog(catalog) if catalog is not None and wanting else {}, list[str]()
+    entries, notes = _read_catalog(catalog) if catalog and wanting else {}, list[str]()
     for name, split in wanting.items():
         paths = [_paths(entries, dataset, SPLITS[name]) for dataset in split.DATASET_NAMES]
         # All or none: with paths for some, the other data sets would be left out silently.

@@ -168,7 +168,7 @@ def _outside(value: Any, constraint: Range | Choice, key: str) -> Iterator[Probl
     elif isinstance(constraint, Range):
         if isinstance(value, (int, float)) and not constraint.allows(value):
             must = constraint.violated(value)
-            nearest = next(iter(constraint.also), constraint.least if constraint.least is not None else None)
+            nearest = next(iter(constraint.also), constraint.least)
             write = f"Write {key}={_plain(nearest)}." if nearest is not None else f"Correct {key}."
             yield Problem(key, _short(value), f"must be {must}", constraint.fix or write)
     elif value is not None and value not in constraint.options and value not in constraint.also:

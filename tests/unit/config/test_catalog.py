@@ -115,6 +115,11 @@ def test_a_file_that_is_no_catalog(catalog: Path, text: str) -> None:
         use_catalog(data(), catalog)
 
 
+def test_a_file_that_is_no_catalog_does_not_matter_where_no_path_is_wanted(catalog: Path) -> None:
+    catalog.write_text("[")
+    assert use_catalog(data(DATA_PATHS=["/mine"]), catalog) == []
+
+
 @pytest.mark.timeout(20)
 def test_a_named_pipe_is_no_catalog(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")

@@ -55,6 +55,7 @@ MISTYPED = {
     "block as a value": (["config.DATA=3"], "config.DATA: must be a block of keys (got '3')"),
     "block as a list": (["config.DATA=[1]"], "config.DATA: must be a block of keys. Correct the value of config.DATA."),
     "list as a block": (["config.SEEDS={a: 1}"], "config.SEEDS: must be a list. Correct the value of config.SEEDS."),
+    "list of words as a block": (["config.DATA.TRAIN.DATA_SOURCES={a: 1}"], "DATA_SOURCES: must be a list. Correct"),
     "null": (["config.SEED_VALUE=null"], "config.SEED_VALUE: must have a value (got null)"),
     "level": (["config.ZERO.LEVEL=[1]"], "config.ZERO.LEVEL: must be a number or a word"),
     "override": (["config.ZERO"], "command line: must be an override (got 'config.ZERO')"),

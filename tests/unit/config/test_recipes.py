@@ -1,14 +1,25 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from vissl_zero.config.recipes import find_recipe, list_recipes, require_moderate
+from vissl_zero.config.recipes import find_recipe, list_recipes, recipe_folders, require_moderate
 
 
 def test_each_recipe_is_found_by_its_name() -> None:
     recipes = list_recipes()
     assert len(recipes) > 100
     assert [find_recipe(recipe.name) for recipe in recipes] == recipes
+
+
+def test_the_recipes_of_a_checkout_come_before_those_of_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "configs").mkdir()
+    monkeypatch.chdir(tmp_path)
+    checkout = Path(__file__).parents[3] / "configs"
+    assert recipe_folders()[:2] == [checkout, tmp_path / "configs"]
 
 
 def test_no_recipe_is_found_by_a_name_that_no_file_has() -> None:

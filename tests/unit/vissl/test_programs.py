@@ -8,7 +8,7 @@ import pytest
 
 from vissl_zero.commands.explain import account_of
 from vissl_zero.config.compose import compose
-from vissl_zero.config.programs import ASSIGNMENTS, PREDICTIONS, PROGRAMS, begin_program
+from vissl_zero.config.programs import ASSIGNMENTS, PREDICTIONS, PROGRAMS, RETRIEVAL, begin_program
 from vissl_zero.config.recipes import recipe_file, recipe_files
 from vissl_zero.config.run_config import RunConfig
 from vissl_zero.errors import ConfigError
@@ -179,3 +179,16 @@ def test_a_program_freezes_trunk_and_heads_and_looks_at_what_it_needs(program: s
     assert (with_head and not has_heads) == settings.FREEZE_TRUNK_AND_HEAD
     assert (not has_heads) == settings.EVAL_MODE_ON
     assert (not has_heads and not with_head) == settings.EXTRACT_TRUNK_FEATURES_ONLY
+
+
+def test_retrieval_reads_the_images_of_its_own_block_alone() -> None:
+    run = compose("digits/simclr", [LAYERS, "config.DATA.TEST.DATA_SOURCES=[digits]"]).run
+    run.IMG_RETRIEVAL.DATASET_PATH, run.IMG_RETRIEVAL.EVAL_DATASET_NAME = "/data", "oxford"
+    run.IMG_RETRIEVAL.RESIZE_IMG = 64
+    begin_program(run, RETRIEVAL)
+    train, settings = run.DATA.TRAIN, run.MODEL.FEATURE_EVAL_SETTINGS
+    assert (train.DATA_SOURCES, train.DATA_PATHS, run.DATA.TEST.DATA_SOURCES) == (["disk_folder"], ["/data/oxford"], [])
+    assert [(entry["name"], entry.get("size", 64)) for entry in train.TRANSFORMS] == [
+        (name, 64) for name in ("Resize", "CenterCrop", "ToTensor")
+    ]
+    assert [layer for layer, _ in settings.LINEAR_EVAL_FEAT_POOL_OPS_MAP] == ["res3"]

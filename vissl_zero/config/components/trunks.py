@@ -381,13 +381,7 @@ ANYNET_PARAMETERS = ("depths", "widths", "group_widths", "bottleneck_multipliers
 
 def vision_transformer_problems(config: VisionTransformerConfig) -> list[Problem]:
     """Return problems of a vision transformer's sizes: out of range, or not divisible."""
-    key = "config.MODEL.TRUNK.VISION_TRANSFORMERS"
-    problems = list(constraint_problems(config, key))
-    for name, divisor in (("HIDDEN_DIM", "NUM_HEADS"), ("IMAGE_SIZE", "PATCH_SIZE")):
-        if not problems and getattr(config, name) % getattr(config, divisor):
-            must = f"must be a multiple of {divisor}, {getattr(config, divisor)}"
-            problems.append(Problem(f"{key}.{name}", str(getattr(config, name)), must, "Change one of them."))
-    return problems
+    return size_problems("config.MODEL.TRUNK.VISION_TRANSFORMERS", config)
 
 
 def patch_side(trunk: Any) -> int:
@@ -454,7 +448,7 @@ def anynet_problems(config: RegNetConfig, key: str) -> list[Problem]:
 def trunk_component(name: str) -> str:
     """Return the registered trunk that builds ``name``: ``timm`` for ``timm/<model>``, else the name itself."""
     library = name.partition("/")[0]
-    return library if "/" in name and library in _LIBRARIES else name
+    return library if library in _LIBRARIES else name
 
 
 def trunk_params(name: str, params: Mapping[str, Any]) -> dict[str, Any]:
