@@ -129,8 +129,10 @@ def test_statistics_are_per_channel_and_for_normalize(arrays: Path, capsys: pyte
     first, *others = capsys.readouterr().out.splitlines()
     assert "8 images (1 more cannot be read)" in first and others == said.splitlines()[1:]
     flat = [(image if image.shape[0] == 5 else image.transpose(2, 0, 1)).reshape(5, -1) for image in images]
-    mean = (np.concatenate(flat, axis=1) / 65_535).mean(1)
-    assert ", ".join(f"{value:.4f}" for value in mean) in said and "channels      5" in said and "8 images" in said
+    every = np.concatenate(flat, axis=1) / 65_535
+    for values in (every.mean(1), every.std(1)):
+        assert ", ".join(f"{value:.4f}" for value in values) in said
+    assert "channels      5" in said and "8 images" in said
 
 
 def test_what_knows_colors_is_refused_by_name() -> None:
