@@ -199,3 +199,10 @@ def test_a_format_that_is_not_listed_reaches_no_decoder(read: Callable[[bytes], 
     Image.new("L", (4, 3)).save(file, "PCX")
     with pytest.raises(BrokenImageError, match="x cannot be used"):
         read(file.getvalue())
+
+
+def test_what_is_opened_in_memory_is_what_a_source_gives(arrays: Path) -> None:
+    decoder = Decoder(channels=5)
+    content = (arrays / "a" / "0.npy").read_bytes()
+    opened = build_channel_pipeline([{"name": "ToTensor"}], "t", decoder).open(content, "x", Decoder())
+    assert torch.equal(opened, to_channels(content, "x", decoder)) and opened.shape[0] == 5
