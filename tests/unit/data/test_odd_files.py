@@ -96,3 +96,11 @@ def test_an_array_has_one_dimension_where_no_more_are_asked_for(tmp_path: Path) 
     assert read_array(tmp_path / "names.npy", max_dims=2).shape == (1, 2)
     with pytest.raises(ValueError, match="it has no 1-d array"):
         read_array(tmp_path / "names.npy")
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_palette_with_transparency_is_read_without_a_warning() -> None:
+    image, file = Image.new("P", (8, 8), 1), io.BytesIO()
+    image.putpalette([10, 20, 30, 200, 100, 50])
+    image.save(file, "PNG", transparency=bytes([255, 128]))
+    assert Decoder().image(file.getvalue(), "a.png").getpixel((0, 0)) == (200, 100, 50)
