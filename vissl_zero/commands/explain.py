@@ -62,7 +62,7 @@ vissl-zero explain <recipe | file.yaml | folder> [config.A.B=value ...] [hydra.s
 
 Sorts the keys that the recipe sets: used, without effect (and why), different from VISSL, refused. Reports all
 problems at once. Checks what --dry-run checks, builds no model, and needs no data, weights or GPU.
-Exit codes: 0 all are accepted, 1 some are refused, 2 your input.
+Exit codes: 0 all are accepted, 1 some are refused, 2 an error in your input.
 """
 _FLAGS = ("--parts", "--fix", "--json")
 REFUSED = 1
