@@ -96,3 +96,15 @@ def test_an_array_has_one_dimension_where_no_more_are_asked_for(tmp_path: Path) 
     assert read_array(tmp_path / "names.npy", max_dims=2).shape == (1, 2)
     with pytest.raises(ValueError, match="it has no 1-d array"):
         read_array(tmp_path / "names.npy")
+
+
+def test_pillows_own_limit_is_raised_to_the_keys_and_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 10)
+    file = io.BytesIO()
+    Image.new("L", (8, 6)).save(file, "PNG")
+    for read in (Decoder().image, Decoder().mask, Decoder().size):
+        read(file.getvalue(), "x.png")
+        assert Image.MAX_IMAGE_PIXELS == 10
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 10**6)
+    with pytest.raises(BrokenImageError, match="its 8 x 6 pixels are more than the 4 that are read"):
+        Decoder(max_pixels=4).image(file.getvalue(), "x.png")

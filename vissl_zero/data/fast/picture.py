@@ -184,11 +184,11 @@ class EncodedPicture:
 
     def cut(self, cuts: list[Cut]) -> list[Picture]:
         """Cut boxes out of the image."""
+        if self._opened is not None:
+            return self._opened.cut(cuts)
         most = min(cut.shrinks_by for cut in cuts)
         # No box may have to be enlarged afterward: detail that was left out cannot come back.
         factor = max(factor for factor in _EIGHTHS if factor == 1 or factor <= most)
-        if self._opened is not None or factor == 1:
-            return self.opened().cut(cuts)
         pixels = self._decoded(factor)
         if pixels is None:
             return self._by_pillow().cut(cuts)
