@@ -545,6 +545,52 @@ def weights_used_outside_their_layer(init: Init) -> dict[str, Tensor]:
     return train(*init(Net()), loss)
 
 
+class ReadsAnother(nn.Module):
+    """A block that reads the weight of another, too."""
+
+    def __init__(self, *others: nn.Module) -> None:
+        super().__init__()
+        self.layer, self.others = nn.Linear(7, 7), others
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.layer(x)) + sum(F.linear(x, other.layer.weight) for other in self.others)
+
+
+class ReadsOthers(nn.Module):
+    """Blocks and the model read parameters of other blocks, before and after these run."""
+
+    def __init__(self, is_recomputed: bool = False) -> None:
+        super().__init__()
+        last = ReadsAnother()
+        middle = ReadsAnother(last)
+        last.others = (middle,)
+        self.blocks = nn.ModuleList([ReadsAnother(), middle, last])
+        self.conv, self.is_recomputed = nn.Conv2d(1, 1, 3), is_recomputed
+
+    def _tail(self, x: Tensor) -> Tensor:
+        weight, bias = self.blocks[1].layer.weight, self.blocks[1].layer.bias
+        x = F.layer_norm(x, (7,), bias) + F.group_norm(x, 1, bias) + F.rms_norm(x, (7,), bias) + F.prelu(x, bias)
+        x = x + torch.inner(x, weight) + torch.tensordot(x, weight, 1) + x * bias.repeat(len(x), 1)
+        x = x + F.embedding_bag(torch.full((len(x), 2), 3), weight)
+        x = x + torch.baddbmm(x[None], x[None], weight[None])[0]
+        return x + F.conv2d(x[:, None, None], self.conv.weight, padding=1)[:, 0, 0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.is_recomputed else block(x)
+        return checkpoint(self._tail, x, use_reentrant=False) if self.is_recomputed else self._tail(x)
+
+
+@case()
+def parameters_of_other_blocks_read_in_the_forward_pass(init: Init) -> dict[str, Tensor]:
+    return train(*init(ReadsOthers()), lambda model, x: model(x).square().mean())
+
+
+@case()
+def parameters_of_other_blocks_read_in_recomputed_blocks(init: Init) -> dict[str, Tensor]:
+    return train(*init(ReadsOthers(is_recomputed=True)), lambda model, x: model(x).square().mean())
+
+
 @case()
 def penalty_that_each_rank_weighs_otherwise(init: Init) -> dict[str, Tensor]:
     def loss(model: nn.Module, x: Tensor) -> Tensor:
@@ -1953,3 +1999,27 @@ def _read_after_reentrant_checkpointing() -> str:
 
 def test_a_gradient_that_is_sent_late_is_not_taken_for_none() -> None:
     assert run_on_ranks(2, _read_after_reentrant_checkpointing) == ["MissingGradient"] * 2
+
+
+def _reads_in_half_precision(level: int) -> list[str]:
+    said = []
+    for read in (lambda w, x: F.linear(x, w), lambda w, x: x * w[0], lambda w, x: x * w.tanh().sum(), lambda w, x: x):
+        model = nn.Sequential(nn.Linear(7, 7), nn.Sequential(nn.Linear(7, 7), nn.Linear(7, 7)))
+        model, optimizer = vissl_zero.initialize(model, {"type": "SGD", "lr": 0.1}, {"level": level, "bf16": True})
+        later = model[1][0]
+        model[0].register_forward_pre_hook(lambda _, inputs, read=read, later=later: (read(later.weight, inputs[0]),))
+        try:
+            loss = model(rows(0, 7).float()).square().mean()
+            optimizer.backward(loss + later.weight.square().sum())  # after the forward pass, a loss may read them
+            said.append("")
+        except VisslZeroError as error:
+            said.append(str(error))
+    return said
+
+
+@pytest.mark.parametrize("level", [1, 3])
+def test_forward_passes_in_half_precision_do_not_read_what_is_stored(level: int) -> None:
+    """Units compute with copies in bfloat16: reading the float32 values would train otherwise than other levels do."""
+    *refused, trained = run_on_ranks(2, _reads_in_half_precision, level)[0]
+    assert all("in the forward pass reads a parameter of another sharded unit" in sentence for sentence in refused)
+    assert len(refused) == 3 and trained == ""

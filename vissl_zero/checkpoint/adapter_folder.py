@@ -1,4 +1,4 @@
-"""Adapters that peft has saved: their configuration adapter_config.json, and adapter_model.safetensors."""
+"""Read and write adapters in peft's format: adapter_config.json and adapter_model.safetensors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vissl_zero.atomic import as_object, read_regular
 from vissl_zero.checkpoint.weights import open_weights
 from vissl_zero.config.blocks.model_and_loss import ADAPTER_FILES, Lora
 from vissl_zero.errors import CheckpointError
-from vissl_zero.models.weight_names import adapter_name, is_adapters
+from vissl_zero.models.weight_names import adapter_name, is_adapters, timm_name
 
 _KEY = "config.MODEL.LORA.ADAPTER_FOLDER"
 # peft writes a few KiB: a larger file is no configuration of adapters, and is not read into memory.
@@ -66,6 +66,31 @@ def read_adapters(model: nn.Module, options: Lora) -> dict[str, Callable[[], Ten
                 f"{_KEY}: {theirs} is {shape} in the file, and {wanted} here. Write the trunk's size."
             )
     return {name: partial(weights.read, theirs) for theirs, name in ours.items()}
+
+
+def write_adapters(trunk: nn.Module, folder: Path) -> None:
+    """Write a trunk's adapters; peft loads them over timm's model.
+
+    Args:
+        trunk: trunk with adapters; on the CPU.
+        folder: existing folder.
+    """
+    from peft import LoraConfig  # takes seconds to import
+    from safetensors.torch import save_file
+
+    from vissl_zero.models.lora import ADAPTER, adapted_layers
+
+    configs: Any = trunk.peft_config
+    adapter: LoraConfig = configs[ADAPTER]
+    state = trunk.state_dict(prefix="trunk.")
+    tensors = {adapter_name(name): tensor.contiguous() for name, tensor in state.items() if is_adapters(name)}
+    targets = [timm_name(f"trunk.{path}") for path, _ in adapted_layers(trunk)]
+    save_file(tensors, folder / ADAPTER_FILES[1], {"format": "pt"})
+    config = LoraConfig(
+        r=adapter.r, lora_alpha=adapter.lora_alpha, lora_dropout=adapter.lora_dropout, target_modules=targets
+    )
+    config.inference_mode = True  # as in peft's own files of trained adapters
+    config.save_pretrained(str(folder))
 
 
 def _config(path: Path) -> Mapping[str, Any]:

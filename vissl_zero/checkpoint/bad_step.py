@@ -56,7 +56,7 @@ class NotWrittenError(Exception):
 def write_bad_step(
     run: Run, facts: BadStep, before: ForwardState, micro_batches: Sequence[ImageBatch]
 ) -> tuple[Path, int]:
-    """Write a step before its update; returns its folder and the bytes of all ranks. Collective.
+    """Write a step before its update and return its folder and the bytes of all ranks. Collective.
 
     Args:
         run: run in progress.

@@ -40,7 +40,7 @@ class TensorDifference:
 def compare(a: Checkpoint | WeightsFile, b: Checkpoint | WeightsFile) -> Iterator[TensorDifference]:
     """Yield the difference of every tensor that differs, by name. Cost: reads all data, with a few MiB of memory.
 
-    Two checkpoints are compared as a whole, except for tensors of single ranks that only one of them has. In other
+    Two checkpoints are compared as a whole, except for tensors of a single rank that only one checkpoint has. In other
     cases, only the weights are compared.
     """
     if isinstance(a, Checkpoint) and isinstance(b, Checkpoint):
@@ -51,7 +51,7 @@ def compare(a: Checkpoint | WeightsFile, b: Checkpoint | WeightsFile) -> Iterato
     for name in sorted({*left.tensors, *right.tensors}):
         one, other = left.tensors.get(name), right.tensors.get(name)
         if one is None or other is None:
-            # Which of these tensors there are follows from the number of ranks.
+            # These tensors depend on the number of ranks.
             if not name.startswith(_OF_ONE_RANK):
                 held = one or other
                 assert held is not None

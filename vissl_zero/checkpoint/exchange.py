@@ -164,7 +164,7 @@ _BUFFER_ENDINGS = ("running_mean", "running_var", COUNTERS)
 def write_imported(
     matched: Match, foreign: Foreign, target: Path, config: Mapping[str, Any] | None, overwrite: bool
 ) -> tuple[Path, str]:
-    """Write matched tensors; returns their path, and a sentence on the optimizer's state if the file may have one.
+    """Write matched tensors and return their path, and a sentence on the optimizer's state if the file may have one.
 
     Args:
         matched: tensors to write.

@@ -134,7 +134,7 @@ def stem_of(rank: int) -> str:
 
 
 def write_json(path: Path, body: Mapping[str, Any]) -> str:
-    """Write one of our JSON files, synced to the disk; returns the digest of its body."""
+    """Write one of our JSON files, synced to the disk. Return the digest of its body."""
     text = _canonical(body)
     digest = xxhash.xxh3_64_hexdigest(text.encode())
     whole = f'{{"format": "{FORMAT}", "format_version": {_FORMAT_VERSION}, "xxh3": "{digest}",\n"body": {text}}}\n'
@@ -493,7 +493,7 @@ def newest_checkpoint(path: str | Path, passed_over: list[str] | None = None, wi
         passed_over: receives a sentence for each newer checkpoint that cannot be opened.
         with_data: whether to compare the data with their checksums too, and skip damaged checkpoints.
     Raises:
-        LaterFormatError: a checkpoint that comes first was written by a later vissl_zero.
+        LaterFormatError: the newest checkpoint that opens was written by a later vissl_zero.
         CheckpointError: none can be opened; the message says why, checkpoint by checkpoint.
     """
     path = Path(path)
@@ -507,7 +507,7 @@ def newest_checkpoint(path: str | Path, passed_over: list[str] | None = None, wi
         try:
             return _opened(candidate, with_data)
         except LaterFormatError:
-            # Not passed over for an older checkpoint: training on from that would overwrite the newer one.
+            # No fallback to an older checkpoint: a run that resumes from it would overwrite the newer one.
             raise
         except CheckpointError as error:
             reasons.append(str(error))
@@ -527,7 +527,7 @@ def _opened(path: Path, with_data: bool) -> Checkpoint:
 
 
 def remove_leftovers(run_folder: Path) -> list[str]:
-    """Remove the files of interrupted saves; returns their names. One process calls this, while no save is running."""
+    """Remove the files of interrupted saves. Return their names. One process calls this, while no save is running."""
     folder = run_folder / FOLDER_NAME
     leftovers = sorted(p for p in folder.iterdir() if _PARTIAL.fullmatch(p.name)) if folder.is_dir() else []
     for path in leftovers:

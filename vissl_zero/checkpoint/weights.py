@@ -169,12 +169,12 @@ def open_store(
     if not path.is_dir():
         if is_torch_file(path):
             raise CheckpointError(
-                f"{path} is a file of torch.save. Convert it first: "
+                f"{path} was written by torch.save. Convert it first: "
                 f"vissl-zero checkpoint import {path} --to weights.safetensors"
             )
         if path.suffix.lower() in EXTENSIONS:
             raise CheckpointError(
-                f"{path} is an image, and weights are wanted here. {_IMAGES_ARE_NAMED} Give a file of weights."
+                f"{path} is an image, not a file of weights. {_IMAGES_ARE_NAMED} Give a file of weights."
             )
         return _weights_file(path, with_data)
     final = path / WEIGHTS_FILE
@@ -262,7 +262,7 @@ def open_weights(path: str | Path, passed_over: list[str] | None = None, with_da
 
 
 def is_torch_file(path: Path) -> bool:
-    """Check whether a file begins like a file of torch.save: a zip file or a pickle."""
+    """Check whether a file begins as those of torch.save do: as a zip archive or a pickle."""
     try:
         with os.fdopen(open_regular(path, follow_links=True), "rb") as file:
             start = file.read(9)

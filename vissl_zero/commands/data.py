@@ -28,7 +28,7 @@ _NEWEST = 50  # steps
 
 
 def data(words: Sequence[str]) -> int:
-    """Run a subcommand of ``vissl-zero data``; returns the exit code.
+    """Run a subcommand of ``vissl-zero data`` and return the exit code.
 
     Raises:
         ConfigError: wrong arguments.
@@ -101,7 +101,7 @@ def _pack(source: Path, out: Path, form: str, size: int | None) -> None:
 
 
 def _opened(paths: Sequence[str], channels: int = 3) -> tuple[Source, str]:
-    """Open the source that reads ``paths``; returns the source and its name."""
+    """Open the source that reads ``paths``. Return the source and its name."""
     from vissl_zero.data.decode import Decoder
     from vissl_zero.data.source import SourceRequest
     from vissl_zero.registry import DATA_SOURCES

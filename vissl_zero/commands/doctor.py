@@ -38,7 +38,7 @@ class Finding:
 
 
 def doctor() -> int:
-    """Print all findings; returns 0 if a run on this machine can work, else 1."""
+    """Print all findings and return 0 if a run on this machine can work, else 1."""
     findings = [*_versions(), *_engines_and_backends(), *_resources()]
     table = Table(box=None, pad_edge=False, show_header=False)
     for column in range(3):

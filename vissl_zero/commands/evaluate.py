@@ -43,7 +43,7 @@ _VALIDATION = ("val", "test")
 
 
 def evaluate(arguments: Sequence[str]) -> int:
-    """Measure weights on class folders and print a table or JSON; returns 0, or the exit code of the run that failed.
+    """Measure weights on class folders and print a table or JSON. Return 0, or the exit code of the run that failed.
 
     Raises:
         ConfigError, DataError: the arguments, or the folder, are wrong.
@@ -51,7 +51,8 @@ def evaluate(arguments: Sequence[str]) -> int:
     parser = CommandParser(
         prog="vissl-zero evaluate",
         description="kNN, a linear probe and RankMe of weights on class folders; nothing is trained. Exit codes: 0 "
-        "done, 2 your input, 1 a crash. Further config.<key>=<value> are passed to the run (benchmark/evaluate).",
+        "done, 2 an error in your input, 1 a crash. Further config.<key>=<value> are passed to the run "
+        "(benchmark/evaluate).",
     )
     parser.add_argument("weights", nargs="+", help=_WEIGHTS)
     parser.add_argument("--data", required=True, metavar="FOLDER", help="holds train/ and val/ with class folders")
@@ -127,7 +128,7 @@ def _hardest(classes: dict[str, dict[str, Any]]) -> str:
 
 
 def embed(arguments: Sequence[str]) -> int:
-    """Write features and names of the images in a folder; returns 0, or the exit code of the run that failed.
+    """Write features and names of the images in a folder. Return 0, or the exit code of the run that failed.
 
     Raises:
         ConfigError, DataError: the arguments, or the folder, are wrong.
@@ -199,7 +200,7 @@ def _require_writable(out: Path) -> None:
 
 
 def _write(run_folder: Path, images: Path, out: Path) -> ExtractedFeatures:
-    """Write the features of a run to one file; returns them."""
+    """Write the features of a run to one file and return them."""
     import numpy as np
 
     from vissl_zero.evaluation.feature_files import read_features
@@ -243,7 +244,7 @@ def _word(key: str, path: Path) -> str:
 
 
 def _run(weights: str, words: Sequence[str], folder: Path, is_quiet: bool) -> tuple[int, dict[str, Any]]:
-    """Run an evaluation, and print its output on stderr; returns its exit code and its results."""
+    """Run an evaluation, and print its output on stderr. Return its exit code and its results."""
     init = f"config.MODEL.WEIGHTS_INIT.PARAMS_FILE={as_word(absolute(weights))}"
     code = run_in(folder, [*words, init], is_quiet)
     return (code, {}) if code else (0, read_object(folder / "summary.json"))

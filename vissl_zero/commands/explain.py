@@ -63,14 +63,14 @@ vissl-zero explain <recipe | file.yaml | folder> [config.A.B=value ...] [hydra.s
 
 Sorts the keys that the recipe sets: used, without effect (and why), different from VISSL, refused. Reports all
 problems at once. Checks what --dry-run checks, builds no model, and needs no data, weights or GPU.
-Exit codes: 0 all are accepted, 1 some are refused, 2 your input.
+Exit codes: 0 all are accepted, 1 some are refused, 2 an error in your input.
 """
 _FLAGS = ("--parts", "--fix", "--json")
 REFUSED = 1
 
 
 def explain(arguments: Sequence[str]) -> int:
-    """Run the command; returns its exit code.
+    """Run the command and return its exit code.
 
     Raises:
         ConfigError: the arguments name nothing that can be explained.
@@ -163,7 +163,7 @@ def _files(name: str, with_parts: bool) -> list[RecipeFile]:
 
 
 def _fix(files: Sequence[RecipeFile], out: Path) -> dict[str, list[Replacement]]:
-    """Write copies with public paths; returns the replacements of each recipe, by its name."""
+    """Write copies with public paths and return the replacements of each recipe, by its name."""
     if not all(file.folder for file in files):
         raise ConfigError("vissl-zero explain: --fix needs a file or a folder, not the name of a recipe.")
     replacements = {}

@@ -27,7 +27,7 @@ _FIGURES = ("steps", "final_loss", "knn_top1_before", "knn_top1_after", "top1", 
 
 
 def export(arguments: Sequence[str]) -> int:
-    """Write the folder, open it again with the library, and print the call that does so; returns 0.
+    """Write the folder, open it again with the library, and print the call that does so. Return 0.
 
     Raises:
         ConfigError, CheckpointError: the arguments, or what they name, are wrong.

@@ -183,7 +183,7 @@ def _absolute(folder: str | Path) -> str:
 
 
 def _output_of(words: Sequence[str]) -> str:
-    """Run a command, which must succeed; returns its output."""
+    """Run a command, which must succeed. Return its output."""
     printed: list[str] = []
     code, tail = _command(words, printed.append)
     if code == _INPUT_IS_WRONG:
@@ -201,7 +201,7 @@ _print_now = partial(print, end="", flush=True)
 
 
 def _command(words: Sequence[str], take: Callable[[str], object] = _print_now) -> tuple[int, str]:
-    """Run ``vissl-zero``, and forward each line of its output; returns its exit code and the end of its errors."""
+    """Run ``vissl-zero``, and forward each line of its output. Return its exit code and the end of its errors."""
     # In its own session, an interrupt is forwarded once, and a second interrupt ends it at once, as in a terminal.
     process = subprocess.Popen(
         [sys.executable, "-m", "vissl_zero.cli", *words],

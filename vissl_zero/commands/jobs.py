@@ -29,7 +29,7 @@ _FINAL = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_ME
 
 
 def jobs(arguments: Sequence[str]) -> int:
-    """Run the command; returns its exit code.
+    """Run the command and return its exit code.
 
     Raises:
         LaunchError: an unknown subcommand or job.

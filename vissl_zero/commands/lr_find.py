@@ -44,7 +44,7 @@ _FORCED = (
 
 
 def lr_find(arguments: Sequence[str]) -> int:
-    """Run the command; returns its exit code.
+    """Run the command and return its exit code.
 
     Raises:
         ConfigError: the arguments or the recipe are wrong, or no rate makes the loss fall.
@@ -93,7 +93,7 @@ def lr_find(arguments: Sequence[str]) -> int:
 
 
 def _train(recipe: str, overrides: Sequence[str], num_steps: int, folder: Path) -> int:
-    """Run the test in ``folder``; returns its exit code, 0 also if it ended because the loss was not finite."""
+    """Run the test in ``folder`` and return its exit code, 0 also if it ended because the loss was not finite."""
     cfg = compose(recipe, overrides).run
     if cfg.TEST_ONLY or cfg.PROGRAM != "train" or cfg.DISTRIBUTED.NUM_NODES > 1:
         must = "must train, on one machine, to have a learning rate to find"

@@ -81,7 +81,7 @@ class Place:
 
 
 def new(arguments: Sequence[str]) -> int:
-    """Ask the questions that the flags do not answer, and write the recipe; returns the exit code.
+    """Ask the questions that the flags do not answer, and write the recipe. Return the exit code.
 
     Raises:
         ConfigError: an answer is wrong, or no plan fits the memory.
@@ -308,7 +308,7 @@ def _quoted(path: Path | str) -> str:
 
 
 def _fitting(path: Path, facts: Facts, place: Place, epochs: int) -> tuple[int, Planned]:
-    """Write the recipe with the largest batch for which a plan fits; returns the batch and the plans."""
+    """Write the recipe with the largest batch for which a plan fits. Return the batch and the plans."""
     from vissl_zero.planner.planning import plan_run
 
     batch = _LEAST_IMAGES

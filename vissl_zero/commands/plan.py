@@ -54,7 +54,7 @@ _WIDTH = 260  # characters; a wrapped table is better than a cropped one
 
 
 def plan(arguments: Sequence[str]) -> int:
-    """Run the command; returns its exit code.
+    """Run the command and return its exit code.
 
     Raises:
         ConfigError: the arguments or the recipe are wrong.

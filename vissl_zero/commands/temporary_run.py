@@ -17,7 +17,7 @@ from vissl_zero.lifetime import SWEEP_VARIABLE
 
 
 def run_in(folder: Path, words: Sequence[str], is_quiet: bool = False) -> int:
-    """Run a recipe in a folder that will not stay, and print its output on stderr; returns the exit code.
+    """Run a recipe in a folder that will not stay, and print its output on stderr. Return the exit code.
 
     Args:
         folder: run folder; lines that name it are left out, because a temporary path misleads.
@@ -45,7 +45,7 @@ def run_in(folder: Path, words: Sequence[str], is_quiet: bool = False) -> int:
 
 @contextmanager
 def _ending_first(run: subprocess.Popen[str]) -> Iterator[None]:
-    """End ``run`` at once if this process is asked to end: an evaluation has nothing to save. A context."""
+    """Kill ``run`` if this process is asked to end: an evaluation has nothing to save. A context."""
 
     def end(number: int, frame: FrameType | None) -> None:
         run.kill()  # the kernel ends its ranks

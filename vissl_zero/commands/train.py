@@ -48,7 +48,7 @@ from vissl_zero.resolve.resolved import ResolvedRun
 
 
 def train(arguments: Sequence[str]) -> int:  # noqa: C901 - every way that Hydra ends
-    """Compose through ``@hydra.main``, and run the job or the sweep; returns the worst exit code of all jobs.
+    """Compose through ``@hydra.main``, and run the job or the sweep. Return the worst exit code of all jobs.
 
     Args:
         arguments: arguments of the command line.
@@ -122,7 +122,7 @@ _KEY_AS_FLAG = re.compile(r"--config(\.[^=]*)?(=.*)?")
 
 
 def _for_hydra(arguments: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
-    """Sort arguments for Hydra's parser, flags before overrides; returns them, and the folders of --config-dir.
+    """Sort arguments for Hydra's parser, flags before overrides. Return them, and the folders of --config-dir.
 
     Raises:
         ConfigError: a flag is unknown or would replace our defaults, or there are blanks around "=".
@@ -174,7 +174,7 @@ def _recipes_of_glob(word: str, folders: Sequence[str]) -> str:
 
 
 def _run_job(cfg: DictConfig) -> int:
-    """Check, resolve and run a composed job; returns its exit code. An error ends the job, but not its sweep."""
+    """Check, resolve and run a composed job. Return its exit code. An error ends the job, but not its sweep."""
     hydra_cfg = HydraConfig.get()
     folder, recipe = Path(hydra_cfg.runtime.output_dir), str(hydra_cfg.runtime.choices.get("config") or "several")
     if hydra_cfg.job.chdir:

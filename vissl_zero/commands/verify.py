@@ -72,7 +72,7 @@ class StepDifference:
 
 
 def verify(arguments: Sequence[str]) -> int:
-    """Run the command; returns its exit code.
+    """Run the command and return its exit code.
 
     Raises:
         ConfigError: the arguments or the recipe are wrong.

@@ -52,7 +52,7 @@ READ_FILES = (*_FILES, ".npy", ".tar", ".arrow")  # extensions of files that DAT
 
 
 def use_own_images(data: Data, chosen: Collection[str]) -> list[str]:
-    """Set the source of splits with DATA_PATHS, in place; returns notes to print once.
+    """Set the source of splits with DATA_PATHS, in place. Return notes to print once.
 
     If TRAIN has the user's images, a TEST split of digits is removed: part of TRAIN's images is used for evaluation.
 
@@ -123,7 +123,7 @@ def _home_catalog() -> Path:
 
 
 def use_catalog(data: Data, catalog: Path | None) -> list[str]:
-    """Fill in DATA_PATHS and LABEL_PATHS of splits that name data sets but no paths; returns notes to print once.
+    """Fill in DATA_PATHS and LABEL_PATHS of splits that name data sets but no paths. Return notes to print once.
 
     Names that are not in the catalog stay without paths; ``missing`` reports them.
 
@@ -131,9 +131,7 @@ def use_catalog(data: Data, catalog: Path | None) -> list[str]:
         ConfigError: the catalog cannot be read.
     """
     wanting = {name: split for name in SPLITS if _wants_paths(split := getattr(data, name))}
-    if catalog is None:
-        wanting = {}
-    entries, notes = _read_catalog(catalog) if catalog is not None and wanting else {}, list[str]()
+    entries, notes = _read_catalog(catalog) if catalog and wanting else {}, list[str]()
     for name, split in wanting.items():
         paths = [_paths(entries, dataset, SPLITS[name]) for dataset in split.DATASET_NAMES]
         # All or none: with paths for some, the other data sets would be left out silently.
@@ -148,7 +146,7 @@ def use_catalog(data: Data, catalog: Path | None) -> list[str]:
 
 
 def _outside_facebook(name: str, split: Split) -> list[str]:
-    """Replace everstore by the source of the catalog's paths, in place; returns notes to print."""
+    """Replace everstore by the source of the catalog's paths, in place. Return notes to print."""
     if split.DATA_SOURCES != [EVERSTORE] or not split.DATA_PATHS:
         return []
     source = "disk_filelist" if split.DATA_PATHS[0].endswith(_LISTS) else "disk_folder"

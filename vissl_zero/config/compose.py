@@ -422,13 +422,9 @@ def compose(recipe: str, overrides: Sequence[str] = ()) -> Composed:
         ConfigError: the recipe or a key is unknown, or a value is wrong.
     """
     register()
-    # Hydra refuses to be initialized twice in one process.
-    GlobalHydra.instance().clear()
     try:
-        with hydra.initialize_config_module("vissl_zero.conf", version_base="1.3", job_name="vissl-zero"):
-            words = plain_words(overrides)
-            cfg = hydra.compose("defaults", [f"config={recipe}", *words])
-            return typed(cfg, recipe, words)
+        words = plain_words(overrides)
+        return typed(_composed([f"config={recipe}", *words]), recipe, words)
     except (*EXPLAINABLE, *IN_A_LIST) as error:
         raise explained(error, [f"config={recipe}", *overrides]) from error
 
@@ -492,7 +488,8 @@ def untyped(overrides: Sequence[str], folders: Sequence[str] = ()) -> DictConfig
         SchemaSource.is_typed = True
 
 
-def _composed(words: Sequence[str], folders: Sequence[str]) -> DictConfig:
+def _composed(words: Sequence[str], folders: Sequence[str] = ()) -> DictConfig:
+    # Hydra refuses to be initialized twice in one process.
     GlobalHydra.instance().clear()
     with hydra.initialize_config_module("vissl_zero.conf", version_base="1.3", job_name="vissl-zero"):
         return hydra.compose("defaults", [*words, *searchpath_override(folders)])

@@ -1,7 +1,7 @@
 """Constraints of values, declared at the field, and the function that checks them.
 
     temperature: float = number(0.1, above=0)
-    DEVICE: str = choice("auto", "cpu", "gpu")
+    DEVICE: str = choice("auto", "cpu", "gpu", default="auto")
 
 For all fields, every number must be finite and fit into 64 bits, and the elements of a typed list must have its type.
 
@@ -48,7 +48,7 @@ class Range:
         )
 
     def violated(self, value: float) -> str:
-        """Return the bound that a number violates, in words; for a range from 0 to 1, both bounds."""
+        """Describe the bound that a number violates; for a range from 0 to 1, both bounds."""
         if (self.least, self.most) == (0, 1):
             return str(self)
         is_low = (self.least is not None and value < self.least) or (self.above is not None and value <= self.above)
@@ -103,7 +103,7 @@ def number(
     return _field(default, Range(least, most, above, below, also, fix))
 
 
-def choice(default: Any, *options: Any, also: tuple[Any, ...] = ()) -> Any:
+def choice(*options: Any, default: Any, also: tuple[Any, ...] = ()) -> Any:
     """Declare a field whose value, or each value of its list, is one of ``options`` (or of ``also``, not listed)."""
     return _field(default, Choice(options, also))
 
@@ -168,7 +168,7 @@ def _outside(value: Any, constraint: Range | Choice, key: str) -> Iterator[Probl
     elif isinstance(constraint, Range):
         if isinstance(value, (int, float)) and not constraint.allows(value):
             must = constraint.violated(value)
-            nearest = next(iter(constraint.also), constraint.least if constraint.least is not None else None)
+            nearest = next(iter(constraint.also), constraint.least)
             write = f"Write {key}={_plain(nearest)}." if nearest is not None else f"Correct {key}."
             yield Problem(key, _short(value), f"must be {must}", constraint.fix or write)
     elif value is not None and value not in constraint.options and value not in constraint.also:
@@ -210,9 +210,9 @@ def one_of(key: str, value: str, allowed: Iterable[str]) -> list[Problem]:
 
 def pattern_problems(key: str, value: str) -> list[Problem]:
     """Check that ``value`` is a non-empty regular expression; ``key`` is the full key path."""
-    fix = "Write the names or parts of them, '|' between: 'qkv|fc1' finds all layers whose names have one of these."
+    fix = "Separate names, or parts of names, by '|': 'qkv|fc1' matches layers whose name contains qkv or fc1."
     try:
         re.compile(value)
     except re.error as error:
         return [Problem(key, repr(value), f"must be a regular expression ({error})", fix)]
-    return [] if value else [Problem(key, "''", "must be a regular expression, and not empty", fix)]
+    return [] if value else [Problem(key, "''", "must be a regular expression that is not empty", fix)]

@@ -79,9 +79,7 @@ class Changes:
                 outside = (0.0,) * ((width - len(values)) // 2)  # pads a shorter blur kernel on both sides
                 rows.append(row)
                 numbers += (*outside, *values, *outside)
-        return Changes(
-            tuple(rounds), torch.tensor(rows, dtype=torch.int64), torch.tensor(numbers, dtype=torch.float64), levels
-        )
+        return Changes(tuple(rounds), torch.tensor(rows), torch.tensor(numbers, dtype=torch.float64), levels)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -252,7 +250,7 @@ def _spread(pixels: Tensor, _: Tensor) -> Tensor:
     least, most = pixels.amin((2, 3), keepdim=True).double(), pixels.amax((2, 3), keepdim=True).double()
     # In float64 and truncated, as Pillow's autocontrast computes its table.
     scale = 255 / (most - least).clamp(min=1)
-    spread = (pixels.double() * scale - least * scale).trunc().clamp(0, 255).to(torch.uint8)
+    spread = (pixels.double() * scale - least * scale).to(torch.uint8)
     return torch.where(most > least, spread, pixels)
 
 

@@ -336,7 +336,7 @@ class ImageBatch:
 
 
 def join_batches(parts: Sequence[ImageBatch], num_global: int) -> ImageBatch:
-    """Join batches into one with the samples of all, in order. Changes must have been applied, if there are images.
+    """Concatenate batches by sample. If they hold images, ``changes`` must have been applied to them.
 
     Args:
         parts: batches of several ranks or micro-batches; each may have no samples.

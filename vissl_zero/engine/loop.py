@@ -63,7 +63,7 @@ class Schedules:
         return self._lr(step)
 
     def apply(self, sharded: ShardedModel, step: int, lr_factor: float = 1.0) -> float:
-        """Set ``lr`` and ``weight_decay`` of every group for step ``step`` (from 0); returns the trunk's rate."""
+        """Set ``lr`` and ``weight_decay`` of every group for step ``step`` (from 0). Return the trunk's rate."""
         for group in sharded.optimizer.param_groups:
             name = group["name"]
             group["lr"] = self._lr_of[name](step) * self._groups[name].lr_factor * lr_factor

@@ -23,7 +23,7 @@ class SmoothLoss:
         self._mean, self._num = 0.0, 0
 
     def add(self, loss: float) -> float:
-        """Add a loss; returns the mean."""
+        """Add a loss and return the mean."""
         self._num += 1
         self._mean = _MOMENTUM * self._mean + (1 - _MOMENTUM) * loss
         return self._mean / (1 - _MOMENTUM**self._num)

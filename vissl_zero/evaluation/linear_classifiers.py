@@ -94,7 +94,7 @@ def average_precision(labels: np.ndarray, scores: np.ndarray) -> float:
 
 def solver(options: Svm, cost: float, seed: int) -> Any:
     """Return VISSL's LinearSVC, not yet fitted; ``seed`` determines liblinear's draws."""
-    from sklearn.svm import LinearSVC  # here: takes a second
+    from sklearn.svm import LinearSVC  # imported here, since it takes a second
 
     return LinearSVC(
         C=cost,
@@ -186,7 +186,7 @@ def draw(matrix: np.ndarray, k: int, dataset_name: str, generator: np.random.Gen
 def low_shot(
     train: np.ndarray, drawn: np.ndarray, test: np.ndarray, labels: np.ndarray, options: Svm, seed: int
 ) -> list[float]:
-    """Train on the drawn images; returns the mean average precision on TEST for each cost. Not collective.
+    """Train on the drawn images and return the mean average precision on TEST for each cost. Not collective.
 
     Args:
         train: normalized features (N, F) of TRAIN.
@@ -262,7 +262,7 @@ class _SvmHook(Hook):
     def measure(
         self, run: Run, name: str, train: np.ndarray, labels: np.ndarray, test: np.ndarray, test_labels: np.ndarray
     ) -> str:
-        """Train and test on features of a layer (N, F), (M, F) with labels (N, C), (M, C); returns a line to print.
+        """Train and test on features of a layer (N, F), (M, F) with labels (N, C), (M, C). Return a line to print.
 
         Collective. Adds to the run's results.
         """
@@ -397,7 +397,7 @@ def _save(folder: Path, svms: list[ClassSvm], aps: list[float]) -> None:
 def logistic_top1(
     train: np.ndarray, labels: np.ndarray, test: np.ndarray, test_labels: np.ndarray, penalty: float
 ) -> tuple[float, float]:
-    """Fit a multinomial logistic regression; returns top-1 (0 to 1) on the training and on the test images.
+    """Fit a multinomial logistic regression and return top-1 (0 to 1) on the training and on the test images.
 
     Features are standardized with the training images' statistics. scikit-learn's solver runs at most 100 iterations.
 
@@ -406,9 +406,9 @@ def logistic_top1(
         labels: labels (N,) of the training images.
         test: features (M, F) of the test images.
         test_labels: labels (M,) of the test images.
-        penalty: L2 penalty, divided by N.
+        penalty: strength of the L2 penalty; scikit-learn's ``C`` is N / ``penalty``.
     """
-    from sklearn.exceptions import ConvergenceWarning  # here: takes a second
+    from sklearn.exceptions import ConvergenceWarning  # imported here, since it takes a second
     from sklearn.linear_model import LogisticRegression
     from sklearn.preprocessing import StandardScaler
 

@@ -65,7 +65,7 @@ class _Keys:
     keep_gradients: bool = False
     compile: bool = False
     float8: bool | str = False
-    float8_scales: str = choice("rows", "rows", "mx")
+    float8_scales: str = choice("rows", "mx", default="rows")
     float8_gather: bool = False
     memory_gb: float | None = None
     host_memory_gb: float | None = None

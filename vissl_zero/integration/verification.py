@@ -297,7 +297,7 @@ def _torch_optimizer(optimizer: Any, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def _options(settings: ZeroSettings) -> dict[str, Any]:
-    """Return ``zero`` without the keys that change the numbers: half precision, float8, rounding, and compilation."""
+    """Return the settings without those that change the numbers: half precision, float8, rounding, and compilation."""
     names = (
         "level",
         "gradient_accumulation_steps",

@@ -255,7 +255,7 @@ class Client:
         self._lock = threading.Lock()
 
     def call(self, *fields: bytes, answer_within_s: float | None = None) -> list[bytes]:
-        """Send one request; returns the fields of the answer.
+        """Send one request and return the fields of the answer.
 
         Raises:
             RefusedError: the server has another secret.
@@ -296,7 +296,7 @@ class Client:
                 time.sleep(_RETRY_S)
 
     def beat(self, name: str) -> dict[str, float]:
-        """Send a heartbeat of ``name``; returns the seconds since each name's last one."""
+        """Send a heartbeat of ``name`` and return the seconds since each name's last one."""
         ages: dict[str, float] = json.loads(self.call(b"beat", name.encode())[0])
         return ages
 

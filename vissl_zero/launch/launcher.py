@@ -94,7 +94,7 @@ def launch_local(  # noqa: C901
             fit.ran_out()
             if num_restarts < most_restarts and (reason := fit.go_on(_free_for_a_rank(plan))):
                 num_restarts += 1
-                plan = _smaller(fit, reason, failure, num_restarts, most_restarts)
+                plan = _next_choice(fit, reason, failure, num_restarts, most_restarts)
                 num_procs, environment = plan.procs_per_node, _environment(plan, rendezvous, began)
                 continue
         if failure.is_user_error:
@@ -113,9 +113,10 @@ def launch_local(  # noqa: C901
         num_procs = plan.procs_per_node
 
 
-def _smaller(fit: FitRun, reason: str, failure: Failure, num_restarts: int, most: int) -> ResolvedRun:
-    """Announce and log that the run continues with the next choice of ``fit``; returns the new plan."""
-    print(f"{failure.text.rstrip()}\n{reason} (restart {num_restarts} of at most {most}).", file=sys.stderr, flush=True)
+def _next_choice(fit: FitRun, reason: str, failure: Failure, num_restarts: int, most_restarts: int) -> ResolvedRun:
+    """Print and log that the run continues with the next choice of ``fit``. Return its plan."""
+    restart = f"restart {num_restarts} of at most {most_restarts}"
+    print(f"{failure.text.rstrip()}\n{reason} ({restart}).", file=sys.stderr, flush=True)
     save_resolved(fit.choice.run, fit.folder / "config.resolved.yaml")
     fit.started()
     return fit.choice.run
@@ -140,7 +141,7 @@ def _free_gpu_memory(num_gpus: int) -> int:
 
 
 def _restarted(plan: ResolvedRun, failure: Failure, num_restarts: int) -> ResolvedRun:
-    """Announce a restart; returns the plan of the restarted run."""
+    """Announce a restart and return the plan of the restarted run."""
     least, most = plan.config.DISTRIBUTED.MIN_PROC_PER_NODE, plan.config.DISTRIBUTED.MAX_RESTARTS
     fewer = with_fewer_ranks(plan, least) if least > 0 else None
     cause = failure.text.rstrip()
@@ -193,7 +194,7 @@ def _environment(plan: ResolvedRun, rendezvous: Rendezvous | None, began: float)
 
 
 def launch_machine(plan: ResolvedRun, user_yaml: str, node_id: int) -> int:
-    """Start this machine's ranks of a run whose machines meet at ``DISTRIBUTED.RUN_ID``; returns the exit code.
+    """Start this machine's ranks of a run whose machines meet at ``DISTRIBUTED.RUN_ID``. Return the exit code.
 
     Raises:
         LaunchError: the machines do not find or accept each other, or the run folder cannot be used.

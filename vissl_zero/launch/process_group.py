@@ -155,16 +155,16 @@ class NetworkStore(dist.Store):
         self._client.call(b"set", key.encode(), value.encode() if isinstance(value, str) else bytes(value))
 
     def get(self, key: str) -> bytes:
-        """Wait for a key; returns its value."""
+        """Wait for a key and return its value."""
         self.wait([key], timedelta(seconds=self._timeout_s))
         return self._client.call(b"get", key.encode())[0]
 
     def add(self, key: str, amount: int) -> int:
-        """Add ``amount`` to a counter; returns the new value."""
+        """Add ``amount`` to a counter and return the new value."""
         return int(self._client.call(b"add", key.encode(), str(amount).encode())[0])
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """Replace a value if it equals ``expected``; returns the value after that."""
+        """Replace a value if it equals ``expected``. Return the value after that."""
         words = [word.encode() if isinstance(word, str) else bytes(word) for word in (key, expected, desired)]
         return self._client.call(b"swap", *words)[0]
 
@@ -185,7 +185,7 @@ class NetworkStore(dist.Store):
             raise dist.DistStoreError(f"no value of {', '.join(keys)} within {limit:g} s: a rank is missing")
 
     def delete_key(self, key: str) -> bool:
-        """Remove a key; returns whether it was set."""
+        """Remove a key and return whether it was set."""
         return self._client.call(b"delete", key.encode())[0] == b"1"
 
     def num_keys(self) -> int:
@@ -387,7 +387,7 @@ def _can_filter() -> bool:
 
 
 def _attach_filter(fd: int, program: tuple[tuple[int, int, int, int], ...]) -> bool:
-    """Attach a filter to a TCP listener; returns False for any other socket, or if the kernel has no filters."""
+    """Attach a filter to a TCP listener and return False for any other socket, or if the kernel has no filters."""
     code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in program))
     with _socket(fd) as sock:
         if sock.family in (socket.AF_INET, socket.AF_INET6) and sock.getsockopt(

@@ -93,7 +93,7 @@ class RankGroup:
             raise
 
     def wait(self) -> dict[int, int]:
-        """Wait until all ranks have ended; returns rank -> exit code (negative: a signal) of those not killed here.
+        """Wait until all ranks have ended and return rank -> exit code (negative: a signal) of those not killed here.
 
         After a rank has failed, the others have ``_GRACE_S`` seconds to end; then they are killed.
         """

@@ -110,7 +110,7 @@ class Rendezvous:
         return self._generation.name if self._generation else ""
 
     def join(self, configuration: str, run_dir: str) -> str:
-        """Wait for all launchers; returns the run folder that launcher 0 has chosen.
+        """Wait for all launchers and return the run folder that launcher 0 has chosen.
 
         Args:
             configuration: digest of the configuration, which must be equal on all machines.
@@ -338,7 +338,7 @@ class Generation:
         self.client.call(b"set", self._key(what, self._spec.index), value)
 
     def claim(self, hello: bytes) -> bool:
-        """Claim this launcher's index; returns False if another launcher has it."""
+        """Claim this launcher's index and return False if another launcher has it."""
         if self.client.call(b"swap", self._key("hello", self._spec.index), b"", hello)[0] != hello:
             return False
         self.beat()  # from now on, a missing heartbeat counts as a lost launcher
@@ -362,7 +362,7 @@ class Generation:
         self.client.call(b"wait", str(within_s).encode(), *keys, answer_within_s=2 * within_s)
 
     def beat(self) -> dict[int, float]:
-        """Send a heartbeat; returns launcher -> seconds since its last heartbeat."""
+        """Send a heartbeat and return launcher -> seconds since its last heartbeat."""
         ages = self.client.beat(f"{self.name}/{self._spec.index}")
         split = {tuple(name.split("/")): age for name, age in ages.items()}
         return {int(index): age for (name, index), age in split.items() if name == self.name}
@@ -380,7 +380,7 @@ class Generation:
 
 
 def enter(client: Client, spec: LauncherSpec, hello: bytes, after: str) -> Generation:
-    """Join the generation that the server serves, as soon as it is not ``after``; returns this launcher's part in it.
+    """Join the generation that the server serves, as soon as it is not ``after``. Return this launcher's part in it.
 
     Args:
         client: client with a short timeout; this function retries for ``spec.start_s``.

@@ -29,7 +29,7 @@ def _is_under_torchrun() -> bool:
 
 
 def run(plan: ResolvedRun, user_yaml: str, node_id: int = 0, fit: FitRun | None = None) -> int:
-    """Run to the end, or submit; returns the exit code.
+    """Run to the end, or submit. Return the exit code.
 
     Args:
         plan: the resolved run.
@@ -99,7 +99,7 @@ def _submission(plan: ResolvedRun) -> str:
 def print_dry_run(
     plan: ResolvedRun, submission: str = "", console: Console | None = None, budget_bytes: int | None = None
 ) -> int:
-    """Print the plan for ``config.DRY_RUN=true``; returns the exit code: 0, or ``DOES_NOT_FIT``.
+    """Print the plan for ``config.DRY_RUN=true`` and return the exit code: 0, or ``DOES_NOT_FIT``.
 
     It shows everything that the user can check before spending hours, and starts nothing. The data are indexed, a few
     images are read, the model is built with fake tensors, and the run folder is inspected.

@@ -40,7 +40,7 @@ from vissl_zero.resolve.resolved import ResolvedRun
 
 
 def submit(plan: ResolvedRun, user_yaml: str) -> int:
-    """Submit the run as a job, note and print the job; returns 0.
+    """Submit the run as a job, note and print the job. Return 0.
 
     Raises:
         LaunchError: SLURM is missing, the folder is not safe, or the cluster refuses the job.
@@ -345,7 +345,7 @@ class SlurmTask:
 
 
 def requeue(max_requeues: int) -> int:
-    """Requeue this job after it saved and stopped; returns the exit code.
+    """Requeue this job after it saved and stopped. Return the exit code.
 
     The job is not requeued if it was canceled, has reached ``max_requeues``, or is being requeued by the cluster.
     """
@@ -395,7 +395,7 @@ def _own_address() -> str:
 
 
 def _read_address(path: Path) -> tuple[str, int]:
-    """Wait until the first task has written its address; returns host and port.
+    """Wait until the first task has written its address and return host and port.
 
     Raises:
         LaunchError: the first task does not write it in time.
@@ -441,7 +441,7 @@ _KEY = "config.SLURM.LOG_FOLDER"
 
 
 def private_folder(path: Path) -> Path:
-    """Make the folder ``path`` with mode 0700, or check that it is safe; returns the path without links.
+    """Make the folder ``path`` with mode 0700, or check that it is safe. Return the path without links.
 
     Raises:
         LaunchError: other users can write to the folder, or to a folder above it.

@@ -83,7 +83,7 @@ def _is_foreign(folder: Path, overrides: Sequence[str]) -> bool:
 
 
 def claim(folder: Path, overrides: Sequence[str]) -> bool:
-    """Prepare a folder for a job; returns False if the job is done already.
+    """Prepare a folder for a job and return False if the job is done already.
 
     An interrupted attempt resumes from its checkpoint, or starts from scratch if it has none.
 
@@ -262,7 +262,7 @@ def _check(launcher: Any) -> None:
 
 
 def finish_sweep() -> int | None:
-    """Write and print the summary of this process's sweep; returns its worst exit code, or None without a sweep."""
+    """Write and print the summary of this process's sweep. Return its worst exit code, or None without a sweep."""
     global _sweep_dir, _scratch
     folder, _sweep_dir = _sweep_dir, None
     if _scratch is not None:

@@ -110,7 +110,7 @@ def _refuse_single_images(run: Run) -> None:
 
 
 def work(plan: ResolvedRun) -> int:
-    """Join the process group and train; returns the exit code."""
+    """Join the process group and train. Return the exit code."""
     with process_group(plan.backend, rank_device(plan), plan.sharding.timeout_s):
         return train_rank(plan)
 
@@ -124,7 +124,7 @@ def take_place() -> None:
 
 
 def fail(error: BaseException) -> int:
-    """Report an error of this rank; returns its exit code: 2 for a user's error, 1 otherwise."""
+    """Report an error of this rank and return its exit code: 2 for a user's error, 1 otherwise."""
     is_collected = FAILURE_FOLDER_VARIABLE in os.environ
     if not is_collected and not is_first_to_fail():
         # Without a launcher of ours, the first rank to fail prints at once. torchrun, which compares whole seconds,
@@ -137,7 +137,7 @@ def fail(error: BaseException) -> int:
 
 
 def main() -> int:
-    """Run a rank that ``RankGroup`` has started, with the run folder in ``argv[1]``; returns the exit code."""
+    """Run a rank that ``RankGroup`` has started, with the run folder in ``argv[1]``. Return the exit code."""
     take_place()
     try:
         return work(load_resolved(Path(sys.argv[1]) / "config.resolved.yaml"))
@@ -146,7 +146,7 @@ def main() -> int:
 
 
 def with_checkpoints(run: Run, hooks: Sequence[Hook]) -> list[Hook] | None:
-    """Restore ``run`` from its newest checkpoint, if it has one and may resume; returns the hooks for training.
+    """Restore ``run`` from its newest checkpoint, if it has one and may resume. Return the hooks for training.
 
     Collective. Returns None if the run is complete and has written its summary.
 

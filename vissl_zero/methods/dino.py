@@ -431,7 +431,7 @@ class PatchDistillation(EmbeddingMethod):
         num_patches = grid[0] * grid[1]
         probability = self.mask_probability if self._is_masking() else 0.0
         counts = masked_counts(images[0], num_patches, self.mask_ratio, probability, self.epoch, "counts")
-        # Always the largest number that may be masked: shapes, and so memory, are the same in every step.
+        # Padded to the largest number that may be masked: shapes, and with them memory, are the same in every step.
         most = max(1, int(self.mask_ratio[1] * num_patches))
         # Draws are keyed by (seed, step, sample, name), so student and teacher select the same patches.
         wanted = block_order(images[0], grid, counts, self.epoch, "mask")[:, :most]

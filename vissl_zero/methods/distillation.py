@@ -381,15 +381,16 @@ class SwAVDistillation(EmbeddingMethod):
 
     def update_state(self, observed: Sequence[Any]) -> None:
         """Queue the teacher's embeddings. Collective."""
-        for embeddings in observed:
-            if self.queue is not None and embeddings is not None:
-                self.queue.push(embeddings)
+        if self.queue is not None:
+            for embeddings in observed:
+                if embeddings is not None:
+                    self.queue.push(embeddings)
 
     @torch.no_grad()
     def _assign(self, scores: Tensor) -> Tensor:
         """Compute assignments (T, B, K) of scores (T, B, K), balanced together with the rows of the queue."""
         num_samples = scores.shape[1]
-        if self.queue is not None and self.queue.num_filled and self._step >= self.queue_start:
+        if self.queue is not None:
             past = self.queue.local_part().to(scores.dtype) @ self.prototypes.to(scores.dtype).T
             scores = torch.cat((scores, past.expand(len(scores), -1, -1)), dim=1)
         # Rows of the queue only balance the assignments: no student learns from them.

@@ -193,13 +193,10 @@ class ClusteringCollapse(CollapseRule):
 
     def update(self, step: int, loss: float | None, watch: Mapping[str, float]) -> str | None:
         """Update the verdict with one step; see ``CollapseRule``."""
-        entropy, rank = watch.get("assignment_entropy"), watch.get("effective_rank")
-        if loss is None or entropy is None or rank is None:
+        entropy, rank = (watch.get(name, math.nan) for name in ("assignment_entropy", "effective_rank"))
+        if loss is None or not all(map(math.isfinite, (loss, entropy, rank))):
             return None
-        metrics = (loss, entropy, rank)
-        if not all(math.isfinite(value) for value in metrics):
-            return None
-        means = self._recent.means(step, metrics)
+        means = self._recent.means(step, (loss, entropy, rank))
         if means is None:
             return None
         loss, entropy, rank = means

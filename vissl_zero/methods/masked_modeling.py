@@ -480,8 +480,9 @@ class LatentHead(nn.Module):
         """Compute predictions and targets of images of one resolution."""
         (crop,) = tokens
         predictions = None if self.output is None else self.output(crop.wanted())
-        if not crop.blocks or crop.view.wanted is None:
+        if not crop.blocks:
             return LatentOutput(features, predictions, None)
+        assert crop.view.wanted is not None, "who asks for blocks asks for patches"
         patches = mean_of_blocks([rows[:, crop.num_prefix :] for rows in crop.blocks])
         return LatentOutput(features, predictions, taken(patches, crop.view.wanted))
 

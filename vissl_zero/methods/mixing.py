@@ -146,7 +146,7 @@ class Mixing:
         if self.config.cutmix_minmax:
             # Sides are drawn here, not the area (timm's cutmix_minmax).
             least, most = (int(side * share) for share in self.config.cutmix_minmax)
-            length = least + (size * max(most - least, 1)).long()
+            length = least + (size * (most - least)).long()
             begin = (place * (side - length)).long()
             end = begin + length
         else:

@@ -100,17 +100,18 @@ def are_cut(cfg: RunConfig) -> bool:
 def crops_of(cfg: RunConfig) -> list[int] | None:
     """Count the crops per image of each size that the transforms make; None without a multi-crop."""
     for entry in cfg.DATA.TRAIN.TRANSFORMS:
+        name = entry.get("name") if isinstance(entry, Mapping) else None
         # The first that makes several crops decides: those after it act on each crop.
-        if isinstance(entry, Mapping) and entry.get("name") == "ImgPilToMultiCrop":
-            counts = entry.get("num_crops")
-            # A list of other values is reported by the rule ``transforms``.
-            return list(counts) if counts and all(isinstance(count, int) for count in counts) else None
-        if isinstance(entry, Mapping) and entry.get("name") == "ImgReplicatePil":
-            count = entry.get("num_times", 2)
-            return [count] if isinstance(count, int) else None
-        if isinstance(entry, Mapping) and entry.get("name") in _CUTTING:
-            count = entry.get("num_patches", 9)
-            return [*_CUTTING[entry["name"]], count] if isinstance(count, int) else None
+        if name == "ImgPilToMultiCrop":
+            counts = list(entry.get("num_crops") or ())
+        elif name == "ImgReplicatePil":
+            counts = [entry.get("num_times", 2)]
+        elif name in _CUTTING:
+            counts = [*_CUTTING[name], entry.get("num_patches", 9)]
+        else:
+            continue
+        # Other values are reported by the rule ``transforms``.
+        return counts if counts and all(isinstance(count, int) for count in counts) else None
     return None
 
 

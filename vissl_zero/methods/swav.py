@@ -243,10 +243,8 @@ class SwAVLoss(Method):
         return torch.stack(losses).mean()
 
     def probe(self) -> Tensor | None:
-        """Return this rank's share of the queue (C * q, D), queue by queue; None before the queue starts."""
-        if self.queue is None or not self._is_queue_on() or self.queue.num_filled == 0:
-            return None
-        return self.queue.local_part().flatten(0, 1)
+        """Return this rank's share of the queue (C * q, D), queue by queue, q = 0 until it starts; None: no queue."""
+        return None if self.queue is None else self.queue.local_part().flatten(0, 1)
 
     def join(self, parts: Sequence[list[Any]], num_samples: Sequence[int]) -> list[Any]:
         """Join outputs; see ``Method``."""
@@ -264,9 +262,10 @@ class SwAVLoss(Method):
 
     def update_state(self, observed: Sequence[Any]) -> None:
         """Queue the embeddings. Collective."""
-        for embeddings in observed:
-            if self.queue is not None and embeddings is not None:
-                self.queue.push(embeddings)
+        if self.queue is not None:
+            for embeddings in observed:
+                if embeddings is not None:
+                    self.queue.push(embeddings)
 
     def on_step(self, step: int, epoch: int) -> None:
         """Set step and epoch: hard assignments end, and the queue starts, at a configured step."""

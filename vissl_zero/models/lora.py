@@ -13,23 +13,19 @@ import copy
 import math
 import re
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import torch
 from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import Linear as PeftLinear
-from peft.utils import SAFETENSORS_WEIGHTS_NAME
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from vissl_zero.config.blocks.model_and_loss import Lora
 from vissl_zero.errors import ConfigError, Problem, did_you_mean
 from vissl_zero.models.init import GeneratorFor
-from vissl_zero.models.weight_names import adapter_name, is_adapters, timm_name
+from vissl_zero.models.weight_names import timm_name
 
-_ADAPTER = "default"  # peft's name of the only adapter of a layer
+ADAPTER = "default"  # peft's name of the only adapter of a layer
 _TARGETS = "config.MODEL.LORA.TARGET_MODULES"
 
 
@@ -46,7 +42,7 @@ class AdaptedLinear(PeftLinear):
     @torch.no_grad()
     def init_parameters(self, generator_for: GeneratorFor) -> None:
         """Draw A (r, in_features) uniformly within 1 / sqrt(in_features) and set B (out_features, r) to 0."""
-        first, second = (getattr(self, key)[_ADAPTER].weight for key in ("lora_A", "lora_B"))
+        first, second = (getattr(self, key)[ADAPTER].weight for key in ("lora_A", "lora_B"))
         # peft's draw: kaiming_uniform_ with a = sqrt(5) has this bound.
         bound = 1 / math.sqrt(first.shape[1])
         first.copy_(torch.empty(first.shape).uniform_(-bound, bound, generator=generator_for("lora_A")))
@@ -79,7 +75,7 @@ def adapt_(trunk: nn.Module, options: Lora) -> None:
     inject_adapter_in_model(config, trunk)
 
 
-def _adapted_layers(trunk: nn.Module) -> Iterator[tuple[str, AdaptedLinear]]:
+def adapted_layers(trunk: nn.Module) -> Iterator[tuple[str, AdaptedLinear]]:
     """Yield path and module of each layer with an adapter."""
     return ((name, module) for name, module in trunk.named_modules() if isinstance(module, AdaptedLinear))
 
@@ -94,29 +90,9 @@ def unadapted(trunk: nn.Module) -> nn.Module:
     return _without_adapters(trunk, merges=False)
 
 
-def write_adapter(trunk: nn.Module, folder: Path) -> None:
-    """Write adapters for peft, which opens them over timm's model: adapter_model.safetensors, adapter_config.json.
-
-    Args:
-        trunk: trunk with adapters; on the CPU.
-        folder: existing folder.
-    """
-    configs: Any = trunk.peft_config
-    adapter: LoraConfig = configs[_ADAPTER]
-    state = trunk.state_dict(prefix="trunk.")
-    tensors = {adapter_name(name): tensor.contiguous() for name, tensor in state.items() if is_adapters(name)}
-    targets = [timm_name(f"trunk.{path}") for path, _ in _adapted_layers(trunk)]
-    save_file(tensors, folder / SAFETENSORS_WEIGHTS_NAME, {"format": "pt"})
-    written = LoraConfig(
-        r=adapter.r, lora_alpha=adapter.lora_alpha, lora_dropout=adapter.lora_dropout, target_modules=targets
-    )
-    written.inference_mode = True  # as in peft's own files of trained adapters
-    written.save_pretrained(str(folder))
-
-
 def _without_adapters(trunk: nn.Module, merges: bool) -> nn.Module:
     plain = copy.deepcopy(trunk)
-    for name, layer in list(_adapted_layers(plain)):
+    for name, layer in list(adapted_layers(plain)):
         if merges:
             layer.merge()
         parent, _, child = name.rpartition(".")

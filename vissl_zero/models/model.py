@@ -292,7 +292,8 @@ class Model(nn.Module):
             probe: (q, D) rows that the heads score in the same pass, without gradient.
             features_only: stop after the trunk, or after the first head if ``features_are_embeddings``; see
                 ``feature_taps``.
-            choose_patches: selects the patches that are masked, visible and returned; None: all are visible.
+            choose_patches: selects which patches are masked, which are visible, and which are returned; None: all are
+                visible.
             anchored: append the anchor's patches of the first resolution (b_0, P, F) to the outputs.
         Returns:
             One output per head, or the R features (b_r, F) of the trunk.
@@ -300,11 +301,11 @@ class Model(nn.Module):
         for taps in filter(None, (self.taps, self.feature_taps)):
             taps.clear()
         with torch.no_grad() if self.trunk_is_frozen else nullcontext():
-            # A frozen trunk keeps no activations: a linear probe takes the memory of its heads.
+            # A frozen trunk keeps no activations, so a linear probe needs memory for its heads only.
             tokens, maps, features = self._of_trunk(images, choose_patches, features_only)
         is_first, self._is_checked = not self._is_checked, True
         if is_first:
-            # In the first pass only: a custom trunk that passes once has the right form.
+            # Only once: the form of a custom trunk's outputs does not change.
             _require_features(self.trunk, images, features)
         if self.keeps_features:  # independent of training mode: a teacher is always in evaluation mode
             self.kept_features = [rows.detach() for rows in features]

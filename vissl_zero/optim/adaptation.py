@@ -46,9 +46,10 @@ class Adaptation(ABC):
     def coefficients(
         self, norms: TensorNorms, lr: Tensor, weight_decay: Tensor, num_dims: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Compute scale and decay, by which each gradient becomes ``scale * (grad + decay * param)``.
+        """Compute ``scale`` and ``decay``: each gradient becomes ``scale * (grad + decay * param)``.
 
-        The gradient then includes the decay, so the base optimizer must run without: see ``decay_absorbed``.
+        The gradient then includes the decay, so the base optimizer must run with a weight decay of 0: see
+        ``decay_absorbed``.
 
         Args:
             norms: norms of T tensors.

@@ -58,26 +58,27 @@ def sgd(groups: Groups, momentum: float = 0.9, nesterov: bool = False) -> torch.
     """Build SGD with momentum, plain or Nesterov."""
     optimizer = torch.optim.SGD(groups, momentum=momentum, nesterov=nesterov, fused=True)
     complete_state(optimizer)
-    optimizer.register_step_pre_hook(_avoid_wrong_kernel)
+    optimizer.register_step_pre_hook(_disable_wrong_kernel)
     return optimizer
 
 
 @element_wise
-def _avoid_wrong_kernel(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+def _disable_wrong_kernel(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """Switch the fused kernel off for parameters in half precision on the CPU."""
-    # There torch 2.11 to 2.13 leaves tensors of 16 elements or more unchanged, or moves them too little.
+    # On the CPU, the kernel of torch 2.11 to 2.13 leaves tensors of 16 elements or more unchanged, or moves them too
+    # little.
     for group in optimizer.param_groups:
         is_half = (param.dtype.itemsize == 2 and param.device.type == "cpu" for param in group["params"])
         group["fused"] = not any(is_half)
 
 
 def complete_state(optimizer: torch.optim.Optimizer) -> None:
-    """Complete the state that fused kernels require, in a new optimizer and after state was restored. In place.
+    """Create the state that fused kernels require, in place. Call it for a new optimizer and after a restore.
 
     Adds zero momenta for SGD with momentum, and moves step counters to the parameters' device.
     """
-    # torch's fused SGD raises if some parameters of a group have a momentum and others (thawed later) have none. A zero
-    # momentum has the same first step as torch's copy of the gradient, bit for bit.
+    # torch's fused SGD raises if some parameters of a group have a momentum and others (thawed later) have none. With a
+    # zero momentum, the first step has the same bits as torch's, which copies the gradient.
     # Restored counters are in host memory; torch's ``load_state_dict`` would move them too.
     for group in optimizer.param_groups:
         has_momenta = isinstance(optimizer, torch.optim.SGD) and group["momentum"] and not group["dampening"]

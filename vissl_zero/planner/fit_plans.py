@@ -129,7 +129,7 @@ class FitRun:
         self._note(row)
 
     def go_on(self, free_bytes: int) -> str:
-        """Choose the next plan; returns a sentence that explains the choice, or "" if no plan is left.
+        """Choose the next plan and return a sentence that explains the choice, or "" if no plan is left.
 
         Args:
             free_bytes: measured bytes that a rank may use now.

@@ -55,7 +55,7 @@ class Heap:
         return self._end + self._mapped
 
     def allocate(self, num_bytes: int) -> int:
-        """Allocate a block; returns the number by which ``free`` knows it."""
+        """Allocate a block and return the number by which ``free`` knows it."""
         self._number += 1
         if num_bytes >= self._mapped_bytes:
             size = -(-num_bytes // _PAGE) * _PAGE

@@ -340,7 +340,7 @@ class _Step:
         return min(self.chunk_bytes, self.largest_stored(params))
 
     def state_record(self) -> int:
-        """Return the bytes of the largest record of optimizer state on a disk."""
+        """Return the size of the largest record of optimizer state on a disk, in bytes."""
         update = self.facts.updates[self.num_ranks]
         keys = update.num_state_keys
         if update.whole_bytes:
@@ -552,7 +552,7 @@ class _Step:
         peak = int(total.argmax())
         drawn = _drawn(total)
         (phase, unit), *phases = self.phases([peak, *drawn], length - 1)
-        host, disk = self.elsewhere()
+        host, disk = self.off_device_bytes()
         resident, cleared, mapped = self.resident() if self.device_type == "cpu" else (int(total[peak]), 0, 0)
         resident += int(resident * MARGIN)
         return StepMemory(
@@ -570,7 +570,7 @@ class _Step:
         )
 
     def resident(self) -> tuple[int, int, int]:
-        """Replay all blocks on a CPU rank's heap; returns peak bytes, and cleared bytes and large blocks of a step."""
+        """Replay all blocks on a CPU rank's heap. Return peak bytes, and cleared bytes and large blocks of a step."""
         facts, update = self.facts, self.facts.updates[self.num_ranks]
         constants: dict[str, int] = {}
         for kind, num_bytes in self.constants():
@@ -634,7 +634,7 @@ class _Step:
         """Sum the bytes of the shards on a shard group's first rank."""
         return sum(param.padded(self.num_ranks) for param in params.values())
 
-    def elsewhere(self) -> tuple[int, int]:
+    def off_device_bytes(self) -> tuple[int, int]:
         """Return the bytes in host memory if the rank computes on a GPU, and the bytes on a disk."""
         plan, host, disk = self.plan, 0, 0
         everything = sum(self.shards(params) for params in (self.facts.params, self.trained, self.facts.teacher))

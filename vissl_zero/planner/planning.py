@@ -77,7 +77,7 @@ class Planned:
 
 
 def fitted(composed: Composed) -> Composed:
-    """Decide ``ZERO.LEVEL: fit``; returns the configuration to resolve.
+    """Decide ``ZERO.LEVEL: fit``. Return the configuration to resolve.
 
     A configuration that names a level is returned unchanged.
 
@@ -97,8 +97,8 @@ def fit_plans(composed: Composed, run_dir: str | Path = "/nowhere", free_bytes: 
     Args:
         composed: a configuration whose ZERO.LEVEL is fit.
         run_dir: run folder.
-        free_bytes: free bytes of this machine; None: this measures them.
-    Raises: as ``fitted``.
+        free_bytes: free memory of this machine; measured if None.
+    Raises: see ``fitted``.
     """
     planned = plan_run(composed.run, composed.recipe, run_dir, free_bytes)
     if planned.chosen is None:
@@ -168,7 +168,7 @@ def _forecasts(stages: Sequence[Stage], budget: Budget) -> Forecasts:
 
 
 def _budget_of(cfg: RunConfig, plan: ResolvedRun, free_bytes: int | None = None) -> Budget:
-    """Return the budget of a rank: the configured one, or the machine's; less if a plan ran out of memory in it.
+    """Return the budget of a rank: as configured, or the machine's memory; less after a plan has run out of memory.
 
     If plans of this run folder ran out of memory, later forecasts must be smaller than theirs. The bytes that these
     plans took beyond their forecasts are subtracted from the budget.

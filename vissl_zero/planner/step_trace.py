@@ -292,7 +292,7 @@ class Recorder(TorchDispatchMode):
                 work[name] = work[name].plus(own_work) if name in work else own_work
 
     def release(self, tensor: Tensor) -> int:
-        """Stop counting a tensor's storage; returns its bytes, or the tensor's bytes if it was not counted."""
+        """Stop counting a tensor's storage and return its bytes, or the tensor's bytes if it was not counted."""
         key = object_address(tensor.untyped_storage())
         # If the storage is not counted, it is shared with another tensor.
         return self._free(key) if key in self._alive else tensor.nbytes

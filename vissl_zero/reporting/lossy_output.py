@@ -32,7 +32,7 @@ class LossyStream:
         self.dropped: OSError | None = None
 
     def write(self, text: str) -> int:
-        """Write or drop ``text``; returns its length."""
+        """Write or drop ``text`` and return its length."""
         try:
             self._stream.write(masked(text))
         except OSError as error:

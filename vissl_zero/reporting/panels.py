@@ -364,7 +364,7 @@ def original(source: Source, index: int) -> np.ndarray | None:
 
 
 def denormalized(image: Tensor, transforms: Sequence[Any]) -> np.ndarray:
-    """Undo the normalization of an image (C, h, w) per channel; returns a picture (h, w, 3) uint8.
+    """Undo the normalization of an image (C, h, w) per channel. Return a picture (h, w, 3) uint8.
 
     If the channels are not red, green and blue, the picture is the first channel in gray.
     """

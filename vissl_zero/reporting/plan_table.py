@@ -194,7 +194,7 @@ def as_json(planned: Planned) -> dict[str, Any]:
 
 
 def draw_plans(plans: Sequence[Planned], path: Path) -> bool:
-    """Draw each recipe's memory over a step by kind, for its chosen or smallest plan; returns False: none is known."""
+    """Draw each recipe's memory over a step by kind, for its chosen or smallest plan. Return False if none is known."""
     # Here, since most plans are printed only, and matplotlib takes a second.
     import matplotlib as mpl
     from matplotlib.backends.backend_agg import FigureCanvasAgg

@@ -184,12 +184,12 @@ def _torch_has_cuda() -> bool:
 
 
 def idle_cores(host: Host, seconds: float = 0.2, stat: Path = Path("/proc/stat")) -> int | None:
-    """Measure how many cores of ``host`` are idle, at least 1; None if the system does not report CPU times.
+    """Measure the number of idle cores of ``host``: at least 1, or None if the system does not report CPU times.
 
     Cost: waits ``seconds``.
     """
-    # More threads than idle cores slow each other down at every barrier. On a busy machine of 2 cores, a process with
-    # 2 threads trained 26 images/s, with 1 thread 448.
+    # More threads than idle cores wait for each other at every barrier: on a busy machine of 2 cores, 1 thread trained
+    # 448 images/s, and 2 threads 26.
     before = _ticks(stat)
     time.sleep(seconds)
     after = _ticks(stat)

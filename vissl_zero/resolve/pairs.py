@@ -70,7 +70,7 @@ def list_pairs(root: Path) -> tuple[list[Pair], list[str]]:
 def _by_stem(folder: Path) -> Mapping[str, list[str]]:
     by_stem: dict[str, list[str]] = {}
     for path in image_files(str(folder)):
-        # With the folders below, because files of different folders may have the same name.
+        # The path below ``folder``, because files in different subfolders may have the same name.
         by_stem.setdefault(str(Path(path).relative_to(folder).with_suffix("")), []).append(path)
     return by_stem
 

@@ -190,7 +190,7 @@ def _joined(error: ConfigError | CheckpointError, others: Sequence[Problem]) -> 
 def problems(decided: Decisions, known: Sequence[Problem] = ()) -> list[Problem]:
     """Return all problems of a configuration, each once: those known, then of single values, then of the rules."""
     cfg = decided.cfg
-    collected = [*known, *constraint_problems(cfg, "config", unread_blocks(cfg))]
+    collected = [*known, *constraint_problems(cfg, "config", unchecked_blocks(cfg))]
     for rule in RULES:
         try:
             verdict = rule(cfg, decided)
@@ -203,7 +203,7 @@ def problems(decided: Decisions, known: Sequence[Problem] = ()) -> list[Problem]
     return list(dict.fromkeys(collected))
 
 
-def unread_blocks(cfg: RunConfig) -> set[str]:
+def unchecked_blocks(cfg: RunConfig) -> set[str]:
     """Return paths of blocks that this run does not read: other trunks and losses, and blocks that are off."""
     name = cfg.MODEL.TRUNK.NAME
     others = {*TRUNK_BLOCKS.values()} - {TRUNK_BLOCKS.get(name), FURTHER_BLOCKS.get(name)}

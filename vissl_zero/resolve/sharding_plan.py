@@ -105,10 +105,10 @@ def shard_groups(cfg: RunConfig, decided: Decisions) -> Problem | None:
     key = "config.ZERO.SHARD_GROUP_SIZE"
     if size < 2 or world_size % size:
         must = f"must be -1 (all processes), or 2 or more and divide the {world_size} processes"
-        fix = f"Write {key}=-1." if size != 1 else f"Write {key}=-1, or config.ZERO.LEVEL=0 to share nothing."
+        fix = f"Write {key}=-1." if size != 1 else f"Write {key}=-1, or config.ZERO.LEVEL=0 to shard nothing."
         return Problem(key, str(size), must, fix)
     if cfg.ZERO.ENGINE == "fairscale":
-        must = "must be -1 on fairscale, which shares one copy of the state among all processes"
+        must = "must be -1 on fairscale, which shards across all processes"
         return Problem(key, str(size), must, f"Write {_ENGINE}=torch.")
     return None
 

@@ -84,7 +84,7 @@ class Strategy(ABC):
 
 
 def _problems_at_level_0(plan: ShardingPlan) -> list[Problem]:
-    """List what needs a level above 0, where ranks share state and parameters have a second copy."""
+    """List the settings that need a level above 0, where state is sharded and parameters have a second copy."""
     if plan.level:
         return []
     problems, precision = [], plan.precision
@@ -104,7 +104,7 @@ def _problems_at_level_0(plan: ShardingPlan) -> list[Problem]:
 def update_rule_of(
     build_optimizer: OptimizerFactory, model: nn.Module, groups: Sequence[ParamGroup], plan: ShardingPlan
 ) -> UpdateRule:
-    """Test whether an update of one element depends on other elements; returns the rule (``optim/update_rule.py``).
+    """Test whether an update of one element depends on other elements. Return the rule (``optim/update_rule.py``).
 
     Level 0 needs no test, unless the run is deterministic or rounds parameters to bfloat16.
 

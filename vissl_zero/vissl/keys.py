@@ -38,8 +38,7 @@ class VisslKey:
 
 def _read() -> dict[str, Any]:
     text = (files("vissl_zero.vissl") / "keys.yaml").read_text(encoding="utf-8")
-    # libyaml's loader where PyYAML was built with it: every command reads this file at its start, and the other is
-    # slow.
+    # The C loader where PyYAML has it: every command reads this file at its start, and the loader in Python is slow.
     tables: dict[str, Any] = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # noqa: S506 - our own file
     return tables
 

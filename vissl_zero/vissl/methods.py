@@ -22,7 +22,7 @@ _IBOT_HEAD = "ibot_dino_head"
 
 
 def use_own_methods(cfg: RunConfig) -> list[str]:
-    """Replace VISSL's forms by our own keys, in place; returns a sentence for each, to say once.
+    """Replace VISSL's forms by our own keys, in place. Return a sentence for each, to say once.
 
     Raises:
         ConfigError: one with a value that cannot be had here.

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def use_own_names(cfg: RunConfig, chosen: Collection[str]) -> list[str]:
-    """Replace VISSL's second names (``regnet_fsdp``, ...) and forms by the one of each, in place; returns notes.
+    """Replace VISSL's second names (``regnet_fsdp``, ...) and forms by the one of each, in place. Return notes.
 
     Args:
         cfg: configuration as composed.

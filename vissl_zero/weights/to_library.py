@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vissl_zero.checkpoint.adapter_folder import write_adapters
 from vissl_zero.checkpoint.foreign_layouts import HUGGING_FACE, Foreign, from_timm
 from vissl_zero.checkpoint.shard_file import Entry, write_shard_file
 from vissl_zero.checkpoint.torch_file import write_torch_file
@@ -355,7 +356,7 @@ def _built(layer: nn.Linear) -> str:
 
 
 def _with_last(net: nn.Module, last: nn.Module) -> str:
-    """Put ``last`` in the place of the last linear layer; returns its name."""
+    """Put ``last`` in the place of the last linear layer. Return its name."""
     name = [path for path, module in net.named_modules() if isinstance(module, nn.Linear)][-1]
     parent, _, child = name.rpartition(".")
     setattr(net.get_submodule(parent), child, last)
@@ -546,7 +547,7 @@ def _to_peft(source: Source, folder: Path) -> tuple[str, Opened, list[str]]:
         )
     from peft import PeftModel
 
-    from vissl_zero.models.lora import unadapted, write_adapter
+    from vissl_zero.models.lora import unadapted
 
     library = "torchvision" if source.config["NAME"].startswith("torchvision/") else "timm"
     base: Any
@@ -554,7 +555,7 @@ def _to_peft(source: Source, folder: Path) -> tuple[str, Opened, list[str]]:
         # The base goes into a folder that is deleted: an adapter is published without it.
         _, base, _ = TARGETS[library](replace(source, trunk=unadapted(source.trunk)), Path(temporary))
         config = json.loads((Path(temporary) / CONFIG).read_text(encoding="utf-8"))
-    write_adapter(source.trunk, folder)
+    write_adapters(source.trunk, folder)
     model = PeftModel.from_pretrained(base, folder).eval()
     arguments = "".join(f", {key}={value!r}" for key, value in config["model_args"].items())
     network = f'timm.create_model("{config.get("architecture")}", num_classes=0{arguments})'

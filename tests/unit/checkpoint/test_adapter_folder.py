@@ -11,13 +11,13 @@ import torch
 from safetensors.torch import load_file
 
 from tests.unit.models.test_lora import drawn, settings
-from vissl_zero.checkpoint.adapter_folder import read_adapters
+from vissl_zero.checkpoint.adapter_folder import read_adapters, write_adapters
 from vissl_zero.checkpoint.first_weights import _require_place_for_adapters
 from vissl_zero.checkpoint.foreign_layouts import Foreign
 from vissl_zero.checkpoint.shard_file import Entry
 from vissl_zero.config.blocks.model_and_loss import Lora
 from vissl_zero.errors import CheckpointError
-from vissl_zero.models.lora import merged, unadapted, write_adapter
+from vissl_zero.models.lora import merged, unadapted
 from vissl_zero.models.model import Model
 
 TARGETS = ["attn.qkv", "fc1"]
@@ -37,7 +37,7 @@ def _options(folder: Path, **keys: Any) -> Lora:
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
     model = _model()
-    write_adapter(model.trunk, tmp_path)
+    write_adapters(model.trunk, tmp_path)
     config = json.loads((tmp_path / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"], config["inference_mode"]) == (2, 6, True)
     assert sorted(config["target_modules"]) == [
@@ -87,7 +87,7 @@ def _changed(folder: Path, **keys: Any) -> None:
 )
 def test_settings_that_compute_something_else_are_refused(keys: dict[str, Any], refusal: str, tmp_path: Path) -> None:
     model = _model()
-    write_adapter(model.trunk, tmp_path)
+    write_adapters(model.trunk, tmp_path)
     _changed(tmp_path, **keys)
     if not refusal:
         assert read_adapters(model, _options(tmp_path))
@@ -97,7 +97,7 @@ def test_settings_that_compute_something_else_are_refused(keys: dict[str, Any], 
 
 
 def test_other_layers_sizes_and_files_are_refused(tmp_path: Path) -> None:
-    write_adapter(_model().trunk, tmp_path)
+    write_adapters(_model().trunk, tmp_path)
     with pytest.raises(CheckpointError, match=r"the file lacks base_model\.model\.blocks\.0\.attn\.proj.* \(4 such\)"):
         read_adapters(drawn(settings(TARGET_MODULES=[*TARGETS, "attn.proj"])), _options(tmp_path))
     with pytest.raises(CheckpointError, match=r"the model lacks base_model\.model\.blocks\.0\.mlp\.fc1.* \(4 such\)"):

@@ -113,6 +113,13 @@ def test_fix_replaces_what_only_facebook_has_and_nothing_else(write, tmp_path, c
     assert path.read_text() == RECIPE.format(source="everstore", trunk="resnet", weights=INTERNAL, more="")
 
 
+def test_weights_that_a_recipe_leaves_to_its_reader_become_a_path_to_correct():
+    text, (change,) = with_public_paths('A: 1\nPARAMS_FILE: "specify the model weights"')
+    assert (change.line, change.was) == (2, 'PARAMS_FILE: "specify the model weights"')
+    assert change.now == "PARAMS_FILE: /path/to/weights.torch"
+    assert text.endswith(f"{change.now}  # vissl-zero: name the initial weights")
+
+
 def test_public_paths_are_left_alone():
     text = "A: https://download.pytorch.org/models/resnet50-19c8e357.pth\nB: /my/checkpoint/x\n# /checkpoint/y\n"
     assert with_public_paths(text) == (text, [])

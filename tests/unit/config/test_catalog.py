@@ -83,6 +83,11 @@ def test_placeholders_are_not_paths(catalog: Path) -> None:
     assert len(missing(block)) == 1
 
 
+def test_names_of_a_split_without_a_source_want_no_paths(catalog: Path) -> None:
+    block = data(DATA_SOURCES=[])
+    assert use_catalog(block, catalog) == [] and missing(block) == [] and block.TRAIN.DATA_PATHS == []
+
+
 def test_all_names_of_a_split_must_be_there(catalog: Path) -> None:
     block = data(DATASET_NAMES=["flowers", "roses"])
     assert use_catalog(block, catalog) == []
@@ -113,6 +118,11 @@ def test_a_file_that_is_no_catalog(catalog: Path, text: str) -> None:
     catalog.write_text(text)
     with pytest.raises(ConfigError, match="must be JSON"):
         use_catalog(data(), catalog)
+
+
+def test_a_file_that_is_no_catalog_does_not_matter_where_no_path_is_wanted(catalog: Path) -> None:
+    catalog.write_text("[")
+    assert use_catalog(data(DATA_PATHS=["/mine"]), catalog) == []
 
 
 @pytest.mark.timeout(20)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import cloudpickle
@@ -14,6 +15,7 @@ from hydra._internal.core_plugins.file_config_source import FileConfigSource
 from hydra._internal.sources_registry import SourcesRegistry
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from vissl_zero.cli import main
 from vissl_zero.config.compose import _run_dir, compose, every_mistake, explain, load, register, untyped
@@ -44,6 +46,8 @@ MISTYPED = {
     ),
     "number": (["config.OPTIMIZER.weight_decay=little"], "must be a number (got 'little')"),
     "number in a list": (["config.OPTIMIZER.betas=[a,b]"], "config.OPTIMIZER.betas[0]: must be a number (got 'a')"),
+    "version": (["VERSION=2"], "VERSION: must be 1 (got 2). Use a recipe of version 1."),
+    "left to be given": (["config.SEED_VALUE='???'"], "config.SEED_VALUE: must be given. Write config.SEED_VALUE="),
     "truth": (["config.DATA.TRAIN.DROP_LAST=maybe"], "must be true or false (got 'maybe')"),
     "text": (["config.TRAINER.DTYPE=[a]"], "config.TRAINER.DTYPE: must be text"),
     "list": (
@@ -55,6 +59,7 @@ MISTYPED = {
     "block as a value": (["config.DATA=3"], "config.DATA: must be a block of keys (got '3')"),
     "block as a list": (["config.DATA=[1]"], "config.DATA: must be a block of keys. Correct the value of config.DATA."),
     "list as a block": (["config.SEEDS={a: 1}"], "config.SEEDS: must be a list. Correct the value of config.SEEDS."),
+    "list of words as a block": (["config.DATA.TRAIN.DATA_SOURCES={a: 1}"], "DATA_SOURCES: must be a list. Correct"),
     "null": (["config.SEED_VALUE=null"], "config.SEED_VALUE: must have a value (got null)"),
     "level": (["config.ZERO.LEVEL=[1]"], "config.ZERO.LEVEL: must be a number or a word"),
     "override": (["config.ZERO"], "command line: must be an override (got 'config.ZERO')"),
@@ -156,6 +161,21 @@ def test_overrides_through_lists_and_values(name):
         compose(RECIPE, overrides)
     assert text.replace("{Normalize}", str(transforms.index("Normalize"))) in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_position_that_no_list_has_and_what_has_no_words_of_its_own_are_one_sentence() -> None:
+    with pytest.raises(OmegaConfBaseException) as caught:
+        OmegaConf.create({"a": [1]}).a[5]
+    assert str(explain(caught.value)).startswith("a[5]: must be a position that the list has, counted from 0")
+    other = OmegaConfBaseException("something else.\nMore of it")
+    assert str(explain(other)) == "configuration: something else. See docs/configuration.md."
+
+
+def test_composing_warns_of_nothing() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        compose(RECIPE)
+        untyped([f"config={RECIPE}"])
 
 
 def test_what_a_message_proposes_can_be_written():

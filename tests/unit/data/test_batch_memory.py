@@ -107,6 +107,12 @@ def test_the_largest_free_block_makes_room_for_a_larger_one(sender: Sender) -> N
     assert [block.number for block in sender._blocks] == [1, 3]
 
 
+@pytest.mark.parametrize("shape", [(2, 3), SHAPE])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float64])
+def test_memory_has_the_type_that_is_asked_for(sender: Sender, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    assert sender.empty(shape, dtype).dtype == dtype
+
+
 def test_a_batch_that_could_not_be_loaded_gives_its_blocks_back(sender: Sender) -> None:
     for _ in range(3):
         sender.empty(SHAPE)

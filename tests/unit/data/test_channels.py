@@ -129,8 +129,10 @@ def test_statistics_are_per_channel_and_for_normalize(arrays: Path, capsys: pyte
     first, *others = capsys.readouterr().out.splitlines()
     assert "8 images (1 more cannot be read)" in first and others == said.splitlines()[1:]
     flat = [(image if image.shape[0] == 5 else image.transpose(2, 0, 1)).reshape(5, -1) for image in images]
-    mean = (np.concatenate(flat, axis=1) / 65_535).mean(1)
-    assert ", ".join(f"{value:.4f}" for value in mean) in said and "channels      5" in said and "8 images" in said
+    every = np.concatenate(flat, axis=1) / 65_535
+    for values in (every.mean(1), every.std(1)):
+        assert ", ".join(f"{value:.4f}" for value in values) in said
+    assert "channels      5" in said and "8 images" in said
 
 
 def test_what_knows_colors_is_refused_by_name() -> None:
@@ -197,3 +199,10 @@ def test_a_format_that_is_not_listed_reaches_no_decoder(read: Callable[[bytes], 
     Image.new("L", (4, 3)).save(file, "PCX")
     with pytest.raises(BrokenImageError, match="x cannot be used"):
         read(file.getvalue())
+
+
+def test_what_is_opened_in_memory_is_what_a_source_gives(arrays: Path) -> None:
+    decoder = Decoder(channels=5)
+    content = (arrays / "a" / "0.npy").read_bytes()
+    opened = build_channel_pipeline([{"name": "ToTensor"}], "t", decoder).open(content, "x", Decoder())
+    assert torch.equal(opened, to_channels(content, "x", decoder)) and opened.shape[0] == 5

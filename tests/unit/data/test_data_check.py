@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +20,10 @@ from vissl_zero.cli import main
 from vissl_zero.data import one_pass, slow_work
 from vissl_zero.data import pack as packing
 from vissl_zero.data.check import FLAGS, Findings, look
+from vissl_zero.data.pixel_statistics import statistics
 from vissl_zero.data.source import SourceRequest
 from vissl_zero.data.sources.disk import DiskFolder
+from vissl_zero.data.sources.library_sets import Digits
 
 
 @pytest.fixture
@@ -208,6 +212,7 @@ GRAY = np.repeat(NOISE[..., :1], 3, axis=2)
 FLAGGED: list[tuple[str, np.ndarray, str, dict[str, Any], set[str]]] = [
     *(("RGB", NOISE, form, {"exif": _turned(6)}, {"exif_rotated"}) for form in ("jpg", "png", "webp")),
     *(("RGB", NOISE, form, {"exif": _turned(upright)}, set()) for form in ("jpg", "png") for upright in (0, 1)),
+    ("RGB", NOISE, "jpg", {"exif": b"Exif\0\0no TIFF"}, set()),
     ("RGB", NOISE, "png", {"pnginfo": _as_imagemagick_writes_it(_turned(8))}, {"exif_rotated"}),
     ("RGB", NOISE, "png", {}, set()),
     ("RGB", GRAY, "png", {}, {"gray"}),
@@ -232,6 +237,26 @@ def test_flags(tmp_path: Path, mode: str, pixels: np.ndarray, form: str, keys: d
     image.convert(mode).save(tmp_path / "a" / f"x.{form}", **keys)
     (row,) = look(DiskFolder(SourceRequest("TRAIN", (str(tmp_path),))), range(1)).rows
     assert {flag for flag in FLAGS if row[flag]} == flags
+
+
+def test_what_a_source_makes_has_8_bits_and_processes_share_the_work(
+    photos: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Threads stand for processes, whose start takes seconds."""
+    digits = Digits(SourceRequest("TEST"))
+    alone = statistics(digits, lambda line: None)
+    assert (alone.bits, alone.channels, alone.num_images) == (8, 1, 360)
+
+    def pool(workers: int, _: object, start: Callable[..., None], arguments: tuple[object, ...]) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(workers, initializer=start, initargs=arguments)
+
+    monkeypatch.setattr(one_pass, "FEW", 0)
+    monkeypatch.setattr(one_pass, "ProcessPoolExecutor", pool)
+    monkeypatch.setattr(one_pass, "_source", None)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1})
+    lines: list[str] = []
+    monkeypatch.setattr(slow_work, "EVERY_S", 0.0)
+    assert statistics(digits, lines.append) == alone and lines == ["256 of 360 images", "360 of 360 images"]
 
 
 @pytest.mark.parametrize(

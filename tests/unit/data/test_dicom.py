@@ -127,3 +127,7 @@ def test_a_missing_library_is_named_before_anything_is_read(tmp_path: Path, monk
 def test_other_images_do_not_import_pydicom() -> None:
     script = "import sys, vissl_zero.data.decode as d; assert 'pydicom' not in sys.modules"
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_its_size_is_known_as_other_files_sizes_are() -> None:
+    assert Decoder().size(file("CT_small.dcm").read_bytes(), "CT_small.dcm") == (128, 128)

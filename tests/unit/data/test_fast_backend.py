@@ -207,6 +207,14 @@ def test_a_large_jpeg_is_decoded_no_larger_than_its_crops_need(
     assert set(decoded) == {factor} and np.mean(distances) < (0.2 if factor == 1 else 4.0)
 
 
+@pytest.mark.parametrize(("size", "half"), [((64, 2), (1, 32)), ((2, 64), (32, 1))])
+def test_both_sides_of_a_narrow_jpeg_are_halved(size: tuple[int, int], half: tuple[int, int]) -> None:
+    """A side of one pixel is as long at an eighth."""
+    picture = EncodedPicture(jpeg(Image.new("RGB", size)), "x", Decoder())
+    pixels = picture._decoded(2)
+    assert pixels is not None and pixels.shape[:2] == half
+
+
 def test_files_that_are_no_plain_jpeg_are_read_as_pillow_reads_them() -> None:
     photo, whole = photograph(), build_fast_pipeline(END, "t", Decoder())
     png = io.BytesIO()
@@ -228,6 +236,8 @@ def test_exif_orientation_is_applied_where_asked() -> None:
     assert whole(opened(file, "x", Decoder()))[0].shape == (3, 120, 160)
     (turned,) = whole(opened(file, "x", Decoder(applies_exif=True)))
     assert turned.shape == (3, 160, 120)
+    upright = opened(jpeg(photograph()), "x", Decoder(applies_exif=True))
+    assert isinstance(upright, EncodedPicture) and upright._opened is None  # its boxes decide how large it is decoded
 
 
 def test_what_has_no_fast_form_is_refused_all_at_once() -> None:

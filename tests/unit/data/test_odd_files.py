@@ -104,3 +104,15 @@ def test_a_palette_with_transparency_is_read_without_a_warning() -> None:
     image.putpalette([10, 20, 30, 200, 100, 50])
     image.save(file, "PNG", transparency=bytes([255, 128]))
     assert Decoder().image(file.getvalue(), "a.png").getpixel((0, 0)) == (200, 100, 50)
+
+
+def test_pillows_own_limit_is_raised_to_the_keys_and_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 10)
+    file = io.BytesIO()
+    Image.new("L", (8, 6)).save(file, "PNG")
+    for read in (Decoder().image, Decoder().mask, Decoder().size):
+        read(file.getvalue(), "x.png")
+        assert Image.MAX_IMAGE_PIXELS == 10
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 10**6)
+    with pytest.raises(BrokenImageError, match="its 8 x 6 pixels are more than the 4 that are read"):
+        Decoder(max_pixels=4).image(file.getvalue(), "x.png")

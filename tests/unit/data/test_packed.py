@@ -102,6 +102,13 @@ def test_packing_goes_on_where_it_stopped(
         packing.pack(photos, photos, form, None, lambda line: None)
 
 
+def test_packing_says_what_it_leaves_out(photos: Path, tmp_path: Path) -> None:
+    (photos / "a/phone.heic").write_bytes(b"heic")
+    said: list[str] = []
+    packing.pack(photos, tmp_path / "out", "webdataset", None, said.append)
+    assert "1 file in" in said[0] and ".heic" in said[0] and said[-1] == "11 of 11 images"
+
+
 def test_larger_images_are_reduced(photos: Path, tmp_path: Path, make_data: MakeData) -> None:
     save_image(photos / "a/large.png", 9, (60, 40))
     exact = save_image(photos / "a/exact.png", 8, (30, 20)).read_bytes()  # packed as it is

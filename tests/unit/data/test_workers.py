@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import os
 import shutil
 import signal
@@ -10,16 +11,20 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
+import torch
 from PIL import Image
 
 from tests.blocks import data_block
 from tests.unit.data.conftest import MakeData
+from vissl_zero.data import workers
 from vissl_zero.data.dataset import MicroBatchPlan
 from vissl_zero.data.loader import Loader, build_loader
-from vissl_zero.data.workers import _ahead
+from vissl_zero.data.workers import BatchStream, _ahead, _is_stopped
 from vissl_zero.errors import DataError, ProcessLostError
 from vissl_zero.registry import TRANSFORMS
 
@@ -97,6 +102,74 @@ def test_a_worker_that_dies_is_named_with_what_to_do(make_data: MakeData, photos
     data = make_data("disk_folder", photos, num_workers=2, TRANSFORMS=[{"name": "ExitTheWorker", "code": code}])
     with pytest.raises(ProcessLostError, match=rf"worker \d \(process \d+\) {ending}"):
         next(build_loader(data_block(data), "TRAIN", 0, 4, 0, 1, 1).epoch(0))
+
+
+def _with_workers(make_data: MakeData, *ends: int | None, pids: Sequence[int] = (101, 102)) -> BatchStream:
+    """A stream whose workers ended with these codes; None: it is alive."""
+    stream = build_loader(data_block(make_data("digits")), "TRAIN", 0, 4, 0, 1, 1)._stream
+    stream._num_workers = len(ends)
+    stream._workers = [
+        SimpleNamespace(pid=pid, exitcode=code, is_alive=lambda code=code: code is None, join=Mock(), kill=Mock())
+        for pid, code in zip(pids, ends, strict=True)
+    ]
+    return stream
+
+
+@pytest.mark.parametrize(
+    ("ends", "said", "advice", "was_killed"),
+    [
+        ((None, 9), "worker 1 (process 102) ended with exit code 9", "Its own error stands above", False),
+        ((0, None), "worker 0 (process 101) ended with exit code 0", "NUM_DATALOADER_WORKERS (2 per process", False),
+        ((-9, None), "worker 0 (process 101) was ended by SIGKILL", "the machine ran out of memory", True),
+        ((None, -15), "worker 1 (process 102) was ended by SIGTERM", "the machine ran out of memory", False),
+        ((-15, -9), "worker 0 (process 101) was ended by SIGTERM, worker 1 (", "the machine ran out of memory", True),
+    ],
+)
+def test_how_workers_ended_is_said_with_what_to_do(
+    make_data: MakeData, ends: tuple[int | None, ...], said: str, advice: str, was_killed: bool
+) -> None:
+    stream = _with_workers(make_data, *ends)
+    lost = stream._explained(EOFError())
+    assert isinstance(lost, ProcessLostError) and said in str(lost) and advice in str(lost)
+    assert lost.was_killed == was_killed and all(worker.kill.called for worker in stream._workers)
+
+
+def test_an_error_while_all_workers_live_stays_what_it_is(make_data: MakeData) -> None:
+    stream, error = _with_workers(make_data, None, None), EOFError()
+    assert stream._explained(error) is error
+    assert all(worker.join.called and not worker.kill.called for worker in stream._workers)
+
+
+def test_who_is_stopped_is_named_and_else_who_is_slow(make_data: MakeData) -> None:
+    process = subprocess.Popen(["sleep", "60"])
+    try:
+        pids = (process.pid, os.getpid())
+        stream = _with_workers(make_data, None, None, pids=pids)
+        assert f"60 s from data loading worker 1 (process {pids[1]}). Look at" in stream._give_up_on(1)
+        assert all(worker.kill.called for worker in stream._workers)
+        process.send_signal(signal.SIGSTOP)
+        _until(lambda: _is_stopped(process.pid))
+        assert f"loading worker 0 (process {pids[0]}, which is stopped). Look at" in stream._give_up_on(1)
+    finally:
+        process.kill()
+        process.wait()
+    assert not _is_stopped(process.pid)
+
+
+def test_a_worker_goes_with_its_rank_and_leaves_the_other_cores_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    for owner, name in ((workers, "end_with_creator"), (workers, "register_for_cleanup"), (gc, "freeze")):
+        monkeypatch.setattr(owner, name, lambda name=name: done.append(name))
+    ours, theirs = multiprocessing.Pipe()
+    ours.close()  # the training process has ended
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        workers._work(None, theirs)  # type: ignore[arg-type]
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)
+    assert done == ["end_with_creator", "register_for_cleanup", "freeze"]
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])

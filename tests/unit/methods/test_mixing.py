@@ -148,6 +148,13 @@ def test_the_loss_is_the_cross_entropy_of_the_mixed_labels():
         loss([outputs[0][:, :4], outputs[1]], batch)
 
 
+def test_mixed_images_without_labels_are_refused_in_a_sentence():
+    loss = CrossEntropy()
+    loss.mixing = Mixing(MixingConfig(num_classes=C))
+    with pytest.raises(ConfigError, match="needs one label for each image"):
+        loss.run_student(_Sum().forward, ImageBatch([IMAGES], [1], None, torch.arange(B), B))  # type: ignore[arg-type]
+
+
 def test_a_loss_without_labels_sees_mixed_images_each_crop_mixed_by_itself():
     """As VISSL's collator does, which calls its Mixup once for each crop (cutmixup_collator.py)."""
     set_random_key(3, 0, torch.arange(B))

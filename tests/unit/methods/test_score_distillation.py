@@ -10,10 +10,16 @@ import torch
 import torch.nn.functional as F
 
 from vissl_zero.methods.dino import DINO
-from vissl_zero.methods.distillation import DINODistillation, IBOTDistillation, dino_distillation_loss
+from vissl_zero.methods.distillation import (
+    DINODistillation,
+    IBOTDistillation,
+    KnowledgeDistillation,
+    dino_distillation_loss,
+)
 from vissl_zero.methods.feature_distillation import FeatureDistillation
 from vissl_zero.methods.health import embedding_sums
 from vissl_zero.methods.swav import SwAVOutput
+from vissl_zero.models.keyed_random import set_random_key
 
 
 def test_with_a_center_and_other_crops_alone_it_is_dinos_loss():
@@ -54,8 +60,29 @@ def test_without_a_center_targets_are_the_teachers_scores_at_its_temperature():
 
 @pytest.mark.parametrize(
     "method",
-    [DINODistillation(2), IBOTDistillation(2), FeatureDistillation(5)],
+    [DINODistillation(2), IBOTDistillation(2), FeatureDistillation(5), KnowledgeDistillation()],
 )
 def test_a_teacher_that_is_named_is_frozen(method):
     model = torch.nn.Linear(2, 2)
     assert method.make_teacher(model) is model and not any(param.requires_grad for param in model.parameters())
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_the_student_alone_misses_patches_where_some_are_dropped(share):
+    seen: list[dict[str, Any]] = []
+
+    def model(images: list[torch.Tensor], *probe: Any, **keys: Any) -> list[Any]:
+        seen.append(keys)
+        return []
+
+    set_random_key(0, 0, torch.arange(3))
+    images = [torch.zeros(6, 3, 16, 16), torch.zeros(3, 3, 8, 8)]
+    batch: Any = SimpleNamespace(images=images, num_local=3, num_crops=[2, 1])
+    method = DINODistillation(3, patch_drop=share)
+    method.run_student(model, batch)
+    method.run_teacher(model, batch)
+    student, teacher = seen
+    assert teacher == {} and bool(student) == bool(share)
+    if share:
+        large, small = student["choose_patches"](images, (4, 4))
+        assert large.kept.shape == (6, 8) and small.kept is None

@@ -11,6 +11,7 @@ from vissl_zero.config.compose import compose
 from vissl_zero.data.dataset import ImageBatch
 from vissl_zero.errors import ConfigError
 from vissl_zero.methods.pretext import (
+    PIRL,
     Jigsaw,
     PIRLHead,
     RotNet,
@@ -32,6 +33,14 @@ def test_tiles_are_cut_row_by_row_and_the_rest_is_left_out():
     assert tiles.shape == (9, 1, 1, 2, 2)
     assert tiles[1].flatten().tolist() == [2, 3, 9, 10]
     assert tiles[3].flatten().tolist() == [14, 15, 21, 22]
+
+
+def test_an_image_and_tiles_that_the_transforms_have_made_go_to_the_model_as_they_are():
+    crops = [torch.zeros(2, 3, 8, 8), torch.zeros(8, 3, 4, 4)]
+    batch, seen = ImageBatch(crops, [1, 4], None, torch.arange(2), 2), []
+    method = PIRL(num_towers=4, are_cut=True, embedding_dim=3)
+    method.run_student(lambda images, probe: seen.append(images), batch)
+    assert seen[0] is crops
 
 
 def test_each_image_is_shuffled_by_its_own_order():

@@ -61,7 +61,7 @@ REFUSALS = {
     ),
     "no float8 layers": (
         {"MODEL__FLOAT8__USE_FLOAT8": True, "MODEL__FLOAT8__LAYERS": ""},
-        "config.MODEL.FLOAT8.LAYERS: must be a regular expression, and not empty",
+        "config.MODEL.FLOAT8.LAYERS: must be a regular expression that is not empty",
     ),
     "gathers in float8 without float8": (
         {"MODEL__FLOAT8__GATHER": True},
@@ -86,7 +86,7 @@ REFUSALS = {
         {"ZERO__SHARD_GROUP_SIZE": 3, "DISTRIBUTED__NUM_PROC_PER_NODE": 4},
         "config.ZERO.SHARD_GROUP_SIZE: must be -1 (all processes), or 2 or more and divide the 4 processes (got 3)",
     ),
-    "shard groups of one": ({"ZERO__SHARD_GROUP_SIZE": 1}, "or config.ZERO.LEVEL=0 to share nothing"),
+    "shard groups of one": ({"ZERO__SHARD_GROUP_SIZE": 1}, "or config.ZERO.LEVEL=0 to shard nothing"),
     "shard groups on fairscale": (
         {
             "ZERO__SHARD_GROUP_SIZE": 2,

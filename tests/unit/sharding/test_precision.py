@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from vissl_zero.models.keyed_random import element_bits
 from vissl_zero.resolve.resolved import Precision
-from vissl_zero.sharding.model.precision import run_in_precision, stochastically_rounded, widened
+from vissl_zero.sharding.model.precision import cast_tensors, run_in_precision, stochastically_rounded, widened
 
 
 class _Output(NamedTuple):
@@ -30,6 +30,13 @@ class _Model(nn.Module):
         y = self.layer(x)
         self.seen = y.dtype
         return [_Output([y], None), {"y": y}]
+
+
+def test_inputs_are_cast_and_what_counts_or_names_is_not() -> None:
+    index, mask, half = torch.ones(1).long(), torch.ones(1).bool(), torch.ones(1).half()
+    (first, kept), named = cast_tensors(([torch.ones(1), index], {"x": half, "m": mask, "n": 3}), torch.float64)
+    assert first.dtype == named["x"].dtype == torch.float64
+    assert kept is index and named["m"] is mask and named["n"] == 3
 
 
 def test_half_becomes_float32_and_the_rest_stays() -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+import vissl_zero
 from tests.memory_store import MemoryStore
 from vissl_zero.errors import CheckpointError
 from vissl_zero.sharding.model.precision import LossScale
@@ -168,3 +170,36 @@ def test_options_of_groups_come_back_as_they_were() -> None:
     group["lr"] = rate
     take_group_options(group, {"lr": {"dtype": "float32", "value": 0.75}})
     assert group["lr"] is rate and float(rate) == 0.75, "a schedule may hold the very tensor"
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", "Muon"])
+@pytest.mark.parametrize(
+    ("block", "on_disk"), [("offload_optimizer_config", "optimizer/"), ("offload_param_config", "model/")]
+)
+def test_what_is_on_a_disk_is_stored_from_there_and_comes_back(
+    optimizer: str, block: str, on_disk: str, tmp_path: Path
+) -> None:
+    def start() -> tuple[nn.Module, Any]:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 3)
+        model.register_parameter("nothing", nn.Parameter(torch.zeros(0, 3)))
+        tier = {"device": "nvme", "nvme_path": str(tmp_path)}
+        return vissl_zero.initialize(model, {"type": optimizer, "lr": 0.1}, {"level": 3, block: tier})
+
+    def step(model: nn.Module, trainer: Any) -> dict[str, Tensor]:
+        trainer.backward(model(torch.ones(2, 4)).square().sum() + model.nothing.sum())
+        trainer.step()
+        trainer.zero_grad()
+        return trainer.full_state()
+
+    model, trainer = start()
+    step(model, trainer)
+    for part in trainer._sharded.parts():
+        is_on_disk = part.name.startswith(on_disk) and part.num_elements > 0
+        assert part.is_streamed == is_on_disk, "else a copy of it fills the memory"
+    trainer.save(tmp_path / "saved")
+    second = step(model, trainer)
+    model, trainer = start()
+    trainer.load(tmp_path / "saved")
+    again = step(model, trainer)
+    assert all(torch.equal(again[name], tensor) for name, tensor in second.items())

@@ -6,6 +6,7 @@ import copy
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -14,7 +15,37 @@ import vissl_zero
 from vissl_zero.resolve.resolved import OffloadPlan
 from vissl_zero.sharding.memory import Storages
 from vissl_zero.sharding.state.shard import whole_shard
-from vissl_zero.sharding.update.whole_tensors import WholeTensorOptimizer
+from vissl_zero.sharding.update.whole_tensors import ROUND_ELEMENTS, WholeTensorOptimizer, _rounds_of, partition
+
+
+@pytest.mark.parametrize(
+    ("sizes", "num_ranks", "owners"),
+    [
+        ([1, 5, 3, 3], 2, [0, 0, 1, 1]),  # the largest first, each to the rank that has least
+        ([4, 4, 4, 4], 2, [0, 1, 0, 1]),  # ties: in order, to the first rank
+        ([2, 7], 3, [1, 0]),
+        ([], 2, []),
+    ],
+)
+def test_tensors_are_shared_out_evenly(sizes: list[int], num_ranks: int, owners: list[int]) -> None:
+    assert partition(sizes, num_ranks) == owners
+
+
+HALF = ROUND_ELEMENTS // 2
+
+
+@pytest.mark.parametrize(
+    ("sizes", "owners", "rounds"),
+    [
+        ([HALF] * 5, [0] * 5, [[0, 1], [2, 3], [4]]),
+        ([HALF] * 4, [0, 1, 0, 1], [[0, 1, 2, 3]]),  # each rank has its own bound
+        ([HALF] * 3 + [1], [0, 0, 0, 1], [[0, 1, 3], [2]]),
+        ([HALF, 6 * HALF, HALF, 5 * HALF, 1], [0] * 5, [[0], [1], [2, 3], [4]]),  # the largest is the bound
+        ([], [], [[]]),
+    ],
+)
+def test_rounds_are_as_few_as_memory_allows(sizes: list[int], owners: list[int], rounds: list[list[int]]) -> None:
+    assert _rounds_of(sizes, owners) == rounds
 
 
 def test_an_optimizer_is_built_over_full_values(group: dist.ProcessGroup) -> None:

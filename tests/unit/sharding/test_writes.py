@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
+from vissl_zero.errors import VisslZeroError
 from vissl_zero.sharding.checks.replica_check import ParameterGuard, _FirstPasses
 from vissl_zero.sharding.state.checksum import checksum
 from vissl_zero.sharding.state.shard import Shard, shards_of, whole_shard
@@ -78,6 +79,30 @@ def test_numbers_and_full_tensors_that_are_combined_into_a_parameter_are_noted(
         torch.testing.assert_close(weight.taken, 2 * checksum(operand))
         _ = weight + FULL  # nothing is written
         torch.testing.assert_close(weight.taken, 2 * checksum(operand))
+
+
+def test_what_shares_a_parameters_memory_is_the_parameter_until_it_gets_other_values(group: dist.ProcessGroup) -> None:
+    (_, weight), (_, other) = _weight(group), _weight(group)
+    first, of_first = weight.data, weight.data.data
+    with torch.no_grad():
+        first.mul_(2.0)
+        of_first.mul_(2.0)
+    torch.testing.assert_close(weight.taken, 2 * checksum(torch.tensor(2.0)), msg="written through either")
+    weight.data = first  # its own memory: nothing to do
+    torch.testing.assert_close(weight.taken, 2 * checksum(torch.tensor(2.0)))
+    for memory in (other, other.data, other.data.data, other.data[:1]):
+        with pytest.raises(VisslZeroError, match="another parameter's memory"):
+            weight.data = memory
+    before = weight.full_tensor().clone()
+    weight.data = FULL
+    assert torch.equal(weight.full_tensor(), FULL)
+    assert all(torch.equal(one.full_tensor(), before) for one in (first, of_first)), "they keep the old values"
+    noted = weight.taken.clone()
+    with torch.no_grad():
+        first.mul_(2.0)
+    torch.testing.assert_close(weight.taken, noted, msg="no longer a write into the parameter")
+    weight.data = first
+    assert torch.equal(weight.full_tensor(), 2 * before)
 
 
 @pytest.mark.parametrize("is_sharded", [True, False])

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from vissl_zero.commands.explain import account_of
 from vissl_zero.config.compose import compose
-from vissl_zero.config.programs import ASSIGNMENTS, PREDICTIONS, PROGRAMS, begin_program
+from vissl_zero.config.programs import ASSIGNMENTS, PREDICTIONS, PROGRAMS, RETRIEVAL, begin_program
 from vissl_zero.config.recipes import recipe_file, recipe_files
 from vissl_zero.config.run_config import RunConfig
 from vissl_zero.errors import ConfigError
@@ -203,3 +203,16 @@ def test_a_folder_of_features_does_not_stand_in_for_weights(program, key, tmp_pa
 def test_a_key_of_svms_is_listed_once():
     notes = " ".join(_plan("engine_name=low_shot_test", LAYERS, "config.SVM.low_shot.k_values=[1]").notes)
     assert notes.count("SVM.low_shot") == 1
+
+
+def test_retrieval_reads_the_images_of_its_own_block_alone() -> None:
+    run = compose("digits/simclr", [LAYERS, "config.DATA.TEST.DATA_SOURCES=[digits]"]).run
+    run.IMG_RETRIEVAL.DATASET_PATH, run.IMG_RETRIEVAL.EVAL_DATASET_NAME = "/data", "oxford"
+    run.IMG_RETRIEVAL.RESIZE_IMG = 64
+    begin_program(run, RETRIEVAL)
+    train, settings = run.DATA.TRAIN, run.MODEL.FEATURE_EVAL_SETTINGS
+    assert (train.DATA_SOURCES, train.DATA_PATHS, run.DATA.TEST.DATA_SOURCES) == (["disk_folder"], ["/data/oxford"], [])
+    assert [(entry["name"], entry.get("size", 64)) for entry in train.TRANSFORMS] == [
+        (name, 64) for name in ("Resize", "CenterCrop", "ToTensor")
+    ]
+    assert [layer for layer, _ in settings.LINEAR_EVAL_FEAT_POOL_OPS_MAP] == ["res3"]

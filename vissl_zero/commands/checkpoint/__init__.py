@@ -24,7 +24,7 @@ Nothing in a checkpoint is ever run.
 
 
 def checkpoint(arguments: Sequence[str]) -> int:
-    """Run the command; returns its exit code.
+    """Run the command and return its exit code.
 
     Raises:
         ConfigError: the arguments are wrong.

@@ -159,7 +159,7 @@ def distinct_names(names: Sequence[str]) -> list[str]:
 
 
 def problems(cfg: RunConfig) -> list[Problem]:
-    """Return problems of entries other than [layer, [pooling, [arguments]]], and of a map not as long as the heads."""
+    """Check that each entry is [layer, [pooling, [arguments]]], and that there is one for each head."""
     if not (are_tapped(cfg) or features_are_tapped(cfg)):
         return []
     entries, problems = cfg.MODEL.FEATURE_EVAL_SETTINGS.LINEAR_EVAL_FEAT_POOL_OPS_MAP, []

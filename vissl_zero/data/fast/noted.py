@@ -23,7 +23,7 @@ class NotedPicture:
 
     def __init__(self, pixels: np.ndarray):
         self.pixels = pixels
-        self.noted: list[list[Change]] = [[]]  # by transform, so that crops with an equal change share a round
+        self.noted: list[list[Change]] = []  # by transform, so that crops with an equal change share a round
         self._is_pending = self._may_leave = False
 
     @property

@@ -123,7 +123,8 @@ class Picture:
         tables, pixels = [], self.pixels
         for least, most in zip(pixels.min((0, 1)).tolist(), pixels.max((0, 1)).tolist(), strict=True):
             scale = 255 / (most - least) if most > least else 1.0
-            tables.append((_ALL * scale - least * scale).astype(int).clip(0, 255) if most > least else _ALL)
+            # Truncated, as Pillow's autocontrast computes its table. No pixel has the values below and above.
+            tables.append((_ALL * scale - least * scale).astype(int) if most > least else _ALL)
         self.pixels = cv2.LUT(pixels, np.stack(tables, -1).astype(np.uint8)[:, None])
 
     def stroke(self, is_thicker: bool, share: float) -> None:
@@ -183,11 +184,11 @@ class EncodedPicture:
 
     def cut(self, cuts: list[Cut]) -> list[Picture]:
         """Cut boxes out of the image."""
+        if self._opened is not None:
+            return self._opened.cut(cuts)
         most = min(cut.shrinks_by for cut in cuts)
         # No box may have to be enlarged afterward: detail that was left out cannot come back.
         factor = max(factor for factor in _EIGHTHS if factor == 1 or factor <= most)
-        if self._opened is not None or factor == 1:
-            return self.opened().cut(cuts)
         pixels = self._decoded(factor)
         if pixels is None:
             return self._by_pillow().cut(cuts)

@@ -105,11 +105,11 @@ def build_fast_pipeline(
         decoder: decoder of files.
         kind: class of the pipeline.
     Raises:
-        ConfigError: lists every transform or argument without a fast form, and wrong arguments.
+        ConfigError: lists transforms and arguments that have no fast form, and wrong arguments.
     """
     if problems := refused(entries, key):
         raise ConfigError(problems)
-    build_pipeline(entries, key)  # the originals check their arguments
+    build_pipeline(entries, key)  # checks the arguments
     last = next(index for index, entry in enumerate(entries) if entry["name"] in ENDS)
     forms = _joined([_form(entry, f"{key}[{index}]") for index, entry in enumerate(entries[:last])])
     return kind(forms, build_pipeline(entries[last:], key), decoder)

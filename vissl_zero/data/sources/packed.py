@@ -413,8 +413,8 @@ class Lmdb(Packed):
             kept = transaction.get(LABELS_KEY), transaction.get(CLASSES_KEY)
         self._keys = np.array([key for key in keys if key not in (LABELS_KEY, CLASSES_KEY)])
         try:
-            labels = np.full(len(self._keys), UNLABELLED)
-            labels = labels if kept[0] is None else np.load(io.BytesIO(kept[0]))
+            unlabeled = np.full(len(self._keys), UNLABELLED)
+            labels = unlabeled if kept[0] is None else np.load(io.BytesIO(kept[0]))
             names = [] if kept[1] is None else json.loads(kept[1])
         except ValueError as error:
             raise DataError(f"{self._path} has labels that cannot be read ({error}). Pack it again.") from error

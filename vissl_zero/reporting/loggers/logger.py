@@ -64,7 +64,7 @@ class Logger:
 
 
 def run_id(folder: Path) -> str:
-    """Return the stable id of the run in ``folder``; the first call draws it and writes it to the file ``run_id``.
+    """Return the stable id of the run in ``folder``; the first call draws it and saves it to the file ``run_id``.
 
     Raises:
         OSError: the folder cannot be read or written.
@@ -76,7 +76,7 @@ def run_id(folder: Path) -> str:
         stored = ""
     if len(stored) == 16 and set(stored) <= set("0123456789abcdef"):
         return stored
-    # Drawn, not derived from the path: a folder may be moved, or deleted and made again for another run.
+    # Random, not a hash of the path: a folder may be moved, or used again for another run.
     drawn = uuid.uuid4().hex[:16]
     with replacing(path) as temporary:
         temporary.write_text(f"{drawn}\n", encoding="utf-8")

@@ -167,7 +167,7 @@ def _merged(rows: Iterator[Row], evaluations: Sequence[Row]) -> Iterator[Row]:
 
 
 def scalars(record: StepRecord) -> dict[str, float]:
-    """Return what is logged of one step: tag -> finite number."""
+    """Return the scalars to log for a step: tag -> value. Values that are not finite are left out."""
     scalars = {
         "train/loss": record.loss,
         "train/lr": record.lr,

@@ -116,7 +116,7 @@ class BatchNorm(_BatchNorm):
 
 
 class _Synchronized(torch.autograd.Function):
-    """Batch norm of the rows of all ranks; returns the output and the group's mean, biased variance and count."""
+    """Normalize the rows of all ranks. Return the output, and the group's mean, biased variance and count."""
 
     @staticmethod
     def forward(

@@ -46,7 +46,7 @@ def compile_units(model: nn.Module, units: Sequence[nn.Module], backend: str) ->
     """
     chosen = set(units)
     names = {
-        unit: name
+        unit: name or "the model"
         for name, unit in model.named_modules()
         if unit in chosen and not any(part in chosen for part in unit.modules() if part is not unit)
     }
@@ -73,9 +73,7 @@ class _Compiler:
         self._backend = backend
         self._num_units = len(names)
         self._compiled: dict[Any, Callable[..., Any]] = {}
-        self._refused: dict[str, str] = {}
-        self._current = ""
-        self._is_first_run = False
+        self._refused: set[str] = set()
         self._num_done = 0
         self._started = 0.0
         self._num_hooked_passes: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary(dict.fromkeys(names, 0))
@@ -158,12 +156,12 @@ class _Compiler:
         finally:
             took = time.perf_counter() - began
             if took > 1.0 and not self._is_first_run:  # recompiled, for training after evaluation or for another shape
-                _log_on_rank_0("Compiled another graph of %s, %.0f s.", self._current or "the model", took)
+                _log_on_rank_0("Compiled another graph of %s, %.0f s.", self._current, took)
 
     def _log_eager(self, name: str, why: str) -> None:
         if name not in self._refused:
-            self._refused[name] = why
-            _log.warning("Uncompiled: %s runs eagerly: %s.", name or "the model", why)
+            self._refused.add(name)
+            _log.warning("Uncompiled: %s runs eagerly: %s.", name, why)
 
 
 def _log_on_rank_0(text: str, *values: Any) -> None:

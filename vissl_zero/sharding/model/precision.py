@@ -133,14 +133,14 @@ def cast_tensors(tree: Any, dtype: torch.dtype) -> Any:
 
 
 def run_in_precision(model: nn.Module, precision: Precision, device: torch.device) -> None:
-    """Make ``model.forward`` use autocast, if the plan does, and return outputs in float32 at least. In place.
+    """Replace ``model.forward``: run it under autocast if the plan says so, and upcast outputs to at least float32.
 
-    The method is replaced, and the model not wrapped, so that names have no prefix and hooks stay outside. Without half
-    precision the model is unchanged.
+    The model is not wrapped, so that names of parameters have no prefix, and hooks run outside of autocast. Without
+    half precision the model is unchanged.
     """
     if precision.autocast is None and dtype_of(precision.compute) not in _HALF:
         return
-    # A forward set on the instance, such as a compiled one, runs inside ours.
+    # A forward set on the instance, such as a compiled one, is called by ours.
     own_forward = model.__dict__.get("forward")
 
     def in_precision(self: nn.Module, *args: Any, **kwargs: Any) -> Any:

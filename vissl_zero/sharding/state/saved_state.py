@@ -103,7 +103,7 @@ def parts_of(shards: Mapping[str, Shard], optimizer: torch.optim.Optimizer) -> I
         CheckpointError: the optimizer keeps state that is neither one number nor cut like its parameter.
     """
     for shard in shards.values():
-        yield from _part(MODEL + shard.name, shard, shard.local, shard.values if shard.is_on_disk else None)
+        yield from _values_part(MODEL + shard.name, shard)
     if isinstance(optimizer, StreamedOptimizer) and optimizer.is_on_disk:
         yield from _streamed_parts(shards, optimizer)
         return
@@ -140,7 +140,7 @@ def average_parts(shards: Mapping[str, Shard], average: WeightAverage) -> Iterat
 def teacher_parts(shards: Mapping[str, Shard]) -> Iterator[Part]:
     """Yield the parts of the teacher's parameters that this rank stores. Not a collective."""
     for name, shard in shards.items():
-        yield from _part(TEACHER + name, shard, shard.local, shard.values if shard.is_on_disk else None)
+        yield from _values_part(TEACHER + name, shard)
 
 
 def check_teacher(saved: SavedState, has_teacher: bool, shards: Mapping[str, Shard] | None) -> None:
@@ -412,23 +412,24 @@ def _element_keys(optimizer: torch.optim.Optimizer) -> frozenset[str]:
 def _part(name: str, shard: Shard, value: Tensor, read: Callable[[], Tensor] | None = None) -> Iterator[Part]:
     """Yield the part of ``value``, cut like ``shard``, that this rank stores; nothing if other ranks store all.
 
-    With ``read``, ``value`` has shape and dtype only, and ``read`` returns the elements.
+    With ``read``, ``value`` has shape and dtype only, and ``read`` reads the elements from a disk.
     """
     begin, end = _stored_run(shard, value.numel())
     if begin < end or (_stores_scalars(shard) and not shard.full_shape.numel()):
         # A parameter without elements still needs an entry, or a restore would miss its name.
-        first = shard.first_element + begin
-        num_elements, dtype = end - begin, value.dtype
-        if read is None:
-            flat = value.detach().reshape(-1)[begin:end]
-            yield Part(name, shard.full_shape, first, num_elements, dtype, lambda: flat)
-        else:
-            run = partial(_run_of, read, begin, end)
-            yield Part(name, shard.full_shape, first, num_elements, dtype, run, is_streamed=True)
+        first, num_elements = shard.first_element + begin, end - begin
+        held = value.detach()  # now: fairscale's forward passes give the parameter other memory
+        run = partial(_run_of, read or (lambda: held), begin, end)
+        yield Part(name, shard.full_shape, first, num_elements, value.dtype, run, is_streamed=read is not None)
 
 
 def _run_of(read: Callable[[], Tensor], begin: int, end: int) -> Tensor:
     return read().reshape(-1)[begin:end]
+
+
+def _values_part(name: str, shard: Shard) -> Iterator[Part]:
+    """Yield the part of a parameter's values, in memory or on disk."""
+    yield from _part(name, shard, shard.local, shard.values if shard.is_on_disk else None)
 
 
 def _streamed_parts(shards: Mapping[str, Shard], optimizer: StreamedOptimizer) -> Iterator[Part]:
@@ -437,17 +438,8 @@ def _streamed_parts(shards: Mapping[str, Shard], optimizer: StreamedOptimizer) -
     read = _reader(optimizer.read_state)
     for param in optimizer.params_with_state():
         shard = shards[names[id(param)]]
-        begin, end = _stored_run(shard, param.numel())
-        for key in optimizer.keys if begin < end else ():
-            yield Part(
-                f"{OPTIMIZER}{key}/{shard.name}",
-                shard.full_shape,
-                shard.first_element + begin,
-                end - begin,
-                param.dtype,
-                partial(read, param, key, begin, end),
-                is_streamed=True,
-            )
+        for key in optimizer.keys:
+            yield from _part(f"{OPTIMIZER}{key}/{shard.name}", shard, param, partial(read, param, key))
 
 
 def _whole_parts(shards: Mapping[str, Shard], names: Mapping[int, str], place: WholeStates) -> Iterator[Part]:
@@ -456,28 +448,20 @@ def _whole_parts(shards: Mapping[str, Shard], names: Mapping[int, str], place: W
     for param in place:
         shard = shards[names[id(param)]]
         for stored in place.tensors(param):
-            begin, end = _stored_run(shard, stored.shape.numel())
-            if begin < end:
-                yield Part(
-                    f"{OPTIMIZER}{stored.key}/{shard.name}",
-                    stored.shape,
-                    begin,
-                    end - begin,
-                    stored.dtype,
-                    partial(read, param, stored.key, begin, end),
-                    is_streamed=True,
-                )
+            alike = torch.empty(stored.shape, dtype=stored.dtype, device="meta")
+            name, cut = f"{OPTIMIZER}{stored.key}/{shard.name}", replace(shard, full_shape=stored.shape)
+            yield from _part(name, cut, alike, partial(read, param, stored.key))
 
 
-def _reader(read_state: Callable[[Any], Mapping[str, Any]]) -> Callable[[Tensor, str, int, int], Tensor]:
-    """Return a reader of runs of state on a disk, which caches the state of the last parameter."""
+def _reader(read_state: Callable[[Any], Mapping[str, Any]]) -> Callable[[Tensor, str], Tensor]:
+    """Return a reader of state on a disk, which caches the state of the last parameter."""
     latest: list[Any] = [None, {}]
 
-    def read(param: Tensor, key: str, begin: int, end: int) -> Tensor:
+    def read(param: Tensor, key: str) -> Tensor:
         # Cached from one key to the next: each record holds all keys of its elements.
         if latest[0] is not param:
             latest[:] = [param, read_state(param)]
-        return latest[1][key].reshape(-1)[begin:end]
+        return latest[1][key]
 
     return read
 

@@ -56,7 +56,9 @@ ON_FULL_TENSOR = {
     "comparison of tensors, numbers": "_local_scalar_dense allclose equal isclose",
     "random numbers and initialization": "bernoulli cauchy exponential eye fill_diagonal geometric log_normal normal "
     "rand_like randn_like random uniform",
-    "products and rows": "_cdist _cdist_forward _euclidean_dist addmm addmv bmm embedding index_select mm mv stack",
+    "products and rows": "_cdist _cdist_forward _embedding_bag _euclidean_dist addmm addmv baddbmm bmm embedding "
+    "index_select mm mv repeat stack",
+    "layers": "_prelu_kernel convolution native_group_norm native_layer_norm",
     "losses": "binary_cross_entropy huber_loss kl_div mse_loss smooth_l1_loss",
     "linear algebra": "_linalg_check_errors _linalg_det _linalg_eigh _linalg_svd linalg_cond linalg_cross linalg_det "
     "linalg_eigh linalg_eigvalsh linalg_inv_ex linalg_qr linalg_svd linalg_svdvals mode tril triu",
@@ -64,7 +66,7 @@ ON_FULL_TENSOR = {
     "index_fill index_put log_softmax masked_scatter renorm roll scatter scatter_add softmax sort unique_dim",
 }
 # Functions that take views of their arguments inside, and return none; on full tensors too.
-COMPOSED = {"composed of other operations": "cdist einsum linalg_matrix_norm linear outer"}
+COMPOSED = {"composed of other operations": "cdist einsum inner linalg_matrix_norm linear outer prelu tensordot"}
 # A new full tensor of a given size, with dtype and device of the sharded one.
 NEW_TENSOR = {"new tensors of a given size": "new_empty new_full new_ones new_zeros"}
 _NEW_TENSOR = frozenset(" ".join(NEW_TENSOR.values()).split())
@@ -100,6 +102,13 @@ _SAVED_IN_PARTS = (
     "A sharded tensor cannot be pickled (by torch.save(model.state_dict()) or the like): the file would have this "
     "rank's rows alone. On every rank, write state = optimizer.full_state(); then on rank 0, torch.save(state, file). "
     "optimizer.save(folder) writes all ranks' state."
+)
+
+
+_READ_IN_FORWARD = (
+    "{}() in the forward pass reads a parameter of another sharded unit, whose copy in half precision is not gathered "
+    "there. Call the layer that owns it, or the unit: block(x), not F.linear(x, block.weight). Or train without fp16 "
+    "and bf16."
 )
 
 
@@ -248,7 +257,13 @@ class ShardedTensor(DTensor):
         return computed
 
     def rows(self) -> Tensor:
-        """Return this rank's rows, to read or to write; call ``written`` after a write."""
+        """Return this rank's rows, to read or to write; call ``written`` after a write.
+
+        Raises:
+            VisslZeroError: the rows are a parameter's, and a forward pass in half precision reads them.
+        """
+        if _is_in_half_precision and (isinstance(self, nn.Parameter) or self.owner is not None):
+            raise VisslZeroError(_READ_IN_FORWARD.format(_called or "full_tensor"))
         return self._local_tensor if self.store is None else self.store.held()
 
     def full_tensor(self, *, grad_placements: Any = None) -> Tensor:
@@ -364,6 +379,20 @@ def real_gradients() -> Iterator[None]:
         yield
     finally:
         _is_inside = outer
+
+
+_is_in_half_precision = False
+
+
+@contextmanager
+def forward_in_half_precision() -> Iterator[None]:
+    """Refuse to read parameters as they are stored: a unit computes with copies in half precision. A context."""
+    global _is_in_half_precision
+    outer, _is_in_half_precision = _is_in_half_precision, True
+    try:
+        yield
+    finally:
+        _is_in_half_precision = outer
 
 
 _called = ""

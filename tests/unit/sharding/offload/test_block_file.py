@@ -11,11 +11,13 @@ import torch
 
 from tests.unit.sharding.offload.test_nvme_folder import in_child
 from vissl_zero.sharding.offload.block_file import (
+    NUM_BUFFERS,
     PAGE,
     BlockFile,
     OffloadError,
     OffloadFolder,
     PageBuffer,
+    ReadAhead,
     checksum,
     page_buffers,
     pages,
@@ -186,3 +188,43 @@ def test_checksum_sees_every_bit():
             assert checksum(data) != before
             data[place] ^= bit
     assert checksum(data) == before
+
+
+def test_records_are_read_ahead_in_the_order_that_is_expected(folder):
+    size = PAGE
+    file, buffer = BlockFile(folder, "records", [size] * 40, False), _buffer(size)
+    for index in range(40):
+        buffer.bytes.fill_(index)
+        file.write(index, buffer)
+    ahead = ReadAhead(file, size)
+    ahead.follow(range(40))
+    assert ahead.expected == list(range(40)) and len(ahead.memory) == NUM_BUFFERS
+    for expected in range(20):  # more than there are buffers: each is filled again
+        index, filled = ahead.take()
+        assert index == expected == int(filled.bytes[0]) == int(filled.bytes[-1])
+        ahead.give_back(filled)
+    ahead.follow([20, 21, 39, 3])
+    assert ahead.expected == [20, 21, 39, 3]
+    index, filled = ahead.take()
+    ahead.forget()
+    ahead.give_back(filled)
+    assert index == 20 and ahead.expected == [], "nothing more is read"
+    ahead.follow([5])
+    index, filled = ahead.take()
+    assert index == int(filled.bytes[0]) == 5
+    ahead.give_back(filled)
+    ahead.follow(range(40))
+    ahead.close()
+    assert ahead.expected == []
+    file.close()
+
+
+def test_a_read_that_fails_keeps_its_buffer(folder):
+    file = _written(folder)
+    os.truncate(folder.path / "records", 0)
+    ahead = ReadAhead(file, 3 * PAGE)
+    for _ in range(NUM_BUFFERS + 1):  # more often than there are buffers
+        ahead.follow([1])
+        with pytest.raises(OffloadError):
+            ahead.take()
+    ahead.close()

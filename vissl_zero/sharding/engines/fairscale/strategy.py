@@ -63,7 +63,7 @@ def _precision(plan: ShardingPlan) -> list[Problem]:
 def _placement(plan: ShardingPlan) -> list[Problem]:
     refusals = []
     if plan.shard_group_size > 1 and plan.shard_group_size != world_size():
-        must = "must be -1 on the fairscale engine, which shares one copy of the state among all ranks"
+        must = "must be -1 on the fairscale engine, which shards across all ranks"
         refusals.append(Problem("config.ZERO.SHARD_GROUP_SIZE", str(plan.shard_group_size), must, f"{_TORCH}."))
     for kind, offload in (("optimizer", plan.offload_optimizer), ("param", plan.offload_params)):
         if offload.device != "none":
@@ -369,7 +369,7 @@ class _GradientSharded(_OwnedByRank):
         return super()._facts() | {what: text_digest(reached)}
 
     def zero_grad(self) -> None:
-        """Zero in place; see ``ShardedModel``. A gradient set to None leaves fairscale's buffers (fairscale #354)."""
+        """Zero gradients in place: one set to None would be detached from fairscale's buffers (fairscale #354)."""
         parallel = self._parallel
         params = parallel._trainable_params
         for param, is_in_buffer in zip(params, parallel._should_bucket_grad or [False] * len(params), strict=True):

@@ -91,7 +91,7 @@ class FullySharded(ShardedModel):
                 undo.callback(store.close)  # a refused model would leave its files on the disk
             _wrap(module, plan, setup.wrap_plan, mesh, store, setup.fill)
             wrapped = [module for module in module.modules() if isinstance(module, FSDPModule)]
-            guard_modules(wrapped)
+            guard_modules(wrapped, plan.precision.casts_parameters)
             # Modules that are bound by a tied parameter are one unit.
             self._units = list({unit_state(unit): unit for unit in wrapped}.values())
             self._is_last = True

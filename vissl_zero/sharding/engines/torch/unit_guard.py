@@ -28,7 +28,13 @@ from vissl_zero.sharding.checks.replica_check import class_name, text_digest
 from vissl_zero.sharding.checks.waiting import waiting
 from vissl_zero.sharding.engines.cpu_communicator import CpuCommunicator
 from vissl_zero.sharding.state.checksum import checksum
-from vissl_zero.sharding.state.sharded_tensor import WHOLE_LEVELS, ShardedTensor, real_gradients, whole
+from vissl_zero.sharding.state.sharded_tensor import (
+    WHOLE_LEVELS,
+    ShardedTensor,
+    forward_in_half_precision,
+    real_gradients,
+    whole,
+)
 from vissl_zero.sharding.torch_private import (
     FOLLOWS_DATACLASSES,
     call_on_gradient,
@@ -70,11 +76,6 @@ FREED = (
     f"unit instead of its output. Return them from forward(), or use {WHOLE_LEVELS}. No update was made."
 )
 
-_FOREIGN_PARAMETER = (
-    "{} reads a parameter of another sharded unit, which is not gathered there. Call the layer that owns it, or the "
-    "unit: block(x), not F.linear(x, block.weight). Or name other units by a method zero_units() of the model, or use "
-    f"{WHOLE_LEVELS}."
-)
 _CHANGED_INPUT = (
     "{} changes one of its inputs in place, which autograd does not allow in a sharded unit with several inputs. Write "
     f"it out of place (nn.ReLU(inplace=False), x = x + 1), or use {WHOLE_LEVELS}."
@@ -89,9 +90,9 @@ _NOT_MULTIPLIED = (
 
 
 OF_PARAMETERS = (
-    "The loss reads sharded parameters directly (a penalty on weights?), whose gradients are on the host or on a disk. "
-    "Use the optimizer's weight_decay, or compute it in the forward pass of the block that owns them and return it, or "
-    "keep parameters and optimizer state on the device. No update was made."
+    "The loss (a penalty on weights?) or another block reads sharded parameters directly, whose gradients are on the "
+    "host or on a disk. Use the optimizer's weight_decay, or compute it in the forward pass of the block that owns "
+    "them and return it, or keep parameters and optimizer state on the device. No update was made."
 )
 
 
@@ -143,10 +144,10 @@ class UnitGuard:
         return text_digest(self._ran)
 
     def announce(self, number: int, *, is_reduce: bool) -> None:
-        """Announce a message of unit ``number``, which must be the next message of every rank.
+        """Check that the next message of every rank is this one of unit ``number``. Collective.
 
         Raises:
-            VisslZeroError: on every rank, before any data are mixed.
+            VisslZeroError: on every rank, before any data is sent.
         """
         self._announce(2 * number + (_REDUCE if is_reduce else _GATHER))
 
@@ -399,7 +400,7 @@ class _GuardedUnit:
                 )
             expected = param.unsharded_param if is_whole else param.sharded_param
             for index, (module, name) in enumerate(places_of(param)):
-                if own_parameters(module).get(name) is expected or _has_followed(param, index, module, expected):
+                if own_parameters(module).get(name) is expected or _follow_renamed(param, index, module, expected):
                     continue
                 raise VisslZeroError(
                     f"{self._name}: {name} of {class_name(module)} is another tensor than the one "
@@ -512,14 +513,14 @@ def require_units(modules: Iterable[nn.Module]) -> None:
             )
 
 
-def _has_followed(param: Any, index: int, module: nn.Module, expected: Tensor) -> bool:
+def _follow_renamed(param: Any, index: int, module: nn.Module, expected: Tensor) -> bool:
     """Follow a parameter that pruning renamed in its module (``weight_orig``); return False if the module lost it."""
     name = next((name for name, own in own_parameters(module).items() if own is expected), None)
     if name is None:
         return False
     rename_place(param, index, name)
     buffers = own_buffers(module)
-    # The mask was computed from the sharded parameter, and forward multiplies it with the full one.
+    # Gathered: the mask was computed from the sharded parameter, but forward multiplies it with the full one.
     buffers.update({key: whole(buffer) for key, buffer in buffers.items() if isinstance(buffer, ShardedTensor)})
     return True
 
@@ -548,8 +549,13 @@ def _has_rows_of_shard(param: Any) -> bool:
     return torch.equal(whole, expected) or torch.equal(whole.nan_to_num(), expected.nan_to_num())
 
 
-def guard_modules(modules: Sequence[FSDPModule]) -> None:
-    """Make units refuse to be copied, moved or saved, with the reason, and gather also if ``forward`` is called."""
+def guard_modules(modules: Sequence[FSDPModule], casts_parameters: bool) -> None:
+    """Make units refuse to be copied, moved or saved, with the reason, and gather also if ``forward`` is called.
+
+    Args:
+        modules: a module of each unit.
+        casts_parameters: whether units compute with copies of their parameters in half precision.
+    """
     for module in modules:
         assert isinstance(module, nn.Module)
         # copy and pickle look for these on the object before its class.
@@ -561,7 +567,7 @@ def guard_modules(modules: Sequence[FSDPModule]) -> None:
         # The class that fully_shard made (``FSDPLinear``); the user's own may still be derived from.
         type(module).__init_subclass__ = classmethod(_refuse_subclass)  # type: ignore[assignment,method-assign]
         group = group_of(unit_state(module))
-        run = _Forward(module, group)
+        run = _Forward(module, group, forward_in_half_precision if casts_parameters else nullcontext)
         # A function: torch.export asks for its code.
         module.__dict__["forward"] = wraps(module.forward)(lambda *args, _run=run, **kwargs: _run(*args, **kwargs))
 
@@ -569,8 +575,9 @@ def guard_modules(modules: Sequence[FSDPModule]) -> None:
 class _Forward:
     """The ``forward`` of a unit's module: gathers if called directly, and explains torch's errors."""
 
-    def __init__(self, module: nn.Module, group: Any):
+    def __init__(self, module: nn.Module, group: Any, context: Callable[[], AbstractContextManager[None]]):
         self._module, self._group, self._forward = module, group, module.forward
+        self._context = context
         self._num_runs = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -578,13 +585,12 @@ class _Forward:
         if self._group is not None and self._group.is_sharded:
             return self._module(*args, **kwargs)
         try:
-            if not self._is_sample():
-                return self._forward(*args, **kwargs)
-            with torch.autograd.graph.saved_tensors_hooks(_keep, _require_memory):
-                return self._forward(*args, **kwargs)
+            with self._context():
+                if not self._is_sample():
+                    return self._forward(*args, **kwargs)
+                with torch.autograd.graph.saved_tensors_hooks(_keep, _require_memory):
+                    return self._forward(*args, **kwargs)
         except RuntimeError as error:
-            if "mixed torch.Tensor and DTensor" in str(error):
-                raise VisslZeroError(_FOREIGN_PARAMETER.format("A layer")) from error
             # Views that the unit itself makes of its inputs do not raise this.
             if "RegisterPostBackwardFunction" in str(error):
                 raise VisslZeroError(_CHANGED_INPUT.format(class_name(self._module))) from error
