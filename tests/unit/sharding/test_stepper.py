@@ -126,6 +126,18 @@ def test_clipping_comes_before_adaptation() -> None:
     assert shards[0].local.tolist() == pytest.approx([3.0 - rate * 0.3, 4.0 - rate * 1.4])
 
 
+@pytest.mark.parametrize("adaptation", [None, Larc(eps=0.0)])
+def test_changes_that_are_noted_are_those_of_this_step(adaptation: Larc | None) -> None:
+    shards = _shards(a=[0.0, 100.0], b=[0.0, 1.0], c=None)
+    shards[0].noted = []
+    stepper = _stepper(shards, clipping=Clipping(1.0), adaptation=adaptation)
+    for _ in range(2):
+        stepper.step(frozen=())
+        assert shards[0].noted is not None and len(shards[0].noted) == 1
+    assert shards[0].grad().tolist() == [0.0, 100.0], "left to the update"
+    assert shards[1].grad().tolist() != [0.0, 1.0]
+
+
 def test_nothing_to_move_is_no_error() -> None:
     shards = _shards(a=None)
     result = _stepper(shards, clipping=Clipping(1.0), adaptation=Larc(), loss_scale=LossScale()).step(frozen=())
