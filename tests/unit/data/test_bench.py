@@ -74,6 +74,9 @@ def test_batches_are_put_together_as_in_training(make_data: MakeData, monkeypatc
     monkeypatch.setattr(Pipeline, "stacked", noted)
     measure(data_block(make_data("digits")), 1, 4, 8)
     assert stacked[-2:] == [4 * 2, 4 * 3]  # four images, by the size of their crops
+    stacked.clear()
+    assert measure(data_block(make_data("digits")), 1, 4, 6).num_images == 6
+    assert stacked[-4:] == [4 * 2, 4 * 3, 2 * 2, 2 * 3]
 
 
 def test_the_share_of_waiting_follows_from_rate_and_step() -> None:
