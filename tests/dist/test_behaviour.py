@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.dist.case import forward
 from tests.dist.training import DOUBLE, Case, Outcome, build, loss_of, micro_batches, shard, train_plainly, train_step
 from tests.ranks import RankError, close_pool, run_on_ranks
 from tests.unit.evaluation.example_run import make_config, make_plan
@@ -334,6 +335,28 @@ def test_buffers_become_the_mean_over_ranks(level: int) -> None:
     torch.testing.assert_close(merged[name], (first[name] + second[name]) / 2)
     assert torch.equal(merged[name], other[name])
     assert int(merged["trunk.stem.1.num_batches_tracked"]) == 2  # one per resolution
+
+
+def _consolidate_teacher(level: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    case = Case()
+    sharded = shard(case, level, sync_bn_group=0)
+    assert sharded.whole_teacher_tensors() == [] and sharded.full_teacher_state() == {}
+    sharded.adopt_teacher(build(case))
+    batch = next(iter(micro_batches(case, 0)))
+    with torch.no_grad():
+        forward(sharded.teacher, case, [crops[:, dist.get_rank() :: 2] for crops in batch])
+    before = {name: buffer.clone() for name, buffer in sharded.buffers().items()}
+    return before, {tensor.name: tensor.read().clone() for tensor in sharded.whole_teacher_tensors()}
+
+
+@pytest.mark.parametrize("level", [0, 3])
+def test_weights_of_a_teacher_have_the_mean_of_its_buffers(level: int) -> None:
+    (first, merged), (second, other) = run_on_ranks(2, _consolidate_teacher, level)
+    name = "trunk.stem.1.running_mean"
+    means = [buffers[f"teacher:{name}"] for buffers in (first, second)]
+    assert not torch.equal(*means)
+    torch.testing.assert_close(merged[name], (means[0] + means[1]) / 2)
+    assert merged.keys() == other.keys() and all(torch.equal(merged[key], other[key]) for key in merged)
 
 
 def _freeze_unknown() -> None:

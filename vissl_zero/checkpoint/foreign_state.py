@@ -138,7 +138,7 @@ def as_ours(method: Method, loss_config: Mapping[str, Any], state: LossState) ->
 def _translated(
     loss: str, config: Mapping[str, Any], theirs: Mapping[str, Tensor], ours: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Return VISSL's tensors with the names and layouts here."""
+    """Convert tensors of a VISSL loss to the names and layouts of ours."""
     translated: dict[str, Tensor] = {}
     for name, place in (("center", "center.mean"), ("criterion.center", "center.mean")):
         if name in theirs:

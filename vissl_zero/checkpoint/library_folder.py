@@ -49,7 +49,7 @@ def is_library_file(path: Path) -> bool:
 
 
 def library_files(path: Path) -> list[Path]:
-    """Return the files of weights in such a folder: one file, or the files that the index names.
+    """Return the files of weights in a library's folder: a single file, or all shards that the index lists.
 
     Raises:
         CheckpointError: the index is damaged, leads out of the folder, or names a file that is missing.
@@ -63,12 +63,14 @@ def library_files(path: Path) -> list[Path]:
         try:
             names = sorted(set(json.loads(read_regular(index, _MAX_BYTES, follow_links=True))["weight_map"].values()))
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{index} is no index of weights ({type(error).__name__}). Copy it again.") from error
+            raise CheckpointError(
+                f"{index} is not a valid index of weights ({type(error).__name__}). Copy it again."
+            ) from error
         # The index may come from the network: a path in it must not reach other files of this machine.
         if wrong := [one for one in names if not isinstance(one, str) or one != Path(one).name]:
             raise CheckpointError(f"{index} names the file {wrong[0]!r}, which leads out of {path}: refused.")
         if lost := [one for one in names if not (path / one).is_file()]:
-            raise CheckpointError(f"{index} lists {lost[0]}, and there is no such file beside it. Copy it there.")
+            raise CheckpointError(f"{index} lists {lost[0]}, which is not in its folder. Copy it there.")
         return [path / one for one in names]
     raise CheckpointError(f"{path} holds no weights.")
 

@@ -169,12 +169,12 @@ def open_store(
     if not path.is_dir():
         if is_torch_file(path):
             raise CheckpointError(
-                f"{path} is a file of torch.save. Convert it first: "
+                f"{path} was written by torch.save. Convert it first: "
                 f"vissl-zero checkpoint import {path} --to weights.safetensors"
             )
         if path.suffix.lower() in EXTENSIONS:
             raise CheckpointError(
-                f"{path} is an image, and weights are wanted here. {_IMAGES_ARE_NAMED} Give a file of weights."
+                f"{path} is an image, not a file of weights. {_IMAGES_ARE_NAMED} Give a file of weights."
             )
         return _weights_file(path, with_data)
     final = path / WEIGHTS_FILE
@@ -195,7 +195,7 @@ def _what_else(folder: Path) -> str:
     if jobs := read_jobs(folder):
         return f"holds several runs. Name one of them: {', '.join(map(str, jobs))}."
     what = f"holds images, and weights are wanted here. {_IMAGES_ARE_NAMED}"
-    if next(image_files(folder), None) is None:
+    if (folder / RESOLVED_FILE).exists() or next(image_files(folder), None) is None:
         what = f"holds neither checkpoints nor {WEIGHTS_FILE}."
     return f"{what} Give a run folder, one of its checkpoints/step_<steps> folders, or a file of weights."
 

@@ -51,7 +51,8 @@ def evaluate(arguments: Sequence[str]) -> int:
     parser = CommandParser(
         prog="vissl-zero evaluate",
         description="kNN, a linear probe and RankMe of weights on class folders; nothing is trained. Exit codes: 0 "
-        "done, 2 your input, 1 a crash. Further config.<key>=<value> are passed to the run (benchmark/evaluate).",
+        "done, 2 an error in your input, 1 a crash. Further config.<key>=<value> are passed to the run "
+        "(benchmark/evaluate).",
     )
     parser.add_argument("weights", nargs="+", help=_WEIGHTS)
     parser.add_argument("--data", required=True, metavar="FOLDER", help="holds train/ and val/ with class folders")

@@ -45,7 +45,7 @@ def run_in(folder: Path, words: Sequence[str], is_quiet: bool = False) -> int:
 
 @contextmanager
 def _ending_first(run: subprocess.Popen[str]) -> Iterator[None]:
-    """End ``run`` at once if this process is asked to end: an evaluation has nothing to save. A context."""
+    """Kill ``run`` if this process is asked to end: an evaluation has nothing to save. A context."""
 
     def end(number: int, frame: FrameType | None) -> None:
         run.kill()  # the kernel ends its ranks

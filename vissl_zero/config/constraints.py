@@ -1,7 +1,7 @@
 """Constraints of values, declared at the field, and the function that checks them.
 
     temperature: float = number(0.1, above=0)
-    DEVICE: str = choice("auto", "cpu", "gpu")
+    DEVICE: str = choice("auto", "cpu", "gpu", default="auto")
 
 For all fields, every number must be finite and fit into 64 bits, and the elements of a typed list must have its type.
 
@@ -103,7 +103,7 @@ def number(
     return _field(default, Range(least, most, above, below, also, fix))
 
 
-def choice(default: Any, *options: Any, also: tuple[Any, ...] = ()) -> Any:
+def choice(*options: Any, default: Any, also: tuple[Any, ...] = ()) -> Any:
     """Declare a field whose value, or each value of its list, is one of ``options`` (or of ``also``, not listed)."""
     return _field(default, Choice(options, also))
 

@@ -62,7 +62,7 @@ class RunConfig:
     TEST_MODEL: bool = True
     """Measure top-1 or mIoU on TEST of a run that predicts classes, and extract TEST's features; false: use TRAIN
     alone for both. kNN follows NEAREST_NEIGHBOR."""
-    EVALUATED_MODEL: str = choice("student", "student", "teacher")
+    EVALUATED_MODEL: str = choice("student", "teacher", default="student")
     """Whose features kNN, RankMe, LiDAR, the online probe and the report's pictures are about: the model that is
     trained, or the momentum copy of a method that has one, as the papers of DINO, BYOL and I-JEPA have it."""
     DATA: Data = field(default_factory=Data)

@@ -94,7 +94,7 @@ class BatchStream:
             yield self._open(loaded)
 
     def _from_workers(self, plans: Iterable[MicroBatchPlan]) -> Iterator[Loaded]:
-        """Yield the workers' answers, in the order of plans, with ``_AHEAD`` plans in flight per worker."""
+        """Yield loaded micro-batches in the order of plans; each worker has up to ``_AHEAD`` plans ahead."""
         if not self._workers:
             self._start_workers()
         # An abandoned iteration leaves answers in the sockets, which would be taken for those of this one.

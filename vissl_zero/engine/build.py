@@ -155,9 +155,9 @@ def _first_teacher(
         teacher = method.make_teacher(source)
     if teacher is None or lost or (teacher is not source and any(param.is_meta for param in teacher.parameters())):
         source, source_weights = _origin(plan, model, weights, num_classes, load)
-        source_weights.fill_("")  # the method computes with the weights, so it needs real ones
+        source_weights.fill_("")  # the method computes with the values of the weights
         teacher = method.make_teacher(source)
-    # A teacher of its own has its values already. One that is the source itself is filled while it is sharded.
+    # A teacher that the method has made has its values already. The source itself is filled while it is sharded.
     return teacher, source_weights.of_copy(teacher).fill_ if teacher is source else lambda _: None
 
 

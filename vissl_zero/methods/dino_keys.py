@@ -37,7 +37,7 @@ class DINOLossConfig:
     teacher_temp_warmup_iters: int = 37500
     """Optimizer steps in which the teacher's temperature goes from one to the other in a straight line; 0: it has its
     maximum at once."""
-    teacher_temp_interval: str = choice("step", "step", "epoch")
+    teacher_temp_interval: str = choice("step", "epoch", default="step")
     """How often it changes: step, as in VISSL and DINOv2, or epoch, as in DINO's own code."""
     crops_for_teacher: list[int] = field(default_factory=lambda: [0, 1])
     """Crops that the teacher sees, the first of all."""
@@ -178,7 +178,7 @@ class IBOTLossConfig:
     warmup_teacher_temp_epochs: int = number(30, least=0)
     """Epochs in which both temperatures go from one to the other in a straight line; 0: they have their maxima at
     once."""
-    teacher_temp_interval: str = choice("epoch", "step", "epoch")
+    teacher_temp_interval: str = choice("step", "epoch", default="epoch")
     """How often both change."""
     student_temp: float = number(0.1, above=0, most=1000)
     """Divides the student's scores."""

@@ -39,7 +39,7 @@ class DistillationLossConfig:
     teacher: str = ""
     """Run folder of the trained classifier, of any trunk; digits: one of scans that comes with the package; empty: the
     model under DISTILLATION."""
-    loss_type: str = choice("kl_divergence", "kl_divergence", "cross_entropy", "mse")
+    loss_type: str = choice("kl_divergence", "cross_entropy", "mse", default="kl_divergence")
     """kl_divergence and cross_entropy of the softened probabilities, times the squared temperature (their gradients are
     the same), or mse, the mean squared difference of the outputs."""
     temperature: float = number(1.0, least=1e-4)

@@ -168,7 +168,7 @@ def permutations(num_tiles: int, count: int) -> Tensor:
 
 
 def permutations_of(file: str, num_tiles: int, count: int) -> Tensor:
-    """Read orders from a .npy file, a row each, counted from 0 or from 1 (VISSL's): (count, T) int64.
+    """Load orders of tiles (count, T) int64 from a .npy file, one per row; tiles count from 0, or from 1 as in VISSL.
 
     Raises:
         ConfigError: the file cannot be read, or does not have ``count`` orders of ``num_tiles`` tiles.

@@ -38,7 +38,7 @@ class VICRegLHeadConfig:
     """Widths for whole images, from the trunk's features (-1: as many as there are) to the embeddings."""
     map_dims: list[int] = MISSING
     """Widths for places, after the trunk's maps."""
-    norm: str = choice("batch", "batch", "layer")
+    norm: str = choice("batch", "layer", default="batch")
     """Norm between layers: batch norm, as for a ResNet, or layer norm, as for ConvNeXt."""
 
 

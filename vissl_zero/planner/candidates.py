@@ -397,7 +397,7 @@ class _PartialRecomputation:
         return (kept.seconds or 0.0) + micro_batches * sum(block.seconds for block in blocks[:number])
 
     def note(self, blocks: Sequence[Recomputable], number: int, outcome: Forecast, is_fitting: bool) -> None:
-        """Narrow the search by a forecast with the first ``number`` blocks recomputed."""
+        """Narrow the search: a forecast with the first ``number`` blocks recomputed fits or does not."""
         before, after = self.row[3].step, outcome.step
         if before is not None and after is not None:
             freed = before.resident_bytes - after.resident_bytes

@@ -168,7 +168,7 @@ def _forecasts(stages: Sequence[Stage], budget: Budget) -> Forecasts:
 
 
 def _budget_of(cfg: RunConfig, plan: ResolvedRun, free_bytes: int | None = None) -> Budget:
-    """Return the budget of a rank: the configured one, or the machine's; less if a plan ran out of memory in it.
+    """Return the budget of a rank: as configured, or the machine's memory; less after a plan has run out of memory.
 
     If plans of this run folder ran out of memory, later forecasts must be smaller than theirs. The bytes that these
     plans took beyond their forecasts are subtracted from the budget.

@@ -497,10 +497,7 @@ class ShardedModel:
 
     def full_teacher_state(self) -> dict[str, Tensor]:
         """Gather the teacher's ``full_state``, its buffers made equal on all ranks first; empty without a teacher."""
-        if self._teacher is None:
-            return {}
-        self._teacher.consolidate_buffers()
-        return self._teacher.full_state()
+        return _gathered(self.whole_teacher_tensors())
 
     def full_state(self) -> dict[str, Tensor]:
         """Gather full parameters and buffers on the CPU, one by one: the dict on rank 0, empty elsewhere.
@@ -508,14 +505,7 @@ class ShardedModel:
         Buffers are rank 0's (``consolidate_buffers`` first, where they may differ). A tied parameter appears once,
         under the first of its names; buffers that are not saved are left out.
         """
-        state = {}
-        for tensor in self.whole_tensors():
-            whole = tensor.read()
-            if collectives.rank() == 0:
-                # copy=True: on the CPU, ``to`` would return the live parameter. The file is written later, while
-                # training continues.
-                state[tensor.name] = whole.to("cpu", copy=True)
-        return state
+        return _gathered(self.whole_tensors())
 
     def plain_state(self, of_teacher: bool) -> dict[str, Any]:
         """Gather the ``state_dict()`` that the unsharded model would have: on rank 0's CPU, empty on other ranks.
@@ -750,6 +740,18 @@ class _WholeTeacher(ShardedModel):
     def __init__(self, setup: ModelSetup):
         shards = [whole_shard(name, param) for name, param in setup.module.named_parameters()]
         super().__init__(setup, None, shards)
+
+
+def _gathered(tensors: Iterable[WholeTensor]) -> dict[str, Tensor]:
+    """Gather tensors one by one: the dict on rank 0's CPU, empty elsewhere. Collective."""
+    state = {}
+    for tensor in tensors:
+        whole = tensor.read()
+        if collectives.rank() == 0:
+            # copy=True: on the CPU, ``to`` would return the live parameter. The file is written later, while
+            # training continues.
+            state[tensor.name] = whole.to("cpu", copy=True)
+    return state
 
 
 def _no_optimizer(groups: list[dict[str, Any]]) -> tuple[torch.optim.Optimizer, None]:

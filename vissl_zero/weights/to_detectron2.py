@@ -86,12 +86,12 @@ def resnet_settings(shapes: Mapping[str, Sequence[int]]) -> dict[str, Any]:
 
 
 def transformer_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Convert a plain vision transformer in timm's names to ViTDet's: without class token and last norm.
+    """Rename the tensors of timm's plain vision transformer to ViTDet's; leave out the class token and the last norm.
 
     ViTDet's has no layer scales, so they are multiplied into the layers before them.
 
     Raises:
-        CheckpointError: ViTDet's transformer lacks a tensor, such as registers.
+        CheckpointError: ViTDet's transformer has no counterpart of a tensor, such as of registers.
     """
     kept = dict(tensors)
     for name in [name for name in tensors if name.endswith(".gamma")]:

@@ -47,11 +47,11 @@ def test_whole_files_come_before_parts_and_safetensors_before_pickles(
     [
         ({}, "holds no weights"),
         ({"other.safetensors": ""}, "holds no weights"),
-        ({f"{TENSORS}.index.json": "{"}, "is no index of weights"),
-        ({f"{TENSORS}.index.json": "[]"}, "is no index of weights"),
+        ({f"{TENSORS}.index.json": "{"}, "is not a valid index of weights"),
+        ({f"{TENSORS}.index.json": "[]"}, "is not a valid index of weights"),
         ({f"{TENSORS}.index.json": {"a": "../1.st"}, "1.st": ""}, "leads out of"),
         ({f"{TENSORS}.index.json": {"a": 1}}, "leads out of"),
-        ({f"{TENSORS}.index.json": {"a": "1.st", "b": "2.st"}, "1.st": ""}, r"lists 2\.st, and there is no such file"),
+        ({f"{TENSORS}.index.json": {"a": "1.st", "b": "2.st"}, "1.st": ""}, r"lists 2\.st, which is not in its folder"),
     ],
 )
 def test_a_folder_without_weights_is_refused(tmp_path: Path, files: dict[str, Any], reason: str) -> None:

@@ -27,8 +27,8 @@ class _Block:
     count: int | None = number(4, least=1, most=8, also=(-1,))
     rate: float | None = number(0.1, above=0, below=2.5, fix="Write 0.1.")
     base: float = number(2.0, above=1)
-    word: str | None = choice("auto", "auto", "cpu", also=("AUTO",))
-    words: list[str] = choice(["a"], "a", "b")
+    word: str | None = choice("auto", "cpu", default="auto", also=("AUTO",))
+    words: list[str] = choice("a", "b", default=["a"])
     sides: list[int] = number([3, 4], least=2)
     names: list[str] = field(default_factory=list)
     free: Any = None

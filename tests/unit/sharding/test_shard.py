@@ -6,10 +6,22 @@ import pytest
 import torch
 from torch import nn
 
+from vissl_zero.errors import CheckpointError
 from vissl_zero.sharding.engines.fairscale.flat_sharded import FlatShard
 from vissl_zero.sharding.engines.fairscale.strategy import _OwnedShard
 from vissl_zero.sharding.offload.parameter_store import DiskShard, HostShard, host_shard
-from vissl_zero.sharding.state.shard import RowShard, Shard, divide_by_norms, empty_state, row_shards
+from vissl_zero.sharding.state.shard import (
+    RowShard,
+    Shard,
+    divide_by_norms,
+    empty_state,
+    row_shards,
+    shards_of,
+    squared_norms,
+    whole_shard,
+    with_zeros_for_empty,
+)
+from vissl_zero.sharding.state.teacher import WeightAverage
 
 
 def test_state_lies_in_memory_as_its_parameter_does():
@@ -70,3 +82,121 @@ def test_one_view_of_a_parameter_keeps_its_values_where_the_loop_sets_others() -
     view = model.weight.data.view(-1)
     model.weight.data = torch.zeros(2, 3)
     assert view.equal(before.view(-1)) and not shard.local.any()
+
+
+class _Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrix = nn.Parameter(torch.arange(10.0).view(5, 2))
+        self.number = nn.Parameter(torch.tensor(7.0))
+        self.nothing = nn.Parameter(torch.zeros(3, 0))
+        self.frozen = nn.Parameter(torch.ones(2), requires_grad=False)
+        self.others = nn.Parameter(torch.ones(2))
+
+
+def test_rows_are_cut_in_equal_chunks_the_last_ones_shorter() -> None:
+    model = _Model()
+    values = {name: param.detach().clone() for name, param in model.named_parameters()}
+    trained = set(values) - {"others"}
+    ranks = [{shard.name: shard for shard in row_shards(_Model(), trained, 3, rank)} for rank in range(3)]
+    places = [(0, [[0.0, 1.0], [2.0, 3.0]]), (4, [[4.0, 5.0], [6.0, 7.0]]), (8, [[8.0, 9.0]])]
+    assert [(rank["matrix"].first_element, rank["matrix"].local.tolist()) for rank in ranks] == places
+    assert [(rank["number"].first_element, rank["number"].local.tolist()) for rank in ranks] == [
+        (0, [7.0]),
+        (1, []),
+        (1, []),
+    ]
+    for rank, shards in enumerate(ranks):
+        assert [shards[name].is_held_whole for name in trained] == [True] * 4
+        for name in ("frozen", "others"):
+            shard = shards[name]
+            assert not isinstance(shard, RowShard) and shard.local is shard.source
+            assert shard.contributes_to_norm == (rank == 0)
+        matrix = shards["matrix"]
+        assert isinstance(matrix, RowShard) and (matrix.row_numel, matrix.padded_numel) == (2, 4)
+        assert [matrix.span(k) for k in range(3)] == [(0, 4), (4, 8), (8, 10)]
+        assert matrix.held().equal(values["matrix"]) and matrix.held_shape() == (5, 2)
+        matrix.assign(torch.full_like(matrix.local, -1.0))
+        assert (matrix.held() == -1.0).sum() == matrix.local.numel(), "a view"
+        matrix.normalize_rows()
+        torch.testing.assert_close(matrix.held().norm(dim=1), torch.ones(5))
+
+
+def test_rows_without_messages_take_their_part_of_the_full_gradient() -> None:
+    model = _Model()
+    shards = {shard.name: shard for shard in row_shards(model, {"matrix"}, 3, 1)}
+    matrix = shards["matrix"]
+    assert matrix.local_grad() is None
+    model.matrix.grad = torch.arange(10.0).view(2, 5).t()  # in another order of memory
+    matrix.take_grad()
+    assert matrix.local.grad is not None and matrix.local.grad.tolist() == [[2.0, 7.0], [3.0, 8.0]]
+    matrix.forget_grad()
+    assert matrix.local.grad is None and model.matrix.grad is None
+    matrix.reduced = torch.ones(2, 2)
+    matrix.take_grad()
+    assert matrix.local.grad is matrix.reduced
+    reduced = matrix.reduced
+    matrix.drop_grad()
+    assert not reduced.any() and matrix.reduced is None, "further messages add to zeros"
+
+
+def test_a_whole_parameter_is_its_own_shard() -> None:
+    model = _Model()
+    shards = {shard.name: shard for shard in shards_of(model, None)}
+    assert list(shards) == [name for name, _ in model.named_parameters()]
+    shard = shards["matrix"]
+    assert (shard.contributes_to_norm, shard.num_copies, shard.copy) == (True, 1, 0)
+    assert not whole_shard("w", model.matrix, contributes_to_norm=False).contributes_to_norm
+    shard.set_zero_grad()
+    assert shard.grad().tolist() == [[0.0, 0.0]] * 5 and shard.known_square() is None
+    shard.take_grad()
+    assert shard.grad() is model.matrix.grad
+    shard.forget_grad()
+    assert model.matrix.grad is None
+    assert shard.full_tensor().data_ptr() == shard.values().data_ptr() == model.matrix.data_ptr()
+
+
+def test_norms_of_shards_count_empty_ones_as_zero() -> None:
+    none, two, big = torch.zeros(0, 3), torch.tensor([3.0, 4.0]), torch.full((4,), 2.0**15, dtype=torch.float16)
+    found = squared_norms([none, two, none, big])
+    assert found.dtype == torch.float32 and found.tolist() == [0.0, 25.0, 0.0, 2.0**32]
+    assert squared_norms([none]).tolist() == [0.0] and squared_norms([]).tolist() == []
+    assert squared_norms([two, two.double()]).dtype == torch.float64
+    stacked = with_zeros_for_empty([two, none, big], [torch.tensor(1.0), torch.tensor(2.0)], torch.float32)
+    assert stacked.tolist() == [1.0, 0.0, 2.0]
+
+
+def test_an_average_follows_and_changes_places_with_the_weights() -> None:
+    weight, mean, count = nn.Parameter(torch.tensor([2.0])), torch.tensor([4.0]), torch.tensor(1)
+    average = WeightAverage([whole_shard("w", weight)], {"mean": mean, "count": count})
+    with torch.no_grad():
+        weight.fill_(6.0)
+    mean.fill_(8.0)
+    count.fill_(5)
+    average.update(0.75)
+    assert (average.params["w"].item(), average.buffers["mean"].item(), average.buffers["count"].item()) == (
+        3.0,
+        5.0,
+        5,
+    )
+    count.fill_(9)
+    average.swap()
+    assert (weight.item(), mean.item(), count.item()) == (3.0, 5.0, 5)
+    assert (average.params["w"].item(), average.buffers["mean"].item(), average.buffers["count"].item()) == (
+        6.0,
+        8.0,
+        9,
+    )
+    average.swap()
+    average.update(0.0)
+    assert (average.params["w"].item(), average.buffers["mean"].item()) == (6.0, 8.0)
+    saved = {"w": {"local": torch.tensor([1.5])}}
+    average.load(saved, {"mean": torch.tensor([2.5]), "count": torch.tensor(3)})
+    assert (average.params["w"].item(), average.buffers["mean"].item(), average.buffers["count"].item()) == (
+        1.5,
+        2.5,
+        3,
+    )
+    for params, buffers in ((saved, {}), ({}, average.buffers)):
+        with pytest.raises(CheckpointError, match="running average is of another model"):
+            average.load(params, buffers)

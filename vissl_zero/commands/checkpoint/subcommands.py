@@ -43,7 +43,7 @@ def verify(arguments: Sequence[str]) -> int:
     parser = CommandParser(
         prog="vissl-zero checkpoint verify",
         description="Read everything against the checksums: of a run folder, all its checkpoints.\n"
-        "Exit codes: 0 complete, 1 incomplete or damaged, 2 your input.",
+        "Exit codes: 0 complete, 1 incomplete or damaged, 2 an error in your input.",
     )
     parser.add_argument("path", nargs="+", help="run folder, checkpoint folder or safetensors file")
     options = parser.parse_args(arguments)
@@ -97,7 +97,7 @@ _MOST_ROWS = 40
 
 
 def diff(arguments: Sequence[str]) -> int:
-    """Print settings and tensors that differ; 0 if all tensors are equal, 1 if not.
+    """Print settings and tensors that differ. Return 0 if all tensors are equal, 1 if not.
 
     Raises:
         ConfigError, CheckpointError: the arguments, or what they name, are wrong.
@@ -106,7 +106,7 @@ def diff(arguments: Sequence[str]) -> int:
         prog="vissl-zero checkpoint diff",
         description="Settings and tensors that differ; data are read in chunks.\n"
         "Two checkpoints are compared as a whole, anything else by its weights.\n"
-        "Exit codes: 0 the tensors are equal, 1 they are not, 2 your input.",
+        "Exit codes: 0 the tensors are equal, 1 they are not, 2 an error in your input.",
     )
     parser.add_argument("a", metavar="A", help="run folder, checkpoint folder or safetensors file")
     parser.add_argument("b", metavar="B", help="another one, as A")

@@ -54,7 +54,7 @@ class MixingConfig:
     """Probability of mixing at all."""
     switch_prob: float = number(0.5, least=0, most=1)
     """Probability of CutMix where both are on."""
-    mode: str = choice("batch", "batch", "pair", "elem")
+    mode: str = choice("batch", "pair", "elem", default="batch")
     """What shares a draw: the images of a process's micro-batch, two images that are mixed with each other, nothing."""
     correct_lam: bool = True
     """CutMix: labels are mixed by the area that was pasted, where the box is cut by the border."""
@@ -62,7 +62,7 @@ class MixingConfig:
     """Share of each label that is spread over all classes."""
     num_classes: int = number(1000, least=1, most=2**31)
     """Classes; as many as the head has outputs. Only supervised losses have labels to mix."""
-    ssl_method: str = choice("", "", "swav", "simclr", "moco")
+    ssl_method: str = choice("", "swav", "simclr", "moco", default="")
     """Whose loss sees the mixed images, without labels: each crop is mixed by itself; empty: a supervised one."""
 
 
@@ -87,7 +87,7 @@ class Split:
     """Where labels come from: [disk_folder] (the class folders) or [disk_filelist] (LABEL_PATHS)."""
     LABEL_PATHS: Texts = field(default_factory=list, metadata=TEXTS)
     """Files of integer labels (.npy), one per DATA_PATHS."""
-    LABEL_TYPE: str = choice("standard", "standard", "sample_index", "zero")
+    LABEL_TYPE: str = choice("standard", "sample_index", "zero", default="standard")
     """standard: the class of the image; sample_index: its number; zero: always 0."""
     DEFAULT_GRAY_IMG_SIZE: int = number(224, least=1, most=65536)
     """Side in pixels of images that a source makes itself."""
@@ -99,7 +99,7 @@ class Split:
     """Use this many images, drawn once; -1: all."""
     DATA_LIMIT_SAMPLING: DataLimitSampling = field(default_factory=DataLimitSampling)
     """Which images DATA_LIMIT takes."""
-    COLLATE_FUNCTION: str = choice("default_collate", *_COLLATORS, MIXING_COLLATOR)
+    COLLATE_FUNCTION: str = choice(*_COLLATORS, MIXING_COLLATOR, default="default_collate")
     """Under every name, crops are collated by resolution; cutmixup_collator also mixes images (mixup, CutMix), and the
     labels of a supervised loss."""
     COLLATE_FUNCTION_PARAMS: dict[str, Any] = field(default_factory=dict)
@@ -126,15 +126,15 @@ class Data:
     AUGMENTATION_PERIOD: int | None = number(None, least=1)
     """Epochs after which the random crops and colors of each training image repeat; 1: every epoch shows the same;
     null: they never repeat."""
-    BACKEND: str = choice("pil", "pil", "fast")
+    BACKEND: str = choice("pil", "fast", default="pil")
     """What decodes and transforms images. pil: Pillow, as VISSL; fast: arrays of 8 bits (simplejpeg, torch, OpenCV),
     several times faster; crops have the same boxes. pip install vissl-zero[fast]."""
-    AUGMENT_ON: str = choice("workers", "workers", "device")
+    AUGMENT_ON: str = choice("workers", "device", default="workers")
     """Where training images change colors, are mirrored, blurred and normalized. workers: before a batch is given away;
     device: on whole batches of 8 bits, with the same draws; needs BACKEND fast. Workers crop and resize either way."""
-    EXIF: str = choice("ignore", "ignore", "apply")
+    EXIF: str = choice("ignore", "apply", default="ignore")
     """ignore: read pixels as they are stored, as VISSL does; apply: turn an image as its camera noted."""
-    BACKGROUND: str = choice("stored", "stored", "white", "gray", "black")
+    BACKGROUND: str = choice("stored", "white", "gray", "black", default="stored")
     """Color behind transparent pixels; stored: the color that the file has beneath them, as VISSL takes it."""
     MAX_PIXELS: int = number(89_478_485, least=1, most=2**31)
     """Most pixels of an image; larger ones count as broken. Pillow's limit for decompression bombs."""
@@ -145,7 +145,7 @@ class Data:
     DISTRIBUTED.TIMEOUT_S, so that it is named before other ranks give up."""
     PIN_MEMORY: bool = True
     """Load batches into page-locked memory, which copies faster to a GPU; no effect without one."""
-    ON_BROKEN_IMAGE: str = choice("raise", "raise", "skip")
+    ON_BROKEN_IMAGE: str = choice("raise", "skip", default="raise")
     """raise: stop, naming the file; skip: name it and take another image in its place, always the same one."""
 
 

@@ -13,7 +13,7 @@ from vissl_zero.vissl.keys import with_vissl_keys
 class Machine:
     """``MACHINE``."""
 
-    DEVICE: str = choice("auto", "auto", "cpu", "gpu", also=("cuda",))
+    DEVICE: str = choice("auto", "cpu", "gpu", default="auto", also=("cuda",))
     """auto (GPU where there is one), cpu or gpu."""
     MEMORY_GIB: float | None = number(None, above=0, most=10**9)
     """For a dry run: memory of a GPU, or of a machine without, in GiB; null: this one's, or 80 where it has no GPU."""
@@ -35,7 +35,7 @@ class Distributed:
     """Rendezvous of machines started by hand: <address of machine 0>:<port>; auto: this machine alone."""
     SECRET_FILE: str | None = None
     """What machines started by hand prove to each other that they know; null: ~/.vissl_zero/secret, made if missing."""
-    BACKEND: str = choice("auto", "auto", "nccl", "gloo")
+    BACKEND: str = choice("auto", "nccl", "gloo", default="auto")
     """auto (nccl on GPUs, gloo on the CPU), nccl or gloo."""
     TIMEOUT_S: float = number(600.0, above=0, most=10**9)
     """Seconds after which a rank that waits for others gives up."""
@@ -76,7 +76,7 @@ class Slurm:
     """CPU cores per process."""
     PORT_ID: int = number(0, least=0, most=65535, fix="Write 0 for a free port.")
     """Rendezvous port; 0: a free one."""
-    TASK_PER: str = choice("node", "node", "process")
+    TASK_PER: str = choice("node", "process", default="node")
     """node: one launcher per node, which starts its processes; process: one SLURM task per process."""
     SIGNAL_DELAY_S: int = number(120, least=1, most=10**8)
     """Seconds before the time limit (or the eviction) at which the run saves and stops."""

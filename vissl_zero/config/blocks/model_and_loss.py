@@ -64,9 +64,9 @@ class AmpParams:
 
     USE_AMP: bool = False
     """Switch half precision on."""
-    DTYPE: str = choice("bfloat16", "bfloat16", "float16")
+    DTYPE: str = choice("bfloat16", "float16", default="bfloat16")
     """bfloat16 or float16; float16 needs loss scaling (ZERO.dynamic_loss_scale)."""
-    AMP_TYPE: str = choice("apex", "apex", "pytorch")
+    AMP_TYPE: str = choice("apex", "pytorch", default="apex")
     """apex: AMP_ARGS.opt_level must be one that torch.autocast can stand for; pytorch has no levels: anything."""
     AMP_ARGS: AmpArgs = field(default_factory=AmpArgs)
     """apex's arguments."""
@@ -79,7 +79,7 @@ class Float8:
     USE_FLOAT8: bool = False
     """Round what linear layers multiply to float8, forward and backward; a GPU needs compute capability 8.9, and the
     CPU emulates it: the same numbers, no faster."""
-    SCALES: str = choice("rows", "rows", "mx")
+    SCALES: str = choice("rows", "mx", default="rows")
     """rows: a scale for each token and each channel of a weight; mx: MXFP8, a power of two for every 32 elements of
     these, which needs a GPU of compute capability 10.0, or the CPU."""
     LAYERS: str = "^trunk[.](.*[.])?(qkv|proj|fc1|fc2)$"
@@ -300,7 +300,7 @@ class FeatureEvalSettings:
 class ModelConfig:
     """``MODEL``."""
 
-    INPUT_TYPE: str = choice("rgb", "rgb", "bgr", "lab")
+    INPUT_TYPE: str = choice("rgb", "bgr", "lab", default="rgb")
     """What the trunk sees of the tensors that the transforms make: rgb, all; bgr, their channels in the other order
     (resnet, regnet); lab, the first channel of Lab tensors, the lightness (resnet, alexnet_colorization)."""
     IN_CHANNELS: int | None = number(None, least=1, most=1024)
@@ -356,7 +356,7 @@ class TeacherModel:
     """As MODEL.HEAD."""
     WEIGHTS_INIT: WeightsInit = field(default_factory=WeightsInit)
     """As MODEL.WEIGHTS_INIT; trunk and heads must be complete."""
-    INPUT_TYPE: str = choice("rgb", "rgb", "bgr", "lab")
+    INPUT_TYPE: str = choice("rgb", "bgr", "lab", default="rgb")
     """As MODEL.INPUT_TYPE."""
 
 

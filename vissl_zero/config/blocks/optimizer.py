@@ -19,7 +19,7 @@ class AutoLrScaling:
     """Learning rate at ``base_lr_batch_size``."""
     base_lr_batch_size: int = number(256, least=1)
     """Source images per optimizer step over all processes that ``base_value`` is meant for."""
-    scaling_type: str = choice("linear", "linear", "sqrt")
+    scaling_type: str = choice("linear", "sqrt", default="linear")
     """linear (with the batch) or sqrt (with its root)."""
     keep_shape: bool = False
     """One factor for the whole schedule, warm-up included; false: as VISSL scales, see docs/optimizer_forms.md."""
@@ -31,7 +31,7 @@ class Scheduler:
 
     name: str = "multistep"
     """constant, linear, cosine, cosine_warm_restart, step, multistep or composite."""
-    update_interval: str = choice("epoch", "step", "epoch")
+    update_interval: str = choice("step", "epoch", default="epoch")
     """epoch or step: how often the value changes."""
     stretch: float = number(1.0, least=1, most=1000)
     """Lay the schedule out over this many times the run, which ends before it (MSN: 1.25); of a composite, over all of
@@ -44,7 +44,7 @@ class Scheduler:
     """linear, cosine, cosine_warm_restart: the last value."""
     restart_interval_length: float = number(0.5, above=0, most=1)
     """cosine_warm_restart: length of half a wave, as a share of the schedule."""
-    wave_type: str = choice("half", "half", "full")
+    wave_type: str = choice("half", "full", default="half")
     """cosine_warm_restart: half (falls, then starts again at the top) or full (falls and rises again)."""
     lr_multiplier: float = number(1.0, above=0, most=1)
     """cosine_warm_restart: each restart's top over the one before, unless is_adaptive."""
@@ -58,7 +58,7 @@ class Scheduler:
     """composite: the parts, each with the keys of a schedule."""
     lengths: list[float] = field(default_factory=list)
     """composite: share of the run that each part takes, summing to 1."""
-    interval_scaling: list[str] = choice([], "rescaled", "fixed")
+    interval_scaling: list[str] = choice("rescaled", "fixed", default=[])
     """composite: per part, rescaled (runs its whole course within its share) or fixed (is cut out of the run)."""
     auto_lr_scaling: AutoLrScaling = field(default_factory=AutoLrScaling)
     """Learning rates from the batch size."""
@@ -201,7 +201,7 @@ class Optimizer:
     """Weight decay on biases too."""
     construct_single_param_group_only: bool = False
     """One group of all parameters: norms, biases, and heads decay and follow the rate as the trunk's weights do."""
-    param_group_constructor: str = choice("default", "default", "dino", "linear_eval_heads")
+    param_group_constructor: str = choice("default", "dino", "linear_eval_heads", default="default")
     """default: by trunk, heads, norms, and biases, as the keys around say; linear_eval_heads: as that list says;
     dino: two groups. There neither biases nor what has norm in its name
     decays, and heads have no rate or decay of their own."""

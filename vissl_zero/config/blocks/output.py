@@ -28,7 +28,7 @@ class CheckpointConfig:
     """Optimizer steps between checkpoints; -1: only by epochs."""
     SAVE_BEST: bool = False
     """Keep the weights with the best BEST_METRIC as weights_best.safetensors."""
-    BEST_METRIC: str = choice("top1", "top1", "miou", "knn_top1", "probe_top1", "loss")
+    BEST_METRIC: str = choice("top1", "miou", "knn_top1", "probe_top1", "loss", default="top1")
     """The figure that SAVE_BEST follows: top-1 on TEST of a run that predicts classes, mIoU on TEST of one that
     segments, top-1 of kNN or of the online probe (highest), or the loss (mean of an epoch; lowest)."""
     KEEP_LAST: int = number(2, least=1, also=(-1,))
@@ -80,7 +80,7 @@ class EarlyStopping:
     stop."""
     PATIENCE: int = number(5, least=1)
     """Measurements in a row without a better one after which the run ends."""
-    MODE: str = choice("auto", "auto", "max", "min")
+    MODE: str = choice("auto", "max", "min", default="auto")
     """Whether higher (max) or lower (min) is better; auto: lower for loss, higher for the others."""
     MIN_DELTA: float = number(0.0, least=0)
     """By how much, in the metric's unit, a figure must exceed the best to be better."""
@@ -234,7 +234,7 @@ class SvmCosts:
 class SvmLowShot:
     """``SVM.low_shot``: what train_svm_low_shot draws of TRAIN's images."""
 
-    dataset_name: str = choice("voc", "voc", "places205", also=("places", "places205_everstore"))
+    dataset_name: str = choice("voc", "places205", default="voc", also=("places", "places205_everstore"))
     """voc: for each class k images with it and (classes - 1) * k without it; places205: k images of each class."""
     sample_inds: list[int] = number([1, 2, 3, 4, 5], least=0)
     """Numbers of the draws; each is trained and tested alone."""
@@ -251,9 +251,9 @@ class Svm:
     """Divide each image's features by their L2 norm."""
     cls_list: list[int] = number([], least=0)
     """Numbers of the classes to take; empty: all."""
-    loss: str = choice("squared_hinge", "squared_hinge", "hinge")
+    loss: str = choice("squared_hinge", "hinge", default="squared_hinge")
     """scikit-learn's LinearSVC."""
-    penalty: str = choice("l2", "l2", "l1")
+    penalty: str = choice("l2", "l1", default="l2")
     """Penalty on the weights; ``l1`` requires ``squared_hinge`` and ``dual: false``."""
     dual: bool = True
     """Solve the dual problem; hinge needs it."""
@@ -280,9 +280,9 @@ class ClusterSampling:
 class ClusterFeaturesConfig:
     """``CLUSTERFIT.FEATURES``: what is clustered."""
 
-    DATA_PARTITION: str = choice("TRAIN", "TRAIN", "TEST")
+    DATA_PARTITION: str = choice("TRAIN", "TEST", default="TRAIN")
     """The split whose images the centroids are computed from."""
-    TEST_PARTITION: str = choice("TEST", "TEST", "TRAIN", "")
+    TEST_PARTITION: str = choice("TEST", "TRAIN", "", default="TEST")
     """Another split whose images get the nearest centroid; it is left out where it is empty or names no images."""
     DATASET_NAME: str = ""
     """Beginning of the files' names; empty: clusters."""
@@ -342,7 +342,7 @@ class ImageRetrieval:
     """See the object's box alone in each query."""
     IMG_SCALINGS: list[float] = number([1.0], above=0)
     """Factors of the images' size; vectors are means over them."""
-    FEATS_PROCESSING_TYPE: str = choice("", "rmac", "gem", "")
+    FEATS_PROCESSING_TYPE: str = choice("rmac", "gem", "", default="")
     """How maps are pooled: rmac (maxima of regions), gem (generalized mean), or not at all (empty)."""
     SPATIAL_LEVELS: int = number(3, least=1)
     """Levels of rmac's regions."""
@@ -354,7 +354,7 @@ class ImageRetrieval:
     """Whiten the vectors; rmac needs it."""
     N_PCA: int = number(512, least=1, also=(-1,), fix="Write -1 for all components.")
     """Whitened principal components; -1: all."""
-    SIMILARITY_MEASURE: str = choice("cosine_similarity", "cosine_similarity", "l2")
+    SIMILARITY_MEASURE: str = choice("cosine_similarity", "l2", default="cosine_similarity")
     """What images are ranked by."""
     SAVE_RETRIEVAL_RANKINGS_SCORES: bool = True
     """Write rankings and similarities."""
@@ -375,7 +375,7 @@ class LogisticRegression:
 class LowShotBenchmark:
     """``LOW_SHOT_BENCHMARK``: classifiers on few images (low_shot_test)."""
 
-    METHOD: str = choice("logistic_regression", "logistic_regression", also=("svm",))
+    METHOD: str = choice("logistic_regression", default="logistic_regression", also=("svm",))
     """The classifier."""
     LOGISTIC_REGRESSION: LogisticRegression = field(default_factory=LogisticRegression)
     """Penalties and draws."""

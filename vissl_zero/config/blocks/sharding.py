@@ -35,7 +35,7 @@ class FsdpConfig:
     """Allow compute_dtype to differ from float32."""
     fp32_reduce_scatter: bool = False
     """Reduce gradients in float32 when parameters are computed in half precision."""
-    compute_dtype: str = choice("float32", "float32", "float16", "bfloat16")
+    compute_dtype: str = choice("float32", "float16", "bfloat16", default="float32")
     """Dtype that parameters are cast to for compute: float32, float16 or bfloat16."""
     bucket_cap_mb: float = number(0, least=0)
     """Size in MiB of fairscale's reduce-scatter buckets; no effect on the torch engine."""
@@ -113,7 +113,7 @@ class Zero:
     """Scale the loss in float16 so that small gradients survive; no effect in other precisions."""
     clip_grad: float | None = number(None, above=0)
     """Largest L2 norm of the gradients; null: no clipping."""
-    clip_grad_per: str = choice("model", "model", "part", "tensor")
+    clip_grad_per: str = choice("model", "part", "tensor", default="model")
     """What has that norm: model (all gradients together), part (the trunk and each head apart, as DINOv2) or tensor
     (each by itself, as DINO)."""
     offload_optimizer_config: OffloadOptimizer = field(default_factory=OffloadOptimizer)

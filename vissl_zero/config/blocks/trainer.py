@@ -15,10 +15,10 @@ class Trainer:
 
     MAX_STEPS: int | None = number(None, least=1)
     """Total of optimizer steps after which the run ends; never changes the schedule; null: no limit."""
-    DTYPE: str = choice("float32", "float32", "float64", "bfloat16")
+    DTYPE: str = choice("float32", "float64", "bfloat16", default="float32")
     """float32; float64: parameters, batch norm, loss and Sinkhorn all in float64; or bfloat16: parameters, their
     gradients, and the forward pass, with batch norm, losses, and optimizer state in float32 (AMP must be off)."""
-    ROUNDING: str = choice("stochastic", "stochastic", "kahan")
+    ROUNDING: str = choice("stochastic", "kahan", default="stochastic")
     """How the float32 result of an update becomes a parameter in bfloat16. stochastic: up or down by chance, so that it
     is right on average; the same at every ZeRO level. kahan: to the nearest, and the rest is kept beside it in
     bfloat16."""

@@ -80,11 +80,11 @@ class RegNetConfig:
 class ResNetConfig:
     """``MODEL.TRUNK.RESNETS``: ResNet of https://arxiv.org/abs/1512.03385 (stride in the 3x3 convolution)."""
 
-    DEPTH: int = choice(50, 18, 34, 50, 101, 152, 200)
+    DEPTH: int = choice(18, 34, 50, 101, 152, 200, default=50)
     """Layers: 18, 34, 50, 101, 152 or 200."""
     WIDTH_MULTIPLIER: int = number(1, least=1, most=1024)
     """Channels of every layer over those of the published network."""
-    NORM: str = choice("BatchNorm", "BatchNorm", "GroupNorm")
+    NORM: str = choice("BatchNorm", "GroupNorm", default="BatchNorm")
     """Normalization: BatchNorm or GroupNorm."""
     GROUPNORM_GROUPS: int = number(32, least=1)
     """Groups of GroupNorm; no effect with BatchNorm."""
@@ -94,14 +94,14 @@ class ResNetConfig:
     """Channels per group of the first stage."""
     ZERO_INIT_RESIDUAL: bool = False
     """Start every residual branch at zero (weight of its last norm)."""
-    FIRST_WEIGHTS: str = choice("torchvision", "torchvision", "vissl")
+    FIRST_WEIGHTS: str = choice("torchvision", "vissl", default="torchvision")
     """How convolutions begin: torchvision, normal by fan-out (https://arxiv.org/abs/1502.01852); vissl, as VISSL's do,
     uniform within 1 / sqrt(fan-in), torch's default."""
     STANDARDIZE_CONVOLUTIONS: bool = False
     """Bring each filter to mean 0 and deviation 1 whenever it is applied (for GroupNorm)."""
-    LAYER4_STRIDE: int = choice(2, 1, 2)
+    LAYER4_STRIDE: int = choice(1, 2, default=2)
     """Stride of the last stage: 1 or 2."""
-    STEM_TYPE: str = choice("RES_STEM_IN", "RES_STEM_IN", "RES_STEM_CIFAR")
+    STEM_TYPE: str = choice("RES_STEM_IN", "RES_STEM_CIFAR", default="RES_STEM_IN")
     """First layers: RES_STEM_IN (7x7, stride 2, max pooling) or, for images under 64 pixels, RES_STEM_CIFAR (3x3)."""
 
 
@@ -126,7 +126,7 @@ class VisionTransformerConfig:
     """Dropout of embeddings, of attention's output and in the MLP."""
     ATTENTION_DROPOUT_RATE: float = number(0.0, least=0, below=1)
     """Dropout of attention weights; takes torch's fused attention away."""
-    CLASSIFIER: str = choice("token", "token", "gap")
+    CLASSIFIER: str = choice("token", "gap", default="token")
     """The feature of an image: token (the class token) or gap (the mean of the patches)."""
     USE_CLASS_TOKEN: bool = True
     """A class token; without one the feature of an image is the mean of its patches, whatever CLASSIFIER says."""
@@ -186,7 +186,7 @@ class XcitConfig:
 
     IMAGE_SIZE: int = number(224, least=1, most=2**16)
     """Side of the images, in pixels; others work too."""
-    PATCH_SIZE: int = choice(16, 8, 16)
+    PATCH_SIZE: int = choice(8, 16, default=16)
     """Side of a patch, in pixels: 8 or 16."""
     HIDDEN_DIM: int = number(384, least=1, most=2**20)
     """Width of tokens and features."""
@@ -214,7 +214,7 @@ class XcitConfig:
 class ResNetSkConfig:
     """``MODEL.TRUNK.RESNETS_SK``: SimCLR v2's ResNet with selective kernels, https://arxiv.org/abs/2006.10029."""
 
-    DEPTH: int = choice(152, 50, 101, 152)
+    DEPTH: int = choice(50, 101, 152, default=152)
     """Layers: 50, 101 or 152."""
     WIDTH_MULTIPLIER: int = number(3, least=1, most=1024)
     """Channels of every layer over those of the published ResNet."""
@@ -226,7 +226,7 @@ class ResNetSkConfig:
 class EfficientNetConfig:
     """``MODEL.TRUNK.EFFICIENT_NETS``: EfficientNet of https://arxiv.org/abs/1905.11946, timm's ``tf_efficientnet``."""
 
-    model_version: str = choice("B0", *(f"B{size}" for size in range(8)))
+    model_version: str = choice(*(f"B{size}" for size in range(8)), default="B0")
     """B0 to B7; also decides the dropout of the feature, 0.2 to 0.5."""
     bn_momentum: float = number(0.01, least=0, most=1)
     """Weight of the newest batch in the running statistics of batch norm."""
@@ -242,7 +242,7 @@ class EfficientNetConfig:
 class MobileNetConfig:
     """``MODEL.TRUNK.MOBILE_NET``: MobileNet v3 of https://arxiv.org/abs/1905.02244, torchvision's or timm's."""
 
-    NAME: str = choice("mobilenetv3_large_100", "mobilenetv3_large_100", "mobilenetv3_small_100")
+    NAME: str = choice("mobilenetv3_large_100", "mobilenetv3_small_100", default="mobilenetv3_large_100")
     """Size: mobilenetv3_large_100 or mobilenetv3_small_100."""
     TIMM_BN: bool = False
     """mobilenetv3_tv: batch norm with epsilon 1e-5 and momentum 0.1, as in timm; torchvision has 1e-3 and 0.01."""
@@ -350,7 +350,7 @@ class TimmConfig:
     """Added to the variance in all layer norms; null: the model's own."""
     last_norm_eps: float | None = number(None, above=0, most=1)
     """The same of the last layer norm alone (transformers' ConvNeXt); null: as the others."""
-    position_resize: str = choice("antialiased", "antialiased", "bicubic", "offset")
+    position_resize: str = choice("antialiased", "bicubic", "offset", default="antialiased")
     """How positions of a vision transformer are resized for other image sizes: antialiased (timm, DINOv2 with
     registers), bicubic (transformers) or offset (bicubic by a factor of 0.1 patches more: DINO, DINOv2)."""
     model_args: dict[str, Any] = field(default_factory=dict)

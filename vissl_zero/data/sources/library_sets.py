@@ -161,7 +161,7 @@ class DigitScenes:
             top, left = half * (cell // 2) + down, half * (cell % 2) + right
             box = (slice(top, top + side), slice(left, left + side))
             ink = np.asarray(self._digits.image(scan).convert("L").resize((side, side), Image.Resampling.BILINEAR))
-            # The brighter of both: the black around a digit would show as a box on the ground.
+            # The maximum of both, since the black around a digit would show as a box on the ground.
             canvas[box] = np.maximum(canvas[box], ink)
             mask[box][ink >= _INK] = 1 + (self._digits.label(scan) or 0)
         return Image.fromarray(canvas).convert("RGB"), Image.fromarray(mask)

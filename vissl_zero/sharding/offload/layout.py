@@ -214,10 +214,10 @@ class TensorFile:
         combine: Callable[[int, Tensor, Tensor], object],
         is_behind: bool = False,
     ) -> None:
-        """Change some shards.
+        """Update stored shards with ``values``.
 
         Args:
-            values: flat tensors by index.
+            values: flat tensors by index of the shard.
             is_read: whether a record has elements that must be kept, so that it is read before it is written.
             combine: called with the index, stored elements and new ones; writes the result into the stored ones.
             is_behind: see ``RecordPipeline.run``.

@@ -100,7 +100,7 @@ class Clipping:
         return None if plan.clip_grad is None else cls(plan.clip_grad, plan.clip_grad_per)
 
     def factors(self, names: Sequence[str], grad_sq: Tensor) -> Tensor:
-        """Return the factors of the gradients: one for all, 0-d, or one per tensor, (T,).
+        """Return the factors that clip the gradients: one for all, 0-d, or one per tensor, (T,).
 
         Args:
             names: T full names.

@@ -369,7 +369,7 @@ class _GradientSharded(_OwnedByRank):
         return super()._facts() | {what: text_digest(reached)}
 
     def zero_grad(self) -> None:
-        """Zero in place; see ``ShardedModel``. A gradient set to None leaves fairscale's buffers (fairscale #354)."""
+        """Zero gradients in place: one set to None would be detached from fairscale's buffers (fairscale #354)."""
         parallel = self._parallel
         params = parallel._trainable_params
         for param, is_in_buffer in zip(params, parallel._should_bucket_grad or [False] * len(params), strict=True):

@@ -144,10 +144,10 @@ class UnitGuard:
         return text_digest(self._ran)
 
     def announce(self, number: int, *, is_reduce: bool) -> None:
-        """Announce a message of unit ``number``, which must be the next message of every rank.
+        """Check that the next message of every rank is this one of unit ``number``. Collective.
 
         Raises:
-            VisslZeroError: on every rank, before any data are mixed.
+            VisslZeroError: on every rank, before any data is sent.
         """
         self._announce(2 * number + (_REDUCE if is_reduce else _GATHER))
 
