@@ -133,6 +133,9 @@ def counted(number: int, noun: str) -> str:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Write ``" Did you mean 'a', 'b'?"`` for the closest known names, or an empty string."""
-    matches = get_close_matches(name, list(known), cutoff=0.5)
+    """Write ``" Did you mean 'a', 'b'?"`` for the closest known names in any case, or an empty string."""
+    by_spelling: dict[str, list[str]] = {}
+    for one in known:
+        by_spelling.setdefault(one.lower(), []).append(one)
+    matches = [one for near in get_close_matches(name.lower(), by_spelling, cutoff=0.5) for one in by_spelling[near]]
     return f" Did you mean {', '.join(repr(m) for m in matches)}?" if matches else ""

@@ -174,6 +174,10 @@ def require_interface(
     if base is not None and not isinstance(part, base):
         must = f"must be a {base.__module__}.{base.__qualname__}, as every {registry.kind} is"
         problems.append(Problem(registry.key, f"{name}: {type(part).__name__}", must, "See docs/extending.md."))
+    for method, must in _wrong_arguments(type(part), base) if base is not None and _is_ours(base) else ():
+        problems.append(
+            Problem(registry.key, f"{name}: {type(part).__name__}.{method}", must, "See docs/extending.md.")
+        )
     for member, meaning in (members or {}).items():
         if not hasattr(part, member):
             must = f"must have {member}: {meaning}"
@@ -181,6 +185,26 @@ def require_interface(
             problems.append(Problem(registry.key, name, must, fix))
     if problems:
         raise RegistryError(problems)
+
+
+def _is_ours(base: type) -> bool:
+    return base.__module__.partition(".")[0] == __name__.partition(".")[0]
+
+
+def _wrong_arguments(cls: type, base: type) -> Iterator[tuple[str, str]]:
+    """Yield each method of ``base`` that ``cls`` overrides with arguments with which it cannot be called."""
+    for name, method in vars(base).items():
+        mine = getattr(cls, name, method)
+        if name.startswith("_") or not inspect.isfunction(method) or not inspect.isfunction(mine) or mine is method:
+            continue
+        parameters = inspect.signature(method).parameters.values()
+        if any(p.kind is p.VAR_POSITIONAL for p in parameters):
+            continue  # the arguments are up to each class
+        given = [p for p in parameters if p.default is p.empty and p.kind is not p.KEYWORD_ONLY]
+        try:
+            inspect.signature(mine).bind(*given)
+        except TypeError:
+            yield name, f"must take ({', '.join(p.name for p in given)})"
 
 
 def _same_source(a: Any, b: Any) -> bool:

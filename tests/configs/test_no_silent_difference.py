@@ -69,7 +69,6 @@ NO_NUMBER = {
     "CONVIT.QK_SCALE": "read under VISION_TRANSFORMERS in VISSL too",
     "VERBOSE": "what is displayed",
     "MONITOR_PERF_STATS": "what is displayed",
-    "TRUNK_PARAMS": "read nowhere in VISSL",
     "BATCHSIZE_PER_REPLICA": "a size that the data says",
     "effective_batch_size": "a size that the data says",
     "master_weights": "apex's copies of half-precision weights; here weights are never in half precision",

@@ -58,6 +58,11 @@ def test_the_example_trains_and_its_trunk_can_be_used(folder):
         ("class Scaled(nn.Module)", "class Scaled(Plain)", "must be a torch.nn.modules.module.Module"),
         ("class SmoothLoss(Method)", "class SmoothLoss(nn.Module)", "must be a vissl_zero.methods.method.Method"),
         ("class BestLoss(Hook)", "class BestLoss", "must be a vissl_zero.engine.hook.Hook"),
+        (
+            "def on_record(self, run, record)",
+            "def on_record(self, run)",
+            "must take (self, run, record) (got best_loss: BestLoss.on_record)",
+        ),
         ("def name(self, index)", "def title(self, index)", "must have name: name(index), what messages call"),
     ],
 )

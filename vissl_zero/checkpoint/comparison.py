@@ -66,8 +66,7 @@ def compare(a: Checkpoint | WeightsFile, b: Checkpoint | WeightsFile) -> Iterato
 
 def facts_that_differ(a: Checkpoint, b: Checkpoint) -> dict[str, tuple[Any, Any]]:
     """Return the differences of two checkpoints in step, level, ranks and similar values."""
-    pairs = {name: (getattr(a.manifest, name), getattr(b.manifest, name)) for name in _FACTS}
-    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+    return differing(*({name: getattr(side.manifest, name) for name in _FACTS} for side in (a, b)))
 
 
 def settings_that_differ(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
@@ -172,7 +171,7 @@ def refused(saved: Mapping[str, Any], now: Mapping[str, Any], allowed: Sequence[
     plain = [key.removeprefix(_ROOT) for key in allowed]
     # By images per step: ranks, micro-batches and images per rank may change as long as their product does not.
     batch = [] if _is_under(BATCH, plain) else _other_batch(_at(saved, "global_batch"), now)
-    return batch + [
+    problems = batch + [
         Problem(
             _ROOT + key,
             str(after),
@@ -182,6 +181,17 @@ def refused(saved: Mapping[str, Any], now: Mapping[str, Any], allowed: Sequence[
         for key, (before, after, reason) in differing.items()
         if not _is_under(key, plain)
     ]
+    return _of_another_recipe(saved.get("recipe"), now.get("recipe"), problems) or problems
+
+
+def _of_another_recipe(before: Any, after: Any, problems: Sequence[Problem]) -> list[Problem]:
+    """Sum up the differences of another recipe, which nobody would put back one by one; empty if it is the same one."""
+    if not before or before == after or len(problems) < 2:
+        return []
+    keys, others = ", ".join(problem.key for problem in problems[:3]), len(problems) - 3
+    which = f"{keys}{f' and {others} more' if others > 0 else ''} differ"
+    must = f"must be the recipe that ran in this folder, {before}: its checkpoint does not continue here, as {which}"
+    return [Problem("config", str(after), must, "Name another run folder: config.CHECKPOINT.DIR=<folder>.")]
 
 
 _OR_ELSE = "{} another run folder, or allow it: config.CHECKPOINT.ALLOW_CHANGED=[{}]."

@@ -195,7 +195,7 @@ def _what_else(folder: Path) -> str:
     if jobs := read_jobs(folder):
         return f"holds several runs. Name one of them: {', '.join(map(str, jobs))}."
     what = f"holds images, and weights are wanted here. {_IMAGES_ARE_NAMED}"
-    if next(image_files(folder), None) is None:
+    if (folder / RESOLVED_FILE).exists() or next(image_files(folder), None) is None:
         what = f"holds neither checkpoints nor {WEIGHTS_FILE}."
     return f"{what} Give a run folder, one of its checkpoints/step_<steps> folders, or a file of weights."
 

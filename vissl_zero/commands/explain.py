@@ -48,6 +48,7 @@ from vissl_zero.config.run_config import RunConfig, schema
 from vissl_zero.errors import CheckpointError, ConfigError, Problem, did_you_mean, printable, problems_of
 from vissl_zero.resolve.components import left_to_weights, takes_other_model
 from vissl_zero.resolve.host import Host
+from vissl_zero.resolve.measuring import saved_features
 from vissl_zero.resolve.named_teacher import teacher_name
 from vissl_zero.resolve.resolve import resolve
 from vissl_zero.resolve.resolved import ResolvedRun
@@ -378,6 +379,8 @@ def _fill_in(run: RunConfig, account: Account, stack: ExitStack) -> None:
         must = "must name the folder that holds the data sets"
         account.yours.append(Problem("config.IMG_RETRIEVAL.DATASET_PATH", images, must, fix))
         run.IMG_RETRIEVAL.DATASET_PATH = images or "/path/to/images"
+    if saved_features(run):  # the user has the weights of the features
+        run.MODEL.WEIGHTS_INIT.PARAMS_FILE = "/path/to/weights"
     # Nothing stands in for weights that say what the network is.
     if not left_to_weights(run):
         _weights(run.MODEL.WEIGHTS_INIT, "MODEL", account, stack)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import sys
 import warnings
@@ -117,6 +118,9 @@ def train(arguments: Sequence[str]) -> int:  # noqa: C901 - every way that Hydra
     return max([*codes, swept or 0])
 
 
+_KEY_AS_FLAG = re.compile(r"--config(\.[^=]*)?(=.*)?")
+
+
 def _for_hydra(arguments: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
     """Sort arguments for Hydra's parser, flags before overrides. Return them, and the folders of --config-dir.
 
@@ -128,6 +132,14 @@ def _for_hydra(arguments: Sequence[str]) -> tuple[list[str], list[str], list[str
             must = "must be one word: key=value without blanks"
             fix = f"Write {before}={word[1:] or '<value>'}; a value with blanks needs quotes: \"key='a b'\"."
             raise ConfigError([Problem("command line", repr(f"{before} {word}"), must, fix)])
+    for word, value in pairwise([*arguments, ""]):
+        # argparse would take it for the beginning of three of Hydra's flags.
+        if _KEY_AS_FLAG.fullmatch(word):
+            key, equals, _ = word.removeprefix("--").partition("=")
+            written = (
+                word.removeprefix("--") if equals else f"{key}={value if value[:1] not in ('', '-') else '<value>'}"
+            )
+            raise ConfigError([Problem("command line", word, "must be a key, not a flag", f"Write {written}.")])
     words = ["config.DRY_RUN=true" if word == "--dry-run" else word for word in arguments]
     parser = get_args_parser()
     # argparse gives the overrides up to the next flag to the parser's list, and leaves those after it in ``rest``.

@@ -35,7 +35,7 @@ from vissl_zero.config.recipes import list_recipes, recipe_folders, recipe_names
 from vissl_zero.config.run_config import RunConfig, new_schema, schema
 from vissl_zero.config.sources import SchemaSource, register_sources
 from vissl_zero.errors import ConfigError, Problem, did_you_mean
-from vissl_zero.vissl.keys import without_vissl_keys
+from vissl_zero.vissl.keys import todays_key, without_vissl_keys
 from vissl_zero.vissl.names import use_own_names
 from vissl_zero.vissl.programs import DETECTION, ELSEWHERE
 
@@ -367,11 +367,17 @@ def _one_or_many(block: Any, path: str = "config") -> list[Problem]:
 
 
 def plain_words(overrides: Sequence[str]) -> list[str]:
-    """Rewrite overrides for Hydra: ``a[1].b=2`` becomes ``a.1.b=2``, ``DIR=/home/jörg`` gets quotes."""
+    """Rewrite overrides for Hydra: ``a[1].b=2`` becomes ``a.1.b=2``, ``DIR=/home/jörg`` gets quotes.
+
+    ``+config.a=2`` becomes ``++config.a=2``: a key that VISSL lacks and that needs a plus there may be typed here.
+    """
     words = []
     for word in overrides:
         key, equals, value = word.partition("=")
-        words.append(re.sub(r"\[(\d+)\]", r".\1", key) + equals + _quoted(value))
+        name = key.lstrip("+~")
+        sign = key.removesuffix(name)
+        sign = "++" if sign == "+" and equals and name.startswith("config.") else sign
+        words.append(sign + re.sub(r"\[(\d+)\]", r".\1", todays_key(name)) + equals + _quoted(value))
     return words
 
 

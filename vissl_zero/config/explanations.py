@@ -173,8 +173,8 @@ def unknown_key(key: str, tree: DictConfig, prefix: str = "") -> Problem:
     # Without this line, Hydra puts the keys of a file below the name of its group.
     if full.startswith("config.config"):
         fix = "Start the recipe's file with the line '# @package _global_'."
-    if not fix and elsewhere:
-        fix = f"A key of that name stands at {', '.join(elsewhere)}."
+    elif elsewhere:  # an equal name says more than a similar one
+        fix = f"A key of that name stands at {', '.join(elsewhere)}.{' ' + fix if fix else ''}"
     return Problem(full, "", "is not a key", fix or f"Keys there: {', '.join(siblings[:MOST_LISTED])}.")
 
 

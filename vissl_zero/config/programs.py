@@ -22,6 +22,7 @@ PROGRAMS: dict[str, str | None] = {
     "instance_retrieval_test": "instance_retrieval_test",
 }
 SVM_PROGRAMS, CLUSTERING = ("train_svm", "train_svm_low_shot"), "cluster_features_and_label"
+NEIGHBORS = "nearest_neighbor_test"
 RETRIEVAL = "instance_retrieval_test"  # reads the images of IMG_RETRIEVAL instead of DATA
 LOW_SHOT = "low_shot_test"
 # These two use the outputs of the heads; other programs use features.
@@ -38,7 +39,7 @@ def begin_program(run: RunConfig, name: str) -> None:
     run.PROGRAM, run.TEST_ONLY = name, True
     # Nothing is trained, so there is nothing to save.
     run.CHECKPOINT.CHECKPOINT_FREQUENCY = run.CHECKPOINT.CHECKPOINT_ITER_FREQUENCY = -1
-    run.NEAREST_NEIGHBOR.USE_KNN = name == "nearest_neighbor_test"
+    run.NEAREST_NEIGHBOR.USE_KNN = name == NEIGHBORS
     settings = run.MODEL.FEATURE_EVAL_SETTINGS
     if name in (PREDICTIONS, ASSIGNMENTS):
         run.LOSS = {**run.LOSS, "name": "CrossEntropyLoss"}  # not used: nothing is trained

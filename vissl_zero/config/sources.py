@@ -20,13 +20,14 @@ from hydra.core.object_type import ObjectType
 from hydra.core.plugins import Plugins
 from hydra.plugins.config_source import ConfigResult, ConfigSource
 from hydra.plugins.search_path_plugin import SearchPathPlugin
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from vissl_zero.atomic import is_there
 from vissl_zero.config.copies import Copies
 from vissl_zero.config.recipes import recipe_folders, recipe_text
 from vissl_zero.config.run_config import new_schema
 from vissl_zero.errors import ConfigError
+from vissl_zero.vissl.keys import move_blocks
 
 _PACKAGE = "pkg://vissl_zero.conf"
 # Providers whose recipes are ignored: classy-vision adds its own to the ``config`` group of every Hydra program.
@@ -87,7 +88,10 @@ class SchemaSource(ConfigSource):
 @lru_cache(maxsize=256)
 def _parsed(source: type[ConfigSource], provider: str, folder: str, config_path: str, _: str) -> Copies[ConfigResult]:
     """Parse a file by Hydra. The last argument is the file's text, so that the cache misses if it has changed."""
-    return Copies(source(provider, folder).load_config(config_path))
+    result = source(provider, folder).load_config(config_path)
+    if isinstance(result.config, DictConfig):
+        move_blocks(result.config)
+    return Copies(result)
 
 
 class PackageFiles(ImportlibResourcesConfigSource):

@@ -114,7 +114,10 @@ class Decoder:
             self.check(*image.size, data, name)
             turned = ImageOps.exif_transpose(image) if self.applies_exif else image
             opaque = turned if self.background is None else _on(self.background, turned)
-            rgb = _as_8_bits(opaque, image, name).convert("RGB")
+            shown = _as_8_bits(opaque, image, name)
+            if shown.mode == "P" and isinstance(shown.info.get("transparency"), bytes):
+                shown = shown.convert("RGBA")  # the same colors; Pillow warns of the direct way
+            rgb = shown.convert("RGB")
             if look is not None:
                 look(image)
             return rgb

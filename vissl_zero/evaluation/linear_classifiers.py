@@ -27,7 +27,7 @@ from vissl_zero.config.blocks.output import Svm
 from vissl_zero.data.loader import eval_images, require_evaluation
 from vissl_zero.data.source import Source, build_eval_sources, build_source, label_matrix
 from vissl_zero.engine.hook import Hook, Run
-from vissl_zero.errors import DataError
+from vissl_zero.errors import DataError, counted
 from vissl_zero.evaluation.features import Features, extract_features, layers_of
 from vissl_zero.registry import HOOKS
 from vissl_zero.resolve.measuring import penalties
@@ -468,9 +468,8 @@ class LowShot(Hook):
             rows: dict[str, Any] = {"mean": float(np.mean(best)), "std": float(np.std(best)), "seeds": seeds}
             run.results.setdefault("low_shot_by_layer", {})[name] = rows
             if run.is_main:
-                line = f"Low shot on {name}: top-1 {rows['mean']:.1%}, std {rows['std']:.1%} over {len(best)} draws of "
-                line += f"{len(drawn[0].rows):,} images"
-                print_line(line)
+                draws = f"{counted(len(best), 'draw')} of {counted(len(drawn[0].rows), 'image')}"
+                print_line(f"Low shot on {name}: top-1 {rows['mean']:.1%}, std {rows['std']:.1%} over {draws}")
 
 
 def _measured(test: Features, columns: slice, job: tuple[Features, float]) -> tuple[float, float]:

@@ -207,7 +207,8 @@ def _refuse(unknown: list[str]) -> NoReturn:
     """
     must = "is DeepSpeed's key"
     problems = [Problem(f"zero.{key}", "", must, _theirs()[key]) for key in unknown if key in _theirs()]
-    if others := [key for key in unknown if key not in _theirs()]:
+    problems += [Problem(f"zero.{key}", "", "is not a key", _SHORT[key]) for key in unknown if key in _SHORT]
+    if others := [key for key in unknown if key not in _theirs() | _SHORT]:
         try:
             typed_options(_AllKeys, dict.fromkeys(others), "zero")
         except ConfigError as error:
@@ -408,6 +409,9 @@ _RENAMED = {
     "offload_param": "offload_param_config",
     "gradient_clipping": "clip_grad",
 }
+# Short forms of other libraries and of earlier DeepSpeed.
+_OFFLOAD = "Write offload_optimizer_config=dict(device='cpu'), and offload_param_config=dict(device='cpu') at level 3."
+_SHORT = {"offload": _OFFLOAD, "cpu_offload": _OFFLOAD, "offload_to_cpu": _OFFLOAD}
 
 
 def _theirs() -> dict[str, str]:

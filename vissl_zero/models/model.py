@@ -265,7 +265,7 @@ class Model(nn.Module):
         self.is_channels_last = False
         self.kept_features: list[Tensor] = []
         self.features_are_embeddings = False
-        self._is_checked = False
+        self._is_checked = self._has_checked_heads = False
         self.trunk = trunk
         self.anchor: nn.Module | None = None
         self.heads = nn.ModuleList(heads)
@@ -316,6 +316,8 @@ class Model(nn.Module):
         # All resolutions in one call, so that a head is gathered once and batch norm sees all crops (as SwAV's
         # multi-crop).
         inputs = self.taps(features) if self.taps is not None else [torch.cat(features)] * len(self.heads)
+        # Asked apart: kNN before the first step passes the trunk alone.
+        is_first, self._has_checked_heads = not self._has_checked_heads, True
         if is_first and self.taps is not None:
             for index, (head, rows) in enumerate(zip(self.heads, inputs, strict=True)):
                 _require_width(head, index, rows)

@@ -92,12 +92,12 @@ def _no_better_than_the_start(run: Run) -> str:
         return ""
     if run.plan.config.MODEL.FEATURE_EVAL_SETTINGS.FREEZE_TRUNK_ONLY:
         return ""  # training leaves the features as they are
-    if after <= before:
+    if after <= before < 1:  # nothing is better than all
         return (
             f"training did not help: kNN top-1 is {after:.1%}, and was {before:.1%} before the first step. Try a lower "
             "learning rate or a longer warm-up first, then more epochs."
         )
-    if pixels is not None and after <= pixels:
+    if pixels is not None and after <= pixels < 1:
         return (
             f"kNN top-1 is {after:.1%}, and that of raw pixels {pixels:.1%}: the features are not yet better than the "
             "images themselves. Train for more epochs."

@@ -230,9 +230,7 @@ _CONDITIONS: tuple[Inactive, ...] = (
         "TRAIN_DATASET_NAME is not whitening",
     ),
     Inactive(("CLUSTERFIT.DATA_LIMIT_SAMPLING.SEED",), lambda cfg: cfg.CLUSTERFIT.DATA_LIMIT == -1, "DATA_LIMIT is -1"),
-    Inactive(
-        ("SVM.low_shot",), lambda cfg: cfg.PROGRAM != "train_svm_low_shot", "engine_name is not train_svm_low_shot"
-    ),
+    Inactive(("SVM.low_shot",), lambda cfg: cfg.PROGRAM == "train_svm", "engine_name is not train_svm_low_shot"),
     Inactive(
         ("SVM.cross_val_folds",),
         lambda cfg: cfg.PROGRAM == "train_svm_low_shot",

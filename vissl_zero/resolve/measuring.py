@@ -14,6 +14,7 @@ from vissl_zero.config.programs import (
     ASSIGNMENTS,
     CLUSTERING,
     LOW_SHOT,
+    NEIGHBORS,
     PREDICTIONS,
     PROGRAMS,
     RETRIEVAL,
@@ -158,7 +159,22 @@ def predictions(cfg: RunConfig, decided: Decisions) -> list[Problem]:
     return []
 
 
-PROGRAM_RULES = (program, svm, clusters, low_shot, retrieval, predictions)
+def saved_features(cfg: RunConfig, decided: Decisions | None = None) -> list[Problem]:
+    """Check that a program which VISSL gives a folder of features has weights: here the run computes the features."""
+    paths = {
+        NEIGHBORS: ("NEAREST_NEIGHBOR.FEATURES.PATH", cfg.NEAREST_NEIGHBOR.FEATURES.PATH),  # type: ignore[attr-defined]
+        CLUSTERING: ("CLUSTERFIT.FEATURES.PATH", cfg.CLUSTERFIT.FEATURES.PATH),  # type: ignore[attr-defined]
+        LOW_SHOT: ("LOW_SHOT_BENCHMARK.FEATURES.PATH", cfg.LOW_SHOT_BENCHMARK.FEATURES.PATH),  # type: ignore[attr-defined]
+    }
+    key, folder = paths.get(cfg.PROGRAM, ("", ""))
+    if folder in ("", ".") or cfg.MODEL.WEIGHTS_INIT.PARAMS_FILE:
+        return []
+    must = "cannot stand in for weights: the run computes the features itself"
+    fix = "Write config.MODEL.WEIGHTS_INIT.PARAMS_FILE=<the weights that these features are of>."
+    return [Problem(f"config.{key}", str(folder), must, fix)]
+
+
+PROGRAM_RULES = (program, svm, clusters, low_shot, retrieval, predictions, saved_features)
 
 
 # VISSL's names for the trunk's output, the input of the heads.

@@ -14,6 +14,7 @@ from importlib.resources import files
 from typing import Any, TypeVar
 
 import yaml
+from omegaconf import DictConfig, OmegaConf
 
 T = TypeVar("T")
 
@@ -80,6 +81,8 @@ _TABLES = _read()
 REFUSED, NO_EFFECT = _tree(_TABLES["refused"]), _tree(_TABLES["no_effect"])
 OTHER_LOSSES: frozenset[str] = frozenset(_TABLES["other_losses"])
 ALIASES: dict[str, dict[str, Any]] = _TABLES["aliases"]
+# Earlier place of a block, as a path under ``config:`` -> its place today.
+MOVED: dict[str, str] = _TABLES["moved"]
 # What is meant otherwise than in VISSL: key (with * for a part), values it holds for (absent: all), and a sentence.
 DIFFERENCES: list[dict[str, Any]] = _TABLES["differs"]
 # A part of an internal file's name -> where the same file is public.
@@ -118,6 +121,35 @@ def with_vissl_keys(path: str) -> Callable[[type[T]], type[T]]:
         return _extend(cls, path, [_below(REFUSED, path), _below(NO_EFFECT, path)])
 
     return decorate
+
+
+def todays_key(key: str) -> str:
+    """Return where a key of an earlier version of VISSL, such as ``config.TENSORBOARD_SETUP.LOG_PARAMS``, is today."""
+    for earlier, today in MOVED.items():
+        if f"{key}.".startswith(f"config.{earlier}."):
+            return f"config.{today}{key.removeprefix(f'config.{earlier}')}"
+    return key
+
+
+def move_blocks(tree: DictConfig) -> None:
+    """Move blocks of a recipe's file that are where earlier versions of VISSL had them, in place.
+
+    What the file also says in today's place counts, as it does in VISSL.
+    """
+    for earlier, today in MOVED.items():
+        *parents, last = f"config.{earlier}".split(".")
+        above = _block_at(tree, parents)
+        if above is not None and isinstance(block := above._get_node(last), DictConfig):
+            del above[last]
+            said = _block_at(tree, f"config.{today}".split("."))
+            OmegaConf.update(tree, f"config.{today}", block if said is None else OmegaConf.merge(block, said))
+
+
+def _block_at(tree: DictConfig, path: list[str]) -> DictConfig | None:
+    node: Any = tree
+    for part in path:
+        node = node._get_node(part) if isinstance(node, DictConfig) and not node._is_none() else None
+    return node if isinstance(node, DictConfig) and not node._is_none() else None
 
 
 def _below(tree: Mapping[str, Any], path: str) -> Mapping[str, Any]:

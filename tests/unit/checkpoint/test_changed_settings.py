@@ -54,3 +54,16 @@ def test_another_batch_is_answered_with_the_one_of_a_rank_that_makes_the_same_st
         assert f"must make steps of {before} images, as when the checkpoint was made" in text and write in text
         assert "(got 4 x 2 processes x 3 micro-batches = 24)" in text
         assert "allow it: config.CHECKPOINT.ALLOW_CHANGED=[DATA.TRAIN.BATCHSIZE_PER_REPLICA]" in text
+
+
+def test_another_recipe_is_one_sentence_and_not_one_for_each_of_its_keys() -> None:
+    before, other = resolved() | {"recipe": "mine"}, {"recipe": "pretrain/simclr/my_photos"}
+    after = resolved("config.DATA.IMG_SIZE=64", "config.SEED_VALUE=7") | other
+    (problem,) = refused(before, after, [])
+    assert str(problem).startswith(
+        "config: must be the recipe that ran in this folder, mine: its checkpoint does not continue here, as "
+        "config.DATA.IMG_SIZE, config.SEED_VALUE differ (got pretrain/simclr/my_photos). Name another run folder"
+    )
+    assert refused(before, after, ["DATA.IMG_SIZE", "SEED_VALUE"]) == []
+    assert refused(before, resolved() | other, []) == []
+    assert len(refused(before, after | {"recipe": "mine"}, [])) == 2

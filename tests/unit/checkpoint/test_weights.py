@@ -111,15 +111,18 @@ def test_a_run_without_checkpoints_has_its_weights_alone(tmp_path: Path) -> None
         ("other.safetensors", None, r"There is no .*other\.safetensors\..*Did you mean"),
         ("", None, "holds neither checkpoints nor weights.safetensors. Give a run folder"),
         ("photos", None, "holds images, and weights are wanted here"),
+        ("run", None, "holds neither checkpoints nor weights.safetensors. Give a run folder"),  # with a picture of it
     ],
 )
 def test_what_is_no_weights_is_named(name: str, content: bytes | None, sentence: str, tmp_path: Path) -> None:
     path = tmp_path / name
     if content is not None:
         path.write_bytes(content)
-    if name == "photos":
+    if name in ("photos", "run"):
         path.mkdir()
         (path / "a.jpg").write_bytes(b"\xff\xd8\xff")
+    if name == "run":
+        (path / "config.resolved.yaml").touch()
     if name == "other.safetensors":
         _file(tmp_path / "others.safetensors")
     with pytest.raises(CheckpointError, match=sentence):

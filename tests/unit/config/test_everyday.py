@@ -211,3 +211,14 @@ def test_all_mistyped_keys_and_values_at_once(
         "config.DATA.TRAIN.DATA_PATH",
         "config.LOSS.swav_loss.epslon",
     }
+
+
+@pytest.mark.parametrize(
+    ("word", "hint"),
+    [
+        ("config.SVM.FORCE_RETRAIN=true", "Did you mean 'force_retrain'"),
+        ("config.NUM_NODES=2", "A key of that name stands at config.DISTRIBUTED.NUM_NODES."),
+    ],
+)
+def test_a_near_miss_is_found_in_any_case_and_an_equal_name_anywhere(word: str, hint: str) -> None:
+    assert hint in refusal(DIGITS, word)

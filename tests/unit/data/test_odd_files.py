@@ -98,6 +98,14 @@ def test_an_array_has_one_dimension_where_no_more_are_asked_for(tmp_path: Path) 
         read_array(tmp_path / "names.npy")
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_palette_with_transparency_is_read_without_a_warning() -> None:
+    image, file = Image.new("P", (8, 8), 1), io.BytesIO()
+    image.putpalette([10, 20, 30, 200, 100, 50])
+    image.save(file, "PNG", transparency=bytes([255, 128]))
+    assert Decoder().image(file.getvalue(), "a.png").getpixel((0, 0)) == (200, 100, 50)
+
+
 def test_pillows_own_limit_is_raised_to_the_keys_and_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 10)
     file = io.BytesIO()

@@ -52,16 +52,16 @@ def layers():
     return found
 
 
-def evaluate(chosen):
+def evaluate(chosen, **knn):
     """Train a head per layer; what was measured and the heads' tensors."""
-    config = make_config(USE_KNN=False)
+    config = make_config(**{"USE_KNN": False, **knn})
     settings = config["MODEL"]["FEATURE_EVAL_SETTINGS"]
     settings |= {"EVAL_MODE_ON": True, "FREEZE_TRUNK_ONLY": True, "SHOULD_FLATTEN_FEATS": False}
     settings["LINEAR_EVAL_FEAT_POOL_OPS_MAP"] = [entry for entry, _ in chosen]
     config["MODEL"]["HEAD"]["PARAMS"] = [head for _, head in chosen]
     config["MODEL"]["NON_TRAINABLE_PARAMS"] = ["trunk"]
     run, schedules, frozen = build_run(make_plan(config, num_epochs=3), torch.device("cpu"))
-    train(run, schedules, frozen, [AccuracyHook()])
+    train(run, schedules, frozen, [*([KnnHook(run.plan)] if knn else []), AccuracyHook()])
     state = run.sharded.full_state()
     heads = [
         {name.partition(f"heads.{index}.")[2]: tensor for name, tensor in state.items() if f"heads.{index}." in name}
@@ -182,6 +182,8 @@ def test_widths_that_do_not_fit_are_named():
     chosen = [(first, [head[0], head[1] | {"dims": [31, 10], "in_channels": 4}]), *others]
     with pytest.raises(ConfigError, match=r"(?s)PARAMS\[0\]\.dims: must begin with the 32.*PARAMS\[0\]\.in_channels"):
         evaluate(chosen)
+    with pytest.raises(ConfigError, match=r"PARAMS\[0\]\.dims: must begin with the 32"):
+        evaluate(chosen, USE_KNN=True)  # whose first pass stops before the heads
 
 
 def test_a_layer_that_the_trunk_lacks_is_named():

@@ -178,6 +178,10 @@ def test_max_in_cpu_as_yaml_writes_it(tmp_path):
         ),
         ({"level": 3, "overlap_comm": True}, "zero.overlap_comm: is DeepSpeed's key. Leave it out: it tunes"),
         ({"level": 3, "optimizer": {}}, "zero.optimizer: is DeepSpeed's key. Remove this block: initialize() uses"),
+        (
+            {"level": 3, "offload": "cpu"},
+            "zero.offload: is not a key. Write offload_optimizer_config=dict(device='cpu'), and offload_param_config=",
+        ),
         ({"level": 4}, "zero.level: must be 0, 1, 2 or 3 (got 4)."),
         ({"level": "x"}, "zero.level: must be a whole number (got 'x')."),
         (

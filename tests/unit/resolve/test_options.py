@@ -128,3 +128,18 @@ def test_a_module_that_is_not_there():
 def test_a_head_of_the_wrong_type_of_key():
     (found,) = complaints(MODEL__HEAD__PARAMS=[["swav_head", {"dims": "wide", "num_clusters": [3]}]])
     assert "config.MODEL.HEAD.PARAMS[0][1].dims: must be a list" in found
+
+
+@dataclass
+class Blocks:
+    stages: list[Inner] = field(default_factory=list)
+
+
+def test_a_wrong_key_in_a_list_of_blocks_is_named_with_its_place():
+    with pytest.raises(ConfigError) as caught:
+        typed_options(Blocks, {"stages": [{"length": 1}, {"lenght": 2}, 3, {"length": "x"}]}, "config.X")
+    assert str(caught.value).split("\n") == [
+        "config.X.stages[1].lenght: is not a key. Did you mean 'length'?",
+        "config.X.stages[2]: must be a block of keys (got 3). Known: length.",
+        "config.X.stages[3].length: must be a whole number (got 'x'). Correct the value of config.X.stages[3].length.",
+    ]

@@ -64,3 +64,37 @@ def test_of_a_regnets_name_and_parameters_the_name_counts(tmp_path):
     assert f"{regnet}.depth, {regnet}.w_0" in note and "the name regnet_y_400mf says them" in note
     with pytest.raises(ConfigError, match="must have a name or parameters"):
         plan(tmp_path, name, f"{regnet}.depth=4")  # who writes both on one line means the number
+
+
+OLD = """# @package _global_
+config:
+  TENSORBOARD_SETUP: {USE_TENSORBOARD: False}
+  MODEL: {TRUNK: {NAME: resnet, TRUNK_PARAMS: {RESNETS: {DEPTH: 18, WIDTH_MULTIPLIER: 2}}%s}}
+"""
+PLACE = "config.MODEL.TRUNK.TRUNK_PARAMS.RESNETS"
+
+
+@pytest.mark.parametrize(
+    ("more", "words", "depth"),
+    [
+        ("", [], 18),
+        (", RESNETS: {DEPTH: 34}", [], 34),  # VISSL reads this place alone today
+        ("", ["config.MODEL.TRUNK.RESNETS.DEPTH=50"], 50),
+        ("", [f"{PLACE}.DEPTH=101"], 101),
+    ],
+)
+def test_blocks_of_earlier_recipes_are_read_at_their_places_of_today(more, words, depth, tmp_path, monkeypatch):
+    recipe = tmp_path / "configs" / "config" / "extra" / "old.yaml"
+    recipe.parent.mkdir(parents=True)
+    recipe.write_text(OLD % more)
+    monkeypatch.chdir(tmp_path)
+    run = compose("quickstart/swav_digits", ["+config/extra=old", *words]).run
+    resnet = run.MODEL.TRUNK.RESNETS
+    assert depth == resnet.DEPTH and resnet.WIDTH_MULTIPLIER == 2
+    assert not run.HOOKS.TENSORBOARD_SETUP.USE_TENSORBOARD
+    with pytest.raises(ConfigError, match=r"config\.MODEL\.TRUNK\.RESNETS\.DEPHT: is not a key\. Did you mean 'DEPTH'"):
+        compose("quickstart/swav_digits", ["+config/extra=old", f"{PLACE}.DEPHT=1"])
+
+
+def test_a_plus_that_vissl_needs_is_accepted_where_the_key_is_known_here():
+    assert compose("quickstart/swav_digits", ["+config.SEED_VALUE=5"]).run.SEED_VALUE == 5

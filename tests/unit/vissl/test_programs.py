@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from vissl_zero.commands.explain import account_of
 from vissl_zero.config.compose import compose
@@ -179,6 +181,28 @@ def test_a_program_freezes_trunk_and_heads_and_looks_at_what_it_needs(program: s
     assert (with_head and not has_heads) == settings.FREEZE_TRUNK_AND_HEAD
     assert (not has_heads) == settings.EVAL_MODE_ON
     assert (not has_heads and not with_head) == settings.EXTRACT_TRUNK_FEATURES_ONLY
+
+
+@pytest.mark.parametrize(
+    ("program", "key"),
+    [
+        ("nearest_neighbor_test", "NEAREST_NEIGHBOR.FEATURES.PATH"),
+        ("cluster_features_and_label", "CLUSTERFIT.FEATURES.PATH"),
+        ("low_shot_test", "LOW_SHOT_BENCHMARK.FEATURES.PATH"),
+    ],
+)
+def test_a_folder_of_features_does_not_stand_in_for_weights(program, key, tmp_path):
+    words = [f"engine_name={program}", LAYERS, "config.CLUSTERFIT.FEATURES.LAYER_NAME=res3"]
+    said = _refused(*words, f"config.{key}=features")
+    assert said.startswith(f"config.{key}: cannot stand in for weights") and "PARAMS_FILE=<the weights" in said
+    weights = tmp_path / "weights.safetensors"
+    save_file({"a": torch.zeros(1)}, weights)
+    _plan(*words, f"config.{key}=features", f"config.MODEL.WEIGHTS_INIT.PARAMS_FILE={weights}")
+
+
+def test_a_key_of_svms_is_listed_once():
+    notes = " ".join(_plan("engine_name=low_shot_test", LAYERS, "config.SVM.low_shot.k_values=[1]").notes)
+    assert notes.count("SVM.low_shot") == 1
 
 
 def test_retrieval_reads_the_images_of_its_own_block_alone() -> None:

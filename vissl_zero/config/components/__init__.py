@@ -6,12 +6,12 @@ Keys of other components are checked against the dataclass that they were regist
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
-from dataclasses import fields
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
 from functools import cache
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from vissl_zero.config.components.heads import (
@@ -161,13 +161,30 @@ def typed_options(component: Component | type | None, options: Mapping[str, Any]
             try:
                 node.merge_with({name: value})
             except OmegaConfBaseException as error:
-                problems.append(_explained(error, key_path, node))
+                in_items = list(_of_items(node._get_node(name), value, f"{key_path}.{name}"))
+                problems += in_items or [_explained(error, key_path, node)]
     for name in OmegaConf.missing_keys(node):
         if not any(problem.key == f"{key_path}.{name}" for problem in problems):
             problems.append(Problem(f"{key_path}.{name}", "", "must be given", "Add it to the recipe."))
     if problems:
         raise ConfigError(problems)
     return _plain(node, key_path)
+
+
+def _of_items(node: Any, value: Any, key: str) -> Iterator[Problem]:
+    """Yield the problems of blocks in a list: OmegaConf names a key in one of them, and not the block."""
+    item_type = node._metadata.element_type if isinstance(node, ListConfig) else None
+    if isinstance(value, list) and isinstance(item_type, type) and is_dataclass(item_type):
+        for index, item in enumerate(value):
+            place = f"{key}[{index}]"
+            if not isinstance(item, Mapping):
+                known = ", ".join(f.name for f in fields(item_type))
+                yield Problem(place, repr(item), "must be a block of keys", f"Known: {known}.")
+                continue
+            try:
+                typed_options(item_type, item, place)
+            except ConfigError as error:
+                yield from error.problems
 
 
 def _plain(node: Any, key_path: str) -> dict[str, Any]:
