@@ -66,8 +66,7 @@ def compare(a: Checkpoint | WeightsFile, b: Checkpoint | WeightsFile) -> Iterato
 
 def facts_that_differ(a: Checkpoint, b: Checkpoint) -> dict[str, tuple[Any, Any]]:
     """Return the differences of two checkpoints in step, level, ranks and similar values."""
-    pairs = {name: (getattr(a.manifest, name), getattr(b.manifest, name)) for name in _FACTS}
-    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+    return differing(*({name: getattr(side.manifest, name) for name in _FACTS} for side in (a, b)))
 
 
 def settings_that_differ(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:

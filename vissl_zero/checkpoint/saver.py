@@ -106,18 +106,15 @@ def commit(run_folder: Path, manifest: Manifest) -> Path:
     write_json(partial / MANIFEST_NAME, plain(replace(manifest, ranks=digests)))
     # Names must be on disk before the rename: after a power cut, a complete folder has all of its files.
     _sync_folder(partial)
+    old = base / f".{final.name}.old"
     if os.path.lexists(final):  # of an earlier save, which was damaged or of another course of the run
         _require_replaceable(final)
-        old = base / f".{final.name}.old"
         shutil.rmtree(old, ignore_errors=True)
         # Between the two renames the name is missing; it never stands for an incomplete checkpoint.
         final.rename(old)
-        partial.rename(final)
-        _sync_folder(base)
-        shutil.rmtree(old, ignore_errors=True)
-        return final
     partial.rename(final)
     _sync_folder(base)
+    shutil.rmtree(old, ignore_errors=True)
     return final
 
 

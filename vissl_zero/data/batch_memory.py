@@ -100,9 +100,8 @@ class BatchSender:
                 send_handle(self._connection, block.descriptor, None)
                 block.is_sent = True
         # What remains belongs to a batch whose loading has failed.
-        for block in self._unsent.values():
-            block.memory[0] = 0
-        self._unsent.clear()
+        while self._unsent:
+            self._unsent.popitem()[1].memory[0] = 0
 
     def _free_block(self, num_bytes: int) -> _Block:
         """Return the smallest free block that is large enough, else a new block, which replaces a smaller free one."""

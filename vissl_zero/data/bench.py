@@ -79,22 +79,22 @@ def measure(data: Data, seed: int, batch: int, num_images: int) -> LoadingCost:
     """
     source, pipeline = build_source(data, "TRAIN", seed), build_split_pipeline(data, "TRAIN")
     decoder, threads = Decoder.of(data), torch.get_num_threads()
-    ids = shuffled(len(source), seed, 0).tolist()
+    order = shuffled(len(source), seed, 0).tolist()
+    ids = order[:num_images]
     torch.set_num_threads(1)  # as in a worker
     try:
         with borrowed_randomness():
             # The last images of the order, so that those that are measured are not in the page cache yet.
-            _load(source, pipeline, decoder, seed, ids[-_WARM_UP:], _Clock())
+            _load(source, pipeline, decoder, seed, order[-_WARM_UP:], _Clock())
             clock, kept = _Clock(), 0
-            for start in range(0, min(num_images, len(ids)), batch):
-                part = ids[start : min(start + batch, num_images)]
-                kept += _load(source, pipeline, decoder, seed, part, clock)
+            for start in range(0, len(ids), batch):
+                kept += _load(source, pipeline, decoder, seed, ids[start : start + batch], clock)
     finally:
         torch.set_num_threads(threads)
     if not kept:
-        raise DataError(f"None of {min(num_images, len(ids)):,} images can be used; see vissl-zero data check.")
+        raise DataError(f"None of {len(ids):,} images can be used; see vissl-zero data check.")
     seconds = {name: spent / kept for name, spent in clock.seconds.items()}
-    return LoadingCost(kept, min(num_images, len(ids)) - kept, seconds)
+    return LoadingCost(kept, len(ids) - kept, seconds)
 
 
 def _load(source: Source, pipeline: Pipeline, decoder: Decoder, seed: int, ids: Sequence[int], clock: _Clock) -> int:

@@ -52,13 +52,11 @@ class _PairPipeline(Pipeline):
         for transform in self.transforms:
             states.append(torch.get_rng_state())
             crops = self.step(transform, crops)
-        after = torch.get_rng_state()
         mask = _shifted(mask, 1)
         for state, moved in zip(states, self._of_masks, strict=True):
             if moved is not None:
                 torch.set_rng_state(state)
                 mask = moved(mask)
-        torch.set_rng_state(after)
         return self.finished(crops), torch.from_numpy(np.asarray(_shifted(mask, -1)).copy())
 
 

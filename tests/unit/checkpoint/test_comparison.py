@@ -38,6 +38,7 @@ def _compared(folder: Path, a: dict[str, Tensor], b: dict[str, Tensor]) -> list[
         ([5.0, 2.0, 3.0], [1.0, 2.0, 2.0], "2 of 3 elements", 4.0),  # the largest is in an earlier chunk
         ([NAN, INF, -INF], [NAN, INF, -INF], "", None),
         ([NAN, INF, 1.0], [NAN, INF, 2.0], "1 of 3 elements", 1.0),
+        ([NAN, 1.0], [NAN, 3.0], "1 of 2 elements", 2.0),
         ([INF, 0.0, 0.0], [-INF, 0.0, 0.0], "1 of 3 elements", INF),
         ([NAN, 0.0, 0.0], [0.0, 0.0, 5.0], "2 of 3 elements", NAN),  # no number hides it
         ([0.0, 0.0, NAN], [9.0, 0.0, 5.0], "2 of 3 elements", NAN),

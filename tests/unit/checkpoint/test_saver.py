@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 import shutil
 import threading
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from tests.unit.checkpoint.test_format import _manifest
 from vissl_zero.checkpoint import find_checkpoints, open_checkpoint
+from vissl_zero.checkpoint import saver as saver_module
 from vissl_zero.checkpoint.saver import LOCK_NAME, CheckpointHook, Saver, _shape_in_file
 from vissl_zero.checkpoint.snapshot import Snapshot, replicated_parts
 from vissl_zero.errors import CheckpointError
@@ -61,9 +63,12 @@ def _steps(folder: Path) -> list[str]:
 
 def test_a_save_is_complete_and_old_ones_go(saver: Saver, tmp_path: Path) -> None:
     assert saver.latest_step is None
+    num_open = []
     for step in (1, 2, 3):
         saver.store(_snapshot(step, _part()), _Sharded())  # type: ignore[arg-type]
         assert saver.latest_step == step
+        num_open.append(len(list(Path("/proc/self/fd").iterdir())))
+    assert len(set(num_open)) == 1, "a save leaves no file open"
     assert _steps(tmp_path) == ["step_000000003", "step_000000002"]
     with open_checkpoint(find_checkpoints(tmp_path)[0]) as checkpoint:
         assert torch.equal(checkpoint.read("model/w"), VALUES) and list(checkpoint.verify()) == []
@@ -76,6 +81,28 @@ def test_a_save_again_takes_the_place_of_the_one_of_its_step(saver: Saver, tmp_p
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_000000001"]
     with open_checkpoint(find_checkpoints(tmp_path)[0]) as checkpoint:
         assert torch.equal(checkpoint.read("model/w"), 2 * VALUES)
+
+
+def test_names_are_on_the_disk_before_a_checkpoint_gets_its_own(
+    saver: Saver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a power cut, what is called a checkpoint has all of its files."""
+    synced: list[tuple[str, list[str]]] = []
+
+    def note(fd: int) -> None:
+        path = Path(f"/proc/self/fd/{fd}").readlink()
+        if path.is_dir():
+            synced.append((path.name, sorted(each.name for each in path.iterdir())))
+
+    monkeypatch.setattr(os, "fsync", note)
+    for _ in range(2):  # the second takes the place of the first
+        synced.clear()
+        saver.store(_snapshot(1, _part()), _Sharded())  # type: ignore[arg-type]
+        files = sorted(path.name for path in find_checkpoints(tmp_path)[0].iterdir())
+        (first, written), *_, (partial, complete), (base, names) = synced
+        assert first == partial and base == "checkpoints"
+        assert complete == files and "step_000000001" in names and partial not in names
+        assert len(written) == 2 and set(written) < set(files), "a rank's files, before the manifest names them"
 
 
 @pytest.mark.parametrize("saver", [False, True], indirect=True, ids=["at once", "while training"])
@@ -116,6 +143,26 @@ def test_training_goes_on_while_a_save_is_written_and_changes_wait_for_the_copy(
     saver.advance()  # nothing is under way
     with open_checkpoint(find_checkpoints(tmp_path)[0]) as checkpoint:
         assert checkpoint.read("buffer/mean").tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("saver", [True], indirect=True)
+def test_a_save_begins_after_the_newest_loss_and_the_save_before_it(
+    saver: Saver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Any] = []
+    run: Any = SimpleNamespace(step=3, sharded=_Sharded(), settle=lambda: seen.append("loss"))
+
+    def take(run: Any, hooks: Any, is_epoch_over: bool) -> Snapshot:
+        seen.append((saver.latest_step, is_epoch_over))
+        return _snapshot(run.step, _part())
+
+    monkeypatch.setattr(saver_module, "take_snapshot", take)
+    saver.save(run, [], is_epoch_over=False)
+    run.step = 4
+    saver.save(run, [], is_epoch_over=True)
+    saver.save(run, [], is_epoch_over=True)  # an interval in steps and one in epochs fall together
+    saver.finish()
+    assert seen == ["loss", (None, False), "loss", (3, True), "loss"] and saver.latest_step == 4
 
 
 @pytest.mark.parametrize("saver", [True], indirect=True)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from vissl_zero.checkpoint.exchange import export
 from vissl_zero.checkpoint.first_weights import Match, match
 from vissl_zero.checkpoint.foreign_layouts import _to_timm, read_foreign
+from vissl_zero.checkpoint.library_names import renamed
 from vissl_zero.checkpoint.shard_file import Entry
 from vissl_zero.checkpoint.weights import open_weights
 from vissl_zero.cli import main
@@ -250,3 +251,9 @@ def test_too_few_matches_are_an_error_with_counts(tmp_path, capsys):
     assert main(["checkpoint", "import", str(tmp_path / "half.safetensors"), "--to", str(target), *RECIPE]) == 1
     assert "20 of 21 tensors fit" in capsys.readouterr().out
     assert not target.exists()
+
+
+def test_the_outermost_of_several_networks_in_a_file_is_read() -> None:
+    names = ["a.teacher.storage_tokens", "z.storage_tokens", "z.blocks.0.ls1.gamma", "a.teacher.blocks.0.ls1.gamma"]
+    found = [entry.key for entry in renamed([Entry.of(name, torch.ones(1)) for name in names])]
+    assert found == ["a.teacher.storage_tokens", "reg_token", "blocks.0.gamma_1", "a.teacher.blocks.0.ls1.gamma"]

@@ -14,6 +14,7 @@ import pytest
 from hydra._internal.core_plugins.file_config_source import FileConfigSource
 from hydra._internal.sources_registry import SourcesRegistry
 from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -169,6 +170,14 @@ def test_a_position_that_no_list_has_and_what_has_no_words_of_its_own_are_one_se
     assert str(explain(caught.value)).startswith("a[5]: must be a position that the list has, counted from 0")
     other = OmegaConfBaseException("something else.\nMore of it")
     assert str(explain(other)) == "configuration: something else. See docs/configuration.md."
+
+
+@pytest.mark.timeout(20)
+def test_errors_that_are_causes_of_each_other_are_one_sentence() -> None:
+    """As under a debugger."""
+    first, second = HydraException("something"), KeyError("else")
+    first.__cause__, second.__cause__ = second, first
+    assert str(explain(first)) == "command line: something. See vissl-zero --help."
 
 
 def test_composing_warns_of_nothing() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,12 +45,21 @@ def test_each_part_has_its_time(make_data: MakeData, photos: Path, backend: str,
         measure(data_block(make_data("disk_folder", photos)), 1, 4, 64)
 
 
-def test_measuring_leaves_torchs_threads_as_they_were(make_data: MakeData) -> None:
-    before = torch.get_num_threads()
+def test_one_thread_is_measured_and_torchs_threads_are_left_as_they_were(
+    make_data: MakeData, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, stack = torch.get_num_threads(), Pipeline.stacked
+    seen = set()
+
+    def noted(self: Pipeline, crops: Any) -> Any:
+        seen.add(torch.get_num_threads())
+        return stack(self, crops)
+
+    monkeypatch.setattr(Pipeline, "stacked", noted)
     try:
         torch.set_num_threads(2)
         measure(data_block(make_data("digits")), 1, 4, 8)
-        assert torch.get_num_threads() == 2
+        assert torch.get_num_threads() == 2 and seen == {1}
     finally:
         torch.set_num_threads(before)
 
@@ -63,6 +74,9 @@ def test_batches_are_put_together_as_in_training(make_data: MakeData, monkeypatc
     monkeypatch.setattr(Pipeline, "stacked", noted)
     measure(data_block(make_data("digits")), 1, 4, 8)
     assert stacked[-2:] == [4 * 2, 4 * 3]  # four images, by the size of their crops
+    stacked.clear()
+    assert measure(data_block(make_data("digits")), 1, 4, 6).num_images == 6
+    assert stacked[-4:] == [4 * 2, 4 * 3, 2 * 2, 2 * 3]
 
 
 def test_the_share_of_waiting_follows_from_rate_and_step() -> None:
@@ -78,6 +92,18 @@ def test_a_step_loads_all_its_micro_batches() -> None:
     cfg = config(DATA__TRAIN__BATCHSIZE_PER_REPLICA=24, ZERO__gradient_accumulation_steps=3)
     supply = supply_of(resolve(cfg, "/nowhere", host=CPU_HOST), LoadingCost(8, 0, {"read": 0.5}))
     assert (supply.images_per_step, supply.seconds) == (24 * 3, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "machines", "cores", "of_each"), [(1, 1, 8, 8), (4, 1, 8, 2), (4, 2, 8, 4), (4, 1, 3, 1), (1, 2, 8, 8)]
+)
+def test_the_ranks_of_a_machine_share_its_cores(
+    ranks: int, machines: int, cores: int, of_each: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores)))
+    plan = resolve(config(DATA__NUM_DATALOADER_WORKERS=3), "/nowhere", host=CPU_HOST)
+    supply = supply_of(replace(plan, world_size=ranks, num_nodes=machines), LoadingCost(8, 0, {"read": 0.5}))
+    assert (supply.cores, supply.workers) == (of_each, 3)
 
 
 def test_what_to_change_fits_the_cause(make_data: MakeData) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torchvision.transforms import functional
 
 from tests.blocks import data_block
 from tests.unit.config.example_config import complaints
@@ -206,3 +207,12 @@ def test_what_is_opened_in_memory_is_what_a_source_gives(arrays: Path) -> None:
     content = (arrays / "a" / "0.npy").read_bytes()
     opened = build_channel_pipeline([{"name": "ToTensor"}], "t", decoder).open(content, "x", Decoder())
     assert torch.equal(opened, to_channels(content, "x", decoder)) and opened.shape[0] == 5
+
+
+def test_a_blur_reaches_three_deviations_and_no_further_than_the_image() -> None:
+    entries = [{"name": "ImgPilGaussianBlur", "p": 1.0, "radius_min": 2.0, "radius_max": 2.0}]
+    (blur,) = build_channel_pipeline(entries, "t", Decoder(channels=5)).transforms
+    image = torch.rand(5, 40, 40)
+    assert torch.equal(blur(image), functional.gaussian_blur(image, [13, 13], [2.0, 2.0]))
+    small = torch.rand(5, 6, 4)  # reflection ends at 3 pixels
+    assert torch.equal(blur(small), functional.gaussian_blur(small, [7, 7], [2.0, 2.0]))

@@ -244,6 +244,8 @@ def test_what_a_source_makes_has_8_bits_and_processes_share_the_work(
 ) -> None:
     """Threads stand for processes, whose start takes seconds."""
     digits = Digits(SourceRequest("TEST"))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1})
+    monkeypatch.setattr(one_pass, "ProcessPoolExecutor", None)  # not for so few images
     alone = statistics(digits, lambda line: None)
     assert (alone.bits, alone.channels, alone.num_images) == (8, 1, 360)
 
@@ -253,7 +255,6 @@ def test_what_a_source_makes_has_8_bits_and_processes_share_the_work(
     monkeypatch.setattr(one_pass, "FEW", 0)
     monkeypatch.setattr(one_pass, "ProcessPoolExecutor", pool)
     monkeypatch.setattr(one_pass, "_source", None)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1})
     lines: list[str] = []
     monkeypatch.setattr(slow_work, "EVERY_S", 0.0)
     assert statistics(digits, lines.append) == alone and lines == ["256 of 360 images", "360 of 360 images"]

@@ -25,6 +25,7 @@ from vissl_zero.data import slow_work
 from vissl_zero.data.decode import BrokenImageError
 from vissl_zero.data.loader import build_loader
 from vissl_zero.data.source import build_source, encoded_image
+from vissl_zero.data.sources import packed as packed_sources
 from vissl_zero.data.sources.packed import CLASSES_KEY, LABELS_KEY
 from vissl_zero.errors import ConfigError, DataError
 
@@ -109,6 +110,16 @@ def test_packing_says_what_it_leaves_out(photos: Path, tmp_path: Path) -> None:
     assert "1 file in" in said[0] and ".heic" in said[0] and said[-1] == "11 of 11 images"
 
 
+@pytest.mark.parametrize("form", FORMATS)
+def test_images_without_classes_are_packed_without_any(
+    form: str, photos: Path, tmp_path: Path, make_data: MakeData
+) -> None:
+    packing.pack(photos / "a", tmp_path / "out", form, None, lambda line: None)
+    source = build_source(data_block(make_data(form, tmp_path / "out")), "TRAIN", 0)
+    assert len(source) == 6 and source.class_names == () and source.label(0) is None
+    assert not (tmp_path / "out/classes.json").exists()
+
+
 def test_larger_images_are_reduced(photos: Path, tmp_path: Path, make_data: MakeData) -> None:
     save_image(photos / "a/large.png", 9, (60, 40))
     exact = save_image(photos / "a/exact.png", 8, (30, 20)).read_bytes()  # packed as it is
@@ -165,6 +176,28 @@ def test_an_index_is_made_again_when_a_tar_changes(packed: dict[str, Path], make
     tar.write_bytes(b"no tar" + content)
     with pytest.raises(DataError, match="cannot be read as a tar"):
         build_source(data_block(data), "TRAIN", 0)
+
+
+def test_an_index_whose_parts_do_not_go_together_is_made_again(packed: dict[str, Path], make_data: MakeData) -> None:
+    data = data_block(make_data("webdataset", packed["webdataset"] / "part-000000.tar"))
+    build_source(data, "TRAIN", 0)
+    (kept,) = packed["webdataset"].glob(".part-000000*.npz")
+    with np.load(kept) as arrays:
+        index = dict(arrays)
+    np.savez(kept, **{**index, "size": index["size"][:2]})  # type: ignore[arg-type]
+    assert len(build_source(data, "TRAIN", 0).image(3).getbands()) == 3
+
+
+def test_a_member_that_is_too_large_for_a_label_is_none(
+    tmp_path: Path, photos: Path, make_data: MakeData, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    label = b'{"label": 0}'
+    tar = write_tar(tmp_path / "mine.tar", photos / "b/0.png", x_json=label)
+    data = data_block(make_data("webdataset", tar))
+    for most, found in ((len(label), 0), (len(label) - 1, None)):
+        monkeypatch.setattr(packed_sources, "_MOST_JSON", most)
+        assert build_source(data, "TRAIN", 0).label(0) == found
+        next(tmp_path.glob(".mine.tar*.npz")).unlink()
 
 
 def write_tar(path: Path, image: Path, **members: bytes) -> Path:

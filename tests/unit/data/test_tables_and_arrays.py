@@ -192,7 +192,10 @@ def test_a_name_that_is_no_text_survives(make_data: MakeData, photos: Path, tmp_
         ("x.jsonl", b'{"path": "x", "label": 0}\n{"path": "y", "label": "a"}', "some labels are names and others numb"),
         ("x.jsonl", b'{"path": "x"}\n[]\n', "line 2, cannot be read as a table of images .a line must be an object"),
         ("x.jsonl", b'{"path": "x", "label": 0.5}', "line 1, has .0.5. for a label"),
-        ("x.jsonl", b'{"path": "\\ud800"}', "line 1, has no path"),
+        *(
+            ("x.jsonl", b'{"path": %s}' % path, "line 1, has no path")
+            for path in (b'"\\ud800"', b'"a\\u0000"', b"3", b'""')
+        ),
         ("x.jsonl", b'{"path": "x", "label": 1}\n{"path": "y", "labels": [1]}', "both label and labels are used"),
         ("none.csv", None, "is not a file"),
         ("x.npy", b"x", "cannot be read"),
@@ -264,7 +267,11 @@ def test_wrong_hdf5_files_are_one_sentence(make_data: MakeData, tmp_path: Path) 
     wrong: tuple[tuple[dict[str, Any], str], ...] = (
         ({"features": np.zeros(3)}, "has none of images, image, data, x; it has features"),
         ({"images": np.zeros((2, 3, 3))}, "must hold images as uint8"),
-        ({"images": np.zeros((2, 3, 3), np.uint8), "labels": np.zeros(3, int)}, "labels must be 2 integers"),
+        ({"images": np.zeros(3, np.uint8)}, "must hold images as uint8"),
+        *(
+            ({"images": np.zeros((2, 3, 3), np.uint8), "labels": labels}, "labels must be 2 integers")
+            for labels in (np.zeros(3, int), np.zeros((2, 1), int), np.zeros(2))
+        ),
     )
     for number, (content, says) in enumerate(wrong):
         path = tmp_path / f"{number}.h5"

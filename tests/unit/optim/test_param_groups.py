@@ -282,5 +282,38 @@ def test_what_fits_nothing_is_refused():
         ConfigError, match=r"param_groups\[0\].*must fit a trained parameter.*Did you mean 'patch_embed'"
     ):
         param_groups(Blocks(), OptimizerPlan("sgd", param_rules=rules))
+    several = (rule(match="norm"), rule(match="nothing"), rule(match="norm.", lr_factor=2.0))
+    with pytest.raises(ConfigError, match=r"param_groups\[1\]"):
+        param_groups(Blocks(), OptimizerPlan("sgd", param_rules=several))
     with pytest.raises(ConfigError, match=r"layer_decay.*needs a trunk with a list of blocks"):
         param_groups(Net(), OptimizerPlan("sgd", layer_decay=0.5))
+
+
+def test_each_head_has_its_own_rate_and_decay():
+    model = Net()
+    model.heads.append(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)))
+    keys = ("lr", "weight_decay", "regularize_bn")
+    heads = tuple(dict(zip(keys, values, strict=True)) for values in ((2.0, None, None), (3.0, 0.5, True)))
+    found = groups_of(model, head_rules=heads, regularize_bias=True)
+    facts = {name: (group.lr_factor, group.weight_decay, set(group.params)) for name, group in found.items()}
+    assert [facts.pop(name)[:2] for name in ("trunk", "trunk_no_decay")] == [(1.0, 0.1), (1.0, 0.0)]
+    norm = {"heads.0.1.weight", "heads.0.1.bias"}
+    assert facts == {
+        "head_0": (2.0, 0.1, {"heads.0.0.weight", "heads.0.0.bias", "heads.0.2.weight"}),
+        "head_0_no_decay": (2.0, 0.0, norm),
+        "head_1": (3.0, 0.5, {f"heads.1.{layer}.{kind}" for layer in (0, 1) for kind in ("weight", "bias")}),
+    }
+    rates = groups_of(model, head_lr_factors=(4.0, 5.0), regularize_bn=True, regularize_bias=True)
+    assert {name: group.lr_factor for name, group in rates.items()} == {"trunk": 1.0, "head_0": 4.0, "head_1": 5.0}
+
+
+class NormedBlock(nn.Module):
+    """Called a norm, with a gain of its own and a layer inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.gain, self.inner = nn.Parameter(nn.Linear(1, 2).bias.detach()), nn.Linear(2, 2)
+
+
+def test_a_layer_inside_a_norm_does_not_make_it_another_kind():
+    assert is_norm(NormedBlock())

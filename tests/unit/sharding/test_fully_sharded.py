@@ -201,3 +201,49 @@ def test_operations_on_lists_of_parameters(name: str) -> None:
         assert all((param == value).all() for param in (*(p.full_tensor() for p in params[:-1]), plain))
         norms = torch._foreach_norm(params)
     assert [float(norm) for norm in norms] == pytest.approx([value * other.numel() ** 0.5 for other in others])
+
+
+def _deep() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4)), nn.Linear(4, 2)).double()
+
+
+def _gradients(model: nn.Module) -> list[Tensor | None]:
+    return [
+        None if (grad := param.grad) is None else getattr(grad, "full_tensor", lambda: grad)()
+        for param in model.parameters()
+    ]
+
+
+def test_a_loss_of_features_that_a_hook_has_kept_reaches_the_parameters() -> None:
+    x = torch.ones(2, 3, dtype=torch.float64)
+    plain, (model, optimizer) = _deep(), _shard(_deep())
+    num_hooks = len(model[0][1]._forward_hooks)
+    for one in (plain, model):
+        kept: list[Tensor] = []
+        hook = one[0][1].register_forward_hook(lambda module, inputs, output, kept=kept: kept.append(output))
+        one(x)
+        hook.remove()
+        (optimizer.backward if one is model else Tensor.backward)(kept[0].square().sum())
+    expected = [grad for grad in _gradients(plain) if grad is not None]
+    found = _gradients(model)[: len(expected)]
+    assert len(expected) == 2 and all(torch.equal(grad, same) for grad, same in zip(found, expected, strict=True))
+    for _ in range(4):
+        model(x)
+    assert len(model[0][1]._forward_hooks) <= num_hooks, "nothing listens to a layer that nobody listens to"
+
+
+def test_layers_are_listened_to_in_the_first_passes_alone_unless_the_loop_calls_them() -> None:
+    """A hook on each layer costs time in each pass."""
+    x = torch.ones(2, 3, dtype=torch.float64)
+    plain, (model, _) = _deep(), _shard(_deep())
+    layers = [model[0][0], model[0][2]]
+    assert all(layer._forward_pre_hooks and layer._forward_hooks for layer in layers)
+    with torch.no_grad():
+        assert torch.equal(layers[0](x), plain[0][0](x)), "called from outside of its unit"
+    for _ in range(4):
+        assert torch.equal(model(x), plain(x))
+    assert [bool(layer._forward_pre_hooks) for layer in layers] == [True, False]
+    assert [bool(layer._forward_hooks) for layer in layers] == [True, False]
+    with torch.no_grad():
+        assert torch.equal(layers[0](x), plain[0][0](x))

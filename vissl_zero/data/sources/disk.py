@@ -148,7 +148,7 @@ def _images_below(
         top = identity(root.stat())
         visited = {top}
         for child in children:
-            name = None if flat or isinstance(child, str) else child.name
+            name = None if flat else Path(child).name
             # A folder that two class folders link to belongs to both classes. In a flat folder, its images would come
             # twice.
             for file in _beneath(root, child, visited if flat else {top}, others, endings):
