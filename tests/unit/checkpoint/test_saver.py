@@ -18,6 +18,7 @@ from torch import Tensor
 
 from tests.unit.checkpoint.test_format import _manifest
 from vissl_zero.checkpoint import find_checkpoints, open_checkpoint
+from vissl_zero.checkpoint import saver as saver_module
 from vissl_zero.checkpoint.saver import LOCK_NAME, CheckpointHook, Saver, _shape_in_file
 from vissl_zero.checkpoint.snapshot import Snapshot, replicated_parts
 from vissl_zero.errors import CheckpointError
@@ -142,6 +143,26 @@ def test_training_goes_on_while_a_save_is_written_and_changes_wait_for_the_copy(
     saver.advance()  # nothing is under way
     with open_checkpoint(find_checkpoints(tmp_path)[0]) as checkpoint:
         assert checkpoint.read("buffer/mean").tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("saver", [True], indirect=True)
+def test_a_save_begins_after_the_newest_loss_and_the_save_before_it(
+    saver: Saver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Any] = []
+    run: Any = SimpleNamespace(step=3, sharded=_Sharded(), settle=lambda: seen.append("loss"))
+
+    def take(run: Any, hooks: Any, is_epoch_over: bool) -> Snapshot:
+        seen.append((saver.latest_step, is_epoch_over))
+        return _snapshot(run.step, _part())
+
+    monkeypatch.setattr(saver_module, "take_snapshot", take)
+    saver.save(run, [], is_epoch_over=False)
+    run.step = 4
+    saver.save(run, [], is_epoch_over=True)
+    saver.save(run, [], is_epoch_over=True)  # an interval in steps and one in epochs fall together
+    saver.finish()
+    assert seen == ["loss", (None, False), "loss", (3, True), "loss"] and saver.latest_step == 4
 
 
 @pytest.mark.parametrize("saver", [True], indirect=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -12,7 +13,15 @@ from torch import Tensor, nn
 
 from vissl_zero.models.keyed_random import element_bits
 from vissl_zero.resolve.resolved import Precision
-from vissl_zero.sharding.model.precision import cast_tensors, run_in_precision, stochastically_rounded, widened
+from vissl_zero.sharding.model.precision import (
+    cast_tensors,
+    cast_to_master,
+    computed_in,
+    run_in_precision,
+    stochastically_rounded,
+    widened,
+)
+from vissl_zero.sharding.model.wrap_plan import PlannedUnit
 
 
 class _Output(NamedTuple):
@@ -128,3 +137,51 @@ def test_the_bits_of_an_element_do_not_depend_on_the_cut() -> None:
     assert torch.equal(torch.cat(parts), whole)
     assert len(set(whole.tolist())) == 1000 and not torch.equal(whole, element_bits(8, 0, 1000, torch.device("cpu")))
     assert (whole >= 0).all() and (whole < 2**53).all()
+
+
+def test_batch_norm_alone_stays_wide_under_parameters_in_bfloat16() -> None:
+    def formats(precision: Precision) -> list[torch.dtype]:
+        model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.LayerNorm(2))
+        assert cast_to_master(model, precision) is model
+        return [layer.weight.dtype for layer in model] + [model[1].running_mean.dtype]
+
+    narrow, wide = torch.bfloat16, torch.float32
+    assert formats(Precision("bfloat16", None, "bfloat16", "float32", rounding="kahan")) == [narrow, wide, narrow, wide]
+    assert formats(Precision("float64", None, "float64", "float64")) == [torch.float64] * 4
+
+
+def test_a_forecast_computes_in_the_format_and_leaves_the_model_as_it_was() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 2))
+    model[2].weight = model[0].weight
+    model.scale = nn.Parameter(torch.tensor(2.0))
+    before, seen = dict(model.named_parameters(remove_duplicate=False)), []
+    units = [
+        PlannedUnit(("0",), "block", 6),
+        PlannedUnit(("1",), "norm", 4, is_float32=True),
+        PlannedUnit(("", "2", "absent"), "root", 7),
+    ]
+    narrow = torch.bfloat16
+    with computed_in(model, narrow, units):
+        handle = model[0].register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].dtype))
+        formats = {name: param.dtype for name, param in model.named_parameters(remove_duplicate=False)}
+        assert model[0].weight is model[2].weight, "tied ones once"
+        assert model(torch.ones(2, 2)).dtype == narrow
+        handle.remove()
+    assert formats == {name: torch.float32 if name.startswith(("1.", "scale")) else narrow for name in before}
+    assert seen == [narrow]
+    after = dict(model.named_parameters(remove_duplicate=False))
+    assert all(after[name] is param for name, param in before.items())
+    assert not any(layer._forward_pre_hooks for layer in model.modules())
+
+
+def test_a_forward_pass_that_was_set_on_the_model_runs_inside_and_a_copy_runs_its_own() -> None:
+    model = _Model()
+    model.forward = lambda x: model.layer(x) + 1.0
+    run_in_precision(model, Precision(autocast="bfloat16"), torch.device("cpu"))
+    x = torch.ones(1, 2)
+    assert model(x).dtype == torch.float32 and not torch.equal(model(x), model.layer(x))
+    plain = _Model()
+    run_in_precision(plain, Precision(autocast="bfloat16"), torch.device("cpu"))
+    copied = copy.deepcopy(plain)
+    copied(x)
+    assert (plain.seen, copied.seen) == (None, torch.bfloat16)

@@ -7,10 +7,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from vissl_zero.optim.adaptation import Larc
+from vissl_zero.optim.adaptation import Larc, Lars
+from vissl_zero.resolve.resolved import ShardingPlan
 from vissl_zero.sharding.model.precision import LossScale
 from vissl_zero.sharding.state.shard import Shard
-from vissl_zero.sharding.update.stepper import Clipping, Stepper
+from vissl_zero.sharding.update.stepper import Clipping, Stepper, dots
 
 
 def _shards(**grads: list[float] | None) -> list[Shard]:
@@ -45,6 +46,24 @@ def test_a_small_norm_is_clipped_as_torch_clips_it() -> None:
     torch.testing.assert_close(param.grad, factor * torch.tensor([3e-6, 4e-6], dtype=torch.float64), rtol=1e-12, atol=0)
 
 
+@pytest.mark.parametrize(
+    ("per", "norms"),
+    [
+        ("model", [13.0] * 5),
+        ("tensor", [3.0, 12.0, 4.0, 0.0, 0.0]),
+        ("part", [3.0, 160.0**0.5, 160.0**0.5, 0.0, 0.0]),  # a head is a part, and so is what stands alone
+    ],
+)
+def test_gradients_are_clipped_together_by_part_or_one_by_one(per: str, norms: list[float]) -> None:
+    names = ("trunk.blocks.0.weight", "heads.0.0.weight", "heads.0.1.bias", "heads.1.0.weight", "heads")
+    clipping = Clipping.of(ShardingPlan(0, clip_grad=3.5, clip_grad_per=per))
+    assert clipping is not None and Clipping.of(ShardingPlan(0)) is None
+    found = clipping.factors(names, torch.tensor([9.0, 144.0, 16.0, 0.0, 0.0], dtype=torch.float64))
+    assert found.expand(5).tolist() == pytest.approx([min(1.0, 3.5 / max(norm, 1e-9)) for norm in norms], rel=1e-5)
+    apart = Clipping(1.0, "part").factors(("trunk.a", "trunk.b", "temperature"), torch.tensor([9.0, 16.0, 4.0]))
+    assert apart.tolist() == pytest.approx([0.2, 0.2, 0.5])
+
+
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
 def test_inf_and_nan_skip_only_under_loss_scaling(bad: float) -> None:
     shards, scale = _shards(a=[bad, 1.0], b=[1.0, 1.0]), LossScale(scale=8.0)
@@ -52,6 +71,31 @@ def test_inf_and_nan_skip_only_under_loss_scaling(bad: float) -> None:
     assert result.skipped and scale.scale == 4.0
     assert shards[1].local.tolist() == [3.0, 4.0]
     assert not _stepper(_shards(a=[bad, 1.0])).step(frozen=()).skipped
+
+
+@pytest.mark.parametrize(("scale", "is_stuck"), [(2.0, False), (1.0, True), (0.5, True)])
+def test_a_step_that_overflows_names_its_gradients_and_is_stuck_once_nothing_is_scaled(
+    scale: float, is_stuck: bool
+) -> None:
+    shards = _shards(a=[1.0, 1.0], b=[float("inf"), 1.0], c=[0.0, float("nan")])
+    result = _stepper(shards, loss_scale=LossScale(scale=scale)).step(frozen={"a"})
+    assert (result.nonfinite_gradients(), result.is_stuck) == (["b", "c"], is_stuck)
+    fine = _stepper(_shards(a=[1.0, 1.0]), loss_scale=LossScale(scale=scale)).step(frozen=())
+    assert (fine.nonfinite_gradients(), fine.is_stuck) == ([], False)
+
+
+def test_products_of_pairs_where_some_are_empty() -> None:
+    left, right, none = torch.tensor([[1.0], [2.0]]), torch.tensor([[3.0], [4.0]]), torch.zeros(0, 1)
+    assert dots([left, none, right], [right, none, right]).tolist() == [11.0, 0.0, 25.0]
+    assert dots([left.double()], [right]).dtype == torch.float64
+
+
+def test_lars_scales_the_decayed_gradient_and_leaves_a_missing_one() -> None:
+    shards = _shards(a=[0.0, 1.0], b=None)
+    _stepper(shards, weight_decay=0.1, adaptation=Lars(eta=0.3, eps=0.0)).step(frozen=())
+    rate = 0.3 * 5 / (0.3**2 + 1.4**2) ** 0.5
+    assert shards[0].local.tolist() == pytest.approx([3.0 - rate * 0.3, 4.0 - rate * 1.4])
+    assert shards[1].local.tolist() == [3.0, 4.0]
 
 
 def test_frozen_and_missing_gradients_neither_decay_nor_move_nor_count() -> None:
@@ -80,6 +124,18 @@ def test_clipping_comes_before_adaptation() -> None:
     )
     rate = 0.3 * 5 / (1 + 0.1 * 5)
     assert shards[0].local.tolist() == pytest.approx([3.0 - rate * 0.3, 4.0 - rate * 1.4])
+
+
+@pytest.mark.parametrize("adaptation", [None, Larc(eps=0.0)])
+def test_changes_that_are_noted_are_those_of_this_step(adaptation: Larc | None) -> None:
+    shards = _shards(a=[0.0, 100.0], b=[0.0, 1.0], c=None)
+    shards[0].noted = []
+    stepper = _stepper(shards, clipping=Clipping(1.0), adaptation=adaptation)
+    for _ in range(2):
+        stepper.step(frozen=())
+        assert shards[0].noted is not None and len(shards[0].noted) == 1
+    assert shards[0].grad().tolist() == [0.0, 100.0], "left to the update"
+    assert shards[1].grad().tolist() != [0.0, 1.0]
 
 
 def test_nothing_to_move_is_no_error() -> None:
