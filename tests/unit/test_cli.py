@@ -60,6 +60,7 @@ def command(tmp_path, monkeypatch, capsys):
         (["--config", "quickstart/swav_digits"], "must be a key, not a flag (got --config). Write config=quickstart/"),
         (["--config.ZERO.LEVEL=3", QUICKSTART], "(got --config.ZERO.LEVEL=3). Write config.ZERO.LEVEL=3."),
         ([QUICKSTART, "--config"], "(got --config). Write config=<value>."),
+        ([QUICKSTART, "-m", "config.OPTIMIZER.lr=interval(0.1,0.3)"], "Add hydra/sweeper=optuna and config.OBJECTIVE="),
         ([QUICKSTART, "--dry-rum"], "--dry-rum is not a flag. Did you mean '--dry-run'"),
         ([QUICKSTART, "--cfg", "job", "-m"], "Only one of --run, --multirun, --cfg"),
         ([QUICKSTART, "--cfg", "job", "--package", "config.ZEROO"], "package 'config.ZEROO' not found"),

@@ -77,15 +77,22 @@ def explain(error: BaseException, folders: Sequence[str] = (), overrides: Sequen
             "for Hydra: \"config.A='/my, photos'\", \"config.A=['/a, b', /c]\"."
         )
         return ConfigError([Problem("command line", repr(error.override), "must be an override", fix)])
-    text = " ".join(str(error).split())
+    return ConfigError([_of_hydra(" ".join(str(error).split()), folders)])
+
+
+def _of_hydra(text: str, folders: Sequence[str]) -> Problem:
+    """Return the problem of an error of Hydra that has no class of its own."""
     if ambiguous := re.match(r"Ambiguous value for argument '([^=']+)=(.*?)'", text):
         fix = "Write a decimal point: 0.1. Write [a,b] for a list; add -m to run once with each value."
-        return ConfigError(
-            [Problem(ambiguous[1], repr(ambiguous[2]), "must be one value, and commas separate several", fix)]
+        return Problem(ambiguous[1], repr(ambiguous[2]), "must be one value, and commas separate several", fix)
+    if "does not support sweep type" in text:
+        fix = (
+            "Add hydra/sweeper=optuna and config.OBJECTIVE=loss_last, say, or write the values: 0.1,0.2 or range(1,10)."
         )
+        return Problem("command line", "", "interval() gives no values without a search", fix)
     if "You must specify 'config'" in text:
-        return ConfigError([_no_recipe(folders)])
-    return ConfigError([Problem("command line", "", text.rstrip("."), "See vissl-zero --help.")])
+        return _no_recipe(folders)
+    return Problem("command line", "", text.rstrip("."), "See vissl-zero --help.")
 
 
 def _without_prefix(overrides: Sequence[str]) -> Iterator[Problem]:

@@ -142,7 +142,10 @@ def typed_options(component: Component | type | None, options: Mapping[str, Any]
     schema = component.config if isinstance(component, Component) else component
     if schema is None:
         if options:
-            fix = "Register the component with config=<a dataclass of its keys>."
+            without = " ".join(f"~{key_path}.{name}" for name in options)
+            fix = (
+                f"Leave them out ({without} on the command line), or register it with config=<a dataclass of its keys>."
+            )
             raise ConfigError(
                 [Problem(key_path, str(dict(options)), "must be empty: this component declares no keys", fix)]
             )
