@@ -6,9 +6,19 @@ import math
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from vissl_zero.resolve.resolved import OffloadPlan, Precision, ShardingPlan
-from vissl_zero.sharding.param_facts import ParamFacts, gathered_bytes, params_on_disk, share_of, whole_units
+from vissl_zero.sharding.model.wrap_plan import PlannedUnit, WrapPlan
+from vissl_zero.sharding.param_facts import (
+    ParamFacts,
+    gathered_bytes,
+    param_facts,
+    params_on_disk,
+    share_of,
+    whole_units,
+)
 
 
 def _facts(shape: tuple[int, ...], unit: str = "", **more: Any) -> ParamFacts:
@@ -62,6 +72,7 @@ def test_a_unit_is_whole_with_those_around_it(level: int, most: int) -> None:
 @pytest.mark.parametrize(
     ("most", "on_disk"),
     [
+        (None, ["a.w", "a.in.w", "ab.w", "w"]),
         (0, ["a.w", "a.in.w", "ab.w", "w"]),
         (19, ["a.w", "ab.w"]),  # elements of a rank: 20, 10, 40, and 2 of the root, which is last
         (20, ["a.in.w", "ab.w", "w"]),
@@ -70,7 +81,7 @@ def test_a_unit_is_whole_with_those_around_it(level: int, most: int) -> None:
         (72, []),
     ],
 )
-def test_the_first_that_fit_stay_in_memory(most: int, on_disk: list[str]) -> None:
+def test_the_first_that_fit_stay_in_memory(most: int | None, on_disk: list[str]) -> None:
     root_first = {"w": PARAMS["w"], **PARAMS}
     tier = OffloadPlan("nvme", nvme_path="/x", max_in_cpu=most)
     assert list(params_on_disk(root_first, ShardingPlan(3, offload_params=tier), 2)) == on_disk
@@ -84,3 +95,25 @@ def test_a_format_has_a_share_of_the_masters_bytes() -> None:
         [0.25, 0.5],
         [1.0, 2.0],
     ]
+
+
+def test_a_parameter_is_of_the_innermost_unit_around_it() -> None:
+    model = nn.Sequential(nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)), nn.Linear(2, 2), nn.Linear(2, 2).double())
+    model.scale = nn.Parameter(torch.tensor(1.0))
+    model[1].bias.requires_grad_(False)
+    units = (
+        PlannedUnit(("0.1",), "norm", 4, is_replicated=True),
+        PlannedUnit(("0",), "block", 8),
+        PlannedUnit(("1", "2"), "block", 12),
+        PlannedUnit(("",), "root", 1),
+    )
+    names = [name for name, _ in model.named_parameters()]
+    facts = param_facts(model, WrapPlan(3, 2, "float32", units), set(names) - {"2.weight"})
+    assert list(facts) == names and facts["0.0.weight"].shape == (2, 3)
+    assert {name: fact.unit for name, fact in facts.items()} == {
+        name: {"0": "0.1" if "0.1." in name else "0", "1": "1", "2": "1"}.get(name[0], "") for name in names
+    }
+    assert {name for name, fact in facts.items() if not fact.is_trained} == {"1.bias", "2.weight"}
+    assert {name for name, fact in facts.items() if fact.is_replicated} == {"0.1.weight", "0.1.bias", "scale"}
+    assert {name for name, fact in facts.items() if fact.itemsize == 8} == {"2.weight", "2.bias"}
+    assert not any(fact.is_float8 for fact in facts.values())
