@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +23,7 @@ from PIL import Image
 from tests.blocks import data_block
 from tests.unit.data.conftest import MakeData
 from vissl_zero.data import workers
+from vissl_zero.data.batch_memory import BatchReceiver
 from vissl_zero.data.dataset import MicroBatchPlan
 from vissl_zero.data.loader import Loader, build_loader
 from vissl_zero.data.workers import BatchStream, _ahead, _is_stopped
@@ -170,6 +172,39 @@ def test_a_worker_goes_with_its_rank_and_leaves_the_other_cores_to_others(monkey
     finally:
         torch.set_num_threads(before)
     assert done == ["end_with_creator", "register_for_cleanup", "freeze"]
+
+
+@pytest.mark.parametrize(("timeout_s", "at_first"), [(60.0, 180.0), (0.0, 0.0)])
+def test_workers_have_two_minutes_more_for_the_first_batch_of_all(
+    make_data: MakeData, monkeypatch: pytest.MonkeyPatch, timeout_s: float, at_first: float
+) -> None:
+    """And the training process neither waits for them at exit nor keeps their end of the socket."""
+    limits: list[float] = []
+    ends: list[Connection] = []
+
+    def process(target: Callable[..., None], args: tuple[Any, Connection], name: str) -> Any:
+        assert target is workers._work
+        ends.append(args[1])
+        return SimpleNamespace(start=Mock(), kill=Mock(), daemon=False)
+
+    monkeypatch.setattr(workers, "start_fork_server", lambda modules: None)
+    monkeypatch.setattr(workers, "register_for_cleanup", Mock())
+    monkeypatch.setattr(workers, "_CONTEXT", SimpleNamespace(Pipe=multiprocessing.Pipe, Process=process))
+    monkeypatch.setattr(BatchReceiver, "set_timeout", lambda self, seconds: limits.append(seconds))
+    monkeypatch.setattr(BatchReceiver, "receive", lambda self: "an answer")
+    data = make_data("digits", num_workers=2) | {"WORKER_TIMEOUT_S": timeout_s}
+    stream = build_loader(data_block(data), "TRAIN", 0, 4, 0, 1, 1)._stream
+    stream._start_workers()
+    assert all(worker.daemon and worker.start.called for worker in stream._workers)
+    assert len(ends) == 2 and all(end.closed for end in ends) and limits == [at_first] * 2
+    stream._due.extend((0, 1))
+    assert stream._received() == stream._received() == "an answer"
+    assert limits == [at_first] * 2 + [timeout_s] * 2
+    assert workers.register_for_cleanup.called  # type: ignore[attr-defined]
+    started = [*stream._workers]
+    del stream
+    gc.collect()
+    assert all(worker.kill.called for worker in started)
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])

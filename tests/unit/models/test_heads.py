@@ -168,5 +168,8 @@ def test_msn_head_is_vissl_s():
     torch.testing.assert_close((out.scores[0][0] / 0.1).softmax(0).tolist(), wanted)
     unit = torch.nn.functional.normalize(head.prototypes, dim=1)
     torch.testing.assert_close(out.probe_scores[0], probe @ unit.T)
+    alone = head(_drawn(9, 6, 4))
+    assert torch.equal(alone.embeddings, out.embeddings) and torch.equal(alone.scores[0], out.scores[0])
+    assert alone.probe_scores is None
     initialize_(head, 0)
     assert 0 < head.prototypes.abs().max() <= 2**-0.5 and head.fc.fc1.bias.abs().max() == 0
