@@ -242,7 +242,7 @@ def restore_random_state(state: Mapping[str, Any], device: torch.device) -> None
     try:
         torch.set_rng_state(_bytes(state["torch"]))
         name, keys, position, has_gauss, cached = state["numpy"]
-        np.random.set_state((name, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
+        np.random.set_state((name, keys, position, has_gauss, cached))
         version, words, gauss = state["python"]
         random.setstate((version, tuple(words), gauss))
         if device.type == "cuda" and "cuda" in state:

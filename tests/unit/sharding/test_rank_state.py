@@ -15,6 +15,7 @@ from vissl_zero.resolve.resolved import ShardingPlan
 from vissl_zero.sharding.model.precision import LossScale
 from vissl_zero.sharding.state.rank_state import load_rank_state, load_torch_state, rank_state
 from vissl_zero.sharding.state.shard import Shard, whole_shard
+from vissl_zero.sharding.state.teacher import WeightAverage
 
 PLAN = ShardingPlan(0)
 Optimizer = Callable[[list[Any]], torch.optim.Optimizer]
@@ -67,6 +68,32 @@ def test_what_a_rank_saves_comes_back(build: Optimizer) -> None:
         rank.optimizer.step()
     assert _plain(saved) == kept, "copied: it may be loaded again"
     assert _plain(first.save()) == _plain(second.save())
+
+
+def test_what_had_no_state_when_it_was_saved_has_none_after() -> None:
+    saved, rank = _Rank().save(), _Rank(seed=1)
+    rank.load(_change(saved, "optimizer", "state", "bias"))
+    assert list(rank.optimizer.state) == [rank.model.weight]
+
+
+def test_a_fused_sgd_gets_the_momentum_that_was_not_saved() -> None:
+    def build(groups: list[Any]) -> torch.optim.Optimizer:
+        return torch.optim.SGD(groups, 0.1, momentum=0.9, fused=True)
+
+    rank = _Rank(build, seed=1)
+    rank.load(_change(_Rank(build).save(), "optimizer", "state", "bias"))
+    assert not rank.optimizer.state[rank.model.bias]["momentum_buffer"].any()
+
+
+def test_a_running_average_is_saved_with_its_place() -> None:
+    rank = _Rank()
+    average = WeightAverage(rank.shards.values(), rank.buffers)
+    saved = rank_state(PLAN, rank.shards, rank.optimizer, rank.buffers, None, average)["average"]
+    assert saved["params"]["weight"]["local"] is average.params["weight"]
+    assert saved["params"]["weight"]["full_shape"] == (2, 3) and saved["buffers"]["mean"] is average.buffers["mean"]
+    later = WeightAverage(_Rank(seed=1).shards.values(), rank.buffers)
+    later.load(saved["params"], saved["buffers"])
+    assert torch.equal(later.params["weight"], average.params["weight"])
 
 
 def test_a_saved_state_holds_the_memory_of_the_run() -> None:

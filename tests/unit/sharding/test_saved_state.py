@@ -157,6 +157,16 @@ def test_a_frozen_parameter_gets_no_state() -> None:
     assert rank.shards["scalar"].local in rank.optimizer.state
 
 
+def test_what_had_no_state_when_it_was_stored_has_none_after() -> None:
+    store, rank = _Store([_Rank(slice(0, 5)).step()]), _Rank(slice(0, 5)).step()
+    for key in ("exp_avg", "exp_avg_sq"):
+        del store.tensors[f"optimizer/{key}/matrix"]
+    del store.numbers["matrix"]
+    restore_state(store, rank.shards, rank.optimizer, None)
+    assert rank.shards["matrix"].local not in rank.optimizer.state
+    assert rank.shards["scalar"].local in rank.optimizer.state
+
+
 def test_options_of_groups_come_back_as_they_were() -> None:
     rank = _Rank(slice(0, 5))
     (facts,) = group_facts(rank.shards, rank.optimizer)
