@@ -112,7 +112,15 @@ def _refuse_single_images(run: Run) -> None:
 def work(plan: ResolvedRun) -> int:
     """Join the process group and train. Return the exit code."""
     with process_group(plan.backend, rank_device(plan), plan.sharding.timeout_s):
-        return train_rank(plan)
+        try:
+            return train_rank(plan)
+        except RuntimeError as error:
+            if "Timed out waiting" in str(error):  # gloo names neither the rank nor the key
+                error.add_note(
+                    f"Another rank gave no answer for {plan.sharding.timeout_s:g} s (config.DISTRIBUTED.TIMEOUT_S): it "
+                    "hangs, is stopped, or needs longer. Look at its log, or raise TIMEOUT_S."
+                )
+            raise
 
 
 def take_place() -> None:

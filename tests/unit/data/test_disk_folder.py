@@ -226,3 +226,11 @@ def test_pictures_that_are_not_read_are_named_and_so_are_folders_without_images(
     split = Split(DATA_SOURCES=["disk_folder"], DATA_PATHS=[str(tmp_path / "phone")])
     (problem,) = paths(RunConfig(DATA=replace(data, TRAIN=split, TEST=Split())), None)  # type: ignore[arg-type]
     assert problem.fix.endswith(sentence)
+
+
+def test_what_a_folder_of_both_splits_leaves_out_is_said_once(make_data: MakeData, photos: Path) -> None:
+    (photos / "a/phone.heic").write_bytes(b"heic")
+    data = data_block(make_data("disk_folder", photos))
+    assert data.TEST.DATA_PATHS == data.TRAIN.DATA_PATHS
+    (note,) = left_out_of_run(data, build_source(data, "TRAIN", 0), 0)
+    assert ".heic" in note
