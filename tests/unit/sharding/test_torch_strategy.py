@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -172,7 +173,7 @@ def test_a_hook_on_a_parameter_is_refused_where_it_would_never_run() -> None:
 def test_a_pass_that_is_looked_at_and_not_differentiated_leaves_nothing_behind() -> None:
     """Outputs that a layer saves would hold the node that holds them, until the garbage collector runs."""
     module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Sigmoid())
-    forward = _Forward(module, SimpleNamespace(is_sharded=False))  # type: ignore[arg-type]
+    forward = _Forward(module, SimpleNamespace(is_sharded=False), nullcontext)  # type: ignore[arg-type]
     gc.disable()
     try:
         output = forward(torch.randn(2, 4))
