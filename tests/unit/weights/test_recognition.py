@@ -162,7 +162,7 @@ def test_shards_with_an_index_are_one_model(tmp_path):
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
     require_equal(f"hf:{tmp_path}", lambda x: theirs(x).last_hidden_state[:, 0], (32,))
     next(tmp_path.glob("model-00002*")).unlink()
-    with pytest.raises(CheckpointError, match=r"lists model-00002.*no such file beside it"):
+    with pytest.raises(CheckpointError, match=r"lists model-00002.*which is not in its folder"):
         vissl_zero.load_trunk(tmp_path)
 
 
