@@ -390,7 +390,8 @@ class SwAVDistillation(EmbeddingMethod):
     def _assign(self, scores: Tensor) -> Tensor:
         """Compute assignments (T, B, K) of scores (T, B, K), balanced together with the rows of the queue."""
         num_samples = scores.shape[1]
-        if self.queue is not None:
+        # No rows at all would cost a copy of the scores.
+        if self.queue is not None and self.queue.num_filled and self._step >= self.queue_start:
             past = self.queue.local_part().to(scores.dtype) @ self.prototypes.to(scores.dtype).T
             scores = torch.cat((scores, past.expand(len(scores), -1, -1)), dim=1)
         # Rows of the queue only balance the assignments: no student learns from them.

@@ -243,8 +243,11 @@ class SwAVLoss(Method):
         return torch.stack(losses).mean()
 
     def probe(self) -> Tensor | None:
-        """Return this rank's share of the queue (C * q, D), queue by queue, q = 0 until it starts; None: no queue."""
-        return None if self.queue is None else self.queue.local_part().flatten(0, 1)
+        """Return this rank's share of the queue (C * q, D), queue by queue; None before the queue starts."""
+        # No rows at all would cost a copy of the scores that they are joined with.
+        if self.queue is None or not self._is_queue_on() or self.queue.num_filled == 0:
+            return None
+        return self.queue.local_part().flatten(0, 1)
 
     def join(self, parts: Sequence[list[Any]], num_samples: Sequence[int]) -> list[Any]:
         """Join outputs; see ``Method``."""

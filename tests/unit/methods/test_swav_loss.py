@@ -87,6 +87,13 @@ def test_hard_assignments_end_when_told() -> None:
         assert is_equal == (step >= 2)
 
 
+def test_a_queue_without_rows_costs_no_pass_through_the_head() -> None:
+    criterion = _loss(queue={"queue_length": 12, "start_iter": 1})
+    for step in (0, 1):
+        criterion.on_step(step, 0)
+        assert criterion.probe() is None
+
+
 def test_queue_joins_the_assignment_newest_first_and_drops_the_oldest() -> None:
     head, criterion = _head(), _loss(queue={"queue_length": 12, "start_iter": 1})
     past: list[Tensor] = []
