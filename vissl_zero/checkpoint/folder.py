@@ -493,7 +493,7 @@ def newest_checkpoint(path: str | Path, passed_over: list[str] | None = None, wi
         passed_over: receives a sentence for each newer checkpoint that cannot be opened.
         with_data: whether to compare the data with their checksums too, and skip damaged checkpoints.
     Raises:
-        LaterFormatError: the newest checkpoint that opens was written by a later vissl_zero.
+        LaterFormatError: the newest checkpoint that is not damaged was written by a later vissl_zero.
         CheckpointError: none can be opened; the message says why, checkpoint by checkpoint.
     """
     path = Path(path)

@@ -173,9 +173,7 @@ def open_store(
                 f"vissl-zero checkpoint import {path} --to weights.safetensors"
             )
         if path.suffix.lower() in EXTENSIONS:
-            raise CheckpointError(
-                f"{path} is an image, not a file of weights. {_IMAGES_ARE_NAMED} Give a file of weights."
-            )
+            raise CheckpointError(f"{path} is an image, not weights. {_IMAGES_ARE_NAMED} Give a file of weights.")
         return _weights_file(path, with_data)
     final = path / WEIGHTS_FILE
     if (path / MANIFEST_NAME).exists():
@@ -194,7 +192,7 @@ def _what_else(folder: Path) -> str:
     """Return the end of a message: the contents of a folder without weights, and what to name instead."""
     if jobs := read_jobs(folder):
         return f"holds several runs. Name one of them: {', '.join(map(str, jobs))}."
-    what = f"holds images, and weights are wanted here. {_IMAGES_ARE_NAMED}"
+    what = f"holds images, not weights. {_IMAGES_ARE_NAMED}"
     if (folder / RESOLVED_FILE).exists() or next(image_files(folder), None) is None:
         what = f"holds neither checkpoints nor {WEIGHTS_FILE}."
     return f"{what} Give a run folder, one of its checkpoints/step_<steps> folders, or a file of weights."

@@ -107,10 +107,10 @@ def test_a_run_without_checkpoints_has_its_weights_alone(tmp_path: Path) -> None
     ("name", "content", "sentence"),
     [
         ("weights.pt", b"PK\x03\x04....", "was written by torch.save. Convert it first: vissl-zero checkpoint import"),
-        ("photo.JPG", b"\xff\xd8\xff", "is an image, not a file of weights. Images are named after the weights"),
+        ("photo.JPG", b"\xff\xd8\xff", "is an image, not weights. Images are named after the weights"),
         ("other.safetensors", None, r"There is no .*other\.safetensors\..*Did you mean"),
         ("", None, "holds neither checkpoints nor weights.safetensors. Give a run folder"),
-        ("photos", None, "holds images, and weights are wanted here"),
+        ("photos", None, "holds images, not weights"),
         ("run", None, "holds neither checkpoints nor weights.safetensors. Give a run folder"),  # with a picture of it
     ],
 )

@@ -79,7 +79,7 @@ def test_a_folder_that_is_not_of_a_run(tmp_path):
 def test_images_in_the_place_of_weights_are_named(tmp_path):
     Image.new("RGB", (4, 4)).save(tmp_path / "a.jpg")
     for path in (tmp_path, tmp_path / "a.jpg"):
-        with pytest.raises(CheckpointError, match=r"image.*weights.*\. Images are named .*\. Give a"):
+        with pytest.raises(CheckpointError, match=r"image.*, not weights\. Images are named .*\. Give a"):
             vissl_zero.load_trunk(path)
     with pytest.raises(CheckpointError, match=r"There is no .*b\.jpg\. Did you mean 'a\.jpg'\? Give a file of weights"):
         vissl_zero.load_trunk(tmp_path / "b.jpg")
