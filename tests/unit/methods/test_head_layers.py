@@ -21,6 +21,7 @@ VICREGL = {"dims": [8, 6, 4], "map_dims": [5, 3]}
 LAYERS: list[tuple[str, dict[str, Any], str]] = [
     ("feature_maps", {}, ""),
     ("swav_head", SWAV, "Linear 8 6, ReLU, Linear 6 4, -Linear 4 9, -Linear 4 7"),
+    ("swav_head", {"dims": [8, 4], "num_clusters": [1]}, "Linear 8 4, -Linear 4 1"),
     ("swav_head", SWAV | {"use_bn": True}, "Linear 8 6, BatchNorm1d 6, ReLU, Linear 6 4, -Linear 4 9, -Linear 4 7"),
     (
         "swav_head",
@@ -38,6 +39,7 @@ LAYERS: list[tuple[str, dict[str, Any], str]] = [
         DINO | {"use_bn": True, "num_layers": 2},
         "Linear 8 6, BatchNorm1d 6, GELU, Linear 6 4, NormalizedPrototypes 9 4",
     ),
+    ("dino_head", DINO | {"num_clusters": [1], "num_layers": 1}, "Linear 8 4, NormalizedPrototypes 1 4"),
     ("dino_head", DINO | {"num_layers": 1}, "Linear 8 4, NormalizedPrototypes 9 4"),
     (
         "ibot_head",
@@ -134,3 +136,24 @@ WIDTHS: list[tuple[str, list[int], str]] = [
 def test_widths_that_make_no_head_are_refused(name: str, dims: list[int], must: str) -> None:
     with pytest.raises(ConfigError, match=must):
         HEADS.get(name).build(dims=dims)
+
+
+# head, what is wrong with its options, all that is said
+OPTIONS: list[tuple[str, dict[str, Any], list[str]]] = [
+    ("swav_head", SWAV | {"dims": [8]}, ["dims of swav_head must have at least two widths"]),
+    ("swav_head", SWAV | {"num_clusters": [9, 0]}, ["num_clusters of swav_head must be numbers of at least 1"]),
+    ("swav_head", SWAV | {"activation_name": "relu"}, ["activation_name of swav_head must be one of ReLU, GELU"]),
+    ("swav_head", {"dims": [8], "num_clusters": [0], "activation_name": "relu"}, ["dims", "num_clusters", "activ"]),
+    *(
+        ("dino_head", DINO | {"num_clusters": counts}, ["num_clusters of dino_head must have one number, at least 1"])
+        for counts in ([], [0], [9, 7])
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "options", "said"), OPTIONS)
+def test_options_that_make_no_head_are_refused_together(name: str, options: dict[str, Any], said: list[str]) -> None:
+    with pytest.raises(ConfigError) as raised:
+        HEADS.get(name).build(**options)
+    found = [problem.must for problem in raised.value.problems]
+    assert len(found) == len(said) and all(map(str.startswith, found, said)), found

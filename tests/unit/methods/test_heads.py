@@ -115,4 +115,15 @@ def test_msn_head_is_vissl_s():
     assert torch.equal(alone.embeddings, out.embeddings) and torch.equal(alone.scores[0], out.scores[0])
     assert alone.probe_scores is None
     initialize_(head, 0)
-    assert 0 < head.prototypes.abs().max() <= 2**-0.5 and head.fc.fc1.bias.abs().max() == 0
+    assert not any(layer.bias.any() for layer in (head.fc.fc1, head.fc.fc2, head.fc.fc3))
+
+
+def test_msn_head_begins_as_vissl_s():
+    """Layers from a normal of deviation 0.02 cut at 2, prototypes uniform within one over the root of their width."""
+    head = MSNHead(64, 200, hidden_dim=64, output_dim=64)
+    initialize_(head, 0)
+    assert [float(layer.weight.detach().std()) for layer in head.fc if isinstance(layer, nn.Linear)] == pytest.approx(
+        [0.02] * 3, rel=0.05
+    )
+    drawn = head.prototypes.detach()
+    assert 0.99 / 8 < drawn.max() <= 1 / 8 and -1 / 8 <= drawn.min() < -0.99 / 8
