@@ -285,7 +285,7 @@ def _begins_with_recipe(file: Path) -> bool:
 
 def _base(file: Path, bases: list[Path]) -> Path | None:
     """Return the first of ``bases`` in the nearest folder above a file; None if there is none."""
-    return next((base for folder in file.parents for base in bases if base.parent == folder and base != file), None)
+    return next((base for folder in file.parents for base in bases if base.parent == folder), None)
 
 
 def _blocks(file: Path) -> set[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,12 +12,9 @@ import yaml
 
 from vissl_zero.cli import main
 from vissl_zero.commands.explain import account_of, explain
-from vissl_zero.commands.plan import plan
 from vissl_zero.commands.train import train
-from vissl_zero.config import recipes
-from vissl_zero.config.catalog import public_equivalent, with_public_paths
 from vissl_zero.config.compose import compose
-from vissl_zero.config.recipes import RecipeFile, recipe_file, recipe_files, recipe_text
+from vissl_zero.config.recipes import RecipeFile, recipe_file, recipe_files
 from vissl_zero.errors import ConfigError
 
 RECIPE = """# @package _global_
@@ -113,19 +109,6 @@ def test_fix_replaces_what_only_facebook_has_and_nothing_else(write, tmp_path, c
     assert path.read_text() == RECIPE.format(source="everstore", trunk="resnet", weights=INTERNAL, more="")
 
 
-def test_weights_that_a_recipe_leaves_to_its_reader_become_a_path_to_correct():
-    text, (change,) = with_public_paths('A: 1\nPARAMS_FILE: "specify the model weights"')
-    assert (change.line, change.was) == (2, 'PARAMS_FILE: "specify the model weights"')
-    assert change.now == "PARAMS_FILE: /path/to/weights.torch"
-    assert text.endswith(f"{change.now}  # vissl-zero: name the initial weights")
-
-
-def test_public_paths_are_left_alone():
-    text = "A: https://download.pytorch.org/models/resnet50-19c8e357.pth\nB: /my/checkpoint/x\n# /checkpoint/y\n"
-    assert with_public_paths(text) == (text, [])
-    assert public_equivalent("/my/dino_vitbase16_pretrain.pth") == ""
-
-
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -149,53 +132,6 @@ def test_no_torch_is_imported():
     assert done.stdout.startswith("digits/swav: accepted")
 
 
-def test_values_levels_and_digits_of_a_recipe_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recipes, "_MAX_VALUES", 9)
-    monkeypatch.setattr(recipes, "_MAX_DEPTH", 4)
-    monkeypatch.setattr(recipes, "_MAX_DIGITS", 3)
-    # A mapping, its two keys, a list of two (3) and its alias (3); three lists; as many digits as there may be.
-    for most, more in (("{a: &x [b, c], d: *x}", "{a: &x [b, c], d: *x, e}"), ("[[[]]]", "[[[[]]]]"), ("999", "1000")):
-        recipes.require_moderate(most)
-        with pytest.raises(ValueError, match=r"it has more|it is nested|it has a number"):
-            recipes.require_moderate(more)
-
-
-LAUGHS = "x0: &x0 [a]\n" + "".join(f"x{i}: &x{i} [{', '.join([f'*x{i - 1}'] * 9)}]\n" for i in range(1, 10))
-
-
-@pytest.mark.timeout(60)
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        (f"{LAUGHS}config:\n  IMPORTS: *x9\n", "more than 100,000 values, with aliases unfolded"),
-        ("config: &c\n  DATA: *c\n", "stands in its own block"),
-        ("config: " + "[" * 5000 + "]" * 5000, "nested deeper than 50 levels"),
-        ("config:\n  SEED_VALUE: " + "9" * 5000, "a number of more than 1000 digits"),
-        ("config: \udc80", "can't decode byte 0x80"),
-        ("config: [", "while parsing"),
-        (None, "it is a named pipe"),
-    ],
-)
-def test_a_hostile_recipe_is_one_sentence(tmp_path: Path, text: str | None, reason: str) -> None:
-    """Hydra unfolds aliases for ever, and its YAML reader ends in RecursionError, ValueError or UnicodeDecodeError."""
-    path = tmp_path / "config" / "x.yaml"
-    path.parent.mkdir()
-    if text is None:
-        os.mkfifo(path)
-    else:
-        path.write_bytes(text.encode(errors="surrogateescape"))
-    with pytest.raises(ConfigError, match=rf"(?s)x\.yaml: must be a recipe that can be read \(.*{reason}"):
-        recipe_text(path)
-    refused = "x.yaml, line 1: is not YAML" if reason == "while parsing" else rf"(?s)x\.yaml: .*{reason}"
-    for place in (f"--config-dir={tmp_path}", f"hydra.searchpath=[file://{tmp_path}]"):
-        with pytest.raises(ConfigError, match=refused):
-            train(["config=x", place, "--dry-run"])
-    if text is not None:
-        for command in (plan, explain):
-            with pytest.raises(ConfigError, match="must be a recipe that can be read"):
-                command([str(path)])
-
-
 @pytest.mark.parametrize(
     "word", ["config.LOSS=" + "{a: " * 500 + "1" + "}" * 500, "config.LOSS=" + "[" * 500 + "]" * 500]
 )
@@ -217,11 +153,6 @@ def test_texts_that_name_each_other_do_not_fill_the_memory() -> None:
     words += [f"config.LOSS.x{i}='{f'${{config.LOSS.x{i - 1}}}' * 9}'" for i in range(1, 12)]
     with pytest.raises(ConfigError, match="must not make the texts longer"):
         compose("quickstart/swav_digits", [f"+{word}" for word in words])
-
-
-def test_the_aliases_of_a_plain_recipe_are_read(tmp_path: Path) -> None:
-    (tmp_path / "x.yaml").write_text("a: &a {b: 1}\nc: [*a, *a]\n")
-    assert recipe_text(tmp_path / "x.yaml").startswith("a: &a")
 
 
 def test_a_recipe_that_names_its_own_base_is_explained_as_it_is(

@@ -9,7 +9,14 @@ from pathlib import Path
 import pytest
 
 from vissl_zero.config.blocks.data import Data, Split
-from vissl_zero.config.catalog import find_catalog, missing, source_of, use_catalog
+from vissl_zero.config.catalog import (
+    find_catalog,
+    missing,
+    public_equivalent,
+    source_of,
+    use_catalog,
+    with_public_paths,
+)
 from vissl_zero.config.compose import compose
 from vissl_zero.errors import ConfigError
 
@@ -178,3 +185,42 @@ def test_a_folder_is_known_by_the_names_in_it(tmp_path: Path, names: list[str], 
     assert source_of([str(tmp_path / "set")]) == source
     (tmp_path / "photos").mkdir()
     assert source_of([str(tmp_path / "set"), str(tmp_path / "photos")]) == "disk_folder"
+
+
+def test_weights_that_a_recipe_leaves_to_its_reader_become_a_path_to_correct():
+    text, (change,) = with_public_paths('A: 1\nPARAMS_FILE: "specify the model weights"')
+    assert (change.line, change.was) == (2, 'PARAMS_FILE: "specify the model weights"')
+    assert change.now == "PARAMS_FILE: /path/to/weights.torch"
+    assert text.endswith(f"{change.now}  # vissl-zero: name the initial weights")
+
+
+def test_public_paths_are_left_alone():
+    text = "A: https://download.pytorch.org/models/resnet50-19c8e357.pth\nB: /my/checkpoint/x\n# /checkpoint/y\n"
+    assert with_public_paths(text) == (text, [])
+    assert public_equivalent("/my/dino_vitbase16_pretrain.pth") == ""
+
+
+def test_internal_paths_and_sources_become_what_a_reader_has() -> None:
+    """Line by line: the rest of the text, its comments and the numbers of its lines stay."""
+    dino = "manifold://tree/users/x/dino_vitbase16_pretrain.pth"
+    url = "https://dl.fbaipublicfiles.com/dino/dino_vitbase16_pretrain/dino_vitbase16_pretrain.pth"
+    text, changes = with_public_paths(
+        f"A: 1\n  B: {dino} # why {dino}\nC: ['/checkpoint/me/', /private/home/me/y.npy]\n"
+        "DATA_SOURCES: [everstore]\nLABEL_SOURCES: [ 'everstore' ]\n"
+    )
+    lines = text.split("\n")
+    assert lines[0] == "A: 1" and lines[5:] == [""]
+    assert (
+        lines[1] == f"  B: /path/to/dino_vitbase16_pretrain.pth  # vissl-zero: was {dino}, public: {url} # why {dino}"
+    )
+    own = "not public: name your own file"
+    assert lines[2] == (
+        "C: ['/path/to/me', /path/to/y.npy]"
+        f"  # vissl-zero: was /checkpoint/me/, {own}; was /private/home/me/y.npy, {own}"
+    )
+    assert lines[3].startswith("DATA_SOURCES: [disk_filelist]  # ") and "name a list of images (.npy)" in lines[3]
+    assert lines[4].startswith("LABEL_SOURCES: [disk_filelist]  # ") and "name a list of labels (.npy)" in lines[4]
+    assert [change.line for change in changes] == [2, 3, 4, 5]
+    assert (changes[0].was, changes[0].now) == (f"B: {dino}", "B: /path/to/dino_vitbase16_pretrain.pth")
+    assert with_public_paths("A: /datasets01/")[0].startswith("A: /path/to/datasets01  #")
+    assert (public_equivalent(dino), public_equivalent("/checkpoint/me/other.pth")) == (url, "")

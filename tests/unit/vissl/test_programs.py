@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from vissl_zero.commands.explain import account_of
 from vissl_zero.config.compose import compose
 from vissl_zero.config.programs import ASSIGNMENTS, PREDICTIONS, PROGRAMS, RETRIEVAL, begin_program
-from vissl_zero.config.recipes import recipe_file, recipe_files
+from vissl_zero.config.recipes import recipe_file
 from vissl_zero.config.run_config import RunConfig
 from vissl_zero.errors import ConfigError
 from vissl_zero.registry import HOOKS
@@ -120,21 +120,6 @@ def test_what_retrieval_cannot_do_is_refused(tmp_path: Path) -> None:
     assert any("USE_FEATURE_EXTRACTION_ENGINE" in note for note in plan.notes)
     words = [f"{SETTINGS}.EVAL_MODE_ON=true", f"{SETTINGS}.EXTRACT_TRUNK_FEATURES_ONLY=true", f"{key}.N_PCA=9"]
     assert "IMG_RETRIEVAL: is read by" in _refused(*words)
-
-
-def test_a_file_says_which_program_it_is_for(tmp_path: Path) -> None:
-    body = (
-        "config: {{MODEL: {{TRUNK: {{NAME: resnet}}}}, DATA: {{TRAIN: {{DATA_SOURCES: [disk_folder]}}}}, SVM: {svm}}}"
-    )
-    wanted = {"svm": ("{normalize: true}", "train_svm"), "low": ("{low_shot: {k_values: [1]}}", "train_svm_low_shot")}
-    for name, (block, _) in wanted.items():
-        file = tmp_path / "config" / name / "eval.yaml"
-        file.parent.mkdir(parents=True)
-        file.write_text(body.format(svm=block))
-    for name, (_, program) in wanted.items():
-        found = recipe_file(tmp_path / "config" / name / "eval.yaml")
-        assert found.program == program and f"engine_name={program}" in found.overrides
-    assert {recipe.program for recipe in recipe_files(tmp_path / "config")} == {"train_svm", "train_svm_low_shot"}
 
 
 def test_programs_and_files_that_are_not_here_say_what_does_the_same(tmp_path: Path) -> None:
