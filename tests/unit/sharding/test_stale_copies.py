@@ -140,12 +140,14 @@ def test_weights_for_evaluation_are_computed_with_and_given_back(group: dist.Pro
     (trained, _), weights = _outputs(sharded), _stored(sharded).tensors
     with sharded.evaluated():
         (evaluated, _), means = _outputs(sharded), _stored(sharded).tensors
+        use_means = _by_store(sharded)
     moved = {name for name, values in weights.items() if not torch.equal(values, means[name])}
     # A bias before batch norm has no gradient.
     assert moved == {f"model/{name}" for name, _ in sharded.named_parameters()} - {"model/0.bias"}
-    assert not torch.equal(evaluated, trained)
     assert torch.equal(_outputs(sharded)[0], trained)
     assert all(torch.equal(values, weights[name]) for name, values in _stored(sharded).tensors.items())
+    use_means()
+    assert torch.equal(_outputs(sharded)[0], evaluated) and not torch.equal(evaluated, trained)
 
 
 def _plain_state() -> dict[str, Any]:
