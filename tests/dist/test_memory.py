@@ -90,8 +90,10 @@ def test_state_bytes_are_within_one_percent_of_the_formula(level: int, optimizer
     assert {memory["left_whole"] for memory in per_rank} == {0}
     assert {memory["after"] for memory in per_rank} == {0}
     assert per_rank[0]["peak"] > per_rank[0]["params"]
-    if level in (1, 2):
-        assert per_rank[0]["params_step_peak"] >= 4 * num_params
+    # What a pass gathers: at level 3 the largest block and the root around it, which has the head's parameters.
+    gathered = 4 * ((1001 + 1) * 1003 + (305 + 1) * 3001) if level == 3 else 0
+    for memory in per_rank:
+        assert gathered <= memory["params_step_peak"] - memory["params"] <= 1.01 * gathered
 
 
 def _ledger_between_micro_batches(level: int) -> dict[str, int]:

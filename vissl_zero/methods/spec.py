@@ -212,7 +212,7 @@ def table() -> str:
 
 
 def _reached(method: str) -> str:
-    figures = json.loads(FIGURES.read_text()).get(method) if FIGURES.exists() else None
+    figures = json.loads(FIGURES.read_text()).get(method)
     if figures and "miou_trained" in figures:
         return f"mIoU: {figures['miou_untrained']} -> {figures['miou_trained']} %"
     if not figures or "trained" not in figures:

@@ -37,6 +37,13 @@ def _crops(counts: list[int]) -> str:
     return f"{TRANSFORMS}=[{{name: ImgPilToMultiCrop, {keys}, crop_scales: {scales}}}, {{name: ToTensor}}]"
 
 
+def _chain(num_towers: int | None, width: int) -> str:
+    tiles = "" if num_towers is None else f"[siamese_concat_view, {{num_towers: {num_towers}}}], "
+    joined = 8 * (num_towers or 1)
+    heads = f"[mlp, {{dims: [-1, 8]}}], {tiles}[mlp, {{dims: [{joined}, {width}]}}]"
+    return f"{HEAD}=[[chain, {{heads: [{heads}], dims: [-1, {width}]}}]]"
+
+
 @cache
 def _recipe(name: str) -> RunConfig:
     return load(f"digits/{name}")
@@ -103,6 +110,21 @@ CASES = [
         [_head("jigsaw_head", num_towers=4, num_permutations=25)],
         f"{HEAD}: num_permutations must be at most the 24 orders of 4 tiles",
     ),
+    *(
+        ("jigsaw", [_chain(towers, 20), f"{TRANSFORMS}=[{{name: ImgPatchesFromTensor, num_patches: 4}}]"], said)
+        for towers, said in (
+            (4, ""),
+            (9, f"{TRANSFORMS}: must make the 9 tiles that the head takes (got 4 tiles). Write num_patches: 9."),
+            (5, f"{HEAD}: num_towers must be 4 or 9"),
+        )
+    ),
+    ("jigsaw", [_chain(4, 25)], f"{HEAD}: num_permutations must be at most the 24 orders of 4 tiles"),
+    ("jigsaw", [_chain(None, 20)], f"{HEAD}: must be one jigsaw_head for jigsaw_loss"),
+    ("jigsaw", [_chain(4, 24)], ""),
+    ("npid", [_crops([2])], f"{TRANSFORMS}: must make one crop of an image for nce_loss_with_memory (got [2])"),
+    ("npid", [_crops([1, 1])], f"{TRANSFORMS}: must make one crop of an image for nce_loss_with_memory (got [1, 1])"),
+    ("npid", [_crops([1])], ""),
+    ("npid", [f"{TRANSFORMS}=[{{name: ToTensor}}]"], ""),
     ("jigsaw", ["config.LOSS.jigsaw_loss.perm_file=nowhere.npy"], "perm_file: must name a file that exists"),
     ("jigsaw", ["config.TRAINER.CROP_PASSES=2"], "config.TRAINER.CROP_PASSES: must be 1 for jigsaw_loss"),
     ("pirl", [_head("pirl_head", num_towers=6)], f"{HEAD}: num_towers must be 4 or 9"),
@@ -206,6 +228,58 @@ TEACHERS: list[tuple[str, str, list[str], str]] = [
 ]
 
 
+TEACHER = "config.DISTILLATION.TEACHER_MODEL"
+OF_PATCHES = "{dims: [-1, 64, 16], num_clusters: [12]}"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], []),
+        ([f"{TEACHER_HEAD}=[[swav_head, {OF_PATCHES}]]"], [f"{TEACHER_HEAD}: must be one ibot_head or ibot_dino_head"]),
+        ([f"{HEAD}=[[swav_head, {OF_PATCHES}]]"], [f"{HEAD}: must be one ibot_head or ibot_dino_head"]),
+        ([f"{TEACHER}.WEIGHTS_INIT.PARAMS_FILE=''"], [f"{TEACHER}.WEIGHTS_INIT.PARAMS_FILE: must name"]),
+    ],
+)
+def test_a_teacher_of_patches_has_patches_and_weights(words: list[str], said: list[str]) -> None:
+    given = ["config.LOSS.name=ibot_distillation_loss", f"{TEACHER}.TRUNK.NAME=vision_transformer"]
+    given += [f"{TEACHER_HEAD}=[[ibot_head, {OF_PATCHES}]]", f"{TEACHER}.WEIGHTS_INIT.PARAMS_FILE=configs", *words]
+    found = [str(problem) for problem in problems(Decisions(_changed("ibot", given), CPU_HOST))]
+    assert len(found) == len(said) and all(map(str.startswith, found, said)), found
+
+
+OF_FEATURES = "config.LOSS.feature_distillation_loss"
+MUST_COUNT = f"{OF_FEATURES}.queue_weight: must not be 0 with global_weight 0"
+FEATURES: list[tuple[list[str], list[str]]] = [
+    ([], []),
+    (["queue_weight=0"], [MUST_COUNT]),
+    (["queue_weight=0", "global_weight=0.5"], []),
+    (["teacher=''", "queue_weight=0"], [f"{OF_FEATURES}.teacher: must name the weights to learn from (got '')"]),
+    (["embedding_dim=31"], [f"{HEAD}: must end in 31, the teacher's features (got dims that end in 32)"]),
+    (["dense_weight=1"], [f"{HEAD}: must be one map_projection_head"]),
+    *(
+        ([f"{name}={values}"], [f"{OF_FEATURES}.{name}: must be three numbers{kind}, for red, green and blue"])
+        for name, values, kind in (
+            ("teacher_mean", "[0.5, 0.5]", ""),
+            ("teacher_mean", "[0.5, 0.5, 0.5, 0.5]", ""),
+            ("teacher_std", "[0.5, 0.5]", " above 0"),
+            ("teacher_std", "[0.5, 0.0, 0.5]", " above 0"),
+        )
+    ),
+    (["teacher_mean=[0, -1, 0]", "teacher_std=[1.0e-3, 1, 9]"], []),
+]
+
+
+@pytest.mark.parametrize(("keys", "said"), FEATURES)
+def test_features_are_learned_from_named_weights_of_their_width(keys: list[str], said: list[str]) -> None:
+    given = ["teacher=configs", "embedding_dim=32", "teacher_mean=[0.5, 0.5, 0.5]", "teacher_std=[0.5, 0.5, 0.5]"]
+    words = [f"{OF_FEATURES}.{key}" for key in [*given, *keys]]
+    words += [f"{HEAD}=[[mlp, {{dims: [-1, 32]}}]]", f"{TEACHER_HEAD}=[[identity, {{}}]]"]
+    words += [f"{TEACHER}.WEIGHTS_INIT.PARAMS_FILE=configs"]
+    found = [str(problem) for problem in problems(Decisions(_changed("feature_distillation", words), CPU_HOST))]
+    assert len(found) == len(said) and all(map(str.startswith, found, said)), found
+
+
 @pytest.mark.parametrize(("loss", "head", "words", "said"), TEACHERS)
 def test_a_teacher_of_prototypes_is_refused_where_it_does_not_fit(
     loss: str, head: str, words: list[str], said: str
@@ -252,12 +326,27 @@ SIZES: list[tuple[str, list[str], dict[str, Any]]] = [
         [_head("ibot_head", num_clusters=[7, 5]), _crops([3, 1])],
         {"num_global_crops": 3, "out_dim": 7, "patch_out_dim": 5},
     ),
+    *(
+        (
+            "ibot",
+            [f"{HEAD}=[[ibot_dino_head, {{in_dim: 64, {keys}}}]]"],
+            {"num_global_crops": 2, "out_dim": of_crops, "patch_out_dim": of_patches},
+        )
+        for keys, of_crops, of_patches in (
+            ("out_dim: 7, patch_out_dim: 5", 7, 5),
+            ("out_dim: 7, patch_out_dim: 5, shared_head: true", 7, 7),
+            ("out_dim: 7", 7, 7),
+            ("patch_out_dim: 5", None, None),
+        )
+    ),
     ("ibot", [_head("ibot_head", num_clusters=[7])], {"num_global_crops": 2, "out_dim": 7, "patch_out_dim": 7}),
     (
         "jigsaw",
         [_head("jigsaw_head", num_towers=9, num_permutations=25), CUT],
         {"num_towers": 9, "num_permutations": 25, "are_cut": True},
     ),
+    ("jigsaw", [_chain(4, 20)], {"num_towers": 4, "num_permutations": 20, "are_cut": False}),
+    ("jigsaw", [_chain(None, 20)], {"num_towers": None, "num_permutations": 20, "are_cut": False}),
     ("jigsaw", [_head("jigsaw_head")], {"num_towers": 9, "num_permutations": 1000, "are_cut": False}),
     ("pirl", [_head("pirl_head", num_towers=4), CUT], {"embedding_dim": 32, "num_towers": 4, "are_cut": True}),
     ("pirl", [_head("pirl_head")], {"embedding_dim": 32, "num_towers": 9, "are_cut": False}),

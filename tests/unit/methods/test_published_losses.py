@@ -384,6 +384,18 @@ def test_npid():
     assert torch.equal(bank.memory, before)
 
 
+def test_a_memory_that_is_loaded_again_keeps_its_first_estimate():
+    """Of Z, which only the first batch of a run sets."""
+    bank, again = MemoryBank(20, 5, momentum=0.5).double(), MemoryBank(20, 5, momentum=0.5).double()
+    sample_ids, negatives = torch.arange(6), torch.arange(24).view(6, 4) * 7 % 20
+    for is_known in (False, True):
+        again.load_state_dict(bank.state_dict())
+        assert again.has_normalizer == is_known
+        nce_loss(bank.similarities(A, sample_ids, negatives), bank, 0.07)
+    nce_loss(again.similarities(B, sample_ids, negatives), again, 0.07)
+    assert again.normalizer == bank.normalizer > 0
+
+
 def test_npid_as_a_cross_entropy():
     """NPID++ (https://arxiv.org/abs/1912.01991): torch's cross-entropy, the image's own memory being the class."""
     method: Any = LOSSES.get("nce_loss_with_memory").build(

@@ -147,6 +147,7 @@ def test_a_whole_parameter_is_its_own_shard() -> None:
     shard = shards["matrix"]
     assert (shard.contributes_to_norm, shard.num_copies, shard.copy) == (True, 1, 0)
     assert not whole_shard("w", model.matrix, contributes_to_norm=False).contributes_to_norm
+    assert whole_shard("w", model.matrix).contributes_to_norm
     shard.set_zero_grad()
     assert shard.grad().tolist() == [[0.0, 0.0]] * 5 and shard.known_square() is None
     shard.take_grad()
