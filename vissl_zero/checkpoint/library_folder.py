@@ -104,12 +104,12 @@ def at_root(entries: Sequence[Entry]) -> tuple[list[Entry], str]:
     """
     roots = _roots(entry.key for entry in entries)
     # Many matches mean repeated layers inside one network, such as those of a DenseNet.
-    if not roots or roots == [""] or len(roots) > _MOST_NETWORKS:
+    if not roots or len(roots) > _MOST_NETWORKS:
         return list(entries), ""
     root = min(roots, key=_rank)
     inside = [replace(entry, key=entry.key.removeprefix(root)) for entry in entries if entry.key.startswith(root)]
     if len(roots) > 1:
-        others = ", ".join(other.rstrip(".") or "the rest" for other in roots if other != root)
+        others = ", ".join(other.rstrip(".") for other in roots if other != root)
         return inside, f", its {root.rstrip('.')} (left out: {others})"
     if plain_name(root + "x") == "x":
         return list(entries), ""

@@ -10,10 +10,22 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.unit.checkpoint.test_format import _manifest
 from vissl_zero.checkpoint import comparison
-from vissl_zero.checkpoint.comparison import compare, describe, differences, refused, settings_that_differ
+from vissl_zero.checkpoint.comparison import (
+    compare,
+    describe,
+    differences,
+    facts_that_differ,
+    refused,
+    settings_that_differ,
+)
+from vissl_zero.checkpoint.folder import Checkpoint, open_checkpoint
+from vissl_zero.checkpoint.saver import commit, write_rank
 from vissl_zero.checkpoint.shard_file import Entry, write_shard_file
 from vissl_zero.checkpoint.weights import WeightsFile
+from vissl_zero.errors import Problem
+from vissl_zero.sharding.state.saved_state import Part
 
 NAN, INF = math.nan, math.inf
 
@@ -148,3 +160,48 @@ def test_another_optimizer_is_refused_unless_allowed() -> None:
     assert (problem.key, problem.got) == ("config.OPTIMIZER.name", "adamw")
     assert problem.must == "was sgd when the checkpoint was made: its state does not fit"
     assert refused(saved, now, ["OPTIMIZER.name"]) == refused(saved, now, ["OPTIMIZER"]) == []
+
+
+def _folder(folder: Path, step: int, rank_seed: int, momentum: float) -> Checkpoint:
+    tensors = {
+        "model/w": torch.ones(2),
+        "optimizer/momentum_buffer/w": torch.tensor([momentum, 1.0]),
+        f"of_rank/{rank_seed}": torch.ones(1),
+    }
+    (folder / "checkpoints").mkdir(parents=True)
+    parts = [Part.of(name, tensor) for name, tensor in tensors.items()]
+    write_rank(folder, step, 0, parts, {}, {})
+    return open_checkpoint(commit(folder, _manifest(step, 1)))
+
+
+def test_two_checkpoints_are_compared_with_their_optimizers_and_a_file_with_their_weights(tmp_path: Path) -> None:
+    a, b = _folder(tmp_path / "a", 3, 0, momentum=1.0), _folder(tmp_path / "b", 4, 1, momentum=1.5)
+    assert [(each.name, each.what, each.largest) for each in compare(a, b)] == [
+        ("optimizer/momentum_buffer/w", "values", 0.5)  # and not what is of one rank, whose number may differ
+    ]
+    assert facts_that_differ(a, b) == {"step": (3, 4)}
+    path = tmp_path / "w.safetensors"
+    write_shard_file(path, [Entry.of("w", torch.zeros(2))])
+    file = WeightsFile(path)
+    assert [(each.name, each.what) for each in compare(a, file)] == [("w", "values")]
+    for opened in (a, b, file):
+        opened.close()
+
+
+def test_the_differences_of_another_recipe_are_one_sentence() -> None:
+    changes = ("MODEL.TRUNK.NAME", "MODEL.HEAD.PARAMS", "DATA.TRAIN.TRANSFORMS", "DATA.TRAIN.COPY_TO_LOCAL_DISK")
+    texts = []
+    for count, (before, now) in ((3, ("a", "b")), (3, ("a", "a")), (3, ("", "b")), (1, ("a", "b")), (2, ("a", "b"))):
+        saved = {**_run(dict.fromkeys(changes[:count], 1)), "recipe": before}
+        texts.append(
+            [str(each) for each in refused(saved, {**_run(dict.fromkeys(changes[:count], 2)), "recipe": now}, [])]
+        )
+    keys = ", ".join(f"config.{key}" for key in changes[:3])
+    assert texts[0] == [
+        "config: must be the recipe that ran in this folder, a: its checkpoint does not continue here, as "
+        f"{keys} differ (got b). Name another run folder: config.CHECKPOINT.DIR=<folder>."
+    ]
+    assert [len(each) for each in texts[1:]] == [3, 3, 1, 1]
+    assert texts[3][0].startswith(f"config.{changes[0]}: was 1 when the checkpoint was made")
+    problems = [Problem(f"k{number}", "", "", "") for number in range(5)]
+    assert "as k0, k1, k2 and 2 more differ" in str(comparison._of_another_recipe("a", "b", problems)[0])

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from safetensors import safe_open
+from torch import nn
 
 from tests.unit.checkpoint.test_format import write
-from vissl_zero.checkpoint import find_checkpoints, open_checkpoint
-from vissl_zero.checkpoint.exchange import _some, export, write_imported
+from vissl_zero.checkpoint import exchange, find_checkpoints, open_checkpoint
+from vissl_zero.checkpoint.exchange import _loss_parts, _some, export, write_imported
 from vissl_zero.checkpoint.first_weights import Match
 from vissl_zero.checkpoint.foreign_layouts import Foreign
-from vissl_zero.checkpoint.foreign_state import OptimizerState
+from vissl_zero.checkpoint.foreign_state import LossState, OptimizerState
 from vissl_zero.checkpoint.shard_file import Entry
 from vissl_zero.checkpoint.weights import open_weights
 from vissl_zero.errors import CheckpointError
@@ -119,3 +121,44 @@ def test_the_ending_decides_the_format(ending: str, tmp_path: Path) -> None:
 
 def test_long_lists_of_names_are_cut() -> None:
     assert _some(["a", "b", "c"]) == "a, b, c" and _some(["a", "b", "c", "d"]) == "a, b, c and 1 more"
+
+
+class _Teacher(nn.Module):
+    """As a method's: a trunk with batch norm, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.heads = nn.BatchNorm1d(2, affine=False), nn.ModuleList([nn.Linear(2, 1, bias=False)])
+
+
+@pytest.mark.parametrize("file_has", ["all", "no counter", "no head", "nothing"])
+def test_a_teacher_is_the_file_s_or_a_copy_of_the_model(file_has: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part of a teacher is none: half of it would be of another network."""
+    method = SimpleNamespace(has_teacher=True, make_teacher=lambda model: model)
+    monkeypatch.setattr(exchange, "method_of", lambda loss, state: method)
+    monkeypatch.setattr(exchange, "as_ours", lambda *_: ({"center": torch.ones(3)}, ["The center is imported."]))
+    monkeypatch.setattr(exchange, "build_model", lambda config: _Teacher())
+    names = ["trunk.running_mean", "trunk.running_var", "trunk.num_batches_tracked", "heads.0.weight"]
+    student = {name: tensor + 5 for name, tensor in _Teacher().state_dict().items()}
+    left_out = {"no counter": names[2:3], "no head": names[3:], "nothing": names}.get(file_has, [])
+    teacher = {name: tensor + 9 for name, tensor in _Teacher().state_dict().items() if name not in left_out}
+    foreign = Foreign("VISSL", loss=LossState(teacher=[Entry.of(*item) for item in teacher.items()]))
+    matched = Match([Entry.of(*item) for item in student.items()])
+    tree = {"LOSS": {"name": "x"}, "MODEL": {}}
+    parts, sentences = _loss_parts(matched, foreign, {"config": tree})
+    found = {part.name: part.read() for part in parts}
+    is_whole = file_has in ("all", "no counter")
+    wanted = student | (teacher if is_whole else {})
+    assert sentences == ["The center is imported."] + (
+        [f"The teacher is imported: {len(teacher)} tensors."]
+        if is_whole
+        else ["The file has no matching teacher, so the teacher starts as a copy of the model."]
+    )
+    stored = {name: "teacher/" if name == names[3] else "buffer/teacher:" for name in names}
+    assert found.keys() == {"criterion/center"} | {stored[name] + name for name in names}
+    assert all(torch.equal(found[stored[name] + name], wanted[name]) for name in names)
+    # No teacher: of a method without one, and of distillation, whose teacher has weights of its own.
+    assert _loss_parts(matched, foreign, {"config": tree | {"DISTILLATION": {}}})[1] == ["The center is imported."]
+    method.has_teacher = False
+    assert [part.name for part in _loss_parts(matched, foreign, {"config": tree})[0]] == ["criterion/center"]
+    assert _loss_parts(matched, foreign, {}) == ([], [])

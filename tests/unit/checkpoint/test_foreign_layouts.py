@@ -137,3 +137,38 @@ def test_slices_are_read_one_by_one(tmp_path: Path) -> None:
         assert [(entry.key, entry.shape, entry.read().tolist()) for entry in foreign.entries] == [
             ("trunk.w", (2,), [1.0, 1.0])
         ]
+
+
+def test_heads_of_shards_without_a_description_are_whole(tmp_path: Path) -> None:
+    """As of a run whose heads FSDP did not wrap: a state dict of all of them, or one for each."""
+    for heads, names in (({"0.w": ONE}, ["heads.0.w"]), ([{"w": ONE}, {"v": ONE}], ["heads.0.w", "heads.1.v"])):
+        foreign = read_foreign(_shards(tmp_path, [{"trunk": {"w": ONE}, "heads": heads}] * 2, [{"trunk": {}}] * 2))
+        assert [entry.key for entry in foreign.entries] == ["trunk.w", *names]
+
+
+def test_slices_of_a_whole_model_have_a_trunk_and_heads(tmp_path: Path) -> None:
+    (tmp_path / "a_layers").mkdir()
+    for name in ("trunk_w", "head_w"):
+        torch.save({"type": "slice", "weight": torch.full((2,), float(len(name)))}, tmp_path / f"a_layers/{name}.torch")
+    model = {"trunk": {"w": "trunk_w.torch"}, "heads": {"0.w": "head_w.torch"}}
+    torch.save({**_consolidated(model), "type": "slice_list"}, tmp_path / "a.torch")
+    foreign = read_foreign(tmp_path / "a.torch")
+    assert {entry.key: entry.read().tolist() for entry in foreign.entries} == {
+        "trunk.w": [7.0, 7.0],
+        "heads.0.w": [6.0, 6.0],
+    }
+
+
+@pytest.mark.parametrize(
+    ("key", "sentence"),
+    [
+        ("modle", r"a.torch has no 'modle' (--key modle); there it has model, epoch. Did you mean 'model'?"),
+        ("model.more", "a.torch has no 'more' (--key model.more); there it has w0, w1, w2, w3, w4, w5, w6, w7."),
+        ("epoch.x", "a.torch has no 'x' (--key epoch.x); there it has no keys."),
+    ],
+)
+def test_a_key_that_is_not_there_is_answered_with_those_that_are(key: str, sentence: str) -> None:
+    content = {"model": {f"w{number}": ONE for number in range(9)}, "epoch": 3}
+    with pytest.raises(CheckpointError) as caught:
+        _read(content, key)
+    assert str(caught.value) == sentence

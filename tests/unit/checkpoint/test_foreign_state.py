@@ -394,3 +394,24 @@ def test_state_that_fits_two_orders_is_refused() -> None:
 def test_an_optimizer_takes_state_with_all_of_its_keys_and_no_others(keys: list[str], fitting: set[str]) -> None:
     state = OptimizerState({"w": dict.fromkeys(keys, torch.zeros(1))})
     assert {name for name in ("sgd", "adam", "adamw", "lars", "lion") if state.fits(name)} == fitting
+
+
+def test_a_teacher_in_shards_is_put_together() -> None:
+    meta = {
+        "param_metadata": [_unit("", params={"w": _facts((3,), 1)}, no_broadcast_optim_state=False)],
+        "buffer_names": [],
+    }
+    whole = {
+        "param_metadata": [_unit("", params={"w": _facts((3,))}, no_broadcast_optim_state=False)],
+        "buffer_names": [],
+    }
+    parts = [({"w": torch.tensor([1.0, 2.0])}, whole), ({"w": torch.tensor([3.0, 9.0])}, meta)]
+    loaded = loss_state([{"loss": {"teacher": state, "teacher_meta": facts}} for state, facts in parts])
+    _is({entry.key: entry.read() for entry in loaded.teacher}, {"w": torch.tensor([1.0, 2.0, 3.0])})
+
+
+def test_the_step_of_an_optimizer_is_a_number() -> None:
+    state = {"step": torch.tensor(3.0), "exp_avg": torch.zeros(2), "exp_avg_sq": torch.zeros(2)}
+    taken = optimizer_state(_classy([[0]], {0: state}), [_entry("trunk.a.bias", 2)]).of["trunk.a.bias"]
+    assert type(taken["step"]) is float and taken["step"] == 3.0
+    assert taken.keys() == state.keys()

@@ -16,7 +16,7 @@ from vissl_zero.checkpoint import find_checkpoints, newest_checkpoint, open_chec
 from vissl_zero.checkpoint.folder import LaterFormatError, Manifest, prune, remove_leftovers
 from vissl_zero.checkpoint.resume import find_resumable
 from vissl_zero.checkpoint.saver import commit, write_rank
-from vissl_zero.checkpoint.shard_file import CHECKSUMS, Entry, write_shard_file
+from vissl_zero.checkpoint.shard_file import CHECKSUMS, Entry, _header_digest, write_shard_file
 from vissl_zero.checkpoint.weights import open_weights
 from vissl_zero.errors import CheckpointError
 from vissl_zero.sharding.state.saved_state import Part
@@ -366,3 +366,27 @@ def test_a_tensor_that_safetensors_has_no_name_for_is_refused_by_its_own(tmp_pat
     phases = Entry.of("buffer/phases", torch.ones(2, dtype=torch.complex128))
     with pytest.raises(CheckpointError, match=r"buffer/phases is of torch.complex128.*persistent=False"):
         write_shard_file(tmp_path / "a.safetensors", [phases])
+
+
+def test_a_damaged_one_that_is_passed_over_is_closed(tmp_path: Path) -> None:
+    write(tmp_path, 1)
+    path = next(write(tmp_path, 2).glob("*.safetensors"))
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    before, passed_over = len(list(Path("/proc/self/fd").iterdir())), list[str]()
+    with newest_checkpoint(tmp_path, with_data=True, passed_over=passed_over) as checkpoint:
+        assert checkpoint.manifest.step == 1
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    assert len(passed_over) == 1 and path.name in passed_over[0]
+
+
+def test_a_header_of_an_earlier_version_still_has_its_checksum() -> None:
+    """Whatever the order of its keys, and whatever has been said of its tensors."""
+    header = {"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}, "__metadata__": {"b": "1", "a": "2"}}
+    other = {
+        "__metadata__": {"a": "2", CHECKSUMS: "{}", "b": "1"},
+        "w": {key: header["w"][key] for key in sorted(header["w"])},
+    }
+    assert _header_digest(header) == _header_digest(other) == "504660b8ef401c29"
+    assert _header_digest({**header, "__metadata__": {"a": "2"}}) != _header_digest(header)

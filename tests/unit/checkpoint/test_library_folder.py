@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import save_file
 
 from vissl_zero.checkpoint.foreign_layouts import read_foreign
-from vissl_zero.checkpoint.library_folder import is_library_folder, library_files
+from vissl_zero.checkpoint.library_folder import at_root, is_library_folder, library_files
+from vissl_zero.checkpoint.shard_file import Entry
 from vissl_zero.errors import CheckpointError
 
 TENSORS, PICKLED = "model.safetensors", "pytorch_model.bin"
@@ -73,3 +74,35 @@ def test_every_file_of_a_folder_is_read_whatever_its_form(pickled: tuple[str, ..
     assert {entry.key: entry.read().tolist() for entry in foreign.entries} == {
         f"layer{name}.weight": [float(name)] * 2 for name in ("1", "2", "3")
     }
+
+
+def _at_root(*names: str) -> tuple[list[str], str]:
+    entries, note = at_root([Entry.of(name, torch.ones(1)) for name in names])
+    return [entry.key for entry in entries], note
+
+
+def test_of_several_networks_the_average_is_taken_and_the_others_named() -> None:
+    mark = "patch_embed.proj.weight"
+    student, teacher = f"student.{mark}", f"teacher.backbone.{mark}"
+    taken = ([mark], ", its teacher.backbone (left out: student)")
+    assert _at_root(student, teacher, "teacher.head.w") == taken
+    assert _at_root(teacher, student) == taken
+    assert _at_root(f"target_net.{mark}", f"ema.{mark}") == ([mark], ", its ema (left out: target_net)")
+    assert _at_root(f"b.{mark}", f"a.{mark}") == ([mark], ", its a (left out: b)")  # by name
+    four = [f"{name}.{mark}" for name in ("d", "c", "b", "a")]
+    assert _at_root(*four) == ([mark], ", its a (left out: b, c, d)")
+    # Five are layers of one network.
+    assert _at_root(*four, f"e.{mark}") == ([*four, f"e.{mark}"], "")
+
+
+def test_one_network_keeps_what_is_beside_it() -> None:
+    mark = "conv1.weight"
+    assert _at_root("odd.conv1.weight", "odd.layer1.0.conv1.weight", "head.w") == (
+        ["conv1.weight", "layer1.0.conv1.weight", "head.w"],
+        "",
+    )
+    # What is here already under the name that it would get is not taken twice.
+    assert _at_root("odd.conv1.weight", "odd.head.w", "head.w") == (["conv1.weight", "head.w"], "")
+    # A prefix that every reader takes off is left to it.
+    assert _at_root(f"module.{mark}", "module.fc.w") == ([f"module.{mark}", "module.fc.w"], "")
+    assert _at_root(mark, "fc.w") == ([mark, "fc.w"], "") and _at_root("fc.w") == (["fc.w"], "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -92,3 +93,30 @@ def test_torchvisions_weights_come_with_their_preprocessing(
 def test_a_path_is_taken_as_it_is(tmp_path: Path) -> None:
     assert locate("~/a.pth") == Located(Path.home() / "a.pth")
     assert locate(f"hf:{tmp_path}") == Located(tmp_path)
+
+
+def test_timms_weights_are_a_folder_of_the_hub_or_a_file_of_torchs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    imagenet = {"size": 224, "mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225]}
+    asked: list[str] = []
+
+    def cached(repo: str, file: str) -> str | None:
+        asked.append(repo)
+        return str(tmp_path / file) if file == "pytorch_model.bin" else None
+
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", cached)
+    assert locate("timm:resnet18.a1_in1k") == Located(tmp_path, "timm/resnet18", imagenet)
+    assert set(asked) == {"timm/resnet18.a1_in1k"}
+    assert locate("hf:mine/model") == Located(tmp_path)
+    for url, file in (("https://there/r18.pth", "r18.pth"),):
+        config = SimpleNamespace(
+            input_size=(3, 224, 224), mean=imagenet["mean"], std=imagenet["std"], hf_hub_id=None, url=url
+        )
+        monkeypatch.setattr("timm.models.get_pretrained_cfg", lambda name, config=config: config)
+        with pytest.raises(CheckpointError, match=f"timm:resnet18 is not in torch's cache.*{url}"):
+            locate("timm:resnet18")
+        place = tmp_path / "hub/checkpoints" / file
+        place.parent.mkdir(parents=True)
+        place.touch()
+        assert locate("timm:resnet18") == Located(place, "timm/resnet18", imagenet)

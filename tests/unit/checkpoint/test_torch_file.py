@@ -212,3 +212,17 @@ def test_a_file_of_another_pickle_protocol_is_read_without_a_warning(is_zip: boo
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert read_torch_file(path)["a"].tolist() == [0, 1, 2]
+
+
+def test_a_damaged_file_is_one_sentence_whatever_torch_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.pt"
+    torch.save({"w": torch.ones(1)}, path)
+    for error, reason in ((ValueError("odd\n  " + "x" * 200), f"odd {'x' * 116}"), (KeyError(), "KeyError")):
+
+        def fails(*_: Any, error: Exception = error, **__: Any) -> None:
+            raise error
+
+        monkeypatch.setattr(torch, "load", fails)
+        with pytest.raises(CheckpointError) as caught:
+            read_torch_file(path)
+        assert str(caught.value) == f"{path} is damaged, or not a torch.save file ({reason}). Copy it again."

@@ -6,6 +6,7 @@ import json
 import os
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from vissl_zero.config.blocks.data import Data, Split
@@ -224,3 +225,19 @@ def test_internal_paths_and_sources_become_what_a_reader_has() -> None:
     assert (changes[0].was, changes[0].now) == (f"B: {dino}", "B: /path/to/dino_vitbase16_pretrain.pth")
     assert with_public_paths("A: /datasets01/")[0].startswith("A: /path/to/datasets01  #")
     assert (public_equivalent(dino), public_equivalent("/checkpoint/me/other.pth")) == (url, "")
+
+
+@pytest.mark.parametrize(
+    ("array", "source"),
+    [
+        (np.zeros((2, 3, 4), np.float32), "npy"),
+        (np.zeros((2, 3), np.uint8), "npy"),
+        (np.zeros((2, 3), np.float32), "disk_filelist"),
+        (np.zeros(2, np.int64), "disk_filelist"),
+        (np.array(["a.jpg"]), "disk_filelist"),
+    ],
+)
+def test_an_array_of_pixels_is_told_from_a_list(tmp_path: Path, array: np.ndarray, source: str) -> None:
+    np.save(tmp_path / "x.npy", array)
+    assert source_of([str(tmp_path / "x.npy")]) == source
+    assert source_of([str(tmp_path / "missing.npy")]) == "disk_folder"

@@ -74,6 +74,12 @@ MISTYPED = {
         ["config.CHECKPOINT.DIR=${oc.env:NOT_SET_ANYWHERE}"],
         "needs the environment variable NOT_SET_ANYWHERE, which is not set",
     ),
+    "key without its block": (["ZERO.LEVEL=2"], "ZERO.LEVEL: is not a key. Write config.ZERO.LEVEL=2."),
+    "engine of elsewhere": (
+        ["engine_name=knn_segmentation"],
+        "engine_name: must be a program that is here (got 'knn_segmentation'). VISSL's segmentation by kNN",
+    ),
+    "engine like no other": (["engine_name=zzz"], "engine_name: must be train or extract_features or"),
     "engine": (["engine_name=extract_featurs"], "(got 'extract_featurs'). Did you mean 'extract_features'"),
 }
 
@@ -359,3 +365,25 @@ def test_a_run_has_a_folder_of_its_millisecond() -> None:
     assert re.fullmatch(r"runs/\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d-\d{3}_digits-dino", _run_dir(None, "digits/dino"))
     assert re.fullmatch(r"runs/[\d_-]{24}several", _run_dir(None, None))
     assert _run_dir("~/mine", "digits/dino") == str(Path.home() / "mine")
+
+
+def test_the_saved_recipe_names_its_program():
+    composed = compose("digits/simclr", ["engine_name=train_svm"])
+    assert "PROGRAM: train_svm" in composed.user_yaml()
+    assert compose("digits/simclr", ["config.PROGRAM=train_svm"]).run == composed.run
+
+
+def test_a_configuration_of_detectron_is_no_recipe(tmp_path: Path) -> None:
+    (tmp_path / "config").mkdir()
+    for name, text in (("detect", "SOLVER: {BASE_LR: 0.02}\nMODEL: {}\n"), ("other", "MODEL: {}\nZZZ: 1\n")):
+        (tmp_path / f"config/{name}.yaml").write_text(text)
+    with pytest.raises(ConfigError) as error:
+        compose("detect", [f"hydra.searchpath=['file://{tmp_path}']"])
+    (problem,) = error.value.problems
+    assert (problem.key, problem.must) == (
+        "config",
+        "must name a recipe, and this is a configuration of Detectron2",
+    )
+    with pytest.raises(ConfigError) as error:
+        compose("other", [f"hydra.searchpath=['file://{tmp_path}']"])
+    assert "Detectron2" not in str(error.value)

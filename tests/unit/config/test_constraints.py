@@ -17,6 +17,7 @@ from vissl_zero.config.constraints import (
     constraint_problems,
     number,
     one_of,
+    pattern_problems,
 )
 from vissl_zero.errors import Problem
 
@@ -107,6 +108,10 @@ def test_a_range_is_written_in_words(limits: Range, text: str) -> None:
         (above_zero("A.B", None), ""),
         (above_zero("A.B", 1e-9), ""),
         (above_zero("A.B", 0), "config.A.B: must be above 0 (got 0). Correct config.A.B."),
+        (above_zero("A.B", 1), ""),
+        (pattern_problems("config.A.B", "qkv|fc[12]"), ""),
+        (pattern_problems("config.A.B", ""), "config.A.B: must be a regular expression that is not empty (got '')."),
+        (pattern_problems("config.A.B", "a("), "config.A.B: must be a regular expression (missing ), unterminated"),
         (one_of("A.B", "x", ("x", "y")), ""),
         (one_of("A.B", "zebra", ("x", "y")), "config.A.B: must be x or y (got 'zebra'). Choose one of: x, y."),
         (one_of("A.B", "adam", ("adamw", "sgd")), "config.A.B: must be adamw or sgd (got 'adam'). Did you mean"),

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -18,9 +18,15 @@ from vissl_zero.data.source import (
     Source,
     SourceRequest,
     Subset,
+    _lacking,
+    array_of,
     build_eval_sources,
     build_source,
+    checks_of,
     described_splits,
+    label_matrix,
+    masks_of,
+    relabel,
     splits_to_read,
 )
 from vissl_zero.errors import ConfigError, DataError
@@ -266,3 +272,82 @@ def test_only_images_with_classes_are_said_to_be_measured_on(make_data: MakeData
     config.NEAREST_NEIGHBOR.USE_KNN = True
     assert described_splits(config, is_labeled=True) == f"disk_folder {photos}; measured on some of them"
     assert described_splits(config, is_labeled=False) == f"disk_folder {photos}"
+
+
+class _Pairs:
+    """A source of masks, arrays and checks, as its numbers."""
+
+    class_names = ("a",)
+
+    def __len__(self) -> int:
+        return 4
+
+    def mask(self, index: int) -> str:
+        return f"mask {index}"
+
+    def array(self, index: int) -> str:
+        return f"array {index}"
+
+    def check(self, index: int) -> str:
+        return f"check {index}"
+
+
+def test_what_a_source_has_of_an_image_is_found_below_its_limits() -> None:
+    source: Any = Subset(Subset(_Pairs(), (3, 1, 2)), (2, 0))  # type: ignore[arg-type]
+    for find, what in ((masks_of, "mask"), (array_of, "array"), (checks_of, "check")):
+        of_index: Any = find(source)
+        assert [of_index(index) for index in range(2)] == [f"{what} 2", f"{what} 3"]
+        assert find(Subset(cast("Source", object()), (0,))) is None
+
+
+def _labels_file(folder: Path, values: Any, name: str = "labels.npy") -> str:
+    np.save(folder / name, np.array(values))
+    return str(folder / name)
+
+
+def test_rows_of_labels_are_1_0_or_minus_1(tmp_path: Path) -> None:
+    source = cast("Source", _Pairs())
+    rows = [[1, 0, -1], [0, 0, 0], [1, 1, 1], [0, -1, 0]]
+    labeled = relabel(source, (_labels_file(tmp_path, rows),), ())
+    matrix = label_matrix(labeled)
+    assert matrix is not None and matrix.tolist() == rows and matrix.dtype == np.int8
+    assert labeled.label(0) is None and labeled.class_names == ()
+    part = label_matrix(Subset(labeled, (3, 0)))
+    assert part is not None and part.tolist() == [rows[3], rows[0]]
+    for wrong in (2, -2):
+        with pytest.raises(DataError, match=r"labels.npy has rows of labels: each must be 1, 0 or -1"):
+            relabel(source, (_labels_file(tmp_path, [*rows[:3], [0, wrong, 0]]),), ())
+    with pytest.raises(DataError, match=r"is not a plain .npy array of integers \(it has no 1-d or 2-d array\)"):
+        relabel(source, (_labels_file(tmp_path, np.zeros((4, 1, 1), int)),), ())
+
+
+def test_files_of_labels_follow_each_other_and_are_of_one_kind(tmp_path: Path) -> None:
+    source = cast("Source", _Pairs())
+    first, second = _labels_file(tmp_path, [7, 3], "1.npy"), _labels_file(tmp_path, [3, 5], "2.npy")
+    labeled = relabel(source, (first, second), ())
+    assert labeled.class_names == ("3", "5", "7") and [labeled.label(index) for index in range(4)] == [2, 0, 0, 1]
+    labeled = relabel(source, (first, second), ("7", "5", "3", "1"))  # TRAIN's
+    assert [labeled.label(index) for index in range(4)] == [0, 2, 2, 1]
+    with pytest.raises(DataError, match=r"1\.npy, .*3\.npy must all have as many labels per image"):
+        relabel(source, (first, _labels_file(tmp_path, [[1, 0], [0, 1]], "3.npy")), ())
+    with pytest.raises(DataError, match=r"1\.npy has 2 labels for 4 images"):
+        relabel(source, (first,), ())
+    many = _labels_file(tmp_path, [11, 12, 3, 5], "4.npy")
+    with pytest.raises(DataError, match=r"labels that DATA\.TRAIN does not have: 11, 12\.$"):
+        relabel(source, (many,), ("3", "5"))
+
+
+@pytest.mark.parametrize(("count", "dots"), [(10, ""), (11, ", ...")])
+def test_of_many_classes_without_images_ten_are_named(count: int, dots: str) -> None:
+    class Whole:
+        class_names = tuple(f"c{number}" for number in range(count + 1))
+
+        def __len__(self) -> int:
+            return 2
+
+        def label(self, index: int) -> int:
+            return count
+
+    (sentence,) = _lacking(cast("Source", Whole()))
+    named = ", ".join(f"c{number}" for number in range(10)) + dots
+    assert f"no images of {count} of TRAIN's {count + 1} classes: {named}. Figures" in sentence

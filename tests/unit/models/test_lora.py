@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import asdict
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
-import yaml
-from torch import Tensor
 
 from tests.unit.config.example_config import complaints
-from vissl_zero.checkpoint import first_weights
-from vissl_zero.checkpoint.first_weights import load_first_weights
 from vissl_zero.config.block_data import block_of
 from vissl_zero.config.blocks.model_and_loss import Lora, ModelConfig
-from vissl_zero.config.compose import load
-from vissl_zero.errors import CheckpointError, ConfigError
+from vissl_zero.errors import ConfigError
 from vissl_zero.models.bare import build_bare
 from vissl_zero.models.init import FirstWeights, initialize_
 from vissl_zero.models.model import Model, build_model
@@ -110,55 +101,3 @@ def test_rules() -> None:
     with patch.object(model_rules, "find_spec", lambda _: None):
         (said,) = complaints(**weights, MODEL__LORA=Lora(True))
     assert "needs the package peft" in said and "pip install 'vissl-zero[lora]'" in said
-
-
-def _begun(config: ModelConfig, tensors: Mapping[str, Tensor], folder: Path) -> Model:
-    """A model that begins with a file of these tensors."""
-    torch.save(dict(tensors), folder / "weights.pth")
-    data = asdict(load("supervised/digits").DATA)
-    (folder / "config.resolved.yaml").write_text(yaml.safe_dump({"config": {"MODEL": {"TRUNK": {}}, "DATA": data}}))
-    config.WEIGHTS_INIT.PARAMS_FILE = str(folder / "weights.pth")
-    model = drawn(config, seed=9)
-    run = load("supervised/digits")
-    run.MODEL = config
-    load_first_weights(model, SimpleNamespace(config=run))
-    return model
-
-
-def _librarys(name: str) -> str:
-    return name.removeprefix("trunk.").removeprefix("embedding.unit.").replace(".unit.", ".")
-
-
-@pytest.mark.parametrize("renamed", [str, _librarys])
-def test_weights_without_adapters_go_under_them(renamed: Callable[[str], str], tmp_path: Path) -> None:
-    tensors = drawn(settings(timm(VIT), USE_LORA=False)).state_dict()
-    model = _begun(settings(timm(VIT)), {renamed(name): tensor for name, tensor in tensors.items()}, tmp_path)
-    found = {name.replace(".base_layer", ""): tensor for name, tensor in model.state_dict().items()}
-    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
-    assert not found["trunk.blocks.0.unit.attn.qkv.lora_B.default.weight"].any()
-
-
-def test_weights_with_adapters_go_on_and_are_never_dropped(tmp_path: Path) -> None:
-    tensors = {name: torch.randn_like(tensor) for name, tensor in drawn(settings()).state_dict().items()}
-    found = _begun(settings(), tensors, tmp_path).state_dict()
-    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
-    with pytest.raises(CheckpointError, match="holds LoRA adapters"):
-        _begun(settings(USE_LORA=False), tensors, tmp_path)
-    with pytest.raises(CheckpointError, match=r"lora_A\.default\.weight"):
-        _begun(settings(R=3), tensors, tmp_path)
-    with pytest.raises(CheckpointError, match="weights of WEIGHTS_INIT have adapters"):
-        _begun(settings(ADAPTER_FOLDER="adapter"), tensors, tmp_path)
-    with (
-        patch.object(first_weights, "saved_config", lambda _: None),
-        pytest.raises(CheckpointError, match="beside it says their LORA_ALPHA"),
-    ):
-        _begun(settings(), tensors, tmp_path)
-
-
-def test_adapters_that_nothing_trains_are_refused(tmp_path: Path) -> None:
-    frozen = settings()
-    frozen.FEATURE_EVAL_SETTINGS.EVAL_MODE_ON = frozen.FEATURE_EVAL_SETTINGS.FREEZE_TRUNK_ONLY = True
-    tensors = drawn(settings(USE_LORA=False)).state_dict()
-    with pytest.raises(CheckpointError, match="as this run trains no adapters"):
-        _begun(frozen, tensors, tmp_path)
-    _begun(frozen, drawn(settings()).state_dict(), tmp_path)

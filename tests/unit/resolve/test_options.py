@@ -1,62 +1,15 @@
-"""A component's own keys against its dataclass; components of a user's own, from YAML to the plan."""
+"""Components of a user's own, from YAML to the plan."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass, field
 
 import pytest
 
 from tests.unit.config.example_config import CPU_HOST, complaints
-from vissl_zero.config.components import builtin_keys, typed_options
+from vissl_zero.config.components import builtin_keys
 from vissl_zero.config.compose import compose
 from vissl_zero.errors import ConfigError
-from vissl_zero.registry import HEADS, LOSSES, OPTIMIZERS, TRUNKS, Component
+from vissl_zero.registry import HEADS, LOSSES, OPTIMIZERS, TRUNKS
 from vissl_zero.resolve.resolve import resolve
-
-
-@dataclass
-class Inner:
-    length: int = 3
-
-
-@dataclass
-class Keys:
-    width: int = 1
-    names: list[str] = field(default_factory=list)
-    inner: Inner = field(default_factory=Inner)
-
-    def __post_init__(self) -> None:
-        if self.width < 1:
-            raise ValueError("width must be at least 1")
-
-
-COMPONENT = Component("thing", Keys, Keys, "")
-
-
-def test_defaults_are_filled_in_and_types_converted():
-    given = {"width": "4", "inner": {"length": 5}}
-    assert typed_options(COMPONENT, given, "config.X") == {"width": 4, "names": [], "inner": {"length": 5}}
-
-
-def test_every_wrong_key_is_a_problem():
-    with pytest.raises(ConfigError) as caught:
-        typed_options(COMPONENT, {"widht": 4, "names": 3, "inner": {"len": 1}}, "config.X")
-    assert str(caught.value).split("\n") == [
-        "config.X.widht: is not a key. Did you mean 'width'?",
-        "config.X.names: must be a list. Write config.X.names=[3].",
-        "config.X.inner.len: is not a key. Did you mean 'length'?",
-    ]
-
-
-def test_a_dataclass_checks_its_own_ranges():
-    with pytest.raises(ConfigError, match=r"config\.X: width must be at least 1"):
-        typed_options(COMPONENT, {"width": 0}, "config.X")
-
-
-def test_a_component_without_keys_takes_none():
-    assert typed_options(None, {}, "config.X") == {}
-    with pytest.raises(ConfigError, match=r"declares no keys .*Leave them out \(~config\.X\.a on the command line\)"):
-        typed_options(None, {"a": 1}, "config.X")
 
 
 def test_builtin_dataclasses_are_those_that_are_registered():
@@ -128,18 +81,3 @@ def test_a_module_that_is_not_there():
 def test_a_head_of_the_wrong_type_of_key():
     (found,) = complaints(MODEL__HEAD__PARAMS=[["swav_head", {"dims": "wide", "num_clusters": [3]}]])
     assert "config.MODEL.HEAD.PARAMS[0][1].dims: must be a list" in found
-
-
-@dataclass
-class Blocks:
-    stages: list[Inner] = field(default_factory=list)
-
-
-def test_a_wrong_key_in_a_list_of_blocks_is_named_with_its_place():
-    with pytest.raises(ConfigError) as caught:
-        typed_options(Blocks, {"stages": [{"length": 1}, {"lenght": 2}, 3, {"length": "x"}]}, "config.X")
-    assert str(caught.value).split("\n") == [
-        "config.X.stages[1].lenght: is not a key. Did you mean 'length'?",
-        "config.X.stages[2]: must be a block of keys (got 3). Known: length.",
-        "config.X.stages[3].length: must be a whole number (got 'x'). Correct the value of config.X.stages[3].length.",
-    ]

@@ -49,12 +49,6 @@ def test_a_program_takes_the_features_of_any_recipe_layer_by_layer(name):
     assert hooks.count(type(HOOKS.get(name).build())) == 1
 
 
-def test_the_saved_recipe_names_its_program():
-    composed = compose("digits/simclr", ["engine_name=train_svm"])
-    assert "PROGRAM: train_svm" in composed.user_yaml()
-    assert compose("digits/simclr", ["config.PROGRAM=train_svm"]).run == composed.run
-
-
 def test_knn_is_a_program_too():
     plan = _plan("engine_name=nearest_neighbor_test", "config.NEAREST_NEIGHBOR.USE_KNN=false")
     assert plan.config.TEST_ONLY and plan.config.NEAREST_NEIGHBOR.USE_KNN
