@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from tests.memory_store import MemoryStore
 from vissl_zero.optim.param_groups import ParamGroup
 from vissl_zero.registry import STRATEGIES
-from vissl_zero.resolve.resolved import Precision, ShardingPlan
+from vissl_zero.resolve.resolved import OffloadPlan, Precision, ShardingPlan
 from vissl_zero.sharding.sharded_model import ShardedModel
 
 X = torch.arange(6.0).view(2, 3)
@@ -33,14 +33,17 @@ def _schedule_free(groups: list[dict[str, Any]]) -> tuple[torch.optim.Optimizer,
     return optimizer, None
 
 
-def _sharded(build: Callable[[list[dict[str, Any]]], tuple[torch.optim.Optimizer, None]] = _sgd) -> ShardedModel:
+Build = Callable[[list[dict[str, Any]]], tuple[torch.optim.Optimizer, None]]
+
+
+def _sharded(build: Build = _sgd, **keys: Any) -> ShardedModel:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
     groups = [ParamGroup("all", tuple(name for name, _ in model.named_parameters()), False, True, 0.0)]
     sharded = (
         STRATEGIES.get("torch")
         .build()
-        .shard(model, groups, build, ShardingPlan(level=1, precision=HALF), torch.device("cpu"))
+        .shard(model, groups, build, ShardingPlan(level=1, precision=HALF, **keys), torch.device("cpu"))
     )
     sharded.adopt_teacher(copy.deepcopy(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))))
     sharded.optimizer.param_groups[0]["lr"] = 0.1
@@ -132,9 +135,10 @@ def test_the_teacher_computes_with_what_it_followed(group: dist.ProcessGroup) ->
     assert torch.equal(_outputs(sharded)[1], after) and not torch.equal(before, after)
 
 
-def test_weights_for_evaluation_are_computed_with_and_given_back(group: dist.ProcessGroup) -> None:
+@pytest.mark.parametrize("place", ["none", "cpu"])
+def test_weights_for_evaluation_are_computed_with_and_given_back(place: str, group: dist.ProcessGroup) -> None:
     """Of a schedule-free optimizer: here the mean of all weights so far, which its first steps change the most."""
-    sharded = _sharded(_schedule_free)
+    sharded = _sharded(_schedule_free, offload_optimizer=OffloadPlan(place))
     for _ in range(3):
         _train(sharded)
     (trained, _), weights = _outputs(sharded), _stored(sharded).tensors
@@ -190,7 +194,7 @@ def _require_read_before(sharded: ShardedModel, change: Callable[[ShardedModel],
     assert len(seen) == 1
 
 
-def _ready(build: Any) -> ShardedModel:
+def _ready(build: Build) -> ShardedModel:
     """Return a model with an average, a teacher that has not followed yet, and gradients for a step."""
     sharded = _sharded(build)
     for _ in range(2):
