@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from tests.memory_store import MemoryStore
 from vissl_zero.optim.param_groups import ParamGroup
 from vissl_zero.registry import STRATEGIES
-from vissl_zero.resolve.resolved import OffloadPlan, Precision, ShardingPlan
+from vissl_zero.resolve.resolved import Precision, ShardingPlan
+from vissl_zero.sharding.engines.torch import fully_sharded
 from vissl_zero.sharding.sharded_model import ShardedModel
 
 X = torch.arange(6.0).view(2, 3)
@@ -36,14 +37,14 @@ def _schedule_free(groups: list[dict[str, Any]]) -> tuple[torch.optim.Optimizer,
 Build = Callable[[list[dict[str, Any]]], tuple[torch.optim.Optimizer, None]]
 
 
-def _sharded(build: Build = _sgd, **keys: Any) -> ShardedModel:
+def _sharded(build: Build = _sgd) -> ShardedModel:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
     groups = [ParamGroup("all", tuple(name for name, _ in model.named_parameters()), False, True, 0.0)]
     sharded = (
         STRATEGIES.get("torch")
         .build()
-        .shard(model, groups, build, ShardingPlan(level=1, precision=HALF, **keys), torch.device("cpu"))
+        .shard(model, groups, build, ShardingPlan(level=1, precision=HALF), torch.device("cpu"))
     )
     sharded.adopt_teacher(copy.deepcopy(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))))
     sharded.optimizer.param_groups[0]["lr"] = 0.1
@@ -135,10 +136,14 @@ def test_the_teacher_computes_with_what_it_followed(group: dist.ProcessGroup) ->
     assert torch.equal(_outputs(sharded)[1], after) and not torch.equal(before, after)
 
 
-@pytest.mark.parametrize("place", ["none", "cpu"])
-def test_weights_for_evaluation_are_computed_with_and_given_back(place: str, group: dist.ProcessGroup) -> None:
+@pytest.mark.parametrize("is_on_host", [False, True])
+def test_weights_for_evaluation_are_computed_with_and_given_back(
+    is_on_host: bool, group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of a schedule-free optimizer: here the mean of all weights so far, which its first steps change the most."""
-    sharded = _sharded(_schedule_free, offload_optimizer=OffloadPlan(place))
+    # On a GPU, the optimizer's copies are on the host where its state is.
+    monkeypatch.setattr(fully_sharded, "needs_host_shards", lambda plan, device: is_on_host)
+    sharded = _sharded(_schedule_free)
     for _ in range(3):
         _train(sharded)
     (trained, _), weights = _outputs(sharded), _stored(sharded).tensors
