@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import operator
 from typing import Any
 
 import prodigyopt
@@ -23,6 +24,7 @@ from vissl_zero.optim.update_rule import (
     state_keys,
     trial_state,
     update_rule,
+    with_params,
     with_wrapped,
 )
 
@@ -258,6 +260,17 @@ def test_settings_that_a_step_changes_are_state():
     assert counter_keys(timm.optim.Lookahead(torch.optim.AdamW([param], lr=0.1))) == {"lookahead_step"}
     assert counter_keys(torch.optim.Muon([param])) == counter_keys(torch.optim.Adam([param])) == set()
     assert counter_keys(_CountingMatrices([param], lr=0.1)) == {"count"}
+
+
+def test_other_parameters_are_lent_to_the_same_groups_and_given_back():
+    first, second, lent = [nn.Parameter(torch.ones(1))], [nn.Parameter(torch.ones(2))], [nn.Parameter(torch.ones(3))]
+    optimizer = torch.optim.SGD([{"params": first}, {"params": second}], lr=1.0)
+    groups, held = list(optimizer.param_groups), [group["params"] for group in optimizer.param_groups]
+    with pytest.raises(KeyError), with_params(optimizer, [lent, []]):
+        assert [group["params"] for group in optimizer.param_groups] == [lent, []]
+        assert all(map(operator.is_, groups, optimizer.param_groups))  # schedules set the rates in them
+        raise KeyError
+    assert all(group["params"] is params for group, params in zip(optimizer.param_groups, held, strict=True))
 
 
 def test_the_state_of_a_first_step_has_its_shapes_and_formats():

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from schedulefree import AdamWScheduleFree
 from torch import Tensor, nn
 
 import vissl_zero
@@ -15,8 +16,10 @@ from tests.memory_store import MemoryStore
 from vissl_zero.errors import CheckpointError
 from vissl_zero.sharding.model.precision import LossScale
 from vissl_zero.sharding.state.saved_state import (
+    Part,
     group_facts,
     parts_of,
+    restore_counters,
     restore_state,
     scalars_of,
     take_group_options,
@@ -213,3 +216,32 @@ def test_what_is_on_a_disk_is_stored_from_there_and_comes_back(
     trainer.load(tmp_path / "saved")
     again = step(model, trainer)
     assert all(torch.equal(again[name], tensor) for name, tensor in second.items())
+
+
+def test_a_whole_tensor_is_a_part_that_shares_its_memory() -> None:
+    tensor = nn.Parameter(torch.arange(6.0, dtype=torch.float64).view(2, 3))
+    part = Part.of("criterion/queue", tensor)
+    assert (part.name, part.full_shape, part.dtype) == ("criterion/queue", (2, 3), torch.float64)
+    assert (part.first_element, part.num_elements, part.is_streamed) == (0, 6, False)
+    assert not part.read().requires_grad and part.read().data_ptr() == tensor.data_ptr()
+
+
+def test_only_what_an_optimizer_counts_in_its_groups_is_restored() -> None:
+    """By the groups' names; settings are those of the recipe."""
+
+    def groups_of(build: Any) -> Any:
+        named = [{"params": [nn.Parameter(torch.ones(2))], "name": name} for name in ("trunk", "head", "new")]
+        return build(named, lr=0.1)
+
+    def counts(optimizer: Any) -> list[tuple[Any, Any, float]]:
+        return [(group.get("k"), group.get("lr_max"), group["lr"]) for group in optimizer.param_groups]
+
+    saved = [{"name": "head", "k": 7, "lr_max": 0.5, "lr": 9.0}, {"name": "trunk", "k": 3, "lr": 9.0}]
+    counting = groups_of(AdamWScheduleFree)
+    counting.train()
+    (_, first, _), *_ = counts(counting)
+    restore_counters(counting, saved)
+    assert counts(counting) == [(3, first, 0.1), (7, 0.5, 0.1), (0, first, 0.1)]
+    plain = groups_of(torch.optim.SGD)
+    restore_counters(plain, saved)
+    assert counts(plain) == [(None, None, 0.1)] * 3

@@ -208,7 +208,7 @@ def _build_oss(module: nn.Module, groups: Sequence[ParamGroup]) -> OSS:
     trained = {name for group in groups for name in group.params}
     params = [param for name, param in module.named_parameters() if name in trained]
     # SGD is a placeholder: OSS needs an optimizer before it assigns parameters, and ours needs the assigned shards.
-    return OSS(sorted(params, key=Tensor.numel, reverse=True), optim=torch.optim.SGD, lr=0.0)
+    return OSS(sorted(params, key=Tensor.numel, reverse=True), optim=torch.optim.SGD)
 
 
 def _owned_shards(module: nn.Module, oss: OSS) -> Iterator[Shard]:
