@@ -13,7 +13,14 @@ import torch
 from safetensors.torch import load_file
 
 from vissl_zero.checkpoint import find_checkpoints, newest_checkpoint, open_checkpoint
-from vissl_zero.checkpoint.folder import LaterFormatError, Manifest, prune, remove_leftovers
+from vissl_zero.checkpoint.folder import (
+    LaterFormatError,
+    Manifest,
+    prune,
+    read_json,
+    remove_leftovers,
+    write_json,
+)
 from vissl_zero.checkpoint.resume import find_resumable
 from vissl_zero.checkpoint.saver import commit, write_rank
 from vissl_zero.checkpoint.shard_file import CHECKSUMS, Entry, _header_digest, write_shard_file
@@ -354,8 +361,6 @@ def test_a_second_try_takes_the_place_of_the_first(tmp_path):
 
 def _change(path: Path, change) -> str:
     """Change the body of a JSON file and give it the checksum that fits, as an attacker would."""
-    from vissl_zero.checkpoint.folder import read_json, write_json
-
     body, _ = read_json(path)
     change(body)
     path.unlink()
@@ -390,3 +395,14 @@ def test_a_header_of_an_earlier_version_still_has_its_checksum() -> None:
     }
     assert _header_digest(header) == _header_digest(other) == "504660b8ef401c29"
     assert _header_digest({**header, "__metadata__": {"a": "2"}}) != _header_digest(header)
+
+
+def test_a_file_may_be_as_deep_as_a_hundred_levels(tmp_path: Path) -> None:
+    text = "{}"
+    for level in range(99):
+        text = ("[1, %s]" if level % 2 else '{"a": %s}') % text
+    write_json(tmp_path / "deep.json", json.loads(text))
+    assert read_json(tmp_path / "deep.json")[0] == json.loads(text)
+    write_json(tmp_path / "deeper.json", json.loads(text.replace("{}", "[{}]")))
+    with pytest.raises(CheckpointError, match=r"deeper\.json is damaged: it is nested deeper than 100 levels"):
+        read_json(tmp_path / "deeper.json")

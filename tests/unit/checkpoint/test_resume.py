@@ -12,11 +12,13 @@ import pytest
 import torch
 
 from tests.unit.checkpoint.test_format import TENSORS, _manifest, write
+from vissl_zero import collectives
 from vissl_zero.checkpoint import open_checkpoint
 from vissl_zero.checkpoint.folder import prune
 from vissl_zero.checkpoint.resume import (
     Resumable,
     StoredState,
+    _problems,
     _require_same_images,
     _require_same_names,
     _require_same_teacher,
@@ -200,3 +202,26 @@ def test_which_checkpoints_stay(
     removed = prune(tmp_path, keep_last, keep_every, newest)
     assert removed == [folders[step] for step in reversed(steps) if step not in kept]
     assert sorted((tmp_path / "checkpoints").iterdir()) == [folders[step] for step in kept]
+
+
+def test_each_rank_verifies_its_share_of_the_files_and_all_hear_of_each_problem(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path, 4)  # of three ranks
+    for file in path.glob("*.safetensors"):
+        data = bytearray(file.read_bytes())
+        data[-1] ^= 1
+        file.write_bytes(data)
+    found: list[list[str]] = []
+
+    def gather(gathered: list[Any], local: tuple[list[str], None]) -> None:
+        found.append(local[0])
+        gathered[:] = [(local[0], None), (["of the other", *local[0]], None)]
+
+    monkeypatch.setattr(collectives, "world_size", lambda: 2)
+    monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
+    for rank in (0, 1):
+        monkeypatch.setattr(collectives, "rank", lambda rank=rank: rank)
+        assert _problems(path) == [*found[rank], "of the other"]
+    assert [len(problems) for problems in found] == [2, 1]
+    assert len({problem for problems in found for problem in problems}) == 3

@@ -17,10 +17,12 @@ import torch
 from torch import Tensor
 
 from tests.unit.checkpoint.test_format import _manifest
+from vissl_zero import collectives
 from vissl_zero.checkpoint import find_checkpoints, open_checkpoint
 from vissl_zero.checkpoint import saver as saver_module
 from vissl_zero.checkpoint.saver import LOCK_NAME, CheckpointHook, Saver, _shape_in_file
 from vissl_zero.checkpoint.snapshot import Snapshot, replicated_parts
+from vissl_zero.engine import stopping
 from vissl_zero.errors import CheckpointError
 from vissl_zero.sharding.state.saved_state import Part
 
@@ -237,3 +239,49 @@ def test_the_steps_that_are_saved(
             run.epoch, run.epoch_samples = run.epoch + 1, 0
     hook.close(run)
     assert saver.saved == saved and saver.num_finished == 1
+
+
+@pytest.mark.parametrize("is_saved", [True, False])
+@pytest.mark.parametrize("is_main", [True, False])
+def test_a_stop_is_saved_and_said_before_the_run_ends(
+    is_saved: bool, is_main: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saver = _Noting(tmp_path)
+    saver.latest_step = 3 if is_saved else None
+    hook = CheckpointHook(saver, [], -1, 2)
+    run: Any = SimpleNamespace(step=2, epoch=0, num_steps=4, is_asked_to_stop=False, stop=None, is_main=is_main)
+    try:
+        hook.on_step(run, None)  # type: ignore[arg-type]
+        assert (saver.saved, saver.num_finished, run.stop) == ([(2, False)], 0, None)
+        stopping.request_stop("a test")
+        run.step, run.is_asked_to_stop = 3, True
+        hook.on_step(run, None)  # type: ignore[arg-type]
+        assert (saver.saved[1:], saver.num_finished, run.stop) == ([(3, False)], 1, stopping.Stop("a test"))
+        saved = "the checkpoint of step 3 is saved" if is_saved else "no checkpoint could be saved"
+        said = " ".join(capsys.readouterr().out.split())
+        text = f"Stopping after step 3 (a test); {saved}. The same command resumes from there."
+        assert said == (text if is_main else "")
+        run.step, run.stop = 4, None
+        hook.on_step(run, None)  # type: ignore[arg-type]
+        assert run.stop is None and len(saver.saved) == 2  # the last step ends the run by itself
+    finally:
+        stopping.forget()
+        hook.close(run)
+
+
+def test_all_ranks_stop_for_the_reason_of_the_first_that_has_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hook = CheckpointHook(_Noting(tmp_path), [], -1, -1)
+    run: Any = SimpleNamespace(step=1, num_steps=4, is_asked_to_stop=True, stop=None, is_main=False)
+    reasons = [None, stopping.Stop("one", 3), stopping.Stop("two", 4)]
+
+    def gather(stops: list[Any], own: Any) -> None:
+        assert len(stops) == 3 and own is None
+        stops[:] = reasons
+
+    monkeypatch.setattr(collectives, "world_size", lambda: 3)
+    monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
+    hook.on_step(run, None)  # type: ignore[arg-type]
+    assert run.stop == reasons[1]
+    hook.close(run)

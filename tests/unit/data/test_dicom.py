@@ -57,15 +57,17 @@ def test_rescaled_values_without_a_window_are_spread(tmp_path: Path) -> None:
     assert np.abs(np.asarray(read_image(tmp_path / "window.dcm"))[..., 0] - window).max() <= 0.5
 
 
-def test_a_table_of_values_to_show_fills_the_range_that_its_bits_have(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("bits", "first"), [(8, 2142), (10, 600)])  # 8 bits do not hold a place above 255
+def test_a_table_of_values_to_show_fills_the_range_that_its_bits_have(tmp_path: Path, bits: int, first: int) -> None:
     dataset = dcmread(file("MR_small.dcm"))
     table = Dataset()
-    table.add_new("LUTDescriptor", "US", [4, 600, 10])  # four values from 600 on, of 10 bits: up to 1,023
-    table.add_new("LUTData", "US", [1, 300, 900, 1000])
+    table.add_new("LUTDescriptor", "US", [4, first, bits])
+    values = [1, 100, 200, 2**bits - 1]
+    table.add_new("LUTData", "US", values)
     del dataset.WindowCenter, dataset.WindowWidth
     dataset.VOILUTSequence = Sequence([table])
     dataset.save_as(tmp_path / "table.dcm")
-    expected = np.take([1, 300, 900, 1000], (pixel_array(dataset).astype(int) - 600).clip(0, 3)) * 255 / 1023
+    expected = np.take(values, (pixel_array(dataset).astype(int) - first).clip(0, 3)) * 255 / (2**bits - 1)
     assert np.abs(np.asarray(read_image(tmp_path / "table.dcm"))[..., 0] - expected).max() <= 0.5
 
 
