@@ -42,10 +42,11 @@ def test_embeddings_that_every_rank_would_change_by_itself_are_refused(
 
 
 class _Sharing(nn.Module):
-    """Two tensors over parts of the same memory."""
+    """Two tensors over parts of the same memory, and a parameter of its own."""
 
     def __init__(self, first: Tensor, second: Tensor, num_params: int) -> None:
         super().__init__()
+        self.own = nn.Parameter(torch.zeros(2))
         for index, (name, tensor) in enumerate((("first", first), ("second", second))):
             if index < num_params:
                 self.register_parameter(name, nn.Parameter(tensor))
@@ -76,7 +77,7 @@ def test_parameters_that_share_memory_are_refused_where_they_are_cut(
         if is_shared and level and num_params:
             with pytest.raises(ConfigError, match=r"must not share memory with (first|second) above ZeRO level 0"):
                 prepare(model, ShardingPlan(level=level), CPU)
-        elif num_params:
+        else:
             prepare(model, ShardingPlan(level=level), CPU)
 
 
