@@ -54,6 +54,12 @@ def test_everything_but_forward_has_a_default(own_loss: None) -> None:
         and criterion.normalized_rows() == []
         and criterion.state_dict() == {}
     )
+    asks_for = ("has_teacher", "needs_initial_embeddings", "remembers_images", "loss_sees_images", "predicts_pixels")
+    assert not any(getattr(criterion, name) for name in (*asks_for, "views_apart", "mixing", "num_prototypes"))
+    assert criterion.couples_samples  # whoever does not say otherwise gets no samples apart
+    assert criterion.teacher_follows and criterion.teacher_crops is None
+    assert criterion.ignored_label is criterion.guessing_loss is None
+    assert criterion.heaviest_step() == 0 and not criterion.moves_anchor(1)
 
 
 def test_a_loss_without_keys_needs_no_block(own_loss: None) -> None:

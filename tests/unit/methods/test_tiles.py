@@ -55,6 +55,10 @@ def test_permutations_are_different_and_far_apart():
     assert all((few[i] != few[j]).all() for i in range(4) for j in range(i))  # a Latin square
 
 
+def test_orders_are_made_again_rather_than_saved():
+    assert Jigsaw(num_towers=4, num_permutations=24).state_dict() == {}
+
+
 def test_an_order_belongs_to_a_sample_not_to_its_row():
     orders = {}
     for ids in ([5, 9, 2], [2, 5]):

@@ -6,13 +6,22 @@ import dataclasses
 import platform
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
 from tests.unit.evaluation.example_run import make_config, make_plan
 from vissl_zero.launch import launcher
 from vissl_zero.resolve.resolved import ShardingPlan
-from vissl_zero.sharding.allocator import allocator_advice, allocator_environment, gpu_allocator_environment
+from vissl_zero.sharding import allocator
+from vissl_zero.sharding.allocator import (
+    allocator_advice,
+    allocator_environment,
+    give_back_large_blocks,
+    gpu_allocator_environment,
+    return_free_pages,
+    set_allocator,
+)
 
 
 def test_a_rank_gets_them_unless_the_user_has_chosen() -> None:
@@ -58,6 +67,22 @@ def test_a_process_that_runs_already_gets_them_too(level: int, is_mapped: bool) 
     words = [sys.executable, "-c", _BLOCKS.format(level=level)]
     printed = subprocess.run(words, capture_output=True, text=True, check=True).stdout
     assert printed == f"{is_mapped} True\n"
+
+
+def test_malloc_is_told_what_malloc_h_calls_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """M_TRIM_THRESHOLD is -1 and M_MMAP_THRESHOLD -3; malloc_trim(0) keeps no page at the end of the heap."""
+    said: list[tuple[int, ...]] = []
+    glibc = SimpleNamespace(mallopt=lambda *words: said.append(words), malloc_trim=lambda *words: said.append(words))
+    monkeypatch.setattr(allocator, "ctypes", SimpleNamespace(CDLL=lambda name: glibc))
+    set_allocator(ShardingPlan(level=3), {})
+    assert said == [(-3, 2 * 2**20), (-1, 16 * 2**20)]
+    set_allocator(ShardingPlan(level=3), {"MALLOC_TRIM_THRESHOLD_": "1"})
+    give_back_large_blocks()
+    return_free_pages()
+    assert said[2:] == [(-3, 2**20), (0,)]
+    monkeypatch.setattr(allocator, "ctypes", SimpleNamespace(CDLL=lambda name: SimpleNamespace()))
+    set_allocator(ShardingPlan(level=3), {})  # another C library has neither
+    return_free_pages()
 
 
 @pytest.mark.parametrize(

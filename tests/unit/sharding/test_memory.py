@@ -12,6 +12,7 @@ from torch import nn
 from vissl_zero.sharding import memory
 from vissl_zero.sharding.memory import (
     ActivationCounter,
+    Bytes,
     Storages,
     gradient_storages,
     is_out_of_memory,
@@ -29,6 +30,10 @@ def test_shared_and_released_memory_counts_once_and_not_at_all() -> None:
     released = torch.zeros(10)
     released.untyped_storage().resize_(0)
     assert Storages([base, base[2:5], base.view(2, 5), None, released]).num_bytes == 40
+
+
+def test_what_is_not_measured_takes_nothing() -> None:
+    assert set(vars(Bytes()).values()) == {0}
 
 
 def test_step_counters_are_no_optimizer_state() -> None:

@@ -17,6 +17,7 @@ from tests.memory_store import MemoryStore
 from vissl_zero.optim.param_groups import ParamGroup
 from vissl_zero.registry import STRATEGIES
 from vissl_zero.resolve.resolved import Precision, ShardingPlan
+from vissl_zero.sharding.engines.torch import fully_sharded
 from vissl_zero.sharding.sharded_model import ShardedModel
 
 X = torch.arange(6.0).view(2, 3)
@@ -33,7 +34,10 @@ def _schedule_free(groups: list[dict[str, Any]]) -> tuple[torch.optim.Optimizer,
     return optimizer, None
 
 
-def _sharded(build: Callable[[list[dict[str, Any]]], tuple[torch.optim.Optimizer, None]] = _sgd) -> ShardedModel:
+Build = Callable[[list[dict[str, Any]]], tuple[torch.optim.Optimizer, None]]
+
+
+def _sharded(build: Build = _sgd) -> ShardedModel:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
     groups = [ParamGroup("all", tuple(name for name, _ in model.named_parameters()), False, True, 0.0)]
@@ -132,8 +136,13 @@ def test_the_teacher_computes_with_what_it_followed(group: dist.ProcessGroup) ->
     assert torch.equal(_outputs(sharded)[1], after) and not torch.equal(before, after)
 
 
-def test_weights_for_evaluation_are_computed_with_and_given_back(group: dist.ProcessGroup) -> None:
+@pytest.mark.parametrize("is_on_host", [False, True])
+def test_weights_for_evaluation_are_computed_with_and_given_back(
+    is_on_host: bool, group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of a schedule-free optimizer: here the mean of all weights so far, which its first steps change the most."""
+    # On a GPU, the optimizer's copies are on the host where its state is.
+    monkeypatch.setattr(fully_sharded, "needs_host_shards", lambda plan, device: is_on_host)
     sharded = _sharded(_schedule_free)
     for _ in range(3):
         _train(sharded)
@@ -190,7 +199,7 @@ def _require_read_before(sharded: ShardedModel, change: Callable[[ShardedModel],
     assert len(seen) == 1
 
 
-def _ready(build: Any) -> ShardedModel:
+def _ready(build: Build) -> ShardedModel:
     """Return a model with an average, a teacher that has not followed yet, and gradients for a step."""
     sharded = _sharded(build)
     for _ in range(2):

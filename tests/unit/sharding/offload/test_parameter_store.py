@@ -11,10 +11,10 @@ import torch
 from vissl_zero.sharding.offload import layout
 from vissl_zero.sharding.offload.block_file import OffloadError, OffloadFolder, PrefetchOrder
 from vissl_zero.sharding.offload.layout import StoredParam
-from vissl_zero.sharding.offload.parameter_store import DiskShard, ParameterStore
+from vissl_zero.sharding.offload.parameter_store import DiskShard, ParameterStore, disk_shard
 from vissl_zero.sharding.offload.state_place import StateOnDisk, UpdateKernel
 from vissl_zero.sharding.state.missing_gradient import ON_DISK
-from vissl_zero.sharding.state.shard import squared_norms
+from vissl_zero.sharding.state.shard import Shard, squared_norms
 
 SIZES = ((5000, 3), (0, 2048, 7), (9000,))
 
@@ -196,7 +196,12 @@ def test_a_shard_on_a_disk_reads_and_writes_its_record(tmp_path):
     store = _store(tmp_path)
     store.write(_values(store))
     meta = torch.nn.Parameter(torch.empty(3, 1, device="meta"))
-    shard = DiskShard("p1", meta, meta, meta.shape, store=store, index=1)
+    in_memory = Shard("p1", meta, meta, meta.shape)
+    assert disk_shard(in_memory, None) is in_memory and not in_memory.is_on_disk
+    kept = Shard("kept", meta, meta, meta.shape)
+    assert disk_shard(kept, store) is kept  # one that is not in the store
+    shard = disk_shard(in_memory, store)
+    assert isinstance(shard, DiskShard) and shard.is_on_disk and (shard.name, shard.index) == ("p1", 1)
     shard.assign(torch.tensor([[3.0], [-4.0], [0.5]], dtype=torch.float64))
     assert shard.values().tolist() == [[3.0], [-4.0], [0.5]] and store.read(1).dtype == torch.float32
     shard.normalize_rows()
