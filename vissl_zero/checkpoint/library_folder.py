@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -131,8 +130,5 @@ def _roots(names: Any) -> list[str]:
 
 
 def _rank(root: str) -> tuple[int, str]:
-    words = re.split(r"[._]", root)
-    joined = "_".join(words)
-    return next(
-        (at for at, word in enumerate(_FIRST) if word in words or f"_{word}_" in f"_{joined}_"), len(_FIRST)
-    ), root
+    words = f"_{root.replace('.', '_')}_"
+    return next((at for at, word in enumerate(_FIRST) if f"_{word}_" in words), len(_FIRST)), root

@@ -237,7 +237,7 @@ def recipe_text(path: Path) -> str:
 @lru_cache(maxsize=256)
 def require_moderate(text: str) -> None:
     """Raise ValueError if YAML is too deep, or too large with aliases expanded; YAMLError if it is no YAML."""
-    sizes: dict[str, int] = {}
+    sizes: dict[str | None, int] = {}  # anchor -> number of values
     blocks: list[tuple[str | None, int]] = [(None, 0)]  # (anchor, number of values so far) of each open block
     # By events, which build nothing, however large the file would become.
     for event in yaml.parse(text, Loader=_LOADER):
@@ -246,13 +246,13 @@ def require_moderate(text: str) -> None:
             size = 0
         elif isinstance(event, yaml.CollectionEndEvent):
             anchor, size = blocks.pop()
-            sizes[anchor or ""] = size
+            sizes[anchor] = size
         elif isinstance(event, yaml.AliasEvent):
             if event.anchor not in sizes:
                 raise ValueError(f"the alias *{event.anchor} has no anchor before it, or stands in its own block")
             size = sizes[event.anchor]
         elif isinstance(event, yaml.ScalarEvent):
-            size = sizes[event.anchor or ""] = 1
+            size = sizes[event.anchor] = 1
             # Python refuses to convert more than 4,300 digits, with an error that names no key.
             if len(event.value) > _MAX_DIGITS and event.value.strip("+-").isdecimal():
                 raise ValueError(f"it has a number of more than {_MAX_DIGITS} digits")

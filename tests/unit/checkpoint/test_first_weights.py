@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from vissl_zero.checkpoint.first_weights import Match, _adapt, _require, match
+from vissl_zero.checkpoint import first_weights
+from vissl_zero.checkpoint.first_weights import Match, _adapt, _require, load_first_weights, load_teacher, match
 from vissl_zero.checkpoint.foreign_layouts import Foreign
 from vissl_zero.checkpoint.shard_file import Entry
 from vissl_zero.errors import CheckpointError
@@ -173,3 +175,56 @@ def test_a_file_that_lacks_what_a_run_needs_is_refused(
 def test_a_file_of_which_nothing_fits_is_refused() -> None:
     with pytest.raises(CheckpointError, match=r"a\.pt does not fit the model .*: no tensor matches\."):
         _require(Match(num_foreign=3), "a.pt", "trunk")
+
+
+FROZEN, EVALUATED = "FREEZE_TRUNK_AND_HEAD", "EVAL_MODE_ON"
+
+
+@pytest.mark.parametrize(
+    ("settings", "test_only", "wants_heads", "needs"),
+    [
+        ({}, False, True, "trunk"),
+        ({"ASSERT_HEAD_LAYER_SHAPE_INIT": True}, False, True, "head shapes"),
+        ({}, True, True, "heads"),  # what is measured must have been trained
+        ({FROZEN: True}, False, True, "heads"),
+        ({FROZEN: True, "EXTRACT_TRUNK_FEATURES_ONLY": True}, False, True, "trunk"),
+        ({EVALUATED: True}, False, False, "trunk"),
+        ({EVALUATED: True}, True, False, "trunk"),
+        ({EVALUATED: True, "ASSERT_HEAD_LAYER_SHAPE_INIT": True}, False, False, "trunk"),
+        ({EVALUATED: True, "EVAL_TRUNK_AND_HEAD": True}, True, True, "heads"),
+        ({EVALUATED: True, "EVAL_TRUNK_AND_HEAD": True}, False, True, "trunk"),
+    ],
+)
+def test_what_a_run_needs_of_its_weights(
+    settings: dict[str, bool], test_only: bool, wants_heads: bool, needs: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    none: dict[str, Any] = dict.fromkeys(
+        (FROZEN, EVALUATED, "EVAL_TRUNK_AND_HEAD", "EXTRACT_TRUNK_FEATURES_ONLY"), False
+    )
+    chosen = SimpleNamespace(**{**none, "ASSERT_HEAD_LAYER_SHAPE_INIT": False, **settings})
+    options = SimpleNamespace(PARAMS_FILE="a.pt")
+    lora = SimpleNamespace(USE_LORA=False)
+    model = SimpleNamespace(WEIGHTS_INIT=options, FEATURE_EVAL_SETTINGS=chosen, LORA=lora)
+    plan: Any = SimpleNamespace(config=SimpleNamespace(MODEL=model, TEST_ONLY=test_only))
+    monkeypatch.setattr(first_weights, "_fill", lambda net, given, *decided: {"decided": (given, *decided)})
+    assert load_first_weights(nn.Identity(), plan) == {"decided": (options, wants_heads, needs)}
+    options.PARAMS_FILE = ""
+    assert load_first_weights(nn.Identity(), plan) == {}
+
+
+def test_a_teacher_comes_with_its_heads_and_says_how_its_images_are_normalized(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(first_weights, "_fill", lambda *args, **more: asked.append((args, more)) or {"w": None})
+    model, options = nn.Identity(), object()
+    teacher = SimpleNamespace(TEACHER_MODEL=SimpleNamespace(WEIGHTS_INIT=options))
+    keys = {"x": {"teacher_mean": [0.5], "teacher_std": [0.25]}}
+    for loss, said in ((keys, "Its images are normalized by mean [0.5] and std [0.25]."), ({"x": {}}, "")):
+        plan: Any = SimpleNamespace(config=SimpleNamespace(DISTILLATION=teacher, LOSS={"name": "x", **loss}))
+        assert load_teacher(model, plan) == {"w": None}
+        assert capsys.readouterr().out.strip() == said
+        assert asked.pop() == (
+            (model, options),
+            {"wants_heads": True, "needs": "head shapes", "opening": "The teacher has"},
+        )

@@ -89,6 +89,7 @@ def test_of_several_networks_the_average_is_taken_and_the_others_named() -> None
     assert _at_root(teacher, student) == taken
     assert _at_root(f"target_net.{mark}", f"ema.{mark}") == ([mark], ", its ema (left out: target_net)")
     assert _at_root(f"b.{mark}", f"a.{mark}") == ([mark], ", its a (left out: b)")  # by name
+    assert _at_root(f"backbone.{mark}", f"encoder_q.{mark}") == ([mark], ", its encoder_q (left out: backbone)")
     four = [f"{name}.{mark}" for name in ("d", "c", "b", "a")]
     assert _at_root(*four) == ([mark], ", its a (left out: b, c, d)")
     # Five are layers of one network.

@@ -108,7 +108,7 @@ def test_a_hostile_recipe_is_one_sentence(tmp_path: Path, text: str | None, reas
 
 
 def test_the_aliases_of_a_plain_recipe_are_read(tmp_path: Path) -> None:
-    (tmp_path / "x.yaml").write_text("a: &a {b: 1}\nc: [*a, *a]\n")
+    (tmp_path / "x.yaml").write_text("a: &a {b: 1}\nc: [*a, *a]\nd: &d 1\ne: *d\n")
     assert recipe_text(tmp_path / "x.yaml").startswith("a: &a")
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import fields, replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from vissl_zero.data import dataset
 from vissl_zero.data.dataset import BY_CROP, BY_SAMPLE, ImageBatch, join_batches
 
 _TENSORS_BESIDE = {*BY_SAMPLE, *BY_CROP}
@@ -68,3 +70,33 @@ def test_every_tensor_is_moved() -> None:
     assert typed == {"images", *_TENSORS_BESIDE}
     moved = batch().to("meta", torch.float64)
     assert {tensor.device.type for tensor in moved.tensors} == {"meta"} and moved.images[0].dtype == torch.float64
+
+
+class _Copying:
+    """A pipeline that copies a crop into its row, and notes which."""
+
+    def __init__(self) -> None:
+        self.written: list[float] = []
+
+    def rows(self, images: torch.Tensor) -> torch.Tensor:
+        return images
+
+    def write(self, crop: torch.Tensor, row: torch.Tensor) -> None:
+        self.written.append(crop.flatten()[0].item())
+        row.copy_(crop)
+
+
+def test_crops_wait_for_as_many_samples_as_the_cache_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dataset, "_CACHED_VALUES", 15)  # two samples of 4 + 1 + 1 values each, and a half
+    pipeline: Any = _Copying()
+    samples = [[torch.full(shape, 10.0 * n + at) for at, shape in enumerate([(4,), (1,), (1,)])] for n in range(5)]
+    rows = dataset._Rows(pipeline, samples[0], len(samples), torch.zeros)
+    counts = []
+    for crops in samples:
+        rows.append(crops)
+        counts.append(len(pipeline.written))
+    assert counts == [0, 6, 6, 12, 12] and pipeline.written[:6] == [0, 10, 1, 11, 2, 12]  # crop by crop
+    rows.flush()
+    assert len(pipeline.written) == 15
+    first = [image[:, 0].tolist() for image in rows.images]
+    assert first == [[0, 10, 20, 30, 40], [1, 11, 21, 31, 41, 2, 12, 22, 32, 42]]
