@@ -336,12 +336,12 @@ def test_constants(method: str) -> None:
 
 def test_queues_hold_no_infinity() -> None:
     """A step that the loss scaler skips pushes infinities; they must not stay."""
-    keys = KeyQueue(4, 3)
-    keys.push(torch.full((2, 3), torch.inf))
-    keys.push(torch.full((1, 3), torch.nan))
-    embeddings = EmbeddingQueue(1, 4, 3)
-    embeddings.push(torch.full((1, 2, 3), -torch.inf))
-    assert keys.keys.isfinite().all() and embeddings.embeddings.isfinite().all()
+    rows = torch.tensor([[torch.inf, 1.0, -torch.inf], [3.0, torch.nan, 4.0]])
+    keys, embeddings = KeyQueue(2, 3), EmbeddingQueue(1, 2, 3)
+    keys.push(rows)
+    embeddings.push(rows[None])
+    torch.testing.assert_close(keys.keys, torch.tensor([[0.0, 1.0, 0.0], [0.6, 0.0, 0.8]]))  # of unit length
+    assert embeddings.embeddings.tolist() == [[[0.0, 1.0, 0.0], [3.0, 0.0, 4.0]]]
 
 
 def test_sine_positions_are_maes() -> None:

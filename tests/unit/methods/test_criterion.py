@@ -16,7 +16,7 @@ from vissl_zero.methods.contrastive import SupCon
 from vissl_zero.methods.distillation import KnowledgeDistillation, SwAVDistillation
 from vissl_zero.methods.method import Batch, EmbeddingMethod, Method, build_method
 from vissl_zero.methods.pretext import RotNet
-from vissl_zero.methods.prototypes import DeepClusterV2
+from vissl_zero.methods.prototypes import MSN, DeepClusterV2
 from vissl_zero.methods.supervised import CrossEntropy
 from vissl_zero.methods.two_views import BYOL, SimCLR
 from vissl_zero.registry import LOSSES
@@ -114,6 +114,16 @@ def test_as_many_clusters_as_images_are_none_too_many_and_in_a_dry_run_none_are_
 def test_a_method_with_a_teacher_and_no_momentum_says_what_it_must_define() -> None:
     with pytest.raises(NotImplementedError, match=r"EmbeddingMethod has a teacher and must define momentum\(step\)"):
         EmbeddingMethod().momentum(0)
+
+
+@pytest.mark.parametrize("lengths", [None, (0, 0), (1, 1)])
+def test_a_run_whose_length_nobody_knows_has_one_step(lengths: tuple[int, int] | None) -> None:
+    cosine, line = BYOL(momentum=0.5), MSN(output_dim=4, momentum=0.5)
+    for method in (cosine, line):
+        if lengths is not None:
+            method.set_length(*lengths)
+        assert [method.momentum(step) for step in (0, 1)] == [0.5, 1.0]
+        assert method._steps_per_epoch == 1
 
 
 def test_nothing_is_measured_before_the_first_batch() -> None:
