@@ -136,7 +136,13 @@ def test_a_teacher_is_the_file_s_or_a_copy_of_the_model(file_has: str, monkeypat
     """A part of a teacher is none: half of it would be of another network."""
     method = SimpleNamespace(has_teacher=True, make_teacher=lambda model: model)
     monkeypatch.setattr(exchange, "method_of", lambda loss, state: method)
-    monkeypatch.setattr(exchange, "as_ours", lambda *_: ({"center": torch.ones(3)}, ["The center is imported."]))
+    asked: list[Any] = []
+
+    def as_ours(*args: Any) -> tuple[dict[str, torch.Tensor], list[str]]:
+        asked.append(args)
+        return {"center": torch.ones(3)}, ["The center is imported."]
+
+    monkeypatch.setattr(exchange, "as_ours", as_ours)
     monkeypatch.setattr(exchange, "build_model", lambda config: _Teacher())
     names = ["trunk.running_mean", "trunk.running_var", "trunk.num_batches_tracked", "heads.0.weight"]
     student = {name: tensor + 5 for name, tensor in _Teacher().state_dict().items()}
@@ -146,6 +152,7 @@ def test_a_teacher_is_the_file_s_or_a_copy_of_the_model(file_has: str, monkeypat
     matched = Match([Entry.of(*item) for item in student.items()])
     tree = {"LOSS": {"name": "x"}, "MODEL": {}}
     parts, sentences = _loss_parts(matched, foreign, {"config": tree})
+    assert asked == [(method, tree["LOSS"], foreign.loss)]
     found = {part.name: part.read() for part in parts}
     is_whole = file_has in ("all", "no counter")
     wanted = student | (teacher if is_whole else {})

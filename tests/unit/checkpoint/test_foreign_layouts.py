@@ -67,9 +67,14 @@ def test_what_is_no_tensor_is_named_with_its_place() -> None:
     assert foreign.no_tensors == ["trunk", "heads.0.note"]
 
 
-def _shards(folder: Path, models: list[Any], metas: list[Any]) -> Path:
+def _shards(folder: Path, models: list[Any], metas: list[Any], **more: Any) -> Path:
     for rank, (model, meta) in enumerate(zip(models, metas, strict=True)):
-        content = {"classy_state_dict": {"base_model": {"model": model, "meta": meta}}, "iteration": 5, "type": "shard"}
+        content = {
+            "classy_state_dict": {"base_model": {"model": model, "meta": meta}},
+            "iteration": 5,
+            "type": "shard",
+            **more,
+        }
         torch.save(content, folder / f"shard{rank}.torch")
     torch.save({"type": "shard_list", "shards": [f"shard{rank}.torch" for rank in range(len(models))]}, folder / "a.pt")
     return folder / "a.pt"
@@ -142,8 +147,10 @@ def test_slices_are_read_one_by_one(tmp_path: Path) -> None:
 def test_heads_of_shards_without_a_description_are_whole(tmp_path: Path) -> None:
     """As of a run whose heads FSDP did not wrap: a state dict of all of them, or one for each."""
     for heads, names in (({"0.w": ONE}, ["heads.0.w"]), ([{"w": ONE}, {"v": ONE}], ["heads.0.w", "heads.1.v"])):
-        foreign = read_foreign(_shards(tmp_path, [{"trunk": {"w": ONE}, "heads": heads}] * 2, [{"trunk": {}}] * 2))
+        models = [{"trunk": {"w": ONE}, "heads": heads}] * 2
+        foreign = read_foreign(_shards(tmp_path, models, [{"trunk": {}}] * 2, loss={"center": ONE}))
         assert [entry.key for entry in foreign.entries] == ["trunk.w", *names]
+        assert foreign.loss.tensors["center"].tolist() == [1.0, 1.0]
 
 
 def test_slices_of_a_whole_model_have_a_trunk_and_heads(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from vissl_zero.checkpoint.resume import (
     _require_same_names,
     _require_same_teacher,
     _require_shape,
+    _restore_criterion,
     find_resumable,
     opening_lines,
     restore_buffers,
@@ -35,6 +36,7 @@ from vissl_zero.errors import CheckpointError, ConfigError
 from vissl_zero.resolve.resolve import resolve
 from vissl_zero.resolve.resolved import ResolvedRun
 from vissl_zero.resolve.saved import as_data
+from vissl_zero.sharding.state.saved_state import Part
 
 WEIGHT = "model/trunk.stem.0.weight"  # (7, 5)
 
@@ -225,3 +227,35 @@ def test_each_rank_verifies_its_share_of_the_files_and_all_hear_of_each_problem(
         assert _problems(path) == [*found[rank], "of the other"]
     assert [len(problems) for problems in found] == [2, 1]
     assert len({problem for problems in found for problem in problems}) == 3
+
+
+class _Remembering(torch.nn.Module):
+    """A loss with a row for each image, and a center."""
+
+    def __init__(self, num_images: int, width: int = 2) -> None:
+        super().__init__()
+        self.register_buffer("memory", torch.zeros(num_images, 2))
+        self.register_buffer("center", torch.zeros(width))
+
+
+def _restored(path: Path, method: _Remembering) -> None:
+    run: Any = SimpleNamespace(method=method, loader=SimpleNamespace(source=range(len(method.memory))))  # type: ignore[arg-type]
+    with open_checkpoint(path) as checkpoint:
+        _restore_criterion(run, checkpoint)
+
+
+def test_the_state_of_a_loss_comes_back_to_a_loss_of_the_same_images_and_shapes(tmp_path: Path) -> None:
+    state = {"criterion/memory": torch.arange(6.0).view(3, 2), "criterion/center": torch.ones(2)}
+    write_rank(tmp_path, 4, 0, [Part.of(*item) for item in state.items()], {}, {})
+    path = commit(tmp_path, _manifest(4, 1))
+    method = _Remembering(3)
+    _restored(path, method)
+    for name, tensor in method.state_dict().items():
+        assert torch.equal(tensor, state[f"criterion/{name}"])
+    with pytest.raises(CheckpointError, match=r"remembers each of 3 training images in .*, and there are 4 here"):
+        _restored(path, _Remembering(4))
+    with pytest.raises(CheckpointError, match=r"criterion/center has shape \(2,\) in .* and \(5,\) here"):
+        _restored(path, _Remembering(3, width=5))
+    method.register_buffer("more", torch.ones(1))
+    with pytest.raises(CheckpointError, match=r"tensors of the loss that differ: more"):
+        _restored(path, method)

@@ -9,6 +9,7 @@ import pytest
 from omegaconf import MISSING
 
 from tests.unit.config.example_config import config
+from vissl_zero.config.blocks.model_and_loss import Trunk
 from vissl_zero.config.components import heads, typed_options
 from vissl_zero.config.components.trunks import (
     BeitConfig,
@@ -17,6 +18,7 @@ from vissl_zero.config.components.trunks import (
     ResNetConfig,
     SwinConfig,
     VisionTransformerConfig,
+    patch_side,
     regnet_problems,
     size_problems,
     vision_transformer_problems,
@@ -47,6 +49,10 @@ COMPONENT = Component("thing", Keys, Keys, "")
 def test_defaults_are_filled_in_and_types_converted():
     given = {"width": "4", "inner": {"length": 5}}
     assert typed_options(COMPONENT, given, "config.X") == {"width": 4, "names": [], "inner": {"length": 5}}
+
+
+def test_a_text_in_dollars_is_replaced() -> None:
+    assert typed_options(COMPONENT, {"width": 4, "names": ["${width}"]}, "config.X")["names"] == ["4"]
 
 
 def test_every_wrong_key_is_a_problem():
@@ -115,7 +121,7 @@ def test_a_key_without_a_default_must_be_given() -> None:
             (ConvNextConfig(DEPTH=depth, DIMS=dims), f"K.DEPTH: must have four entries, as DIMS (got {depth}).")
             for depth, dims in (([1, 2], [8] * 4), ([1] * 4, [8] * 3), ([1] * 3, [8] * 3), ([1] * 5, [8] * 5))
         ),
-        (SwinConfig(EMBED_DIM=6, DEPTHS=[1, 1, 1], NUM_HEADS=[3, 4, 8]), ""),
+        (SwinConfig(EMBED_DIM=6, DEPTHS=[1] * 4, NUM_HEADS=[3, 4, 8, 16]), ""),
         (SwinConfig(DEPTHS=[2, 2]), "K.DEPTHS: must have as many entries as NUM_HEADS, 4 (got [2, 2])."),
         (
             SwinConfig(EMBED_DIM=6, DEPTHS=[1, 1, 1], NUM_HEADS=[3, 4, 5]),
@@ -188,3 +194,28 @@ def test_layers_are_named_apart() -> None:
         "res3 AvgPool2d[2, 2], head 3",
         "res3 AvgPool2d[2, 2], head 4",
     ]
+
+
+@pytest.mark.parametrize(
+    ("name", "patch_size", "model_args", "side"),
+    [
+        ("vision_transformer", 14, None, 14),
+        ("vision_transformer", 0, None, 1),  # which is reported elsewhere
+        ("convit", 8, {"patch_size": 4}, 8),
+        ("resnet", 14, None, 1),
+        ("beit", 14, {"patch_size": 4}, 1),
+        ("timm/vit_tiny_patch8_224", 14, None, 8),
+        ("timm/deit_tiny_patch16", 14, {}, 16),
+        ("timm/vit_tiny_patch16_224", 14, {"patch_size": 4}, 4),
+        ("timm/vit_tiny_patch16_224", 14, {"patch_size": 0}, 1),
+        ("timm/vit_tiny_patch16_224", 14, {"patch_size": "4"}, 16),
+        ("timm/mixer_patch16_224", 14, None, 1),
+        ("torchvision/vit_b_16", 14, None, 1),
+    ],
+)
+def test_the_side_of_patches_is_known_without_the_model(
+    name: str, patch_size: int, model_args: dict[str, Any] | None, side: int
+) -> None:
+    trunk = Trunk(NAME=name, PARAMS={} if model_args is None else {"model_args": model_args})
+    trunk.VISION_TRANSFORMERS.PATCH_SIZE = patch_size
+    assert patch_side(trunk) == side

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
 
+from vissl_zero.config.block_data import block_of, declared_keys
 from vissl_zero.config.components import builtin_keys, component_keys
 from vissl_zero.config.components.heads import _is_entry
 from vissl_zero.config.override_paths import _places, _problem, blocked
@@ -101,3 +103,29 @@ def test_keys_of_a_component_are_its_own_and_a_built_in_one_is_not_imported_for_
     registry.register("mine", config=int)(dict)
     assert component_keys(registry, "mine") is int
     assert component_keys(registry, "mlp") is builtin_keys("head")["mlp"]
+
+
+@dataclass
+class _Inner:
+    a: int = 1
+
+
+@dataclass
+class _Outer:
+    inner: _Inner = field(default_factory=_Inner)
+    free: dict[str, Any] = field(default_factory=dict)
+    b: int = 2
+
+
+def test_a_component_takes_the_keys_that_it_declares_block_by_block() -> None:
+    data = {"inner": {"a": 3, "of_vissl": 4}, "free": {"any": 5}, "of_vissl": 6}
+    assert declared_keys(data, _Outer) == {"inner": {"a": 3}, "free": {"any": 5}}
+    assert declared_keys({"inner": None, "b": 7}, _Outer) == {"inner": None, "b": 7}  # a value, as it is written
+
+
+def test_plain_data_become_a_block_again() -> None:
+    assert block_of(_Outer, {"inner": {"a": 3}, "free": {"any": 5}}) == _Outer(_Inner(3), {"any": 5})
+    assert block_of(_Outer, {"inner": _Inner(4)}) == _Outer(_Inner(4))
+    for wrong, said in (({"c": 1}, "c is no key of _Outer"), ({"inner": 3}, "3 is no block of _Inner")):
+        with pytest.raises(ValueError, match=said):
+            block_of(_Outer, wrong)

@@ -16,6 +16,7 @@ from tests.unit.config.example_config import CPU_HOST, config
 from tests.unit.data.conftest import MakeData
 from tests.unit.reporting.example_run import make_record
 from vissl_zero.cli import main
+from vissl_zero.data import bench
 from vissl_zero.data.bench import LoadingCost, Supply, advice, measure, supply_of
 from vissl_zero.data.pipeline import Pipeline
 from vissl_zero.errors import DataError
@@ -154,3 +155,14 @@ def test_wrong_words_are_one_sentence(words: list[str], says: str, capsys: pytes
     assert main(["data", "bench", *words]) == 2
     said = capsys.readouterr()
     assert says in said.err and said.out == "" and "Traceback" not in said.err
+
+
+@pytest.mark.parametrize("lacks", ["", "simplejpeg", "cv2"])
+def test_the_fast_backend_comes_with_what_it_needs(
+    lacks: str, make_data: MakeData, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench, "find_spec", lambda name: None if name == lacks else object())
+    cost = LoadingCost(1, 0, {"read": 0.0, "decode": 0.0, "Crop": 1.0})
+    (sentence,) = advice(data_block(make_data("digits", num_workers=1)), cost, Supply(100, 1, 1, 1.0), None)
+    install = " (pip install vissl-zero[fast])" if lacks else ""
+    assert sentence == f"Write config.DATA.BACKEND=fast{install}: all transforms have a fast form."

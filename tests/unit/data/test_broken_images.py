@@ -284,3 +284,14 @@ def test_memory_is_flat_over_50_epochs_with_broken_files(make_data: MakeData, tm
         pages = [int(Path(f"/proc/{worker.pid}/statm").read_text().split()[1]) for worker in workers]
         resident.append(sum(pages))
     assert max(resident[1:]) < 1.02 * resident[0], resident
+
+
+@pytest.mark.parametrize("side", [4, 5])
+def test_a_mask_of_too_many_pixels_is_refused_too(side: int) -> None:
+    file = io.BytesIO()
+    Image.new("L", (side, 4)).save(file, "PNG")
+    if side == 4:
+        assert Decoder(max_pixels=16).mask(file.getvalue(), "m.png").shape == (4, 4)
+        return
+    with pytest.raises(BrokenImageError, match="its 5 x 4 pixels are more than the 16"):
+        Decoder(max_pixels=16).mask(file.getvalue(), "m.png")

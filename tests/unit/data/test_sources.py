@@ -300,6 +300,13 @@ def test_what_a_source_has_of_an_image_is_found_below_its_limits() -> None:
         assert find(Subset(cast("Source", object()), (0,))) is None
 
 
+class _Nothing(_Pairs):
+    """Without images."""
+
+    def __len__(self) -> int:
+        return 0
+
+
 def _labels_file(folder: Path, values: Any, name: str = "labels.npy") -> str:
     np.save(folder / name, np.array(values))
     return str(folder / name)
@@ -314,6 +321,8 @@ def test_rows_of_labels_are_1_0_or_minus_1(tmp_path: Path) -> None:
     assert labeled.label(0) is None and labeled.class_names == ()
     part = label_matrix(Subset(labeled, (3, 0)))
     assert part is not None and part.tolist() == [rows[3], rows[0]]
+    none = label_matrix(_Nothing(), num_classes=3)  # type: ignore[arg-type]
+    assert none is not None and none.shape == (0, 3)
     for wrong in (2, -2):
         with pytest.raises(DataError, match=r"labels.npy has rows of labels: each must be 1, 0 or -1"):
             relabel(source, (_labels_file(tmp_path, [*rows[:3], [0, wrong, 0]]),), ())

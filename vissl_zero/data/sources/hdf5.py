@@ -32,7 +32,6 @@ class Hdf5(Packed):
     def __init__(self, request: SourceRequest):
         self._path = str(one_path(request, "an HDF5 file"))
         self._file: Any = None
-        self._images = ""
         file = self._opened()
         self._images, labels = _first_of(file, _IMAGES), _first_of(file, _LABELS)
         if not self._images:
