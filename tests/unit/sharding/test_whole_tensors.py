@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import vissl_zero
 from vissl_zero.resolve.resolved import OffloadPlan
 from vissl_zero.sharding.memory import Storages
+from vissl_zero.sharding.offload.block_file import OffloadError
 from vissl_zero.sharding.state.shard import whole_shard
 from vissl_zero.sharding.update.whole_tensors import ROUND_ELEMENTS, WholeTensorOptimizer, _rounds_of, partition
 
@@ -101,5 +102,8 @@ def test_state_on_a_disk_is_a_mapping_by_parameter(tmp_path: Path) -> None:
     model.load_state_dict(plain.state_dict())
     step()
     assert all(torch.equal(param.full_tensor(), once[name]) for name, param in model.named_parameters())
+    assert base.disk_bytes == sum(file.stat().st_size for file in tmp_path.rglob("*") if file.is_file()) > 4 * 5 * 3
     optimizer.close()
     assert not list(tmp_path.iterdir())
+    with pytest.raises(OffloadError, match="was ended"):
+        states[wholes[0]]

@@ -83,6 +83,9 @@ def test_a_folder_leaves_no_file_open(tmp_path):
         with pytest.raises(OffloadError):
             OffloadFolder(str(tmp_path), blocked, rank=0)
         assert num_open() == before
+        stale_runs(str(tmp_path))
+        remove_dead_attempts(str(tmp_path), "of_another")
+        assert num_open() == before
 
 
 def test_files_are_kept_on_request(tmp_path):
