@@ -11,12 +11,13 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from tests.blocks import data_block
 from tests.unit.data.conftest import MakeData
-from vissl_zero.data.batch_memory import BatchReceiver, BatchSender
+from vissl_zero.data.batch_memory import BatchReceiver, BatchSender, _mapped
 from vissl_zero.data.dataset import ImageBatch, Loaded
 from vissl_zero.data.loader import build_loader
 
@@ -155,3 +156,15 @@ def test_a_held_batch_stays_as_it_is_while_a_worker_loads_on(make_data: MakeData
     assert all(len(means) == 3 for means in epochs)
     (receiver,) = loader._stream._receivers
     assert len(receiver._blocks) <= 6  # two in each direction, this one, and one in the making
+
+
+def test_shared_memory_is_seen_as_its_bytes() -> None:
+    descriptor = os.memfd_create("a test")
+    try:
+        os.write(descriptor, bytes(range(1, 6)))
+        array = _mapped(descriptor)
+        assert array.dtype == np.uint8 and array.tolist() == [1, 2, 3, 4, 5]
+        array[0] = 9
+        assert os.pread(descriptor, 9, 0) == bytes([9, 2, 3, 4, 5])
+    finally:
+        os.close(descriptor)

@@ -9,6 +9,7 @@ import os
 import pickle
 import tarfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -379,3 +380,17 @@ def test_a_file_that_was_cut_off_is_refused(form: str, photos: Path, tmp_path: P
             index.unlink()
     with pytest.raises(DataError, match="it was cut off"):
         build_source(data_block(make_data(form, out)), "TRAIN", 0)
+
+
+@pytest.mark.parametrize("names", [("a", "b"), ()])
+def test_arrow_files_say_their_classes_if_there_are_any(names: tuple[str, ...], tmp_path: Path) -> None:
+    packing._finish(tmp_path, "arrow", SimpleNamespace(class_names=names), 2)  # type: ignore[arg-type]
+    labels = {"label": {"names": ["a", "b"], "_type": "ClassLabel"}} if names else {}
+    features = json.loads((tmp_path / "dataset_info.json").read_text())["features"]
+    assert features == {"image": {"_type": "Image"}, **labels}
+    state = json.loads((tmp_path / "state.json").read_text())
+    assert [file["filename"] for file in state["_data_files"]] == [
+        "data-00000-of-00002.arrow",
+        "data-00001-of-00002.arrow",
+    ]
+    assert (state["_output_all_columns"], state["_format_type"]) == (False, None)
