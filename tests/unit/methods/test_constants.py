@@ -124,6 +124,8 @@ def dinov3() -> None:
     assert not method._is_anchored()
     method.on_step(900, 0)
     assert method._is_anchored()
+    method.gram_weight = 0.5
+    assert method._is_anchored()
     method.gram_weight = 0.0  # without weight there is nothing to run the anchor for
     assert not method._is_anchored()
 

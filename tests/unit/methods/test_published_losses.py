@@ -492,6 +492,13 @@ def test_a_centroid_that_loses_all_its_rows_stays_where_it_is():
     _is(centroids[0], F.normalize(rows.mean(dim=0), dim=0).tolist())
 
 
+def test_a_centroid_of_one_row_moves_to_it():
+    rows = torch.tensor([[0.6, 0.8], [0.0, -1.0]], dtype=torch.float64)
+    centroids, nearest = spherical_kmeans(rows, torch.tensor([[1.0, 0.0], [-0.8, -0.6]], dtype=torch.float64), 1)
+    torch.testing.assert_close(centroids, rows)
+    assert nearest.tolist() == [0, 1]
+
+
 def test_cluster_memory_leaves_unknown_images_out():
     memory = ClusterMemory(30, 5, [4, 3], num_crops=2).double()
     known = torch.arange(0, 30, 2)
