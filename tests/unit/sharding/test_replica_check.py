@@ -12,7 +12,7 @@ from torch import nn
 
 from vissl_zero.errors import VisslZeroError
 from vissl_zero.sharding.checks.replica_check import ParameterGuard, StepCheck, option_text, text_digest
-from vissl_zero.sharding.state.shard import shards_of
+from vissl_zero.sharding.state.shard import shards_of, whole_shard
 
 
 @pytest.mark.parametrize(
@@ -79,6 +79,15 @@ def test_a_model_that_shards_cannot_follow_is_told(what: str, sentence: str | No
     for _ in range(2):
         problem = guard.problem()
         assert problem is None if sentence is None else sentence in str(problem)
+
+
+def test_a_model_of_other_parameters_than_the_shards_may_be_rebuilt() -> None:
+    """fairscale's FSDP puts flat parameters into some units, and makes them anew."""
+    model, elsewhere = nn.Sequential(nn.Linear(2, 2)), nn.Parameter(torch.ones(2))
+    shards = [*shards_of(model, None), whole_shard("in_a_flat_one", elsewhere)]
+    guard = ParameterGuard(model, shards, torch.optim.SGD([elsewhere], lr=0.1))
+    _change("added", model)
+    assert guard.problem() is None
 
 
 def test_memory_that_the_first_passes_replace_is_told_there_and_a_copy_is_a_plain_model() -> None:

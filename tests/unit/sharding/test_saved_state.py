@@ -24,7 +24,7 @@ from vissl_zero.sharding.state.saved_state import (
     scalars_of,
     take_group_options,
 )
-from vissl_zero.sharding.state.shard import Shard
+from vissl_zero.sharding.state.shard import Shard, whole_shard
 
 FULL = {"matrix": torch.arange(10.0).view(5, 2), "scalar": torch.tensor(7.0), "nothing": torch.zeros(0, 3)}
 
@@ -245,3 +245,17 @@ def test_only_what_an_optimizer_counts_in_its_groups_is_restored() -> None:
     plain = groups_of(torch.optim.SGD)
     restore_counters(plain, saved)
     assert counts(plain) == [(None, None, 0.1)] * 3
+
+
+@pytest.mark.parametrize("build", [torch.optim.AdamW, torch.optim.Adafactor])
+def test_only_single_numbers_of_no_element_are_written_beside_the_tensors(build: Any) -> None:
+    """A scalar parameter's moments are of its element; the rows of Adafactor are of none, and no numbers."""
+    params = {"matrix": nn.Parameter(torch.ones(3, 2)), "scalar": nn.Parameter(torch.tensor(2.0))}
+    kept = {name: param for name, param in params.items() if build is torch.optim.AdamW or param.dim()}
+    optimizer = build([{"params": list(kept.values()), "name": "all"}], lr=0.1)
+    for param in kept.values():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    shards = {name: whole_shard(name, param) for name, param in kept.items()}
+    step = {"value": 1.0, "dtype": "float32"}
+    assert scalars_of(shards, optimizer) == {name: {"step": step} for name in kept}
