@@ -35,13 +35,11 @@ class Loader:
 
     Attributes:
         source: all images, those of other ranks included.
-        transform: pipeline from an image to its crops.
         order: samples of each step.
     """
 
-    def __init__(self, source: Source, transform: Pipeline, order: EpochOrder, stream: BatchStream):
+    def __init__(self, source: Source, order: EpochOrder, stream: BatchStream):
         self.source = source
-        self.transform = transform
         self.order = order
         self._stream = stream
 
@@ -159,7 +157,7 @@ def build_loader(
         label_type=cfg.LABEL_TYPE,
         boxes=boxes_of(cfg.TRANSFORMS, f"config.DATA.{split}.TRANSFORMS"),
     )
-    return Loader(source, transform, order, BatchStream(dataset, data_cfg))
+    return Loader(source, order, BatchStream(dataset, data_cfg))
 
 
 def _check_length(order: EpochOrder, split: str) -> None:
