@@ -359,6 +359,19 @@ def test_weights_of_a_teacher_have_the_mean_of_its_buffers(level: int) -> None:
     assert merged.keys() == other.keys() and all(torch.equal(merged[key], other[key]) for key in merged)
 
 
+def _equal_everywhere(level: int) -> tuple[set[str], set[str]]:
+    sharded = shard(case := Case(), level)
+    before = set(sharded.replicated())
+    sharded.adopt_teacher(build(case))
+    return before, set(sharded.replicated())
+
+
+@pytest.mark.parametrize("level", [0, 3])
+def test_ranks_hold_the_teacher_alike_where_they_hold_the_model_alike(level: int) -> None:
+    for before, after in run_on_ranks(2, _equal_everywhere, level):
+        assert before and after == before | {f"teacher:{name}" for name in before}
+
+
 def _freeze_unknown() -> None:
     shard(Case(), 3).freeze(["heads.0.prototypes9.weight"])
 

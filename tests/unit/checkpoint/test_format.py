@@ -7,6 +7,7 @@ import os
 import pickle
 import struct
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -191,6 +192,25 @@ def test_names_that_lead_elsewhere_are_refused(tmp_path, stem):
     path = write(tmp_path, 4)
     _change(path / "manifest.json", lambda body: body["ranks"].update({stem: "0" * 16}))
     with pytest.raises(CheckpointError, match="files belong to a checkpoint"):
+        open_checkpoint(path)
+
+
+@pytest.mark.parametrize("value", [-1, 2**63, 1.0, True, "4", None])
+@pytest.mark.parametrize("key", ["step", "world_size"])
+def test_a_number_in_a_manifest_that_counts_nothing_is_refused(tmp_path: Path, key: str, value: Any) -> None:
+    path = write(tmp_path, 4)
+    _change(path / "manifest.json", lambda body: body.update({key: value}))
+    with pytest.raises(CheckpointError, match=r"has fields of the wrong kind\.$"):
+        open_checkpoint(path)
+
+
+@pytest.mark.parametrize("value", [-1, 2**63, 1.0, True, "4", None])
+@pytest.mark.parametrize("key", ["first_element", "num_elements"])
+def test_a_number_of_a_piece_that_counts_nothing_is_refused(tmp_path: Path, key: str, value: Any) -> None:
+    path = write(tmp_path, 4)
+    changed = _change(path / "rank00001.json", lambda body: next(iter(body["pieces"].values())).update({key: value}))
+    _change(path / "manifest.json", lambda body: body["ranks"].update({"rank00001": changed}))
+    with pytest.raises(CheckpointError, match="lacks what a rank's manifest must have"):
         open_checkpoint(path)
 
 

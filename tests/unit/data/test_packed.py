@@ -153,6 +153,15 @@ def test_reading_many_tars_says_how_far_it_is(
     assert len(caplog.messages) == 3  # where it is quick, nothing is said
 
 
+def test_long_work_is_reported_once_each_time_that_it_has_taken_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, lines = [0.0], list[str]()
+    monkeypatch.setattr(slow_work.time, "monotonic", lambda: now[0])
+    progress = slow_work.SlowProgress(lines.append)
+    for now[0] in (2.0, 5.0, 5.5, 6.0, 10.4, 10.6):  # after 5 s, and after 5 s more
+        progress.update(f"at {now[0]:g} s")
+    assert lines == ["at 5.5 s", "at 10.6 s"]
+
+
 def test_an_index_is_made_again_when_a_tar_changes(packed: dict[str, Path], make_data: MakeData) -> None:
     tar = packed["webdataset"] / "part-000000.tar"
     data = make_data("webdataset", tar)

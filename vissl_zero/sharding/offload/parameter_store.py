@@ -30,7 +30,7 @@ from vissl_zero.sharding.offload.block_file import (
 from vissl_zero.sharding.offload.layout import Layout, StoredParam, TensorFile
 from vissl_zero.sharding.state.missing_gradient import ON_DISK, ON_HOST
 from vissl_zero.sharding.state.shard import Shard, divide_by_norms, squared_norms
-from vissl_zero.sharding.torch_private import local_tensor, set_local_tensor, set_real_grad
+from vissl_zero.sharding.torch_private import set_real_grad
 
 
 class GradientStore:
@@ -332,27 +332,11 @@ class DiskShard(Shard):
         self.store.gradients.set_zero(self.index)
         self.local.grad = torch.empty_like(self.local)
 
-    def full_tensor(self) -> Tensor:
-        """Gather the parameter; see ``Shard``."""
-        with self._in_memory():
-            return super().full_tensor()
-
     def normalize_rows(self) -> None:
         """Set rows to unit length; see ``Shard``."""
         values = self.values()
         divide_by_norms(values)
         self.assign(values)
-
-    @contextmanager
-    def _in_memory(self) -> Iterator[None]:
-        assert isinstance(self.source, DTensor)
-        absent = local_tensor(self.source)
-        # full_tensor() gathers the local tensor, which is a meta tensor outside this context.
-        set_local_tensor(self.source, self.values())
-        try:
-            yield
-        finally:
-            set_local_tensor(self.source, absent)
 
 
 def disk_shard(shard: Shard, store: ParameterStore | None) -> Shard:
