@@ -91,6 +91,18 @@ def test_a_unit_tied_to_what_is_around_it_is_left_to_that() -> None:
     assert ("trunk.stem.0",) not in [unit.modules for unit in inner.units]
 
 
+def test_batch_norms_may_be_tied_to_each_other_alone_where_parameters_are_half() -> None:
+    model, half = _model(), ShardingPlan(level=3, precision=HALF)
+    norms = [model.get_submodule(f"trunk.stages.1.{index}.1") for index in (0, 2)]
+    norms[1].bias = norms[0].bias
+    assert ("trunk.stages.1.0.1", "trunk.stages.1.2.1") in _names(plan_wrap(model, half, 2), "norm")
+    norms[0].bias = norms[1].bias = model.get_submodule("trunk.stages.0.0.0").bias
+    with pytest.raises(ConfigError) as caught:
+        plan_wrap(model, half, 2)
+    assert [problem.key for problem in caught.value.problems] == ["trunk.stages.1.0.1", "trunk.stages.1.2.1"]
+    plan_wrap(model, ShardingPlan(level=3), 2)  # in float32 all may share
+
+
 class _Foreign(nn.Module):
     """A model that knows nothing of units."""
 
