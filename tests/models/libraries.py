@@ -216,12 +216,8 @@ for _name, _cls, _vision in (
     ("CustomTextCLIP", "CustomTextCLIP", {}),
 ):
     _add(f"open_clip.{_name}", functools.partial(_clip, _cls, {**_VISION, **_vision}), _clip_loss)
-_add(
-    "open_clip.CLIP_by_methods",
-    functools.partial(_clip, "CLIP", _VISION),
-    _clip_by_methods,
-    refused={3: "is not in the table"},  # it multiplies by its text projection outside of any layer
-)
+# It multiplies by its text projection outside of any layer.
+_add("open_clip.CLIP_by_methods", functools.partial(_clip, "CLIP", _VISION), _clip_by_methods)
 _add(
     "open_clip.CLIP_bias",
     functools.partial(_clip, "CLIP", _VISION, init_logit_bias=-10.0),
