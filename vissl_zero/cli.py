@@ -89,7 +89,7 @@ Look before you train:
 
 Use weights of any origin: a run folder, a file, timm:<name>, hf:<repo>, torchvision:<name>, torchhub:<name>:
   vissl-zero evaluate <weights> ... --data <folder>     kNN and a linear probe on class folders in train/ and val/
-  vissl-zero embed <weights> <folder> --out X.npz       features of photos (.npz, .parquet, .safetensors)
+  vissl-zero embed <weights> <folder> --out X.npz       features of photos (.npz, .csv, .parquet ...)
   vissl-zero export <weights> --to timm --out <folder>  a folder that timm opens; also transformers, onnx, ...
 
 Measure what was trained, under VISSL's names, with any recipe; nothing is trained:

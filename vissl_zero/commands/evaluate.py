@@ -6,6 +6,7 @@ spread over ranks as every run does: ``config.ZERO.LEVEL=3`` and other overrides
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import re
@@ -38,7 +39,7 @@ _OF_PROBES = ("knn_top1", "knn_k", "knn_temperature", "linear_top1", "linear_pen
 _OF_DATA = ("num_features", "image_size", "num_train", "num_val", "skipped", "recognized")
 _FIGURES = (*_OF_PROBES, "linear_by_class", "rankme", *_OF_DATA)
 _MOST_CLASSES = 5  # most classes to print
-_ENDINGS = (".npz", ".parquet", ".safetensors")
+_ENDINGS = (".npz", ".csv", ".parquet", ".safetensors")
 _VALIDATION = ("val", "test")
 
 
@@ -218,6 +219,12 @@ def _write(run_folder: Path, images: Path, out: Path) -> ExtractedFeatures:
 
             # safetensors holds tensors alone, so the names go into its metadata, whose values must be texts.
             save_file({"features": features.rows.contiguous()}, temporary, {"names": json.dumps(names)})
+        elif out.suffix == ".csv":
+            with temporary.open("w", newline="", encoding="utf-8", errors="backslashreplace") as table:
+                writer = csv.writer(table)
+                writer.writerow(["name", *range(rows.shape[1])])
+                # As text, because Python's own numbers would print float32 with the digits of float64.
+                writer.writerows([name, *map(str, row)] for name, row in zip(names, rows, strict=True))
         else:
             import pyarrow as arrow
             import pyarrow.parquet as parquet

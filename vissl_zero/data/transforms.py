@@ -343,10 +343,14 @@ class ImgPatchesFromTensor:
         self.patch_jitter = patch_jitter
 
     def __call__(self, image: Tensor) -> list[Tensor]:
-        return [image[:, top:bottom, left:right].clone() for left, top, right, bottom in self.boxes(image.shape[1])]
+        height, width = image.shape[1:]
+        boxes = self.boxes(height)
+        if height != width:
+            raise ValueError("tiles need a square image; crop it to a square first")
+        return [image[:, top:bottom, left:right].clone() for left, top, right, bottom in boxes]
 
     def boxes(self, height: int) -> list[tuple[int, int, int, int]]:
-        """Return left, top, right and bottom of each tile of a square image."""
+        """Return left, top, right and bottom of each tile of a square image, given its side in pixels."""
         cell = height // self.side
         # Smaller than the cell: edges that continue in the next tile would reveal the order (arXiv 1603.09246, 3.3).
         size = cell - self.patch_jitter

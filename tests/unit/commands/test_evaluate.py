@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import re
@@ -102,7 +103,7 @@ def test_the_hardest_classes_come_first():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ending", ["npz", "parquet", "safetensors"])
+@pytest.mark.parametrize("ending", ["npz", "csv", "parquet", "safetensors"])
 def test_embed_writes_the_features_of_load_trunk_with_names(folder, tmp_path, ending, capfd):
     out = tmp_path / "deep" / f"features.{ending}"
     assert main(["embed", str(folder / "tiny.pth"), str(folder / "val"), "--out", str(out), *SMALL]) == 0
@@ -115,6 +116,10 @@ def test_embed_writes_the_features_of_load_trunk_with_names(folder, tmp_path, en
         features = load_file(out)["features"].numpy()
         with safe_open(out, "pt") as file:
             names = json.loads(file.metadata()["names"])
+    elif ending == "csv":
+        header, *lines = csv.reader(out.read_text("utf-8").splitlines())
+        assert header == ["name", *map(str, range(64))]
+        names, features = [line[0] for line in lines], np.array([line[1:] for line in lines], dtype=np.float32)
     else:
         from pyarrow import parquet
 
@@ -189,7 +194,7 @@ def test_python_gives_the_figures_and_features_of_the_commands(folder):
         (["plan", "config=digits/mae", "--png", "a.txt/x"], "a.txt/x: must be in a folder, and a.txt is a file"),
         (["lr-find", "config=digits/mae", "--png", "a.txt/x"], "a.txt/x: must be in a folder, and a.txt is a file"),
         (["data", "pack", ".", "a.txt/x", "--to", "arrow"], "a.txt/x: must be in a folder, and a.txt is a file"),
-        (["embed", "a.pth", ".", "--out", "x.csv"], r"must be one of .npz, .parquet, .safetensors"),
+        (["embed", "a.pth", ".", "--out", "x.txt"], r"must be one of .npz, .csv, .parquet, .safetensors"),
         (["embed", "a.pth", "nowhere", "--out", "x.npz"], "nowhere: there is no such file or folder"),
         (["embed", "a.txt", ".", "--out", "/proc/x.npz"], r"--out /proc/x.npz: cannot be written \(No such file"),
     ],

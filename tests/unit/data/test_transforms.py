@@ -122,9 +122,13 @@ def test_transforms_in_the_wrong_order_are_named(names: list[str]) -> None:
             [{"name": "ToTensor"}, {"name": "ImgPatchesFromTensor", "patch_jitter": 21}],
             r"ImgPatchesFromTensor cannot take a Tensor of 3 x 7 x 8 \(cells of 2 pixels have no room",
         ),
+        (
+            [{"name": "ToTensor"}, {"name": "ImgPatchesFromTensor", "patch_jitter": 1}],
+            r"ImgPatchesFromTensor cannot take a Tensor of 3 x 7 x 8 \(tiles need a square image; crop it",
+        ),
     ],
 )
-def test_an_image_that_is_too_small_is_no_matter_of_order(entries: list[dict[str, Any]], said: str) -> None:
+def test_an_image_of_a_wrong_size_is_no_matter_of_order(entries: list[dict[str, Any]], said: str) -> None:
     with pytest.raises(DataError, match=rf"TRANSFORMS: {said}.*\)\. Change its arguments") as raised:
         build_pipeline(entries, KEY)(Image.new("RGB", (8, 7)))
     assert "ToTensor" not in str(raised.value)
