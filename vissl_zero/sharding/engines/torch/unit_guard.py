@@ -27,6 +27,7 @@ from vissl_zero.errors import VisslZeroError
 from vissl_zero.sharding.checks.replica_check import class_name, text_digest
 from vissl_zero.sharding.checks.waiting import waiting
 from vissl_zero.sharding.engines.cpu_communicator import CpuCommunicator
+from vissl_zero.sharding.offload.block_file import checksum as bytes_checksum
 from vissl_zero.sharding.state.checksum import checksum
 from vissl_zero.sharding.state.sharded_tensor import (
     WHOLE_LEVELS,
@@ -208,7 +209,8 @@ class _GuardedUnit:
             module for outer in modules_of(state) for module in outer.modules() if not isinstance(module, FSDPModule)
         ]
         self._versions: dict[int, int] = {}
-        self._sums: dict[int, Tensor] = {}  # of full parameters before the forward pass, where shards are not at hand
+        # Of full parameters before the forward pass, where shards are not at hand.
+        self._checksums: dict[int, list[float]] = {}
         self._followed: dict[nn.Module, RemovableHandle] = {}
         self._is_running = False  # whether the unit is in its forward pass
         self._entered: nn.Module | None = None  # the layer called from outside, for which the unit is gathered
@@ -271,8 +273,8 @@ class _GuardedUnit:
             self._to_run.clear()
         self._is_running = True
         inputs = self._pre_forward(module, args, kwargs)
-        self._sums = {
-            index: _sums(param.unsharded_param)
+        self._checksums = {
+            index: _checksums(param.unsharded_param)
             for index, param in enumerate(self._group.fsdp_params)
             if not _has_rows_at_hand(param) and self._is_compared(index, param)
         }
@@ -450,8 +452,8 @@ class _GuardedUnit:
             # torch's gathers preserve the version counter, so a changed one is a write of the forward pass.
             version = num_writes(param.unsharded_param)
             is_written = self._versions.setdefault(index, version) != version
-            if not is_written and index in self._sums:
-                is_written = not torch.equal(_sums(param.unsharded_param), self._sums[index])
+            if not is_written and index in self._checksums:
+                is_written = _checksums(param.unsharded_param) != self._checksums[index]
             elif not is_written and self._is_compared(index, param):
                 is_written = not _has_rows_of_shard(param)
             if is_written:
@@ -525,9 +527,12 @@ def _follow_renamed(param: Any, index: int, module: nn.Module, expected: Tensor)
     return True
 
 
-def _sums(param: Tensor) -> Tensor:
-    """Return checksums of a full parameter, piece by piece: there is no memory for another of its size."""
-    return torch.cat([checksum(piece) for piece in param.detach().reshape(-1).split(_PIECE)])
+def _checksums(param: Tensor) -> list[float]:
+    """Return checksums of a full parameter, in next to no memory: there is none for another of its size."""
+    values = param.detach().reshape(-1)
+    if values.device.type == "cpu":
+        return [bytes_checksum(values)]
+    return torch.cat([checksum(piece) for piece in values.split(_PIECE)]).tolist()
 
 
 def _has_rows_at_hand(param: Any) -> bool:
