@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
+from vissl_zero.planner import kernel_memory
 from vissl_zero.planner.kernel_memory import SCRATCH, convolution_scratch, lstm_scratch
 
 HAS_WIDE_KERNELS = torch.backends.mkldnn.is_available() and torch.backends.cpu.get_cpu_capability() == "AVX512"
@@ -85,6 +86,47 @@ def test_layouts_of_convolutions(layer: nn.Conv2d, memory_format: torch.memory_f
 def test_steps_over_pixels_and_few_channels(layer: nn.Conv2d, side: int, dtype: torch.dtype) -> None:
     for measured, counted in convolved(layer.to(dtype), torch.randn(4, layer.in_channels, side, side, dtype=dtype)):
         assert 0.95 * measured - 2**17 < counted < 1.5 * measured + 2**17
+
+
+@pytest.mark.parametrize("is_last", [False, True], ids=["contiguous", "channels last"])
+@pytest.mark.parametrize(
+    ("layer", "shape", "measured"),
+    [
+        (nn.Conv2d(64, 64, 3, padding=1), (8, 64, 16, 16), (524288, 800408, 229400, 349848)),
+        (nn.Conv2d(256, 512, 1), (8, 256, 16, 16), (4194304, 4100760, 282648, 955032)),
+        (nn.Conv2d(96, 192, 2, stride=2), (4, 96, 56, 56), (3809304, 4777624, 1548312, 1312408)),
+        (nn.Conv2d(3, 384, 16, stride=16), (4, 3, 224, 224), (8044576, 17590424, 7430176, 16373912)),
+        (nn.Conv2d(64, 64, 3, padding=1, groups=8), (8, 64, 16, 16), (524288, 889496, 164888, 374424)),
+    ],
+    ids=["dense", "one pixel", "patches", "patches of colors", "groups"],
+)
+def test_bfloat16_convolutions_with_amx_take_what_was_measured(
+    monkeypatch: pytest.MonkeyPatch, layer: nn.Conv2d, shape: tuple[int, ...], measured: tuple[int, ...], is_last: bool
+) -> None:
+    """Measured as above, torch 2.13, on a Xeon with AMX: forward and backward, contiguous and with channels last."""
+    monkeypatch.setattr(kernel_memory, "_has_amx", lambda: True)
+    images = torch.empty(shape, dtype=torch.bfloat16)
+    images = images.to(memory_format=torch.channels_last) if is_last else images
+    weight, outputs = layer.weight.detach().bfloat16(), layer.float()(images.float()).detach().bfloat16()
+    rest = (list(layer.stride), list(layer.padding), [1, 1], False, [0, 0], layer.groups)
+    forward = convolution_scratch((images, weight, None, *rest), outputs)
+    backward = convolution_scratch((outputs, images, weight, None, *rest), (images, weight, None))
+    most = 2.7 if is_last else 1.5
+    for counted, taken in zip((forward, backward), measured[2 * is_last :], strict=False):
+        assert 0.95 * taken < counted < most * taken
+
+
+def test_amx_is_used_unless_one_dnn_is_told_not_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_tile": True}, raising=False)
+    has_amx = kernel_memory._has_amx.__wrapped__
+    for word, expected in (("ALL", True), ("AVX512_CORE_AMX", True), ("avx512_core_bf16", False)):
+        monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", word)
+        assert has_amx() is expected
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA")
+    assert has_amx() is True
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_tile": False}, raising=False)
+    assert has_amx() is False
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
