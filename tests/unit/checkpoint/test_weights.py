@@ -197,6 +197,8 @@ def test_a_file_holds_one_model_and_says_nothing_of_its_run(tmp_path: Path) -> N
     assert config_of(store) == {}  # no resolved recipe beside it
     (tmp_path / "config.resolved.yaml").write_text("{")
     assert config_of(store) == {}
-    assert config_of(open_store(_file(tmp_path / "mine.safetensors"))) == {}
+    (tmp_path / "config.resolved.yaml").write_text("config: {SEED_VALUE: 3}")
+    assert config_of(store) == {"config": {"SEED_VALUE": 3}}
+    assert config_of(open_store(_file(tmp_path / "mine.safetensors"))) == {}  # it may be of another run
     with open_weights(tmp_path / "mine.safetensors") as weights:
         assert weights.read("w").tolist() == [1.0, 1.0]

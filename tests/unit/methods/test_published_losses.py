@@ -7,6 +7,7 @@ process in ``tests/dist/test_method_losses.py``.
 
 from __future__ import annotations
 
+import itertools
 import math
 from functools import partial
 from types import SimpleNamespace
@@ -516,6 +517,17 @@ def test_cluster_memory_leaves_unknown_images_out():
         ),
         counted.item(),
     )
+
+
+def test_each_clustering_of_each_epoch_starts_from_other_images():
+    memory = ClusterMemory(64, 8, [4, 4], 1)
+    memory.update(_randn(5, 1, 64, 8), torch.arange(64))
+    starts = []
+    for epoch in (0, 1, 0):
+        memory.cluster(epoch, num_iters=1)
+        starts += [centroids.clone() for centroids in memory.centroids]
+    assert torch.equal(starts[0], starts[4]) and torch.equal(starts[1], starts[5])
+    assert all(not torch.allclose(one, other) for one, other in itertools.combinations(starts[:4], 2))
 
 
 def test_distillation():
