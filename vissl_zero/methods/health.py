@@ -69,8 +69,11 @@ def effective_rank(gram: Tensor) -> float:
     """
     if not bool(torch.isfinite(gram).all()):
         return math.nan
-    # Singular values of X are square roots of X^T X's eigenvalues, which rounding may make negative.
-    singular_values = torch.linalg.eigvalsh(gram).clamp(min=0.0).sqrt()
+    # Singular values of X are square roots of X^T X's eigenvalues. Eigenvalues within rounding of 0 are 0: their roots
+    # are near 1e-8, other ones on each processor.
+    eigenvalues = torch.linalg.eigvalsh(gram)
+    rounding = float(eigenvalues[-1]) * len(gram) * torch.finfo(gram.dtype).eps
+    singular_values = torch.where(eigenvalues > rounding, eigenvalues, 0.0).sqrt()
     total = float(singular_values.sum())
     if total == 0.0:
         return 0.0

@@ -84,6 +84,12 @@ def test_the_effective_rank_of_nothing_and_of_no_numbers() -> None:
     assert effective_rank(torch.diag(torch.tensor([4.0, 4.0, 0.0])).double()) == pytest.approx(2.0)
 
 
+def test_rounding_does_not_count_as_rank() -> None:
+    gram = torch.diag(torch.tensor([4.0, 4.0, 1e-15, -1e-15])).double()
+    assert effective_rank(gram) == pytest.approx(2.0, abs=1e-15)
+    assert effective_rank(gram + torch.diag(torch.tensor([0.0, 0.0, 1e-8, 0.0])).double()) > 2.0001
+
+
 def test_sums_are_of_float64_whatever_the_rows_are() -> None:
     """Over many steps and ranks, sums in float32 would lose the prototypes of few rows."""
     generator = torch.Generator().manual_seed(0)
