@@ -7,8 +7,6 @@ STAMP := $(VENV)/.installed
 READY := $(VENV)/.ready
 # Processes that share the tests; each has its own pool of ranks. They begin files in the order of tests/conftest.py.
 WORKERS ?= 2
-# Slow tests wait for processes more than they compute: one worker more keeps both cores busy.
-SLOW_WORKERS ?= 3
 # Tests start hundreds of processes: each would compile the package again, three quarters of a second.
 unexport PYTHONDONTWRITEBYTECODE
 # Rules of the grammar checker that misread names and terms of the field, or prefer another style.
@@ -41,7 +39,7 @@ test: $(STAMP) ## The tests of every change; about 8 minutes on 2 cores.
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder $(PYTEST_ARGS)
 
 test-slow: $(STAMP) ## The tests that start whole runs or take long; CI runs them too.
-	$(BIN)/python -m pytest -m slow -n $(SLOW_WORKERS) --dist loadgroup --no-loadscope-reorder $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m slow -n $(WORKERS) --dist loadgroup --no-loadscope-reorder $(PYTEST_ARGS)
 
 soak: $(STAMP) ## Thousands of spoilt files and mutated configurations, rest of the largest matrices; an hour, not part of CI.
 	$(BIN)/python -m pytest -m soak $(PYTEST_ARGS)
