@@ -69,8 +69,8 @@ def effective_rank(gram: Tensor) -> float:
     """
     if not bool(torch.isfinite(gram).all()):
         return math.nan
-    # Singular values of X are square roots of X^T X's eigenvalues. Eigenvalues within rounding of 0 are 0: their roots
-    # are near 1e-8, other ones on each processor.
+    # Singular values of X are square roots of X^T X's eigenvalues. Eigenvalues within rounding error of 0 count as 0:
+    # their square roots, about 1e-8, differ between processors.
     eigenvalues = torch.linalg.eigvalsh(gram)
     rounding = float(eigenvalues[-1]) * len(gram) * torch.finfo(gram.dtype).eps
     singular_values = torch.where(eigenvalues > rounding, eigenvalues, 0.0).sqrt()

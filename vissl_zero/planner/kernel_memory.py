@@ -43,7 +43,8 @@ def convolution_scratch(args: Sequence[Any], result: Any) -> int:
             return columns
         of_group = (images.nbytes + (outputs.nbytes if is_backward else 0)) // groups
         return max(columns + of_group, images.nbytes + weight.nbytes if is_backward else outputs.nbytes)
-    if images.dtype == torch.bfloat16 and _has_amx() and not _is_depthwise(weight, groups):
+    is_depthwise = groups > 1 and weight.shape[1] == 1
+    if images.dtype == torch.bfloat16 and _has_amx() and not is_depthwise:
         return _tiled_scratch(images, weight, outputs, groups, is_backward)
     if _has_channels_last(images) and weight.shape[1] == 1 and kernel > 9 and is_backward:
         wide = 2 * weight.nbytes if is_half else 0
@@ -71,14 +72,10 @@ def _has_amx() -> bool:
     most = os.environ.get("ONEDNN_MAX_CPU_ISA", "ALL").upper()
     if not torch.backends.mkldnn.is_available() or not (most in ("ALL", "DEFAULT") or "AMX" in most):
         return False
-    # Older versions of torch lack it; Linux knows, too.
+    # Older versions of torch have no such function.
     if hasattr(torch.cpu, "get_capabilities"):
         return bool(torch.cpu.get_capabilities().get("amx_tile"))
     return Path("/proc/cpuinfo").is_file() and " amx_tile " in Path("/proc/cpuinfo").read_text()
-
-
-def _is_depthwise(weight: Tensor, groups: int) -> bool:
-    return groups > 1 and weight.shape[1] == 1
 
 
 def _tiled_scratch(images: Tensor, weight: Tensor, outputs: Tensor, groups: int, is_backward: bool) -> int:
@@ -89,9 +86,9 @@ def _tiled_scratch(images: Tensor, weight: Tensor, outputs: Tensor, groups: int,
     """
     is_last, has_pixels = _has_channels_last(images), weight.shape[2:].numel() > 1
     of_images, of_outputs = (max(1.0, _TILE * groups / part.shape[1]) for part in (images, outputs))
-    padded = int(weight.nbytes * of_images * of_outputs)
+    padded = int(weight.nbytes * of_images * of_outputs) if of_images * of_outputs > 1 else 0
     if not is_backward:
-        weights = weight.nbytes + (padded if padded > weight.nbytes else 0)
+        weights = weight.nbytes + padded
         if is_last:
             return weight.nbytes + weights + (outputs.nbytes if has_pixels else 0)
         sums = 2 * int(outputs.nbytes * _padding(outputs, groups))
@@ -99,7 +96,7 @@ def _tiled_scratch(images: Tensor, weight: Tensor, outputs: Tensor, groups: int,
     one = int(images.nbytes * of_images + outputs.nbytes * of_outputs) // max(len(images), 1)
     copies = 0 if is_last else images.nbytes + int(outputs.nbytes * (of_outputs if groups == 1 else 1))
     weights = (5 if is_last else 2 + has_pixels) * weight.nbytes
-    return copies + one + max(weights, 2 * padded + weight.nbytes if padded > weight.nbytes else 0)
+    return copies + one + max(weights, 2 * padded + weight.nbytes)
 
 
 def _padding(images: Tensor, groups: int) -> float:

@@ -209,7 +209,7 @@ class _GuardedUnit:
             module for outer in modules_of(state) for module in outer.modules() if not isinstance(module, FSDPModule)
         ]
         self._versions: dict[int, int] = {}
-        # Of full parameters before the forward pass, where shards are not at hand.
+        # Checksums of full parameters before the forward pass, if their shards are on another device or on a disk.
         self._checksums: dict[int, list[float]] = {}
         self._followed: dict[nn.Module, RemovableHandle] = {}
         self._is_running = False  # whether the unit is in its forward pass
