@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from vissl_zero.planner.heap import Heap
+from vissl_zero.planner.heap import DIVIDED, DIVIDED_BY_KERNELS, Heap
 from vissl_zero.planner.resident import BlockReplay, process_bytes
 from vissl_zero.planner.step_trace import Mark, Moment, StepTrace
 from vissl_zero.resolve.resolved import ShardingPlan, keeps_parameters_whole, shards_parameters
@@ -572,10 +572,11 @@ class _Step:
     def resident(self) -> tuple[int, int, int]:
         """Replay all blocks on a CPU rank's heap. Return peak bytes, and cleared bytes and large blocks of a step."""
         facts, update = self.facts, self.facts.updates[self.num_ranks]
+        divided = DIVIDED_BY_KERNELS if self.trace.compiled else DIVIDED
         constants: dict[str, int] = {}
         for kind, num_bytes in self.constants():
             constants[kind] = constants.get(kind, 0) + num_bytes
-        replay = BlockReplay(Heap(MAPPED_BYTES[self.plan.level], KEPT_BYTES))
+        replay = BlockReplay(Heap(MAPPED_BYTES[self.plan.level], KEPT_BYTES, divided))
         for kind, params, stored in (
             ("params", facts.params, self.stored),
             ("teacher", facts.teacher, self.stored_teacher),

@@ -106,6 +106,8 @@ class BlockReplay:
                     next_mark += 1
                     self._change(at.get(place, ()))
                 else:
+                    if step == 0 and index in trace.compiled:
+                        self.keep([trace.compiled[index]])
                     if index in trace.scratch:  # freed once the kernel has made its outputs
                         self._heap.free(self._heap.allocate(trace.scratch[index]))
                     self._delta(trace, index, index in handed)

@@ -11,7 +11,7 @@ Arithmetic and memory traffic are summed so that the rates of any machine can be
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 from torch.utils.hooks import RemovableHandle
 
-from vissl_zero.planner.kernel_memory import SCRATCH, lstm_workspace
+from vissl_zero.planner.kernel_memory import SCRATCH, compiled_kernel, lstm_workspace
 from vissl_zero.sharding.memory import Storages, tensors_of
 from vissl_zero.sharding.model.wrap_plan import ROOT, WrapPlan
 from vissl_zero.sharding.torch_private import (
@@ -171,6 +171,7 @@ class StepTrace:
         forward_work: work of the last forward pass, by unit.
         loss_work: work between the first round of passes and the second; see ``Subject.passes_per_loss``.
         scratch: bytes that CPU kernels take in addition to their outputs; by the number of deltas before.
+        compiled: bytes that CPU kernels keep once they are compiled; by the number of deltas before.
     """
 
     deltas: list[int] = field(default_factory=list)
@@ -182,6 +183,7 @@ class StepTrace:
     forward_work: dict[str, Work] = field(default_factory=dict)
     loss_work: Work = field(default_factory=Work)
     scratch: dict[int, int] = field(default_factory=dict)
+    compiled: dict[int, int] = field(default_factory=dict)
 
     def forward_bytes(self) -> dict[str, int]:
         """Return the bytes that each unit's forward pass keeps for the backward pass, including its output."""
@@ -227,6 +229,7 @@ class Recorder(TorchDispatchMode):
         self.works: list[Work] = []
         self._work = Work()
         self._constants = constants
+        self._compiled = set[Hashable]()
         self._alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], int, int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -253,9 +256,7 @@ class Recorder(TorchDispatchMode):
         made = 0
         for tensor in tensors_of(result):
             made += self._note(tensor)
-        if func in SCRATCH and (scratch := SCRATCH[func](args, result)):
-            place = len(self.trace.deltas)
-            self.trace.scratch[place] = max(scratch, self.trace.scratch.get(place, 0))
+        self._note_kernel(func, args, result)
         # A view causes no memory traffic.
         is_moving = made or writes_in_place(func)
         overloads = overloads_of(func)
@@ -264,6 +265,15 @@ class Recorder(TorchDispatchMode):
         moved = made + sum(t.nbytes for t in tensors_of(args)) if is_moving else 0
         self._work.count(kernel_of(name, flops), flops, moved, is_message=name.startswith("c10d::"))
         return result
+
+    def _note_kernel(self, func: Any, args: Sequence[Any], result: Any) -> None:
+        """Count what an operation's CPU kernel takes while it runs, and keeps once it is compiled."""
+        place = len(self.trace.deltas)
+        if func in SCRATCH and (scratch := SCRATCH[func](args, result)):
+            self.trace.scratch[place] = max(scratch, self.trace.scratch.get(place, 0))
+        if (compiled := compiled_kernel(func, args)) and compiled[0] not in self._compiled:
+            self._compiled.add(compiled[0])
+            self.trace.compiled[place] = self.trace.compiled.get(place, 0) + compiled[1]
 
     def _answered(self, question: Any, args: Sequence[Any]) -> bool:
         """Return the result of a test of values; ``answer`` if the values are fake."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,7 +14,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from vissl_zero.planner import kernel_memory
-from vissl_zero.planner.kernel_memory import SCRATCH, convolution_scratch, lstm_scratch
+from vissl_zero.planner.kernel_memory import SCRATCH, compiled_kernel, convolution_scratch, lstm_scratch
 
 HAS_WIDE_KERNELS = torch.backends.mkldnn.is_available() and torch.backends.cpu.get_cpu_capability() == "AVX512"
 aten = torch.ops.aten
@@ -116,17 +119,27 @@ def test_bfloat16_convolutions_with_amx_take_what_was_measured(
         assert 0.95 * taken < counted < most * taken
 
 
-def test_amx_is_used_unless_one_dnn_is_told_not_to(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("has", "flag", "words"),
+    [
+        ("_has_amx", "amx_tile", {"ALL": True, "AVX512_CORE_AMX": True, "avx512_core_bf16": False}),
+        ("_has_bfloat16", "avx512_bf16", {"ALL": True, "AVX512_CORE_BF16": True, "avx512_core": False}),
+    ],
+    ids=["amx", "bfloat16"],
+)
+def test_instructions_are_used_unless_one_dnn_is_told_not_to(
+    monkeypatch: pytest.MonkeyPatch, has: str, flag: str, words: dict[str, bool]
+) -> None:
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_tile": True}, raising=False)
-    has_amx = kernel_memory._has_amx.__wrapped__
-    for word, expected in (("ALL", True), ("AVX512_CORE_AMX", True), ("avx512_core_bf16", False)):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {flag: True}, raising=False)
+    is_used = getattr(kernel_memory, has).__wrapped__
+    for word, expected in words.items():
         monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", word)
-        assert has_amx() is expected
+        assert is_used() is expected
     monkeypatch.delenv("ONEDNN_MAX_CPU_ISA")
-    assert has_amx() is True
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_tile": False}, raising=False)
-    assert has_amx() is False
+    assert is_used() is True
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {flag: False}, raising=False)
+    assert is_used() is False
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -177,6 +190,72 @@ def test_gates_and_weights_of_an_lstm(width: int, dtype: torch.dtype) -> None:
     )
     measured, result = beside_outputs(lambda: aten.mkldnn_rnn_layer_backward(*backward))
     assert 0.95 * measured - 2**17 < lstm_scratch(backward, result) < 1.5 * measured
+
+
+_KEPT = """
+import ctypes
+import torch
+from vissl_zero.planner.kernel_memory import compiled_kernel
+
+class Facts(ctypes.Structure):
+    names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+    _fields_ = [(name, ctypes.c_size_t) for name in names.split()]
+
+libc = ctypes.CDLL(None)
+libc.mallinfo2.restype = Facts
+in_use = lambda: libc.mallinfo2().uordblks + libc.mallinfo2().hblkhd
+
+def run(width):
+    tensors = torch.ones(24, width, dtype=torch.bfloat16), torch.ones(width, 48, dtype=torch.bfloat16)
+    torch.mm(*tensors)
+    products.append((torch.ops.aten.mm.default, tensors))
+    tensors = torch.ones(2, width, 12, 12, dtype=torch.bfloat16), torch.ones(32, width, 3, 3, dtype=torch.bfloat16)
+    args = *tensors, None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1
+    torch.ops.aten.convolution(*args)
+    convolutions.append((torch.ops.aten.convolution.default, args))
+
+products, convolutions = [], []
+run(16)
+products, convolutions = [], []
+before = in_use()
+for width in range(20, 60, 4):
+    run(width)
+taken = in_use() - before
+inputs = sum(tensor.nbytes for _, args in products + convolutions for tensor in args[:2])
+for width in range(20, 60, 4):
+    run(width)
+again = in_use() - before - taken
+print(taken - inputs, again - inputs, sum(compiled_kernel(*one)[1] for one in products[:10] + convolutions[:10]))
+print(len({compiled_kernel(*one)[0] for one in products + convolutions}))
+"""
+
+
+@pytest.mark.skipif(not kernel_memory._has_bfloat16(), reason="oneDNN compiles fewer kernels for other processors")
+def test_compiled_kernels_of_bfloat16_keep_what_is_counted_once() -> None:
+    printed = subprocess.run([sys.executable, "-c", _KEPT], capture_output=True, text=True, check=True, timeout=120)
+    taken, again, counted, num_kernels = map(int, printed.stdout.split())
+    assert 0.9 * taken < counted < 1.4 * taken
+    assert again < 0.02 * taken
+    assert num_kernels == 20
+
+
+def test_kernels_are_told_apart_by_shapes_layouts_and_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_memory, "_has_bfloat16", lambda: True)
+    half = partial(torch.empty, dtype=torch.bfloat16)
+    products = [
+        (half(8, 4), half(4, 6)),
+        (half(8, 5), half(5, 6)),
+        (half(4, 8).t(), half(4, 6)),
+        (half(8, 4), half(4, 6)),
+    ]
+    assert len({compiled_kernel(aten.mm.default, args) for args in products}) == 3
+    images, weight = half(1, 4, 9, 9), half(4, 4, 3, 3)
+    steps = [(images, weight, None, [stride] * 2, [0, 0], [1, 1], False, [0, 0], 1) for stride in (1, 2)]
+    assert len({compiled_kernel(aten.convolution.default, args) for args in steps}) == 2
+    assert compiled_kernel(aten.add.Tensor, products[0]) is None
+    assert compiled_kernel(aten.mm.default, (torch.empty(8, 4), torch.empty(4, 6))) is None
+    monkeypatch.setattr(kernel_memory, "_has_bfloat16", lambda: False)
+    assert compiled_kernel(aten.mm.default, products[0]) is None
 
 
 def test_a_batch_without_images_takes_nothing_for_them() -> None:
