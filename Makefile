@@ -41,7 +41,7 @@ test: $(STAMP) ## The tests of every change; about 8 minutes on 2 cores.
 test-slow: $(STAMP) ## The tests that start whole runs or take long; CI runs them too.
 	$(BIN)/python -m pytest -m slow -n $(WORKERS) --dist loadgroup --no-loadscope-reorder $(PYTEST_ARGS)
 
-soak: $(STAMP) ## Thousands of spoilt files and mutated configurations, rest of the largest matrices; an hour, not part of CI.
+soak: $(STAMP) ## Thousands of spoilt files and mutated configurations, rest of the largest matrices; two hours, not in CI.
 	$(BIN)/python -m pytest -m soak $(PYTEST_ARGS)
 
 gpu: $(STAMP) ## The tests that need a CUDA device; counted as skipped without one.

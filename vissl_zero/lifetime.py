@@ -180,7 +180,7 @@ def start_fork_server(preload: Sequence[str]) -> None:
 
 
 def _start_fork_servers() -> None:
-    """Start fork servers from a thread that lives as long as the process: the kernel takes it for their parent."""
+    """Start fork servers from a thread that never ends: they get a signal when the thread that started them ends."""
     while True:
         done = _to_start.get()
         try:
@@ -271,7 +271,7 @@ def _parent() -> Path:
 
 
 def _lock_owner(folder: Path) -> int:
-    """Lock a file that says that the owner of a folder lives; the kernel unlocks it when this process ends."""
+    """Lock a folder's owner file until this process ends: the lock says that the owner lives. Return its descriptor."""
     new = folder / f"{_OWNER}.new"
     descriptor = os.open(new, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     fcntl.flock(descriptor, fcntl.LOCK_EX)

@@ -85,7 +85,7 @@ def _cells(method: str, world_size: int, levels: list[int], folder: str, changes
     [
         ("ibot", 2, [3]),
         *(pytest.param(name, 2, [0, 1, 2, 3], marks=pytest.mark.slow) for name in NAMED),
-        *(pytest.param(name, 2, [3], marks=pytest.mark.slow) for name in METHODS if name not in NAMED),
+        *(pytest.param(name, 2, [3], marks=pytest.mark.soak) for name in METHODS if name not in NAMED),
         pytest.param("dino", 3, [0, 3], marks=pytest.mark.slow),
     ],
 )

@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -112,9 +113,14 @@ def test_steps_do_not_wait_for_the_device_and_mistakes_are_found(library):
     assert upload["uploads"] == right["uploads"] + 1
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("part", range(4))
-@pytest.mark.parametrize("level", [0, 3])
+@pytest.mark.parametrize(
+    ("level", "part"),
+    # Each method at one of the levels in the slow tests, at the other in the soak.
+    [
+        pytest.param(level, part, marks=pytest.mark.slow if part % 2 == level % 2 else pytest.mark.soak)
+        for level, part in product((0, 3), range(4))
+    ],
+)
 def test_every_method(level, part, library):
     cells = [cell(method, level, "bfloat16") for method in METHODS[part::4]]
     require_no_waiting(cells, trained(library, cells))

@@ -110,9 +110,14 @@ def test_other_layers_by_name() -> None:
     assert largest_distance(case, 2, (2,)) < TOLERANCE
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("plan", [ROWS, MX, SENT])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        pytest.param(MX, marks=pytest.mark.slow),
+        *(pytest.param(plan, marks=pytest.mark.soak) for plan in (ROWS, SENT)),
+    ],
+)
 def test_compiled(plan: Float8Plan) -> None:
     case = Case(trunk="vit", norm="none", optimizer="adamw", lr=0.01, num_steps=4, float8=plan)
     assert largest_distance(case, 2, (3,), compile="aot_eager") < TOLERANCE

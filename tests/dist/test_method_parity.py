@@ -359,6 +359,16 @@ def _levels(method: str, world_size: int, levels: list[int], folder: str) -> lis
     return [_train(plan) for plan in plans]
 
 
+def _on_trunks(norm: str) -> list[Any]:
+    """List methods and trunks: the slow tests take convolutions with ``norm`` and a transformer in turn, soak both."""
+    params = []
+    for index, name in enumerate(CASES):
+        in_turn = "vit" if name in TRANSFORMERS or index % 2 else norm
+        kinds = ["vit"] if name in TRANSFORMERS else [norm, "vit"]
+        params += [pytest.param(name, k, marks=pytest.mark.slow if k == in_turn else pytest.mark.soak) for k in kinds]
+    return params
+
+
 # One method of each kind (pairs, prototypes, teacher, patches, anchor) is enough for every change.
 OF_EACH_KIND = ("simclr", "swav", "dino", "mae", "dinov3")
 
@@ -367,12 +377,12 @@ OF_EACH_KIND = ("simclr", "swav", "dino", "mae", "dinov3")
 @pytest.mark.parametrize(
     ("method", "world_size"),
     [
-        pytest.param(name, ranks, marks=[pytest.mark.slow] * (ranks < 3 or name not in OF_EACH_KIND))
-        for name, ranks in product(CASES, (1, 2, 3))
+        pytest.param(name, ranks, marks=[] if ranks == 3 and name in OF_EACH_KIND else pytest.mark.slow)
+        for name, ranks in product(CASES, (2, 3))
     ],
 )
 def test_a_method_equals_plain_torch(method: str, world_size: int, tmp_path: Path) -> None:
-    levels = {1: [0], 2: [1, 3], 3: [0, 1, 2, 3]}[world_size]
+    levels = {2: [1, 3], 3: [0, 1, 2, 3]}[world_size]
     for level, result in zip(
         levels, run_on_ranks(world_size, _levels, method, world_size, levels, str(tmp_path))[0], strict=True
     ):
@@ -457,12 +467,8 @@ def _resume_cell(method: str, norm: str, world_size: int, level: int, clip: floa
     return _train(_make_cell(method, norm, world_size, level, clip, folder), from_folder=folder)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    ("method", "norm"),
-    [(name, norm) for name in CASES for norm in ("batch", "vit") if norm == "vit" or name not in TRANSFORMERS],
-)
+@pytest.mark.parametrize(("method", "norm"), _on_trunks("batch"))
 def test_every_cell_with_accumulation_clipping_nvme_and_another_layout_after_a_stop(
     method: str, norm: str, tmp_path: Path
 ) -> None:
@@ -535,17 +541,8 @@ def _exactly(method: str, norm: str, world_size: int, level: int, num_micro: int
     return _train(make_method_plan(method, level, world_size, norm, **changes))
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize(
-    ("method", "norm"),
-    [
-        pytest.param(name, norm, marks=[pytest.mark.slow] * ((name, norm) != ("simclr", "group")))
-        for name in CASES
-        for norm in ("group", "vit")
-        if norm == "vit" or name not in TRANSFORMERS
-    ],
-)
+@pytest.mark.parametrize(("method", "norm"), _on_trunks("group"))
 def test_exact_accumulation_equals_as_many_ranks(method: str, norm: str) -> None:
     for world_size, level, num_micro in ((1, 0, 4), (4, 3, 1), (2, 2, 3)):
         result = run_on_ranks(world_size, _exactly, method, norm, world_size, level, num_micro)[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -104,10 +105,18 @@ def _tier(device: str, folder: Path, **keys: Any) -> dict[str, Any]:
     return {"device": device, **({"nvme_path": str(folder)} if device == "nvme" else {}), **keys}
 
 
-@pytest.mark.slow
+OFTEN = ("adamw", "larc")
+
+
 @pytest.mark.timeout(90)
-@pytest.mark.parametrize("level", [1, 2, 3])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("optimizer", "level"),
+    # Level 3 is the slowest: the slow tests take it with one optimizer that has state and one that needs layers whole.
+    [
+        pytest.param(name, level, marks=pytest.mark.soak if level == 3 and name not in OFTEN else pytest.mark.slow)
+        for name, level in product(OPTIMIZERS, (1, 2, 3))
+    ],
+)
 def test_equals_no_offload(optimizer: str, level: int, tmp_path: Path) -> None:
     pairs: list[dict[str, Any]] = [{"offload_optimizer_config": _tier("nvme", tmp_path, fast_init=level == 1)}]
     pairs.append({"offload_optimizer_config": _tier("cpu", tmp_path)})

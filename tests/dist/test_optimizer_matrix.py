@@ -87,9 +87,10 @@ def train(name: str, kind: str, places: list[dict[str, Any]]) -> list[dict[str, 
     return found
 
 
-# The ResNet is the slower one: in every run of the long tests with two optimizers, with all of them in the soak.
+# The ResNet is the slower one: the slow tests take it once, and a ViT with one optimizer of each kind; the soak, all.
+OFTEN = {("muon", "resnet"), *((name, "vit") for name in ("muon", "shampoo", "adamw_8bit", "lion"))}
 CASES = [
-    pytest.param(name, kind, marks=pytest.mark.slow if kind == "vit" or name in ("muon", "lion") else pytest.mark.soak)
+    pytest.param(name, kind, marks=pytest.mark.slow if (name, kind) in OFTEN else pytest.mark.soak)
     for name in OPTIMIZERS
     for kind in ("resnet", "vit")
 ]

@@ -33,7 +33,7 @@ def test_benchmarks_of_a_checkpoint(tmp_path):
     assert features.rows.shape == (320, 256) and len(set(features.images)) == 320
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(600)
 def test_knn_of_a_teachers_weights(tmp_path):
     trained, small = tmp_path / "trained", ["config.DATA.TRAIN.DATA_LIMIT=320", "config.DATA.TEST.DATA_LIMIT=90"]

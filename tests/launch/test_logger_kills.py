@@ -84,7 +84,7 @@ def killed(folder: Path, names: list[str], hook: str, step: int, **environment: 
     assert done.returncode == -signal.SIGKILL, done.stdout + done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(400)
 def test_a_run_killed_three_times_and_moved_has_every_step_once_in_every_logger(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

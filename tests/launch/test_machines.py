@@ -138,7 +138,7 @@ def test_two_machines_train_what_one_does(machines, one_machine, tmp_path):
     assert (tmp_path / ".vissl_zero/secret").stat().st_mode & 0o777 == 0o600
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(240)
 def test_so_do_two_machines_under_torchrun(machines, one_machine, tmp_path):
     """Both machines have one hostname here, which resolves to a loopback address: the interface must be found."""

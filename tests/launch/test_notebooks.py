@@ -37,12 +37,16 @@ def _package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MPLBACKEND", raising=False)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.usefixtures("_package")
 @pytest.mark.parametrize(
     ("name", "last"),
-    [("first_run", "MiB of tensors"), ("your_photos", "'knn_top1'"), ("your_own_loop", "level 3, 2 ranks")],
+    [
+        pytest.param("first_run", "MiB of tensors", marks=pytest.mark.slow),
+        # The tutorials of these names run the same code.
+        pytest.param("your_photos", "'knn_top1'", marks=pytest.mark.soak),
+        pytest.param("your_own_loop", "level 3, 2 ranks", marks=pytest.mark.soak),
+    ],
 )
 def test_a_notebook_runs(name: str, last: str, tmp_path: Path) -> None:
     notebook = nbformat.read(ROOT / f"examples/{name}.ipynb", as_version=4)

@@ -40,9 +40,16 @@ def test_pages_print_commands():
     assert [page for page in PAGES if not printed(page)] == ["scale.md"], "pages without commands"
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("line", "shown"), [pair for page in PAGES for pair in printed(page)])
+@pytest.mark.parametrize(
+    ("line", "shown"),
+    # Plans of the largest recipe take a minute.
+    [
+        pytest.param(*pair, marks=pytest.mark.soak if "dinov2/vit_large" in pair[0] else pytest.mark.slow)
+        for page in PAGES
+        for pair in printed(page)
+    ],
+)
 def test_planning_commands_are_accepted_and_answer_as_printed(line, shown, tmp_path, monkeypatch, capsys):
     for folder in ("runs/last", "scratch"):
         (tmp_path / folder).mkdir(parents=True)

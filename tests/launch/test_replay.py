@@ -22,9 +22,10 @@ def replayed(command: str, *words: str) -> dict[str, Any]:
     return json.loads(out.splitlines()[-1])  # type: ignore[no-any-return]
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("level", "ranks"), [(0, 1), (3, 2)])
+@pytest.mark.parametrize(
+    ("level", "ranks"), [pytest.param(0, 1, marks=pytest.mark.soak), pytest.param(3, 2, marks=pytest.mark.slow)]
+)
 def test_a_learning_rate_that_is_too_high(level: int, ranks: int, tmp_path: Path) -> None:
     sharded = [f"config.ZERO.LEVEL={level}", f"config.DISTRIBUTED.NUM_PROC_PER_NODE={ranks}"]
     batch = f"config.DATA.TRAIN.BATCHSIZE_PER_REPLICA={64 // ranks}"

@@ -206,33 +206,32 @@ def _processes_of(folder: Path) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
-def test_eight_jobs_interrupted_and_run_again_end_with_the_same_results(tmp_path):
+def test_jobs_interrupted_and_run_again_end_with_the_same_results(tmp_path):
     """Against a sweep that was left alone; two jobs at a time on two cores."""
     grid = [
         *SMALL_TRUNK,
         "hydra/launcher=local",
         "config.TRAINER.MAX_STEPS=20",
         "config.ZERO.LEVEL=range(0,4)",
-        "config.OPTIMIZER.weight_decay=0.01,0.1",
     ]
     (tmp_path / "whole").mkdir()
     whole = sweep(tmp_path / "whole", *grid)
     out, _ = whole.communicate(timeout=700)
     assert whole.returncode == 0, out
     expected = results(tmp_path / "whole")
-    assert len(expected) == 8
+    assert len(expected) == 4
 
     (tmp_path / "cut").mkdir()
     cut = sweep(tmp_path / "cut", *grid)
     deadline = time.monotonic() + 300
     done = tmp_path / "cut/sweep"
-    while len(list(done.glob("*/summary.json"))) < 3 and time.monotonic() < deadline:
+    while len(list(done.glob("*/summary.json"))) < 1 and time.monotonic() < deadline:
         time.sleep(0.1)
     os.kill(cut.pid, signal.SIGTERM)
     out, _ = cut.communicate(timeout=240)
     assert cut.returncode == stopping.STOPPED, out
     assert no_process_mentions(str(tmp_path / "cut"))
-    assert 3 <= len(list(done.glob("*/summary.json"))) < 8
+    assert 1 <= len(list(done.glob("*/summary.json"))) < 4
     again = sweep(tmp_path / "cut", *grid)
     out, _ = again.communicate(timeout=700)
     assert again.returncode == 0 and "of them done before" in out, out

@@ -15,6 +15,7 @@ from PIL import Image
 ROOT = Path(__file__).parents[2]
 PAGES = sorted((ROOT / "docs/tutorials").glob("*.md"))
 SHORT = "config.TRAINER.MAX_STEPS=2 config.NEAREST_NEIGHBOR.USE_KNN=false"
+SOAKED = ("first_run", "when_memory_is_short")
 TRAINING = re.compile(r"vissl-zero (-m )?config=(?!benchmark/knn)(?!.*--dry-run)")
 
 
@@ -68,9 +69,13 @@ def finish(line: str, process: subprocess.Popen[str]) -> str:
     return output
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page",
+    # The slow tests run the README's first lines, the notebook of the first run and the commands about planning.
+    [pytest.param(page, marks=pytest.mark.soak if page.stem in SOAKED else pytest.mark.slow) for page in PAGES],
+    ids=lambda page: page.stem,
+)
 def test_a_tutorial_runs_as_printed(page, folder):
     write_files(page, folder)
     machines = []

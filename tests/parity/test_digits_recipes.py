@@ -48,8 +48,8 @@ def train(recipe: str, folder: Path, *overrides: str) -> tuple[dict[str, int], l
     return {key: summary[key] for key in ("level", "world_size")}, losses, weights
 
 
-# One of each kind in every run of the long tests: a clustering, a teacher, masks, a memory. All of them take minutes.
-OFTEN = ("swav", "dino", "mae", "npid")
+# A clustering and a teacher in the slow tests; all of them take minutes.
+OFTEN = ("swav", "dino")
 CASES = [
     pytest.param(name, marks=pytest.mark.slow if name in OFTEN else pytest.mark.soak) for name in METHODS.builtin()
 ]

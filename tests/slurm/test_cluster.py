@@ -174,9 +174,10 @@ def four_on_one_machine(tmp_path_factory) -> Path:
     return folder / "run"
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("task_per", ["node", "process"])
+@pytest.mark.parametrize(
+    "task_per", [pytest.param("node", marks=pytest.mark.slow), pytest.param("process", marks=pytest.mark.soak)]
+)
 def test_two_nodes_of_two_tasks_train_what_one_machine_does(task_per, four_on_one_machine, tmp_path):
     cluster = ["config.DISTRIBUTED.NUM_NODES=2", "config.DISTRIBUTED.NUM_PROC_PER_NODE=2"]
     own_code = ["config.SLURM.SNAPSHOT_CODE=true"] if task_per == "node" else []
@@ -229,7 +230,7 @@ def test_the_time_limit_saves_requeues_and_resumes(undisturbed, tmp_path):
     assert "requeued (1 of at most 9 times)" in logs(tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.soak  # the slow tests have the evicted sweep, and the time limit, which saves in the same way
 @pytest.mark.timeout(600)
 def test_an_eviction_saves_requeues_and_resumes(undisturbed, tmp_path):
     all_of_it = ["config.SLURM.NUM_CPU_PER_PROC=4"]
@@ -251,7 +252,7 @@ def test_a_requeue_from_outside_goes_on_from_the_last_checkpoint(undisturbed, tm
     assert "resumed after step" in logs(tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(600)
 def test_a_node_daemon_that_is_killed_does_not_change_the_result(undisturbed, tmp_path):
     job = submit(tmp_path, *TWO_BY_ONE, f"config.TRAINER.MAX_STEPS={NUM_STEPS}", pace_s=0.3)

@@ -140,8 +140,8 @@ def _require_trunk_names(pairs: dict[str, str], left_out: list[str], names: str)
     lost = [name for name in left_out if name.startswith("trunk.")]
     if lost or not any(name.startswith("trunk.") for name in pairs.values()):
         raise CheckpointError(
-            f"{names} has no names for this trunk ({_some(lost or left_out)}): it has them for ResNet, RegNet with "
-            "bottleneck blocks and vision transformers. Leave out --names to keep the names that are there."
+            f"{names} has names for ResNet, RegNet with bottleneck blocks and vision transformers, not for this trunk "
+            f"({_some(lost or left_out)}). Leave out --names to keep the names of the file."
         )
 
 

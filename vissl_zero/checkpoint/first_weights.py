@@ -189,7 +189,7 @@ def load_first_weights(model: nn.Module, plan: ResolvedRun) -> Mapping[str, Call
                 f"config.MODEL.WEIGHTS_INIT.PARAMS_FILE: {options.PARAMS_FILE} has adapters, and no configuration "
                 "beside it says their LORA_ALPHA. Give the folder of the run."
             )
-        matched |= _fill_adapters(model, plan.config.MODEL.LORA, has_some=any(map(is_adapters, matched)))
+        matched |= _fill_adapters(model, plan.config.MODEL.LORA, has_adapters=any(map(is_adapters, matched)))
         if (is_measured or settings.FREEZE_TRUNK_ONLY) and not any(map(is_adapters, matched)):
             raise CheckpointError(
                 f"config.MODEL.LORA.USE_LORA: must be false, as this run trains no adapters, and {options.PARAMS_FILE} "
@@ -198,11 +198,15 @@ def load_first_weights(model: nn.Module, plan: ResolvedRun) -> Mapping[str, Call
     return matched
 
 
-def _fill_adapters(model: nn.Module, options: Lora, has_some: bool) -> dict[str, Callable[[], Tensor]]:
-    """Fill the adapters of ``model`` from ADAPTER_FOLDER, if it is set; tensors on the meta device are not filled."""
+def _fill_adapters(model: nn.Module, options: Lora, has_adapters: bool) -> dict[str, Callable[[], Tensor]]:
+    """Fill the adapters of ``model`` from ADAPTER_FOLDER, if it is set, except tensors on the meta device.
+
+    Returns:
+        readers of the adapters' tensors, by parameter name.
+    """
     if not options.ADAPTER_FOLDER:
         return {}
-    if has_some:
+    if has_adapters:
         raise CheckpointError(
             "config.MODEL.LORA.ADAPTER_FOLDER: must be empty, as the weights of WEIGHTS_INIT have adapters of their "
             "own. Leave it out, or give the weights that this adapter was trained over."

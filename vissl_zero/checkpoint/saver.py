@@ -309,7 +309,7 @@ class Saver:
     def _give_up(self, save: _Save) -> None:
         error = save.work.exception()
         local_error = None if error is None else str(error) or type(error).__name__
-        # On all ranks, since caches of network file systems show the move at different times.
+        # All ranks raise, or none: caches of network file systems show a moved folder at different times.
         if collectives.all_reduce_max(torch.tensor(float(self._is_gone()))):
             self._require_folder()
             raise CheckpointError(f"{self._run_folder} cannot be seen by every rank any more. Is the file system down?")

@@ -45,10 +45,10 @@ def run_in(folder: Path, words: Sequence[str], is_quiet: bool = False) -> int:
 
 @contextmanager
 def _ending_first(run: subprocess.Popen[str]) -> Iterator[None]:
-    """Kill ``run`` if this process is asked to end: an evaluation has nothing to save. A context."""
+    """Within this context, kill ``run`` before this process ends on a signal: an evaluation has nothing to save."""
 
     def end(number: int, frame: FrameType | None) -> None:
-        run.kill()  # the kernel ends its ranks
+        run.kill()  # its ranks end with their parent
         raise SystemExit(128 + number)
 
     # Python allows handlers in the main thread alone. Ctrl-C needs none: the terminal sends it to the run as well.

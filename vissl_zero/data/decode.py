@@ -241,7 +241,7 @@ def _on(background: tuple[int, int, int], image: Image.Image) -> Image.Image:
     if "transparency" not in image.info and image.mode not in ("RGBA", "LA", "PA", "La", "RGBa"):
         return image
     if image.mode.startswith("I"):
-        return image  # a PNG of 16-bit gray with one transparent value: RGBA would cut its range
+        return image  # a PNG of 16-bit gray with one transparent value: RGBA has 8 bits
     whole = image.convert("RGBA")
     return Image.alpha_composite(Image.new("RGBA", whole.size, (*background, 255)), whole)
 

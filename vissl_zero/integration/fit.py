@@ -246,7 +246,7 @@ def _shallow_copy(optimizer: Any) -> Any:
     twin = object.__new__(type(optimizer))
     twin.__dict__.update(optimizer.__dict__)
     twin.__dict__.pop("step", None)  # a scheduler's wrapper, which is bound to the original
-    # Reading an optimizer sets parameters and state in its groups, which the original must not see.
+    # The forecast replaces the parameters in the groups and adds state, which the original must not see.
     set_own(twin, "param_groups", [dict(group) for group in optimizer.param_groups])
     set_own(twin, "state", defaultdict(dict, optimizer.state))
     return twin

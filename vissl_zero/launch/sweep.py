@@ -498,7 +498,7 @@ def _start(job: _Job, slots: Slots) -> None:
     environment = {**os.environ, SWEEP_VARIABLE: str(os.getpid())}
     if slots.gpus:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(slots.gpus[job.slot])
-    # Bound before the process starts, because torch counts its cores when it is imported.
+    # ``taskset`` binds the process from its start, because torch counts the cores when it is imported.
     cores = slots.cores[job.slot]
     job.started = time.monotonic()
     with (job.folder / _OUTPUT).open("ab") as output:

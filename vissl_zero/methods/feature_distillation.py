@@ -191,7 +191,7 @@ class FeatureDistillation(EmbeddingMethod):
 
     def update_state(self, observed: Sequence[Any]) -> None:
         """Queue the teacher's features. Collective."""
-        # The queue puts the newest in front; reversed, the micro-batches of a step are in the order of one batch.
+        # The queue puts the newest in front: pushed in reverse, micro-batches lie in it as one large batch would.
         for features in reversed(observed):
             if self.queue is not None:
                 self.queue.push(features)

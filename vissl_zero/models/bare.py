@@ -109,7 +109,7 @@ def _fills_others(module: nn.Module) -> bool:
 
 @contextmanager
 def _bare_parameters() -> Iterator[list[bool]]:
-    # A hook of registration, not a device context: buffers and other tensors of a constructor keep their memory.
+    # A hook of registration, not a device context: buffers and other tensors of a constructor are allocated as usual.
     handle = register_module_parameter_registration_hook(_without_memory)
     try:
         with _DrawAndDrop(), _MetaQueries() as queries:

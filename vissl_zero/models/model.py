@@ -517,7 +517,7 @@ def _pack_crops(trunk: nn.Module) -> None:
     """Make the trunk run the crops of all sizes as one sequence of tokens. In place. Raises ConfigError."""
     pack_crops: Any = getattr(trunk, "pack_crops", None)
     if not callable(pack_crops):
-        must = "must be false for a trunk that is no vision transformer: other layers see more than a token at a time"
+        must = "must be false for a trunk that is no vision transformer: its layers would mix the crops"
         raise ConfigError([Problem(PACKING, f"true with {type(trunk).__name__}", must, "Leave it out.")])
     pack_crops()
 

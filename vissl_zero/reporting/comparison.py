@@ -181,11 +181,11 @@ def rows_of(groups: Sequence[Group]) -> Iterator[tuple[str, list[str]]]:
             yield title, [" ".join(filter(None, _parts(name, column.get(name)))) for column in columns]
 
 
-def text_table(heads: Sequence[str], rows: Iterable[tuple[str, Sequence[object]]]) -> Table:
-    """Return a table for a terminal: each row has a name, and a cell for each head after the first."""
+def text_table(columns: Sequence[str], rows: Iterable[tuple[str, Sequence[object]]]) -> Table:
+    """Return a table for a terminal: each row has a name, and a cell for each column after the first."""
     table = Table(box=None, pad_edge=False)
-    for head in heads:
-        table.add_column(Text(printable(head)), no_wrap=True)
+    for column in columns:
+        table.add_column(Text(printable(column)), no_wrap=True)
     for name, cells in rows:
         table.add_row(Text(name), *(Text(printable(cell)) for cell in cells))
     return table

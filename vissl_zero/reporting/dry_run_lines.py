@@ -127,7 +127,7 @@ def _whole(run: DryRun) -> str:
 
 
 def _classes(names: Sequence[str]) -> str:
-    """Format " in 2 classes (train, val)": names of splits here reveal a folder that is one level too high."""
+    """Format " in 2 classes (train, val)": the names show if the folder is a level too high."""
     if not names:
         return ""
     shown = ", ".join(printable(name) for name in names[:_CLASSES_SHOWN])

@@ -212,7 +212,7 @@ def _with_images(split: Split, saved: Mapping[str, Any]) -> Split:
         return split
     if split.DATA_PATHS:
         return replace(split, DATA_SOURCES=[source_of(split.DATA_PATHS)])
-    # Without a run's images TEST stays empty: then some of TRAIN's are kept for evaluation.
+    # If the saved run has no test images, TEST stays empty: ``resolve`` then holds out some of TRAIN's.
     filled = {key: saved[key] for key in _IMAGES if key in saved} or {"DATA_SOURCES": []}
     limit = split.DATA_LIMIT if split.DATA_LIMIT != -1 else saved.get("DATA_LIMIT", -1)
     return replace(split, **filled, DATA_LIMIT=limit)

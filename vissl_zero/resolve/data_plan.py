@@ -388,7 +388,7 @@ def num_images(name: str, split: Split, most: int, endings: tuple[str, ...] = EX
         count = _NUM_DIGITS[name]
     elif source == "disk_folder":
         try:
-            # Counting stops once the rule is met.
+            # A folder may have millions of images: counting stops at ``most``.
             count = sum(1 for path in split.DATA_PATHS for _ in islice(image_files(path, endings), most))
         except OSError:
             return None

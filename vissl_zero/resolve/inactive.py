@@ -496,7 +496,7 @@ def _problem(key: VisslKey, value: Any) -> Problem:
 
 
 def _set_keys(cfg: RunConfig) -> list[tuple[VisslKey, Any]]:
-    """Return VISSL's unused keys and their values, except values that are allowed because they change nothing."""
+    """Return the keys in ``cfg`` that only VISSL uses, with their values, unless a value changes nothing."""
     keys = []
     for key in vissl_keys():
         value = _value(cfg, key.path, _MISSING)

@@ -85,9 +85,9 @@ def gradient_storages(model: nn.Module, shards: Iterable[Shard]) -> Storages:
 
 
 def optimizer_storages(optimizer: torch.optim.Optimizer) -> Storages:
-    """Collect the storages of the optimizer's state in memory, without step counters (one number per parameter)."""
+    """Collect the optimizer's storages in memory: its state, without step counters, or the buffers that stream it."""
     buffers: list[Tensor] | None = getattr(optimizer, "resident_tensors", None)
-    if buffers is not None:  # the state is on a disk, and streamed through these
+    if buffers is not None:  # the state is on a disk
         return Storages(buffers)
     entries = (entry for state in optimizer.state.values() for entry in state.items())
     return Storages(value for key, value in entries if isinstance(value, Tensor) and key != "step")

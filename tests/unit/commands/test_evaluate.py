@@ -102,8 +102,13 @@ def test_the_hardest_classes_come_first():
     assert _hardest(many).count("taken for 7") == 5
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("ending", ["npz", "csv", "parquet", "safetensors"])
+@pytest.mark.parametrize(
+    "ending",
+    [
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("csv", "parquet")),
+        *(pytest.param(name, marks=pytest.mark.soak) for name in ("npz", "safetensors")),
+    ],
+)
 def test_embed_writes_the_features_of_load_trunk_with_names(folder, tmp_path, ending, capfd):
     out = tmp_path / "deep" / f"features.{ending}"
     assert main(["embed", str(folder / "tiny.pth"), str(folder / "val"), "--out", str(out), *SMALL]) == 0
@@ -136,7 +141,7 @@ def test_embed_writes_the_features_of_load_trunk_with_names(folder, tmp_path, en
     assert not re.search(r"run folder|report  |Features of", written.err)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_embed_leaves_broken_files_out_and_names_them_on_any_number_of_ranks(folder, tmp_path, capfd):
     """No row may stand under the name of another image; odd names survive."""
     photos, names = tmp_path / "photos", ["a\u2028b.jpg", "b.jpg", "d.JPG", "e.jpeg", os.fsdecode(b"f\xff.jpg")]
@@ -261,7 +266,7 @@ def test_embed_takes_its_run_and_its_folder_along(folder, tmp_path, number):
         assert not _running(short) and not list(Path(short).iterdir())
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_embed_says_what_it_does_before_its_work(folder, tmp_path, capfd):
     """The network, the images' size, photos that are not read; and from Python an error is its sentence alone."""
     photos = tmp_path / "photos"

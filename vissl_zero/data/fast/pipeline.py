@@ -116,6 +116,7 @@ def build_fast_pipeline(
 
 
 def _form(entry: Mapping[str, Any], key: str) -> Form:
+    """Build the fast form of a transform from its entry in ``TRANSFORMS``; ``key`` names the entry in errors."""
     arguments = {name: _nested(value, f"{key}.{name}") for name, value in entry.items() if name != "name"}
     try:
         return FORMS[entry["name"]](**arguments)

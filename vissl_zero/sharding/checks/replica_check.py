@@ -257,7 +257,7 @@ class ParameterGuard:
 
     @contextmanager
     def own_step(self) -> Iterator[None]:
-        """Mark an optimizer step that sharding makes, not the user. A context."""
+        """Within this context, a step of the optimizer counts as made by this package, not by the user's loop."""
         self._is_own_step = True
         try:
             with self.own_writes():

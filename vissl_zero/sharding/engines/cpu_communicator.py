@@ -63,10 +63,10 @@ class CpuCommunicator(ABC):
 
     @property
     def num_slots(self) -> int:
-        """Slots of a rank: one is rewritten after ``2 * LAG`` messages, when all ranks have read it.
+        """Number of message buffers of a rank. After ``2 * LAG`` messages a buffer is reused: all ranks have read it.
 
-        This rank posts message k after it has read message k - LAG. That message was complete only after all ranks had
-        posted it, hence had read message k - 2 * LAG.
+        This rank posts message k after it has read message k - LAG of every rank. A rank posts its message k - LAG
+        after it has read message k - 2 * LAG. So every rank has read message k - 2 * LAG.
         """
         return 2 * self.LAG
 

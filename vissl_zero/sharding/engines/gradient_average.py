@@ -261,10 +261,10 @@ class OrderedReduceScatter:
         op: Any,
         async_op: bool = False,
     ) -> None:
-        """Reduce; see the module."""
+        """Average or sum ``input_tensor`` over the ranks, in the order of ranks; keep this rank's part. Collective."""
         received = torch.empty_like(input_tensor)
         dist.all_to_all_single(received, input_tensor, group=group)
-        # If torch requests a sum, it divides by itself.
+        # If torch requests a sum, torch divides the result.
         add_in_order(received.view(group.size(), -1).unbind(), output_tensor, is_mean=op == dist.ReduceOp.AVG)
 
 

@@ -274,14 +274,14 @@ class _RoundedKernel(UpdateKernel):
 
 
 def rounded(build_optimizer: OptimizerFactory, plan: ShardingPlan, shards: Sequence[Shard]) -> OptimizerFactory:
-    """Wrap ``build_optimizer`` if the plan has parameters in bfloat16: updates are then rounded. Not a collective.
+    """Wrap ``build_optimizer`` to round updates of parameters in bfloat16, if the plan has them. Not a collective.
 
     Args:
         build_optimizer: builds the base optimizer.
         plan: dtypes, seed.
         shards: shards of the trained parameters, all in memory.
     Raises:
-        ConfigError: (from the result) the optimizer cannot be run on pieces.
+        ConfigError: when the returned factory is called, if the optimizer cannot be run on pieces.
     """
     precision = plan.precision
     if not precision.rounding:
@@ -292,12 +292,12 @@ def rounded(build_optimizer: OptimizerFactory, plan: ShardingPlan, shards: Seque
         params = [list(group["params"]) for group in groups]
         group_params = [by_local[id(param)] for together in params for param in together]
         for shard in group_params:
-            # From now on, unscaling and clipping are noted, and applied to the widened gradient: one rounding less.
+            # Keep factors of unscaling and clipping, to apply them to the widened gradient: one rounding less.
             shard.noted = []
             if not shard.local.is_contiguous():
                 shard.local.data = shard.local.data.contiguous()  # pieces are runs of the flattened shard
         device = group_params[0].local.device if group_params else torch.device("cpu")
-        # In float32: the optimizer gets widened pieces alone.
+        # In float32: the optimizer sees only widened pieces.
         proxies = [{**group, "params": [nn.Parameter(torch.zeros(1, device=device))]} for group in groups]
         optimizer, adaptation = build_optimizer(proxies)
         kernel = _RoundedKernel(optimizer, group_params, precision.rounding, plan.seed)

@@ -244,7 +244,7 @@ class ParameterStore:
 
     @contextmanager
     def _whole_or_broken(self) -> Iterator[None]:
-        # Set before, cleared after: an exception in between leaves it set.
+        # Not in ``finally``: an exception leaves the store marked as broken.
         self._is_broken = True
         yield
         self._is_broken = False

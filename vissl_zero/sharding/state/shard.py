@@ -212,7 +212,7 @@ def wide_dtype(tensors: Sequence[Tensor]) -> torch.dtype:
 
 
 def with_zeros_for_empty(tensors: Sequence[Tensor], values: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """Stack the 0-d ``values`` of the non-empty ``tensors``, in order, with a zero for each empty one; shape (T,)."""
+    """Stack one number per tensor, (len(tensors),): zero for an empty tensor, else the next of the 0-d ``values``."""
     device = tensors[0].device if tensors else None
     zero = torch.zeros((), dtype=dtype, device=device)
     remaining = iter(values)

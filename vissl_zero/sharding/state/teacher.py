@@ -52,7 +52,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def swap(self) -> None:
-        """Exchange averages and weights, in place. Not a collective."""
+        """Exchange the averages with the model's weights and buffers, in place. Not a collective."""
         for shard in self._shards:
             weight = shard.values().clone()
             shard.assign(self.params[shard.name])
