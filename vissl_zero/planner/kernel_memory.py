@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 _aten = torch.ops.aten
-_BLOCK = 16  # oneDNN pads the channels of a group to this number
-_TILE = 32  # and to this number for AMX
+_BLOCK = 16  # oneDNN pads channels to a multiple of this number
+_TILE = 32  # the channels of a group, for AMX
 _WITHOUT_BFLOAT16 = ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX512_CORE", "AVX512_CORE_VNNI")  # ONEDNN_MAX_CPU_ISA
 
 
@@ -25,7 +25,7 @@ def convolution_scratch(args: Sequence[Any], result: Any) -> int:
 
     torch unfolds float64 images into columns, one group at a time, and joins the groups' results. oneDNN copies images
     and outputs into its own layouts, unless channels are last, and sums the gradients of half formats in float32. It
-    pads outputs with fewer than ``_BLOCK`` channels, but reads such images without a copy. In the backward pass with
+    pads channels to whole blocks, but reads images with fewer than ``_BLOCK`` without a copy. In the backward pass with
     half formats, few channels or a stride, it transposes one image and its outputs at a time. For depthwise
     convolutions with channels last and large kernels, it computes whole blocks of channels.
     """
@@ -66,7 +66,7 @@ def convolution_scratch(args: Sequence[Any], result: Any) -> int:
     if _has_channels_last(images):
         return 2 * weight.nbytes + padded + sums
     sums += weight.nbytes if is_half and kernel > 1 else 0
-    copies = max(copied + blocked, 2 * copied) if is_half else copied + blocked
+    copies = max(copied + blocked, 2 * images.nbytes if is_half and not is_few else 0)
     return max(copies + padded - weight.nbytes + sums, padded)
 
 
@@ -109,7 +109,7 @@ def _tiled_scratch(images: Tensor, weight: Tensor, outputs: Tensor, groups: int,
         weights = weight.nbytes + padded
         if is_last:
             return weight.nbytes + weights + (outputs.nbytes if has_pixels else 0)
-        sums = 2 * int(outputs.nbytes * _padding(outputs, groups))
+        sums = 2 * outputs.nbytes
         return max(images.nbytes + weights + sums - outputs.nbytes, sums)
     one = int(images.nbytes * of_images + outputs.nbytes * of_outputs) // max(len(images), 1)
     of_both = images.nbytes + int(outputs.nbytes * (of_outputs if groups == 1 else 1))
@@ -119,8 +119,9 @@ def _tiled_scratch(images: Tensor, weight: Tensor, outputs: Tensor, groups: int,
 
 
 def _padding(images: Tensor, groups: int) -> float:
-    """Return the factor by which padding to a block increases the channels; 1 without padding."""
-    return max(1.0, _BLOCK / images.shape[1]) if groups in (1, images.shape[1]) else 1.0
+    """Return the factor by which padding to whole blocks increases the channels; 1 without padding."""
+    channels = images.shape[1]
+    return -(-channels // _BLOCK) * _BLOCK / channels if groups in (1, channels) else 1.0
 
 
 def _has_channels_last(images: Tensor) -> bool:

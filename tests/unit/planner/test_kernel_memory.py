@@ -83,10 +83,17 @@ def test_layouts_of_convolutions(layer: nn.Conv2d, memory_format: torch.memory_f
         (nn.Conv2d(3, 64, 9, padding=4), 48),
         (nn.Conv2d(64, 3, 3, padding=1), 48),
         (nn.Conv2d(1, 256, 9), 28),
+        (nn.Conv2d(24, 40, 3, padding=1), 80),
+        (nn.Conv2d(20, 20, 3, padding=1), 80),
+        (nn.Conv2d(24, 24, 3, padding=1, groups=24), 80),
+        (nn.Conv2d(8, 8, 3, padding=1, stride=2, groups=8), 80),
     ],
-    ids=["patches", "many channels", "patches of colors", "from colors", "to colors", "from gray"],
+    ids=[
+        *("patches", "many channels", "patches of colors", "from colors", "to colors", "from gray"),
+        *("24 to 40 channels", "20 channels", "24 groups", "8 groups"),
+    ],
 )
-def test_steps_over_pixels_and_few_channels(layer: nn.Conv2d, side: int, dtype: torch.dtype) -> None:
+def test_steps_over_pixels_and_channels_that_are_padded(layer: nn.Conv2d, side: int, dtype: torch.dtype) -> None:
     for measured, counted in convolved(layer.to(dtype), torch.randn(4, layer.in_channels, side, side, dtype=dtype)):
         assert 0.95 * measured - 2**17 < counted < 1.5 * measured + 2**17
 
