@@ -122,8 +122,8 @@ def test_a_model_that_computes_in_half_precision_keeps_half(given: torch.dtype) 
 
 def _train_in_half(zero: dict[str, Any]) -> tuple[list[float], list[str]]:
     torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.BatchNorm1d(256), nn.GELU()) for _ in range(8)))
-    images = torch.rand(16, 256) * (1 + dist.get_rank())
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(512, 512), nn.BatchNorm1d(512), nn.GELU()) for _ in range(8)))
+    images = torch.rand(512, 512) * (1 + dist.get_rank())
     sample = (lambda net: net(images).square().mean()) if zero["level"] == "fit" else None
     with log_messages() as messages:
         model, optimizer = vissl_zero.initialize(model, {"type": "AdamW"}, zero | {"bf16": True}, sample=sample)

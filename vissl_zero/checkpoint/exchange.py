@@ -139,9 +139,10 @@ def _require_no_adapters(ours: list[str], path: Path, names: str) -> None:
 def _require_trunk_names(pairs: dict[str, str], left_out: list[str], names: str) -> None:
     lost = [name for name in left_out if name.startswith("trunk.")]
     if lost or not any(name.startswith("trunk.") for name in pairs.values()):
+        found = f" ({_some(lost or left_out)})" if lost or left_out else ""
         raise CheckpointError(
-            f"{names} has names for ResNet, RegNet with bottleneck blocks and vision transformers, not for this trunk "
-            f"({_some(lost or left_out)}). Leave out --names to keep the names of the file."
+            f"{names} has names for ResNet, RegNet with bottleneck blocks and vision transformers, but none for this "
+            f"trunk{found}. Leave out --names to keep the names of the file."
         )
 
 

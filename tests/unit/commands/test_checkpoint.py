@@ -252,7 +252,10 @@ def test_damaged_data_are_not_exported(tmp_path, model, capsys):
         (["export", "{tmp}/run", "--to", "{tmp}/model.zip"], "the ending decides the format"),
         (["export", "{tmp}/run", "--to", "/proc/none/model.pt"], "cannot be written"),
         (["export", "{tmp}/run", "--to", "{tmp}/model.pt", "--part", "eyes"], "invalid choice: 'eyes'"),
-        (["export", "{tmp}/run", "--to", "{tmp}/x.pt", "--part", "heads", "--names", "timm"], "has no names for this"),
+        (
+            ["export", "{tmp}/run", "--to", "{tmp}/x.pt", "--part", "heads", "--names", "timm"],
+            r"but none for this trunk\. Leave out",
+        ),
     ],
 )
 def test_bad_input_is_one_sentence(tmp_path, run, capsys, words, says):
