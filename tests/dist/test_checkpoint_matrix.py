@@ -209,7 +209,9 @@ class _Matrix:
             self.worst = max(self.worst, *gaps)
 
 
-@pytest.fixture(params=["sgd_larc", pytest.param("adamw", marks=pytest.mark.slow)])
+@pytest.fixture(
+    params=[pytest.param("sgd_larc", marks=pytest.mark.slow), pytest.param("adamw", marks=pytest.mark.soak)]
+)
 def matrix(request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]) -> Iterator[_Matrix]:
     # In memory, where there is such a folder: hundreds of synced files would wait for the disk longer than they train.
     memory = Path("/dev/shm")
@@ -223,7 +225,6 @@ def matrix(request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]) -
         )
 
 
-@pytest.mark.slow
 def test_every_level_to_every_level_on_other_numbers_of_ranks(matrix: _Matrix) -> None:
     names = [f"torch {level}" for level in LEVELS]
     for num_ranks in (2, 3, 4):
@@ -234,7 +235,6 @@ def test_every_level_to_every_level_on_other_numbers_of_ranks(matrix: _Matrix) -
     assert matrix.num_cells == len(LEVELS) ** 2 * len(PAIRS)
 
 
-@pytest.mark.slow
 def test_engines_and_offload_tiers_one_after_the_other(matrix: _Matrix) -> None:
     ring = [name for name in LAYOUTS if not name.startswith("torch")] + ["torch 0"]
     matrix.write(ring, 2)
@@ -243,7 +243,6 @@ def test_engines_and_offload_tiers_one_after_the_other(matrix: _Matrix) -> None:
     matrix.check([("nvme params 3", 2), ("fairscale 2", 2)], "nvme 1", 1)
 
 
-@pytest.mark.slow
 def test_every_engine_and_offload_tier_to_every_other(matrix: _Matrix) -> None:
     others = [name for name in LAYOUTS if not name.startswith("torch")]
     matrix.write([*others, "torch 0"], 2)

@@ -126,8 +126,9 @@ def test_every_method(level, part, library):
     require_no_waiting(cells, trained(library, cells))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize(
+    "tier", [pytest.param(tier, marks=pytest.mark.soak if tier == "optimizer" else pytest.mark.slow) for tier in TIERS]
+)
 def test_levels_and_precisions(tier, library):
     levels = {"none": [0, 1, 2, 3], "cpu": [3], "optimizer": [1, 2, 3]}[tier]
     cells = [cell("dino", level, precision, tier) for level in levels for precision in PRECISIONS]

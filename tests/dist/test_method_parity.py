@@ -10,7 +10,6 @@ import copy
 import dataclasses
 from dataclasses import dataclass, field
 from functools import cache
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -377,8 +376,8 @@ OF_EACH_KIND = ("simclr", "swav", "dino", "mae", "dinov3")
 @pytest.mark.parametrize(
     ("method", "world_size"),
     [
-        pytest.param(name, ranks, marks=[] if ranks == 3 and name in OF_EACH_KIND else pytest.mark.slow)
-        for name, ranks in product(CASES, (2, 3))
+        *(pytest.param(name, 3, marks=[] if name in OF_EACH_KIND else pytest.mark.slow) for name in CASES),
+        *(pytest.param(name, 2, marks=pytest.mark.soak) for name in CASES),
     ],
 )
 def test_a_method_equals_plain_torch(method: str, world_size: int, tmp_path: Path) -> None:

@@ -122,9 +122,11 @@ def _others(engine: str) -> list[Result]:
     return [_train(_sharded(_plan("dino", 3, 2), compile=engine))]
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("engine", ["fairscale", "inductor"])
+@pytest.mark.parametrize(
+    "engine",
+    [pytest.param("fairscale", marks=pytest.mark.slow), pytest.param("inductor", marks=pytest.mark.soak)],
+)
 def test_the_other_engine_and_compiled_blocks(engine: str) -> None:
     for result in run_on_ranks(2, _others, engine, timeout_s=280)[0]:
         assert result.distance(plain("dino", "vit")) < TOLERANCE

@@ -43,8 +43,8 @@ def _package(monkeypatch: pytest.MonkeyPatch) -> None:
     ("name", "last"),
     [
         pytest.param("first_run", "MiB of tensors", marks=pytest.mark.slow),
-        # The tutorials of these names run the same code.
-        pytest.param("your_photos", "'knn_top1'", marks=pytest.mark.soak),
+        pytest.param("your_photos", "'knn_top1'", marks=pytest.mark.slow),
+        # The tutorial of this name runs the same code.
         pytest.param("your_own_loop", "level 3, 2 ranks", marks=pytest.mark.soak),
     ],
 )

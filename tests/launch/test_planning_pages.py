@@ -43,9 +43,9 @@ def test_pages_print_commands():
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("line", "shown"),
-    # Plans of the largest recipe take a minute.
+    # Plans of large transformers take up to a minute.
     [
-        pytest.param(*pair, marks=pytest.mark.soak if "dinov2/vit_large" in pair[0] else pytest.mark.slow)
+        pytest.param(*pair, marks=pytest.mark.soak if "/vit_" in pair[0] else pytest.mark.slow)
         for page in PAGES
         for pair in printed(page)
     ],

@@ -15,7 +15,7 @@ from PIL import Image
 ROOT = Path(__file__).parents[2]
 PAGES = sorted((ROOT / "docs/tutorials").glob("*.md"))
 SHORT = "config.TRAINER.MAX_STEPS=2 config.NEAREST_NEIGHBOR.USE_KNN=false"
-SOAKED = ("first_run", "when_memory_is_short")
+SOAKED = ("first_run", "your_photos", "when_memory_is_short")
 TRAINING = re.compile(r"vissl-zero (-m )?config=(?!benchmark/knn)(?!.*--dry-run)")
 
 
@@ -72,7 +72,7 @@ def finish(line: str, process: subprocess.Popen[str]) -> str:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "page",
-    # The slow tests run the README's first lines, the notebook of the first run and the commands about planning.
+    # The slow tests run the README's first lines, two notebooks and the commands about planning instead.
     [pytest.param(page, marks=pytest.mark.soak if page.stem in SOAKED else pytest.mark.slow) for page in PAGES],
     ids=lambda page: page.stem,
 )
