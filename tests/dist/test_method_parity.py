@@ -377,11 +377,11 @@ OF_EACH_KIND = ("simclr", "swav", "dino", "mae", "dinov3")
     ("method", "world_size"),
     [
         *(pytest.param(name, 3, marks=[] if name in OF_EACH_KIND else pytest.mark.slow) for name in CASES),
-        *(pytest.param(name, 2, marks=pytest.mark.soak) for name in CASES),
+        *(pytest.param(name, ranks, marks=pytest.mark.soak) for name in CASES for ranks in (1, 2)),
     ],
 )
 def test_a_method_equals_plain_torch(method: str, world_size: int, tmp_path: Path) -> None:
-    levels = {2: [1, 3], 3: [0, 1, 2, 3]}[world_size]
+    levels = {1: [0], 2: [1, 3], 3: [0, 1, 2, 3]}[world_size]
     for level, result in zip(
         levels, run_on_ranks(world_size, _levels, method, world_size, levels, str(tmp_path))[0], strict=True
     ):

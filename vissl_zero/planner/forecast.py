@@ -42,7 +42,7 @@ from vissl_zero.sharding.update.whole_tensors import partition
 
 @contextmanager
 def _no_tracebacks() -> Iterator[None]:
-    """Keep torch from logging tracebacks of operations that fail on fake tensors; they raise, too. A context."""
+    """Keep torch from logging tracebacks of operations that fail on fake tensors: the errors are raised. A context."""
     log = logging.getLogger(FakeTensorMode.__module__)
     level = log.level
     log.setLevel(logging.CRITICAL)
